@@ -224,7 +224,9 @@ class Tape:
         run.forward()
         saved = run.alive_bytes - sum(t.bytes for t in self._held_outputs(run))
         tensors = tuple(
-            SavedTensor(t.name, t.bytes) for t, n in run.refs.items() if n > run.scope_refs(t) and t.bytes
+            SavedTensor(t.name, t.bytes)
+            for t, n in run.refs.items()
+            if n > run.scope_refs(t) and t.bytes and not run.emptied(t)
         )
         input_saved = bool(self.input_tensors) and self.input_tensors[0] in {
             t for t, n in run.refs.items() if n > run.scope_refs(t)
@@ -293,6 +295,9 @@ class _Interpreter:
 
     def scope_refs(self, t: T) -> int:
         return self._scope.get(t, 0)
+
+    def emptied(self, t: T) -> bool:
+        return t in self._emptied
 
     def _acquire(self, t: T) -> None:
         n = self.refs.get(t, 0)
