@@ -172,6 +172,8 @@ class ModelSpec:
     mtp_num_layers: int = 0
     #: The layer inside one MTP depth (None: no MTP).
     mtp_layer: LayerSpec | None = None
+    #: Every MTP depth uses the one MTP layer's weights (``mtp_use_repeated_layer``).
+    mtp_use_repeated_layer: bool = False
     #: Mamba/hybrid models are built by MambaModel, whose parameter names and splits differ from GPTModel's.
     hybrid: bool = False
     #: What the reader had to suppose, one sentence each; shown with the estimate.
@@ -281,6 +283,9 @@ class PrecisionSpec:
     fp8_recipe: str = "delayed"
     #: Parameters themselves are kept in fp8 (``fp8_param_gather`` / ``--fp8-param-gather``).
     fp8_param: bool = False
+    #: ``first_last_layers_bf16``: this many layers at either end stay in bf16 under fp8.
+    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_end_in_bf16: int = 0
     fp32_residual_connection: bool = False
     attention_softmax_in_fp32: bool = True
 
@@ -310,6 +315,12 @@ class OptimizerSpec:
     #: FusedAdam of Transformer Engine or Apex (True) or torch's (False).
     fused_optimizer: bool = True
     clip_grad: float = 1.0
+    #: ``log_params_norm``: fp32 copies of half-precision parameters in the step that logs (``calc_params_l2_norm``).
+    log_params_norm: bool = False
+    #: ``log_num_zeros_in_grad``: a comparison mask of one gradient at a time (``count_zeros_fp32``).
+    log_num_zeros_in_grad: bool = False
+    #: Muon's layer-wise optimizer ("dist_muon"): whole parameters are dealt out over data-parallel ranks.
+    use_layer_wise_distributed_optimizer: bool = False
     #: Megatron-FSDP: None, or "no_shard", "optim", "optim_grads", "optim_grads_params".
     data_parallel_sharding_strategy: str | None = None
     #: Parameters that get no gradient: "none", or "lora" (only adapters train).
@@ -354,7 +365,23 @@ class ImplementationSpec:
     calculate_per_token_loss: bool = False
     deterministic_mode: bool = False
     defer_embedding_wgrad_compute: bool = False
+    #: Weight gradients run after the data gradients of a layer: their inputs live longer.
+    delay_wgrad_compute: bool = False
+    #: ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``: cuDNN's fused attention backward is not eligible everywhere.
+    nvte_deterministic: bool = False
+    #: Megatron's removed legacy GPTModel (``--use-legacy-models``), a local implementation.
+    use_legacy_models: bool = False
+    #: Scores divided by the layer number, softmax in fp32 (``--apply-query-key-layer-scaling``).
+    apply_query_key_layer_scaling: bool = False
+    #: How context parallelism exchanges keys and values: "p2p", "a2a", "allgather", "a2a+p2p".
+    cp_comm_type: str = "p2p"
+    #: "none", "local", "transformer_engine" or "full_iteration"; graphs keep their buffers in a private pool.
+    cuda_graph_impl: str = "none"
+    #: Transformer Engine's operation fuser for the MLP (``use_transformer_engine_op_fuser``).
+    use_transformer_engine_op_fuser: bool = False
     moe_token_dispatcher_type: str = "alltoall"
+    #: Backend of the "flex" dispatcher: "deepep" or "hybridep".
+    moe_flex_dispatcher_backend: str = "deepep"
     moe_grouped_gemm: bool = True
     moe_permute_fusion: bool = False
     moe_router_fusion: bool = False
@@ -372,6 +399,8 @@ class ImplementationSpec:
     offload_modules: tuple[str, ...] = ()
     #: GPU generation for workspace sizes: "ampere", "hopper", "blackwell".
     gpu_arch: str = "hopper"
+    #: Transformer Engine release, as (major, minor); None where unknown.
+    transformer_engine: tuple[int, int] | None = None
     #: torch's cuBLAS workspace in bytes; None: torch's default for the architecture.
     cublas_workspace_bytes: int | None = None
 
