@@ -1,10 +1,30 @@
-"""Layers -> (pipeline stage, virtual chunk)."""
+"""Layers -> (pipeline stage, virtual chunk).
+
+Source of every rule, in megatron-core: ``transformer/transformer_block.py: get_num_layers_to_build``,
+``transformer/transformer_layer.py: get_transformer_layer_offset``,
+``transformer/pipeline_parallel_layer_layout.py: PipelineParallelLayerLayout``,
+``transformer/transformer_config.py: TransformerConfig.__post_init__``,
+``transformer/multi_token_prediction.py: get_mtp_num_layers_to_build`` and, for hybrid models,
+``ssm/mamba_block.py: MambaStack._select_layers_for_pipeline_parallel``.
+
+In all of them layers are handed out in the order in which a microbatch passes the chunks: chunk 0 of every
+stage, then chunk 1 of every stage, and so on. Only the number of layers a chunk gets differs.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
-from bridge_memory.spec import ModelSpec, ParallelSpec
+from bridge_memory.spec import ModelSpec, ParallelSpec, SpecError
+
+#: Letters of Megatron's layout string (``PipelineParallelLayerLayout.parse_str_to_list``).
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+#: No model comes near this many layers; a longer layout is a typing error that would eat the memory.
+_MOST_SLOTS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +46,431 @@ class Layout:
 
     stages: tuple[tuple[Chunk, ...], ...]
 
+    @property
+    def virtual_pipeline_model_parallel_size(self) -> int:
+        """Chunks a stage; a layout string may ask for more than one without naming the field."""
+        return len(self.stages[0])
+
 
 def layout(model: ModelSpec, parallel: ParallelSpec) -> Layout:
-    """Lay the model's layers out over pipeline stages and virtual chunks. Raises SpecError."""
-    raise NotImplementedError
+    """Lay the model's layers out over pipeline stages and virtual chunks.
+
+    Raises SpecError where megatron-core would refuse, or would place layers otherwise than the fields say.
+    The answer is kept, so that asking again costs about a microsecond.
+    """
+    answer = _layout(
+        len(model.layers),
+        model.mtp_num_layers,
+        model.hybrid,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        parallel.num_layers_in_first_pipeline_stage,
+        parallel.num_layers_in_last_pipeline_stage,
+        parallel.account_for_embedding_in_pipeline_split,
+        parallel.account_for_loss_in_pipeline_split,
+        parallel.pipeline_model_parallel_layout,
+    )
+    if type(answer) is str:
+        raise SpecError(answer)
+    return answer  # type: ignore[return-value]
+
+
+def layout_string(stages: Iterable[Iterable[object]]) -> str:
+    """Megatron's nested list form of ``pipeline_model_parallel_layout`` as its string form.
+
+    Each entry is a layer type's name in any case ("embedding", "decoder", "mtp", "loss") or a ``LayerType``
+    member. Raises SpecError for any other.
+    """
+    out = []
+    for stage in stages:
+        letters = ""
+        for entry in stage:
+            name = str(getattr(entry, "name", entry)).strip().lower()
+            if name not in _LETTERS:
+                raise SpecError(
+                    f"pipeline_model_parallel_layout holds {name[:40]!r}; use {', '.join(_LETTERS)}"
+                )
+            letters += _LETTERS[name]
+        out.append(letters)
+    return "|".join(out)
+
+
+def parse_layout_string(text: str) -> list[str]:
+    """The chunks of a layout string in order, as one string of letters (E, t, m, L) each.
+
+    "Et*3|(tt|)*2,mL" -> ["Ettt", "tt", "tt", "mL"]. Commas say nothing; ``(...)*n`` is unrolled first, then
+    ``x*n``; ``|`` ends a stage. Source: ``PipelineParallelLayerLayout.parse_str_to_list``. Raises SpecError.
+    """
+
+    def unroll(match: re.Match[str]) -> str:
+        body, times = match.group(1), match.group(2)
+        if len(times) > 6 or len(body) * int(times) > _MOST_SLOTS:
+            raise SpecError(
+                f"pipeline_model_parallel_layout {_quote(text)} repeats {_quote(body)} {times[:12]} times; "
+                f"use at most {_MOST_SLOTS} layers in all"
+            )
+        return body * int(times)
+
+    flat = text.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        flat = re.sub(pattern, unroll, flat)
+        if len(flat) > _MOST_SLOTS:
+            raise SpecError(
+                f"pipeline_model_parallel_layout {_quote(text)} has over {_MOST_SLOTS} layers; shorten it"
+            )
+    wrong = next((c for c in flat if c not in "EtmL|"), None)
+    if wrong is not None:
+        raise SpecError(
+            f"pipeline_model_parallel_layout {_quote(text)} has {wrong!r}; use E, t, m, L, '|' between "
+            "stages, and x*n or (...)*n to repeat"
+        )
+    return flat.split("|")
+
+
+def _quote(text: str) -> str:
+    """A user's text in one short line."""
+    return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+class _Shape(NamedTuple):
+    """What an advice has to know."""
+
+    num_layers: int
+    mtp_num_layers: int
+    hybrid: bool
+    pp: int
+    v: int
+
+    @property
+    def chunks(self) -> int:
+        return self.pp * self.v
+
+
+@lru_cache(maxsize=4096)
+def _layout(
+    num_layers: int,
+    mtp_num_layers: int,
+    hybrid: bool,
+    pp: int,
+    vpp: int | None,
+    first: int | None,
+    last: int | None,
+    embedding_slot: bool,
+    loss_slot: bool,
+    text: str | None,
+) -> Layout | str:
+    """The layout, or the line that says why there is none (kept as well: a search meets many of them)."""
+    try:
+        if text is not None:
+            return _from_string(num_layers, mtp_num_layers, hybrid, pp, vpp, first, last,
+                                embedding_slot or loss_slot, text)  # fmt: skip
+        v = vpp or 1
+        shape = _Shape(num_layers, mtp_num_layers, hybrid, pp, v)
+        if hybrid:
+            _check_hybrid(vpp, embedding_slot, loss_slot)
+        if first is not None or last is not None:
+            if embedding_slot or loss_slot:
+                raise SpecError(
+                    "account_for_embedding/loss_in_pipeline_split (True) does not go with "
+                    "num_layers_in_first/last_pipeline_stage; drop one of them"
+                )
+            stages = _uneven(shape, first, last)
+        else:
+            stages = [_even(shape, embedding_slot, loss_slot)] * pp
+    except SpecError as error:
+        return str(error)
+    sizes = [[n // v for _ in range(v)] for n in stages]
+    sizes[0][0] -= embedding_slot
+    sizes[-1][-1] -= loss_slot
+    letters = [["t" * n for n in row] for row in sizes]
+    letters[0][0] = "E" + letters[0][0]
+    letters[-1][-1] += "m" * mtp_num_layers + "L"
+    return _place(letters)
+
+
+def _place(letters: Sequence[Sequence[str]]) -> Layout:
+    """Number the layers in the order in which a microbatch passes them. ``letters[rank][chunk]``."""
+    rows: list[list[Chunk]] = [[] for _ in letters]
+    layer = depth = 0
+    for c in range(len(letters[0])):
+        for rank, row in enumerate(letters):
+            layers, depths = row[c].count("t"), row[c].count("m")
+            rows[rank].append(
+                Chunk(
+                    layers=tuple(range(layer, layer + layers)),
+                    embedding="E" in row[c],
+                    output="L" in row[c],
+                    mtp=tuple(range(depth, depth + depths)),
+                )
+            )
+            layer += layers
+            depth += depths
+    return Layout(stages=tuple(map(tuple, rows)))
+
+
+def _check_hybrid(vpp: int | None, embedding_slot: bool, loss_slot: bool) -> None:
+    """What ``MambaStack`` refuses, or silently ignores and so would drop layers."""
+    if vpp is not None and vpp > 1:
+        raise SpecError(
+            f"virtual_pipeline_model_parallel_size ({vpp}) is not supported for hybrid (Mamba) models by "
+            "megatron-core; drop it"
+        )
+    for name, on in (
+        ("account_for_embedding_in_pipeline_split", embedding_slot),
+        ("account_for_loss_in_pipeline_split", loss_slot),
+    ):
+        if on:
+            raise SpecError(
+                f"{name} (True) is ignored for hybrid (Mamba) models by megatron-core's MambaStack; "
+                "set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
+            )
+
+
+def _even(shape: _Shape, embedding_slot: bool, loss_slot: bool) -> int:
+    """Slots a stage, where embedding and loss may each take the place of a layer."""
+    slots = shape.num_layers + embedding_slot + loss_slot
+    if slots % shape.chunks == 0:
+        return slots // shape.pp
+    extra = "".join(
+        f" + 1 for {name}"
+        for name, on in (
+            ("account_for_embedding_in_pipeline_split", embedding_slot),
+            ("account_for_loss_in_pipeline_split", loss_slot),
+        )
+        if on
+    )
+    by = f"pipeline_model_parallel_size ({shape.pp})"
+    if shape.v > 1:
+        by += f" x virtual_pipeline_model_parallel_size ({shape.v})"
+    raise SpecError(f"num_layers ({shape.num_layers}){extra} is not divisible by {by}; {_advice(shape)}")
+
+
+def _uneven(shape: _Shape, first: int | None, last: int | None) -> list[int]:
+    """Layers a stage with ``num_layers_in_first/last_pipeline_stage``."""
+    num_layers, pp, v = shape.num_layers, shape.pp, shape.v
+    given = []
+    for name, value in (
+        ("num_layers_in_first_pipeline_stage", first),
+        ("num_layers_in_last_pipeline_stage", last),
+    ):
+        if value is None:
+            continue
+        if value <= 0:
+            raise SpecError(f"{name} ({value}) must be at least 1; {_advice(shape, drop=True)}")
+        if value % v:
+            raise SpecError(
+                f"{name} ({value}) is not divisible by virtual_pipeline_model_parallel_size ({v}); "
+                + _advice(shape, drop=True)
+            )
+        given.append(f"{name} ({value})")
+    what = " and ".join(given)
+    middle = pp - len(given)
+    rest = num_layers - (first or 0) - (last or 0)
+    leave = "leaves" if len(given) == 1 else "leave"
+    if middle < 0:
+        raise SpecError(f"{what} need a pipeline_model_parallel_size of 2 or more, not {pp}; drop them")
+    if middle == 0 and v > 1 and pp > 1:
+        # get_transformer_layer_offset divides by the number of middle stages.
+        raise SpecError(
+            f"{what} with pipeline_model_parallel_size (2) and virtual_pipeline_model_parallel_size ({v}) "
+            "make megatron-core divide by zero; set only one of the two"
+        )
+    if rest < 0 or bool(rest) != bool(middle):
+        raise SpecError(
+            f"{what} {leave} {rest} of num_layers ({num_layers}) for the {middle} other stages of "
+            f"pipeline_model_parallel_size ({pp}); {_advice(shape, first, last, drop=True)}"
+        )
+    if middle and rest % (middle * v):
+        by = f"the {middle} other stages" if v == 1 else f"the {middle} other stages x {v} virtual stages"
+        raise SpecError(
+            f"{what} {leave} {rest} of num_layers ({num_layers}), not divisible by {by} of "
+            f"pipeline_model_parallel_size ({pp}); {_advice(shape, first, last, drop=True)}"
+        )
+    stages = [rest // middle if middle else 0] * pp
+    if first is not None:
+        stages[0] = first
+    if last is not None:
+        stages[-1] = last
+    return stages
+
+
+def _from_string(
+    num_layers: int,
+    mtp_num_layers: int,
+    hybrid: bool,
+    pp: int,
+    vpp: int | None,
+    first: int | None,
+    last: int | None,
+    slots: bool,
+    text: str,
+) -> Layout:
+    """``TransformerConfig.__post_init__`` (PP layout) and ``validate_layer_layout``."""
+    here = f"pipeline_model_parallel_layout {_quote(text)}"
+    if hybrid:
+        raise SpecError(
+            f"{here} is ignored for hybrid (Mamba) models by megatron-core's MambaStack; set "
+            "num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
+        )
+    if first is not None or last is not None or slots:
+        raise SpecError(
+            f"{here} does not go with num_layers_in_first/last_pipeline_stage or "
+            "account_for_embedding/loss_in_pipeline_split; drop those"
+        )
+    chunks = parse_layout_string(text)
+    if len(chunks) % pp:
+        raise SpecError(
+            f"{here} has {len(chunks)} stages, not a multiple of pipeline_model_parallel_size ({pp}); "
+            "write one stage a pipeline rank and virtual chunk"
+        )
+    v = len(chunks) // pp
+    if vpp is not None and v != vpp:
+        raise SpecError(
+            f"{here} has {len(chunks)} stages, {v} a rank of pipeline_model_parallel_size ({pp}), not "
+            f"virtual_pipeline_model_parallel_size ({vpp}); set that to {v if v > 1 else 'None'}"
+        )
+    if pp == 1 and v > 1:
+        raise SpecError(
+            f"{here} has {v} stages for pipeline_model_parallel_size (1), and virtual stages need 2 or more; "
+            "write one stage"
+        )
+    flat = "".join(chunks)
+    for letter, name, wanted in (
+        ("E", "embedding", 1),
+        ("L", "loss", 1),
+        ("t", "num_layers", num_layers),
+        ("m", "mtp_num_layers", mtp_num_layers),
+    ):
+        if flat.count(letter) != wanted:
+            raise SpecError(f"{here} has {flat.count(letter)} {letter} ({name}); write {wanted}")
+    if not chunks[0].startswith("E"):
+        # megatron-core builds the embedding on the first stage whatever an empty first stage says.
+        raise SpecError(f"{here} must begin with E, the embedding")
+    if not chunks[-1].endswith("L"):
+        raise SpecError(f"{here} must end with L, the loss, in the last stage")
+    if "m" in flat:
+        if "t" in flat[flat.index("m") :]:
+            raise SpecError(f"{here} has t (decoder) after m (MTP); move every m behind the last t")
+        holders = [i for i, chunk in enumerate(chunks) if "m" in chunk]
+        if len(holders) > 1:
+            raise SpecError(f"{here} spreads m (MTP) over {len(holders)} stages; put every m into one stage")
+        if holders[0] // pp != v - 1:
+            raise SpecError(
+                f"{here} has m (MTP) in virtual stage {holders[0] // pp} of its rank; put it into the last "
+                f"one, {v - 1}"
+            )
+    return _place([[chunks[c * pp + rank] for c in range(v)] for rank in range(pp)])
+
+
+# --------------------------------------------------------------------------------------------------
+# Advice: a split that works.
+# --------------------------------------------------------------------------------------------------
+
+
+def _advice(shape: _Shape, first: int | None = None, last: int | None = None, *, drop: bool = False) -> str:
+    """The most even split that works, keeping what the user set where that is possible.
+
+    ``drop``: the user has set num_layers_in_first/last_pipeline_stage, to be dropped where nothing fits it.
+    """
+    n, chunks = shape.num_layers, shape.chunks
+    kept = ((first, None), (None, last)) if first is not None and last is not None else ((first, last),)
+    splits = [s for f, z in kept for s in _uneven_splits(shape, f, z)] or list(_uneven_splits(shape))
+    if splits:
+        return min(splits)[-1]
+    before = "drop it and " if drop else ""
+    if drop and n % chunks == 0:
+        return "drop it"
+    if n + 2 < chunks or shape.hybrid:
+        return before + _lower(shape)
+    if (n + 2) % chunks == 0:
+        return (
+            f"{before}set account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split "
+            f"({(n + 2) // chunks} layers a chunk, one fewer in the first and in the last)"
+        )
+    if (n + 1) % chunks == 0:
+        return (
+            f"{before}set account_for_loss_in_pipeline_split ({(n + 1) // chunks} layers a chunk, one fewer "
+            "in the last)"
+        )
+    return f"{before}set pipeline_model_parallel_layout to {_even_string(shape)!r}"
+
+
+def _uneven_splits(
+    shape: _Shape, first: int | None = None, last: int | None = None
+) -> Iterator[tuple[int, int, int, str]]:
+    """Splits with a first and a last stage of their own: (spread, fields to set, largest, the advice).
+
+    ``first`` and ``last`` are kept where given. Every size is a positive multiple of ``v``.
+    """
+    n, pp, v = shape.num_layers, shape.pp, shape.v
+    if pp < 2 or n % v:
+        return
+    near = n // shape.chunks
+    for middle in range(v * max(1, near - 2), v * (near + 4), v):
+        rest = n - middle * (pp - 2)
+        half = -(-(rest // v) // 2) * v
+        if first is not None:
+            ends = [first]
+        elif last is not None:
+            ends = [rest - last]
+        else:
+            ends = [middle, half]
+        for a in ends:
+            b = rest - a
+            if min(a, b) < v or a % v or b % v:
+                continue
+            sizes = [a, *[middle] * (pp - 2), b]
+            fields = []
+            # A first stage of the size of the middle ones needs no field of its own.
+            if first is not None or (pp > 2 and (a != middle or last is not None)):
+                fields.append(f"num_layers_in_first_pipeline_stage to {a}")
+            if first is None or pp > 2:
+                fields.append(f"num_layers_in_last_pipeline_stage to {b}")
+            advice = f"set {' and '.join(fields)} ({_sum(sizes)})"
+            yield max(sizes) - min(sizes), len(fields), max(sizes), advice
+
+
+def _even_string(shape: _Shape) -> str:
+    """A layout string as even as can be; the ends, which hold the embedding and the loss, are short."""
+    base, more = divmod(shape.num_layers, shape.chunks)
+    sizes = [base] * shape.chunks
+    start = (shape.chunks - more + 1) // 2
+    for i in range(start, start + more):
+        sizes[i] += 1
+    parts = ["t" * n if n < 4 else f"t*{n}" for n in sizes]
+    parts[0] = "E" + parts[0]
+    parts[-1] += "m" * shape.mtp_num_layers + "L"
+    text, i = "", 0
+    while i < len(parts):
+        same = next((j for j in range(i, len(parts)) if parts[j] != parts[i]), len(parts))
+        text += f"({parts[i]}|)*{same - i}" if same - i > 1 else parts[i] + "|"
+        i = same
+    return text[:-1]
+
+
+def _lower(shape: _Shape) -> str:
+    """The next smaller size that divides the layers."""
+    n, pp, v = shape.num_layers, shape.pp, shape.v
+    if v > 1:
+        fitting = next((k for k in range(v - 1, 0, -1) if n % (pp * k) == 0), 0)
+        if fitting:
+            return f"set virtual_pipeline_model_parallel_size to {fitting if fitting > 1 else 'None'}"
+    fitting = next((k for k in range(min(pp, n), 0, -1) if n % k == 0), 1)
+    also = " and virtual_pipeline_model_parallel_size to None" if v > 1 else ""
+    return f"set pipeline_model_parallel_size to {fitting}{also}"
+
+
+def _sum(sizes: Sequence[int]) -> str:
+    """15+15+15+16, and 3+14x4+2 for many stages."""
+    if len(sizes) <= 8:
+        return "+".join(map(str, sizes))
+    runs: list[list[int]] = []
+    for n in sizes:
+        if runs and runs[-1][1] == n:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, n])
+    return "+".join(str(n) if times == 1 else f"{times}x{n}" for times, n in runs)
