@@ -55,6 +55,8 @@ class Op:
     backward_workspace: int = 0
     #: Input gradients are the output gradient itself (addition, views that copy nothing backward).
     alias: bool = False
+    #: The input gradient is written over the first saved tensor.
+    in_place: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -143,11 +145,12 @@ class Tape:
         workspace: int = 0,
         backward_workspace: int = 0,
         alias: bool = False,
+        in_place: bool = False,
     ) -> None:
         ins = (inputs,) if isinstance(inputs, T) else tuple(inputs)
         outs = (outputs,) if isinstance(outputs, T) else tuple(outputs)
         self._stack[-1].nodes.append(
-            Op(name, ins, outs, tuple(saves), workspace, backward_workspace, alias)
+            Op(name, ins, outs, tuple(saves), workspace, backward_workspace, alias, in_place)
         )
 
     def make(
@@ -162,14 +165,19 @@ class Tape:
         workspace: int = 0,
         backward_workspace: int = 0,
         alias: bool = False,
+        in_place: bool = False,
         also: Sequence[T] = (),
+        label: str | None = None,
     ) -> T:
-        """``op`` with one main output, which is returned. ``also`` are further outputs (statistics, masks)."""
-        out = self.tensor(name, nbytes, grad=grad)
+        """``op`` with one main output, which is returned, called ``label`` (default: as the operation).
+
+        ``also`` are further outputs (statistics, masks).
+        """
+        out = self.tensor(label or name, nbytes, grad=grad)
         kept = (*saves, out) if save_output else tuple(saves)
         self.op(
             name, inputs, (out, *also), saves=kept, workspace=workspace,
-            backward_workspace=backward_workspace, alias=alias,
+            backward_workspace=backward_workspace, alias=alias, in_place=in_place,
         )
         return out
 
@@ -459,6 +467,10 @@ class _Interpreter:
         targets = [t for t in dict.fromkeys(op.inputs) if t.grad_bytes]
         if op.name == "scope":
             return
+        saves = op.saves
+        if op.in_place and grads:
+            self._release(saves[0])
+            saves = saves[1:]
         if not grads:
             for t in op.saves:
                 self._release(t)
@@ -477,7 +489,7 @@ class _Interpreter:
             self._mark(op.name, op.backward_workspace)
             for t, g in zip(targets, fresh, strict=True):
                 self._add_grad(t, g, op.name)
-        for t in op.saves:
+        for t in saves:
             self._release(t)
         for t in grads:
             self._drop_grad(t)

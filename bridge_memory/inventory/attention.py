@@ -1,0 +1,153 @@
+"""Softmax attention: multi-head, grouped-query, gated, with or without rotary embedding.
+
+Source: megatron-core ``transformer/attention.py: SelfAttention``, ``transformer/dot_product_attention.py`` (local),
+TE ``attention/dot_product_attention/{backends,utils}.py``. Shapes: q = a d / t, kv = g d / t, tokens T = s b.
+"""
+
+from __future__ import annotations
+
+from bridge_memory.inventory.recorder import Recorder
+from bridge_memory.inventory.tape import T
+from bridge_memory.spec import AttentionSpec, divide
+
+
+def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
+    """From the residual stream [T_sp, h] to the output of linear_proj [T_sp, h] (input norm included)."""
+    ctx, tape = r.ctx, r.tape
+    a = divide(spec.num_attention_heads, ctx.tp, "num_attention_heads", "tensor_model_parallel_size")
+    d = spec.kv_channels
+    # With fewer groups than ranks every rank computes one group's worth after a gather.
+    g = max(1, spec.num_query_groups // ctx.tp)
+    q_width, kv_width = a * d, g * d
+    gate_heads = spec.num_attention_heads if spec.attention_output_gate else 0
+    qkv_width = divide(
+        (spec.num_attention_heads + gate_heads + 2 * spec.num_query_groups) * d,
+        ctx.tp, "width of linear_qkv", "tensor_model_parallel_size",
+    )
+    h = ctx.hidden_size
+    q_bytes = ctx.tokens * q_width * ctx.act
+    kv_bytes = ctx.tokens * kv_width * ctx.act
+
+    qkv, region = _input_projection(r, spec, x, qkv_width)
+    if spec.num_query_groups < ctx.tp:
+        gathered = qkv_width * ctx.tp // spec.num_query_groups * ctx.tokens * ctx.act
+        qkv = tape.make("gathered qkv", qkv, gathered, workspace=qkv_width * ctx.tp * ctx.tokens * ctx.act)
+
+    norm_parameters = 0
+    query, key, value = qkv, qkv, qkv
+    separate = False
+    if spec.qk_layernorm:
+        width_q, width_k = (d, d) if spec.qk_layernorm == "head" else (q_width, kv_width)
+        rows_q = ctx.tokens * (a if spec.qk_layernorm == "head" else 1)
+        rows_k = ctx.tokens * (g if spec.qk_layernorm == "head" else 1)
+        query = _sub_norm(r, "self_attention.q_layernorm", qkv, width_q, rows_q)
+        key = _sub_norm(r, "self_attention.k_layernorm", qkv, width_k, rows_k)
+        norm_parameters += 1
+        separate = True
+    if spec.rotary and ctx.rotary:
+        query = _rope(r, "query rope", query, q_bytes)
+        key = _rope(r, "key rope", key, kv_bytes)
+        separate = True
+    if separate:
+        # q and k are tensors of their own by now; TE makes v contiguous rather than keep the mixed tensor
+        # alive (``utils.py: get_qkv_layout``); the local code keeps the view.
+        if ctx.te:
+            value = tape.make("value", qkv, kv_bytes)
+        else:
+            # The copy of the gradient into the mixed tensor happens in the split's backward.
+            value = qkv
+
+    if spec.learnable_softmax_sink:
+        r.parameter("self_attention.core_attention.softmax_offset", (a,), sharded=ctx.tp > 1)
+    inputs = tuple(dict.fromkeys((query, key, value)))
+    with tape.checkpoint(
+        "core_attn", inputs, enabled=ctx.recompute.selects("core_attn")
+    ):
+        out = core_attention(
+            r, inputs, heads=a, q_width=q_width, kv_width=kv_width, v_width=kv_width, out_width=q_width,
+            grouped=a != g,
+        )
+    if spec.attention_output_gate:
+        # sigmoid(gate.float()) * out, one compiled kernel: keeps its inputs.
+        gate = tape.make("gate", qkv, q_bytes)
+        out = tape.make("gated attention output", (out, gate), q_bytes, saves=(out, gate))
+    y = r.row_linear("self_attention.linear_proj", out, q_width, h, bias=spec.add_output_bias)
+    if region is not None:
+        tape.discard(*region)
+    return y
+
+
+def _input_projection(r: Recorder, spec: AttentionSpec, x: T, qkv_width: int):  # type: ignore[no-untyped-def]
+    """Input norm and linear_qkv; returns the mixed tensor and what to discard after linear_proj, if anything."""
+    ctx, tape = r.ctx, r.tape
+    name = "self_attention.linear_qkv"
+    if ctx.te:
+        return r.column_linear(name, x, ctx.hidden_size, qkv_width, bias=spec.add_qkv_bias, fused_norm=True), None
+    recompute = ctx.recompute.selects("layernorm")
+    with tape.discardable("input_layernorm", (x,), enabled=recompute) as region:
+        normed = r.norm("input_layernorm", x, ctx.hidden_size, ctx.tokens_sp)
+    qkv = r.column_linear(name, normed, ctx.hidden_size, qkv_width, bias=spec.add_qkv_bias)
+    return qkv, (region, normed) if recompute else None
+
+
+def _sub_norm(r: Recorder, name: str, x: T, width: int, rows: int) -> T:
+    """Norm over heads: the input is a strided slice, made contiguous by TE's norm (a copy that is kept)."""
+    copy = r.tape.make(f"{name} input", x, width * rows * r.ctx.act) if r.ctx.te else x
+    return r.norm(name, copy, width, rows)
+
+
+def _rope(r: Recorder, name: str, x: T, nbytes: int) -> T:
+    """Rotary embedding of q or k. Fused: TE keeps the frequencies only (shared by all layers). Unfused: four
+    temporaries on the way and the cosine and sine kept (``rope_utils.py: _apply_rotary_pos_emb_bshd``)."""
+    if r.ctx.impl.apply_rope_fusion and r.ctx.te:
+        return r.tape.make(name, x, nbytes)
+    return r.tape.make(name, x, nbytes, workspace=3 * nbytes, backward_workspace=2 * nbytes)
+
+
+def core_attention(
+    r: Recorder,
+    qkv: tuple[T, ...],
+    *,
+    heads: int,
+    q_width: int,
+    kv_width: int,
+    v_width: int,
+    out_width: int,
+    grouped: bool,
+) -> T:
+    """softmax(q k^T) v for ``heads`` local heads; widths are local and summed over heads.
+
+    Flash and cuDNN fused attention keep q, k, v, the output and an fp32 log-sum-exp a head and token; their
+    backward needs an fp32 accumulator of dq and an fp32 row sum. Unfused attention keeps the probabilities
+    [b, a, s, s], and with dropout a one-byte mask and the dropped probabilities.
+    """
+    ctx, tape = r.ctx, r.tape
+    out_bytes = ctx.tokens * out_width * ctx.act
+    rows = ctx.tokens * heads
+    if ctx.te and ctx.impl.attention_backend not in ("unfused", "local"):
+        lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False)
+        return tape.make(
+            "core_attention output", qkv, out_bytes, saves=(*qkv, lse), save_output=True, also=(lse,),
+            backward_workspace=4 * ctx.tokens * q_width + 4 * rows,
+        )
+    scores_elements = rows * ctx.seq * ctx.cp
+    scores_bytes = scores_elements * ctx.act
+    if grouped:
+        qkv = (qkv[0], tape.make("repeated key and value", qkv[-1], 2 * ctx.tokens * q_width * ctx.act))
+    if not ctx.te:
+        r.keep("global memory buffer (mpu)", scores_bytes)
+    scores = tape.make(
+        "attention scores", qkv, scores_bytes, saves=qkv, workspace=scores_bytes if ctx.te else 0
+    )
+    if ctx.impl.masked_softmax_fusion and ctx.act == 2:
+        # Backward is in place on the incoming gradient (scaled_*_masked_softmax_backward).
+        probs = tape.make("attention probabilities", scores, scores_bytes, save_output=True, alias=True)
+    else:
+        wide = 4 * scores_elements
+        probs32 = tape.make("attention probabilities fp32", scores, wide, save_output=True, workspace=wide)
+        probs = tape.make("attention probabilities", probs32, scores_bytes)
+    if ctx.attention_dropout:
+        mask = tape.tensor("attention dropout mask", scores_elements, grad=False)
+        probs = tape.make("dropped probabilities", probs, scores_bytes, saves=(mask,), also=(mask,))
+    context = tape.make("attention context", (probs, qkv[-1]), out_bytes, saves=(probs, qkv[-1]))
+    return tape.make("core_attention output", context, out_bytes)

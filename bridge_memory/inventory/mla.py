@@ -1,0 +1,92 @@
+"""Multi-latent attention.
+
+Source: megatron-core ``transformer/multi_latent_attention.py: MLASelfAttention``. With Transformer Engine the two
+down-projections are held whole by every tensor-parallel rank and run on the sequence shard; the local
+implementation shards their outputs and gathers them.
+Shapes: q = a (d_nope + d_rope) / t, v = a d_v / t, T = s b, T_sp = T / t under SP.
+"""
+
+from __future__ import annotations
+
+from bridge_memory.inventory.attention import core_attention
+from bridge_memory.inventory.recorder import Recorder
+from bridge_memory.inventory.tape import T
+from bridge_memory.spec import MLASpec, divide
+
+
+def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
+    """From the residual stream [T_sp, h] to the output of linear_proj [T_sp, h] (input norm included)."""
+    ctx, tape = r.ctx, r.tape
+    a = divide(spec.num_attention_heads, ctx.tp, "num_attention_heads", "tensor_model_parallel_size")
+    q_head = spec.qk_head_dim + spec.qk_pos_emb_head_dim
+    q_width, v_width = a * q_head, a * spec.v_head_dim
+    h, act = ctx.hidden_size, ctx.act
+    up = "self_attention.linear_{}_up_proj"
+
+    recompute_norm = ctx.recompute.selects("layernorm")
+    with tape.discardable("input_layernorm", (x,), enabled=recompute_norm) as norm_region:
+        normed = r.norm("input_layernorm", x, h, ctx.tokens_sp)
+
+    q_in: T = normed
+    if spec.q_lora_rank is not None:
+        q_in = _down_projection(r, "self_attention.linear_q_down_proj", normed, spec.q_lora_rank, 0)
+    kv_down = _down_projection(
+        r, "self_attention.linear_kv_down_proj", normed, spec.kv_lora_rank, spec.qk_pos_emb_head_dim
+    )
+    k_rope = kv_down
+    if ctx.sp:
+        k_rope = tape.make("gathered k_pos_emb", kv_down, ctx.tokens * spec.qk_pos_emb_head_dim * act)
+    fused_norm = ctx.te and spec.qk_layernorm
+    if not ctx.te and spec.qk_layernorm:
+        if spec.q_lora_rank is not None:
+            q_in = r.norm("self_attention.q_layernorm", q_in, spec.q_lora_rank, ctx.tokens_sp)
+        kv_in = r.norm("self_attention.kv_layernorm", kv_down, spec.kv_lora_rank, ctx.tokens_sp)
+    else:
+        # The split is a strided view; the up-projection's norm wants it contiguous.
+        kv_in = tape.make("kv_compressed", kv_down, ctx.tokens_sp * spec.kv_lora_rank * act) if ctx.te else kv_down
+
+    recompute_up = ctx.recompute.selects("mla_up_proj")
+    with tape.discardable("mla_up_proj", (q_in, kv_in, k_rope), enabled=recompute_up) as up_region:
+        if spec.q_lora_rank is None:
+            q = r.column_linear("self_attention.linear_q_proj", q_in, h, q_width)
+        else:
+            q = r.column_linear(up.format("q"), q_in, spec.q_lora_rank, q_width, fused_norm=fused_norm)
+        kv = r.column_linear(
+            up.format("kv"), kv_in, spec.kv_lora_rank, a * (spec.qk_head_dim + spec.v_head_dim),
+            fused_norm=fused_norm,
+        )
+        q_bytes, v_bytes = ctx.tokens * q_width * act, ctx.tokens * v_width * act
+        if ctx.impl.apply_rope_fusion and ctx.te:
+            query = q  # rotated in place (``fusions/fused_mla_yarn_rope_apply.py: ApplyMLARotaryEmbQ``)
+        else:
+            query = tape.make("query", q, q_bytes, workspace=q_bytes // 2)
+        key = tape.make("key", (kv, k_rope), q_bytes)
+        value = tape.make("value", kv, v_bytes)
+    with tape.checkpoint("core_attn", (query, key, value), enabled=ctx.recompute.selects("core_attn")):
+        out = core_attention(
+            r, (query, key, value), heads=a, q_width=q_width, kv_width=q_width, v_width=v_width,
+            out_width=v_width, grouped=False,
+        )
+    if recompute_up:
+        tape.discard(up_region, query, key, value)
+    y = r.row_linear("self_attention.linear_proj", out, v_width, h)
+    if recompute_norm:
+        tape.discard(norm_region, normed)
+    return y
+
+
+def _down_projection(r: Recorder, name: str, x: T, rank: int, extra: int) -> T:
+    """h -> rank + extra. Whole on every rank under TE; sharded and gathered in the local implementation."""
+    ctx = r.ctx
+    width = rank + extra
+    if ctx.te:
+        return r.plain_linear(name, x, ctx.tokens_sp, ctx.hidden_size, width)
+    local = divide(width, ctx.tp, f"width of {name}", "tensor_model_parallel_size")
+    part = r.column_linear(name, x, ctx.hidden_size, local)
+    if ctx.tp == 1:
+        return part
+    whole = ctx.tokens * width * ctx.act
+    gathered = r.tape.make(f"{name} gathered", part, whole, workspace=whole)
+    if not ctx.sp:
+        return gathered
+    return r.tape.make(f"{name} scattered", gathered, ctx.tokens_sp * width * ctx.act)

@@ -1,0 +1,258 @@
+"""Mixture of experts: router, dispatch, routed and shared experts, combine.
+
+Source: megatron-core ``transformer/moe/{moe_layer,router,token_dispatcher,experts,shared_experts,moe_utils}.py``;
+TE ``module/grouped_linear.py``, ``permutation.py``. Shapes: N = T_sp tokens enter, each goes to k experts; P = N k
+permuted tokens leave, R arrive at this rank's E / e experts (R = P x ETP when routing is balanced), f is the
+expert's local inner width, w its model width (h, or the latent size).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bridge_memory.inventory.mlp import activation, dense_mlp
+from bridge_memory.inventory.recorder import Recorder
+from bridge_memory.inventory.tape import T
+from bridge_memory.spec import DTYPE_BYTES, MLPSpec, MoESpec, divide
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Token counts of one MoE layer on this rank."""
+
+    entering: int
+    permuted: int
+    received: int
+
+
+def routed_tokens(r: Recorder, spec: MoESpec) -> _Tokens:
+    """N, P and R. With a capacity factor the number is fixed by the capacity; else balanced x imbalance."""
+    ctx = r.ctx
+    n = ctx.tokens_sp
+    permuted = n * spec.topk
+    factor = ctx.impl.moe_expert_capacity_factor
+    if factor is not None and ctx.impl.moe_pad_expert_input_to_capacity:
+        capacity = -(-int(n * spec.topk * factor) // spec.num_experts)
+        permuted = capacity * spec.num_experts
+    received = round(permuted * ctx.etp * ctx.impl.moe_imbalance)
+    return _Tokens(n, permuted, received)
+
+
+def record_moe(r: Recorder, spec: MoESpec, x: T) -> T:
+    """From the residual stream [T_sp, h] to the MoE output [T_sp, h] (pre_mlp_layernorm included)."""
+    ctx, tape = r.ctx, r.tape
+    recompute_norm = ctx.recompute.selects("layernorm")
+    with tape.discardable("pre_mlp_layernorm", (x,), enabled=recompute_norm) as region:
+        normed = r.norm("pre_mlp_layernorm", x, ctx.hidden_size, ctx.tokens_sp)
+    with tape.checkpoint("moe", (normed,), enabled=ctx.recompute.selects("moe")):
+        y = _moe_layer(r, spec, normed)
+    tape.discard(region, normed) if recompute_norm else None
+    return y
+
+
+def _moe_layer(r: Recorder, spec: MoESpec, x: T) -> T:
+    ctx, tape = r.ctx, r.tape
+    shared = None
+    if spec.shared_expert_intermediate_size:
+        recompute = ctx.recompute.selects("shared_experts") and not ctx.impl.moe_shared_expert_overlap
+        with tape.checkpoint("shared_experts", (x,), enabled=recompute):
+            shared = _shared_experts(r, spec, x)
+    n = routed_tokens(r, spec)
+    probs, routing_map = _router(r, spec, x, n)
+    width = spec.latent_size or ctx.hidden_size
+    tokens = x
+    if spec.latent_size:
+        tokens = r.plain_linear("mlp.fc1_latent_proj", x, n.entering, ctx.hidden_size, width)
+    dispatched, dispatched_probs, row_map = _dispatch(r, spec, tokens, probs, routing_map, n, width)
+    expert_out = _experts(r, spec, dispatched, dispatched_probs, n, width)
+    y = _combine(r, spec, expert_out, row_map, n, width)
+    if spec.latent_size:
+        y = r.plain_linear("mlp.fc2_latent_proj", y, n.entering, width, ctx.hidden_size)
+    if shared is not None:
+        y = tape.make("routed + shared output", (y, shared), ctx.tokens_sp * ctx.hidden_size * ctx.act, alias=True)
+    return y
+
+
+def _router(r: Recorder, spec: MoESpec, x: T, n: _Tokens) -> tuple[T, T]:
+    """Logits, scores and top-k: [N, E] each, in moe_router_dtype; the boolean map [N, E]."""
+    ctx, tape = r.ctx, r.tape
+    experts = spec.num_experts
+    r.parameter("mlp.router.weight", (experts, ctx.hidden_size))
+    if spec.add_router_bias:
+        r.parameter("mlp.router.bias", (experts,))
+    width = DTYPE_BYTES[ctx.impl.moe_router_dtype] if ctx.impl.moe_router_dtype else ctx.act
+    table = n.entering * experts * width
+    # RouterGatingLinearFunction keeps its inputs in their own dtype; the cast is scratch.
+    logits = tape.make(
+        "router logits", x, table, saves=(x,),
+        workspace=(n.entering + experts) * ctx.hidden_size * width if width != ctx.act else 0,
+    )
+    index = tape.tensor("top-k indices", n.entering * spec.topk * 8, grad=False)
+    if ctx.impl.moe_router_fusion:
+        scores = logits
+        kept: tuple[T, ...] = (logits,)
+    else:
+        scores = tape.make("router scores", logits, table, save_output=True)
+        kept = (index,)
+    probs = tape.tensor("routing probabilities", table)
+    routing_map = tape.tensor("routing map", n.entering * experts, grad=False)
+    tape.op(
+        "top-k", scores, (probs, routing_map, index), saves=kept,
+        workspace=n.entering * experts * 4 + table,
+    )
+    if spec.router_load_balancing_type not in ("none", "sinkhorn"):
+        aux = tape.make("auxiliary-loss scores", logits, n.entering * experts * 4, save_output=True)
+        out = tape.make("routing probabilities with auxiliary loss", (probs, aux), 0, saves=(aux,), alias=True)
+        out.grad_bytes = 0
+    return probs, routing_map
+
+
+def _dispatch(
+    r: Recorder, spec: MoESpec, x: T, probs: T, routing_map: T, n: _Tokens, width: int
+) -> tuple[T, T, T]:
+    """Permute, exchange and sort tokens: [N, w] -> [R, w], with their probabilities and the row map."""
+    ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
+    local_experts = divide(spec.num_experts, ctx.ep, "num_moe_experts", "expert_model_parallel_size")
+    row = width * ctx.act
+    if impl.moe_token_dispatcher_type == "allgather":
+        everyone = ctx.tokens_sp * ctx.ep * (ctx.tp if ctx.sp else 1)
+        if ctx.ep * ctx.tp > 1:
+            gathered = everyone * row
+            r.keep("global memory buffer (mpu)", gathered)
+            x = tape.make("gathered tokens", x, 0)
+            x.grad_bytes = gathered
+            probs = tape.make("gathered probabilities", probs, everyone * spec.num_experts * ctx.act)
+            routing_map = tape.make(
+                "gathered routing map", routing_map, everyone * spec.num_experts, grad=False
+            )
+    prob_bytes = DTYPE_BYTES[impl.moe_router_dtype] if impl.moe_router_dtype else ctx.act
+    alltoall = impl.moe_token_dispatcher_type != "allgather"
+    first = n.permuted if alltoall else n.received
+    if impl.moe_permute_fusion:
+        # int32 map of destination rows: [N, 2 E + 1] (TE permutation.py: _moe_permute_mask_map).
+        row_map = tape.tensor("permutation row map", n.entering * (2 * spec.num_experts + 1) * 4, grad=False)
+    else:
+        row_map = tape.tensor("permutation indices", first * 8, grad=False)
+    permuted_probs = tape.tensor("permuted probabilities", first * prob_bytes)
+    permuted = tape.make("permuted tokens", (x, probs), first * row, saves=(row_map, routing_map),
+                         also=(row_map, permuted_probs))
+    if not alltoall:
+        return permuted, permuted_probs, row_map
+    if ctx.ep > 1:
+        arrived = round(n.permuted * impl.moe_imbalance)
+        permuted = tape.make("tokens after all-to-all", permuted, arrived * row)
+        permuted_probs = tape.make("probabilities after all-to-all", permuted_probs, arrived * prob_bytes)
+    if ctx.etp > 1:
+        permuted = tape.make("tokens gathered over ETP", permuted, n.received * row)
+        permuted_probs = tape.make("probabilities gathered over ETP", permuted_probs, n.received * prob_bytes)
+    if local_experts > 1:
+        permuted = tape.make("tokens sorted by expert", permuted, n.received * row)
+        permuted_probs = tape.make("sorted probabilities", permuted_probs, n.received * prob_bytes)
+    return permuted, permuted_probs, row_map
+
+
+def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int) -> T:
+    """fc1, weighted activation, fc2 of this rank's experts over R tokens."""
+    ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
+    local_experts = divide(spec.num_experts, ctx.ep, "num_moe_experts", "expert_model_parallel_size")
+    f = divide(spec.moe_ffn_hidden_size, ctx.etp, "moe_ffn_hidden_size", "expert_tensor_parallel_size")
+    fc1_width = 2 * f if spec.gated else f
+    _expert_parameters(r, spec, local_experts, f, fc1_width, width)
+    grouped = impl.moe_grouped_gemm
+    wgrad1 = r.weight_grad((fc1_width, width), te=ctx.te) * (local_experts if grouped else 1)
+    wgrad2 = r.weight_grad((width, f), te=ctx.te) * (local_experts if grouped else 1)
+    mid = tape.make(
+        "experts fc1 output", x, n.received * fc1_width * ctx.act, saves=(x,), backward_workspace=wgrad1
+    )
+    with tape.discardable("moe_act", (mid, probs), enabled=ctx.recompute.selects("moe_act")) as region:
+        act = _weighted_activation(r, spec, mid, probs, n.received, f)
+    out = tape.make(
+        "experts fc2 output", act, n.received * width * ctx.act, saves=(act,), backward_workspace=wgrad2
+    )
+    if ctx.recompute.selects("moe_act"):
+        tape.discard(region, act)
+    if spec.add_bias:
+        out = tape.make("experts output with bias", (out, probs), n.received * width * ctx.act, saves=(probs,))
+    elif not grouped and local_experts > 1:
+        out = tape.make("concatenated expert outputs", out, n.received * width * ctx.act)
+    return out
+
+
+def _weighted_activation(r: Recorder, spec: MoESpec, mid: T, probs: T, rows: int, f: int) -> T:
+    """activation(fc1) * probability (``experts.py: bias_act_func``). Fused: keeps fc1's output and the
+    probabilities; unfused: the activation is kept too, and the product may be made in the router dtype."""
+    ctx, tape = r.ctx, r.tape
+    out = rows * f * ctx.act
+    if ctx.impl.bias_activation_fusion and spec.gated and spec.activation in ("silu", "quick_gelu"):
+        return tape.make("experts activation", (mid, probs), out, saves=(mid, probs))
+    plain = activation(
+        r, "experts activation", mid, rows, f, gated=spec.gated, bias=spec.add_bias, kind="unfused"
+    )
+    wide = DTYPE_BYTES[ctx.impl.moe_router_dtype] if ctx.impl.moe_router_dtype else ctx.act
+    return tape.make(
+        "experts weighted activation", (plain, probs), out, saves=(plain, probs),
+        workspace=rows * f * wide if wide != ctx.act else 0,
+    )
+
+
+def _expert_parameters(
+    r: Recorder, spec: MoESpec, local_experts: int, f: int, fc1_width: int, width: int
+) -> None:
+    """One weight a local expert. TE's grouped linear numbers them; sequential experts are modules."""
+    ctx = r.ctx
+    sharded = ctx.etp > 1
+    grouped = ctx.impl.moe_grouped_gemm
+    if grouped and not ctx.te:
+        # The legacy grouped GEMM keeps all experts in two tensors (experts.py: GroupedMLP).
+        r.parameter("mlp.experts.weight1", (width, fc1_width * local_experts), expert=True, sharded=sharded)
+        r.parameter("mlp.experts.weight2", (f * local_experts, width), expert=True, sharded=sharded)
+        return
+    for i in range(local_experts):
+        if grouped:
+            fc1, fc2, n = "mlp.experts.linear_fc1.", "mlp.experts.linear_fc2.", str(i)
+        else:
+            fc1, fc2, n = (f"mlp.experts.local_experts.{i}.linear_fc{j}." for j in (1, 2)), None, ""  # type: ignore[assignment]
+            fc1, fc2 = fc1
+        r.parameter(f"{fc1}weight{n}", (fc1_width, width), expert=True, sharded=sharded)
+        r.parameter(f"{fc2}weight{n}", (width, f), expert=True, sharded=sharded)
+        if spec.add_bias:
+            r.parameter(f"{fc1}bias{n}", (fc1_width,), expert=True, sharded=sharded)
+            r.parameter(f"{fc2}bias{n}", (width,), expert=True)
+
+
+def _combine(r: Recorder, spec: MoESpec, y: T, row_map: T, n: _Tokens, width: int) -> T:
+    """Unsort, exchange back and unpermute: [R, w] -> [N, w]."""
+    ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
+    row = width * ctx.act
+    if impl.moe_token_dispatcher_type == "allgather":
+        everyone = ctx.tokens_sp * ctx.ep * (ctx.tp if ctx.sp else 1)
+        y = tape.make("unpermuted tokens", y, everyone * row, saves=(row_map,))
+        if ctx.ep * ctx.tp > 1:
+            y = tape.make("reduce-scattered tokens", y, n.entering * row)
+        return y
+    if divide(spec.num_experts, ctx.ep, "num_moe_experts", "expert_model_parallel_size") > 1:
+        y = tape.make("outputs unsorted", y, n.received * row)
+    if ctx.etp > 1:
+        y = tape.make("outputs reduced over ETP", y, round(n.permuted * impl.moe_imbalance) * row)
+    if ctx.ep > 1:
+        y = tape.make("outputs after all-to-all", y, n.permuted * row)
+    return tape.make("unpermuted output", y, n.entering * row, saves=(row_map,))
+
+
+def _shared_experts(r: Recorder, spec: MoESpec, x: T) -> T:
+    """Shared experts: a dense MLP over all tokens, optionally scaled by a sigmoid gate."""
+    ctx, tape = r.ctx, r.tape
+    f = divide(spec.shared_expert_intermediate_size, ctx.tp, "moe_shared_expert_intermediate_size",
+               "tensor_model_parallel_size")
+    mlp = MLPSpec(f, spec.gated, spec.activation)
+    source = x
+    if ctx.impl.moe_shared_expert_overlap and ctx.sp:
+        # The overlapped path gathers by hand, and fc1 keeps the gathered input
+        # (shared_experts.py: pre_forward_comm).
+        source = tape.make("shared experts input", x, ctx.tokens * ctx.hidden_size * ctx.act)
+    y = dense_mlp(r, "mlp.shared_experts", source, ctx.hidden_size, f, mlp)
+    if spec.shared_expert_gate:
+        r.parameter("mlp.shared_experts.gate_weight", (1, ctx.hidden_size))
+        gate = tape.make("shared expert gate", x, ctx.tokens_sp * ctx.act, saves=(x,), save_output=True)
+        y = tape.make("gated shared output", (y, gate), ctx.tokens_sp * ctx.hidden_size * ctx.act, saves=(y, gate))
+    return y

@@ -1,0 +1,70 @@
+"""Final norm, output layer and cross entropy of the last stage.
+
+Source: megatron-core ``models/gpt/gpt_model.py: _postprocess``, ``tensor_parallel/cross_entropy.py``,
+``fusions/fused_{cross_entropy,linear_cross_entropy}.py``; TE ``cross_entropy.py``, ``common/triton/cross_entropy.py``.
+L = T V / t logits of this rank.
+"""
+
+from __future__ import annotations
+
+from bridge_memory.inventory.recorder import Recorder
+from bridge_memory.inventory.tape import T
+from bridge_memory.spec import divide
+
+
+def record_final_norm(r: Recorder, name: str = "decoder.final_layernorm") -> None:
+    """The norm after the last layer, [T_sp, h]."""
+    x = r.tape.input("hidden_states", r.ctx.hidden_bytes)
+    r.tape.output(r.norm(name, x, r.ctx.hidden_size, r.ctx.tokens_sp))
+
+
+def record_output(r: Recorder, *, output_bias: bool, own_weight: bool) -> None:
+    """Output layer and loss, from normed hidden states [T_sp, h] to a scalar.
+
+    ``own_weight``: this block holds an output weight (untied, or a tied copy on another stage than the
+    embedding's); False where it uses a weight counted elsewhere.
+    """
+    ctx, tape = r.ctx, r.tape
+    rows = divide(ctx.padded_vocab, ctx.tp, "padded vocab_size", "tensor_model_parallel_size")
+    h = ctx.hidden_size
+    if own_weight:
+        r.parameter("output_layer.weight", (rows, h), sharded=ctx.tp > 1)
+    if output_bias:
+        r.parameter("output_layer.bias", (rows,), sharded=ctx.tp > 1)
+    x = tape.input("normed hidden states", ctx.tokens_sp * h * ctx.act)
+    elements = ctx.tokens * rows
+    whole = ctx.tokens * h * ctx.act
+    wgrad = r.weight_grad((rows, h), te=False)
+    impl = ctx.impl
+    if impl.cross_entropy_loss_fusion and impl.cross_entropy_fusion_impl == "linear":
+        # The logits are never whole: chunks of the vocabulary are made, used and dropped; the log-sum-exp of
+        # each token stays (fusions/linear_cross_entropy/).
+        lse = tape.tensor("log-sum-exp", 8 * ctx.tokens, grad=False)
+        loss = tape.make("losses", x, 4 * ctx.tokens, saves=(x, lse), also=(lse,),
+                         workspace=whole if ctx.sp else 0, backward_workspace=2 * whole + wgrad)
+        tape.output(loss)
+        return
+    if ctx.sp:
+        # ColumnParallelLinear of megatron-core itself, also under Transformer Engine.
+        r.keep("global memory buffer (mpu)", whole)
+    logits = tape.make(
+        "logits", x, elements * ctx.act, saves=(x,), backward_workspace=(whole if ctx.sp else 0) + wgrad
+    )
+    loss = _cross_entropy(r, logits, elements)
+    tape.touch(logits)
+    tape.output(loss)
+
+
+def _cross_entropy(r: Recorder, logits: T, elements: int) -> T:
+    """Loss of each token, fp32 [T]."""
+    ctx, tape = r.ctx, r.tape
+    tokens = ctx.tokens
+    if ctx.impl.cross_entropy_loss_fusion and ctx.impl.cross_entropy_fusion_impl == "te":
+        # The kernel writes the gradient over the logits (common/triton/cross_entropy.py).
+        return tape.make("losses", logits, 4 * tokens, saves=(logits,), in_place=True)
+    target = tape.tensor("target mask and ids", tokens * 9, grad=False)
+    fp32 = 4 * elements
+    # The fp32 copy becomes exp, then softmax, then the gradient, all in place; autograd casts the gradient back
+    # to the logits' dtype (VocabParallelCrossEntropy.forward, backward).
+    softmax = tape.tensor("softmax of the logits (fp32)", fp32, grad=False)
+    return tape.make("losses", logits, 4 * tokens, saves=(softmax, target), also=(softmax, target))

@@ -1,0 +1,198 @@
+"""The recorder: a block describes its modules once; parameters and tape both come from that description.
+
+The module-level operations every block is made of (norm, column- and row-parallel linear, bias-dropout-add) are
+here, for Transformer Engine and for megatron-core's local implementation.
+
+Shapes in bytes: T = tokens on this rank (s b), T_sp = T / t under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bridge_memory.inventory.context import BlockContext
+from bridge_memory.inventory.parameters import Parameter
+from bridge_memory.inventory.tape import BlockCost, T, Tape
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInventory:
+    """Everything one block contributes to a rank."""
+
+    parameters: tuple[Parameter, ...]
+    cost: BlockCost
+    #: Lasting scratch this block makes the process keep: ((name, bytes), ...); equal names are shared.
+    lasting: tuple[tuple[str, int], ...]
+
+
+class Recorder:
+    """Collects one block. ``ctx`` has the local sizes; ``tape`` the allocations."""
+
+    def __init__(self, ctx: BlockContext) -> None:
+        self.ctx = ctx
+        self.tape = Tape()
+        self.parameters: list[Parameter] = []
+        self.lasting: dict[str, int] = {}
+
+    def inventory(self) -> BlockInventory:
+        return BlockInventory(tuple(self.parameters), self.tape.cost(), tuple(self.lasting.items()))
+
+    # ---- parameters and lasting buffers ----
+
+    def parameter(
+        self, name: str, shape: tuple[int, ...], *, expert: bool = False, sharded: bool = False
+    ) -> None:
+        self.parameters.append(Parameter(name, shape, expert, sharded))
+
+    def keep(self, name: str, nbytes: int) -> None:
+        """A buffer that stays for the process; the largest request under one name wins."""
+        self.lasting[name] = max(nbytes, self.lasting.get(name, 0))
+
+    def weight_grad(self, shape: tuple[int, ...], *, te: bool) -> int:
+        """Scratch bytes of a weight's gradient during its backward, before DDP adds it to the main gradient.
+
+        Without gradient accumulation fusion the GEMM writes a fresh gradient in the parameter dtype. With it
+        the GEMM adds straight into the main gradient and autograd gets a stand-in of the weight's shape:
+        Transformer Engine keeps one per shape for good (``module/base.py: get_dummy_wgrad``; megatron-core
+        uses it from 0.14), the local code before that makes a new one each time
+        (``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``).
+        """
+        nbytes = self.ctx.act
+        for n in shape:
+            nbytes *= n
+        if self.ctx.impl.gradient_accumulation_fusion and self.ctx.te:
+            if te or self.ctx.impl.megatron_core >= (0, 14):
+                self.keep(f"dummy weight gradient {'x'.join(map(str, shape))}", nbytes)
+                return 0
+        return nbytes
+
+    # ---- modules ----
+
+    def norm(self, name: str, x: T, width: int, rows: int, *, per_module: str | None = None) -> T:
+        """LayerNorm or RMSNorm over ``width`` for ``rows`` rows; keeps its input and fp32 row statistics.
+
+        Source: TE ``ops/basic/{layer_norm,rmsnorm}.py``; Apex ``FusedLayerNormAffineFunction``; torch
+        ``native_layer_norm`` / ``_fused_rms_norm``. [rows, width] in, the same out in the compute dtype.
+        """
+        self.norm_parameters(name, width)
+        stats = self.norm_statistics(name, rows)
+        return self.tape.make(name, x, rows * width * self.ctx.act, saves=(x, *stats), also=stats)
+
+    def norm_parameters(self, name: str, width: int, style: str = ".") -> None:
+        self.parameter(f"{name}{style}weight", (width,))
+        if self.ctx.normalization == "LayerNorm":
+            self.parameter(f"{name}{style}bias", (width,))
+
+    def norm_statistics(self, name: str, rows: int) -> tuple[T, ...]:
+        """fp32 reciprocal deviations, and means for LayerNorm: 4 bytes a row each."""
+        stats = [self.tape.tensor(f"{name} rstd", 4 * rows, grad=False)]
+        if self.ctx.normalization == "LayerNorm":
+            stats.append(self.tape.tensor(f"{name} mean", 4 * rows, grad=False))
+        return tuple(stats)
+
+    def column_linear(
+        self,
+        name: str,
+        x: T,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        fused_norm: bool = False,
+        expert: bool = False,
+        gather: bool = True,
+        out_name: str | None = None,
+        keep_input: bool = True,
+    ) -> T:
+        """Column-parallel linear, [T_sp, in] -> [T, out / t] (``out_features`` is already local).
+
+        ``fused_norm``: Transformer Engine's LayerNormLinear, which keeps the norm's input and its output.
+        Under sequence parallelism the input is gathered for the forward GEMM and again for the weight
+        gradient; the input gradient is made whole and then reduce-scattered. Source: TE
+        ``module/{linear,layernorm_linear}.py``, megatron-core ``tensor_parallel/layers.py``.
+        """
+        ctx = self.ctx
+        shape = (out_features, in_features)
+        self.parameter(f"{name}.weight", shape, expert=expert, sharded=ctx.tp > 1)
+        if bias:
+            self.parameter(f"{name}.bias", (out_features,), expert=expert, sharded=ctx.tp > 1)
+        sp = ctx.sp and gather
+        shard = ctx.tokens_sp * in_features * ctx.act
+        whole = ctx.tokens * in_features * ctx.act
+        wgrad = self.weight_grad(shape, te=ctx.te)
+        out_bytes = ctx.tokens * out_features * ctx.act
+        out_label = out_name or f"{name} output"
+        if fused_norm:
+            self.norm_parameters(name, in_features, ".layer_norm_")
+            stats = self.norm_statistics(name, ctx.tokens_sp)
+            normed = self.tape.tensor(f"{name} norm output", shard, grad=False)
+            return self.tape.make(
+                name, x, out_bytes,
+                saves=(x, normed, *stats), also=(normed, *stats),
+                workspace=whole if sp else 0,
+                # SP: gathered norm output and whole input gradient; else the norm output's gradient.
+                backward_workspace=(2 * whole if sp else shard) + wgrad,
+                label=out_label,
+            )
+        if sp and not ctx.te:
+            self.keep("global memory buffer (mpu)", whole)
+        return self.tape.make(
+            out_label, x, out_bytes, saves=(x,) if keep_input else (),
+            workspace=whole if sp and ctx.te else 0,
+            backward_workspace=(whole * (2 if ctx.te else 1) if sp else 0) + wgrad,
+        )
+
+    def row_linear(
+        self,
+        name: str,
+        x: T,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        out_name: str | None = None,
+    ) -> T:
+        """Row-parallel linear, [T, in / t] -> [T_sp, out] (``in_features`` is already local).
+
+        Under sequence parallelism the partial output is made whole and reduce-scattered, and the output
+        gradient is gathered in backward. Source as ``column_linear``.
+        """
+        ctx = self.ctx
+        shape = (out_features, in_features)
+        self.parameter(f"{name}.weight", shape, sharded=ctx.tp > 1)
+        if bias:
+            self.parameter(f"{name}.bias", (out_features,))
+        whole = ctx.tokens * out_features * ctx.act
+        return self.tape.make(
+            out_name or f"{name} output", x, ctx.tokens_sp * out_features * ctx.act, saves=(x,),
+            workspace=whole if ctx.sp else 0,
+            backward_workspace=(whole if ctx.sp else 0) + self.weight_grad(shape, te=ctx.te),
+        )
+
+    def plain_linear(self, name: str, x: T, rows: int, in_features: int, out_features: int) -> T:
+        """A linear whose weight every tensor-parallel rank holds whole (TE ``parallel_mode="duplicated"``)."""
+        shape = (out_features, in_features)
+        self.parameter(f"{name}.weight", shape)
+        return self.tape.make(
+            f"{name} output", x, rows * out_features * self.ctx.act, saves=(x,),
+            backward_workspace=self.weight_grad(shape, te=self.ctx.te),
+        )
+
+    def bias_dropout_add(self, name: str, x: T, residual: T, *, bias: bool) -> T:
+        """out = residual + dropout(x + bias), [T_sp, h]; keeps a one-byte mask when it drops.
+
+        The fused form (one compiled kernel) makes no intermediate; the eager form makes x + bias and the
+        dropped tensor on the way. Source: megatron-core ``fusions/fused_bias_dropout.py``; torch's dropout
+        returns its input untouched at p = 0 (``aten/src/ATen/native/Dropout.cpp``).
+        """
+        ctx, tape = self.ctx, self.tape
+        fused = ctx.impl.bias_dropout_fusion
+        size = ctx.tokens_sp * ctx.hidden_size
+        if bias and not fused:
+            x = tape.make(f"{name} + bias", x, size * ctx.act, alias=True)
+        if ctx.hidden_dropout:
+            mask = tape.tensor(f"{name} dropout mask", size, grad=False)
+            dropped = tape.tensor(f"{name} dropped", 0 if fused else size * ctx.act, grad_bytes=size * ctx.act)
+            tape.op(f"{name} dropout", x, (dropped, mask), saves=(mask,))
+            x = dropped
+        return tape.make(f"{name} output", (x, residual), ctx.hidden_bytes, alias=True)

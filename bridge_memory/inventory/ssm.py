@@ -1,0 +1,91 @@
+"""State-space mixers: Mamba-2 and the gated delta net.
+
+Source: megatron-core ``ssm/mamba_mixer.py: MambaMixer``, mamba_ssm ``ssd_combined.py:
+MambaSplitConv1dScanCombinedFn``; megatron-core ``ssm/gated_delta_net.py: GatedDeltaNet``, flash-linear-attention
+``ops/gated_delta_rule/chunk.py``. d_inner, groups and heads are divided by t; T = s b.
+"""
+
+from __future__ import annotations
+
+from bridge_memory.inventory.recorder import Recorder
+from bridge_memory.inventory.tape import T
+from bridge_memory.spec import GatedDeltaNetSpec, MambaSpec, divide
+
+
+def record_mamba(r: Recorder, spec: MambaSpec, x: T) -> T:
+    """From the residual stream [T_sp, h] to out_proj's output [T_sp, h] (norm included)."""
+    ctx, tape = r.ctx, r.tape
+    heads = divide(spec.num_heads, ctx.tp, "mamba_num_heads", "tensor_model_parallel_size")
+    groups = divide(spec.num_groups, ctx.tp, "mamba_num_groups", "tensor_model_parallel_size")
+    inner = heads * spec.head_dim
+    conv_dim = inner + 2 * groups * spec.state_dim
+    in_width = 2 * inner + 2 * groups * spec.state_dim + heads
+    sharded = ctx.tp > 1
+    for name, shape in (("dt_bias", (heads,)), ("A_log", (heads,)), ("D", (heads,))):
+        r.parameter(f"mixer.{name}", shape, sharded=sharded)
+    r.parameter("mixer.conv1d.weight", (conv_dim, 1, spec.conv_kernel), sharded=sharded)
+    if spec.conv_bias:
+        r.parameter("mixer.conv1d.bias", (conv_dim,), sharded=sharded)
+    if spec.rmsnorm:
+        r.parameter("mixer.norm.weight", (inner,), sharded=sharded)
+    zxbcdt = r.column_linear(
+        "mixer.in_proj", x, ctx.hidden_size, in_width, bias=spec.proj_bias, fused_norm=ctx.te
+    )
+    inner_bytes = ctx.tokens * inner * ctx.act
+    # Rearranged to batch first: a copy when b > 1, else a view.
+    if ctx.batch > 1:
+        zxbcdt = tape.make("zxBCdt", zxbcdt, ctx.tokens * in_width * ctx.act)
+    states = 4 * ctx.tokens // spec.chunk_size * heads * spec.head_dim * spec.state_dim
+    # The memory-efficient kernel keeps zxBCdt and the scan output; convolution and chunk states are recomputed.
+    y = tape.make(
+        "scan output", zxbcdt, inner_bytes, saves=(zxbcdt,), save_output=True,
+        workspace=ctx.tokens * conv_dim * ctx.act + states + 4 * ctx.tokens * heads * 2,
+        backward_workspace=ctx.tokens * conv_dim * ctx.act * 2 + 2 * states + inner_bytes,
+    )
+    if ctx.batch > 1:
+        y = tape.make("scan output, sequence first", y, inner_bytes)
+    if spec.rmsnorm:
+        stats = tape.tensor("mixer norm rstd", 4 * ctx.tokens * groups, grad=False)
+        y = tape.make("mixer norm output", y, inner_bytes, saves=(y, stats), also=(stats,))
+    return r.row_linear("mixer.out_proj", y, inner, ctx.hidden_size, bias=spec.proj_bias)
+
+
+def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: T) -> T:
+    """From the residual stream [T_sp, h] to out_proj's output [T_sp, h] (norm included)."""
+    ctx, tape = r.ctx, r.tape
+    k_heads = divide(spec.num_key_heads, ctx.tp, "linear_num_key_heads", "tensor_model_parallel_size")
+    v_heads = divide(spec.num_value_heads, ctx.tp, "linear_num_value_heads", "tensor_model_parallel_size")
+    qk, v = k_heads * spec.key_head_dim, v_heads * spec.value_head_dim
+    conv_dim = 2 * qk + v
+    in_width = 2 * qk + 2 * v + 2 * v_heads
+    sharded = ctx.tp > 1
+    prefix = "self_attention."
+    r.parameter(prefix + "dt_bias", (v_heads,), sharded=sharded)
+    r.parameter(prefix + "A_log", (v_heads,), sharded=sharded)
+    r.parameter(prefix + "conv1d.weight", (conv_dim, 1, spec.conv_kernel), sharded=sharded)
+    r.parameter(prefix + "out_norm.weight", (spec.value_head_dim,))
+    if not ctx.te:
+        x = r.norm("input_layernorm", x, ctx.hidden_size, ctx.tokens_sp)
+    act, rows = ctx.act, ctx.tokens
+    mixed = r.column_linear(prefix + "in_proj", x, ctx.hidden_size, in_width, fused_norm=ctx.te)
+    conv_in = tape.make("conv input", mixed, rows * conv_dim * act)
+    gate = tape.make("gate", mixed, rows * v * act)
+    conv = tape.make("conv output", conv_in, rows * conv_dim * act, saves=(conv_in,))
+    expand = v_heads // k_heads
+    query = tape.make("query", conv, rows * qk * expand * act, saves=(conv,))
+    key = tape.make("key", conv, rows * qk * expand * act, saves=(conv,))
+    value = tape.make("value", conv, rows * v * act)
+    decay = tape.make("g and beta", mixed, rows * v_heads * (4 + act), save_output=True)
+    states = 4 * rows // 64 * v_heads * spec.key_head_dim * spec.value_head_dim
+    # Keeps q, k, v, the decays and the triangular inverse A [T, heads, 64]; states are recomputed.
+    inverse = tape.tensor("A", rows * v_heads * 64 * act, grad=False)
+    out = tape.make(
+        "gated delta rule output", (query, key, value, decay), rows * v * act,
+        saves=(query, key, value, inverse), also=(inverse,),
+        workspace=states + rows * v * act * 2, backward_workspace=2 * states + rows * (v + 2 * qk * expand) * act,
+    )
+    stats = tape.tensor("out_norm rstd", 4 * rows * v_heads, grad=False)
+    normed = tape.make(
+        "gated norm output", (out, gate), rows * v * act, saves=(out, gate, stats), also=(stats,)
+    )
+    return r.row_linear(prefix + "out_proj", normed, v, ctx.hidden_size)
