@@ -1,0 +1,219 @@
+"""What most decoder families share: attention and MLP fields, norms, rotary width, windows, the outer model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bridge_memory.readers.fields import MAX_LAYERS, Fields, shown
+from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, divide
+
+#: Hugging Face activation -> the function Megatron runs (Bridge: model_bridge.py ACTIVATION_MAPPING; the gelu
+#: variants that it does not name are the tanh form, megatron.core.activations.fast_gelu).
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "swiglu": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "gelu_pytorch_tanh": "fast_gelu",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "squared_relu",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one model_type differs from Llama. Defaults are those of its transformers config class."""
+
+    #: tie_word_embeddings where the key is absent.
+    tied: bool = False
+    #: None: the attention_bias key decides (for the output projection too, as in transformers' Llama).
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
+    qk_layernorm: str | None = None
+    gated: bool = True
+    activation: str = "silu"
+    #: The config's own word is a formality (gpt-oss says silu and runs a clamped quick GELU).
+    fixed_activation: str | None = None
+    normalization: str = "RMSNorm"
+    post_layernorms: bool = False
+    #: "none", "all", "qwen", "alternate" (even layers slide), "pattern" (all but each n-th slide).
+    window: str = "none"
+    rotary_factor: float = 1.0
+    #: head_dim where the key is absent; None: hidden_size / num_attention_heads.
+    head_dim: int | None = None
+    #: A bias on the MLP's linears where no key says so.
+    mlp_bias: bool = False
+    #: Norm or bias keys of this family that say nothing new.
+    ignored: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+
+
+def num_layers(f: Fields) -> int:
+    n: int = f.integer("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=MAX_LAYERS)
+    return n
+
+
+def rotary_factor(f: Fields, default: float) -> float:
+    """partial_rotary_factor, at the top or inside rope_parameters / rope_scaling."""
+    for inner in ("rope_parameters", "rope_scaling"):
+        value = f.mapping(inner).get("partial_rotary_factor")
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+                raise f.error(f"{inner}.partial_rotary_factor is {shown(value)}; it must lie in (0, 1]")
+            default = float(value)
+    f.ignore("rope_theta", "rotary_emb_base")
+    return f.number("partial_rotary_factor", "rotary_pct", "rotary_percent", default=default, most=1.0)
+
+
+def heads(f: Fields, hidden_size: int, head_dim: int | None) -> tuple[int, int, int]:
+    """(a, g, d): query heads, query groups, head width."""
+    a = f.integer("num_attention_heads", "n_head")
+    g = f.integer("num_key_value_heads", default=a)
+    if a % g:
+        raise f.error(f"num_attention_heads ({a}) is not divisible by num_key_value_heads ({g})")
+    d = f.integer("head_dim", "attention_head_dim", default=head_dim)
+    if d is None:
+        try:
+            d = divide(hidden_size, a, "hidden_size", "num_attention_heads", "set head_dim")
+        except ValueError as error:
+            raise f.error(str(error)) from None
+    return a, g, d
+
+
+def attention(f: Fields, family: Family, hidden_size: int) -> AttentionSpec:
+    a, g, d = heads(f, hidden_size, family.head_dim)
+    bias = f.flag("attention_bias", "qkv_bias", "use_qkv_bias", default=False)
+    return AttentionSpec(
+        num_attention_heads=a,
+        num_query_groups=g,
+        kv_channels=d,
+        add_qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        add_output_bias=bias if family.output_bias is None else family.output_bias,
+        qk_layernorm=family.qk_layernorm,
+    )
+
+
+def activation(f: Fields, family: Family) -> str:
+    """The name of Megatron's activation_func."""
+    key = "hidden_activation" if f.has("hidden_activation") else "hidden_act"
+    if key == "hidden_act" and not f.has(key) and f.has("activation_function"):
+        key = "activation_function"
+    chosen = f.choice(key, ACTIVATIONS, default=family.activation)
+    f.ignore("hidden_act", "hidden_activation")
+    return family.fixed_activation or chosen
+
+
+def mlp(f: Fields, family: Family) -> MLPSpec:
+    return MLPSpec(
+        ffn_hidden_size=f.integer("intermediate_size"),
+        gated=family.gated,
+        activation=activation(f, family),
+        add_bias=f.flag("mlp_bias", default=family.mlp_bias),
+    )
+
+
+def layer_types(f: Fields, n: int, known: Sequence[str]) -> Sequence[str] | None:
+    """layer_types, checked: one entry a layer, each of ``known``."""
+    types = f.items("layer_types")
+    if types is None:
+        return None
+    if len(types) != n:
+        raise f.error(f"layer_types has {len(types)} entries for num_hidden_layers {n}; give one a layer")
+    for kind in types:
+        if kind not in known:
+            raise f.error(f"layer_types holds {shown(kind)}, which is not known here; known: {', '.join(known)}")
+    return types
+
+
+def windows(f: Fields, family: Family, n: int) -> list[int | None]:
+    """The sliding window of each layer in tokens, None for full attention. Changes no saved tensor under flash."""
+    size = f.integer("sliding_window", default=None)
+    types = layer_types(f, n, ("full_attention", "sliding_attention"))
+    if family.window == "qwen":
+        use = f.flag("use_sliding_window", default=False)
+        first = f.count("max_window_layers", default=0)
+        if not use:
+            return [None] * n
+        if types is None:
+            return [size if i >= first else None for i in range(n)]
+    if types is not None:
+        return [size if kind == "sliding_attention" else None for kind in types]
+    if size is None or family.window == "none":
+        return [None] * n
+    if family.window == "alternate":
+        return [size if i % 2 == 0 else None for i in range(n)]
+    if family.window == "pattern":
+        every = f.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
+        return [size if (i + 1) % every else None for i in range(n)]
+    return [size] * n
+
+
+def attentions(f: Fields, family: Family, spec: AttentionSpec, n: int) -> list[AttentionSpec]:
+    """One AttentionSpec a layer, equal ones shared."""
+    lengths = windows(f, family, n)
+    f.ignore("sliding_window_pattern", "_sliding_window_pattern")
+    per_window = {w: replace(spec, window_size=w) for w in lengths}
+    return [per_window[w] for w in lengths]
+
+
+def model(
+    f: Fields,
+    family: Family,
+    layers: Sequence[LayerSpec],
+    *,
+    hidden_size: int,
+    rotary_dim: int,
+    position_embedding_type: str = "rope",
+    mtp_num_layers: int = 0,
+    mtp_layer: LayerSpec | None = None,
+    hybrid: bool = False,
+    embedding_layernorm: bool = False,
+    hidden_dropout: float = 0.0,
+) -> ModelSpec:
+    """The outer fields, which all families share; also the last word on keys nobody read."""
+    vocab_size = f.integer("vocab_size")
+    positions = f.integer(
+        "max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx", default=0
+    )
+    if position_embedding_type == "learned_absolute" and not positions:
+        raise f.error("max_position_embeddings is missing, and the learned position embedding has that many rows")
+    if rotary_dim % 2:
+        raise f.error(f"the rotated part of a head is {rotary_dim} wide; rotary embeddings need an even number")
+    tied = f.flag("tie_word_embeddings", default=family.tied)
+    output_bias = f.flag("lm_head_bias", default=False)
+    dropout = f.number("attention_dropout", "attn_pdrop", default=0.0, most=1.0)
+    hidden_dropout = f.number("hidden_dropout", default=hidden_dropout, most=1.0)
+    f.ignore(*family.ignored)
+    f.finish()
+    f.assume(
+        f"vocab_size {vocab_size} is padded only to a multiple of the tensor parallel size, as Megatron Bridge and "
+        "mbridge convert it (Megatron-LM pads to a multiple of 128 x TP)"
+    )
+    for sentence in family.assumptions:
+        f.assume(sentence)
+    return ModelSpec(
+        name=f.name,
+        model_type=f.model_type,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        layers=tuple(layers),
+        share_embeddings_and_output_weights=tied,
+        normalization=family.normalization,
+        position_embedding_type=position_embedding_type,
+        max_position_embeddings=positions,
+        make_vocab_size_divisible_by=1,
+        hidden_dropout=hidden_dropout,
+        attention_dropout=dropout,
+        embedding_layernorm=embedding_layernorm,
+        output_bias=output_bias,
+        rotary_dim=rotary_dim,
+        mtp_num_layers=mtp_num_layers,
+        mtp_layer=mtp_layer,
+        hybrid=hybrid,
+        assumptions=tuple(f.assumptions),
+        not_modelled=tuple(f.not_modelled),
+    )

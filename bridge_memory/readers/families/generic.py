@@ -1,0 +1,50 @@
+"""A decoder of a family without a reader of its own, told by the usual Hugging Face field names alone."""
+
+from __future__ import annotations
+
+from bridge_memory.readers.families.common import ACTIVATIONS, Family
+from bridge_memory.readers.families.dense import dense_model
+from bridge_memory.readers.fields import Fields, shown
+from bridge_memory.spec import ModelSpec, SpecError
+
+#: Activations that come as a gated pair in every published decoder with these field names.
+_GATED = ("silu",)
+_DECODER_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def read_generic(f: Fields) -> ModelSpec:
+    """Dense attention and MLP, with everything that had to be supposed in ``assumptions``."""
+    known = "it is not a family this reader knows"
+    architectures = [a for a in f.items("architectures") or () if isinstance(a, str)]
+    if f.flag("is_encoder_decoder") or (
+        architectures and not any(a.endswith(_DECODER_ENDINGS) for a in architectures)
+    ):
+        raise f.error(f"model_type {shown(f.model_type)} with architectures {shown(architectures)} is no decoder")
+    try:
+        return _read(f)
+    except SpecError as error:
+        raise SpecError(f"{error} (model_type {shown(f.model_type)}: {known}, read by the usual names)") from None
+
+
+def _read(f: Fields) -> ModelSpec:
+    rms = f.has("rms_norm_eps")
+    act = f.config.get("hidden_act") or f.config.get("hidden_activation") or f.config.get("activation_function")
+    gated = ACTIVATIONS.get(act) in _GATED if isinstance(act, str) else True
+    bias = f.flag("use_bias", "bias", default=False)
+    f.assume(
+        f"model_type {shown(f.model_type)} has no reader of its own: read as a dense decoder with "
+        f"{'RMSNorm' if rms else 'LayerNorm'}, {'a gated' if gated else 'an ungated'} MLP"
+        f"{', biases on all linears' if bias else ''} and rotary positions"
+    )
+    if not f.has("tie_word_embeddings"):
+        f.assume("tie_word_embeddings is absent: tied, transformers' default")
+    family = Family(
+        tied=True,
+        qkv_bias=True if bias else None,
+        output_bias=True if bias else None,
+        mlp_bias=bias,
+        gated=gated,
+        normalization="RMSNorm" if rms else "LayerNorm",
+        window="all",
+    )
+    return dense_model(f, family)

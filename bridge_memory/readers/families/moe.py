@@ -1,0 +1,204 @@
+"""Mixture-of-experts decoders with softmax attention: which layers are MoE, and what an expert is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from bridge_memory.readers.families.common import (
+    Family,
+    activation,
+    attention,
+    attentions,
+    layer_types,
+    mlp,
+    model,
+    num_layers,
+    rotary_factor,
+)
+from bridge_memory.readers.fields import Fields, shown
+from bridge_memory.spec import GatedDeltaNetSpec, LayerSpec, Mixer, ModelSpec, MoESpec
+
+MOE: dict[str, Family] = {
+    "mixtral": Family(qkv_bias=False, output_bias=False, window="all"),
+    "qwen2_moe": Family(qkv_bias=True, output_bias=False, window="qwen"),
+    "qwen3_moe": Family(qk_layernorm="head", window="qwen"),
+    "qwen3_next": Family(output_bias=None, qk_layernorm="head", rotary_factor=0.25, head_dim=256),
+    "olmoe": Family(qk_layernorm="full"),
+    "glm4_moe": Family(output_bias=False, rotary_factor=0.5, head_dim=128),
+    "minimax_m2": Family(qkv_bias=False, output_bias=False),
+    # transformers' GptOssConfig has attention_bias True; the experts run a clamped quick GELU, whatever
+    # hidden_act says (Bridge: gpt_oss_bridge.py).
+    "gpt_oss": Family(
+        qkv_bias=True, output_bias=True, fixed_activation="quick_gelu", window="alternate", head_dim=64,
+        ignored=("attention_bias", "swiglu_limit", "swiglu_alpha"),
+    ),
+    "granitemoe": Family(),
+    "granitemoeshared": Family(),
+}
+
+
+def expert_count(f: Fields, *keys: str) -> tuple[int, int]:
+    """(E, k), k no larger than E."""
+    experts = f.integer(*keys)
+    topk = f.integer("num_experts_per_tok", "experts_per_token", "moe_top_k")
+    if topk > experts:
+        raise f.error(f"num_experts_per_tok ({topk}) is larger than {keys[0]} ({experts})")
+    return experts, topk
+
+
+def sparse_layers(f: Fields, n: int) -> list[bool]:
+    """Qwen's rule: MoE on every decoder_sparse_step-th layer, except mlp_only_layers."""
+    step = f.integer("decoder_sparse_step", default=1)
+    dense = f.items("mlp_only_layers") or ()
+    for i in dense:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < n:
+            raise f.error(f"mlp_only_layers holds {shown(i)}; the layers are 0 to {n - 1}")
+    return [(i + 1) % step == 0 and i not in dense for i in range(n)]
+
+
+def first_dense(f: Fields, n: int) -> list[bool]:
+    """DeepSeek's rule: the first first_k_dense_replace layers are dense, then each moe_layer_freq-th is MoE."""
+    first = f.count("first_k_dense_replace")
+    if first > n:
+        raise f.error(f"first_k_dense_replace ({first}) is larger than num_hidden_layers ({n})")
+    freq = f.integer("moe_layer_freq", default=1)
+    return [i >= first and i % freq == 0 for i in range(n)]
+
+
+def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
+    """The MoE block of a family and which layers carry it. Aux-loss kinds follow Bridge's conversion."""
+    n = num_layers(f)
+    kind = f.model_type
+    act = activation(f, family)
+    every = [True] * n
+    if kind in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
+        experts, topk = expert_count(f, "num_experts")
+        shared = 0 if kind == "qwen3_moe" else f.count("shared_expert_intermediate_size")
+        block = MoESpec(
+            num_experts=experts,
+            topk=topk,
+            moe_ffn_hidden_size=f.integer("moe_intermediate_size"),
+            activation=act,
+            shared_expert_intermediate_size=shared,
+            shared_expert_gate=shared > 0,
+            router_load_balancing_type="global_aux_loss" if kind == "qwen3_next" else "aux_loss",
+        )
+        return block, sparse_layers(f, n)
+    if kind == "glm4_moe":
+        experts, topk = expert_count(f, "n_routed_experts")
+        width = f.integer("moe_intermediate_size")
+        block = MoESpec(
+            num_experts=experts,
+            topk=topk,
+            moe_ffn_hidden_size=width,
+            activation=act,
+            shared_expert_intermediate_size=width * f.count("n_shared_experts"),
+            router_enable_expert_bias=True,
+            router_score_function="sigmoid",
+            router_load_balancing_type="seq_aux_loss",
+        )
+        f.ignore("scoring_func")
+        return block, first_dense(f, n)
+    # From here on intermediate_size is the expert's width.
+    experts, topk = expert_count(f, "num_local_experts" if kind != "olmoe" else "num_experts")
+    block = MoESpec(
+        num_experts=experts,
+        topk=topk,
+        moe_ffn_hidden_size=f.integer("intermediate_size"),
+        activation=act,
+    )
+    if kind == "olmoe":
+        block = replace(block, router_load_balancing_type="seq_aux_loss")
+    elif kind == "gpt_oss":
+        block = replace(block, add_bias=True, add_router_bias=True, router_load_balancing_type="none")
+    elif kind == "minimax_m2":
+        block = replace(
+            block,
+            router_score_function=f.choice(
+                "scoring_func", {"sigmoid": "sigmoid", "softmax": "softmax"}, default="sigmoid"
+            ),
+            router_enable_expert_bias=f.flag("use_routing_bias", default=True),
+            shared_expert_intermediate_size=f.count("shared_intermediate_size"),
+        )
+    elif kind == "granitemoeshared":
+        block = replace(block, shared_expert_intermediate_size=f.count("shared_intermediate_size"))
+    return block, every
+
+
+def mixers(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[Mixer]:
+    """Softmax attention on every layer; for Qwen3-Next gated delta nets between."""
+    kind = f.model_type
+    if kind in ("glm4_moe", "minimax_m2"):
+        use = f.flag("use_qk_norm", default=kind == "minimax_m2")
+        style = "head"
+        if kind == "minimax_m2":
+            styles = {"per_layer": "full", "per_head": "head"}
+            style = f.choice("qk_norm_type", styles, default="per_layer")
+        family = replace(family, qk_layernorm=style if use else None)
+    spec = attention(f, family, hidden_size)
+    if kind == "gpt_oss":
+        spec = replace(spec, learnable_softmax_sink=True)
+    if kind != "qwen3_next":
+        return attentions(f, family, spec, n)
+    spec = replace(spec, attention_output_gate=True)
+    linear = GatedDeltaNetSpec(
+        num_key_heads=f.integer("linear_num_key_heads"),
+        num_value_heads=f.integer("linear_num_value_heads"),
+        key_head_dim=f.integer("linear_key_head_dim"),
+        value_head_dim=f.integer("linear_value_head_dim"),
+        conv_kernel=f.integer("linear_conv_kernel_dim", default=4),
+    )
+    if linear.num_value_heads % linear.num_key_heads:
+        raise f.error(
+            f"linear_num_value_heads ({linear.num_value_heads}) is not divisible by linear_num_key_heads "
+            f"({linear.num_key_heads})"
+        )
+    f.ignore("use_sliding_window", "max_window_layers", "sliding_window")
+    every = f.integer("full_attention_interval", default=4)
+    types = layer_types(f, n, ("linear_attention", "full_attention"))
+    if types is None:
+        types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(n)]
+    return [linear if kind == "linear_attention" else spec for kind in types]
+
+
+def mtp_depths(f: Fields) -> int:
+    """MTP modules named by the config."""
+    if f.model_type == "qwen3_next":
+        f.assume("Qwen3-Next's checkpoint has one MTP layer and its config no key for it: mtp_num_layers 0")
+    if f.model_type == "minimax_m2":
+        depths = f.count("num_mtp_modules")
+        inner = f.integer("mtp_transformer_layers", default=1)
+        if not f.flag("use_mtp", default=depths > 0):
+            return 0
+        if inner != 1 and depths:
+            raise f.error(f"mtp_transformer_layers is {inner}; Megatron's MTP depth holds 1 layer")
+        return depths
+    return f.count("num_nextn_predict_layers")
+
+
+def read_moe(f: Fields) -> ModelSpec:
+    family = MOE[f.model_type]
+    hidden_size = f.integer("hidden_size")
+    n = num_layers(f)
+    block, is_moe = routed(f, family)
+    stack = mixers(f, family, hidden_size, n)
+    dense = None if all(is_moe) else mlp(f, family)
+    f.ignore("intermediate_size", "mlp_bias")
+    layers = [LayerSpec(mixer, block if moe else dense) for mixer, moe in zip(stack, is_moe, strict=True)]
+    depths = mtp_depths(f)
+    head_dim = next(m.kv_channels for m in stack if not isinstance(m, GatedDeltaNetSpec))  # type: ignore[union-attr]
+    factor = rotary_factor(f, family.rotary_factor)
+    rotary = f.integer("rotary_dim", default=int(head_dim * factor), most=head_dim)
+    return model(
+        f,
+        family,
+        layers,
+        hidden_size=hidden_size,
+        rotary_dim=rotary,
+        mtp_num_layers=depths,
+        mtp_layer=layers[-1] if depths else None,
+    )
+
+
+READERS: dict[str, Callable[[Fields], ModelSpec]] = dict.fromkeys(MOE, read_moe)

@@ -1,0 +1,85 @@
+"""Hugging Face config.json -> ModelSpec, from the dict alone.
+
+A family is one entry of ``READERS``: model_type -> a function of ``Fields``. What a function does not read is
+refused when its name speaks of a size or a structure (``fields.Fields.finish``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bridge_memory.readers.families.deepseek import read_deepseek
+from bridge_memory.readers.families.dense import DENSE, read_dense
+from bridge_memory.readers.families.generic import read_generic
+from bridge_memory.readers.families.gpt2 import read_bloom, read_gpt2
+from bridge_memory.readers.families.hybrid import read_nemotron_h, read_nemotron_nas
+from bridge_memory.readers.families.moe import MOE, read_moe
+from bridge_memory.readers.fields import Fields, shown
+from bridge_memory.spec import ModelSpec, SpecError
+
+READERS: dict[str, Callable[[Fields], ModelSpec]] = {
+    **dict.fromkeys(DENSE, read_dense),
+    **dict.fromkeys(MOE, read_moe),
+    "deepseek_v2": read_deepseek,
+    "deepseek_v3": read_deepseek,
+    "kimi_k2": read_deepseek,
+    "gpt2": read_gpt2,
+    "gpt_bigcode": read_gpt2,
+    "bloom": read_bloom,
+    "nemotron_h": read_nemotron_h,
+    "nemotron-nas": read_nemotron_nas,
+}
+
+#: Other names of the same text architecture (multimodal wrappers name their text tower so).
+ALIASES = {
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+    "deepseek_r1": "deepseek_v3",
+}
+
+
+def model_from_hf_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """Read a Hugging Face config as the model Megatron would build from it.
+
+    ``config``: the parsed config.json; ``name``: what to call it in results and errors. Dropouts follow Megatron
+    Bridge and mbridge: hidden dropout 0 unless the config names one, attention dropout from the config.
+    Raises SpecError (one line) for anything missing, absurd, or not understood.
+    """
+    if not isinstance(config, Mapping):
+        raise SpecError(f"{name}: the config is {shown(config)}; it must be a JSON object")
+    config, assumptions = _text_tower(config, name)
+    model_type = config.get("model_type")
+    if model_type is None:
+        raise SpecError(f"{name}: model_type is missing; add it (llama, qwen3_moe, deepseek_v3, ...)")
+    if not isinstance(model_type, str):
+        raise SpecError(f"{name}: model_type is {shown(model_type)}; it must be a string")
+    f = Fields(config, name, ALIASES.get(model_type, model_type))
+    for sentence in assumptions:
+        f.assume(sentence)
+    return READERS.get(f.model_type, read_generic)(f)
+
+
+def _text_tower(config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], list[str]]:
+    """The language model of a multimodal wrapper, and what that leaves out."""
+    inner = config.get("text_config", config.get("llm_config", config.get("language_config")))
+    if inner is None:
+        if isinstance(config.get("vision_config"), Mapping):
+            rest = {k: v for k, v in config.items() if k != "vision_config"}
+            return rest, ["text tower only: the parameters and activations of vision_config are left out"]
+        return config, []
+    if not isinstance(inner, Mapping):
+        raise SpecError(f"{name}: text_config is {shown(inner)}; it must be an object")
+    merged = dict(inner)
+    for key in ("tie_word_embeddings", "vocab_size"):
+        if config.get(key) is not None and merged.get(key) is None:
+            merged[key] = config[key]
+    towers = [k for k in config if k.endswith("_config") and k not in ("text_config", "quantization_config")]
+    left_out = " and ".join(k for k in towers if isinstance(config[k], Mapping)) or "other towers"
+    return merged, [f"text tower only: the parameters and activations of {left_out} are left out"]

@@ -1,0 +1,27 @@
+"""Configs of public models that ship with the package, one ``<org>__<name>.json`` each."""
+
+from __future__ import annotations
+
+import os
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_SUFFIX = ".json"
+
+
+def list_presets() -> list[str]:
+    """Every preset as ``org/name``, sorted without regard to case."""
+    names = [f[: -len(_SUFFIX)].replace("__", "/", 1) for f in os.listdir(_FOLDER) if f.endswith(_SUFFIX)]
+    return sorted(names, key=str.lower)
+
+
+def find_presets(name: str) -> list[str]:
+    """The presets that ``name`` means: one for ``org/name``, all of that name without an org. Case-insensitive."""
+    wanted = name.lower()
+    if "/" in wanted:
+        return [p for p in list_presets() if p.lower() == wanted]
+    return [p for p in list_presets() if p.lower().split("/")[1] == wanted]
+
+
+def preset_path(preset: str) -> str:
+    """The config.json of a preset of ``list_presets``."""
+    return os.path.join(_FOLDER, preset.replace("/", "__", 1) + _SUFFIX)

@@ -1,0 +1,120 @@
+"""What a user calls a model -> its config -> ModelSpec: a preset, a path, a Hub id, or JSON text."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from bridge_memory.readers.fields import shown
+from bridge_memory.readers.huggingface import model_from_hf_config
+from bridge_memory.readers.presets import find_presets, list_presets, preset_path
+from bridge_memory.spec import ModelSpec, SpecError
+
+#: "builtin": this package's own reading; "mbridge": mbridge's TransformerConfig (needs the megatron extra).
+MAPPINGS = ("builtin", "mbridge")
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+#: A config.json is a few kB; what is larger is something else.
+_MAX_CONFIG_BYTES = 16 * 2**20
+
+
+def resolve_model(source: str, mapping: str = "builtin") -> ModelSpec:
+    """The model that ``source`` names.
+
+    In this order: a preset ``org/name``; a path to a config.json or to a folder that holds one; the bare name of a
+    preset; a Hub id ``org/name`` (huggingface_hub: cache, token, HF_HUB_OFFLINE and HF_ENDPOINT are honoured).
+    Raises SpecError of one line, with the nearest presets where a name is not found.
+    """
+    name, config = resolve_config(source)
+    return model_from_config(config, name, mapping)
+
+
+def model_from_json_text(text: str, name: str = "custom config", mapping: str = "builtin") -> ModelSpec:
+    """The model of a config.json given as text (``--custom-config``)."""
+    return model_from_config(parse_config(text, name), name, mapping)
+
+
+def model_from_config(config: Mapping[str, Any], name: str, mapping: str = "builtin") -> ModelSpec:
+    """Read a parsed config with one of MAPPINGS."""
+    if mapping not in MAPPINGS:
+        raise SpecError(f"mapping is {shown(mapping)}; it must be one of {', '.join(MAPPINGS)}")
+    if mapping == "mbridge":
+        from bridge_memory.readers.mbridge_mapping import model_from_mbridge
+
+        return model_from_mbridge(config, name)
+    return model_from_hf_config(config, name)
+
+
+def resolve_config(source: str) -> tuple[str, Mapping[str, Any]]:
+    """(name, parsed config) of what ``source`` names; see ``resolve_model``."""
+    if not source.strip():
+        raise SpecError("the model is empty; give a preset (bridge-memory models lists them), a path or a Hub id")
+    if "/" in source and (presets := find_presets(source)):
+        return presets[0], read_config(preset_path(presets[0]), presets[0])
+    path = os.path.expanduser(source)
+    if os.path.isdir(path):
+        path = os.path.join(path, "config.json")
+        if os.path.isfile(path):
+            return os.path.basename(os.path.abspath(os.path.dirname(path))), read_config(path, source)
+    elif os.path.isfile(path):
+        stem, _ = os.path.splitext(os.path.basename(path))
+        folder = os.path.basename(os.path.dirname(os.path.abspath(path)))
+        return (folder if stem == "config" and folder else stem), read_config(path, source)
+    presets = find_presets(source)
+    if len(presets) == 1:
+        return presets[0], read_config(preset_path(presets[0]), presets[0])
+    if presets:
+        raise SpecError(f"{shown(source)} is the name of several presets: {', '.join(presets)}; write one in full")
+    if os.path.isdir(os.path.expanduser(source)):
+        raise SpecError(f"the folder {shown(source)} holds no config.json")
+    if source.endswith(".json") or source.startswith((".", "/", "~")):
+        raise SpecError(f"there is no file {shown(source)}")
+    if not _HUB_ID.fullmatch(source):
+        raise SpecError(f"{shown(source)} is no preset, no path and no Hub id (org/name){suggestions(source)}")
+    from bridge_memory.readers.hub import fetch_config
+
+    return source, read_config(fetch_config(source, suggestions(source)), source)
+
+
+def suggestions(source: str) -> str:
+    """'; near presets: a, b' or, where nothing is near, how to list them."""
+    from difflib import get_close_matches
+
+    bare = source.lower().rsplit("/", 1)[-1]
+    names = {p.lower().split("/")[1]: p for p in list_presets()}
+    near = get_close_matches(bare, names, n=3, cutoff=0.6)
+    if not near:
+        return "; bridge-memory models lists the presets"
+    return "; near presets: " + ", ".join(names[n] for n in near)
+
+
+def read_config(path: str, name: str) -> Mapping[str, Any]:
+    """Parse a config.json. Raises SpecError."""
+    try:
+        if os.path.getsize(path) > _MAX_CONFIG_BYTES:
+            raise SpecError(f"{name}: {os.path.getsize(path)} bytes is too large for a config.json")
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except OSError as error:
+        raise SpecError(f"{name}: cannot be read: {error.strerror or type(error).__name__}") from None
+    except UnicodeDecodeError:
+        raise SpecError(f"{name}: not a text file; a config.json is expected") from None
+    return parse_config(text, name)
+
+
+def parse_config(text: str, name: str) -> Mapping[str, Any]:
+    """A JSON object from text. Raises SpecError."""
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SpecError(
+            f"{name}: not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
+        ) from None
+    except (RecursionError, ValueError):
+        raise SpecError(f"{name}: not valid JSON: nested too deeply or a number too long") from None
+    if not isinstance(config, dict):
+        raise SpecError(f"{name}: the config is {shown(config)}; it must be a JSON object")
+    return config
