@@ -1,0 +1,278 @@
+"""Everything megatron-core needs in order to run a rank without that rank's GPUs, in one place.
+
+Seen with megatron-core 0.16.1 and torch 2.13.0 without CUDA; the names used exist from megatron-core 0.13 on,
+and a name that a release does not have is skipped. Each helper is a context manager that leaves no trace.
+
+Tensors live on torch's meta device: they have shapes, dtypes, storages and an autograd graph, and no bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+META = "meta"
+_ABSENT = object()
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object, *, add: bool = False) -> Iterator[None]:
+    """Set ``owner.name`` for this block; without ``add``, skipped where the release has no such name."""
+    own = vars(owner).get(name, _ABSENT)
+    if own is _ABSENT and not add and not hasattr(owner, name):
+        yield
+        return
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def _module(name: str) -> Any:
+    """The module, or an empty one in a release that does not have it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return types.ModuleType(name)
+
+
+# ---- the device ----------------------------------------------------------------------------------
+
+
+class _Stream:
+    """A CUDA stream or event that orders nothing."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def record_event(self, *args: object) -> _Stream:
+        return self
+
+    def _nothing(self, *args: object, **kwargs: object) -> None:
+        return None
+
+    wait_stream = wait_event = wait = synchronize = record = _nothing
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+class _CudaIsMeta(TorchFunctionMode):
+    """``device="cuda"`` and ``.cuda()`` are written out in megatron-core; they mean the meta device here."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs and _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": META}
+        name = getattr(func, "__name__", "")
+        if name == "cuda" and args and isinstance(args[0], torch.Tensor):
+            return args[0].to(META)
+        if name == "to" and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], META, *args[2:])
+        if name == "record_stream":
+            return None
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def no_gpu() -> Iterator[None]:
+    """CUDA device, streams, events and random states of a machine that has none.
+
+    megatron-core asks for ``torch.cuda.current_device()`` wherever it allocates, forks a CUDA random state
+    around dropout and initialisation (``tensor_parallel/random.py``), and orders copies with streams
+    (``moe/token_dispatcher.py``).
+    """
+    random = _module("megatron.core.tensor_parallel.random")
+    with ExitStack() as stack:
+        stream = _Stream()
+        for name, value in (
+            ("current_device", lambda: META),
+            ("current_stream", lambda *a, **k: stream),
+            ("default_stream", lambda *a, **k: stream),
+            ("stream", lambda *a, **k: stream),
+            ("Stream", _Stream),
+            ("Event", _Stream),
+            ("synchronize", lambda *a, **k: None),
+            ("set_rng_state", lambda *a, **k: None),
+            ("get_rng_state", lambda *a, **k: torch.zeros(16, dtype=torch.uint8, device="cpu")),
+        ):
+            stack.enter_context(replaced(torch.cuda, name, value))
+        stack.enter_context(replaced(torch.cuda.nvtx, "range_push", lambda *a, **k: None))
+        stack.enter_context(replaced(torch.cuda.nvtx, "range_pop", lambda *a, **k: None))
+        tracker = getattr(random, "CudaRNGStatesTracker", None)
+        if tracker is not None:
+            stack.enter_context(replaced(tracker, "fork", lambda self, name=None: nullcontext()))
+            stack.enter_context(replaced(tracker, "get_states", lambda self: {}))
+            stack.enter_context(replaced(tracker, "set_states", lambda self, states: None))
+        stack.enter_context(replaced(random, "_set_cuda_rng_state", lambda *a, **k: None))
+        stack.enter_context(
+            replaced(random, "_get_cuda_rng_state", lambda *a, **k: torch.zeros(16, dtype=torch.uint8))
+        )
+        stack.enter_context(_CudaIsMeta())
+        yield
+
+
+# ---- modules that refuse or need a kernel library ------------------------------------------------
+
+
+def _torch_norm(
+    cls: type,
+    config: Any,
+    hidden_size: int,
+    eps: float = 1e-5,
+    persist_layer_norm: bool = False,
+    zero_centered_gamma: bool = False,
+    normalization: str = "LayerNorm",
+) -> torch.nn.Module:
+    """torch's norm, as ``transformer/torch_norm.py: WrappedTorchNorm`` builds it."""
+    kinds: dict[str, Any] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+    norm = kinds[config.normalization](
+        normalized_shape=hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
+    )
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+@contextmanager
+def norms_without_apex() -> Iterator[None]:
+    """``WrappedTorchNorm`` refuses sequence parallelism, persist_layer_norm and zero-centred weights.
+
+    None of them changes a shape: under sequence parallelism the norms of Apex and Transformer Engine hold the
+    same weights and only mark them for an all-reduce. The weights are made in params_dtype, as by fused norms
+    (bare torch makes fp32 ones, which ``Float16Module`` then converts).
+    """
+    torch_norm = _module("megatron.core.transformer.torch_norm")
+    with replaced(torch_norm.WrappedTorchNorm, "__new__", _torch_norm):
+        yield
+
+
+class _GatedNorm(torch.nn.Module):
+    """Weight of mamba_ssm's gated RMSNorm (``ops/triton/layernorm_gated.py: RMSNorm``)."""
+
+    def __init__(self, hidden_size: int, device: Any = None, dtype: Any = None, **_: object) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+
+
+class _Anything(types.ModuleType):
+    """A module of decorators and names that are imported and never called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: args[0] if args and callable(args[0]) else (lambda f: f)
+
+
+class _Duplicated(torch.nn.Module):
+    """Transformer Engine's Linear with ``parallel_mode="duplicated"``: whole on every rank."""
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, bias: bool = False, **_: object) -> None:
+        super().__init__()
+        where: Any = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, **where))
+        self.bias = torch.nn.Parameter(torch.empty(outputs, **where)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.nn.functional.linear(x, self.weight, self.bias), None
+
+
+@contextmanager
+def importable_without_triton() -> Iterator[None]:
+    """``ssm/mamba_mixer.py`` of 0.16 imports triton kernels at its top; torch for CPU brings no triton."""
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+    names = ("triton", "triton.language")
+    stubs = {name: _Anything(name) for name in names}
+    stubs["triton"].__path__ = []
+    stubs["triton"].language = stubs["triton.language"]  # type: ignore[attr-defined]
+    sys.modules.update(stubs)
+    try:
+        yield
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+@contextmanager
+def kernel_libraries_for_building() -> Iterator[None]:
+    """mamba_ssm, fla and einops are needed by constructors only to be called in forward (0.16.1)."""
+    with importable_without_triton():
+        mixer = _module("megatron.core.ssm.mamba_mixer")
+        context_parallel = _module("megatron.core.ssm.mamba_context_parallel")
+        block = _module("megatron.core.ssm.mamba_block")
+        delta = _module("megatron.core.ssm.gated_delta_net")
+    torch_norm = _module("megatron.core.transformer.torch_norm")
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (mixer, "HAVE_MAMBA_SSM", True),
+            (mixer, "HAVE_EINOPS", True),
+            (context_parallel, "HAVE_EINOPS", True),
+            (mixer, "ExtendedRMSNorm", _GatedNorm),
+            (delta, "HAVE_FLA", True),
+            (block, "TENorm", torch_norm.WrappedTorchNorm),  # the final norm is hard-wired to TE's
+        ):
+            stack.enter_context(replaced(owner, name, value))
+        moe = _module("megatron.core.transformer.moe.moe_layer")
+        if not isinstance(getattr(moe, "TELinear", None), type):
+            # The projections of latent MoE are made from Transformer Engine's Linear only.
+            stack.enter_context(replaced(moe, "TELinear", _Duplicated, add=True))
+            stack.enter_context(replaced(moe, "HAVE_TE", True))
+        yield
+
+
+@contextmanager
+def head_sizes_in_local_attention() -> Iterator[None]:
+    """MLA hands k_channels and v_channels to a core attention that does not know them (0.13 to 0.16.1).
+
+    ``transformer/multi_latent_attention.py`` builds its core attention with them, and the local
+    ``DotProductAttention`` refuses: MLA runs with Transformer Engine only. Accepting them, and giving the
+    output v_channels a head, is all it takes to see MLA's other tensors here.
+    """
+    module = _module("megatron.core.transformer.dot_product_attention")
+    original = module.DotProductAttention.__init__
+
+    def init(
+        self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+    ) -> None:
+        original(self, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    # 0.16.1 also takes HAVE_TE for true whenever its TE wrappers import, which they do without TE.
+    mla = _module("megatron.core.transformer.multi_latent_attention")
+    real_te = isinstance(getattr(mla, "TELinear", None), type)
+    without_te = nullcontext() if real_te else replaced(mla, "HAVE_TE", False)
+    with replaced(module.DotProductAttention, "__init__", init), without_te:
+        yield
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """All that is needed to construct a rank's modules on the meta device."""
+    with no_gpu(), norms_without_apex(), kernel_libraries_for_building(), head_sizes_in_local_attention():
+        yield

@@ -1,0 +1,90 @@
+"""A world of the job's full size on one machine: torch's fake process group, megatron-core's parallel state.
+
+Groups know their sizes and ranks; communication does nothing. Everything is torn down on the way out, so that
+one process can visit many ranks of many layouts, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bridge_memory.spec import ParallelSpec, SpecError
+
+
+class RehearsalUnavailable(SpecError):
+    """The ``megatron`` extra is missing, or this process cannot host a rehearsal. One line, with the fix."""
+
+
+def require_megatron() -> None:
+    """Raise RehearsalUnavailable, in one line, when torch or megatron-core is not installed."""
+    try:
+        import megatron.core  # noqa: F401
+        import torch  # noqa: F401
+    except ImportError as missing:
+        raise RehearsalUnavailable(
+            f"rehearse runs the real megatron-core, and {missing.name or missing} is not installed; "
+            'install it with: pip install "bridge-memory[megatron]"'
+        ) from None
+
+
+def ranks_per_stage(parallel: ParallelSpec) -> int:
+    """Ranks of one pipeline stage: the pipeline is the outermost dimension ("tp-cp-ep-dp-pp")."""
+    return parallel.world_size // parallel.pp
+
+
+def rank_of_stage(parallel: ParallelSpec, stage: int) -> int:
+    """The first rank of a pipeline stage."""
+    if not 0 <= stage < parallel.pp:
+        raise SpecError(
+            f"stage ({stage}) is not one of the {parallel.pp} pipeline stages; use 0 to {parallel.pp - 1}"
+        )
+    return stage * ranks_per_stage(parallel)
+
+
+def stage_of_rank(parallel: ParallelSpec, rank: int) -> int:
+    """The pipeline stage of a rank."""
+    if not 0 <= rank < parallel.world_size:
+        raise SpecError(
+            f"rank ({rank}) is not in the world of {parallel.world_size}; use 0 to {parallel.world_size - 1}"
+        )
+    return rank // ranks_per_stage(parallel)
+
+
+@contextmanager
+def fake_world(parallel: ParallelSpec, rank: int) -> Iterator[None]:
+    """Be ``rank`` of the job inside this block. Raises RehearsalUnavailable inside a real distributed job."""
+    require_megatron()
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RehearsalUnavailable(
+            "torch.distributed is already initialised in this process; run rehearse in a process of its own"
+        )
+    stage_of_rank(parallel, rank)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tp,
+            pipeline_model_parallel_size=parallel.pp,
+            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+            context_parallel_size=parallel.cp,
+            expert_model_parallel_size=parallel.ep,
+            expert_tensor_parallel_size=parallel.etp,
+            num_distributed_optimizer_instances=parallel.num_distributed_optimizer_instances,
+            create_gloo_process_groups=False,
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        _forget_leftovers(parallel_state)
+        dist.destroy_process_group()
+
+
+def _forget_leftovers(parallel_state: object) -> None:
+    """What ``destroy_model_parallel`` of 0.13 to 0.16 leaves behind and the next world must not see."""
+    for name in ("_global_process_group_list", "_EMBEDDING_GLOBAL_RANKS", "_PIPELINE_GLOBAL_RANKS"):
+        if hasattr(parallel_state, name):
+            setattr(parallel_state, name, None)
