@@ -1,0 +1,20 @@
+"""Read Megatron-LM arguments: a dict, a command line, a launch script, a functional test's YAML."""
+
+from bridge_memory.readers.megatron_args.parsing import RawArguments, read_arguments
+from bridge_memory.readers.megatron_args.run import (
+    cublas_workspace_bytes,
+    gpu_architecture,
+    release,
+    run_from_megatron_args,
+    stage_of_rank,
+)
+
+__all__ = [
+    "RawArguments",
+    "cublas_workspace_bytes",
+    "gpu_architecture",
+    "read_arguments",
+    "release",
+    "run_from_megatron_args",
+    "stage_of_rank",
+]

@@ -1,0 +1,246 @@
+"""Text -> Megatron-LM arguments: a command line, a launch script, the YAML of a functional test, a dict.
+
+Everything ends as ``RawArguments``: names with underscores and without dashes (``num_layers``), values as
+they were written. A flag without a value is ``True``; an argument that is off or unset is absent. What an
+argument means is not known here.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from bridge_memory.spec import SpecError
+
+Value = bool | int | float | str | list[str]
+
+#: Options of torchrun and srun that stand next to Megatron's in a launch script.
+_LAUNCHER = {
+    "nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "node-rank", "master_addr", "master-addr",
+    "master_port", "master-port", "rdzv_id", "rdzv-id", "rdzv_backend", "rdzv-backend", "rdzv_endpoint",
+    "rdzv-endpoint", "max_restarts", "max-restarts", "log_dir", "log-dir", "tee", "redirects",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RawArguments:
+    """Arguments as written, with the environment and the number of ranks where the source states them."""
+
+    values: dict[str, Value]
+    env: dict[str, str] = field(default_factory=dict)
+    world_size: int | None = None
+
+
+def argument_name(option: str) -> str:
+    """``--num-layers`` -> ``num_layers``, as argparse does for its destination."""
+    return option.lstrip("-").replace("-", "_")
+
+
+def read_arguments(source: Mapping[str, object] | Sequence[str] | str) -> RawArguments:
+    """Arguments from a dict, a token list, a command line, a launch script or a functional-test YAML.
+
+    A string is a YAML if a line starts with ``MODEL_ARGS:``, a script if it assigns a shell array, else a
+    command line. Raises SpecError for text that is none of them.
+    """
+    if isinstance(source, str):
+        if re.search(r"^MODEL_ARGS:", source, re.MULTILINE):
+            return _from_yaml(source)
+        if re.search(r"^\s*(export\s+)?\w+\+?=\(", source, re.MULTILINE):
+            return _from_script(source)
+        try:
+            return RawArguments(_from_tokens(shlex.split(source, comments=True)))
+        except ValueError as error:
+            raise SpecError(f"the arguments cannot be split into words ({error}); check the quotes") from None
+    if isinstance(source, Mapping):
+        return RawArguments(_from_mapping(source))
+    return RawArguments(_from_tokens([str(word) for word in source]))
+
+
+def _from_mapping(source: Mapping[str, object]) -> dict[str, Value]:
+    values: dict[str, Value] = {}
+    for option, value in source.items():
+        if value is None or value is False or value == "false":
+            continue
+        if value == "true" or value == "":
+            value = True
+        if isinstance(value, (list, tuple)):
+            value = [str(v) for v in value]
+        elif not isinstance(value, (bool, int, float, str)):
+            raise SpecError(f"--{argument_name(option)} has a value of type {type(value).__name__}; use text")
+        values[argument_name(option)] = value
+    return values
+
+
+def _from_tokens(tokens: Sequence[str]) -> dict[str, Value]:
+    values: dict[str, Value] = {}
+    option: str | None = None
+    words: list[str] = []
+
+    def flush() -> None:
+        if option is not None:
+            value: Value = list(words) if len(words) > 1 else words[0] if words else True
+            values[argument_name(option)] = value
+
+    for token in tokens:
+        if token.startswith("--") and len(token) > 2:
+            flush()
+            option, _, inline = token.partition("=")
+            words = [inline] if inline else []
+        elif option is None:
+            # The program's own name and a launcher's words in front of the first option.
+            continue
+        else:
+            words.append(token)
+    flush()
+    return values
+
+
+# ---- the YAML of Megatron-LM's functional tests: two levels of `key: value` ----
+
+
+def _from_yaml(text: str) -> RawArguments:
+    sections: dict[str, dict[str, str]] = {}
+    section: dict[str, str] | None = None
+    for line in text.splitlines():
+        body = _without_comment(line)
+        if not body.strip():
+            continue
+        key, colon, value = body.strip().partition(":")
+        if not colon:
+            continue
+        if not line[0].isspace():
+            section = sections.setdefault(key, {}) if not value.strip() else None
+        elif section is not None:
+            section[key.strip("'\" ")] = value.strip()
+    if "MODEL_ARGS" not in sections:
+        raise SpecError("the YAML has no MODEL_ARGS section; give a functional test's model_config.yaml")
+    values = _from_mapping({k: _yaml_scalar(v) for k, v in sections["MODEL_ARGS"].items()})
+    return RawArguments(values, {k: str(_yaml_scalar(v)) for k, v in sections.get("ENV_VARS", {}).items()})
+
+
+def _without_comment(line: str) -> str:
+    quote = ""
+    for i, char in enumerate(line):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char == "#" and (i == 0 or line[i - 1].isspace()):
+            return line[:i]
+    return line
+
+
+def _yaml_scalar(text: str) -> object:
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    return {"true": True, "false": False, "null": None, "~": None, "": None}.get(text.lower(), text)
+
+
+# ---- launch scripts: assignments of words and arrays, then a command that expands them ----
+
+
+def _from_script(text: str) -> RawArguments:
+    joined = re.sub(r"\\\n", " ", text)
+    variables: dict[str, str] = {}
+    arrays: dict[str, list[str]] = {}
+    env: dict[str, str] = {}
+    position = 0
+    assignment = re.compile(r"^[ \t]*(export[ \t]+)?(\w+)(\+?)=", re.MULTILINE)
+    while match := assignment.search(joined, position):
+        exported, name, plus = match.group(1), match.group(2), match.group(3)
+        start = match.end()
+        if joined[start : start + 1] == "(":
+            end = _closing_bracket(joined, start)
+            words = _shell_words(joined[start + 1 : end], variables)
+            arrays[name] = (arrays.get(name, []) if plus else []) + words
+        else:
+            line_end = joined.find("\n", start)
+            end = len(joined) if line_end < 0 else line_end
+            raw = joined[start:end]
+            if raw.startswith(('"', "'")):  # a quoted value may span lines
+                close = joined.find(raw[0], start + 1)
+                end = close + 1 if close > 0 else end
+                value = _expand(joined[start + 1 : end - 1], variables)
+            else:
+                value = _expand((shlex.split(raw, comments=True) or [""])[0], variables)
+            variables[name] = (variables.get(name, "") + value) if plus else value
+            if exported:
+                env[name] = variables[name]
+        position = end
+    tokens = list(_script_tokens(joined, arrays, variables))
+    values = _from_tokens(tokens)
+    world_size = _launched_ranks(values)
+    for name in _LAUNCHER:
+        values.pop(argument_name(name), None)
+    if not values:
+        raise SpecError("the script holds no Megatron arguments; give the arrays with the --options in them")
+    return RawArguments(values, env, world_size)
+
+
+def _script_tokens(text: str, arrays: dict[str, list[str]], variables: dict[str, str]) -> Iterator[str]:
+    """Words of every array that a command expands, in its order; all arrays where no command does."""
+    used = list(dict.fromkeys(re.findall(r"\$\{(\w+)\[@\]\}", text)))
+    for name in [n for n in used if n in arrays] or list(arrays):
+        yield from arrays[name]
+    # Older scripts keep options in one long string, expanded unquoted.
+    for name in dict.fromkeys(re.findall(r"\$\{?(\w+)\}?", text)):
+        value = variables.get(name, "")
+        if "--" in value and name not in arrays:
+            yield from _shell_words(value, variables)
+
+
+def _closing_bracket(text: str, start: int) -> int:
+    depth, quote = 0, ""
+    for i in range(start, len(text)):
+        char = text[i]
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char == "(":
+            depth += 1
+        elif char == ")":
+            depth -= 1
+            if depth == 0:
+                return i
+    raise SpecError("the script has a shell array without its closing bracket; give the whole script")
+
+
+def _shell_words(text: str, variables: Mapping[str, str]) -> list[str]:
+    try:
+        return [_expand(word, variables) for word in shlex.split(text, comments=True)]
+    except ValueError as error:
+        raise SpecError(f"the script cannot be split into words ({error}); check the quotes") from None
+
+
+def _expand(text: str, variables: Mapping[str, str]) -> str:
+    """Replace ``$NAME``, ``${NAME}`` and ``${NAME:-default}``; what is unknown stays as it is written."""
+
+    def with_default(match: re.Match[str]) -> str:
+        return variables.get(match.group(1)) or _expand(match.group(2), variables)
+
+    text = re.sub(r"\$\{(\w+):?-([^}]*)\}", with_default, text)
+    text = re.sub(r"\$\{(\w+)\}|\$(\w+)", lambda m: variables.get(m.group(1) or m.group(2), m.group(0)), text)
+    product = re.fullmatch(r"\$\(\(\s*([\d\s*]+)\)\)", text)
+    if product:
+        number = 1
+        for factor in product.group(1).split("*"):
+            number *= int(factor)
+        return str(number)
+    return text
+
+
+def _launched_ranks(values: Mapping[str, Value]) -> int | None:
+    try:
+        return int(str(values["nproc_per_node"])) * int(str(values.get("nnodes", 1)))
+    except (KeyError, ValueError):
+        return None
+
+
+def words_of(value: Value) -> list[str]:
+    """``[a b]``, ``a,b``, ``a b`` and lists of words, as tests and command lines write them."""
+    if isinstance(value, list):
+        value = " ".join(value)
+    return [w for w in re.split(r"[\s,]+", str(value).strip("[]() ").replace("'", "").replace('"', "")) if w]
