@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bridge_memory.spec import RunSpec
+from bridge_memory.inventory.context import BlockContext, context_of
+from bridge_memory.inventory.counts import model_parameters, mtp_parameters
+from bridge_memory.inventory.stack import chunk_inventory
+from bridge_memory.inventory.buffers import lasting_buffers
+from bridge_memory.layout import Chunk, layout
+from bridge_memory.model_state import model_state
+from bridge_memory.spec import MoESpec, RunSpec
+from bridge_memory.timeline import ChunkCost, dynamic_peak
 
 #: How a component's bytes came about (design: "Two methods, never mixed up").
 PROVENANCES = ("exact", "formula", "measured", "assumed")
@@ -107,4 +114,69 @@ class Estimate:
 
 def estimate(run: RunSpec) -> Estimate:
     """Estimate every pipeline stage of ``run`` with the inventory method. Raises SpecError."""
-    raise NotImplementedError
+    ctx = context_of(run)
+    plan = layout(run.model, run.parallel)
+    return Estimate(
+        run=run,
+        stages=tuple(_stage(run, rank, chunks, ctx) for rank, chunks in enumerate(plan.stages)),
+        parameters=model_parameters(run.model),
+        mtp_parameters=mtp_parameters(run.model),
+        assumptions=run.model.assumptions + run.assumptions + _assumptions(run),
+        not_modelled=run.model.not_modelled + run.not_modelled,
+    )
+
+
+def _stage(run: RunSpec, rank: int, chunks: tuple[Chunk, ...], ctx: BlockContext) -> StageEstimate:
+    parameters, state = model_state(run, chunks, ctx)
+    components = [Component(s.name, s.bytes, s.kind, s.provenance, s.shard) for s in state]
+    components += [Component(b.name, b.bytes, "buffers", b.provenance) for b in lasting_buffers(run, chunks, ctx)]
+    inventories = [chunk_inventory(run.model, chunk, ctx) for chunk in chunks]
+    moment = dynamic_peak(
+        run.parallel.pp,
+        rank,
+        run.num_microbatches,
+        [ChunkCost(i.saved, i.forward_peak, i.backward_peak) for i in inventories],
+        group_size=run.parallel.microbatch_group_size_per_vp_stage,
+        overlap_moe_expert_parallel_comm=run.implementation.overlap_moe_expert_parallel_comm,
+    )
+    running = inventories[moment.chunk]
+    operation = running.forward_operation if moment.phase == "forward" else running.backward_operation
+    saved: dict[str, int] = {}
+    for inventory, alive in zip(inventories, moment.alive, strict=True):
+        for module, nbytes in inventory.modules:
+            saved[module] = saved.get(module, 0) + alive * nbytes
+    imbalance_known = run.implementation.moe_pad_expert_input_to_capacity
+    components += [
+        Component(
+            f"activations: {module}", nbytes, "activation",
+            "assumed" if module in _ROUTED and not imbalance_known else "formula",
+        )
+        for module, nbytes in saved.items() if nbytes
+    ]
+    transient = moment.bytes - sum(saved.values())
+    components.append(Component(f"in passing: {operation}", transient, "transient", "formula"))
+    return StageEstimate(
+        stage=rank,
+        layers=tuple(i for chunk in chunks for i in chunk.layers),
+        parameters=parameters,
+        in_flight_microbatches=max(moment.alive),
+        components=tuple(components),
+        peak_phase=moment.phase,
+        peak_operation=operation,
+    )
+
+
+#: Modules whose size depends on how evenly the router spreads tokens.
+_ROUTED = ("MoE experts", "MoE router and dispatch")
+
+
+def _assumptions(run: RunSpec) -> tuple[str, ...]:
+    out = []
+    impl = run.implementation
+    if any(isinstance(layer.ffn, MoESpec) for layer in run.model.layers) and not impl.moe_pad_expert_input_to_capacity:
+        out.append(
+            "routing is balanced over the experts"
+            if impl.moe_imbalance == 1.0
+            else f"the most loaded rank gets {impl.moe_imbalance:g} times the balanced number of tokens"
+        )
+    return tuple(out)

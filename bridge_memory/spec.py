@@ -138,12 +138,6 @@ class LayerSpec:
     #: Gemma 2 and 3: a second norm after attention and one after the feed-forward block.
     post_layernorms: bool = False
 
-    def __post_init__(self) -> None:
-        if self.mixer is None and self.ffn is None:
-            # Llama-Nemotron may skip both; the layer then holds nothing but its place in the count.
-            return
-
-
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """The architecture. ``layers`` lists the decoder layers in order (MTP depths apart)."""
@@ -179,6 +173,18 @@ class ModelSpec:
     #: What the reader had to suppose, one sentence each; shown with the estimate.
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
+
+    #: Hash of the fields, taken once: caches keyed by a model are looked up for every stage of every estimate.
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        kinds = tuple(dict.fromkeys(self.layers))
+        object.__setattr__(
+            self, "_hash", hash((self.name, self.hidden_size, self.vocab_size, len(self.layers), kinds))
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def num_layers(self) -> int:

@@ -26,6 +26,7 @@ from bridge_memory.spec import (
     MLASpec,
     MLPSpec,
     ModelSpec,
+    MoESpec,
 )
 
 
@@ -33,6 +34,7 @@ from bridge_memory.spec import (
 def layer_inventory(layer: LayerSpec, ctx: BlockContext) -> BlockInventory:
     """Parameters and cost of one decoder layer. Names are relative to ``decoder.layers.<i>.``."""
     r = Recorder(ctx)
+    r.tape.module = "layer input"
     x = r.tape.input("hidden_states", ctx.hidden_bytes)
     r.tape.output(_record_layer(r, layer, x))
     r.tape.touch(x)
@@ -43,6 +45,7 @@ def layer_inventory(layer: LayerSpec, ctx: BlockContext) -> BlockInventory:
 def mtp_inventory(layer: LayerSpec, ctx: BlockContext) -> BlockInventory:
     """One MTP depth without its output layer. Names are relative to ``mtp.layers.<i>.``."""
     r = Recorder(ctx)
+    r.tape.module = "MTP projection"
     x = r.tape.input("hidden_states", ctx.hidden_bytes)
     joined = record_mtp_inputs(r, x)
     first = len(r.parameters)
@@ -57,6 +60,7 @@ def mtp_inventory(layer: LayerSpec, ctx: BlockContext) -> BlockInventory:
 def embedding_inventory(model: ModelSpec, ctx: BlockContext) -> BlockInventory:
     """Token and position embeddings."""
     r = Recorder(ctx)
+    r.tape.module = "embedding"
     record_embedding(r, model)
     return r.inventory()
 
@@ -65,6 +69,7 @@ def embedding_inventory(model: ModelSpec, ctx: BlockContext) -> BlockInventory:
 def final_norm_inventory(name: str, ctx: BlockContext) -> BlockInventory:
     """The norm after the last decoder layer."""
     r = Recorder(ctx)
+    r.tape.module = "final norm"
     record_final_norm(r, name)
     return r.inventory()
 
@@ -73,14 +78,26 @@ def final_norm_inventory(name: str, ctx: BlockContext) -> BlockInventory:
 def output_inventory(output_bias: bool, own_weight: bool, ctx: BlockContext) -> BlockInventory:
     """Output layer and loss; ``own_weight`` as in ``output.record_output``."""
     r = Recorder(ctx)
+    r.tape.module = "logits and loss"
     record_output(r, output_bias=output_bias, own_weight=own_weight)
     return r.inventory()
+
+
+_MODULES: dict[type, str] = {
+    AttentionSpec: "attention",
+    MLASpec: "attention (MLA)",
+    MambaSpec: "Mamba mixer",
+    GatedDeltaNetSpec: "gated delta net",
+    MLPSpec: "MLP",
+    MoESpec: "MoE",
+}
 
 
 def _record_layer(r: Recorder, layer: LayerSpec, x: T) -> T:
     mixer, ffn = layer.mixer, layer.ffn
     if mixer is not None:
         biased = False
+        r.tape.module = _MODULES[type(mixer)]
         if isinstance(mixer, AttentionSpec):
             y, name = record_attention(r, mixer, x), "self_attn_bda"
             biased = mixer.add_output_bias
@@ -97,6 +114,7 @@ def _record_layer(r: Recorder, layer: LayerSpec, x: T) -> T:
         x = r.bias_dropout_add(name, y, residual, bias=biased)
         r.tape.touch(residual)
     if ffn is not None:
+        r.tape.module = _MODULES[type(ffn)]
         if isinstance(ffn, MLPSpec):
             y, biased = record_mlp(r, ffn, x), ffn.add_bias
         else:

@@ -55,16 +55,20 @@ def _moe_layer(r: Recorder, spec: MoESpec, x: T) -> T:
     shared = None
     if spec.shared_expert_intermediate_size:
         recompute = ctx.recompute.selects("shared_experts") and not ctx.impl.moe_shared_expert_overlap
+        tape.module = "MoE shared experts"
         with tape.checkpoint("shared_experts", (x,), enabled=recompute):
             shared = _shared_experts(r, spec, x)
     n = routed_tokens(r, spec)
+    tape.module = "MoE router and dispatch"
     probs, routing_map = _router(r, spec, x, n)
     width = spec.latent_size or ctx.hidden_size
     tokens = x
     if spec.latent_size:
         tokens = r.plain_linear("mlp.fc1_latent_proj", x, n.entering, ctx.hidden_size, width)
     dispatched, dispatched_probs, row_map = _dispatch(r, spec, tokens, probs, routing_map, n, width)
+    tape.module = "MoE experts"
     expert_out = _experts(r, spec, dispatched, dispatched_probs, n, width)
+    tape.module = "MoE router and dispatch"
     y = _combine(r, spec, expert_out, row_map, n, width)
     if spec.latent_size:
         y = r.plain_linear("mlp.fc2_latent_proj", y, n.entering, width, ctx.hidden_size)

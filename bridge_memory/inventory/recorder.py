@@ -15,7 +15,7 @@ from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.tape import BlockCost, T, Tape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BlockInventory:
     """Everything one block contributes to a rank."""
 

@@ -34,10 +34,11 @@ from dataclasses import dataclass, field
 class T:
     """A storage: its name, its bytes and whether a gradient of the same size flows to it."""
 
-    __slots__ = ("bytes", "grad_bytes", "name")
+    __slots__ = ("bytes", "grad_bytes", "module", "name")
 
-    def __init__(self, name: str, nbytes: int, grad_bytes: int) -> None:
+    def __init__(self, name: str, nbytes: int, grad_bytes: int, module: str = "") -> None:
         self.name = name
+        self.module = module
         self.bytes = nbytes
         self.grad_bytes = grad_bytes
 
@@ -86,6 +87,7 @@ class SavedTensor:
 
     name: str
     bytes: int
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +123,20 @@ class Tape:
         self._stack: list[Region] = [self._root]
         self.input_tensors: list[T] = []
         self.output_tensors: list[T] = []
+        #: Label of everything recorded from here on: the module a user would look for.
+        self.module = ""
 
     # ---- recording ----
 
     def input(self, name: str, nbytes: int, *, requires_grad: bool = True) -> T:
         """A tensor handed in by the caller; its storage is counted here."""
-        t = T(name, nbytes, nbytes if requires_grad else 0)
+        t = T(name, nbytes, nbytes if requires_grad else 0, self.module)
         self.input_tensors.append(t)
         return t
 
-    @staticmethod
-    def tensor(name: str, nbytes: int, *, grad: bool = True, grad_bytes: int | None = None) -> T:
+    def tensor(self, name: str, nbytes: int, *, grad: bool = True, grad_bytes: int | None = None) -> T:
         """A storage to be made by an ``op``; ``grad=False`` for masks, indices and statistics."""
-        return T(name, nbytes, (nbytes if grad else 0) if grad_bytes is None else grad_bytes)
+        return T(name, nbytes, (nbytes if grad else 0) if grad_bytes is None else grad_bytes, self.module)
 
     def op(
         self,
@@ -232,7 +235,7 @@ class Tape:
         run.forward()
         saved = run.alive_bytes - sum(t.bytes for t in self._held_outputs(run))
         tensors = tuple(
-            SavedTensor(t.name, t.bytes)
+            SavedTensor(t.name, t.bytes, t.module)
             for t, n in run.refs.items()
             if n > run.scope_refs(t) and t.bytes and not run.emptied(t)
         )

@@ -1,0 +1,239 @@
+"""A chunk of the pipeline: its blocks in order, with full recomputation, composed from the blocks' costs.
+
+A chain of blocks costs what its blocks cost, one after the other: while block i runs forward or backward, the
+saved tensors of the blocks before it are alive. Full recomputation puts layers into groups that keep only their
+input and run forward again in backward.
+
+Source: megatron-core ``transformer/transformer_block.py: _checkpointed_forward``, ``models/gpt/gpt_model.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from bridge_memory.inventory.context import BlockContext
+from bridge_memory.inventory.layer import (
+    embedding_inventory,
+    final_norm_inventory,
+    layer_inventory,
+    mtp_inventory,
+    output_inventory,
+)
+from bridge_memory.inventory.parameters import Parameter
+from bridge_memory.inventory.recorder import BlockInventory
+from bridge_memory.inventory.tape import BlockCost
+from bridge_memory.layout import Chunk
+from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One element of the chain: what it keeps, and its own peaks (its saved tensors included)."""
+
+    label: str
+    saved: int
+    forward_peak: int
+    forward_operation: str
+    backward_peak: int
+    backward_operation: str
+    #: Saved bytes by module: ((module, bytes), ...).
+    modules: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInventory:
+    """One virtual chunk on one rank, for one microbatch."""
+
+    saved: int
+    forward_peak: int
+    forward_operation: str
+    backward_peak: int
+    backward_operation: str
+    modules: tuple[tuple[str, int], ...]
+    output_bytes: int
+
+
+@lru_cache(maxsize=8192)
+def _plain(inventory: BlockInventory, label: str) -> Link:
+    c = inventory.cost
+    return Link(
+        label, c.saved, c.forward_peak, c.forward_peak_op, c.backward_peak, c.backward_peak_op, _modules(c)
+    )
+
+
+def _modules(cost: BlockCost) -> tuple[tuple[str, int], ...]:
+    sums: dict[str, int] = {}
+    for t in cost.saved_tensors:
+        sums[t.module] = sums.get(t.module, 0) + t.bytes
+    return tuple(sums.items())
+
+
+@lru_cache(maxsize=8192)
+def _checkpointed(layers: tuple[LayerSpec, ...], ctx: BlockContext) -> Link:
+    """Layers recomputed together. Alive throughout backward: the kept input, and the recomputed output with its
+    gradient (``random.py: CheckpointFunction.backward`` holds both)."""
+    costs = [layer_inventory(layer, ctx).cost for layer in layers]
+    entry = costs[0].input_bytes
+    shards = ctx.tp if ctx.recompute.distribute_saved_activations else 1
+    kept = entry // shards
+    # The first layer's saved tensors include the input unless it was sharded away or is not saved at all.
+    beside = 0 if costs[0].input_saved and shards == 1 else kept
+    forward = max(c.no_grad_peak for c in costs) + (entry if len(costs) > 1 else 0)
+    out = costs[-1].output_bytes
+    best, operation, before = 0, "", 0
+    for c in costs:
+        for peak, op in (
+            (before + c.forward_peak + out, f"{c.forward_peak_op} (recomputed)"),
+            (before + c.backward_peak + out, c.backward_peak_op),
+        ):
+            if peak > best:
+                best, operation = peak, op
+        before += c.saved
+    return Link(
+        "recomputed layers", kept, forward, "recomputed layers", best + beside, operation,
+        (("layer input (recomputation)", kept),),
+    )
+
+
+def layer_links(layers: Sequence[LayerSpec], ctx: BlockContext) -> list[tuple[Link, int]]:
+    """The decoder layers of one chunk as (link, how many in a row)."""
+    rc = ctx.recompute
+    links: list[tuple[Link, int]] = []
+    recomputed = 0
+    size = 1
+    if rc.granularity == "full":
+        if rc.method == "uniform":
+            recomputed, size = len(layers), rc.num_layers or 1
+        elif rc.method == "block":
+            recomputed = min(rc.num_layers or 0, len(layers))
+    for start in range(0, recomputed, size):
+        _append(links, _checkpointed(tuple(layers[start : min(start + size, recomputed)]), ctx))
+    for layer in layers[recomputed:]:
+        _append(links, _plain(layer_inventory(layer, ctx), "layer"))
+    return links
+
+
+def _append(links: list[tuple[Link, int]], link: Link) -> None:
+    if links and links[-1][0] is link:
+        links[-1] = (link, links[-1][1] + 1)
+    else:
+        links.append((link, 1))
+
+
+def compose(links: Iterable[tuple[Link, int]], output_bytes: int = 0) -> ChunkInventory:
+    """A chain's saved bytes and peaks. Within a run of equal links the last one is the highest."""
+    before = 0
+    forward = backward = 0
+    forward_op = backward_op = ""
+    modules: dict[str, int] = {}
+    for link, count in links:
+        base = before + (count - 1) * link.saved
+        if base + link.forward_peak > forward:
+            forward, forward_op = base + link.forward_peak, link.forward_operation
+        if base + link.backward_peak > backward:
+            backward, backward_op = base + link.backward_peak, link.backward_operation
+        before = base + link.saved
+        for name, nbytes in link.modules:
+            modules[name] = modules.get(name, 0) + count * nbytes
+    return ChunkInventory(
+        before, max(forward, before), forward_op, max(backward, before), backward_op,
+        tuple(modules.items()), output_bytes,
+    )
+
+
+def _untied_here(model: ModelSpec, chunk: Chunk) -> bool:
+    """Whether this chunk's output layer holds a weight of its own: untied, or a tied copy away from the
+    embedding (``gpt_model.py: setup_embeddings_and_output_layer``)."""
+    return not (model.share_embeddings_and_output_weights and (chunk.embedding or bool(chunk.mtp)))
+
+
+@lru_cache(maxsize=65536)
+def chunk_inventory(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> ChunkInventory:
+    """Saved bytes and peaks of one chunk for one microbatch."""
+    links: list[tuple[Link, int]] = []
+    if chunk.embedding:
+        links.append((_plain(embedding_inventory(model, ctx), "embedding"), 1))
+    links += layer_links([model.layers[i] for i in chunk.layers], ctx)
+    for inventory, label in _tail(model, chunk, ctx):
+        links.append((_plain(inventory, label), 1))
+    return compose(links, 0 if chunk.output else ctx.hidden_bytes)
+
+
+def _tail(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> list[tuple[BlockInventory, str]]:
+    """What follows the decoder layers: final norm, MTP depths, then their losses and the main one."""
+    tail: list[tuple[BlockInventory, str]] = []
+    if holds_final_norm(model, chunk):
+        tail.append((final_norm_inventory(final_norm_name(model), ctx), "final norm"))
+    own = _untied_here(model, chunk)
+    for _ in chunk.mtp:
+        assert model.mtp_layer is not None
+        tail.append((mtp_inventory(model.mtp_layer, ctx), "MTP"))
+    if chunk.output:
+        losses = 1 + (model.mtp_num_layers if model.mtp_layer is not None else 0)
+        tail += [(output_inventory(model.output_bias, own, ctx), "loss")] * losses
+    return tail
+
+
+def final_norm_name(model: ModelSpec) -> str:
+    """MambaModel calls it final_norm (``ssm/mamba_block.py``)."""
+    return "decoder.final_norm" if model.hybrid else "decoder.final_layernorm"
+
+
+def holds_final_norm(model: ModelSpec, chunk: Chunk) -> bool:
+    """The chunk with the last decoder layer ends in the final norm (``transformer_block.py: has_final_layernorm_in_this_stage``)."""
+    if not model.layers:
+        return chunk.output
+    return (model.num_layers - 1) in chunk.layers if model.mtp_num_layers else chunk.output
+
+
+def chunk_parameters(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> list[Parameter]:
+    """Every parameter of one chunk on one rank, named as megatron-core's ``named_parameters`` names it."""
+    out: list[Parameter] = []
+    for prefix, params in parameter_groups(model, chunk, ctx):
+        out += [p.under(prefix) for p in params] if prefix else list(params)
+    return out
+
+
+def parameter_groups(
+    model: ModelSpec, chunk: Chunk, ctx: BlockContext
+) -> list[tuple[str, tuple[Parameter, ...]]]:
+    """(name prefix, parameters) of every block of the chunk, in model order."""
+    groups: list[tuple[str, tuple[Parameter, ...]]] = []
+    if chunk.embedding or chunk.mtp:
+        groups.append(("", embedding_inventory(model, ctx).parameters))
+    for i, layer in enumerate(chunk.layers):
+        groups.append((f"decoder.layers.{i}.", layer_inventory(model.layers[layer], ctx).parameters))
+    if holds_final_norm(model, chunk):
+        groups.append(("", final_norm_inventory(final_norm_name(model), ctx).parameters))
+    for n, _ in enumerate(chunk.mtp):
+        assert model.mtp_layer is not None
+        if n and model.mtp_use_repeated_layer:
+            break
+        groups.append((f"mtp.layers.{n}.", mtp_inventory(model.mtp_layer, ctx).parameters))
+    if chunk.output:
+        groups.append(("", output_inventory(model.output_bias, _untied_here(model, chunk), ctx).parameters))
+    return groups
+
+
+def chunk_lasting(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> dict[str, int]:
+    """Lasting scratch of one chunk by name; the largest request under one name wins."""
+    found: dict[str, int] = {}
+    inventories = [layer_inventory(layer, ctx) for layer in dict.fromkeys(model.layers[i] for i in chunk.layers)]
+    inventories += [inventory for inventory, _ in _tail(model, chunk, ctx)]
+    for inventory in inventories:
+        for name, nbytes in inventory.lasting:
+            found[name] = max(nbytes, found.get(name, 0))
+    return found
+
+
+def stage_parameters(run: RunSpec, stage: int) -> list[list[Parameter]]:
+    """Parameters of every chunk of pipeline stage ``stage``, chunk by chunk."""
+    from bridge_memory.inventory.context import context_of
+    from bridge_memory.layout import layout
+
+    ctx = context_of(run)
+    return [
+        chunk_parameters(run.model, chunk, ctx) for chunk in layout(run.model, run.parallel).stages[stage]
+    ]

@@ -1,0 +1,239 @@
+"""Parameters -> bytes of weights, gradient buffers and optimizer state, as megatron-core lays them out.
+
+Source: megatron-core ``distributed/param_and_grad_buffer.py`` (buckets and padding), ``distributed/
+distributed_data_parallel.py`` (buffers by group), ``optimizer/{optimizer,distrib_optimizer,muon}.py``; TE
+``optimizers/fused_adam.py``. Every figure is bytes on one rank.
+
+Allocations of PyTorch's caching allocator are multiples of 512 bytes (``c10/cuda/CUDACachingAllocator.cpp:
+kMinBlockSize``); parameters and states that are tensors of their own are rounded up accordingly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
+
+from bridge_memory.inventory.context import BlockContext
+from bridge_memory.inventory.parameters import Parameter
+from bridge_memory.inventory.stack import chunk_parameters
+from bridge_memory.layout import Chunk
+from bridge_memory.spec import DTYPE_BYTES, ModelSpec, OptimizerSpec, ParallelSpec, PrecisionSpec, RunSpec
+
+#: Bytes: smallest block of the caching allocator.
+ALLOCATION_UNIT = 512
+#: Elements: start of every parameter in a distributed-optimizer buffer (128-byte alignment of 16-bit values).
+PARAM_ALIGNMENT = 64
+#: Elements: end of every bucket, together with the data-parallel size.
+BUCKET_ALIGNMENT = 128
+#: Elements: Megatron's smallest bucket when gradients overlap, and its growth a data-parallel rank.
+BUCKET_MINIMUM, BUCKET_PER_RANK = 40_000_000, 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class StateItem:
+    """One line of a stage's model state."""
+
+    name: str
+    bytes: int
+    kind: str
+    shard: str
+    provenance: str = "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """The parameters of one buffer kind (dense or routed experts) of one chunk."""
+
+    numel: int
+    count: int
+    #: Elements after Megatron's padding, summed over buckets (distributed optimizer), else numel.
+    padded: int
+    #: Elements in weights of GEMMs (what fp8 and Muon treat apart), without embedding and output layer.
+    gemm: int
+    #: Parameters counted one by one, rounded to the allocation unit, for element sizes 1, 2 and 4.
+    rounded: dict[int, int]
+
+
+def _pad(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def _is_gemm(p: Parameter) -> bool:
+    return (
+        len(p.shape) == 2
+        and not p.name.startswith(("embedding.", "output_layer."))
+        and not p.name.endswith(("router.weight", "gate_weight"))
+    )
+
+
+def group_parameters(
+    params: Sequence[Parameter], shard_world: int, bucket_size: int | None, distributed: bool
+) -> ParameterGroup:
+    """Lay parameters out in a buffer, last first, as ``_ParamAndGradBuffer.__init__`` does."""
+    end = total = start_of_bucket = gemm = 0
+    unit = lcm(shard_world, BUCKET_ALIGNMENT)
+    rounded = {size: 0 for size in (1, 2, 4)}
+    for p in reversed(params):
+        n = p.numel
+        total += n
+        if _is_gemm(p):
+            gemm += n
+        for size in rounded:
+            rounded[size] += _pad(n * size, ALLOCATION_UNIT)
+        if not distributed:
+            end += n
+            continue
+        end = _pad(end, PARAM_ALIGNMENT) + n
+        if bucket_size is not None and end - start_of_bucket >= bucket_size:
+            end = start_of_bucket = _pad(end, unit)
+    return ParameterGroup(total, len(params), _pad(end, unit) if distributed else end, gemm, rounded)
+
+
+@lru_cache(maxsize=65536)
+def chunk_groups(
+    model: ModelSpec,
+    chunk: Chunk,
+    ctx: BlockContext,
+    shards: tuple[int, int],
+    bucket_size: int | None,
+    distributed: bool,
+) -> tuple[ParameterGroup, ParameterGroup]:
+    """(dense, experts) of one chunk; ``shards`` are their data-parallel worlds."""
+    params = chunk_parameters(model, chunk, ctx)
+    dense = [p for p in params if not p.expert]
+    experts = [p for p in params if p.expert]
+    return (
+        group_parameters(dense, shards[0], bucket_size, distributed),
+        group_parameters(experts, shards[1], bucket_size, distributed),
+    )
+
+
+def shard_worlds(parallel: ParallelSpec) -> tuple[int, int]:
+    """Ranks over which dense and expert optimizer states are sharded (one distributed-optimizer instance)."""
+    instances = parallel.num_distributed_optimizer_instances
+    dense = parallel.data_parallel_size * parallel.cp // instances
+    return max(1, dense), max(1, parallel.expert_data_parallel_size // instances)
+
+
+def bucket_elements(run: RunSpec, chunk_index: int) -> int | None:
+    """Bucket size in elements, None for one bucket (``DistributedDataParallel.__init__``)."""
+    o = run.optimizer
+    if not o.overlap_grad_reduce or chunk_index > 0:
+        return None
+    if o.ddp_bucket_size is not None:
+        return o.ddp_bucket_size
+    return max(BUCKET_MINIMUM, BUCKET_PER_RANK * run.parallel.data_parallel_size * run.parallel.cp)
+
+
+def model_state(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> tuple[int, list[StateItem]]:
+    """(parameters on the rank, state lines) of one stage."""
+    worlds = shard_worlds(run.parallel)
+    distributed = run.optimizer.use_distributed_optimizer
+    parameters = 0
+    sums: dict[tuple[str, str, str], int] = {}
+    for index, chunk in enumerate(chunks):
+        groups = chunk_groups(
+            run.model, chunk, ctx, worlds, bucket_elements(run, index), distributed
+        )
+        for expert, (group, world) in enumerate(zip(groups, worlds, strict=True)):
+            parameters += group.numel
+            if group.numel:
+                for name, kind, nbytes in _group_state(run.precision, run.optimizer, group, world):
+                    key = (_label(name, expert), kind, _shard(name, expert, distributed, world))
+                    sums[key] = sums.get(key, 0) + nbytes
+    return parameters, [StateItem(n, b, k, s) for (n, k, s), b in sums.items() if b]
+
+
+def _label(name: str, expert: int) -> str:
+    return f"{name} (routed experts)" if expert else name
+
+
+def _shard(name: str, expert: int, distributed: bool, world: int) -> str:
+    base = "etp x ep" if expert else "tp"
+    if distributed and world > 1 and name not in ("weights", "gradients", "fp8 weight copies"):
+        return f"{base} x {'edp' if expert else 'dp x cp'}"
+    return base
+
+
+def _group_state(
+    precision: PrecisionSpec, o: OptimizerSpec, g: ParameterGroup, world: int
+) -> list[tuple[str, str, int]]:
+    """(name, kind, bytes) for one buffer kind. ``world`` shards optimizer states."""
+    width = DTYPE_BYTES[precision.params_dtype]
+    half = width == 2
+    distributed = o.use_distributed_optimizer
+    strategy = o.data_parallel_sharding_strategy
+    out: list[tuple[str, str, int]] = []
+
+    # Weights: views of one buffer under the distributed optimizer, else tensors of their own.
+    weight_bytes = g.padded * width if distributed else g.rounded[width]
+    if precision.fp8 and precision.fp8_param:
+        weight_bytes -= g.gemm * (width - 1)
+    if strategy == "optim_grads_params":
+        weight_bytes = -(-weight_bytes // world)
+    out.append(("weights", "weights", weight_bytes))
+    if precision.fp8:
+        out.append(("fp8 weight copies", "weights", _fp8_copies(precision, g)))
+    if o.peft != "none":
+        return out
+
+    # Gradients: one contiguous buffer (main_grad views).
+    grad_width = 4 if o.grad_reduce_in_fp32 or not half else width
+    grad_bytes = g.padded * grad_width
+    if strategy in ("optim_grads", "optim_grads_params"):
+        grad_bytes = -(-grad_bytes // world)
+    out.append(("gradients", "gradients", grad_bytes))
+
+    # Optimizer state.
+    sharded = distributed or strategy in ("optim", "optim_grads", "optim_grads_params")
+    shards = world if sharded or o.use_layer_wise_distributed_optimizer else 1
+
+    def states(elements: int, bytes_each: int) -> int:
+        if elements == g.numel and not sharded and shards == 1:
+            return g.rounded[bytes_each] if bytes_each in g.rounded else elements * bytes_each
+        whole = g.padded if elements == g.numel else elements
+        return -(-whole // shards) * bytes_each
+
+    for name, elements, bytes_each in _state_widths(precision, o, g):
+        nbytes = states(elements, bytes_each)
+        if o.optimizer_cpu_offload:
+            nbytes = round(nbytes * (1.0 - o.optimizer_offload_fraction))
+        out.append((name, "optimizer", nbytes))
+    return out
+
+
+def _state_widths(
+    precision: PrecisionSpec, o: OptimizerSpec, g: ParameterGroup
+) -> list[tuple[str, int, int]]:
+    """(state, elements before sharding, bytes an element)."""
+    half = DTYPE_BYTES[precision.params_dtype] == 2
+    out: list[tuple[str, int, int]] = []
+    if half:
+        master = 4
+        if o.use_precision_aware_optimizer:
+            master = DTYPE_BYTES[o.main_params_dtype]
+            # The bf16 weight is the upper half of the fp32 master; only the lower 16 bits are kept.
+            if o.store_param_remainders and o.main_params_dtype == "fp32" and precision.params_dtype == "bf16":
+                master = 2
+        out.append(("main parameters", g.numel, master))
+    first = DTYPE_BYTES[o.exp_avg_dtype] if o.use_precision_aware_optimizer else 4
+    second = DTYPE_BYTES[o.exp_avg_sq_dtype] if o.use_precision_aware_optimizer else 4
+    if o.optimizer == "adam":
+        out += [("exp_avg", g.numel, first), ("exp_avg_sq", g.numel, second)]
+    elif o.optimizer == "sgd":
+        if o.sgd_momentum:
+            out.append(("momentum", g.numel, 4))
+    else:
+        rest = g.numel - g.gemm
+        out += [("Muon momentum", g.gemm, 4), ("exp_avg", rest, 4), ("exp_avg_sq", rest, 4)]
+    return out
+
+
+def _fp8_copies(precision: PrecisionSpec, g: ParameterGroup) -> int:
+    """fp8 data beside the weights: the row-wise copy (unless it is the parameter itself), the column-wise one
+    that backward needs, and block scales. Source: TE ``tensor/{float8,float8_blockwise,mxfp8}_tensor.py``."""
+    copies = 1 if precision.fp8_param else 2
+    scales = {"mxfp8": 2 / 32, "blockwise": 2 * 4 / 128}.get(precision.fp8_recipe, 0.0)
+    return round(g.gemm * (copies + scales))
