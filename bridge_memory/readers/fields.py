@@ -1,4 +1,4 @@
-"""Typed, accounted-for reading of a config.json: every key is used, known to be harmless, or refused by name."""
+"""Typed, accounted-for reading of a config.json: every key is used, harmless, or refused by name."""
 
 from __future__ import annotations
 
@@ -19,37 +19,31 @@ _SUSPICIOUS = re.compile(
 )
 
 #: Keys whose names look like sizes but that change no tensor of a training run. Grouped by what they are.
-HARMLESS = frozenset(
-    # generation, from transformers' PretrainedConfig
-    """num_beams num_beam_groups num_return_sequences no_repeat_ngram_size encoder_no_repeat_ngram_size
-    chunk_size_feed_forward output_hidden_states output_attentions cross_attention_hidden_size
-    is_encoder_decoder tie_encoder_decoder pruned_heads num_labels num_logits_to_keep num_assistant_tokens
-    """.split()
-    # numerics, initialisation and constant factors
-    + """initializer_range initializer_factor embedding_initializer_range init_std init_method init_method_std
-    rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon hidden_act
-    hidden_activation attention_softmax_in_fp32 attn_logit_softcapping final_logit_softcapping
-    query_pre_attn_scalar attention_multiplier embedding_multiplier residual_multiplier logits_scaling
-    scale_attn_weights scale_attn_by_inverse_layer_idx reorder_and_upcast_attn masked_softmax_fusion
-    bias_dropout_fusion skip_bias_add skip_bias_add_qkv slow_but_exact offset_alibi
-    apply_residual_connection_post_layernorm residual_in_fp32 rescale_prenorm_residual norm_topk_prob
-    hidden_dropout embd_pdrop embedding_dropout _attn_implementation attn_implementation
-    _attn_implementation_autoset clip_qkv scale_emb scale_depth dim_model_base mup_denominator
-    """.split()
-    # routing choices: no tensor of another shape comes of them
-    + """n_group topk_group num_expert_group aux_loss_alpha router_aux_loss_coef seq_aux output_router_logits
-    router_z_loss_coef router_jitter_noise topk_method moe_router_bias_update_rate
-    """.split()
-    # positions (rotary widths are read elsewhere)
-    + """rope_local_base_freq rope_interleave local_rope_theta use_mrope original_max_position_embeddings
-    initial_context_length attention_rope_theta full_attn_mod interpolate_factor
-    """.split()
-    # the author's own parallel layout, kernels, quantization and wrappers
-    + """ep_size pretraining_tp quantization_config auto_map use_mamba_kernels mamba_ssm_cache_dtype
-    time_step_rank ssm_cfg summary_hidden_size layer_norm_type use_cache_quantization use_flash_attn
-    sparse_attention_config image_token_index mm_tokens_per_image
-    """.split()
+_HARMLESS = (
+    # Generation, from transformers' PretrainedConfig.
+    "num_beams num_beam_groups num_return_sequences no_repeat_ngram_size encoder_no_repeat_ngram_size "
+    "chunk_size_feed_forward output_hidden_states output_attentions cross_attention_hidden_size "
+    "is_encoder_decoder tie_encoder_decoder pruned_heads num_labels num_logits_to_keep num_assistant_tokens "
+    # Numerics, initialisation and constant factors.
+    "initializer_range initializer_factor embedding_initializer_range init_std init_method init_method_std "
+    "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon hidden_act "
+    "hidden_activation attention_softmax_in_fp32 attn_logit_softcapping final_logit_softcapping "
+    "query_pre_attn_scalar attention_multiplier embedding_multiplier residual_multiplier logits_scaling "
+    "scale_attn_weights scale_attn_by_inverse_layer_idx reorder_and_upcast_attn masked_softmax_fusion "
+    "bias_dropout_fusion skip_bias_add skip_bias_add_qkv slow_but_exact offset_alibi residual_in_fp32 "
+    "apply_residual_connection_post_layernorm rescale_prenorm_residual norm_topk_prob clip_qkv "
+    "embd_pdrop embedding_dropout _attn_implementation attn_implementation _attn_implementation_autoset "
+    # Routing choices: no tensor of another shape comes of them.
+    "n_group topk_group aux_loss_alpha router_aux_loss_coef seq_aux output_router_logits "
+    "router_z_loss_coef router_jitter_noise topk_method "
+    # Positions (rotary widths are read elsewhere).
+    "rope_local_base_freq rope_interleave original_max_position_embeddings initial_context_length "
+    "full_attn_mod interpolate_factor use_mrope "
+    # The author's own parallel layout, kernels and quantization.
+    "ep_size pretraining_tp quantization_config auto_map use_mamba_kernels mamba_ssm_cache_dtype "
+    "time_step_rank summary_hidden_size image_token_index mm_tokens_per_image"
 )
+HARMLESS = frozenset(_HARMLESS.split())
 
 _REQUIRED: Any = object()
 
@@ -63,8 +57,8 @@ def shown(value: object) -> str:
 class Fields:
     """A config as a reader sees it: typed getters that remember which keys were read.
 
-    ``null`` counts as absent, as in transformers. Getters raise SpecError naming the field. Several keys in one
-    call are aliases; two of them with different values are refused.
+    ``null`` counts as absent, as in transformers. Getters raise SpecError naming the field. Several keys in
+    one call are aliases; two of them with different values are refused.
     """
 
     def __init__(self, config: Mapping[str, Any], name: str, model_type: str) -> None:
@@ -178,7 +172,7 @@ class Fields:
             self.assumptions.append(sentence)
 
     def finish(self) -> None:
-        """Refuse what nobody read and may change memory. Falsy values (0, false, null, []) are switched off."""
+        """Refuse what nobody read and may change memory. Falsy values (0, false, null, []) are off."""
         unknown = [
             f"{key}={shown(value)}"
             for key, value in self.config.items()

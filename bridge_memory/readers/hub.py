@@ -1,22 +1,24 @@
-"""Fetching a config.json from the Hugging Face Hub. huggingface_hub is imported here and only when called."""
+"""Fetching a config.json from the Hugging Face Hub. huggingface_hub is imported here, when called, only."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from bridge_memory.spec import SpecError
 
-#: One line of why, for the errors huggingface_hub raises, most specific first.
+#: One line of why for the errors huggingface_hub raises, most specific first; None: see ``_reason``.
 _REASONS = (
     ("GatedRepoError", "it is gated: accept its terms on the Hub and log in (hf auth login, or HF_TOKEN)"),
     ("DisabledRepoError", "its repository is disabled"),
-    ("RepositoryNotFoundError", "the Hub has no such repository, or it is private and the token does not reach it"),
+    ("RepositoryNotFoundError", "the Hub has no such repository, or it is private (set HF_TOKEN)"),
     ("LocalEntryNotFoundError", None),
     ("OfflineModeIsEnabled", None),
     ("EntryNotFoundError", "its repository has no config.json"),
-    ("RevisionNotFoundError", "its repository has no such revision"),
     ("HFValidationError", "it is not a valid Hub id"),
 )
+#: Seconds to wait for the first byte of an answer before calling the Hub unreachable.
+_CONNECT_TIMEOUT = 5.0
 
 
 def fetch_config(repo: str, suggestions: str = "") -> str:
@@ -25,16 +27,54 @@ def fetch_config(repo: str, suggestions: str = "") -> str:
         from huggingface_hub import constants, hf_hub_download
     except ImportError:
         raise SpecError(
-            f"{repo} is no preset, and fetching it needs huggingface_hub: pip install huggingface_hub{suggestions}"
+            f"{repo} is no preset; fetching it needs `pip install huggingface_hub`{suggestions}"
         ) from None
+    offline = bool(constants.HF_HUB_OFFLINE)
     try:
-        path: str = hf_hub_download(repo, "config.json")
-    except Exception as error:  # every failure ends as one line: network stacks raise far too many kinds
-        offline = bool(constants.HF_HUB_OFFLINE) or os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "TRUE")
-        raise SpecError(
-            f"{repo} is no preset and could not be fetched: {_reason(error, offline, constants.ENDPOINT)}{suggestions}"
-        ) from None
+        with _quiet():
+            # Without this test an offline laptop waits half a minute for huggingface_hub's retries.
+            cached_only = offline or not _reachable(constants.ENDPOINT)
+            path: str = hf_hub_download(repo, "config.json", local_files_only=cached_only)
+    except Exception as error:  # network stacks raise far too many kinds; each must end as one line
+        reason = _reason(error, offline, constants.ENDPOINT)
+        raise SpecError(f"{repo} is no preset and could not be fetched: {reason}{suggestions}") from None
     return path
+
+
+def _reachable(endpoint: str) -> bool:
+    """Whether a connection to the endpoint opens. True behind a proxy: only the request can tell."""
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies, proxy_bypass
+
+    url = urlsplit(endpoint)
+    host = url.hostname or ""
+    proxies = getproxies()
+    if (url.scheme in proxies or "all" in proxies) and not proxy_bypass(host):
+        return True
+    try:
+        port = url.port or (80 if url.scheme == "http" else 443)
+        with socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no retry warnings: the outcome is one line of our own."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
+
+    verbosity, bars = get_verbosity(), not are_progress_bars_disabled()
+    set_verbosity_error()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        set_verbosity(verbosity)
+        if bars:
+            enable_progress_bars()
 
 
 def _reason(error: BaseException, offline: bool, endpoint: str) -> str:

@@ -48,8 +48,8 @@ ALIASES = {
 def model_from_hf_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     """Read a Hugging Face config as the model Megatron would build from it.
 
-    ``config``: the parsed config.json; ``name``: what to call it in results and errors. Dropouts follow Megatron
-    Bridge and mbridge: hidden dropout 0 unless the config names one, attention dropout from the config.
+    ``config``: the parsed config.json; ``name``: what to call it in results and errors. Dropouts follow
+    Megatron Bridge and mbridge: hidden dropout 0 unless the config names one, attention dropout from it.
     Raises SpecError (one line) for anything missing, absurd, or not understood.
     """
     if not isinstance(config, Mapping):

@@ -24,8 +24,8 @@ _MAX_CONFIG_BYTES = 16 * 2**20
 def resolve_model(source: str, mapping: str = "builtin") -> ModelSpec:
     """The model that ``source`` names.
 
-    In this order: a preset ``org/name``; a path to a config.json or to a folder that holds one; the bare name of a
-    preset; a Hub id ``org/name`` (huggingface_hub: cache, token, HF_HUB_OFFLINE and HF_ENDPOINT are honoured).
+    In this order: a preset ``org/name``; a path to a config.json or to a folder that holds one; the bare name
+    of a preset; a Hub id ``org/name`` (huggingface_hub's cache, token, HF_HUB_OFFLINE and HF_ENDPOINT hold).
     Raises SpecError of one line, with the nearest presets where a name is not found.
     """
     name, config = resolve_config(source)
@@ -51,7 +51,7 @@ def model_from_config(config: Mapping[str, Any], name: str, mapping: str = "buil
 def resolve_config(source: str) -> tuple[str, Mapping[str, Any]]:
     """(name, parsed config) of what ``source`` names; see ``resolve_model``."""
     if not source.strip():
-        raise SpecError("the model is empty; give a preset (bridge-memory models lists them), a path or a Hub id")
+        raise SpecError("the model is empty; give a preset (see bridge-memory models), a path or a Hub id")
     if "/" in source and (presets := find_presets(source)):
         return presets[0], read_config(preset_path(presets[0]), presets[0])
     path = os.path.expanduser(source)
@@ -67,13 +67,14 @@ def resolve_config(source: str) -> tuple[str, Mapping[str, Any]]:
     if len(presets) == 1:
         return presets[0], read_config(preset_path(presets[0]), presets[0])
     if presets:
-        raise SpecError(f"{shown(source)} is the name of several presets: {', '.join(presets)}; write one in full")
+        raise SpecError(f"{shown(source)} names several presets: {', '.join(presets)}; write one in full")
     if os.path.isdir(os.path.expanduser(source)):
         raise SpecError(f"the folder {shown(source)} holds no config.json")
     if source.endswith(".json") or source.startswith((".", "/", "~")):
         raise SpecError(f"there is no file {shown(source)}")
     if not _HUB_ID.fullmatch(source):
-        raise SpecError(f"{shown(source)} is no preset, no path and no Hub id (org/name){suggestions(source)}")
+        near = suggestions(source)
+        raise SpecError(f"{shown(source)} is no preset, no path and no Hub id (org/name){near}")
     from bridge_memory.readers.hub import fetch_config
 
     return source, read_config(fetch_config(source, suggestions(source)), source)

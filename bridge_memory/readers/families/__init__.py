@@ -1,1 +1,1 @@
-"""One function per kind of architecture: ``Fields`` -> ``ModelSpec``. See ``bridge_memory.readers.huggingface``."""
+"""One function per kind of architecture: ``Fields`` -> ``ModelSpec``. See ``readers.huggingface``."""

@@ -1,4 +1,4 @@
-"""What most decoder families share: attention and MLP fields, norms, rotary width, windows, the outer model."""
+"""What most decoder families share: attention, MLP, rotary width, windows, and the outer model."""
 
 from __future__ import annotations
 
@@ -125,12 +125,12 @@ def layer_types(f: Fields, n: int, known: Sequence[str]) -> Sequence[str] | None
         raise f.error(f"layer_types has {len(types)} entries for num_hidden_layers {n}; give one a layer")
     for kind in types:
         if kind not in known:
-            raise f.error(f"layer_types holds {shown(kind)}, which is not known here; known: {', '.join(known)}")
+            raise f.error(f"layer_types holds {shown(kind)}; known here: {', '.join(known)}")
     return types
 
 
 def windows(f: Fields, family: Family, n: int) -> list[int | None]:
-    """The sliding window of each layer in tokens, None for full attention. Changes no saved tensor under flash."""
+    """The sliding window of each layer in tokens, None for full attention."""
     size = f.integer("sliding_window", default=None)
     types = layer_types(f, n, ("full_attention", "sliding_attention"))
     if family.window == "qwen":
@@ -180,9 +180,11 @@ def model(
         "max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx", default=0
     )
     if position_embedding_type == "learned_absolute" and not positions:
-        raise f.error("max_position_embeddings is missing, and the learned position embedding has that many rows")
+        raise f.error("max_position_embeddings is missing; the learned position embedding has that many rows")
     if rotary_dim % 2:
-        raise f.error(f"the rotated part of a head is {rotary_dim} wide; rotary embeddings need an even number")
+        raise f.error(
+            f"the rotated part of a head is {rotary_dim} wide; it must be even (head_dim, partial_rotary_factor)"
+        )
     tied = f.flag("tie_word_embeddings", default=family.tied)
     output_bias = f.flag("lm_head_bias", default=False)
     dropout = f.number("attention_dropout", "attn_pdrop", default=0.0, most=1.0)
@@ -190,8 +192,8 @@ def model(
     f.ignore(*family.ignored)
     f.finish()
     f.assume(
-        f"vocab_size {vocab_size} is padded only to a multiple of the tensor parallel size, as Megatron Bridge and "
-        "mbridge convert it (Megatron-LM pads to a multiple of 128 x TP)"
+        f"vocab_size {vocab_size} is padded only to a multiple of the tensor parallel size: Megatron Bridge "
+        "and mbridge keep a Hugging Face vocabulary as it is (Megatron-LM pads to a multiple of 128 x TP)"
     )
     for sentence in family.assumptions:
         f.assume(sentence)

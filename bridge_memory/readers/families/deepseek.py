@@ -14,7 +14,7 @@ def read_deepseek(f: Fields) -> ModelSpec:
     hidden_size = f.integer("hidden_size")
     n = num_layers(f)
     if f.flag("attention_bias"):
-        raise f.error("attention_bias is true; Megatron's multi-latent attention has no biases, set it to false")
+        raise f.error("attention_bias is true; Megatron's MLA has no biases, set it to false")
     mixer = MLASpec(
         num_attention_heads=f.integer("num_attention_heads"),
         q_lora_rank=f.integer("q_lora_rank", default=None),

@@ -43,7 +43,7 @@ DENSE: dict[str, Family] = {
     # OLMo's norm has no weights; Megatron's has, and a conversion sets them to one and zero.
     "olmo": Family(
         normalization="LayerNorm",
-        assumptions=("OLMo's layer norms have no weights; counted as Megatron's LayerNorm, which has 2h each",),
+        assumptions=("OLMo's layer norms have no weights; counted as Megatron's, which have 2h each",),
     ),
     "olmo2": Family(
         qk_layernorm="full",

@@ -14,21 +14,23 @@ _DECODER_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 def read_generic(f: Fields) -> ModelSpec:
     """Dense attention and MLP, with everything that had to be supposed in ``assumptions``."""
-    known = "it is not a family this reader knows"
     architectures = [a for a in f.items("architectures") or () if isinstance(a, str)]
     if f.flag("is_encoder_decoder") or (
         architectures and not any(a.endswith(_DECODER_ENDINGS) for a in architectures)
     ):
-        raise f.error(f"model_type {shown(f.model_type)} with architectures {shown(architectures)} is no decoder")
+        raise f.error(f"model_type {shown(f.model_type)} ({shown(architectures)}) is not a decoder")
     try:
         return _read(f)
     except SpecError as error:
-        raise SpecError(f"{error} (model_type {shown(f.model_type)}: {known}, read by the usual names)") from None
+        raise SpecError(
+            f"{error} (model_type {shown(f.model_type)} has no reader of its own; read by the usual names)"
+        ) from None
 
 
 def _read(f: Fields) -> ModelSpec:
     rms = f.has("rms_norm_eps")
-    act = f.config.get("hidden_act") or f.config.get("hidden_activation") or f.config.get("activation_function")
+    keys = ("hidden_activation", "hidden_act", "activation_function")
+    act = next((f.config[k] for k in keys if f.has(k)), None)
     gated = ACTIVATIONS.get(act) in _GATED if isinstance(act, str) else True
     bias = f.flag("use_bias", "bias", default=False)
     f.assume(

@@ -28,7 +28,8 @@ def read_nemotron_h(f: Fields) -> ModelSpec:
     pattern = _pattern(f)
     kinds = {symbol: _block(f, symbol, hidden_size) for symbol in dict.fromkeys(pattern)}
     f.ignore("expand", "intermediate_size", "chunk_size", "conv_kernel", "n_groups", "num_attention_heads")
-    f.ignore("num_key_value_heads", "head_dim", "attention_head_dim", "attention_bias", "mlp_bias", "use_bias")
+    f.ignore("num_key_value_heads", "head_dim", "attention_head_dim", "attention_bias", "use_bias")
+    f.ignore("mlp_bias", "mlp_hidden_act")
     f.ignore("ssm_state_size", "mamba_head_dim", "mamba_num_heads", "mamba_proj_bias", "mamba_hidden_act")
     f.ignore("use_conv_bias", "n_shared_experts", "moe_shared_expert_intermediate_size", "sliding_window")
     f.ignore("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_latent_size")
@@ -59,11 +60,11 @@ def _pattern(f: Fields) -> str:
                 raise f.error(f"layers_block_type holds {shown(word)}; known: {', '.join(words)}")
         pattern = "".join(words[word] for word in named)
     if not pattern:
-        raise f.error("hybrid_override_pattern is missing; it says which layer is Mamba, attention, MLP or MoE")
+        raise f.error("hybrid_override_pattern is missing; it says which layer is which")
     for symbol in pattern:
         if symbol not in (MAMBA, ATTENTION, MLP, MOE):
             raise f.error(
-                f"hybrid_override_pattern holds {shown(symbol)}; known: M (Mamba), * (attention), - (MLP), E (MoE)"
+                f"hybrid_override_pattern holds {shown(symbol)}; known: M Mamba, * attention, - MLP, E MoE"
             )
     n = f.integer("num_hidden_layers", default=len(pattern), most=MAX_LAYERS)
     if n != len(pattern):
@@ -197,7 +198,7 @@ def _nas_parts(f: Fields, i: int, block: object) -> dict[str, Mapping[str, Any]]
         for odd in ("replace_with_linear", "sparsify", "num_sink_tokens", "moe", "mamba", "llama4"):
             if part.get(odd):
                 raise f.error(
-                    f"block_configs[{i}].{key}.{odd} is {shown(part[odd])}; such blocks cannot be estimated yet"
+                    f"block_configs[{i}].{key}.{odd} is {shown(part[odd])}; such a block cannot be estimated"
                 )
         parts[key] = part
     return parts

@@ -58,7 +58,7 @@ def sparse_layers(f: Fields, n: int) -> list[bool]:
 
 
 def first_dense(f: Fields, n: int) -> list[bool]:
-    """DeepSeek's rule: the first first_k_dense_replace layers are dense, then each moe_layer_freq-th is MoE."""
+    """DeepSeek's rule: first_k_dense_replace dense layers, then each moe_layer_freq-th is MoE."""
     first = f.count("first_k_dense_replace")
     if first > n:
         raise f.error(f"first_k_dense_replace ({first}) is larger than num_hidden_layers ({n})")

@@ -15,7 +15,7 @@ def list_presets() -> list[str]:
 
 
 def find_presets(name: str) -> list[str]:
-    """The presets that ``name`` means: one for ``org/name``, all of that name without an org. Case-insensitive."""
+    """The presets that ``name`` means, in any case: one for ``org/name``, all of that bare name else."""
     wanted = name.lower()
     if "/" in wanted:
         return [p for p in list_presets() if p.lower() == wanted]
