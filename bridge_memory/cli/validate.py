@@ -1,0 +1,155 @@
+"""``bridge-memory validate RUNS.jsonl``: predict measured runs, and say how far off the estimate is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridge_memory.spec import SpecError
+
+if TYPE_CHECKING:
+    from bridge_memory.compare.accuracy import Errors, GroupAccuracy
+    from bridge_memory.compare.runs import Outcome, Record
+
+SCHEMA = "bridge-memory/validate/1"
+GIB = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUNS.jsonl", help="measured runs, one JSON record a line")
+    parser.add_argument("--json", metavar="FILE", help="every record and the summary as JSON; - for stdout")
+    parser.add_argument("--force", action="store_true", help="overwrite the --json file")
+    parser.add_argument("--summary", action="store_true", help="the table by tier (the default)")
+    parser.add_argument("--by", choices=("tier", "family", "gpu", "feature"), help="a table by this")
+    parser.add_argument("--worst", type=int, metavar="N", help="the N largest misses, explained")
+    parser.add_argument("--folds", type=int, metavar="K", help="refit constants with families left out")
+
+
+def run(args: argparse.Namespace) -> int:
+    from bridge_memory.compare.accuracy import accuracy, by_group, summary
+    from bridge_memory.compare.runs import load_runs, predict_all
+
+    for name in ("worst", "folds"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise SpecError(f"--{name} is {value}; give 1 or more")
+    if args.json and args.json != "-" and Path(args.json).exists() and not args.force:
+        raise SpecError(f"--json {args.json} exists; name another file or add --force")
+    records = load_runs(args.runs)
+    outcomes = predict_all(records)
+    rows = summary(outcomes)
+    if args.json:
+        document = {
+            "schema": SCHEMA,
+            "records": [o.as_json() for o in outcomes],
+            "summary": {row.group: row.as_json() for row in rows},
+        }
+        if args.by:
+            document["by"] = {row.group: row.as_json() for row in by_group(outcomes, args.by)}
+        text = json.dumps(document, indent=1) + "\n"
+        if args.json == "-":
+            sys.stdout.write(text)
+            return 0
+        _write(Path(args.json), text)
+    if args.summary or not (args.by or args.worst or args.folds):
+        print(table(rows))
+        print(_statuses(outcomes))
+    if args.by:
+        print(table(by_group(outcomes, args.by)))
+    if args.worst:
+        print(worst(records, outcomes, args.worst))
+    if args.folds:
+        from bridge_memory.compare.folds import refit
+
+        left_out = refit(records, args.folds)
+        print(f"Fitted constants refitted with each of {args.folds} groups of families left out:")
+        print(table([*by_group(left_out, "tier"), accuracy("all", left_out)]))
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    import os
+    import tempfile
+
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent or ".", prefix=path.name)
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise SpecError(f"--json {path}: {error.strerror}; name a file in a folder that exists") from None
+
+
+def table(rows: Sequence[GroupAccuracy]) -> str:
+    """Percent errors: median, 90th percentile and worst of the absolute, then the signed mean."""
+    width = max([18, *(min(len(r.group), 44) for r in rows)])
+    head = f"{'':<{width}} {'':>11}  {'allocated, % off':^26}  {'max_allocated, % off':^26}"
+    names = f"{'':<{width}} {'':>11}" + 2 * f"  {'med':>5} {'p90':>6} {'worst':>6} {'bias':>6}"
+    lines = [head, names]
+    for r in rows:
+        for title, count, errors in (
+            (r.group, f"{r.ok}/{r.records} runs", r.per_record),
+            ("", f"{r.families} fam.", r.per_family),
+        ):
+            if not title and r.families == 1:
+                continue
+            lines.append(
+                f"{title[:width]:<{width}} {count:>11}"
+                + "".join(_cells(errors.get(metric)) for metric in ("allocated", "max_allocated"))
+            )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cells(e: Errors | None) -> str:
+    if e is None:
+        return f"  {'-':>5} {'-':>6} {'-':>6} {'-':>6}"
+    return f"  {e.median:5.2%} {e.p90:6.2%} {e.worst:6.1%} {e.bias:+6.2%}".replace("%", "")
+
+
+def _statuses(outcomes: Sequence[Outcome]) -> str:
+    lines, seen = [], set()
+    for o in outcomes:
+        if o.status != "ok" and o.id not in seen:
+            seen.add(o.id)
+            lines.append(f"{o.status}: {o.id}: {o.reason}")
+    return "\n".join(lines) or "every record was predicted"
+
+
+def worst(records: Sequence[Record], outcomes: Sequence[Outcome], count: int) -> str:
+    """The largest misses of both numbers with the stage's components and what is unusual about the run."""
+    from bridge_memory.compare.accuracy import METRICS
+    from bridge_memory.compare.runs import non_default_options, run_of
+
+    by_id = {r.id: r for r in records}
+    blocks = []
+    for metric, error in METRICS.items():
+        ranked = sorted(
+            (o for o in outcomes if o.status == "ok" and error(o) is not None),
+            key=lambda o: -abs(error(o) or 0.0),
+        )
+        blocks.append(f"Largest misses of {metric}")
+        for o in _first_of_each_record(ranked)[:count]:
+            predicted = getattr(o, f"predicted_{metric}_bytes")
+            measured = getattr(o, f"measured_{metric}_bytes")
+            assert predicted is not None and measured is not None and o.stage is not None
+            blocks.append(
+                f"  {error(o):+.1%}  {o.id}  rank {o.rank}, stage {o.stage.stage}: predicted "
+                f"{predicted / GIB:.3f} GiB, measured {measured / GIB:.3f} GiB "
+                f"({(measured - predicted) / 2**20:+.1f} MiB unexplained); peak in {o.stage.peak_phase}"
+            )
+            parts = sorted(o.stage.components, key=lambda c: -c.bytes)[:12]
+            blocks.extend(f"      {c.bytes / 2**20:12.2f} MiB  {c.kind:<10} {c.name}" for c in parts)
+            blocks.append("      options: " + " ".join(non_default_options(run_of(by_id[o.id]))))
+    return "\n".join(blocks)
+
+
+def _first_of_each_record(ranked: Sequence[Outcome]) -> list[Outcome]:
+    first: dict[str, Outcome] = {}
+    for o in ranked:
+        first.setdefault(o.id, o)
+    return list(first.values())

@@ -1,0 +1,278 @@
+"""The measured corpus: one JSON object a line -> runs, and what the estimate says about each measured rank.
+
+A record's configuration is read as a user would state it; nothing here looks at what was measured to make a
+prediction. See ``tests/data/measurements/README.md`` for the fields.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bridge_memory.estimate import StageEstimate, estimate
+from bridge_memory.readers.megatron_args import run_from_megatron_args, stage_of_rank
+from bridge_memory.spec import ImplementationSpec, ParallelSpec, RunSpec, SpecError
+
+MIB = 1 << 20
+
+
+class NotComparable(Exception):
+    """A record that says too little, or measures something that is not a training step. One line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What torch reported on one rank, in bytes; None where the source does not say."""
+
+    rank: int
+    allocated_bytes: int | None
+    max_allocated_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One measured run."""
+
+    id: str
+    family: str
+    tier: int
+    gpu: str
+    world_size: int
+    framework: Mapping[str, object]
+    config: Mapping[str, object]
+    measured: tuple[Measurement, ...]
+
+    @property
+    def arguments(self) -> Mapping[str, object]:
+        args = self.config.get("args")
+        return args if isinstance(args, Mapping) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One measured rank next to its prediction. ``status``: "ok", "not_modelled" or "error"."""
+
+    id: str
+    family: str
+    tier: int
+    gpu: str
+    rank: int | None
+    status: str
+    reason: str = ""
+    predicted_allocated_bytes: int | None = None
+    measured_allocated_bytes: int | None = None
+    predicted_max_allocated_bytes: int | None = None
+    measured_max_allocated_bytes: int | None = None
+    features: tuple[str, ...] = ()
+    #: The predicted stage, for explanations.
+    stage: StageEstimate | None = None
+
+    @property
+    def allocated_error(self) -> float | None:
+        """Signed relative error of the static memory; positive where the estimate is too high."""
+        return _relative(self.predicted_allocated_bytes, self.measured_allocated_bytes)
+
+    @property
+    def max_allocated_error(self) -> float | None:
+        """Signed relative error of the peak."""
+        return _relative(self.predicted_max_allocated_bytes, self.measured_max_allocated_bytes)
+
+    def as_json(self) -> dict[str, object]:
+        names = (
+            "id", "family", "tier", "rank", "status", "reason",
+            "predicted_allocated_bytes", "measured_allocated_bytes",
+            "predicted_max_allocated_bytes", "measured_max_allocated_bytes",
+        )
+        return {name: getattr(self, name) for name in names}
+
+
+def _relative(predicted: int | None, measured: int | None) -> float | None:
+    return predicted / measured - 1.0 if predicted is not None and measured else None
+
+
+def load_runs(path: str | Path) -> list[Record]:
+    """Read a corpus. Raises SpecError, naming the line, for text that is not a record."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise SpecError(f"{path}: {reason}; give a file with one JSON record a line") from None
+    return [_record(line, f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+
+
+def _record(line: str, where: str) -> Record:
+    try:
+        data = json.loads(line)
+    except ValueError:
+        raise SpecError(f"{where} is not JSON; give one record a line") from None
+    if not isinstance(data, dict):
+        raise SpecError(f"{where} is not a JSON object; give one record a line")
+    try:
+        measured = tuple(_measurements(data))
+        return Record(
+            id=str(data["id"]),
+            family=str(data.get("family", data["id"])),
+            tier=int(data.get("tier", 0)),
+            gpu=str(data.get("gpu", "")),
+            world_size=int(data["world_size"]),
+            framework=dict(data.get("framework") or {}),
+            config=dict(data["config"]),
+            measured=measured,
+        )
+    except KeyError as error:
+        raise SpecError(f"{where} has no field {error}; see the corpus README for a record") from None
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"{where} is malformed ({error}); see the corpus README for a record") from None
+
+
+def _measurements(data: Mapping[str, object]) -> Iterator[Measurement]:
+    for m in data.get("measured") or ():  # type: ignore[attr-defined]
+        yield Measurement(
+            int(m["rank"]), _bytes(m.get("allocated_bytes")), _bytes(m.get("max_allocated_bytes"))
+        )
+    verbatim = data.get("measured_verbatim")
+    if not isinstance(verbatim, Mapping):
+        return
+    # Megatron's report_memory prints MB of 2^20 bytes.
+    ranks = next((v for k, v in verbatim.items() if str(k).startswith("per_rank_MB")), None)
+    if isinstance(ranks, Mapping):
+        for rank, m in ranks.items():
+            yield Measurement(int(rank), _bytes(m["allocated"] * MIB), _bytes(m["max_allocated"] * MIB))
+    # Megatron Bridge's report_memory divides by 1e9.
+    peak = verbatim.get("peak_allocated_GB_after_iteration_2")
+    if isinstance(peak, (int, float)):
+        yield Measurement(0, None, _bytes(peak * 1e9))
+    peak = verbatim.get("max_allocated_bytes_mean_over_20_iters")
+    if isinstance(peak, (int, float)):
+        yield Measurement(0, None, _bytes(peak))
+
+
+def _bytes(value: object) -> int | None:
+    return round(float(value)) if isinstance(value, (int, float)) else None
+
+
+def run_of(record: Record) -> RunSpec:
+    """The run that a record describes. Raises NotComparable or SpecError."""
+    kind = record.config.get("kind")
+    args = record.arguments
+    if kind == "megatron_args" or any(str(k).startswith("--") for k in args):
+        core = record.framework.get("megatron_core")
+        te = record.framework.get("transformer_engine")
+        env = record.config.get("env")
+        return run_from_megatron_args(
+            args,
+            world_size=record.world_size,
+            gpu=record.gpu,
+            megatron_core=str(core) if core else None,
+            transformer_engine=str(te) if te else None,
+            env=env if isinstance(env, Mapping) else None,
+        )
+    from bridge_memory.compare.described import described_run
+
+    return described_run(record)
+
+
+def predict(record: Record) -> list[Outcome]:
+    """One outcome for every measured rank (one without a rank where nothing could be predicted)."""
+
+    def failed(status: str, reason: str) -> list[Outcome]:
+        ranks = record.measured or (Measurement(-1, None, None),)
+        return [
+            Outcome(
+                record.id, record.family, record.tier, record.gpu, m.rank if m.rank >= 0 else None, status,
+                reason, None, m.allocated_bytes, None, m.max_allocated_bytes,
+            )
+            for m in ranks
+        ]
+
+    try:
+        run = run_of(record)
+        answer = estimate(run)
+    except NotComparable as reason:
+        return failed("not_modelled", f"skipped: {reason}")
+    except SpecError as error:
+        return failed("not_modelled", str(error))
+    except Exception as error:  # a bug must not hide the other records
+        return failed("error", f"{type(error).__name__}: {error}")
+    if not record.measured:
+        return failed("not_modelled", "skipped: nothing was measured")
+    gaps = tuple(dict.fromkeys((*run.not_modelled, *run.model.not_modelled, *answer.not_modelled)))
+    pp_before_dp = "--use-tp-pp-dp-mapping" in record.arguments
+    features = features_of(run)
+    outcomes = []
+    for m in record.measured:
+        stage = answer.stages[stage_of_rank(m.rank, run.parallel, pp_before_dp=pp_before_dp)]
+        outcomes.append(
+            Outcome(
+                record.id, record.family, record.tier, record.gpu, m.rank,
+                "not_modelled" if gaps else "ok", "; ".join(gaps),
+                stage.static_bytes, m.allocated_bytes, stage.peak_bytes, m.max_allocated_bytes,
+                features, stage,
+            )
+        )
+    return outcomes
+
+
+def predict_all(records: Iterable[Record]) -> list[Outcome]:
+    return [outcome for record in records for outcome in predict(record)]
+
+
+def features_of(run: RunSpec) -> tuple[str, ...]:
+    """Words for what a run uses, to group errors by."""
+    p, o, i = run.parallel, run.optimizer, run.implementation
+    layers = run.model.layers
+    moe = any(_is(layer.ffn, "MoESpec") for layer in layers)
+    words = {
+        i.transformer_impl: True,
+        "legacy model": i.use_legacy_models,
+        "distributed optimizer": o.use_distributed_optimizer,
+        "Megatron-FSDP": o.data_parallel_sharding_strategy is not None,
+        f"optimizer {o.optimizer}": True,
+        run.precision.params_dtype: True,
+        "fp8": run.precision.fp8 is not None,
+        "fp8 parameters": run.precision.fp8_param,
+        "TP": p.tp > 1,
+        "PP": p.pp > 1,
+        "VPP": p.vpp > 1,
+        "CP": p.cp > 1,
+        "EP": p.ep > 1,
+        "MoE": moe,
+        "grouped GEMM": moe and i.moe_grouped_gemm,
+        f"dispatcher {i.moe_token_dispatcher_type}": moe,
+        "MLA": any(_is(layer.mixer, "MLASpec") for layer in layers),
+        "Mamba": any(_is(layer.mixer, "MambaSpec") for layer in layers),
+        "MTP": run.model.mtp_num_layers > 0,
+        "recompute": run.recompute.granularity is not None,
+        f"attention {i.attention_backend}": True,
+        "dropout": run.model.hidden_dropout > 0,
+        "untied": not run.model.share_embeddings_and_output_weights,
+        "fused cross entropy": i.cross_entropy_loss_fusion,
+        "per-token loss": i.calculate_per_token_loss,
+        "overlap grad reduce": o.overlap_grad_reduce,
+        "overlap param gather": o.overlap_param_gather,
+        i.gpu_arch: True,
+    }
+    return tuple(word for word, used in words.items() if used)
+
+
+def _is(block: object, kind: str) -> bool:
+    return type(block).__name__ == kind
+
+
+def non_default_options(run: RunSpec) -> list[str]:
+    """``field=value`` of every parallel, optimizer and implementation option away from its default."""
+    from dataclasses import fields
+
+    from bridge_memory.spec import OptimizerSpec
+
+    lines = []
+    for group in (run.parallel, run.optimizer, run.implementation):
+        default = {ParallelSpec: ParallelSpec(), OptimizerSpec: OptimizerSpec(),
+                   ImplementationSpec: ImplementationSpec()}[type(group)]
+        for f in fields(group):
+            value = getattr(group, f.name)
+            if value != getattr(default, f.name):
+                lines.append(f"{f.name}={value}")
+    return lines
