@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bridge_memory.inventory.buffers import lasting_buffers
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters, mtp_parameters
 from bridge_memory.inventory.stack import chunk_inventory
-from bridge_memory.inventory.buffers import lasting_buffers
 from bridge_memory.layout import Chunk, layout
 from bridge_memory.model_state import model_state
 from bridge_memory.spec import MoESpec, RunSpec
@@ -137,6 +137,7 @@ def _stage(run: RunSpec, rank: int, chunks: tuple[Chunk, ...], ctx: BlockContext
         run.num_microbatches,
         [ChunkCost(i.saved, i.forward_peak, i.backward_peak) for i in inventories],
         group_size=run.parallel.microbatch_group_size_per_vp_stage,
+        hidden_bytes=ctx.hidden_bytes,
         overlap_moe_expert_parallel_comm=run.implementation.overlap_moe_expert_parallel_comm,
     )
     running = inventories[moment.chunk]
@@ -153,7 +154,11 @@ def _stage(run: RunSpec, rank: int, chunks: tuple[Chunk, ...], ctx: BlockContext
         )
         for module, nbytes in saved.items() if nbytes
     ]
-    transient = moment.bytes - sum(saved.values())
+    if moment.hidden_bytes:
+        components.append(
+            Component("pipeline sends and receives", moment.hidden_bytes, "transient", "formula")
+        )
+    transient = moment.bytes - moment.hidden_bytes - sum(saved.values())
     components.append(Component(f"in passing: {operation}", transient, "transient", "formula"))
     return StageEstimate(
         stage=rank,

@@ -7,7 +7,7 @@ TE ``attention/dot_product_attention/{backends,utils}.py``. Shapes: q = a d / t,
 from __future__ import annotations
 
 from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.tape import T
+from bridge_memory.inventory.tape import Region, T
 from bridge_memory.spec import AttentionSpec, divide
 
 
@@ -33,7 +33,6 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
         gathered = qkv_width * ctx.tp // spec.num_query_groups * ctx.tokens * ctx.act
         qkv = tape.make("gathered qkv", qkv, gathered, workspace=qkv_width * ctx.tp * ctx.tokens * ctx.act)
 
-    norm_parameters = 0
     query, key, value = qkv, qkv, qkv
     separate = False
     if spec.qk_layernorm:
@@ -42,7 +41,6 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
         rows_k = ctx.tokens * (g if spec.qk_layernorm == "head" else 1)
         query = _sub_norm(r, "self_attention.q_layernorm", qkv, width_q, rows_q)
         key = _sub_norm(r, "self_attention.k_layernorm", qkv, width_k, rows_k)
-        norm_parameters += 1
         separate = True
     if spec.rotary and ctx.rotary:
         query = _rope(r, "query rope", query, q_bytes)
@@ -51,11 +49,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
     if separate:
         # q and k are tensors of their own by now; TE makes v contiguous rather than keep the mixed tensor
         # alive (``utils.py: get_qkv_layout``); the local code keeps the view.
-        if ctx.te:
-            value = tape.make("value", qkv, kv_bytes)
-        else:
-            # The copy of the gradient into the mixed tensor happens in the split's backward.
-            value = qkv
+        value = tape.make("value", qkv, kv_bytes) if ctx.te else qkv
 
     if spec.learnable_softmax_sink:
         r.parameter("self_attention.core_attention.softmax_offset", (a,), sharded=ctx.tp > 1)
@@ -77,7 +71,9 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
     return y
 
 
-def _input_projection(r: Recorder, spec: AttentionSpec, x: T, qkv_width: int):  # type: ignore[no-untyped-def]
+def _input_projection(
+    r: Recorder, spec: AttentionSpec, x: T, qkv_width: int
+) -> tuple[T, tuple[Region, T] | None]:
     """Input norm and linear_qkv; returns the mixed tensor and what to discard after linear_proj, if anything."""
     ctx, tape = r.ctx, r.tape
     name = "self_attention.linear_qkv"
@@ -125,6 +121,9 @@ def core_attention(
     out_bytes = ctx.tokens * out_width * ctx.act
     rows = ctx.tokens * heads
     if ctx.te and ctx.impl.attention_backend not in ("unfused", "local"):
+        if ctx.cp > 1:
+            return _context_parallel(r, qkv, rows=rows, q_width=q_width, kv_width=kv_width + v_width,
+                                     out_bytes=out_bytes)
         lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False)
         return tape.make(
             "core_attention output", qkv, out_bytes, saves=(*qkv, lse), save_output=True, also=(lse,),
@@ -151,3 +150,32 @@ def core_attention(
         probs = tape.make("dropped probabilities", probs, scores_bytes, saves=(mask,), also=(mask,))
     context = tape.make("attention context", (probs, qkv[-1]), out_bytes, saves=(probs, qkv[-1]))
     return tape.make("core_attention output", context, out_bytes)
+
+
+def _context_parallel(
+    r: Recorder, qkv: tuple[T, ...], *, rows: int, q_width: int, kv_width: int, out_bytes: int
+) -> T:
+    """Fused attention over a sequence divided by c ranks (TE ``context_parallel.py``); ``kv_width`` is of both.
+
+    a2a (``AttnFuncWithCPAndQKVOA2A``): q, k and v are exchanged for whole sequences of a / c heads and kept so;
+    the output is exchanged back, and both forms of it are kept (the second by linear_proj).
+    p2p (``AttnFuncWithCPAndKVP2P``): keys and values go round a ring; every step's output stays until the sum in
+    fp32 is made, and backward holds two pairs of (kv, dkv) buffers.
+    """
+    ctx, tape = r.ctx, r.tape
+    q_bytes, kv_bytes = (ctx.tokens * w * ctx.act for w in (q_width, kv_width))
+    lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False)
+    accumulate = 4 * ctx.tokens * q_width + 4 * rows
+    if ctx.impl.cp_comm_type == "a2a":
+        whole = tape.make("q, k, v of whole sequences", qkv, q_bytes + kv_bytes)
+        out = tape.make(
+            "attention output of whole sequences", whole, out_bytes, saves=(whole, lse), save_output=True,
+            also=(lse,), backward_workspace=accumulate,
+        )
+        return tape.make("core_attention output", out, out_bytes)
+    kv = tape.make("key and value ring buffer", qkv[1:] or qkv, kv_bytes)
+    per_step = ctx.cp * (out_bytes + kv_bytes) + 2 * out_bytes
+    return tape.make(
+        "core_attention output", (qkv[0], kv), out_bytes, saves=(qkv[0], kv, lse), save_output=True, also=(lse,),
+        workspace=per_step, backward_workspace=accumulate + 4 * kv_bytes + q_bytes,
+    )

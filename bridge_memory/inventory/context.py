@@ -59,7 +59,7 @@ class BlockContext:
 
 
 @lru_cache(maxsize=4096)
-def _intern(key: tuple) -> BlockContext:  # type: ignore[type-arg]
+def _intern(key: tuple) -> BlockContext:
     return BlockContext(*key)
 
 

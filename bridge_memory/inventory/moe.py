@@ -46,7 +46,8 @@ def record_moe(r: Recorder, spec: MoESpec, x: T) -> T:
         normed = r.norm("pre_mlp_layernorm", x, ctx.hidden_size, ctx.tokens_sp)
     with tape.checkpoint("moe", (normed,), enabled=ctx.recompute.selects("moe")):
         y = _moe_layer(r, spec, normed)
-    tape.discard(region, normed) if recompute_norm else None
+    if recompute_norm:
+        tape.discard(region, normed)
     return y
 
 
@@ -67,9 +68,9 @@ def _moe_layer(r: Recorder, spec: MoESpec, x: T) -> T:
         tokens = r.plain_linear("mlp.fc1_latent_proj", x, n.entering, ctx.hidden_size, width)
     dispatched, dispatched_probs, row_map = _dispatch(r, spec, tokens, probs, routing_map, n, width)
     tape.module = "MoE experts"
-    expert_out = _experts(r, spec, dispatched, dispatched_probs, n, width)
+    expert_out = _experts(r, spec, dispatched[-1], dispatched_probs, n, width)
     tape.module = "MoE router and dispatch"
-    y = _combine(r, spec, expert_out, row_map, n, width)
+    y = _combine(r, spec, expert_out, row_map, n, width, dispatched[:-1])
     if spec.latent_size:
         y = r.plain_linear("mlp.fc2_latent_proj", y, n.entering, width, ctx.hidden_size)
     if shared is not None:
@@ -113,8 +114,12 @@ def _router(r: Recorder, spec: MoESpec, x: T, n: _Tokens) -> tuple[T, T]:
 
 def _dispatch(
     r: Recorder, spec: MoESpec, x: T, probs: T, routing_map: T, n: _Tokens, width: int
-) -> tuple[T, T, T]:
-    """Permute, exchange and sort tokens: [N, w] -> [R, w], with their probabilities and the row map."""
+) -> tuple[list[T], T, T]:
+    """Permute, exchange and sort tokens: [N, w] -> [R, w], with their probabilities and the row map.
+
+    Returns the tokens after each of the three steps of ``moe_layer.py: MoELayer.forward``: its local variables
+    hold the first two until the layer is done.
+    """
     ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
     local_experts = divide(spec.num_experts, ctx.ep, "num_moe_experts", "expert_model_parallel_size")
     row = width * ctx.act
@@ -141,18 +146,20 @@ def _dispatch(
     permuted = tape.make("permuted tokens", (x, probs), first * row, saves=(row_map, routing_map),
                          also=(row_map, permuted_probs))
     if not alltoall:
-        return permuted, permuted_probs, row_map
+        return [x, permuted], permuted_probs, row_map
+    steps = [permuted]
     if ctx.ep > 1:
         arrived = round(n.permuted * impl.moe_imbalance)
         permuted = tape.make("tokens after all-to-all", permuted, arrived * row)
         permuted_probs = tape.make("probabilities after all-to-all", permuted_probs, arrived * prob_bytes)
+    steps.append(permuted)
     if ctx.etp > 1:
         permuted = tape.make("tokens gathered over ETP", permuted, n.received * row)
         permuted_probs = tape.make("probabilities gathered over ETP", permuted_probs, n.received * prob_bytes)
     if local_experts > 1:
         permuted = tape.make("tokens sorted by expert", permuted, n.received * row)
         permuted_probs = tape.make("sorted probabilities", permuted_probs, n.received * prob_bytes)
-    return permuted, permuted_probs, row_map
+    return [*steps, permuted], permuted_probs, row_map
 
 
 def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int) -> T:
@@ -212,11 +219,8 @@ def _expert_parameters(
         r.parameter("mlp.experts.weight2", (f * local_experts, width), expert=True, sharded=sharded)
         return
     for i in range(local_experts):
-        if grouped:
-            fc1, fc2, n = "mlp.experts.linear_fc1.", "mlp.experts.linear_fc2.", str(i)
-        else:
-            fc1, fc2, n = (f"mlp.experts.local_experts.{i}.linear_fc{j}." for j in (1, 2)), None, ""  # type: ignore[assignment]
-            fc1, fc2 = fc1
+        owner, n = ("mlp.experts.", str(i)) if grouped else (f"mlp.experts.local_experts.{i}.", "")
+        fc1, fc2 = f"{owner}linear_fc1.", f"{owner}linear_fc2."
         r.parameter(f"{fc1}weight{n}", (fc1_width, width), expert=True, sharded=sharded)
         r.parameter(f"{fc2}weight{n}", (width, f), expert=True, sharded=sharded)
         if spec.add_bias:
@@ -224,8 +228,10 @@ def _expert_parameters(
             r.parameter(f"{fc2}bias{n}", (width,), expert=True)
 
 
-def _combine(r: Recorder, spec: MoESpec, y: T, row_map: T, n: _Tokens, width: int) -> T:
-    """Unsort, exchange back and unpermute: [R, w] -> [N, w]."""
+def _combine(
+    r: Recorder, spec: MoESpec, y: T, row_map: T, n: _Tokens, width: int, held: list[T]
+) -> T:
+    """Unsort, exchange back and unpermute: [R, w] -> [N, w]. ``held`` are the caller's earlier tokens."""
     ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
     row = width * ctx.act
     if impl.moe_token_dispatcher_type == "allgather":
@@ -235,12 +241,17 @@ def _combine(r: Recorder, spec: MoESpec, y: T, row_map: T, n: _Tokens, width: in
             y = tape.make("reduce-scattered tokens", y, n.entering * row)
         return y
     if divide(spec.num_experts, ctx.ep, "num_moe_experts", "expert_model_parallel_size") > 1:
+        experts_out = y
         y = tape.make("outputs unsorted", y, n.received * row)
+        tape.touch(experts_out)
     if ctx.etp > 1:
         y = tape.make("outputs reduced over ETP", y, round(n.permuted * impl.moe_imbalance) * row)
+    unsorted = y
     if ctx.ep > 1:
         y = tape.make("outputs after all-to-all", y, n.permuted * row)
-    return tape.make("unpermuted output", y, n.entering * row, saves=(row_map,))
+    y = tape.make("unpermuted output", y, n.entering * row, saves=(row_map,))
+    tape.touch(unsorted, *held)
+    return y
 
 
 def _shared_experts(r: Recorder, spec: MoESpec, x: T) -> T:

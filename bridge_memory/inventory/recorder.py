@@ -60,10 +60,10 @@ class Recorder:
         nbytes = self.ctx.act
         for n in shape:
             nbytes *= n
-        if self.ctx.impl.gradient_accumulation_fusion and self.ctx.te:
-            if te or self.ctx.impl.megatron_core >= (0, 14):
-                self.keep(f"dummy weight gradient {'x'.join(map(str, shape))}", nbytes)
-                return 0
+        kept = te or self.ctx.impl.megatron_core >= (0, 14)
+        if self.ctx.impl.gradient_accumulation_fusion and self.ctx.te and kept:
+            self.keep(f"dummy weight gradient {'x'.join(map(str, shape))}", nbytes)
+            return 0
         return nbytes
 
     # ---- modules ----
