@@ -55,7 +55,8 @@ def _layers(run: RunSpec) -> list[LayerSpec]:
 
 
 def _activation(name: str) -> Any:
-    from megatron.core.activations import quick_gelu, squared_relu
+    from megatron.core.activations import squared_relu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
     known = {
         "silu": F.silu, "swiglu": F.silu, "gelu": F.gelu, "gelu_tanh": F.gelu, "gelu_pytorch_tanh": F.gelu,
@@ -122,14 +123,15 @@ def transformer_config(run: RunSpec) -> Any:
         "mtp_num_layers": model.mtp_num_layers or None,
         "perform_initialization": False,
         "use_cpu_initialization": False,
-        "transformer_impl": "local",
+        "transformer_impl": impl.transformer_impl,
         "fp32_residual_connection": run.precision.fp32_residual_connection,
         "attention_softmax_in_fp32": run.precision.attention_softmax_in_fp32,
         # Apex's wgrad kernel and fused softmax are not here; the first is stood in for when a model runs.
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "bias_dropout_fusion": impl.bias_dropout_fusion,
+        # TEGroupedMLP refuses it together with biases; Bridge's gpt-oss recipes switch it off.
+        "bias_dropout_fusion": impl.bias_dropout_fusion and not (impl.te and moe and add_bias),
         "bias_activation_fusion": impl.bias_activation_fusion,
         "cross_entropy_loss_fusion": impl.cross_entropy_loss_fusion,
         "cross_entropy_fusion_impl": impl.cross_entropy_fusion_impl,
@@ -182,13 +184,16 @@ def transformer_config(run: RunSpec) -> Any:
             warnings.simplefilter("ignore")
             return cls(**config)
     except (ValueError, AssertionError) as refusal:
-        line = " ".join(str(refusal).split()) or type(refusal).__name__
-        raise NotBuildable(f"megatron-core refuses this run: {line}") from refusal
+        raise NotBuildable(f"megatron-core refuses this run: {_one_line(refusal)}") from refusal
+
+
+def _one_line(refusal: Exception) -> str:
+    return " ".join(str(refusal).split()) or type(refusal).__name__
 
 
 def _bias_activation_fusion_allowed(config: dict[str, Any]) -> bool:
     """The combinations TransformerConfig accepts (``__post_init__``); it refuses the others."""
-    from megatron.core.activations import quick_gelu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
     func, gated = config["activation_func"], config["gated_linear_unit"]
     if func is F.gelu:
@@ -256,8 +261,8 @@ def _moe_fields(run: RunSpec, moe: MoESpec) -> dict[str, Any]:
         "moe_expert_capacity_factor": impl.moe_expert_capacity_factor,
         "moe_pad_expert_input_to_capacity": impl.moe_pad_expert_input_to_capacity,
         "moe_apply_probs_on_input": impl.moe_apply_probs_on_input,
-        # Grouped GEMM needs Transformer Engine or the grouped_gemm package; `local` has SequentialMLP.
-        "moe_grouped_gemm": False,
+        # Without Transformer Engine, grouped GEMM needs a package of its own; `local` has SequentialMLP.
+        "moe_grouped_gemm": impl.moe_grouped_gemm and impl.te,
     }
 
 
@@ -268,15 +273,35 @@ def _gpt_block_spec(run: RunSpec, config: Any, vp_stage: int | None) -> tuple[An
     """(TransformerBlockSubmodules of this chunk, spec of the layer that MTP repeats)."""
     from megatron.core.models.gpt import gpt_layer_specs
 
+    te = run.implementation.te
+    delta = any(isinstance(x.mixer, GatedDeltaNetSpec) for x in run.model.layers)
+    if delta and te:
+        return _experimental_block_spec(config, vp_stage)
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+        config, use_transformer_engine=te, normalization=config.normalization, vp_stage=vp_stage
     )
-    if not any(isinstance(x.mixer, GatedDeltaNetSpec) for x in run.model.layers):
-        last = gpt_layer_specs.get_gpt_decoder_layer_specs(
-            config, use_transformer_engine=False, normalization=config.normalization
-        )[-1]
-        return block, last
-    return _with_gated_delta_nets(run, config, block, vp_stage)
+    if delta:
+        return _with_gated_delta_nets(run, config, block, vp_stage)
+    last = gpt_layer_specs.get_gpt_decoder_layer_specs(
+        config, use_transformer_engine=te, normalization=config.normalization
+    )[-1]
+    return block, last
+
+
+def _experimental_block_spec(config: Any, vp_stage: int | None) -> tuple[Any, Any]:
+    """Qwen3-Next's stack as megatron-core 0.16 builds it (needs Transformer Engine)."""
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as experimental
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    block = experimental.get_transformer_block_with_experimental_attention_variant_spec(
+        config, vp_stage=vp_stage
+    )
+    last = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
+    return block, last
 
 
 def _with_gated_delta_nets(run: RunSpec, config: Any, block: Any, vp_stage: int | None) -> tuple[Any, Any]:
@@ -338,6 +363,12 @@ def hybrid_pattern(run: RunSpec) -> str:
         else:
             raise NotBuildable("a layer of a hybrid model is a mixer or a feed-forward block, not both")
     return "".join(letters)
+
+
+def _hybrid_te_spec() -> Any:
+    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+
+    return mamba_stack_spec
 
 
 def _hybrid_spec(config: Any, mamba: MambaSpec | None) -> Any:
@@ -423,7 +454,10 @@ def build_chunks(run: RunSpec) -> list[torch.nn.Module]:
             first = parallel_state.is_pipeline_first_stage(ignore_virtual=vpp is None, vp_stage=vp_stage)
             last = parallel_state.is_pipeline_last_stage(ignore_virtual=vpp is None, vp_stage=vp_stage)
             build = _mamba_model if run.model.hybrid else _gpt_model
-            chunks.append(build(run, config, first, last, vp_stage))
+            try:
+                chunks.append(build(run, config, first, last, vp_stage))
+            except (ValueError, AssertionError) as refusal:
+                raise NotBuildable(f"megatron-core refuses this rank: {_one_line(refusal)}") from refusal
     return chunks
 
 
@@ -447,7 +481,7 @@ def _gpt_model(run: RunSpec, config: Any, first: bool, last: bool, vp_stage: int
     mtp = None
     if config.mtp_num_layers:
         mtp = gpt_layer_specs.get_gpt_mtp_block_spec(
-            config, mtp_layer, use_transformer_engine=False, vp_stage=vp_stage
+            config, mtp_layer, use_transformer_engine=run.implementation.te, vp_stage=vp_stage
         )
     return GPTModel(
         config=config, transformer_layer_spec=block, mtp_block_spec=mtp, vp_stage=vp_stage,
@@ -467,8 +501,8 @@ def _mamba_model(run: RunSpec, config: Any, first: bool, last: bool, vp_stage: i
 
     mamba = _only("Mamba mixer", (x.mixer for x in run.model.layers if isinstance(x.mixer, MambaSpec)))
     return MambaModel(
-        config=config, mamba_stack_spec=_hybrid_spec(config, mamba),
-        hybrid_override_pattern=hybrid_pattern(run), **_common(run, first, last),
+        config=config, mamba_stack_spec=_hybrid_te_spec() if run.implementation.te else _hybrid_spec(config,
+        mamba), hybrid_override_pattern=hybrid_pattern(run), **_common(run, first, last),
     )  # fmt: skip
 
 

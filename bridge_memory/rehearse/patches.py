@@ -170,6 +170,11 @@ def norms_without_apex() -> Iterator[None]:
         yield
 
 
+def _has_te() -> bool:
+    """Whether megatron-core found Transformer Engine; without, its wrappers are mock objects."""
+    return bool(getattr(_module("megatron.core.extensions.transformer_engine"), "HAVE_TE", False))
+
+
 class _GatedNorm(torch.nn.Module):
     """Weight of mamba_ssm's gated RMSNorm (``ops/triton/layernorm_gated.py: RMSNorm``)."""
 
@@ -234,11 +239,12 @@ def kernel_libraries_for_building() -> Iterator[None]:
             (context_parallel, "HAVE_EINOPS", True),
             (mixer, "ExtendedRMSNorm", _GatedNorm),
             (delta, "HAVE_FLA", True),
-            (block, "TENorm", torch_norm.WrappedTorchNorm),  # the final norm is hard-wired to TE's
         ):
             stack.enter_context(replaced(owner, name, value))
-        moe = _module("megatron.core.transformer.moe.moe_layer")
-        if not isinstance(getattr(moe, "TELinear", None), type):
+        if not _has_te():
+            # The final norm is hard-wired to TE's.
+            stack.enter_context(replaced(block, "TENorm", torch_norm.WrappedTorchNorm))
+            moe = _module("megatron.core.transformer.moe.moe_layer")
             # The projections of latent MoE are made from Transformer Engine's Linear only.
             stack.enter_context(replaced(moe, "TELinear", _Duplicated, add=True))
             stack.enter_context(replaced(moe, "HAVE_TE", True))
@@ -246,8 +252,11 @@ def kernel_libraries_for_building() -> Iterator[None]:
 
 
 @contextmanager
-def head_sizes_in_local_attention() -> Iterator[None]:
-    """MLA hands k_channels and v_channels to a core attention that does not know them (0.13 to 0.16.1).
+def local_core_attention() -> Iterator[None]:
+    """Context parallelism and MLA, both of which the local ``DotProductAttention`` refuses (0.13 to 0.16.1).
+
+    Under context parallelism it is let to attend within the rank's own part of the sequence, which is right
+    for parameters and for everything outside the core attention.
 
     ``transformer/multi_latent_attention.py`` builds its core attention with them, and the local
     ``DotProductAttention`` refuses: MLA runs with Transformer Engine only. Accepting them, and giving the
@@ -259,14 +268,15 @@ def head_sizes_in_local_attention() -> Iterator[None]:
     def init(
         self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
     ) -> None:
-        original(self, *args, **kwargs)
+        config = kwargs["config"] if "config" in kwargs else args[0]
+        with replaced(config, "context_parallel_size", 1):
+            original(self, *args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     # 0.16.1 also takes HAVE_TE for true whenever its TE wrappers import, which they do without TE.
     mla = _module("megatron.core.transformer.multi_latent_attention")
-    real_te = isinstance(getattr(mla, "TELinear", None), type)
-    without_te = nullcontext() if real_te else replaced(mla, "HAVE_TE", False)
+    without_te = nullcontext() if _has_te() else replaced(mla, "HAVE_TE", False)
     with replaced(module.DotProductAttention, "__init__", init), without_te:
         yield
 
@@ -274,5 +284,5 @@ def head_sizes_in_local_attention() -> Iterator[None]:
 @contextmanager
 def building() -> Iterator[None]:
     """All that is needed to construct a rank's modules on the meta device."""
-    with no_gpu(), norms_without_apex(), kernel_libraries_for_building(), head_sizes_in_local_attention():
+    with no_gpu(), norms_without_apex(), kernel_libraries_for_building(), local_core_attention():
         yield

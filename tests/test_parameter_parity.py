@@ -1,0 +1,200 @@
+"""Every rank's parameters, name by name and shape by shape, are those that megatron-core itself builds.
+
+megatron-core builds the rank's real model chunks on the meta device in a fake world of the job's full size
+(see ``bridge_memory.rehearse``); the inventory must list the same names with the same local shapes, no more,
+no less.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from bridge_memory.inventory.stack import stage_parameters
+from bridge_memory.readers import resolve_model
+from bridge_memory.rehearse.model import build_chunks, parameter_shapes
+from bridge_memory.rehearse.patches import building
+from bridge_memory.rehearse.te_shapes import parameter_shapes_with_te
+from bridge_memory.rehearse.world import fake_world, rank_of_stage
+from bridge_memory.spec import (
+    GatedDeltaNetSpec,
+    ImplementationSpec,
+    ModelSpec,
+    MoESpec,
+    ParallelSpec,
+    RunSpec,
+)
+
+LOCAL = ImplementationSpec(transformer_impl="local", moe_grouped_gemm=False)
+
+DENSE = {
+    "gpt2 (learned positions, biases, tied)": "openai-community/gpt2",
+    "GPT-3 175B": "openai/GPT-3-175B",
+    "Llama 2 7B": "meta-llama/Llama-2-7b-hf",
+    "Llama 3 8B": "meta-llama/Meta-Llama-3-8B",
+    "Llama 3.2 1B (tied)": "meta-llama/Llama-3.2-1B",
+    "Qwen2 7B (QKV bias)": "Qwen/Qwen2-7B",
+    "Qwen3 8B (q/k norm)": "Qwen/Qwen3-8B",
+    "Mistral 7B": "mistralai/Mistral-7B-v0.1",
+}
+EXPERTS = {
+    "Mixtral 8x7B": "mistralai/Mixtral-8x7B-v0.1",
+    "Qwen3 30B-A3B": "Qwen/Qwen3-30B-A3B",
+    "Qwen1.5 MoE (shared-expert gate)": "Qwen/Qwen1.5-MoE-A2.7B",
+    "gpt-oss 20B (sinks, biases)": "openai/gpt-oss-20b",
+    "GLM-4.5 Air (MTP)": "zai-org/GLM-4.5-Air",
+    "DeepSeek-V2-Lite (MLA, no q_lora_rank)": "deepseek-ai/DeepSeek-V2-Lite",
+    "DeepSeek-V3 (MLA, q_lora_rank, MTP)": "deepseek-ai/DeepSeek-V3",
+    "Moonlight 16B": "moonshotai/Moonlight-16B-A3B",
+    "Qwen3-Next (gated delta net, MTP)": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+}
+HYBRID = {
+    "Nemotron-H 56B": "nvidia/Nemotron-H-56B-Base-8K",
+    "Nemotron-3 Nano": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+}
+
+
+def layouts(model: ModelSpec) -> dict[str, ParallelSpec]:
+    """Six kinds of layout or more for this model: even, uneven, interleaved, by string, with experts
+    spread.
+    """
+    n = model.num_layers
+    moe = next((x.ffn for x in model.layers if isinstance(x.ffn, MoESpec)), None)
+    biased_experts = moe is not None and moe.add_bias
+    etp = 1 if biased_experts else None
+    ep = 1 if moe is None else next(e for e in (16, 10, 8, 6, 5, 4, 2) if moe.num_experts % e == 0)
+    experts = {"expert_model_parallel_size": ep}
+    cp = 1 if any(isinstance(x.mixer, GatedDeltaNetSpec) for x in model.layers) else 2  # it has no CP yet
+    pp = next(p for p in (8, 7, 6, 5, 4, 3, 2) if n % p == 0) if any(n % p == 0 for p in range(2, 9)) else 1
+    found = {
+        "even stages": (2, pp, 1, {**experts, "expert_tensor_parallel_size": etp}),
+        "tp 1": (1, pp, 1, {**experts, "context_parallel_size": cp}),
+        "uneven ends": (
+            2, 4, 1,
+            {
+                **experts, "expert_tensor_parallel_size": 1,
+                "num_layers_in_first_pipeline_stage": 2 + (n - 4) % 2,
+                "num_layers_in_last_pipeline_stage": 2,
+            },
+        ),
+    }  # fmt: skip
+    mtp = "m" * model.mtp_num_layers
+    if not model.hybrid:
+        half = n // 2
+        found |= {
+            "embedding and loss alone": (
+                4 if etp is None else 2, 4, 1,
+                {
+                    **experts, "expert_tensor_parallel_size": 1,
+                    "pipeline_model_parallel_layout": f"E|t*{half}|t*{n - half}|{mtp}L",
+                },
+            ),
+            "layout string with virtual stages": (
+                2, 2, 2,
+                {
+                    **experts, "expert_tensor_parallel_size": 1,
+                    "virtual_pipeline_model_parallel_size": 2,
+                    "pipeline_model_parallel_layout": f"Ett|t*{half}|t*{n - half - 3}|t{mtp}L",
+                },
+            ),
+            "experts over tp and ep": (4 if etp is None else 1, 2 if n % 2 == 0 else 1, 1, {
+                "expert_model_parallel_size": min(ep, 4) if ep % 4 == 0 else ep,
+                "expert_tensor_parallel_size": 2 if moe is not None and etp is None else 1,
+            }),
+        }  # fmt: skip
+        if n % 4 == 0:
+            found["interleaved"] = (
+                2, 2, 2,
+                {
+                    **experts, "expert_tensor_parallel_size": 1, "virtual_pipeline_model_parallel_size": 2
+                },
+            )  # fmt: skip
+        if (n + 2) % 4 == 0:
+            found["embedding and loss count as layers"] = (
+                1, 4, 1,
+                {
+                    **experts,
+                    "account_for_embedding_in_pipeline_split": True,
+                    "account_for_loss_in_pipeline_split": True,
+                },
+            )  # fmt: skip
+    out = {}
+    for name, (tp, stages, _, more) in found.items():
+        more = dict(more)
+        wide = tp * (more.get("expert_model_parallel_size") or 1) * 2
+        out[name] = ParallelSpec(
+            world_size=stages * wide,
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=stages,
+            **more,
+        )
+    return out
+
+
+Shapes = list[dict[str, tuple[int, ...]]]
+
+
+def stages(parallel: ParallelSpec) -> list[int]:
+    """The first, a middle and the last stage."""
+    return sorted({0, parallel.pp // 2, parallel.pp - 1})
+
+
+def differences(run: RunSpec, stage: int, built: Shapes) -> list[str]:
+    """One line for every name or shape in which the inventory and megatron-core differ."""
+    ours = [{p.name: tuple(p.shape) for p in chunk} for chunk in stage_parameters(run, stage)]
+    lines = [] if len(ours) == len(built) else [f"{len(ours)} chunks, megatron-core {len(built)}"]
+    for i, (mine, real) in enumerate(zip(ours, built, strict=False)):
+        for name in sorted(mine.keys() | real.keys()):
+            if mine.get(name) != real.get(name):
+                lines.append(f"chunk {i} {name}: {mine.get(name)}, megatron-core {real.get(name)}")
+    return lines
+
+
+@pytest.mark.parametrize("preset", [*DENSE.values(), *EXPERTS.values()])
+def test_a_rank_owns_exactly_what_megatron_core_builds_locally(preset: str) -> None:
+    model = resolve_model(preset)
+    kinds = layouts(model)
+    assert len(kinds) >= 6
+    logging.disable(logging.WARNING)
+    for name, parallel in kinds.items():
+        run = RunSpec(model=model, parallel=parallel, implementation=LOCAL)
+        for stage in stages(parallel):
+            with fake_world(parallel, rank_of_stage(parallel, stage)), building():
+                built = parameter_shapes(build_chunks(run))
+            found = differences(run, stage, built)
+            assert not found, f"{preset}, {name}, stage {stage}: {len(found)}\n" + "\n".join(found[:20])
+
+
+def test_a_rank_owns_exactly_what_megatron_core_builds_with_transformer_engine() -> None:
+    """megatron-core's own TE specs and wrappers, over constructors that only make TE's weights."""
+    jobs, labels = [], []
+    for preset in [*DENSE.values(), *EXPERTS.values(), *HYBRID.values()]:
+        model = resolve_model(preset)
+        for name, parallel in layouts(model).items():
+            run = RunSpec(model=model, parallel=parallel)
+            for stage in stages(parallel):
+                jobs.append((run, stage))
+                labels.append(f"{preset}, {name}, stage {stage}")
+    failed = []
+    for (run, stage), label, built in zip(jobs, labels, parameter_shapes_with_te(jobs), strict=True):
+        assert not isinstance(built, str), f"{label}: {built}"
+        failed += [f"{label}: {line}" for line in differences(run, stage, built)]
+    assert not failed, f"{len(failed)} differences\n" + "\n".join(failed[:20])
+    assert len(jobs) > 250
+
+
+def test_the_world_leaves_no_trace() -> None:
+    import torch
+
+    before = torch.cuda.current_device, torch.nn.functional.linear
+    parallel = ParallelSpec(world_size=64, tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
+    for rank in (0, 63):
+        with fake_world(parallel, rank), building():
+            assert torch.distributed.get_world_size() == 64
+            assert torch.distributed.get_rank() == rank
+    assert not torch.distributed.is_initialized()
+    assert before == (torch.cuda.current_device, torch.nn.functional.linear)
