@@ -15,7 +15,7 @@ MAX_LAYERS = 10_000
 #: What makes an unknown key suspicious: its name speaks of a size or of a structure.
 _SUSPICIOUS = re.compile(
     r"(expert|rank|layer|head|dim|size|state|kernel|hidden|width|group|latent|mtp|nextn|moe|block|conv"
-    r"|ssm|mamba|lora|pattern|freq|interval|attn|attention|mlp|ffn|inner|norm|bias|share|embed|num_|^n_|adapter)"
+    r"|ssm|mamba|lora|alibi|pattern|freq|interval|attn|attention|mlp|ffn|inner|norm|bias|share|embed|num_|^n_|adapter)"
 )
 
 #: Keys whose names look like sizes but that change no tensor of a training run. Grouped by what they are.

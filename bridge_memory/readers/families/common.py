@@ -30,9 +30,11 @@ class Family:
 
     #: tie_word_embeddings where the key is absent.
     tied: bool = False
-    #: None: the attention_bias key decides (for the output projection too, as in transformers' Llama).
-    qkv_bias: bool | None = None
-    output_bias: bool | None = None
+    #: The keys that put a bias on q, k and v, and whether there is one where they are absent.
+    bias_keys: tuple[str, ...] = ("attention_bias",)
+    qkv_bias: bool = False
+    #: Bias of the output projection: "as qkv", "never", or the key that says so.
+    output_bias: str = "as qkv"
     qk_layernorm: str | None = None
     gated: bool = True
     activation: str = "silu"
@@ -86,13 +88,17 @@ def heads(f: Fields, hidden_size: int, head_dim: int | None) -> tuple[int, int, 
 
 def attention(f: Fields, family: Family, hidden_size: int) -> AttentionSpec:
     a, g, d = heads(f, hidden_size, family.head_dim)
-    bias = f.flag("attention_bias", "qkv_bias", "use_qkv_bias", default=False)
+    bias = f.flag(*family.bias_keys, default=family.qkv_bias) if family.bias_keys else family.qkv_bias
+    if family.output_bias in ("as qkv", "never"):
+        output_bias = bias and family.output_bias == "as qkv"
+    else:
+        output_bias = f.flag(family.output_bias)
     return AttentionSpec(
         num_attention_heads=a,
         num_query_groups=g,
         kv_channels=d,
-        add_qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
-        add_output_bias=bias if family.output_bias is None else family.output_bias,
+        add_qkv_bias=bias,
+        add_output_bias=output_bias,
         qk_layernorm=family.qk_layernorm,
     )
 
@@ -172,7 +178,7 @@ def model(
     mtp_layer: LayerSpec | None = None,
     hybrid: bool = False,
     embedding_layernorm: bool = False,
-    hidden_dropout: float = 0.0,
+    default_dropout: float = 0.0,
 ) -> ModelSpec:
     """The outer fields, which all families share; also the last word on keys nobody read."""
     vocab_size = f.integer("vocab_size")
@@ -185,10 +191,16 @@ def model(
         raise f.error(
             f"the rotated part of a head is {rotary_dim} wide; it must be even (head_dim, partial_rotary_factor)"
         )
+    if position_embedding_type == "rope":
+        kinds = {"rope": "rope", "rotary": "rope", "nope": "none"}
+        position_embedding_type = f.choice("position_embedding_type", kinds, default="rope")
+        rotary_dim = rotary_dim if position_embedding_type == "rope" else 0
     tied = f.flag("tie_word_embeddings", default=family.tied)
     output_bias = f.flag("lm_head_bias", default=False)
-    dropout = f.number("attention_dropout", "attn_pdrop", default=0.0, most=1.0)
-    hidden_dropout = f.number("hidden_dropout", default=hidden_dropout, most=1.0)
+    attention_dropout = f.number("attention_dropout", "attn_pdrop", default=default_dropout, most=1.0)
+    hidden_dropout = f.number(
+        "hidden_dropout", "resid_pdrop", "residual_dropout", default=default_dropout, most=1.0
+    )
     f.ignore(*family.ignored)
     f.finish()
     f.assume(
@@ -209,7 +221,7 @@ def model(
         max_position_embeddings=positions,
         make_vocab_size_divisible_by=1,
         hidden_dropout=hidden_dropout,
-        attention_dropout=dropout,
+        attention_dropout=attention_dropout,
         embedding_layernorm=embedding_layernorm,
         output_bias=output_bias,
         rotary_dim=rotary_dim,

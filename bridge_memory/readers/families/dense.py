@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from bridge_memory.readers.families.common import (
     Family,
     attention,
@@ -14,17 +16,20 @@ from bridge_memory.readers.families.common import (
 from bridge_memory.readers.fields import Fields
 from bridge_memory.spec import LayerSpec, ModelSpec
 
-_ROTARY_HALF = {"rotary_factor": 0.5}
-_GEMMA = Family(tied=True, activation="gelu_pytorch_tanh", head_dim=256)
+_NORM_AFTER = "the norms of the blocks' outputs are counted as the same two norms before the blocks"
+_NO_BIAS: dict[str, Any] = {"bias_keys": ()}
 
 DENSE: dict[str, Family] = {
     "llama": Family(),
-    "mistral": Family(qkv_bias=False, output_bias=False, window="all"),
-    "ministral3": Family(qkv_bias=False, output_bias=False, window="all"),
+    "mistral": Family(**_NO_BIAS, window="all"),
+    "ministral": Family(**_NO_BIAS, window="all"),
+    "ministral3": Family(**_NO_BIAS, window="all"),
     # transformers' Qwen2Attention: bias on q, k, v, none on o, and no key for it.
-    "qwen2": Family(qkv_bias=True, output_bias=False, window="qwen"),
+    "qwen2": Family(bias_keys=(), qkv_bias=True, output_bias="never", window="qwen"),
     "qwen3": Family(qk_layernorm="head", window="qwen", head_dim=128),
-    "gemma": _GEMMA,
+    # A Qwen2 with MTP layers; its attention_bias key says true.
+    "mimo": Family(qkv_bias=True, output_bias="never", window="qwen"),
+    "gemma": Family(tied=True, activation="gelu_pytorch_tanh", head_dim=256),
     "gemma2": Family(
         tied=True, activation="gelu_pytorch_tanh", head_dim=256, post_layernorms=True, window="alternate"
     ),
@@ -37,26 +42,30 @@ DENSE: dict[str, Family] = {
         window="pattern",
         ignored=("use_bidirectional_attention",),
     ),
-    "phi3": Family(qkv_bias=False, output_bias=False, window="all", ignored=("attention_bias",)),
+    "phi3": Family(**_NO_BIAS, window="all", ignored=("attention_bias",)),
     "granite": Family(),
-    "smollm3": Family(ignored=("no_rope_layers", "no_rope_layer_interval"), window="qwen"),
+    "smollm3": Family(tied=True, window="qwen", ignored=("no_rope_layers", "no_rope_layer_interval")),
     # OLMo's norm has no weights; Megatron's has, and a conversion sets them to one and zero.
     "olmo": Family(
         normalization="LayerNorm",
         assumptions=("OLMo's layer norms have no weights; counted as Megatron's, which have 2h each",),
     ),
-    "olmo2": Family(
-        qk_layernorm="full",
-        assumptions=("OLMo 2 norms the outputs of its blocks; counted as the same two norms before them",),
+    "olmo2": Family(qk_layernorm="full", assumptions=(_NORM_AFTER,)),
+    "olmo3": Family(qk_layernorm="full", window="all", assumptions=(_NORM_AFTER,)),
+    "exaone4": Family(**_NO_BIAS, qk_layernorm="head", window="all", assumptions=(_NORM_AFTER,)),
+    "glm": Family(output_bias="never", rotary_factor=0.5, head_dim=128),
+    "glm4": Family(output_bias="never", rotary_factor=0.5, head_dim=128, post_layernorms=True),
+    "nemotron": Family(normalization="LayerNorm", gated=False, activation="relu2", rotary_factor=0.5),
+    "seed_oss": Family(qkv_bias=True, output_bias="attention_out_bias", head_dim=128),
+    "gpt_neox": Family(
+        qkv_bias=True,
+        mlp_bias=True,
+        normalization="LayerNorm",
+        gated=False,
+        activation="gelu",
+        rotary_factor=0.25,
+        ignored=("use_parallel_residual",),
     ),
-    "glm": Family(output_bias=False, tied=False, **_ROTARY_HALF, head_dim=128),  # type: ignore[arg-type]
-    "glm4": Family(
-        output_bias=False, post_layernorms=True, head_dim=128, **_ROTARY_HALF  # type: ignore[arg-type]
-    ),
-    "nemotron": Family(
-        normalization="LayerNorm", gated=False, activation="relu2", **_ROTARY_HALF  # type: ignore[arg-type]
-    ),
-    "seed_oss": Family(qkv_bias=True, output_bias=False, ignored=("attention_out_bias",)),
 }
 
 
@@ -74,12 +83,13 @@ def dense_model(f: Fields, family: Family) -> ModelSpec:
         LayerSpec(mixer, ffn, post_layernorms=family.post_layernorms)
         for mixer in attentions(f, family, spec, n)
     ]
-    hidden_dropout = f.number("resid_pdrop", default=0.0, most=1.0)
+    depths = f.count("num_nextn_predict_layers")
     return model(
         f,
         family,
         layers,
         hidden_size=hidden_size,
         rotary_dim=int(spec.kv_channels * rotary_factor(f, family.rotary_factor)),
-        hidden_dropout=hidden_dropout,
+        mtp_num_layers=depths,
+        mtp_layer=layers[-1] if depths else None,
     )

@@ -7,6 +7,8 @@ from bridge_memory.readers.families.dense import dense_model
 from bridge_memory.readers.fields import Fields, shown
 from bridge_memory.spec import ModelSpec, SpecError
 
+#: Decoders whose attention and MLP run side by side behind one norm: Megatron has no such layer.
+_PARALLEL = ("cohere", "cohere2", "falcon", "phi", "gptj", "codegen", "stablelm_alpha")
 #: Activations that come as a gated pair in every published decoder with these field names.
 _GATED = ("silu",)
 _DECODER_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -19,6 +21,8 @@ def read_generic(f: Fields) -> ModelSpec:
         architectures and not any(a.endswith(_DECODER_ENDINGS) for a in architectures)
     ):
         raise f.error(f"model_type {shown(f.model_type)} ({shown(architectures)}) is not a decoder")
+    if f.model_type in _PARALLEL:
+        raise f.error(f"model_type {shown(f.model_type)} runs attention and MLP in parallel; Megatron cannot")
     try:
         return _read(f)
     except SpecError as error:
@@ -42,8 +46,8 @@ def _read(f: Fields) -> ModelSpec:
         f.assume("tie_word_embeddings is absent: tied, transformers' default")
     family = Family(
         tied=True,
-        qkv_bias=True if bias else None,
-        output_bias=True if bias else None,
+        bias_keys=("attention_bias", "qkv_bias", "use_qkv_bias"),
+        qkv_bias=bias,
         mlp_bias=bias,
         gated=gated,
         normalization="RMSNorm" if rms else "LayerNorm",

@@ -33,6 +33,7 @@ def read_gpt2(f: Fields) -> ModelSpec:
     if f.flag("add_cross_attention"):
         raise f.error("add_cross_attention is true; only decoders without cross attention can be estimated")
     f.ignore("summary_type", "summary_first_dropout", "validate_runner_input", "inference_runner")
+    f.ignore("scale_attention_softmax_in_fp32", "pre_allocate_kv_cache", "max_batch_size")
     groups = None
     if f.model_type == "gpt_bigcode":
         groups = 1 if f.flag("multi_query", default=True) else None
@@ -46,7 +47,7 @@ def read_gpt2(f: Fields) -> ModelSpec:
         hidden_size=hidden_size,
         rotary_dim=0,
         position_embedding_type="learned_absolute",
-        hidden_dropout=f.number("resid_pdrop", default=0.1, most=1.0),
+        default_dropout=0.1,
     )
 
 

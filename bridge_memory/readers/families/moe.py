@@ -20,18 +20,22 @@ from bridge_memory.readers.fields import Fields, shown
 from bridge_memory.spec import GatedDeltaNetSpec, LayerSpec, Mixer, ModelSpec, MoESpec
 
 MOE: dict[str, Family] = {
-    "mixtral": Family(qkv_bias=False, output_bias=False, window="all"),
-    "qwen2_moe": Family(qkv_bias=True, output_bias=False, window="qwen"),
+    "mixtral": Family(bias_keys=(), window="all"),
+    "qwen2_moe": Family(bias_keys=("qkv_bias",), qkv_bias=True, output_bias="never", window="qwen"),
     "qwen3_moe": Family(qk_layernorm="head", window="qwen"),
-    "qwen3_next": Family(output_bias=None, qk_layernorm="head", rotary_factor=0.25, head_dim=256),
+    "qwen3_next": Family(qk_layernorm="head", rotary_factor=0.25, head_dim=256),
     "olmoe": Family(qk_layernorm="full"),
-    "glm4_moe": Family(output_bias=False, rotary_factor=0.5, head_dim=128),
-    "minimax_m2": Family(qkv_bias=False, output_bias=False),
+    "glm4_moe": Family(output_bias="never", rotary_factor=0.5, head_dim=128),
+    "dots1": Family(qk_layernorm="head", window="qwen"),
+    "minimax_m2": Family(bias_keys=()),
     # transformers' GptOssConfig has attention_bias True; the experts run a clamped quick GELU, whatever
     # hidden_act says (Bridge: gpt_oss_bridge.py).
     "gpt_oss": Family(
-        qkv_bias=True, output_bias=True, fixed_activation="quick_gelu", window="alternate", head_dim=64,
-        ignored=("attention_bias", "swiglu_limit", "swiglu_alpha"),
+        qkv_bias=True,
+        fixed_activation="quick_gelu",
+        window="alternate",
+        head_dim=64,
+        ignored=("swiglu_limit", "swiglu_alpha"),
     ),
     "granitemoe": Family(),
     "granitemoeshared": Family(),
@@ -85,7 +89,7 @@ def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
             router_load_balancing_type="global_aux_loss" if kind == "qwen3_next" else "aux_loss",
         )
         return block, sparse_layers(f, n)
-    if kind == "glm4_moe":
+    if kind in ("glm4_moe", "dots1"):
         experts, topk = expert_count(f, "n_routed_experts")
         width = f.integer("moe_intermediate_size")
         block = MoESpec(

@@ -1,0 +1,120 @@
+"""``--mapping mbridge``: the TransformerConfig that mbridge itself makes of a Hugging Face config -> ModelSpec."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from bridge_memory.readers.fields import shown
+from bridge_memory.readers.transformer_config import model_from_transformer_config
+from bridge_memory.spec import ModelSpec, SpecError
+
+
+def model_from_mbridge(config: Mapping[str, Any], name: str = "config") -> ModelSpec:
+    """Read ``config`` through ``mbridge.AutoBridge.from_config``.
+
+    Needs the ``megatron`` extra (mbridge, megatron-core, torch, transformers); no process group. Raises SpecError
+    where they are missing or mbridge does not know the model_type.
+    """
+    bridge = _bridge(config, name)
+    model_type = str(config["model_type"])
+    text = getattr(bridge.hf_config, "text_config", None) or bridge.hf_config
+    if hasattr(bridge.hf_config, "llm_config"):
+        text = bridge.hf_config.llm_config
+    gemma = model_type == "gemma3"
+    assumptions = [
+        "read through mbridge's TransformerConfig",
+        f"vocab_size {text.vocab_size} is padded only to a multiple of the tensor parallel size: mbridge keeps a "
+        "Hugging Face vocabulary as it is",
+    ]
+    if hasattr(bridge.hf_config, "vision_config"):
+        assumptions.append("text tower only: the parameters and activations of vision_config are left out")
+    return model_from_transformer_config(
+        bridge.config,
+        vocab_size=text.vocab_size,
+        name=name,
+        model_type=model_type,
+        max_sequence_length=text.max_position_embeddings,
+        position_embedding_type="rope",
+        rotary_percent=_rotary_percent(bridge, text),
+        share_embeddings_and_output_weights=bool(getattr(bridge.hf_config, "tie_word_embeddings", False)),
+        # LLMBridge._model_provider pads only when told to; 1 leaves what TP divides as it is.
+        make_vocab_size_divisible_by=1,
+        # gemma3/__init__.py _model_provider: these two are set while the model is built.
+        post_layernorms=gemma,
+        activation="gelu" if gemma else None,
+        assumptions=tuple(assumptions),
+    )
+
+
+def _rotary_percent(bridge: Any, text: Any) -> float:
+    """What mbridge passes to GPTModel; its vision-language bridges have no such arguments."""
+    if text is bridge.hf_config:
+        return float(bridge._get_gptmodel_args().get("rotary_percent", 1.0))
+    return float(getattr(text, "partial_rotary_factor", None) or 1.0)
+
+
+def _bridge(config: Mapping[str, Any], name: str) -> Any:
+    """mbridge's Bridge for a parsed config.json, for one rank that holds everything."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from mbridge import AutoBridge
+            from mbridge.core.parallel_states import ParallelStates
+            from transformers import AutoConfig, PretrainedConfig
+    except ImportError as error:
+        raise SpecError(
+            f"mapping mbridge needs mbridge, megatron-core, torch and transformers ({error}); "
+            'pip install "bridge-memory[megatron]", or use --mapping builtin'
+        ) from None
+    model_type = config.get("model_type")
+    known = AutoBridge.list_supported_models()
+    if model_type not in known:
+        raise SpecError(
+            f"{name}: mbridge does not know model_type {shown(model_type)} (it knows {', '.join(sorted(known))}); "
+            "use --mapping builtin"
+        )
+    fields = {k: v for k, v in config.items() if k != "model_type"}
+    try:
+        try:
+            hf_config = AutoConfig.for_model(model_type, **fields)
+        except ValueError:  # mimo, internvl_chat: their config classes are remote code
+            hf_config = PretrainedConfig(**fields)
+            hf_config.model_type = model_type
+        # Given its parallel sizes, mbridge asks no process group for them.
+        states = ParallelStates(vpp_size=None)
+        with _position_argument_renamed():
+            return AutoBridge.from_config(hf_config, parallel_states=states)
+    except SpecError:
+        raise
+    except Exception as error:  # whatever mbridge, transformers or megatron-core think of this config
+        reason = " ".join(str(error).split())
+        raise SpecError(f"{name}: mbridge cannot read this config: {type(error).__name__}: {reason}") from None
+
+
+class _position_argument_renamed:
+    """While open, DeepSeek-V3's bridge may pass ``max_position_embeddings`` to MLATransformerConfig.
+
+    megatron-core 0.14 renamed that field to ``original_max_position_embeddings`` and mbridge 0.15.1 still uses the
+    old name, so that it cannot build the config at all. The field belongs to YaRN and holds no memory.
+    """
+
+    def __enter__(self) -> None:
+        from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+        from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+        self._bridge = DeepseekV3Bridge
+        self._before = DeepseekV3Bridge.__dict__.get("TransformerConfigClass", MLATransformerConfig)
+        names = MLATransformerConfig.__dataclass_fields__
+        if "max_position_embeddings" in names:
+            return
+
+        def renamed(**kwargs: Any) -> Any:
+            kwargs["original_max_position_embeddings"] = kwargs.pop("max_position_embeddings")
+            return MLATransformerConfig(**kwargs)
+
+        DeepseekV3Bridge.TransformerConfigClass = staticmethod(renamed)
+
+    def __exit__(self, *_: object) -> None:
+        self._bridge.TransformerConfigClass = self._before
