@@ -1,0 +1,142 @@
+"""Buffers inside torch's allocator that no model config names: library workspaces, pipeline leftovers.
+
+Every constant of the estimate that is not a tensor of the model lives here, with its unit, its source and how it
+was checked. All of them are additive bytes on one rank, alive from the first step to the end of training.
+
+Checked on the static memory of Megatron-LM's functional tests: with these rules the dense Transformer Engine
+runs with a distributed optimizer are met to 0.1 MiB on A100, H100 and GB200 alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bridge_memory.inventory.context import BlockContext
+from bridge_memory.layout import Chunk
+from bridge_memory.spec import DTYPE_BYTES, MambaSpec, MoESpec, RunSpec
+
+MIB = 1 << 20
+
+#: Bytes of Transformer Engine's cuBLAS workspace, by architecture.
+#: Source: TE ``pytorch/cpp_extensions/gemm.py: get_cublas_workspace_size_bytes``.
+TE_WORKSPACE = {"ampere": 4 * MIB, "hopper": 32 * MIB, "blackwell": 32 * MIB}
+#: Streams of a grouped GEMM, each with a workspace of its own (``get_cublas_workspace(grouped_gemm=True)``;
+#: ``transformer_engine/common/util/multi_stream.cpp: nvte_get_num_compute_streams``).
+TE_GROUPED_GEMM_STREAMS = 4
+#: Bytes of torch's cuBLAS workspace where CUBLAS_WORKSPACE_CONFIG is unset.
+#: Source: torch ``aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize`` (:4096:8 on compute
+#: capability 9.0, :4096:2:16:8 elsewhere).
+TORCH_CUBLAS_WORKSPACE = {
+    "ampere": (2 * 4096 + 8 * 16) * 1024,
+    "hopper": 8 * 4096 * 1024,
+    "blackwell": (2 * 4096 + 8 * 16) * 1024,
+}
+#: One handle for the thread that runs forward, one for autograd's thread: torch keeps a workspace for every pair
+#: of handle and stream (same file, ``getCurrentCUDABlasHandle``).
+CUBLAS_HANDLES = 2
+#: First release whose MoE router multiplies with Transformer Engine's GEMM in both implementations
+#: (``moe_utils.py: RouterGatingLinearFunction``).
+ROUTER_USES_TE_GEMM = (0, 14)
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """One lasting buffer of a rank: bytes, how they came about, and where the rule is from."""
+
+    name: str
+    bytes: int
+    provenance: str
+    source: str
+
+
+def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> list[Workspace]:
+    """Library workspaces and pipeline leftovers of one stage that holds ``chunks``."""
+    impl = run.implementation
+    found: list[Workspace] = []
+
+    def add(name: str, nbytes: int, source: str, provenance: str = "formula") -> None:
+        if nbytes:
+            found.append(Workspace(name, nbytes, provenance, source))
+
+    layers = [run.model.layers[i] for chunk in chunks for i in chunk.layers]
+    experts_here = any(isinstance(layer.ffn, MoESpec) for layer in layers) or any(
+        chunk.mtp and run.model.mtp_layer and isinstance(run.model.mtp_layer.ffn, MoESpec) for chunk in chunks
+    )
+    te = TE_WORKSPACE[impl.gpu_arch]
+    if impl.te or (experts_here and impl.megatron_core >= ROUTER_USES_TE_GEMM):
+        add("Transformer Engine's cuBLAS workspace", te, "TE get_cublas_workspace")
+        if impl.te and experts_here and impl.moe_grouped_gemm:
+            add(
+                "Transformer Engine's grouped-GEMM workspaces", te * TE_GROUPED_GEMM_STREAMS,
+                "TE get_cublas_workspace(grouped_gemm=True)",
+            )
+    if _uses_torch_gemm(run, chunks, experts_here):
+        size = impl.cublas_workspace_bytes
+        if size is None:
+            size = TORCH_CUBLAS_WORKSPACE[impl.gpu_arch]
+        add("torch's cuBLAS workspaces (forward and autograd thread)", size * CUBLAS_HANDLES,
+            "torch CublasHandlePool.cpp")
+    if keeps_fp32_gradient_copies(run):
+        elements = gradient_shard_elements(run, chunks, ctx)
+        add(
+            "main gradients in fp32", 4 * elements,
+            "optimizer.py: _copy_model_grads_to_main_grads; freed by the next zero_grad",
+        )
+    received = sum(1 for chunk in chunks if not chunk.embedding)
+    add(
+        "pipeline: the last microbatch's input and its gradient", 2 * received * hidden_state_bytes(run),
+        "TransformerBlock.set_input_tensor keeps what schedules.py received, retain_grad keeps its gradient",
+    )
+    return found
+
+
+def keeps_fp32_gradient_copies(run: RunSpec) -> bool:
+    """Half-precision gradient buffers are cast to fp32 for the optimizer, and the copies outlive the step.
+
+    Source: ``optimizer/optimizer.py: Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads`` and
+    ``distrib_optimizer.py`` (the same name); the precision-aware optimizer reads the buffers themselves.
+    """
+    o = run.optimizer
+    half = DTYPE_BYTES[run.precision.params_dtype] == 2
+    return half and not o.grad_reduce_in_fp32 and not o.use_precision_aware_optimizer and o.peft == "none"
+
+
+def gradient_shard_elements(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> int:
+    """Elements of the gradients that this rank's optimizer updates."""
+    from bridge_memory.inventory.stack import chunk_parameters
+    from bridge_memory.model_state import shard_worlds
+
+    shards = shard_worlds(run.parallel) if run.optimizer.use_distributed_optimizer else (1, 1)
+    counts = [0, 0]
+    for chunk in chunks:
+        for p in chunk_parameters(run.model, chunk, ctx):
+            counts[p.expert] += p.numel
+    return sum(-(-n // world) for n, world in zip(counts, shards, strict=True))
+
+
+def hidden_state_bytes(run: RunSpec) -> int:
+    """Bytes of [s, b, h] as it travels between stages: divided by CP, and by TP under sequence parallelism."""
+    p, b = run.parallel, run.batch
+    width = 4 if run.precision.fp32_residual_connection else DTYPE_BYTES[run.precision.params_dtype]
+    tokens = b.seq_length // p.cp // (p.tp if p.sp else 1) * b.micro_batch_size
+    return tokens * run.model.hidden_size * width
+
+
+def _uses_torch_gemm(run: RunSpec, chunks: Sequence[Chunk], experts_here: bool) -> bool:
+    """Whether a matrix product of torch itself runs here, forward and backward.
+
+    The output layer is megatron-core's own ColumnParallelLinear in both implementations; local layers, the MoE
+    router before core 0.13 and unfused attention use torch's products too.
+    """
+    impl = run.implementation
+    layers = [run.model.layers[i] for chunk in chunks for i in chunk.layers]
+    attention = any(
+        layer.mixer is not None and not isinstance(layer.mixer, MambaSpec) for layer in layers
+    )
+    return (
+        any(chunk.output for chunk in chunks)
+        or (not impl.te and bool(layers))
+        or (attention and impl.attention_backend in ("unfused", "local"))
+        or experts_here
+    )
