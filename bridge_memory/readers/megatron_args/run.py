@@ -127,7 +127,8 @@ def _parallel(a: Arguments, ranks: int, layers: int, pattern: HybridPattern | No
     tp, pp = a.integer("tensor_model_parallel_size", 1), a.integer("pipeline_model_parallel_size", 1)
     _data_parallel(a, ranks)
     layout = a.text("pipeline_model_parallel_layout", "").replace("\\", "").strip("'\"") or None
-    if pattern is not None and len(pattern.segments) > 1:
+    # Segments of one length are what an even split makes anyway.
+    if pattern is not None and len({len(segment) for segment in pattern.segments}) > 1:
         end = "m" * len(pattern.mtp) + "L"
         last = len(pattern.segments) - 1
         layout = "|".join(
