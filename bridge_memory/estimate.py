@@ -7,35 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bridge_memory.components import STATIC_KINDS, Component
 from bridge_memory.inventory.buffers import lasting_buffers
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters, mtp_parameters
 from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.layout import Chunk, layout
-from bridge_memory.model_state import model_state
-from bridge_memory.spec import MoESpec, RunSpec
+from bridge_memory.model_state import model_states
+from bridge_memory.spec import RunSpec
 from bridge_memory.timeline import ChunkCost, dynamic_peak
-
-#: How a component's bytes came about (design: "Two methods, never mixed up").
-PROVENANCES = ("exact", "formula", "measured", "assumed")
-#: What a component is; static = the first four.
-KINDS = ("weights", "gradients", "optimizer", "buffers", "activation", "transient")
-STATIC_KINDS = ("weights", "gradients", "optimizer", "buffers")
-
-
-@dataclass(frozen=True, slots=True)
-class Component:
-    """One named part of a stage's memory at its peak.
-
-    ``bytes`` on one rank; ``kind`` one of KINDS; ``provenance`` one of PROVENANCES; ``shard`` names the
-    groups that divide it, as in "tp x dp x cp" ("" where every rank holds it whole).
-    """
-
-    name: str
-    bytes: int
-    kind: str
-    provenance: str
-    shard: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +96,10 @@ def estimate(run: RunSpec) -> Estimate:
     """Estimate every pipeline stage of ``run`` with the inventory method. Raises SpecError."""
     ctx = context_of(run)
     plan = layout(run.model, run.parallel)
+    states = model_states(run.model, run.parallel, run.precision, run.optimizer, ctx)
     return Estimate(
         run=run,
-        stages=tuple(_stage(run, rank, chunks, ctx) for rank, chunks in enumerate(plan.stages)),
+        stages=tuple(_stage(run, rank, plan.stages[rank], state, ctx) for rank, state in enumerate(states)),
         parameters=model_parameters(run.model),
         mtp_parameters=mtp_parameters(run.model),
         assumptions=run.model.assumptions + run.assumptions + _assumptions(run),
@@ -126,10 +107,15 @@ def estimate(run: RunSpec) -> Estimate:
     )
 
 
-def _stage(run: RunSpec, rank: int, chunks: tuple[Chunk, ...], ctx: BlockContext) -> StageEstimate:
-    parameters, state = model_state(run, chunks, ctx)
-    components = [Component(s.name, s.bytes, s.kind, s.provenance, s.shard) for s in state]
-    components += [Component(b.name, b.bytes, "buffers", b.provenance) for b in lasting_buffers(run, chunks, ctx)]
+def _stage(
+    run: RunSpec,
+    rank: int,
+    chunks: tuple[Chunk, ...],
+    model_state: tuple[int, tuple[Component, ...]],
+    ctx: BlockContext,
+) -> StageEstimate:
+    parameters, state = model_state
+    components = [*state, *lasting_buffers(run, chunks, ctx)]
     inventories = [chunk_inventory(run.model, chunk, ctx) for chunk in chunks]
     moment = dynamic_peak(
         run.parallel.pp,
@@ -178,7 +164,7 @@ _ROUTED = ("MoE experts", "MoE router and dispatch")
 def _assumptions(run: RunSpec) -> tuple[str, ...]:
     out = []
     impl = run.implementation
-    if any(isinstance(layer.ffn, MoESpec) for layer in run.model.layers) and not impl.moe_pad_expert_input_to_capacity:
+    if run.model.has_experts and not impl.moe_pad_expert_input_to_capacity:
         out.append(
             "routing is balanced over the experts"
             if impl.moe_imbalance == 1.0

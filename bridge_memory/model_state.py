@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
 
+from bridge_memory.components import Component
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.stack import chunk_parameters
-from bridge_memory.layout import Chunk
-from bridge_memory.spec import DTYPE_BYTES, ModelSpec, OptimizerSpec, ParallelSpec, PrecisionSpec, RunSpec
+from bridge_memory.layout import Chunk, layout
+from bridge_memory.spec import DTYPE_BYTES, ModelSpec, OptimizerSpec, ParallelSpec, PrecisionSpec
 
 #: Bytes: smallest block of the caching allocator.
 ALLOCATION_UNIT = 512
@@ -29,17 +30,6 @@ PARAM_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
 #: Elements: Megatron's smallest bucket when gradients overlap, and its growth a data-parallel rank.
 BUCKET_MINIMUM, BUCKET_PER_RANK = 40_000_000, 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class StateItem:
-    """One line of a stage's model state."""
-
-    name: str
-    bytes: int
-    kind: str
-    shard: str
-    provenance: str = "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,33 +107,50 @@ def shard_worlds(parallel: ParallelSpec) -> tuple[int, int]:
     return max(1, dense), max(1, parallel.expert_data_parallel_size // instances)
 
 
-def bucket_elements(run: RunSpec, chunk_index: int) -> int | None:
+def bucket_elements(o: OptimizerSpec, parallel: ParallelSpec, chunk_index: int) -> int | None:
     """Bucket size in elements, None for one bucket (``DistributedDataParallel.__init__``)."""
-    o = run.optimizer
     if not o.overlap_grad_reduce or chunk_index > 0:
         return None
     if o.ddp_bucket_size is not None:
         return o.ddp_bucket_size
-    return max(BUCKET_MINIMUM, BUCKET_PER_RANK * run.parallel.data_parallel_size * run.parallel.cp)
+    return max(BUCKET_MINIMUM, BUCKET_PER_RANK * parallel.data_parallel_size * parallel.cp)
 
 
-def model_state(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> tuple[int, list[StateItem]]:
-    """(parameters on the rank, state lines) of one stage."""
-    worlds = shard_worlds(run.parallel)
-    distributed = run.optimizer.use_distributed_optimizer
+@lru_cache(maxsize=4096)
+def model_states(
+    model: ModelSpec, parallel: ParallelSpec, precision: PrecisionSpec, optimizer: OptimizerSpec, ctx: BlockContext
+) -> tuple[tuple[int, tuple[Component, ...]], ...]:
+    """(parameters on a rank, state lines) of every stage. Batch and recomputation change none of it."""
+    worlds = shard_worlds(parallel)
+    return tuple(
+        _stage_state(model, chunks, ctx, worlds, precision, optimizer, parallel)
+        for chunks in layout(model, parallel).stages
+    )
+
+
+def _stage_state(
+    model: ModelSpec,
+    chunks: Sequence[Chunk],
+    ctx: BlockContext,
+    worlds: tuple[int, int],
+    precision: PrecisionSpec,
+    optimizer: OptimizerSpec,
+    parallel: ParallelSpec,
+) -> tuple[int, tuple[Component, ...]]:
+    distributed = optimizer.use_distributed_optimizer
     parameters = 0
     sums: dict[tuple[str, str, str], int] = {}
     for index, chunk in enumerate(chunks):
         groups = chunk_groups(
-            run.model, chunk, ctx, worlds, bucket_elements(run, index), distributed
+            model, chunk, ctx, worlds, bucket_elements(optimizer, parallel, index), distributed
         )
         for expert, (group, world) in enumerate(zip(groups, worlds, strict=True)):
             parameters += group.numel
             if group.numel:
-                for name, kind, nbytes in _group_state(run.precision, run.optimizer, group, world):
+                for name, kind, nbytes in _group_state(precision, optimizer, group, world):
                     key = (_label(name, expert), kind, _shard(name, expert, distributed, world))
                     sums[key] = sums.get(key, 0) + nbytes
-    return parameters, [StateItem(n, b, k, s) for (n, k, s), b in sums.items() if b]
+    return parameters, tuple(Component(n, b, k, "exact", s) for (n, k, s), b in sums.items() if b)
 
 
 def _label(name: str, expert: int) -> str:

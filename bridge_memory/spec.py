@@ -176,9 +176,12 @@ class ModelSpec:
 
     #: Hash of the fields, taken once: caches keyed by a model are looked up for every stage of every estimate.
     _hash: int = field(default=0, init=False, repr=False, compare=False)
+    #: Whether any layer routes tokens to experts.
+    has_experts: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         kinds = tuple(dict.fromkeys(self.layers))
+        object.__setattr__(self, "has_experts", any(isinstance(kind.ffn, MoESpec) for kind in kinds))
         object.__setattr__(
             self, "_hash", hash((self.name, self.hidden_size, self.vocab_size, len(self.layers), kinds))
         )

@@ -56,9 +56,8 @@ def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
             fused_norm=fused_norm,
         )
         q_bytes, v_bytes = ctx.tokens * q_width * act, ctx.tokens * v_width * act
-        if ctx.impl.apply_rope_fusion and ctx.te:
-            query = q  # rotated in place (``fusions/fused_mla_yarn_rope_apply.py: ApplyMLARotaryEmbQ``)
-        else:
+        query = q  # The fused form rotates in place (``fused_mla_yarn_rope_apply.py: ApplyMLARotaryEmbQ``).
+        if not (ctx.impl.apply_rope_fusion and ctx.te):
             query = tape.make("query", q, q_bytes, workspace=q_bytes // 2)
         key = tape.make("key", (kv, k_rope), q_bytes)
         value = tape.make("value", kv, v_bytes)

@@ -182,7 +182,8 @@ def final_norm_name(model: ModelSpec) -> str:
 
 
 def holds_final_norm(model: ModelSpec, chunk: Chunk) -> bool:
-    """The chunk with the last decoder layer ends in the final norm (``transformer_block.py: has_final_layernorm_in_this_stage``)."""
+    """Whether the final norm is here: after the last decoder layer
+    (``transformer_block.py: has_final_layernorm_in_this_stage``)."""
     if not model.layers:
         return chunk.output
     return (model.num_layers - 1) in chunk.layers if model.mtp_num_layers else chunk.output
@@ -217,15 +218,16 @@ def parameter_groups(
     return groups
 
 
-def chunk_lasting(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> dict[str, int]:
-    """Lasting scratch of one chunk by name; the largest request under one name wins."""
+@lru_cache(maxsize=65536)
+def chunk_lasting(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> tuple[tuple[str, int], ...]:
+    """Lasting scratch of one chunk, ((name, bytes), ...); the largest request under one name wins."""
     found: dict[str, int] = {}
     inventories = [layer_inventory(layer, ctx) for layer in dict.fromkeys(model.layers[i] for i in chunk.layers)]
     inventories += [inventory for inventory, _ in _tail(model, chunk, ctx)]
     for inventory in inventories:
         for name, nbytes in inventory.lasting:
             found[name] = max(nbytes, found.get(name, 0))
-    return found
+    return tuple(found.items())
 
 
 def stage_parameters(run: RunSpec, stage: int) -> list[list[Parameter]]:
