@@ -7,6 +7,7 @@ prediction. See ``tests/data/measurements/README.md`` for the fields.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,12 +167,28 @@ def run_of(record: Record) -> RunSpec:
             world_size=record.world_size,
             gpu=record.gpu,
             megatron_core=str(core) if core else None,
-            transformer_engine=str(te) if te else None,
+            transformer_engine=_te_release(str(te or ""), str(record.framework.get("container", ""))),
             env=env if isinstance(env, Mapping) else None,
         )
     from bridge_memory.compare.described import described_run
 
     return described_run(record)
+
+
+#: Transformer Engine of NVIDIA's PyTorch containers (their release notes), (major, minor).
+_CONTAINER_TE = {
+    "24.01": (1, 2), "24.10": (1, 11), "25.03": (2, 1), "25.05": (2, 3), "25.06": (2, 4), "25.09": (2, 7),
+    "25.11": (2, 9),
+}
+
+
+def _te_release(stated: str, container: str) -> tuple[int, int] | None:
+    """The release a record states, else the one its container ships; None for a git revision or neither."""
+    named = re.search(r"(?:^|release_v)(\d+)\.(\d+)", stated)
+    if named:
+        return int(named.group(1)), int(named.group(2))
+    shipped = re.search(r"pytorch:(\d\d\.\d\d)", container)
+    return _CONTAINER_TE.get(shipped.group(1)) if shipped and not stated else None
 
 
 def predict(record: Record) -> list[Outcome]:

@@ -275,8 +275,14 @@ def _recompute(a: Arguments) -> RecomputeSpec:
     )
 
 
-def _attention_backend(a: Arguments) -> str:
-    """``--attention-backend``, or what NVTE_* variables leave of "auto" (TE ``get_attention_backend``)."""
+#: First Transformer Engine whose containers carry a FlashAttention (2.4.1) with a deterministic backward.
+_DETERMINISTIC_FLASH = (1, 6)
+
+
+def _attention_backend(a: Arguments, architecture: str, te: tuple[int, int] | None) -> str:
+    """``--attention-backend``, or what is left of "auto" (TE ``dot_product_attention/utils.py:
+    get_attention_backend``): NVTE_* variables, and determinism where a backend's backward has none.
+    """
     backend = a.text("attention_backend", "auto").rsplit(".", 1)[-1]
     if backend == "auto" and a.flag("use_flash_attn"):
         return "flash"
@@ -284,7 +290,13 @@ def _attention_backend(a: Arguments) -> str:
         flash, fused = (a.env.get(n, "1") != "0" for n in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"))
         if not flash or not fused:
             return "flash" if flash else "fused" if fused else "unfused"
+        if _deterministic(a) and te is not None and te < _DETERMINISTIC_FLASH and architecture == "ampere":
+            return "unfused"
     return backend
+
+
+def _deterministic(a: Arguments) -> bool:
+    return a.env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
 
 
 def _implementation(
@@ -305,7 +317,7 @@ def _implementation(
         transformer_impl="local" if local else "transformer_engine",
         megatron_core=core,
         transformer_engine=te,
-        attention_backend=_attention_backend(a),
+        attention_backend=_attention_backend(a, gpu_architecture(gpu), te),
         gradient_accumulation_fusion=not a.flag("no_gradient_accumulation_fusion"),
         masked_softmax_fusion=not a.flag("no_masked_softmax_fusion"),
         bias_activation_fusion=not (
@@ -319,7 +331,7 @@ def _implementation(
         create_attention_mask=not a.flag("no_create_attention_mask_in_dataloader"),
         calculate_per_token_loss=a.flag("calculate_per_token_loss"),
         deterministic_mode=a.flag("deterministic_mode"),
-        nvte_deterministic=a.env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0",
+        nvte_deterministic=_deterministic(a),
         use_legacy_models=a.flag("use_legacy_models"),
         apply_query_key_layer_scaling=a.flag("apply_query_key_layer_scaling"),
         cp_comm_type=words_of(a.text("cp_comm_type", "p2p"))[0],
