@@ -41,7 +41,27 @@ ALIASES = {
     "qwen3_vl_moe_text": "qwen3_moe",
     "glm4v_text": "glm4",
     "glm4v_moe_text": "glm4_moe",
-    "deepseek_r1": "deepseek_v3",
+    "Glm4vMoe_text": "glm4_moe",
+}
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+#: Defaults of transformers' config classes for _SIZES. A text_config inside a wrapper is stored as the
+#: difference from them, unlike a config of its own, which names every size.
+NESTED_DEFAULTS = {
+    "llama": (32000, 4096, 11008, 32, 32, None),
+    "mistral": (32000, 4096, 14336, 32, 32, 8),
+    "qwen2": (151936, 4096, 22016, 32, 32, 32),
+    "gemma": (256000, 3072, 24576, 28, 16, 16),
+    "gemma2": (256000, 2304, 9216, 26, 8, 4),
+    "gemma3_text": (262208, 2304, 9216, 26, 8, 4),
+    "phi3": (32064, 3072, 8192, 32, 32, None),
 }
 
 
@@ -68,18 +88,34 @@ def model_from_hf_config(config: Mapping[str, Any], name: str) -> ModelSpec:
 
 def _text_tower(config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], list[str]]:
     """The language model of a multimodal wrapper, and what that leaves out."""
-    inner = config.get("text_config", config.get("llm_config", config.get("language_config")))
-    if inner is None:
-        if isinstance(config.get("vision_config"), Mapping):
-            rest = {k: v for k, v in config.items() if k != "vision_config"}
-            return rest, ["text tower only: the parameters and activations of vision_config are left out"]
-        return config, []
-    if not isinstance(inner, Mapping):
-        raise SpecError(f"{name}: text_config is {shown(inner)}; it must be an object")
-    merged = dict(inner)
-    for key in ("tie_word_embeddings", "vocab_size"):
-        if config.get(key) is not None and merged.get(key) is None:
-            merged[key] = config[key]
-    towers = [k for k in config if k.endswith("_config") and k not in ("text_config", "quantization_config")]
+    key = next((k for k in ("text_config", "llm_config", "language_config") if config.get(k) is not None), None)
+    towers = [k for k in config if k.endswith("_config") and k not in (key, "quantization_config")]
     left_out = " and ".join(k for k in towers if isinstance(config[k], Mapping)) or "other towers"
-    return merged, [f"text tower only: the parameters and activations of {left_out} are left out"]
+    sentence = f"text tower only: the parameters and activations of {left_out} are left out"
+    if key is None:
+        if isinstance(config.get("vision_config"), Mapping):
+            return {k: v for k, v in config.items() if k != "vision_config"}, [sentence]
+        return config, []
+    inner = config[key]
+    if not isinstance(inner, Mapping):
+        raise SpecError(f"{name}: {key} is {shown(inner)}; it must be an object")
+    text = dict(inner)
+    for outer in ("tie_word_embeddings", "vocab_size"):
+        if config.get(outer) is not None and text.get(outer) is None:
+            text[outer] = config[outer]
+    return text, [sentence, *_fill_defaults(text, key)]
+
+
+def _fill_defaults(text: dict[str, Any], key: str) -> list[str]:
+    """Add the sizes that a nested config leaves to its class's defaults; one sentence for all of them."""
+    model_type = text.get("model_type")
+    if not isinstance(model_type, str) or model_type not in NESTED_DEFAULTS:
+        return []
+    filled = {
+        field: default
+        for field, default in zip(_SIZES, NESTED_DEFAULTS[model_type], strict=True)
+        if text.get(field) is None and default is not None
+    }
+    text.update(filled)
+    values = ", ".join(f"{field} {default}" for field, default in filled.items())
+    return [f"absent from {key}, so transformers' defaults of {model_type}: {values}"] if filled else []
