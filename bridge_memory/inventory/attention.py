@@ -65,7 +65,10 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
         # sigmoid(gate.float()) * out, one compiled kernel: keeps its inputs.
         gate = tape.make("gate", qkv, q_bytes)
         out = tape.make("gated attention output", (out, gate), q_bytes, saves=(out, gate))
-    y = r.row_linear("self_attention.linear_proj", out, q_width, h, bias=spec.add_output_bias)
+    y = r.row_linear(
+        "self_attention.linear_proj", out, q_width, h, bias=spec.add_output_bias,
+        original=ctx.fp8_recipe != "delayed" and not spec.attention_output_gate,
+    )
     if region is not None:
         tape.discard(*region)
     return y

@@ -68,7 +68,7 @@ def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
         )
     if recompute_up:
         tape.discard(up_region, query, key, value)
-    y = r.row_linear("self_attention.linear_proj", out, v_width, h)
+    y = r.row_linear("self_attention.linear_proj", out, v_width, h, original=ctx.fp8_recipe != "delayed")
     if recompute_norm:
         tape.discard(norm_region, normed)
     return y
@@ -79,7 +79,8 @@ def _down_projection(r: Recorder, name: str, x: T, rank: int, extra: int) -> T:
     ctx = r.ctx
     width = rank + extra
     if ctx.te:
-        return r.plain_linear(name, x, ctx.tokens_sp, ctx.hidden_size, width)
+        original = ctx.recompute.selects("layernorm")
+        return r.plain_linear(name, x, ctx.tokens_sp, ctx.hidden_size, width, original=original)
     local = divide(width, ctx.tp, f"width of {name}", "tensor_model_parallel_size")
     part = r.column_linear(name, x, ctx.hidden_size, local)
     if ctx.tp == 1:

@@ -29,13 +29,15 @@ def record_mlp(r: Recorder, spec: MLPSpec, x: T) -> T:
 
 
 def dense_mlp(
-    r: Recorder, prefix: str, x: T, width: int, f: int, spec: MLPSpec, *, fused_norm: bool = False
+    r: Recorder, prefix: str, x: T, width: int, f: int, spec: MLPSpec, *, fused_norm: bool = False,
+    original: bool = False,
 ) -> T:
-    """fc1, activation, fc2 on this rank's tokens; ``f`` is local."""
+    """fc1, activation, fc2 on this rank's tokens; ``f`` is local. ``original`` as in ``Recorder.linear_input``."""
     ctx = r.ctx
     fc1_width = 2 * f if spec.gated else f
     mid = r.column_linear(
-        f"{prefix}.linear_fc1", x, width, fc1_width, bias=spec.add_bias, fused_norm=fused_norm
+        f"{prefix}.linear_fc1", x, width, fc1_width, bias=spec.add_bias, fused_norm=fused_norm,
+        original=original,
     )
     act = activation(r, f"{prefix} activation", mid, ctx.tokens, f, gated=spec.gated, bias=spec.add_bias,
                      kind=spec.activation)

@@ -172,13 +172,15 @@ def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int)
     grouped = impl.moe_grouped_gemm
     wgrad1 = r.weight_grad((fc1_width, width), te=ctx.te) * (local_experts if grouped else 1)
     wgrad2 = r.weight_grad((width, f), te=ctx.te) * (local_experts if grouped else 1)
+    kept, also = r.linear_input("experts fc1", x, n.received * width)
     mid = tape.make(
-        "experts fc1 output", x, n.received * fc1_width * ctx.act, saves=(x,), backward_workspace=wgrad1
+        "experts fc1 output", x, n.received * fc1_width * ctx.act, saves=kept, also=also, backward_workspace=wgrad1
     )
     with tape.discardable("moe_act", (mid, probs), enabled=ctx.recompute.selects("moe_act")) as region:
         act = _weighted_activation(r, spec, mid, probs, n.received, f)
+    kept, also = r.linear_input("experts fc2", act, n.received * f, original=ctx.recompute.selects("moe_act"))
     out = tape.make(
-        "experts fc2 output", act, n.received * width * ctx.act, saves=(act,), backward_workspace=wgrad2
+        "experts fc2 output", act, n.received * width * ctx.act, saves=kept, also=also, backward_workspace=wgrad2
     )
     if ctx.recompute.selects("moe_act"):
         tape.discard(region, act)
@@ -265,7 +267,8 @@ def _shared_experts(r: Recorder, spec: MoESpec, x: T) -> T:
         # The overlapped path gathers by hand, and fc1 keeps the gathered input
         # (shared_experts.py: pre_forward_comm).
         source = tape.make("shared experts input", x, ctx.tokens * ctx.hidden_size * ctx.act)
-    y = dense_mlp(r, "mlp.shared_experts", source, ctx.hidden_size, f, mlp)
+    original = ctx.recompute.selects("layernorm") and not ctx.recompute.selects("shared_experts")
+    y = dense_mlp(r, "mlp.shared_experts", source, ctx.hidden_size, f, mlp, original=original)
     if spec.shared_expert_gate:
         r.parameter("mlp.shared_experts.gate_weight", (1, ctx.hidden_size))
         gate = tape.make("shared expert gate", x, ctx.tokens_sp * ctx.act, saves=(x,), save_output=True)

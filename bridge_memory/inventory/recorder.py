@@ -66,6 +66,33 @@ class Recorder:
             return 0
         return nbytes
 
+    # ---- fp8 ----
+
+    @property
+    def fp8(self) -> bool:
+        """Whether Transformer Engine's linears run in fp8 here."""
+        return self.ctx.te and self.ctx.fp8 is not None
+
+    def fp8_bytes(self, elements: int) -> int:
+        """One fp8 copy with its scales: a byte an element, and per block of 32 (mxfp8: one byte) or of 128
+        (blockwise: four bytes). Source: TE ``tensor/{mxfp8,float8_blockwise}_tensor.py``."""
+        scales = {"mxfp8": elements // 32, "blockwise": elements // 128 * 4}
+        return elements + scales.get(self.ctx.fp8_recipe, 0)
+
+    def linear_input(
+        self, name: str, x: T, elements: int, *, original: bool = False
+    ) -> tuple[tuple[T, ...], tuple[T, ...]]:
+        """(saved, made): what a linear keeps of its input for the weight gradient.
+
+        In bf16 the input itself. In fp8 a copy in the layout of that GEMM, and the input goes unless another
+        operation keeps it; ``original``: megatron-core asked for the input to be kept instead
+        (``extensions/transformer_engine.py: set_save_original_input``). Source: TE ``module/linear.py``.
+        """
+        if not self.fp8 or original:
+            return (x,), ()
+        copy = self.tape.tensor(f"{name} input in fp8", self.fp8_bytes(elements), grad=False)
+        return (copy,), (copy,)
+
     # ---- modules ----
 
     def norm(self, name: str, x: T, width: int, rows: int, *, per_module: str | None = None) -> T:
@@ -102,7 +129,7 @@ class Recorder:
         expert: bool = False,
         gather: bool = True,
         out_name: str | None = None,
-        keep_input: bool = True,
+        original: bool = False,
     ) -> T:
         """Column-parallel linear, [T_sp, in] -> [T, out / t] (``out_features`` is already local).
 
@@ -125,7 +152,10 @@ class Recorder:
         if fused_norm:
             self.norm_parameters(name, in_features, ".layer_norm_")
             stats = self.norm_statistics(name, ctx.tokens_sp)
-            normed = self.tape.tensor(f"{name} norm output", shard, grad=False)
+            kept = ctx.tokens_sp * in_features
+            normed = self.tape.tensor(
+                f"{name} norm output", self.fp8_bytes(kept) if self.fp8 else kept * ctx.act, grad=False
+            )
             return self.tape.make(
                 name, x, out_bytes,
                 saves=(x, normed, *stats), also=(normed, *stats),
@@ -136,8 +166,9 @@ class Recorder:
             )
         if sp and not ctx.te:
             self.keep("global memory buffer (mpu)", whole)
+        kept_input, also = self.linear_input(name, x, ctx.tokens_sp * in_features, original=original)
         return self.tape.make(
-            out_label, x, out_bytes, saves=(x,) if keep_input else (),
+            out_label, x, out_bytes, saves=kept_input, also=also,
             workspace=whole if sp and ctx.te else 0,
             backward_workspace=(whole * (2 if ctx.te else 1) if sp else 0) + wgrad,
         )
@@ -151,6 +182,7 @@ class Recorder:
         *,
         bias: bool = False,
         out_name: str | None = None,
+        original: bool = False,
     ) -> T:
         """Row-parallel linear, [T, in / t] -> [T_sp, out] (``in_features`` is already local).
 
@@ -163,18 +195,22 @@ class Recorder:
         if bias:
             self.parameter(f"{name}.bias", (out_features,))
         whole = ctx.tokens * out_features * ctx.act
+        kept_input, also = self.linear_input(name, x, ctx.tokens * in_features, original=original)
         return self.tape.make(
-            out_name or f"{name} output", x, ctx.tokens_sp * out_features * ctx.act, saves=(x,),
+            out_name or f"{name} output", x, ctx.tokens_sp * out_features * ctx.act, saves=kept_input, also=also,
             workspace=whole if ctx.sp else 0,
             backward_workspace=(whole if ctx.sp else 0) + self.weight_grad(shape, te=ctx.te),
         )
 
-    def plain_linear(self, name: str, x: T, rows: int, in_features: int, out_features: int) -> T:
+    def plain_linear(
+        self, name: str, x: T, rows: int, in_features: int, out_features: int, *, original: bool = False
+    ) -> T:
         """A linear whose weight every tensor-parallel rank holds whole (TE ``parallel_mode="duplicated"``)."""
         shape = (out_features, in_features)
         self.parameter(f"{name}.weight", shape)
+        kept_input, also = self.linear_input(name, x, rows * in_features, original=original)
         return self.tape.make(
-            f"{name} output", x, rows * out_features * self.ctx.act, saves=(x,),
+            f"{name} output", x, rows * out_features * self.ctx.act, saves=kept_input, also=also,
             backward_workspace=self.weight_grad(shape, te=self.ctx.te),
         )
 

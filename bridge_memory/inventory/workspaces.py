@@ -48,6 +48,9 @@ class Workspace:
     bytes: int
     provenance: str
     source: str
+    #: Lives from the end of a step to the start of the next: part of what is allocated between steps, not of
+    #: what is alive at the peak of forward and backward.
+    between_steps: bool = False
 
 
 def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> list[Workspace]:
@@ -55,9 +58,9 @@ def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext)
     impl = run.implementation
     found: list[Workspace] = []
 
-    def add(name: str, nbytes: int, source: str, provenance: str = "formula") -> None:
+    def add(name: str, nbytes: int, source: str, *, between_steps: bool = False) -> None:
         if nbytes:
-            found.append(Workspace(name, nbytes, provenance, source))
+            found.append(Workspace(name, nbytes, "formula", source, between_steps))
 
     layers = [run.model.layers[i] for chunk in chunks for i in chunk.layers]
     experts_here = any(isinstance(layer.ffn, MoESpec) for layer in layers) or any(
@@ -75,20 +78,29 @@ def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext)
         size = impl.cublas_workspace_bytes
         if size is None:
             size = TORCH_CUBLAS_WORKSPACE[impl.gpu_arch]
-        add("torch's cuBLAS workspaces (forward and autograd thread)", size * CUBLAS_HANDLES,
-            "torch CublasHandlePool.cpp")
+        add(
+            "torch's cuBLAS workspaces (forward and autograd thread)", size * CUBLAS_HANDLES,
+            "torch CublasHandlePool.cpp",
+        )
     if keeps_fp32_gradient_copies(run):
         elements = gradient_shard_elements(run, chunks, ctx)
         add(
             "main gradients in fp32", 4 * elements,
             "optimizer.py: _copy_model_grads_to_main_grads; freed by the next zero_grad",
+            between_steps=True,
         )
     received = sum(1 for chunk in chunks if not chunk.embedding)
     add(
         "pipeline: the last microbatch's input and its gradient", 2 * received * hidden_state_bytes(run),
         "TransformerBlock.set_input_tensor keeps what schedules.py received, retain_grad keeps its gradient",
+        between_steps=True,
     )
     return found
+
+
+def between_steps_bytes(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> int:
+    """Bytes of ``lasting_workspaces`` that are gone by the time a step reaches its peak."""
+    return sum(w.bytes for w in lasting_workspaces(run, chunks, ctx) if w.between_steps)
 
 
 def keeps_fp32_gradient_copies(run: RunSpec) -> bool:
