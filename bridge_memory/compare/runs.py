@@ -30,6 +30,8 @@ class Measurement:
     rank: int
     allocated_bytes: int | None
     max_allocated_bytes: int | None
+    #: Steps done when the peak was read; 0 where the source does not say (late in training).
+    after_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +133,19 @@ def _record(line: str, where: str) -> Record:
 def _measurements(data: Mapping[str, object]) -> Iterator[Measurement]:
     for m in data.get("measured") or ():  # type: ignore[attr-defined]
         yield Measurement(
-            int(m["rank"]), _bytes(m.get("allocated_bytes")), _bytes(m.get("max_allocated_bytes"))
+            int(m["rank"]), _bytes(m.get("allocated_bytes")), _bytes(m.get("max_allocated_bytes")),
+            int(m.get("after_step", 0)),
         )
     verbatim = data.get("measured_verbatim")
     if not isinstance(verbatim, Mapping):
         return
     # Megatron's report_memory prints MB of 2^20 bytes.
-    ranks = next((v for k, v in verbatim.items() if str(k).startswith("per_rank_MB")), None)
+    name, ranks = next(((str(k), v) for k, v in verbatim.items() if str(k).startswith("per_rank_MB")), ("", {}))
     if isinstance(ranks, Mapping):
         for rank, m in ranks.items():
-            yield Measurement(int(rank), _bytes(m["allocated"] * MIB), _bytes(m["max_allocated"] * MIB))
+            steps = 1 if "after 1 iterations" in name else 0
+            allocated, peak = _bytes(m["allocated"] * MIB), _bytes(m["max_allocated"] * MIB)
+            yield Measurement(int(rank), allocated, peak, steps)
     # Megatron Bridge's report_memory divides by 1e9.
     peak = verbatim.get("peak_allocated_GB_after_iteration_2")
     if isinstance(peak, (int, float)):
@@ -225,11 +230,31 @@ def predict(record: Record) -> list[Outcome]:
             Outcome(
                 record.id, record.family, record.tier, record.gpu, m.rank,
                 "not_modelled" if gaps else "ok", "; ".join(gaps),
-                stage.static_bytes, m.allocated_bytes, stage.peak_bytes, m.max_allocated_bytes,
+                stage.static_bytes, m.allocated_bytes, peak_after(stage, run, record, m.after_step),
+                m.max_allocated_bytes,
                 features, stage,
             )
         )
     return outcomes
+
+
+#: fp16's dynamic loss scale starts at 2^32 and halves after every overflowing step (after the second one,
+#: ``optimizer/grad_scaler.py: DynamicGradScaler``); at 2^23 the gradients of a loss still overflow 65504. The
+#: optimizer is not called in such a step.
+_FP16_SKIPPED_STEPS = 10
+
+
+def peak_after(stage: StageEstimate, run: RunSpec, record: Record, steps: int) -> int:
+    """The peak as of a number of steps: before the first optimizer step there are no optimizer moments.
+
+    Adam's moments are made in the first step that is not skipped, so no earlier forward or backward pass ran
+    beside them. ``stage.peak_bytes`` is the peak of every later step.
+    """
+    moments = sum(c.bytes for c in stage.components if c.kind == "optimizer" and c.name.startswith("exp_avg"))
+    dynamic_scale = run.precision.params_dtype == "fp16" and "--loss-scale" not in record.arguments
+    if dynamic_scale and 0 < steps <= _FP16_SKIPPED_STEPS:
+        return stage.peak_bytes - moments
+    return max(stage.static_bytes, stage.peak_bytes - moments) if steps == 1 else stage.peak_bytes
 
 
 def predict_all(records: Iterable[Record]) -> list[Outcome]:
