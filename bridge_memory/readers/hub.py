@@ -7,13 +7,11 @@ from contextlib import contextmanager
 
 from bridge_memory.spec import SpecError
 
-#: One line of why for the errors huggingface_hub raises, most specific first; None: see ``_reason``.
+#: One line of why for the errors huggingface_hub raises, most specific first.
 _REASONS = (
     ("GatedRepoError", "it is gated: accept its terms on the Hub and log in (hf auth login, or HF_TOKEN)"),
     ("DisabledRepoError", "its repository is disabled"),
     ("RepositoryNotFoundError", "the Hub has no such repository, or it is private (set HF_TOKEN)"),
-    ("LocalEntryNotFoundError", None),
-    ("OfflineModeIsEnabled", None),
     ("EntryNotFoundError", "its repository has no config.json"),
     ("HFValidationError", "it is not a valid Hub id"),
 )
@@ -78,15 +76,19 @@ def _quiet() -> Iterator[None]:
 
 
 def _reason(error: BaseException, offline: bool, endpoint: str) -> str:
-    names = {cls.__name__ for cls in type(error).__mro__}
+    """huggingface_hub wraps what happened in a cache miss; the cause is behind it."""
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None and cause not in causes:
+        causes.append(cause)
+    names = {cls.__name__ for e in causes for cls in type(e).__mro__}
     for name, reason in _REASONS:
-        if name in names:
-            if reason is not None:
-                return reason
-            break
+        # A cache miss is an EntryNotFoundError by inheritance alone.
+        if name in names and not (name == "EntryNotFoundError" and "LocalEntryNotFoundError" in names):
+            return reason
     if offline:
         return "HF_HUB_OFFLINE is set and its config.json is not in the cache"
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status is not None:
-        return f"{endpoint} answered {status}"
+    for e in causes:
+        status = getattr(getattr(e, "response", None), "status_code", None)
+        if status is not None:
+            return f"{endpoint} answered {status}"
     return f"{endpoint} cannot be reached; give a config.json instead"

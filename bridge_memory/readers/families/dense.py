@@ -55,6 +55,9 @@ DENSE: dict[str, Family] = {
     "exaone4": Family(**_NO_BIAS, qk_layernorm="head", window="all", assumptions=(_NORM_AFTER,)),
     "glm": Family(output_bias="never", rotary_factor=0.5, head_dim=128),
     "glm4": Family(output_bias="never", rotary_factor=0.5, head_dim=128, post_layernorms=True),
+    "glm4v_text": Family(
+        bias_keys=(), qkv_bias=True, output_bias="never", rotary_factor=0.5, post_layernorms=True
+    ),
     "nemotron": Family(normalization="LayerNorm", gated=False, activation="relu2", rotary_factor=0.5),
     "seed_oss": Family(qkv_bias=True, output_bias="attention_out_bias", head_dim=128),
     "gpt_neox": Family(

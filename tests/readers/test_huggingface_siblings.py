@@ -1,0 +1,162 @@
+"""Unseen siblings: small models of each family, built by transformers itself on the meta device and counted.
+
+Each config is read twice: as the config class writes it in full, and as it is saved (without class defaults).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import hf_parameters
+import pytest
+
+from bridge_memory.readers import model_from_hf_config
+from bridge_memory.readers.huggingface import _SIZES, NESTED_DEFAULTS
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "intermediate_size": 160,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+GROUPED = SIZES | {"num_key_value_heads": 2}
+LOCAL = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED = GROUPED | {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
+GPT = {"vocab_size": 512, "n_embd": 96, "n_layer": 4, "n_head": 6, "n_positions": 64}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+
+SIBLINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama with every bias": ("llama", GROUPED | {"attention_bias": True, "mlp_bias": True}),
+    "llama with its own head width": ("llama", GROUPED | {"head_dim": 32}),
+    "tied llama": ("llama", GROUPED | {"tie_word_embeddings": True}),
+    "mistral with its own head width": ("mistral", GROUPED | {"head_dim": 32}),
+    "ministral": ("ministral", GROUPED | {"head_dim": 32}),
+    "tied qwen2": ("qwen2", GROUPED | {"tie_word_embeddings": True}),
+    "qwen3 with biases": ("qwen3", GROUPED | {"attention_bias": True, "head_dim": 24}),
+    "gemma": ("gemma", GROUPED | {"head_dim": 24}),
+    "gemma2": ("gemma2", GROUPED | {"head_dim": 24}),
+    "gemma3_text": ("gemma3_text", GROUPED | {"head_dim": 24}),
+    "phi3": ("phi3", GROUPED),
+    "granite with biases": ("granite", GROUPED | {"attention_bias": True}),
+    "granitemoe": ("granitemoe", LOCAL),
+    "granitemoeshared": ("granitemoeshared", LOCAL | {"shared_intermediate_size": 32}),
+    "olmo2": ("olmo2", GROUPED),
+    "olmo3": ("olmo3", GROUPED),
+    "olmoe": ("olmoe", {k: v for k, v in EXPERTS.items() if k != "moe_intermediate_size"}),
+    "exaone4": ("exaone4", GROUPED),
+    "glm": ("glm", GROUPED | {"head_dim": 16}),
+    "glm4": ("glm4", GROUPED | {"head_dim": 16, "attention_bias": True}),
+    "nemotron": ("nemotron", GROUPED),
+    "smollm3": ("smollm3", GROUPED),
+    "seed_oss": ("seed_oss", GROUPED | {"head_dim": 16}),
+    "gpt_neox": ("gpt_neox", SIZES),
+    "mixtral": ("mixtral", LOCAL),
+    "gpt_oss": ("gpt_oss", LOCAL | {"head_dim": 16}),
+    "qwen2_moe with dense layers": (
+        "qwen2_moe",
+        EXPERTS | {"shared_expert_intermediate_size": 64, "mlp_only_layers": [1], "decoder_sparse_step": 2},
+    ),
+    "qwen2_moe without biases": (
+        "qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 64, "qkv_bias": False}
+    ),
+    "qwen3_moe with a dense layer": ("qwen3_moe", EXPERTS | {"mlp_only_layers": [0], "head_dim": 16}),
+    "qwen3_next": ("qwen3_next", EXPERTS | DELTA | {"shared_expert_intermediate_size": 64, "head_dim": 16}),
+    "deepseek_v2": ("deepseek_v2", ROUTED | LATENT | {"q_lora_rank": 24, "num_key_value_heads": 6}),
+    "deepseek_v3 without a query rank": (
+        "deepseek_v3", ROUTED | LATENT | {"q_lora_rank": None, "num_key_value_heads": 6}
+    ),
+    "glm4_moe": ("glm4_moe", ROUTED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
+    "dots1": ("dots1", ROUTED | {"head_dim": 16}),
+    "gpt2": ("gpt2", GPT),
+    "gpt2 with its own width": ("gpt2", GPT | {"n_inner": 100}),
+    "gpt_bigcode (one key and value head)": ("gpt_bigcode", GPT),
+    "bloom": ("bloom", {"vocab_size": 512, "hidden_size": 96, "n_layer": 4, "n_head": 6}),
+    # Families without a reader of their own.
+    "stablelm": ("stablelm", GROUPED),
+    "starcoder2": ("starcoder2", GROUPED),
+    "arcee": ("arcee", GROUPED),
+    "helium": ("helium", GROUPED | {"head_dim": 16}),
+    "ernie4_5": ("ernie4_5", GROUPED | {"head_dim": 16}),
+}
+
+
+def parameters(config: Any) -> int:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("sibling", SIBLINGS)
+def test_a_sibling_has_the_parameters_transformers_gives_it(sibling: str) -> None:
+    model_type, fields = SIBLINGS[sibling]
+    config = transformers.AutoConfig.for_model(model_type, **fields)
+    counted = parameters(config)
+    saved = json.loads(config.to_json_string(use_diff=True))
+    assert hf_parameters.main_model(model_from_hf_config(saved, "saved")) == counted
+    assert hf_parameters.main_model(model_from_hf_config(config.to_dict(), "full")) == counted
+
+
+def test_olmo_gains_weights_for_its_norms_and_says_so() -> None:
+    """OLMo's LayerNorms have none: 2 norms in each of 4 layers and the last, 2 x 96 values each."""
+    config = transformers.AutoConfig.for_model("olmo", **GROUPED)
+    model = model_from_hf_config(config.to_dict(), "olmo")
+    assert hf_parameters.main_model(model) == parameters(config) + 9 * 2 * 96
+    assert any("norm" in line for line in model.assumptions)
+
+
+@pytest.mark.parametrize("model_type", sorted(NESTED_DEFAULTS))
+def test_defaults_of_nested_configs_are_those_of_transformers(model_type: str) -> None:
+    config = transformers.AutoConfig.for_model(model_type)
+    for field, default in zip(_SIZES, NESTED_DEFAULTS[model_type], strict=True):
+        if default is not None:
+            assert getattr(config, field) == default
+    nested = {"model_type": "wrapper", "text_config": {"model_type": model_type}, "vision_config": {}}
+    assert hf_parameters.main_model(model_from_hf_config(nested, "nested")) == parameters(config)
+
+
+TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_5_vl": ("qwen2_5_vl_text", GROUPED),
+    "qwen3_vl": ("qwen3_vl_text", GROUPED | {"head_dim": 16}),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", EXPERTS | {"head_dim": 16}),
+    "gemma3": ("gemma3_text", GROUPED | {"head_dim": 16}),
+    "mistral3": ("mistral", GROUPED | {"head_dim": 16}),
+    "glm4v": ("glm4v_text", GROUPED),
+    "glm4v_moe": ("glm4v_moe_text", ROUTED | {"head_dim": 16}),
+}
+
+
+@pytest.mark.parametrize("wrapper", TOWERS)
+def test_the_text_tower_of_a_wrapper_has_the_parameters_transformers_gives_it(wrapper: str) -> None:
+    """The wrapper's language model (embedding, layers, norm) plus the head, unless it is tied."""
+    from transformers.models.auto.modeling_auto import AutoModel
+
+    config = transformers.AutoConfig.for_model(wrapper, text_config=TOWERS[wrapper][1])
+    config.text_config.rope_scaling = {"rope_type": "default", "mrope_section": [1, 1, 1]}
+    with torch.device("meta"):
+        tower = AutoModel.from_config(config.text_config)
+    model = model_from_hf_config(config.to_dict(), wrapper)
+    head = 0 if model.share_embeddings_and_output_weights else 512 * 96
+    assert hf_parameters.main_model(model) == sum(p.numel() for p in tower.parameters()) + head
+    assert any("text tower only" in line for line in model.assumptions)
