@@ -12,7 +12,7 @@ from bridge_memory.inventory.buffers import lasting_buffers
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters, mtp_parameters
 from bridge_memory.inventory.stack import chunk_inventory
-from bridge_memory.inventory.workspaces import between_steps_bytes
+from bridge_memory.inventory.workspaces import batch_bytes, between_steps_bytes
 from bridge_memory.layout import Chunk, layout
 from bridge_memory.model_state import model_states
 from bridge_memory.spec import RunSpec
@@ -145,6 +145,8 @@ def _stage(
         components.append(
             Component("pipeline sends and receives", moment.hidden_bytes, "transient", "formula")
         )
+    if (batch := batch_bytes(run, chunks)):
+        components.append(Component("batch: tokens, labels, masks", batch, "transient", "formula"))
     # What is left of one step is gone when the next one reaches its peak: passing tensors take its place.
     left_over = between_steps_bytes(run, chunks, ctx)
     transient = max(0, moment.bytes - moment.hidden_bytes - sum(saved.values()) - left_over)

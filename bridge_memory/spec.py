@@ -417,6 +417,21 @@ class ImplementationSpec:
     def te(self) -> bool:
         return self.transformer_impl == "transformer_engine"
 
+    @property
+    def attention_kernel(self) -> str:
+        """The attention that runs: "flash" (FlashAttention 2), "fused" (cuDNN) or "unfused".
+
+        What "auto" means is Transformer Engine's choice (``dot_product_attention/utils.py:
+        get_attention_backend``): cuDNN from Hopper on, FlashAttention before it and, with determinism asked for,
+        on Blackwell, where cuDNN's backward is not deterministic.
+        """
+        if not self.te or self.attention_backend in ("unfused", "local"):
+            return "unfused"
+        if self.attention_backend in ("flash", "fused"):
+            return self.attention_backend
+        needs_flash = self.gpu_arch == "ampere" or (self.gpu_arch == "blackwell" and self.nvte_deterministic)
+        return "flash" if needs_flash else "fused"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:

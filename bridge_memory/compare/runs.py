@@ -46,6 +46,8 @@ class Record:
     framework: Mapping[str, object]
     config: Mapping[str, object]
     measured: tuple[Measurement, ...]
+    #: Parameters of the fullest rank as the run itself logged them (``report_theoretical_memory``), if it did.
+    parameters_of_a_shard: float | None = None
 
     @property
     def arguments(self) -> Mapping[str, object]:
@@ -123,6 +125,7 @@ def _record(line: str, where: str) -> Record:
             framework=dict(data.get("framework") or {}),
             config=dict(data["config"]),
             measured=measured,
+            parameters_of_a_shard=_logged_parameters(data),
         )
     except KeyError as error:
         raise SpecError(f"{where} has no field {error}; see the corpus README for a record") from None
@@ -153,6 +156,12 @@ def _measurements(data: Mapping[str, object]) -> Iterator[Measurement]:
     peak = verbatim.get("max_allocated_bytes_mean_over_20_iters")
     if isinstance(peak, (int, float)):
         yield Measurement(0, None, _bytes(peak))
+
+
+def _logged_parameters(data: Mapping[str, object]) -> float | None:
+    verbatim = data.get("measured_verbatim")
+    value = verbatim.get("log: params in most loaded shard (B)") if isinstance(verbatim, Mapping) else None
+    return float(value) * 1e9 if isinstance(value, (int, float)) else None
 
 
 def _bytes(value: object) -> int | None:
@@ -220,6 +229,11 @@ def predict(record: Record) -> list[Outcome]:
         return failed("error", f"{type(error).__name__}: {error}")
     if not record.measured:
         return failed("not_modelled", "skipped: nothing was measured")
+    stated = record.parameters_of_a_shard
+    largest = max(stage.parameters for stage in answer.stages)
+    if stated and abs(largest / stated - 1) > _SAME_MODEL:
+        reason = f"skipped: its own log counts {stated:.4g} parameters in the fullest shard, its arguments make"
+        return failed("not_modelled", f"{reason} {largest:.4g}; one of the two is not the run")
     gaps = tuple(dict.fromkeys((*run.not_modelled, *run.model.not_modelled, *answer.not_modelled)))
     pp_before_dp = "--use-tp-pp-dp-mapping" in record.arguments
     features = features_of(run)
@@ -237,6 +251,9 @@ def predict(record: Record) -> list[Outcome]:
         )
     return outcomes
 
+
+#: Relative difference of two parameter counts that still speak of one model (padding, biases).
+_SAME_MODEL = 0.05
 
 #: fp16's dynamic loss scale starts at 2^32 and halves after every overflowing step (after the second one,
 #: ``optimizer/grad_scaler.py: DynamicGradScaler``); at 2^23 the gradients of a loss still overflow 65504. The

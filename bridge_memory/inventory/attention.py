@@ -128,10 +128,15 @@ def core_attention(
             return _context_parallel(r, qkv, rows=rows, q_width=q_width, kv_width=kv_width + v_width,
                                      out_bytes=out_bytes)
         lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False)
-        return tape.make(
+        out = tape.make(
             "core_attention output", qkv, out_bytes, saves=(*qkv, lse), save_output=True, also=(lse,),
             backward_workspace=4 * ctx.tokens * q_width + 4 * rows,
         )
+        if ctx.impl.attention_kernel == "flash":
+            # FlashAttention 2 works on [b, s, a, d]; its output is kept in that order and copied to [s, b, a d]
+            # (TE backends.py: FlashAttention.forward).
+            out = tape.make("core_attention output [s, b]", out, out_bytes)
+        return out
     scores_elements = rows * ctx.seq * ctx.cp
     scores_bytes = scores_elements * ctx.act
     if grouped:

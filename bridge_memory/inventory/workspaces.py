@@ -98,6 +98,20 @@ def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext)
     return found
 
 
+def batch_bytes(run: RunSpec, chunks: Sequence[Chunk]) -> int:
+    """Bytes of one microbatch's input on an end stage of the pipeline; the stages between get none.
+
+    int64 tokens, labels and positions, an fp32 loss mask, and the boolean mask [b, 1, s, s] of the data loader,
+    all divided by CP. Source: ``megatron/training/utils.py: get_batch_on_this_tp_rank``,
+    ``megatron/core/utils.py: get_batch_on_this_cp_rank``.
+    """
+    if not any(chunk.embedding or chunk.output for chunk in chunks):
+        return 0
+    b, s = run.batch.micro_batch_size, run.batch.seq_length
+    mask = s * s if run.implementation.create_attention_mask else 0
+    return b * (s * (8 + 8 + 8 + 4) + mask) // run.parallel.cp
+
+
 def between_steps_bytes(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> int:
     """Bytes of ``lasting_workspaces`` that are gone by the time a step reaches its peak."""
     return sum(w.bytes for w in lasting_workspaces(run, chunks, ctx) if w.between_steps)

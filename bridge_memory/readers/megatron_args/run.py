@@ -284,8 +284,6 @@ def _attention_backend(a: Arguments, architecture: str, te: tuple[int, int] | No
     get_attention_backend``): NVTE_* variables, and determinism where a backend's backward has none.
     """
     backend = a.text("attention_backend", "auto").rsplit(".", 1)[-1]
-    if backend == "auto" and a.flag("use_flash_attn"):
-        return "flash"
     if backend == "auto":
         flash, fused = (a.env.get(n, "1") != "0" for n in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"))
         if not flash or not fused:
