@@ -116,6 +116,8 @@ class MoESpec:
     shared_expert_gate: bool = False
     #: Aux-loss-free balancing: an fp32 buffer of E values and one of token counts (not parameters).
     router_enable_expert_bias: bool = False
+    #: The model's published parameter count has that bias in it (MiniMax-M2, Nemotron-3); Megatron's never has.
+    expert_bias_in_published_count: bool = False
     #: A bias on the router's linear (gpt-oss).
     add_router_bias: bool = False
     router_score_function: str = "softmax"

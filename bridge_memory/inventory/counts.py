@@ -14,7 +14,7 @@ from bridge_memory.inventory.layer import (
 )
 from bridge_memory.inventory.recorder import BlockInventory
 from bridge_memory.inventory.stack import final_norm_name
-from bridge_memory.spec import BatchSpec, ModelSpec, ParallelSpec, RunSpec
+from bridge_memory.spec import BatchSpec, ModelSpec, MoESpec, ParallelSpec, RunSpec
 
 
 def _numel(inventory: BlockInventory) -> int:
@@ -31,13 +31,21 @@ def _whole(model: ModelSpec) -> BlockContext:
 
 @lru_cache(maxsize=256)
 def model_parameters(model: ModelSpec) -> int:
-    """Elements of the unsharded model: embedding, decoder layers, final norm, output layer unless tied."""
+    """Elements of the unsharded model: embedding, decoder layers, final norm, output layer unless tied.
+
+    Where the published count has the router's expert bias in it, so has this one (in Megatron it is a buffer).
+    """
     ctx = _whole(model)
     total = _numel(embedding_inventory(model, ctx))
     total += sum(_numel(layer_inventory(layer, ctx)) for layer in model.layers)
     total += _numel(final_norm_inventory(final_norm_name(model), ctx))
     untied = not model.share_embeddings_and_output_weights
-    return total + _numel(output_inventory(model.output_bias, untied, ctx))
+    return total + _numel(output_inventory(model.output_bias, untied, ctx)) + _published_expert_bias(model)
+
+
+def _published_expert_bias(model: ModelSpec) -> int:
+    blocks = [layer.ffn for layer in model.layers if isinstance(layer.ffn, MoESpec)]
+    return sum(b.num_experts for b in blocks if b.router_enable_expert_bias and b.expert_bias_in_published_count)
 
 
 @lru_cache(maxsize=256)

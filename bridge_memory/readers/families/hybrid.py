@@ -108,6 +108,7 @@ def _block(f: Fields, symbol: str, hidden_size: int) -> LayerSpec:
             add_bias=bias,
             shared_expert_intermediate_size=shared if f.count("n_shared_experts", default=1) else 0,
             router_enable_expert_bias=True,
+            expert_bias_in_published_count=True,
             router_score_function="sigmoid",
             router_load_balancing_type="seq_aux_loss",
             latent_size=f.integer("moe_latent_size", default=None),

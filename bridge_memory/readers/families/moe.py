@@ -123,6 +123,7 @@ def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
                 "scoring_func", {"sigmoid": "sigmoid", "softmax": "softmax"}, default="sigmoid"
             ),
             router_enable_expert_bias=f.flag("use_routing_bias", default=True),
+            expert_bias_in_published_count=True,
             shared_expert_intermediate_size=f.count("shared_intermediate_size"),
         )
     elif kind == "granitemoeshared":

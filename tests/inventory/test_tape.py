@@ -1,0 +1,127 @@
+"""The tape's rules, each on a case small enough to count by hand. Sizes are bytes."""
+
+from __future__ import annotations
+
+from bridge_memory.inventory.tape import Tape
+
+
+def _linear_chain(*, checkpoint: bool = False) -> Tape:
+    """x(100) -> a(300) -> b(100) -> y(100), where a and b are saved by their consumers, x by its own."""
+    t = Tape()
+    x = t.input("x", 100)
+    with t.checkpoint("region", (x,), enabled=checkpoint):
+        a = t.make("a", x, 300, saves=(x,))
+        b = t.make("b", a, 100, saves=(a,))
+        y = t.make("y", b, 100, saves=(b,))
+    t.output(y)
+    return t
+
+
+def test_saved_tensors_live_and_the_output_is_handed_on() -> None:
+    cost = _linear_chain().cost()
+    # x + a + b; y belongs to the next block.
+    assert cost.saved == 500
+    assert cost.output_bytes == 100
+    assert cost.input_saved
+    # At y: x, a, b and y itself.
+    assert cost.forward_peak == 600
+
+
+def test_backward_frees_as_it_goes() -> None:
+    """Backward of y: 500 saved + grad y 100 + grad b 100 = 700; then b goes (500 - 100 = 400 saved).
+    Backward of b: 400 + grad b 100 + grad a 300 = 800. Backward of a: 100 + 300 + 100 = 500."""
+    cost = _linear_chain().cost()
+    assert cost.backward_peak == 800
+    assert cost.backward_peak_op == "b"
+
+
+def test_a_checkpoint_keeps_its_input_and_pays_in_backward() -> None:
+    cost = _linear_chain(checkpoint=True).cost()
+    assert cost.saved == 100
+    # No-grad forward: x, a and b at once; then a goes before y is made.
+    assert cost.forward_peak == 500
+    # Replayed forward with the gradient of y waiting: x, a, b, y and grad y = 700; backward of b then holds
+    # x, a + grad b + grad a = 800.
+    assert cost.backward_peak == 800
+
+
+def test_a_storage_saved_twice_counts_once() -> None:
+    t = Tape()
+    x = t.input("x", 100)
+    a = t.make("a", x, 10, saves=(x,))
+    b = t.make("b", x, 10, saves=(x,))
+    t.output(t.make("y", (a, b), 10))
+    assert t.cost().saved == 100
+
+
+def test_what_nobody_saves_goes_at_its_last_use() -> None:
+    t = Tape()
+    x = t.input("x", 100)
+    a = t.make("a", x, 1000)
+    b = t.make("b", a, 10)
+    t.output(t.make("y", b, 10))
+    cost = t.cost()
+    assert cost.saved == 0
+    assert cost.forward_peak == 1100  # x and a while a is made; x goes before b comes
+
+
+def test_a_variable_holds_its_tensor_to_the_end_of_its_scope() -> None:
+    t = Tape()
+    x = t.input("x", 0)
+    a = t.make("a", x, 1000)
+    b = t.make("b", a, 10)
+    c = t.make("c", b, 500)
+    t.touch(a)
+    t.output(c)
+    assert t.cost().forward_peak == 1510  # a, b and c
+
+
+def test_discarded_outputs_are_refilled_when_their_consumers_gradient_arrives() -> None:
+    """moe_act's shape: fc1 output m (400) is kept, the activation a (200) is not."""
+    t = Tape()
+    x = t.input("x", 100)
+    m = t.make("m", x, 400, saves=(x,))
+    with t.discardable("act", (m,)) as region:
+        a = t.make("a", m, 200, saves=(m,))
+    y = t.make("y", a, 100, saves=(a,))
+    t.discard(region, a)
+    t.output(y)
+    cost = t.cost()
+    assert cost.saved == 500  # x and m
+    assert cost.forward_peak == 800  # x, m, a, y before the discard
+    # Backward of a: x, m, the refilled a's gradient 200 and m's gradient 400; a itself went after y's backward.
+    assert cost.backward_peak == 100 + 400 + 200 + 400
+
+
+def test_addition_shares_its_gradient() -> None:
+    """y = x + f(x): both terms get the same gradient storage, and f's input gradient is added into it."""
+    t = Tape()
+    x = t.input("x", 100)
+    f = t.make("f", x, 100, saves=(x,))
+    t.output(t.make("y", (f, x), 100, alias=True))
+    cost = t.cost()
+    # Backward of f: x saved 100, the shared gradient 100, f's fresh input gradient 100.
+    assert cost.backward_peak == 300
+
+
+def test_a_gradient_written_over_what_was_saved_needs_no_room() -> None:
+    """Transformer Engine's cross entropy writes the logits' gradient over the logits."""
+    t = Tape()
+    x = t.input("hidden", 10)
+    logits = t.make("logits", x, 1000, saves=(x,))
+    t.output(t.make("loss", logits, 1, saves=(logits,), in_place=True))
+    cost = t.cost()
+    assert cost.saved == 1010
+    # Backward of the logits: hidden, the gradient in the logits' place, hidden's gradient.
+    assert cost.backward_peak == 10 + 1000 + 10
+
+
+def test_workspaces_count_only_while_their_operation_runs() -> None:
+    t = Tape()
+    x = t.input("x", 10)
+    a = t.make("a", x, 10, workspace=500, backward_workspace=900, saves=(x,))
+    t.output(t.make("y", a, 10, saves=(a,)))
+    cost = t.cost()
+    assert cost.saved == 20
+    assert cost.forward_peak == 520
+    assert cost.backward_peak == 10 + 10 + 10 + 900  # x, grad a, grad x, scratch
