@@ -18,10 +18,13 @@ a Python name still holds. ``Moment.hidden`` counts them. What each schedule hol
 functions with ``deallocate_pipeline_outputs`` (which Megatron-LM and Megatron Bridge both set):
 
 * 1F1B: the sent input gradient of the last backward pass is held until the end of the next one, the received
-  output gradient until the next is received.
+  output gradient until the next is received; the input until the next forward pass has ended, by the graph of
+  the output that ``output_tensor`` names.
 * Interleaved: the received output gradient waits during the forward pass before its backward pass; the fresh
   output of a forward pass is freed only after the backward pass that follows; the sent input gradient is held
-  as in 1F1B; with ``overlap_p2p_comm`` the next input is received during the backward pass.
+  as in 1F1B; with ``overlap_p2p_comm`` the next input is received during the backward pass, and the last input
+  received in warm-up, with its gradient, is held by ``input_tensor`` to the end of the step. So is, but on the
+  last rank, that of the last forward pass, by the graph of ``output_tensor``.
 * Interleaved with a microbatch group larger than the pipeline: the first rank's inputs, and the last rank's
   output gradients, arrive early and wait.
 
@@ -166,14 +169,25 @@ def walk(
     group = group or pp
     first, last = rank == 0, rank == pp - 1
     interleaved = pp > 1 and v > 1
-    table = [chunk for _, chunk in schedule_table(num_microbatches, v, group)]
+    order = schedule_table(num_microbatches, v, group)
+    table = [chunk for _, chunk in order]
     total = len(table)
     warmup = num_warmup(pp, rank, num_microbatches, v, group, extra)
+    steady_passes = total - warmup
     alive = [0] * v
     inputs = 0  # received, waiting for their forward pass
     grads = 0  # received, waiting for their backward pass
     held_input_grad = 0  # sent, held by a name
-    held_output_grad = 0  # used, held by a name (1F1B only)
+    held_in_forward = 0  # 1F1B: the used output gradient, and the used input that the used output's graph holds
+    # Pairs whose input a name keeps to the end, with its gradient, and how many of the two are kept by now.
+    named: dict[tuple[int, int], int] = {}
+    if interleaved and not last:
+        named[order[-1]] = 0  # the graph of ``output_tensor``
+    # Likewise, pairs whose output gradient is kept.
+    named_grads: dict[tuple[int, int], int] = {}
+    slots = group - pp + 1 if overlap_p2p_comm else 1
+    input_buffer: list[tuple[int, int] | None] = [None] * (slots if first else 1)
+    grad_buffer: list[tuple[int, int] | None] = [None] * (slots if last else 1)
 
     def receives_input(x: int) -> bool:
         """``recv_tensor_from_previous_stage`` after forward pass x."""
@@ -187,6 +201,11 @@ def walk(
             return False
         return not last or (k >= pp - 1 and table[k - (pp - 1)] != v - 1)
 
+    def next_chunk(x: int) -> tuple[int, int]:
+        """The pair that what arrives after pass x at the leading rank is for, chunks counted in pass order."""
+        microbatch, chunk = order[x - (pp - 1)]
+        return microbatch, chunk + 1
+
     if interleaved and not first:
         inputs = 1
     for x in range(warmup):
@@ -197,6 +216,8 @@ def walk(
         yield Moment("forward", chunk, tuple(alive), inputs)
         if interleaved and receives_input(x):
             inputs += 1
+            if overlap_p2p_comm and x == warmup - 1:
+                named[next_chunk(x) if first else order[warmup]] = 0  # ``input_tensor``
     if interleaved and not last:
         # With all microbatches in warm-up it is received later, but before the first backward pass all the
         # same.
@@ -206,40 +227,54 @@ def walk(
         steady = x < total
         chunk = v - 1 - table[k]
         forward_chunk, fresh_output = -1, 0
+        kept = sum(named.values()) + sum(named_grads.values())
         if steady:
             forward_chunk = table[x]
             alive[forward_chunk] += 1
             if interleaved and not (first and forward_chunk == 0):
                 inputs -= 1
             if not extra:
-                yield Moment(
-                    "forward",
-                    forward_chunk,
-                    tuple(alive),
-                    inputs + grads + held_input_grad + held_output_grad,
-                )
+                hidden = inputs + grads + held_input_grad + held_in_forward + kept
+                yield Moment("forward", forward_chunk, tuple(alive), hidden)
             if interleaved:
                 fresh_output = 0 if last and forward_chunk == v - 1 else 1
                 if overlap_p2p_comm and receives_input(x):
                     inputs += 1
         if interleaved and not (last and chunk == v - 1):
             grads -= 1
-        # 1F1B: receiving the new output gradient lets go of the last one, and holds itself as the chunk's
-        # own.
-        hidden = inputs + grads + held_input_grad + fresh_output
+        # 1F1B: receiving the new output gradient lets go of the last one; the new one is the chunk's own.
+        hidden = inputs + grads + held_input_grad + fresh_output + kept
         if extra and steady:
             yield Moment("overlapped", chunk, tuple(alive), hidden, forward_chunk)
         else:
             yield Moment("backward", chunk, tuple(alive), hidden)
         alive[chunk] -= 1
         held_input_grad = 0 if first and chunk == 0 else 1
+        done = (order[k][0], chunk)
+        for pair, n in named.items():
+            if n or pair == done:
+                named[pair] = min(2, n + 1)  # at first the gradient still counts as the sent one
+        if done in named_grads:
+            named_grads[done] = 1
         if interleaved:
             if steady and not overlap_p2p_comm and receives_input(x):
                 inputs += 1
             if receives_grad(k):
                 grads += 1
+            if steady and overlap_p2p_comm:
+                # The receive buffers: what is still in a slot when the steady state ends stays there.
+                for buffer, i, received, leads in (
+                    (input_buffer, x, receives_input(x), first),
+                    (grad_buffer, k, receives_grad(k), last),
+                ):
+                    buffer[i % len(buffer)] = next_chunk(i) if received and leads else None
+                    if received:
+                        buffer[(i + 1) % len(buffer)] = None
+            if k == steady_passes - 1:
+                named.update({pair: 0 for pair in input_buffer if pair and pair not in named})
+                named_grads = {(n, v - 1 - c): 0 for n, c in filter(None, grad_buffer)}
         else:
-            held_output_grad = 0 if last else 1
+            held_in_forward = (not last) + (not first)
 
 
 def walked_peak(
@@ -285,9 +320,7 @@ def _most(moments: Iterable[Moment], chunks: Sequence[ChunkCost], hidden_bytes: 
         if n > most:
             most, peak = n, moment
     assert peak is not None, "a schedule without events"
-    return PeakMoment(
-        peak.phase, peak.chunk, most, peak.alive, peak.hidden * hidden_bytes, peak.forward_chunk
-    )
+    return PeakMoment(peak.phase, peak.chunk, most, peak.alive, peak.hidden * hidden_bytes, peak.forward_chunk)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -316,16 +349,14 @@ def dynamic_peak(
     # More groups repeat the same round: warm-up is over within two, and every further one is a whole round.
     if v == 1 or pp == 1:
         m = min(m, pp + 2)
-    elif m >= 6 * group:
-        m = 5 * group + m % group
+    elif m >= 9 * group:
+        m = 8 * group + m % group
     moments = _moments(pp, rank, m, v, group, overlap_moe_expert_parallel_comm, overlap_p2p_comm)
     return _most(moments, chunks, hidden_bytes)
 
 
 @lru_cache(maxsize=65536)
-def _moments(
-    pp: int, rank: int, m: int, v: int, group: int, extra: bool, overlap_p2p_comm: bool
-) -> tuple[Moment, ...]:
+def _moments(pp: int, rank: int, m: int, v: int, group: int, extra: bool, overlap_p2p_comm: bool) -> tuple[Moment, ...]:
     """The moments of a schedule of which one is the peak, whatever chunks cost."""
     if pp == 1 or v == 1:
         moments = _moments_of_1f1b(pp, rank, m, v, extra)
@@ -341,12 +372,11 @@ def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
         kinds.setdefault((moment.phase, moment.chunk, moment.forward_chunk), []).append(moment)
     out = []
     for same in kinds.values():
-        same.sort(key=lambda n: -sum(n.alive))
+        same.sort(key=lambda n: (-sum(n.alive), -n.hidden))
         kept: list[Moment] = []
         for n in same:
             if not any(
-                k.hidden >= n.hidden and all(a >= b for a, b in zip(k.alive, n.alive, strict=True))
-                for k in kept
+                k.hidden >= n.hidden and all(a >= b for a, b in zip(k.alive, n.alive, strict=True)) for k in kept
             ):
                 kept.append(n)
         out += kept
@@ -359,21 +389,21 @@ def _moments_of_1f1b(pp: int, rank: int, m: int, v: int, extra: bool) -> list[Mo
         raise ValueError("virtual stages need a pipeline")
     warmup = num_warmup(pp, rank, m, 1, None, extra)
     steady = m - warmup
-    input_grad, output_grad = int(rank > 0), int(rank < pp - 1)
+    received, sent = int(rank > 0), int(rank < pp - 1)
     out = []
     if warmup:
         out.append(Moment("forward", 0, (warmup,)))
     for k in (0, 1):
         if k < steady:
-            held = k * input_grad
+            held = k * received
             if extra:
                 out.append(Moment("overlapped", 0, (warmup + 1,), held, 0))
             else:
-                out.append(Moment("forward", 0, (warmup + 1,), held + k * output_grad))
+                out.append(Moment("forward", 0, (warmup + 1,), held + k * (received + sent)))
                 out.append(Moment("backward", 0, (warmup + 1,), held))
     for k in (steady, steady + 1):
         if k < m:
-            out.append(Moment("backward", 0, (m - k,), input_grad if k else 0))
+            out.append(Moment("backward", 0, (m - k,), received if k else 0))
     return out
 
 
@@ -385,9 +415,7 @@ class _Interleaved:
     peak is at either end of such a stretch. Once warm, a round of one whole group is like the last.
     """
 
-    def __init__(
-        self, pp: int, rank: int, m: int, v: int, group: int, extra: bool, overlap_p2p: bool
-    ) -> None:
+    def __init__(self, pp: int, rank: int, m: int, v: int, group: int, extra: bool, overlap_p2p: bool) -> None:
         self.pp, self.v, self.group, self.m = pp, v, group, m
         self.extra, self.overlap_p2p = extra, overlap_p2p
         self.first, self.last = rank == 0, rank == pp - 1
@@ -396,6 +424,7 @@ class _Interleaved:
         self.whole_microbatches = whole * group
         self.total = m * v
         self.warmup = num_warmup(pp, rank, m, v, group, extra)
+        self.kept_inputs, self.kept_grads = self._kept()
 
     def done(self, x: int, chunk: int) -> int:
         """Of the first x forward passes, those of ``chunk``; of x backward ones, of ``v - 1 - chunk``."""
@@ -438,6 +467,52 @@ class _Interleaved:
     def held_input_grad(self, k: int) -> int:
         return int(k > 0 and not (self.first and self.chunk(k - 1) == self.v - 1))
 
+    def _at(self, microbatch: int, chunk: int) -> int:
+        """Which forward pass (microbatch, chunk) is; which backward pass (microbatch, v - 1 - chunk) is."""
+        if microbatch < self.whole_microbatches:
+            groups, i = divmod(microbatch, self.group)
+            return (groups * self.v + chunk) * self.group + i
+        return self.whole + chunk * self.rest + microbatch - self.whole_microbatches
+
+    def _microbatch(self, x: int) -> int:
+        if x < self.whole:
+            return x // (self.group * self.v) * self.group + x % self.group
+        return self.whole_microbatches + (x - self.whole) % self.rest
+
+    def _kept(self) -> tuple[list[int], list[int]]:
+        """The backward passes after which a name keeps an input and its gradient, or an output gradient."""
+        steady, behind = self.total - self.warmup, self.pp - 1
+
+        def next_chunk(x: int) -> tuple[int, int] | None:
+            """The pair, chunks counted in pass order, that what arrives after pass x is for."""
+            if x < behind or x == self.total - 1 or self.chunk(x - behind) == self.v - 1:
+                return None
+            return self._microbatch(x - behind), self.chunk(x - behind) + 1
+
+        inputs: set[tuple[int, int] | None] = set()
+        grads: list[tuple[int, int] | None] = []
+        if not self.last:
+            inputs.add((self.m - 1, self.v - 1))
+        if self.overlap_p2p and steady:
+            slots = self.group - behind
+            if self.first:
+                inputs |= {next_chunk(x) for x in range(max(self.warmup, self.total - slots), self.total)}
+                inputs.add(next_chunk(self.warmup - 1))
+            else:
+                inputs.add((self._microbatch(self.warmup), self.chunk(self.warmup)))
+            if self.last and slots > 1:
+                grads = [next_chunk(k) for k in range(max(0, steady - slots), steady)]
+                if grads[-1] and len(grads) == slots:
+                    grads[0] = None  # receiving clears the next slot
+        return (
+            [self._at(n, self.v - 1 - c) for n, c in filter(None, inputs)],
+            [self._at(n, c) for n, c in filter(None, grads)],
+        )
+
+    def kept(self, k: int) -> int:
+        """Hidden states that names keep during backward pass k and the forward pass before it."""
+        return sum(min(2, max(0, k - i)) for i in self.kept_inputs) + sum(k > i for i in self.kept_grads)
+
     def moments(self) -> list[Moment]:
         out = []
         span = self.group * self.v
@@ -447,20 +522,19 @@ class _Interleaved:
         if self.group > self.pp:
             turns |= {t + self.pp - 1 for t in turns}
         ends = {t + d for t in turns for d in (-1, 0, 1)}
+        kept = {i + d for i in (*self.kept_inputs, *self.kept_grads) for d in (0, 1, 2)}
 
         for x in sorted(ends | {self.warmup - 1}):
             if max(0, self.warmup - span - 1) <= x < self.warmup:
                 hidden = self.inputs(x, after=False)
                 out.append(Moment("forward", self.chunk(x), self.alive(x + 1, 0), hidden))
-        # The first two rounds, and from where the last, shorter group comes into play.
-        tail = self.whole - self.warmup - 1
         # The last forward pass receives nothing more.
-        for k in sorted(ends | {x - self.warmup for x in ends} | {0, steady - 2, steady - 1}):
-            if 0 <= k < steady and (k <= 2 * span or k >= tail):
+        for k in sorted(ends | kept | {x - self.warmup for x in ends} | {0, steady - 2, steady - 1}):
+            if 0 <= k < steady:
                 self._steady(k, out)
-        for k in sorted(ends | {steady, steady + 1}):
-            if steady <= k < min(steady + span + 2, self.total):
-                hidden = self.grads(k, during_forward=False) + self.held_input_grad(k)
+        for k in sorted(ends | kept | {steady, steady + 1}):
+            if steady <= k < self.total:
+                hidden = self.grads(k, during_forward=False) + self.held_input_grad(k) + self.kept(k)
                 out.append(Moment("backward", self.v - 1 - self.chunk(k), self.alive(self.total, k), hidden))
         return out
 
@@ -468,7 +542,7 @@ class _Interleaved:
         x = self.warmup + k
         forward_chunk, chunk = self.chunk(x), self.v - 1 - self.chunk(k)
         alive = self.alive(x + 1, k)
-        held = self.held_input_grad(k)
+        held = self.held_input_grad(k) + self.kept(k)
         if not self.extra:
             hidden = self.inputs(x, after=False) + self.grads(k, during_forward=True) + held
             out.append(Moment("forward", forward_chunk, alive, hidden))
