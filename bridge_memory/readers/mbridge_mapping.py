@@ -37,7 +37,8 @@ def model_from_mbridge(config: Mapping[str, Any], name: str = "config") -> Model
         model_type=model_type,
         max_sequence_length=text.max_position_embeddings,
         position_embedding_type="rope",
-        rotary_percent=_rotary_percent(bridge, text),
+        # Of mbridge's types only GLM's rotate a part; their _get_gptmodel_args pass this field on.
+        rotary_percent=float(getattr(text, "partial_rotary_factor", None) or 1.0),
         share_embeddings_and_output_weights=bool(getattr(bridge.hf_config, "tie_word_embeddings", False)),
         # LLMBridge._model_provider pads only when told to; 1 leaves what TP divides as it is.
         make_vocab_size_divisible_by=1,
@@ -46,13 +47,6 @@ def model_from_mbridge(config: Mapping[str, Any], name: str = "config") -> Model
         activation="gelu" if gemma else None,
         assumptions=tuple(assumptions),
     )
-
-
-def _rotary_percent(bridge: Any, text: Any) -> float:
-    """What mbridge passes to GPTModel; its vision-language bridges have no such arguments."""
-    if text is bridge.hf_config:
-        return float(bridge._get_gptmodel_args().get("rotary_percent", 1.0))
-    return float(getattr(text, "partial_rotary_factor", None) or 1.0)
 
 
 def _bridge(config: Mapping[str, Any], name: str) -> Any:
