@@ -268,7 +268,7 @@ def table2_from_container(config: Any) -> Table2:
         kv_channels=getattr(model, "kv_channels", None) or hidden / heads,
         ffn_hidden_size=ffn,
         gated_linear_multiplier=1.5 if counts_a_gate(model) else 1.0,
-        vocab_size=padded_vocab_size(model, tp),
+        vocab_size=padded_vocab_size(config, tp),
         share_embeddings_and_output_weights=bool(getattr(model, "share_embeddings_and_output_weights", False)),
         seq_length=seq_length,
         micro_batch_size=_size(train, "micro_batch_size", 1, part="train"),
@@ -341,10 +341,26 @@ def counts_a_gate(model: Any) -> bool:
     return bool(getattr(model, "gated_linear_unit", False)) and name in ("silu", "swiglu")
 
 
-def padded_vocab_size(model: Any, tp: int) -> int:
+def vocabulary(config: Any) -> tuple[int, bool]:
+    """(vocabulary, whether it gets padded).
+
+    Without a model.vocab_size it is the tokenizer's, padded (``training/setup.py: _validate_and_set_vocab_size``),
+    which is known before the tokenizer is built for NullTokenizer only.
+    """
+    model, tokenizer = _part(config, "model"), getattr(config, "tokenizer", None)
+    if getattr(model, "vocab_size", None) is None:
+        known = getattr(tokenizer, "vocab_size", None)
+        if getattr(tokenizer, "tokenizer_type", "") != "NullTokenizer" or known is None:
+            raise SpecError("model.vocab_size is not set and the tokenizer is not built; set model.vocab_size")
+        return int(known), True
+    return _size(model, "vocab_size"), bool(getattr(model, "should_pad_vocab", False))
+
+
+def padded_vocab_size(config: Any, tp: int) -> int:
     """Bridge ``_get_vocab_size``: padded only with ``should_pad_vocab``."""
-    vocab = _size(model, "vocab_size")
-    if not getattr(model, "should_pad_vocab", False):
+    vocab, padded = vocabulary(config)
+    model = _part(config, "model")
+    if not padded:
         return vocab
     multiple = (getattr(model, "make_vocab_size_divisible_by", None) or 128) * tp
     return -(-vocab // multiple) * multiple

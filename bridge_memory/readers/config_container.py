@@ -1,0 +1,565 @@
+"""A Megatron Bridge ConfigContainer, validated or not -> RunSpec. Imports neither torch nor megatron.
+
+What Bridge itself does to a container before it trains is done here to a view of it, never to the container:
+``training/config.py: runtime_config_update`` (mixed precision over model, optimizer and DDP; communication overlap
+over them; distributed-optimizer settings synchronised) and the parts of megatron-core's
+``TransformerConfig.__post_init__`` that change memory. Any object with the same attributes works.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from bridge_memory.readers.transformer_config import model_from_transformer_config
+from bridge_memory.spec import (
+    BatchSpec,
+    ImplementationSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RecomputeSpec,
+    RunSpec,
+    SpecError,
+)
+from bridge_memory.table2 import data_parallel_size, pipeline_layout_text, vocabulary
+
+#: Release whose rules apply where none is given and megatron.core is not loaded.
+DEFAULT_MEGATRON_CORE = (0, 16)
+
+#: Elements of a gradient bucket that CommOverlapConfig sets (``_get_optimizer_overlap_cfgs``).
+COMM_OVERLAP_BUCKET = 128 * 1024 * 1024
+
+#: Bridge's precision recipes by name (``training/mixed_precision.py``), as far as they change memory.
+_RECIPES: dict[str, dict[str, Any]] = {
+    "mixed": {},
+    "with_fp8_delayed_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": True},
+    "with_mxfp8_mixed": {
+        "fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True,
+    },
+    "with_fp8_current_scaling_mixed": {
+        "fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": True,
+        "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1,
+    },
+    "with_fp8_subchannel_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "blockwise", "fp8_param_gather": False},
+    "with_nvfp4_mixed": {"fp4": "e2m1", "fp8_param_gather": False},
+}  # fmt: skip
+_ENDS_OF_TWO = {"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+#: Layer specs whose modules are megatron-core's own.
+_PLAIN_LAYER_SPECS = frozenset(
+    _words(
+        "default_layer_spec transformer_engine_layer_spec get_gpt_decoder_block_spec "
+        "get_gpt_layer_with_transformer_engine_spec get_transformer_block_with_experimental_attention_variant_spec "
+        "heterogeneous_layer_spec get_gpt_heterogeneous_layer_spec get_default_mamba_stack_spec "
+        "transformer_engine_mamba_stack_spec"
+    )
+)
+_LOCAL_LAYER_SPECS = frozenset({"local_layer_spec", "get_gpt_layer_local_spec"})
+_POST_LAYERNORM_SPECS = frozenset({"gemma2_layer_spec", "gemma3_layer_spec"})
+_FULL_QK_SPECS = frozenset({"olmoe_layer_spec"})
+
+#: Fields of each part that change memory and are not modelled, with what they are; on when truthy.
+_NOT_MODELLED: dict[str, dict[str, str]] = {
+    "model": {
+        "fp4": "fp4 training",
+        "tp_comm_overlap": "Transformer Engine user buffers",
+        "cpu_offloading_weights": "weights on the host",
+        "hybrid_context_parallel": "context parallel sizes by sequence",
+        "variable_seq_lengths": "microbatches of different lengths",
+        "moe_enable_routing_replay": "kept routing decisions",
+        "activation_func_fp8_input_store": "fp8 copies of activation inputs",
+        "fp8_dot_product_attention": "attention in fp8",
+        "fp8_multi_head_attention": "attention in fp8",
+        "use_transformer_engine_full_layer_spec": "Transformer Engine's whole layer",
+        "restore_modelopt_state": "ModelOpt quantizers",
+        "num_microbatches_with_partial_activation_checkpoints": "partial checkpoints by microbatch",
+        "ep_overlap_early_attn_memory_release": "early release of attention's memory",
+        "vision_config": "the vision tower",
+        "vision_transformer_config": "the vision tower",
+        "teacher": "the teacher of a distillation",
+        "batch_invariant_mode": "batch-invariant kernels",
+    },
+    "optimizer": {
+        "reuse_grad_buf_for_mxfp8_param_ag": "gathered MXFP8 parameters in the gradient buffer",
+        "overlap_param_gather_with_optimizer_step": "parameters gathered during the step",
+    },
+    "ddp": {
+        "nccl_ub": "NCCL user buffers",
+        "fsdp_double_buffer": "FSDP's double buffer",
+        "reduce_scatter_with_fp32_accumulation": "fp32 copies of the reduced gradients",
+        "keep_fp8_transpose_cache": "kept fp8 transposes",
+    },
+    "dist": {"nccl_communicator_config_path": "NCCL's own settings", "use_sharp": "SHARP buffers"},
+    "tensor_inspect": {"enabled": "tensor inspection"},
+}
+
+
+def run_from_config_container(
+    config: Any,
+    *,
+    world_size: int | None = None,
+    num_microbatches: int | None = None,
+    gpu_arch: str = "hopper",
+    megatron_core: tuple[int, int] | None = None,
+    transformer_engine: tuple[int, int] | None = None,
+    name: str | None = None,
+) -> RunSpec:
+    """The run that ``pretrain(config, ...)`` would start.
+
+    ``world_size`` None: the container's data_parallel_size times its model-parallel sizes, else
+    ``config.world_size``, torch.distributed's, or WORLD_SIZE; refused where none is known. ``num_microbatches``
+    None: from the global batch size. Raises SpecError naming the field that is missing or wrong; what changes
+    memory and is not modelled is listed in ``RunSpec.not_modelled``.
+    """
+    model = _part(config, "model")
+    _refuse(config, model)
+    data_parallel = _data_parallel(config, model, world_size)
+    view = _Views(config, model, data_parallel)
+    tp, pp, cp = (
+        _get(model, f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")
+    )
+    model_spec = _model(config, view, name)
+    batch = _batch(config, view, data_parallel, num_microbatches)
+    return RunSpec(
+        model=model_spec,
+        parallel=_parallel(view, tp * pp * cp * data_parallel),
+        batch=batch,
+        precision=_precision(view),
+        optimizer=_optimizer(config, view),
+        recompute=_recompute(view),
+        implementation=_implementation(
+            config, view, gpu_arch, megatron_core or _loaded_core(), transformer_engine
+        ),
+        not_modelled=_not_modelled(config, view),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Views: the container as Bridge will have changed it when training starts
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def _get(part: Any, key: str, default: Any = None) -> Any:
+    value = getattr(part, key, None)
+    return default if value is None else value
+
+
+def _part(config: Any, key: str) -> Any:
+    part = getattr(config, key, None)
+    if part is None:
+        raise SpecError(f"the container has no {key}; give a Megatron Bridge ConfigContainer or its like")
+    return part
+
+
+class _View:
+    """One part of the container with fields laid over it; reads like the part itself."""
+
+    def __init__(self, part: Any, over: Mapping[str, Any]) -> None:
+        self._part = part
+        self._over = dict(over)
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("__"):
+            raise AttributeError(key)
+        if key in self._over:
+            return self._over[key]
+        return getattr(self._part, key)
+
+    def lay_over(self, fields: Mapping[str, Any]) -> None:
+        """Bridge sets a field only on the parts that have it."""
+        self._over.update({k: v for k, v in fields.items() if hasattr(self._part, k)})
+
+
+class _Views:
+    """model, optimizer and ddp as they will be (``runtime_config_update``)."""
+
+    def __init__(self, config: Any, model: Any, data_parallel: int) -> None:
+        self.model = _View(model, {})
+        self.optimizer = _View(getattr(config, "optimizer", None), {})
+        self.ddp = _View(getattr(config, "ddp", None), {})
+        precision = mixed_precision_fields(getattr(config, "mixed_precision", None))
+        for view in (self.model, self.optimizer, self.ddp):
+            view.lay_over(precision)
+        self.distributed = bool(
+            _get(self.optimizer, "use_distributed_optimizer", False)
+            or _get(self.ddp, "use_distributed_optimizer", False)
+        )
+        overlap = getattr(config, "comm_overlap", None)
+        if overlap is not None:
+            self._overlap(overlap, data_parallel)
+
+    def _overlap(self, overlap: Any, data_parallel: int) -> None:
+        """``CommOverlapConfig.setup``: its defaults, then what the user gave."""
+        user = getattr(overlap, "user_comm_overlap_cfg", None) or overlap
+
+        def chosen(key: str, default: Any) -> Any:
+            return _get(user, key, default)
+
+        enough = _get(self.model, "tensor_model_parallel_size", 1) > 1 and _get(
+            self.model, "sequence_parallel", False
+        )
+        self.model.lay_over(
+            {
+                "tp_comm_overlap": bool(chosen("tp_comm_overlap", False) and enough),
+                "defer_embedding_wgrad_compute": chosen("defer_embedding_wgrad_compute", False),
+                "overlap_moe_expert_parallel_comm": chosen("overlap_moe_expert_parallel_comm", False),
+                "delay_wgrad_compute": chosen("delay_wgrad_compute", False),
+            }
+        )
+        # Only with the distributed optimizer of DDP, as Bridge checks it before the settings are synchronised.
+        if not _get(self.ddp, "use_distributed_optimizer", False):
+            return
+        many = data_parallel > 1
+        fields = {
+            "bucket_size": chosen("bucket_size", COMM_OVERLAP_BUCKET if many else None),
+            "overlap_grad_reduce": chosen("overlap_grad_reduce", many),
+            "overlap_param_gather": chosen("overlap_param_gather", many),
+        }
+        self.optimizer.lay_over(fields)
+        self.ddp.lay_over(fields)
+
+
+def mixed_precision_fields(value: Any) -> dict[str, Any]:
+    """What ``config.mixed_precision`` (None, a recipe's name or a MixedPrecisionConfig) sets on the parts."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return _named_precision(value)
+    keys = _words(
+        "fp32 fp16 bf16 params_dtype grad_reduce_in_fp32 fp8 fp8_recipe first_last_layers_bf16 "
+        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_param_gather fp4 fp8_dot_product_attention "
+        "fp8_multi_head_attention reuse_grad_buf_for_mxfp8_param_ag"
+    )
+    fields = {key: getattr(value, key) for key in keys if hasattr(value, key)}
+    fields["fp8_param"] = bool(getattr(value, "fp8_param", None) or getattr(value, "fp8_param_gather", False))
+    return fields
+
+
+def _named_precision(text: str) -> dict[str, Any]:
+    word = text.replace("-", "_")
+    ends: dict[str, Any] = {}
+    recipes = _RECIPES
+    for prefix in ("nemotron_h_", "nanov2_"):
+        if word.startswith(prefix):
+            word, ends = word.removeprefix(prefix), dict(_ENDS_OF_TWO)
+            if prefix == "nanov2_":
+                ends["fp8_recipe"] = "blockwise"
+    match = re.fullmatch(r"(bf16|fp16)_(\w+)", word)
+    if match is None or match.group(2) not in recipes:
+        raise SpecError(
+            f"mixed_precision ({text[:60]!r}) is not one of Bridge's recipes that are known here; "
+            "give a MixedPrecisionConfig"
+        )
+    half, scheme = match.groups()
+    # bf16_mixed reduces gradients in fp32, fp16_mixed does not.
+    fields = {
+        "fp32": False, "bf16": half == "bf16", "fp16": half == "fp16", "params_dtype": half, "fp8": None,
+        "fp4": None, "grad_reduce_in_fp32": half == "bf16", "first_last_layers_bf16": False,
+        "fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False,
+        **recipes[scheme], **ends,
+    }  # fmt: skip
+    fields["fp8_param"] = fields["fp8_param_gather"]
+    return fields
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The groups of a RunSpec
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def _refuse(config: Any, model: Any) -> None:
+    """What would make every number meaningless."""
+    if any(base.__name__ == "T5ModelProvider" for base in type(model).__mro__):
+        raise SpecError("model is a T5ModelProvider; encoder-decoder models are not estimated, use a decoder model")
+    if _get(getattr(config, "dist", None), "use_torch_fsdp2", False):
+        raise SpecError("dist.use_torch_fsdp2 is set; PyTorch FSDP2 is not estimated, use Megatron's DDP or FSDP")
+
+
+def _data_parallel(config: Any, model: Any, world_size: int | None) -> int:
+    if world_size is None:
+        return data_parallel_size(config)
+    return data_parallel_size(_Holder(model, world_size))
+
+
+class _Holder:
+    """A container of nothing but a model and a world size."""
+
+    def __init__(self, model: Any, world_size: int) -> None:
+        self.model = model
+        self.world_size = world_size
+
+
+def _model(config: Any, view: _Views, name: str | None) -> ModelSpec:
+    model = view.model
+    vocab, padded = vocabulary(config)
+    assumptions: list[str] = []
+    if _get(model, "vocab_size") is None:
+        assumptions.append("the vocabulary is the tokenizer's, padded")
+    spec_name, _ = _layer_spec(model)
+    known = _PLAIN_LAYER_SPECS | _LOCAL_LAYER_SPECS | _POST_LAYERNORM_SPECS | _FULL_QK_SPECS
+    if spec_name and spec_name not in known:
+        assumptions.append(f"the layer spec {spec_name} builds the modules that its config describes")
+    provider: Any = model
+    if _get(model, "heterogeneous_block_specs", False) and _get(model, "per_block_parameters") is None:
+        provider = _finalized(model)
+    return model_from_transformer_config(
+        provider,
+        vocab_size=vocab,
+        name=name or type(_part(config, "model")).__name__,
+        model_type="mamba" if _get(model, "hybrid_override_pattern") else "gpt",
+        max_sequence_length=_get(model, "seq_length", 0),
+        make_vocab_size_divisible_by=_get(model, "make_vocab_size_divisible_by", 128) if padded else 0,
+        post_layernorms=spec_name in _POST_LAYERNORM_SPECS,
+        full_qk_layernorm=spec_name in _FULL_QK_SPECS,
+        assumptions=tuple(assumptions),
+    )
+
+
+def _layer_spec(model: Any) -> tuple[str, bool]:
+    """(name of the function that makes the layer spec or "", whether it is the local implementation)."""
+    spec = getattr(model, "transformer_layer_spec", None) or getattr(model, "mamba_stack_spec", None)
+    spec = getattr(spec, "func", spec)  # functools.partial
+    name = getattr(spec, "__name__", "")
+    return name, name in _LOCAL_LAYER_SPECS
+
+
+def _finalized(model: Any) -> Any:
+    """A copy whose per-layer sizes were parsed by its own ``finalize`` (heterogeneous providers)."""
+    try:
+        made = copy.deepcopy(model._part)
+        made.finalize()
+    except Exception as error:
+        raise SpecError(
+            f"model.per_block_parameters is not set and finalize() failed ({type(error).__name__}); "
+            "call config.model.finalize()"
+        ) from None
+    return made
+
+
+def _batch(config: Any, view: _Views, data_parallel: int, num_microbatches: int | None) -> BatchSpec:
+    train = getattr(config, "train", None)
+    seq_length = _get(view.model, "seq_length") or _get(getattr(config, "dataset", None), "seq_length")
+    if not seq_length:
+        raise SpecError("model.seq_length is not set; set it (or dataset.seq_length)")
+    data_length = _get(getattr(config, "dataset", None), "seq_length", seq_length)
+    if data_length != seq_length:
+        raise SpecError(
+            f"model.seq_length ({seq_length}) differs from dataset.seq_length ({data_length}); make them equal"
+        )
+    micro = _get(train, "micro_batch_size")
+    if micro is None:
+        raise SpecError("train.micro_batch_size is not set; set it")
+    total = _get(train, "global_batch_size")
+    if num_microbatches is not None:
+        total = micro * data_parallel * num_microbatches
+    return BatchSpec(seq_length=seq_length, micro_batch_size=micro, global_batch_size=total)
+
+
+def _parallel(view: _Views, world_size: int) -> ParallelSpec:
+    m = view.model
+    tp = _get(m, "tensor_model_parallel_size", 1)
+    vpp = _get(m, "virtual_pipeline_model_parallel_size")
+    return ParallelSpec(
+        world_size=world_size,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=_get(m, "pipeline_model_parallel_size", 1),
+        virtual_pipeline_model_parallel_size=vpp if vpp and vpp > 1 else None,
+        context_parallel_size=_get(m, "context_parallel_size", 1),
+        expert_model_parallel_size=_get(m, "expert_model_parallel_size", 1),
+        expert_tensor_parallel_size=_get(m, "expert_tensor_parallel_size"),
+        sequence_parallel=bool(_get(m, "sequence_parallel", False)) and tp > 1,
+        num_layers_in_first_pipeline_stage=_get(m, "num_layers_in_first_pipeline_stage"),
+        num_layers_in_last_pipeline_stage=_get(m, "num_layers_in_last_pipeline_stage"),
+        account_for_embedding_in_pipeline_split=bool(_get(m, "account_for_embedding_in_pipeline_split", False)),
+        account_for_loss_in_pipeline_split=bool(_get(m, "account_for_loss_in_pipeline_split", False)),
+        pipeline_model_parallel_layout=pipeline_layout_text(_get(m, "pipeline_model_parallel_layout")),
+        microbatch_group_size_per_vp_stage=_get(m, "microbatch_group_size_per_vp_stage"),
+        num_distributed_optimizer_instances=_get(view.ddp, "num_distributed_optimizer_instances", 1),
+    )
+
+
+def dtype_name(value: Any, field: str) -> str:
+    """"bf16", "fp16", "fp32", "fp8" or "uint8" of a torch dtype, its name or our own word."""
+    word = str(value).rsplit(".", 1)[-1]
+    names = {
+        "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
+        "float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "uint8": "uint8",
+        "bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "fp8": "fp8",
+    }  # fmt: skip
+    if word not in names:
+        raise SpecError(f"{field} ({str(value)[:40]}) is not a dtype that is known here; use bf16, fp16 or fp32")
+    return names[word]
+
+
+def _params_dtype(view: _Views) -> str:
+    """Float16Module converts where bf16 or fp16 is set; else the dtype in which the model is built."""
+    m = view.model
+    bf16, fp16 = bool(_get(m, "bf16", False)), bool(_get(m, "fp16", False))
+    if bf16 and fp16:
+        raise SpecError("model.bf16 and model.fp16 are both True; keep one")
+    if bf16 or fp16:
+        return "bf16" if bf16 else "fp16"
+    return dtype_name(_get(m, "params_dtype", "fp32"), "model.params_dtype")
+
+
+def _precision(view: _Views) -> PrecisionSpec:
+    m = view.model
+    fp8 = _get(m, "fp8") or None
+    ends = 1 if _get(m, "first_last_layers_bf16", False) else 0
+    return PrecisionSpec(
+        params_dtype=_params_dtype(view),
+        fp8=fp8,
+        fp8_recipe=str(getattr(_get(m, "fp8_recipe", "delayed"), "value", _get(m, "fp8_recipe", "delayed"))),
+        fp8_param=bool(fp8 and (_get(m, "fp8_param", False) or _get(view.ddp, "fp8_param_gather", False))),
+        num_layers_at_start_in_bf16=_get(m, "num_layers_at_start_in_bf16", 1) * ends,
+        num_layers_at_end_in_bf16=_get(m, "num_layers_at_end_in_bf16", 1) * ends,
+        fp32_residual_connection=bool(_get(m, "fp32_residual_connection", False)),
+        attention_softmax_in_fp32=bool(_get(m, "attention_softmax_in_fp32", True))
+        or bool(_get(m, "apply_query_key_layer_scaling", False)),
+    )
+
+
+def _optimizer(config: Any, view: _Views) -> OptimizerSpec:
+    o, d = view.optimizer, view.ddp
+    name = str(_get(o, "optimizer", "adam"))
+    half = _params_dtype(view) != "fp32"
+    fsdp = bool(
+        _get(d, "use_megatron_fsdp", False)
+        or _get(d, "use_custom_fsdp", False)
+        or _get(getattr(config, "dist", None), "use_megatron_fsdp", False)
+    )
+    offload = bool(_get(o, "optimizer_cpu_offload", False))
+    return OptimizerSpec(
+        optimizer=name.removeprefix("dist_"),
+        sgd_momentum=_get(o, "sgd_momentum", 0.9),
+        use_distributed_optimizer=view.distributed,
+        grad_reduce_in_fp32=bool(_get(d, "grad_reduce_in_fp32", False)) or not half,
+        overlap_grad_reduce=bool(_get(d, "overlap_grad_reduce", False)),
+        overlap_param_gather=bool(_get(d, "overlap_param_gather", False)),
+        ddp_bucket_size=_get(d, "bucket_size"),
+        use_precision_aware_optimizer=bool(_get(o, "use_precision_aware_optimizer", False)),
+        main_grads_dtype=dtype_name(_get(o, "main_grads_dtype", "fp32"), "optimizer.main_grads_dtype"),
+        main_params_dtype=dtype_name(_get(o, "main_params_dtype", "fp32"), "optimizer.main_params_dtype"),
+        exp_avg_dtype=dtype_name(_get(o, "exp_avg_dtype", "fp32"), "optimizer.exp_avg_dtype"),
+        exp_avg_sq_dtype=dtype_name(_get(o, "exp_avg_sq_dtype", "fp32"), "optimizer.exp_avg_sq_dtype"),
+        store_param_remainders=bool(_get(o, "store_param_remainders", True)),
+        optimizer_cpu_offload=offload,
+        optimizer_offload_fraction=float(_get(o, "optimizer_offload_fraction", 0.0)) if offload else 1.0,
+        clip_grad=float(_get(o, "clip_grad", 1.0)),
+        log_params_norm=bool(_get(getattr(config, "logger", None), "log_params_norm", False)),
+        log_num_zeros_in_grad=bool(_get(o, "log_num_zeros_in_grad", False)),
+        use_layer_wise_distributed_optimizer=name.startswith("dist_"),
+        data_parallel_sharding_strategy=_get(d, "data_parallel_sharding_strategy", "no_shard") if fsdp else None,
+        peft="none" if getattr(config, "peft", None) is None else "lora",
+    )
+
+
+def _recompute(view: _Views) -> RecomputeSpec:
+    m = view.model
+    granularity = _get(m, "recompute_granularity")
+    modules = _get(m, "recompute_modules")
+    if _get(m, "moe_layer_recompute", False):  # deprecated; TransformerConfig.__post_init__ makes it selective
+        granularity = granularity or "selective"
+        modules = [*(modules or ()), "moe"]
+    if granularity is None:
+        return RecomputeSpec()
+    layers, method = _get(m, "recompute_num_layers"), _get(m, "recompute_method")
+    if granularity == "full" and method == "block" and layers == 0:
+        return RecomputeSpec()
+    return RecomputeSpec(
+        granularity=granularity,
+        method=method,
+        num_layers=layers if granularity == "full" else None,
+        modules=("core_attn",) if modules is None else tuple(modules),
+        distribute_saved_activations=bool(_get(m, "distribute_saved_activations", False)),
+    )
+
+
+def _implementation(
+    config: Any,
+    view: _Views,
+    gpu_arch: str,
+    core: tuple[int, int],
+    te: tuple[int, int] | None,
+) -> ImplementationSpec:
+    m = view.model
+    _, local = _layer_spec(m)
+    on = {
+        key: bool(_get(m, key, False))
+        for key in _words(
+            "gradient_accumulation_fusion masked_softmax_fusion bias_activation_fusion bias_dropout_fusion "
+            "apply_rope_fusion persist_layer_norm cross_entropy_loss_fusion calculate_per_token_loss "
+            "deterministic_mode defer_embedding_wgrad_compute delay_wgrad_compute apply_query_key_layer_scaling "
+            "use_transformer_engine_op_fuser moe_grouped_gemm moe_permute_fusion moe_router_fusion "
+            "moe_pad_expert_input_to_capacity moe_shared_expert_overlap moe_apply_probs_on_input "
+            "overlap_moe_expert_parallel_comm"
+        )
+    }
+    graphs = str(_get(m, "cuda_graph_impl", "none"))
+    if _get(m, "enable_cuda_graph", False):
+        graphs = "local"
+    elif _get(m, "external_cuda_graph", False):
+        graphs = "transformer_engine"
+    dispatcher = str(_get(m, "moe_token_dispatcher_type", "allgather"))
+    if _get(m, "moe_enable_deepep", False):
+        dispatcher = "flex"
+    comm = _get(m, "cp_comm_type", "p2p")
+    backend = _get(m, "attention_backend", "auto")
+    return ImplementationSpec(
+        transformer_impl="local" if local else str(_get(m, "transformer_impl", "transformer_engine")),
+        megatron_core=core,
+        transformer_engine=te,
+        attention_backend=str(getattr(backend, "name", backend)).rsplit(".", 1)[-1],
+        cross_entropy_fusion_impl=str(_get(m, "cross_entropy_fusion_impl", "native")),
+        create_attention_mask=not _get(
+            getattr(config, "dataset", None), "skip_getting_attention_mask_from_dataset", True
+        ),
+        cp_comm_type=str(comm if isinstance(comm, str) else comm[0]),
+        cuda_graph_impl=graphs,
+        moe_token_dispatcher_type="alltoall" if dispatcher == "alltoall_seq" else dispatcher,
+        moe_flex_dispatcher_backend=str(_get(m, "moe_flex_dispatcher_backend", "deepep")),
+        moe_router_dtype=_get(m, "moe_router_dtype"),
+        moe_expert_capacity_factor=_get(m, "moe_expert_capacity_factor"),
+        cpu_offloading_num_layers=_get(m, "cpu_offloading_num_layers", 0) if _get(m, "cpu_offloading") else 0,
+        offload_modules=tuple(_get(m, "offload_modules", ()))
+        if _get(m, "fine_grained_activation_offloading", False)
+        else (),
+        gpu_arch=gpu_arch,
+        **on,
+    )
+
+
+def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
+    """Fields that change memory and that nothing here counts, "part.field: what"."""
+    out = []
+    parts = {"model": view.model, "optimizer": view.optimizer, "ddp": view.ddp}
+    for part, fields in _NOT_MODELLED.items():
+        holder = parts.get(part) or getattr(config, part, None)
+        for key, what in fields.items():
+            if holder is not None and _get(holder, key):
+                out.append(f"{part}.{key}: {what}")
+    if _get(view.ddp, "outer_dp_sharding_strategy", "no_shard") != "no_shard":
+        out.append("ddp.outer_dp_sharding_strategy: sharding over the outer data-parallel group")
+    model = _part(config, "model")
+    out += [f"model.{key}: frozen parameters" for key in vars(model) if key.startswith("freeze_") and _get(model, key)]
+    if getattr(config, "peft", None) is not None:
+        peft = config.peft
+        out.append(f"peft: {type(peft).__name__} adapters of dim {_get(peft, 'dim', '?')} and their states")
+    return tuple(out)
+
+
+def _loaded_core() -> tuple[int, int]:
+    """The megatron-core release of this process, if it runs one."""
+    module = sys.modules.get("megatron.core")
+    match = re.match(r"(\d+)\.(\d+)", str(getattr(module, "__version__", "")))
+    return (int(match.group(1)), int(match.group(2))) if match else DEFAULT_MEGATRON_CORE

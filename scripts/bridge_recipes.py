@@ -1,0 +1,202 @@
+"""Estimate every pretraining recipe of the installed Megatron Bridge and write references/bridge_recipes.md.
+
+    python scripts/bridge_recipes.py [--write references/bridge_recipes.md] [--only llama3_8b ...]
+
+Runs on a CPU: Hugging Face configs come from the package's presets instead of the hub, and CUDA-only packages are
+stubbed by tests/bridge_stubs.py. A recipe whose config is not among the presets is listed as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PRESETS = ROOT / "bridge_memory" / "readers" / "presets"
+GIB = 1 << 30
+#: The recipes are written for these cards; capability and name are asked for by the MoE dispatchers.
+DEVICE = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * GIB)
+
+#: Hub names that redirect to another.
+_OTHER_NAMES = {f"meta-llama/Meta-Llama-3.1-{size}": f"meta-llama/Llama-3.1-{size}" for size in ("8B", "70B", "405B")}
+
+
+class ConfigNotAtHand(Exception):
+    """The recipe's Hugging Face config is not among the presets."""
+
+
+@contextmanager
+def bridge_on_cpu() -> Iterator[Any]:
+    """Bridge's recipes with the hub pointed at the presets and a card to ask about. Yields the recipes module."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from bridge_stubs import require_bridge  # type: ignore[import-not-found]
+
+    require_bridge()
+    import torch
+    import transformers
+    from megatron.bridge import recipes
+    from megatron.bridge.models.conversion import auto_bridge
+    from megatron.bridge.models.hf_pretrained import causal_lm, safe_config_loader
+
+    folder = tempfile.TemporaryDirectory()
+
+    def load(path: Any, *args: Any, **kwargs: Any) -> Any:
+        name = _OTHER_NAMES.get(str(path), str(path))
+        preset = PRESETS / (name.replace("/", "__") + ".json")
+        if not preset.exists():
+            raise ConfigNotAtHand(str(path))
+        target = Path(folder.name) / preset.stem
+        target.mkdir(exist_ok=True)
+        text = preset.read_text()
+        (target / "config.json").write_text(text)
+        try:
+            return transformers.AutoConfig.from_pretrained(target)
+        except (ValueError, KeyError):  # a model_type that needs remote code: its fields as they are
+            return transformers.PretrainedConfig(**json.loads(text))
+
+    saved: list[tuple[Any, str, Any]] = []
+
+    def patch(holder: Any, key: str, value: Any) -> None:
+        saved.append((holder, key, getattr(holder, key)))
+        setattr(holder, key, value)
+
+    for module in (auto_bridge, causal_lm, safe_config_loader):
+        if hasattr(module, "safe_load_config_with_retry"):
+            patch(module, "safe_load_config_with_retry", load)
+    patch(torch.cuda, "get_device_properties", lambda *a, **k: DEVICE)
+    patch(torch.cuda, "get_device_capability", lambda *a, **k: (DEVICE.major, DEVICE.minor))
+    patch(torch.cuda, "get_device_name", lambda *a, **k: DEVICE.name)
+    patch(torch.cuda, "current_device", lambda *a, **k: 0)
+    try:
+        yield recipes
+    finally:
+        for holder, key, value in reversed(saved):
+            setattr(holder, key, value)
+        folder.cleanup()
+
+
+def recipe_names(recipes: Any) -> list[str]:
+    return sorted(n for n in dir(recipes) if n.endswith("_pretrain_config"))
+
+
+def build(recipe: Callable[..., Any]) -> Any:
+    """The recipe's container with the fusions that its GPU container has and this machine has not."""
+    # One recipe of 0.3.1 wants to be told its precision.
+    needed = "mixed_precision_recipe" in inspect.signature(recipe).parameters
+    config = recipe(mixed_precision_recipe="bf16_with_mxfp8_mixed") if needed else recipe()
+    if hasattr(config.model, "gradient_accumulation_fusion"):
+        config.model.gradient_accumulation_fusion = True
+    tokenizer = getattr(config.tokenizer, "tokenizer_model", None)
+    preset = PRESETS / f"{str(tokenizer).replace('/', '__')}.json"
+    if config.model.vocab_size is None and preset.exists():
+        # Bridge takes it from the tokenizer, which is not here; the config of the same name has it.
+        config.model.vocab_size = json.loads(preset.read_text())["vocab_size"]
+        config.model.should_pad_vocab = True
+    return config
+
+
+def smallest_world(config: Any) -> int:
+    """GPUs of one replica, times what EP needs: the smallest job that the recipe can be."""
+    m = config.model
+    dense = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+    etp = m.expert_tensor_parallel_size or m.tensor_model_parallel_size
+    experts = etp * m.expert_model_parallel_size * m.pipeline_model_parallel_size
+    world = dense
+    while world % experts:
+        world += dense
+    return world
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="write the table to this file instead of standard output")
+    parser.add_argument("--only", nargs="*", help="recipes whose name starts with one of these")
+    args = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from bridge_memory.spec import SpecError
+
+    rows = []
+    with bridge_on_cpu() as recipes:
+        for name in recipe_names(recipes):
+            if args.only and not name.startswith(tuple(args.only)):
+                continue
+            try:
+                config = build(getattr(recipes, name))
+            except ConfigNotAtHand as missing:
+                rows.append((name, f"| | | | its config `{missing}` is not among the presets |"))
+                continue
+            try:
+                rows.append((name, estimate_row(config)))
+            except SpecError as error:
+                rows.append((name, f"| | | | refused: {error} |"))
+    text = table(rows)
+    if args.write:
+        args.write.write_text(text)
+    else:
+        print(text, end="")
+    return 0
+
+
+def layout_words(config: Any, world: int) -> str:
+    m = config.model
+    words = [
+        f"{label}{size}"
+        for label, size in (
+            ("TP", m.tensor_model_parallel_size), ("PP", m.pipeline_model_parallel_size),
+            ("VPP", m.virtual_pipeline_model_parallel_size or 1), ("CP", m.context_parallel_size),
+            ("EP", m.expert_model_parallel_size),
+        )
+        if size > 1
+    ]  # fmt: skip
+    return f"{world} GPUs {' '.join(words)}".strip()
+
+
+def estimate_row(config: Any) -> str:
+    from bridge_memory.theoretical_memory_utils import estimate_training_memory, estimate_training_memory_by_stage
+
+    world = smallest_world(config)
+    config.world_size = world
+    batch = config.train.global_batch_size
+    m = config.model
+    replicas = world // (
+        m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+    )
+    microbatches = batch // (config.train.micro_batch_size * replicas) if batch else None
+    theirs = estimate_training_memory(config, microbatches)
+    table2 = estimate_training_memory_by_stage(config, microbatches, method="table2")
+    ours = estimate_training_memory_by_stage(config, microbatches)
+
+    def stages(estimates: Any) -> str:
+        return " ".join(f"{e.total_memory_gb:.1f}" for e in estimates)
+
+    return (
+        f"| {layout_words(config, world)} | {theirs.total_memory_gb:.1f} | {stages(table2)} | {stages(ours)} |"
+    )
+
+
+def table(rows: list[tuple[str, str]]) -> str:
+    head = """# Megatron Bridge's pretraining recipes
+
+Generated by `scripts/bridge_recipes.py` from the installed megatron-bridge; do not edit. GiB on one GPU. Each recipe
+runs on its smallest world (one replica, or what its expert parallelism needs) with its own batch, so optimizer state
+is sharded as little as it can be. "Bridge" is the figure of its estimator (largest dense part + largest expert part +
+first stage's activations); "table2" are the same closed forms by pipeline stage; "inventory" is this project's peak by
+stage. Fusions that need a GPU's packages are taken as available.
+
+| recipe | layout | Bridge | table2 by stage | inventory by stage |
+|---|---|---:|---|---|
+"""
+    return head + "".join(f"| {name.removesuffix('_pretrain_config')} {row}\n" for name, row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
