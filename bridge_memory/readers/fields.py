@@ -41,7 +41,8 @@ _HARMLESS = (
     "full_attn_mod interpolate_factor use_mrope "
     # The author's own parallel layout, kernels and quantization.
     "ep_size pretraining_tp quantization_config auto_map use_mamba_kernels mamba_ssm_cache_dtype "
-    "time_step_rank summary_hidden_size image_token_index mm_tokens_per_image num_image_tokens"
+    "time_step_rank summary_hidden_size image_token_index mm_tokens_per_image num_image_tokens "
+    "dual_chunk_attention_config dim_model_base"
 )
 HARMLESS = frozenset(_HARMLESS.split())
 

@@ -75,7 +75,7 @@ def hub() -> Iterator[tuple[str, list[str]]]:
     asked: list[str] = []
     handler = type("Handler", (Hub,), {"asked": asked})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}", asked
     server.shutdown()

@@ -190,6 +190,20 @@ def test_latent_experts_work_in_their_own_width() -> None:
     )
 
 
+def test_nemotron_3_super_adds_an_mtp_depth_of_attention_and_latent_experts() -> None:
+    config = config_of("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16") | {
+        "moe_latent_size": 1024,
+        "num_nextn_predict_layers": 1,
+        "mtp_hybrid_override_pattern": "*E",
+    }
+    model = model_from_hf_config(config, "super")
+    assert model.mtp_layer is not None
+    assert isinstance(model.mtp_layer.mixer, AttentionSpec)
+    assert isinstance(model.mtp_layer.ffn, MoESpec) and model.mtp_layer.ffn.latent_size == 1024
+    config["mtp_hybrid_override_pattern"] = "MM*"
+    assert "mtp_hybrid_override_pattern" in refusal(config)
+
+
 def test_bias_of_qwen2_is_on_q_k_v_alone_and_has_no_key() -> None:
     mixer = resolve_model("Qwen2-7B").layers[0].mixer
     assert isinstance(mixer, AttentionSpec)
@@ -225,6 +239,35 @@ def test_new_names_for_dtype_and_rope_change_nothing() -> None:
     new |= {"dtype": "bfloat16", "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}
     assert model_from_hf_config(new, "x") == model_from_hf_config(old, "x")
     assert model_from_hf_config(new, "x").rotary_dim == 64
+
+
+def test_a_pattern_in_words_is_the_pattern_in_symbols() -> None:
+    old = config_of("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
+    words = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+    new = {k: v for k, v in old.items() if k != "hybrid_override_pattern"}
+    new["layers_block_type"] = [words[symbol] for symbol in old["hybrid_override_pattern"]]
+    assert model_from_hf_config(new, "x") == model_from_hf_config(old, "x")
+
+
+def test_keys_of_published_files_that_hold_no_memory_are_let_through() -> None:
+    """Verbatim configs of Qwen3-Coder, MiniMax-M2, Nemotron-Nano-9B-v2 and DeepSeek-V3 name these."""
+    extras: dict[str, dict[str, Any]] = {
+        "Qwen/Qwen3-30B-A3B": {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
+        "MiniMaxAI/MiniMax-M2": {
+            "attn_type_list": [1] * 62,
+            "layernorm_full_attention_beta": 1.0,
+            "mlp_intermediate_size": 8192,
+            "shared_moe_mode": "sigmoid",
+        },
+        "nvidia/Nemotron-H-56B-Base-8K": {"num_query_groups": 8, "time_step_limit": [0.0, float("inf")]},
+        "deepseek-ai/DeepSeek-V3": {
+            "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "auto_map": {"AutoModel": "modeling_deepseek.DeepseekV3Model"},
+        },
+        "Qwen/Qwen2.5-7B": {"dual_chunk_attention_config": {"chunk_size": 262144}},
+    }
+    for preset, extra in extras.items():
+        assert model_from_hf_config(config_of(preset) | extra, preset) == resolve_model(preset)
 
 
 def test_a_multimodal_wrapper_is_its_text_tower_and_says_so() -> None:
@@ -318,6 +361,8 @@ def test_a_missing_size_is_never_guessed(preset: str, key: str) -> None:
         ("nvidia/Nemotron-H-56B-Base-8K", {"hybrid_override_pattern": "M-X"}, ["hybrid_override_pattern", "'X'"]),
         ("nvidia/Nemotron-H-56B-Base-8K", {"num_hidden_layers": 52}, ["118", "52"]),
         ("nvidia/Llama-3_3-Nemotron-Super-49B-v1", {"block_configs": []}, ["block_configs", "80"]),
+        ("MiniMaxAI/MiniMax-M2", {"attn_type_list": [0] * 62}, ["attn_type_list"]),
+        ("google/gemma-2-9b", {"use_qk_norm": True}, ["use_qk_norm"]),
         ("openai-community/gpt2", {"n_positions": None, "n_ctx": None}, ["max_position_embeddings"]),
         ("openai/gpt-oss-20b", {"experts_per_token": 8}, ["experts_per_token", "num_experts_per_tok", "disagree"]),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"linear_num_key_heads": 3}, ["linear_num_key_heads (3)"]),

@@ -93,13 +93,17 @@ def attention(f: Fields, family: Family, hidden_size: int) -> AttentionSpec:
         output_bias = bias and family.output_bias == "as qkv"
     else:
         output_bias = f.flag(family.output_bias)
+    qk_layernorm = family.qk_layernorm
+    # The key of Qwen3-Coder, GLM and MiniMax; where a family has no such norm, true stays unread and is refused.
+    if qk_layernorm is not None and not f.flag("use_qk_norm", default=True):
+        qk_layernorm = None
     return AttentionSpec(
         num_attention_heads=a,
         num_query_groups=g,
         kv_channels=d,
         add_qkv_bias=bias,
         add_output_bias=output_bias,
-        qk_layernorm=family.qk_layernorm,
+        qk_layernorm=qk_layernorm,
     )
 
 

@@ -32,7 +32,11 @@ def read_generic(f: Fields) -> ModelSpec:
 
 
 def _read(f: Fields) -> ModelSpec:
-    rms = f.has("rms_norm_eps")
+    norms = {"layer_norm": False, "layernorm": False, "rms_norm": True, "rmsnorm": True}
+    kind = f.text("norm_type", default="")
+    rms = norms.get(kind.lower(), f.has("rms_norm_eps"))
+    if f.config.get("mlp_type") == "default":  # StarCoder 2: fc1, activation, fc2
+        f.ignore("mlp_type")
     keys = ("hidden_activation", "hidden_act", "activation_function")
     act = next((f.config[k] for k in keys if f.has(k)), None)
     gated = ACTIVATIONS.get(act) in _GATED if isinstance(act, str) else True

@@ -33,7 +33,9 @@ def read_nemotron_h(f: Fields) -> ModelSpec:
     f.ignore("ssm_state_size", "mamba_head_dim", "mamba_num_heads", "mamba_proj_bias", "mamba_hidden_act")
     f.ignore("use_conv_bias", "n_shared_experts", "moe_shared_expert_intermediate_size", "sliding_window")
     f.ignore("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_latent_size")
-    f.ignore("partial_rotary_factor", "moe_shared_expert_overlap")
+    f.ignore("partial_rotary_factor", "moe_shared_expert_overlap", "num_query_groups")
+    if f.flag("residual_in_fp32"):
+        f.not_modelled.append("residual_in_fp32 of the config: set fp32_residual_connection in the run")
     depths = f.count("num_nextn_predict_layers")
     mtp = _mtp_layer(f, hidden_size) if depths else None
     f.ignore("mtp_hybrid_override_pattern", "mtp_layers_block_type")
@@ -51,14 +53,7 @@ def read_nemotron_h(f: Fields) -> ModelSpec:
 
 
 def _pattern(f: Fields) -> str:
-    pattern = f.text("hybrid_override_pattern", default="")
-    words = {"mamba": MAMBA, "attention": ATTENTION, "mlp": MLP, "moe": MOE}
-    named = f.items("layers_block_type")
-    if not pattern and named is not None:
-        for word in named:
-            if word not in words:
-                raise f.error(f"layers_block_type holds {shown(word)}; known: {', '.join(words)}")
-        pattern = "".join(words[word] for word in named)
+    pattern = _symbols(f, "hybrid_override_pattern", "layers_block_type")
     if not pattern:
         raise f.error("hybrid_override_pattern is missing; it says which layer is which")
     for symbol in pattern:
@@ -70,6 +65,18 @@ def _pattern(f: Fields) -> str:
     if n != len(pattern):
         raise f.error(f"hybrid_override_pattern has {len(pattern)} layers and num_hidden_layers says {n}")
     return pattern
+
+
+def _symbols(f: Fields, key: str, named_key: str) -> str:
+    """A pattern as written by NVIDIA ("M*E-"), or as transformers names it (["mamba", "attention", ...])."""
+    pattern, named = f.text(key, default=""), f.items(named_key)
+    if pattern or named is None:
+        return pattern
+    words = {"mamba": MAMBA, "attention": ATTENTION, "mlp": MLP, "moe": MOE}
+    for word in named:
+        if not isinstance(word, str) or word not in words:
+            raise f.error(f"{named_key} holds {shown(word)}; known: {', '.join(words)}")
+    return "".join(words[word] for word in named)
 
 
 def _block(f: Fields, symbol: str, hidden_size: int) -> LayerSpec:
@@ -134,7 +141,7 @@ def _mamba(f: Fields) -> MambaSpec:
 
 def _mtp_layer(f: Fields, hidden_size: int) -> LayerSpec:
     """An MTP depth of attention and one feed-forward block, the only kind that LayerSpec can say."""
-    pattern = f.text("mtp_hybrid_override_pattern", default="")
+    pattern = _symbols(f, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
     if len(pattern) != 2 or pattern[0] not in (MAMBA, ATTENTION) or pattern[1] not in (MLP, MOE):
         raise f.error(
             f"mtp_hybrid_override_pattern is {shown(pattern)}; an MTP depth of one mixer (M or *) and one "

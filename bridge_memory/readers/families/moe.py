@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from bridge_memory.readers.families.common import (
@@ -17,7 +17,7 @@ from bridge_memory.readers.families.common import (
     rotary_factor,
 )
 from bridge_memory.readers.fields import Fields, shown
-from bridge_memory.spec import GatedDeltaNetSpec, LayerSpec, Mixer, ModelSpec, MoESpec
+from bridge_memory.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, Mixer, ModelSpec, MoESpec
 
 MOE: dict[str, Family] = {
     "mixtral": Family(bias_keys=(), window="all"),
@@ -27,7 +27,17 @@ MOE: dict[str, Family] = {
     "olmoe": Family(qk_layernorm="full"),
     "glm4_moe": Family(output_bias="never", rotary_factor=0.5, head_dim=128),
     "dots1": Family(qk_layernorm="head", window="qwen"),
-    "minimax_m2": Family(bias_keys=()),
+    "minimax_m2": Family(
+        bias_keys=(),
+        # MiniMax-Text-01's keys for its linear attention and dense MLP, neither of which M2 has.
+        ignored=(
+            "layernorm_full_attention_beta",
+            "layernorm_linear_attention_beta",
+            "layernorm_mlp_beta",
+            "mlp_intermediate_size",
+            "shared_moe_mode",
+        ),
+    ),
     # transformers' GptOssConfig has attention_bias True; the experts run a clamped quick GELU, whatever
     # hidden_act says (Bridge: gpt_oss_bridge.py).
     "gpt_oss": Family(
@@ -134,13 +144,14 @@ def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
 def mixers(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[Mixer]:
     """Softmax attention on every layer; for Qwen3-Next gated delta nets between."""
     kind = f.model_type
-    if kind in ("glm4_moe", "minimax_m2"):
-        use = f.flag("use_qk_norm", default=kind == "minimax_m2")
-        style = "head"
-        if kind == "minimax_m2":
-            styles = {"per_layer": "full", "per_head": "head"}
-            style = f.choice("qk_norm_type", styles, default="per_layer")
-        family = replace(family, qk_layernorm=style if use else None)
+    if kind == "glm4_moe" and f.flag("use_qk_norm"):
+        family = replace(family, qk_layernorm="head")
+    if kind == "minimax_m2":
+        styles = {"per_layer": "full", "per_head": "head"}
+        family = replace(family, qk_layernorm=f.choice("qk_norm_type", styles, default="per_layer"))
+        types = f.items("attn_type_list")
+        if types is not None and (len(types) != n or any(one != 1 for one in types)):
+            raise f.error(f"attn_type_list is {shown(types)}; it must hold 1 (softmax) for each of {n} layers")
     spec = attention(f, family, hidden_size)
     if kind == "gpt_oss":
         spec = replace(spec, learnable_softmax_sink=True)
@@ -192,9 +203,9 @@ def read_moe(f: Fields) -> ModelSpec:
     f.ignore("intermediate_size", "mlp_bias")
     layers = [LayerSpec(mixer, block if moe else dense) for mixer, moe in zip(stack, is_moe, strict=True)]
     depths = mtp_depths(f)
-    head_dim = next(m.kv_channels for m in stack if not isinstance(m, GatedDeltaNetSpec))  # type: ignore[union-attr]
+    head_dim = next((m.kv_channels for m in stack if isinstance(m, AttentionSpec)), 0)
     factor = rotary_factor(f, family.rotary_factor)
-    rotary = f.integer("rotary_dim", default=int(head_dim * factor), most=head_dim)
+    rotary = f.integer("rotary_dim", default=int(head_dim * factor), least=0, most=head_dim)
     return model(
         f,
         family,
@@ -204,6 +215,3 @@ def read_moe(f: Fields) -> ModelSpec:
         mtp_num_layers=depths,
         mtp_layer=layers[-1] if depths else None,
     )
-
-
-READERS: dict[str, Callable[[Fields], ModelSpec]] = dict.fromkeys(MOE, read_moe)
