@@ -28,7 +28,8 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
     q_bytes = ctx.tokens * q_width * ctx.act
     kv_bytes = ctx.tokens * kv_width * ctx.act
 
-    qkv, region = _input_projection(r, spec, x, qkv_width)
+    with r.offload("qkv_linear"):
+        qkv, region = _input_projection(r, spec, x, qkv_width)
     if spec.num_query_groups < ctx.tp:
         gathered = qkv_width * ctx.tp // spec.num_query_groups * ctx.tokens * ctx.act
         qkv = tape.make("gathered qkv", qkv, gathered, workspace=qkv_width * ctx.tp * ctx.tokens * ctx.act)
@@ -54,9 +55,8 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
     if spec.learnable_softmax_sink:
         r.parameter("self_attention.core_attention.softmax_offset", (a,), sharded=ctx.tp > 1)
     inputs = tuple(dict.fromkeys((query, key, value)))
-    with tape.checkpoint(
-        "core_attn", inputs, enabled=ctx.recompute.selects("core_attn")
-    ):
+    selected = ctx.recompute.selects("core_attn")
+    with tape.checkpoint("core_attn", inputs, enabled=selected), r.offload("core_attn"):
         out = core_attention(
             r, inputs, heads=a, q_width=q_width, kv_width=kv_width, v_width=kv_width, out_width=q_width,
             grouped=a != g,
@@ -65,10 +65,11 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
         # sigmoid(gate.float()) * out, one compiled kernel: keeps its inputs.
         gate = tape.make("gate", qkv, q_bytes)
         out = tape.make("gated attention output", (out, gate), q_bytes, saves=(out, gate))
-    y = r.row_linear(
-        "self_attention.linear_proj", out, q_width, h, bias=spec.add_output_bias,
-        original=ctx.fp8_recipe != "delayed" and not spec.attention_output_gate,
-    )
+    with r.offload("attn_proj"):
+        y = r.row_linear(
+            "self_attention.linear_proj", out, q_width, h, bias=spec.add_output_bias,
+            original=ctx.fp8_recipe != "delayed" and not spec.attention_output_gate,
+        )
     if region is not None:
         tape.discard(*region)
     return y
@@ -83,7 +84,7 @@ def _input_projection(
     if ctx.te:
         return r.column_linear(name, x, ctx.hidden_size, qkv_width, bias=spec.add_qkv_bias, fused_norm=True), None
     recompute = ctx.recompute.selects("layernorm")
-    with tape.discardable("input_layernorm", (x,), enabled=recompute) as region:
+    with r.offload("attn_norm"), tape.discardable("input_layernorm", (x,), enabled=recompute) as region:
         normed = r.norm("input_layernorm", x, ctx.hidden_size, ctx.tokens_sp)
     qkv = r.column_linear(name, normed, ctx.hidden_size, qkv_width, bias=spec.add_qkv_bias)
     return qkv, (region, normed) if recompute else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bridge_memory.inventory.attention import core_attention
 from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.tape import T
+from bridge_memory.inventory.tape import Region, T
 from bridge_memory.spec import MLASpec, divide
 
 
@@ -20,13 +20,40 @@ def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
     a = divide(spec.num_attention_heads, ctx.tp, "num_attention_heads", "tensor_model_parallel_size")
     q_head = spec.qk_head_dim + spec.qk_pos_emb_head_dim
     q_width, v_width = a * q_head, a * spec.v_head_dim
-    h, act = ctx.hidden_size, ctx.act
-    up = "self_attention.linear_{}_up_proj"
+    h = ctx.hidden_size
 
     recompute_norm = ctx.recompute.selects("layernorm")
-    with tape.discardable("input_layernorm", (x,), enabled=recompute_norm) as norm_region:
+    with r.offload("attn_norm"), tape.discardable("input_layernorm", (x,), enabled=recompute_norm) as norm_region:
         normed = r.norm("input_layernorm", x, h, ctx.tokens_sp)
+    recompute_up = ctx.recompute.selects("mla_up_proj")
+    with r.offload("qkv_linear"):
+        qkv, up_region = _query_key_value(r, spec, normed, recompute=recompute_up)
+    with (
+        tape.checkpoint("core_attn", qkv, enabled=ctx.recompute.selects("core_attn")),
+        r.offload("core_attn"),
+    ):
+        out = core_attention(
+            r, qkv, heads=a, q_width=q_width, kv_width=q_width, v_width=v_width, out_width=v_width, grouped=False
+        )
+    if recompute_up:
+        tape.discard(up_region, *qkv)
+    with r.offload("attn_proj"):
+        y = r.row_linear("self_attention.linear_proj", out, v_width, h, original=ctx.fp8_recipe != "delayed")
+    if recompute_norm:
+        tape.discard(norm_region, normed)
+    return y
 
+
+def _query_key_value(
+    r: Recorder, spec: MLASpec, normed: T, *, recompute: bool
+) -> tuple[tuple[T, T, T], Region]:
+    """Down-projections, their norms, up-projections and rotary embedding: q, k [T, a (d_nope + d_rope) / t] and
+    v [T, a d_v / t], with the region of the up-projections."""
+    ctx, tape = r.ctx, r.tape
+    a = spec.num_attention_heads // ctx.tp
+    q_width, v_width = a * (spec.qk_head_dim + spec.qk_pos_emb_head_dim), a * spec.v_head_dim
+    act = ctx.act
+    up = "self_attention.linear_{}_up_proj"
     q_in: T = normed
     if spec.q_lora_rank is not None:
         q_in = _down_projection(r, "self_attention.linear_q_down_proj", normed, spec.q_lora_rank, 0)
@@ -45,10 +72,9 @@ def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
         # The split is a strided view; the up-projection's norm wants it contiguous.
         kv_in = tape.make("kv_compressed", kv_down, ctx.tokens_sp * spec.kv_lora_rank * act) if ctx.te else kv_down
 
-    recompute_up = ctx.recompute.selects("mla_up_proj")
-    with tape.discardable("mla_up_proj", (q_in, kv_in, k_rope), enabled=recompute_up) as up_region:
+    with tape.discardable("mla_up_proj", (q_in, kv_in, k_rope), enabled=recompute) as up_region:
         if spec.q_lora_rank is None:
-            q = r.column_linear("self_attention.linear_q_proj", q_in, h, q_width)
+            q = r.column_linear("self_attention.linear_q_proj", q_in, ctx.hidden_size, q_width)
         else:
             q = r.column_linear(up.format("q"), q_in, spec.q_lora_rank, q_width, fused_norm=fused_norm)
         kv = r.column_linear(
@@ -61,17 +87,7 @@ def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
             query = tape.make("query", q, q_bytes, workspace=q_bytes // 2)
         key = tape.make("key", (kv, k_rope), q_bytes)
         value = tape.make("value", kv, v_bytes)
-    with tape.checkpoint("core_attn", (query, key, value), enabled=ctx.recompute.selects("core_attn")):
-        out = core_attention(
-            r, (query, key, value), heads=a, q_width=q_width, kv_width=q_width, v_width=v_width,
-            out_width=v_width, grouped=False,
-        )
-    if recompute_up:
-        tape.discard(up_region, query, key, value)
-    y = r.row_linear("self_attention.linear_proj", out, v_width, h, original=ctx.fp8_recipe != "delayed")
-    if recompute_norm:
-        tape.discard(norm_region, normed)
-    return y
+    return (query, key, value), up_region
 
 
 def _down_projection(r: Recorder, name: str, x: T, rank: int, extra: int) -> T:

@@ -42,7 +42,7 @@ def record_moe(r: Recorder, spec: MoESpec, x: T) -> T:
     """From the residual stream [T_sp, h] to the MoE output [T_sp, h] (pre_mlp_layernorm included)."""
     ctx, tape = r.ctx, r.tape
     recompute_norm = ctx.recompute.selects("layernorm")
-    with tape.discardable("pre_mlp_layernorm", (x,), enabled=recompute_norm) as region:
+    with r.offload("mlp_norm"), tape.discardable("pre_mlp_layernorm", (x,), enabled=recompute_norm) as region:
         normed = r.norm("pre_mlp_layernorm", x, ctx.hidden_size, ctx.tokens_sp)
     with tape.checkpoint("moe", (normed,), enabled=ctx.recompute.selects("moe")):
         y = _moe_layer(r, spec, normed)
@@ -173,16 +173,19 @@ def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int)
     wgrad1 = r.weight_grad((fc1_width, width), te=ctx.te) * (local_experts if grouped else 1)
     wgrad2 = r.weight_grad((width, f), te=ctx.te) * (local_experts if grouped else 1)
     kept, also = r.linear_input("experts fc1", x, n.received * width)
-    mid = tape.make(
-        "experts fc1 output", x, n.received * fc1_width * ctx.act, saves=kept, also=also, backward_workspace=wgrad1
-    )
-    with tape.discardable("moe_act", (mid, probs), enabled=ctx.recompute.selects("moe_act")) as region:
+    with r.offload("expert_fc1"):
+        mid = tape.make(
+            "experts fc1 output", x, n.received * fc1_width * ctx.act, saves=kept, also=also,
+            backward_workspace=wgrad1,
+        )
+    selected = ctx.recompute.selects("moe_act")
+    with r.offload("moe_act"), tape.discardable("moe_act", (mid, probs), enabled=selected) as region:
         act = _weighted_activation(r, spec, mid, probs, n.received, f)
-    kept, also = r.linear_input("experts fc2", act, n.received * f, original=ctx.recompute.selects("moe_act"))
+    kept, also = r.linear_input("experts fc2", act, n.received * f, original=selected)
     out = tape.make(
         "experts fc2 output", act, n.received * width * ctx.act, saves=kept, also=also, backward_workspace=wgrad2
     )
-    if ctx.recompute.selects("moe_act"):
+    if selected:
         tape.discard(region, act)
     if spec.add_bias:
         out = tape.make("experts output with bias", (out, probs), n.received * width * ctx.act, saves=(probs,))

@@ -8,6 +8,7 @@ Shapes in bytes: T = tokens on this rank (s b), T_sp = T / t under sequence para
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from bridge_memory.inventory.context import BlockContext
@@ -47,6 +48,10 @@ class Recorder:
     def keep(self, name: str, nbytes: int) -> None:
         """A buffer that stays for the process; the largest request under one name wins."""
         self.lasting[name] = max(nbytes, self.lasting.get(name, 0))
+
+    def offload(self, module: str) -> AbstractContextManager[None]:
+        """Fine-grained offloading of what is saved inside, where ``offload_modules`` names ``module``."""
+        return self.tape.offload(module in self.ctx.impl.offload_modules)
 
     def weight_grad(self, shape: tuple[int, ...], *, te: bool) -> int:
         """Scratch bytes of a weight's gradient during its backward, before DDP adds it to the main gradient.

@@ -10,7 +10,7 @@ Source: megatron-core ``transformer/transformer_block.py: _checkpointed_forward`
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from bridge_memory.inventory.context import BlockContext
@@ -40,6 +40,13 @@ class Link:
     backward_operation: str
     #: Saved bytes by module: ((module, bytes), ...).
     modules: tuple[tuple[str, int], ...]
+    #: Bytes in host memory between the passes.
+    offloaded: int = 0
+
+    def kept_on_gpu(self) -> Link:
+        """The same element where nothing is sent away."""
+        modules = (*self.modules, ("kept from offloading", self.offloaded))
+        return replace(self, saved=self.saved + self.offloaded, modules=modules, offloaded=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,8 @@ class ChunkInventory:
 def _plain(inventory: BlockInventory, label: str) -> Link:
     c = inventory.cost
     return Link(
-        label, c.saved, c.forward_peak, c.forward_peak_op, c.backward_peak, c.backward_peak_op, _modules(c)
+        label, c.saved, c.forward_peak, c.forward_peak_op, c.backward_peak, c.backward_peak_op, _modules(c),
+        c.offloaded,
     )
 
 
@@ -158,6 +166,12 @@ def chunk_inventory(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> ChunkI
     links += layer_links([model.layers[i] for i in chunk.layers], ctx)
     for inventory, label in _tail(model, chunk, ctx):
         links.append((_plain(inventory, label), 1))
+    if chunk.output or model.num_layers - 1 in chunk.layers:
+        # Its backward comes at once: the last group of each name stays (``should_bulk_offload``).
+        last = max((i for i, (link, _) in enumerate(links) if link.offloaded), default=None)
+        if last is not None:
+            link, count = links[last]
+            links[last : last + 1] = [(link, count - 1)] * (count > 1) + [(link.kept_on_gpu(), 1)]
     return compose(links, 0 if chunk.output else ctx.hidden_bytes)
 
 

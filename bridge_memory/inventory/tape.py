@@ -30,6 +30,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+#: Bytes: smaller tensors stay on the GPU (``TransformerConfig.min_offloaded_tensor_size``: 2^20 elements of bf16).
+MINIMUM_OFFLOADED_BYTES = 2 * 1024 * 1024
+
 
 class T:
     """A storage: its name, its bytes and whether a gradient of the same size flows to it."""
@@ -58,6 +61,8 @@ class Op:
     alias: bool = False
     #: The input gradient is written over the first saved tensor.
     in_place: bool = False
+    #: What it saves goes to host memory once the block is done and comes back for its backward.
+    offloaded: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +74,7 @@ class Region:
     inputs: tuple[T, ...] = ()
     outputs: tuple[T, ...] = ()
     discards: bool = False
+    offloaded: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +116,8 @@ class BlockCost:
     backward_peak_op: str
     #: Peak of a forward pass that saves nothing (the first pass of a checkpointed layer).
     no_grad_peak: int
+    #: Bytes that leave for host memory between forward and backward; not part of ``saved``.
+    offloaded: int = 0
     #: The largest tensors alive at the backward peak, for explanations.
     backward_peak_tensors: tuple[SavedTensor, ...] = ()
     forward_peak_tensors: tuple[SavedTensor, ...] = ()
@@ -123,6 +131,7 @@ class Tape:
         self._stack: list[Region] = [self._root]
         self.input_tensors: list[T] = []
         self.output_tensors: list[T] = []
+        self._offloading = False
         #: Label of everything recorded from here on: the module a user would look for.
         self.module = ""
 
@@ -153,7 +162,7 @@ class Tape:
         ins = (inputs,) if isinstance(inputs, T) else tuple(inputs)
         outs = (outputs,) if isinstance(outputs, T) else tuple(outputs)
         self._stack[-1].nodes.append(
-            Op(name, ins, outs, tuple(saves), workspace, backward_workspace, alias, in_place)
+            Op(name, ins, outs, tuple(saves), workspace, backward_workspace, alias, in_place, self._offloading)
         )
 
     def make(
@@ -193,12 +202,22 @@ class Tape:
         self.output_tensors.extend(tensors)
 
     @contextmanager
+    def offload(self, enabled: bool) -> Iterator[None]:
+        """What is saved inside goes to host memory between the block's forward and backward, unless an operation
+        outside saves it too or it is small (``fine_grained_activation_offload.py``)."""
+        before, self._offloading = self._offloading, self._offloading or enabled
+        try:
+            yield
+        finally:
+            self._offloading = before
+
+    @contextmanager
     def checkpoint(self, name: str, inputs: Sequence[T], *, enabled: bool = True) -> Iterator[None]:
         """Recompute everything recorded inside during backward; only ``inputs`` are saved."""
         if not enabled:
             yield
             return
-        region = Region(name, inputs=tuple(inputs))
+        region = Region(name, inputs=tuple(inputs), offloaded=self._offloading)
         self._stack.append(region)
         try:
             yield
@@ -209,7 +228,7 @@ class Tape:
     @contextmanager
     def discardable(self, name: str, inputs: Sequence[T], *, enabled: bool = True) -> Iterator[Region]:
         """As ``checkpoint``; call ``discard(region)`` where the real code discards the outputs."""
-        region = Region(name, inputs=tuple(inputs), discards=True)
+        region = Region(name, inputs=tuple(inputs), discards=True, offloaded=self._offloading)
         if not enabled:
             yield region
             return
@@ -233,11 +252,12 @@ class Tape:
         """Interpret the tape: forward, then backward."""
         run = _Interpreter(self)
         run.forward()
-        saved = run.alive_bytes - sum(t.bytes for t in self._held_outputs(run))
+        away = run.offloaded_tensors()
+        saved = run.alive_bytes - sum(t.bytes for t in self._held_outputs(run)) - sum(t.bytes for t in away)
         tensors = tuple(
             SavedTensor(t.name, t.bytes, t.module)
             for t, n in run.refs.items()
-            if n > run.scope_refs(t) and t.bytes and not run.emptied(t)
+            if n > run.scope_refs(t) and t.bytes and not run.emptied(t) and t not in away
         )
         input_saved = bool(self.input_tensors) and self.input_tensors[0] in {
             t for t, n in run.refs.items() if n > run.scope_refs(t)
@@ -258,6 +278,7 @@ class Tape:
             backward_peak=run.peak,
             backward_peak_op=run.peak_op,
             no_grad_peak=dry.peak,
+            offloaded=sum(t.bytes for t in away),
             backward_peak_tensors=run.peak_tensors(),
             forward_peak_tensors=forward_tensors,
         )
@@ -298,6 +319,7 @@ class _Interpreter:
         self.peak_op = ""
         self._peak_state: dict[str, int] = {}
         self._emptied: set[T] = set()  # discarded storages: referenced, but zero bytes
+        self._offloaded: dict[T, int] = {}  # saves by offloading operations
         self._scope: dict[T, int] = {}  # forward-scope references (0 or 1 a tensor)
         self._grads: dict[T, _Grad] = {}
         self._grad_bytes = 0
@@ -336,6 +358,14 @@ class _Interpreter:
         if t in self._emptied:
             self._emptied.discard(t)
             self.alive_bytes += t.bytes
+
+    def offloaded_tensors(self) -> set[T]:
+        """Storages that only offloading operations keep, large enough to be worth the copy."""
+        return {
+            t for t, n in self._offloaded.items()
+            if n == self.refs.get(t, 0) - self.scope_refs(t)
+            and t.bytes >= MINIMUM_OFFLOADED_BYTES and t not in self._emptied
+        }
 
     def _enter_scope(self, t: T) -> None:
         if not self._scope.get(t):
@@ -383,14 +413,12 @@ class _Interpreter:
                     self._enter_scope(t)
                 self._mark(node.name, node.workspace)
                 if save:
-                    for t in node.saves:
-                        self._acquire(t)
+                    self._save(node.saves, node.offloaded)
                 made = node.outputs
                 used: tuple[T, ...] = node.inputs
             elif isinstance(node, Region):
                 if save:
-                    for t in node.inputs:
-                        self._acquire(t)
+                    self._save(node.inputs, node.offloaded)
                 inner_made = {t for n in node.nodes for t in _made(n)}
                 later = {t for t in inner_made if last_use_after(nodes, i, t)} | (keep & inner_made)
                 # The first pass of a region saves nothing inside.
@@ -408,6 +436,12 @@ class _Interpreter:
                 if own is not None and t not in own:
                     continue
                 self._leave_scope(t)
+
+    def _save(self, tensors: Iterable[T], offloaded: bool) -> None:
+        for t in tensors:
+            self._acquire(t)
+            if offloaded:
+                self._offloaded[t] = self._offloaded.get(t, 0) + 1
 
     # ---- backward ----
 
