@@ -373,6 +373,28 @@ def test_a_contradiction_is_refused_by_field(preset: str, change: dict[str, Any]
     assert all(word in line for word in words), line
 
 
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("attention", "n_heads_in_group", 7),
+        ("attention", "n_heads_in_group", 0.5),
+        ("attention", "n_heads_in_group", None),
+        ("attention", "replace_with_linear", True),
+        ("ffn", "ffn_mult", float("inf")),
+        ("ffn", "ffn_mult", 10**400),
+        ("ffn", "ffn_mult", -1),
+        ("ffn", "ffn_mult", None),
+        ("ffn", "intermediate_size", 1e300),
+        ("ffn", "num_experts", 4),
+    ],
+)
+def test_a_damaged_block_config_is_refused_by_layer_and_field(part: str, key: str, value: Any) -> None:
+    config = config_of("nvidia/Llama-3_3-Nemotron-Super-49B-v1")
+    config["block_configs"][79][part][key] = value
+    line = refusal(config)
+    assert f"block_configs[79].{part}" in line and key in line
+
+
 @pytest.mark.parametrize("model_type", ["cohere", "phi", "falcon"])
 def test_a_layer_that_megatron_cannot_build_is_refused(model_type: str) -> None:
     assert "parallel" in refusal(SMALL_LLAMA | {"model_type": model_type})

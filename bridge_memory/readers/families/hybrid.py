@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from bridge_memory.readers.families.common import (
     ACTIVATIONS,
@@ -183,9 +182,8 @@ def read_nemotron_nas(f: Fields) -> ModelSpec:
     mlp_bias = f.flag("mlp_bias")
     layers = []
     for i, block in enumerate(blocks):
-        parts = _nas_parts(f, i, block)
-        groups = _nas_groups(f, i, parts["attention"], a)
-        width = _nas_width(f, i, parts["ffn"], hidden_size)
+        groups = _nas_groups(_nas_part(f, i, block, "attention"), a)
+        width = _nas_width(_nas_part(f, i, block, "ffn"), hidden_size)
         layers.append(
             LayerSpec(
                 AttentionSpec(a, groups, d, add_qkv_bias=bias, add_output_bias=bias) if groups else None,
@@ -195,45 +193,40 @@ def read_nemotron_nas(f: Fields) -> ModelSpec:
     return model(f, NAS, layers, hidden_size=hidden_size, rotary_dim=int(d * rotary_factor(f, 1.0)))
 
 
-def _nas_parts(f: Fields, i: int, block: object) -> dict[str, Mapping[str, Any]]:
+def _nas_part(f: Fields, i: int, block: object, key: str) -> Fields:
+    """One half of a block config, read with the same care as the whole."""
+    where = f"block_configs[{i}]"
     if not isinstance(block, Mapping):
-        raise f.error(f"block_configs[{i}] is {shown(block)}; it must be an object")
-    parts = {}
-    for key in ("attention", "ffn"):
-        part = block.get(key)
-        if not isinstance(part, Mapping):
-            raise f.error(f"block_configs[{i}].{key} is {shown(part)}; it must be an object")
-        for odd in ("replace_with_linear", "sparsify", "num_sink_tokens", "moe", "mamba", "llama4"):
-            if part.get(odd):
-                raise f.error(
-                    f"block_configs[{i}].{key}.{odd} is {shown(part[odd])}; such a block cannot be estimated"
-                )
-        parts[key] = part
-    return parts
+        raise f.error(f"{where} is {shown(block)}; it must be an object")
+    inner = block.get(key)
+    if not isinstance(inner, Mapping):
+        raise f.error(f"{where}.{key} is {shown(inner)}; it must be an object")
+    part = Fields(inner, f"{f.name}: {where}.{key}", f.model_type)
+    for odd in ("replace_with_linear", "sparsify", "num_sink_tokens", "moe", "mamba", "llama4"):
+        if part.raw(odd)[1]:
+            raise part.error(f"{odd} is {shown(inner[odd])}; such a block cannot be estimated")
+    return part
 
 
-def _nas_number(f: Fields, where: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise f.error(f"{where} is {shown(value)}; it must be a positive number")
-    return value
-
-
-def _nas_groups(f: Fields, i: int, part: Mapping[str, Any], a: int) -> int:
-    """Query groups of layer i, 0 where attention is skipped."""
-    if part.get("no_op"):
+def _nas_groups(part: Fields, a: int) -> int:
+    """Query groups of a layer, 0 where attention is skipped."""
+    each = part.integer("n_heads_in_group", default=None)
+    part.finish()
+    if part.flag("no_op"):
         return 0
-    where = f"block_configs[{i}].attention.n_heads_in_group"
-    each = part.get("n_heads_in_group")
-    if isinstance(each, float) or a % int(_nas_number(f, where, each)):
-        raise f.error(f"num_attention_heads ({a}) is not divisible by {where} ({shown(each)})")
-    return a // int(_nas_number(f, where, each))
+    if each is None or a % each:
+        raise part.error(f"num_attention_heads ({a}) is not divisible by n_heads_in_group ({shown(each)})")
+    return int(a // each)
 
 
-def _nas_width(f: Fields, i: int, part: Mapping[str, Any], hidden_size: int) -> int:
-    """MLP width of layer i, 0 where it is skipped: 2/3 of ffn_mult x h, up to a multiple of 256."""
-    if part.get("no_op"):
+def _nas_width(part: Fields, hidden_size: int) -> int:
+    """MLP width of a layer, 0 where it is skipped: 2/3 of ffn_mult x h, up to a multiple of 256."""
+    width = part.integer("intermediate_size", default=None)
+    mult = part.number("ffn_mult", default=0.0, most=1000.0)
+    part.finish()
+    if part.flag("no_op"):
         return 0
-    if part.get("intermediate_size") is not None:
-        return int(_nas_number(f, f"block_configs[{i}].ffn.intermediate_size", part["intermediate_size"]))
-    mult = _nas_number(f, f"block_configs[{i}].ffn.ffn_mult", part.get("ffn_mult"))
-    return -(-int(2 * mult * hidden_size / 3) // 256) * 256
+    width = width or -(-int(2 * mult * hidden_size / 3) // 256) * 256
+    if not width:
+        raise part.error(f"ffn_mult is {shown(part.config.get('ffn_mult'))}; it must be a positive number")
+    return int(width)
