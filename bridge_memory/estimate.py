@@ -11,12 +11,15 @@ from bridge_memory.components import STATIC_KINDS, Component
 from bridge_memory.inventory.buffers import lasting_buffers
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters, mtp_parameters
-from bridge_memory.inventory.stack import chunk_inventory
-from bridge_memory.inventory.workspaces import batch_bytes, between_steps_bytes
+from bridge_memory.inventory.stack import stage_inventories
+from bridge_memory.inventory.workspaces import batch_bytes
 from bridge_memory.layout import Chunk, layout
 from bridge_memory.model_state import model_states
 from bridge_memory.spec import RunSpec
 from bridge_memory.timeline import ChunkCost, dynamic_peak
+
+#: The phase in which a stage's peak lies when forward and backward need less than the optimizer.
+OPTIMIZER_STEP = "optimizer step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,8 @@ class StageEstimate:
 
     @property
     def buffers_bytes(self) -> int:
-        """Lasting buffers: workspaces, RoPE tables, expert-bias buffers."""
-        return self.bytes_of("buffers")
+        """Lasting buffers: workspaces, RoPE tables, expert-bias buffers, and what a step leaves behind."""
+        return self.bytes_of("buffers", "leftover")
 
     @property
     def static_bytes(self) -> int:
@@ -73,7 +76,9 @@ class StageEstimate:
     @property
     def peak_bytes(self) -> int:
         """What torch reports as max allocated, from the second step on."""
-        return sum(c.bytes for c in self.components)
+        if self.peak_phase == OPTIMIZER_STEP:
+            return self.static_bytes
+        return sum(c.bytes for c in self.components if c.kind != "leftover")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,7 @@ def _stage(
 ) -> StageEstimate:
     parameters, state = model_state
     components = [*state, *lasting_buffers(run, chunks, ctx)]
-    inventories = [chunk_inventory(run.model, chunk, ctx) for chunk in chunks]
+    inventories = stage_inventories(run.model, chunks, ctx)
     moment = dynamic_peak(
         run.parallel.pp,
         rank,
@@ -145,19 +150,24 @@ def _stage(
         components.append(
             Component("pipeline sends and receives", moment.hidden_bytes, "transient", "formula")
         )
-    if (batch := batch_bytes(run, chunks)):
+    batch = batch_bytes(run, chunks)
+    if batch:
         components.append(Component("batch: tokens, labels, masks", batch, "transient", "formula"))
-    # What is left of one step is gone when the next one reaches its peak: passing tensors take its place.
-    left_over = between_steps_bytes(run, chunks, ctx)
-    transient = max(0, moment.bytes - moment.hidden_bytes - sum(saved.values()) - left_over)
+    transient = moment.bytes - moment.hidden_bytes - sum(saved.values())
     components.append(Component(f"in passing: {operation}", transient, "transient", "formula"))
+    phase = moment.phase
+    left_over = sum(c.bytes for c in components if c.kind == "leftover")
+    if left_over > moment.bytes + batch:
+        # Nothing of forward and backward is as large as what the optimizer step leaves behind.
+        components = [c for c in components if c.kind in STATIC_KINDS]
+        phase, operation = OPTIMIZER_STEP, "main gradients in fp32"
     return StageEstimate(
         stage=rank,
         layers=tuple(i for chunk in chunks for i in chunk.layers),
         parameters=parameters,
         in_flight_microbatches=max(moment.alive),
         components=tuple(components),
-        peak_phase=moment.phase,
+        peak_phase=phase,
         peak_operation=operation,
     )
 

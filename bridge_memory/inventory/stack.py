@@ -157,17 +157,28 @@ def _untied_here(model: ModelSpec, chunk: Chunk) -> bool:
     return not (model.share_embeddings_and_output_weights and (chunk.embedding or bool(chunk.mtp)))
 
 
+def stage_inventories(model: ModelSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> list[ChunkInventory]:
+    """Every chunk of a stage. On the last stage the last chunk with layers (or MTP) goes straight into its backward."""
+    last = max((i for i, c in enumerate(chunks) if c.layers or c.mtp), default=0) if chunks[-1].output else -1
+    return [chunk_inventory(model, chunk, ctx, i == last) for i, chunk in enumerate(chunks)]
+
+
 @lru_cache(maxsize=65536)
-def chunk_inventory(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> ChunkInventory:
-    """Saved bytes and peaks of one chunk for one microbatch."""
+def chunk_inventory(
+    model: ModelSpec, chunk: Chunk, ctx: BlockContext, backward_next: bool = False
+) -> ChunkInventory:
+    """Saved bytes and peaks of one chunk for one microbatch.
+
+    ``backward_next``: no other chunk of the rank runs between its forward and its backward.
+    """
     links: list[tuple[Link, int]] = []
     if chunk.embedding:
         links.append((_plain(embedding_inventory(model, ctx), "embedding"), 1))
     links += layer_links([model.layers[i] for i in chunk.layers], ctx)
     for inventory, label in _tail(model, chunk, ctx):
         links.append((_plain(inventory, label), 1))
-    if chunk.output or model.num_layers - 1 in chunk.layers:
-        # Its backward comes at once: the last group of each name stays (``should_bulk_offload``).
+    if backward_next:
+        # The last offloading group of each name stays (``should_bulk_offload``).
         last = max((i for i, (link, _) in enumerate(links) if link.offloaded), default=None)
         if last is not None:
             link, count = links[last]
