@@ -38,6 +38,9 @@ class StageEstimate:
     peak_operation: str = ""
     #: Peak of every phase that was considered, for the curious: ((phase, bytes), ...).
     phases: tuple[tuple[str, int], ...] = ()
+    #: What lives from the end of one step to the start of the next, and so not at the peak (unless that is
+    #: where the peak is: then they are among the components).
+    leftovers: tuple[Component, ...] = ()
 
     def bytes_of(self, *kinds: str) -> int:
         return sum(c.bytes for c in self.components if c.kind in kinds)
@@ -56,13 +59,13 @@ class StageEstimate:
 
     @property
     def buffers_bytes(self) -> int:
-        """Lasting buffers: workspaces, RoPE tables, expert-bias buffers, and what a step leaves behind."""
-        return self.bytes_of("buffers", "leftover")
+        """Lasting buffers: workspaces, RoPE tables, expert-bias buffers."""
+        return self.bytes_of("buffers")
 
     @property
     def static_bytes(self) -> int:
         """What torch reports as allocated after an optimizer step."""
-        return self.bytes_of(*STATIC_KINDS)
+        return self.bytes_of(*STATIC_KINDS) + sum(c.bytes for c in self.leftovers)
 
     @property
     def activation_bytes(self) -> int:
@@ -76,9 +79,7 @@ class StageEstimate:
     @property
     def peak_bytes(self) -> int:
         """What torch reports as max allocated, from the second step on."""
-        if self.peak_phase == OPTIMIZER_STEP:
-            return self.static_bytes
-        return sum(c.bytes for c in self.components if c.kind != "leftover")
+        return sum(c.bytes for c in self.components)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,8 @@ def _stage(
     ctx: BlockContext,
 ) -> StageEstimate:
     parameters, state = model_state
-    components = [*state, *lasting_buffers(run, chunks, ctx)]
+    lasting, leftovers = lasting_buffers(run, chunks, ctx)
+    components = [*state, *lasting]
     inventories = stage_inventories(run.model, chunks, ctx)
     moment = dynamic_peak(
         run.parallel.pp,
@@ -156,11 +158,10 @@ def _stage(
     transient = moment.bytes - moment.hidden_bytes - sum(saved.values())
     components.append(Component(f"in passing: {operation}", transient, "transient", "formula"))
     phase = moment.phase
-    left_over = sum(c.bytes for c in components if c.kind == "leftover")
-    if left_over > moment.bytes + batch:
+    if sum(c.bytes for c in leftovers) > moment.bytes + batch:
         # Nothing of forward and backward is as large as what the optimizer step leaves behind.
-        components = [c for c in components if c.kind in STATIC_KINDS]
-        phase, operation = OPTIMIZER_STEP, "main gradients in fp32"
+        components = [*state, *lasting, *leftovers]
+        leftovers, phase, operation = [], OPTIMIZER_STEP, "main gradients in fp32"
     return StageEstimate(
         stage=rank,
         layers=tuple(i for chunk in chunks for i in chunk.layers),
@@ -169,6 +170,7 @@ def _stage(
         components=tuple(components),
         peak_phase=phase,
         peak_operation=operation,
+        leftovers=tuple(leftovers),
     )
 
 

@@ -219,7 +219,7 @@ def _state_widths(
     out: list[tuple[str, int, int]] = []
     if half:
         master = 4
-        if o.use_precision_aware_optimizer:
+        if o.fused_main_parameters:
             master = DTYPE_BYTES[o.main_params_dtype]
             # The bf16 weight is the upper half of the fp32 master; only the lower 16 bits are kept.
             if o.store_param_remainders and o.main_params_dtype == "fp32" and precision.params_dtype == "bf16":

@@ -321,6 +321,9 @@ class OptimizerSpec:
     exp_avg_dtype: str = "fp32"
     exp_avg_sq_dtype: str = "fp32"
     store_param_remainders: bool = True
+    #: ``OptimizerConfig.fp8_recipe``: any but "delayed" (None: unset) keeps fp32 main parameters and gradients in
+    #: megatron-core under a precision-aware optimizer, fp8 or not. Bridge's MixedPrecisionConfig sets "tensorwise".
+    fp8_recipe: str | None = None
     optimizer_cpu_offload: bool = False
     optimizer_offload_fraction: float = 1.0
     #: FusedAdam of Transformer Engine or Apex (True) or torch's (False).
@@ -336,6 +339,19 @@ class OptimizerSpec:
     data_parallel_sharding_strategy: str | None = None
     #: Parameters that get no gradient: "none", or "lora" (only adapters train).
     peft: str = "none"
+
+    @property
+    def fused_main_parameters(self) -> bool:
+        """Whether Transformer Engine's FusedAdam keeps the main parameters and reads gradients as they are.
+
+        Source: ``OptimizerConfig.__post_init__: use_precision_aware_optimizer_no_fp8_or_ds_fp8``. Otherwise a
+        precision-aware optimizer saves on the moments only.
+        """
+        return self.use_precision_aware_optimizer and (
+            self.main_params_dtype != "fp32"
+            or self.fp8_recipe in (None, "delayed")
+            or self.optimizer_cpu_offload
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bridge_memory.estimate import StageEstimate, estimate
 from bridge_memory.readers.megatron_args import run_from_megatron_args, stage_of_rank
 from bridge_memory.spec import ImplementationSpec, ParallelSpec, RunSpec, SpecError
+
+if TYPE_CHECKING:
+    from bridge_memory.compare.described import Description
 
 MIB = 1 << 20
 
@@ -184,9 +188,30 @@ def run_of(record: Record) -> RunSpec:
             transformer_engine=_te_release(str(te or ""), str(record.framework.get("container", ""))),
             env=env if isinstance(env, Mapping) else None,
         )
-    from bridge_memory.compare.described import described_run
+    from bridge_memory.compare.described import moe_layer_run, recipe_run
 
-    return described_run(record)
+    described = _description(record)
+    if described.is_recipe:
+        return recipe_run(described)
+    if described.is_moe_layer:
+        return moe_layer_run(described)
+    raise NotComparable("described in words that this reader does not know")
+
+
+def _description(record: Record) -> Description:
+    from bridge_memory.compare.described import Description
+
+    return Description(record.config, record.gpu, record.world_size)
+
+
+def _stages(record: Record, run: RunSpec) -> tuple[tuple[StageEstimate, ...], tuple[str, ...]]:
+    """Predicted stages and what the estimate does not model."""
+    if record.config.get("kind") == "described" and _description(record).is_moe_layer:
+        from bridge_memory.compare.described import moe_layer_stage
+
+        return (moe_layer_stage(run),), ()
+    answer = estimate(run)
+    return answer.stages, answer.not_modelled
 
 
 #: Transformer Engine of NVIDIA's PyTorch containers (their release notes), (major, minor).
@@ -220,7 +245,7 @@ def predict(record: Record) -> list[Outcome]:
 
     try:
         run = run_of(record)
-        answer = estimate(run)
+        stages, unmodelled = _stages(record, run)
     except NotComparable as reason:
         return failed("not_modelled", f"skipped: {reason}")
     except SpecError as error:
@@ -230,16 +255,16 @@ def predict(record: Record) -> list[Outcome]:
     if not record.measured:
         return failed("not_modelled", "skipped: nothing was measured")
     stated = record.parameters_of_a_shard
-    largest = max(stage.parameters for stage in answer.stages)
+    largest = max(stage.parameters for stage in stages)
     if stated and abs(largest / stated - 1) > _SAME_MODEL:
-        reason = f"skipped: its own log counts {stated:.4g} parameters in the fullest shard, its arguments make"
-        return failed("not_modelled", f"{reason} {largest:.4g}; one of the two is not the run")
-    gaps = tuple(dict.fromkeys((*run.not_modelled, *run.model.not_modelled, *answer.not_modelled)))
+        why = f"skipped: its own log counts {stated:.4g} parameters in the fullest shard, its arguments make"
+        return failed("not_modelled", f"{why} {largest:.4g}; one of the two is not the run")
+    gaps = tuple(dict.fromkeys((*run.not_modelled, *run.model.not_modelled, *unmodelled)))
     pp_before_dp = "--use-tp-pp-dp-mapping" in record.arguments
     features = features_of(run)
     outcomes = []
     for m in record.measured:
-        stage = answer.stages[stage_of_rank(m.rank, run.parallel, pp_before_dp=pp_before_dp)]
+        stage = stages[stage_of_rank(m.rank, run.parallel, pp_before_dp=pp_before_dp)]
         outcomes.append(
             Outcome(
                 record.id, record.family, record.tier, record.gpu, m.rank,

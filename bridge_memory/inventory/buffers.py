@@ -14,8 +14,10 @@ from bridge_memory.spec import RunSpec
 _STAND_IN = "dummy weight gradient"
 
 
-def lasting_buffers(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> list[Component]:
-    """Everything that stays allocated after a step besides model state."""
+def lasting_buffers(
+    run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext
+) -> tuple[list[Component], list[Component]]:
+    """What is allocated after a step besides model state: for good, and only until the next step."""
     shared: dict[str, int] = {}
     for chunk in chunks:
         for name, nbytes in chunk_lasting(run.model, chunk, ctx):
@@ -29,5 +31,7 @@ def lasting_buffers(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) ->
             out.append(Component(name, nbytes, "buffers", "formula"))
     if stand_ins:
         out.append(Component("stand-in weight gradients, one a weight shape", stand_ins, "buffers", "formula"))
-    out += [Component(w.name, w.bytes, "buffers", w.provenance) for w in lasting_workspaces(run, chunks, ctx)]
-    return out
+    leftovers: list[Component] = []
+    for w in lasting_workspaces(run, chunks, ctx):
+        (leftovers if w.between_steps else out).append(Component(w.name, w.bytes, "buffers", w.provenance))
+    return out, leftovers

@@ -112,20 +112,15 @@ def batch_bytes(run: RunSpec, chunks: Sequence[Chunk]) -> int:
     return b * (s * (8 + 8 + 8 + 4) + mask) // run.parallel.cp
 
 
-def between_steps_bytes(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> int:
-    """Bytes of ``lasting_workspaces`` that are gone by the time a step reaches its peak."""
-    return sum(w.bytes for w in lasting_workspaces(run, chunks, ctx) if w.between_steps)
-
-
 def keeps_fp32_gradient_copies(run: RunSpec) -> bool:
     """Half-precision gradient buffers are cast to fp32 for the optimizer, and the copies outlive the step.
 
     Source: ``optimizer/optimizer.py: Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads`` and
-    ``distrib_optimizer.py`` (the same name); the precision-aware optimizer reads the buffers themselves.
+    ``distrib_optimizer.py`` (the same name); a fused precision-aware optimizer reads the buffers themselves.
     """
     o = run.optimizer
     half = DTYPE_BYTES[run.precision.params_dtype] == 2
-    return half and not o.grad_reduce_in_fp32 and not o.use_precision_aware_optimizer and o.peft == "none"
+    return half and not o.grad_reduce_in_fp32 and not o.fused_main_parameters and o.peft == "none"
 
 
 def gradient_shard_elements(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> int:

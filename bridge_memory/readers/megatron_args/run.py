@@ -234,6 +234,7 @@ def _optimizer(a: Arguments) -> OptimizerSpec:
         use_precision_aware_optimizer=a.flag("use_precision_aware_optimizer"),
         main_grads_dtype=main_grads,
         main_params_dtype=a.text("main_params_dtype", "fp32"),
+        fp8_recipe=a.text("fp8_recipe", "delayed"),
         exp_avg_dtype=a.text("exp_avg_dtype", "fp32"),
         exp_avg_sq_dtype=a.text("exp_avg_sq_dtype", "fp32"),
         optimizer_cpu_offload=a.flag("optimizer_cpu_offload"),
