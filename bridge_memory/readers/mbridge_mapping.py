@@ -15,20 +15,26 @@ def model_from_mbridge(config: Mapping[str, Any], name: str = "config") -> Model
     """Read ``config`` through ``mbridge.AutoBridge.from_config``.
 
     Needs the ``megatron`` extra (mbridge, megatron-core, torch, transformers); no process group. Raises SpecError
-    where they are missing or mbridge does not know the model_type.
+    where they are missing, mbridge does not know the model_type, or cannot read the config.
     """
-    bridge = _bridge(config, name)
+    if config.get("model_type") == "gemma3_text":  # mbridge knows the text tower inside its wrapper alone
+        tied = config.get("tie_word_embeddings") is not False
+        config = {"model_type": "gemma3", "text_config": dict(config), "tie_word_embeddings": tied}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        bridge = _bridge(config, name)
     model_type = str(config["model_type"])
-    text = getattr(bridge.hf_config, "text_config", None) or bridge.hf_config
-    if hasattr(bridge.hf_config, "llm_config"):
-        text = bridge.hf_config.llm_config
+    text = next(
+        (getattr(bridge.hf_config, k) for k in ("text_config", "llm_config") if hasattr(bridge.hf_config, k)),
+        bridge.hf_config,
+    )
     gemma = model_type == "gemma3"
     assumptions = [
         "read through mbridge's TransformerConfig",
         f"vocab_size {text.vocab_size} is padded only to a multiple of the tensor parallel size: mbridge keeps a "
         "Hugging Face vocabulary as it is",
     ]
-    if hasattr(bridge.hf_config, "vision_config"):
+    if "vision_config" in config:
         assumptions.append("text tower only: the parameters and activations of vision_config are left out")
     return model_from_transformer_config(
         bridge.config,
@@ -52,14 +58,12 @@ def model_from_mbridge(config: Mapping[str, Any], name: str = "config") -> Model
 def _bridge(config: Mapping[str, Any], name: str) -> Any:
     """mbridge's Bridge for a parsed config.json, for one rank that holds everything."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from mbridge import AutoBridge
-            from mbridge.core.parallel_states import ParallelStates
-            from transformers import AutoConfig, PretrainedConfig
-    except ImportError as error:
+        from mbridge import AutoBridge
+        from mbridge.core.parallel_states import ParallelStates
+        from transformers import AutoConfig, PretrainedConfig
+    except Exception as error:  # a half-installed Megatron fails in many ways
         raise SpecError(
-            f"mapping mbridge needs mbridge, megatron-core, torch and transformers ({error}); "
+            f"mapping mbridge needs mbridge, megatron-core, torch and transformers ({_one_line(error)}); "
             'pip install "bridge-memory[megatron]", or use --mapping builtin'
         ) from None
     model_type = config.get("model_type")
@@ -80,11 +84,12 @@ def _bridge(config: Mapping[str, Any], name: str) -> Any:
         states = ParallelStates(vpp_size=None)
         with _position_argument_renamed():
             return AutoBridge.from_config(hf_config, parallel_states=states)
-    except SpecError:
-        raise
     except Exception as error:  # whatever mbridge, transformers or megatron-core think of this config
-        reason = " ".join(str(error).split())
-        raise SpecError(f"{name}: mbridge cannot read this config: {type(error).__name__}: {reason}") from None
+        raise SpecError(f"{name}: mbridge cannot read this config: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 class _position_argument_renamed:

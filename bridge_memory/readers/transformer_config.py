@@ -134,8 +134,8 @@ def model_from_transformer_config(
         assumptions=assumptions,
         not_modelled=tuple(
             f"{key} of the TransformerConfig"
-            for key in ("qk_l2_norm", "multimodal", "use_kitchen", "cross_attention")
-            if c.get(key, False) not in (False, "", ())
+            for key in ("qk_l2_norm", "use_kitchen")
+            if c.get(key, False)
         ),
     )
 

@@ -22,10 +22,14 @@ for needed in ("torch", "megatron.core", "transformers"):
     pytest.importorskip(needed)
 pytest.importorskip("mbridge", exc_type=ImportError)
 
-KNOWN = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+KNOWN = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gemma3_text")
 
 #: model_type -> {field: why mbridge has another value}. Ours follows Megatron Bridge and the published model.
 NO_AUX_LOSS = "mbridge trains by reinforcement learning and sets the aux loss to none; pretraining has one"
+GEMMA = {
+    "layers.ffn.activation": "gelu where Bridge and transformers run the tanh form",
+    "layers.mixer.window_size": "the window is in mbridge's own layer, not in the TransformerConfig",
+}
 DIFFERENCES: dict[str, dict[str, str]] = {
     "qwen2_moe": {
         "layers.ffn.router_load_balancing_type": NO_AUX_LOSS,
@@ -39,10 +43,8 @@ DIFFERENCES: dict[str, dict[str, str]] = {
         "mtp_num_layers": "glm4moe.py reads no num_nextn_predict_layers: it drops GLM-4.5's MTP layer",
         "mtp_layer": "as above",
     },
-    "gemma3": {
-        "layers.ffn.activation": "gelu where Bridge and transformers run the tanh form",
-        "layers.mixer.window_size": "the window is in mbridge's own layer, not in the TransformerConfig",
-    },
+    "gemma3": GEMMA,
+    "gemma3_text": GEMMA,
     "mimo": {},
     "qwen2_5_vl": {},
 }
