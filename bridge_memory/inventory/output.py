@@ -67,4 +67,10 @@ def _cross_entropy(r: Recorder, logits: T, elements: int) -> T:
     # The fp32 copy becomes exp, then softmax, then the gradient, all in place; autograd casts the gradient back
     # to the logits' dtype (VocabParallelCrossEntropy.forward, backward).
     softmax = tape.tensor("softmax of the logits (fp32)", fp32, grad=False)
-    return tape.make("losses", logits, 4 * tokens, saves=(softmax, target), also=(softmax, target))
+    # Compiled ("native" fusion), what is in place above goes through a second fp32 tensor: the compiler makes
+    # mutations functional and copies back (fusions/fused_cross_entropy.py, core/jit.py: jit_fuser).
+    scratch = fp32 if ctx.impl.cross_entropy_loss_fusion else 0
+    return tape.make(
+        "losses", logits, 4 * tokens, saves=(softmax, target), also=(softmax, target),
+        workspace=scratch, backward_workspace=scratch,
+    )
