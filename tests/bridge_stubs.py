@@ -22,6 +22,9 @@ STUBBED = (
     "megatron.energon", "nvidia_modelopt", "multistorageclient", "flashinfer", "decord", "peft", "accelerate",
 )  # fmt: skip
 
+#: The release that the stubs say they are.
+TRANSFORMER_ENGINE = "2.11.0"
+
 
 class _StubLoader(importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
@@ -55,12 +58,19 @@ def _anything(name: str, module: str) -> type:
 class _StubModule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "__version__":
-            return "2.11.0"
+            return TRANSFORMER_ENGINE
         if name.startswith("__"):
             raise AttributeError(name)
         made = _anything(name, self.__name__)
         setattr(self, name, made)
         return made
+
+
+class _FusedAdam:
+    def __init__(
+        self, params: Any = None, exp_avg_dtype: Any = None, exp_avg_sq_dtype: Any = None,
+        master_weight_dtype: Any = None, use_decoupled_grad: bool = False, store_param_remainders: bool = False,
+    ) -> None: ...  # fmt: skip
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -76,17 +86,25 @@ class _Finder(importlib.abc.MetaPathFinder):
 def require_bridge() -> types.ModuleType:
     """``megatron.bridge``, imported for real; skips the test where it is not installed."""
     pytest.importorskip("torch")
-    if "megatron.bridge" in sys.modules:
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return sys.modules["megatron.bridge"]
-    pytest.importorskip("megatron.core")
-    import megatron
-
-    if importlib.util.find_spec("megatron.bridge") is None:
-        pytest.skip(f"megatron-bridge is not installed beside {list(megatron.__path__)}")
+    for name in ("megatron", "megatron.core", "megatron.bridge"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    if "megatron.core" in sys.modules:
+        pytest.skip("megatron.core was imported without Transformer Engine; run these tests in their own process")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
     missing = tuple(n for n in STUBBED if "." in n or importlib.util.find_spec(n) is None)
     sys.meta_path.append(_Finder(missing))
     import megatron.bridge
+    import megatron.core.utils
+    from packaging.version import Version
 
+    # megatron-core asks the package's metadata, which a stub has not.
+    megatron.core.utils._te_version = Version(TRANSFORMER_ENGINE)
+    # OptimizerConfig looks for these words in its signature before it allows the precision-aware optimizer.
+    import transformer_engine.pytorch.optimizers as optimizers
+
+    optimizers.FusedAdam = _FusedAdam
     return megatron.bridge

@@ -280,3 +280,22 @@ def test_wrong_fields_are_named(change, message) -> None:
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(SpecError, match="method"):
         ours.estimate_training_memory(container(), method="guess")
+
+
+# ---- the inventory method in the same shapes ----
+
+
+def test_the_inventory_in_bridges_shapes_adds_up_to_the_estimate() -> None:
+    """Each stage's parts are the estimate's components; the most loaded stage is the estimate's peak stage."""
+    from bridge_memory.estimate import estimate
+    from bridge_memory.readers.config_container import run_from_config_container
+
+    config = container(8, pipeline_model_parallel_size=4, tensor_model_parallel_size=2, add_bias_linear=False, bf16=True)
+    answer = estimate(run_from_config_container(config, num_microbatches=8))
+    stages = ours.estimate_training_memory_by_stage(config, 8)
+    assert [s.total_memory_bytes for s in stages] == [s.peak_bytes for s in answer.stages]
+    assert [s.weight_and_optimizer_bytes for s in stages] == [s.static_bytes for s in answer.stages]
+    assert ours.estimate_training_memory(config, 8, method="inventory").total_memory_bytes == (
+        answer.peak_stage.peak_bytes
+    )
+    assert stages[0].total_parameters == answer.parameters

@@ -367,23 +367,23 @@ def _batch(config: Any, view: _Views, data_parallel: int, num_microbatches: int 
 
 def _parallel(view: _Views, world_size: int) -> ParallelSpec:
     m = view.model
-    tp = _get(m, "tensor_model_parallel_size", 1)
+    tp, pp = _get(m, "tensor_model_parallel_size", 1), _get(m, "pipeline_model_parallel_size", 1)
     vpp = _get(m, "virtual_pipeline_model_parallel_size")
     return ParallelSpec(
         world_size=world_size,
         tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=_get(m, "pipeline_model_parallel_size", 1),
+        pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp if vpp and vpp > 1 else None,
         context_parallel_size=_get(m, "context_parallel_size", 1),
         expert_model_parallel_size=_get(m, "expert_model_parallel_size", 1),
-        expert_tensor_parallel_size=_get(m, "expert_tensor_parallel_size"),
+        expert_tensor_parallel_size=_get(m, "expert_tensor_parallel_size", tp),
         sequence_parallel=bool(_get(m, "sequence_parallel", False)) and tp > 1,
         num_layers_in_first_pipeline_stage=_get(m, "num_layers_in_first_pipeline_stage"),
         num_layers_in_last_pipeline_stage=_get(m, "num_layers_in_last_pipeline_stage"),
         account_for_embedding_in_pipeline_split=bool(_get(m, "account_for_embedding_in_pipeline_split", False)),
         account_for_loss_in_pipeline_split=bool(_get(m, "account_for_loss_in_pipeline_split", False)),
         pipeline_model_parallel_layout=pipeline_layout_text(_get(m, "pipeline_model_parallel_layout")),
-        microbatch_group_size_per_vp_stage=_get(m, "microbatch_group_size_per_vp_stage"),
+        microbatch_group_size_per_vp_stage=_get(m, "microbatch_group_size_per_vp_stage", pp),
         num_distributed_optimizer_instances=_get(view.ddp, "num_distributed_optimizer_instances", 1),
     )
 
@@ -414,12 +414,13 @@ def _params_dtype(view: _Views) -> str:
 
 def _precision(view: _Views) -> PrecisionSpec:
     m = view.model
-    fp8 = _get(m, "fp8") or None
+    fp8, recipe = _get(m, "fp8") or None, _get(m, "fp8_recipe", "delayed")
     ends = 1 if _get(m, "first_last_layers_bf16", False) else 0
     return PrecisionSpec(
         params_dtype=_params_dtype(view),
         fp8=fp8,
-        fp8_recipe=str(getattr(_get(m, "fp8_recipe", "delayed"), "value", _get(m, "fp8_recipe", "delayed"))),
+        # Without fp8 the recipe is whatever the mixed-precision default says, and nobody reads it.
+        fp8_recipe=str(getattr(recipe, "value", recipe)) if fp8 else "delayed",
         fp8_param=bool(fp8 and (_get(m, "fp8_param", False) or _get(view.ddp, "fp8_param_gather", False))),
         num_layers_at_start_in_bf16=_get(m, "num_layers_at_start_in_bf16", 1) * ends,
         num_layers_at_end_in_bf16=_get(m, "num_layers_at_end_in_bf16", 1) * ends,

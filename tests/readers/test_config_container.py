@@ -1,0 +1,110 @@
+"""A container without Megatron Bridge: what is missing is derived or refused, never guessed in silence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bridge_memory.estimate import estimate
+from bridge_memory.readers.config_container import run_from_config_container
+from bridge_memory.spec import SpecError
+
+
+def namespace(**changes: Any) -> SimpleNamespace:
+    """A small Llama; ``part__field`` changes a field of a part."""
+
+    def silu() -> None: ...
+
+    config = SimpleNamespace(
+        model=SimpleNamespace(
+            num_layers=4, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, num_query_groups=8,
+            gated_linear_unit=True, activation_func=silu, add_bias_linear=False, normalization="RMSNorm",
+            position_embedding_type="rope", seq_length=2048, vocab_size=32000, bf16=True, hidden_dropout=0.0,
+            attention_dropout=0.0, share_embeddings_and_output_weights=False, tensor_model_parallel_size=2,
+            pipeline_model_parallel_size=2, context_parallel_size=1,
+        ),
+        train=SimpleNamespace(micro_batch_size=1, global_batch_size=16),
+        optimizer=SimpleNamespace(use_distributed_optimizer=True, optimizer="adam"),
+        ddp=SimpleNamespace(grad_reduce_in_fp32=True, use_distributed_optimizer=False),
+        data_parallel_size=4,
+    )  # fmt: skip
+    for key, value in changes.items():
+        part, _, field = key.partition("__")
+        setattr(getattr(config, part) if field else config, field or part, value)
+    return config
+
+
+def test_world_size_follows_from_the_data_parallel_size() -> None:
+    run = run_from_config_container(namespace())
+    assert (run.parallel.world_size, run.parallel.data_parallel_size) == (16, 4)
+    assert run.num_microbatches == 4
+
+
+def test_a_container_that_was_not_validated_never_has_one_replica_in_silence(monkeypatch: Any) -> None:
+    config = namespace()
+    del config.data_parallel_size
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SpecError, match="data_parallel_size is not set"):
+        run_from_config_container(config)
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    assert run_from_config_container(config).parallel.data_parallel_size == 8
+    assert run_from_config_container(config, world_size=8).parallel.data_parallel_size == 2
+    config.world_size = 4
+    assert run_from_config_container(config).parallel.data_parallel_size == 1
+
+
+def test_gradients_of_two_bytes_halve_the_gradient_buffer() -> None:
+    wide = estimate(run_from_config_container(namespace())).stages[0]
+    narrow = estimate(run_from_config_container(namespace(ddp__grad_reduce_in_fp32=False))).stages[0]
+    assert wide.gradients_bytes == 2 * narrow.gradients_bytes
+
+
+def test_mixed_precision_by_name_lies_over_the_model() -> None:
+    """fp16_mixed: half-precision parameters whose gradients are reduced in fp16; the container is left alone."""
+    config = namespace(mixed_precision="fp16_mixed", model__fp16=False)
+    run = run_from_config_container(config)
+    assert run.precision.params_dtype == "fp16"
+    assert not run.optimizer.grad_reduce_in_fp32
+    assert config.model.bf16 and config.ddp.grad_reduce_in_fp32
+
+
+def test_what_changes_memory_and_is_not_modelled_is_listed_by_name() -> None:
+    run = run_from_config_container(
+        namespace(model__tp_comm_overlap=True, ddp__nccl_ub=True, peft=SimpleNamespace(dim=16))
+    )
+    listed = " ".join(run.not_modelled)
+    for name in ("model.tp_comm_overlap", "ddp.nccl_ub", "peft"):
+        assert name in listed
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__vocab_size": None}, r"model\.vocab_size is not set"),
+        ({"train__micro_batch_size": None}, r"train\.micro_batch_size is not set"),
+        ({"model__fp16": True}, r"model\.bf16 and model\.fp16 are both True"),
+        ({"mixed_precision": "int4_mixed"}, "mixed_precision"),
+        ({"optimizer__exp_avg_dtype": "int3"}, r"optimizer\.exp_avg_dtype"),
+        ({"dataset": SimpleNamespace(seq_length=4096)}, r"model\.seq_length \(2048\) differs"),
+        ({"dist": SimpleNamespace(use_torch_fsdp2=True)}, "use_torch_fsdp2"),
+        ({"model": None}, "the container has no model"),
+        ({"data_parallel_size": 0}, r"data_parallel_size \(0\)"),
+    ],
+)
+def test_wrong_fields_are_named_in_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message) as error:
+        run_from_config_container(namespace(**changes))
+    assert "\n" not in str(error.value)
+
+
+def test_neither_torch_nor_megatron_is_imported() -> None:
+    code = (
+        "import sys; import bridge_memory.theoretical_memory_utils, bridge_memory.readers.config_container\n"
+        "bad = {'torch', 'megatron', 'transformers', 'rich', 'pydantic'} & set(sys.modules)\n"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,167 @@
+"""The container reader against the real Megatron Bridge 0.3.1: its recipes, its own update of them, its precisions."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge_memory.estimate import estimate
+from bridge_memory.inventory.counts import model_parameters
+from bridge_memory.readers.config_container import mixed_precision_fields, run_from_config_container
+from bridge_memory.spec import SpecError
+from bridge_memory.theoretical_memory_utils import estimate_training_memory_by_stage
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
+
+from bridge_stubs import require_bridge  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def recipes() -> Iterator[Any]:
+    require_bridge()
+    from bridge_recipes import bridge_on_cpu
+
+    with bridge_on_cpu() as module:
+        yield module
+
+
+def container(recipes: Any, name: str) -> Any:
+    from bridge_recipes import build
+
+    return build(getattr(recipes, f"{name}_pretrain_config"))
+
+
+#: recipe -> Hugging Face config whose parameters were counted by transformers.
+COUNTED = {
+    "llama3_8b": "meta-llama/Meta-Llama-3-8B",
+    "llama3_70b": "meta-llama/Meta-Llama-3-70B",
+    "qwen25_7b": "Qwen/Qwen2.5-7B",
+    "qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3_next_80b_a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    # Not deepseek_v2_lite: Bridge 0.3.1 drops the config's null q_lora_rank and trains with megatron-core's 512.
+    "deepseek_v2": "deepseek-ai/DeepSeek-V2",
+    "deepseek_v3": "deepseek-ai/DeepSeek-V3",
+    "moonlight_16b": "moonshotai/Moonlight-16B-A3B",
+    "gpt_oss_20b": "openai/gpt-oss-20b",
+    "glm45_air_106b": "zai-org/GLM-4.5-Air",
+    "gemma2_9b": "google/gemma-2-9b",
+    "olmoe_7b": "allenai/OLMoE-1B-7B-0924",
+}
+
+
+@pytest.mark.parametrize("name", sorted(COUNTED))
+def test_a_recipes_parameters_are_those_of_its_hugging_face_model(recipes: Any, name: str) -> None:
+    """Bridge's providers hold the model: what is read from them has transformers' own count."""
+    counts = json.loads((ROOT / "tests" / "data" / "hf_parameter_counts.json").read_text())
+    config = container(recipes, name)
+    config.model.pipeline_model_parallel_size = 1
+    config.model.pipeline_model_parallel_layout = None
+    config.model.virtual_pipeline_model_parallel_size = None
+    config.model.expert_model_parallel_size = 1
+    config.model.tensor_model_parallel_size = 1
+    config.model.moe_token_dispatcher_type = "alltoall"
+    model = run_from_config_container(config, world_size=16).model
+    expected = counts[COUNTED[name]]["parameters"]
+    assert model_parameters(model) == expected
+
+
+#: Recipes of every family, with everything that a container can hold: VPP, layouts, MLA, hybrid, experts.
+FAMILIES = (
+    "llama3_8b llama3_70b llama31_405b llama3_8b_low_precision qwen3_30b_a3b qwen3_235b_a22b qwen3_next_80b_a3b "
+    "deepseek_v2_lite deepseek_v3 moonlight_16b nemotronh_8b nemotronh_56b gpt_oss_120b gemma2_9b gemma3_1b olmoe_7b "
+    "qwen25_500m"
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES.split())
+def test_an_unvalidated_container_reads_as_bridge_would_update_it(
+    recipes: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``runtime_config_update`` is Bridge's own: precision, overlap, synchronised optimizer, megatron-core's
+    ``__post_init__``. Reading before and after it must give one run."""
+    from bridge_recipes import smallest_world
+    from megatron.bridge.training import config as bridge_config
+
+    config = container(recipes, name)
+    world = 2 * smallest_world(config)
+    batch = config.train.micro_batch_size * world
+    config.train.global_batch_size = batch
+    if config.model.vocab_size is None:  # pretrain takes it from the tokenizer, which it builds later
+        config.model.vocab_size, config.model.should_pad_vocab = config.tokenizer.vocab_size, True
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    before = run_from_config_container(copy.deepcopy(config), world_size=world)
+    monkeypatch.setattr(bridge_config, "get_world_size_safe", lambda: world)
+    monkeypatch.setattr(bridge_config, "validate_flex_dispatcher_backend", lambda model: None)
+    bridge_config.runtime_config_update(config)
+    assert config.data_parallel_size * before.parallel.tp * before.parallel.pp * before.parallel.cp == world
+    after = run_from_config_container(config)
+    for group in dataclasses.fields(before):
+        assert getattr(after, group.name) == getattr(before, group.name), group.name
+
+
+def test_every_precision_recipe_by_name_is_the_one_bridge_makes(recipes: Any) -> None:
+    from megatron.bridge.training.mixed_precision import MIXED_PRECISION_RECIPES, get_mixed_precision_config
+
+    assert len(MIXED_PRECISION_RECIPES) > 20
+    for name in MIXED_PRECISION_RECIPES:
+        try:
+            theirs = get_mixed_precision_config(name)
+        except ValueError as error:  # nvfp4 asks for the installed Transformer Engine
+            assert "fp4" in str(error)
+            continue
+        theirs.finalize()
+        made = mixed_precision_fields(theirs)
+        named = mixed_precision_fields(name)
+        for key in named:
+            if key in ("params_dtype",):
+                assert named[key] == {"torch.bfloat16": "bf16", "torch.float16": "fp16"}[str(made[key])]
+            elif (key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16") and not made["fp8"]) or (key == "fp8_recipe" and not made["fp8"]):
+                continue
+            else:
+                assert named[key] == made[key], (name, key)
+
+
+def test_nvidias_deepseek_v3_recipe_holds_8_51_gib_of_model_state(recipes: Any) -> None:
+    """TP2 PP16 EP64 on 1024 GPUs, bf16 gradients and moments, parameter remainders: by hand, a stage of 4 layers
+    has 4 x 4 experts of 44.04 M at 10 bytes (6.56 GiB) and about 468 M other parameters at 4 + 6/32 bytes."""
+    config = container(recipes, "deepseek_v3")
+    answer = estimate(run_from_config_container(config, world_size=1024))
+    states = [s.weights_bytes + s.gradients_bytes + s.optimizer_bytes for s in answer.stages]
+    assert max(states) / 2**30 == pytest.approx(8.51, abs=0.01)
+    assert {i for i, s in enumerate(states) if s == max(states)} == set(range(1, 15))
+
+
+def test_a_lora_container_trains_only_its_adapters(recipes: Any) -> None:
+    config = recipes.llama3_8b_peft_config(peft_scheme="lora")
+    run = run_from_config_container(config, world_size=8)
+    assert run.optimizer.peft == "lora"
+    full = run_from_config_container(container(recipes, "llama3_8b"), world_size=8)
+    frozen = estimate(run).stages[0]
+    trained = estimate(full).stages[0]
+    assert frozen.static_bytes < trained.static_bytes
+    assert trained.gradients_bytes > 0
+
+
+def test_uneven_layers_without_a_split_are_refused_by_name(recipes: Any) -> None:
+    """GLM-4.5 has 92 layers; the recipe's 8 stages cannot hold them evenly, as Megatron would say at launch."""
+    config = container(recipes, "glm45_355b")
+    config.world_size = 512
+    with pytest.raises(SpecError, match=r"num_layers \(92\) is not divisible by pipeline_model_parallel_size \(8\)"):
+        estimate_training_memory_by_stage(config)
+
+
+def test_a_t5_provider_is_refused(recipes: Any) -> None:
+    from megatron.bridge.models import T5ModelProvider
+
+    config = container(recipes, "llama3_8b")
+    config.model = T5ModelProvider(num_layers=2, hidden_size=64, num_attention_heads=4)
+    with pytest.raises(SpecError, match="T5ModelProvider"):
+        run_from_config_container(config, world_size=8)
