@@ -126,9 +126,8 @@ def transformer_config(run: RunSpec) -> Any:
         "transformer_impl": impl.transformer_impl,
         "fp32_residual_connection": run.precision.fp32_residual_connection,
         "attention_softmax_in_fp32": run.precision.attention_softmax_in_fp32,
-        # Apex's wgrad kernel and fused softmax are not here; the first is stood in for when a model runs.
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": impl.gradient_accumulation_fusion,
+        "masked_softmax_fusion": impl.masked_softmax_fusion,
         "persist_layer_norm": False,
         # TEGroupedMLP refuses it together with biases; Bridge's gpt-oss recipes switch it off.
         "bias_dropout_fusion": impl.bias_dropout_fusion and not (impl.te and moe and add_bias),
@@ -500,9 +499,10 @@ def _mamba_model(run: RunSpec, config: Any, first: bool, last: bool, vp_stage: i
     from megatron.core.models.mamba import MambaModel
 
     mamba = _only("Mamba mixer", (x.mixer for x in run.model.layers if isinstance(x.mixer, MambaSpec)))
+    spec = _hybrid_te_spec() if run.implementation.te else _hybrid_spec(config, mamba)
     return MambaModel(
-        config=config, mamba_stack_spec=_hybrid_te_spec() if run.implementation.te else _hybrid_spec(config,
-        mamba), hybrid_override_pattern=hybrid_pattern(run), **_common(run, first, last),
+        config=config, mamba_stack_spec=spec, hybrid_override_pattern=hybrid_pattern(run),
+        **_common(run, first, last),
     )  # fmt: skip
 
 

@@ -85,8 +85,10 @@ class _CudaIsMeta(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if kwargs and _is_cuda(kwargs.get("device")):
+        if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": META}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         name = getattr(func, "__name__", "")
         if name == "cuda" and args and isinstance(args[0], torch.Tensor):
             return args[0].to(META)
@@ -284,5 +286,287 @@ def local_core_attention() -> Iterator[None]:
 @contextmanager
 def building() -> Iterator[None]:
     """All that is needed to construct a rank's modules on the meta device."""
-    with no_gpu(), norms_without_apex(), kernel_libraries_for_building(), local_core_attention():
+    with ExitStack() as stack:
+        for helper in (
+            no_gpu(), norms_without_apex(), kernel_libraries_for_building(), local_core_attention(), apex_kernels()
+        ):  # fmt: skip
+            stack.enter_context(helper)
+        yield
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+class _Done:
+    """The handle of a collective that finished at once."""
+
+    def wait(self, *args: object) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@contextmanager
+def collectives_move_nothing() -> Iterator[None]:
+    """torch's fake backend serves CPU and CUDA tensors; on meta tensors a collective has nothing to do either."""
+    group = torch.distributed.ProcessGroup
+    names = (
+        "allreduce", "allreduce_coalesced", "_allgather_base", "allgather", "allgather_into_tensor_coalesced",
+        "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor_coalesced", "alltoall_base",
+        "alltoall", "broadcast", "reduce", "gather", "scatter", "send", "recv", "barrier",
+    )  # fmt: skip
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(replaced(group, name, lambda *a, **k: _Done()))
+        yield
+
+
+class _RMSNorm(torch.autograd.Function):
+    """What ``torch.rms_norm`` keeps on CUDA since 2.9: its input, its weight and one fp32 a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
+
+
+def _rms_norm(x: torch.Tensor, shape: Any, weight: Any = None, eps: Any = None) -> torch.Tensor:
+    out: torch.Tensor = _RMSNorm.apply(x, weight)
+    return out
+
+
+def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if not training or p == 0:
+        return x
+    return torch.ops.aten.native_dropout(x, p, True)[0]
+
+
+@contextmanager
+def cuda_kernels() -> Iterator[None]:
+    """Where torch's autograd does otherwise on CUDA than elsewhere.
+
+    Dropout is one kernel with a bool mask (elsewhere a mask of the input's dtype and a product), RMSNorm one
+    kernel (elsewhere a composition in fp32). Seen in torch 2.13: ``aten/src/ATen/native/Dropout.cpp``,
+    ``layer_norm.cpp``.
+    """
+    functional = torch.nn.functional
+    with ExitStack() as stack:
+        stack.enter_context(replaced(functional, "rms_norm", _rms_norm))
+        stack.enter_context(replaced(functional, "dropout", _dropout))
+        yield
+
+
+def _softmax_kernels() -> dict[str, types.ModuleType]:
+    """megatron's fused softmax kernels: the scores' shape out; backward overwrites the gradient it gets."""
+    made = {}
+    for name in (
+        "scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda"
+    ):  # fmt: skip
+        module = types.ModuleType(name)
+        module.forward = lambda scores, *a: torch.empty_like(scores)  # type: ignore[attr-defined]
+        module.backward = lambda grad, *a: grad  # type: ignore[attr-defined]
+        made[name] = module
+    made["scaled_masked_softmax_cuda"].get_batch_per_block = lambda *a: 1  # type: ignore[attr-defined]
+    return made
+
+
+@contextmanager
+def apex_kernels() -> Iterator[None]:
+    """The weight-gradient GEMM that adds into the main gradient, and the fused softmax; neither allocates more.
+
+    ``tensor_parallel/layers.py`` and ``fusions/fused_softmax.py`` import them from Apex.
+    """
+    layers = _module("megatron.core.tensor_parallel.layers")
+    kernels = types.ModuleType("fused_weight_gradient_mlp_cuda")
+    kernels.wgrad_gemm_accum_fp32 = lambda *a: None  # type: ignore[attr-defined]
+    kernels.wgrad_gemm_accum_fp16 = lambda *a: None  # type: ignore[attr-defined]
+    stubs = _softmax_kernels()
+    with ExitStack() as stack:
+        stack.enter_context(replaced(layers, "_grad_accum_fusion_available", True))
+        stack.enter_context(replaced(layers, "fused_weight_gradient_mlp_cuda", kernels, add=True))
+        for name, module in stubs.items():
+            if importlib.util.find_spec(name) is None:
+                sys.modules[name] = module
+                stack.callback(sys.modules.pop, name, None)
+        yield
+
+
+class _NoFp8:
+    """Transformer Engine's state of a process that never uses fp8."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+    @staticmethod
+    def get_fp8_recipe() -> None:
+        return None
+
+
+@contextmanager
+def recomputation_without_te() -> Iterator[None]:
+    """``CheckpointWithoutOutput`` asks Transformer Engine about fp8 unless told None (0.14 to 0.16.1).
+
+    ``transformer_layer.py`` does not tell it for layer norms, so that recomputing them fails without TE.
+    """
+    random = _module("megatron.core.tensor_parallel.random")
+    if hasattr(random, "FP8GlobalStateManager"):
+        yield
+        return
+    with ExitStack() as stack:
+        for name, value in (
+            ("FP8GlobalStateManager", _NoFp8),
+            ("activation_recompute_forward", lambda *a, **k: nullcontext()),
+            ("fp8_autocast", lambda *a, **k: nullcontext()),
+        ):
+            stack.enter_context(replaced(random, name, value, add=True))
+        yield
+
+
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """``jit_fuser`` is torch.compile; its small functions run as written here."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def fresh_caches() -> Iterator[None]:
+    """megatron-core caches masks, rotary tables and scratch buffers for the process; those made here must go."""
+    utils = _module("megatron.core.transformer.utils")
+    rotary = _module("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    cached = [
+        getattr(utils, "get_default_causal_mask", None),
+        getattr(utils, "get_sliding_window_causal_mask", None),
+        getattr(getattr(rotary, "RotaryEmbedding", None), "forward", None),
+        getattr(getattr(rotary, "RotaryEmbedding", None), "get_cos_sin", None),
+    ]
+
+    def clear() -> None:
+        for function in cached:
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
+# ---- routing -------------------------------------------------------------------------------------
+
+
+def spread(total: int, parts: int) -> list[int]:
+    """``total`` over ``parts`` as evenly as whole numbers allow."""
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+class _BalancedMap:
+    """A routing map of which only the size and the column sums are known."""
+
+    def __init__(self, tokens: int, experts: int, topk: int) -> None:
+        self._tokens = tokens
+        self._sums = torch.tensor(spread(tokens * topk, experts), device="cpu")
+
+    def size(self, dim: int) -> int:
+        return self._tokens
+
+    def sum(self, dim: int = 0) -> torch.Tensor:
+        return self._sums
+
+
+class _BalancedSelection(TorchFunctionMode):
+    """masked_select with a routing map, whose number of ones is known: topk a token, evenly over experts."""
+
+    def __init__(self, topk: int, experts: int) -> None:
+        super().__init__()
+        self.topk, self.experts = topk, experts
+        self.counts: list[int] | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "masked_select" and args[0].is_meta:
+            return _MaskedSelect.apply(args[0], args[1], args[1].numel() * self.topk // self.experts)
+        if name == "cpu" and args[0].is_meta and self.counts is not None:
+            return torch.tensor(self.counts, device="cpu")
+        return func(*args, **(kwargs or {}))
+
+
+class _MaskedSelect(torch.autograd.Function):
+    """``masked_select`` with a known count: autograd keeps the source and the mask (``derivatives.yaml``)."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
+        ctx.save_for_backward(source, mask)
+        return source.new_empty((count,))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None]:
+        source, _ = ctx.saved_tensors
+        return torch.zeros_like(source, memory_format=torch.contiguous_format), None, None
+
+
+@contextmanager
+def balanced_routing(topk: int, experts: int) -> Iterator[None]:
+    """Every expert gets the same number of tokens, so that shapes are known without values.
+
+    ``moe/token_dispatcher.py`` counts tokens a rank on the GPU and copies the counts to the host; here the same
+    code counts a balanced map on the host, and every rank of the group is taken to send the same.
+    """
+    module = _module("megatron.core.transformer.moe.token_dispatcher")
+    selection = _BalancedSelection(topk, experts)
+    all_to_all = module.MoEAlltoAllTokenDispatcher
+    all_gather = module.MoEAllGatherTokenDispatcher
+    preprocess = all_to_all.preprocess
+    postprocess = all_gather.dispatch_postprocess
+
+    def counted(self: Any, routing_map: torch.Tensor) -> Any:
+        if self.drop_and_pad:
+            return preprocess(self, routing_map)
+        tokens, columns = routing_map.shape
+
+        def same_everywhere(sums: torch.Tensor, group: Any = None, **_: object) -> torch.Tensor:
+            return sums.repeat(group.size())
+
+        with replaced(module, "gather_from_sequence_parallel_region", same_everywhere):
+            return preprocess(self, _BalancedMap(tokens, columns, topk))
+
+    def gathered(self: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
+        first, last = self.local_expert_indices[0], self.local_expert_indices[-1]
+        selection.counts = spread(hidden_states.shape[0] * topk, experts)[first : last + 1]
+        try:
+            return postprocess(self, hidden_states, probs)
+        finally:
+            selection.counts = None
+
+    def on_host(tensor: Any, as_numpy: bool = False, **_: object) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(all_to_all, "preprocess", counted))
+        stack.enter_context(replaced(all_gather, "dispatch_postprocess", gathered))
+        stack.enter_context(replaced(module, "maybe_move_tensor_to_cpu", on_host))
+        stack.enter_context(selection)
+        yield
+
+
+@contextmanager
+def running(topk: int = 1, experts: int = 1) -> Iterator[None]:
+    """All that is needed to run a rank's forward and backward on the meta device."""
+    with ExitStack() as stack:
+        for helper in (
+            building(), collectives_move_nothing(), cuda_kernels(), without_compiling(),
+            recomputation_without_te(), fresh_caches(), balanced_routing(topk, experts),
+        ):  # fmt: skip
+            stack.enter_context(helper)
         yield

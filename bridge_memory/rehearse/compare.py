@@ -1,0 +1,125 @@
+"""Prediction against rehearsal, tensor by tensor: what the inventory and megatron-core do not agree on.
+
+Tensors are matched by size, largest first; a sum of two on one side may stand for one on the other ("repeated
+key and value"). What is left unmatched is the difference, and says where to look.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.layer import layer_inventory
+from bridge_memory.inventory.tape import BlockCost, SavedTensor
+from bridge_memory.rehearse.run import PassRecord, rehearse_layer
+from bridge_memory.rehearse.tracker import SavedRecord
+from bridge_memory.spec import RunSpec
+
+
+_EXPERT = re.compile(r"local_experts\.\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerComparison:
+    """One decoder layer: the inventory's cost and the rehearsal of the same layer."""
+
+    layer: int
+    predicted: BlockCost
+    found: PassRecord
+    #: Saved tensors on one side only.
+    only_predicted: tuple[SavedTensor, ...]
+    only_found: tuple[SavedRecord, ...]
+
+    @property
+    def saved_error(self) -> float:
+        """(predicted - found) / found of the bytes saved for backward."""
+        return self.predicted.saved / self.found.saved_bytes - 1
+
+    @property
+    def forward_error(self) -> float:
+        return self.predicted.forward_peak / self.found.forward_peak.bytes - 1
+
+    @property
+    def backward_error(self) -> float:
+        return self.predicted.backward_peak / self.found.backward_peak.bytes - 1
+
+    def lines(self) -> list[str]:
+        """A few lines for people."""
+        p, f = self.predicted, self.found
+        out = []
+        for name, ours, theirs, where in (
+            ("saved", p.saved, f.saved_bytes, ""),
+            ("forward peak", p.forward_peak, f.forward_peak.bytes, _where(p.forward_peak_op, f.forward_peak)),
+            (
+                "backward peak", p.backward_peak, f.backward_peak.bytes,
+                _where(p.backward_peak_op, f.backward_peak),
+            ),
+        ):  # fmt: skip
+            out.append(
+                f"{name:<14}{ours:>16,}{theirs:>16,}{ours - theirs:>+16,}{ours / theirs - 1:>+9.2%}  {where}"
+            )
+        out += [f"  predicted only: {t.name}, {t.bytes:,} bytes" for t in self.only_predicted]
+        out += [f"  found only: {r}" for r in self.only_found]
+        out += [f"  held by a variable: {a.module}: {a.made_by}, {a.bytes:,} bytes" for a in f.held if a.bytes > 64]
+        return out
+
+
+def _where(predicted: str, peak: object) -> str:
+    from bridge_memory.rehearse.tracker import Peak
+
+    assert isinstance(peak, Peak)
+    return f"[{predicted}] [{peak.module}: {peak.operation}]"
+
+
+def compare_layer(run: RunSpec, layer: int) -> LayerComparison:
+    """Rehearse decoder layer ``layer`` (0-based) and set it beside the inventory's cost of it."""
+    cost = layer_inventory(run.model.layers[layer], context_of(run)).cost
+    found = rehearse_layer(run, layer)
+    mine, real = unmatched(list(cost.saved_tensors), over_experts(found.saved))
+    return LayerComparison(layer, cost, found, tuple(mine), tuple(real))
+
+
+def over_experts(records: tuple[SavedRecord, ...]) -> list[SavedRecord]:
+    """The same tensor of every local expert as one record."""
+    summed: dict[tuple[str, str, str, str], SavedRecord] = {}
+    for record in records:
+        module = _EXPERT.sub("local_experts.*", record.module)
+        made_by = _EXPERT.sub("local_experts.*", record.made_by)
+        key = (module, made_by, record.dtype, str(record.shape[1:]) if "*" in module else str(id(record)))
+        have = summed.get(key)
+        total = record.bytes + (have.bytes if have else 0)
+        shape = record.shape if have is None else (have.shape[0] + record.shape[0], *record.shape[1:])
+        summed[key] = replace(record, module=module, made_by=made_by, shape=shape, bytes=total)
+    return list(summed.values())
+
+
+def unmatched(
+    predicted: list[SavedTensor], found: list[SavedRecord]
+) -> tuple[list[SavedTensor], list[SavedRecord]]:
+    """What is left of both lists when tensors of equal size, and then pairs, are taken out."""
+    left = sorted(predicted, key=lambda t: -t.bytes)
+    right = sorted(found, key=lambda r: -r.bytes)
+    for tensor in list(left):
+        same = next((r for r in right if r.bytes == tensor.bytes), None)
+        if same is not None:
+            left.remove(tensor)
+            right.remove(same)
+    for tensor in list(left):
+        pair = next((c for n in (2, 3) for c in combinations(right, n) if _sum(c) == tensor.bytes), None)
+        if pair is not None:
+            left.remove(tensor)
+            for record in pair:
+                right.remove(record)
+    for record in list(right):
+        many = next((c for n in (2, 3) for c in combinations(left, n) if _sum(c) == record.bytes), None)
+        if many is not None:
+            right.remove(record)
+            for tensor in many:
+                left.remove(tensor)
+    return left, right
+
+
+def _sum(tensors: tuple[SavedTensor, ...] | tuple[SavedRecord, ...]) -> int:
+    return sum(t.bytes for t in tensors)

@@ -1,0 +1,337 @@
+"""Rehearse one rank without a GPU: its real model chunks run forward and backward on the meta device.
+
+``rehearse(run, stage)`` answers what the rank owns (parameters, DDP's buffers, optimizer state), what each chunk
+keeps for backward, and the peaks of its forward and backward pass. ``rehearse_layer`` does the same for one layer
+on its own, which is what a block of the inventory describes.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bridge_memory.rehearse import patches
+from bridge_memory.rehearse.model import TORCH_DTYPES, build_chunks
+from bridge_memory.rehearse.tracker import Alive, Peak, SavedRecord, Tracker
+from bridge_memory.rehearse.world import fake_world, rank_of_stage, stage_of_rank
+from bridge_memory.spec import MoESpec, RunSpec, SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLayout:
+    """One contiguous buffer of megatron-core's DDP: padded elements, and the bytes of its two halves."""
+
+    experts: bool
+    elements: int
+    unpadded_elements: int
+    parameter_bytes: int
+    gradient_bytes: int
+    shard_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """One forward and one backward pass for one microbatch, in bytes.
+
+    Measured on the second microbatch. ``saved`` is alive between the passes because backward needs it; ``held``
+    because a module's attribute or a caller holds it; ``lasting`` was there before and stays (caches, scratch
+    buffers). The peaks count everything the passes made or were handed and what the first microbatch left
+    behind, and neither ``lasting`` nor parameters, gradient buffers or neighbours.
+    """
+
+    saved: tuple[SavedRecord, ...]
+    held: tuple[Alive, ...]
+    lasting: tuple[Alive, ...]
+    forward_peak: Peak
+    backward_peak: Peak
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(r.bytes for r in self.saved)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(r.bytes for r in self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRehearsal:
+    """One model chunk (virtual stage)."""
+
+    chunk: int
+    parameters: dict[str, tuple[int, ...]]
+    passes: PassRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """One rank of the job."""
+
+    run: RunSpec
+    rank: int
+    stage: int
+    chunks: tuple[ChunkRehearsal, ...]
+    buffers: tuple[BufferLayout, ...]
+
+    @property
+    def parameters(self) -> int:
+        from math import prod
+
+        return sum(prod(shape) for chunk in self.chunks for shape in chunk.parameters.values())
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(b.parameter_bytes for b in self.buffers)
+
+    @property
+    def gradients_bytes(self) -> int:
+        return sum(b.gradient_bytes for b in self.buffers)
+
+
+def rehearse(run: RunSpec, stage: int | None = None, *, rank: int | None = None) -> Rehearsal:
+    """Rehearse the first rank of ``stage``, or ``rank``. Raises SpecError, RehearsalUnavailable."""
+    if rank is None:
+        rank = rank_of_stage(run.parallel, stage or 0)
+    with on_rank(run, rank):
+        chunks = build_chunks(run)
+        parameters = [{n: tuple(p.shape) for n, p in chunk.named_parameters()} for chunk in chunks]
+        wrapped = [_distributed(run, chunk, i) for i, chunk in enumerate(chunks)]
+        done = tuple(
+            ChunkRehearsal(i, parameters[i], _run_chunk(run, chunk, ddp))
+            for i, (chunk, ddp) in enumerate(zip(chunks, wrapped, strict=True))
+        )
+        buffers = tuple(b for ddp in wrapped for b in _buffers(ddp))
+    return Rehearsal(run, rank, stage_of_rank(run.parallel, rank), done, buffers)
+
+
+def saved_tensors(run: RunSpec, stage: int, chunk: int = 0) -> list[SavedRecord]:
+    """What one chunk keeps for the backward pass of one microbatch."""
+    return list(rehearse(run, stage).chunks[chunk].passes.saved)
+
+
+@contextmanager
+def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
+    """Be this rank, with everything needed to run on the meta device, and leave no trace."""
+    if run.implementation.te:
+        raise SpecError(
+            "transformer_impl (transformer_engine) needs a GPU to run; rehearse with --transformer-impl local "
+            "or --device cuda"
+        )
+    moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
+    quiet = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), fake_world(run.parallel, rank):
+            warnings.simplefilter("ignore")
+            with patches.running(*((moe.topk, moe.num_experts) if moe else ())):
+                yield
+    finally:
+        logging.disable(quiet)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+def _distributed(run: RunSpec, chunk: torch.nn.Module, index: int) -> Any:
+    """The chunk on the device, in its training dtype, in megatron-core's own DDP.
+
+    DDP lays out the buffers and hooks the gradients. As Megatron-LM and Bridge do it: to the GPU, then
+    Float16Module, then DDP (``training/training.py: get_model``).
+    """
+    from dataclasses import fields
+
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    opt = run.optimizer
+    wanted = {
+        "grad_reduce_in_fp32": opt.grad_reduce_in_fp32,
+        "overlap_grad_reduce": opt.overlap_grad_reduce,
+        "overlap_param_gather": opt.overlap_param_gather,
+        "use_distributed_optimizer": opt.use_distributed_optimizer,
+        "bucket_size": opt.ddp_bucket_size,
+        "num_distributed_optimizer_instances": run.parallel.num_distributed_optimizer_instances,
+    }
+    known = {f.name for f in fields(DistributedDataParallelConfig)}
+    config = DistributedDataParallelConfig(**{k: v for k, v in wanted.items() if k in known})
+    model: Any = chunk.to(torch.cuda.current_device())
+    if run.precision.params_dtype in ("bf16", "fp16"):
+        model = Float16Module(chunk.config, model)
+    return DistributedDataParallel(
+        config=chunk.config, ddp_config=config, module=model, disable_bucketing=index > 0
+    )
+
+
+def _buffers(ddp: Any) -> list[BufferLayout]:
+    out = []
+    for experts, group in ((False, ddp.buffers), (True, ddp.expert_parallel_buffers)):
+        for buffer in group:
+            weights = buffer.param_data
+            own = sum(p.numel() * p.element_size() for p in buffer.params)
+            out.append(
+                BufferLayout(
+                    experts=experts,
+                    elements=buffer.numel,
+                    unpadded_elements=buffer.numel_unpadded,
+                    parameter_bytes=own if weights is None else weights.numel() * weights.element_size(),
+                    gradient_bytes=buffer.grad_data.numel() * buffer.grad_data.element_size(),
+                    shard_size=buffer.data_parallel_world_size,
+                )
+            )
+    return out
+
+
+# ---- passes --------------------------------------------------------------------------------------
+
+
+class _Enter(torch.autograd.Function):
+    """Makes the input of a block inside the graph, so that nothing but the block keeps it alive."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, shape: Any, dtype: Any) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=patches.META)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None]:
+        return None, None, None
+
+
+class _Leave(torch.autograd.Function):
+    """Takes the output of a block away, as the next block does, and hands its gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        ctx.made = (output.shape, output.dtype)
+        return output.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> torch.Tensor:
+        shape, dtype = ctx.made
+        return torch.empty(shape, dtype=dtype, device=patches.META)
+
+
+def _passes(tracker: Tracker, forward: Any) -> PassRecord:
+    """Run ``forward``, which returns something to call backward on, twice; measure the second time."""
+    forward().backward()
+    gc.collect()
+    collecting = gc.isenabled()
+    gc.disable()  # what a reference cycle keeps alive must be seen
+    try:
+        before = tracker.keys()
+        tracker.reset_peak()
+        end = forward()
+        forward_peak = tracker.peak()
+        lasting = before & tracker.keys()
+        saved = tuple(tracker.saved())
+        held = tuple(tracker.held(lasting))
+        tracker.in_backward = True
+        tracker.reset_peak()
+        end.backward()
+        del end
+        backward_peak = tracker.peak()
+        tracker.in_backward = False
+        return PassRecord(
+            saved, held, tuple(tracker.alive(lasting)), *tracker.without(lasting, forward_peak, backward_peak)
+        )
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _static(chunk: torch.nn.Module) -> list[torch.Tensor]:
+    tensors = [*chunk.parameters(), *chunk.buffers()]
+    tensors += [p.main_grad for p in chunk.parameters() if hasattr(p, "main_grad")]
+    return tensors
+
+
+def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
+    """One microbatch through one chunk: embedding or received input, layers, final norm, loss or sent output."""
+    batch, parallel = run.batch, run.parallel
+    s = batch.seq_length // parallel.cp
+    b = batch.micro_batch_size
+    tracker = Tracker(_static(chunk))
+    with tracker.watching(chunk), ddp.no_sync():
+        ids = torch.empty((b, s), dtype=torch.int64, device=patches.META)
+        labels = torch.empty_like(ids)
+        positions = torch.empty_like(ids)
+        mask = torch.empty((b, s), dtype=torch.float32, device=patches.META)
+        tracker.name_alive("batch")
+        residual = "fp32" if run.precision.fp32_residual_connection else run.precision.params_dtype
+        rows = s // parallel.tp if parallel.sp else s
+
+        def forward() -> torch.Tensor:
+            if not chunk.pre_process:
+                received = torch.empty(
+                    (rows, b, run.model.hidden_size),
+                    dtype=TORCH_DTYPES[residual], device=patches.META, requires_grad=True,
+                )  # fmt: skip
+                tracker.name_alive("received input")
+                chunk.set_input_tensor(received)
+            out = ddp(ids, positions, None, labels=labels if chunk.post_process else None)
+            if chunk.post_process:
+                losses = out.view(-1).float()
+                return torch.sum(losses * mask.view(-1))
+            end: torch.Tensor = _Leave.apply(out)
+            return end
+
+        return _passes(tracker, forward)
+
+
+def rehearse_layer(run: RunSpec, layer: int) -> PassRecord:
+    """One decoder layer (0-based, of the whole model) on its own; selective recomputation as configured.
+
+    The layer's input is made inside the graph and its output is taken away before backward, as neighbours do.
+    """
+    from bridge_memory.layout import layout
+
+    where = [
+        (stage, i)
+        for stage, chunks in enumerate(layout(run.model, run.parallel).stages)
+        for i, chunk in enumerate(chunks)
+        if layer in chunk.layers
+    ]
+    if not where:
+        raise SpecError(f"layer ({layer}) is not one of the {run.model.num_layers} decoder layers")
+    stage, index = where[0]
+    with on_rank(run, rank_of_stage(run.parallel, stage)):
+        chunks = build_chunks(run)
+        ddp = _distributed(run, chunks[index], index)
+        chunk: Any = chunks[index]
+        local = layout(run.model, run.parallel).stages[stage][index].layers.index(layer)
+        module = chunk.decoder.layers[local]
+        return _run_layer(run, chunk, module, ddp)
+
+
+def _run_layer(run: RunSpec, chunk: Any, module: Any, ddp: Any) -> PassRecord:
+    s = run.batch.seq_length // run.parallel.cp
+    rows = s // run.parallel.tp if run.parallel.sp else s
+    shape = (rows, run.batch.micro_batch_size, run.model.hidden_size)
+    dtype = TORCH_DTYPES[run.precision.params_dtype]
+    if run.precision.fp32_residual_connection:
+        dtype = torch.float32
+    rotary = getattr(chunk, "rotary_pos_emb", None)
+    more: dict[str, Any] = {}
+    if rotary is not None:
+        table = rotary(run.batch.seq_length)
+        more["rotary_pos_emb"] = table[0] if isinstance(table, tuple) else table
+    static = [*_static(chunk), *(t for t in more.values() if isinstance(t, torch.Tensor))]
+    tracker = Tracker(static)
+    with tracker.watching(chunk), ddp.no_sync():
+        anchor = torch.empty((), device=patches.META, requires_grad=True)
+        tracker.ignore(anchor)
+
+        def forward() -> torch.Tensor:
+            x = _Enter.apply(anchor, shape, dtype)
+            out = module(hidden_states=x, attention_mask=None, **more)
+            del x
+            end: torch.Tensor = _Leave.apply(out[0] if isinstance(out, tuple) else out)
+            return end
+
+        return _passes(tracker, forward)

@@ -1,0 +1,252 @@
+"""Who is alive when: storages of the meta device, counted as PyTorch's allocator would count them.
+
+Every operation passes a dispatch mode; a storage it makes is alive until its last reference goes, which PyTorch
+itself decides. Modules are known by forward hooks, what is saved for backward by saved-tensor hooks. Bytes are
+exact sizes: the CUDA allocator rounds each up to 512. Scratch space inside one kernel is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from bridge_memory.rehearse.patches import META, replaced
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRecord:
+    """One storage kept for backward: the module that saved it first, and the operation that made it."""
+
+    module: str
+    made_by: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.dtype}{list(self.shape)} by {self.made_by}, {self.bytes:,} bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """One storage alive at some moment: the module it was made in and the operation that made it."""
+
+    module: str
+    made_by: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most bytes alive during a phase, where it happened, and the largest storages then."""
+
+    bytes: int
+    module: str
+    operation: str
+    largest: tuple[Alive, ...]
+
+
+@dataclass(slots=True)
+class _Storage:
+    nbytes: int
+    module: str
+    made_by: str
+    ref: Any
+
+
+class Tracker(TorchDispatchMode):
+    """Use ``with tracker.watching(module):``; storages that exist before are not counted."""
+
+    def __init__(self, static: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self._live: dict[int, _Storage] = {}
+        self._static: dict[int, Any] = {}
+        self._saved: dict[int, tuple[SavedRecord, Any]] = {}
+        self._names: dict[int, str] = {}
+        self._path: list[str] = [""]
+        self._module_saving: dict[int, str] = {}
+        self.live_bytes = 0
+        self._peak = 0
+        self._peak_at: tuple[str, str] = ("", "")
+        self._peak_state: tuple[_Storage, ...] = ()
+        self.in_backward = False
+        for tensor in static:
+            self.ignore(tensor)
+
+    # ---- storages ----
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Leave this tensor's storage out: a parameter, a buffer, a main gradient."""
+        storage = tensor.untyped_storage()
+        self._static[storage._cdata] = storage
+
+    def name_alive(self, name: str) -> None:
+        """Give what is alive and belongs to no module a name: the batch, the input another stage sent."""
+        for storage in self._live.values():
+            if not storage.module:
+                storage.module = name
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[-1]
+        made = False
+        for leaf in tree_iter(out):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == META:
+                made |= self._note(leaf, name)
+        if made:
+            self._mark(name)
+        return out
+
+    def _note(self, tensor: torch.Tensor, name: str) -> bool:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or key in self._static:
+            return False
+        nbytes = storage.nbytes()
+        made = _Storage(nbytes, self._path[-1], name, None)
+        made.ref = weakref.ref(storage, self._forget(key))
+        self._live[key] = made
+        self.live_bytes += nbytes
+        return True
+
+    def _forget(self, key: int) -> Callable[[Any], None]:
+        def gone(_: Any) -> None:
+            storage = self._live.pop(key, None)
+            if storage is not None:
+                self.live_bytes -= storage.nbytes
+
+        return gone
+
+    def _resized(self, storage: Any, nbytes: int) -> None:
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            self.live_bytes += nbytes - known.nbytes
+            known.nbytes = nbytes
+            self._mark("resize_")
+
+    # ---- peaks ----
+
+    def _mark(self, name: str) -> None:
+        if self.live_bytes > self._peak:
+            self._peak = self.live_bytes
+            self._peak_at = (self._path[-1], name)
+            self._peak_state = tuple(self._live.values())
+
+    def reset_peak(self) -> None:
+        self._peak = 0
+        self._mark("(start)")
+
+    def peak(self, most: int = 16) -> Peak:
+        largest = sorted(self._peak_state, key=lambda s: -s.nbytes)[:most]
+        return Peak(
+            self._peak, *self._peak_at, tuple(Alive(s.module, s.made_by, s.nbytes) for s in largest)
+        )
+
+    def keys(self) -> frozenset[int]:
+        """The storages alive now."""
+        return frozenset(self._live)
+
+    def alive(self, among: frozenset[int]) -> list[Alive]:
+        return [
+            Alive(s.module, s.made_by, s.nbytes) for k, s in self._live.items() if k in among and s.nbytes
+        ]
+
+    def without(self, lasting: frozenset[int], *peaks: Peak) -> list[Peak]:
+        """The peaks less what is lasting."""
+        off = sum(s.nbytes for k, s in self._live.items() if k in lasting)
+        names = {(s.module, s.made_by, s.nbytes) for k, s in self._live.items() if k in lasting}
+        return [
+            replace(
+                p,
+                bytes=p.bytes - off,
+                largest=tuple(a for a in p.largest if (a.module, a.made_by, a.bytes) not in names),
+            )
+            for p in peaks
+        ]
+
+    # ---- what is saved for backward ----
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
+        module = self._path[-1]
+        if tensor.device.type == META:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            known = self._live.get(key)
+            if known is not None and (key not in self._saved or self._saved[key][1]() is None):
+                record = SavedRecord(
+                    module,
+                    f"{known.module or 'input'}: {known.made_by}",
+                    tuple(tensor.shape),
+                    str(tensor.dtype).removeprefix("torch."),
+                    known.nbytes,
+                )
+                self._saved[key] = (record, known.ref)
+        return tensor, module
+
+    def _unpack(self, packed: tuple[torch.Tensor, str]) -> torch.Tensor:
+        if self.in_backward:
+            self._path[-1] = packed[1]
+        return packed[0]
+
+    def saved(self) -> list[SavedRecord]:
+        """What is alive now because backward needs it, each storage once, in order of saving."""
+        found = []
+        for key, (record, ref) in self._saved.items():
+            storage = self._live.get(key)
+            if storage is not None and storage.ref is ref and storage.nbytes:
+                found.append(record)
+        return found
+
+    def held(self, lasting: frozenset[int]) -> list[Alive]:
+        """What is alive now, neither saved nor ``lasting``: a module's attribute or the caller holds it."""
+        kept = lasting | {key for key, (_, ref) in self._saved.items() if ref() is not None}
+        return [
+            Alive(s.module, s.made_by, s.nbytes)
+            for key, s in self._live.items()
+            if key not in kept and s.nbytes
+        ]
+
+    # ---- watching a model ----
+
+    @contextmanager
+    def watching(self, model: torch.nn.Module) -> Iterator[Tracker]:
+        """Track everything done inside, and name it after the modules of ``model``."""
+        self._names = {id(m): name for name, m in model.named_modules()}
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.ignore(tensor)
+
+        def enter(module: torch.nn.Module, args: Any) -> None:
+            self._path.append(self._names.get(id(module), self._path[-1]))
+
+        def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+            self._path.pop()
+
+        hooks = torch.nn.modules.module
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, nbytes: int) -> Any:
+            done = resize(storage, nbytes)
+            self._resized(storage, nbytes)
+            return done
+
+        with ExitStack() as stack:
+            for handle in (
+                hooks.register_module_forward_pre_hook(enter),
+                hooks.register_module_forward_hook(leave, always_call=True),
+            ):
+                stack.callback(handle.remove)
+            stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
+            # The copy between storages that fills a recomputed output moves no bytes here.
+            stack.enter_context(replaced(torch.UntypedStorage, "copy_", lambda s, *a, **k: s))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+            stack.enter_context(self)
+            yield self
