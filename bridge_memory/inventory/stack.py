@@ -175,7 +175,7 @@ def chunk_inventory(
     if chunk.embedding:
         links.append((_plain(embedding_inventory(model, ctx), "embedding"), 1))
     links += layer_links([model.layers[i] for i in chunk.layers], ctx)
-    for inventory, label in _tail(model, chunk, ctx):
+    for inventory, label in tail_inventories(model, chunk, ctx):
         links.append((_plain(inventory, label), 1))
     if backward_next:
         # The last offloading group of each name stays (``should_bulk_offload``).
@@ -186,7 +186,7 @@ def chunk_inventory(
     return compose(links, 0 if chunk.output else ctx.hidden_bytes)
 
 
-def _tail(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> list[tuple[BlockInventory, str]]:
+def tail_inventories(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> list[tuple[BlockInventory, str]]:
     """What follows the decoder layers: final norm, MTP depths, then their losses and the main one."""
     tail: list[tuple[BlockInventory, str]] = []
     if holds_final_norm(model, chunk):
@@ -248,7 +248,7 @@ def chunk_lasting(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> tuple[tu
     """Lasting scratch of one chunk, ((name, bytes), ...); the largest request under one name wins."""
     found: dict[str, int] = {}
     inventories = [layer_inventory(layer, ctx) for layer in dict.fromkeys(model.layers[i] for i in chunk.layers)]
-    inventories += [inventory for inventory, _ in _tail(model, chunk, ctx)]
+    inventories += [inventory for inventory, _ in tail_inventories(model, chunk, ctx)]
     for inventory in inventories:
         for name, nbytes in inventory.lasting:
             found[name] = max(nbytes, found.get(name, 0))
