@@ -123,6 +123,9 @@ class MoESpec:
     router_score_function: str = "softmax"
     #: Aux-loss kind: "none", "aux_loss", "seq_aux_loss", "sinkhorn", ...
     router_load_balancing_type: str = "aux_loss"
+    #: Group-limited routing: a token's experts come from ``group_topk`` of ``num_groups`` groups of experts.
+    router_num_groups: int | None = None
+    router_group_topk: int | None = None
     #: Latent MoE: experts work in this width instead of h (Nemotron-3).
     latent_size: int | None = None
 

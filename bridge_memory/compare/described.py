@@ -7,6 +7,7 @@ one MoE layer run forward and backward on its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from bridge_memory.components import Component
 from bridge_memory.estimate import StageEstimate
@@ -140,6 +141,8 @@ def moe_layer_run(d: Description) -> RunSpec:
         moe_ffn_hidden_size=d.number("moe_ffn_hidden_size"),
         gated=True,
         shared_expert_intermediate_size=d.number("moe_shared_expert_intermediate_size"),
+        router_num_groups=d.number("moe_router_num_groups") or None,
+        router_group_topk=d.number("moe_router_group_topk") or None,
         router_enable_expert_bias=d.flag("moe_router_enable_expert_bias"),
         router_score_function=d.text("moe_router_score_function", "softmax"),
         router_load_balancing_type=d.text("moe_router_load_balancing_type", "none"),
@@ -181,21 +184,28 @@ def moe_layer_stage(run: RunSpec) -> StageEstimate:
     cost = inventory.cost
     (chunk,) = layout(run.model, run.parallel).stages[0]
     libraries = [
-        w for w in lasting_workspaces(run, [chunk], ctx) if not w.between_steps and "fp32" not in w.name
+        w for w in lasting_workspaces(run, [replace(chunk, embedding=True, output=False)], ctx)
+        if not w.between_steps
     ]
+    weights = parameters * ctx.act
+    # zero_grad(set_to_none=True): a weight's gradient appears in its own backward, as the scratch of that
+    # operation; all of them are there only when the saved tensors are gone.
+    forward = cost.forward_peak > cost.backward_peak
     peak = max(cost.forward_peak, cost.backward_peak)
+    experts = sum(p.numel for p in inventory.parameters if p.expert)
+    copies = 2 * r.fp8_bytes(experts) if r.fp8 else 0
     return StageEstimate(
         stage=0,
         layers=(0,),
         parameters=parameters,
         in_flight_microbatches=1,
         components=(
-            Component("weights", parameters * ctx.act, "weights", "exact"),
-            Component("gradients", parameters * ctx.act, "gradients", "exact"),
+            Component("weights", weights, "weights", "exact"),
+            *((Component("fp8 weight copies", copies, "weights", "exact"),) if copies else ()),
             *(Component(w.name, w.bytes, "buffers", w.provenance) for w in libraries),
             Component("activations: one MoE layer", cost.saved, "activation", "assumed"),
             Component("in passing", peak - cost.saved, "transient", "formula"),
         ),
-        peak_phase="forward" if cost.forward_peak >= cost.backward_peak else "backward",
-        peak_operation=cost.forward_peak_op if cost.forward_peak >= cost.backward_peak else cost.backward_peak_op,
+        peak_phase="forward" if forward else "backward",
+        peak_operation=cost.forward_peak_op if forward else cost.backward_peak_op,
     )

@@ -9,6 +9,7 @@ expert's local inner width, w its model width (h, or the latent size).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import comb
 
 from bridge_memory.inventory.mlp import activation, dense_mlp
 from bridge_memory.inventory.recorder import Recorder
@@ -23,6 +24,8 @@ class _Tokens:
     entering: int
     permuted: int
     received: int
+    #: Tokens that arrive when each is sent once to every rank that has an expert for it (flex dispatcher).
+    arriving_once: int = 0
 
 
 def routed_tokens(r: Recorder, spec: MoESpec) -> _Tokens:
@@ -35,7 +38,21 @@ def routed_tokens(r: Recorder, spec: MoESpec) -> _Tokens:
         capacity = -(-int(n * spec.topk * factor) // spec.num_experts)
         permuted = capacity * spec.num_experts
     received = round(permuted * ctx.etp * ctx.impl.moe_imbalance)
-    return _Tokens(n, permuted, received)
+    once = round(n * ranks_per_token(spec, ctx.ep) * ctx.etp * ctx.impl.moe_imbalance)
+    return _Tokens(n, permuted, received, once)
+
+
+def ranks_per_token(spec: MoESpec, ep: int) -> float:
+    """Expected expert-parallel ranks that hold one of a token's k experts, under uniform routing.
+
+    Group-limited routing draws from group_topk of num_groups groups, which lie on that share of the ranks.
+    """
+    share = 1.0
+    if spec.router_num_groups and spec.router_group_topk:
+        share = min(1.0, spec.router_group_topk / spec.router_num_groups)
+    candidates, ranks = round(spec.num_experts * share), max(1.0, ep * share)
+    elsewhere = candidates - round(candidates / ranks)
+    return ranks * (1 - comb(elsewhere, spec.topk) / comb(candidates, spec.topk)) if elsewhere else 1.0
 
 
 def record_moe(r: Recorder, spec: MoESpec, x: T) -> T:
@@ -135,6 +152,8 @@ def _dispatch(
                 "gathered routing map", routing_map, everyone * spec.num_experts, grad=False
             )
     prob_bytes = DTYPE_BYTES[impl.moe_router_dtype] if impl.moe_router_dtype else ctx.act
+    if impl.moe_token_dispatcher_type == "flex":
+        return _flex_dispatch(r, spec, x, probs, n, row)
     alltoall = impl.moe_token_dispatcher_type != "allgather"
     first = n.permuted if alltoall else n.received
     if impl.moe_permute_fusion:
@@ -162,6 +181,26 @@ def _dispatch(
     return [*steps, permuted], permuted_probs, row_map
 
 
+def _flex_dispatch(
+    r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, row: int
+) -> tuple[list[T], T, T]:
+    """DeepEP sends a token once to a rank and sorts it there; HybridEP's exchange puts it in place at once.
+
+    Source: ``token_dispatcher.py: _DeepepManager, _HybridEPManager``, ``fused_a2a.py``. Probabilities are fp32.
+    """
+    tape = r.tape
+    steps: list[T] = []
+    if r.ctx.impl.moe_flex_dispatcher_backend == "deepep":
+        x = tape.make("dispatched tokens", (x, probs), n.arriving_once * row)
+        steps.append(x)
+    row_map = tape.tensor("permutation row map", n.arriving_once * (2 * spec.topk + 1) * 4, grad=False)
+    permuted_probs = tape.tensor("permuted probabilities", n.received * 4)
+    permuted = tape.make(
+        "permuted tokens", (x, probs), n.received * row, saves=(row_map,), also=(row_map, permuted_probs)
+    )
+    return [*steps, permuted], permuted_probs, row_map
+
+
 def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int) -> T:
     """fc1, weighted activation, fc2 of this rank's experts over R tokens."""
     ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
@@ -172,6 +211,13 @@ def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int)
     grouped = impl.moe_grouped_gemm
     wgrad1 = r.weight_grad((fc1_width, width), te=ctx.te) * (local_experts if grouped else 1)
     wgrad2 = r.weight_grad((width, f), te=ctx.te) * (local_experts if grouped else 1)
+    # fp8 GEMMs want every expert's rows in multiples of 16 or 32: HybridEP pads as it permutes, else there is a
+    # padded copy before and an unpadded one after (experts.py: TEGroupedMLP.forward, quantization_padding).
+    pads = r.fp8 and grouped and not (
+        impl.moe_token_dispatcher_type == "flex" and impl.moe_flex_dispatcher_backend == "hybridep"
+    )
+    if pads:
+        x = tape.make("padded tokens", x, n.received * width * ctx.act)
     kept, also = r.linear_input("experts fc1", x, n.received * width)
     with r.offload("expert_fc1"):
         mid = tape.make(
@@ -187,6 +233,8 @@ def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int)
     )
     if selected:
         tape.discard(region, act)
+    if pads:
+        out = tape.make("unpadded outputs", out, n.received * width * ctx.act)
     if spec.add_bias:
         out = tape.make("experts output with bias", (out, probs), n.received * width * ctx.act, saves=(probs,))
     elif not grouped and local_experts > 1:
@@ -244,6 +292,12 @@ def _combine(
         y = tape.make("unpermuted tokens", y, everyone * row, saves=(row_map,))
         if ctx.ep * ctx.tp > 1:
             y = tape.make("reduce-scattered tokens", y, n.entering * row)
+        return y
+    if impl.moe_token_dispatcher_type == "flex":
+        if impl.moe_flex_dispatcher_backend == "deepep":
+            y = tape.make("unpermuted tokens", y, n.arriving_once * row, saves=(row_map,))
+        y = tape.make("combined tokens", y, n.entering * row, saves=(row_map,))
+        tape.touch(*held)
         return y
     if divide(spec.num_experts, ctx.ep, "num_moe_experts", "expert_model_parallel_size") > 1:
         experts_out = y

@@ -148,7 +148,7 @@ def _uses_torch_gemm(run: RunSpec, chunks: Sequence[Chunk], experts_here: bool) 
     """Whether a matrix product of torch itself runs here, forward and backward.
 
     The output layer is megatron-core's own ColumnParallelLinear in both implementations; local layers, the MoE
-    router before core 0.13 and unfused attention use torch's products too.
+    router before core 0.14 and unfused attention use torch's products too.
     """
     impl = run.implementation
     layers = [run.model.layers[i] for chunk in chunks for i in chunk.layers]
@@ -159,5 +159,5 @@ def _uses_torch_gemm(run: RunSpec, chunks: Sequence[Chunk], experts_here: bool) 
         any(chunk.output for chunk in chunks)
         or (not impl.te and bool(layers))
         or (attention and impl.attention_backend in ("unfused", "local"))
-        or experts_here
+        or (experts_here and impl.megatron_core < ROUTER_USES_TE_GEMM)
     )

@@ -275,6 +275,8 @@ def _moe(a: Arguments, hidden: int) -> MoESpec | None:
         router_enable_expert_bias=a.flag("moe_router_enable_expert_bias"),
         router_score_function=a.text("moe_router_score_function", "softmax"),
         router_load_balancing_type=a.text("moe_router_load_balancing_type", "aux_loss"),
+        router_num_groups=a.optional_integer("moe_router_num_groups"),
+        router_group_topk=a.optional_integer("moe_router_group_topk"),
         latent_size=a.optional_integer("moe_latent_size"),
     )
 
