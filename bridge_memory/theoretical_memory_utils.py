@@ -212,7 +212,8 @@ def _inventory_by_stage(
             for c in stage.components
             if c.kind in STATIC_KINDS
         )
-        moving = float(stage.peak_bytes - stage.static_bytes)
+        # At the peak: what lives only between steps (``StageEstimate.leftovers``) is not part of it.
+        moving = float(stage.peak_bytes - stage.bytes_of(*STATIC_KINDS))
         stages.append(
             TrainingMemoryEstimate(
                 model_state_components=states,
