@@ -1,8 +1,33 @@
-"""What a RunSpec refuses, before any layout: one line each, naming the field and the fix."""
+"""What a RunSpec refuses, before any layout: one line each, naming the field, its value and the fix.
+
+Rules are megatron-core's own, with the function that enforces them named beside; where a rule changed, that of the
+release in ``ImplementationSpec.megatron_core``. A search validates hundreds of thousands of runs, so a sound one
+costs a few dozen comparisons and builds no string. Types, names and ranges of single fields are in ``fields``, what
+depends on the model alone in ``limits``.
+
+TC = ``transformer/transformer_config.py: TransformerConfig.__post_init__``, MPC = ``model_parallel_config.py:
+ModelParallelConfig.__post_init__``, PS = ``parallel_state.py: initialize_model_parallel``, OC =
+``optimizer/optimizer_config.py: OptimizerConfig.__post_init__``, all of megatron-core 0.16.1; MLM = Megatron-LM
+``megatron/training/arguments.py: validate_args``.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import gcd
 from typing import TYPE_CHECKING
+
+from bridge_memory.fields import check_fields
+from bridge_memory.limits import Limits, divisors, limits_of
+from bridge_memory.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    ImplementationSpec,
+    MambaSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    SpecError,
+)
 
 if TYPE_CHECKING:
     from bridge_memory.spec import RunSpec
@@ -10,3 +35,495 @@ if TYPE_CHECKING:
 
 def validate(run: RunSpec) -> None:
     """Raise SpecError on the first contradiction in ``run``."""
+    for spec in (run.parallel, run.batch, run.precision, run.optimizer, run.recompute, run.implementation):
+        check_fields(spec)
+    limits = limits_of(run.model)
+    _check_parallel(run.parallel, limits)
+    _check_model_over_ranks(run.parallel, run.implementation, limits)
+    _check_batch(run)
+    _check_precision(run.precision)
+    _check_optimizer(run)
+    if run.recompute.granularity is not None:
+        _check_recompute(run, limits)
+    _check_implementation(run, limits)
+
+
+def _next_multiple(value: int, of: int) -> int:
+    return -(-value // of) * of
+
+
+def _release(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Parallel sizes
+# --------------------------------------------------------------------------------------------------
+
+
+def _check_parallel(p: ParallelSpec, limits: Limits) -> None:
+    world, tp, pp, cp = (
+        p.world_size,
+        p.tensor_model_parallel_size,
+        p.pipeline_model_parallel_size,
+        p.context_parallel_size,
+    )
+    ranks = tp * pp * cp
+    if world % ranks:  # PS
+        raise SpecError(
+            f"world_size ({world}) is not divisible by tensor_model_parallel_size ({tp}) x "
+            f"pipeline_model_parallel_size ({pp}) x context_parallel_size ({cp}) = {ranks}; use a multiple of "
+            f"{ranks} GPUs, such as {_next_multiple(world, ranks)}"
+        )
+    ep = p.expert_model_parallel_size
+    etp = p.etp
+    if world % (etp * ep * pp):  # PS
+        size = etp * ep * pp
+        raise SpecError(
+            f"world_size ({world}) is not divisible by expert_tensor_parallel_size ({etp}) x "
+            f"expert_model_parallel_size ({ep}) x pipeline_model_parallel_size ({pp}) = {size}; use a multiple "
+            f"of {size} GPUs, such as {_next_multiple(world, size * ranks // gcd(size, ranks))}, or lower "
+            "expert_tensor_parallel_size or expert_model_parallel_size"
+        )
+    if p.sequence_parallel and tp == 1:  # MPC
+        raise SpecError("sequence_parallel (True) needs tensor_model_parallel_size of 2 or more, not 1; drop it")
+    vpp = p.virtual_pipeline_model_parallel_size
+    if vpp is not None and vpp > 1 and pp == 1:  # PS
+        raise SpecError(
+            f"virtual_pipeline_model_parallel_size ({vpp}) needs pipeline_model_parallel_size of 2 or more, not "
+            "1; drop it"
+        )
+    n = p.num_distributed_optimizer_instances
+    if n > 1:  # PS
+        if world // (tp * pp) % n:
+            raise SpecError(
+                f"num_distributed_optimizer_instances ({n}) does not divide the data-parallel size with context "
+                f"parallelism ({world // (tp * pp)}); use a divisor of it"
+            )
+        if limits.experts and p.expert_data_parallel_size % n:
+            raise SpecError(
+                f"num_distributed_optimizer_instances ({n}) does not divide the expert data-parallel size "
+                f"({p.expert_data_parallel_size}); use a divisor of it"
+            )
+
+
+def _check_model_over_ranks(p: ParallelSpec, i: ImplementationSpec, limits: Limits) -> None:
+    tp, cp, ep = p.tensor_model_parallel_size, p.context_parallel_size, p.expert_model_parallel_size
+    if tp > 1:
+        if limits.tp_gcd % tp:  # TC, tensor_parallel/layers.py
+            for what, size in limits.tp:
+                if size % tp:
+                    raise SpecError(
+                        f"{what} ({size}) is not divisible by tensor_model_parallel_size ({tp}); use "
+                        f"{divisors(limits.tp_gcd, tp)}"
+                    )
+        if limits.groups_gcd % tp:
+            _check_query_groups(p, i, limits)
+    if ep > 1:
+        if not limits.experts:  # TC
+            raise SpecError(f"expert_model_parallel_size ({ep}) needs a model with experts; set it to 1")
+        if limits.experts_gcd % ep:  # transformer/moe/moe_layer.py: BaseMoELayer
+            raise SpecError(
+                f"num_moe_experts ({limits.experts_gcd}) is not divisible by expert_model_parallel_size ({ep}); "
+                f"use {divisors(limits.experts_gcd, ep)}"
+            )
+    if limits.experts:
+        etp = p.etp
+        if etp > 1 and limits.etp_gcd % etp:  # transformer/moe/experts.py
+            raise SpecError(
+                f"moe_ffn_hidden_size ({limits.etp_gcd}) is not divisible by expert_tensor_parallel_size ({etp}); use "
+                + divisors(limits.etp_gcd, etp)
+            )
+        if limits.expert_bias:
+            _check_expert_bias(etp, i.megatron_core)
+        if tp > 1 and not p.sp:  # transformer/moe/moe_layer.py: MoELayer.forward
+            raise SpecError(
+                f"sequence_parallel (False) with tensor_model_parallel_size ({tp}) is refused by megatron-core "
+                "when training a model with experts; set sequence_parallel to True"
+            )
+    if cp > 1:
+        _check_context_parallel(p, i, limits)
+
+
+def _check_expert_bias(etp: int, core: tuple[int, int]) -> None:
+    """TC: allowed until 0.12, refused in 0.13 and 0.14, without expert tensor parallelism from 0.15."""
+    if (0, 13) <= core < (0, 15):
+        raise SpecError(
+            f"experts with biases (add_bias_linear) are not supported by megatron_core {_release(core)}; use 0.15 or "
+            "later"
+        )
+    if etp > 1 and core >= (0, 15):
+        raise SpecError(
+            f"expert_tensor_parallel_size ({etp}) is not supported for experts with biases (add_bias_linear); set "
+            "expert_tensor_parallel_size to 1"
+        )
+
+
+def _check_query_groups(p: ParallelSpec, i: ImplementationSpec, limits: Limits) -> None:
+    """TC: until 0.15 a multiple of TP; from 0.16 a divisor will do, keys and values then replicated."""
+    tp = p.tensor_model_parallel_size
+    for groups in limits.groups:
+        if groups % tp and (i.megatron_core < (0, 16) or tp % groups):
+            fix = f"use {divisors(gcd(limits.groups_gcd, limits.tp_gcd), tp)}"
+            if tp % groups == 0:
+                fix += ", or megatron-core 0.16 or later, which replicates keys and values"
+            raise SpecError(
+                f"num_query_groups ({groups}) is not divisible by tensor_model_parallel_size ({tp}) in "
+                f"megatron-core {_release(i.megatron_core)}; {fix}"
+            )
+
+
+def _check_context_parallel(p: ParallelSpec, i: ImplementationSpec, limits: Limits) -> None:
+    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
+    for m in limits.mixers:
+        if isinstance(m, GatedDeltaNetSpec):  # TC
+            raise SpecError(
+                f"context_parallel_size ({cp}) is not supported with gated delta net layers by megatron-core; "
+                "set it to 1"
+            )
+        if isinstance(m, MambaSpec):  # ssm/mamba_context_parallel.py: MambaContextParallel
+            heads, groups = m.num_heads // tp, m.num_groups // tp
+            if heads % cp:
+                raise SpecError(
+                    f"mamba_num_heads ({m.num_heads}) is not divisible by tensor_model_parallel_size ({tp}) x "
+                    f"context_parallel_size ({cp}); use context_parallel_size {divisors(heads, cp)}"
+                )
+            if groups % cp and cp % groups:
+                raise SpecError(
+                    f"mamba_num_groups ({m.num_groups}) over tensor_model_parallel_size ({tp}) and "
+                    f"context_parallel_size ({cp}) do not divide each other; use context_parallel_size "
+                    f"{divisors(groups, cp)}"
+                )
+            continue
+        if i.te and i.attention_backend in ("unfused", "local"):
+            # TE attention/dot_product_attention/utils.py: get_attention_backend
+            raise SpecError(
+                f"attention_backend ({i.attention_backend}) does not support context_parallel_size ({cp}); use "
+                "flash, fused or auto"
+            )
+        # TE attention/dot_product_attention/context_parallel.py: AttnFuncWithCPAndQKVOA2A
+        if i.cp_comm_type == "a2a" and isinstance(m, AttentionSpec):
+            for what, n in (
+                ("num_attention_heads", m.num_attention_heads),
+                ("num_query_groups", max(m.num_query_groups, tp)),
+            ):
+                if n // tp % cp:
+                    raise SpecError(
+                        f"{what} ({n}) over tensor_model_parallel_size ({tp}) is not divisible by "
+                        f"context_parallel_size ({cp}), which cp_comm_type a2a needs; use cp_comm_type p2p"
+                    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Batch and schedule
+# --------------------------------------------------------------------------------------------------
+
+
+def _check_batch(run: RunSpec) -> None:
+    p, b = run.parallel, run.batch
+    tp, cp, s = p.tensor_model_parallel_size, p.context_parallel_size, b.seq_length
+    if cp > 1 and s % (2 * cp):
+        # MLM; Bridge training/config.py: ConfigContainer.validate
+        raise SpecError(
+            f"seq_length ({s}) is not divisible by 2 x context_parallel_size ({cp}); use a multiple of {2 * cp}, "
+            f"such as {_next_multiple(s, 2 * cp)}"
+        )
+    if tp > 1 and p.sp and s // cp % tp:
+        # tensor_parallel/mappings.py: _split_along_first_dim
+        raise SpecError(
+            f"seq_length ({s}) over context_parallel_size ({cp}) is not divisible by tensor_model_parallel_size "
+            f"({tp}), which sequence_parallel needs; use a multiple of {tp * cp}, such as "
+            f"{_next_multiple(s, tp * cp * (2 if cp > 1 else 1))}"
+        )
+    g = b.global_batch_size
+    if g is not None:
+        step = b.micro_batch_size * (p.world_size // (tp * p.pipeline_model_parallel_size * cp))
+        if g % step:  # num_microbatches_calculator.py: ConstantNumMicroBatchesCalculator
+            raise SpecError(
+                f"global_batch_size ({g}) is not divisible by micro_batch_size ({b.micro_batch_size}) x "
+                f"data-parallel size ({p.data_parallel_size}) = {step}; use a multiple of it, such as "
+                f"{_next_multiple(g, step)}"
+            )
+    if p.pipeline_model_parallel_size > 1:
+        _check_schedule(run)
+
+
+def _check_schedule(run: RunSpec) -> None:
+    """``pipeline_parallel/schedules.py: forward_backward_pipelining_with_interleaving``."""
+    p = run.parallel
+    pp, group = p.pipeline_model_parallel_size, p.microbatch_group_size_per_vp_stage
+    vpp = p.virtual_pipeline_model_parallel_size or 1
+    if vpp == 1 and p.pipeline_model_parallel_layout is not None:
+        vpp = _virtual_stages(p.pipeline_model_parallel_layout, pp)
+    if vpp == 1:
+        return
+    name = "microbatch_group_size_per_vp_stage"
+    if group is None:
+        group = pp
+    elif group < pp:
+        raise SpecError(f"{name} ({group}) is smaller than pipeline_model_parallel_size ({pp}); set it to {pp} or more")
+    m = run.num_microbatches
+    if run.batch.global_batch_size is None:
+        said = f"the number of microbatches ({m}, for want of a global_batch_size)"
+    else:
+        said = f"the number of microbatches ({m} = global_batch_size / micro_batch_size / data-parallel size)"
+    step = run.batch.micro_batch_size * p.data_parallel_size
+    if m < group:
+        raise SpecError(
+            f"{said} is smaller than {name} ({group}), which virtual_pipeline_model_parallel_size ({vpp}) needs; "
+            f"set global_batch_size to {group * step} or more"
+        )
+    if 0 < m % group < pp:
+        raise SpecError(
+            f"{said} leaves a last group of {m % group} with {name} ({group}), fewer than "
+            f"pipeline_model_parallel_size ({pp}); set global_batch_size to {_next_multiple(m, group) * step}"
+        )
+
+
+@lru_cache(maxsize=1024)
+def _virtual_stages(text: str, pp: int) -> int:
+    from bridge_memory.layout import parse_layout_string
+
+    return max(1, len(parse_layout_string(text)) // pp)
+
+
+# --------------------------------------------------------------------------------------------------
+# Precision and optimizer
+# --------------------------------------------------------------------------------------------------
+
+
+def _check_precision(precision: PrecisionSpec) -> None:
+    """TC."""
+    if precision.fp8 is None:
+        if precision.fp8_param:
+            raise SpecError("fp8_param (True) needs fp8; set fp8 to hybrid or e4m3, or drop fp8_param")
+        return
+    ends = (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16)
+    if any(ends) and precision.fp8_recipe == "delayed":
+        raise SpecError(
+            f"num_layers_at_start_in_bf16 ({ends[0]}) and num_layers_at_end_in_bf16 ({ends[1]}) do not go with "
+            "fp8_recipe delayed; use another recipe"
+        )
+
+
+def _check_optimizer(run: RunSpec) -> None:
+    o, p = run.optimizer, run.parallel
+    if o.use_precision_aware_optimizer:  # OC
+        if o.optimizer != "adam":
+            raise SpecError(f"use_precision_aware_optimizer (True) needs optimizer adam, not {o.optimizer}; drop it")
+        if not o.use_distributed_optimizer:
+            raise SpecError("use_precision_aware_optimizer (True) needs use_distributed_optimizer; set that to True")
+    elif not o.main_grads_dtype == o.main_params_dtype == o.exp_avg_dtype == o.exp_avg_sq_dtype == "fp32":
+        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(o, name) != "fp32":
+                raise SpecError(
+                    f"{name} ({getattr(o, name)}) other than fp32 needs use_precision_aware_optimizer; set that to True"
+                )
+    if o.optimizer == "muon" and run.implementation.megatron_core < (0, 17):
+        # optimizer/muon.py: get_megatron_muon_optimizer; measured runs with 0.20 do both.
+        if o.use_distributed_optimizer:
+            raise SpecError("use_distributed_optimizer (True) is not supported with optimizer muon; set it to False")
+        if run.precision.params_dtype == "fp16":
+            raise SpecError("params_dtype (fp16) is not supported with optimizer muon; use bf16")
+    if o.overlap_param_gather and not o.use_distributed_optimizer:  # MLM
+        raise SpecError("overlap_param_gather (True) needs use_distributed_optimizer; set that to True or drop it")
+    if p.num_distributed_optimizer_instances > 1 and not o.use_distributed_optimizer:  # MLM
+        raise SpecError(
+            f"num_distributed_optimizer_instances ({p.num_distributed_optimizer_instances}) needs "
+            "use_distributed_optimizer; set that to True"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Recomputation
+# --------------------------------------------------------------------------------------------------
+
+
+def _check_recompute(run: RunSpec, limits: Limits) -> None:
+    """TC, and ``transformer/transformer_block.py: TransformerBlock._checkpointed_forward``."""
+    r = run.recompute
+    if r.granularity == "full":
+        if r.method is None:
+            raise SpecError("recompute_granularity (full) needs recompute_method; set it to uniform or block")
+        if r.num_layers is None:
+            raise SpecError(f"recompute_method ({r.method}) needs recompute_num_layers; set it to 1 or more")
+        if r.num_layers > run.model.num_layers:
+            raise SpecError(
+                f"recompute_num_layers ({r.num_layers}) is larger than num_layers ({run.model.num_layers}); lower it"
+            )
+    else:
+        if r.method is not None:  # MLM
+            raise SpecError(
+                f"recompute_method ({r.method}) does not go with recompute_granularity (selective); drop it, or "
+                "set the granularity to full"
+            )
+        if r.num_layers is not None:
+            raise SpecError(
+                f"recompute_num_layers ({r.num_layers}) does not go with recompute_granularity "
+                "(selective); drop it, or set the granularity to full"
+            )
+        _check_modules(run, limits)
+    if r.distribute_saved_activations:
+        p = run.parallel
+        if p.sp:
+            raise SpecError("distribute_saved_activations (True) does not go with sequence_parallel; drop one of them")
+        if r.granularity != "full" or p.tensor_model_parallel_size == 1:  # MLM
+            raise SpecError(
+                "distribute_saved_activations (True) needs recompute_granularity full and "
+                "tensor_model_parallel_size of 2 or more; drop it"
+            )
+
+
+def _check_modules(run: RunSpec, limits: Limits) -> None:
+    r, i = run.recompute, run.implementation
+    if r.modules == ("core_attn",):
+        return
+    if "shared_experts" in r.modules:
+        if i.megatron_core < (0, 14):
+            raise SpecError(
+                "recompute_modules (shared_experts) needs megatron-core 0.14 or later, not "
+                f"{_release(i.megatron_core)}; drop it"
+            )
+        if i.moe_shared_expert_overlap and limits.shared_experts:
+            raise SpecError(
+                "recompute_modules (shared_experts) does not go with moe_shared_expert_overlap; drop one of them"
+            )
+    if "moe_act" in r.modules and not i.moe_grouped_gemm:
+        raise SpecError("recompute_modules (moe_act) needs moe_grouped_gemm; set that to True or drop moe_act")
+    if "mla_up_proj" in r.modules and not limits.mla:
+        raise SpecError("recompute_modules (mla_up_proj) needs a model with multi-latent attention; drop it")
+    if run.precision.fp8 and run.precision.fp8_recipe == "delayed" and i.megatron_core >= (0, 14):
+        for name in ("moe_act", "layernorm"):
+            if name in r.modules:
+                raise SpecError(
+                    f"recompute_modules ({name}) does not go with fp8_recipe delayed; use another recipe or drop it"
+                )
+
+
+# --------------------------------------------------------------------------------------------------
+# Implementation
+# --------------------------------------------------------------------------------------------------
+
+#: TC: balancing types that take a capacity factor.
+_CAPACITY_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+
+
+def _check_implementation(run: RunSpec, limits: Limits) -> None:
+    i, p = run.implementation, run.parallel
+    if i.defer_embedding_wgrad_compute:  # MPC
+        if p.pipeline_model_parallel_size == 1:
+            raise SpecError(
+                "defer_embedding_wgrad_compute (True) needs pipeline_model_parallel_size of 2 or more; drop it"
+            )
+        if not i.gradient_accumulation_fusion:
+            raise SpecError("defer_embedding_wgrad_compute (True) needs gradient_accumulation_fusion; set that to True")
+    if i.cpu_offloading_num_layers:
+        _check_cpu_offloading(run)
+    if i.offload_modules:
+        _check_offload_modules(i)
+    if limits.experts:
+        _check_moe(i, p, limits)
+    if i.overlap_moe_expert_parallel_comm:
+        _check_overlap(run, limits)
+    elif i.delay_wgrad_compute:  # TC
+        raise SpecError(
+            "delay_wgrad_compute (True) needs overlap_moe_expert_parallel_comm; set that to True or drop it"
+        )
+
+
+def _check_cpu_offloading(run: RunSpec) -> None:
+    """TC."""
+    n = run.implementation.cpu_offloading_num_layers
+    if n >= run.model.num_layers:
+        raise SpecError(
+            f"cpu_offloading_num_layers ({n}) is not a number of layers below num_layers "
+            f"({run.model.num_layers}); lower it"
+        )
+    if run.parallel.pipeline_model_parallel_size > 1:
+        raise SpecError(
+            f"cpu_offloading_num_layers ({n}) does not go with pipeline_model_parallel_size "
+            f"({run.parallel.pipeline_model_parallel_size}); set one of them to 0 or 1"
+        )
+    if run.recompute.granularity is not None:
+        raise SpecError(
+            f"cpu_offloading_num_layers ({n}) does not go with recompute_granularity "
+            f"({run.recompute.granularity}); drop one of them"
+        )
+
+
+def _check_offload_modules(i: ImplementationSpec) -> None:
+    """TC (``fine_grained_activation_offloading``, from 0.16)."""
+    if i.cpu_offloading_num_layers:
+        raise SpecError(
+            f"offload_modules ({', '.join(i.offload_modules)}) does not go with cpu_offloading_num_layers "
+            f"({i.cpu_offloading_num_layers}); drop one of them"
+        )
+    if "attn_proj" in i.offload_modules and "core_attn" not in i.offload_modules:
+        raise SpecError("offload_modules (attn_proj) needs core_attn beside it; add core_attn")
+
+
+def _check_moe(i: ImplementationSpec, p: ParallelSpec, limits: Limits) -> None:
+    """TC, and ``transformer/moe/token_dispatcher.py``."""
+    dispatcher = i.moe_token_dispatcher_type
+    if dispatcher != "alltoall":
+        if i.moe_shared_expert_overlap and limits.shared_experts:
+            raise SpecError(
+                f"moe_shared_expert_overlap (True) needs moe_token_dispatcher_type alltoall, not {dispatcher}; "
+                "change one of them"
+            )
+        if dispatcher == "flex":
+            if p.tensor_model_parallel_size * p.expert_model_parallel_size == 1:
+                raise SpecError(
+                    "moe_token_dispatcher_type (flex) needs tensor_model_parallel_size x "
+                    "expert_model_parallel_size of 2 or more; use alltoall"
+                )
+            if i.moe_pad_expert_input_to_capacity and i.moe_flex_dispatcher_backend == "deepep":
+                raise SpecError(
+                    "moe_pad_expert_input_to_capacity (True) does not go with moe_flex_dispatcher_backend deepep; "
+                    "drop it"
+                )
+    capacity = i.moe_expert_capacity_factor
+    if capacity is None:
+        if i.moe_pad_expert_input_to_capacity:
+            raise SpecError("moe_pad_expert_input_to_capacity (True) needs moe_expert_capacity_factor; set it")
+        return
+    for moe in limits.moes:
+        if moe.router_load_balancing_type not in _CAPACITY_BALANCING:
+            raise SpecError(
+                f"moe_expert_capacity_factor ({capacity}) does not go with moe_router_load_balancing_type "
+                f"({moe.router_load_balancing_type}); drop it, or use {', '.join(_CAPACITY_BALANCING)}"
+            )
+
+
+def _check_overlap(run: RunSpec, limits: Limits) -> None:
+    """TC, ``overlap_moe_expert_parallel_comm`` (from 0.14)."""
+    i, p, r = run.implementation, run.parallel, run.recompute
+    name = "overlap_moe_expert_parallel_comm (True)"
+    if i.megatron_core < (0, 14):
+        raise SpecError(f"{name} needs megatron-core 0.14 or later, not {_release(i.megatron_core)}; drop it")
+    pp, layout = p.pipeline_model_parallel_size, p.pipeline_model_parallel_layout
+    vpp = p.virtual_pipeline_model_parallel_size or 1
+    if layout is not None and vpp == 1:
+        vpp = _virtual_stages(layout, pp)
+    if pp > 1 and vpp == 1:
+        raise SpecError(
+            f"{name} with pipeline_model_parallel_size ({pp}) needs virtual_pipeline_model_parallel_size; set it "
+            "to 2 or more"
+        )
+    if p.expert_model_parallel_size == 1:
+        raise SpecError(f"{name} needs expert_model_parallel_size of 2 or more; drop it")
+    if i.moe_token_dispatcher_type not in ("alltoall", "flex"):
+        raise SpecError(
+            f"{name} needs moe_token_dispatcher_type alltoall or flex, not {i.moe_token_dispatcher_type}; change it"
+        )
+    if r.granularity == "full":
+        raise SpecError(f"{name} does not go with recompute_granularity (full); use selective")
+    if run.precision.params_dtype == "fp32":
+        raise SpecError(f"{name} needs params_dtype bf16 or fp16, not fp32; drop it")
+    if i.moe_shared_expert_overlap and limits.shared_experts:
+        raise SpecError(f"{name} does not go with moe_shared_expert_overlap; drop one of them")
+    mtp = run.model.mtp_num_layers
+    if mtp > 1:
+        raise SpecError(f"{name} supports one MTP layer, not mtp_num_layers ({mtp}); drop it")
+    if mtp == 1 and pp == 1:
+        raise SpecError(f"{name} with an MTP layer needs pipeline_model_parallel_size of 2 or more; drop it")

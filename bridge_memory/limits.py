@@ -1,0 +1,168 @@
+"""What the sizes of a model allow: the model checked by itself, and what parallel sizes must divide.
+
+Worked out once per model. TC = megatron-core 0.16.1 ``transformer/transformer_config.py:
+TransformerConfig.__post_init__``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import gcd
+from typing import NamedTuple
+
+from bridge_memory.fields import MOST, check_fraction, check_ints, show
+from bridge_memory.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    MambaSpec,
+    MLASpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    SpecError,
+)
+
+
+class Limits(NamedTuple):
+    """Sizes of a model that a parallel size must divide, with their common divisors (0: nothing to divide)."""
+
+    #: (Megatron's name, size), divided by TP and by expert TP.
+    tp: tuple[tuple[str, int], ...]
+    tp_gcd: int
+    etp: tuple[tuple[str, int], ...]
+    etp_gcd: int
+    #: Numbers of experts, divided by EP; empty for a dense model.
+    experts: tuple[int, ...]
+    experts_gcd: int
+    #: Numbers of query groups, divided by TP, or (0.16) dividing it.
+    groups: tuple[int, ...]
+    groups_gcd: int
+    mixers: tuple[object, ...]
+    moes: tuple[MoESpec, ...]
+    mla: bool
+    expert_bias: bool
+    shared_experts: bool
+
+
+@lru_cache(maxsize=1024)
+def limits_of(model: ModelSpec) -> Limits:
+    """Check the model by itself, then collect what parallel sizes must divide. Raises SpecError."""
+    kinds = dict.fromkeys((*model.layers, *((model.mtp_layer,) if model.mtp_layer else ())))
+    _check_model(model)
+    for kind in kinds:
+        _check_layer(kind)
+    mixers = tuple(dict.fromkeys(k.mixer for k in kinds if k.mixer is not None))
+    ffns = tuple(dict.fromkeys(k.ffn for k in kinds if k.ffn is not None))
+    moes = tuple(f for f in ffns if isinstance(f, MoESpec))
+    tp = dict.fromkeys(pair for block in (*mixers, *ffns) for pair in _divided_by_tp(block))
+    if not model.make_vocab_size_divisible_by:
+        tp["vocab_size (not padded)", model.vocab_size] = None
+    etp = dict.fromkeys(("moe_ffn_hidden_size", f.moe_ffn_hidden_size) for f in moes)
+    experts = tuple(dict.fromkeys(f.num_experts for f in moes))
+    groups = tuple(dict.fromkeys(m.num_query_groups for m in mixers if isinstance(m, AttentionSpec)))
+    return Limits(
+        tp=tuple(tp),
+        tp_gcd=gcd(*(size for _, size in tp)),
+        etp=tuple(etp),
+        etp_gcd=gcd(*(size for _, size in etp)),
+        experts=experts,
+        experts_gcd=gcd(*experts),
+        groups=groups,
+        groups_gcd=gcd(*groups),
+        mixers=mixers,
+        moes=moes,
+        mla=any(isinstance(m, MLASpec) for m in mixers),
+        expert_bias=any(f.add_bias for f in moes),
+        shared_experts=any(f.shared_expert_intermediate_size for f in moes),
+    )
+
+
+def _divided_by_tp(block: object) -> Iterator[tuple[str, int]]:
+    """TC, ``ssm/mamba_mixer.py: MambaMixer.__init__``, ``tensor_parallel/layers.py``."""
+    if isinstance(block, AttentionSpec | MLASpec):
+        yield "num_attention_heads", block.num_attention_heads
+    elif isinstance(block, MambaSpec):
+        yield "mamba_num_heads", block.num_heads
+        yield "mamba_num_groups", block.num_groups
+    elif isinstance(block, GatedDeltaNetSpec):
+        yield "linear_num_key_heads", block.num_key_heads
+        yield "linear_num_value_heads", block.num_value_heads
+    elif isinstance(block, MLPSpec):
+        yield "ffn_hidden_size", block.ffn_hidden_size
+    elif isinstance(block, MoESpec) and block.shared_expert_intermediate_size:
+        yield "moe_shared_expert_intermediate_size", block.shared_expert_intermediate_size
+
+
+_INTS: dict[type, tuple[str, ...]] = {
+    AttentionSpec: ("num_attention_heads", "num_query_groups", "kv_channels"),
+    MLASpec: ("num_attention_heads", "kv_lora_rank", "qk_head_dim", "v_head_dim"),
+    MambaSpec: ("num_heads", "head_dim", "state_dim", "num_groups", "conv_kernel", "chunk_size"),
+    GatedDeltaNetSpec: ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel"),
+    MLPSpec: ("ffn_hidden_size",),
+    MoESpec: ("num_experts", "topk", "moe_ffn_hidden_size"),
+}
+
+
+def _check_model(model: ModelSpec) -> None:
+    check_ints(model, "hidden_size", "vocab_size")
+    if not model.layers:
+        raise SpecError("num_layers (0) is below 1; give a model of one layer or more")
+    for name in ("make_vocab_size_divisible_by", "mtp_num_layers", "max_position_embeddings"):
+        _check_count(model, name)
+    for name in ("hidden_dropout", "attention_dropout"):
+        check_fraction(name, getattr(model, name), below_one=True)
+    if model.mtp_num_layers and model.mtp_layer is None:
+        raise SpecError(f"mtp_num_layers ({model.mtp_num_layers}) without an MTP layer; give mtp_layer, or set it to 0")
+
+
+def _check_count(owner: object, name: str) -> None:
+    value = getattr(owner, name)
+    if type(value) is not int or not 0 <= value < MOST:
+        raise SpecError(f"{name} ({show(value)}) is not an integer from 0 to 2**40; give one")
+
+
+def _check_layer(layer: LayerSpec) -> None:
+    for block in (layer.mixer, layer.ffn):
+        if block is None:
+            continue
+        check_ints(block, *_INTS[type(block)])
+        if isinstance(block, AttentionSpec):
+            _check_divides(block, "num_query_groups", "num_attention_heads")  # transformer/attention.py: Attention
+        elif isinstance(block, MLASpec):
+            _check_count(block, "qk_pos_emb_head_dim")
+            if block.q_lora_rank is not None:
+                check_ints(block, "q_lora_rank")
+        elif isinstance(block, MambaSpec):
+            _check_divides(block, "num_groups", "num_heads")  # MambaMixer
+        elif isinstance(block, GatedDeltaNetSpec):
+            _check_divides(block, "num_key_heads", "num_value_heads")  # TC
+        elif isinstance(block, MoESpec):
+            _check_moe(block)
+
+
+def _check_divides(block: object, name: str, of: str) -> None:
+    n, size = getattr(block, name), getattr(block, of)
+    if size % n:
+        raise SpecError(f"{of} ({size}) is not divisible by {name} ({n}); use {divisors(size, n)}")
+
+
+def _check_moe(moe: MoESpec) -> None:
+    """TC."""
+    if moe.topk > moe.num_experts:
+        raise SpecError(f"moe_router_topk ({moe.topk}) is larger than num_moe_experts ({moe.num_experts}); lower it")
+    _check_count(moe, "shared_expert_intermediate_size")
+    if moe.latent_size is not None:
+        check_ints(moe, "latent_size")
+    if moe.router_enable_expert_bias and moe.router_score_function != "sigmoid":
+        raise SpecError(
+            "moe_router_enable_expert_bias (True) needs moe_router_score_function sigmoid, not "
+            f"{show(moe.router_score_function)}; change one of them"
+        )
+
+
+def divisors(size: int, most: int) -> str:
+    """The largest sizes up to ``most`` that would do, for a message."""
+    fitting = (n for n in range(min(most, size, 100_000), 0, -1) if size % n == 0)
+    return " or ".join(str(n) for n, _ in zip(fitting, range(3), strict=False))
