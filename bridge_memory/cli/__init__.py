@@ -1,0 +1,121 @@
+"""The command line: ``bridge-memory COMMAND ...``. One module a command, imported only when asked for.
+
+A command module has ``add_arguments(parser)`` and ``run(args) -> int``. Wrong input is one line on stderr and exit
+code 2; nothing ends in a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from bridge_memory.spec import SpecError
+
+#: Command -> (module, what it does). A new command is one line here and its module.
+COMMANDS = {
+    "estimate": ("bridge_memory.cli.estimate", "memory of every pipeline stage of a training run"),
+    "models": ("bridge_memory.cli.models", "the embedded models and their parameters"),
+    "validate": ("bridge_memory.cli.validate", "predictions against measured runs"),
+    "gpus": ("bridge_memory.cli.gpus", "the known GPUs and their usable memory"),
+}
+
+#: Set it to see the traceback of what should not have happened.
+TRACEBACK_VARIABLE = "BRIDGE_MEMORY_TRACEBACK"
+EXIT_USAGE = 2
+EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with one-line errors. Abbreviations are off: a flag means what it says."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SpecError(message)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            self.error(f"unknown argument {unknown[0]!r}{self._suggestion(unknown[0])}")
+        return args
+
+    def _suggestion(self, flag: str) -> str:
+        import difflib
+
+        close = difflib.get_close_matches(flag.split("=")[0], list(self._option_string_actions), n=1)
+        return f"; did you mean {close[0]}?" if close else f"; `{self.prog} --help` lists them"
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [
+        "usage: bridge-memory COMMAND ...",
+        "",
+        "How much GPU memory a Megatron training run takes, on which stage, because of which tensors.",
+        "",
+        *(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()),
+        "",
+        "`bridge-memory COMMAND --help` explains a command.",
+    ]
+    return "\n".join(lines)
+
+
+def one_line(text: str) -> str:
+    """``text`` with line breaks and control characters escaped, so that it stays one line on any terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _complain(kind: str, message: str) -> None:
+    print(f"bridge-memory: {kind}: {one_line(message)}", file=sys.stderr)
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if argv else EXIT_USAGE
+    if argv[0] == "--version":
+        from bridge_memory import __version__
+
+        print(f"bridge-memory {__version__}")
+        return 0
+    if argv[0] not in COMMANDS:
+        raise SpecError(f"unknown command {argv[0]!r}; the commands are {', '.join(COMMANDS)}")
+    module_name, what = COMMANDS[argv[0]]
+    module = importlib.import_module(module_name)
+    parser = _Parser(prog=f"bridge-memory {argv[0]}", description=f"{what[0].upper()}{what[1:]}.", allow_abbrev=False)
+    module.add_arguments(parser)
+    code: int = module.run(parser.parse(argv[1:]))
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 2 for wrong input, 70 for a fault of our own."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # A model's name may hold what the locale cannot show; that must not end the report.
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = _dispatch(sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()
+        return code
+    except SpecError as error:
+        _complain("error", str(error))
+        return EXIT_USAGE
+    except SystemExit as exit_:  # argparse's --help
+        return exit_.code if isinstance(exit_.code, int) else 0
+    except BrokenPipeError:
+        # The reader went away (`| head`): keep the interpreter's last flush from complaining about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE, as a shell reports it
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if os.environ.get(TRACEBACK_VARIABLE):
+            raise
+        _complain(
+            "internal error",
+            f"{type(error).__name__}: {error} (a fault of bridge-memory; {TRACEBACK_VARIABLE}=1 shows where)",
+        )
+        return EXIT_BUG

@@ -1,0 +1,69 @@
+"""``bridge-memory estimate``: the memory of every pipeline stage of a run, before it is launched."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from typing import TextIO
+
+from bridge_memory.cli.run_arguments import add_run_arguments, run_from_arguments
+from bridge_memory.spec import SpecError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_run_arguments(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="JSON by the schema bridge-memory/estimate/1")
+    output.add_argument("--verbose", action="store_true", help="every parameter and saved tensor of each stage")
+    output.add_argument("--unit", default="GiB", metavar="UNIT", help="GiB (default), MiB, GB, MB or bytes")
+    output.add_argument("--stage", type=int, metavar="N", help="show only this pipeline stage")
+    output.add_argument("--gpu", action="append", default=[], metavar="NAME",
+                        help="a GPU to compare with (repeatable; `bridge-memory gpus` lists them)")
+    output.add_argument("--output", metavar="FILE", help="write to FILE, which must not exist")
+    output.add_argument("--force", action="store_true", help="let --output replace a file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Estimate and print. Returns the exit code."""
+    from bridge_memory.estimate import estimate
+    from bridge_memory.gpus import find_gpu, fits
+    from bridge_memory.report.units import UNITS
+
+    if args.unit not in UNITS:
+        raise SpecError(f"unit {args.unit!r} is unknown; use one of {', '.join(UNITS)}")
+    if args.force and not args.output:
+        raise SpecError("force does nothing without --output; name the file or drop --force")
+    gpus = [find_gpu(name) for name in args.gpu]
+    spec = run_from_arguments(args, gpu_arch=gpus[0].arch if gpus else None)
+    result = estimate(spec)
+    if args.stage is not None and not 0 <= args.stage < len(result.stages):
+        raise SpecError(
+            f"stage {args.stage} does not exist; with pipeline_model_parallel_size {len(result.stages)} the stages "
+            f"are 0 to {len(result.stages) - 1}"
+        )
+    fitting = fits(result, gpus)
+    text: TextIO = io.StringIO() if args.output else sys.stdout
+    if args.json:
+        from bridge_memory.report.json import estimate_to_json
+
+        json.dump(estimate_to_json(result, fitting, stage=args.stage), text, indent=2)
+        text.write("\n")
+    else:
+        from bridge_memory.report.table import print_estimate
+
+        details = None
+        if args.verbose:
+            from bridge_memory.details import stage_details
+
+            shown = range(len(result.stages)) if args.stage is None else [args.stage]
+            details = {i: stage_details(result, i) for i in shown}
+        print_estimate(result, fitting, unit=args.unit, stage=args.stage, details=details, stream=text)
+    if args.output:
+        from bridge_memory.report.write import write_text
+
+        assert isinstance(text, io.StringIO)
+        write_text(args.output, text.getvalue(), force=args.force)
+    return 0

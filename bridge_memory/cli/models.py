@@ -1,0 +1,42 @@
+"""``bridge-memory models``: the embedded models."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("pattern", nargs="?", default="", help="show only names that contain this")
+    parser.add_argument("--json", action="store_true", help="a JSON list of {name, model_type, parameters, ...}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List presets with their parameters. Returns 0, or 2 (through SpecError) when nothing matches."""
+    from bridge_memory.inventory.counts import model_parameters, mtp_parameters
+    from bridge_memory.readers import list_presets, resolve_model
+    from bridge_memory.spec import SpecError
+
+    names = [n for n in list_presets() if args.pattern.lower() in n.lower()]
+    if not names:
+        raise SpecError(f"pattern {args.pattern!r} matches no preset; `bridge-memory models` lists all of them")
+    rows = []
+    for name in names:
+        model = resolve_model(name)
+        rows.append(
+            {
+                "name": name, "model_type": model.model_type, "num_layers": model.num_layers,
+                "hidden_size": model.hidden_size, "parameters": model_parameters(model),
+                "mtp_parameters": mtp_parameters(model),
+            }
+        )
+    if args.json:
+        import json
+
+        print(json.dumps(rows, indent=2))
+        return 0
+    width = max(len(str(row["name"])) for row in rows)
+    print(f"{'model':<{width}}  {'parameters':>17}  layers  hidden")
+    for row in rows:
+        print(f"{row['name']:<{width}}  {row['parameters']:>17,}  {row['num_layers']:>6}  {row['hidden_size']:>6}")
+    return 0

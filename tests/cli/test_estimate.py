@@ -1,0 +1,165 @@
+"""``bridge-memory estimate`` as a user meets it: output that adds up, and one clear line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bridge_memory.cli import main
+from bridge_memory.readers.resolve import resolve_config
+
+DEEPSEEK = [
+    "estimate", "deepseek-ai/DeepSeek-V3", "--tp", "4", "--pp", "4", "--ep", "8", "--num-gpus", "128",
+    "--num-layers-in-last-pipeline-stage", "16",
+]
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(list(argv))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line that a refusal prints."""
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    lines = err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("bridge-memory: error: ")
+    return lines[0]
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
+    code, out, err = run(capsys, *argv, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_the_main_job(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *DEEPSEEK)
+    assert (code, err) == (0, "")
+    assert "671,026,404,352" in out or "671.03" in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
+def test_json_says_what_the_issue_asks(capsys: pytest.CaptureFixture[str]) -> None:
+    result = as_json(capsys, *DEEPSEEK)
+    assert result["schema"] == "bridge-memory/estimate/1"
+    assert result["model"]["parameters"] == 671_026_404_352
+    assert [len(s["layers"]) for s in result["stages"]] == [15, 15, 15, 16]
+    for stage in result["stages"]:
+        assert stage["peak_bytes"] == sum(c["bytes"] for c in stage["components"])
+    heaviest = max(result["stages"], key=lambda s: s["peak_bytes"])
+    assert result["peak"] == {"stage": heaviest["stage"], "bytes": heaviest["peak_bytes"]}
+
+
+def test_short_and_long_names_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    short = as_json(capsys, "estimate", "Llama-3.1-8B", "--tp", "2", "--pp", "2", "--num-gpus", "8")
+    long = as_json(
+        capsys, "estimate", "meta-llama/llama-3.1-8b", "--tensor-model-parallel-size", "2",
+        "--pipeline-model-parallel-size", "2", "--world-size", "8",
+    )
+    assert short == long
+
+
+def test_a_config_is_read_from_a_file_a_folder_and_the_command_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = dict(resolve_config("Qwen/Qwen3-0.6B")[1])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sources = ([str(tmp_path)], [str(tmp_path / "config.json")], ["--custom-config", json.dumps(config)])
+    counts = [as_json(capsys, "estimate", *source)["model"]["parameters"] for source in sources]
+    assert counts == [596_049_920] * 3
+
+
+def test_megatron_arguments_describe_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-2 small by Megatron's flags: 12 layers of 768, vocabulary 50257 padded to 50304, learned positions."""
+    text = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 \
+            --micro-batch-size 4 --global-batch-size 32 --bf16"
+    result = as_json(capsys, "estimate", "--megatron-args", text, "--num-gpus", "8")
+    assert result["stages"][0]["parameters"] == 124_439_808 + (50304 - 50257) * 768
+
+
+def test_mtp_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with_mtp = as_json(capsys, *DEEPSEEK)["stages"][-1]["parameters"]
+    without = as_json(capsys, *DEEPSEEK, "--mtp-num-layers", "0")["stages"][-1]["parameters"]
+    assert without < with_mtp
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (["nonsense/model-that-is-not"], ["nonsense/model-that-is-not"]),
+        (["Llama-3.1-8B", "--tp", "3"], ["num_attention_heads", "32", "3"]),
+        (["Llama-3.1-8B", "--tp", "0"], ["tensor_model_parallel_size", "0"]),
+        (["Llama-3.1-8B", "--tp", "two"], ["--tp", "two"]),
+        (["Llama-3.1-8B", "--pp", "5"], ["num_layers", "32", "5"]),
+        (["deepseek-ai/DeepSeek-V3", "--pp", "4"], ["num_layers", "61", "4", "16"]),
+        (["Qwen/Qwen3-30B-A3B", "--ep", "3"], ["num_moe_experts", "128", "3"]),
+        (["Qwen/Qwen3-30B-A3B", "--tp", "2", "--etp", "4", "--ep", "8", "--num-gpus", "16"], ["16"]),
+        (["Llama-3.1-8B", "--sequence-parallel"], ["sequence_parallel", "tensor_model_parallel_size"]),
+        (["Llama-3.1-8B", "--vpp", "2"], ["virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size"]),
+        (["Llama-3.1-8B", "--num-gpus", "12", "--tp", "8"], ["world_size", "12"]),
+        (["Llama-3.1-8B", "--pp", "2", "--num-layers-in-first-pipeline-stage", "40"], ["40"]),
+        (["Llama-3.1-8B", "--ep", "2"], ["expert_model_parallel_size"]),
+        (["Llama-3.1-8B", "--etp", "1"], ["expert_tensor_parallel_size"]),
+        (["Llama-3.1-8B", "--recompute-modules", "core_attn"], ["recompute_modules", "--recompute-granularity"]),
+        (["Llama-3.1-8B", "--recompute-granularity", "selective", "--recompute-modules", "nope"], ["nope"]),
+        (["Llama-3.1-8B", "--stage", "1"], ["stage 1"]),
+        (["Llama-3.1-8B", "--unit", "furlong"], ["unit", "furlong"]),
+        (["Llama-3.1-8B", "--gpu", "H1000"], ["H1000"]),
+        (["Llama-3.1-8B", "--force"], ["--output"]),
+        (["Llama-3.1-8B", "--moe-imbalance", "2"], ["moe_imbalance"]),
+        (["Llama-3.1-8B", "--no-such-flag"], ["--no-such-flag"]),
+        (["Llama-3.1-8B", "--seq-length", "-4096"], ["seq_length"]),
+        (["Llama-3.1-8B", "--custom-config", "{}"], ["exactly one"]),
+        (["--custom-config", "{"], ["JSON"]),
+        (["--custom-config", '{"model_type": "no_such_family"}'], ["no_such_family"]),
+        (["--custom-config", '{"model_type": "llama", "hidden_size": -1}'], ["hidden_size"]),
+        (["--megatron-args", "--num-layers 2"], ["--num-gpus"]),
+        ([], ["MODEL"]),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], names: list[str]
+) -> None:
+    line = refused(capsys, "estimate", *argv)
+    assert all(name in line for name in names), line
+
+
+def test_the_advice_for_61_layers_works(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "estimate", "deepseek-ai/DeepSeek-V3", "--pp", "4")
+    advice = re.search(r"num_layers_in_last_pipeline_stage to (\d+)", line)
+    assert advice, line
+    code, _, _ = run(
+        capsys, "estimate", "deepseek-ai/DeepSeek-V3", "--pp", "4", "--num-layers-in-last-pipeline-stage", advice[1]
+    )
+    assert code == 0
+
+
+def test_truncated_and_absurd_files_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = json.dumps(dict(resolve_config("Qwen/Qwen3-0.6B")[1]))
+    path = tmp_path / "config.json"
+    for content in (text[: len(text) // 2], "[1, 2]", "", '"llama"', text.replace("28", '"many"', 1)):
+        path.write_text(content)
+        refused(capsys, "estimate", str(path))
+    path.write_bytes(b"\xff\xfe\x00bad")
+    refused(capsys, "estimate", str(path))
+    refused(capsys, "estimate", str(tmp_path / "missing" / "config.json"))
+
+
+def test_output_is_whole_and_never_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "estimate.json"
+    argv = ["estimate", "Llama-3.1-8B", "--json", "--output", str(path)]
+    assert run(capsys, *argv) == (0, "", "")
+    before = path.read_text()
+    assert json.loads(before)["schema"] == "bridge-memory/estimate/1"
+    assert "--force" in refused(capsys, *argv, "--tp", "2")
+    assert path.read_text() == before
+    assert run(capsys, *argv, "--tp", "2", "--force")[0] == 0
+    assert path.read_text() != before
+    refused(capsys, "estimate", "Llama-3.1-8B", "--output", str(tmp_path / "no" / "such" / "folder" / "x"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["estimate.json"]
