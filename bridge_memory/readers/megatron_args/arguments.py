@@ -67,25 +67,31 @@ READ = _names(
 #: Arguments that change no byte of what a training step allocates on the GPU.
 HARMLESS = _names(
     """
-    adam_beta1 adam_beta2 adam_eps adaptive_layernorm_epsilon adlr_autoresume adlr_autoresume_interval
-    app_tag_run_name app_tag_run_version apply_layernorm_1p apply_wd_to_qk_layernorm
-    async_ckpt_use_cached_metadata async_ckpt_use_cpu_shm async_save async_strategy
-    async_tensor_model_parallel_allreduce auto_detect_ckpt_format barrier_with_L1_time batch_p2p_comm
-    batch_p2p_communication batch_size beta_fast beta_slow cache_mla_latents_for_training calc_ft_timeouts
-    check_for_large_grads check_for_nan_in_loss_and_grad check_for_spiky_loss
-    check_weight_hash_across_dp_replicas_interval checkpoint_activations ckpt_assume_constant_structure
-    ckpt_convert_format ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format ckpt_format
-    ckpt_fully_parallel_load ckpt_fully_parallel_load_exchange_algo ckpt_fully_parallel_save
-    ckpt_load_validate_sharding_integrity ckpt_step classes_fraction clone_scatter_output_in_embedding
-    config_logger_dir consumed_train_samples create_all_gather_group cross_attention curr_iteration
-    data_args_path data_cache_path data_parallel_random_init data_path data_per_class_fraction
-    data_sharding dataloader_fast_cache_load dataloader_save dataloader_type ddp_average_in_collective
-    ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw decoupled_lr decoupled_min_lr
-    decrease_batch_size_if_needed dino_bottleneck_size disable_gloo_process_groups disable_jit_fuser
-    disable_mamba_mem_eff_path_in_eval disable_straggler_on_startup dist_ckpt_format
-    dist_ckpt_optim_fully_reshardable dist_ckpt_save_pre_mcore_014 dist_ckpt_strictness
-    distrib_optim_fully_reshardable_mem_efficient distributed_backend distributed_init_method
-    distributed_timeout_minutes distributed_timeout_seconds_after_init embedding_init_method_std
+    activation_func_clamp_value adam_beta1 adam_beta2 adam_eps adaptive_layernorm_epsilon adlr_autoresume
+    adlr_autoresume_interval align_grad_reduce align_param_gather app_tag_run_name app_tag_run_version
+    apply_layernorm_1p apply_wd_to_qk_layernorm async_ckpt_use_cached_metadata async_ckpt_use_cpu_shm
+    async_save async_strategy async_tensor_model_parallel_allreduce auto_detect_ckpt_format
+    average_in_collective barrier_with_L1_time batch_invariant_mode batch_p2p_comm batch_p2p_communication
+    batch_p2p_sync batch_size beta_fast beta_slow cache_mla_latents cache_mla_latents_for_training
+    calc_ft_timeouts check_for_large_grads check_for_nan_in_grad check_for_nan_in_loss_and_grad
+    check_for_spiky_loss check_weight_hash_across_dp_replicas_interval checkpoint_activations
+    ckpt_assume_constant_structure ckpt_convert_format ckpt_convert_save
+    ckpt_convert_update_legacy_dist_opt_format ckpt_format ckpt_fully_parallel_load
+    ckpt_fully_parallel_load_exchange_algo ckpt_fully_parallel_save ckpt_load_validate_sharding_integrity
+    ckpt_step classes_fraction clone_scatter_output_in_embedding config_logger_dir consumed_train_samples
+    create_all_gather_group cross_attention cuda_graph_retain_backward_graph cuda_graph_use_single_mempool
+    cuda_graph_warmup_steps curr_iteration data_args_path data_cache_path data_parallel_random_init
+    data_path data_per_class_fraction data_sharding dataloader_fast_cache_load dataloader_prefetch_factor
+    dataloader_save dataloader_type ddp_average_in_collective ddp_num_buckets
+    ddp_pad_buckets_for_high_nccl_busbw decoupled_lr decoupled_min_lr decoupled_weight_decay
+    decrease_batch_size_if_needed dino_bottleneck_size disable_bf16_reduced_precision_matmul
+    disable_gloo_process_groups disable_jit_fuser disable_mamba_mem_eff_path_in_eval
+    disable_straggler_on_startup disable_symmetric_registration disable_tp_comm_bulk_dgrad
+    disable_tp_comm_bulk_wgrad disable_tp_comm_overlap_ag disable_tp_comm_overlap_rs
+    disable_tp_comm_split_ag disable_tp_comm_split_rs dist_ckpt_format dist_ckpt_optim_fully_reshardable
+    dist_ckpt_save_pre_mcore_014 dist_ckpt_strictness distrib_optim_fully_reshardable_mem_efficient
+    distributed_backend distributed_init_method distributed_timeout_minutes
+    distributed_timeout_seconds_after_init dsa_indexer_loss_coeff embedding_init_method_std
     empty_unused_memory_level enable_experimental enable_ft_package enable_gloo_process_groups
     enable_one_logger end_weight_decay eod_mask_loss error_injection_rate error_injection_type
     eval_global_batch_size eval_interval eval_iters eval_micro_batch_size exit_duration_in_mins
@@ -93,64 +99,75 @@ HARMLESS = _names(
     exit_signal_handler_for_dataloader export_te_mcore_model fim_data fim_eod_token fim_fragment_rate
     fim_middle_token fim_no_prefix fim_pad_token fim_prefix_token fim_rate fim_split_sample fim_spm_rate
     fim_suffix_token finetune flash_decode fp16_lm_cross_entropy_scale fp8_amax_compute_algo
-    fp8_dot_product_attention_scaling fp8_interval fp8_margin fp8_wgrad ft_num_warmup_iters
-    full_validation global_retriever grad_accum_wgrad_dtype head_lr_mult hidden_activation_clamp
-    hierarchical_context_parallel_sizes high_priority_stream_groups hysteresis ignore_forward_method
-    inference_batch_times_seqlen_threshold init_method_std init_method_xavier_uniform
-    init_model_with_meta_device initial_loss_scale inprocess_restart iterations iters_to_accumulate k_seed
-    keep_last label_smoothing layernorm_epsilon layernorm_zero_centered_gamma lazy_mpu_init legacy_muon
-    load load_main_params_from_ckpt load_model_opt_format local_rank log_device_memory_used log_interval
-    log_l2_norm_grad_to_tensorboard log_learning_rate_to_tensorboard log_loss_scale_to_tensorboard
-    log_max_attention_logit log_memory_interval log_memory_to_tensorboard log_progress log_straggler
-    log_throughput log_timers_to_tensorboard log_validation_ppl_to_tensorboard
+    fp8_dot_product_attention_scaling fp8_interval fp8_margin fp8_wgrad fsdp_manual_registration
+    ft_num_warmup_iters full_validation global_retriever glu_linear_offset grad_accum_wgrad_dtype
+    gradient_reduce_div_fusion head_lr_mult hetereogenous_dist_checkpoint hidden_activation_clamp
+    hierarchical_context_parallel_sizes high_priority_a2a_comm_stream high_priority_stream_groups
+    hysteresis ignore_forward_method inference_batch_times_seqlen_threshold inference_dynamic_batching
+    inference_fuse_tp_communication inference_max_requests inference_max_seq_length inference_rng_tracker
+    inference_sampling_seed init_method_std init_method_xavier_uniform init_model_with_meta_device
+    initial_loss_scale inprocess_restart iterations iters_to_accumulate k_seed keep_last label_smoothing
+    layernorm_epsilon layernorm_zero_centered_gamma lazy_mpu_init legacy_muon load
+    load_main_params_from_ckpt load_model_opt_format local_rank log_device_memory_used log_energy
+    log_interval log_l2_norm_grad_to_tensorboard log_learning_rate_to_tensorboard
+    log_loss_scale_to_tensorboard log_max_attention_logit log_memory_interval log_memory_to_tensorboard
+    log_progress log_straggler log_throughput log_timers_to_tensorboard log_validation_ppl_to_tensorboard
     log_world_size_to_tensorboard logging_level logging_module_filter logging_rank loss_scale
     loss_scale_window lr lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_init
     lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
     main_logging manual_gc manual_gc_eval manual_gc_interval mask_factor mask_prob mask_type
-    max_tokens_to_oom memory_snapshot_path merge_file min_loss_scale min_lr mmap_bin_files mock_data
-    model_name moe_aux_loss_coeff moe_deepep_num_sms moe_flex_dispatcher_num_sms moe_hybridep_num_sms
-    moe_input_feature_slicing moe_input_jitter_eps moe_per_layer_logging
+    max_tokens_to_oom memory_snapshot_path merge_file min_loss_scale min_lr mlp_chunks_for_prefill
+    mmap_bin_files mock_data model_name moe_aux_loss_coeff moe_deepep_num_sms moe_flex_dispatcher_num_sms
+    moe_hybridep_num_sms moe_input_feature_slicing moe_input_jitter_eps moe_per_layer_logging
     moe_permute_padding_for_fp8_quantization moe_router_bias_update_rate moe_router_force_biased
     moe_router_force_load_balancing moe_router_padding_for_fp8 moe_router_padding_for_quantization
     moe_router_pre_softmax moe_router_topk_limited_devices moe_router_topk_scaling_factor
-    moe_token_drop_policy moe_upcycling_granularity moe_use_legacy_grouped_gemm moe_use_upcycling
-    moe_z_loss_coeff mscale mscale_all_dim mtp_loss_scaling_factor muon_coefficient_type
-    muon_extra_scale_factor muon_fp32_matmul_prec muon_momentum muon_num_ns_steps muon_scale_mode
-    muon_split_qkv muon_tp_mode muon_use_nesterov nccl_communicator_config_path
-    no_async_tensor_model_parallel_allreduce no_barrier_with_level_1_timing no_batch_p2p_comm
-    no_check_for_nan_in_loss_and_grad no_check_for_spiky_loss no_ckpt_fully_parallel_save no_data_sharding
-    no_dist_ckpt_validation no_initialization no_load_optim no_load_rng no_log_learnig_rate_to_tensorboard
-    no_log_loss_scale_to_tensorboard no_mmap_bin_files no_one_logger no_overlap_p2p_communication
-    no_save_optim no_save_rng no_scatter_gather_tensors_in_pipeline no_use_layer_wise_param_layout
+    moe_token_drop_policy moe_token_dropping moe_upcycling_granularity moe_use_legacy_grouped_gemm
+    moe_use_upcycling moe_z_loss_coeff mrope_section mscale mscale_all_dim mtp_loss_scaling_factor
+    muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec muon_momentum muon_num_ns_steps
+    muon_scalar_optimizer muon_scale_mode muon_split_qkv muon_tp_mode muon_use_nesterov
+    nccl_communicator_config_path no_async_tensor_model_parallel_allreduce no_barrier_with_level_1_timing
+    no_batch_p2p_comm no_check_for_nan_in_loss_and_grad no_check_for_spiky_loss
+    no_ckpt_fully_parallel_save no_data_sharding no_dist_ckpt_validation no_initialization no_load_optim
+    no_load_rng no_log_learnig_rate_to_tensorboard no_log_loss_scale_to_tensorboard no_mmap_bin_files
+    no_one_logger no_overlap_p2p_communication no_rope_freq no_save_optim no_save_rng
+    no_scatter_gather_tensors_in_pipeline no_use_layer_wise_param_layout
     no_use_tokenizer_from_checkpoint_args no_use_tokenizer_model_from_checkpoint_args
     no_weight_decay_cond_type non_persistent_ckpt_type non_persistent_global_ckpt_dir
     non_persistent_local_ckpt_algo non_persistent_local_ckpt_dir non_persistent_save_interval norm_epsilon
     null_tokenizer num_dataset_builder_threads num_workers one_logger_async one_logger_project
     one_logger_run_name optimizer_offload_auto original_max_position_embeddings output_bert_embeddings
-    overlap_cpu_optimizer_d2h_h2d overlap_p2p_comm overlap_p2p_communication_warmup_flush
-    override_opt_param_scheduler per_dataset_sequences_path per_split_data_args_path
-    perform_initialization perform_rl_step phase_transition_iterations pin_cpu_grads pin_cpu_params prefix
-    pretrained_checkpoint pretrained_checkpoint_format profile profile_ranks profile_step_end
-    profile_step_start qk_clip query_in_block_prob rampup_batch_size rank record_memory_history
-    replication replication_factor replication_jump rerun_mode reset_attention_mask reset_position_ids
-    result_rejected_tracker_filename retro_add_retriever rope_scaling_factor rope_type rotary_base
-    rotary_interleaved rotary_scaling_factor rotary_seq_len_interpolation_factor
-    run_workload_inspector_server safe_mode sample_rate save save_interval save_retain_interval seed
-    sft_tokenizer_prompt_format sharp_enabled_group skip_samples skip_train spiky_loss_factor split
-    split_spec start_weight_decay step_batch_size_schedule straggler_ctrlr_port straggler_minmax_count
+    overlap_cpu_optimizer_d2h_h2d overlap_p2p_comm overlap_p2p_comm_warmup_flush
+    overlap_p2p_communication_warmup_flush overlap_param_gather_with_optimizer_step
+    override_opt_param_scheduler pad_buckets_for_high_nccl_busbw per_dataset_sequences_path
+    per_split_data_args_path perform_initialization perform_rl_step phase_transition_iterations
+    pin_cpu_grads pin_cpu_params prefix pretrained_checkpoint pretrained_checkpoint_format profile
+    profile_ranks profile_step_end profile_step_start qk_clip qk_clip_alpha qk_clip_threshold
+    query_in_block_prob rampup_batch_size rank record_memory_history replication replication_factor
+    replication_jump rerun_mode reset_attention_mask reset_position_ids result_rejected_tracker_filename
+    retro_add_retriever rope_scaling rope_scaling_factor rope_type rotary_base rotary_interleaved
+    rotary_scaling rotary_scaling_factor rotary_seq_len_interpolation_factor run_workload_inspector_server
+    safe_mode sample_rate save save_interval save_retain_interval seed sft_tokenizer_prompt_format
+    sharp_enabled_group skip_samples skip_train softmax_scale spiky_loss_factor split split_spec
+    start_weight_decay step_batch_size_schedule straggler_ctrlr_port straggler_minmax_count
     strict_fsdp_dtensor_load suggested_communication_unit_size swin_backbone_type symmetric_ar_type
     te_rng_tracker tensorboard_dir tensorboard_log_interval tensorboard_queue_size test_data_path
     test_mode tiktoken_num_special_tokens tiktoken_pattern tiktoken_special_tokens timing_log_level
     timing_log_option titles_data_path tokenizer_hf_include_special_tokens tokenizer_hf_use_fast
     tokenizer_metadata tokenizer_model tokenizer_prompt_format tokenizer_sentencepiece_legacy
-    tokenizer_special_tokens tp_only_amax_red train_data_path train_iters train_samples
+    tokenizer_special_tokens tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bootstrap_backend
+    tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap_ag tp_comm_overlap_cfg
+    tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
+    tp_comm_split_ag tp_comm_split_rs tp_only_amax_red train_data_path train_iters train_samples
     train_sync_interval trust_remote_code use_checkpoint_args use_checkpoint_opt_param_scheduler
-    use_cpu_initialization use_dist_ckpt use_dist_ckpt_deprecated use_legacy_static_engine
-    use_mp_args_from_checkpoint_args use_mup use_nccl_communicator use_one_sent_docs
-    use_persistent_ckpt_worker use_pytorch_profiler use_ring_exchange_p2p use_sharp use_te_activation_func
+    use_cpu_initialization use_dist_ckpt use_dist_ckpt_deprecated use_inference_optimized_layers
+    use_legacy_static_engine use_mamba_mem_eff_path use_mp_args_from_checkpoint_args use_mup
+    use_nccl_communicator use_one_sent_docs use_persistent_ckpt_worker use_pytorch_profiler
+    use_ring_exchange_p2p use_rope_scaling use_sharp use_te_activation_func use_te_rng_tracker
     use_tokenizer_model_from_checkpoint_args valid_data_path verify_integrity vision_pretraining
     vocab_extra_ids vocab_file wandb_entity wandb_exp_name wandb_project wandb_save_dir warmup
     weight_decay weight_decay_incr_style wgrad_deferral_limit yaml_cfg
+    yarn_original_max_position_embeddings
     """
 )
 
@@ -182,9 +199,6 @@ GAPS: dict[str, tuple[Callable[[Value], bool], str]] = {
     "fp4": (_on, "fp4 activations and weights"),
     "fp4_param_gather": (_on, "fp4 parameters"),
     "fp8_amax_history_len": (_not("1024", "1"), "the amax history of delayed scaling, under 1 MiB"),
-    "overlap_param_gather_with_optimizer_step": (_not("True", "true"), ""),
-    "align_grad_reduce": (_not("True"), ""),
-    "align_param_gather": (_not("True"), ""),
     "pipeline_model_parallel_split_rank": (_on, "an encoder-decoder split"),
     "encoder_pipeline_model_parallel_size": (_not("0"), "an encoder-decoder split"),
     "encoder_tensor_model_parallel_size": (_not("0"), "an encoder-decoder split"),
@@ -201,27 +215,53 @@ GAPS: dict[str, tuple[Callable[[Value], bool], str]] = {
     "heterogeneous_layers_config_encoded_json": (_on, "layers of different shapes"),
     "moe_extended_tp": (_on, "the removed extended-TP sharding of experts"),
     "moe_router_replay": (_on, "the recorded routing of every microbatch"),
-    "enable_mhc": (_on, "several residual streams (manifold hyper-connections)"),
     "enable_hyper_connections": (_on, "several residual streams (hyper-connections)"),
     "num_residual_streams": (_not("1"), "several residual streams (hyper-connections)"),
     "cpu_offloading": (_on, "layer activations in host memory"),
-    "use_cuda_graph_pool": (_on, "memory pools of CUDA graphs"),
-    "untie_mtp": (_on, "an own output layer for every MTP depth"),
-    "load_optim_from_another_precision": (_on, "another optimizer precision"),
+    "cpu_offloading_activations": (_not("True", "true"), "which tensors go to host memory"),
+    "cpu_offloading_weights": (_on, "weights in host memory"),
+    "cpu_offloading_double_buffering": (_on, "a second buffer for what comes back from host memory"),
+    "min_offloaded_tensor_size": (_on, "which tensors go to host memory"),
+    "num_microbatches_with_partial_activation_checkpoints": (_on, "recomputation of some microbatches only"),
+    "memory_efficient_layer_norm": (_on, "norms that keep their output instead of their input"),
+    "activation_func_fp8_input_store": (_on, "activation inputs kept in fp8"),
+    "disable_parameter_transpose_cache": (_on, "no cached transposes of fp8 weights"),
+    "keep_fp8_transpose_cache": (_on, "cached transposes of fp8 weights under FSDP"),
+    "keep_fp8_transpose_cache_when_using_custom_fsdp": (_on, "cached transposes of fp8 weights under FSDP"),
+    "preserve_fp32_weights": (_not("True", "true"), "no fp32 main parameters under FSDP"),
+    "reduce_scatter_with_fp32_accumulation": (_on, "another gradient reduction with buffers of its own"),
+    "reuse_grad_buf_for_mxfp8_param_ag": (_on, "parameters gathered in the gradient buffer"),
+    "fp4_recipe": (_on, "fp4 activations and weights"),
+    "fp4_param": (_on, "fp4 parameters"),
+    "use_kitchen": (_on, "another quantisation library"),
+    "use_kitchen_attention": (_on, "another attention"),
+    "kitchen_attention_backend": (_not("sdpa"), "another attention"),
+    "qk_l2_norm": (_on, "a weightless norm of queries and keys"),
+    "quant_recipe": (_on, "quantisation layer by layer"),
+    "mtp_standalone": (_on, "MTP on a pipeline stage of its own"),
+    "heterogeneous_block_specs": (_on, "layers of different shapes"),
+    "moe_enable_routing_replay": (_on, "the recorded routing of every microbatch"),
+    "fused_single_qkv_rope": (_on, "queries, keys and values rotated in one tensor"),
+    "dsa_indexer_n_heads": (_on, "sparse attention's indexer"),
+    "dsa_indexer_head_dim": (_on, "sparse attention's indexer"),
+    "dsa_indexer_topk": (_on, "sparse attention's indexer"),
+    "dsa_indexer_use_sparse_loss": (_on, "sparse attention's indexer"),
+    "linear_conv_kernel_dim": (_not("4"), "linear attention layers"),
+    "linear_key_head_dim": (_not("128"), "linear attention layers"),
+    "linear_value_head_dim": (_not("128"), "linear attention layers"),
+    "linear_num_key_heads": (_not("16"), "linear attention layers"),
+    "linear_num_value_heads": (_not("32"), "linear attention layers"),
+    "deallocate_pipeline_outputs": (_not("True", "true"), "pipeline outputs that are kept"),
     "ep_overlap_early_attn_memory_release": (_on, "earlier release of attention activations"),
     "fp16_lm_cross_entropy": (_on, "half-precision cross entropy"),
     "fp8_dot_product_attention": (_on, "attention in fp8"),
     "fp8_multi_head_attention": (_on, "attention in fp8"),
-    "embedding_path": (_on, "a retrieval model"),
     "lora_rank": (_on, "LoRA adapters"),
     "perform_rl": (_on, "reinforcement learning with inference in between"),
-    "mamba_expand": (_not("2"), "another Mamba expansion factor"),
-    "no_alltoall_sp": (_on, "Ulysses without sequence parallelism"),
-    "rl_offload_optimizer_during_inference": (_on, "reinforcement learning with inference in between"),
-    "pad_to_multiple": (_on, "padded sequences"),
-    "window_attn_skip_freq": (_on, "a mix of full and sliding-window layers (nothing changes under flash)"),
     "pipeline_model_parallel_comm_backend": (_not("nccl"), "pipeline buffers of another backend"),
-    "yarn_original_max_position_embeddings": (_not("-1"), ""),
+    "mamba_expand": (_not("2"), "another Mamba expansion factor"),
+    "rl_offload_optimizer_during_inference": (_on, "reinforcement learning with inference in between"),
+    "window_attn_skip_freq": (_on, "a mix of full and sliding-window layers (nothing changes under flash)"),
 }
 
 

@@ -215,7 +215,11 @@ def _precision(a: Arguments) -> PrecisionSpec:
 
 def _optimizer(a: Arguments) -> OptimizerSpec:
     name = a.text("optimizer", "adam")
+    # A distributed optimizer for Muon deals whole parameters out (layer_wise_optimizer.py), which is its own thing.
+    sharded = a.flag("use_distributed_optimizer")
     layer_wise = a.flag("use_layer_wise_distributed_optimizer") or name.startswith("dist_")
+    if "muon" in name and sharded:
+        sharded, layer_wise = False, True
     fsdp = a.flag("use_megatron_fsdp") or a.flag("use_custom_fsdp")
     main_grads = a.text("main_grads_dtype", "fp32")
     # validate_args: bf16 accumulates in fp32 unless the reduction is asked for in bf16; fp16 and fp32 do not.
@@ -226,7 +230,7 @@ def _optimizer(a: Arguments) -> OptimizerSpec:
     return OptimizerSpec(
         optimizer=name.removeprefix("dist_"),
         sgd_momentum=a.number("sgd_momentum", 0.9),
-        use_distributed_optimizer=a.flag("use_distributed_optimizer"),
+        use_distributed_optimizer=sharded,
         grad_reduce_in_fp32=fp32_gradients or not half,
         overlap_grad_reduce=a.flag("overlap_grad_reduce"),
         overlap_param_gather=a.flag("overlap_param_gather"),
