@@ -7,7 +7,6 @@ TransformerConfig.__post_init__``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
@@ -46,9 +45,23 @@ class Limits(NamedTuple):
     shared_experts: bool
 
 
-@lru_cache(maxsize=1024)
+#: By identity: a model with 4096.0 for 4096 is equal to a sound one, and is not sound.
+_known: dict[int, tuple[ModelSpec, Limits]] = {}
+
+
 def limits_of(model: ModelSpec) -> Limits:
     """Check the model by itself, then collect what parallel sizes must divide. Raises SpecError."""
+    known = _known.get(id(model))
+    if known is not None and known[0] is model:
+        return known[1]
+    limits = _limits_of(model)
+    if len(_known) > 100:
+        _known.clear()
+    _known[id(model)] = (model, limits)
+    return limits
+
+
+def _limits_of(model: ModelSpec) -> Limits:
     kinds = dict.fromkeys((*model.layers, *((model.mtp_layer,) if model.mtp_layer else ())))
     _check_model(model)
     for kind in kinds:

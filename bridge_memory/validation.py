@@ -518,6 +518,9 @@ def _check_overlap(run: RunSpec, limits: Limits) -> None:
         )
     if r.granularity == "full":
         raise SpecError(f"{name} does not go with recompute_granularity (full); use selective")
+    for field, value in (("recompute_method", r.method), ("recompute_num_layers", r.num_layers)):
+        if value is not None:
+            raise SpecError(f"{name} does not go with {field} ({value}); drop that")
     if run.precision.params_dtype == "fp32":
         raise SpecError(f"{name} needs params_dtype bf16 or fp16, not fp32; drop it")
     if i.moe_shared_expert_overlap and limits.shared_experts:

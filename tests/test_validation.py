@@ -1,0 +1,374 @@
+"""What cannot run is refused, in one line that names the field and a fix; what ran is not."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+from bridge_memory.layout import layout
+from bridge_memory.readers import list_presets, resolve_model
+from bridge_memory.spec import (
+    AttentionSpec,
+    BatchSpec,
+    GatedDeltaNetSpec,
+    ImplementationSpec,
+    LayerSpec,
+    MambaSpec,
+    MLASpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    OptimizerSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RecomputeSpec,
+    RunSpec,
+    SpecError,
+)
+
+GROUPS = {
+    "parallel": ParallelSpec,
+    "batch": BatchSpec,
+    "precision": PrecisionSpec,
+    "optimizer": OptimizerSpec,
+    "recompute": RecomputeSpec,
+    "implementation": ImplementationSpec,
+}
+ATTENTION = AttentionSpec(num_attention_heads=32, num_query_groups=8, kv_channels=128)
+MLA = MLASpec(32, 1536, 512, 128, 64, 128)
+MAMBA = MambaSpec(num_heads=64, head_dim=64, state_dim=128, num_groups=8)
+DELTA = GatedDeltaNetSpec(16, 32, 128, 128)
+DENSE = MLPSpec(14336, gated=True)
+MOE = MoESpec(num_experts=64, topk=8, moe_ffn_hidden_size=1408, shared_expert_intermediate_size=2816)
+
+
+def model(mixer: object = ATTENTION, ffn: object = DENSE, num_layers: int = 32, **more: object) -> ModelSpec:
+    layers = (LayerSpec(mixer, ffn),) * num_layers  # type: ignore[arg-type]
+    return ModelSpec(
+        name="m", model_type="llama", hidden_size=4096, vocab_size=128256, layers=layers, **more  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+MODELS = {
+    "dense": model(),
+    "moe": model(ffn=MOE),
+    "mla": model(MLA, MOE),
+    "mamba": model(MAMBA, None, hybrid=True),
+    "delta": model(DELTA, MOE),
+}
+
+
+def run(of: str | ModelSpec = "dense", **fields: object) -> RunSpec:
+    """A run with fields named as in their specs, whichever spec has them (recompute_x for RecomputeSpec's x)."""
+    groups: dict[str, dict[str, object]] = {}
+    for name, value in fields.items():
+        bare = name.removeprefix("recompute_")
+        for group, cls in GROUPS.items():
+            known = cls.__dataclass_fields__
+            if (group == "recompute") == (bare != name or name == "distribute_saved_activations") and bare in known:
+                groups.setdefault(group, {})[bare] = value
+                break
+        else:
+            raise KeyError(name)
+    built = {group: GROUPS[group](**values) for group, values in groups.items()}
+    return RunSpec(model=MODELS[of] if isinstance(of, str) else of, **built)  # type: ignore[arg-type]
+
+
+TP2 = {"world_size": 2, "tensor_model_parallel_size": 2}
+PP2 = {"world_size": 2, "pipeline_model_parallel_size": 2}
+CP2 = {"world_size": 2, "context_parallel_size": 2}
+EP2 = {"world_size": 2, "expert_model_parallel_size": 2}
+VPP = {"world_size": 4, "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective"}
+OVERLAP = {**EP2, "overlap_moe_expert_parallel_comm": True}
+
+#: (model, fields, what the one line says). The words after the semicolon are the fix.
+REFUSED = [
+    # Parallel sizes
+    ("dense", {"world_size": 12, "tensor_model_parallel_size": 8}, r"world_size \(12\).*tensor.*; use a multiple of 8"),
+    ("dense", {"world_size": 0}, r"world_size \(0\) is below 1"),
+    ("dense", {"world_size": True}, r"world_size \(True\) is not a positive integer"),
+    ("dense", {"tensor_model_parallel_size": 1.0}, r"tensor_model_parallel_size \(1.0\)"),
+    ("dense", {"world_size": 2**41}, "world_size .* absurdly large"),
+    ("moe", {"world_size": 8, "expert_model_parallel_size": 16},
+     r"world_size \(8\).*expert_model_parallel_size \(16\).*; use a multiple of 16 GPUs"),
+    ("moe", {"world_size": 4, "tensor_model_parallel_size": 4, "expert_model_parallel_size": 4},
+     r"expert_tensor_parallel_size \(4\) x expert_model_parallel_size \(4\)"),
+    ("dense", EP2, r"expert_model_parallel_size \(2\) needs a model with experts; set it to 1"),
+    ("moe", {"world_size": 3, "expert_model_parallel_size": 3}, r"num_moe_experts \(64\).*; use 2 or 1"),
+    ("dense", {"sequence_parallel": True}, "sequence_parallel .*tensor_model_parallel_size.*; drop it"),
+    ("dense", {"sequence_parallel": "no"}, "sequence_parallel .* give True, False or None"),
+    ("dense", {"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline.* needs pipeline"),
+    ("dense", {"world_size": 8, "num_distributed_optimizer_instances": 3}, "num_distributed_optimizer_instances"),
+    ("dense", {"pipeline_model_parallel_layout": [["embedding"]]}, "pipeline_model_parallel_layout .*layout_string"),
+    # The model over ranks
+    ("dense", {"world_size": 64, "tensor_model_parallel_size": 64}, r"num_attention_heads \(32\).*; use 32 or 16 or 8"),
+    ("dense", {"world_size": 32, "tensor_model_parallel_size": 32, "megatron_core": (0, 15)},
+     r"num_query_groups \(8\).*0\.15; use 8 or 4 or 2, or megatron-core 0\.16"),
+    (model(ffn=MLPSpec(14335, gated=True)), TP2, r"ffn_hidden_size \(14335\)"),
+    (model(ffn=replace(MOE, moe_ffn_hidden_size=1407)), TP2, r"moe_ffn_hidden_size \(1407\).*expert_tensor"),
+    (replace(model(make_vocab_size_divisible_by=0), vocab_size=50257), TP2, r"vocab_size \(not padded\) \(50257\)"),
+    ("moe", {**TP2, "sequence_parallel": False}, "sequence_parallel .*experts; set sequence_parallel to True"),
+    (model(ffn=replace(MOE, add_bias=True)), TP2, "; set expert_tensor_parallel_size to 1"),
+    (model(ffn=replace(MOE, add_bias=True)), {"megatron_core": (0, 14)}, "use 0.15 or later"),
+    ("delta", CP2, r"context_parallel_size \(2\).*gated delta net"),
+    ("mamba", {"world_size": 128, "context_parallel_size": 128, "seq_length": 65536}, r"mamba_num_heads \(64\)"),
+    ("dense", {**CP2, "attention_backend": "unfused"}, r"attention_backend \(unfused\).*; use flash, fused or auto"),
+    ("dense", {"world_size": 16, "context_parallel_size": 16, "cp_comm_type": "a2a"}, "cp_comm_type a2a"),
+    # Batch and schedule
+    ("dense", {**CP2, "seq_length": 4098}, r"seq_length \(4098\).*; use a multiple of 4, such as 4100"),
+    ("dense", {**TP2, "seq_length": 4097}, r"seq_length \(4097\).*sequence_parallel"),
+    ("dense", {"world_size": 8, "global_batch_size": 100}, r"global_batch_size \(100\).*; use .* such as 104"),
+    ("dense", {**VPP, "global_batch_size": 2}, r"microbatches \(2 .*; set global_batch_size to 4 or more"),
+    ("dense", {**VPP, "global_batch_size": 6}, "last group of 2 .*; set global_batch_size to 8"),
+    ("dense", {**VPP, "microbatch_group_size_per_vp_stage": 2}, r"microbatch_group_size_per_vp_stage \(2\) is smaller"),
+    ("dense", {"world_size": 2, "pipeline_model_parallel_size": 2, "global_batch_size": 1,
+               "pipeline_model_parallel_layout": "Et*8|t*8|t*8|t*8L"}, "set global_batch_size to 2 or more"),
+    # Precision and optimizer
+    ("dense", {"params_dtype": "float16"}, r"params_dtype \('float16'\) is unknown; use one of bf16"),
+    ("dense", {"fp8": "yes"}, r"fp8 \('yes'\)"),
+    ("dense", {"fp8": "hybrid", "fp8_recipe": "custom"}, "fp8_recipe"),
+    ("dense", {"fp8_param": True}, "fp8_param .* needs fp8"),
+    ("dense", {"fp8": "hybrid", "num_layers_at_end_in_bf16": 1}, "fp8_recipe delayed"),
+    ("dense", {"optimizer": "lion"}, r"optimizer \('lion'\) is unknown; use one of adam, sgd, muon"),
+    ("dense", {"use_precision_aware_optimizer": True, "use_distributed_optimizer": False}, "use_distributed_optimizer"),
+    ("dense", {"use_precision_aware_optimizer": True, "optimizer": "sgd"}, "needs optimizer adam"),
+    ("dense", {"exp_avg_dtype": "bf16"}, "exp_avg_dtype .*; set that to True"),
+    ("dense", {"optimizer": "muon"}, "use_distributed_optimizer .*muon; set it to False"),
+    ("dense", {"optimizer_offload_fraction": 1.5}, r"optimizer_offload_fraction \(1.5\) is not in \[0, 1\]"),
+    ("dense", {"grad_reduce_in_fp32": "false"}, "grad_reduce_in_fp32 .* give True or False"),
+    ("dense", {"overlap_param_gather": True, "use_distributed_optimizer": False}, "overlap_param_gather"),
+    # Recomputation
+    ("dense", {"recompute_granularity": "some"}, r"recompute_granularity \('some'\) is unknown; use one of full"),
+    ("dense", {"recompute_granularity": "full"}, "recompute_method; set it to uniform or block"),
+    ("dense", {"recompute_granularity": "full", "recompute_method": "block"}, "recompute_num_layers; set it to 1"),
+    ("dense", {**FULL, "recompute_num_layers": 0}, r"recompute_num_layers \(0\) is below 1"),
+    ("dense", {**FULL, "recompute_num_layers": 33}, r"recompute_num_layers \(33\) is larger than num_layers \(32\)"),
+    ("dense", {**SELECTIVE, "recompute_num_layers": 1}, r"recompute_num_layers \(1\) does not go"),
+    ("dense", {**SELECTIVE, "recompute_method": "block"}, "recompute_method .*selective"),
+    ("dense", {**SELECTIVE, "recompute_modules": ("attn",)}, r"recompute_modules \('attn'\) is unknown"),
+    ("dense", {**SELECTIVE, "recompute_modules": ["mlp"]}, "recompute_modules .* a tuple of names"),
+    ("moe", {**SELECTIVE, "recompute_modules": ("mla_up_proj",)}, "multi-latent attention"),
+    ("moe", {**SELECTIVE, "recompute_modules": ("moe_act",), "moe_grouped_gemm": False}, "moe_grouped_gemm"),
+    ("moe", {**SELECTIVE, "recompute_modules": ("shared_experts",), "megatron_core": (0, 13)}, "0.14 or later"),
+    ("moe", {**SELECTIVE, "recompute_modules": ("shared_experts",), "moe_shared_expert_overlap": True},
+     "moe_shared_expert_overlap"),
+    ("moe", {**SELECTIVE, "recompute_modules": ("layernorm",), "fp8": "e4m3"}, "fp8_recipe delayed"),
+    ("dense", {**TP2, **FULL, "distribute_saved_activations": True}, "distribute_saved.*sequence_parallel"),
+    # Implementation
+    ("dense", {"attention_backend": "xformers"}, r"attention_backend \('xformers'\)"),
+    ("dense", {"transformer_impl": "te"}, r"transformer_impl \('te'\)"),
+    ("dense", {"megatron_core": "0.16"}, "megatron_core"),
+    ("dense", {"defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute .*pipeline"),
+    ("dense", {**PP2, "cpu_offloading_num_layers": 4}, "cpu_offloading_num_layers .*pipeline"),
+    ("dense", {**FULL, "cpu_offloading_num_layers": 4}, "cpu_offloading_num_layers .*recompute"),
+    ("dense", {"cpu_offloading_num_layers": 32}, r"below num_layers \(32\)"),
+    ("dense", {"offload_modules": ("attn_proj",)}, "add core_attn"),
+    ("moe", {"moe_token_dispatcher_type": "nccl"}, "moe_token_dispatcher_type"),
+    ("moe", {"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type .*; use alltoall"),
+    ("moe", {"moe_token_dispatcher_type": "allgather", "moe_shared_expert_overlap": True}, "moe_shared_expert_overlap"),
+    ("moe", {"moe_pad_expert_input_to_capacity": True}, "moe_expert_capacity_factor; set it"),
+    ("moe", {"moe_expert_capacity_factor": -1.0}, r"moe_expert_capacity_factor \(-1.0\)"),
+    (model(ffn=replace(MOE, router_load_balancing_type="sinkhorn")), {"moe_expert_capacity_factor": 1.0}, "sinkhorn"),
+    ("moe", {"moe_imbalance": 0.5}, r"moe_imbalance \(0.5\)"),
+    ("moe", {"moe_imbalance": float("nan")}, "moe_imbalance"),
+    ("moe", {**OVERLAP, "megatron_core": (0, 13)}, "0.14 or later"),
+    ("moe", {"overlap_moe_expert_parallel_comm": True}, "expert_model_parallel_size of 2 or more"),
+    ("moe", {**OVERLAP, **FULL}, "use selective"),
+    ("moe", {**OVERLAP, "world_size": 4, "pipeline_model_parallel_size": 2}, "needs virtual_pipeline"),
+    ("moe", {"delay_wgrad_compute": True}, "delay_wgrad_compute"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("of", "fields", "said"), REFUSED)
+def test_what_megatron_core_refuses_is_refused_in_one_line(of, fields, said):
+    with pytest.raises(SpecError, match=said) as error:
+        run(of, **fields)
+    text = str(error.value)
+    assert "\n" not in text
+    assert len(text) < 400
+    assert "; " in text, "no fix"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"hidden_size": 0}, r"hidden_size \(0\)"),
+        ({"hidden_size": 4096.0}, r"hidden_size \(4096.0\) is not an integer"),
+        ({"vocab_size": -1}, r"vocab_size \(-1\)"),
+        ({"layers": ()}, r"num_layers \(0\)"),
+        ({"hidden_dropout": 1.0}, r"hidden_dropout \(1.0\) is not in \[0, 1\)"),
+        ({"attention_dropout": -0.1}, "attention_dropout"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers"),
+        ({"layers": (LayerSpec(replace(ATTENTION, num_query_groups=7), DENSE),)}, r"num_attention_heads \(32\)"),
+        ({"layers": (LayerSpec(ATTENTION, replace(MOE, topk=65)),)}, r"moe_router_topk \(65\)"),
+        ({"layers": (LayerSpec(ATTENTION, replace(MOE, router_enable_expert_bias=True)),)}, "sigmoid"),
+        ({"layers": (LayerSpec(replace(MAMBA, num_groups=7), None),)}, r"num_heads \(64\)"),
+        ({"layers": (LayerSpec(ATTENTION, MLPSpec(2**50, gated=True)),)}, "ffn_hidden_size .* absurdly large"),
+    ],
+)
+def test_a_broken_model_is_refused_by_field(changed, said):
+    with pytest.raises(SpecError, match=said) as error:
+        RunSpec(model=replace(MODELS["dense"], **changed))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name if isinstance(name, str) else name[0] for name in list_presets()])
+def test_every_preset_runs_on_one_gpu_and_under_tensor_parallelism(name):
+    preset = resolve_model(name)
+    RunSpec(model=preset)
+    etp = 1 if any(isinstance(x.ffn, MoESpec) for x in preset.layers) else None
+    heads = {x.mixer.num_attention_heads for x in preset.layers if isinstance(x.mixer, AttentionSpec)}
+    groups = {x.mixer.num_query_groups for x in preset.layers if isinstance(x.mixer, AttentionSpec)}
+    if all(n % 2 == 0 for n in heads) and groups != {1}:
+        RunSpec(
+            model=preset,
+            parallel=ParallelSpec(world_size=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=etp),
+        )
+
+
+def test_runs_that_are_easy_to_refuse_by_mistake_pass():
+    """Each was run somewhere: more TP ranks than query groups (0.16), a last group of microbatches that is not whole,
+    expert parallelism wider than data parallelism, SGD without the distributed optimizer.
+    """
+    run("dense", world_size=32, tensor_model_parallel_size=32)
+    run("dense", **VPP, global_batch_size=15, microbatch_group_size_per_vp_stage=5)
+    run("dense", **VPP, global_batch_size=14, microbatch_group_size_per_vp_stage=5)
+    run(
+        "moe", world_size=16, tensor_model_parallel_size=4, pipeline_model_parallel_size=2,
+        expert_model_parallel_size=8, expert_tensor_parallel_size=1,
+    )  # fmt: skip
+    run("dense", optimizer="sgd", use_distributed_optimizer=False, sgd_momentum=0.0)
+    run("mla", **SELECTIVE, recompute_modules=("mla_up_proj", "moe_act", "layernorm"))
+    run("moe", **OVERLAP, recompute_granularity="selective")
+    run("dense", **CP2, attention_backend="fused")
+
+
+def test_the_multiples_that_refusals_name_work():
+    """World sizes, sequence lengths and batch sizes: setting what the message says leads to a run."""
+    draw = random.Random(6)
+    followed = 0
+    for _ in range(3000):
+        fields: dict[str, object] = {
+            "world_size": draw.randrange(1, 65),
+            "tensor_model_parallel_size": draw.choice([1, 2, 4, 8]),
+            "pipeline_model_parallel_size": draw.choice([1, 2, 4]),
+            "context_parallel_size": draw.choice([1, 2, 4]),
+            "expert_model_parallel_size": draw.choice([1, 2, 4, 8]),
+            "seq_length": draw.randrange(1, 300),
+            "micro_batch_size": draw.choice([1, 2, 3]),
+            "global_batch_size": draw.choice([None, draw.randrange(1, 500)]),
+        }
+        if fields["pipeline_model_parallel_size"] != 1 and draw.random() < 0.5:
+            fields["virtual_pipeline_model_parallel_size"] = 2
+        for _ in range(12):
+            try:
+                run("moe", **fields)
+                break
+            except SpecError as error:
+                followed += 1
+                text = str(error)
+                batch = re.search(r"set global_batch_size to (\d+)", text)
+                multiple = re.search(r"such as (\d+)", text)
+                if batch:
+                    fields["global_batch_size"] = int(batch.group(1))
+                else:
+                    assert multiple, text
+                    fields[text.split(" ")[0]] = int(multiple.group(1))
+        else:
+            pytest.fail(f"still refused: {fields}")
+    assert followed > 2000
+
+
+def test_what_transformer_config_refuses_is_refused():
+    """Random sizes and options, through megatron-core's own TransformerConfig.__post_init__."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    draw = random.Random(9)
+    refused = accepted = 0
+    for _ in range(2500):
+        moe, mla = draw.random() < 0.6, draw.random() < 0.3
+        heads, groups = draw.choice([(32, 8), (32, 4), (24, 6), (12, 12), (12, 3)])
+        mixer = replace(MLA, num_attention_heads=heads) if mla else replace(
+            ATTENTION, num_attention_heads=heads, num_query_groups=groups
+        )  # fmt: skip
+        expert = replace(
+            MOE, shared_expert_intermediate_size=draw.choice([0, 2816]),
+            router_load_balancing_type=draw.choice(["aux_loss", "aux_loss", "sinkhorn"]),
+        )  # fmt: skip
+        mtp = draw.choice([0, 0, 0, 1, 2])
+        spec = model(
+            mixer, expert if moe else DENSE, mtp_num_layers=mtp,
+            mtp_layer=LayerSpec(mixer, expert if moe else DENSE) if mtp else None,  # type: ignore[arg-type]
+        )  # fmt: skip
+        tp, pp, ep = draw.choice([1, 1, 2, 3, 4, 8]), draw.choice([1, 1, 2, 4]), draw.choice([1, 1, 1, 2, 4])
+        vpp = draw.choice([None, 2]) if pp > 1 else None
+        sp = draw.choice([None, None, True, False])
+        kind = draw.choice([None, "full", "selective", "selective", "other"])
+        method = draw.choice([None, None, "uniform", "block", "both"])
+        n = draw.choice([None, None, 1])
+        modules = tuple(
+            draw.sample(["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "no"], 2)
+        )
+        dispatcher = draw.choice(["alltoall", "alltoall", "allgather", "flex"])
+        grouped, overlap, shared_overlap, pad = (draw.random() < x for x in (0.8, 0.15, 0.2, 0.2))
+        capacity = draw.choice([None, None, 1.0])
+        distribute, offload = draw.random() < 0.1, draw.choice([0, 0, 0, 0, 2])
+        parallel = {
+            "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
+            "virtual_pipeline_model_parallel_size": vpp, "expert_model_parallel_size": ep,
+        }  # fmt: skip
+        implementation = {
+            "moe_token_dispatcher_type": dispatcher, "moe_grouped_gemm": grouped,
+            "overlap_moe_expert_parallel_comm": overlap, "moe_shared_expert_overlap": shared_overlap,
+            "moe_pad_expert_input_to_capacity": pad, "moe_expert_capacity_factor": capacity,
+        }  # fmt: skip
+        recompute = {
+            "recompute_granularity": kind, "recompute_method": method, "recompute_num_layers": n,
+            "recompute_modules": modules, "distribute_saved_activations": distribute,
+        }  # fmt: skip
+        theirs = {
+            **parallel, **implementation, **recompute, "recompute_modules": list(modules), "num_layers": 32,
+            "hidden_size": 4096, "num_attention_heads": heads, "ffn_hidden_size": 14336, "add_bias_linear": False,
+            "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "bf16": True,
+            "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "moe_router_topk": 8,
+            "sequence_parallel": tp > 1 if sp is None else sp, "mtp_num_layers": mtp or None,
+            "cpu_offloading": offload > 0, "cpu_offloading_num_layers": offload,
+            "moe_flex_dispatcher_backend": "deepep", "apply_rope_fusion": False,
+        }  # fmt: skip
+        if not mla:
+            theirs["num_query_groups"] = groups
+        if moe:
+            theirs |= {
+                "num_moe_experts": 64, "moe_ffn_hidden_size": 1408,
+                "moe_shared_expert_intermediate_size": expert.shared_expert_intermediate_size or None,
+                "moe_router_load_balancing_type": expert.router_load_balancing_type,
+            }  # fmt: skip
+        try:
+            (MLATransformerConfig if mla else TransformerConfig)(**theirs)
+        except (ValueError, AssertionError):
+            refused += 1
+            if not moe and (pad or overlap):
+                continue  # options of the experts say nothing here without experts
+            with pytest.raises(SpecError):
+                run(
+                    spec, world_size=tp * pp * ep, sequence_parallel=sp, seq_length=4800,
+                    cpu_offloading_num_layers=offload, **parallel, **implementation, **recompute,
+                )  # fmt: skip
+        else:
+            accepted += 1
+    assert refused > 500
+    assert accepted > 100
+
+
+def test_the_split_of_layers_is_left_to_the_layout():
+    """Validation leaves the number of layers to the layout: 61 layers over 4 stages pass it and are refused there."""
+    deepseek = run(model(num_layers=61), world_size=4, pipeline_model_parallel_size=4)
+    with pytest.raises(SpecError, match="num_layers_in_last_pipeline_stage to 16"):
+        layout(deepseek.model, deepseek.parallel)
