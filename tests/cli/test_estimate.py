@@ -77,7 +77,8 @@ def test_a_config_is_read_from_a_file_a_folder_and_the_command_line(
 
 def test_megatron_arguments_describe_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     """GPT-2 small by Megatron's flags: 12 layers of 768, vocabulary 50257 padded to 50304, learned positions."""
-    text = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 \
+    text = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 \
+            --max-position-embeddings 1024 \
             --micro-batch-size 4 --global-batch-size 32 --bf16"
     result = as_json(capsys, "estimate", "--megatron-args", text, "--num-gpus", "8")
     assert result["stages"][0]["parameters"] == 124_439_808 + (50304 - 50257) * 768
