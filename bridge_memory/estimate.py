@@ -12,7 +12,7 @@ from bridge_memory.inventory.buffers import lasting_buffers
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters, mtp_parameters
 from bridge_memory.inventory.stack import stage_inventories
-from bridge_memory.inventory.workspaces import batch_bytes
+from bridge_memory.inventory.workspaces import batch_bytes, gathered_parameter_bytes
 from bridge_memory.layout import Chunk, layout
 from bridge_memory.model_state import model_states
 from bridge_memory.spec import RunSpec
@@ -155,10 +155,13 @@ def _stage(
     batch = batch_bytes(run, chunks)
     if batch:
         components.append(Component("batch: tokens, labels, masks", batch, "transient", "formula"))
+    gathered = gathered_parameter_bytes(run, chunks, ctx)
+    if gathered:
+        components.append(Component("parameters gathered by Megatron-FSDP", gathered, "transient", "formula"))
     transient = moment.bytes - moment.hidden_bytes - sum(saved.values())
     components.append(Component(f"in passing: {operation}", transient, "transient", "formula"))
     phase = moment.phase
-    if sum(c.bytes for c in leftovers) > moment.bytes + batch:
+    if sum(c.bytes for c in leftovers) > moment.bytes + batch + gathered:
         # Nothing of forward and backward is as large as what the optimizer step leaves behind.
         components = [*state, *lasting, *leftovers]
         leftovers, phase, operation = [], OPTIMIZER_STEP, "main gradients in fp32"
