@@ -162,16 +162,27 @@ def compute_activation_memory(config: Any, num_microbatches: int | None, verbose
 
 def report_theoretical_memory(config: Any, num_microbatches: int | None = None, verbose: bool = False) -> None:
     """Print Bridge's line; activations only where its formula applies (sequence parallel, selective)."""
+    if verbose:
+        compute_weight_and_optimizer_memory(config, verbose=True)
+        if _activation_applies(config):
+            compute_activation_memory(config, num_microbatches, verbose=True)
+    # Bridge ends the longer line with an empty one.
+    print(theoretical_memory_line(config, num_microbatches) + ("\n" if _activation_applies(config) else ""))
+
+
+def theoretical_memory_line(config: Any, num_microbatches: int | None = None) -> str:
+    """The line that ``report_theoretical_memory`` prints."""
+    applies = _activation_applies(config)
+    return format_training_memory_estimate(
+        estimate_training_memory(config, num_microbatches, include_activation=applies)
+    )
+
+
+def _activation_applies(config: Any) -> bool:
     model = config.model
-    compute_weight_and_optimizer_memory(config, verbose=verbose)
-    applies = bool(getattr(model, "sequence_parallel", False)) and (
+    return bool(getattr(model, "sequence_parallel", False)) and (
         getattr(model, "recompute_granularity", None) == "selective"
     )
-    if applies and verbose:
-        compute_activation_memory(config, num_microbatches, verbose=True)
-    estimate = estimate_training_memory(config, num_microbatches, include_activation=applies)
-    # Bridge ends the longer line with an empty one.
-    print(format_training_memory_estimate(estimate) + ("\n" if applies else ""))
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,95 @@
+"""``MemoryReport``, a callback of Megatron Bridge's training loop.
+
+    pretrain(config, forward_step, callbacks=[MemoryReport()])
+
+Bridge looks its events up by name (``training/callbacks.py: CallbackManager.add``), so nothing of Bridge is imported
+here. Its exceptions would end training, so every method is guarded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from bridge_memory.live import gather, oom
+from bridge_memory.live.cuda import Reading, read_cuda
+from bridge_memory.live.guard import never_raises
+from bridge_memory.live.prediction import BUILT, FIRST_STEP, STEADY
+from bridge_memory.live.reporter import Reporter
+from bridge_memory.live.table import THRESHOLD
+
+
+class MemoryReport:
+    """Prints one table of all pipeline stages when the model is built, after the first and second optimizer step, and
+    then every ``every`` steps (None: the container's ``logger.log_interval``).
+
+    ``path``: the JSON-lines file, None for none. ``calibration``: where residuals are kept, None for nowhere.
+    ``threshold``: the share of a prediction beyond which a stage gets a line of explanation. ``deadline``: seconds
+    that rank 0 waits for the readings of the others. ``read`` takes (rank, stage) and gives a Reading.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = "memory_report.jsonl",
+        *,
+        every: int | None = None,
+        calibration: str | os.PathLike[str] | None = None,
+        threshold: float = THRESHOLD,
+        deadline: float = gather.DEADLINE,
+        emit: Callable[[str], None] | None = None,
+        read: Callable[[int, int], Reading] = read_cuda,
+    ) -> None:
+        self._reporter = Reporter(
+            path, calibration_path=calibration, threshold=threshold, deadline=deadline, emit=emit, read=read
+        )
+        self._every = every
+        self._optimizer_steps = 0
+        self._config: Any = None
+        self._watch = oom.Watch(self._tell_out_of_memory)
+
+    # ---- Bridge's events ----
+
+    @never_raises
+    def on_train_start(self, context: Any) -> None:
+        self._config = context.state.cfg
+        self._optimizer_steps = 0
+        self._watch.start()
+        self._reporter.report(self._config, BUILT, _iteration(context.state), state=context.state)
+
+    @never_raises
+    def on_train_step_end(self, context: Any) -> None:
+        # The counter of steps moves after this event (training/train.py), hence the 1.
+        iteration = _iteration(context.state) + 1
+        if not getattr(context, "skipped_iter", False):
+            self._optimizer_steps += 1
+        moment = self._due(context, iteration)
+        if moment is not None:
+            self._reporter.report(self._config, moment, iteration, state=context.state)
+
+    @never_raises
+    def on_train_end(self, context: Any) -> None:
+        self._watch.stop()
+
+    # ---- what is due ----
+
+    def _due(self, context: Any, iteration: int) -> str | None:
+        """The same on every rank: it depends on counters and the container alone."""
+        skipped = bool(getattr(context, "skipped_iter", False))
+        if self._config is None:
+            self._config = context.state.cfg
+        if self._optimizer_steps == 1 and not skipped:
+            return FIRST_STEP
+        if self._optimizer_steps == 2 and not skipped:
+            return STEADY
+        every = self._every or getattr(getattr(self._config, "logger", None), "log_interval", None) or 100
+        return STEADY if self._optimizer_steps > 2 and iteration % every == 0 else None
+
+    def _tell_out_of_memory(self, wanted: int | None) -> None:
+        where = self._reporter.place(self._config)
+        prediction = self._reporter.prediction(self._config)
+        self._reporter.emit(oom.report(prediction, self._reporter.reading(where), wanted))
+
+
+def _iteration(state: Any) -> int:
+    return int(getattr(state.train_state, "step", 0))

@@ -1,0 +1,71 @@
+"""One rank's reading of torch.cuda: host-side counters only, nothing is launched and nothing synchronised."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Bytes on one rank, at one moment. Counters since the process started; none is ever reset here."""
+
+    rank: int
+    stage: int
+    #: torch allocated_bytes.all.current and .peak, reserved_bytes.all.current and .peak.
+    allocated: int = 0
+    max_allocated: int = 0
+    reserved: int = 0
+    max_reserved: int = 0
+    #: The card, from cudaMemGetInfo: all processes on it.
+    device_total: int = 0
+    device_used: int = 0
+    #: cudaMalloc calls that failed and were repeated after the cache was emptied; and those that failed for good.
+    retries: int = 0
+    ooms: int = 0
+    #: Why there is no reading ("" where there is one).
+    error: str = ""
+
+    @property
+    def outside(self) -> int:
+        """What the driver counts and torch's allocator does not hold: context, NCCL, graphs, other processes."""
+        return max(0, self.device_used - self.reserved)
+
+    @property
+    def headroom(self) -> int:
+        """What the card has left if this rank reaches its highest reservation again."""
+        return self.device_total - self.outside - self.max_reserved
+
+    def to_json(self) -> dict[str, Any]:
+        record = asdict(self)
+        if not self.error:
+            del record["error"]
+        return record
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Reading:
+        known = {k: record[k] for k in cls.__dataclass_fields__ if k in record}
+        return cls(**known)
+
+
+def read_cuda(rank: int, stage: int) -> Reading:
+    """This process's current device. A failure is a Reading with an ``error``, never an exception."""
+    try:
+        import torch
+
+        stats = torch.cuda.memory_stats()
+        free, total = torch.cuda.mem_get_info()
+        return Reading(
+            rank=rank,
+            stage=stage,
+            allocated=int(stats.get("allocated_bytes.all.current", 0)),
+            max_allocated=int(stats.get("allocated_bytes.all.peak", 0)),
+            reserved=int(stats.get("reserved_bytes.all.current", 0)),
+            max_reserved=int(stats.get("reserved_bytes.all.peak", 0)),
+            device_total=int(total),
+            device_used=int(total) - int(free),
+            retries=int(stats.get("num_alloc_retries", 0)),
+            ooms=int(stats.get("num_ooms", 0)),
+        )
+    except Exception as error:
+        return Reading(rank=rank, stage=stage, error=f"{type(error).__name__}: {error}"[:200])

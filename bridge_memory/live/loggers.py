@@ -1,0 +1,68 @@
+"""The figures of a report under ``memory/...`` in whatever loggers a Megatron Bridge state has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bridge_memory.live.guard import warn_once
+
+GIB = 1 << 30
+_FIGURES = (
+    "predicted_static", "predicted_peak", "allocated", "max_allocated", "reserved", "outside", "headroom", "residual",
+    "spread",
+)  # fmt: skip
+
+
+def metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """``memory/stage_0/max_allocated_gib`` and the like; GiB as floats, retries as counts."""
+    out: dict[str, float] = {}
+    for record in records:
+        prefix = f"memory/stage_{record['stage']}"
+        for figure in _FIGURES:
+            if record[figure] is not None:
+                out[f"{prefix}/{figure}_gib"] = record[figure] / GIB
+        if record["residual"] is not None and record["expected"]:
+            out[f"{prefix}/residual_percent"] = 100.0 * record["residual"] / record["expected"]
+        if record["retries"] is not None:
+            out[f"{prefix}/alloc_retries"] = float(record["retries"])
+    return out
+
+
+def log(state: Any, values: dict[str, float], iteration: int) -> list[str]:
+    """Send ``values`` to each logger that ``state`` has; one that fails does not stop the others.
+
+    Returns the loggers that took them. TensorBoard, W&B and MLflow are attributes of Bridge's GlobalState
+    (``training/state.py``), which sets them on the last rank alone; Comet's is in newer releases.
+    """
+    done = []
+    for name, send in _SENDERS.items():
+        try:
+            logger = getattr(state, name, None)
+            if logger is not None:
+                send(logger, values, iteration)
+                done.append(name)
+        except Exception as error:
+            warn_once(name, error)
+    return done
+
+
+def _tensorboard(logger: Any, values: dict[str, float], iteration: int) -> None:
+    for name, value in values.items():
+        logger.add_scalar(name, value, iteration)
+
+
+def _wandb(logger: Any, values: dict[str, float], iteration: int) -> None:
+    logger.log(values, iteration)
+
+
+def _step(logger: Any, values: dict[str, float], iteration: int) -> None:
+    logger.log_metrics(values, step=iteration)
+
+
+_SENDERS: dict[str, Callable[[Any, dict[str, float], int], None]] = {
+    "tensorboard_logger": _tensorboard,
+    "wandb_logger": _wandb,
+    "mlflow_logger": _step,
+    "comet_logger": _step,
+}

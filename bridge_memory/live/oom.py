@@ -1,0 +1,171 @@
+"""Out of memory: the rank's predicted breakdown beside the live figures, and what would free the most."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from bridge_memory.estimate import estimate
+from bridge_memory.live.cuda import Reading
+from bridge_memory.live.guard import never_raises
+from bridge_memory.live.prediction import Prediction, StagePrediction
+from bridge_memory.spec import RunSpec, SpecError
+
+GIB = 1 << 30
+
+
+def options(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
+    """Changes that keep the model and the GPUs, and may free memory; those that the run cannot have are left out."""
+    p, b, o, r, i = run.parallel, run.batch, run.optimizer, run.recompute, run.implementation
+    changes: list[tuple[str, dict[str, Any]]] = []
+    if r.granularity != "full":
+        changes.append(
+            (
+                "recompute_granularity=full, recompute_method=uniform, recompute_num_layers=1",
+                {"recompute": replace(r, granularity="full", method="uniform", num_layers=1)},
+            )
+        )
+        more = [m for m in ("layernorm", "moe_act", "mla_up_proj", "mlp", "moe", "core_attn") if not r.selects(m)]
+        for module in more:
+            modules = (*(r.modules if r.granularity == "selective" else ()), module)
+            name = f"recompute_granularity=selective, recompute_modules={list(modules)}"
+            changes.append((name, {"recompute": replace(r, granularity="selective", modules=modules)}))
+    if b.micro_batch_size > 1:
+        half = b.micro_batch_size // 2
+        changes.append((f"micro_batch_size={half}", {"batch": replace(b, micro_batch_size=half)}))
+    if not p.sp and p.tp > 1:
+        changes.append(("sequence_parallel=True", {"parallel": replace(p, sequence_parallel=True)}))
+    for field in (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+        "expert_model_parallel_size",
+    ):  # fmt: skip
+        doubled: dict[str, Any] = {field: 2 * getattr(p, field)}
+        if field == "tensor_model_parallel_size":
+            doubled["sequence_parallel"] = True
+        changes.append((f"{field}={doubled[field]}", {"parallel": replace(p, **doubled)}))
+    if not o.use_distributed_optimizer:
+        changes.append(("use_distributed_optimizer=True", {"optimizer": replace(o, use_distributed_optimizer=True)}))
+    if not o.use_precision_aware_optimizer and o.optimizer == "adam" and run.precision.params_dtype == "bf16":
+        aware = replace(
+            o, use_distributed_optimizer=True, use_precision_aware_optimizer=True, exp_avg_dtype="bf16",
+            exp_avg_sq_dtype="bf16",
+        )  # fmt: skip
+        changes.append(("use_precision_aware_optimizer=True with exp_avg and exp_avg_sq in bf16", {"optimizer": aware}))
+    if o.grad_reduce_in_fp32 and run.precision.params_dtype == "bf16":
+        changes.append(("grad_reduce_in_fp32=False", {"optimizer": replace(o, grad_reduce_in_fp32=False)}))
+    if not o.optimizer_cpu_offload:
+        offload = replace(o, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
+        changes.append(("optimizer_cpu_offload=True, optimizer_offload_fraction=1.0", {"optimizer": offload}))
+    if i.te and not (i.cross_entropy_loss_fusion and i.cross_entropy_fusion_impl == "te"):
+        fused = replace(i, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
+        changes.append(("cross_entropy_loss_fusion=True, cross_entropy_fusion_impl=te", {"implementation": fused}))
+    for name, change in changes:
+        try:
+            yield name, run.with_(**change)
+        except SpecError:
+            continue
+
+
+def best_options(run: RunSpec, stage: int, most: int = 3) -> list[tuple[str, int]]:
+    """(change, bytes freed at the peak of ``stage``), the most first. Where a change moves layers to other
+    stages, its highest stage counts."""
+    before = estimate(run).stages[stage].peak_bytes
+    found = []
+    for name, changed in options(run):
+        try:
+            answer = estimate(changed)
+        except (SpecError, NotImplementedError):
+            continue
+        same = changed.parallel.pipeline_model_parallel_size == run.parallel.pipeline_model_parallel_size
+        after = answer.stages[stage].peak_bytes if same else answer.peak_stage.peak_bytes
+        if after < before:
+            found.append((name, before - after))
+    return sorted(found, key=lambda item: -item[1])[:most]
+
+
+def report(prediction: Prediction | None, reading: Reading, wanted: int | None = None) -> str:
+    """The text shown for the rank that ran out of memory. ``wanted``: bytes of the allocation that failed."""
+    asked = "" if wanted is None else f" asking for {wanted / GIB:.2f} GiB"
+    lines = [f"bridge-memory: rank {reading.rank} (pipeline stage {reading.stage}) ran out of GPU memory{asked}"]
+    if reading.error:
+        lines.append(f"  no live figures ({reading.error})")
+    else:
+        lines.append(
+            f"  torch: allocated {reading.allocated / GIB:.2f}, highest {reading.max_allocated / GIB:.2f}, reserved "
+            f"{reading.reserved / GIB:.2f}; outside {reading.outside / GIB:.2f}; card {reading.device_total / GIB:.2f} "
+            f"GiB; retries {reading.retries}"
+        )
+    if prediction is None or reading.stage >= len(prediction.stages):
+        lines.append("  there is no prediction for this run")
+        return "\n".join(lines)
+    lines += _breakdown(prediction.stages[reading.stage])
+    if prediction.run is not None:
+        best = best_options(prediction.run, reading.stage)
+        lines.append("  would free the most on this stage:" if best else "  no single change frees memory here")
+        lines += [f"    {freed / GIB:8.2f} GiB  {name}" for name, freed in best]
+    return "\n".join(lines)
+
+
+def _breakdown(stage: StagePrediction) -> list[str]:
+    lines = [
+        f"  predicted: peak {stage.peak / GIB:.2f} GiB = static {stage.static / GIB:.2f} + activations "
+        f"{stage.activation / GIB:.2f} + in passing {stage.transient / GIB:.2f}"
+    ]
+    for component in sorted(stage.components, key=lambda c: -c.bytes):
+        if component.bytes >= stage.peak * 0.005:
+            lines.append(f"    {component.bytes / GIB:8.2f} GiB  {component.name} ({component.provenance})")
+    return lines
+
+
+def is_out_of_memory(error: BaseException | type[BaseException] | None) -> bool:
+    """torch.OutOfMemoryError (torch.cuda.OutOfMemoryError before 2.5), without importing torch."""
+    kind = error if isinstance(error, type) else type(error)
+    return any(base.__name__ == "OutOfMemoryError" for base in kind.__mro__)
+
+
+class Watch:
+    """Calls ``tell(wanted)`` once when an allocation fails for good; the error itself is left alone.
+
+    With CUDA through torch's observer, which runs where the allocation fails; elsewhere (and where torch has no
+    observer) through ``sys.excepthook``, when an OutOfMemoryError ends the process.
+    """
+
+    def __init__(self, tell: Callable[[int | None], None]) -> None:
+        self._tell = never_raises(tell)
+        self._told = False
+        self._previous: Any = None
+
+    def start(self) -> None:
+        if self._previous is not None:
+            return
+        self._attach()
+        self._previous = sys.excepthook
+        sys.excepthook = self._hook
+
+    def stop(self) -> None:
+        if self._previous is not None and sys.excepthook == self._hook:
+            sys.excepthook = self._previous
+        self._previous = None
+        self._told = True  # an observer cannot be taken off: it falls silent
+
+    def tell(self, wanted: int | None) -> None:
+        if not self._told:
+            self._told = True
+            self._tell(wanted)
+
+    def _hook(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if is_out_of_memory(kind):
+            self.tell(None)
+        (self._previous or sys.__excepthook__)(kind, error, trace)
+
+    @never_raises
+    def _attach(self) -> None:
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_available():
+            return
+        attach = getattr(torch._C, "_cuda_attachOutOfMemoryObserver", None)
+        if attach is not None:
+            # (device, bytes asked for, bytes allocated on the device, bytes free)
+            attach(lambda device, wanted, *rest: self.tell(int(wanted)))

@@ -1,0 +1,169 @@
+"""``install()``: the reports of an existing training script become ours, without a change to the script.
+
+Patched, wherever they were imported to: ``report_theoretical_memory`` and ``report_memory`` of Megatron Bridge
+(``training/utils/theoretical_memory_utils.py``, ``train_utils.py``) and of Megatron-LM
+(``megatron/training/theoretical_memory_usage.py``, ``utils.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from bridge_memory.live import gather, oom
+from bridge_memory.live.cuda import Reading, read_cuda
+from bridge_memory.live.guard import never_raises, warn_once
+from bridge_memory.live.megatron_lm import container
+from bridge_memory.live.reporter import Reporter
+from bridge_memory.theoretical_memory_utils import report_theoretical_memory as our_line
+
+#: module -> function that it defines.
+_SOURCES = (
+    ("megatron.bridge.training.utils.theoretical_memory_utils", "report_theoretical_memory"),
+    ("megatron.bridge.training.utils.train_utils", "report_memory"),
+    ("megatron.training.theoretical_memory_usage", "report_theoretical_memory"),
+    ("megatron.training.utils", "report_memory"),
+)
+
+_installed: Installed | None = None
+
+
+class Installed:
+    """The patches in place; ``uninstall()`` or the end of a ``with`` takes them out."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._undo: list[tuple[Any, str, Any]] = []
+        self._config: Any = None
+        self._due = False
+        self._watch = oom.Watch(self._tell_out_of_memory)
+
+    def __enter__(self) -> Installed:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        uninstall()
+
+    @property
+    def patched(self) -> list[str]:
+        """ "module.function" of every place that was patched."""
+        return [f"{module.__name__}.{name}" for module, name, _ in self._undo]
+
+    def apply(self) -> None:
+        makers = {"report_theoretical_memory": self._theoretical, "report_memory": self._memory}
+        for source, name in _SOURCES:
+            module = _import(source)
+            original = getattr(module, name, None)
+            if original is None or getattr(original, "__bridge_memory__", False):
+                continue
+            ours = makers[name](original)
+            ours.__bridge_memory__ = True  # type: ignore[attr-defined]
+            for holder in list(sys.modules.values()):
+                if holder is not None and vars(holder).get(name) is original:
+                    setattr(holder, name, ours)
+                    self._undo.append((holder, name, original))
+        self._watch.start()
+
+    def undo(self) -> None:
+        for holder, name, original in reversed(self._undo):
+            setattr(holder, name, original)
+        self._undo.clear()
+        self._watch.stop()
+
+    # ---- the two functions ----
+
+    def _theoretical(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def report_theoretical_memory(config: Any, num_microbatches: int | None = None, verbose: bool = False) -> Any:
+            try:
+                self._config = container(config)
+                self._due = True
+                our_line(self._config, num_microbatches, verbose)
+            except Exception as error:
+                warn_once("report_theoretical_memory", error)
+                return original(config, num_microbatches=num_microbatches, verbose=verbose)
+            return None
+
+        return report_theoretical_memory
+
+    def _memory(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def report_memory(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._report()
+            return result
+
+        return report_memory
+
+    @never_raises
+    def _report(self) -> None:
+        """Every rank leaves its reading; rank 0 prints the table in the report that named the run. Ranks may call
+        this a different number of times (the logging rank does): a reading replaces the one before it."""
+        where = self._reporter.place(self._config)
+        reading = self._reporter.reading(where)
+        store = gather.default_store() if where.world_size > 1 else None
+        key = f"{self._reporter.name}/latest"
+        if where.rank:
+            if store is not None:
+                gather.publish(store, key, reading)
+            return
+        if not self._due:
+            return
+        self._due = False
+        readings = [reading]
+        missing: list[int] = []
+        if store is not None:
+            ranks = range(1, where.world_size)
+            more, missing = gather.collect(store, key, ranks, deadline=self._reporter.deadline, keep=True)
+            readings += more
+        self._reporter.show_patched(self._config, readings, missing, where.world_size)
+
+    def _tell_out_of_memory(self, wanted: int | None) -> None:
+        where = self._reporter.place(self._config)
+        prediction = self._reporter.prediction(self._config) if self._config is not None else None
+        self._reporter.emit(oom.report(prediction, self._reporter.reading(where), wanted))
+
+
+def install(
+    path: str | os.PathLike[str] | None = "memory_report.jsonl",
+    *,
+    deadline: float = gather.DEADLINE,
+    emit: Callable[[str], None] | None = None,
+    read: Callable[[int, int], Reading] = read_cuda,
+) -> Installed:
+    """Patch this process; use as a function or in a ``with``. Every rank must do it, as every rank reports.
+
+    Installing twice changes nothing. What Megatron prints and returns stays as it is; a failure of ours falls back to
+    the original.
+    """
+    global _installed
+    if _installed is None:
+        made = Installed(Reporter(path, deadline=deadline, emit=emit, read=read))
+        made.apply()
+        _installed = made
+    return _installed
+
+
+def uninstall() -> None:
+    """Put the original functions back; nothing happens where none was replaced."""
+    global _installed
+    if _installed is not None:
+        _installed.undo()
+        _installed = None
+
+
+def _import(name: str) -> Any:
+    """The module if it is loaded or can be, None where its package is not installed or does not import."""
+    if name in sys.modules:
+        return sys.modules[name]
+    try:
+        if importlib.util.find_spec(name) is None:
+            return None
+        return importlib.import_module(name)
+    except Exception:
+        return None

@@ -1,0 +1,43 @@
+"""Where this process is in the job: rank, world, pipeline stage. Reads what is initialised, initialises nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    rank: int
+    world_size: int
+    stage: int
+
+
+def place(stages: int) -> Place:
+    """``stages``: pipeline stages of the run, for the rank's stage where megatron-core cannot be asked."""
+    rank, world = _rank_and_world()
+    stage = _megatron_stage()
+    if stage is None:
+        # Megatron's default order puts pipeline last: tp-cp-ep-dp-pp (parallel_state.RankGenerator).
+        stage = rank * stages // world if world >= stages else 0
+    return Place(rank, world, stage)
+
+
+def _rank_and_world() -> tuple[int, int]:
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _megatron_stage() -> int | None:
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    try:
+        if state is not None and state.model_parallel_is_initialized():
+            return int(state.get_pipeline_model_parallel_rank())
+    except Exception:
+        return None
+    return None

@@ -1,0 +1,122 @@
+"""What the inventory predicts for each stage at the moments at which a training run is looked at."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bridge_memory.components import STATIC_KINDS, Component
+from bridge_memory.estimate import Estimate, StageEstimate, estimate
+from bridge_memory.spec import RunSpec
+
+#: Moments of a report, in order.
+BUILT, FIRST_STEP, STEADY = "model built", "after step 1", "steady"
+
+#: Optimizer states that Adam, SGD and Muon make in their first step (torch.optim and TE FusedAdam: ``state`` is
+#: filled on the first ``step()``).
+_LAZY_STATES = ("exp_avg", "momentum", "Muon momentum")
+
+
+@dataclass(frozen=True, slots=True)
+class StagePrediction:
+    """Bytes on one rank of one stage."""
+
+    stage: int
+    static: int
+    activation: int
+    transient: int
+    peak: int
+    #: Allocated before the first step: no moments, no workspaces, nothing kept.
+    built: int
+    components: tuple[Component, ...]
+
+    def expected(self, moment: str) -> tuple[str, int]:
+        """(which of torch's figures, predicted bytes) that a report at ``moment`` is held against."""
+        if moment == BUILT:
+            return "allocated", self.built
+        if moment == FIRST_STEP:
+            return "allocated", self.static
+        return "max_allocated", self.peak
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    stages: tuple[StagePrediction, ...]
+    model: str
+    digest: str
+    assumptions: tuple[str, ...] = ()
+    not_modelled: tuple[str, ...] = ()
+    run: RunSpec | None = None
+
+
+def predict(run: RunSpec) -> Prediction:
+    """Raises SpecError where the run cannot be estimated."""
+    return prediction_of(estimate(run))
+
+
+def prediction_of(answer: Estimate) -> Prediction:
+    return Prediction(
+        stages=tuple(_stage(s) for s in answer.stages),
+        model=answer.run.model.name,
+        digest=config_digest(answer.run),
+        assumptions=answer.assumptions,
+        not_modelled=answer.not_modelled,
+        run=answer.run,
+    )
+
+
+def _stage(s: StageEstimate) -> StagePrediction:
+    built = sum(
+        c.bytes
+        for c in s.components
+        if c.kind in STATIC_KINDS and c.kind != "buffers" and not c.name.startswith(_LAZY_STATES)
+    )
+    return StagePrediction(
+        stage=s.stage,
+        static=s.static_bytes,
+        activation=s.activation_bytes,
+        transient=s.transient_bytes,
+        peak=s.peak_bytes,
+        built=built,
+        components=s.components,
+    )
+
+
+def config_digest(run: RunSpec) -> str:
+    """16 hex digits that change with any field of the run (RunSpec is frozen data with a full repr)."""
+    return hashlib.sha256(repr(run).encode()).hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Releases that decide what is allocated, of what this process has loaded."""
+    out = {}
+    for module in ("torch", "megatron.core", "megatron.bridge", "transformer_engine", "bridge_memory"):
+        loaded: Any = sys.modules.get(module)
+        version = getattr(loaded, "__version__", None)
+        if isinstance(version, str):
+            out[module] = version
+    return out
+
+
+def likely_component(stage: StagePrediction, residual: int, static_residual: int, spread: int) -> str:
+    """One sentence on where ``residual`` (measured minus predicted) may sit; a lead, not a proof.
+
+    ``static_residual`` is the same for what lasts between steps; ``spread`` the range over the stage's ranks.
+    """
+    routed: Sequence[Component] = [c for c in stage.components if "MoE" in c.name and c.kind == "activation"]
+    if routed and spread > abs(residual) / 2:
+        return f"routing is uneven: ranks of the stage differ by {spread / 2**30:.2f} GiB ({routed[0].name})"
+    kinds: tuple[str, ...]
+    if abs(static_residual) * 2 >= abs(residual):
+        kinds, where, size = STATIC_KINDS, "model state or lasting buffers", abs(static_residual)
+    else:
+        kinds, where = ("activation", "transient"), "activations or passing tensors"
+        size = abs(residual - static_residual)
+    candidates = [c for c in stage.components if c.kind in kinds and c.bytes]
+    if not candidates:
+        return f"in {where}"
+    nearest = min(candidates, key=lambda c: abs(c.bytes - size))
+    return f"in {where}; nearest in size: {nearest.name} ({nearest.bytes / 2**30:.2f} GiB)"

@@ -1,0 +1,211 @@
+"""One report: every rank leaves its reading, rank 0 makes the table, the last rank feeds the loggers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from bridge_memory.live import calibration, gather, journal, loggers
+from bridge_memory.live.cuda import Reading, read_cuda
+from bridge_memory.live.guard import never_raises, warn_once
+from bridge_memory.live.place import Place, place
+from bridge_memory.live.prediction import FIRST_STEP, STEADY, Prediction, predict, versions
+from bridge_memory.live.table import THRESHOLD, notes, stage_records, text_table
+from bridge_memory.readers.config_container import run_from_config_container
+from bridge_memory.theoretical_memory_utils import theoretical_memory_line
+
+_serial = itertools.count()
+
+
+class Reporter:
+    """What ``MemoryReport`` and ``install()`` share. Its public methods never raise."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        *,
+        calibration_path: str | os.PathLike[str] | None = None,
+        threshold: float = THRESHOLD,
+        deadline: float = gather.DEADLINE,
+        emit: Callable[[str], None] | None = None,
+        read: Callable[[int, int], Reading] = read_cuda,
+    ) -> None:
+        self.path = path
+        self.calibration_path = calibration_path
+        self.threshold = threshold
+        self.deadline = deadline
+        self.emit = emit or (lambda text: print(text, flush=True))
+        self.read = read
+        #: Reporters are made in the same order on every rank, so this names one in the store.
+        self.name = f"reporter{next(_serial)}"
+        self._prediction: Prediction | None = None
+        self._predicted = False
+        self._started = False
+        self._line_printed = False
+
+    # ---- prediction ----
+
+    def prediction(self, config: Any) -> Prediction | None:
+        """Made once, where it is first needed; None where the container cannot be estimated."""
+        if not self._predicted:
+            self._predicted = True
+            try:
+                self._prediction = predict(run_from_config_container(config))
+            except Exception as error:
+                warn_once("the prediction", error)
+        return self._prediction
+
+    def place(self, config: Any) -> Place:
+        stages = getattr(getattr(config, "model", None), "pipeline_model_parallel_size", 1) or 1
+        return place(stages)
+
+    def reading(self, where: Place) -> Reading:
+        """This rank's reading; whatever goes wrong in it becomes its ``error``."""
+        try:
+            return self.read(where.rank, where.stage)
+        except Exception as error:
+            return Reading(where.rank, where.stage, error=f"{type(error).__name__}: {error}"[:200])
+
+    # ---- the report ----
+
+    @never_raises
+    def report(
+        self, config: Any, moment: str, iteration: int, *, state: Any = None, num_microbatches: int | None = None
+    ) -> None:
+        """Every rank calls this at the same steps; only rank 0 (and the logging rank) wait for anything."""
+        where = self.place(config)
+        reading = self.reading(where)
+        store = gather.default_store() if where.world_size > 1 else None
+        key = f"{self.name}/{iteration}/{moment}"
+        if store is not None and where.rank:
+            gather.publish(store, key, reading)
+        table: dict[str, Any] | None = None
+        if where.rank == 0:
+            readings = [reading]
+            missing: list[int] = []
+            if store is not None:
+                more, missing = gather.collect(
+                    store, key, range(1, where.world_size), deadline=self.deadline
+                )
+                readings += more
+            table = self.table(config, readings, missing, moment, iteration, where.world_size)
+            self._start(config, num_microbatches)
+            self._show(config, table)
+            if store is not None and state is not None:
+                gather.share(store, self.name, table)
+        if state is not None and where.rank == where.world_size - 1:
+            if table is None and store is not None and _has_logger(state):
+                table = gather.fetch(store, self.name, iteration, deadline=1.5 * self.deadline)
+            if table is not None:
+                loggers.log(state, loggers.metrics(table["stages"]), iteration)
+
+    def table(
+        self,
+        config: Any,
+        readings: list[Reading],
+        missing: list[int],
+        moment: str,
+        iteration: int,
+        world_size: int,
+    ) -> dict[str, Any]:
+        prediction = self.prediction(config)
+        records = stage_records(prediction, readings, moment)
+        return {
+            "event": "report",
+            "time": time.time(),
+            "iteration": iteration,
+            "moment": moment,
+            "world_size": world_size,
+            "missing_ranks": missing,
+            "stages": records,
+            "notes": notes(prediction, records, self.threshold),
+        }
+
+    def show_patched(
+        self, config: Any, readings: list[Reading], missing: list[int], world_size: int
+    ) -> None:
+        """The table of a patched ``report_memory``, which has printed Bridge's line itself. Raises."""
+        self._line_printed = True
+        self._start(config, None)
+        # Megatron logs memory in the first step that is logged.
+        iteration = getattr(getattr(config, "logger", None), "log_interval", None) or 1
+        moment = STEADY if iteration >= 2 else FIRST_STEP
+        self._show(config, self.table(config, readings, missing, moment, iteration, world_size))
+
+    def _start(self, config: Any, num_microbatches: int | None) -> None:
+        """Bridge's own line first, for whoever parses logs; and the run's record in the journal."""
+        if self._started:
+            return
+        self._started = True
+        try:
+            if not self._line_printed:
+                self.emit(theoretical_memory_line(config, num_microbatches))
+        except Exception as error:
+            warn_once("Bridge's line", error)
+        prediction = self.prediction(config)
+        if self.path is None:
+            return
+        record: dict[str, Any] = {"event": "run", "time": time.time(), "versions": versions()}
+        if prediction is not None:
+            record |= _prediction_record(prediction)
+        self._write(record)
+
+    def _show(self, config: Any, table: dict[str, Any]) -> None:
+        title = f"GPU memory by pipeline stage, GiB ({table['moment']}, iteration {table['iteration']})"
+        lines = [text_table(table["stages"], title), *(f"  {note}" for note in table["notes"])]
+        if table["missing_ranks"]:
+            lines.append(f"  no reading in time from ranks {_ranges(table['missing_ranks'])}")
+        self.emit("\n".join(lines))
+        self._write(table)
+        prediction = self.prediction(config)
+        if self.calibration_path is not None and table["moment"] == STEADY and prediction is not None:
+            try:
+                calibration.save(self.calibration_path, calibration.residuals_of(prediction, table["stages"]))
+            except Exception as error:
+                warn_once(f"writing {self.calibration_path}", error)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self.path is None:
+            return
+        try:
+            journal.append(self.path, record)
+        except Exception as error:
+            warn_once(f"writing {self.path}", error)
+
+
+def _prediction_record(prediction: Prediction) -> dict[str, Any]:
+    return {
+        "model": prediction.model,
+        "config_digest": prediction.digest,
+        "assumptions": list(prediction.assumptions),
+        "not_modelled": list(prediction.not_modelled),
+        "predicted": [
+            {
+                **{key: getattr(s, key) for key in ("stage", "static", "activation", "transient", "peak")},
+                "components": [asdict(c) for c in s.components],
+            }
+            for s in prediction.stages
+        ],
+    }
+
+
+def _has_logger(state: Any) -> bool:
+    names = ("tensorboard_logger", "wandb_logger", "mlflow_logger", "comet_logger")
+    return any(getattr(state, name, None) is not None for name in names)
+
+
+def _ranges(ranks: list[int]) -> str:
+    """[1, 2, 3, 7] -> "1-3, 7"."""
+    out: list[str] = []
+    start = last = ranks[0]
+    for rank in [*ranks[1:], -1]:
+        if rank == last + 1:
+            last = rank
+            continue
+        out.append(str(start) if start == last else f"{start}-{last}")
+        start = last = rank
+    return ", ".join(out)
