@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from bridge_memory.report.document import one_line
 from bridge_memory.spec import SpecError
 
 #: Command -> (module, what it does). A new command is one line here and its module.
@@ -60,11 +61,6 @@ def _usage() -> str:
         "`bridge-memory COMMAND --help` explains a command.",
     ]
     return "\n".join(lines)
-
-
-def one_line(text: str) -> str:
-    """``text`` with line breaks and control characters escaped, so that it stays one line on any terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _complain(kind: str, message: str) -> None:

@@ -1,0 +1,169 @@
+"""GPUs and what fits on them: usable memory, the margin a run needs beyond its peak, the headroom left.
+
+The peak of an ``Estimate`` is what torch's allocator hands out. A card must hold more than that: the driver's
+context and NCCL's buffers lie outside the allocator, and the allocator itself reserves more than it hands out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bridge_memory.spec import SpecError
+
+if TYPE_CHECKING:
+    from bridge_memory.estimate import Estimate
+
+GIB = 1 << 30
+
+#: CUDA context with the kernels of torch, cuBLAS, cuDNN and Transformer Engine loaded, bytes. nvidia-smi shows
+#: 0.5 to 0.6 GiB for such a process on A100 and H100. Assumed alike elsewhere.
+CONTEXT_BYTES = 600 << 20
+#: NCCL communicators of the tensor, pipeline, context, expert and data-parallel groups, bytes: each channel holds
+#: some 10 MiB (NCCL's buffers of 4 MiB Simple, and its LL and LL128 ones), a communicator up to 32 channels.
+#: Assumed: 1.4 GiB for the handful of groups a Megatron job makes; nothing on one GPU.
+NCCL_BYTES = 1434 << 20
+#: Reserved over allocated at the peak, minus one: the 90th percentile of 80 ranks in 10 runs on B200 of
+#: SimuMax's published measurements (median 3.8 %, worst 9.3 %).
+FRAGMENTATION = 0.073
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """One kind of card. ``usable_bytes`` is what torch reports as total_memory; see ``_CARDS``."""
+
+    name: str
+    description: str
+    usable_bytes: int
+    #: Whose workspace rules apply, a value of ``ImplementationSpec.gpu_arch``.
+    arch: str
+    #: Shown with an estimate when no GPU is asked for.
+    common: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How one GPU takes an estimate: capacity = peak + margin + headroom, exactly."""
+
+    gpu: GPU
+    capacity_bytes: int
+    margin_bytes: int
+    headroom_bytes: int
+    fits: bool
+
+
+def _gpu(name: str, description: str, gib: float, arch: str, common: bool = False) -> GPU:
+    return GPU(name, description, int(gib * GIB), arch, common)
+
+
+# Usable memory in GiB: the "total capacity" of torch's own out-of-memory messages, that is
+# cudaGetDeviceProperties.totalGlobalMem (ROCm: the same), the lowest value seen in public reports of the card.
+# It is 0.5 to 1 % below what nvidia-smi shows, which leaves out what the driver keeps for itself (H200: 143771 MiB
+# in nvidia-smi, 139.7 GiB in torch). Drivers and ECC settings move it by up to 0.3 GiB. "(*)": no such report
+# at hand, nvidia-smi's or the vendor's figure less 1 %.
+# Architectures before Hopper share Ampere's workspace rule (aten/src/ATen/cuda/CublasHandlePool.cpp).
+_CARDS = (
+    _gpu("V100-16GB", "NVIDIA V100 16GB", 15.77, "ampere"),
+    _gpu("V100-32GB", "NVIDIA V100 32GB", 31.73, "ampere"),
+    _gpu("T4", "NVIDIA T4 16GB", 14.56, "ampere"),
+    _gpu("A10", "NVIDIA A10 24GB", 22.06, "ampere"),
+    _gpu("A30", "NVIDIA A30 24GB", 23.50, "ampere"),
+    _gpu("A40", "NVIDIA A40 48GB", 44.34, "ampere"),
+    _gpu("A6000", "NVIDIA RTX A6000 48GB", 47.40, "ampere"),
+    _gpu("A100-40GB", "NVIDIA A100 40GB (SXM, PCIe)", 39.39, "ampere", True),
+    _gpu("A100-80GB", "NVIDIA A100 80GB (SXM, PCIe)", 79.15, "ampere", True),
+    _gpu("A800", "NVIDIA A800 80GB", 79.15, "ampere"),
+    _gpu("RTX-3090", "NVIDIA GeForce RTX 3090 24GB", 23.68, "ampere"),
+    _gpu("RTX-4090", "NVIDIA GeForce RTX 4090 24GB", 23.52, "ampere"),
+    _gpu("L4", "NVIDIA L4 24GB", 22.03, "ampere"),
+    _gpu("L40", "NVIDIA L40 48GB", 44.32, "ampere"),
+    _gpu("L40S", "NVIDIA L40S 48GB", 44.39, "ampere"),
+    _gpu("H100", "NVIDIA H100 80GB (SXM, PCIe)", 79.10, "hopper", True),
+    _gpu("H100-96GB", "NVIDIA H100 96GB (SXM)", 94.50, "hopper"),  # (*) 96 GB HBM3 parts: 97871 MiB
+    _gpu("H100-NVL", "NVIDIA H100 NVL 94GB", 93.01, "hopper"),
+    _gpu("H800", "NVIDIA H800 80GB", 79.10, "hopper"),
+    _gpu("H20", "NVIDIA H20 96GB", 95.00, "hopper"),
+    _gpu("H20-141GB", "NVIDIA H20 141GB", 139.71, "hopper"),  # (*) the H200's memory
+    _gpu("H200", "NVIDIA H200 141GB (SXM, NVL)", 139.71, "hopper", True),
+    _gpu("GH200-96GB", "NVIDIA GH200 96GB", 94.50, "hopper"),
+    _gpu("GH200-144GB", "NVIDIA GH200 144GB", 139.00, "hopper"),  # (*)
+    _gpu("RTX-5090", "NVIDIA GeForce RTX 5090 32GB", 31.34, "blackwell"),
+    _gpu("RTX-PRO-6000", "NVIDIA RTX PRO 6000 Blackwell 96GB", 94.90, "blackwell"),
+    _gpu("B200", "NVIDIA B200 180GB", 178.35, "blackwell", True),
+    _gpu("GB200", "NVIDIA GB200, one GPU of 186GB", 184.29, "blackwell", True),
+    _gpu("B300", "NVIDIA B300 288GB", 267.60, "blackwell", True),
+    _gpu("GB300", "NVIDIA GB300, one GPU of 288GB", 274.80, "blackwell"),  # (*) 284208 MiB
+    _gpu("MI250X", "AMD MI250X, one GCD of 64GB", 63.98, "ampere"),
+    _gpu("MI300X", "AMD MI300X 192GB", 191.69, "hopper", True),
+    _gpu("MI325X", "AMD MI325X 256GB", 255.69, "hopper"),
+    _gpu("MI355X", "AMD MI355X 288GB", 287.69, "hopper"),  # (*)
+)
+
+#: Other names for a card, in normal form (see ``_key``).
+_ALIASES = {
+    "h10080": "H100", "h100sxm": "H100", "h100sxm5": "H100", "h100pcie": "H100", "h10094": "H100-NVL",
+    "h80080": "H800", "h2096": "H20", "h200141": "H200", "h200sxm": "H200", "h200nvl": "H200",
+    "a100sxm80": "A100-80GB", "a100sxm480": "A100-80GB", "a100pcie80": "A100-80GB",
+    "a100sxm40": "A100-40GB", "a100sxm440": "A100-40GB", "a100pcie40": "A100-40GB", "a80080": "A800",
+    "rtxa6000": "A6000", "a600048": "A6000", "l40s48": "L40S", "l4048": "L40", "l424": "L4", "3090": "RTX-3090",
+    "4090": "RTX-4090", "5090": "RTX-5090", "b200180": "B200", "b200192": "B200", "b300288": "B300",
+    "gb200186": "GB200", "gb200192": "GB200", "gb300288": "GB300", "mi250": "MI250X",
+    "mi300x192": "MI300X", "mi325x256": "MI325X", "mi355x288": "MI355X", "rtxpro6000blackwell": "RTX-PRO-6000",
+}  # fmt: skip
+
+
+def all_gpus() -> tuple[GPU, ...]:
+    """Every card known, oldest family first."""
+    return _CARDS
+
+
+def common_gpus() -> tuple[GPU, ...]:
+    """The cards that most training clusters have, smallest first."""
+    return tuple(sorted((g for g in _CARDS if g.common), key=lambda g: g.usable_bytes))
+
+
+def _key(name: str) -> str:
+    """Case, spaces and punctuation dropped, and the vendor's name, and "GB"."""
+    key = "".join(c for c in name.casefold() if c.isalnum())
+    for vendor in ("nvidia", "amd", "instinct", "geforce"):
+        key = key.replace(vendor, "")
+    for unit in ("gib", "gb"):
+        key = key.removesuffix(unit)
+    return key
+
+
+def find_gpu(name: str) -> GPU:
+    """The card called ``name`` ("H100", "a100-80gb", "NVIDIA H100 80GB"). Raises SpecError with close matches."""
+    import difflib
+
+    key = _key(name)
+    by_key = {_key(g.name): g for g in _CARDS}
+    by_name = {g.name: g for g in _CARDS}
+    if key in by_key:
+        return by_key[key]
+    if key in _ALIASES:
+        return by_name[_ALIASES[key]]
+    close = [g.name for k, g in by_key.items() if key and k.startswith(key)]
+    if not close:
+        close = [by_key[k].name for k in difflib.get_close_matches(key, by_key, n=3, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(close)}?" if close else "`bridge-memory gpus` lists them"
+    raise SpecError(f"--gpu {name!r} is not a GPU that is known here; {hint}")
+
+
+def outside_bytes(world_size: int) -> int:
+    """What lies outside torch's allocator: the context, and NCCL's buffers where there is more than one GPU."""
+    return CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0)
+
+
+def fit(estimate: Estimate, gpu: GPU) -> Fit:
+    """Whether the worst stage of ``estimate`` fits on ``gpu`` with the margin. Bytes, on one GPU."""
+    peak = estimate.peak_stage.peak_bytes
+    margin = outside_bytes(estimate.run.parallel.world_size) + int(peak * FRAGMENTATION)
+    headroom = gpu.usable_bytes - peak - margin
+    return Fit(gpu, gpu.usable_bytes, margin, headroom, headroom >= 0)
+
+
+def fits(estimate: Estimate, gpus: Sequence[GPU] = ()) -> tuple[Fit, ...]:
+    """``fit`` for each of ``gpus``; for the common ones when none is named."""
+    return tuple(fit(estimate, gpu) for gpu in gpus or common_gpus())
