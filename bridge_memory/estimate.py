@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bridge_memory.components import STATIC_KINDS, Component
+from bridge_memory.gaps import gaps
 from bridge_memory.inventory.buffers import lasting_buffers
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters, mtp_parameters
@@ -110,7 +111,7 @@ def estimate(run: RunSpec) -> Estimate:
         parameters=model_parameters(run.model),
         mtp_parameters=mtp_parameters(run.model),
         assumptions=run.model.assumptions + run.assumptions + _assumptions(run),
-        not_modelled=run.model.not_modelled + run.not_modelled,
+        not_modelled=run.model.not_modelled + run.not_modelled + gaps(run),
     )
 
 

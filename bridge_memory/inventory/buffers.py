@@ -9,7 +9,7 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.stack import chunk_lasting
 from bridge_memory.inventory.workspaces import lasting_workspaces
 from bridge_memory.layout import Chunk
-from bridge_memory.spec import RunSpec
+from bridge_memory.spec import MLASpec, RunSpec
 
 _STAND_IN = "dummy weight gradient"
 
@@ -31,7 +31,26 @@ def lasting_buffers(
             out.append(Component(name, nbytes, "buffers", "formula"))
     if stand_ins:
         out.append(Component("stand-in weight gradients, one a weight shape", stand_ins, "buffers", "formula"))
+    tables = rotary_tables(run, chunks)
+    if tables:
+        out.append(Component("rotary embedding tables", tables, "buffers", "formula"))
     leftovers: list[Component] = []
     for w in lasting_workspaces(run, chunks, ctx):
         (leftovers if w.between_steps else out).append(Component(w.name, w.bytes, "buffers", w.provenance))
     return out, leftovers
+
+
+def rotary_tables(run: RunSpec, chunks: Sequence[Chunk]) -> int:
+    """Bytes of the cached angles, fp32 [s / c, 1, 1, d_rope]: one a model chunk, and one a layer for MLA.
+
+    Source: megatron-core ``models/common/embeddings/rotary_pos_embedding.py: RotaryEmbedding.forward`` (an
+    ``lru_cache``); ``multi_latent_attention.py`` builds an embedding of its own in every layer.
+    """
+    model = run.model
+    if not model.rotary_dim:
+        return 0
+    layers = [model.layers[i] for chunk in chunks for i in chunk.layers]
+    layers += [model.mtp_layer for chunk in chunks for _ in chunk.mtp if model.mtp_layer is not None]
+    latent = sum(isinstance(layer.mixer, MLASpec) for layer in layers)
+    table = 4 * model.rotary_dim * run.batch.seq_length // run.parallel.cp
+    return table * (latent or len(chunks))

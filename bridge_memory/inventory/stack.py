@@ -118,9 +118,16 @@ def layer_links(layers: Sequence[LayerSpec], ctx: BlockContext) -> list[tuple[Li
             recomputed = min(rc.num_layers or 0, len(layers))
     for start in range(0, recomputed, size):
         _append(links, _checkpointed(tuple(layers[start : min(start + size, recomputed)]), ctx))
-    for layer in layers[recomputed:]:
-        _append(links, _plain(layer_inventory(layer, ctx), "layer"))
+    for i, layer in enumerate(layers[recomputed:], recomputed):
+        link = _plain(layer_inventory(layer, ctx), "layer")
+        _append(links, _sent_to_host(link) if i < ctx.impl.cpu_offloading_num_layers else link)
     return links
+
+
+@lru_cache(maxsize=8192)
+def _sent_to_host(link: Link) -> Link:
+    """A layer whose saved tensors are in host memory between its passes (TE ``cpu_offload.py``)."""
+    return replace(link, label="offloaded layer", saved=0, modules=(), offloaded=0)
 
 
 def _append(links: list[tuple[Link, int]], link: Link) -> None:
