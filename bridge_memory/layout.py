@@ -87,9 +87,7 @@ def layout_string(stages: Iterable[Iterable[object]]) -> str:
         for entry in stage:
             name = str(getattr(entry, "name", entry)).strip().lower()
             if name not in _LETTERS:
-                raise SpecError(
-                    f"pipeline_model_parallel_layout holds {name[:40]!r}; use {', '.join(_LETTERS)}"
-                )
+                raise SpecError(f"pipeline_model_parallel_layout holds {name[:40]!r}; use {', '.join(_LETTERS)}")
             letters += _LETTERS[name]
         out.append(letters)
     return "|".join(out)
@@ -115,9 +113,7 @@ def parse_layout_string(text: str) -> list[str]:
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         flat = re.sub(pattern, unroll, flat)
         if len(flat) > _MOST_SLOTS:
-            raise SpecError(
-                f"pipeline_model_parallel_layout {_quote(text)} has over {_MOST_SLOTS} layers; shorten it"
-            )
+            raise SpecError(f"pipeline_model_parallel_layout {_quote(text)} has over {_MOST_SLOTS} layers; shorten it")
     wrong = next((c for c in flat if c not in "EtmL|"), None)
     if wrong is not None:
         raise SpecError(
@@ -174,8 +170,8 @@ def _layout(
         if first is not None or last is not None:
             if embedding_slot or loss_slot:
                 raise SpecError(
-                    "account_for_embedding/loss_in_pipeline_split (True) does not go with "
-                    "num_layers_in_first/last_pipeline_stage; drop one of them"
+                    "account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split (True) do not go "
+                    "with num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage; drop one pair"
                 )
             stages = _uneven(shape, first, last)
         else:
@@ -317,8 +313,8 @@ def _from_string(
         )
     if first is not None or last is not None or slots:
         raise SpecError(
-            f"{here} does not go with num_layers_in_first/last_pipeline_stage or "
-            "account_for_embedding/loss_in_pipeline_split; drop those"
+            f"{here} does not go with num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage, "
+            "account_for_embedding_in_pipeline_split or account_for_loss_in_pipeline_split; drop those"
         )
     chunks = parse_layout_string(text)
     if len(chunks) % pp:
@@ -359,8 +355,7 @@ def _from_string(
             raise SpecError(f"{here} spreads m (MTP) over {len(holders)} stages; put every m into one stage")
         if holders[0] // pp != v - 1:
             raise SpecError(
-                f"{here} has m (MTP) in virtual stage {holders[0] // pp} of its rank; put it into the last "
-                f"one, {v - 1}"
+                f"{here} has m (MTP) in virtual stage {holders[0] // pp} of its rank; put it into the last one, {v - 1}"
             )
     return _place([[chunks[c * pp + rank] for c in range(v)] for rank in range(pp)])
 

@@ -84,7 +84,11 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PeakMoment:
-    """The moment of most bytes, in bytes: ``bytes`` in all, of them ``hidden_bytes`` held by the schedule."""
+    """The moment of most bytes, in bytes: ``bytes`` in all, of them ``hidden_bytes`` held by the schedule.
+
+    ``alive`` times what the chunks save, and ``hidden_bytes``, leave what the running pass needs in passing. Under
+    "overlapped", where two chunks trade places layer by layer, ``alive`` counts the one of the two that saves more.
+    """
 
     phase: str
     chunk: int
@@ -320,7 +324,10 @@ def _most(moments: Iterable[Moment], chunks: Sequence[ChunkCost], hidden_bytes: 
         if n > most:
             most, peak = n, moment
     assert peak is not None, "a schedule without events"
-    return PeakMoment(peak.phase, peak.chunk, most, peak.alive, peak.hidden * hidden_bytes, peak.forward_chunk)
+    counted = list(peak.alive)
+    if peak.phase == "overlapped":
+        counted[min(peak.chunk, peak.forward_chunk, key=lambda c: saved[c])] -= 1
+    return PeakMoment(peak.phase, peak.chunk, most, tuple(counted), peak.hidden * hidden_bytes, peak.forward_chunk)
 
 
 # --------------------------------------------------------------------------------------------------

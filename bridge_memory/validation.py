@@ -18,6 +18,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from bridge_memory.fields import check_fields
+from bridge_memory.layout import parse_layout_string
 from bridge_memory.limits import Limits, divisors, limits_of
 from bridge_memory.spec import (
     AttentionSpec,
@@ -40,6 +41,8 @@ def validate(run: RunSpec) -> None:
     limits = limits_of(run.model)
     _check_parallel(run.parallel, limits)
     _check_model_over_ranks(run.parallel, run.implementation, limits)
+    if run.implementation.megatron_core < (0, 16):
+        _check_split_release(run)
     _check_batch(run)
     _check_precision(run.precision)
     _check_optimizer(run)
@@ -214,6 +217,31 @@ def _check_context_parallel(p: ParallelSpec, i: ImplementationSpec, limits: Limi
                     )
 
 
+def _check_split_release(run: RunSpec) -> None:
+    """Ways to split layers that older releases lack, or take and ignore."""
+    p, core = run.parallel, run.implementation.megatron_core
+    text = p.pipeline_model_parallel_layout
+    if text is not None:
+        if core < (0, 13):  # transformer/pipeline_parallel_layer_layout.py came with 0.13
+            raise SpecError(
+                f"pipeline_model_parallel_layout ({text[:40]}) needs megatron-core 0.13 or later, not "
+                f"{_release(core)}; use num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+            )
+        *before, _ = _chunks(text)
+        if any("m" in chunk for chunk in before):  # PipelineParallelLayerLayout.validate_layer_layout
+            raise SpecError(
+                f"pipeline_model_parallel_layout ({text[:40]}) has m (MTP) before the last stage, which needs "
+                f"megatron-core 0.16 or later, not {_release(core)}; put it into the last stage"
+            )
+    if run.model.hybrid:  # ssm/mamba_block.py: MambaStack._select_layers_for_pipeline_parallel
+        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+            if getattr(p, name) is not None:
+                raise SpecError(
+                    f"{name} ({getattr(p, name)}) is ignored for hybrid (Mamba) models by megatron-core "
+                    f"{_release(core)}; drop it, or use 0.16 or later"
+                )
+
+
 # --------------------------------------------------------------------------------------------------
 # Batch and schedule
 # --------------------------------------------------------------------------------------------------
@@ -280,11 +308,13 @@ def _check_schedule(run: RunSpec) -> None:
         )
 
 
-@lru_cache(maxsize=1024)
 def _virtual_stages(text: str, pp: int) -> int:
-    from bridge_memory.layout import parse_layout_string
+    return max(1, len(_chunks(text)) // pp)
 
-    return max(1, len(parse_layout_string(text)) // pp)
+
+@lru_cache(maxsize=1024)
+def _chunks(text: str) -> tuple[str, ...]:
+    return tuple(parse_layout_string(text))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -105,6 +105,11 @@ REFUSED = [
     ("dense", {"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline.* needs pipeline"),
     ("dense", {"world_size": 8, "num_distributed_optimizer_instances": 3}, "num_distributed_optimizer_instances"),
     ("dense", {"pipeline_model_parallel_layout": [["embedding"]]}, "pipeline_model_parallel_layout .*layout_string"),
+    ("dense", {"world_size": 4, "pipeline_model_parallel_size": 4, "megatron_core": (0, 12),
+               "pipeline_model_parallel_layout": "Et*8|t*8|t*8|t*8L"}, "megatron-core 0.13 or later"),
+    ("dense", {"world_size": 4, "pipeline_model_parallel_size": 4, "megatron_core": (0, 15),
+               "pipeline_model_parallel_layout": "Et*8|t*8|t*16m|L"}, "put it into the last stage"),
+    ("mamba", {**PP2, "num_layers_in_last_pipeline_stage": 8, "megatron_core": (0, 15)}, "ignored for hybrid"),
     # The model over ranks
     ("dense", {"world_size": 64, "tensor_model_parallel_size": 64}, r"num_attention_heads \(32\).*; use 32 or 16 or 8"),
     ("dense", {"world_size": 32, "tensor_model_parallel_size": 32, "megatron_core": (0, 15)},
