@@ -12,7 +12,7 @@ from bridge_memory.gaps import gaps
 from bridge_memory.inventory.buffers import lasting_buffers
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters, mtp_parameters
-from bridge_memory.inventory.stack import stage_inventories
+from bridge_memory.inventory.stack import ChunkInventory, first_alike, stage_inventories
 from bridge_memory.inventory.workspaces import batch_bytes, gathered_parameter_bytes
 from bridge_memory.layout import Chunk, layout
 from bridge_memory.model_state import model_states
@@ -105,9 +105,15 @@ def estimate(run: RunSpec) -> Estimate:
     ctx = context_of(run)
     plan = layout(run.model, run.parallel)
     states = model_states(run.model, run.parallel, run.precision, run.optimizer, ctx)
+    holdings: dict[int, _Holdings] = {}
+    stages = []
+    for rank, twin in enumerate(first_alike(run.model, run.parallel)):
+        if twin == rank:
+            holdings[rank] = _holdings(run, plan.stages[rank], states[rank], ctx)
+        stages.append(_stage(run, rank, plan.stages[rank], holdings[twin], ctx))
     return Estimate(
         run=run,
-        stages=tuple(_stage(run, rank, plan.stages[rank], state, ctx) for rank, state in enumerate(states)),
+        stages=tuple(stages),
         parameters=model_parameters(run.model),
         mtp_parameters=mtp_parameters(run.model),
         assumptions=run.model.assumptions + run.assumptions + _assumptions(run),
@@ -115,22 +121,43 @@ def estimate(run: RunSpec) -> Estimate:
     )
 
 
-def _stage(
-    run: RunSpec,
-    rank: int,
-    chunks: tuple[Chunk, ...],
-    model_state: tuple[int, tuple[Component, ...]],
-    ctx: BlockContext,
-) -> StageEstimate:
-    parameters, state = model_state
+@dataclass(frozen=True, slots=True)
+class _Holdings:
+    """What a stage holds whatever its place in the pipeline; stages of the same layers share it."""
+
+    parameters: int
+    static: tuple[Component, ...]
+    leftovers: tuple[Component, ...]
+    batch: int
+    inventories: tuple[ChunkInventory, ...]
+    costs: tuple[ChunkCost, ...]
+
+
+def _holdings(
+    run: RunSpec, chunks: tuple[Chunk, ...], state: tuple[int, tuple[Component, ...]], ctx: BlockContext
+) -> _Holdings:
     lasting, leftovers = lasting_buffers(run, chunks, ctx)
-    components = [*state, *lasting]
-    inventories = stage_inventories(run.model, chunks, ctx)
+    inventories = tuple(stage_inventories(run.model, chunks, ctx))
+    return _Holdings(
+        parameters=state[0],
+        static=(*state[1], *lasting),
+        leftovers=tuple(leftovers),
+        batch=batch_bytes(run, chunks),
+        inventories=inventories,
+        costs=tuple(ChunkCost(i.saved, i.forward_peak, i.backward_peak) for i in inventories),
+    )
+
+
+def _stage(
+    run: RunSpec, rank: int, chunks: tuple[Chunk, ...], held: _Holdings, ctx: BlockContext
+) -> StageEstimate:
+    components = [*held.static]
+    leftovers, inventories, batch = held.leftovers, held.inventories, held.batch
     moment = dynamic_peak(
         run.parallel.pp,
         rank,
         run.num_microbatches,
-        [ChunkCost(i.saved, i.forward_peak, i.backward_peak) for i in inventories],
+        held.costs,
         group_size=run.parallel.microbatch_group_size_per_vp_stage,
         hidden_bytes=ctx.hidden_bytes,
         overlap_moe_expert_parallel_comm=run.implementation.overlap_moe_expert_parallel_comm,
@@ -153,7 +180,6 @@ def _stage(
         components.append(
             Component("pipeline sends and receives", moment.hidden_bytes, "transient", "formula")
         )
-    batch = batch_bytes(run, chunks)
     if batch:
         components.append(Component("batch: tokens, labels, masks", batch, "transient", "formula"))
     gathered = gathered_parameter_bytes(run, chunks, ctx)
@@ -164,17 +190,17 @@ def _stage(
     phase = moment.phase
     if sum(c.bytes for c in leftovers) > moment.bytes + batch + gathered:
         # Nothing of forward and backward is as large as what the optimizer step leaves behind.
-        components = [*state, *lasting, *leftovers]
-        leftovers, phase, operation = [], OPTIMIZER_STEP, "main gradients in fp32"
+        components = [*held.static, *leftovers]
+        leftovers, phase, operation = (), OPTIMIZER_STEP, "main gradients in fp32"
     return StageEstimate(
         stage=rank,
         layers=tuple(i for chunk in chunks for i in chunk.layers),
-        parameters=parameters,
+        parameters=held.parameters,
         in_flight_microbatches=max(moment.alive),
         components=tuple(components),
         peak_phase=phase,
         peak_operation=operation,
-        leftovers=tuple(leftovers),
+        leftovers=leftovers,
     )
 
 

@@ -9,11 +9,11 @@ Source: megatron-core ``transformer/transformer_block.py: _checkpointed_forward`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from bridge_memory.inventory.context import BlockContext
+from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.layer import (
     embedding_inventory,
     final_norm_inventory,
@@ -24,8 +24,8 @@ from bridge_memory.inventory.layer import (
 from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.recorder import BlockInventory
 from bridge_memory.inventory.tape import BlockCost
-from bridge_memory.layout import Chunk
-from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec
+from bridge_memory.layout import Chunk, layout
+from bridge_memory.spec import LayerSpec, ModelSpec, ParallelSpec, RunSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +137,23 @@ def _append(links: list[tuple[Link, int]], link: Link) -> None:
         links.append((link, 1))
 
 
-def compose(links: Iterable[tuple[Link, int]], output_bytes: int = 0) -> ChunkInventory:
-    """A chain's saved bytes and peaks. Within a run of equal links the last one is the highest."""
+def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkInventory:
+    """A chain's saved bytes and peaks. Within a run of equal links the last one is the highest.
+
+    ``output_bytes``: the chunk's output travels on; the schedule holds its gradient to the end of the chunk's
+    backward pass (``schedules.py: backward_step``), beside all links but the last, which counts it itself.
+    """
     before = 0
     forward = backward = 0
     forward_op = backward_op = ""
     modules: dict[str, int] = {}
-    for link, count in links:
+    for position, (link, count) in enumerate(links, 1):
         base = before + (count - 1) * link.saved
         if base + link.forward_peak > forward:
             forward, forward_op = base + link.forward_peak, link.forward_operation
-        if base + link.backward_peak > backward:
-            backward, backward_op = base + link.backward_peak, link.backward_operation
+        held = output_bytes if position < len(links) else 0
+        if base + link.backward_peak + held > backward:
+            backward, backward_op = base + link.backward_peak + held, link.backward_operation
         before = base + link.saved
         for name, nbytes in link.modules:
             modules[name] = modules.get(name, 0) + count * nbytes
@@ -162,6 +167,18 @@ def _untied_here(model: ModelSpec, chunk: Chunk) -> bool:
     """Whether this chunk's output layer holds a weight of its own: untied, or a tied copy away from the
     embedding (``gpt_model.py: setup_embeddings_and_output_layer``)."""
     return not (model.share_embeddings_and_output_weights and (chunk.embedding or bool(chunk.mtp)))
+
+
+@lru_cache(maxsize=4096)
+def first_alike(model: ModelSpec, parallel: ParallelSpec) -> tuple[int, ...]:
+    """For every stage, the first stage whose chunks hold the same kinds of layers and ends of the model."""
+    seen: dict[tuple[object, ...], int] = {}
+    out = []
+    for rank, chunks in enumerate(layout(model, parallel).stages):
+        kinds = tuple((tuple(model.layers[i] for i in c.layers), c.embedding, c.output, len(c.mtp)) for c in chunks)
+        ends = tuple(holds_final_norm(model, c) for c in chunks)
+        out.append(seen.setdefault((kinds, ends), rank))
+    return tuple(out)
 
 
 def stage_inventories(model: ModelSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> list[ChunkInventory]:
@@ -264,9 +281,6 @@ def chunk_lasting(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> tuple[tu
 
 def stage_parameters(run: RunSpec, stage: int) -> list[list[Parameter]]:
     """Parameters of every chunk of pipeline stage ``stage``, chunk by chunk."""
-    from bridge_memory.inventory.context import context_of
-    from bridge_memory.layout import layout
-
     ctx = context_of(run)
     return [
         chunk_parameters(run.model, chunk, ctx) for chunk in layout(run.model, run.parallel).stages[stage]

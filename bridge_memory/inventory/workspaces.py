@@ -124,7 +124,8 @@ def gathered_parameter_bytes(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockCo
 
     if run.optimizer.data_parallel_sharding_strategy != "optim_grads_params":
         return 0
-    outside, layers = 0, []
+    outside = 0
+    layers: list[int] = []
     for chunk in chunks:
         of_layers: dict[str, int] = {}
         for p in chunk_parameters(run.model, chunk, ctx):
