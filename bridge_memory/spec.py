@@ -385,6 +385,8 @@ class ImplementationSpec:
     gradient_accumulation_fusion: bool = True
     masked_softmax_fusion: bool = True
     bias_activation_fusion: bool = True
+    #: Squared ReLU times the routing probability in one kernel (``use_fused_weighted_squared_relu``).
+    use_fused_weighted_squared_relu: bool = False
     bias_dropout_fusion: bool = True
     apply_rope_fusion: bool = True
     persist_layer_norm: bool = True

@@ -247,7 +247,10 @@ def _weighted_activation(r: Recorder, spec: MoESpec, mid: T, probs: T, rows: int
     probabilities; unfused: the activation is kept too, and the product may be made in the router dtype."""
     ctx, tape = r.ctx, r.tape
     out = rows * f * ctx.act
-    if ctx.impl.bias_activation_fusion and spec.gated and spec.activation in ("silu", "quick_gelu"):
+    fused = ctx.impl.bias_activation_fusion and spec.gated and spec.activation in ("silu", "quick_gelu")
+    if spec.activation == "squared_relu":
+        fused = ctx.impl.use_fused_weighted_squared_relu
+    if fused:
         return tape.make("experts activation", (mid, probs), out, saves=(mid, probs))
     plain = activation(
         r, "experts activation", mid, rows, f, gated=spec.gated, bias=spec.add_bias, kind="unfused"

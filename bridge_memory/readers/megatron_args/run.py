@@ -326,6 +326,7 @@ def _implementation(
         bias_activation_fusion=not (
             a.flag("no_bias_swiglu_fusion") if a.flag("swiglu") else a.flag("no_bias_gelu_fusion")
         ),
+        use_fused_weighted_squared_relu=a.flag("use_fused_weighted_squared_relu"),
         bias_dropout_fusion=not a.flag("no_bias_dropout_fusion"),
         apply_rope_fusion=not a.flag("no_rope_fusion"),
         persist_layer_norm=not a.flag("no_persist_layer_norm"),
