@@ -1,0 +1,142 @@
+"""Against the real Megatron Bridge 0.3.1: its CallbackManager, its recipes' containers, its ``training_log``."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from bridge_stubs import require_bridge
+
+from bridge_memory.live import MemoryReport, install, journal, uninstall
+from bridge_memory.live.cuda import Reading
+
+GIB = 1 << 30
+
+
+def reading(rank: int, stage: int) -> Reading:
+    return Reading(rank, stage, 50 * GIB, 60 * GIB, 64 * GIB, 64 * GIB, 80 * GIB, 66 * GIB)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A validated container of Bridge's own Llama-3-8B recipe in a job of one process (gloo)."""
+    require_bridge()
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+    import torch
+    from bridge_recipes import bridge_on_cpu, build
+    from megatron.bridge.training.config import runtime_config_update
+    from megatron.bridge.training.state import GlobalState
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    folder = tmp_path_factory.mktemp("bridge")
+    with bridge_on_cpu() as recipes:
+        config = build(recipes.llama3_8b_pretrain_config)
+        config.model.context_parallel_size = 1
+        config.model.sequence_parallel, config.model.recompute_granularity = True, "selective"
+        config.model.finalize = lambda: None  # sequence parallelism wants TP > 1; the printed line wants it on
+        config.train.global_batch_size, config.train.micro_batch_size = 4, 1
+        config.train.train_iters = 10
+        config.scheduler.lr_warmup_iters = 2
+        config.logger.log_interval = 2
+        config.logger.tensorboard_dir = str(folder / "tensorboard")
+        config.model.apply_rope_fusion = False
+        runtime_config_update(config)
+    state = GlobalState()
+    state._cfg = config  # the setter installs signal handlers
+    init_num_microbatches_calculator(0, None, 4, 1, 1)
+    yield SimpleNamespace(config=config, state=state, folder=folder)
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def test_the_real_callback_manager_fires_our_events(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron.bridge.training.callbacks import CallbackContext, normalize_callbacks
+
+    path = job.folder / "callback.jsonl"
+    manager = normalize_callbacks([MemoryReport(path, read=reading)])
+    assert manager is not None
+    assert {e for e in manager.events if manager.has_callbacks(e)} == {
+        "on_train_start", "on_train_step_end", "on_train_end",
+    }  # fmt: skip
+
+    def fire(event: str, **more: Any) -> None:
+        manager.fire(event, CallbackContext(state=job.state, model=[], user_state=manager.user_state, **more))
+
+    job.state.train_state.step = 0
+    fire("on_train_start")
+    for step in range(6):
+        job.state.train_state.step = step
+        fire("on_train_step_end", loss_dict={}, skipped_iter=step == 1)
+    fire("on_train_end")
+    iterations = [(r["iteration"], r["moment"]) for r in journal.read(path) if r["event"] == "report"]
+    # Iteration 2 was skipped (a loss scale that overflowed): the second optimizer step is iteration 3.
+    assert iterations == [(0, "model built"), (1, "after step 1"), (3, "steady"), (4, "steady"), (6, "steady")]
+    out = capsys.readouterr().out
+    assert out.count("Theoretical memory footprints:") == 1
+    assert out.count("GPU memory by pipeline stage") == 5
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    job.state.tensorboard_logger.flush()
+    events = EventAccumulator(job.config.logger.tensorboard_dir)
+    events.Reload()
+    values = {s.step: s.value for s in events.Scalars("memory/stage_0/max_allocated_gib")}
+    assert values == {0: 60.0, 1: 60.0, 3: 60.0, 4: 60.0, 6: 60.0}
+
+
+def test_the_real_training_log_calls_our_report(
+    job: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same step with Bridge's functions and with ours: the line is the same, the table is new, and nothing is
+    left behind."""
+    import torch
+    from megatron.bridge.training.utils import train_utils
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *a: None)
+    theirs = train_utils.report_memory, train_utils.report_theoretical_memory
+    group = torch.distributed.group.WORLD
+    groups = SimpleNamespace(mp=group, dp=group, dp_cp=group, tp=group, pp=group)
+    monkeypatch.setattr(train_utils, "get_pg_collection", lambda model: groups)
+
+    def log() -> str:
+        job.state.train_state.step = 2
+        job.state.timers("interval-time", log_level=0).start(barrier=False)
+        flag = train_utils.training_log(
+            loss_dict={}, total_loss_dict={}, learning_rate=1e-4, decoupled_learning_rate=None, loss_scale=1.0,
+            report_memory_flag=True, skipped_iter=0, grad_norm=None, params_norm=None, num_zeros_in_grad=None,
+            config=job.config, global_state=job.state, history_wct=[], model=[],
+        )  # fmt: skip
+        assert flag is False
+        job.state.timers("interval-time").stop()
+        return capsys.readouterr().out
+
+    def memory_lines(text: str) -> list[str]:
+        words = ("Theoretical memory", "Number of", "Activation memory", "[Rank 0] (after", "Total number")
+        return [line for line in text.splitlines() if line.startswith(words)]
+
+    before = log()
+    with install(tmp_path / "report.jsonl", read=reading) as installed:
+        assert "megatron.bridge.training.utils.train_utils.report_memory" in installed.patched
+        during = log()
+    uninstall()
+    assert (train_utils.report_memory, train_utils.report_theoretical_memory) == theirs
+    after = log()
+    assert "total=" in memory_lines(before)[-2] or "total=" in "".join(memory_lines(before))
+    assert memory_lines(during) == memory_lines(before) == memory_lines(after)
+    assert "GPU memory by pipeline stage" in during and "GPU memory by pipeline stage" not in before + after
+    report = list(journal.read(tmp_path / "report.jsonl"))[-1]
+    assert report["stages"][0]["allocated"] == 50 * GIB
