@@ -11,7 +11,7 @@ kMinBlockSize``); parameters and states that are tensors of their own are rounde
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
 
@@ -44,6 +44,8 @@ class ParameterGroup:
     gemm: int
     #: Parameters counted one by one, rounded to the allocation unit, for element sizes 1, 2 and 4.
     rounded: dict[int, int]
+    #: (elements, elements in weights of GEMMs) that the layer-wise optimizer deals to the fullest rank.
+    fullest_share: tuple[int, int]
 
 
 def _pad(n: int, to: int) -> int:
@@ -78,7 +80,28 @@ def group_parameters(
         end = _pad(end, PARAM_ALIGNMENT) + n
         if bucket_size is not None and end - start_of_bucket >= bucket_size:
             end = start_of_bucket = _pad(end, unit)
-    return ParameterGroup(total, len(params), _pad(end, unit) if distributed else end, gemm, rounded)
+    return ParameterGroup(
+        total, len(params), _pad(end, unit) if distributed else end, gemm, rounded,
+        (total, gemm) if distributed else _fullest_share(params, shard_world),
+    )
+
+
+def _fullest_share(params: Sequence[Parameter], world: int) -> tuple[int, int]:
+    """Whole parameters, smallest first, dealt to ranks to and fro; the share of most optimizer state.
+
+    Source: ``layer_wise_optimizer.py: LayerWiseDistributedOptimizer.shard_params``. A GEMM's weight has a main
+    copy and a momentum (8 bytes an element), any other Adam's three (12).
+    """
+    if world == 1:
+        return sum(p.numel for p in params), sum(p.numel for p in params if _is_gemm(p))
+    shares = [[0, 0] for _ in range(world)]
+    for i, p in enumerate(sorted(params, key=lambda p: p.numel)):
+        turn = i % (2 * world)
+        share = shares[turn if turn < world else 2 * world - 1 - turn]
+        share[0] += p.numel
+        share[1] += p.numel if _is_gemm(p) else 0
+    total, gemm = max(shares, key=lambda s: 12 * s[0] - 4 * s[1])
+    return total, gemm
 
 
 @lru_cache(maxsize=65536)
@@ -195,7 +218,10 @@ def _group_state(
 
     # Optimizer state.
     sharded = distributed or strategy in ("optim", "optim_grads", "optim_grads_params")
-    shards = world if sharded or o.use_layer_wise_distributed_optimizer else 1
+    shards = world if sharded else 1
+    if o.use_layer_wise_distributed_optimizer:
+        elements, gemm = g.fullest_share
+        g = replace(g, numel=elements, padded=elements, gemm=gemm, rounded={})
 
     def states(elements: int, bytes_each: int) -> int:
         if elements == g.numel and not sharded and shards == 1:
