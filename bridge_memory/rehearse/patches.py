@@ -288,7 +288,8 @@ def building() -> Iterator[None]:
     """All that is needed to construct a rank's modules on the meta device."""
     with ExitStack() as stack:
         for helper in (
-            no_gpu(), norms_without_apex(), kernel_libraries_for_building(), local_core_attention(), apex_kernels()
+            no_gpu(), norms_without_apex(), kernel_libraries_for_building(), local_core_attention(),
+            apex_kernels()
         ):  # fmt: skip
             stack.enter_context(helper)
         yield
@@ -309,7 +310,9 @@ class _Done:
 
 @contextmanager
 def collectives_move_nothing() -> Iterator[None]:
-    """torch's fake backend serves CPU and CUDA tensors; on meta tensors a collective has nothing to do either."""
+    """torch's fake backend serves CPU and CUDA tensors; on meta tensors a collective has nothing to do
+    either.
+    """
     group = torch.distributed.ProcessGroup
     names = (
         "allreduce", "allreduce_coalesced", "_allgather_base", "allgather", "allgather_into_tensor_coalesced",
@@ -379,7 +382,8 @@ def _softmax_kernels() -> dict[str, types.ModuleType]:
 
 @contextmanager
 def apex_kernels() -> Iterator[None]:
-    """The weight-gradient GEMM that adds into the main gradient, and the fused softmax; neither allocates more.
+    """The weight-gradient GEMM that adds into the main gradient, and the fused softmax; neither allocates
+    more.
 
     ``tensor_parallel/layers.py`` and ``fusions/fused_softmax.py`` import them from Apex.
     """
@@ -439,7 +443,9 @@ def without_compiling() -> Iterator[None]:
 
 @contextmanager
 def fresh_caches() -> Iterator[None]:
-    """megatron-core caches masks, rotary tables and scratch buffers for the process; those made here must go."""
+    """megatron-core caches masks, rotary tables and scratch buffers for the process; those made here must
+    go.
+    """
     utils = _module("megatron.core.transformer.utils")
     rotary = _module("megatron.core.models.common.embeddings.rotary_pos_embedding")
     cached = [
@@ -483,25 +489,6 @@ class _BalancedMap:
         return self._sums
 
 
-class _BalancedSelection(TorchFunctionMode):
-    """masked_select with a routing map, whose number of ones is known: topk a token, evenly over experts."""
-
-    def __init__(self, topk: int, experts: int) -> None:
-        super().__init__()
-        self.topk, self.experts = topk, experts
-        self.counts: list[int] | None = None
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "masked_select" and args[0].is_meta:
-            return _MaskedSelect.apply(args[0], args[1], args[1].numel() * self.topk // self.experts)
-        if name == "cpu" and args[0].is_meta and self.counts is not None:
-            return torch.tensor(self.counts, device="cpu")
-        return func(*args, **(kwargs or {}))
-
-
 class _MaskedSelect(torch.autograd.Function):
     """``masked_select`` with a known count: autograd keeps the source and the mask (``derivatives.yaml``)."""
 
@@ -520,11 +507,12 @@ class _MaskedSelect(torch.autograd.Function):
 def balanced_routing(topk: int, experts: int) -> Iterator[None]:
     """Every expert gets the same number of tokens, so that shapes are known without values.
 
-    ``moe/token_dispatcher.py`` counts tokens a rank on the GPU and copies the counts to the host; here the same
-    code counts a balanced map on the host, and every rank of the group is taken to send the same.
+    ``moe/token_dispatcher.py`` counts tokens a rank on the GPU and copies the counts to the host; here the
+    same code counts a balanced map on the host, and every rank of the group is taken to send the same.
     """
     module = _module("megatron.core.transformer.moe.token_dispatcher")
-    selection = _BalancedSelection(topk, experts)
+    counts: list[list[int]] = []
+    masked_select, cpu = torch.Tensor.masked_select, torch.Tensor.cpu
     all_to_all = module.MoEAlltoAllTokenDispatcher
     all_gather = module.MoEAllGatherTokenDispatcher
     preprocess = all_to_all.preprocess
@@ -543,20 +531,36 @@ def balanced_routing(topk: int, experts: int) -> Iterator[None]:
 
     def gathered(self: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
         first, last = self.local_expert_indices[0], self.local_expert_indices[-1]
-        selection.counts = spread(hidden_states.shape[0] * topk, experts)[first : last + 1]
+        counts.append(spread(hidden_states.shape[0] * topk, experts)[first : last + 1])
         try:
             return postprocess(self, hidden_states, probs)
         finally:
-            selection.counts = None
+            counts.pop()
+
+    def selected(source: torch.Tensor, mask: torch.Tensor) -> Any:
+        """topk a token, evenly over experts: how many ones a routing map has in these columns."""
+        if not source.is_meta:
+            return masked_select(source, mask)
+        return _MaskedSelect.apply(source, mask, sum(counts[-1]) if counts else mask.numel() * topk // experts)
+
+    def to_host(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if tensor.is_meta and counts:
+            return torch.tensor(counts[-1], device="cpu")
+        return cpu(tensor, *args, **kwargs)
 
     def on_host(tensor: Any, as_numpy: bool = False, **_: object) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
+    utils = _module("megatron.core.transformer.moe.moe_utils")
     with ExitStack() as stack:
+        if not hasattr(utils, "te_general_gemm"):
+            # The router's linear looks for TE's GEMM by a name that is not there without TE (0.16.1).
+            stack.enter_context(replaced(utils, "te_general_gemm", None, add=True))
         stack.enter_context(replaced(all_to_all, "preprocess", counted))
         stack.enter_context(replaced(all_gather, "dispatch_postprocess", gathered))
         stack.enter_context(replaced(module, "maybe_move_tensor_to_cpu", on_host))
-        stack.enter_context(selection)
+        stack.enter_context(replaced(torch.Tensor, "masked_select", selected))
+        stack.enter_context(replaced(torch.Tensor, "cpu", to_host))
         yield
 
 

@@ -1,8 +1,8 @@
 """Rehearse one rank without a GPU: its real model chunks run forward and backward on the meta device.
 
-``rehearse(run, stage)`` answers what the rank owns (parameters, DDP's buffers, optimizer state), what each chunk
-keeps for backward, and the peaks of its forward and backward pass. ``rehearse_layer`` does the same for one layer
-on its own, which is what a block of the inventory describes.
+``rehearse(run, stage)`` answers what the rank owns (parameters, DDP's buffers, optimizer state), what each
+chunk keeps for backward, and the peaks of its forward and backward pass. ``rehearse_layer`` does the same
+for one layer on its own, which is what a block of the inventory describes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from bridge_memory.rehearse import patches
-from bridge_memory.rehearse.model import TORCH_DTYPES, build_chunks
+from bridge_memory.rehearse.model import TORCH_DTYPES, NotBuildable, build_chunks
 from bridge_memory.rehearse.tracker import Alive, Peak, SavedRecord, Tracker
 from bridge_memory.rehearse.world import fake_world, rank_of_stage, stage_of_rank
-from bridge_memory.spec import MoESpec, RunSpec, SpecError
+from bridge_memory.spec import MLPSpec, MoESpec, RunSpec, SpecError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class BufferLayout:
 class PassRecord:
     """One forward and one backward pass for one microbatch, in bytes.
 
-    Measured on the second microbatch. ``saved`` is alive between the passes because backward needs it; ``held``
-    because a module's attribute or a caller holds it; ``lasting`` was there before and stays (caches, scratch
-    buffers). The peaks count everything the passes made or were handed and what the first microbatch left
-    behind, and neither ``lasting`` nor parameters, gradient buffers or neighbours.
+    Measured on the second microbatch. ``saved`` is alive between the passes because backward needs it;
+    ``held`` because a module's attribute or a caller holds it; ``lasting`` was there before and stays
+    (caches, scratch buffers). The peaks count everything the passes made or were handed and what the first
+    microbatch left behind, and neither ``lasting`` nor parameters, gradient buffers or neighbours.
     """
 
     saved: tuple[SavedRecord, ...]
@@ -121,8 +121,19 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
     """Be this rank, with everything needed to run on the meta device, and leave no trace."""
     if run.implementation.te:
         raise SpecError(
-            "transformer_impl (transformer_engine) needs a GPU to run; rehearse with --transformer-impl local "
-            "or --device cuda"
+            "transformer_impl (transformer_engine) needs a GPU to run; rehearse with --transformer-impl local
+            " "or --device cuda"
+        )
+    if run.precision.fp32_residual_connection:
+        raise NotBuildable(
+            "fp32_residual_connection needs norms that change the dtype (Apex, Transformer Engine); torch's
+            do not"
+        )
+    if run.recompute.selects("mlp") and any(isinstance(x.ffn, MLPSpec) and x.ffn.add_bias for x in run.model.layers):
+        raise NotBuildable(
+            "recompute_modules mlp with biases never ends: the checkpoint returns the bias parameter itself,
+            which " "then counts as its output (megatron-core 0.16.1, tensor_parallel/random.py:
+            CheckpointFunction)"
         )
     moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
     quiet = logging.root.manager.disable
@@ -217,9 +228,16 @@ class _Leave(torch.autograd.Function):
         return torch.empty(shape, dtype=dtype, device=patches.META)
 
 
+def _backward(end: torch.Tensor) -> None:
+    """``end.backward()`` with the function modes left on, which recomputation inside needs."""
+    torch.autograd.graph._engine_run_backward(
+        (end,), (torch.ones_like(end),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def _passes(tracker: Tracker, forward: Any) -> PassRecord:
     """Run ``forward``, which returns something to call backward on, twice; measure the second time."""
-    forward().backward()
+    _backward(forward())
     gc.collect()
     collecting = gc.isenabled()
     gc.disable()  # what a reference cycle keeps alive must be seen
@@ -233,7 +251,7 @@ def _passes(tracker: Tracker, forward: Any) -> PassRecord:
         held = tuple(tracker.held(lasting))
         tracker.in_backward = True
         tracker.reset_peak()
-        end.backward()
+        _backward(end)
         del end
         backward_peak = tracker.peak()
         tracker.in_backward = False
@@ -252,7 +270,9 @@ def _static(chunk: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
-    """One microbatch through one chunk: embedding or received input, layers, final norm, loss or sent output."""
+    """One microbatch through one chunk: embedding or received input, layers, final norm, loss or sent
+    output.
+    """
     batch, parallel = run.batch, run.parallel
     s = batch.seq_length // parallel.cp
     b = batch.micro_batch_size

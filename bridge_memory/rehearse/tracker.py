@@ -1,8 +1,8 @@
 """Who is alive when: storages of the meta device, counted as PyTorch's allocator would count them.
 
-Every operation passes a dispatch mode; a storage it makes is alive until its last reference goes, which PyTorch
-itself decides. Modules are known by forward hooks, what is saved for backward by saved-tensor hooks. Bytes are
-exact sizes: the CUDA allocator rounds each up to 512. Scratch space inside one kernel is not seen.
+Every operation passes a dispatch mode; a storage it makes is alive until its last reference goes, which
+PyTorch itself decides. Modules are known by forward hooks, what is saved for backward by saved-tensor hooks.
+Bytes are exact sizes: the CUDA allocator rounds each up to 512. Scratch space inside one kernel is not seen.
 """
 
 from __future__ import annotations
