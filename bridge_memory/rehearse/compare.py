@@ -17,7 +17,6 @@ from bridge_memory.rehearse.run import PassRecord, rehearse_layer
 from bridge_memory.rehearse.tracker import SavedRecord
 from bridge_memory.spec import RunSpec
 
-
 _EXPERT = re.compile(r"local_experts\.\d+")
 
 
@@ -62,8 +61,10 @@ class LayerComparison:
             )
         out += [f"  predicted only: {t.name}, {t.bytes:,} bytes" for t in self.only_predicted]
         out += [f"  found only: {r}" for r in self.only_found]
-        out += [f"  held by a variable: {a.module}: {a.made_by}, {a.bytes:,} bytes" for a in f.held if
-        a.bytes > 64] return out
+        out += [
+            f"  held by a variable: {a.module}: {a.made_by}, {a.bytes:,} bytes" for a in f.held if a.bytes > 64
+        ]
+        return out
 
 
 def _where(predicted: str, peak: object) -> str:

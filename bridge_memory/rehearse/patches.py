@@ -310,9 +310,7 @@ class _Done:
 
 @contextmanager
 def collectives_move_nothing() -> Iterator[None]:
-    """torch's fake backend serves CPU and CUDA tensors; on meta tensors a collective has nothing to do
-    either.
-    """
+    """torch's fake backend serves CPU and CUDA tensors; with meta tensors, too, there is nothing to move."""
     group = torch.distributed.ProcessGroup
     names = (
         "allreduce", "allreduce_coalesced", "_allgather_base", "allgather", "allgather_into_tensor_coalesced",
@@ -382,8 +380,7 @@ def _softmax_kernels() -> dict[str, types.ModuleType]:
 
 @contextmanager
 def apex_kernels() -> Iterator[None]:
-    """The weight-gradient GEMM that adds into the main gradient, and the fused softmax; neither allocates
-    more.
+    """The weight-gradient GEMM that adds into the main gradient, and the fused softmax.
 
     ``tensor_parallel/layers.py`` and ``fusions/fused_softmax.py`` import them from Apex.
     """
@@ -443,12 +440,10 @@ def without_compiling() -> Iterator[None]:
 
 @contextmanager
 def fresh_caches() -> Iterator[None]:
-    """megatron-core caches masks, rotary tables and scratch buffers for the process; those made here must
-    go.
-    """
+    """megatron-core caches masks and rotary tables for the process; those made here must go."""
     utils = _module("megatron.core.transformer.utils")
     rotary = _module("megatron.core.models.common.embeddings.rotary_pos_embedding")
-    cached = [
+    cached: list[Any] = [
         getattr(utils, "get_default_causal_mask", None),
         getattr(utils, "get_sliding_window_causal_mask", None),
         getattr(getattr(rotary, "RotaryEmbedding", None), "forward", None),

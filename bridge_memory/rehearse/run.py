@@ -121,19 +121,18 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
     """Be this rank, with everything needed to run on the meta device, and leave no trace."""
     if run.implementation.te:
         raise SpecError(
-            "transformer_impl (transformer_engine) needs a GPU to run; rehearse with --transformer-impl local
-            " "or --device cuda"
+            "transformer_impl (transformer_engine) needs a GPU to run; rehearse with --transformer-impl local "
+            "or --device cuda"
         )
     if run.precision.fp32_residual_connection:
         raise NotBuildable(
-            "fp32_residual_connection needs norms that change the dtype (Apex, Transformer Engine); torch's
-            do not"
+            "fp32_residual_connection needs norms that change the dtype, of Apex or Transformer Engine"
         )
-    if run.recompute.selects("mlp") and any(isinstance(x.ffn, MLPSpec) and x.ffn.add_bias for x in run.model.layers):
+    biased = any(isinstance(x.ffn, MLPSpec) and x.ffn.add_bias for x in run.model.layers)
+    if run.recompute.selects("mlp") and biased:
         raise NotBuildable(
-            "recompute_modules mlp with biases never ends: the checkpoint returns the bias parameter itself,
-            which " "then counts as its output (megatron-core 0.16.1, tensor_parallel/random.py:
-            CheckpointFunction)"
+            "recompute_modules mlp with biases never ends: the checkpoint returns the bias parameter itself, "
+            "which then counts as its output (megatron-core 0.16.1, random.py: CheckpointFunction)"
         )
     moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
     quiet = logging.root.manager.disable
@@ -270,9 +269,7 @@ def _static(chunk: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
-    """One microbatch through one chunk: embedding or received input, layers, final norm, loss or sent
-    output.
-    """
+    """One microbatch through one chunk, from the embedding or received input to the loss or sent output."""
     batch, parallel = run.batch, run.parallel
     s = batch.seq_length // parallel.cp
     b = batch.micro_batch_size
