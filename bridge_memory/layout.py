@@ -61,7 +61,7 @@ def layout(model: ModelSpec, parallel: ParallelSpec) -> Layout:
     answer = _layout(
         len(model.layers),
         model.mtp_num_layers,
-        model.hybrid,
+        model.hybrid and not model.pattern_splits_pipeline,
         parallel.pipeline_model_parallel_size,
         parallel.virtual_pipeline_model_parallel_size,
         parallel.num_layers_in_first_pipeline_stage,

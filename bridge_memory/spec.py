@@ -175,6 +175,9 @@ class ModelSpec:
     mtp_use_repeated_layer: bool = False
     #: Mamba/hybrid models are built by MambaModel, whose parameter names and splits differ from GPTModel's.
     hybrid: bool = False
+    #: A hybrid whose layer pattern itself splits the pipeline ("M-M*|M-M-", newer Megatron-LM): chunks come from
+    #: ``pipeline_model_parallel_layout`` and may be virtual.
+    pattern_splits_pipeline: bool = False
     #: What the reader had to suppose, one sentence each; shown with the estimate.
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()

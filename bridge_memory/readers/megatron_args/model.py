@@ -178,6 +178,7 @@ def model_spec(a: Arguments, megatron_core: tuple[int, int], name: str = "megatr
         mtp_layer=mtp_layer,
         mtp_use_repeated_layer=a.flag("mtp_use_repeated_layer"),
         hybrid=pattern is not None,
+        pattern_splits_pipeline=pattern is not None and len(pattern.segments) > 1,
         assumptions=(supposed,) if supposed else (),
         not_modelled=gaps,
     )

@@ -58,6 +58,10 @@ def run_from_megatron_args(
         raise SpecError("world_size is unknown; give the number of GPUs (--world-size N)")
     pattern = hybrid_pattern(a)
     model = model_spec(a, core)
+    gaps = list(a.not_modelled())
+    precision = _precision(a)
+    if precision.fp8_param and precision.params_dtype == "fp32":
+        gaps.append("--fp8-param-gather with fp32 parameters: what stays in fp32 beside the fp8 copies")
     return RunSpec(
         model=model,
         parallel=_parallel(a, ranks, model.num_layers, pattern),
@@ -68,11 +72,11 @@ def run_from_megatron_args(
             global_batch_size=a.optional_integer("global_batch_size")
             or a.required("micro_batch_size") * _data_parallel(a, ranks),
         ),
-        precision=_precision(a),
+        precision=precision,
         optimizer=_optimizer(a),
         recompute=_recompute(a),
         implementation=_implementation(a, core, gpu, release(transformer_engine)),
-        not_modelled=a.not_modelled(),
+        not_modelled=tuple(gaps),
     )
 
 
@@ -127,8 +131,7 @@ def _parallel(a: Arguments, ranks: int, layers: int, pattern: HybridPattern | No
     tp, pp = a.integer("tensor_model_parallel_size", 1), a.integer("pipeline_model_parallel_size", 1)
     _data_parallel(a, ranks)
     layout = a.text("pipeline_model_parallel_layout", "").replace("\\", "").strip("'\"") or None
-    # Segments of one length are what an even split makes anyway.
-    if pattern is not None and len({len(segment) for segment in pattern.segments}) > 1:
+    if pattern is not None and len(pattern.segments) > 1:
         end = "m" * len(pattern.mtp) + "L"
         last = len(pattern.segments) - 1
         layout = "|".join(
