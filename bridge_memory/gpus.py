@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 
-#: CUDA context with the kernels of torch, cuBLAS, cuDNN and Transformer Engine loaded, bytes. nvidia-smi shows
-#: 0.5 to 0.6 GiB for such a process on A100 and H100. Assumed alike elsewhere.
+#: CUDA context with the kernels of torch, cuBLAS, cuDNN and Transformer Engine loaded, bytes. Assumed: nvidia-smi
+#: shows 0.5 to 0.6 GiB for a process that has run such kernels on A100 and H100.
 CONTEXT_BYTES = 600 << 20
-#: NCCL communicators of the tensor, pipeline, context, expert and data-parallel groups, bytes: each channel holds
-#: some 10 MiB (NCCL's buffers of 4 MiB Simple, and its LL and LL128 ones), a communicator up to 32 channels.
-#: Assumed: 1.4 GiB for the handful of groups a Megatron job makes; nothing on one GPU.
+#: NCCL's buffers, bytes; nothing on one GPU. Assumed: a channel holds some 10 MiB (NCCL's default buffers: 4 MiB of
+#: the Simple protocol, and those of LL and LL128), a communicator up to 32 channels, and a Megatron job has a
+#: handful of them (tensor, pipeline, context, expert, data parallel), most with few channels.
 NCCL_BYTES = 1434 << 20
-#: Reserved over allocated at the peak, minus one: the 90th percentile of 80 ranks in 10 runs on B200 of
-#: SimuMax's published measurements (median 3.8 %, worst 9.3 %).
+#: max_reserved over max_allocated, minus one: the 90th percentile of the 80 ranks in 10 runs on B200 (SimuMax's
+#: published measurements, tests/data/measurements/runs.jsonl; median 3.8 %, worst 9.3 %).
 FRAGMENTATION = 0.073
 
 
 @dataclass(frozen=True, slots=True)
-class GPU:
-    """One kind of card. ``usable_bytes`` is what torch reports as total_memory; see ``_CARDS``."""
+class Gpu:
+    """One kind of card. ``capacity_bytes`` is what torch reports as total_memory; see ``_CARDS``."""
 
     name: str
     description: str
-    usable_bytes: int
+    capacity_bytes: int
     #: Whose workspace rules apply, a value of ``ImplementationSpec.gpu_arch``.
     arch: str
     #: Shown with an estimate when no GPU is asked for.
@@ -44,17 +44,17 @@ class GPU:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How one GPU takes an estimate: capacity = peak + margin + headroom, exactly."""
+    """How one GPU takes an estimate: capacity = highest peak + margin + headroom, exactly. Bytes."""
 
-    gpu: GPU
+    gpu: str
     capacity_bytes: int
     margin_bytes: int
     headroom_bytes: int
     fits: bool
 
 
-def _gpu(name: str, description: str, gib: float, arch: str, common: bool = False) -> GPU:
-    return GPU(name, description, int(gib * GIB), arch, common)
+def _gpu(name: str, description: str, gib: float, arch: str, common: bool = False) -> Gpu:
+    return Gpu(name, description, int(gib * GIB), arch, common)
 
 
 # Usable memory in GiB: the "total capacity" of torch's own out-of-memory messages, that is
@@ -113,14 +113,13 @@ _ALIASES = {
 }  # fmt: skip
 
 
-def all_gpus() -> tuple[GPU, ...]:
-    """Every card known, oldest family first."""
-    return _CARDS
+#: Name -> card, oldest family first.
+GPUS = {card.name: card for card in _CARDS}
 
 
-def common_gpus() -> tuple[GPU, ...]:
+def common_gpus() -> tuple[Gpu, ...]:
     """The cards that most training clusters have, smallest first."""
-    return tuple(sorted((g for g in _CARDS if g.common), key=lambda g: g.usable_bytes))
+    return tuple(sorted((g for g in _CARDS if g.common), key=lambda g: g.capacity_bytes))
 
 
 def _key(name: str) -> str:
@@ -133,17 +132,16 @@ def _key(name: str) -> str:
     return key
 
 
-def find_gpu(name: str) -> GPU:
+def find_gpu(name: str) -> Gpu:
     """The card called ``name`` ("H100", "a100-80gb", "NVIDIA H100 80GB"). Raises SpecError with close matches."""
     import difflib
 
     key = _key(name)
     by_key = {_key(g.name): g for g in _CARDS}
-    by_name = {g.name: g for g in _CARDS}
     if key in by_key:
         return by_key[key]
     if key in _ALIASES:
-        return by_name[_ALIASES[key]]
+        return GPUS[_ALIASES[key]]
     close = [g.name for k, g in by_key.items() if key and k.startswith(key)]
     if not close:
         close = [by_key[k].name for k in difflib.get_close_matches(key, by_key, n=3, cutoff=0.5)]
@@ -156,14 +154,26 @@ def outside_bytes(world_size: int) -> int:
     return CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0)
 
 
-def fit(estimate: Estimate, gpu: GPU) -> Fit:
-    """Whether the worst stage of ``estimate`` fits on ``gpu`` with the margin. Bytes, on one GPU."""
-    peak = estimate.peak_stage.peak_bytes
-    margin = outside_bytes(estimate.run.parallel.world_size) + int(peak * FRAGMENTATION)
-    headroom = gpu.usable_bytes - peak - margin
-    return Fit(gpu, gpu.usable_bytes, margin, headroom, headroom >= 0)
+def margin_bytes(peak_bytes: int, world_size: int) -> int:
+    """What a card must hold beyond a peak: memory outside the allocator, and fragmentation inside it."""
+    return outside_bytes(world_size) + int(peak_bytes * FRAGMENTATION)
 
 
-def fits(estimate: Estimate, gpus: Sequence[GPU] = ()) -> tuple[Fit, ...]:
-    """``fit`` for each of ``gpus``; for the common ones when none is named."""
-    return tuple(fit(estimate, gpu) for gpu in gpus or common_gpus())
+def margin_words(world_size: int) -> str:
+    """How the margin is made, for people."""
+    nccl = f" + {NCCL_BYTES / GIB:.2f} GiB NCCL" if world_size > 1 else ""
+    return (
+        f"margin = {CONTEXT_BYTES / GIB:.2f} GiB CUDA context{nccl} (assumed) + {FRAGMENTATION:.1%} of the peak for "
+        "fragmentation (measured: 90th percentile of reserved over allocated, 80 ranks on B200)"
+    )
+
+
+def fits(result: Estimate, gpus: Sequence[Gpu] = ()) -> list[Fit]:
+    """Whether the worst stage of ``result`` fits with the margin on each of ``gpus`` (none: the common ones)."""
+    peak = result.peak_stage.peak_bytes
+    margin = margin_bytes(peak, result.run.parallel.world_size)
+    out = []
+    for gpu in gpus or common_gpus():
+        headroom = gpu.capacity_bytes - peak - margin
+        out.append(Fit(gpu.name, gpu.capacity_bytes, margin, headroom, headroom >= 0))
+    return out

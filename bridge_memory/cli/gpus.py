@@ -1,37 +1,30 @@
-"""``bridge-memory gpus``: the known GPUs and what of their memory a process can use."""
+"""``bridge-memory gpus``: the known GPUs and what of their memory torch can use."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--json", action="store_true", help="a JSON list of {name, description, usable_bytes}")
+    parser.add_argument("--json", action="store_true", help="a JSON list of {name, description, capacity_bytes, arch}")
 
 
 def run(args: argparse.Namespace) -> int:
-    """List every GPU. Returns 0."""
-    from bridge_memory.gpus import all_gpus
-    from bridge_memory.report.document import Column, Grid, Notes
-    from bridge_memory.report.show import print_document
-    from bridge_memory.report.units import GIB_UNIT
+    """List the GPUs. Returns 0."""
+    from bridge_memory.gpus import GPUS
 
-    gpus = all_gpus()
     if args.json:
         import json
 
-        rows = [{"name": g.name, "description": g.description, "usable_bytes": g.usable_bytes} for g in gpus]
-        print(json.dumps(rows, indent=2))
+        keys = ("name", "description", "capacity_bytes", "arch")
+        print(json.dumps([{key: getattr(gpu, key) for key in keys} for gpu in GPUS.values()], indent=2))
         return 0
-    grid = Grid(
-        "",
-        (Column("name", left=True), Column("usable GiB"), Column("card", left=True)),
-        tuple((g.name, GIB_UNIT.format(g.usable_bytes), g.description) for g in gpus),
-    )
-    notes = Notes(
-        "usable: total_memory as torch reports it; a run can take that less the margin that `estimate` states", ()
-    )
-    print_document([grid, notes], sys.stdout)
+    from bridge_memory.report.document import Column, Grid, print_blocks
+    from bridge_memory.report.units import format_ticks, ticks
+
+    rows = tuple((g.name, format_ticks(ticks(g.capacity_bytes, "GiB"), "GiB"), g.description) for g in GPUS.values())
+    columns = (Column("GPU", words=True), Column("usable GiB"), Column("card", words=True))
+    note = "usable: total_memory as torch reports it; a run can take less of it by the margin that its estimate states"
+    print_blocks([Grid("Known GPUs (names for --gpu)", columns, rows, None, (note,))])
     return 0

@@ -1,58 +1,88 @@
-"""A report as records: paragraphs, facts, grids. ``plain`` and ``terminal`` show the same ones."""
+"""What a printed report is made of. Knows nothing of memory; ``plain`` and ``terminal`` show the same blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shutil
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TextIO
 
-
-@dataclass(frozen=True, slots=True)
-class Title:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Labels and what they say, one a line."""
-
-    rows: tuple[tuple[str, str], ...]
+#: Below this a line of words is no longer readable; narrower terminals get longer lines.
+NARROWEST = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    head: str
-    left: bool = False
+    """A heading, and whether its cells are ``words`` (left, may wrap) or numbers (right, whole)."""
+
+    title: str
+    words: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table. ``marked`` is the row that matters most."""
+    """A table. ``emphasis``: the index of the row that matters, if any."""
 
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[str, ...], ...]
-    marked: int | None = None
-
-    def width(self, gap: int) -> int:
-        """Characters of a line, with ``gap`` between columns."""
-        return sum(self.widths()) + gap * (len(self.columns) - 1)
-
-    def widths(self) -> list[int]:
-        return [max(len(c.head), *(len(r[i]) for r in self.rows), 0) for i, c in enumerate(self.columns)]
+    emphasis: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Notes:
-    """A heading and one sentence a line under it."""
+class Pairs:
+    """Names and values, one a line."""
 
     title: str
-    lines: tuple[str, ...]
+    pairs: tuple[tuple[str, str], ...]
 
 
-Part = Title | Facts | Grid | Notes
-Document = Sequence[Part]
+@dataclass(frozen=True, slots=True)
+class Bullets:
+    """A list of sentences."""
+
+    title: str
+    items: tuple[str, ...]
+
+
+Block = Grid | Pairs | Bullets
+
+
+def print_blocks(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
+    """Write ``blocks`` to ``stream`` (default: stdout): through rich on a terminal, as plain text elsewhere.
+
+    The width is the terminal's, or COLUMNS, or 80.
+    """
+    out = sys.stdout if stream is None else stream
+    width = max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
+    clean = [_clean(block) for block in blocks]
+    if out.isatty() and os.environ.get("TERM") != "dumb":
+        from bridge_memory.report.terminal import print_rich
+
+        print_rich(clean, out, width)
+    else:
+        from bridge_memory.report.plain import render
+
+        out.write(render(clean, width))
 
 
 def one_line(text: str) -> str:
     """``text`` with line breaks and control characters escaped, so that it stays one line on any terminal."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _clean(block: Block) -> Block:
+    """Names come from files, and a terminal obeys what it is sent."""
+    if isinstance(block, Pairs):
+        return Pairs(one_line(block.title), tuple((one_line(n), one_line(v)) for n, v in block.pairs))
+    if isinstance(block, Bullets):
+        return Bullets(one_line(block.title), tuple(map(one_line, block.items)))
+    return Grid(
+        one_line(block.title), block.columns, tuple(tuple(map(one_line, row)) for row in block.rows),
+        block.emphasis, tuple(map(one_line, block.notes)),
+    )

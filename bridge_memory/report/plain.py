@@ -1,58 +1,119 @@
-"""A document as plain text: nothing is cut off; what is too wide for a table becomes a list."""
+"""Blocks of a report as plain text of a given width, and the layout that the terminal shares with it.
+
+Numbers are never broken or cut: columns that do not fit beside each other go into a further table under the same
+first column. Words wrap between words.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from bridge_memory.report.document import Document, Facts, Grid, Notes, Part, Title
+from bridge_memory.report.document import Block, Bullets, Grid, Pairs
 
-WIDTH = 80
-
-
-def render(document: Document, width: int = WIDTH) -> str:
-    """The whole document, lines of at most ``width`` characters (longer only where one word is longer)."""
-    return "\n\n".join("\n".join(_lines(part, width)) for part in document) + "\n"
-
-
-def _lines(part: Part, width: int) -> Iterator[str]:
-    if isinstance(part, Title):
-        yield from _wrap(part.text, width, "", "  ")
-    elif isinstance(part, Facts):
-        label_width = max(len(label) for label, _ in part.rows)
-        for label, text in part.rows:
-            yield from _wrap(text, width, f"{label:<{label_width}}  ", " " * (label_width + 2))
-    elif isinstance(part, Notes):
-        yield from _wrap(part.title, width, "", "  ")
-        for text in part.lines:
-            yield from _wrap(text, width, "  - ", "    ")
-    else:
-        if part.title:
-            yield from _wrap(part.title, width, "", "  ")
-        yield from grid_lines(part, width)
+#: Characters between two columns, and where only that makes a table fit.
+GAP, NARROW_GAP = 2, 1
+#: A column of words takes at least this (or its longest word) before a table is split.
+WORDS_WIDTH = 14
 
 
-def _wrap(text: str, width: int, first: str, rest: str) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A part of a grid cut to a width: its columns' widths, and each row's lines of padded cells."""
+
+    gap: int
+    widths: tuple[int, ...]
+    header: tuple[str, ...]
+    rows: tuple[tuple[tuple[str, ...], ...], ...]
+
+
+def render(blocks: Iterable[Block], width: int) -> str:
+    """All blocks, lines of at most ``width`` characters (a word or a number that is wider stays whole)."""
+    return "\n\n".join("\n".join(_lines(block, width)) for block in blocks) + "\n"
+
+
+def _lines(block: Block, width: int) -> list[str]:
+    lines = wrap(block.title, width) if block.title else []
+    if isinstance(block, Pairs):
+        return lines + pair_lines(block, width)
+    if isinstance(block, Bullets):
+        return lines + bullet_lines(block, width)
+    for n, laid in enumerate(lay_out(block, width)):
+        between = " " * laid.gap
+        lines += [""] * bool(n)
+        lines.append(between.join(laid.header).rstrip())
+        lines.append(between.join("-" * w for w in laid.widths))
+        lines += [between.join(cells).rstrip() for row in laid.rows for cells in row]
+    for note in block.notes:
+        lines += wrap(note, width)
+    return lines
+
+
+def pair_lines(block: Pairs, width: int) -> list[str]:
+    """"  name  value", values wrapped under themselves."""
+    indent = 4 + max(len(name) for name, _ in block.pairs)
+    return [
+        line for name, value in block.pairs for line in wrap(value, width, f"  {name}".ljust(indent), " " * indent)
+    ]
+
+
+def bullet_lines(block: Bullets, width: int) -> list[str]:
+    """"  - item", wrapped under itself."""
+    return [line for item in block.items for line in wrap(item, width, "  - ", "    ")]
+
+
+def wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
+    """Lines of at most ``width``, broken between words only."""
     return textwrap.wrap(
         text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     ) or [first.rstrip()]
 
 
-def grid_lines(grid: Grid, width: int) -> Iterator[str]:
-    """The grid as aligned columns, or, where they are wider than ``width``, row by row as facts."""
-    gap = 2 if grid.width(2) <= width else 1
-    if grid.width(gap) > width:
-        label_width = max(len(c.head) for c in grid.columns)
-        for i, row in enumerate(grid.rows):
-            for column, cell in zip(grid.columns, row, strict=True):
-                yield from _wrap(cell, width, f"  {column.head:<{label_width}}  ", " " * (label_width + 4))
-            if i + 1 < len(grid.rows):
-                yield ""
-        return
-    widths = grid.widths()
-    for row in (tuple(c.head for c in grid.columns), *grid.rows):
-        cells = (
-            f"{cell:<{w}}" if c.left else f"{cell:>{w}}"
-            for c, cell, w in zip(grid.columns, row, widths, strict=True)
+def lay_out(grid: Grid, width: int) -> list[Laid]:
+    """Cut ``grid`` into tables of at most ``width``; its first column opens each of them."""
+    natural, least = [], []
+    for i, column in enumerate(grid.columns):
+        widest = max(len(column.title), *(len(row[i]) for row in grid.rows), 0)
+        natural.append(widest)
+        longest = max((len(word) for row in grid.rows for word in row[i].split()), default=0)
+        least.append(max(len(column.title), longest, min(widest, WORDS_WIDTH)) if column.words else widest)
+    everything = range(len(grid.columns))
+    for gap in (GAP, NARROW_GAP):
+        if _total((least[i] for i in everything), gap) <= width:
+            return [_table(grid, list(everything), natural, least, width, gap)]
+    tables: list[list[int]] = [[0]]
+    for i in everything[1:]:
+        if len(tables[-1]) > 1 and _total((least[j] for j in [*tables[-1], i]), GAP) > width:
+            tables.append([0])
+        tables[-1].append(i)
+    return [_table(grid, indices, natural, least, width, GAP) for indices in tables]
+
+
+def _table(
+    grid: Grid, indices: Sequence[int], natural: Sequence[int], least: Sequence[int], width: int, gap: int
+) -> Laid:
+    widths = {i: least[i] for i in indices}
+    spare = max(0, width - _total(widths.values(), gap))
+    for i in indices:  # words take what is left, first come first served
+        more = min(natural[i] - widths[i], spare)
+        widths[i] += more
+        spare -= more
+
+    def pad(i: int, text: str) -> str:
+        return text.ljust(widths[i]) if grid.columns[i].words else text.rjust(widths[i])
+
+    rows = []
+    for row in grid.rows:
+        cells = {i: wrap(row[i], widths[i]) if grid.columns[i].words else [row[i]] for i in indices}
+        height = max(map(len, cells.values()))
+        rows.append(
+            tuple(tuple(pad(i, "".join(cells[i][n : n + 1])) for i in indices) for n in range(height))
         )
-        yield (" " * gap).join(cells).rstrip()
+    header = tuple(pad(i, grid.columns[i].title) for i in indices)
+    return Laid(gap, tuple(widths.values()), header, tuple(rows))
+
+
+def _total(widths: Iterable[int], gap: int) -> int:
+    values = list(widths)
+    return sum(values) + gap * (len(values) - 1)

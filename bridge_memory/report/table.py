@@ -1,240 +1,266 @@
-"""An Estimate as a report for people: what is trained, every stage, the peak, what it fits on, what was supposed."""
+"""The printed estimate: every stage, what its peak is made of, what it fits on, what was assumed and left out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from bridge_memory.components import KINDS, STATIC_KINDS, Component
 from bridge_memory.estimate import Estimate, StageEstimate
-from bridge_memory.gpus import CONTEXT_BYTES, FRAGMENTATION, Fit, outside_bytes
-from bridge_memory.report.document import Column, Document, Facts, Grid, Notes, Part, Title, one_line
-from bridge_memory.report.show import print_document
-from bridge_memory.report.units import UNITS, Unit, count, ranges
-from bridge_memory.spec import RunSpec
+from bridge_memory.report.document import Block, Bullets, Column, Grid, Pairs, print_blocks
+from bridge_memory.report.summary import configuration
+from bridge_memory.report.units import (
+    FINER,
+    check_unit,
+    format_bytes,
+    format_count,
+    format_ticks,
+    ranges,
+    share,
+    ticks,
+)
+from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
     from bridge_memory.details import DetailRow
+    from bridge_memory.gpus import Fit
 
-#: The parts of a peak, in the order in which they are shown.
-_PARTS = ("weights", "gradients", "optimizer", "buffers", "activation", "transient")
+#: Components of the peak stage that are listed; the rest is summed in one line.
+LARGEST = 10
+
+_KIND_TITLES = {
+    "weights": "weights", "gradients": "gradients", "optimizer": "optimizer", "buffers": "buffers",
+    "activation": "activations", "transient": "transient",
+}
 
 
 def print_estimate(
     result: Estimate,
-    fitting: Sequence[Fit],
+    fits: Sequence[Fit],
     *,
     unit: str = "GiB",
     stage: int | None = None,
     details: Mapping[int, Sequence[DetailRow]] | None = None,
-    stream: TextIO,
+    stream: TextIO | None = None,
 ) -> None:
-    """Print the report. ``stage`` shows only that one; ``details`` are rows of ``stage_details`` by stage."""
-    print_document(document(result, fitting, unit=unit, stage=stage, details=details), stream)
+    """Print ``result`` to ``stream`` (default: stdout): rich tables on a terminal, plain text elsewhere.
+
+    ``unit`` is a name of ``report.units.UNITS``; ``stage`` leaves only that stage; ``details`` maps a stage to the
+    rows of ``details.stage_details``, printed tensor by tensor together with all its components. Every total is the
+    sum of the numbers shown. Raises SpecError for a unit or a stage that does not exist.
+    """
+    print_blocks(estimate_blocks(result, fits, unit=unit, stage=stage, details=details), stream)
 
 
-def document(
+def estimate_blocks(
     result: Estimate,
-    fitting: Sequence[Fit],
+    fits: Sequence[Fit],
     *,
     unit: str = "GiB",
     stage: int | None = None,
     details: Mapping[int, Sequence[DetailRow]] | None = None,
-) -> Document:
-    """The report's parts, in order."""
-    u = UNITS[unit]
-    shown = [s for s in result.stages if stage is None or s.stage == stage]
-    parts: list[Part] = [Title(_title(result)), Facts(tuple(_facts(result.run)))]
-    parts += _stage_grids(result, shown, u)
-    for s in shown if details is not None else ():
-        parts += _stage_details(s, details.get(s.stage, ()) if details else (), u)
-    if fitting:
-        parts.append(_fits(result, fitting, u))
-        parts.append(Notes("Margin", (_margin(result),)))
-    if result.assumptions:
-        parts.append(Notes("Assumed", tuple(map(one_line, dict.fromkeys(result.assumptions)))))
-    if result.not_modelled:
-        parts.append(Notes("Not modelled", tuple(map(one_line, dict.fromkeys(result.not_modelled)))))
-    return parts
+) -> list[Block]:
+    """The blocks that ``print_estimate`` prints."""
+    check_unit(unit)
+    if stage is not None and not 0 <= stage < len(result.stages):
+        raise SpecError(f"--stage is {stage}; the stages of this run are 0 to {len(result.stages) - 1}")
+    worst = result.peak_stage
+    shown = result.stages if stage is None else (result.stages[stage],)
+    explained = worst if stage is None else shown[0]
+    groups = _alike(shown)
+    blocks: list[Block] = [
+        Pairs(f"Estimate of {result.run.model.name}", configuration(result)),
+        _stages(groups, worst, unit, len(result.stages)),
+        _memory(groups, worst, unit),
+        _components(explained, unit, LARGEST, _why(explained, worst, result, unit)),
+    ]
+    for index, rows in (details or {}).items():
+        if stage in (None, index):
+            blocks += _details(result.stages[index], rows, unit)
+    if fits:
+        blocks.append(_fits(fits, result, unit))
+    blocks.append(Bullets("Assumed", _once(result.assumptions) or ("nothing beyond the configuration",)))
+    blocks.append(Bullets("Not modelled", _once(result.not_modelled) or ("no option in use is known to be left out",)))
+    return blocks
+
+
+def _once(sentences: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(sentences))
+
+
+class _Cells:
+    """A stage's numbers in ticks of the unit, so rounded that every total is the sum of its parts."""
+
+    def __init__(self, stage: StageEstimate, unit: str) -> None:
+        by_kind = [stage.bytes_of(kind) for kind in KINDS]
+        split = len(STATIC_KINDS)
+        self.peak = ticks(stage.peak_bytes, unit)
+        lasting = ticks(sum(by_kind[:split]), unit)
+        cells = share(by_kind[:split], unit, lasting) + share(by_kind[split:], unit, self.peak - lasting)
+        self.kinds = dict(zip(KINDS, cells, strict=True))
+        self.leftovers = ticks(sum(c.bytes for c in stage.leftovers), unit)
+        self.static = lasting + self.leftovers
+
+    def components(self, stage: StageEstimate, unit: str) -> list[tuple[int, Component]]:
+        """Every component with its ticks, which add up to those of its kind."""
+        out = []
+        for kind in KINDS:
+            parts = [c for c in stage.components if c.kind == kind]
+            out += list(zip(share([c.bytes for c in parts], unit, self.kinds[kind]), parts, strict=True))
+        return sorted(out, key=lambda pair: -pair[1].bytes)
 
 
 # --------------------------------------------------------------------------------------------------
-# What is trained
+# Stage by stage
 # --------------------------------------------------------------------------------------------------
 
 
-def _title(result: Estimate) -> str:
-    model = result.run.model
-    text = f"{model.name} ({model.model_type}): {count(result.parameters)} parameters"
-    if result.mtp_parameters:
-        depths = f"{model.mtp_num_layers} MTP layer{'s' if model.mtp_num_layers > 1 else ''}"
-        text += f" + {count(result.mtp_parameters)} of {depths}"
-    return one_line(f"{text}, {model.num_layers} layers of width {model.hidden_size}")
+def _alike(stages: Sequence[StageEstimate]) -> list[tuple[StageEstimate, ...]]:
+    """Neighbours in one group where all their numbers are the same."""
 
-
-def _facts(run: RunSpec) -> Iterator[tuple[str, str]]:
-    p, b, o, r, i = run.parallel, run.batch, run.optimizer, run.recompute, run.implementation
-    sizes = f"tp {p.tp}{' with sequence parallel' if p.sp else ''}, pp {p.pp}"
-    if p.vpp > 1:
-        sizes += f" x {p.vpp} virtual"
-    sizes += f", cp {p.cp}, dp {p.data_parallel_size}"
-    if run.model.has_experts:
-        sizes += f"; experts: ep {p.ep}, etp {p.etp}, dp {p.expert_data_parallel_size}"
-    yield "GPUs", f"{p.world_size}: {sizes}"
-    total = b.micro_batch_size * run.num_microbatches * p.data_parallel_size
-    yield (
-        "batch",
-        f"{total} sequences of {b.seq_length} tokens: {run.num_microbatches} microbatches of {b.micro_batch_size} "
-        f"on each of {p.data_parallel_size} replicas",
-    )
-    yield "precision", _precision(run)
-    yield "optimizer", f"{o.optimizer}{', distributed' if o.use_distributed_optimizer else ''}{_optimizer_extras(run)}"
-    yield "recompute", _recompute(run) if r.granularity else "none"
-    code = f"megatron-core {'.'.join(map(str, i.megatron_core))}, {i.transformer_impl}, {i.attention_backend} attention"
-    loss = f"{i.cross_entropy_fusion_impl} fused" if i.cross_entropy_loss_fusion else "unfused"
-    yield "code", f"{code}, {loss} cross entropy"
-
-
-def _precision(run: RunSpec) -> str:
-    p, o = run.precision, run.optimizer
-    text = p.params_dtype
-    if p.fp8:
-        text += f", fp8 {p.fp8} ({p.fp8_recipe}{', fp8 parameters' if p.fp8_param else ''})"
-    return f"{text}, gradients in {'fp32' if o.grad_reduce_in_fp32 else p.params_dtype}"
-
-
-def _optimizer_extras(run: RunSpec) -> str:
-    o = run.optimizer
-    text = ""
-    if o.use_precision_aware_optimizer:
-        text += (
-            f", precision-aware (main gradients {o.main_grads_dtype}, parameters {o.main_params_dtype}, moments "
-            f"{o.exp_avg_dtype} and {o.exp_avg_sq_dtype})"
+    def numbers(s: StageEstimate) -> tuple[object, ...]:
+        return (
+            len(s.layers), s.parameters, s.in_flight_microbatches, s.components, s.leftovers, s.peak_phase,
+            s.peak_operation,
         )
-    if o.optimizer_cpu_offload:
-        text += f", {o.optimizer_offload_fraction:.0%} in host memory"
-    return text
 
-
-def _recompute(run: RunSpec) -> str:
-    r = run.recompute
-    if r.granularity == "selective":
-        return f"selective: {', '.join(r.modules) or 'nothing'}"
-    return f"full, {r.method}, {r.num_layers} layer{'' if r.num_layers == 1 else 's'} a group"
-
-
-# --------------------------------------------------------------------------------------------------
-# The stages
-# --------------------------------------------------------------------------------------------------
-
-
-def _stage_grids(result: Estimate, stages: Sequence[StageEstimate], u: Unit) -> list[Part]:
-    groups = _alike(stages)
-    between = any(s.leftovers for s in stages)
-    worst = result.peak_stage.stage
-    static_rows, peak_rows = [], []
-    marked = None
-    for i, group in enumerate(groups):
-        s = group[0]
-        name = ranges([g.stage for g in group])
-        ticks = dict(zip(_PARTS, u.apportion([s.bytes_of(kind) for kind in _PARTS]), strict=True))
-        lasting = [ticks[kind] for kind in _PARTS[:4]]
-        left = u.ticks(sum(c.bytes for c in s.leftovers))
-        static_rows.append(
-            (
-                name, _layers(group), count(s.parameters), *map(u.show, lasting),
-                *((u.show(left),) if between else ()), u.show(sum(lasting) + left),
-            )
-        )
-        peak_rows.append(
-            (
-                name, u.show(sum(lasting)), str(s.in_flight_microbatches), u.show(ticks["activation"]),
-                u.show(ticks["transient"]), u.show(sum(ticks.values())), s.peak_phase,
-            )
-        )
-        if any(g.stage == worst for g in group):
-            marked = i
-    static = Grid(
-        f"Static: allocated after a step, {u.name} on each GPU",
-        (
-            Column("stage"), Column("layers"), Column("params"), Column("weights"), Column("gradients"),
-            Column("optimizer"), Column("buffers"), *((Column("left"),) if between else ()), Column("static"),
-        ),
-        tuple(static_rows),
-        marked,
-    )
-    peak = Grid(
-        f"Peak: max allocated in a step, {u.name} on each GPU",
-        (
-            Column("stage"), Column("lasting"), Column("in flight"), Column("activations"), Column("transient"),
-            Column("peak"), Column("in", left=True),
-        ),
-        tuple(peak_rows),
-        marked,
-    )
-    legend = ["lasting: weights, gradients, optimizer and buffers; in flight: microbatches whose activations are held"]
-    if between:
-        legend.append("left: from one step's end to the next step's start only, so not at the peak")
-    s = result.peak_stage
-    where = f"{s.peak_phase}: {s.peak_operation}" if s.peak_operation else s.peak_phase
-    total = u.show(sum(u.apportion([s.bytes_of(kind) for kind in _PARTS])))
-    verdict = one_line(f"The peak is on stage {s.stage}: {total} {u.name}, in {where}")
-    return [static, peak, Notes(verdict, tuple(legend))]
-
-
-def _alike(stages: Sequence[StageEstimate]) -> list[list[StageEstimate]]:
-    """Neighbours that differ in nothing but their place and which layers they hold."""
-    groups: list[list[StageEstimate]] = []
+    groups: list[tuple[StageEstimate, ...]] = []
     for s in stages:
-        if groups and _placeless(groups[-1][0]) == _placeless(s) and groups[-1][-1].stage + 1 == s.stage:
-            groups[-1].append(s)
+        if groups and numbers(groups[-1][0]) == numbers(s):
+            groups[-1] += (s,)
         else:
-            groups.append([s])
+            groups.append((s,))
     return groups
 
 
-def _placeless(s: StageEstimate) -> tuple[StageEstimate, int]:
-    return replace(s, stage=0, layers=()), len(s.layers)
+def _label(group: tuple[StageEstimate, ...], worst: StageEstimate) -> str:
+    first, last = group[0].stage, group[-1].stage
+    return (f"{first}" if first == last else f"{first}-{last}") + (" *" if worst in group else "")
 
 
-def _layers(group: Sequence[StageEstimate]) -> str:
-    """"0-14"; the number for a stage of several pieces; "5 each" for several stages."""
-    first = group[0].layers
-    if len(group) > 1:
-        return f"{len(first)} each"
-    text = ranges(first)
-    return text if "," not in text else f"{len(first)} in {text.count(',') + 1}"
-
-
-def _stage_details(s: StageEstimate, rows: Sequence[DetailRow], u: Unit) -> list[Part]:
-    """Every component of the stage's peak, then the tensors that the inventory listed."""
-    heading = Title(f"Stage {s.stage}, layers {ranges(s.layers)}, {s.parameters:,} parameters on each GPU")
-    components = Grid(
-        f"At the peak, in {one_line(s.peak_operation or s.peak_phase)}",
-        (Column("bytes"), Column("kind", left=True), Column("known by", left=True), Column("component", left=True)),
-        tuple((f"{c.bytes:,}", c.kind, c.provenance, one_line(c.name)) for c in s.components),
-    )
-    total = Notes(f"Total {sum(c.bytes for c in s.components):,} bytes", ())
-    parts: list[Part] = [heading, components, total]
-    if s.leftovers:
-        parts.append(
-            Grid(
-                "Between steps only",
-                (Column("bytes"), Column("known by", left=True), Column("component", left=True)),
-                tuple((f"{c.bytes:,}", c.provenance, one_line(c.name)) for c in s.leftovers),
+def _stages(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate, unit: str, count: int) -> Grid:
+    rows = []
+    leftovers: dict[str, list[str]] = {}
+    for group in groups:
+        cells = _Cells(group[0], unit)
+        label = _label(group, worst)
+        rows.append(
+            (
+                label, _layers(group), format_count(group[0].parameters), str(group[0].in_flight_microbatches),
+                format_ticks(cells.static, unit), _moment(group[0]),
             )
         )
-    for section in dict.fromkeys(r.section for r in rows):
-        for block in dict.fromkeys(r.block for r in rows if r.section == section):
-            listed = [r for r in rows if (r.section, r.block) == (section, block)]
-            parts.append(
-                Grid(
-                    f"{section}: {block}",
-                    (Column("bytes"), Column("times"), Column("tensor", left=True), Column("", left=True)),
-                    tuple((f"{r.bytes:,}", str(r.count), one_line(r.name), one_line(r.note)) for r in listed),
-                )
-            )
-    return parts
+        if cells.leftovers:
+            leftovers.setdefault(format_ticks(cells.leftovers, unit), []).append(label.removesuffix(" *"))
+    columns = (
+        Column("stage", words=True), Column("layers", words=True), Column("parameters"), Column("in flight"),
+        Column("static"), Column("peak in", words=True),
+    )
+    marked = _emphasis(groups, worst)
+    notes = [f"* stage {worst.stage} has the highest peak"] if count > 1 and marked is not None else []
+    if any(len(group) > 1 for group in groups):
+        notes.append("Stages in one row are alike in every number, the number of layers included.")
+    notes.append(
+        "parameters: of one rank's shard; in flight: microbatches whose activations are held at the peak; "
+        "static: allocated after a step, weights + gradients + optimizer + buffers" + _extra(leftovers, unit)
+    )
+    return Grid(f"Pipeline stages, {unit}", columns, tuple(rows), marked, tuple(notes))
+
+
+def _emphasis(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate) -> int | None:
+    return next((i for i, group in enumerate(groups) if worst in group and len(groups) > 1), None)
+
+
+def _layers(group: tuple[StageEstimate, ...]) -> str:
+    number = len(group[0].layers)
+    listed = ranges(sorted(i for stage in group for i in stage.layers))
+    return f"{number}: {listed}" if listed else "0"
+
+
+def _moment(stage: StageEstimate) -> str:
+    return f"{stage.peak_phase}: {stage.peak_operation}" if stage.peak_operation else stage.peak_phase
+
+
+def _memory(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate, unit: str) -> Grid:
+    rows = []
+    for group in groups:
+        cells = _Cells(group[0], unit)
+        numbers = [*(cells.kinds[kind] for kind in KINDS), cells.peak]
+        rows.append((_label(group, worst), *(format_ticks(n, unit) for n in numbers)))
+    columns = (Column("stage", words=True), *(Column(_KIND_TITLES[kind]) for kind in KINDS), Column("= peak"))
+    note = "peak: max allocated from the second step on"
+    return Grid(f"Memory of one rank at its peak, {unit}", columns, tuple(rows), _emphasis(groups, worst), (note,))
+
+
+def _extra(leftovers: Mapping[str, Sequence[str]], unit: str) -> str:
+    """What a step leaves until the next one begins; dead by the time of the peak, so in no column."""
+    if not leftovers:
+        return ""
+    said = "; ".join(f"{amount} {unit} on stage {', '.join(stages)}" for amount, stages in leftovers.items())
+    return f" + what a step leaves behind until the next ({said})"
+
+
+# --------------------------------------------------------------------------------------------------
+# Why
+# --------------------------------------------------------------------------------------------------
+
+
+def _why(stage: StageEstimate, worst: StageEstimate, result: Estimate, unit: str) -> str:
+    which = f"Why stage {stage.stage}" if len(result.stages) > 1 else "Why it"
+    rank = "" if stage is worst else f" (stage {worst.stage} has the highest, {format_bytes(worst.peak_bytes, unit)})"
+    return f"{which} peaks at {format_bytes(stage.peak_bytes, unit)}, in {_moment(stage)}{rank}"
+
+
+def _components(stage: StageEstimate, unit: str, limit: int | None, title: str) -> Grid:
+    cells = _Cells(stage, unit)
+    listed = cells.components(stage, unit)
+    head = listed if limit is None or len(listed) <= limit + 1 else listed[:limit]
+    rows = [
+        (format_ticks(value, unit), _percent(c.bytes, stage.peak_bytes), c.provenance, _named(c)) for value, c in head
+    ]
+    rest = listed[len(head):]
+    if rest:
+        value, nbytes = sum(v for v, _ in rest), sum(c.bytes for _, c in rest)
+        rows.append((format_ticks(value, unit), _percent(nbytes, stage.peak_bytes), "", f"{len(rest)} smaller ones"))
+    rows.append((format_ticks(cells.peak, unit), "", "", "peak"))
+    columns = (Column(unit), Column("%"), Column("known as", words=True), Column("component", words=True))
+    return Grid(title, columns, tuple(rows), len(rows) - 1)
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}" if whole else "0.0"
+
+
+def _named(component: Component) -> str:
+    return f"{component.name} (over {component.shard})" if component.shard else component.name
+
+
+def _details(stage: StageEstimate, rows: Sequence[DetailRow], unit: str) -> list[Block]:
+    """All components of a stage, then every tensor: bytes of one exactly, totals in a finer unit."""
+    name = f"Stage {stage.stage}"
+    finer = FINER.get(unit, unit)
+    blocks: list[Block] = [_components(stage, unit, None, f"{name}: all components")]
+    groups: dict[tuple[str, str], list[DetailRow]] = {}
+    for row in rows:
+        groups.setdefault((row.section, row.block), []).append(row)
+    columns = (Column(finer), Column("count"), Column("bytes each"), Column("tensor", words=True))
+    for (section, block), members in groups.items():
+        totals = share([row.total for row in members], finer)
+        lines = [
+            (format_ticks(value, finer), f"{row.count:,}", f"{row.bytes:,}", row.name + (row.note and f" ({row.note})"))
+            for value, row in zip(totals, members, strict=True)
+        ]
+        lines.append((format_ticks(sum(totals), finer), "", "", "sum"))
+        title = f"{name}, {section}{_SECTION_NOTES.get(section, '')}: {block}"
+        blocks.append(Grid(title, columns, tuple(lines), len(lines) - 1))
+    return blocks
+
+
+#: What a section's numbers are of; see ``details.stage_details``.
+_SECTION_NOTES = {
+    "parameters": " (in the parameter dtype)",
+    "saved for backward": " by one microbatch (without full recomputation)",
+}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -242,31 +268,23 @@ def _stage_details(s: StageEstimate, rows: Sequence[DetailRow], u: Unit) -> list
 # --------------------------------------------------------------------------------------------------
 
 
-def _fits(result: Estimate, fitting: Sequence[Fit], u: Unit) -> Grid:
-    peak = u.ticks(result.peak_stage.peak_bytes)
+def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:
+    from bridge_memory.gpus import margin_words
+
+    worst = result.peak_stage
+    peak = ticks(worst.peak_bytes, unit)
     rows = []
-    for f in fitting:
-        capacity, margin = u.ticks(f.capacity_bytes), u.ticks(f.margin_bytes)
+    for fit in fits:
+        usable, margin = ticks(fit.capacity_bytes, unit), ticks(fit.margin_bytes, unit)
         rows.append(
             (
-                f.gpu.name, u.show(capacity), u.show(peak), u.show(margin), u.show(capacity - peak - margin),
-                "fits" if f.fits else "does not fit",
+                fit.gpu, *(format_ticks(n, unit) for n in (usable, peak, margin, usable - peak - margin)),
+                "yes" if fit.fits else "no",
             )
         )
-    return Grid(
-        f"GPUs, {u.name}",
-        (
-            Column("GPU", left=True), Column("usable"), Column("peak"), Column("margin"), Column("headroom"),
-            Column("", left=True),
-        ),
-        tuple(rows),
+    columns = (
+        Column("GPU", words=True), Column("usable"), Column("- peak"), Column("- margin"), Column("= headroom"),
+        Column("fits", words=True),
     )
-
-
-def _margin(result: Estimate) -> str:
-    outside = outside_bytes(result.run.parallel.world_size)
-    mib = 1 << 20
-    text = f"{CONTEXT_BYTES // mib} MiB CUDA context"
-    if outside > CONTEXT_BYTES:
-        text += f", {(outside - CONTEXT_BYTES) // mib} MiB NCCL buffers"
-    return f"{text}, {FRAGMENTATION:.1%} of the peak for fragmentation; `bridge-memory gpus` lists more GPUs"
+    title = f"Fits, by the highest peak (stage {worst.stage}), {unit}"
+    return Grid(title, columns, tuple(rows), None, (margin_words(result.run.parallel.world_size),))

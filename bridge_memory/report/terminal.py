@@ -1,58 +1,57 @@
-"""A document on a terminal, through rich."""
+"""Blocks of a report on a terminal, through rich: the plain layout with headings, rules and colour."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TextIO
 
-from bridge_memory.report.document import Document, Facts, Grid, Notes, Title
-from bridge_memory.report.plain import grid_lines
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-#: What rich's box adds to a column: its two spaces and one line.
-_FRAME = 3
+from bridge_memory.report.document import Block, Grid, Pairs
+from bridge_memory.report.plain import NARROW_GAP, Laid, bullet_lines, lay_out, pair_lines, wrap
+
+_TITLE = "bold cyan"
+_HEADER = "bold"
+_EMPHASIS = "bold yellow"
+_NOTE = "dim"
 
 
-def print_document(document: Document, stream: TextIO) -> None:
-    """Print to a terminal, in its width. Raises ImportError where rich is missing."""
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-    from rich.text import Text
+def print_rich(blocks: Iterable[Block], stream: TextIO, width: int) -> None:
+    """Write ``blocks`` to a terminal of ``width`` columns. Text is never read as markup."""
+    console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
-    console = Console(file=stream, highlight=False)
-    for i, part in enumerate(document):
-        if i:
+    def lines(texts: Iterable[str], style: str = "") -> None:
+        for line in texts:
+            console.print(Text(line, style=style), no_wrap=True, overflow="ignore", crop=False)
+
+    for n, block in enumerate(blocks):
+        if n:
             console.print()
-        if isinstance(part, Title):
-            console.print(Text(part.text, "bold"))
-        elif isinstance(part, Facts):
-            facts = Table.grid(padding=(0, 2))
-            for label, text in part.rows:
-                facts.add_row(Text(label, "dim"), Text(text))
-            console.print(facts)
-        elif isinstance(part, Notes):
-            console.print(Text(part.title, "bold"))
-            notes = Table.grid(padding=(0, 1))
-            for line in part.lines:
-                notes.add_row(" -", Text(line))
-            console.print(notes)
+        if block.title:
+            lines(wrap(block.title, width), _TITLE)
+        if isinstance(block, Grid):
+            for m, laid in enumerate(lay_out(block, width)):
+                if m:
+                    console.print()
+                console.print(_table(block, laid), no_wrap=True, overflow="ignore", crop=False)
+            for note in block.notes:
+                lines(wrap(note, width), _NOTE)
         else:
-            _print_grid(part, console, Table, box.SIMPLE_HEAD, escape)
+            lines(pair_lines(block, width) if isinstance(block, Pairs) else bullet_lines(block, width))
 
 
-def _print_grid(grid: Grid, console, table_type, box, escape) -> None:  # type: ignore[no-untyped-def]
-    from rich.text import Text
-
-    if grid.title:
-        console.print(Text(grid.title, "bold"))
-    if grid.width(_FRAME) + _FRAME > console.width:
-        # Rich would fold or cut cells; the plain layout does neither.
-        for line in grid_lines(grid, console.width):
-            console.print(Text(line), soft_wrap=True)
-        return
-    table = table_type(box=box, padding=(0, 1), pad_edge=False, show_edge=False, header_style="dim")
-    for column in grid.columns:
-        table.add_column(escape(column.head), justify="left" if column.left else "right", no_wrap=True)
-    for i, row in enumerate(grid.rows):
-        table.add_row(*(Text(cell) for cell in row), style="bold green" if i == grid.marked else "")
-    console.print(table)
+def _table(grid: Grid, laid: Laid) -> Table:
+    # Between two columns the box draws one space; padding adds what the layout has beyond it.
+    table = Table(
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, laid.gap - NARROW_GAP, 0, 0),
+        header_style=_HEADER,
+    )
+    for title, width in zip(laid.header, laid.widths, strict=True):
+        table.add_column(Text(title), width=width, no_wrap=True, overflow="ignore")
+    for n, row in enumerate(laid.rows):
+        for cells in row:
+            table.add_row(*map(Text, cells), style=_EMPHASIS if n == grid.emphasis else "")
+    return table

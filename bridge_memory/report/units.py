@@ -1,75 +1,76 @@
-"""Units of bytes, and rounding that keeps a shown total equal to the sum of the shown parts."""
+"""Units of memory as people read them. Inside the project bytes are ints; a unit is chosen where they are shown."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from bridge_memory.spec import SpecError
+
+#: Name -> bytes.
+UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "GB": 10**9, "MB": 10**6, "bytes": 1}
+#: Digits after the point. One unit of the last digit is a tick.
+DECIMALS = {"GiB": 2, "MiB": 1, "GB": 2, "MB": 1, "bytes": 0}
+#: What single tensors are shown in: a thousandth of the unit of the totals.
+FINER = {"GiB": "MiB", "GB": "MB"}
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """``size`` bytes, shown with ``decimals``. Values are counted in ticks of the last decimal shown."""
-
-    name: str
-    size: int
-    decimals: int
-
-    @property
-    def scale(self) -> int:
-        return 10**self.decimals
-
-    def ticks(self, nbytes: int) -> int:
-        """``nbytes`` in ticks, half rounded up."""
-        return (2 * nbytes * self.scale + self.size) // (2 * self.size)
-
-    def apportion(self, parts: Sequence[int]) -> list[int]:
-        """Ticks of each part, each within one tick of its value, that add up to the ticks of the sum."""
-        whole = [n * self.scale // self.size for n in parts]
-        missing = self.ticks(sum(parts)) - sum(whole)
-        by_remainder = sorted(range(len(parts)), key=lambda i: -(parts[i] * self.scale % self.size))
-        for i in by_remainder[:missing]:
-            whole[i] += 1
-        return whole
-
-    def show(self, ticks: int) -> str:
-        """Ticks as text: "12.34", "1,234,567" for bytes."""
-        if not self.decimals:
-            return f"{ticks:,}"
-        sign, ticks = ("-", -ticks) if ticks < 0 else ("", ticks)
-        return f"{sign}{ticks // self.scale}.{ticks % self.scale:0{self.decimals}d}"
-
-    def format(self, nbytes: int) -> str:
-        """Bytes as text, without the unit's name."""
-        return self.show(self.ticks(nbytes))
+def check_unit(unit: str) -> str:
+    """``unit`` itself. Raises SpecError for one that is not in UNITS."""
+    if unit not in UNITS:
+        raise SpecError(f"--unit is {unit!r}; it must be one of {', '.join(UNITS)}")
+    return unit
 
 
-UNITS = {
-    unit.name: unit
-    for unit in (
-        Unit("GiB", 1 << 30, 2),
-        Unit("MiB", 1 << 20, 1),
-        Unit("GB", 10**9, 2),
-        Unit("MB", 10**6, 1),
-        Unit("bytes", 1, 0),
-    )
-}
-GIB_UNIT = UNITS["GiB"]
+def ticks(nbytes: int, unit: str) -> int:
+    """``nbytes`` in units of the last digit shown, rounded half up (ints: sums of ticks are exact)."""
+    size, scale = UNITS[unit], 10 ** DECIMALS[unit]
+    return (2 * nbytes * scale + size) // (2 * size)
 
 
-def count(number: int) -> str:
-    """A number of parameters, short: "671.03 B", "124.44 M", "768"."""
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= size:
-            return f"{number / size:.2f} {letter}"
-    return str(number)
+def format_ticks(value: int, unit: str) -> str:
+    """The number alone, "1,234.56"."""
+    decimals = DECIMALS[unit]
+    if not decimals:
+        return f"{value:,}"
+    whole, rest = divmod(abs(value), 10**decimals)
+    return f"{'-' if value < 0 else ''}{whole:,}.{rest:0{decimals}d}"
+
+
+def format_bytes(nbytes: int, unit: str = "GiB") -> str:
+    """"12.34 GiB": the number with its unit. Raises SpecError for an unknown unit."""
+    return f"{format_ticks(ticks(nbytes, check_unit(unit)), unit)} {unit}"
+
+
+def share(parts: Sequence[int], unit: str, total: int | None = None) -> list[int]:
+    """Ticks of ``parts`` (bytes) that add up to ``total`` ticks (default: those of their sum), exactly.
+
+    Each part is rounded up or down, the largest remainders up, so no part is off by a whole tick and zero stays
+    zero. ``total`` must be the sum of the parts rounded up or down. Totals that a reader can add up are worth more
+    than a last digit rounded to nearest.
+    """
+    size, scale = UNITS[unit], 10 ** DECIMALS[unit]
+    rounded = [part * scale // size for part in parts]
+    missing = (ticks(sum(parts), unit) if total is None else total) - sum(rounded)
+    by_remainder = sorted(range(len(parts)), key=lambda i: -(parts[i] * scale % size))
+    for i in by_remainder[:missing]:
+        rounded[i] += 1
+    return rounded
+
+
+def format_count(elements: int) -> str:
+    """Parameters for people: "671.03 B", "494.03 M", "1,234"."""
+    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if elements >= size:
+            return f"{elements / size:.2f} {letter}"
+    return f"{elements:,}"
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Sorted runs of consecutive numbers: "0-3, 16-19"; "-" for none."""
+    """"0-3, 16-19" of sorted numbers, "" of none."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:
             runs[-1][1] = n
         else:
             runs.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)

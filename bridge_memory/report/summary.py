@@ -1,0 +1,122 @@
+"""The run in words: what was estimated, in Megatron's terms, one line a subject."""
+
+from __future__ import annotations
+
+from bridge_memory.estimate import Estimate
+from bridge_memory.report.units import format_count
+from bridge_memory.spec import RunSpec
+
+
+def configuration(result: Estimate) -> tuple[tuple[str, str], ...]:
+    """(subject, words) of everything about the run that people look for first."""
+    run = result.run
+    return (
+        ("model", _model(result)),
+        ("parallelism", _parallelism(run)),
+        ("batch", _batch(run)),
+        ("precision", _precision(run)),
+        ("optimizer", _optimizer(run)),
+        ("recompute", _recompute(run)),
+        ("kernels", _kernels(run)),
+    )
+
+
+def _join(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def _model(result: Estimate) -> str:
+    model = result.run.model
+    mtp = model.mtp_num_layers
+    return _join(
+        model.model_type,
+        f"{model.num_layers} layers",
+        f"hidden size {model.hidden_size}",
+        f"{format_count(result.parameters)} parameters",
+        f"{mtp} MTP {'depth' if mtp == 1 else 'depths'} of {format_count(result.mtp_parameters)} more" if mtp else "",
+    )
+
+
+def _parallelism(run: RunSpec) -> str:
+    p = run.parallel
+    shards = (("TP", p.tp), ("CP", p.cp), ("PP", p.pp), ("DP", p.data_parallel_size))
+    product = " x ".join(f"{name} {size}" for name, size in shards if name != "CP" or size > 1)
+    first, last = p.num_layers_in_first_pipeline_stage, p.num_layers_in_last_pipeline_stage
+    counted = (
+        ("embedding", p.account_for_embedding_in_pipeline_split), ("loss", p.account_for_loss_in_pipeline_split)
+    )
+    return _join(
+        f"{p.world_size} {'GPU' if p.world_size == 1 else 'GPUs'} = {product}",
+        f"experts: EP {p.ep} x ETP {p.etp} x DP {p.expert_data_parallel_size}" if run.model.has_experts else "",
+        "sequence parallel" if p.sp else "",
+        f"{p.vpp} virtual stages" if p.vpp > 1 else "",
+        f"layout {p.pipeline_model_parallel_layout}" if p.pipeline_model_parallel_layout else "",
+        f"{first} layers in the first stage" if first is not None else "",
+        f"{last} layers in the last stage" if last is not None else "",
+        *(f"{name} counted as a layer" for name, yes in counted if yes),
+        f"{p.num_distributed_optimizer_instances} optimizer instances"
+        if p.num_distributed_optimizer_instances > 1 else "",
+    )
+
+
+def _batch(run: RunSpec) -> str:
+    b, m = run.batch, run.num_microbatches
+    total = m * b.micro_batch_size * run.parallel.data_parallel_size
+    return _join(
+        f"sequences of {b.seq_length} tokens",
+        f"micro batch {b.micro_batch_size}",
+        f"global batch {total}{' (by default)' if b.global_batch_size is None else ''}",
+        f"{m} {'microbatch' if m == 1 else 'microbatches'} a step",
+    )
+
+
+def _precision(run: RunSpec) -> str:
+    p = run.precision
+    return _join(
+        p.params_dtype,
+        f"fp8 {p.fp8} ({p.fp8_recipe}{', parameters too' if p.fp8_param else ''})" if p.fp8 else "",
+        f"gradients in {'fp32' if run.optimizer.grad_reduce_in_fp32 else p.params_dtype}",
+        "fp32 residual stream" if p.fp32_residual_connection else "",
+    )
+
+
+def _optimizer(run: RunSpec) -> str:
+    o = run.optimizer
+    return _join(
+        o.optimizer,
+        "distributed" if o.use_distributed_optimizer else "state replicated over data parallel ranks",
+        f"precision-aware (main params {o.main_params_dtype}, main grads {o.main_grads_dtype}, "
+        f"exp_avg {o.exp_avg_dtype}, exp_avg_sq {o.exp_avg_sq_dtype})" if o.use_precision_aware_optimizer else "",
+        f"{o.optimizer_offload_fraction:.0%} offloaded to the CPU" if o.optimizer_cpu_offload else "",
+        f"Megatron-FSDP {o.data_parallel_sharding_strategy}" if o.data_parallel_sharding_strategy else "",
+        f"PEFT {o.peft}" if o.peft != "none" else "",
+    )
+
+
+def _recompute(run: RunSpec) -> str:
+    r = run.recompute
+    if r.granularity is None:
+        return "none"
+    if r.granularity == "selective":
+        return f"selective: {', '.join(r.modules)}"
+    return _join(
+        "full",
+        r.method or "",
+        f"num_layers {r.num_layers}" if r.num_layers is not None else "",
+        "saved activations distributed over TP" if r.distribute_saved_activations else "",
+    )
+
+
+def _kernels(run: RunSpec) -> str:
+    i = run.implementation
+    fused = f"{i.cross_entropy_fusion_impl} fused" if i.cross_entropy_loss_fusion else "unfused"
+    offloaded = f"{i.cpu_offloading_num_layers} layers' activations offloaded" if i.cpu_offloading_num_layers else ""
+    return _join(
+        i.transformer_impl,
+        f"{i.attention_kernel} attention ({i.gpu_arch})",
+        f"{fused} cross entropy",
+        f"{i.moe_token_dispatcher_type} dispatcher" if run.model.has_experts else "",
+        offloaded,
+        f"offloaded: {' '.join(i.offload_modules)}" if i.offload_modules else "",
+        f"megatron-core {'.'.join(map(str, i.megatron_core))}",
+    )
