@@ -8,6 +8,7 @@ Tensors live on torch's meta device: they have shapes, dtypes, storages and an a
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -431,10 +432,60 @@ def recomputation_without_te() -> Iterator[None]:
         yield
 
 
+class _Kernel:
+    """How deep we are inside functions that run as one kernel, and who wants to know when the last one ends."""
+
+    depth = 0
+    ended: Callable[[], None] | None = None
+
+
+def inside_a_kernel() -> bool:
+    """Whether a function that torch.compile fuses is running: what it makes on the way is never allocated."""
+    return _Kernel.depth > 0
+
+
 @contextmanager
-def without_compiling() -> Iterator[None]:
-    """``jit_fuser`` is torch.compile; its small functions run as written here."""
-    with torch.compiler.set_stance("force_eager"):
+def after_each_kernel(call: Callable[[], None]) -> Iterator[None]:
+    """Call ``call`` whenever such a function ends."""
+    with replaced(_Kernel, "ended", call):
+        yield
+
+
+@functools.cache
+def _one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _Kernel.depth += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _Kernel.depth -= 1
+            if not _Kernel.depth and _Kernel.ended is not None:
+                _Kernel.ended()
+
+    return run
+
+
+@contextmanager
+def compiled_functions_are_kernels() -> Iterator[None]:
+    """``jit_fuser`` (``jit.py``) is torch.compile: SwiGLU, bias-dropout-add and their like run as one kernel.
+
+    They run here as written, and what they make and drop on the way does not count.
+    """
+    for name in ("models.gpt.gpt_layer_specs", "fusions.fused_bias_dropout", "fusions.fused_cross_entropy"):
+        _module(f"megatron.core.{name}")
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, module in list(sys.modules.items()):
+            if not name.startswith("megatron.core") or module is None:
+                continue
+            for owner in (module, *(v for v in vars(module).values() if isinstance(v, type))):
+                if getattr(owner, "__module__", name) != name:
+                    continue
+                for attribute, value in list(vars(owner).items()):
+                    function = getattr(value, "_torchdynamo_orig_callable", None)
+                    if function is not None and isinstance(value, types.FunctionType):
+                        stack.enter_context(replaced(owner, attribute, _one_kernel(function)))
         yield
 
 
@@ -564,7 +615,7 @@ def running(topk: int = 1, experts: int = 1) -> Iterator[None]:
     """All that is needed to run a rank's forward and backward on the meta device."""
     with ExitStack() as stack:
         for helper in (
-            building(), collectives_move_nothing(), cuda_kernels(), without_compiling(),
+            building(), collectives_move_nothing(), cuda_kernels(), compiled_functions_are_kernels(),
             recomputation_without_te(), fresh_caches(), balanced_routing(topk, experts),
         ):  # fmt: skip
             stack.enter_context(helper)

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from bridge_memory.rehearse.patches import META, replaced
+from bridge_memory.rehearse.patches import META, after_each_kernel, inside_a_kernel, replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Tracker(TorchDispatchMode):
     # ---- peaks ----
 
     def _mark(self, name: str) -> None:
-        if self.live_bytes > self._peak:
+        if self.live_bytes > self._peak and not inside_a_kernel():
             self._peak = self.live_bytes
             self._peak_at = (self._path[-1], name)
             self._peak_state = tuple(self._live.values())
@@ -247,6 +247,7 @@ class Tracker(TorchDispatchMode):
             stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
             # The copy between storages that fills a recomputed output moves no bytes here.
             stack.enter_context(replaced(torch.UntypedStorage, "copy_", lambda s, *a, **k: s))
+            stack.enter_context(after_each_kernel(lambda: self._mark("fused kernel")))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
             stack.enter_context(self)
             yield self
