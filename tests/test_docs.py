@@ -1,0 +1,31 @@
+"""The documents show what the tool prints today."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from bridge_memory.cli.run_arguments import FLAGS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_every_output_in_the_documents_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    code = runpy.run_path(str(ROOT / "scripts" / "refresh_docs.py"))["main"](["--check"])
+    assert code == 0, capsys.readouterr().out + "run scripts/refresh_docs.py"
+
+
+def test_the_guide_has_every_flag() -> None:
+    guide = (ROOT / "references" / "configuration_guide.md").read_text()
+    missing = [flag.names for flag in FLAGS if not any(name in guide for name in flag.names.split())]
+    missing = [names for names in missing if not re.search("-dtype$", names)]  # named together in one row
+    assert not missing
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for path in (ROOT / "README.md", *(ROOT / "references").glob("*.md")):
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name} -> {target}"
