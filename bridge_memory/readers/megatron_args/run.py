@@ -76,6 +76,7 @@ def run_from_megatron_args(
         optimizer=_optimizer(a),
         recompute=_recompute(a),
         implementation=_implementation(a, core, gpu, release(transformer_engine)),
+        assumptions=(_DETERMINISTIC_CUBLAS,) if _supposes_cublas(a) else (),
         not_modelled=tuple(gaps),
     )
 
@@ -305,6 +306,18 @@ def _deterministic(a: Arguments) -> bool:
     return a.env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
 
 
+#: What torch's deterministic mode asks of the environment (``torch.use_deterministic_algorithms``).
+_DETERMINISTIC_CONFIG = ":4096:8"
+_DETERMINISTIC_CUBLAS = (
+    f"CUBLAS_WORKSPACE_CONFIG is {_DETERMINISTIC_CONFIG}: NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 asks for determinism "
+    "and the environment names none (measured so on GB200)"
+)
+
+
+def _supposes_cublas(a: Arguments) -> bool:
+    return _deterministic(a) and cublas_workspace_bytes(a.env.get("CUBLAS_WORKSPACE_CONFIG")) is None
+
+
 def _implementation(
     a: Arguments, core: tuple[int, int], gpu: str | None, te: tuple[int, int] | None
 ) -> ImplementationSpec:
@@ -360,5 +373,7 @@ def _implementation(
         cpu_offloading_num_layers=a.integer("cpu_offloading_num_layers", 0),
         offload_modules=offload,
         gpu_arch=gpu_architecture(gpu),
-        cublas_workspace_bytes=cublas_workspace_bytes(a.env.get("CUBLAS_WORKSPACE_CONFIG")),
+        cublas_workspace_bytes=cublas_workspace_bytes(
+            _DETERMINISTIC_CONFIG if _supposes_cublas(a) else a.env.get("CUBLAS_WORKSPACE_CONFIG")
+        ),
     )
