@@ -16,6 +16,7 @@ from bridge_memory.live.place import Place, place
 from bridge_memory.live.prediction import FIRST_STEP, STEADY, Prediction, predict, versions
 from bridge_memory.live.table import THRESHOLD, notes, stage_records, text_table
 from bridge_memory.readers.config_container import run_from_config_container
+from bridge_memory.report.units import ranges
 from bridge_memory.theoretical_memory_utils import theoretical_memory_line
 
 _serial = itertools.count()
@@ -158,7 +159,7 @@ class Reporter:
         title = f"GPU memory by pipeline stage, GiB ({table['moment']}, iteration {table['iteration']})"
         lines = [text_table(table["stages"], title), *(f"  {note}" for note in table["notes"])]
         if table["missing_ranks"]:
-            lines.append(f"  no reading in time from ranks {_ranges(table['missing_ranks'])}")
+            lines.append(f"  no reading in time from ranks {ranges(table['missing_ranks'])}")
         self.emit("\n".join(lines))
         self._write(table)
         prediction = self.prediction(config)
@@ -196,16 +197,3 @@ def _prediction_record(prediction: Prediction) -> dict[str, Any]:
 def _has_logger(state: Any) -> bool:
     names = ("tensorboard_logger", "wandb_logger", "mlflow_logger", "comet_logger")
     return any(getattr(state, name, None) is not None for name in names)
-
-
-def _ranges(ranks: list[int]) -> str:
-    """[1, 2, 3, 7] -> "1-3, 7"."""
-    out: list[str] = []
-    start = last = ranks[0]
-    for rank in [*ranks[1:], -1]:
-        if rank == last + 1:
-            last = rank
-            continue
-        out.append(str(start) if start == last else f"{start}-{last}")
-        start = last = rank
-    return ", ".join(out)

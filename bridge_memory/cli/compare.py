@@ -1,0 +1,275 @@
+"""``bridge-memory compare MEASURED ...``: predicted against measured by pipeline stage."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge_memory.cli.run_arguments import add_run_arguments, run_from_arguments
+from bridge_memory.spec import RunSpec, SpecError
+
+if TYPE_CHECKING:
+    from bridge_memory.compare.logs import MeasuredRank
+    from bridge_memory.compare.residuals import Predicted, StageResidual
+    from bridge_memory.compare.snapshot import Attribution
+
+SCHEMA = "bridge-memory/compare/1"
+EXIT_BEYOND = 1
+GIB = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "measured", metavar="MEASURED",
+        help="our JSON lines, a Megatron-LM or Megatron Bridge log, or a torch.cuda memory snapshot (.pickle)",
+    )  # fmt: skip
+    add_run_arguments(parser)
+    output = parser.add_argument_group("comparison")
+    output.add_argument("--json", action="store_true", help=f"JSON by the schema {SCHEMA}")
+    output.add_argument("--tolerance", type=float, metavar="PERCENT",
+                        help="exit code 1 where a stage's peak is off by more than this share of what was measured")
+    output.add_argument("--snapshot-stage", type=int, default=0, metavar="N",
+                        help="pipeline stage of the rank that a snapshot is of (default: 0)")
+    output.add_argument("--device", type=int, metavar="N", help="device of a snapshot (default: the fullest)")
+    output.add_argument("--use-tp-pp-dp-mapping", action="store_true",
+                        help="ranks of the log run through pipeline stages before data parallel replicas")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare and print. 0, or 1 where --tolerance is exceeded."""
+    if args.tolerance is not None and not 0 <= args.tolerance < float("inf"):
+        raise SpecError(f"tolerance is {args.tolerance}; give a percentage of 0 or more")
+    tolerance = None if args.tolerance is None else args.tolerance / 100.0
+    if _is_pickle(args.measured):
+        return _snapshot(args, tolerance)
+    return _log(args, tolerance)
+
+
+def _is_pickle(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(2)[:1] == b"\x80"
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read ({error.strerror}); give a log, JSON lines or a snapshot") from None
+
+
+def _given_run(args: argparse.Namespace) -> RunSpec | None:
+    if args.model is None and args.custom_config is None and args.megatron_args is None:
+        return None
+    return run_from_arguments(args)
+
+
+# ---- logs and JSON lines ----
+
+
+def _log(args: argparse.Namespace, tolerance: float | None) -> int:
+    from bridge_memory.compare.residuals import residuals
+    from bridge_memory.readers.megatron_args import stage_of_rank
+
+    text = Path(args.measured).read_text(encoding="utf-8", errors="replace")
+    given = _given_run(args)
+    predicted, measured, run = _read(args.measured, text, given)
+
+    def stage_of(rank: int) -> int:
+        assert run is not None
+        return stage_of_rank(rank, run.parallel, pp_before_dp=args.use_tp_pp_dp_mapping)
+
+    rows = residuals(predicted, measured, stage_of)
+    beyond = [] if tolerance is None else [r.stage for r in rows if r.beyond(tolerance)]
+    if args.json:
+        document = {
+            "schema": SCHEMA,
+            "measured": args.measured,
+            "stages": [r.as_json() for r in rows],
+            "tolerance": tolerance,
+            "beyond": beyond,
+        }
+        json.dump(document, sys.stdout, indent=2)
+        print()
+    else:
+        _print_rows(rows, beyond, args.tolerance)
+    return EXIT_BEYOND if beyond else 0
+
+
+def _read(
+    path: str, text: str, given: RunSpec | None
+) -> tuple[list[Predicted], list[MeasuredRank], RunSpec | None]:
+    """(predicted, measured, the run) of a log or of our JSON lines."""
+    from bridge_memory.compare.logs import arguments_in, last_of_each_rank, parse_memory_lines
+    from bridge_memory.compare.residuals import predicted_of
+    from bridge_memory.estimate import estimate
+    from bridge_memory.live.journal import SCHEMA as JOURNAL
+
+    lines = text.splitlines()
+    if any(JOURNAL in line for line in lines):
+        predicted, measured = _journal(path, lines)
+        if given is not None:
+            predicted = predicted_of(estimate(given))
+        return predicted, measured, given
+    measured = last_of_each_rank(parse_memory_lines(lines))
+    if not measured:
+        raise SpecError(
+            f"{path} holds no memory figures; give a log with lines like '[Rank 0] (after 2 iterations) memory (MB) | "
+            "allocated: ...', our JSON lines or a snapshot"
+        )
+    if given is None:
+        printed = arguments_in(lines)
+        if printed is None:
+            raise SpecError(
+                f"{path} does not say what ran (no block of Megatron-LM arguments); name the MODEL and its flags, or "
+                "give --megatron-args"
+            )
+        from bridge_memory.live.megatron_lm import container
+        from bridge_memory.readers.config_container import run_from_config_container
+
+        given = run_from_config_container(container(printed))
+    return predicted_of(estimate(given)), measured, given
+
+
+def _journal(path: str, lines: list[str]) -> tuple[list[Predicted], list[MeasuredRank]]:
+    """The last run of the file and its last report."""
+    from bridge_memory.compare.logs import MeasuredRank
+    from bridge_memory.compare.residuals import Predicted
+    from bridge_memory.live import journal
+
+    report: dict[str, Any] | None = None
+    for record in journal.read(path):
+        if record.get("event") == "run":
+            report = None
+        elif record.get("event") == "report":
+            report = record
+    if report is None:
+        raise SpecError(f"{path} holds no report after its last start; let the run do two steps")
+    try:
+        stages = report["stages"]
+        predicted = [
+            Predicted(int(s["stage"]), int(s["predicted_static"]), int(s["predicted_peak"]))
+            for s in stages if s["predicted_peak"] is not None
+        ]  # fmt: skip
+        measured = [
+            MeasuredRank(
+                s["worst_rank"], report["iteration"], s["allocated"], s["max_allocated"], s["reserved"],
+                stage=s["stage"],
+            )
+            for s in stages if s["worst_rank"] is not None
+        ]  # fmt: skip
+    except (KeyError, TypeError, ValueError):
+        raise SpecError(f"{path} has a damaged report; give a file that MemoryReport wrote") from None
+    if not predicted:
+        raise SpecError(f"{path} holds no prediction; name the MODEL and its flags, or give --megatron-args")
+    return predicted, measured
+
+
+def _gib(value: int | None, sign: str = "") -> str:
+    return "-" if value is None else f"{value / GIB:{sign}.2f}"
+
+
+def _print_rows(rows: list[StageResidual], beyond: list[int], tolerance: float | None) -> None:
+    from bridge_memory.report.document import Column, Grid, print_blocks
+
+    cells = tuple(
+        (
+            str(r.stage), _gib(r.predicted_static), _gib(r.allocated), _gib(r.static_residual, "+"),
+            _gib(r.predicted_peak), _gib(r.max_allocated), _gib(r.residual, "+"),
+            "-" if r.error is None else f"{-100 * r.error:+.1f} %",
+            "-" if r.worst_rank is None else str(r.worst_rank), _gib(r.spread) if r.ranks > 1 else "-",
+        )
+        for r in rows
+    )  # fmt: skip
+    heads = ("stage", "static", "allocated", "+/-", "peak", "max alloc.", "+/-", "", "rank", "spread")
+    notes = []
+    unmeasured = [str(r.stage) for r in rows if not r.ranks]
+    if unmeasured:
+        notes.append(f"no figures of stages {', '.join(unmeasured)}")
+    if beyond:
+        notes.append(f"beyond {tolerance:g} %: stage {', '.join(map(str, beyond))}")
+    columns = tuple(Column(h) for h in heads)
+    print_blocks([Grid("predicted and measured, GiB", columns, cells, notes=tuple(notes))])
+
+
+# ---- snapshots ----
+
+
+def _snapshot(args: argparse.Namespace, tolerance: float | None) -> int:
+    from bridge_memory.compare.snapshot import at_peak, attribute, load_snapshot
+    from bridge_memory.estimate import estimate
+
+    alive = at_peak(load_snapshot(args.measured), args.device)
+    run = _given_run(args)
+    components: Any = ()
+    predicted = None
+    if run is not None:
+        stages = estimate(run).stages
+        if not 0 <= args.snapshot_stage < len(stages):
+            raise SpecError(f"snapshot_stage {args.snapshot_stage} does not exist; the run has {len(stages)} stages")
+        stage = stages[args.snapshot_stage]
+        components, predicted = stage.components, stage.peak_bytes
+    elif tolerance is not None:
+        raise SpecError("tolerance needs a prediction; name the MODEL and its flags, or give --megatron-args")
+    result = attribute(alive, components)
+    beyond = (
+        tolerance is not None
+        and predicted is not None
+        and abs(alive.peak_bytes - predicted) > tolerance * alive.peak_bytes
+    )
+    if args.json:
+        json.dump(_snapshot_json(args, result, predicted, tolerance, beyond), sys.stdout, indent=2)
+        print()
+    else:
+        _print_snapshot(result, predicted, beyond, args.tolerance)
+    return EXIT_BEYOND if beyond else 0
+
+
+def _snapshot_json(
+    args: argparse.Namespace, result: Attribution, predicted: int | None, tolerance: float | None, beyond: bool
+) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "measured": args.measured,
+        "snapshot": {
+            "device": result.alive.device,
+            "peak_bytes": result.alive.peak_bytes,
+            "end_bytes": result.alive.end_bytes,
+            "predicted_peak_bytes": predicted,
+            "attributed_share": result.attributed_share,
+            "groups": [
+                {"group": g.group, "measured_bytes": g.measured, "predicted_bytes": g.predicted, "blocks": g.blocks}
+                for g in result.groups
+            ],
+            "unattributed": [{"frames": frames, "bytes": size} for frames, size in result.unattributed],
+        },
+        "tolerance": tolerance,
+        "beyond": [args.snapshot_stage] if beyond else [],
+    }
+
+
+def _print_snapshot(result: Attribution, predicted: int | None, beyond: bool, tolerance: float | None) -> None:
+    from bridge_memory.report.document import Block, Bullets, Column, Grid, Pairs, print_blocks
+
+    alive = result.alive
+    facts = [
+        ("peak", f"{_gib(alive.peak_bytes)} GiB allocated, {alive.events_after_peak} events before the snapshot"),
+        ("end", f"{_gib(alive.end_bytes)} GiB allocated"),
+        ("attributed", f"{100 * result.attributed_share:.1f} % of the peak"),
+    ]
+    if predicted is not None:
+        difference = alive.peak_bytes - predicted
+        facts.insert(1, ("predicted", f"{_gib(predicted)} GiB, {_gib(difference, '+')} GiB measured beside it"))
+    rows = tuple(
+        (
+            g.group, _gib(g.measured), "-" if predicted is None else _gib(g.predicted),
+            "-" if predicted is None else _gib(g.measured - g.predicted, "+"), str(g.blocks),
+        )
+        for g in result.groups
+    )  # fmt: skip
+    heads = ("GiB", "predicted", "+/-", "blocks")
+    columns = (Column("alive at the peak", words=True), *(Column(head) for head in heads))
+    notes = (f"the peak is off by more than {tolerance:g} %",) if beyond else ()
+    blocks: list[Block] = [Pairs("snapshot", tuple(facts)), Grid("by component", columns, rows, notes=notes)]
+    if result.unattributed:
+        lines = tuple(f"{_gib(size)} GiB  {frames}" for frames, size in result.unattributed[:10])
+        blocks.append(Bullets("unattributed, by frames", lines))
+    print_blocks(blocks)

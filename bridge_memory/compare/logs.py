@@ -1,0 +1,123 @@
+"""What a training log says about memory: our JSON lines, Megatron-LM's and Megatron Bridge's ``report_memory`` lines.
+
+Megatron-LM (``megatron/training/utils.py: report_memory``) prints mebibytes under the name MB::
+
+    [Rank 0] (after 2 iterations) memory (MB) | allocated: 17312.5 | max allocated: 20144.0 | reserved: ...
+
+Megatron Bridge (``training/utils/train_utils.py: training_log``) prints decimal gigabytes, five digits::
+
+    [Rank 0] (after 2 iterations) memory (GB) | mem-allocated-gigabytes: 18.153 | mem-max-allocated-gigabytes: 21.1
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+MIB = 1 << 20
+GB = 10**9
+
+_LINE = re.compile(r"\[Rank (\d+)\]\s*(.*?)memory \((MB|GB)\)\s*(\|.*)")
+_AFTER = re.compile(r"after (\d+) iterations")
+_FIGURE = re.compile(r"\|\s*([A-Za-z][A-Za-z -]*?):\s*([0-9.eE+-]+)")
+
+#: Name in a log -> figure.
+_NAMES = {
+    "allocated": "allocated", "max allocated": "max_allocated", "reserved": "reserved", "max reserved": "max_reserved",
+    "mem-allocated-gigabytes": "allocated", "mem-max-allocated-gigabytes": "max_allocated",
+    "mem-reserved-gigabytes": "reserved", "mem-max-reserved-gigabytes": "max_reserved",
+}  # fmt: skip
+
+#: Megatron-LM's block of parsed arguments: "  hidden_size ..................... 4096".
+_ARGUMENT = re.compile(r"^\s*(?:\S*\s)?\s{2}([A-Za-z]\w*) \.{2,} (.*?)\s*$")
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRank:
+    """Bytes that torch reported on one rank; None where the log does not say."""
+
+    rank: int
+    #: Steps done; None where the log does not say.
+    iteration: int | None
+    allocated: int | None = None
+    max_allocated: int | None = None
+    reserved: int | None = None
+    max_reserved: int | None = None
+    #: The figures may be off by this much, from the digits printed.
+    resolution: int = 0
+    #: Pipeline stage where the source says it (our own records do).
+    stage: int | None = None
+
+
+def parse_memory_lines(lines: Iterable[str]) -> list[MeasuredRank]:
+    """Every ``report_memory`` line of a log, in order; whatever a launcher put in front of them is skipped."""
+    found = []
+    for line in lines:
+        match = _LINE.search(line)
+        if match is None:
+            continue
+        rank, before, unit, figures = match.groups()
+        after = _AFTER.search(before)
+        values: dict[str, Any] = {}
+        resolution = 0
+        for name, number in _FIGURE.findall(figures):
+            key = _NAMES.get(name.strip())
+            if key is None:
+                continue
+            size = MIB if unit == "MB" else GB
+            try:
+                values[key] = round(float(number) * size)
+            except ValueError:
+                continue
+            resolution = max(resolution, _resolution(number, unit))
+        if values:
+            iteration = int(after.group(1)) if after else None
+            found.append(MeasuredRank(int(rank), iteration, resolution=resolution, **values))
+    return found
+
+
+def _resolution(number: str, unit: str) -> int:
+    """Half a unit of the last digit: Megatron-LM prints full floats, Bridge five significant digits."""
+    if unit == "MB":
+        return 0
+    value = abs(float(number))
+    if value == 0:
+        return 0
+    return math.ceil(GB * 10 ** (math.floor(math.log10(value)) - 4) / 2)
+
+
+def last_of_each_rank(measured: Iterable[MeasuredRank]) -> list[MeasuredRank]:
+    """The latest figures of every rank; ``max_allocated`` never falls, so the last one is the peak."""
+    latest: dict[int, MeasuredRank] = {}
+    for m in measured:
+        latest[m.rank] = m
+    return [latest[rank] for rank in sorted(latest)]
+
+
+def arguments_in(lines: Iterable[str]) -> SimpleNamespace | None:
+    """The arguments that Megatron-LM printed at its start, None where the log has no such block."""
+    values: dict[str, Any] = {}
+    inside = False
+    for line in lines:
+        if "arguments ------" in line:
+            inside = "end of arguments" not in line
+            if not inside:
+                break
+            continue
+        match = _ARGUMENT.match(line) if inside else None
+        if match is not None:
+            values[match.group(1)] = _value(match.group(2))
+    return SimpleNamespace(**values) if "hidden_size" in values else None
+
+
+def _value(text: str) -> Any:
+    """None, numbers, booleans and lists as Python prints them; anything else stays text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text

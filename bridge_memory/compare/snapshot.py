@@ -1,0 +1,303 @@
+"""A ``torch.cuda.memory._dump_snapshot`` pickle: read without executing it, replayed to its peak, attributed.
+
+The file is a dict of ``segments`` (what the allocator holds when the snapshot is taken) and ``device_traces`` (what it
+did before, newest last, as far as the ring buffer goes back); see the docstring of ``torch.cuda.memory._snapshot``.
+Blocks alive at the peak are given to components by the innermost of their stack frames that says something.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bridge_memory.components import Component
+from bridge_memory.spec import SpecError
+
+#: Bytes: the allocator hands out multiples of this (``CUDACachingAllocator.cpp: kMinBlockSize``). Traces hold the
+#: sizes that were asked for, segments those that were given.
+BLOCK = 512
+
+UNATTRIBUTED = "unattributed"
+
+
+class _NoCode(pickle.Unpickler):
+    """Refuses whatever is not plain data: a snapshot is dicts, lists, tuples, numbers and text."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise SpecError(
+            f"the snapshot names {ascii(module)[1:-1][:60]}.{ascii(name)[1:-1][:60]}, which is code; "
+            "give a file that torch.cuda.memory._dump_snapshot wrote"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise SpecError("the snapshot refers to data outside itself; give a file of _dump_snapshot")
+
+
+def load_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The snapshot's dict. Raises SpecError for a file that is something else, or holds code."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read ({error.strerror}); give a snapshot") from None
+    try:
+        value = _NoCode(io.BytesIO(data)).load()
+    except SpecError:
+        raise
+    except Exception as error:
+        raise SpecError(f"{path} is not a pickle ({type(error).__name__}); give a file of _dump_snapshot") from None
+    if not isinstance(value, dict) or not isinstance(value.get("segments"), list):
+        raise SpecError(f"{path} is not a memory snapshot (no segments); give a file of _dump_snapshot")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    filename: str
+    name: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{'/'.join(self.filename.split('/')[-3:])}:{self.line} {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One allocation that is alive: bytes given, and the frames that asked for it, innermost first."""
+
+    size: int
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """What is alive at the peak of a snapshot, and at its end."""
+
+    device: int
+    peak_bytes: int
+    blocks: tuple[Block, ...]
+    end_bytes: int
+    #: Events of the trace, and how many of them come after the peak.
+    events: int
+    events_after_peak: int
+
+
+def at_peak(snapshot: dict[str, Any], device: int | None = None) -> Alive:
+    """Undo the trace from its end to the moment at which most was allocated.
+
+    ``device`` None: the one that holds the most. Without a trace the end is the peak. Raises SpecError for a device
+    that the snapshot does not have, or a malformed one.
+    """
+    try:
+        return _at_peak(snapshot, device)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise SpecError(
+            f"the snapshot is malformed ({type(error).__name__}: {error}); give a file of _dump_snapshot"
+        ) from None
+
+
+def _at_peak(snapshot: dict[str, Any], device: int | None) -> Alive:
+    ends: dict[int, dict[int, Block]] = {}
+    for segment in snapshot["segments"]:
+        held = ends.setdefault(int(segment.get("device", 0)), {})
+        address = int(segment["address"])
+        for block in segment["blocks"]:
+            start = int(block.get("address", address))
+            if block["state"] == "active_allocated":
+                held[start] = Block(int(block["size"]), _frames(block))
+            address = start + int(block["size"])
+    traces = snapshot.get("device_traces") or []
+    if device is None:
+        device = max(ends, key=lambda d: sum(b.size for b in ends[d].values()), default=0)
+    if device not in ends and not (0 <= device < len(traces) and traces[device]):
+        raise SpecError(f"device {device} is not in the snapshot; it has {sorted(ends)}")
+    trace = traces[device] if 0 <= device < len(traces) else []
+    alive = dict(ends.get(device, {}))
+    end_bytes = total = sum(b.size for b in alive.values())
+
+    # Which allocation a free belongs to: the last one before it at the same address.
+    allocated_by: dict[int, int] = {}
+    origin: dict[int, int] = {}
+    for i, event in enumerate(trace):
+        if event["action"] == "alloc":
+            allocated_by[event["addr"]] = i
+        elif event["action"] == "free_requested" and event["addr"] in allocated_by:
+            origin[i] = allocated_by.pop(event["addr"])
+
+    def undo(i: int) -> int:
+        """Take event ``i`` back; the change in bytes."""
+        event = trace[i]
+        if event["action"] == "alloc":
+            gone = alive.pop(event["addr"], None)
+            return -gone.size if gone else 0
+        if event["action"] == "free_requested" and event["addr"] not in alive:
+            source = trace[origin[i]] if i in origin else None
+            block = Block(-(-int(event["size"]) // BLOCK) * BLOCK, _frames(source) if source else ())
+            alive[event["addr"]] = block
+            return block.size
+        return 0
+
+    # First pass: where the peak is. Second pass, from the end again: what is alive there.
+    peak, peak_index = total, len(trace)
+    for i in range(len(trace) - 1, -1, -1):
+        total += undo(i)
+        if total > peak:
+            peak, peak_index = total, i
+    alive.clear()
+    alive.update(ends.get(device, {}))
+    for i in range(len(trace) - 1, peak_index - 1, -1):
+        undo(i)
+    return Alive(device, peak, tuple(alive.values()), end_bytes, len(trace), len(trace) - peak_index)
+
+
+def _frames(holder: dict[str, Any]) -> tuple[Frame, ...]:
+    frames = holder.get("frames")
+    if not frames and holder.get("history"):  # snapshots before torch 2.2 keep frames in a history
+        frames = holder["history"][0].get("frames")
+    return tuple(
+        Frame(str(f.get("filename", "")), str(f.get("name", "")), int(f.get("line", 0))) for f in frames or ()
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Attribution
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """A frame whose file (and function) match belongs to ``group``."""
+
+    group: str
+    file: str
+    function: str = ""
+
+
+STATES, WEIGHTS, PASSING = "optimizer states", "weights and gradients", "backward in passing"
+
+#: Looked at for each frame from the innermost outwards; the first rule of the first frame that matches wins. Files
+#: that everything goes through (tensor_parallel/layers.py, TE's linears in forward) are left out, so that their
+#: caller decides. Source of the names: megatron-core 0.16, Transformer Engine 2.x.
+_RULES = tuple(
+    _Rule(*rule)
+    for rule in (
+        (STATES, r"(fused_adam|/adam|adamw|sgd|muon|/optimizer|distrib_optimizer|cpu_offloading/hybrid_optimizer)\.py$",
+         r"(?!.*(zero_grad|clip)).*"),
+        (WEIGHTS, r"param_and_grad_buffer\.py$"),
+        ("batch", r"(gpt_step|pretrain_gpt|vlm_step|training/utils/batch_utils|datasets/.*)\.py$"),
+        ("workspaces", r"(module/base|cpp_extensions/gemm)\.py$", r"get_(cublas_|multi_stream_)?.*workspace.*"),
+        ("pipeline sends and receives", r"p2p_communication\.py$"),
+        ("rotary embedding tables", r"(rotary_pos_embedding|yarn_rotary_pos_embedding|rope_utils)\.py$",
+         r"(forward|get_.*|_.*)?(emb|freqs|cos_sin|forward).*"),
+        ("logits and loss", r"(fused_cross_entropy|cross_entropy|language_module|linear_cross_entropy)\.py$"),
+        ("logits and loss", r"(gpt_model|mamba_model)\.py$", r"_postprocess|forward"),
+        ("embedding", r"(language_model_embedding|vocab_parallel_embedding)\.py$"),
+        ("embedding", r"(gpt_model|mamba_model)\.py$", r"_preprocess"),
+        ("embedding", r"tensor_parallel/layers\.py$", r"VocabParallelEmbedding.*"),
+        ("MoE shared experts", r"shared_experts\.py$"),
+        ("MoE experts", r"(moe/experts|module/grouped_linear|grouped_mlp)\.py$"),
+        ("MoE router and dispatch",
+         r"(moe/router|moe/token_dispatcher|moe/moe_utils|fused_a2a|pytorch/permutation|triton/permutation)\.py$"),
+        ("MoE", r"moe/moe_layer\.py$"),
+        ("attention", r"(transformer/.*attention|dot_product_attention.*|attention/.*|flash_attn.*|mla.*)\.py$"),
+        ("MLP", r"(transformer/mlp|layernorm_mlp|fused_bias_(swiglu|geglu|gelu))\.py$"),
+        ("Mamba", r"(ssm/.*|mamba_ssm/.*|causal_conv1d/.*)\.py$"),
+        ("final norm", r"transformer_block\.py$", r"forward.*norm.*"),
+        ("layer input", r"(transformer_layer|fused_bias_dropout|transformer_block|layernorm|rmsnorm)\.py$"),
+        (PASSING, r"(layernorm_linear|module/linear)\.py$", r"backward"),
+        (PASSING, r"autograd/graph\.py$"),
+        ("gradient norm and clipping", r"(clip_grads|/optimizer)\.py$"),
+    )
+)  # fmt: skip
+_COMPILED = tuple((r.group, re.compile(r.file), re.compile(r.function) if r.function else None) for r in _RULES)
+
+
+def group_of(frames: Sequence[Frame]) -> str:
+    """The component group of an allocation, or UNATTRIBUTED."""
+    for frame in frames:
+        if not frame.filename.endswith(".py"):
+            continue
+        # A module that is being built makes parameters, whatever module it is.
+        if frame.name in ("__init__", "reset_parameters") and "site-packages/torch/" not in frame.filename:
+            return WEIGHTS
+        for group, file, function in _COMPILED:
+            if file.search(frame.filename) and (function is None or function.fullmatch(frame.name)):
+                return group
+    return UNATTRIBUTED
+
+
+def predicted_group(component: Component) -> str:
+    """The group in which a component of the inventory is looked for."""
+    if component.kind in ("weights", "gradients"):
+        return WEIGHTS
+    if component.kind == "optimizer":
+        return STATES
+    name = component.name.removeprefix("activations: ")
+    if "workspace" in name:
+        return "workspaces"
+    if name.startswith("batch"):
+        return "batch"
+    if name.startswith("in passing"):
+        return PASSING
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBytes:
+    group: str
+    measured: int
+    predicted: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """The peak of a snapshot by group, the largest first; ``unattributed`` shows whose frames said nothing."""
+
+    alive: Alive
+    groups: tuple[GroupBytes, ...]
+    #: (frames as text, bytes) of what remains, the largest first.
+    unattributed: tuple[tuple[str, int], ...]
+
+    @property
+    def unattributed_bytes(self) -> int:
+        return sum(g.measured for g in self.groups if g.group == UNATTRIBUTED)
+
+    @property
+    def attributed_share(self) -> float:
+        return 1.0 - self.unattributed_bytes / self.alive.peak_bytes if self.alive.peak_bytes else 1.0
+
+
+def attribute(alive: Alive, components: Iterable[Component] = (), *, frames_shown: int = 4) -> Attribution:
+    """Give every block alive at the peak to a group, next to what the inventory predicted for it."""
+    measured: Counter[str] = Counter()
+    blocks: Counter[str] = Counter()
+    rest: Counter[str] = Counter()
+    for block in alive.blocks:
+        group = group_of(block.frames)
+        measured[group] += block.size
+        blocks[group] += 1
+        if group == UNATTRIBUTED:
+            rest[" < ".join(_telling(block.frames, frames_shown)) or "(no frames recorded)"] += block.size
+    predicted: Counter[str] = Counter()
+    for component in components:
+        predicted[predicted_group(component)] += component.bytes
+    names = sorted(set(measured) | set(predicted), key=lambda g: (-measured[g], -predicted[g], g))
+    return Attribution(
+        alive,
+        tuple(GroupBytes(g, measured[g], predicted[g], blocks[g]) for g in names if measured[g] or predicted[g]),
+        tuple(rest.most_common()),
+    )
+
+
+def _telling(frames: Sequence[Frame], most: int) -> Iterator[str]:
+    """Frames of Python outside torch first; without any, the innermost ones."""
+    own = [f for f in frames if f.filename.endswith(".py") and "/torch/" not in f.filename]
+    for frame in (own or list(frames))[:most]:
+        yield str(frame)
