@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import re
 import shlex
 import sys
@@ -33,6 +34,7 @@ _TABLE = re.compile(r"(<!-- estimate (.*?) -->\n\|[^\n]*\n\|[-|: ]*\n)((?:\|[^\n
 def run(arguments: list[str]) -> str:
     """Standard output of one command; a refusal raises."""
     out, err = io.StringIO(), io.StringIO()
+    os.chdir(ROOT)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = bridge_memory(arguments)
     if code:
