@@ -25,7 +25,7 @@ class MemoryReport:
     then every ``every`` steps (None: the container's ``logger.log_interval``).
 
     ``path``: the JSON-lines file, None for none. ``calibration``: where residuals are kept, None for nowhere.
-    ``threshold``: the share of a prediction beyond which a stage gets a line of explanation. ``deadline``: seconds
+    ``threshold``: the share of a measured figure beyond which a stage gets a line of explanation. ``deadline``: seconds
     that rank 0 waits for the readings of the others. ``read`` takes (rank, stage) and gives a Reading.
     """
 

@@ -22,8 +22,8 @@ def metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
         for figure in _FIGURES:
             if record[figure] is not None:
                 out[f"{prefix}/{figure}_gib"] = record[figure] / GIB
-        if record["residual"] is not None and record["expected"]:
-            out[f"{prefix}/residual_percent"] = 100.0 * record["residual"] / record["expected"]
+        if record["residual"] is not None and record["measured"]:
+            out[f"{prefix}/residual_percent"] = 100.0 * record["residual"] / record["measured"]
         if record["retries"] is not None:
             out[f"{prefix}/alloc_retries"] = float(record["retries"])
     return out

@@ -10,7 +10,7 @@ from bridge_memory.live.prediction import Prediction, StagePrediction, likely_co
 
 GIB = 1 << 30
 
-#: Residual, as a share of the prediction, beyond which a stage gets a line of explanation.
+#: Residual, as a share of what was measured, beyond which a stage gets a line of explanation.
 THRESHOLD = 0.10
 
 
@@ -36,7 +36,7 @@ def _record(
     measured = ("allocated", "max_allocated", "reserved", "outside", "headroom", "retries", "ooms", "device_total")
     if not good:
         return {**record, **{key: None for key in measured}, "worst_rank": None, "spread": None,
-                "compared": None, "expected": None, "residual": None}  # fmt: skip
+                "compared": None, "expected": None, "measured": None, "residual": None}  # fmt: skip
     worst = max(good, key=lambda r: (r.max_allocated, r.allocated))
     for key in measured:
         record[key] = getattr(worst, key)
@@ -44,11 +44,13 @@ def _record(
     record["retries"] = max(r.retries for r in good)
     record["worst_rank"] = worst.rank
     record["spread"] = worst.max_allocated - min(r.max_allocated for r in good)
-    record["compared"] = record["expected"] = record["residual"] = record["static_residual"] = None
+    for key in ("compared", "expected", "measured", "residual", "static_residual"):
+        record[key] = None
     if predicted is not None:
         figure, expected = predicted.expected(moment)
         record["compared"], record["expected"] = figure, expected
-        record["residual"] = getattr(worst, figure) - expected
+        record["measured"] = getattr(worst, figure)
+        record["residual"] = record["measured"] - expected
         record["static_residual"] = worst.allocated - predicted.static
     return record
 
@@ -61,13 +63,13 @@ def notes(
     for record in records:
         for rank, error in record["failed"].items():
             out.append(f"stage {record['stage']}: rank {rank} has no reading ({error})")
-        residual, expected = record["residual"], record["expected"]
-        if prediction is None or not expected or residual is None or abs(residual) <= threshold * expected:
+        residual, measured = record["residual"], record["measured"]
+        if prediction is None or not measured or residual is None or abs(residual) <= threshold * measured:
             continue
         stage = next(s for s in prediction.stages if s.stage == record["stage"])
         why = likely_component(stage, residual, record["static_residual"], record["spread"])
         out.append(
-            f"stage {record['stage']}: {_signed(residual)} GiB ({_percent(residual, expected)}) against the "
+            f"stage {record['stage']}: {_signed(residual)} GiB ({_percent(residual, measured)}) against the "
             f"prediction, probably {why}"
         )
     return out
@@ -81,8 +83,9 @@ def _signed(value: int | None) -> str:
     return "-" if value is None else f"{value / GIB:+.2f}"
 
 
-def _percent(residual: int | None, expected: int | None) -> str:
-    return "-" if residual is None or not expected else f"{100 * residual / expected:+.1f} %"
+def _percent(residual: int | None, measured: int | None) -> str:
+    """Of what was measured, as everywhere in this project."""
+    return "-" if residual is None or not measured else f"{100 * residual / measured:+.1f} %"
 
 
 _HEAD = (
@@ -98,7 +101,7 @@ def text_table(records: Sequence[dict[str, Any]], title: str) -> str:
         (
             str(r["stage"]), _gib(r["predicted_static"]), _gib(r["predicted_activation"]),
             _gib(r["predicted_transient"]), _gib(r["predicted_peak"]), _gib(r["allocated"]), _gib(r["max_allocated"]),
-            _gib(r["reserved"]), _gib(r["outside"]), _signed(r["residual"]), _percent(r["residual"], r["expected"]),
+            _gib(r["reserved"]), _gib(r["outside"]), _signed(r["residual"]), _percent(r["residual"], r["measured"]),
             _gib(r["headroom"]), "-" if r["worst_rank"] is None else str(r["worst_rank"]), _gib(r["spread"]),
             "-" if r["retries"] is None else str(r["retries"]),
         )

@@ -1,0 +1,160 @@
+"""``bridge-memory compare``: what a user has, predicted against measured, with an exit code for CI."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bridge_memory.cli import compare
+from bridge_memory.estimate import estimate
+from bridge_memory.live import MemoryReport
+from bridge_memory.live.cuda import Reading
+from bridge_memory.readers import resolve_model
+from bridge_memory.readers.megatron_args import run_from_megatron_args
+from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec, SpecError
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "live")]
+
+from conftest import small_container  # noqa: E402
+from test_logs import megatron_lm_line  # noqa: E402
+from test_snapshot import snapshot  # noqa: E402
+
+GIB = 1 << 30
+ARGS = """--num-layers 8 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --swiglu
+    --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --seq-length 4096
+    --max-position-embeddings 4096 --vocab-size 32000 --bf16 --micro-batch-size 1 --global-batch-size 16
+    --untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 --use-distributed-optimizer"""
+
+
+def run(*argv: str) -> int:
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    return compare.run(parser.parse_args(argv))
+
+
+def megatron_log(path: Path, excess: float) -> list[int]:
+    """A log of 4 ranks on 2 stages whose peaks are ``excess`` (a share) over the prediction."""
+    stages = estimate(run_from_megatron_args(ARGS, world_size=4)).stages
+    lines = ["starting", *(
+        megatron_lm_line(rank, 2, stages[rank // 2].static_bytes, int(stages[rank // 2].peak_bytes * (1 + excess)), 0)
+        for rank in (0, 2)
+    )]  # fmt: skip
+    path.write_text("\n".join(lines))
+    return [s.peak_bytes for s in stages]
+
+
+def test_a_log_against_the_arguments_that_made_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "train.log"
+    peaks = megatron_log(log, excess=0.04)
+    given = (str(log), "--megatron-args", ARGS, "--num-gpus", "4")
+    assert run(*given) == 0
+    out = capsys.readouterr().out
+    assert f"{peaks[0] / GIB:.2f}" in out
+    assert "+3.8 %" in out  # of what was measured: 4/104
+    assert run(*given, "--tolerance", "5") == 0
+    assert run(*given, "--tolerance", "3") == 1
+    capsys.readouterr()
+    assert run(*given, "--tolerance", "3", "--json") == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "bridge-memory/compare/1"
+    assert document["beyond"] == [0, 1]
+    assert [s["residual_bytes"] for s in document["stages"]] == [int(p * 1.04) - p for p in peaks]
+    assert [s["worst_rank"] for s in document["stages"]] == [0, 2]
+    assert [s["static_residual_bytes"] for s in document["stages"]] == [0, 0]
+
+
+def test_a_model_and_flags_describe_a_bridge_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("[Rank 0] (after 10 iterations) memory (GB) | mem-allocated-gigabytes: 60.0 | "
+                   "mem-max-allocated-gigabytes: 70.123")  # fmt: skip
+    assert run(str(log), "meta-llama/Meta-Llama-3-8B", "--tp", "2", "--num-gpus", "2", "--json") == 0
+    (stage,) = json.loads(capsys.readouterr().out)["stages"]
+    expected = estimate(
+        RunSpec(
+            model=resolve_model("meta-llama/Meta-Llama-3-8B"),
+            parallel=ParallelSpec(world_size=2, tensor_model_parallel_size=2),
+            batch=BatchSpec(seq_length=4096),
+        )
+    ).stages[0]
+    assert stage["max_allocated_bytes"] == 70_123_000_000
+    assert stage["predicted_peak_bytes"] == expected.peak_bytes
+
+
+def test_our_json_lines_carry_their_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.jsonl"
+    report = MemoryReport(
+        path, emit=lambda text: None, read=lambda rank, stage: Reading(rank, stage, 10 * GIB, 20 * GIB)
+    )
+    state = SimpleNamespace(cfg=small_container(), train_state=SimpleNamespace(step=0))
+    report.on_train_start(SimpleNamespace(state=state))
+    for step in range(2):
+        state.train_state.step = step
+        report.on_train_step_end(SimpleNamespace(state=state, skipped_iter=False))
+    report.on_train_end(SimpleNamespace(state=state))
+    assert run(str(path), "--json") == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [s["max_allocated_bytes"] for s in stages] == [20 * GIB, None, None, None]
+    assert all(s["predicted_peak_bytes"] > 0 for s in stages)
+    assert run(str(path)) == 0
+    assert "no figures of stages 1, 2, 3" in capsys.readouterr().out
+
+
+def test_a_snapshot_by_component(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(snapshot()))
+    assert run(str(path)) == 0
+    out = capsys.readouterr().out
+    assert "95.0 % of the peak" in out and "my_layer.py:10 mystery" in out
+    assert run(str(path), "--megatron-args", ARGS, "--num-gpus", "4", "--json", "--tolerance", "1") == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["snapshot"]["peak_bytes"] == 400 << 20
+    assert document["beyond"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("text", "argv", "message"),
+    [
+        ("nothing here", (), "holds no memory figures"),
+        ("[Rank 0] memory (MB) | allocated: 1.0", (), "does not say what ran"),
+        ("[Rank 0] memory (MB) | allocated: 1.0", ("--tolerance", "-1"), "tolerance is -1"),
+        ('{"schema": "bridge-memory/live-1", "event": "run"}', (), "holds no report"),
+        ('{"schema": "bridge-memory/live-1", "event": "report", "stages": [{}]}', (), "damaged report"),
+        ("[Rank 9] memory (MB) | allocated: 1.0", ("--megatron-args", ARGS, "--num-gpus", "4"), r"rank \(9\)"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_in_one_line(
+    tmp_path: Path, text: str, argv: tuple[str, ...], message: str
+) -> None:
+    path = tmp_path / "some.log"
+    path.write_text(text)
+    with pytest.raises(SpecError, match=message) as error:
+        run(str(path), *argv)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="cannot be read"):
+        run(str(tmp_path / "none.log"))
+
+
+def test_a_megatron_lm_log_says_itself_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The block of arguments in the log is enough; it is what test_patch.py reads from ``get_args()``."""
+    from test_patch import megatron_lm_args
+
+    args: dict[str, Any] = vars(megatron_lm_args())
+    lines = ["------------------------ arguments ------------------------"]
+    lines += [f"  {k} {'.' * (48 - len(k))} {v}" for k, v in sorted(args.items())]
+    lines += ["-------------------- end of arguments ---------------------"]
+    lines.append(megatron_lm_line(0, 2, 10 * GIB, 20 * GIB, 0))
+    path = tmp_path / "train.log"
+    path.write_text("\n".join(lines))
+    assert run(str(path), "--json") == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert stages[0]["max_allocated_bytes"] == 20 * GIB and stages[0]["predicted_peak_bytes"] > 0
