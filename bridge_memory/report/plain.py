@@ -1,12 +1,11 @@
 """Blocks of a report as plain text of a given width, and the layout that the terminal shares with it.
 
 Numbers are never broken or cut: columns that do not fit beside each other go into a further table under the same
-first column. Words wrap between words.
+first column. Words wrap between words, the dotted names of tensors after a dot.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ class Laid:
 
 
 def render(blocks: Iterable[Block], width: int) -> str:
-    """All blocks, lines of at most ``width`` characters (a word or a number that is wider stays whole)."""
+    """All blocks, lines of at most ``width`` characters (what is wider and has no blank or dot stays whole)."""
     return "\n\n".join("\n".join(_lines(block, width)) for block in blocks) + "\n"
 
 
@@ -64,10 +63,26 @@ def bullet_lines(block: Bullets, width: int) -> list[str]:
 
 
 def wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
-    """Lines of at most ``width``, broken between words only."""
-    return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
-    ) or [first.rstrip()]
+    """Lines of at most ``width``, broken between words, and after a dot in a word that is wider than a line."""
+    lines, line, empty = [], first, True
+    for word in text.split():
+        if not empty:
+            if len(line) + 1 + len(word) <= width:
+                line += " " + word
+                continue
+            lines.append(line)
+            line = rest
+        while len(line) + len(word) > width and "." in word[:-1]:
+            cut = word.rfind(".", 0, max(0, width - len(line))) + 1 or word.index(".") + 1
+            lines.append(line + word[:cut])
+            line, word = rest, word[cut:]
+        line, empty = line + word, False
+    return [*lines, line.rstrip()]
+
+
+def _widest_atom(cells: Iterable[str]) -> int:
+    """The longest piece that ``wrap`` does not break."""
+    return max((len(atom) for cell in cells for atom in cell.replace(".", ". ").split()), default=0)
 
 
 def lay_out(grid: Grid, width: int) -> list[Laid]:
@@ -76,8 +91,8 @@ def lay_out(grid: Grid, width: int) -> list[Laid]:
     for i, column in enumerate(grid.columns):
         widest = max(len(column.title), *(len(row[i]) for row in grid.rows), 0)
         natural.append(widest)
-        longest = max((len(word) for row in grid.rows for word in row[i].split()), default=0)
-        least.append(max(len(column.title), longest, min(widest, WORDS_WIDTH)) if column.words else widest)
+        atom = _widest_atom(row[i] for row in grid.rows) if column.words else widest
+        least.append(max(len(column.title), atom, min(widest, WORDS_WIDTH)))
     everything = range(len(grid.columns))
     for gap in (GAP, NARROW_GAP):
         if _total((least[i] for i in everything), gap) <= width:

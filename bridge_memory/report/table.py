@@ -68,15 +68,19 @@ def estimate_blocks(
     shown = result.stages if stage is None else (result.stages[stage],)
     explained = worst if stage is None else shown[0]
     groups = _alike(shown)
+    marked = worst if len(result.stages) > 1 else None
     blocks: list[Block] = [
         Pairs(f"Estimate of {result.run.model.name}", configuration(result)),
-        _stages(groups, worst, unit, len(result.stages)),
-        _memory(groups, worst, unit),
-        _components(explained, unit, LARGEST, _why(explained, worst, result, unit)),
+        _stages(groups, marked, unit, result.run.parallel.vpp > 1),
+        _memory(groups, marked, unit),
     ]
-    for index, rows in (details or {}).items():
-        if stage in (None, index):
-            blocks += _details(result.stages[index], rows, unit)
+    listed = {i: rows for i, rows in (details or {}).items() if stage in (None, i)}
+    limit = None if explained.stage in listed else LARGEST
+    blocks.append(_components(explained, unit, limit, _why(explained, worst, result, unit)))
+    for index, rows in listed.items():
+        if index != explained.stage:
+            blocks.append(_components(result.stages[index], unit, None, f"Stage {index}: all components"))
+        blocks += _tensors(index, rows, unit)
     if fits:
         blocks.append(_fits(fits, result, unit))
     blocks.append(Bullets("Assumed", _once(result.assumptions) or ("nothing beyond the configuration",)))
@@ -133,42 +137,47 @@ def _alike(stages: Sequence[StageEstimate]) -> list[tuple[StageEstimate, ...]]:
     return groups
 
 
-def _label(group: tuple[StageEstimate, ...], worst: StageEstimate) -> str:
-    first, last = group[0].stage, group[-1].stage
-    return (f"{first}" if first == last else f"{first}-{last}") + (" *" if worst in group else "")
+def _span(group: tuple[StageEstimate, ...]) -> str:
+    return ranges([stage.stage for stage in group])
 
 
-def _stages(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate, unit: str, count: int) -> Grid:
+def _label(group: tuple[StageEstimate, ...], worst: StageEstimate | None) -> str:
+    return _span(group) + " *" * (worst in group)
+
+
+def _marked(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | None) -> int | None:
+    return next((i for i, group in enumerate(groups) if worst in group), None)
+
+
+def _stages(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | None, unit: str, virtual: bool) -> Grid:
     rows = []
-    leftovers: dict[str, list[str]] = {}
+    leftovers: dict[str, list[int]] = {}
     for group in groups:
-        cells = _Cells(group[0], unit)
-        label = _label(group, worst)
+        cells, one = _Cells(group[0], unit), group[0]
         rows.append(
             (
-                label, _layers(group), format_count(group[0].parameters), str(group[0].in_flight_microbatches),
-                format_ticks(cells.static, unit), _moment(group[0]),
+                _label(group, worst), _layers(group), format_count(one.parameters), str(one.in_flight_microbatches),
+                format_ticks(cells.static, unit), _moment(one),
             )
         )
         if cells.leftovers:
-            leftovers.setdefault(format_ticks(cells.leftovers, unit), []).append(label.removesuffix(" *"))
+            leftovers.setdefault(format_ticks(cells.leftovers, unit), []).extend(s.stage for s in group)
     columns = (
         Column("stage", words=True), Column("layers", words=True), Column("parameters"), Column("in flight"),
         Column("static"), Column("peak in", words=True),
     )
-    marked = _emphasis(groups, worst)
-    notes = [f"* stage {worst.stage} has the highest peak"] if count > 1 and marked is not None else []
+    marked = _marked(groups, worst)
+    notes = []
+    if marked is not None:
+        notes.append(f"* the highest peak: stage{'s' * (len(groups[marked]) > 1)} {_span(groups[marked])}")
     if any(len(group) > 1 for group in groups):
         notes.append("Stages in one row are alike in every number, the number of layers included.")
     notes.append(
-        "parameters: of one rank's shard; in flight: microbatches whose activations are held at the peak; "
-        "static: allocated after a step, weights + gradients + optimizer + buffers" + _extra(leftovers, unit)
+        "parameters: of one rank's shard; in flight: microbatches whose activations are held at the peak"
+        f"{', of the virtual stage that holds most' * virtual}; static: allocated after a step, weights + gradients "
+        f"+ optimizer + buffers{_extra(leftovers, unit)}"
     )
     return Grid(f"Pipeline stages, {unit}", columns, tuple(rows), marked, tuple(notes))
-
-
-def _emphasis(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate) -> int | None:
-    return next((i for i, group in enumerate(groups) if worst in group and len(groups) > 1), None)
 
 
 def _layers(group: tuple[StageEstimate, ...]) -> str:
@@ -181,22 +190,24 @@ def _moment(stage: StageEstimate) -> str:
     return f"{stage.peak_phase}: {stage.peak_operation}" if stage.peak_operation else stage.peak_phase
 
 
-def _memory(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate, unit: str) -> Grid:
+def _memory(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | None, unit: str) -> Grid:
     rows = []
     for group in groups:
         cells = _Cells(group[0], unit)
         numbers = [*(cells.kinds[kind] for kind in KINDS), cells.peak]
         rows.append((_label(group, worst), *(format_ticks(n, unit) for n in numbers)))
     columns = (Column("stage", words=True), *(Column(_KIND_TITLES[kind]) for kind in KINDS), Column("= peak"))
-    note = "peak: max allocated from the second step on"
-    return Grid(f"Memory of one rank at its peak, {unit}", columns, tuple(rows), _emphasis(groups, worst), (note,))
+    note = "peak: max allocated from the second step on; last digits are rounded so that totals add up"
+    return Grid(f"Memory of one rank at its peak, {unit}", columns, tuple(rows), _marked(groups, worst), (note,))
 
 
-def _extra(leftovers: Mapping[str, Sequence[str]], unit: str) -> str:
+def _extra(leftovers: Mapping[str, Sequence[int]], unit: str) -> str:
     """What a step leaves until the next one begins; dead by the time of the peak, so in no column."""
     if not leftovers:
         return ""
-    said = "; ".join(f"{amount} {unit} on stage {', '.join(stages)}" for amount, stages in leftovers.items())
+    said = "; ".join(
+        f"{amount} {unit} on stage{'s' * (len(stages) > 1)} {ranges(stages)}" for amount, stages in leftovers.items()
+    )
     return f" + what a step leaves behind until the next ({said})"
 
 
@@ -235,11 +246,10 @@ def _named(component: Component) -> str:
     return f"{component.name} (over {component.shard})" if component.shard else component.name
 
 
-def _details(stage: StageEstimate, rows: Sequence[DetailRow], unit: str) -> list[Block]:
-    """All components of a stage, then every tensor: bytes of one exactly, totals in a finer unit."""
-    name = f"Stage {stage.stage}"
+def _tensors(stage: int, rows: Sequence[DetailRow], unit: str) -> list[Block]:
+    """Every tensor of a stage, block by block: bytes of one exactly, totals in a finer unit."""
     finer = FINER.get(unit, unit)
-    blocks: list[Block] = [_components(stage, unit, None, f"{name}: all components")]
+    blocks: list[Block] = []
     groups: dict[tuple[str, str], list[DetailRow]] = {}
     for row in rows:
         groups.setdefault((row.section, row.block), []).append(row)
@@ -247,11 +257,11 @@ def _details(stage: StageEstimate, rows: Sequence[DetailRow], unit: str) -> list
     for (section, block), members in groups.items():
         totals = share([row.total for row in members], finer)
         lines = [
-            (format_ticks(value, finer), f"{row.count:,}", f"{row.bytes:,}", row.name + (row.note and f" ({row.note})"))
+            (format_ticks(value, finer), f"{row.count:,}", f"{row.bytes:,}", _tensor(row))
             for value, row in zip(totals, members, strict=True)
         ]
         lines.append((format_ticks(sum(totals), finer), "", "", "sum"))
-        title = f"{name}, {section}{_SECTION_NOTES.get(section, '')}: {block}"
+        title = f"Stage {stage}, {section}{_SECTION_NOTES.get(section, '')}: {block}"
         blocks.append(Grid(title, columns, tuple(lines), len(lines) - 1))
     return blocks
 
@@ -261,6 +271,12 @@ _SECTION_NOTES = {
     "parameters": " (in the parameter dtype)",
     "saved for backward": " by one microbatch (without full recomputation)",
 }
+
+
+def _tensor(row: DetailRow) -> str:
+    if not row.note:
+        return row.name
+    return f"{row.name} ({row.note})" if row.section == "parameters" else f"{row.name} - {row.note}"
 
 
 # --------------------------------------------------------------------------------------------------
