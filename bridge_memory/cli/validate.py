@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         from bridge_memory.compare.folds import refit
 
         left_out = refit(records, args.folds)
-        print(f"Fitted constants refitted with each of {args.folds} groups of families left out:")
+        print(f"Fitted constants chosen again with each of {args.folds} groups of families left out:")
         print(table([*by_group(left_out, "tier"), accuracy("all", left_out)]))
     return 0
 

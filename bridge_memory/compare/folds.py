@@ -1,12 +1,63 @@
-"""Cross-validation: refit the fitted constants with whole families left out; predict those."""
+"""Cross-validation: choose the fitted constants again with whole families left out, and predict those.
+
+Only what ``inventory/measured.py`` lists is fitted; everything else is read in a source and is the same in every
+fold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
 
 from bridge_memory.compare.runs import Outcome, Record, predict_all
+from bridge_memory.inventory import measured
+from bridge_memory.spec import SpecError
 
 
 def refit(records: Sequence[Record], folds: int) -> list[Outcome]:
-    """Outcomes of every record under constants that its family had no part in. No constant is fitted yet."""
-    return predict_all(records)
+    """Outcomes of every record under constants that its family had no part in choosing.
+
+    The families, sorted by name, are dealt to ``folds`` groups; for each group the candidates with the least mean
+    absolute error of the peak over all other families are taken. Raises SpecError for more folds than families.
+    """
+    families = sorted({r.family for r in records})
+    if folds > len(families):
+        raise SpecError(f"--folds is {folds}, the runs have {len(families)} families; give at most that")
+    names = [f.name for f in measured.FITTED]
+    by_choice: dict[tuple[object, ...], list[Outcome]] = {}
+    for choice in product(*(f.candidates for f in measured.FITTED)):
+        with constants(dict(zip(names, choice, strict=True))):
+            by_choice[choice] = predict_all(records)
+    out = []
+    for k in range(folds):
+        held_out = set(families[k::folds])
+        choice = min(by_choice, key=lambda c: _mean_error(o for o in by_choice[c] if o.family not in held_out))
+        out += [o for o in by_choice[choice] if o.family in held_out]
+    return out
+
+
+def _mean_error(outcomes: Iterable[Outcome]) -> float:
+    errors = [abs(e) for o in outcomes if o.status == "ok" and (e := o.max_allocated_error) is not None]
+    return sum(errors) / len(errors) if errors else 0.0
+
+
+@contextmanager
+def constants(values: dict[str, object]) -> Iterator[None]:
+    """The estimate with other values of fitted constants; what was cached under the old ones is forgotten."""
+    before = {name: getattr(measured, name) for name in values}
+    try:
+        _set(values)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: dict[str, object]) -> None:
+    for name, value in values.items():
+        setattr(measured, name, value)
+    for module in [m for n, m in sys.modules.items() if n.startswith("bridge_memory.")]:
+        for member in vars(module).values():
+            if callable(clear := getattr(member, "cache_clear", None)):
+                clear()

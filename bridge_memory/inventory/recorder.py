@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from bridge_memory.inventory import measured
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.tape import BlockCost, T, Tape
@@ -234,6 +235,11 @@ class Recorder:
         if ctx.hidden_dropout:
             mask = tape.tensor(f"{name} dropout mask", size, grad=False)
             dropped = tape.tensor(f"{name} dropped", 0 if fused else size * ctx.act, grad_bytes=size * ctx.act)
-            tape.op(f"{name} dropout", x, (dropped, mask), saves=(mask,))
+            kept = [mask]
+            if fused and not bias and ctx.impl.megatron_core >= measured.COMPILED_DROPOUT_SINCE_CORE:
+                kept.append(
+                    tape.tensor(f"{name} dropout input", size * measured.COMPILED_DROPOUT_INPUT_BYTES, grad=False)
+                )
+            tape.op(f"{name} dropout", x, (dropped, *kept), saves=kept)
             x = dropped
         return tape.make(f"{name} output", (x, residual), ctx.hidden_bytes, alias=True)
