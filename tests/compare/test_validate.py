@@ -10,6 +10,7 @@ import pytest
 
 from bridge_memory.cli import validate
 from bridge_memory.compare.accuracy import accuracy, by_group, errors_of, percentile, summary
+from bridge_memory.compare.folds import constants, refit
 from bridge_memory.compare.runs import Outcome, load_runs, predict, predict_all, run_of
 from bridge_memory.spec import SpecError
 
@@ -116,6 +117,35 @@ def test_a_record_with_a_bad_rank_is_not_ok() -> None:
 def test_groups_by_feature_overlap(outcomes) -> None:
     rows = {row.group: row.records for row in by_group(outcomes, "feature")}
     assert rows["MoE"] < rows["bf16"] and rows["MLA"] < rows["MoE"]
+
+
+# ---- cross-validation ----
+
+
+def test_left_out_families_are_predicted_as_well_as_the_rest(records, outcomes) -> None:
+    """Choosing the fitted constants without a family changes none of its predictions by more than 1 %."""
+    again = {(o.id, o.rank): o for o in refit(records, 5)}
+    assert again.keys() == {(o.id, o.rank) for o in outcomes}
+    for o in outcomes:
+        if o.predicted_max_allocated_bytes:
+            left_out = again[o.id, o.rank].predicted_max_allocated_bytes
+            assert left_out == pytest.approx(o.predicted_max_allocated_bytes, rel=0.01)
+
+
+def test_a_fitted_constant_changes_the_estimate_and_comes_back(records) -> None:
+    dropout = next(r for r in records if "tp2_pp1_te_8experts2parallel_ddp_average_in_collective/dev_dgx_h100" in r.id)
+    (with_input,) = predict(dropout)
+    with constants({"COMPILED_DROPOUT_INPUT_BYTES": 0}):
+        (without,) = predict(dropout)
+    (after,) = predict(dropout)
+    # 12 layers x 2 dropout-adds x [2048, 512] x 2 bytes.
+    assert with_input.predicted_max_allocated_bytes - without.predicted_max_allocated_bytes == 48 << 20
+    assert after == with_input
+
+
+def test_more_folds_than_families_is_refused(records) -> None:
+    with pytest.raises(SpecError, match="folds"):
+        refit(records[:1], 2)
 
 
 # ---- reading records ----
