@@ -13,7 +13,7 @@ import pickle
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bridge_memory.components import Component
@@ -73,6 +73,8 @@ class Block:
 
     size: int
     frames: tuple[Frame, ...]
+    #: Whether the trace saw the allocation. If so, no frames mean a thread without Python: autograd's.
+    traced: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def _at_peak(snapshot: dict[str, Any], device: int | None) -> Alive:
         for block in segment["blocks"]:
             start = int(block.get("address", address))
             if block["state"] == "active_allocated":
-                held[start] = Block(int(block["size"]), _frames(block))
+                held[start] = Block(int(block["size"]), _frames(block), traced=False)
             address = start + int(block["size"])
     traces = snapshot.get("device_traces") or []
     if device is None:
@@ -118,7 +120,12 @@ def _at_peak(snapshot: dict[str, Any], device: int | None) -> Alive:
     if device not in ends and not (0 <= device < len(traces) and traces[device]):
         raise SpecError(f"device {device} is not in the snapshot; it has {sorted(ends)}")
     trace = traces[device] if 0 <= device < len(traces) else []
-    alive = dict(ends.get(device, {}))
+    seen = {event["addr"] for event in trace if event["action"] == "alloc"}
+    end = {
+        start: replace(block, traced=True) if start in seen else block
+        for start, block in ends.get(device, {}).items()
+    }
+    alive = dict(end)
     end_bytes = total = sum(b.size for b in alive.values())
 
     # Which allocation a free belongs to: the last one before it at the same address.
@@ -138,7 +145,8 @@ def _at_peak(snapshot: dict[str, Any], device: int | None) -> Alive:
             return -gone.size if gone else 0
         if event["action"] == "free_requested" and event["addr"] not in alive:
             source = trace[origin[i]] if i in origin else None
-            block = Block(-(-int(event["size"]) // BLOCK) * BLOCK, _frames(source) if source else ())
+            size = -(-int(event["size"]) // BLOCK) * BLOCK
+            block = Block(size, _frames(source) if source else (), traced=source is not None)
             alive[event["addr"]] = block
             return block.size
         return 0
@@ -149,8 +157,7 @@ def _at_peak(snapshot: dict[str, Any], device: int | None) -> Alive:
         total += undo(i)
         if total > peak:
             peak, peak_index = total, i
-    alive.clear()
-    alive.update(ends.get(device, {}))
+    alive = dict(end)
     for i in range(len(trace) - 1, peak_index - 1, -1):
         undo(i)
     return Alive(device, peak, tuple(alive.values()), end_bytes, len(trace), len(trace) - peak_index)
@@ -218,18 +225,34 @@ _RULES = tuple(
 _COMPILED = tuple((r.group, re.compile(r.file), re.compile(r.function) if r.function else None) for r in _RULES)
 
 
-def group_of(frames: Sequence[Frame]) -> str:
-    """The component group of an allocation, or UNATTRIBUTED."""
+def group_of(frames: Sequence[Frame], *, traced: bool = False) -> str:
+    """The component group of an allocation, or UNATTRIBUTED.
+
+    ``traced``: its allocation was recorded, so that no frames at all mean the autograd engine's own thread.
+    """
+    if traced and not frames:
+        return PASSING
     for frame in frames:
         if not frame.filename.endswith(".py"):
             continue
         # A module that is being built makes parameters, whatever module it is.
         if frame.name in ("__init__", "reset_parameters") and "site-packages/torch/" not in frame.filename:
             return WEIGHTS
-        for group, file, function in _COMPILED:
-            if file.search(frame.filename) and (function is None or function.fullmatch(frame.name)):
-                return group
-    return UNATTRIBUTED
+        found = _rule(frame)
+        if found == "MLP":  # an expert is an MLP, called by its experts
+            outer = [g for g in map(_rule, frames) if g in ("MoE experts", "MoE shared experts")]
+            return outer[0] if outer else found
+        if found:
+            return found
+    # C++ frames, where they were recorded: the engine runs backward without Python.
+    return PASSING if any("autograd::Engine" in frame.name for frame in frames) else UNATTRIBUTED
+
+
+def _rule(frame: Frame) -> str:
+    for group, file, function in _COMPILED:
+        if file.search(frame.filename) and (function is None or function.fullmatch(frame.name)):
+            return group
+    return ""
 
 
 def predicted_group(component: Component) -> str:
@@ -280,7 +303,7 @@ def attribute(alive: Alive, components: Iterable[Component] = (), *, frames_show
     blocks: Counter[str] = Counter()
     rest: Counter[str] = Counter()
     for block in alive.blocks:
-        group = group_of(block.frames)
+        group = group_of(block.frames, traced=block.traced)
         measured[group] += block.size
         blocks[group] += 1
         if group == UNATTRIBUTED:
