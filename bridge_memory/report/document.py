@@ -60,13 +60,16 @@ def print_blocks(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
     width = max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
     clean = [_clean(block) for block in blocks]
     if out.isatty() and os.environ.get("TERM") != "dumb":
-        from bridge_memory.report.terminal import print_rich
+        try:
+            from bridge_memory.report.terminal import print_rich
+        except ImportError:
+            pass  # a clone that is not installed may have no rich
+        else:
+            print_rich(clean, out, width)
+            return
+    from bridge_memory.report.plain import render
 
-        print_rich(clean, out, width)
-    else:
-        from bridge_memory.report.plain import render
-
-        out.write(render(clean, width))
+    out.write(render(clean, width))
 
 
 def one_line(text: str) -> str:

@@ -11,6 +11,8 @@ from bridge_memory.spec import SpecError
 
 def check_target(path: str, *, force: bool = False) -> None:
     """Raise SpecError if ``path`` cannot be written to, before any work is done."""
+    if not path:
+        raise SpecError("--output is empty; name a file")
     try:
         folder = os.path.dirname(os.path.realpath(path))
         mode = os.stat(path).st_mode

@@ -1,0 +1,117 @@
+"""The JSON report: valid by the schema that ships with the package, and adding up."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from report_runs import NAMES, result
+
+from bridge_memory.estimate import estimate
+from bridge_memory.gpus import fits
+from bridge_memory.readers import list_presets, resolve_model
+from bridge_memory.report.json import SCHEMA_PATH, estimate_to_json
+from bridge_memory.spec import ParallelSpec, RunSpec
+
+jsonschema = pytest.importorskip("jsonschema")
+
+with open(SCHEMA_PATH, encoding="ascii") as _file:
+    SCHEMA = json.load(_file)
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+def document(name: str) -> dict[str, Any]:
+    """What a reader of the printed JSON gets."""
+    return json.loads(json.dumps(estimate_to_json(result(name), fits(result(name)))))
+
+
+def adds_up(doc: dict[str, Any]) -> None:
+    for stage in doc["stages"]:
+        static = sum(stage[f"{kind}_bytes"] for kind in ("weights", "gradients", "optimizer", "buffers"))
+        assert sum(c["bytes"] for c in stage["components"]) == stage["peak_bytes"]
+        assert static + stage["activation_bytes"] + stage["transient_bytes"] == stage["peak_bytes"]
+        assert static + sum(c["bytes"] for c in stage["leftovers"]) == stage["static_bytes"]
+        assert len(stage["layers"]) == stage["num_layers"]
+    assert doc["peak"]["bytes"] == max(stage["peak_bytes"] for stage in doc["stages"])
+    assert doc["stages"][doc["peak"]["stage"]]["peak_bytes"] == doc["peak"]["bytes"]
+    for fit in doc["fits"]:
+        assert doc["peak"]["bytes"] + fit["margin_bytes"] + fit["headroom_bytes"] == fit["capacity_bytes"]
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_estimate_is_valid_and_adds_up(name: str) -> None:
+    doc = document(name)
+    VALIDATOR.validate(doc)
+    adds_up(doc)
+
+
+@pytest.mark.parametrize("preset", list_presets())
+def test_every_preset_is_valid_and_adds_up(preset: str) -> None:
+    run = RunSpec(model=resolve_model(preset), parallel=ParallelSpec(world_size=8))
+    doc = estimate_to_json(estimate(run), fits(estimate(run)))
+    VALIDATOR.validate(doc)
+    adds_up(doc)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_stages_hold_every_layer_once(name: str) -> None:
+    doc = document(name)
+    held = sorted(i for stage in doc["stages"] for i in stage["layers"])
+    assert held == list(range(doc["model"]["num_layers"]))
+
+
+def test_sizes_that_follow_from_others_are_filled_in() -> None:
+    """DeepSeek-V3 on 128 GPUs, TP 4 x PP 4: DP 8; EP 8 x ETP 1: 128 / (4 x 8) = 4 replicas of an expert."""
+    sizes = document("uneven")["parallelism"]
+    assert (sizes["data_parallel_size"], sizes["expert_data_parallel_size"]) == (8, 4)
+    assert sizes["sequence_parallel"] is True
+    assert document("four stages")["parallelism"]["expert_tensor_parallel_size"] == 2
+
+
+def test_the_default_global_batch_is_stated() -> None:
+    """One microbatch of one sequence a stage, on each of 8 replicas."""
+    training = document("uneven")["training"]
+    assert (training["num_microbatches"], training["global_batch_size"]) == (4, 32)
+
+
+def test_one_stage_alone_keeps_the_peak_of_the_run() -> None:
+    whole = document("uneven")
+    part = estimate_to_json(result("uneven"), fits(result("uneven")), stage=2)
+    VALIDATOR.validate(json.loads(json.dumps(part)))
+    assert part["stages"] == [whole["stages"][2]]
+    assert (part["peak"], part["fits"]) == (whole["peak"], whole["fits"])
+
+
+def damaged() -> list[tuple[str, dict[str, Any]]]:
+    cases = []
+    for path in (
+        "schema", "model.parameters", "parallelism.world_size", "training.num_microbatches", "stages.0.layers",
+        "stages.0.components.0.provenance", "stages.0.static_bytes", "peak.stage", "fits.0.headroom_bytes",
+        "assumptions", "not_modelled",
+    ):  # fmt: skip
+        doc = copy.deepcopy(document("uneven"))
+        *steps, last = path.split(".")
+        at: Any = doc
+        for step in steps:
+            at = at[int(step) if step.isdigit() else step]
+        del at[last]
+        cases.append((f"no {path}", doc))
+    wrong = document("uneven")
+    wrong["stages"][1]["peak_bytes"] = 1.5
+    cases.append(("a fraction of a byte", wrong))
+    wrong = document("uneven")
+    wrong["stages"][1]["components"][0]["provenance"] = "guessed"
+    cases.append(("an unknown provenance", wrong))
+    return cases
+
+
+@pytest.mark.parametrize(("what", "doc"), damaged(), ids=lambda value: value if isinstance(value, str) else "")
+def test_the_schema_refuses(what: str, doc: dict[str, Any]) -> None:
+    assert not VALIDATOR.is_valid(doc), what
