@@ -190,8 +190,10 @@ def moe_layer_stage(run: RunSpec) -> StageEstimate:
     weights = parameters * ctx.act
     # zero_grad(set_to_none=True): a weight's gradient appears in its own backward, as the scratch of that
     # operation; all of them are there only when the saved tensors are gone.
-    forward = cost.forward_peak > cost.backward_peak
-    peak = max(cost.forward_peak, cost.backward_peak)
+    # The output and the gradient handed to backward stay with the caller.
+    backward_peak = cost.backward_peak + 2 * cost.output_bytes
+    forward = cost.forward_peak > backward_peak
+    peak = max(cost.forward_peak, backward_peak)
     experts = sum(p.numel for p in inventory.parameters if p.expert)
     copies = 2 * r.fp8_bytes(experts) if r.fp8 else 0
     return StageEstimate(

@@ -216,6 +216,7 @@ def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int)
     pads = r.fp8 and grouped and not (
         impl.moe_token_dispatcher_type == "flex" and impl.moe_flex_dispatcher_backend == "hybridep"
     )
+    unpadded = x
     if pads:
         x = tape.make("padded tokens", x, n.received * width * ctx.act)
     kept, also = r.linear_input("experts fc1", x, n.received * width)
@@ -239,6 +240,8 @@ def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int)
         out = tape.make("experts output with bias", (out, probs), n.received * width * ctx.act, saves=(probs,))
     elif not grouped and local_experts > 1:
         out = tape.make("concatenated expert outputs", out, n.received * width * ctx.act)
+    # Local variables of the experts' forward, which fp8 GEMMs do not save (they keep copies of their own).
+    tape.touch(unpadded, x, act)
     return out
 
 
