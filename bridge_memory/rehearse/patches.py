@@ -318,7 +318,13 @@ def collectives_move_nothing() -> Iterator[None]:
         "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor_coalesced", "alltoall_base",
         "alltoall", "broadcast", "reduce", "gather", "scatter", "send", "recv", "barrier",
     )  # fmt: skip
+
+    def same_object(gathered: list[Any], own: Any, group: Any = None) -> None:
+        """Every rank is taken to say what this one says (``optimizer/__init__.py: _get_param_groups``)."""
+        gathered[:] = [own] * len(gathered)
+
     with ExitStack() as stack:
+        stack.enter_context(replaced(torch.distributed, "all_gather_object", same_object))
         for name in names:
             stack.enter_context(replaced(group, name, lambda *a, **k: _Done()))
         yield
@@ -348,6 +354,19 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
     if not training or p == 0:
         return x
     return torch.ops.aten.native_dropout(x, p, True)[0]
+
+
+@contextmanager
+def meta_calls_itself_cuda() -> Iterator[None]:
+    """The optimizers know parameters by ``tensor.type()``, of which they accept torch.cuda's only."""
+    kind = torch.Tensor.type
+
+    def cuda_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = kind(tensor, *args, **kwargs)
+        return name.replace("torch.meta.", "torch.cuda.") if isinstance(name, str) else name
+
+    with replaced(torch.Tensor, "type", cuda_type):
+        yield
 
 
 @contextmanager

@@ -79,6 +79,8 @@ class Rehearsal:
     stage: int
     chunks: tuple[ChunkRehearsal, ...]
     buffers: tuple[BufferLayout, ...]
+    #: Master parameters and moments; None where the optimizer needs Transformer Engine.
+    optimizer_bytes: int | None
 
     @property
     def parameters(self) -> int:
@@ -108,7 +110,8 @@ def rehearse(run: RunSpec, stage: int | None = None, *, rank: int | None = None)
             for i, (chunk, ddp) in enumerate(zip(chunks, wrapped, strict=True))
         )
         buffers = tuple(b for ddp in wrapped for b in _buffers(ddp))
-    return Rehearsal(run, rank, stage_of_rank(run.parallel, rank), done, buffers)
+        state = _optimizer_state(run, wrapped)
+    return Rehearsal(run, rank, stage_of_rank(run.parallel, rank), done, buffers, state)
 
 
 def saved_tensors(run: RunSpec, stage: int, chunk: int = 0) -> list[SavedRecord]:
@@ -196,6 +199,53 @@ def _buffers(ddp: Any) -> list[BufferLayout]:
                 )
             )
     return out
+
+
+def _optimizer_state(run: RunSpec, wrapped: list[Any]) -> int | None:
+    """Bytes of master parameters and moments after a step of megatron-core's own optimizer; None: not built here.
+
+    Without Transformer Engine and Apex the optimizer is torch's AdamW, so that precision-aware states, offloading
+    and Muon cannot be seen.
+    """
+    from dataclasses import fields
+
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    opt, precision = run.optimizer, run.precision
+    if opt.optimizer != "adam" or opt.use_precision_aware_optimizer or opt.optimizer_cpu_offload:
+        return None
+    wanted = {
+        "optimizer": opt.optimizer,
+        "lr": 1e-4,
+        "bf16": precision.params_dtype == "bf16",
+        "fp16": precision.params_dtype == "fp16",
+        "params_dtype": TORCH_DTYPES[precision.params_dtype],
+        "use_distributed_optimizer": opt.use_distributed_optimizer,
+        "clip_grad": opt.clip_grad,
+    }
+    known = {f.name for f in fields(OptimizerConfig)}
+    config = OptimizerConfig(**{k: v for k, v in wanted.items() if k in known})
+    weights = {p.untyped_storage()._cdata for ddp in wrapped for p in ddp.parameters()}
+    found: dict[int, int] = {}
+    with patches.meta_calls_itself_cuda():
+        top = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False)
+        for part in getattr(top, "chained_optimizers", [top]):
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.empty_like(parameter)
+                    _count(parameter, weights, found)
+            part.optimizer.step()
+            for state in part.optimizer.state.values():
+                for tensor in state.values():
+                    _count(tensor, weights, found)
+    return sum(found.values())
+
+
+def _count(tensor: Any, weights: set[int], found: dict[int, int]) -> None:
+    if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            found[storage._cdata] = storage.nbytes()
 
 
 # ---- passes --------------------------------------------------------------------------------------
