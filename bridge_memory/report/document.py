@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TextIO
 
+#: Characters of a line where nothing says otherwise.
+WIDTH = 80
 #: Below this a line of words is no longer readable; narrower terminals get longer lines.
 NARROWEST = 40
 
@@ -54,12 +56,13 @@ Block = Grid | Pairs | Bullets
 def print_blocks(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
     """Write ``blocks`` to ``stream`` (default: stdout): through rich on a terminal, as plain text elsewhere.
 
-    The width is the terminal's, or COLUMNS, or 80.
+    The width is COLUMNS where it is set, else the terminal's on a terminal, else 80.
     """
     out = sys.stdout if stream is None else stream
-    width = max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
+    terminal = out.isatty()
+    width = max(NARROWEST, shutil.get_terminal_size((WIDTH, 24)).columns if terminal else _columns())
     clean = [_clean(block) for block in blocks]
-    if out.isatty() and os.environ.get("TERM") != "dumb":
+    if terminal and os.environ.get("TERM") != "dumb":
         try:
             from bridge_memory.report.terminal import print_rich
         except ImportError:
@@ -70,6 +73,12 @@ def print_blocks(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
     from bridge_memory.report.plain import render
 
     out.write(render(clean, width))
+
+
+def _columns() -> int:
+    """COLUMNS or 80: what goes into a file does not depend on the window it was started from."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) else WIDTH
 
 
 def one_line(text: str) -> str:

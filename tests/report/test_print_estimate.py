@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -243,3 +244,15 @@ def test_a_stage_or_a_unit_that_does_not_exist_is_refused() -> None:
 
 def test_without_a_terminal_nothing_is_coloured() -> None:
     assert "\x1b" not in printed("uneven")
+
+
+def test_a_pipe_gets_eighty_columns_whatever_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command writes the same file from a narrow and from a wide window."""
+    expected = printed("uneven")
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((200, 50)))
+    assert printed("uneven") == expected
+    assert max(map(len, printed("uneven", Terminal()).splitlines())) > 80
+    for nonsense in ("", "0", "-5", "wide"):
+        monkeypatch.setenv("COLUMNS", nonsense)
+        assert printed("uneven") == expected
