@@ -310,7 +310,9 @@ def _model(config: Any, view: _Views, name: str | None) -> ModelSpec:
     if spec_name and spec_name not in known:
         assumptions.append(f"the layer spec {spec_name} builds the modules that its config describes")
     provider: Any = model
-    if _get(model, "heterogeneous_block_specs", False) and _get(model, "per_block_parameters") is None:
+    kinds = {base.__name__ for base in type(_part(config, "model")).__mro__}
+    heterogeneous = _get(model, "heterogeneous_block_specs") or "HeterogeneousTransformerConfig" in kinds
+    if heterogeneous and not _get(model, "per_block_parameters"):
         provider = _finalized(model)
     return model_from_transformer_config(
         provider,

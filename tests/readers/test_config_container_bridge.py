@@ -166,6 +166,21 @@ def test_a_t5_provider_is_refused(recipes: Any) -> None:
         run_from_config_container(config, world_size=8)
 
 
+def test_layers_of_different_sizes_are_those_of_the_hugging_face_model(recipes: Any) -> None:
+    """Nemotron Super: each layer's own groups and widths come out of a JSON text only when the provider finalizes."""
+    from megatron.bridge.models.llama_nemotron.llama_nemotron_provider import Llama33NemotronSuper49BProvider
+
+    name = "nvidia/Llama-3_3-Nemotron-Super-49B-v1"
+    config = container(recipes, "llama3_70b")
+    config.model = Llama33NemotronSuper49BProvider(seq_length=8192, vocab_size=128256)
+    with pytest.raises(SpecError, match="per_block_parameters is not set"):
+        run_from_config_container(config, world_size=8)
+    preset = ROOT / "bridge_memory" / "readers" / "presets" / f"{name.replace('/', '__')}.json"
+    config.model.heterogeneous_layers_config_encoded_json = preset.read_text()
+    counts = json.loads((ROOT / "tests" / "data" / "hf_parameter_counts.json").read_text())
+    assert model_parameters(run_from_config_container(config, world_size=8).model) == counts[name]["parameters"]
+
+
 def test_every_pretraining_recipe_gets_its_numbers_or_a_refusal_that_names_the_field(recipes: Any) -> None:
     """All of Bridge 0.3.1's recipes, as scripts/bridge_recipes.py writes them to references/bridge_recipes.md."""
     from bridge_recipes import ConfigNotAtHand, build, estimate_row, recipe_names
