@@ -436,6 +436,8 @@ class ImplementationSpec:
     gpu_arch: str = "hopper"
     #: Transformer Engine release, as (major, minor); None where unknown.
     transformer_engine: tuple[int, int] | None = None
+    #: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator splits blocks exactly.
+    expandable_segments: bool = False
     #: torch's cuBLAS workspace in bytes; None: torch's default for the architecture.
     cublas_workspace_bytes: int | None = None
 

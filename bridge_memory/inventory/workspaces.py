@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.layout import Chunk
-from bridge_memory.spec import DTYPE_BYTES, MambaSpec, MoESpec, RunSpec
+from bridge_memory.spec import DTYPE_BYTES, MambaSpec, ModelSpec, MoESpec, RunSpec
 
 MIB = 1 << 20
+#: Bytes: smallest block of torch's allocator (``CUDACachingAllocator.cpp: kMinBlockSize``).
+ALLOCATION_UNIT = 512
 
 #: Bytes of Transformer Engine's cuBLAS workspace, by architecture.
 #: Source: TE ``pytorch/cpp_extensions/gemm.py: get_cublas_workspace_size_bytes``.
@@ -83,12 +86,15 @@ def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext)
             "torch CublasHandlePool.cpp",
         )
     if keeps_fp32_gradient_copies(run):
-        elements = gradient_shard_elements(run, chunks, ctx)
         add(
-            "main gradients in fp32", 4 * elements,
+            "main gradients in fp32", fp32_gradient_bytes(run, chunks, ctx),
             "optimizer.py: _copy_model_grads_to_main_grads; freed by the next zero_grad",
             between_steps=True,
         )
+    add(
+        "unsplit rests of allocator blocks", unsplit_rest_bytes(run, chunks, ctx),
+        "c10/cuda/CUDACachingAllocator.cpp: should_split",
+    )
     received = sum(1 for chunk in chunks if not chunk.embedding)
     add(
         "pipeline: the last microbatch's input and its gradient", 2 * received * hidden_state_bytes(run),
@@ -150,17 +156,103 @@ def keeps_fp32_gradient_copies(run: RunSpec) -> bool:
     return half and not o.grad_reduce_in_fp32 and not o.fused_main_parameters and o.peft == "none"
 
 
-def gradient_shard_elements(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> int:
-    """Elements of the gradients that this rank's optimizer updates."""
-    from bridge_memory.inventory.stack import chunk_parameters
+def fp32_gradient_bytes(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> int:
+    """fp32 copies of the gradients that this rank's optimizer updates, one tensor a parameter."""
+    shards = _shards(run)
+    total = 0
+    for chunk in chunks:
+        counts = _counts(run.model, chunk, ctx)
+        rests = (0, 0) if run.implementation.expandable_segments else _rests(run.model, chunk, ctx, 4)
+        total += sum(-(-(4 * n + rest) // world) for n, rest, world in zip(counts, rests, shards, strict=True))
+    return total
+
+
+# ---- what the caching allocator adds to a block ----
+
+
+def block_rest(nbytes: int) -> int:
+    """Bytes that torch's allocator counts on top of a tensor of ``nbytes`` in a fresh segment.
+
+    A block is split only if more than 1 MiB remains. Tensors of 10 MiB and above get a segment of their own in
+    multiples of 2 MiB; from 1 to 10 MiB they share segments of 20 MiB, of which the last one in takes the rest
+    (spread evenly here); smaller ones split exactly.
+    Source: ``c10/cuda/CUDACachingAllocator.cpp: get_allocation_size, should_split``.
+    """
+    nbytes = -(-nbytes // ALLOCATION_UNIT) * ALLOCATION_UNIT
+    if nbytes <= MIB:
+        return 0
+    if nbytes >= 10 * MIB:
+        rest, tensors = -nbytes % (2 * MIB), 1
+    else:
+        tensors = 20 * MIB // nbytes
+        rest = 20 * MIB - tensors * nbytes
+    return rest // tensors if rest <= MIB else 0
+
+
+def unsplit_rest_bytes(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> int:
+    """``block_rest`` of everything that stays: parameters, gradient buffers, optimizer states; 0 with expandable
+    segments, which split exactly. Megatron-FSDP's own buffers are left out."""
+    o = run.optimizer
+    if run.implementation.expandable_segments or o.data_parallel_sharding_strategy or o.peft != "none":
+        return 0
+    width = DTYPE_BYTES[run.precision.params_dtype]
+    gradient = 4 if o.grad_reduce_in_fp32 or width == 4 else width
+    states = _state_sizes(run)
+    shards = _shards(run)
+    total = 0
+    for chunk in chunks:
+        for n in _counts(run.model, chunk, ctx):
+            total += block_rest(n * gradient)
+            if o.use_distributed_optimizer:
+                total += block_rest(n * width)
+        if not o.use_distributed_optimizer:
+            total += sum(_rests(run.model, chunk, ctx, width))
+        for size in states:
+            rests = _rests(run.model, chunk, ctx, size)
+            total += sum(rest // world for rest, world in zip(rests, shards, strict=True))
+    return total
+
+
+def _state_sizes(run: RunSpec) -> list[int]:
+    """Bytes an element of the main parameters (if they are apart) and of the two moments."""
+    o = run.optimizer
+    if o.optimizer != "adam" or o.optimizer_cpu_offload or o.use_layer_wise_distributed_optimizer:
+        return []
+    sizes = []
+    if DTYPE_BYTES[run.precision.params_dtype] == 2:
+        sizes.append(2 if o.fused_main_parameters and o.store_param_remainders else 4)
+    for dtype in (o.exp_avg_dtype, o.exp_avg_sq_dtype):
+        sizes.append(DTYPE_BYTES[dtype] if o.use_precision_aware_optimizer else 4)
+    return sizes
+
+
+def _shards(run: RunSpec) -> tuple[int, int]:
+    """Ranks that share the optimizer states of dense and of expert parameters."""
     from bridge_memory.model_state import shard_worlds
 
-    shards = shard_worlds(run.parallel) if run.optimizer.use_distributed_optimizer else (1, 1)
+    return shard_worlds(run.parallel) if run.optimizer.use_distributed_optimizer else (1, 1)
+
+
+@lru_cache(maxsize=4096)
+def _counts(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> tuple[int, int]:
+    """Elements of the dense and of the expert parameters of a chunk."""
+    from bridge_memory.inventory.stack import chunk_parameters
+
     counts = [0, 0]
-    for chunk in chunks:
-        for p in chunk_parameters(run.model, chunk, ctx):
-            counts[p.expert] += p.numel
-    return sum(-(-n // world) for n, world in zip(counts, shards, strict=True))
+    for p in chunk_parameters(model, chunk, ctx):
+        counts[p.expert] += p.numel
+    return counts[0], counts[1]
+
+
+@lru_cache(maxsize=4096)
+def _rests(model: ModelSpec, chunk: Chunk, ctx: BlockContext, size: int) -> tuple[int, int]:
+    """``block_rest`` summed over the parameters of a chunk, dense and expert, at ``size`` bytes an element."""
+    from bridge_memory.inventory.stack import chunk_parameters
+
+    sums = [0, 0]
+    for p in chunk_parameters(model, chunk, ctx):
+        sums[p.expert] += block_rest(p.numel * size)
+    return sums[0], sums[1]
 
 
 def hidden_state_bytes(run: RunSpec) -> int:

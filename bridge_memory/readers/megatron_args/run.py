@@ -373,6 +373,7 @@ def _implementation(
         cpu_offloading_num_layers=a.integer("cpu_offloading_num_layers", 0),
         offload_modules=offload,
         gpu_arch=gpu_architecture(gpu),
+        expandable_segments="expandable_segments:true" in a.env.get("PYTORCH_CUDA_ALLOC_CONF", "").lower(),
         cublas_workspace_bytes=cublas_workspace_bytes(
             _DETERMINISTIC_CONFIG if _supposes_cublas(a) else a.env.get("CUBLAS_WORKSPACE_CONFIG")
         ),
