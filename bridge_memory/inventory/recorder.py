@@ -59,14 +59,15 @@ class Recorder:
 
         Without gradient accumulation fusion the GEMM writes a fresh gradient in the parameter dtype. With it
         the GEMM adds straight into the main gradient and autograd gets a stand-in of the weight's shape:
-        Transformer Engine keeps one per shape for good (``module/base.py: get_dummy_wgrad``; megatron-core
-        uses it from 0.14), the local code before that makes a new one each time
+        Transformer Engine keeps one per shape for good (``module/base.py: get_dummy_wgrad``, from 2.3;
+        megatron-core uses it from 0.14), the code before that makes a new one each time
         (``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``).
         """
         nbytes = self.ctx.act
         for n in shape:
             nbytes *= n
-        kept = te or self.ctx.impl.megatron_core >= (0, 14)
+        release = self.ctx.impl.transformer_engine
+        kept = (te or self.ctx.impl.megatron_core >= (0, 14)) and (release is None or release >= (2, 3))
         if self.ctx.impl.gradient_accumulation_fusion and self.ctx.te and kept:
             self.keep(f"dummy weight gradient {'x'.join(map(str, shape))}", nbytes)
             return 0
