@@ -1,0 +1,67 @@
+"""LoRA adapters beside the linears of a rank: two low-rank weights each, the only ones that train.
+
+Source: Megatron Bridge ``peft/lora.py: LoRA.transform``, ``peft/utils.py: ParallelLinearAdapter`` and
+``get_adapter_attributes_from_linear``: linear_in takes h to the rank r, linear_out takes r to the output. Beside a
+column-parallel linear (qkv, fc1) linear_in is column-parallel in r and linear_out follows the base; beside a
+row-parallel one (proj, fc2) linear_in is row-parallel and linear_out column-parallel in the output. A grouped linear
+has one adapter for all its experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from bridge_memory.inventory.parameters import Parameter
+from bridge_memory.spec import divide
+
+#: ``LoRA.target_modules`` where none are given.
+DEFAULT_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+#: Base linears whose input is split over TP (RowParallelLinear); the others split their output.
+_ROW = ("linear_proj", "linear_fc2", "out_proj")
+#: Base linears that every rank holds whole (TELinear with parallel_mode "duplicated").
+_DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
+
+_WEIGHT = re.compile(r"(?P<module>.*?(?P<linear>[A-Za-z_0-9]+))\.weight(?P<expert>\d*)$")
+
+
+def lora_parameters(
+    params: Sequence[Parameter],
+    *,
+    dim: int,
+    target_modules: Sequence[str] = DEFAULT_TARGETS,
+    tp: int = 1,
+    etp: int = 1,
+) -> list[Parameter]:
+    """The adapters' local shards for ``params``, a rank's parameters. Raises SpecError where Megatron would.
+
+    ``target_modules``: a module's own name, or its full name with ``*`` wildcards (``module_matcher.py``).
+    """
+    out: list[Parameter] = []
+    for p in params:
+        match = _WEIGHT.match(p.name)
+        if match is None or len(p.shape) != 2 or match["expert"] not in ("", "0"):
+            continue
+        if not any(_matches(target, match["linear"], match["module"]) for target in target_modules):
+            continue
+        split = etp if p.expert else tp
+        out_local, in_local = p.shape
+        rank = divide(dim, split, "peft.dim", "tensor_model_parallel_size", "choose a multiple")
+        if match["linear"] in _ROW:
+            features = divide(out_local, split, "hidden_size", "tensor_model_parallel_size")
+            shapes = ((dim, in_local), (features, dim))
+        elif match["linear"] in _DUPLICATED:
+            features = divide(out_local, split, match["linear"], "tensor_model_parallel_size")
+            shapes = ((rank, in_local), (features, dim))
+        else:
+            shapes = ((rank, in_local), (out_local, dim))
+        for name, shape in zip(("linear_in", "linear_out"), shapes, strict=True):
+            out.append(Parameter(f"{match['module']}.adapter.{name}.weight", shape, p.expert, split > 1))
+    return out
+
+
+def _matches(target: str, linear: str, module: str) -> bool:
+    if target == linear:
+        return True
+    return re.fullmatch(re.escape(target).replace(r"\*", "(.*)"), module) is not None

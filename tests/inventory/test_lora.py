@@ -1,0 +1,86 @@
+"""LoRA adapters: the parameters that Megatron Bridge's own LoRA makes trainable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge_memory.inventory.lora import lora_parameters
+from bridge_memory.inventory.parameters import Parameter
+from bridge_memory.spec import SpecError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bridge_stubs import require_bridge
+
+
+@pytest.mark.parametrize("targets", [None, ["linear_qkv"], ["*.layers.0.*.linear_fc2", "linear_proj"]])
+def test_the_adapters_are_those_that_bridge_adds_to_a_real_model(
+    targets: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron-core's GPTModel on a CPU, transformed by Bridge's LoRA: every trainable name and shape."""
+    require_bridge()
+    import torch
+    import torch.nn.functional as F
+    from megatron.bridge.peft.lora import LoRA
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig, transformer_block
+
+    started = not torch.distributed.is_initialized()
+    if started:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    offload = contextlib.nullcontext()
+    monkeypatch.setattr(transformer_block, "get_cpu_offload_context", lambda *a, **k: (offload, None))
+    config = TransformerConfig(
+        num_layers=2, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, num_query_groups=2,
+        use_cpu_initialization=True, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
+    )  # fmt: skip
+    model = GPTModel(
+        config=config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=512, max_sequence_length=64,
+        position_embedding_type="rope", share_embeddings_and_output_weights=False,
+    )  # fmt: skip
+    params = [Parameter(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    kwargs: dict[str, Any] = {} if targets is None else {"target_modules": targets}
+    ours = lora_parameters(params, dim=8, **kwargs)
+    LoRA(dim=8, **kwargs)(model, training=True)
+    theirs = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    if started:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+    assert theirs
+    assert {p.name: p.shape for p in ours} == theirs
+
+
+def test_tensor_parallelism_splits_the_rank_or_the_features() -> None:
+    """h 4096, q+k+v 6144, f 14336 gated, TP 2, rank 16: by hand, elements on one rank.
+
+    qkv: 8 x 4096 + 3072 x 16; proj: 16 x 2048 + 2048 x 16; fc1: 8 x 4096 + 14336 x 16; fc2: 16 x 7168 + 2048 x 16.
+    """
+    shapes = {"linear_qkv": (3072, 4096), "linear_proj": (4096, 2048), "linear_fc1": (14336, 4096),
+              "linear_fc2": (4096, 7168)}  # fmt: skip
+    params = [Parameter(f"decoder.layers.0.m.{name}.weight", shape, sharded=True) for name, shape in shapes.items()]
+    counts = [p.numel for p in lora_parameters(params, dim=16, tp=2)]
+    assert counts == [8 * 4096, 3072 * 16, 16 * 2048, 2048 * 16, 8 * 4096, 14336 * 16, 16 * 7168, 2048 * 16]
+
+
+def test_a_grouped_linear_has_one_adapter_for_all_its_experts() -> None:
+    params = [Parameter(f"mlp.experts.linear_fc1.weight{e}", (1024, 512), expert=True) for e in range(8)]
+    assert [p.shape for p in lora_parameters(params, dim=4)] == [(4, 512), (1024, 4)]
+
+
+def test_a_rank_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"peft.dim \(6\) is not divisible"):
+        lora_parameters([Parameter("x.linear_qkv.weight", (8, 8))], dim=6, tp=4)
