@@ -173,7 +173,7 @@ def norms_without_apex() -> Iterator[None]:
         yield
 
 
-def _has_te() -> bool:
+def has_te() -> bool:
     """Whether megatron-core found Transformer Engine; without, its wrappers are mock objects."""
     return bool(getattr(_module("megatron.core.extensions.transformer_engine"), "HAVE_TE", False))
 
@@ -244,7 +244,7 @@ def kernel_libraries_for_building() -> Iterator[None]:
             (delta, "HAVE_FLA", True),
         ):
             stack.enter_context(replaced(owner, name, value))
-        if not _has_te():
+        if not has_te():
             # The final norm is hard-wired to TE's.
             stack.enter_context(replaced(block, "TENorm", torch_norm.WrappedTorchNorm))
             moe = _module("megatron.core.transformer.moe.moe_layer")
@@ -279,7 +279,7 @@ def local_core_attention() -> Iterator[None]:
 
     # 0.16.1 also takes HAVE_TE for true whenever its TE wrappers import, which they do without TE.
     mla = _module("megatron.core.transformer.multi_latent_attention")
-    without_te = nullcontext() if _has_te() else replaced(mla, "HAVE_TE", False)
+    without_te = nullcontext() if has_te() else replaced(mla, "HAVE_TE", False)
     with replaced(module.DotProductAttention, "__init__", init), without_te:
         yield
 
@@ -310,6 +310,17 @@ class _Done:
 
 
 @contextmanager
+def objects_of_peers() -> Iterator[None]:
+    """Every rank is taken to say what this one says (``optimizer/__init__.py: _get_param_groups``)."""
+
+    def same(gathered: list[Any], own: Any, group: Any = None) -> None:
+        gathered[:] = [own] * len(gathered)
+
+    with replaced(torch.distributed, "all_gather_object", same):
+        yield
+
+
+@contextmanager
 def collectives_move_nothing() -> Iterator[None]:
     """torch's fake backend serves CPU and CUDA tensors; with meta tensors, too, there is nothing to move."""
     group = torch.distributed.ProcessGroup
@@ -318,13 +329,8 @@ def collectives_move_nothing() -> Iterator[None]:
         "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor_coalesced", "alltoall_base",
         "alltoall", "broadcast", "reduce", "gather", "scatter", "send", "recv", "barrier",
     )  # fmt: skip
-
-    def same_object(gathered: list[Any], own: Any, group: Any = None) -> None:
-        """Every rank is taken to say what this one says (``optimizer/__init__.py: _get_param_groups``)."""
-        gathered[:] = [own] * len(gathered)
-
     with ExitStack() as stack:
-        stack.enter_context(replaced(torch.distributed, "all_gather_object", same_object))
+        stack.enter_context(objects_of_peers())
         for name in names:
             stack.enter_context(replaced(group, name, lambda *a, **k: _Done()))
         yield

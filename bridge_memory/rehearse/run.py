@@ -104,7 +104,7 @@ def rehearse(run: RunSpec, stage: int | None = None, *, rank: int | None = None)
     with on_rank(run, rank):
         chunks = build_chunks(run)
         parameters = [{n: tuple(p.shape) for n, p in chunk.named_parameters()} for chunk in chunks]
-        wrapped = [_distributed(run, chunk, i) for i, chunk in enumerate(chunks)]
+        wrapped = [distributed(run, chunk, i) for i, chunk in enumerate(chunks)]
         done = tuple(
             ChunkRehearsal(i, parameters[i], _run_chunk(run, chunk, ddp))
             for i, (chunk, ddp) in enumerate(zip(chunks, wrapped, strict=True))
@@ -152,7 +152,7 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
 # ---- gradients -----------------------------------------------------------------------------------
 
 
-def _distributed(run: RunSpec, chunk: torch.nn.Module, index: int) -> Any:
+def distributed(run: RunSpec, chunk: torch.nn.Module, index: int) -> Any:
     """The chunk on the device, in its training dtype, in megatron-core's own DDP.
 
     DDP lays out the buffers and hooks the gradients. As Megatron-LM and Bridge do it: to the GPU, then
@@ -201,19 +201,13 @@ def _buffers(ddp: Any) -> list[BufferLayout]:
     return out
 
 
-def _optimizer_state(run: RunSpec, wrapped: list[Any]) -> int | None:
-    """Bytes of master parameters and moments after a step of megatron-core's own optimizer; None: not built here.
-
-    Without Transformer Engine and Apex the optimizer is torch's AdamW, so that precision-aware states, offloading
-    and Muon cannot be seen.
-    """
+def optimizer(run: RunSpec, wrapped: list[Any]) -> Any:
+    """megatron-core's own optimizer over the chunks of a rank."""
     from dataclasses import fields
 
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     opt, precision = run.optimizer, run.precision
-    if opt.optimizer != "adam" or opt.use_precision_aware_optimizer or opt.optimizer_cpu_offload:
-        return None
     wanted = {
         "optimizer": opt.optimizer,
         "lr": 1e-4,
@@ -222,13 +216,30 @@ def _optimizer_state(run: RunSpec, wrapped: list[Any]) -> int | None:
         "params_dtype": TORCH_DTYPES[precision.params_dtype],
         "use_distributed_optimizer": opt.use_distributed_optimizer,
         "clip_grad": opt.clip_grad,
+        "use_precision_aware_optimizer": opt.use_precision_aware_optimizer,
+        "main_grads_dtype": TORCH_DTYPES[opt.main_grads_dtype],
+        "main_params_dtype": TORCH_DTYPES[opt.main_params_dtype],
+        "exp_avg_dtype": TORCH_DTYPES[opt.exp_avg_dtype],
+        "exp_avg_sq_dtype": TORCH_DTYPES[opt.exp_avg_sq_dtype],
     }
     known = {f.name for f in fields(OptimizerConfig)}
     config = OptimizerConfig(**{k: v for k, v in wanted.items() if k in known})
+    return get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False)
+
+
+def _optimizer_state(run: RunSpec, wrapped: list[Any]) -> int | None:
+    """Bytes of master parameters and moments after an optimizer step; None: cannot be built here.
+
+    Without Transformer Engine and Apex the optimizer is torch's AdamW, so that precision-aware states, offloading
+    and Muon cannot be seen.
+    """
+    opt = run.optimizer
+    if opt.optimizer != "adam" or opt.use_precision_aware_optimizer or opt.optimizer_cpu_offload:
+        return None
     weights = {p.untyped_storage()._cdata for ddp in wrapped for p in ddp.parameters()}
     found: dict[int, int] = {}
     with patches.meta_calls_itself_cuda():
-        top = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False)
+        top = optimizer(run, wrapped)
         for part in getattr(top, "chained_optimizers", [top]):
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:
@@ -277,16 +288,24 @@ class _Leave(torch.autograd.Function):
         return torch.empty(shape, dtype=dtype, device=patches.META)
 
 
-def _backward(end: torch.Tensor) -> None:
-    """``end.backward()`` with the function modes left on, which recomputation inside needs."""
+def _backward(end: Any, gradient: torch.Tensor) -> None:
+    """``end.backward(gradient)`` with the function modes left on, which recomputation inside needs."""
     torch.autograd.graph._engine_run_backward(
-        (end,), (torch.ones_like(end),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        (end,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
+def _sent(out: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """The end of a pass: where backward begins, and the gradient that the schedule holds meanwhile.
+
+    An output that goes to another stage is freed once sent (``schedules.py: deallocate_output_tensor``).
+    """
+    return torch.autograd.graph.get_gradient_edge(out), torch.empty_like(out)
+
+
 def _passes(tracker: Tracker, forward: Any) -> PassRecord:
-    """Run ``forward``, which returns something to call backward on, twice; measure the second time."""
-    _backward(forward())
+    """Run ``forward``, which returns what to call backward on, twice; measure the second time."""
+    _backward(*_sent(forward()))
     gc.collect()
     collecting = gc.isenabled()
     gc.disable()  # what a reference cycle keeps alive must be seen
@@ -295,13 +314,16 @@ def _passes(tracker: Tracker, forward: Any) -> PassRecord:
         tracker.reset_peak()
         end = forward()
         forward_peak = tracker.peak()
+        edge = torch.autograd.graph.get_gradient_edge(end)
+        made = (end.shape, end.dtype)
+        del end
         lasting = before & tracker.keys()
         saved = tuple(tracker.saved())
         held = tuple(tracker.held(lasting))
         tracker.in_backward = True
         tracker.reset_peak()
-        _backward(end)
-        del end
+        _backward(edge, torch.empty(made[0], dtype=made[1], device=patches.META))
+        del edge
         backward_peak = tracker.peak()
         tracker.in_backward = False
         return PassRecord(
@@ -345,8 +367,8 @@ def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
             if chunk.post_process:
                 losses = out.view(-1).float()
                 return torch.sum(losses * mask.view(-1))
-            end: torch.Tensor = _Leave.apply(out)
-            return end
+            sent: torch.Tensor = out
+            return sent
 
         return _passes(tracker, forward)
 
@@ -369,7 +391,7 @@ def rehearse_layer(run: RunSpec, layer: int) -> PassRecord:
     stage, index = where[0]
     with on_rank(run, rank_of_stage(run.parallel, stage)):
         chunks = build_chunks(run)
-        ddp = _distributed(run, chunks[index], index)
+        ddp = distributed(run, chunks[index], index)
         chunk: Any = chunks[index]
         local = layout(run.model, run.parallel).stages[stage][index].layers.index(layer)
         module = chunk.decoder.layers[local]

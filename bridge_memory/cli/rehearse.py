@@ -1,0 +1,116 @@
+"""``bridge-memory rehearse``: run the real megatron-core for one rank, on one GPU or on none, and compare."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+from bridge_memory.cli.run_arguments import add_run_arguments, run_from_arguments
+from bridge_memory.spec import RunSpec, SpecError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_run_arguments(parser)
+    group = parser.add_argument_group("rehearsal")
+    where = group.add_mutually_exclusive_group()
+    where.add_argument("--stage", type=int, metavar="N", help="the first rank of this pipeline stage (default 0)")
+    where.add_argument("--rank", type=int, metavar="R", help="this global rank")
+    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
+                       help="cpu: on meta tensors, nothing is allocated; cuda: for real on one GPU")
+    group.add_argument("--steps", type=int, default=2, metavar="N", help="training steps with --device cuda")
+    group.add_argument("--layer", type=int, metavar="N",
+                       help="one decoder layer on its own, tensor by tensor (cpu)")
+    group.add_argument("--verbose", action="store_true", help="every saved tensor, and what is alive at the peaks")
+    group.add_argument("--json", action="store_true", help="JSON on standard output")
+    group.add_argument("--record", metavar="FILE.jsonl", help="append a measured record (cuda)")
+    group.add_argument("--snapshot", metavar="FILE.pickle", help="write torch's memory snapshot (cuda)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rehearse and print. Returns the exit code."""
+    from bridge_memory.rehearse.world import require_megatron
+
+    require_megatron()
+    spec = run_from_arguments(args)
+    if args.device == "cuda":
+        return _on_gpu(args, spec)
+    for flag in ("record", "snapshot"):
+        if getattr(args, flag):
+            raise SpecError(f"{flag} records a real run; it needs --device cuda")
+    return _on_meta(args, spec)
+
+
+def _on_meta(args: argparse.Namespace, spec: RunSpec) -> int:
+    notes = []
+    if spec.implementation.te:
+        notes.append("Transformer Engine needs a GPU: both columns are for --transformer-impl local")
+        local = replace(spec.implementation, transformer_impl="local", moe_grouped_gemm=False)
+        spec = spec.with_(implementation=local)
+    if args.layer is not None:
+        from bridge_memory.rehearse.compare import compare_layer
+
+        if not 0 <= args.layer < spec.model.num_layers:
+            raise SpecError(f"layer ({args.layer}) is not one of 0 to {spec.model.num_layers - 1}")
+        print("\n".join([*notes, *compare_layer(spec, args.layer).lines()]))
+        return 0
+    from bridge_memory.rehearse.run import rehearse
+    from bridge_memory.rehearse.summary import lines, rows
+
+    done = rehearse(spec, args.stage, rank=args.rank)
+    table = rows(done)
+    if args.json:
+        json.dump(
+            {
+                "schema": "bridge-memory/rehearsal/1", "model": spec.model.name, "rank": done.rank,
+                "stage": done.stage, "device": "cpu", "notes": notes, "rows": [r.as_json() for r in table],
+            },
+            sys.stdout, indent=2,
+        )  # fmt: skip
+        sys.stdout.write("\n")
+        return 0
+    print(f"{spec.model.name}: rank {done.rank} of {spec.parallel.world_size}, pipeline stage {done.stage}")
+    for note in notes:
+        print(f"note: {note}")
+    print("\n".join(lines(table)))
+    if args.verbose:
+        _print_details(done)
+    return 0
+
+
+def _print_details(done: Any) -> None:
+    for chunk in done.chunks:
+        passes = chunk.passes
+        print(f"\nchunk {chunk.chunk}: saved for backward")
+        for record in passes.saved:
+            print(f"  {record}")
+        for title, alive in (("held by variables", passes.held), ("lasting", passes.lasting)):
+            print(f"chunk {chunk.chunk}: {title}")
+            for a in alive:
+                print(f"  {a.module}: {a.made_by}, {a.bytes:,} bytes")
+        for title, peak in (("forward", passes.forward_peak), ("backward", passes.backward_peak)):
+            print(f"chunk {chunk.chunk}: {title} peak at {peak.module}: {peak.operation}; the largest then")
+            for a in peak.largest:
+                print(f"  {a.module}: {a.made_by}, {a.bytes:,} bytes")
+
+
+def _on_gpu(args: argparse.Namespace, spec: RunSpec) -> int:
+    from bridge_memory.rehearse.gpu import rehearse_on_gpu
+
+    if args.layer is not None:
+        raise SpecError("layer is rehearsed with --device cpu")
+    measured = rehearse_on_gpu(
+        spec, args.stage, rank=args.rank, steps=args.steps, snapshot=args.snapshot
+    )
+    if args.record:
+        with open(args.record, "a", encoding="utf-8") as file:
+            file.write(json.dumps(measured.as_record()) + "\n")
+    if args.json:
+        json.dump(measured.as_record(), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return 0
+    print("\n".join(measured.lines()))
+    return 0

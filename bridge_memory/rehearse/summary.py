@@ -1,0 +1,88 @@
+"""One table a stage: what the inventory predicts, what the rehearsal found, and the difference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bridge_memory.estimate import estimate
+from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.stack import chunk_inventory
+from bridge_memory.layout import layout
+from bridge_memory.rehearse.run import Rehearsal
+from bridge_memory.timeline import ChunkCost, dynamic_peak
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """``found`` is None where the rehearsal cannot see it. Bytes, or elements for parameters."""
+
+    name: str
+    predicted: int
+    found: int | None
+
+    @property
+    def difference(self) -> int | None:
+        return None if self.found is None else self.predicted - self.found
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "name": self.name, "predicted": self.predicted, "found": self.found, "difference": self.difference
+        }  # fmt: skip
+
+
+def rows(rehearsal: Rehearsal) -> list[Row]:
+    """Component by component; the last row is the peak of the whole schedule."""
+    run, stage = rehearsal.run, rehearsal.stage
+    predicted = estimate(run).stages[stage]
+    out = [
+        Row("parameters (elements)", predicted.parameters, rehearsal.parameters),
+        Row("weights", predicted.weights_bytes, rehearsal.weights_bytes),
+        Row("gradients", predicted.gradients_bytes, rehearsal.gradients_bytes),
+        Row("optimizer state", predicted.optimizer_bytes, rehearsal.optimizer_bytes),
+    ]
+    ctx = context_of(run)
+    chunks = layout(run.model, run.parallel).stages[stage]
+    inventories = [chunk_inventory(run.model, chunk, ctx) for chunk in chunks]
+    for record, ours in zip(rehearsal.chunks, inventories, strict=True):
+        label = f"chunk {record.chunk}: " if len(inventories) > 1 else ""
+        passes = record.passes
+        out += [
+            Row(f"{label}saved for backward, a microbatch", ours.saved, passes.saved_bytes),
+            Row(f"{label}forward peak", ours.forward_peak, passes.forward_peak.bytes),
+            Row(f"{label}backward peak", ours.backward_peak, passes.backward_peak.bytes),
+        ]
+    found = [
+        ChunkCost(c.passes.saved_bytes, c.passes.forward_peak.bytes, c.passes.backward_peak.bytes)
+        for c in rehearsal.chunks
+    ]
+    mine = [ChunkCost(i.saved, i.forward_peak, i.backward_peak) for i in inventories]
+    peaks = [
+        dynamic_peak(
+            run.parallel.pp, stage, run.num_microbatches, costs,
+            group_size=run.parallel.microbatch_group_size_per_vp_stage, hidden_bytes=ctx.hidden_bytes,
+        ).bytes
+        for costs in (mine, found)
+    ]  # fmt: skip
+    out.append(Row("schedule peak above static memory", peaks[0], peaks[1]))
+    static = rehearsal.weights_bytes + rehearsal.gradients_bytes
+    if rehearsal.optimizer_bytes is not None:
+        ours_static = predicted.weights_bytes + predicted.gradients_bytes + predicted.optimizer_bytes
+        out.append(Row("peak", ours_static + peaks[0], static + rehearsal.optimizer_bytes + peaks[1]))
+    return out
+
+
+def lines(table: list[Row], unit: int = 1 << 30) -> list[str]:
+    """The table as text, in GiB; elements stay elements."""
+    width = max(len(r.name) for r in table)
+    out = [f"{'':<{width}}  {'predicted':>15}  {'rehearsed':>15}  {'difference':>15}"]
+    for r in table:
+        cells = [_cell(r.name, v, unit) for v in (r.predicted, r.found, r.difference)]
+        share = f"{r.predicted / r.found - 1:+8.2%}" if r.found else ""
+        out.append(f"{r.name:<{width}}  {cells[0]:>15}  {cells[1]:>15}  {cells[2]:>15}  {share}".rstrip())
+    return out
+
+
+def _cell(name: str, value: int | None, unit: int) -> str:
+    if value is None:
+        return "not seen"
+    return f"{value:,}" if name.startswith("parameters") else f"{value / unit:,.4f} GiB"

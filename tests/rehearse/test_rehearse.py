@@ -1,0 +1,133 @@
+"""A whole rank: what megatron-core's DDP and distributed optimizer lay out, and the command around it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from bridge_memory.cli import main
+from bridge_memory.estimate import estimate
+from bridge_memory.readers import resolve_model
+from bridge_memory.rehearse.run import rehearse
+from bridge_memory.rehearse.world import fake_world, rank_of_stage, stage_of_rank
+from bridge_memory.spec import BatchSpec, ImplementationSpec, OptimizerSpec, ParallelSpec, RunSpec, SpecError
+
+LOCAL = ImplementationSpec(transformer_impl="local", moe_grouped_gemm=False)
+
+
+def deepseek(**optimizer: Any) -> RunSpec:
+    """DeepSeek-V3 over 1024 GPUs as NVIDIA lays it out, on the local implementation."""
+    return RunSpec(
+        model=resolve_model("deepseek-ai/DeepSeek-V3"),
+        parallel=ParallelSpec(
+            world_size=1024, tensor_model_parallel_size=2, pipeline_model_parallel_size=16,
+            expert_model_parallel_size=64, expert_tensor_parallel_size=1,
+            pipeline_model_parallel_layout="Et*4|(tttt|)*14tmL",
+        ),
+        batch=BatchSpec(seq_length=4096),
+        optimizer=OptimizerSpec(**optimizer),
+        implementation=LOCAL,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 7, 15])
+def test_deepseek_v3_weights_gradients_and_optimizer_state_to_the_byte(stage: int) -> None:
+    """Padded buffers of megatron-core's DDP, masters and moments of its distributed optimizer."""
+    run = deepseek()
+    found, ours = rehearse(run, stage), estimate(run).stages[stage]
+    assert found.parameters == ours.parameters
+    assert found.weights_bytes == ours.weights_bytes
+    assert found.gradients_bytes == ours.gradients_bytes
+    assert found.optimizer_bytes == ours.optimizer_bytes
+
+
+def test_gradients_in_the_parameter_dtype_are_half() -> None:
+    half, full = (rehearse(deepseek(grad_reduce_in_fp32=flag), 1) for flag in (False, True))
+    assert 2 * half.gradients_bytes == full.gradients_bytes
+
+
+def test_without_the_distributed_optimizer_every_rank_holds_twelve_bytes() -> None:
+    """fp32 master and two moments of every parameter."""
+    found = rehearse(deepseek(use_distributed_optimizer=False), 1)
+    assert found.optimizer_bytes == 12 * found.parameters
+
+
+def test_interleaved_chunks_are_rehearsed_apart() -> None:
+    run = RunSpec(
+        model=resolve_model("meta-llama/Llama-3.2-1B"),
+        parallel=ParallelSpec(
+            world_size=8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2,
+            virtual_pipeline_model_parallel_size=4,
+        ),
+        implementation=LOCAL,
+    )  # fmt: skip
+    first, last = rehearse(run, 0), rehearse(run, 1)
+    assert len(first.chunks) == len(last.chunks) == 4
+    # Two of 16 layers a chunk; the first chunk embeds, the last one makes the logits.
+    assert "embedding.word_embeddings.weight" in first.chunks[0].parameters
+    assert first.chunks[1].passes.saved_bytes == first.chunks[3].passes.saved_bytes
+    assert last.chunks[3].passes.saved_bytes > last.chunks[2].passes.saved_bytes + 4 * 4096 * 128256 // 2
+
+
+def test_ranks_and_stages() -> None:
+    parallel = ParallelSpec(world_size=64, pipeline_model_parallel_size=4)
+    assert [rank_of_stage(parallel, s) for s in range(4)] == [0, 16, 32, 48]
+    assert stage_of_rank(parallel, 63) == 3
+    for bad in (lambda: rank_of_stage(parallel, 4), lambda: stage_of_rank(parallel, 64)):
+        with pytest.raises(SpecError):
+            bad()
+
+
+def test_a_world_inside_a_world_is_refused() -> None:
+    parallel = ParallelSpec(world_size=2)
+    with fake_world(parallel, 0), pytest.raises(SpecError, match="already initialised"), fake_world(parallel, 1):
+        pass
+
+
+COMMAND = ["rehearse", "meta-llama/Llama-3.2-1B", "--tp", "2", "--num-gpus", "4", "--seq-length", "2048"]
+
+
+def test_the_command_prints_prediction_and_rehearsal_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--transformer-impl", "local"]) == 0
+    text = capsys.readouterr().out
+    weights = next(line for line in text.splitlines() if line.startswith("weights"))
+    cells = weights.split()
+    assert cells[1] == cells[3]
+    assert "peak" in text
+
+
+def test_the_command_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["stage"] == 0
+    assert {r["name"] for r in answer["rows"]} >= {"weights", "gradients", "optimizer state", "peak"}
+
+
+def test_without_megatron_the_command_says_so_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    assert main(COMMAND) == 2
+    said = capsys.readouterr().err.strip()
+    assert "bridge-memory[megatron]" in said
+    assert "\n" not in said
+
+
+def test_a_rank_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--rank", "4"]) == 2
+    assert "\n" not in capsys.readouterr().err.strip()
+
+
+def test_the_gpu_path_asks_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert main([*COMMAND, "--device", "cuda"]) == 2
+    assert "needs a GPU" in capsys.readouterr().err
