@@ -1,0 +1,112 @@
+"""Buffers that no model config names, against hand counts from the sources and single measured runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.workspaces import (
+    batch_bytes,
+    block_rest,
+    gathered_parameter_bytes,
+    lasting_workspaces,
+)
+from bridge_memory.layout import layout
+from bridge_memory.readers.megatron_args import run_from_megatron_args
+
+MIB = 1 << 20
+GPT = (
+    "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
+    "--micro-batch-size 4 --global-batch-size 32 --no-gradient-accumulation-fusion "
+)
+CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+def workspaces(more: str, stage: int = -1, gpu: str = "A100", env: dict[str, str] | None = None):
+    run = run_from_megatron_args(f"{GPT} {more}", world_size=8, gpu=gpu, env=CUBLAS if env is None else env)
+    chunks = layout(run.model, run.parallel).stages[stage]
+    return {w.name: w for w in lasting_workspaces(run, chunks, context_of(run))}
+
+
+def total(found) -> int:
+    return sum(w.bytes for w in found.values())
+
+
+@pytest.mark.parametrize(("gpu", "mib"), [("A100", 4 + 64), ("H100", 32 + 64), ("GB200", 32 + 64)])
+def test_a_dense_run_keeps_two_cublas_workspaces_and_one_of_transformer_engine(gpu: str, mib: int) -> None:
+    """68 MiB on A100 and 96 on H100 and GB200 are what golden values hold beyond model state."""
+    assert total(workspaces("--bf16 --use-distributed-optimizer", gpu=gpu)) == mib * MIB
+
+
+def test_torchs_own_default_is_smaller_before_hopper() -> None:
+    """:4096:2:16:8 is 8 MiB and 128 KiB, for the forward and for the autograd thread."""
+    found = workspaces("--bf16 --use-distributed-optimizer", env={"PYTORCH_CUDA_ALLOC_CONF": CUBLAS[
+        "PYTORCH_CUDA_ALLOC_CONF"]})
+    assert total(found) == 4 * MIB + 2 * 8519680
+
+
+def test_grouped_gemms_bring_four_more_workspaces() -> None:
+    moe = "--bf16 --num-experts 8 --disable-bias-linear --use-distributed-optimizer"
+    single, grouped = (total(workspaces(f"{moe} {flag}", gpu="H100")) for flag in ("", "--moe-grouped-gemm"))
+    assert grouped - single == 4 * 32 * MIB
+
+
+def test_a_middle_stage_without_torch_products_has_no_cublas_workspace() -> None:
+    found = workspaces("--bf16 --pipeline-model-parallel-size 4 --attention-backend flash", stage=1)
+    assert "torch's cuBLAS workspaces (forward and autograd thread)" not in found
+
+
+def test_an_interleaved_last_stage_keeps_input_and_gradient_of_every_chunk() -> None:
+    """3 chunks x 2 x [1024, 4, 512] in bf16: the 24 MiB between pp 1 and pp 4 in the golden values."""
+    found = workspaces("--bf16 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1")
+    kept = found["pipeline: the last microbatch's input and its gradient"]
+    assert kept.bytes == 24 * MIB and kept.between_steps
+
+
+def test_fp16_gradients_leave_fp32_copies_until_the_next_step() -> None:
+    """64,110,592 parameters over 8 ranks: 30.57 MiB, the figure by which fp16 golden values exceed bf16's rules."""
+    found = workspaces("--fp16 --use-distributed-optimizer --transformer-impl local")
+    copies = found["main gradients in fp32"]
+    assert copies.between_steps
+    assert copies.bytes == pytest.approx(4 * 64_110_592 / 8, rel=0.001)
+
+
+def test_the_loaders_mask_is_most_of_a_batch() -> None:
+    """[4, 1, 1024, 1024] booleans are 4 MiB; tokens, labels and positions 32 KiB each, the loss mask 16."""
+    run = run_from_megatron_args(f"{GPT} --bf16", world_size=8)
+    chunks = layout(run.model, run.parallel).stages[0]
+    assert batch_bytes(run, chunks) == 4 * MIB + 112 * 1024
+    bare = run_from_megatron_args(f"{GPT} --bf16 --no-create-attention-mask-in-dataloader", world_size=8)
+    assert batch_bytes(bare, chunks) == 112 * 1024
+
+
+@pytest.mark.parametrize(
+    ("mib", "rest"),
+    [
+        (0.5, 0.0), (1.0, 0.0),  # small blocks split exactly
+        (22.0, 0.0), (11.0, 1.0), (10.75, 0.0), (11.25, 0.75),  # segments of 2 MiB steps
+        (4.0, 0.0), (3.0, 0.0), (1.5, 0.5 / 13), (9.75, 0.5 / 2),  # shared segments of 20 MiB
+    ],
+)
+def test_blocks_take_a_rest_of_one_mib_or_less(mib: float, rest: float) -> None:
+    assert block_rest(round(mib * MIB)) == pytest.approx(rest * MIB, abs=1)
+
+
+def test_expandable_segments_leave_no_rests() -> None:
+    name = "unsplit rests of allocator blocks"
+    plain = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    dense = "--bf16 --tensor-model-parallel-size 4 --use-distributed-optimizer"
+    assert name not in workspaces(dense)
+    # Measured 0.54 MiB at tp 4.
+    assert workspaces(dense, env=plain)[name].bytes == pytest.approx(0.53 * MIB, abs=0.01 * MIB)
+
+
+def test_fsdp_holds_the_embedding_and_two_layers_whole() -> None:
+    """tp 2: (50432 / 2 + 1024) x 512, the final norm, and 2 layers of 1.58 M, in bf16: 31.9 MiB (measured 31.2)."""
+    run = run_from_megatron_args(
+        f"{GPT} --bf16 --tensor-model-parallel-size 2 --use-distributed-optimizer --use-megatron-fsdp "
+        "--data-parallel-sharding-strategy optim_grads_params",
+        world_size=8,
+    )
+    gathered = gathered_parameter_bytes(run, layout(run.model, run.parallel).stages[0], context_of(run))
+    assert gathered == pytest.approx(31.7 * MIB, rel=0.02)
