@@ -73,19 +73,19 @@ The runs also served to find which tensors exist, so no table here is a blind te
 """
 
 KNOWN = (
-    "Static memory of runs without expandable segments is 0 to 9 MiB above the estimate: the caching allocator does "
-    "not split a block whose rest is 1 MiB or less (`c10/cuda/CUDACachingAllocator.cpp: should_split`), and torch "
-    "counts the whole block. With `expandable_segments:True` the same runs are met to 0.1 MiB.",
+    "Where tensors of 1 to 10 MiB share the allocator's segments, the unsplit rests depend on the order of all "
+    "allocations; the estimate spreads them evenly, and static memory is met to 0 to 4 MiB. With "
+    "`expandable_segments:True` there are none, and the same runs are met to 0.1 MiB.",
     "GB200 without CUBLAS_WORKSPACE_CONFIG: 7 of 10 runs keep 2 x 8.125 MiB of cuBLAS workspace, torch's default for "
     "that GPU, and 3 keep 2 x 32 MiB, in the same container. What differs is not in the records.",
     "Two hybrid records of A100 hold Transformer Engine's workspace of a Hopper GPU (32 MiB, not 4): their golden "
     "values equal the H100 ones to the byte.",
     "Natural routing is not balanced: runs of one configuration on different GPUs differ by 5 % with 8 experts on "
     "8 ranks. The estimate takes balanced routing unless `moe_imbalance` says otherwise.",
-    "Megatron-FSDP with experts peaks 7 to 13 % above the estimate: gathered expert weights and unsharded gradients "
+    "Megatron-FSDP with experts peaks 5 to 13 % above the estimate: gathered expert weights and unsharded gradients "
     "follow a schedule that is not modelled. Dense FSDP is within 2.3 %.",
-    "The Moonlight sweep is 2 to 3 % above the estimate, about 0.85 GB in every phase; it runs with `manual_gc`, "
-    "which leaves cyclic garbage alive for steps.",
+    "Moonlight: without recomputation 0.43 GB (1.2 %) above the estimate. Natural routing that is 10 % out of balance "
+    "would explain it; the floor that every recomputation reaches, the optimizer step, is met to 0.3 %.",
     "The single MoE layers: HybridEP holds about one more [R, h] than modelled; in fp8, quantised copies in flight "
     "inside Transformer Engine's grouped GEMM are partly missing.",
 )
