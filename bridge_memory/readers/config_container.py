@@ -264,6 +264,8 @@ def _named_precision(text: str) -> dict[str, Any]:
     # bf16_mixed reduces gradients in fp32, fp16_mixed does not.
     fields = {
         "fp32": False, "bf16": half == "bf16", "fp16": half == "fp16", "params_dtype": half, "fp8": None,
+        # MixedPrecisionConfig's default, fp8 or not; the optimizer looks at it.
+        "fp8_recipe": "tensorwise",
         "fp4": None, "grad_reduce_in_fp32": half == "bf16", "first_last_layers_bf16": False,
         "fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False,
         **recipes[scheme], **ends,
@@ -442,6 +444,7 @@ def _optimizer(config: Any, view: _Views) -> OptimizerSpec:
         or _get(getattr(config, "dist", None), "use_megatron_fsdp", False)
     )
     offload = bool(_get(o, "optimizer_cpu_offload", False))
+    recipe = _get(o, "fp8_recipe")
     return OptimizerSpec(
         optimizer=name.removeprefix("dist_"),
         sgd_momentum=_get(o, "sgd_momentum", 0.9),
@@ -456,6 +459,7 @@ def _optimizer(config: Any, view: _Views) -> OptimizerSpec:
         exp_avg_dtype=dtype_name(_get(o, "exp_avg_dtype", "fp32"), "optimizer.exp_avg_dtype"),
         exp_avg_sq_dtype=dtype_name(_get(o, "exp_avg_sq_dtype", "fp32"), "optimizer.exp_avg_sq_dtype"),
         store_param_remainders=bool(_get(o, "store_param_remainders", True)),
+        fp8_recipe=None if recipe is None else str(getattr(recipe, "value", recipe)),
         optimizer_cpu_offload=offload,
         optimizer_offload_fraction=float(_get(o, "optimizer_offload_fraction", 0.0)) if offload else 1.0,
         clip_grad=float(_get(o, "clip_grad", 1.0)),
