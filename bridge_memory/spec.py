@@ -446,6 +446,13 @@ class ImplementationSpec:
         return self.transformer_impl == "transformer_engine"
 
     @property
+    def te_grouped_gemm(self) -> bool:
+        """Whether grouped experts are Transformer Engine's (``TEGroupedMLP``, from TE 1.9) and not the legacy
+        ``GroupedMLP`` (``extensions/transformer_engine.py: TEColumnParallelGroupedLinear``)."""
+        recent = self.transformer_engine is None or self.transformer_engine >= (1, 9)
+        return self.te and self.moe_grouped_gemm and recent
+
+    @property
     def attention_kernel(self) -> str:
         """The attention that runs: "flash" (FlashAttention 2), "fused" (cuDNN) or "unfused".
 

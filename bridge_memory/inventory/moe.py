@@ -272,7 +272,7 @@ def _expert_parameters(
     ctx = r.ctx
     sharded = ctx.etp > 1
     grouped = ctx.impl.moe_grouped_gemm
-    if grouped and not ctx.te:
+    if grouped and not ctx.impl.te_grouped_gemm:
         # The legacy grouped GEMM keeps all experts in two tensors (experts.py: GroupedMLP).
         r.parameter("mlp.experts.weight1", (width, fc1_width * local_experts), expert=True, sharded=sharded)
         r.parameter("mlp.experts.weight2", (f * local_experts, width), expert=True, sharded=sharded)

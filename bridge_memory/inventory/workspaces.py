@@ -72,7 +72,7 @@ def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext)
     te = TE_WORKSPACE[impl.gpu_arch]
     if impl.te or (experts_here and impl.megatron_core >= ROUTER_USES_TE_GEMM):
         add("Transformer Engine's cuBLAS workspace", te, "TE get_cublas_workspace")
-        if impl.te and experts_here and impl.moe_grouped_gemm:
+        if experts_here and impl.te_grouped_gemm:
             add(
                 "Transformer Engine's grouped-GEMM workspaces", te * TE_GROUPED_GEMM_STREAMS,
                 "TE get_cublas_workspace(grouped_gemm=True)",
