@@ -21,6 +21,7 @@ COMMANDS = {
     "estimate": ("bridge_memory.cli.estimate", "memory of every pipeline stage of a training run"),
     "models": ("bridge_memory.cli.models", "the embedded models and their parameters"),
     "validate": ("bridge_memory.cli.validate", "predictions against measured runs"),
+    "compare": ("bridge_memory.cli.compare", "a run's logs or snapshots against its prediction"),
     "rehearse": ("bridge_memory.cli.rehearse", "run the real megatron-core for one rank, on one GPU or on none"),
     "gpus": ("bridge_memory.cli.gpus", "the known GPUs and their usable memory"),
 }
