@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ class Store(Protocol):
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
     def check(self, keys: list[str]) -> bool: ...
     def delete_key(self, key: str) -> bool: ...
 
@@ -42,26 +44,53 @@ def default_store() -> Store | None:
     return store
 
 
-def publish(store: Store, moment: str, reading: Reading) -> None:
-    """Leave this rank's reading for ``moment`` (a name that every rank gives the same report)."""
-    store.set(_key(moment, reading.rank), json.dumps(reading.to_json()))
+class Publisher:
+    """Leaves this rank's readings in the store, and clears its own older ones away."""
+
+    def __init__(self) -> None:
+        self._left: deque[str] = deque()
+
+    def publish(self, store: Store, moment: str, reading: Reading) -> None:
+        """``moment``: a name that every rank gives the same report."""
+        key = _key(moment, reading.rank)
+        store.set(key, json.dumps(reading.to_json()))
+        if key not in self._left:
+            self._left.append(key)
+        # The collecting rank takes part in every training step, so it is done with the report before the last one.
+        while len(self._left) > 2:
+            store.delete_key(self._left.popleft())
 
 
 def collect(
-    store: Store, moment: str, ranks: Sequence[int], *, deadline: float = DEADLINE, keep: bool = False
+    store: Store, moment: str, ranks: Sequence[int], *, deadline: float = DEADLINE
 ) -> tuple[list[Reading], list[int]]:
     """(readings that arrived, ranks that are missing). Waits ``deadline`` seconds in all; never raises for a
-    rank that is late or wrote nonsense. ``keep``: leave the readings where they are."""
+    rank that is late or wrote nonsense."""
     keys = {rank: _key(moment, rank) for rank in ranks}
-    arrived = _wait(store, keys, deadline)
-    readings, missing = [], []
-    for rank, key in keys.items():
-        reading = _take(store, key, keep) if rank in arrived else None
-        if reading is None:
+    arrived = sorted(_wait(store, keys, deadline))
+    texts = _get_all(store, [keys[rank] for rank in arrived])
+    readings, missing = [], sorted(set(ranks) - set(arrived))
+    for rank, text in zip(arrived, texts, strict=True):
+        try:
+            readings.append(Reading.from_json(json.loads(text)))
+        except Exception:
             missing.append(rank)
-        else:
-            readings.append(reading)
-    return readings, missing
+    return readings, sorted(missing)
+
+
+def _get_all(store: Store, keys: list[str]) -> list[bytes]:
+    """One round trip where the store can, for jobs of thousands of ranks."""
+    try:
+        return list(store.multi_get(keys)) if keys else []
+    except Exception:
+        return [_get(store, key) for key in keys]
+
+
+def _get(store: Store, key: str) -> bytes:
+    try:
+        return store.get(key)
+    except Exception:
+        return b""
 
 
 def share(store: Store, name: str, value: dict[str, Any]) -> None:
@@ -102,19 +131,3 @@ def _there(store: Store, *keys: str) -> bool:
         return store.check(list(keys))
     except Exception:
         return False
-
-
-def _take(store: Store, key: str, keep: bool) -> Reading | None:
-    """Read a key that exists, and remove it so that a long run leaves nothing behind."""
-    try:
-        value = json.loads(store.get(key))
-        reading = Reading.from_json(value)
-    except Exception:
-        return None
-    if keep:
-        return reading
-    try:
-        store.delete_key(key)
-    except Exception:  # a store without deletion keeps it
-        return reading
-    return reading

@@ -110,7 +110,7 @@ class Installed:
         key = f"{self._reporter.name}/latest"
         if where.rank:
             if store is not None:
-                gather.publish(store, key, reading)
+                self._reporter.publisher.publish(store, key, reading)
             return
         if not self._due:
             return
@@ -119,7 +119,7 @@ class Installed:
         missing: list[int] = []
         if store is not None:
             ranks = range(1, where.world_size)
-            more, missing = gather.collect(store, key, ranks, deadline=self._reporter.deadline, keep=True)
+            more, missing = gather.collect(store, key, ranks, deadline=self._reporter.deadline)
             readings += more
         self._reporter.show_patched(self._config, readings, missing, where.world_size)
 

@@ -43,6 +43,7 @@ class Reporter:
         self.read = read
         #: Reporters are made in the same order on every rank, so this names one in the store.
         self.name = f"reporter{next(_serial)}"
+        self.publisher = gather.Publisher()
         self._prediction: Prediction | None = None
         self._predicted = False
         self._started = False
@@ -83,7 +84,7 @@ class Reporter:
         store = gather.default_store() if where.world_size > 1 else None
         key = f"{self.name}/{iteration}/{moment}"
         if store is not None and where.rank:
-            gather.publish(store, key, reading)
+            self.publisher.publish(store, key, reading)
         table: dict[str, Any] | None = None
         if where.rank == 0:
             readings = [reading]
