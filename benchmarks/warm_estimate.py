@@ -1,8 +1,9 @@
 """A warm estimate of DeepSeek-V3 on 1024 GPUs (tp 2, pp 16 x 4, ep 64): what one step of a search costs.
 
 Layers' costs are cached by what they depend on, so a first estimate in a process is dear and the next ones are
-cheap. Three cases, side by side: the same run again; the layout varied (what a search does: every estimate is
-another one, the layer kinds stay); and everything from nothing, with all caches emptied. Goal: below 500 us warm.
+cheap. Side by side: the same run again; another layout and batch each time (what a search does: the layer kinds
+stay); a RunSpec built and checked before it is estimated; everything from nothing, all caches emptied. Goal: below
+500 us warm.
 
     python benchmarks/warm_estimate.py [--rounds 200]
 """
@@ -74,7 +75,7 @@ def main() -> None:
     cases = {
         "the same run, warm": microseconds(lambda: estimate(same), rounds),
         "another run each time, warm": microseconds(lambda: estimate(next(varied)), rounds),
-        "another run, with its checks": microseconds(
+        "built, checked, estimated": microseconds(
             lambda: estimate(RunSpec(model=model, parallel=parallel(world_size=2048))), rounds
         ),
         "from nothing": microseconds(lambda: estimate(same), max(3, rounds // 20), empty_caches),
