@@ -270,6 +270,9 @@ def _print_snapshot(result: Attribution, predicted: int | None, beyond: bool, to
     notes = (f"the peak is off by more than {tolerance:g} %",) if beyond else ()
     blocks: list[Block] = [Pairs("snapshot", tuple(facts)), Grid("by component", columns, rows, notes=notes)]
     if result.unattributed:
-        lines = tuple(f"{_gib(size)} GiB  {frames}" for frames, size in result.unattributed[:10])
-        blocks.append(Bullets("unattributed, by frames", lines))
+        # What is too small to be seen in this table is left to --json.
+        seen = [(frames, size) for frames, size in result.unattributed if size >= 0.001 * alive.peak_bytes]
+        lines = tuple(f"{_gib(size)} GiB  {frames}" for frames, size in seen[:10])
+        if lines:
+            blocks.append(Bullets("unattributed, by frames", lines))
     print_blocks(blocks)

@@ -109,8 +109,9 @@ def report(prediction: Prediction | None, reading: Reading, wanted: int | None =
 
 
 def _breakdown(stage: StagePrediction) -> list[str]:
+    static = stage.peak - stage.activation - stage.transient
     lines = [
-        f"  predicted: peak {stage.peak / GIB:.2f} GiB = static {stage.static / GIB:.2f} + activations "
+        f"  predicted: peak {stage.peak / GIB:.2f} GiB = static {static / GIB:.2f} + activations "
         f"{stage.activation / GIB:.2f} + in passing {stage.transient / GIB:.2f}"
     ]
     for component in sorted(stage.components, key=lambda c: -c.bytes):

@@ -115,8 +115,9 @@ def likely_component(stage: StagePrediction, residual: int, static_residual: int
     else:
         kinds, where = ("activation", "transient"), "activations or passing tensors"
         size = abs(residual - static_residual)
-    candidates = [c for c in stage.components if c.kind in kinds and c.bytes]
+    # A component that is there twice, or not at all, is off by its own size.
+    candidates = [c for c in stage.components if c.kind in kinds and size <= 2 * c.bytes <= 4 * size]
     if not candidates:
-        return f"in {where}"
+        return f"in {where}, of which none has that size"
     nearest = min(candidates, key=lambda c: abs(c.bytes - size))
     return f"in {where}; nearest in size: {nearest.name} ({nearest.bytes / 2**30:.2f} GiB)"

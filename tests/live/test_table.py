@@ -60,6 +60,9 @@ def test_a_stage_beyond_the_threshold_names_the_likely_component(container: Simp
     records = stage_records(prediction, [reading(0, 0, stage.static, stage.peak + saved.bytes)], STEADY)
     (line,) = notes(prediction, records, threshold=0.01)
     assert saved.name in line
+    records = stage_records(prediction, [reading(0, 0, stage.static, 20 * stage.peak)], STEADY)
+    (line,) = notes(prediction, records)
+    assert line.endswith("of which none has that size")
     assert notes(prediction, records, threshold=10.0) == []
 
 
