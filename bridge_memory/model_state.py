@@ -170,7 +170,9 @@ def _stage_state(
         for expert, (group, world) in enumerate(zip(groups, worlds, strict=True)):
             parameters += group.numel
             if group.numel:
-                for name, kind, nbytes in _group_state(precision, optimizer, group, world):
+                for name, kind, nbytes in _group_state(
+                    precision, optimizer, group, world, ctx.impl.gpu_arch
+                ):
                     key = (_label(name, expert), kind, _shard(name, expert, distributed, world))
                     sums[key] = sums.get(key, 0) + nbytes
     return parameters, tuple(Component(n, b, k, "exact", s) for (n, k, s), b in sums.items() if b)
@@ -188,7 +190,7 @@ def _shard(name: str, expert: int, distributed: bool, world: int) -> str:
 
 
 def _group_state(
-    precision: PrecisionSpec, o: OptimizerSpec, g: ParameterGroup, world: int
+    precision: PrecisionSpec, o: OptimizerSpec, g: ParameterGroup, world: int, gpu_arch: str
 ) -> list[tuple[str, str, int]]:
     """(name, kind, bytes) for one buffer kind. ``world`` shards optimizer states."""
     width = DTYPE_BYTES[precision.params_dtype]
@@ -205,7 +207,7 @@ def _group_state(
         weight_bytes = -(-weight_bytes // world)
     out.append(("weights", "weights", weight_bytes))
     if precision.fp8:
-        out.append(("fp8 weight copies", "weights", _fp8_copies(precision, g)))
+        out.append(("fp8 weight copies", "weights", _fp8_copies(precision, g, gpu_arch)))
     if o.peft != "none":
         return out
 
@@ -264,9 +266,12 @@ def _state_widths(
     return out
 
 
-def _fp8_copies(precision: PrecisionSpec, g: ParameterGroup) -> int:
+def _fp8_copies(precision: PrecisionSpec, g: ParameterGroup, gpu_arch: str) -> int:
     """fp8 data beside the weights: the row-wise copy (unless it is the parameter itself), the column-wise one
-    that backward needs, and block scales. Source: TE ``tensor/{float8,float8_blockwise,mxfp8}_tensor.py``."""
-    copies = 1 if precision.fp8_param else 2
+    that backward needs, and block scales. Blackwell multiplies per-tensor fp8 in any layout and keeps no
+    column-wise copy (``utils.py: is_non_tn_fp8_gemm_supported``).
+    Source: TE ``tensor/{float8,float8_blockwise,mxfp8}_tensor.py``."""
+    transposed = not (gpu_arch == "blackwell" and precision.fp8_recipe in ("delayed", "tensorwise"))
+    copies = transposed + (not precision.fp8_param)
     scales = {"mxfp8": 2 / 32, "blockwise": 2 * 4 / 128}.get(precision.fp8_recipe, 0.0)
     return round(g.gemm * (copies + scales))
