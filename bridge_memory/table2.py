@@ -18,7 +18,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from bridge_memory.layout import layout_string, parse_layout_string
+from bridge_memory.layout import parse_layout_string
+from bridge_memory.readers.container_fields import (
+    container_part,
+    data_parallel_size,
+    pipeline_layout_text,
+    positive_size,
+    vocabulary,
+)
 from bridge_memory.spec import SpecError
 
 #: bf16 weight 2 + fp32 main gradient 4, on every rank.
@@ -237,18 +244,18 @@ class Table2:
 
 def table2_from_container(config: Any) -> Table2:
     """Read what the closed forms need. Raises SpecError naming the field that is missing or wrong."""
-    model = _part(config, "model")
-    train = _part(config, "train")
+    model = container_part(config, "model")
+    train = container_part(config, "train")
     optimizer = getattr(config, "optimizer", None)
     ddp = getattr(config, "ddp", None)
 
-    num_layers = _size(model, "num_layers")
-    hidden = _size(model, "hidden_size")
-    heads = _size(model, "num_attention_heads")
-    ffn = _size(model, "ffn_hidden_size", 4 * hidden)
-    tp = _size(model, "tensor_model_parallel_size", 1)
-    pp = _size(model, "pipeline_model_parallel_size", 1)
-    cp = _size(model, "context_parallel_size", 1)
+    num_layers = positive_size(model, "num_layers")
+    hidden = positive_size(model, "hidden_size")
+    heads = positive_size(model, "num_attention_heads")
+    ffn = positive_size(model, "ffn_hidden_size", 4 * hidden)
+    tp = positive_size(model, "tensor_model_parallel_size", 1)
+    pp = positive_size(model, "pipeline_model_parallel_size", 1)
+    cp = positive_size(model, "context_parallel_size", 1)
     vpp = getattr(model, "virtual_pipeline_model_parallel_size", None)
     experts = getattr(model, "num_moe_experts", None) or 0
     pattern = moe_layer_pattern(getattr(model, "moe_layer_freq", 1), num_layers) if experts else [0] * num_layers
@@ -271,13 +278,13 @@ def table2_from_container(config: Any) -> Table2:
         vocab_size=padded_vocab_size(config, tp),
         share_embeddings_and_output_weights=bool(getattr(model, "share_embeddings_and_output_weights", False)),
         seq_length=seq_length,
-        micro_batch_size=_size(train, "micro_batch_size", 1, part="train"),
+        micro_batch_size=positive_size(train, "micro_batch_size", 1, part="train"),
         tp=tp,
         pp=pp,
         vpp=vpp,
         cp=cp,
-        ep=_size(model, "expert_model_parallel_size", 1),
-        etp=_size(model, "expert_tensor_parallel_size", tp),
+        ep=positive_size(model, "expert_model_parallel_size", 1),
+        etp=positive_size(model, "expert_tensor_parallel_size", tp),
         data_parallel_size=data_parallel_size(config) if distributed else 1,
         use_distributed_optimizer=distributed,
         num_experts=experts,
@@ -341,25 +348,10 @@ def counts_a_gate(model: Any) -> bool:
     return bool(getattr(model, "gated_linear_unit", False)) and name in ("silu", "swiglu")
 
 
-def vocabulary(config: Any) -> tuple[int, bool]:
-    """(vocabulary, whether it gets padded).
-
-    Without a model.vocab_size it is the tokenizer's, padded (``training/setup.py: _validate_and_set_vocab_size``),
-    which is known before the tokenizer is built for NullTokenizer only.
-    """
-    model, tokenizer = _part(config, "model"), getattr(config, "tokenizer", None)
-    if getattr(model, "vocab_size", None) is None:
-        known = getattr(tokenizer, "vocab_size", None)
-        if getattr(tokenizer, "tokenizer_type", "") != "NullTokenizer" or known is None:
-            raise SpecError("model.vocab_size is not set and the tokenizer is not built; set model.vocab_size")
-        return int(known), True
-    return _size(model, "vocab_size"), bool(getattr(model, "should_pad_vocab", False))
-
-
 def padded_vocab_size(config: Any, tp: int) -> int:
     """Bridge ``_get_vocab_size``: padded only with ``should_pad_vocab``."""
     vocab, padded = vocabulary(config)
-    model = _part(config, "model")
+    model = container_part(config, "model")
     if not padded:
         return vocab
     multiple = (getattr(model, "make_vocab_size_divisible_by", None) or 128) * tp
@@ -384,79 +376,9 @@ def moe_layer_pattern(freq: Any, num_layers: int) -> list[int]:
     return [int(x) for x in freq]
 
 
-def data_parallel_size(config: Any) -> int:
-    """The container's, else world size / (TP x PP x CP), never 1 in silence.
-
-    The world size is ``config.world_size``, that of an initialised torch.distributed, or WORLD_SIZE. Raises
-    SpecError where none is known or it is not divisible.
-    """
-    import os
-    import sys
-
-    known = getattr(config, "data_parallel_size", None)
-    if known is not None:
-        if int(known) < 1:
-            raise SpecError(f"data_parallel_size ({known}) is below 1; set it to the number of model replicas")
-        return int(known)
-    world, source = getattr(config, "world_size", None), "world_size"
-    torch = sys.modules.get("torch")
-    distributed = torch.distributed if torch is not None and torch.distributed.is_available() else None
-    if world is None and distributed is not None and distributed.is_initialized():
-        world, source = distributed.get_world_size(), "torch.distributed's world size"
-    if world is None and os.environ.get("WORLD_SIZE"):
-        world, source = os.environ["WORLD_SIZE"], "WORLD_SIZE"
-    if world is None:
-        raise SpecError(
-            "data_parallel_size is not set (the container was not validated) and no world size is known; "
-            "give world_size=, set WORLD_SIZE or call config.validate()"
-        )
-    try:
-        world = int(world)
-    except (TypeError, ValueError):
-        raise SpecError(f"{source} ({world!r}) is not a number; set it to the number of GPUs") from None
-    model = _part(config, "model")
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    product = math.prod(_size(model, name, 1) for name in names)
-    if world < 1 or world % product:
-        raise SpecError(
-            f"{source} ({world}) is not divisible by tensor_model_parallel_size x pipeline_model_parallel_size x "
-            f"context_parallel_size ({product}); use a multiple of {product}"
-        )
-    return world // product
-
-
-def _part(config: Any, name: str) -> Any:
-    part = getattr(config, name, None)
-    if part is None:
-        raise SpecError(f"the container has no {name}; give a Megatron Bridge ConfigContainer or its like")
-    return part
-
-
-def _size(holder: Any, name: str, default: int | None = None, *, part: str = "model") -> int:
-    value = getattr(holder, name, None)
-    label = f"{part}.{name}"
-    if value is None:
-        if default is None:
-            raise SpecError(f"{label} is not set; set it")
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SpecError(f"{label} ({value!r}) is not a positive whole number; set it to one")
-    return value
-
-
 def _argmax(values: Iterable[float]) -> int:
     listed = list(values)
     return listed.index(max(listed))
-
-
-def pipeline_layout_text(value: Any) -> str | None:
-    """``pipeline_model_parallel_layout`` in any of its forms (string, nested list, core's own class) as a string."""
-    if value is None or isinstance(value, str):
-        return value
-    raw = getattr(value, "input_data", None)  # megatron-core PipelineParallelLayerLayout keeps what it was given
-    if raw is not None:
-        return pipeline_layout_text(raw)
-    return layout_string(value)
 
 
 def _stages(

@@ -14,6 +14,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from bridge_memory.readers.container_fields import (
+    container_part,
+    data_parallel_size,
+    pipeline_layout_text,
+    vocabulary,
+)
 from bridge_memory.readers.transformer_config import model_from_transformer_config
 from bridge_memory.spec import (
     BatchSpec,
@@ -26,7 +32,6 @@ from bridge_memory.spec import (
     RunSpec,
     SpecError,
 )
-from bridge_memory.table2 import data_parallel_size, pipeline_layout_text, vocabulary
 
 #: Release whose rules apply where none is given and megatron.core is not loaded.
 DEFAULT_MEGATRON_CORE = (0, 16)
@@ -121,7 +126,7 @@ def run_from_config_container(
     None: from the global batch size. Raises SpecError naming the field that is missing or wrong; what changes
     memory and is not modelled is listed in ``RunSpec.not_modelled``.
     """
-    model = _part(config, "model")
+    model = container_part(config, "model")
     _refuse(config, model)
     data_parallel = _data_parallel(config, model, world_size)
     view = _Views(config, model, data_parallel)
@@ -152,13 +157,6 @@ def run_from_config_container(
 def _get(part: Any, key: str, default: Any = None) -> Any:
     value = getattr(part, key, None)
     return default if value is None else value
-
-
-def _part(config: Any, key: str) -> Any:
-    part = getattr(config, key, None)
-    if part is None:
-        raise SpecError(f"the container has no {key}; give a Megatron Bridge ConfigContainer or its like")
-    return part
 
 
 class _View:
@@ -312,14 +310,14 @@ def _model(config: Any, view: _Views, name: str | None) -> ModelSpec:
     if spec_name and spec_name not in known:
         assumptions.append(f"the layer spec {spec_name} builds the modules that its config describes")
     provider: Any = model
-    kinds = {base.__name__ for base in type(_part(config, "model")).__mro__}
+    kinds = {base.__name__ for base in type(container_part(config, "model")).__mro__}
     heterogeneous = _get(model, "heterogeneous_block_specs") or "HeterogeneousTransformerConfig" in kinds
     if heterogeneous and not _get(model, "per_block_parameters"):
         provider = _finalized(model)
     return model_from_transformer_config(
         provider,
         vocab_size=vocab,
-        name=name or type(_part(config, "model")).__name__,
+        name=name or type(container_part(config, "model")).__name__,
         model_type="mamba" if _get(model, "hybrid_override_pattern") else "gpt",
         max_sequence_length=_get(model, "seq_length", 0),
         make_vocab_size_divisible_by=_get(model, "make_vocab_size_divisible_by", 128) if padded else 0,
@@ -557,7 +555,7 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
                 out.append(f"{part}.{key}: {what}")
     if _get(view.ddp, "outer_dp_sharding_strategy", "no_shard") != "no_shard":
         out.append("ddp.outer_dp_sharding_strategy: sharding over the outer data-parallel group")
-    model = _part(config, "model")
+    model = container_part(config, "model")
     out += [f"model.{key}: frozen parameters" for key in vars(model) if key.startswith("freeze_") and _get(model, key)]
     if getattr(config, "peft", None) is not None:
         peft = config.peft
