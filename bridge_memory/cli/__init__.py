@@ -30,6 +30,7 @@ COMMANDS = {
 TRACEBACK_VARIABLE = "BRIDGE_MEMORY_TRACEBACK"
 EXIT_USAGE = 2
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
+EXIT_IO = 74  # EX_IOERR
 
 
 class _Parser(argparse.ArgumentParser):
@@ -89,7 +90,7 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for wrong input, 70 for a fault of our own."""
+    """Run one command and return its exit code: 0, 2 for wrong input, 74 for a device that fails, 70 for our fault."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # A model's name may hold what the locale cannot show; that must not end the report.
@@ -107,6 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader went away (`| head`): keep the interpreter's last flush from complaining about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # 128 + SIGPIPE, as a shell reports it
+    except OSError as error:  # A full disk behind stdout, say: nobody's wrong input, and no fault of the program.
+        if os.environ.get(TRACEBACK_VARIABLE):
+            raise
+        _complain("error", str(error))
+        return EXIT_IO
     except KeyboardInterrupt:
         return 130
     except Exception as error:

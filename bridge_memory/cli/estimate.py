@@ -31,11 +31,14 @@ def run(args: argparse.Namespace) -> int:
     from bridge_memory.estimate import estimate
     from bridge_memory.gpus import find_gpu, fits
     from bridge_memory.report.units import UNITS
+    from bridge_memory.report.write import check_target, write_text
 
     if args.unit not in UNITS:
         raise SpecError(f"unit {args.unit!r} is unknown; use one of {', '.join(UNITS)}")
-    if args.force and not args.output:
+    if args.force and args.output is None:
         raise SpecError("force does nothing without --output; name the file or drop --force")
+    if args.output is not None:
+        check_target(args.output, force=args.force)
     gpus = [find_gpu(name) for name in args.gpu]
     spec = run_from_arguments(args, gpu_arch=gpus[0].arch if gpus else None)
     result = estimate(spec)
@@ -45,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             f"are 0 to {len(result.stages) - 1}"
         )
     fitting = fits(result, gpus)
-    text: TextIO = io.StringIO() if args.output else sys.stdout
+    text: TextIO = sys.stdout if args.output is None else io.StringIO()
     if args.json:
         from bridge_memory.report.json import estimate_to_json
 
@@ -61,9 +64,7 @@ def run(args: argparse.Namespace) -> int:
             shown = range(len(result.stages)) if args.stage is None else [args.stage]
             details = {i: stage_details(result, i) for i in shown}
         print_estimate(result, fitting, unit=args.unit, stage=args.stage, details=details, stream=text)
-    if args.output:
-        from bridge_memory.report.write import write_text
-
+    if args.output is not None:
         assert isinstance(text, io.StringIO)
         write_text(args.output, text.getvalue(), force=args.force)
     return 0

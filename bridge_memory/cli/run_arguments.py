@@ -226,7 +226,10 @@ def _add(group: Any, flag: Flag) -> None:
 
 
 def _integer(text: str) -> int:
+    # int() also reads "1_6" and the digits of other scripts; on a command line those are typing errors.
     try:
+        if not text.removeprefix("-").isdecimal() or not text.isascii():
+            raise ValueError
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
@@ -234,6 +237,8 @@ def _integer(text: str) -> int:
 
 def _number(text: str) -> float:
     try:
+        if not text.isascii() or "_" in text:
+            raise ValueError
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
@@ -377,6 +382,18 @@ def _check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
          "moe_expert_capacity_factor" in impl, "--moe-expert-capacity-factor"),
         ("ddp_bucket_size", "ddp_bucket_size" in optimizer, optimizer.get("overlap_grad_reduce", False),
          "--overlap-grad-reduce"),
+        ("store_param_remainders", "store_param_remainders" in optimizer,
+         optimizer.get("use_precision_aware_optimizer", False), "--use-precision-aware-optimizer"),
+        ("distribute_saved_activations", recompute.get("distribute_saved_activations", False),
+         recompute.get("granularity") == "full", "--recompute-granularity full"),
+        ("microbatch_group_size_per_vp_stage", "microbatch_group_size_per_vp_stage" in parallel,
+         "virtual_pipeline_model_parallel_size" in parallel or "pipeline_model_parallel_layout" in parallel, "--vpp"),
+    ]
+    needs += [
+        (name, parallel.get(name, False) is not False, parallel.get("pipeline_model_parallel_size", 1) != 1,
+         "--pp of 2 or more")
+        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+                     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     ]
     needs += [
         (name, name in optimizer, optimizer.get("use_precision_aware_optimizer", False),
