@@ -469,3 +469,10 @@ def _sum(sizes: Sequence[int]) -> str:
         else:
             runs.append([1, n])
     return "+".join(str(n) if times == 1 else f"{times}x{n}" for times, n in runs)
+
+
+def shard_worlds(parallel: ParallelSpec) -> tuple[int, int]:
+    """Ranks over which dense and expert optimizer states are sharded (one distributed-optimizer instance)."""
+    instances = parallel.num_distributed_optimizer_instances
+    dense = parallel.data_parallel_size * parallel.cp // instances
+    return max(1, dense), max(1, parallel.expert_data_parallel_size // instances)

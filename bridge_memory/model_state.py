@@ -19,7 +19,7 @@ from bridge_memory.components import Component
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.stack import chunk_parameters
-from bridge_memory.layout import Chunk, layout
+from bridge_memory.layout import Chunk, layout, shard_worlds
 from bridge_memory.spec import DTYPE_BYTES, ModelSpec, OptimizerSpec, ParallelSpec, PrecisionSpec
 
 #: Bytes: smallest block of the caching allocator.
@@ -121,13 +121,6 @@ def chunk_groups(
         group_parameters(dense, shards[0], bucket_size, distributed),
         group_parameters(experts, shards[1], bucket_size, distributed),
     )
-
-
-def shard_worlds(parallel: ParallelSpec) -> tuple[int, int]:
-    """Ranks over which dense and expert optimizer states are sharded (one distributed-optimizer instance)."""
-    instances = parallel.num_distributed_optimizer_instances
-    dense = parallel.data_parallel_size * parallel.cp // instances
-    return max(1, dense), max(1, parallel.expert_data_parallel_size // instances)
 
 
 def bucket_elements(o: OptimizerSpec, parallel: ParallelSpec, chunk_index: int) -> int | None:

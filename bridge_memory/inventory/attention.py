@@ -10,6 +10,10 @@ from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import Region, T
 from bridge_memory.spec import AttentionSpec, divide
 
+#: megatron-core release since which a variable of ``Attention.forward`` (``qkv_output``) holds q, k and v as they were
+#: before the rotary embedding.
+QKV_OUTPUT_HELD_SINCE = (0, 16)
+
 
 def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
     """From the residual stream [T_sp, h] to the output of linear_proj [T_sp, h] (input norm included)."""
@@ -36,16 +40,21 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
 
     query, key, value = qkv, qkv, qkv
     separate = False
+    if a != g and not spec.qk_layernorm and spec.rotary and ctx.rotary:
+        # The reshape of a grouped query to [s, b, a, d] is a copy.
+        query = tape.make("query", qkv, q_bytes)
+    before_rope = (qkv, query) if ctx.impl.megatron_core >= QKV_OUTPUT_HELD_SINCE else ()
     if spec.qk_layernorm:
         width_q, width_k = (d, d) if spec.qk_layernorm == "head" else (q_width, kv_width)
         rows_q = ctx.tokens * (a if spec.qk_layernorm == "head" else 1)
         rows_k = ctx.tokens * (g if spec.qk_layernorm == "head" else 1)
-        query = _sub_norm(r, "self_attention.q_layernorm", qkv, width_q, rows_q)
-        key = _sub_norm(r, "self_attention.k_layernorm", qkv, width_k, rows_k)
+        # With grouped queries the reshape to [s, b, a, d] is a copy in either implementation.
+        query = _sub_norm(r, "self_attention.q_layernorm", qkv, width_q, rows_q, copy=ctx.te or a != g)
+        key = _sub_norm(r, "self_attention.k_layernorm", qkv, width_k, rows_k, copy=ctx.te)
         separate = True
     if spec.rotary and ctx.rotary:
-        query = _rope(r, "query rope", query, q_bytes)
-        key = _rope(r, "key rope", key, kv_bytes)
+        query = _rope(r, "query rope", query, q_bytes, d)
+        key = _rope(r, "key rope", key, kv_bytes, d)
         separate = True
     if separate:
         # q and k are tensors of their own by now; TE makes v contiguous rather than keep the mixed tensor
@@ -59,7 +68,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
     with tape.checkpoint("core_attn", inputs, enabled=selected), r.offload("core_attn"):
         out = core_attention(
             r, inputs, heads=a, q_width=q_width, kv_width=kv_width, v_width=kv_width, out_width=q_width,
-            grouped=a != g,
+            grouped=a != g, sink=spec.learnable_softmax_sink,
         )
     if spec.attention_output_gate:
         # sigmoid(gate.float()) * out, one compiled kernel: keeps its inputs.
@@ -70,6 +79,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
             "self_attention.linear_proj", out, q_width, h, bias=spec.add_output_bias,
             original=ctx.fp8_recipe != "delayed" and not spec.attention_output_gate,
         )
+    tape.touch(*before_rope)
     if region is not None:
         tape.discard(*region)
     return y
@@ -90,18 +100,27 @@ def _input_projection(
     return qkv, (region, normed) if recompute else None
 
 
-def _sub_norm(r: Recorder, name: str, x: T, width: int, rows: int) -> T:
-    """Norm over heads: the input is a strided slice, made contiguous by TE's norm (a copy that is kept)."""
-    copy = r.tape.make(f"{name} input", x, width * rows * r.ctx.act) if r.ctx.te else x
-    return r.norm(name, copy, width, rows)
+def _sub_norm(r: Recorder, name: str, x: T, width: int, rows: int, *, copy: bool) -> T:
+    """Norm over heads. ``copy``: its input is a contiguous copy of the strided slice, kept by the norm."""
+    source = r.tape.make(f"{name} input", x, width * rows * r.ctx.act) if copy else x
+    return r.norm(name, source, width, rows)
 
 
-def _rope(r: Recorder, name: str, x: T, nbytes: int) -> T:
+def _rope(r: Recorder, name: str, x: T, nbytes: int, head_dim: int) -> T:
     """Rotary embedding of q or k. Fused: TE keeps the frequencies only (shared by all layers). Unfused: four
-    temporaries on the way and the cosine and sine kept (``rope_utils.py: _apply_rotary_pos_emb_bshd``)."""
+    temporaries on the way, and the cosine and sine kept."""
     if r.ctx.impl.apply_rope_fusion and r.ctx.te:
         return r.tape.make(name, x, nbytes)
-    return r.tape.make(name, x, nbytes, workspace=3 * nbytes, backward_workspace=2 * nbytes)
+    angles = cosine_and_sine(r, name, r.ctx.rotary_dim or head_dim)
+    return r.tape.make(
+        name, x, nbytes, saves=(angles,), also=(angles,), workspace=3 * nbytes, backward_workspace=2 * nbytes
+    )
+
+
+def cosine_and_sine(r: Recorder, name: str, width: int) -> T:
+    """Two [s, 1, 1, d_rope] tensors in the compute dtype, made anew for each use
+    (``rope_utils.py: _apply_rotary_pos_emb_bshd``)."""
+    return r.tape.tensor(f"{name} cosine and sine", 2 * r.ctx.seq * width * r.ctx.act, grad=False)
 
 
 def core_attention(
@@ -114,6 +133,7 @@ def core_attention(
     v_width: int,
     out_width: int,
     grouped: bool,
+    sink: bool = False,
 ) -> T:
     """softmax(q k^T) v for ``heads`` local heads; widths are local and summed over heads.
 
@@ -141,24 +161,53 @@ def core_attention(
     scores_elements = rows * ctx.seq * ctx.cp
     scores_bytes = scores_elements * ctx.act
     if grouped:
-        qkv = (qkv[0], tape.make("repeated key and value", qkv[-1], 2 * ctx.tokens * q_width * ctx.act))
+        repeated = ctx.tokens * q_width * ctx.act
+        sources = (qkv[0], *qkv[-2:]) if len(qkv) > 1 else qkv * 3
+        qkv = (
+            qkv[0],
+            tape.make("repeated key", sources[1], repeated),
+            tape.make("repeated value", sources[2], repeated),
+        )
     if not ctx.te:
         r.keep("global memory buffer (mpu)", scores_bytes)
     scores = tape.make(
-        "attention scores", qkv, scores_bytes, saves=qkv, workspace=scores_bytes if ctx.te else 0
+        "attention scores", qkv[:2], scores_bytes, saves=qkv[:2], workspace=scores_bytes if ctx.te else 0
     )
-    if ctx.impl.masked_softmax_fusion and ctx.act == 2:
+    fused = fused_softmax(r, heads, sink)
+    if not fused and not ctx.te:
+        # One for all layers: transformer/utils.py: get_default_causal_mask is cached.
+        r.keep("causal mask", (ctx.seq * ctx.cp) ** 2)
+    if fused:
         # Backward is in place on the incoming gradient (scaled_*_masked_softmax_backward).
         probs = tape.make("attention probabilities", scores, scores_bytes, save_output=True, alias=True)
-    else:
-        wide = 4 * scores_elements
-        probs32 = tape.make("attention probabilities fp32", scores, wide, save_output=True, workspace=wide)
+    elif ctx.act == 2 and ctx.attention_softmax_in_fp32:
+        # An fp32 copy is masked in place; a sink makes it one column wider (fused_softmax.py: SoftmaxOne).
+        wide = 4 * (scores_elements + (rows if sink else 0))
+        scores32 = tape.make("attention scores fp32", scores, 4 * scores_elements)
+        widened = tape.make("attention scores with sink", scores32, wide) if sink else scores32
+        probs32 = tape.make("attention probabilities fp32", widened, wide, save_output=True)
         probs = tape.make("attention probabilities", probs32, scores_bytes)
+        tape.touch(scores32)
+    else:
+        probs = tape.make("attention probabilities", scores, scores_bytes, save_output=True,
+                          workspace=scores_bytes)
     if ctx.attention_dropout:
         mask = tape.tensor("attention dropout mask", scores_elements, grad=False)
         probs = tape.make("dropped probabilities", probs, scores_bytes, saves=(mask,), also=(mask,))
     context = tape.make("attention context", (probs, qkv[-1]), out_bytes, saves=(probs, qkv[-1]))
-    return tape.make("core_attention output", context, out_bytes)
+    out = tape.make("core_attention output", context, out_bytes)
+    tape.touch(scores, context)  # variables of DotProductAttention.forward
+    return out
+
+
+def fused_softmax(r: Recorder, heads: int, sink: bool) -> bool:
+    """Whether a masked-softmax kernel takes the scores. Source: ``fused_softmax.py:
+    FusedScaleMaskSoftmax.is_kernel_available``, TE ``softmax.py`` (the same name)."""
+    ctx = r.ctx
+    s = ctx.seq * ctx.cp
+    if not ctx.impl.masked_softmax_fusion or ctx.act != 2 or sink or (ctx.batch * heads) % 4:
+        return False
+    return 16 < s < 16384 and s % 8 == 0 if ctx.te else 16 < s <= 4096 and s % 4 == 0
 
 
 def _context_parallel(

@@ -34,8 +34,10 @@ class BlockContext:
     attention_softmax_in_fp32: bool
     recompute: RecomputeSpec
     impl: ImplementationSpec
-    #: Rotary width in all layers (0: no rope), for the unfused path.
+    #: Whether layers rotate queries and keys.
     rotary: bool
+    #: Width of a head that is rotated; 0 where the source does not say (then the whole head is).
+    rotary_dim: int
     padded_vocab: int
 
     @property
@@ -90,6 +92,7 @@ def context_of(run: RunSpec) -> BlockContext:
             run.recompute,
             run.implementation,
             m.position_embedding_type == "rope",
+            m.rotary_dim,
             m.padded_vocab_size(p.tp),
         )
     )

@@ -8,7 +8,7 @@ Shapes: q = a (d_nope + d_rope) / t, v = a d_v / t, T = s b, T_sp = T / t under 
 
 from __future__ import annotations
 
-from bridge_memory.inventory.attention import core_attention
+from bridge_memory.inventory.attention import core_attention, cosine_and_sine
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import Region, T
 from bridge_memory.spec import MLASpec, divide
@@ -56,21 +56,15 @@ def _query_key_value(
     up = "self_attention.linear_{}_up_proj"
     q_in: T = normed
     if spec.q_lora_rank is not None:
-        q_in = _down_projection(r, "self_attention.linear_q_down_proj", normed, spec.q_lora_rank, 0)
-    kv_down = _down_projection(
+        q_in, _ = _down_projection(r, "self_attention.linear_q_down_proj", normed, spec.q_lora_rank, 0)
+    kv_in, k_rope = _down_projection(
         r, "self_attention.linear_kv_down_proj", normed, spec.kv_lora_rank, spec.qk_pos_emb_head_dim
     )
-    k_rope = kv_down
-    if ctx.sp:
-        k_rope = tape.make("gathered k_pos_emb", kv_down, ctx.tokens * spec.qk_pos_emb_head_dim * act)
     fused_norm = ctx.te and spec.qk_layernorm
     if not ctx.te and spec.qk_layernorm:
         if spec.q_lora_rank is not None:
             q_in = r.norm("self_attention.q_layernorm", q_in, spec.q_lora_rank, ctx.tokens_sp)
-        kv_in = r.norm("self_attention.kv_layernorm", kv_down, spec.kv_lora_rank, ctx.tokens_sp)
-    else:
-        # The split is a strided view; the up-projection's norm wants it contiguous.
-        kv_in = tape.make("kv_compressed", kv_down, ctx.tokens_sp * spec.kv_lora_rank * act) if ctx.te else kv_down
+        kv_in = r.norm("self_attention.kv_layernorm", kv_in, spec.kv_lora_rank, ctx.tokens_sp)
 
     with tape.discardable("mla_up_proj", (q_in, kv_in, k_rope), enabled=recompute) as up_region:
         if spec.q_lora_rank is None:
@@ -83,26 +77,36 @@ def _query_key_value(
         )
         q_bytes, v_bytes = ctx.tokens * q_width * act, ctx.tokens * v_width * act
         query = q  # The fused form rotates in place (``fused_mla_yarn_rope_apply.py: ApplyMLARotaryEmbQ``).
+        angles: tuple[T, ...] = ()
         if not (ctx.impl.apply_rope_fusion and ctx.te):
-            query = tape.make("query", q, q_bytes, workspace=q_bytes // 2)
-        key = tape.make("key", (kv, k_rope), q_bytes)
+            angles = tuple(cosine_and_sine(r, part, spec.qk_pos_emb_head_dim) for part in ("query", "key"))
+            query = tape.make("query", q, q_bytes, workspace=q_bytes // 2, saves=angles[:1], also=angles[:1])
+        key = tape.make("key", (kv, k_rope), q_bytes, saves=angles[1:], also=angles[1:])
         value = tape.make("value", kv, v_bytes)
     return (query, key, value), up_region
 
 
-def _down_projection(r: Recorder, name: str, x: T, rank: int, extra: int) -> T:
-    """h -> rank + extra. Whole on every rank under TE; sharded and gathered in the local implementation."""
-    ctx = r.ctx
-    width = rank + extra
+def _down_projection(r: Recorder, name: str, x: T, rank: int, rope: int) -> tuple[T, T]:
+    """h -> rank + rope: the latent [T_sp, rank] and what holds the rotary part [T, rope].
+
+    TE: whole on every rank; the latent is made contiguous for its norm, the rotary part gathered under sequence
+    parallelism. Local: sharded over the output and gathered; the rotary part is a view of that, and so is a latent
+    without one, while a latent beside one is copied when it is scattered again.
+    """
+    ctx, tape = r.ctx, r.tape
+    width, latent_bytes = rank + rope, ctx.tokens_sp * rank * ctx.act
     if ctx.te:
         original = ctx.recompute.selects("layernorm")
-        return r.plain_linear(name, x, ctx.tokens_sp, ctx.hidden_size, width, original=original)
+        down = r.plain_linear(name, x, ctx.tokens_sp, ctx.hidden_size, width, original=original)
+        if not rope:
+            return down, down
+        rotary = tape.make("gathered k_pos_emb", down, ctx.tokens * rope * ctx.act) if ctx.sp else down
+        return tape.make("kv_compressed", down, latent_bytes), rotary
     local = divide(width, ctx.tp, f"width of {name}", "tensor_model_parallel_size")
-    part = r.column_linear(name, x, ctx.hidden_size, local)
-    if ctx.tp == 1:
-        return part
-    whole = ctx.tokens * width * ctx.act
-    gathered = r.tape.make(f"{name} gathered", part, whole, workspace=whole)
-    if not ctx.sp:
-        return gathered
-    return r.tape.make(f"{name} scattered", gathered, ctx.tokens_sp * width * ctx.act)
+    down = r.column_linear(name, x, ctx.hidden_size, local)
+    if ctx.tp > 1:
+        whole = ctx.tokens * width * ctx.act
+        down = tape.make(f"{name} gathered", down, whole, workspace=whole)
+    if ctx.sp and rope:
+        return tape.make(f"{name} scattered", down, latent_bytes), down
+    return down, down

@@ -10,6 +10,9 @@ from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import T
 from bridge_memory.spec import MLPSpec, divide
 
+#: megatron-core release since which the unfused gated unit adds glu_linear_offset to a copy of its linear half.
+GLU_OFFSET_SINCE = (0, 15)
+
 
 def record_mlp(r: Recorder, spec: MLPSpec, x: T) -> T:
     """From the residual stream [T_sp, h] to the output of linear_fc2 [T_sp, h] (norm included)."""
@@ -59,4 +62,7 @@ def activation(r: Recorder, name: str, x: T, rows: int, f: int, *, gated: bool, 
     if not gated:
         return tape.make(name, x, out, saves=(x,))
     gate = tape.make(f"{name} of the gate", x, out, saves=(x,))
-    return tape.make(name, (gate, x), out, saves=(gate, x))
+    linear = x
+    if ctx.impl.megatron_core >= GLU_OFFSET_SINCE:
+        linear = tape.make(f"{name} linear half", x, out, alias=True)
+    return tape.make(name, (gate, linear), out, saves=(gate, linear))

@@ -201,6 +201,10 @@ def chunk_inventory(
     links += layer_links([model.layers[i] for i in chunk.layers], ctx)
     for inventory, label in tail_inventories(model, chunk, ctx):
         links.append((_plain(inventory, label), 1))
+    if chunk.output and model.mtp_layer is not None and ctx.impl.megatron_core <= MTP_LOGITS_HELD_UNTIL:
+        loss, count = links[-1]
+        held = mtp_logits_bytes(ctx)
+        links[-1:] = [(loss, count - 1)] * (count > 1) + [(replace(loss, forward_peak=loss.forward_peak + held), 1)]
     if backward_next:
         # The last offloading group of each name stays (``should_bulk_offload``).
         last = max((i for i, (link, _) in enumerate(links) if link.offloaded), default=None)
@@ -208,6 +212,18 @@ def chunk_inventory(
             link, count = links[last]
             links[last : last + 1] = [(link, count - 1)] * (count > 1) + [(link.kept_on_gpu(), 1)]
     return compose(links, 0 if chunk.output else ctx.hidden_bytes)
+
+
+#: Last megatron-core release in which a variable of ``GPTModel._postprocess`` keeps an MTP depth's logits while the
+#: main loss is made; later ones have a function of their own for it.
+MTP_LOGITS_HELD_UNTIL = (0, 16)
+
+
+def mtp_logits_bytes(ctx: BlockContext) -> int:
+    """Logits of one MTP depth in the compute dtype, [T, V / t], where they are not kept for backward anyway."""
+    if ctx.impl.cross_entropy_loss_fusion and ctx.impl.cross_entropy_fusion_impl in ("te", "linear"):
+        return 0
+    return ctx.tokens * ctx.padded_vocab // ctx.tp * ctx.act
 
 
 def tail_inventories(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> list[tuple[BlockInventory, str]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from bridge_memory.inventory.context import BlockContext
-from bridge_memory.layout import Chunk
+from bridge_memory.layout import Chunk, shard_worlds
 from bridge_memory.spec import DTYPE_BYTES, MambaSpec, ModelSpec, MoESpec, RunSpec
 
 MIB = 1 << 20
@@ -228,7 +228,6 @@ def _state_sizes(run: RunSpec) -> list[int]:
 
 def _shards(run: RunSpec) -> tuple[int, int]:
     """Ranks that share the optimizer states of dense and of expert parameters."""
-    from bridge_memory.model_state import shard_worlds
 
     return shard_worlds(run.parallel) if run.optimizer.use_distributed_optimizer else (1, 1)
 

@@ -150,31 +150,17 @@ CASES = [
 
 
 #: Where the inventory differs today, and what it lacks. A case that comes right fails until it is taken out.
-COS_SIN = "unfused RoPE keeps cos and sin in the compute dtype, for query and for key: 4 x 2 s d_rot bytes"
-UNFUSED_SOFTMAX = "the fused softmax takes s <= 4096 and no sink; otherwise fp32 probabilities are kept as well"
-QUERY_COPY = "grouped query is copied out of linear_qkv's output before its norm; both are kept"
+CACHED_MASK = "the causal mask is cached for all layers: a lasting buffer here, a saved tensor of the layer there"
+
+
 KNOWN = {
-    "gqa tp8": COS_SIN,
-    "squared relu tp2": COS_SIN,
-    "gqa tp2 recompute core_attn": COS_SIN,
-    "gqa tp2 recompute layernorm": COS_SIN,
-    "gqa tp2 recompute mlp": COS_SIN,
-    "fine experts tp2 ep4 etp1": COS_SIN,
     **{
-        f"{m} experts tp2 ep4{more}": COS_SIN
-        for m in ("shared",)
-        for more in ("", " etp1", " allgather", " recompute moe", " recompute shared_experts",
-                     " recompute layernorm")
+        f"output gate{more}": "compiled, the gate is kept in bf16; run eagerly, its fp32 sigmoid is"
+        for more in ("", " tp2")
     },
-    **{f"gated shared tp2 ep4{more}": COS_SIN for more in ("", " etp1", " allgather")},
-    **{f"qk norm{more}": QUERY_COPY for more in ("", " tp2")},
-    **{f"output gate{more}": "the gate's copy of linear_qkv's output and " + COS_SIN for more in ("", " tp2")},
-    **{f"sink{more}": UNFUSED_SOFTMAX for more in ("", " tp2")},
-    "gqa tp2 s8192": UNFUSED_SOFTMAX,
-    "gqa tp2 unfused": "unfused SwiGLU keeps silu's output for the product, and " + COS_SIN,
-    "mha tp2 unfused": "unfused bias + GELU keeps the sum beside fc1's output",
-    "mla without q_lora_rank tp2 recompute mla_up_proj": "the checkpoint keeps kv_combined whole and the "
-    "rotary table",
+    "sink tp2": CACHED_MASK,
+    "gqa tp2 unfused": CACHED_MASK,
+    "mha tp2 unfused": CACHED_MASK,
 }  # fmt: skip
 
 
