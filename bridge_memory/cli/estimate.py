@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import sys
+from dataclasses import replace
 from typing import TextIO
 
 from bridge_memory.cli.run_arguments import add_run_arguments, run_from_arguments
@@ -41,6 +42,10 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.output, force=args.force)
     gpus = [find_gpu(name) for name in args.gpu]
     spec = run_from_arguments(args, gpu_arch=gpus[0].arch if gpus else None)
+    if len({gpu.arch for gpu in gpus}) != 1:
+        # Library workspaces have one size an architecture: tens of MiB between them.
+        named = f"{gpus[0].name}, the first --gpu" if gpus else "a Hopper GPU (--gpu)"
+        spec = replace(spec, assumptions=(*spec.assumptions, f"library workspaces as on {named}"))
     result = estimate(spec)
     if args.stage is not None and not 0 <= args.stage < len(result.stages):
         raise SpecError(
