@@ -78,6 +78,8 @@ _KINDS: dict[type, tuple[_Kind, ...]] = {
               "optimizer_cpu_offload", "fused_optimizer"),
         _kind(*_MAYBE_INT, "ddp_bucket_size"),
         _kind(*_NUMBER, "sgd_momentum", "optimizer_offload_fraction", "clip_grad"),
+        _kind(*_COUNT, "lora_dim"),
+        _kind((tuple,), "a tuple of names", "lora_target_modules"),
     ),
     RecomputeSpec: (
         _kind(*_MAYBE_NAME, "granularity", "method"),

@@ -27,6 +27,8 @@ def _gaps(run: RunSpec) -> Iterator[str]:
     if precision.fp8 and (precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16):
         yield "first_last_layers_bf16: the layers at the ends are counted in fp8 like the rest"
     if optimizer.peft != "none":
-        yield f"peft ({optimizer.peft}): adapters, their gradients and optimizer state"
+        yield f"peft ({optimizer.peft}): activations, which are counted as if every weight trained"
+        if not optimizer.lora_dim:
+            yield f"peft ({optimizer.peft}): adapters, their gradients and optimizer state"
     if impl.cpu_offloading_num_layers:
         yield "cpu_offloading_num_layers: the two layers in flight between GPU and host"

@@ -17,6 +17,7 @@ from math import lcm
 
 from bridge_memory.components import Component
 from bridge_memory.inventory.context import BlockContext
+from bridge_memory.inventory.lora import lora_parameters
 from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.stack import chunk_parameters
 from bridge_memory.layout import Chunk, layout, shard_worlds
@@ -168,7 +169,40 @@ def _stage_state(
                 ):
                     key = (_label(name, expert), kind, _shard(name, expert, distributed, world))
                     sums[key] = sums.get(key, 0) + nbytes
+        for name, kind, shard, nbytes in _adapters(model, chunk, ctx, worlds, precision, optimizer, parallel):
+            sums[(name, kind, shard)] = sums.get((name, kind, shard), 0) + nbytes
     return parameters, tuple(Component(n, b, k, "exact", s) for (n, k, s), b in sums.items() if b)
+
+
+def _adapters(
+    model: ModelSpec,
+    chunk: Chunk,
+    ctx: BlockContext,
+    worlds: tuple[int, int],
+    precision: PrecisionSpec,
+    optimizer: OptimizerSpec,
+    parallel: ParallelSpec,
+) -> list[tuple[str, str, str, int]]:
+    """(name, kind, shard, bytes) of the LoRA adapters beside a chunk's linears, which train like any parameter."""
+    if optimizer.peft != "lora" or not optimizer.lora_dim:
+        return []
+    adapters = lora_parameters(
+        chunk_parameters(model, chunk, ctx),
+        dim=optimizer.lora_dim,
+        target_modules=optimizer.lora_target_modules,
+        tp=parallel.tp,
+        etp=parallel.etp,
+    )
+    trained, plain = replace(optimizer, peft="none"), replace(precision, fp8=None)
+    distributed = optimizer.use_distributed_optimizer
+    out = []
+    for expert, world in enumerate(worlds):
+        params = [p for p in adapters if p.expert == bool(expert)]
+        group = group_parameters(params, world, bucket_elements(optimizer, parallel, 0), distributed)
+        states = _group_state(plain, trained, group, world, ctx.impl.gpu_arch) if params else []
+        for name, kind, nbytes in states:
+            out.append((_label(f"LoRA {name}", expert), kind, _shard(name, expert, distributed, world), nbytes))
+    return out
 
 
 def _label(name: str, expert: int) -> str:
@@ -193,7 +227,9 @@ def _group_state(
     out: list[tuple[str, str, int]] = []
 
     # Weights: views of one buffer under the distributed optimizer, else tensors of their own.
-    weight_bytes = g.padded * width if distributed else g.rounded[width]
+    # Frozen weights are in no buffer (DistributedDataParallel takes what requires a gradient).
+    in_buffer = distributed and o.peft == "none"
+    weight_bytes = g.padded * width if in_buffer else g.rounded[width]
     if precision.fp8 and precision.fp8_param:
         weight_bytes -= g.gemm * (width - 1)
     if strategy == "optim_grads_params":

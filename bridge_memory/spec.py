@@ -345,6 +345,9 @@ class OptimizerSpec:
     data_parallel_sharding_strategy: str | None = None
     #: Parameters that get no gradient: "none", or "lora" (only adapters train).
     peft: str = "none"
+    #: LoRA's rank, 0 where unknown, and the linears it stands beside (``peft.dim``, ``peft.target_modules``).
+    lora_dim: int = 0
+    lora_target_modules: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
     @property
     def fused_main_parameters(self) -> bool:

@@ -465,8 +465,20 @@ def _optimizer(config: Any, view: _Views) -> OptimizerSpec:
         log_num_zeros_in_grad=bool(_get(o, "log_num_zeros_in_grad", False)),
         use_layer_wise_distributed_optimizer=name.startswith("dist_"),
         data_parallel_sharding_strategy=_get(d, "data_parallel_sharding_strategy", "no_shard") if fsdp else None,
-        peft="none" if getattr(config, "peft", None) is None else "lora",
+        **_peft(getattr(config, "peft", None)),
     )
+
+
+def _peft(peft: Any) -> dict[str, Any]:
+    """``ConfigContainer.peft``; whatever it is, only its adapters train."""
+    if peft is None:
+        return {}
+    fields: dict[str, Any] = {"peft": "lora"}
+    if type(peft).__name__ == "LoRA":
+        fields["lora_dim"] = int(_get(peft, "dim", 32))
+        if _get(peft, "target_modules"):
+            fields["lora_target_modules"] = tuple(peft.target_modules)
+    return fields
 
 
 def _recompute(view: _Views) -> RecomputeSpec:
@@ -557,9 +569,9 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
         out.append("ddp.outer_dp_sharding_strategy: sharding over the outer data-parallel group")
     model = container_part(config, "model")
     out += [f"model.{key}: frozen parameters" for key in vars(model) if key.startswith("freeze_") and _get(model, key)]
-    if getattr(config, "peft", None) is not None:
-        peft = config.peft
-        out.append(f"peft: {type(peft).__name__} adapters of dim {_get(peft, 'dim', '?')} and their states")
+    peft = getattr(config, "peft", None)
+    if peft is not None and type(peft).__name__ != "LoRA":
+        out.append(f"peft: {type(peft).__name__}, of which only the frozen weights are counted")
     return tuple(out)
 
 
