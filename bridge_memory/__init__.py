@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from bridge_memory.components import Component
 from bridge_memory.estimate import Estimate, StageEstimate, estimate
 from bridge_memory.readers import list_presets, resolve_model
@@ -24,6 +26,9 @@ from bridge_memory.spec import (
     SpecError,
 )
 
+if TYPE_CHECKING:
+    from bridge_memory.live import MemoryReport, install, uninstall
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -31,6 +36,7 @@ __all__ = [
     "Component",
     "Estimate",
     "ImplementationSpec",
+    "MemoryReport",
     "ModelSpec",
     "OptimizerSpec",
     "ParallelSpec",
@@ -40,6 +46,17 @@ __all__ = [
     "SpecError",
     "StageEstimate",
     "estimate",
+    "install",
     "list_presets",
     "resolve_model",
+    "uninstall",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The training-time report, imported when it is asked for: an estimate does not need it."""
+    if name in ("MemoryReport", "install", "uninstall"):
+        from bridge_memory import live
+
+        return getattr(live, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--stage", type=int, metavar="N", help="show only this pipeline stage")
     output.add_argument("--gpu", action="append", default=[], metavar="NAME",
                         help="a GPU to compare with (repeatable; `bridge-memory gpus` lists them)")
+    output.add_argument("--calibration", metavar="FILE",
+                        help="a calibration.json of the live report: residuals of this very run are added and shown")
     output.add_argument("--output", metavar="FILE", help="write to FILE, which must not exist")
     output.add_argument("--force", action="store_true", help="let --output replace a file")
 
@@ -47,6 +49,10 @@ def run(args: argparse.Namespace) -> int:
         named = f"{gpus[0].name}, the first --gpu" if gpus else "a Hopper GPU (--gpu)"
         spec = replace(spec, assumptions=(*spec.assumptions, f"library workspaces as on {named}"))
     result = estimate(spec)
+    if args.calibration is not None:
+        from bridge_memory.live.calibration import calibrated, load
+
+        result = calibrated(result, load(args.calibration))
     if args.stage is not None and not 0 <= args.stage < len(result.stages):
         raise SpecError(
             f"stage {args.stage} does not exist; with pipeline_model_parallel_size {len(result.stages)} the stages "

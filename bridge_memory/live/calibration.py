@@ -100,12 +100,17 @@ def calibrated(estimate: Estimate, residuals: Sequence[Residual]) -> Estimate:
     stages = []
     for stage in estimate.stages:
         known = peaks.get(stage.stage)
-        if known is None:
+        if known is None or known.residual_bytes < 0:
+            # Less than predicted is told, not subtracted: the next run may route its tokens otherwise.
             stages.append(stage)
             continue
         component = Component(_provenance(known), known.residual_bytes, "transient", "measured")
         stages.append(replace(stage, components=(*stage.components, component)))
     notes = [f"calibrated with residuals of this configuration on {len(peaks)} stages"] if peaks else []
+    notes += [
+        f"stage {r.stage} was measured {-r.residual_bytes / 2**30:.2f} GiB below its prediction, not subtracted"
+        for r in peaks.values() if r.residual_bytes < 0
+    ]
     others = {r.config_digest for r in residuals if r.model == estimate.run.model.name} - {digest}
     if others:
         notes.append(f"residuals of this model under {len(others)} other configurations were not applied")

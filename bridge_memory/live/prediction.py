@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bridge_memory.components import STATIC_KINDS, Component
@@ -86,8 +86,13 @@ def _stage(s: StageEstimate) -> StagePrediction:
 
 
 def config_digest(run: RunSpec) -> str:
-    """16 hex digits that change with any field of the run (RunSpec is frozen data with a full repr)."""
-    return hashlib.sha256(repr(run).encode()).hexdigest()[:16]
+    """16 hex digits that change with any field of the run that changes memory.
+
+    Names and notes do not count: the same run read from a container and from a command line has one digest.
+    """
+    model = replace(run.model, name="", model_type="", assumptions=(), not_modelled=())
+    plain = replace(run, model=model, assumptions=(), not_modelled=())
+    return hashlib.sha256(repr(plain).encode()).hexdigest()[:16]
 
 
 def versions() -> dict[str, str]:

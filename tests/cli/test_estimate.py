@@ -164,3 +164,26 @@ def test_output_is_whole_and_never_overwritten(capsys: pytest.CaptureFixture[str
     assert path.read_text() != before
     refused(capsys, "estimate", "Llama-3.1-8B", "--output", str(tmp_path / "no" / "such" / "folder" / "x"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["estimate.json"]
+
+
+def test_residuals_of_the_very_run_are_added_and_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One measured GiB beyond the prediction of stage 0 becomes a component with its provenance."""
+    from bridge_memory.estimate import estimate
+    from bridge_memory.live.calibration import Residual, config_digest, save
+    from bridge_memory.readers import resolve_model
+    from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec
+
+    run_spec = RunSpec(
+        model=resolve_model("Llama-3.1-8B"), parallel=ParallelSpec(world_size=8), batch=BatchSpec(global_batch_size=8)
+    )
+    before = estimate(run_spec).stages[0].peak_bytes
+    path = tmp_path / "calibration.json"
+    measured = Residual(
+        run_spec.model.name, config_digest(run_spec), 0, "peak", before, before + (1 << 30), {"torch": "2.9"}
+    )
+    save(path, [measured])
+    argv = ["estimate", "Llama-3.1-8B", "--num-gpus", "8", "--global-batch-size", "8", "--calibration", str(path)]
+    stage = as_json(capsys, *argv)["stages"][0]
+    assert stage["peak_bytes"] == before + (1 << 30)
+    assert any(c["provenance"] == "measured" and "residual" in c["name"] for c in stage["components"])
+    assert "calibration" in refused(capsys, *argv[:-1], str(tmp_path / "missing.json"))
