@@ -176,6 +176,8 @@ def run_of(record: Record) -> RunSpec:
     """The run that a record describes. Raises NotComparable or SpecError."""
     kind = record.config.get("kind")
     args = record.arguments
+    if kind == "run_spec":
+        return _run_spec(record)
     if kind == "megatron_args" or any(str(k).startswith("--") for k in args):
         core = record.framework.get("megatron_core")
         te = record.framework.get("transformer_engine")
@@ -196,6 +198,16 @@ def run_of(record: Record) -> RunSpec:
     if described.is_moe_layer:
         return moe_layer_run(described)
     raise NotComparable("described in words that this reader does not know")
+
+
+def _run_spec(record: Record) -> RunSpec:
+    from bridge_memory.readers.run_spec import run_from_json
+
+    run = run_from_json(record.config.get("run"))
+    world = run.parallel.world_size
+    if world != record.world_size:
+        raise SpecError(f"world_size ({record.world_size}) is not that of the recorded run ({world}); correct one")
+    return run
 
 
 def _description(record: Record) -> Description:
