@@ -13,7 +13,7 @@ from bridge_memory.inventory.embedding import record_embedding
 from bridge_memory.inventory.mla import record_mla
 from bridge_memory.inventory.mlp import record_mlp
 from bridge_memory.inventory.moe import record_moe
-from bridge_memory.inventory.mtp import record_mtp_inputs
+from bridge_memory.inventory.mtp import depth_is_recomputed, record_mtp_inputs, record_next_embedding
 from bridge_memory.inventory.output import record_final_norm, record_output
 from bridge_memory.inventory.recorder import BlockInventory, Recorder
 from bridge_memory.inventory.ssm import record_gated_delta_net, record_mamba
@@ -47,11 +47,14 @@ def mtp_inventory(layer: LayerSpec, ctx: BlockContext) -> BlockInventory:
     r = Recorder(ctx)
     r.tape.module = "MTP projection"
     x = r.tape.input("hidden_states", ctx.hidden_bytes)
-    joined = record_mtp_inputs(r, x)
-    first = len(r.parameters)
-    y = _record_layer(r, layer, joined)
-    r.parameters[first:] = [p.under("transformer_layer.") for p in r.parameters[first:]]
-    r.tape.output(r.norm("final_layernorm", y, ctx.hidden_size, ctx.tokens_sp))
+    embedded = record_next_embedding(r, x)
+    with r.tape.checkpoint("MTP depth", (x, embedded), enabled=depth_is_recomputed(r)):
+        joined = record_mtp_inputs(r, x, embedded)
+        first = len(r.parameters)
+        y = _record_layer(r, layer, joined)
+        r.parameters[first:] = [p.under("transformer_layer.") for p in r.parameters[first:]]
+        out = r.norm("final_layernorm", y, ctx.hidden_size, ctx.tokens_sp)
+    r.tape.output(out)
     r.tape.touch(x)
     return r.inventory()
 

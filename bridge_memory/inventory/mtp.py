@@ -8,14 +8,36 @@ from __future__ import annotations
 
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import T
+from bridge_memory.spec import SpecError
+
+#: First megatron-core release that recomputes MTP depths (``MultiTokenPredictionLayer._checkpointed_forward``).
+RECOMPUTED_SINCE = (0, 14)
 
 
-def record_mtp_inputs(r: Recorder, x: T) -> T:
+def depth_is_recomputed(r: Recorder) -> bool:
+    """Whether a depth, from its two norms to its final one, runs again in backward: with the uniform method only,
+    which then has to recompute one layer at a time. Raises SpecError."""
+    rc = r.ctx.recompute
+    if rc.granularity != "full" or rc.method != "uniform" or r.ctx.impl.megatron_core < RECOMPUTED_SINCE:
+        return False
+    if rc.num_layers != 1:
+        raise SpecError(
+            f"recompute_num_layers ({rc.num_layers}) is refused by megatron-core for a model with mtp_num_layers and "
+            "recompute_method uniform; set it to 1"
+        )
+    return True
+
+
+def record_next_embedding(r: Recorder, x: T) -> T:
+    """The embedding of the next token, [T_sp, h]; it is made outside of what is recomputed."""
+    return r.tape.make("embedding of the next token", x, r.ctx.tokens_sp * r.ctx.hidden_size * r.ctx.act)
+
+
+def record_mtp_inputs(r: Recorder, x: T, embedded: T) -> T:
     """enorm, hnorm, concatenation and eh_proj: [T_sp, h] -> [T_sp, h]."""
     ctx, tape = r.ctx, r.tape
     h, act = ctx.hidden_size, ctx.act
     shard = ctx.tokens_sp * h * act
-    embedded = tape.make("embedding of the next token", x, shard)
     e = r.norm("enorm", embedded, h, ctx.tokens_sp)
     n = r.norm("hnorm", x, h, ctx.tokens_sp)
     both = tape.make("concatenated", (e, n), 2 * shard)

@@ -105,13 +105,23 @@ def _checkpointed(layers: tuple[LayerSpec, ...], ctx: BlockContext) -> Link:
     )
 
 
-def layer_links(layers: Sequence[LayerSpec], ctx: BlockContext) -> list[tuple[Link, int]]:
-    """The decoder layers of one chunk as (link, how many in a row)."""
+#: Last megatron-core release whose ``ssm/mamba_block.py: MambaStack.forward`` runs its layers one by one, whatever
+#: ``recompute_granularity`` full or ``cpu_offloading_num_layers`` ask for (selective recomputation works inside them).
+HYBRID_RUNS_PLAIN_UNTIL = (0, 16)
+
+
+def runs_plain(model: ModelSpec, ctx: BlockContext) -> bool:
+    """Whether the model's stack knows neither full recomputation nor layers sent to host memory."""
+    return model.hybrid and ctx.impl.megatron_core <= HYBRID_RUNS_PLAIN_UNTIL
+
+
+def layer_links(layers: Sequence[LayerSpec], ctx: BlockContext, *, plain: bool = False) -> list[tuple[Link, int]]:
+    """The decoder layers of one chunk as (link, how many in a row). ``plain`` as in ``runs_plain``."""
     rc = ctx.recompute
     links: list[tuple[Link, int]] = []
     recomputed = 0
     size = 1
-    if rc.granularity == "full":
+    if rc.granularity == "full" and not plain:
         if rc.method == "uniform":
             recomputed, size = len(layers), rc.num_layers or 1
         elif rc.method == "block":
@@ -120,7 +130,8 @@ def layer_links(layers: Sequence[LayerSpec], ctx: BlockContext) -> list[tuple[Li
         _append(links, _checkpointed(tuple(layers[start : min(start + size, recomputed)]), ctx))
     for i, layer in enumerate(layers[recomputed:], recomputed):
         link = _plain(layer_inventory(layer, ctx), "layer")
-        _append(links, _sent_to_host(link) if i < ctx.impl.cpu_offloading_num_layers else link)
+        away = i < ctx.impl.cpu_offloading_num_layers and not plain
+        _append(links, _sent_to_host(link) if away else link)
     return links
 
 
@@ -198,7 +209,7 @@ def chunk_inventory(
     links: list[tuple[Link, int]] = []
     if chunk.embedding:
         links.append((_plain(embedding_inventory(model, ctx), "embedding"), 1))
-    links += layer_links([model.layers[i] for i in chunk.layers], ctx)
+    links += layer_links([model.layers[i] for i in chunk.layers], ctx, plain=runs_plain(model, ctx))
     for inventory, label in tail_inventories(model, chunk, ctx):
         links.append((_plain(inventory, label), 1))
     if chunk.output and model.mtp_layer is not None and ctx.impl.megatron_core <= MTP_LOGITS_HELD_UNTIL:

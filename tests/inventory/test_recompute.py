@@ -1,0 +1,83 @@
+"""What full recomputation and layers sent to the host leave on the GPU, hand-counted from megatron-core's sources."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bridge_memory.estimate import StageEstimate, estimate
+from bridge_memory.readers import resolve_model
+from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
+
+MIB = 1 << 20
+NONE = RecomputeSpec()
+UNIFORM = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
+BLOCK = RecomputeSpec(granularity="full", method="block", num_layers=1)
+LLAMA = resolve_model("meta-llama/Llama-3.2-1B")
+#: h 7168, 8 of DeepSeek-V3's layers and one MTP depth.
+DEEPSEEK = replace(
+    resolve_model("deepseek-ai/DeepSeek-V3"), layers=resolve_model("deepseek-ai/DeepSeek-V3").layers[:8]
+)
+
+
+def stage(model, recompute: RecomputeSpec = NONE, *, pp: int = 1, vpp: int | None = None, **impl):
+    run = RunSpec(
+        model=model,
+        parallel=ParallelSpec(
+            world_size=pp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp
+        ),
+        batch=BatchSpec(seq_length=4096), recompute=recompute, implementation=ImplementationSpec(**impl),
+    )
+    return estimate(run).stages[0]
+
+
+def saved(found: StageEstimate, *names: str) -> int:
+    return sum(c.bytes for c in found.components if c.kind == "activation" and any(n in c.name for n in names))
+
+
+def test_uniform_recomputation_keeps_one_input_a_group() -> None:
+    """16 layers of Llama-3.2-1B (h 2048, 4096 tokens: 16 MiB an input): 16 inputs, 8 in pairs, 6 in threes."""
+    for size, groups in ((1, 16), (2, 8), (3, 6)):
+        found = stage(LLAMA, RecomputeSpec(granularity="full", method="uniform", num_layers=size))
+        assert saved(found, "layer input (recomputation)") == groups * 16 * MIB
+
+
+def test_block_recomputation_counts_in_every_virtual_chunk() -> None:
+    """Two of the four layers of each chunk: on stage 0 of pp 2, vpp 2 chunks 0 and 1 keep two inputs a microbatch.
+    With 4 microbatches the warm-up is 2 + 2 chunks, one more forward follows: 5 chunks are in flight (3 of chunk 0)."""
+    found = stage(LLAMA, RecomputeSpec(granularity="full", method="block", num_layers=2), pp=2, vpp=2)
+    assert saved(found, "layer input (recomputation)") == 5 * 2 * 16 * MIB
+
+
+def test_an_mtp_depth_is_recomputed_with_the_uniform_method() -> None:
+    """Its checkpoint keeps the hidden states and the next token's embedding, 2 x 4096 x 7168 x 2 bytes
+    (multi_token_prediction.py: _checkpointed_forward); its layer's own tensors go."""
+    plain, recomputed = stage(DEEPSEEK), stage(DEEPSEEK, UNIFORM)
+    assert saved(plain, "MTP projection") > 5 * 56 * MIB
+    assert saved(recomputed, "MTP projection") == 2 * 56 * MIB
+    assert not saved(recomputed, "MoE", "MLP", "attention")
+
+
+def test_the_block_method_leaves_mtp_depths_alone() -> None:
+    found = stage(DEEPSEEK, RecomputeSpec(granularity="full", method="block", num_layers=8))
+    assert saved(found, "MTP projection") == saved(stage(DEEPSEEK), "MTP projection")
+    assert saved(found, "MoE experts") == saved(stage(DEEPSEEK), "MoE experts") // 6  # 5 MoE layers gone, MTP's left
+
+
+def test_the_first_release_with_mtp_recomputed_no_depth() -> None:
+    old = {"megatron_core": (0, 13)}
+    assert saved(stage(DEEPSEEK, UNIFORM, **old), "MTP projection") == saved(stage(DEEPSEEK, **old), "MTP projection")
+
+
+def test_larger_groups_with_mtp_are_refused_as_megatron_refuses_them() -> None:
+    with pytest.raises(SpecError, match=r"recompute_num_layers.*mtp_num_layers.*set it to 1"):
+        stage(DEEPSEEK, RecomputeSpec(granularity="full", method="uniform", num_layers=2))
+
+
+@pytest.mark.parametrize("recompute", [UNIFORM, BLOCK])
+def test_full_recomputation_frees_nothing_in_a_hybrid(recompute: RecomputeSpec) -> None:
+    """MambaStack.forward of megatron-core 0.16 runs its layers one by one and never asks for the granularity."""
+    model = resolve_model("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
+    assert stage(model, recompute).activation_bytes == stage(model).activation_bytes
+    assert stage(model, cpu_offloading_num_layers=4).activation_bytes == stage(model).activation_bytes
