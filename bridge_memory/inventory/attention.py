@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import Region, T
-from bridge_memory.spec import AttentionSpec, divide
+from bridge_memory.spec import AttentionSpec, SpecError, divide
 
 #: megatron-core release since which a variable of ``Attention.forward`` (``qkv_output``) holds q, k and v as they were
 #: before the rotary embedding.
@@ -35,8 +35,10 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
     with r.offload("qkv_linear"):
         qkv, region = _input_projection(r, spec, x, qkv_width)
     if spec.num_query_groups < ctx.tp:
-        gathered = qkv_width * ctx.tp // spec.num_query_groups * ctx.tokens * ctx.act
-        qkv = tape.make("gathered qkv", qkv, gathered, workspace=qkv_width * ctx.tp * ctx.tokens * ctx.act)
+        # q, k and v are views of the whole gathered tensor, which the gather also concatenates from its parts
+        # (``SelfAttention.get_query_key_value_tensors``, ``mappings.py: _gather_along_last_dim``).
+        gathered = qkv_width * ctx.tp * ctx.tokens * ctx.act
+        qkv = tape.make("gathered qkv", qkv, gathered, workspace=gathered)
 
     query, key, value = qkv, qkv, qkv
     separate = False
@@ -144,7 +146,8 @@ def core_attention(
     ctx, tape = r.ctx, r.tape
     out_bytes = ctx.tokens * out_width * ctx.act
     rows = ctx.tokens * heads
-    if ctx.te and ctx.impl.attention_backend not in ("unfused", "local"):
+    kernel = attention_kernel(r, sink=sink, equal_heads=kv_width == v_width)
+    if kernel != "unfused":
         if ctx.cp > 1:
             return _context_parallel(r, qkv, rows=rows, q_width=q_width, kv_width=kv_width + v_width,
                                      out_bytes=out_bytes)
@@ -153,7 +156,7 @@ def core_attention(
             "core_attention output", qkv, out_bytes, saves=(*qkv, lse), save_output=True, also=(lse,),
             backward_workspace=4 * ctx.tokens * q_width + 4 * rows,
         )
-        if ctx.impl.attention_kernel == "flash":
+        if kernel == "flash":
             # FlashAttention 2 works on [b, s, a, d]; its output is kept in that order and copied to [s, b, a d]
             # (TE backends.py: FlashAttention.forward).
             out = tape.make("core_attention output [s, b]", out, out_bytes)
@@ -198,6 +201,34 @@ def core_attention(
     out = tape.make("core_attention output", context, out_bytes)
     tape.touch(scores, context)  # variables of DotProductAttention.forward
     return out
+
+
+def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = True) -> str:
+    """ "flash", "fused" or "unfused": what Transformer Engine is left with for these tensors.
+
+    Source: TE ``dot_product_attention/utils.py: get_attention_backend``. Neither FlashAttention nor cuDNN takes fp32;
+    FlashAttention takes no sink; FlashAttention 2, before Hopper, wants values as wide as keys
+    (``equal_heads``); with context parallelism a sink needs cp_comm_type a2a. Raises SpecError where nothing is left.
+    """
+    ctx, chosen = r.ctx, r.ctx.impl.attention_kernel
+    if chosen == "unfused":
+        return chosen
+    asked = ctx.impl.attention_backend
+    if ctx.params_dtype == "fp32":
+        if asked != "auto" or ctx.cp > 1:
+            what = f"context_parallel_size ({ctx.cp})" if ctx.cp > 1 else f"attention_backend ({asked})"
+            raise SpecError(f"{what} needs params_dtype bf16 or fp16: Transformer Engine has no such kernel for fp32")
+        return "unfused"
+    if sink:
+        if asked == "flash":
+            raise SpecError("attention_backend (flash) has no softmax sink, which this model has; use fused or auto")
+        if ctx.cp > 1 and ctx.impl.cp_comm_type != "a2a":
+            raise SpecError(
+                f"cp_comm_type ({ctx.impl.cp_comm_type}) does not go with the softmax sinks of this model and "
+                f"context_parallel_size ({ctx.cp}); use a2a"
+            )
+        return "fused"
+    return "fused" if asked == "auto" and ctx.impl.gpu_arch == "ampere" and not equal_heads else chosen
 
 
 def fused_softmax(r: Recorder, heads: int, sink: bool) -> bool:

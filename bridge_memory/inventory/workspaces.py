@@ -276,6 +276,6 @@ def _uses_torch_gemm(run: RunSpec, chunks: Sequence[Chunk], experts_here: bool) 
     return (
         any(chunk.output for chunk in chunks)
         or (not impl.te and bool(layers))
-        or (attention and impl.attention_backend in ("unfused", "local"))
+        or (attention and (impl.attention_kernel == "unfused" or run.precision.params_dtype == "fp32"))
         or (experts_here and impl.megatron_core < ROUTER_USES_TE_GEMM)
     )

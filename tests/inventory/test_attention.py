@@ -1,0 +1,71 @@
+"""Which attention runs, and what that means for memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.layer import layer_inventory
+from bridge_memory.inventory.tape import BlockCost
+from bridge_memory.readers import resolve_model
+from bridge_memory.spec import (
+    BatchSpec,
+    ImplementationSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RunSpec,
+    SpecError,
+)
+
+SINKS = "openai/gpt-oss-20b"
+LLAMA = "meta-llama/Llama-3.2-1B"
+
+
+def layer(name: str, *, dtype: str = "bf16", tp: int = 1, cp: int = 1, **impl: object) -> BlockCost:
+    run = RunSpec(
+        model=resolve_model(name),
+        parallel=ParallelSpec(world_size=tp * cp, tensor_model_parallel_size=tp, context_parallel_size=cp),
+        batch=BatchSpec(seq_length=2048), precision=PrecisionSpec(params_dtype=dtype),
+        implementation=ImplementationSpec(**impl),
+    )
+    return layer_inventory(run.model.layers[0], context_of(run)).cost
+
+
+def kept(cost: BlockCost, name: str) -> int:
+    return sum(t.bytes for t in cost.saved_tensors if t.name == name)
+
+
+def test_fp32_attention_keeps_its_probabilities() -> None:
+    """Neither FlashAttention nor cuDNN takes fp32 (TE get_attention_backend): 32 heads x 2048^2 x 4 bytes stay."""
+    assert kept(layer(LLAMA, dtype="fp32"), "attention probabilities") == 32 * 2048**2 * 4
+    assert kept(layer(LLAMA), "attention probabilities") == 0
+
+
+@pytest.mark.parametrize("more", [{"attention_backend": "flash"}, {"attention_backend": "fused"}, {"cp": 2}])
+def test_fp32_leaves_no_kernel_where_one_is_asked_for(more: dict[str, object]) -> None:
+    with pytest.raises(SpecError, match="params_dtype bf16 or fp16"):
+        layer(LLAMA, dtype="fp32", **more)
+
+
+def test_sinks_run_in_cudnn_even_before_hopper() -> None:
+    """FlashAttention has none; with it the output would be there twice ([b, s] order, and [s, b] for linear_proj)."""
+    ampere, hopper = (layer(SINKS, gpu_arch=arch) for arch in ("ampere", "hopper"))
+    assert ampere.saved == hopper.saved
+    assert layer(LLAMA, gpu_arch="ampere").saved == layer(LLAMA).saved + 2048 * 32 * 64 * 2
+    with pytest.raises(SpecError, match=r"attention_backend.*sink"):
+        layer(SINKS, attention_backend="flash")
+
+
+def test_sinks_and_context_parallelism_need_a2a() -> None:
+    with pytest.raises(SpecError, match=r"cp_comm_type.*a2a"):
+        layer(SINKS, cp=2)
+    assert layer(SINKS, cp=2, cp_comm_type="a2a").saved
+
+
+def test_ranks_beyond_the_query_groups_hold_everyones_qkv_for_a_moment() -> None:
+    """Llama-3.2-1B has 8 groups. At tp 32 (one head of 64 a rank) linear_qkv's output is gathered whole, 3072 wide, and
+    q, k, v are views of it until they are copied: 2 x 2048 x 3072 x 2 bytes with the concatenation. All else of a
+    layer is a 32nd. What stays is a rank's own q, k and v."""
+    cost = layer(LLAMA, tp=32)
+    assert kept(cost, "query rope") == kept(cost, "key rope") == kept(cost, "value") == 2048 * 64 * 2
+    assert 1.3 * 2 * 2048 * 3072 * 2 > cost.forward_peak > 2 * 2048 * 3072 * 2
