@@ -9,7 +9,7 @@ expert's local inner width, w its model width (h, or the latent size).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import comb
+from math import ceil, comb
 
 from bridge_memory.inventory.mlp import activation, dense_mlp
 from bridge_memory.inventory.recorder import Recorder
@@ -23,23 +23,31 @@ class _Tokens:
 
     entering: int
     permuted: int
+    #: Tokens that the all-to-all brings, before ETP gathers them.
+    arrived: int
     received: int
     #: Tokens that arrive when each is sent once to every rank that has an expert for it (flex dispatcher).
     arriving_once: int = 0
 
 
 def routed_tokens(r: Recorder, spec: MoESpec) -> _Tokens:
-    """N, P and R. With a capacity factor the number is fixed by the capacity; else balanced x imbalance."""
-    ctx = r.ctx
+    """N, P and R: balanced x imbalance, and at most the capacity of the experts where there is one.
+
+    A rank drops what exceeds ceil(N k / E x factor) tokens an expert, and with padding sends exactly that many
+    (``moe_utils.py: get_capacity, apply_router_token_dropping``), however uneven the routing.
+    """
+    ctx, factor = r.ctx, r.ctx.impl.moe_expert_capacity_factor
     n = ctx.tokens_sp
-    permuted = n * spec.topk
-    factor = ctx.impl.moe_expert_capacity_factor
-    if factor is not None and ctx.impl.moe_pad_expert_input_to_capacity:
-        capacity = -(-int(n * spec.topk * factor) // spec.num_experts)
-        permuted = capacity * spec.num_experts
-    received = round(permuted * ctx.etp * ctx.impl.moe_imbalance)
-    once = round(n * ranks_per_token(spec, ctx.ep) * ctx.etp * ctx.impl.moe_imbalance)
-    return _Tokens(n, permuted, received, once)
+    permuted, imbalance = n * spec.topk, ctx.impl.moe_imbalance
+    if factor is not None:
+        capacity = min(ceil(n * spec.topk / spec.num_experts * factor), n) * spec.num_experts
+        if ctx.impl.moe_pad_expert_input_to_capacity:
+            permuted, imbalance = ceil(n * spec.topk / spec.num_experts * factor) * spec.num_experts, 1.0
+        else:
+            imbalance = min(permuted * imbalance, capacity) / min(permuted, capacity)
+            permuted = min(permuted, capacity)
+    once = round(n * ranks_per_token(spec, ctx.ep) * ctx.etp * imbalance)
+    return _Tokens(n, permuted, round(permuted * imbalance), round(permuted * ctx.etp * imbalance), once)
 
 
 def ranks_per_token(spec: MoESpec, ep: int) -> float:
@@ -141,8 +149,8 @@ def _dispatch(
     local_experts = divide(spec.num_experts, ctx.ep, "num_moe_experts", "expert_model_parallel_size")
     row = width * ctx.act
     if impl.moe_token_dispatcher_type == "allgather":
-        everyone = ctx.tokens_sp * ctx.ep * (ctx.tp if ctx.sp else 1)
-        if ctx.ep * ctx.tp > 1:
+        everyone = ctx.tokens_sp * ctx.ep * ctx.etp  # The group is that of the experts: pg_collection.tp_ep.
+        if ctx.ep * ctx.etp > 1:
             gathered = everyone * row
             r.keep("global memory buffer (mpu)", gathered)
             x = tape.make("gathered tokens", x, 0)
@@ -168,9 +176,8 @@ def _dispatch(
         return [x, permuted], permuted_probs, row_map
     steps = [permuted]
     if ctx.ep > 1:
-        arrived = round(n.permuted * impl.moe_imbalance)
-        permuted = tape.make("tokens after all-to-all", permuted, arrived * row)
-        permuted_probs = tape.make("probabilities after all-to-all", permuted_probs, arrived * prob_bytes)
+        permuted = tape.make("tokens after all-to-all", permuted, n.arrived * row)
+        permuted_probs = tape.make("probabilities after all-to-all", permuted_probs, n.arrived * prob_bytes)
     steps.append(permuted)
     if ctx.etp > 1:
         permuted = tape.make("tokens gathered over ETP", permuted, n.received * row)
@@ -294,9 +301,9 @@ def _combine(
     ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
     row = width * ctx.act
     if impl.moe_token_dispatcher_type == "allgather":
-        everyone = ctx.tokens_sp * ctx.ep * (ctx.tp if ctx.sp else 1)
+        everyone = ctx.tokens_sp * ctx.ep * ctx.etp
         y = tape.make("unpermuted tokens", y, everyone * row, saves=(row_map,))
-        if ctx.ep * ctx.tp > 1:
+        if ctx.ep * ctx.etp > 1:
             y = tape.make("reduce-scattered tokens", y, n.entering * row)
         return y
     if impl.moe_token_dispatcher_type == "flex":
@@ -310,7 +317,7 @@ def _combine(
         y = tape.make("outputs unsorted", y, n.received * row)
         tape.touch(experts_out)
     if ctx.etp > 1:
-        y = tape.make("outputs reduced over ETP", y, round(n.permuted * impl.moe_imbalance) * row)
+        y = tape.make("outputs reduced over ETP", y, n.arrived * row)
     unsorted = y
     if ctx.ep > 1:
         y = tape.make("outputs after all-to-all", y, n.permuted * row)

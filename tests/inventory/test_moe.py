@@ -1,0 +1,63 @@
+"""Tokens of a mixture of experts on one rank: capacity, imbalance, who gathers them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.layer import layer_inventory
+from bridge_memory.inventory.tape import BlockCost
+from bridge_memory.readers import resolve_model
+from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RunSpec
+
+#: h 2048, 128 experts of width 768, 8 a token.
+QWEN = resolve_model("Qwen/Qwen3-30B-A3B")
+TOKENS = 1000
+
+
+def layer(**impl: object) -> BlockCost:
+    run = RunSpec(model=QWEN, batch=BatchSpec(seq_length=TOKENS), implementation=ImplementationSpec(**impl))
+    return layer_inventory(QWEN.layers[0], context_of(run)).cost
+
+
+def received(cost: BlockCost) -> int:
+    """Tokens at the experts, from what the activation keeps: [R, 2 x 768] in bf16."""
+    return sum(t.bytes for t in cost.saved_tensors if t.name == "experts fc1 output") // (2 * 2 * 768)
+
+
+def test_balanced_tokens_are_topk_times_the_sequence() -> None:
+    assert received(layer()) == 8 * TOKENS
+    assert received(layer(moe_imbalance=1.5)) == 12 * TOKENS
+
+
+def test_a_capacity_bounds_what_imbalance_brings() -> None:
+    """1000 x 8 / 128 x 1.25 = 78.125: at most 79 tokens an expert, 10112 in all, whatever the imbalance."""
+    assert received(layer(moe_expert_capacity_factor=1.25)) == 8000
+    assert received(layer(moe_expert_capacity_factor=1.25, moe_imbalance=1.2)) == 9600
+    assert received(layer(moe_expert_capacity_factor=1.25, moe_imbalance=3.0)) == 79 * 128
+
+
+def test_a_capacity_below_one_drops_tokens() -> None:
+    """1000 x 8 / 128 x 0.5 = 31.25: 32 tokens an expert."""
+    assert received(layer(moe_expert_capacity_factor=0.5)) == 32 * 128
+
+
+def test_padded_experts_get_their_capacity_and_no_token_more() -> None:
+    for imbalance in (1.0, 2.0):
+        cost = layer(moe_expert_capacity_factor=1.25, moe_pad_expert_input_to_capacity=True, moe_imbalance=imbalance)
+        assert received(cost) == 79 * 128
+
+
+def test_the_allgather_dispatcher_gathers_over_the_experts_own_group() -> None:
+    """token_dispatcher.py gathers over pg_collection.tp_ep: ETP x EP ranks, not TP x EP. With tp 4, ep 4 and etp 1
+    that is 4 x 250 tokens of the 1000, in a buffer of 4 x 250 x 2048 x 2 bytes that stays."""
+    parallel = ParallelSpec(
+        world_size=4, tensor_model_parallel_size=4, expert_model_parallel_size=4, expert_tensor_parallel_size=1
+    )
+    run = RunSpec(model=QWEN, parallel=parallel, batch=BatchSpec(seq_length=TOKENS),
+                  implementation=ImplementationSpec(moe_token_dispatcher_type="allgather"))
+    lasting = dict(layer_inventory(QWEN.layers[0], context_of(run)).lasting)
+    assert lasting["global memory buffer (mpu)"] == 1000 * 2048 * 2
+    whole = replace(parallel, world_size=16, expert_tensor_parallel_size=4)
+    lasting = dict(layer_inventory(QWEN.layers[0], context_of(replace(run, parallel=whole))).lasting)
+    assert lasting["global memory buffer (mpu)"] == 4 * 1000 * 2048 * 2
