@@ -25,6 +25,8 @@ from bridge_memory.spec import DTYPE_BYTES, ModelSpec, OptimizerSpec, ParallelSp
 
 #: Bytes: smallest block of the caching allocator.
 ALLOCATION_UNIT = 512
+#: Name of the optimizer's own copy of the parameters.
+MAIN = "main parameters"
 #: Elements: start of every parameter in a distributed-optimizer buffer (128-byte alignment of 16-bit values).
 PARAM_ALIGNMENT = 64
 #: Elements: end of every bucket, together with the data-parallel size.
@@ -41,11 +43,13 @@ class ParameterGroup:
     count: int
     #: Elements after Megatron's padding, summed over buckets (distributed optimizer), else numel.
     padded: int
-    #: Elements in weights of GEMMs (what fp8 and Muon treat apart), without embedding and output layer.
+    #: Elements in weights of Transformer Engine's GEMMs (what fp8 copies), without embedding and output layer.
     gemm: int
+    #: Elements in all matrices but those two (what Muon updates), the router's included.
+    matrices: int
     #: Parameters counted one by one, rounded to the allocation unit, for element sizes 1, 2 and 4.
     rounded: dict[int, int]
-    #: (elements, elements in weights of GEMMs) that the layer-wise optimizer deals to the fullest rank.
+    #: (elements, elements in matrices) that the layer-wise optimizer deals to the fullest rank.
     fullest_share: tuple[int, int]
 
 
@@ -53,19 +57,20 @@ def _pad(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
+def _is_matrix(p: Parameter) -> bool:
+    """``muon.py: get_megatron_muon_optimizer``: two dimensions, and neither embedding nor output layer."""
+    return len(p.shape) == 2 and not p.name.startswith(("embedding.", "output_layer."))
+
+
 def _is_gemm(p: Parameter) -> bool:
-    return (
-        len(p.shape) == 2
-        and not p.name.startswith(("embedding.", "output_layer."))
-        and not p.name.endswith(("router.weight", "gate_weight"))
-    )
+    return _is_matrix(p) and not p.name.endswith(("router.weight", "gate_weight"))
 
 
 def group_parameters(
     params: Sequence[Parameter], shard_world: int, bucket_size: int | None, distributed: bool
 ) -> ParameterGroup:
     """Lay parameters out in a buffer, last first, as ``_ParamAndGradBuffer.__init__`` does."""
-    end = total = start_of_bucket = gemm = 0
+    end = total = start_of_bucket = gemm = matrices = 0
     unit = lcm(shard_world, BUCKET_ALIGNMENT)
     rounded = {size: 0 for size in (1, 2, 4)}
     for p in reversed(params):
@@ -73,6 +78,8 @@ def group_parameters(
         total += n
         if _is_gemm(p):
             gemm += n
+        if _is_matrix(p):
+            matrices += n
         for size in rounded:
             rounded[size] += _pad(n * size, ALLOCATION_UNIT)
         if not distributed:
@@ -82,8 +89,8 @@ def group_parameters(
         if bucket_size is not None and end - start_of_bucket >= bucket_size:
             end = start_of_bucket = _pad(end, unit)
     return ParameterGroup(
-        total, len(params), _pad(end, unit) if distributed else end, gemm, rounded,
-        (total, gemm) if distributed else _fullest_share(params, shard_world),
+        total, len(params), _pad(end, unit) if distributed else end, gemm, matrices, rounded,
+        (total, matrices) if distributed else _fullest_share(params, shard_world),
     )
 
 
@@ -94,15 +101,15 @@ def _fullest_share(params: Sequence[Parameter], world: int) -> tuple[int, int]:
     copy and a momentum (8 bytes an element), any other Adam's three (12).
     """
     if world == 1:
-        return sum(p.numel for p in params), sum(p.numel for p in params if _is_gemm(p))
+        return sum(p.numel for p in params), sum(p.numel for p in params if _is_matrix(p))
     shares = [[0, 0] for _ in range(world)]
     for i, p in enumerate(sorted(params, key=lambda p: p.numel)):
         turn = i % (2 * world)
         share = shares[turn if turn < world else 2 * world - 1 - turn]
         share[0] += p.numel
-        share[1] += p.numel if _is_gemm(p) else 0
-    total, gemm = max(shares, key=lambda s: 12 * s[0] - 4 * s[1])
-    return total, gemm
+        share[1] += p.numel if _is_matrix(p) else 0
+    total, matrices = max(shares, key=lambda s: 12 * s[0] - 4 * s[1])
+    return total, matrices
 
 
 @lru_cache(maxsize=65536)
@@ -251,8 +258,8 @@ def _group_state(
     sharded = distributed or strategy in ("optim", "optim_grads", "optim_grads_params")
     shards = world if sharded else 1
     if o.use_layer_wise_distributed_optimizer:
-        elements, gemm = g.fullest_share
-        g = replace(g, numel=elements, padded=elements, gemm=gemm, rounded={})
+        elements, matrices = g.fullest_share
+        g = replace(g, numel=elements, padded=elements, matrices=matrices, rounded={})
 
     def states(elements: int, bytes_each: int) -> int:
         if elements == g.numel and not sharded and shards == 1:
@@ -262,10 +269,20 @@ def _group_state(
 
     for name, elements, bytes_each in _state_widths(precision, o, g):
         nbytes = states(elements, bytes_each)
-        if o.optimizer_cpu_offload:
+        if o.optimizer_cpu_offload and not (name == MAIN and stays_beside_offloaded(o)):
             nbytes = round(nbytes * (1.0 - o.optimizer_offload_fraction))
         out.append((name, "optimizer", nbytes))
     return out
+
+
+def stays_beside_offloaded(o: OptimizerSpec) -> bool:
+    """Whether the fp32 main parameters stay on the GPU although the optimizer's states go to the host.
+
+    Megatron's own main parameters are what ``HybridDeviceOptimizer`` is handed, copies to the host and copies back;
+    only a precision-aware optimizer hands it the bf16 weights (``distrib_optimizer.py:
+    _build_model_and_main_param_groups``, ``cpu_offloading/hybrid_optimizer.py: _get_sub_optimizer_param_groups``).
+    """
+    return not o.fused_main_parameters
 
 
 def _state_widths(
@@ -276,22 +293,24 @@ def _state_widths(
     out: list[tuple[str, int, int]] = []
     if half:
         master = 4
-        if o.fused_main_parameters:
+        # The part of a HybridDeviceOptimizer that stays on the GPU has fp32 copies and an Adam of default dtypes.
+        if o.fused_main_parameters and not o.optimizer_cpu_offload:
             master = DTYPE_BYTES[o.main_params_dtype]
             # The bf16 weight is the upper half of the fp32 master; only the lower 16 bits are kept.
             if o.store_param_remainders and o.main_params_dtype == "fp32" and precision.params_dtype == "bf16":
                 master = 2
-        out.append(("main parameters", g.numel, master))
-    first = DTYPE_BYTES[o.exp_avg_dtype] if o.use_precision_aware_optimizer else 4
-    second = DTYPE_BYTES[o.exp_avg_sq_dtype] if o.use_precision_aware_optimizer else 4
+        out.append((MAIN, g.numel, master))
+    chosen = o.use_precision_aware_optimizer and not o.optimizer_cpu_offload
+    first = DTYPE_BYTES[o.exp_avg_dtype] if chosen else 4
+    second = DTYPE_BYTES[o.exp_avg_sq_dtype] if chosen else 4
     if o.optimizer == "adam":
         out += [("exp_avg", g.numel, first), ("exp_avg_sq", g.numel, second)]
     elif o.optimizer == "sgd":
         if o.sgd_momentum:
             out.append(("momentum", g.numel, 4))
     else:
-        rest = g.numel - g.gemm
-        out += [("Muon momentum", g.gemm, 4), ("exp_avg", rest, 4), ("exp_avg_sq", rest, 4)]
+        rest = g.numel - g.matrices
+        out += [("Muon momentum", g.matrices, 4), ("exp_avg", rest, 4), ("exp_avg_sq", rest, 4)]
     return out
 
 
@@ -302,5 +321,6 @@ def _fp8_copies(precision: PrecisionSpec, g: ParameterGroup, gpu_arch: str) -> i
     Source: TE ``tensor/{float8,float8_blockwise,mxfp8}_tensor.py``."""
     transposed = not (gpu_arch == "blackwell" and precision.fp8_recipe in ("delayed", "tensorwise"))
     copies = transposed + (not precision.fp8_param)
-    scales = {"mxfp8": 2 / 32, "blockwise": 2 * 4 / 128}.get(precision.fp8_recipe, 0.0)
+    # Weights have one fp32 scale a block of 128 x 128 (``common/recipe: Float8BlockScaling.w_block_scaling_dim``).
+    scales = {"mxfp8": 2 / 32, "blockwise": 2 * 4 / 128**2}.get(precision.fp8_recipe, 0.0)
     return round(g.gemm * (copies + scales))

@@ -1,0 +1,80 @@
+"""Weights, gradients and optimizer states, hand-counted in bytes a parameter."""
+
+from __future__ import annotations
+
+import pytest
+
+from bridge_memory.estimate import StageEstimate, estimate
+from bridge_memory.readers import resolve_model
+from bridge_memory.spec import ImplementationSpec, OptimizerSpec, ParallelSpec, PrecisionSpec, RunSpec
+
+LLAMA = "meta-llama/Llama-3.2-1B"
+
+
+def stage(name: str = LLAMA, *, dtype: str = "bf16", fp8: str | None = None, arch: str = "hopper", **optimizer: object):
+    precision = PrecisionSpec(
+        params_dtype=dtype, fp8="e4m3" if fp8 else None, fp8_recipe=fp8 or "delayed",
+        fp8_param=bool(optimizer.pop("fp8_param", False)),
+    )
+    run = RunSpec(
+        model=resolve_model(name), parallel=ParallelSpec(world_size=8), precision=precision,
+        optimizer=OptimizerSpec(**optimizer), implementation=ImplementationSpec(gpu_arch=arch),
+    )
+    return estimate(run).stages[0]
+
+
+def per_parameter(found: StageEstimate, kind: str, *, shards: int = 1) -> float:
+    return found.bytes_of(kind) * shards / found.parameters
+
+
+def test_adam_in_mixed_precision_shards_twelve_bytes() -> None:
+    assert per_parameter(stage(), "optimizer", shards=8) == pytest.approx(12, rel=1e-4)
+    assert per_parameter(stage(dtype="fp32"), "optimizer", shards=8) == pytest.approx(8, rel=1e-4)
+    assert per_parameter(stage(optimizer="sgd"), "optimizer", shards=8) == pytest.approx(8, rel=1e-4)
+
+
+def test_an_offloaded_optimizer_leaves_megatrons_main_parameters_on_the_gpu() -> None:
+    """DistributedOptimizer makes fp32 shards on the GPU and hands them to HybridDeviceOptimizer, which copies them to
+    the host and back: only the moments are away."""
+    away = stage(optimizer_cpu_offload=True)
+    assert per_parameter(away, "optimizer", shards=8) == pytest.approx(4, rel=1e-4)
+    half = stage(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    assert per_parameter(half, "optimizer", shards=8) == pytest.approx(4 + 4, rel=1e-4)
+
+
+def test_a_precision_aware_one_takes_them_along() -> None:
+    """It hands over the bf16 weights; what is not offloaded gets fp32 copies and default Adam states, 12 bytes,
+    neither remainders nor the dtypes of the precision-aware FusedAdam."""
+    away = stage(optimizer_cpu_offload=True, use_precision_aware_optimizer=True)
+    assert away.optimizer_bytes == 0
+    half = stage(
+        optimizer_cpu_offload=True, use_precision_aware_optimizer=True, optimizer_offload_fraction=0.5,
+        exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16",
+    )
+    assert per_parameter(half, "optimizer", shards=8) == pytest.approx(6, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch", "param", "bytes_each"),
+    [
+        ("tensorwise", "hopper", False, 2), ("tensorwise", "hopper", True, 1), ("tensorwise", "blackwell", False, 1),
+        ("blockwise", "hopper", False, 2 * (1 + 4 / 128**2)), ("mxfp8", "blackwell", False, 2 * (1 + 1 / 32)),
+    ],
+)  # fmt: skip
+def test_fp8_copies_of_weights(recipe: str, arch: str, param: bool, bytes_each: float) -> None:
+    """16 layers of Llama-3.2-1B: qkv 3072 x 2048, proj 2048^2, fc1 2 x 8192 x 2048, fc2 8192 x 2048. Row-wise and
+    column-wise fp8, with a scale a block of 32 values (mxfp8, one byte) or of 128 x 128 (blockwise, four)."""
+    gemm = 16 * 2048 * (3072 + 2048 + 3 * 8192)
+    found = stage(fp8=recipe, arch=arch, fp8_param=param)
+    copies = sum(c.bytes for c in found.components if c.name == "fp8 weight copies")
+    assert copies == pytest.approx(gemm * bytes_each, abs=1)
+    plain = stage().weights_bytes
+    assert found.weights_bytes - copies == plain - (gemm if param else 0)
+
+
+def test_muon_keeps_one_state_for_every_matrix_but_embedding_and_output() -> None:
+    """OLMoE has 16 layers with a router of 64 x 2048, which is a matrix too: 4 bytes for it instead of Adam's 8."""
+    found = stage("allenai/OLMoE-1B-7B-0924", optimizer="muon", use_distributed_optimizer=False)
+    momentum = sum(c.bytes for c in found.components if c.name == "Muon momentum")
+    router, attention = 64 * 2048, (3 + 1) * 2048 * 2048
+    assert momentum == 4 * 16 * (router + attention)
