@@ -13,18 +13,13 @@ stage, then chunk 1 of every stage, and so on. Only the number of layers a chunk
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from bridge_memory.layout_string import parse_layout_string, quote
 from bridge_memory.spec import ModelSpec, ParallelSpec, SpecError
-
-#: Letters of Megatron's layout string (``PipelineParallelLayerLayout.parse_str_to_list``).
-_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-#: No model comes near this many layers; a longer layout is a typing error that would eat the memory.
-_MOST_SLOTS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,59 +68,6 @@ def layout(model: ModelSpec, parallel: ParallelSpec) -> Layout:
     if type(answer) is str:
         raise SpecError(answer)
     return answer  # type: ignore[return-value]
-
-
-def layout_string(stages: Iterable[Iterable[object]]) -> str:
-    """Megatron's nested list form of ``pipeline_model_parallel_layout`` as its string form.
-
-    Each entry is a layer type's name in any case ("embedding", "decoder", "mtp", "loss") or a ``LayerType``
-    member. Raises SpecError for any other.
-    """
-    out = []
-    for stage in stages:
-        letters = ""
-        for entry in stage:
-            name = str(getattr(entry, "name", entry)).strip().lower()
-            if name not in _LETTERS:
-                raise SpecError(f"pipeline_model_parallel_layout holds {name[:40]!r}; use {', '.join(_LETTERS)}")
-            letters += _LETTERS[name]
-        out.append(letters)
-    return "|".join(out)
-
-
-def parse_layout_string(text: str) -> list[str]:
-    """The chunks of a layout string in order, as one string of letters (E, t, m, L) each.
-
-    "Et*3|(tt|)*2,mL" -> ["Ettt", "tt", "tt", "mL"]. Commas say nothing; ``(...)*n`` is unrolled first, then
-    ``x*n``; ``|`` ends a stage. Source: ``PipelineParallelLayerLayout.parse_str_to_list``. Raises SpecError.
-    """
-
-    def unroll(match: re.Match[str]) -> str:
-        body, times = match.group(1), match.group(2)
-        if len(times) > 6 or len(body) * int(times) > _MOST_SLOTS:
-            raise SpecError(
-                f"pipeline_model_parallel_layout {_quote(text)} repeats {_quote(body)} {times[:12]} times; "
-                f"use at most {_MOST_SLOTS} layers in all"
-            )
-        return body * int(times)
-
-    flat = text.replace(",", "")
-    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        flat = re.sub(pattern, unroll, flat)
-        if len(flat) > _MOST_SLOTS:
-            raise SpecError(f"pipeline_model_parallel_layout {_quote(text)} has over {_MOST_SLOTS} layers; shorten it")
-    wrong = next((c for c in flat if c not in "EtmL|"), None)
-    if wrong is not None:
-        raise SpecError(
-            f"pipeline_model_parallel_layout {_quote(text)} has {wrong!r}; use E, t, m, L, '|' between "
-            "stages, and x*n or (...)*n to repeat"
-        )
-    return flat.split("|")
-
-
-def _quote(text: str) -> str:
-    """A user's text in one short line."""
-    return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -305,7 +247,7 @@ def _from_string(
     text: str,
 ) -> Layout:
     """``TransformerConfig.__post_init__`` (PP layout) and ``validate_layer_layout``."""
-    here = f"pipeline_model_parallel_layout {_quote(text)}"
+    here = f"pipeline_model_parallel_layout {quote(text)}"
     if hybrid:
         raise SpecError(
             f"{here} is ignored for hybrid (Mamba) models by megatron-core's MambaStack; set "

@@ -18,11 +18,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from bridge_memory.layout import parse_layout_string
+from bridge_memory.layout_string import layout_string, parse_layout_string
 from bridge_memory.readers.container_fields import (
     container_part,
     data_parallel_size,
-    pipeline_layout_text,
     positive_size,
     vocabulary,
 )
@@ -385,7 +384,7 @@ def _stages(
     model: Any, num_layers: int, pp: int, vpp: int | None, pattern: list[int], mtp: int
 ) -> tuple[Table2Stage, ...]:
     """Layers of each stage; fractions where nothing says how an indivisible number is split (Bridge averages)."""
-    text = pipeline_layout_text(getattr(model, "pipeline_model_parallel_layout", None))
+    text = layout_string(getattr(model, "pipeline_model_parallel_layout", None))
     if text is not None:
         letters = parse_layout_string(text)
         if len(letters) % pp:

@@ -18,7 +18,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from bridge_memory.fields import check_fields
-from bridge_memory.layout import parse_layout_string
+from bridge_memory.layout_string import parse_layout_string
 from bridge_memory.limits import Limits, divisors, limits_of
 from bridge_memory.spec import (
     AttentionSpec,

@@ -14,6 +14,7 @@ ROOMS = {
     "spec": 0, "components": 0,
     "fields": 1, "limits": 1, "validation": 1,
     "readers": 1,
+    "layout_string": 0,
     "layout": 1,
     "inventory": 2,
     "model_state": 3,

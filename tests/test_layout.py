@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_memory.layout import Layout, layout, layout_string, parse_layout_string
+from bridge_memory.layout import Layout, layout
+from bridge_memory.layout_string import layout_string, parse_layout_string
 from bridge_memory.spec import LayerSpec, ModelSpec, ParallelSpec, SpecError
 
 

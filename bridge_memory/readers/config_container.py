@@ -14,10 +14,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from bridge_memory.layout_string import layout_string
 from bridge_memory.readers.container_fields import (
     container_part,
     data_parallel_size,
-    pipeline_layout_text,
     vocabulary,
 )
 from bridge_memory.readers.transformer_config import model_from_transformer_config
@@ -384,7 +384,7 @@ def _parallel(view: _Views, world_size: int) -> ParallelSpec:
         num_layers_in_last_pipeline_stage=_get(m, "num_layers_in_last_pipeline_stage"),
         account_for_embedding_in_pipeline_split=bool(_get(m, "account_for_embedding_in_pipeline_split", False)),
         account_for_loss_in_pipeline_split=bool(_get(m, "account_for_loss_in_pipeline_split", False)),
-        pipeline_model_parallel_layout=pipeline_layout_text(_get(m, "pipeline_model_parallel_layout")),
+        pipeline_model_parallel_layout=layout_string(_get(m, "pipeline_model_parallel_layout")),
         microbatch_group_size_per_vp_stage=_get(m, "microbatch_group_size_per_vp_stage", pp),
         num_distributed_optimizer_instances=_get(view.ddp, "num_distributed_optimizer_instances", 1),
     )

@@ -63,31 +63,6 @@ def vocabulary(config: Any) -> tuple[int, bool]:
     return positive_size(model, "vocab_size"), bool(getattr(model, "should_pad_vocab", False))
 
 
-def pipeline_layout_text(value: Any) -> str | None:
-    """``pipeline_model_parallel_layout`` in any of its forms (string, nested list, core's own class) as a string.
-
-    Raises SpecError for a layer type that is none of Megatron's.
-    """
-    if value is None or isinstance(value, str):
-        return value
-    raw = getattr(value, "input_data", None)  # megatron-core PipelineParallelLayerLayout keeps what it was given
-    if raw is not None:
-        return pipeline_layout_text(raw)
-    return "|".join("".join(_letter(entry) for entry in stage) for stage in value)
-
-
-#: Letters of Megatron's layout string (``PipelineParallelLayerLayout.parse_str_to_list``).
-_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-
-
-def _letter(entry: Any) -> str:
-    """Of a layer type's name in any case, or of a ``LayerType`` member."""
-    name = str(getattr(entry, "name", entry)).strip().lower()
-    if name not in _LETTERS:
-        raise SpecError(f"pipeline_model_parallel_layout holds {name[:40]!r}; use {', '.join(_LETTERS)}")
-    return _LETTERS[name]
-
-
 def container_part(config: Any, name: str) -> Any:
     part = getattr(config, name, None)
     if part is None:
