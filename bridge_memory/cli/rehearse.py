@@ -106,8 +106,9 @@ def _on_gpu(args: argparse.Namespace, spec: RunSpec) -> int:
         spec, args.stage, rank=args.rank, steps=args.steps, snapshot=args.snapshot
     )
     if args.record:
-        with open(args.record, "a", encoding="utf-8") as file:
-            file.write(json.dumps(measured.as_record()) + "\n")
+        from bridge_memory.rehearse.record import append_record
+
+        append_record(args.record, measured.as_record())
     if args.json:
         json.dump(measured.as_record(), sys.stdout, indent=2)
         sys.stdout.write("\n")

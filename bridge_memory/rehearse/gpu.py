@@ -7,99 +7,105 @@ code. Needs a CUDA build of torch; Transformer Engine is used when it is install
 
 from __future__ import annotations
 
-import platform
-import sys
-from collections.abc import Iterator
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
+from bridge_memory.readers.megatron_args import gpu_architecture
 from bridge_memory.rehearse import patches
 from bridge_memory.rehearse.model import build_chunks
+from bridge_memory.rehearse.record import Phase, installed, record_of
 from bridge_memory.rehearse.world import RehearsalUnavailable, fake_world, rank_of_stage, stage_of_rank
 from bridge_memory.spec import MoESpec, RunSpec, SpecError
 
+GIB = 1 << 30
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """torch.cuda's figures at the end of a phase, its peak since the phase began, in bytes."""
-
-    name: str
-    allocated: int
-    max_allocated: int
-    reserved: int
+#: Fields whose effect this loop does not bring about; away from their defaults they are refused.
+_NOT_REHEARSED = {
+    "precision": ("fp8", "fp8_param", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    "optimizer": ("use_layer_wise_distributed_optimizer", "data_parallel_sharding_strategy", "peft",
+                  "log_params_norm"),
+    "implementation": (
+        "create_attention_mask", "defer_embedding_wgrad_compute", "delay_wgrad_compute", "use_legacy_models",
+        "cuda_graph_impl", "use_transformer_engine_op_fuser", "use_fused_weighted_squared_relu",
+        "overlap_moe_expert_parallel_comm", "cpu_offloading_num_layers", "offload_modules", "moe_imbalance",
+    ),
+}  # fmt: skip
 
 
 @dataclass(slots=True)
 class Measured:
-    """One rehearsal on a GPU."""
+    """One rehearsal on a GPU. ``phases``: model built, first forward, first backward, first optimizer step,
+    then every further step as a whole."""
 
     run: RunSpec
     rank: int
     stage: int
     gpu: str
+    steps: int
     phases: list[Phase] = field(default_factory=list)
 
-    def lines(self) -> list[str]:
-        from bridge_memory.estimate import estimate
+    @property
+    def allocated(self) -> int:
+        """Bytes after the last step."""
+        return self.phases[-1].allocated
 
-        predicted = estimate(self.run).stages[self.stage]
-        gib = 1 << 30
+    @property
+    def peak(self) -> int:
+        """The most bytes during the last step; with one step, during all of its phases."""
+        phases = self.phases[-1:] if self.steps > 1 else self.phases[1:]
+        return max(p.max_allocated for p in phases)
+
+    def lines(self) -> list[str]:
+        """Phases, then the prediction beside them."""
         out = [
             f"{self.run.model.name}: rank {self.rank}, pipeline stage {self.stage}, on {self.gpu}; "
             "loss values are meaningless",
-            f"{'':<22}{'allocated':>14}{'max allocated':>16}{'reserved':>14}",
+            f"{'':<34}{'allocated':>15}{'max allocated':>17}{'reserved':>15}",
         ]
         out += [
-            f"{p.name:<22}{p.allocated / gib:>10.4f} GiB{p.max_allocated / gib:>12.4f} GiB"
-            f"{p.reserved / gib:>10.4f} GiB"
+            f"{p.name:<34}{p.allocated / GIB:>11.4f} GiB{p.max_allocated / GIB:>13.4f} GiB"
+            f"{p.reserved / GIB:>11.4f} GiB"
             for p in self.phases
         ]
-        last = self.phases[-1]
-        out.append(
-            f"{'predicted':<22}{predicted.static_bytes / gib:>10.4f} GiB{predicted.peak_bytes / gib:>12.4f} GiB"
-        )
-        out.append(f"peak: {predicted.peak_bytes / last.max_allocated - 1:+.2%}")
+        out += ["", f"{'':<34}{'predicted':>15}{'measured':>17}{'difference':>15}"]
+        out += [
+            f"{name:<34}{ours / GIB:>11.4f} GiB{found / GIB:>13.4f} GiB{(ours - found) / GIB:>+11.4f} GiB"
+            + (f"  {ours / found - 1:+.2%}" if found else "")
+            for name, ours, found in self.rows()
+        ]
         return out
+
+    def rows(self) -> list[tuple[str, int, int]]:
+        """(what, predicted, measured) in bytes."""
+        from bridge_memory.estimate import estimate
+
+        stage = estimate(self.run).stages[self.stage]
+        by_name = {p.name: p for p in self.phases}
+        rows = []
+        if not self.run.optimizer.use_precision_aware_optimizer and "first backward" in by_name:
+            moments = sum(
+                c.bytes for c in stage.components if c.kind == "optimizer" and c.name.startswith("exp_avg")
+            )
+            model_state = stage.weights_bytes + stage.gradients_bytes + stage.optimizer_bytes
+            before, after = by_name["first backward"], by_name["first optimizer step"]
+            rows += [
+                ("model built", model_state - moments, by_name["model built"].allocated),
+                ("made by the first optimizer step", moments, after.allocated - before.allocated),
+            ]
+        if self.steps > 1:
+            rows.append((f"static, after step {self.steps}", stage.static_bytes, self.allocated))
+            rows.append((f"peak of step {self.steps}", stage.peak_bytes, self.peak))
+        return rows
 
     def as_record(self) -> dict[str, Any]:
         """One line of the format of tests/data/measurements/runs.jsonl."""
-        from importlib.metadata import PackageNotFoundError, version
-
-        def release(name: str) -> str | None:
-            try:
-                return version(name)
-            except PackageNotFoundError:
-                return None
-
-        last = self.phases[-1]
-        return {
-            "id": f"rehearsal/{self.run.model.name}/{self.stage}",
-            "family": f"rehearsal/{self.run.model.name}",
-            "framework": {
-                "name": "megatron-core", "megatron_core": release("megatron-core"),
-                "transformer_engine": release("transformer-engine"), "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            "gpu": self.gpu,
-            "world_size": self.run.parallel.world_size,
-            "config": {"kind": "rehearsal", "command": sys.argv[1:]},
-            "measured": [
-                {
-                    "rank": self.rank, "allocated_bytes": last.allocated,
-                    "max_allocated_bytes": last.max_allocated, "after_step": len(self.phases),
-                }
-            ],
-            "phases": [
-                {
-                    "name": p.name, "allocated_bytes": p.allocated, "max_allocated_bytes": p.max_allocated,
-                    "reserved_bytes": p.reserved,
-                }
-                for p in self.phases
-            ],
-        }  # fmt: skip
+        return record_of(self.run, self.rank, self.gpu, self.steps, self.phases)
 
 
 def rehearse_on_gpu(
@@ -110,28 +116,88 @@ def rehearse_on_gpu(
     steps: int = 2,
     snapshot: str | None = None,
 ) -> Measured:
-    """Run ``steps`` training steps of one rank on the current GPU. Raises SpecError, RehearsalUnavailable."""
+    """Run ``steps`` training steps of one rank on the current GPU. Raises SpecError, RehearsalUnavailable.
+
+    ``snapshot`` names a file for torch's memory snapshot, written also when memory runs out.
+    """
     if not torch.cuda.is_available():
         raise RehearsalUnavailable(
             "device cuda needs a GPU and torch with CUDA; --device cpu rehearses without either"
         )
     if steps < 1:
         raise SpecError(f"steps ({steps}) must be at least 1; 2 shows the peak that counts")
-    if run.implementation.te and not patches.has_te():
+    gpu = torch.cuda.get_device_name()
+    run = on_this_machine(run, gpu)
+    refuse_what_is_not_rehearsed(run)
+    rank = rank_of_stage(run.parallel, stage or 0) if rank is None else rank
+    measured = Measured(run, rank, stage_of_rank(run.parallel, rank), gpu, steps)
+    if snapshot:
+        torch.cuda.memory._record_memory_history()
+    try:
+        with fake_world(run.parallel, rank), patches.loss_scales_put_back(), _helped(run):
+            _train(run, measured)
+    finally:
+        if snapshot:
+            torch.cuda.memory._dump_snapshot(snapshot)
+            torch.cuda.memory._record_memory_history(enabled=None)
+    return measured
+
+
+def on_this_machine(run: RunSpec, gpu: str) -> RunSpec:
+    """``run`` with the releases, GPU and allocator that are here, which is what will be measured."""
+    from bridge_memory.readers.megatron_args.run import cublas_workspace_bytes, release
+
+    impl = run.implementation
+    fused_adam = patches.has_te() or importlib.util.find_spec("apex") is not None
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    return run.with_(
+        implementation=replace(
+            impl,
+            megatron_core=release(installed("megatron-core")) or impl.megatron_core,
+            transformer_engine=release(installed("transformer-engine")) if impl.te else None,
+            gpu_arch=gpu_architecture(gpu),
+            expandable_segments="expandable_segments:True" in allocator,
+            cublas_workspace_bytes=cublas_workspace_bytes(os.environ.get("CUBLAS_WORKSPACE_CONFIG")),
+        ),
+        optimizer=replace(run.optimizer, fused_optimizer=run.optimizer.fused_optimizer and fused_adam),
+    )
+
+
+def missing_kernels() -> dict[str, bool]:
+    """ImplementationSpec's fusions that megatron-core takes from Apex: whether they are missing here."""
+    return {
+        "gradient_accumulation_fusion": importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None,
+        "masked_softmax_fusion": importlib.util.find_spec("scaled_upper_triang_masked_softmax_cuda") is None,
+    }
+
+
+def refuse_what_is_not_rehearsed(run: RunSpec) -> None:
+    """Raise RehearsalUnavailable where a measurement would be of another run than the one described."""
+    impl = run.implementation
+    if impl.te and not patches.has_te():
         raise RehearsalUnavailable(
             "transformer_impl (transformer_engine) is not installed here; install it or give "
             "--transformer-impl local"
         )
-    rank = rank_of_stage(run.parallel, stage or 0) if rank is None else rank
-    measured = Measured(run, rank, stage_of_rank(run.parallel, rank), torch.cuda.get_device_name())
-    if snapshot:
-        torch.cuda.memory._record_memory_history()
-    with fake_world(run.parallel, rank), _helped(run):
-        _train(run, measured, steps)
-    if snapshot:
-        torch.cuda.memory._dump_snapshot(snapshot)
-        torch.cuda.memory._record_memory_history(enabled=None)
-    return measured
+    for name, missing in missing_kernels().items():
+        # Transformer Engine has its own softmax; the output layer's weight gradient is megatron-core's with it too.
+        if missing and getattr(impl, name) and not (impl.te and name == "masked_softmax_fusion"):
+            flag = name.replace("_", "-")
+            raise RehearsalUnavailable(f"{name} needs Apex, which is not installed here; give --no-{flag}")
+    if run.precision.params_dtype == "fp16":
+        raise RehearsalUnavailable(
+            "params_dtype (fp16) scales its loss, and meaningless losses overflow: the optimizer would skip its "
+            "steps; rehearse with --precision bf16"
+        )
+    if run.optimizer.optimizer == "muon":
+        raise RehearsalUnavailable("optimizer (muon) is not rehearsed; use adam or sgd")
+    for group, names in _NOT_REHEARSED.items():
+        held = getattr(run, group)
+        for f in fields(held):
+            if f.name in names and getattr(held, f.name) != f.default:
+                raise RehearsalUnavailable(
+                    f"{f.name} ({getattr(held, f.name)}) is not rehearsed; leave it at {f.default}"
+                )
 
 
 @contextmanager
@@ -141,6 +207,7 @@ def _helped(run: RunSpec) -> Iterator[None]:
         if not run.implementation.te:
             stack.enter_context(patches.norms_without_apex())
             stack.enter_context(patches.local_core_attention())
+            stack.enter_context(patches.recomputation_without_te())
         stack.enter_context(patches.objects_of_peers())
         moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
         if moe is not None:
@@ -148,23 +215,26 @@ def _helped(run: RunSpec) -> Iterator[None]:
         yield
 
 
-def _train(run: RunSpec, measured: Measured, steps: int) -> None:
+def _train(run: RunSpec, measured: Measured) -> None:
+    """As ``training/training.py: setup_model_and_optimizer, train_step`` of Megatron-LM, and Bridge's own, do."""
     from megatron.core import tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from bridge_memory.rehearse.run import distributed, optimizer
 
+    torch.cuda.reset_peak_memory_stats()
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    chunks = build_chunks(run)
+    chunks = build_chunks(run, initialize=True)
+    if getattr(chunks[0].config, "mtp_standalone", False):
+        raise RehearsalUnavailable("MTP on a stage of its own asks its peers for shapes, which never answer")
     wrapped = [distributed(run, chunk, i) for i, chunk in enumerate(chunks)]
     adam = optimizer(run, wrapped)
+    _configure(run, chunks[0].config, wrapped, adam)
     _note(measured, "model built")
-    config = chunks[0].config
-    config.deallocate_pipeline_outputs = True  # Megatron-LM and Bridge switch it on
-    config.grad_scale_func = adam.scale_loss
     batch = _batch(run)
     schedule = get_forward_backward_func()
-    for step in range(steps):
+
+    def passes() -> None:
         for ddp in wrapped:
             ddp.zero_grad_buffer()
         adam.zero_grad()
@@ -177,9 +247,48 @@ def _train(run: RunSpec, measured: Measured, steps: int) -> None:
             micro_batch_size=run.batch.micro_batch_size,
             forward_only=False,
         )
-        _note(measured, f"step {step + 1}: passes")
+
+    with _before_the_first_backward(lambda: _note(measured, "first forward")):
+        passes()
+    _note(measured, "first backward")
+    adam.step()
+    _note(measured, "first optimizer step")
+    for step in range(2, measured.steps + 1):
+        passes()
         adam.step()
-        _note(measured, f"step {step + 1}: optimizer")
+        _note(measured, {2: "second step"}.get(step, f"step {step}"))
+
+
+def _configure(run: RunSpec, config: Any, wrapped: list[Any], adam: Any) -> None:
+    """What the training loops set on the config once model and optimizer are there (``training.py: train``)."""
+    from megatron.core.distributed import finalize_model_grads
+
+    config.deallocate_pipeline_outputs = True  # Megatron-LM and Bridge switch it on
+    config.grad_scale_func = adam.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if len(wrapped) > 1:
+        # Interleaved, both overlap point-to-point with computation (``arguments.py: validate_args``).
+        config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+    if run.optimizer.overlap_grad_reduce:
+        hooks = [ddp.no_sync for ddp in wrapped]
+        config.no_sync_func = hooks if len(wrapped) > 1 else hooks[0]
+
+
+@contextmanager
+def _before_the_first_backward(call: Callable[[], None]) -> Iterator[None]:
+    """Call ``call`` once, when the warm-up microbatches are through and the first backward pass begins."""
+    from megatron.core.pipeline_parallel import schedules
+
+    backward_step = schedules.backward_step
+    waiting = [call]
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if waiting:
+            waiting.pop()()
+        return backward_step(*args, **kwargs)
+
+    with patches.replaced(schedules, "backward_step", step):
+        yield
 
 
 def _forever(batch: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -188,11 +297,13 @@ def _forever(batch: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, ..
 
 
 def _forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:
+    """Megatron-LM's ``pretrain_gpt.py: forward_step, loss_func`` without data and without its reports."""
     ids, positions, labels, mask = next(iterator)
 
-    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        value = torch.sum(output.view(-1).float() * mask.view(-1)) / mask.sum()
-        return value, {"loss": value.detach()}
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        value = torch.sum(output.view(-1).float() * mask.view(-1))
+        tokens = mask.sum().to(torch.int)
+        return value, tokens, {"lm loss": value.detach().clone()}
 
     return model(ids, positions, None, labels=labels), loss
 
@@ -205,6 +316,7 @@ def _batch(run: RunSpec) -> tuple[torch.Tensor, ...]:
 
 
 def _note(measured: Measured, name: str) -> None:
+    """Write torch.cuda's figures down and begin a new peak."""
     torch.cuda.synchronize()
     measured.phases.append(
         Phase(

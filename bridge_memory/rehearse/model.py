@@ -18,6 +18,7 @@ from bridge_memory.rehearse.world import RehearsalUnavailable
 from bridge_memory.spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
+    ImplementationSpec,
     LayerSpec,
     MambaSpec,
     MLASpec,
@@ -68,8 +69,11 @@ def _activation(name: str) -> Any:
     return known[name]
 
 
-def transformer_config(run: RunSpec) -> Any:
-    """megatron-core's TransformerConfig (or MLATransformerConfig) of ``run``. Raises NotBuildable."""
+def transformer_config(run: RunSpec, *, initialize: bool = False) -> Any:
+    """megatron-core's TransformerConfig (or MLATransformerConfig) of ``run``. Raises NotBuildable.
+
+    ``initialize``: give parameters values, as training does; without, they are whatever memory holds.
+    """
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     model, parallel, impl = run.model, run.parallel, run.implementation
@@ -121,7 +125,7 @@ def transformer_config(run: RunSpec) -> Any:
         "pipeline_model_parallel_layout": parallel.pipeline_model_parallel_layout,
         "microbatch_group_size_per_vp_stage": parallel.microbatch_group_size_per_vp_stage,
         "mtp_num_layers": model.mtp_num_layers or None,
-        "perform_initialization": False,
+        "perform_initialization": initialize,
         "use_cpu_initialization": False,
         "transformer_impl": impl.transformer_impl,
         "fp32_residual_connection": run.precision.fp32_residual_connection,
@@ -142,7 +146,13 @@ def transformer_config(run: RunSpec) -> Any:
         "recompute_modules": list(run.recompute.modules),
         "distribute_saved_activations": run.recompute.distribute_saved_activations,
         "is_hybrid_model": model.hybrid,
+        "apply_query_key_layer_scaling": impl.apply_query_key_layer_scaling,
+        # Only Transformer Engine has the kernel; local modules rotate unfused whatever is asked.
+        "apply_rope_fusion": impl.apply_rope_fusion and impl.te and model.position_embedding_type == "rope",
+        "attention_backend": _attention_backend(impl),
     }
+    if parallel.cp > 1:
+        config["cp_comm_type"] = impl.cp_comm_type
     config.update(_attention_fields(run, attentions, add_bias))
     if mla:
         config.update(
@@ -153,7 +163,8 @@ def transformer_config(run: RunSpec) -> Any:
             qk_pos_emb_head_dim=mla.qk_pos_emb_head_dim,
             v_head_dim=mla.v_head_dim,
             qk_layernorm=mla.qk_layernorm,
-            rope_type="rope",
+            # The fused rotation of MLA exists for YaRN alone (``MLATransformerConfig.__post_init__``).
+            rope_type="yarn" if config["apply_rope_fusion"] else "rope",
         )
     if mamba:
         config.update(
@@ -184,6 +195,12 @@ def transformer_config(run: RunSpec) -> Any:
             return cls(**config)
     except (ValueError, AssertionError) as refusal:
         raise NotBuildable(f"megatron-core refuses this run: {_one_line(refusal)}") from refusal
+
+
+def _attention_backend(impl: ImplementationSpec) -> Any:
+    from megatron.core.transformer.enums import AttnBackend
+
+    return AttnBackend[impl.attention_backend]
 
 
 def _one_line(refusal: Exception) -> str:
@@ -260,6 +277,8 @@ def _moe_fields(run: RunSpec, moe: MoESpec) -> dict[str, Any]:
         "moe_expert_capacity_factor": impl.moe_expert_capacity_factor,
         "moe_pad_expert_input_to_capacity": impl.moe_pad_expert_input_to_capacity,
         "moe_apply_probs_on_input": impl.moe_apply_probs_on_input,
+        "moe_permute_fusion": impl.moe_permute_fusion,
+        "moe_router_fusion": impl.moe_router_fusion,
         # Without Transformer Engine, grouped GEMM needs a package of its own; `local` has SequentialMLP.
         "moe_grouped_gemm": impl.moe_grouped_gemm and impl.te,
     }
@@ -435,14 +454,14 @@ def _hybrid_spec(config: Any, mamba: MambaSpec | None) -> Any:
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def build_chunks(run: RunSpec) -> list[torch.nn.Module]:
+def build_chunks(run: RunSpec, *, initialize: bool = False) -> list[torch.nn.Module]:
     """The model chunks (virtual stages, in order) of the rank that parallel_state says this process is.
 
     Call inside ``fake_world`` and, without a GPU, inside ``patches.building``. Raises NotBuildable.
     """
     from megatron.core import parallel_state
 
-    config = transformer_config(run)
+    config = transformer_config(run, initialize=initialize)
     # A layout string may bring its own virtual stages.
     vpp = config.virtual_pipeline_model_parallel_size
     chunks = []

@@ -15,6 +15,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from math import gcd
 from typing import Any
 
 import torch
@@ -79,30 +80,34 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-class _CudaIsMeta(TorchFunctionMode):
-    """``device="cuda"`` and ``.cuda()`` are written out in megatron-core; they mean the meta device here."""
+class _CudaIs(TorchFunctionMode):
+    """``device="cuda"`` and ``.cuda()`` are written out in megatron-core; they mean another device here."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if _is_cuda(kwargs.get("device")):
-            kwargs = {**kwargs, "device": META}
+            kwargs = {**kwargs, "device": self._device}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         name = getattr(func, "__name__", "")
         if name == "cuda" and args and isinstance(args[0], torch.Tensor):
-            return args[0].to(META)
+            return args[0].to(self._device)
         if name == "to" and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], META, *args[2:])
+            args = (args[0], self._device, *args[2:])
         if name == "record_stream":
             return None
         return func(*args, **kwargs)
 
 
 @contextmanager
-def no_gpu() -> Iterator[None]:
-    """CUDA device, streams, events and random states of a machine that has none.
+def no_gpu(device: str = META) -> Iterator[None]:
+    """CUDA device, streams, events and random states of a machine that has none: ``device`` takes its place.
 
     megatron-core asks for ``torch.cuda.current_device()`` wherever it allocates, forks a CUDA random state
     around dropout and initialisation (``tensor_parallel/random.py``), and orders copies with streams
@@ -112,7 +117,7 @@ def no_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         stream = _Stream()
         for name, value in (
-            ("current_device", lambda: META),
+            ("current_device", lambda: device),
             ("current_stream", lambda *a, **k: stream),
             ("default_stream", lambda *a, **k: stream),
             ("stream", lambda *a, **k: stream),
@@ -134,7 +139,7 @@ def no_gpu() -> Iterator[None]:
         stack.enter_context(
             replaced(random, "_get_cuda_rng_state", lambda *a, **k: torch.zeros(16, dtype=torch.uint8))
         )
-        stack.enter_context(_CudaIsMeta())
+        stack.enter_context(_CudaIs(device))
         yield
 
 
@@ -285,11 +290,11 @@ def local_core_attention() -> Iterator[None]:
 
 
 @contextmanager
-def building() -> Iterator[None]:
-    """All that is needed to construct a rank's modules on the meta device."""
+def building(device: str = META) -> Iterator[None]:
+    """All that is needed to construct a rank's modules on the meta device, or on another without CUDA."""
     with ExitStack() as stack:
         for helper in (
-            no_gpu(), norms_without_apex(), kernel_libraries_for_building(), local_core_attention(),
+            no_gpu(device), norms_without_apex(), kernel_libraries_for_building(), local_core_attention(),
             apex_kernels()
         ):  # fmt: skip
             stack.enter_context(helper)
@@ -363,13 +368,13 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
 
 
 @contextmanager
-def meta_calls_itself_cuda() -> Iterator[None]:
+def tensors_call_themselves_cuda() -> Iterator[None]:
     """The optimizers know parameters by ``tensor.type()``, of which they accept torch.cuda's only."""
     kind = torch.Tensor.type
 
     def cuda_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         name = kind(tensor, *args, **kwargs)
-        return name.replace("torch.meta.", "torch.cuda.") if isinstance(name, str) else name
+        return f"torch.cuda.{name.split('.')[-1]}" if isinstance(name, str) else name
 
     with replaced(torch.Tensor, "type", cuda_type):
         yield
@@ -538,6 +543,21 @@ def fresh_caches() -> Iterator[None]:
         clear()
 
 
+@contextmanager
+def loss_scales_put_back() -> Iterator[None]:
+    """The schedules leave the last loss scale on classes (``schedules.py: forward_step_calc_loss``)."""
+    with ExitStack() as stack:
+        for module, name in (
+            ("transformer.moe.moe_utils", "MoEAuxLossAutoScaler"),
+            ("transformer.multi_token_prediction", "MTPLossAutoScaler"),
+        ):
+            cls = getattr(_module(f"megatron.core.{module}"), name, None)
+            if hasattr(cls, "main_loss_backward_scale"):
+                scale = cls.main_loss_backward_scale
+                stack.enter_context(replaced(cls, "main_loss_backward_scale", scale))
+        yield
+
+
 # ---- routing -------------------------------------------------------------------------------------
 
 
@@ -560,6 +580,20 @@ class _BalancedMap:
         return self._sums
 
 
+def _balance(routing_map: torch.Tensor, topk: int) -> None:
+    """Send each token to the next ``topk`` experts in turn, in place and without a temporary.
+
+    Through ``.data``, since autograd may have the map among what it saved.
+    """
+    experts = routing_map.shape[1]
+    period = experts // gcd(experts, topk)
+    routing_map.data.zero_()
+    for token in range(period):
+        first = token * topk % experts
+        routing_map.data[token::period, first : first + topk] = True
+        routing_map.data[token::period, : max(0, first + topk - experts)] = True
+
+
 class _MaskedSelect(torch.autograd.Function):
     """``masked_select`` with a known count: autograd keeps the source and the mask (``derivatives.yaml``)."""
 
@@ -578,8 +612,9 @@ class _MaskedSelect(torch.autograd.Function):
 def balanced_routing(topk: int, experts: int) -> Iterator[None]:
     """Every expert gets the same number of tokens, so that shapes are known without values.
 
-    ``moe/token_dispatcher.py`` counts tokens a rank on the GPU and copies the counts to the host; here the
-    same code counts a balanced map on the host, and every rank of the group is taken to send the same.
+    ``moe/token_dispatcher.py`` counts tokens a rank on the GPU and copies the counts to the host; on the meta
+    device the same code counts a balanced map on the host. Real tensors get their router's map overwritten.
+    Every rank of the group is taken to send the same.
     """
     module = _module("megatron.core.transformer.moe.token_dispatcher")
     counts: list[list[int]] = []
@@ -588,19 +623,25 @@ def balanced_routing(topk: int, experts: int) -> Iterator[None]:
     all_gather = module.MoEAllGatherTokenDispatcher
     preprocess = all_to_all.preprocess
     postprocess = all_gather.dispatch_postprocess
+    to_cpu = getattr(module, "maybe_move_tensor_to_cpu", None)
+    router = _module("megatron.core.transformer.moe.router").TopKRouter
+    forward = router.forward
 
     def counted(self: Any, routing_map: torch.Tensor) -> Any:
         if self.drop_and_pad:
             return preprocess(self, routing_map)
         tokens, columns = routing_map.shape
+        known = _BalancedMap(tokens, columns, topk) if routing_map.is_meta else routing_map
 
         def same_everywhere(sums: torch.Tensor, group: Any = None, **_: object) -> torch.Tensor:
             return sums.repeat(group.size())
 
         with replaced(module, "gather_from_sequence_parallel_region", same_everywhere):
-            return preprocess(self, _BalancedMap(tokens, columns, topk))
+            return preprocess(self, known)
 
     def gathered(self: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
+        if not self.routing_map.is_meta:
+            _balance(self.routing_map, topk)
         first, last = self.local_expert_indices[0], self.local_expert_indices[-1]
         counts.append(spread(hidden_states.shape[0] * topk, experts)[first : last + 1])
         try:
@@ -619,7 +660,15 @@ def balanced_routing(topk: int, experts: int) -> Iterator[None]:
             return torch.tensor(counts[-1], device="cpu")
         return cpu(tensor, *args, **kwargs)
 
-    def on_host(tensor: Any, as_numpy: bool = False, **_: object) -> Any:
+    def routed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        probs, routing_map = forward(self, *args, **kwargs)
+        if not routing_map.is_meta and self.config.moe_expert_capacity_factor is None:
+            _balance(routing_map, topk)
+        return probs, routing_map
+
+    def on_host(tensor: Any, as_numpy: bool = False, **more: Any) -> Any:
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            return to_cpu(tensor, as_numpy, **more)
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     utils = _module("megatron.core.transformer.moe.moe_utils")
@@ -627,6 +676,7 @@ def balanced_routing(topk: int, experts: int) -> Iterator[None]:
         if not hasattr(utils, "te_general_gemm"):
             # The router's linear looks for TE's GEMM by a name that is not there without TE (0.16.1).
             stack.enter_context(replaced(utils, "te_general_gemm", None, add=True))
+        stack.enter_context(replaced(router, "forward", routed))
         stack.enter_context(replaced(all_to_all, "preprocess", counted))
         stack.enter_context(replaced(all_gather, "dispatch_postprocess", gathered))
         stack.enter_context(replaced(module, "maybe_move_tensor_to_cpu", on_host))
@@ -636,11 +686,11 @@ def balanced_routing(topk: int, experts: int) -> Iterator[None]:
 
 
 @contextmanager
-def running(topk: int = 1, experts: int = 1) -> Iterator[None]:
-    """All that is needed to run a rank's forward and backward on the meta device."""
+def running(topk: int = 1, experts: int = 1, device: str = META) -> Iterator[None]:
+    """All that is needed to run a rank's forward and backward without CUDA, on the meta device as a rule."""
     with ExitStack() as stack:
         for helper in (
-            building(), collectives_move_nothing(), cuda_kernels(), compiled_functions_are_kernels(),
+            building(device), collectives_move_nothing(), cuda_kernels(), compiled_functions_are_kernels(),
             recomputation_without_te(), fresh_caches(), balanced_routing(topk, experts),
         ):  # fmt: skip
             stack.enter_context(helper)

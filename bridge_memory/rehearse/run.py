@@ -221,6 +221,13 @@ def optimizer(run: RunSpec, wrapped: list[Any]) -> Any:
         "main_params_dtype": TORCH_DTYPES[opt.main_params_dtype],
         "exp_avg_dtype": TORCH_DTYPES[opt.exp_avg_dtype],
         "exp_avg_sq_dtype": TORCH_DTYPES[opt.exp_avg_sq_dtype],
+        "store_param_remainders": opt.store_param_remainders,
+        "fp8_recipe": opt.fp8_recipe,
+        "sgd_momentum": opt.sgd_momentum,
+        "overlap_param_gather": opt.overlap_param_gather,
+        "log_num_zeros_in_grad": opt.log_num_zeros_in_grad,
+        "optimizer_cpu_offload": opt.optimizer_cpu_offload,
+        "optimizer_offload_fraction": opt.optimizer_offload_fraction,
     }
     known = {f.name for f in fields(OptimizerConfig)}
     config = OptimizerConfig(**{k: v for k, v in wanted.items() if k in known})
@@ -238,7 +245,7 @@ def _optimizer_state(run: RunSpec, wrapped: list[Any]) -> int | None:
         return None
     weights = {p.untyped_storage()._cdata for ddp in wrapped for p in ddp.parameters()}
     found: dict[int, int] = {}
-    with patches.meta_calls_itself_cuda():
+    with patches.tensors_call_themselves_cuda():
         top = optimizer(run, wrapped)
         for part in getattr(top, "chained_optimizers", [top]):
             for group in part.optimizer.param_groups:

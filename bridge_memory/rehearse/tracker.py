@@ -64,8 +64,9 @@ class _Storage:
 class Tracker(TorchDispatchMode):
     """Use ``with tracker.watching(module):``; storages that exist before are not counted."""
 
-    def __init__(self, static: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, static: Iterable[torch.Tensor] = (), device: str = META) -> None:
         super().__init__()
+        self._device = device
         self._live: dict[int, _Storage] = {}
         self._static: dict[int, Any] = {}
         self._saved: dict[int, tuple[SavedRecord, Any]] = {}
@@ -100,7 +101,7 @@ class Tracker(TorchDispatchMode):
         name = func._schema.name.split("::")[-1]
         made = False
         for leaf in tree_iter(out):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == META:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device:
                 made |= self._note(leaf, name)
         if made:
             self._mark(name)
@@ -177,7 +178,7 @@ class Tracker(TorchDispatchMode):
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
         module = self._path[-1]
-        if tensor.device.type == META:
+        if tensor.device.type == self._device:
             storage = tensor.untyped_storage()
             key = storage._cdata
             known = self._live.get(key)
