@@ -36,9 +36,12 @@ def record_mamba(r: Recorder, spec: MambaSpec, x: T) -> T:
     if ctx.batch > 1:
         zxbcdt = tape.make("zxBCdt", zxbcdt, ctx.tokens * in_width * ctx.act)
     states = 4 * ctx.tokens // spec.chunk_size * heads * spec.head_dim * spec.state_dim
-    # The memory-efficient kernel keeps zxBCdt and the scan output; convolution and chunk states are recomputed.
+    # The memory-efficient kernel keeps zxBCdt and the scan's output before its gate z, which is a tensor beside the
+    # gated one that it returns (megatron-core gives it no norm to fuse: MambaMixer._ssm_training); convolution and
+    # chunk states are recomputed.
+    ungated = tape.tensor("scan output before the gate", inner_bytes, grad=False)
     y = tape.make(
-        "scan output", zxbcdt, inner_bytes, saves=(zxbcdt,), save_output=True,
+        "scan output", zxbcdt, inner_bytes, saves=(zxbcdt, ungated), also=(ungated,),
         workspace=ctx.tokens * conv_dim * ctx.act + states + 4 * ctx.tokens * heads * 2,
         backward_workspace=ctx.tokens * conv_dim * ctx.act * 2 + 2 * states + inner_bytes,
     )
@@ -71,21 +74,30 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: T) -> T:
     conv_in = tape.make("conv input", mixed, rows * conv_dim * act)
     gate = tape.make("gate", mixed, rows * v * act)
     conv = tape.make("conv output", conv_in, rows * conv_dim * act, saves=(conv_in,))
-    expand = v_heads // k_heads
-    query = tape.make("query", conv, rows * qk * expand * act, saves=(conv,))
-    key = tape.make("key", conv, rows * qk * expand * act, saves=(conv,))
+    # causal_conv1d keeps its input only; the l2 norms keep their outputs (fla modules/l2norm.py: L2NormFunction).
+    query, key = (_unit(r, name, conv, rows, qk, k_heads, v_heads // k_heads) for name in ("query", "key"))
     value = tape.make("value", conv, rows * v * act)
-    decay = tape.make("g and beta", mixed, rows * v_heads * (4 + act), save_output=True)
+    # g and beta are a few eager operations in fp32: softplus keeps its input and output, the rule g summed up.
+    decay = tape.make("g and beta", mixed, rows * v_heads * (12 + act), save_output=True)
     states = 4 * rows // 64 * v_heads * spec.key_head_dim * spec.value_head_dim
     # Keeps q, k, v, the decays and the triangular inverse A [T, heads, 64]; states are recomputed.
     inverse = tape.tensor("A", rows * v_heads * 64 * act, grad=False)
     out = tape.make(
         "gated delta rule output", (query, key, value, decay), rows * v * act,
         saves=(query, key, value, inverse), also=(inverse,),
-        workspace=states + rows * v * act * 2, backward_workspace=2 * states + rows * (v + 2 * qk * expand) * act,
+        workspace=states + rows * v * act * 2,
+        backward_workspace=2 * states + rows * v * act + query.bytes + key.bytes,
     )
     stats = tape.tensor("out_norm rstd", 4 * rows * v_heads, grad=False)
-    normed = tape.make(
-        "gated norm output", (out, gate), rows * v * act, saves=(out, gate, stats), also=(stats,)
-    )
-    return r.row_linear(prefix + "out_proj", normed, v, ctx.hidden_size)
+    # The norm is a module of Transformer Engine, where the compiled gating around it (_apply_gated_norm) breaks off.
+    normed = tape.make("out_norm output", out, rows * v * act, saves=(out, stats), also=(stats,))
+    gated = tape.make("gated norm output", (normed, gate), rows * v * act, saves=(normed, gate))
+    return r.row_linear(prefix + "out_proj", gated, v, ctx.hidden_size)
+
+
+def _unit(r: Recorder, name: str, conv: T, rows: int, width: int, heads: int, repeat: int) -> T:
+    """Queries or keys of unit length [T, heads, d], each head ``repeat`` times as there are more value heads."""
+    rstd = r.tape.tensor(f"{name} rstd", 4 * rows * heads, grad=False)
+    copied = r.tape.make(f"{name} of the convolution", conv, rows * width * r.ctx.act)
+    out = r.tape.make(f"{name} of unit length", copied, copied.bytes, saves=(rstd,), save_output=True, also=(rstd,))
+    return r.tape.make(name, out, out.bytes * repeat) if repeat > 1 else out

@@ -1,0 +1,37 @@
+"""State-space mixers, bytes a token and layer hand-counted from mamba_ssm, flash-linear-attention and megatron-core."""
+
+from __future__ import annotations
+
+import pytest
+
+from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.layer import layer_inventory
+from bridge_memory.readers import resolve_model
+from bridge_memory.spec import BatchSpec, GatedDeltaNetSpec, LayerSpec, MambaSpec, RunSpec
+
+
+def saved_per_token(name: str, mixer: type, *, batch: int) -> float:
+    """Of the mixer alone; statistics of norms and the layer's input included."""
+    model = resolve_model(name)
+    kind = next(layer.mixer for layer in model.layers if isinstance(layer.mixer, mixer))
+    run = RunSpec(model=model, batch=BatchSpec(seq_length=2048, micro_batch_size=batch))
+    return layer_inventory(LayerSpec(kind, None), context_of(run)).cost.saved / (2048 * batch)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_mamba_keeps_the_scan_before_and_after_its_gate(batch: int) -> None:
+    """Nemotron-H-56B: h 8192, 256 heads of 64 (d_inner 16384), 8 groups of state 256. bf16: the norm's input and
+    output 4 h, zxBCdt 2 (2 x 16384 + 2 x 2048 + 256), the scan before its gate (MambaSplitConv1dScanCombinedFn:
+    out_x), after it (input of the gated norm's module) and normed (input of out_proj) 6 x 16384; fp32: one deviation
+    a row of the norm and eight of the grouped one. Measured runs with 2 and 4 sequences a microbatch agree."""
+    count = 4 * 8192 + 2 * (2 * 16384 + 2 * 2048 + 256) + 6 * 16384 + 4 * (1 + 8)
+    assert saved_per_token("nvidia/Nemotron-H-56B-Base-8K", MambaSpec, batch=batch) == count
+
+
+def test_gated_delta_net_keeps_unit_vectors_and_not_the_convolution() -> None:
+    """Qwen3-Next: h 2048, 16 key and 32 value heads of 128 (q, k 2048, v 4096). bf16: norm input and output 4 h;
+    convolution input 2 x 8192; q, k of unit length 2 x 4096 (L2NormFunction keeps its output), both again for 32
+    heads 2 x 8192, v 2 x 4096; A [heads, 64] 2 x 2048; rule output, its norm, gate and their product 2 x 4 x 4096;
+    beta 2 x 32. fp32: softplus in and out and g 12 x 32, deviations 4 x (1 + 16 + 16 + 32)."""
+    count = 4 * 2048 + 2 * (8192 + 4096 + 8192 + 4096 + 2048 + 4 * 4096 + 32) + 12 * 32 + 4 * (1 + 16 + 16 + 32)
+    assert saved_per_token("Qwen/Qwen3-Next-80B-A3B-Instruct", GatedDeltaNetSpec, batch=1) == count
