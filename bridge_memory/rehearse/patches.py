@@ -545,16 +545,11 @@ def fresh_caches() -> Iterator[None]:
 
 @contextmanager
 def loss_scales_put_back() -> Iterator[None]:
-    """The schedules leave the last loss scale on classes (``schedules.py: forward_step_calc_loss``)."""
-    with ExitStack() as stack:
-        for module, name in (
-            ("transformer.moe.moe_utils", "MoEAuxLossAutoScaler"),
-            ("transformer.multi_token_prediction", "MTPLossAutoScaler"),
-        ):
-            cls = getattr(_module(f"megatron.core.{module}"), name, None)
-            if hasattr(cls, "main_loss_backward_scale"):
-                scale = cls.main_loss_backward_scale
-                stack.enter_context(replaced(cls, "main_loss_backward_scale", scale))
+    """Schedules and backward passes leave a loss scale on classes (``moe_utils.py: MoEAuxLossAutoScaler``)."""
+    moe = getattr(_module("megatron.core.transformer.moe.moe_utils"), "MoEAuxLossAutoScaler", None)
+    mtp = getattr(_module("megatron.core.transformer.multi_token_prediction"), "MTPLossAutoScaler", None)
+    name = "main_loss_backward_scale"
+    with replaced(moe, name, None), replaced(mtp, name, getattr(mtp, name, None)):
         yield
 
 
@@ -691,7 +686,7 @@ def running(topk: int = 1, experts: int = 1, device: str = META) -> Iterator[Non
     with ExitStack() as stack:
         for helper in (
             building(device), collectives_move_nothing(), cuda_kernels(), compiled_functions_are_kernels(),
-            recomputation_without_te(), fresh_caches(), balanced_routing(topk, experts),
+            recomputation_without_te(), fresh_caches(), loss_scales_put_back(), balanced_routing(topk, experts),
         ):  # fmt: skip
             stack.enter_context(helper)
         yield
