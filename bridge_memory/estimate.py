@@ -12,7 +12,7 @@ from bridge_memory.gaps import gaps
 from bridge_memory.inventory.buffers import lasting_buffers
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters, mtp_parameters
-from bridge_memory.inventory.stack import ChunkInventory, first_alike, stage_inventories
+from bridge_memory.inventory.stack import ChunkInventory, first_alike, runs_plain, stage_inventories
 from bridge_memory.inventory.workspaces import batch_bytes, gathered_parameter_bytes
 from bridge_memory.layout import Chunk, layout
 from bridge_memory.model_state import model_states
@@ -217,4 +217,11 @@ def _assumptions(run: RunSpec) -> tuple[str, ...]:
             if impl.moe_imbalance == 1.0
             else f"the most loaded rank gets {impl.moe_imbalance:g} times the balanced number of tokens"
         )
+    if runs_plain(run.model, context_of(run)):
+        asked = []
+        if run.recompute.granularity == "full":
+            asked.append("recompute_granularity (full)")
+        if impl.cpu_offloading_num_layers:
+            asked.append(f"cpu_offloading_num_layers ({impl.cpu_offloading_num_layers})")
+        out += [f"{name} does nothing: megatron-core's MambaStack of hybrids does not ask for it" for name in asked]
     return tuple(out)

@@ -162,6 +162,8 @@ def _stage_state(
     parallel: ParallelSpec,
 ) -> tuple[int, tuple[Component, ...]]:
     distributed = optimizer.use_distributed_optimizer
+    if precision.fp8 and not ctx.te:
+        precision = replace(precision, fp8=None)  # Only Transformer Engine's modules compute in fp8.
     parameters = 0
     sums: dict[tuple[str, str, str], int] = {}
     for index, chunk in enumerate(chunks):

@@ -15,7 +15,10 @@ from bridge_memory.spec import (
     BatchSpec,
     ImplementationSpec,
     LayerSpec,
+    MLASpec,
+    MLPSpec,
     ModelSpec,
+    MoESpec,
     OptimizerSpec,
     ParallelSpec,
     PrecisionSpec,
@@ -112,8 +115,10 @@ FLAGS = (
     Flag("--ddp-bucket-size", "optimizer", "ddp_bucket_size", "elements of a gradient bucket"),
     Flag("--use-precision-aware-optimizer", "optimizer", "use_precision_aware_optimizer",
          "optimizer states in the dtypes below", "switch"),
-    Flag("--main-grads-dtype", "optimizer", "main_grads_dtype", "dtype of main gradients", "str", _DTYPES, "DTYPE"),
-    Flag("--main-params-dtype", "optimizer", "main_params_dtype", "dtype of main parameters", "str", _DTYPES, "DTYPE"),
+    Flag("--main-grads-dtype", "optimizer", "main_grads_dtype",
+         "dtype of main gradients (bf16: gradient buffers too)", "str", ("fp32", "bf16"), "DTYPE"),
+    Flag("--main-params-dtype", "optimizer", "main_params_dtype", "dtype of main parameters", "str", ("fp32", "fp16"),
+         "DTYPE"),
     Flag("--exp-avg-dtype", "optimizer", "exp_avg_dtype", "dtype of Adam's first moment", "str", _DTYPES, "DTYPE"),
     Flag("--exp-avg-sq-dtype", "optimizer", "exp_avg_sq_dtype", "dtype of the second moment", "str", _DTYPES, "DTYPE"),
     Flag("--store-param-remainders", "optimizer", "store_param_remainders",
@@ -275,6 +280,7 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
     if "global_batch_size" not in given["batch"]:
         assumptions.append("enough microbatches to fill the pipeline (--global-batch-size)")
     _check_silent(given, model)
+    _complete(given, assumptions)
     if gpu_arch:
         given["implementation"]["gpu_arch"] = gpu_arch
     if args.megatron_core:
@@ -361,6 +367,41 @@ def _parallel(values: dict[str, Any], assumptions: list[str]) -> ParallelSpec:
     return replace(sizes, world_size=world)
 
 
+#: Flags that are taken because they belong to a run, and of which nothing in memory depends.
+_NO_TENSOR = (("optimizer", "overlap_param_gather"), ("implementation", "calculate_per_token_loss"))
+
+
+def _complete(given: dict[str, dict[str, Any]], assumptions: list[str]) -> None:
+    """What Megatron concludes from a flag, and what it does not do to memory."""
+    optimizer, impl = given["optimizer"], given["implementation"]
+    if optimizer.get("main_grads_dtype") == "bf16":  # Megatron-LM arguments.py: validate_args
+        if optimizer.get("grad_reduce_in_fp32"):
+            raise SpecError("main_grads_dtype (bf16) does not go with grad_reduce_in_fp32 (True); drop one of them")
+        optimizer["grad_reduce_in_fp32"] = False
+        assumptions.append("gradient buffers in bf16, as --main-grads-dtype bf16 asks for")
+    if impl.get("deterministic_mode"):
+        # TransformerConfig and Transformer Engine refuse one without NVTE_ALLOW_NONDETERMINISTIC_ALGO=0.
+        impl["nvte_deterministic"] = True
+    for group, name in _NO_TENSOR:
+        if given[group].get(name):
+            assumptions.append(f"{name} makes no tensor that stays")
+
+
+def _recompute_needs(modules: tuple[str, ...], model: ModelSpec, te: bool) -> list[tuple[str, bool, bool, str]]:
+    """Modules of selective recomputation, and what of the model they act on."""
+    kinds = {layer for layer in (*model.layers, model.mtp_layer) if layer is not None}
+    experts = [layer.ffn for layer in kinds if isinstance(layer.ffn, MoESpec)]
+    # Transformer Engine's norms before linears are part of them; only those before experts and MLA are modules.
+    norms = not te or bool(experts) or any(isinstance(layer.mixer, MLASpec) for layer in kinds)
+    found = {
+        "moe": (bool(experts), "a model with experts"), "moe_act": (bool(experts), "a model with experts"),
+        "shared_experts": (any(e.shared_expert_intermediate_size for e in experts), "a model with shared experts"),
+        "mlp": (any(isinstance(layer.ffn, MLPSpec) for layer in kinds), "a model with dense MLP layers"),
+        "layernorm": (norms, "experts, multi-latent attention or --transformer-impl local"),
+    }
+    return [(f"recompute_modules ({name})", name in modules, *need) for name, need in found.items()]
+
+
 def _check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
     """A flag that would do nothing is a mistake, and is named."""
     precision, recompute, impl = given["precision"], given["recompute"], given["implementation"]
@@ -406,6 +447,28 @@ def _check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
     ]
     needs.append(("expert_tensor_parallel_size", "expert_tensor_parallel_size" in parallel, model.has_experts,
                   "a model with experts"))
+    local = impl.get("transformer_impl") == "local"
+    unfused = local or impl.get("attention_backend") in ("unfused", "local")
+    unfused = unfused or given["precision"].get("params_dtype") == "fp32"
+    shared = any(
+        isinstance(layer.ffn, MoESpec) and layer.ffn.shared_expert_intermediate_size for layer in model.layers
+    )
+    needs += [
+        ("fp8", "fp8" in precision, not local, "--transformer-impl transformer_engine"),
+        ("attention_backend", impl.get("attention_backend") in ("flash", "fused"), not local,
+         "--transformer-impl transformer_engine"),
+        ("masked_softmax_fusion", "masked_softmax_fusion" in impl, unfused,
+         "--attention-backend unfused or --transformer-impl local"),
+        ("cp_comm_type", "cp_comm_type" in impl, parallel.get("context_parallel_size", 1) != 1, "--cp of 2 or more"),
+        ("moe_shared_expert_overlap", impl.get("moe_shared_expert_overlap", False), shared,
+         "a model with shared experts"),
+    ]
+    needs += [
+        (name, name in optimizer, not optimizer.get("optimizer_cpu_offload", False),
+         "--no-optimizer-cpu-offload: the offloaded optimizer keeps fp32 states")
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders")
+    ]
+    needs += _recompute_needs(recompute.get("modules", ()), model, not local)
     for field, used, present, what in needs:
         if used and not present:
             raise SpecError(f"{field} does nothing without {what}; add it or drop the flag")

@@ -1,0 +1,123 @@
+"""No flag of a run does nothing in silence: each moves a number or a sentence, or is refused by name."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from bridge_memory.cli.run_arguments import FLAGS, add_run_arguments, run_from_arguments
+from bridge_memory.estimate import Estimate, estimate
+from bridge_memory.spec import SpecError
+
+DENSE = "Llama-3.2-1B --num-gpus 16 --global-batch-size 48"
+PIPED = f"{DENSE} --pp 2"
+EXPERTS = "Qwen3-30B-A3B --num-gpus 16 --ep 4 --global-batch-size 32"
+SHARED = "DeepSeek-V2-Lite --num-gpus 16 --tp 2 --ep 4 --global-batch-size 32"
+AWARE = f"{DENSE} --use-precision-aware-optimizer"
+
+#: Flag -> (the rest of the command line, what the flag is given).
+CASES = {
+    "--tp": (DENSE, "2"), "--pp": (DENSE, "2"), "--vpp": (PIPED, "2"), "--cp": (DENSE, "2"), "--ep": (EXPERTS, "8"),
+    "--etp": (f"{EXPERTS} --tp 2", "1"), "--num-gpus": ("Llama-3.2-1B", "8"),
+    "--sequence-parallel": (f"{DENSE} --tp 2", "no"),
+    "--num-layers-in-first-pipeline-stage": (PIPED, "6"), "--num-layers-in-last-pipeline-stage": (PIPED, "6"),
+    "--pipeline-model-parallel-layout": (PIPED, "Et*9|t*7,L"),
+    "--account-for-embedding-in-pipeline-split": (
+        f"{PIPED} --account-for-loss-in-pipeline-split --num-layers 14".replace("--pp 2", "--pp 4"), ""),
+    "--account-for-loss-in-pipeline-split": (
+        f"{PIPED} --account-for-embedding-in-pipeline-split --num-layers 14".replace("--pp 2", "--pp 4"), ""),
+    "--microbatch-group-size-per-vp-stage": (f"{PIPED} --vpp 2", "3"),
+    "--num-distributed-optimizer-instances": (DENSE, "2"),
+    "--micro-batch-size": (DENSE, "3"), "--global-batch-size": ("Llama-3.2-1B --pp 4 --num-gpus 4", "1"),
+    "--seq-length": (DENSE, "8192"),
+    "--precision": (DENSE, "fp32"), "--fp8": (DENSE, "e4m3"), "--fp8-recipe": (f"{DENSE} --fp8 e4m3", "mxfp8"),
+    "--fp8-param-gather": (f"{DENSE} --fp8 e4m3", ""), "--fp32-residual-connection": (DENSE, ""),
+    "--optimizer": (DENSE, "sgd"), "--use-distributed-optimizer": (DENSE, "no"),
+    "--grad-reduce-in-fp32": (DENSE, "no"), "--overlap-grad-reduce": ("phi-4 --num-gpus 7", ""),
+    "--overlap-param-gather": (DENSE, ""), "--ddp-bucket-size": ("phi-4 --num-gpus 7 --overlap-grad-reduce", "1000"),
+    "--use-precision-aware-optimizer": (DENSE, ""), "--main-grads-dtype": (AWARE, "bf16"),
+    "--main-params-dtype": (f"{AWARE} --no-store-param-remainders", "fp16"), "--exp-avg-dtype": (AWARE, "bf16"),
+    "--exp-avg-sq-dtype": (AWARE, "fp8"), "--store-param-remainders": (AWARE, "no"),
+    "--optimizer-cpu-offload": (DENSE, ""), "--optimizer-offload-fraction": (f"{DENSE} --optimizer-cpu-offload", "0.5"),
+    "--recompute-granularity": (SHARED, "selective"),
+    "--recompute-method": (f"{DENSE} --recompute-granularity full --recompute-num-layers 2 --recompute-method block",
+                           "uniform"),
+    "--recompute-num-layers": (
+        f"{DENSE} --recompute-granularity full --recompute-method block --recompute-num-layers 1", "2"),
+    "--recompute-modules": (f"{SHARED} --recompute-granularity selective", "moe_act"),
+    "--distribute-saved-activations": (
+        f"{DENSE} --tp 2 --no-sequence-parallel --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1", ""),
+    "--transformer-impl": (DENSE, "local"), "--attention-backend": (DENSE, "unfused"),
+    "--cp-comm-type": (f"{DENSE} --cp 2", "allgather"), "--cross-entropy-loss-fusion": (DENSE, ""),
+    "--cross-entropy-fusion-impl": (f"{DENSE} --cross-entropy-loss-fusion", "te"),
+    "--gradient-accumulation-fusion": (DENSE, "no"), "--bias-activation-fusion": (DENSE, "no"),
+    "--bias-dropout-fusion": (f"{DENSE} --hidden-dropout 0.1", "no"),
+    "--masked-softmax-fusion": (f"{DENSE} --attention-backend unfused", "no"), "--apply-rope-fusion": (DENSE, "no"),
+    "--calculate-per-token-loss": (DENSE, ""), "--deterministic-mode": (DENSE, ""),
+    "--moe-imbalance": (EXPERTS, "1.5"), "--moe-token-dispatcher-type": (EXPERTS, "flex"),
+    "--moe-grouped-gemm": (EXPERTS, "no"), "--moe-permute-fusion": (EXPERTS, ""), "--moe-router-fusion": (EXPERTS, ""),
+    "--moe-router-dtype": (EXPERTS, "fp32"), "--moe-expert-capacity-factor": (f"{EXPERTS} --moe-imbalance 2", "1.5"),
+    "--moe-pad-expert-input-to-capacity": (f"{EXPERTS} --moe-expert-capacity-factor 1.5", ""),
+    "--moe-shared-expert-overlap": (SHARED, ""),
+    "--overlap-moe-expert-parallel-comm": (f"{EXPERTS} --pp 2 --vpp 2", ""),
+    "--cpu-offloading-num-layers": (DENSE, "4"), "--offload-modules": (DENSE, "core_attn"),
+}  # fmt: skip
+
+
+def estimated(command: str) -> Estimate:
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    return estimate(run_from_arguments(parser.parse_args(command.split())))
+
+
+def said(command: str) -> tuple[object, ...]:
+    try:
+        found = estimated(command)
+    except SpecError as error:
+        return (str(error),)
+    return tuple(s.components for s in found.stages), found.assumptions, found.not_modelled
+
+
+@pytest.mark.parametrize("flag", [f.names.split()[0] for f in FLAGS])
+def test_a_flag_moves_a_number_or_a_sentence(flag: str) -> None:
+    command, value = CASES[flag]
+    given = flag.replace("--", "--no-") if value == "no" else f"{flag} {value}"
+    moved = said(f"{command} {given}")
+    assert len(moved) == 3, moved
+    assert moved != said(command)
+
+
+@pytest.mark.parametrize(
+    ("command", "blamed"),
+    [
+        (f"{DENSE} --fp8 e4m3 --transformer-impl local", "fp8 "),
+        (f"{DENSE} --attention-backend flash --transformer-impl local", "attention_backend "),
+        (f"{DENSE} --no-masked-softmax-fusion", "masked_softmax_fusion "),
+        (f"{DENSE} --cp-comm-type a2a", "cp_comm_type "),
+        (f"{EXPERTS} --moe-shared-expert-overlap", "moe_shared_expert_overlap "),
+        (f"{AWARE} --optimizer-cpu-offload --exp-avg-dtype bf16", "exp_avg_dtype "),
+        (f"{DENSE} --recompute-granularity selective --recompute-modules core_attn,moe_act", "recompute_modules "),
+        (f"{DENSE} --recompute-granularity selective --recompute-modules layernorm", "recompute_modules "),
+        (f"{EXPERTS} --recompute-granularity selective --recompute-modules mlp", "recompute_modules "),
+        (f"{EXPERTS} --recompute-granularity selective --recompute-modules shared_experts", "recompute_modules "),
+        (f"{AWARE} --main-grads-dtype bf16 --grad-reduce-in-fp32", "main_grads_dtype "),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_refused_by_name(command: str, blamed: str) -> None:
+    with pytest.raises(SpecError) as refusal:
+        estimated(command)
+    assert str(refusal.value).startswith(blamed) and "\n" not in str(refusal.value)
+
+
+def test_a_hybrid_says_that_full_recomputation_does_nothing() -> None:
+    found = estimated(
+        "Nemotron-H-56B-Base-8K --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    )
+    assert any(line.startswith("recompute_granularity (full) does nothing") for line in found.assumptions)
+
+
+def test_bf16_main_gradients_halve_the_gradient_buffers() -> None:
+    fp32, bf16 = (estimated(f"{AWARE} --main-grads-dtype {dtype}") for dtype in ("fp32", "bf16"))
+    assert 2 * bf16.stages[0].gradients_bytes == fp32.stages[0].gradients_bytes
