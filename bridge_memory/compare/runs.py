@@ -108,10 +108,11 @@ def load_runs(path: str | Path) -> list[Record]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise SpecError(f"{path}: {reason}; give a file with one JSON record a line") from None
-    return [_record(line, f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    return [read_record(line, f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
 
 
-def _record(line: str, where: str) -> Record:
+def read_record(line: str, where: str) -> Record:
+    """One line of a corpus; ``where`` names it in a refusal. Raises SpecError."""
     try:
         data = json.loads(line)
     except ValueError:

@@ -618,7 +618,7 @@ def balanced_routing(topk: int, experts: int) -> Iterator[None]:
     all_gather = module.MoEAllGatherTokenDispatcher
     preprocess = all_to_all.preprocess
     postprocess = all_gather.dispatch_postprocess
-    to_cpu = getattr(module, "maybe_move_tensor_to_cpu", None)
+    to_cpu: Any = getattr(module, "maybe_move_tensor_to_cpu", None)
     router = _module("megatron.core.transformer.moe.router").TopKRouter
     forward = router.forward
 

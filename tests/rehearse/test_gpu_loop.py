@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
+
+import torch
 
 from bridge_memory.cli import main
 from bridge_memory.compare.runs import load_runs, predict_all
