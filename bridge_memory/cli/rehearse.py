@@ -60,7 +60,7 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec) -> int:
     from bridge_memory.rehearse.run import rehearse
     from bridge_memory.rehearse.summary import lines, rows
 
-    done = rehearse(spec, args.stage, rank=args.rank)
+    done = rehearse(spec, args.stage, rank=args.rank, architecture=_architecture(args))
     table = rows(done)
     if args.json:
         json.dump(
@@ -79,6 +79,20 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec) -> int:
     if args.verbose:
         _print_details(done)
     return 0
+
+
+def _architecture(args: argparse.Namespace) -> Any:
+    """With --mapping mbridge, mbridge's own TransformerConfig; None where the model comes from our reading."""
+    if args.mapping != "mbridge" or args.megatron_args is not None:
+        return None
+    from bridge_memory.readers.mbridge_mapping import _bridge
+    from bridge_memory.readers.resolve import parse_config, resolve_config
+
+    if args.custom_config is not None:
+        name, config = "custom config", parse_config(args.custom_config, "custom config")
+    else:
+        name, config = resolve_config(args.model)
+    return _bridge(config, name).config
 
 
 def _print_details(done: Any) -> None:
@@ -103,8 +117,9 @@ def _on_gpu(args: argparse.Namespace, spec: RunSpec) -> int:
     if args.layer is not None:
         raise SpecError("layer is rehearsed with --device cpu")
     measured = rehearse_on_gpu(
-        spec, args.stage, rank=args.rank, steps=args.steps, snapshot=args.snapshot
-    )
+        spec, args.stage, rank=args.rank, steps=args.steps, snapshot=args.snapshot,
+        architecture=_architecture(args),
+    )  # fmt: skip
     if args.record:
         from bridge_memory.rehearse.record import append_record
 

@@ -115,10 +115,12 @@ def rehearse_on_gpu(
     rank: int | None = None,
     steps: int = 2,
     snapshot: str | None = None,
+    architecture: Any = None,
 ) -> Measured:
     """Run ``steps`` training steps of one rank on the current GPU. Raises SpecError, RehearsalUnavailable.
 
-    ``snapshot`` names a file for torch's memory snapshot, written also when memory runs out.
+    ``snapshot`` names a file for torch's memory snapshot, written also when memory runs out. ``architecture``: a
+    TransformerConfig of the model from elsewhere, see ``model.transformer_config``.
     """
     if not torch.cuda.is_available():
         raise RehearsalUnavailable(
@@ -135,7 +137,7 @@ def rehearse_on_gpu(
         torch.cuda.memory._record_memory_history()
     try:
         with fake_world(run.parallel, rank), patches.loss_scales_put_back(), _helped(run):
-            _train(run, measured)
+            _train(run, measured, architecture)
     finally:
         if snapshot:
             torch.cuda.memory._dump_snapshot(snapshot)
@@ -215,7 +217,7 @@ def _helped(run: RunSpec) -> Iterator[None]:
         yield
 
 
-def _train(run: RunSpec, measured: Measured) -> None:
+def _train(run: RunSpec, measured: Measured, architecture: Any) -> None:
     """As ``training/training.py: setup_model_and_optimizer, train_step`` of Megatron-LM, and Bridge's own, do."""
     from megatron.core import tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -224,7 +226,7 @@ def _train(run: RunSpec, measured: Measured) -> None:
 
     torch.cuda.reset_peak_memory_stats()
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    chunks = build_chunks(run, initialize=True)
+    chunks = build_chunks(run, initialize=True, architecture=architecture)
     if getattr(chunks[0].config, "mtp_standalone", False):
         raise RehearsalUnavailable("MTP on a stage of its own asks its peers for shapes, which never answer")
     wrapped = [distributed(run, chunk, i) for i, chunk in enumerate(chunks)]

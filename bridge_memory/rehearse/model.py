@@ -69,10 +69,24 @@ def _activation(name: str) -> Any:
     return known[name]
 
 
-def transformer_config(run: RunSpec, *, initialize: bool = False) -> Any:
+#: TransformerConfig fields that say what the model is; all others say how it is run.
+ARCHITECTURE = (
+    "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "gated_linear_unit",
+    "activation_func", "add_bias_linear", "add_qkv_bias", "normalization", "qk_layernorm", "layernorm_epsilon",
+    "attention_output_gate", "softmax_type", "window_size", "window_attn_skip_freq",
+    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+    "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
+    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_enable_expert_bias",
+    "add_router_bias", "moe_router_score_function", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
+    "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_latent_size",
+)  # fmt: skip
+
+
+def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: Any = None) -> Any:
     """megatron-core's TransformerConfig (or MLATransformerConfig) of ``run``. Raises NotBuildable.
 
     ``initialize``: give parameters values, as training does; without, they are whatever memory holds.
+    ``architecture``: a TransformerConfig whose ARCHITECTURE fields are taken in place of the spec's.
     """
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
@@ -184,6 +198,10 @@ def transformer_config(run: RunSpec, *, initialize: bool = False) -> Any:
     config.setdefault("num_attention_heads", 1)
     if moe:
         config.update(_moe_fields(run, moe))
+    if architecture is not None:
+        config.update({name: getattr(architecture, name) for name in ARCHITECTURE if hasattr(architecture, name)})
+        if isinstance(config.get("moe_layer_freq"), list):  # of the whole model; the run may train fewer layers
+            config["moe_layer_freq"] = config["moe_layer_freq"][: model.num_layers]
     if ffn and config["bias_activation_fusion"] and not _bias_activation_fusion_allowed(config):
         config["bias_activation_fusion"] = False
     cls: Any = MLATransformerConfig if mla else TransformerConfig
@@ -454,14 +472,16 @@ def _hybrid_spec(config: Any, mamba: MambaSpec | None) -> Any:
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def build_chunks(run: RunSpec, *, initialize: bool = False) -> list[torch.nn.Module]:
+def build_chunks(
+    run: RunSpec, *, initialize: bool = False, architecture: Any = None
+) -> list[torch.nn.Module]:
     """The model chunks (virtual stages, in order) of the rank that parallel_state says this process is.
 
     Call inside ``fake_world`` and, without a GPU, inside ``patches.building``. Raises NotBuildable.
     """
     from megatron.core import parallel_state
 
-    config = transformer_config(run, initialize=initialize)
+    config = transformer_config(run, initialize=initialize, architecture=architecture)
     # A layout string may bring its own virtual stages.
     vpp = config.virtual_pipeline_model_parallel_size
     chunks = []

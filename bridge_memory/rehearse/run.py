@@ -97,12 +97,17 @@ class Rehearsal:
         return sum(b.gradient_bytes for b in self.buffers)
 
 
-def rehearse(run: RunSpec, stage: int | None = None, *, rank: int | None = None) -> Rehearsal:
-    """Rehearse the first rank of ``stage``, or ``rank``. Raises SpecError, RehearsalUnavailable."""
+def rehearse(
+    run: RunSpec, stage: int | None = None, *, rank: int | None = None, architecture: Any = None
+) -> Rehearsal:
+    """Rehearse the first rank of ``stage``, or ``rank``. Raises SpecError, RehearsalUnavailable.
+
+    ``architecture``: a TransformerConfig of the model from elsewhere, see ``model.transformer_config``.
+    """
     if rank is None:
         rank = rank_of_stage(run.parallel, stage or 0)
     with on_rank(run, rank):
-        chunks = build_chunks(run)
+        chunks = build_chunks(run, architecture=architecture)
         parameters = [{n: tuple(p.shape) for n, p in chunk.named_parameters()} for chunk in chunks]
         wrapped = [distributed(run, chunk, i) for i, chunk in enumerate(chunks)]
         done = tuple(

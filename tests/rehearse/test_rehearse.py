@@ -131,3 +131,43 @@ def test_the_gpu_path_asks_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None
         pytest.skip("there is a GPU")
     assert main([*COMMAND, "--device", "cuda"]) == 2
     assert "needs a GPU" in capsys.readouterr().err
+
+
+MBRIDGE = {
+    "dense, biases": ["Qwen/Qwen2-7B", "--tp", "2", "--num-gpus", "4"],
+    "experts": ["Qwen/Qwen3-30B-A3B", "--ep", "8", "--pp", "4", "--num-gpus", "32", "--stage", "3"],
+    "multi-latent attention": [
+        "deepseek-ai/DeepSeek-V3", "--tp", "2", "--ep", "32", "--etp", "1", "--pp", "2", "--num-gpus", "128",
+        "--num-layers", "8", "--mtp-num-layers", "0",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MBRIDGE)
+def test_mbridges_own_config_makes_the_rank_that_is_predicted(
+    case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rehearsed modules take every architecture field from mbridge's TransformerConfig, none from ours."""
+    pytest.importorskip("mbridge", exc_type=ImportError)
+    assert main(["rehearse", *MBRIDGE[case], "--mapping", "mbridge", "--json", "--seq-length", "1024"]) == 0
+    rows = {r["name"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
+    for name in ("parameters (elements)", "weights", "gradients", "optimizer state"):
+        assert rows[name]["difference"] == 0, name
+
+
+def test_an_architecture_from_elsewhere_is_what_is_built() -> None:
+    """A config with twice the inner width gives the layers that width, whatever the spec says."""
+    from dataclasses import replace as changed
+
+    from bridge_memory.rehearse.model import transformer_config
+
+    run = RunSpec(model=resolve_model("meta-llama/Llama-3.2-1B"), implementation=LOCAL)
+    wide = changed(transformer_config(run), ffn_hidden_size=16384)
+    ours, theirs = rehearse(run), rehearse(run, architecture=wide)
+    assert theirs.parameters - ours.parameters == 16 * 3 * 2048 * 8192
+
+
+def test_a_model_that_mbridge_does_not_know_is_refused_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("mbridge", exc_type=ImportError)
+    assert main(["rehearse", "openai/gpt-oss-20b", "--mapping", "mbridge"]) == 2
+    assert "--mapping builtin" in capsys.readouterr().err
