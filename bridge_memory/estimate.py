@@ -217,6 +217,10 @@ def _assumptions(run: RunSpec) -> tuple[str, ...]:
             if impl.moe_imbalance == 1.0
             else f"the most loaded rank gets {impl.moe_imbalance:g} times the balanced number of tokens"
         )
+    if impl.deterministic_mode or impl.nvte_deterministic:
+        out.append("deterministic_mode: attention's backward needs no more scratch than it does otherwise")
+    if impl.cp_comm_type in ("allgather", "a2a+p2p") and run.parallel.cp > 1:
+        out.append(f"cp_comm_type ({impl.cp_comm_type}) holds what the ring of p2p holds")
     if runs_plain(run.model, context_of(run)):
         asked = []
         if run.recompute.granularity == "full":

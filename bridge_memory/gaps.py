@@ -22,10 +22,6 @@ def _gaps(run: RunSpec) -> Iterator[str]:
         yield "defer_embedding_wgrad_compute: output gradients of the logits that wait for the flush"
     if impl.use_transformer_engine_op_fuser:
         yield "use_transformer_engine_op_fuser: what the fused MLP keeps (estimated as the unfused one)"
-    if impl.cp_comm_type in ("allgather", "a2a+p2p") and run.parallel.cp > 1:
-        yield f"cp_comm_type ({impl.cp_comm_type}): its buffers (estimated as the ring of p2p)"
-    if impl.deterministic_mode or impl.nvte_deterministic:
-        yield "deterministic_mode: the larger scratch of attention's deterministic backward"
     if impl.moe_apply_probs_on_input:
         yield "moe_apply_probs_on_input: the scaled copy of the tokens"
     if precision.fp8 and (precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16):
