@@ -8,6 +8,7 @@ no less.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from bridge_memory.rehearse.patches import building
 from bridge_memory.rehearse.te_shapes import parameter_shapes_with_te
 from bridge_memory.rehearse.world import fake_world, rank_of_stage
 from bridge_memory.spec import (
+    AttentionSpec,
     GatedDeltaNetSpec,
     ImplementationSpec,
     ModelSpec,
@@ -40,6 +42,9 @@ DENSE = {
     "Qwen2 7B (QKV bias)": "Qwen/Qwen2-7B",
     "Qwen3 8B (q/k norm)": "Qwen/Qwen3-8B",
     "Mistral 7B": "mistralai/Mistral-7B-v0.1",
+    "Llama 3.2 3B (tied)": "meta-llama/Llama-3.2-3B",
+    "Llama 3 70B": "meta-llama/Meta-Llama-3-70B",
+    "Qwen3 32B": "Qwen/Qwen3-32B",
 }
 EXPERTS = {
     "Mixtral 8x7B": "mistralai/Mixtral-8x7B-v0.1",
@@ -59,8 +64,8 @@ HYBRID = {
 
 
 def layouts(model: ModelSpec) -> dict[str, ParallelSpec]:
-    """Six kinds of layout or more for this model: even, uneven, interleaved, by string, with experts
-    spread.
+    """Eight kinds of layout or more for a GPT model: even, uneven, interleaved, by string, with experts spread; three
+    for a hybrid, whose stack takes no layout string.
     """
     n = model.num_layers
     moe = next((x.ffn for x in model.layers if isinstance(x.ffn, MoESpec)), None)
@@ -68,69 +73,66 @@ def layouts(model: ModelSpec) -> dict[str, ParallelSpec]:
     etp = 1 if biased_experts else None
     ep = 1 if moe is None else next(e for e in (16, 10, 8, 6, 5, 4, 2) if moe.num_experts % e == 0)
     experts = {"expert_model_parallel_size": ep}
-    cp = 1 if any(isinstance(x.mixer, GatedDeltaNetSpec) for x in model.layers) else 2  # it has no CP yet
-    pp = next(p for p in (8, 7, 6, 5, 4, 3, 2) if n % p == 0) if any(n % p == 0 for p in range(2, 9)) else 1
-    found = {
-        "even stages": (2, pp, 1, {**experts, "expert_tensor_parallel_size": etp}),
-        "tp 1": (1, pp, 1, {**experts, "context_parallel_size": cp}),
+    alone = {**experts, "expert_tensor_parallel_size": 1}
+    # The gated delta net has no context parallelism yet, softmax sinks have none of the ring kind.
+    without = any(
+        isinstance(x.mixer, GatedDeltaNetSpec) or getattr(x.mixer, "learnable_softmax_sink", False)
+        for x in model.layers
+    )
+    cp = 1 if without else 2
+    if any(isinstance(x.mixer, AttentionSpec) and x.mixer.learnable_softmax_sink for x in model.layers):
+        cp = 1  # Transformer Engine exchanges sinks by a2a alone
+    pp = next((p for p in (8, 7, 6, 5, 4, 3, 2) if n % p == 0), 1)
+    # (tp, stages, more)
+    found: dict[str, tuple[int, int, dict[str, Any]]] = {
+        "even stages": (2, pp, {**experts, "expert_tensor_parallel_size": etp}),
+        "even stages, tp 1": (1, pp, {**experts, "context_parallel_size": cp}),
         "uneven ends": (
-            2, 4, 1,
+            2, 4,
             {
-                **experts, "expert_tensor_parallel_size": 1,
-                "num_layers_in_first_pipeline_stage": 2 + (n - 4) % 2,
+                **alone, "num_layers_in_first_pipeline_stage": 2 + (n - 4) % 2,
                 "num_layers_in_last_pipeline_stage": 2,
             },
         ),
     }  # fmt: skip
-    mtp = "m" * model.mtp_num_layers
     if not model.hybrid:
-        half = n // 2
+        mtp, q, r = "m" * model.mtp_num_layers, n // 4, (n - 3) // 6
         found |= {
             "embedding and loss alone": (
-                4 if etp is None else 2, 4, 1,
-                {
-                    **experts, "expert_tensor_parallel_size": 1,
-                    "pipeline_model_parallel_layout": f"E|t*{half}|t*{n - half}|{mtp}L",
-                },
+                4 if etp is None else 2, 6,
+                {**alone, "pipeline_model_parallel_layout": f"E|t*{q}|t*{q}|t*{q}|t*{n - 3 * q}|{mtp}L"},
             ),
             "layout string with virtual stages": (
-                2, 2, 2,
+                2, 4,
                 {
-                    **experts, "expert_tensor_parallel_size": 1,
-                    "virtual_pipeline_model_parallel_size": 2,
-                    "pipeline_model_parallel_layout": f"Ett|t*{half}|t*{n - half - 3}|t{mtp}L",
+                    **alone, "virtual_pipeline_model_parallel_size": 2,
+                    "pipeline_model_parallel_layout": f"Ett|{f't*{r}|' * 5}t*{n - 3 - 5 * r}|t{mtp}L",
                 },
             ),
-            "experts over tp and ep": (4 if etp is None else 1, 2 if n % 2 == 0 else 1, 1, {
+            "even stages, experts over tp and ep": (4 if etp is None else 1, pp, {
                 "expert_model_parallel_size": min(ep, 4) if ep % 4 == 0 else ep,
                 "expert_tensor_parallel_size": 2 if moe is not None and etp is None else 1,
             }),
+            "a first stage of its own": (1, 4, {**alone, "num_layers_in_first_pipeline_stage": 3 + n % 3}),
+            "a last stage of its own": (2, 3, {**alone, "num_layers_in_last_pipeline_stage": 2 + n % 2}),
         }  # fmt: skip
         if n % 4 == 0:
-            found["interleaved"] = (
-                2, 2, 2,
-                {
-                    **experts, "expert_tensor_parallel_size": 1, "virtual_pipeline_model_parallel_size": 2
-                },
+            found["even stages, interleaved"] = (
+                2, 2, {**alone, "virtual_pipeline_model_parallel_size": 2}
             )  # fmt: skip
         if (n + 2) % 4 == 0:
             found["embedding and loss count as layers"] = (
-                1, 4, 1,
+                1, 4,
                 {
-                    **experts,
-                    "account_for_embedding_in_pipeline_split": True,
+                    **experts, "account_for_embedding_in_pipeline_split": True,
                     "account_for_loss_in_pipeline_split": True,
                 },
             )  # fmt: skip
     out = {}
-    for name, (tp, stages, _, more) in found.items():
-        more = dict(more)
+    for name, (tp, stages, more) in found.items():
         wide = tp * (more.get("expert_model_parallel_size") or 1) * 2
         out[name] = ParallelSpec(
-            world_size=stages * wide,
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=stages,
-            **more,
+            world_size=stages * wide, tensor_model_parallel_size=tp, pipeline_model_parallel_size=stages, **more
         )
     return out
 
@@ -138,9 +140,10 @@ def layouts(model: ModelSpec) -> dict[str, ParallelSpec]:
 Shapes = list[dict[str, tuple[int, ...]]]
 
 
-def stages(parallel: ParallelSpec) -> list[int]:
-    """The first, a middle and the last stage."""
-    return sorted({0, parallel.pp // 2, parallel.pp - 1})
+def stages(name: str, parallel: ParallelSpec) -> list[int]:
+    """The first and the last stage; one between them where stages are not all alike."""
+    middle = () if name.startswith("even") else (parallel.pp // 2,)
+    return sorted({0, *middle, parallel.pp - 1})
 
 
 def differences(run: RunSpec, stage: int, built: Shapes) -> list[str]:
@@ -158,11 +161,11 @@ def differences(run: RunSpec, stage: int, built: Shapes) -> list[str]:
 def test_a_rank_owns_exactly_what_megatron_core_builds_locally(preset: str) -> None:
     model = resolve_model(preset)
     kinds = layouts(model)
-    assert len(kinds) >= 6
+    assert len(kinds) >= 8
     logging.disable(logging.WARNING)
     for name, parallel in kinds.items():
         run = RunSpec(model=model, parallel=parallel, implementation=LOCAL)
-        for stage in stages(parallel):
+        for stage in stages(name, parallel):
             with fake_world(parallel, rank_of_stage(parallel, stage)), building():
                 built = parameter_shapes(build_chunks(run))
             found = differences(run, stage, built)
@@ -176,7 +179,7 @@ def test_a_rank_owns_exactly_what_megatron_core_builds_with_transformer_engine()
         model = resolve_model(preset)
         for name, parallel in layouts(model).items():
             run = RunSpec(model=model, parallel=parallel)
-            for stage in stages(parallel):
+            for stage in stages(name, parallel):
                 jobs.append((run, stage))
                 labels.append(f"{preset}, {name}, stage {stage}")
     failed = []
