@@ -178,6 +178,8 @@ def test_a_rank_owns_exactly_what_megatron_core_builds_with_transformer_engine()
     for preset in [*DENSE.values(), *EXPERTS.values(), *HYBRID.values()]:
         model = resolve_model(preset)
         for name, parallel in layouts(model).items():
+            if name.endswith("of its own"):  # as "uneven ends"
+                continue
             run = RunSpec(model=model, parallel=parallel)
             for stage in stages(name, parallel):
                 jobs.append((run, stage))

@@ -95,6 +95,9 @@ class _CudaIs(TorchFunctionMode):
             kwargs = {**kwargs, "device": self._device}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.empty and "device" not in kwargs:
+            # ``moe/router.py`` makes its weight on the host and moves it.
+            kwargs = {**kwargs, "device": self._device}
         name = getattr(func, "__name__", "")
         if name == "cuda" and args and isinstance(args[0], torch.Tensor):
             return args[0].to(self._device)
