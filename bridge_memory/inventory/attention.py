@@ -79,7 +79,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
     with r.offload("attn_proj"):
         y = r.row_linear(
             "self_attention.linear_proj", out, q_width, h, bias=spec.add_output_bias,
-            original=ctx.fp8_recipe != "delayed" and not spec.attention_output_gate,
+            original=r.proj_keeps_original and not spec.attention_output_gate,
         )
     tape.touch(*before_rope)
     if region is not None:

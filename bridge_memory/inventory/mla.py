@@ -38,7 +38,7 @@ def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
     if recompute_up:
         tape.discard(up_region, *qkv)
     with r.offload("attn_proj"):
-        y = r.row_linear("self_attention.linear_proj", out, v_width, h, original=ctx.fp8_recipe != "delayed")
+        y = r.row_linear("self_attention.linear_proj", out, v_width, h, original=r.proj_keeps_original)
     if recompute_norm:
         tape.discard(norm_region, normed)
     return y

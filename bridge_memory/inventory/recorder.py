@@ -100,6 +100,13 @@ class Recorder:
         copy = self.tape.tensor(f"{name} input in fp8", self.fp8_bytes(elements), grad=False)
         return (copy,), (copy,)
 
+    @property
+    def proj_keeps_original(self) -> bool:
+        """Whether linear_proj keeps attention's output, which attention keeps anyway, and no fp8 copy of it
+        (``attention.py: Attention.__init__``: with Transformer Engine 2.6 or later, not for the delayed recipe)."""
+        release = self.ctx.impl.transformer_engine
+        return self.ctx.fp8_recipe != "delayed" and (release is None or release >= (2, 6))
+
     # ---- modules ----
 
     def norm(self, name: str, x: T, width: int, rows: int, *, per_module: str | None = None) -> T:

@@ -56,6 +56,23 @@ def test_sinks_run_in_cudnn_even_before_hopper() -> None:
         layer(SINKS, attention_backend="flash")
 
 
+def test_fp8_copies_attentions_output_only_where_megatron_does_not_ask_for_the_original() -> None:
+    """From TE 2.6 linear_proj keeps the bf16 output that attention keeps anyway; before, and with the delayed recipe,
+    a copy of 2048 x 2048 bytes beside it."""
+
+    def saved(recipe: str, release: tuple[int, int]) -> int:
+        run = RunSpec(
+            model=resolve_model(LLAMA), batch=BatchSpec(seq_length=2048),
+            precision=PrecisionSpec(fp8="e4m3", fp8_recipe=recipe),
+            implementation=ImplementationSpec(transformer_engine=release),
+        )
+        return layer_inventory(run.model.layers[0], context_of(run)).cost.saved
+
+    copy = 2048 * 2048
+    assert saved("tensorwise", (2, 5)) == saved("tensorwise", (2, 6)) + copy
+    assert saved("delayed", (2, 6)) == saved("delayed", (2, 5)) == saved("tensorwise", (2, 5))
+
+
 def test_sinks_and_context_parallelism_need_a2a() -> None:
     with pytest.raises(SpecError, match=r"cp_comm_type.*a2a"):
         layer(SINKS, cp=2)
