@@ -103,7 +103,7 @@ class Recorder:
     @property
     def proj_keeps_original(self) -> bool:
         """Whether linear_proj keeps attention's output, which attention keeps anyway, and no fp8 copy of it
-        (``attention.py: Attention.__init__``: from core 0.14 and Transformer Engine 2.6, not for the delayed recipe)."""
+        (``attention.py: Attention.__init__``: from core 0.14 and TE 2.6, not for the delayed recipe)."""
         if self.ctx.fp8_recipe == "delayed" or self.ctx.impl.megatron_core < (0, 14):
             return False
         release = self.ctx.impl.transformer_engine
