@@ -146,12 +146,25 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
     quiet = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), fake_world(run.parallel, rank):
+        with warnings.catch_warnings(), _collecting_only_what_is_new(), fake_world(run.parallel, rank):
             warnings.simplefilter("ignore")
             with patches.running(*((moe.topk, moe.num_experts) if moe else ())):
                 yield
     finally:
         logging.disable(quiet)
+
+
+@contextmanager
+def _collecting_only_what_is_new() -> Iterator[None]:
+    """Keep what lives already out of ``gc.collect``: torch and megatron-core alone take 0.2 s each time."""
+    mine = not gc.get_freeze_count()
+    if mine:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if mine:
+            gc.unfreeze()
 
 
 # ---- gradients -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ class _Storage:
     module: str
     made_by: str
     ref: Any
+    #: Addresses come back as soon as a storage is gone; this number does not.
+    serial: int
 
 
 class Tracker(TorchDispatchMode):
@@ -68,6 +71,7 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self._device = device
         self._live: dict[int, _Storage] = {}
+        self._serial = count()
         self._static: dict[int, Any] = {}
         self._saved: dict[int, tuple[SavedRecord, Any]] = {}
         self._names: dict[int, str] = {}
@@ -113,7 +117,7 @@ class Tracker(TorchDispatchMode):
         if key in self._live or key in self._static:
             return False
         nbytes = storage.nbytes()
-        made = _Storage(nbytes, self._path[-1], name, None)
+        made = _Storage(nbytes, self._path[-1], name, None, next(self._serial))
         made.ref = weakref.ref(storage, self._forget(key))
         self._live[key] = made
         self.live_bytes += nbytes
@@ -153,18 +157,21 @@ class Tracker(TorchDispatchMode):
         )
 
     def keys(self) -> frozenset[int]:
-        """The storages alive now."""
-        return frozenset(self._live)
+        """The storages alive now, by serial number."""
+        return frozenset(s.serial for s in self._live.values())
 
     def alive(self, among: frozenset[int]) -> list[Alive]:
         return [
-            Alive(s.module, s.made_by, s.nbytes) for k, s in self._live.items() if k in among and s.nbytes
+            Alive(s.module, s.made_by, s.nbytes)
+            for s in self._live.values()
+            if s.serial in among and s.nbytes
         ]
 
     def without(self, lasting: frozenset[int], *peaks: Peak) -> list[Peak]:
         """The peaks less what is lasting."""
-        off = sum(s.nbytes for k, s in self._live.items() if k in lasting)
-        names = {(s.module, s.made_by, s.nbytes) for k, s in self._live.items() if k in lasting}
+        kept = [s for s in self._live.values() if s.serial in lasting]
+        off = sum(s.nbytes for s in kept)
+        names = {(s.module, s.made_by, s.nbytes) for s in kept}
         return [
             replace(
                 p,
@@ -209,11 +216,11 @@ class Tracker(TorchDispatchMode):
 
     def held(self, lasting: frozenset[int]) -> list[Alive]:
         """What is alive now, neither saved nor ``lasting``: a module's attribute or the caller holds it."""
-        kept = lasting | {key for key, (_, ref) in self._saved.items() if ref() is not None}
+        saved = {key for key, (_, ref) in self._saved.items() if ref() is not None}
         return [
             Alive(s.module, s.made_by, s.nbytes)
             for key, s in self._live.items()
-            if key not in kept and s.nbytes
+            if key not in saved and s.serial not in lasting and s.nbytes
         ]
 
     # ---- watching a model ----

@@ -171,3 +171,22 @@ def test_a_model_that_mbridge_does_not_know_is_refused_with_the_way_out(capsys: 
     pytest.importorskip("mbridge", exc_type=ImportError)
     assert main(["rehearse", "openai/gpt-oss-20b", "--mapping", "mbridge"]) == 2
     assert "--mapping builtin" in capsys.readouterr().err
+
+
+def test_an_address_that_comes_back_is_another_tensor() -> None:
+    """The allocator hands a freed storage's address out again; what is alive must not be taken for what was."""
+    import torch
+
+    from bridge_memory.rehearse.tracker import Tracker
+
+    tracker, reused = Tracker(), False
+    with tracker.watching(torch.nn.Module()):
+        for _ in range(100):
+            tensor = torch.empty(16, device="meta")
+            address, before = tensor.untyped_storage()._cdata, tracker.keys()
+            del tensor
+            tensor = torch.empty(16, device="meta")
+            reused |= tensor.untyped_storage()._cdata == address
+            assert not before & tracker.keys()
+            del tensor
+    assert reused
