@@ -179,14 +179,12 @@ def test_an_address_that_comes_back_is_another_tensor() -> None:
 
     from bridge_memory.rehearse.tracker import Tracker
 
-    tracker, reused = Tracker(), False
+    tracker, addresses, known = Tracker(), set(), set()
     with tracker.watching(torch.nn.Module()):
         for _ in range(100):
             tensor = torch.empty(16, device="meta")
-            address, before = tensor.untyped_storage()._cdata, tracker.keys()
+            addresses.add(tensor.untyped_storage()._cdata)
+            known |= tracker.keys()
             del tensor
-            tensor = torch.empty(16, device="meta")
-            reused |= tensor.untyped_storage()._cdata == address
-            assert not before & tracker.keys()
-            del tensor
-    assert reused
+    assert len(addresses) < 100
+    assert len(known) == 100
