@@ -118,12 +118,27 @@ _INTS: dict[type, tuple[str, ...]] = {
 }
 
 
+#: Every expert is a parameter of its own on the list; a number beyond these is a damaged config, and would eat the
+#: memory of the machine that estimates it.
+MOST_EXPERTS = 8192
+MOST_EXPERT_WEIGHTS = 500_000
+MOST_MTP_LAYERS = 64
+
+
 def _check_model(model: ModelSpec) -> None:
     check_ints(model, "hidden_size", "vocab_size")
     if not model.layers:
         raise SpecError("num_layers (0) is below 1; give a model of one layer or more")
     for name in ("make_vocab_size_divisible_by", "mtp_num_layers", "max_position_embeddings"):
         _check_count(model, name)
+    if model.mtp_num_layers > MOST_MTP_LAYERS:
+        raise SpecError(f"mtp_num_layers ({model.mtp_num_layers}) is beyond any model; give at most {MOST_MTP_LAYERS}")
+    experts = sum(layer.ffn.num_experts for layer in model.layers if isinstance(layer.ffn, MoESpec))
+    if experts > MOST_EXPERT_WEIGHTS:
+        raise SpecError(
+            f"num_moe_experts over num_layers ({model.num_layers}) make {experts} experts in all; give at most "
+            f"{MOST_EXPERT_WEIGHTS}"
+        )
     for name in ("hidden_dropout", "attention_dropout"):
         check_fraction(name, getattr(model, name), below_one=True)
     if model.mtp_num_layers and model.mtp_layer is None:
@@ -163,6 +178,8 @@ def _check_divides(block: object, name: str, of: str) -> None:
 
 def _check_moe(moe: MoESpec) -> None:
     """TC."""
+    if moe.num_experts > MOST_EXPERTS:
+        raise SpecError(f"num_moe_experts ({moe.num_experts}) is beyond any model; give at most {MOST_EXPERTS}")
     if moe.topk > moe.num_experts:
         raise SpecError(f"moe_router_topk ({moe.topk}) is larger than num_moe_experts ({moe.num_experts}); lower it")
     _check_count(moe, "shared_expert_intermediate_size")

@@ -152,6 +152,12 @@ def test_truncated_and_absurd_files_are_refused(capsys: pytest.CaptureFixture[st
     refused(capsys, "estimate", str(tmp_path / "missing" / "config.json"))
 
 
+def test_a_count_beyond_any_model_does_not_eat_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    config = dict(resolve_config("Qwen/Qwen3-30B-A3B")[1])
+    line = refused(capsys, "estimate", "--custom-config", json.dumps({**config, "num_experts": 3_000_000}))
+    assert "experts" in line and "3000000" in line
+
+
 def test_output_is_whole_and_never_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "estimate.json"
     argv = ["estimate", "Llama-3.1-8B", "--json", "--output", str(path)]
