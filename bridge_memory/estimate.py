@@ -116,7 +116,7 @@ def estimate(run: RunSpec) -> Estimate:
         stages=tuple(stages),
         parameters=model_parameters(run.model),
         mtp_parameters=mtp_parameters(run.model),
-        assumptions=run.model.assumptions + run.assumptions + _assumptions(run),
+        assumptions=run.model.assumptions + run.assumptions + _assumptions(run, ctx),
         not_modelled=run.model.not_modelled + run.not_modelled + gaps(run),
     )
 
@@ -129,6 +129,8 @@ class _Holdings:
     static: tuple[Component, ...]
     leftovers: tuple[Component, ...]
     batch: int
+    #: Bytes of parameters that Megatron-FSDP gathers while a layer runs.
+    gathered: int
     inventories: tuple[ChunkInventory, ...]
     costs: tuple[ChunkCost, ...]
 
@@ -143,6 +145,7 @@ def _holdings(
         static=(*state[1], *lasting),
         leftovers=tuple(leftovers),
         batch=batch_bytes(run, chunks),
+        gathered=gathered_parameter_bytes(run, chunks, ctx),
         inventories=inventories,
         costs=tuple(ChunkCost(i.saved, i.forward_peak, i.backward_peak) for i in inventories),
     )
@@ -182,7 +185,7 @@ def _stage(
         )
     if batch:
         components.append(Component("batch: tokens, labels, masks", batch, "transient", "formula"))
-    gathered = gathered_parameter_bytes(run, chunks, ctx)
+    gathered = held.gathered
     if gathered:
         components.append(Component("parameters gathered by Megatron-FSDP", gathered, "transient", "formula"))
     transient = moment.bytes - moment.hidden_bytes - sum(saved.values())
@@ -208,7 +211,7 @@ def _stage(
 _ROUTED = ("MoE experts", "MoE router and dispatch")
 
 
-def _assumptions(run: RunSpec) -> tuple[str, ...]:
+def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:
     out = []
     impl = run.implementation
     if run.model.has_experts and not impl.moe_pad_expert_input_to_capacity:
@@ -221,7 +224,7 @@ def _assumptions(run: RunSpec) -> tuple[str, ...]:
         out.append("deterministic_mode: attention's backward needs no more scratch than it does otherwise")
     if impl.cp_comm_type in ("allgather", "a2a+p2p") and run.parallel.cp > 1:
         out.append(f"cp_comm_type ({impl.cp_comm_type}) holds what the ring of p2p holds")
-    if runs_plain(run.model, context_of(run)):
+    if runs_plain(run.model, ctx):
         asked = []
         if run.recompute.granularity == "full":
             asked.append("recompute_granularity (full)")

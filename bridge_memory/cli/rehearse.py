@@ -85,14 +85,14 @@ def _architecture(args: argparse.Namespace) -> Any:
     """With --mapping mbridge, mbridge's own TransformerConfig; None where the model comes from our reading."""
     if args.mapping != "mbridge" or args.megatron_args is not None:
         return None
-    from bridge_memory.readers.mbridge_mapping import _bridge
+    from bridge_memory.readers.mbridge_mapping import mbridge_of
     from bridge_memory.readers.resolve import parse_config, resolve_config
 
     if args.custom_config is not None:
         name, config = "custom config", parse_config(args.custom_config, "custom config")
     else:
         name, config = resolve_config(args.model)
-    return _bridge(config, name).config
+    return mbridge_of(config, name).config
 
 
 def _print_details(done: Any) -> None:

@@ -22,7 +22,7 @@ def model_from_mbridge(config: Mapping[str, Any], name: str = "config") -> Model
         config = {"model_type": "gemma3", "text_config": dict(config), "tie_word_embeddings": tied}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        bridge = _bridge(config, name)
+        bridge = mbridge_of(config, name)
     model_type = str(config["model_type"])
     text = next(
         (getattr(bridge.hf_config, k) for k in ("text_config", "llm_config") if hasattr(bridge.hf_config, k)),
@@ -55,7 +55,7 @@ def model_from_mbridge(config: Mapping[str, Any], name: str = "config") -> Model
     )
 
 
-def _bridge(config: Mapping[str, Any], name: str) -> Any:
+def mbridge_of(config: Mapping[str, Any], name: str) -> Any:
     """mbridge's Bridge for a parsed config.json, for one rank that holds everything."""
     try:
         from mbridge import AutoBridge
