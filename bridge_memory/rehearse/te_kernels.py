@@ -1,0 +1,614 @@
+"""Transformer Engine without a GPU: its real Python over kernels that only make their outputs.
+
+Which tensors Transformer Engine allocates, saves and frees is decided by its Python (autograd functions of
+``pytorch/module``, ``pytorch/attention``, ``pytorch/permutation.py``); its compiled half,
+``transformer_engine_torch``, computes. Here that half is replaced by functions that allocate what the kernels
+return and compute nothing; the Triton kernels, whose outputs are made in Python, are launched into nothing.
+
+It takes the pure Python wheel alone: ``pip install --no-deps transformer_engine``. megatron-core looks for
+Transformer Engine once, when it is imported, so a process takes Transformer Engine with ``load`` before that,
+or not at all.
+
+Seen with Transformer Engine 2.11.0 and 2.20.2. Outputs follow ``transformer_engine/pytorch/csrc/extensions``
+of these releases. Not seen here, since kernels make and drop it inside: cuDNN's and cuBLAS's workspaces
+beyond those that Python allocates.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import prod
+from typing import Any
+
+import torch
+
+from bridge_memory.rehearse.patches import META, replaced
+from bridge_memory.rehearse.world import RehearsalUnavailable
+
+PACKAGE = "transformer_engine"
+COMPILED = "transformer_engine_torch"
+#: Versions of the libraries that Transformer Engine chooses its paths by: a Hopper GPU with CUDA 13.
+COMPUTE_CAPABILITY = (9, 0)
+CUDNN_VERSION = 91400
+CUBLAS_VERSION = 130000
+CUDA_VERSION = "13.0"
+#: ``common/util/multi_stream.cpp``: streams that grouped GEMMs are spread over.
+CUBLAS_STREAMS = 4
+
+
+def installed() -> bool:
+    """Whether Transformer Engine's Python can be found."""
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
+def loaded() -> bool:
+    """Whether this process runs Transformer Engine over these kernels."""
+    return isinstance(sys.modules.get(COMPILED), _Kernels)
+
+
+def load() -> None:
+    """Import Transformer Engine over kernels that compute nothing, for the life of this process.
+
+    Raises RehearsalUnavailable when it is not installed, or when megatron-core was imported without it.
+    """
+    if loaded():
+        return
+    if not installed():
+        raise RehearsalUnavailable(
+            "transformer_impl (transformer_engine) needs Transformer Engine's Python; install it with: "
+            "pip install --no-deps transformer_engine"
+        )
+    if "megatron.core" in sys.modules or PACKAGE in sys.modules:
+        raise RehearsalUnavailable(
+            "megatron-core or Transformer Engine is already imported in this process; "
+            "run the rehearsal with transformer_impl transformer_engine in a process of its own"
+        )
+    # torch asks for triton once, here: it must not meet the stand-in.
+    importlib.import_module("torch._inductor.runtime.hints")
+    sys.modules[COMPILED] = _Kernels()
+    with ExitStack() as stack:
+        stack.enter_context(_found_first(_Finder()))
+        # Keeps ``transformer_engine/common`` from loading the shared libraries.
+        stack.enter_context(_environment("NVTE_PROJECT_BUILDING", "1"))
+        stack.enter_context(replaced(torch.version, "cuda", CUDA_VERSION))
+        stack.enter_context(replaced(torch.cuda, "get_device_properties", lambda *a: _Device()))
+        stack.enter_context(replaced(torch.cuda, "get_device_capability", lambda *a: COMPUTE_CAPABILITY))
+        _package_alone()
+        common = importlib.import_module(f"{PACKAGE}.common")
+        common.load_framework_extension = lambda framework: None
+        importlib.import_module(f"{PACKAGE}.pytorch")
+
+
+def version() -> str:
+    """The release of Transformer Engine that is installed."""
+    return importlib.metadata.version(PACKAGE)
+
+
+def _package_alone() -> None:
+    """Make the package importable bit by bit: its ``__init__`` imports everything at once."""
+    found = importlib.util.find_spec(PACKAGE)
+    assert found is not None
+    package = types.ModuleType(PACKAGE)
+    package.__path__ = list(found.submodule_search_locations or ())
+    package.__spec__ = found
+    package.__version__ = version()  # type: ignore[attr-defined]
+    sys.modules[PACKAGE] = package
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+# ---- what is imported and never run ---------------------------------------------------------------
+
+
+class _NoLaunch:
+    """A Triton kernel: ``kernel[grid](...)`` launches nothing. Its outputs are arguments."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+class _Triton(types.ModuleType):
+    """``triton`` and what is below: decorators that make kernels, the arithmetic of grids, and names."""
+
+    __version__ = "3.4.0"
+
+    @staticmethod
+    def jit(function: Any = None, **_: object) -> Any:
+        return _NoLaunch() if callable(function) else (lambda f: _NoLaunch())
+
+    @staticmethod
+    def autotune(*_: object, **__: object) -> Any:
+        return lambda kernel: kernel
+
+    heuristics = autotune
+
+    @staticmethod
+    def cdiv(a: int, b: int) -> int:
+        return -(-a // b)
+
+    @staticmethod
+    def next_power_of_2(n: int) -> int:
+        return 1 << max(0, n - 1).bit_length()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(f"{self.__name__}.{name}")
+
+
+class _Name:
+    """Something that is named in annotations and decorators, and does nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(f"{self._name}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) else self
+
+    def __or__(self, other: object) -> Any:
+        return Any
+
+    __ror__ = __or__
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds Triton, whether installed or not, and libraries of paths that a rehearsal does not take."""
+
+    ALWAYS, WHERE_MISSING = ("triton",), ("onnxscript", "onnx")
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        root = name.split(".")[0]
+        if root in self.ALWAYS or (root in self.WHERE_MISSING and not self._installed(root)):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def _installed(self, root: str) -> bool:
+        others = [f for f in sys.meta_path if f is not self]
+        return any(getattr(f, "find_spec", lambda *a: None)(root, None) for f in others)
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _Triton(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+@contextmanager
+def _found_first(finder: _Finder) -> Iterator[None]:
+    """Imports see the finder's modules in this block; afterwards nobody finds them."""
+    roots = (*finder.ALWAYS, *finder.WHERE_MISSING)
+
+    def mine() -> list[str]:
+        return [name for name in sys.modules if name.split(".")[0] in roots]
+
+    before = {name: sys.modules.pop(name) for name in mine()}
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in mine():
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+class _Device:
+    """Properties of the GPU that the rehearsal stands on."""
+
+    major, minor = COMPUTE_CAPABILITY
+    multi_processor_count = 132
+    total_memory = 141 * 10**9
+    name = "rehearsal"
+
+
+# ---- enumerations ---------------------------------------------------------------------------------
+
+
+def _enum(name: str, members: str) -> Any:
+    return enum.IntEnum(name, members.split(), start=0)  # type: ignore[misc]
+
+
+_QKV_LAYOUTS = (
+    "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D BSHD_BSHD_BSHD "
+    "T3HD TH3D THD_T2HD THD_TH2D THD_THD_THD SBHD_BSHD_BSHD BSHD_SBHD_SBHD THD_BSHD_BSHD THD_SBHD_SBHD "
+    "Paged_KV_BSHD_BSHD_BSHD Paged_KV_BSHD_SBHD_SBHD Paged_KV_SBHD_BSHD_BSHD Paged_KV_SBHD_SBHD_SBHD "
+    "Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD"
+)
+
+
+def _nvte(members: str) -> str:
+    return " ".join(f"NVTE_{m}" for m in members.split())
+
+
+ENUMS = {
+    # The members that the bindings export, with the values of ``transformer_engine.h``.
+    "DType": enum.IntEnum(
+        "DType",
+        {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6, "kFloat8E4M3": 7,
+         "kFloat8E5M2": 8, "kFloat4E2M1": 10},
+    ),
+    "FP8FwdTensors": _enum(
+        "FP8FwdTensors",
+        "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT "
+        "GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
+    ),
+    "FP8BwdTensors": _enum(
+        "FP8BwdTensors", "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3"
+    ),
+    "Float8BlockScaleTensorFormat": _enum("Float8BlockScaleTensorFormat", "GEMM_READY COMPACT INVALID"),
+    "CommOverlapType": _enum("CommOverlapType", "RS AG"),
+    "CommOverlapAlgo": _enum("CommOverlapAlgo", "NONE"),
+    "NVTE_QKV_Layout": _enum("NVTE_QKV_Layout", _nvte(_QKV_LAYOUTS)),
+    "NVTE_QKV_Format": _enum(
+        "NVTE_QKV_Format", _nvte("SBHD BSHD THD BSHD_2SBHD SBHD_2BSHD THD_2BSHD THD_2SBHD BHSD")
+    ),
+    "NVTE_Bias_Type": _enum("NVTE_Bias_Type", _nvte("NO_BIAS PRE_SCALE_BIAS POST_SCALE_BIAS ALIBI")),
+    "NVTE_Mask_Type": _enum(
+        "NVTE_Mask_Type",
+        _nvte(
+            "NO_MASK PADDING_MASK CAUSAL_MASK PADDING_CAUSAL_MASK CAUSAL_BOTTOM_RIGHT_MASK "
+            "PADDING_CAUSAL_BOTTOM_RIGHT_MASK"
+        ),
+    ),
+    "NVTE_Softmax_Type": _enum(
+        "NVTE_Softmax_Type", _nvte("VANILLA_SOFTMAX OFF_BY_ONE_SOFTMAX LEARNABLE_SOFTMAX")
+    ),
+    "NVTE_Fused_Attn_Backend": _enum(
+        "NVTE_Fused_Attn_Backend", _nvte("F16_max512_seqlen F16_arbitrary_seqlen FP8 No_Backend")
+    ),
+}
+
+_TORCH = {
+    "kByte": torch.uint8, "kInt32": torch.int32, "kFloat32": torch.float32, "kFloat16": torch.float16, "kBFloat16": torch.bfloat16,
+    "kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+def _dtype(value: Any) -> torch.dtype:
+    return value if isinstance(value, torch.dtype) else _TORCH[value.name]
+
+
+# ---- kernels --------------------------------------------------------------------------------------
+
+
+def _empty(shape: Sequence[int], dtype: Any) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=_dtype(dtype), device=META)
+
+
+def _quantized(tensor: torch.Tensor, quantizer: Any, shape: Any = None) -> Any:
+    """A tensor of this shape as the quantizer lays it out: its own Python makes the buffers."""
+    made = quantizer.make_empty(tuple(shape or tensor.shape), dtype=tensor.dtype, device=torch.device("cuda"))
+    if quantizer.internal:
+        return _storage_of(made)
+    return made
+
+
+def _storage_of(tensor: Any) -> Any:
+    """The bare storage that kernels return where the quantizer is internal to a module."""
+    metadata = tensor.get_metadata()
+    base = next(c for c in type(tensor).__mro__ if c.__name__.endswith("TensorStorage"))
+    try:
+        return base(**metadata)
+    except TypeError:
+        return base(**{k: v for k, v in metadata.items() if k != "dtype"})
+
+
+def _is_quantized(tensor: Any) -> bool:
+    return any(c.__name__ in ("QuantizedTensorStorage", "QuantizedTensorBase") for c in type(tensor).__mro__)
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(tensor.size())
+
+
+def generic_gemm(
+    a: Any, transa: bool, b: Any, transb: bool, out: Any, quantizer: Any, out_dtype: Any, bias: Any,
+    bias_dtype: Any, gelu: bool, gelu_in: Any, grad: bool, *rest: Any, extra_output: Any = None, **_: Any,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """``gemm.cpp: gemm``: the product unless ``out`` is given, and the bias gradient in backward."""
+    a_shape, b_shape = _shape(a), _shape(b)
+    if out is None:
+        rows = [b_shape[-1]] if transb else list(b_shape[:-1])
+        columns = prod(a_shape[:-1]) if transa else a_shape[-1]
+        dtype = out_dtype if out_dtype is not None else a.dtype
+        out = _empty([*rows, columns], dtype)
+        if quantizer is not None:
+            out = _quantized(out, quantizer)
+    bias_grad = _empty([b_shape[-1]], bias_dtype) if grad and bias is not None else None
+    return out, bias_grad, None, extra_output
+
+
+def te_general_grouped_gemm(*args: Any) -> Any:
+    """``gemm.cpp: te_general_grouped_gemm``: writes into the outputs that Python made."""
+    return args[7]
+
+
+def _normalized(x: torch.Tensor, out: Any, quantizer: Any, otype: Any) -> Any:
+    if out is not None:
+        return out
+    if quantizer is None:
+        return _empty(x.shape, otype)
+    return _quantized(torch.empty((), dtype=_dtype(otype), device=META), quantizer, x.shape)
+
+
+def rmsnorm_fwd(x: Any, weight: Any, eps: float, out: Any, quantizer: Any, otype: Any, *rest: Any) -> list[Any]:
+    """``normalization.cpp``: the output and one fp32 reciprocal a row."""
+    return [_normalized(x, out, quantizer, otype), None, _empty([prod(x.shape[:-1])], torch.float32)]
+
+
+def rmsnorm_bwd(dz: Any, x: Any, rsigma: Any, gamma: Any, *rest: Any) -> list[torch.Tensor]:
+    return [_empty(x.shape, x.dtype), _empty(gamma.shape, gamma.dtype)]
+
+
+def layernorm_fwd(
+    x: Any, weight: Any, bias: Any, eps: float, out: Any, quantizer: Any, otype: Any, *rest: Any
+) -> list[Any]:
+    """``normalization.cpp``: the output, a mean and a reciprocal a row, in fp32."""
+    rows = [prod(x.shape[:-1])]
+    made = _normalized(x, out, quantizer, otype)
+    return [made, _empty(rows, torch.float32), _empty(rows, torch.float32)]
+
+
+def layernorm_bwd(dz: Any, x: Any, mu: Any, rsigma: Any, gamma: Any, *rest: Any) -> list[torch.Tensor]:
+    return [_empty(x.shape, x.dtype), _empty(gamma.shape, gamma.dtype), _empty(gamma.shape, gamma.dtype)]
+
+
+def _heads(args: Sequence[Any]) -> list[Any]:
+    """Query, key and value: the first arguments with heads, whatever the release puts before them."""
+    return [a for a in args if (isinstance(a, torch.Tensor) or _is_quantized(a)) and len(_shape(a)) >= 3][:3]
+
+
+def _enum_among(args: Sequence[Any], kind: str) -> Any:
+    return next(a for a in args if isinstance(a, ENUMS[kind]))
+
+
+def fused_attn_fwd(*args: Any) -> list[Any]:
+    """``attention.cpp``: the output, fp32 statistics of the softmax a query and head, the random state.
+
+    fp8 keeps two statistics (maximum and reciprocal sum) and quantizes its output where it has a quantizer.
+    """
+    layout = _enum_among(args, "NVTE_QKV_Layout").name
+    query, _, value = _heads(args)
+    shape = _shape(query)
+    fake = next(a for a in args if isinstance(a, torch.dtype))
+    out: Any = _empty([*shape[:-1], _shape(value)[-1]], fake)
+    fp8 = _is_quantized(query)
+    if fp8:
+        quantizers = [a for a in args if hasattr(a, "make_empty")]
+        output = quantizers[-1]
+        if type(output).__name__ == "Float8Quantizer":
+            out = _quantized(out, output)
+    query_layout = layout.removeprefix("NVTE_").removeprefix("Paged_KV_").split("_")[0].replace("3", "")
+    if query_layout.startswith("T"):
+        rows = [shape[0], shape[1], 1]
+    elif query_layout.startswith("SB"):
+        rows = [shape[1], shape[2], shape[0], 1]
+    else:
+        rows = [shape[0], shape[2], shape[1], 1]
+    statistics = [_empty(rows, torch.float32) for _ in range(2 if fp8 else 1)]
+    random = _empty([2], torch.int64)
+    offset = []
+    if _enum_among(args, "NVTE_Softmax_Type").name != "NVTE_VANILLA_SOFTMAX":
+        offset = [a for a in args[20:] if isinstance(a, torch.Tensor) and a.dim() == 4 and a.shape[0] == 1][-1:]
+    return [out, *statistics, random, *offset]
+
+
+def fused_attn_bwd(*args: Any) -> list[Any]:
+    """``attention.cpp``: gradients of query, key and value; of a learnable softmax offset too."""
+    query, key, value = _heads(args)
+    gradient_of = [a for a in args if isinstance(a, torch.dtype)]
+    dtype = gradient_of[0] if gradient_of else query.dtype
+    made: list[Any] = [_empty(_shape(t), dtype) for t in (query, key, value)]
+    learnable = _enum_among(args, "NVTE_Softmax_Type").name == "NVTE_LEARNABLE_SOFTMAX"
+    heads = _shape(query)[-2]
+    return [*made, None, _empty([1, heads, 1, 1], torch.float32) if learnable else None]
+
+
+def get_fused_attn_backend(is_training: bool, q_dtype: Any, *rest: Any) -> Any:
+    """cuDNN's attention for any length; in fp8 where query, key and value are."""
+    backend = ENUMS["NVTE_Fused_Attn_Backend"]
+    return backend.NVTE_FP8 if q_dtype.name.startswith("kFloat8") else backend.NVTE_F16_arbitrary_seqlen
+
+
+def _rotated(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """``apply_rope.cpp``: the same shape, contiguous."""
+    return _empty(x.shape, x.dtype)
+
+
+def fused_qkv_rope_forward(qkv: torch.Tensor, q: Any, k: Any, start: Any, split: Any, *rest: Any) -> list[Any]:
+    """``apply_rope.cpp``: query, key and value apart; ``split`` in elements a group."""
+    width = sum(split)
+    lead = tuple(qkv.shape[:2])
+    groups = prod(qkv.shape[2:]) // width
+    head = split[1]
+    return [_empty([*lead, groups * n // head, head], qkv.dtype) for n in split]
+
+
+def fused_qkv_rope_backward(dq: Any, dk: Any, dv: Any, q: Any, k: Any, split: Any, *rest: Any) -> torch.Tensor:
+    heads = dq.shape[2] + dk.shape[2] + dv.shape[2]
+    return _empty([dq.shape[0], dq.shape[1], dk.shape[2], heads // dk.shape[2] * dk.shape[3]], dq.dtype)
+
+
+def fused_topk_with_score_function_fwd(logits: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    """``router.cpp``: probabilities, the routing map, and the scores that backward reads."""
+    return [_empty(logits.shape, logits.dtype), _empty(logits.shape, torch.bool), _empty(logits.shape, logits.dtype)]
+
+
+def fused_topk_with_score_function_bwd(tokens: int, experts: int, *rest: Any) -> torch.Tensor:
+    gradient = [a for a in rest if isinstance(a, torch.Tensor)][-1]
+    return _empty([tokens, experts], gradient.dtype)
+
+
+def fused_moe_aux_loss_fwd(probs: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    """``router.cpp``: the loss and one coefficient."""
+    return [_empty([], probs.dtype), _empty([], torch.float32)]
+
+
+def fused_moe_aux_loss_bwd(
+    coefficient: Any, tokens_per_expert: Any, rows: int, columns: int, grad: Any, *rest: Any
+) -> torch.Tensor:
+    return _empty([rows, columns], grad.dtype)
+
+
+def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
+    """``cast.cpp: quantize``: into ``output``, or into what the quantizer makes."""
+    return _quantized(tensor, quantizer) if output is None else output
+
+
+def split_quantize(tensor: torch.Tensor, sections: Sequence[int], quantizers: Sequence[Any], *rest: Any) -> list[Any]:
+    """``cast.cpp: split_quantize``: every part on its own."""
+    return [_quantized(p, q) for p, q in zip(torch.split(tensor, list(sections)), quantizers, strict=True)]
+
+
+def bgrad_quantize(tensor: torch.Tensor, quantizer: Any) -> list[Any]:
+    """``bias.cpp``: the sum over rows, and the quantized tensor."""
+    return [_empty([tensor.shape[-1]], tensor.dtype), _quantized(tensor, quantizer)]
+
+
+def dequantize(tensor: Any, dtype: Any) -> torch.Tensor:
+    return _empty(_shape(tensor), dtype)
+
+
+def fp8_transpose(data: torch.Tensor, dtype: Any, *, out: Any = None) -> torch.Tensor:
+    """``transpose.cpp``: last dimension first."""
+    return _empty([data.shape[-1], *data.shape[:-1]], data.dtype) if out is None else out
+
+
+def swap_first_dims(tensor: torch.Tensor, *, out: Any = None) -> torch.Tensor:
+    return _empty([tensor.shape[1], tensor.shape[0], *tensor.shape[2:]], tensor.dtype) if out is None else out
+
+
+def multi_tensor_l2norm(chunk: int, noop: Any, lists: Any, per_tensor: Any = False, *rest: Any) -> tuple[Any, Any]:
+    count = len(lists[0]) if per_tensor else 0
+    return _empty([1], torch.float32), _empty([count], torch.float32)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+class _Kernels(types.ModuleType):
+    """``transformer_engine_torch``. A kernel that is not here is refused by name, when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__(COMPILED)
+        self.__spec__ = importlib.machinery.ModuleSpec(COMPILED, None)
+        self.__all__: list[str] = []
+        known: dict[str, Any] = dict(ENUMS)
+        known.update(
+            (f.__name__, f)
+            for f in (
+                generic_gemm, te_general_grouped_gemm, rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd,
+                fused_attn_fwd, fused_attn_bwd, get_fused_attn_backend, fused_qkv_rope_forward,
+                fused_qkv_rope_backward, fused_topk_with_score_function_fwd, fused_topk_with_score_function_bwd,
+                fused_moe_aux_loss_fwd, fused_moe_aux_loss_bwd, quantize, split_quantize, bgrad_quantize,
+                dequantize, fp8_transpose, swap_first_dims, multi_tensor_l2norm,
+            )
+        )  # fmt: skip
+        known.update(
+            fused_rope_forward=_rotated,
+            fused_rope_backward=_rotated,
+            fused_score_for_moe_aux_loss_fwd=fused_topk_with_score_function_fwd,
+            fused_score_for_moe_aux_loss_bwd=fused_topk_with_score_function_bwd,
+            multi_tensor_unscale_l2norm=multi_tensor_l2norm,
+            get_cudnn_version=lambda: CUDNN_VERSION,
+            get_cublasLt_version=lambda: CUBLAS_VERSION,
+            get_num_cublas_streams=lambda: CUBLAS_STREAMS,
+            get_stream_priority_range=lambda *a: (-5, 0),
+            device_supports_multicast=lambda *a: False,
+            ubuf_built_with_mpi=lambda: False,
+        )
+        for name in (
+            "multi_tensor_scale", "multi_tensor_adam", "multi_tensor_adam_fp8", "multi_tensor_adam_capturable",
+            "multi_tensor_adam_capturable_master", "multi_tensor_adam_param_remainder", "multi_tensor_sgd",
+            "multi_tensor_compute_scale_and_scale_inv", "multi_tensor_compute_scale_inv_e8m0",
+            "fused_amax_and_scale_update_after_reduction", "compute_amax",
+        ):  # fmt: skip
+            known[name] = _nothing
+        for name, value in known.items():
+            setattr(self, name, value)
+        self.__all__ = sorted(known)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        class Unknown:
+            def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+                raise RehearsalUnavailable(f"Transformer Engine's kernel {name} is not known to the rehearsal")
+
+        Unknown.__name__ = name
+        setattr(self, name, Unknown)
+        return Unknown
+
+
+# ---- while a rank runs ----------------------------------------------------------------------------
+
+
+def _module(name: str) -> Any:
+    return sys.modules.get(f"{PACKAGE}.pytorch.{name}") or types.ModuleType(name)
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """What Transformer Engine asks of torch.cuda, answered; its workspaces and caches gone afterwards."""
+    gemm, base = _module("cpp_extensions.gemm"), _module("module.base")
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "get_device_properties", lambda *a: _Device()),
+            (torch.cuda, "get_device_capability", lambda *a: COMPUTE_CAPABILITY),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (torch.version, "cuda", CUDA_VERSION),
+            (torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta)),
+            (gemm, "get_tensor_device", lambda tensor: torch.cuda.current_device()),
+        ):
+            stack.enter_context(replaced(owner, name, value))
+        _clear(gemm, base)
+        try:
+            yield
+        finally:
+            _clear(gemm, base)
+
+
+def _clear(gemm: Any, base: Any) -> None:
+    """Workspaces (one set a process) and stand-in weight gradients (one a shape)."""
+    for name in ("get_cublas_workspace",):
+        function = getattr(gemm, name, None)
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+    for name in ("_dummy_wgrads", "_multi_stream_cublas_workspace"):
+        kept = getattr(base, name, None)
+        if kept is not None:
+            kept.clear()
+    attention = _module("attention.dot_product_attention.dot_product_attention")
+    utils = _module("attention.dot_product_attention.utils")
+    for owner, name in ((attention, "_attention_backends"), (utils, "_cu_seqlens_cache"), (utils, "_alibi_cache")):
+        kept = getattr(owner, name, None)
+        if isinstance(kept, dict) and name == "_cu_seqlens_cache":
+            kept.clear()
