@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from bridge_memory.rehearse import compiled
+
 META = "meta"
 _ABSENT = object()
 
@@ -75,6 +77,8 @@ class _Stream:
 
 
 def _is_cuda(device: object) -> bool:
+    if isinstance(device, int):
+        return True
     if isinstance(device, str):
         return device.startswith("cuda")
     return isinstance(device, torch.device) and device.type == "cuda"
@@ -470,6 +474,8 @@ class _Kernel:
 
     depth = 0
     ended: Callable[[], None] | None = None
+    #: Whether compiled functions run as written and count as one kernel, see compiled_functions_are_kernels.
+    counted = False
 
 
 def inside_a_kernel() -> bool:
@@ -484,31 +490,50 @@ def after_each_kernel(call: Callable[[], None]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _as_a_kernel() -> Iterator[None]:
+    _Kernel.depth += 1
+    try:
+        yield
+    finally:
+        _Kernel.depth -= 1
+        if not _Kernel.depth and _Kernel.ended is not None:
+            _Kernel.ended()
+
+
 @functools.cache
 def _one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        _Kernel.depth += 1
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _Kernel.depth -= 1
-            if not _Kernel.depth and _Kernel.ended is not None:
-                _Kernel.ended()
+        return compiled.call(function, args, kwargs, _as_a_kernel)
 
     return run
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.core.jit import jit_fuser
+
+    fused: Callable[..., Any] = jit_fuser(function)
+    return fused
+
+
+def jit_fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as megatron-core's own ``jit_fuser`` would have it here."""
+    return _one_kernel(function) if _Kernel.counted else _compiled(function)
 
 
 @contextmanager
 def compiled_functions_are_kernels() -> Iterator[None]:
     """``jit_fuser`` (``jit.py``) is torch.compile: SwiGLU, bias-dropout-add and their like run as one kernel.
 
-    They run here as written, and what they make and drop on the way does not count.
+    What they make and drop on the way does not count, and autograd keeps what torch's partitioner chooses.
     """
     for name in ("models.gpt.gpt_layer_specs", "fusions.fused_bias_dropout", "fusions.fused_cross_entropy"):
         _module(f"megatron.core.{name}")
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(replaced(_Kernel, "counted", True))
         for name, module in list(sys.modules.items()):
             if not name.startswith("megatron.core") or module is None:
                 continue

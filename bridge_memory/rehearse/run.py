@@ -8,19 +8,17 @@ for one layer on its own, which is what a block of the inventory describes.
 from __future__ import annotations
 
 import gc
-import logging
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bridge_memory.rehearse import patches
+from bridge_memory.rehearse import patches, te_kernels
 from bridge_memory.rehearse.model import TORCH_DTYPES, NotBuildable, build_chunks
 from bridge_memory.rehearse.tracker import Alive, Peak, SavedRecord, Tracker
-from bridge_memory.rehearse.world import fake_world, rank_of_stage, stage_of_rank
+from bridge_memory.rehearse.world import fake_world, quiet, rank_of_stage, stage_of_rank
 from bridge_memory.spec import MLPSpec, MoESpec, RunSpec, SpecError
 
 
@@ -128,30 +126,27 @@ def saved_tensors(run: RunSpec, stage: int, chunk: int = 0) -> list[SavedRecord]
 def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
     """Be this rank, with everything needed to run on the meta device, and leave no trace."""
     if run.implementation.te:
-        raise SpecError(
-            "transformer_impl (transformer_engine) needs a GPU to run; rehearse with --transformer-impl local "
-            "or --device cuda"
-        )
-    if run.precision.fp32_residual_connection:
+        te_kernels.load()
+    if run.precision.fp32_residual_connection and not run.implementation.te:
         raise NotBuildable(
             "fp32_residual_connection needs norms that change the dtype, of Apex or Transformer Engine"
         )
     biased = any(isinstance(x.ffn, MLPSpec) and x.ffn.add_bias for x in run.model.layers)
-    if run.recompute.selects("mlp") and biased:
+    if run.recompute.selects("mlp") and biased and not run.implementation.te:
         raise NotBuildable(
             "recompute_modules mlp with biases never ends: the checkpoint returns the bias parameter itself, "
             "which then counts as its output (megatron-core 0.16.1, random.py: CheckpointFunction)"
         )
     moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
-    quiet = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), _collecting_only_what_is_new(), fake_world(run.parallel, rank):
-            warnings.simplefilter("ignore")
-            with patches.running(*((moe.topk, moe.num_experts) if moe else ())):
-                yield
-    finally:
-        logging.disable(quiet)
+    with (
+        quiet(), _collecting_only_what_is_new(), fake_world(run.parallel, rank),
+        patches.running(*((moe.topk, moe.num_experts) if moe else ())), _transformer_engine(),
+    ):  # fmt: skip
+        yield
+
+
+def _transformer_engine() -> Any:
+    return te_kernels.running() if te_kernels.loaded() else nullcontext()
 
 
 @contextmanager
