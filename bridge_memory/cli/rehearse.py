@@ -32,16 +32,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Rehearse and print. Returns the exit code."""
-    from bridge_memory.rehearse.world import require_megatron
+    from bridge_memory.rehearse.world import quiet, require_megatron
 
-    require_megatron()
+    with quiet():
+        require_megatron()
+        spec = _spec(args)
+        if args.device == "cuda":
+            return _on_gpu(args, spec)
+        for flag in ("record", "snapshot"):
+            if getattr(args, flag):
+                raise SpecError(f"{flag} records a real run; it needs --device cuda")
+        return _on_meta(args, spec)
+
+
+def _spec(args: argparse.Namespace) -> RunSpec:
+    """The run, by the rules of the megatron-core that is installed, which is the one that will run."""
+    from bridge_memory.rehearse.world import installed_release
+
+    here = installed_release()
+    if here is None:
+        return run_from_arguments(args)
+    text = f"{here[0]}.{here[1]}"
+    if not args.megatron_core:
+        args.megatron_core = text
     spec = run_from_arguments(args)
-    if args.device == "cuda":
-        return _on_gpu(args, spec)
-    for flag in ("record", "snapshot"):
-        if getattr(args, flag):
-            raise SpecError(f"{flag} records a real run; it needs --device cuda")
-    return _on_meta(args, spec)
+    if spec.implementation.megatron_core != here:
+        raise SpecError(
+            f"megatron_core ({args.megatron_core}) is not the release installed here ({text}), which is the one that "
+            f"would run; drop --megatron-core, or install megatron-core {args.megatron_core}"
+        )
+    return spec
 
 
 def _on_meta(args: argparse.Namespace, spec: RunSpec) -> int:

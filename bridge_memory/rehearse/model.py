@@ -6,6 +6,7 @@ say (a hidden size that differs by layer, norms after attention, ...) is refused
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable
 from dataclasses import fields
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bridge_memory.rehearse.world import RehearsalUnavailable
+from bridge_memory.rehearse import patches
+from bridge_memory.rehearse.world import RehearsalUnavailable, installed_release
 from bridge_memory.spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
@@ -56,17 +58,48 @@ def _layers(run: RunSpec) -> list[LayerSpec]:
 
 
 def _activation(name: str) -> Any:
-    from megatron.core.activations import squared_relu
-    from megatron.core.fusions.fused_bias_geglu import quick_gelu
-
     known = {
         "silu": F.silu, "swiglu": F.silu, "gelu": F.gelu, "gelu_tanh": F.gelu, "gelu_pytorch_tanh": F.gelu,
-        "gelu_new": F.gelu, "relu": F.relu, "relu2": squared_relu, "squared_relu": squared_relu,
-        "quick_gelu": quick_gelu,
+        "gelu_new": F.gelu, "relu": F.relu, "relu2": _squared_relu(), "squared_relu": _squared_relu(),
+        "quick_gelu": _quick_gelu(),
     }  # fmt: skip
     if name not in known:
         raise NotBuildable(f"activation ({name!r}) is none of megatron-core's: {', '.join(sorted(known))}")
     return known[name]
+
+
+def _squared_relu() -> Any:
+    try:
+        from megatron.core.activations import squared_relu
+    except ImportError:  # 0.13; Megatron-LM then brought the same function itself (``training/activations.py``)
+        return patches.jit_fused(_relu_then_square)
+    return squared_relu
+
+
+def _relu_then_square(x: torch.Tensor) -> torch.Tensor:
+    return torch.pow(F.relu(x), 2)
+
+
+def _quick_gelu() -> Any:
+    fused = _fused_quick_gelu()
+    if fused is not None:
+        return fused
+    try:
+        from megatron.core.activations import quick_gelu
+    except ImportError:  # 0.13, as above
+        return patches.jit_fused(_sigmoid_of_1_702)
+    return quick_gelu
+
+
+def _sigmoid_of_1_702(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _fused_quick_gelu() -> Any:
+    """The one that TransformerConfig takes for fusible; None before 0.15."""
+    from megatron.core.fusions import fused_bias_geglu
+
+    return getattr(fused_bias_geglu, "quick_gelu", None)
 
 
 #: TransformerConfig fields that say what the model is; all others say how it is run.
@@ -80,6 +113,22 @@ ARCHITECTURE = (
     "add_router_bias", "moe_router_score_function", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
     "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_latent_size",
 )  # fmt: skip
+
+
+#: Fields that older releases lack: the value which says the same as no field, the first release that has it, and
+#: what it brings. (``moe_shared_expert_gate`` came with 0.16; before, the layer spec says so, see ``_gated``.)
+_SINCE: dict[str, tuple[Any, str, str]] = {
+    "moe_router_fusion": (False, "0.14", "a fused router"),
+    "softmax_type": ("vanilla", "0.15", "a learnable softmax sink"),
+    "window_attn_skip_freq": ([], "0.15", "sliding windows in some of the layers"),
+    "attention_output_gate": (False, "0.16", "a gate on attention's output"),
+    "experimental_attention_variant": (None, "0.16", "the gated delta net"),
+    "moe_latent_size": (0, "0.16", "experts in a latent space"),
+}
+
+
+def _installed() -> str:
+    return ".".join(map(str, installed_release() or ()))
 
 
 def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: Any = None) -> Any:
@@ -206,6 +255,9 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         config["bias_activation_fusion"] = False
     cls: Any = MLATransformerConfig if mla else TransformerConfig
     known = {f.name for f in fields(cls)}
+    for name, (absent, since, what) in _SINCE.items():
+        if name not in known and config.get(name, absent) not in (absent, None):
+            raise NotBuildable(f"{what} ({name}) needs megatron-core {since} or later, not {_installed()}")
     config = {k: v for k, v in config.items() if k in known}
     try:
         with warnings.catch_warnings():
@@ -227,14 +279,12 @@ def _one_line(refusal: Exception) -> str:
 
 def _bias_activation_fusion_allowed(config: dict[str, Any]) -> bool:
     """The combinations TransformerConfig accepts (``__post_init__``); it refuses the others."""
-    from megatron.core.fusions.fused_bias_geglu import quick_gelu
-
     func, gated = config["activation_func"], config["gated_linear_unit"]
     if func is F.gelu:
         return gated or config["add_bias_linear"]
-    if func is quick_gelu:
-        return bool(gated)
-    return func is F.silu
+    if func is F.silu:
+        return True
+    return bool(gated) and func is _fused_quick_gelu()
 
 
 def _attention_fields(run: RunSpec, attentions: list[AttentionSpec], add_bias: bool) -> dict[str, Any]:
@@ -266,10 +316,12 @@ def _attention_fields(run: RunSpec, attentions: list[AttentionSpec], add_bias: b
         raise NotBuildable(f"window_size takes {len(windows)} values; megatron-core holds one")
     if windows:
         out["window_size"] = (windows.pop() - 1, 0)
-        out["window_attn_skip_freq"] = [
+        here = [
             int(isinstance(x.mixer, AttentionSpec) and x.mixer.window_size is not None)
             for x in run.model.layers
         ]
+        if not all(here):
+            out["window_attn_skip_freq"] = here
     return out
 
 
@@ -318,10 +370,39 @@ def _gpt_block_spec(run: RunSpec, config: Any, vp_stage: int | None) -> tuple[An
     )
     if delta:
         return _with_gated_delta_nets(run, config, block, vp_stage)
-    last = gpt_layer_specs.get_gpt_decoder_layer_specs(
-        config, use_transformer_engine=te, normalization=config.normalization
-    )[-1]
+    last = _decoder_layer_specs(config, te)[-1]
+    if any(isinstance(x.ffn, MoESpec) and x.ffn.shared_expert_gate for x in _layers(run)):
+        for layer in (*block.layer_specs, last):
+            _gated(layer)
     return block, last
+
+
+def _decoder_layer_specs(config: Any, te: bool) -> list[Any]:
+    """The spec of every decoder layer, whatever stage it is on."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    every = getattr(gpt_layer_specs, "get_gpt_decoder_layer_specs", None)
+    if every is not None:
+        specs: list[Any] = every(config, use_transformer_engine=te, normalization=config.normalization)
+        return specs
+    # Before 0.16 there is only a chunk's share; a pipeline of one stage has them all.
+    whole = copy.copy(config)
+    whole.pipeline_model_parallel_size, whole.virtual_pipeline_model_parallel_size = 1, None
+    whole.num_layers_in_first_pipeline_stage = whole.num_layers_in_last_pipeline_stage = None
+    whole.account_for_embedding_in_pipeline_split = whole.account_for_loss_in_pipeline_split = False
+    whole.pipeline_model_parallel_layout = None
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        whole, use_transformer_engine=te, normalization=config.normalization
+    )
+    return list(block.layer_specs)
+
+
+def _gated(layer: Any) -> None:
+    """Give the shared experts their gate. Until 0.15 the layer spec says so (``moe_module_specs.py``); from 0.16
+    the config does, and the spec's word is not read."""
+    shared = getattr(getattr(layer.submodules.mlp, "submodules", None), "shared_experts", None)
+    if shared is not None and "gate" in shared.params:
+        shared.params["gate"] = True
 
 
 def _experimental_block_spec(config: Any, vp_stage: int | None) -> tuple[Any, Any]:
@@ -342,10 +423,7 @@ def _experimental_block_spec(config: Any, vp_stage: int | None) -> tuple[Any, An
 
 def _with_gated_delta_nets(run: RunSpec, config: Any, block: Any, vp_stage: int | None) -> tuple[Any, Any]:
     """As ``experimental_attention_variant_module_specs.py`` does, with local modules in place of TE's."""
-    import copy
-
     from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -357,9 +435,7 @@ def _with_gated_delta_nets(run: RunSpec, config: Any, block: Any, vp_stage: int 
             in_proj=backend.column_parallel_linear(), out_norm=norm, out_proj=backend.row_parallel_linear()
         ),
     )
-    specs = gpt_layer_specs.get_gpt_decoder_layer_specs(
-        config, use_transformer_engine=False, normalization=config.normalization
-    )
+    specs = _decoder_layer_specs(config, te=False)
     for i, layer in enumerate(run.model.layers):
         if isinstance(layer.mixer, GatedDeltaNetSpec):
             specs[i] = copy.deepcopy(specs[i])
@@ -416,7 +492,6 @@ def _hybrid_spec(config: Any, mamba: MambaSpec | None) -> Any:
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
@@ -438,6 +513,13 @@ def _hybrid_spec(config: Any, mamba: MambaSpec | None) -> Any:
             num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
         )
 
+    experts: dict[str, Any] = {}
+    if config.num_moe_experts:
+        if "moe_layer" not in {f.name for f in fields(MambaStackSubmodules)}:
+            raise NotBuildable(
+                f"a hybrid (Mamba) model with experts needs megatron-core 0.16 or later, not {_installed()}"
+            )
+        experts["moe_layer"] = half(layer(config.num_moe_experts), TransformerLayer, False)
     return ModuleSpec(
         module=MambaStack,
         submodules=MambaStackSubmodules(
@@ -462,9 +544,7 @@ def _hybrid_spec(config: Any, mamba: MambaSpec | None) -> Any:
             ),
             attention_layer=half(layer(None), TransformerLayer, True),
             mlp_layer=half(layer(None), MLPLayer, False),
-            moe_layer=half(layer(config.num_moe_experts), TransformerLayer, False)
-            if config.num_moe_experts
-            else IdentityOp,
+            **experts,
         ),
     )  # fmt: skip
 

@@ -6,6 +6,8 @@ one process can visit many ranks of many layouts, one after the other.
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +16,19 @@ from bridge_memory.spec import ParallelSpec, SpecError
 
 class RehearsalUnavailable(SpecError):
     """The ``megatron`` extra is missing, or this process cannot host a rehearsal. One line, with the fix."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep warnings and log lines below ERROR away: on import megatron-core speaks of every package it misses."""
+    level = logging.root.manager.disable
+    logging.disable(max(level, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
 
 
 def require_megatron() -> None:
@@ -26,6 +41,14 @@ def require_megatron() -> None:
             f"rehearse runs the real megatron-core, and {missing.name or missing} is not installed; "
             'install it with: pip install "bridge-memory[megatron]"'
         ) from None
+
+
+def installed_release() -> tuple[int, int] | None:
+    """(major, minor) of the megatron-core that is imported here; None where it says something else."""
+    from megatron.core import __version__
+
+    parts = __version__.split(".")
+    return (int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else None
 
 
 def ranks_per_stage(parallel: ParallelSpec) -> int:
