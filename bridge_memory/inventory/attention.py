@@ -13,6 +13,8 @@ from bridge_memory.spec import AttentionSpec, SpecError, divide
 #: megatron-core release since which a variable of ``Attention.forward`` (``qkv_output``) holds q, k and v as they were
 #: before the rotary embedding.
 QKV_OUTPUT_HELD_SINCE = (0, 16)
+#: megatron-core release since which the local attention's causal mask is made anew by every layer and not cached.
+MASK_MADE_BY_EACH_LAYER_SINCE = (0, 16)
 
 
 def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
@@ -70,7 +72,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
     with tape.checkpoint("core_attn", inputs, enabled=selected), r.offload("core_attn"):
         out = core_attention(
             r, inputs, heads=a, q_width=q_width, kv_width=kv_width, v_width=kv_width, out_width=q_width,
-            grouped=a != g, sink=spec.learnable_softmax_sink,
+            grouped=a != g, sink=spec.learnable_softmax_sink, window=spec.window_size is not None,
         )
     if spec.attention_output_gate:
         # sigmoid(gate.float()) * out, one compiled kernel: keeps its inputs.
@@ -136,6 +138,7 @@ def core_attention(
     out_width: int,
     grouped: bool,
     sink: bool = False,
+    window: bool = False,
 ) -> T:
     """softmax(q k^T) v for ``heads`` local heads; widths are local and summed over heads.
 
@@ -177,9 +180,7 @@ def core_attention(
         "attention scores", qkv[:2], scores_bytes, saves=qkv[:2], workspace=scores_bytes if ctx.te else 0
     )
     fused = fused_softmax(r, heads, sink)
-    if not fused and not ctx.te:
-        # One for all layers: transformer/utils.py: get_default_causal_mask is cached.
-        r.keep("causal mask", (ctx.seq * ctx.cp) ** 2)
+    mask = None if fused or ctx.te else _causal_mask(r, window=window)
     if fused:
         # Backward is in place on the incoming gradient (scaled_*_masked_softmax_backward).
         probs = tape.make("attention probabilities", scores, scores_bytes, save_output=True, alias=True)
@@ -187,20 +188,49 @@ def core_attention(
         # An fp32 copy is masked in place; a sink makes it one column wider (fused_softmax.py: SoftmaxOne).
         wide = 4 * (scores_elements + (rows if sink else 0))
         scores32 = tape.make("attention scores fp32", scores, 4 * scores_elements)
-        widened = tape.make("attention scores with sink", scores32, wide) if sink else scores32
+        filled = _fill(r, scores32, mask)
+        widened = tape.make("attention scores with sink", filled, wide) if sink else filled
         probs32 = tape.make("attention probabilities fp32", widened, wide, save_output=True)
         probs = tape.make("attention probabilities", probs32, scores_bytes)
         tape.touch(scores32)
     else:
-        probs = tape.make("attention probabilities", scores, scores_bytes, save_output=True,
+        probs = tape.make("attention probabilities", _fill(r, scores, mask), scores_bytes, save_output=True,
                           workspace=scores_bytes)
     if ctx.attention_dropout:
-        mask = tape.tensor("attention dropout mask", scores_elements, grad=False)
-        probs = tape.make("dropped probabilities", probs, scores_bytes, saves=(mask,), also=(mask,))
+        kept = tape.tensor("attention dropout mask", scores_elements, grad=False)
+        probs = tape.make("dropped probabilities", probs, scores_bytes, saves=(kept,), also=(kept,))
     context = tape.make("attention context", (probs, qkv[-1]), out_bytes, saves=(probs, qkv[-1]))
     out = tape.make("core_attention output", context, out_bytes)
     tape.touch(scores, context)  # variables of DotProductAttention.forward
     return out
+
+
+def _causal_mask(r: Recorder, *, window: bool) -> T | None:
+    """The boolean mask [s, s] of the local unfused softmax, or None where it is counted elsewhere.
+
+    Each layer makes one, from fp32 ones (a window's from booleans), and autograd keeps it; before 0.16 all layers
+    shared a cached one. A causal mask that the data loader made is the batch's (``workspaces.batch_bytes``).
+    Source: ``transformer/utils.py: get_default_causal_mask, get_sliding_window_causal_mask``.
+    """
+    ctx, tape = r.ctx, r.tape
+    nbytes = (ctx.seq * ctx.cp) ** 2
+    if ctx.impl.megatron_core < MASK_MADE_BY_EACH_LAYER_SINCE:
+        r.keep("causal mask", nbytes)
+        return None
+    if ctx.impl.create_attention_mask and not window:
+        return None
+    mask = tape.tensor("causal mask", nbytes, grad=False)
+    tape.op("causal mask", (), mask, workspace=(3 if window else 7) * nbytes)
+    return mask
+
+
+def _fill(r: Recorder, scores: T, mask: T | None) -> T:
+    """``masked_fill_``: in place forward, a gradient of its own backward."""
+    if mask is None:
+        return scores
+    filled = r.tape.make("masked scores", scores, 0, saves=(mask,))
+    filled.grad_bytes = scores.grad_bytes
+    return filled
 
 
 def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = True) -> str:

@@ -1,7 +1,6 @@
 """What one layer keeps for backward: the inventory's tape against megatron-core's own layer, tensor by tensor.
 
-The rehearsal runs the real module on the meta device and counts every storage that autograd keeps. Where the
-inventory is known to differ the case says why and fails when it no longer does.
+The rehearsal runs the real module on the meta device and counts every storage that autograd keeps.
 """
 
 from __future__ import annotations
@@ -149,29 +148,7 @@ CASES = [
 ]  # fmt: skip
 
 
-#: Where the inventory differs today, and what it lacks. A case that comes right fails until it is taken out.
-CACHED_MASK = "the causal mask is cached for all layers: a lasting buffer here, a saved tensor of the layer there"
-
-
-KNOWN = {
-    **{
-        f"output gate{more}": "compiled, the gate is kept in bf16; run eagerly, its fp32 sigmoid is"
-        for more in ("", " tp2")
-    },
-    "sink tp2": CACHED_MASK,
-    "gqa tp2 unfused": CACHED_MASK,
-    "mha tp2 unfused": CACHED_MASK,
-}  # fmt: skip
-
-
-def _marked(case: Case) -> Any:
-    reason = KNOWN.get(str(case))
-    return pytest.param(
-        case, id=str(case), marks=[pytest.mark.xfail(reason=reason, strict=True)] if reason else []
-    )
-
-
-@pytest.mark.parametrize("case", map(_marked, CASES))
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layer_keeps_what_the_inventory_says(case: Case) -> None:
     """Half a per cent of the bytes saved for backward, with every unmatched tensor in the message."""
     found = compare_layer(case.run(), 1)
