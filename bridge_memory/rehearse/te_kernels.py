@@ -25,7 +25,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from typing import Any
 
@@ -43,6 +43,11 @@ CUBLAS_VERSION = 130000
 CUDA_VERSION = "13.0"
 #: ``common/util/multi_stream.cpp``: streams that grouped GEMMs are spread over.
 CUBLAS_STREAMS = 4
+#: Modules of megatron-core (0.13 to 0.16) with Triton kernels of their own, launched into nothing likewise.
+MEGATRON_TRITON = (
+    "fusions.fused_indices_converter", "fusions.fused_mla_yarn_rope_apply", "fusions.fused_pad_routing_map",
+    "ssm.mamba_mixer",
+)  # fmt: skip
 
 
 def installed() -> bool:
@@ -72,8 +77,9 @@ def load() -> None:
             "megatron-core or Transformer Engine is already imported in this process; "
             "run the rehearsal with transformer_impl transformer_engine in a process of its own"
         )
-    # torch asks for triton once, here: it must not meet the stand-in.
-    importlib.import_module("torch._inductor.runtime.hints")
+    for name in ("torch._inductor.runtime.hints", "torch._dynamo.testing"):
+        # They look for Triton when they are imported, and must not meet the stand-in.
+        importlib.import_module(name)
     sys.modules[COMPILED] = _Kernels()
     with ExitStack() as stack:
         stack.enter_context(_found_first(_Finder()))
@@ -86,6 +92,9 @@ def load() -> None:
         common = importlib.import_module(f"{PACKAGE}.common")
         common.load_framework_extension = lambda framework: None
         importlib.import_module(f"{PACKAGE}.pytorch")
+        for name in MEGATRON_TRITON:
+            with suppress(ImportError):
+                importlib.import_module(f"megatron.core.{name}")
 
 
 def version() -> str:
@@ -589,6 +598,9 @@ def running() -> Iterator[None]:
             (gemm, "get_tensor_device", lambda tensor: torch.cuda.current_device()),
         ):
             stack.enter_context(replaced(owner, name, value))
+        for name, module in list(sys.modules.items()):
+            if name.startswith(f"{PACKAGE}.") and "canonicalize_device" in vars(module):
+                stack.enter_context(replaced(module, "canonicalize_device", lambda device: torch.device(META)))
         _clear(gemm, base)
         try:
             yield
