@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from bridge_memory.cli.run_arguments import add_run_arguments, run_from_arguments
@@ -35,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     from bridge_memory.rehearse.world import quiet, require_megatron
 
     with quiet():
+        if args.device == "cpu":
+            _take_transformer_engine()
         require_megatron()
         spec = _spec(args)
         if args.device == "cuda":
@@ -64,10 +67,23 @@ def _spec(args: argparse.Namespace) -> RunSpec:
     return spec
 
 
+def _take_transformer_engine() -> None:
+    """Its Python, where installed, over kernels that compute nothing; megatron-core looks for it only once."""
+    if find_spec("torch") is not None and find_spec("transformer_engine") is not None:
+        from bridge_memory.rehearse import te_kernels
+
+        te_kernels.load()
+
+
 def _on_meta(args: argparse.Namespace, spec: RunSpec) -> int:
+    from bridge_memory.rehearse import te_kernels
+
     notes = []
-    if spec.implementation.te:
-        notes.append("Transformer Engine needs a GPU: both columns are for --transformer-impl local")
+    if spec.implementation.te and not te_kernels.installed():
+        notes.append(
+            "both columns are for --transformer-impl local, since Transformer Engine's Python is not installed; "
+            f"add it (no GPU needed) with: {te_kernels.INSTALL}"
+        )
         local = replace(spec.implementation, transformer_impl="local", moe_grouped_gemm=False)
         spec = spec.with_(implementation=local)
     if args.layer is not None:

@@ -36,6 +36,8 @@ from bridge_memory.rehearse.world import RehearsalUnavailable
 
 PACKAGE = "transformer_engine"
 COMPILED = "transformer_engine_torch"
+#: How to get its Python alone; pydantic is what its recipes are written with.
+INSTALL = 'pip install --no-deps "transformer_engine==2.11.0" && pip install pydantic packaging'
 #: Versions of the libraries that Transformer Engine chooses its paths by: a Hopper GPU with CUDA 13.
 COMPUTE_CAPABILITY = (9, 0)
 CUDNN_VERSION = 91400
@@ -69,8 +71,7 @@ def load() -> None:
         return
     if not installed():
         raise RehearsalUnavailable(
-            "transformer_impl (transformer_engine) needs Transformer Engine's Python; install it with: "
-            "pip install --no-deps transformer_engine"
+            f"transformer_impl (transformer_engine) needs Transformer Engine's Python; install it with: {INSTALL}"
         )
     if "megatron.core" in sys.modules or PACKAGE in sys.modules:
         raise RehearsalUnavailable(
