@@ -188,6 +188,7 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         "pipeline_model_parallel_layout": parallel.pipeline_model_parallel_layout,
         "microbatch_group_size_per_vp_stage": parallel.microbatch_group_size_per_vp_stage,
         "mtp_num_layers": model.mtp_num_layers or None,
+        "mtp_loss_scaling_factor": 0.1,  # None until 0.15; Megatron-LM's own default
         "perform_initialization": initialize,
         "use_cpu_initialization": False,
         "transformer_impl": impl.transformer_impl,
@@ -385,15 +386,16 @@ def _decoder_layer_specs(config: Any, te: bool) -> list[Any]:
     if every is not None:
         specs: list[Any] = every(config, use_transformer_engine=te, normalization=config.normalization)
         return specs
-    # Before 0.16 there is only a chunk's share; a pipeline of one stage has them all.
+    # Before 0.16 there is only a chunk's share: let it be of everything.
     whole = copy.copy(config)
-    whole.pipeline_model_parallel_size, whole.virtual_pipeline_model_parallel_size = 1, None
-    whole.num_layers_in_first_pipeline_stage = whole.num_layers_in_last_pipeline_stage = None
-    whole.account_for_embedding_in_pipeline_split = whole.account_for_loss_in_pipeline_split = False
     whole.pipeline_model_parallel_layout = None
-    block = gpt_layer_specs.get_gpt_decoder_block_spec(
-        whole, use_transformer_engine=te, normalization=config.normalization
-    )
+    with (
+        patches.replaced(gpt_layer_specs, "get_num_layers_to_build", lambda *a, **k: config.num_layers),
+        patches.replaced(gpt_layer_specs, "get_transformer_layer_offset", lambda *a, **k: 0),
+    ):
+        block = gpt_layer_specs.get_gpt_decoder_block_spec(
+            whole, use_transformer_engine=te, normalization=config.normalization
+        )
     return list(block.layer_specs)
 
 
@@ -574,6 +576,8 @@ def build_chunks(
             build = _mamba_model if run.model.hybrid else _gpt_model
             try:
                 chunks.append(build(run, config, first, last, vp_stage))
+            except NotBuildable:
+                raise
             except (ValueError, AssertionError) as refusal:
                 raise NotBuildable(f"megatron-core refuses this rank: {_one_line(refusal)}") from refusal
     return chunks

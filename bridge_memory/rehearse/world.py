@@ -7,6 +7,7 @@ one process can visit many ranks of many layouts, one after the other.
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,3 +112,8 @@ def _forget_leftovers(parallel_state: object) -> None:
     for name in ("_global_process_group_list", "_EMBEDDING_GLOBAL_RANKS", "_PIPELINE_GLOBAL_RANKS"):
         if hasattr(parallel_state, name):
             setattr(parallel_state, name, None)
+    # Losses kept for the log: those of a model with many layers do not fit into the table of one with few.
+    moe = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    getattr(moe, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}).clear()
+    mtp = sys.modules.get("megatron.core.transformer.multi_token_prediction")
+    getattr(getattr(mtp, "MTPLossLoggingHelper", None), "tracker", {}).clear()
