@@ -573,11 +573,12 @@ def fresh_caches() -> Iterator[None]:
 
 @contextmanager
 def loss_scales_put_back() -> Iterator[None]:
-    """Schedules and backward passes leave a loss scale on classes (``moe_utils.py: MoEAuxLossAutoScaler``)."""
+    """Schedules and passes leave loss scales and losses to log on classes (``moe_utils.py: MoEAuxLossAutoScaler``)."""
     moe = getattr(_module("megatron.core.transformer.moe.moe_utils"), "MoEAuxLossAutoScaler", None)
     mtp = getattr(_module("megatron.core.transformer.multi_token_prediction"), "MTPLossAutoScaler", None)
     name = "main_loss_backward_scale"
-    with replaced(moe, name, None), replaced(mtp, name, getattr(mtp, name, None)):
+    logged = getattr(_module("megatron.core.transformer.multi_token_prediction"), "MTPLossLoggingHelper", None)
+    with replaced(moe, name, None), replaced(mtp, name, getattr(mtp, name, None)), replaced(logged, "tracker", {}):
         yield
 
 
