@@ -276,25 +276,47 @@ def _context_parallel(
 ) -> T:
     """Fused attention over a sequence divided by c ranks (TE ``context_parallel.py``); ``kv_width`` is of both.
 
+    Query, key and value are made contiguous first (``backends.py: FusedAttention.forward``).
+
     a2a (``AttnFuncWithCPAndQKVOA2A``): q, k and v are exchanged for whole sequences of a / c heads and kept so;
     the output is exchanged back, and both forms of it are kept (the second by linear_proj).
-    p2p (``AttnFuncWithCPAndKVP2P``): keys and values go round a ring; every step's output stays until the sum in
-    fp32 is made, and backward holds two pairs of (kv, dkv) buffers.
+    p2p (``AttnFuncWithCPAndKVP2P``): keys and values go round a ring, and the last that came are kept; every step's
+    keys, values, output and statistics stay until the outputs are summed in fp32, and backward holds two pairs of
+    (kv, dkv) buffers. Counted for the last rank of the ring: under a causal mask the others attend with half of
+    their queries in some steps.
+    all_gather (``AttnFuncWithCPAndKVAllGather``): keys and values are gathered and put in order in both passes, and
+    their gradients are as long as the sequence; the two halves of the output are kept beside the output.
     """
     ctx, tape = r.ctx, r.tape
+    c = ctx.cp
     q_bytes, kv_bytes = (ctx.tokens * w * ctx.act for w in (q_width, kv_width))
     lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False)
     accumulate = 4 * ctx.tokens * q_width + 4 * rows
+    query, keys_values = qkv[0], qkv[1:]
+    if not keys_values:
+        query, keys_values = tape.make("query", qkv, q_bytes), (tape.make("key and value", qkv, kv_bytes),)
     if ctx.impl.cp_comm_type == "a2a":
-        whole = tape.make("q, k, v of whole sequences", qkv, q_bytes + kv_bytes)
+        whole = tape.make("q, k, v of whole sequences", (query, *keys_values), q_bytes + kv_bytes)
         out = tape.make(
             "attention output of whole sequences", whole, out_bytes, saves=(whole, lse), save_output=True,
             also=(lse,), backward_workspace=accumulate,
         )
         return tape.make("core_attention output", out, out_bytes)
-    kv = tape.make("key and value ring buffer", qkv[1:] or qkv, kv_bytes)
-    per_step = ctx.cp * (out_bytes + kv_bytes) + 2 * out_bytes
-    return tape.make(
-        "core_attention output", (qkv[0], kv), out_bytes, saves=(qkv[0], kv, lse), save_output=True, also=(lse,),
-        workspace=per_step, backward_workspace=accumulate + 4 * kv_bytes + q_bytes,
+    if ctx.impl.cp_comm_type == "all_gather":
+        halves = tape.tensor("attention output of each step", out_bytes, grad=False)
+        # Both gathered tensors, one of them copied into order; in backward also their gradients, those of each of
+        # the two steps (2 c + 1 of 2 c chunks in all), and the gradients put in order.
+        gathered = max(c * kv_bytes, c * kv_bytes * 3 // 2 - 2 * out_bytes)
+        ordered = q_bytes + (6 * c - 1) * kv_bytes // 2 + max(c * kv_bytes, accumulate) // 2
+        return tape.make(
+            "core_attention output", (query, *keys_values), out_bytes, saves=(query, *keys_values, halves, lse),
+            also=(halves, lse), workspace=gathered, backward_workspace=ordered,
+        )
+    kv = tape.make("key and value ring buffer", keys_values, kv_bytes)
+    out = tape.make(
+        "core_attention output", (query, kv), out_bytes, saves=(query, kv, lse), save_output=True, also=(lse,),
+        workspace=(c - 1) * kv_bytes + c * (out_bytes + 4 * rows) + 4 * out_bytes // ctx.act,
+        backward_workspace=accumulate + 4 * kv_bytes + q_bytes,
     )
+    tape.touch(*keys_values)
+    return out

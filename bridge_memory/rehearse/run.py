@@ -338,7 +338,7 @@ def _passes(tracker: Tracker, forward: Any) -> PassRecord:
         made = (end.shape, end.dtype)
         del end
         lasting = before & tracker.keys()
-        saved = tuple(tracker.saved())
+        saved = tuple(tracker.saved(lasting))
         held = tuple(tracker.held(lasting))
         tracker.in_backward = True
         tracker.reset_peak()
@@ -409,7 +409,9 @@ def rehearse_layer(run: RunSpec, layer: int) -> PassRecord:
     if not where:
         raise SpecError(f"layer ({layer}) is not one of the {run.model.num_layers} decoder layers")
     stage, index = where[0]
-    with on_rank(run, rank_of_stage(run.parallel, stage)):
+    # Under context parallelism the last rank of the ring attends with all of its queries in every step.
+    last_of_ring = rank_of_stage(run.parallel, stage) + (run.parallel.cp - 1) * run.parallel.tp
+    with on_rank(run, last_of_ring):
         chunks = build_chunks(run)
         ddp = distributed(run, chunks[index], index)
         chunk: Any = chunks[index]

@@ -10,8 +10,7 @@ Transformer Engine once, when it is imported, so a process takes Transformer Eng
 or not at all.
 
 Seen with Transformer Engine 2.11.0 and 2.20.2. Outputs follow ``transformer_engine/pytorch/csrc/extensions``
-of these releases. Not seen here, since kernels make and drop it inside: cuDNN's and cuBLAS's workspaces
-beyond those that Python allocates.
+of these releases. What a kernel makes and drops inside is not seen, but for the sums of attention's backward.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 
-from bridge_memory.rehearse.patches import META, replaced
+from bridge_memory.rehearse.patches import META, _Done, replaced
 from bridge_memory.rehearse.world import RehearsalUnavailable
 
 PACKAGE = "transformer_engine"
@@ -429,11 +428,16 @@ def fused_attn_fwd(*args: Any) -> list[Any]:
 
 
 def fused_attn_bwd(*args: Any) -> list[Any]:
-    """``attention.cpp``: gradients of query, key and value; of a learnable softmax offset too."""
+    """``attention.cpp``: gradients of query, key and value; of a learnable softmax offset too.
+
+    The kernel sums the query's gradient in fp32 and takes one fp32 sum a row; cuDNN's own, which this takes for
+    what FlashAttention documents.
+    """
     query, key, value = _heads(args)
     gradient_of = [a for a in args if isinstance(a, torch.dtype)]
     dtype = gradient_of[0] if gradient_of else query.dtype
     made: list[Any] = [_empty(_shape(t), dtype) for t in (query, key, value)]
+    _empty([4 * (prod(_shape(query)) + prod(_shape(query)[:-1]))], torch.uint8)
     learnable = _enum_among(args, "NVTE_Softmax_Type").name == "NVTE_LEARNABLE_SOFTMAX"
     heads = _shape(query)[-2]
     return [*made, None, _empty([1, heads, 1, 1], torch.float32) if learnable else None]
@@ -595,6 +599,8 @@ def running() -> Iterator[None]:
             (torch.cuda, "get_device_capability", lambda *a: COMPUTE_CAPABILITY),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.version, "cuda", CUDA_VERSION),
+            # The ring of context parallelism (``context_parallel.py: flash_attn_p2p_communicate``).
+            (torch.distributed, "batch_isend_irecv", lambda operations: [_Done() for _ in operations]),
             (torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta)),
             (gemm, "get_tensor_device", lambda tensor: torch.cuda.current_device()),
         ):
