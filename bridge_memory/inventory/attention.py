@@ -83,7 +83,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
             "self_attention.linear_proj", out, q_width, h, bias=spec.add_output_bias,
             original=r.proj_keeps_original and not spec.attention_output_gate,
         )
-    tape.touch(*before_rope)
+    tape.touch(*before_rope, *inputs)  # variables of Attention.forward
     if region is not None:
         tape.discard(*region)
     return y
@@ -143,7 +143,9 @@ def core_attention(
     """softmax(q k^T) v for ``heads`` local heads; widths are local and summed over heads.
 
     Flash and cuDNN fused attention keep q, k, v, the output and an fp32 log-sum-exp a head and token; their
-    backward needs an fp32 accumulator of dq and an fp32 row sum. Unfused attention keeps the probabilities
+    backward needs an fp32 accumulator of dq and an fp32 row sum. FlashAttention works on [b, s, a, d]: with more than
+    one sequence it copies q, k and v into that order and its output out of it (TE ``backends.py:
+    FlashAttention.forward``), and keeps its own. Unfused attention keeps the probabilities
     [b, a, s, s], and with dropout a one-byte mask and the dropped probabilities.
     """
     ctx, tape = r.ctx, r.tape
@@ -151,19 +153,19 @@ def core_attention(
     rows = ctx.tokens * heads
     kernel = attention_kernel(r, sink=sink, equal_heads=kv_width == v_width)
     if kernel != "unfused":
+        q_bytes, kv_bytes = (ctx.tokens * w * ctx.act for w in (q_width, kv_width + v_width))
+        transposed = kernel == "flash" and ctx.batch > 1
+        if transposed or (len(qkv) == 1 and (ctx.cp > 1 or kernel == "flash")):
+            qkv = _contiguous(r, qkv, q_bytes, kv_bytes)
         if ctx.cp > 1:
-            return _context_parallel(r, qkv, rows=rows, q_width=q_width, kv_width=kv_width + v_width,
-                                     out_bytes=out_bytes)
-        lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False)
-        out = tape.make(
-            "core_attention output", qkv, out_bytes, saves=(*qkv, lse), save_output=True, also=(lse,),
-            backward_workspace=4 * ctx.tokens * q_width + 4 * rows,
-        )
-        if kernel == "flash":
-            # FlashAttention 2 works on [b, s, a, d]; its output is kept in that order and copied to [s, b, a d]
-            # (TE backends.py: FlashAttention.forward).
-            out = tape.make("core_attention output [s, b]", out, out_bytes)
-        return out
+            out = _context_parallel(r, qkv, rows=rows, q_width=q_width, kv_bytes=kv_bytes, out_bytes=out_bytes)
+        else:
+            lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False)
+            out = tape.make(
+                "core_attention output", qkv, out_bytes, saves=(*qkv, lse), save_output=True, also=(lse,),
+                backward_workspace=4 * ctx.tokens * q_width + 4 * rows,
+            )
+        return tape.make("core_attention output [s, b]", out, out_bytes, alias=True) if transposed else out
     scores_elements = rows * ctx.seq * ctx.cp
     scores_bytes = scores_elements * ctx.act
     if grouped:
@@ -271,12 +273,17 @@ def fused_softmax(r: Recorder, heads: int, sink: bool) -> bool:
     return 16 < s < 16384 and s % 8 == 0 if ctx.te else 16 < s <= 4096 and s % 4 == 0
 
 
-def _context_parallel(
-    r: Recorder, qkv: tuple[T, ...], *, rows: int, q_width: int, kv_width: int, out_bytes: int
-) -> T:
-    """Fused attention over a sequence divided by c ranks (TE ``context_parallel.py``); ``kv_width`` is of both.
+def _contiguous(r: Recorder, qkv: tuple[T, ...], q_bytes: int, kv_bytes: int) -> tuple[T, T]:
+    """Copies: the query, and key and value."""
+    query, rest = r.tape.tensor("contiguous query", q_bytes), r.tape.tensor("contiguous key and value", kv_bytes)
+    r.tape.op("contiguous query, key and value", qkv, (query, rest))
+    return query, rest
 
-    Query, key and value are made contiguous first (``backends.py: FusedAttention.forward``).
+
+def _context_parallel(
+    r: Recorder, qkv: tuple[T, ...], *, rows: int, q_width: int, kv_bytes: int, out_bytes: int
+) -> T:
+    """Flash or fused attention over a sequence divided by c ranks (TE ``context_parallel.py``); ``kv_bytes`` of both.
 
     a2a (``AttnFuncWithCPAndQKVOA2A``): q, k and v are exchanged for whole sequences of a / c heads and kept so;
     the output is exchanged back, and both forms of it are kept (the second by linear_proj).
@@ -289,12 +296,10 @@ def _context_parallel(
     """
     ctx, tape = r.ctx, r.tape
     c = ctx.cp
-    q_bytes, kv_bytes = (ctx.tokens * w * ctx.act for w in (q_width, kv_width))
+    q_bytes = ctx.tokens * q_width * ctx.act
     lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False)
     accumulate = 4 * ctx.tokens * q_width + 4 * rows
     query, keys_values = qkv[0], qkv[1:]
-    if not keys_values:
-        query, keys_values = tape.make("query", qkv, q_bytes), (tape.make("key and value", qkv, kv_bytes),)
     if ctx.impl.cp_comm_type == "a2a":
         whole = tape.make("q, k, v of whole sequences", (query, *keys_values), q_bytes + kv_bytes)
         out = tape.make(
