@@ -240,6 +240,7 @@ class Recorder:
         ctx, tape = self.ctx, self.tape
         fused = ctx.impl.bias_dropout_fusion
         size = ctx.tokens_sp * ctx.hidden_size
+        on_the_way = [x]
         if bias and not fused:
             x = tape.make(f"{name} + bias", x, size * ctx.act, alias=True)
         if ctx.hidden_dropout:
@@ -251,5 +252,8 @@ class Recorder:
                     tape.tensor(f"{name} dropout input", size * measured.COMPILED_DROPOUT_INPUT_BYTES, grad=False)
                 )
             tape.op(f"{name} dropout", x, (dropped, *kept), saves=kept)
+            on_the_way.append(x)
             x = dropped
-        return tape.make(f"{name} output", (x, residual), ctx.hidden_bytes, alias=True)
+        out = tape.make(f"{name} output", (x, residual), ctx.hidden_bytes, alias=True)
+        tape.touch(*on_the_way)  # variables of ``TransformerLayer.forward`` and of the function
+        return out
