@@ -60,18 +60,18 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
         query = _rope(r, "query rope", query, q_bytes, d)
         key = _rope(r, "key rope", key, kv_bytes, d)
         separate = True
-    if separate:
-        # q and k are tensors of their own by now; TE makes v contiguous rather than keep the mixed tensor
-        # alive (``utils.py: get_qkv_layout``); the local code keeps the view.
-        value = tape.make("value", qkv, kv_bytes) if ctx.te else qkv
-
     if spec.learnable_softmax_sink:
         r.parameter("self_attention.core_attention.softmax_offset", (a,), sharded=ctx.tp > 1)
     inputs = tuple(dict.fromkeys((query, key, value)))
     selected = ctx.recompute.selects("core_attn")
     with tape.checkpoint("core_attn", inputs, enabled=selected), r.offload("core_attn"):
+        if separate and ctx.te:
+            # q and k are tensors of their own by now; TE makes v contiguous rather than keep the mixed tensor
+            # alive (``utils.py: get_qkv_layout``); the local code, and a checkpoint, keep the view.
+            value = tape.make("value", qkv, kv_bytes)
         out = core_attention(
-            r, inputs, heads=a, q_width=q_width, kv_width=kv_width, v_width=kv_width, out_width=q_width,
+            r, tuple(dict.fromkeys((query, key, value))), heads=a,
+            q_width=q_width, kv_width=kv_width, v_width=kv_width, out_width=q_width,
             grouped=a != g, sink=spec.learnable_softmax_sink, window=spec.window_size is not None,
         )
     if spec.attention_output_gate:
