@@ -7,43 +7,73 @@ Source: megatron-core ``models/common/embeddings/language_model_embedding.py: La
 from __future__ import annotations
 
 from bridge_memory.inventory.recorder import Recorder
+from bridge_memory.inventory.tape import T
 from bridge_memory.spec import ModelSpec, divide
 
 
 def record_embedding(r: Recorder, model: ModelSpec) -> None:
     """Token ids [b, s] -> [T_sp, h], through dropout where training has it."""
-    ctx, tape = r.ctx, r.tape
-    rows = divide(ctx.padded_vocab, ctx.tp, "padded vocab_size", "tensor_model_parallel_size")
-    h = ctx.hidden_size
-    r.parameter("embedding.word_embeddings.weight", (rows, h), sharded=ctx.tp > 1)
-    positions = model.position_embedding_type == "learned_absolute"
+    ctx, h = r.ctx, r.ctx.hidden_size
+    r.parameter("embedding.word_embeddings.weight", (_rows(r), h), sharded=ctx.tp > 1)
+    positions = 0
+    if model.position_embedding_type == "learned_absolute":
+        positions = model.max_position_embeddings or ctx.seq * ctx.cp
     if positions:
-        r.parameter("embedding.position_embeddings.weight", (model.max_position_embeddings, h))
+        r.parameter("embedding.position_embeddings.weight", (positions, h))
     if model.embedding_layernorm:
         r.norm_parameters("embedding.word_embeddings_layernorm", h)
+    ids = r.tape.input("token ids", 8 * ctx.tokens, requires_grad=False)
+    r.tape.output(embed(r, ids, positions=positions, norm=model.embedding_layernorm))
+
+
+def embed(r: Recorder, ids: T, *, positions: int = 0, norm: bool = False) -> T:
+    """The module's forward pass; ``positions``: rows of its position table, 0 without."""
+    ctx, tape = r.ctx, r.tape
+    h = ctx.hidden_size
     whole = ctx.tokens * h * ctx.act
-    ids = tape.input("token ids", 8 * ctx.tokens, requires_grad=False)
-    masked = tape.tensor("masked token ids", 8 * ctx.tokens if ctx.tp > 1 else 0, grad=False)
-    weight = tape.tensor("word_embeddings.weight", 0)
+    weight = tape.tensor("embedding weight", 0)
     tape.op("weight", (), weight)
+    mask = None
+    if ctx.tp > 1:
+        # Tokens of other ranks look up row 0 and are then overwritten with zeros.
+        mask = tape.make("token mask", ids, ctx.tokens, grad=False)
+        ids = tape.make("masked token ids", ids, 8 * ctx.tokens, grad=False)
     # The weight's gradient is dense, of the parameter's size and dtype.
-    words = tape.make(
-        "word embeddings", (ids, weight), whole, saves=(ids, masked), also=(masked,),
-        workspace=whole if ctx.tp > 1 else 0, backward_workspace=rows * h * ctx.act,
+    out = tape.make(
+        "word embeddings", (ids, weight), whole if mask is None else 0, saves=(ids,),
+        backward_workspace=_rows(r) * h * ctx.act,
     )
-    if ctx.tp > 1 and ctx.sp:
-        words = tape.make("reduce-scattered embeddings", words, ctx.hidden_bytes)
+    if mask is not None:
+        # In place; the gradient is not.
+        out.grad_bytes = whole
+        out = tape.make("masked embeddings", (out, mask), whole, saves=(mask,))
+    scattered = ctx.sp and not positions
+    if scattered:
+        if ctx.batch > 1:
+            out = tape.make("transposed embeddings", out, whole)
+        out = tape.make("reduce-scattered embeddings", out, ctx.tokens_sp * h * ctx.act)
     if positions:
+        place = tape.input("position ids", 8 * ctx.tokens, requires_grad=False)
         position = tape.make(
-            "position embeddings", (ids, weight), whole, saves=(ids,),
-            backward_workspace=model.max_position_embeddings * h * ctx.act,
+            "position embeddings", (place, weight), whole, saves=(place,),
+            backward_workspace=positions * h * ctx.act,
         )
-        words = tape.make("embeddings", (words, position), words.bytes, alias=True)
-    out = tape.make("transposed embeddings", words, ctx.hidden_bytes)
-    if model.embedding_layernorm:
+        out = tape.make("embeddings", (out, position), whole, alias=True)
+    if not scattered and ctx.batch > 1:
+        out = tape.make("transposed embeddings", out, whole)
+    if ctx.residual != ctx.act:
+        out = tape.make("fp32 embeddings", out, out.bytes // ctx.act * ctx.residual)
+    if ctx.sp and positions:
+        # A view of the rank's part, and its copy (``clone_scatter_output_in_embedding``).
+        out = tape.make("scattered embeddings", out, ctx.hidden_bytes)
+    if norm:
         stats = r.norm_statistics("embedding norm", ctx.tokens_sp)
         out = tape.make("normed embeddings", out, ctx.hidden_bytes, saves=(out, *stats), also=stats)
     if ctx.hidden_dropout:
-        mask = tape.tensor("embedding dropout mask", ctx.tokens_sp * h, grad=False)
-        out = tape.make("embeddings after dropout", out, ctx.hidden_bytes, saves=(mask,), also=(mask,))
-    tape.output(out)
+        dropped = tape.tensor("embedding dropout mask", ctx.tokens_sp * h, grad=False)
+        out = tape.make("embeddings after dropout", out, ctx.hidden_bytes, saves=(dropped,), also=(dropped,))
+    return out
+
+
+def _rows(r: Recorder) -> int:
+    return divide(r.ctx.padded_vocab, r.ctx.tp, "padded vocab_size", "tensor_model_parallel_size")

@@ -6,6 +6,7 @@ of each depth are ``output.record_output``; the stage that runs MTP without hold
 
 from __future__ import annotations
 
+from bridge_memory.inventory.embedding import embed
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import T
 from bridge_memory.spec import SpecError
@@ -28,9 +29,11 @@ def depth_is_recomputed(r: Recorder) -> bool:
     return True
 
 
-def record_next_embedding(r: Recorder, x: T) -> T:
+def record_next_embedding(r: Recorder) -> T:
     """The embedding of the next token, [T_sp, h]; it is made outside of what is recomputed."""
-    return r.tape.make("embedding of the next token", x, r.ctx.tokens_sp * r.ctx.hidden_size * r.ctx.act)
+    ids = r.tape.tensor("next token ids", 8 * r.ctx.tokens, grad=False)
+    r.tape.op("roll", (), ids)
+    return embed(r, ids)
 
 
 def record_mtp_inputs(r: Recorder, x: T, embedded: T) -> T:
@@ -45,5 +48,12 @@ def record_mtp_inputs(r: Recorder, x: T, embedded: T) -> T:
     if ctx.tp == 1:
         return part
     whole = ctx.tokens * h * act
-    gathered = tape.make("eh_proj gathered", part, whole)
-    return tape.make("eh_proj scattered", gathered, shard) if ctx.sp else gathered
+    # The parts of the ranks arrive one after the other and are joined along h.
+    gathered = tape.make(
+        "eh_proj gathered", part, whole, workspace=whole, backward_workspace=whole if ctx.sp else 0
+    )
+    if ctx.sp:
+        # This rank's tokens are a view of all, of which the layer then keeps the whole (``mappings.py:
+        # _split_along_first_dim``); their gradient is gathered.
+        gathered.grad_bytes = shard
+    return gathered

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from bridge_memory.inventory.context import context_of
-from bridge_memory.inventory.layer import layer_inventory
+from bridge_memory.inventory.layer import embedding_inventory, layer_inventory
+from bridge_memory.inventory.stack import layer_links, runs_plain, tail_inventories
 from bridge_memory.inventory.tape import BlockCost, SavedTensor
-from bridge_memory.rehearse.run import PassRecord, rehearse_layer
+from bridge_memory.layout import Chunk, layout
+from bridge_memory.rehearse.run import PassRecord, rehearse_layer, saved_tensors
 from bridge_memory.rehearse.tracker import SavedRecord
 from bridge_memory.spec import RunSpec
 
@@ -80,6 +82,83 @@ def compare_layer(run: RunSpec, layer: int) -> LayerComparison:
     found = rehearse_layer(run, layer)
     mine, real = unmatched(list(cost.saved_tensors), over_experts(found.saved))
     return LayerComparison(layer, cost, found, tuple(mine), tuple(real))
+
+
+# ---- a model chunk, component by component ----
+
+#: In the order in which they run.
+COMPONENTS = ("embedding", "layers", "final norm", "MTP", "output layer and loss")
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentComparison:
+    """What one component of a chunk keeps for the backward pass of one microbatch."""
+
+    name: str
+    predicted: int
+    found: int
+    only_predicted: tuple[SavedTensor, ...]
+    only_found: tuple[SavedRecord, ...]
+
+    @property
+    def error(self) -> float:
+        """(predicted - found) / found."""
+        return self.predicted / self.found - 1 if self.found else float(self.predicted != 0)
+
+    def lines(self) -> list[str]:
+        """A few lines for people."""
+        error = f"{self.error:>+9.2%}" if self.found else ""
+        out = [f"{self.name:<22}{self.predicted:>16,}{self.found:>16,}{self.predicted - self.found:>+16,}{error}"]
+        out += [f"  predicted only: {t.name}, {t.bytes:,} bytes" for t in self.only_predicted]
+        return out + [f"  found only: {r}" for r in self.only_found]
+
+
+def compare_chunk(run: RunSpec, stage: int, chunk: int = 0) -> list[ComponentComparison]:
+    """Rehearse one model chunk of a pipeline stage and set what it keeps beside the inventory's, by component.
+
+    The loss mask is left out: it is part of the batch, which is counted on its own (``workspaces.batch_bytes``).
+    """
+    ours = _predicted(run, layout(run.model, run.parallel).stages[stage][chunk])
+    found: dict[str, list[SavedRecord]] = {name: [] for name in COMPONENTS}
+    for record in saved_tensors(run, stage, chunk):
+        if component_of(record) != COMPONENTS[-1] or not record.made_by.startswith("batch"):
+            found[component_of(record)].append(record)
+    out = []
+    for name in COMPONENTS:
+        records = over_experts(tuple(found[name]))
+        mine, real = unmatched(ours[name], records)
+        total = sum(t.bytes for t in ours[name]), sum(r.bytes for r in records)
+        if any(total):
+            out.append(ComponentComparison(name, *total, tuple(mine), tuple(real)))
+    return out
+
+
+def component_of(record: SavedRecord) -> str:
+    """The component of a chunk that a saved tensor belongs to."""
+    if record.part == "decoder":
+        return "final norm" if record.module.startswith("decoder.final") else "layers"
+    return {"embedding": "embedding", "mtp": "MTP"}.get(record.part, "output layer and loss")
+
+
+def _predicted(run: RunSpec, chunk: Chunk) -> dict[str, list[SavedTensor]]:
+    """The inventory's saved tensors of a chunk by component; a recomputed group of layers is one tensor."""
+    model, ctx = run.model, context_of(run)
+    out: dict[str, list[SavedTensor]] = {name: [] for name in COMPONENTS}
+    if chunk.embedding:
+        out["embedding"] += embedding_inventory(model, ctx).cost.saved_tensors
+    layers = [model.layers[i] for i in chunk.layers]
+    position = 0
+    for link, count in layer_links(layers, ctx, plain=runs_plain(model, ctx)):
+        for _ in range(count):
+            if link.label == "layer":
+                out["layers"] += layer_inventory(layers[position], ctx).cost.saved_tensors
+                position += 1
+            else:
+                out["layers"].append(SavedTensor(link.label, link.saved))
+    names = {"loss": "output layer and loss"}
+    for inventory, label in tail_inventories(model, chunk, ctx):
+        out[names.get(label, label)] += inventory.cost.saved_tensors
+    return out
 
 
 def over_experts(records: tuple[SavedRecord, ...]) -> list[SavedRecord]:

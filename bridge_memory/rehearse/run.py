@@ -372,15 +372,22 @@ def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
         positions = torch.empty_like(ids)
         mask = torch.empty((b, s), dtype=torch.float32, device=patches.META)
         tracker.name_alive("batch")
+        anchor = torch.empty((), device=patches.META, requires_grad=True)
+        tracker.ignore(anchor)
         residual = "fp32" if run.precision.fp32_residual_connection else run.precision.params_dtype
         rows = s // parallel.tp if parallel.sp else s
 
         def forward() -> torch.Tensor:
             if not chunk.pre_process:
-                received = torch.empty(
-                    (rows, b, run.model.hidden_size),
-                    dtype=TORCH_DTYPES[residual], device=patches.META, requires_grad=True,
-                )  # fmt: skip
+                shape = (rows, b, run.model.hidden_size)
+                if run.recompute.distribute_saved_activations:
+                    # A leaf's gradient would be checked against its data, which is shared out meanwhile.
+                    received = _Enter.apply(anchor, shape, TORCH_DTYPES[residual])
+                    received.retain_grad()
+                else:
+                    received = torch.empty(
+                        shape, dtype=TORCH_DTYPES[residual], device=patches.META, requires_grad=True
+                    )
                 tracker.name_alive("received input")
                 chunk.set_input_tensor(received)
             out = ddp(ids, positions, None, labels=labels if chunk.post_process else None)

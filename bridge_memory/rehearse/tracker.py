@@ -30,6 +30,8 @@ class SavedRecord:
     shape: tuple[int, ...]
     dtype: str
     bytes: int
+    #: The outermost module that was running: "embedding", "decoder", "mtp", "output_layer"; "" for the model itself.
+    part: str = ""
 
     def __str__(self) -> str:
         return f"{self.module}: {self.dtype}{list(self.shape)} by {self.made_by}, {self.bytes:,} bytes"
@@ -196,6 +198,7 @@ class Tracker(TorchDispatchMode):
                     tuple(tensor.shape),
                     str(tensor.dtype).removeprefix("torch."),
                     known.nbytes,
+                    next((p for p in self._path if p), "").split(".")[0],
                 )
                 self._saved[key] = (record, known.ref)
         return tensor, module
@@ -205,12 +208,17 @@ class Tracker(TorchDispatchMode):
             self._path[-1] = packed[1]
         return packed[0]
 
-    def saved(self) -> list[SavedRecord]:
-        """What is alive now because backward needs it, each storage once, in order of saving."""
+    def saved(self, lasting: frozenset[int] = frozenset()) -> list[SavedRecord]:
+        """What is alive now because backward needs it, each storage once, in order of saving.
+
+        Not what is ``lasting`` (a rotary table that is cached), unless it is the batch's, which the next has anew.
+        """
         found = []
         for key, (record, ref) in self._saved.items():
             storage = self._live.get(key)
-            if storage is not None and storage.ref is ref and storage.nbytes:
+            if storage is None or storage.ref is not ref or not storage.nbytes:
+                continue
+            if storage.serial not in lasting or storage.module == "batch":
                 found.append(record)
         return found
 
