@@ -264,7 +264,7 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return cls(**config)
-    except (ValueError, AssertionError) as refusal:
+    except (ValueError, AssertionError, NotImplementedError) as refusal:
         raise NotBuildable(f"megatron-core refuses this run: {_one_line(refusal)}") from refusal
 
 
@@ -515,13 +515,9 @@ def _hybrid_spec(config: Any, mamba: MambaSpec | None) -> Any:
             num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
         )
 
-    experts: dict[str, Any] = {}
-    if config.num_moe_experts:
-        if "moe_layer" not in {f.name for f in fields(MambaStackSubmodules)}:
-            raise NotBuildable(
-                f"a hybrid (Mamba) model with experts needs megatron-core 0.16 or later, not {_installed()}"
-            )
-        experts["moe_layer"] = half(layer(config.num_moe_experts), TransformerLayer, False)
+    experts = (
+        {"moe_layer": half(layer(config.num_moe_experts), TransformerLayer, False)} if config.num_moe_experts else {}
+    )
     return ModuleSpec(
         module=MambaStack,
         submodules=MambaStackSubmodules(
@@ -578,7 +574,7 @@ def build_chunks(
                 chunks.append(build(run, config, first, last, vp_stage))
             except NotBuildable:
                 raise
-            except (ValueError, AssertionError) as refusal:
+            except (ValueError, AssertionError, NotImplementedError) as refusal:
                 raise NotBuildable(f"megatron-core refuses this rank: {_one_line(refusal)}") from refusal
     return chunks
 
@@ -620,7 +616,10 @@ def _rotary_percent(run: RunSpec) -> float:
 
 def _mamba_model(run: RunSpec, config: Any, first: bool, last: bool, vp_stage: int | None) -> torch.nn.Module:
     from megatron.core.models.mamba import MambaModel
+    from megatron.core.ssm.mamba_block import MambaStackSubmodules
 
+    if config.num_moe_experts and "moe_layer" not in {f.name for f in fields(MambaStackSubmodules)}:
+        raise NotBuildable(f"a hybrid (Mamba) model with experts needs megatron-core 0.16 or later, not {_installed()}")
     mamba = _only("Mamba mixer", (x.mixer for x in run.model.layers if isinstance(x.mixer, MambaSpec)))
     spec = _hybrid_te_spec() if run.implementation.te else _hybrid_spec(config, mamba)
     return MambaModel(

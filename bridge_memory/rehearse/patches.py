@@ -710,12 +710,24 @@ def balanced_routing(topk: int, experts: int) -> Iterator[None]:
 
 
 @contextmanager
+def experiments_allowed() -> Iterator[None]:
+    """MLA's fused rotation is marked experimental in 0.13 and 0.14 and runs with ``--enable-experimental`` only.
+
+    Who asks for a fusion is taken to have given that flag too. The decorators look at it at each call
+    (``utils.py: experimental_fn``).
+    """
+    with replaced(_module("megatron.core.config"), "ENABLE_EXPERIMENTAL", True):
+        yield
+
+
+@contextmanager
 def running(topk: int = 1, experts: int = 1, device: str = META) -> Iterator[None]:
     """All that is needed to run a rank's forward and backward without CUDA, on the meta device as a rule."""
     with ExitStack() as stack:
         for helper in (
             building(device), collectives_move_nothing(), cuda_kernels(), compiled_functions_are_kernels(),
             recomputation_without_te(), fresh_caches(), loss_scales_put_back(), balanced_routing(topk, experts),
+            experiments_allowed(),
         ):  # fmt: skip
             stack.enter_context(helper)
         yield
