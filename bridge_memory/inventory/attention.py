@@ -152,6 +152,8 @@ def core_attention(
     out_bytes = ctx.tokens * out_width * ctx.act
     rows = ctx.tokens * heads
     kernel = attention_kernel(r, sink=sink, equal_heads=kv_width == v_width)
+    if ctx.cp > 1:
+        _ring_takes(r, window=window, equal_heads=kv_width == v_width)
     if kernel != "unfused":
         q_bytes, kv_bytes = (ctx.tokens * w * ctx.act for w in (q_width, kv_width + v_width))
         transposed = kernel == "flash" and ctx.batch > 1
@@ -205,6 +207,23 @@ def core_attention(
     out = tape.make("core_attention output", context, out_bytes)
     tape.touch(scores, context)  # variables of DotProductAttention.forward
     return out
+
+
+def _ring_takes(r: Recorder, *, window: bool, equal_heads: bool) -> None:
+    """Raise SpecError for what context parallelism refuses (TE ``context_parallel.py: attn_forward_func_with_cp``)."""
+    ctx = r.ctx
+    how = ctx.impl.cp_comm_type
+    if window and how not in ("a2a", "all_gather"):
+        raise SpecError(
+            f"cp_comm_type ({how}) does not go with the sliding windows of this model and context_parallel_size "
+            f"({ctx.cp}); use a2a or all_gather"
+        )
+    release = ctx.impl.transformer_engine
+    if not equal_heads and how in ("a2a", "all_gather") and release is not None and release <= (2, 11):
+        raise SpecError(
+            f"cp_comm_type ({how}) does not go with multi-latent attention and context_parallel_size ({ctx.cp}) "
+            f"in Transformer Engine {release[0]}.{release[1]}; use p2p"
+        )
 
 
 def _causal_mask(r: Recorder, *, window: bool) -> T | None:

@@ -536,23 +536,36 @@ class _Interpreter:
         for t in region.outputs:
             self._refill(t)
         self._mark(region.name + " (recomputed)")
-        self._replay_from(region, {t for t in _region_made(region) if t in self.refs})
+        outs = {t for t in _region_made(region) if t in self.refs}
+        self._replay_from(region, outs)
+        for t in outs:
+            self._leave_scope(t)
 
     def _replay_from(self, region: Region, outs: set[T]) -> None:
-        """Run a region's forward again, now saving; ``outs`` live only until its backward starts."""
+        """Run a region's forward again, now saving; ``outs`` stay in scope."""
         for t in region.inputs:
             self._enter_scope(t)
         self._run(region.nodes, True, keep=outs | set(region.inputs))
-        for t in (*region.inputs, *outs):
+        for t in region.inputs:
             self._leave_scope(t)
 
     def _back_region(self, region: Region) -> None:
+        outs: set[T] = set()
+        grads: dict[T, _Grad] = {}
         if not region.discards:
             outs = {t for t in _region_made(region) if t in self._grads}
-            for t in region.inputs:
-                self._enter_scope(t)
             self._replay_from(region, outs)
+            grads = {t: self._grads[t] for t in outs}
+            for g in grads.values():
+                g.refs += 1
         self._back(region.nodes)
+        # Variables of ``CheckpointFunction.backward`` hold the recomputed outputs and their gradients to its end.
+        for t in outs:
+            self._leave_scope(t)
+        for g in grads.values():
+            g.refs -= 1
+            if g.refs == 0:
+                self._grad_bytes -= g.bytes
         for t in region.inputs:
             self._release(t)
 

@@ -21,11 +21,13 @@ SINKS = "openai/gpt-oss-20b"
 LLAMA = "meta-llama/Llama-3.2-1B"
 
 
-def layer(name: str, *, dtype: str = "bf16", tp: int = 1, cp: int = 1, **impl: object) -> BlockCost:
+def layer(
+    name: str, *, dtype: str = "bf16", tp: int = 1, cp: int = 1, batch: int = 1, **impl: object
+) -> BlockCost:
     run = RunSpec(
         model=resolve_model(name),
         parallel=ParallelSpec(world_size=tp * cp, tensor_model_parallel_size=tp, context_parallel_size=cp),
-        batch=BatchSpec(seq_length=2048), precision=PrecisionSpec(params_dtype=dtype),
+        batch=BatchSpec(seq_length=2048, micro_batch_size=batch), precision=PrecisionSpec(params_dtype=dtype),
         implementation=ImplementationSpec(**impl),
     )
     return layer_inventory(run.model.layers[0], context_of(run)).cost
@@ -48,10 +50,12 @@ def test_fp32_leaves_no_kernel_where_one_is_asked_for(more: dict[str, object]) -
 
 
 def test_sinks_run_in_cudnn_even_before_hopper() -> None:
-    """FlashAttention has none; with it the output would be there twice ([b, s] order, and [s, b] for linear_proj)."""
-    ampere, hopper = (layer(SINKS, gpu_arch=arch) for arch in ("ampere", "hopper"))
+    """FlashAttention has none; with it the output would be there twice ([b, s] order, and [s, b] for linear_proj),
+    but for a single sequence, whose two orders are one."""
+    ampere, hopper = (layer(SINKS, gpu_arch=arch, batch=2) for arch in ("ampere", "hopper"))
     assert ampere.saved == hopper.saved
-    assert layer(LLAMA, gpu_arch="ampere").saved == layer(LLAMA).saved + 2048 * 32 * 64 * 2
+    assert layer(LLAMA, gpu_arch="ampere", batch=2).saved == layer(LLAMA, batch=2).saved + 2 * 2048 * 32 * 64 * 2
+    assert layer(LLAMA, gpu_arch="ampere").saved == layer(LLAMA).saved
     with pytest.raises(SpecError, match=r"attention_backend.*sink"):
         layer(SINKS, attention_backend="flash")
 
@@ -86,3 +90,14 @@ def test_ranks_beyond_the_query_groups_hold_everyones_qkv_for_a_moment() -> None
     cost = layer(LLAMA, tp=32)
     assert kept(cost, "query rope") == kept(cost, "key rope") == kept(cost, "value") == 2048 * 64 * 2
     assert 1.3 * 2 * 2048 * 3072 * 2 > cost.forward_peak > 2 * 2048 * 3072 * 2
+
+
+def test_context_parallelism_refuses_what_transformer_engine_refuses() -> None:
+    """``context_parallel.py: attn_forward_func_with_cp`` asserts: windows need a2a or all_gather, MLA p2p (to 2.11)."""
+    windows, mla = "google/gemma-2-2b", "deepseek-ai/DeepSeek-V2-Lite"
+    with pytest.raises(SpecError, match=r"cp_comm_type \(p2p\).*a2a or all_gather"):
+        layer(windows, cp=2)
+    assert layer(windows, cp=2, cp_comm_type="all_gather").saved
+    with pytest.raises(SpecError, match=r"cp_comm_type \(a2a\).*multi-latent.*p2p"):
+        layer(mla, cp=2, cp_comm_type="a2a", transformer_engine=(2, 11))
+    assert layer(mla, cp=2, transformer_engine=(2, 11)).saved
