@@ -137,12 +137,33 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
             "recompute_modules mlp with biases never ends: the checkpoint returns the bias parameter itself, "
             "which then counts as its output (megatron-core 0.16.1, random.py: CheckpointFunction)"
         )
+    _check_loss(run)
     moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
     with (
         quiet(), _collecting_only_what_is_new(), fake_world(run.parallel, rank),
         patches.running(*((moe.topk, moe.num_experts) if moe else ())), _transformer_engine(),
     ):  # fmt: skip
         yield
+
+
+def _check_loss(run: RunSpec) -> None:
+    """Refuse a fused cross entropy that this process does not have; megatron-core fails with a traceback."""
+    from typing import get_args
+
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    impl = run.implementation
+    kind = impl.cross_entropy_fusion_impl
+    if not impl.cross_entropy_loss_fusion:
+        return
+    # Before 0.16 the field is a plain string.
+    known = get_args(ModelParallelConfig.__dataclass_fields__["cross_entropy_fusion_impl"].type) or ("native", "te")
+    if kind not in known:
+        raise NotBuildable(
+            f"cross_entropy_fusion_impl ({kind}) is not in this megatron-core, which has {', '.join(known)}"
+        )
+    if kind == "te" and not patches.has_te():
+        raise NotBuildable("cross_entropy_fusion_impl (te) needs Transformer Engine here; use native")
 
 
 def _transformer_engine() -> Any:
