@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import PrecisionSpec, SpecError
 
 if TYPE_CHECKING:
     from bridge_memory.estimate import Estimate
@@ -38,6 +38,8 @@ class Gpu:
     capacity_bytes: int
     #: Whose workspace rules apply, a value of ``ImplementationSpec.gpu_arch``.
     arch: str
+    #: What ``torch.cuda.get_device_capability`` reports.
+    capability: tuple[int, int]
     #: Shown with an estimate when no GPU is asked for.
     common: bool = False
 
@@ -51,10 +53,14 @@ class Fit:
     margin_bytes: int
     headroom_bytes: int
     fits: bool
+    #: What the run computes in and the card cannot, such as "mxfp8"; then it never fits.
+    lacks: str = ""
 
 
-def _gpu(name: str, description: str, gib: float, arch: str, common: bool = False) -> Gpu:
-    return Gpu(name, description, int(gib * GIB), arch, common)
+def _gpu(
+    name: str, description: str, gib: float, arch: str, capability: tuple[int, int], common: bool = False
+) -> Gpu:
+    return Gpu(name, description, int(gib * GIB), arch, capability, common)
 
 
 # Usable memory in GiB: the "total capacity" of torch's own out-of-memory messages, that is
@@ -62,42 +68,44 @@ def _gpu(name: str, description: str, gib: float, arch: str, common: bool = Fals
 # It is 0.5 to 1 % below what nvidia-smi shows, which leaves out what the driver keeps for itself (H200: 143771 MiB
 # in nvidia-smi, 139.7 GiB in torch). Drivers and ECC settings move it by up to 0.3 GiB. "(*)": no such report
 # at hand, nvidia-smi's or the vendor's figure less 1 %.
+# Capabilities: NVIDIA's list of CUDA GPUs (developer.nvidia.com/cuda-gpus); AMD's are those of gfx90a, gfx942 and
+# gfx950 as torch's ROCm builds report them.
 # Architectures before Hopper share Ampere's workspace rule (aten/src/ATen/cuda/CublasHandlePool.cpp).
 _CARDS = (
-    _gpu("V100-16GB", "NVIDIA V100 16GB", 15.77, "ampere"),
-    _gpu("V100-32GB", "NVIDIA V100 32GB", 31.73, "ampere"),
-    _gpu("T4", "NVIDIA T4 16GB", 14.56, "ampere"),
-    _gpu("A10", "NVIDIA A10 24GB", 22.06, "ampere"),
-    _gpu("A30", "NVIDIA A30 24GB", 23.50, "ampere"),
-    _gpu("A40", "NVIDIA A40 48GB", 44.34, "ampere"),
-    _gpu("A6000", "NVIDIA RTX A6000 48GB", 47.40, "ampere"),
-    _gpu("A100-40GB", "NVIDIA A100 40GB (SXM, PCIe)", 39.39, "ampere", True),
-    _gpu("A100-80GB", "NVIDIA A100 80GB (SXM, PCIe)", 79.15, "ampere", True),
-    _gpu("A800", "NVIDIA A800 80GB", 79.15, "ampere"),
-    _gpu("RTX-3090", "NVIDIA GeForce RTX 3090 24GB", 23.68, "ampere"),
-    _gpu("RTX-4090", "NVIDIA GeForce RTX 4090 24GB", 23.52, "ampere"),
-    _gpu("L4", "NVIDIA L4 24GB", 22.03, "ampere"),
-    _gpu("L40", "NVIDIA L40 48GB", 44.32, "ampere"),
-    _gpu("L40S", "NVIDIA L40S 48GB", 44.39, "ampere"),
-    _gpu("H100", "NVIDIA H100 80GB (SXM, PCIe)", 79.10, "hopper", True),
-    _gpu("H100-96GB", "NVIDIA H100 96GB (SXM)", 94.50, "hopper"),  # (*) 96 GB HBM3 parts: 97871 MiB
-    _gpu("H100-NVL", "NVIDIA H100 NVL 94GB", 93.01, "hopper"),
-    _gpu("H800", "NVIDIA H800 80GB", 79.10, "hopper"),
-    _gpu("H20", "NVIDIA H20 96GB", 95.00, "hopper"),
-    _gpu("H20-141GB", "NVIDIA H20 141GB", 139.71, "hopper"),  # (*) the H200's memory
-    _gpu("H200", "NVIDIA H200 141GB (SXM, NVL)", 139.71, "hopper", True),
-    _gpu("GH200-96GB", "NVIDIA GH200 96GB", 94.50, "hopper"),
-    _gpu("GH200-144GB", "NVIDIA GH200 144GB", 139.00, "hopper"),  # (*)
-    _gpu("RTX-5090", "NVIDIA GeForce RTX 5090 32GB", 31.34, "blackwell"),
-    _gpu("RTX-PRO-6000", "NVIDIA RTX PRO 6000 Blackwell 96GB", 94.90, "blackwell"),
-    _gpu("B200", "NVIDIA B200 180GB", 178.35, "blackwell", True),
-    _gpu("GB200", "NVIDIA GB200, one GPU of 186GB", 184.29, "blackwell", True),
-    _gpu("B300", "NVIDIA B300 288GB", 267.60, "blackwell", True),
-    _gpu("GB300", "NVIDIA GB300, one GPU of 288GB", 274.80, "blackwell"),  # (*) 284208 MiB
-    _gpu("MI250X", "AMD MI250X, one GCD of 64GB", 63.98, "ampere"),
-    _gpu("MI300X", "AMD MI300X 192GB", 191.69, "hopper", True),
-    _gpu("MI325X", "AMD MI325X 256GB", 255.69, "hopper"),
-    _gpu("MI355X", "AMD MI355X 288GB", 287.69, "hopper"),  # (*)
+    _gpu("V100-16GB", "NVIDIA V100 16GB", 15.77, "ampere", (7, 0)),
+    _gpu("V100-32GB", "NVIDIA V100 32GB", 31.73, "ampere", (7, 0)),
+    _gpu("T4", "NVIDIA T4 16GB", 14.56, "ampere", (7, 5)),
+    _gpu("A10", "NVIDIA A10 24GB", 22.06, "ampere", (8, 6)),
+    _gpu("A30", "NVIDIA A30 24GB", 23.50, "ampere", (8, 0)),
+    _gpu("A40", "NVIDIA A40 48GB", 44.34, "ampere", (8, 6)),
+    _gpu("A6000", "NVIDIA RTX A6000 48GB", 47.40, "ampere", (8, 6)),
+    _gpu("A100-40GB", "NVIDIA A100 40GB (SXM, PCIe)", 39.39, "ampere", (8, 0), True),
+    _gpu("A100-80GB", "NVIDIA A100 80GB (SXM, PCIe)", 79.15, "ampere", (8, 0), True),
+    _gpu("A800", "NVIDIA A800 80GB", 79.15, "ampere", (8, 0)),
+    _gpu("RTX-3090", "NVIDIA GeForce RTX 3090 24GB", 23.68, "ampere", (8, 6)),
+    _gpu("RTX-4090", "NVIDIA GeForce RTX 4090 24GB", 23.52, "ampere", (8, 9)),
+    _gpu("L4", "NVIDIA L4 24GB", 22.03, "ampere", (8, 9)),
+    _gpu("L40", "NVIDIA L40 48GB", 44.32, "ampere", (8, 9)),
+    _gpu("L40S", "NVIDIA L40S 48GB", 44.39, "ampere", (8, 9)),
+    _gpu("H100", "NVIDIA H100 80GB (SXM, PCIe)", 79.10, "hopper", (9, 0), True),
+    _gpu("H100-96GB", "NVIDIA H100 96GB (SXM)", 94.50, "hopper", (9, 0)),  # (*) 96 GB HBM3 parts: 97871 MiB
+    _gpu("H100-NVL", "NVIDIA H100 NVL 94GB", 93.01, "hopper", (9, 0)),
+    _gpu("H800", "NVIDIA H800 80GB", 79.10, "hopper", (9, 0)),
+    _gpu("H20", "NVIDIA H20 96GB", 95.00, "hopper", (9, 0)),
+    _gpu("H20-141GB", "NVIDIA H20 141GB", 139.71, "hopper", (9, 0)),  # (*) the H200's memory
+    _gpu("H200", "NVIDIA H200 141GB (SXM, NVL)", 139.71, "hopper", (9, 0), True),
+    _gpu("GH200-96GB", "NVIDIA GH200 96GB", 94.50, "hopper", (9, 0)),
+    _gpu("GH200-144GB", "NVIDIA GH200 144GB", 139.00, "hopper", (9, 0)),  # (*)
+    _gpu("RTX-5090", "NVIDIA GeForce RTX 5090 32GB", 31.34, "blackwell", (12, 0)),
+    _gpu("RTX-PRO-6000", "NVIDIA RTX PRO 6000 Blackwell 96GB", 94.90, "blackwell", (12, 0)),
+    _gpu("B200", "NVIDIA B200 180GB", 178.35, "blackwell", (10, 0), True),
+    _gpu("GB200", "NVIDIA GB200, one GPU of 186GB", 184.29, "blackwell", (10, 0), True),
+    _gpu("B300", "NVIDIA B300 288GB", 267.60, "blackwell", (10, 3), True),
+    _gpu("GB300", "NVIDIA GB300, one GPU of 288GB", 274.80, "blackwell", (10, 3)),  # (*) 284208 MiB
+    _gpu("MI250X", "AMD MI250X, one GCD of 64GB", 63.98, "ampere", (9, 0)),
+    _gpu("MI300X", "AMD MI300X 192GB", 191.69, "hopper", (9, 4), True),
+    _gpu("MI325X", "AMD MI325X 256GB", 255.69, "hopper", (9, 4)),
+    _gpu("MI355X", "AMD MI355X 288GB", 287.69, "hopper", (9, 5)),  # (*)
 )
 
 #: Other names for a card, in normal form (see ``_key``).
@@ -149,6 +157,49 @@ def find_gpu(name: str) -> Gpu:
     raise SpecError(f"--gpu {name!r} is not a GPU that is known here; {hint}")
 
 
+#: fp8 recipe -> (lowest compute capability, the first that is too new again or None). Source: TE
+#: ``quantization.py: check_fp8_support, check_fp8_block_scaling_support, check_mxfp8_support`` (2.11 and 2.20).
+_FP8_NVIDIA: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
+    "delayed": ((8, 9), None), "tensorwise": ((8, 9), None), "blockwise": ((9, 0), None), "mxfp8": ((10, 0), (12, 0)),
+}  # fmt: skip
+#: The same for AMD: fp8 came with CDNA 3 (gfx942), the MX formats with CDNA 4 (gfx950), by AMD's ISA manuals.
+_FP8_AMD: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
+    "delayed": ((9, 4), None), "tensorwise": ((9, 4), None), "blockwise": ((9, 4), None), "mxfp8": ((9, 5), None),
+}  # fmt: skip
+
+
+def lacks(gpu: Gpu, precision: PrecisionSpec) -> str:
+    """What ``precision`` computes in and ``gpu`` cannot: "fp8", "blockwise fp8", "mxfp8"; "" where it can."""
+    if precision.fp8 is None:
+        return ""
+    known = _FP8_AMD if gpu.description.startswith("AMD") else _FP8_NVIDIA
+    if gpu.capability < known["delayed"][0]:
+        return "fp8"
+    lowest, beyond = known[precision.fp8_recipe]
+    if gpu.capability < lowest or (beyond is not None and gpu.capability >= beyond):
+        return "mxfp8" if precision.fp8_recipe == "mxfp8" else f"{precision.fp8_recipe} fp8"
+    return ""
+
+
+def check_computes(gpu: Gpu, precision: PrecisionSpec) -> None:
+    """Raise SpecError where ``gpu`` cannot compute in ``precision``, naming the cards that can."""
+    missing = lacks(gpu, precision)
+    if not missing:
+        return
+    field = f"fp8 ({precision.fp8})" if missing == "fp8" else f"fp8_recipe ({precision.fp8_recipe})"
+    able = [card.name for card in common_gpus() if not lacks(card, precision)]
+    other = "drop fp8" if missing == "fp8" else "use another recipe"
+    raise SpecError(
+        f"{field} does not run on --gpu {gpu.name}, of compute capability {capability_words(gpu)}; {other}, or name a "
+        f"GPU that has {missing}, such as {', '.join(able)}"
+    )
+
+
+def capability_words(gpu: Gpu) -> str:
+    """Compute capability as people write it: "9.0"."""
+    return f"{gpu.capability[0]}.{gpu.capability[1]}"
+
+
 def outside_bytes(world_size: int) -> int:
     """What lies outside torch's allocator: the context, and NCCL's buffers where there is more than one GPU."""
     return CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0)
@@ -169,11 +220,15 @@ def margin_words(world_size: int) -> str:
 
 
 def fits(result: Estimate, gpus: Sequence[Gpu] = ()) -> list[Fit]:
-    """Whether the worst stage of ``result`` fits with the margin on each of ``gpus`` (none: the common ones)."""
+    """Whether the worst stage of ``result`` fits with the margin on each of ``gpus`` (none: the common ones).
+
+    A card that cannot compute in the run's precision fits nothing, whatever its memory.
+    """
     peak = result.peak_stage.peak_bytes
     margin = margin_bytes(peak, result.run.parallel.world_size)
     out = []
     for gpu in gpus or common_gpus():
         headroom = gpu.capacity_bytes - peak - margin
-        out.append(Fit(gpu.name, gpu.capacity_bytes, margin, headroom, headroom >= 0))
+        missing = lacks(gpu, result.run.precision)
+        out.append(Fit(gpu.name, gpu.capacity_bytes, margin, headroom, headroom >= 0 and not missing, missing))
     return out

@@ -10,9 +10,19 @@ import pytest
 
 from bridge_memory import gpus
 from bridge_memory.estimate import Estimate, estimate
-from bridge_memory.gpus import CONTEXT_BYTES, FRAGMENTATION, GIB, GPUS, NCCL_BYTES, find_gpu, fits
+from bridge_memory.gpus import (
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    GIB,
+    GPUS,
+    NCCL_BYTES,
+    check_computes,
+    find_gpu,
+    fits,
+    lacks,
+)
 from bridge_memory.readers import resolve_model
-from bridge_memory.spec import ParallelSpec, RunSpec, SpecError
+from bridge_memory.spec import ParallelSpec, PrecisionSpec, RunSpec, SpecError
 
 RUNS = Path(__file__).parent / "data" / "measurements" / "runs.jsonl"
 
@@ -119,3 +129,50 @@ def test_eighteen_bytes_a_parameter_of_an_8b_model_fit_no_80_gb_card() -> None:
     assert not verdicts["H100"]
     assert not verdicts["H200"]  # 134.6 GiB and more than 5 GiB of activations and margin
     assert verdicts["B200"]
+
+
+#: What Transformer Engine's check_fp8_support, check_fp8_block_scaling_support and check_mxfp8_support say of a card.
+COMPUTES = {
+    "V100-32GB": "", "A100-80GB": "", "RTX-3090": "", "MI250X": "",
+    "L4": "delayed tensorwise", "L40S": "delayed tensorwise", "RTX-4090": "delayed tensorwise",
+    "H100": "delayed tensorwise blockwise", "H200": "delayed tensorwise blockwise",
+    "GH200-144GB": "delayed tensorwise blockwise", "RTX-PRO-6000": "delayed tensorwise blockwise",
+    "RTX-5090": "delayed tensorwise blockwise", "MI300X": "delayed tensorwise blockwise",
+    "B200": "delayed tensorwise blockwise mxfp8", "GB200": "delayed tensorwise blockwise mxfp8",
+    "B300": "delayed tensorwise blockwise mxfp8", "MI355X": "delayed tensorwise blockwise mxfp8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPUTES)
+def test_a_card_computes_in_the_formats_of_its_generation(name: str) -> None:
+    assert not lacks(GPUS[name], PrecisionSpec())
+    for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8"):
+        precision = PrecisionSpec(fp8="hybrid", fp8_recipe=recipe)
+        if recipe in COMPUTES[name].split():
+            check_computes(GPUS[name], precision)
+            continue
+        with pytest.raises(SpecError, match=f"--gpu {name}, of compute capability") as refusal:
+            check_computes(GPUS[name], precision)
+        text = str(refusal.value)
+        assert text.startswith("fp8 (hybrid)" if not COMPUTES[name] else f"fp8_recipe ({recipe})")
+        assert "B200" in text and "\n" not in text
+
+
+def test_an_architectures_workspaces_go_with_its_capability() -> None:
+    """NVIDIA's Hopper is 9.0, Blackwell 10.x and 12.x; everything before has Ampere's workspaces."""
+    for gpu in GPUS.values():
+        if gpu.description.startswith("NVIDIA"):
+            assert gpu.arch == ("ampere" if gpu.capability < (9, 0) else "hopper" if gpu.capability < (10, 0) else
+                                "blackwell"), gpu.name  # fmt: skip
+
+
+def test_what_a_card_cannot_compute_in_does_not_fit_it() -> None:
+    """Qwen3-0.6B in mxfp8 takes 10 GiB: there is room on every card, and only Blackwell can run it."""
+    run = RunSpec(
+        model=resolve_model("Qwen/Qwen3-0.6B"), parallel=ParallelSpec(world_size=8),
+        precision=PrecisionSpec(fp8="e4m3", fp8_recipe="mxfp8"),
+    )  # fmt: skip
+    found = {fit.gpu: fit for fit in fits(estimate(run))}
+    assert all(fit.headroom_bytes > 0 for fit in found.values())
+    assert {name for name, fit in found.items() if fit.fits} == {"B200", "GB200", "B300"}
+    assert (found["A100-80GB"].lacks, found["H200"].lacks, found["B200"].lacks) == ("fp8", "mxfp8", "")

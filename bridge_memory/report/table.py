@@ -295,7 +295,7 @@ def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:
         rows.append(
             (
                 fit.gpu, *(format_ticks(n, unit) for n in (usable, peak, margin, usable - peak - margin)),
-                "yes" if fit.fits else "no",
+                "yes" if fit.fits else f"no {fit.lacks}".rstrip(),
             )
         )
     columns = (
