@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bridge_memory.components import STATIC_KINDS, Component
-from bridge_memory.gaps import gaps
+from bridge_memory.gaps import gaps, ignored
 from bridge_memory.inventory.buffers import lasting_buffers
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters, mtp_parameters
@@ -18,6 +18,7 @@ from bridge_memory.layout import Chunk, layout
 from bridge_memory.model_state import model_states
 from bridge_memory.spec import RunSpec
 from bridge_memory.timeline import ChunkCost, dynamic_peak
+from bridge_memory.validation import check_layout
 
 #: The phase in which a stage's peak lies when forward and backward need less than the optimizer.
 OPTIMIZER_STEP = "optimizer step"
@@ -104,6 +105,7 @@ def estimate(run: RunSpec) -> Estimate:
     """Estimate every pipeline stage of ``run`` with the inventory method. Raises SpecError."""
     ctx = context_of(run)
     plan = layout(run.model, run.parallel)
+    check_layout(run, plan)
     states = model_states(run.model, run.parallel, run.precision, run.optimizer, ctx)
     holdings: dict[int, _Holdings] = {}
     stages = []
@@ -116,7 +118,7 @@ def estimate(run: RunSpec) -> Estimate:
         stages=tuple(stages),
         parameters=model_parameters(run.model),
         mtp_parameters=mtp_parameters(run.model),
-        assumptions=run.model.assumptions + run.assumptions + _assumptions(run, ctx),
+        assumptions=run.model.assumptions + run.assumptions + _assumptions(run, ctx) + ignored(run, plan),
         not_modelled=run.model.not_modelled + run.not_modelled + gaps(run),
     )
 
@@ -222,8 +224,6 @@ def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:
         )
     if impl.deterministic_mode or impl.nvte_deterministic:
         out.append("deterministic_mode: attention's backward needs no more scratch than it does otherwise")
-    if impl.cp_comm_type in ("allgather", "a2a+p2p") and run.parallel.cp > 1:
-        out.append(f"cp_comm_type ({impl.cp_comm_type}) holds what the ring of p2p holds")
     if runs_plain(run.model, ctx):
         asked = []
         if run.recompute.granularity == "full":

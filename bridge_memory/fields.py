@@ -21,6 +21,11 @@ from bridge_memory.spec import (
 
 #: Larger than any size of a run: a slip of the keyboard or a broken config.
 MOST = 2**40
+MOST_GPUS = 2**24
+#: Where a number that is still far beyond any run is smaller.
+_MOST_OF = {"world_size": MOST_GPUS, "seq_length": 2**28, "micro_batch_size": 2**20, "global_batch_size": 2**32}
+#: megatron-core releases whose rules are known: read in the sources of 0.12 to 0.16, measured from 0.9 to 0.20.
+RELEASES = ((0, 9), (0, 20))
 
 
 class _Kind(NamedTuple):
@@ -30,11 +35,14 @@ class _Kind(NamedTuple):
     get: Callable[[object], tuple[Any, ...]]
     types: frozenset[type]
     give: str
+    #: For each name, the number that is too large.
+    mosts: tuple[int, ...]
 
 
 def _kind(types: tuple[type, ...], give: str, *names: str) -> _Kind:
     # One name more, so that attrgetter returns a tuple even for a single field.
-    return _Kind(names, attrgetter(*names, "__class__"), frozenset(types), give)
+    mosts = tuple(_MOST_OF.get(name, MOST) for name in names)
+    return _Kind(names, attrgetter(*names, "__class__"), frozenset(types), give, mosts)
 
 
 _NONE = type(None)
@@ -133,7 +141,7 @@ _CHOICES: dict[type, dict[str, tuple[str, ...]]] = {
         "transformer_impl": ("transformer_engine", "local"),
         "attention_backend": ("auto", "flash", "fused", "unfused", "local"),
         "cross_entropy_fusion_impl": ("native", "te", "linear"),
-        "cp_comm_type": ("p2p", "a2a", "allgather", "all_gather", "a2a+p2p"),
+        "cp_comm_type": ("p2p", "a2a", "all_gather", "a2a+p2p"),
         "cuda_graph_impl": ("none", "local", "transformer_engine", "full_iteration"),
         "moe_token_dispatcher_type": ("alltoall", "allgather", "flex", "alltoall_seq"),
         "moe_flex_dispatcher_backend": ("deepep", "hybridep"),
@@ -153,16 +161,16 @@ def check_fields(spec: object) -> None:
     """Raise SpecError for a field of the wrong type, an unknown name or a number out of its range."""
     if _checked.get(id(spec)) is spec:
         return
-    for names, get, types, give in _KINDS[type(spec)]:
+    for names, get, types, give, mosts in _KINDS[type(spec)]:
         values = get(spec)[:-1]
         if not types.issuperset(map(type, values)):
             wrong = next(n for n, value in zip(names, values, strict=True) if type(value) not in types)
             raise SpecError(f"{_named(spec, wrong)} ({show(getattr(spec, wrong))}) is not {give}; give {give}")
         if int in types:
             lowest = 1 if give.startswith("a positive") else 0
-            for name, value in zip(names, values, strict=True):
-                if value is not None and not lowest <= value < MOST:
-                    raise out_of_range(_named(spec, name), value, lowest)
+            for name, value, most in zip(names, values, mosts, strict=True):
+                if value is not None and not lowest <= value < most:
+                    raise out_of_range(_named(spec, name), value, lowest, most)
     for name, known in _CHOICES.get(type(spec), {}).items():
         value = getattr(spec, name)
         for one in value if type(value) is tuple else (value,):
@@ -210,10 +218,25 @@ def check_fraction(name: str, value: object, *, below_one: bool) -> None:
         raise SpecError(f"{name} ({show(value)}) is not in [0, 1{')' if below_one else ']'}; give a fraction")
 
 
-def out_of_range(name: str, value: float, lowest: int) -> SpecError:
-    if value >= MOST:
-        return SpecError(f"{name} ({value:.3e}) is absurdly large; give a number below 2**40")
+def out_of_range(name: str, value: float, lowest: int, most: int = MOST) -> SpecError:
+    if value >= most:
+        return SpecError(f"{name} ({value:.3e}) is absurdly large; give a number below 2**{most.bit_length() - 1}")
     return SpecError(f"{name} ({value}) is below {lowest}; give {lowest} or more")
+
+
+def release_words(release: tuple[int, int]) -> str:
+    """A release as people write it: "0.16"."""
+    return f"{release[0]}.{release[1]}"
+
+
+def nearest_known(release: tuple[int, int]) -> tuple[int, int]:
+    """``release`` itself where its rules are known, else the end of the known range that is nearer."""
+    return min(max(release, RELEASES[0]), RELEASES[1])
+
+
+def known_releases() -> str:
+    """The range of megatron-core releases whose rules are known: "0.9 to 0.20"."""
+    return " to ".join(map(release_words, RELEASES))
 
 
 def show(value: object) -> str:

@@ -41,6 +41,9 @@ class Limits(NamedTuple):
     mixers: tuple[object, ...]
     moes: tuple[MoESpec, ...]
     mla: bool
+    #: Whether any layer has a dense feed-forward block, and any a norm over all the heads of q and k.
+    dense: bool
+    full_qk_norm: bool
     expert_bias: bool
     shared_experts: bool
 
@@ -87,6 +90,8 @@ def _limits_of(model: ModelSpec) -> Limits:
         mixers=mixers,
         moes=moes,
         mla=any(isinstance(m, MLASpec) for m in mixers),
+        dense=any(isinstance(f, MLPSpec) for f in ffns),
+        full_qk_norm=any(isinstance(m, AttentionSpec) and m.qk_layernorm == "full" for m in mixers),
         expert_bias=any(f.add_bias for f in moes),
         shared_experts=any(f.shared_expert_intermediate_size for f in moes),
     )
@@ -123,14 +128,17 @@ _INTS: dict[type, tuple[str, ...]] = {
 MOST_EXPERTS = 8192
 MOST_EXPERT_WEIGHTS = 500_000
 MOST_MTP_LAYERS = 64
+#: Rows to which a vocabulary is padded: no kernel wants a multiple anywhere near this.
+MOST_VOCAB_PADDING = 2**20
 
 
 def _check_model(model: ModelSpec) -> None:
     check_ints(model, "hidden_size", "vocab_size")
     if not model.layers:
         raise SpecError("num_layers (0) is below 1; give a model of one layer or more")
-    for name in ("make_vocab_size_divisible_by", "mtp_num_layers", "max_position_embeddings"):
+    for name in ("mtp_num_layers", "max_position_embeddings"):
         _check_count(model, name)
+    _check_count(model, "make_vocab_size_divisible_by", MOST_VOCAB_PADDING)
     if model.mtp_num_layers > MOST_MTP_LAYERS:
         raise SpecError(f"mtp_num_layers ({model.mtp_num_layers}) is beyond any model; give at most {MOST_MTP_LAYERS}")
     experts = sum(layer.ffn.num_experts for layer in model.layers if isinstance(layer.ffn, MoESpec))
@@ -145,10 +153,10 @@ def _check_model(model: ModelSpec) -> None:
         raise SpecError(f"mtp_num_layers ({model.mtp_num_layers}) without an MTP layer; give mtp_layer, or set it to 0")
 
 
-def _check_count(owner: object, name: str) -> None:
+def _check_count(owner: object, name: str, most: int = MOST) -> None:
     value = getattr(owner, name)
-    if type(value) is not int or not 0 <= value < MOST:
-        raise SpecError(f"{name} ({show(value)}) is not an integer from 0 to 2**40; give one")
+    if type(value) is not int or not 0 <= value < most:
+        raise SpecError(f"{name} ({show(value)}) is not an integer from 0 to 2**{most.bit_length() - 1}; give one")
 
 
 def _check_layer(layer: LayerSpec) -> None:

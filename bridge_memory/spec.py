@@ -411,7 +411,7 @@ class ImplementationSpec:
     use_legacy_models: bool = False
     #: Scores divided by the layer number, softmax in fp32 (``--apply-query-key-layer-scaling``).
     apply_query_key_layer_scaling: bool = False
-    #: How context parallelism exchanges keys and values: "p2p", "a2a", "allgather", "a2a+p2p".
+    #: How context parallelism exchanges keys and values: "p2p", "a2a", "all_gather", "a2a+p2p".
     cp_comm_type: str = "p2p"
     #: "none", "local", "transformer_engine" or "full_iteration"; graphs keep their buffers in a private pool.
     cuda_graph_impl: str = "none"

@@ -17,8 +17,8 @@ from functools import lru_cache
 from math import gcd
 from typing import TYPE_CHECKING
 
-from bridge_memory.fields import check_fields
-from bridge_memory.layout_string import parse_layout_string
+from bridge_memory.fields import check_fields, release_words
+from bridge_memory.layout_string import parse_layout_string, quote
 from bridge_memory.limits import Limits, divisors, limits_of
 from bridge_memory.spec import (
     AttentionSpec,
@@ -26,11 +26,11 @@ from bridge_memory.spec import (
     ImplementationSpec,
     MambaSpec,
     ParallelSpec,
-    PrecisionSpec,
     SpecError,
 )
 
 if TYPE_CHECKING:
+    from bridge_memory.layout import Layout
     from bridge_memory.spec import RunSpec
 
 
@@ -39,12 +39,14 @@ def validate(run: RunSpec) -> None:
     for spec in (run.parallel, run.batch, run.precision, run.optimizer, run.recompute, run.implementation):
         check_fields(spec)
     limits = limits_of(run.model)
+    # Sizes that no number of GPUs makes right come before those that another number would.
+    _check_stages(run.parallel, run.model.num_layers)
+    _check_model_over_ranks(run, limits)
     _check_parallel(run.parallel, limits)
-    _check_model_over_ranks(run.parallel, run.implementation, limits)
     if run.implementation.megatron_core < (0, 16):
         _check_split_release(run)
     _check_batch(run)
-    _check_precision(run.precision)
+    _check_precision(run)
     _check_optimizer(run)
     if run.recompute.granularity is not None:
         _check_recompute(run, limits)
@@ -55,13 +57,38 @@ def _next_multiple(value: int, of: int) -> int:
     return -(-value // of) * of
 
 
-def _release(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
-
-
 # --------------------------------------------------------------------------------------------------
 # Parallel sizes
 # --------------------------------------------------------------------------------------------------
+
+
+def _check_stages(p: ParallelSpec, num_layers: int) -> None:
+    """No more stages, nor virtual ones, than layers to put there; only a layout string makes empty ones.
+
+    An embedding or a loss that is counted as a layer takes the place of one (``transformer_block.py:
+    get_num_layers_to_build``).
+    """
+    pp, vpp, text = (
+        p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size or 1, p.pipeline_model_parallel_layout
+    )  # fmt: skip
+    if text is not None:
+        stages = len(_chunks(text)) if pp > 1 else 1
+        if pp > stages:
+            raise SpecError(
+                f"pipeline_model_parallel_size ({pp}) is larger than the number of stages ({stages}) in "
+                f"pipeline_model_parallel_layout {quote(text)}; use at most {stages}"
+            )
+        return
+    most = num_layers + p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
+    if pp > most:
+        raise SpecError(
+            f"pipeline_model_parallel_size ({pp}) is larger than num_layers ({num_layers}); use at most {most}"
+        )
+    if pp * vpp > most:
+        raise SpecError(
+            f"virtual_pipeline_model_parallel_size ({vpp}) x pipeline_model_parallel_size ({pp}) is larger than "
+            f"num_layers ({num_layers}); use a virtual size of at most {most // pp}"
+        )
 
 
 def _check_parallel(p: ParallelSpec, limits: Limits) -> None:
@@ -110,7 +137,8 @@ def _check_parallel(p: ParallelSpec, limits: Limits) -> None:
             )
 
 
-def _check_model_over_ranks(p: ParallelSpec, i: ImplementationSpec, limits: Limits) -> None:
+def _check_model_over_ranks(run: RunSpec, limits: Limits) -> None:
+    p, i = run.parallel, run.implementation
     tp, cp, ep = p.tensor_model_parallel_size, p.context_parallel_size, p.expert_model_parallel_size
     if tp > 1:
         if limits.tp_gcd % tp:  # TC, tensor_parallel/layers.py
@@ -145,6 +173,12 @@ def _check_model_over_ranks(p: ParallelSpec, i: ImplementationSpec, limits: Limi
                 "when training a model with experts; set sequence_parallel to True"
             )
     if cp > 1:
+        s = run.batch.seq_length
+        if 2 * cp > s:  # as in _check_batch
+            raise SpecError(
+                f"context_parallel_size ({cp}) is too large for seq_length ({s}), of which every rank takes two parts; "
+                f"use at most {max(1, s // 2)}"
+            )
         _check_context_parallel(p, i, limits)
 
 
@@ -152,8 +186,8 @@ def _check_expert_bias(etp: int, core: tuple[int, int]) -> None:
     """TC: allowed until 0.12, refused in 0.13 and 0.14, without expert tensor parallelism from 0.15."""
     if (0, 13) <= core < (0, 15):
         raise SpecError(
-            f"experts with biases (add_bias_linear) are not supported by megatron_core {_release(core)}; use 0.15 or "
-            "later"
+            f"experts with biases (add_bias_linear) are not supported by megatron_core {release_words(core)}; use "
+            "0.15 or later"
         )
     if etp > 1 and core >= (0, 15):
         raise SpecError(
@@ -172,7 +206,7 @@ def _check_query_groups(p: ParallelSpec, i: ImplementationSpec, limits: Limits) 
                 fix += ", or megatron-core 0.16 or later, which replicates keys and values"
             raise SpecError(
                 f"num_query_groups ({groups}) is not divisible by tensor_model_parallel_size ({tp}) in "
-                f"megatron-core {_release(i.megatron_core)}; {fix}"
+                f"megatron-core {release_words(i.megatron_core)}; {fix}"
             )
 
 
@@ -198,13 +232,24 @@ def _check_context_parallel(p: ParallelSpec, i: ImplementationSpec, limits: Limi
                     f"{divisors(groups, cp)}"
                 )
             continue
-        if i.te and i.attention_backend in ("unfused", "local"):
+        if not i.te:  # transformer/dot_product_attention.py: DotProductAttention.__init__
+            raise SpecError(
+                f"context_parallel_size ({cp}) is not supported by the attention of transformer_impl local; set "
+                "transformer_impl to transformer_engine"
+            )
+        if i.attention_backend in ("unfused", "local"):
             # TE attention/dot_product_attention/utils.py: get_attention_backend
             raise SpecError(
                 f"attention_backend ({i.attention_backend}) does not support context_parallel_size ({cp}); use "
                 "flash, fused or auto"
             )
-        # TE attention/dot_product_attention/context_parallel.py: AttnFuncWithCPAndQKVOA2A
+        # TE attention/dot_product_attention/context_parallel.py: attn_forward_func_with_cp
+        if isinstance(m, AttentionSpec) and m.window_size and i.cp_comm_type not in ("a2a", "all_gather"):
+            raise SpecError(
+                f"cp_comm_type ({i.cp_comm_type}) does not go with the sliding window ({m.window_size}) of this model "
+                f"and context_parallel_size ({cp}); use a2a or all_gather"
+            )
+        # the same file: AttnFuncWithCPAndQKVOA2A
         if i.cp_comm_type == "a2a" and isinstance(m, AttentionSpec):
             for what, n in (
                 ("num_attention_heads", m.num_attention_heads),
@@ -225,20 +270,20 @@ def _check_split_release(run: RunSpec) -> None:
         if core < (0, 13):  # transformer/pipeline_parallel_layer_layout.py came with 0.13
             raise SpecError(
                 f"pipeline_model_parallel_layout ({text[:40]}) needs megatron-core 0.13 or later, not "
-                f"{_release(core)}; use num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+                f"{release_words(core)}; use num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
             )
         *before, _ = _chunks(text)
         if any("m" in chunk for chunk in before):  # PipelineParallelLayerLayout.validate_layer_layout
             raise SpecError(
                 f"pipeline_model_parallel_layout ({text[:40]}) has m (MTP) before the last stage, which needs "
-                f"megatron-core 0.16 or later, not {_release(core)}; put it into the last stage"
+                f"megatron-core 0.16 or later, not {release_words(core)}; put it into the last stage"
             )
     if run.model.hybrid:  # ssm/mamba_block.py: MambaStack._select_layers_for_pipeline_parallel
         for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
             if getattr(p, name) is not None:
                 raise SpecError(
                     f"{name} ({getattr(p, name)}) is ignored for hybrid (Mamba) models by megatron-core "
-                    f"{_release(core)}; drop it, or use 0.16 or later"
+                    f"{release_words(core)}; drop it, or use 0.16 or later"
                 )
 
 
@@ -255,6 +300,7 @@ def _check_batch(run: RunSpec) -> None:
         raise SpecError(
             f"seq_length ({s}) is not divisible by 2 x context_parallel_size ({cp}); use a multiple of {2 * cp}, "
             f"such as {_next_multiple(s, 2 * cp)}"
+            + (f", or context_parallel_size {divisors(s // 2, cp)}" if s % 2 == 0 else "")
         )
     if tp > 1 and p.sp and s // cp % tp:
         # tensor_parallel/mappings.py: _split_along_first_dim
@@ -296,6 +342,8 @@ def _check_schedule(run: RunSpec) -> None:
     else:
         said = f"the number of microbatches ({m} = global_batch_size / micro_batch_size / data-parallel size)"
     step = run.batch.micro_batch_size * p.data_parallel_size
+    if p.microbatch_group_size_per_vp_stage is not None and pp <= m < group:
+        raise SpecError(f"{name} ({group}) is larger than {said}; use {pp} to {m}")
     if m < group:
         raise SpecError(
             f"{said} is smaller than {name} ({group}), which virtual_pipeline_model_parallel_size ({vpp}) needs; "
@@ -322,8 +370,9 @@ def _chunks(text: str) -> tuple[str, ...]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _check_precision(precision: PrecisionSpec) -> None:
+def _check_precision(run: RunSpec) -> None:
     """TC."""
+    precision = run.precision
     if precision.fp8 is None:
         if precision.fp8_param:
             raise SpecError("fp8_param (True) needs fp8; set fp8 to hybrid or e4m3, or drop fp8_param")
@@ -333,6 +382,15 @@ def _check_precision(precision: PrecisionSpec) -> None:
         raise SpecError(
             f"num_layers_at_start_in_bf16 ({ends[0]}) and num_layers_at_end_in_bf16 ({ends[1]}) do not go with "
             "fp8_recipe delayed; use another recipe"
+        )
+    most = run.model.num_layers // run.parallel.pipeline_model_parallel_size
+    for name, n in zip(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), ends, strict=True):
+        if n > most:
+            raise SpecError(f"{name} ({n}) is larger than the layers of a pipeline stage ({most}); lower it")
+    if not run.implementation.te:  # transformer/fp8_utils.py: get_fp8_context is Transformer Engine's alone
+        raise SpecError(
+            f"fp8 ({precision.fp8}) does nothing with transformer_impl local, whose layers do not compute in it; set "
+            "transformer_impl to transformer_engine, or drop fp8"
         )
 
 
@@ -377,7 +435,7 @@ def _check_recompute(run: RunSpec, limits: Limits) -> None:
             raise SpecError("recompute_granularity (full) needs recompute_method; set it to uniform or block")
         if r.num_layers is None:
             raise SpecError(f"recompute_method ({r.method}) needs recompute_num_layers; set it to 1 or more")
-        if r.num_layers > run.model.num_layers:
+        if r.method == "uniform" and r.num_layers > run.model.num_layers:
             raise SpecError(
                 f"recompute_num_layers ({r.num_layers}) is larger than num_layers ({run.model.num_layers}); lower it"
             )
@@ -404,6 +462,35 @@ def _check_recompute(run: RunSpec, limits: Limits) -> None:
             )
 
 
+#: Last megatron-core release in which groups of the uniform method run past the last layer of a chunk that they do
+#: not divide (an IndexError in the first forward pass); later ones are not known.
+UNIFORM_DIVIDES_UNTIL = (0, 16)
+
+
+def check_layout(run: RunSpec, plan: Layout) -> None:
+    """Raise SpecError for what megatron-core refuses once the layers are laid out, but not before.
+
+    ``transformer/transformer_block.py: TransformerBlock._checkpointed_forward``, 0.12 to 0.16.1: the uniform method
+    takes groups of recompute_num_layers from a chunk's first layer on, and asks for the layers of a whole group.
+    ``MambaStack`` of hybrid models knows no full recomputation in these releases.
+    """
+    r, core, n = run.recompute, run.implementation.megatron_core, run.recompute.num_layers
+    if r.granularity != "full" or r.method != "uniform" or not n or n == 1:
+        return
+    if run.model.hybrid or core > UNIFORM_DIVIDES_UNTIL:
+        return
+    for stage, chunks in enumerate(plan.stages):
+        for index, chunk in enumerate(chunks):
+            size = len(chunk.layers)
+            if size % n:
+                where = f"virtual stage {index} of stage {stage}" if len(chunks) > 1 else f"pipeline stage {stage}"
+                common = gcd(*(len(c.layers) for row in plan.stages for c in row))
+                raise SpecError(
+                    f"recompute_num_layers ({n}) does not divide the {size} layers of {where}, which recompute_method "
+                    f"uniform needs; use {divisors(common, min(n, common))}, or recompute_method block"
+                )
+
+
 def _check_modules(run: RunSpec, limits: Limits) -> None:
     r, i = run.recompute, run.implementation
     if r.modules == ("core_attn",):
@@ -412,7 +499,7 @@ def _check_modules(run: RunSpec, limits: Limits) -> None:
         if i.megatron_core < (0, 14):
             raise SpecError(
                 "recompute_modules (shared_experts) needs megatron-core 0.14 or later, not "
-                f"{_release(i.megatron_core)}; drop it"
+                f"{release_words(i.megatron_core)}; drop it"
             )
         if i.moe_shared_expert_overlap and limits.shared_experts:
             raise SpecError(
@@ -530,7 +617,7 @@ def _check_overlap(run: RunSpec, limits: Limits) -> None:
     i, p, r = run.implementation, run.parallel, run.recompute
     name = "overlap_moe_expert_parallel_comm (True)"
     if i.megatron_core < (0, 14):
-        raise SpecError(f"{name} needs megatron-core 0.14 or later, not {_release(i.megatron_core)}; drop it")
+        raise SpecError(f"{name} needs megatron-core 0.14 or later, not {release_words(i.megatron_core)}; drop it")
     pp, layout = p.pipeline_model_parallel_size, p.pipeline_model_parallel_layout
     vpp = p.virtual_pipeline_model_parallel_size or 1
     if layout is not None and vpp == 1:

@@ -63,7 +63,7 @@ HYBRID = {
 }
 
 
-def layouts(model: ModelSpec) -> dict[str, ParallelSpec]:
+def layouts(model: ModelSpec, *, te: bool) -> dict[str, ParallelSpec]:
     """Eight kinds of layout or more for a GPT model: even, uneven, interleaved, by string, with experts spread; three
     for a hybrid, whose stack takes no layout string.
     """
@@ -74,14 +74,13 @@ def layouts(model: ModelSpec) -> dict[str, ParallelSpec]:
     ep = 1 if moe is None else next(e for e in (16, 10, 8, 6, 5, 4, 2) if moe.num_experts % e == 0)
     experts = {"expert_model_parallel_size": ep}
     alone = {**experts, "expert_tensor_parallel_size": 1}
-    # The gated delta net has no context parallelism yet, softmax sinks have none of the ring kind.
+    # The gated delta net has no context parallelism yet, sinks and sliding windows have none of the ring kind.
     without = any(
-        isinstance(x.mixer, GatedDeltaNetSpec) or getattr(x.mixer, "learnable_softmax_sink", False)
+        isinstance(x.mixer, GatedDeltaNetSpec)
+        or (isinstance(x.mixer, AttentionSpec) and (x.mixer.learnable_softmax_sink or x.mixer.window_size))
         for x in model.layers
     )
-    cp = 1 if without else 2
-    if any(isinstance(x.mixer, AttentionSpec) and x.mixer.learnable_softmax_sink for x in model.layers):
-        cp = 1  # Transformer Engine exchanges sinks by a2a alone
+    cp = 2 if te and not without else 1  # megatron-core's own attention has none at all
     pp = next((p for p in (8, 7, 6, 5, 4, 3, 2) if n % p == 0), 1)
     # (tp, stages, more)
     found: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -160,7 +159,7 @@ def differences(run: RunSpec, stage: int, built: Shapes) -> list[str]:
 @pytest.mark.parametrize("preset", [*DENSE.values(), *EXPERTS.values()])
 def test_a_rank_owns_exactly_what_megatron_core_builds_locally(preset: str) -> None:
     model = resolve_model(preset)
-    kinds = layouts(model)
+    kinds = layouts(model, te=False)
     assert len(kinds) >= 8
     logging.disable(logging.WARNING)
     for name, parallel in kinds.items():
@@ -177,7 +176,7 @@ def test_a_rank_owns_exactly_what_megatron_core_builds_with_transformer_engine()
     jobs, labels = [], []
     for preset in [*DENSE.values(), *EXPERTS.values(), *HYBRID.values()]:
         model = resolve_model(preset)
-        for name, parallel in layouts(model).items():
+        for name, parallel in layouts(model, te=True).items():
             if name.endswith("of its own"):  # as "uneven ends"
                 continue
             run = RunSpec(model=model, parallel=parallel)

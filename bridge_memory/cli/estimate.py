@@ -9,7 +9,8 @@ import sys
 from dataclasses import replace
 from typing import TextIO
 
-from bridge_memory.cli.run_arguments import add_run_arguments, run_from_arguments
+from bridge_memory.cli.run_arguments import add_run_arguments, parse_release, run_from_arguments
+from bridge_memory.fields import known_releases, nearest_known, release_words
 from bridge_memory.spec import SpecError
 
 
@@ -29,10 +30,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--force", action="store_true", help="let --output replace a file")
 
 
+def _check_release(text: str | None) -> None:
+    """A release that nobody has is a typing error; a newer one than is known is better said than guessed."""
+    release = parse_release(text) if text else None
+    if release is not None and nearest_known(release) != release:
+        raise SpecError(
+            f"megatron_core ({text}) is not one of the releases whose rules are known, {known_releases()}; use "
+            f"--megatron-core {release_words(nearest_known(release))}"
+        )
+
+
 def run(args: argparse.Namespace) -> int:
     """Estimate and print. Returns the exit code."""
     from bridge_memory.estimate import estimate
-    from bridge_memory.gpus import find_gpu, fits
+    from bridge_memory.gpus import check_computes, find_gpu, fits
     from bridge_memory.report.units import UNITS
     from bridge_memory.report.write import check_target, write_text
 
@@ -43,10 +54,16 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         check_target(args.output, force=args.force)
     gpus = [find_gpu(name) for name in args.gpu]
+    _check_release(args.megatron_core)
     spec = run_from_arguments(args, gpu_arch=gpus[0].arch if gpus else None)
+    for gpu in gpus:
+        check_computes(gpu, spec.precision)
     if len({gpu.arch for gpu in gpus}) != 1:
         # Library workspaces have one size an architecture: tens of MiB between them.
         named = f"{gpus[0].name}, the first --gpu" if gpus else "a Hopper GPU (--gpu)"
+        if not gpus and spec.precision.fp8 and spec.precision.fp8_recipe == "mxfp8":
+            spec = replace(spec, implementation=replace(spec.implementation, gpu_arch="blackwell"))
+            named = "a Blackwell GPU (--gpu), as mxfp8 needs"
         spec = replace(spec, assumptions=(*spec.assumptions, f"library workspaces as on {named}"))
     result = estimate(spec)
     if args.calibration is not None:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
+from bridge_memory.fields import MOST_GPUS, check_fields
+from bridge_memory.gaps import idle_modules
 from bridge_memory.spec import (
     BatchSpec,
     ImplementationSpec,
     LayerSpec,
-    MLASpec,
-    MLPSpec,
     ModelSpec,
     MoESpec,
     OptimizerSpec,
@@ -142,7 +142,7 @@ FLAGS = (
     Flag("--attention-backend", "implementation", "attention_backend", "attention kernels", "str",
          ("auto", "flash", "fused", "unfused", "local"), "BACKEND"),
     Flag("--cp-comm-type", "implementation", "cp_comm_type", "how context parallelism exchanges", "str",
-         ("p2p", "a2a", "allgather", "a2a+p2p"), "TYPE"),
+         ("p2p", "a2a", "all_gather", "a2a+p2p"), "TYPE"),
     Flag("--cross-entropy-loss-fusion", "implementation", "cross_entropy_loss_fusion", "fused cross entropy",
          "switch"),
     Flag("--cross-entropy-fusion-impl", "implementation", "cross_entropy_fusion_impl", "which fused cross entropy",
@@ -166,7 +166,7 @@ FLAGS = (
     Flag("--moe-grouped-gemm", "implementation", "moe_grouped_gemm", "grouped GEMM in experts (default: on)", "switch"),
     Flag("--moe-permute-fusion", "implementation", "moe_permute_fusion", "fused token permutation", "switch"),
     Flag("--moe-router-fusion", "implementation", "moe_router_fusion", "fused router", "switch"),
-    Flag("--moe-router-dtype", "implementation", "moe_router_dtype", "dtype of routing", "str", ("fp32", "bf16"),
+    Flag("--moe-router-dtype", "implementation", "moe_router_dtype", "dtype of routing", "str", ("fp32", "fp64"),
          "DTYPE"),
     Flag("--moe-expert-capacity-factor", "implementation", "moe_expert_capacity_factor",
          "token capacity of an expert", "float", metavar="FACTOR"),
@@ -284,7 +284,7 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
     if gpu_arch:
         given["implementation"]["gpu_arch"] = gpu_arch
     if args.megatron_core:
-        given["implementation"]["megatron_core"] = _release(args.megatron_core)
+        given["implementation"]["megatron_core"] = parse_release(args.megatron_core)
     if given["precision"].get("fp8") and "fp8_recipe" in given["precision"]:
         given["optimizer"].setdefault("fp8_recipe", given["precision"]["fp8_recipe"])
     groups = {name: spec(**given[name]) for name, spec in _SPECS.items() if name != "parallel"}
@@ -359,10 +359,10 @@ def _parallel(values: dict[str, Any], assumptions: list[str]) -> ParallelSpec:
     if "world_size" in values:
         return ParallelSpec(**values)
     sizes = ParallelSpec(**values)
-    factors = (sizes.tp, sizes.pp, sizes.cp, sizes.etp, sizes.ep)
-    if any(type(x) is not int or x < 1 for x in factors):
-        return sizes  # The spec's own check names the one that is wrong.
+    check_fields(sizes)
     world = lcm(sizes.tp * sizes.pp * sizes.cp, sizes.etp * sizes.ep * sizes.pp)
+    if world >= MOST_GPUS:
+        return sizes  # The checks against the model name the size that is wrong.
     assumptions.append(f"{world} GPUs, the fewest that the parallel sizes allow (--num-gpus)")
     return replace(sizes, world_size=world)
 
@@ -385,21 +385,6 @@ def _complete(given: dict[str, dict[str, Any]], assumptions: list[str]) -> None:
     for group, name in _NO_TENSOR:
         if given[group].get(name):
             assumptions.append(f"{name} makes no tensor that stays")
-
-
-def _recompute_needs(modules: tuple[str, ...], model: ModelSpec, te: bool) -> list[tuple[str, bool, bool, str]]:
-    """Modules of selective recomputation, and what of the model they act on."""
-    kinds = {layer for layer in (*model.layers, model.mtp_layer) if layer is not None}
-    experts = [layer.ffn for layer in kinds if isinstance(layer.ffn, MoESpec)]
-    # Transformer Engine's norms before linears are part of them; only those before experts and MLA are modules.
-    norms = not te or bool(experts) or any(isinstance(layer.mixer, MLASpec) for layer in kinds)
-    found = {
-        "moe": (bool(experts), "a model with experts"), "moe_act": (bool(experts), "a model with experts"),
-        "shared_experts": (any(e.shared_expert_intermediate_size for e in experts), "a model with shared experts"),
-        "mlp": (any(isinstance(layer.ffn, MLPSpec) for layer in kinds), "a model with dense MLP layers"),
-        "layernorm": (norms, "experts, multi-latent attention or --transformer-impl local"),
-    }
-    return [(f"recompute_modules ({name})", name in modules, *need) for name, need in found.items()]
 
 
 def _check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
@@ -468,13 +453,17 @@ def _check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
          "--no-optimizer-cpu-offload: the offloaded optimizer keeps fp32 states")
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders")
     ]
-    needs += _recompute_needs(recompute.get("modules", ()), model, not local)
+    needs += [
+        (f"recompute_modules ({name})", name in recompute.get("modules", ()), False, want)
+        for name, want in idle_modules(model, not local).items()
+    ]
     for field, used, present, what in needs:
         if used and not present:
             raise SpecError(f"{field} does nothing without {what}; add it or drop the flag")
 
 
-def _release(text: str) -> tuple[int, int]:
+def parse_release(text: str) -> tuple[int, int]:
+    """"0.16" or "v0.16.1" -> (0, 16). Raises SpecError."""
     parts = text.lstrip("v").split(".")
     if len(parts) < 2 or not all(p.isdigit() for p in parts[:2]):
         raise SpecError(f"megatron_core {text!r} is not a release such as 0.16")

@@ -112,6 +112,13 @@ def test_mtp_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
         (["Llama-3.1-8B", "--stage", "1"], ["stage 1"]),
         (["Llama-3.1-8B", "--unit", "furlong"], ["unit", "furlong"]),
         (["Llama-3.1-8B", "--gpu", "H1000"], ["H1000"]),
+        (["Llama-3.1-8B", "--gpu", "H100", "--gpu", "A100-80GB", "--fp8", "e4m3"], ["fp8 (e4m3)", "A100-80GB", "8.0"]),
+        (["Llama-3.1-8B", "--gpu", "H200", "--fp8", "e4m3", "--fp8-recipe", "mxfp8"], ["mxfp8", "H200", "9.0", "B200"]),
+        (["Llama-3.1-8B", "--megatron-core", "9.9"], ["megatron_core (9.9)", "0.9 to 0.20"]),
+        (["Llama-3.1-8B", "--megatron-core", "0.8"], ["megatron_core (0.8)", "use --megatron-core 0.9"]),
+        (["Llama-3.1-8B", "--transformer-impl", "local", "--cp", "2"], ["context_parallel_size", "transformer_impl"]),
+        (["Llama-3.1-8B", "--recompute-granularity", "full", "--recompute-method", "uniform",
+          "--recompute-num-layers", "5"], ["recompute_num_layers (5)", "32 layers", "use 4"]),
         (["Llama-3.1-8B", "--force"], ["--output"]),
         (["Llama-3.1-8B", "--moe-imbalance", "2"], ["moe_imbalance"]),
         (["Llama-3.1-8B", "--no-such-flag"], ["--no-such-flag"]),
@@ -129,6 +136,54 @@ def test_what_is_wrong_is_said_in_one_line(
 ) -> None:
     line = refused(capsys, "estimate", *argv)
     assert all(name in line for name in names), line
+
+
+#: Flags that take an integer, on a command that they fit.
+INTEGERS = {
+    "tensor_model_parallel_size": "Llama-3.2-1B --num-gpus 8 --tp", "pipeline_model_parallel_size": "Llama-3.2-1B --pp",
+    "context_parallel_size": "Llama-3.2-1B --num-gpus 8 --cp", "expert_model_parallel_size": "Qwen3-30B-A3B --ep",
+    "expert_tensor_parallel_size": "Qwen3-30B-A3B --tp 2 --etp", "world_size": "Llama-3.2-1B --num-gpus",
+    "virtual_pipeline_model_parallel_size": "Llama-3.2-1B --pp 2 --vpp", "seq_length": "Llama-3.2-1B --seq-length",
+    "num_layers_in_first_pipeline_stage": "Llama-3.2-1B --pp 2 --num-layers-in-first-pipeline-stage",
+    "num_layers_in_last_pipeline_stage": "Llama-3.2-1B --pp 2 --num-layers-in-last-pipeline-stage",
+    "microbatch_group_size_per_vp_stage": "Llama-3.2-1B --pp 2 --vpp 2 --microbatch-group-size-per-vp-stage",
+    "num_distributed_optimizer_instances": "Llama-3.2-1B --num-gpus 8 --num-distributed-optimizer-instances",
+    "micro_batch_size": "Llama-3.2-1B --micro-batch-size", "global_batch_size": "Llama-3.2-1B --global-batch-size",
+    "cpu_offloading_num_layers": "Llama-3.2-1B --cpu-offloading-num-layers",
+    "mtp_num_layers": "Qwen3-30B-A3B --mtp-num-layers", "num_layers": "Llama-3.2-1B --num-layers",
+    "make_vocab_size_divisible_by": "Llama-3.2-1B --make-vocab-size-divisible-by",
+    "recompute_num_layers": "Llama-3.2-1B --recompute-granularity full --recompute-method uniform "
+                            "--recompute-num-layers",
+    "stage": "Llama-3.2-1B --stage",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["-1", "1000000000", "1000000000000", "1" + "0" * 30])
+@pytest.mark.parametrize("field", INTEGERS)
+def test_an_absurd_number_is_blamed_on_its_own_field(
+    capsys: pytest.CaptureFixture[str], field: str, value: str
+) -> None:
+    if (field, value) == ("global_batch_size", "1000000000"):
+        pytest.skip("long, not absurd: so many microbatches")
+    line = refused(capsys, "estimate", *INTEGERS[field].split(), value)
+    before = line.split(";")[0]
+    assert field in before, line
+    assert value in before or "absurdly large" in before, line
+    assert len(line) < 300
+
+
+def test_only_blackwell_fits_mxfp8(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing named: the cards that cannot compute in it are told from those that are too small; workspaces are
+    those of a card that can."""
+    argv = ["estimate", "Llama-3.2-1B", "--num-gpus", "8", "--fp8", "e4m3", "--fp8-recipe", "mxfp8"]
+    code, out, _ = run(capsys, *argv)
+    assert code == 0
+    verdicts = {line.split()[0]: line for line in out.splitlines() if line.endswith((" yes", " no fp8", " no mxfp8"))}
+    assert verdicts["A100-80GB"].endswith("no fp8") and verdicts["H200"].endswith("no mxfp8")
+    assert verdicts["B200"].endswith("yes")
+    assert "library workspaces as on a Blackwell GPU" in out
+    named = as_json(capsys, *argv, "--gpu", "B200")
+    assert named["stages"] == as_json(capsys, *argv)["stages"]
 
 
 def test_the_advice_for_61_layers_works(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,136 @@
+"""What no formula covers, and what a run asks for to no effect, is said by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bridge_memory.estimate import Estimate, estimate
+from bridge_memory.readers import resolve_model
+from bridge_memory.spec import (
+    ImplementationSpec,
+    ModelSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RecomputeSpec,
+    RunSpec,
+)
+
+DENSE, EXPERTS, SHARED = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V2-Lite"
+
+
+def short(name: str) -> ModelSpec:
+    model = resolve_model(name)
+    return replace(model, layers=model.layers[:4])
+
+
+def recomputed(name: str, *modules: str, **implementation: object) -> Estimate:
+    return estimate(
+        RunSpec(
+            model=short(name), recompute=RecomputeSpec(granularity="selective", modules=modules),
+            implementation=ImplementationSpec(**implementation),  # type: ignore[arg-type]
+        )
+    )  # fmt: skip
+
+
+def said(lines: tuple[str, ...], *words: str) -> bool:
+    return any(all(word in line for word in words) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("model", "module", "wants"),
+    [
+        (DENSE, "moe", "a model with experts"),
+        (DENSE, "moe_act", "a model with experts"),
+        (DENSE, "shared_experts", "a model with shared experts"),
+        (EXPERTS, "shared_experts", "a model with shared experts"),
+        (EXPERTS, "mlp", "a model with dense MLP layers"),
+        (DENSE, "layernorm", "transformer_impl local"),
+        (DENSE, "mlp", ""), (EXPERTS, "moe", ""), (EXPERTS, "moe_act", ""), (EXPERTS, "layernorm", ""),
+        (SHARED, "shared_experts", ""), (SHARED, "mlp", ""), (SHARED, "mla_up_proj", ""), (SHARED, "layernorm", ""),
+    ],
+)  # fmt: skip
+def test_a_module_that_is_not_there_is_recomputed_to_no_effect(model: str, module: str, wants: str) -> None:
+    """megatron-core takes such a name and does nothing; what it does find changes the estimate."""
+    with_it, without = recomputed(model, module), recomputed(model)
+    idle = said(with_it.assumptions, f"recompute_modules ({module}) does nothing", wants)
+    assert idle == bool(wants)
+    assert idle == (with_it.stages == without.stages)
+
+
+def test_the_norms_of_local_layers_are_modules() -> None:
+    assert not said(recomputed(DENSE, "layernorm", transformer_impl="local").assumptions, "does nothing")
+
+
+def test_block_recomputation_of_more_layers_than_there_are_recomputes_them_all() -> None:
+    four, nine = (
+        estimate(
+            RunSpec(model=short(DENSE), recompute=RecomputeSpec(granularity="full", method="block", num_layers=n))
+        )
+        for n in (4, 9)
+    )
+    assert four.stages == nine.stages
+    assert said(nine.assumptions, "recompute_num_layers (9)", "all layers are recomputed")
+    assert not said(four.assumptions, "recompute_num_layers")
+
+
+@pytest.mark.parametrize(
+    ("core", "taken"),
+    [((0, 8), "0.9"), ((0, 9), ""), ((0, 16), ""), ((0, 20), ""), ((0, 21), "0.20"), ((9, 9), "0.20")],
+)
+def test_a_release_whose_rules_are_not_known_is_said(core: tuple[int, int], taken: str) -> None:
+    found = estimate(RunSpec(model=short(DENSE), implementation=ImplementationSpec(megatron_core=core)))
+    line = f"megatron_core ({core[0]}.{core[1]}) is not one of the releases whose rules are known, 0.9 to 0.20: those"
+    assert said(found.assumptions, line, f"of {taken} are taken") == bool(taken)
+
+
+def test_fp8_beside_fp32_weights_is_not_modelled() -> None:
+    fp32, bf16 = (
+        estimate(RunSpec(model=short(DENSE), precision=PrecisionSpec(params_dtype=dtype, fp8="hybrid")))
+        for dtype in ("fp32", "bf16")
+    )
+    assert said(fp32.not_modelled, "fp8 (hybrid) with params_dtype fp32")
+    assert not bf16.not_modelled
+
+
+def test_multi_latent_attention_without_transformer_engine_is_not_megatron_cores() -> None:
+    local = ImplementationSpec(transformer_impl="local", moe_grouped_gemm=False)
+    assert said(estimate(RunSpec(model=short(SHARED), implementation=local)).not_modelled, "transformer_impl (local)")
+    assert not estimate(RunSpec(model=short(SHARED))).not_modelled
+    assert not estimate(RunSpec(model=short(DENSE), implementation=local)).not_modelled
+
+
+def test_norms_over_all_heads_are_bridges_on_one_tensor_parallel_rank_only() -> None:
+    """Megatron Bridge 0.3.1, OLMoESelfAttention: norms of hidden_size on every rank, over its share of heads."""
+    one, two = (
+        estimate(
+            RunSpec(
+                model=short("allenai/OLMoE-1B-7B-0924"),
+                parallel=ParallelSpec(world_size=2, tensor_model_parallel_size=tp),
+            )
+        )
+        for tp in (1, 2)
+    )
+    assert said(two.not_modelled, "norms over all heads", "tensor_model_parallel_size (2)")
+    assert not one.not_modelled
+
+
+@pytest.mark.parametrize(
+    ("model", "comm", "words"),
+    [
+        (DENSE, "p2p", ""), (DENSE, "a2a", ""), (SHARED, "p2p", ""),
+        (DENSE, "all_gather", "holds what the ring of p2p holds"),
+        (DENSE, "a2a+p2p", "holds what the ring of p2p holds"),
+        (SHARED, "a2a", "Transformer Engine 2.11 refuses"),
+        (SHARED, "all_gather", "Transformer Engine 2.11 refuses"),
+    ],
+)  # fmt: skip
+def test_a_way_of_context_parallelism_that_is_counted_as_another_is_said(model: str, comm: str, words: str) -> None:
+    found = estimate(
+        RunSpec(
+            model=short(model), parallel=ParallelSpec(world_size=2, context_parallel_size=2),
+            implementation=ImplementationSpec(cp_comm_type=comm),
+        )
+    )  # fmt: skip
+    assert said(found.assumptions, f"cp_comm_type ({comm})", words) == bool(words)
