@@ -180,7 +180,9 @@ def _stage_state(
                     sums[key] = sums.get(key, 0) + nbytes
         for name, kind, shard, nbytes in _adapters(model, chunk, ctx, worlds, precision, optimizer, parallel):
             sums[(name, kind, shard)] = sums.get((name, kind, shard), 0) + nbytes
-    return parameters, tuple(Component(n, b, k, "exact", s) for (n, k, s), b in sums.items() if b)
+    return parameters, tuple(
+        Component(n, b, k, _provenance(n, k, optimizer), s) for (n, k, s), b in sums.items() if b
+    )
 
 
 def _adapters(
@@ -275,6 +277,20 @@ def _group_state(
             nbytes = round(nbytes * (1.0 - o.optimizer_offload_fraction))
         out.append((name, "optimizer", nbytes))
     return out
+
+
+def _provenance(name: str, kind: str, o: OptimizerSpec) -> str:
+    """How a state line is known: counted, but for an optimizer of which only a part is offloaded.
+
+    ``cpu_offloading/hybrid_optimizer.py: HybridDeviceOptimizer._get_sub_optimizer_param_groups`` sends whole
+    parameters (a rank's shards of them), in the order of the buffers, until their elements make the fraction. What
+    stays is thus at most (1 - fraction) of the shard on every rank, the number counted here, and above that less
+    the largest parameter's shard: which parameters a data-parallel rank owns decides where between the two.
+    """
+    partly = o.optimizer_cpu_offload and 0 < o.optimizer_offload_fraction < 1
+    if not partly or kind != "optimizer" or (name.startswith(MAIN) and stays_beside_offloaded(o)):
+        return "exact"
+    return "formula"
 
 
 def stays_beside_offloaded(o: OptimizerSpec) -> bool:

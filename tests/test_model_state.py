@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from bridge_memory.estimate import StageEstimate, estimate
@@ -52,6 +54,51 @@ def test_a_precision_aware_one_takes_them_along() -> None:
         exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16",
     )
     assert per_parameter(half, "optimizer", shards=8) == pytest.approx(6, rel=1e-4)
+
+
+class _OnGpu:
+    """As much of a CUDA tensor as megatron-core's HybridDeviceOptimizer looks at when it deals parameters out."""
+
+    def __init__(self, elements: int, is_cuda: bool = True) -> None:
+        self.elements, self.is_cuda, self.dtype = elements, is_cuda, None
+
+    def numel(self) -> int:
+        return self.elements
+
+    def detach(self) -> _OnGpu:
+        return self
+
+    clone = pin_memory = detach
+
+    def cpu(self) -> _OnGpu:
+        return _OnGpu(self.elements, is_cuda=False)
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("rank", range(8))
+def test_what_stays_of_a_partly_offloaded_optimizer_is_bounded(fraction: float, rank: int) -> None:
+    """megatron-core's own HybridDeviceOptimizer deals out Llama-3.2-1B's parameters of one data-parallel rank of eight,
+    in the order of its gradient buffer (last parameter first); what stays is below our number by less than a
+    parameter, and never above it. Everything but Megatron's own main parameters is said to be a formula."""
+    hybrid = pytest.importorskip("megatron.core.optimizer.cpu_offloading.hybrid_optimizer")
+    layer = [2048, 2048 * 3072, 2048 * 2048, 2048, 2048 * 16384, 8192 * 2048]
+    sizes = [128256 * 2048, *layer * 16, 2048][::-1]
+    total = sum(sizes)
+    start, end = rank * total // 8, (rank + 1) * total // 8
+    shards, at = [], 0
+    for size in sizes:
+        shards.append(max(0, min(end, at + size) - max(start, at)))
+        at += size
+    shards = [n for n in shards if n]
+    dealt = SimpleNamespace(param_groups=[{"params": [_OnGpu(n) for n in shards]}], param_update_in_fp32=False)
+    _, groups, *_ = hybrid.HybridDeviceOptimizer._get_sub_optimizer_param_groups(dealt, fraction)
+    stays = 4 * sum(p.numel() for group in groups for p in group["params"])
+    found = stage(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
+    states = {c.name: c for c in found.components if c.kind == "optimizer"}
+    assert states["exp_avg"].bytes - 4 * max(shards) - 4096 < stays <= states["exp_avg"].bytes + 4096
+    assert {n: c.provenance for n, c in states.items()} == {
+        "main parameters": "exact", "exp_avg": "formula", "exp_avg_sq": "formula"
+    }
 
 
 @pytest.mark.parametrize(
