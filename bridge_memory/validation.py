@@ -243,13 +243,7 @@ def _check_context_parallel(p: ParallelSpec, i: ImplementationSpec, limits: Limi
                 f"attention_backend ({i.attention_backend}) does not support context_parallel_size ({cp}); use "
                 "flash, fused or auto"
             )
-        # TE attention/dot_product_attention/context_parallel.py: attn_forward_func_with_cp
-        if isinstance(m, AttentionSpec) and m.window_size and i.cp_comm_type not in ("a2a", "all_gather"):
-            raise SpecError(
-                f"cp_comm_type ({i.cp_comm_type}) does not go with the sliding window ({m.window_size}) of this model "
-                f"and context_parallel_size ({cp}); use a2a or all_gather"
-            )
-        # the same file: AttnFuncWithCPAndQKVOA2A
+        # TE attention/dot_product_attention/context_parallel.py: AttnFuncWithCPAndQKVOA2A
         if i.cp_comm_type == "a2a" and isinstance(m, AttentionSpec):
             for what, n in (
                 ("num_attention_heads", m.num_attention_heads),

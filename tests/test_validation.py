@@ -81,7 +81,6 @@ def run(of: str | ModelSpec = "dense", **fields: object) -> RunSpec:
 TP2 = {"world_size": 2, "tensor_model_parallel_size": 2}
 PP2 = {"world_size": 2, "pipeline_model_parallel_size": 2}
 CP2 = {"world_size": 2, "context_parallel_size": 2}
-WINDOW = replace(ATTENTION, window_size=512)
 EP2 = {"world_size": 2, "expert_model_parallel_size": 2}
 VPP = {"world_size": 4, "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -138,7 +137,6 @@ REFUSED = [
     ("dense", {**CP2, "attention_backend": "unfused"}, r"attention_backend \(unfused\).*; use flash, fused or auto"),
     ("dense", {"world_size": 16, "context_parallel_size": 16, "cp_comm_type": "a2a"}, "cp_comm_type a2a"),
     ("dense", {"cp_comm_type": "allgather"}, r"cp_comm_type \('allgather'\) .*; use one of p2p, a2a, all_gather"),
-    (model(WINDOW), CP2, r"cp_comm_type \(p2p\) .*sliding window \(512\).*; use a2a or all_gather"),
     ("dense", {**CP2, "transformer_impl": "local"}, "context_parallel_size .* local; set transformer_impl to transf"),
     ("mla", {**CP2, "transformer_impl": "local"}, "context_parallel_size .* local; set transformer_impl to transf"),
     # Batch and schedule
@@ -275,7 +273,6 @@ def test_runs_that_are_easy_to_refuse_by_mistake_pass():
     run("mla", **SELECTIVE, recompute_modules=("mla_up_proj", "moe_act", "layernorm"))
     run("moe", **OVERLAP, recompute_granularity="selective")
     run("dense", **CP2, attention_backend="fused")
-    run(model(WINDOW), **CP2, cp_comm_type="a2a")
     run("dense", world_size=34, pipeline_model_parallel_size=34, account_for_embedding_in_pipeline_split=True,
         account_for_loss_in_pipeline_split=True)  # fmt: skip
     run("dense", world_size=4, pipeline_model_parallel_size=4, pipeline_model_parallel_layout="E|t*16|t*16|L")

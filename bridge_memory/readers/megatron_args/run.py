@@ -60,8 +60,6 @@ def run_from_megatron_args(
     model = model_spec(a, core)
     gaps = list(a.not_modelled())
     precision = _precision(a)
-    if precision.fp8_param and precision.params_dtype == "fp32":
-        gaps.append("--fp8-param-gather with fp32 parameters: what stays in fp32 beside the fp8 copies")
     return RunSpec(
         model=model,
         parallel=_parallel(a, ranks, model.num_layers, pattern),
