@@ -42,20 +42,25 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
         gathered = qkv_width * ctx.tp * ctx.tokens * ctx.act
         qkv = tape.make("gathered qkv", qkv, gathered, workspace=gathered)
 
-    query, key, value = qkv, qkv, qkv
+    query, key, value, gate = qkv, qkv, qkv, qkv
+    if not ctx.te:
+        parts = [("query", q_bytes), ("gate", q_bytes)][: 1 + bool(gate_heads)]
+        query, *gates, key, value = tape.views("split qkv", qkv, *parts, ("key", kv_bytes), ("value", kv_bytes))
+        gate = gates[0] if gates else qkv
     separate = False
-    if a != g and not spec.qk_layernorm and spec.rotary and ctx.rotary:
+    if 1 < g < a and (not ctx.te or (not spec.qk_layernorm and spec.rotary and ctx.rotary)):
         # The reshape of a grouped query to [s, b, a, d] is a copy.
-        query = tape.make("query", qkv, q_bytes)
-    before_rope = (qkv, query) if ctx.impl.megatron_core >= QKV_OUTPUT_HELD_SINCE else ()
+        query = tape.make("query", query, q_bytes)
     if spec.qk_layernorm:
         width_q, width_k = (d, d) if spec.qk_layernorm == "head" else (q_width, kv_width)
         rows_q = ctx.tokens * (a if spec.qk_layernorm == "head" else 1)
         rows_k = ctx.tokens * (g if spec.qk_layernorm == "head" else 1)
-        # With grouped queries the reshape to [s, b, a, d] is a copy in either implementation.
-        query = _sub_norm(r, "self_attention.q_layernorm", qkv, width_q, rows_q, copy=ctx.te or a != g)
-        key = _sub_norm(r, "self_attention.k_layernorm", qkv, width_k, rows_k, copy=ctx.te)
+        query = _sub_norm(r, "self_attention.q_layernorm", query, width_q, rows_q, copy=ctx.te)
+        key = _sub_norm(r, "self_attention.k_layernorm", key, width_k, rows_k, copy=ctx.te)
         separate = True
+    if gate_heads and (ctx.te or 1 < g < a):
+        gate = tape.make("gate", gate, q_bytes)
+    before_rope = (query, key, value, gate) if ctx.impl.megatron_core >= QKV_OUTPUT_HELD_SINCE else (gate,)
     if spec.rotary and ctx.rotary:
         query = _rope(r, "query rope", query, q_bytes, d)
         key = _rope(r, "key rope", key, kv_bytes, d)
@@ -76,7 +81,6 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
         )
     if spec.attention_output_gate:
         # sigmoid(gate.float()) * out, one compiled kernel: keeps its inputs.
-        gate = tape.make("gate", qkv, q_bytes)
         out = tape.make("gated attention output", (out, gate), q_bytes, saves=(out, gate))
     with r.offload("attn_proj"):
         y = r.row_linear(

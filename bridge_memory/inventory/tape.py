@@ -35,15 +35,19 @@ MINIMUM_OFFLOADED_BYTES = 2 * 1024 * 1024
 
 
 class T:
-    """A storage: its name, its bytes and whether a gradient of the same size flows to it."""
+    """A tensor: its name, its bytes and whether a gradient of the same size flows to it.
 
-    __slots__ = ("bytes", "grad_bytes", "module", "name")
+    A view has no bytes of its own: whoever holds it holds ``storage``, the tensor that it is a part of.
+    """
+
+    __slots__ = ("bytes", "grad_bytes", "module", "name", "storage")
 
     def __init__(self, name: str, nbytes: int, grad_bytes: int, module: str = "") -> None:
         self.name = name
         self.module = module
         self.bytes = nbytes
         self.grad_bytes = grad_bytes
+        self.storage: T = self
 
     def __repr__(self) -> str:
         return f"T({self.name}, {self.bytes})"
@@ -193,6 +197,16 @@ class Tape:
         )
         return out
 
+    def views(self, name: str, whole: T, *parts: tuple[str, int]) -> tuple[T, ...]:
+        """Parts of ``whole`` as views, (name, gradient bytes) each; backward joins their gradients in a new tensor."""
+        out = []
+        for label, nbytes in parts:
+            part = T(label, 0, nbytes, self.module)
+            part.storage = whole.storage
+            out.append(part)
+        self.op(name, whole, out)
+        return tuple(out)
+
     def touch(self, *tensors: T) -> None:
         """Keep tensors alive to this point of the forward pass (a Python variable still holds them)."""
         self._stack[-1].nodes.append(Op("scope", tensors, (), alias=True))
@@ -285,7 +299,8 @@ class Tape:
 
     def _held_outputs(self, run: _Interpreter) -> list[T]:
         """Outputs alive only because the caller will receive them (not saved as well)."""
-        return [t for t in set(self.output_tensors) if run.refs.get(t, 0) == run.scope_refs(t)]
+        outputs = {t.storage for t in self.output_tensors}
+        return [t for t in outputs if run.refs.get(t, 0) == run.scope_refs(t)]
 
     @property
     def nodes(self) -> list[Node]:
@@ -303,8 +318,9 @@ class _Grad:
 
 
 def _touches(node: Node) -> Iterator[T]:
+    """The storages that a node reads."""
     if isinstance(node, Op):
-        yield from node.inputs
+        yield from (t.storage for t in node.inputs)
     elif isinstance(node, Region):
         for inner in node.nodes:
             yield from _touches(inner)
@@ -333,12 +349,14 @@ class _Interpreter:
         return t in self._emptied
 
     def _acquire(self, t: T) -> None:
+        t = t.storage
         n = self.refs.get(t, 0)
         if n == 0:
             self.alive_bytes += t.bytes
         self.refs[t] = n + 1
 
     def _release(self, t: T) -> None:
+        t = t.storage
         n = self.refs[t] - 1
         if n:
             self.refs[t] = n
@@ -350,11 +368,13 @@ class _Interpreter:
                 self.alive_bytes -= t.bytes
 
     def _empty(self, t: T) -> None:
+        t = t.storage
         if t in self.refs and t not in self._emptied:
             self._emptied.add(t)
             self.alive_bytes -= t.bytes
 
     def _refill(self, t: T) -> None:
+        t = t.storage
         if t in self._emptied:
             self._emptied.discard(t)
             self.alive_bytes += t.bytes
@@ -368,11 +388,13 @@ class _Interpreter:
         }
 
     def _enter_scope(self, t: T) -> None:
+        t = t.storage
         if not self._scope.get(t):
             self._scope[t] = 1
             self._acquire(t)
 
     def _leave_scope(self, t: T) -> None:
+        t = t.storage
         if self._scope.pop(t, 0):
             self._release(t)
 
@@ -402,24 +424,26 @@ class _Interpreter:
 
     def _run(self, nodes: Sequence[Node], save: bool, keep: set[T], own: set[T] | None = None) -> None:
         """Run nodes forward. ``keep``: never leaves scope here; ``own``: all that may (None: everything)."""
+        keep = {t.storage for t in keep}
         last: dict[T, int] = {}
         for i, node in enumerate(nodes):
             for t in _touches(node):
                 last[t] = i
         for i, node in enumerate(nodes):
             made: tuple[T, ...] = ()
+            used: tuple[T, ...] = ()
             if isinstance(node, Op):
                 for t in node.outputs:
                     self._enter_scope(t)
                 self._mark(node.name, node.workspace)
                 if save:
                     self._save(node.saves, node.offloaded)
-                made = node.outputs
-                used: tuple[T, ...] = node.inputs
+                made = tuple(t.storage for t in node.outputs)
+                used = tuple(_touches(node))
             elif isinstance(node, Region):
                 if save:
                     self._save(node.inputs, node.offloaded)
-                inner_made = {t for n in node.nodes for t in _made(n)}
+                inner_made = {t for n in node.nodes for t in _made(n) if t.storage is t}
                 later = {t for t in inner_made if last_use_after(nodes, i, t)} | (keep & inner_made)
                 # The first pass of a region saves nothing inside.
                 self._run(node.nodes, False, keep | later, own=inner_made)
@@ -441,7 +465,7 @@ class _Interpreter:
         for t in tensors:
             self._acquire(t)
             if offloaded:
-                self._offloaded[t] = self._offloaded.get(t, 0) + 1
+                self._offloaded[t.storage] = self._offloaded.get(t.storage, 0) + 1
 
     # ---- backward ----
 
