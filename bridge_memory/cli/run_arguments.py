@@ -460,6 +460,12 @@ def _check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
     for field, used, present, what in needs:
         if used and not present:
             raise SpecError(f"{field} does nothing without {what}; add it or drop the flag")
+    imbalance, ranks = impl.get("moe_imbalance", 1.0), parallel.get("expert_model_parallel_size", 1)
+    if imbalance > max(1, ranks):
+        raise SpecError(
+            f"moe_imbalance ({imbalance:g}) is more than expert_model_parallel_size ({ranks}), which it is when one rank "
+            "gets every token; lower it"
+        )
 
 
 def parse_release(text: str) -> tuple[int, int]:

@@ -103,6 +103,8 @@ def test_a_flag_moves_a_number_or_a_sentence(flag: str) -> None:
         (f"{EXPERTS} --recompute-granularity selective --recompute-modules mlp", "recompute_modules "),
         (f"{EXPERTS} --recompute-granularity selective --recompute-modules shared_experts", "recompute_modules "),
         (f"{AWARE} --main-grads-dtype bf16 --grad-reduce-in-fp32", "main_grads_dtype "),
+        (f"{EXPERTS} --moe-imbalance 4.5", "moe_imbalance (4.5) is more than expert_model_parallel_size (4)"),
+        ("Qwen3-30B-A3B --moe-imbalance 1.5", "moe_imbalance (1.5) is more than expert_model_parallel_size (1)"),
     ],
 )
 def test_a_flag_that_would_do_nothing_is_refused_by_name(command: str, blamed: str) -> None:
