@@ -463,8 +463,8 @@ def _check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
     imbalance, ranks = impl.get("moe_imbalance", 1.0), parallel.get("expert_model_parallel_size", 1)
     if imbalance > max(1, ranks):
         raise SpecError(
-            f"moe_imbalance ({imbalance:g}) is more than expert_model_parallel_size ({ranks}), which it is when one rank "
-            "gets every token; lower it"
+            f"moe_imbalance ({imbalance:g}) is more than expert_model_parallel_size ({ranks}), that of one rank with "
+            "every token; lower it"
         )
 
 
