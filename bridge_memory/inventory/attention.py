@@ -208,8 +208,8 @@ def core_attention(
         kept = tape.tensor("attention dropout mask", scores_elements, grad=False)
         probs = tape.make("dropped probabilities", probs, scores_bytes, saves=(kept,), also=(kept,))
     context = tape.make("attention context", (probs, qkv[-1]), out_bytes, saves=(probs, qkv[-1]))
-    out = tape.make("core_attention output", context, out_bytes)
-    tape.touch(scores, context)  # variables of DotProductAttention.forward
+    out = tape.make("core_attention output", context, out_bytes, alias=True)
+    tape.touch(scores, probs, context, *qkv)  # variables of DotProductAttention.forward
     return out
 
 

@@ -18,8 +18,9 @@ The rules of the interpreter, with their source:
   third (``torch/csrc/autograd/input_buffer.cpp: accumulate``).
 * ``checkpoint``: forward saves the region's inputs only; backward runs the region's forward again, then its
   backward (``megatron/core/tensor_parallel/random.py: CheckpointFunction``).
-* ``discard``: as a checkpoint, and the region's outputs lose their storage once consumed; it is refilled when the
-  gradient of the consumer arrives (``random.py: CheckpointWithoutOutput``).
+* ``discard``: as a checkpoint, and the region's outputs lose their storage once consumed; when the gradient of the
+  consumer arrives they are made again and copied into it, and both copies stay until the consumer, or the region,
+  has run backward (``random.py: CheckpointWithoutOutput``).
 
 Units are bytes. Nothing here knows what a layer is.
 """
@@ -339,6 +340,9 @@ class _Interpreter:
         self._scope: dict[T, int] = {}  # forward-scope references (0 or 1 a tensor)
         self._grads: dict[T, _Grad] = {}
         self._grad_bytes = 0
+        #: Outputs made anew by discarding regions, and by the one that is running forward again.
+        self._anew: dict[int, list[T]] = {}
+        self._making: list[T] | None = None
 
     # ---- reference counting ----
 
@@ -389,6 +393,10 @@ class _Interpreter:
 
     def _enter_scope(self, t: T) -> None:
         t = t.storage
+        if self._making is not None and t in self._emptied:
+            again = T(f"{t.name} (recomputed)", t.bytes, 0)
+            self._acquire(again)
+            self._making.append(again)
         if not self._scope.get(t):
             self._scope[t] = 1
             self._acquire(t)
@@ -557,11 +565,13 @@ class _Interpreter:
 
     def _refill_region(self, region: Region) -> None:
         """Recompute a discarded region when its consumer's gradient arrives."""
+        outs = {t for t in _region_made(region) if t in self.refs}
+        self._making = self._anew[id(region)] = []
+        self._replay_from(region, outs)
+        self._making = None
         for t in region.outputs:
             self._refill(t)
         self._mark(region.name + " (recomputed)")
-        outs = {t for t in _region_made(region) if t in self.refs}
-        self._replay_from(region, outs)
         for t in outs:
             self._leave_scope(t)
 
@@ -590,7 +600,7 @@ class _Interpreter:
             g.refs -= 1
             if g.refs == 0:
                 self._grad_bytes -= g.bytes
-        for t in region.inputs:
+        for t in (*self._anew.pop(id(region), ()), *region.inputs):
             self._release(t)
 
 
