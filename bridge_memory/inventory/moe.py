@@ -11,10 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, comb
 
+from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.mlp import activation, dense_mlp
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import T
 from bridge_memory.spec import DTYPE_BYTES, MLPSpec, MoESpec, divide
+
+
+#: megatron-core release since which the exchange back and the unpermutation are methods of their own, so that no
+#: variable holds what was sent while it is put in order (``moe_layer.py: MoELayer.combine, postprocess``).
+COMBINED_IN_TWO_STEPS_SINCE = (0, 16)
+#: megatron-core release since which a variable of ``experts.py: TEGroupedMLP.forward`` holds fc1's output.
+FC1_OUTPUT_HELD_SINCE = (0, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +103,7 @@ def _moe_layer(r: Recorder, spec: MoESpec, x: T) -> T:
     tape.module = "MoE experts"
     expert_out = _experts(r, spec, dispatched[-1], dispatched_probs, n, width)
     tape.module = "MoE router and dispatch"
-    y = _combine(r, spec, expert_out, row_map, n, width, dispatched[:-1])
+    y = _combine(r, spec, expert_out, row_map, n, width, dispatched)
     if spec.latent_size:
         y = r.plain_linear("mlp.fc2_latent_proj", y, n.entering, width, ctx.hidden_size)
     if shared is not None:
@@ -118,23 +126,56 @@ def _router(r: Recorder, spec: MoESpec, x: T, n: _Tokens) -> tuple[T, T]:
         workspace=(n.entering + experts) * ctx.hidden_size * width if width != ctx.act else 0,
     )
     index = tape.tensor("top-k indices", n.entering * spec.topk * 8, grad=False)
-    if ctx.impl.moe_router_fusion:
-        scores = logits
-        kept: tuple[T, ...] = (logits,)
-    else:
-        scores = tape.make("router scores", logits, table, save_output=True)
-        kept = (index,)
-    probs = tape.tensor("routing probabilities", table)
     routing_map = tape.tensor("routing map", n.entering * experts, grad=False)
-    tape.op(
-        "top-k", scores, (probs, routing_map, index), saves=kept,
-        workspace=n.entering * experts * 4 + table,
-    )
+    probs = tape.tensor("routing probabilities", table)
+    if ctx.impl.moe_router_fusion:
+        scores = tape.tensor("router scores", table, grad=False)
+        tape.op("top-k", logits, (probs, routing_map, scores), saves=(routing_map, scores))
+    else:
+        chosen, kept = _scores(r, spec, logits, n, width)
+        tape.op(
+            "top-k", chosen, (probs, routing_map, index, *kept), saves=(index, *kept),
+            workspace=n.entering * experts * 4 + table,
+        )
     if spec.router_load_balancing_type not in ("none", "sinkhorn"):
-        aux = tape.make("auxiliary-loss scores", logits, n.entering * experts * 4, save_output=True)
+        own = 4 if spec.router_score_function == "softmax" and not ctx.impl.moe_router_fusion else width
+        aux = tape.make("auxiliary-loss scores", logits, n.entering * experts * own, save_output=True)
         out = tape.make("routing probabilities with auxiliary loss", (probs, aux), 0, saves=(aux,), alias=True)
         out.grad_bytes = 0
     return probs, routing_map
+
+
+def _scores(r: Recorder, spec: MoESpec, logits: T, n: _Tokens, width: int) -> tuple[T, tuple[T, ...]]:
+    """What the top-k chooses from, and what its scores keep.
+
+    The softmax is taken of the k chosen logits in fp32 (of all of them where k is 1); a sigmoid of all of them in
+    fp32. Corrected by a bias, its copy in the router's dtype, the chosen scores and their sums are kept too
+    (``moe_utils.py: topk_routing_with_score_function``).
+    """
+    tape = r.tape
+    everything, chosen = n.entering * spec.num_experts, n.entering * spec.topk
+    if spec.router_score_function == "softmax" and spec.topk > 1:
+        return logits, (tape.tensor("chosen scores", 4 * chosen, grad=False),)
+    wide = tape.make(
+        "router scores", logits, 4 * everything, save_output=True, workspace=0 if width == 4 else 4 * everything
+    )
+    scores = wide if width == 4 else tape.make("router scores, cast", wide, everything * width)
+    if spec.router_score_function == "softmax" or not spec.router_enable_expert_bias:
+        return scores, ()
+    return scores, (scores, tape.tensor("chosen scores", (chosen + n.entering) * width, grad=False))
+
+
+def held_routing_bytes(ctx: BlockContext, spec: MoESpec) -> int:
+    """What a layer's dispatcher holds from one microbatch to the next: probabilities and map, [N, E], of all tokens
+    and experts; the map of the local experts with allgather (``token_dispatcher.py``: ``self.probs``,
+    ``self.routing_map``, ``self.local_map``)."""
+    impl = ctx.impl
+    if impl.moe_token_dispatcher_type == "allgather":
+        return ctx.tokens_sp * ctx.ep * ctx.etp * (spec.num_experts // ctx.ep)
+    if impl.moe_token_dispatcher_type == "flex":
+        return 0
+    width = DTYPE_BYTES[impl.moe_router_dtype] if impl.moe_router_dtype else ctx.act
+    return ctx.tokens_sp * spec.num_experts * (width + 1)
 
 
 def _dispatch(
@@ -164,16 +205,26 @@ def _dispatch(
         return _flex_dispatch(r, spec, x, probs, n, row)
     alltoall = impl.moe_token_dispatcher_type != "allgather"
     first = n.permuted if alltoall else n.received
+    rows, columns = (n.entering, spec.num_experts) if alltoall else (everyone, local_experts)
+    by_expert: tuple[T, ...] = ()
     if impl.moe_permute_fusion:
         # int32 map of destination rows: [N, 2 E + 1] (TE permutation.py: _moe_permute_mask_map).
-        row_map = tape.tensor("permutation row map", n.entering * (2 * spec.num_experts + 1) * 4, grad=False)
+        row_map = tape.tensor("permutation row map", rows * (2 * columns + 1) * 4, grad=False)
     else:
         row_map = tape.tensor("permutation indices", first * 8, grad=False)
+    if not (impl.moe_permute_fusion and alltoall):
+        # Both are transposed, and masked_select keeps the copies (``moe_utils.py: permute``,
+        # ``token_dispatcher.py: MoEAllGatherTokenDispatcher.dispatch_postprocess``).
+        by_expert = (
+            tape.tensor("routing map by expert", rows * columns, grad=False),
+            tape.tensor("probabilities by expert", rows * columns * prob_bytes, grad=False),
+        )
     permuted_probs = tape.tensor("permuted probabilities", first * prob_bytes)
-    permuted = tape.make("permuted tokens", (x, probs), first * row, saves=(row_map, routing_map),
-                         also=(row_map, permuted_probs))
+    permuted = tape.make("permuted tokens", (x, probs), first * row, saves=(row_map, *by_expert),
+                         also=(row_map, *by_expert, permuted_probs))
+    tape.touch(routing_map)
     if not alltoall:
-        return [x, permuted], permuted_probs, row_map
+        return [x, probs, permuted], permuted_probs, row_map
     steps = [permuted]
     if ctx.ep > 1:
         permuted = tape.make("tokens after all-to-all", permuted, n.arrived * row)
@@ -183,9 +234,17 @@ def _dispatch(
         permuted = tape.make("tokens gathered over ETP", permuted, n.received * row)
         permuted_probs = tape.make("probabilities gathered over ETP", permuted_probs, n.received * prob_bytes)
     if local_experts > 1:
-        permuted = tape.make("tokens sorted by expert", permuted, n.received * row)
+        order = _sort_order(r, n)
+        permuted = tape.make("tokens sorted by expert", permuted, n.received * row, saves=order, also=order)
         permuted_probs = tape.make("sorted probabilities", permuted_probs, n.received * prob_bytes)
     return [*steps, permuted], permuted_probs, row_map
+
+
+def _sort_order(r: Recorder, n: _Tokens) -> tuple[T, ...]:
+    """int32 [R] of the fused sort (TE ``permutation.py: _moe_chunk_sort``); unfused, views are concatenated."""
+    if not r.ctx.impl.moe_permute_fusion:
+        return ()
+    return (r.tape.tensor("sorted rows", 4 * n.received, grad=False),)
 
 
 def _flex_dispatch(
@@ -247,8 +306,9 @@ def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int)
         out = tape.make("experts output with bias", (out, probs), n.received * width * ctx.act, saves=(probs,))
     elif not grouped and local_experts > 1:
         out = tape.make("concatenated expert outputs", out, n.received * width * ctx.act)
-    # Local variables of the experts' forward, which fp8 GEMMs do not save (they keep copies of their own).
-    tape.touch(unpadded, x, act)
+    # Local variables of the experts' forward, which fp8 GEMMs do not save (they keep copies of their own); fc1's
+    # output had none of its own before.
+    tape.touch(unpadded, x, act, *((mid,) if impl.megatron_core >= FC1_OUTPUT_HELD_SINCE else ()))
     return out
 
 
@@ -295,9 +355,9 @@ def _expert_parameters(
 
 
 def _combine(
-    r: Recorder, spec: MoESpec, y: T, row_map: T, n: _Tokens, width: int, held: list[T]
+    r: Recorder, spec: MoESpec, y: T, row_map: T, n: _Tokens, width: int, dispatched: list[T]
 ) -> T:
-    """Unsort, exchange back and unpermute: [R, w] -> [N, w]. ``held`` are the caller's earlier tokens."""
+    """Unsort, exchange back and unpermute: [R, w] -> [N, w]. ``dispatched``: the tokens of each step before."""
     ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
     row = width * ctx.act
     if impl.moe_token_dispatcher_type == "allgather":
@@ -305,24 +365,28 @@ def _combine(
         y = tape.make("unpermuted tokens", y, everyone * row, saves=(row_map,))
         if ctx.ep * ctx.etp > 1:
             y = tape.make("reduce-scattered tokens", y, n.entering * row)
+        tape.touch(*dispatched[:-1])
         return y
     if impl.moe_token_dispatcher_type == "flex":
         if impl.moe_flex_dispatcher_backend == "deepep":
             y = tape.make("unpermuted tokens", y, n.arriving_once * row, saves=(row_map,))
         y = tape.make("combined tokens", y, n.entering * row, saves=(row_map,))
-        tape.touch(*held)
+        tape.touch(*dispatched[:-1])
         return y
+    experts_out = y
     if divide(spec.num_experts, ctx.ep, "num_moe_experts", "expert_model_parallel_size") > 1:
-        experts_out = y
-        y = tape.make("outputs unsorted", y, n.received * row)
-        tape.touch(experts_out)
+        order = _sort_order(r, n)
+        y = tape.make("outputs unsorted", y, n.received * row, saves=order, also=order)
+    unsorted = y
     if ctx.etp > 1:
         y = tape.make("outputs reduced over ETP", y, n.arrived * row)
-    unsorted = y
+    # Variables of ``MoELayer.routed_experts_compute``, which ends here.
+    tape.touch(experts_out, unsorted, dispatched[-1])
+    sent = y
     if ctx.ep > 1:
         y = tape.make("outputs after all-to-all", y, n.permuted * row)
     y = tape.make("unpermuted output", y, n.entering * row, saves=(row_map,))
-    tape.touch(unsorted, *held)
+    tape.touch(*(() if impl.megatron_core >= COMBINED_IN_TWO_STEPS_SINCE else (sent,)), *dispatched[:-1])
     return y
 
 

@@ -603,7 +603,9 @@ def running() -> Iterator[None]:
             (torch.distributed, "batch_isend_irecv", lambda operations: [_Done() for _ in operations]),
             # Asked of a gradient and 1.0, which differ in shape (``triton/cross_entropy.py: cross_entropy_backward``).
             (torch, "equal", lambda a, b: a.shape == b.shape),
-            (torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta)),
+            # True of tensors on the host too: counts of tokens, which the rehearsal knows from the start.
+            (torch.Tensor, "is_cuda", property(lambda tensor: True)),
+            (torch.Tensor, "record_stream", lambda *a: None),
             (gemm, "get_tensor_device", lambda tensor: torch.cuda.current_device()),
         ):
             stack.enter_context(replaced(owner, name, value))
