@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from dataclasses import fields
+from io import StringIO
 from typing import Any
 
 import torch
@@ -261,7 +263,8 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
             raise NotBuildable(f"{what} ({name}) needs megatron-core {since} or later, not {_installed()}")
     config = {k: v for k, v in config.items() if k in known}
     try:
-        with warnings.catch_warnings():
+        # 0.13 prints how it understood a layout string, on standard output.
+        with warnings.catch_warnings(), redirect_stdout(StringIO()):
             warnings.simplefilter("ignore")
             return cls(**config)
     except (ValueError, AssertionError, NotImplementedError) as refusal:

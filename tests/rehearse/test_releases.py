@@ -1,0 +1,270 @@
+"""The megatron-core that is installed here, whichever of 0.13 to 0.16 it is, is rehearsed by its own rules.
+
+``.ci/run`` runs this file once for each release, in a process of its own; the other tests of rehearsals know 0.16.
+Seconds, not minutes: one model of a kind, and the layers whose code differs between the releases.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from bridge_memory.cli import main
+from bridge_memory.estimate import estimate
+from bridge_memory.inventory.stack import stage_parameters
+from bridge_memory.readers import resolve_model
+from bridge_memory.rehearse.compare import compare_layer
+from bridge_memory.rehearse.model import NotBuildable, build_chunks, parameter_shapes
+from bridge_memory.rehearse.patches import building
+from bridge_memory.rehearse.run import rehearse
+from bridge_memory.rehearse.te_shapes import parameter_shapes_with_te
+from bridge_memory.rehearse.world import fake_world, installed_release, quiet, rank_of_stage
+from bridge_memory.spec import (
+    AttentionSpec,
+    BatchSpec,
+    ImplementationSpec,
+    LayerSpec,
+    MLASpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    ParallelSpec,
+    RecomputeSpec,
+    RunSpec,
+)
+
+HERE = installed_release() or (0, 0)
+LOCAL = ImplementationSpec(transformer_impl="local", moe_grouped_gemm=False, megatron_core=HERE)
+
+
+def parallel(world: int, tp: int = 1, pp: int = 1, **more: Any) -> ParallelSpec:
+    return ParallelSpec(world_size=world, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **more)
+
+
+#: Model, layout, stage.
+RANKS: dict[str, tuple[str, ParallelSpec, int]] = {
+    "dense, virtual stages": (
+        "meta-llama/Llama-3.2-1B", parallel(8, 2, 2, virtual_pipeline_model_parallel_size=4), 1
+    ),
+    "layout string": (
+        "Qwen/Qwen3-8B", parallel(32, 2, 4, pipeline_model_parallel_layout="Et*8|t*10|t*10|t*8L"), 3
+    ),
+    "experts": (
+        "mistralai/Mixtral-8x7B-v0.1",
+        parallel(32, 2, 4, expert_model_parallel_size=4, expert_tensor_parallel_size=1), 2,
+    ),
+    "shared experts with a gate": ("Qwen/Qwen1.5-MoE-A2.7B", parallel(16, 2, 2, expert_model_parallel_size=4), 0),
+    "multi-latent attention and MTP": (
+        "deepseek-ai/DeepSeek-V3",
+        parallel(128, 4, 4, expert_model_parallel_size=8, num_layers_in_last_pipeline_stage=16), 3,
+    ),
+}  # fmt: skip
+HYBRID = ("nvidia/Nemotron-H-56B-Base-8K", parallel(32, 8, 2), 1)
+
+
+def test_modules_of_two_releases_do_not_mix() -> None:
+    """Another release in front of the installed one (PYTHONPATH) must serve every module of megatron.core."""
+    core = sys.modules["megatron.core"]
+    folder = Path(str(core.__file__)).parent
+    files = [
+        Path(m.__file__)
+        for name, m in list(sys.modules.items())
+        if name.startswith("megatron.core.") and getattr(m, "__file__", None)
+    ]
+    assert len(files) > 10
+    assert all(folder in file.parents for file in files)
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_a_rank_owns_what_megatron_core_builds(case: str) -> None:
+    name, layout, stage = RANKS[case]
+    run = RunSpec(model=resolve_model(name), parallel=layout, implementation=LOCAL)
+    with quiet(), fake_world(layout, rank_of_stage(layout, stage)), building():
+        built = parameter_shapes(build_chunks(run))
+    assert [{p.name: tuple(p.shape) for p in chunk} for chunk in stage_parameters(run, stage)] == built
+
+
+def wrong_names(run: RunSpec, stage: int, built: list[dict[str, tuple[int, ...]]] | str) -> list[str]:
+    """Parameters in which the inventory and megatron-core differ."""
+    assert not isinstance(built, str), built
+    ours = {p.name: tuple(p.shape) for chunk in stage_parameters(run, stage) for p in chunk}
+    real = {name: shape for chunk in built for name, shape in chunk.items()}
+    return [n for n in sorted(ours.keys() | real.keys()) if ours.get(n) != real.get(n)]
+
+
+def test_a_rank_owns_what_megatron_core_builds_with_transformer_engine() -> None:
+    """Hybrids, which exist with Transformer Engine alone, and what differs with it: fused norms, grouped experts."""
+    te = ImplementationSpec(megatron_core=HERE)
+    cases = {**RANKS, "hybrid": HYBRID}
+    jobs = [
+        (RunSpec(model=resolve_model(name), parallel=layout, implementation=te), stage)
+        for name, layout, stage in cases.values()
+    ]
+    wrong = {
+        case: wrong_names(run, stage, built)
+        for case, (run, stage), built in zip(cases, jobs, parameter_shapes_with_te(jobs), strict=True)
+    }
+    if HERE < (0, 14):
+        # Its layer spec has column-parallel down-projections, which the inventory holds whole (gpt_layer_specs.py).
+        assert all(n.endswith("_down_proj.weight") for n in wrong.pop("multi-latent attention and MTP"))
+    assert not any(wrong.values()), wrong
+
+
+def test_a_whole_rank_to_the_byte() -> None:
+    """DeepSeek-V3's last stage: MLA, experts, MTP. DDP's buffers, the optimizer and half a per cent of what is kept."""
+    name, layout, stage = RANKS["multi-latent attention and MTP"]
+    batch = BatchSpec(seq_length=1024)
+    run = RunSpec(model=resolve_model(name), parallel=layout, batch=batch, implementation=LOCAL)
+    found, ours = rehearse(run, stage), estimate(run).stages[stage]
+    assert found.weights_bytes == ours.weights_bytes
+    assert found.gradients_bytes == ours.gradients_bytes
+    assert found.optimizer_bytes == ours.optimizer_bytes
+    saved = found.chunks[0].passes.saved_bytes
+    assert abs(compare_saved(run, stage) - saved) <= 0.005 * saved
+
+
+def compare_saved(run: RunSpec, stage: int) -> int:
+    """Predicted bytes that the only chunk of a stage keeps for backward."""
+    from bridge_memory.inventory.context import context_of
+    from bridge_memory.inventory.stack import chunk_inventory
+    from bridge_memory.layout import layout
+
+    return chunk_inventory(run.model, layout(run.model, run.parallel).stages[stage][0], context_of(run)).saved
+
+
+def two_layers(mixer: Any, ffn: Any, hidden: int, **more: Any) -> ModelSpec:
+    layer = LayerSpec(mixer, ffn)
+    return ModelSpec(
+        name="two layers", model_type="test", hidden_size=hidden, vocab_size=32000, layers=(layer, layer), **more
+    )
+
+
+GQA = AttentionSpec(32, 8, 128)
+SWIGLU = MLPSpec(14336, gated=True)
+LAYERS: dict[str, ModelSpec] = {
+    "grouped-query attention": two_layers(GQA, SWIGLU, 4096),
+    "biases and dropout": two_layers(
+        AttentionSpec(32, 32, 128, add_qkv_bias=True, add_output_bias=True),
+        MLPSpec(16384, gated=False, activation="gelu", add_bias=True), 4096,
+        normalization="LayerNorm", hidden_dropout=0.1, attention_dropout=0.1,
+        position_embedding_type="learned_absolute",
+    ),
+    "squared ReLU": two_layers(GQA, MLPSpec(14336, gated=False, activation="relu2"), 4096),
+    "gated shared experts": two_layers(
+        AttentionSpec(16, 16, 128),
+        MoESpec(60, 4, 1408, shared_expert_intermediate_size=5632, shared_expert_gate=True), 2048,
+    ),
+    "multi-latent attention": two_layers(
+        MLASpec(16, 1536, 512, 128, 64, 128),
+        MoESpec(64, 6, 1408, router_enable_expert_bias=True, router_score_function="sigmoid",
+                router_load_balancing_type="seq_aux_loss"), 2048,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "dispatcher"),
+    [(c, d) for c, m in LAYERS.items() for d in ("alltoall", "allgather")[: 1 + isinstance(m.layers[0].ffn, MoESpec)]],
+)
+def test_a_layer_keeps_what_the_inventory_says(case: str, dispatcher: str) -> None:
+    """Half a per cent of the bytes saved for backward."""
+    model = LAYERS[case]
+    experts = isinstance(model.layers[0].ffn, MoESpec)
+    run = RunSpec(
+        model=model, parallel=parallel(16, 2, expert_model_parallel_size=4 if experts else 1),
+        batch=BatchSpec(seq_length=2048), implementation=replace(LOCAL, moe_token_dispatcher_type=dispatcher),
+    )  # fmt: skip
+    found = compare_layer(run, 1)
+    assert abs(found.saved_error) <= 0.005, "\n" + "\n".join(found.lines())
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        RecomputeSpec(granularity="full", method="uniform", num_layers=1),
+        RecomputeSpec(granularity="selective", modules=("core_attn", "layernorm", "mlp")),
+    ],
+    ids=["full", "selective"],
+)
+def test_recomputation_runs(recompute: RecomputeSpec) -> None:
+    """A chunk of two layers keeps what the inventory says."""
+    run = RunSpec(
+        model=LAYERS["grouped-query attention"], parallel=parallel(8, 2), batch=BatchSpec(seq_length=2048),
+        implementation=LOCAL, recompute=recompute,
+    )  # fmt: skip
+    saved = rehearse(run, 0).chunks[0].passes.saved_bytes
+    assert abs(compare_saved(run, 0) - saved) <= 0.005 * saved
+
+
+#: What came later than 0.13: model, release, in which layout.
+LATER: dict[str, tuple[ModelSpec, tuple[int, int], ParallelSpec]] = {
+    "softmax sink": (
+        two_layers(AttentionSpec(32, 8, 128, learnable_softmax_sink=True), SWIGLU, 4096), (0, 15), parallel(8, 2)
+    ),
+    "output gate": (
+        two_layers(AttentionSpec(32, 8, 128, attention_output_gate=True), SWIGLU, 4096), (0, 16), parallel(8, 2)
+    ),
+    "gated delta net": (
+        resolve_model("Qwen/Qwen3-Next-80B-A3B-Instruct"), (0, 16), parallel(64, 2, 4, expert_model_parallel_size=8)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_what_a_release_lacks_is_refused_by_the_release_that_has_it(case: str) -> None:
+    model, since, layout = LATER[case]
+    run = RunSpec(model=model, parallel=layout, implementation=LOCAL)
+    with quiet(), fake_world(layout, 0), building():
+        if since <= HERE:
+            ours = [{p.name: tuple(p.shape) for p in chunk} for chunk in stage_parameters(run, 0)]
+            assert parameter_shapes(build_chunks(run)) == ours
+            return
+        with pytest.raises(NotBuildable, match=rf"needs megatron-core 0\.{since[1]} or later") as refusal:
+            build_chunks(run)
+        assert "\n" not in str(refusal.value)
+
+
+def test_a_hybrid_with_experts_needs_a_release_that_has_them() -> None:
+    name, layout = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", parallel(32, 2, expert_model_parallel_size=8)
+    run = RunSpec(model=resolve_model(name), parallel=layout, implementation=LOCAL)
+    with quiet(), fake_world(layout, 0), building():
+        if HERE >= (0, 16):
+            assert build_chunks(run)
+            return
+        with pytest.raises(NotBuildable, match=r"needs megatron-core 0\.16 or later"):
+            build_chunks(run)
+
+
+def test_a_layout_string_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    name, layout, _ = RANKS["layout string"]
+    with fake_world(layout, 0), building():
+        build_chunks(RunSpec(model=resolve_model(name), parallel=layout, implementation=LOCAL))
+    assert capsys.readouterr().out == ""
+
+
+def test_the_command_is_quiet_and_speaks_by_the_release_here() -> None:
+    """Importing megatron-core without Apex and Transformer Engine warns a dozen times; none of it is for the user."""
+    command = ["rehearse", "meta-llama/Llama-3.2-1B", "--tp", "2", "--num-gpus", "4", "--seq-length", "1024"]
+    done = subprocess.run(
+        [sys.executable, "-m", "bridge_memory", *command, "--transformer-impl", "local"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "peak" in done.stdout
+
+
+def test_another_release_than_the_one_here_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    other = "0.13" if HERE != (0, 13) else "0.14"
+    command = ["rehearse", "meta-llama/Llama-3.2-1B", "--num-gpus", "4", "--transformer-impl", "local"]
+    assert main([*command, "--megatron-core", other]) == 2
+    said = capsys.readouterr().err.strip()
+    assert f"megatron_core ({other}) is not the release installed here ({HERE[0]}.{HERE[1]})" in said
+    assert "\n" not in said
