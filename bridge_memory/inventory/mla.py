@@ -71,6 +71,9 @@ def _query_key_value(
             q = r.column_linear("self_attention.linear_q_proj", q_in, ctx.hidden_size, q_width)
         else:
             q = r.column_linear(up.format("q"), q_in, spec.q_lora_rank, q_width, fused_norm=fused_norm)
+        if ctx.te:
+            # Transformer Engine makes the latent contiguous, inside the recomputed part.
+            kv_in = tape.make("kv_compressed", kv_in, ctx.tokens_sp * spec.kv_lora_rank * act)
         kv = r.column_linear(
             up.format("kv"), kv_in, spec.kv_lora_rank, a * (spec.qk_head_dim + spec.v_head_dim),
             fused_norm=fused_norm,
@@ -89,7 +92,7 @@ def _query_key_value(
 def _down_projection(r: Recorder, name: str, x: T, rank: int, rope: int) -> tuple[T, T]:
     """h -> rank + rope: the latent [T_sp, rank] and what holds the rotary part [T, rope].
 
-    TE: whole on every rank; the latent is made contiguous for its norm, the rotary part gathered under sequence
+    TE: whole on every rank; the latent is a view of it, and so is the rotary part unless it is gathered for sequence
     parallelism. Local: sharded over the output and gathered; the rotary part is a view of that, and so is a latent
     without one, while a latent beside one is copied when it is scattered again.
     """
@@ -98,10 +101,8 @@ def _down_projection(r: Recorder, name: str, x: T, rank: int, rope: int) -> tupl
     if ctx.te:
         original = ctx.recompute.selects("layernorm")
         down = r.plain_linear(name, x, ctx.tokens_sp, ctx.hidden_size, width, original=original)
-        if not rope:
-            return down, down
-        rotary = tape.make("gathered k_pos_emb", down, ctx.tokens * rope * ctx.act) if ctx.sp else down
-        return tape.make("kv_compressed", down, latent_bytes), rotary
+        gathered = rope and ctx.sp
+        return down, tape.make("gathered k_pos_emb", down, ctx.tokens * rope * ctx.act) if gathered else down
     local = divide(width, ctx.tp, f"width of {name}", "tensor_model_parallel_size")
     down = r.column_linear(name, x, ctx.hidden_size, local)
     if ctx.tp > 1:
