@@ -77,7 +77,9 @@ def _take_transformer_engine() -> None:
 
 def _on_meta(args: argparse.Namespace, spec: RunSpec) -> int:
     from bridge_memory.rehearse import te_kernels
+    from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 
+    refuse_what_is_ignored(spec)
     notes = []
     if spec.implementation.te and not te_kernels.installed():
         notes.append(
@@ -87,12 +89,7 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec) -> int:
         local = replace(spec.implementation, transformer_impl="local", moe_grouped_gemm=False)
         spec = spec.with_(implementation=local)
     if args.layer is not None:
-        from bridge_memory.rehearse.compare import compare_layer
-
-        if not 0 <= args.layer < spec.model.num_layers:
-            raise SpecError(f"layer ({args.layer}) is not one of 0 to {spec.model.num_layers - 1}")
-        print("\n".join([*notes, *compare_layer(spec, args.layer).lines()]))
-        return 0
+        return _one_layer(args, spec, notes)
     from bridge_memory.rehearse.run import rehearse
     from bridge_memory.rehearse.summary import lines, rows
 
@@ -114,6 +111,28 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec) -> int:
     print("\n".join(lines(table)))
     if args.verbose:
         _print_details(done)
+    return 0
+
+
+def _one_layer(args: argparse.Namespace, spec: RunSpec, notes: list[str]) -> int:
+    from bridge_memory.rehearse.compare import compare_layer
+
+    for flag in ("stage", "rank", "verbose"):
+        if getattr(args, flag) is not None and getattr(args, flag) is not False:
+            raise SpecError(
+                f"{flag} does not go with layer, which is rehearsed tensor by tensor on the first rank of its own "
+                "stage; drop it"
+            )
+    if not 0 <= args.layer < spec.model.num_layers:
+        raise SpecError(f"layer ({args.layer}) is not one of 0 to {spec.model.num_layers - 1}")
+    done = compare_layer(spec, args.layer, _architecture(args))
+    if args.json:
+        head = {"schema": "bridge-memory/rehearsed-layer/1", "model": spec.model.name, "device": "cpu", "notes": notes}
+        json.dump({**head, **done.as_json()}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return 0
+    print(f"{spec.model.name}: decoder layer {args.layer}; predicted, rehearsed, difference in bytes")
+    print("\n".join([*(f"note: {note}" for note in notes), *done.lines()]))
     return 0
 
 

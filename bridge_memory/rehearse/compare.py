@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.layer import embedding_inventory, layer_inventory
@@ -46,6 +47,21 @@ class LayerComparison:
     def backward_error(self) -> float:
         return self.predicted.backward_peak / self.found.backward_peak.bytes - 1
 
+    def as_json(self) -> dict[str, object]:
+        """Rows as in the report of a stage, and the tensors of one side only."""
+        p, f = self.predicted, self.found
+        rows = (
+            ("saved for backward", p.saved, f.saved_bytes),
+            ("forward peak", p.forward_peak, f.forward_peak.bytes),
+            ("backward peak", p.backward_peak, f.backward_peak.bytes),
+        )
+        return {
+            "layer": self.layer,
+            "rows": [{"name": n, "predicted": a, "found": b, "difference": a - b} for n, a, b in rows],
+            "only_predicted": [{"name": t.name, "bytes": t.bytes} for t in self.only_predicted],
+            "only_found": [{"name": f"{t.module}: {t.made_by}", "bytes": t.bytes} for t in self.only_found],
+        }
+
     def lines(self) -> list[str]:
         """A few lines for people."""
         p, f = self.predicted, self.found
@@ -76,10 +92,13 @@ def _where(predicted: str, peak: object) -> str:
     return f"[{predicted}] [{peak.module}: {peak.operation}]"
 
 
-def compare_layer(run: RunSpec, layer: int) -> LayerComparison:
-    """Rehearse decoder layer ``layer`` (0-based) and set it beside the inventory's cost of it."""
+def compare_layer(run: RunSpec, layer: int, architecture: Any = None) -> LayerComparison:
+    """Rehearse decoder layer ``layer`` (0-based) and set it beside the inventory's cost of it.
+
+    ``architecture`` as for ``rehearse``.
+    """
     cost = layer_inventory(run.model.layers[layer], context_of(run)).cost
-    found = rehearse_layer(run, layer)
+    found = rehearse_layer(run, layer, architecture)
     mine, real = unmatched(list(cost.saved_tensors), over_experts(found.saved))
     return LayerComparison(layer, cost, found, tuple(mine), tuple(real))
 

@@ -11,7 +11,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,22 +20,14 @@ from bridge_memory.readers.megatron_args import gpu_architecture
 from bridge_memory.rehearse import patches
 from bridge_memory.rehearse.model import build_chunks
 from bridge_memory.rehearse.record import Phase, installed, record_of
+from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 from bridge_memory.rehearse.world import RehearsalUnavailable, fake_world, rank_of_stage, stage_of_rank
 from bridge_memory.spec import MoESpec, RunSpec, SpecError
 
 GIB = 1 << 30
 
-#: Fields whose effect this loop does not bring about; away from their defaults they are refused.
-_NOT_REHEARSED = {
-    "precision": ("fp8", "fp8_param", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-    "optimizer": ("use_layer_wise_distributed_optimizer", "data_parallel_sharding_strategy", "peft",
-                  "log_params_norm"),
-    "implementation": (
-        "create_attention_mask", "defer_embedding_wgrad_compute", "delay_wgrad_compute", "use_legacy_models",
-        "cuda_graph_impl", "use_transformer_engine_op_fuser", "use_fused_weighted_squared_relu",
-        "overlap_moe_expert_parallel_comm", "cpu_offloading_num_layers", "offload_modules", "moe_imbalance",
-    ),
-}  # fmt: skip
+#: What the passes on meta tensors can do without and this loop cannot: steps of a real optimizer, a real batch.
+_NOT_REHEARSED_HERE = ("log_params_norm", "create_attention_mask")
 
 
 @dataclass(slots=True)
@@ -193,13 +185,7 @@ def refuse_what_is_not_rehearsed(run: RunSpec) -> None:
         )
     if run.optimizer.optimizer == "muon":
         raise RehearsalUnavailable("optimizer (muon) is not rehearsed; use adam or sgd")
-    for group, names in _NOT_REHEARSED.items():
-        held = getattr(run, group)
-        for f in fields(held):
-            if f.name in names and getattr(held, f.name) != f.default:
-                raise RehearsalUnavailable(
-                    f"{f.name} ({getattr(held, f.name)}) is not rehearsed; leave it at {f.default}"
-                )
+    refuse_what_is_ignored(run, _NOT_REHEARSED_HERE)
 
 
 @contextmanager

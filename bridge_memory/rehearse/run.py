@@ -17,6 +17,7 @@ import torch
 
 from bridge_memory.rehearse import patches, te_kernels
 from bridge_memory.rehearse.model import TORCH_DTYPES, NotBuildable, build_chunks
+from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 from bridge_memory.rehearse.tracker import Alive, Peak, SavedRecord, Tracker
 from bridge_memory.rehearse.world import fake_world, quiet, rank_of_stage, stage_of_rank
 from bridge_memory.spec import MLPSpec, MoESpec, RunSpec, SpecError
@@ -125,6 +126,7 @@ def saved_tensors(run: RunSpec, stage: int, chunk: int = 0) -> list[SavedRecord]
 @contextmanager
 def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
     """Be this rank, with everything needed to run on the meta device, and leave no trace."""
+    refuse_what_is_ignored(run)
     if run.implementation.te:
         te_kernels.load()
     if run.precision.fp32_residual_connection and not run.implementation.te:
@@ -392,6 +394,9 @@ def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
         labels = torch.empty_like(ids)
         positions = torch.empty_like(ids)
         mask = torch.empty((b, s), dtype=torch.float32, device=patches.META)
+        causal = None
+        if run.implementation.create_attention_mask and (chunk.pre_process or chunk.post_process):
+            causal = torch.empty((b, 1, s, batch.seq_length), dtype=torch.bool, device=patches.META)
         tracker.name_alive("batch")
         anchor = torch.empty((), device=patches.META, requires_grad=True)
         tracker.ignore(anchor)
@@ -411,7 +416,7 @@ def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
                     )
                 tracker.name_alive("received input")
                 chunk.set_input_tensor(received)
-            out = ddp(ids, positions, None, labels=labels if chunk.post_process else None)
+            out = ddp(ids, positions, causal, labels=labels if chunk.post_process else None)
             if chunk.post_process:
                 losses = out.view(-1).float()
                 return torch.sum(losses * mask.view(-1))
@@ -421,8 +426,10 @@ def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
         return _passes(tracker, forward)
 
 
-def rehearse_layer(run: RunSpec, layer: int) -> PassRecord:
+def rehearse_layer(run: RunSpec, layer: int, architecture: Any = None) -> PassRecord:
     """One decoder layer (0-based, of the whole model) on its own; selective recomputation as configured.
+
+    ``architecture`` as for ``rehearse``.
 
     The layer's input is made inside the graph and its output is taken away before backward, as neighbours do.
     """
@@ -440,7 +447,7 @@ def rehearse_layer(run: RunSpec, layer: int) -> PassRecord:
     # Under context parallelism the last rank of the ring attends with all of its queries in every step.
     last_of_ring = rank_of_stage(run.parallel, stage) + (run.parallel.cp - 1) * run.parallel.tp
     with on_rank(run, last_of_ring):
-        chunks = build_chunks(run)
+        chunks = build_chunks(run, architecture=architecture)
         ddp = distributed(run, chunks[index], index)
         chunk: Any = chunks[index]
         local = layout(run.model, run.parallel).stages[stage][index].layers.index(layer)

@@ -264,6 +264,9 @@ class Tracker(TorchDispatchMode):
             # The copy between storages that fills a recomputed output moves no bytes here.
             stack.enter_context(replaced(torch.UntypedStorage, "copy_", lambda s, *a, **k: s))
             stack.enter_context(after_each_kernel(lambda: self._mark("fused kernel")))
+            # A weight that went through the hooks is another Python object, without DDP's mark; without it no
+            # gradient is made for its hooks (``tensor_parallel/layers.py``).
+            stack.enter_context(replaced(torch.Tensor, "grad_added_to_main_grad", False, add=True))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
             stack.enter_context(self)
             yield self

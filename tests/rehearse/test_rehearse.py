@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,15 @@ from bridge_memory.estimate import estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.rehearse.run import rehearse
 from bridge_memory.rehearse.world import fake_world, rank_of_stage, stage_of_rank
-from bridge_memory.spec import BatchSpec, ImplementationSpec, OptimizerSpec, ParallelSpec, RunSpec, SpecError
+from bridge_memory.spec import (
+    BatchSpec,
+    ImplementationSpec,
+    OptimizerSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RunSpec,
+    SpecError,
+)
 
 LOCAL = ImplementationSpec(transformer_impl="local", moe_grouped_gemm=False)
 
@@ -153,6 +162,98 @@ def test_mbridges_own_config_makes_the_rank_that_is_predicted(
     rows = {r["name"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
     for name in ("parameters (elements)", "weights", "gradients", "optimizer state"):
         assert rows[name]["difference"] == 0, name
+
+
+LAYER = [
+    "rehearse", "Qwen/Qwen2-7B", "--tp", "2", "--num-gpus", "4", "--seq-length", "512", "--transformer-impl", "local",
+    "--layer", "3",
+]  # fmt: skip
+
+
+def test_a_layer_of_mbridges_own_config_keeps_what_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("mbridge", exc_type=ImportError)
+    assert main([*LAYER, "--mapping", "mbridge", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["layer"] == 3
+    assert next(r["difference"] for r in answer["rows"] if r["name"] == "saved for backward") == 0
+    assert answer["only_predicted"] == answer["only_found"] == []
+
+
+def test_a_layer_is_built_from_the_architecture_that_is_given() -> None:
+    """fc1's output and the activation are twice as wide: 6 bytes a token and inner unit more."""
+    from dataclasses import replace as changed
+
+    from bridge_memory.rehearse.model import transformer_config
+    from bridge_memory.rehearse.run import rehearse_layer
+
+    run = RunSpec(model=resolve_model("meta-llama/Llama-3.2-1B"), implementation=LOCAL)
+    wide = changed(transformer_config(run), ffn_hidden_size=16384)
+    more = rehearse_layer(run, 0, wide).saved_bytes - rehearse_layer(run, 0).saved_bytes
+    assert more == 6 * run.batch.seq_length * 8192
+
+
+def test_a_weights_gradient_is_made_for_ddps_hooks() -> None:
+    """512 tokens leave the backward peak to fc1's weight gradient, 2 x 18944 / 2 x 3584 in bf16, which is made
+    although the GEMM adds into the main gradient (``tensor_parallel/layers.py: linear_with_grad_accumulation...``)."""
+    from bridge_memory.rehearse.run import rehearse_layer
+
+    run = RunSpec(
+        model=resolve_model("Qwen/Qwen2-7B"), parallel=ParallelSpec(world_size=2, tensor_model_parallel_size=2),
+        batch=BatchSpec(seq_length=512), implementation=LOCAL,
+    )  # fmt: skip
+    peak = rehearse_layer(run, 3).backward_peak
+    assert 2 * 18944 * 3584 in [a.bytes for a in peak.largest]
+
+
+@pytest.mark.parametrize("flag", [["--stage", "0"], ["--rank", "0"], ["--verbose"]])
+def test_what_a_layer_does_not_heed_is_refused(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LAYER, *flag]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "layer" in said
+    assert "\n" not in said
+
+
+IGNORED = {
+    "fp8": {"precision": PrecisionSpec(fp8="hybrid")},
+    "offload_modules": {"implementation": replace(LOCAL, offload_modules=("moe_act",))},
+    "cuda_graph_impl": {"implementation": replace(LOCAL, cuda_graph_impl="transformer_engine")},
+    "peft": {"optimizer": OptimizerSpec(peft="lora", lora_dim=16)},
+}
+
+
+@pytest.mark.parametrize("field", IGNORED)
+def test_what_a_rehearsal_would_ignore_is_refused_by_name(field: str) -> None:
+    from bridge_memory.rehearse.refusals import refuse_what_is_ignored
+
+    class Run:
+        precision, optimizer, implementation = PrecisionSpec(), OptimizerSpec(), LOCAL
+
+    refuse_what_is_ignored(Run())  # type: ignore[arg-type]
+    for name, value in IGNORED[field].items():
+        setattr(Run, name, value)
+    with pytest.raises(SpecError, match=field) as refusal:
+        refuse_what_is_ignored(Run())  # type: ignore[arg-type]
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_command_refuses_fp8_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    te = ["--transformer-impl", "transformer_engine", "--fp8", "hybrid"]
+    assert main([*COMMAND, *te]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "fp8 (hybrid) is not rehearsed" in said
+    assert "\n" not in said
+
+
+def test_the_data_loaders_mask_is_not_a_layers() -> None:
+    """Unfused softmax: with a mask in the batch no layer makes one of s x s bytes; autograd keeps the batch's."""
+    run = RunSpec(
+        model=resolve_model("meta-llama/Llama-3.2-1B"), batch=BatchSpec(seq_length=2048),
+        implementation=replace(LOCAL, masked_softmax_fusion=False),
+    )  # fmt: skip
+    given = run.with_(implementation=replace(run.implementation, create_attention_mask=True))
+    made, kept = (rehearse(r).chunks[0].passes.saved for r in (run, given))
+    assert sum(r.bytes == 2048 * 2048 for r in made) == 16
+    assert [r.made_by for r in kept if r.bytes == 2048 * 2048] == ["batch: empty"]
 
 
 def test_an_architecture_from_elsewhere_is_what_is_built() -> None:

@@ -1,0 +1,31 @@
+"""What a rehearsal does not bring about: away from its default it is refused, since both columns would leave it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+
+from bridge_memory.rehearse.world import RehearsalUnavailable
+from bridge_memory.spec import RunSpec
+
+#: Fields of a RunSpec that neither the loop on a GPU nor the passes on meta tensors act on.
+NOT_REHEARSED = {
+    "precision": ("fp8", "fp8_param", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    "optimizer": ("use_layer_wise_distributed_optimizer", "data_parallel_sharding_strategy", "peft"),
+    "implementation": (
+        "defer_embedding_wgrad_compute", "delay_wgrad_compute", "use_legacy_models", "cuda_graph_impl",
+        "use_transformer_engine_op_fuser", "use_fused_weighted_squared_relu", "overlap_moe_expert_parallel_comm",
+        "cpu_offloading_num_layers", "offload_modules", "moe_imbalance",
+    ),
+}  # fmt: skip
+
+
+def refuse_what_is_ignored(run: RunSpec, also: Iterable[str] = ()) -> None:
+    """Raise RehearsalUnavailable, in one line, for the first such field; ``also``: names of further ones."""
+    more = tuple(also)
+    for group, names in NOT_REHEARSED.items():
+        held = getattr(run, group)
+        for f in fields(held):
+            value = getattr(held, f.name)
+            if f.name in (*names, *more) and value != f.default:
+                raise RehearsalUnavailable(f"{f.name} ({value}) is not rehearsed; leave it at {f.default}")
