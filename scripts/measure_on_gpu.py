@@ -66,9 +66,10 @@ def implementation(te: bool, missing: dict[str, bool]) -> ImplementationSpec:
 
 
 def configurations(te: bool, missing: dict[str, bool] | None = None) -> list[Configuration]:
-    """The list. Local attention keeps its scores, so that its sequences are shorter."""
+    """The list. Local attention keeps its scores, so that its sequences are shorter, and is not latent."""
     impl = implementation(te, missing or {})
-    return list(_configurations(impl, 4096 if te else 2048))
+    wanted = _configurations(impl, 4096 if te else 2048)
+    return [c for c in wanted if te or not any(isinstance(x.mixer, MLASpec) for x in c.run.model.layers)]
 
 
 def _parallel(world: int, tp: int = 1, pp: int = 1, **more: Any) -> ParallelSpec:

@@ -116,6 +116,16 @@ class _CudaIs(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _backward(tensors: Any, grad_tensors: Any = None, *_: object, **__: object) -> None:
+    """``torch.autograd.backward`` as recomputation calls it, which as a torch function would switch modes off."""
+    ends = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    grads = (grad_tensors,) if not isinstance(grad_tensors, (list, tuple)) else tuple(grad_tensors)
+    torch.autograd.graph._engine_run_backward(
+        ends, tuple(torch.ones_like(e) if g is None else g for e, g in zip(ends, grads, strict=True)),
+        False, False, (), allow_unreachable=True, accumulate_grad=True,
+    )  # fmt: skip
+
+
 @contextmanager
 def no_gpu(device: str = META) -> Iterator[None]:
     """CUDA device, streams, events and random states of a machine that has none: ``device`` takes its place.
@@ -139,6 +149,7 @@ def no_gpu(device: str = META) -> Iterator[None]:
             ("get_rng_state", lambda *a, **k: torch.zeros(16, dtype=torch.uint8, device="cpu")),
         ):
             stack.enter_context(replaced(torch.cuda, name, value))
+        stack.enter_context(replaced(torch.autograd, "backward", _backward))
         stack.enter_context(replaced(torch.cuda.nvtx, "range_push", lambda *a, **k: None))
         stack.enter_context(replaced(torch.cuda.nvtx, "range_pop", lambda *a, **k: None))
         tracker = getattr(random, "CudaRNGStatesTracker", None)

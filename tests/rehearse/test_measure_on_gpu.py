@@ -38,7 +38,8 @@ def script() -> ModuleType:
 
 @pytest.mark.parametrize("te", [True, False], ids=["te", "local"])
 def test_the_list_covers_what_issue_5_asks_for(script: ModuleType, te: bool) -> None:
-    """Thirty ranks or more from 1 to 60 GiB: dense, MoE, MLA; stages; recomputation; losses; optimizers."""
+    """Thirty ranks or more from 1 to 60 GiB: dense, MoE, MLA (TE's alone); stages; recomputation; losses;
+    optimizers."""
     wanted = script.configurations(te)
     peaks = [estimate(c.run).stages[c.stage].peak_bytes / GIB for c in wanted]
     assert len(wanted) >= 30
@@ -46,8 +47,8 @@ def test_the_list_covers_what_issue_5_asks_for(script: ModuleType, te: bool) -> 
     assert 1 < min(peaks) < 2.5
     assert 45 < max(peaks) < 64
     runs = [c.run for c in wanted]
-    assert sum(r.model.has_experts for r in runs) >= 8
-    assert any(isinstance(layer.mixer, MLASpec) for r in runs for layer in r.model.layers)
+    assert sum(r.model.has_experts for r in runs) >= 7
+    assert any(isinstance(layer.mixer, MLASpec) for r in runs for layer in r.model.layers) == te
     assert {c.stage for c in wanted if c.run.parallel.pp > 1} >= {0, 1, 3, 8, 15}
     assert {r.recompute.granularity for r in runs} == {None, "full", "selective"}
     assert {r.recompute.method for r in runs} == {None, "uniform", "block"}

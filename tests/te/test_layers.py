@@ -1,0 +1,104 @@
+"""One layer under Transformer Engine: the inventory's tape against the real code, tensor by tensor, peaks included.
+
+megatron-core's TE layer specs and Transformer Engine's autograd functions run for real on meta tensors; only the
+kernels are replaced (``rehearse/te_kernels.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_saved_tensors import ALLGATHER, CASES, LOCAL, MODELS, UNFUSED, Case
+
+from bridge_memory.rehearse.compare import LayerComparison, compare_layer
+from bridge_memory.rehearse.run import rehearse_layer
+from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RecomputeSpec, RunSpec
+
+TE = ImplementationSpec()
+EAGER = replace(
+    TE, bias_activation_fusion=False, bias_dropout_fusion=False, gradient_accumulation_fusion=False,
+    apply_rope_fusion=False, masked_softmax_fusion=False,
+)  # fmt: skip
+OF_LOCAL = {
+    id(LOCAL): TE, id(UNFUSED): EAGER, id(ALLGATHER): replace(TE, moe_token_dispatcher_type="allgather")
+}  # fmt: skip
+
+
+def run_of(
+    model: str, *, tp: int = 1, cp: int = 1, ep: int = 1, batch: int = 1, recompute: str = "", **impl: Any
+) -> RunSpec:
+    return RunSpec(
+        model=MODELS[model],
+        parallel=ParallelSpec(
+            world_size=64, tensor_model_parallel_size=tp, context_parallel_size=cp, expert_model_parallel_size=ep
+        ),
+        batch=BatchSpec(seq_length=4096, micro_batch_size=batch),
+        implementation=replace(TE, **impl),
+        recompute=RecomputeSpec(granularity="selective", modules=tuple(recompute.split(",")))
+        if recompute
+        else RecomputeSpec(),
+    )
+
+
+def check(run: RunSpec, *, saved: float = 0.002, peaks: float = 0.004) -> LayerComparison:
+    found = compare_layer(run, 1)
+    explained = "\n" + "\n".join(found.lines())
+    assert abs(found.saved_error) <= saved, explained
+    assert abs(found.forward_error) <= peaks, explained
+    assert abs(found.backward_error) <= peaks, explained
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_local_layers_are_tested_with(case: Case) -> None:
+    check(replace(case, implementation=OF_LOCAL[id(case.implementation)]).run())
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+@pytest.mark.parametrize("how", ["p2p", "a2a", "all_gather"])
+@pytest.mark.parametrize("model", ["gqa", "mha"])
+def test_context_parallelism(model: str, how: str, cp: int) -> None:
+    check(run_of(model, cp=cp, cp_comm_type=how))
+    if cp < 8:
+        check(run_of(model, tp=2, cp=cp, cp_comm_type=how, batch=2))
+
+
+@pytest.mark.parametrize("cp", [2, 8])
+def test_context_parallelism_of_multi_latent_attention(cp: int) -> None:
+    check(run_of("mla", tp=2, cp=cp))
+
+
+@pytest.mark.parametrize(
+    "modules", ["moe_act", "moe_act,core_attn", "moe", "layernorm,moe_act", "shared_experts,layernorm"]
+)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_recomputation_in_a_mixture(modules: str, tp: int) -> None:
+    check(run_of("shared experts", tp=tp, ep=4, recompute=modules))
+
+
+@pytest.mark.parametrize(
+    "modules", ["mla_up_proj", "mla_up_proj,moe_act,layernorm", "core_attn,shared_experts", "moe"]
+)
+def test_recomputation_in_deepseek(modules: str) -> None:
+    check(run_of("deepseek", tp=2, ep=8, recompute=modules))
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("model", ["mixtral", "fine experts", "deepseek"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_fused_permutation(model: str, dispatcher: str, tp: int) -> None:
+    check(run_of(model, tp=tp, ep=4, moe_permute_fusion=True, moe_token_dispatcher_type=dispatcher))
+
+
+def test_dense_layer_by_hand() -> None:
+    """TP1, s = 4096, b = 1, h = 4096, 32 heads and 8 groups of 128, f = 14336, bf16.
+
+    Residual stream and normed input of attention and MLP: 4 * 2 s h, and 4 s for each reciprocal; rotated query:
+    2 s h; rotated key and value: 2 * 2 s 8 128; output 2 s h and 4 bytes a head and token of log-sum-exp; fc1's
+    output 2 s 2 f and the activation 2 s f. The random state takes 16 bytes.
+    """
+    s, h, f = 4096, 4096, 14336
+    by_hand = 4 * 2 * s * h + 2 * 4 * s + 2 * s * h + 4 * s * 1024 + 2 * s * h + 4 * 32 * s + 6 * s * f + 16
+    assert rehearse_layer(run_of("gqa"), 1).saved_bytes == by_hand
