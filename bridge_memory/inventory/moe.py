@@ -275,11 +275,13 @@ def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int)
     fc1_width = 2 * f if spec.gated else f
     _expert_parameters(r, spec, local_experts, f, fc1_width, width)
     grouped = impl.moe_grouped_gemm
-    wgrad1 = r.weight_grad((fc1_width, width), te=ctx.te) * (local_experts if grouped else 1)
-    wgrad2 = r.weight_grad((width, f), te=ctx.te) * (local_experts if grouped else 1)
+    if not grouped:
+        return _sequential_experts(r, spec, x, probs, n, width, local_experts, f)
+    wgrad1 = r.weight_grad((fc1_width, width), te=ctx.te) * local_experts
+    wgrad2 = r.weight_grad((width, f), te=ctx.te) * local_experts
     # fp8 GEMMs want every expert's rows in multiples of 16 or 32: HybridEP pads as it permutes, else there is a
     # padded copy before and an unpadded one after (experts.py: TEGroupedMLP.forward, quantization_padding).
-    pads = r.fp8 and grouped and not (
+    pads = r.fp8 and not (
         impl.moe_token_dispatcher_type == "flex" and impl.moe_flex_dispatcher_backend == "hybridep"
     )
     unpadded = x
@@ -304,12 +306,47 @@ def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int)
         out = tape.make("unpadded outputs", out, n.received * width * ctx.act)
     if spec.add_bias:
         out = tape.make("experts output with bias", (out, probs), n.received * width * ctx.act, saves=(probs,))
-    elif not grouped and local_experts > 1:
-        out = tape.make("concatenated expert outputs", out, n.received * width * ctx.act)
     # Local variables of the experts' forward, which fp8 GEMMs do not save (they keep copies of their own); fc1's
     # output had none of its own before.
     tape.touch(unpadded, x, act, *((mid,) if impl.megatron_core >= FC1_OUTPUT_HELD_SINCE else ()))
     return out
+
+
+def _sequential_experts(
+    r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int, local_experts: int, f: int
+) -> T:
+    """One expert after the other, on views of the tokens; their outputs are joined (``experts.py: SequentialMLP``)."""
+    ctx, tape = r.ctx, r.tape
+    fc1_width = 2 * f if spec.gated else f
+    wgrad1, wgrad2 = (r.weight_grad(shape, te=ctx.te) for shape in ((fc1_width, width), (width, f)))
+    each, more = divmod(n.received, local_experts)
+    rows = [each + (i < more) for i in range(local_experts)]
+    tokens: tuple[T, ...] = (x,)
+    scales: tuple[T, ...] = (probs,)
+    if local_experts > 1:
+        tokens = tape.views("tokens by expert", x, *(("tokens of an expert", m * width * ctx.act) for m in rows))
+        of_a_token = probs.bytes // n.received
+        scales = tape.views(
+            "probabilities by expert", probs, *(("probabilities of an expert", m * of_a_token) for m in rows)
+        )
+    outputs = []
+    for m, part, scale in zip(rows, tokens, scales, strict=True):
+        kept, also = r.linear_input("experts fc1", part, m * width)
+        mid = tape.make(
+            "experts fc1 output", part, m * fc1_width * ctx.act, saves=kept, also=also, backward_workspace=wgrad1
+        )
+        act = _weighted_activation(r, spec, mid, scale, m, f)
+        kept, also = r.linear_input("experts fc2", act, m * f)
+        out = tape.make(
+            "experts fc2 output", act, m * width * ctx.act, saves=kept, also=also, backward_workspace=wgrad2
+        )
+        if spec.add_bias:
+            out = tape.make("experts output with bias", (out, scale), m * width * ctx.act, saves=(scale,))
+        outputs.append(out)
+    if local_experts == 1:
+        return outputs[0]
+    tape.touch(x)
+    return tape.make("concatenated expert outputs", outputs, n.received * width * ctx.act, alias=True)
 
 
 def _weighted_activation(r: Recorder, spec: MoESpec, mid: T, probs: T, rows: int, f: int) -> T:

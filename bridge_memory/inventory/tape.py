@@ -269,11 +269,12 @@ class Tape:
         run.forward()
         away = run.offloaded_tensors()
         saved = run.alive_bytes - sum(t.bytes for t in self._held_outputs(run)) - sum(t.bytes for t in away)
-        tensors = tuple(
-            SavedTensor(t.name, t.bytes, t.module)
-            for t, n in run.refs.items()
-            if n > run.scope_refs(t) and t.bytes and not run.emptied(t) and t not in away
-        )
+        sums: dict[tuple[str, str], int] = {}
+        for t, n in run.refs.items():
+            if n > run.scope_refs(t) and t.bytes and not run.emptied(t) and t not in away:
+                # One entry for all experts.
+                sums[t.name, t.module] = sums.get((t.name, t.module), 0) + t.bytes
+        tensors = tuple(SavedTensor(name, nbytes, module) for (name, module), nbytes in sums.items())
         input_saved = bool(self.input_tensors) and self.input_tensors[0] in {
             t for t, n in run.refs.items() if n > run.scope_refs(t)
         }
