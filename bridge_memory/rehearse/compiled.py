@@ -39,8 +39,13 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any, kernel: Kernel) -
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if not differentiable or not all(t.is_meta for t in tensors):
+        versions = [t._version for t in tensors]
         with kernel():
-            return function(*args, **kwargs)
+            out = function(*args, **kwargs)
+            # The compiler writes in place through a second tensor: it makes mutations functional and copies back.
+            copies = [torch.empty_like(t) for t, before in zip(tensors, versions, strict=True) if t._version != before]
+        del copies
+        return out
     graphs = _graphs(function, leaves, structure)
     out = _OneKernel.apply(graphs, kernel, *tensors)
     return tree_unflatten(list(out), graphs.structure)
