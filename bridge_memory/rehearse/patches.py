@@ -1,11 +1,11 @@
 """Everything megatron-core needs in order to run a rank without that rank's GPUs, in one place.
 
 Seen to run with torch 2.13.0 without CUDA and megatron-core 0.13.1, 0.14.0, 0.15.3, 0.16.0 and 0.16.1
-(``tests/rehearse/test_releases.py``): dense, experts, multi-latent attention, MTP, virtual stages, layout strings,
-recomputation, local and with Transformer Engine's Python. A name that a release does not have is skipped; what a
-release cannot do is refused in one line that says which one can (``model.py``). Not with every release: softmax
-sinks and windows in some of the layers from 0.15; gates on attention's output, the gated delta net and hybrids with
-experts from 0.16. Each helper is a context manager that leaves no trace.
+(``tests/rehearse/test_releases.py``): dense, experts, multi-latent attention, Mamba, MTP, virtual stages, layout
+strings, recomputation, local and with Transformer Engine's Python. A name that a release does not have is skipped;
+what a release cannot do is refused in one line that says which one can (``model.py``). Not with every release:
+softmax sinks and windows in some of the layers from 0.15; gates on attention's output, the gated delta net and
+hybrids with experts from 0.16. Each helper is a context manager that leaves no trace.
 
 Tensors live on torch's meta device: they have shapes, dtypes, storages and an autograd graph, and no bytes.
 """
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bridge_memory.rehearse import compiled
+from bridge_memory.rehearse import compiled, scan_kernels
 
 META = "meta"
 _ABSENT = object()
@@ -205,14 +205,6 @@ def has_te() -> bool:
     return bool(getattr(_module("megatron.core.extensions.transformer_engine"), "HAVE_TE", False))
 
 
-class _GatedNorm(torch.nn.Module):
-    """Weight of mamba_ssm's gated RMSNorm (``ops/triton/layernorm_gated.py: RMSNorm``)."""
-
-    def __init__(self, hidden_size: int, device: Any = None, dtype: Any = None, **_: object) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-
-
 class _Anything(types.ModuleType):
     """A module of decorators and names that are imported and never called."""
 
@@ -255,7 +247,7 @@ def importable_without_triton() -> Iterator[None]:
 
 @contextmanager
 def kernel_libraries_for_building() -> Iterator[None]:
-    """mamba_ssm, fla and einops are needed by constructors only to be called in forward (0.16.1)."""
+    """Constructors of state-space mixers ask for mamba_ssm and fla; their kernels are those of ``scan_kernels``."""
     with importable_without_triton():
         mixer = _module("megatron.core.ssm.mamba_mixer")
         context_parallel = _module("megatron.core.ssm.mamba_context_parallel")
@@ -263,14 +255,16 @@ def kernel_libraries_for_building() -> Iterator[None]:
         delta = _module("megatron.core.ssm.gated_delta_net")
     torch_norm = _module("megatron.core.transformer.torch_norm")
     with ExitStack() as stack:
-        for owner, name, value in (
-            (mixer, "HAVE_MAMBA_SSM", True),
-            (mixer, "HAVE_EINOPS", True),
-            (context_parallel, "HAVE_EINOPS", True),
-            (mixer, "ExtendedRMSNorm", _GatedNorm),
-            (delta, "HAVE_FLA", True),
+        for owner, name in (
+            (mixer, "HAVE_MAMBA_SSM"), (mixer, "HAVE_EINOPS"), (context_parallel, "HAVE_EINOPS"), (delta, "HAVE_FLA")
+        ):  # fmt: skip
+            stack.enter_context(replaced(owner, name, True))
+        for owner, names in (
+            (mixer, ("ExtendedRMSNorm", "mamba_split_conv1d_scan_combined")),
+            (delta, ("causal_conv1d_fn", "l2norm", "chunk_gated_delta_rule")),
         ):
-            stack.enter_context(replaced(owner, name, value))
+            for name in names:
+                stack.enter_context(replaced(owner, name, getattr(scan_kernels, name), add=True))
         if not has_te():
             # The final norm is hard-wired to TE's.
             stack.enter_context(replaced(block, "TENorm", torch_norm.WrappedTorchNorm))
@@ -538,6 +532,16 @@ def jit_fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return _one_kernel(function) if _Kernel.counted else _compiled(function)
 
 
+def _gate(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return (y * torch.nn.functional.silu(gate.float())).to(y.dtype)
+
+
+def _norm_then_gate(self: Any, x: torch.Tensor, gate: torch.Tensor) -> Any:
+    """``GatedDeltaNet._apply_gated_norm``: torch.compile leaves Transformer Engine's norm out, and fuses the rest."""
+    normed = self.out_norm(x.reshape(-1, x.shape[-1]))
+    return _one_kernel(_gate)(normed, gate.reshape(-1, gate.shape[-1]))
+
+
 @contextmanager
 def compiled_functions_are_kernels() -> Iterator[None]:
     """``jit_fuser`` (``jit.py``) is torch.compile: SwiGLU, bias-dropout-add and their like run as one kernel.
@@ -559,6 +563,9 @@ def compiled_functions_are_kernels() -> Iterator[None]:
                     function = getattr(value, "_torchdynamo_orig_callable", None)
                     if function is not None and isinstance(value, types.FunctionType):
                         stack.enter_context(replaced(owner, attribute, _one_kernel(function)))
+        delta = getattr(_module("megatron.core.ssm.gated_delta_net"), "GatedDeltaNet", None)
+        if delta is not None and has_te():
+            stack.enter_context(replaced(delta, "_apply_gated_norm", _norm_then_gate))
         yield
 
 

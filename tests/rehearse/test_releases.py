@@ -24,7 +24,7 @@ from bridge_memory.readers import resolve_model
 from bridge_memory.rehearse.compare import compare_layer
 from bridge_memory.rehearse.model import NotBuildable, build_chunks, parameter_shapes
 from bridge_memory.rehearse.patches import building
-from bridge_memory.rehearse.run import rehearse
+from bridge_memory.rehearse.run import rehearse, rehearse_layer
 from bridge_memory.rehearse.te_shapes import parameter_shapes_with_te
 from bridge_memory.rehearse.world import fake_world, installed_release, quiet, rank_of_stage
 from bridge_memory.spec import (
@@ -32,6 +32,7 @@ from bridge_memory.spec import (
     BatchSpec,
     ImplementationSpec,
     LayerSpec,
+    MambaSpec,
     MLASpec,
     MLPSpec,
     ModelSpec,
@@ -202,6 +203,21 @@ def test_recomputation_runs(recompute: RecomputeSpec) -> None:
     )  # fmt: skip
     saved = rehearse(run, 0).chunks[0].passes.saved_bytes
     assert abs(compare_saved(run, 0) - saved) <= 0.005 * saved
+
+
+def test_a_mamba_layer_keeps_what_a_hand_counts() -> None:
+    """Nemotron-H-56B, TP 8, s = 2048: h 8192, and a rank has 32 heads of 64 (2048), one group of state 256.
+
+    bf16: the norm's input and in_proj's, an eighth of the sequence each; zxBCdt; the scan before and after its gate;
+    the grouped norm's output, which out_proj keeps. fp32: a deviation a row of either norm; A made from A_log: exp and
+    dt_bias of 32 heads each, and A itself.
+    """
+    model = resolve_model(HYBRID[0])
+    first = next(i for i, layer in enumerate(model.layers) if isinstance(layer.mixer, MambaSpec))
+    run = RunSpec(model=model, parallel=parallel(8, 8), batch=BatchSpec(seq_length=2048), implementation=LOCAL)
+    s, h, inner, width = 2048, 8192, 2048, 2 * 2048 + 2 * 256 + 32
+    count = 2 * (2 * s // 8 * h + s * (width + 3 * inner)) + 4 * (s // 8 + s + 3 * 32)
+    assert rehearse_layer(run, first).saved_bytes == count
 
 
 #: What came later than 0.13: model, release, in which layout.
