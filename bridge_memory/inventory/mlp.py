@@ -61,8 +61,8 @@ def activation(r: Recorder, name: str, x: T, rows: int, f: int, *, gated: bool, 
         x = tape.make(f"{name} input + bias", x, x.bytes, alias=True)
     if not gated:
         return tape.make(name, x, out, saves=(x,))
-    gate = tape.make(f"{name} of the gate", x, out, saves=(x,))
-    linear = x
+    gate, linear = tape.views(f"{name} halves", x, (f"{name} gate half", out), (f"{name} linear half", out))
+    gate = tape.make(f"{name} of the gate", gate, out, saves=(gate,))
     if ctx.impl.megatron_core >= GLU_OFFSET_SINCE:
-        linear = tape.make(f"{name} linear half", x, out, alias=True)
+        linear = tape.make(f"{name} linear half + offset", linear, out, alias=True)
     return tape.make(name, (gate, linear), out, saves=(gate, linear))

@@ -205,17 +205,22 @@ class Recorder:
         Under sequence parallelism the partial output is made whole and reduce-scattered, and the output
         gradient is gathered in backward. Source as ``column_linear``.
         """
-        ctx = self.ctx
+        ctx, tape = self.ctx, self.tape
         shape = (out_features, in_features)
         self.parameter(f"{name}.weight", shape, sharded=ctx.tp > 1)
         if bias:
             self.parameter(f"{name}.bias", (out_features,))
         whole = ctx.tokens * out_features * ctx.act
         kept_input, also = self.linear_input(name, x, ctx.tokens * in_features, original=original)
-        return self.tape.make(
-            out_name or f"{name} output", x, ctx.tokens_sp * out_features * ctx.act, saves=kept_input, also=also,
-            workspace=whole if ctx.sp else 0,
-            backward_workspace=(whole if ctx.sp else 0) + self.weight_grad(shape, te=ctx.te),
+        wgrad = self.weight_grad(shape, te=ctx.te)
+        label = out_name or f"{name} output"
+        if ctx.sp and not ctx.te:
+            # A node of its own reduce-scatters; backward, the shard's gradient goes once the whole is gathered.
+            x = tape.make(f"{name} partial output", x, whole, saves=kept_input, also=also, backward_workspace=wgrad)
+            return tape.make(label, x, ctx.tokens_sp * out_features * ctx.act)
+        return tape.make(
+            label, x, ctx.tokens_sp * out_features * ctx.act, saves=kept_input, also=also,
+            workspace=whole if ctx.sp else 0, backward_workspace=(whole if ctx.sp else 0) + wgrad,
         )
 
     def plain_linear(
