@@ -176,8 +176,9 @@ class Recorder:
                 name, x, out_bytes,
                 saves=(x, normed, *stats), also=(normed, *stats),
                 workspace=whole if sp else 0,
-                # SP: gathered norm output and whole input gradient; else the norm output's gradient.
-                backward_workspace=(2 * whole if sp else shard) + wgrad,
+                # SP: gathered norm output and whole input gradient. Else the norm's output goes (``clear_tensor_data``)
+                # before the input's gradient is made of the norm output's, which is as large in bf16.
+                backward_workspace=(2 * whole if sp else shard - normed.bytes) + wgrad,
                 label=out_label,
             )
         if sp and not ctx.te:
