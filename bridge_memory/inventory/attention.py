@@ -103,7 +103,7 @@ def _input_projection(
         return r.column_linear(name, x, ctx.hidden_size, qkv_width, bias=spec.add_qkv_bias, fused_norm=True), None
     recompute = ctx.recompute.selects("layernorm")
     with r.offload("attn_norm"), tape.discardable("input_layernorm", (x,), enabled=recompute) as region:
-        normed = r.norm("input_layernorm", x, ctx.hidden_size, ctx.tokens_sp)
+        normed = r.hold(r.norm("input_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
     qkv = r.column_linear(name, normed, ctx.hidden_size, qkv_width, bias=spec.add_qkv_bias)
     return qkv, (region, normed) if recompute else None
 

@@ -24,7 +24,7 @@ def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
 
     recompute_norm = ctx.recompute.selects("layernorm")
     with r.offload("attn_norm"), tape.discardable("input_layernorm", (x,), enabled=recompute_norm) as norm_region:
-        normed = r.norm("input_layernorm", x, h, ctx.tokens_sp)
+        normed = r.hold(r.norm("input_layernorm", x, h, ctx.tokens_sp))
     recompute_up = ctx.recompute.selects("mla_up_proj")
     with r.offload("qkv_linear"):
         qkv, up_region = _query_key_value(r, spec, normed, recompute=recompute_up)

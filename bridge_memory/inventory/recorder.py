@@ -35,6 +35,7 @@ class Recorder:
         self.tape = Tape()
         self.parameters: list[Parameter] = []
         self.lasting: dict[str, int] = {}
+        self._variables: list[T] = []
 
     def inventory(self) -> BlockInventory:
         return BlockInventory(tuple(self.parameters), self.tape.cost(), tuple(self.lasting.items()))
@@ -49,6 +50,11 @@ class Recorder:
     def keep(self, name: str, nbytes: int) -> None:
         """A buffer that stays for the process; the largest request under one name wins."""
         self.lasting[name] = max(nbytes, self.lasting.get(name, 0))
+
+    def hold(self, tensor: T) -> T:
+        """A variable of the layer's forward function: it lives until the next residual sum is made."""
+        self._variables.append(tensor)
+        return tensor
 
     def offload(self, module: str) -> AbstractContextManager[None]:
         """Fine-grained offloading of what is saved inside, where ``offload_modules`` names ``module``."""
@@ -261,5 +267,6 @@ class Recorder:
             on_the_way.append(x)
             x = dropped
         out = tape.make(f"{name} output", (x, residual), ctx.hidden_bytes, alias=True)
-        tape.touch(*on_the_way)  # variables of ``TransformerLayer.forward`` and of the function
+        tape.touch(*on_the_way, *self._variables)  # variables of ``TransformerLayer.forward`` and of the function
+        self._variables.clear()
         return out

@@ -68,7 +68,7 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: T) -> T:
     r.parameter(prefix + "conv1d.weight", (conv_dim, 1, spec.conv_kernel), sharded=sharded)
     r.parameter(prefix + "out_norm.weight", (spec.value_head_dim,))
     if not ctx.te:
-        x = r.norm("input_layernorm", x, ctx.hidden_size, ctx.tokens_sp)
+        x = r.hold(r.norm("input_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
     act, rows = ctx.act, ctx.tokens
     mixed = r.column_linear(prefix + "in_proj", x, ctx.hidden_size, in_width, fused_norm=ctx.te)
     conv_in = tape.make("conv input", mixed, rows * conv_dim * act)
