@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from bridge_memory.cli.run_arguments import add_run_arguments, run_from_arguments
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec import MoESpec, RunSpec, SpecError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +67,18 @@ def _spec(args: argparse.Namespace) -> RunSpec:
     return spec
 
 
+def _experts_one_by_one(spec: RunSpec, notes: list[str]) -> RunSpec:
+    """Without Transformer Engine megatron-core is given experts one by one, see ``rehearse.model``."""
+    impl = spec.implementation
+    if impl.te or not impl.moe_grouped_gemm or not any(isinstance(x.ffn, MoESpec) for x in spec.model.layers):
+        return spec
+    notes.append(
+        "experts run one by one (--no-moe-grouped-gemm), since grouped GEMM without Transformer Engine needs a package "
+        "of its own"
+    )
+    return spec.with_(implementation=replace(impl, moe_grouped_gemm=False))
+
+
 def _take_transformer_engine() -> None:
     """Its Python, where installed, over kernels that compute nothing; megatron-core looks for it only once."""
     if find_spec("torch") is not None and find_spec("transformer_engine") is not None:
@@ -80,7 +92,7 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec) -> int:
     from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 
     refuse_what_is_ignored(spec)
-    notes = []
+    notes: list[str] = []
     if spec.implementation.te and not te_kernels.installed():
         notes.append(
             "both columns are for --transformer-impl local, since Transformer Engine's Python is not installed; "
@@ -88,6 +100,7 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec) -> int:
         )
         local = replace(spec.implementation, transformer_impl="local", moe_grouped_gemm=False)
         spec = spec.with_(implementation=local)
+    spec = _experts_one_by_one(spec, notes)
     if args.layer is not None:
         return _one_layer(args, spec, notes)
     from bridge_memory.rehearse.run import rehearse
@@ -171,6 +184,8 @@ def _on_gpu(args: argparse.Namespace, spec: RunSpec) -> int:
 
     if args.layer is not None:
         raise SpecError("layer is rehearsed with --device cpu")
+    notes: list[str] = []
+    spec = _experts_one_by_one(spec, notes)
     measured = rehearse_on_gpu(
         spec, args.stage, rank=args.rank, steps=args.steps, snapshot=args.snapshot,
         architecture=_architecture(args),
@@ -183,5 +198,5 @@ def _on_gpu(args: argparse.Namespace, spec: RunSpec) -> int:
         json.dump(measured.as_record(), sys.stdout, indent=2)
         sys.stdout.write("\n")
         return 0
-    print("\n".join(measured.lines()))
+    print("\n".join([*(f"note: {n}" for n in notes), *measured.lines()]))
     return 0

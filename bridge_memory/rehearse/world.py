@@ -14,6 +14,9 @@ from contextlib import contextmanager
 
 from bridge_memory.spec import ParallelSpec, SpecError
 
+#: As in pyproject.toml; the token dispatchers of older ones are built otherwise.
+OLDEST_RELEASE = (0, 13)
+
 
 class RehearsalUnavailable(SpecError):
     """The ``megatron`` extra is missing, or this process cannot host a rehearsal. One line, with the fix."""
@@ -33,7 +36,7 @@ def quiet() -> Iterator[None]:
 
 
 def require_megatron() -> None:
-    """Raise RehearsalUnavailable, in one line, when torch or megatron-core is not installed."""
+    """Raise RehearsalUnavailable, in one line, when torch or megatron-core is not installed or is too old."""
     try:
         import megatron.core  # noqa: F401
         import torch  # noqa: F401
@@ -42,6 +45,12 @@ def require_megatron() -> None:
             f"rehearse runs the real megatron-core, and {missing.name or missing} is not installed; "
             'install it with: pip install "bridge-memory[megatron]"'
         ) from None
+    here = installed_release()
+    if here is not None and here < OLDEST_RELEASE:
+        raise RehearsalUnavailable(
+            f"rehearse needs megatron-core {OLDEST_RELEASE[0]}.{OLDEST_RELEASE[1]} or later, not {here[0]}.{here[1]}; "
+            'install it with: pip install "bridge-memory[megatron]"'
+        )
 
 
 def installed_release() -> tuple[int, int] | None:

@@ -6,6 +6,7 @@ Seconds, not minutes: one model of a kind, and the layers whose code differs bet
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -275,6 +276,27 @@ def test_the_command_is_quiet_and_speaks_by_the_release_here() -> None:
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert "peak" in done.stdout
+
+
+@pytest.mark.skipif(HERE < (0, 15), reason="experts with biases came back with megatron-core 0.15")
+def test_local_experts_are_predicted_as_they_are_built(capsys: pytest.CaptureFixture[str]) -> None:
+    """gpt-oss: grouped experts would have no biases of their own; local ones run one by one, and do."""
+    command = ["rehearse", "openai/gpt-oss-20b", "--ep", "4", "--pp", "4", "--num-gpus", "16", "--seq-length", "512"]
+    assert main([*command, "--transformer-impl", "local", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert "one by one" in answer["notes"][0]
+    rows = {r["name"]: r["difference"] for r in answer["rows"]}
+    assert rows["parameters (elements)"] == rows["weights"] == rows["gradients"] == 0
+
+
+def test_a_release_that_is_too_old_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import megatron.core
+
+    monkeypatch.setattr(megatron.core, "__version__", "0.12.3")
+    assert main(["rehearse", "meta-llama/Llama-3.2-1B", "--num-gpus", "4"]) == 2
+    assert "needs megatron-core 0.13 or later, not 0.12" in capsys.readouterr().err
 
 
 def test_another_release_than_the_one_here_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
