@@ -50,6 +50,8 @@ class PassRecord:
     lasting: tuple[Alive, ...]
     forward_peak: Peak
     backward_peak: Peak
+    #: Still alive after backward, until the next forward pass takes its place.
+    left: tuple[Alive, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -255,8 +257,9 @@ def optimizer(run: RunSpec, wrapped: list[Any]) -> Any:
         "use_precision_aware_optimizer": opt.use_precision_aware_optimizer,
         "main_grads_dtype": TORCH_DTYPES[opt.main_grads_dtype],
         "main_params_dtype": TORCH_DTYPES[opt.main_params_dtype],
-        "exp_avg_dtype": TORCH_DTYPES[opt.exp_avg_dtype],
-        "exp_avg_sq_dtype": TORCH_DTYPES[opt.exp_avg_sq_dtype],
+        # Moments in fp8 are bytes to FusedAdam (``training/arguments.py`` maps fp8 to uint8).
+        "exp_avg_dtype": TORCH_DTYPES["uint8" if opt.exp_avg_dtype == "fp8" else opt.exp_avg_dtype],
+        "exp_avg_sq_dtype": TORCH_DTYPES["uint8" if opt.exp_avg_sq_dtype == "fp8" else opt.exp_avg_sq_dtype],
         "store_param_remainders": opt.store_param_remainders,
         "fp8_recipe": opt.fp8_recipe,
         "sgd_momentum": opt.sgd_momentum,
@@ -273,11 +276,13 @@ def optimizer(run: RunSpec, wrapped: list[Any]) -> Any:
 def _optimizer_state(run: RunSpec, wrapped: list[Any]) -> int | None:
     """Bytes of master parameters and moments after an optimizer step; None: cannot be built here.
 
-    Without Transformer Engine and Apex the optimizer is torch's AdamW, so that precision-aware states, offloading
-    and Muon cannot be seen.
+    Without Transformer Engine and Apex the optimizer is torch's AdamW, so that precision-aware states cannot be seen;
+    offloading and Muon cannot with them either.
     """
     opt = run.optimizer
-    if opt.optimizer != "adam" or opt.use_precision_aware_optimizer or opt.optimizer_cpu_offload:
+    if opt.optimizer != "adam" or opt.optimizer_cpu_offload:
+        return None
+    if opt.use_precision_aware_optimizer and not te_kernels.loaded():
         return None
     weights = {p.untyped_storage()._cdata for ddp in wrapped for p in ddp.parameters()}
     found: dict[int, int] = {}
@@ -296,6 +301,8 @@ def _optimizer_state(run: RunSpec, wrapped: list[Any]) -> int | None:
 
 
 def _count(tensor: Any, weights: set[int], found: dict[int, int]) -> None:
+    if isinstance(getattr(tensor, "_data", None), torch.Tensor):  # fp8: bytes and their scale
+        tensor = tensor._data
     if isinstance(tensor, torch.Tensor) and tensor.is_meta:
         storage = tensor.untyped_storage()
         if storage._cdata not in weights:
@@ -369,8 +376,9 @@ def _passes(tracker: Tracker, forward: Any) -> PassRecord:
         del edge
         backward_peak = tracker.peak()
         tracker.in_backward = False
+        left = tuple(tracker.alive(tracker.keys() - lasting))
         return PassRecord(
-            saved, held, tuple(tracker.alive(lasting)), *tracker.without(lasting, forward_peak, backward_peak)
+            saved, held, tuple(tracker.alive(lasting)), *tracker.without(lasting, forward_peak, backward_peak), left
         )
     finally:
         if collecting:
