@@ -22,6 +22,7 @@ import torch
 
 from bridge_memory.cli import main
 from bridge_memory.compare.runs import load_runs, predict_all
+from bridge_memory.estimate import estimate
 from bridge_memory.rehearse import gpu, patches
 from bridge_memory.rehearse.run import rehearse
 from bridge_memory.rehearse.summary import rows
@@ -130,6 +131,25 @@ def test_the_real_loop_peaks_where_the_replayed_schedule_does(name: str) -> None
     table = {r.name: r.found for r in rows(rehearse(found.run, stage))}
     expected = table["peak"] + lasting(run)
     assert found.peak == pytest.approx(expected, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "received"),
+    [("first of four", 0), ("middle of four", 1), ("last of four", 1), ("tensor parallel, last", 1),
+     ("interleaved, first", 1), ("interleaved, last", 2)],
+)  # fmt: skip
+def test_a_step_leaves_the_last_received_tensor_and_its_gradient(name: str, received: int) -> None:
+    """``TransformerBlock.input_tensor`` is what ``schedules.py`` received last, a leaf whose ``.grad`` was sent on:
+    two tensors [s, b, h] in bf16 a chunk that does not embed. Nothing else is left, but each chunk's rotary table."""
+    run, stage = CASES[name]
+    found = measure(run, stage)
+    table = {r.name: r.found for r in rows(rehearse(found.run, stage))}
+    left = found.allocated - sum(table[part] for part in ("weights", "gradients", "optimizer state"))
+    left -= lasting(run) + 4 * SEQ * 16 * (run.parallel.vpp - 1)
+    shard = run.parallel.tp if run.parallel.sp else 1
+    assert left == pytest.approx(received * 2 * 2 * SEQ * 64 // shard, abs=1024)
+    leftovers = {c.name: c.bytes for c in estimate(found.run).stages[stage].leftovers}
+    assert sum(leftovers.values()) == received * 2 * 2 * SEQ * 64 // shard
 
 
 @pytest.mark.parametrize("name", ["one stage", "middle of four", "experts"])
