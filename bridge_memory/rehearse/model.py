@@ -183,6 +183,7 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         "params_dtype": TORCH_DTYPES[run.precision.params_dtype],
         "bf16": run.precision.params_dtype == "bf16",
         "fp16": run.precision.params_dtype == "fp16",
+        **_fp8_fields(run),
         "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
         "account_for_embedding_in_pipeline_split": parallel.account_for_embedding_in_pipeline_split,
@@ -269,6 +270,18 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
             return cls(**config)
     except (ValueError, AssertionError, NotImplementedError) as refusal:
         raise NotBuildable(f"megatron-core refuses this run: {_one_line(refusal)}") from refusal
+
+
+def _fp8_fields(run: RunSpec) -> dict[str, Any]:
+    precision = run.precision
+    if precision.fp8 is None:
+        return {}
+    start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    return {
+        "fp8": precision.fp8, "fp8_recipe": precision.fp8_recipe, "fp8_param": precision.fp8_param,
+        "first_last_layers_bf16": bool(start or end), "num_layers_at_start_in_bf16": start,
+        "num_layers_at_end_in_bf16": end,
+    }  # fmt: skip
 
 
 def _attention_backend(impl: ImplementationSpec) -> Any:

@@ -145,7 +145,7 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
     moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
     with (
         quiet(), _collecting_only_what_is_new(), fake_world(run.parallel, rank),
-        patches.running(*((moe.topk, moe.num_experts) if moe else ())), _transformer_engine(),
+        patches.running(*((moe.topk, moe.num_experts) if moe else ())), _transformer_engine(run),
     ):  # fmt: skip
         yield
 
@@ -170,8 +170,8 @@ def _check_loss(run: RunSpec) -> None:
         raise NotBuildable("cross_entropy_fusion_impl (te) needs Transformer Engine here; use native")
 
 
-def _transformer_engine() -> Any:
-    return te_kernels.running() if te_kernels.loaded() else nullcontext()
+def _transformer_engine(run: RunSpec) -> Any:
+    return te_kernels.running(run.implementation.gpu_arch) if te_kernels.loaded() else nullcontext()
 
 
 @contextmanager
@@ -463,6 +463,15 @@ def rehearse_layer(run: RunSpec, layer: int, architecture: Any = None) -> PassRe
         return _run_layer(run, chunk, module, ddp)
 
 
+def _fp8(config: Any, layer: Any) -> Any:
+    """What ``transformer_block.py: TransformerBlock.forward`` runs a layer in."""
+    if not config.fp8:
+        return nullcontext()
+    from megatron.core.fp8_utils import get_fp8_context
+
+    return get_fp8_context(config, layer.layer_number - 1)
+
+
 def _run_layer(run: RunSpec, chunk: Any, module: Any, ddp: Any) -> PassRecord:
     s = run.batch.seq_length // run.parallel.cp
     rows = s // run.parallel.tp if run.parallel.sp else s
@@ -483,7 +492,8 @@ def _run_layer(run: RunSpec, chunk: Any, module: Any, ddp: Any) -> PassRecord:
 
         def forward() -> torch.Tensor:
             x = _Enter.apply(anchor, shape, dtype)
-            out = module(hidden_states=x, attention_mask=None, **more)
+            with _fp8(chunk.config, module):
+                out = module(hidden_states=x, attention_mask=None, **more)
             del x
             end: torch.Tensor = _Leave.apply(out[0] if isinstance(out, tuple) else out)
             return end

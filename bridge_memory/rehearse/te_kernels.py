@@ -37,8 +37,8 @@ PACKAGE = "transformer_engine"
 COMPILED = "transformer_engine_torch"
 #: How to get its Python alone; pydantic is what its recipes are written with.
 INSTALL = 'pip install --no-deps "transformer_engine==2.11.0" && pip install pydantic packaging'
-#: Versions of the libraries that Transformer Engine chooses its paths by: a Hopper GPU with CUDA 13.
-COMPUTE_CAPABILITY = (9, 0)
+#: What Transformer Engine chooses its paths by: the GPU, and the versions of its libraries.
+COMPUTE_CAPABILITY = {"ampere": (8, 0), "hopper": (9, 0), "blackwell": (10, 0)}
 CUDNN_VERSION = 91400
 CUBLAS_VERSION = 130000
 CUDA_VERSION = "13.0"
@@ -86,8 +86,7 @@ def load() -> None:
         # Keeps ``transformer_engine/common`` from loading the shared libraries.
         stack.enter_context(_environment("NVTE_PROJECT_BUILDING", "1"))
         stack.enter_context(replaced(torch.version, "cuda", CUDA_VERSION))
-        stack.enter_context(replaced(torch.cuda, "get_device_properties", lambda *a: _Device()))
-        stack.enter_context(replaced(torch.cuda, "get_device_capability", lambda *a: COMPUTE_CAPABILITY))
+        stack.enter_context(_gpu("hopper"))
         _package_alone()
         common = importlib.import_module(f"{PACKAGE}.common")
         common.load_framework_extension = lambda framework: None
@@ -229,10 +228,24 @@ def _found_first(finder: _Finder) -> Iterator[None]:
 class _Device:
     """Properties of the GPU that the rehearsal stands on."""
 
-    major, minor = COMPUTE_CAPABILITY
     multi_processor_count = 132
     total_memory = 141 * 10**9
     name = "rehearsal"
+
+    def __init__(self, arch: str) -> None:
+        self.major, self.minor = COMPUTE_CAPABILITY[arch]
+
+
+@contextmanager
+def _gpu(arch: str) -> Iterator[None]:
+    device = _Device(arch)
+    with ExitStack() as stack:
+        for name, value in (
+            ("get_device_properties", lambda *a: device),
+            ("get_device_capability", lambda *a: (device.major, device.minor)),
+        ):
+            stack.enter_context(replaced(torch.cuda, name, value))
+        yield
 
 
 # ---- enumerations ---------------------------------------------------------------------------------
@@ -589,14 +602,13 @@ def _module(name: str) -> Any:
 
 
 @contextmanager
-def running() -> Iterator[None]:
+def running(arch: str = "hopper") -> Iterator[None]:
     """What Transformer Engine asks of torch.cuda, answered; its workspaces and caches gone afterwards."""
-    gemm, base = _module("cpp_extensions.gemm"), _module("module.base")
+    gemm = _module("cpp_extensions.gemm")
     with ExitStack() as stack:
+        stack.enter_context(_gpu(arch))
         for owner, name, value in (
             (torch.cuda, "is_available", lambda: True),
-            (torch.cuda, "get_device_properties", lambda *a: _Device()),
-            (torch.cuda, "get_device_capability", lambda *a: COMPUTE_CAPABILITY),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.version, "cuda", CUDA_VERSION),
             # The ring of context parallelism (``context_parallel.py: flash_attn_p2p_communicate``).
@@ -612,26 +624,30 @@ def running() -> Iterator[None]:
         for name, module in list(sys.modules.items()):
             if name.startswith(f"{PACKAGE}.") and "canonicalize_device" in vars(module):
                 stack.enter_context(replaced(module, "canonicalize_device", lambda device: torch.device(META)))
-        _clear(gemm, base)
+        _forget()
         try:
             yield
         finally:
-            _clear(gemm, base)
+            _forget()
 
 
-def _clear(gemm: Any, base: Any) -> None:
-    """Workspaces (one set a process) and stand-in weight gradients (one a shape)."""
-    for name in ("get_cublas_workspace",):
-        function = getattr(gemm, name, None)
+#: Functions that remember the device or what they allocated on it, by module.
+_CACHED = (
+    ("cpp_extensions.gemm", "get_cublas_workspace"), ("utils", "_get_device_compute_capability"),
+    ("utils", "is_non_tn_fp8_gemm_supported"), ("utils", "get_sm_count"),
+)  # fmt: skip
+
+
+def _forget() -> None:
+    """Workspaces (one set a process), stand-in weight gradients (one a shape), lengths of sequences, the GPU."""
+    for module, name in _CACHED:
+        function = getattr(_module(module), name, None)
         if hasattr(function, "cache_clear"):
             function.cache_clear()
-    for name in ("_dummy_wgrads", "_multi_stream_cublas_workspace"):
-        kept = getattr(base, name, None)
-        if kept is not None:
+    for module, name in (("module.base", "_dummy_wgrads"), ("attention.dot_product_attention.utils", "_cu_seqlens_cache")):
+        kept = getattr(_module(module), name, None)
+        if isinstance(kept, dict):
             kept.clear()
-    attention = _module("attention.dot_product_attention.dot_product_attention")
-    utils = _module("attention.dot_product_attention.utils")
-    for owner, name in ((attention, "_attention_backends"), (utils, "_cu_seqlens_cache"), (utils, "_alibi_cache")):
-        kept = getattr(owner, name, None)
-        if isinstance(kept, dict) and name == "_cu_seqlens_cache":
-            kept.clear()
+    fp8 = getattr(_module("quantization"), "FP8GlobalStateManager", None)
+    if fp8 is not None:
+        fp8.reset()

@@ -66,6 +66,12 @@ class _Storage:
     serial: int
 
 
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A tensor, or those that Transformer Engine's quantized tensor wraps."""
+    wrapped = getattr(tensor, "get_data_tensors", None)
+    return (tensor,) if wrapped is None else tuple(t for t in wrapped() if t is not None)
+
+
 class Tracker(TorchDispatchMode):
     """Use ``with tracker.watching(module):``; storages that exist before are not counted."""
 
@@ -187,21 +193,24 @@ class Tracker(TorchDispatchMode):
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
         module = self._path[-1]
-        if tensor.device.type == self._device:
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            known = self._live.get(key)
-            if known is not None and (key not in self._saved or self._saved[key][1]() is None):
-                record = SavedRecord(
-                    module,
-                    f"{known.module or 'input'}: {known.made_by}",
-                    tuple(tensor.shape),
-                    str(tensor.dtype).removeprefix("torch."),
-                    known.nbytes,
-                    next((p for p in self._path if p), "").split(".")[0],
-                )
-                self._saved[key] = (record, known.ref)
+        for part in _parts(tensor):
+            if part.device.type == self._device:
+                self._keep(part, module)
         return tensor, module
+
+    def _keep(self, tensor: torch.Tensor, module: str) -> None:
+        key = tensor.untyped_storage()._cdata
+        known = self._live.get(key)
+        if known is not None and (key not in self._saved or self._saved[key][1]() is None):
+            record = SavedRecord(
+                module,
+                f"{known.module or 'input'}: {known.made_by}",
+                tuple(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+                known.nbytes,
+                next((p for p in self._path if p), "").split(".")[0],
+            )
+            self._saved[key] = (record, known.ref)
 
     def _unpack(self, packed: tuple[torch.Tensor, str]) -> torch.Tensor:
         if self.in_backward:
