@@ -602,6 +602,11 @@ def _module(name: str) -> Any:
 
 
 @contextmanager
+def _coalesced(*_: object, **__: object) -> Iterator[_Done]:
+    yield _Done()
+
+
+@contextmanager
 def running(arch: str = "hopper") -> Iterator[None]:
     """What Transformer Engine asks of torch.cuda, answered; its workspaces and caches gone afterwards."""
     gemm = _module("cpp_extensions.gemm")
@@ -613,6 +618,9 @@ def running(arch: str = "hopper") -> Iterator[None]:
             (torch.version, "cuda", CUDA_VERSION),
             # The ring of context parallelism (``context_parallel.py: flash_attn_p2p_communicate``).
             (torch.distributed, "batch_isend_irecv", lambda operations: [_Done() for _ in operations]),
+            # Data and scales of a quantized tensor are gathered together (``distributed.py``).
+            (_module("distributed"), "_coalescing_manager", _coalesced),
+            (torch.distributed, "_coalescing_manager", _coalesced),
             # Asked of a gradient and 1.0, which differ in shape (``triton/cross_entropy.py: cross_entropy_backward``).
             (torch, "equal", lambda a, b: a.shape == b.shape),
             # True of tensors on the host too: counts of tokens, which the rehearsal knows from the start.

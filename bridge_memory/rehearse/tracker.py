@@ -68,8 +68,11 @@ class _Storage:
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A tensor, or those that Transformer Engine's quantized tensor wraps."""
-    wrapped = getattr(tensor, "get_data_tensors", None)
-    return (tensor,) if wrapped is None else tuple(t for t in wrapped() if t is not None)
+    data = getattr(tensor, "get_data_tensors", None)
+    if data is None:
+        return (tensor,)
+    scales = (getattr(tensor, f"_{kind}scale_inv", None) for kind in ("", "rowwise_", "columnwise_"))
+    return tuple(t for t in (*data(), *scales) if t is not None)
 
 
 class Tracker(TorchDispatchMode):
