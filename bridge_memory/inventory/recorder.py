@@ -263,7 +263,8 @@ class Recorder:
                 kept.append(
                     tape.tensor(f"{name} dropout input", size * measured.COMPILED_DROPOUT_INPUT_BYTES, grad=False)
                 )
-            tape.op(f"{name} dropout", x, (dropped, *kept), saves=kept)
+            # ``TransformerLayer.bias_dropout_add_exec_handler`` is torch.enable_grad.
+            tape.op(f"{name} dropout", x, (dropped, *kept), saves=kept, always_saves=True)
             on_the_way.append(x)
             x = dropped
         out = tape.make(f"{name} output", (x, residual), ctx.hidden_bytes, alias=True)

@@ -38,6 +38,8 @@ class Link:
     forward_operation: str
     backward_peak: int
     backward_operation: str
+    #: ``backward_peak`` where the schedule holds the gradient of its output to the end.
+    backward_peak_held: int
     #: Saved bytes by module: ((module, bytes), ...).
     modules: tuple[tuple[str, int], ...]
     #: Bytes in host memory between the passes.
@@ -66,8 +68,8 @@ class ChunkInventory:
 def _plain(inventory: BlockInventory, label: str) -> Link:
     c = inventory.cost
     return Link(
-        label, c.saved, c.forward_peak, c.forward_peak_op, c.backward_peak, c.backward_peak_op, _modules(c),
-        c.offloaded,
+        label, c.saved, c.forward_peak, c.forward_peak_op, c.backward_peak, c.backward_peak_op,
+        c.backward_peak_held, _modules(c), c.offloaded,
     )
 
 
@@ -88,19 +90,23 @@ def _checkpointed(layers: tuple[LayerSpec, ...], ctx: BlockContext) -> Link:
     kept = entry // shards
     # The first layer's saved tensors include the input unless it was sharded away or is not saved at all.
     beside = 0 if costs[0].input_saved and shards == 1 else kept
-    forward = max(c.no_grad_peak for c in costs) + (entry if len(costs) > 1 else 0)
+    forward = earlier = 0
+    for c in costs:
+        forward = max(forward, earlier + c.no_grad_peak + (entry if len(costs) > 1 else 0))
+        earlier += c.no_grad_saved
     out = costs[-1].output_bytes
     best, operation, before = 0, "", 0
-    for c in costs:
+    for i, c in enumerate(costs, 1):
+        back = c.backward_peak_held if i == len(costs) else c.backward_peak + out
         for peak, op in (
             (before + c.forward_peak + out, f"{c.forward_peak_op} (recomputed)"),
-            (before + c.backward_peak + out, c.backward_peak_op),
+            (before + back + out, c.backward_peak_op),
         ):
             if peak > best:
                 best, operation = peak, op
         before += c.saved
     return Link(
-        "recomputed layers", kept, forward, "recomputed layers", best + beside, operation,
+        "recomputed layers", kept, forward, "recomputed layers", best + beside, operation, best + beside,
         (("layer input (recomputation)", kept),),
     )
 
@@ -152,7 +158,7 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkIn
     """A chain's saved bytes and peaks. Within a run of equal links the last one is the highest.
 
     ``output_bytes``: the chunk's output travels on; the schedule holds its gradient to the end of the chunk's
-    backward pass (``schedules.py: backward_step``), beside all links but the last, which counts it itself.
+    backward pass (``schedules.py: backward_step``), beside all links but the last, whose own output it is of.
     """
     before = 0
     forward = backward = 0
@@ -162,9 +168,11 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkIn
         base = before + (count - 1) * link.saved
         if base + link.forward_peak > forward:
             forward, forward_op = base + link.forward_peak, link.forward_operation
-        held = output_bytes if position < len(links) else 0
-        if base + link.backward_peak + held > backward:
-            backward, backward_op = base + link.backward_peak + held, link.backward_operation
+        back = base + link.backward_peak + output_bytes
+        if output_bytes and position == len(links):
+            back = base + link.backward_peak_held
+        if back > backward:
+            backward, backward_op = back, link.backward_operation
         before = base + link.saved
         for name, nbytes in link.modules:
             modules[name] = modules.get(name, 0) + count * nbytes

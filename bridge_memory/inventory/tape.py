@@ -68,6 +68,8 @@ class Op:
     in_place: bool = False
     #: What it saves goes to host memory once the block is done and comes back for its backward.
     offloaded: bool = False
+    #: It runs under ``torch.enable_grad``: its graph, and what that saves, is there even in a pass without gradients.
+    always_saves: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +123,10 @@ class BlockCost:
     backward_peak_op: str
     #: Peak of a forward pass that saves nothing (the first pass of a checkpointed layer).
     no_grad_peak: int
+    #: Bytes that such a pass keeps as long as its output lives.
+    no_grad_saved: int = 0
+    #: ``backward_peak`` where the caller holds the gradient of the output until the pass is over.
+    backward_peak_held: int = 0
     #: Bytes that leave for host memory between forward and backward; not part of ``saved``.
     offloaded: int = 0
     #: The largest tensors alive at the backward peak, for explanations.
@@ -163,11 +169,15 @@ class Tape:
         backward_workspace: int = 0,
         alias: bool = False,
         in_place: bool = False,
+        always_saves: bool = False,
     ) -> None:
         ins = (inputs,) if isinstance(inputs, T) else tuple(inputs)
         outs = (outputs,) if isinstance(outputs, T) else tuple(outputs)
         self._stack[-1].nodes.append(
-            Op(name, ins, outs, tuple(saves), workspace, backward_workspace, alias, in_place, self._offloading)
+            Op(
+                name, ins, outs, tuple(saves), workspace, backward_workspace, alias, in_place, self._offloading,
+                always_saves,
+            )
         )
 
     def make(
@@ -281,6 +291,10 @@ class Tape:
         forward_peak, forward_op, forward_tensors = run.peak, run.peak_op, run.peak_tensors()
         run.drop_outputs()
         run.backward()
+        held = _Interpreter(self)
+        held.forward()
+        held.drop_outputs(hold=True)
+        held.backward()
         dry = _Interpreter(self)
         dry.forward(save=False)
         return BlockCost(
@@ -294,6 +308,8 @@ class Tape:
             backward_peak=run.peak,
             backward_peak_op=run.peak_op,
             no_grad_peak=dry.peak,
+            no_grad_saved=sum(t.bytes for t, n in dry.refs.items() if n > dry.scope_refs(t)),
+            backward_peak_held=held.peak,
             offloaded=sum(t.bytes for t in away),
             backward_peak_tensors=run.peak_tensors(),
             forward_peak_tensors=forward_tensors,
@@ -445,7 +461,7 @@ class _Interpreter:
                 for t in node.outputs:
                     self._enter_scope(t)
                 self._mark(node.name, node.workspace)
-                if save:
+                if save or node.always_saves:
                     self._save(node.saves, node.offloaded)
                 made = tuple(t.storage for t in node.outputs)
                 used = tuple(_touches(node))
@@ -478,13 +494,17 @@ class _Interpreter:
 
     # ---- backward ----
 
-    def drop_outputs(self) -> None:
-        """The caller has consumed the outputs: only saved references remain. Gradients of outputs arrive."""
+    def drop_outputs(self, *, hold: bool = False) -> None:
+        """The caller has consumed the outputs: only saved references remain. Gradients of outputs arrive.
+
+        ``hold``: a variable of the caller keeps them to the end, so that nothing is added into them either.
+        """
         for t in list(self._scope):
             self._leave_scope(t)
         for t in self.tape.output_tensors:
             if t.grad_bytes:
                 self._new_grad(t)
+                self._grads[t].refs += hold
         self.peak = 0
         self._mark("grad of output")
 
