@@ -10,7 +10,7 @@ from bridge_memory.spec import RunSpec
 
 #: Fields of a RunSpec that neither the loop on a GPU nor the passes on meta tensors act on.
 NOT_REHEARSED = {
-    "precision": ("fp8", "fp8_param", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    "precision": (),
     "optimizer": ("use_layer_wise_distributed_optimizer", "data_parallel_sharding_strategy", "peft"),
     "implementation": (
         "defer_embedding_wgrad_compute", "delay_wgrad_compute", "use_legacy_models", "cuda_graph_impl",

@@ -214,7 +214,6 @@ def test_what_a_layer_does_not_heed_is_refused(flag: list[str], capsys: pytest.C
 
 
 IGNORED = {
-    "fp8": {"precision": PrecisionSpec(fp8="hybrid")},
     "offload_modules": {"implementation": replace(LOCAL, offload_modules=("moe_act",))},
     "cuda_graph_impl": {"implementation": replace(LOCAL, cuda_graph_impl="transformer_engine")},
     "peft": {"optimizer": OptimizerSpec(peft="lora", lora_dim=16)},
@@ -236,12 +235,20 @@ def test_what_a_rehearsal_would_ignore_is_refused_by_name(field: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_the_command_refuses_fp8_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fp8_is_refused_where_transformer_engine_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The local modules, which then stand in, would compute in bf16 on both sides and say nothing."""
+    from bridge_memory.rehearse import te_kernels
+
+    monkeypatch.setattr(te_kernels, "installed", lambda: False)
     te = ["--transformer-impl", "transformer_engine", "--fp8", "hybrid"]
-    assert main([*COMMAND, *te]) == 2
-    said = capsys.readouterr().err.strip()
-    assert "fp8 (hybrid) is not rehearsed" in said
-    assert "\n" not in said
+    for more in ([], ["--layer", "0"]):
+        assert main([*COMMAND, *te, *more]) == 2
+        said = capsys.readouterr().err.strip()
+        assert "fp8 (hybrid)" in said
+        assert "pip install" in said
+        assert "\n" not in said
 
 
 def test_the_data_loaders_mask_is_not_a_layers() -> None:
