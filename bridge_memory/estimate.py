@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bridge_memory.components import STATIC_KINDS, Component
@@ -149,8 +150,17 @@ def _holdings(
         batch=batch_bytes(run, chunks),
         gathered=gathered_parameter_bytes(run, chunks, ctx),
         inventories=inventories,
-        costs=tuple(ChunkCost(i.saved, i.forward_peak, i.backward_peak) for i in inventories),
+        costs=tuple(stage_costs(inventories)),
     )
+
+
+def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
+    """The chunks of a stage for the timeline. What the others leave behind in backward is counted beside a running
+    chunk, whether or not they have run forward since: an upper bound where there are virtual stages."""
+    left = sum(i.left for i in inventories)
+    return [
+        ChunkCost(i.saved, i.forward_peak + left - i.left, i.backward_peak + left - i.left) for i in inventories
+    ]
 
 
 def _stage(

@@ -47,7 +47,8 @@ IMPLEMENTATIONS = st.builds(
 PRECISIONS = st.sampled_from(
     [PrecisionSpec(), PrecisionSpec(params_dtype="fp16"), PrecisionSpec(fp8="e4m3", fp8_recipe="mxfp8")]
 )
-MODULES = st.sampled_from(["core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts"])
+#: Without core_attn: flash attention keeps no scores to save, and its checkpoint keeps the whole mixed q, k and v.
+MODULES = st.sampled_from(["moe_act", "layernorm", "mlp", "moe", "shared_experts"])
 
 
 def run(model: ModelSpec, *, sequences: int = 1, parallel: ParallelSpec | None = None, **more: object) -> Estimate:
@@ -62,9 +63,10 @@ def run(model: ModelSpec, *, sequences: int = 1, parallel: ParallelSpec | None =
 @settings(max_examples=60, deadline=None)
 @given(MODELS, IMPLEMENTATIONS, PRECISIONS)
 def test_twice_the_sequences_save_twice_the_bytes(model, implementation, precision) -> None:
-    """All that a layer saves is a multiple of its tokens; the rotary angles of an unfused rope alone serve them all."""
+    """All that a layer saves is a multiple of its tokens; the rotary angles of an unfused rope alone serve them all.
+    From two on: FlashAttention copies its tensors into [b, s] order, which for one sequence is theirs already."""
     assume(implementation.apply_rope_fusion)
-    one, two = (run(model, sequences=b, implementation=implementation, precision=precision) for b in (1, 2))
+    one, two = (run(model, sequences=b, implementation=implementation, precision=precision) for b in (2, 4))
     assert two.stages[0].activation_bytes == 2 * one.stages[0].activation_bytes
 
 

@@ -48,7 +48,7 @@ def mtp_inventory(layer: LayerSpec, ctx: BlockContext) -> BlockInventory:
     r.tape.module = "MTP projection"
     x = r.tape.input("hidden_states", ctx.hidden_bytes)
     embedded = record_next_embedding(r)
-    with r.tape.checkpoint("MTP depth", (x, embedded), enabled=depth_is_recomputed(r)):
+    with r.tape.checkpoint("MTP depth", (x, embedded), enabled=depth_is_recomputed(ctx)):
         joined = record_mtp_inputs(r, x, embedded)
         first = len(r.parameters)
         y = _record_layer(r, layer, joined)

@@ -17,7 +17,6 @@ from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import T
 from bridge_memory.spec import DTYPE_BYTES, MLPSpec, MoESpec, divide
 
-
 #: megatron-core release since which the exchange back and the unpermutation are methods of their own, so that no
 #: variable holds what was sent while it is put in order (``moe_layer.py: MoELayer.combine, postprocess``).
 COMBINED_IN_TWO_STEPS_SINCE = (0, 16)
@@ -176,6 +175,24 @@ def held_routing_bytes(ctx: BlockContext, spec: MoESpec) -> int:
         return 0
     width = DTYPE_BYTES[impl.moe_router_dtype] if impl.moe_router_dtype else ctx.act
     return ctx.tokens_sp * spec.num_experts * (width + 1)
+
+
+def held_order_bytes(ctx: BlockContext, spec: MoESpec) -> int:
+    """The row map of ``_dispatch``, which the dispatcher holds when backward no longer keeps it; with allgather also
+    the probabilities of the tokens received."""
+    impl = ctx.impl
+    if impl.moe_token_dispatcher_type == "flex":
+        return 0
+    alltoall = impl.moe_token_dispatcher_type != "allgather"
+    received = ctx.tokens_sp * spec.topk * (1 if alltoall else ctx.etp)
+    width = DTYPE_BYTES[impl.moe_router_dtype] if impl.moe_router_dtype else ctx.act
+    more = 0 if alltoall else received * width
+    if not impl.moe_permute_fusion:
+        return more + 8 * received
+    rows, columns = (ctx.tokens_sp, spec.num_experts) if alltoall else (
+        ctx.tokens_sp * ctx.ep * ctx.etp, spec.num_experts // ctx.ep
+    )  # fmt: skip
+    return more + rows * (2 * columns + 1) * 4
 
 
 def _dispatch(

@@ -6,6 +6,7 @@ of each depth are ``output.record_output``; the stage that runs MTP without hold
 
 from __future__ import annotations
 
+from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.embedding import embed
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import T
@@ -15,11 +16,11 @@ from bridge_memory.spec import SpecError
 RECOMPUTED_SINCE = (0, 14)
 
 
-def depth_is_recomputed(r: Recorder) -> bool:
+def depth_is_recomputed(ctx: BlockContext) -> bool:
     """Whether a depth, from its two norms to its final one, runs again in backward: with the uniform method only,
     which then has to recompute one layer at a time. Raises SpecError."""
-    rc = r.ctx.recompute
-    if rc.granularity != "full" or rc.method != "uniform" or r.ctx.impl.megatron_core < RECOMPUTED_SINCE:
+    rc = ctx.recompute
+    if rc.granularity != "full" or rc.method != "uniform" or ctx.impl.megatron_core < RECOMPUTED_SINCE:
         return False
     if rc.num_layers != 1:
         raise SpecError(

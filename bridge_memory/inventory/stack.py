@@ -21,11 +21,12 @@ from bridge_memory.inventory.layer import (
     mtp_inventory,
     output_inventory,
 )
+from bridge_memory.inventory.mtp import depth_is_recomputed
 from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.recorder import BlockInventory
 from bridge_memory.inventory.tape import BlockCost
 from bridge_memory.layout import Chunk, layout
-from bridge_memory.spec import LayerSpec, ModelSpec, ParallelSpec, RunSpec
+from bridge_memory.spec import LayerSpec, ModelSpec, MoESpec, ParallelSpec, RunSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,9 @@ class Link:
     modules: tuple[tuple[str, int], ...]
     #: Bytes in host memory between the passes.
     offloaded: int = 0
+    #: What its backward leaves behind until its next forward, and of that the gradient of its input.
+    left: int = 0
+    left_gradient: int = 0
 
     def kept_on_gpu(self) -> Link:
         """The same element where nothing is sent away."""
@@ -62,6 +66,8 @@ class ChunkInventory:
     backward_operation: str
     modules: tuple[tuple[str, int], ...]
     output_bytes: int
+    #: What backward leaves behind until the next forward takes its place.
+    left: int = 0
 
 
 @lru_cache(maxsize=8192)
@@ -90,9 +96,13 @@ def _checkpointed(layers: tuple[LayerSpec, ...], ctx: BlockContext) -> Link:
     kept = entry // shards
     # The first layer's saved tensors include the input unless it was sharded away or is not saved at all.
     beside = 0 if costs[0].input_saved and shards == 1 else kept
+    routers = [_dispatches(layer) for layer in layers]
+    left = 2 * entry if any(routers) else 0
     forward = earlier = 0
-    for c in costs:
-        forward = max(forward, earlier + c.no_grad_peak + (entry if len(costs) > 1 else 0))
+    for i, c in enumerate(costs):
+        # What was left goes when the last of the group's routers has run.
+        old = left if any(routers[i + 1 :]) else 0
+        forward = max(forward, earlier + c.no_grad_peak + (entry if i else 0) + old)
         earlier += c.no_grad_saved
     out = costs[-1].output_bytes
     best, operation, before = 0, "", 0
@@ -107,8 +117,26 @@ def _checkpointed(layers: tuple[LayerSpec, ...], ctx: BlockContext) -> Link:
         before += c.saved
     return Link(
         "recomputed layers", kept, forward, "recomputed layers", best + beside, operation, best + beside,
-        (("layer input (recomputation)", kept),),
+        (("layer input (recomputation)", kept),), left=left, left_gradient=left // 2,
     )
+
+
+def _dispatches(layer: LayerSpec) -> bool:
+    return isinstance(layer.ffn, MoESpec)
+
+
+@lru_cache(maxsize=8192)
+def _layer(layer: LayerSpec, ctx: BlockContext) -> Link:
+    """A layer as it is, or with parts of it recomputed.
+
+    What is recomputed before a router stays when it is done: the dispatcher's probabilities are an attribute, and
+    their graph leads back to the checkpoint's input, which has its gradient (``token_dispatcher.py: self.probs``,
+    ``random.py: CheckpointFunction.backward``). The next forward replaces them.
+    """
+    link = _plain(layer_inventory(layer, ctx), "layer")
+    if _dispatches(layer) and ctx.recompute.selects("moe"):
+        return replace(link, left=2 * ctx.tokens_sp * ctx.hidden_size * ctx.act)
+    return link
 
 
 #: Last megatron-core release whose ``ssm/mamba_block.py: MambaStack.forward`` runs its layers one by one, whatever
@@ -135,7 +163,7 @@ def layer_links(layers: Sequence[LayerSpec], ctx: BlockContext, *, plain: bool =
     for start in range(0, recomputed, size):
         _append(links, _checkpointed(tuple(layers[start : min(start + size, recomputed)]), ctx))
     for i, layer in enumerate(layers[recomputed:], recomputed):
-        link = _plain(layer_inventory(layer, ctx), "layer")
+        link = _layer(layer, ctx)
         away = i < ctx.impl.cpu_offloading_num_layers and not plain
         _append(links, _sent_to_host(link) if away else link)
     return links
@@ -155,30 +183,39 @@ def _append(links: list[tuple[Link, int]], link: Link) -> None:
 
 
 def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkInventory:
-    """A chain's saved bytes and peaks. Within a run of equal links the last one is the highest.
+    """A chain's saved bytes and peaks.
 
     ``output_bytes``: the chunk's output travels on; the schedule holds its gradient to the end of the chunk's
     backward pass (``schedules.py: backward_step``), beside all links but the last, whose own output it is of.
+    What links leave behind in backward is there while those before them run backward, and in the next forward
+    pass until their own routers run.
     """
     before = 0
     forward = backward = 0
     forward_op = backward_op = ""
     modules: dict[str, int] = {}
+    left = all_left = sum(count * link.left for link, count in links)
     for position, (link, count) in enumerate(links, 1):
-        base = before + (count - 1) * link.saved
-        if base + link.forward_peak > forward:
-            forward, forward_op = base + link.forward_peak, link.forward_operation
-        back = base + link.backward_peak + output_bytes
-        if output_bytes and position == len(links):
-            back = base + link.backward_peak_held
-        if back > backward:
-            backward, backward_op = back, link.backward_operation
-        before = base + link.saved
+        # The last is the highest; but the one before it where the last counts the output itself, and the first where
+        # most is left behind.
+        for k in {count - 1, max(0, count - 2), *((0,) if link.left else ())}:
+            base, after = before + k * link.saved, left - (k + 1) * link.left
+            if base + link.forward_peak + after > forward:
+                forward, forward_op = base + link.forward_peak + after, link.forward_operation
+            following = link if k < count - 1 else links[position][0] if position < len(links) else None
+            after -= following.left_gradient if following else 0  # the gradient of this link's output
+            back = base + after + link.backward_peak + output_bytes
+            if output_bytes and position == len(links) and k == count - 1:
+                back = base + after + link.backward_peak_held
+            if back > backward:
+                backward, backward_op = back, link.backward_operation
+        before += count * link.saved
+        left -= count * link.left
         for name, nbytes in link.modules:
             modules[name] = modules.get(name, 0) + count * nbytes
     return ChunkInventory(
         before, max(forward, before), forward_op, max(backward, before), backward_op,
-        tuple(modules.items()), output_bytes,
+        tuple(modules.items()), output_bytes, all_left,
     )
 
 
@@ -217,9 +254,14 @@ def chunk_inventory(
     links: list[tuple[Link, int]] = []
     if chunk.embedding:
         links.append((_plain(embedding_inventory(model, ctx), "embedding"), 1))
-    links += layer_links([model.layers[i] for i in chunk.layers], ctx, plain=runs_plain(model, ctx))
+    for link, count in layer_links([model.layers[i] for i in chunk.layers], ctx, plain=runs_plain(model, ctx)):
+        if chunk.embedding and ctx.recompute.distribute_saved_activations:
+            # ``gpt_model.py: GPTModel.forward`` holds decoder_input, of which the first layers keep a shard.
+            link = replace(link, forward_peak=link.forward_peak + ctx.hidden_bytes)
+        links.append((link, count))
     for inventory, label in tail_inventories(model, chunk, ctx):
-        links.append((_plain(inventory, label), 1))
+        link = _plain(inventory, label)
+        links.append((replace(link, left=_left_by_mtp(model, ctx)) if label == "MTP" else link, 1))
     if chunk.output and model.mtp_layer is not None and ctx.impl.megatron_core <= MTP_LOGITS_HELD_UNTIL:
         loss, count = links[-1]
         held = mtp_logits_bytes(ctx)
@@ -231,6 +273,15 @@ def chunk_inventory(
             link, count = links[last]
             links[last : last + 1] = [(link, count - 1)] * (count > 1) + [(link.kept_on_gpu(), 1)]
     return compose(links, 0 if chunk.output else ctx.hidden_bytes)
+
+
+def _left_by_mtp(model: ModelSpec, ctx: BlockContext) -> int:
+    """As ``_layer``; a recomputed depth has two inputs, the hidden states and the embedding of the next tokens."""
+    if model.mtp_layer is None or not _dispatches(model.mtp_layer):
+        return 0
+    if depth_is_recomputed(ctx):
+        return 4 * ctx.hidden_bytes
+    return _layer(model.mtp_layer, ctx).left
 
 
 #: Last megatron-core release in which a variable of ``GPTModel._postprocess`` keeps an MTP depth's logits while the

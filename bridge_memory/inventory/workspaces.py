@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from bridge_memory.inventory.context import BlockContext
-from bridge_memory.inventory.moe import held_routing_bytes
+from bridge_memory.inventory.moe import held_order_bytes, held_routing_bytes
 from bridge_memory.layout import Chunk, shard_worlds
 from bridge_memory.spec import DTYPE_BYTES, MambaSpec, ModelSpec, MoESpec, RunSpec
 
@@ -96,12 +96,26 @@ def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext)
         "unsplit rests of allocator blocks", unsplit_rest_bytes(run, chunks, ctx),
         "c10/cuda/CUDACachingAllocator.cpp: should_split",
     )
+    from bridge_memory.inventory.stack import stage_inventories
+
+    add(
+        "inputs of recomputed MoE layers and their gradients",
+        sum(chunk.left for chunk in stage_inventories(run.model, chunks, ctx)),
+        "token_dispatcher.py: the graph of self.probs leads to them until the next forward",
+        between_steps=True,
+    )
     blocks = [layer.ffn for layer in layers]
     blocks += [run.model.mtp_layer.ffn for chunk in chunks for _ in chunk.mtp if run.model.mtp_layer is not None]
     add(
         "routing of every MoE layer's last microbatch",
         sum(held_routing_bytes(ctx, ffn) for ffn in blocks if isinstance(ffn, MoESpec)),
         "token_dispatcher.py: probs and routing_map stay attributes of the dispatcher",
+    )
+    add(
+        "order of every MoE layer's last microbatch",
+        sum(held_order_bytes(ctx, ffn) for ffn in blocks if isinstance(ffn, MoESpec)),
+        "token_dispatcher.py: reversed_local_input_permutation_mapping, which backward keeps until it has run",
+        between_steps=True,
     )
     received = sum(1 for chunk in chunks if not chunk.embedding)
     add(

@@ -377,9 +377,8 @@ def _passes(tracker: Tracker, forward: Any) -> PassRecord:
         backward_peak = tracker.peak()
         tracker.in_backward = False
         left = tuple(tracker.alive(tracker.keys() - lasting))
-        return PassRecord(
-            saved, held, tuple(tracker.alive(lasting)), *tracker.without(lasting, forward_peak, backward_peak), left
-        )
+        forward_peak, backward_peak = tracker.without(lasting, forward_peak, backward_peak)
+        return PassRecord(saved, held, tuple(tracker.alive(lasting)), forward_peak, backward_peak, left)
     finally:
         if collecting:
             gc.enable()

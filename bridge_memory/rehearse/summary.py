@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bridge_memory.estimate import estimate
+from bridge_memory.estimate import estimate, stage_costs
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.layout import layout
@@ -55,7 +55,7 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
         ChunkCost(c.passes.saved_bytes, c.passes.forward_peak.bytes, c.passes.backward_peak.bytes)
         for c in rehearsal.chunks
     ]
-    mine = [ChunkCost(i.saved, i.forward_peak, i.backward_peak) for i in inventories]
+    mine = stage_costs(inventories)
     peaks = [
         dynamic_peak(
             run.parallel.pp, stage, run.num_microbatches, costs,

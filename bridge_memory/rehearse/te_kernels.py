@@ -89,7 +89,7 @@ def load() -> None:
         stack.enter_context(_gpu("hopper"))
         _package_alone()
         common = importlib.import_module(f"{PACKAGE}.common")
-        common.load_framework_extension = lambda framework: None
+        vars(common)["load_framework_extension"] = lambda framework: None
         importlib.import_module(f"{PACKAGE}.pytorch")
         for name in MEGATRON_TRITON:
             with suppress(ImportError):
@@ -252,7 +252,7 @@ def _gpu(arch: str) -> Iterator[None]:
 
 
 def _enum(name: str, members: str) -> Any:
-    return enum.IntEnum(name, members.split(), start=0)  # type: ignore[misc]
+    return enum.IntEnum(name, members.split(), start=0)
 
 
 _QKV_LAYOUTS = (
@@ -306,8 +306,9 @@ ENUMS = {
 }
 
 _TORCH = {
-    "kByte": torch.uint8, "kInt32": torch.int32, "kFloat32": torch.float32, "kFloat16": torch.float16, "kBFloat16": torch.bfloat16,
-    "kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2,
+    "kByte": torch.uint8, "kInt32": torch.int32, "kFloat32": torch.float32,
+    "kFloat16": torch.float16, "kBFloat16": torch.bfloat16, "kFloat8E4M3": torch.float8_e4m3fn,
+    "kFloat8E5M2": torch.float8_e5m2,
 }  # fmt: skip
 
 
@@ -650,9 +651,11 @@ def _forget() -> None:
     """Workspaces (one set a process), stand-in weight gradients (one a shape), lengths of sequences, the GPU."""
     for module, name in _CACHED:
         function = getattr(_module(module), name, None)
-        if hasattr(function, "cache_clear"):
-            function.cache_clear()
-    for module, name in (("module.base", "_dummy_wgrads"), ("attention.dot_product_attention.utils", "_cu_seqlens_cache")):
+        clear = getattr(function, "cache_clear", None)
+        if clear is not None:
+            clear()
+    attention = "attention.dot_product_attention.utils"
+    for module, name in (("module.base", "_dummy_wgrads"), (attention, "_cu_seqlens_cache")):
         kept = getattr(_module(module), name, None)
         if isinstance(kept, dict):
             kept.clear()

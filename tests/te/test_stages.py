@@ -1,0 +1,52 @@
+"""Whole model chunks under Transformer Engine: what each component keeps, and the peaks of both passes.
+
+First, middle and last stages, with each loss; virtual stages, MTP, tied weights and full recomputation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_saved_by_component import CASES, COMPILED_LOSS, LOCAL, SHARDINGS, Case
+
+from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.stack import chunk_inventory
+from bridge_memory.layout import layout
+from bridge_memory.rehearse.compare import compare_chunk
+from bridge_memory.rehearse.run import rehearse
+from bridge_memory.spec import ImplementationSpec, RunSpec
+
+TE = ImplementationSpec()
+TE_LOSS = replace(TE, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
+OF_LOCAL = {id(LOCAL): TE, id(COMPILED_LOSS): replace(COMPILED_LOSS, transformer_impl=TE.transformer_impl,
+                                                      moe_grouped_gemm=True)}  # fmt: skip
+
+
+def with_te(case: Case) -> Case:
+    return replace(case, implementation=OF_LOCAL[id(case.implementation)])
+
+
+def kept(run: RunSpec, stage: int, chunk: int) -> None:
+    components = compare_chunk(run, stage, chunk)
+    report = "\n" + "\n".join(line for c in components for line in c.lines())
+    for component in components:
+        assert abs(component.error) <= 0.002, report
+
+
+def peaks(run: RunSpec, stage: int, chunk: int) -> None:
+    passes = rehearse(run, stage).chunks[chunk].passes
+    ours = chunk_inventory(run.model, layout(run.model, run.parallel).stages[stage][chunk], context_of(run))
+    for name, predicted, found in (
+        ("forward", ours.forward_peak, passes.forward_peak), ("backward", ours.backward_peak, passes.backward_peak)
+    ):  # fmt: skip
+        where = f"{name} peak at {found.module}: {found.operation}; {predicted:,} predicted, {found.bytes:,} found"
+        assert predicted == pytest.approx(found.bytes, rel=0.005), where
+
+
+@pytest.mark.parametrize("case", [*map(with_te, CASES), *(Case("llama", 3, implementation=TE_LOSS, **sharding)
+                                                          for sharding in SHARDINGS)], ids=str)  # fmt: skip
+def test_a_chunk(case: Case) -> None:
+    run = case.run()
+    kept(run, case.stage, case.chunk)
+    peaks(run, case.stage, case.chunk)
