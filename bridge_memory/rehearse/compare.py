@@ -7,6 +7,7 @@ key and value"). What is left unmatched is the difference, and says where to loo
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -132,21 +133,24 @@ class ComponentComparison:
         return out + [f"  found only: {r}" for r in self.only_found]
 
 
-def compare_chunk(run: RunSpec, stage: int, chunk: int = 0) -> list[ComponentComparison]:
+def compare_chunk(
+    run: RunSpec, stage: int, chunk: int = 0, records: Iterable[SavedRecord] | None = None
+) -> list[ComponentComparison]:
     """Rehearse one model chunk of a pipeline stage and set what it keeps beside the inventory's, by component.
 
+    ``records``: what it was found to keep, where that is known already.
     The loss mask is left out: it is part of the batch, which is counted on its own (``workspaces.batch_bytes``).
     """
     ours = _predicted(run, layout(run.model, run.parallel).stages[stage][chunk])
     found: dict[str, list[SavedRecord]] = {name: [] for name in COMPONENTS}
-    for record in saved_tensors(run, stage, chunk):
+    for record in saved_tensors(run, stage, chunk) if records is None else records:
         if component_of(record) != COMPONENTS[-1] or not record.made_by.startswith("batch"):
             found[component_of(record)].append(record)
     out = []
     for name in COMPONENTS:
-        records = over_experts(tuple(found[name]))
-        mine, real = unmatched(ours[name], records)
-        total = sum(t.bytes for t in ours[name]), sum(r.bytes for r in records)
+        theirs = over_experts(tuple(found[name]))
+        mine, real = unmatched(ours[name], theirs)
+        total = sum(t.bytes for t in ours[name]), sum(r.bytes for r in theirs)
         if any(total):
             out.append(ComponentComparison(name, *total, tuple(mine), tuple(real)))
     return out
