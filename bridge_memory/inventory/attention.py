@@ -12,7 +12,7 @@ from bridge_memory.spec import AttentionSpec, SpecError, divide
 
 #: megatron-core release since which a variable of ``Attention.forward`` (``qkv_output``) holds q, k and v as they were
 #: before the rotary embedding.
-QKV_OUTPUT_HELD_SINCE = (0, 16)
+QKV_OUTPUT_HELD_SINCE = (0, 15)
 #: megatron-core release since which the local attention's causal mask is made anew by every layer and not cached.
 MASK_MADE_BY_EACH_LAYER_SINCE = (0, 16)
 

@@ -1,7 +1,7 @@
 """Multi-latent attention.
 
 Source: megatron-core ``transformer/multi_latent_attention.py: MLASelfAttention``. With Transformer Engine the two
-down-projections are held whole by every tensor-parallel rank and run on the sequence shard; the local
+down-projections are held whole by every tensor-parallel rank and run on the sequence shard (from 0.14); the local
 implementation shards their outputs and gathers them.
 Shapes: q = a (d_nope + d_rope) / t, v = a d_v / t, T = s b, T_sp = T / t under SP.
 """
@@ -9,9 +9,17 @@ Shapes: q = a (d_nope + d_rope) / t, v = a d_v / t, T = s b, T_sp = T / t under 
 from __future__ import annotations
 
 from bridge_memory.inventory.attention import core_attention, cosine_and_sine
+from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import Region, T
 from bridge_memory.spec import MLASpec, divide
+
+#: megatron-core release since which Transformer Engine's down-projections are whole on every rank
+#: (``models/gpt/gpt_layer_specs.py``: ``backend.linear()``; ``backend.column_parallel_linear()`` before).
+WHOLE_DOWN_PROJECTIONS_SINCE = (0, 14)
+#: megatron-core release since which the norms of the latents are not recomputed with the up-projections
+#: (``multi_latent_attention.py: MLASelfAttention.get_query_key_value_tensors``).
+NORMS_BEFORE_UP_PROJECTIONS_SINCE = (0, 16)
 
 
 def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
@@ -61,17 +69,19 @@ def _query_key_value(
         r, "self_attention.linear_kv_down_proj", normed, spec.kv_lora_rank, spec.qk_pos_emb_head_dim
     )
     fused_norm = ctx.te and spec.qk_layernorm
-    if not ctx.te and spec.qk_layernorm:
-        if spec.q_lora_rank is not None:
-            q_in = r.norm("self_attention.q_layernorm", q_in, spec.q_lora_rank, ctx.tokens_sp)
-        kv_in = r.norm("self_attention.kv_layernorm", kv_in, spec.kv_lora_rank, ctx.tokens_sp)
+    own_norms = spec.qk_layernorm and not ctx.te
+    norms_first = ctx.impl.megatron_core >= NORMS_BEFORE_UP_PROJECTIONS_SINCE
+    if own_norms and norms_first:
+        q_in, kv_in = _norms(r, spec, q_in, kv_in)
 
     with tape.discardable("mla_up_proj", (q_in, kv_in, k_rope), enabled=recompute) as up_region:
+        if own_norms and not norms_first:
+            q_in, kv_in = _norms(r, spec, q_in, kv_in)
         if spec.q_lora_rank is None:
             q = r.column_linear("self_attention.linear_q_proj", q_in, ctx.hidden_size, q_width)
         else:
             q = r.column_linear(up.format("q"), q_in, spec.q_lora_rank, q_width, fused_norm=fused_norm)
-        if ctx.te:
+        if ctx.te and (_down_projections_are_whole(ctx) or not ctx.sp):
             # Transformer Engine makes the latent contiguous, inside the recomputed part.
             kv_in = tape.make("kv_compressed", kv_in, ctx.tokens_sp * spec.kv_lora_rank * act)
         kv = r.column_linear(
@@ -89,16 +99,28 @@ def _query_key_value(
     return (query, key, value), up_region
 
 
+def _norms(r: Recorder, spec: MLASpec, q_in: T, kv_in: T) -> tuple[T, T]:
+    """Norms of both latents; without q_lora_rank the query has none."""
+    if spec.q_lora_rank is not None:
+        q_in = r.norm("self_attention.q_layernorm", q_in, spec.q_lora_rank, r.ctx.tokens_sp)
+    return q_in, r.norm("self_attention.kv_layernorm", kv_in, spec.kv_lora_rank, r.ctx.tokens_sp)
+
+
+def _down_projections_are_whole(ctx: BlockContext) -> bool:
+    """Whether every rank computes the latents whole, for its own tokens; one rank alone does either way."""
+    return ctx.te and (ctx.tp == 1 or ctx.impl.megatron_core >= WHOLE_DOWN_PROJECTIONS_SINCE)
+
+
 def _down_projection(r: Recorder, name: str, x: T, rank: int, rope: int) -> tuple[T, T]:
     """h -> rank + rope: the latent [T_sp, rank] and what holds the rotary part [T, rope].
 
-    TE: whole on every rank; the latent is a view of it, and so is the rotary part unless it is gathered for sequence
-    parallelism. Local: sharded over the output and gathered; the rotary part is a view of that, and so is a latent
+    Whole on every rank: the latent is a view of it, and so is the rotary part unless it is gathered for sequence
+    parallelism. Else (local, and TE before 0.14): sharded over the output and gathered; the rotary part is a view of that, and so is a latent
     without one, while a latent beside one is copied when it is scattered again.
     """
     ctx, tape = r.ctx, r.tape
     width, latent_bytes = rank + rope, ctx.tokens_sp * rank * ctx.act
-    if ctx.te:
+    if _down_projections_are_whole(ctx):
         original = ctx.recompute.selects("layernorm")
         down = r.plain_linear(name, x, ctx.tokens_sp, ctx.hidden_size, width, original=original)
         gathered = rope and ctx.sp
