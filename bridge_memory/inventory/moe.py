@@ -76,6 +76,7 @@ def record_moe(r: Recorder, spec: MoESpec, x: T) -> T:
     recompute_norm = ctx.recompute.selects("layernorm")
     with r.offload("mlp_norm"), tape.discardable("pre_mlp_layernorm", (x,), enabled=recompute_norm) as region:
         normed = r.hold(r.norm("pre_mlp_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
+    tape.router()
     with tape.checkpoint("moe", (normed,), enabled=ctx.recompute.selects("moe")):
         y = _moe_layer(r, spec, normed)
     if recompute_norm:

@@ -101,8 +101,10 @@ def _checkpointed(layers: tuple[LayerSpec, ...], ctx: BlockContext) -> Link:
     forward = earlier = 0
     for i, c in enumerate(costs):
         # What was left goes when the last of the group's routers has run.
-        old = left if any(routers[i + 1 :]) else 0
-        forward = max(forward, earlier + c.no_grad_peak + (entry if i else 0) + old)
+        base = earlier + (entry if i else 0)
+        forward = max(forward, base + c.no_grad_peak + (left if any(routers[i + 1 :]) else 0))
+        if routers[i]:
+            forward = max(forward, base + c.early[3] + left)
         earlier += c.no_grad_saved
     out = costs[-1].output_bytes
     best, operation, before = 0, "", 0
@@ -133,10 +135,16 @@ def _layer(layer: LayerSpec, ctx: BlockContext) -> Link:
     their graph leads back to the checkpoint's input, which has its gradient (``token_dispatcher.py: self.probs``,
     ``random.py: CheckpointFunction.backward``). The next forward replaces them.
     """
-    link = _plain(layer_inventory(layer, ctx), "layer")
-    if _dispatches(layer) and ctx.recompute.selects("moe"):
-        return replace(link, left=2 * ctx.tokens_sp * ctx.hidden_size * ctx.act)
-    return link
+    inventory = layer_inventory(layer, ctx)
+    link = _plain(inventory, "layer")
+    if not (_dispatches(layer) and ctx.recompute.selects("moe")):
+        return link
+    left = 2 * ctx.tokens_sp * ctx.hidden_size * ctx.act
+    forward, backward, held, _ = (peak + left for peak in inventory.cost.early)
+    return replace(
+        link, left=left, forward_peak=max(link.forward_peak, forward), backward_peak=max(link.backward_peak, backward),
+        backward_peak_held=max(link.backward_peak_held, held),
+    )
 
 
 #: Last megatron-core release whose ``ssm/mamba_block.py: MambaStack.forward`` runs its layers one by one, whatever

@@ -35,6 +35,10 @@ from dataclasses import dataclass, field
 MINIMUM_OFFLOADED_BYTES = 2 * 1024 * 1024
 
 
+#: The operation of ``Tape.router``.
+_ROUTER = "router (marker)"
+
+
 class T:
     """A tensor: its name, its bytes and whether a gradient of the same size flows to it.
 
@@ -127,6 +131,8 @@ class BlockCost:
     no_grad_saved: int = 0
     #: ``backward_peak`` where the caller holds the gradient of the output until the pass is over.
     backward_peak_held: int = 0
+    #: The peaks before the router (in backward after it): of forward, backward, ``backward_peak_held``, ``no_grad_peak``.
+    early: tuple[int, int, int, int] = (0, 0, 0, 0)
     #: Bytes that leave for host memory between forward and backward; not part of ``saved``.
     offloaded: int = 0
     #: The largest tensors alive at the backward peak, for explanations.
@@ -222,6 +228,10 @@ class Tape:
         """Keep tensors alive to this point of the forward pass (a Python variable still holds them)."""
         self._stack[-1].nodes.append(Op("scope", tensors, (), alias=True))
 
+    def router(self) -> None:
+        """Where a router runs: what its dispatcher held since the last backward goes, see ``BlockCost.early``."""
+        self._stack[-1].nodes.append(Op(_ROUTER, (), ()))
+
     def output(self, *tensors: T) -> None:
         """What the block returns to its caller."""
         self.output_tensors.extend(tensors)
@@ -289,6 +299,7 @@ class Tape:
             t for t, n in run.refs.items() if n > run.scope_refs(t)
         }
         forward_peak, forward_op, forward_tensors = run.peak, run.peak_op, run.peak_tensors()
+        forward_early = run.early
         run.drop_outputs()
         run.backward()
         held = _Interpreter(self)
@@ -310,6 +321,7 @@ class Tape:
             no_grad_peak=dry.peak,
             no_grad_saved=sum(t.bytes for t, n in dry.refs.items() if n > dry.scope_refs(t)),
             backward_peak_held=held.peak,
+            early=(forward_early, run.early, held.early, dry.early),
             offloaded=sum(t.bytes for t in away),
             backward_peak_tensors=run.peak_tensors(),
             forward_peak_tensors=forward_tensors,
@@ -355,6 +367,9 @@ class _Interpreter:
         self._emptied: set[T] = set()  # discarded storages: referenced, but zero bytes
         self._offloaded: dict[T, int] = {}  # saves by offloading operations
         self._scope: dict[T, int] = {}  # forward-scope references (0 or 1 a tensor)
+        #: The peak as far as the router; in backward, from the router on (None before it).
+        self.early = 0
+        self._late: int | None = None
         self._grads: dict[T, _Grad] = {}
         self._grad_bytes = 0
         #: Outputs made anew by discarding regions, and by the one that is running forward again.
@@ -425,6 +440,8 @@ class _Interpreter:
 
     def _mark(self, op: str, extra: int = 0) -> None:
         total = self.alive_bytes + self._grad_bytes + extra
+        if self._late is not None:
+            self._late = self.early = max(self._late, total)
         if total > self.peak:
             self.peak = total
             self.peak_op = op
@@ -458,6 +475,9 @@ class _Interpreter:
             made: tuple[T, ...] = ()
             used: tuple[T, ...] = ()
             if isinstance(node, Op):
+                if node.name == _ROUTER:
+                    self.early = max(self.early, self.peak)
+                    continue
                 for t in node.outputs:
                     self._enter_scope(t)
                 self._mark(node.name, node.workspace)
@@ -505,7 +525,7 @@ class _Interpreter:
             if t.grad_bytes:
                 self._new_grad(t)
                 self._grads[t].refs += hold
-        self.peak = 0
+        self.peak = self.early = 0
         self._mark("grad of output")
 
     def backward(self) -> None:
@@ -555,7 +575,10 @@ class _Interpreter:
     def _back_op(self, op: Op) -> None:
         grads = [t for t in op.outputs if t in self._grads]
         targets = [t for t in dict.fromkeys(op.inputs) if t.grad_bytes]
-        if op.name == "scope":
+        if op.name == _ROUTER:
+            self._late = 0
+            self._mark(op.name)
+        if op.name in ("scope", _ROUTER):
             return
         saves = op.saves
         if op.in_place and grads:
