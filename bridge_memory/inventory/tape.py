@@ -131,7 +131,7 @@ class BlockCost:
     no_grad_saved: int = 0
     #: ``backward_peak`` where the caller holds the gradient of the output until the pass is over.
     backward_peak_held: int = 0
-    #: The peaks before the router (in backward after it): of forward, backward, ``backward_peak_held``, ``no_grad_peak``.
+    #: Peaks before the router (in backward, after it): forward, backward, ``backward_peak_held``, ``no_grad_peak``.
     early: tuple[int, int, int, int] = (0, 0, 0, 0)
     #: Bytes that leave for host memory between forward and backward; not part of ``saved``.
     offloaded: int = 0
