@@ -266,7 +266,13 @@ def _check_split_release(run: RunSpec) -> None:
                 f"pipeline_model_parallel_layout ({text[:40]}) needs megatron-core 0.13 or later, not "
                 f"{release_words(core)}; use num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
             )
-        *before, _ = _chunks(text)
+        *before, last = _chunks(text)
+        if core < (0, 14) and any("m" in chunk for chunk in (*before, last)):  # NotImplementedError there
+            raise SpecError(
+                f"pipeline_model_parallel_layout ({text[:40]}) has m (MTP), which needs megatron-core 0.14 or later, "
+                f"not {release_words(core)}; use num_layers_in_first_pipeline_stage and "
+                "num_layers_in_last_pipeline_stage"
+            )
         if any("m" in chunk for chunk in before):  # PipelineParallelLayerLayout.validate_layer_layout
             raise SpecError(
                 f"pipeline_model_parallel_layout ({text[:40]}) has m (MTP) before the last stage, which needs "

@@ -78,11 +78,13 @@ def final_norm_inventory(name: str, ctx: BlockContext) -> BlockInventory:
 
 
 @lru_cache(maxsize=1024)
-def output_inventory(output_bias: bool, own_weight: bool, ctx: BlockContext) -> BlockInventory:
-    """Output layer and loss; ``own_weight`` as in ``output.record_output``."""
+def output_inventory(
+    output_bias: bool, own_weight: bool, ctx: BlockContext, input_counted: bool = False
+) -> BlockInventory:
+    """Output layer and loss; ``own_weight`` and ``input_counted`` as in ``output.record_output``."""
     r = Recorder(ctx)
     r.tape.module = "logits and loss"
-    record_output(r, output_bias=output_bias, own_weight=own_weight)
+    record_output(r, output_bias=output_bias, own_weight=own_weight, input_counted=input_counted)
     return r.inventory()
 
 

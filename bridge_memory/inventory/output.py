@@ -18,11 +18,12 @@ def record_final_norm(r: Recorder, name: str = "decoder.final_layernorm") -> Non
     r.tape.output(r.norm(name, x, r.ctx.hidden_size, r.ctx.tokens_sp))
 
 
-def record_output(r: Recorder, *, output_bias: bool, own_weight: bool) -> None:
+def record_output(r: Recorder, *, output_bias: bool, own_weight: bool, input_counted: bool = False) -> None:
     """Output layer and loss, from normed hidden states [T_sp, h] to a scalar.
 
     ``own_weight``: this block holds an output weight (untied, or a tied copy on another stage than the
-    embedding's); False where it uses a weight counted elsewhere.
+    embedding's); False where it uses a weight counted elsewhere. ``input_counted``: another block keeps the hidden
+    states too, and counts them.
     """
     ctx, tape = r.ctx, r.tape
     rows = divide(ctx.padded_vocab, ctx.tp, "padded vocab_size", "tensor_model_parallel_size")
@@ -31,7 +32,9 @@ def record_output(r: Recorder, *, output_bias: bool, own_weight: bool) -> None:
         r.parameter("output_layer.weight", (rows, h), sharded=ctx.tp > 1)
     if output_bias:
         r.parameter("output_layer.bias", (rows,), sharded=ctx.tp > 1)
-    x = tape.input("normed hidden states", ctx.tokens_sp * h * ctx.act)
+    hidden = ctx.tokens_sp * h * ctx.act
+    x = tape.input("normed hidden states", 0 if input_counted else hidden)
+    x.grad_bytes = hidden
     elements = ctx.tokens * rows
     whole = ctx.tokens * h * ctx.act
     wgrad = r.weight_grad((rows, h), te=False)

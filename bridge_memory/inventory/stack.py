@@ -228,9 +228,10 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkIn
 
 
 def _untied_here(model: ModelSpec, chunk: Chunk) -> bool:
-    """Whether this chunk's output layer holds a weight of its own: untied, or a tied copy away from the
-    embedding (``gpt_model.py: setup_embeddings_and_output_layer``)."""
-    return not (model.share_embeddings_and_output_weights and (chunk.embedding or bool(chunk.mtp)))
+    """Whether this chunk's output layer holds a weight of its own: untied, or a tied copy away from the first stage's
+    embedding. There is one beside MTP's copy of the embedding too, which is used instead of it
+    (``gpt_model.py: GPTModel.__init__, shared_embedding_or_output_weight``)."""
+    return not (model.share_embeddings_and_output_weights and chunk.embedding)
 
 
 @lru_cache(maxsize=4096)
@@ -240,7 +241,7 @@ def first_alike(model: ModelSpec, parallel: ParallelSpec) -> tuple[int, ...]:
     out = []
     for rank, chunks in enumerate(layout(model, parallel).stages):
         kinds = tuple((tuple(model.layers[i] for i in c.layers), c.embedding, c.output, len(c.mtp)) for c in chunks)
-        ends = tuple(holds_final_norm(model, c) for c in chunks)
+        ends = tuple(model.num_layers - 1 in c.layers for c in chunks)
         out.append(seen.setdefault((kinds, ends), rank))
     return tuple(out)
 
@@ -270,7 +271,9 @@ def chunk_inventory(
     for inventory, label in tail_inventories(model, chunk, ctx):
         link = _plain(inventory, label)
         links.append((replace(link, left=_left_by_mtp(model, ctx)) if label == "MTP" else link, 1))
-    if chunk.output and model.mtp_layer is not None and ctx.impl.megatron_core <= MTP_LOGITS_HELD_UNTIL:
+    if chunk.output and model.mtp_layer is not None and (
+        mtp_loss_is_outside(ctx) and ctx.impl.megatron_core <= MTP_LOGITS_HELD_UNTIL
+    ):
         loss, count = links[-1]
         held = mtp_logits_bytes(ctx)
         links[-1:] = [(loss, count - 1)] * (count > 1) + [(replace(loss, forward_peak=loss.forward_peak + held), 1)]
@@ -292,9 +295,17 @@ def _left_by_mtp(model: ModelSpec, ctx: BlockContext) -> int:
     return _layer(model.mtp_layer, ctx).left
 
 
+#: megatron-core release since which ``GPTModel._postprocess`` makes the losses of the MTP depths, of the hidden states
+#: of all depths joined in one tensor; before, ``MultiTokenPredictionBlock.forward`` makes each after its depth.
+MTP_LOSS_OUTSIDE_SINCE = (0, 14)
 #: Last megatron-core release in which a variable of ``GPTModel._postprocess`` keeps an MTP depth's logits while the
 #: main loss is made; later ones have a function of their own for it.
 MTP_LOGITS_HELD_UNTIL = (0, 16)
+
+
+def mtp_loss_is_outside(ctx: BlockContext) -> bool:
+    """Whether the depths' losses follow after all depths, and keep a copy of their inputs."""
+    return ctx.impl.megatron_core >= MTP_LOSS_OUTSIDE_SINCE
 
 
 def mtp_logits_bytes(ctx: BlockContext) -> int:
@@ -305,17 +316,21 @@ def mtp_logits_bytes(ctx: BlockContext) -> int:
 
 
 def tail_inventories(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> list[tuple[BlockInventory, str]]:
-    """What follows the decoder layers: final norm, MTP depths, then their losses and the main one."""
+    """What follows the decoder layers: final norm, MTP depths, their losses and the main one."""
     tail: list[tuple[BlockInventory, str]] = []
-    if holds_final_norm(model, chunk):
+    if holds_final_norm(model, chunk, ctx):
         tail.append((final_norm_inventory(final_norm_name(model), ctx), "final norm"))
     own = _untied_here(model, chunk)
-    for _ in chunk.mtp:
+    outside = mtp_loss_is_outside(ctx)
+    for n, _ in enumerate(chunk.mtp, 1):
         assert model.mtp_layer is not None
         tail.append((mtp_inventory(model.mtp_layer, ctx), "MTP"))
+        if not outside:  # its input is the next depth's, which counts it
+            tail.append((output_inventory(model.output_bias, own, ctx, n < len(chunk.mtp)), "loss"))
     if chunk.output:
-        losses = 1 + (model.mtp_num_layers if model.mtp_layer is not None else 0)
-        tail += [(output_inventory(model.output_bias, own, ctx), "loss")] * losses
+        losses = 1 + (model.mtp_num_layers if model.mtp_layer is not None and outside else 0)
+        loss = output_inventory(model.output_bias, own, ctx, bool(chunk.mtp) and not outside)
+        tail += [(loss, "loss")] * losses
     return tail
 
 
@@ -324,12 +339,16 @@ def final_norm_name(model: ModelSpec) -> str:
     return "decoder.final_norm" if model.hybrid else "decoder.final_layernorm"
 
 
-def holds_final_norm(model: ModelSpec, chunk: Chunk) -> bool:
-    """Whether the final norm is here: after the last decoder layer
+#: megatron-core release since which a model with MTP has its final norm on the stage of its last decoder layer.
+FINAL_NORM_AFTER_LAST_LAYER_SINCE = (0, 16)
+
+
+def holds_final_norm(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> bool:
+    """Whether the final norm is here: on the last stage, with MTP after the last decoder layer
     (``transformer_block.py: has_final_layernorm_in_this_stage``)."""
-    if not model.layers:
+    if not (model.layers and model.mtp_num_layers and ctx.impl.megatron_core >= FINAL_NORM_AFTER_LAST_LAYER_SINCE):
         return chunk.output
-    return (model.num_layers - 1) in chunk.layers if model.mtp_num_layers else chunk.output
+    return (model.num_layers - 1) in chunk.layers
 
 
 def chunk_parameters(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> list[Parameter]:
@@ -349,7 +368,7 @@ def parameter_groups(
         groups.append(("", embedding_inventory(model, ctx).parameters))
     for i, layer in enumerate(chunk.layers):
         groups.append((f"decoder.layers.{i}.", layer_inventory(model.layers[layer], ctx).parameters))
-    if holds_final_norm(model, chunk):
+    if holds_final_norm(model, chunk, ctx):
         groups.append(("", final_norm_inventory(final_norm_name(model), ctx).parameters))
     for n, _ in enumerate(chunk.mtp):
         assert model.mtp_layer is not None
@@ -357,7 +376,7 @@ def parameter_groups(
             break
         groups.append((f"mtp.layers.{n}.", mtp_inventory(model.mtp_layer, ctx).parameters))
     if chunk.output:
-        groups.append(("", output_inventory(model.output_bias, _untied_here(model, chunk), ctx).parameters))
+        groups.append(("", output_inventory(model.output_bias, _untied_here(model, chunk), ctx, False).parameters))
     return groups
 
 
