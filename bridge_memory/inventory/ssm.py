@@ -7,9 +7,15 @@ MambaSplitConv1dScanCombinedFn``; megatron-core ``ssm/gated_delta_net.py: GatedD
 
 from __future__ import annotations
 
+from math import ceil
+
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import T
 from bridge_memory.spec import GatedDeltaNetSpec, MambaSpec, divide
+
+
+#: Tokens a chunk of flash-linear-attention's gated delta rule.
+DELTA_CHUNK = 64
 
 
 def record_mamba(r: Recorder, spec: MambaSpec, x: T) -> T:
@@ -28,29 +34,45 @@ def record_mamba(r: Recorder, spec: MambaSpec, x: T) -> T:
         r.parameter("mixer.conv1d.bias", (conv_dim,), sharded=sharded)
     if spec.rmsnorm:
         r.parameter("mixer.norm.weight", (inner,), sharded=sharded)
+    if not ctx.te:
+        x = r.hold(r.norm("norm", x, ctx.hidden_size, ctx.tokens_sp))
     zxbcdt = r.column_linear(
         "mixer.in_proj", x, ctx.hidden_size, in_width, bias=spec.proj_bias, fused_norm=ctx.te
     )
     inner_bytes = ctx.tokens * inner * ctx.act
     # Rearranged to batch first: a copy when b > 1, else a view.
+    projected = zxbcdt
     if ctx.batch > 1:
         zxbcdt = tape.make("zxBCdt", zxbcdt, ctx.tokens * in_width * ctx.act)
-    states = 4 * ctx.tokens // spec.chunk_size * heads * spec.head_dim * spec.state_dim
+    # fp32: the states after each chunk and the last ones, dt and its running sum, C B^T of each chunk.
+    chunks = ceil(ctx.seq / spec.chunk_size)
+    state = 4 * ctx.batch * inner * spec.state_dim
+    states, steps = state * chunks, 4 * ctx.tokens * heads
+    products = 4 * ctx.batch * chunks * groups * spec.chunk_size**2
+    conv = ctx.tokens * conv_dim * ctx.act
+    rounded = states // 4 * ctx.act
     # The memory-efficient kernel keeps zxBCdt and the scan's output before its gate z, which is a tensor beside the
     # gated one that it returns (megatron-core gives it no norm to fuse: MambaMixer._ssm_training); convolution and
-    # chunk states are recomputed.
+    # chunk states are recomputed. Forward the states are rounded before the outputs are made; backward both states
+    # and their gradients are there in fp32 and rounded (ssd_combined.py: _mamba_chunk_scan_combined_bwd,
+    # ssd_state_passing.py: _state_passing_bwd), beside the convolution again, dxBC, ddt, the ungated output's gradient
+    # and the decays' as partial sums of 64 elements of a state.
+    decays = 4 * ctx.batch * chunks * heads * (ceil(spec.head_dim * spec.state_dim / 64) + 1)
     ungated = tape.tensor("scan output before the gate", inner_bytes, grad=False)
     y = tape.make(
         "scan output", zxbcdt, inner_bytes, saves=(zxbcdt, ungated), also=(ungated,),
-        workspace=ctx.tokens * conv_dim * ctx.act + states + 4 * ctx.tokens * heads * 2,
-        backward_workspace=ctx.tokens * conv_dim * ctx.act * 2 + 2 * states + inner_bytes,
+        workspace=conv + 2 * steps + state + rounded + max(states - 2 * inner_bytes, products),
+        backward_workspace=2 * conv + steps // 4 * ctx.act + 2 * steps + products + state
+        + 2 * (states + rounded) + inner_bytes + decays,
     )
     if ctx.batch > 1:
         y = tape.make("scan output, sequence first", y, inner_bytes)
     if spec.rmsnorm:
         stats = tape.tensor("mixer norm rstd", 4 * ctx.tokens * groups, grad=False)
         y = tape.make("mixer norm output", y, inner_bytes, saves=(y, stats), also=(stats,))
-    return r.row_linear("mixer.out_proj", y, inner, ctx.hidden_size, bias=spec.proj_bias)
+    out = r.row_linear("mixer.out_proj", y, inner, ctx.hidden_size, bias=spec.proj_bias)
+    tape.touch(projected)  # a variable of MambaMixer.forward
+    return out
 
 
 def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: T) -> T:
@@ -79,19 +101,25 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: T) -> T:
     value = tape.make("value", conv, rows * v * act)
     # g and beta are a few eager operations in fp32: softplus keeps its input and output, the rule g summed up.
     decay = tape.make("g and beta", mixed, rows * v_heads * (12 + act), save_output=True)
-    states = 4 * rows // 64 * v_heads * spec.key_head_dim * spec.value_head_dim
-    # Keeps q, k, v, the decays and the triangular inverse A [T, heads, 64]; states are recomputed.
-    inverse = tape.tensor("A", rows * v_heads * 64 * act, grad=False)
+    states = ctx.batch * ceil(ctx.seq / DELTA_CHUNK) * v_heads * spec.key_head_dim * spec.value_head_dim * act
+    # Keeps q, k, v, the decays and the triangular inverse A [T, heads, 64]; w, u and the states are made again, and
+    # backward there are also those of the new values, their gradients, dw, dk twice and dg (fp32) twice.
+    inverse = tape.tensor("A", rows * v_heads * DELTA_CHUNK * act, grad=False)
     out = tape.make(
         "gated delta rule output", (query, key, value, decay), rows * v * act,
         saves=(query, key, value, inverse), also=(inverse,),
-        workspace=states + rows * v * act * 2,
-        backward_workspace=2 * states + rows * v * act + query.bytes + key.bytes,
+        workspace=states + key.bytes + 2 * value.bytes,
+        backward_workspace=2 * states + 3 * key.bytes + 3 * value.bytes + 8 * rows * v_heads,
     )
     stats = tape.tensor("out_norm rstd", 4 * rows * v_heads, grad=False)
-    # The norm is a module of Transformer Engine, where the compiled gating around it (_apply_gated_norm) breaks off.
-    normed = tape.make("out_norm output", out, rows * v * act, saves=(out, stats), also=(stats,))
-    gated = tape.make("gated norm output", (normed, gate), rows * v * act, saves=(normed, gate))
+    if ctx.te:
+        # The norm is a module of Transformer Engine, where the compiled gating around it (_apply_gated_norm) breaks off.
+        normed = tape.make("out_norm output", out, rows * v * act, saves=(out, stats), also=(stats,))
+        gated = tape.make("gated norm output", (normed, gate), rows * v * act, saves=(normed, gate))
+    else:
+        gated = tape.make("gated norm output", (out, gate), rows * v * act, saves=(out, gate, stats), also=(stats,))
+    if ctx.batch > 1:
+        gated = tape.make("gated norm output, sequence first", gated, gated.bytes)
     return r.row_linear(prefix + "out_proj", gated, v, ctx.hidden_size)
 
 
