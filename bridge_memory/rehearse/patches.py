@@ -542,6 +542,16 @@ def _norm_then_gate(self: Any, x: torch.Tensor, gate: torch.Tensor) -> Any:
     return _one_kernel(_gate)(normed, gate.reshape(-1, gate.shape[-1]))
 
 
+def _rms_and_gate(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _gate(torch.rms_norm(x, weight.shape, weight), gate)
+
+
+def _norm_and_gate(self: Any, x: torch.Tensor, gate: torch.Tensor) -> Any:
+    """``GatedDeltaNet._apply_gated_norm``: torch.compile takes torch's RMSNorm in, and its weight as an input."""
+    weight = self.out_norm.weight
+    return _one_kernel(_rms_and_gate)(x.reshape(-1, x.shape[-1]), gate.reshape(-1, gate.shape[-1]), weight)
+
+
 @contextmanager
 def compiled_functions_are_kernels() -> Iterator[None]:
     """``jit_fuser`` (``jit.py``) is torch.compile: SwiGLU, bias-dropout-add and their like run as one kernel.
@@ -564,8 +574,9 @@ def compiled_functions_are_kernels() -> Iterator[None]:
                     if function is not None and isinstance(value, types.FunctionType):
                         stack.enter_context(replaced(owner, attribute, _one_kernel(function)))
         delta = getattr(_module("megatron.core.ssm.gated_delta_net"), "GatedDeltaNet", None)
-        if delta is not None and has_te():
-            stack.enter_context(replaced(delta, "_apply_gated_norm", _norm_then_gate))
+        if delta is not None:
+            fused = _norm_then_gate if has_te() else _norm_and_gate
+            stack.enter_context(replaced(delta, "_apply_gated_norm", fused))
         yield
 
 
