@@ -43,7 +43,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
         qkv = tape.make("gathered qkv", qkv, gathered, workspace=gathered)
 
     query, key, value, gate = qkv, qkv, qkv, qkv
-    if not ctx.te:
+    if not ctx.te or gate_heads:
         parts = [("query", q_bytes), ("gate", q_bytes)][: 1 + bool(gate_heads)]
         query, *gates, key, value = tape.views("split qkv", qkv, *parts, ("key", kv_bytes), ("value", kv_bytes))
         gate = gates[0] if gates else qkv
@@ -58,7 +58,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
         query = _sub_norm(r, "self_attention.q_layernorm", query, width_q, rows_q, copy=ctx.te)
         key = _sub_norm(r, "self_attention.k_layernorm", key, width_k, rows_k, copy=ctx.te)
         separate = True
-    if gate_heads and (ctx.te or 1 < g < a):
+    if gate_heads and 1 < g < a:  # else a view, with which the whole of q, k and v is kept
         gate = tape.make("gate", gate, q_bytes)
     before_rope = (query, key, value, gate) if ctx.impl.megatron_core >= QKV_OUTPUT_HELD_SINCE else (gate,)
     if spec.rotary and ctx.rotary:
@@ -73,7 +73,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
         if separate and ctx.te:
             # q and k are tensors of their own by now; TE makes v contiguous rather than keep the mixed tensor
             # alive (``utils.py: get_qkv_layout``); the local code, and a checkpoint, keep the view.
-            value = tape.make("value", qkv, kv_bytes)
+            value = tape.make("value", value, kv_bytes)
         out = core_attention(
             r, tuple(dict.fromkeys((query, key, value))), heads=a,
             q_width=q_width, kv_width=kv_width, v_width=kv_width, out_width=q_width,
