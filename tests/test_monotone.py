@@ -64,8 +64,10 @@ def run(model: ModelSpec, *, sequences: int = 1, parallel: ParallelSpec | None =
 @given(MODELS, IMPLEMENTATIONS, PRECISIONS)
 def test_twice_the_sequences_save_twice_the_bytes(model, implementation, precision) -> None:
     """All that a layer saves is a multiple of its tokens; the rotary angles of an unfused rope alone serve them all.
-    From two on: FlashAttention copies its tensors into [b, s] order, which for one sequence is theirs already."""
+    From two on: FlashAttention copies its tensors into [b, s] order, which for one sequence is theirs already. In fp8
+    the rows of experts are rounded up."""
     assume(implementation.apply_rope_fusion)
+    assume(precision.fp8 is None or not model.has_experts)
     one, two = (run(model, sequences=b, implementation=implementation, precision=precision) for b in (2, 4))
     assert two.stages[0].activation_bytes == 2 * one.stages[0].activation_bytes
 

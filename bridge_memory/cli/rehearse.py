@@ -94,11 +94,13 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec) -> int:
     refuse_what_is_ignored(spec)
     notes: list[str] = []
     if spec.implementation.te and not te_kernels.installed():
-        if spec.precision.fp8 is not None:
-            raise SpecError(
-                f"fp8 ({spec.precision.fp8}) is Transformer Engine's, whose Python is not installed; add it (no GPU "
-                f"needed) with: {te_kernels.INSTALL}"
-            )
+        alone = {"fp8": spec.precision.fp8, "context_parallel_size": spec.parallel.cp if spec.parallel.cp > 1 else None}
+        for name, value in alone.items():
+            if value is not None:
+                raise SpecError(
+                    f"{name} ({value}) is Transformer Engine's, whose Python is not installed; add it (no GPU needed) "
+                    f"with: {te_kernels.INSTALL}"
+                )
         notes.append(
             "both columns are for --transformer-impl local, since Transformer Engine's Python is not installed; "
             f"add it (no GPU needed) with: {te_kernels.INSTALL}"

@@ -20,6 +20,8 @@ from bridge_memory.spec import DTYPE_BYTES, MLPSpec, MoESpec, divide
 #: megatron-core release since which the exchange back and the unpermutation are methods of their own, so that no
 #: variable holds what was sent while it is put in order (``moe_layer.py: MoELayer.combine, postprocess``).
 COMBINED_IN_TWO_STEPS_SINCE = (0, 16)
+#: megatron-core release since which fc1 of shared experts keeps its input under fp8, but for the delayed recipe.
+SHARED_INPUT_KEPT_SINCE = (0, 14)
 #: megatron-core release since which a variable of ``experts.py: TEGroupedMLP.forward`` holds fc1's output.
 FC1_OUTPUT_HELD_SINCE = (0, 16)
 
@@ -297,37 +299,62 @@ def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int)
         return _sequential_experts(r, spec, x, probs, n, width, local_experts, f)
     wgrad1 = r.weight_grad((fc1_width, width), te=ctx.te) * local_experts
     wgrad2 = r.weight_grad((width, f), te=ctx.te) * local_experts
-    # fp8 GEMMs want every expert's rows in multiples of 16 or 32: HybridEP pads as it permutes, else there is a
-    # padded copy before and an unpadded one after (experts.py: TEGroupedMLP.forward, quantization_padding).
+    # fp8 GEMMs want every expert's rows in multiples of 16 or 32, half of which are missing on average: HybridEP pads
+    # as it permutes, else there is a padded copy before and an unpadded one after (experts.py: TEGroupedMLP.forward,
+    # quantization_padding).
+    rows = n.received + (local_experts * (32 if ctx.fp8_recipe == "mxfp8" else 16) // 2 if r.fp8 else 0)
     pads = r.fp8 and not (
         impl.moe_token_dispatcher_type == "flex" and impl.moe_flex_dispatcher_backend == "hybridep"
     )
     unpadded = x
     if pads:
-        x = tape.make("padded tokens", x, n.received * width * ctx.act)
-    kept, also = r.linear_input("experts fc1", x, n.received * width)
+        x = tape.make("padded tokens", x, rows * width * ctx.act)
+    kept, also = r.linear_input("experts fc1", x, rows * width)
     with r.offload("expert_fc1"):
         mid = tape.make(
-            "experts fc1 output", x, n.received * fc1_width * ctx.act, saves=kept, also=also,
-            backward_workspace=wgrad1,
+            "experts fc1 output", x, rows * fc1_width * ctx.act, saves=kept, also=also,
+            workspace=r.quantized_input(rows * width),
+            backward_workspace=wgrad1 + r.quantized_gradient(rows * fc1_width),
         )
     selected = ctx.recompute.selects("moe_act")
     with r.offload("moe_act"), tape.discardable("moe_act", (mid, probs), enabled=selected) as region:
-        act = _weighted_activation(r, spec, mid, probs, n.received, f)
-    kept, also = r.linear_input("experts fc2", act, n.received * f, original=selected)
+        act = _weighted_activation(r, spec, mid, probs, rows, f)
+    kept, also = r.linear_input("experts fc2", act, rows * f, original=selected)
     out = tape.make(
-        "experts fc2 output", act, n.received * width * ctx.act, saves=kept, also=also, backward_workspace=wgrad2
+        "experts fc2 output", act, rows * width * ctx.act, saves=kept, also=also,
+        workspace=r.quantized_input(rows * f, original=selected),
+        backward_workspace=wgrad2 + r.quantized_gradient(rows * width)
+        + r.requantized_input(rows * f, original=selected),
     )
     if selected:
         tape.discard(region, act)
+    if spec.add_bias:
+        out = _add_weighted_bias(r, out, probs, rows * width, local_experts)
     if pads:
         out = tape.make("unpadded outputs", out, n.received * width * ctx.act)
-    if spec.add_bias:
-        out = tape.make("experts output with bias", (out, probs), n.received * width * ctx.act, saves=(probs,))
     # Local variables of the experts' forward, which fp8 GEMMs do not save (they keep copies of their own); fc1's
     # output had none of its own before.
     tape.touch(unpadded, x, act, *((mid,) if impl.megatron_core >= FC1_OUTPUT_HELD_SINCE else ()))
     return out
+
+
+def _add_weighted_bias(r: Recorder, x: T, probs: T, elements: int, experts: int) -> T:
+    """x + bias * probability, expert by expert (``experts.py: TEGroupedMLP._apply_bias``).
+
+    The sums are in the wider of the dtypes of both, are joined and cast. Backward an expert has its gradient times
+    bias and times probability beside the whole gradient, and the gradients of all experts are joined again.
+    """
+    act, wide = r.ctx.act, max(r.ctx.act, _probability_width(r))
+    temporary = 2 * wide * elements // experts + (wide - act) * elements
+    return r.tape.make(
+        "experts output with bias", (x, probs), elements * act, saves=(probs,),
+        workspace=(2 * wide - act) * elements,
+        backward_workspace=temporary if wide > act else max(0, temporary - act * elements),
+    )
+
+
+def _probability_width(r: Recorder) -> int:
+    return DTYPE_BYTES[r.ctx.impl.moe_router_dtype or r.ctx.params_dtype]
 
 
 def _sequential_experts(
@@ -377,13 +404,18 @@ def _weighted_activation(r: Recorder, spec: MoESpec, mid: T, probs: T, rows: int
         fused = ctx.impl.use_fused_weighted_squared_relu
     if fused:
         return tape.make("experts activation", (mid, probs), out, saves=(mid, probs))
+    # The grouped GEMM adds its bias itself.
     plain = activation(
-        r, "experts activation", mid, rows, f, gated=spec.gated, bias=spec.add_bias, kind="unfused"
+        r, "experts activation", mid, rows, f, gated=spec.gated,
+        bias=spec.add_bias and not ctx.impl.moe_grouped_gemm, kind="unfused",
     )
-    wide = DTYPE_BYTES[ctx.impl.moe_router_dtype] if ctx.impl.moe_router_dtype else ctx.act
+    wide = _probability_width(r)
+    product = rows * f * wide
+    # Backward: the gradient in the wider dtype, and its products with both factors before they are cast and summed.
     return tape.make(
         "experts weighted activation", (plain, probs), out, saves=(plain, probs),
-        workspace=rows * f * wide if wide != ctx.act else 0,
+        workspace=product if wide != ctx.act else 0,
+        backward_workspace=3 * product - out if wide > ctx.act else product,
     )
 
 
@@ -456,7 +488,10 @@ def _shared_experts(r: Recorder, spec: MoESpec, x: T) -> T:
         # The overlapped path gathers by hand, and fc1 keeps the gathered input
         # (shared_experts.py: pre_forward_comm).
         source = tape.make("shared experts input", x, ctx.tokens * ctx.hidden_size * ctx.act)
-    original = ctx.recompute.selects("layernorm") and not ctx.recompute.selects("shared_experts")
+    # Their input is the router's too: fc1 keeps that and no copy in fp8 (``shared_experts.py: SharedExpertMLP.__init__``,
+    # ``moe_layer.py: set_for_recompute_pre_mlp_layernorm``).
+    delayed = ctx.fp8_recipe == "delayed" or ctx.impl.megatron_core < SHARED_INPUT_KEPT_SINCE
+    original = (ctx.recompute.selects("layernorm") or not delayed) and not ctx.recompute.selects("shared_experts")
     y = dense_mlp(r, "mlp.shared_experts", source, ctx.hidden_size, f, mlp, original=original)
     if spec.shared_expert_gate:
         r.parameter("mlp.shared_experts.gate_weight", (1, ctx.hidden_size))

@@ -107,6 +107,42 @@ class Recorder:
         return (copy,), (copy,)
 
     @property
+    def fp8_copies(self) -> int:
+        """Layouts in which a tensor is quantized for its two GEMMs, row-wise and column-wise; one alone where the GPU
+        multiplies either (``utils.py: is_non_tn_fp8_gemm_supported``) and the recipe scales whole tensors."""
+        return 1 if self.ctx.impl.gpu_arch == "blackwell" and self.ctx.fp8_recipe in ("delayed", "tensorwise") else 2
+
+    def quantized_input(self, elements: int, *, original: bool = False) -> int:
+        """Scratch bytes of a linear's forward: the fp8 layouts of its input that it does not keep."""
+        if not self.fp8:
+            return 0
+        return self.fp8_bytes(elements) * (1 if original else self.fp8_copies - 1)
+
+    def requantized_input(self, elements: int, *, original: bool) -> int:
+        """Scratch bytes of a linear's backward that kept its input as it was: in fp8 for the weight gradient's GEMM,
+        row-wise too where columns are made of rows."""
+        if not self.fp8 or not original:
+            return 0
+        return self.fp8_bytes(elements) * (self.fp8_copies if self.gathers_rows_only else 1)
+
+    @property
+    def gathers_rows_only(self) -> bool:
+        """Recipes that scale whole tensors gather row-wise data and keep it too
+        (``Quantizer.supports_only_rowwise_all_gather``)."""
+        return self.ctx.fp8_recipe in ("delayed", "tensorwise")
+
+    def quantized_gradient(self, elements: int) -> int:
+        """Scratch bytes of a linear's backward: the gradient of its output in fp8, in every layout."""
+        return self.fp8_bytes(elements) * self.fp8_copies if self.fp8 else 0
+
+    def gathered(self, elements: int, *, backward: bool = False) -> int:
+        """Bytes of a linear's input gathered under sequence parallelism, in the dtype of the GEMM. For the weight
+        gradient rows are gathered and transposed, but for mxfp8, which gathers columns."""
+        if not self.fp8:
+            return elements * self.ctx.act
+        return self.fp8_bytes(elements) * (self.fp8_copies if backward and self.ctx.fp8_recipe != "mxfp8" else 1)
+
+    @property
     def proj_keeps_original(self) -> bool:
         """Whether linear_proj keeps attention's output, which attention keeps anyway, and no fp8 copy of it
         (``attention.py: Attention.__init__``: from core 0.14 and TE 2.6, not for the delayed recipe)."""
@@ -178,22 +214,32 @@ class Recorder:
             normed = self.tape.tensor(
                 f"{name} norm output", self.fp8_bytes(kept) if self.fp8 else kept * ctx.act, grad=False
             )
+            tokens = ctx.tokens * in_features
+            gradient = self.quantized_gradient(ctx.tokens * out_features)
             return self.tape.make(
                 name, x, out_bytes,
                 saves=(x, normed, *stats), also=(normed, *stats),
-                workspace=whole if sp else 0,
+                workspace=self.quantized_input(kept) * (not (sp and self.gathers_rows_only))
+                + (self.gathered(tokens) if sp else 0),
                 # SP: gathered norm output and whole input gradient. Else the norm's output goes (``clear_tensor_data``)
                 # before the input's gradient is made of the norm output's, which is as large in bf16.
-                backward_workspace=(2 * whole if sp else shard - normed.bytes) + wgrad,
+                backward_workspace=gradient + wgrad
+                + (self.gathered(tokens, backward=True) + whole if sp else shard - normed.bytes),
                 label=out_label,
             )
         if sp and not ctx.te:
             self.keep("global memory buffer (mpu)", whole)
         kept_input, also = self.linear_input(name, x, ctx.tokens_sp * in_features, original=original)
+        tokens = ctx.tokens * in_features
+        backward = self.quantized_gradient(ctx.tokens * out_features) + wgrad
+        backward += self.requantized_input(ctx.tokens_sp * in_features, original=original)
+        if sp:
+            backward += whole + (self.gathered(tokens, backward=True) if ctx.te else 0)
         return self.tape.make(
             out_label, x, out_bytes, saves=kept_input, also=also,
-            workspace=whole if sp and ctx.te else 0,
-            backward_workspace=(whole * (2 if ctx.te else 1) if sp else 0) + wgrad,
+            workspace=self.quantized_input(ctx.tokens_sp * in_features, original=original)
+            * (not (sp and self.gathers_rows_only)) + (self.gathered(tokens) if sp and ctx.te else 0),
+            backward_workspace=backward,
         )
 
     def row_linear(
@@ -225,9 +271,14 @@ class Recorder:
             # A node of its own reduce-scatters; backward, the shard's gradient goes once the whole is gathered.
             x = tape.make(f"{name} partial output", x, whole, saves=kept_input, also=also, backward_workspace=wgrad)
             return tape.make(label, x, ctx.tokens_sp * out_features * ctx.act)
+        gradient = self.quantized_gradient(ctx.tokens * out_features)
+        gradient += self.requantized_input(ctx.tokens * in_features, original=original)
+        if ctx.sp and not self.fp8:
+            gradient += whole
         return tape.make(
             label, x, ctx.tokens_sp * out_features * ctx.act, saves=kept_input, also=also,
-            workspace=whole if ctx.sp else 0, backward_workspace=(whole if ctx.sp else 0) + wgrad,
+            workspace=self.quantized_input(ctx.tokens * in_features, original=original) + (whole if ctx.sp else 0),
+            backward_workspace=gradient + wgrad,
         )
 
     def plain_linear(
@@ -239,7 +290,9 @@ class Recorder:
         kept_input, also = self.linear_input(name, x, rows * in_features, original=original)
         return self.tape.make(
             f"{name} output", x, rows * out_features * self.ctx.act, saves=kept_input, also=also,
-            backward_workspace=self.weight_grad(shape, te=self.ctx.te),
+            workspace=self.quantized_input(rows * in_features, original=original),
+            backward_workspace=self.weight_grad(shape, te=self.ctx.te) + self.quantized_gradient(rows * out_features)
+            + self.requantized_input(rows * in_features, original=original),
         )
 
     def bias_dropout_add(self, name: str, x: T, residual: T, *, bias: bool) -> T:

@@ -618,17 +618,20 @@ def loss_scales_put_back() -> Iterator[None]:
 # ---- routing -------------------------------------------------------------------------------------
 
 
-def spread(total: int, parts: int) -> list[int]:
-    """``total`` over ``parts`` as evenly as whole numbers allow."""
-    return [total // parts + (i < total % parts) for i in range(parts)]
+def spread(total: int, parts: int, *, odd: bool = False) -> list[int]:
+    """``total`` over ``parts`` as evenly as whole numbers allow; ``odd``: every other part gives one to the one before."""
+    even = [total // parts + (i < total % parts) for i in range(parts)]
+    if not odd or parts < 2:
+        return even
+    return [n + (1, -1)[i % 2] if i < parts - parts % 2 else n for i, n in enumerate(even)]
 
 
 class _BalancedMap:
     """A routing map of which only the size and the column sums are known."""
 
-    def __init__(self, tokens: int, experts: int, topk: int) -> None:
+    def __init__(self, tokens: int, experts: int, topk: int, odd: bool) -> None:
         self._tokens = tokens
-        self._sums = torch.tensor(spread(tokens * topk, experts), device="cpu")
+        self._sums = torch.tensor(spread(tokens * topk, experts, odd=odd), device="cpu")
 
     def size(self, dim: int) -> int:
         return self._tokens
@@ -666,12 +669,13 @@ class _MaskedSelect(torch.autograd.Function):
 
 
 @contextmanager
-def balanced_routing(topk: int, experts: int) -> Iterator[None]:
+def balanced_routing(topk: int, experts: int, odd: bool = False) -> Iterator[None]:
     """Every expert gets the same number of tokens, so that shapes are known without values.
 
     ``moe/token_dispatcher.py`` counts tokens a rank on the GPU and copies the counts to the host; on the meta
     device the same code counts a balanced map on the host. Real tensors get their router's map overwritten.
-    Every rank of the group is taken to send the same.
+    Every rank of the group is taken to send the same. ``odd``: but for one token more or less, so that the experts of
+    an fp8 GEMM, which wants multiples of 16 or 32, are padded as they are where routing is natural.
     """
     module = _module("megatron.core.transformer.moe.token_dispatcher")
     counts: list[list[int]] = []
@@ -688,7 +692,7 @@ def balanced_routing(topk: int, experts: int) -> Iterator[None]:
         if self.drop_and_pad:
             return preprocess(self, routing_map)
         tokens, columns = routing_map.shape
-        known = _BalancedMap(tokens, columns, topk) if routing_map.is_meta else routing_map
+        known = _BalancedMap(tokens, columns, topk, odd) if routing_map.is_meta else routing_map
 
         def same_everywhere(sums: torch.Tensor, group: Any = None, **_: object) -> torch.Tensor:
             return sums.repeat(group.size())
@@ -700,7 +704,7 @@ def balanced_routing(topk: int, experts: int) -> Iterator[None]:
         if not self.routing_map.is_meta:
             _balance(self.routing_map, topk)
         first, last = self.local_expert_indices[0], self.local_expert_indices[-1]
-        counts.append(spread(hidden_states.shape[0] * topk, experts)[first : last + 1])
+        counts.append(spread(hidden_states.shape[0] * topk, experts, odd=odd)[first : last + 1])
         try:
             return postprocess(self, hidden_states, probs)
         finally:
@@ -754,12 +758,12 @@ def experiments_allowed() -> Iterator[None]:
 
 
 @contextmanager
-def running(topk: int = 1, experts: int = 1, device: str = META) -> Iterator[None]:
+def running(topk: int = 1, experts: int = 1, device: str = META, *, odd: bool = False) -> Iterator[None]:
     """All that is needed to run a rank's forward and backward without CUDA, on the meta device as a rule."""
     with ExitStack() as stack:
         for helper in (
             building(device), collectives_move_nothing(), cuda_kernels(), compiled_functions_are_kernels(),
-            recomputation_without_te(), fresh_caches(), loss_scales_put_back(), balanced_routing(topk, experts),
+            recomputation_without_te(), fresh_caches(), loss_scales_put_back(), balanced_routing(topk, experts, odd),
             experiments_allowed(),
         ):  # fmt: skip
             stack.enter_context(helper)

@@ -18,7 +18,7 @@ import torch
 from bridge_memory.rehearse import patches, te_kernels
 from bridge_memory.rehearse.model import TORCH_DTYPES, NotBuildable, build_chunks
 from bridge_memory.rehearse.refusals import refuse_what_is_ignored
-from bridge_memory.rehearse.tracker import Alive, Peak, SavedRecord, Tracker
+from bridge_memory.rehearse.tracker import Alive, Peak, SavedRecord, Tracker, parts_of
 from bridge_memory.rehearse.world import fake_world, quiet, rank_of_stage, stage_of_rank
 from bridge_memory.spec import MLPSpec, MoESpec, RunSpec, SpecError
 
@@ -82,6 +82,8 @@ class Rehearsal:
     buffers: tuple[BufferLayout, ...]
     #: Master parameters and moments; None where the optimizer needs Transformer Engine.
     optimizer_bytes: int | None
+    #: What linears keep of their weights in fp8 from one microbatch to the next.
+    fp8_copies_bytes: int = 0
 
     @property
     def parameters(self) -> int:
@@ -116,8 +118,9 @@ def rehearse(
             for i, (chunk, ddp) in enumerate(zip(chunks, wrapped, strict=True))
         )
         buffers = tuple(b for ddp in wrapped for b in _buffers(ddp))
+        copies = sum(map(_fp8_copies, chunks))
         state = _optimizer_state(run, wrapped)
-    return Rehearsal(run, rank, stage_of_rank(run.parallel, rank), done, buffers, state)
+    return Rehearsal(run, rank, stage_of_rank(run.parallel, rank), done, buffers, state, copies)
 
 
 def saved_tensors(run: RunSpec, stage: int, chunk: int = 0) -> list[SavedRecord]:
@@ -145,7 +148,8 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
     moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
     with (
         quiet(), _collecting_only_what_is_new(), fake_world(run.parallel, rank),
-        patches.running(*((moe.topk, moe.num_experts) if moe else ())), _transformer_engine(run),
+        patches.running(*((moe.topk, moe.num_experts) if moe else ()), odd=run.precision.fp8 is not None),
+        _transformer_engine(run),
     ):  # fmt: skip
         yield
 
@@ -298,6 +302,12 @@ def _optimizer_state(run: RunSpec, wrapped: list[Any]) -> int | None:
                 for tensor in state.values():
                     _count(tensor, weights, found)
     return sum(found.values())
+
+
+def _fp8_copies(chunk: torch.nn.Module) -> int:
+    """Bytes of quantized weights that modules cache (TE ``module/base.py: get_weight_workspace``)."""
+    cached = (held for module in chunk.modules() for held in getattr(module, "_fp8_workspaces", {}).values())
+    return sum(part.untyped_storage().nbytes() for tensor in cached for part in parts_of(tensor))
 
 
 def _count(tensor: Any, weights: set[int], found: dict[int, int]) -> None:

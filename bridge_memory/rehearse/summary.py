@@ -34,9 +34,11 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
     """Component by component; the last row is the peak of the whole schedule."""
     run, stage = rehearsal.run, rehearsal.stage
     predicted = estimate(run).stages[stage]
+    copies = sum(c.bytes for c in predicted.components if c.name.startswith("fp8 weight copies"))
     out = [
         Row("parameters (elements)", predicted.parameters, rehearsal.parameters),
-        Row("weights", predicted.weights_bytes, rehearsal.weights_bytes),
+        Row("weights", predicted.weights_bytes - copies, rehearsal.weights_bytes),
+        *([Row("fp8 weight copies", copies, rehearsal.fp8_copies_bytes)] if run.precision.fp8 else []),
         Row("gradients", predicted.gradients_bytes, rehearsal.gradients_bytes),
         Row("optimizer state", predicted.optimizer_bytes, rehearsal.optimizer_bytes),
     ]
@@ -64,7 +66,7 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
         for costs in (mine, found)
     ]  # fmt: skip
     out.append(Row("schedule peak above static memory", peaks[0], peaks[1]))
-    static = rehearsal.weights_bytes + rehearsal.gradients_bytes
+    static = rehearsal.weights_bytes + rehearsal.gradients_bytes + rehearsal.fp8_copies_bytes
     if rehearsal.optimizer_bytes is not None:
         ours_static = predicted.weights_bytes + predicted.gradients_bytes + predicted.optimizer_bytes
         out.append(Row("peak", ours_static + peaks[0], static + rehearsal.optimizer_bytes + peaks[1]))

@@ -324,11 +324,21 @@ def _empty(shape: Sequence[int], dtype: Any) -> torch.Tensor:
 
 
 def _quantized(tensor: torch.Tensor, quantizer: Any, shape: Any = None) -> Any:
-    """A tensor of this shape as the quantizer lays it out: its own Python makes the buffers."""
+    """A tensor of this shape as the quantizer lays it out: its own Python makes the buffers.
+
+    Where the GPU multiplies either layout, data scaled as a whole is made in one (``quantizer.cpp: Float8Quantizer``).
+    """
+    if type(quantizer).__name__.startswith(("Float8Quantizer", "Float8CurrentScaling")) and _any_layout():
+        quantizer = quantizer.copy()
+        quantizer.set_usage(rowwise=True, columnwise=False)
     made = quantizer.make_empty(tuple(shape or tensor.shape), dtype=tensor.dtype, device=torch.device("cuda"))
     if quantizer.internal:
         return _storage_of(made)
     return made
+
+
+def _any_layout() -> bool:
+    return bool(_module("utils").is_non_tn_fp8_gemm_supported())
 
 
 def _storage_of(tensor: Any) -> Any:
@@ -575,7 +585,8 @@ class _Kernels(types.ModuleType):
             "multi_tensor_scale", "multi_tensor_adam", "multi_tensor_adam_fp8", "multi_tensor_adam_capturable",
             "multi_tensor_adam_capturable_master", "multi_tensor_adam_param_remainder", "multi_tensor_sgd",
             "multi_tensor_compute_scale_and_scale_inv", "multi_tensor_compute_scale_inv_e8m0",
-            "fused_amax_and_scale_update_after_reduction", "compute_amax",
+            "fused_amax_and_scale_update_after_reduction", "compute_amax", "fused_multi_row_padding",
+            "fused_multi_row_unpadding",
         ):  # fmt: skip
             known[name] = _nothing
         for name, value in known.items():
@@ -620,7 +631,8 @@ def running(arch: str = "hopper") -> Iterator[None]:
             # The ring of context parallelism (``context_parallel.py: flash_attn_p2p_communicate``).
             (torch.distributed, "batch_isend_irecv", lambda operations: [_Done() for _ in operations]),
             # Data and scales of a quantized tensor are gathered together (``distributed.py``).
-            (_module("distributed"), "_coalescing_manager", _coalesced),
+            (_module("distributed"), "_get_cuda_rng_state", lambda *a, **k: torch.zeros(16, dtype=torch.uint8)),
+            (_module("distributed"), "_set_cuda_rng_state", lambda *a, **k: None),
             (torch.distributed, "_coalescing_manager", _coalesced),
             # Asked of a gradient and 1.0, which differ in shape (``triton/cross_entropy.py: cross_entropy_backward``).
             (torch, "equal", lambda a, b: a.shape == b.shape),
@@ -644,6 +656,7 @@ def running(arch: str = "hopper") -> Iterator[None]:
 _CACHED = (
     ("cpp_extensions.gemm", "get_cublas_workspace"), ("utils", "_get_device_compute_capability"),
     ("utils", "is_non_tn_fp8_gemm_supported"), ("utils", "get_sm_count"),
+    *(("quantization", f"check_{kind}_support") for kind in ("fp8", "mxfp8", "nvfp4", "fp8_block_scaling")),
 )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ class _Storage:
     serial: int
 
 
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A tensor, or those that Transformer Engine's quantized tensor wraps."""
     data = getattr(tensor, "get_data_tensors", None)
     if data is None:
@@ -196,7 +196,7 @@ class Tracker(TorchDispatchMode):
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
         module = self._path[-1]
-        for part in _parts(tensor):
+        for part in parts_of(tensor):
             if part.device.type == self._device:
                 self._keep(part, module)
         return tensor, module
