@@ -488,8 +488,8 @@ def _shared_experts(r: Recorder, spec: MoESpec, x: T) -> T:
         # The overlapped path gathers by hand, and fc1 keeps the gathered input
         # (shared_experts.py: pre_forward_comm).
         source = tape.make("shared experts input", x, ctx.tokens * ctx.hidden_size * ctx.act)
-    # Their input is the router's too: fc1 keeps that and no copy in fp8 (``shared_experts.py: SharedExpertMLP.__init__``,
-    # ``moe_layer.py: set_for_recompute_pre_mlp_layernorm``).
+    # Their input is the router's too: in fp8 fc1 keeps that and no copy (``shared_experts.py:
+    # SharedExpertMLP.__init__``, ``moe_layer.py: set_for_recompute_pre_mlp_layernorm``).
     delayed = ctx.fp8_recipe == "delayed" or ctx.impl.megatron_core < SHARED_INPUT_KEPT_SINCE
     original = (ctx.recompute.selects("layernorm") or not delayed) and not ctx.recompute.selects("shared_experts")
     y = dense_mlp(r, "mlp.shared_experts", source, ctx.hidden_size, f, mlp, original=original)

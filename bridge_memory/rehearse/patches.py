@@ -619,7 +619,7 @@ def loss_scales_put_back() -> Iterator[None]:
 
 
 def spread(total: int, parts: int, *, odd: bool = False) -> list[int]:
-    """``total`` over ``parts`` as evenly as whole numbers allow; ``odd``: every other part gives one to the one before."""
+    """``total`` over ``parts`` as evenly as whole numbers allow; ``odd``: every second part gives one to the first."""
     even = [total // parts + (i < total % parts) for i in range(parts)]
     if not odd or parts < 2:
         return even
