@@ -115,8 +115,8 @@ def _down_projection(r: Recorder, name: str, x: T, rank: int, rope: int) -> tupl
     """h -> rank + rope: the latent [T_sp, rank] and what holds the rotary part [T, rope].
 
     Whole on every rank: the latent is a view of it, and so is the rotary part unless it is gathered for sequence
-    parallelism. Else (local, and TE before 0.14): sharded over the output and gathered; the rotary part is a view of that, and so is a latent
-    without one, while a latent beside one is copied when it is scattered again.
+    parallelism. Else (local, and TE before 0.14): sharded over the output and gathered; the rotary part is a view of
+    that, and so is a latent without one, while a latent beside one is copied when it is scattered again.
     """
     ctx, tape = r.ctx, r.tape
     width, latent_bytes = rank + rope, ctx.tokens_sp * rank * ctx.act

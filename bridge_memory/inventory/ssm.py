@@ -13,7 +13,6 @@ from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import T
 from bridge_memory.spec import GatedDeltaNetSpec, MambaSpec, divide
 
-
 #: Tokens a chunk of flash-linear-attention's gated delta rule.
 DELTA_CHUNK = 64
 
@@ -113,7 +112,7 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: T) -> T:
     )
     stats = tape.tensor("out_norm rstd", 4 * rows * v_heads, grad=False)
     if ctx.te:
-        # The norm is a module of Transformer Engine, where the compiled gating around it (_apply_gated_norm) breaks off.
+        # Transformer Engine's norm is a module where the compiled gating around it (_apply_gated_norm) breaks off.
         normed = tape.make("out_norm output", out, rows * v * act, saves=(out, stats), also=(stats,))
         gated = tape.make("gated norm output", (normed, gate), rows * v * act, saves=(normed, gate))
     else:
