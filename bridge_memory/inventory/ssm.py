@@ -119,7 +119,9 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: T) -> T:
         gated = tape.make("gated norm output", (out, gate), rows * v * act, saves=(out, gate, stats), also=(stats,))
     if ctx.batch > 1:
         gated = tape.make("gated norm output, sequence first", gated, gated.bytes)
-    return r.row_linear(prefix + "out_proj", gated, v, ctx.hidden_size)
+    projected = r.row_linear(prefix + "out_proj", gated, v, ctx.hidden_size)
+    tape.touch(mixed, conv, query, key, value, gate, decay, out)  # variables of GatedDeltaNet.forward
+    return projected
 
 
 def _unit(r: Recorder, name: str, conv: T, rows: int, width: int, heads: int, repeat: int) -> T:
