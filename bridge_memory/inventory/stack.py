@@ -22,6 +22,7 @@ from bridge_memory.inventory.layer import (
     output_inventory,
 )
 from bridge_memory.inventory.mtp import depth_is_recomputed
+from bridge_memory.inventory.output import shared_weight_gradient
 from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.recorder import BlockInventory
 from bridge_memory.inventory.tape import BlockCost
@@ -268,9 +269,16 @@ def chunk_inventory(
             # ``gpt_model.py: GPTModel.forward`` holds decoder_input, of which the first layers keep a shard.
             link = replace(link, forward_peak=link.forward_peak + ctx.hidden_bytes)
         links.append((link, count))
-    for inventory, label in tail_inventories(model, chunk, ctx):
+    tail = tail_inventories(model, chunk, ctx)
+    losses = of_all = sum(label == "loss" for _, label in tail)
+    for inventory, label in tail:
         link = _plain(inventory, label)
-        links.append((replace(link, left=_left_by_mtp(model, ctx)) if label == "MTP" else link, 1))
+        if label == "MTP":
+            link = replace(link, left=_left_by_mtp(model, ctx))
+        elif label == "loss":
+            losses -= 1
+            link = _before_losses(link, losses, ctx, first=losses == of_all - 1) if losses else link
+        links.append((link, 1))
     if chunk.output and model.mtp_layer is not None and (
         mtp_loss_is_outside(ctx) and ctx.impl.megatron_core <= MTP_LOGITS_HELD_UNTIL
     ):
@@ -284,6 +292,24 @@ def chunk_inventory(
             link, count = links[last]
             links[last : last + 1] = [(link, count - 1)] * (count > 1) + [(link.kept_on_gpu(), 1)]
     return compose(links, 0 if chunk.output else ctx.hidden_bytes)
+
+
+def _before_losses(link: Link, others: int, ctx: BlockContext, *, first: bool) -> Link:
+    """A loss whose backward finds what ``others`` after it left waiting: the output weight's gradient, to which it adds
+    its own, those of their hidden states, and the tensor of all hidden states while a loss before it keeps a part."""
+    whole, fresh = shared_weight_gradient(ctx)
+    hidden = ctx.tokens_sp * ctx.hidden_size * ctx.act
+    joined = mtp_loss_is_outside(ctx)
+    gradients = (others if joined else 1) * hidden
+    waiting = (fresh if others == 1 else whole) + gradients
+    kept = others * hidden if joined else 0
+    summed = waiting + fresh + (whole if others == 1 else 0) + hidden
+    if joined and not first:
+        summed += kept + hidden
+    return replace(
+        link, backward_peak=max(link.backward_peak + waiting + kept, summed),
+        backward_peak_held=max(link.backward_peak_held + waiting + kept, summed),
+    )
 
 
 def _left_by_mtp(model: ModelSpec, ctx: BlockContext) -> int:

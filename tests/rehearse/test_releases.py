@@ -223,12 +223,14 @@ MTP_MODEL = replace(
 @pytest.mark.parametrize("depths", [1, 2])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_the_stage_of_mtp(depths: int, tp: int, tied: bool) -> None:
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_stage_of_mtp(depths: int, tp: int, tied: bool, batch: int) -> None:
     """Every parameter, and half a per cent of what is kept and of both peaks: when the losses of the depths are made,
-    what of the hidden states they keep, whether their logits are held."""
+    what of the hidden states they keep, whether their logits are held. With few tokens the output weight's gradients,
+    of which each loss makes one, make the backward peak."""
     model = replace(MTP_MODEL, mtp_num_layers=depths, share_embeddings_and_output_weights=tied)
     run = RunSpec(
-        model=model, parallel=parallel(8, tp, 2), batch=BatchSpec(seq_length=2048, micro_batch_size=4),
+        model=model, parallel=parallel(8, tp, 2), batch=BatchSpec(seq_length=2048, micro_batch_size=batch),
         implementation=LOCAL,
     )  # fmt: skip
     chunk = rehearse(run, 1).chunks[0]
