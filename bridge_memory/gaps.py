@@ -110,8 +110,8 @@ def _supposed(run: RunSpec) -> Iterator[str]:
         )
     if run.parallel.cp == 1:
         return
-    if impl.cp_comm_type in ("all_gather", "a2a+p2p"):
-        yield f"cp_comm_type ({impl.cp_comm_type}) holds what the ring of p2p holds"
+    if impl.cp_comm_type == "a2a+p2p":
+        yield f"cp_comm_type ({impl.cp_comm_type}) is taken to hold what the ring of p2p holds"
     if impl.cp_comm_type in ("a2a", "all_gather") and limits_of(run.model).mla:
         # TE attention/dot_product_attention/context_parallel.py: attn_forward_func_with_cp.
         yield (

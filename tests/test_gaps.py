@@ -120,8 +120,7 @@ def test_norms_over_all_heads_are_bridges_on_one_tensor_parallel_rank_only() -> 
     ("model", "comm", "words"),
     [
         (DENSE, "p2p", ""), (DENSE, "a2a", ""), (SHARED, "p2p", ""),
-        (DENSE, "all_gather", "holds what the ring of p2p holds"),
-        (DENSE, "a2a+p2p", "holds what the ring of p2p holds"),
+        (DENSE, "all_gather", ""), (DENSE, "a2a+p2p", "is taken to hold what the ring of p2p holds"),
         (SHARED, "a2a", "Transformer Engine 2.11 refuses"),
         (SHARED, "all_gather", "Transformer Engine 2.11 refuses"),
     ],

@@ -6,10 +6,9 @@ import argparse
 import io
 import json
 import sys
-from dataclasses import replace
 from typing import TextIO
 
-from bridge_memory.cli.run_arguments import add_run_arguments, parse_release, run_from_arguments
+from bridge_memory.cli.run_arguments import add_run_arguments, parse_release, run_on_gpus
 from bridge_memory.fields import known_releases, nearest_known, release_words
 from bridge_memory.spec import SpecError
 
@@ -43,7 +42,7 @@ def _check_release(text: str | None) -> None:
 def run(args: argparse.Namespace) -> int:
     """Estimate and print. Returns the exit code."""
     from bridge_memory.estimate import estimate
-    from bridge_memory.gpus import check_computes, find_gpu, fits
+    from bridge_memory.gpus import find_gpu, fits
     from bridge_memory.report.units import UNITS
     from bridge_memory.report.write import check_target, write_text
 
@@ -55,16 +54,7 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.output, force=args.force)
     gpus = [find_gpu(name) for name in args.gpu]
     _check_release(args.megatron_core)
-    spec = run_from_arguments(args, gpu_arch=gpus[0].arch if gpus else None)
-    for gpu in gpus:
-        check_computes(gpu, spec.precision)
-    if len({gpu.arch for gpu in gpus}) != 1:
-        # Library workspaces have one size an architecture: tens of MiB between them.
-        named = f"{gpus[0].name}, the first --gpu" if gpus else "a Hopper GPU (--gpu)"
-        if not gpus and spec.precision.fp8 and spec.precision.fp8_recipe == "mxfp8":
-            spec = replace(spec, implementation=replace(spec.implementation, gpu_arch="blackwell"))
-            named = "a Blackwell GPU (--gpu), as mxfp8 needs"
-        spec = replace(spec, assumptions=(*spec.assumptions, f"library workspaces as on {named}"))
+    spec = run_on_gpus(args, gpus)
     result = estimate(spec)
     if args.calibration is not None:
         from bridge_memory.live.calibration import calibrated, load

@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from bridge_memory.cli.run_arguments import add_run_arguments, run_from_arguments
+from bridge_memory.cli.run_arguments import add_run_arguments, run_on_gpus
 from bridge_memory.spec import MoESpec, RunSpec, SpecError
 
 
@@ -22,6 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--rank", type=int, metavar="R", help="this global rank")
     group.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
                        help="cpu: on meta tensors, nothing is allocated; cuda: for real on one GPU")
+    group.add_argument("--gpu", metavar="NAME",
+                       help="rehearse for this GPU's generation (cpu; default Hopper, Blackwell for mxfp8)")
     group.add_argument("--steps", type=int, default=2, metavar="N", help="training steps with --device cuda")
     group.add_argument("--layer", type=int, metavar="N",
                        help="one decoder layer on its own, tensor by tensor (cpu)")
@@ -36,8 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from bridge_memory.rehearse.world import quiet, require_megatron
 
     with quiet():
-        if args.device == "cpu":
-            _take_transformer_engine()
+        why_not = _take_transformer_engine() if args.device == "cpu" else ""
         require_megatron()
         spec = _spec(args)
         if args.device == "cuda":
@@ -45,20 +46,24 @@ def run(args: argparse.Namespace) -> int:
         for flag in ("record", "snapshot"):
             if getattr(args, flag):
                 raise SpecError(f"{flag} records a real run; it needs --device cuda")
-        return _on_meta(args, spec)
+        return _on_meta(args, spec, why_not)
 
 
 def _spec(args: argparse.Namespace) -> RunSpec:
     """The run, by the rules of the megatron-core that is installed, which is the one that will run."""
+    from bridge_memory.gpus import find_gpu
     from bridge_memory.rehearse.world import installed_release
 
+    if args.gpu is not None and args.device == "cuda":
+        raise SpecError("gpu goes with --device cpu; --device cuda runs on the GPU that is here")
+    gpus = [find_gpu(args.gpu)] if args.gpu is not None else []
     here = installed_release()
     if here is None:
-        return run_from_arguments(args)
+        return run_on_gpus(args, gpus)
     text = f"{here[0]}.{here[1]}"
     if not args.megatron_core:
         args.megatron_core = text
-    spec = run_from_arguments(args)
+    spec = run_on_gpus(args, gpus)
     if spec.implementation.megatron_core != here:
         raise SpecError(
             f"megatron_core ({args.megatron_core}) is not the release installed here ({text}), which is the one that "
@@ -79,31 +84,38 @@ def _experts_one_by_one(spec: RunSpec, notes: list[str]) -> RunSpec:
     return spec.with_(implementation=replace(impl, moe_grouped_gemm=False))
 
 
-def _take_transformer_engine() -> None:
-    """Its Python, where installed, over kernels that compute nothing; megatron-core looks for it only once."""
-    if find_spec("torch") is not None and find_spec("transformer_engine") is not None:
-        from bridge_memory.rehearse import te_kernels
+def _take_transformer_engine() -> str:
+    """Its Python, over kernels that compute nothing; megatron-core looks for it only once. Returns why it cannot be."""
+    if find_spec("torch") is None:
+        return ""
+    from bridge_memory.rehearse import te_kernels
 
+    why_not = te_kernels.why_not()
+    if why_not:
+        te_kernels.leave()
+    else:
         te_kernels.load()
+    return why_not
 
 
-def _on_meta(args: argparse.Namespace, spec: RunSpec) -> int:
+def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str) -> int:
+    """On meta tensors; ``why_not``: why Transformer Engine cannot be rehearsed here, or empty."""
     from bridge_memory.rehearse import te_kernels
     from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 
     refuse_what_is_ignored(spec)
     notes: list[str] = []
-    if spec.implementation.te and not te_kernels.installed():
+    if spec.implementation.te and why_not:
         alone = {"fp8": spec.precision.fp8, "context_parallel_size": spec.parallel.cp if spec.parallel.cp > 1 else None}
         for name, value in alone.items():
             if value is not None:
                 raise SpecError(
-                    f"{name} ({value}) is Transformer Engine's, whose Python is not installed; add it (no GPU needed) "
-                    f"with: {te_kernels.INSTALL}"
+                    f"{name} ({value}) needs Transformer Engine, and {why_not}; add it (no GPU needed) with: "
+                    f"{te_kernels.INSTALL}"
                 )
         notes.append(
-            "both columns are for --transformer-impl local, since Transformer Engine's Python is not installed; "
-            f"add it (no GPU needed) with: {te_kernels.INSTALL}"
+            f"both columns are for --transformer-impl local, without Transformer Engine: {why_not}; add it (no GPU "
+            f"needed) with: {te_kernels.INSTALL}"
         )
         local = replace(spec.implementation, transformer_impl="local", moe_grouped_gemm=False)
         spec = spec.with_(implementation=local)

@@ -7,9 +7,10 @@ given leaves the spec's default alone; what had to be supposed is said in the ru
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bridge_memory.fields import MOST_GPUS, check_fields
 from bridge_memory.gaps import idle_modules
@@ -26,6 +27,9 @@ from bridge_memory.spec import (
     RunSpec,
     SpecError,
 )
+
+if TYPE_CHECKING:
+    from bridge_memory.gpus import Gpu
 
 DEFAULT_SEQ_LENGTH = 4096
 _UNSET: Any = argparse.SUPPRESS
@@ -289,6 +293,27 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
         given["optimizer"].setdefault("fp8_recipe", given["precision"]["fp8_recipe"])
     groups = {name: spec(**given[name]) for name, spec in _SPECS.items() if name != "parallel"}
     return RunSpec(model=model, parallel=parallel, assumptions=tuple(assumptions), **groups)
+
+
+def run_on_gpus(args: argparse.Namespace, gpus: Sequence[Gpu]) -> RunSpec:
+    """The run that the flags describe, on these GPUs. Raises SpecError, also where one does not compute its precision.
+
+    The first GPU's generation, Hopper where none is named (Blackwell for mxfp8), sizes library workspaces and lays out
+    fp8; it is an assumption unless all named GPUs are of it.
+    """
+    from bridge_memory.gpus import check_computes
+
+    spec = run_from_arguments(args, gpu_arch=gpus[0].arch if gpus else None)
+    for gpu in gpus:
+        check_computes(gpu, spec.precision)
+    if len({gpu.arch for gpu in gpus}) == 1:
+        return spec
+    # Library workspaces have one size an architecture: tens of MiB between them.
+    named = f"{gpus[0].name}, the first --gpu" if gpus else "a Hopper GPU (--gpu)"
+    if not gpus and spec.precision.fp8 and spec.precision.fp8_recipe == "mxfp8":
+        spec = replace(spec, implementation=replace(spec.implementation, gpu_arch="blackwell"))
+        named = "a Blackwell GPU (--gpu), as mxfp8 needs"
+    return replace(spec, assumptions=(*spec.assumptions, f"library workspaces as on {named}"))
 
 
 def _run_from_megatron(

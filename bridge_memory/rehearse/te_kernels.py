@@ -5,12 +5,11 @@ Which tensors Transformer Engine allocates, saves and frees is decided by its Py
 ``transformer_engine_torch``, computes. Here that half is replaced by functions that allocate what the kernels
 return and compute nothing; the Triton kernels, whose outputs are made in Python, are launched into nothing.
 
-It takes the pure Python wheel alone: ``pip install --no-deps transformer_engine``. megatron-core looks for
-Transformer Engine once, when it is imported, so a process takes Transformer Engine with ``load`` before that,
-or not at all.
+It takes the pure Python wheel alone (``INSTALL``). megatron-core looks for Transformer Engine once, when it is
+imported, so a process takes Transformer Engine with ``load`` before that, or not at all (``leave``).
 
-Seen with Transformer Engine 2.11.0 and 2.20.2. Outputs follow ``transformer_engine/pytorch/csrc/extensions``
-of these releases. What a kernel makes and drops inside is not seen, but for the sums of attention's backward.
+Outputs follow ``transformer_engine/pytorch/csrc/extensions`` of Transformer Engine 2.11; the tests pass with 2.10 to
+2.14. What a kernel makes and drops inside is not seen, but for the sums of attention's backward.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ from bridge_memory.rehearse.world import RehearsalUnavailable
 
 PACKAGE = "transformer_engine"
 COMPILED = "transformer_engine_torch"
+#: Releases whose calls of its compiled half are known, as tests/te passed with them.
+OLDEST, NEWEST = (2, 10), (2, 14)
 #: How to get its Python alone; pydantic is what its recipes are written with.
 INSTALL = 'pip install --no-deps "transformer_engine==2.11.0" && pip install pydantic packaging'
 #: What Transformer Engine chooses its paths by: the GPU, and the versions of its libraries.
@@ -51,9 +52,22 @@ MEGATRON_TRITON = (
 )  # fmt: skip
 
 
-def installed() -> bool:
-    """Whether Transformer Engine's Python can be found."""
-    return importlib.util.find_spec(PACKAGE) is not None
+def why_not() -> str:
+    """Why Transformer Engine cannot be rehearsed here, in words that follow its name; empty where it can."""
+    if loaded():
+        return ""
+    if importlib.util.find_spec(PACKAGE) is None:
+        return "its Python is not installed"
+    try:
+        here = version()
+    except importlib.metadata.PackageNotFoundError:
+        return "its release is not known"
+    if not OLDEST <= tuple(int(n) if n.isdigit() else 0 for n in here.split(".")[:2]) <= NEWEST:
+        known = " to ".join(f"{a}.{b}" for a, b in (OLDEST, NEWEST))
+        return f"its release here ({here}) is none of {known}"
+    return next(
+        (f"{name} is not installed" for name in ("pydantic", "packaging") if importlib.util.find_spec(name) is None), ""
+    )
 
 
 def loaded() -> bool:
@@ -64,13 +78,13 @@ def loaded() -> bool:
 def load() -> None:
     """Import Transformer Engine over kernels that compute nothing, for the life of this process.
 
-    Raises RehearsalUnavailable when it is not installed, or when megatron-core was imported without it.
+    Raises RehearsalUnavailable when it cannot be rehearsed, or when megatron-core was imported without it.
     """
     if loaded():
         return
-    if not installed():
+    if why := why_not():
         raise RehearsalUnavailable(
-            f"transformer_impl (transformer_engine) needs Transformer Engine's Python; install it with: {INSTALL}"
+            f"transformer_impl (transformer_engine) cannot be rehearsed: {why}; install it with: {INSTALL}"
         )
     if "megatron.core" in sys.modules or PACKAGE in sys.modules:
         raise RehearsalUnavailable(
@@ -94,6 +108,12 @@ def load() -> None:
         for name in MEGATRON_TRITON:
             with suppress(ImportError):
                 importlib.import_module(f"megatron.core.{name}")
+
+
+def leave() -> None:
+    """Let megatron-core find no Transformer Engine, for the life of this process."""
+    if PACKAGE not in sys.modules:
+        sys.modules[PACKAGE] = None  # type: ignore[assignment]
 
 
 def version() -> str:
@@ -518,7 +538,7 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) 
     return _quantized(tensor, quantizer) if output is None else output
 
 
-def split_quantize(tensor: torch.Tensor, sections: Sequence[int], quantizers: Sequence[Any], *rest: Any) -> list[Any]:
+def split_quantize(tensor: torch.Tensor, sections: Sequence[int], quantizers: Sequence[Any], **rest: Any) -> list[Any]:
     """``cast.cpp: split_quantize``: every part on its own."""
     return [_quantized(p, q) for p, q in zip(torch.split(tensor, list(sections)), quantizers, strict=True)]
 

@@ -45,6 +45,10 @@ def require_megatron() -> None:
             f"rehearse runs the real megatron-core, and {missing.name or missing} is not installed; "
             'install it with: pip install "bridge-memory[megatron]"'
         ) from None
+    except (RuntimeError, OSError, AssertionError) as error:  # as of a Transformer Engine without its compiled half
+        raise RehearsalUnavailable(
+            f"rehearse runs the real megatron-core, which does not import here: {str(error).splitlines()[0][:200]}"
+        ) from None
     here = installed_release()
     if here is not None and here < OLDEST_RELEASE:
         raise RehearsalUnavailable(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,18 +236,40 @@ def test_what_a_rehearsal_would_ignore_is_refused_by_name(field: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_fp8_is_refused_where_transformer_engine_is_missing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("release", "packages", "words"),
+    [
+        (None, (), "its Python is not installed"),
+        ("2.20.2", (), "its release here (2.20.2) is none of 2.10 to 2.14"),
+        ("2.11.0", ("pydantic",), "pydantic is not installed"),
+    ],
+)
+def test_what_is_transformer_engines_alone_is_refused_without_it(
+    release: str | None, packages: tuple[str, ...], words: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """The local modules, which then stand in, would compute in bf16 on both sides and say nothing."""
     from bridge_memory.rehearse import te_kernels
 
-    monkeypatch.setattr(te_kernels, "installed", lambda: False)
-    te = ["--transformer-impl", "transformer_engine", "--fp8", "hybrid"]
-    for more in ([], ["--layer", "0"]):
+    monkeypatch.setattr(te_kernels, "loaded", lambda: False)
+    monkeypatch.setattr(te_kernels, "leave", lambda: None)
+    monkeypatch.setitem(sys.modules, te_kernels.PACKAGE, None)
+    if release is not None:
+        monkeypatch.delitem(sys.modules, te_kernels.PACKAGE)
+        (tmp_path / "transformer_engine").mkdir()
+        (tmp_path / "transformer_engine" / "__init__.py").touch()
+        about = tmp_path / f"transformer_engine-{release}.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {release}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+    for name in packages:
+        monkeypatch.setitem(sys.modules, name, None)
+    te = ["--transformer-impl", "transformer_engine"]
+    for more in (["--fp8", "hybrid"], ["--fp8", "hybrid", "--layer", "0"], ["--cp", "2", "--num-gpus", "8"]):
         assert main([*COMMAND, *te, *more]) == 2
         said = capsys.readouterr().err.strip()
-        assert "fp8 (hybrid)" in said
+        assert ("fp8 (hybrid)" if "--fp8" in more else "context_parallel_size (2)") in said
+        assert words in said
         assert "pip install" in said
         assert "\n" not in said
 

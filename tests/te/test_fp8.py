@@ -57,6 +57,6 @@ def test_weights_are_kept_in_two_layouts_on_hopper_and_in_one_on_blackwell() -> 
     weights = 3 * 14336 * 4096 + 48 * 128 * 4096 + 4096 * 4096
     for arch, layouts in (("hopper", 2), ("blackwell", 1)):
         lasting = rehearse_layer(in_fp8(run_of("gqa", gpu_arch=arch), "tensorwise"), 1).lasting
-        linears = sum(a.bytes for a in lasting if ".linear_" in a.module and a.bytes > 2**20)
         workspace = 32 * 2**20 + 1024  # of cuBLAS, made in the first linear
-        assert linears == layouts * weights + workspace
+        linears = (a.bytes for a in lasting if ".linear_" in a.module and a.bytes not in (4, workspace))
+        assert sum(linears) == layouts * weights
