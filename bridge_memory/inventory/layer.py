@@ -52,6 +52,7 @@ def mtp_inventory(layer: LayerSpec, ctx: BlockContext) -> BlockInventory:
         joined = record_mtp_inputs(r, x, embedded)
         first = len(r.parameters)
         y = _record_layer(r, layer, joined)
+        r.tape.touch(joined)  # a variable of ``_proj_and_transformer_layer`` until the layer has returned
         r.parameters[first:] = [p.under("transformer_layer.") for p in r.parameters[first:]]
         out = r.norm("final_layernorm", y, ctx.hidden_size, ctx.tokens_sp)
     r.tape.output(out)

@@ -20,6 +20,8 @@ WHOLE_DOWN_PROJECTIONS_SINCE = (0, 14)
 #: megatron-core release since which the norms of the latents are not recomputed with the up-projections
 #: (``multi_latent_attention.py: MLASelfAttention.get_query_key_value_tensors``).
 NORMS_BEFORE_UP_PROJECTIONS_SINCE = (0, 16)
+#: megatron-core release since which ``MultiLatentAttention.forward`` has the latents as variables.
+LATENTS_HELD_SINCE = (0, 16)
 
 
 def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
@@ -35,7 +37,7 @@ def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
         normed = r.hold(r.norm("input_layernorm", x, h, ctx.tokens_sp))
     recompute_up = ctx.recompute.selects("mla_up_proj")
     with r.offload("qkv_linear"):
-        qkv, up_region = _query_key_value(r, spec, normed, recompute=recompute_up)
+        qkv, latents, up_region = _query_key_value(r, spec, normed, recompute=recompute_up)
     with (
         tape.checkpoint("core_attn", qkv, enabled=ctx.recompute.selects("core_attn")),
         r.offload("core_attn"),
@@ -47,6 +49,8 @@ def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
         tape.discard(up_region, *qkv)
     with r.offload("attn_proj"):
         y = r.row_linear("self_attention.linear_proj", out, v_width, h, original=r.proj_keeps_original)
+    if ctx.impl.megatron_core >= LATENTS_HELD_SINCE:
+        tape.touch(*latents)
     if recompute_norm:
         tape.discard(norm_region, normed)
     return y
@@ -54,9 +58,9 @@ def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
 
 def _query_key_value(
     r: Recorder, spec: MLASpec, normed: T, *, recompute: bool
-) -> tuple[tuple[T, T, T], Region]:
+) -> tuple[tuple[T, T, T], tuple[T, T], Region]:
     """Down-projections, their norms, up-projections and rotary embedding: q, k [T, a (d_nope + d_rope) / t] and
-    v [T, a d_v / t], with the region of the up-projections."""
+    v [T, a d_v / t], with the latents and the region of the up-projections."""
     ctx, tape = r.ctx, r.tape
     a = spec.num_attention_heads // ctx.tp
     q_width, v_width = a * (spec.qk_head_dim + spec.qk_pos_emb_head_dim), a * spec.v_head_dim
@@ -73,6 +77,7 @@ def _query_key_value(
     norms_first = ctx.impl.megatron_core >= NORMS_BEFORE_UP_PROJECTIONS_SINCE
     if own_norms and norms_first:
         q_in, kv_in = _norms(r, spec, q_in, kv_in)
+    latents = (q_in, kv_in)
 
     with tape.discardable("mla_up_proj", (q_in, kv_in, k_rope), enabled=recompute) as up_region:
         if own_norms and not norms_first:
@@ -96,7 +101,7 @@ def _query_key_value(
             query = tape.make("query", q, q_bytes, workspace=q_bytes // 2, saves=angles[:1], also=angles[:1])
         key = tape.make("key", (kv, k_rope), q_bytes, saves=angles[1:], also=angles[1:])
         value = tape.make("value", kv, v_bytes)
-    return (query, key, value), up_region
+    return (query, key, value), latents, up_region
 
 
 def _norms(r: Recorder, spec: MLASpec, q_in: T, kv_in: T) -> tuple[T, T]:

@@ -59,18 +59,6 @@ def record_output(r: Recorder, *, output_bias: bool, own_weight: bool, input_cou
     tape.output(loss)
 
 
-def shared_weight_gradient(ctx: BlockContext) -> tuple[int, int]:
-    """Bytes of the output weight's gradient, and of the tensor that each loss makes for it (none where the gradient is
-    accumulated in place and one stand-in serves all).
-
-    With MTP several losses use the weight. Autograd adds their gradients up before it hands them on, and the first
-    sum is a third tensor, since others hold on to both (``input_buffer.cpp: accumulate``).
-    """
-    rows = divide(ctx.padded_vocab, ctx.tp, "padded vocab_size", "tensor_model_parallel_size")
-    fresh = Recorder(ctx).weight_grad((rows, ctx.hidden_size), te=False)
-    return rows * ctx.hidden_size * ctx.act, fresh
-
-
 def _cross_entropy(r: Recorder, logits: T, elements: int) -> T:
     """Loss of each token, fp32 [T]."""
     ctx, tape = r.ctx, r.tape

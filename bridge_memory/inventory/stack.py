@@ -22,9 +22,9 @@ from bridge_memory.inventory.layer import (
     output_inventory,
 )
 from bridge_memory.inventory.mtp import depth_is_recomputed
-from bridge_memory.inventory.output import shared_weight_gradient
 from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.recorder import BlockInventory
+from bridge_memory.inventory.shared_weights import Waiting, waiting_gradients
 from bridge_memory.inventory.tape import BlockCost
 from bridge_memory.layout import Chunk, layout
 from bridge_memory.spec import LayerSpec, ModelSpec, MoESpec, ParallelSpec, RunSpec
@@ -46,6 +46,8 @@ class Link:
     modules: tuple[tuple[str, int], ...]
     #: Bytes in host memory between the passes.
     offloaded: int = 0
+    #: ``forward_peak`` up to its last router, where the graph of that router's probabilities reaches the chunk's input.
+    routed_peak: int = 0
     #: What its backward leaves behind until its next forward, and of that the gradient of its input.
     left: int = 0
     left_gradient: int = 0
@@ -76,7 +78,7 @@ def _plain(inventory: BlockInventory, label: str) -> Link:
     c = inventory.cost
     return Link(
         label, c.saved, c.forward_peak, c.forward_peak_op, c.backward_peak, c.backward_peak_op,
-        c.backward_peak_held, _modules(c), c.offloaded,
+        c.backward_peak_held, _modules(c), c.offloaded, c.early[0],
     )
 
 
@@ -141,10 +143,15 @@ def _layer(layer: LayerSpec, ctx: BlockContext) -> Link:
     if not (_dispatches(layer) and ctx.recompute.selects("moe")):
         return link
     left = 2 * ctx.tokens_sp * ctx.hidden_size * ctx.act
-    forward, backward, held, _ = (peak + left for peak in inventory.cost.early)
+    return _leaving(link, inventory.cost, left)
+
+
+def _leaving(link: Link, cost: BlockCost, left: int) -> Link:
+    """A link that finds ``left`` bytes of its last backward where its router has not run yet, and leaves as many."""
+    forward, backward, held, _ = (peak + left for peak in cost.early)
     return replace(
         link, left=left, forward_peak=max(link.forward_peak, forward), backward_peak=max(link.backward_peak, backward),
-        backward_peak_held=max(link.backward_peak_held, held),
+        backward_peak_held=max(link.backward_peak_held, held), routed_peak=0,
     )
 
 
@@ -271,20 +278,29 @@ def chunk_inventory(
         links.append((link, count))
     tail = tail_inventories(model, chunk, ctx)
     losses = of_all = sum(label == "loss" for _, label in tail)
-    for inventory, label in tail:
+    depths = len(chunk.mtp)
+    tied = model.share_embeddings_and_output_weights and (chunk.embedding or bool(chunk.mtp))
+    waiting = waiting_gradients([link.label for link, _ in links] + [label for _, label in tail], ctx, tied=tied)
+    links = [(_beside(link, w), count) for (link, count), w in zip(links, waiting, strict=False)]
+    for (inventory, label), w in zip(tail, waiting[len(links) :], strict=True):
         link = _plain(inventory, label)
         if label == "MTP":
-            link = replace(link, left=_left_by_mtp(model, ctx))
+            depths -= 1
+            link = _leaving_of_mtp(link, inventory.cost, model, ctx)
+            link = _beside_joined(link, len(chunk.mtp), ctx, last=not depths)
         elif label == "loss":
             losses -= 1
-            link = _before_losses(link, losses, ctx, first=losses == of_all - 1) if losses else link
-        links.append((link, 1))
+            if losses:
+                link = _before_losses(link, losses, ctx, w, first=losses == of_all - 1)
+        links.append((_beside(link, w), 1))
     if chunk.output and model.mtp_layer is not None and (
         mtp_loss_is_outside(ctx) and ctx.impl.megatron_core <= MTP_LOGITS_HELD_UNTIL
     ):
         loss, count = links[-1]
         held = mtp_logits_bytes(ctx)
         links[-1:] = [(loss, count - 1)] * (count > 1) + [(replace(loss, forward_peak=loss.forward_peak + held), 1)]
+    if not chunk.embedding:
+        _beside_last_input(links, ctx)
     if backward_next:
         # The last offloading group of each name stays (``should_bulk_offload``).
         last = max((i for i, (link, _) in enumerate(links) if link.offloaded), default=None)
@@ -294,31 +310,65 @@ def chunk_inventory(
     return compose(links, 0 if chunk.output else ctx.hidden_bytes)
 
 
-def _before_losses(link: Link, others: int, ctx: BlockContext, *, first: bool) -> Link:
-    """A loss whose backward finds what ``others`` after it left waiting: the output weight's gradient, to which it adds
-    its own, those of their hidden states, and the tensor of all hidden states while a loss before it keeps a part."""
-    whole, fresh = shared_weight_gradient(ctx)
-    hidden = ctx.tokens_sp * ctx.hidden_size * ctx.act
-    joined = mtp_loss_is_outside(ctx)
-    gradients = (others if joined else 1) * hidden
-    waiting = (fresh if others == 1 else whole) + gradients
-    kept = others * hidden if joined else 0
-    summed = waiting + fresh + (whole if others == 1 else 0) + hidden
-    if joined and not first:
-        summed += kept + hidden
+def _beside_last_input(links: list[tuple[Link, int]], ctx: BlockContext) -> None:
+    """The input that another stage sent last, and its gradient, are there until the last router has run: the graph of
+    the dispatcher's probabilities ends in the node that accumulates the gradient (``token_dispatcher.py: self.probs``).
+    """
+    last = max((i for i, (link, _) in enumerate(links) if link.routed_peak), default=None)
+    if last is not None:
+        link, count = links[last]
+        peak = max(link.forward_peak, link.routed_peak + 2 * ctx.hidden_bytes)
+        links[last : last + 1] = [(link, count - 1)] * (count > 1) + [(replace(link, forward_peak=peak), 1)]
+
+
+def _beside(link: Link, waiting: Waiting) -> Link:
+    """A link whose backward finds gradients of weights waiting, to which the embedding adds its own at its end."""
+    if not waiting.before and not waiting.total:
+        return link
+    summed = link.saved + waiting.at_the_sum if link.label == "embedding" else 0
     return replace(
-        link, backward_peak=max(link.backward_peak + waiting + kept, summed),
-        backward_peak_held=max(link.backward_peak_held + waiting + kept, summed),
+        link, backward_peak=max(link.backward_peak + waiting.before, summed),
+        backward_peak_held=max(link.backward_peak_held + waiting.before, summed),
     )
 
 
-def _left_by_mtp(model: ModelSpec, ctx: BlockContext) -> int:
-    """As ``_layer``; a recomputed depth has two inputs, the hidden states and the embedding of the next tokens."""
+def _beside_joined(link: Link, depths: int, ctx: BlockContext, *, last: bool) -> Link:
+    """An MTP depth whose backward runs while the gradient of all hidden states joined, [(1 + depths) T_sp, h], waits as
+    that of the first of them, of which it is a part. So is the gradient of the ``last`` depth's output."""
+    if not mtp_loss_is_outside(ctx):
+        return link
+    hidden = ctx.tokens_sp * ctx.hidden_size * ctx.act
+    peak = link.backward_peak_held + depths * hidden if last else link.backward_peak + (1 + depths) * hidden
+    return replace(link, backward_peak=peak, backward_peak_held=peak)
+
+
+def _before_losses(link: Link, others: int, ctx: BlockContext, waiting: Waiting, *, first: bool) -> Link:
+    """A loss whose backward finds what ``others`` after it left: gradients of their hidden states, and the tensor of
+    all hidden states while a loss before it keeps a part."""
+    hidden = ctx.tokens_sp * ctx.hidden_size * ctx.act
+    joined = mtp_loss_is_outside(ctx)
+    gradients = (others if joined else 1) * hidden
+    kept = others * hidden if joined else 0
+    summed = waiting.own + waiting.total + gradients + hidden
+    if joined and not first:
+        summed += kept + hidden
+    return replace(
+        link, backward_peak=max(link.backward_peak + gradients + kept, summed),
+        backward_peak_held=max(link.backward_peak_held + gradients + kept, summed),
+    )
+
+
+def _leaving_of_mtp(link: Link, cost: BlockCost, model: ModelSpec, ctx: BlockContext) -> Link:
+    """As ``_layer``. A recomputed depth has two inputs, the hidden states and the embedding of the next tokens; what it
+    left is gone before its backward, with its own forward pass."""
     if model.mtp_layer is None or not _dispatches(model.mtp_layer):
-        return 0
+        return link
     if depth_is_recomputed(ctx):
-        return 4 * ctx.hidden_bytes
-    return _layer(model.mtp_layer, ctx).left
+        left = 4 * ctx.hidden_bytes
+        forward = max(link.forward_peak, cost.early[0] + left)
+        return replace(link, left=left, forward_peak=forward, routed_peak=0)
+    left = _layer(model.mtp_layer, ctx).left
+    return _leaving(link, cost, left) if left else link
 
 
 #: megatron-core release since which ``GPTModel._postprocess`` makes the losses of the MTP depths, of the hidden states

@@ -7,6 +7,7 @@ Bytes are exact sizes: the CUDA allocator rounds each up to 512. Scratch space i
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,8 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch._compile
+import torch._dynamo.eval_frame
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -75,6 +78,74 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t for t in (*data(), *scales) if t is not None)
 
 
+# ---- sums of gradients ----
+#
+# Autograd adds a second gradient of a tensor to the first in place when nobody else holds the first, and never
+# while a dispatch mode is active (``torch/csrc/autograd/input_buffer.cpp: can_accumulate_inplace``). What the
+# mode prevents is done here.
+
+#: Where torch's own frames around a dispatch mode come from.
+WRAPPERS = (torch._compile.__file__, torch._dynamo.eval_frame.__file__)
+ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+
+
+def _by_the_engine() -> bool:
+    """Whether autograd's engine itself asks, not the backward of a function written in Python."""
+    if torch.is_grad_enabled():
+        return False
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename in WRAPPERS:
+        frame = frame.f_back
+    return frame is not None and "run_backward" in frame.f_code.co_names
+
+
+@dataclass(frozen=True, slots=True)
+class _Owners:
+    """How many hold a tensor: references to the tensor, to its storage, and to its Python object."""
+
+    tensor: int
+    storage: int
+    wrapper: int
+
+    def __le__(self, other: _Owners) -> bool:
+        return self.tensor <= other.tensor and self.storage <= other.storage and self.wrapper <= other.wrapper
+
+
+def _owners(args: tuple[Any, ...]) -> _Owners:
+    storage = args[0].untyped_storage()
+    return _Owners(args[0]._use_count(), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(args[0]))
+
+
+class _Watch(TorchDispatchMode):
+    """Sees who holds the first gradient of every sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[_Owners] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is ADD and _by_the_engine():
+            self.seen.append(_owners(args))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.enable_grad()
+def _sole_owner() -> _Owners:
+    """What ``_owners`` says of a gradient that only the engine holds."""
+    x = torch.ones((), device=META, requires_grad=True) * 1
+    loss = x.exp() + x.sin()
+    with _Watch() as watch:
+        loss.backward()
+    (seen,) = watch.seen
+    return seen
+
+
+#: Releases of PyTorch differ. Found out here, where no other mode is active.
+SOLE_OWNER = _sole_owner()
+
+
 class Tracker(TorchDispatchMode):
     """Use ``with tracker.watching(module):``; storages that exist before are not counted."""
 
@@ -112,6 +183,8 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is ADD and _by_the_engine() and _owners(args) <= SOLE_OWNER:
+            func = ADD_IN_PLACE
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[-1]
         made = False

@@ -55,7 +55,7 @@ def model(layer: LayerSpec, **more: Any) -> ModelSpec:
     )
 
 
-#: "gpt": learned positions, dropout after the embedding, LayerNorm.
+#: "gpt": learned positions, dropout after the embedding, LayerNorm. "2k": the vocabulary.
 MODELS = {
     "llama": model(GQA),
     "tied": model(GQA, share_embeddings_and_output_weights=True),
@@ -65,6 +65,8 @@ MODELS = {
     ),
     "moe": model(EXPERTS),
     "deepseek": model(LATENT),
+    **{f"{name} 2k": replace(model(layer), vocab_size=2048)
+       for name, layer in (("llama", GQA), ("moe", EXPERTS), ("deepseek", LATENT))},
 }  # fmt: skip
 
 
@@ -138,6 +140,12 @@ CASES = [
       for stage in (0, 1) for method, n in (("uniform", 2), ("block", 3))),
     *(Case(m, 1, tp=2, recompute=RecomputeSpec(granularity="selective", modules=(module,)))
       for m, module in (("llama", "core_attn"), ("llama", "layernorm"), ("llama", "mlp"), ("moe", "moe"))),
+    # Weights with several uses on one stage, whose gradients wait for each other and make the backward peak.
+    *(Case(m, 0, pp=1, tp=tp, mtp=mtp, recompute=full("uniform", 1))
+      for m, mtps in (("tied", (0, 1, 2)), ("llama", (1, 2))) for mtp in mtps for tp in (1, 2)),
+    # With a small vocabulary MTP makes both peaks.
+    *(Case(f"{m} 2k", 1, pp=2, tp=tp, mtp=mtp, recompute=r) for m in ("llama", "moe", "deepseek") for tp in (1, 2)
+      for mtp, r in ((1, NONE), (1, full("uniform", 1)), (2, full("uniform", 1)))),
 ]  # fmt: skip
 
 

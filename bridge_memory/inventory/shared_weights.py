@@ -1,0 +1,76 @@
+"""Gradients of a weight that one chunk uses more than once.
+
+The embedding's weight serves the embedding, every MTP depth and, tied, the output layer; an untied output layer's
+weight serves the main loss and those of the MTP depths. Autograd hands a weight its gradient when all uses have
+given theirs. Until then the sum so far waits: with tied embeddings on one stage, through the whole backward pass.
+
+Source: PyTorch ``torch/csrc/autograd/input_buffer.cpp: accumulate`` (in place where nobody else holds the first),
+megatron-core ``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``,
+``models/gpt/gpt_model.py: shared_embedding_or_output_weight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bridge_memory.inventory.context import BlockContext
+from bridge_memory.inventory.recorder import Recorder
+from bridge_memory.spec import divide
+
+EMBEDS = ("embedding", "MTP")
+LOSS = "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Around the backward of one block, in bytes."""
+
+    #: Gradients of weights that wait for those of other uses.
+    before: int = 0
+    #: This use's own gradient.
+    own: int = 0
+    #: The tensor of the sum, where it is neither of the two it is of.
+    total: int = 0
+
+    @property
+    def at_the_sum(self) -> int:
+        return self.before + self.own + self.total
+
+
+def waiting_gradients(blocks: Sequence[str], ctx: BlockContext, *, tied: bool) -> list[Waiting]:
+    """For each of ``blocks``, by label and in forward order.
+
+    ``tied``: their output layers use the embedding's weight. The embedding's gradient is a dense [V / t, h]. So is the
+    output layer's; but where the GEMM adds into the main gradient, a stand-in that Transformer Engine keeps for good
+    takes its place (``Recorder.weight_grad``), which a sum may not be written over.
+    """
+    shape = (divide(ctx.padded_vocab, ctx.tp, "padded vocab_size", "tensor_model_parallel_size"), ctx.hidden_size)
+    dense = shape[0] * shape[1] * ctx.act
+    of_output = Recorder(ctx).weight_grad(shape, te=False)
+    weights = [_weight(label, tied) for label in blocks]
+    left = {name: weights.count(name) for name in ("embedding", "output")}
+    waiting: dict[str, int] = {}
+    out: list[Waiting] = []
+    for label, name in zip(reversed(blocks), reversed(weights), strict=True):
+        before = sum(waiting.values())
+        if not name:
+            out.append(Waiting(before))
+            continue
+        own = of_output if label == LOSS else dense
+        total = dense if waiting.get(name) == 0 else 0
+        left[name] -= 1
+        if not left[name]:
+            waiting.pop(name, None)
+        elif name in waiting:
+            waiting[name] = dense
+        else:
+            waiting[name] = own
+        out.append(Waiting(before, own, total))
+    return out[::-1]
+
+
+def _weight(label: str, tied: bool) -> str:
+    if label in EMBEDS or (label == LOSS and tied):
+        return "embedding"
+    return "output" if label == LOSS else ""
