@@ -13,7 +13,8 @@ from bridge_memory.estimate import Estimate
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.layer import embedding_inventory, layer_inventory
 from bridge_memory.inventory.recorder import BlockInventory
-from bridge_memory.inventory.stack import parameter_groups, tail_inventories
+from bridge_memory.inventory.stack import parameter_groups
+from bridge_memory.inventory.tail import tail_inventories
 from bridge_memory.layout import Chunk, layout
 from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec
 

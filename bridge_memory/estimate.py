@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from bridge_memory.components import STATIC_KINDS, Component
 from bridge_memory.gaps import gaps, ignored
 from bridge_memory.inventory.buffers import lasting_buffers
+from bridge_memory.inventory.chain import ChunkInventory
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters, mtp_parameters
-from bridge_memory.inventory.stack import ChunkInventory, first_alike, runs_plain, stage_inventories
+from bridge_memory.inventory.layer_links import runs_plain
+from bridge_memory.inventory.stack import first_alike, stage_inventories
 from bridge_memory.inventory.workspaces import batch_bytes, gathered_parameter_bytes
 from bridge_memory.layout import Chunk, layout
 from bridge_memory.model_state import model_states

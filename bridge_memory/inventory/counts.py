@@ -13,7 +13,7 @@ from bridge_memory.inventory.layer import (
     output_inventory,
 )
 from bridge_memory.inventory.recorder import BlockInventory
-from bridge_memory.inventory.stack import final_norm_name
+from bridge_memory.inventory.tail import final_norm_name
 from bridge_memory.spec import BatchSpec, ModelSpec, MoESpec, ParallelSpec, RunSpec
 
 

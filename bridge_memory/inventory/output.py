@@ -7,7 +7,6 @@ L = T V / t logits of this rank.
 
 from __future__ import annotations
 
-from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import T
 from bridge_memory.spec import divide

@@ -12,8 +12,9 @@ megatron-core ``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCom
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from bridge_memory.inventory.chain import Link
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.spec import divide
@@ -68,6 +69,17 @@ def waiting_gradients(blocks: Sequence[str], ctx: BlockContext, *, tied: bool) -
             waiting[name] = own
         out.append(Waiting(before, own, total))
     return out[::-1]
+
+
+def beside(link: Link, waiting: Waiting) -> Link:
+    """A link whose backward finds gradients of weights waiting, to which the embedding adds its own at its end."""
+    if not waiting.before and not waiting.total:
+        return link
+    summed = link.saved + waiting.at_the_sum if link.label == "embedding" else 0
+    return replace(
+        link, backward_peak=max(link.backward_peak + waiting.before, summed),
+        backward_peak_held=max(link.backward_peak_held + waiting.before, summed),
+    )
 
 
 def _weight(label: str, tied: bool) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.layer import embedding_inventory, layer_inventory
-from bridge_memory.inventory.stack import layer_links, runs_plain, tail_inventories
+from bridge_memory.inventory.layer_links import layer_links, runs_plain
+from bridge_memory.inventory.tail import tail_inventories
 from bridge_memory.inventory.tape import BlockCost, SavedTensor
 from bridge_memory.layout import Chunk, layout
 from bridge_memory.rehearse.run import PassRecord, rehearse_layer, saved_tensors

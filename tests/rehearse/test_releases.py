@@ -20,8 +20,9 @@ pytest.importorskip("megatron.core")
 
 from bridge_memory.cli import main
 from bridge_memory.estimate import estimate
+from bridge_memory.inventory.chain import ChunkInventory
 from bridge_memory.inventory.context import context_of
-from bridge_memory.inventory.stack import ChunkInventory, chunk_inventory, stage_parameters
+from bridge_memory.inventory.stack import chunk_inventory, stage_parameters
 from bridge_memory.layout import layout
 from bridge_memory.readers import resolve_model
 from bridge_memory.rehearse.compare import compare_layer
