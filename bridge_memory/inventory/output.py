@@ -63,8 +63,10 @@ def _cross_entropy(r: Recorder, logits: T, elements: int) -> T:
     ctx, tape = r.ctx, r.tape
     tokens = ctx.tokens
     if ctx.impl.cross_entropy_loss_fusion and ctx.impl.cross_entropy_fusion_impl == "te":
-        # The kernel writes the gradient over the logits (common/triton/cross_entropy.py).
-        return tape.make("losses", logits, 4 * tokens, saves=(logits,), in_place=True)
+        # The kernel writes the gradient over the logits (common/triton/cross_entropy.py). Its scratch is the maximum,
+        # the sum and the target's logit of every token in fp32, of this rank and gathered from all.
+        scratch = 12 * tokens * (1 + (ctx.tp if ctx.tp > 1 else 0))
+        return tape.make("losses", logits, 4 * tokens, saves=(logits,), workspace=scratch, in_place=True)
     target = tape.tensor("target mask and ids", tokens * 9, grad=False)
     fp32 = 4 * elements
     # The fp32 copy becomes exp, then softmax, then the gradient, all in place; autograd casts the gradient back

@@ -43,6 +43,9 @@ CUBLAS_HANDLES = 2
 #: (``moe_utils.py: RouterGatingLinearFunction``).
 ROUTER_USES_TE_GEMM = (0, 14)
 
+#: The name under which an estimate lists what MoE dispatchers hold.
+ROUTING = "routing of every MoE layer's last microbatch"
+
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
@@ -107,7 +110,7 @@ def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext)
     blocks = [layer.ffn for layer in layers]
     blocks += [run.model.mtp_layer.ffn for chunk in chunks for _ in chunk.mtp if run.model.mtp_layer is not None]
     add(
-        "routing of every MoE layer's last microbatch",
+        ROUTING,
         sum(held_routing_bytes(ctx, ffn) for ffn in blocks if isinstance(ffn, MoESpec)),
         "token_dispatcher.py: probs and routing_map stay attributes of the dispatcher",
     )

@@ -43,19 +43,19 @@ class LayerComparison:
 
     @property
     def forward_error(self) -> float:
-        return self.predicted.forward_peak / self.found.forward_peak.bytes - 1
+        return self.predicted.forward_peak / self.found.forward_bytes - 1
 
     @property
     def backward_error(self) -> float:
-        return self.predicted.backward_peak / self.found.backward_peak.bytes - 1
+        return self.predicted.backward_peak / self.found.backward_bytes - 1
 
     def as_json(self) -> dict[str, object]:
         """Rows as in the report of a stage, and the tensors of one side only."""
         p, f = self.predicted, self.found
         rows = (
             ("saved for backward", p.saved, f.saved_bytes),
-            ("forward peak", p.forward_peak, f.forward_peak.bytes),
-            ("backward peak", p.backward_peak, f.backward_peak.bytes),
+            ("forward peak", p.forward_peak, f.forward_bytes),
+            ("backward peak", p.backward_peak, f.backward_bytes),
         )
         return {
             "layer": self.layer,
@@ -70,9 +70,9 @@ class LayerComparison:
         out = []
         for name, ours, theirs, where in (
             ("saved", p.saved, f.saved_bytes, ""),
-            ("forward peak", p.forward_peak, f.forward_peak.bytes, _where(p.forward_peak_op, f.forward_peak)),
+            ("forward peak", p.forward_peak, f.forward_bytes, _where(p.forward_peak_op, f.forward_peak)),
             (
-                "backward peak", p.backward_peak, f.backward_peak.bytes,
+                "backward peak", p.backward_peak, f.backward_bytes,
                 _where(p.backward_peak_op, f.backward_peak),
             ),
         ):  # fmt: skip
@@ -82,7 +82,8 @@ class LayerComparison:
         out += [f"  predicted only: {t.name}, {t.bytes:,} bytes" for t in self.only_predicted]
         out += [f"  found only: {r}" for r in self.only_found]
         out += [
-            f"  held by a variable: {a.module}: {a.made_by}, {a.bytes:,} bytes" for a in f.held if a.bytes > 64
+            f"  held to the next microbatch, in no peak: {a.module}: {a.made_by}, {a.bytes:,} bytes"
+            for a in f.held if a.bytes > 64
         ]
         return out
 

@@ -61,6 +61,16 @@ class PassRecord:
     def held_bytes(self) -> int:
         return sum(r.bytes for r in self.held)
 
+    @property
+    def forward_bytes(self) -> int:
+        """The forward peak less what is held, of which the next microbatch's takes the place."""
+        return self.forward_peak.bytes - self.held_bytes
+
+    @property
+    def backward_bytes(self) -> int:
+        """The backward peak less what is held."""
+        return self.backward_peak.bytes - self.held_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkRehearsal:

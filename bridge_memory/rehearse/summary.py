@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from bridge_memory.estimate import estimate, stage_costs
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
+from bridge_memory.inventory.workspaces import ROUTING
 from bridge_memory.layout import layout
 from bridge_memory.rehearse.run import Rehearsal
 from bridge_memory.timeline import ChunkCost, dynamic_peak
@@ -31,7 +32,11 @@ class Row:
 
 
 def rows(rehearsal: Rehearsal) -> list[Row]:
-    """Component by component; the last row is the peak of the whole schedule."""
+    """Component by component; the last row is the peak of the whole schedule.
+
+    What dispatchers hold is replaced, not added to, by the next microbatch: it is a row of its own, and no part of a
+    pass's peaks.
+    """
     run, stage = rehearsal.run, rehearsal.stage
     predicted = estimate(run).stages[stage]
     copies = sum(c.bytes for c in predicted.components if c.name.startswith("fp8 weight copies"))
@@ -42,6 +47,10 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
         Row("gradients", predicted.gradients_bytes, rehearsal.gradients_bytes),
         Row("optimizer state", predicted.optimizer_bytes, rehearsal.optimizer_bytes),
     ]
+    routing = sum(c.bytes for c in predicted.components if c.name == ROUTING)
+    held = sum(c.passes.held_bytes for c in rehearsal.chunks)
+    if routing or held:
+        out.append(Row("held by MoE dispatchers", routing, held))
     ctx = context_of(run)
     chunks = layout(run.model, run.parallel).stages[stage]
     inventories = [chunk_inventory(run.model, chunk, ctx) for chunk in chunks]
@@ -50,12 +59,12 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
         passes = record.passes
         out += [
             Row(f"{label}saved for backward, a microbatch", ours.saved, passes.saved_bytes),
-            Row(f"{label}forward peak", ours.forward_peak, passes.forward_peak.bytes),
-            Row(f"{label}backward peak", ours.backward_peak, passes.backward_peak.bytes),
+            Row(f"{label}forward peak", ours.forward_peak, passes.forward_bytes),
+            Row(f"{label}backward peak", ours.backward_peak, passes.backward_bytes),
         ]
     found = [
-        ChunkCost(c.passes.saved_bytes, c.passes.forward_peak.bytes, c.passes.backward_peak.bytes)
-        for c in rehearsal.chunks
+        ChunkCost(passes.saved_bytes, passes.forward_bytes, passes.backward_bytes)
+        for passes in (chunk.passes for chunk in rehearsal.chunks)
     ]
     mine = stage_costs(inventories)
     peaks = [
@@ -66,9 +75,9 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
         for costs in (mine, found)
     ]  # fmt: skip
     out.append(Row("schedule peak above static memory", peaks[0], peaks[1]))
-    static = rehearsal.weights_bytes + rehearsal.gradients_bytes + rehearsal.fp8_copies_bytes
+    static = rehearsal.weights_bytes + rehearsal.gradients_bytes + rehearsal.fp8_copies_bytes + held
     if rehearsal.optimizer_bytes is not None:
-        ours_static = predicted.weights_bytes + predicted.gradients_bytes + predicted.optimizer_bytes
+        ours_static = predicted.weights_bytes + predicted.gradients_bytes + predicted.optimizer_bytes + routing
         out.append(Row("peak", ours_static + peaks[0], static + rehearsal.optimizer_bytes + peaks[1]))
     return out
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_saved_by_component import CASES, COMPILED_LOSS, LOCAL, SHARDINGS, Case
+from test_saved_by_component import CASES, COMPILED_LOSS, LOCAL, SHARDINGS, Case, assert_peaks
 
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
@@ -37,11 +37,8 @@ def kept(run: RunSpec, stage: int, chunk: int) -> None:
 def peaks(run: RunSpec, stage: int, chunk: int) -> None:
     passes = rehearse(run, stage).chunks[chunk].passes
     ours = chunk_inventory(run.model, layout(run.model, run.parallel).stages[stage][chunk], context_of(run))
-    for name, predicted, found in (
-        ("forward", ours.forward_peak, passes.forward_peak), ("backward", ours.backward_peak, passes.backward_peak)
-    ):  # fmt: skip
-        where = f"{name} peak at {found.module}: {found.operation}; {predicted:,} predicted, {found.bytes:,} found"
-        assert predicted == pytest.approx(found.bytes, rel=0.005), where
+    assert_peaks(ours, passes)
+
 
 #: Without the fusion every use of a weight makes a gradient; with it the output layer's is a stand-in.
 UNFUSED = replace(TE, gradient_accumulation_fusion=False)
