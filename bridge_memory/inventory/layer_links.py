@@ -27,17 +27,20 @@ def runs_plain(model: ModelSpec, ctx: BlockContext) -> bool:
     return model.hybrid and ctx.impl.megatron_core <= HYBRID_RUNS_PLAIN_UNTIL
 
 
+def fully_recomputed(layers: int, ctx: BlockContext, *, plain: bool = False) -> tuple[int, int]:
+    """How many of a chunk's ``layers`` are recomputed as a whole, from the first on, and how many together."""
+    rc = ctx.recompute
+    if rc.granularity != "full" or plain:
+        return 0, 1
+    if rc.method == "block":
+        return min(rc.num_layers or 0, layers), 1
+    return layers, rc.num_layers or 1
+
+
 def layer_links(layers: Sequence[LayerSpec], ctx: BlockContext, *, plain: bool = False) -> list[tuple[Link, int]]:
     """The decoder layers of one chunk as (link, how many in a row). ``plain`` as in ``runs_plain``."""
-    rc = ctx.recompute
     links: list[tuple[Link, int]] = []
-    recomputed = 0
-    size = 1
-    if rc.granularity == "full" and not plain:
-        if rc.method == "uniform":
-            recomputed, size = len(layers), rc.num_layers or 1
-        elif rc.method == "block":
-            recomputed = min(rc.num_layers or 0, len(layers))
+    recomputed, size = fully_recomputed(len(layers), ctx, plain=plain)
     for start in range(0, recomputed, size):
         _append(links, _checkpointed(tuple(layers[start : min(start + size, recomputed)]), ctx))
     for i, layer in enumerate(layers[recomputed:], recomputed):

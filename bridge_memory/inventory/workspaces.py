@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from bridge_memory.inventory.context import BlockContext
+from bridge_memory.inventory.layer_links import fully_recomputed, runs_plain
 from bridge_memory.inventory.moe import held_order_bytes, held_routing_bytes
+from bridge_memory.inventory.mtp import depth_is_recomputed
 from bridge_memory.layout import Chunk, shard_worlds
 from bridge_memory.spec import DTYPE_BYTES, MambaSpec, ModelSpec, MoESpec, RunSpec
 
@@ -43,8 +45,9 @@ CUBLAS_HANDLES = 2
 #: (``moe_utils.py: RouterGatingLinearFunction``).
 ROUTER_USES_TE_GEMM = (0, 14)
 
-#: The name under which an estimate lists what MoE dispatchers hold.
+#: The names under which an estimate lists what MoE dispatchers hold at all times.
 ROUTING = "routing of every MoE layer's last microbatch"
+RECOMPUTED_ORDER = "order of every recomputed MoE layer's last microbatch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +110,18 @@ def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext)
         "token_dispatcher.py: the graph of self.probs leads to them until the next forward",
         between_steps=True,
     )
-    blocks = [layer.ffn for layer in layers]
-    blocks += [run.model.mtp_layer.ffn for chunk in chunks for _ in chunk.mtp if run.model.mtp_layer is not None]
+    experts = _experts(run.model, chunks, ctx)
     add(
-        ROUTING,
-        sum(held_routing_bytes(ctx, ffn) for ffn in blocks if isinstance(ffn, MoESpec)),
+        ROUTING, sum(held_routing_bytes(ctx, ffn) for ffn, _ in experts),
         "token_dispatcher.py: probs and routing_map stay attributes of the dispatcher",
     )
     add(
+        RECOMPUTED_ORDER, sum(held_order_bytes(ctx, ffn) for ffn, recomputed in experts if recomputed),
+        "token_dispatcher.py: reversed_local_input_permutation_mapping stays an attribute of the dispatcher",
+    )
+    add(
         "order of every MoE layer's last microbatch",
-        sum(held_order_bytes(ctx, ffn) for ffn in blocks if isinstance(ffn, MoESpec)),
+        sum(held_order_bytes(ctx, ffn) for ffn, recomputed in experts if not recomputed),
         "token_dispatcher.py: reversed_local_input_permutation_mapping, which backward keeps until it has run",
         between_steps=True,
     )
@@ -126,6 +131,19 @@ def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext)
         "TransformerBlock.set_input_tensor keeps what schedules.py received, retain_grad keeps its gradient",
         between_steps=True,
     )
+    return found
+
+
+def _experts(model: ModelSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> list[tuple[MoESpec, bool]]:
+    """Every MoE layer of a stage, MTP's too, and whether it dispatches again in backward."""
+    again = ctx.recompute.selects("moe")
+    found: list[tuple[MoESpec, bool]] = []
+    for chunk in chunks:
+        recomputed, _ = fully_recomputed(len(chunk.layers), ctx, plain=runs_plain(model, ctx))
+        layers = [(model.layers[i], again or n < recomputed) for n, i in enumerate(chunk.layers)]
+        if model.mtp_layer is not None:
+            layers += [(model.mtp_layer, again or depth_is_recomputed(ctx)) for _ in chunk.mtp]
+        found += [(layer.ffn, twice) for layer, twice in layers if isinstance(layer.ffn, MoESpec)]
     return found
 
 

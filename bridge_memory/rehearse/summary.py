@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bridge_memory.estimate import estimate, stage_costs
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
-from bridge_memory.inventory.workspaces import ROUTING
+from bridge_memory.inventory.workspaces import RECOMPUTED_ORDER, ROUTING
 from bridge_memory.layout import layout
 from bridge_memory.rehearse.run import Rehearsal
 from bridge_memory.timeline import ChunkCost, dynamic_peak
@@ -47,7 +47,7 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
         Row("gradients", predicted.gradients_bytes, rehearsal.gradients_bytes),
         Row("optimizer state", predicted.optimizer_bytes, rehearsal.optimizer_bytes),
     ]
-    routing = sum(c.bytes for c in predicted.components if c.name == ROUTING)
+    routing = sum(c.bytes for c in predicted.components if c.name in (ROUTING, RECOMPUTED_ORDER))
     held = sum(c.passes.held_bytes for c in rehearsal.chunks)
     if routing or held:
         out.append(Row("held by MoE dispatchers", routing, held))

@@ -21,6 +21,7 @@ from bridge_memory.layout import layout
 from bridge_memory.rehearse.compare import COMPONENTS, compare_chunk
 from bridge_memory.rehearse.model import NotBuildable
 from bridge_memory.rehearse.run import PassRecord, rehearse
+from bridge_memory.rehearse.summary import rows
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,
@@ -182,6 +183,20 @@ def test_a_chunk_peaks_where_the_inventory_says(case: Case) -> None:
     ours = stage_inventories(run.model, chunks, context_of(run))[case.chunk]
     assert_peaks(ours, passes)
 
+
+
+MOE = RecomputeSpec(granularity="selective", modules=("moe",))
+
+
+@pytest.mark.parametrize("name", ["moe", "deepseek"])
+@pytest.mark.parametrize(
+    "recompute", [NONE, full("uniform", 1), full("block", 1), MOE], ids=["none", "uniform", "block", "moe"]
+)
+@pytest.mark.parametrize("mtp", [0, 1])
+def test_what_dispatchers_hold(name: str, recompute: RecomputeSpec, mtp: int) -> None:
+    """To the byte: backward keeps the order of tokens, unless it makes it again; then the dispatcher alone has it."""
+    table = rows(rehearse(Case(name, 1, pp=2, tp=2, mtp=mtp, recompute=recompute).run(), 1))
+    assert [row.difference for row in table if row.name == "held by MoE dispatchers"] == [0]
 
 
 def test_the_loss_by_hand() -> None:
