@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Rehearse and print. Returns the exit code."""
-    from bridge_memory.rehearse.world import quiet, require_megatron
+    from bridge_memory.rehearse.world import RehearsalUnavailable, newer_release, quiet, require_megatron
 
     with quiet():
         why_not = _take_transformer_engine() if args.device == "cpu" else ""
@@ -46,7 +46,19 @@ def run(args: argparse.Namespace) -> int:
         for flag in ("record", "snapshot"):
             if getattr(args, flag):
                 raise SpecError(f"{flag} records a real run; it needs --device cuda")
-        return _on_meta(args, spec, why_not)
+        newer = newer_release()
+        try:
+            return _on_meta(args, spec, why_not, [newer] if newer else [])
+        except SpecError:
+            raise
+        except Exception as error:
+            if not newer:
+                raise
+            why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+            raise RehearsalUnavailable(
+                f"{newer}, and this rank does not run without a GPU there ({why}); "
+                'install the release that does with: pip install "bridge-memory[megatron]"'
+            ) from error
 
 
 def _spec(args: argparse.Namespace) -> RunSpec:
@@ -98,13 +110,12 @@ def _take_transformer_engine() -> str:
     return why_not
 
 
-def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str) -> int:
+def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[str]) -> int:
     """On meta tensors; ``why_not``: why Transformer Engine cannot be rehearsed here, or empty."""
     from bridge_memory.rehearse import te_kernels
     from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 
     refuse_what_is_ignored(spec)
-    notes: list[str] = []
     if spec.implementation.te and why_not:
         alone = {"fp8": spec.precision.fp8, "context_parallel_size": spec.parallel.cp if spec.parallel.cp > 1 else None}
         for name, value in alone.items():

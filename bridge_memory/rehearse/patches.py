@@ -1,6 +1,6 @@
 """Everything megatron-core needs in order to run a rank without that rank's GPUs, in one place.
 
-Seen to run with torch 2.13.0 without CUDA and megatron-core 0.13.1, 0.14.0, 0.15.3, 0.16.0 and 0.16.1
+Seen to run with torch 2.13.0 (for CPU, and its CUDA build without a GPU) and megatron-core 0.13.1, 0.14.0, 0.15.3, 0.16.0 and 0.16.1
 (``tests/rehearse/test_releases.py``): dense, experts, multi-latent attention, Mamba, MTP, virtual stages, layout
 strings, recomputation, local and with Transformer Engine's Python. A name that a release does not have is skipped;
 what a release cannot do is refused in one line that says which one can (``model.py``). Not with every release:
@@ -149,6 +149,8 @@ def no_gpu(device: str = META) -> Iterator[None]:
             ("get_rng_state", lambda *a, **k: torch.zeros(16, dtype=torch.uint8, device="cpu")),
         ):
             stack.enter_context(replaced(torch.cuda, name, value))
+        # The compiler asks for Triton, and Triton for the GPU's properties, when it reports what it did.
+        stack.enter_context(replaced(_module("torch._dynamo.utils"), "has_triton", lambda: False))
         stack.enter_context(replaced(torch.autograd, "backward", _backward))
         stack.enter_context(replaced(torch.cuda.nvtx, "range_push", lambda *a, **k: None))
         stack.enter_context(replaced(torch.cuda.nvtx, "range_pop", lambda *a, **k: None))

@@ -91,7 +91,7 @@ def load() -> None:
             "megatron-core or Transformer Engine is already imported in this process; "
             "run the rehearsal with transformer_impl transformer_engine in a process of its own"
         )
-    for name in ("torch._inductor.runtime.hints", "torch._dynamo.testing"):
+    for name in ("torch._inductor.compile_fx", "torch._inductor.runtime.hints", "torch._dynamo.testing"):
         # They look for Triton when they are imported, and must not meet the stand-in.
         importlib.import_module(name)
     sys.modules[COMPILED] = _Kernels()

@@ -16,6 +16,8 @@ from bridge_memory.spec import ParallelSpec, SpecError
 
 #: As in pyproject.toml; the token dispatchers of older ones are built otherwise.
 OLDEST_RELEASE = (0, 13)
+#: The newest release that the estimate was held to, tensor by tensor.
+NEWEST_RELEASE = (0, 16)
 
 
 class RehearsalUnavailable(SpecError):
@@ -63,6 +65,15 @@ def installed_release() -> tuple[int, int] | None:
 
     parts = __version__.split(".")
     return (int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else None
+
+
+def newer_release() -> str:
+    """In words, that the megatron-core here is newer than ``NEWEST_RELEASE``; else empty."""
+    here = installed_release()
+    if here is None or here <= NEWEST_RELEASE:
+        return ""
+    newest = ".".join(map(str, NEWEST_RELEASE))
+    return f"megatron-core {here[0]}.{here[1]} is newer than {newest}, the newest that the estimate was held to"
 
 
 def ranks_per_stage(parallel: ParallelSpec) -> int:

@@ -16,6 +16,7 @@ pytest.importorskip("megatron.core")
 from bridge_memory.cli import main
 from bridge_memory.estimate import estimate
 from bridge_memory.readers import resolve_model
+from bridge_memory.rehearse import run, world
 from bridge_memory.rehearse.run import rehearse
 from bridge_memory.rehearse.world import fake_world, rank_of_stage, stage_of_rank
 from bridge_memory.spec import (
@@ -151,6 +152,22 @@ MBRIDGE = {
         "--num-layers", "8", "--mtp-num-layers", "0",
     ],
 }  # fmt: skip
+
+
+def test_a_newer_megatron_core_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A note where it runs, one line and exit code 2 where it does not."""
+    monkeypatch.setattr(world, "NEWEST_RELEASE", (0, 1))
+    command = [*COMMAND, "--transformer-impl", "local"]
+    assert main(command) == 0
+    assert "is newer than 0.1, the newest that the estimate was held to" in capsys.readouterr().out
+
+    def breaks(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no such thing\nand more")
+
+    monkeypatch.setattr(run, "rehearse", breaks)
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "does not run without a GPU there (no such thing)" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("case", MBRIDGE)
