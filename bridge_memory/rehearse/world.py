@@ -48,8 +48,14 @@ def require_megatron() -> None:
             'install it with: pip install "bridge-memory[megatron]"'
         ) from None
     except (RuntimeError, OSError, AssertionError) as error:  # as of a Transformer Engine without its compiled half
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "transformer-engine" in why or "transformer_engine" in why:
+            why = (
+                "Transformer Engine's Python is here without its compiled half, which is enough for --device cpu "
+                "alone; install the other half or remove it: pip uninstall transformer_engine"
+            )
         raise RehearsalUnavailable(
-            f"rehearse runs the real megatron-core, which does not import here: {str(error).splitlines()[0][:200]}"
+            f"rehearse runs the real megatron-core, which does not import here: {why[:200]}"
         ) from None
     here = installed_release()
     if here is not None and here < OLDEST_RELEASE:

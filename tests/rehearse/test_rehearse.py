@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +154,26 @@ MBRIDGE = {
         "--num-layers", "8", "--mtp-num-layers", "0",
     ],
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [
+        ("Found empty `transformer-engine` meta package installed.", "pip uninstall transformer_engine"),
+        ("", "does not import here: RuntimeError"),
+    ],
+)
+def test_a_megatron_core_that_does_not_import_is_one_line(why: str, said: str, tmp_path: Path) -> None:
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text(f"raise RuntimeError({why!r})\n")
+    command = ["rehearse", "Qwen/Qwen3-0.6B", "--num-gpus", "8", "--device", "cuda"]
+    done = subprocess.run(
+        [sys.executable, "-c", f"from bridge_memory.cli import main; raise SystemExit(main({command!r}))"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert said in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_newer_megatron_core_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
