@@ -86,6 +86,8 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 #: Where torch's own frames around a dispatch mode come from.
 WRAPPERS = (torch._compile.__file__, torch._dynamo.eval_frame.__file__)
+#: Releases that count for us who holds a tensor and a storage.
+COUNTED = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
 ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
 
@@ -126,20 +128,19 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is ADD and _by_the_engine():
+        if func is ADD and COUNTED and _by_the_engine():
             self.seen.append(_owners(args))
         return func(*args, **(kwargs or {}))
 
 
 @torch.enable_grad()
 def _sole_owner() -> _Owners:
-    """What ``_owners`` says of a gradient that only the engine holds."""
+    """What ``_owners`` says of a gradient that only the engine holds; in a release that does not tell, of none."""
     x = torch.ones((), device=META, requires_grad=True) * 1
     loss = x.exp() + x.sin()
     with _Watch() as watch:
         loss.backward()
-    (seen,) = watch.seen
-    return seen
+    return watch.seen[0] if watch.seen else _Owners(0, 0, 0)
 
 
 #: Releases of PyTorch differ. Found out here, where no other mode is active.
@@ -183,7 +184,7 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is ADD and _by_the_engine() and _owners(args) <= SOLE_OWNER:
+        if func is ADD and COUNTED and _by_the_engine() and _owners(args) <= SOLE_OWNER:
             func = ADD_IN_PLACE
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[-1]
