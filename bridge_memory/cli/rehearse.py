@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Rehearse and print. Returns the exit code."""
-    from bridge_memory.rehearse.world import RehearsalUnavailable, newer_release, quiet, require_megatron
+    from bridge_memory.rehearse.world import RehearsalUnavailable, first_line, newer_release, quiet, require_megatron
 
     with quiet():
         why_not = _take_transformer_engine() if args.device == "cpu" else ""
@@ -54,9 +54,8 @@ def run(args: argparse.Namespace) -> int:
         except Exception as error:
             if not newer:
                 raise
-            why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
             raise RehearsalUnavailable(
-                f"{newer}, and this rank does not run without a GPU there ({why}); "
+                f"{newer}, and this rank does not run without a GPU there ({first_line(error)[:120]}); "
                 'install the release that does with: pip install "bridge-memory[megatron]"'
             ) from error
 

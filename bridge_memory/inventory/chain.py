@@ -33,6 +33,13 @@ class Link:
     left: int = 0
     left_gradient: int = 0
 
+    def beside(self, nbytes: int, at_least: int = 0) -> Link:
+        """The same element where its backward finds ``nbytes`` more, and has ``at_least`` so many at some moment."""
+        return replace(
+            self, backward_peak=max(self.backward_peak + nbytes, at_least),
+            backward_peak_held=max(self.backward_peak_held + nbytes, at_least),
+        )
+
     def kept_on_gpu(self) -> Link:
         """The same element where nothing is sent away."""
         modules = (*self.modules, ("kept from offloading", self.offloaded))

@@ -120,7 +120,7 @@ def _router(r: Recorder, spec: MoESpec, x: T, n: _Tokens) -> tuple[T, T]:
     r.parameter("mlp.router.weight", (experts, ctx.hidden_size))
     if spec.add_router_bias:
         r.parameter("mlp.router.bias", (experts,))
-    width = DTYPE_BYTES[ctx.impl.moe_router_dtype] if ctx.impl.moe_router_dtype else ctx.act
+    width = _probability_width(ctx)
     table = n.entering * experts * width
     # RouterGatingLinearFunction keeps its inputs in their own dtype; the cast is scratch.
     logits = tape.make(
@@ -167,6 +167,11 @@ def _scores(r: Recorder, spec: MoESpec, logits: T, n: _Tokens, width: int) -> tu
     return scores, (scores, tape.tensor("chosen scores", (chosen + n.entering) * width, grad=False))
 
 
+def _probability_width(ctx: BlockContext) -> int:
+    """Bytes of one of the router's probabilities."""
+    return DTYPE_BYTES[ctx.impl.moe_router_dtype or ctx.params_dtype]
+
+
 def held_routing_bytes(ctx: BlockContext, spec: MoESpec) -> int:
     """What a layer's dispatcher holds from one microbatch to the next: probabilities and map, [N, E], of all tokens
     and experts; the map of the local experts with allgather (``token_dispatcher.py``: ``self.probs``,
@@ -176,7 +181,7 @@ def held_routing_bytes(ctx: BlockContext, spec: MoESpec) -> int:
         return ctx.tokens_sp * ctx.ep * ctx.etp * (spec.num_experts // ctx.ep)
     if impl.moe_token_dispatcher_type == "flex":
         return 0
-    width = DTYPE_BYTES[impl.moe_router_dtype] if impl.moe_router_dtype else ctx.act
+    width = _probability_width(ctx)
     return ctx.tokens_sp * spec.num_experts * (width + 1)
 
 
@@ -188,7 +193,7 @@ def held_order_bytes(ctx: BlockContext, spec: MoESpec) -> int:
         return 0
     alltoall = impl.moe_token_dispatcher_type != "allgather"
     received = ctx.tokens_sp * spec.topk * (1 if alltoall else ctx.etp)
-    width = DTYPE_BYTES[impl.moe_router_dtype] if impl.moe_router_dtype else ctx.act
+    width = _probability_width(ctx)
     more = 0 if alltoall else received * width
     if not impl.moe_permute_fusion:
         return more + 8 * received
@@ -220,7 +225,7 @@ def _dispatch(
             routing_map = tape.make(
                 "gathered routing map", routing_map, everyone * spec.num_experts, grad=False
             )
-    prob_bytes = DTYPE_BYTES[impl.moe_router_dtype] if impl.moe_router_dtype else ctx.act
+    prob_bytes = _probability_width(ctx)
     if impl.moe_token_dispatcher_type == "flex":
         return _flex_dispatch(r, spec, x, probs, n, row)
     alltoall = impl.moe_token_dispatcher_type != "allgather"
@@ -344,17 +349,13 @@ def _add_weighted_bias(r: Recorder, x: T, probs: T, elements: int, experts: int)
     The sums are in the wider of the dtypes of both, are joined and cast. Backward an expert has its gradient times
     bias and times probability beside the whole gradient, and the gradients of all experts are joined again.
     """
-    act, wide = r.ctx.act, max(r.ctx.act, _probability_width(r))
+    act, wide = r.ctx.act, max(r.ctx.act, _probability_width(r.ctx))
     temporary = 2 * wide * elements // experts + (wide - act) * elements
     return r.tape.make(
         "experts output with bias", (x, probs), elements * act, saves=(probs,),
         workspace=(2 * wide - act) * elements,
         backward_workspace=temporary if wide > act else max(0, temporary - act * elements),
     )
-
-
-def _probability_width(r: Recorder) -> int:
-    return DTYPE_BYTES[r.ctx.impl.moe_router_dtype or r.ctx.params_dtype]
 
 
 def _sequential_experts(
@@ -409,7 +410,7 @@ def _weighted_activation(r: Recorder, spec: MoESpec, mid: T, probs: T, rows: int
         r, "experts activation", mid, rows, f, gated=spec.gated,
         bias=spec.add_bias and not ctx.impl.moe_grouped_gemm, kind="unfused",
     )
-    wide = _probability_width(r)
+    wide = _probability_width(ctx)
     product = rows * f * wide
     # Backward: the gradient in the wider dtype, and its products with both factors before they are cast and summed.
     return tape.make(

@@ -112,9 +112,9 @@ class Recorder:
         multiplies either (``utils.py: is_non_tn_fp8_gemm_supported``) and the recipe scales whole tensors."""
         return 1 if self.ctx.impl.gpu_arch == "blackwell" and self.ctx.fp8_recipe in ("delayed", "tensorwise") else 2
 
-    def quantized_input(self, elements: int, *, original: bool = False) -> int:
+    def quantized_input(self, elements: int, *, original: bool = False, gathered: bool = False) -> int:
         """Scratch bytes of a linear's forward: the fp8 layouts of its input that it does not keep."""
-        if not self.fp8:
+        if not self.fp8 or (gathered and self.gathers_rows_only):
             return 0
         return self.fp8_bytes(elements) * (1 if original else self.fp8_copies - 1)
 
@@ -207,38 +207,34 @@ class Recorder:
         wgrad = self.weight_grad(shape, te=ctx.te)
         out_bytes = ctx.tokens * out_features * ctx.act
         out_label = out_name or f"{name} output"
+        kept, entering = ctx.tokens_sp * in_features, ctx.tokens * in_features
+        backward = self.quantized_gradient(ctx.tokens * out_features) + wgrad
         if fused_norm:
             self.norm_parameters(name, in_features, ".layer_norm_")
             stats = self.norm_statistics(name, ctx.tokens_sp)
-            kept = ctx.tokens_sp * in_features
             normed = self.tape.tensor(
                 f"{name} norm output", self.fp8_bytes(kept) if self.fp8 else kept * ctx.act, grad=False
             )
-            tokens = ctx.tokens * in_features
-            gradient = self.quantized_gradient(ctx.tokens * out_features)
             return self.tape.make(
                 name, x, out_bytes,
                 saves=(x, normed, *stats), also=(normed, *stats),
-                workspace=self.quantized_input(kept) * (not (sp and self.gathers_rows_only))
-                + (self.gathered(tokens) if sp else 0),
+                workspace=self.quantized_input(kept, gathered=sp) + (self.gathered(entering) if sp else 0),
                 # SP: gathered norm output and whole input gradient. Else the norm's output goes (``clear_tensor_data``)
                 # before the input's gradient is made of the norm output's, which is as large in bf16.
-                backward_workspace=gradient + wgrad
-                + (self.gathered(tokens, backward=True) + whole if sp else shard - normed.bytes),
+                backward_workspace=backward
+                + (self.gathered(entering, backward=True) + whole if sp else shard - normed.bytes),
                 label=out_label,
             )
         if sp and not ctx.te:
             self.keep("global memory buffer (mpu)", whole)
-        kept_input, also = self.linear_input(name, x, ctx.tokens_sp * in_features, original=original)
-        tokens = ctx.tokens * in_features
-        backward = self.quantized_gradient(ctx.tokens * out_features) + wgrad
-        backward += self.requantized_input(ctx.tokens_sp * in_features, original=original)
+        kept_input, also = self.linear_input(name, x, kept, original=original)
+        backward += self.requantized_input(kept, original=original)
         if sp:
-            backward += whole + (self.gathered(tokens, backward=True) if ctx.te else 0)
+            backward += whole + (self.gathered(entering, backward=True) if ctx.te else 0)
         return self.tape.make(
             out_label, x, out_bytes, saves=kept_input, also=also,
-            workspace=self.quantized_input(ctx.tokens_sp * in_features, original=original)
-            * (not (sp and self.gathers_rows_only)) + (self.gathered(tokens) if sp and ctx.te else 0),
+            workspace=self.quantized_input(kept, original=original, gathered=sp)
+            + (self.gathered(entering) if sp and ctx.te else 0),
             backward_workspace=backward,
         )
 

@@ -12,7 +12,7 @@ megatron-core ``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCom
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from bridge_memory.inventory.chain import Link
 from bridge_memory.inventory.context import BlockContext
@@ -76,10 +76,7 @@ def beside(link: Link, waiting: Waiting) -> Link:
     if not waiting.before and not waiting.total:
         return link
     summed = link.saved + waiting.at_the_sum if link.label == "embedding" else 0
-    return replace(
-        link, backward_peak=max(link.backward_peak + waiting.before, summed),
-        backward_peak_held=max(link.backward_peak_held + waiting.before, summed),
-    )
+    return link.beside(waiting.before, summed)
 
 
 def _weight(label: str, tied: bool) -> str:

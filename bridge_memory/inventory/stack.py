@@ -49,10 +49,11 @@ def chunk_inventory(
             link = replace(link, forward_peak=link.forward_peak + ctx.hidden_bytes)
         links.append((link, count))
     tied = model.share_embeddings_and_output_weights and (chunk.embedding or bool(chunk.mtp))
-    tail = [label for _, label in tail_inventories(model, chunk, ctx)]
-    waiting = waiting_gradients([link.label for link, _ in links] + tail, ctx, tied=tied)
+    tail = tail_inventories(model, chunk, ctx)
+    labels = [link.label for link, _ in links] + [label for _, label in tail]
+    waiting = waiting_gradients(labels, ctx, tied=tied)
     links = [(beside(link, found), count) for (link, count), found in zip(links, waiting, strict=False)]
-    links += tail_links(model, chunk, ctx, waiting[len(links) :])
+    links += tail_links(tail, model, chunk, ctx, waiting[len(links) :])
     if not chunk.embedding:
         _beside_last_input(links, ctx)
     if backward_next:

@@ -50,10 +50,10 @@ def tail_inventories(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> list[
 
 
 def tail_links(
-    model: ModelSpec, chunk: Chunk, ctx: BlockContext, waiting: Sequence[Waiting]
-) -> list[tuple[Link, int]]:
-    """The tail as links of the chunk's chain; ``waiting``: what the backward of each finds."""
-    tail = tail_inventories(model, chunk, ctx)
+    tail: Sequence[tuple[BlockInventory, str]], model: ModelSpec, chunk: Chunk, ctx: BlockContext,
+    waiting: Sequence[Waiting],
+) -> list[tuple[Link, int]]:  # fmt: skip
+    """``tail_inventories`` as links of the chunk's chain; ``waiting``: what the backward of each finds."""
     losses = of_all = sum(label == "loss" for _, label in tail)
     depths = len(chunk.mtp)
     links: list[tuple[Link, int]] = []
@@ -109,10 +109,7 @@ def _before_losses(link: Link, others: int, ctx: BlockContext, waiting: Waiting,
     summed = waiting.own + waiting.total + gradients + hidden
     if joined and not first:
         summed += kept + hidden
-    return replace(
-        link, backward_peak=max(link.backward_peak + gradients + kept, summed),
-        backward_peak_held=max(link.backward_peak_held + gradients + kept, summed),
-    )
+    return link.beside(gradients + kept, summed)
 
 
 def mtp_loss_is_outside(ctx: BlockContext) -> bool:

@@ -72,10 +72,8 @@ def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext)
         if nbytes:
             found.append(Workspace(name, nbytes, "formula", source, between_steps))
 
-    layers = [run.model.layers[i] for chunk in chunks for i in chunk.layers]
-    experts_here = any(isinstance(layer.ffn, MoESpec) for layer in layers) or any(
-        chunk.mtp and run.model.mtp_layer and isinstance(run.model.mtp_layer.ffn, MoESpec) for chunk in chunks
-    )
+    experts = _experts(run.model, chunks, ctx)
+    experts_here = bool(experts)
     te = TE_WORKSPACE[impl.gpu_arch]
     if impl.te or (experts_here and impl.megatron_core >= ROUTER_USES_TE_GEMM):
         add("Transformer Engine's cuBLAS workspace", te, "TE get_cublas_workspace")
@@ -110,7 +108,6 @@ def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext)
         "token_dispatcher.py: the graph of self.probs leads to them until the next forward",
         between_steps=True,
     )
-    experts = _experts(run.model, chunks, ctx)
     add(
         ROUTING, sum(held_routing_bytes(ctx, ffn) for ffn, _ in experts),
         "token_dispatcher.py: probs and routing_map stay attributes of the dispatcher",

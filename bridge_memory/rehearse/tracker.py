@@ -91,9 +91,10 @@ COUNTED = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Us
 ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
 
-def _by_the_engine() -> bool:
-    """Whether autograd's engine itself asks, not the backward of a function written in Python."""
-    if torch.is_grad_enabled():
+def _sums_gradients(func: Any) -> bool:
+    """Whether autograd's engine itself asks for a sum, not the backward of a function written in Python. To be called
+    by the mode's ``__torch_dispatch__``."""
+    if func is not ADD or not COUNTED or torch.is_grad_enabled():
         return False
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename in WRAPPERS:
@@ -128,7 +129,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is ADD and COUNTED and _by_the_engine():
+        if _sums_gradients(func):
             self.seen.append(_owners(args))
         return func(*args, **(kwargs or {}))
 
@@ -184,7 +185,7 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is ADD and COUNTED and _by_the_engine() and _owners(args) <= SOLE_OWNER:
+        if _sums_gradients(func) and _owners(args) <= SOLE_OWNER:
             func = ADD_IN_PLACE
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[-1]

@@ -48,7 +48,7 @@ def require_megatron() -> None:
             'install it with: pip install "bridge-memory[megatron]"'
         ) from None
     except (RuntimeError, OSError, AssertionError) as error:  # as of a Transformer Engine without its compiled half
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        why = first_line(error)
         if "transformer-engine" in why or "transformer_engine" in why:
             why = (
                 "Transformer Engine's Python is here without its compiled half, which is enough for --device cpu "
@@ -63,6 +63,11 @@ def require_megatron() -> None:
             f"rehearse needs megatron-core {OLDEST_RELEASE[0]}.{OLDEST_RELEASE[1]} or later, not {here[0]}.{here[1]}; "
             'install it with: pip install "bridge-memory[megatron]"'
         )
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line; its kind where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def installed_release() -> tuple[int, int] | None:

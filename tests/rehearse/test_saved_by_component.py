@@ -184,7 +184,6 @@ def test_a_chunk_peaks_where_the_inventory_says(case: Case) -> None:
     assert_peaks(ours, passes)
 
 
-
 MOE = RecomputeSpec(granularity="selective", modules=("moe",))
 
 
