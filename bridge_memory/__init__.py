@@ -16,10 +16,12 @@ from bridge_memory.estimate import Estimate, StageEstimate, estimate
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.spec import (
     BatchSpec,
+    DataParallelSpec,
     ImplementationSpec,
     ModelSpec,
     OptimizerSpec,
     ParallelSpec,
+    PeftSpec,
     PrecisionSpec,
     RecomputeSpec,
     RunSpec,
@@ -34,12 +36,14 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchSpec",
     "Component",
+    "DataParallelSpec",
     "Estimate",
     "ImplementationSpec",
     "MemoryReport",
     "ModelSpec",
     "OptimizerSpec",
     "ParallelSpec",
+    "PeftSpec",
     "PrecisionSpec",
     "RecomputeSpec",
     "RunSpec",

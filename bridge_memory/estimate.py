@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bridge_memory.components import STATIC_KINDS, Component
-from bridge_memory.gaps import gaps, ignored
-from bridge_memory.inventory.buffers import lasting_buffers
+from bridge_memory.engines.megatron_ddp import model_states
 from bridge_memory.inventory.chain import ChunkInventory
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters, mtp_parameters
 from bridge_memory.inventory.layer_links import runs_plain
 from bridge_memory.inventory.stack import first_alike, stage_inventories
-from bridge_memory.inventory.workspaces import batch_bytes, gathered_parameter_bytes
-from bridge_memory.layout import Chunk, layout
-from bridge_memory.model_state import model_states
+from bridge_memory.schedule.peak import ChunkCost, dynamic_peak
 from bridge_memory.spec import RunSpec
-from bridge_memory.timeline import ChunkCost, dynamic_peak
-from bridge_memory.validation import check_layout
+from bridge_memory.spec.gaps import gaps, ignored
+from bridge_memory.spec.layout import Chunk, layout
+from bridge_memory.spec.validation import check_layout
+from bridge_memory.workspaces.lasting import lasting_buffers
+from bridge_memory.workspaces.libraries import batch_bytes, gathered_parameter_bytes
 
 #: The phase in which a stage's peak lies when forward and backward need less than the optimizer.
 OPTIMIZER_STEP = "optimizer step"
@@ -109,7 +109,7 @@ def estimate(run: RunSpec) -> Estimate:
     ctx = context_of(run)
     plan = layout(run.model, run.parallel)
     check_layout(run, plan)
-    states = model_states(run.model, run.parallel, run.precision, run.optimizer, ctx)
+    states = model_states(run, ctx)
     holdings: dict[int, _Holdings] = {}
     stages = []
     for rank, twin in enumerate(first_alike(run.model, run.parallel)):

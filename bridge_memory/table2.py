@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from bridge_memory.layout_string import layout_string, parse_layout_string
 from bridge_memory.readers.container_fields import (
     container_part,
     data_parallel_size,
@@ -26,6 +25,7 @@ from bridge_memory.readers.container_fields import (
     vocabulary,
 )
 from bridge_memory.spec import SpecError
+from bridge_memory.spec.layout_string import layout_string, parse_layout_string
 
 #: bf16 weight 2 + fp32 main gradient 4, on every rank.
 REPLICATED_BYTES = 6.0

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bridge_memory.accuracy.accuracy import METRICS, by_group, summary
+from bridge_memory.accuracy.folds import refit
+from bridge_memory.accuracy.runs import Outcome, Record, load_runs, predict_all
 from bridge_memory.cli.validate import table
-from bridge_memory.compare.accuracy import METRICS, by_group, summary
-from bridge_memory.compare.folds import refit
-from bridge_memory.compare.runs import Outcome, Record, load_runs, predict_all
 
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = ROOT / "tests" / "data" / "measurements" / "runs.jsonl"

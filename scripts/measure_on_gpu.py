@@ -26,10 +26,10 @@ from bridge_memory.rehearse.record import append_record
 from bridge_memory.rehearse.world import require_megatron
 from bridge_memory.spec import (
     BatchSpec,
+    DataParallelSpec,
     ImplementationSpec,
     MLASpec,
     ModelSpec,
-    OptimizerSpec,
     ParallelSpec,
     RecomputeSpec,
     RunSpec,
@@ -101,9 +101,9 @@ def _configurations(impl: ImplementationSpec, seq: int) -> Iterator[Configuratio
 
     yield llama("one GPU", world=1)
     yield llama("distributed optimizer of 8")
-    yield llama("no distributed optimizer", optimizer=OptimizerSpec(use_distributed_optimizer=False))
-    yield llama("bf16 gradients", optimizer=OptimizerSpec(grad_reduce_in_fp32=False))
-    yield llama("overlapping reduction", optimizer=OptimizerSpec(overlap_grad_reduce=True))
+    yield llama("no distributed optimizer", data_parallel=DataParallelSpec(use_distributed_optimizer=False))
+    yield llama("bf16 gradients", data_parallel=DataParallelSpec(grad_reduce_in_fp32=False))
+    yield llama("overlapping reduction", data_parallel=DataParallelSpec(overlap_grad_reduce=True))
     yield llama("micro batch 2", batch=BatchSpec(seq_length=seq, micro_batch_size=2))
     yield llama("short sequence", batch=BatchSpec(seq_length=seq // 2))
     yield llama("recompute every layer", recompute=full("uniform", 1))
@@ -166,7 +166,7 @@ def _configurations(impl: ImplementationSpec, seq: int) -> Iterator[Configuratio
     yield Configuration("llama-8b first 4 layers", run(_first_layers(LLAMA_8B, 4), _parallel(8)))
     yield Configuration(
         "llama-8b first 8 layers, no distributed optimizer",
-        run(_first_layers(LLAMA_8B, 8), _parallel(8), optimizer=OptimizerSpec(use_distributed_optimizer=False)),
+        run(_first_layers(LLAMA_8B, 8), _parallel(8), data_parallel=DataParallelSpec(use_distributed_optimizer=False)),
     )
 
 
@@ -263,7 +263,7 @@ class Line:
 
 def line_of(name: str, record: dict[str, Any]) -> Line:
     """Predict a record as ``bridge-memory validate`` does."""
-    from bridge_memory.compare.runs import predict, read_record
+    from bridge_memory.accuracy.runs import predict, read_record
 
     (outcome,) = predict(read_record(json.dumps(record), name))
     if outcome.status != "ok":

@@ -11,7 +11,15 @@ import pytest
 from bridge_memory.estimate import Estimate, estimate
 from bridge_memory.inventory.counts import model_parameters, mtp_parameters
 from bridge_memory.readers import list_presets, resolve_model
-from bridge_memory.spec import BatchSpec, ImplementationSpec, OptimizerSpec, ParallelSpec, RecomputeSpec, RunSpec
+from bridge_memory.spec import (
+    BatchSpec,
+    DataParallelSpec,
+    ImplementationSpec,
+    OptimizerSpec,
+    ParallelSpec,
+    RecomputeSpec,
+    RunSpec,
+)
 
 GIB = 2**30
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "hf_parameter_counts.json").read_text())
@@ -46,8 +54,9 @@ def test_the_deepseek_v3_recipe_on_1024_gpus_peaks_at_8_51_gib_of_state() -> Non
             expert_model_parallel_size=64, expert_tensor_parallel_size=1,
             pipeline_model_parallel_layout="Etttt|(tttt|)*14tmL",
         ),
+        data_parallel=DataParallelSpec(grad_reduce_in_fp32=False),
         optimizer=OptimizerSpec(
-            grad_reduce_in_fp32=False, use_precision_aware_optimizer=True, main_grads_dtype="bf16",
+            use_precision_aware_optimizer=True, main_grads_dtype="bf16",
             exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16",
         ),
         batch=BatchSpec(seq_length=4096, global_batch_size=8192),

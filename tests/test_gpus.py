@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bridge_memory import gpus
+from bridge_memory.report import gpus
 from bridge_memory.estimate import Estimate, estimate
-from bridge_memory.gpus import (
+from bridge_memory.readers import resolve_model
+from bridge_memory.report.gpus import (
     CONTEXT_BYTES,
     FRAGMENTATION,
     GIB,
@@ -21,7 +22,6 @@ from bridge_memory.gpus import (
     fits,
     lacks,
 )
-from bridge_memory.readers import resolve_model
 from bridge_memory.spec import ParallelSpec, PrecisionSpec, RunSpec, SpecError
 
 RUNS = Path(__file__).parent / "data" / "measurements" / "runs.jsonl"

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_memory.layout import Layout, layout
-from bridge_memory.layout_string import layout_string, parse_layout_string
 from bridge_memory.spec import LayerSpec, ModelSpec, ParallelSpec, SpecError
+from bridge_memory.spec.layout import Layout, layout
+from bridge_memory.spec.layout_string import layout_string, parse_layout_string
 
 
 def model(num_layers: int, mtp_num_layers: int = 0, hybrid: bool = False) -> ModelSpec:
@@ -320,7 +320,7 @@ def test_the_split_that_a_refusal_names_works():
             fields["virtual_pipeline_model_parallel_size"] = draw.choice([None, None, 2, 3, 4])
         for name in FIELDS[:2]:
             if draw.random() < 0.3:
-                fields[name] = draw.randrange(-1, 20)
+                fields[name] = draw.randrange(1, 20)
         mtp = draw.choice([0, 0, 1])
         try:
             layout(model(num_layers, mtp, hybrid), ParallelSpec(**fields))  # type: ignore[arg-type]

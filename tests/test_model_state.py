@@ -5,10 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from spec_groups import groups_of
 
 from bridge_memory.estimate import StageEstimate, estimate
 from bridge_memory.readers import resolve_model
-from bridge_memory.spec import ImplementationSpec, OptimizerSpec, ParallelSpec, PrecisionSpec, RunSpec
+from bridge_memory.spec import ImplementationSpec, ParallelSpec, PrecisionSpec, RunSpec
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 
@@ -20,7 +21,7 @@ def stage(name: str = LLAMA, *, dtype: str = "bf16", fp8: str | None = None, arc
     )
     run = RunSpec(
         model=resolve_model(name), parallel=ParallelSpec(world_size=8), precision=precision,
-        optimizer=OptimizerSpec(**optimizer), implementation=ImplementationSpec(gpu_arch=arch),
+        implementation=ImplementationSpec(gpu_arch=arch), **groups_of(**optimizer),
     )
     return estimate(run).stages[0]
 

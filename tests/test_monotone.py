@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from spec_groups import groups_of
 
 from bridge_memory.estimate import Estimate, estimate
 from bridge_memory.inventory.stack import stage_parameters
@@ -14,7 +15,6 @@ from bridge_memory.spec import (
     BatchSpec,
     ImplementationSpec,
     ModelSpec,
-    OptimizerSpec,
     ParallelSpec,
     PrecisionSpec,
     RecomputeSpec,
@@ -103,8 +103,8 @@ def test_more_replicas_never_hold_more_of_the_optimizer(model, replicas, distrib
     """Beyond the padding of a bucket's end to the shards, 128 elements x 12 bytes."""
 
     def held(world: int) -> int:
-        spec = OptimizerSpec(use_distributed_optimizer=distributed, optimizer=optimizer)
-        return run(model, parallel=ParallelSpec(world_size=world), optimizer=spec).stages[0].optimizer_bytes
+        groups = groups_of(use_distributed_optimizer=distributed, optimizer=optimizer)
+        return run(model, parallel=ParallelSpec(world_size=world), **groups).stages[0].optimizer_bytes
 
     more, fewer = held(2 * replicas), held(replicas)
     if not distributed:

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from spec_groups import groups_of
 
 from bridge_memory.components import KINDS, PROVENANCES
 from bridge_memory.estimate import estimate
@@ -178,7 +179,7 @@ def test_a_random_run_adds_up_or_is_refused(name, parallel, batch, precision, op
             parallel=ParallelSpec(**parallel),
             batch=BatchSpec(**batch) if "batch" in use else BatchSpec(),
             precision=PrecisionSpec(**precision) if "precision" in use else PrecisionSpec(),
-            optimizer=OptimizerSpec(**optimizer) if "optimizer" in use else OptimizerSpec(),
+            **groups_of(**(optimizer if "optimizer" in use else {})),
             recompute=RecomputeSpec(**recompute) if "recompute" in use else RecomputeSpec(),
             implementation=ImplementationSpec(**impl) if "impl" in use else ImplementationSpec(),
         )

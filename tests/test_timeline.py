@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_memory.timeline import (
+from bridge_memory.schedule.peak import (
     ChunkCost,
     dynamic_peak,
     in_flight,

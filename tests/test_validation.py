@@ -7,37 +7,25 @@ import re
 from dataclasses import replace
 
 import pytest
+from spec_groups import GROUPS
 
 from bridge_memory.estimate import estimate
-from bridge_memory.layout import layout
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.spec import (
     AttentionSpec,
-    BatchSpec,
     GatedDeltaNetSpec,
-    ImplementationSpec,
     LayerSpec,
     MambaSpec,
     MLASpec,
     MLPSpec,
     ModelSpec,
     MoESpec,
-    OptimizerSpec,
     ParallelSpec,
-    PrecisionSpec,
-    RecomputeSpec,
     RunSpec,
     SpecError,
 )
+from bridge_memory.spec.layout import layout
 
-GROUPS = {
-    "parallel": ParallelSpec,
-    "batch": BatchSpec,
-    "precision": PrecisionSpec,
-    "optimizer": OptimizerSpec,
-    "recompute": RecomputeSpec,
-    "implementation": ImplementationSpec,
-}
 ATTENTION = AttentionSpec(num_attention_heads=32, num_query_groups=8, kv_channels=128)
 MLA = MLASpec(32, 1536, 512, 128, 64, 128)
 MAMBA = MambaSpec(num_heads=64, head_dim=64, state_dim=128, num_groups=8)

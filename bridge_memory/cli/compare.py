@@ -122,8 +122,8 @@ def _read(
                 f"{path} does not say what ran (no block of Megatron-LM arguments); name the MODEL and its flags, or "
                 "give --megatron-args"
             )
-        from bridge_memory.live.megatron_lm import container
         from bridge_memory.readers.config_container import run_from_config_container
+        from bridge_memory.readers.megatron_args.namespace import container
 
         given = run_from_config_container(container(printed))
     return predicted_of(estimate(given)), measured, given

@@ -9,7 +9,7 @@ import sys
 from typing import TextIO
 
 from bridge_memory.cli.run_arguments import add_run_arguments, parse_release, run_on_gpus
-from bridge_memory.fields import known_releases, nearest_known, release_words
+from bridge_memory.releases import known_releases, nearest_known, release_words
 from bridge_memory.spec import SpecError
 
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_run_arguments(parser)
     output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="JSON by the schema bridge-memory/estimate/1")
+    output.add_argument("--json", action="store_true", help="JSON by the schema bridge-memory/estimate/2")
     output.add_argument("--verbose", action="store_true", help="every parameter and saved tensor of each stage")
     output.add_argument("--unit", default="GiB", metavar="UNIT", help="GiB (default), MiB, GB, MB or bytes")
     output.add_argument("--stage", type=int, metavar="N", help="show only this pipeline stage")
@@ -42,7 +42,7 @@ def _check_release(text: str | None) -> None:
 def run(args: argparse.Namespace) -> int:
     """Estimate and print. Returns the exit code."""
     from bridge_memory.estimate import estimate
-    from bridge_memory.gpus import find_gpu, fits
+    from bridge_memory.report.gpus import find_gpu, fits
     from bridge_memory.report.units import UNITS
     from bridge_memory.report.write import check_target, write_text
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
         details = None
         if args.verbose:
-            from bridge_memory.details import stage_details
+            from bridge_memory.report.details import stage_details
 
             shown = range(len(result.stages)) if args.stage is None else [args.stage]
             details = {i: stage_details(result, i) for i in shown}

@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List the GPUs. Returns 0."""
-    from bridge_memory.gpus import GPUS, capability_words
+    from bridge_memory.report.gpus import GPUS, capability_words
 
     if args.json:
         import json

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.fields import MOST_GPUS, check_fields
-from bridge_memory.gaps import idle_modules
 from bridge_memory.spec import (
     BatchSpec,
+    DataParallelSpec,
     ImplementationSpec,
     LayerSpec,
     ModelSpec,
@@ -27,9 +26,11 @@ from bridge_memory.spec import (
     RunSpec,
     SpecError,
 )
+from bridge_memory.spec.fields import MOST_GPUS
+from bridge_memory.spec.gaps import idle_modules
 
 if TYPE_CHECKING:
-    from bridge_memory.gpus import Gpu
+    from bridge_memory.report.gpus import Gpu
 
 DEFAULT_SEQ_LENGTH = 4096
 _UNSET: Any = argparse.SUPPRESS
@@ -110,13 +111,13 @@ FLAGS = (
     Flag("--fp32-residual-connection", "precision", "fp32_residual_connection", "residual stream in fp32", "switch"),
     # Optimizer
     Flag("--optimizer", "optimizer", "optimizer", "optimizer", "str", ("adam", "sgd", "muon"), "NAME"),
-    Flag("--use-distributed-optimizer", "optimizer", "use_distributed_optimizer",
+    Flag("--use-distributed-optimizer", "data_parallel", "use_distributed_optimizer",
          "shard the optimizer over data-parallel ranks (default: on)", "switch"),
-    Flag("--grad-reduce-in-fp32 --accumulate-allreduce-grads-in-fp32", "optimizer", "grad_reduce_in_fp32",
+    Flag("--grad-reduce-in-fp32 --accumulate-allreduce-grads-in-fp32", "data_parallel", "grad_reduce_in_fp32",
          "fp32 gradient buffers (default: on)", "switch"),
-    Flag("--overlap-grad-reduce", "optimizer", "overlap_grad_reduce", "reduce gradients in buckets", "switch"),
-    Flag("--overlap-param-gather", "optimizer", "overlap_param_gather", "gather parameters in buckets", "switch"),
-    Flag("--ddp-bucket-size", "optimizer", "ddp_bucket_size", "elements of a gradient bucket"),
+    Flag("--overlap-grad-reduce", "data_parallel", "overlap_grad_reduce", "reduce gradients in buckets", "switch"),
+    Flag("--overlap-param-gather", "data_parallel", "overlap_param_gather", "gather parameters in buckets", "switch"),
+    Flag("--ddp-bucket-size", "data_parallel", "bucket_size", "elements of a gradient bucket"),
     Flag("--use-precision-aware-optimizer", "optimizer", "use_precision_aware_optimizer",
          "optimizer states in the dtypes below", "switch"),
     Flag("--main-grads-dtype", "optimizer", "main_grads_dtype",
@@ -187,10 +188,11 @@ FLAGS = (
 )
 _SPECS = {
     "parallel": ParallelSpec, "batch": BatchSpec, "precision": PrecisionSpec, "optimizer": OptimizerSpec,
-    "recompute": RecomputeSpec, "implementation": ImplementationSpec,
+    "data_parallel": DataParallelSpec, "recompute": RecomputeSpec, "implementation": ImplementationSpec,
 }
 _TITLES = {
-    "parallel": "parallelism", "batch": "batch", "precision": "precision", "optimizer": "optimizer and gradients",
+    "parallel": "parallelism", "batch": "batch", "precision": "precision", "optimizer": "optimizer",
+    "data_parallel": "gradients and data parallelism",
     "recompute": "activation recomputation", "implementation": "implementation",
 }
 
@@ -301,7 +303,7 @@ def run_on_gpus(args: argparse.Namespace, gpus: Sequence[Gpu]) -> RunSpec:
     The first GPU's generation, Hopper where none is named (Blackwell for mxfp8), sizes library workspaces and lays out
     fp8; it is an assumption unless all named GPUs are of it.
     """
-    from bridge_memory.gpus import check_computes
+    from bridge_memory.report.gpus import check_computes
 
     spec = run_from_arguments(args, gpu_arch=gpus[0].arch if gpus else None)
     for gpu in gpus:
@@ -384,7 +386,6 @@ def _parallel(values: dict[str, Any], assumptions: list[str]) -> ParallelSpec:
     if "world_size" in values:
         return ParallelSpec(**values)
     sizes = ParallelSpec(**values)
-    check_fields(sizes)
     world = lcm(sizes.tp * sizes.pp * sizes.cp, sizes.etp * sizes.ep * sizes.pp)
     if world >= MOST_GPUS:
         return sizes  # The checks against the model name the size that is wrong.
@@ -393,16 +394,16 @@ def _parallel(values: dict[str, Any], assumptions: list[str]) -> ParallelSpec:
 
 
 #: Flags that are taken because they belong to a run, and of which nothing in memory depends.
-_NO_TENSOR = (("optimizer", "overlap_param_gather"), ("implementation", "calculate_per_token_loss"))
+_NO_TENSOR = (("data_parallel", "overlap_param_gather"), ("implementation", "calculate_per_token_loss"))
 
 
 def _complete(given: dict[str, dict[str, Any]], assumptions: list[str]) -> None:
     """What Megatron concludes from a flag, and what it does not do to memory."""
-    optimizer, impl = given["optimizer"], given["implementation"]
-    if optimizer.get("main_grads_dtype") == "bf16":  # Megatron-LM arguments.py: validate_args
-        if optimizer.get("grad_reduce_in_fp32"):
+    ddp, impl = given["data_parallel"], given["implementation"]
+    if given["optimizer"].get("main_grads_dtype") == "bf16":  # Megatron-LM arguments.py: validate_args
+        if ddp.get("grad_reduce_in_fp32"):
             raise SpecError("main_grads_dtype (bf16) does not go with grad_reduce_in_fp32 (True); drop one of them")
-        optimizer["grad_reduce_in_fp32"] = False
+        ddp["grad_reduce_in_fp32"] = False
         assumptions.append("gradient buffers in bf16, as --main-grads-dtype bf16 asks for")
     if impl.get("deterministic_mode"):
         # TransformerConfig and Transformer Engine refuse one without NVTE_ALLOW_NONDETERMINISTIC_ALGO=0.
@@ -431,7 +432,8 @@ def _check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
          optimizer.get("optimizer_cpu_offload", False), "--optimizer-cpu-offload"),
         ("moe_pad_expert_input_to_capacity", impl.get("moe_pad_expert_input_to_capacity", False),
          "moe_expert_capacity_factor" in impl, "--moe-expert-capacity-factor"),
-        ("ddp_bucket_size", "ddp_bucket_size" in optimizer, optimizer.get("overlap_grad_reduce", False),
+        ("ddp_bucket_size", "bucket_size" in given["data_parallel"],
+         given["data_parallel"].get("overlap_grad_reduce", False),
          "--overlap-grad-reduce"),
         ("store_param_remainders", "store_param_remainders" in optimizer,
          optimizer.get("use_precision_aware_optimizer", False), "--use-precision-aware-optimizer"),

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.compare.accuracy import Errors, GroupAccuracy
-    from bridge_memory.compare.runs import Outcome, Record
+    from bridge_memory.accuracy.accuracy import Errors, GroupAccuracy
+    from bridge_memory.accuracy.runs import Outcome, Record
 
 SCHEMA = "bridge-memory/validate/1"
 GIB = 1 << 30
@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from bridge_memory.compare.accuracy import accuracy, by_group, summary
-    from bridge_memory.compare.runs import load_runs, predict_all
+    from bridge_memory.accuracy.accuracy import accuracy, by_group, summary
+    from bridge_memory.accuracy.runs import load_runs, predict_all
 
     for name in ("worst", "folds"):
         value = getattr(args, name)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if args.worst:
         print(worst(records, outcomes, args.worst))
     if args.folds:
-        from bridge_memory.compare.folds import refit
+        from bridge_memory.accuracy.folds import refit
 
         left_out = refit(records, args.folds)
         print(f"Fitted constants chosen again with each of {args.folds} groups of families left out:")
@@ -122,8 +122,8 @@ def _statuses(outcomes: Sequence[Outcome]) -> str:
 
 def worst(records: Sequence[Record], outcomes: Sequence[Outcome], count: int) -> str:
     """The largest misses of both numbers with the stage's components and what is unusual about the run."""
-    from bridge_memory.compare.accuracy import METRICS
-    from bridge_memory.compare.runs import non_default_options, run_of
+    from bridge_memory.accuracy.accuracy import METRICS
+    from bridge_memory.accuracy.runs import non_default_options, run_of
 
     by_id = {r.id: r for r in records}
     blocks = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from bridge_memory.inventory import measured
+from bridge_memory import fitted
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.tape import BlockCost, T, Tape
@@ -308,9 +308,9 @@ class Recorder:
             mask = tape.tensor(f"{name} dropout mask", size, grad=False)
             dropped = tape.tensor(f"{name} dropped", 0 if fused else size * ctx.act, grad_bytes=size * ctx.act)
             kept = [mask]
-            if fused and not bias and ctx.impl.megatron_core >= measured.COMPILED_DROPOUT_SINCE_CORE:
+            if fused and not bias and ctx.impl.megatron_core >= fitted.COMPILED_DROPOUT_SINCE_CORE:
                 kept.append(
-                    tape.tensor(f"{name} dropout input", size * measured.COMPILED_DROPOUT_INPUT_BYTES, grad=False)
+                    tape.tensor(f"{name} dropout input", size * fitted.COMPILED_DROPOUT_INPUT_BYTES, grad=False)
                 )
             # ``TransformerLayer.bias_dropout_add_exec_handler`` is torch.enable_grad.
             tape.op(f"{name} dropout", x, (dropped, *kept), saves=kept, always_saves=True)

@@ -22,8 +22,8 @@ from bridge_memory.inventory.layer_links import layer_links, runs_plain
 from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.shared_weights import beside, waiting_gradients
 from bridge_memory.inventory.tail import final_norm_name, holds_final_norm, tail_inventories, tail_links, untied_here
-from bridge_memory.layout import Chunk, layout
 from bridge_memory.spec import ModelSpec, ParallelSpec, RunSpec
+from bridge_memory.spec.layout import Chunk, layout
 
 
 def stage_inventories(model: ModelSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> list[ChunkInventory]:

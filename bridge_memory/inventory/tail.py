@@ -17,8 +17,8 @@ from bridge_memory.inventory.mtp import depth_is_recomputed
 from bridge_memory.inventory.recorder import BlockInventory
 from bridge_memory.inventory.shared_weights import Waiting, beside
 from bridge_memory.inventory.tape import BlockCost
-from bridge_memory.layout import Chunk
 from bridge_memory.spec import ModelSpec
+from bridge_memory.spec.layout import Chunk
 
 #: megatron-core release since which ``GPTModel._postprocess`` makes the losses of the MTP depths, of the hidden states
 #: of all depths joined in one tensor; before, ``MultiTokenPredictionBlock.forward`` makes each after its depth.

@@ -19,6 +19,7 @@ GIB = 1 << 30
 def options(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
     """Changes that keep the model and the GPUs, and may free memory; those that the run cannot have are left out."""
     p, b, o, r, i = run.parallel, run.batch, run.optimizer, run.recompute, run.implementation
+    d = run.data_parallel
     changes: list[tuple[str, dict[str, Any]]] = []
     if r.granularity != "full":
         changes.append(
@@ -45,16 +46,19 @@ def options(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
         if field == "tensor_model_parallel_size":
             doubled["sequence_parallel"] = True
         changes.append((f"{field}={doubled[field]}", {"parallel": replace(p, **doubled)}))
-    if not o.use_distributed_optimizer:
-        changes.append(("use_distributed_optimizer=True", {"optimizer": replace(o, use_distributed_optimizer=True)}))
+    sharded = replace(d, use_distributed_optimizer=True)
+    if not d.use_distributed_optimizer:
+        changes.append(("use_distributed_optimizer=True", {"data_parallel": sharded}))
     if not o.use_precision_aware_optimizer and o.optimizer == "adam" and run.precision.params_dtype == "bf16":
         aware = replace(
-            o, use_distributed_optimizer=True, use_precision_aware_optimizer=True, exp_avg_dtype="bf16",
-            exp_avg_sq_dtype="bf16",
+            o, use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"
         )  # fmt: skip
-        changes.append(("use_precision_aware_optimizer=True with exp_avg and exp_avg_sq in bf16", {"optimizer": aware}))
-    if o.grad_reduce_in_fp32 and run.precision.params_dtype == "bf16":
-        changes.append(("grad_reduce_in_fp32=False", {"optimizer": replace(o, grad_reduce_in_fp32=False)}))
+        changes.append(
+            ("use_precision_aware_optimizer=True with exp_avg and exp_avg_sq in bf16",
+             {"optimizer": aware, "data_parallel": sharded})
+        )  # fmt: skip
+    if d.grad_reduce_in_fp32 and run.precision.params_dtype == "bf16":
+        changes.append(("grad_reduce_in_fp32=False", {"data_parallel": replace(d, grad_reduce_in_fp32=False)}))
     if not o.optimizer_cpu_offload:
         offload = replace(o, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
         changes.append(("optimizer_cpu_offload=True, optimizer_offload_fraction=1.0", {"optimizer": offload}))

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from bridge_memory.layout_string import layout_string
 from bridge_memory.readers.container_fields import (
     container_part,
     data_parallel_size,
@@ -23,15 +22,18 @@ from bridge_memory.readers.container_fields import (
 from bridge_memory.readers.transformer_config import model_from_transformer_config
 from bridge_memory.spec import (
     BatchSpec,
+    DataParallelSpec,
     ImplementationSpec,
     ModelSpec,
     OptimizerSpec,
     ParallelSpec,
+    PeftSpec,
     PrecisionSpec,
     RecomputeSpec,
     RunSpec,
     SpecError,
 )
+from bridge_memory.spec.layout_string import layout_string
 
 #: Release whose rules apply where none is given and megatron.core is not loaded.
 DEFAULT_MEGATRON_CORE = (0, 16)
@@ -141,6 +143,8 @@ def run_from_config_container(
         batch=batch,
         precision=_precision(view),
         optimizer=_optimizer(config, view),
+        data_parallel=_data_parallel_spec(config, view),
+        peft=_peft(getattr(config, "peft", None)),
         recompute=_recompute(view),
         implementation=_implementation(
             config, view, gpu_arch, megatron_core or _loaded_core(), transformer_engine
@@ -433,24 +437,13 @@ def _precision(view: _Views) -> PrecisionSpec:
 
 
 def _optimizer(config: Any, view: _Views) -> OptimizerSpec:
-    o, d = view.optimizer, view.ddp
+    o = view.optimizer
     name = str(_get(o, "optimizer", "adam"))
-    half = _params_dtype(view) != "fp32"
-    fsdp = bool(
-        _get(d, "use_megatron_fsdp", False)
-        or _get(d, "use_custom_fsdp", False)
-        or _get(getattr(config, "dist", None), "use_megatron_fsdp", False)
-    )
     offload = bool(_get(o, "optimizer_cpu_offload", False))
     recipe = _get(o, "fp8_recipe")
     return OptimizerSpec(
         optimizer=name.removeprefix("dist_"),
         sgd_momentum=_get(o, "sgd_momentum", 0.9),
-        use_distributed_optimizer=view.distributed,
-        grad_reduce_in_fp32=bool(_get(d, "grad_reduce_in_fp32", False)) or not half,
-        overlap_grad_reduce=bool(_get(d, "overlap_grad_reduce", False)),
-        overlap_param_gather=bool(_get(d, "overlap_param_gather", False)),
-        ddp_bucket_size=_get(d, "bucket_size"),
         use_precision_aware_optimizer=bool(_get(o, "use_precision_aware_optimizer", False)),
         main_grads_dtype=dtype_name(_get(o, "main_grads_dtype", "fp32"), "optimizer.main_grads_dtype"),
         main_params_dtype=dtype_name(_get(o, "main_params_dtype", "fp32"), "optimizer.main_params_dtype"),
@@ -460,25 +453,39 @@ def _optimizer(config: Any, view: _Views) -> OptimizerSpec:
         fp8_recipe=None if recipe is None else str(getattr(recipe, "value", recipe)),
         optimizer_cpu_offload=offload,
         optimizer_offload_fraction=float(_get(o, "optimizer_offload_fraction", 0.0)) if offload else 1.0,
-        clip_grad=float(_get(o, "clip_grad", 1.0)),
         log_params_norm=bool(_get(getattr(config, "logger", None), "log_params_norm", False)),
-        log_num_zeros_in_grad=bool(_get(o, "log_num_zeros_in_grad", False)),
         use_layer_wise_distributed_optimizer=name.startswith("dist_"),
-        data_parallel_sharding_strategy=_get(d, "data_parallel_sharding_strategy", "no_shard") if fsdp else None,
-        **_peft(getattr(config, "peft", None)),
     )
 
 
-def _peft(peft: Any) -> dict[str, Any]:
+def _data_parallel_spec(config: Any, view: _Views) -> DataParallelSpec:
+    d = view.ddp
+    fsdp = bool(
+        _get(d, "use_megatron_fsdp", False)
+        or _get(d, "use_custom_fsdp", False)
+        or _get(getattr(config, "dist", None), "use_megatron_fsdp", False)
+    )
+    return DataParallelSpec(
+        engine="megatron_fsdp" if fsdp else "megatron_ddp",
+        use_distributed_optimizer=view.distributed,
+        grad_reduce_in_fp32=bool(_get(d, "grad_reduce_in_fp32", False)) or _params_dtype(view) == "fp32",
+        overlap_grad_reduce=bool(_get(d, "overlap_grad_reduce", False)),
+        overlap_param_gather=bool(_get(d, "overlap_param_gather", False)),
+        bucket_size=_get(d, "bucket_size"),
+        data_parallel_sharding_strategy=_get(d, "data_parallel_sharding_strategy", "no_shard") if fsdp else None,
+    )
+
+
+def _peft(peft: Any) -> PeftSpec:
     """``ConfigContainer.peft``; whatever it is, only its adapters train."""
     if peft is None:
-        return {}
-    fields: dict[str, Any] = {"peft": "lora"}
+        return PeftSpec()
+    fields: dict[str, Any] = {}
     if type(peft).__name__ == "LoRA":
-        fields["lora_dim"] = int(_get(peft, "dim", 32))
+        fields["dim"] = int(_get(peft, "dim", 32))
         if _get(peft, "target_modules"):
-            fields["lora_target_modules"] = tuple(peft.target_modules)
-    return fields
+            fields["target_modules"] = tuple(peft.target_modules)
+    return PeftSpec(scheme="lora", **fields)
 
 
 def _recompute(view: _Views) -> RecomputeSpec:
@@ -515,7 +522,7 @@ def _implementation(
         key: bool(_get(m, key, False))
         for key in _words(
             "gradient_accumulation_fusion masked_softmax_fusion bias_activation_fusion bias_dropout_fusion "
-            "apply_rope_fusion persist_layer_norm cross_entropy_loss_fusion calculate_per_token_loss "
+            "apply_rope_fusion cross_entropy_loss_fusion calculate_per_token_loss "
             "deterministic_mode defer_embedding_wgrad_compute delay_wgrad_compute apply_query_key_layer_scaling "
             "use_transformer_engine_op_fuser moe_grouped_gemm moe_permute_fusion moe_router_fusion "
             "moe_pad_expert_input_to_capacity moe_shared_expert_overlap moe_apply_probs_on_input "

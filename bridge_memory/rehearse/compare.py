@@ -17,10 +17,10 @@ from bridge_memory.inventory.layer import embedding_inventory, layer_inventory
 from bridge_memory.inventory.layer_links import layer_links, runs_plain
 from bridge_memory.inventory.tail import tail_inventories
 from bridge_memory.inventory.tape import BlockCost, SavedTensor
-from bridge_memory.layout import Chunk, layout
 from bridge_memory.rehearse.run import PassRecord, rehearse_layer, saved_tensors
 from bridge_memory.rehearse.tracker import SavedRecord
 from bridge_memory.spec import RunSpec
+from bridge_memory.spec.layout import Chunk, layout
 
 _EXPERT = re.compile(r"local_experts\.\d+")
 

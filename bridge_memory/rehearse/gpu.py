@@ -145,7 +145,6 @@ def on_this_machine(run: RunSpec, gpu: str) -> RunSpec:
     from bridge_memory.readers.megatron_args.run import cublas_workspace_bytes, release
 
     impl = run.implementation
-    fused_adam = patches.has_te() or importlib.util.find_spec("apex") is not None
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     return run.with_(
         implementation=replace(
@@ -156,7 +155,6 @@ def on_this_machine(run: RunSpec, gpu: str) -> RunSpec:
             expandable_segments="expandable_segments:True" in allocator,
             cublas_workspace_bytes=cublas_workspace_bytes(os.environ.get("CUBLAS_WORKSPACE_CONFIG")),
         ),
-        optimizer=replace(run.optimizer, fused_optimizer=run.optimizer.fused_optimizer and fused_adam),
     )
 
 
@@ -260,7 +258,7 @@ def _configure(run: RunSpec, config: Any, wrapped: list[Any], adam: Any) -> None
     if len(wrapped) > 1:
         # Interleaved, both overlap point-to-point with computation (``arguments.py: validate_args``).
         config.overlap_p2p_comm, config.batch_p2p_comm = True, False
-    if run.optimizer.overlap_grad_reduce:
+    if run.data_parallel.overlap_grad_reduce:
         hooks = [ddp.no_sync for ddp in wrapped]
         config.no_sync_func = hooks if len(wrapped) > 1 else hooks[0]
 

@@ -215,13 +215,13 @@ def distributed(run: RunSpec, chunk: torch.nn.Module, index: int) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
-    opt = run.optimizer
+    ddp = run.data_parallel
     wanted = {
-        "grad_reduce_in_fp32": opt.grad_reduce_in_fp32,
-        "overlap_grad_reduce": opt.overlap_grad_reduce,
-        "overlap_param_gather": opt.overlap_param_gather,
-        "use_distributed_optimizer": opt.use_distributed_optimizer,
-        "bucket_size": opt.ddp_bucket_size,
+        "grad_reduce_in_fp32": ddp.grad_reduce_in_fp32,
+        "overlap_grad_reduce": ddp.overlap_grad_reduce,
+        "overlap_param_gather": ddp.overlap_param_gather,
+        "use_distributed_optimizer": ddp.use_distributed_optimizer,
+        "bucket_size": ddp.bucket_size,
         "num_distributed_optimizer_instances": run.parallel.num_distributed_optimizer_instances,
     }
     known = {f.name for f in fields(DistributedDataParallelConfig)}
@@ -259,15 +259,14 @@ def optimizer(run: RunSpec, wrapped: list[Any]) -> Any:
 
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    opt, precision = run.optimizer, run.precision
+    opt, ddp, precision = run.optimizer, run.data_parallel, run.precision
     wanted = {
         "optimizer": opt.optimizer,
         "lr": 1e-4,
         "bf16": precision.params_dtype == "bf16",
         "fp16": precision.params_dtype == "fp16",
         "params_dtype": TORCH_DTYPES[precision.params_dtype],
-        "use_distributed_optimizer": opt.use_distributed_optimizer,
-        "clip_grad": opt.clip_grad,
+        "use_distributed_optimizer": ddp.use_distributed_optimizer,
         "use_precision_aware_optimizer": opt.use_precision_aware_optimizer,
         "main_grads_dtype": TORCH_DTYPES[opt.main_grads_dtype],
         "main_params_dtype": TORCH_DTYPES[opt.main_params_dtype],
@@ -277,8 +276,7 @@ def optimizer(run: RunSpec, wrapped: list[Any]) -> Any:
         "store_param_remainders": opt.store_param_remainders,
         "fp8_recipe": opt.fp8_recipe,
         "sgd_momentum": opt.sgd_momentum,
-        "overlap_param_gather": opt.overlap_param_gather,
-        "log_num_zeros_in_grad": opt.log_num_zeros_in_grad,
+        "overlap_param_gather": ddp.overlap_param_gather,
         "optimizer_cpu_offload": opt.optimizer_cpu_offload,
         "optimizer_offload_fraction": opt.optimizer_offload_fraction,
     }
@@ -460,7 +458,7 @@ def rehearse_layer(run: RunSpec, layer: int, architecture: Any = None) -> PassRe
 
     The layer's input is made inside the graph and its output is taken away before backward, as neighbours do.
     """
-    from bridge_memory.layout import layout
+    from bridge_memory.spec.layout import layout
 
     where = [
         (stage, i)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from bridge_memory.estimate import estimate, stage_costs
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
-from bridge_memory.inventory.workspaces import RECOMPUTED_ORDER, ROUTING
-from bridge_memory.layout import layout
 from bridge_memory.rehearse.run import Rehearsal
-from bridge_memory.timeline import ChunkCost, dynamic_peak
+from bridge_memory.schedule.peak import ChunkCost, dynamic_peak
+from bridge_memory.spec.layout import layout
+from bridge_memory.workspaces.libraries import RECOMPUTED_ORDER, ROUTING
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""An Estimate as JSON, schema ``bridge-memory/estimate/1`` (``estimate.schema.json`` beside this file).
+"""An Estimate as JSON, schema ``bridge-memory/estimate/2`` (``estimate.schema.json`` beside this file).
 
 Keys may be added to a version of the schema; none is renamed or dropped without a new version. Bytes are ints on
 one rank; parameters are elements.
@@ -16,9 +16,9 @@ from bridge_memory.estimate import Estimate, StageEstimate
 from bridge_memory.spec import RunSpec
 
 if TYPE_CHECKING:
-    from bridge_memory.gpus import Fit
+    from bridge_memory.report.gpus import Fit
 
-SCHEMA = "bridge-memory/estimate/1"
+SCHEMA = "bridge-memory/estimate/2"
 #: The JSON Schema (draft 2020-12) of what ``estimate_to_json`` returns.
 SCHEMA_PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "estimate.schema.json")
 
@@ -82,6 +82,8 @@ def _training(run: RunSpec) -> dict[str, Any]:
         "num_microbatches": run.num_microbatches,
         "precision": _plain(run.precision),
         "optimizer": _plain(run.optimizer),
+        "data_parallel": _plain(run.data_parallel),
+        "peft": _plain(run.peft),
         "recompute": _plain(run.recompute),
         "implementation": _plain(run.implementation),
     }

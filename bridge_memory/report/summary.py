@@ -75,21 +75,21 @@ def _precision(run: RunSpec) -> str:
     return _join(
         p.params_dtype,
         f"fp8 {p.fp8} ({p.fp8_recipe}{', parameters too' if p.fp8_param else ''})" if p.fp8 else "",
-        f"gradients in {'fp32' if run.optimizer.grad_reduce_in_fp32 else p.params_dtype}",
+        f"gradients in {'fp32' if run.data_parallel.grad_reduce_in_fp32 else p.params_dtype}",
         "fp32 residual stream" if p.fp32_residual_connection else "",
     )
 
 
 def _optimizer(run: RunSpec) -> str:
-    o = run.optimizer
+    o, d = run.optimizer, run.data_parallel
     return _join(
         o.optimizer,
-        "distributed" if o.use_distributed_optimizer else "state replicated over data parallel ranks",
+        "distributed" if d.use_distributed_optimizer else "state replicated over data parallel ranks",
         f"precision-aware (main params {o.main_params_dtype}, main grads {o.main_grads_dtype}, "
         f"exp_avg {o.exp_avg_dtype}, exp_avg_sq {o.exp_avg_sq_dtype})" if o.use_precision_aware_optimizer else "",
         f"{o.optimizer_offload_fraction:.0%} offloaded to the CPU" if o.optimizer_cpu_offload else "",
-        f"Megatron-FSDP {o.data_parallel_sharding_strategy}" if o.data_parallel_sharding_strategy else "",
-        f"PEFT {o.peft}" if o.peft != "none" else "",
+        f"Megatron-FSDP {d.data_parallel_sharding_strategy}" if d.fsdp else "",
+        f"PEFT {run.peft.scheme}" if run.peft.freezes else "",
     )
 
 

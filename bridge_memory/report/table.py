@@ -22,8 +22,8 @@ from bridge_memory.report.units import (
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.details import DetailRow
-    from bridge_memory.gpus import Fit
+    from bridge_memory.report.details import DetailRow
+    from bridge_memory.report.gpus import Fit
 
 #: Components of the peak stage that are listed; the rest is summed in one line.
 LARGEST = 10
@@ -285,7 +285,7 @@ def _tensor(row: DetailRow) -> str:
 
 
 def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:
-    from bridge_memory.gpus import margin_words
+    from bridge_memory.report.gpus import margin_words
 
     worst = result.peak_stage
     peak = ticks(worst.peak_bytes, unit)

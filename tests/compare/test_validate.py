@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from bridge_memory.accuracy.accuracy import accuracy, by_group, errors_of, percentile, summary
+from bridge_memory.accuracy.folds import constants, refit
+from bridge_memory.accuracy.runs import Outcome, load_runs, predict, predict_all, run_of
 from bridge_memory.cli import validate
-from bridge_memory.compare.accuracy import accuracy, by_group, errors_of, percentile, summary
-from bridge_memory.compare.folds import constants, refit
-from bridge_memory.compare.runs import Outcome, load_runs, predict, predict_all, run_of
 from bridge_memory.spec import SpecError
 
 CORPUS = Path(__file__).parents[1] / "data" / "measurements" / "runs.jsonl"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bridge_memory.inventory.lora import lora_parameters
+from bridge_memory.engines.peft import lora_parameters
 from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.spec import SpecError
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from bridge_memory.inventory.context import context_of
-from bridge_memory.inventory.workspaces import (
+from bridge_memory.readers.megatron_args import run_from_megatron_args
+from bridge_memory.spec.layout import layout
+from bridge_memory.workspaces.libraries import (
     batch_bytes,
     block_rest,
     gathered_parameter_bytes,
     lasting_workspaces,
 )
-from bridge_memory.layout import layout
-from bridge_memory.readers.megatron_args import run_from_megatron_args
 
 MIB = 1 << 20
 GPT = (

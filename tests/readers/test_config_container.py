@@ -68,7 +68,7 @@ def test_mixed_precision_by_name_lies_over_the_model() -> None:
     config = namespace(mixed_precision="fp16_mixed", model__fp16=False)
     run = run_from_config_container(config)
     assert run.precision.params_dtype == "fp16"
-    assert not run.optimizer.grad_reduce_in_fp32
+    assert not run.data_parallel.grad_reduce_in_fp32
     assert config.model.bf16 and config.ddp.grad_reduce_in_fp32
 
 

@@ -156,19 +156,19 @@ def test_a_lora_container_trains_only_its_adapters(recipes: Any) -> None:
     the recipe targets them: 2 bytes of weight, 4 of gradient or 2, 12 of optimizer over the shard."""
     config = recipes.llama3_8b_peft_config(peft_scheme="lora")
     run = run_from_config_container(config, world_size=8)
-    o = run.optimizer
+    d, peft = run.data_parallel, run.peft
     sizes = {"linear_qkv": 4096 + 6144, "linear_proj": 8192, "linear_fc1": 4096 + 28672, "linear_fc2": 14336 + 4096}
-    adapters = 32 * o.lora_dim * sum(sizes[name] for name in o.lora_target_modules)
+    adapters = 32 * peft.dim * sum(sizes[name] for name in peft.target_modules)
     stage = estimate(run).stages[0]
     lora = {c.name: c.bytes for c in stage.components if c.name.startswith("LoRA")}
-    assert run.parallel.tp == 1 and o.lora_dim == config.peft.dim > 0
+    assert run.parallel.tp == 1 and peft.dim == config.peft.dim > 0
     assert lora["LoRA weights"] == pytest.approx(2 * adapters, rel=0.001)
     assert stage.gradients_bytes == lora["LoRA gradients"] == pytest.approx(
-        (4 if o.grad_reduce_in_fp32 else 2) * adapters, rel=0.001
+        (4 if d.grad_reduce_in_fp32 else 2) * adapters, rel=0.001
     )
     frozen = sum(c.bytes for c in stage.components if c.name == "weights")
     assert frozen == pytest.approx(2 * model_parameters(run.model), rel=0.001)
-    assert stage.optimizer_bytes == pytest.approx(12 * adapters / (8 if o.use_distributed_optimizer else 1), rel=0.001)
+    assert stage.optimizer_bytes == pytest.approx(12 * adapters / (8 if d.use_distributed_optimizer else 1), rel=0.001)
 
 
 def test_uneven_layers_without_a_split_are_refused_by_name(recipes: Any) -> None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge_memory.layout import layout
 from bridge_memory.readers.megatron_args import (
     cublas_workspace_bytes,
     gpu_architecture,
@@ -22,6 +21,7 @@ from bridge_memory.readers.megatron_args import (
 from bridge_memory.readers.megatron_args.arguments import GAPS, HARMLESS, READ, Arguments
 from bridge_memory.readers.megatron_args.model import _pattern_of_ratios, moe_layer_pattern
 from bridge_memory.spec import AttentionSpec, MambaSpec, MLASpec, MLPSpec, MoESpec, ParallelSpec, SpecError
+from bridge_memory.spec.layout import layout
 
 CORPUS = Path(__file__).parents[1] / "data" / "measurements" / "runs.jsonl"
 
@@ -51,7 +51,7 @@ def test_what_is_unset_is_megatrons_default() -> None:
     assert gpt("--tensor-model-parallel-size 8").model.padded_vocab_size(8) == 51200
     assert layer.mixer == AttentionSpec(8, 8, 64, add_qkv_bias=True, add_output_bias=True, rotary=False)
     assert layer.ffn == MLPSpec(2048, gated=False, activation="gelu", add_bias=True)
-    assert run.optimizer.grad_reduce_in_fp32 and not run.optimizer.use_distributed_optimizer
+    assert run.data_parallel.grad_reduce_in_fp32 and not run.data_parallel.use_distributed_optimizer
     assert run.implementation.moe_token_dispatcher_type == "allgather"
     assert not run.implementation.moe_grouped_gemm
     assert run.implementation.create_attention_mask
@@ -70,7 +70,7 @@ def test_what_is_unset_is_megatrons_default() -> None:
 )
 def test_gradients_are_reduced_in_fp32_under_bf16_only(flags: str, fp32: bool) -> None:
     run = run_from_megatron_args(GPT.replace("--bf16", flags), world_size=8)
-    assert run.optimizer.grad_reduce_in_fp32 is fp32
+    assert run.data_parallel.grad_reduce_in_fp32 is fp32
 
 
 def test_swiglu_takes_two_thirds_of_4h_down_to_a_multiple_of_64() -> None:

@@ -43,7 +43,7 @@ def test_every_group_reads_back_equal() -> None:
         ),
         batch=BatchSpec(seq_length=8192, micro_batch_size=2, global_batch_size=8192),
         precision=PrecisionSpec(fp8="e4m3", fp8_recipe="blockwise"),
-        optimizer=OptimizerSpec(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", clip_grad=0.5),
+        optimizer=OptimizerSpec(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", sgd_momentum=0.5),
         recompute=RecomputeSpec(granularity="selective", modules=("mla_up_proj", "moe_act")),
         implementation=ImplementationSpec(
             megatron_core=(0, 15), transformer_engine=(2, 7), moe_imbalance=1.5, cublas_workspace_bytes=1 << 20

@@ -20,8 +20,8 @@ pytest.importorskip("megatron.core")
 
 import torch
 
+from bridge_memory.accuracy.runs import load_runs, predict_all
 from bridge_memory.cli import main
-from bridge_memory.compare.runs import load_runs, predict_all
 from bridge_memory.estimate import estimate
 from bridge_memory.rehearse import gpu, patches
 from bridge_memory.rehearse.run import rehearse
@@ -31,6 +31,7 @@ from bridge_memory.rehearse.world import RehearsalUnavailable
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,
+    DataParallelSpec,
     ImplementationSpec,
     LayerSpec,
     MLPSpec,
@@ -175,7 +176,7 @@ def test_the_phases_show_the_optimizer_state_appear_in_the_first_step(name: str)
 
 
 def test_without_the_distributed_optimizer_the_whole_state_is_here() -> None:
-    run = CASES["one stage"][0].with_(optimizer=OptimizerSpec(use_distributed_optimizer=False))
+    run = CASES["one stage"][0].with_(data_parallel=DataParallelSpec(use_distributed_optimizer=False))
     sharded, whole = measure(CASES["one stage"][0]), measure(run)
     parameters = 213_568  # 512 x 64 twice, four layers of 4 x 64 x (32 + 16) / 2 ..., norms
     assert whole.allocated - sharded.allocated == pytest.approx(12 * parameters * 7 / 8, rel=0.001)

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 
 import torch
 
-from bridge_memory.compare.runs import load_runs
+from bridge_memory.accuracy.runs import load_runs
 from bridge_memory.estimate import estimate
 from bridge_memory.rehearse.record import Phase, record_of
 from bridge_memory.rehearse.world import rank_of_stage
@@ -52,7 +52,7 @@ def test_the_list_covers_what_issue_5_asks_for(script: ModuleType, te: bool) -> 
     assert {c.stage for c in wanted if c.run.parallel.pp > 1} >= {0, 1, 3, 8, 15}
     assert {r.recompute.granularity for r in runs} == {None, "full", "selective"}
     assert {r.recompute.method for r in runs} == {None, "uniform", "block"}
-    assert {r.optimizer.use_distributed_optimizer for r in runs} == {True, False}
+    assert {r.data_parallel.use_distributed_optimizer for r in runs} == {True, False}
     assert {r.implementation.cross_entropy_loss_fusion for r in runs} == {True, False}
     assert {r.implementation.te for r in runs} == {te}
 

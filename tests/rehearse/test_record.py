@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bridge_memory.accuracy.runs import load_runs, predict_all, run_of
 from bridge_memory.cli import main
-from bridge_memory.compare.runs import load_runs, predict_all, run_of
 from bridge_memory.estimate import estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.rehearse.record import Phase, append_record, record_of

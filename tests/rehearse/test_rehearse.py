@@ -15,6 +15,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from spec_groups import groups_of
+
 from bridge_memory.cli import main
 from bridge_memory.estimate import estimate
 from bridge_memory.readers import resolve_model
@@ -26,6 +28,7 @@ from bridge_memory.spec import (
     ImplementationSpec,
     OptimizerSpec,
     ParallelSpec,
+    PeftSpec,
     PrecisionSpec,
     RunSpec,
     SpecError,
@@ -44,7 +47,7 @@ def deepseek(**optimizer: Any) -> RunSpec:
             pipeline_model_parallel_layout="Et*4|(tttt|)*14tmL",
         ),
         batch=BatchSpec(seq_length=4096),
-        optimizer=OptimizerSpec(**optimizer),
+        **groups_of(**optimizer),
         implementation=LOCAL,
     )  # fmt: skip
 
@@ -256,7 +259,7 @@ def test_what_a_layer_does_not_heed_is_refused(flag: list[str], capsys: pytest.C
 IGNORED = {
     "offload_modules": {"implementation": replace(LOCAL, offload_modules=("moe_act",))},
     "cuda_graph_impl": {"implementation": replace(LOCAL, cuda_graph_impl="transformer_engine")},
-    "peft": {"optimizer": OptimizerSpec(peft="lora", lora_dim=16)},
+    "peft": {"peft": PeftSpec(scheme="lora", dim=16)},
 }
 
 

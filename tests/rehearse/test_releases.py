@@ -23,7 +23,6 @@ from bridge_memory.estimate import estimate
 from bridge_memory.inventory.chain import ChunkInventory
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory, stage_parameters
-from bridge_memory.layout import layout
 from bridge_memory.readers import resolve_model
 from bridge_memory.rehearse.compare import compare_layer
 from bridge_memory.rehearse.model import NotBuildable, build_chunks, parameter_shapes
@@ -46,6 +45,7 @@ from bridge_memory.spec import (
     RunSpec,
     SpecError,
 )
+from bridge_memory.spec.layout import layout
 
 HERE = installed_release() or (0, 0)
 LOCAL = ImplementationSpec(transformer_impl="local", moe_grouped_gemm=False, megatron_core=HERE)

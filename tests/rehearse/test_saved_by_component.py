@@ -17,7 +17,6 @@ pytest.importorskip("megatron.core")
 from bridge_memory.inventory.chain import ChunkInventory
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import stage_inventories
-from bridge_memory.layout import layout
 from bridge_memory.rehearse.compare import COMPONENTS, compare_chunk
 from bridge_memory.rehearse.model import NotBuildable
 from bridge_memory.rehearse.run import PassRecord, rehearse
@@ -35,6 +34,7 @@ from bridge_memory.spec import (
     RecomputeSpec,
     RunSpec,
 )
+from bridge_memory.spec.layout import layout
 
 NONE = RecomputeSpec()
 LOCAL = ImplementationSpec(transformer_impl="local", moe_grouped_gemm=False)

@@ -8,7 +8,7 @@ from bridge_memory.estimate import Estimate, estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
     BatchSpec,
-    OptimizerSpec,
+    DataParallelSpec,
     ParallelSpec,
     PrecisionSpec,
     RecomputeSpec,
@@ -75,7 +75,7 @@ _RUNS: dict[str, tuple[str, dict[str, object]]] = {
         {
             "batch": BatchSpec(seq_length=128),
             "precision": PrecisionSpec(),
-            "optimizer": OptimizerSpec(use_distributed_optimizer=False, grad_reduce_in_fp32=False),
+            "data_parallel": DataParallelSpec(use_distributed_optimizer=False, grad_reduce_in_fp32=False),
         },
     ),
 }

@@ -10,8 +10,8 @@ import pytest
 from report_runs import NAMES, result
 
 from bridge_memory.estimate import estimate
-from bridge_memory.gpus import fits
 from bridge_memory.readers import list_presets, resolve_model
+from bridge_memory.report.gpus import fits
 from bridge_memory.report.json import SCHEMA_PATH, estimate_to_json
 from bridge_memory.spec import ParallelSpec, RunSpec
 

@@ -12,8 +12,8 @@ from decimal import Decimal
 import pytest
 from report_runs import NAMES, result
 
-from bridge_memory.details import stage_details
-from bridge_memory.gpus import fits
+from bridge_memory.report.details import stage_details
+from bridge_memory.report.gpus import fits
 from bridge_memory.report.table import print_estimate
 from bridge_memory.report.units import DECIMALS, UNITS
 from bridge_memory.spec import SpecError

@@ -12,10 +12,10 @@ from test_saved_by_component import CASES, COMPILED_LOSS, LOCAL, SHARDINGS, Case
 
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
-from bridge_memory.layout import layout
 from bridge_memory.rehearse.compare import compare_chunk
 from bridge_memory.rehearse.run import rehearse
 from bridge_memory.spec import ImplementationSpec, RunSpec
+from bridge_memory.spec.layout import layout
 
 TE = ImplementationSpec()
 TE_LOSS = replace(TE, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")

@@ -23,7 +23,7 @@ READ = _names(
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
     accumulate_allreduce_grads_in_fp32 add_qkv_bias apply_query_key_layer_scaling
     apply_residual_connection_post_layernorm attention_backend attention_dropout attention_output_gate
-    attention_softmax_in_fp32 bf16 calculate_per_token_loss clip_grad context_parallel_size cp_comm_type
+    attention_softmax_in_fp32 bf16 calculate_per_token_loss context_parallel_size cp_comm_type
     cpu_offloading_num_layers create_attention_mask_in_dataloader cross_entropy_fusion_impl
     cross_entropy_loss_fusion cuda_graph_impl cuda_graph_modules cuda_graph_scope
     data_parallel_sharding_strategy ddp_bucket_size decoder_first_pipeline_num_layers
@@ -34,7 +34,7 @@ READ = _names(
     first_last_layers_bf16 fp16 fp32_residual_connection fp8 fp8_format fp8_param fp8_param_gather
     fp8_recipe global_batch_size grad_reduce_in_bf16 group_query_attention hidden_dropout hidden_size
     hybrid_attention_ratio hybrid_layer_pattern hybrid_mlp_ratio hybrid_override_pattern is_hybrid_model
-    kv_channels kv_lora_rank legacy_tokenizer log_num_zeros_in_grad log_params_norm main_grads_dtype
+    kv_channels kv_lora_rank legacy_tokenizer log_params_norm main_grads_dtype
     main_params_dtype make_vocab_size_divisible_by mamba_head_dim mamba_num_groups mamba_num_heads
     mamba_state_dim masked_softmax_fusion max_position_embeddings micro_batch_size
     microbatch_group_size_per_virtual_pipeline_stage microbatch_group_size_per_vp_stage
@@ -46,7 +46,7 @@ READ = _names(
     moe_shared_expert_overlap moe_token_dispatcher_type mtp_num_layers mtp_use_repeated_layer
     multi_latent_attention no_bias_dropout_fusion no_bias_gelu_fusion no_bias_swiglu_fusion
     no_create_attention_mask_in_dataloader no_gradient_accumulation_fusion no_masked_softmax_fusion
-    no_persist_layer_norm no_position_embedding no_rope_fusion normalization num_attention_heads
+    no_position_embedding no_rope_fusion normalization num_attention_heads
     num_distributed_optimizer_instances num_experts num_layers num_layers_at_end_in_bf16
     num_layers_at_start_in_bf16 num_layers_per_virtual_pipeline_stage num_moe_experts num_query_groups
     num_virtual_stages_per_pipeline_rank offload_modules optimizer optimizer_cpu_offload
@@ -77,7 +77,7 @@ HARMLESS = _names(
     check_for_spiky_loss check_weight_hash_across_dp_replicas_interval checkpoint_activations
     ckpt_assume_constant_structure ckpt_convert_format ckpt_convert_save
     ckpt_convert_update_legacy_dist_opt_format ckpt_format ckpt_fully_parallel_load
-    ckpt_fully_parallel_load_exchange_algo ckpt_fully_parallel_save ckpt_load_validate_sharding_integrity
+    ckpt_fully_parallel_load_exchange_algo ckpt_fully_parallel_save ckpt_load_validate_sharding_integrity clip_grad
     ckpt_step classes_fraction clone_scatter_output_in_embedding config_logger_dir consumed_train_samples
     create_all_gather_group cross_attention cuda_graph_retain_backward_graph cuda_graph_use_single_mempool
     cuda_graph_warmup_steps curr_iteration data_args_path data_cache_path data_parallel_random_init
@@ -111,6 +111,7 @@ HARMLESS = _names(
     load_main_params_from_ckpt load_model_opt_format local_rank log_device_memory_used log_energy
     log_interval log_l2_norm_grad_to_tensorboard log_learning_rate_to_tensorboard
     log_loss_scale_to_tensorboard log_max_attention_logit log_memory_interval log_memory_to_tensorboard
+    log_num_zeros_in_grad
     log_progress log_straggler log_throughput log_timers_to_tensorboard log_validation_ppl_to_tensorboard
     log_world_size_to_tensorboard logging_level logging_module_filter logging_rank loss_scale
     loss_scale_window lr lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_init
@@ -130,7 +131,7 @@ HARMLESS = _names(
     no_batch_p2p_comm no_check_for_nan_in_loss_and_grad no_check_for_spiky_loss
     no_ckpt_fully_parallel_save no_data_sharding no_dist_ckpt_validation no_initialization no_load_optim
     no_load_rng no_log_learnig_rate_to_tensorboard no_log_loss_scale_to_tensorboard no_mmap_bin_files
-    no_one_logger no_overlap_p2p_communication no_rope_freq no_save_optim no_save_rng
+    no_one_logger no_overlap_p2p_communication no_persist_layer_norm no_rope_freq no_save_optim no_save_rng
     no_scatter_gather_tensors_in_pipeline no_use_layer_wise_param_layout
     no_use_tokenizer_from_checkpoint_args no_use_tokenizer_model_from_checkpoint_args
     no_weight_decay_cond_type non_persistent_ckpt_type non_persistent_global_ckpt_dir

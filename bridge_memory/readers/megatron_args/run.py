@@ -10,6 +10,7 @@ from bridge_memory.readers.megatron_args.model import HybridPattern, hybrid_patt
 from bridge_memory.readers.megatron_args.parsing import RawArguments, read_arguments, words_of
 from bridge_memory.spec import (
     BatchSpec,
+    DataParallelSpec,
     ImplementationSpec,
     OptimizerSpec,
     ParallelSpec,
@@ -72,6 +73,7 @@ def run_from_megatron_args(
         ),
         precision=precision,
         optimizer=_optimizer(a),
+        data_parallel=_data_parallel_spec(a),
         recompute=_recompute(a),
         implementation=_implementation(a, core, gpu, release(transformer_engine)),
         assumptions=(_DETERMINISTIC_CUBLAS,) if _supposes_cublas(a) else (),
@@ -215,44 +217,47 @@ def _precision(a: Arguments) -> PrecisionSpec:
     )
 
 
-def _optimizer(a: Arguments) -> OptimizerSpec:
+def _shards_whole_parameters(a: Arguments) -> bool:
+    """A distributed optimizer for Muon deals whole parameters out (layer_wise_optimizer.py), which is its own thing."""
     name = a.text("optimizer", "adam")
-    # A distributed optimizer for Muon deals whole parameters out (layer_wise_optimizer.py), which is its own thing.
-    sharded = a.flag("use_distributed_optimizer")
-    layer_wise = a.flag("use_layer_wise_distributed_optimizer") or name.startswith("dist_")
-    if "muon" in name and sharded:
-        sharded, layer_wise = False, True
+    asked = a.flag("use_layer_wise_distributed_optimizer") or name.startswith("dist_")
+    return asked or ("muon" in name and a.flag("use_distributed_optimizer"))
+
+
+def _data_parallel_spec(a: Arguments) -> DataParallelSpec:
+    sharded = a.flag("use_distributed_optimizer") and "muon" not in a.text("optimizer", "adam")
     fsdp = a.flag("use_megatron_fsdp") or a.flag("use_custom_fsdp")
-    main_grads = a.text("main_grads_dtype", "fp32")
     # validate_args: bf16 accumulates in fp32 unless the reduction is asked for in bf16; fp16 and fp32 do not.
     fp32_gradients = a.flag("accumulate_allreduce_grads_in_fp32") or (
-        a.flag("bf16") and not a.flag("grad_reduce_in_bf16") and main_grads == "fp32"
+        a.flag("bf16") and not a.flag("grad_reduce_in_bf16") and a.text("main_grads_dtype", "fp32") == "fp32"
     )
     half = a.flag("bf16") or a.flag("fp16")
-    return OptimizerSpec(
-        optimizer=name.removeprefix("dist_"),
-        sgd_momentum=a.number("sgd_momentum", 0.9),
+    return DataParallelSpec(
+        engine="megatron_fsdp" if fsdp else "megatron_ddp",
         use_distributed_optimizer=sharded,
         grad_reduce_in_fp32=fp32_gradients or not half,
         overlap_grad_reduce=a.flag("overlap_grad_reduce"),
         overlap_param_gather=a.flag("overlap_param_gather"),
-        ddp_bucket_size=a.optional_integer("ddp_bucket_size"),
+        bucket_size=a.optional_integer("ddp_bucket_size"),
+        # Without Megatron-FSDP the strategy is read by nobody.
+        data_parallel_sharding_strategy=a.text("data_parallel_sharding_strategy", "no_shard") if fsdp else None,
+    )
+
+
+def _optimizer(a: Arguments) -> OptimizerSpec:
+    return OptimizerSpec(
+        optimizer=a.text("optimizer", "adam").removeprefix("dist_"),
+        sgd_momentum=a.number("sgd_momentum", 0.9),
         use_precision_aware_optimizer=a.flag("use_precision_aware_optimizer"),
-        main_grads_dtype=main_grads,
+        main_grads_dtype=a.text("main_grads_dtype", "fp32"),
         main_params_dtype=a.text("main_params_dtype", "fp32"),
         fp8_recipe=a.text("fp8_recipe", "delayed"),
         exp_avg_dtype=a.text("exp_avg_dtype", "fp32"),
         exp_avg_sq_dtype=a.text("exp_avg_sq_dtype", "fp32"),
         optimizer_cpu_offload=a.flag("optimizer_cpu_offload"),
         optimizer_offload_fraction=a.number("optimizer_offload_fraction", 1.0),
-        clip_grad=a.number("clip_grad", 1.0),
         log_params_norm=a.flag("log_params_norm"),
-        log_num_zeros_in_grad=a.flag("log_num_zeros_in_grad"),
-        use_layer_wise_distributed_optimizer=layer_wise,
-        # Without Megatron-FSDP the strategy is read by nobody.
-        data_parallel_sharding_strategy=(
-            a.text("data_parallel_sharding_strategy", "no_shard") if fsdp else None
-        ),
+        use_layer_wise_distributed_optimizer=_shards_whole_parameters(a),
     )
 
 
@@ -343,7 +348,6 @@ def _implementation(
         use_fused_weighted_squared_relu=a.flag("use_fused_weighted_squared_relu"),
         bias_dropout_fusion=not a.flag("no_bias_dropout_fusion"),
         apply_rope_fusion=not a.flag("no_rope_fusion"),
-        persist_layer_norm=not a.flag("no_persist_layer_norm"),
         cross_entropy_loss_fusion=a.flag("cross_entropy_loss_fusion"),
         cross_entropy_fusion_impl=a.choice("cross_entropy_fusion_impl", "native", ("native", "te", "linear")),
         create_attention_mask=not a.flag("no_create_attention_mask_in_dataloader"),

@@ -15,8 +15,8 @@ from bridge_memory.inventory.layer import embedding_inventory, layer_inventory
 from bridge_memory.inventory.recorder import BlockInventory
 from bridge_memory.inventory.stack import parameter_groups
 from bridge_memory.inventory.tail import tail_inventories
-from bridge_memory.layout import Chunk, layout
 from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec
+from bridge_memory.spec.layout import Chunk, layout
 
 #: Experts are alike: local_experts.<i> and weight<i> are counted, not listed.
 _EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))\d+")

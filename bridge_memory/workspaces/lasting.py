@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from bridge_memory.components import Component
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.stack import chunk_lasting
-from bridge_memory.inventory.workspaces import lasting_workspaces
-from bridge_memory.layout import Chunk
 from bridge_memory.spec import MLASpec, RunSpec
+from bridge_memory.spec.layout import Chunk
+from bridge_memory.workspaces.libraries import lasting_workspaces
 
 _STAND_IN = "dummy weight gradient"
 

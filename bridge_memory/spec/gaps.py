@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bridge_memory.fields import known_releases, nearest_known, release_words
-from bridge_memory.layout import Layout
-from bridge_memory.limits import limits_of
-from bridge_memory.spec import ModelSpec, RunSpec
+from bridge_memory.releases import known_releases, nearest_known, release_words
+from bridge_memory.spec.layout import Layout
+from bridge_memory.spec.limits import limits_of
+from bridge_memory.spec.model import ModelSpec
+from bridge_memory.spec.run import RunSpec
 
 
 def gaps(run: RunSpec) -> tuple[str, ...]:
@@ -32,10 +33,13 @@ def _gaps(run: RunSpec) -> Iterator[str]:
         yield "moe_apply_probs_on_input: the scaled copy of the tokens"
     if precision.fp8 and (precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16):
         yield "first_last_layers_bf16: the layers at the ends are counted in fp8 like the rest"
-    if optimizer.peft != "none":
-        yield f"peft ({optimizer.peft}): activations, which are counted as if every weight trained"
-        if not optimizer.lora_dim:
-            yield f"peft ({optimizer.peft}): adapters, their gradients and optimizer state"
+    if optimizer.log_params_norm and optimizer.fused_main_parameters:
+        # Megatron-LM training/utils.py: calc_params_l2_norm reads fp32 main parameters where megatron-core has them.
+        yield "log_params_norm with use_precision_aware_optimizer: fp32 copies of the parameters in steps that log it"
+    if run.peft.freezes:
+        yield f"peft ({run.peft.scheme}): activations, which are counted as if every weight trained"
+        if not run.peft.dim:
+            yield f"peft ({run.peft.scheme}): adapters, their gradients and optimizer state"
     if impl.cpu_offloading_num_layers:
         yield "cpu_offloading_num_layers: the two layers in flight between GPU and host"
     if precision.fp8 and precision.params_dtype == "fp32":

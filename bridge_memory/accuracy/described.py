@@ -14,12 +14,11 @@ from bridge_memory.estimate import StageEstimate
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.moe import _moe_layer as record_moe_layer
 from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.workspaces import lasting_workspaces
-from bridge_memory.layout import layout
 from bridge_memory.readers.megatron_args import gpu_architecture
 from bridge_memory.readers.resolve import resolve_model
 from bridge_memory.spec import (
     BatchSpec,
+    DataParallelSpec,
     ImplementationSpec,
     LayerSpec,
     ModelSpec,
@@ -30,6 +29,8 @@ from bridge_memory.spec import (
     RecomputeSpec,
     RunSpec,
 )
+from bridge_memory.spec.layout import layout
+from bridge_memory.workspaces.libraries import lasting_workspaces
 
 #: Release whose rules apply to sources of 2026 that name a commit.
 _CORE = (0, 17)
@@ -101,11 +102,13 @@ def recipe_run(d: Description) -> RunSpec:
             global_batch_size=d.number("global_batch_size"),
         ),
         precision=PrecisionSpec(params_dtype=d.text("params_dtype", "bf16")),
-        optimizer=OptimizerSpec(
+        data_parallel=DataParallelSpec(
             use_distributed_optimizer=d.flag("use_distributed_optimizer"),
             grad_reduce_in_fp32=d.flag("grad_reduce_in_fp32"),
             overlap_grad_reduce=d.flag("overlap_grad_reduce"),
             overlap_param_gather=d.flag("overlap_param_gather"),
+        ),
+        optimizer=OptimizerSpec(
             use_precision_aware_optimizer=d.flag("use_precision_aware_optimizer"),
             main_grads_dtype=d.text("main_grads_dtype", "fp32"),
             main_params_dtype=d.text("main_params_dtype", "fp32"),
@@ -155,7 +158,7 @@ def moe_layer_run(d: Description) -> RunSpec:
         parallel=d.parallel(),
         batch=BatchSpec(seq_length=d.number("seq_length"), micro_batch_size=d.number("micro_batch_size", 1)),
         precision=PrecisionSpec(fp8="hybrid" if fp8 else None, fp8_recipe="blockwise" if fp8 else "delayed"),
-        optimizer=OptimizerSpec(grad_reduce_in_fp32=False, use_distributed_optimizer=False),
+        data_parallel=DataParallelSpec(grad_reduce_in_fp32=False, use_distributed_optimizer=False),
         implementation=ImplementationSpec(
             megatron_core=_CORE,
             gpu_arch=d.architecture,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from bridge_memory.spec import SpecError
+from bridge_memory.spec.errors import SpecError
 
 #: Letters of Megatron's layout string (``PipelineParallelLayerLayout.parse_str_to_list``).
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}

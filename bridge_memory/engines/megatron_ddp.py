@@ -16,12 +16,20 @@ from functools import lru_cache
 from math import lcm
 
 from bridge_memory.components import Component
+from bridge_memory.engines.peft import lora_parameters
 from bridge_memory.inventory.context import BlockContext
-from bridge_memory.inventory.lora import lora_parameters
 from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.stack import chunk_parameters
-from bridge_memory.layout import Chunk, layout, shard_worlds
-from bridge_memory.spec import DTYPE_BYTES, ModelSpec, OptimizerSpec, ParallelSpec, PrecisionSpec
+from bridge_memory.spec import (
+    DTYPE_BYTES,
+    DataParallelSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RunSpec,
+)
+from bridge_memory.spec.layout import Chunk, layout, shard_worlds
 
 #: Bytes: smallest block of the caching allocator.
 ALLOCATION_UNIT = 512
@@ -131,54 +139,39 @@ def chunk_groups(
     )
 
 
-def bucket_elements(o: OptimizerSpec, parallel: ParallelSpec, chunk_index: int) -> int | None:
+def bucket_elements(d: DataParallelSpec, parallel: ParallelSpec, chunk_index: int) -> int | None:
     """Bucket size in elements, None for one bucket (``DistributedDataParallel.__init__``)."""
-    if not o.overlap_grad_reduce or chunk_index > 0:
+    if not d.overlap_grad_reduce or chunk_index > 0:
         return None
-    if o.ddp_bucket_size is not None:
-        return o.ddp_bucket_size
+    if d.bucket_size is not None:
+        return d.bucket_size
     return max(BUCKET_MINIMUM, BUCKET_PER_RANK * parallel.data_parallel_size * parallel.cp)
 
 
-@lru_cache(maxsize=4096)
-def model_states(
-    model: ModelSpec, parallel: ParallelSpec, precision: PrecisionSpec, optimizer: OptimizerSpec, ctx: BlockContext
-) -> tuple[tuple[int, tuple[Component, ...]], ...]:
+def model_states(run: RunSpec, ctx: BlockContext) -> tuple[tuple[int, tuple[Component, ...]], ...]:
     """(parameters on a rank, state lines) of every stage. Batch and recomputation change none of it."""
-    worlds = shard_worlds(parallel)
-    return tuple(
-        _stage_state(model, chunks, ctx, worlds, precision, optimizer, parallel)
-        for chunks in layout(model, parallel).stages
-    )
+    return tuple(_stage_state(run, chunks, ctx) for chunks in layout(run.model, run.parallel).stages)
 
 
-def _stage_state(
-    model: ModelSpec,
-    chunks: Sequence[Chunk],
-    ctx: BlockContext,
-    worlds: tuple[int, int],
-    precision: PrecisionSpec,
-    optimizer: OptimizerSpec,
-    parallel: ParallelSpec,
-) -> tuple[int, tuple[Component, ...]]:
-    distributed = optimizer.use_distributed_optimizer
+def _stage_state(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> tuple[int, tuple[Component, ...]]:
+    worlds = shard_worlds(run.parallel)
+    precision, optimizer, d = run.precision, run.optimizer, run.data_parallel
+    distributed = d.use_distributed_optimizer
     if precision.fp8 and not ctx.te:
         precision = replace(precision, fp8=None)  # Only Transformer Engine's modules compute in fp8.
     parameters = 0
     sums: dict[tuple[str, str, str], int] = {}
     for index, chunk in enumerate(chunks):
-        groups = chunk_groups(
-            model, chunk, ctx, worlds, bucket_elements(optimizer, parallel, index), distributed
-        )
+        groups = chunk_groups(run.model, chunk, ctx, worlds, bucket_elements(d, run.parallel, index), distributed)
         for expert, (group, world) in enumerate(zip(groups, worlds, strict=True)):
             parameters += group.numel
             if group.numel:
                 for name, kind, nbytes in _group_state(
-                    precision, optimizer, group, world, ctx.impl.gpu_arch
+                    precision, optimizer, d, group, world, ctx.impl.gpu_arch, frozen=run.peft.freezes
                 ):
                     key = (_label(name, expert), kind, _shard(name, expert, distributed, world))
                     sums[key] = sums.get(key, 0) + nbytes
-        for name, kind, shard, nbytes in _adapters(model, chunk, ctx, worlds, precision, optimizer, parallel):
+        for name, kind, shard, nbytes in _adapters(run, chunk, ctx, worlds, precision):
             sums[(name, kind, shard)] = sums.get((name, kind, shard), 0) + nbytes
     return parameters, tuple(
         Component(n, b, k, _provenance(n, k, optimizer), s) for (n, k, s), b in sums.items() if b
@@ -186,31 +179,27 @@ def _stage_state(
 
 
 def _adapters(
-    model: ModelSpec,
-    chunk: Chunk,
-    ctx: BlockContext,
-    worlds: tuple[int, int],
-    precision: PrecisionSpec,
-    optimizer: OptimizerSpec,
-    parallel: ParallelSpec,
+    run: RunSpec, chunk: Chunk, ctx: BlockContext, worlds: tuple[int, int], precision: PrecisionSpec
 ) -> list[tuple[str, str, str, int]]:
     """(name, kind, shard, bytes) of the LoRA adapters beside a chunk's linears, which train like any parameter."""
-    if optimizer.peft != "lora" or not optimizer.lora_dim:
+    if run.peft.scheme != "lora" or not run.peft.dim:
         return []
     adapters = lora_parameters(
-        chunk_parameters(model, chunk, ctx),
-        dim=optimizer.lora_dim,
-        target_modules=optimizer.lora_target_modules,
-        tp=parallel.tp,
-        etp=parallel.etp,
+        chunk_parameters(run.model, chunk, ctx),
+        dim=run.peft.dim,
+        target_modules=run.peft.target_modules,
+        tp=run.parallel.tp,
+        etp=run.parallel.etp,
     )
-    trained, plain = replace(optimizer, peft="none"), replace(precision, fp8=None)
-    distributed = optimizer.use_distributed_optimizer
+    plain, d = replace(precision, fp8=None), run.data_parallel
+    distributed = d.use_distributed_optimizer
     out = []
     for expert, world in enumerate(worlds):
         params = [p for p in adapters if p.expert == bool(expert)]
-        group = group_parameters(params, world, bucket_elements(optimizer, parallel, 0), distributed)
-        states = _group_state(plain, trained, group, world, ctx.impl.gpu_arch) if params else []
+        group = group_parameters(params, world, bucket_elements(d, run.parallel, 0), distributed)
+        states = (
+            _group_state(plain, run.optimizer, d, group, world, ctx.impl.gpu_arch, frozen=False) if params else []
+        )
         for name, kind, nbytes in states:
             out.append((_label(f"LoRA {name}", expert), kind, _shard(name, expert, distributed, world), nbytes))
     return out
@@ -228,18 +217,19 @@ def _shard(name: str, expert: int, distributed: bool, world: int) -> str:
 
 
 def _group_state(
-    precision: PrecisionSpec, o: OptimizerSpec, g: ParameterGroup, world: int, gpu_arch: str
+    precision: PrecisionSpec, o: OptimizerSpec, d: DataParallelSpec, g: ParameterGroup, world: int, gpu_arch: str, *,
+    frozen: bool,
 ) -> list[tuple[str, str, int]]:
     """(name, kind, bytes) for one buffer kind. ``world`` shards optimizer states."""
     width = DTYPE_BYTES[precision.params_dtype]
     half = width == 2
-    distributed = o.use_distributed_optimizer
-    strategy = o.data_parallel_sharding_strategy
+    distributed = d.use_distributed_optimizer
+    strategy = d.data_parallel_sharding_strategy
     out: list[tuple[str, str, int]] = []
 
     # Weights: views of one buffer under the distributed optimizer, else tensors of their own.
     # Frozen weights are in no buffer (DistributedDataParallel takes what requires a gradient).
-    in_buffer = distributed and o.peft == "none"
+    in_buffer = distributed and not frozen
     weight_bytes = g.padded * width if in_buffer else g.rounded[width]
     if precision.fp8 and precision.fp8_param:
         weight_bytes -= g.gemm * (width - 1)
@@ -248,11 +238,11 @@ def _group_state(
     out.append(("weights", "weights", weight_bytes))
     if precision.fp8:
         out.append(("fp8 weight copies", "weights", _fp8_copies(precision, g, gpu_arch)))
-    if o.peft != "none":
+    if frozen:
         return out
 
     # Gradients: one contiguous buffer (main_grad views).
-    grad_width = 4 if o.grad_reduce_in_fp32 or not half else width
+    grad_width = 4 if d.grad_reduce_in_fp32 or not half else width
     grad_bytes = g.padded * grad_width
     if strategy in ("optim_grads", "optim_grads_params"):
         grad_bytes = -(-grad_bytes // world)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from bridge_memory.compare.runs import Outcome
+from bridge_memory.accuracy.runs import Outcome
 
 #: The two numbers that are compared, and how an outcome gives its signed relative error.
 METRICS: dict[str, Callable[[Outcome], float | None]] = {

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from bridge_memory.estimate import StageEstimate, estimate
 from bridge_memory.readers.megatron_args import run_from_megatron_args, stage_of_rank
-from bridge_memory.spec import ImplementationSpec, ParallelSpec, RunSpec, SpecError
+from bridge_memory.spec import RunSpec, SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.compare.described import Description
+    from bridge_memory.accuracy.described import Description
 
 MIB = 1 << 20
 
@@ -191,7 +191,7 @@ def run_of(record: Record) -> RunSpec:
             transformer_engine=_te_release(str(te or ""), str(record.framework.get("container", ""))),
             env=env if isinstance(env, Mapping) else None,
         )
-    from bridge_memory.compare.described import moe_layer_run, recipe_run
+    from bridge_memory.accuracy.described import moe_layer_run, recipe_run
 
     described = _description(record)
     if described.is_recipe:
@@ -212,7 +212,7 @@ def _run_spec(record: Record) -> RunSpec:
 
 
 def _description(record: Record) -> Description:
-    from bridge_memory.compare.described import Description
+    from bridge_memory.accuracy.described import Description
 
     return Description(record.config, record.gpu, record.world_size)
 
@@ -220,7 +220,7 @@ def _description(record: Record) -> Description:
 def _stages(record: Record, run: RunSpec) -> tuple[tuple[StageEstimate, ...], tuple[str, ...]]:
     """Predicted stages and what the estimate does not model."""
     if record.config.get("kind") == "described" and _description(record).is_moe_layer:
-        from bridge_memory.compare.described import moe_layer_stage
+        from bridge_memory.accuracy.described import moe_layer_stage
 
         return (moe_layer_stage(run),), ()
     answer = estimate(run)
@@ -318,15 +318,15 @@ def predict_all(records: Iterable[Record]) -> list[Outcome]:
 
 def features_of(run: RunSpec) -> tuple[str, ...]:
     """Words for what a run uses, to group errors by."""
-    p, o, i = run.parallel, run.optimizer, run.implementation
+    p, d, i = run.parallel, run.data_parallel, run.implementation
     layers = run.model.layers
     moe = any(_is(layer.ffn, "MoESpec") for layer in layers)
     words = {
         i.transformer_impl: True,
         "legacy model": i.use_legacy_models,
-        "distributed optimizer": o.use_distributed_optimizer,
-        "Megatron-FSDP": o.data_parallel_sharding_strategy is not None,
-        f"optimizer {o.optimizer}": True,
+        "distributed optimizer": d.use_distributed_optimizer,
+        "Megatron-FSDP": d.fsdp,
+        f"optimizer {run.optimizer.optimizer}": True,
         run.precision.params_dtype: True,
         "fp8": run.precision.fp8 is not None,
         "fp8 parameters": run.precision.fp8_param,
@@ -347,8 +347,8 @@ def features_of(run: RunSpec) -> tuple[str, ...]:
         "untied": not run.model.share_embeddings_and_output_weights,
         "fused cross entropy": i.cross_entropy_loss_fusion,
         "per-token loss": i.calculate_per_token_loss,
-        "overlap grad reduce": o.overlap_grad_reduce,
-        "overlap param gather": o.overlap_param_gather,
+        "overlap grad reduce": d.overlap_grad_reduce,
+        "overlap param gather": d.overlap_param_gather,
         i.gpu_arch: True,
     }
     return tuple(word for word, used in words.items() if used)
@@ -362,14 +362,6 @@ def non_default_options(run: RunSpec) -> list[str]:
     """``field=value`` of every parallel, optimizer and implementation option away from its default."""
     from dataclasses import fields
 
-    from bridge_memory.spec import OptimizerSpec
-
-    lines = []
-    for group in (run.parallel, run.optimizer, run.implementation):
-        default = {ParallelSpec: ParallelSpec(), OptimizerSpec: OptimizerSpec(),
-                   ImplementationSpec: ImplementationSpec()}[type(group)]
-        for f in fields(group):
-            value = getattr(group, f.name)
-            if value != getattr(default, f.name):
-                lines.append(f"{f.name}={value}")
-    return lines
+    groups = (run.parallel, run.optimizer, run.data_parallel, run.peft, run.implementation)
+    held = ((f, getattr(group, f.name)) for group in groups for f in fields(group))
+    return [f"{f.name}={value}" for f, value in held if value != f.default]

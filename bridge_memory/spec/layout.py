@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from bridge_memory.layout_string import parse_layout_string, quote
-from bridge_memory.spec import ModelSpec, ParallelSpec, SpecError
+from bridge_memory.spec.errors import SpecError
+from bridge_memory.spec.layout_string import parse_layout_string, quote
+from bridge_memory.spec.model import ModelSpec
+from bridge_memory.spec.parts import ParallelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +198,6 @@ def _uneven(shape: _Shape, first: int | None, last: int | None) -> list[int]:
     ):
         if value is None:
             continue
-        if value <= 0:
-            raise SpecError(f"{name} ({value}) must be at least 1; {_advice(shape, drop=True)}")
         if value % v:
             raise SpecError(
                 f"{name} ({value}) is not divisible by virtual_pipeline_model_parallel_size ({v}); "

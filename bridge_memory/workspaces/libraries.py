@@ -17,8 +17,8 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.layer_links import fully_recomputed, runs_plain
 from bridge_memory.inventory.moe import held_order_bytes, held_routing_bytes
 from bridge_memory.inventory.mtp import depth_is_recomputed
-from bridge_memory.layout import Chunk, shard_worlds
 from bridge_memory.spec import DTYPE_BYTES, MambaSpec, ModelSpec, MoESpec, RunSpec
+from bridge_memory.spec.layout import Chunk, shard_worlds
 
 MIB = 1 << 20
 #: Bytes: smallest block of torch's allocator (``CUDACachingAllocator.cpp: kMinBlockSize``).
@@ -168,7 +168,7 @@ def gathered_parameter_bytes(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockCo
     """
     from bridge_memory.inventory.stack import chunk_parameters
 
-    if run.optimizer.data_parallel_sharding_strategy != "optim_grads_params":
+    if run.data_parallel.data_parallel_sharding_strategy != "optim_grads_params":
         return 0
     outside = 0
     layers: list[int] = []
@@ -193,7 +193,7 @@ def keeps_fp32_gradient_copies(run: RunSpec) -> bool:
     """
     o = run.optimizer
     half = DTYPE_BYTES[run.precision.params_dtype] == 2
-    return half and not o.grad_reduce_in_fp32 and not o.fused_main_parameters and o.peft == "none"
+    return half and not run.data_parallel.grad_reduce_in_fp32 and not o.fused_main_parameters and not run.peft.freezes
 
 
 def fp32_gradient_bytes(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> int:
@@ -232,20 +232,20 @@ def block_rest(nbytes: int) -> int:
 def unsplit_rest_bytes(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> int:
     """``block_rest`` of everything that stays: parameters, gradient buffers, optimizer states; 0 with expandable
     segments, which split exactly. Megatron-FSDP's own buffers are left out."""
-    o = run.optimizer
-    if run.implementation.expandable_segments or o.data_parallel_sharding_strategy or o.peft != "none":
+    d = run.data_parallel
+    if run.implementation.expandable_segments or d.fsdp or run.peft.freezes:
         return 0
     width = DTYPE_BYTES[run.precision.params_dtype]
-    gradient = 4 if o.grad_reduce_in_fp32 or width == 4 else width
+    gradient = 4 if d.grad_reduce_in_fp32 or width == 4 else width
     states = _state_sizes(run)
     shards = _shards(run)
     total = 0
     for chunk in chunks:
         for n in _counts(run.model, chunk, ctx):
             total += block_rest(n * gradient)
-            if o.use_distributed_optimizer:
+            if d.use_distributed_optimizer:
                 total += block_rest(n * width)
-        if not o.use_distributed_optimizer:
+        if not d.use_distributed_optimizer:
             total += sum(_rests(run.model, chunk, ctx, width))
         for size in states:
             rests = _rests(run.model, chunk, ctx, size)
@@ -269,7 +269,7 @@ def _state_sizes(run: RunSpec) -> list[int]:
 def _shards(run: RunSpec) -> tuple[int, int]:
     """Ranks that share the optimizer states of dense and of expert parameters."""
 
-    return shard_worlds(run.parallel) if run.optimizer.use_distributed_optimizer else (1, 1)
+    return shard_worlds(run.parallel) if run.data_parallel.use_distributed_optimizer else (1, 1)
 
 
 @lru_cache(maxsize=4096)

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from math import gcd
 from typing import NamedTuple
 
-from bridge_memory.fields import MOST, check_fraction, check_ints, show
-from bridge_memory.spec import (
+from bridge_memory.spec.errors import SpecError, show
+from bridge_memory.spec.fields import MOST, check_fraction, check_ints
+from bridge_memory.spec.model import (
     AttentionSpec,
     GatedDeltaNetSpec,
     LayerSpec,
@@ -20,7 +21,6 @@ from bridge_memory.spec import (
     MLPSpec,
     ModelSpec,
     MoESpec,
-    SpecError,
 )
 
 

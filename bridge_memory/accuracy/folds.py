@@ -1,6 +1,6 @@
 """Cross-validation: choose the fitted constants again with whole families left out, and predict those.
 
-Only what ``inventory/measured.py`` lists is fitted; everything else is read in a source and is the same in every
+Only what ``fitted.py`` lists is fitted; everything else is read in a source and is the same in every
 fold.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 
-from bridge_memory.compare.runs import Outcome, Record, predict_all
-from bridge_memory.inventory import measured
+from bridge_memory import fitted
+from bridge_memory.accuracy.runs import Outcome, Record, predict_all
 from bridge_memory.spec import SpecError
 
 
@@ -25,9 +25,9 @@ def refit(records: Sequence[Record], folds: int) -> list[Outcome]:
     families = sorted({r.family for r in records})
     if folds > len(families):
         raise SpecError(f"--folds is {folds}, the runs have {len(families)} families; give at most that")
-    names = [f.name for f in measured.FITTED]
+    names = [f.name for f in fitted.FITTED]
     by_choice: dict[tuple[object, ...], list[Outcome]] = {}
-    for choice in product(*(f.candidates for f in measured.FITTED)):
+    for choice in product(*(f.candidates for f in fitted.FITTED)):
         with constants(dict(zip(names, choice, strict=True))):
             by_choice[choice] = predict_all(records)
     out = []
@@ -46,7 +46,7 @@ def _mean_error(outcomes: Iterable[Outcome]) -> float:
 @contextmanager
 def constants(values: dict[str, object]) -> Iterator[None]:
     """The estimate with other values of fitted constants; what was cached under the old ones is forgotten."""
-    before = {name: getattr(measured, name) for name in values}
+    before = {name: getattr(fitted, name) for name in values}
     try:
         _set(values)
         yield
@@ -56,7 +56,7 @@ def constants(values: dict[str, object]) -> Iterator[None]:
 
 def _set(values: dict[str, object]) -> None:
     for name, value in values.items():
-        setattr(measured, name, value)
+        setattr(fitted, name, value)
     for module in [m for n, m in sys.modules.items() if n.startswith("bridge_memory.")]:
         for member in vars(module).values():
             if callable(clear := getattr(member, "cache_clear", None)):

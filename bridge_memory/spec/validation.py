@@ -17,27 +17,20 @@ from functools import lru_cache
 from math import gcd
 from typing import TYPE_CHECKING
 
-from bridge_memory.fields import check_fields, release_words
-from bridge_memory.layout_string import parse_layout_string, quote
-from bridge_memory.limits import Limits, divisors, limits_of
-from bridge_memory.spec import (
-    AttentionSpec,
-    GatedDeltaNetSpec,
-    ImplementationSpec,
-    MambaSpec,
-    ParallelSpec,
-    SpecError,
-)
+from bridge_memory.releases import release_words
+from bridge_memory.spec.errors import SpecError
+from bridge_memory.spec.layout_string import parse_layout_string, quote
+from bridge_memory.spec.limits import Limits, divisors, limits_of
+from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec
+from bridge_memory.spec.parts import ImplementationSpec, ParallelSpec
 
 if TYPE_CHECKING:
-    from bridge_memory.layout import Layout
-    from bridge_memory.spec import RunSpec
+    from bridge_memory.spec.layout import Layout
+    from bridge_memory.spec.run import RunSpec
 
 
 def validate(run: RunSpec) -> None:
     """Raise SpecError on the first contradiction in ``run``."""
-    for spec in (run.parallel, run.batch, run.precision, run.optimizer, run.recompute, run.implementation):
-        check_fields(spec)
     limits = limits_of(run.model)
     # Sizes that no number of GPUs makes right come before those that another number would.
     _check_stages(run.parallel, run.model.num_layers)
@@ -395,11 +388,11 @@ def _check_precision(run: RunSpec) -> None:
 
 
 def _check_optimizer(run: RunSpec) -> None:
-    o, p = run.optimizer, run.parallel
+    o, d, p = run.optimizer, run.data_parallel, run.parallel
     if o.use_precision_aware_optimizer:  # OC
         if o.optimizer != "adam":
             raise SpecError(f"use_precision_aware_optimizer (True) needs optimizer adam, not {o.optimizer}; drop it")
-        if not o.use_distributed_optimizer:
+        if not d.use_distributed_optimizer:
             raise SpecError("use_precision_aware_optimizer (True) needs use_distributed_optimizer; set that to True")
     elif not o.main_grads_dtype == o.main_params_dtype == o.exp_avg_dtype == o.exp_avg_sq_dtype == "fp32":
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -409,13 +402,13 @@ def _check_optimizer(run: RunSpec) -> None:
                 )
     if o.optimizer == "muon" and run.implementation.megatron_core < (0, 17):
         # optimizer/muon.py: get_megatron_muon_optimizer; measured runs with 0.20 do both.
-        if o.use_distributed_optimizer:
+        if d.use_distributed_optimizer:
             raise SpecError("use_distributed_optimizer (True) is not supported with optimizer muon; set it to False")
         if run.precision.params_dtype == "fp16":
             raise SpecError("params_dtype (fp16) is not supported with optimizer muon; use bf16")
-    if o.overlap_param_gather and not o.use_distributed_optimizer:  # MLM
+    if d.overlap_param_gather and not d.use_distributed_optimizer:  # MLM
         raise SpecError("overlap_param_gather (True) needs use_distributed_optimizer; set that to True or drop it")
-    if p.num_distributed_optimizer_instances > 1 and not o.use_distributed_optimizer:  # MLM
+    if p.num_distributed_optimizer_instances > 1 and not d.use_distributed_optimizer:  # MLM
         raise SpecError(
             f"num_distributed_optimizer_instances ({p.num_distributed_optimizer_instances}) needs "
             "use_distributed_optimizer; set that to True"

@@ -1,0 +1,56 @@
+"""What is trained and how, with Megatron's own field names. Imports nothing of the package's other rooms but releases.
+
+``errors`` <- ``fields`` <- ``model``, ``parts`` <- ``limits``, ``layout`` <- ``validation`` <- ``run`` <- ``gaps``.
+"""
+
+from bridge_memory.spec.errors import SpecError, divide, show
+from bridge_memory.spec.model import (
+    AttentionSpec,
+    FeedForward,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    MambaSpec,
+    Mixer,
+    MLASpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+)
+from bridge_memory.spec.parts import (
+    DTYPE_BYTES,
+    BatchSpec,
+    DataParallelSpec,
+    ImplementationSpec,
+    OptimizerSpec,
+    ParallelSpec,
+    PeftSpec,
+    PrecisionSpec,
+    RecomputeSpec,
+)
+from bridge_memory.spec.run import RunSpec
+
+__all__ = [
+    "DTYPE_BYTES",
+    "AttentionSpec",
+    "BatchSpec",
+    "DataParallelSpec",
+    "FeedForward",
+    "GatedDeltaNetSpec",
+    "ImplementationSpec",
+    "LayerSpec",
+    "MLASpec",
+    "MLPSpec",
+    "MambaSpec",
+    "Mixer",
+    "MoESpec",
+    "ModelSpec",
+    "OptimizerSpec",
+    "ParallelSpec",
+    "PeftSpec",
+    "PrecisionSpec",
+    "RecomputeSpec",
+    "RunSpec",
+    "SpecError",
+    "divide",
+    "show",
+]

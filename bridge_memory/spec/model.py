@@ -1,0 +1,188 @@
+"""ModelSpec: what a layer is made of. Global sizes, before any sharding, with Megatron's own field names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bridge_memory.spec.errors import divide
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Softmax attention with a, g, d as in ``megatron.core.transformer.attention.SelfAttention``."""
+
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    add_qkv_bias: bool = False
+    add_output_bias: bool = False
+    #: None; "head": one norm weight of kv_channels (Qwen3); "full": one of all the heads (OLMoE, MiniMax).
+    qk_layernorm: str | None = None
+    #: Sliding-window length in tokens, None for full attention. Changes no saved tensor under flash.
+    window_size: int | None = None
+    #: gpt-oss: one learnt logit a head (``softmax_offset``).
+    learnable_softmax_sink: bool = False
+    #: Qwen3-Next: linear_qkv also makes a sigmoid gate of the size of q.
+    attention_output_gate: bool = False
+    rotary: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MLASpec:
+    """Multi-latent attention (``megatron.core.transformer.multi_latent_attention.MLASelfAttention``)."""
+
+    num_attention_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+    qk_layernorm: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MambaSpec:
+    """Mamba-2 mixer (``megatron.core.ssm.mamba_mixer.MambaMixer``)."""
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int
+    conv_kernel: int = 4
+    chunk_size: int = 128
+    #: Gated RMSNorm before out_proj (``ExtendedRMSNorm``).
+    rmsnorm: bool = True
+    conv_bias: bool = True
+    proj_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNetSpec:
+    """Gated delta net (``megatron.core.ssm.gated_delta_net.GatedDeltaNet``, Qwen3-Next)."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MLPSpec:
+    """A dense feed-forward block of inner width f (``megatron.core.transformer.mlp.MLP``)."""
+
+    ffn_hidden_size: int
+    gated: bool
+    activation: str = "silu"
+    add_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoESpec:
+    """A mixture-of-experts block (``megatron.core.transformer.moe.moe_layer.MoELayer``)."""
+
+    num_experts: int
+    topk: int
+    moe_ffn_hidden_size: int
+    gated: bool = True
+    activation: str = "silu"
+    add_bias: bool = False
+    #: Total inner width of the shared experts, 0 without.
+    shared_expert_intermediate_size: int = 0
+    shared_expert_gate: bool = False
+    #: Aux-loss-free balancing: an fp32 buffer of E values and one of token counts (not parameters).
+    router_enable_expert_bias: bool = False
+    #: The model's published parameter count has that bias in it (MiniMax-M2, Nemotron-3); Megatron's never has.
+    expert_bias_in_published_count: bool = False
+    #: A bias on the router's linear (gpt-oss).
+    add_router_bias: bool = False
+    router_score_function: str = "softmax"
+    #: Aux-loss kind: "none", "aux_loss", "seq_aux_loss", "sinkhorn", ...
+    router_load_balancing_type: str = "aux_loss"
+    #: Group-limited routing: a token's experts come from ``group_topk`` of ``num_groups`` groups of experts.
+    router_num_groups: int | None = None
+    router_group_topk: int | None = None
+    #: Latent MoE: experts work in this width instead of h (Nemotron-3).
+    latent_size: int | None = None
+
+
+Mixer = AttentionSpec | MLASpec | MambaSpec | GatedDeltaNetSpec
+FeedForward = MLPSpec | MoESpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One entry of the layer stack: a mixer, a feed-forward block, or both (None where absent)."""
+
+    mixer: Mixer | None
+    ffn: FeedForward | None
+    #: Gemma 2 and 3: a second norm after attention and one after the feed-forward block.
+    post_layernorms: bool = False
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The architecture. ``layers`` lists the decoder layers in order (MTP depths apart)."""
+
+    name: str
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    layers: tuple[LayerSpec, ...]
+    share_embeddings_and_output_weights: bool = False
+    normalization: str = "RMSNorm"
+    #: "rope", "learned_absolute", "alibi", "none"
+    position_embedding_type: str = "rope"
+    max_position_embeddings: int = 0
+    #: Vocabulary rows are padded to a multiple of this times TP; 0 switches padding off (Bridge's
+    #: ``should_pad_vocab=False``, Megatron-LM's ``--padded-vocab-size``).
+    make_vocab_size_divisible_by: int = 128
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    #: BLOOM's layer norm on the word embeddings.
+    embedding_layernorm: bool = False
+    #: A bias on the output layer (phi-1 style heads).
+    output_bias: bool = False
+    #: Fraction of the head dimension that is rotated, and the rope width in all for the lasting table.
+    rotary_dim: int = 0
+    mtp_num_layers: int = 0
+    #: The layer inside one MTP depth (None: no MTP).
+    mtp_layer: LayerSpec | None = None
+    #: Every MTP depth uses the one MTP layer's weights (``mtp_use_repeated_layer``).
+    mtp_use_repeated_layer: bool = False
+    #: Mamba/hybrid models are built by MambaModel, whose parameter names and splits differ from GPTModel's.
+    hybrid: bool = False
+    #: A hybrid whose layer pattern itself splits the pipeline ("M-M*|M-M-", newer Megatron-LM): chunks come from
+    #: ``pipeline_model_parallel_layout`` and may be virtual.
+    pattern_splits_pipeline: bool = False
+    #: What the reader had to suppose, one sentence each; shown with the estimate.
+    assumptions: tuple[str, ...] = ()
+    not_modelled: tuple[str, ...] = ()
+
+    #: Hash of the fields, taken once: caches keyed by a model are looked up for every stage of every estimate.
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
+    #: Whether any layer routes tokens to experts.
+    has_experts: bool = field(default=False, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        kinds = tuple(dict.fromkeys(self.layers))
+        object.__setattr__(self, "has_experts", any(isinstance(kind.ffn, MoESpec) for kind in kinds))
+        object.__setattr__(
+            self, "_hash", hash((self.name, self.hidden_size, self.vocab_size, len(self.layers), kinds))
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
+        """Rows of the embedding; source: Bridge ``calculate_padded_vocab_size``, Megatron-LM tokenizer."""
+        if not self.make_vocab_size_divisible_by:
+            return divide(
+                self.vocab_size, tensor_model_parallel_size, "vocab_size", "tensor_model_parallel_size",
+                "set make_vocab_size_divisible_by to pad it",
+            )* tensor_model_parallel_size
+        multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
+        return -(-self.vocab_size // multiple) * multiple

@@ -1,0 +1,334 @@
+"""How a run is sharded and trained: one frozen group of fields a concern. Each checks its own fields when it is built.
+
+What two groups, or a group and the model, must agree on is in ``validation``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from bridge_memory.releases import DEFAULT_MEGATRON_CORE
+from bridge_memory.spec.errors import SpecError
+from bridge_memory.spec.fields import (
+    MOST_GPUS,
+    Checked,
+    check_fields,
+    choice,
+    choices,
+    count,
+    flag,
+    fraction,
+    number,
+    positive,
+    release,
+    text,
+)
+
+#: Bytes of one element.
+DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "uint8": 1}
+#: Who keeps model state over data-parallel ranks; each is a module of ``bridge_memory.engines``.
+ENGINES = ("megatron_ddp", "megatron_fsdp")
+#: What Megatron-FSDP divides over data-parallel ranks (``--data-parallel-sharding-strategy``).
+SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+#: ``TransformerConfig.recompute_modules``.
+RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+#: ``TransformerConfig.offload_modules`` of fine-grained activation offloading.
+OFFLOAD_MODULES = ("core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "mlp_norm", "qkv_linear")
+#: GPU generations, oldest first.
+GPU_ARCHITECTURES = ("volta", "turing", "ampere", "ada", "hopper", "blackwell")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSpec(Checked):
+    """Megatron's parallel sizes; the data-parallel size follows from ``world_size``."""
+
+    world_size: int = positive(1, below=MOST_GPUS)
+    tensor_model_parallel_size: int = positive(1)
+    pipeline_model_parallel_size: int = positive(1)
+    virtual_pipeline_model_parallel_size: int | None = positive(None)
+    context_parallel_size: int = positive(1)
+    expert_model_parallel_size: int = positive(1)
+    #: None: Megatron's default, the tensor parallel size.
+    expert_tensor_parallel_size: int | None = positive(None)
+    #: None: on when tensor_model_parallel_size > 1.
+    sequence_parallel: bool | None = flag(None)
+    num_layers_in_first_pipeline_stage: int | None = positive(None)
+    num_layers_in_last_pipeline_stage: int | None = positive(None)
+    account_for_embedding_in_pipeline_split: bool = flag(False)
+    account_for_loss_in_pipeline_split: bool = flag(False)
+    #: Megatron's layout string ("Et*3|(tt|)*29,m|L") with E, t, m, L.
+    pipeline_model_parallel_layout: str | None = text(
+        None, "a string such as 'Et*3|(tt|)*29,m|L' (layout_string makes it of the list form)"
+    )
+    microbatch_group_size_per_vp_stage: int | None = positive(None)
+    num_distributed_optimizer_instances: int = positive(1)
+
+    # Short words used by formulas.
+    @property
+    def tp(self) -> int:
+        return self.tensor_model_parallel_size
+
+    @property
+    def pp(self) -> int:
+        return self.pipeline_model_parallel_size
+
+    @property
+    def vpp(self) -> int:
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def cp(self) -> int:
+        return self.context_parallel_size
+
+    @property
+    def ep(self) -> int:
+        return self.expert_model_parallel_size
+
+    @property
+    def etp(self) -> int:
+        return self.tp if self.expert_tensor_parallel_size is None else self.expert_tensor_parallel_size
+
+    @property
+    def sp(self) -> bool:
+        return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def expert_data_parallel_size(self) -> int:
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSpec(Checked):
+    """Sequences and tokens of a step. ``seq_length`` is s before CP."""
+
+    seq_length: int = positive(4096, below=2**28)
+    micro_batch_size: int = positive(1, below=2**20)
+    #: None: one microbatch a pipeline rank and data-parallel replica, see ``RunSpec.num_microbatches``.
+    global_batch_size: int | None = positive(None, below=2**32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionSpec(Checked):
+    """Compute and parameter formats."""
+
+    #: "bf16", "fp16" or "fp32": the dtype of parameters and activations.
+    params_dtype: str = choice("bf16", "bf16", "fp16", "fp32")
+    #: None, "hybrid" or "e4m3".
+    fp8: str | None = choice(None, "hybrid", "e4m3")
+    #: "delayed", "tensorwise", "blockwise", "mxfp8"
+    fp8_recipe: str = choice("delayed", "delayed", "tensorwise", "blockwise", "mxfp8")
+    #: Parameters themselves are kept in fp8 (``fp8_param_gather`` / ``--fp8-param-gather``).
+    fp8_param: bool = flag(False)
+    #: ``first_last_layers_bf16``: this many layers at either end stay in bf16 under fp8.
+    num_layers_at_start_in_bf16: int = count(0)
+    num_layers_at_end_in_bf16: int = count(0)
+    fp32_residual_connection: bool = flag(False)
+    attention_softmax_in_fp32: bool = flag(True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallelSpec(Checked):
+    """Who keeps parameters, gradients and optimizer state over data-parallel ranks, and what moves while a unit runs
+    (``distributed/distributed_data_parallel_config.py: DistributedDataParallelConfig``)."""
+
+    #: A room of ``bridge_memory.engines``.
+    engine: str = choice("megatron_ddp", *ENGINES)
+    #: Optimizer state divided over data-parallel ranks, with or without Megatron-FSDP.
+    use_distributed_optimizer: bool = flag(True)
+    #: fp32 gradient buffers; False keeps them in params_dtype.
+    grad_reduce_in_fp32: bool = flag(True)
+    overlap_grad_reduce: bool = flag(False)
+    overlap_param_gather: bool = flag(False)
+    #: Elements; None: Megatron's default, max(40e6, 1e6 * data-parallel size) when gradients overlap.
+    bucket_size: int | None = positive(None)
+    #: What Megatron-FSDP shards; None with the other engines.
+    data_parallel_sharding_strategy: str | None = choice(None, *SHARDING_STRATEGIES)
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether parameters, gradients or optimizer state are Megatron-FSDP's."""
+        return self.engine == "megatron_fsdp"
+
+    def shards(self, what: str) -> bool:
+        """Whether Megatron-FSDP divides "optim", "grads" or "params" over data-parallel ranks."""
+        return what in (self.data_parallel_sharding_strategy or "").split("_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec(Checked):
+    """The optimizer and the dtypes of its state (``optimizer/optimizer_config.py: OptimizerConfig``)."""
+
+    optimizer: str = choice("adam", "adam", "sgd", "muon")
+    sgd_momentum: float = fraction(0.9, below_one=True)
+    use_precision_aware_optimizer: bool = flag(False)
+    main_grads_dtype: str = choice("fp32", "fp32", "bf16")
+    main_params_dtype: str = choice("fp32", "fp32", "fp16")
+    exp_avg_dtype: str = choice("fp32", "fp32", "fp16", "bf16", "fp8")
+    exp_avg_sq_dtype: str = choice("fp32", "fp32", "fp16", "bf16", "fp8")
+    store_param_remainders: bool = flag(True)
+    #: ``OptimizerConfig.fp8_recipe``: any but "delayed" (None: unset) keeps fp32 main parameters and gradients in
+    #: megatron-core under a precision-aware optimizer, fp8 or not. Bridge's MixedPrecisionConfig sets "tensorwise".
+    fp8_recipe: str | None = choice(None)
+    optimizer_cpu_offload: bool = flag(False)
+    optimizer_offload_fraction: float = fraction(1.0)
+    #: The norm of all parameters is logged (``calc_params_l2_norm``).
+    log_params_norm: bool = flag(False)
+    #: Muon's layer-wise optimizer ("dist_muon"): whole parameters are dealt out over data-parallel ranks.
+    use_layer_wise_distributed_optimizer: bool = flag(False)
+
+    @property
+    def fused_main_parameters(self) -> bool:
+        """Whether Transformer Engine's FusedAdam keeps the main parameters and reads gradients as they are.
+
+        Source: ``OptimizerConfig.__post_init__: use_precision_aware_optimizer_no_fp8_or_ds_fp8``. Otherwise a
+        precision-aware optimizer saves on the moments only.
+        """
+        return self.use_precision_aware_optimizer and (
+            self.main_params_dtype != "fp32"
+            or self.fp8_recipe in (None, "delayed")
+            or self.optimizer_cpu_offload
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftSpec(Checked):
+    """Which parameters train: all ("none"), or adapters beside frozen ones (Megatron Bridge ``peft/``)."""
+
+    _prefix: ClassVar[str] = "peft."
+
+    scheme: str = choice("none", "none", "lora")
+    #: LoRA's rank; 0 where unknown.
+    dim: int = count(0)
+    #: Linears that get an adapter, by module name or full name with ``*`` wildcards.
+    target_modules: tuple[str, ...] = choices(("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
+
+    @property
+    def freezes(self) -> bool:
+        """Whether the model's own parameters get no gradient."""
+        return self.scheme != "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeSpec(Checked):
+    """Activation recomputation, as in TransformerConfig."""
+
+    _prefix: ClassVar[str] = "recompute_"
+    _unprefixed: ClassVar[tuple[str, ...]] = ("distribute_saved_activations",)
+
+    granularity: str | None = choice(None, "full", "selective")
+    method: str | None = choice(None, "uniform", "block")
+    num_layers: int | None = positive(None)
+    modules: tuple[str, ...] = choices(("core_attn",), *RECOMPUTE_MODULES)
+    distribute_saved_activations: bool = flag(False)
+
+    def selects(self, module: str) -> bool:
+        """Whether selective recomputation covers this module name."""
+        return self.granularity == "selective" and module in self.modules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImplementationSpec(Checked):
+    """Which code runs: the same mathematics saves different tensors in different implementations."""
+
+    #: "transformer_engine" or "local"
+    transformer_impl: str = choice("transformer_engine", "transformer_engine", "local")
+    #: megatron-core release whose rules apply, as (major, minor).
+    megatron_core: tuple[int, int] = release(DEFAULT_MEGATRON_CORE)
+    #: "auto", "flash", "fused", "unfused", "local"
+    attention_backend: str = choice("auto", "auto", "flash", "fused", "unfused", "local")
+    gradient_accumulation_fusion: bool = flag(True)
+    masked_softmax_fusion: bool = flag(True)
+    bias_activation_fusion: bool = flag(True)
+    #: Squared ReLU times the routing probability in one kernel (``use_fused_weighted_squared_relu``).
+    use_fused_weighted_squared_relu: bool = flag(False)
+    bias_dropout_fusion: bool = flag(True)
+    apply_rope_fusion: bool = flag(True)
+    cross_entropy_loss_fusion: bool = flag(False)
+    #: "native", "te" or "linear"
+    cross_entropy_fusion_impl: str = choice("native", "native", "te", "linear")
+    create_attention_mask: bool = flag(False)
+    calculate_per_token_loss: bool = flag(False)
+    deterministic_mode: bool = flag(False)
+    defer_embedding_wgrad_compute: bool = flag(False)
+    #: Weight gradients run after the data gradients of a layer: their inputs live longer.
+    delay_wgrad_compute: bool = flag(False)
+    #: ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``: cuDNN's fused attention backward is not eligible everywhere.
+    nvte_deterministic: bool = flag(False)
+    #: Megatron's removed legacy GPTModel (``--use-legacy-models``), a local implementation.
+    use_legacy_models: bool = flag(False)
+    #: Scores divided by the layer number, softmax in fp32 (``--apply-query-key-layer-scaling``).
+    apply_query_key_layer_scaling: bool = flag(False)
+    #: How context parallelism exchanges keys and values: "p2p", "a2a", "all_gather", "a2a+p2p".
+    cp_comm_type: str = choice("p2p", "p2p", "a2a", "all_gather", "a2a+p2p")
+    #: "none", "local", "transformer_engine" or "full_iteration"; graphs keep their buffers in a private pool.
+    cuda_graph_impl: str = choice("none", "none", "local", "transformer_engine", "full_iteration")
+    #: Transformer Engine's operation fuser for the MLP (``use_transformer_engine_op_fuser``).
+    use_transformer_engine_op_fuser: bool = flag(False)
+    moe_token_dispatcher_type: str = choice("alltoall", "alltoall", "allgather", "flex", "alltoall_seq")
+    #: Backend of the "flex" dispatcher: "deepep" or "hybridep".
+    moe_flex_dispatcher_backend: str = choice("deepep", "deepep", "hybridep")
+    moe_grouped_gemm: bool = flag(True)
+    moe_permute_fusion: bool = flag(False)
+    moe_router_fusion: bool = flag(False)
+    moe_router_dtype: str | None = choice(None, "fp32", "fp64")
+    moe_expert_capacity_factor: float | None = number(None)
+    moe_pad_expert_input_to_capacity: bool = flag(False)
+    moe_shared_expert_overlap: bool = flag(False)
+    moe_apply_probs_on_input: bool = flag(False)
+    #: The most loaded rank's tokens over the balanced number; multiplies routed-expert activations.
+    moe_imbalance: float = number(1.0)
+    overlap_moe_expert_parallel_comm: bool = flag(False)
+    #: Whole layers whose saved activations go to host memory (TE's cpu_offloading).
+    cpu_offloading_num_layers: int = count(0)
+    #: Fine-grained offloading (``offload_modules``), by module name.
+    offload_modules: tuple[str, ...] = choices((), *OFFLOAD_MODULES)
+    #: GPU generation for workspace sizes: "ampere", "hopper", "blackwell".
+    gpu_arch: str = choice("hopper", *GPU_ARCHITECTURES)
+    #: Transformer Engine and PyTorch releases, as (major, minor); None where unknown (``releases``).
+    transformer_engine: tuple[int, int] | None = release(None)
+    torch: tuple[int, int] | None = release(None)
+    #: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator splits blocks exactly.
+    expandable_segments: bool = flag(False)
+    #: torch's cuBLAS workspace in bytes; None: torch's default for the architecture.
+    cublas_workspace_bytes: int | None = count(None)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.moe_imbalance < 1:
+            raise SpecError(
+                f"moe_imbalance ({self.moe_imbalance}) is below 1; give the most loaded rank's tokens over the "
+                "balanced number"
+            )
+        if self.moe_expert_capacity_factor == 0:
+            raise SpecError("moe_expert_capacity_factor (0) drops every token; give a positive number, or None")
+
+    @property
+    def te(self) -> bool:
+        return self.transformer_impl == "transformer_engine"
+
+    @property
+    def te_grouped_gemm(self) -> bool:
+        """Whether grouped experts are Transformer Engine's (``TEGroupedMLP``, from TE 1.9) and not the legacy
+        ``GroupedMLP`` (``extensions/transformer_engine.py: TEColumnParallelGroupedLinear``)."""
+        recent = self.transformer_engine is None or self.transformer_engine >= (1, 9)
+        return self.te and self.moe_grouped_gemm and recent
+
+    @property
+    def attention_kernel(self) -> str:
+        """The attention that runs: "flash" (FlashAttention 2), "fused" (cuDNN) or "unfused".
+
+        What "auto" means is Transformer Engine's choice (``dot_product_attention/utils.py:
+        get_attention_backend``): cuDNN from Hopper on, FlashAttention before it and, with determinism asked for,
+        on Blackwell, where cuDNN's backward is not deterministic.
+        """
+        if not self.te or self.attention_backend in ("unfused", "local"):
+            return "unfused"
+        if self.attention_backend in ("flash", "fused"):
+            return self.attention_backend
+        needs_flash = self.gpu_arch == "ampere" or (self.gpu_arch == "blackwell" and self.nvte_deterministic)
+        return "flash" if needs_flash else "fused"
