@@ -1,26 +1,126 @@
-"""Component: one named part of a rank's memory. The common coin of model state, buffers and estimate."""
+"""Component: one named part of a rank's memory. The common coin of engines, workspaces and estimates.
+
+What code decides by is in enums; the name is for people.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
-#: How a component's bytes came about (design: "Two methods, never mixed up").
-PROVENANCES = ("exact", "formula", "measured", "assumed")
-#: What a component is; static = the first four.
-KINDS = ("weights", "gradients", "optimizer", "buffers", "activation", "transient")
-STATIC_KINDS = ("weights", "gradients", "optimizer", "buffers")
+
+class _Word(str, Enum):
+    """An enum whose members are their words, in JSON and in print."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Provenance(_Word):
+    """How bytes came about (design: "Two methods, never mixed up")."""
+
+    EXACT = "exact"
+    FORMULA = "formula"
+    MEASURED = "measured"
+    ASSUMED = "assumed"
+
+
+class Role(_Word):
+    """What a component is in training; static = the first four."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    BUFFERS = "buffers"
+    ACTIVATION = "activation"
+    TRANSIENT = "transient"
+
+
+STATIC_ROLES = (Role.WEIGHTS, Role.GRADIENTS, Role.OPTIMIZER, Role.BUFFERS)
+
+
+class State(_Word):
+    """Which copy of the parameters a component of model state is."""
+
+    NONE = ""
+    PARAMETERS = "parameters"
+    FP8_COPIES = "fp8 weight copies"
+    GRADIENTS = "gradients"
+    MAIN_PARAMETERS = "main parameters"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+    MOMENTUM = "momentum"
+
+
+#: Made by the optimizer's first step (torch.optim and TE FusedAdam: ``state`` is filled on the first ``step()``).
+MOMENTS = (State.EXP_AVG, State.EXP_AVG_SQ, State.MOMENTUM)
+
+
+class Lifetime(_Word):
+    """From when to when it is allocated."""
+
+    #: From the building of the model, or its wrapping in DDP, to the end.
+    MODEL = "model"
+    #: From the first forward or backward pass that needs it to the end.
+    FIRST_PASS = "first pass"
+    #: From the first optimizer step to the end.
+    FIRST_STEP = "first step"
+    #: From the end of a step to somewhere in the next.
+    BETWEEN_STEPS = "between steps"
+    #: From a forward pass to its backward pass.
+    RETAINED = "retained"
+    #: Inside one pass.
+    TRANSIENT = "transient"
+
+
+class Part(_Word):
+    """Where in the model or the machine: the module a person would look for."""
+
+    NONE = ""
+    EMBEDDING = "embedding"
+    LAYER_INPUT = "layer input"
+    RECOMPUTED_INPUT = "layer input (recomputation)"
+    NOT_OFFLOADED = "kept from offloading"
+    ATTENTION = "attention"
+    MLA = "attention (MLA)"
+    MAMBA = "Mamba mixer"
+    GATED_DELTA_NET = "gated delta net"
+    MLP = "MLP"
+    MOE = "MoE"
+    MOE_ROUTER = "MoE router and dispatch"
+    MOE_EXPERTS = "MoE experts"
+    MOE_SHARED_EXPERTS = "MoE shared experts"
+    MTP = "MTP projection"
+    FINAL_NORM = "final norm"
+    LOSS = "logits and loss"
+    ROTARY = "rotary embedding tables"
+    WORKSPACE = "workspaces"
+    DISPATCHER = "MoE dispatchers"
+    ALLOCATOR = "allocator"
+    PIPELINE = "pipeline sends and receives"
+    BATCH = "batch"
+    DATA_PARALLEL = "data parallelism"
+    RUNNING = "in passing"
+    CALIBRATION = "calibration"
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
     """One named part of a stage's memory at its peak.
 
-    ``bytes`` on one rank; ``kind`` one of KINDS; ``provenance`` one of PROVENANCES; ``shard`` names the
-    groups that divide it, as in "tp x dp x cp" ("" where every rank holds it whole).
+    ``bytes`` on one rank; ``shard`` names the groups that divide it, as in "tp x dp x cp" ("" where every rank holds
+    it whole); ``routed``: its size depends on how evenly routers spread tokens; ``experts``: of routed experts;
+    ``adapters``: of the adapters of parameter-efficient fine-tuning.
     """
 
     name: str
     bytes: int
-    kind: str
-    provenance: str
+    role: Role
+    provenance: Provenance
     shard: str = ""
+    lifetime: Lifetime = Lifetime.MODEL
+    part: Part = Part.NONE
+    state: State = State.NONE
+    routed: bool = False
+    experts: bool = False
+    adapters: bool = False

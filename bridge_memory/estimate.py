@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bridge_memory.components import STATIC_KINDS, Component
+from bridge_memory.components import STATIC_ROLES, Component, Lifetime, Part, Provenance, Role
 from bridge_memory.engines.megatron_ddp import model_states
 from bridge_memory.inventory.chain import ChunkInventory
 from bridge_memory.inventory.context import BlockContext, context_of
@@ -47,39 +47,39 @@ class StageEstimate:
     #: where the peak is: then they are among the components).
     leftovers: tuple[Component, ...] = ()
 
-    def bytes_of(self, *kinds: str) -> int:
-        return sum(c.bytes for c in self.components if c.kind in kinds)
+    def bytes_of(self, *roles: Role | str) -> int:
+        return sum(c.bytes for c in self.components if c.role in roles)
 
     @property
     def weights_bytes(self) -> int:
-        return self.bytes_of("weights")
+        return self.bytes_of(Role.WEIGHTS)
 
     @property
     def gradients_bytes(self) -> int:
-        return self.bytes_of("gradients")
+        return self.bytes_of(Role.GRADIENTS)
 
     @property
     def optimizer_bytes(self) -> int:
-        return self.bytes_of("optimizer")
+        return self.bytes_of(Role.OPTIMIZER)
 
     @property
     def buffers_bytes(self) -> int:
         """Lasting buffers: workspaces, RoPE tables, expert-bias buffers."""
-        return self.bytes_of("buffers")
+        return self.bytes_of(Role.BUFFERS)
 
     @property
     def static_bytes(self) -> int:
         """What torch reports as allocated after an optimizer step."""
-        return self.bytes_of(*STATIC_KINDS) + sum(c.bytes for c in self.leftovers)
+        return self.bytes_of(*STATIC_ROLES) + sum(c.bytes for c in self.leftovers)
 
     @property
     def activation_bytes(self) -> int:
         """Saved for backward and alive at the peak."""
-        return self.bytes_of("activation")
+        return self.bytes_of(Role.ACTIVATION)
 
     @property
     def transient_bytes(self) -> int:
-        return self.bytes_of("transient")
+        return self.bytes_of(Role.TRANSIENT)
 
     @property
     def peak_bytes(self) -> int:
@@ -188,22 +188,23 @@ def _stage(
     imbalance_known = run.implementation.moe_pad_expert_input_to_capacity
     components += [
         Component(
-            f"activations: {module}", nbytes, "activation",
-            "assumed" if module in _ROUTED and not imbalance_known else "formula",
+            f"activations: {module}", nbytes, Role.ACTIVATION,
+            Provenance.ASSUMED if module in _ROUTED and not imbalance_known else Provenance.FORMULA,
+            lifetime=Lifetime.RETAINED, part=Part(module), routed=module in _ROUTED,
         )
         for module, nbytes in saved.items() if nbytes
     ]
     if moment.hidden_bytes:
         components.append(
-            Component("pipeline sends and receives", moment.hidden_bytes, "transient", "formula")
+            _transient("pipeline sends and receives", moment.hidden_bytes, Part.PIPELINE)
         )
     if batch:
-        components.append(Component("batch: tokens, labels, masks", batch, "transient", "formula"))
+        components.append(_transient("batch: tokens, labels, masks", batch, Part.BATCH))
     gathered = held.gathered
     if gathered:
-        components.append(Component("parameters gathered by Megatron-FSDP", gathered, "transient", "formula"))
+        components.append(_transient("parameters gathered by Megatron-FSDP", gathered, Part.DATA_PARALLEL))
     transient = moment.bytes - moment.hidden_bytes - sum(saved.values())
-    components.append(Component(f"in passing: {operation}", transient, "transient", "formula"))
+    components.append(_transient(f"in passing: {operation}", transient, Part.RUNNING))
     phase = moment.phase
     if sum(c.bytes for c in leftovers) > moment.bytes + batch + gathered:
         # Nothing of forward and backward is as large as what the optimizer step leaves behind.
@@ -219,6 +220,10 @@ def _stage(
         peak_operation=operation,
         leftovers=leftovers,
     )
+
+
+def _transient(name: str, nbytes: int, part: Part) -> Component:
+    return Component(name, nbytes, Role.TRANSIENT, Provenance.FORMULA, lifetime=Lifetime.TRANSIENT, part=part)
 
 
 #: Modules whose size depends on how evenly the router spreads tokens.

@@ -210,7 +210,8 @@ def _table2_estimate(
 def _inventory_by_stage(
     config: Any, num_microbatches: int | None, include_activation: bool
 ) -> tuple[TrainingMemoryEstimate, ...]:
-    from bridge_memory.estimate import STATIC_KINDS, estimate
+    from bridge_memory.components import STATIC_ROLES, Role
+    from bridge_memory.estimate import estimate
     from bridge_memory.readers.config_container import run_from_config_container
 
     run = run_from_config_container(config, num_microbatches=num_microbatches)
@@ -219,12 +220,12 @@ def _inventory_by_stage(
     stages = []
     for stage in answer.stages:
         states = tuple(
-            MemoryComponentEstimate(c.name, float(c.bytes), float(stage.parameters) if c.kind == "weights" else 0.0)
+            MemoryComponentEstimate(c.name, float(c.bytes), float(stage.parameters) if c.role is Role.WEIGHTS else 0.0)
             for c in stage.components
-            if c.kind in STATIC_KINDS
+            if c.role in STATIC_ROLES
         )
         # At the peak: what lives only between steps (``StageEstimate.leftovers``) is not part of it.
-        moving = float(stage.peak_bytes - stage.bytes_of(*STATIC_KINDS))
+        moving = float(stage.peak_bytes - stage.bytes_of(*STATIC_ROLES))
         stages.append(
             TrainingMemoryEstimate(
                 model_state_components=states,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bridge_memory.report import gpus
 from bridge_memory.estimate import Estimate, estimate
 from bridge_memory.readers import resolve_model
+from bridge_memory.report import gpus
 from bridge_memory.report.gpus import (
     CONTEXT_BYTES,
     FRAGMENTATION,

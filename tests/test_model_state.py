@@ -95,7 +95,7 @@ def test_what_stays_of_a_partly_offloaded_optimizer_is_bounded(fraction: float, 
     _, groups, *_ = hybrid.HybridDeviceOptimizer._get_sub_optimizer_param_groups(dealt, fraction)
     stays = 4 * sum(p.numel() for group in groups for p in group["params"])
     found = stage(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
-    states = {c.name: c for c in found.components if c.kind == "optimizer"}
+    states = {c.name: c for c in found.components if c.role == "optimizer"}
     assert states["exp_avg"].bytes - 4 * max(shards) - 4096 < stays <= states["exp_avg"].bytes + 4096
     assert {n: c.provenance for n, c in states.items()} == {
         "main parameters": "exact", "exp_avg": "formula", "exp_avg_sq": "formula"

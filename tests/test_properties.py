@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from spec_groups import groups_of
 
-from bridge_memory.components import KINDS, PROVENANCES
+from bridge_memory.components import Provenance, Role
 from bridge_memory.estimate import estimate
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.readers.huggingface import model_from_hf_config
@@ -135,7 +135,7 @@ def check_adds_up(run: RunSpec) -> None:
     assert len(result.stages) == run.parallel.pp
     assert sorted(i for s in result.stages for i in s.layers) == list(range(run.model.num_layers))
     for stage in result.stages:
-        assert all(c.kind in KINDS and c.provenance in PROVENANCES for c in stage.components)
+        assert all(type(c.role) is Role and type(c.provenance) is Provenance for c in stage.components)
         assert all(c.bytes >= 0 and isinstance(c.bytes, int) for c in stage.components)
         parts = (
             stage.weights_bytes + stage.gradients_bytes + stage.optimizer_bytes + stage.buffers_bytes

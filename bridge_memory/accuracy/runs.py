@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridge_memory.components import State
 from bridge_memory.estimate import StageEstimate, estimate
 from bridge_memory.readers.megatron_args import run_from_megatron_args, stage_of_rank
 from bridge_memory.spec import RunSpec, SpecError
@@ -305,7 +306,7 @@ def peak_after(stage: StageEstimate, run: RunSpec, record: Record, steps: int) -
     Adam's moments are made in the first step that is not skipped, so no earlier forward or backward pass ran
     beside them. ``stage.peak_bytes`` is the peak of every later step.
     """
-    moments = sum(c.bytes for c in stage.components if c.kind == "optimizer" and c.name.startswith("exp_avg"))
+    moments = sum(c.bytes for c in stage.components if c.state in (State.EXP_AVG, State.EXP_AVG_SQ))
     dynamic_scale = run.precision.params_dtype == "fp16" and "--loss-scale" not in record.arguments
     if dynamic_scale and 0 < steps <= _FP16_SKIPPED_STEPS:
         return stage.peak_bytes - moments

@@ -143,7 +143,7 @@ def worst(records: Sequence[Record], outcomes: Sequence[Outcome], count: int) ->
                 f"({(measured - predicted) / 2**20:+.1f} MiB unexplained); peak in {o.stage.peak_phase}"
             )
             parts = sorted(o.stage.components, key=lambda c: -c.bytes)[:12]
-            blocks.extend(f"      {c.bytes / 2**20:12.2f} MiB  {c.kind:<10} {c.name}" for c in parts)
+            blocks.extend(f"      {c.bytes / 2**20:12.2f} MiB  {c.role!s:<10} {c.name}" for c in parts)
             blocks.append("      options: " + " ".join(non_default_options(run_of(by_id[o.id]))))
     return "\n".join(blocks)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bridge_memory.components import Component
+from bridge_memory.components import Component, Part, Role
 from bridge_memory.spec import SpecError
 
 #: Bytes: the allocator hands out multiples of this (``CUDACachingAllocator.cpp: kMinBlockSize``). Traces hold the
@@ -257,18 +257,13 @@ def _rule(frame: Frame) -> str:
 
 def predicted_group(component: Component) -> str:
     """The group in which a component of the inventory is looked for."""
-    if component.kind in ("weights", "gradients"):
+    if component.role in (Role.WEIGHTS, Role.GRADIENTS):
         return WEIGHTS
-    if component.kind == "optimizer":
+    if component.role is Role.OPTIMIZER:
         return STATES
-    name = component.name.removeprefix("activations: ")
-    if "workspace" in name:
-        return "workspaces"
-    if name.startswith("batch"):
-        return "batch"
-    if name.startswith("in passing"):
+    if component.part is Part.RUNNING:
         return PASSING
-    return name
+    return str(component.part or component.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
+from typing import NamedTuple
 
-from bridge_memory.components import Component
+from bridge_memory.components import MOMENTS, Component, Lifetime, Provenance, Role, State
 from bridge_memory.engines.peft import lora_parameters
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Parameter
@@ -33,8 +34,6 @@ from bridge_memory.spec.layout import Chunk, layout, shard_worlds
 
 #: Bytes: smallest block of the caching allocator.
 ALLOCATION_UNIT = 512
-#: Name of the optimizer's own copy of the parameters.
-MAIN = "main parameters"
 #: Elements: start of every parameter in a distributed-optimizer buffer (128-byte alignment of 16-bit values).
 PARAM_ALIGNMENT = 64
 #: Elements: end of every bucket, together with the data-parallel size.
@@ -160,28 +159,41 @@ def _stage_state(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> tu
     if precision.fp8 and not ctx.te:
         precision = replace(precision, fp8=None)  # Only Transformer Engine's modules compute in fp8.
     parameters = 0
-    sums: dict[tuple[str, str, str], int] = {}
+    sums: dict[tuple[_Line, str, bool, bool], int] = {}
     for index, chunk in enumerate(chunks):
         groups = chunk_groups(run.model, chunk, ctx, worlds, bucket_elements(d, run.parallel, index), distributed)
         for expert, (group, world) in enumerate(zip(groups, worlds, strict=True)):
             parameters += group.numel
             if group.numel:
-                for name, kind, nbytes in _group_state(
+                for line, nbytes in _group_state(
                     precision, optimizer, d, group, world, ctx.impl.gpu_arch, frozen=run.peft.freezes
                 ):
-                    key = (_label(name, expert), kind, _shard(name, expert, distributed, world))
+                    key = (line, _shard(line, bool(expert), distributed, world), bool(expert), False)
                     sums[key] = sums.get(key, 0) + nbytes
-        for name, kind, shard, nbytes in _adapters(run, chunk, ctx, worlds, precision):
-            sums[(name, kind, shard)] = sums.get((name, kind, shard), 0) + nbytes
+        for line, shard, of_experts, nbytes in _adapters(run, chunk, ctx, worlds, precision):
+            sums[line, shard, of_experts, True] = sums.get((line, shard, of_experts, True), 0) + nbytes
     return parameters, tuple(
-        Component(n, b, k, _provenance(n, k, optimizer), s) for (n, k, s), b in sums.items() if b
+        Component(
+            _label(line, of_experts, adapters), nbytes, line.role, _provenance(line, optimizer, adapters), shard,
+            lifetime=Lifetime.FIRST_STEP if line.state in MOMENTS else Lifetime.MODEL, state=line.state,
+            experts=of_experts, adapters=adapters,
+        )
+        for (line, shard, of_experts, adapters), nbytes in sums.items() if nbytes
     )
+
+
+class _Line(NamedTuple):
+    """One line of model state: its role, which copy of the parameters it is, and what people call it."""
+
+    role: Role
+    state: State
+    name: str
 
 
 def _adapters(
     run: RunSpec, chunk: Chunk, ctx: BlockContext, worlds: tuple[int, int], precision: PrecisionSpec
-) -> list[tuple[str, str, str, int]]:
-    """(name, kind, shard, bytes) of the LoRA adapters beside a chunk's linears, which train like any parameter."""
+) -> list[tuple[_Line, str, bool, int]]:
+    """(line, shard, whether of experts, bytes) of a chunk's LoRA adapters, which train like any parameter."""
     if run.peft.scheme != "lora" or not run.peft.dim:
         return []
     adapters = lora_parameters(
@@ -200,18 +212,19 @@ def _adapters(
         states = (
             _group_state(plain, run.optimizer, d, group, world, ctx.impl.gpu_arch, frozen=False) if params else []
         )
-        for name, kind, nbytes in states:
-            out.append((_label(f"LoRA {name}", expert), kind, _shard(name, expert, distributed, world), nbytes))
+        for line, nbytes in states:
+            out.append((line, _shard(line, bool(expert), distributed, world), bool(expert), nbytes))
     return out
 
 
-def _label(name: str, expert: int) -> str:
-    return f"{name} (routed experts)" if expert else name
+def _label(line: _Line, experts: bool, adapters: bool) -> str:
+    name = f"LoRA {line.name}" if adapters else line.name
+    return f"{name} (routed experts)" if experts else name
 
 
-def _shard(name: str, expert: int, distributed: bool, world: int) -> str:
+def _shard(line: _Line, expert: bool, distributed: bool, world: int) -> str:
     base = "etp x ep" if expert else "tp"
-    if distributed and world > 1 and name not in ("weights", "gradients", "fp8 weight copies"):
+    if distributed and world > 1 and line.role is Role.OPTIMIZER:
         return f"{base} x {'edp' if expert else 'dp x cp'}"
     return base
 
@@ -219,13 +232,13 @@ def _shard(name: str, expert: int, distributed: bool, world: int) -> str:
 def _group_state(
     precision: PrecisionSpec, o: OptimizerSpec, d: DataParallelSpec, g: ParameterGroup, world: int, gpu_arch: str, *,
     frozen: bool,
-) -> list[tuple[str, str, int]]:
-    """(name, kind, bytes) for one buffer kind. ``world`` shards optimizer states."""
+) -> list[tuple[_Line, int]]:
+    """(line, bytes) for one buffer kind. ``world`` shards optimizer states."""
     width = DTYPE_BYTES[precision.params_dtype]
     half = width == 2
     distributed = d.use_distributed_optimizer
     strategy = d.data_parallel_sharding_strategy
-    out: list[tuple[str, str, int]] = []
+    out: list[tuple[_Line, int]] = []
 
     # Weights: views of one buffer under the distributed optimizer, else tensors of their own.
     # Frozen weights are in no buffer (DistributedDataParallel takes what requires a gradient).
@@ -235,9 +248,9 @@ def _group_state(
         weight_bytes -= g.gemm * (width - 1)
     if strategy == "optim_grads_params":
         weight_bytes = -(-weight_bytes // world)
-    out.append(("weights", "weights", weight_bytes))
+    out.append((_Line(Role.WEIGHTS, State.PARAMETERS, "weights"), weight_bytes))
     if precision.fp8:
-        out.append(("fp8 weight copies", "weights", _fp8_copies(precision, g, gpu_arch)))
+        out.append((_Line(Role.WEIGHTS, State.FP8_COPIES, "fp8 weight copies"), _fp8_copies(precision, g, gpu_arch)))
     if frozen:
         return out
 
@@ -246,7 +259,7 @@ def _group_state(
     grad_bytes = g.padded * grad_width
     if strategy in ("optim_grads", "optim_grads_params"):
         grad_bytes = -(-grad_bytes // world)
-    out.append(("gradients", "gradients", grad_bytes))
+    out.append((_Line(Role.GRADIENTS, State.GRADIENTS, "gradients"), grad_bytes))
 
     # Optimizer state.
     sharded = distributed or strategy in ("optim", "optim_grads", "optim_grads_params")
@@ -261,15 +274,15 @@ def _group_state(
         whole = g.padded if elements == g.numel else elements
         return -(-whole // shards) * bytes_each
 
-    for name, elements, bytes_each in _state_widths(precision, o, g):
+    for line, elements, bytes_each in _state_widths(precision, o, g):
         nbytes = states(elements, bytes_each)
-        if o.optimizer_cpu_offload and not (name == MAIN and stays_beside_offloaded(o)):
+        if o.optimizer_cpu_offload and not (line.state is State.MAIN_PARAMETERS and stays_beside_offloaded(o)):
             nbytes = round(nbytes * (1.0 - o.optimizer_offload_fraction))
-        out.append((name, "optimizer", nbytes))
+        out.append((line, nbytes))
     return out
 
 
-def _provenance(name: str, kind: str, o: OptimizerSpec) -> str:
+def _provenance(line: _Line, o: OptimizerSpec, adapters: bool) -> Provenance:
     """How a state line is known: counted, but for an optimizer of which only a part is offloaded.
 
     ``cpu_offloading/hybrid_optimizer.py: HybridDeviceOptimizer._get_sub_optimizer_param_groups`` sends whole
@@ -278,9 +291,10 @@ def _provenance(name: str, kind: str, o: OptimizerSpec) -> str:
     the largest parameter's shard: which parameters a data-parallel rank owns decides where between the two.
     """
     partly = o.optimizer_cpu_offload and 0 < o.optimizer_offload_fraction < 1
-    if not partly or kind != "optimizer" or (name.startswith(MAIN) and stays_beside_offloaded(o)):
-        return "exact"
-    return "formula"
+    main = line.state is State.MAIN_PARAMETERS and not adapters
+    if not partly or line.role is not Role.OPTIMIZER or (main and stays_beside_offloaded(o)):
+        return Provenance.EXACT
+    return Provenance.FORMULA
 
 
 def stays_beside_offloaded(o: OptimizerSpec) -> bool:
@@ -295,10 +309,14 @@ def stays_beside_offloaded(o: OptimizerSpec) -> bool:
 
 def _state_widths(
     precision: PrecisionSpec, o: OptimizerSpec, g: ParameterGroup
-) -> list[tuple[str, int, int]]:
+) -> list[tuple[_Line, int, int]]:
     """(state, elements before sharding, bytes an element)."""
     half = DTYPE_BYTES[precision.params_dtype] == 2
-    out: list[tuple[str, int, int]] = []
+    out: list[tuple[_Line, int, int]] = []
+
+    def add(state: State, elements: int, width: int, name: str = "") -> None:
+        out.append((_Line(Role.OPTIMIZER, state, name or state.value), elements, width))
+
     if half:
         master = 4
         # The part of a HybridDeviceOptimizer that stays on the GPU has fp32 copies and an Adam of default dtypes.
@@ -307,18 +325,21 @@ def _state_widths(
             # The bf16 weight is the upper half of the fp32 master; only the lower 16 bits are kept.
             if o.store_param_remainders and o.main_params_dtype == "fp32" and precision.params_dtype == "bf16":
                 master = 2
-        out.append((MAIN, g.numel, master))
+        add(State.MAIN_PARAMETERS, g.numel, master)
     chosen = o.use_precision_aware_optimizer and not o.optimizer_cpu_offload
     first = DTYPE_BYTES[o.exp_avg_dtype] if chosen else 4
     second = DTYPE_BYTES[o.exp_avg_sq_dtype] if chosen else 4
     if o.optimizer == "adam":
-        out += [("exp_avg", g.numel, first), ("exp_avg_sq", g.numel, second)]
+        add(State.EXP_AVG, g.numel, first)
+        add(State.EXP_AVG_SQ, g.numel, second)
     elif o.optimizer == "sgd":
         if o.sgd_momentum:
-            out.append(("momentum", g.numel, 4))
+            add(State.MOMENTUM, g.numel, 4)
     else:
         rest = g.numel - g.matrices
-        out += [("Muon momentum", g.matrices, 4), ("exp_avg", rest, 4), ("exp_avg_sq", rest, 4)]
+        add(State.MOMENTUM, g.matrices, 4, "Muon momentum")
+        add(State.EXP_AVG, rest, 4)
+        add(State.EXP_AVG_SQ, rest, 4)
     return out
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bridge_memory.components import Component
+from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.estimate import Estimate
 from bridge_memory.live.prediction import Prediction, config_digest, versions
 from bridge_memory.spec import SpecError
@@ -104,7 +104,10 @@ def calibrated(estimate: Estimate, residuals: Sequence[Residual]) -> Estimate:
             # Less than predicted is told, not subtracted: the next run may route its tokens otherwise.
             stages.append(stage)
             continue
-        component = Component(_provenance(known), known.residual_bytes, "transient", "measured")
+        component = Component(
+            _provenance(known), known.residual_bytes, Role.TRANSIENT, Provenance.MEASURED, lifetime=Lifetime.TRANSIENT,
+            part=Part.CALIBRATION,
+        )
         stages.append(replace(stage, components=(*stage.components, component)))
     notes = [f"calibrated with residuals of this configuration on {len(peaks)} stages"] if peaks else []
     notes += [

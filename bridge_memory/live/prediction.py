@@ -8,16 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bridge_memory.components import STATIC_KINDS, Component
+from bridge_memory.components import STATIC_ROLES, Component, Lifetime, Role
 from bridge_memory.estimate import Estimate, StageEstimate, estimate
 from bridge_memory.spec import RunSpec
 
 #: Moments of a report, in order.
 BUILT, FIRST_STEP, STEADY = "model built", "after step 1", "steady"
-
-#: Optimizer states that Adam, SGD and Muon make in their first step (torch.optim and TE FusedAdam: ``state`` is
-#: filled on the first ``step()``).
-_LAZY_STATES = ("exp_avg", "momentum", "Muon momentum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +68,7 @@ def _stage(s: StageEstimate) -> StagePrediction:
     built = sum(
         c.bytes
         for c in s.components
-        if c.kind in STATIC_KINDS and c.kind != "buffers" and not c.name.startswith(_LAZY_STATES)
+        if c.lifetime is Lifetime.MODEL and c.role in STATIC_ROLES
     )
     return StagePrediction(
         stage=s.stage,
@@ -111,17 +107,17 @@ def likely_component(stage: StagePrediction, residual: int, static_residual: int
 
     ``static_residual`` is the same for what lasts between steps; ``spread`` the range over the stage's ranks.
     """
-    routed: Sequence[Component] = [c for c in stage.components if "MoE" in c.name and c.kind == "activation"]
+    routed: Sequence[Component] = [c for c in stage.components if c.routed and c.role is Role.ACTIVATION]
     if routed and spread > abs(residual) / 2:
         return f"routing is uneven: ranks of the stage differ by {spread / 2**30:.2f} GiB ({routed[0].name})"
-    kinds: tuple[str, ...]
+    roles: tuple[Role, ...]
     if abs(static_residual) * 2 >= abs(residual):
-        kinds, where, size = STATIC_KINDS, "model state or lasting buffers", abs(static_residual)
+        roles, where, size = STATIC_ROLES, "model state or lasting buffers", abs(static_residual)
     else:
-        kinds, where = ("activation", "transient"), "activations or passing tensors"
+        roles, where = (Role.ACTIVATION, Role.TRANSIENT), "activations or passing tensors"
         size = abs(residual - static_residual)
     # A component that is there twice, or not at all, is off by its own size.
-    candidates = [c for c in stage.components if c.kind in kinds and size <= 2 * c.bytes <= 4 * size]
+    candidates = [c for c in stage.components if c.role in roles and size <= 2 * c.bytes <= 4 * size]
     if not candidates:
         return f"in {where}, of which none has that size"
     nearest = min(candidates, key=lambda c: abs(c.bytes - size))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from bridge_memory.components import State
 from bridge_memory.readers.megatron_args import gpu_architecture
 from bridge_memory.rehearse import patches
 from bridge_memory.rehearse.model import build_chunks
@@ -85,7 +86,7 @@ class Measured:
         rows = []
         if not self.run.optimizer.use_precision_aware_optimizer and "first backward" in by_name:
             moments = sum(
-                c.bytes for c in stage.components if c.kind == "optimizer" and c.name.startswith("exp_avg")
+                c.bytes for c in stage.components if c.state in (State.EXP_AVG, State.EXP_AVG_SQ)
             )
             model_state = stage.weights_bytes + stage.gradients_bytes + stage.optimizer_bytes
             before, after = by_name["first backward"], by_name["first optimizer step"]

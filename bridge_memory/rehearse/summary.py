@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bridge_memory.components import State
 from bridge_memory.estimate import estimate, stage_costs
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
@@ -39,7 +40,7 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
     """
     run, stage = rehearsal.run, rehearsal.stage
     predicted = estimate(run).stages[stage]
-    copies = sum(c.bytes for c in predicted.components if c.name.startswith("fp8 weight copies"))
+    copies = sum(c.bytes for c in predicted.components if c.state is State.FP8_COPIES)
     out = [
         Row("parameters (elements)", predicted.parameters, rehearsal.parameters),
         Row("weights", predicted.weights_bytes - copies, rehearsal.weights_bytes),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from bridge_memory.components import KINDS, STATIC_KINDS, Component
+from bridge_memory.components import STATIC_ROLES, Component, Role
 from bridge_memory.estimate import Estimate, StageEstimate
 from bridge_memory.report.document import Block, Bullets, Column, Grid, Pairs, print_blocks
 from bridge_memory.report.summary import configuration
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: Components of the peak stage that are listed; the rest is summed in one line.
 LARGEST = 10
 
-_KIND_TITLES = {
+_ROLE_TITLES = {
     "weights": "weights", "gradients": "gradients", "optimizer": "optimizer", "buffers": "buffers",
     "activation": "activations", "transient": "transient",
 }
@@ -96,21 +96,21 @@ class _Cells:
     """A stage's numbers in ticks of the unit, so rounded that every total is the sum of its parts."""
 
     def __init__(self, stage: StageEstimate, unit: str) -> None:
-        by_kind = [stage.bytes_of(kind) for kind in KINDS]
-        split = len(STATIC_KINDS)
+        by_role = [stage.bytes_of(role) for role in Role]
+        split = len(STATIC_ROLES)
         self.peak = ticks(stage.peak_bytes, unit)
-        lasting = ticks(sum(by_kind[:split]), unit)
-        cells = share(by_kind[:split], unit, lasting) + share(by_kind[split:], unit, self.peak - lasting)
-        self.kinds = dict(zip(KINDS, cells, strict=True))
+        lasting = ticks(sum(by_role[:split]), unit)
+        cells = share(by_role[:split], unit, lasting) + share(by_role[split:], unit, self.peak - lasting)
+        self.roles = dict(zip(Role, cells, strict=True))
         self.leftovers = ticks(sum(c.bytes for c in stage.leftovers), unit)
         self.static = lasting + self.leftovers
 
     def components(self, stage: StageEstimate, unit: str) -> list[tuple[int, Component]]:
-        """Every component with its ticks, which add up to those of its kind."""
+        """Every component with its ticks, which add up to those of its role."""
         out = []
-        for kind in KINDS:
-            parts = [c for c in stage.components if c.kind == kind]
-            out += list(zip(share([c.bytes for c in parts], unit, self.kinds[kind]), parts, strict=True))
+        for role in Role:
+            parts = [c for c in stage.components if c.role == role]
+            out += list(zip(share([c.bytes for c in parts], unit, self.roles[role]), parts, strict=True))
         return sorted(out, key=lambda pair: -pair[1].bytes)
 
 
@@ -194,9 +194,9 @@ def _memory(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | 
     rows = []
     for group in groups:
         cells = _Cells(group[0], unit)
-        numbers = [*(cells.kinds[kind] for kind in KINDS), cells.peak]
+        numbers = [*(cells.roles[role] for role in Role), cells.peak]
         rows.append((_label(group, worst), *(format_ticks(n, unit) for n in numbers)))
-    columns = (Column("stage", words=True), *(Column(_KIND_TITLES[kind]) for kind in KINDS), Column("= peak"))
+    columns = (Column("stage", words=True), *(Column(_ROLE_TITLES[role]) for role in Role), Column("= peak"))
     note = "peak: max allocated from the second step on; last digits are rounded so that totals add up"
     return Grid(f"Memory of one rank at its peak, {unit}", columns, tuple(rows), _marked(groups, worst), (note,))
 
@@ -227,7 +227,7 @@ def _components(stage: StageEstimate, unit: str, limit: int | None, title: str) 
     listed = cells.components(stage, unit)
     head = listed if limit is None or len(listed) <= limit + 1 else listed[:limit]
     rows = [
-        (format_ticks(value, unit), _percent(c.bytes, stage.peak_bytes), c.provenance, _named(c)) for value, c in head
+        (format_ticks(value, unit), _percent(c.bytes, stage.peak_bytes), str(c.provenance), _named(c)) for value, c in head
     ]
     rest = listed[len(head):]
     if rest:

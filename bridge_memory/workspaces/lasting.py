@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bridge_memory.components import Component
+from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.stack import chunk_lasting
 from bridge_memory.spec import MLASpec, RunSpec
@@ -28,16 +28,23 @@ def lasting_buffers(
         if name.startswith(_STAND_IN):
             stand_ins += nbytes
         else:
-            out.append(Component(name, nbytes, "buffers", "formula"))
+            out.append(_buffer(name, nbytes))
     if stand_ins:
-        out.append(Component("stand-in weight gradients, one a weight shape", stand_ins, "buffers", "formula"))
+        out.append(_buffer("stand-in weight gradients, one a weight shape", stand_ins))
     tables = rotary_tables(run, chunks)
     if tables:
-        out.append(Component("rotary embedding tables", tables, "buffers", "formula"))
+        out.append(_buffer("rotary embedding tables", tables, Part.ROTARY))
     leftovers: list[Component] = []
     for w in lasting_workspaces(run, chunks, ctx):
-        (leftovers if w.between_steps else out).append(Component(w.name, w.bytes, "buffers", w.provenance))
+        made = _buffer(w.name, w.bytes, w.part, Lifetime.BETWEEN_STEPS if w.between_steps else Lifetime.FIRST_PASS)
+        (leftovers if w.between_steps else out).append(made)
     return out, leftovers
+
+
+def _buffer(
+    name: str, nbytes: int, part: Part = Part.WORKSPACE, lifetime: Lifetime = Lifetime.FIRST_PASS
+) -> Component:
+    return Component(name, nbytes, Role.BUFFERS, Provenance.FORMULA, lifetime=lifetime, part=part)
 
 
 def rotary_tables(run: RunSpec, chunks: Sequence[Chunk]) -> int:

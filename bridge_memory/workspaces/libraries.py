@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from bridge_memory.components import Part
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.layer_links import fully_recomputed, runs_plain
 from bridge_memory.inventory.moe import held_order_bytes, held_routing_bytes
@@ -56,8 +57,8 @@ class Workspace:
 
     name: str
     bytes: int
-    provenance: str
     source: str
+    part: Part = Part.WORKSPACE
     #: Lives from the end of a step to the start of the next: part of what is allocated between steps, not of
     #: what is alive at the peak of forward and backward.
     between_steps: bool = False
@@ -68,9 +69,11 @@ def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext)
     impl = run.implementation
     found: list[Workspace] = []
 
-    def add(name: str, nbytes: int, source: str, *, between_steps: bool = False) -> None:
+    def add(
+        name: str, nbytes: int, source: str, part: Part = Part.WORKSPACE, *, between_steps: bool = False
+    ) -> None:
         if nbytes:
-            found.append(Workspace(name, nbytes, "formula", source, between_steps))
+            found.append(Workspace(name, nbytes, source, part, between_steps))
 
     experts = _experts(run.model, chunks, ctx)
     experts_here = bool(experts)
@@ -94,11 +97,11 @@ def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext)
         add(
             "main gradients in fp32", fp32_gradient_bytes(run, chunks, ctx),
             "optimizer.py: _copy_model_grads_to_main_grads; freed by the next zero_grad",
-            between_steps=True,
+            Part.DATA_PARALLEL, between_steps=True,
         )
     add(
         "unsplit rests of allocator blocks", unsplit_rest_bytes(run, chunks, ctx),
-        "c10/cuda/CUDACachingAllocator.cpp: should_split",
+        "c10/cuda/CUDACachingAllocator.cpp: should_split", Part.ALLOCATOR,
     )
     from bridge_memory.inventory.stack import stage_inventories
 
@@ -106,27 +109,28 @@ def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext)
         "inputs of recomputed MoE layers and their gradients",
         sum(chunk.left for chunk in stage_inventories(run.model, chunks, ctx)),
         "token_dispatcher.py: the graph of self.probs leads to them until the next forward",
-        between_steps=True,
+        Part.DISPATCHER, between_steps=True,
     )
     add(
         ROUTING, sum(held_routing_bytes(ctx, ffn) for ffn, _ in experts),
-        "token_dispatcher.py: probs and routing_map stay attributes of the dispatcher",
+        "token_dispatcher.py: probs and routing_map stay attributes of the dispatcher", Part.DISPATCHER,
     )
     add(
         RECOMPUTED_ORDER, sum(held_order_bytes(ctx, ffn) for ffn, recomputed in experts if recomputed),
         "token_dispatcher.py: reversed_local_input_permutation_mapping stays an attribute of the dispatcher",
+        Part.DISPATCHER,
     )
     add(
         "order of every MoE layer's last microbatch",
         sum(held_order_bytes(ctx, ffn) for ffn, recomputed in experts if not recomputed),
         "token_dispatcher.py: reversed_local_input_permutation_mapping, which backward keeps until it has run",
-        between_steps=True,
+        Part.DISPATCHER, between_steps=True,
     )
     received = sum(1 for chunk in chunks if not chunk.embedding)
     add(
         "pipeline: the last microbatch's input and its gradient", 2 * received * hidden_state_bytes(run),
         "TransformerBlock.set_input_tensor keeps what schedules.py received, retain_grad keeps its gradient",
-        between_steps=True,
+        Part.PIPELINE, between_steps=True,
     )
     return found
 

@@ -33,7 +33,7 @@ def stage(model, recompute: RecomputeSpec = NONE, *, pp: int = 1, vpp: int | Non
 
 
 def saved(found: StageEstimate, *names: str) -> int:
-    return sum(c.bytes for c in found.components if c.kind == "activation" and any(n in c.name for n in names))
+    return sum(c.bytes for c in found.components if c.role == "activation" and any(n in c.name for n in names))
 
 
 def test_uniform_recomputation_keeps_one_input_a_group() -> None:
