@@ -9,14 +9,15 @@ Random distinct layouts of three models, all accepted by ``RunSpec``, in one new
   ``RunSpec``: bf16, Adam, distributed optimizer, Transformer Engine, megatron-core's release.
 
 Imports, reading the model and building the ``RunSpec`` objects are not in these times; building is timed by itself.
-Caches start empty and fill as they would in a search. Goals, on average over --count layouts: ``estimate`` 1 ms for
-Llama-3.1-70B and Qwen3-235B, 3 ms for DeepSeek-V3; ``peaks`` half of that; 80 MiB resident after --memory-count more,
-in a process of their own. The other tree estimates the first --base-count of the same layouts only: it is slow. It is
-checked out beside the clone for the time of the run, unless --base names a folder that has it.
+Caches start empty and fill as they would in a search. Goals, on average over --count layouts and in CPU time, which
+other work on the machine moves least: ``estimate`` 1 ms for Llama-3.1-70B and Qwen3-235B, 3 ms for DeepSeek-V3;
+``peaks`` half of that; 80 MiB resident after --memory-count other layouts in a process of their own. The old commit
+estimates the first --base-count layouts only: it is slow. It is checked out beside the clone for the time of the run,
+unless --base names a folder that has it.
 
-Then growth: one run after nothing but a small one, the least of three processes, as one size grows. Held fixed: a
-Llama-3.1-70B of 128 equal layers (of 80, 160, 320, 640 where layers grow), tp 8, pp 8, vpp 4 (1 where layers or pp
-grow), one replica, 1024 microbatches of 4096 tokens, no recomputation; experts: Qwen3-235B, 8 to a token, ep 8, pp 2.
+Then growth: what one run costs as one size grows, all caches emptied before it, the least CPU time of seven. Held
+fixed: a Llama-3.1-70B of 128 equal layers (of 80 to 640 where layers grow), tp 8, pp 8, vpp 4 (1 where layers or pp
+grow), 1024 microbatches of 4096 tokens, no recomputation; where experts grow Qwen3-235B, 8 experts a token, ep 8, pp 2.
 
     python benchmarks/new_layouts.py [--models 70B Qwen V3] [--base PATH | --no-base] [--memory-count 0] [--no-growth]
 """
@@ -35,6 +36,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,37 +177,55 @@ def resident_mib() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def work(function: str) -> dict[str, Any]:
-    """Build and answer layouts from stdin with a function of the tree on PYTHONPATH, each forgotten before the next."""
+def empty_caches() -> None:
+    """By the package's own entry where it has one, else every functools cache of its modules."""
+    import bridge_memory
+
+    def all_of_functools() -> None:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("bridge_memory"):
+                for value in vars(module).values():
+                    getattr(value, "cache_clear", lambda: None)()
+
+    getattr(bridge_memory, "clear_caches", all_of_functools)()
+
+
+def work(function: str, cold: bool) -> dict[str, Any]:
+    """Build and answer layouts from stdin, a thousand at a time, with a function of the tree on PYTHONPATH. ``cold``:
+    with nothing kept from one to the next."""
     import bridge_memory
 
     answer = getattr(bridge_memory, function, None)
     if answer is None:
         return {"absent": True}
-    lines = sys.stdin.readlines()
-    model = changed(json.loads(lines[0]))
+    model = changed(first := json.loads(next(sys.stdin)))
     # Modules that the package imports when it first needs them are not the layouts' cost.
     answer(bridge_memory.RunSpec(model=bridge_memory.resolve_model("meta-llama/Llama-3.2-1B")))
-    getattr(bridge_memory, "clear_caches", lambda: None)()
+    empty_caches()
     before = resident_mib()
     built, wall, cpu = [], [], []
-    for line in lines:
-        layout = json.loads(line)
+    batch = [first, *map(json.loads, islice(sys.stdin, 999))]
+    while batch:
         start = time.perf_counter_ns()
-        run = build(layout, model)
-        done, used = time.perf_counter_ns(), time.process_time_ns()
-        answer(run)
-        cpu.append((time.process_time_ns() - used) / 1e6)
-        wall.append((time.perf_counter_ns() - done) / 1e6)
-        built.append((done - start) / 1e3)
-    after = resident_mib()
-    return dict(tree=bridge_memory.__file__, built=built, wall=wall, cpu=cpu, before_mib=before, mib=after)
+        runs = [build(layout, model) for layout in batch]
+        built.append((time.perf_counter_ns() - start) / 1e3 / len(runs))
+        for run in runs:
+            if cold:
+                empty_caches()
+            start, used = time.perf_counter_ns(), time.process_time_ns()
+            answer(run)
+            cpu.append((time.process_time_ns() - used) / 1e6)
+            wall.append((time.perf_counter_ns() - start) / 1e6)
+        runs.clear()
+        batch = [json.loads(line) for line in islice(sys.stdin, 1000)]
+    mib = resident_mib()
+    return dict(tree=bridge_memory.__file__, build_us=built[0], wall=wall, cpu=cpu, before_mib=before, mib=mib)
 
 
-def worker(tree: Path, function: str, layouts: list[Layout]) -> dict[str, Any] | None:
+def worker(tree: Path, function: str, layouts: list[Layout], *more: str) -> dict[str, Any] | None:
     """What ``work`` says in a new process that imports ``tree``; None where the tree lacks the function."""
     process = subprocess.run(
-        [sys.executable, __file__, "--work", function], input="\n".join(map(json.dumps, layouts)), text=True,
+        [sys.executable, __file__, "--work", function, *more], input="\n".join(map(json.dumps, layouts)), text=True,
         capture_output=True, cwd=tree, env=dict(os.environ, PYTHONPATH=str(tree)),
     )  # fmt: skip
     if process.returncode:
@@ -224,7 +244,7 @@ def new_layouts(plan: Plan, base: Path | None, args: argparse.Namespace) -> None
     chosen = layouts(plan, args.count, args.seed)
     few = min(args.base_count, len(chosen))
     print(f"\n{plan.preset}, seed {args.seed}")
-    columns = ("layouts", "mean ms", "median", "p90", "max", "CPU mean", "build us", "MiB after")
+    columns = ("layouts", "CPU mean", "mean ms", "median", "p90", "max", "build us", "MiB after")
     print(f"  {'':<20}" + "".join(f" {c:>9}" for c in columns))
     means: dict[tuple[str, bool], float] = {}
     for function, tree in (("estimate", base), ("estimate", ROOT), ("peaks", ROOT)):
@@ -233,10 +253,9 @@ def new_layouts(plan: Plan, base: Path | None, args: argparse.Namespace) -> None
             continue
         for n in dict.fromkeys((few, len(result["wall"]))):
             wall = sorted(result["wall"][:n])
-            mean = statistics.fmean(wall)
+            mean = statistics.fmean(result["cpu"][:n])
             means[function if tree is ROOT else BASE, n == few] = mean
-            numbers = (mean, wall[n // 2], wall[n * 9 // 10], wall[-1], statistics.fmean(result["cpu"][:n]),
-                       statistics.fmean(result["built"][:n]))  # fmt: skip
+            numbers = (mean, statistics.fmean(wall), wall[n // 2], wall[n * 9 // 10], wall[-1], result["build_us"])
             resident = f"{result['mib']:.1f}" if n == len(result["wall"]) else ""
             print(f"  {function + (f', {BASE}' if tree is base else ''):<20} {n:>9}"
                   + "".join(f" {x:>9.2f}" for x in numbers) + f" {resident:>9}")  # fmt: skip
@@ -252,7 +271,7 @@ def new_layouts(plan: Plan, base: Path | None, args: argparse.Namespace) -> None
     if args.memory_count:
         result = worker(ROOT, "estimate", layouts(plan, args.memory_count, args.seed + 1))
         assert result is not None
-        print(f"  {args.memory_count} layouts: {statistics.fmean(result['wall']):.2f} ms on average, "
+        print(f"  {args.memory_count} layouts: {statistics.fmean(result['cpu']):.2f} ms on average, "
               f"{result['before_mib']:.1f} MiB resident before them")  # fmt: skip
         verdict(f"resident after {args.memory_count} layouts", result["mib"], RESIDENT_GOAL_MIB, "MiB")
 
@@ -287,17 +306,13 @@ def growth(base: Path | None) -> None:
     for what, cases in growth_cases().items():
         taken: dict[str, list[float]] = {}
         for _, layout in cases:
-            rounds: dict[str, list[float]] = {}
-            for _ in range(3):
-                for title, tree, function in columns:
-                    if tree and (result := worker(tree, function, [layout])):
-                        rounds.setdefault(title, []).append(result["wall"][0])
-            for title, values in rounds.items():
-                taken.setdefault(title, []).append(min(values))
-        print(f"\n{what:>22} {'size':>7}" + "".join(f"  {title + ', ms':>20} {'cost':>7}" for title in taken))
+            for title, tree, function in columns:
+                if tree and (result := worker(tree, function, [layout] * 7, "--cold")):
+                    taken.setdefault(title, []).append(min(result["cpu"]))
+        print(f"\n{what:>22} {'size':>7}" + "".join(f"  {title + ', ms':>21} {'cost':>7}" for title in taken))
         for i, (size, _) in enumerate(cases):
             print(f"{size:>22} {f'x {size / cases[0][0]:g}':>7}" + "".join(
-                f"  {times[i]:>20.2f} {f'x {times[i] / times[0]:.2f}':>7}" for times in taken.values()
+                f"  {times[i]:>21.2f} {f'x {times[i] / times[0]:.2f}':>7}" for times in taken.values()
             ))  # fmt: skip
 
 
@@ -328,9 +343,10 @@ def main() -> None:
     parser.add_argument("--no-base", action="store_true", help="this tree alone")
     parser.add_argument("--no-growth", action="store_true")
     parser.add_argument("--work", choices=("estimate", "peaks"), help=argparse.SUPPRESS)
+    parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        print(json.dumps(work(args.work)))
+        print(json.dumps(work(args.work, args.cold)))
         return
     sys.path.insert(0, str(ROOT))
     with base_tree(args) as base:

@@ -1,0 +1,353 @@
+"""Sizes that remember how they were worked out, so that one recording serves every run of the same shape.
+
+A block is recorded with the numbers of one run, but its sizes are ``Size``s: integers that note each operation made
+on them. Whatever the recording decides by a size (is there tensor parallelism, do the heads divide) is a question, and
+the questions with their answers lead to what was recorded, as a path in a tree of ``_Branch``es. Another run asks the
+same questions; where all answers agree its recording would be the same but for the numbers, and those follow from the
+notes (``Recordings.find``) without recording anything.
+
+Notes are steps over registers. They hold for arrays as well as for numbers: nothing in them but ``+ - * // % /``,
+``max``, ``min``, ``ceil``, ``round`` and named functions of sizes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from math import ceil
+from typing import Any, NamedTuple
+
+#: What a recording may depend on beside its settings: Megatron's sizes and the padded vocabulary.
+DIMENSIONS = ("seq", "batch", "tp", "cp", "ep", "etp", "padded_vocab")
+
+Operation = Callable[[Any, Any], Any]
+
+
+class Step(NamedTuple):
+    """``register = operation(left, right)`` of registers; a constant ``left`` where ``operation`` is None."""
+
+    register: int
+    operation: Operation | None
+    left: Any
+    right: int
+
+
+def _ceil(value: Any, _: Any) -> Any:
+    return ceil(value)
+
+
+def _round(value: Any, _: Any) -> Any:
+    return round(value)
+
+
+class Size:
+    """A whole number (or, on the way to one, a fraction) and the register that holds it.
+
+    Operators note a step, comparisons and truth note a question. A plain 0 stays a plain 0: what is not there has no
+    size.
+    """
+
+    __slots__ = ("notes", "register", "value")
+
+    def __init__(self, notes: Notes, register: int, value: Any) -> None:
+        self.notes = notes
+        self.register = register
+        self.value = value
+
+    def __add__(self, other: Any) -> Any:
+        return self if type(other) is int and other == 0 else self.notes.step(operator.add, self, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self if type(other) is int and other == 0 else self.notes.step(operator.sub, self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self.notes.step(operator.sub, other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        if type(other) is not Size:
+            if other == 1:
+                return self
+            if type(other) is int and other == 0:
+                return 0
+        return self.notes.step(operator.mul, self, other)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: Any) -> Any:
+        if type(other) is int and other == 1:
+            return self
+        return self.notes.step(operator.floordiv, self, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return self.notes.step(operator.floordiv, other, self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.notes.step(operator.truediv, self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self.notes.step(operator.truediv, other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return self.notes.step(operator.mod, self, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return self.notes.step(operator.mod, other, self)
+
+    def __pow__(self, power: int) -> Any:
+        return self if power == 1 else self * self ** (power - 1)
+
+    def __neg__(self) -> Any:
+        return self.notes.step(operator.sub, 0, self)
+
+    def __round__(self) -> Any:
+        return self if type(self.value) is int else self.notes.step(_round, self, self)
+
+    def __ceil__(self) -> Any:
+        return self if type(self.value) is int else self.notes.step(_ceil, self, self)
+
+    def __lt__(self, other: Any) -> bool:
+        return self.notes.ask(operator.lt, self, other)
+
+    def __le__(self, other: Any) -> bool:
+        return self.notes.ask(operator.le, self, other)
+
+    def __gt__(self, other: Any) -> bool:
+        return self.notes.ask(operator.gt, self, other)
+
+    def __ge__(self, other: Any) -> bool:
+        return self.notes.ask(operator.ge, self, other)
+
+    def __eq__(self, other: object) -> bool:
+        return self.notes.ask(operator.eq, self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return self.notes.ask(operator.ne, self, other)
+
+    def __bool__(self) -> bool:
+        return self.notes.ask(operator.ne, self, 0)
+
+    def __index__(self) -> int:
+        """The number itself, where code needs it: the recording then serves this number only."""
+        self.notes.question(self)
+        return int(self.value)
+
+    __int__ = __index__
+
+    def __hash__(self) -> int:
+        return self.register
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def __repr__(self) -> str:
+        return f"Size({self.value} = {self.notes.formula(self)})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
+
+
+def value_of(size: Any) -> Any:
+    """The number that a size, or a plain number, is in the run that is recorded."""
+    return size.value if type(size) is Size else size
+
+
+def largest(first: Any, *others: Any) -> Any:
+    """``max`` as a step instead of a question."""
+    for other in others:
+        first = _noted(max, first, other)
+    return first
+
+
+def smallest(first: Any, *others: Any) -> Any:
+    """``min`` as a step instead of a question."""
+    for other in others:
+        first = _noted(min, first, other)
+    return first
+
+
+def computed(function: Callable[[Any], Any], size: Any) -> Any:
+    """``function`` of a size as one step, for mathematics that is not whole-number arithmetic.
+
+    Equal functions (a ``functools.partial`` is equal to itself only) are one step, so keep hold of them.
+    """
+    if type(size) is not Size:
+        return function(size)
+    return size.notes.step(_OfOne(function), size, size)
+
+
+class _OfOne:
+    """A function of one size in the form of a step's operation."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    def __call__(self, value: Any, _: Any) -> Any:
+        return self.function(value)
+
+
+def _noted(operation: Operation, left: Any, right: Any) -> Any:
+    notes = left.notes if type(left) is Size else right.notes if type(right) is Size else None
+    return operation(left, right) if notes is None else notes.step(operation, left, right)
+
+
+class Notes:
+    """What one recording notes: the steps of its sizes, and its questions in order, each once."""
+
+    def __init__(self, dimensions: Sequence[int]) -> None:
+        self.steps: list[Step | None] = [None] * len(DIMENSIONS)
+        self.sizes = [Size(self, i, value) for i, value in enumerate(dimensions)]
+        self._known: dict[tuple[Any, Any, Any], Size] = {}
+        self._constants: dict[Any, int] = {}
+        #: (register of the question, the answer), in the order in which they were asked.
+        self.questions: dict[int, Any] = {}
+
+    def step(self, operation: Operation, left: Any, right: Any) -> Size:
+        a, x = (left.register, left.value) if type(left) is Size else (self._constant(left), left)
+        b, y = (right.register, right.value) if type(right) is Size else (self._constant(right), right)
+        found = self._known.get((operation, a, b))
+        if found is None:
+            found = self._known[operation, a, b] = Size(self, len(self.steps), operation(x, y))
+            self.sizes.append(found)
+            self.steps.append(Step(found.register, operation, a, b))
+        return found
+
+    def _constant(self, value: Any) -> int:
+        key = (type(value), value)
+        register = self._constants.get(key)
+        if register is None:
+            register = self._constants[key] = len(self.steps)
+            self.steps.append(Step(register, None, value, 0))
+            self.sizes.append(Size(self, register, value))
+        return register
+
+    def ask(self, operation: Operation, left: Size, right: Any) -> bool:
+        answer = self.step(operation, left, right)
+        self.question(answer)
+        return bool(answer.value)
+
+    def question(self, size: Size) -> None:
+        if size.register not in self.questions:
+            self.questions[size.register] = size.value
+
+    def needed(self, registers: Sequence[int], computed: set[int]) -> tuple[Step, ...]:
+        """Steps in order that fill ``registers``, without those that are ``computed``, to which they are added."""
+        todo, wanted = list(registers), set()
+        while todo:
+            register = todo.pop()
+            step = self.steps[register]
+            if step is None or register in computed or register in wanted:
+                continue
+            wanted.add(register)
+            if step.operation is not None:
+                todo += (step.left, step.right)
+        computed |= wanted
+        return tuple(step for register in sorted(wanted) if (step := self.steps[register]) is not None)
+
+    def variables(self, sizes: Sequence[Any]) -> tuple[int, ...]:
+        """Positions in DIMENSIONS of what these sizes depend on."""
+        seen: set[int] = set()
+        todo = [s.register for s in sizes if type(s) is Size]
+        while todo:
+            register = todo.pop()
+            if register in seen:
+                continue
+            seen.add(register)
+            step = self.steps[register]
+            if step is not None and step.operation is not None:
+                todo += (step.left, step.right)
+        return tuple(i for i in range(len(DIMENSIONS)) if i in seen)
+
+    def formula(self, size: Any) -> str:
+        """How a size is worked out, in words a person can check."""
+        if type(size) is not Size:
+            return str(size)
+        if size.register < len(DIMENSIONS):
+            return DIMENSIONS[size.register]
+        step = self.steps[size.register]
+        assert step is not None
+        if step.operation is None:
+            return str(step.left)
+        left, right = (self.formula(self.sizes[r]) for r in (step.left, step.right))
+        sign = _SIGNS.get(step.operation)
+        if sign:
+            return f"({left} {sign} {right})"
+        name = getattr(step.operation, "__name__", "function").strip("_")
+        return f"{name}({left})" if step.left == step.right else f"{name}({left}, {right})"
+
+
+_SIGNS: dict[Any, str] = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//", operator.truediv: "/",
+    operator.mod: "%", operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==",
+    operator.ne: "!=",
+}  # fmt: skip
+
+
+def run_steps(steps: Sequence[Step], registers: list[Any]) -> None:
+    """Fill registers in place."""
+    for register, operation, left, right in steps:
+        registers[register] = left if operation is None else operation(registers[left], registers[right])
+
+
+class _Branch:
+    """One question of a tree of recordings, with what follows from each answer."""
+
+    __slots__ = ("answers", "register", "steps")
+
+    def __init__(self, register: int, steps: tuple[Step, ...]) -> None:
+        self.register = register
+        self.steps = steps
+        self.answers: dict[Any, Any] = {}
+
+
+class _Leaf(NamedTuple):
+    recording: Any
+    steps: tuple[Step, ...]
+    registers: tuple[int, ...]
+
+
+class Recordings:
+    """What was recorded with the same settings, found again by the answers to the recordings' own questions."""
+
+    __slots__ = ("_length", "_top", "count")
+
+    def __init__(self) -> None:
+        self._top: dict[None, Any] = {}
+        self._length = len(DIMENSIONS)
+        self.count = 0
+
+    def find(self, dimensions: Sequence[int]) -> tuple[Any, list[Any]] | None:
+        """(the recording that serves ``dimensions``, its sizes), or None.
+
+        The sizes are those named to ``add``, in that order.
+        """
+        node = self._top.get(None)
+        registers: list[Any] = [None] * self._length
+        registers[: len(DIMENSIONS)] = dimensions
+        while type(node) is _Branch:
+            run_steps(node.steps, registers)
+            node = node.answers.get(registers[node.register])
+        if node is None:
+            return None
+        run_steps(node.steps, registers)
+        return node.recording, [registers[r] for r in node.registers]
+
+    def add(self, notes: Notes, recording: Any, sizes: Sequence[Size]) -> None:
+        """Put a recording, and the sizes that it is asked for, where its answers lead."""
+        held: dict[Any, Any] = self._top
+        key: Any = None
+        computed: set[int] = set()
+        for register, answer in notes.questions.items():
+            steps = notes.needed((register,), computed)
+            branch = held.get(key)
+            if branch is None:
+                branch = held[key] = _Branch(register, steps)
+            assert branch.register == register, "a recording asked its questions in another order"
+            held, key = branch.answers, answer
+        wanted = tuple(size.register for size in sizes)
+        held[key] = _Leaf(recording, notes.needed(wanted, computed), wanted)
+        self._length = max(self._length, len(notes.steps))
+        self.count += 1
