@@ -18,11 +18,10 @@ class Fitted:
     runs: str
 
 
-#: Bytes an element [T_sp, h] that a compiled dropout-add without a bias keeps beside its mask: its input. From the
-#: release below on, whose containers bring torch 2.9; not found in a traced graph (torch 2.13 on a CPU keeps the
-#: mask only), so the holder is unknown.
+#: Bytes an element [T_sp, h] that a compiled dropout-add without a bias keeps beside its mask: its input
+#: (``releases.COMPILED_DROPOUT_KEEPS_INPUT``); not found in a traced graph (torch 2.13 on a CPU keeps the mask only),
+#: so the holder is unknown.
 COMPILED_DROPOUT_INPUT_BYTES = 2
-COMPILED_DROPOUT_SINCE_CORE = (0, 16)
 
 FITTED = (
     Fitted(

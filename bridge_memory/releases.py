@@ -7,7 +7,8 @@ releases run (an ``ImplementationSpec``)::
     if QKV_OUTPUT_HELD(impl): ...
 
 One policy for releases that are not known: an unset Transformer Engine or PyTorch counts as the newest, and a
-megatron-core outside the known range as its nearer end. Imports nothing.
+megatron-core outside the known range as its nearer end (every rule changes inside of it, so comparing does that).
+Imports nothing.
 """
 
 from __future__ import annotations
@@ -50,6 +51,19 @@ class Rule:
             return False
         return not (self.torch is not None and impl.torch is not None and impl.torch < self.torch)
 
+    def __str__(self) -> str:
+        """The first releases for which it holds, as people write them: "megatron-core 0.14"."""
+        return " and ".join(f"{package} {release_words(release)}" for package, release in self._named())
+
+    @property
+    def number(self) -> str:
+        """As ``str`` without the packages' names: "0.14"."""
+        return " and ".join(release_words(release) for _, release in self._named())
+
+    def _named(self) -> list[tuple[str, Release]]:
+        packages = (("megatron-core", self.core), ("Transformer Engine", self.te), ("PyTorch", self.torch))
+        return [(package, release) for package, release in packages if release is not None]
+
 
 def since(*, core: Release | None = None, te: Release | None = None, torch: Release | None = None) -> Rule:
     """A rule that holds from these releases on, all of them where more than one is named."""
@@ -77,3 +91,103 @@ def nearest_known(release: Release) -> Release:
 def known_releases() -> str:
     """The range of megatron-core releases whose rules are known: "0.9 to 0.20"."""
     return " to ".join(map(release_words, RELEASES))
+
+
+# ---- megatron-core: what a run may ask for ----
+# TC = ``transformer/transformer_config.py: TransformerConfig.__post_init__``.
+
+#: Layers are split by a string: ``transformer/pipeline_parallel_layer_layout.py``.
+LAYOUT_STRINGS = since(core=(0, 13))
+#: MTP in such a string; NotImplementedError before (``PipelineParallelLayerLayout.validate_layer_layout``).
+LAYOUT_STRINGS_WITH_MTP = since(core=(0, 14))
+#: MTP there before the last stage (the same function).
+LAYOUT_STRINGS_WITH_MTP_ANYWHERE = since(core=(0, 16))
+#: Hybrid models take the layers of their end stages: ``ssm/mamba_block.py: MambaStack``, which ignored them before
+#: (``_select_layers_for_pipeline_parallel``).
+HYBRID_END_STAGES = since(core=(0, 16))
+#: Biases of experts are looked at (TC): refused, until the next rule; before, taken with everything.
+EXPERT_BIASES_CHECKED = since(core=(0, 13))
+#: Biases of experts are taken, without expert tensor parallelism (TC).
+EXPERT_BIASES_WITHOUT_ETP = since(core=(0, 15))
+#: Fewer query groups than tensor-parallel ranks, keys and values then replicated (TC).
+QUERY_GROUPS_REPLICATED = since(core=(0, 16))
+#: ``recompute_modules`` knows shared_experts (TC).
+SHARED_EXPERTS_RECOMPUTED = since(core=(0, 14))
+#: The delayed recipe of fp8 is refused beside recomputed moe_act and layernorm (TC).
+DELAYED_FP8_EXCLUDES_RECOMPUTED_PARTS = since(core=(0, 14))
+#: ``overlap_moe_expert_parallel_comm`` (TC).
+EXPERT_COMMUNICATION_OVERLAPS = since(core=(0, 14))
+#: Muon with a distributed optimizer and with fp16, which ``optimizer/muon.py: get_megatron_muon_optimizer`` of 0.16
+#: refuses; measured runs with 0.20 do both.
+MUON_SHARDED = since(core=(0, 17))
+#: Groups of the uniform method may be cut short at a chunk's end: in 0.12 to 0.16 they run past its last layer (an
+#: IndexError in ``transformer/transformer_block.py: _checkpointed_forward``); later ones are not known.
+UNIFORM_GROUPS_MAY_END_SHORT = since(core=(0, 17))
+
+# ---- megatron-core: what blocks keep ----
+
+#: A variable of ``attention.py: Attention.forward`` (``qkv_output``) holds q, k and v as they were before the rotary
+#: embedding.
+QKV_OUTPUT_HELD = since(core=(0, 15))
+#: The local attention's causal mask is made anew by every layer and not cached (``transformer/utils.py:
+#: get_default_causal_mask``).
+MASK_MADE_BY_EACH_LAYER = since(core=(0, 16))
+#: Transformer Engine's down-projections are whole on every rank (``models/gpt/gpt_layer_specs.py``:
+#: ``backend.linear()``; ``backend.column_parallel_linear()`` before).
+WHOLE_DOWN_PROJECTIONS = since(core=(0, 14))
+#: The norms of the latents are not recomputed with the up-projections (``multi_latent_attention.py:
+#: MLASelfAttention.get_query_key_value_tensors``).
+NORMS_BEFORE_UP_PROJECTIONS = since(core=(0, 16))
+#: ``multi_latent_attention.py: MultiLatentAttention.forward`` has the latents as variables.
+LATENTS_HELD = since(core=(0, 16))
+#: The unfused gated unit adds glu_linear_offset to a copy of its linear half (``mlp.py: MLP.forward``).
+GLU_OFFSET = since(core=(0, 15))
+#: The exchange back and the unpermutation are methods of their own, so that no variable holds what was sent while it
+#: is put in order (``moe_layer.py: MoELayer.combine, postprocess``).
+COMBINED_IN_TWO_STEPS = since(core=(0, 16))
+#: fc1 of shared experts keeps its input under fp8, but for the delayed recipe (``shared_experts.py:
+#: SharedExpertMLP.__init__``, ``moe_layer.py: set_for_recompute_pre_mlp_layernorm``).
+SHARED_INPUT_KEPT = since(core=(0, 14))
+#: A variable of ``experts.py: TEGroupedMLP.forward`` holds fc1's output.
+FC1_OUTPUT_HELD = since(core=(0, 16))
+#: The MoE router multiplies with Transformer Engine's GEMM in both implementations (``moe_utils.py:
+#: RouterGatingLinearFunction``).
+ROUTER_USES_TE_GEMM = since(core=(0, 14))
+#: Linears of megatron-core's own use the stand-in gradient of ``DUMMY_WEIGHT_GRADIENTS_KEPT`` too
+#: (``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``).
+OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS = since(core=(0, 14))
+#: A compiled dropout-add without a bias keeps its input: fitted (``fitted.COMPILED_DROPOUT_INPUT_BYTES``), from the
+#: release on whose containers bring torch 2.9.
+COMPILED_DROPOUT_KEEPS_INPUT = since(core=(0, 16))
+
+# ---- megatron-core: what follows the layers, and what runs again ----
+
+#: ``GPTModel._postprocess`` makes the losses of the MTP depths, of the hidden states of all depths joined in one
+#: tensor; before, ``MultiTokenPredictionBlock.forward`` makes each after its depth.
+MTP_LOSS_OUTSIDE = since(core=(0, 14))
+#: The losses of MTP depths have a function of their own; before, a variable of ``GPTModel._postprocess`` keeps a
+#: depth's logits while the main loss is made.
+MTP_LOGITS_FREED = since(core=(0, 17))
+#: A model with MTP has its final norm on the stage of its last decoder layer (``transformer_block.py:
+#: has_final_layernorm_in_this_stage``).
+FINAL_NORM_AFTER_LAST_LAYER = since(core=(0, 16))
+#: MTP depths are recomputed (``multi_token_prediction.py: MultiTokenPredictionLayer._checkpointed_forward``).
+MTP_DEPTHS_RECOMPUTED = since(core=(0, 14))
+#: Hybrid models know full recomputation and ``cpu_offloading_num_layers``; before, ``ssm/mamba_block.py:
+#: MambaStack.forward`` runs layers one by one whatever is asked (selective recomputation works inside them).
+HYBRID_LAYERS_RECOMPUTED = since(core=(0, 17))
+
+# ---- Transformer Engine ----
+
+#: Grouped experts are Transformer Engine's (``TEGroupedMLP``) and not the legacy ``GroupedMLP`` (megatron-core
+#: ``extensions/transformer_engine.py: TEColumnParallelGroupedLinear``).
+TE_GROUPED_GEMM = since(te=(1, 9))
+#: One stand-in for a fused weight gradient is kept per shape (``module/base.py: get_dummy_wgrad``); before, each
+#: backward makes a new one.
+DUMMY_WEIGHT_GRADIENTS_KEPT = since(te=(2, 3))
+#: linear_proj keeps attention's output and no fp8 copy of it, but for the delayed recipe (megatron-core
+#: ``attention.py: Attention.__init__``).
+PROJ_KEEPS_ORIGINAL = since(core=(0, 14), te=(2, 6))
+#: a2a and all_gather take heads of unequal widths, as in multi-latent attention (``context_parallel.py:
+#: attn_forward_func_with_cp``; 2.11 refuses, 2.20 takes them).
+UNEQUAL_HEADS_EXCHANGED = since(te=(2, 12))

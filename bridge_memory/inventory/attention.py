@@ -8,13 +8,8 @@ from __future__ import annotations
 
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import Region, T
+from bridge_memory.releases import MASK_MADE_BY_EACH_LAYER, QKV_OUTPUT_HELD, UNEQUAL_HEADS_EXCHANGED, release_words
 from bridge_memory.spec import AttentionSpec, SpecError, divide
-
-#: megatron-core release since which a variable of ``Attention.forward`` (``qkv_output``) holds q, k and v as they were
-#: before the rotary embedding.
-QKV_OUTPUT_HELD_SINCE = (0, 15)
-#: megatron-core release since which the local attention's causal mask is made anew by every layer and not cached.
-MASK_MADE_BY_EACH_LAYER_SINCE = (0, 16)
 
 
 def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
@@ -60,7 +55,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
         separate = True
     if gate_heads and 1 < g < a:  # else a view, with which the whole of q, k and v is kept
         gate = tape.make("gate", gate, q_bytes)
-    before_rope = (query, key, value, gate) if ctx.impl.megatron_core >= QKV_OUTPUT_HELD_SINCE else (gate,)
+    before_rope = (query, key, value, gate) if QKV_OUTPUT_HELD(ctx.impl) else (gate,)
     if spec.rotary and ctx.rotary:
         query = _rope(r, "query rope", query, q_bytes, d)
         key = _rope(r, "key rope", key, kv_bytes, d)
@@ -223,10 +218,10 @@ def _ring_takes(r: Recorder, *, window: bool, equal_heads: bool) -> None:
             f"({ctx.cp}); use a2a or all_gather"
         )
     release = ctx.impl.transformer_engine
-    if not equal_heads and how in ("a2a", "all_gather") and release is not None and release <= (2, 11):
+    if not equal_heads and how in ("a2a", "all_gather") and release and not UNEQUAL_HEADS_EXCHANGED(ctx.impl):
         raise SpecError(
             f"cp_comm_type ({how}) does not go with multi-latent attention and context_parallel_size ({ctx.cp}) "
-            f"in Transformer Engine {release[0]}.{release[1]}; use p2p"
+            f"in Transformer Engine {release_words(release)}; use p2p"
         )
 
 
@@ -239,7 +234,7 @@ def _causal_mask(r: Recorder, *, window: bool) -> T | None:
     """
     ctx, tape = r.ctx, r.tape
     nbytes = (ctx.seq * ctx.cp) ** 2
-    if ctx.impl.megatron_core < MASK_MADE_BY_EACH_LAYER_SINCE:
+    if not MASK_MADE_BY_EACH_LAYER(ctx.impl):
         r.keep("causal mask", nbytes)
         return None
     if ctx.impl.create_attention_mask and not window:

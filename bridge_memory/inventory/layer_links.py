@@ -15,16 +15,13 @@ from bridge_memory.inventory.chain import Link, plain_link
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.layer import layer_inventory
 from bridge_memory.inventory.tape import BlockCost
+from bridge_memory.releases import HYBRID_LAYERS_RECOMPUTED
 from bridge_memory.spec import LayerSpec, ModelSpec, MoESpec
-
-#: Last megatron-core release whose ``ssm/mamba_block.py: MambaStack.forward`` runs its layers one by one, whatever
-#: ``recompute_granularity`` full or ``cpu_offloading_num_layers`` ask for (selective recomputation works inside them).
-HYBRID_RUNS_PLAIN_UNTIL = (0, 16)
 
 
 def runs_plain(model: ModelSpec, ctx: BlockContext) -> bool:
     """Whether the model's stack knows neither full recomputation nor layers sent to host memory."""
-    return model.hybrid and ctx.impl.megatron_core <= HYBRID_RUNS_PLAIN_UNTIL
+    return model.hybrid and not HYBRID_LAYERS_RECOMPUTED(ctx.impl)
 
 
 def fully_recomputed(layers: int, ctx: BlockContext, *, plain: bool = False) -> tuple[int, int]:

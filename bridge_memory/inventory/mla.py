@@ -12,16 +12,8 @@ from bridge_memory.inventory.attention import core_attention, cosine_and_sine
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import Region, T
+from bridge_memory.releases import LATENTS_HELD, NORMS_BEFORE_UP_PROJECTIONS, WHOLE_DOWN_PROJECTIONS
 from bridge_memory.spec import MLASpec, divide
-
-#: megatron-core release since which Transformer Engine's down-projections are whole on every rank
-#: (``models/gpt/gpt_layer_specs.py``: ``backend.linear()``; ``backend.column_parallel_linear()`` before).
-WHOLE_DOWN_PROJECTIONS_SINCE = (0, 14)
-#: megatron-core release since which the norms of the latents are not recomputed with the up-projections
-#: (``multi_latent_attention.py: MLASelfAttention.get_query_key_value_tensors``).
-NORMS_BEFORE_UP_PROJECTIONS_SINCE = (0, 16)
-#: megatron-core release since which ``MultiLatentAttention.forward`` has the latents as variables.
-LATENTS_HELD_SINCE = (0, 16)
 
 
 def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
@@ -49,7 +41,7 @@ def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
         tape.discard(up_region, *qkv)
     with r.offload("attn_proj"):
         y = r.row_linear("self_attention.linear_proj", out, v_width, h, original=r.proj_keeps_original)
-    if ctx.impl.megatron_core >= LATENTS_HELD_SINCE:
+    if LATENTS_HELD(ctx.impl):
         tape.touch(*latents)
     if recompute_norm:
         tape.discard(norm_region, normed)
@@ -74,7 +66,7 @@ def _query_key_value(
     )
     fused_norm = ctx.te and spec.qk_layernorm
     own_norms = spec.qk_layernorm and not ctx.te
-    norms_first = ctx.impl.megatron_core >= NORMS_BEFORE_UP_PROJECTIONS_SINCE
+    norms_first = NORMS_BEFORE_UP_PROJECTIONS(ctx.impl)
     if own_norms and norms_first:
         q_in, kv_in = _norms(r, spec, q_in, kv_in)
     latents = (q_in, kv_in)
@@ -113,7 +105,7 @@ def _norms(r: Recorder, spec: MLASpec, q_in: T, kv_in: T) -> tuple[T, T]:
 
 def _down_projections_are_whole(ctx: BlockContext) -> bool:
     """Whether every rank computes the latents whole, for its own tokens; one rank alone does either way."""
-    return ctx.te and (ctx.tp == 1 or ctx.impl.megatron_core >= WHOLE_DOWN_PROJECTIONS_SINCE)
+    return ctx.te and (ctx.tp == 1 or WHOLE_DOWN_PROJECTIONS(ctx.impl))
 
 
 def _down_projection(r: Recorder, name: str, x: T, rank: int, rope: int) -> tuple[T, T]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import T
+from bridge_memory.releases import GLU_OFFSET
 from bridge_memory.spec import MLPSpec, divide
-
-#: megatron-core release since which the unfused gated unit adds glu_linear_offset to a copy of its linear half.
-GLU_OFFSET_SINCE = (0, 15)
 
 
 def record_mlp(r: Recorder, spec: MLPSpec, x: T) -> T:
@@ -63,6 +61,6 @@ def activation(r: Recorder, name: str, x: T, rows: int, f: int, *, gated: bool, 
         return tape.make(name, x, out, saves=(x,))
     gate, linear = tape.views(f"{name} halves", x, (f"{name} gate half", out), (f"{name} linear half", out))
     gate = tape.make(f"{name} of the gate", gate, out, saves=(gate,))
-    if ctx.impl.megatron_core >= GLU_OFFSET_SINCE:
+    if GLU_OFFSET(ctx.impl):
         linear = tape.make(f"{name} linear half + offset", linear, out, alias=True)
     return tape.make(name, (gate, linear), out, saves=(gate, linear))

@@ -15,15 +15,8 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.mlp import activation, dense_mlp
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import T
+from bridge_memory.releases import COMBINED_IN_TWO_STEPS, FC1_OUTPUT_HELD, SHARED_INPUT_KEPT
 from bridge_memory.spec import DTYPE_BYTES, MLPSpec, MoESpec, divide
-
-#: megatron-core release since which the exchange back and the unpermutation are methods of their own, so that no
-#: variable holds what was sent while it is put in order (``moe_layer.py: MoELayer.combine, postprocess``).
-COMBINED_IN_TWO_STEPS_SINCE = (0, 16)
-#: megatron-core release since which fc1 of shared experts keeps its input under fp8, but for the delayed recipe.
-SHARED_INPUT_KEPT_SINCE = (0, 14)
-#: megatron-core release since which a variable of ``experts.py: TEGroupedMLP.forward`` holds fc1's output.
-FC1_OUTPUT_HELD_SINCE = (0, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +332,7 @@ def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int)
         out = tape.make("unpadded outputs", out, n.received * width * ctx.act)
     # Local variables of the experts' forward, which fp8 GEMMs do not save (they keep copies of their own); fc1's
     # output had none of its own before.
-    tape.touch(unpadded, x, act, *((mid,) if impl.megatron_core >= FC1_OUTPUT_HELD_SINCE else ()))
+    tape.touch(unpadded, x, act, *((mid,) if FC1_OUTPUT_HELD(impl) else ()))
     return out
 
 
@@ -474,7 +467,7 @@ def _combine(
     if ctx.ep > 1:
         y = tape.make("outputs after all-to-all", y, n.permuted * row)
     y = tape.make("unpermuted output", y, n.entering * row, saves=(row_map,))
-    tape.touch(*(() if impl.megatron_core >= COMBINED_IN_TWO_STEPS_SINCE else (sent,)), *dispatched[:-1])
+    tape.touch(*(() if COMBINED_IN_TWO_STEPS(impl) else (sent,)), *dispatched[:-1])
     return y
 
 
@@ -491,7 +484,7 @@ def _shared_experts(r: Recorder, spec: MoESpec, x: T) -> T:
         source = tape.make("shared experts input", x, ctx.tokens * ctx.hidden_size * ctx.act)
     # Their input is the router's too: in fp8 fc1 keeps that and no copy (``shared_experts.py:
     # SharedExpertMLP.__init__``, ``moe_layer.py: set_for_recompute_pre_mlp_layernorm``).
-    delayed = ctx.fp8_recipe == "delayed" or ctx.impl.megatron_core < SHARED_INPUT_KEPT_SINCE
+    delayed = ctx.fp8_recipe == "delayed" or not SHARED_INPUT_KEPT(ctx.impl)
     original = (ctx.recompute.selects("layernorm") or not delayed) and not ctx.recompute.selects("shared_experts")
     y = dense_mlp(r, "mlp.shared_experts", source, ctx.hidden_size, f, mlp, original=original)
     if spec.shared_expert_gate:

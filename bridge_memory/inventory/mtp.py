@@ -10,17 +10,15 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.embedding import embed
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import T
+from bridge_memory.releases import MTP_DEPTHS_RECOMPUTED
 from bridge_memory.spec import SpecError
-
-#: First megatron-core release that recomputes MTP depths (``MultiTokenPredictionLayer._checkpointed_forward``).
-RECOMPUTED_SINCE = (0, 14)
 
 
 def depth_is_recomputed(ctx: BlockContext) -> bool:
     """Whether a depth, from its two norms to its final one, runs again in backward: with the uniform method only,
     which then has to recompute one layer at a time. Raises SpecError."""
     rc = ctx.recompute
-    if rc.granularity != "full" or rc.method != "uniform" or ctx.impl.megatron_core < RECOMPUTED_SINCE:
+    if rc.granularity != "full" or rc.method != "uniform" or not MTP_DEPTHS_RECOMPUTED(ctx.impl):
         return False
     if rc.num_layers != 1:
         raise SpecError(

@@ -15,6 +15,12 @@ from bridge_memory import fitted
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.tape import BlockCost, T, Tape
+from bridge_memory.releases import (
+    COMPILED_DROPOUT_KEEPS_INPUT,
+    DUMMY_WEIGHT_GRADIENTS_KEPT,
+    OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS,
+    PROJ_KEEPS_ORIGINAL,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,16 +71,16 @@ class Recorder:
 
         Without gradient accumulation fusion the GEMM writes a fresh gradient in the parameter dtype. With it
         the GEMM adds straight into the main gradient and autograd gets a stand-in of the weight's shape:
-        Transformer Engine keeps one per shape for good (``module/base.py: get_dummy_wgrad``, from 2.3;
-        megatron-core uses it from 0.14), the code before that makes a new one each time
+        Transformer Engine keeps one per shape for good (``module/base.py: get_dummy_wgrad``), which
+        megatron-core uses too; the code before that makes a new one each time
         (``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``).
         """
         nbytes = self.ctx.act
         for n in shape:
             nbytes *= n
-        release = self.ctx.impl.transformer_engine
-        kept = (te or self.ctx.impl.megatron_core >= (0, 14)) and (release is None or release >= (2, 3))
-        if self.ctx.impl.gradient_accumulation_fusion and self.ctx.te and kept:
+        impl = self.ctx.impl
+        kept = (te or OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS(impl)) and DUMMY_WEIGHT_GRADIENTS_KEPT(impl)
+        if impl.gradient_accumulation_fusion and self.ctx.te and kept:
             self.keep(f"dummy weight gradient {'x'.join(map(str, shape))}", nbytes)
             return 0
         return nbytes
@@ -145,11 +151,8 @@ class Recorder:
     @property
     def proj_keeps_original(self) -> bool:
         """Whether linear_proj keeps attention's output, which attention keeps anyway, and no fp8 copy of it
-        (``attention.py: Attention.__init__``: from core 0.14 and TE 2.6, not for the delayed recipe)."""
-        if self.ctx.fp8_recipe == "delayed" or self.ctx.impl.megatron_core < (0, 14):
-            return False
-        release = self.ctx.impl.transformer_engine
-        return release is None or release >= (2, 6)
+        (``attention.py: Attention.__init__``; not for the delayed recipe)."""
+        return self.ctx.fp8_recipe != "delayed" and PROJ_KEEPS_ORIGINAL(self.ctx.impl)
 
     # ---- modules ----
 
@@ -308,7 +311,7 @@ class Recorder:
             mask = tape.tensor(f"{name} dropout mask", size, grad=False)
             dropped = tape.tensor(f"{name} dropped", 0 if fused else size * ctx.act, grad_bytes=size * ctx.act)
             kept = [mask]
-            if fused and not bias and ctx.impl.megatron_core >= fitted.COMPILED_DROPOUT_SINCE_CORE:
+            if fused and not bias and COMPILED_DROPOUT_KEEPS_INPUT(ctx.impl):
                 kept.append(
                     tape.tensor(f"{name} dropout input", size * fitted.COMPILED_DROPOUT_INPUT_BYTES, grad=False)
                 )

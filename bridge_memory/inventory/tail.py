@@ -17,17 +17,9 @@ from bridge_memory.inventory.mtp import depth_is_recomputed
 from bridge_memory.inventory.recorder import BlockInventory
 from bridge_memory.inventory.shared_weights import Waiting, beside
 from bridge_memory.inventory.tape import BlockCost
+from bridge_memory.releases import FINAL_NORM_AFTER_LAST_LAYER, MTP_LOGITS_FREED, MTP_LOSS_OUTSIDE
 from bridge_memory.spec import ModelSpec
 from bridge_memory.spec.layout import Chunk
-
-#: megatron-core release since which ``GPTModel._postprocess`` makes the losses of the MTP depths, of the hidden states
-#: of all depths joined in one tensor; before, ``MultiTokenPredictionBlock.forward`` makes each after its depth.
-MTP_LOSS_OUTSIDE_SINCE = (0, 14)
-#: Last megatron-core release in which a variable of ``GPTModel._postprocess`` keeps an MTP depth's logits while the
-#: main loss is made; later ones have a function of their own for it.
-MTP_LOGITS_HELD_UNTIL = (0, 16)
-#: megatron-core release since which a model with MTP has its final norm on the stage of its last decoder layer.
-FINAL_NORM_AFTER_LAST_LAYER_SINCE = (0, 16)
 
 
 def tail_inventories(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> list[tuple[BlockInventory, str]]:
@@ -69,7 +61,7 @@ def tail_links(
                 link = _before_losses(link, losses, ctx, found, first=losses == of_all - 1)
         links.append((beside(link, found), 1))
     if chunk.output and model.mtp_layer is not None and (
-        mtp_loss_is_outside(ctx) and ctx.impl.megatron_core <= MTP_LOGITS_HELD_UNTIL
+        mtp_loss_is_outside(ctx) and not MTP_LOGITS_FREED(ctx.impl)
     ):
         loss, _ = links[-1]
         links[-1] = (replace(loss, forward_peak=loss.forward_peak + mtp_logits_bytes(ctx)), 1)
@@ -114,7 +106,7 @@ def _before_losses(link: Link, others: int, ctx: BlockContext, waiting: Waiting,
 
 def mtp_loss_is_outside(ctx: BlockContext) -> bool:
     """Whether the depths' losses follow after all depths, and keep a copy of their inputs."""
-    return ctx.impl.megatron_core >= MTP_LOSS_OUTSIDE_SINCE
+    return MTP_LOSS_OUTSIDE(ctx.impl)
 
 
 def mtp_logits_bytes(ctx: BlockContext) -> int:
@@ -132,7 +124,7 @@ def final_norm_name(model: ModelSpec) -> str:
 def holds_final_norm(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> bool:
     """Whether the final norm is here: on the last stage, with MTP after the last decoder layer
     (``transformer_block.py: has_final_layernorm_in_this_stage``)."""
-    if not (model.layers and model.mtp_num_layers and ctx.impl.megatron_core >= FINAL_NORM_AFTER_LAST_LAYER_SINCE):
+    if not (model.layers and model.mtp_num_layers and FINAL_NORM_AFTER_LAST_LAYER(ctx.impl)):
         return chunk.output
     return (model.num_layers - 1) in chunk.layers
 

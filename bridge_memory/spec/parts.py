@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from bridge_memory.releases import DEFAULT_MEGATRON_CORE
+from bridge_memory.releases import DEFAULT_MEGATRON_CORE, TE_GROUPED_GEMM
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.fields import (
     MOST_GPUS,
@@ -313,10 +313,8 @@ class ImplementationSpec(Checked):
 
     @property
     def te_grouped_gemm(self) -> bool:
-        """Whether grouped experts are Transformer Engine's (``TEGroupedMLP``, from TE 1.9) and not the legacy
-        ``GroupedMLP`` (``extensions/transformer_engine.py: TEColumnParallelGroupedLinear``)."""
-        recent = self.transformer_engine is None or self.transformer_engine >= (1, 9)
-        return self.te and self.moe_grouped_gemm and recent
+        """Whether grouped experts are Transformer Engine's (``TEGroupedMLP``) and not the legacy ``GroupedMLP``."""
+        return self.te and self.moe_grouped_gemm and TE_GROUPED_GEMM(self)
 
     @property
     def attention_kernel(self) -> str:

@@ -17,7 +17,21 @@ from functools import lru_cache
 from math import gcd
 from typing import TYPE_CHECKING
 
-from bridge_memory.releases import release_words
+from bridge_memory.releases import (
+    DELAYED_FP8_EXCLUDES_RECOMPUTED_PARTS,
+    EXPERT_BIASES_CHECKED,
+    EXPERT_BIASES_WITHOUT_ETP,
+    EXPERT_COMMUNICATION_OVERLAPS,
+    HYBRID_END_STAGES,
+    LAYOUT_STRINGS,
+    LAYOUT_STRINGS_WITH_MTP,
+    LAYOUT_STRINGS_WITH_MTP_ANYWHERE,
+    MUON_SHARDED,
+    QUERY_GROUPS_REPLICATED,
+    SHARED_EXPERTS_RECOMPUTED,
+    UNIFORM_GROUPS_MAY_END_SHORT,
+    release_words,
+)
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.layout_string import parse_layout_string, quote
 from bridge_memory.spec.limits import Limits, divisors, limits_of
@@ -36,8 +50,7 @@ def validate(run: RunSpec) -> None:
     _check_stages(run.parallel, run.model.num_layers)
     _check_model_over_ranks(run, limits)
     _check_parallel(run.parallel, limits)
-    if run.implementation.megatron_core < (0, 16):
-        _check_split_release(run)
+    _check_split_release(run)
     _check_batch(run)
     _check_precision(run)
     _check_optimizer(run)
@@ -159,7 +172,7 @@ def _check_model_over_ranks(run: RunSpec, limits: Limits) -> None:
                 + divisors(limits.etp_gcd, etp)
             )
         if limits.expert_bias:
-            _check_expert_bias(etp, i.megatron_core)
+            _check_expert_bias(etp, i)
         if tp > 1 and not p.sp:  # transformer/moe/moe_layer.py: MoELayer.forward
             raise SpecError(
                 f"sequence_parallel (False) with tensor_model_parallel_size ({tp}) is refused by megatron-core "
@@ -175,14 +188,14 @@ def _check_model_over_ranks(run: RunSpec, limits: Limits) -> None:
         _check_context_parallel(p, i, limits)
 
 
-def _check_expert_bias(etp: int, core: tuple[int, int]) -> None:
-    """TC: allowed until 0.12, refused in 0.13 and 0.14, without expert tensor parallelism from 0.15."""
-    if (0, 13) <= core < (0, 15):
+def _check_expert_bias(etp: int, i: ImplementationSpec) -> None:
+    """TC."""
+    if EXPERT_BIASES_CHECKED(i) and not EXPERT_BIASES_WITHOUT_ETP(i):
         raise SpecError(
-            f"experts with biases (add_bias_linear) are not supported by megatron_core {release_words(core)}; use "
-            "0.15 or later"
+            "experts with biases (add_bias_linear) are not supported by megatron_core "
+            f"{release_words(i.megatron_core)}; use {EXPERT_BIASES_WITHOUT_ETP.number} or later"
         )
-    if etp > 1 and core >= (0, 15):
+    if etp > 1 and EXPERT_BIASES_WITHOUT_ETP(i):
         raise SpecError(
             f"expert_tensor_parallel_size ({etp}) is not supported for experts with biases (add_bias_linear); set "
             "expert_tensor_parallel_size to 1"
@@ -190,13 +203,13 @@ def _check_expert_bias(etp: int, core: tuple[int, int]) -> None:
 
 
 def _check_query_groups(p: ParallelSpec, i: ImplementationSpec, limits: Limits) -> None:
-    """TC: until 0.15 a multiple of TP; from 0.16 a divisor will do, keys and values then replicated."""
+    """TC: a multiple of TP; since ``QUERY_GROUPS_REPLICATED`` a divisor will do."""
     tp = p.tensor_model_parallel_size
     for groups in limits.groups:
-        if groups % tp and (i.megatron_core < (0, 16) or tp % groups):
+        if groups % tp and (tp % groups or not QUERY_GROUPS_REPLICATED(i)):
             fix = f"use {divisors(gcd(limits.groups_gcd, limits.tp_gcd), tp)}"
             if tp % groups == 0:
-                fix += ", or megatron-core 0.16 or later, which replicates keys and values"
+                fix += f", or {QUERY_GROUPS_REPLICATED} or later, which replicates keys and values"
             raise SpecError(
                 f"num_query_groups ({groups}) is not divisible by tensor_model_parallel_size ({tp}) in "
                 f"megatron-core {release_words(i.megatron_core)}; {fix}"
@@ -251,32 +264,32 @@ def _check_context_parallel(p: ParallelSpec, i: ImplementationSpec, limits: Limi
 
 def _check_split_release(run: RunSpec) -> None:
     """Ways to split layers that older releases lack, or take and ignore."""
-    p, core = run.parallel, run.implementation.megatron_core
-    text = p.pipeline_model_parallel_layout
-    if text is not None:
-        if core < (0, 13):  # transformer/pipeline_parallel_layer_layout.py came with 0.13
+    p, i = run.parallel, run.implementation
+    text, core = p.pipeline_model_parallel_layout, i.megatron_core
+    if text is not None and not LAYOUT_STRINGS_WITH_MTP_ANYWHERE(i):
+        if not LAYOUT_STRINGS(i):
             raise SpecError(
-                f"pipeline_model_parallel_layout ({text[:40]}) needs megatron-core 0.13 or later, not "
+                f"pipeline_model_parallel_layout ({text[:40]}) needs {LAYOUT_STRINGS} or later, not "
                 f"{release_words(core)}; use num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
             )
         *before, last = _chunks(text)
-        if core < (0, 14) and any("m" in chunk for chunk in (*before, last)):  # NotImplementedError there
+        if not LAYOUT_STRINGS_WITH_MTP(i) and any("m" in chunk for chunk in (*before, last)):
             raise SpecError(
-                f"pipeline_model_parallel_layout ({text[:40]}) has m (MTP), which needs megatron-core 0.14 or later, "
-                f"not {release_words(core)}; use num_layers_in_first_pipeline_stage and "
+                f"pipeline_model_parallel_layout ({text[:40]}) has m (MTP), which needs {LAYOUT_STRINGS_WITH_MTP} or "
+                f"later, not {release_words(core)}; use num_layers_in_first_pipeline_stage and "
                 "num_layers_in_last_pipeline_stage"
             )
-        if any("m" in chunk for chunk in before):  # PipelineParallelLayerLayout.validate_layer_layout
+        if any("m" in chunk for chunk in before):
             raise SpecError(
                 f"pipeline_model_parallel_layout ({text[:40]}) has m (MTP) before the last stage, which needs "
-                f"megatron-core 0.16 or later, not {release_words(core)}; put it into the last stage"
+                f"{LAYOUT_STRINGS_WITH_MTP_ANYWHERE} or later, not {release_words(core)}; put it into the last stage"
             )
-    if run.model.hybrid:  # ssm/mamba_block.py: MambaStack._select_layers_for_pipeline_parallel
+    if run.model.hybrid and not HYBRID_END_STAGES(i):
         for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
             if getattr(p, name) is not None:
                 raise SpecError(
                     f"{name} ({getattr(p, name)}) is ignored for hybrid (Mamba) models by megatron-core "
-                    f"{release_words(core)}; drop it, or use 0.16 or later"
+                    f"{release_words(core)}; drop it, or use {HYBRID_END_STAGES.number} or later"
                 )
 
 
@@ -400,8 +413,7 @@ def _check_optimizer(run: RunSpec) -> None:
                 raise SpecError(
                     f"{name} ({getattr(o, name)}) other than fp32 needs use_precision_aware_optimizer; set that to True"
                 )
-    if o.optimizer == "muon" and run.implementation.megatron_core < (0, 17):
-        # optimizer/muon.py: get_megatron_muon_optimizer; measured runs with 0.20 do both.
+    if o.optimizer == "muon" and not MUON_SHARDED(run.implementation):
         if d.use_distributed_optimizer:
             raise SpecError("use_distributed_optimizer (True) is not supported with optimizer muon; set it to False")
         if run.precision.params_dtype == "fp16":
@@ -455,11 +467,6 @@ def _check_recompute(run: RunSpec, limits: Limits) -> None:
             )
 
 
-#: Last megatron-core release in which groups of the uniform method run past the last layer of a chunk that they do
-#: not divide (an IndexError in the first forward pass); later ones are not known.
-UNIFORM_DIVIDES_UNTIL = (0, 16)
-
-
 def check_layout(run: RunSpec, plan: Layout) -> None:
     """Raise SpecError for what megatron-core refuses once the layers are laid out, but not before.
 
@@ -467,10 +474,10 @@ def check_layout(run: RunSpec, plan: Layout) -> None:
     takes groups of recompute_num_layers from a chunk's first layer on, and asks for the layers of a whole group.
     ``MambaStack`` of hybrid models knows no full recomputation in these releases.
     """
-    r, core, n = run.recompute, run.implementation.megatron_core, run.recompute.num_layers
+    r, n = run.recompute, run.recompute.num_layers
     if r.granularity != "full" or r.method != "uniform" or not n or n == 1:
         return
-    if run.model.hybrid or core > UNIFORM_DIVIDES_UNTIL:
+    if run.model.hybrid or UNIFORM_GROUPS_MAY_END_SHORT(run.implementation):
         return
     for stage, chunks in enumerate(plan.stages):
         for index, chunk in enumerate(chunks):
@@ -489,9 +496,9 @@ def _check_modules(run: RunSpec, limits: Limits) -> None:
     if r.modules == ("core_attn",):
         return
     if "shared_experts" in r.modules:
-        if i.megatron_core < (0, 14):
+        if not SHARED_EXPERTS_RECOMPUTED(i):
             raise SpecError(
-                "recompute_modules (shared_experts) needs megatron-core 0.14 or later, not "
+                f"recompute_modules (shared_experts) needs {SHARED_EXPERTS_RECOMPUTED} or later, not "
                 f"{release_words(i.megatron_core)}; drop it"
             )
         if i.moe_shared_expert_overlap and limits.shared_experts:
@@ -502,7 +509,7 @@ def _check_modules(run: RunSpec, limits: Limits) -> None:
         raise SpecError("recompute_modules (moe_act) needs moe_grouped_gemm; set that to True or drop moe_act")
     if "mla_up_proj" in r.modules and not limits.mla:
         raise SpecError("recompute_modules (mla_up_proj) needs a model with multi-latent attention; drop it")
-    if run.precision.fp8 and run.precision.fp8_recipe == "delayed" and i.megatron_core >= (0, 14):
+    if run.precision.fp8 and run.precision.fp8_recipe == "delayed" and DELAYED_FP8_EXCLUDES_RECOMPUTED_PARTS(i):
         for name in ("moe_act", "layernorm"):
             if name in r.modules:
                 raise SpecError(
@@ -606,11 +613,13 @@ def _check_moe(i: ImplementationSpec, p: ParallelSpec, limits: Limits) -> None:
 
 
 def _check_overlap(run: RunSpec, limits: Limits) -> None:
-    """TC, ``overlap_moe_expert_parallel_comm`` (from 0.14)."""
+    """TC, ``overlap_moe_expert_parallel_comm``."""
     i, p, r = run.implementation, run.parallel, run.recompute
     name = "overlap_moe_expert_parallel_comm (True)"
-    if i.megatron_core < (0, 14):
-        raise SpecError(f"{name} needs megatron-core 0.14 or later, not {release_words(i.megatron_core)}; drop it")
+    if not EXPERT_COMMUNICATION_OVERLAPS(i):
+        raise SpecError(
+            f"{name} needs {EXPERT_COMMUNICATION_OVERLAPS} or later, not {release_words(i.megatron_core)}; drop it"
+        )
     pp, layout = p.pipeline_model_parallel_size, p.pipeline_model_parallel_layout
     vpp = p.virtual_pipeline_model_parallel_size or 1
     if layout is not None and vpp == 1:

@@ -18,6 +18,7 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.layer_links import fully_recomputed, runs_plain
 from bridge_memory.inventory.moe import held_order_bytes, held_routing_bytes
 from bridge_memory.inventory.mtp import depth_is_recomputed
+from bridge_memory.releases import ROUTER_USES_TE_GEMM
 from bridge_memory.spec import DTYPE_BYTES, MambaSpec, ModelSpec, MoESpec, RunSpec
 from bridge_memory.spec.layout import Chunk, shard_worlds
 
@@ -42,9 +43,6 @@ TORCH_CUBLAS_WORKSPACE = {
 #: One handle for the thread that runs forward, one for autograd's thread: torch keeps a workspace for every pair
 #: of handle and stream (same file, ``getCurrentCUDABlasHandle``).
 CUBLAS_HANDLES = 2
-#: First release whose MoE router multiplies with Transformer Engine's GEMM in both implementations
-#: (``moe_utils.py: RouterGatingLinearFunction``).
-ROUTER_USES_TE_GEMM = (0, 14)
 
 #: The names under which an estimate lists what MoE dispatchers hold at all times.
 ROUTING = "routing of every MoE layer's last microbatch"
@@ -78,7 +76,7 @@ def lasting_workspaces(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext)
     experts = _experts(run.model, chunks, ctx)
     experts_here = bool(experts)
     te = TE_WORKSPACE[impl.gpu_arch]
-    if impl.te or (experts_here and impl.megatron_core >= ROUTER_USES_TE_GEMM):
+    if impl.te or (experts_here and ROUTER_USES_TE_GEMM(impl)):
         add("Transformer Engine's cuBLAS workspace", te, "TE get_cublas_workspace")
         if experts_here and impl.te_grouped_gemm:
             add(
@@ -310,7 +308,7 @@ def _uses_torch_gemm(run: RunSpec, chunks: Sequence[Chunk], experts_here: bool) 
     """Whether a matrix product of torch itself runs here, forward and backward.
 
     The output layer is megatron-core's own ColumnParallelLinear in both implementations; local layers, the MoE
-    router before core 0.14 and unfused attention use torch's products too.
+    older MoE routers (``releases.ROUTER_USES_TE_GEMM``) and unfused attention use torch's products too.
     """
     impl = run.implementation
     layers = [run.model.layers[i] for chunk in chunks for i in chunk.layers]
@@ -321,5 +319,5 @@ def _uses_torch_gemm(run: RunSpec, chunks: Sequence[Chunk], experts_here: bool) 
         any(chunk.output for chunk in chunks)
         or (not impl.te and bool(layers))
         or (attention and (impl.attention_kernel == "unfused" or run.precision.params_dtype == "fp32"))
-        or (experts_here and impl.megatron_core < ROUTER_USES_TE_GEMM)
+        or (experts_here and not ROUTER_USES_TE_GEMM(impl))
     )
