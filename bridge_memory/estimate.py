@@ -5,23 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bridge_memory.components import STATIC_ROLES, Component, Lifetime, Part, Provenance, Role
-from bridge_memory.engines.megatron_ddp import model_states
+from bridge_memory.engines.engine import engine_of
 from bridge_memory.inventory.chain import ChunkInventory
-from bridge_memory.inventory.context import BlockContext, context_of
-from bridge_memory.inventory.counts import model_parameters, mtp_parameters
-from bridge_memory.inventory.layer_links import runs_plain
-from bridge_memory.inventory.stack import first_alike, stage_inventories
-from bridge_memory.schedule.peak import ChunkCost, dynamic_peak
-from bridge_memory.spec import RunSpec
+from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
+from bridge_memory.inventory.counts import model_parameters
+from bridge_memory.inventory.layer_links import ignores_full_recompute
+from bridge_memory.inventory.stack import chunk_units, stage_inventories
+from bridge_memory.schedule.peak import ChunkCost, PeakMoment, dynamic_peak
+from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.gaps import gaps, ignored
-from bridge_memory.spec.layout import Chunk, layout
+from bridge_memory.spec.layout import StageShape, layout
 from bridge_memory.spec.validation import check_layout
+from bridge_memory.workspaces.batch import batch_bytes
 from bridge_memory.workspaces.lasting import lasting_buffers
-from bridge_memory.workspaces.libraries import batch_bytes, gathered_parameter_bytes
 
 #: The phase in which a stage's peak lies when forward and backward need less than the optimizer.
 OPTIMIZER_STEP = "optimizer step"
@@ -104,115 +105,180 @@ class Estimate:
         return max(self.stages, key=lambda s: s.peak_bytes)
 
 
+class StagePeak(NamedTuple):
+    """One physical pipeline rank in numbers, bytes on one of its GPUs."""
+
+    stage: int
+    static_bytes: int
+    peak_bytes: int
+
+
+def peaks(run: RunSpec) -> tuple[StagePeak, ...]:
+    """Static memory and peak of every pipeline stage: ``estimate`` without its explanations. Raises SpecError."""
+    return tuple(StagePeak(rank, s.static_bytes, s.peak) for rank, s in enumerate(_Stages(run)))
+
+
 def estimate(run: RunSpec) -> Estimate:
     """Estimate every pipeline stage of ``run`` with the inventory method. Raises SpecError."""
-    ctx = context_of(run)
-    plan = layout(run.model, run.parallel)
-    check_layout(run, plan)
-    states = model_states(run, ctx)
-    holdings: dict[int, _Holdings] = {}
-    stages = []
-    for rank, twin in enumerate(first_alike(run.model, run.parallel)):
-        if twin == rank:
-            holdings[rank] = _holdings(run, plan.stages[rank], states[rank], ctx)
-        stages.append(_stage(run, rank, plan.stages[rank], holdings[twin], ctx))
+    stages = _Stages(run)
+    ctx, plan = stages.ctx, stages.plan
+    parameters, mtp = model_parameters(run.model)
     return Estimate(
         run=run,
-        stages=tuple(stages),
-        parameters=model_parameters(run.model),
-        mtp_parameters=mtp_parameters(run.model),
+        stages=tuple(_explained(stages, rank) for rank in range(len(plan.stages))),
+        parameters=parameters,
+        mtp_parameters=mtp,
         assumptions=run.model.assumptions + run.assumptions + _assumptions(run, ctx) + ignored(run, plan),
         not_modelled=run.model.not_modelled + run.not_modelled + gaps(run),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Holdings:
-    """What a stage holds whatever its place in the pipeline; stages of the same layers share it."""
+def explain(run: RunSpec, stage: int) -> StageEstimate:
+    """Components of one pipeline stage, as in ``estimate(run).stages[stage]``, without the others. Raises SpecError."""
+    stages = _Stages(run)
+    if not 0 <= stage < len(stages.plan.stages):
+        raise SpecError(f"stage ({stage}) is not one of the {len(stages.plan.stages)} stages of the pipeline; give one")
+    return _explained(stages, stage)
+
+
+def clear_caches() -> None:
+    """Let go of everything that estimates of this process share."""
+    LIBRARY.clear()
+
+
+class _Held(NamedTuple):
+    """What a stage holds whatever its place in the pipeline; stages of one shape share it."""
 
     parameters: int
     static: tuple[Component, ...]
-    leftovers: tuple[Component, ...]
+    #: From the end of a step to somewhere in the next.
+    between_steps: tuple[Component, ...]
     batch: int
-    #: Bytes of parameters that Megatron-FSDP gathers while a layer runs.
+    #: Whole parameters that the engine holds during every pass.
     gathered: int
     inventories: tuple[ChunkInventory, ...]
     costs: tuple[ChunkCost, ...]
+    static_bytes: int
+    between_bytes: int
 
 
-def _holdings(
-    run: RunSpec, chunks: tuple[Chunk, ...], state: tuple[int, tuple[Component, ...]], ctx: BlockContext
-) -> _Holdings:
-    lasting, leftovers = lasting_buffers(run, chunks, ctx)
-    inventories = tuple(stage_inventories(run.model, chunks, ctx))
-    return _Holdings(
-        parameters=state[0],
-        static=(*state[1], *lasting),
-        leftovers=tuple(leftovers),
-        batch=batch_bytes(run, chunks),
-        gathered=gathered_parameter_bytes(run, chunks, ctx),
-        inventories=inventories,
-        costs=tuple(stage_costs(inventories)),
-    )
+class _Stage(NamedTuple):
+    """A stage in its place: what it holds, and the moment of its peak."""
+
+    held: _Held
+    moment: PeakMoment
+    #: The optimizer's step leaves more behind than forward and backward ever need.
+    in_step: bool
+
+    @property
+    def static_bytes(self) -> int:
+        """Allocated after a step."""
+        return self.held.static_bytes + self.held.between_bytes
+
+    @property
+    def peak(self) -> int:
+        held = self.held
+        if self.in_step:
+            return self.static_bytes
+        return held.static_bytes + self.moment.bytes + held.batch + held.gathered
+
+
+class _Stages:
+    """Every stage of one run."""
+
+    def __init__(self, run: RunSpec) -> None:
+        self.run = run
+        self.ctx = context_of(run)
+        self.plan = layout(run.model, run.parallel)
+        check_layout(run, self.plan)
+        self.engine = engine_of(run)
+        self.engine.check(run)
+        held: dict[StageShape, _Held] = {}
+        self._stages: list[_Stage] = []
+        for rank, shapes in enumerate(self.plan.shapes(run.model)):
+            found = held.get(shapes)
+            if found is None:
+                found = held[shapes] = self._held(shapes)
+            self._stages.append(self._stage(rank, found))
+
+    def __iter__(self) -> Iterator[_Stage]:
+        return iter(self._stages)
+
+    def __getitem__(self, rank: int) -> _Stage:
+        return self._stages[rank]
+
+    def _held(self, shapes: StageShape) -> _Held:
+        run, ctx = self.run, self.ctx
+        units = [chunk_units(run.model, shape, ctx) for shape in shapes]
+        state = self.engine.stage_state(run, units, run.implementation.gpu_arch)
+        inventories = tuple(stage_inventories(run.model, shapes, ctx, state.concurrent))
+        buffers = (*lasting_buffers(run, shapes, ctx, inventories), *state.after_step)
+        static = (*state.components, *(b for b in buffers if b.lifetime is not Lifetime.BETWEEN_STEPS))
+        between = tuple(b for b in buffers if b.lifetime is Lifetime.BETWEEN_STEPS)
+        return _Held(
+            state.parameters, static, between, batch_bytes(run, shapes), state.gathered, inventories,
+            tuple(stage_costs(inventories)), sum(c.bytes for c in static), sum(c.bytes for c in between),
+        )
+
+    def _stage(self, rank: int, held: _Held) -> _Stage:
+        run = self.run
+        moment = dynamic_peak(
+            run.parallel.pp,
+            rank,
+            run.num_microbatches,
+            held.costs,
+            group_size=run.parallel.microbatch_group_size_per_vp_stage,
+            hidden_bytes=self.ctx.hidden_bytes,
+            overlap_moe_expert_parallel_comm=run.implementation.overlap_moe_expert_parallel_comm,
+        )
+        return _Stage(held, moment, held.between_bytes > moment.bytes + held.batch + held.gathered)
 
 
 def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
-    """The chunks of a stage for the timeline. What the others leave behind in backward is counted beside a running
+    """The chunks of a stage for the schedule. What the others leave behind in backward is counted beside a running
     chunk, whether or not they have run forward since: an upper bound where there are virtual stages."""
-    left = sum(i.left for i in inventories)
+    residue = sum(i.residue for i in inventories)
     return [
-        ChunkCost(i.saved, i.forward_peak + left - i.left, i.backward_peak + left - i.left) for i in inventories
+        ChunkCost(i.retained, i.forward_peak + residue - i.residue, i.backward_peak + residue - i.residue)
+        for i in inventories
     ]
 
 
-def _stage(
-    run: RunSpec, rank: int, chunks: tuple[Chunk, ...], held: _Holdings, ctx: BlockContext
-) -> StageEstimate:
-    components = [*held.static]
-    leftovers, inventories, batch = held.leftovers, held.inventories, held.batch
-    moment = dynamic_peak(
-        run.parallel.pp,
-        rank,
-        run.num_microbatches,
-        held.costs,
-        group_size=run.parallel.microbatch_group_size_per_vp_stage,
-        hidden_bytes=ctx.hidden_bytes,
-        overlap_moe_expert_parallel_comm=run.implementation.overlap_moe_expert_parallel_comm,
-    )
-    running = inventories[moment.chunk]
-    operation = running.forward_operation if moment.phase == "forward" else running.backward_operation
-    saved: dict[str, int] = {}
-    for inventory, alive in zip(inventories, moment.alive, strict=True):
-        for module, nbytes in inventory.modules:
-            saved[module] = saved.get(module, 0) + alive * nbytes
-    imbalance_known = run.implementation.moe_pad_expert_input_to_capacity
-    components += [
-        Component(
-            f"activations: {module}", nbytes, Role.ACTIVATION,
-            Provenance.ASSUMED if module in _ROUTED and not imbalance_known else Provenance.FORMULA,
-            lifetime=Lifetime.RETAINED, part=Part(module), routed=module in _ROUTED,
-        )
-        for module, nbytes in saved.items() if nbytes
-    ]
-    if moment.hidden_bytes:
-        components.append(
-            _transient("pipeline sends and receives", moment.hidden_bytes, Part.PIPELINE)
-        )
-    if batch:
-        components.append(_transient("batch: tokens, labels, masks", batch, Part.BATCH))
-    gathered = held.gathered
-    if gathered:
-        components.append(_transient("parameters gathered by Megatron-FSDP", gathered, Part.DATA_PARALLEL))
-    transient = moment.bytes - moment.hidden_bytes - sum(saved.values())
-    components.append(_transient(f"in passing: {operation}", transient, Part.RUNNING))
+def _explained(stages: _Stages, rank: int) -> StageEstimate:
+    held, moment, in_step = stages[rank]
+    components, leftovers = [*held.static], held.between_steps
+    running = held.inventories[moment.chunk]
     phase = moment.phase
-    if sum(c.bytes for c in leftovers) > moment.bytes + batch + gathered:
-        # Nothing of forward and backward is as large as what the optimizer step leaves behind.
-        components = [*held.static, *leftovers]
+    operation = running.forward_operation if phase == "forward" else running.backward_operation
+    if in_step:
+        components += leftovers
         leftovers, phase, operation = (), OPTIMIZER_STEP, "main gradients in fp32"
+    else:
+        retained: dict[tuple[Part, Provenance], int] = {}
+        for inventory, alive in zip(held.inventories, moment.alive, strict=True):
+            if alive:
+                for key, nbytes in inventory.parts().items():
+                    retained[key] = retained.get(key, 0) + alive * nbytes
+        components += [
+            Component(
+                f"activations: {part}", nbytes, Role.ACTIVATION, provenance, lifetime=Lifetime.RETAINED, part=part,
+                routed=part in ROUTED,
+            )
+            for (part, provenance), nbytes in retained.items()
+        ]
+        if moment.hidden_bytes:
+            components.append(_transient("pipeline sends and receives", moment.hidden_bytes, Part.PIPELINE))
+        if held.batch:
+            components.append(_transient("batch: tokens, labels, masks", held.batch, Part.BATCH))
+        if held.gathered:
+            components.append(
+                _transient("parameters gathered by Megatron-FSDP", held.gathered, Part.DATA_PARALLEL)
+            )
+        transient = moment.bytes - moment.hidden_bytes - sum(retained.values())
+        components.append(_transient(f"in passing: {operation}", transient, Part.RUNNING))
     return StageEstimate(
         stage=rank,
-        layers=tuple(i for chunk in chunks for i in chunk.layers),
+        layers=tuple(i for chunk in stages.plan.stages[rank] for i in chunk.layers),
         parameters=held.parameters,
         in_flight_microbatches=max(moment.alive),
         components=tuple(components),
@@ -226,8 +292,8 @@ def _transient(name: str, nbytes: int, part: Part) -> Component:
     return Component(name, nbytes, Role.TRANSIENT, Provenance.FORMULA, lifetime=Lifetime.TRANSIENT, part=part)
 
 
-#: Modules whose size depends on how evenly the router spreads tokens.
-_ROUTED = ("MoE experts", "MoE router and dispatch")
+#: Parts whose size depends on how evenly routers spread tokens.
+ROUTED = (Part.MOE_EXPERTS, Part.MOE_ROUTER)
 
 
 def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:
@@ -241,7 +307,7 @@ def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:
         )
     if impl.deterministic_mode or impl.nvte_deterministic:
         out.append("deterministic_mode: attention's backward needs no more scratch than it does otherwise")
-    if runs_plain(run.model, ctx):
+    if ignores_full_recompute(run.model, ctx):
         asked = []
         if run.recompute.granularity == "full":
             asked.append("recompute_granularity (full)")

@@ -1,185 +1,52 @@
-"""Parameters -> bytes of weights, gradient buffers and optimizer state, as megatron-core lays them out.
+"""Megatron's DistributedDataParallel, with or without the distributed optimizer.
+
+Parameters -> bytes of weights, gradient buffers and optimizer state, as megatron-core lays them out.
 
 Source: megatron-core ``distributed/param_and_grad_buffer.py`` (buckets and padding), ``distributed/
-distributed_data_parallel.py`` (buffers by group), ``optimizer/{optimizer,distrib_optimizer,muon}.py``; TE
-``optimizers/fused_adam.py``. Every figure is bytes on one rank.
-
-Allocations of PyTorch's caching allocator are multiples of 512 bytes (``c10/cuda/CUDACachingAllocator.cpp:
-kMinBlockSize``); parameters and states that are tensors of their own are rounded up accordingly.
+distributed_data_parallel.py`` (buffers by group). Every figure is bytes on one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
 from math import lcm
 from typing import NamedTuple
 
-from bridge_memory.components import MOMENTS, Component, Lifetime, Provenance, Role, State
-from bridge_memory.engines.peft import lora_parameters
-from bridge_memory.inventory.context import BlockContext
-from bridge_memory.inventory.parameters import Parameter
-from bridge_memory.inventory.stack import chunk_parameters
-from bridge_memory.spec import (
-    DTYPE_BYTES,
-    DataParallelSpec,
-    ModelSpec,
-    OptimizerSpec,
-    ParallelSpec,
-    PrecisionSpec,
-    RunSpec,
+from bridge_memory.components import MOMENTS, Component, Lifetime, Part, Provenance, Role, State
+from bridge_memory.engines.engine import StageState
+from bridge_memory.engines.optimizer_states import (
+    Over,
+    gradient_width,
+    keeps_fp32_gradient_copies,
+    optimizer_states,
 )
-from bridge_memory.spec.layout import Chunk, layout, shard_worlds
+from bridge_memory.engines.peft import adapter_units
+from bridge_memory.inventory.parameters import PARAM_ALIGNMENT, Counted, Parameter, pad, rounded_bytes
+from bridge_memory.inventory.stack import Unit
+from bridge_memory.spec import DTYPE_BYTES, PrecisionSpec, RunSpec
+from bridge_memory.workspaces.allocator import block_rest
 
-#: Bytes: smallest block of the caching allocator.
-ALLOCATION_UNIT = 512
-#: Elements: start of every parameter in a distributed-optimizer buffer (128-byte alignment of 16-bit values).
-PARAM_ALIGNMENT = 64
 #: Elements: end of every bucket, together with the data-parallel size.
 BUCKET_ALIGNMENT = 128
-#: Elements: Megatron's smallest bucket when gradients overlap, and its growth a data-parallel rank.
+#: Elements: Megatron's smallest bucket when gradients overlap, and its growth a data-parallel rank
+#: (``DistributedDataParallel.__init__``).
 BUCKET_MINIMUM, BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterGroup:
-    """The parameters of one buffer kind (dense or routed experts) of one chunk."""
+class Buffer(NamedTuple):
+    """The dense parameters of one chunk, or its experts': they live in buffers of their own."""
 
-    numel: int
-    count: int
-    #: Elements after Megatron's padding, summed over buckets (distributed optimizer), else numel.
+    counted: Counted
+    #: Elements after Megatron's padding (distributed optimizer), else as they are.
     padded: int
-    #: Elements in weights of Transformer Engine's GEMMs (what fp8 copies), without embedding and output layer.
-    gemm: int
-    #: Elements in all matrices but those two (what Muon updates), the router's included.
-    matrices: int
-    #: Parameters counted one by one, rounded to the allocation unit, for element sizes 1, 2 and 4.
-    rounded: dict[int, int]
-    #: (elements, elements in matrices) that the layer-wise optimizer deals to the fullest rank.
-    fullest_share: tuple[int, int]
+    units: Sequence[Unit]
+    experts: bool
+    #: Ranks that share the optimizer's state.
+    world: int
 
-
-def _pad(n: int, to: int) -> int:
-    return -(-n // to) * to
-
-
-def _is_matrix(p: Parameter) -> bool:
-    """``muon.py: get_megatron_muon_optimizer``: two dimensions, and neither embedding nor output layer."""
-    return len(p.shape) == 2 and not p.name.startswith(("embedding.", "output_layer."))
-
-
-def _is_gemm(p: Parameter) -> bool:
-    return _is_matrix(p) and not p.name.endswith(("router.weight", "gate_weight"))
-
-
-def group_parameters(
-    params: Sequence[Parameter], shard_world: int, bucket_size: int | None, distributed: bool
-) -> ParameterGroup:
-    """Lay parameters out in a buffer, last first, as ``_ParamAndGradBuffer.__init__`` does."""
-    end = total = start_of_bucket = gemm = matrices = 0
-    unit = lcm(shard_world, BUCKET_ALIGNMENT)
-    rounded = {size: 0 for size in (1, 2, 4)}
-    for p in reversed(params):
-        n = p.numel
-        total += n
-        if _is_gemm(p):
-            gemm += n
-        if _is_matrix(p):
-            matrices += n
-        for size in rounded:
-            rounded[size] += _pad(n * size, ALLOCATION_UNIT)
-        if not distributed:
-            end += n
-            continue
-        end = _pad(end, PARAM_ALIGNMENT) + n
-        if bucket_size is not None and end - start_of_bucket >= bucket_size:
-            end = start_of_bucket = _pad(end, unit)
-    return ParameterGroup(
-        total, len(params), _pad(end, unit) if distributed else end, gemm, matrices, rounded,
-        (total, matrices) if distributed else _fullest_share(params, shard_world),
-    )
-
-
-def _fullest_share(params: Sequence[Parameter], world: int) -> tuple[int, int]:
-    """Whole parameters, smallest first, dealt to ranks to and fro; the share of most optimizer state.
-
-    Source: ``layer_wise_optimizer.py: LayerWiseDistributedOptimizer.shard_params``. A GEMM's weight has a main
-    copy and a momentum (8 bytes an element), any other Adam's three (12).
-    """
-    if world == 1:
-        return sum(p.numel for p in params), sum(p.numel for p in params if _is_matrix(p))
-    shares = [[0, 0] for _ in range(world)]
-    for i, p in enumerate(sorted(params, key=lambda p: p.numel)):
-        turn = i % (2 * world)
-        share = shares[turn if turn < world else 2 * world - 1 - turn]
-        share[0] += p.numel
-        share[1] += p.numel if _is_matrix(p) else 0
-    total, matrices = max(shares, key=lambda s: 12 * s[0] - 4 * s[1])
-    return total, matrices
-
-
-@lru_cache(maxsize=65536)
-def chunk_groups(
-    model: ModelSpec,
-    chunk: Chunk,
-    ctx: BlockContext,
-    shards: tuple[int, int],
-    bucket_size: int | None,
-    distributed: bool,
-) -> tuple[ParameterGroup, ParameterGroup]:
-    """(dense, experts) of one chunk; ``shards`` are their data-parallel worlds."""
-    params = chunk_parameters(model, chunk, ctx)
-    dense = [p for p in params if not p.expert]
-    experts = [p for p in params if p.expert]
-    return (
-        group_parameters(dense, shards[0], bucket_size, distributed),
-        group_parameters(experts, shards[1], bucket_size, distributed),
-    )
-
-
-def bucket_elements(d: DataParallelSpec, parallel: ParallelSpec, chunk_index: int) -> int | None:
-    """Bucket size in elements, None for one bucket (``DistributedDataParallel.__init__``)."""
-    if not d.overlap_grad_reduce or chunk_index > 0:
-        return None
-    if d.bucket_size is not None:
-        return d.bucket_size
-    return max(BUCKET_MINIMUM, BUCKET_PER_RANK * parallel.data_parallel_size * parallel.cp)
-
-
-def model_states(run: RunSpec, ctx: BlockContext) -> tuple[tuple[int, tuple[Component, ...]], ...]:
-    """(parameters on a rank, state lines) of every stage. Batch and recomputation change none of it."""
-    return tuple(_stage_state(run, chunks, ctx) for chunks in layout(run.model, run.parallel).stages)
-
-
-def _stage_state(run: RunSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> tuple[int, tuple[Component, ...]]:
-    worlds = shard_worlds(run.parallel)
-    precision, optimizer, d = run.precision, run.optimizer, run.data_parallel
-    distributed = d.use_distributed_optimizer
-    if precision.fp8 and not ctx.te:
-        precision = replace(precision, fp8=None)  # Only Transformer Engine's modules compute in fp8.
-    parameters = 0
-    sums: dict[tuple[_Line, str, bool, bool], int] = {}
-    for index, chunk in enumerate(chunks):
-        groups = chunk_groups(run.model, chunk, ctx, worlds, bucket_elements(d, run.parallel, index), distributed)
-        for expert, (group, world) in enumerate(zip(groups, worlds, strict=True)):
-            parameters += group.numel
-            if group.numel:
-                for line, nbytes in _group_state(
-                    precision, optimizer, d, group, world, ctx.impl.gpu_arch, frozen=run.peft.freezes
-                ):
-                    key = (line, _shard(line, bool(expert), distributed, world), bool(expert), False)
-                    sums[key] = sums.get(key, 0) + nbytes
-        for line, shard, of_experts, nbytes in _adapters(run, chunk, ctx, worlds, precision):
-            sums[line, shard, of_experts, True] = sums.get((line, shard, of_experts, True), 0) + nbytes
-    return parameters, tuple(
-        Component(
-            _label(line, of_experts, adapters), nbytes, line.role, _provenance(line, optimizer, adapters), shard,
-            lifetime=Lifetime.FIRST_STEP if line.state in MOMENTS else Lifetime.MODEL, state=line.state,
-            experts=of_experts, adapters=adapters,
-        )
-        for (line, shard, of_experts, adapters), nbytes in sums.items() if nbytes
-    )
+    def sums(self, of: Callable[[Parameter, int], int], width: int) -> int:
+        """``ParameterList.sums`` over the units."""
+        return sum(u.count * u.parameters.sums(of, width)[self.experts] for u in self.units)
 
 
 class _Line(NamedTuple):
@@ -188,162 +55,205 @@ class _Line(NamedTuple):
     role: Role
     state: State
     name: str
+    provenance: Provenance = Provenance.EXACT
 
 
-def _adapters(
-    run: RunSpec, chunk: Chunk, ctx: BlockContext, worlds: tuple[int, int], precision: PrecisionSpec
-) -> list[tuple[_Line, str, bool, int]]:
-    """(line, shard, whether of experts, bytes) of a chunk's LoRA adapters, which train like any parameter."""
-    if run.peft.scheme != "lora" or not run.peft.dim:
-        return []
-    adapters = lora_parameters(
-        chunk_parameters(run.model, chunk, ctx),
-        dim=run.peft.dim,
-        target_modules=run.peft.target_modules,
-        tp=run.parallel.tp,
-        etp=run.parallel.etp,
-    )
-    plain, d = replace(precision, fp8=None), run.data_parallel
-    distributed = d.use_distributed_optimizer
-    out = []
-    for expert, world in enumerate(worlds):
-        params = [p for p in adapters if p.expert == bool(expert)]
-        group = group_parameters(params, world, bucket_elements(d, run.parallel, 0), distributed)
-        states = (
-            _group_state(plain, run.optimizer, d, group, world, ctx.impl.gpu_arch, frozen=False) if params else []
+class MegatronDDP:
+    """See the module docstring."""
+
+    def check(self, run: RunSpec) -> None:
+        """Everything is checked with the RunSpec."""
+
+    def stage_state(self, run: RunSpec, chunks: Sequence[Sequence[Unit]], gpu_arch: str) -> StageState:
+        return state_of(run, chunks, gpu_arch)
+
+
+def state_of(run: RunSpec, chunks: Sequence[Sequence[Unit]], gpu_arch: str) -> StageState:
+    """Model state of a stage that holds ``chunks``."""
+    worlds = run.parallel.shard_worlds
+    parameters = 0
+    sums: dict[tuple[_Line, bool, bool], int] = {}
+    buffers: list[Buffer] = []
+    for index, units in enumerate(chunks):
+        for buffer in chunk_buffers(run, units, index):
+            parameters += buffer.counted.numel
+            buffers.append(buffer)
+            for line, nbytes in _buffer_state(run, buffer, gpu_arch, frozen=run.peft.freezes):
+                key = (line, buffer.experts, False)
+                sums[key] = sums.get(key, 0) + nbytes
+        adapters = adapter_units(run, units)
+        for buffer in chunk_buffers(run, adapters, 0) if adapters else ():
+            # Adapters train like any parameter, in the dtype of the activations.
+            for line, nbytes in _buffer_state(run, buffer, gpu_arch, frozen=False, adapters=True):
+                key = (line, buffer.experts, True)
+                sums[key] = sums.get(key, 0) + nbytes
+    components = tuple(
+        Component(
+            _label(line, experts, adapters), nbytes, line.role, line.provenance, _shard(run, line, experts, worlds),
+            lifetime=Lifetime.FIRST_STEP if line.state in MOMENTS else Lifetime.MODEL, state=line.state,
+            experts=experts, adapters=adapters,
         )
-        for line, nbytes in states:
-            out.append((line, _shard(line, bool(expert), distributed, world), bool(expert), nbytes))
-    return out
+        for (line, experts, adapters), nbytes in sums.items() if nbytes
+    )
+    rests = unsplit_rest_bytes(run, buffers)
+    if rests:
+        components += (
+            Component(
+                "unsplit rests of allocator blocks", rests, Role.BUFFERS, Provenance.FORMULA,
+                lifetime=Lifetime.FIRST_PASS, part=Part.ALLOCATOR,
+            ),
+        )
+    return StageState(parameters, components, tuple(_after_step(run, buffers)))
 
 
-def _label(line: _Line, experts: bool, adapters: bool) -> str:
-    name = f"LoRA {line.name}" if adapters else line.name
-    return f"{name} (routed experts)" if experts else name
+def chunk_buffers(run: RunSpec, units: Sequence[Unit], index: int) -> Iterator[Buffer]:
+    """The dense buffer and that of experts of chunk ``index`` of a stage, where there are any."""
+    bucket = bucket_elements(run, index)
+    for experts, world in zip((False, True), run.parallel.shard_worlds, strict=True):
+        counted = Counted()
+        for unit in units:
+            counted = counted.plus(unit.parameters.counted[experts].times(unit.count))
+        if not counted.numel:
+            continue
+        padded = counted.numel
+        if run.data_parallel.use_distributed_optimizer:
+            end = lcm(world, BUCKET_ALIGNMENT)
+            padded = pad(counted.aligned, end) if bucket is None else _bucketed(units, experts, bucket, end)
+        yield Buffer(counted, padded, units, experts, world)
 
 
-def _shard(line: _Line, expert: bool, distributed: bool, world: int) -> str:
-    base = "etp x ep" if expert else "tp"
-    if distributed and world > 1 and line.role is Role.OPTIMIZER:
-        return f"{base} x {'edp' if expert else 'dp x cp'}"
-    return base
+def bucket_elements(run: RunSpec, chunk_index: int) -> int | None:
+    """Bucket size in elements, None for one bucket (``DistributedDataParallel.__init__``)."""
+    d = run.data_parallel
+    if not d.overlap_grad_reduce or chunk_index > 0:
+        return None
+    if d.bucket_size is not None:
+        return d.bucket_size
+    return max(BUCKET_MINIMUM, BUCKET_PER_RANK * run.parallel.data_parallel_size * run.parallel.cp)
 
 
-def _group_state(
-    precision: PrecisionSpec, o: OptimizerSpec, d: DataParallelSpec, g: ParameterGroup, world: int, gpu_arch: str, *,
-    frozen: bool,
-) -> list[tuple[_Line, int]]:
-    """(line, bytes) for one buffer kind. ``world`` shards optimizer states."""
+def _bucketed(units: Sequence[Unit], experts: bool, bucket: int, end: int) -> int:
+    """Elements of a buffer that is filled last parameter first and cut into buckets, each padded to ``end``."""
+    walk = _Walk(bucket, end)
+    for unit in reversed(units):
+        runs = [
+            (tuple(p.numel for p in reversed(parameters)), count)
+            for parameters, count in unit.parameters.runs(experts)
+        ]
+        walk.repeat(tuple(reversed(runs)), unit.count)
+    return walk.start + pad(walk.offset, end)
+
+
+class _Walk:
+    """Parameters laid one after the other. What is repeated is followed until it repeats itself."""
+
+    def __init__(self, bucket: int, end: int) -> None:
+        self.bucket, self.end = bucket, end
+        #: Start of the bucket at hand, and how far it is filled.
+        self.start = self.offset = 0
+
+    def repeat(self, items: tuple[object, ...], times: int) -> None:
+        """``items``: numbers of elements, or (items, times) again."""
+        seen: dict[int, tuple[int, int]] = {}
+        i = 0
+        while i < times:
+            before = seen.get(self.offset)
+            if before is not None:
+                period = i - before[0]
+                cycles = (times - i) // period
+                self.start += cycles * (self.start - before[1])
+                i += cycles * period
+                seen = {}
+                if i == times:
+                    return
+            seen[self.offset] = (i, self.start)
+            for item in items:
+                if type(item) is int:
+                    self._add(item)
+                else:
+                    self.repeat(*item)  # type: ignore[misc]
+            i += 1
+
+    def _add(self, elements: int) -> None:
+        self.offset = pad(self.offset, PARAM_ALIGNMENT) + elements
+        if self.offset >= self.bucket:
+            self.start += pad(self.offset, self.end)
+            self.offset = 0
+
+
+def _buffer_state(
+    run: RunSpec, buffer: Buffer, gpu_arch: str, *, frozen: bool, adapters: bool = False
+) -> Iterator[tuple[_Line, int]]:
+    """(line, bytes) of one buffer."""
+    d, precision = run.data_parallel, run.precision
     width = DTYPE_BYTES[precision.params_dtype]
-    half = width == 2
     distributed = d.use_distributed_optimizer
-    strategy = d.data_parallel_sharding_strategy
-    out: list[tuple[_Line, int]] = []
+    fp8 = precision.fp8 is not None and run.implementation.te and not adapters
 
     # Weights: views of one buffer under the distributed optimizer, else tensors of their own.
     # Frozen weights are in no buffer (DistributedDataParallel takes what requires a gradient).
-    in_buffer = distributed and not frozen
-    weight_bytes = g.padded * width if in_buffer else g.rounded[width]
-    if precision.fp8 and precision.fp8_param:
-        weight_bytes -= g.gemm * (width - 1)
-    if strategy == "optim_grads_params":
-        weight_bytes = -(-weight_bytes // world)
-    out.append((_Line(Role.WEIGHTS, State.PARAMETERS, "weights"), weight_bytes))
-    if precision.fp8:
-        out.append((_Line(Role.WEIGHTS, State.FP8_COPIES, "fp8 weight copies"), _fp8_copies(precision, g, gpu_arch)))
+    weights = buffer.padded * width if distributed and not frozen else buffer.sums(rounded_bytes, width)
+    if fp8 and precision.fp8_param:
+        weights -= buffer.counted.gemm * (width - 1)
+    yield _Line(Role.WEIGHTS, State.PARAMETERS, "weights"), weights
+    if fp8:
+        copies = fp8_copies(precision, buffer.counted, gpu_arch)
+        yield _Line(Role.WEIGHTS, State.FP8_COPIES, "fp8 weight copies"), copies
     if frozen:
-        return out
+        return
 
     # Gradients: one contiguous buffer (main_grad views).
-    grad_width = 4 if d.grad_reduce_in_fp32 or not half else width
-    grad_bytes = g.padded * grad_width
-    if strategy in ("optim_grads", "optim_grads_params"):
-        grad_bytes = -(-grad_bytes // world)
-    out.append((_Line(Role.GRADIENTS, State.GRADIENTS, "gradients"), grad_bytes))
+    yield _Line(Role.GRADIENTS, State.GRADIENTS, "gradients"), buffer.padded * gradient_width(run)
 
-    # Optimizer state.
-    sharded = distributed or strategy in ("optim", "optim_grads", "optim_grads_params")
-    shards = world if sharded else 1
-    if o.use_layer_wise_distributed_optimizer:
-        elements, matrices = g.fullest_share
-        g = replace(g, numel=elements, padded=elements, matrices=matrices, rounded={})
-
-    def states(elements: int, bytes_each: int) -> int:
-        if elements == g.numel and not sharded and shards == 1:
-            return g.rounded[bytes_each] if bytes_each in g.rounded else elements * bytes_each
-        whole = g.padded if elements == g.numel else elements
-        return -(-whole // shards) * bytes_each
-
-    for line, elements, bytes_each in _state_widths(precision, o, g):
-        nbytes = states(elements, bytes_each)
-        if o.optimizer_cpu_offload and not (line.state is State.MAIN_PARAMETERS and stays_beside_offloaded(o)):
-            nbytes = round(nbytes * (1.0 - o.optimizer_offload_fraction))
-        out.append((line, nbytes))
-    return out
+    yield from _optimizer(run, buffer)
 
 
-def _provenance(line: _Line, o: OptimizerSpec, adapters: bool) -> Provenance:
-    """How a state line is known: counted, but for an optimizer of which only a part is offloaded.
+def _optimizer(run: RunSpec, buffer: Buffer) -> Iterator[tuple[_Line, int]]:
+    numel, padded, matrices = buffer.counted.numel, buffer.padded, buffer.counted.matrices
+    layer_wise = run.optimizer.use_layer_wise_distributed_optimizer
+    if layer_wise:
+        numel, matrices = (
+            (numel, matrices) if run.data_parallel.use_distributed_optimizer else fullest_share(buffer)
+        )
+        padded = numel
+    sharded = run.data_parallel.use_distributed_optimizer or run.data_parallel.shards("optim")
+    elements_of = {Over.ALL: numel, Over.MATRICES: matrices, Over.REST: numel - matrices}
+    for state in optimizer_states(run):
+        elements = elements_of[state.over]
+        if elements == numel and not sharded:
+            nbytes = elements * state.width if layer_wise else buffer.sums(rounded_bytes, state.width)
+        else:
+            whole = padded if elements == numel else elements
+            nbytes = -(-whole // (buffer.world if sharded else 1)) * state.width
+        if state.on_gpu != 1.0:
+            nbytes = round(nbytes * state.on_gpu)
+        yield _Line(Role.OPTIMIZER, state.state, state.name, state.provenance), nbytes
 
-    ``cpu_offloading/hybrid_optimizer.py: HybridDeviceOptimizer._get_sub_optimizer_param_groups`` sends whole
-    parameters (a rank's shards of them), in the order of the buffers, until their elements make the fraction. What
-    stays is thus at most (1 - fraction) of the shard on every rank, the number counted here, and above that less
-    the largest parameter's shard: which parameters a data-parallel rank owns decides where between the two.
+
+def fullest_share(buffer: Buffer) -> tuple[int, int]:
+    """(elements, of these in matrices) of the rank that gets most optimizer state of whole parameters, dealt smallest
+    first, to and fro.
+
+    Source: ``layer_wise_optimizer.py: LayerWiseDistributedOptimizer.shard_params``. A GEMM's weight has a main
+    copy and a momentum (8 bytes an element), any other Adam's three (12).
     """
-    partly = o.optimizer_cpu_offload and 0 < o.optimizer_offload_fraction < 1
-    main = line.state is State.MAIN_PARAMETERS and not adapters
-    if not partly or line.role is not Role.OPTIMIZER or (main and stays_beside_offloaded(o)):
-        return Provenance.EXACT
-    return Provenance.FORMULA
+    parameters: list[Parameter] = []
+    for unit in buffer.units:
+        for _ in range(unit.count):
+            for run, count in unit.parameters.runs(buffer.experts):
+                parameters += run * count
+    world = buffer.world
+    shares = [[0, 0] for _ in range(world)]
+    for i, p in enumerate(sorted(parameters, key=lambda p: p.numel)):
+        turn = i % (2 * world)
+        share = shares[turn if turn < world else 2 * world - 1 - turn]
+        share[0] += p.numel
+        share[1] += p.numel if p.is_matrix else 0
+    total, matrices = max(shares, key=lambda s: 12 * s[0] - 4 * s[1])
+    return total, matrices
 
 
-def stays_beside_offloaded(o: OptimizerSpec) -> bool:
-    """Whether the fp32 main parameters stay on the GPU although the optimizer's states go to the host.
-
-    Megatron's own main parameters are what ``HybridDeviceOptimizer`` is handed, copies to the host and copies back;
-    only a precision-aware optimizer hands it the bf16 weights (``distrib_optimizer.py:
-    _build_model_and_main_param_groups``, ``cpu_offloading/hybrid_optimizer.py: _get_sub_optimizer_param_groups``).
-    """
-    return not o.fused_main_parameters
-
-
-def _state_widths(
-    precision: PrecisionSpec, o: OptimizerSpec, g: ParameterGroup
-) -> list[tuple[_Line, int, int]]:
-    """(state, elements before sharding, bytes an element)."""
-    half = DTYPE_BYTES[precision.params_dtype] == 2
-    out: list[tuple[_Line, int, int]] = []
-
-    def add(state: State, elements: int, width: int, name: str = "") -> None:
-        out.append((_Line(Role.OPTIMIZER, state, name or state.value), elements, width))
-
-    if half:
-        master = 4
-        # The part of a HybridDeviceOptimizer that stays on the GPU has fp32 copies and an Adam of default dtypes.
-        if o.fused_main_parameters and not o.optimizer_cpu_offload:
-            master = DTYPE_BYTES[o.main_params_dtype]
-            # The bf16 weight is the upper half of the fp32 master; only the lower 16 bits are kept.
-            if o.store_param_remainders and o.main_params_dtype == "fp32" and precision.params_dtype == "bf16":
-                master = 2
-        add(State.MAIN_PARAMETERS, g.numel, master)
-    chosen = o.use_precision_aware_optimizer and not o.optimizer_cpu_offload
-    first = DTYPE_BYTES[o.exp_avg_dtype] if chosen else 4
-    second = DTYPE_BYTES[o.exp_avg_sq_dtype] if chosen else 4
-    if o.optimizer == "adam":
-        add(State.EXP_AVG, g.numel, first)
-        add(State.EXP_AVG_SQ, g.numel, second)
-    elif o.optimizer == "sgd":
-        if o.sgd_momentum:
-            add(State.MOMENTUM, g.numel, 4)
-    else:
-        rest = g.numel - g.matrices
-        add(State.MOMENTUM, g.matrices, 4, "Muon momentum")
-        add(State.EXP_AVG, rest, 4)
-        add(State.EXP_AVG_SQ, rest, 4)
-    return out
-
-
-def _fp8_copies(precision: PrecisionSpec, g: ParameterGroup, gpu_arch: str) -> int:
+def fp8_copies(precision: PrecisionSpec, counted: Counted, gpu_arch: str) -> int:
     """fp8 data beside the weights: the row-wise copy (unless it is the parameter itself), the column-wise one
     that backward needs, and block scales. Blackwell multiplies per-tensor fp8 in any layout and keeps no
     column-wise copy (``utils.py: is_non_tn_fp8_gemm_supported``).
@@ -352,4 +262,66 @@ def _fp8_copies(precision: PrecisionSpec, g: ParameterGroup, gpu_arch: str) -> i
     copies = transposed + (not precision.fp8_param)
     # Weights have one fp32 scale a block of 128 x 128 (``common/recipe: Float8BlockScaling.w_block_scaling_dim``).
     scales = {"mxfp8": 2 / 32, "blockwise": 2 * 4 / 128**2}.get(precision.fp8_recipe, 0.0)
-    return round(g.gemm * (copies + scales))
+    return round(counted.gemm * (copies + scales))
+
+
+def _after_step(run: RunSpec, buffers: Sequence[Buffer]) -> Iterator[Component]:
+    """fp32 copies of the gradients that this rank's optimizer updates, one tensor a parameter."""
+    if not keeps_fp32_gradient_copies(run):
+        return
+    sharded = run.data_parallel.use_distributed_optimizer
+    nbytes = 0
+    for buffer in buffers:
+        rest = 0 if run.implementation.expandable_segments else buffer.sums(_rest, 4)
+        nbytes += -(-(4 * buffer.counted.numel + rest) // (buffer.world if sharded else 1))
+    if nbytes:
+        yield Component(
+            "main gradients in fp32", nbytes, Role.BUFFERS, Provenance.FORMULA, lifetime=Lifetime.BETWEEN_STEPS,
+            part=Part.DATA_PARALLEL,
+        )
+
+
+def unsplit_rest_bytes(run: RunSpec, buffers: Sequence[Buffer]) -> int:
+    """``block_rest`` of everything that stays: parameters, gradient buffers, optimizer states; 0 with expandable
+    segments, which split exactly. Megatron-FSDP's own buffers are left out."""
+    d, o = run.data_parallel, run.optimizer
+    if run.implementation.expandable_segments or d.fsdp or run.peft.freezes:
+        return 0
+    width, gradient = DTYPE_BYTES[run.precision.params_dtype], gradient_width(run)
+    distributed = d.use_distributed_optimizer
+    states = [] if o.optimizer_cpu_offload or o.use_layer_wise_distributed_optimizer else optimizer_states(run)
+    total = 0
+    for buffer in buffers:
+        numel = buffer.counted.numel
+        total += block_rest(numel * gradient)
+        total += block_rest(numel * width) if distributed else buffer.sums(_rest, width)
+        for state in states:
+            total += buffer.sums(_RESTS[state.over], state.width) // (buffer.world if distributed else 1)
+    return total
+
+
+def _rest(parameter: Parameter, width: int) -> int:
+    return block_rest(parameter.numel * width)
+
+
+def _rest_of_matrix(parameter: Parameter, width: int) -> int:
+    return _rest(parameter, width) if parameter.is_matrix else 0
+
+
+def _rest_of_others(parameter: Parameter, width: int) -> int:
+    return 0 if parameter.is_matrix else _rest(parameter, width)
+
+
+_RESTS = {Over.ALL: _rest, Over.MATRICES: _rest_of_matrix, Over.REST: _rest_of_others}
+
+
+def _label(line: _Line, experts: bool, adapters: bool) -> str:
+    name = f"LoRA {line.name}" if adapters else line.name
+    return f"{name} (routed experts)" if experts else name
+
+
+def _shard(run: RunSpec, line: _Line, experts: bool, worlds: tuple[int, int]) -> str:
+    base = "etp x ep" if experts else "tp"
+    if run.data_parallel.use_distributed_optimizer and worlds[experts] > 1 and line.role is Role.OPTIMIZER:
+        return f"{base} x {'edp' if experts else 'dp x cp'}"
+    return base

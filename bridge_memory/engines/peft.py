@@ -12,11 +12,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from bridge_memory.inventory.parameters import Parameter
-from bridge_memory.spec import divide
-
-#: ``LoRA.target_modules`` where none are given.
-DEFAULT_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+from bridge_memory.inventory.chain import Label
+from bridge_memory.inventory.parameters import Parameter, ParameterList, Repeated
+from bridge_memory.inventory.stack import Unit, named_parameters
+from bridge_memory.spec import PeftSpec, RunSpec, divide
 
 #: Base linears whose input is split over TP (RowParallelLinear); the others split their output.
 _ROW = ("linear_proj", "linear_fc2", "out_proj")
@@ -26,11 +25,22 @@ _DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
 _WEIGHT = re.compile(r"(?P<module>.*?(?P<linear>[A-Za-z_0-9]+))\.weight(?P<expert>\d*)$")
 
 
+def adapter_units(run: RunSpec, units: Sequence[Unit]) -> list[Unit]:
+    """The adapters beside a chunk's linears, none where every weight trains or their rank is not known."""
+    if run.peft.scheme != "lora" or not run.peft.dim:
+        return []
+    adapters = lora_parameters(
+        list(named_parameters(units)), dim=run.peft.dim, target_modules=run.peft.target_modules, tp=run.parallel.tp,
+        etp=run.parallel.etp,
+    )
+    return [Unit(Label.LAYER, "", ParameterList([Repeated((p,)) for p in adapters]))]
+
+
 def lora_parameters(
     params: Sequence[Parameter],
     *,
     dim: int,
-    target_modules: Sequence[str] = DEFAULT_TARGETS,
+    target_modules: Sequence[str] = PeftSpec().target_modules,
     tp: int = 1,
     etp: int = 1,
 ) -> list[Parameter]:

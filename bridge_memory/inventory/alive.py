@@ -252,16 +252,16 @@ class BlockCost:
     def forward_peak(self) -> int:
         return self._structure.forward.highest(self._signed)
 
-    @property
-    def forward_peak_op(self) -> str:
+    def forward_name(self) -> str:
+        """What runs at ``forward_peak``."""
         return self._structure.forward.named(self._signed)[1]
 
     @cached_property
     def backward_peak(self) -> int:
         return self._structure.backward.highest(self._signed)
 
-    @property
-    def backward_peak_op(self) -> str:
+    def backward_name(self) -> str:
+        """What runs at ``backward_peak``."""
         return self._structure.backward.named(self._signed)[1]
 
     @cached_property
@@ -278,6 +278,11 @@ class BlockCost:
     def no_grad_retained(self) -> int:
         """Bytes that such a pass keeps as long as its output lives."""
         return self._sum(self._structure.no_grad_retained)
+
+    @property
+    def before_landmark_forward(self) -> int:
+        """``forward_peak`` before the landmark; 0 where there is none."""
+        return self._structure.forward.before.highest(self._signed)
 
     @property
     def before_landmark(self) -> tuple[int, int, int, int]:

@@ -6,19 +6,20 @@ TE ``attention/dot_product_attention/{backends,utils}.py``. Shapes: q = a d / t,
 
 from __future__ import annotations
 
-from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.tape import Region, T
+from bridge_memory.inventory.recorder import Recorder, Scratch
+from bridge_memory.inventory.sizes import largest
+from bridge_memory.inventory.tape import Region, Tensor
 from bridge_memory.releases import MASK_MADE_BY_EACH_LAYER, QKV_OUTPUT_HELD, UNEQUAL_HEADS_EXCHANGED, release_words
 from bridge_memory.spec import AttentionSpec, SpecError, divide
 
 
-def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
+def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
     """From the residual stream [T_sp, h] to the output of linear_proj [T_sp, h] (input norm included)."""
     ctx, tape = r.ctx, r.tape
     a = divide(spec.num_attention_heads, ctx.tp, "num_attention_heads", "tensor_model_parallel_size")
     d = spec.kv_channels
     # With fewer groups than ranks every rank computes one group's worth after a gather.
-    g = max(1, spec.num_query_groups // ctx.tp)
+    g = largest(1, spec.num_query_groups // ctx.tp)
     q_width, kv_width = a * d, g * d
     gate_heads = spec.num_attention_heads if spec.attention_output_gate else 0
     qkv_width = divide(
@@ -63,7 +64,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
     if spec.learnable_softmax_sink:
         r.parameter("self_attention.core_attention.softmax_offset", (a,), sharded=ctx.tp > 1)
     inputs = tuple(dict.fromkeys((query, key, value)))
-    selected = ctx.recompute.selects("core_attn")
+    selected = ctx.recomputes("core_attn")
     with tape.checkpoint("core_attn", inputs, enabled=selected), r.offload("core_attn"):
         if separate and ctx.te:
             # q and k are tensors of their own by now; TE makes v contiguous rather than keep the mixed tensor
@@ -82,34 +83,34 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: T) -> T:
             "self_attention.linear_proj", out, q_width, h, bias=spec.add_output_bias,
             original=r.proj_keeps_original and not spec.attention_output_gate,
         )
-    tape.touch(*before_rope, *inputs)  # variables of Attention.forward
+    tape.keep_alive(*before_rope, *inputs)  # variables of Attention.forward
     if region is not None:
         tape.discard(*region)
     return y
 
 
 def _input_projection(
-    r: Recorder, spec: AttentionSpec, x: T, qkv_width: int
-) -> tuple[T, tuple[Region, T] | None]:
+    r: Recorder, spec: AttentionSpec, x: Tensor, qkv_width: int
+) -> tuple[Tensor, tuple[Region, Tensor] | None]:
     """Input norm and linear_qkv; returns the mixed tensor and what to discard after linear_proj, if anything."""
     ctx, tape = r.ctx, r.tape
     name = "self_attention.linear_qkv"
     if ctx.te:
         return r.column_linear(name, x, ctx.hidden_size, qkv_width, bias=spec.add_qkv_bias, fused_norm=True), None
-    recompute = ctx.recompute.selects("layernorm")
+    recompute = ctx.recomputes("layernorm")
     with r.offload("attn_norm"), tape.discardable("input_layernorm", (x,), enabled=recompute) as region:
         normed = r.hold(r.norm("input_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
     qkv = r.column_linear(name, normed, ctx.hidden_size, qkv_width, bias=spec.add_qkv_bias)
     return qkv, (region, normed) if recompute else None
 
 
-def _sub_norm(r: Recorder, name: str, x: T, width: int, rows: int, *, copy: bool) -> T:
+def _sub_norm(r: Recorder, name: str, x: Tensor, width: int, rows: int, *, copy: bool) -> Tensor:
     """Norm over heads. ``copy``: its input is a contiguous copy of the strided slice, kept by the norm."""
     source = r.tape.make(f"{name} input", x, width * rows * r.ctx.act) if copy else x
     return r.norm(name, source, width, rows)
 
 
-def _rope(r: Recorder, name: str, x: T, nbytes: int, head_dim: int) -> T:
+def _rope(r: Recorder, name: str, x: Tensor, nbytes: int, head_dim: int) -> Tensor:
     """Rotary embedding of q or k. Fused: TE keeps the frequencies only (shared by all layers). Unfused: four
     temporaries on the way, and the cosine and sine kept."""
     if r.ctx.impl.apply_rope_fusion and r.ctx.te:
@@ -120,7 +121,7 @@ def _rope(r: Recorder, name: str, x: T, nbytes: int, head_dim: int) -> T:
     )
 
 
-def cosine_and_sine(r: Recorder, name: str, width: int) -> T:
+def cosine_and_sine(r: Recorder, name: str, width: int) -> Tensor:
     """Two [s, 1, 1, d_rope] tensors in the compute dtype, made anew for each use
     (``rope_utils.py: _apply_rotary_pos_emb_bshd``)."""
     return r.tape.tensor(f"{name} cosine and sine", 2 * r.ctx.seq * width * r.ctx.act, grad=False)
@@ -128,7 +129,7 @@ def cosine_and_sine(r: Recorder, name: str, width: int) -> T:
 
 def core_attention(
     r: Recorder,
-    qkv: tuple[T, ...],
+    qkv: tuple[Tensor, ...],
     *,
     heads: int,
     q_width: int,
@@ -138,7 +139,7 @@ def core_attention(
     grouped: bool,
     sink: bool = False,
     window: bool = False,
-) -> T:
+) -> Tensor:
     """softmax(q k^T) v for ``heads`` local heads; widths are local and summed over heads.
 
     Flash and cuDNN fused attention keep q, k, v, the output and an fp32 log-sum-exp a head and token; their
@@ -178,7 +179,7 @@ def core_attention(
             tape.make("repeated value", sources[2], repeated),
         )
     if not ctx.te:
-        r.keep("global memory buffer (mpu)", scores_bytes)
+        r.keep(Scratch.MPU, scores_bytes)
     scores = tape.make(
         "attention scores", qkv[:2], scores_bytes, saves=qkv[:2], workspace=scores_bytes if ctx.te else 0
     )
@@ -195,7 +196,7 @@ def core_attention(
         widened = tape.make("attention scores with sink", filled, wide) if sink else filled
         probs32 = tape.make("attention probabilities fp32", widened, wide, save_output=True)
         probs = tape.make("attention probabilities", probs32, scores_bytes)
-        tape.touch(scores32)
+        tape.keep_alive(scores32)
     else:
         probs = tape.make("attention probabilities", _fill(r, scores, mask), scores_bytes, save_output=True,
                           workspace=scores_bytes)
@@ -204,7 +205,7 @@ def core_attention(
         probs = tape.make("dropped probabilities", probs, scores_bytes, saves=(kept,), also=(kept,))
     context = tape.make("attention context", (probs, qkv[-1]), out_bytes, saves=(probs, qkv[-1]))
     out = tape.make("core_attention output", context, out_bytes, alias=True)
-    tape.touch(scores, probs, context, *qkv)  # variables of DotProductAttention.forward
+    tape.keep_alive(scores, probs, context, *qkv)  # variables of DotProductAttention.forward
     return out
 
 
@@ -225,7 +226,7 @@ def _ring_takes(r: Recorder, *, window: bool, equal_heads: bool) -> None:
         )
 
 
-def _causal_mask(r: Recorder, *, window: bool) -> T | None:
+def _causal_mask(r: Recorder, *, window: bool) -> Tensor | None:
     """The boolean mask [s, s] of the local unfused softmax, or None where it is counted elsewhere.
 
     Each layer makes one, from fp32 ones (a window's from booleans), and autograd keeps it; before 0.16 all layers
@@ -235,7 +236,7 @@ def _causal_mask(r: Recorder, *, window: bool) -> T | None:
     ctx, tape = r.ctx, r.tape
     nbytes = (ctx.seq * ctx.cp) ** 2
     if not MASK_MADE_BY_EACH_LAYER(ctx.impl):
-        r.keep("causal mask", nbytes)
+        r.keep(Scratch.CAUSAL_MASK, nbytes)
         return None
     if ctx.impl.create_attention_mask and not window:
         return None
@@ -244,7 +245,7 @@ def _causal_mask(r: Recorder, *, window: bool) -> T | None:
     return mask
 
 
-def _fill(r: Recorder, scores: T, mask: T | None) -> T:
+def _fill(r: Recorder, scores: Tensor, mask: Tensor | None) -> Tensor:
     """``masked_fill_``: in place forward, a gradient of its own backward."""
     if mask is None:
         return scores
@@ -291,7 +292,7 @@ def fused_softmax(r: Recorder, heads: int, sink: bool) -> bool:
     return 16 < s < 16384 and s % 8 == 0 if ctx.te else 16 < s <= 4096 and s % 4 == 0
 
 
-def _contiguous(r: Recorder, qkv: tuple[T, ...], q_bytes: int, kv_bytes: int) -> tuple[T, T]:
+def _contiguous(r: Recorder, qkv: tuple[Tensor, ...], q_bytes: int, kv_bytes: int) -> tuple[Tensor, Tensor]:
     """Copies: the query, and key and value."""
     query, rest = r.tape.tensor("contiguous query", q_bytes), r.tape.tensor("contiguous key and value", kv_bytes)
     r.tape.op("contiguous query, key and value", qkv, (query, rest))
@@ -299,8 +300,8 @@ def _contiguous(r: Recorder, qkv: tuple[T, ...], q_bytes: int, kv_bytes: int) ->
 
 
 def _context_parallel(
-    r: Recorder, qkv: tuple[T, ...], *, rows: int, q_width: int, kv_bytes: int, out_bytes: int
-) -> T:
+    r: Recorder, qkv: tuple[Tensor, ...], *, rows: int, q_width: int, kv_bytes: int, out_bytes: int
+) -> Tensor:
     """Flash or fused attention over a sequence divided by c ranks (TE ``context_parallel.py``); ``kv_bytes`` of both.
 
     a2a (``AttnFuncWithCPAndQKVOA2A``): q, k and v are exchanged for whole sequences of a / c heads and kept so;
@@ -329,8 +330,8 @@ def _context_parallel(
         halves = tape.tensor("attention output of each step", out_bytes, grad=False)
         # Both gathered tensors, one of them copied into order; in backward also their gradients, those of each of
         # the two steps (2 c + 1 of 2 c chunks in all), and the gradients put in order.
-        gathered = max(c * kv_bytes, c * kv_bytes * 3 // 2 - 2 * out_bytes)
-        ordered = q_bytes + (6 * c - 1) * kv_bytes // 2 + max(c * kv_bytes, accumulate) // 2
+        gathered = largest(c * kv_bytes, c * kv_bytes * 3 // 2 - 2 * out_bytes)
+        ordered = q_bytes + (6 * c - 1) * kv_bytes // 2 + largest(c * kv_bytes, accumulate) // 2
         return tape.make(
             "core_attention output", (query, *keys_values), out_bytes, saves=(query, *keys_values, halves, lse),
             also=(halves, lse), workspace=gathered, backward_workspace=ordered,
@@ -341,5 +342,5 @@ def _context_parallel(
         workspace=(c - 1) * kv_bytes + c * (out_bytes + 4 * rows) + 4 * out_bytes // ctx.act,
         backward_workspace=accumulate + 4 * kv_bytes + q_bytes,
     )
-    tape.touch(*keys_values)
+    tape.keep_alive(*keys_values)
     return out

@@ -3,78 +3,121 @@ tensors of the blocks before it are alive."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import NamedTuple
 
-from bridge_memory.inventory.recorder import BlockInventory
-from bridge_memory.inventory.tape import BlockCost
+from bridge_memory.components import Part, Provenance
+from bridge_memory.inventory.alive import BlockCost
+from bridge_memory.inventory.blocks import Block
+from bridge_memory.spec import LayerSpec
+
+Parts = tuple[tuple[tuple[Part, Provenance], int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One element of the chain: what it keeps, and its own peaks (its saved tensors included)."""
+class Link(NamedTuple):
+    """One element of the chain: what it keeps, and its own peaks (what it keeps included), in bytes."""
 
-    label: str
-    saved: int
+    label: Label
+    retained: int
     forward_peak: int
-    forward_operation: str
     backward_peak: int
-    backward_operation: str
     #: ``backward_peak`` where the schedule holds the gradient of its output to the end.
     backward_peak_held: int
-    #: Saved bytes by module: ((module, bytes), ...).
-    modules: tuple[tuple[str, int], ...]
+    #: What runs at either peak, for those who ask.
+    forward_name: Callable[[], str]
+    backward_name: Callable[[], str]
+    #: ``retained`` by part of the model, but for ``more``.
+    cost: BlockCost | None = None
+    more: Parts = ()
     #: Bytes in host memory between the passes.
     offloaded: int = 0
     #: ``forward_peak`` up to its last router, where the graph of that router's probabilities reaches the chunk's input.
     routed_peak: int = 0
     #: What its backward leaves behind until its next forward, and of that the gradient of its input.
-    left: int = 0
-    left_gradient: int = 0
+    residue: int = 0
+    residue_gradient: int = 0
+    #: The kind of layer that it is, or that it is made of.
+    kind: LayerSpec | None = None
 
-    def beside(self, nbytes: int, at_least: int = 0) -> Link:
+    def with_concurrent(self, nbytes: int, at_least: int = 0) -> Link:
         """The same element where its backward finds ``nbytes`` more, and has ``at_least`` so many at some moment."""
-        return replace(
-            self, backward_peak=max(self.backward_peak + nbytes, at_least),
+        return self._replace(
+            backward_peak=max(self.backward_peak + nbytes, at_least),
             backward_peak_held=max(self.backward_peak_held + nbytes, at_least),
+        )
+
+    def with_engine(self, forward: int, backward: int) -> Link:
+        """The same element where a data-parallel engine holds so many bytes beside it in either pass."""
+        if not forward and not backward:
+            return self
+        return self._replace(
+            forward_peak=self.forward_peak + forward, backward_peak=self.backward_peak + backward,
+            backward_peak_held=self.backward_peak_held + backward,
+            routed_peak=self.routed_peak + forward if self.routed_peak else 0,
         )
 
     def kept_on_gpu(self) -> Link:
         """The same element where nothing is sent away."""
-        modules = (*self.modules, ("kept from offloading", self.offloaded))
-        return replace(self, saved=self.saved + self.offloaded, modules=modules, offloaded=0)
+        more = (*self.more, ((Part.NOT_OFFLOADED, Provenance.FORMULA), self.offloaded))
+        return self._replace(retained=self.retained + self.offloaded, more=more, offloaded=0)
+
+    def parts(self) -> Iterator[tuple[tuple[Part, Provenance], int]]:
+        """``retained`` by part of the model."""
+        if self.cost is not None:
+            yield from self.cost.by_part().items()
+        yield from self.more
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkInventory:
-    """One virtual chunk on one rank, for one microbatch."""
+class Label(str, Enum):
+    """What a link of a chunk is."""
 
-    saved: int
+    EMBEDDING = "embedding"
+    LAYER = "layer"
+    RECOMPUTED = "recomputed layers"
+    OFFLOADED = "offloaded layer"
+    FINAL_NORM = "final norm"
+    MTP = "MTP"
+    LOSS = "loss"
+
+
+class ChunkInventory(NamedTuple):
+    """One virtual chunk on one rank, for one microbatch, in bytes."""
+
+    retained: int
     forward_peak: int
-    forward_operation: str
+    forward_name: Callable[[], str]
     backward_peak: int
-    backward_operation: str
-    modules: tuple[tuple[str, int], ...]
+    backward_name: Callable[[], str]
+    links: tuple[tuple[Link, int], ...]
     output_bytes: int
     #: What backward leaves behind until the next forward takes its place.
-    left: int = 0
+    residue: int = 0
+
+    @property
+    def forward_operation(self) -> str:
+        return self.forward_name()
+
+    @property
+    def backward_operation(self) -> str:
+        return self.backward_name()
+
+    def parts(self) -> dict[tuple[Part, Provenance], int]:
+        """``retained`` by part of the model and how it is known."""
+        out: dict[tuple[Part, Provenance], int] = {}
+        for link, count in self.links:
+            for key, nbytes in link.parts():
+                out[key] = out.get(key, 0) + count * nbytes
+        return out
 
 
-@lru_cache(maxsize=8192)
-def plain_link(inventory: BlockInventory, label: str) -> Link:
-    c = inventory.cost
+def plain_link(found: Block, label: Label) -> Link:
+    """A block as it is."""
+    c = found.cost
     return Link(
-        label, c.saved, c.forward_peak, c.forward_peak_op, c.backward_peak, c.backward_peak_op,
-        c.backward_peak_held, _modules(c), c.offloaded, c.early[0],
+        label, c.retained, c.forward_peak, c.backward_peak, c.backward_peak_held, c.forward_name, c.backward_name, c,
+        (), c.offloaded, c.before_landmark_forward,
     )
-
-
-def _modules(cost: BlockCost) -> tuple[tuple[str, int], ...]:
-    sums: dict[str, int] = {}
-    for t in cost.saved_tensors:
-        sums[t.module] = sums.get(t.module, 0) + t.bytes
-    return tuple(sums.items())
 
 
 def change_last_of(links: list[tuple[Link, int]], position: int, link: Link) -> None:
@@ -84,7 +127,7 @@ def change_last_of(links: list[tuple[Link, int]], position: int, link: Link) -> 
 
 
 def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkInventory:
-    """A chain's saved bytes and peaks.
+    """A chain's retained bytes and peaks.
 
     ``output_bytes``: the chunk's output travels on; the schedule holds its gradient to the end of the chunk's
     backward pass (``schedules.py: backward_step``), beside all links but the last, whose own output it is of.
@@ -93,28 +136,30 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkIn
     """
     before = 0
     forward = backward = 0
-    forward_op = backward_op = ""
-    modules: dict[str, int] = {}
-    left = all_left = sum(count * link.left for link, count in links)
+    forward_name = backward_name = _nothing
+    residue = all_residue = sum(count * link.residue for link, count in links)
+    number = len(links)
     for position, (link, count) in enumerate(links, 1):
         # The last is the highest; but the one before it where the last counts the output itself, and the first where
         # most is left behind.
-        for k in {count - 1, max(0, count - 2), *((0,) if link.left else ())}:
-            base, after = before + k * link.saved, left - (k + 1) * link.left
+        for k in {count - 1, max(0, count - 2), *((0,) if link.residue else ())}:
+            base, after = before + k * link.retained, residue - (k + 1) * link.residue
             if base + link.forward_peak + after > forward:
-                forward, forward_op = base + link.forward_peak + after, link.forward_operation
-            following = link if k < count - 1 else links[position][0] if position < len(links) else None
-            after -= following.left_gradient if following else 0  # the gradient of this link's output
+                forward, forward_name = base + link.forward_peak + after, link.forward_name
+            following = link if k < count - 1 else links[position][0] if position < number else None
+            after -= following.residue_gradient if following else 0  # the gradient of this link's output
             back = base + after + link.backward_peak + output_bytes
-            if output_bytes and position == len(links) and k == count - 1:
+            if output_bytes and position == number and k == count - 1:
                 back = base + after + link.backward_peak_held
             if back > backward:
-                backward, backward_op = back, link.backward_operation
-        before += count * link.saved
-        left -= count * link.left
-        for name, nbytes in link.modules:
-            modules[name] = modules.get(name, 0) + count * nbytes
+                backward, backward_name = back, link.backward_name
+        before += count * link.retained
+        residue -= count * link.residue
     return ChunkInventory(
-        before, max(forward, before), forward_op, max(backward, before), backward_op,
-        tuple(modules.items()), output_bytes, all_left,
+        before, max(forward, before), forward_name, max(backward, before), backward_name, tuple(links), output_bytes,
+        all_residue,
     )
+
+
+def _nothing() -> str:
+    return ""

@@ -1,26 +1,28 @@
-"""What a block needs to know about the run: local sizes and which implementation runs. No layers, no pipeline."""
+"""What a block needs to know about the run: local sizes and which implementation runs. No layers, no pipeline.
+
+``Settings`` are what decides how a block is recorded; the sizes beside them (``DIMENSIONS``) only scale it. Everything
+that was recorded under the same settings is kept with them, by one owner with a bound (``Library``).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
+from threading import RLock
+from typing import Any, NamedTuple
 
+from bridge_memory.inventory.sizes import Recordings
+from bridge_memory.releases import MTP_DEPTHS_RECOMPUTED
 from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, RecomputeSpec, RunSpec
 
+#: Blocks that a library keeps; beyond them it starts anew.
+MOST_RECORDINGS = 4096
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockContext:
-    """Local sizes of one rank. Instances are interned by ``context_of``: equal runs share one object."""
+
+class Settings(NamedTuple):
+    """What a recording depends on beside its block and the sizes."""
 
     hidden_size: int
-    #: s after context parallelism, b: the micro batch.
-    seq: int
-    batch: int
-    tp: int
     sp: bool
-    cp: int
-    ep: int
-    etp: int
     #: Bytes of one activation element, and of one element of the residual stream.
     act: int
     residual: int
@@ -32,67 +34,160 @@ class BlockContext:
     fp8_recipe: str
     fp8_param: bool
     attention_softmax_in_fp32: bool
-    recompute: RecomputeSpec
+    #: Modules of selective recomputation, and whether MTP depths run again in backward as a whole.
+    recomputed: frozenset[str]
+    mtp_recomputed: bool
     impl: ImplementationSpec
     #: Whether layers rotate queries and keys.
     rotary: bool
     #: Width of a head that is rotated; 0 where the source does not say (then the whole head is).
     rotary_dim: int
+
+
+class Shelf:
+    """Everything recorded under the same settings, by block."""
+
+    __slots__ = ("blocks", "library", "settings")
+
+    def __init__(self, library: Library, settings: Settings) -> None:
+        self.library = library
+        self.settings = settings
+        self.blocks: dict[Any, Recordings] = {}
+
+    def recordings(self, block: Any) -> Recordings:
+        found = self.blocks.get(block)
+        if found is None:
+            found = self.blocks.setdefault(block, Recordings())
+        return found
+
+
+class Library:
+    """Owner of all recordings. Safe under threads; ``MOST_RECORDINGS`` bounds it."""
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self._shelves: dict[Settings, Shelf] = {}
+        #: Lists of parameters that are alike in all but their sizes, with what was counted of them.
+        self.parameter_lists: dict[Any, Any] = {}
+        self.recorded = 0
+
+    def shelf(self, settings: Settings) -> Shelf:
+        found = self._shelves.get(settings)
+        if found is None:
+            with self.lock:
+                found = self._shelves.setdefault(settings, Shelf(self, settings))
+        return found
+
+    def count_recording(self) -> None:
+        """One more was recorded; over the bound everything is let go (runs at work keep what they hold)."""
+        self.recorded += 1
+        if self.recorded > MOST_RECORDINGS:
+            self.clear()
+
+    def clear(self) -> None:
+        with self.lock:
+            self._shelves = {}
+            self.parameter_lists = {}
+            self.recorded = 0
+
+
+#: What estimates of this process share.
+LIBRARY = Library()
+
+
+class BlockContext:
+    """Local sizes and settings of one rank, for every block of a run.
+
+    While a block is recorded the sizes are ``sizes.Size``s; else they are numbers.
+    """
+
+    __slots__ = (
+        *Settings._fields, "batch", "cp", "dimensions", "ep", "etp", "evaluated", "hidden_bytes", "padded_vocab",
+        "recompute", "seq", "shelf", "tokens", "tokens_sp", "tp",
+    )
+
+    hidden_size: int
+    sp: bool
+    act: int
+    residual: int
+    normalization: str
+    hidden_dropout: float
+    attention_dropout: float
+    params_dtype: str
+    fp8: str | None
+    fp8_recipe: str
+    fp8_param: bool
+    attention_softmax_in_fp32: bool
+    recomputed: frozenset[str]
+    mtp_recomputed: bool
+    impl: ImplementationSpec
+    rotary: bool
+    rotary_dim: int
+    #: s after context parallelism, b: the micro batch.
+    seq: int
+    batch: int
+    tp: int
+    cp: int
+    ep: int
+    etp: int
     padded_vocab: int
+
+    #: Full recomputation is of chunks, not of blocks: None while one is recorded.
+    recompute: RecomputeSpec
+
+    def __init__(self, shelf: Shelf, dimensions: Sequence[Any], recompute: RecomputeSpec | None = None) -> None:
+        self.shelf = shelf
+        self.recompute = recompute  # type: ignore[assignment]
+        self.dimensions = tuple(dimensions)
+        (
+            self.hidden_size, self.sp, self.act, self.residual, self.normalization, self.hidden_dropout,
+            self.attention_dropout, self.params_dtype, self.fp8, self.fp8_recipe, self.fp8_param,
+            self.attention_softmax_in_fp32, self.recomputed, self.mtp_recomputed, self.impl, self.rotary,
+            self.rotary_dim,
+        ) = shelf.settings
+        self.seq, self.batch, self.tp, self.cp, self.ep, self.etp, self.padded_vocab = self.dimensions
+        #: s b on this context-parallel rank.
+        self.tokens = self.seq * self.batch
+        #: Tokens of the residual stream: s b / t under sequence parallelism.
+        self.tokens_sp = self.tokens // self.tp if self.sp else self.tokens
+        #: One residual-stream tensor [s, b, h] (divided by t under SP).
+        self.hidden_bytes = self.tokens_sp * self.hidden_size * self.residual
+        #: Blocks whose numbers were put in for these sizes.
+        self.evaluated: dict[Any, Any] = {}
 
     @property
     def te(self) -> bool:
-        return self.impl.transformer_impl == "transformer_engine"
+        return self.impl.te
 
-    @property
-    def tokens(self) -> int:
-        """s b on this context-parallel rank."""
-        return self.seq * self.batch
-
-    @property
-    def tokens_sp(self) -> int:
-        """Tokens of the residual stream: s b / t under sequence parallelism."""
-        return self.seq * self.batch // self.tp if self.sp else self.seq * self.batch
-
-    @property
-    def hidden_bytes(self) -> int:
-        """One residual-stream tensor [s, b, h] (divided by t under SP)."""
-        return self.tokens_sp * self.hidden_size * self.residual
+    def recomputes(self, module: str) -> bool:
+        """Whether selective recomputation covers this module name."""
+        return module in self.recomputed
 
 
-@lru_cache(maxsize=4096)
-def _intern(key: tuple) -> BlockContext:
-    return BlockContext(*key)
-
-
-def context_of(run: RunSpec) -> BlockContext:
+def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
     """The context of every block of ``run`` (all its ranks share it)."""
-    p, b, m = run.parallel, run.batch, run.model
+    p, b, m, rc = run.parallel, run.batch, run.model, run.recompute
     act = DTYPE_BYTES[run.precision.params_dtype]
-    return _intern(
-        (
-            m.hidden_size,
-            b.seq_length // p.cp,
-            b.micro_batch_size,
-            p.tp,
-            p.sp,
-            p.cp,
-            p.ep,
-            p.etp,
-            act,
-            4 if run.precision.fp32_residual_connection else act,
-            m.normalization,
-            m.hidden_dropout,
-            m.attention_dropout,
-            run.precision.params_dtype,
-            run.precision.fp8,
-            run.precision.fp8_recipe,
-            run.precision.fp8_param,
-            run.precision.attention_softmax_in_fp32,
-            run.recompute,
-            run.implementation,
-            m.position_embedding_type == "rope",
-            m.rotary_dim,
-            m.padded_vocab_size(p.tp),
-        )
+    settings = Settings(
+        m.hidden_size,
+        p.sp,
+        act,
+        4 if run.precision.fp32_residual_connection else act,
+        m.normalization,
+        m.hidden_dropout,
+        m.attention_dropout,
+        run.precision.params_dtype,
+        run.precision.fp8,
+        run.precision.fp8_recipe,
+        run.precision.fp8_param,
+        run.precision.attention_softmax_in_fp32,
+        frozenset(rc.modules) if rc.granularity == "selective" else frozenset(),
+        rc.granularity == "full" and rc.method == "uniform" and MTP_DEPTHS_RECOMPUTED(run.implementation),
+        run.implementation,
+        m.position_embedding_type == "rope",
+        m.rotary_dim,
+    )
+    return BlockContext(
+        library.shelf(settings),
+        (b.seq_length // p.cp, b.micro_batch_size, p.tp, p.cp, p.ep, p.etp, m.padded_vocab_size(p.tp)), rc,
     )

@@ -2,56 +2,56 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import replace
 
+from bridge_memory.inventory.blocks import Block
 from bridge_memory.inventory.context import BlockContext, context_of
-from bridge_memory.inventory.layer import (
-    embedding_inventory,
-    final_norm_inventory,
-    layer_inventory,
-    mtp_inventory,
-    output_inventory,
-)
-from bridge_memory.inventory.recorder import BlockInventory
+from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.tail import final_norm_name
 from bridge_memory.spec import BatchSpec, ModelSpec, MoESpec, ParallelSpec, RunSpec
 
 
-def _numel(inventory: BlockInventory) -> int:
-    return sum(p.numel for p in inventory.parameters)
+def model_parameters(model: ModelSpec) -> tuple[int, int]:
+    """(elements of the unsharded model, elements of all MTP depths beside it).
+
+    The first: embedding, decoder layers, final norm, output layer unless tied. Where the published count has the
+    router's expert bias in it, so has this one (in Megatron it is a buffer). The second: without the embedding and
+    output layer that the depths share. Both are kept with the model.
+    """
+    known = model.parameter_counts
+    if known is None:
+        ctx = _whole(model)
+        known = (_decoder(model, ctx), _mtp(model, ctx))
+        model.keep_parameter_counts(known)
+    return known
+
+
+def _numel(block: Block) -> int:
+    return sum(counted.numel for counted in block.parameters.counted)
 
 
 def _whole(model: ModelSpec) -> BlockContext:
     """A context that shards nothing and pads no vocabulary."""
-    from dataclasses import replace
-
     plain = replace(model, make_vocab_size_divisible_by=0)
     return context_of(RunSpec(model=plain, parallel=ParallelSpec(), batch=BatchSpec(seq_length=128)))
 
 
-@lru_cache(maxsize=256)
-def model_parameters(model: ModelSpec) -> int:
-    """Elements of the unsharded model: embedding, decoder layers, final norm, output layer unless tied.
-
-    Where the published count has the router's expert bias in it, so has this one (in Megatron it is a buffer).
-    """
-    ctx = _whole(model)
-    total = _numel(embedding_inventory(model, ctx))
-    total += sum(_numel(layer_inventory(layer, ctx)) for layer in model.layers)
-    total += _numel(final_norm_inventory(final_norm_name(model), ctx))
+def _decoder(model: ModelSpec, ctx: BlockContext) -> int:
+    total = _numel(embedding_block(model, ctx))
+    for kind, start, beyond in model.layer_runs:
+        total += (beyond - start) * (_numel(layer_block(kind, ctx)) + _published_expert_bias(kind.ffn))
+    total += _numel(final_norm_block(final_norm_name(model), ctx))
     untied = not model.share_embeddings_and_output_weights
-    return total + _numel(output_inventory(model.output_bias, untied, ctx)) + _published_expert_bias(model)
+    return total + _numel(output_block(model.output_bias, untied, ctx))
 
 
-def _published_expert_bias(model: ModelSpec) -> int:
-    blocks = [layer.ffn for layer in model.layers if isinstance(layer.ffn, MoESpec)]
-    return sum(b.num_experts for b in blocks if b.router_enable_expert_bias and b.expert_bias_in_published_count)
+def _published_expert_bias(ffn: object) -> int:
+    counted = isinstance(ffn, MoESpec) and ffn.router_enable_expert_bias and ffn.expert_bias_in_published_count
+    return ffn.num_experts if counted and isinstance(ffn, MoESpec) else 0
 
 
-@lru_cache(maxsize=256)
-def mtp_parameters(model: ModelSpec) -> int:
-    """Elements of all MTP depths, without the embedding and output layer that they share."""
+def _mtp(model: ModelSpec, ctx: BlockContext) -> int:
     if model.mtp_layer is None or not model.mtp_num_layers:
         return 0
     depths = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers
-    return depths * _numel(mtp_inventory(model.mtp_layer, _whole(model)))
+    return depths * _numel(mtp_block(model.mtp_layer, ctx))

@@ -6,27 +6,34 @@ Source: megatron-core ``models/common/embeddings/language_model_embedding.py: La
 
 from __future__ import annotations
 
+from bridge_memory.inventory.parameters import Use
 from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.tape import T
+from bridge_memory.inventory.tape import Tensor
 from bridge_memory.spec import ModelSpec, divide
 
 
-def record_embedding(r: Recorder, model: ModelSpec) -> None:
-    """Token ids [b, s] -> [T_sp, h], through dropout where training has it."""
+def learned_positions(model: ModelSpec) -> int | None:
+    """Rows of the position table: 0 where there is none, None where it has as many as a sequence."""
+    if model.position_embedding_type != "learned_absolute":
+        return 0
+    return model.max_position_embeddings or None
+
+
+def record_embedding(r: Recorder, rows: int | None, norm: bool) -> None:
+    """Token ids [b, s] -> [T_sp, h], through dropout where training has it. ``rows`` of ``learned_positions``;
+    ``norm``: BLOOM's, on the embeddings."""
     ctx, h = r.ctx, r.ctx.hidden_size
-    r.parameter("embedding.word_embeddings.weight", (_rows(r), h), sharded=ctx.tp > 1)
-    positions = 0
-    if model.position_embedding_type == "learned_absolute":
-        positions = model.max_position_embeddings or ctx.seq * ctx.cp
-    if positions:
-        r.parameter("embedding.position_embeddings.weight", (positions, h))
-    if model.embedding_layernorm:
+    r.parameter("embedding.word_embeddings.weight", (_rows(r), h), sharded=ctx.tp > 1, use=Use.EMBEDDING)
+    positions = ctx.seq * ctx.cp if rows is None else rows
+    if rows != 0:
+        r.parameter("embedding.position_embeddings.weight", (positions, h), use=Use.EMBEDDING)
+    if norm:
         r.norm_parameters("embedding.word_embeddings_layernorm", h)
     ids = r.tape.input("token ids", 8 * ctx.tokens, requires_grad=False)
-    r.tape.output(embed(r, ids, positions=positions, norm=model.embedding_layernorm))
+    r.tape.output(embed(r, ids, positions=positions, norm=norm))
 
 
-def embed(r: Recorder, ids: T, *, positions: int = 0, norm: bool = False) -> T:
+def embed(r: Recorder, ids: Tensor, *, positions: int = 0, norm: bool = False) -> Tensor:
     """The module's forward pass; ``positions``: rows of its position table, 0 without."""
     ctx, tape = r.ctx, r.tape
     h = ctx.hidden_size

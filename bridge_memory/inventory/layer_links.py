@@ -7,84 +7,146 @@ Source: megatron-core ``transformer/transformer_block.py: _checkpointed_forward`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from functools import partial
 
-from bridge_memory.inventory.chain import Link, plain_link
+from bridge_memory.components import Part, Provenance
+from bridge_memory.inventory.alive import BlockCost
+from bridge_memory.inventory.chain import Label, Link, plain_link
 from bridge_memory.inventory.context import BlockContext
-from bridge_memory.inventory.layer import layer_inventory
-from bridge_memory.inventory.tape import BlockCost
+from bridge_memory.inventory.layer import layer_block
 from bridge_memory.releases import HYBRID_LAYERS_RECOMPUTED
 from bridge_memory.spec import LayerSpec, ModelSpec, MoESpec
 
 
-def runs_plain(model: ModelSpec, ctx: BlockContext) -> bool:
-    """Whether the model's stack knows neither full recomputation nor layers sent to host memory."""
+def ignores_full_recompute(model: ModelSpec, ctx: BlockContext) -> bool:
+    """Whether the model's stack knows neither full recomputation nor layers sent to host memory: hybrids' runs its
+    layers one by one, whatever ``recompute_granularity`` full or ``cpu_offloading_num_layers`` ask for (selective
+    recomputation works inside them)."""
     return model.hybrid and not HYBRID_LAYERS_RECOMPUTED(ctx.impl)
 
 
-def fully_recomputed(layers: int, ctx: BlockContext, *, plain: bool = False) -> tuple[int, int]:
+def fully_recomputed(layers: int, ctx: BlockContext, *, ignored: bool = False) -> tuple[int, int]:
     """How many of a chunk's ``layers`` are recomputed as a whole, from the first on, and how many together."""
     rc = ctx.recompute
-    if rc.granularity != "full" or plain:
+    if rc.granularity != "full" or ignored:
         return 0, 1
     if rc.method == "block":
         return min(rc.num_layers or 0, layers), 1
     return layers, rc.num_layers or 1
 
 
-def layer_links(layers: Sequence[LayerSpec], ctx: BlockContext, *, plain: bool = False) -> list[tuple[Link, int]]:
-    """The decoder layers of one chunk as (link, how many in a row). ``plain`` as in ``runs_plain``."""
+def layer_links(
+    layers: Sequence[tuple[LayerSpec, int]], ctx: BlockContext, *, ignored: bool = False
+) -> list[tuple[Link, int]]:
+    """The decoder layers of one chunk, kinds in a row, as (link, how many in a row).
+
+    ``ignored`` as in ``ignores_full_recompute``.
+    """
     links: list[tuple[Link, int]] = []
-    recomputed, size = fully_recomputed(len(layers), ctx, plain=plain)
-    for start in range(0, recomputed, size):
-        _append(links, _checkpointed(tuple(layers[start : min(start + size, recomputed)]), ctx))
-    for i, layer in enumerate(layers[recomputed:], recomputed):
-        link = layer_link(layer, ctx)
-        away = i < ctx.impl.cpu_offloading_num_layers and not plain
-        _append(links, _sent_to_host(link) if away else link)
+    number = sum(count for _, count in layers)
+    recomputed, size = fully_recomputed(number, ctx, ignored=ignored)
+    for group, count in _groups(layers, recomputed, size):
+        _append(links, _checkpointed(group, ctx), count)
+    away = 0 if ignored else ctx.impl.cpu_offloading_num_layers
+    at = 0
+    for kind, count in layers:
+        first, beyond = max(at, recomputed), at + count
+        sent = max(0, min(beyond, away) - first)
+        if sent:
+            _append(links, _sent_to_host(layer_link(kind, ctx)), sent)
+        if beyond - first - sent > 0:
+            _append(links, layer_link(kind, ctx), beyond - first - sent)
+        at = beyond
     return links
 
 
-@lru_cache(maxsize=8192)
-def _checkpointed(layers: tuple[LayerSpec, ...], ctx: BlockContext) -> Link:
+Group = tuple[tuple[LayerSpec, int], ...]
+
+
+def _groups(layers: Sequence[tuple[LayerSpec, int]], recomputed: int, size: int) -> Iterator[tuple[Group, int]]:
+    """The first ``recomputed`` layers in groups of ``size``, (kinds in a row, how many such groups in a row)."""
+    group: list[tuple[LayerSpec, int]] = []
+    filled = 0
+    for kind, count in layers:
+        count = min(count, recomputed)
+        recomputed -= count
+        while count:
+            if not filled and count >= size:
+                yield ((kind, size),), count // size
+                count %= size
+                continue
+            taken = min(count, size - filled)
+            group.append((kind, taken))
+            filled, count = filled + taken, count - taken
+            if filled == size:
+                yield tuple(group), 1
+                group, filled = [], 0
+    if group:
+        yield tuple(group), 1
+
+
+def _checkpointed(group: Group, ctx: BlockContext) -> Link:
     """Layers recomputed together. Alive throughout backward: the kept input, and the recomputed output with its
     gradient (``random.py: CheckpointFunction.backward`` holds both)."""
-    costs = [layer_inventory(layer, ctx).cost for layer in layers]
-    entry = costs[0].input_bytes
+    known = ctx.evaluated.get(("recomputed", group))
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    costs = [(layer_block(kind, ctx).cost, dispatches(kind), count) for kind, count in group]
+    first, last = costs[0][0], costs[-1][0]
+    entry = first.input_bytes
     shards = ctx.tp if ctx.recompute.distribute_saved_activations else 1
     kept = entry // shards
     # The first layer's saved tensors include the input unless it was sharded away or is not saved at all.
-    beside = 0 if costs[0].input_saved and shards == 1 else kept
-    routers = [dispatches(layer) for layer in layers]
-    left = 2 * entry if any(routers) else 0
+    concurrent = 0 if first.input_retained and shards == 1 else kept
+    residue = 2 * entry if any(routes for _, routes, _ in costs) else 0
+    routers = sum(count for _, routes, count in costs if routes)
     forward = earlier = 0
-    for i, c in enumerate(costs):
-        # What was left goes when the last of the group's routers has run.
-        base = earlier + (entry if i else 0)
-        forward = max(forward, base + c.no_grad_peak + (left if any(routers[i + 1 :]) else 0))
-        if routers[i]:
-            forward = max(forward, base + c.early[3] + left)
-        earlier += c.no_grad_saved
-    out = costs[-1].output_bytes
-    best, operation, before = 0, "", 0
-    for i, c in enumerate(costs, 1):
-        back = c.backward_peak_held if i == len(costs) else c.backward_peak + out
-        for peak, op in (
-            (before + c.forward_peak + out, f"{c.forward_peak_op} (recomputed)"),
-            (before + back + out, c.backward_peak_op),
-        ):
-            if peak > best:
-                best, operation = peak, op
-        before += c.saved
-    return Link(
-        "recomputed layers", kept, forward, "recomputed layers", best + beside, operation, best + beside,
-        (("layer input (recomputation)", kept),), left=left, left_gradient=left // 2,
+    number = sum(count for _, _, count in costs)
+    out = last.output_bytes
+    best, name, before, at = 0, _nothing, 0, 0
+    for c, routes, count in costs:
+        for k in range(count):
+            if k not in (0, 1, count - 2, count - 1):
+                continue  # In a row of one kind only the ends can be the highest.
+            # What was left goes when the last of the group's routers has run.
+            base = earlier + k * c.no_grad_retained + (entry if at + k else 0)
+            later = routers - (k + 1 if routes else 0)
+            forward = max(forward, base + c.no_grad_peak + (residue if later else 0))
+            if routes:
+                forward = max(forward, base + c.before_landmark[3] + residue)
+            back = c.backward_peak_held if at + k + 1 == number else c.backward_peak + out
+            behind = before + k * c.retained
+            for peak, what in (
+                (behind + c.forward_peak + out, partial(_recomputed_name, c)),
+                (behind + back + out, c.backward_name),
+            ):
+                if peak > best:
+                    best, name = peak, what
+        earlier += count * c.no_grad_retained
+        before += count * c.retained
+        at += count
+        routers -= count if routes else 0
+    link = ctx.evaluated["recomputed", group] = Link(
+        Label.RECOMPUTED, kept, forward, best + concurrent, best + concurrent, _recomputed_layers, name,
+        more=(((Part.RECOMPUTED_INPUT, Provenance.FORMULA), kept),), residue=residue, residue_gradient=residue // 2,
+        kind=group[-1][0],
     )
+    return link
 
 
-@lru_cache(maxsize=8192)
+def _recomputed_layers() -> str:
+    return "recomputed layers"
+
+
+def _recomputed_name(cost: BlockCost) -> str:
+    return f"{cost.forward_name()} (recomputed)"
+
+
+def _nothing() -> str:
+    return ""
+
+
 def layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
     """A layer as it is, or with parts of it recomputed.
 
@@ -92,19 +154,22 @@ def layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
     their graph leads back to the checkpoint's input, which has its gradient (``token_dispatcher.py: self.probs``,
     ``random.py: CheckpointFunction.backward``). The next forward replaces them.
     """
-    inventory = layer_inventory(layer, ctx)
-    link = plain_link(inventory, "layer")
-    if not (dispatches(layer) and ctx.recompute.selects("moe")):
-        return link
-    left = 2 * ctx.tokens_sp * ctx.hidden_size * ctx.act
-    return leaving(link, inventory.cost, left)
+    known = ctx.evaluated.get(("link", layer))
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    found = layer_block(layer, ctx)
+    link = plain_link(found, Label.LAYER)._replace(kind=layer)
+    if dispatches(layer) and ctx.recomputes("moe"):
+        link = with_residue(link, found.cost, 2 * ctx.tokens_sp * ctx.hidden_size * ctx.act)
+    ctx.evaluated["link", layer] = link
+    return link
 
 
-def leaving(link: Link, cost: BlockCost, left: int) -> Link:
-    """A link that finds ``left`` bytes of its last backward where its router has not run yet, and leaves as many."""
-    forward, backward, held, _ = (peak + left for peak in cost.early)
-    return replace(
-        link, left=left, forward_peak=max(link.forward_peak, forward), backward_peak=max(link.backward_peak, backward),
+def with_residue(link: Link, cost: BlockCost, residue: int) -> Link:
+    """A link that finds ``residue`` bytes of its last backward where its router has not run yet, and leaves as many."""
+    forward, backward, held, _ = (peak + residue for peak in cost.before_landmark)
+    return link._replace(
+        residue=residue, forward_peak=max(link.forward_peak, forward), backward_peak=max(link.backward_peak, backward),
         backward_peak_held=max(link.backward_peak_held, held), routed_peak=0,
     )
 
@@ -113,14 +178,13 @@ def dispatches(layer: LayerSpec) -> bool:
     return isinstance(layer.ffn, MoESpec)
 
 
-@lru_cache(maxsize=8192)
 def _sent_to_host(link: Link) -> Link:
     """A layer whose saved tensors are in host memory between its passes (TE ``cpu_offload.py``)."""
-    return replace(link, label="offloaded layer", saved=0, modules=(), offloaded=0)
+    return link._replace(label=Label.OFFLOADED, retained=0, cost=None, more=(), offloaded=0)
 
 
-def _append(links: list[tuple[Link, int]], link: Link) -> None:
+def _append(links: list[tuple[Link, int]], link: Link, count: int) -> None:
     if links and links[-1][0] is link:
-        links[-1] = (link, links[-1][1] + 1)
+        links[-1] = (link, links[-1][1] + count)
     else:
-        links.append((link, 1))
+        links.append((link, count))

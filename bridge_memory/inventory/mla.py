@@ -11,12 +11,12 @@ from __future__ import annotations
 from bridge_memory.inventory.attention import core_attention, cosine_and_sine
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.tape import Region, T
+from bridge_memory.inventory.tape import Region, Tensor
 from bridge_memory.releases import LATENTS_HELD, NORMS_BEFORE_UP_PROJECTIONS, WHOLE_DOWN_PROJECTIONS
 from bridge_memory.spec import MLASpec, divide
 
 
-def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
+def record_mla(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
     """From the residual stream [T_sp, h] to the output of linear_proj [T_sp, h] (input norm included)."""
     ctx, tape = r.ctx, r.tape
     a = divide(spec.num_attention_heads, ctx.tp, "num_attention_heads", "tensor_model_parallel_size")
@@ -24,14 +24,14 @@ def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
     q_width, v_width = a * q_head, a * spec.v_head_dim
     h = ctx.hidden_size
 
-    recompute_norm = ctx.recompute.selects("layernorm")
+    recompute_norm = ctx.recomputes("layernorm")
     with r.offload("attn_norm"), tape.discardable("input_layernorm", (x,), enabled=recompute_norm) as norm_region:
         normed = r.hold(r.norm("input_layernorm", x, h, ctx.tokens_sp))
-    recompute_up = ctx.recompute.selects("mla_up_proj")
+    recompute_up = ctx.recomputes("mla_up_proj")
     with r.offload("qkv_linear"):
         qkv, latents, up_region = _query_key_value(r, spec, normed, recompute=recompute_up)
     with (
-        tape.checkpoint("core_attn", qkv, enabled=ctx.recompute.selects("core_attn")),
+        tape.checkpoint("core_attn", qkv, enabled=ctx.recomputes("core_attn")),
         r.offload("core_attn"),
     ):
         out = core_attention(
@@ -42,15 +42,15 @@ def record_mla(r: Recorder, spec: MLASpec, x: T) -> T:
     with r.offload("attn_proj"):
         y = r.row_linear("self_attention.linear_proj", out, v_width, h, original=r.proj_keeps_original)
     if LATENTS_HELD(ctx.impl):
-        tape.touch(*latents)
+        tape.keep_alive(*latents)
     if recompute_norm:
         tape.discard(norm_region, normed)
     return y
 
 
 def _query_key_value(
-    r: Recorder, spec: MLASpec, normed: T, *, recompute: bool
-) -> tuple[tuple[T, T, T], tuple[T, T], Region]:
+    r: Recorder, spec: MLASpec, normed: Tensor, *, recompute: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor], Region]:
     """Down-projections, their norms, up-projections and rotary embedding: q, k [T, a (d_nope + d_rope) / t] and
     v [T, a d_v / t], with the latents and the region of the up-projections."""
     ctx, tape = r.ctx, r.tape
@@ -58,7 +58,7 @@ def _query_key_value(
     q_width, v_width = a * (spec.qk_head_dim + spec.qk_pos_emb_head_dim), a * spec.v_head_dim
     act = ctx.act
     up = "self_attention.linear_{}_up_proj"
-    q_in: T = normed
+    q_in: Tensor = normed
     if spec.q_lora_rank is not None:
         q_in, _ = _down_projection(r, "self_attention.linear_q_down_proj", normed, spec.q_lora_rank, 0)
     kv_in, k_rope = _down_projection(
@@ -87,7 +87,7 @@ def _query_key_value(
         )
         q_bytes, v_bytes = ctx.tokens * q_width * act, ctx.tokens * v_width * act
         query = q  # The fused form rotates in place (``fused_mla_yarn_rope_apply.py: ApplyMLARotaryEmbQ``).
-        angles: tuple[T, ...] = ()
+        angles: tuple[Tensor, ...] = ()
         if not (ctx.impl.apply_rope_fusion and ctx.te):
             angles = tuple(cosine_and_sine(r, part, spec.qk_pos_emb_head_dim) for part in ("query", "key"))
             query = tape.make("query", q, q_bytes, workspace=q_bytes // 2, saves=angles[:1], also=angles[:1])
@@ -96,7 +96,7 @@ def _query_key_value(
     return (query, key, value), latents, up_region
 
 
-def _norms(r: Recorder, spec: MLASpec, q_in: T, kv_in: T) -> tuple[T, T]:
+def _norms(r: Recorder, spec: MLASpec, q_in: Tensor, kv_in: Tensor) -> tuple[Tensor, Tensor]:
     """Norms of both latents; without q_lora_rank the query has none."""
     if spec.q_lora_rank is not None:
         q_in = r.norm("self_attention.q_layernorm", q_in, spec.q_lora_rank, r.ctx.tokens_sp)
@@ -108,7 +108,7 @@ def _down_projections_are_whole(ctx: BlockContext) -> bool:
     return ctx.te and (ctx.tp == 1 or WHOLE_DOWN_PROJECTIONS(ctx.impl))
 
 
-def _down_projection(r: Recorder, name: str, x: T, rank: int, rope: int) -> tuple[T, T]:
+def _down_projection(r: Recorder, name: str, x: Tensor, rank: int, rope: int) -> tuple[Tensor, Tensor]:
     """h -> rank + rope: the latent [T_sp, rank] and what holds the rotary part [T, rope].
 
     Whole on every rank: the latent is a view of it, and so is the rotary part unless it is gathered for sequence
@@ -118,7 +118,7 @@ def _down_projection(r: Recorder, name: str, x: T, rank: int, rope: int) -> tupl
     ctx, tape = r.ctx, r.tape
     width, latent_bytes = rank + rope, ctx.tokens_sp * rank * ctx.act
     if _down_projections_are_whole(ctx):
-        original = ctx.recompute.selects("layernorm")
+        original = ctx.recomputes("layernorm")
         down = r.plain_linear(name, x, ctx.tokens_sp, ctx.hidden_size, width, original=original)
         gathered = rope and ctx.sp
         return down, tape.make("gathered k_pos_emb", down, ctx.tokens * rope * ctx.act) if gathered else down

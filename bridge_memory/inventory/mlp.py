@@ -7,22 +7,22 @@ width; a gated unit makes 2 f and keeps it, then keeps the f-wide activation as 
 from __future__ import annotations
 
 from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.tape import T
+from bridge_memory.inventory.tape import Tensor
 from bridge_memory.releases import GLU_OFFSET
 from bridge_memory.spec import MLPSpec, divide
 
 
-def record_mlp(r: Recorder, spec: MLPSpec, x: T) -> T:
+def record_mlp(r: Recorder, spec: MLPSpec, x: Tensor) -> Tensor:
     """From the residual stream [T_sp, h] to the output of linear_fc2 [T_sp, h] (norm included)."""
     ctx, tape = r.ctx, r.tape
     f = divide(spec.ffn_hidden_size, ctx.tp, "ffn_hidden_size", "tensor_model_parallel_size")
-    recompute_norm = ctx.recompute.selects("layernorm") and not ctx.te
+    recompute_norm = ctx.recomputes("layernorm") and not ctx.te
     if ctx.te:
         normed, region = x, None
     else:
         with tape.discardable("pre_mlp_layernorm", (x,), enabled=recompute_norm) as region:
             normed = r.hold(r.norm("pre_mlp_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
-    with tape.checkpoint("mlp", (normed,), enabled=ctx.recompute.selects("mlp")):
+    with tape.checkpoint("mlp", (normed,), enabled=ctx.recomputes("mlp")):
         y = dense_mlp(r, "mlp", normed, ctx.hidden_size, f, spec, fused_norm=ctx.te)
     if region is not None:
         tape.discard(region, normed)
@@ -30,9 +30,9 @@ def record_mlp(r: Recorder, spec: MLPSpec, x: T) -> T:
 
 
 def dense_mlp(
-    r: Recorder, prefix: str, x: T, width: int, f: int, spec: MLPSpec, *, fused_norm: bool = False,
+    r: Recorder, prefix: str, x: Tensor, width: int, f: int, spec: MLPSpec, *, fused_norm: bool = False,
     original: bool = False,
-) -> T:
+) -> Tensor:
     """fc1, activation, fc2 on this rank's tokens; ``f`` is local. ``original`` as in ``Recorder.linear_input``."""
     ctx = r.ctx
     fc1_width = 2 * f if spec.gated else f
@@ -45,7 +45,7 @@ def dense_mlp(
     return r.row_linear(f"{prefix}.linear_fc2", act, f, ctx.hidden_size, bias=spec.add_bias)
 
 
-def activation(r: Recorder, name: str, x: T, rows: int, f: int, *, gated: bool, bias: bool, kind: str) -> T:
+def activation(r: Recorder, name: str, x: Tensor, rows: int, f: int, *, gated: bool, bias: bool, kind: str) -> Tensor:
     """The elementwise unit between fc1 and fc2, [rows, f or 2 f] -> [rows, f].
 
     Fused: one kernel keeps its input. Unfused: the bias sum (if any) is kept in place of the raw output, and a

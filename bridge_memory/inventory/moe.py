@@ -9,12 +9,16 @@ expert's local inner width, w its model width (h, or the latent size).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, comb
 
+from bridge_memory.components import Part
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.mlp import activation, dense_mlp
-from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.tape import T
+from bridge_memory.inventory.parameters import EXPERT_NUMBER, Use
+from bridge_memory.inventory.recorder import Recorder, Scratch
+from bridge_memory.inventory.sizes import computed, largest, smallest
+from bridge_memory.inventory.tape import Tensor
 from bridge_memory.releases import COMBINED_IN_TWO_STEPS, FC1_OUTPUT_HELD, SHARED_INPUT_KEPT
 from bridge_memory.spec import DTYPE_BYTES, MLPSpec, MoESpec, divide
 
@@ -42,13 +46,15 @@ def routed_tokens(r: Recorder, spec: MoESpec) -> _Tokens:
     n = ctx.tokens_sp
     permuted, imbalance = n * spec.topk, ctx.impl.moe_imbalance
     if factor is not None:
-        capacity = min(ceil(n * spec.topk / spec.num_experts * factor), n) * spec.num_experts
+        capacity = smallest(ceil(n * spec.topk / spec.num_experts * factor), n) * spec.num_experts
         if ctx.impl.moe_pad_expert_input_to_capacity:
             permuted, imbalance = ceil(n * spec.topk / spec.num_experts * factor) * spec.num_experts, 1.0
         else:
-            imbalance = min(permuted * imbalance, capacity) / min(permuted, capacity)
-            permuted = min(permuted, capacity)
-    once = round(n * ranks_per_token(spec, ctx.ep) * ctx.etp * imbalance)
+            imbalance = smallest(permuted * imbalance, capacity) / smallest(permuted, capacity)
+            permuted = smallest(permuted, capacity)
+    once = 0
+    if ctx.impl.moe_token_dispatcher_type == "flex":
+        once = round(n * computed(partial(ranks_per_token, spec), ctx.ep) * ctx.etp * imbalance)
     return _Tokens(n, permuted, round(permuted * imbalance), round(permuted * ctx.etp * imbalance), once)
 
 
@@ -65,40 +71,41 @@ def ranks_per_token(spec: MoESpec, ep: int) -> float:
     return ranks * (1 - comb(elsewhere, spec.topk) / comb(candidates, spec.topk)) if elsewhere else 1.0
 
 
-def record_moe(r: Recorder, spec: MoESpec, x: T) -> T:
+def record_moe(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
     """From the residual stream [T_sp, h] to the MoE output [T_sp, h] (pre_mlp_layernorm included)."""
     ctx, tape = r.ctx, r.tape
-    recompute_norm = ctx.recompute.selects("layernorm")
+    recompute_norm = ctx.recomputes("layernorm")
     with r.offload("mlp_norm"), tape.discardable("pre_mlp_layernorm", (x,), enabled=recompute_norm) as region:
         normed = r.hold(r.norm("pre_mlp_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
-    tape.router()
-    with tape.checkpoint("moe", (normed,), enabled=ctx.recompute.selects("moe")):
+    tape.landmark("router")
+    with tape.checkpoint("moe", (normed,), enabled=ctx.recomputes("moe")):
         y = _moe_layer(r, spec, normed)
     if recompute_norm:
         tape.discard(region, normed)
     return y
 
 
-def _moe_layer(r: Recorder, spec: MoESpec, x: T) -> T:
+def _moe_layer(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
     ctx, tape = r.ctx, r.tape
     shared = None
     if spec.shared_expert_intermediate_size:
-        recompute = ctx.recompute.selects("shared_experts") and not ctx.impl.moe_shared_expert_overlap
-        tape.module = "MoE shared experts"
+        recompute = ctx.recomputes("shared_experts") and not ctx.impl.moe_shared_expert_overlap
+        tape.part = Part.MOE_SHARED_EXPERTS
         with tape.checkpoint("shared_experts", (x,), enabled=recompute):
             shared = _shared_experts(r, spec, x)
     n = routed_tokens(r, spec)
-    tape.module = "MoE router and dispatch"
+    tape.part = Part.MOE_ROUTER
     probs, routing_map = _router(r, spec, x, n)
     width = spec.latent_size or ctx.hidden_size
     tokens = x
     if spec.latent_size:
         tokens = r.plain_linear("mlp.fc1_latent_proj", x, n.entering, ctx.hidden_size, width)
-    dispatched, dispatched_probs, row_map = _dispatch(r, spec, tokens, probs, routing_map, n, width)
-    tape.module = "MoE experts"
-    expert_out = _experts(r, spec, dispatched[-1], dispatched_probs, n, width)
-    tape.module = "MoE router and dispatch"
-    y = _combine(r, spec, expert_out, row_map, n, width, dispatched)
+    with tape.assumed(not ctx.impl.moe_pad_expert_input_to_capacity):
+        dispatched, dispatched_probs, row_map = _dispatch(r, spec, tokens, probs, routing_map, n, width)
+        tape.part = Part.MOE_EXPERTS
+        expert_out = _experts(r, spec, dispatched[-1], dispatched_probs, n, width)
+        tape.part = Part.MOE_ROUTER
+        y = _combine(r, spec, expert_out, row_map, n, width, dispatched)
     if spec.latent_size:
         y = r.plain_linear("mlp.fc2_latent_proj", y, n.entering, width, ctx.hidden_size)
     if shared is not None:
@@ -106,11 +113,11 @@ def _moe_layer(r: Recorder, spec: MoESpec, x: T) -> T:
     return y
 
 
-def _router(r: Recorder, spec: MoESpec, x: T, n: _Tokens) -> tuple[T, T]:
+def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, Tensor]:
     """Logits, scores and top-k: [N, E] each, in moe_router_dtype; the boolean map [N, E]."""
     ctx, tape = r.ctx, r.tape
     experts = spec.num_experts
-    r.parameter("mlp.router.weight", (experts, ctx.hidden_size))
+    r.parameter("mlp.router.weight", (experts, ctx.hidden_size), use=Use.ROUTER)
     if spec.add_router_bias:
         r.parameter("mlp.router.bias", (experts,))
     width = _probability_width(ctx)
@@ -140,7 +147,7 @@ def _router(r: Recorder, spec: MoESpec, x: T, n: _Tokens) -> tuple[T, T]:
     return probs, routing_map
 
 
-def _scores(r: Recorder, spec: MoESpec, logits: T, n: _Tokens, width: int) -> tuple[T, tuple[T, ...]]:
+def _scores(r: Recorder, spec: MoESpec, logits: Tensor, n: _Tokens, width: int) -> tuple[Tensor, tuple[Tensor, ...]]:
     """What the top-k chooses from, and what its scores keep.
 
     The softmax is taken of the k chosen logits in fp32 (of all of them where k is 1); a sigmoid of all of them in
@@ -197,8 +204,8 @@ def held_order_bytes(ctx: BlockContext, spec: MoESpec) -> int:
 
 
 def _dispatch(
-    r: Recorder, spec: MoESpec, x: T, probs: T, routing_map: T, n: _Tokens, width: int
-) -> tuple[list[T], T, T]:
+    r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, routing_map: Tensor, n: _Tokens, width: int
+) -> tuple[list[Tensor], Tensor, Tensor]:
     """Permute, exchange and sort tokens: [N, w] -> [R, w], with their probabilities and the row map.
 
     Returns the tokens after each of the three steps of ``moe_layer.py: MoELayer.forward``: its local variables
@@ -211,7 +218,7 @@ def _dispatch(
         everyone = ctx.tokens_sp * ctx.ep * ctx.etp  # The group is that of the experts: pg_collection.tp_ep.
         if ctx.ep * ctx.etp > 1:
             gathered = everyone * row
-            r.keep("global memory buffer (mpu)", gathered)
+            r.keep(Scratch.MPU, gathered)
             x = tape.make("gathered tokens", x, 0)
             x.grad_bytes = gathered
             probs = tape.make("gathered probabilities", probs, everyone * spec.num_experts * ctx.act)
@@ -224,7 +231,7 @@ def _dispatch(
     alltoall = impl.moe_token_dispatcher_type != "allgather"
     first = n.permuted if alltoall else n.received
     rows, columns = (n.entering, spec.num_experts) if alltoall else (everyone, local_experts)
-    by_expert: tuple[T, ...] = ()
+    by_expert: tuple[Tensor, ...] = ()
     if impl.moe_permute_fusion:
         # int32 map of destination rows: [N, 2 E + 1] (TE permutation.py: _moe_permute_mask_map).
         row_map = tape.tensor("permutation row map", rows * (2 * columns + 1) * 4, grad=False)
@@ -240,7 +247,7 @@ def _dispatch(
     permuted_probs = tape.tensor("permuted probabilities", first * prob_bytes)
     permuted = tape.make("permuted tokens", (x, probs), first * row, saves=(row_map, *by_expert),
                          also=(row_map, *by_expert, permuted_probs))
-    tape.touch(routing_map)
+    tape.keep_alive(routing_map)
     if not alltoall:
         return [x, probs, permuted], permuted_probs, row_map
     steps = [permuted]
@@ -258,7 +265,7 @@ def _dispatch(
     return [*steps, permuted], permuted_probs, row_map
 
 
-def _sort_order(r: Recorder, n: _Tokens) -> tuple[T, ...]:
+def _sort_order(r: Recorder, n: _Tokens) -> tuple[Tensor, ...]:
     """int32 [R] of the fused sort (TE ``permutation.py: _moe_chunk_sort``); unfused, views are concatenated."""
     if not r.ctx.impl.moe_permute_fusion:
         return ()
@@ -266,14 +273,14 @@ def _sort_order(r: Recorder, n: _Tokens) -> tuple[T, ...]:
 
 
 def _flex_dispatch(
-    r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, row: int
-) -> tuple[list[T], T, T]:
+    r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, row: int
+) -> tuple[list[Tensor], Tensor, Tensor]:
     """DeepEP sends a token once to a rank and sorts it there; HybridEP's exchange puts it in place at once.
 
     Source: ``token_dispatcher.py: _DeepepManager, _HybridEPManager``, ``fused_a2a.py``. Probabilities are fp32.
     """
     tape = r.tape
-    steps: list[T] = []
+    steps: list[Tensor] = []
     if r.ctx.impl.moe_flex_dispatcher_backend == "deepep":
         x = tape.make("dispatched tokens", (x, probs), n.arriving_once * row)
         steps.append(x)
@@ -285,7 +292,7 @@ def _flex_dispatch(
     return [*steps, permuted], permuted_probs, row_map
 
 
-def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int) -> T:
+def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, width: int) -> Tensor:
     """fc1, weighted activation, fc2 of this rank's experts over R tokens."""
     ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
     local_experts = divide(spec.num_experts, ctx.ep, "num_moe_experts", "expert_model_parallel_size")
@@ -314,7 +321,7 @@ def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int)
             workspace=r.quantized_input(rows * width),
             backward_workspace=wgrad1 + r.quantized_gradient(rows * fc1_width),
         )
-    selected = ctx.recompute.selects("moe_act")
+    selected = ctx.recomputes("moe_act")
     with r.offload("moe_act"), tape.discardable("moe_act", (mid, probs), enabled=selected) as region:
         act = _weighted_activation(r, spec, mid, probs, rows, f)
     kept, also = r.linear_input("experts fc2", act, rows * f, original=selected)
@@ -332,11 +339,11 @@ def _experts(r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int)
         out = tape.make("unpadded outputs", out, n.received * width * ctx.act)
     # Local variables of the experts' forward, which fp8 GEMMs do not save (they keep copies of their own); fc1's
     # output had none of its own before.
-    tape.touch(unpadded, x, act, *((mid,) if FC1_OUTPUT_HELD(impl) else ()))
+    tape.keep_alive(unpadded, x, act, *((mid,) if FC1_OUTPUT_HELD(impl) else ()))
     return out
 
 
-def _add_weighted_bias(r: Recorder, x: T, probs: T, elements: int, experts: int) -> T:
+def _add_weighted_bias(r: Recorder, x: Tensor, probs: Tensor, elements: int, experts: int) -> Tensor:
     """x + bias * probability, expert by expert (``experts.py: TEGroupedMLP._apply_bias``).
 
     The sums are in the wider of the dtypes of both, are joined and cast. Backward an expert has its gradient times
@@ -347,21 +354,21 @@ def _add_weighted_bias(r: Recorder, x: T, probs: T, elements: int, experts: int)
     return r.tape.make(
         "experts output with bias", (x, probs), elements * act, saves=(probs,),
         workspace=(2 * wide - act) * elements,
-        backward_workspace=temporary if wide > act else max(0, temporary - act * elements),
+        backward_workspace=temporary if wide > act else largest(0, temporary - act * elements),
     )
 
 
 def _sequential_experts(
-    r: Recorder, spec: MoESpec, x: T, probs: T, n: _Tokens, width: int, local_experts: int, f: int
-) -> T:
+    r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, width: int, local_experts: int, f: int
+) -> Tensor:
     """One expert after the other, on views of the tokens; their outputs are joined (``experts.py: SequentialMLP``)."""
     ctx, tape = r.ctx, r.tape
     fc1_width = 2 * f if spec.gated else f
     wgrad1, wgrad2 = (r.weight_grad(shape, te=ctx.te) for shape in ((fc1_width, width), (width, f)))
-    each, more = divmod(n.received, local_experts)
-    rows = [each + (i < more) for i in range(local_experts)]
-    tokens: tuple[T, ...] = (x,)
-    scales: tuple[T, ...] = (probs,)
+    each, more = n.received // local_experts, n.received % local_experts
+    rows = [each + 1 if more > i else each for i in range(local_experts)]
+    tokens: tuple[Tensor, ...] = (x,)
+    scales: tuple[Tensor, ...] = (probs,)
     if local_experts > 1:
         tokens = tape.views("tokens by expert", x, *(("tokens of an expert", m * width * ctx.act) for m in rows))
         of_a_token = probs.bytes // n.received
@@ -384,11 +391,11 @@ def _sequential_experts(
         outputs.append(out)
     if local_experts == 1:
         return outputs[0]
-    tape.touch(x)
+    tape.keep_alive(x)
     return tape.make("concatenated expert outputs", outputs, n.received * width * ctx.act, alias=True)
 
 
-def _weighted_activation(r: Recorder, spec: MoESpec, mid: T, probs: T, rows: int, f: int) -> T:
+def _weighted_activation(r: Recorder, spec: MoESpec, mid: Tensor, probs: Tensor, rows: int, f: int) -> Tensor:
     """activation(fc1) * probability (``experts.py: bias_act_func``). Fused: keeps fc1's output and the
     probabilities; unfused: the activation is kept too, and the product may be made in the router dtype."""
     ctx, tape = r.ctx, r.tape
@@ -425,9 +432,9 @@ def _expert_parameters(
         r.parameter("mlp.experts.weight1", (width, fc1_width * local_experts), expert=True, sharded=sharded)
         r.parameter("mlp.experts.weight2", (f * local_experts, width), expert=True, sharded=sharded)
         return
-    for i in range(local_experts):
-        owner, n = ("mlp.experts.", str(i)) if grouped else (f"mlp.experts.local_experts.{i}.", "")
-        fc1, fc2 = f"{owner}linear_fc1.", f"{owner}linear_fc2."
+    owner, n = ("mlp.experts.", EXPERT_NUMBER) if grouped else (f"mlp.experts.local_experts.{EXPERT_NUMBER}.", "")
+    fc1, fc2 = f"{owner}linear_fc1.", f"{owner}linear_fc2."
+    with r.repeated(local_experts):
         r.parameter(f"{fc1}weight{n}", (fc1_width, width), expert=True, sharded=sharded)
         r.parameter(f"{fc2}weight{n}", (width, f), expert=True, sharded=sharded)
         if spec.add_bias:
@@ -436,8 +443,8 @@ def _expert_parameters(
 
 
 def _combine(
-    r: Recorder, spec: MoESpec, y: T, row_map: T, n: _Tokens, width: int, dispatched: list[T]
-) -> T:
+    r: Recorder, spec: MoESpec, y: Tensor, row_map: Tensor, n: _Tokens, width: int, dispatched: list[Tensor]
+) -> Tensor:
     """Unsort, exchange back and unpermute: [R, w] -> [N, w]. ``dispatched``: the tokens of each step before."""
     ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
     row = width * ctx.act
@@ -446,13 +453,13 @@ def _combine(
         y = tape.make("unpermuted tokens", y, everyone * row, saves=(row_map,))
         if ctx.ep * ctx.etp > 1:
             y = tape.make("reduce-scattered tokens", y, n.entering * row)
-        tape.touch(*dispatched[:-1])
+        tape.keep_alive(*dispatched[:-1])
         return y
     if impl.moe_token_dispatcher_type == "flex":
         if impl.moe_flex_dispatcher_backend == "deepep":
             y = tape.make("unpermuted tokens", y, n.arriving_once * row, saves=(row_map,))
         y = tape.make("combined tokens", y, n.entering * row, saves=(row_map,))
-        tape.touch(*dispatched[:-1])
+        tape.keep_alive(*dispatched[:-1])
         return y
     experts_out = y
     if divide(spec.num_experts, ctx.ep, "num_moe_experts", "expert_model_parallel_size") > 1:
@@ -462,16 +469,16 @@ def _combine(
     if ctx.etp > 1:
         y = tape.make("outputs reduced over ETP", y, n.arrived * row)
     # Variables of ``MoELayer.routed_experts_compute``, which ends here.
-    tape.touch(experts_out, unsorted, dispatched[-1])
+    tape.keep_alive(experts_out, unsorted, dispatched[-1])
     sent = y
     if ctx.ep > 1:
         y = tape.make("outputs after all-to-all", y, n.permuted * row)
     y = tape.make("unpermuted output", y, n.entering * row, saves=(row_map,))
-    tape.touch(*(() if COMBINED_IN_TWO_STEPS(impl) else (sent,)), *dispatched[:-1])
+    tape.keep_alive(*(() if COMBINED_IN_TWO_STEPS(impl) else (sent,)), *dispatched[:-1])
     return y
 
 
-def _shared_experts(r: Recorder, spec: MoESpec, x: T) -> T:
+def _shared_experts(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
     """Shared experts: a dense MLP over all tokens, optionally scaled by a sigmoid gate."""
     ctx, tape = r.ctx, r.tape
     f = divide(spec.shared_expert_intermediate_size, ctx.tp, "moe_shared_expert_intermediate_size",
@@ -485,10 +492,10 @@ def _shared_experts(r: Recorder, spec: MoESpec, x: T) -> T:
     # Their input is the router's too: in fp8 fc1 keeps that and no copy (``shared_experts.py:
     # SharedExpertMLP.__init__``, ``moe_layer.py: set_for_recompute_pre_mlp_layernorm``).
     delayed = ctx.fp8_recipe == "delayed" or not SHARED_INPUT_KEPT(ctx.impl)
-    original = (ctx.recompute.selects("layernorm") or not delayed) and not ctx.recompute.selects("shared_experts")
+    original = (ctx.recomputes("layernorm") or not delayed) and not ctx.recomputes("shared_experts")
     y = dense_mlp(r, "mlp.shared_experts", source, ctx.hidden_size, f, mlp, original=original)
     if spec.shared_expert_gate:
-        r.parameter("mlp.shared_experts.gate_weight", (1, ctx.hidden_size))
+        r.parameter("mlp.shared_experts.gate_weight", (1, ctx.hidden_size), use=Use.ROUTER)
         gate = tape.make("shared expert gate", x, ctx.tokens_sp * ctx.act, saves=(x,), save_output=True)
         y = tape.make("gated shared output", (y, gate), ctx.tokens_sp * ctx.hidden_size * ctx.act, saves=(y, gate))
     return y

@@ -6,36 +6,19 @@ of each depth are ``output.record_output``; the stage that runs MTP without hold
 
 from __future__ import annotations
 
-from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.embedding import embed
 from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.tape import T
-from bridge_memory.releases import MTP_DEPTHS_RECOMPUTED
-from bridge_memory.spec import SpecError
+from bridge_memory.inventory.tape import Tensor
 
 
-def depth_is_recomputed(ctx: BlockContext) -> bool:
-    """Whether a depth, from its two norms to its final one, runs again in backward: with the uniform method only,
-    which then has to recompute one layer at a time. Raises SpecError."""
-    rc = ctx.recompute
-    if rc.granularity != "full" or rc.method != "uniform" or not MTP_DEPTHS_RECOMPUTED(ctx.impl):
-        return False
-    if rc.num_layers != 1:
-        raise SpecError(
-            f"recompute_num_layers ({rc.num_layers}) is refused by megatron-core for a model with mtp_num_layers and "
-            "recompute_method uniform; set it to 1"
-        )
-    return True
-
-
-def record_next_embedding(r: Recorder) -> T:
+def record_next_embedding(r: Recorder) -> Tensor:
     """The embedding of the next token, [T_sp, h]; it is made outside of what is recomputed."""
     ids = r.tape.tensor("next token ids", 8 * r.ctx.tokens, grad=False)
     r.tape.op("roll", (), ids)
     return embed(r, ids)
 
 
-def record_mtp_inputs(r: Recorder, x: T, embedded: T) -> T:
+def record_mtp_inputs(r: Recorder, x: Tensor, embedded: Tensor) -> Tensor:
     """enorm, hnorm, concatenation and eh_proj: [T_sp, h] -> [T_sp, h]."""
     ctx, tape = r.ctx, r.tape
     h, act = ctx.hidden_size, ctx.act

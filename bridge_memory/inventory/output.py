@@ -7,8 +7,9 @@ L = T V / t logits of this rank.
 
 from __future__ import annotations
 
-from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.tape import T
+from bridge_memory.inventory.parameters import Use
+from bridge_memory.inventory.recorder import Recorder, Scratch
+from bridge_memory.inventory.tape import Tensor
 from bridge_memory.spec import divide
 
 
@@ -29,7 +30,7 @@ def record_output(r: Recorder, *, output_bias: bool, own_weight: bool, input_cou
     rows = divide(ctx.padded_vocab, ctx.tp, "padded vocab_size", "tensor_model_parallel_size")
     h = ctx.hidden_size
     if own_weight:
-        r.parameter("output_layer.weight", (rows, h), sharded=ctx.tp > 1)
+        r.parameter("output_layer.weight", (rows, h), sharded=ctx.tp > 1, use=Use.OUTPUT)
     if output_bias:
         r.parameter("output_layer.bias", (rows,), sharded=ctx.tp > 1)
     hidden = ctx.tokens_sp * h * ctx.act
@@ -49,16 +50,16 @@ def record_output(r: Recorder, *, output_bias: bool, own_weight: bool, input_cou
         return
     if ctx.sp:
         # ColumnParallelLinear of megatron-core itself, also under Transformer Engine.
-        r.keep("global memory buffer (mpu)", whole)
+        r.keep(Scratch.MPU, whole)
     logits = tape.make(
         "logits", x, elements * ctx.act, saves=(x,), backward_workspace=(whole if ctx.sp else 0) + wgrad
     )
     loss = _cross_entropy(r, logits, elements)
-    tape.touch(logits)
+    tape.keep_alive(logits)
     tape.output(loss)
 
 
-def _cross_entropy(r: Recorder, logits: T, elements: int) -> T:
+def _cross_entropy(r: Recorder, logits: Tensor, elements: int) -> Tensor:
     """Loss of each token, fp32 [T]."""
     ctx, tape = r.ctx, r.tape
     tokens = ctx.tokens

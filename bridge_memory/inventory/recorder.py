@@ -3,18 +3,21 @@
 The module-level operations every block is made of (norm, column- and row-parallel linear, bias-dropout-add) are
 here, for Transformer Engine and for megatron-core's local implementation.
 
-Shapes in bytes: T = tokens on this rank (s b), T_sp = T / t under sequence parallelism.
+Shapes in bytes: Tensor = tokens on this rank (s b), T_sp = T / t under sequence parallelism.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
+from typing import Any
 
 from bridge_memory import fitted
+from bridge_memory.components import Provenance
 from bridge_memory.inventory.context import BlockContext
-from bridge_memory.inventory.parameters import Parameter
-from bridge_memory.inventory.tape import BlockCost, T, Tape
+from bridge_memory.inventory.parameters import Parameter, Repeated, Use
+from bridge_memory.inventory.tape import Tape, Tensor
 from bridge_memory.releases import (
     COMPILED_DROPOUT_KEEPS_INPUT,
     DUMMY_WEIGHT_GRADIENTS_KEPT,
@@ -23,14 +26,13 @@ from bridge_memory.releases import (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockInventory:
-    """Everything one block contributes to a rank."""
+class Scratch(str, Enum):
+    """Lasting scratch that blocks make the process keep; the largest request of one kind (and shape) wins."""
 
-    parameters: tuple[Parameter, ...]
-    cost: BlockCost
-    #: Lasting scratch this block makes the process keep: ((name, bytes), ...); equal names are shared.
-    lasting: tuple[tuple[str, int], ...]
+    MPU = "global memory buffer (mpu)"
+    CAUSAL_MASK = "causal mask"
+    #: One a weight shape.
+    WEIGHT_GRADIENT = "stand-in weight gradients, one a weight shape"
 
 
 class Recorder:
@@ -39,25 +41,49 @@ class Recorder:
     def __init__(self, ctx: BlockContext) -> None:
         self.ctx = ctx
         self.tape = Tape()
-        self.parameters: list[Parameter] = []
-        self.lasting: dict[str, int] = {}
-        self._variables: list[T] = []
-
-    def inventory(self) -> BlockInventory:
-        return BlockInventory(tuple(self.parameters), self.tape.cost(), tuple(self.lasting.items()))
+        #: Parameters in order, those of experts once with their number.
+        self.rows: list[Repeated] = []
+        #: (kind, shape, bytes) of lasting scratch, as often as it was asked for.
+        self.lasting: list[tuple[Scratch, tuple[Any, ...], Any]] = []
+        self._repeated: list[Parameter] | None = None
+        self._variables: list[Tensor] = []
 
     # ---- parameters and lasting buffers ----
 
     def parameter(
-        self, name: str, shape: tuple[int, ...], *, expert: bool = False, sharded: bool = False
+        self, name: str, shape: tuple[Any, ...], *, expert: bool = False, sharded: bool = False, use: Use = Use.LAYER
     ) -> None:
-        self.parameters.append(Parameter(name, shape, expert, sharded))
+        """One parameter of this rank: its name in ``named_parameters``, relative to the block, and its local shape."""
+        parameter = Parameter(name, shape, expert, sharded, use)
+        if self._repeated is not None:
+            self._repeated.append(parameter)
+        else:
+            self.rows.append(Repeated((parameter,)))
 
-    def keep(self, name: str, nbytes: int) -> None:
-        """A buffer that stays for the process; the largest request under one name wins."""
-        self.lasting[name] = max(nbytes, self.lasting.get(name, 0))
+    @contextmanager
+    def repeated(self, count: Any) -> Iterator[None]:
+        """The parameters named inside are there ``count`` times, their names numbered at ``EXPERT_NUMBER``."""
+        self._repeated = []
+        try:
+            yield
+        finally:
+            self.rows.append(Repeated(tuple(self._repeated), count))
+            self._repeated = None
 
-    def hold(self, tensor: T) -> T:
+    @contextmanager
+    def within(self, prefix: str) -> Iterator[None]:
+        """The parameters named inside belong to a submodule."""
+        first = len(self.rows)
+        yield
+        self.rows[first:] = [
+            Repeated(tuple(p.under(prefix) for p in parameters), count) for parameters, count in self.rows[first:]
+        ]
+
+    def keep(self, kind: Scratch, nbytes: Any, shape: tuple[Any, ...] = ()) -> None:
+        """A buffer that stays for the process."""
+        self.lasting.append((kind, shape, nbytes))
+
+    def hold(self, tensor: Tensor) -> Tensor:
         """A variable of the layer's forward function: it lives until the next residual sum is made."""
         self._variables.append(tensor)
         return tensor
@@ -66,7 +92,7 @@ class Recorder:
         """Fine-grained offloading of what is saved inside, where ``offload_modules`` names ``module``."""
         return self.tape.offload(module in self.ctx.impl.offload_modules)
 
-    def weight_grad(self, shape: tuple[int, ...], *, te: bool) -> int:
+    def weight_grad(self, shape: tuple[Any, ...], *, te: bool) -> Any:
         """Scratch bytes of a weight's gradient during its backward, before DDP adds it to the main gradient.
 
         Without gradient accumulation fusion the GEMM writes a fresh gradient in the parameter dtype. With it
@@ -81,7 +107,7 @@ class Recorder:
         impl = self.ctx.impl
         kept = (te or OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS(impl)) and DUMMY_WEIGHT_GRADIENTS_KEPT(impl)
         if impl.gradient_accumulation_fusion and self.ctx.te and kept:
-            self.keep(f"dummy weight gradient {'x'.join(map(str, shape))}", nbytes)
+            self.keep(Scratch.WEIGHT_GRADIENT, nbytes, shape)
             return 0
         return nbytes
 
@@ -99,8 +125,8 @@ class Recorder:
         return elements + scales.get(self.ctx.fp8_recipe, 0)
 
     def linear_input(
-        self, name: str, x: T, elements: int, *, original: bool = False
-    ) -> tuple[tuple[T, ...], tuple[T, ...]]:
+        self, name: str, x: Tensor, elements: int, *, original: bool = False
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """(saved, made): what a linear keeps of its input for the weight gradient.
 
         In bf16 the input itself. In fp8 a copy in the layout of that GEMM, and the input goes unless another
@@ -156,7 +182,7 @@ class Recorder:
 
     # ---- modules ----
 
-    def norm(self, name: str, x: T, width: int, rows: int, *, per_module: str | None = None) -> T:
+    def norm(self, name: str, x: Tensor, width: int, rows: int, *, per_module: str | None = None) -> Tensor:
         """LayerNorm or RMSNorm over ``width`` for ``rows`` rows; keeps its input and fp32 row statistics.
 
         Source: TE ``ops/basic/{layer_norm,rmsnorm}.py``; Apex ``FusedLayerNormAffineFunction``; torch
@@ -171,7 +197,7 @@ class Recorder:
         if self.ctx.normalization == "LayerNorm":
             self.parameter(f"{name}{style}bias", (width,))
 
-    def norm_statistics(self, name: str, rows: int) -> tuple[T, ...]:
+    def norm_statistics(self, name: str, rows: int) -> tuple[Tensor, ...]:
         """fp32 reciprocal deviations, and means for LayerNorm: 4 bytes a row each."""
         stats = [self.tape.tensor(f"{name} rstd", 4 * rows, grad=False)]
         if self.ctx.normalization == "LayerNorm":
@@ -181,7 +207,7 @@ class Recorder:
     def column_linear(
         self,
         name: str,
-        x: T,
+        x: Tensor,
         in_features: int,
         out_features: int,
         *,
@@ -191,7 +217,7 @@ class Recorder:
         gather: bool = True,
         out_name: str | None = None,
         original: bool = False,
-    ) -> T:
+    ) -> Tensor:
         """Column-parallel linear, [T_sp, in] -> [T, out / t] (``out_features`` is already local).
 
         ``fused_norm``: Transformer Engine's LayerNormLinear, which keeps the norm's input and its output.
@@ -229,7 +255,7 @@ class Recorder:
                 label=out_label,
             )
         if sp and not ctx.te:
-            self.keep("global memory buffer (mpu)", whole)
+            self.keep(Scratch.MPU, whole)
         kept_input, also = self.linear_input(name, x, kept, original=original)
         backward += self.requantized_input(kept, original=original)
         if sp:
@@ -244,14 +270,14 @@ class Recorder:
     def row_linear(
         self,
         name: str,
-        x: T,
+        x: Tensor,
         in_features: int,
         out_features: int,
         *,
         bias: bool = False,
         out_name: str | None = None,
         original: bool = False,
-    ) -> T:
+    ) -> Tensor:
         """Row-parallel linear, [T, in / t] -> [T_sp, out] (``in_features`` is already local).
 
         Under sequence parallelism the partial output is made whole and reduce-scattered, and the output
@@ -281,8 +307,8 @@ class Recorder:
         )
 
     def plain_linear(
-        self, name: str, x: T, rows: int, in_features: int, out_features: int, *, original: bool = False
-    ) -> T:
+        self, name: str, x: Tensor, rows: int, in_features: int, out_features: int, *, original: bool = False
+    ) -> Tensor:
         """A linear whose weight every tensor-parallel rank holds whole (TE ``parallel_mode="duplicated"``)."""
         shape = (out_features, in_features)
         self.parameter(f"{name}.weight", shape)
@@ -294,7 +320,7 @@ class Recorder:
             + self.requantized_input(rows * in_features, original=original),
         )
 
-    def bias_dropout_add(self, name: str, x: T, residual: T, *, bias: bool) -> T:
+    def bias_dropout_add(self, name: str, x: Tensor, residual: Tensor, *, bias: bool) -> Tensor:
         """out = residual + dropout(x + bias), [T_sp, h]; keeps a one-byte mask when it drops.
 
         The fused form (one compiled kernel) makes no intermediate; the eager form makes x + bias and the
@@ -313,13 +339,14 @@ class Recorder:
             kept = [mask]
             if fused and not bias and COMPILED_DROPOUT_KEEPS_INPUT(ctx.impl):
                 kept.append(
-                    tape.tensor(f"{name} dropout input", size * fitted.COMPILED_DROPOUT_INPUT_BYTES, grad=False)
+                    tape.tensor(f"{name} dropout input", size * fitted.COMPILED_DROPOUT_INPUT_BYTES, grad=False,
+                                provenance=Provenance.MEASURED)
                 )
             # ``TransformerLayer.bias_dropout_add_exec_handler`` is torch.enable_grad.
             tape.op(f"{name} dropout", x, (dropped, *kept), saves=kept, always_saves=True)
             on_the_way.append(x)
             x = dropped
         out = tape.make(f"{name} output", (x, residual), ctx.hidden_bytes, alias=True)
-        tape.touch(*on_the_way, *self._variables)  # variables of ``TransformerLayer.forward`` and of the function
+        tape.keep_alive(*on_the_way, *self._variables)  # variables of ``TransformerLayer.forward`` and of the function
         self._variables.clear()
         return out

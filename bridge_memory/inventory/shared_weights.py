@@ -14,17 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bridge_memory.inventory.chain import Link
+from bridge_memory.inventory.chain import Label, Link
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.spec import divide
 
-EMBEDS = ("embedding", "MTP")
-LOSS = "loss"
-
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class PendingGradients:
     """Around the backward of one block, in bytes."""
 
     #: Gradients of weights that wait for those of other uses.
@@ -39,7 +36,7 @@ class Waiting:
         return self.before + self.own + self.total
 
 
-def waiting_gradients(blocks: Sequence[str], ctx: BlockContext, *, tied: bool) -> list[Waiting]:
+def pending_gradients(blocks: Sequence[Label], ctx: BlockContext, *, tied: bool) -> list[PendingGradients]:
     """For each of ``blocks``, by label and in forward order.
 
     ``tied``: their output layers use the embedding's weight. The embedding's gradient is a dense [V / t, h]. So is the
@@ -50,36 +47,36 @@ def waiting_gradients(blocks: Sequence[str], ctx: BlockContext, *, tied: bool) -
     dense = shape[0] * shape[1] * ctx.act
     of_output = Recorder(ctx).weight_grad(shape, te=False)
     weights = [_weight(label, tied) for label in blocks]
-    left = {name: weights.count(name) for name in ("embedding", "output")}
+    uses = {name: weights.count(name) for name in ("embedding", "output")}
     waiting: dict[str, int] = {}
-    out: list[Waiting] = []
+    out: list[PendingGradients] = []
     for label, name in zip(reversed(blocks), reversed(weights), strict=True):
         before = sum(waiting.values())
         if not name:
-            out.append(Waiting(before))
+            out.append(PendingGradients(before))
             continue
-        own = of_output if label == LOSS else dense
+        own = of_output if label is Label.LOSS else dense
         total = dense if waiting.get(name) == 0 else 0
-        left[name] -= 1
-        if not left[name]:
+        uses[name] -= 1
+        if not uses[name]:
             waiting.pop(name, None)
         elif name in waiting:
             waiting[name] = dense
         else:
             waiting[name] = own
-        out.append(Waiting(before, own, total))
+        out.append(PendingGradients(before, own, total))
     return out[::-1]
 
 
-def beside(link: Link, waiting: Waiting) -> Link:
+def with_pending(link: Link, pending: PendingGradients) -> Link:
     """A link whose backward finds gradients of weights waiting, to which the embedding adds its own at its end."""
-    if not waiting.before and not waiting.total:
+    if not pending.before and not pending.total:
         return link
-    summed = link.saved + waiting.at_the_sum if link.label == "embedding" else 0
-    return link.beside(waiting.before, summed)
+    summed = link.retained + pending.at_the_sum if link.label is Label.EMBEDDING else 0
+    return link.with_concurrent(pending.before, summed)
 
 
-def _weight(label: str, tied: bool) -> str:
-    if label in EMBEDS or (label == LOSS and tied):
+def _weight(label: Label, tied: bool) -> str:
+    if label in (Label.EMBEDDING, Label.MTP) or (label is Label.LOSS and tied):
         return "embedding"
-    return "output" if label == LOSS else ""
+    return "output" if label is Label.LOSS else ""

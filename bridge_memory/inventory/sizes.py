@@ -215,6 +215,10 @@ class Notes:
             self.steps.append(Step(found.register, operation, a, b))
         return found
 
+    def constant(self, value: Any) -> Size:
+        """A plain number as a size."""
+        return self.sizes[self._constant(value)]
+
     def _constant(self, value: Any) -> int:
         key = (type(value), value)
         register = self._constants.get(key)

@@ -10,14 +10,15 @@ from __future__ import annotations
 from math import ceil
 
 from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.tape import T
+from bridge_memory.inventory.sizes import largest
+from bridge_memory.inventory.tape import Tensor
 from bridge_memory.spec import GatedDeltaNetSpec, MambaSpec, divide
 
 #: Tokens a chunk of flash-linear-attention's gated delta rule.
 DELTA_CHUNK = 64
 
 
-def record_mamba(r: Recorder, spec: MambaSpec, x: T) -> T:
+def record_mamba(r: Recorder, spec: MambaSpec, x: Tensor) -> Tensor:
     """From the residual stream [T_sp, h] to out_proj's output [T_sp, h] (norm included)."""
     ctx, tape = r.ctx, r.tape
     heads = divide(spec.num_heads, ctx.tp, "mamba_num_heads", "tensor_model_parallel_size")
@@ -60,7 +61,7 @@ def record_mamba(r: Recorder, spec: MambaSpec, x: T) -> T:
     ungated = tape.tensor("scan output before the gate", inner_bytes, grad=False)
     y = tape.make(
         "scan output", zxbcdt, inner_bytes, saves=(zxbcdt, ungated), also=(ungated,),
-        workspace=conv + 2 * steps + state + rounded + max(states - 2 * inner_bytes, products),
+        workspace=conv + 2 * steps + state + rounded + largest(states - 2 * inner_bytes, products),
         backward_workspace=2 * conv + steps // 4 * ctx.act + 2 * steps + products + state
         + 2 * (states + rounded) + inner_bytes + decays,
     )
@@ -70,11 +71,11 @@ def record_mamba(r: Recorder, spec: MambaSpec, x: T) -> T:
         stats = tape.tensor("mixer norm rstd", 4 * ctx.tokens * groups, grad=False)
         y = tape.make("mixer norm output", y, inner_bytes, saves=(y, stats), also=(stats,))
     out = r.row_linear("mixer.out_proj", y, inner, ctx.hidden_size, bias=spec.proj_bias)
-    tape.touch(projected)  # a variable of MambaMixer.forward
+    tape.keep_alive(projected)  # a variable of MambaMixer.forward
     return out
 
 
-def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: T) -> T:
+def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: Tensor) -> Tensor:
     """From the residual stream [T_sp, h] to out_proj's output [T_sp, h] (norm included)."""
     ctx, tape = r.ctx, r.tape
     k_heads = divide(spec.num_key_heads, ctx.tp, "linear_num_key_heads", "tensor_model_parallel_size")
@@ -120,11 +121,11 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: T) -> T:
     if ctx.batch > 1:
         gated = tape.make("gated norm output, sequence first", gated, gated.bytes)
     projected = r.row_linear(prefix + "out_proj", gated, v, ctx.hidden_size)
-    tape.touch(mixed, conv, query, key, value, gate, decay, out)  # variables of GatedDeltaNet.forward
+    tape.keep_alive(mixed, conv, query, key, value, gate, decay, out)  # variables of GatedDeltaNet.forward
     return projected
 
 
-def _unit(r: Recorder, name: str, conv: T, rows: int, width: int, heads: int, repeat: int) -> T:
+def _unit(r: Recorder, name: str, conv: Tensor, rows: int, width: int, heads: int, repeat: int) -> Tensor:
     """Queries or keys of unit length [T, heads, d], each head ``repeat`` times as there are more value heads."""
     rstd = r.tape.tensor(f"{name} rstd", 4 * rows * heads, grad=False)
     copied = r.tape.make(f"{name} of the convolution", conv, rows * width * r.ctx.act)

@@ -5,66 +5,77 @@ Source: megatron-core ``models/gpt/gpt_model.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from bridge_memory.inventory.chain import ChunkInventory, Link, change_last_of, compose, plain_link
+from bridge_memory.inventory.chain import ChunkInventory, Label, Link, change_last_of, compose, plain_link
 from bridge_memory.inventory.context import BlockContext, context_of
-from bridge_memory.inventory.layer import (
-    embedding_inventory,
-    final_norm_inventory,
-    layer_inventory,
-    mtp_inventory,
-    output_inventory,
-)
-from bridge_memory.inventory.layer_links import layer_links, runs_plain
-from bridge_memory.inventory.parameters import Parameter
-from bridge_memory.inventory.shared_weights import beside, waiting_gradients
-from bridge_memory.inventory.tail import final_norm_name, holds_final_norm, tail_inventories, tail_links, untied_here
-from bridge_memory.spec import ModelSpec, ParallelSpec, RunSpec
-from bridge_memory.spec.layout import Chunk, layout
+from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
+from bridge_memory.inventory.layer_links import ignores_full_recompute, layer_links
+from bridge_memory.inventory.parameters import Parameter, ParameterList
+from bridge_memory.inventory.recorder import Scratch
+from bridge_memory.inventory.shared_weights import pending_gradients, with_pending
+from bridge_memory.inventory.tail import final_norm_name, holds_final_norm, tail_blocks, tail_links, untied_here
+from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec
+from bridge_memory.spec.layout import ChunkShape, StageShape, layout
+
+#: (link, kind of layer or None) -> bytes that an engine holds beside it, (forward, backward).
+Concurrent = Mapping[tuple[Label, LayerSpec | None], tuple[int, int]]
 
 
-def stage_inventories(model: ModelSpec, chunks: Sequence[Chunk], ctx: BlockContext) -> list[ChunkInventory]:
+def stage_inventories(
+    model: ModelSpec, shapes: StageShape, ctx: BlockContext, concurrent: Concurrent | None = None
+) -> list[ChunkInventory]:
     """Every chunk of a stage. On the last stage the last chunk with layers (or MTP) goes straight into its backward."""
-    last = max((i for i, c in enumerate(chunks) if c.layers or c.mtp), default=0) if chunks[-1].output else -1
-    return [chunk_inventory(model, chunk, ctx, i == last) for i, chunk in enumerate(chunks)]
+    last = -1
+    if shapes[-1].output:
+        last = max((i for i, c in enumerate(shapes) if c.layers or c.num_depths), default=0)
+    return [chunk_inventory(model, shape, ctx, i == last, concurrent) for i, shape in enumerate(shapes)]
 
 
-@lru_cache(maxsize=65536)
 def chunk_inventory(
-    model: ModelSpec, chunk: Chunk, ctx: BlockContext, backward_next: bool = False
-) -> ChunkInventory:
-    """Saved bytes and peaks of one chunk for one microbatch.
+    model: ModelSpec, shape: ChunkShape, ctx: BlockContext, backward_next: bool = False,
+    concurrent: Concurrent | None = None,
+) -> ChunkInventory:  # fmt: skip
+    """Retained bytes and peaks of one chunk for one microbatch.
 
-    ``backward_next``: no other chunk of the rank runs between its forward and its backward.
+    ``backward_next``: no other chunk of the rank runs between its forward and its backward. ``concurrent``: what a
+    data-parallel engine gathers or reduces beside each link.
     """
+    key = ("chunk", shape, backward_next)
+    known = ctx.evaluated.get(key)
+    if known is not None:
+        return known  # type: ignore[no-any-return]
     links: list[tuple[Link, int]] = []
-    if chunk.embedding:
-        links.append((plain_link(embedding_inventory(model, ctx), "embedding"), 1))
-    for link, count in layer_links([model.layers[i] for i in chunk.layers], ctx, plain=runs_plain(model, ctx)):
-        if chunk.embedding and ctx.recompute.distribute_saved_activations:
+    if shape.embedding:
+        links.append((plain_link(embedding_block(model, ctx), Label.EMBEDDING), 1))
+    for link, count in layer_links(shape.layers, ctx, ignored=ignores_full_recompute(model, ctx)):
+        if shape.embedding and ctx.recompute.distribute_saved_activations:
             # ``gpt_model.py: GPTModel.forward`` holds decoder_input, of which the first layers keep a shard.
-            link = replace(link, forward_peak=link.forward_peak + ctx.hidden_bytes)
+            link = link._replace(forward_peak=link.forward_peak + ctx.hidden_bytes)
         links.append((link, count))
-    tied = model.share_embeddings_and_output_weights and (chunk.embedding or bool(chunk.mtp))
-    tail = tail_inventories(model, chunk, ctx)
+    tied = model.share_embeddings_and_output_weights and (shape.embedding or bool(shape.num_depths))
+    tail = tail_blocks(model, shape, ctx)
     labels = [link.label for link, _ in links] + [label for _, label in tail]
-    waiting = waiting_gradients(labels, ctx, tied=tied)
-    links = [(beside(link, found), count) for (link, count), found in zip(links, waiting, strict=False)]
-    links += tail_links(tail, model, chunk, ctx, waiting[len(links) :])
-    if not chunk.embedding:
-        _beside_last_input(links, ctx)
+    pending = pending_gradients(labels, ctx, tied=tied)
+    links = [(with_pending(link, found), count) for (link, count), found in zip(links, pending, strict=False)]
+    links += tail_links(tail, model, shape, ctx, pending[len(links) :])
+    if not shape.embedding:
+        _with_last_input(links, ctx)
     if backward_next:
         # The last offloading group of each name stays (``should_bulk_offload``).
         last = max((i for i, (link, _) in enumerate(links) if link.offloaded), default=None)
         if last is not None:
             change_last_of(links, last, links[last][0].kept_on_gpu())
-    return compose(links, 0 if chunk.output else ctx.hidden_bytes)
+    if concurrent:
+        links = [
+            (link.with_engine(*concurrent.get((link.label, link.kind), (0, 0))), count) for link, count in links
+        ]
+    found_chunk = ctx.evaluated[key] = compose(links, 0 if shape.output else ctx.hidden_bytes)
+    return found_chunk
 
 
-def _beside_last_input(links: list[tuple[Link, int]], ctx: BlockContext) -> None:
+def _with_last_input(links: list[tuple[Link, int]], ctx: BlockContext) -> None:
     """The input that another stage sent last, and its gradient, are there until the last router has run: the graph of
     the dispatcher's probabilities ends in the node that accumulates the gradient (``token_dispatcher.py: self.probs``).
     """
@@ -72,65 +83,73 @@ def _beside_last_input(links: list[tuple[Link, int]], ctx: BlockContext) -> None
     if last is not None:
         link, _ = links[last]
         peak = max(link.forward_peak, link.routed_peak + 2 * ctx.hidden_bytes)
-        change_last_of(links, last, replace(link, forward_peak=peak))
+        change_last_of(links, last, link._replace(forward_peak=peak))
 
 
-@lru_cache(maxsize=4096)
-def first_alike(model: ModelSpec, parallel: ParallelSpec) -> tuple[int, ...]:
-    """For every stage, the first stage whose chunks hold the same kinds of layers and ends of the model."""
-    seen: dict[tuple[object, ...], int] = {}
-    out = []
-    for rank, chunks in enumerate(layout(model, parallel).stages):
-        kinds = tuple((tuple(model.layers[i] for i in c.layers), c.embedding, c.output, len(c.mtp)) for c in chunks)
-        ends = tuple(model.num_layers - 1 in c.layers for c in chunks)
-        out.append(seen.setdefault((kinds, ends), rank))
-    return tuple(out)
+# ---- parameters ----
 
 
-def chunk_parameters(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> list[Parameter]:
-    """Every parameter of one chunk on one rank, named as megatron-core's ``named_parameters`` names it."""
-    out: list[Parameter] = []
-    for prefix, params in parameter_groups(model, chunk, ctx):
-        out += [p.under(prefix) for p in params] if prefix else list(params)
-    return out
+class Unit(NamedTuple):
+    """Blocks of one kind in a chunk: what an engine lays out, and may gather, together."""
+
+    label: Label
+    #: Prefix of the names; ``{}`` stands for the number of the layer or depth.
+    prefix: str
+    parameters: ParameterList
+    count: int = 1
+    layer: LayerSpec | None = None
 
 
-def parameter_groups(
-    model: ModelSpec, chunk: Chunk, ctx: BlockContext
-) -> list[tuple[str, tuple[Parameter, ...]]]:
-    """(name prefix, parameters) of every block of the chunk, in model order."""
-    groups: list[tuple[str, tuple[Parameter, ...]]] = []
-    if chunk.embedding or chunk.mtp:
-        groups.append(("", embedding_inventory(model, ctx).parameters))
-    for i, layer in enumerate(chunk.layers):
-        groups.append((f"decoder.layers.{i}.", layer_inventory(model.layers[layer], ctx).parameters))
-    if holds_final_norm(model, chunk, ctx):
-        groups.append(("", final_norm_inventory(final_norm_name(model), ctx).parameters))
-    for n, _ in enumerate(chunk.mtp):
+def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[Unit]:
+    """The parameters of a chunk by block, in model order."""
+    units: list[Unit] = []
+    if shape.embedding or shape.num_depths:
+        units.append(Unit(Label.EMBEDDING, "", embedding_block(model, ctx).parameters))
+    for kind, count in shape.layers:
+        units.append(Unit(Label.LAYER, "decoder.layers.{}.", layer_block(kind, ctx).parameters, count, kind))
+    if holds_final_norm(model, shape, ctx):
+        units.append(Unit(Label.FINAL_NORM, "", final_norm_block(final_norm_name(model), ctx).parameters))
+    if shape.num_depths:
         assert model.mtp_layer is not None
-        if n and model.mtp_use_repeated_layer:
-            break
-        groups.append((f"mtp.layers.{n}.", mtp_inventory(model.mtp_layer, ctx).parameters))
-    if chunk.output:
-        groups.append(("", output_inventory(model.output_bias, untied_here(model, chunk), ctx, False).parameters))
-    return groups
+        depths = 1 if model.mtp_use_repeated_layer else shape.num_depths
+        depth = mtp_block(model.mtp_layer, ctx).parameters
+        units.append(Unit(Label.MTP, "mtp.layers.{}.", depth, depths, model.mtp_layer))
+    if shape.output:
+        output = output_block(model.output_bias, untied_here(model, shape), ctx)
+        units.append(Unit(Label.LOSS, "", output.parameters))
+    return units
 
 
-@lru_cache(maxsize=65536)
-def chunk_lasting(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> tuple[tuple[str, int], ...]:
-    """Lasting scratch of one chunk, ((name, bytes), ...); the largest request under one name wins."""
-    found: dict[str, int] = {}
-    inventories = [layer_inventory(layer, ctx) for layer in dict.fromkeys(model.layers[i] for i in chunk.layers)]
-    inventories += [inventory for inventory, _ in tail_inventories(model, chunk, ctx)]
-    for inventory in inventories:
-        for name, nbytes in inventory.lasting:
-            found[name] = max(nbytes, found.get(name, 0))
-    return tuple(found.items())
+def named_parameters(units: Sequence[Unit]) -> Iterator[Parameter]:
+    """Every parameter of one chunk on one rank, named as megatron-core's ``named_parameters`` names it."""
+    layer = 0
+    for unit in units:
+        first = layer if unit.label is Label.LAYER else 0
+        for number in range(first, first + unit.count):
+            yield from unit.parameters.expanded(unit.prefix.format(number))
+        layer += unit.count if unit.label is Label.LAYER else 0
 
 
 def stage_parameters(run: RunSpec, stage: int) -> list[list[Parameter]]:
     """Parameters of every chunk of pipeline stage ``stage``, chunk by chunk."""
     ctx = context_of(run)
-    return [
-        chunk_parameters(run.model, chunk, ctx) for chunk in layout(run.model, run.parallel).stages[stage]
-    ]
+    shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
+    return [list(named_parameters(chunk_units(run.model, shape, ctx))) for shape in shapes]
+
+
+def stage_scratch(
+    model: ModelSpec, shapes: Sequence[ChunkShape], ctx: BlockContext
+) -> dict[tuple[Scratch, tuple[int, ...]], int]:
+    """Lasting scratch of a stage by kind and shape; the largest request wins."""
+    found: dict[tuple[Scratch, tuple[int, ...]], int] = {}
+    seen: set[int] = set()
+    for shape in shapes:
+        blocks = [layer_block(kind, ctx) for kind in shape.kinds]
+        blocks += [tail for tail, _ in tail_blocks(model, shape, ctx)]
+        for block in blocks:
+            if id(block) in seen:
+                continue
+            seen.add(id(block))
+            for key, nbytes in block.lasting.items():
+                found[key] = max(nbytes, found.get(key, 0))
+    return found

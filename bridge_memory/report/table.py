@@ -227,7 +227,8 @@ def _components(stage: StageEstimate, unit: str, limit: int | None, title: str) 
     listed = cells.components(stage, unit)
     head = listed if limit is None or len(listed) <= limit + 1 else listed[:limit]
     rows = [
-        (format_ticks(value, unit), _percent(c.bytes, stage.peak_bytes), str(c.provenance), _named(c)) for value, c in head
+        (format_ticks(value, unit), _percent(c.bytes, stage.peak_bytes), str(c.provenance), _named(c))
+        for value, c in head
     ]
     rest = listed[len(head):]
     if rest:

@@ -13,40 +13,99 @@ stage, then chunk 1 of every stage, and so on. Only the number of layers a chunk
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.layout_string import parse_layout_string, quote
-from bridge_memory.spec.model import ModelSpec
+from bridge_memory.spec.model import LayerSpec, ModelSpec
 from bridge_memory.spec.parts import ParallelSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One virtual stage: which decoder layers (0-based) and which ends of the model it holds."""
+class Chunk(NamedTuple):
+    """One virtual stage: which decoder layers and MTP depths (both 0-based) and which ends of the model it holds."""
 
-    layers: tuple[int, ...]
+    first_layer: int
+    num_layers: int
     #: Holds the input embedding (``pre_process``).
     embedding: bool = False
     #: Holds the final norm, the output layer and the loss (``post_process``).
     output: bool = False
-    #: MTP depths (0-based) on this chunk.
-    mtp: tuple[int, ...] = ()
+    first_depth: int = 0
+    num_depths: int = 0
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(range(self.first_layer, self.first_layer + self.num_layers))
+
+    @property
+    def mtp(self) -> tuple[int, ...]:
+        return tuple(range(self.first_depth, self.first_depth + self.num_depths))
+
+    def shape(self, model: ModelSpec) -> ChunkShape:
+        """What the chunk holds, wherever it stands."""
+        first, beyond = self.first_layer, self.first_layer + self.num_layers
+        runs = model.layer_runs
+        layers = []
+        at = bisect_right(runs, first, key=itemgetter(1)) - 1 if self.num_layers else len(runs)
+        while at < len(runs) and runs[at][1] < beyond:
+            kind, start, end = runs[at]
+            layers.append((kind, min(end, beyond) - max(start, first)))
+            at += 1
+        last = bool(self.num_layers) and beyond == len(model.layers)
+        return ChunkShape(tuple(layers), self.embedding, self.output, self.num_depths, last)
 
 
-@dataclass(frozen=True, slots=True)
+class ChunkShape(NamedTuple):
+    """What a chunk holds, whatever the numbers of its layers are: equal stages and shifted layers have one shape."""
+
+    #: Kinds of layers in order, (kind, how many in a row).
+    layers: tuple[tuple[LayerSpec, int], ...]
+    embedding: bool
+    output: bool
+    num_depths: int
+    #: Holds the last decoder layer.
+    last_layer: bool
+
+    @property
+    def num_layers(self) -> int:
+        return sum(count for _, count in self.layers)
+
+    @property
+    def kinds(self) -> dict[LayerSpec, int]:
+        """How many layers of each kind."""
+        out: dict[LayerSpec, int] = {}
+        for kind, count in self.layers:
+            out[kind] = out.get(kind, 0) + count
+        return out
+
+
+StageShape = tuple[ChunkShape, ...]
+
+
 class Layout:
     """``stages[pipeline rank][virtual stage]`` -> Chunk."""
 
-    stages: tuple[tuple[Chunk, ...], ...]
+    __slots__ = ("_shapes", "stages")
+
+    def __init__(self, stages: tuple[tuple[Chunk, ...], ...]) -> None:
+        self.stages = stages
+        self._shapes: tuple[ModelSpec, tuple[StageShape, ...]] | None = None
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int:
         """Chunks a stage; a layout string may ask for more than one without naming the field."""
         return len(self.stages[0])
+
+    def shapes(self, model: ModelSpec) -> tuple[StageShape, ...]:
+        """What each stage holds."""
+        known = self._shapes
+        if known is None or known[0] is not model:
+            known = self._shapes = (model, tuple(tuple(c.shape(model) for c in chunks) for chunks in self.stages))
+        return known[1]
 
 
 def layout(model: ModelSpec, parallel: ParallelSpec) -> Layout:
@@ -89,7 +148,7 @@ class _Shape(NamedTuple):
         return self.pp * self.v
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _layout(
     num_layers: int,
     mtp_num_layers: int,
@@ -138,17 +197,10 @@ def _place(letters: Sequence[Sequence[str]]) -> Layout:
     for c in range(len(letters[0])):
         for rank, row in enumerate(letters):
             layers, depths = row[c].count("t"), row[c].count("m")
-            rows[rank].append(
-                Chunk(
-                    layers=tuple(range(layer, layer + layers)),
-                    embedding="E" in row[c],
-                    output="L" in row[c],
-                    mtp=tuple(range(depth, depth + depths)),
-                )
-            )
+            rows[rank].append(Chunk(layer, layers, "E" in row[c], "L" in row[c], depth, depths))
             layer += layers
             depth += depths
-    return Layout(stages=tuple(map(tuple, rows)))
+    return Layout(tuple(map(tuple, rows)))
 
 
 def _check_hybrid(vpp: int | None, embedding_slot: bool, loss_slot: bool) -> None:
@@ -411,10 +463,3 @@ def _sum(sizes: Sequence[int]) -> str:
         else:
             runs.append([1, n])
     return "+".join(str(n) if times == 1 else f"{times}x{n}" for times, n in runs)
-
-
-def shard_worlds(parallel: ParallelSpec) -> tuple[int, int]:
-    """Ranks over which dense and expert optimizer states are sharded (one distributed-optimizer instance)."""
-    instances = parallel.num_distributed_optimizer_instances
-    dense = parallel.data_parallel_size * parallel.cp // instances
-    return max(1, dense), max(1, parallel.expert_data_parallel_size // instances)

@@ -48,19 +48,13 @@ class Limits(NamedTuple):
     shared_experts: bool
 
 
-#: By identity: a model with 4096.0 for 4096 is equal to a sound one, and is not sound.
-_known: dict[int, tuple[ModelSpec, Limits]] = {}
-
-
 def limits_of(model: ModelSpec) -> Limits:
     """Check the model by itself, then collect what parallel sizes must divide. Raises SpecError."""
-    known = _known.get(id(model))
-    if known is not None and known[0] is model:
-        return known[1]
+    known = model.limits
+    if isinstance(known, Limits):
+        return known
     limits = _limits_of(model)
-    if len(_known) > 100:
-        _known.clear()
-    _known[id(model)] = (model, limits)
+    model.keep_limits(limits)
     return limits
 
 

@@ -118,6 +118,15 @@ class LayerSpec:
     ffn: FeedForward | None
     #: Gemma 2 and 3: a second norm after attention and one after the feed-forward block.
     post_layernorms: bool = False
+    #: Hash of the fields, taken once: layers are looked up by their kind all the time.
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.mixer, self.ffn, self.post_layernorms)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -162,9 +171,22 @@ class ModelSpec:
     _hash: int = field(default=0, init=False, repr=False, compare=False)
     #: Whether any layer routes tokens to experts.
     has_experts: bool = field(default=False, init=False, repr=False, compare=False)
+    #: The layers as runs of one kind: (kind, first layer, the one after the last).
+    layer_runs: tuple[tuple[LayerSpec, int, int], ...] = field(default=(), init=False, repr=False, compare=False)
+    #: Elements of the model and of its MTP depths, once somebody has counted them.
+    parameter_counts: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
+    #: What a parallel size must divide, once somebody has asked (``limits.limits_of``).
+    limits: object = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         kinds = tuple(dict.fromkeys(self.layers))
+        runs: list[tuple[LayerSpec, int, int]] = []
+        for i, layer in enumerate(self.layers):
+            if runs and (runs[-1][0] is layer or runs[-1][0] == layer):
+                runs[-1] = (runs[-1][0], runs[-1][1], i + 1)
+            else:
+                runs.append((layer, i, i + 1))
+        object.__setattr__(self, "layer_runs", tuple(runs))
         object.__setattr__(self, "has_experts", any(isinstance(kind.ffn, MoESpec) for kind in kinds))
         object.__setattr__(
             self, "_hash", hash((self.name, self.hidden_size, self.vocab_size, len(self.layers), kinds))
@@ -172,6 +194,12 @@ class ModelSpec:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def keep_parameter_counts(self, counts: tuple[int, int]) -> None:
+        object.__setattr__(self, "parameter_counts", counts)
+
+    def keep_limits(self, limits: object) -> None:
+        object.__setattr__(self, "limits", limits)
 
     @property
     def num_layers(self) -> int:

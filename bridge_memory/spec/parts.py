@@ -101,6 +101,13 @@ class ParallelSpec(Checked):
     def expert_data_parallel_size(self) -> int:
         return self.world_size // (self.etp * self.ep * self.pp)
 
+    @property
+    def shard_worlds(self) -> tuple[int, int]:
+        """Ranks over which dense and expert parameters' states are sharded (one distributed-optimizer instance)."""
+        instances = self.num_distributed_optimizer_instances
+        dense = self.data_parallel_size * self.cp // instances
+        return max(1, dense), max(1, self.expert_data_parallel_size // instances)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec(Checked):

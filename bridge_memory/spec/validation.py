@@ -26,6 +26,7 @@ from bridge_memory.releases import (
     LAYOUT_STRINGS,
     LAYOUT_STRINGS_WITH_MTP,
     LAYOUT_STRINGS_WITH_MTP_ANYWHERE,
+    MTP_DEPTHS_RECOMPUTED,
     MUON_SHARDED,
     QUERY_GROUPS_REPLICATED,
     SHARED_EXPERTS_RECOMPUTED,
@@ -443,6 +444,12 @@ def _check_recompute(run: RunSpec, limits: Limits) -> None:
         if r.method == "uniform" and r.num_layers > run.model.num_layers:
             raise SpecError(
                 f"recompute_num_layers ({r.num_layers}) is larger than num_layers ({run.model.num_layers}); lower it"
+            )
+        mtp = run.model.mtp_num_layers and MTP_DEPTHS_RECOMPUTED(run.implementation)
+        if r.method == "uniform" and mtp and r.num_layers != 1:
+            raise SpecError(
+                f"recompute_num_layers ({r.num_layers}) is refused by megatron-core for a model with mtp_num_layers "
+                "and recompute_method uniform; set it to 1"
             )
     else:
         if r.method is not None:  # MLM

@@ -1,0 +1,26 @@
+"""What torch's caching allocator adds to a tensor."""
+
+from __future__ import annotations
+
+from bridge_memory.inventory.parameters import ALLOCATION_UNIT, pad
+
+MIB = 1 << 20
+
+
+def block_rest(nbytes: int) -> int:
+    """Bytes that torch's allocator counts on top of a tensor of ``nbytes`` in a fresh segment.
+
+    A block is split only if more than 1 MiB remains. Tensors of 10 MiB and above get a segment of their own in
+    multiples of 2 MiB; from 1 to 10 MiB they share segments of 20 MiB, of which the last one in takes the rest
+    (spread evenly here); smaller ones split exactly.
+    Source: ``c10/cuda/CUDACachingAllocator.cpp: get_allocation_size, should_split``.
+    """
+    nbytes = pad(nbytes, ALLOCATION_UNIT)
+    if nbytes <= MIB:
+        return 0
+    if nbytes >= 10 * MIB:
+        rest, tensors = -nbytes % (2 * MIB), 1
+    else:
+        tensors = 20 * MIB // nbytes
+        rest = 20 * MIB - tensors * nbytes
+    return rest // tensors if rest <= MIB else 0

@@ -1,0 +1,64 @@
+"""What MoE dispatchers hold as attributes from one microbatch to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from bridge_memory.components import Component, Lifetime, Part
+from bridge_memory.inventory.context import BlockContext
+from bridge_memory.inventory.layer_links import fully_recomputed, ignores_full_recompute
+from bridge_memory.inventory.moe import held_order_bytes, held_routing_bytes
+from bridge_memory.spec import ModelSpec, MoESpec
+from bridge_memory.spec.layout import ChunkShape
+from bridge_memory.workspaces.libraries import buffer
+
+#: The names under which an estimate lists what MoE dispatchers hold at all times.
+ROUTING = "routing of every MoE layer's last microbatch"
+RECOMPUTED_ORDER = "order of every recomputed MoE layer's last microbatch"
+
+
+class ExpertLayers(NamedTuple):
+    """MoE layers of one kind on a stage, and whether they dispatch again in backward."""
+
+    ffn: MoESpec
+    recomputed: bool
+    count: int
+
+
+def expert_layers(model: ModelSpec, shapes: Sequence[ChunkShape], ctx: BlockContext) -> list[ExpertLayers]:
+    """Every MoE layer of a stage, MTP's too."""
+    again = ctx.recomputes("moe")
+    found: list[ExpertLayers] = []
+    for shape in shapes:
+        recomputed, _ = fully_recomputed(shape.num_layers, ctx, ignored=ignores_full_recompute(model, ctx))
+        for kind, count in shape.layers:
+            if isinstance(kind.ffn, MoESpec):
+                first = count if again else max(0, min(count, recomputed))
+                found += [ExpertLayers(kind.ffn, True, first)] * (first > 0)
+                found += [ExpertLayers(kind.ffn, False, count - first)] * (count > first)
+            recomputed -= count
+        if shape.num_depths and model.mtp_layer is not None and isinstance(model.mtp_layer.ffn, MoESpec):
+            found.append(ExpertLayers(model.mtp_layer.ffn, again or ctx.mtp_recomputed, shape.num_depths))
+    return found
+
+
+def held_by_dispatchers(layers: Sequence[ExpertLayers], ctx: BlockContext, residue: int) -> Iterator[Component]:
+    """``residue``: what recomputed MoE layers leave behind in backward (``ChunkInventory.residue``)."""
+    if residue:
+        # token_dispatcher.py: the graph of self.probs leads to them until the next forward
+        yield buffer(
+            "inputs of recomputed MoE layers and their gradients", residue, Part.DISPATCHER, Lifetime.BETWEEN_STEPS
+        )
+    routing = sum(n * held_routing_bytes(ctx, ffn) for ffn, _, n in layers)
+    if routing:
+        # token_dispatcher.py: probs and routing_map stay attributes of the dispatcher
+        yield buffer(ROUTING, routing, Part.DISPATCHER)
+    again = sum(n * held_order_bytes(ctx, ffn) for ffn, recomputed, n in layers if recomputed)
+    if again:
+        # token_dispatcher.py: reversed_local_input_permutation_mapping stays an attribute of the dispatcher
+        yield buffer(RECOMPUTED_ORDER, again, Part.DISPATCHER)
+    once = sum(n * held_order_bytes(ctx, ffn) for ffn, recomputed, n in layers if not recomputed)
+    if once:
+        # the same, which backward keeps until it has run
+        yield buffer("order of every MoE layer's last microbatch", once, Part.DISPATCHER, Lifetime.BETWEEN_STEPS)
