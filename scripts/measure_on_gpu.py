@@ -263,7 +263,8 @@ class Line:
 
 def line_of(name: str, record: dict[str, Any]) -> Line:
     """Predict a record as ``bridge-memory validate`` does."""
-    from bridge_memory.accuracy.runs import predict, read_record
+    from bridge_memory.accuracy.predictions import predict
+    from bridge_memory.accuracy.records import read_record
 
     (outcome,) = predict(read_record(json.dumps(record), name))
     if outcome.status != "ok":

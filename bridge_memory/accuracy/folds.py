@@ -7,29 +7,37 @@ fold.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 
 from bridge_memory import fitted
-from bridge_memory.accuracy.runs import Outcome, Record, predict_all
+from bridge_memory.accuracy.predictions import Outcome, predict_all
+from bridge_memory.accuracy.records import Record
+from bridge_memory.accuracy.runs import NotARun, NotComparable, run_of
 from bridge_memory.spec import SpecError
 
 
-def refit(records: Sequence[Record], folds: int) -> list[Outcome]:
+def refit(records: Sequence[Record], outcomes: Sequence[Outcome], folds: int) -> list[Outcome]:
     """Outcomes of every record under constants that its family had no part in choosing.
 
-    The families, sorted by name, are dealt to ``folds`` groups; for each group the candidates with the least mean
-    absolute error of the peak over all other families are taken. Raises SpecError for more folds than families.
+    ``outcomes``: the predictions of ``records`` under the constants as they are. The families, sorted by name, are
+    dealt to ``folds`` groups; for each group the candidates with the least mean absolute error of the peak over all
+    other families are taken. Only records that a constant can move are predicted again. Raises SpecError for more
+    folds than families.
     """
     families = sorted({r.family for r in records})
     if folds > len(families):
         raise SpecError(f"--folds is {folds}, the runs have {len(families)} families; give at most that")
+    movable = [r for r in records if can_move(r)]
+    ids = {r.id for r in movable}
+    fixed = [o for o in outcomes if o.id not in ids]
     names = [f.name for f in fitted.FITTED]
-    by_choice: dict[tuple[object, ...], list[Outcome]] = {}
+    by_choice: dict[tuple[object, ...], Sequence[Outcome]] = {tuple(getattr(fitted, n) for n in names): outcomes}
     for choice in product(*(f.candidates for f in fitted.FITTED)):
-        with constants(dict(zip(names, choice, strict=True))):
-            by_choice[choice] = predict_all(records)
+        if choice not in by_choice:
+            with constants(dict(zip(names, choice, strict=True))):
+                by_choice[choice] = [*fixed, *predict_all(movable)]
     out = []
     for k in range(folds):
         held_out = set(families[k::folds])
@@ -38,25 +46,32 @@ def refit(records: Sequence[Record], folds: int) -> list[Outcome]:
     return out
 
 
+def can_move(record: Record) -> bool:
+    """Whether the prediction of a record can depend on a fitted constant."""
+    try:
+        run = run_of(record)
+    except (SpecError, NotComparable, NotARun):
+        return False
+    return any(f.moves(run) for f in fitted.FITTED)
+
+
 def _mean_error(outcomes: Iterable[Outcome]) -> float:
     errors = [abs(e) for o in outcomes if o.status == "ok" and (e := o.max_allocated_error) is not None]
     return sum(errors) / len(errors) if errors else 0.0
 
 
 @contextmanager
-def constants(values: dict[str, object]) -> Iterator[None]:
+def constants(values: Mapping[str, object]) -> Iterator[None]:
     """The estimate with other values of fitted constants; what was cached under the old ones is forgotten."""
-    before = {name: getattr(fitted, name) for name in values}
     try:
-        _set(values)
-        yield
+        with fitted.replaced(values):
+            _forget_estimates()
+            yield
     finally:
-        _set(before)
+        _forget_estimates()
 
 
-def _set(values: dict[str, object]) -> None:
-    for name, value in values.items():
-        setattr(fitted, name, value)
+def _forget_estimates() -> None:
     for module in [m for n, m in sys.modules.items() if n.startswith("bridge_memory.")]:
         for member in vars(module).values():
             if callable(clear := getattr(member, "cache_clear", None)):

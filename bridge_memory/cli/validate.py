@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.accuracy.accuracy import Errors, GroupAccuracy
-    from bridge_memory.accuracy.runs import Outcome, Record
+    from bridge_memory.accuracy.errors import Errors, GroupAccuracy
+    from bridge_memory.accuracy.predictions import Outcome
+    from bridge_memory.accuracy.records import Record
 
 SCHEMA = "bridge-memory/validate/1"
 GIB = 1 << 30
@@ -24,14 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="every record and the summary as JSON; - for stdout")
     parser.add_argument("--force", action="store_true", help="overwrite the --json file")
     parser.add_argument("--summary", action="store_true", help="the table by tier (the default)")
-    parser.add_argument("--by", choices=("tier", "family", "gpu", "feature"), help="a table by this")
+    parser.add_argument("--by", choices=("tier", "family", "scale", "gpu", "feature"), help="a table by this")
     parser.add_argument("--worst", type=int, metavar="N", help="the N largest misses, explained")
     parser.add_argument("--folds", type=int, metavar="K", help="refit constants with families left out")
 
 
 def run(args: argparse.Namespace) -> int:
-    from bridge_memory.accuracy.accuracy import accuracy, by_group, summary
-    from bridge_memory.accuracy.runs import load_runs, predict_all
+    from bridge_memory.accuracy.errors import accuracy, by_group, summary
+    from bridge_memory.accuracy.predictions import predict_all
+    from bridge_memory.accuracy.records import load_runs
 
     for name in ("worst", "folds"):
         value = getattr(args, name)
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.folds:
         from bridge_memory.accuracy.folds import refit
 
-        left_out = refit(records, args.folds)
+        left_out = refit(records, outcomes, args.folds)
         print(f"Fitted constants chosen again with each of {args.folds} groups of families left out:")
         print(table([*by_group(left_out, "tier"), accuracy("all", left_out)]))
     return 0
@@ -122,8 +124,9 @@ def _statuses(outcomes: Sequence[Outcome]) -> str:
 
 def worst(records: Sequence[Record], outcomes: Sequence[Outcome], count: int) -> str:
     """The largest misses of both numbers with the stage's components and what is unusual about the run."""
-    from bridge_memory.accuracy.accuracy import METRICS
-    from bridge_memory.accuracy.runs import non_default_options, run_of
+    from bridge_memory.accuracy.errors import METRICS
+    from bridge_memory.accuracy.features import non_default_options
+    from bridge_memory.accuracy.runs import run_of
 
     by_id = {r.id: r for r in records}
     blocks = []

@@ -20,7 +20,8 @@ pytest.importorskip("megatron.core")
 
 import torch
 
-from bridge_memory.accuracy.runs import load_runs, predict_all
+from bridge_memory.accuracy.predictions import predict_all
+from bridge_memory.accuracy.records import load_runs
 from bridge_memory.cli import main
 from bridge_memory.estimate import estimate
 from bridge_memory.rehearse import gpu, patches

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 
 import torch
 
-from bridge_memory.accuracy.runs import load_runs
+from bridge_memory.accuracy.records import load_runs
 from bridge_memory.estimate import estimate
 from bridge_memory.rehearse.record import Phase, record_of
 from bridge_memory.rehearse.world import rank_of_stage

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bridge_memory.accuracy.runs import load_runs, predict_all, run_of
+from bridge_memory.accuracy.predictions import predict_all
+from bridge_memory.accuracy.records import load_runs
+from bridge_memory.accuracy.runs import run_of
 from bridge_memory.cli import main
 from bridge_memory.estimate import estimate
 from bridge_memory.readers import resolve_model

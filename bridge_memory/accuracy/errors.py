@@ -1,7 +1,8 @@
 """Errors of predictions, summed up: per record and per family, by tier or by any other grouping.
 
 A record's error is the mean over its ranks of the absolute relative error; a family's is the mean of its
-records. Bias is the signed mean: positive where the estimate is too high.
+records. Bias is the signed mean: positive where the estimate is too high. Records of what is not a training run
+count nowhere.
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from bridge_memory.accuracy.runs import Outcome
+from bridge_memory.accuracy.predictions import Outcome
 
 #: The two numbers that are compared, and how an outcome gives its signed relative error.
 METRICS: dict[str, Callable[[Outcome], float | None]] = {
     "allocated": lambda o: o.allocated_error,
     "max_allocated": lambda o: o.max_allocated_error,
 }
-GROUPINGS = ("tier", "family", "gpu", "feature")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def errors_of(pairs: Sequence[tuple[float, float]]) -> Errors:
 
 def accuracy(group: str, outcomes: Iterable[Outcome]) -> GroupAccuracy:
     """One row over the outcomes with status "ok"; the others are only counted."""
-    outcomes = list(outcomes)
+    outcomes = [o for o in outcomes if o.status != "not_a_run"]
     by_record: dict[str, list[Outcome]] = defaultdict(list)
     for o in outcomes:
         by_record[o.id].append(o)
@@ -105,17 +105,20 @@ def accuracy(group: str, outcomes: Iterable[Outcome]) -> GroupAccuracy:
 
 
 def by_group(outcomes: Sequence[Outcome], grouping: str) -> list[GroupAccuracy]:
-    """Rows by "tier", "family", "gpu" or "feature" (a run counts under each of its features)."""
+    """Rows by "tier", "family", "scale", "gpu" or "feature" (a run counts under each of its features)."""
     groups: dict[str, list[Outcome]] = defaultdict(list)
     for o in outcomes:
-        for name in _names(o, grouping):
-            groups[name].append(o)
+        if o.status != "not_a_run":
+            for name in _names(o, grouping):
+                groups[name].append(o)
     return [accuracy(name, groups[name]) for name in sorted(groups)]
 
 
 def _names(o: Outcome, grouping: str) -> tuple[str, ...]:
     if grouping == "feature":
         return o.features
+    if grouping == "scale":
+        return (o.scale or "not read",)
     if grouping == "gpu":
         return (o.gpu.split()[0] if o.gpu else "unknown",)
     return (f"tier {o.tier}",) if grouping == "tier" else (o.family,)

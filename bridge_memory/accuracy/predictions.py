@@ -1,0 +1,146 @@
+"""What the estimate says about each measured rank of a record, next to what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bridge_memory.accuracy.features import features_of, scale_of
+from bridge_memory.accuracy.records import Measurement, Record
+from bridge_memory.accuracy.runs import NotARun, NotComparable, run_of
+from bridge_memory.components import MOMENTS
+from bridge_memory.estimate import StageEstimate, estimate
+from bridge_memory.readers.megatron_args import stage_of_rank
+from bridge_memory.spec import RunSpec, SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One measured rank next to its prediction.
+
+    ``status``: "ok"; "not_modelled", whose ``reason`` says what is missing or why there is nothing to compare;
+    "not_a_run", which no estimate of a run can be held against; or "error", a bug. ``scale``: one of
+    ``features.SCALES``, "" where the run could not be read. ``stage``: the predicted stage, for explanations.
+    """
+
+    id: str
+    family: str
+    tier: int
+    gpu: str
+    rank: int | None
+    status: str
+    reason: str = ""
+    predicted_allocated_bytes: int | None = None
+    measured_allocated_bytes: int | None = None
+    predicted_max_allocated_bytes: int | None = None
+    measured_max_allocated_bytes: int | None = None
+    features: tuple[str, ...] = ()
+    scale: str = ""
+    stage: StageEstimate | None = None
+
+    @property
+    def allocated_error(self) -> float | None:
+        """Signed relative error of the static memory; positive where the estimate is too high."""
+        return _relative(self.predicted_allocated_bytes, self.measured_allocated_bytes)
+
+    @property
+    def max_allocated_error(self) -> float | None:
+        """Signed relative error of the peak."""
+        return _relative(self.predicted_max_allocated_bytes, self.measured_max_allocated_bytes)
+
+    def as_json(self) -> dict[str, object]:
+        names = (
+            "id", "family", "tier", "rank", "status", "reason",
+            "predicted_allocated_bytes", "measured_allocated_bytes",
+            "predicted_max_allocated_bytes", "measured_max_allocated_bytes",
+        )
+        return {name: getattr(self, name) for name in names}
+
+
+def _relative(predicted: int | None, measured: int | None) -> float | None:
+    return predicted / measured - 1.0 if predicted is not None and measured else None
+
+
+#: Relative difference of two parameter counts that still speak of one model (padding, biases).
+_SAME_MODEL = 0.05
+
+
+def predict(record: Record) -> list[Outcome]:
+    """One outcome for every measured rank (one without a rank where nothing was measured)."""
+    run: RunSpec | None = None
+    try:
+        run = run_of(record)
+        answer = estimate(run)
+        _check_comparable(record, answer.stages)
+    except NotARun as reason:
+        return _unpredicted(record, run, "not_a_run", f"skipped: {reason}")
+    except NotComparable as reason:
+        return _unpredicted(record, run, "not_modelled", f"skipped: {reason}")
+    except SpecError as error:
+        return _unpredicted(record, run, "not_modelled", str(error))
+    except Exception as error:  # a bug must not hide the other records
+        return _unpredicted(record, run, "error", f"{type(error).__name__}: {error}")
+    gaps = tuple(dict.fromkeys((*run.not_modelled, *run.model.not_modelled, *answer.not_modelled)))
+    pp_before_dp = "--use-tp-pp-dp-mapping" in record.arguments
+    features, scale = features_of(run), scale_of(run, record.measured)
+    outcomes = []
+    for m in record.measured:
+        stage = answer.stages[stage_of_rank(m.rank, run.parallel, pp_before_dp=pp_before_dp)]
+        outcomes.append(
+            Outcome(
+                record.id, record.family, record.tier, record.gpu, m.rank,
+                "not_modelled" if gaps else "ok", "; ".join(gaps),
+                stage.static_bytes, m.allocated_bytes, peak_after(stage, run, record, m.after_step),
+                m.max_allocated_bytes,
+                features, scale, stage,
+            )
+        )
+    return outcomes
+
+
+def predict_all(records: Iterable[Record]) -> list[Outcome]:
+    return [outcome for record in records for outcome in predict(record)]
+
+
+def _check_comparable(record: Record, stages: Iterable[StageEstimate]) -> None:
+    """Raise NotComparable where nothing was measured, or where a run's own log speaks of another model."""
+    if not record.measured:
+        raise NotComparable("nothing was measured")
+    stated = record.logged_parameters
+    largest = max(stage.parameters for stage in stages)
+    if stated and abs(largest / stated - 1) > _SAME_MODEL:
+        raise NotComparable(
+            f"its own log counts {stated:.4g} parameters in the fullest shard, its arguments make {largest:.4g}; "
+            "one of the two is not the run"
+        )
+
+
+def _unpredicted(record: Record, run: RunSpec | None, status: str, reason: str) -> list[Outcome]:
+    ranks = record.measured or (Measurement(-1, None, None),)
+    return [
+        Outcome(
+            record.id, record.family, record.tier, record.gpu, m.rank if m.rank >= 0 else None, status, reason,
+            None, m.allocated_bytes, None, m.max_allocated_bytes,
+            scale=scale_of(run, record.measured) if run is not None else "",
+        )
+        for m in ranks
+    ]
+
+
+#: fp16's dynamic loss scale starts at 2^32 and halves after every overflowing step (after the second one,
+#: ``optimizer/grad_scaler.py: DynamicGradScaler``); at 2^23 the gradients of a loss still overflow 65504. The
+#: optimizer is not called in such a step.
+_FP16_SKIPPED_STEPS = 10
+
+
+def peak_after(stage: StageEstimate, run: RunSpec, record: Record, steps: int) -> int:
+    """The peak as of a number of steps: before the first optimizer step there are no optimizer moments.
+
+    Adam's moments are made in the first step that is not skipped, so no earlier forward or backward pass ran
+    beside them. ``stage.peak_bytes`` is the peak of every later step.
+    """
+    moments = sum(c.bytes for c in stage.components if c.state in MOMENTS)
+    dynamic_scale = run.precision.params_dtype == "fp16" and "--loss-scale" not in record.arguments
+    if dynamic_scale and 0 < steps <= _FP16_SKIPPED_STEPS:
+        return stage.peak_bytes - moments
+    return max(stage.static_bytes, stage.peak_bytes - moments) if steps == 1 else stage.peak_bytes

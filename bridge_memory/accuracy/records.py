@@ -1,0 +1,95 @@
+"""Measured runs as they are recorded: one JSON object a line.
+
+``tests/data/measurements/README.md`` lists the fields. What a record says of its run is read in ``runs.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bridge_memory.spec import SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What torch reported on one rank, in bytes; None where the source does not say."""
+
+    rank: int
+    allocated_bytes: int | None
+    max_allocated_bytes: int | None
+    #: Steps done when the peak was read; 0 where the source does not say (late in training).
+    after_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One measured run."""
+
+    id: str
+    family: str
+    tier: int
+    gpu: str
+    world_size: int
+    framework: Mapping[str, object]
+    config: Mapping[str, object]
+    measured: tuple[Measurement, ...]
+    #: Parameters of the fullest rank as the run itself logged them (Megatron-LM's ``report_theoretical_memory``).
+    logged_parameters: float | None = None
+
+    @property
+    def arguments(self) -> Mapping[str, object]:
+        """Megatron-LM arguments; empty where the run is told in another way."""
+        args = self.config.get("args")
+        return args if isinstance(args, Mapping) else {}
+
+
+def load_runs(path: str | Path) -> list[Record]:
+    """Read a corpus. Raises SpecError, naming the line, for text that is not a record."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise SpecError(f"{path}: {reason}; give a file with one JSON record a line") from None
+    return [read_record(line, f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+
+
+def read_record(line: str, where: str) -> Record:
+    """One line of a corpus; ``where`` names it in a refusal. Raises SpecError."""
+    try:
+        data = json.loads(line)
+    except ValueError:
+        raise SpecError(f"{where} is not JSON; give one record a line") from None
+    if not isinstance(data, dict):
+        raise SpecError(f"{where} is not a JSON object; give one record a line")
+    try:
+        logged = data.get("logged_parameters")
+        return Record(
+            id=str(data["id"]),
+            family=str(data.get("family", data["id"])),
+            tier=int(data.get("tier", 0)),
+            gpu=str(data.get("gpu", "")),
+            world_size=int(data["world_size"]),
+            framework=dict(data.get("framework") or {}),
+            config=dict(data["config"]),
+            measured=tuple(_measurements(data)),
+            logged_parameters=None if logged is None else float(logged),
+        )
+    except KeyError as error:
+        raise SpecError(f"{where} has no field {error}; see the corpus README for a record") from None
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"{where} is malformed ({error}); see the corpus README for a record") from None
+
+
+def _measurements(data: Mapping[str, object]) -> Iterator[Measurement]:
+    for m in data.get("measured") or ():  # type: ignore[attr-defined]
+        yield Measurement(
+            int(m["rank"]), _bytes(m.get("allocated_bytes")), _bytes(m.get("max_allocated_bytes")),
+            int(m.get("after_step", 0)),
+        )
+
+
+def _bytes(value: object) -> int | None:
+    return round(float(value)) if isinstance(value, (int, float)) else None
