@@ -28,6 +28,7 @@ from bridge_memory.spec import (
 )
 from bridge_memory.spec.fields import MOST_GPUS
 from bridge_memory.spec.gaps import idle_modules
+from bridge_memory.spec.release import read_release
 
 if TYPE_CHECKING:
     from bridge_memory.report.gpus import Gpu
@@ -197,6 +198,10 @@ _TITLES = {
 }
 
 
+#: The flag of each package whose releases have rules -> the package's name. Its field is argparse's.
+PACKAGES = {"--megatron-core": "megatron-core", "--transformer-engine": "Transformer Engine", "--torch": "PyTorch"}
+
+
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare MODEL and every flag of a run on ``parser``."""
     model = parser.add_argument_group("model")
@@ -219,7 +224,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
                        help="pad the vocabulary to a multiple of N x TP, as Megatron-LM does with 128")
     model.add_argument("--hidden-dropout", type=_number, metavar="P", help="dropout of the residual stream")
     model.add_argument("--attention-dropout", type=_number, metavar="P", help="dropout of attention probabilities")
-    model.add_argument("--megatron-core", metavar="X.Y", help="megatron-core release whose rules apply")
+    for package, name in PACKAGES.items():
+        model.add_argument(package, metavar="X.Y", help=f"{name} release whose rules apply")
     groups = {name: parser.add_argument_group(title) for name, title in _TITLES.items()}
     for flag in FLAGS:
         _add(groups[flag.group], flag)
@@ -285,12 +291,11 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
         assumptions.append(f"seq_length {DEFAULT_SEQ_LENGTH} (--seq-length)")
     if "global_batch_size" not in given["batch"]:
         assumptions.append("enough microbatches to fill the pipeline (--global-batch-size)")
+    given["implementation"].update(_releases(args))
     _check_silent(given, model)
     _complete(given, assumptions)
     if gpu_arch:
         given["implementation"]["gpu_arch"] = gpu_arch
-    if args.megatron_core:
-        given["implementation"]["megatron_core"] = parse_release(args.megatron_core)
     if given["precision"].get("fp8") and "fp8_recipe" in given["precision"]:
         given["optimizer"].setdefault("fp8_recipe", given["precision"]["fp8_recipe"])
     groups = {name: spec(**given[name]) for name, spec in _SPECS.items() if name != "parallel"}
@@ -342,7 +347,7 @@ def _run_from_megatron(
     if "world_size" not in given["parallel"]:
         raise SpecError("world_size: --megatron-args needs --num-gpus (the GPUs of the job)")
     run = run_from_megatron_args(
-        text, world_size=given["parallel"]["world_size"], megatron_core=args.megatron_core or None
+        text, world_size=given["parallel"]["world_size"], **_releases(args)
     )
     if gpu_arch:
         run = replace(run, implementation=replace(run.implementation, gpu_arch=gpu_arch))
@@ -467,6 +472,7 @@ def _check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
     )
     needs += [
         ("fp8", "fp8" in precision, not local, "--transformer-impl transformer_engine"),
+        ("transformer_engine", "transformer_engine" in impl, not local, "--transformer-impl transformer_engine"),
         ("attention_backend", impl.get("attention_backend") in ("flash", "fused"), not local,
          "--transformer-impl transformer_engine"),
         ("masked_softmax_fusion", "masked_softmax_fusion" in impl, unfused,
@@ -495,9 +501,7 @@ def _check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
         )
 
 
-def parse_release(text: str) -> tuple[int, int]:
-    """"0.16" or "v0.16.1" -> (0, 16). Raises SpecError."""
-    parts = text.lstrip("v").split(".")
-    if len(parts) < 2 or not all(p.isdigit() for p in parts[:2]):
-        raise SpecError(f"megatron_core {text!r} is not a release such as 0.16")
-    return int(parts[0]), int(parts[1])
+def _releases(args: argparse.Namespace) -> dict[str, Any]:
+    """Field -> release, for the packages whose release was given. Raises SpecError."""
+    fields = [flag.removeprefix("--").replace("-", "_") for flag in PACKAGES]
+    return {name: read_release(text, name) for name in fields if (text := getattr(args, name)) is not None}

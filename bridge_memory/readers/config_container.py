@@ -20,6 +20,7 @@ from bridge_memory.readers.container_fields import (
     vocabulary,
 )
 from bridge_memory.readers.transformer_config import model_from_transformer_config
+from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Running, release_in
 from bridge_memory.spec import (
     BatchSpec,
     DataParallelSpec,
@@ -34,9 +35,6 @@ from bridge_memory.spec import (
     SpecError,
 )
 from bridge_memory.spec.layout_string import layout_string
-
-#: Release whose rules apply where none is given and megatron.core is not loaded.
-DEFAULT_MEGATRON_CORE = (0, 16)
 
 #: Elements of a gradient bucket that CommOverlapConfig sets (``_get_optimizer_overlap_cfgs``).
 COMM_OVERLAP_BUCKET = 128 * 1024 * 1024
@@ -119,13 +117,15 @@ def run_from_config_container(
     gpu_arch: str = "hopper",
     megatron_core: tuple[int, int] | None = None,
     transformer_engine: tuple[int, int] | None = None,
+    torch: tuple[int, int] | None = None,
     name: str | None = None,
 ) -> RunSpec:
     """The run that ``pretrain(config, ...)`` would start.
 
     ``world_size`` None: the container's data_parallel_size times its model-parallel sizes, else
     ``config.world_size``, torch.distributed's, or WORLD_SIZE; refused where none is known. ``num_microbatches``
-    None: from the global batch size. Raises SpecError naming the field that is missing or wrong; what changes
+    None: from the global batch size. ``megatron_core``, ``transformer_engine``, ``torch`` None: the releases that
+    this process has imported. Raises SpecError naming the field that is missing or wrong; what changes
     memory and is not modelled is listed in ``RunSpec.not_modelled``.
     """
     model = container_part(config, "model")
@@ -147,7 +147,12 @@ def run_from_config_container(
         peft=_peft(getattr(config, "peft", None)),
         recompute=_recompute(view),
         implementation=_implementation(
-            config, view, gpu_arch, megatron_core or _loaded_core(), transformer_engine
+            config, view, gpu_arch,
+            Running(
+                megatron_core or _imported("megatron.core") or DEFAULT_MEGATRON_CORE,
+                transformer_engine or _imported("transformer_engine"),
+                torch or _imported("torch"),
+            ),
         ),
         not_modelled=_not_modelled(config, view),
     )
@@ -513,12 +518,11 @@ def _implementation(
     config: Any,
     view: _Views,
     gpu_arch: str,
-    core: tuple[int, int],
-    te: tuple[int, int] | None,
+    running: Running,
 ) -> ImplementationSpec:
     m = view.model
     _, local = _layer_spec(m)
-    on = {
+    on: dict[str, Any] = {
         key: bool(_get(m, key, False))
         for key in _words(
             "gradient_accumulation_fusion masked_softmax_fusion bias_activation_fusion bias_dropout_fusion "
@@ -541,8 +545,9 @@ def _implementation(
     backend = _get(m, "attention_backend", "auto")
     return ImplementationSpec(
         transformer_impl="local" if local else str(_get(m, "transformer_impl", "transformer_engine")),
-        megatron_core=core,
-        transformer_engine=te,
+        megatron_core=running.megatron_core,
+        transformer_engine=running.transformer_engine,
+        torch=running.torch,
         attention_backend=str(getattr(backend, "name", backend)).rsplit(".", 1)[-1],
         cross_entropy_fusion_impl=str(_get(m, "cross_entropy_fusion_impl", "native")),
         create_attention_mask=not _get(
@@ -582,8 +587,6 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
     return tuple(out)
 
 
-def _loaded_core() -> tuple[int, int]:
-    """The megatron-core release of this process, if it runs one."""
-    module = sys.modules.get("megatron.core")
-    match = re.match(r"(\d+)\.(\d+)", str(getattr(module, "__version__", "")))
-    return (int(match.group(1)), int(match.group(2))) if match else DEFAULT_MEGATRON_CORE
+def _imported(package: str) -> tuple[int, int] | None:
+    """The release of a package that this process has imported; nothing is imported to find out."""
+    return release_in(getattr(sys.modules.get(package), "__version__", None))

@@ -31,6 +31,7 @@ import torch
 
 from bridge_memory.rehearse.patches import META, _Done, replaced
 from bridge_memory.rehearse.world import RehearsalUnavailable
+from bridge_memory.releases import release_in, release_words
 
 PACKAGE = "transformer_engine"
 COMPILED = "transformer_engine_torch"
@@ -62,8 +63,8 @@ def why_not() -> str:
         here = version()
     except importlib.metadata.PackageNotFoundError:
         return "its release is not known"
-    if not OLDEST <= tuple(int(n) if n.isdigit() else 0 for n in here.split(".")[:2]) <= NEWEST:
-        known = " to ".join(f"{a}.{b}" for a, b in (OLDEST, NEWEST))
+    if not OLDEST <= (release_in(here) or (0, 0)) <= NEWEST:
+        known = f"{release_words(OLDEST)} to {release_words(NEWEST)}"
         return f"its release here ({here}) is none of {known}"
     return next(
         (f"{name} is not installed" for name in ("pydantic", "packaging") if importlib.util.find_spec(name) is None), ""

@@ -4,7 +4,6 @@ from bridge_memory.readers.megatron_args.parsing import RawArguments, read_argum
 from bridge_memory.readers.megatron_args.run import (
     cublas_workspace_bytes,
     gpu_architecture,
-    release,
     run_from_megatron_args,
     stage_of_rank,
 )
@@ -14,7 +13,6 @@ __all__ = [
     "cublas_workspace_bytes",
     "gpu_architecture",
     "read_arguments",
-    "release",
     "run_from_megatron_args",
     "stage_of_rank",
 ]

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 
 from bridge_memory.readers.megatron_args.arguments import Arguments
+from bridge_memory.releases import NULL_TOKENIZER_COUNTS_ALL, Running
 from bridge_memory.spec import (
     AttentionSpec,
     FeedForward,
@@ -26,8 +27,6 @@ from bridge_memory.spec import (
 
 #: Tokens of the GPT-2 byte-pair vocabulary (``gpt2-vocab.json``), Megatron-LM's usual tokenizer.
 GPT2_VOCABULARY = 50257
-#: Last release whose NullTokenizer counts its end-of-document token on top of ``--vocab-size``.
-_LAST_NULL_TOKENIZER_WITH_EOD = (0, 14)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ def _list_expression(node: ast.expr) -> list[int]:
     raise ValueError("not a list of layers")
 
 
-def vocabulary(a: Arguments, megatron_core: tuple[int, int]) -> tuple[int, str | None]:
+def vocabulary(a: Arguments, running: Running) -> tuple[int, str | None]:
     """Tokens before padding, and what had to be supposed about them."""
     size = a.optional_integer("vocab_size")
     tokenizer = a.text("tokenizer_type", "GPT2BPETokenizer")
@@ -132,14 +131,12 @@ def vocabulary(a: Arguments, megatron_core: tuple[int, int]) -> tuple[int, str |
         if tokenizer not in ("GPT2BPETokenizer", "GPT2BPE"):
             supposed = f"GPT-2's {GPT2_VOCABULARY} tokens: the size of {tokenizer} is not in the arguments"
         return GPT2_VOCABULARY, supposed
-    if tokenizer == "NullTokenizer" and (
-        megatron_core <= _LAST_NULL_TOKENIZER_WITH_EOD or a.flag("legacy_tokenizer")
-    ):
+    if tokenizer == "NullTokenizer" and (a.flag("legacy_tokenizer") or not NULL_TOKENIZER_COUNTS_ALL(running)):
         size += 1
     return size, None
 
 
-def model_spec(a: Arguments, megatron_core: tuple[int, int], name: str = "megatron-lm") -> ModelSpec:
+def model_spec(a: Arguments, running: Running, name: str = "megatron-lm") -> ModelSpec:
     """The architecture that the arguments describe."""
     hidden = a.required("hidden_size")
     heads = a.required("num_attention_heads")
@@ -154,7 +151,7 @@ def model_spec(a: Arguments, megatron_core: tuple[int, int], name: str = "megatr
         is_moe = moe_layer_pattern(a.text("moe_layer_freq", "1"), count) if moe else (False,) * count
         layers = tuple(LayerSpec(mixer, moe if use and moe else dense) for use in is_moe)
     mtp_depths, mtp_layer, gaps = _mtp(a, pattern, layers, mixer, dense, moe)
-    vocab, supposed = vocabulary(a, megatron_core)
+    vocab, supposed = vocabulary(a, running)
     padded = a.optional_integer("padded_vocab_size")
     rotary_width = (
         a.integer("qk_pos_emb_head_dim", 64) if isinstance(mixer, MLASpec)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from bridge_memory.readers.megatron_args.arguments import Arguments
 from bridge_memory.readers.megatron_args.model import HybridPattern, hybrid_pattern, model_spec
 from bridge_memory.readers.megatron_args.parsing import RawArguments, read_arguments, words_of
+from bridge_memory.releases import DEFAULT_MEGATRON_CORE, FLASH_IS_DETERMINISTIC, Running
 from bridge_memory.spec import (
     BatchSpec,
     DataParallelSpec,
@@ -20,9 +21,7 @@ from bridge_memory.spec import (
     SpecError,
     divide,
 )
-
-#: Release whose defaults apply where the caller names none.
-DEFAULT_MEGATRON_CORE = (0, 16)
+from bridge_memory.spec.release import read_release
 
 _ARCHITECTURES = (
     (r"GB\d{3}|B\d{3}\b|blackwell|RTX.?(PRO|50)", "blackwell"),
@@ -38,6 +37,7 @@ def run_from_megatron_args(
     gpu: str | None = None,
     megatron_core: tuple[int, int] | str | None = None,
     transformer_engine: tuple[int, int] | str | None = None,
+    torch: tuple[int, int] | str | None = None,
     env: Mapping[str, object] | None = None,
 ) -> RunSpec:
     """A RunSpec from Megatron-LM arguments, unset ones at Megatron-LM's defaults for that release.
@@ -45,7 +45,8 @@ def run_from_megatron_args(
     ``args``: a dict (``{"--num-layers": 32}``), a list of words, a command line, the text of a launch
     script or of a functional test's YAML. ``world_size``: number of ranks; taken from a script's torchrun
     options where it has them. ``gpu``: a GPU's name, for workspace sizes. ``env``: its
-    CUBLAS_WORKSPACE_CONFIG and NVTE_* variables matter.
+    CUBLAS_WORKSPACE_CONFIG and NVTE_* variables matter. ``megatron_core``, ``transformer_engine``, ``torch``: the
+    releases that run, as (0, 16) or "0.16.1".
 
     Raises SpecError for missing or contradictory arguments. Arguments that change memory and are not
     modelled, and arguments that nobody here knows, are listed in ``RunSpec.not_modelled``.
@@ -53,12 +54,16 @@ def run_from_megatron_args(
     raw = read_arguments(args)
     environment = {**raw.env, **{k: str(v) for k, v in (env or {}).items()}}
     a = Arguments(RawArguments(raw.values, environment))
-    core = release(megatron_core) or DEFAULT_MEGATRON_CORE
+    running = Running(
+        read_release(megatron_core, "megatron_core") or DEFAULT_MEGATRON_CORE,
+        read_release(transformer_engine, "transformer_engine"),
+        read_release(torch, "torch"),
+    )
     ranks = world_size or raw.world_size or a.optional_integer("world_size")
     if ranks is None:
         raise SpecError("world_size is unknown; give the number of GPUs (--world-size N)")
     pattern = hybrid_pattern(a)
-    model = model_spec(a, core)
+    model = model_spec(a, running)
     gaps = list(a.not_modelled())
     precision = _precision(a)
     return RunSpec(
@@ -75,18 +80,10 @@ def run_from_megatron_args(
         optimizer=_optimizer(a),
         data_parallel=_data_parallel_spec(a),
         recompute=_recompute(a),
-        implementation=_implementation(a, core, gpu, release(transformer_engine)),
+        implementation=_implementation(a, running, gpu),
         assumptions=(_DETERMINISTIC_CUBLAS,) if _supposes_cublas(a) else (),
         not_modelled=tuple(gaps),
     )
-
-
-def release(version: tuple[int, int] | str | None) -> tuple[int, int] | None:
-    """``"0.15.0rc8"`` -> ``(0, 15)``; None where there is no release number in the text."""
-    if version is None or isinstance(version, tuple):
-        return version
-    match = re.search(r"(\d+)\.(\d+)", version)
-    return (int(match.group(1)), int(match.group(2))) if match else None
 
 
 def gpu_architecture(gpu: str | None) -> str:
@@ -287,11 +284,7 @@ def _recompute(a: Arguments) -> RecomputeSpec:
     )
 
 
-#: First Transformer Engine whose containers carry a FlashAttention (2.4.1) with a deterministic backward.
-_DETERMINISTIC_FLASH = (1, 6)
-
-
-def _attention_backend(a: Arguments, architecture: str, te: tuple[int, int] | None) -> str:
+def _attention_backend(a: Arguments, architecture: str, running: Running) -> str:
     """``--attention-backend``, or what is left of "auto" (TE ``dot_product_attention/utils.py:
     get_attention_backend``): NVTE_* variables, and determinism where a backend's backward has none.
     """
@@ -300,7 +293,7 @@ def _attention_backend(a: Arguments, architecture: str, te: tuple[int, int] | No
         flash, fused = (a.env.get(n, "1") != "0" for n in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"))
         if not flash or not fused:
             return "flash" if flash else "fused" if fused else "unfused"
-        if _deterministic(a) and te is not None and te < _DETERMINISTIC_FLASH and architecture == "ampere":
+        if _deterministic(a) and architecture == "ampere" and not FLASH_IS_DETERMINISTIC(running):
             return "unfused"
     return backend
 
@@ -321,9 +314,7 @@ def _supposes_cublas(a: Arguments) -> bool:
     return _deterministic(a) and cublas_workspace_bytes(a.env.get("CUBLAS_WORKSPACE_CONFIG")) is None
 
 
-def _implementation(
-    a: Arguments, core: tuple[int, int], gpu: str | None, te: tuple[int, int] | None
-) -> ImplementationSpec:
+def _implementation(a: Arguments, running: Running, gpu: str | None) -> ImplementationSpec:
     local = a.text("transformer_impl", "transformer_engine") == "local" or a.flag("use_legacy_models")
     graphs = a.text("cuda_graph_impl", "none")
     if a.flag("enable_cuda_graph"):
@@ -337,9 +328,10 @@ def _implementation(
         offload = tuple(words_of(a.raw("offload_modules") or ""))
     return ImplementationSpec(
         transformer_impl="local" if local else "transformer_engine",
-        megatron_core=core,
-        transformer_engine=te,
-        attention_backend=_attention_backend(a, gpu_architecture(gpu), te),
+        megatron_core=running.megatron_core,
+        transformer_engine=running.transformer_engine,
+        torch=running.torch,
+        attention_backend=_attention_backend(a, gpu_architecture(gpu), running),
         gradient_accumulation_fusion=not a.flag("no_gradient_accumulation_fusion"),
         masked_softmax_fusion=not a.flag("no_masked_softmax_fusion"),
         bias_activation_fusion=not (
