@@ -49,9 +49,13 @@ __all__ = [
     "RunSpec",
     "SpecError",
     "StageEstimate",
+    "StagePeak",
+    "clear_caches",
     "estimate",
+    "explain",
     "install",
     "list_presets",
+    "peaks",
     "resolve_model",
     "uninstall",
 ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bridge_memory.components import STATIC_ROLES, Component, Lifetime, Part, Provenance, Role
-from bridge_memory.engines.engine import engine_of
+from bridge_memory.engines.engine import StageState, engine_of
 from bridge_memory.inventory.chain import ChunkInventory
 from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters
@@ -149,13 +149,12 @@ def clear_caches() -> None:
 class _Held(NamedTuple):
     """What a stage holds whatever its place in the pipeline; stages of one shape share it."""
 
-    parameters: int
-    static: tuple[Component, ...]
+    state: StageState
+    #: Beside the model state, to the end of training.
+    lasting: tuple[Component, ...]
     #: From the end of a step to somewhere in the next.
     between_steps: tuple[Component, ...]
     batch: int
-    #: Whole parameters that the engine holds during every pass.
-    gathered: int
     inventories: tuple[ChunkInventory, ...]
     costs: tuple[ChunkCost, ...]
     static_bytes: int
@@ -180,7 +179,7 @@ class _Stage(NamedTuple):
         held = self.held
         if self.in_step:
             return self.static_bytes
-        return held.static_bytes + self.moment.bytes + held.batch + held.gathered
+        return held.static_bytes + self.moment.bytes + held.batch + held.state.gathered
 
 
 class _Stages:
@@ -192,7 +191,6 @@ class _Stages:
         self.plan = layout(run.model, run.parallel)
         check_layout(run, self.plan)
         self.engine = engine_of(run)
-        self.engine.check(run)
         held: dict[StageShape, _Held] = {}
         self._stages: list[_Stage] = []
         for rank, shapes in enumerate(self.plan.shapes(run.model)):
@@ -210,14 +208,15 @@ class _Stages:
     def _held(self, shapes: StageShape) -> _Held:
         run, ctx = self.run, self.ctx
         units = [chunk_units(run.model, shape, ctx) for shape in shapes]
-        state = self.engine.stage_state(run, units, run.implementation.gpu_arch)
+        state = self.engine.stage(units)
         inventories = tuple(stage_inventories(run.model, shapes, ctx, state.concurrent))
-        buffers = (*lasting_buffers(run, shapes, ctx, inventories), *state.after_step)
-        static = (*state.components, *(b for b in buffers if b.lifetime is not Lifetime.BETWEEN_STEPS))
-        between = tuple(b for b in buffers if b.lifetime is Lifetime.BETWEEN_STEPS)
+        lasting, between = [], []
+        for b in (*lasting_buffers(run, shapes, ctx, inventories), *state.buffers()):
+            (between if b.lifetime is Lifetime.BETWEEN_STEPS else lasting).append(b)
+        static_bytes = sum(nbytes for _, nbytes in state.amounts) + sum(c.bytes for c in lasting)
         return _Held(
-            state.parameters, static, between, batch_bytes(run, shapes), state.gathered, inventories,
-            tuple(stage_costs(inventories)), sum(c.bytes for c in static), sum(c.bytes for c in between),
+            state, tuple(lasting), tuple(between), batch_bytes(run, shapes), inventories,
+            tuple(stage_costs(inventories)), static_bytes, sum(c.bytes for c in between),
         )
 
     def _stage(self, rank: int, held: _Held) -> _Stage:
@@ -231,7 +230,7 @@ class _Stages:
             hidden_bytes=self.ctx.hidden_bytes,
             overlap_moe_expert_parallel_comm=run.implementation.overlap_moe_expert_parallel_comm,
         )
-        return _Stage(held, moment, held.between_bytes > moment.bytes + held.batch + held.gathered)
+        return _Stage(held, moment, held.between_bytes > moment.bytes + held.batch + held.state.gathered)
 
 
 def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
@@ -246,7 +245,7 @@ def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
 
 def _explained(stages: _Stages, rank: int) -> StageEstimate:
     held, moment, in_step = stages[rank]
-    components, leftovers = [*held.static], held.between_steps
+    components, leftovers = [*held.state.components(), *held.lasting], held.between_steps
     running = held.inventories[moment.chunk]
     phase = moment.phase
     operation = running.forward_operation if phase == "forward" else running.backward_operation
@@ -270,16 +269,16 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
             components.append(_transient("pipeline sends and receives", moment.hidden_bytes, Part.PIPELINE))
         if held.batch:
             components.append(_transient("batch: tokens, labels, masks", held.batch, Part.BATCH))
-        if held.gathered:
+        if held.state.gathered:
             components.append(
-                _transient("parameters gathered by Megatron-FSDP", held.gathered, Part.DATA_PARALLEL)
+                _transient("parameters gathered by Megatron-FSDP", held.state.gathered, Part.DATA_PARALLEL)
             )
         transient = moment.bytes - moment.hidden_bytes - sum(retained.values())
         components.append(_transient(f"in passing: {operation}", transient, Part.RUNNING))
     return StageEstimate(
         stage=rank,
         layers=tuple(i for chunk in stages.plan.stages[rank] for i in chunk.layers),
-        parameters=held.parameters,
+        parameters=held.state.parameters,
         in_flight_microbatches=max(moment.alive),
         components=tuple(components),
         peak_phase=phase,

@@ -18,8 +18,8 @@ of any sizes one addition.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -30,8 +30,8 @@ from bridge_memory.inventory.tape import Discard, Landmark, Node, Op, Region, Ta
 #: Bytes: smaller tensors stay on the GPU (``TransformerConfig.min_offloaded_tensor_size``: 2^20 elements of bf16).
 MINIMUM_OFFLOADED_BYTES = 2 * 1024 * 1024
 
-#: Bits of one count; a tensor is not alive half a million times.
-_LANE = 20
+#: Bits of one count, and its format in memory; no size is there 2^31 times at once.
+_LANE, _LANE_FORMAT = 32, "I"
 
 
 class SavedTensor(NamedTuple):
@@ -65,19 +65,14 @@ class Atoms:
             self.sizes.append(size)
         return 1 << (_LANE * position)
 
-    def counts(self, units: int) -> dict[int, int]:
-        """Position -> how often."""
-        out = {}
-        while units:
-            position = ((units & -units).bit_length() - 1) // _LANE
-            count = units >> (_LANE * position) & ((1 << _LANE) - 1)
-            out[position] = count
-            units -= count << (_LANE * position)
-        return out
+    def counts(self, units: int) -> Sequence[int]:
+        """How often each size is there, by its position."""
+        number = len(self.sizes)
+        return memoryview(units.to_bytes(number * _LANE // 8, sys.byteorder)).cast(_LANE_FORMAT)
 
     def positions(self, units: int) -> tuple[int, ...]:
         """Positions, as often as they count."""
-        return tuple(p for p, count in self.counts(units).items() for _ in range(count))
+        return tuple(p for p, times in enumerate(self.counts(units)) for _ in range(times))
 
 
 class Moment(NamedTuple):
@@ -100,12 +95,17 @@ class _Passage:
         number = len(atoms.sizes)
         order: list[int] = []
         names: list[str] = []
-        before: dict[int, int] = {}
+        before: Sequence[int] = (0,) * number
         for moment in moments:
             counts = atoms.counts(moment.units)
-            gone = [p for p, n in before.items() for _ in range(n - counts.get(p, 0))]
-            come = [p for p, n in counts.items() for _ in range(n - before.get(p, 0))]
-            order += [number + p for p in gone] + come
+            come = []
+            for p, (was, now) in enumerate(zip(before, counts, strict=True)):
+                if was != now:
+                    if was > now:
+                        order += [number + p] * (was - now)
+                    else:
+                        come += [p] * (now - was)
+            order += come
             names += [moment.name] * (len(order) - len(names))
             before = counts
         self._order = order
@@ -220,18 +220,23 @@ class BlockCost:
     nothing of its neighbours.
     """
 
+    __slots__ = ("_backward", "_forward", "_held", "_retained", "_signed", "_structure")
+
     def __init__(self, structure: Structure, sizes: Sequence[int]) -> None:
         self._structure = structure
         self._signed = [*sizes, *(-size for size in sizes)]
+        self._retained = self._forward = self._backward = self._held = -1
 
     def _sum(self, positions: Sequence[int]) -> int:
         return sum(map(self._signed.__getitem__, positions))
 
-    @cached_property
+    @property
     def retained(self) -> int:
-        return self._sum(self._structure.retained)
+        if self._retained < 0:
+            self._retained = self._sum(self._structure.retained)
+        return self._retained
 
-    @cached_property
+    @property
     def offloaded(self) -> int:
         """Bytes that leave for host memory between forward and backward; not part of ``retained``."""
         return self._sum(self._structure.offloaded)
@@ -248,33 +253,39 @@ class BlockCost:
     def input_retained(self) -> bool:
         return self._structure.input_retained
 
-    @cached_property
+    @property
     def forward_peak(self) -> int:
-        return self._structure.forward.highest(self._signed)
+        if self._forward < 0:
+            self._forward = self._structure.forward.highest(self._signed)
+        return self._forward
 
     def forward_name(self) -> str:
         """What runs at ``forward_peak``."""
         return self._structure.forward.named(self._signed)[1]
 
-    @cached_property
+    @property
     def backward_peak(self) -> int:
-        return self._structure.backward.highest(self._signed)
+        if self._backward < 0:
+            self._backward = self._structure.backward.highest(self._signed)
+        return self._backward
 
     def backward_name(self) -> str:
         """What runs at ``backward_peak``."""
         return self._structure.backward.named(self._signed)[1]
 
-    @cached_property
+    @property
     def backward_peak_held(self) -> int:
         """``backward_peak`` where the caller holds the gradient of the output until the pass is over."""
-        return self._structure.backward_held.highest(self._signed)
+        if self._held < 0:
+            self._held = self._structure.backward_held.highest(self._signed)
+        return self._held
 
-    @cached_property
+    @property
     def no_grad_peak(self) -> int:
         """Peak of a forward pass that saves nothing (the first pass of a checkpointed layer)."""
         return self._structure.no_grad.highest(self._signed)
 
-    @cached_property
+    @property
     def no_grad_retained(self) -> int:
         """Bytes that such a pass keeps as long as its output lives."""
         return self._sum(self._structure.no_grad_retained)

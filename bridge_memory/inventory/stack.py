@@ -45,7 +45,7 @@ def chunk_inventory(
     key = ("chunk", shape, backward_next)
     known = ctx.evaluated.get(key)
     if known is not None:
-        return known  # type: ignore[no-any-return]
+        return known
     links: list[tuple[Link, int]] = []
     if shape.embedding:
         links.append((plain_link(embedding_block(model, ctx), Label.EMBEDDING), 1))
@@ -96,7 +96,7 @@ class Unit(NamedTuple):
     #: Prefix of the names; ``{}`` stands for the number of the layer or depth.
     prefix: str
     parameters: ParameterList
-    count: int = 1
+    times: int = 1
     layer: LayerSpec | None = None
 
 
@@ -125,9 +125,9 @@ def named_parameters(units: Sequence[Unit]) -> Iterator[Parameter]:
     layer = 0
     for unit in units:
         first = layer if unit.label is Label.LAYER else 0
-        for number in range(first, first + unit.count):
+        for number in range(first, first + unit.times):
             yield from unit.parameters.expanded(unit.prefix.format(number))
-        layer += unit.count if unit.label is Label.LAYER else 0
+        layer += unit.times if unit.label is Label.LAYER else 0
 
 
 def stage_parameters(run: RunSpec, stage: int) -> list[list[Parameter]]:
@@ -137,19 +137,22 @@ def stage_parameters(run: RunSpec, stage: int) -> list[list[Parameter]]:
     return [list(named_parameters(chunk_units(run.model, shape, ctx))) for shape in shapes]
 
 
-def stage_scratch(
-    model: ModelSpec, shapes: Sequence[ChunkShape], ctx: BlockContext
-) -> dict[tuple[Scratch, tuple[int, ...]], int]:
-    """Lasting scratch of a stage by kind and shape; the largest request wins."""
-    found: dict[tuple[Scratch, tuple[int, ...]], int] = {}
-    seen: set[int] = set()
-    for shape in shapes:
-        blocks = [layer_block(kind, ctx) for kind in shape.kinds]
-        blocks += [tail for tail, _ in tail_blocks(model, shape, ctx)]
-        for block in blocks:
-            if id(block) in seen:
-                continue
-            seen.add(id(block))
-            for key, nbytes in block.lasting.items():
-                found[key] = max(nbytes, found.get(key, 0))
+def stage_scratch(model: ModelSpec, shapes: Sequence[ChunkShape], ctx: BlockContext) -> dict[Scratch, int]:
+    """Lasting scratch of a stage by kind, in bytes; of one kind (and shape) the largest request wins."""
+    kinds = tuple(dict.fromkeys(kind for shape in shapes for kind, _ in shape.layers))
+    ends = tuple(dict.fromkeys(shape._replace(layers=()) for shape in shapes))
+    key = ("scratch", kinds, ends)
+    known = ctx.evaluated.get(key)
+    if known is not None:
+        return known
+    blocks = [layer_block(kind, ctx) for kind in kinds]
+    blocks += [tail for shape in ends for tail, _ in tail_blocks(model, shape, ctx)]
+    largest: dict[tuple[Scratch, tuple[int, ...]], int] = {}
+    for block in dict.fromkeys(blocks):
+        for request, nbytes in block.lasting.items():
+            largest[request] = max(nbytes, largest.get(request, 0))
+    found: dict[Scratch, int] = {}
+    for (kind, _), nbytes in largest.items():
+        found[kind] = found.get(kind, 0) + nbytes
+    ctx.evaluated[key] = found
     return found

@@ -90,7 +90,7 @@ def _training(run: RunSpec) -> dict[str, Any]:
 
 
 def _components(components: Sequence[Component]) -> list[dict[str, Any]]:
-    return [_plain(c) for c in components]
+    return [c._asdict() for c in components]
 
 
 def _stage(stage: StageEstimate) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class ExpertLayers(NamedTuple):
 
     ffn: MoESpec
     recomputed: bool
-    count: int
+    number: int
 
 
 def expert_layers(model: ModelSpec, shapes: Sequence[ChunkShape], ctx: BlockContext) -> list[ExpertLayers]:
