@@ -32,6 +32,7 @@ MINIMUM_OFFLOADED_BYTES = 2 * 1024 * 1024
 
 #: Bits of one count, and its format in memory; no size is there 2^31 times at once.
 _LANE, _LANE_FORMAT = 32, "I"
+_ONE_LANE = (1 << _LANE) - 1
 
 
 class SavedTensor(NamedTuple):
@@ -95,19 +96,22 @@ class _Passage:
         number = len(atoms.sizes)
         order: list[int] = []
         names: list[str] = []
-        before: Sequence[int] = (0,) * number
-        for moment in moments:
-            counts = atoms.counts(moment.units)
-            come = []
-            for p, (was, now) in enumerate(zip(before, counts, strict=True)):
-                if was != now:
-                    if was > now:
-                        order += [number + p] * (was - now)
-                    else:
-                        come += [p] * (now - was)
+        before = 0
+        for name, units in moments:
+            come: list[int] = []
+            differ = before ^ units
+            while differ:
+                position = (differ & -differ).bit_length() // _LANE
+                at = position * _LANE
+                was, now = before >> at & _ONE_LANE, units >> at & _ONE_LANE
+                if was > now:
+                    order += [number + position] * (was - now)
+                else:
+                    come += [position] * (now - was)
+                differ = differ >> (at + _LANE) << (at + _LANE)
             order += come
-            names += [moment.name] * (len(order) - len(names))
-            before = counts
+            names += [name] * (len(order) - len(names))
+            before = units
         self._order = order
         self._names = names
 
@@ -155,13 +159,22 @@ def _undominated(moments: Sequence[Moment], atoms: Atoms) -> list[Moment]:
         while kept and (moment.units + top - kept[-1].units) & top == top:
             kept.pop()
         kept.append(moment)
-    return [
-        m for i, m in enumerate(kept)
-        if not any(
-            (n.units + top - m.units) & top == top and (n.units != m.units or j < i)
-            for j, n in enumerate(kept) if j != i
-        )
-    ]  # fmt: skip
+    out: list[Moment] = []
+    # Those with most in them first: they are the likeliest to have all of another.
+    largest = sorted({m.units for m in kept}, key=int.bit_count, reverse=True)
+    highest = [units + top for units in largest]
+    seen: set[int] = set()
+    for moment in kept:
+        units = moment.units
+        if units in seen:
+            continue
+        seen.add(units)
+        for other, raised in zip(largest, highest, strict=True):
+            if other != units and (raised - units) & top == top:
+                break
+        else:
+            out.append(moment)
+    return out
 
 
 class Structure:
@@ -172,7 +185,11 @@ class Structure:
         "outputs", "retained", "tensors",
     )
 
-    def __init__(self, tape: Tape, atoms: Atoms) -> None:
+    def __init__(self, tape: Tape, atoms: Atoms, *, without_gradients: bool = True) -> None:
+        """``without_gradients``: also of a forward pass that saves nothing, which full recomputation runs first."""
+        for t in (*tape.input_tensors, *tape.output_tensors, *_every_tensor(tape.nodes)):
+            t.units, t.grad_units = atoms.unit(t.bytes), atoms.unit(t.grad_bytes)
+            t.storage.units = atoms.unit(t.storage.bytes)
         run = _Run(tape, atoms)
         run.forward()
         away = run.offloaded_tensors()
@@ -194,7 +211,8 @@ class Structure:
         backward.backward(hold=False)
         held.backward(hold=True)
         dry = _Run(tape, atoms)
-        dry.forward(save=False)
+        if without_gradients:
+            dry.forward(save=False)
         self.no_grad_retained = atoms.positions(
             sum(t.units for t, n in dry.refs.items() if n > dry.scope_refs(t))
         )
@@ -343,14 +361,13 @@ class _Grad:
         self.refs = 1
 
 
-def _used(node: Node) -> Iterator[Tensor]:
+def _used(node: Node) -> Sequence[Tensor]:
     """The storages that a node reads."""
-    if isinstance(node, Op):
-        for t in node.inputs:
-            yield t.storage
-    elif isinstance(node, Region):
-        for inner in node.nodes:
-            yield from _used(inner)
+    if type(node) is Op:
+        return node.storages
+    if type(node) is Region:
+        return [t for inner in node.nodes for t in _used(inner)]
+    return ()
 
 
 def _made(node: Node) -> Iterator[Tensor]:
@@ -389,9 +406,6 @@ class _Run:
         #: Outputs made anew by discarding regions, and by the one that is running forward again.
         self._anew: dict[int, list[Tensor]] = {}
         self._making: list[Tensor] | None = None
-        for t in (*tape.input_tensors, *tape.output_tensors, *_every_tensor(tape.nodes)):
-            t.units, t.grad_units = atoms.unit(t.bytes), atoms.unit(t.grad_bytes)
-            t.storage.units = atoms.unit(t.storage.bytes)
 
     def copy(self) -> _Run:
         """The same moment between the passes."""
@@ -490,7 +504,7 @@ class _Run:
                 self._mark(node.name, node.workspace)
                 if save or node.always_saves:
                     self._save(node.saves, node.offloaded)
-                gone: Iterable[Tensor] = (*_used(node), *(t.storage for t in node.outputs))
+                gone: Iterable[Tensor] = (*node.storages, *[t.storage for t in node.outputs])
             elif isinstance(node, Region):
                 if save:
                     self._save(node.inputs, node.offloaded)

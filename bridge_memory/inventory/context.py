@@ -37,6 +37,8 @@ class Settings(NamedTuple):
     #: Modules of selective recomputation, and whether MTP depths run again in backward as a whole.
     recomputed: frozenset[str]
     mtp_recomputed: bool
+    #: Whether whole layers run forward without gradients first.
+    recomputes_fully: bool
     impl: ImplementationSpec
     #: Whether layers rotate queries and keys.
     rotary: bool
@@ -120,6 +122,7 @@ class BlockContext:
     attention_softmax_in_fp32: bool
     recomputed: frozenset[str]
     mtp_recomputed: bool
+    recomputes_fully: bool
     impl: ImplementationSpec
     rotary: bool
     rotary_dim: int
@@ -142,8 +145,8 @@ class BlockContext:
         (
             self.hidden_size, self.sp, self.act, self.residual, self.normalization, self.hidden_dropout,
             self.attention_dropout, self.params_dtype, self.fp8, self.fp8_recipe, self.fp8_param,
-            self.attention_softmax_in_fp32, self.recomputed, self.mtp_recomputed, self.impl, self.rotary,
-            self.rotary_dim,
+            self.attention_softmax_in_fp32, self.recomputed, self.mtp_recomputed, self.recomputes_fully, self.impl,
+            self.rotary, self.rotary_dim,
         ) = shelf.settings
         self.seq, self.batch, self.tp, self.cp, self.ep, self.etp, self.padded_vocab = self.dimensions
         #: s b on this context-parallel rank.
@@ -183,6 +186,7 @@ def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
         run.precision.attention_softmax_in_fp32,
         frozenset(rc.modules) if rc.granularity == "selective" else frozenset(),
         rc.granularity == "full" and rc.method == "uniform" and MTP_DEPTHS_RECOMPUTED(run.implementation),
+        rc.granularity == "full",
         run.implementation,
         m.position_embedding_type == "rope",
         m.rotary_dim,

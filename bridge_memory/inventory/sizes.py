@@ -23,13 +23,9 @@ DIMENSIONS = ("seq", "batch", "tp", "cp", "ep", "etp", "padded_vocab")
 Operation = Callable[[Any, Any], Any]
 
 
-class Step(NamedTuple):
-    """``register = operation(left, right)`` of registers; a constant ``left`` where ``operation`` is None."""
-
-    register: int
-    operation: Operation | None
-    left: Any
-    right: int
+#: (register, operation, left, right): ``register = operation(left, right)`` of registers, or the constant ``left``
+#: where there is no operation.
+Step = tuple[int, Operation | None, Any, int]
 
 
 def _ceil(value: Any, _: Any) -> Any:
@@ -212,7 +208,7 @@ class Notes:
         if found is None:
             found = self._known[operation, a, b] = Size(self, len(self.steps), operation(x, y))
             self.sizes.append(found)
-            self.steps.append(Step(found.register, operation, a, b))
+            self.steps.append((found.register, operation, a, b))
         return found
 
     def constant(self, value: Any) -> Size:
@@ -224,7 +220,7 @@ class Notes:
         register = self._constants.get(key)
         if register is None:
             register = self._constants[key] = len(self.steps)
-            self.steps.append(Step(register, None, value, 0))
+            self.steps.append((register, None, value, 0))
             self.sizes.append(Size(self, register, value))
         return register
 
@@ -246,8 +242,8 @@ class Notes:
             if step is None or register in computed or register in wanted:
                 continue
             wanted.add(register)
-            if step.operation is not None:
-                todo += (step.left, step.right)
+            if step[1] is not None:
+                todo += step[2:]
         computed |= wanted
         return tuple(step for register in sorted(wanted) if (step := self.steps[register]) is not None)
 
@@ -261,8 +257,8 @@ class Notes:
                 continue
             seen.add(register)
             step = self.steps[register]
-            if step is not None and step.operation is not None:
-                todo += (step.left, step.right)
+            if step is not None and step[1] is not None:
+                todo += step[2:]
         return tuple(i for i in range(len(DIMENSIONS)) if i in seen)
 
     def formula(self, size: Any) -> str:
@@ -273,14 +269,15 @@ class Notes:
             return DIMENSIONS[size.register]
         step = self.steps[size.register]
         assert step is not None
-        if step.operation is None:
-            return str(step.left)
-        left, right = (self.formula(self.sizes[r]) for r in (step.left, step.right))
-        sign = _SIGNS.get(step.operation)
+        _, operation, first, second = step
+        if operation is None:
+            return str(first)
+        left, right = (self.formula(self.sizes[r]) for r in (first, second))
+        sign = _SIGNS.get(operation)
         if sign:
             return f"({left} {sign} {right})"
-        name = getattr(step.operation, "__name__", "function").strip("_")
-        return f"{name}({left})" if step.left == step.right else f"{name}({left}, {right})"
+        name = getattr(operation, "__name__", "function").strip("_")
+        return f"{name}({left})" if first == second else f"{name}({left}, {right})"
 
 
 _SIGNS: dict[Any, str] = {
