@@ -114,7 +114,7 @@ def _record(ctx: BlockContext, recordings: Any, record: Callable[[Recorder], Non
     r = Recorder(BlockContext(ctx.shelf, notes.sizes[: len(DIMENSIONS)]))
     record(r)
     atoms = Atoms()
-    structure = Structure(r.tape, atoms, without_gradients=ctx.recomputes_fully)
+    structure = Structure(r.tape, atoms, without_gradients=r.without_gradients)
     sizes = list(atoms.sizes)
     for parameters, count in r.rows:
         sizes += [n for p in parameters for n in p.shape]

@@ -17,8 +17,13 @@ from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
-#: What a recording may depend on beside its settings: Megatron's sizes and the padded vocabulary.
-DIMENSIONS = ("seq", "batch", "tp", "cp", "ep", "etp", "padded_vocab")
+from bridge_memory.spec.parts import RECOMPUTE_MODULES
+
+#: What a recording may depend on beside its settings: Megatron's sizes and the padded vocabulary, and then, as 0 or 1,
+#: what is switched on: sequence parallelism, full recomputation (of MTP depths; of any layer) and every module of
+#: selective recomputation.
+SIZES = ("seq", "batch", "tp", "cp", "ep", "etp", "padded_vocab")
+DIMENSIONS = (*SIZES, "sp", "mtp_recomputed", "recomputes_fully", *RECOMPUTE_MODULES)
 
 Operation = Callable[[Any, Any], Any]
 
@@ -130,6 +135,11 @@ class Size:
         return int(self.value)
 
     __int__ = __index__
+
+    def is_on(self) -> bool:
+        """Whether a switch among DIMENSIONS is on: a question."""
+        self.notes.question(self)
+        return bool(self.value)
 
     def __hash__(self) -> int:
         return self.register
