@@ -68,7 +68,16 @@ class MegatronDDP:
         self.rests = rests
         self.copies_gradients = keeps_fp32_gradient_copies(run)
         self.lines = tuple(line for experts in (False, True) for line in self._lines(experts, adapters))
-        self.columns, self._at = self._columns()
+        self.columns, at = self._columns()
+        self._weights_at = at.get((rounded_bytes, self.width), 0)
+        self._weight_rests_at = at.get((_rest, self.width), 0)
+        self._copies_at = at.get((_rest, 4), 0)
+        #: (of which parameters, bytes an element, share on the GPU, where its rounded bytes are).
+        self._of_states = [
+            (s.over, s.width, s.on_gpu, at.get((rounded_bytes, s.width), 0)) for s in self.states
+        ]
+        self._rests_at = [at[_RESTS[s.over], s.width] for s in self.rest_states]
+        self._seen: dict[tuple[int, bool], ChunkState] = {}
         self.adapters = MegatronDDP(run, adapters=True) if self.frozen else None
 
     def _lines(self, experts: bool, adapters: bool) -> Iterator[Line]:
@@ -105,7 +114,10 @@ class MegatronDDP:
         amounts = [0] * len(self.lines)
         parameters = rests = copies = 0
         for index, units in enumerate(chunks):
-            found = self.chunk(units, index)
+            key = (id(units), index == 0)
+            found = self._seen.get(key)
+            if found is None:
+                found = self._seen[key] = self.chunk(units, index)
             parameters += found.parameters
             rests += found.rests
             copies += found.gradient_copies
@@ -145,7 +157,7 @@ class MegatronDDP:
             if self.rests:
                 rests += self._rests(sums, world)
             if self.copies_gradients:
-                rest = 0 if self.expandable else sums[self._at[_rest, 4]]
+                rest = 0 if self.expandable else sums[self._copies_at]
                 copies += -(-(4 * sums[0] + rest) // (world if self.distributed else 1))
         return ChunkState(dense[0] + experts[0], amounts, rests, copies)
 
@@ -157,7 +169,7 @@ class MegatronDDP:
         # Weights: views of one buffer under the distributed optimizer, else tensors of their own.
         # Frozen weights are in no buffer (DistributedDataParallel takes what requires a gradient).
         in_buffer = self.distributed and not self.frozen
-        weights = padded * self.width if in_buffer else sums[self._at[rounded_bytes, self.width]]
+        weights = padded * self.width if in_buffer else sums[self._weights_at]
         precision = self.run.precision
         if self.fp8 and precision.fp8_param:
             weights -= gemm * (self.width - 1)
@@ -172,23 +184,22 @@ class MegatronDDP:
             if not self.distributed:
                 numel, matrices = fullest_share(units, experts, world)
             padded = numel
-        of = {Over.ALL: numel, Over.MATRICES: matrices, Over.REST: numel - matrices}
-        for state in self.states:
-            n = of[state.over]
+        for over, width, on_gpu, rounded_at in self._of_states:
+            n = numel if over is Over.ALL else matrices if over is Over.MATRICES else numel - matrices
             if n == numel and not self.sharded:
-                nbytes = n * state.width if self.layer_wise else sums[self._at[rounded_bytes, state.width]]
+                nbytes = n * width if self.layer_wise else sums[rounded_at]
             else:
-                nbytes = -(-(padded if n == numel else n) // (world if self.sharded else 1)) * state.width
-            yield nbytes if state.on_gpu == 1.0 else round(nbytes * state.on_gpu)
+                nbytes = -(-(padded if n == numel else n) // (world if self.sharded else 1)) * width
+            yield nbytes if on_gpu == 1.0 else round(nbytes * on_gpu)
 
     def _rests(self, sums: Sequence[int], world: int) -> int:
         """``block_rest`` of everything that stays: parameters, gradient buffers, optimizer states. Nothing with
         expandable segments, which split exactly; Megatron-FSDP's own buffers are left out."""
         numel = sums[0]
         total = block_rest(numel * self.gradient_width)
-        total += block_rest(numel * self.width) if self.distributed else sums[self._at[_rest, self.width]]
+        total += block_rest(numel * self.width) if self.distributed else sums[self._weight_rests_at]
         shards = world if self.distributed else 1
-        return total + sum(sums[self._at[_RESTS[s.over], s.width]] // shards for s in self.rest_states)
+        return total + sum([sums[at] // shards for at in self._rests_at])
 
 
 class ChunkState(NamedTuple):

@@ -297,12 +297,6 @@ _SIGNS: dict[Any, str] = {
 }  # fmt: skip
 
 
-def run_steps(steps: Sequence[Step], registers: list[Any]) -> None:
-    """Fill registers in place."""
-    for register, operation, left, right in steps:
-        registers[register] = left if operation is None else operation(registers[left], registers[right])
-
-
 class _Branch:
     """One question of a tree of recordings, with what follows from each answer."""
 
@@ -338,13 +332,13 @@ class Recordings:
         node = self._top.get(None)
         registers: list[Any] = [None] * self._length
         registers[: len(DIMENSIONS)] = dimensions
-        while type(node) is _Branch:
-            run_steps(node.steps, registers)
+        while node is not None:
+            for register, operation, left, right in node.steps:
+                registers[register] = left if operation is None else operation(registers[left], registers[right])
+            if type(node) is _Leaf:
+                return node.recording, list(map(registers.__getitem__, node.registers))
             node = node.answers.get(registers[node.register])
-        if node is None:
-            return None
-        run_steps(node.steps, registers)
-        return node.recording, [registers[r] for r in node.registers]
+        return None
 
     def add(self, notes: Notes, recording: Any, sizes: Sequence[Size]) -> None:
         """Put a recording, and the sizes that it is asked for, where its answers lead."""

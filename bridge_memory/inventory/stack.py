@@ -102,6 +102,9 @@ class Unit(NamedTuple):
 
 def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[Unit]:
     """The parameters of a chunk by block, in model order."""
+    known = ctx.evaluated.get(("units", shape))
+    if known is not None:
+        return known
     units: list[Unit] = []
     if shape.embedding or shape.num_depths:
         units.append(Unit(Label.EMBEDDING, "", embedding_block(model, ctx).parameters))
@@ -117,6 +120,7 @@ def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
     if shape.output:
         output = output_block(model.output_bias, untied_here(model, shape), ctx)
         units.append(Unit(Label.LOSS, "", output.parameters))
+    ctx.evaluated["units", shape] = units
     return units
 
 
@@ -139,20 +143,34 @@ def stage_parameters(run: RunSpec, stage: int) -> list[list[Parameter]]:
 
 def stage_scratch(model: ModelSpec, shapes: Sequence[ChunkShape], ctx: BlockContext) -> dict[Scratch, int]:
     """Lasting scratch of a stage by kind, in bytes; of one kind (and shape) the largest request wins."""
-    kinds = tuple(dict.fromkeys(kind for shape in shapes for kind, _ in shape.layers))
-    ends = tuple(dict.fromkeys(shape._replace(layers=()) for shape in shapes))
-    key = ("scratch", kinds, ends)
+    requests = {id(r): r for r in (_scratch_requests(model, shape, ctx) for shape in shapes)}
+    key = ("scratch", *requests)
     known = ctx.evaluated.get(key)
-    if known is not None:
-        return known
-    blocks = [layer_block(kind, ctx) for kind in kinds]
-    blocks += [tail for shape in ends for tail, _ in tail_blocks(model, shape, ctx)]
-    largest: dict[tuple[Scratch, tuple[int, ...]], int] = {}
-    for block in dict.fromkeys(blocks):
-        for request, nbytes in block.lasting.items():
-            largest[request] = max(nbytes, largest.get(request, 0))
-    found: dict[Scratch, int] = {}
-    for (kind, _), nbytes in largest.items():
-        found[kind] = found.get(kind, 0) + nbytes
-    ctx.evaluated[key] = found
-    return found
+    if known is None:
+        largest: dict[tuple[Scratch, tuple[int, ...]], int] = {}
+        for of_chunk in requests.values():
+            for request, nbytes in of_chunk.items():
+                largest[request] = max(nbytes, largest.get(request, 0))
+        known = {}
+        for (kind, _), nbytes in largest.items():
+            known[kind] = known.get(kind, 0) + nbytes
+        ctx.evaluated[key] = known
+    return known
+
+
+def _scratch_requests(
+    model: ModelSpec, shape: ChunkShape, ctx: BlockContext
+) -> dict[tuple[Scratch, tuple[int, ...]], int]:
+    """Of one chunk; chunks of the same kinds of layers and ends share the answer."""
+    kinds = tuple([kind for kind, _ in shape.layers])
+    key = ("requests", kinds, shape.output, shape.embedding, shape.num_depths, shape.last_layer)
+    known = ctx.evaluated.get(key)
+    if known is None:
+        blocks = [layer_block(kind, ctx) for kind in dict.fromkeys(kinds)]
+        blocks += [tail for tail, _ in tail_blocks(model, shape, ctx)]
+        known = {}
+        for block in dict.fromkeys(blocks):
+            for request, nbytes in block.lasting.items():
+                known[request] = max(nbytes, known.get(request, 0))
+        ctx.evaluated[key] = known
+    return known
