@@ -33,6 +33,8 @@ MINIMUM_OFFLOADED_BYTES = 2 * 1024 * 1024
 #: Bits of one count, and its format in memory; no size is there 2^31 times at once.
 _LANE, _LANE_FORMAT = 32, "I"
 _ONE_LANE = (1 << _LANE) - 1
+#: Moments that every other is held against; what they do not dominate is kept, needlessly at worst.
+_DOMINATORS = 8
 
 
 class SavedTensor(NamedTuple):
@@ -141,7 +143,8 @@ class _Peaks:
         self.after = _Passage(_undominated(after, atoms), atoms)
 
     def highest(self, signed: Sequence[int]) -> int:
-        return max(self.before.highest(signed), self.after.highest(signed))
+        before = self.before.highest(signed)
+        return max(before, self.after.highest(signed)) if self.after else before
 
     def named(self, signed: Sequence[int]) -> tuple[int, str]:
         first, second = self.before.named(signed), self.after.named(signed)
@@ -161,7 +164,7 @@ def _undominated(moments: Sequence[Moment], atoms: Atoms) -> list[Moment]:
         kept.append(moment)
     out: list[Moment] = []
     # Those with most in them first: they are the likeliest to have all of another.
-    largest = sorted({m.units for m in kept}, key=int.bit_count, reverse=True)
+    largest = sorted({m.units for m in kept}, key=int.bit_count, reverse=True)[:_DOMINATORS]
     highest = [units + top for units in largest]
     seen: set[int] = set()
     for moment in kept:
