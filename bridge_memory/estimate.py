@@ -261,7 +261,7 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         components += [
             Component(
                 f"activations: {part}", nbytes, Role.ACTIVATION, provenance, lifetime=Lifetime.RETAINED, part=part,
-                routed=part in ROUTED,
+                routed=provenance is Provenance.ASSUMED,
             )
             for (part, provenance), nbytes in retained.items()
         ]
@@ -289,10 +289,6 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
 
 def _transient(name: str, nbytes: int, part: Part) -> Component:
     return Component(name, nbytes, Role.TRANSIENT, Provenance.FORMULA, lifetime=Lifetime.TRANSIENT, part=part)
-
-
-#: Parts whose size depends on how evenly routers spread tokens.
-ROUTED = (Part.MOE_EXPERTS, Part.MOE_ROUTER)
 
 
 def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:
