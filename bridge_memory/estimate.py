@@ -1,21 +1,22 @@
 """RunSpec -> Estimate: every stage's bytes, by component, with provenance.
 
-``estimate(run)`` is the whole product in one call; see ``Estimate`` for what it returns.
+``peaks(run)`` gives the numbers of every stage, ``explain(run, stage)`` the components of one, and ``estimate(run)``,
+made of both, is the whole product in one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from bridge_memory.components import STATIC_ROLES, Component, Lifetime, Part, Provenance, Role
+from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.engines.engine import StageState, engine_of
 from bridge_memory.inventory.chain import ChunkInventory
 from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters
 from bridge_memory.inventory.layer_links import ignores_full_recompute
 from bridge_memory.inventory.stack import chunk_units, stage_inventories
+from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate, StagePeak
 from bridge_memory.schedule.peak import ChunkCost, PeakMoment, dynamic_peak
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.gaps import gaps, ignored
@@ -23,94 +24,6 @@ from bridge_memory.spec.layout import StageShape, layout
 from bridge_memory.spec.validation import check_layout
 from bridge_memory.workspaces.batch import batch_bytes
 from bridge_memory.workspaces.lasting import lasting_buffers
-
-#: The phase in which a stage's peak lies when forward and backward need less than the optimizer.
-OPTIMIZER_STEP = "optimizer step"
-
-
-@dataclass(frozen=True, slots=True)
-class StageEstimate:
-    """One physical pipeline rank. Totals are sums over ``components``, nothing else."""
-
-    stage: int
-    #: 0-based decoder layers held by this stage, over all its virtual chunks, in chunk order.
-    layers: tuple[int, ...]
-    #: Parameters in one rank's shard (elements).
-    parameters: int
-    in_flight_microbatches: int
-    components: tuple[Component, ...]
-    #: "forward", "backward", "loss", "optimizer step", with the operation that makes the peak.
-    peak_phase: str
-    peak_operation: str = ""
-    #: Peak of every phase that was considered, for the curious: ((phase, bytes), ...).
-    phases: tuple[tuple[str, int], ...] = ()
-    #: What lives from the end of one step to the start of the next, and so not at the peak (unless that is
-    #: where the peak is: then they are among the components).
-    leftovers: tuple[Component, ...] = ()
-
-    def bytes_of(self, *roles: Role | str) -> int:
-        return sum(c.bytes for c in self.components if c.role in roles)
-
-    @property
-    def weights_bytes(self) -> int:
-        return self.bytes_of(Role.WEIGHTS)
-
-    @property
-    def gradients_bytes(self) -> int:
-        return self.bytes_of(Role.GRADIENTS)
-
-    @property
-    def optimizer_bytes(self) -> int:
-        return self.bytes_of(Role.OPTIMIZER)
-
-    @property
-    def buffers_bytes(self) -> int:
-        """Lasting buffers: workspaces, RoPE tables, expert-bias buffers."""
-        return self.bytes_of(Role.BUFFERS)
-
-    @property
-    def static_bytes(self) -> int:
-        """What torch reports as allocated after an optimizer step."""
-        return self.bytes_of(*STATIC_ROLES) + sum(c.bytes for c in self.leftovers)
-
-    @property
-    def activation_bytes(self) -> int:
-        """Saved for backward and alive at the peak."""
-        return self.bytes_of(Role.ACTIVATION)
-
-    @property
-    def transient_bytes(self) -> int:
-        return self.bytes_of(Role.TRANSIENT)
-
-    @property
-    def peak_bytes(self) -> int:
-        """What torch reports as max allocated, from the second step on."""
-        return sum(c.bytes for c in self.components)
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """The answer, per pipeline stage."""
-
-    run: RunSpec
-    stages: tuple[StageEstimate, ...]
-    #: Parameters of the whole model, tied weights once, MTP apart.
-    parameters: int
-    mtp_parameters: int
-    assumptions: tuple[str, ...]
-    not_modelled: tuple[str, ...]
-
-    @property
-    def peak_stage(self) -> StageEstimate:
-        return max(self.stages, key=lambda s: s.peak_bytes)
-
-
-class StagePeak(NamedTuple):
-    """One physical pipeline rank in numbers, bytes on one of its GPUs."""
-
-    stage: int
-    static_bytes: int
-    peak_bytes: int
 
 
 def peaks(run: RunSpec) -> tuple[StagePeak, ...]:
@@ -210,7 +123,8 @@ class _Stages:
         units = [chunk_units(run.model, shape, ctx) for shape in shapes]
         state = self.engine.stage(units)
         inventories = tuple(stage_inventories(run.model, shapes, ctx, state.concurrent))
-        lasting, between = [], []
+        lasting: list[Component] = []
+        between: list[Component] = []
         for b in (*lasting_buffers(run, shapes, ctx, inventories), *state.buffers()):
             (between if b.lifetime is Lifetime.BETWEEN_STEPS else lasting).append(b)
         static_bytes = sum(nbytes for _, nbytes in state.amounts) + sum(c.bytes for c in lasting)

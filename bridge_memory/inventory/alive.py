@@ -30,8 +30,8 @@ from bridge_memory.inventory.tape import Discard, Landmark, Node, Op, Region, Ta
 #: Bytes: smaller tensors stay on the GPU (``TransformerConfig.min_offloaded_tensor_size``: 2^20 elements of bf16).
 MINIMUM_OFFLOADED_BYTES = 2 * 1024 * 1024
 
-#: Bits of one count, and its format in memory; no size is there 2^31 times at once.
-_LANE, _LANE_FORMAT = 32, "I"
+#: Bits of one count; no size is there 2^31 times at once.
+_LANE = 32
 _ONE_LANE = (1 << _LANE) - 1
 #: Moments that every other is held against; what they do not dominate is kept, needlessly at worst.
 _DOMINATORS = 8
@@ -71,7 +71,7 @@ class Atoms:
     def counts(self, units: int) -> Sequence[int]:
         """How often each size is there, by its position."""
         number = len(self.sizes)
-        return memoryview(units.to_bytes(number * _LANE // 8, sys.byteorder)).cast(_LANE_FORMAT)
+        return memoryview(units.to_bytes(number * _LANE // 8, sys.byteorder)).cast("I")
 
     def positions(self, units: int) -> tuple[int, ...]:
         """Positions, as often as they count."""
