@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from bridge_memory.readers.megatron_args.arguments import Arguments
 from bridge_memory.readers.megatron_args.model import HybridPattern, hybrid_pattern, model_spec
@@ -21,14 +21,8 @@ from bridge_memory.spec import (
     SpecError,
     divide,
 )
+from bridge_memory.spec.gpu_names import AMD, DEFAULT_GENERATION, GENERATIONS, gpu_of_name, taken_as_nvidia
 from bridge_memory.spec.release import read_release
-
-_ARCHITECTURES = (
-    (r"GB\d{3}|B\d{3}\b|blackwell|RTX.?(PRO|50)", "blackwell"),
-    (r"H\d{2,3}\b|H20\b|GH200|hopper", "hopper"),
-    (r"A\d{2,3}\b|RTX.?(30|A\d)|ampere|L40|L4\b|ada", "ampere"),
-)
-
 
 def run_from_megatron_args(
     args: Mapping[str, object] | Sequence[str] | str,
@@ -81,17 +75,23 @@ def run_from_megatron_args(
         data_parallel=_data_parallel_spec(a),
         recompute=_recompute(a),
         implementation=_implementation(a, running, gpu),
-        assumptions=(_DETERMINISTIC_CUBLAS,) if _supposes_cublas(a) else (),
+        assumptions=tuple(_supposed_of(a, gpu)),
         not_modelled=tuple(gaps),
     )
 
 
 def gpu_architecture(gpu: str | None) -> str:
-    """"ampere", "hopper" or "blackwell" from a GPU's name; hopper where the name says nothing."""
-    for pattern, architecture in _ARCHITECTURES:
-        if gpu and re.search(pattern, gpu, re.IGNORECASE):
-            return architecture
-    return "hopper"
+    """The generation that a GPU's name says (``gpu_names.GENERATIONS``); hopper where it says none of NVIDIA's."""
+    known = gpu_of_name(gpu) if gpu else None
+    return (known and known.generation) or DEFAULT_GENERATION
+
+
+def _supposed_of(a: Arguments, gpu: str | None) -> Iterator[str]:
+    if _supposes_cublas(a):
+        yield _DETERMINISTIC_CUBLAS
+    known = gpu_of_name(gpu) if gpu else None
+    if gpu and known and known.vendor == AMD:
+        yield taken_as_nvidia(gpu, gpu_architecture(gpu))
 
 
 def cublas_workspace_bytes(config: str | None) -> int | None:
@@ -293,7 +293,8 @@ def _attention_backend(a: Arguments, architecture: str, running: Running) -> str
         flash, fused = (a.env.get(n, "1") != "0" for n in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"))
         if not flash or not fused:
             return "flash" if flash else "fused" if fused else "unfused"
-        if _deterministic(a) and architecture == "ampere" and not FLASH_IS_DETERMINISTIC(running):
+        before_hopper = GENERATIONS[architecture] < GENERATIONS["hopper"]
+        if _deterministic(a) and before_hopper and not FLASH_IS_DETERMINISTIC(running):
             return "unfused"
     return backend
 
