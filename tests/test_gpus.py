@@ -214,8 +214,9 @@ def test_names_that_say_nothing_of_a_gpu_say_nothing() -> None:
 @pytest.mark.parametrize(
     ("capability", "generation"),
     [
-        ((6, 1), None), ((7, 0), "volta"), ((7, 2), "volta"), ((7, 5), "turing"), ((8, 0), "ampere"), ((8, 6), "ampere"),
-        ((8, 7), "ampere"), ((8, 9), "ada"), ((9, 0), "hopper"), ((10, 0), "blackwell"), ((12, 1), "blackwell"),
+        ((6, 1), None), ((7, 0), "volta"), ((7, 2), "volta"), ((7, 5), "turing"), ((8, 0), "ampere"),
+        ((8, 6), "ampere"), ((8, 7), "ampere"), ((8, 9), "ada"), ((9, 0), "hopper"), ((10, 0), "blackwell"),
+        ((12, 1), "blackwell"),
     ],
 )  # fmt: skip
 def test_a_compute_capability_has_a_generation(capability: tuple[int, int], generation: str | None) -> None:

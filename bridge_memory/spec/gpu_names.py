@@ -36,7 +36,7 @@ class NamedGpu:
 #: (what a name holds, whose it is, compute capability); the first that matches counts. "@": nothing alphanumeric
 #: before, "#": no digit after. Sources: developer.nvidia.com/cuda-gpus; AMD's are those of gfx90a, gfx942 and gfx950
 #: as torch's ROCm builds report them.
-_NAMES = (
+_NAMES: tuple[tuple[str, str, Capability], ...] = (
     ("MI35", AMD, (9, 5)),
     ("MI3", AMD, (9, 4)),
     ("MI2|Instinct", AMD, (9, 0)),
@@ -52,8 +52,11 @@ _NAMES = (
     ("V100#|Titan.?V|volta", NVIDIA, (7, 0)),
 )
 _PATTERNS = tuple(
-    (re.compile(words.replace("@", "(?<![A-Za-z0-9])").replace("#", r"(?!\d)"), re.IGNORECASE), NamedGpu(*gpu))
-    for words, *gpu in _NAMES
+    (
+        re.compile(words.replace("@", "(?<![A-Za-z0-9])").replace("#", r"(?!\d)"), re.IGNORECASE),
+        NamedGpu(vendor, capability),
+    )
+    for words, vendor, capability in _NAMES
 )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from bridge_memory.readers import environment
+from bridge_memory.readers.environment import cublas_workspace_bytes
 from bridge_memory.readers.megatron_args.arguments import Arguments
 from bridge_memory.readers.megatron_args.model import HybridPattern, hybrid_pattern, model_spec
 from bridge_memory.readers.megatron_args.parsing import RawArguments, read_arguments, words_of
@@ -46,8 +48,8 @@ def run_from_megatron_args(
     modelled, and arguments that nobody here knows, are listed in ``RunSpec.not_modelled``.
     """
     raw = read_arguments(args)
-    environment = {**raw.env, **{k: str(v) for k, v in (env or {}).items()}}
-    a = Arguments(RawArguments(raw.values, environment))
+    variables = {**raw.env, **{k: str(v) for k, v in (env or {}).items()}}
+    a = Arguments(RawArguments(raw.values, variables))
     running = Running(
         read_release(megatron_core, "megatron_core") or DEFAULT_MEGATRON_CORE,
         read_release(transformer_engine, "transformer_engine"),
@@ -92,15 +94,6 @@ def _supposed_of(a: Arguments, gpu: str | None) -> Iterator[str]:
     known = gpu_of_name(gpu) if gpu else None
     if gpu and known and known.vendor == AMD:
         yield taken_as_nvidia(gpu, gpu_architecture(gpu))
-
-
-def cublas_workspace_bytes(config: str | None) -> int | None:
-    """Bytes of ``CUBLAS_WORKSPACE_CONFIG`` (":size:count" pairs, sizes in KiB); None where unset.
-
-    Source: torch ``aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize``.
-    """
-    pairs = re.findall(r":(\d+):(\d+)", config or "")
-    return sum(int(size) * int(count) * 1024 for size, count in pairs) if pairs else None
 
 
 def stage_of_rank(rank: int, parallel: ParallelSpec, *, pp_before_dp: bool = False) -> int:
@@ -290,9 +283,8 @@ def _attention_backend(a: Arguments, architecture: str, running: Running) -> str
     """
     backend = a.text("attention_backend", "auto").rsplit(".", 1)[-1]
     if backend == "auto":
-        flash, fused = (a.env.get(n, "1") != "0" for n in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"))
-        if not flash or not fused:
-            return "flash" if flash else "fused" if fused else "unfused"
+        if left := environment.attention_backend(a.env):
+            return left
         before_hopper = GENERATIONS[architecture] < GENERATIONS["hopper"]
         if _deterministic(a) and before_hopper and not FLASH_IS_DETERMINISTIC(running):
             return "unfused"
@@ -300,7 +292,7 @@ def _attention_backend(a: Arguments, architecture: str, running: Running) -> str
 
 
 def _deterministic(a: Arguments) -> bool:
-    return a.env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
+    return environment.nvte_deterministic(a.env)
 
 
 #: What torch's deterministic mode asks of the environment (``torch.use_deterministic_algorithms``).
@@ -368,7 +360,7 @@ def _implementation(a: Arguments, running: Running, gpu: str | None) -> Implemen
         cpu_offloading_num_layers=a.integer("cpu_offloading_num_layers", 0),
         offload_modules=offload,
         gpu_arch=gpu_architecture(gpu),
-        expandable_segments="expandable_segments:true" in a.env.get("PYTORCH_CUDA_ALLOC_CONF", "").lower(),
+        expandable_segments=environment.expandable_segments(a.env),
         cublas_workspace_bytes=cublas_workspace_bytes(
             _DETERMINISTIC_CONFIG if _supposes_cublas(a) else a.env.get("CUBLAS_WORKSPACE_CONFIG")
         ),
