@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     spec = run_on_gpus(args, gpus)
     result = estimate(spec)
     if args.calibration is not None:
-        from bridge_memory.live.calibration import calibrated, load
+        from bridge_memory.calibration import calibrated, load
 
         result = calibrated(result, load(args.calibration))
     if args.stage is not None and not 0 <= args.stage < len(result.stages):

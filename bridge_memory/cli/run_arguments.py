@@ -305,22 +305,27 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
 def run_on_gpus(args: argparse.Namespace, gpus: Sequence[Gpu]) -> RunSpec:
     """The run that the flags describe, on these GPUs. Raises SpecError, also where one does not compute its precision.
 
-    The first GPU's generation, Hopper where none is named (Blackwell for mxfp8), sizes library workspaces and lays out
-    fp8; it is an assumption unless all named GPUs are of it.
+    The generation of the first of NVIDIA's, Hopper where none is named (Blackwell for mxfp8), sizes library
+    workspaces, chooses attention's kernel and lays out fp8; it is an assumption unless all named GPUs are of it. AMD's
+    are estimated as if they were of it, which is said.
     """
-    from bridge_memory.report.gpus import check_computes
+    from bridge_memory.report.gpus import check_computes, supposed_on
 
-    spec = run_from_arguments(args, gpu_arch=gpus[0].arch if gpus else None)
+    first = next((gpu for gpu in gpus if gpu.arch is not None), None)
+    spec = run_from_arguments(args, gpu_arch=first.arch if first else None)
     for gpu in gpus:
         check_computes(gpu, spec.precision)
-    if len({gpu.arch for gpu in gpus}) == 1:
-        return spec
-    # Library workspaces have one size an architecture: tens of MiB between them.
-    named = f"{gpus[0].name}, the first --gpu" if gpus else "a Hopper GPU (--gpu)"
-    if not gpus and spec.precision.fp8 and spec.precision.fp8_recipe == "mxfp8":
+    if first is None and spec.precision.fp8 and spec.precision.fp8_recipe == "mxfp8":
         spec = replace(spec, implementation=replace(spec.implementation, gpu_arch="blackwell"))
-        named = "a Blackwell GPU (--gpu), as mxfp8 needs"
-    return replace(spec, assumptions=(*spec.assumptions, f"library workspaces as on {named}"))
+    supposed = [words for gpu in gpus for words in supposed_on(gpu, spec)]
+    if first is not None and len({gpu.arch for gpu in gpus if gpu.arch is not None}) > 1:
+        supposed.append(f"library workspaces, attention kernels and fp8 layouts as on {first.name}, the first --gpu")
+    elif not gpus:
+        named = "a Blackwell GPU (--gpu), as mxfp8 needs" if spec.implementation.gpu_arch == "blackwell" else (
+            "a Hopper GPU (--gpu)"
+        )
+        supposed.append(f"library workspaces as on {named}")
+    return replace(spec, assumptions=(*spec.assumptions, *supposed))
 
 
 def _run_from_megatron(

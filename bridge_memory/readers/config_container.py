@@ -12,6 +12,7 @@ import copy
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from bridge_memory.readers.container_fields import (
@@ -119,14 +120,16 @@ def run_from_config_container(
     transformer_engine: tuple[int, int] | None = None,
     torch: tuple[int, int] | None = None,
     name: str | None = None,
+    implementation: Mapping[str, Any] | None = None,
 ) -> RunSpec:
     """The run that ``pretrain(config, ...)`` would start.
 
     ``world_size`` None: the container's data_parallel_size times its model-parallel sizes, else
     ``config.world_size``, torch.distributed's, or WORLD_SIZE; refused where none is known. ``num_microbatches``
     None: from the global batch size. ``megatron_core``, ``transformer_engine``, ``torch`` None: the releases that
-    this process has imported. Raises SpecError naming the field that is missing or wrong; what changes
-    memory and is not modelled is listed in ``RunSpec.not_modelled``.
+    this process has imported. ``implementation``: fields of ImplementationSpec that the machine decides; its
+    attention_backend only where the container leaves the choice. Raises SpecError naming the field that is missing or
+    wrong; what changes memory and is not modelled is listed in ``RunSpec.not_modelled``.
     """
     model = container_part(config, "model")
     _refuse(config, model)
@@ -146,13 +149,16 @@ def run_from_config_container(
         data_parallel=_data_parallel_spec(config, view),
         peft=_peft(getattr(config, "peft", None)),
         recompute=_recompute(view),
-        implementation=_implementation(
-            config, view, gpu_arch,
-            Running(
-                megatron_core or _imported("megatron.core") or DEFAULT_MEGATRON_CORE,
-                transformer_engine or _imported("transformer_engine"),
-                torch or _imported("torch"),
+        implementation=_on_machine(
+            _implementation(
+                config, view, gpu_arch,
+                Running(
+                    megatron_core or _imported("megatron.core") or DEFAULT_MEGATRON_CORE,
+                    transformer_engine or _imported("transformer_engine"),
+                    torch or _imported("torch"),
+                ),
             ),
+            implementation or {},
         ),
         not_modelled=_not_modelled(config, view),
     )
@@ -566,6 +572,12 @@ def _implementation(
         gpu_arch=gpu_arch,
         **on,
     )
+
+
+def _on_machine(spec: ImplementationSpec, found: Mapping[str, Any]) -> ImplementationSpec:
+    """``spec`` with what was found out about the machine; a backend that the container names stays."""
+    named = spec.attention_backend != "auto"
+    return replace(spec, **{key: found[key] for key in found if key != "attention_backend" or not named})
 
 
 def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:

@@ -144,10 +144,9 @@ def rehearse_on_gpu(
 
 def on_this_machine(run: RunSpec, gpu: str) -> RunSpec:
     """``run`` with the releases, GPU and allocator that are here, which is what will be measured."""
-    from bridge_memory.readers.megatron_args.run import cublas_workspace_bytes
+    from bridge_memory.readers.environment import cublas_workspace_bytes, expandable_segments
 
     impl = run.implementation
-    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     return run.with_(
         implementation=replace(
             impl,
@@ -155,7 +154,7 @@ def on_this_machine(run: RunSpec, gpu: str) -> RunSpec:
             transformer_engine=release_in(installed("transformer-engine")) if impl.te else None,
             torch=release_in(torch.__version__),
             gpu_arch=gpu_architecture(gpu),
-            expandable_segments="expandable_segments:True" in allocator,
+            expandable_segments=expandable_segments(os.environ),
             cublas_workspace_bytes=cublas_workspace_bytes(os.environ.get("CUBLAS_WORKSPACE_CONFIG")),
         ),
     )

@@ -17,24 +17,13 @@ from bridge_memory.releases import (
 )
 from bridge_memory.spec import ImplementationSpec, MambaSpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape
-from bridge_memory.workspaces.allocator import MIB
+from bridge_memory.workspaces.gpu_generations import TE_WORKSPACE, TORCH_CUBLAS_WORKSPACE
 
-#: Bytes of Transformer Engine's cuBLAS workspace, by architecture.
-#: Source: TE ``pytorch/cpp_extensions/gemm.py: get_cublas_workspace_size_bytes``.
-TE_WORKSPACE = {"ampere": 4 * MIB, "hopper": 32 * MIB, "blackwell": 32 * MIB}
 #: Streams of a grouped GEMM, each with a workspace of its own (``get_cublas_workspace(grouped_gemm=True)``;
 #: ``transformer_engine/common/util/multi_stream.cpp: nvte_get_num_compute_streams``).
 TE_GROUPED_GEMM_STREAMS = 4
-#: Bytes of torch's cuBLAS workspace where CUBLAS_WORKSPACE_CONFIG is unset.
-#: Source: torch ``aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize`` (:4096:8 on compute
-#: capability 9.0, :4096:2:16:8 elsewhere; ``releases.LARGE_CUBLAS_WORKSPACE_ON_BLACKWELL``).
-TORCH_CUBLAS_WORKSPACE = {
-    "ampere": (2 * 4096 + 8 * 16) * 1024,
-    "hopper": 8 * 4096 * 1024,
-    "blackwell": (2 * 4096 + 8 * 16) * 1024,
-}
 #: One handle for the thread that runs forward, one for autograd's thread: torch keeps a workspace for every pair
-#: of handle and stream (same file, ``getCurrentCUDABlasHandle``).
+#: of handle and stream (``aten/src/ATen/cuda/CublasHandlePool.cpp: getCurrentCUDABlasHandle``).
 CUBLAS_HANDLES = 2
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from bridge_memory.readers import environment
+from bridge_memory.readers.environment import cublas_workspace_bytes
 from bridge_memory.readers.megatron_args.arguments import Arguments
 from bridge_memory.readers.megatron_args.model import HybridPattern, hybrid_pattern, model_spec
 from bridge_memory.readers.megatron_args.parsing import RawArguments, read_arguments, words_of
@@ -21,14 +23,8 @@ from bridge_memory.spec import (
     SpecError,
     divide,
 )
+from bridge_memory.spec.gpu_names import AMD, DEFAULT_GENERATION, GENERATIONS, gpu_of_name, taken_as_nvidia
 from bridge_memory.spec.release import read_release
-
-_ARCHITECTURES = (
-    (r"GB\d{3}|B\d{3}\b|blackwell|RTX.?(PRO|50)", "blackwell"),
-    (r"H\d{2,3}\b|H20\b|GH200|hopper", "hopper"),
-    (r"A\d{2,3}\b|RTX.?(30|A\d)|ampere|L40|L4\b|ada", "ampere"),
-)
-
 
 def run_from_megatron_args(
     args: Mapping[str, object] | Sequence[str] | str,
@@ -52,8 +48,8 @@ def run_from_megatron_args(
     modelled, and arguments that nobody here knows, are listed in ``RunSpec.not_modelled``.
     """
     raw = read_arguments(args)
-    environment = {**raw.env, **{k: str(v) for k, v in (env or {}).items()}}
-    a = Arguments(RawArguments(raw.values, environment))
+    variables = {**raw.env, **{k: str(v) for k, v in (env or {}).items()}}
+    a = Arguments(RawArguments(raw.values, variables))
     running = Running(
         read_release(megatron_core, "megatron_core") or DEFAULT_MEGATRON_CORE,
         read_release(transformer_engine, "transformer_engine"),
@@ -81,26 +77,23 @@ def run_from_megatron_args(
         data_parallel=_data_parallel_spec(a),
         recompute=_recompute(a),
         implementation=_implementation(a, running, gpu),
-        assumptions=(_DETERMINISTIC_CUBLAS,) if _supposes_cublas(a) else (),
+        assumptions=tuple(_supposed_of(a, gpu)),
         not_modelled=tuple(gaps),
     )
 
 
 def gpu_architecture(gpu: str | None) -> str:
-    """"ampere", "hopper" or "blackwell" from a GPU's name; hopper where the name says nothing."""
-    for pattern, architecture in _ARCHITECTURES:
-        if gpu and re.search(pattern, gpu, re.IGNORECASE):
-            return architecture
-    return "hopper"
+    """The generation that a GPU's name says (``gpu_names.GENERATIONS``); hopper where it says none of NVIDIA's."""
+    known = gpu_of_name(gpu) if gpu else None
+    return (known and known.generation) or DEFAULT_GENERATION
 
 
-def cublas_workspace_bytes(config: str | None) -> int | None:
-    """Bytes of ``CUBLAS_WORKSPACE_CONFIG`` (":size:count" pairs, sizes in KiB); None where unset.
-
-    Source: torch ``aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize``.
-    """
-    pairs = re.findall(r":(\d+):(\d+)", config or "")
-    return sum(int(size) * int(count) * 1024 for size, count in pairs) if pairs else None
+def _supposed_of(a: Arguments, gpu: str | None) -> Iterator[str]:
+    if _supposes_cublas(a):
+        yield _DETERMINISTIC_CUBLAS
+    known = gpu_of_name(gpu) if gpu else None
+    if gpu and known and known.vendor == AMD:
+        yield taken_as_nvidia(gpu, gpu_architecture(gpu))
 
 
 def stage_of_rank(rank: int, parallel: ParallelSpec, *, pp_before_dp: bool = False) -> int:
@@ -290,16 +283,16 @@ def _attention_backend(a: Arguments, architecture: str, running: Running) -> str
     """
     backend = a.text("attention_backend", "auto").rsplit(".", 1)[-1]
     if backend == "auto":
-        flash, fused = (a.env.get(n, "1") != "0" for n in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"))
-        if not flash or not fused:
-            return "flash" if flash else "fused" if fused else "unfused"
-        if _deterministic(a) and architecture == "ampere" and not FLASH_IS_DETERMINISTIC(running):
+        if left := environment.attention_backend(a.env):
+            return left
+        before_hopper = GENERATIONS[architecture] < GENERATIONS["hopper"]
+        if _deterministic(a) and before_hopper and not FLASH_IS_DETERMINISTIC(running):
             return "unfused"
     return backend
 
 
 def _deterministic(a: Arguments) -> bool:
-    return a.env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
+    return environment.nvte_deterministic(a.env)
 
 
 #: What torch's deterministic mode asks of the environment (``torch.use_deterministic_algorithms``).
@@ -367,7 +360,7 @@ def _implementation(a: Arguments, running: Running, gpu: str | None) -> Implemen
         cpu_offloading_num_layers=a.integer("cpu_offloading_num_layers", 0),
         offload_modules=offload,
         gpu_arch=gpu_architecture(gpu),
-        expandable_segments="expandable_segments:true" in a.env.get("PYTORCH_CUDA_ALLOC_CONF", "").lower(),
+        expandable_segments=environment.expandable_segments(a.env),
         cublas_workspace_bytes=cublas_workspace_bytes(
             _DETERMINISTIC_CONFIG if _supposes_cublas(a) else a.env.get("CUBLAS_WORKSPACE_CONFIG")
         ),

@@ -1,0 +1,48 @@
+"""What environment variables say of the implementation: torch's allocator and cuBLAS, Transformer Engine's choices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+#: Every variable that is read here.
+VARIABLES = (
+    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN",
+)  # fmt: skip
+
+
+def expandable_segments(env: Mapping[str, str]) -> bool:
+    """Whether the allocator's segments grow, ``expandable_segments:True``.
+
+    Source: torch ``c10/cuda/CUDAAllocatorConfig.h: CUDAAllocatorConfig.instance``, which takes the first variable that
+    is set.
+    """
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    settings = next((env[name] for name in names if name in env), "")
+    return re.search(r"\bexpandable_segments\s*:\s*true\b", settings, re.IGNORECASE) is not None
+
+
+def cublas_workspace_bytes(config: str | None) -> int | None:
+    """Bytes of ``CUBLAS_WORKSPACE_CONFIG`` (":size:count" pairs, sizes in KiB); None where unset.
+
+    Source: torch ``aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize``.
+    """
+    pairs = re.findall(r":(\d+):(\d+)", config or "")
+    return sum(int(size) * int(count) * 1024 for size, count in pairs) if pairs else None
+
+
+def nvte_deterministic(env: Mapping[str, str]) -> bool:
+    """Whether Transformer Engine may take deterministic algorithms only (``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``)."""
+    return env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
+
+
+def attention_backend(env: Mapping[str, str]) -> str | None:
+    """What NVTE_FLASH_ATTN and NVTE_FUSED_ATTN leave of attention_backend "auto"; None where they leave the choice.
+
+    Source: TE ``dot_product_attention/utils.py: get_attention_backend``.
+    """
+    flash, fused = (env.get(name, "1") != "0" for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"))
+    if flash and fused:
+        return None
+    return "flash" if flash else "fused" if fused else "unfused"
