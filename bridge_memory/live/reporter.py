@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from bridge_memory import calibration
@@ -194,7 +194,7 @@ def _predicted(prediction: Prediction) -> list[PredictedStage]:
     return [
         PredictedStage(
             stage=s.stage, static=s.static, activation=s.activation, transient=s.transient, peak=s.peak,
-            components=[cast(ComponentRecord, asdict(c)) for c in s.components],
+            components=[cast(ComponentRecord, c._asdict()) for c in s.components],
         )
         for s in prediction.stages
     ]  # fmt: skip

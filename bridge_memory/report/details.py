@@ -59,12 +59,12 @@ def _parameters(units: Sequence[Unit], width: int) -> Iterator[DetailRow]:
     counted: dict[tuple[str, str, tuple[int, ...]], int] = {}
     for unit in units:
         layer = unit.label is Label.LAYER
-        for number in range(1 if layer else unit.count):
+        for number in range(1 if layer else unit.times):
             block = "every decoder layer of its kind" if layer else unit.prefix.format(number).rstrip(".")
             for parameters, count in unit.parameters.rows:
                 for p in parameters:
                     key = (block or "ends of the model", p.name, p.shape)
-                    counted[key] = counted.get(key, 0) + count * (unit.count if layer else 1)
+                    counted[key] = counted.get(key, 0) + count * (unit.times if layer else 1)
     for (block, name, shape), count in counted.items():
         yield DetailRow("parameters", block, name, width * prod(shape), count, " x ".join(map(str, shape)))
 

@@ -17,8 +17,8 @@ _SMALL = (2 * 4096 + 8 * 16) * 1024
 _LARGE = 8 * 4096 * 1024
 #: torch's cuBLAS workspace where CUBLAS_WORKSPACE_CONFIG is unset: the large one on compute capability 9.0, the small
 #: one elsewhere; from 2.12 on on Blackwell too (``releases.LARGE_CUBLAS_WORKSPACE_ON_BLACKWELL``).
-#: Source: torch ``aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize``, as pull request 91564 made it for
-#: 2.0 (and 175344 for 2.12).
+#: Source: torch ``aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize``, as pull request 91564 made it
+#: for 2.0 (and 175344 for 2.12).
 TORCH_CUBLAS_WORKSPACE = {
     "volta": _SMALL, "turing": _SMALL, "ampere": _SMALL, "ada": _SMALL, "hopper": _LARGE, "blackwell": _SMALL,
 }  # fmt: skip

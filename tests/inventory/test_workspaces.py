@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bridge_memory.components import Component, Lifetime, Role
+from bridge_memory.components import Component, Lifetime
 from bridge_memory.engines.engine import StageState, engine_of
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_units, stage_inventories
@@ -26,7 +26,7 @@ CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_CUDA_ALLOC_CONF": "expa
 def stage_state(run: RunSpec, stage: int) -> StageState:
     ctx = context_of(run)
     units = [chunk_units(run.model, shape, ctx) for shape in layout(run.model, run.parallel).shapes(run.model)[stage]]
-    return engine_of(run).stage_state(run, units, run.implementation.gpu_arch)
+    return engine_of(run).stage(units)
 
 
 def workspaces(
@@ -36,8 +36,7 @@ def workspaces(
     ctx, shapes = context_of(run), layout(run.model, run.parallel).shapes(run.model)[stage]
     state = stage_state(run, stage)
     buffers = lasting_buffers(run, shapes, ctx, stage_inventories(run.model, shapes, ctx))
-    mine = (c for c in state.components if c.role is Role.BUFFERS)
-    return {w.name: w for w in (*buffers, *mine, *state.after_step)}
+    return {w.name: w for w in (*buffers, *state.buffers())}
 
 
 def total(found: dict[str, Component]) -> int:

@@ -26,6 +26,7 @@ from bridge_memory.spec import (
 from bridge_memory.spec.gpu_names import AMD, DEFAULT_GENERATION, GENERATIONS, gpu_of_name, taken_as_nvidia
 from bridge_memory.spec.release import read_release
 
+
 def run_from_megatron_args(
     args: Mapping[str, object] | Sequence[str] | str,
     *,
