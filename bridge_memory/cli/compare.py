@@ -229,7 +229,10 @@ def _snapshot_json(
             "predicted_peak_bytes": predicted,
             "attributed_share": result.attributed_share,
             "groups": [
-                {"group": str(g.group), "measured_bytes": g.measured, "predicted_bytes": g.predicted, "blocks": g.blocks}
+                {
+                    "group": str(g.group), "measured_bytes": g.measured, "predicted_bytes": g.predicted,
+                    "blocks": g.blocks,
+                }
                 for g in result.groups
             ],
             "unattributed": [{"frames": frames, "bytes": size} for frames, size in result.unattributed],
