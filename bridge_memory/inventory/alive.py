@@ -18,7 +18,6 @@ of any sizes one addition.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -68,14 +67,15 @@ class Atoms:
             self.sizes.append(size)
         return 1 << (_LANE * position)
 
-    def counts(self, units: int) -> Sequence[int]:
-        """How often each size is there, by its position."""
-        number = len(self.sizes)
-        return memoryview(units.to_bytes(number * _LANE // 8, sys.byteorder)).cast("I")
-
     def positions(self, units: int) -> tuple[int, ...]:
-        """Positions, as often as they count."""
-        return tuple(p for p, times in enumerate(self.counts(units)) for _ in range(times))
+        """Positions of the sizes in a sum, as often as they count."""
+        out: list[int] = []
+        while units:
+            position = (units & -units).bit_length() // _LANE
+            at = position * _LANE
+            out += [position] * (units >> at & _ONE_LANE)
+            units = units >> (at + _LANE) << (at + _LANE)
+        return tuple(out)
 
 
 class Moment(NamedTuple):
@@ -431,7 +431,7 @@ class _Plan:
         self._parts: dict[int, _Part] = {}
         self.inputs = [self._of(t) for t in tape.input_tensors]
         outputs = [self._of(t) for t in tape.output_tensors]
-        self.steps = self._steps(tape.nodes)
+        self.steps, _ = self._steps(tape.nodes)
         self.outputs = outputs
         self.output_storages = [self.storage[i] for i in outputs]
 
@@ -448,74 +448,69 @@ class _Plan:
                 self.storage[number] = self._of(t.storage)
         return number
 
-    def _steps(self, nodes: Sequence[Node]) -> list[_Node]:
+    def _steps(self, nodes: Sequence[Node]) -> tuple[list[_Node], list[int]]:
+        """(the steps, every storage that they read)."""
         out: list[_Node] = []
-        used: list[list[int]] = []
-        storage = self.storage
-        for node in nodes:
-            uses: list[int] = []
-            makes: list[int] = []
+        reads: list[list[int]] = []
+        makes: list[Sequence[int]] = []
+        last: dict[int, int] = {}
+        storage, number = self.storage, self._of
+        for at, node in enumerate(nodes):
+            read: list[int] = []
+            made: Sequence[int] = ()
             if type(node) is Op:
-                uses = [storage[self._of(t)] for t in node.inputs]
+                read = [storage[number(t)] for t in node.inputs]
                 if node.scope:
                     out.append(_Scope())
                 else:
-                    made = [self._of(t) for t in node.outputs]
-                    makes = [storage[i] for i in made]
-                    out.append(self._step(node, made, makes))
+                    step = self._step(node)
+                    made = step.storages
+                    out.append(step)
             elif type(node) is Region:
-                part = self._part(node)
-                uses, makes = self._uses(node), list(part.made)
+                part, read = self._part(node)
+                made = list(part.made)
                 out.append(part)
             elif type(node) is Discard:
                 part = self._parts[id(node.region)]
-                part.outputs = [storage[self._of(t)] for t in node.region.outputs]
+                part.outputs = [storage[number(t)] for t in node.region.outputs]
                 out.append(_Emptied(part))
             else:
                 out.append(node)
-            used.append([*uses, *makes])
-        # What is used for the last time, or made and never used, goes.
-        last: dict[int, int] = {}
-        for at, node in enumerate(nodes):
-            reads = used[at] if type(node) is not Op else used[at][: len(node.inputs)]
-            for i in reads if type(node) is not Region else self._uses(node):
+            for i in read:
                 last[i] = at
-        for at, made_node in enumerate(out):
+            reads.append(read)
+            makes.append(made)
+        # What is used for the last time, or made and never used, goes.
+        for at, (made_node, read, made) in enumerate(zip(out, reads, makes, strict=True)):
             if type(made_node) in (_Step, _Part, _Scope):
-                made_node.gone = [i for i in dict.fromkeys(used[at]) if last.get(i, -1) <= at]  # type: ignore[union-attr]
+                made_node.gone = [i for i in dict.fromkeys([*read, *made]) if last.get(i, -1) <= at]  # type: ignore[union-attr]
             if type(made_node) is _Part:
                 made_node.later = {i for i in made_node.made if last.get(i, -1) > at}
-        return out
+        return out, [i for read in reads for i in read]
 
-    def _uses(self, node: Node) -> list[int]:
-        """Storages that a node reads."""
-        if type(node) is Op:
-            return [self.storage[self._of(t)] for t in node.inputs]
-        if type(node) is Region:
-            return [i for inner in node.nodes for i in self._uses(inner)]
-        return []
-
-    def _step(self, op: Op, made: list[int], makes: list[int]) -> _Step:
+    def _step(self, op: Op) -> _Step:
+        number, storage, unit = self._of, self.storage, self._atoms.unit
         step = _Step()
-        step.name, step.storages = op.name, makes
-        step.saves = [self.storage[self._of(t)] for t in op.saves]
-        step.outputs = made
-        step.inputs = [i for i in dict.fromkeys(self._of(t) for t in op.inputs) if self.grad_units[i]]
-        step.workspace = self._atoms.unit(op.workspace)
-        step.backward_workspace = self._atoms.unit(op.backward_workspace)
+        step.name = op.name
+        step.outputs = [number(t) for t in op.outputs]
+        step.storages = [storage[i] for i in step.outputs]
+        step.saves = [storage[number(t)] for t in op.saves]
+        step.inputs = [i for i in dict.fromkeys([number(t) for t in op.inputs]) if self.grad_units[i]]
+        step.workspace, step.backward_workspace = unit(op.workspace), unit(op.backward_workspace)
         step.alias, step.in_place = op.alias, op.in_place
         step.offloaded, step.always_saves = op.offloaded, op.always_saves
         return step
 
-    def _part(self, region: Region) -> _Part:
+    def _part(self, region: Region) -> tuple[_Part, list[int]]:
+        """(the region in numbers, every storage that it reads)."""
         part = self._parts[id(region)] = _Part()
         part.name, part.discards, part.offloaded = region.name, region.discards, region.offloaded
         part.inputs = [self.storage[self._of(t)] for t in region.inputs]
-        part.steps = self._steps(region.nodes)
+        part.steps, read = self._steps(region.nodes)
         part.made_tensors = [self._of(t) for t in _made(region)]
         part.made = {i for i in part.made_tensors if self.storage[i] == i}
         part.outputs = []
-        return part
+        return part, read
 
 
 def _made(node: Node) -> Iterator[Tensor]:
