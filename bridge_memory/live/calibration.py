@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.estimate import Estimate
 from bridge_memory.live.prediction import Prediction, config_digest, versions
+from bridge_memory.report.write import write_whole
 from bridge_memory.spec import SpecError
 
 SCHEMA = "bridge-memory/calibration-1"
@@ -82,11 +82,7 @@ def save(path: str | os.PathLike[str], residuals: Sequence[Residual]) -> None:
     kept.update({(r.config_digest, r.stage, r.component): r for r in residuals})
     target.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"schema": SCHEMA, "residuals": [asdict(r) for r in kept.values()]}, indent=1)
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, suffix=".tmp") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, target)
+    write_whole(target, text + "\n")
 
 
 def calibrated(estimate: Estimate, residuals: Sequence[Residual]) -> Estimate:

@@ -6,12 +6,12 @@ which are TransformerConfigs with the model's outer arguments (position_embeddin
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from bridge_memory.readers.fields import MAX_LAYERS, MAX_SIZE, shown
+from bridge_memory.readers.patterns import layer_pattern
 from bridge_memory.spec import (
     AttentionSpec,
     FeedForward,
@@ -200,51 +200,8 @@ def _mla(c: _Config) -> MLASpec:
     )
 
 
-def _pattern(c: _Config, key: str, n: int, ones_every: bool) -> list[int]:
-    """A frequency of the config as one 0 or 1 a layer.
-
-    int N: 1 on layers 0, N, 2N (``ones_every``, moe_layer_freq), or 0 on each N-th and 1 elsewhere
-    (linear_attention_freq). A list is the pattern; a string is Megatron's "([0]*3+[1]*58)".
-    """
-    value = c.get(key)
-    if isinstance(value, str):
-        value = _parse_pattern(c, key, value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        if value < 1:
-            raise c.error(f"{key} is {value}; it must be positive")
-        if ones_every:
-            return [1 if i % value == 0 else 0 for i in range(n)]
-        return [0 if (i + 1) % value == 0 else 1 for i in range(n)]
-    if not isinstance(value, (list, tuple)) or any(x not in (0, 1) for x in value):
-        raise c.error(f"{key} is {shown(value)}; it must be an integer or a list of 0 and 1")
-    if len(value) != n:
-        raise c.error(f"{key} has {len(value)} entries for num_layers {n}; give one a layer")
-    return [int(x) for x in value]
-
-
-def _parse_pattern(c: _Config, key: str, text: str) -> int | list[int]:
-    """Lists, integers, + and *; nothing else is evaluated (Megatron-LM: arguments.moe_freq_type)."""
-
-    def value(node: ast.expr) -> Any:
-        if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= MAX_LAYERS:
-            return node.value
-        if isinstance(node, (ast.List, ast.Tuple)):
-            return [value(x) for x in node.elts]
-        if isinstance(node, ast.BinOp):
-            left, right = value(node.left), value(node.right)
-            if isinstance(node.op, ast.Add) and type(left) is type(right):
-                return left + right
-            if isinstance(node.op, ast.Mult) and not (isinstance(left, list) and isinstance(right, list)):
-                return left * right
-        raise ValueError
-
-    try:
-        result = value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise c.error(f'{key} is {shown(text)}; write it like "([0]*3+[1]*58)"') from None
-    if isinstance(result, list):
-        return [x for item in result for x in (item if isinstance(item, list) else [item])]
-    return int(result)
+def _pattern(c: _Config, key: str, n: int, *, sparse: bool) -> tuple[bool, ...]:
+    return layer_pattern(c.get(key), n, f"{c.name}: {key}", sparse=sparse)
 
 
 def _windowed(c: _Config, n: int, spec: AttentionSpec) -> list[AttentionSpec]:
@@ -259,7 +216,7 @@ def _windowed(c: _Config, n: int, spec: AttentionSpec) -> list[AttentionSpec]:
     skip = c.get("window_attn_skip_freq")
     if skip is None:
         return [sliding] * n
-    return [sliding if one else spec for one in _pattern(c, "window_attn_skip_freq", n, ones_every=False)]
+    return [sliding if one else spec for one in _pattern(c, "window_attn_skip_freq", n, sparse=True)]
 
 
 def _mixers(c: _Config, n: int, hidden_size: int, full_qk_layernorm: bool) -> Sequence[Mixer]:
@@ -280,7 +237,7 @@ def _mixers(c: _Config, n: int, hidden_size: int, full_qk_layernorm: bool) -> Se
         value_head_dim=c.size("linear_value_head_dim"),
         conv_kernel=c.size("linear_conv_kernel_dim", 4),
     )
-    is_linear = _pattern(c, "linear_attention_freq", n, ones_every=False)
+    is_linear = _pattern(c, "linear_attention_freq", n, sparse=True)
     return [linear if one else softmax for one, softmax in zip(is_linear, attention, strict=True)]
 
 
@@ -329,10 +286,10 @@ def _gpt_layers(c: _Config, n: int, hidden_size: int, act: str, full_qk_layernor
         dense = _mlp(c, hidden_size, act)
         return [LayerSpec(mixer, dense) for mixer in mixers]
     moe = _moe(c, hidden_size, act)
-    is_moe = [1] * n if c.get("moe_layer_freq") is None else _pattern(c, "moe_layer_freq", n, ones_every=True)
-    kinds: dict[int, FeedForward] = {1: moe}
+    is_moe = [True] * n if c.get("moe_layer_freq") is None else _pattern(c, "moe_layer_freq", n, sparse=False)
+    kinds: dict[bool, FeedForward] = {True: moe}
     if not all(is_moe):
-        kinds[0] = _mlp(c, hidden_size, act)
+        kinds[False] = _mlp(c, hidden_size, act)
     return [LayerSpec(mixer, kinds[one]) for mixer, one in zip(mixers, is_moe, strict=True)]
 
 

@@ -19,8 +19,9 @@ from bridge_memory.rehearse import patches, te_kernels
 from bridge_memory.rehearse.model import TORCH_DTYPES, NotBuildable, build_chunks
 from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 from bridge_memory.rehearse.tracker import Alive, Peak, SavedRecord, Tracker, parts_of
-from bridge_memory.rehearse.world import fake_world, quiet, rank_of_stage, stage_of_rank
+from bridge_memory.rehearse.world import fake_world, quiet
 from bridge_memory.spec import MLPSpec, MoESpec, RunSpec, SpecError
+from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank
 
 
 @dataclass(frozen=True, slots=True)

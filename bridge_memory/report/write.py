@@ -29,11 +29,23 @@ def check_target(path: str, *, force: bool = False) -> None:
 
 
 def write_text(path: str, text: str, *, force: bool = False) -> None:
-    """Write ``text`` as UTF-8 to ``path`` through a temporary file beside it. Raises SpecError.
+    """Write ``text`` as UTF-8 to ``path``. Raises SpecError.
 
     Without ``force`` an existing file stays as it is, even one that appeared in between.
     """
     check_target(path, force=force)
+    try:
+        write_whole(path, text, replace=force)
+    except FileExistsError:
+        raise SpecError(f"--output {path} exists; name another file or add --force") from None
+    except OSError as error:
+        raise SpecError(f"--output {path}: {error.strerror}; name a file that can be written") from None
+
+
+def write_whole(path: str | os.PathLike[str], text: str, *, replace: bool = True) -> None:
+    """Write ``text`` as UTF-8 through a temporary file beside ``path``, so that nobody ever reads half of it and a kill
+    leaves the old file or the new one. An existing file keeps its mode; FileExistsError for one without ``replace``.
+    Raises OSError."""
     target = os.path.realpath(path)
     temporary = None
     try:
@@ -43,15 +55,11 @@ def write_text(path: str, text: str, *, force: bool = False) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, _mode(target))
-        if force:
+        if replace:
             os.replace(temporary, target)
         else:
             _place(temporary, target)
         temporary = None
-    except FileExistsError:
-        raise SpecError(f"--output {path} exists; name another file or add --force") from None
-    except OSError as error:
-        raise SpecError(f"--output {path}: {error.strerror}; name a file that can be written") from None
     finally:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)

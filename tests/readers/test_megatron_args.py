@@ -16,11 +16,10 @@ from bridge_memory.readers.megatron_args import (
     read_arguments,
     release,
     run_from_megatron_args,
-    stage_of_rank,
 )
 from bridge_memory.readers.megatron_args.arguments import GAPS, HARMLESS, READ, Arguments
-from bridge_memory.readers.megatron_args.model import _pattern_of_ratios, moe_layer_pattern
-from bridge_memory.spec import AttentionSpec, MambaSpec, MLASpec, MLPSpec, MoESpec, ParallelSpec, SpecError
+from bridge_memory.readers.megatron_args.model import _pattern_of_ratios
+from bridge_memory.spec import AttentionSpec, MambaSpec, MLASpec, MLPSpec, MoESpec, SpecError
 from bridge_memory.spec.layout import layout
 
 CORPUS = Path(__file__).parents[1] / "data" / "measurements" / "runs.jsonl"
@@ -158,24 +157,6 @@ def test_a_layout_string_survives_the_shells_escapes() -> None:
     )
     assert run.parallel.pipeline_model_parallel_layout == "Et*3|(tt|)*6mL"
     assert run.parallel.virtual_pipeline_model_parallel_size == 4
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_ranks_stage_is_megatron_cores(data) -> None:
-    """Against ``RankGenerator``: the pipeline group of a rank lists its stages in order."""
-    pytest.importorskip("megatron.core")
-    from megatron.core.parallel_state import RankGenerator
-
-    tp, pp, cp, dp = (data.draw(st.sampled_from([1, 2, 3])) for _ in range(4))
-    before = data.draw(st.booleans())
-    order = "tp-cp-ep-pp-dp" if before else "tp-cp-ep-dp-pp"
-    parallel = ParallelSpec(
-        world_size=tp * pp * cp * dp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
-        context_parallel_size=cp, sequence_parallel=False,
-    )
-    for group in RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order).get_ranks("pp"):
-        assert [stage_of_rank(rank, parallel, pp_before_dp=before) for rank in group] == list(range(pp))
 
 
 @settings(max_examples=100, deadline=None)
@@ -348,11 +329,6 @@ def test_every_field_of_megatron_cores_configs_is_classed() -> None:
 
 
 # ---- small parts ----
-
-
-def test_moe_layer_frequency_is_a_number_or_a_list() -> None:
-    assert moe_layer_pattern("2", 5) == (True, False, True, False, True)
-    assert moe_layer_pattern("([1]+[0])*2", 4) == (True, False, True, False)
 
 
 @pytest.mark.parametrize(

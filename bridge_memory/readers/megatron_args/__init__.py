@@ -6,7 +6,6 @@ from bridge_memory.readers.megatron_args.run import (
     gpu_architecture,
     release,
     run_from_megatron_args,
-    stage_of_rank,
 )
 
 __all__ = [
@@ -16,5 +15,4 @@ __all__ = [
     "read_arguments",
     "release",
     "run_from_megatron_args",
-    "stage_of_rank",
 ]

@@ -7,11 +7,11 @@ and, for vocabularies, ``megatron/training/tokenizer/tokenizer.py`` and ``megatr
 
 from __future__ import annotations
 
-import ast
 import re
 from dataclasses import dataclass
 
 from bridge_memory.readers.megatron_args.arguments import Arguments
+from bridge_memory.readers.patterns import layer_pattern
 from bridge_memory.spec import (
     AttentionSpec,
     FeedForward,
@@ -89,40 +89,6 @@ def _spread(pattern: list[str], symbol: str, section: float) -> None:
             left -= 1
 
 
-def moe_layer_pattern(value: str, layers: int) -> tuple[bool, ...]:
-    """``--moe-layer-freq``: N, or a list expression such as ``([0]*3+[1]*58)``; True where a layer is MoE."""
-    if re.fullmatch(r"\d+", value):
-        every = int(value)
-        if every < 1:
-            raise SpecError(f"--moe-layer-freq is {value}; give 1 or more, or a list of 0 and 1")
-        return tuple(i % every == 0 for i in range(layers))
-    try:
-        pattern = _list_expression(ast.parse(value.strip("'\""), mode="eval").body)
-    except (SyntaxError, ValueError):
-        raise SpecError(
-            f"--moe-layer-freq is {value!r}; use a number or a list such as ([0]*3+[1]*58)"
-        ) from None
-    if len(pattern) != layers:
-        raise SpecError(
-            f"--moe-layer-freq lists {len(pattern)} layers, --num-layers is {layers}; make them equal"
-        )
-    return tuple(bool(x) for x in pattern)
-
-
-def _list_expression(node: ast.expr) -> list[int]:
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return [x.value for x in node.elts if isinstance(x, ast.Constant) and isinstance(x.value, int)]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _list_expression(node.left) + _list_expression(node.right)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        left, right = node.left, node.right
-        if isinstance(left, ast.Constant):
-            left, right = right, left
-        if isinstance(right, ast.Constant) and isinstance(right.value, int) and right.value <= 100_000:
-            return _list_expression(left) * right.value
-    raise ValueError("not a list of layers")
-
-
 def vocabulary(a: Arguments, megatron_core: tuple[int, int]) -> tuple[int, str | None]:
     """Tokens before padding, and what had to be supposed about them."""
     size = a.optional_integer("vocab_size")
@@ -151,7 +117,9 @@ def model_spec(a: Arguments, megatron_core: tuple[int, int], name: str = "megatr
         layers = tuple(_hybrid_layer(kind, a, hidden, mixer, dense, moe) for kind in pattern.layers)
     else:
         count = a.optional_integer("num_layers") or a.required("encoder_num_layers")
-        is_moe = moe_layer_pattern(a.text("moe_layer_freq", "1"), count) if moe else (False,) * count
+        is_moe = (False,) * count
+        if moe:
+            is_moe = layer_pattern(a.text("moe_layer_freq", "1"), count, "--moe-layer-freq")
         layers = tuple(LayerSpec(mixer, moe if use and moe else dense) for use in is_moe)
     mtp_depths, mtp_layer, gaps = _mtp(a, pattern, layers, mixer, dense, moe)
     vocab, supposed = vocabulary(a, megatron_core)

@@ -106,19 +106,6 @@ def cublas_workspace_bytes(config: str | None) -> int | None:
     return sum(int(size) * int(count) * 1024 for size, count in pairs) if pairs else None
 
 
-def stage_of_rank(rank: int, parallel: ParallelSpec, *, pp_before_dp: bool = False) -> int:
-    """Pipeline stage of a global rank under the order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp if ``pp_before_dp``.
-
-    Source: ``megatron/core/parallel_state.py: RankGenerator``; ``--use-tp-pp-dp-mapping`` sets the second
-    order.
-    """
-    if not 0 <= rank < parallel.world_size:
-        raise SpecError(f"rank ({rank}) is outside world_size ({parallel.world_size}); give one of its ranks")
-    if pp_before_dp:
-        return rank // (parallel.tp * parallel.cp) % parallel.pp
-    return rank // (parallel.world_size // parallel.pp)
-
-
 def _data_parallel(a: Arguments, ranks: int) -> int:
     model = (
         a.integer("tensor_model_parallel_size", 1)
