@@ -33,6 +33,7 @@ from bridge_memory.spec import (
     RunSpec,
     SpecError,
 )
+from bridge_memory.spec.dtypes import dtype_name
 from bridge_memory.spec.layout_string import layout_string
 
 #: Release whose rules apply where none is given and megatron.core is not loaded.
@@ -392,19 +393,6 @@ def _parallel(view: _Views, world_size: int) -> ParallelSpec:
         microbatch_group_size_per_vp_stage=_get(m, "microbatch_group_size_per_vp_stage", pp),
         num_distributed_optimizer_instances=_get(view.ddp, "num_distributed_optimizer_instances", 1),
     )
-
-
-def dtype_name(value: Any, field: str) -> str:
-    """"bf16", "fp16", "fp32", "fp8" or "uint8" of a torch dtype, its name or our own word."""
-    word = str(value).rsplit(".", 1)[-1]
-    names = {
-        "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
-        "float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "uint8": "uint8",
-        "bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "fp8": "fp8",
-    }  # fmt: skip
-    if word not in names:
-        raise SpecError(f"{field} ({str(value)[:40]}) is not a dtype that is known here; use bf16, fp16 or fp32")
-    return names[word]
 
 
 def _params_dtype(view: _Views) -> str:

@@ -30,14 +30,10 @@ from bridge_memory.spec import (
     MoESpec,
     RunSpec,
 )
+from bridge_memory.spec.dtypes import TORCH_NAMES
 
-TORCH_DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp8": torch.float8_e4m3fn,
-    "uint8": torch.uint8,
-}
+#: Number format -> torch's dtype.
+TORCH_DTYPES = {name: getattr(torch, words[0]) for name, words in TORCH_NAMES.items()}
 
 
 class NotBuildable(RehearsalUnavailable):

@@ -271,9 +271,8 @@ def optimizer(run: RunSpec, wrapped: list[Any]) -> Any:
         "use_precision_aware_optimizer": opt.use_precision_aware_optimizer,
         "main_grads_dtype": TORCH_DTYPES[opt.main_grads_dtype],
         "main_params_dtype": TORCH_DTYPES[opt.main_params_dtype],
-        # Moments in fp8 are bytes to FusedAdam (``training/arguments.py`` maps fp8 to uint8).
-        "exp_avg_dtype": TORCH_DTYPES["uint8" if opt.exp_avg_dtype == "fp8" else opt.exp_avg_dtype],
-        "exp_avg_sq_dtype": TORCH_DTYPES["uint8" if opt.exp_avg_sq_dtype == "fp8" else opt.exp_avg_sq_dtype],
+        "exp_avg_dtype": TORCH_DTYPES[opt.exp_avg_dtype],
+        "exp_avg_sq_dtype": TORCH_DTYPES[opt.exp_avg_sq_dtype],
         "store_param_remainders": opt.store_param_remainders,
         "fp8_recipe": opt.fp8_recipe,
         "sgd_momentum": opt.sgd_momentum,

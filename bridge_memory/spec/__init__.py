@@ -3,6 +3,7 @@
 ``errors`` <- ``fields`` <- ``model``, ``parts`` <- ``limits``, ``layout`` <- ``validation`` <- ``run`` <- ``gaps``.
 """
 
+from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.errors import SpecError, divide, show
 from bridge_memory.spec.model import (
     AttentionSpec,
@@ -17,7 +18,6 @@ from bridge_memory.spec.model import (
     MoESpec,
 )
 from bridge_memory.spec.parts import (
-    DTYPE_BYTES,
     BatchSpec,
     DataParallelSpec,
     ImplementationSpec,
