@@ -124,6 +124,11 @@ MUON_SHARDED = since(core=(0, 17))
 #: IndexError in ``transformer/transformer_block.py: _checkpointed_forward``); later ones are not known.
 UNIFORM_GROUPS_MAY_END_SHORT = since(core=(0, 17))
 
+# ---- megatron-core: what a model is made of ----
+
+#: ``add_bias_linear`` gives the router of experts a bias too (``transformer/moe/router.py: Router.__init__``).
+ROUTER_BIAS = since(core=(0, 15))
+
 # ---- megatron-core: what blocks keep ----
 
 #: A variable of ``attention.py: Attention.forward`` (``qkv_output``) holds q, k and v as they were before the rotary

@@ -123,7 +123,7 @@ def _read(
                 "give --megatron-args"
             )
         from bridge_memory.readers.config_container import run_from_config_container
-        from bridge_memory.readers.megatron_args.namespace import container
+        from bridge_memory.readers.megatron_args import container
 
         given = run_from_config_container(container(printed))
     return predicted_of(estimate(given)), measured, given

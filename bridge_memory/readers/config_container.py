@@ -12,6 +12,7 @@ import copy
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from bridge_memory.readers.container_fields import (
@@ -19,7 +20,9 @@ from bridge_memory.readers.container_fields import (
     data_parallel_size,
     vocabulary,
 )
-from bridge_memory.readers.transformer_config import model_from_transformer_config
+from bridge_memory.readers.environment import implementation_fields
+from bridge_memory.readers.transformer_config import model_from_transformer_config, pattern_of
+from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Release
 from bridge_memory.spec import (
     BatchSpec,
     DataParallelSpec,
@@ -32,12 +35,10 @@ from bridge_memory.spec import (
     RecomputeSpec,
     RunSpec,
     SpecError,
+    divide,
 )
 from bridge_memory.spec.dtypes import dtype_name
 from bridge_memory.spec.layout_string import layout_string
-
-#: Release whose rules apply where none is given and megatron.core is not loaded.
-DEFAULT_MEGATRON_CORE = (0, 16)
 
 #: Elements of a gradient bucket that CommOverlapConfig sets (``_get_optimizer_overlap_cfgs``).
 COMM_OVERLAP_BUCKET = 128 * 1024 * 1024
@@ -118,26 +119,33 @@ def run_from_config_container(
     world_size: int | None = None,
     num_microbatches: int | None = None,
     gpu_arch: str = "hopper",
-    megatron_core: tuple[int, int] | None = None,
-    transformer_engine: tuple[int, int] | None = None,
+    megatron_core: Release | None = None,
+    transformer_engine: Release | None = None,
+    env: Mapping[str, str] | None = None,
     name: str | None = None,
 ) -> RunSpec:
     """The run that ``pretrain(config, ...)`` would start.
 
     ``world_size`` None: the container's data_parallel_size times its model-parallel sizes, else
     ``config.world_size``, torch.distributed's, or WORLD_SIZE; refused where none is known. ``num_microbatches``
-    None: from the global batch size. Raises SpecError naming the field that is missing or wrong; what changes
+    None: from the global batch size. ``env``: the environment variables of the run, for those of Transformer Engine,
+    torch's allocator and cuBLAS. Raises SpecError naming the field that is missing or wrong; what changes
     memory and is not modelled is listed in ``RunSpec.not_modelled``.
     """
     model = container_part(config, "model")
+    core = megatron_core or _loaded_core()
     _refuse(config, model)
     data_parallel = _data_parallel(config, model, world_size)
     view = _Views(config, model, data_parallel)
     tp, pp, cp = (
         _get(model, f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")
     )
-    model_spec = _model(config, view, name)
+    model_spec = _model(config, view, name, core)
     batch = _batch(config, view, data_parallel, num_microbatches)
+    implementation = _implementation(config, view, gpu_arch, core, transformer_engine)
+    known, supposed = implementation_fields(
+        env or {}, implementation.attention_backend, gpu_arch, transformer_engine
+    )
     return RunSpec(
         model=model_spec,
         parallel=_parallel(view, tp * pp * cp * data_parallel),
@@ -147,10 +155,10 @@ def run_from_config_container(
         data_parallel=_data_parallel_spec(config, view),
         peft=_peft(getattr(config, "peft", None)),
         recompute=_recompute(view),
-        implementation=_implementation(
-            config, view, gpu_arch, megatron_core or _loaded_core(), transformer_engine
-        ),
-        not_modelled=_not_modelled(config, view),
+        implementation=replace(implementation, **known),
+        assumptions=supposed,
+        # Megatron-LM's arguments, told as a container, bring a list of their own.
+        not_modelled=(*getattr(config, "not_modelled", ()), *_not_modelled(config, view)),
     )
 
 
@@ -304,10 +312,10 @@ class _Holder:
         self.world_size = world_size
 
 
-def _model(config: Any, view: _Views, name: str | None) -> ModelSpec:
+def _model(config: Any, view: _Views, name: str | None, core: Release) -> ModelSpec:
     model = view.model
     vocab, padded = vocabulary(config)
-    assumptions: list[str] = []
+    assumptions = list(getattr(config, "assumptions", ()))
     if _get(model, "vocab_size") is None:
         assumptions.append("the vocabulary is the tokenizer's, padded")
     spec_name, _ = _layer_spec(model)
@@ -322,12 +330,13 @@ def _model(config: Any, view: _Views, name: str | None) -> ModelSpec:
     return model_from_transformer_config(
         provider,
         vocab_size=vocab,
-        name=name or type(container_part(config, "model")).__name__,
-        model_type="mamba" if _get(model, "hybrid_override_pattern") else "gpt",
-        max_sequence_length=_get(model, "seq_length", 0),
+        name=name or getattr(config, "name", None) or type(container_part(config, "model")).__name__,
+        # GPTModel's own argument; Bridge's providers give it their seq_length.
+        max_sequence_length=_get(model, "max_sequence_length") or _get(model, "seq_length", 0),
         make_vocab_size_divisible_by=_get(model, "make_vocab_size_divisible_by", 128) if padded else 0,
         post_layernorms=spec_name in _POST_LAYERNORM_SPECS,
         full_qk_layernorm=spec_name in _FULL_QK_SPECS,
+        megatron_core=core,
         assumptions=tuple(assumptions),
     )
 
@@ -375,7 +384,15 @@ def _batch(config: Any, view: _Views, data_parallel: int, num_microbatches: int 
 def _parallel(view: _Views, world_size: int) -> ParallelSpec:
     m = view.model
     tp, pp = _get(m, "tensor_model_parallel_size", 1), _get(m, "pipeline_model_parallel_size", 1)
-    vpp = _get(m, "virtual_pipeline_model_parallel_size")
+    vpp, layout = _get(m, "virtual_pipeline_model_parallel_size"), _get(m, "pipeline_model_parallel_layout")
+    pattern = pattern_of(m)
+    if pattern is not None and pattern.splits_pipeline:
+        layout = pattern.layout
+        vpp = divide(
+            len(pattern.segments), pp, "segments of hybrid_layer_pattern", "pipeline_model_parallel_size",
+            "split it into a multiple of them with |",
+        )
+    expert_tp, group = _get(m, "expert_tensor_parallel_size"), _get(m, "microbatch_group_size_per_vp_stage")
     return ParallelSpec(
         world_size=world_size,
         tensor_model_parallel_size=tp,
@@ -383,14 +400,15 @@ def _parallel(view: _Views, world_size: int) -> ParallelSpec:
         virtual_pipeline_model_parallel_size=vpp if vpp and vpp > 1 else None,
         context_parallel_size=_get(m, "context_parallel_size", 1),
         expert_model_parallel_size=_get(m, "expert_model_parallel_size", 1),
-        expert_tensor_parallel_size=_get(m, "expert_tensor_parallel_size", tp),
+        # What ModelParallelConfig.__post_init__ fills in is what None means.
+        expert_tensor_parallel_size=None if expert_tp == tp else expert_tp,
         sequence_parallel=bool(_get(m, "sequence_parallel", False)) and tp > 1,
         num_layers_in_first_pipeline_stage=_get(m, "num_layers_in_first_pipeline_stage"),
         num_layers_in_last_pipeline_stage=_get(m, "num_layers_in_last_pipeline_stage"),
         account_for_embedding_in_pipeline_split=bool(_get(m, "account_for_embedding_in_pipeline_split", False)),
         account_for_loss_in_pipeline_split=bool(_get(m, "account_for_loss_in_pipeline_split", False)),
-        pipeline_model_parallel_layout=layout_string(_get(m, "pipeline_model_parallel_layout")),
-        microbatch_group_size_per_vp_stage=_get(m, "microbatch_group_size_per_vp_stage", pp),
+        pipeline_model_parallel_layout=layout_string(layout),
+        microbatch_group_size_per_vp_stage=None if group == pp else group,
         num_distributed_optimizer_instances=_get(view.ddp, "num_distributed_optimizer_instances", 1),
     )
 
@@ -442,7 +460,8 @@ def _optimizer(config: Any, view: _Views) -> OptimizerSpec:
         optimizer_cpu_offload=offload,
         optimizer_offload_fraction=float(_get(o, "optimizer_offload_fraction", 0.0)) if offload else 1.0,
         log_params_norm=bool(_get(getattr(config, "logger", None), "log_params_norm", False)),
-        use_layer_wise_distributed_optimizer=name.startswith("dist_"),
+        use_layer_wise_distributed_optimizer=name.startswith("dist_")
+        or bool(_get(o, "use_layer_wise_distributed_optimizer", False)),
     )
 
 
@@ -482,7 +501,7 @@ def _recompute(view: _Views) -> RecomputeSpec:
     modules = _get(m, "recompute_modules")
     if _get(m, "moe_layer_recompute", False):  # deprecated; TransformerConfig.__post_init__ makes it selective
         granularity = granularity or "selective"
-        modules = [*(modules or ()), "moe"]
+        modules = [*(("core_attn",) if modules is None else modules), "moe"]
     if granularity is None:
         return RecomputeSpec()
     layers, method = _get(m, "recompute_num_layers"), _get(m, "recompute_method")
@@ -492,7 +511,7 @@ def _recompute(view: _Views) -> RecomputeSpec:
         granularity=granularity,
         method=method,
         num_layers=layers if granularity == "full" else None,
-        modules=("core_attn",) if modules is None else tuple(modules),
+        modules=("core_attn",) if modules is None else tuple(dict.fromkeys(modules)),
         distribute_saved_activations=bool(_get(m, "distribute_saved_activations", False)),
     )
 
@@ -501,18 +520,19 @@ def _implementation(
     config: Any,
     view: _Views,
     gpu_arch: str,
-    core: tuple[int, int],
-    te: tuple[int, int] | None,
+    core: Release,
+    te: Release | None,
 ) -> ImplementationSpec:
     m = view.model
     _, local = _layer_spec(m)
-    on = {
+    on: dict[str, Any] = {
         key: bool(_get(m, key, False))
         for key in _words(
             "gradient_accumulation_fusion masked_softmax_fusion bias_activation_fusion bias_dropout_fusion "
             "apply_rope_fusion cross_entropy_loss_fusion calculate_per_token_loss "
             "deterministic_mode defer_embedding_wgrad_compute delay_wgrad_compute apply_query_key_layer_scaling "
-            "use_transformer_engine_op_fuser moe_grouped_gemm moe_permute_fusion moe_router_fusion "
+            "use_transformer_engine_op_fuser use_legacy_models use_fused_weighted_squared_relu "
+            "moe_grouped_gemm moe_permute_fusion moe_router_fusion "
             "moe_pad_expert_input_to_capacity moe_shared_expert_overlap moe_apply_probs_on_input "
             "overlap_moe_expert_parallel_comm"
         )
@@ -570,7 +590,7 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
     return tuple(out)
 
 
-def _loaded_core() -> tuple[int, int]:
+def _loaded_core() -> Release:
     """The megatron-core release of this process, if it runs one."""
     module = sys.modules.get("megatron.core")
     match = re.match(r"(\d+)\.(\d+)", str(getattr(module, "__version__", "")))

@@ -1,9 +1,10 @@
-"""Megatron's layer patterns: which layers hold experts, which attend linearly, which slide a window."""
+"""Megatron's layer patterns: which layers hold experts, attend linearly or slide a window; what a hybrid is made of."""
 
 from __future__ import annotations
 
 import ast
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from bridge_memory.readers.fields import MAX_LAYERS, shown
@@ -68,3 +69,80 @@ def _evaluated(node: ast.expr) -> Any:
             if len(one) * times <= MAX_LAYERS:
                 return one * times
     raise ValueError("not a list of layers")
+
+
+# --------------------------------------------------------------------------------------------------
+# Hybrids of Mamba
+# --------------------------------------------------------------------------------------------------
+
+#: ``ssm/mamba_hybrid_layer_allocation.py: Symbols``.
+MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
+
+
+@dataclass(frozen=True, slots=True)
+class HybridPattern:
+    """A hybrid's layers, one letter each: ``M`` Mamba, ``*`` attention, ``-`` MLP, ``E`` MoE.
+
+    ``segments``: the decoder; several where the pattern itself splits the pipeline, one a chunk. ``mtp``: the layers of
+    each MTP depth.
+    """
+
+    segments: tuple[str, ...]
+    mtp: tuple[str, ...] = ()
+
+    @property
+    def layers(self) -> str:
+        return "".join(self.segments)
+
+    @property
+    def splits_pipeline(self) -> bool:
+        return len(self.segments) > 1
+
+    @property
+    def layout(self) -> str | None:
+        """Megatron's layout string of a pattern that splits the pipeline."""
+        if not self.splits_pipeline:
+            return None
+        chunks = [f"t*{len(segment)}" for segment in self.segments]
+        return "E" + "|".join(chunks) + "m" * len(self.mtp) + "L"
+
+
+def hybrid_pattern(text: str, name: str) -> HybridPattern:
+    """A pattern such as "M-M*|M-M*/*E": ``|`` splits pipeline chunks, ``/`` starts an MTP depth.
+
+    Source: ``models/hybrid/hybrid_layer_allocation.py: parse_hybrid_pattern`` (newer Megatron-LM); earlier patterns
+    hold letters alone. Raises SpecError.
+    """
+    decoder, *mtp = text.strip("'\"").split("/")
+    found = HybridPattern(tuple(decoder.split("|")), tuple(mtp))
+    unknown = sorted(set(found.layers + "".join(mtp)) - {MAMBA, ATTENTION, MLP, MOE})
+    if unknown:
+        raise SpecError(f"{name} holds {shown(''.join(unknown))}; known: M, *, -, E, and | and / between them")
+    return found
+
+
+def pattern_of_ratios(layers: int, attention_ratio: float, mlp_ratio: float) -> HybridPattern:
+    """Attention evenly spaced between Mamba sections, then MLPs evenly over what is left, right-justified.
+
+    Source: ``mamba_hybrid_layer_allocation.py: _allocate_auto``.
+    """
+    pattern = [MAMBA] * layers
+    attention = round(layers * attention_ratio)
+    mamba = layers - attention
+    _spread(pattern, ATTENTION, mamba / (attention + 1))
+    mlp = round(layers * mlp_ratio)
+    if mlp:
+        _spread(pattern, MLP, (mamba - mlp) / mlp)
+    return HybridPattern(("".join(pattern),))
+
+
+def _spread(pattern: list[str], symbol: str, section: float) -> None:
+    left = section
+    for i, kind in enumerate(pattern):
+        if kind != MAMBA:
+            continue
+        if left < 0.5:
+            pattern[i] = symbol
+            left += section
+        else:
+            left -= 1

@@ -144,7 +144,7 @@ def rehearse_on_gpu(
 
 def on_this_machine(run: RunSpec, gpu: str) -> RunSpec:
     """``run`` with the releases, GPU and allocator that are here, which is what will be measured."""
-    from bridge_memory.readers.megatron_args.run import cublas_workspace_bytes, release
+    from bridge_memory.readers.megatron_args import cublas_workspace_bytes, release
 
     impl = run.implementation
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")

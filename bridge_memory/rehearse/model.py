@@ -158,6 +158,8 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         raise NotBuildable("dense and expert MLPs differ in activation or bias; TransformerConfig holds one")
 
     add_bias = bool(ffn and ffn.add_bias)
+    if mla and mla.add_output_bias != add_bias:
+        raise NotBuildable(f"add_output_bias ({mla.add_output_bias}) and the MLP's bias ({add_bias}) are one switch")
     config: dict[str, Any] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,

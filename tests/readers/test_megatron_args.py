@@ -17,8 +17,14 @@ from bridge_memory.readers.megatron_args import (
     release,
     run_from_megatron_args,
 )
-from bridge_memory.readers.megatron_args.arguments import GAPS, HARMLESS, READ, Arguments
-from bridge_memory.readers.megatron_args.model import _pattern_of_ratios
+from bridge_memory.readers.megatron_args.arguments import (
+    DESTINATIONS,
+    GAPS,
+    HARMLESS,
+    READ,
+    Arguments,
+)
+from bridge_memory.readers.patterns import pattern_of_ratios
 from bridge_memory.spec import AttentionSpec, MambaSpec, MLASpec, MLPSpec, MoESpec, SpecError
 from bridge_memory.spec.layout import layout
 
@@ -165,7 +171,7 @@ def test_ratios_place_hybrid_layers_as_megatron_core_does(layers: int, attention
     pytest.importorskip("megatron.core")
     from megatron.core.ssm.mamba_hybrid_layer_allocation import _allocate_auto
 
-    assert _pattern_of_ratios(layers, attention, mlp) == "".join(_allocate_auto(layers, attention, mlp))
+    assert pattern_of_ratios(layers, attention, mlp).layers == "".join(_allocate_auto(layers, attention, mlp))
 
 
 # ---- sources ----
@@ -256,13 +262,13 @@ def test_a_token_list_a_command_line_and_a_dict_are_one_run() -> None:
     [
         (GPT.replace("--num-layers 12", ""), "encoder-num-layers|num-layers"),
         (GPT.replace("512", "many"), "hidden-size"),
-        (GPT + " --position-embedding-type relative", "position-embedding-type"),
-        (GPT + " --num-experts 4 --moe-layer-freq '[1,0]'", "moe-layer-freq"),
-        (GPT + " --num-experts 4 --moe-layer-freq '__import__(1)'", "moe-layer-freq"),
-        (GPT + " --hybrid-override-pattern MQM", "hybrid-layer-pattern"),
+        (GPT + " --position-embedding-type relative", "position_embedding_type"),
+        (GPT + " --num-experts 4 --moe-layer-freq '[1,0]'", "moe_layer_freq"),
+        (GPT + " --num-experts 4 --moe-layer-freq '__import__(1)'", "moe_layer_freq"),
+        (GPT + " --hybrid-override-pattern MQM", "hybrid_override_pattern"),
         (GPT + " --fp16", "bf16"),
         (GPT + " --tensor-model-parallel-size 3", "world_size"),
-        (GPT + " --moe-token-dispatcher-type carrier-pigeon", "moe-token-dispatcher-type"),
+        (GPT + " --moe-token-dispatcher-type carrier-pigeon", "moe_token_dispatcher_type"),
         ("ARGS=(--num-layers 12", "bracket"),
         ("--num-layers '12", "quotes"),
     ],
@@ -323,7 +329,7 @@ def test_every_field_of_megatron_cores_configs_is_classed() -> None:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    known = READ | HARMLESS | set(GAPS) | _OTHER_NAMES
+    known = READ | HARMLESS | GAPS.keys() | DESTINATIONS.keys() | _OTHER_NAMES
     configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     assert not [f.name for c in configs for f in dataclasses.fields(c) if f.name not in known]
 
