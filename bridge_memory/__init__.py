@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.components import Component
-from bridge_memory.estimate import Estimate, StageEstimate, estimate
+from bridge_memory.estimate import Estimate, StageEstimate, StagePeak, clear_caches, estimate, explain, peaks
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.spec import (
     BatchSpec,
@@ -49,9 +49,13 @@ __all__ = [
     "RunSpec",
     "SpecError",
     "StageEstimate",
+    "StagePeak",
+    "clear_caches",
     "estimate",
+    "explain",
     "install",
     "list_presets",
+    "peaks",
     "resolve_model",
     "uninstall",
 ]

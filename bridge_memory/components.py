@@ -5,8 +5,8 @@ What code decides by is in enums; the name is for people.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class _Word(str, Enum):
@@ -104,8 +104,7 @@ class Part(_Word):
     CALIBRATION = "calibration"
 
 
-@dataclass(frozen=True, slots=True)
-class Component:
+class Component(NamedTuple):
     """One named part of a stage's memory at its peak.
 
     ``bytes`` on one rank; ``shard`` names the groups that divide it, as in "tp x dp x cp" ("" where every rank holds

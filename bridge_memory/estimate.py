@@ -1,21 +1,22 @@
 """RunSpec -> Estimate: every stage's bytes, by component, with provenance.
 
-``estimate(run)`` is the whole product in one call; see ``Estimate`` for what it returns.
+``peaks(run)`` gives the numbers of every stage, ``explain(run, stage)`` the components of one, and ``estimate(run)``,
+made of both, is the whole product in one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from bridge_memory.components import STATIC_ROLES, Component, Lifetime, Part, Provenance, Role
-from bridge_memory.engines.engine import engine_of
+from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
+from bridge_memory.engines.engine import StageState, engine_of
 from bridge_memory.inventory.chain import ChunkInventory
 from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters
 from bridge_memory.inventory.layer_links import ignores_full_recompute
 from bridge_memory.inventory.stack import chunk_units, stage_inventories
+from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate, StagePeak
 from bridge_memory.schedule.peak import ChunkCost, PeakMoment, dynamic_peak
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.gaps import gaps, ignored
@@ -23,94 +24,6 @@ from bridge_memory.spec.layout import StageShape, layout
 from bridge_memory.spec.validation import check_layout
 from bridge_memory.workspaces.batch import batch_bytes
 from bridge_memory.workspaces.lasting import lasting_buffers
-
-#: The phase in which a stage's peak lies when forward and backward need less than the optimizer.
-OPTIMIZER_STEP = "optimizer step"
-
-
-@dataclass(frozen=True, slots=True)
-class StageEstimate:
-    """One physical pipeline rank. Totals are sums over ``components``, nothing else."""
-
-    stage: int
-    #: 0-based decoder layers held by this stage, over all its virtual chunks, in chunk order.
-    layers: tuple[int, ...]
-    #: Parameters in one rank's shard (elements).
-    parameters: int
-    in_flight_microbatches: int
-    components: tuple[Component, ...]
-    #: "forward", "backward", "loss", "optimizer step", with the operation that makes the peak.
-    peak_phase: str
-    peak_operation: str = ""
-    #: Peak of every phase that was considered, for the curious: ((phase, bytes), ...).
-    phases: tuple[tuple[str, int], ...] = ()
-    #: What lives from the end of one step to the start of the next, and so not at the peak (unless that is
-    #: where the peak is: then they are among the components).
-    leftovers: tuple[Component, ...] = ()
-
-    def bytes_of(self, *roles: Role | str) -> int:
-        return sum(c.bytes for c in self.components if c.role in roles)
-
-    @property
-    def weights_bytes(self) -> int:
-        return self.bytes_of(Role.WEIGHTS)
-
-    @property
-    def gradients_bytes(self) -> int:
-        return self.bytes_of(Role.GRADIENTS)
-
-    @property
-    def optimizer_bytes(self) -> int:
-        return self.bytes_of(Role.OPTIMIZER)
-
-    @property
-    def buffers_bytes(self) -> int:
-        """Lasting buffers: workspaces, RoPE tables, expert-bias buffers."""
-        return self.bytes_of(Role.BUFFERS)
-
-    @property
-    def static_bytes(self) -> int:
-        """What torch reports as allocated after an optimizer step."""
-        return self.bytes_of(*STATIC_ROLES) + sum(c.bytes for c in self.leftovers)
-
-    @property
-    def activation_bytes(self) -> int:
-        """Saved for backward and alive at the peak."""
-        return self.bytes_of(Role.ACTIVATION)
-
-    @property
-    def transient_bytes(self) -> int:
-        return self.bytes_of(Role.TRANSIENT)
-
-    @property
-    def peak_bytes(self) -> int:
-        """What torch reports as max allocated, from the second step on."""
-        return sum(c.bytes for c in self.components)
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """The answer, per pipeline stage."""
-
-    run: RunSpec
-    stages: tuple[StageEstimate, ...]
-    #: Parameters of the whole model, tied weights once, MTP apart.
-    parameters: int
-    mtp_parameters: int
-    assumptions: tuple[str, ...]
-    not_modelled: tuple[str, ...]
-
-    @property
-    def peak_stage(self) -> StageEstimate:
-        return max(self.stages, key=lambda s: s.peak_bytes)
-
-
-class StagePeak(NamedTuple):
-    """One physical pipeline rank in numbers, bytes on one of its GPUs."""
-
-    stage: int
-    static_bytes: int
-    peak_bytes: int
 
 
 def peaks(run: RunSpec) -> tuple[StagePeak, ...]:
@@ -149,13 +62,12 @@ def clear_caches() -> None:
 class _Held(NamedTuple):
     """What a stage holds whatever its place in the pipeline; stages of one shape share it."""
 
-    parameters: int
-    static: tuple[Component, ...]
+    state: StageState
+    #: Beside the model state, to the end of training.
+    lasting: tuple[Component, ...]
     #: From the end of a step to somewhere in the next.
     between_steps: tuple[Component, ...]
     batch: int
-    #: Whole parameters that the engine holds during every pass.
-    gathered: int
     inventories: tuple[ChunkInventory, ...]
     costs: tuple[ChunkCost, ...]
     static_bytes: int
@@ -180,7 +92,7 @@ class _Stage(NamedTuple):
         held = self.held
         if self.in_step:
             return self.static_bytes
-        return held.static_bytes + self.moment.bytes + held.batch + held.gathered
+        return held.static_bytes + self.moment.bytes + held.batch + held.state.gathered
 
 
 class _Stages:
@@ -192,7 +104,6 @@ class _Stages:
         self.plan = layout(run.model, run.parallel)
         check_layout(run, self.plan)
         self.engine = engine_of(run)
-        self.engine.check(run)
         held: dict[StageShape, _Held] = {}
         self._stages: list[_Stage] = []
         for rank, shapes in enumerate(self.plan.shapes(run.model)):
@@ -210,14 +121,16 @@ class _Stages:
     def _held(self, shapes: StageShape) -> _Held:
         run, ctx = self.run, self.ctx
         units = [chunk_units(run.model, shape, ctx) for shape in shapes]
-        state = self.engine.stage_state(run, units, run.implementation.gpu_arch)
+        state = self.engine.stage(units)
         inventories = tuple(stage_inventories(run.model, shapes, ctx, state.concurrent))
-        buffers = (*lasting_buffers(run, shapes, ctx, inventories), *state.after_step)
-        static = (*state.components, *(b for b in buffers if b.lifetime is not Lifetime.BETWEEN_STEPS))
-        between = tuple(b for b in buffers if b.lifetime is Lifetime.BETWEEN_STEPS)
+        lasting: list[Component] = []
+        between: list[Component] = []
+        for b in (*lasting_buffers(run, shapes, ctx, inventories), *state.buffers()):
+            (between if b.lifetime is Lifetime.BETWEEN_STEPS else lasting).append(b)
+        static_bytes = sum(nbytes for _, nbytes in state.amounts) + sum(c.bytes for c in lasting)
         return _Held(
-            state.parameters, static, between, batch_bytes(run, shapes), state.gathered, inventories,
-            tuple(stage_costs(inventories)), sum(c.bytes for c in static), sum(c.bytes for c in between),
+            state, tuple(lasting), tuple(between), batch_bytes(run, shapes), inventories,
+            tuple(stage_costs(inventories)), static_bytes, sum(c.bytes for c in between),
         )
 
     def _stage(self, rank: int, held: _Held) -> _Stage:
@@ -231,7 +144,7 @@ class _Stages:
             hidden_bytes=self.ctx.hidden_bytes,
             overlap_moe_expert_parallel_comm=run.implementation.overlap_moe_expert_parallel_comm,
         )
-        return _Stage(held, moment, held.between_bytes > moment.bytes + held.batch + held.gathered)
+        return _Stage(held, moment, held.between_bytes > moment.bytes + held.batch + held.state.gathered)
 
 
 def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
@@ -246,7 +159,7 @@ def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
 
 def _explained(stages: _Stages, rank: int) -> StageEstimate:
     held, moment, in_step = stages[rank]
-    components, leftovers = [*held.static], held.between_steps
+    components, leftovers = [*held.state.components(), *held.lasting], held.between_steps
     running = held.inventories[moment.chunk]
     phase = moment.phase
     operation = running.forward_operation if phase == "forward" else running.backward_operation
@@ -262,7 +175,7 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         components += [
             Component(
                 f"activations: {part}", nbytes, Role.ACTIVATION, provenance, lifetime=Lifetime.RETAINED, part=part,
-                routed=part in ROUTED,
+                routed=provenance is Provenance.ASSUMED,
             )
             for (part, provenance), nbytes in retained.items()
         ]
@@ -270,16 +183,16 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
             components.append(_transient("pipeline sends and receives", moment.hidden_bytes, Part.PIPELINE))
         if held.batch:
             components.append(_transient("batch: tokens, labels, masks", held.batch, Part.BATCH))
-        if held.gathered:
+        if held.state.gathered:
             components.append(
-                _transient("parameters gathered by Megatron-FSDP", held.gathered, Part.DATA_PARALLEL)
+                _transient("parameters gathered by Megatron-FSDP", held.state.gathered, Part.DATA_PARALLEL)
             )
         transient = moment.bytes - moment.hidden_bytes - sum(retained.values())
         components.append(_transient(f"in passing: {operation}", transient, Part.RUNNING))
     return StageEstimate(
         stage=rank,
         layers=tuple(i for chunk in stages.plan.stages[rank] for i in chunk.layers),
-        parameters=held.parameters,
+        parameters=held.state.parameters,
         in_flight_microbatches=max(moment.alive),
         components=tuple(components),
         peak_phase=phase,
@@ -290,10 +203,6 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
 
 def _transient(name: str, nbytes: int, part: Part) -> Component:
     return Component(name, nbytes, Role.TRANSIENT, Provenance.FORMULA, lifetime=Lifetime.TRANSIENT, part=part)
-
-
-#: Parts whose size depends on how evenly routers spread tokens.
-ROUTED = (Part.MOE_EXPERTS, Part.MOE_ROUTER)
 
 
 def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:

@@ -6,9 +6,9 @@ releases run (an ``ImplementationSpec``)::
     QKV_OUTPUT_HELD = since(core=(0, 15))
     if QKV_OUTPUT_HELD(impl): ...
 
-One policy for releases that are not known: an unset Transformer Engine or PyTorch counts as the newest, and a
-megatron-core outside the known range as its nearer end (every rule changes inside of it, so comparing does that).
-Imports nothing.
+One policy for releases that are not known: an unset Transformer Engine counts as the newest, an unset PyTorch as the
+newest that a measured run names, and a megatron-core outside the known range as its nearer end (every rule changes
+inside of it, so comparing does that). Imports nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ Release = tuple[int, int]
 RELEASES = ((0, 9), (0, 20))
 #: Where nobody says which megatron-core runs.
 DEFAULT_MEGATRON_CORE = (0, 16)
+#: Where nobody says which PyTorch runs: the newest that a measured run names.
+DEFAULT_TORCH = (2, 10)
+
+#: Numbers of a release, then what marks a candidate or a build: "0.15.0rc8", "2.9.0a0+145a3a7", "2.13.0+cpu".
+_RELEASE = re.compile(
+    r"v?(\d{1,4})\.(\d{1,4})(?:\.\d+)*(?:[.\-_]?(?:a|b|rc|dev|post)\d*)*(?:\+[\w.\-]*)?", re.ASCII | re.IGNORECASE
+)
 
 
 class Releases(Protocol):
@@ -34,6 +41,15 @@ class Releases(Protocol):
     def transformer_engine(self) -> Release | None: ...
     @property
     def torch(self) -> Release | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What runs, for a reader that has no ImplementationSpec yet."""
+
+    megatron_core: Release = DEFAULT_MEGATRON_CORE
+    transformer_engine: Release | None = None
+    torch: Release | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +65,7 @@ class Rule:
             return False
         if self.te is not None and impl.transformer_engine is not None and impl.transformer_engine < self.te:
             return False
-        return not (self.torch is not None and impl.torch is not None and impl.torch < self.torch)
+        return self.torch is None or (impl.torch or DEFAULT_TORCH) >= self.torch
 
     def __str__(self) -> str:
         """The first releases for which it holds, as people write them: "megatron-core 0.14"."""
@@ -72,10 +88,18 @@ def since(*, core: Release | None = None, te: Release | None = None, torch: Rele
 
 def parse_release(text: str, field: str = "megatron_core") -> Release:
     """"0.16", "v0.16.1" or "0.15.0rc8" -> (0, 16). Raises ValueError with one line that names ``field``."""
-    match = re.fullmatch(r"v?(\d{1,4})\.(\d{1,4})(?:[.\-+a-z].*)?", text.strip())
+    match = _RELEASE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{field} {text[:40]!r} is not a release such as 0.16")
+        raise ValueError(f"{field} ({text[:40]!r}) is not a release such as 0.16")
     return int(match[1]), int(match[2])
+
+
+def release_in(text: object) -> Release | None:
+    """The release that a package says of itself, such as ``torch.__version__``; None where it says none."""
+    try:
+        return parse_release(str(text))
+    except ValueError:
+        return None
 
 
 def release_words(release: Release) -> str:
@@ -161,9 +185,18 @@ ROUTER_USES_TE_GEMM = since(core=(0, 14))
 #: Linears of megatron-core's own use the stand-in gradient of ``DUMMY_WEIGHT_GRADIENTS_KEPT`` too
 #: (``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``).
 OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS = since(core=(0, 14))
-#: A compiled dropout-add without a bias keeps its input: fitted (``fitted.COMPILED_DROPOUT_INPUT_BYTES``), from the
-#: release on whose containers bring torch 2.9.
-COMPILED_DROPOUT_KEEPS_INPUT = since(core=(0, 16))
+#: A compiled dropout-add without a bias keeps its input: fitted (``fitted.COMPILED_DROPOUT_INPUT_BYTES``). Measured
+#: runs have it from 0.16 on, whose containers bring torch 2.9, and ``fusions/fused_bias_dropout.py`` is the same in
+#: 0.15: with an older torch it is taken not to.
+COMPILED_DROPOUT_KEEPS_INPUT = since(core=(0, 16), torch=(2, 9))
+
+# ---- megatron-core: what its training scripts mean ----
+
+#: Megatron-LM's NullTokenizer takes ``--vocab-size`` as it is; before, its end-of-document token came on top.
+NULL_TOKENIZER_COUNTS_ALL = since(core=(0, 15))
+#: Megatron-LM's ``--data-parallel-sharding-strategy`` is optim_grads_params unless told otherwise; no_shard before
+#: (``megatron/training/arguments.py`` of 0.17.1 and 0.18.0).
+FSDP_SHARDS_ALL = since(core=(0, 18))
 
 # ---- megatron-core: what follows the layers, and what runs again ----
 
@@ -196,3 +229,15 @@ PROJ_KEEPS_ORIGINAL = since(core=(0, 14), te=(2, 6))
 #: a2a and all_gather take heads of unequal widths, as in multi-latent attention (``context_parallel.py:
 #: attn_forward_func_with_cp``; 2.11 refuses, 2.20 takes them).
 UNEQUAL_HEADS_EXCHANGED = since(te=(2, 12))
+#: Its containers carry a FlashAttention (2.4.1) with a deterministic backward (``dot_product_attention/utils.py:
+#: get_attention_backend``).
+FLASH_IS_DETERMINISTIC = since(te=(1, 6))
+
+# ---- PyTorch ----
+
+#: cuBLAS workspaces on Blackwell are as large as on Hopper (``aten/src/ATen/cuda/CublasHandlePool.cpp:
+#: parseChosenWorkspaceSize``, and so compiled in the wheels: compute capability 9 alone in 2.11; 9, 10 and 12 in 2.12).
+LARGE_CUBLAS_WORKSPACE_ON_BLACKWELL = since(torch=(2, 12))
+#: cuBLAS workspaces are freed after each product (the same file: ``getCurrentCUDABlasHandleWithWorkspace``), unless
+#: TORCH_CUBLAS_WORKSPACE_CACHE asks to keep them; before, they stay for good.
+CUBLAS_WORKSPACES_FREED = since(torch=(2, 15))

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from bridge_memory.cli import main
 from bridge_memory.estimate import Estimate, estimate
 from bridge_memory.readers import resolve_model
+from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.report import gpus
 from bridge_memory.report.gpus import (
     CONTEXT_BYTES,
@@ -18,11 +20,13 @@ from bridge_memory.report.gpus import (
     GPUS,
     NCCL_BYTES,
     check_computes,
+    common_gpus,
     find_gpu,
     fits,
     lacks,
 )
-from bridge_memory.spec import ParallelSpec, PrecisionSpec, RunSpec, SpecError
+from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, PrecisionSpec, RunSpec, SpecError
+from bridge_memory.spec.gpu_names import generation_of, gpu_of_name
 
 RUNS = Path(__file__).parent / "data" / "measurements" / "runs.jsonl"
 
@@ -118,7 +122,7 @@ def test_the_worst_stage_decides() -> None:
 
 def test_common_gpus_are_shown_when_none_is_named() -> None:
     shown = [fit.gpu for fit in fits(llama())]
-    assert {"A100-40GB", "A100-80GB", "H100", "H200", "B200", "GB200", "MI300X"} <= set(shown)
+    assert {"A100-40GB", "A100-80GB", "H100", "H200", "B200", "GB200"} <= set(shown)
     assert [GPUS[name].capacity_bytes for name in shown] == sorted(GPUS[name].capacity_bytes for name in shown)
     assert [fit.gpu for fit in fits(llama(), [find_gpu("B200"), find_gpu("A30")])] == ["B200", "A30"]
 
@@ -158,12 +162,115 @@ def test_a_card_computes_in_the_formats_of_its_generation(name: str) -> None:
         assert "B200" in text and "\n" not in text
 
 
-def test_an_architectures_workspaces_go_with_its_capability() -> None:
-    """NVIDIA's Hopper is 9.0, Blackwell 10.x and 12.x; everything before has Ampere's workspaces."""
-    for gpu in GPUS.values():
-        if gpu.description.startswith("NVIDIA"):
-            assert gpu.arch == ("ampere" if gpu.capability < (9, 0) else "hopper" if gpu.capability < (10, 0) else
-                                "blackwell"), gpu.name  # fmt: skip
+#: Each card's generation and compute capability, by NVIDIA's list (developer.nvidia.com/cuda-gpus).
+BY_NVIDIAS_LIST = {
+    "volta": {(7, 0): "V100-16GB V100-32GB"},
+    "turing": {(7, 5): "T4"},
+    "ampere": {(8, 0): "A30 A100-40GB A100-80GB A800", (8, 6): "A10 A40 A6000 RTX-3090"},
+    "ada": {(8, 9): "RTX-4090 L4 L40 L40S"},
+    "hopper": {(9, 0): "H100 H100-96GB H100-NVL H800 H20 H20-141GB H200 GH200-96GB GH200-144GB"},
+    "blackwell": {(10, 0): "B200 GB200", (10, 3): "B300 GB300", (12, 0): "RTX-5090 RTX-PRO-6000"},
+}  # fmt: skip
+
+
+def test_each_card_is_of_the_generation_and_capability_that_nvidia_lists() -> None:
+    listed = {
+        name: (arch, capability)
+        for arch, cards in BY_NVIDIAS_LIST.items() for capability, names in cards.items() for name in names.split()
+    }  # fmt: skip
+    assert {name: (gpu.arch, gpu.capability) for name, gpu in GPUS.items() if gpu.vendor == "NVIDIA"} == listed
+    assert {name for name, gpu in GPUS.items() if gpu.vendor == "AMD"} == {"MI250X", "MI300X", "MI325X", "MI355X"}
+
+
+@pytest.mark.parametrize(
+    ("name", "vendor", "generation"),
+    [
+        # torch.cuda.get_device_name()
+        ("Tesla V100-SXM2-32GB", "NVIDIA", "volta"), ("Tesla T4", "NVIDIA", "turing"),
+        ("Quadro RTX 6000", "NVIDIA", "turing"), ("NVIDIA A100-SXM4-80GB", "NVIDIA", "ampere"),
+        ("NVIDIA A10G", "NVIDIA", "ampere"), ("NVIDIA RTX A6000", "NVIDIA", "ampere"),
+        ("NVIDIA RTX 6000 Ada Generation", "NVIDIA", "ada"), ("NVIDIA L40S", "NVIDIA", "ada"),
+        ("NVIDIA GeForce RTX 4090", "NVIDIA", "ada"), ("NVIDIA H100 80GB HBM3", "NVIDIA", "hopper"),
+        ("NVIDIA GH200 480GB", "NVIDIA", "hopper"), ("NVIDIA B200", "NVIDIA", "blackwell"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "NVIDIA", "blackwell"),
+        ("AMD Instinct MI300X", "AMD", None), ("AMD Instinct MI250X / MI250", "AMD", None),
+        # as people and job lists write them
+        ("dgx_a100", "NVIDIA", "ampere"), ("dgxh100_coreweave", "NVIDIA", "hopper"), ("hopper", "NVIDIA", "hopper"),
+    ],
+)  # fmt: skip
+def test_a_name_gives_vendor_and_generation(name: str, vendor: str, generation: str | None) -> None:
+    known = gpu_of_name(name)
+    assert known is not None
+    assert (known.vendor, known.generation) == (vendor, generation)
+
+
+def test_names_that_say_nothing_of_a_gpu_say_nothing() -> None:
+    """A10 is no A100, L4 no L40, and neither Canada nor a Tesla P100 is of a generation that is known here."""
+    for name in ("", "cpu", "canada", "Tesla P100-PCIE-16GB", "A1000", "p4d.24xlarge"):
+        assert gpu_of_name(name) is None, name
+    assert gpu_of_name("A10").capability == (8, 6) and gpu_of_name("A100").capability == (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "generation"),
+    [
+        ((6, 1), None), ((7, 0), "volta"), ((7, 2), "volta"), ((7, 5), "turing"), ((8, 0), "ampere"),
+        ((8, 6), "ampere"), ((8, 7), "ampere"), ((8, 9), "ada"), ((9, 0), "hopper"), ((10, 0), "blackwell"),
+        ((12, 1), "blackwell"),
+    ],
+)  # fmt: skip
+def test_a_compute_capability_has_a_generation(capability: tuple[int, int], generation: str | None) -> None:
+    assert generation_of(capability) == generation
+
+
+def test_amds_cards_are_estimated_as_nvidias_and_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are shown when asked for by name, with the assumption; beside an NVIDIA card with that card's rules."""
+    assert not any(gpu.vendor == "AMD" for gpu in common_gpus())
+    for names, whose in ((["MI300X"], "Hopper"), (["MI300X", "B200"], "Blackwell")):
+        argv = ["estimate", "Qwen/Qwen3-0.6B", "--json", *(word for name in names for word in ("--gpu", name))]
+        assert main(argv) == 0
+        assumed = json.loads(capsys.readouterr().out)["assumptions"]
+        (line,) = (words for words in assumed if "AMD" in words)
+        assert line.startswith("MI300X is AMD's") and f"NVIDIA's {whose}" in line and "ROCm" in line
+    run = run_from_megatron_args(
+        "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
+        "--vocab-size 1000 --micro-batch-size 1", world_size=1, gpu="AMD Instinct MI300X",
+    )  # fmt: skip
+    assert any("AMD Instinct MI300X is AMD's" in words for words in run.assumptions)
+
+
+def test_a_blackwell_of_capability_12_is_said_to_keep_a_second_fp8_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    """Transformer Engine's ``is_non_tn_fp8_gemm_supported`` is true of 10.x and false of 12.x."""
+    for card, said in (("RTX-5090", True), ("B200", False)):
+        assert main(["estimate", "Qwen/Qwen3-0.6B", "--fp8", "hybrid", "--gpu", card, "--json"]) == 0
+        assumed = json.loads(capsys.readouterr().out)["assumptions"]
+        assert any("second layout" in words for words in assumed) is said
+
+
+def test_before_ampere_attention_is_unfused() -> None:
+    """Llama-3-8B, s = 8192, b = 1: unfused attention keeps the probabilities, bf16 [b, a, s, s], of each of 32 layers
+    of 32 heads, and on one stage of one microbatch nothing else of attention is larger."""
+    def on(arch: str) -> int:
+        run = llama().run.with_(
+            batch=BatchSpec(seq_length=8192), implementation=ImplementationSpec(gpu_arch=arch)
+        )
+        return estimate(run).peak_stage.peak_bytes
+
+    probabilities = 2 * 32 * 8192**2 * 32
+    for arch in ("volta", "turing"):
+        assert on(arch) - on("ampere") > probabilities
+    assert on("ada") == on("ampere")
+
+
+@pytest.mark.parametrize("arch", ["volta", "turing"])
+def test_kernels_that_a_generation_lacks_are_refused(arch: str) -> None:
+    with pytest.raises(SpecError, match=rf"attention_backend \(flash\) does not run on gpu_arch \({arch}\)"):
+        ImplementationSpec(attention_backend="flash", gpu_arch=arch)
+    with pytest.raises(SpecError, match=rf"gpu_arch \({arch}\) does not support context_parallel_size \(2\)"):
+        RunSpec(
+            model=resolve_model("Qwen/Qwen3-0.6B"), parallel=ParallelSpec(world_size=2, context_parallel_size=2),
+            implementation=ImplementationSpec(gpu_arch=arch),
+        )  # fmt: skip
 
 
 def test_what_a_card_cannot_compute_in_does_not_fit_it() -> None:

@@ -11,6 +11,7 @@ from bridge_stubs import require_bridge
 
 from bridge_memory import theoretical_memory_utils as ours
 from bridge_memory.spec import SpecError
+from bridge_memory.table2 import Table2, Table2Stage
 
 
 def container(data_parallel_size: int | None = 8, *, micro_batch_size: int = 1, distributed: bool = True, **model: Any):
@@ -243,6 +244,26 @@ def test_dense_first_layers_sit_on_the_first_stage() -> None:
     whole = ours.estimate_training_memory(container(**model))
     assert states(whole)[routed] == states(last)[routed]
     assert any("different stages" in a for a in whole.assumptions)
+
+
+def test_the_closed_forms_need_no_container() -> None:
+    """GPT-3 (h = 12288, 96 layers and heads, s = 2048) on TP8 PP8, one microbatch of 1: 12 h^2 + 4 h parameters a
+    layer, h V of a tied table and 2 h of the final norm; 34 s b h bytes of activations a layer, of 12 a stage, 8
+    microbatches in flight on the first; all of it over TP."""
+    h, s, vocab = 12288, 2048, 51200
+    stages = tuple(Table2Stage(12.0, 0.0, embedding=r == 0, output=r == 7) for r in range(8))
+    gpt3 = Table2(
+        num_layers=96, hidden_size=h, num_attention_heads=96, num_query_groups=96, kv_channels=128,
+        ffn_hidden_size=4 * h, gated_linear_multiplier=1.0, vocab_size=vocab, share_embeddings_and_output_weights=True,
+        seq_length=s, micro_batch_size=1, tp=8, pp=8, vpp=None, cp=1, ep=1, etp=8, data_parallel_size=1,
+        use_distributed_optimizer=False, num_experts=0, moe_ffn_hidden_size=4 * h,
+        moe_shared_expert_intermediate_size=0, moe_latent_size=None, mtp_num_layers=0, mtp_is_moe=False, stages=stages,
+    )  # fmt: skip
+    assert gpt3.total_parameters == 96 * (12 * h * h + 4 * h) + h * vocab + 2 * h
+    assert gpt3.layer_activation_bytes == 34 * s * h
+    embedding = 8 * s + s * h
+    assert gpt3.activation_bytes(0, 8) == pytest.approx(8 * (12 * 34 * s * h + embedding) / 8)
+    assert gpt3.dense_bytes_per_parameter == 18
 
 
 # ---- refusals ----

@@ -98,14 +98,14 @@ def _read(
     path: str, text: str, given: RunSpec | None
 ) -> tuple[list[Predicted], list[MeasuredRank], RunSpec | None]:
     """(predicted, measured, the run) of a log or of our JSON lines."""
+    from bridge_memory.calibration.journal import SCHEMA as JOURNAL
     from bridge_memory.compare.logs import arguments_in, last_of_each_rank, parse_memory_lines
     from bridge_memory.compare.residuals import predicted_of
     from bridge_memory.estimate import estimate
-    from bridge_memory.live.journal import SCHEMA as JOURNAL
 
     lines = text.splitlines()
     if any(JOURNAL in line for line in lines):
-        predicted, measured = _journal(path, lines)
+        predicted, measured = _journal(path)
         if given is not None:
             predicted = predicted_of(estimate(given))
         return predicted, measured, given
@@ -129,35 +129,28 @@ def _read(
     return predicted_of(estimate(given)), measured, given
 
 
-def _journal(path: str, lines: list[str]) -> tuple[list[Predicted], list[MeasuredRank]]:
+def _journal(path: str) -> tuple[list[Predicted], list[MeasuredRank]]:
     """The last run of the file and its last report."""
+    from bridge_memory.calibration import journal
+    from bridge_memory.calibration.records import ReportRecord
     from bridge_memory.compare.logs import MeasuredRank
     from bridge_memory.compare.residuals import Predicted
-    from bridge_memory.live import journal
 
-    report: dict[str, Any] | None = None
+    report: ReportRecord | None = None
     for record in journal.read(path):
-        if record.get("event") == "run":
-            report = None
-        elif record.get("event") == "report":
-            report = record
+        report = record if isinstance(record, ReportRecord) else None
     if report is None:
         raise SpecError(f"{path} holds no report after its last start; let the run do two steps")
-    try:
-        stages = report["stages"]
-        predicted = [
-            Predicted(int(s["stage"]), int(s["predicted_static"]), int(s["predicted_peak"]))
-            for s in stages if s["predicted_peak"] is not None
-        ]  # fmt: skip
-        measured = [
-            MeasuredRank(
-                s["worst_rank"], report["iteration"], s["allocated"], s["max_allocated"], s["reserved"],
-                stage=s["stage"],
-            )
-            for s in stages if s["worst_rank"] is not None
-        ]  # fmt: skip
-    except (KeyError, TypeError, ValueError):
-        raise SpecError(f"{path} has a damaged report; give a file that MemoryReport wrote") from None
+    if not report.stages:
+        raise SpecError(f"{path} has a damaged report; give a file that MemoryReport wrote")
+    predicted = [
+        Predicted(s.stage, s.predicted_static, s.predicted_peak)
+        for s in report.stages if s.predicted_static is not None and s.predicted_peak is not None
+    ]  # fmt: skip
+    measured = [
+        MeasuredRank(s.worst_rank, report.iteration, s.allocated, s.max_allocated, s.reserved, stage=s.stage)
+        for s in report.stages if s.worst_rank is not None
+    ]  # fmt: skip
     if not predicted:
         raise SpecError(f"{path} holds no prediction; name the MODEL and its flags, or give --megatron-args")
     return predicted, measured

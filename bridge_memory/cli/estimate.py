@@ -8,9 +8,10 @@ import json
 import sys
 from typing import TextIO
 
-from bridge_memory.cli.run_arguments import add_run_arguments, parse_release, run_on_gpus
+from bridge_memory.cli.run_arguments import add_run_arguments, run_on_gpus
 from bridge_memory.releases import known_releases, nearest_known, release_words
 from bridge_memory.spec import SpecError
+from bridge_memory.spec.release import read_release
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check_release(text: str | None) -> None:
     """A release that nobody has is a typing error; a newer one than is known is better said than guessed."""
-    release = parse_release(text) if text else None
+    release = read_release(text, "megatron_core")
     if release is not None and nearest_known(release) != release:
         raise SpecError(
             f"megatron_core ({text}) is not one of the releases whose rules are known, {known_releases()}; use "
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     spec = run_on_gpus(args, gpus)
     result = estimate(spec)
     if args.calibration is not None:
-        from bridge_memory.live.calibration import calibrated, load
+        from bridge_memory.calibration import calibrated, load
 
         result = calibrated(result, load(args.calibration))
     if args.stage is not None and not 0 <= args.stage < len(result.stages):

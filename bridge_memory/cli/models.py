@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List presets with their parameters. Returns 0, or 2 (through SpecError) when nothing matches."""
-    from bridge_memory.inventory.counts import model_parameters, mtp_parameters
+    from bridge_memory.inventory.counts import model_parameters
     from bridge_memory.readers import list_presets, resolve_model
     from bridge_memory.spec import SpecError
 
@@ -23,11 +23,12 @@ def run(args: argparse.Namespace) -> int:
     rows = []
     for name in names:
         model = resolve_model(name)
+        parameters, mtp = model_parameters(model)
         rows.append(
             {
                 "name": name, "model_type": model.model_type, "num_layers": model.num_layers,
-                "hidden_size": model.hidden_size, "parameters": model_parameters(model),
-                "mtp_parameters": mtp_parameters(model),
+                "hidden_size": model.hidden_size, "parameters": parameters,
+                "mtp_parameters": mtp,
             }
         )
     if args.json:

@@ -72,7 +72,7 @@ def _spec(args: argparse.Namespace) -> RunSpec:
     if here is None:
         return run_on_gpus(args, gpus)
     text = f"{here[0]}.{here[1]}"
-    if not args.megatron_core:
+    if args.megatron_core is None:
         args.megatron_core = text
     spec = run_on_gpus(args, gpus)
     if spec.implementation.megatron_core != here:

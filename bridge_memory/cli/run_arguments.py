@@ -28,6 +28,7 @@ from bridge_memory.spec import (
 )
 from bridge_memory.spec.fields import MOST_GPUS
 from bridge_memory.spec.gaps import idle_modules
+from bridge_memory.spec.release import read_release
 
 if TYPE_CHECKING:
     from bridge_memory.report.gpus import Gpu
@@ -197,6 +198,10 @@ _TITLES = {
 }
 
 
+#: The flag of each package whose releases have rules -> the package's name. Its field is argparse's.
+PACKAGES = {"--megatron-core": "megatron-core", "--transformer-engine": "Transformer Engine", "--torch": "PyTorch"}
+
+
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare MODEL and every flag of a run on ``parser``."""
     model = parser.add_argument_group("model")
@@ -219,7 +224,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
                        help="pad the vocabulary to a multiple of N x TP, as Megatron-LM does with 128")
     model.add_argument("--hidden-dropout", type=_number, metavar="P", help="dropout of the residual stream")
     model.add_argument("--attention-dropout", type=_number, metavar="P", help="dropout of attention probabilities")
-    model.add_argument("--megatron-core", metavar="X.Y", help="megatron-core release whose rules apply")
+    for package, name in PACKAGES.items():
+        model.add_argument(package, metavar="X.Y", help=f"{name} release whose rules apply")
     groups = {name: parser.add_argument_group(title) for name, title in _TITLES.items()}
     for flag in FLAGS:
         _add(groups[flag.group], flag)
@@ -285,12 +291,11 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
         assumptions.append(f"seq_length {DEFAULT_SEQ_LENGTH} (--seq-length)")
     if "global_batch_size" not in given["batch"]:
         assumptions.append("enough microbatches to fill the pipeline (--global-batch-size)")
+    given["implementation"].update(_releases(args))
     _check_silent(given, model)
     _complete(given, assumptions)
     if gpu_arch:
         given["implementation"]["gpu_arch"] = gpu_arch
-    if args.megatron_core:
-        given["implementation"]["megatron_core"] = parse_release(args.megatron_core)
     if given["precision"].get("fp8") and "fp8_recipe" in given["precision"]:
         given["optimizer"].setdefault("fp8_recipe", given["precision"]["fp8_recipe"])
     groups = {name: spec(**given[name]) for name, spec in _SPECS.items() if name != "parallel"}
@@ -300,22 +305,27 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
 def run_on_gpus(args: argparse.Namespace, gpus: Sequence[Gpu]) -> RunSpec:
     """The run that the flags describe, on these GPUs. Raises SpecError, also where one does not compute its precision.
 
-    The first GPU's generation, Hopper where none is named (Blackwell for mxfp8), sizes library workspaces and lays out
-    fp8; it is an assumption unless all named GPUs are of it.
+    The generation of the first of NVIDIA's, Hopper where none is named (Blackwell for mxfp8), sizes library
+    workspaces, chooses attention's kernel and lays out fp8; it is an assumption unless all named GPUs are of it. AMD's
+    are estimated as if they were of it, which is said.
     """
-    from bridge_memory.report.gpus import check_computes
+    from bridge_memory.report.gpus import check_computes, supposed_on
 
-    spec = run_from_arguments(args, gpu_arch=gpus[0].arch if gpus else None)
+    first = next((gpu for gpu in gpus if gpu.arch is not None), None)
+    spec = run_from_arguments(args, gpu_arch=first.arch if first else None)
     for gpu in gpus:
         check_computes(gpu, spec.precision)
-    if len({gpu.arch for gpu in gpus}) == 1:
-        return spec
-    # Library workspaces have one size an architecture: tens of MiB between them.
-    named = f"{gpus[0].name}, the first --gpu" if gpus else "a Hopper GPU (--gpu)"
-    if not gpus and spec.precision.fp8 and spec.precision.fp8_recipe == "mxfp8":
+    if first is None and spec.precision.fp8 and spec.precision.fp8_recipe == "mxfp8":
         spec = replace(spec, implementation=replace(spec.implementation, gpu_arch="blackwell"))
-        named = "a Blackwell GPU (--gpu), as mxfp8 needs"
-    return replace(spec, assumptions=(*spec.assumptions, f"library workspaces as on {named}"))
+    supposed = [words for gpu in gpus for words in supposed_on(gpu, spec)]
+    if first is not None and len({gpu.arch for gpu in gpus if gpu.arch is not None}) > 1:
+        supposed.append(f"library workspaces, attention kernels and fp8 layouts as on {first.name}, the first --gpu")
+    elif not gpus:
+        named = "a Blackwell GPU (--gpu), as mxfp8 needs" if spec.implementation.gpu_arch == "blackwell" else (
+            "a Hopper GPU (--gpu)"
+        )
+        supposed.append(f"library workspaces as on {named}")
+    return replace(spec, assumptions=(*spec.assumptions, *supposed))
 
 
 def _run_from_megatron(
@@ -342,7 +352,7 @@ def _run_from_megatron(
     if "world_size" not in given["parallel"]:
         raise SpecError("world_size: --megatron-args needs --num-gpus (the GPUs of the job)")
     run = run_from_megatron_args(
-        text, world_size=given["parallel"]["world_size"], megatron_core=args.megatron_core or None
+        text, world_size=given["parallel"]["world_size"], **_releases(args)
     )
     if gpu_arch:
         run = replace(run, implementation=replace(run.implementation, gpu_arch=gpu_arch))
@@ -467,6 +477,7 @@ def _check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
     )
     needs += [
         ("fp8", "fp8" in precision, not local, "--transformer-impl transformer_engine"),
+        ("transformer_engine", "transformer_engine" in impl, not local, "--transformer-impl transformer_engine"),
         ("attention_backend", impl.get("attention_backend") in ("flash", "fused"), not local,
          "--transformer-impl transformer_engine"),
         ("masked_softmax_fusion", "masked_softmax_fusion" in impl, unfused,
@@ -495,9 +506,7 @@ def _check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
         )
 
 
-def parse_release(text: str) -> tuple[int, int]:
-    """"0.16" or "v0.16.1" -> (0, 16). Raises SpecError."""
-    parts = text.lstrip("v").split(".")
-    if len(parts) < 2 or not all(p.isdigit() for p in parts[:2]):
-        raise SpecError(f"megatron_core {text!r} is not a release such as 0.16")
-    return int(parts[0]), int(parts[1])
+def _releases(args: argparse.Namespace) -> dict[str, Any]:
+    """Field -> release, for the packages whose release was given. Raises SpecError."""
+    fields = [flag.removeprefix("--").replace("-", "_") for flag in PACKAGES]
+    return {name: read_release(text, name) for name in fields if (text := getattr(args, name)) is not None}

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _write(path: Path, text: str) -> None:
     """Whole or not at all."""
-    from bridge_memory.report.write import write_whole
+    from bridge_memory.files import write_whole
 
     try:
         write_whole(path, text)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from bridge_memory.components import Component
+from bridge_memory.components import MOMENTS, Component, Lifetime, Part, Provenance, Role, State
 from bridge_memory.inventory.chain import Label
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import LayerSpec, RunSpec
@@ -19,37 +19,80 @@ from bridge_memory.spec import LayerSpec, RunSpec
 Concurrent = tuple[int, int]
 
 
+class Line(NamedTuple):
+    """One line of model state: its role, which copy of the parameters it is, and of which parameters."""
+
+    role: Role
+    state: State
+    name: str
+    experts: bool
+    provenance: Provenance = Provenance.EXACT
+    adapters: bool = False
+    #: Groups that divide it, as in "tp x dp x cp".
+    shard: str = ""
+
+    def component(self, nbytes: int) -> Component:
+        name = f"LoRA {self.name}" if self.adapters else self.name
+        return Component(
+            f"{name} (routed experts)" if self.experts else name, nbytes, self.role, self.provenance, self.shard,
+            Lifetime.FIRST_STEP if self.state in MOMENTS else Lifetime.MODEL, Part.NONE, self.state,
+            experts=self.experts, adapters=self.adapters,
+        )
+
+
 class StageState(NamedTuple):
-    """What an engine keeps and moves on one stage."""
+    """What an engine keeps and moves on one stage, in bytes."""
 
     #: Elements of one rank's whole parameters, as computations see them.
     parameters: int
-    #: Allocated for good: weights, gradients, optimizer state, the engine's own buffers.
-    components: tuple[Component, ...]
-    #: Left behind by the optimizer's step until the next zero_grad.
-    after_step: tuple[Component, ...] = ()
+    #: Allocated for good: weights, gradients, optimizer state.
+    amounts: tuple[tuple[Line, int], ...]
+    #: What the allocator adds to them.
+    rests: int = 0
+    #: fp32 copies of gradients that the optimizer's step leaves behind until the next zero_grad.
+    gradient_copies: int = 0
     #: Whole parameters that are there during every pass, beyond this rank's shard.
     gathered: int = 0
     #: Gathered or reduced beside the units of one kind while they run: (what, kind of layer) -> bytes.
     concurrent: Mapping[tuple[Label, LayerSpec | None], Concurrent] = MappingProxyType({})
 
+    def components(self) -> list[Component]:
+        """The lines of model state."""
+        return [line.component(nbytes) for line, nbytes in self.amounts]
+
+    def buffers(self) -> list[Component]:
+        """What is allocated beside it."""
+        out = []
+        if self.rests:
+            out.append(
+                Component(
+                    "unsplit rests of allocator blocks", self.rests, Role.BUFFERS, Provenance.FORMULA,
+                    lifetime=Lifetime.FIRST_PASS, part=Part.ALLOCATOR,
+                )
+            )
+        if self.gradient_copies:
+            out.append(
+                Component(
+                    "main gradients in fp32", self.gradient_copies, Role.BUFFERS, Provenance.FORMULA,
+                    lifetime=Lifetime.BETWEEN_STEPS, part=Part.DATA_PARALLEL,
+                )
+            )
+        return out
+
 
 class Engine(Protocol):
-    """One data-parallel engine."""
+    """One data-parallel engine, for one run."""
 
-    def check(self, run: RunSpec) -> None:
-        """Raise SpecError for options of this engine that contradict each other."""
-
-    def stage_state(self, run: RunSpec, chunks: Sequence[Sequence[Unit]], gpu_arch: str) -> StageState:
+    def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
         """What a stage of ``chunks`` keeps, and what moves beside its units."""
 
 
 def engine_of(run: RunSpec) -> Engine:
-    """The engine that ``run.data_parallel.engine`` names."""
+    """The engine that ``run.data_parallel.engine`` names. Raises SpecError for options that contradict each other."""
     if run.data_parallel.engine == "megatron_fsdp":
         from bridge_memory.engines.megatron_fsdp import MegatronFSDP
 
-        return MegatronFSDP()
+        return MegatronFSDP(run)
     from bridge_memory.engines.megatron_ddp import MegatronDDP
 
-    return MegatronDDP()
+    return MegatronDDP(run)

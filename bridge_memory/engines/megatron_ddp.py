@@ -8,12 +8,13 @@ distributed_data_parallel.py`` (buffers by group). Every figure is bytes on one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import lcm
+from operator import add
 from typing import NamedTuple
 
-from bridge_memory.components import MOMENTS, Component, Lifetime, Part, Provenance, Role, State
-from bridge_memory.engines.engine import StageState
+from bridge_memory.components import Provenance, Role, State
+from bridge_memory.engines.engine import Line, StageState
 from bridge_memory.engines.optimizer_states import (
     Over,
     gradient_width,
@@ -21,7 +22,17 @@ from bridge_memory.engines.optimizer_states import (
     optimizer_states,
 )
 from bridge_memory.engines.peft import adapter_units
-from bridge_memory.inventory.parameters import PARAM_ALIGNMENT, Counted, Parameter, pad, rounded_bytes
+from bridge_memory.inventory.parameters import (
+    PARAM_ALIGNMENT,
+    Column,
+    Parameter,
+    aligned_elements,
+    elements,
+    gemm_elements,
+    matrix_elements,
+    pad,
+    rounded_bytes,
+)
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import DTYPE_BYTES, PrecisionSpec, RunSpec
 from bridge_memory.workspaces.allocator import block_rest
@@ -33,93 +44,174 @@ BUCKET_ALIGNMENT = 128
 BUCKET_MINIMUM, BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 
-class Buffer(NamedTuple):
-    """The dense parameters of one chunk, or its experts': they live in buffers of their own."""
-
-    counted: Counted
-    #: Elements after Megatron's padding (distributed optimizer), else as they are.
-    padded: int
-    units: Sequence[Unit]
-    experts: bool
-    #: Ranks that share the optimizer's state.
-    world: int
-
-    def sums(self, of: Callable[[Parameter, int], int], width: int) -> int:
-        """``ParameterList.sums`` over the units."""
-        return sum(u.count * u.parameters.sums(of, width)[self.experts] for u in self.units)
-
-
-class _Line(NamedTuple):
-    """One line of model state: its role, which copy of the parameters it is, and what people call it."""
-
-    role: Role
-    state: State
-    name: str
-    provenance: Provenance = Provenance.EXACT
-
-
 class MegatronDDP:
-    """See the module docstring."""
+    """The lines of model state of one run, and their bytes for any chunk. See the module docstring."""
 
-    def check(self, run: RunSpec) -> None:
-        """Everything is checked with the RunSpec."""
+    def __init__(self, run: RunSpec, *, adapters: bool = False) -> None:
+        precision, d = run.precision, run.data_parallel
+        self.run = run
+        self.worlds = run.parallel.shard_worlds
+        self.width = DTYPE_BYTES[precision.params_dtype]
+        self.gradient_width = gradient_width(run)
+        self.distributed = d.use_distributed_optimizer
+        self.sharded = self.distributed or d.shards("optim")
+        self.layer_wise = run.optimizer.use_layer_wise_distributed_optimizer
+        # Adapters train like any parameter, in the dtype of the activations.
+        self.frozen = run.peft.freezes and not adapters
+        self.fp8 = precision.fp8 is not None and run.implementation.te and not adapters
+        self.states = () if self.frozen else optimizer_states(run)
+        self.expandable = run.implementation.expandable_segments
+        rests = not (self.expandable or d.fsdp or run.peft.freezes)
+        offloaded = run.optimizer.optimizer_cpu_offload or self.layer_wise
+        #: States that are tensors of their own on the GPU, of which the allocator adds rests.
+        self.rest_states = self.states if rests and not offloaded else ()
+        self.rests = rests
+        self.copies_gradients = keeps_fp32_gradient_copies(run)
+        self.lines = tuple(line for experts in (False, True) for line in self._lines(experts, adapters))
+        self.columns, at = self._columns()
+        self._weights_at = at.get((rounded_bytes, self.width), 0)
+        self._weight_rests_at = at.get((_rest, self.width), 0)
+        self._copies_at = at.get((_rest, 4), 0)
+        #: (of which parameters, bytes an element, share on the GPU, where its rounded bytes are).
+        self._of_states = [
+            (s.over, s.width, s.on_gpu, at.get((rounded_bytes, s.width), 0)) for s in self.states
+        ]
+        self._rests_at = [at[_RESTS[s.over], s.width] for s in self.rest_states]
+        self._seen: dict[tuple[int, bool], ChunkState] = {}
+        self.adapters = MegatronDDP(run, adapters=True) if self.frozen else None
 
-    def stage_state(self, run: RunSpec, chunks: Sequence[Sequence[Unit]], gpu_arch: str) -> StageState:
-        return state_of(run, chunks, gpu_arch)
+    def _lines(self, experts: bool, adapters: bool) -> Iterator[Line]:
+        exact, base = Provenance.EXACT, "etp x ep" if experts else "tp"
+        yield Line(Role.WEIGHTS, State.PARAMETERS, "weights", experts, exact, adapters, base)
+        if self.fp8:
+            yield Line(Role.WEIGHTS, State.FP8_COPIES, "fp8 weight copies", experts, exact, adapters, base)
+        if not self.frozen:
+            yield Line(Role.GRADIENTS, State.GRADIENTS, "gradients", experts, exact, adapters, base)
+        if self.distributed and self.worlds[experts] > 1:
+            base = f"{base} x {'edp' if experts else 'dp x cp'}"
+        for state in self.states:
+            yield Line(Role.OPTIMIZER, state.state, state.name, experts, state.provenance, adapters, base)
+
+    def _columns(self) -> tuple[tuple[Column, ...], dict[Column, int]]:
+        """What is summed over parameters, and where each sum is."""
+        columns: list[Column] = [
+            (elements, 0), (aligned_elements, PARAM_ALIGNMENT), (gemm_elements, 0), (matrix_elements, 0),
+        ]
+        if not self.distributed or self.frozen:
+            columns.append((rounded_bytes, self.width))
+        if not self.sharded:
+            columns += [(rounded_bytes, state.width) for state in self.states]
+        if self.rests and not self.distributed:
+            columns.append((_rest, self.width))
+        columns += [(_RESTS[state.over], state.width) for state in self.rest_states]
+        if self.copies_gradients and not self.expandable:
+            columns.append((_rest, 4))
+        distinct = tuple(dict.fromkeys(columns))
+        return distinct, {column: i for i, column in enumerate(distinct)}
+
+    def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
+        """What a stage of ``chunks`` keeps."""
+        amounts = [0] * len(self.lines)
+        parameters = rests = copies = 0
+        for index, units in enumerate(chunks):
+            key = (id(units), index == 0)
+            found = self._seen.get(key)
+            if found is None:
+                found = self._seen[key] = self.chunk(units, index)
+            parameters += found.parameters
+            rests += found.rests
+            copies += found.gradient_copies
+            amounts = list(map(add, amounts, found.amounts))
+        lines, whole = self.lines, amounts
+        if self.adapters is not None:
+            of_adapters = [0] * len(self.adapters.lines)
+            for units in chunks:
+                beside = adapter_units(self.run, units)
+                if beside:
+                    of_adapters = list(map(add, of_adapters, self.adapters.chunk(beside, 0).amounts))
+            lines, whole = (*lines, *self.adapters.lines), [*amounts, *of_adapters]
+        kept = tuple((line, n) for line, n in zip(lines, whole, strict=True) if n)
+        return StageState(parameters, kept, rests, copies)
+
+    def chunk(self, units: Sequence[Unit], index: int) -> ChunkState:
+        """What chunk ``index`` of a stage keeps."""
+        dense, experts = [0] * len(self.columns), [0] * len(self.columns)
+        for _, _, parameters, times, _ in units:
+            a, b = parameters.sums(self.columns)
+            dense = [x + times * y for x, y in zip(dense, a, strict=True)]
+            if b[0]:
+                experts = [x + times * y for x, y in zip(experts, b, strict=True)]
+        bucket = bucket_elements(self.run, index) if self.distributed else None
+        amounts: list[int] = []
+        rests = copies = 0
+        for of_experts, sums in ((False, dense), (True, experts)):
+            if not sums[0]:
+                amounts += [0] * (len(self.lines) // 2)
+                continue
+            world = self.worlds[of_experts]
+            padded = sums[0]
+            if self.distributed:
+                end = lcm(world, BUCKET_ALIGNMENT)
+                padded = pad(sums[1], end) if bucket is None else _bucketed(units, of_experts, bucket, end)
+            amounts += self._amounts(sums, padded, world, units, of_experts)
+            if self.rests:
+                rests += self._rests(sums, world)
+            if self.copies_gradients:
+                rest = 0 if self.expandable else sums[self._copies_at]
+                copies += -(-(4 * sums[0] + rest) // (world if self.distributed else 1))
+        return ChunkState(dense[0] + experts[0], amounts, rests, copies)
+
+    def _amounts(
+        self, sums: Sequence[int], padded: int, world: int, units: Sequence[Unit], experts: bool
+    ) -> Iterator[int]:
+        """Bytes of one buffer's lines, in their order."""
+        numel, _, gemm, matrices, *_ = sums
+        # Weights: views of one buffer under the distributed optimizer, else tensors of their own.
+        # Frozen weights are in no buffer (DistributedDataParallel takes what requires a gradient).
+        in_buffer = self.distributed and not self.frozen
+        weights = padded * self.width if in_buffer else sums[self._weights_at]
+        precision = self.run.precision
+        if self.fp8 and precision.fp8_param:
+            weights -= gemm * (self.width - 1)
+        yield weights
+        if self.fp8:
+            yield fp8_copies(precision, gemm, self.run.implementation.gpu_arch)
+        if self.frozen:
+            return
+        # Gradients: one contiguous buffer (main_grad views).
+        yield padded * self.gradient_width
+        if self.layer_wise:
+            if not self.distributed:
+                numel, matrices = fullest_share(units, experts, world)
+            padded = numel
+        for over, width, on_gpu, rounded_at in self._of_states:
+            n = numel if over is Over.ALL else matrices if over is Over.MATRICES else numel - matrices
+            if n == numel and not self.sharded:
+                nbytes = n * width if self.layer_wise else sums[rounded_at]
+            else:
+                nbytes = -(-(padded if n == numel else n) // (world if self.sharded else 1)) * width
+            yield nbytes if on_gpu == 1.0 else round(nbytes * on_gpu)
+
+    def _rests(self, sums: Sequence[int], world: int) -> int:
+        """``block_rest`` of everything that stays: parameters, gradient buffers, optimizer states. Nothing with
+        expandable segments, which split exactly; Megatron-FSDP's own buffers are left out."""
+        numel = sums[0]
+        total = block_rest(numel * self.gradient_width)
+        total += block_rest(numel * self.width) if self.distributed else sums[self._weight_rests_at]
+        shards = world if self.distributed else 1
+        return total + sum([sums[at] // shards for at in self._rests_at])
 
 
-def state_of(run: RunSpec, chunks: Sequence[Sequence[Unit]], gpu_arch: str) -> StageState:
-    """Model state of a stage that holds ``chunks``."""
-    worlds = run.parallel.shard_worlds
-    parameters = 0
-    sums: dict[tuple[_Line, bool, bool], int] = {}
-    buffers: list[Buffer] = []
-    for index, units in enumerate(chunks):
-        for buffer in chunk_buffers(run, units, index):
-            parameters += buffer.counted.numel
-            buffers.append(buffer)
-            for line, nbytes in _buffer_state(run, buffer, gpu_arch, frozen=run.peft.freezes):
-                key = (line, buffer.experts, False)
-                sums[key] = sums.get(key, 0) + nbytes
-        adapters = adapter_units(run, units)
-        for buffer in chunk_buffers(run, adapters, 0) if adapters else ():
-            # Adapters train like any parameter, in the dtype of the activations.
-            for line, nbytes in _buffer_state(run, buffer, gpu_arch, frozen=False, adapters=True):
-                key = (line, buffer.experts, True)
-                sums[key] = sums.get(key, 0) + nbytes
-    components = tuple(
-        Component(
-            _label(line, experts, adapters), nbytes, line.role, line.provenance, _shard(run, line, experts, worlds),
-            lifetime=Lifetime.FIRST_STEP if line.state in MOMENTS else Lifetime.MODEL, state=line.state,
-            experts=experts, adapters=adapters,
-        )
-        for (line, experts, adapters), nbytes in sums.items() if nbytes
-    )
-    rests = unsplit_rest_bytes(run, buffers)
-    if rests:
-        components += (
-            Component(
-                "unsplit rests of allocator blocks", rests, Role.BUFFERS, Provenance.FORMULA,
-                lifetime=Lifetime.FIRST_PASS, part=Part.ALLOCATOR,
-            ),
-        )
-    return StageState(parameters, components, tuple(_after_step(run, buffers)))
+class ChunkState(NamedTuple):
+    """What one chunk keeps: elements of its parameters, and bytes."""
 
-
-def chunk_buffers(run: RunSpec, units: Sequence[Unit], index: int) -> Iterator[Buffer]:
-    """The dense buffer and that of experts of chunk ``index`` of a stage, where there are any."""
-    bucket = bucket_elements(run, index)
-    for experts, world in zip((False, True), run.parallel.shard_worlds, strict=True):
-        counted = Counted()
-        for unit in units:
-            counted = counted.plus(unit.parameters.counted[experts].times(unit.count))
-        if not counted.numel:
-            continue
-        padded = counted.numel
-        if run.data_parallel.use_distributed_optimizer:
-            end = lcm(world, BUCKET_ALIGNMENT)
-            padded = pad(counted.aligned, end) if bucket is None else _bucketed(units, experts, bucket, end)
-        yield Buffer(counted, padded, units, experts, world)
+    parameters: int
+    #: In the order of the ledger's lines.
+    amounts: list[int]
+    #: What the allocator adds.
+    rests: int
+    #: fp32 copies of the gradients that this rank's optimizer updates, one tensor a parameter.
+    gradient_copies: int
 
 
 def bucket_elements(run: RunSpec, chunk_index: int) -> int | None:
@@ -137,10 +229,10 @@ def _bucketed(units: Sequence[Unit], experts: bool, bucket: int, end: int) -> in
     walk = _Walk(bucket, end)
     for unit in reversed(units):
         runs = [
-            (tuple(p.numel for p in reversed(parameters)), count)
-            for parameters, count in unit.parameters.runs(experts)
+            (tuple(p.numel for p in reversed(parameters)), times)
+            for parameters, times in unit.parameters.runs(experts)
         ]
-        walk.repeat(tuple(reversed(runs)), unit.count)
+        walk.repeat(tuple(reversed(runs)), unit.times)
     return walk.start + pad(walk.offset, end)
 
 
@@ -181,56 +273,7 @@ class _Walk:
             self.offset = 0
 
 
-def _buffer_state(
-    run: RunSpec, buffer: Buffer, gpu_arch: str, *, frozen: bool, adapters: bool = False
-) -> Iterator[tuple[_Line, int]]:
-    """(line, bytes) of one buffer."""
-    d, precision = run.data_parallel, run.precision
-    width = DTYPE_BYTES[precision.params_dtype]
-    distributed = d.use_distributed_optimizer
-    fp8 = precision.fp8 is not None and run.implementation.te and not adapters
-
-    # Weights: views of one buffer under the distributed optimizer, else tensors of their own.
-    # Frozen weights are in no buffer (DistributedDataParallel takes what requires a gradient).
-    weights = buffer.padded * width if distributed and not frozen else buffer.sums(rounded_bytes, width)
-    if fp8 and precision.fp8_param:
-        weights -= buffer.counted.gemm * (width - 1)
-    yield _Line(Role.WEIGHTS, State.PARAMETERS, "weights"), weights
-    if fp8:
-        copies = fp8_copies(precision, buffer.counted, gpu_arch)
-        yield _Line(Role.WEIGHTS, State.FP8_COPIES, "fp8 weight copies"), copies
-    if frozen:
-        return
-
-    # Gradients: one contiguous buffer (main_grad views).
-    yield _Line(Role.GRADIENTS, State.GRADIENTS, "gradients"), buffer.padded * gradient_width(run)
-
-    yield from _optimizer(run, buffer)
-
-
-def _optimizer(run: RunSpec, buffer: Buffer) -> Iterator[tuple[_Line, int]]:
-    numel, padded, matrices = buffer.counted.numel, buffer.padded, buffer.counted.matrices
-    layer_wise = run.optimizer.use_layer_wise_distributed_optimizer
-    if layer_wise:
-        numel, matrices = (
-            (numel, matrices) if run.data_parallel.use_distributed_optimizer else fullest_share(buffer)
-        )
-        padded = numel
-    sharded = run.data_parallel.use_distributed_optimizer or run.data_parallel.shards("optim")
-    elements_of = {Over.ALL: numel, Over.MATRICES: matrices, Over.REST: numel - matrices}
-    for state in optimizer_states(run):
-        elements = elements_of[state.over]
-        if elements == numel and not sharded:
-            nbytes = elements * state.width if layer_wise else buffer.sums(rounded_bytes, state.width)
-        else:
-            whole = padded if elements == numel else elements
-            nbytes = -(-whole // (buffer.world if sharded else 1)) * state.width
-        if state.on_gpu != 1.0:
-            nbytes = round(nbytes * state.on_gpu)
-        yield _Line(Role.OPTIMIZER, state.state, state.name, state.provenance), nbytes
-
-
-def fullest_share(buffer: Buffer) -> tuple[int, int]:
+def fullest_share(units: Sequence[Unit], experts: bool, world: int) -> tuple[int, int]:
     """(elements, of these in matrices) of the rank that gets most optimizer state of whole parameters, dealt smallest
     first, to and fro.
 
@@ -238,11 +281,10 @@ def fullest_share(buffer: Buffer) -> tuple[int, int]:
     copy and a momentum (8 bytes an element), any other Adam's three (12).
     """
     parameters: list[Parameter] = []
-    for unit in buffer.units:
-        for _ in range(unit.count):
-            for run, count in unit.parameters.runs(buffer.experts):
-                parameters += run * count
-    world = buffer.world
+    for unit in units:
+        for _ in range(unit.times):
+            for few, times in unit.parameters.runs(experts):
+                parameters += few * times
     shares = [[0, 0] for _ in range(world)]
     for i, p in enumerate(sorted(parameters, key=lambda p: p.numel)):
         turn = i % (2 * world)
@@ -253,51 +295,16 @@ def fullest_share(buffer: Buffer) -> tuple[int, int]:
     return total, matrices
 
 
-def fp8_copies(precision: PrecisionSpec, counted: Counted, gpu_arch: str) -> int:
-    """fp8 data beside the weights: the row-wise copy (unless it is the parameter itself), the column-wise one
-    that backward needs, and block scales. Blackwell multiplies per-tensor fp8 in any layout and keeps no
-    column-wise copy (``utils.py: is_non_tn_fp8_gemm_supported``).
+def fp8_copies(precision: PrecisionSpec, gemm: int, gpu_arch: str) -> int:
+    """fp8 data beside the weights of ``gemm`` elements: the row-wise copy (unless it is the parameter itself), the
+    column-wise one that backward needs, and block scales. Blackwell multiplies per-tensor fp8 in any layout and keeps
+    no column-wise copy (``utils.py: is_non_tn_fp8_gemm_supported``).
     Source: TE ``tensor/{float8,float8_blockwise,mxfp8}_tensor.py``."""
     transposed = not (gpu_arch == "blackwell" and precision.fp8_recipe in ("delayed", "tensorwise"))
     copies = transposed + (not precision.fp8_param)
     # Weights have one fp32 scale a block of 128 x 128 (``common/recipe: Float8BlockScaling.w_block_scaling_dim``).
     scales = {"mxfp8": 2 / 32, "blockwise": 2 * 4 / 128**2}.get(precision.fp8_recipe, 0.0)
-    return round(counted.gemm * (copies + scales))
-
-
-def _after_step(run: RunSpec, buffers: Sequence[Buffer]) -> Iterator[Component]:
-    """fp32 copies of the gradients that this rank's optimizer updates, one tensor a parameter."""
-    if not keeps_fp32_gradient_copies(run):
-        return
-    sharded = run.data_parallel.use_distributed_optimizer
-    nbytes = 0
-    for buffer in buffers:
-        rest = 0 if run.implementation.expandable_segments else buffer.sums(_rest, 4)
-        nbytes += -(-(4 * buffer.counted.numel + rest) // (buffer.world if sharded else 1))
-    if nbytes:
-        yield Component(
-            "main gradients in fp32", nbytes, Role.BUFFERS, Provenance.FORMULA, lifetime=Lifetime.BETWEEN_STEPS,
-            part=Part.DATA_PARALLEL,
-        )
-
-
-def unsplit_rest_bytes(run: RunSpec, buffers: Sequence[Buffer]) -> int:
-    """``block_rest`` of everything that stays: parameters, gradient buffers, optimizer states; 0 with expandable
-    segments, which split exactly. Megatron-FSDP's own buffers are left out."""
-    d, o = run.data_parallel, run.optimizer
-    if run.implementation.expandable_segments or d.fsdp or run.peft.freezes:
-        return 0
-    width, gradient = DTYPE_BYTES[run.precision.params_dtype], gradient_width(run)
-    distributed = d.use_distributed_optimizer
-    states = [] if o.optimizer_cpu_offload or o.use_layer_wise_distributed_optimizer else optimizer_states(run)
-    total = 0
-    for buffer in buffers:
-        numel = buffer.counted.numel
-        total += block_rest(numel * gradient)
-        total += block_rest(numel * width) if distributed else buffer.sums(_rest, width)
-        for state in states:
-            total += buffer.sums(_RESTS[state.over], state.width) // (buffer.world if distributed else 1)
-    return total
+    return round(gemm * (copies + scales))
 
 
 def _rest(parameter: Parameter, width: int) -> int:
@@ -313,15 +320,3 @@ def _rest_of_others(parameter: Parameter, width: int) -> int:
 
 
 _RESTS = {Over.ALL: _rest, Over.MATRICES: _rest_of_matrix, Over.REST: _rest_of_others}
-
-
-def _label(line: _Line, experts: bool, adapters: bool) -> str:
-    name = f"LoRA {line.name}" if adapters else line.name
-    return f"{name} (routed experts)" if experts else name
-
-
-def _shard(run: RunSpec, line: _Line, experts: bool, worlds: tuple[int, int]) -> str:
-    base = "etp x ep" if experts else "tp"
-    if run.data_parallel.use_distributed_optimizer and worlds[experts] > 1 and line.role is Role.OPTIMIZER:
-        return f"{base} x {'edp' if experts else 'dp x cp'}"
-    return base

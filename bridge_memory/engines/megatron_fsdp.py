@@ -7,35 +7,37 @@ Source: megatron-core ``distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py: _re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from bridge_memory.components import Component, Role, State
+from bridge_memory.components import Role, State
 from bridge_memory.engines.engine import StageState
-from bridge_memory.engines.megatron_ddp import state_of
+from bridge_memory.engines.megatron_ddp import MegatronDDP
 from bridge_memory.inventory.chain import Label
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 
 
 class MegatronFSDP:
-    """See the module docstring."""
+    """Model state as DDP's, divided where the strategy says so. See the module docstring."""
 
-    def check(self, run: RunSpec) -> None:
-        """Everything is checked with the RunSpec."""
+    def __init__(self, run: RunSpec) -> None:
+        self.run = run
+        self._whole = MegatronDDP(run)
+        d = run.data_parallel
+        #: What is divided over data-parallel ranks; the optimizer's state is by DDP's own rule.
+        self._divided = [
+            role for role, what in ((Role.WEIGHTS, "params"), (Role.GRADIENTS, "grads")) if d.shards(what)
+        ]
 
-    def stage_state(self, run: RunSpec, chunks: Sequence[Sequence[Unit]], gpu_arch: str) -> StageState:
-        """Model state as DDP's, divided where the strategy says so."""
-        whole = state_of(run, chunks, gpu_arch)
-        components = tuple(_divided(run, c) for c in whole.components)
-        return whole._replace(components=components, gathered=_gathered(run, chunks))
-
-
-def _divided(run: RunSpec, component: Component) -> Component:
-    d = run.data_parallel
-    divides = {Role.WEIGHTS: d.shards("params"), Role.GRADIENTS: d.shards("grads")}.get(component.role, False)
-    if not divides or component.state is State.FP8_COPIES:
-        return component
-    return replace(component, bytes=-(-component.bytes // run.parallel.shard_worlds[component.experts]))
+    def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
+        """What a stage of ``chunks`` keeps and gathers."""
+        whole = self._whole.stage(chunks)
+        worlds = self.run.parallel.shard_worlds
+        amounts = tuple(
+            (line, -(-nbytes // worlds[line.experts]))
+            if line.role in self._divided and line.state is not State.FP8_COPIES else (line, nbytes)
+            for line, nbytes in whole.amounts
+        )  # fmt: skip
+        return whole._replace(amounts=amounts, gathered=_gathered(self.run, chunks))
 
 
 def _gathered(run: RunSpec, chunks: Sequence[Sequence[Unit]]) -> int:
@@ -51,9 +53,9 @@ def _gathered(run: RunSpec, chunks: Sequence[Sequence[Unit]]) -> int:
     layers: list[int] = []
     for units in chunks:
         for unit in units:
-            numel = sum(counted.numel for counted in unit.parameters.counted)
+            numel = unit.parameters.numel
             if unit.label in (Label.LAYER, Label.MTP):
-                layers += [numel] * min(2, unit.count)
+                layers += [numel] * min(2, unit.times)
             else:
                 outside += numel
     return (outside + sum(sorted(layers)[-2:])) * DTYPE_BYTES[run.precision.params_dtype]

@@ -18,8 +18,8 @@ of any sizes one addition.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -30,8 +30,11 @@ from bridge_memory.inventory.tape import Discard, Landmark, Node, Op, Region, Ta
 #: Bytes: smaller tensors stay on the GPU (``TransformerConfig.min_offloaded_tensor_size``: 2^20 elements of bf16).
 MINIMUM_OFFLOADED_BYTES = 2 * 1024 * 1024
 
-#: Bits of one count; a tensor is not alive half a million times.
-_LANE = 20
+#: Bits of one count; no size is there 2^31 times at once.
+_LANE = 32
+_ONE_LANE = (1 << _LANE) - 1
+#: Moments that every other is held against; what they do not dominate is kept, needlessly at worst.
+_DOMINATORS = 8
 
 
 class SavedTensor(NamedTuple):
@@ -65,19 +68,14 @@ class Atoms:
             self.sizes.append(size)
         return 1 << (_LANE * position)
 
-    def counts(self, units: int) -> dict[int, int]:
-        """Position -> how often."""
-        out = {}
-        while units:
-            position = ((units & -units).bit_length() - 1) // _LANE
-            count = units >> (_LANE * position) & ((1 << _LANE) - 1)
-            out[position] = count
-            units -= count << (_LANE * position)
-        return out
+    def counts(self, units: int) -> Sequence[int]:
+        """How often each size is there, by its position."""
+        number = len(self.sizes)
+        return memoryview(units.to_bytes(number * _LANE // 8, sys.byteorder)).cast("I")
 
     def positions(self, units: int) -> tuple[int, ...]:
         """Positions, as often as they count."""
-        return tuple(p for p, count in self.counts(units).items() for _ in range(count))
+        return tuple(p for p, times in enumerate(self.counts(units)) for _ in range(times))
 
 
 class Moment(NamedTuple):
@@ -100,14 +98,22 @@ class _Passage:
         number = len(atoms.sizes)
         order: list[int] = []
         names: list[str] = []
-        before: dict[int, int] = {}
-        for moment in moments:
-            counts = atoms.counts(moment.units)
-            gone = [p for p, n in before.items() for _ in range(n - counts.get(p, 0))]
-            come = [p for p, n in counts.items() for _ in range(n - before.get(p, 0))]
-            order += [number + p for p in gone] + come
-            names += [moment.name] * (len(order) - len(names))
-            before = counts
+        before = 0
+        for name, units in moments:
+            come: list[int] = []
+            differ = before ^ units
+            while differ:
+                position = (differ & -differ).bit_length() // _LANE
+                at = position * _LANE
+                was, now = before >> at & _ONE_LANE, units >> at & _ONE_LANE
+                if was > now:
+                    order += [number + position] * (was - now)
+                else:
+                    come += [position] * (now - was)
+                differ = differ >> (at + _LANE) << (at + _LANE)
+            order += come
+            names += [name] * (len(order) - len(names))
+            before = units
         self._order = order
         self._names = names
 
@@ -137,7 +143,8 @@ class _Peaks:
         self.after = _Passage(_undominated(after, atoms), atoms)
 
     def highest(self, signed: Sequence[int]) -> int:
-        return max(self.before.highest(signed), self.after.highest(signed))
+        before = self.before.highest(signed)
+        return max(before, self.after.highest(signed)) if self.after else before
 
     def named(self, signed: Sequence[int]) -> tuple[int, str]:
         first, second = self.before.named(signed), self.after.named(signed)
@@ -155,13 +162,22 @@ def _undominated(moments: Sequence[Moment], atoms: Atoms) -> list[Moment]:
         while kept and (moment.units + top - kept[-1].units) & top == top:
             kept.pop()
         kept.append(moment)
-    return [
-        m for i, m in enumerate(kept)
-        if not any(
-            (n.units + top - m.units) & top == top and (n.units != m.units or j < i)
-            for j, n in enumerate(kept) if j != i
-        )
-    ]  # fmt: skip
+    out: list[Moment] = []
+    # Those with most in them first: they are the likeliest to have all of another.
+    largest = sorted({m.units for m in kept}, key=int.bit_count, reverse=True)[:_DOMINATORS]
+    highest = [units + top for units in largest]
+    seen: set[int] = set()
+    for moment in kept:
+        units = moment.units
+        if units in seen:
+            continue
+        seen.add(units)
+        for other, raised in zip(largest, highest, strict=True):
+            if other != units and (raised - units) & top == top:
+                break
+        else:
+            out.append(moment)
+    return out
 
 
 class Structure:
@@ -172,7 +188,11 @@ class Structure:
         "outputs", "retained", "tensors",
     )
 
-    def __init__(self, tape: Tape, atoms: Atoms) -> None:
+    def __init__(self, tape: Tape, atoms: Atoms, *, without_gradients: bool = True) -> None:
+        """``without_gradients``: also of a forward pass that saves nothing, which full recomputation runs first."""
+        for t in (*tape.input_tensors, *tape.output_tensors, *_every_tensor(tape.nodes)):
+            t.units, t.grad_units = atoms.unit(t.bytes), atoms.unit(t.grad_bytes)
+            t.storage.units = atoms.unit(t.storage.bytes)
         run = _Run(tape, atoms)
         run.forward()
         away = run.offloaded_tensors()
@@ -194,7 +214,8 @@ class Structure:
         backward.backward(hold=False)
         held.backward(hold=True)
         dry = _Run(tape, atoms)
-        dry.forward(save=False)
+        if without_gradients:
+            dry.forward(save=False)
         self.no_grad_retained = atoms.positions(
             sum(t.units for t, n in dry.refs.items() if n > dry.scope_refs(t))
         )
@@ -220,18 +241,23 @@ class BlockCost:
     nothing of its neighbours.
     """
 
+    __slots__ = ("_backward", "_forward", "_held", "_retained", "_signed", "_structure")
+
     def __init__(self, structure: Structure, sizes: Sequence[int]) -> None:
         self._structure = structure
         self._signed = [*sizes, *(-size for size in sizes)]
+        self._retained = self._forward = self._backward = self._held = -1
 
     def _sum(self, positions: Sequence[int]) -> int:
         return sum(map(self._signed.__getitem__, positions))
 
-    @cached_property
+    @property
     def retained(self) -> int:
-        return self._sum(self._structure.retained)
+        if self._retained < 0:
+            self._retained = self._sum(self._structure.retained)
+        return self._retained
 
-    @cached_property
+    @property
     def offloaded(self) -> int:
         """Bytes that leave for host memory between forward and backward; not part of ``retained``."""
         return self._sum(self._structure.offloaded)
@@ -248,33 +274,39 @@ class BlockCost:
     def input_retained(self) -> bool:
         return self._structure.input_retained
 
-    @cached_property
+    @property
     def forward_peak(self) -> int:
-        return self._structure.forward.highest(self._signed)
+        if self._forward < 0:
+            self._forward = self._structure.forward.highest(self._signed)
+        return self._forward
 
     def forward_name(self) -> str:
         """What runs at ``forward_peak``."""
         return self._structure.forward.named(self._signed)[1]
 
-    @cached_property
+    @property
     def backward_peak(self) -> int:
-        return self._structure.backward.highest(self._signed)
+        if self._backward < 0:
+            self._backward = self._structure.backward.highest(self._signed)
+        return self._backward
 
     def backward_name(self) -> str:
         """What runs at ``backward_peak``."""
         return self._structure.backward.named(self._signed)[1]
 
-    @cached_property
+    @property
     def backward_peak_held(self) -> int:
         """``backward_peak`` where the caller holds the gradient of the output until the pass is over."""
-        return self._structure.backward_held.highest(self._signed)
+        if self._held < 0:
+            self._held = self._structure.backward_held.highest(self._signed)
+        return self._held
 
-    @cached_property
+    @property
     def no_grad_peak(self) -> int:
         """Peak of a forward pass that saves nothing (the first pass of a checkpointed layer)."""
         return self._structure.no_grad.highest(self._signed)
 
-    @cached_property
+    @property
     def no_grad_retained(self) -> int:
         """Bytes that such a pass keeps as long as its output lives."""
         return self._sum(self._structure.no_grad_retained)
@@ -332,14 +364,13 @@ class _Grad:
         self.refs = 1
 
 
-def _used(node: Node) -> Iterator[Tensor]:
+def _used(node: Node) -> Sequence[Tensor]:
     """The storages that a node reads."""
-    if isinstance(node, Op):
-        for t in node.inputs:
-            yield t.storage
-    elif isinstance(node, Region):
-        for inner in node.nodes:
-            yield from _used(inner)
+    if type(node) is Op:
+        return node.storages
+    if type(node) is Region:
+        return [t for inner in node.nodes for t in _used(inner)]
+    return ()
 
 
 def _made(node: Node) -> Iterator[Tensor]:
@@ -378,9 +409,6 @@ class _Run:
         #: Outputs made anew by discarding regions, and by the one that is running forward again.
         self._anew: dict[int, list[Tensor]] = {}
         self._making: list[Tensor] | None = None
-        for t in (*tape.input_tensors, *tape.output_tensors, *_every_tensor(tape.nodes)):
-            t.units, t.grad_units = atoms.unit(t.bytes), atoms.unit(t.grad_bytes)
-            t.storage.units = atoms.unit(t.storage.bytes)
 
     def copy(self) -> _Run:
         """The same moment between the passes."""
@@ -479,7 +507,7 @@ class _Run:
                 self._mark(node.name, node.workspace)
                 if save or node.always_saves:
                     self._save(node.saves, node.offloaded)
-                gone: Iterable[Tensor] = (*_used(node), *(t.storage for t in node.outputs))
+                gone: Iterable[Tensor] = (*node.storages, *[t.storage for t in node.outputs])
             elif isinstance(node, Region):
                 if save:
                     self._save(node.inputs, node.offloaded)

@@ -279,7 +279,7 @@ def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = Tru
                 f"context_parallel_size ({ctx.cp}); use a2a"
             )
         return "fused"
-    return "fused" if asked == "auto" and ctx.impl.gpu_arch == "ampere" and not equal_heads else chosen
+    return "fused" if asked == "auto" and ctx.impl.prefers_flash and not equal_heads else chosen
 
 
 def fused_softmax(r: Recorder, heads: int, sink: bool) -> bool:

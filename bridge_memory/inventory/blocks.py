@@ -62,17 +62,22 @@ class _Recording(NamedTuple):
 class Block:
     """Everything one block contributes to a rank."""
 
-    __slots__ = ("_recording", "_sizes", "cost")
+    __slots__ = ("_parameters", "_recording", "_sizes", "cost")
 
     def __init__(self, recording: _Recording, sizes: list[int]) -> None:
         self._recording = recording
         self._sizes = sizes
+        self._parameters: ParameterList | None = None
         self.cost = BlockCost(recording.structure, sizes[: recording.atoms])
 
     @property
     def parameters(self) -> ParameterList:
-        r = self._recording
-        return r.parameters.filled(tuple(self._sizes[r.atoms : r.atoms + r.parameter_sizes]))
+        found = self._parameters
+        if found is None:
+            r = self._recording
+            sizes = tuple(self._sizes[r.atoms : r.atoms + r.parameter_sizes])
+            found = self._parameters = r.parameters.filled(sizes)
+        return found
 
     @property
     def lasting(self) -> dict[tuple[Scratch, tuple[int, ...]], int]:
@@ -90,7 +95,7 @@ def block(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) 
     """The block that ``record`` describes. ``key`` names it among all blocks of a run."""
     known = ctx.evaluated.get(key)
     if known is not None:
-        return known  # type: ignore[no-any-return]
+        return known
     recordings = ctx.shelf.recordings(key)
     found = recordings.find(ctx.dimensions)
     if found is None:
@@ -109,7 +114,7 @@ def _record(ctx: BlockContext, recordings: Any, record: Callable[[Recorder], Non
     r = Recorder(BlockContext(ctx.shelf, notes.sizes[: len(DIMENSIONS)]))
     record(r)
     atoms = Atoms()
-    structure = Structure(r.tape, atoms)
+    structure = Structure(r.tape, atoms, without_gradients=r.without_gradients)
     sizes = list(atoms.sizes)
     for parameters, count in r.rows:
         sizes += [n for p in parameters for n in p.shape]

@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from threading import RLock
 from typing import Any, NamedTuple
 
-from bridge_memory.inventory.sizes import Recordings
+from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Recordings, Size
 from bridge_memory.releases import MTP_DEPTHS_RECOMPUTED
 from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, RecomputeSpec, RunSpec
+from bridge_memory.spec.parts import RECOMPUTE_MODULES
 
 #: Blocks that a library keeps; beyond them it starts anew.
 MOST_RECORDINGS = 4096
 
 
 class Settings(NamedTuple):
-    """What a recording depends on beside its block and the sizes."""
+    """What a recording depends on beside its block and the dimensions."""
 
     hidden_size: int
-    sp: bool
     #: Bytes of one activation element, and of one element of the residual stream.
     act: int
     residual: int
@@ -34,9 +34,6 @@ class Settings(NamedTuple):
     fp8_recipe: str
     fp8_param: bool
     attention_softmax_in_fp32: bool
-    #: Modules of selective recomputation, and whether MTP depths run again in backward as a whole.
-    recomputed: frozenset[str]
-    mtp_recomputed: bool
     impl: ImplementationSpec
     #: Whether layers rotate queries and keys.
     rotary: bool
@@ -98,16 +95,16 @@ LIBRARY = Library()
 class BlockContext:
     """Local sizes and settings of one rank, for every block of a run.
 
-    While a block is recorded the sizes are ``sizes.Size``s; else they are numbers.
+    While a block is recorded the sizes are ``sizes.Size``s, and asking for a switch is a question; else they are
+    numbers.
     """
 
     __slots__ = (
-        *Settings._fields, "batch", "cp", "dimensions", "ep", "etp", "evaluated", "hidden_bytes", "padded_vocab",
-        "recompute", "seq", "shelf", "tokens", "tokens_sp", "tp",
+        *Settings._fields, *SIZES, "_sp", "_switches", "dimensions", "evaluated", "hidden_bytes", "recompute", "shelf",
+        "tokens", "tokens_sp",
     )
 
     hidden_size: int
-    sp: bool
     act: int
     residual: int
     normalization: str
@@ -118,8 +115,6 @@ class BlockContext:
     fp8_recipe: str
     fp8_param: bool
     attention_softmax_in_fp32: bool
-    recomputed: frozenset[str]
-    mtp_recomputed: bool
     impl: ImplementationSpec
     rotary: bool
     rotary_dim: int
@@ -131,7 +126,6 @@ class BlockContext:
     ep: int
     etp: int
     padded_vocab: int
-
     #: Full recomputation is of chunks, not of blocks: None while one is recorded.
     recompute: RecomputeSpec
 
@@ -140,12 +134,14 @@ class BlockContext:
         self.recompute = recompute  # type: ignore[assignment]
         self.dimensions = tuple(dimensions)
         (
-            self.hidden_size, self.sp, self.act, self.residual, self.normalization, self.hidden_dropout,
+            self.hidden_size, self.act, self.residual, self.normalization, self.hidden_dropout,
             self.attention_dropout, self.params_dtype, self.fp8, self.fp8_recipe, self.fp8_param,
-            self.attention_softmax_in_fp32, self.recomputed, self.mtp_recomputed, self.impl, self.rotary,
-            self.rotary_dim,
+            self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim,
         ) = shelf.settings
-        self.seq, self.batch, self.tp, self.cp, self.ep, self.etp, self.padded_vocab = self.dimensions
+        (
+            self.seq, self.batch, self.tp, self.cp, self.ep, self.etp, self.padded_vocab, self._sp, *switches
+        ) = self.dimensions  # fmt: skip
+        self._switches = dict(zip(_SWITCHES, switches, strict=True))
         #: s b on this context-parallel rank.
         self.tokens = self.seq * self.batch
         #: Tokens of the residual stream: s b / t under sequence parallelism.
@@ -159,35 +155,58 @@ class BlockContext:
     def te(self) -> bool:
         return self.impl.te
 
+    @property
+    def sp(self) -> bool:
+        """Sequence parallelism."""
+        return _is_on(self._sp)
+
+    @property
+    def mtp_recomputed(self) -> bool:
+        """Whether MTP depths run again in backward as a whole."""
+        return _is_on(self._switches["mtp_recomputed"])
+
+    @property
+    def recomputes_fully(self) -> bool:
+        """Whether whole layers run forward without gradients first."""
+        return _is_on(self._switches["recomputes_fully"])
+
     def recomputes(self, module: str) -> bool:
         """Whether selective recomputation covers this module name."""
-        return module in self.recomputed
+        return _is_on(self._switches[module])
+
+
+_SWITCHES = DIMENSIONS[len(SIZES) + 1 :]
+
+
+def _is_on(switch: Any) -> bool:
+    return switch.is_on() if type(switch) is Size else bool(switch)
 
 
 def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
     """The context of every block of ``run`` (all its ranks share it)."""
-    p, b, m, rc = run.parallel, run.batch, run.model, run.recompute
-    act = DTYPE_BYTES[run.precision.params_dtype]
+    p, b, m, rc, precision = run.parallel, run.batch, run.model, run.recompute, run.precision
+    act = DTYPE_BYTES[precision.params_dtype]
     settings = Settings(
         m.hidden_size,
-        p.sp,
         act,
-        4 if run.precision.fp32_residual_connection else act,
+        4 if precision.fp32_residual_connection else act,
         m.normalization,
         m.hidden_dropout,
         m.attention_dropout,
-        run.precision.params_dtype,
-        run.precision.fp8,
-        run.precision.fp8_recipe,
-        run.precision.fp8_param,
-        run.precision.attention_softmax_in_fp32,
-        frozenset(rc.modules) if rc.granularity == "selective" else frozenset(),
-        rc.granularity == "full" and rc.method == "uniform" and MTP_DEPTHS_RECOMPUTED(run.implementation),
+        precision.params_dtype,
+        precision.fp8,
+        precision.fp8_recipe,
+        precision.fp8_param,
+        precision.attention_softmax_in_fp32,
         run.implementation,
         m.position_embedding_type == "rope",
         m.rotary_dim,
     )
-    return BlockContext(
-        library.shelf(settings),
-        (b.seq_length // p.cp, b.micro_batch_size, p.tp, p.cp, p.ep, p.etp, m.padded_vocab_size(p.tp)), rc,
-    )
+    full = rc.granularity == "full"
+    selected = rc.modules if rc.granularity == "selective" else ()
+    dimensions = (
+        b.seq_length // p.cp, b.micro_batch_size, p.tp, p.cp, p.ep, p.etp, m.padded_vocab_size(p.tp), p.sp,
+        full and rc.method == "uniform" and MTP_DEPTHS_RECOMPUTED(run.implementation), full,
+        *[module in selected for module in RECOMPUTE_MODULES],
+    )  # fmt: skip
+    return BlockContext(library.shelf(settings), dimensions, rc)

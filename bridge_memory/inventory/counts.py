@@ -27,7 +27,7 @@ def model_parameters(model: ModelSpec) -> tuple[int, int]:
 
 
 def _numel(block: Block) -> int:
-    return sum(counted.numel for counted in block.parameters.counted)
+    return block.parameters.numel
 
 
 def _whole(model: ModelSpec) -> BlockContext:

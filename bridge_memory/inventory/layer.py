@@ -34,6 +34,7 @@ def layer_block(layer: LayerSpec, ctx: BlockContext) -> Block:
     """Parameters and cost of one decoder layer. Names are relative to ``decoder.layers.<i>.``."""
 
     def record(r: Recorder) -> None:
+        r.without_gradients = r.ctx.recomputes_fully
         r.tape.part = Part.LAYER_INPUT
         x = r.tape.input("hidden_states", r.ctx.hidden_bytes)
         r.tape.output(_record_layer(r, layer, x))

@@ -91,7 +91,7 @@ def _checkpointed(group: Group, ctx: BlockContext) -> Link:
     gradient (``random.py: CheckpointFunction.backward`` holds both)."""
     known = ctx.evaluated.get(("recomputed", group))
     if known is not None:
-        return known  # type: ignore[no-any-return]
+        return known
     costs = [(layer_block(kind, ctx).cost, dispatches(kind), count) for kind, count in group]
     first, last = costs[0][0], costs[-1][0]
     entry = first.input_bytes
@@ -156,7 +156,7 @@ def layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
     """
     known = ctx.evaluated.get(("link", layer))
     if known is not None:
-        return known  # type: ignore[no-any-return]
+        return known
     found = layer_block(layer, ctx)
     link = plain_link(found, Label.LAYER)._replace(kind=layer)
     if dispatches(layer) and ctx.recomputes("moe"):

@@ -70,76 +70,74 @@ class Parameter:
 
 
 class Repeated(NamedTuple):
-    """Parameters that are there ``count`` times in a row, each time with another number in their names."""
+    """Parameters that are there so many ``times`` in a row, each time with another number in their names."""
 
     parameters: tuple[Parameter, ...]
-    count: Any = 1
+    times: Any = 1
 
 
-class Counted(NamedTuple):
-    """Sums over dense or over expert parameters, in elements."""
-
-    numel: int = 0
-    count: int = 0
-    #: With every parameter rounded up to PARAM_ALIGNMENT.
-    aligned: int = 0
-    gemm: int = 0
-    #: In all matrices but embedding and output layer (what Muon updates), the router's included.
-    matrices: int = 0
-
-    def times(self, n: int) -> Counted:
-        return self if n == 1 else Counted(*(n * x for x in self))
-
-    def plus(self, other: Counted) -> Counted:
-        return Counted(*(a + b for a, b in zip(self, other, strict=True)))
+#: (what to add up, bytes an element): ``what(parameter, width)``.
+Column = tuple[Callable[[Parameter, int], int], int]
 
 
 class ParameterList:
     """The parameters of one block on one rank."""
 
-    __slots__ = ("_sums", "counted", "rows")
+    __slots__ = ("_sums", "numel", "rows")
 
     def __init__(self, rows: Sequence[Repeated]) -> None:
         self.rows = tuple(rows)
-        self.counted = (self._counted(False), self._counted(True))
-        self._sums: dict[Any, tuple[int, int]] = {}
+        self._sums: dict[tuple[Column, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        #: Elements of all.
+        self.numel: int = sum(times * p.numel for parameters, times in self.rows for p in parameters)
 
-    def _counted(self, expert: bool) -> Counted:
-        total = Counted()
-        for parameters, count in self.rows:
-            for p in parameters:
-                if p.expert is not expert:
-                    continue
-                n, matrix = p.numel, p.is_matrix
-                one = Counted(n, 1, pad(n, PARAM_ALIGNMENT), n if p.is_gemm else 0, n if matrix else 0)
-                total = total.plus(one.times(count))
-        return total
-
-    def sums(self, of: Callable[[Parameter, Any], int], by: Any) -> tuple[int, int]:
-        """``of(parameter, by)`` summed over dense parameters, and over those of experts; kept by both."""
-        found = self._sums.get((of, by))
+    def sums(self, columns: tuple[Column, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """A sum a column over dense parameters, and over those of experts; kept by their columns."""
+        found = self._sums.get(columns)
         if found is None:
-            sums = [0, 0]
-            for parameters, count in self.rows:
+            sums = [0] * len(columns), [0] * len(columns)
+            for parameters, times in self.rows:
                 for p in parameters:
-                    sums[p.expert] += count * of(p, by)
-            found = self._sums[of, by] = (sums[0], sums[1])
+                    of = sums[p.expert]
+                    for i, (what, width) in enumerate(columns):
+                        of[i] += times * what(p, width)
+            found = self._sums[columns] = (tuple(sums[0]), tuple(sums[1]))
         return found
 
     def runs(self, expert: bool) -> Iterator[tuple[tuple[Parameter, ...], int]]:
-        """Dense parameters, or those of experts, in order: (a few in a row, how often)."""
-        for parameters, count in self.rows:
+        """Dense parameters, or those of experts, in order: (a few in a row, how many times)."""
+        for parameters, times in self.rows:
             chosen = tuple(p for p in parameters if p.expert is expert)
             if chosen:
-                yield chosen, count
+                yield chosen, times
 
     def expanded(self, prefix: str = "") -> Iterator[Parameter]:
         """Every parameter by itself, as ``named_parameters`` lists them."""
-        for parameters, count in self.rows:
-            for number in range(count):
+        for parameters, times in self.rows:
+            for number in range(times):
                 for p in parameters:
                     p = p.numbered(number) if EXPERT_NUMBER in p.name else p
                     yield p.under(prefix) if prefix else p
+
+
+# ---- columns ----
+
+
+def elements(parameter: Parameter, _: int) -> int:
+    return parameter.numel
+
+
+def aligned_elements(parameter: Parameter, to: int) -> int:
+    """Rounded up to the start of the next parameter."""
+    return pad(parameter.numel, to)
+
+
+def gemm_elements(parameter: Parameter, _: int) -> int:
+    return parameter.numel if parameter.is_gemm else 0
+
+
+def matrix_elements(parameter: Parameter, _: int) -> int:
+    return parameter.numel if parameter.is_matrix else 0
 
 
 def rounded_bytes(parameter: Parameter, width: int) -> int:

@@ -45,6 +45,8 @@ class Recorder:
         self.rows: list[Repeated] = []
         #: (kind, shape, bytes) of lasting scratch, as often as it was asked for.
         self.lasting: list[tuple[Scratch, tuple[Any, ...], Any]] = []
+        #: Whether its forward pass may run without gradients, as that of a recomputed layer first does.
+        self.without_gradients = False
         self._repeated: list[Parameter] | None = None
         self._variables: list[Tensor] = []
 

@@ -17,19 +17,20 @@ from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
-#: What a recording may depend on beside its settings: Megatron's sizes and the padded vocabulary.
-DIMENSIONS = ("seq", "batch", "tp", "cp", "ep", "etp", "padded_vocab")
+from bridge_memory.spec.parts import RECOMPUTE_MODULES
+
+#: What a recording may depend on beside its settings: Megatron's sizes and the padded vocabulary, and then, as 0 or 1,
+#: what is switched on: sequence parallelism, full recomputation (of MTP depths; of any layer) and every module of
+#: selective recomputation.
+SIZES = ("seq", "batch", "tp", "cp", "ep", "etp", "padded_vocab")
+DIMENSIONS = (*SIZES, "sp", "mtp_recomputed", "recomputes_fully", *RECOMPUTE_MODULES)
 
 Operation = Callable[[Any, Any], Any]
 
 
-class Step(NamedTuple):
-    """``register = operation(left, right)`` of registers; a constant ``left`` where ``operation`` is None."""
-
-    register: int
-    operation: Operation | None
-    left: Any
-    right: int
+#: (register, operation, left, right): ``register = operation(left, right)`` of registers, or the constant ``left``
+#: where there is no operation.
+Step = tuple[int, Operation | None, Any, int]
 
 
 def _ceil(value: Any, _: Any) -> Any:
@@ -135,6 +136,11 @@ class Size:
 
     __int__ = __index__
 
+    def is_on(self) -> bool:
+        """Whether a switch among DIMENSIONS is on: a question."""
+        self.notes.question(self)
+        return bool(self.value)
+
     def __hash__(self) -> int:
         return self.register
 
@@ -212,7 +218,7 @@ class Notes:
         if found is None:
             found = self._known[operation, a, b] = Size(self, len(self.steps), operation(x, y))
             self.sizes.append(found)
-            self.steps.append(Step(found.register, operation, a, b))
+            self.steps.append((found.register, operation, a, b))
         return found
 
     def constant(self, value: Any) -> Size:
@@ -224,7 +230,7 @@ class Notes:
         register = self._constants.get(key)
         if register is None:
             register = self._constants[key] = len(self.steps)
-            self.steps.append(Step(register, None, value, 0))
+            self.steps.append((register, None, value, 0))
             self.sizes.append(Size(self, register, value))
         return register
 
@@ -246,8 +252,8 @@ class Notes:
             if step is None or register in computed or register in wanted:
                 continue
             wanted.add(register)
-            if step.operation is not None:
-                todo += (step.left, step.right)
+            if step[1] is not None:
+                todo += step[2:]
         computed |= wanted
         return tuple(step for register in sorted(wanted) if (step := self.steps[register]) is not None)
 
@@ -261,8 +267,8 @@ class Notes:
                 continue
             seen.add(register)
             step = self.steps[register]
-            if step is not None and step.operation is not None:
-                todo += (step.left, step.right)
+            if step is not None and step[1] is not None:
+                todo += step[2:]
         return tuple(i for i in range(len(DIMENSIONS)) if i in seen)
 
     def formula(self, size: Any) -> str:
@@ -273,14 +279,15 @@ class Notes:
             return DIMENSIONS[size.register]
         step = self.steps[size.register]
         assert step is not None
-        if step.operation is None:
-            return str(step.left)
-        left, right = (self.formula(self.sizes[r]) for r in (step.left, step.right))
-        sign = _SIGNS.get(step.operation)
+        _, operation, first, second = step
+        if operation is None:
+            return str(first)
+        left, right = (self.formula(self.sizes[r]) for r in (first, second))
+        sign = _SIGNS.get(operation)
         if sign:
             return f"({left} {sign} {right})"
-        name = getattr(step.operation, "__name__", "function").strip("_")
-        return f"{name}({left})" if step.left == step.right else f"{name}({left}, {right})"
+        name = getattr(operation, "__name__", "function").strip("_")
+        return f"{name}({left})" if first == second else f"{name}({left}, {right})"
 
 
 _SIGNS: dict[Any, str] = {
@@ -288,12 +295,6 @@ _SIGNS: dict[Any, str] = {
     operator.mod: "%", operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==",
     operator.ne: "!=",
 }  # fmt: skip
-
-
-def run_steps(steps: Sequence[Step], registers: list[Any]) -> None:
-    """Fill registers in place."""
-    for register, operation, left, right in steps:
-        registers[register] = left if operation is None else operation(registers[left], registers[right])
 
 
 class _Branch:
@@ -331,13 +332,13 @@ class Recordings:
         node = self._top.get(None)
         registers: list[Any] = [None] * self._length
         registers[: len(DIMENSIONS)] = dimensions
-        while type(node) is _Branch:
-            run_steps(node.steps, registers)
+        while node is not None:
+            for register, operation, left, right in node.steps:
+                registers[register] = left if operation is None else operation(registers[left], registers[right])
+            if type(node) is _Leaf:
+                return node.recording, list(map(registers.__getitem__, node.registers))
             node = node.answers.get(registers[node.register])
-        if node is None:
-            return None
-        run_steps(node.steps, registers)
-        return node.recording, [registers[r] for r in node.registers]
+        return None
 
     def add(self, notes: Notes, recording: Any, sizes: Sequence[Size]) -> None:
         """Put a recording, and the sizes that it is asked for, where its answers lead."""

@@ -45,7 +45,7 @@ def chunk_inventory(
     key = ("chunk", shape, backward_next)
     known = ctx.evaluated.get(key)
     if known is not None:
-        return known  # type: ignore[no-any-return]
+        return known
     links: list[tuple[Link, int]] = []
     if shape.embedding:
         links.append((plain_link(embedding_block(model, ctx), Label.EMBEDDING), 1))
@@ -96,12 +96,15 @@ class Unit(NamedTuple):
     #: Prefix of the names; ``{}`` stands for the number of the layer or depth.
     prefix: str
     parameters: ParameterList
-    count: int = 1
+    times: int = 1
     layer: LayerSpec | None = None
 
 
 def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[Unit]:
     """The parameters of a chunk by block, in model order."""
+    known = ctx.evaluated.get(("units", shape))
+    if known is not None:
+        return known
     units: list[Unit] = []
     if shape.embedding or shape.num_depths:
         units.append(Unit(Label.EMBEDDING, "", embedding_block(model, ctx).parameters))
@@ -117,6 +120,7 @@ def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
     if shape.output:
         output = output_block(model.output_bias, untied_here(model, shape), ctx)
         units.append(Unit(Label.LOSS, "", output.parameters))
+    ctx.evaluated["units", shape] = units
     return units
 
 
@@ -125,9 +129,9 @@ def named_parameters(units: Sequence[Unit]) -> Iterator[Parameter]:
     layer = 0
     for unit in units:
         first = layer if unit.label is Label.LAYER else 0
-        for number in range(first, first + unit.count):
+        for number in range(first, first + unit.times):
             yield from unit.parameters.expanded(unit.prefix.format(number))
-        layer += unit.count if unit.label is Label.LAYER else 0
+        layer += unit.times if unit.label is Label.LAYER else 0
 
 
 def stage_parameters(run: RunSpec, stage: int) -> list[list[Parameter]]:
@@ -137,19 +141,36 @@ def stage_parameters(run: RunSpec, stage: int) -> list[list[Parameter]]:
     return [list(named_parameters(chunk_units(run.model, shape, ctx))) for shape in shapes]
 
 
-def stage_scratch(
-    model: ModelSpec, shapes: Sequence[ChunkShape], ctx: BlockContext
+def stage_scratch(model: ModelSpec, shapes: Sequence[ChunkShape], ctx: BlockContext) -> dict[Scratch, int]:
+    """Lasting scratch of a stage by kind, in bytes; of one kind (and shape) the largest request wins."""
+    requests = {id(r): r for r in (_scratch_requests(model, shape, ctx) for shape in shapes)}
+    key = ("scratch", *requests)
+    known = ctx.evaluated.get(key)
+    if known is None:
+        largest: dict[tuple[Scratch, tuple[int, ...]], int] = {}
+        for of_chunk in requests.values():
+            for request, nbytes in of_chunk.items():
+                largest[request] = max(nbytes, largest.get(request, 0))
+        known = {}
+        for (kind, _), nbytes in largest.items():
+            known[kind] = known.get(kind, 0) + nbytes
+        ctx.evaluated[key] = known
+    return known
+
+
+def _scratch_requests(
+    model: ModelSpec, shape: ChunkShape, ctx: BlockContext
 ) -> dict[tuple[Scratch, tuple[int, ...]], int]:
-    """Lasting scratch of a stage by kind and shape; the largest request wins."""
-    found: dict[tuple[Scratch, tuple[int, ...]], int] = {}
-    seen: set[int] = set()
-    for shape in shapes:
-        blocks = [layer_block(kind, ctx) for kind in shape.kinds]
+    """Of one chunk; chunks of the same kinds of layers and ends share the answer."""
+    kinds = tuple([kind for kind, _ in shape.layers])
+    key = ("requests", kinds, shape.output, shape.embedding, shape.num_depths, shape.last_layer)
+    known = ctx.evaluated.get(key)
+    if known is None:
+        blocks = [layer_block(kind, ctx) for kind in dict.fromkeys(kinds)]
         blocks += [tail for tail, _ in tail_blocks(model, shape, ctx)]
-        for block in blocks:
-            if id(block) in seen:
-                continue
-            seen.add(id(block))
-            for key, nbytes in block.lasting.items():
-                found[key] = max(nbytes, found.get(key, 0))
-    return found
+        known = {}
+        for block in dict.fromkeys(blocks):
+            for request, nbytes in block.lasting.items():
+                known[request] = max(nbytes, known.get(request, 0))
+        ctx.evaluated[key] = known
+    return known

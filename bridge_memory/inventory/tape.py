@@ -79,6 +79,11 @@ class Op:
     always_saves: bool = False
     #: It only keeps its inputs alive to this point.
     scope: bool = False
+    #: The storages of its inputs.
+    storages: tuple[Tensor, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.storages = tuple([t.storage for t in self.inputs])
 
 
 @dataclass(slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,16 +37,16 @@ class Reading:
         """What the card has left if this rank reaches its highest reservation again."""
         return self.device_total - self.outside - self.max_reserved
 
-    def to_json(self) -> dict[str, Any]:
-        record = asdict(self)
+    def to_json(self) -> dict[str, int | str]:
+        record: dict[str, int | str] = asdict(self)
         if not self.error:
             del record["error"]
         return record
 
     @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Reading:
-        known = {k: record[k] for k in cls.__dataclass_fields__ if k in record}
-        return cls(**known)
+    def from_json(cls, record: Mapping[str, Any]) -> Reading:
+        """What ``to_json`` gave; keys that are not known are ignored. Raises TypeError where the rank is missing."""
+        return cls(**{key: record[key] for key in cls.__dataclass_fields__ if key in record})
 
 
 def read_cuda(rank: int, stage: int) -> Reading:

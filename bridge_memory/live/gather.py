@@ -12,8 +12,9 @@ import json
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+from bridge_memory.calibration.records import ReportRecord
 from bridge_memory.live.cuda import Reading
 
 #: Seconds the collecting rank waits for the others, who have just finished the same step.
@@ -93,19 +94,19 @@ def _get(store: Store, key: str) -> bytes:
         return b""
 
 
-def share(store: Store, name: str, value: dict[str, Any]) -> None:
-    """Leave the collected table for the rank that holds the loggers, in place of the one before."""
-    store.set(_key(name, "table"), json.dumps(value))
+def share(store: Store, name: str, report: ReportRecord) -> None:
+    """Leave the collected report for the rank that holds the loggers, in place of the one before."""
+    store.set(_key(name, "table"), json.dumps(report.to_json()))
 
 
-def fetch(store: Store, name: str, iteration: int, *, deadline: float = DEADLINE) -> dict[str, Any] | None:
-    """The table that ``share`` left for ``iteration``, None where it does not come in time."""
+def fetch(store: Store, name: str, iteration: int, *, deadline: float = DEADLINE) -> ReportRecord | None:
+    """The report that ``share`` left for ``iteration``, None where it does not come in time."""
     key, end = _key(name, "table"), time.monotonic() + deadline
     while True:
         if _there(store, key):
             value = json.loads(store.get(key))
             if isinstance(value, dict) and value.get("iteration") == iteration:
-                return value
+                return ReportRecord.from_json(value)
         if time.monotonic() >= end:
             return None
         time.sleep(PAUSE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bridge_memory.calibration.records import StageRecord
 from bridge_memory.live.guard import warn_once
 
 GIB = 1 << 30
@@ -14,18 +15,19 @@ _FIGURES = (
 )  # fmt: skip
 
 
-def metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+def metrics(stages: Sequence[StageRecord]) -> dict[str, float]:
     """``memory/stage_0/max_allocated_gib`` and the like; GiB as floats, retries as counts."""
     out: dict[str, float] = {}
-    for record in records:
-        prefix = f"memory/stage_{record['stage']}"
+    for stage in stages:
+        prefix = f"memory/stage_{stage.stage}"
         for figure in _FIGURES:
-            if record[figure] is not None:
-                out[f"{prefix}/{figure}_gib"] = record[figure] / GIB
-        if record["residual"] is not None and record["measured"]:
-            out[f"{prefix}/residual_percent"] = 100.0 * record["residual"] / record["measured"]
-        if record["retries"] is not None:
-            out[f"{prefix}/alloc_retries"] = float(record["retries"])
+            value: int | None = getattr(stage, figure)
+            if value is not None:
+                out[f"{prefix}/{figure}_gib"] = value / GIB
+        if stage.residual is not None and stage.measured:
+            out[f"{prefix}/residual_percent"] = 100.0 * stage.residual / stage.measured
+        if stage.retries is not None:
+            out[f"{prefix}/alloc_retries"] = float(stage.retries)
     return out
 
 

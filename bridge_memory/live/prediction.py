@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
+from bridge_memory.calibration import config_digest
 from bridge_memory.components import STATIC_ROLES, Component, Lifetime, Role
 from bridge_memory.estimate import Estimate, StageEstimate, estimate
 from bridge_memory.spec import RunSpec
@@ -79,27 +77,6 @@ def _stage(s: StageEstimate) -> StagePrediction:
         built=built,
         components=s.components,
     )
-
-
-def config_digest(run: RunSpec) -> str:
-    """16 hex digits that change with any field of the run that changes memory.
-
-    Names and notes do not count: the same run read from a container and from a command line has one digest.
-    """
-    model = replace(run.model, name="", model_type="", assumptions=(), not_modelled=())
-    plain = replace(run, model=model, assumptions=(), not_modelled=())
-    return hashlib.sha256(repr(plain).encode()).hexdigest()[:16]
-
-
-def versions() -> dict[str, str]:
-    """Releases that decide what is allocated, of what this process has loaded."""
-    out = {}
-    for module in ("torch", "megatron.core", "megatron.bridge", "transformer_engine", "bridge_memory"):
-        loaded: Any = sys.modules.get(module)
-        version = getattr(loaded, "__version__", None)
-        if isinstance(version, str):
-            out[module] = version
-    return out
 
 
 def likely_component(stage: StagePrediction, residual: int, static_residual: int, spread: int) -> str:

@@ -6,14 +6,19 @@ import itertools
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
-from bridge_memory.live import calibration, gather, journal, loggers
+from bridge_memory import calibration
+from bridge_memory.calibration import journal
+from bridge_memory.calibration.records import ComponentRecord, PredictedStage, ReportRecord, RunRecord
+from bridge_memory.calibration.residuals import versions
+from bridge_memory.live import gather, loggers
 from bridge_memory.live.cuda import Reading, read_cuda
 from bridge_memory.live.guard import never_raises, warn_once
+from bridge_memory.live.machine import Machine
 from bridge_memory.live.place import Place, place
-from bridge_memory.live.prediction import FIRST_STEP, STEADY, Prediction, predict, versions
+from bridge_memory.live.prediction import FIRST_STEP, STEADY, Prediction, predict
 from bridge_memory.live.table import THRESHOLD, notes, stage_records, text_table
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.report.units import ranges
@@ -44,6 +49,7 @@ class Reporter:
         #: Reporters are made in the same order on every rank, so this names one in the store.
         self.name = f"reporter{next(_serial)}"
         self.publisher = gather.Publisher()
+        self._machine: Machine | None = None
         self._prediction: Prediction | None = None
         self._predicted = False
         self._started = False
@@ -51,12 +57,20 @@ class Reporter:
 
     # ---- prediction ----
 
+    def machine(self, config: Any) -> Machine:
+        """Looked at once, where it is first needed: at the first report, when the model is on its device."""
+        if self._machine is None:
+            self._machine = Machine.of_process(config)
+        return self._machine
+
     def prediction(self, config: Any) -> Prediction | None:
         """Made once, where it is first needed; None where the container cannot be estimated."""
         if not self._predicted:
             self._predicted = True
             try:
-                self._prediction = predict(run_from_config_container(config))
+                machine = self.machine(config)
+                made = predict(run_from_config_container(config, implementation=machine.overrides()))
+                self._prediction = replace(made, assumptions=(*made.assumptions, *machine.notes))
             except Exception as error:
                 warn_once("the prediction", error)
         return self._prediction
@@ -85,7 +99,7 @@ class Reporter:
         key = f"{self.name}/{iteration}/{moment}"
         if store is not None and where.rank:
             self.publisher.publish(store, key, reading)
-        table: dict[str, Any] | None = None
+        table: ReportRecord | None = None
         if where.rank == 0:
             readings = [reading]
             missing: list[int] = []
@@ -103,7 +117,7 @@ class Reporter:
             if table is None and store is not None and _has_logger(state):
                 table = gather.fetch(store, self.name, iteration, deadline=1.5 * self.deadline)
             if table is not None:
-                loggers.log(state, loggers.metrics(table["stages"]), iteration)
+                loggers.log(state, loggers.metrics(table.stages), iteration)
 
     def table(
         self,
@@ -113,19 +127,13 @@ class Reporter:
         moment: str,
         iteration: int,
         world_size: int,
-    ) -> dict[str, Any]:
+    ) -> ReportRecord:
         prediction = self.prediction(config)
-        records = stage_records(prediction, readings, moment)
-        return {
-            "event": "report",
-            "time": time.time(),
-            "iteration": iteration,
-            "moment": moment,
-            "world_size": world_size,
-            "missing_ranks": missing,
-            "stages": records,
-            "notes": notes(prediction, records, self.threshold),
-        }
+        stages = stage_records(prediction, readings, moment)
+        return ReportRecord(
+            time=time.time(), iteration=iteration, moment=moment, world_size=world_size, missing_ranks=missing,
+            stages=stages, notes=notes(prediction, stages, self.threshold),
+        )  # fmt: skip
 
     def show_patched(
         self, config: Any, readings: list[Reading], missing: list[int], world_size: int
@@ -148,29 +156,32 @@ class Reporter:
                 self.emit(theoretical_memory_line(config, num_microbatches))
         except Exception as error:
             warn_once("Bridge's line", error)
+        record = RunRecord(time=time.time(), versions=versions(), machine=self.machine(config).to_json())
         prediction = self.prediction(config)
-        if self.path is None:
-            return
-        record: dict[str, Any] = {"event": "run", "time": time.time(), "versions": versions()}
         if prediction is not None:
-            record |= _prediction_record(prediction)
+            record = replace(
+                record, model=prediction.model, config_digest=prediction.digest, assumptions=prediction.assumptions,
+                not_modelled=prediction.not_modelled, predicted=_predicted(prediction),
+            )  # fmt: skip
         self._write(record)
 
-    def _show(self, config: Any, table: dict[str, Any]) -> None:
-        title = f"GPU memory by pipeline stage, GiB ({table['moment']}, iteration {table['iteration']})"
-        lines = [text_table(table["stages"], title), *(f"  {note}" for note in table["notes"])]
-        if table["missing_ranks"]:
-            lines.append(f"  no reading in time from ranks {ranges(table['missing_ranks'])}")
+    def _show(self, config: Any, table: ReportRecord) -> None:
+        title = f"GPU memory by pipeline stage, GiB ({table.moment}, iteration {table.iteration})"
+        title += f"\n  {self.machine(config).line()}"
+        lines = [text_table(table.stages, title), *(f"  {note}" for note in table.notes)]
+        if table.missing_ranks:
+            lines.append(f"  no reading in time from ranks {ranges(table.missing_ranks)}")
         self.emit("\n".join(lines))
         self._write(table)
         prediction = self.prediction(config)
-        if self.calibration_path is not None and table["moment"] == STEADY and prediction is not None:
+        if self.calibration_path is not None and table.moment == STEADY and prediction is not None:
             try:
-                calibration.save(self.calibration_path, calibration.residuals_of(prediction, table["stages"]))
+                residuals = calibration.residuals_of(prediction.model, prediction.digest, table.stages)
+                calibration.save(self.calibration_path, residuals)
             except Exception as error:
                 warn_once(f"writing {self.calibration_path}", error)
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: RunRecord | ReportRecord) -> None:
         if self.path is None:
             return
         try:
@@ -179,20 +190,14 @@ class Reporter:
             warn_once(f"writing {self.path}", error)
 
 
-def _prediction_record(prediction: Prediction) -> dict[str, Any]:
-    return {
-        "model": prediction.model,
-        "config_digest": prediction.digest,
-        "assumptions": list(prediction.assumptions),
-        "not_modelled": list(prediction.not_modelled),
-        "predicted": [
-            {
-                **{key: getattr(s, key) for key in ("stage", "static", "activation", "transient", "peak")},
-                "components": [asdict(c) for c in s.components],
-            }
-            for s in prediction.stages
-        ],
-    }
+def _predicted(prediction: Prediction) -> list[PredictedStage]:
+    return [
+        PredictedStage(
+            stage=s.stage, static=s.static, activation=s.activation, transient=s.transient, peak=s.peak,
+            components=[cast(ComponentRecord, c._asdict()) for c in s.components],
+        )
+        for s in prediction.stages
+    ]  # fmt: skip
 
 
 def _has_logger(state: Any) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
+from bridge_memory.calibration.records import StageRecord
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.prediction import Prediction, StagePrediction, likely_component
 
@@ -16,60 +17,55 @@ THRESHOLD = 0.10
 
 def stage_records(
     prediction: Prediction | None, readings: Sequence[Reading], moment: str
-) -> list[dict[str, Any]]:
-    """One record a stage, bytes. Figures are those of the stage's worst rank (highest max_allocated); ``spread``
-    is the range of that figure over the stage. Predicted fields are None without a prediction, measured ones
-    without a reading."""
+) -> list[StageRecord]:
+    """One record a stage. Predicted fields are None without a prediction, measured ones without a reading."""
     predicted = {s.stage: s for s in prediction.stages} if prediction is not None else {}
     stages = sorted(set(predicted) | {r.stage for r in readings})
     return [_record(stage, predicted.get(stage), [r for r in readings if r.stage == stage], moment) for stage in stages]
 
 
-def _record(
-    stage: int, predicted: StagePrediction | None, readings: list[Reading], moment: str
-) -> dict[str, Any]:
+def _record(stage: int, predicted: StagePrediction | None, readings: list[Reading], moment: str) -> StageRecord:
     good = [r for r in readings if not r.error]
-    record: dict[str, Any] = {"stage": stage, "ranks": len(good)}
-    record["failed"] = {str(r.rank): r.error for r in readings if r.error}
-    for key in ("static", "activation", "transient", "peak"):
-        record[f"predicted_{key}"] = None if predicted is None else getattr(predicted, key)
-    measured = ("allocated", "max_allocated", "reserved", "outside", "headroom", "retries", "ooms", "device_total")
-    if not good:
-        return {**record, **{key: None for key in measured}, "worst_rank": None, "spread": None,
-                "compared": None, "expected": None, "measured": None, "residual": None}  # fmt: skip
-    worst = max(good, key=lambda r: (r.max_allocated, r.allocated))
-    for key in measured:
-        record[key] = getattr(worst, key)
-    record["headroom"] = min(r.headroom for r in good)
-    record["retries"] = max(r.retries for r in good)
-    record["worst_rank"] = worst.rank
-    record["spread"] = worst.max_allocated - min(r.max_allocated for r in good)
-    for key in ("compared", "expected", "measured", "residual", "static_residual"):
-        record[key] = None
+    record = StageRecord(stage=stage, ranks=len(good), failed={str(r.rank): r.error for r in readings if r.error})
     if predicted is not None:
-        figure, expected = predicted.expected(moment)
-        record["compared"], record["expected"] = figure, expected
-        record["measured"] = getattr(worst, figure)
-        record["residual"] = record["measured"] - expected
-        record["static_residual"] = worst.allocated - predicted.static
-    return record
+        record = replace(
+            record, predicted_static=predicted.static, predicted_activation=predicted.activation,
+            predicted_transient=predicted.transient, predicted_peak=predicted.peak,
+        )  # fmt: skip
+    if not good:
+        return record
+    worst = max(good, key=lambda r: (r.max_allocated, r.allocated))
+    record = replace(
+        record, allocated=worst.allocated, max_allocated=worst.max_allocated, reserved=worst.reserved,
+        outside=worst.outside, headroom=min(r.headroom for r in good), retries=max(r.retries for r in good),
+        ooms=worst.ooms, device_total=worst.device_total, worst_rank=worst.rank,
+        spread=worst.max_allocated - min(r.max_allocated for r in good),
+    )  # fmt: skip
+    if predicted is None:
+        return record
+    figure, expected = predicted.expected(moment)
+    measured = worst.max_allocated if figure == "max_allocated" else worst.allocated
+    return replace(
+        record, compared=figure, expected=expected, measured=measured, residual=measured - expected,
+        static_residual=worst.allocated - predicted.static,
+    )  # fmt: skip
 
 
 def notes(
-    prediction: Prediction | None, records: Sequence[dict[str, Any]], threshold: float = THRESHOLD
+    prediction: Prediction | None, records: Sequence[StageRecord], threshold: float = THRESHOLD
 ) -> list[str]:
     """A line for each stage that is beyond ``threshold``, and for each rank whose reading failed."""
     out = []
     for record in records:
-        for rank, error in record["failed"].items():
-            out.append(f"stage {record['stage']}: rank {rank} has no reading ({error})")
-        residual, measured = record["residual"], record["measured"]
+        for rank, error in record.failed.items():
+            out.append(f"stage {record.stage}: rank {rank} has no reading ({error})")
+        residual, measured = record.residual, record.measured
         if prediction is None or not measured or residual is None or abs(residual) <= threshold * measured:
             continue
-        stage = next(s for s in prediction.stages if s.stage == record["stage"])
-        why = likely_component(stage, residual, record["static_residual"], record["spread"])
+        stage = next(s for s in prediction.stages if s.stage == record.stage)
+        why = likely_component(stage, residual, record.static_residual or 0, record.spread or 0)
         out.append(
-            f"stage {record['stage']}: {_signed(residual)} GiB ({_percent(residual, measured)}) against the "
+            f"stage {record.stage}: {_signed(residual)} GiB ({_percent(residual, measured)}) against the "
             f"prediction, probably {why}"
         )
     return out
@@ -81,6 +77,10 @@ def _gib(value: int | None) -> str:
 
 def _signed(value: int | None) -> str:
     return "-" if value is None else f"{value / GIB:+.2f}"
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 def _percent(residual: int | None, measured: int | None) -> str:
@@ -95,15 +95,14 @@ _HEAD = (
 )  # fmt: skip
 
 
-def text_table(records: Sequence[dict[str, Any]], title: str) -> str:
+def text_table(records: Sequence[StageRecord], title: str) -> str:
     """The table; every figure in GiB."""
     rows = [
         (
-            str(r["stage"]), _gib(r["predicted_static"]), _gib(r["predicted_activation"]),
-            _gib(r["predicted_transient"]), _gib(r["predicted_peak"]), _gib(r["allocated"]), _gib(r["max_allocated"]),
-            _gib(r["reserved"]), _gib(r["outside"]), _signed(r["residual"]), _percent(r["residual"], r["measured"]),
-            _gib(r["headroom"]), "-" if r["worst_rank"] is None else str(r["worst_rank"]), _gib(r["spread"]),
-            "-" if r["retries"] is None else str(r["retries"]),
+            str(r.stage), _gib(r.predicted_static), _gib(r.predicted_activation), _gib(r.predicted_transient),
+            _gib(r.predicted_peak), _gib(r.allocated), _gib(r.max_allocated), _gib(r.reserved), _gib(r.outside),
+            _signed(r.residual), _percent(r.residual, r.measured), _gib(r.headroom), _count(r.worst_rank),
+            _gib(r.spread), _count(r.retries),
         )
         for r in records
     ]  # fmt: skip

@@ -20,9 +20,8 @@ from bridge_memory.readers.container_fields import (
     data_parallel_size,
     vocabulary,
 )
-from bridge_memory.readers.environment import implementation_fields
 from bridge_memory.readers.transformer_config import model_from_transformer_config, pattern_of
-from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Release
+from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Release, Running, release_in
 from bridge_memory.spec import (
     BatchSpec,
     DataParallelSpec,
@@ -38,6 +37,7 @@ from bridge_memory.spec import (
     divide,
 )
 from bridge_memory.spec.dtypes import dtype_name
+from bridge_memory.spec.gpu_names import DEFAULT_GENERATION
 from bridge_memory.spec.layout_string import layout_string
 
 #: Elements of a gradient bucket that CommOverlapConfig sets (``_get_optimizer_overlap_cfgs``).
@@ -118,34 +118,54 @@ def run_from_config_container(
     *,
     world_size: int | None = None,
     num_microbatches: int | None = None,
-    gpu_arch: str = "hopper",
+    gpu_arch: str = DEFAULT_GENERATION,
     megatron_core: Release | None = None,
     transformer_engine: Release | None = None,
-    env: Mapping[str, str] | None = None,
+    torch: Release | None = None,
     name: str | None = None,
+    implementation: Mapping[str, Any] | None = None,
 ) -> RunSpec:
     """The run that ``pretrain(config, ...)`` would start.
 
     ``world_size`` None: the container's data_parallel_size times its model-parallel sizes, else
     ``config.world_size``, torch.distributed's, or WORLD_SIZE; refused where none is known. ``num_microbatches``
-    None: from the global batch size. ``env``: the environment variables of the run, for those of Transformer Engine,
-    torch's allocator and cuBLAS. Raises SpecError naming the field that is missing or wrong; what changes
-    memory and is not modelled is listed in ``RunSpec.not_modelled``.
+    None: from the global batch size. ``megatron_core``, ``transformer_engine``, ``torch`` None: the releases that
+    this process has imported. ``implementation``: fields of ImplementationSpec that the machine decides; its
+    attention_backend only where the container leaves the choice. Raises SpecError naming the field that is missing or
+    wrong; what changes memory and is not modelled is listed in ``RunSpec.not_modelled``.
     """
+    found = implementation or {}
+    running = Running(
+        found.get("megatron_core") or megatron_core or _imported("megatron.core") or DEFAULT_MEGATRON_CORE,
+        found.get("transformer_engine") or transformer_engine or _imported("transformer_engine"),
+        found.get("torch") or torch or _imported("torch"),
+    )
+    return run_of_container(
+        config, running, world_size=world_size, num_microbatches=num_microbatches, gpu_arch=gpu_arch, name=name,
+        implementation=implementation,
+    )  # fmt: skip
+
+
+def run_of_container(
+    config: Any,
+    running: Running,
+    *,
+    world_size: int | None = None,
+    num_microbatches: int | None = None,
+    gpu_arch: str = DEFAULT_GENERATION,
+    name: str | None = None,
+    implementation: Mapping[str, Any] | None = None,
+) -> RunSpec:
+    """``run_from_config_container`` where it is known what runs: a release of None stays unknown."""
     model = container_part(config, "model")
-    core = megatron_core or _loaded_core()
     _refuse(config, model)
     data_parallel = _data_parallel(config, model, world_size)
     view = _Views(config, model, data_parallel)
     tp, pp, cp = (
         _get(model, f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")
     )
-    model_spec = _model(config, view, name, core)
+    model_spec = _model(config, view, name, running.megatron_core)
     batch = _batch(config, view, data_parallel, num_microbatches)
-    implementation = _implementation(config, view, gpu_arch, core, transformer_engine)
-    known, supposed = implementation_fields(
-        env or {}, implementation.attention_backend, gpu_arch, transformer_engine
-    )
     return RunSpec(
         model=model_spec,
         parallel=_parallel(view, tp * pp * cp * data_parallel),
@@ -155,8 +175,7 @@ def run_from_config_container(
         data_parallel=_data_parallel_spec(config, view),
         peft=_peft(getattr(config, "peft", None)),
         recompute=_recompute(view),
-        implementation=replace(implementation, **known),
-        assumptions=supposed,
+        implementation=_on_machine(_implementation(config, view, gpu_arch, running), implementation or {}),
         # Megatron-LM's arguments, told as a container, bring a list of their own.
         not_modelled=(*getattr(config, "not_modelled", ()), *_not_modelled(config, view)),
     )
@@ -520,8 +539,7 @@ def _implementation(
     config: Any,
     view: _Views,
     gpu_arch: str,
-    core: Release,
-    te: Release | None,
+    running: Running,
 ) -> ImplementationSpec:
     m = view.model
     _, local = _layer_spec(m)
@@ -549,8 +567,9 @@ def _implementation(
     backend = _get(m, "attention_backend", "auto")
     return ImplementationSpec(
         transformer_impl="local" if local else str(_get(m, "transformer_impl", "transformer_engine")),
-        megatron_core=core,
-        transformer_engine=te,
+        megatron_core=running.megatron_core,
+        transformer_engine=running.transformer_engine,
+        torch=running.torch,
         attention_backend=str(getattr(backend, "name", backend)).rsplit(".", 1)[-1],
         cross_entropy_fusion_impl=str(_get(m, "cross_entropy_fusion_impl", "native")),
         create_attention_mask=not _get(
@@ -569,6 +588,12 @@ def _implementation(
         gpu_arch=gpu_arch,
         **on,
     )
+
+
+def _on_machine(spec: ImplementationSpec, found: Mapping[str, Any]) -> ImplementationSpec:
+    """``spec`` with what was found out about the machine; a backend that the container names stays."""
+    named = spec.attention_backend != "auto"
+    return replace(spec, **{key: found[key] for key in found if key != "attention_backend" or not named})
 
 
 def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
@@ -590,8 +615,6 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
     return tuple(out)
 
 
-def _loaded_core() -> Release:
-    """The megatron-core release of this process, if it runs one."""
-    module = sys.modules.get("megatron.core")
-    match = re.match(r"(\d+)\.(\d+)", str(getattr(module, "__version__", "")))
-    return (int(match.group(1)), int(match.group(2))) if match else DEFAULT_MEGATRON_CORE
+def _imported(package: str) -> Release | None:
+    """The release of a package that this process has imported; nothing is imported to find out."""
+    return release_in(getattr(sys.modules.get(package), "__version__", None))

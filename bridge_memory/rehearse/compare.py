@@ -12,15 +12,16 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+from bridge_memory.inventory.alive import BlockCost, SavedTensor
+from bridge_memory.inventory.chain import Label
 from bridge_memory.inventory.context import context_of
-from bridge_memory.inventory.layer import embedding_inventory, layer_inventory
-from bridge_memory.inventory.layer_links import layer_links, runs_plain
-from bridge_memory.inventory.tail import tail_inventories
-from bridge_memory.inventory.tape import BlockCost, SavedTensor
+from bridge_memory.inventory.layer import embedding_block, layer_block
+from bridge_memory.inventory.layer_links import ignores_full_recompute, layer_links
+from bridge_memory.inventory.tail import tail_blocks
 from bridge_memory.rehearse.run import PassRecord, rehearse_layer, saved_tensors
 from bridge_memory.rehearse.tracker import SavedRecord
 from bridge_memory.spec import RunSpec
-from bridge_memory.spec.layout import Chunk, layout
+from bridge_memory.spec.layout import ChunkShape, layout
 
 _EXPERT = re.compile(r"local_experts\.\d+")
 
@@ -39,7 +40,7 @@ class LayerComparison:
     @property
     def saved_error(self) -> float:
         """(predicted - found) / found of the bytes saved for backward."""
-        return self.predicted.saved / self.found.saved_bytes - 1
+        return self.predicted.retained / self.found.saved_bytes - 1
 
     @property
     def forward_error(self) -> float:
@@ -53,7 +54,7 @@ class LayerComparison:
         """Rows as in the report of a stage, and the tensors of one side only."""
         p, f = self.predicted, self.found
         rows = (
-            ("saved for backward", p.saved, f.saved_bytes),
+            ("saved for backward", p.retained, f.saved_bytes),
             ("forward peak", p.forward_peak, f.forward_bytes),
             ("backward peak", p.backward_peak, f.backward_bytes),
         )
@@ -69,11 +70,11 @@ class LayerComparison:
         p, f = self.predicted, self.found
         out = []
         for name, ours, theirs, where in (
-            ("saved", p.saved, f.saved_bytes, ""),
-            ("forward peak", p.forward_peak, f.forward_bytes, _where(p.forward_peak_op, f.forward_peak)),
+            ("saved", p.retained, f.saved_bytes, ""),
+            ("forward peak", p.forward_peak, f.forward_bytes, _where(p.forward_name(), f.forward_peak)),
             (
                 "backward peak", p.backward_peak, f.backward_bytes,
-                _where(p.backward_peak_op, f.backward_peak),
+                _where(p.backward_name(), f.backward_peak),
             ),
         ):  # fmt: skip
             out.append(
@@ -100,9 +101,9 @@ def compare_layer(run: RunSpec, layer: int, architecture: Any = None) -> LayerCo
 
     ``architecture`` as for ``rehearse``.
     """
-    cost = layer_inventory(run.model.layers[layer], context_of(run)).cost
+    cost = layer_block(run.model.layers[layer], context_of(run)).cost
     found = rehearse_layer(run, layer, architecture)
-    mine, real = unmatched(list(cost.saved_tensors), over_experts(found.saved))
+    mine, real = unmatched(list(cost.tensors), over_experts(found.saved))
     return LayerComparison(layer, cost, found, tuple(mine), tuple(real))
 
 
@@ -143,7 +144,7 @@ def compare_chunk(
     ``records``: what it was found to keep, where that is known already.
     The loss mask is left out: it is part of the batch, which is counted on its own (``workspaces.batch_bytes``).
     """
-    ours = _predicted(run, layout(run.model, run.parallel).stages[stage][chunk])
+    ours = _predicted(run, layout(run.model, run.parallel).shapes(run.model)[stage][chunk])
     found: dict[str, list[SavedRecord]] = {name: [] for name in COMPONENTS}
     for record in saved_tensors(run, stage, chunk) if records is None else records:
         if component_of(record) != COMPONENTS[-1] or not record.made_by.startswith("batch"):
@@ -165,24 +166,24 @@ def component_of(record: SavedRecord) -> str:
     return {"embedding": "embedding", "mtp": "MTP"}.get(record.part, "output layer and loss")
 
 
-def _predicted(run: RunSpec, chunk: Chunk) -> dict[str, list[SavedTensor]]:
+#: Of each link of a chunk.
+_COMPONENT = {
+    Label.EMBEDDING: "embedding", Label.FINAL_NORM: "final norm", Label.MTP: "MTP",
+    Label.LOSS: "output layer and loss",
+}  # fmt: skip
+
+
+def _predicted(run: RunSpec, shape: ChunkShape) -> dict[str, list[SavedTensor]]:
     """The inventory's saved tensors of a chunk by component; a recomputed group of layers is one tensor."""
     model, ctx = run.model, context_of(run)
     out: dict[str, list[SavedTensor]] = {name: [] for name in COMPONENTS}
-    if chunk.embedding:
-        out["embedding"] += embedding_inventory(model, ctx).cost.saved_tensors
-    layers = [model.layers[i] for i in chunk.layers]
-    position = 0
-    for link, count in layer_links(layers, ctx, plain=runs_plain(model, ctx)):
-        for _ in range(count):
-            if link.label == "layer":
-                out["layers"] += layer_inventory(layers[position], ctx).cost.saved_tensors
-                position += 1
-            else:
-                out["layers"].append(SavedTensor(link.label, link.saved))
-    names = {"loss": "output layer and loss"}
-    for inventory, label in tail_inventories(model, chunk, ctx):
-        out[names.get(label, label)] += inventory.cost.saved_tensors
+    if shape.embedding:
+        out["embedding"] += embedding_block(model, ctx).cost.tensors
+    for link, count in layer_links(shape.layers, ctx, ignored=ignores_full_recompute(model, ctx)):
+        kept = link.cost.tensors if link.cost is not None else (SavedTensor(link.label.value, link.retained),)
+        out["layers"] += kept * count
+    for block, label in tail_blocks(model, shape, ctx):
+        out[_COMPONENT[label]] += block.cost.tensors
     return out
 
 

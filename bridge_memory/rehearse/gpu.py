@@ -23,6 +23,7 @@ from bridge_memory.rehearse.model import build_chunks
 from bridge_memory.rehearse.record import Phase, installed, record_of
 from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 from bridge_memory.rehearse.world import RehearsalUnavailable, fake_world
+from bridge_memory.releases import release_in
 from bridge_memory.spec import MoESpec, RunSpec, SpecError
 from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank
 
@@ -144,17 +145,17 @@ def rehearse_on_gpu(
 
 def on_this_machine(run: RunSpec, gpu: str) -> RunSpec:
     """``run`` with the releases, GPU and allocator that are here, which is what will be measured."""
-    from bridge_memory.readers.megatron_args import cublas_workspace_bytes, release
+    from bridge_memory.readers.environment import cublas_workspace_bytes, expandable_segments
 
     impl = run.implementation
-    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     return run.with_(
         implementation=replace(
             impl,
-            megatron_core=release(installed("megatron-core")) or impl.megatron_core,
-            transformer_engine=release(installed("transformer-engine")) if impl.te else None,
+            megatron_core=release_in(installed("megatron-core")) or impl.megatron_core,
+            transformer_engine=release_in(installed("transformer-engine")) if impl.te else None,
+            torch=release_in(torch.__version__),
             gpu_arch=gpu_architecture(gpu),
-            expandable_segments="expandable_segments:True" in allocator,
+            expandable_segments=expandable_segments(os.environ),
             cublas_workspace_bytes=cublas_workspace_bytes(os.environ.get("CUBLAS_WORKSPACE_CONFIG")),
         ),
     )

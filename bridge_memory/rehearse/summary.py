@@ -11,7 +11,7 @@ from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.rehearse.run import Rehearsal
 from bridge_memory.schedule.peak import ChunkCost, dynamic_peak
 from bridge_memory.spec.layout import layout
-from bridge_memory.workspaces.libraries import RECOMPUTED_ORDER, ROUTING
+from bridge_memory.workspaces.dispatcher import RECOMPUTED_ORDER, ROUTING
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
     if routing or held:
         out.append(Row("held by MoE dispatchers", routing, held))
     ctx = context_of(run)
-    chunks = layout(run.model, run.parallel).stages[stage]
-    inventories = [chunk_inventory(run.model, chunk, ctx) for chunk in chunks]
+    shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
+    inventories = [chunk_inventory(run.model, shape, ctx) for shape in shapes]
     for record, ours in zip(rehearsal.chunks, inventories, strict=True):
         label = f"chunk {record.chunk}: " if len(inventories) > 1 else ""
         passes = record.passes
         out += [
-            Row(f"{label}saved for backward, a microbatch", ours.saved, passes.saved_bytes),
+            Row(f"{label}saved for backward, a microbatch", ours.retained, passes.saved_bytes),
             Row(f"{label}forward peak", ours.forward_peak, passes.forward_bytes),
             Row(f"{label}backward peak", ours.backward_peak, passes.backward_bytes),
         ]

@@ -31,6 +31,8 @@ import torch
 
 from bridge_memory.rehearse.patches import META, _Done, replaced
 from bridge_memory.rehearse.world import RehearsalUnavailable
+from bridge_memory.releases import release_in, release_words
+from bridge_memory.spec.gpu_names import GENERATIONS
 
 PACKAGE = "transformer_engine"
 COMPILED = "transformer_engine_torch"
@@ -39,7 +41,7 @@ OLDEST, NEWEST = (2, 10), (2, 14)
 #: How to get its Python alone; pydantic is what its recipes are written with.
 INSTALL = 'pip install --no-deps "transformer_engine==2.11.0" && pip install pydantic packaging'
 #: What Transformer Engine chooses its paths by: the GPU, and the versions of its libraries.
-COMPUTE_CAPABILITY = {"ampere": (8, 0), "hopper": (9, 0), "blackwell": (10, 0)}
+COMPUTE_CAPABILITY = GENERATIONS
 CUDNN_VERSION = 91400
 CUBLAS_VERSION = 130000
 CUDA_VERSION = "13.0"
@@ -62,8 +64,8 @@ def why_not() -> str:
         here = version()
     except importlib.metadata.PackageNotFoundError:
         return "its release is not known"
-    if not OLDEST <= tuple(int(n) if n.isdigit() else 0 for n in here.split(".")[:2]) <= NEWEST:
-        known = " to ".join(f"{a}.{b}" for a, b in (OLDEST, NEWEST))
+    if not OLDEST <= (release_in(here) or (0, 0)) <= NEWEST:
+        known = f"{release_words(OLDEST)} to {release_words(NEWEST)}"
         return f"its release here ({here}) is none of {known}"
     return next(
         (f"{name} is not installed" for name in ("pydantic", "packaging") if importlib.util.find_spec(name) is None), ""
@@ -498,6 +500,16 @@ def _rotated(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     return _empty(x.shape, x.dtype)
 
 
+def _softmax(scores: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """``softmax.cpp``: probabilities in a tensor of their own."""
+    return _empty(scores.shape, scores.dtype)
+
+
+def _softmax_backward(gradient: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """``softmax.cpp``: "produce gradients in place"."""
+    return gradient
+
+
 def fused_qkv_rope_forward(qkv: torch.Tensor, q: Any, k: Any, start: Any, split: Any, *rest: Any) -> list[Any]:
     """``apply_rope.cpp``: query, key and value apart; ``split`` in elements a group."""
     width = sum(split)
@@ -601,6 +613,8 @@ class _Kernels(types.ModuleType):
             device_supports_multicast=lambda *a: False,
             ubuf_built_with_mpi=lambda: False,
         )
+        for kind in ("scaled", "scaled_masked", "scaled_upper_triang_masked", "scaled_aligned_causal_masked"):
+            known |= {f"{kind}_softmax_forward": _softmax, f"{kind}_softmax_backward": _softmax_backward}
         for name in (
             "multi_tensor_scale", "multi_tensor_adam", "multi_tensor_adam_fp8", "multi_tensor_adam_capturable",
             "multi_tensor_adam_capturable_master", "multi_tensor_adam_param_remainder", "multi_tensor_sgd",

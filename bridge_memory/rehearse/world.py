@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from bridge_memory.releases import release_in, release_words
 from bridge_memory.spec import ParallelSpec, SpecError
 from bridge_memory.spec.ranks import stage_of_rank
 
@@ -61,7 +62,7 @@ def require_megatron() -> None:
     here = installed_release()
     if here is not None and here < OLDEST_RELEASE:
         raise RehearsalUnavailable(
-            f"rehearse needs megatron-core {OLDEST_RELEASE[0]}.{OLDEST_RELEASE[1]} or later, not {here[0]}.{here[1]}; "
+            f"rehearse needs megatron-core {release_words(OLDEST_RELEASE)} or later, not {release_words(here)}; "
             'install it with: pip install "bridge-memory[megatron]"'
         )
 
@@ -75,8 +76,7 @@ def installed_release() -> tuple[int, int] | None:
     """(major, minor) of the megatron-core that is imported here; None where it says something else."""
     from megatron.core import __version__
 
-    parts = __version__.split(".")
-    return (int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else None
+    return release_in(__version__)
 
 
 def newer_release() -> str:
@@ -84,8 +84,8 @@ def newer_release() -> str:
     here = installed_release()
     if here is None or here <= NEWEST_RELEASE:
         return ""
-    newest = ".".join(map(str, NEWEST_RELEASE))
-    return f"megatron-core {here[0]}.{here[1]} is newer than {newest}, the newest that the estimate was held to"
+    newest = release_words(NEWEST_RELEASE)
+    return f"megatron-core {release_words(here)} is newer than {newest}, the newest that the estimate was held to"
 
 
 @contextmanager

@@ -5,21 +5,19 @@ Rows are derived from the same inventories as the estimate; nothing is computed 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from bridge_memory.estimate import Estimate
+from bridge_memory.inventory.blocks import Block
+from bridge_memory.inventory.chain import Label
 from bridge_memory.inventory.context import BlockContext, context_of
-from bridge_memory.inventory.layer import embedding_inventory, layer_inventory
-from bridge_memory.inventory.recorder import BlockInventory
-from bridge_memory.inventory.stack import parameter_groups
-from bridge_memory.inventory.tail import tail_inventories
-from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec
-from bridge_memory.spec.layout import Chunk, layout
-
-#: Experts are alike: local_experts.<i> and weight<i> are counted, not listed.
-_EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))\d+")
+from bridge_memory.inventory.layer import embedding_block, layer_block
+from bridge_memory.inventory.stack import Unit, chunk_units
+from bridge_memory.inventory.tail import tail_blocks
+from bridge_memory.spec import LayerSpec, ModelSpec
+from bridge_memory.spec.layout import ChunkShape, layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,39 +49,36 @@ def stage_details(result: Estimate, stage: int) -> tuple[DetailRow, ...]:
     run = result.run
     ctx = context_of(run)
     rows: list[DetailRow] = []
-    for chunk in layout(run.model, run.parallel).stages[stage]:
-        rows += _parameters(run, chunk, ctx)
-        rows += _saved(run.model, chunk, ctx)
+    for shape in layout(run.model, run.parallel).shapes(run.model)[stage]:
+        rows += _parameters(chunk_units(run.model, shape, ctx), ctx.act)
+        rows += _saved(run.model, shape, ctx)
     return tuple(rows)
 
 
-def _parameters(run: RunSpec, chunk: Chunk, ctx: BlockContext) -> Iterator[DetailRow]:
+def _parameters(units: Sequence[Unit], width: int) -> Iterator[DetailRow]:
     counted: dict[tuple[str, str, tuple[int, ...]], int] = {}
-    for prefix, parameters in parameter_groups(run.model, chunk, ctx):
-        block = "every decoder layer of its kind" if prefix.startswith("decoder.layers.") else prefix.rstrip(".")
-        for p in parameters:
-            key = (block or "ends of the model", _EXPERT.sub(r"\1*", p.name), p.shape)
-            counted[key] = counted.get(key, 0) + 1
+    for unit in units:
+        layer = unit.label is Label.LAYER
+        for number in range(1 if layer else unit.times):
+            block = "every decoder layer of its kind" if layer else unit.prefix.format(number).rstrip(".")
+            for parameters, count in unit.parameters.rows:
+                for p in parameters:
+                    key = (block or "ends of the model", p.name, p.shape)
+                    counted[key] = counted.get(key, 0) + count * (unit.times if layer else 1)
     for (block, name, shape), count in counted.items():
-        nbytes = ctx.act
-        for n in shape:
-            nbytes *= n
-        yield DetailRow("parameters", block, name, nbytes, count, " x ".join(map(str, shape)))
+        yield DetailRow("parameters", block, name, width * prod(shape), count, " x ".join(map(str, shape)))
 
 
-def _saved(model: ModelSpec, chunk: Chunk, ctx: BlockContext) -> Iterator[DetailRow]:
-    kinds: dict[LayerSpec, int] = {}
-    for i in chunk.layers:
-        kinds[model.layers[i]] = kinds.get(model.layers[i], 0) + 1
-    blocks: list[tuple[str, BlockInventory, int]] = []
-    if chunk.embedding:
-        blocks.append(("embedding", embedding_inventory(model, ctx), 1))
-    for kind, count in kinds.items():
-        blocks.append((layer_name(kind), layer_inventory(kind, ctx), count))
-    blocks += [(label, inventory, 1) for inventory, label in tail_inventories(model, chunk, ctx)]
-    for label, inventory, count in blocks:
-        for t in inventory.cost.saved_tensors:
-            yield DetailRow("saved for backward", label, t.name, t.bytes, count, t.module)
+def _saved(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> Iterator[DetailRow]:
+    blocks: list[tuple[str, Block, int]] = []
+    if shape.embedding:
+        blocks.append((Label.EMBEDDING.value, embedding_block(model, ctx), 1))
+    for kind, count in shape.kinds.items():
+        blocks.append((layer_name(kind), layer_block(kind, ctx), count))
+    blocks += [(label.value, block, 1) for block, label in tail_blocks(model, shape, ctx)]
+    for name, block, count in blocks:
+        for t in block.cost.tensors:
+            yield DetailRow("saved for backward", name, t.name, t.bytes, count, t.part.value)
 
 
 def layer_name(layer: LayerSpec) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bridge_memory.spec import PrecisionSpec, SpecError
+from bridge_memory.spec import PrecisionSpec, RunSpec, SpecError
+from bridge_memory.spec.gpu_names import AMD, gpu_of_name, taken_as_nvidia
 
 if TYPE_CHECKING:
     from bridge_memory.estimate import Estimate
@@ -36,8 +37,10 @@ class Gpu:
     name: str
     description: str
     capacity_bytes: int
-    #: Whose workspace rules apply, a value of ``ImplementationSpec.gpu_arch``.
-    arch: str
+    #: ``gpu_names.NVIDIA`` or ``AMD``.
+    vendor: str
+    #: Whose workspace rules apply, a value of ``ImplementationSpec.gpu_arch``; None for AMD's, which have none here.
+    arch: str | None
     #: What ``torch.cuda.get_device_capability`` reports.
     capability: tuple[int, int]
     #: Shown with an estimate when no GPU is asked for.
@@ -57,10 +60,10 @@ class Fit:
     lacks: str = ""
 
 
-def _gpu(
-    name: str, description: str, gib: float, arch: str, capability: tuple[int, int], common: bool = False
-) -> Gpu:
-    return Gpu(name, description, int(gib * GIB), arch, capability, common)
+def _gpu(name: str, description: str, gib: float, common: bool = False) -> Gpu:
+    known = gpu_of_name(name)
+    assert known is not None, name
+    return Gpu(name, description, int(gib * GIB), known.vendor, known.generation, known.capability, common)
 
 
 # Usable memory in GiB: the "total capacity" of torch's own out-of-memory messages, that is
@@ -68,44 +71,41 @@ def _gpu(
 # It is 0.5 to 1 % below what nvidia-smi shows, which leaves out what the driver keeps for itself (H200: 143771 MiB
 # in nvidia-smi, 139.7 GiB in torch). Drivers and ECC settings move it by up to 0.3 GiB. "(*)": no such report
 # at hand, nvidia-smi's or the vendor's figure less 1 %.
-# Capabilities: NVIDIA's list of CUDA GPUs (developer.nvidia.com/cuda-gpus); AMD's are those of gfx90a, gfx942 and
-# gfx950 as torch's ROCm builds report them.
-# Architectures before Hopper share Ampere's workspace rule (aten/src/ATen/cuda/CublasHandlePool.cpp).
 _CARDS = (
-    _gpu("V100-16GB", "NVIDIA V100 16GB", 15.77, "ampere", (7, 0)),
-    _gpu("V100-32GB", "NVIDIA V100 32GB", 31.73, "ampere", (7, 0)),
-    _gpu("T4", "NVIDIA T4 16GB", 14.56, "ampere", (7, 5)),
-    _gpu("A10", "NVIDIA A10 24GB", 22.06, "ampere", (8, 6)),
-    _gpu("A30", "NVIDIA A30 24GB", 23.50, "ampere", (8, 0)),
-    _gpu("A40", "NVIDIA A40 48GB", 44.34, "ampere", (8, 6)),
-    _gpu("A6000", "NVIDIA RTX A6000 48GB", 47.40, "ampere", (8, 6)),
-    _gpu("A100-40GB", "NVIDIA A100 40GB (SXM, PCIe)", 39.39, "ampere", (8, 0), True),
-    _gpu("A100-80GB", "NVIDIA A100 80GB (SXM, PCIe)", 79.15, "ampere", (8, 0), True),
-    _gpu("A800", "NVIDIA A800 80GB", 79.15, "ampere", (8, 0)),
-    _gpu("RTX-3090", "NVIDIA GeForce RTX 3090 24GB", 23.68, "ampere", (8, 6)),
-    _gpu("RTX-4090", "NVIDIA GeForce RTX 4090 24GB", 23.52, "ampere", (8, 9)),
-    _gpu("L4", "NVIDIA L4 24GB", 22.03, "ampere", (8, 9)),
-    _gpu("L40", "NVIDIA L40 48GB", 44.32, "ampere", (8, 9)),
-    _gpu("L40S", "NVIDIA L40S 48GB", 44.39, "ampere", (8, 9)),
-    _gpu("H100", "NVIDIA H100 80GB (SXM, PCIe)", 79.10, "hopper", (9, 0), True),
-    _gpu("H100-96GB", "NVIDIA H100 96GB (SXM)", 94.50, "hopper", (9, 0)),  # (*) 96 GB HBM3 parts: 97871 MiB
-    _gpu("H100-NVL", "NVIDIA H100 NVL 94GB", 93.01, "hopper", (9, 0)),
-    _gpu("H800", "NVIDIA H800 80GB", 79.10, "hopper", (9, 0)),
-    _gpu("H20", "NVIDIA H20 96GB", 95.00, "hopper", (9, 0)),
-    _gpu("H20-141GB", "NVIDIA H20 141GB", 139.71, "hopper", (9, 0)),  # (*) the H200's memory
-    _gpu("H200", "NVIDIA H200 141GB (SXM, NVL)", 139.71, "hopper", (9, 0), True),
-    _gpu("GH200-96GB", "NVIDIA GH200 96GB", 94.50, "hopper", (9, 0)),
-    _gpu("GH200-144GB", "NVIDIA GH200 144GB", 139.00, "hopper", (9, 0)),  # (*)
-    _gpu("RTX-5090", "NVIDIA GeForce RTX 5090 32GB", 31.34, "blackwell", (12, 0)),
-    _gpu("RTX-PRO-6000", "NVIDIA RTX PRO 6000 Blackwell 96GB", 94.90, "blackwell", (12, 0)),
-    _gpu("B200", "NVIDIA B200 180GB", 178.35, "blackwell", (10, 0), True),
-    _gpu("GB200", "NVIDIA GB200, one GPU of 186GB", 184.29, "blackwell", (10, 0), True),
-    _gpu("B300", "NVIDIA B300 288GB", 267.60, "blackwell", (10, 3), True),
-    _gpu("GB300", "NVIDIA GB300, one GPU of 288GB", 274.80, "blackwell", (10, 3)),  # (*) 284208 MiB
-    _gpu("MI250X", "AMD MI250X, one GCD of 64GB", 63.98, "ampere", (9, 0)),
-    _gpu("MI300X", "AMD MI300X 192GB", 191.69, "hopper", (9, 4), True),
-    _gpu("MI325X", "AMD MI325X 256GB", 255.69, "hopper", (9, 4)),
-    _gpu("MI355X", "AMD MI355X 288GB", 287.69, "hopper", (9, 5)),  # (*)
+    _gpu("V100-16GB", "NVIDIA V100 16GB", 15.77),
+    _gpu("V100-32GB", "NVIDIA V100 32GB", 31.73),
+    _gpu("T4", "NVIDIA T4 16GB", 14.56),
+    _gpu("A10", "NVIDIA A10 24GB", 22.06),
+    _gpu("A30", "NVIDIA A30 24GB", 23.50),
+    _gpu("A40", "NVIDIA A40 48GB", 44.34),
+    _gpu("A6000", "NVIDIA RTX A6000 48GB", 47.40),
+    _gpu("A100-40GB", "NVIDIA A100 40GB (SXM, PCIe)", 39.39, True),
+    _gpu("A100-80GB", "NVIDIA A100 80GB (SXM, PCIe)", 79.15, True),
+    _gpu("A800", "NVIDIA A800 80GB", 79.15),
+    _gpu("RTX-3090", "NVIDIA GeForce RTX 3090 24GB", 23.68),
+    _gpu("RTX-4090", "NVIDIA GeForce RTX 4090 24GB", 23.52),
+    _gpu("L4", "NVIDIA L4 24GB", 22.03),
+    _gpu("L40", "NVIDIA L40 48GB", 44.32),
+    _gpu("L40S", "NVIDIA L40S 48GB", 44.39),
+    _gpu("H100", "NVIDIA H100 80GB (SXM, PCIe)", 79.10, True),
+    _gpu("H100-96GB", "NVIDIA H100 96GB (SXM)", 94.50),  # (*) 96 GB HBM3 parts: 97871 MiB
+    _gpu("H100-NVL", "NVIDIA H100 NVL 94GB", 93.01),
+    _gpu("H800", "NVIDIA H800 80GB", 79.10),
+    _gpu("H20", "NVIDIA H20 96GB", 95.00),
+    _gpu("H20-141GB", "NVIDIA H20 141GB", 139.71),  # (*) the H200's memory
+    _gpu("H200", "NVIDIA H200 141GB (SXM, NVL)", 139.71, True),
+    _gpu("GH200-96GB", "NVIDIA GH200 96GB", 94.50),
+    _gpu("GH200-144GB", "NVIDIA GH200 144GB", 139.00),  # (*)
+    _gpu("RTX-5090", "NVIDIA GeForce RTX 5090 32GB", 31.34),
+    _gpu("RTX-PRO-6000", "NVIDIA RTX PRO 6000 Blackwell 96GB", 94.90),
+    _gpu("B200", "NVIDIA B200 180GB", 178.35, True),
+    _gpu("GB200", "NVIDIA GB200, one GPU of 186GB", 184.29, True),
+    _gpu("B300", "NVIDIA B300 288GB", 267.60, True),
+    _gpu("GB300", "NVIDIA GB300, one GPU of 288GB", 274.80),  # (*) 284208 MiB
+    _gpu("MI250X", "AMD MI250X, one GCD of 64GB", 63.98),
+    _gpu("MI300X", "AMD MI300X 192GB", 191.69),
+    _gpu("MI325X", "AMD MI325X 256GB", 255.69),
+    _gpu("MI355X", "AMD MI355X 288GB", 287.69),  # (*)
 )
 
 #: Other names for a card, in normal form (see ``_key``).
@@ -172,7 +172,7 @@ def lacks(gpu: Gpu, precision: PrecisionSpec) -> str:
     """What ``precision`` computes in and ``gpu`` cannot: "fp8", "blockwise fp8", "mxfp8"; "" where it can."""
     if precision.fp8 is None:
         return ""
-    known = _FP8_AMD if gpu.description.startswith("AMD") else _FP8_NVIDIA
+    known = _FP8_AMD if gpu.vendor == AMD else _FP8_NVIDIA
     if gpu.capability < known["delayed"][0]:
         return "fp8"
     lowest, beyond = known[precision.fp8_recipe]
@@ -193,6 +193,21 @@ def check_computes(gpu: Gpu, precision: PrecisionSpec) -> None:
         f"{field} does not run on --gpu {gpu.name}, of compute capability {capability_words(gpu)}; {other}, or name a "
         f"GPU that has {missing}, such as {', '.join(able)}"
     )
+
+
+def supposed_on(gpu: Gpu, run: RunSpec) -> list[str]:
+    """What an estimate of ``run`` supposes about ``gpu``, a sentence each: where it is not what was counted for."""
+    arch = run.implementation.gpu_arch
+    if gpu.vendor == AMD:
+        return [taken_as_nvidia(gpu.name, arch)]
+    # TE ``utils.py: is_non_tn_fp8_gemm_supported``: 10.x alone multiplies fp8 of any layout.
+    per_tensor = run.precision.fp8 is not None and run.precision.fp8_recipe in ("delayed", "tensorwise")
+    if per_tensor and gpu.arch == arch == "blackwell" and gpu.capability >= (12, 0):
+        return [
+            f"{gpu.name}, of compute capability {capability_words(gpu)}, keeps fp8 weights and activations in a second "
+            "layout, which is not counted: fp8 is laid out as on compute capability 10.0"
+        ]
+    return []
 
 
 def capability_words(gpu: Gpu) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bridge_memory.estimate import Estimate
+from bridge_memory.releases import release_words
 from bridge_memory.report.units import format_count
 from bridge_memory.spec import RunSpec
 
@@ -118,5 +119,7 @@ def _kernels(run: RunSpec) -> str:
         f"{i.moe_token_dispatcher_type} dispatcher" if run.model.has_experts else "",
         offloaded,
         f"offloaded: {' '.join(i.offload_modules)}" if i.offload_modules else "",
-        f"megatron-core {'.'.join(map(str, i.megatron_core))}",
+        f"megatron-core {release_words(i.megatron_core)}",
+        f"Transformer Engine {release_words(i.transformer_engine)}" if i.transformer_engine else "",
+        f"torch {release_words(i.torch)}" if i.torch else "",
     )

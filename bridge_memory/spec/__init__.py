@@ -1,6 +1,7 @@
 """What is trained and how, with Megatron's own field names. Imports nothing of the package's other rooms but releases.
 
-``errors`` <- ``fields`` <- ``model``, ``parts`` <- ``limits``, ``layout`` <- ``validation`` <- ``run`` <- ``gaps``.
+``errors`` <- ``release``, ``fields`` <- ``model``, ``parts`` <- ``limits``, ``layout`` <- ``validation`` <- ``run``
+<- ``gaps``.
 """
 
 from bridge_memory.spec.dtypes import DTYPE_BYTES

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bridge_memory.releases import known_releases, nearest_known, release_words
+from bridge_memory.releases import CUBLAS_WORKSPACES_FREED, known_releases, nearest_known, release_words
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import ModelSpec
@@ -112,6 +112,8 @@ def _supposed(run: RunSpec) -> Iterator[str]:
             f"megatron_core ({release_words(core)}) is not one of the releases whose rules are known, "
             f"{known_releases()}: those of {release_words(nearest)} are taken"
         )
+    if impl.torch is not None and CUBLAS_WORKSPACES_FREED(impl):
+        yield f"torch ({release_words(impl.torch)}) has a cuBLAS workspace during each product only: none is counted"
     if run.parallel.cp == 1:
         return
     if impl.cp_comm_type == "a2a+p2p":

@@ -24,6 +24,7 @@ from bridge_memory.spec.fields import (
     release,
     text,
 )
+from bridge_memory.spec.gpu_names import DEFAULT_GENERATION, GENERATIONS
 
 #: Who keeps model state over data-parallel ranks; each is a module of ``bridge_memory.engines``.
 ENGINES = ("megatron_ddp", "megatron_fsdp")
@@ -34,7 +35,9 @@ RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", 
 #: ``TransformerConfig.offload_modules`` of fine-grained activation offloading.
 OFFLOAD_MODULES = ("core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "mlp_norm", "qkv_linear")
 #: GPU generations, oldest first.
-GPU_ARCHITECTURES = ("volta", "turing", "ampere", "ada", "hopper", "blackwell")
+GPU_ARCHITECTURES = tuple(GENERATIONS)
+#: Those for which Transformer Engine has neither FlashAttention nor cuDNN's attention.
+WITHOUT_ATTENTION_KERNELS = ("volta", "turing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,8 +295,8 @@ class ImplementationSpec(Checked):
     cpu_offloading_num_layers: int = count(0)
     #: Fine-grained offloading (``offload_modules``), by module name.
     offload_modules: tuple[str, ...] = choices((), *OFFLOAD_MODULES)
-    #: GPU generation for workspace sizes: "ampere", "hopper", "blackwell".
-    gpu_arch: str = choice("hopper", *GPU_ARCHITECTURES)
+    #: GPU generation, for workspace sizes, attention kernels and fp8 layouts (``gpu_names.GENERATIONS``).
+    gpu_arch: str = choice(DEFAULT_GENERATION, *GPU_ARCHITECTURES)
     #: Transformer Engine and PyTorch releases, as (major, minor); None where unknown (``releases``).
     transformer_engine: tuple[int, int] | None = release(None)
     torch: tuple[int, int] | None = release(None)
@@ -311,6 +314,11 @@ class ImplementationSpec(Checked):
             )
         if self.moe_expert_capacity_factor == 0:
             raise SpecError("moe_expert_capacity_factor (0) drops every token; give a positive number, or None")
+        if self.te and self.attention_backend in ("flash", "fused") and self.gpu_arch in WITHOUT_ATTENTION_KERNELS:
+            raise SpecError(
+                f"attention_backend ({self.attention_backend}) does not run on gpu_arch ({self.gpu_arch}): Transformer "
+                "Engine has that kernel from ampere on; use auto or unfused"
+            )
 
     @property
     def te(self) -> bool:
@@ -326,12 +334,20 @@ class ImplementationSpec(Checked):
         """The attention that runs: "flash" (FlashAttention 2), "fused" (cuDNN) or "unfused".
 
         What "auto" means is Transformer Engine's choice (``dot_product_attention/utils.py:
-        get_attention_backend``): cuDNN from Hopper on, FlashAttention before it and, with determinism asked for,
-        on Blackwell, where cuDNN's backward is not deterministic.
+        get_attention_backend``): neither kernel before Ampere (compute capability 8.0); from Hopper on cuDNN,
+        before it FlashAttention, and so on Blackwell where determinism is asked for: cuDNN's backward has none there.
         """
         if not self.te or self.attention_backend in ("unfused", "local"):
             return "unfused"
         if self.attention_backend in ("flash", "fused"):
             return self.attention_backend
-        needs_flash = self.gpu_arch == "ampere" or (self.gpu_arch == "blackwell" and self.nvte_deterministic)
+        if self.gpu_arch in WITHOUT_ATTENTION_KERNELS:
+            return "unfused"
+        needs_flash = self.prefers_flash or (self.gpu_arch == "blackwell" and self.nvte_deterministic)
         return "flash" if needs_flash else "fused"
+
+    @property
+    def prefers_flash(self) -> bool:
+        """Whether Transformer Engine takes FlashAttention 2 where it and cuDNN both can: before compute capability
+        9.0 (``get_attention_backend``: "FusedAttention preference on Hopper+")."""
+        return GENERATIONS[self.gpu_arch] < GENERATIONS["hopper"]

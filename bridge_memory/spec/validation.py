@@ -244,12 +244,14 @@ def _check_context_parallel(p: ParallelSpec, i: ImplementationSpec, limits: Limi
                 f"context_parallel_size ({cp}) is not supported by the attention of transformer_impl local; set "
                 "transformer_impl to transformer_engine"
             )
-        if i.attention_backend in ("unfused", "local"):
+        if i.attention_kernel == "unfused":
             # TE attention/dot_product_attention/utils.py: get_attention_backend
-            raise SpecError(
-                f"attention_backend ({i.attention_backend}) does not support context_parallel_size ({cp}); use "
+            auto = i.attention_backend == "auto"
+            field, value = ("gpu_arch", i.gpu_arch) if auto else ("attention_backend", i.attention_backend)
+            other = "context_parallel_size 1: Transformer Engine has unfused attention alone there" if auto else (
                 "flash, fused or auto"
             )
+            raise SpecError(f"{field} ({value}) does not support context_parallel_size ({cp}); use {other}")
         # TE attention/dot_product_attention/context_parallel.py: AttnFuncWithCPAndQKVOA2A
         if i.cp_comm_type == "a2a" and isinstance(m, AttentionSpec):
             for what, n in (

@@ -23,11 +23,13 @@ class ExpertLayers(NamedTuple):
 
     ffn: MoESpec
     recomputed: bool
-    count: int
+    number: int
 
 
 def expert_layers(model: ModelSpec, shapes: Sequence[ChunkShape], ctx: BlockContext) -> list[ExpertLayers]:
     """Every MoE layer of a stage, MTP's too."""
+    if not model.has_experts and (model.mtp_layer is None or not isinstance(model.mtp_layer.ffn, MoESpec)):
+        return []
     again = ctx.recomputes("moe")
     found: list[ExpertLayers] = []
     for shape in shapes:
@@ -45,6 +47,8 @@ def expert_layers(model: ModelSpec, shapes: Sequence[ChunkShape], ctx: BlockCont
 
 def held_by_dispatchers(layers: Sequence[ExpertLayers], ctx: BlockContext, residue: int) -> Iterator[Component]:
     """``residue``: what recomputed MoE layers leave behind in backward (``ChunkInventory.residue``)."""
+    if not layers:
+        return
     if residue:
         # token_dispatcher.py: the graph of self.probs leads to them until the next forward
         yield buffer(

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from bridge_memory.components import Component, Lifetime, Part
 from bridge_memory.inventory.chain import ChunkInventory
 from bridge_memory.inventory.context import BlockContext
-from bridge_memory.inventory.recorder import Scratch
 from bridge_memory.inventory.stack import stage_scratch
 from bridge_memory.spec import MLASpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape
@@ -19,10 +18,7 @@ def lasting_buffers(
     run: RunSpec, shapes: Sequence[ChunkShape], ctx: BlockContext, inventories: Sequence[ChunkInventory]
 ) -> Iterator[Component]:
     """What is allocated after a step besides model state: for good, and (by their lifetime) until the next step."""
-    scratch: dict[Scratch, int] = {}
-    for (kind, _), nbytes in stage_scratch(run.model, shapes, ctx).items():
-        scratch[kind] = scratch.get(kind, 0) + nbytes
-    for kind, nbytes in scratch.items():
+    for kind, nbytes in stage_scratch(run.model, shapes, ctx).items():
         yield buffer(kind.value, nbytes)
     tables = rotary_tables(run, shapes)
     if tables:

@@ -10,27 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
-from bridge_memory.releases import ROUTER_USES_TE_GEMM
-from bridge_memory.spec import MambaSpec, RunSpec
+from bridge_memory.releases import (
+    CUBLAS_WORKSPACES_FREED,
+    LARGE_CUBLAS_WORKSPACE_ON_BLACKWELL,
+    ROUTER_USES_TE_GEMM,
+)
+from bridge_memory.spec import ImplementationSpec, MambaSpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape
-from bridge_memory.workspaces.allocator import MIB
+from bridge_memory.workspaces.gpu_generations import TE_WORKSPACE, TORCH_CUBLAS_WORKSPACE
 
-#: Bytes of Transformer Engine's cuBLAS workspace, by architecture.
-#: Source: TE ``pytorch/cpp_extensions/gemm.py: get_cublas_workspace_size_bytes``.
-TE_WORKSPACE = {"ampere": 4 * MIB, "hopper": 32 * MIB, "blackwell": 32 * MIB}
 #: Streams of a grouped GEMM, each with a workspace of its own (``get_cublas_workspace(grouped_gemm=True)``;
 #: ``transformer_engine/common/util/multi_stream.cpp: nvte_get_num_compute_streams``).
 TE_GROUPED_GEMM_STREAMS = 4
-#: Bytes of torch's cuBLAS workspace where CUBLAS_WORKSPACE_CONFIG is unset.
-#: Source: torch ``aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize`` (:4096:8 on compute
-#: capability 9.0, :4096:2:16:8 elsewhere).
-TORCH_CUBLAS_WORKSPACE = {
-    "ampere": (2 * 4096 + 8 * 16) * 1024,
-    "hopper": 8 * 4096 * 1024,
-    "blackwell": (2 * 4096 + 8 * 16) * 1024,
-}
 #: One handle for the thread that runs forward, one for autograd's thread: torch keeps a workspace for every pair
-#: of handle and stream (same file, ``getCurrentCUDABlasHandle``).
+#: of handle and stream (``aten/src/ATen/cuda/CublasHandlePool.cpp: getCurrentCUDABlasHandle``).
 CUBLAS_HANDLES = 2
 
 
@@ -51,20 +44,27 @@ def library_workspaces(run: RunSpec, shapes: Sequence[ChunkShape], *, experts_he
         if experts_here and impl.te_grouped_gemm:
             # TE get_cublas_workspace(grouped_gemm=True)
             yield buffer("Transformer Engine's grouped-GEMM workspaces", te * TE_GROUPED_GEMM_STREAMS)
-    if _uses_torch_gemm(run, shapes, experts_here):
-        size = impl.cublas_workspace_bytes
-        if size is None:
-            size = TORCH_CUBLAS_WORKSPACE[impl.gpu_arch]
-        if size:
-            # torch CublasHandlePool.cpp
-            yield buffer("torch's cuBLAS workspaces (forward and autograd thread)", size * CUBLAS_HANDLES)
+    size = cublas_workspace(impl)
+    if size and _uses_torch_gemm(run, shapes, experts_here):
+        # torch CublasHandlePool.cpp
+        yield buffer("torch's cuBLAS workspaces (forward and autograd thread)", size * CUBLAS_HANDLES)
+
+
+def cublas_workspace(impl: ImplementationSpec) -> int:
+    """Bytes of one of torch's cuBLAS workspaces that stay between products."""
+    if CUBLAS_WORKSPACES_FREED(impl):
+        return 0
+    if impl.cublas_workspace_bytes is not None:
+        return impl.cublas_workspace_bytes
+    large = impl.gpu_arch == "blackwell" and LARGE_CUBLAS_WORKSPACE_ON_BLACKWELL(impl)
+    return TORCH_CUBLAS_WORKSPACE["hopper" if large else impl.gpu_arch]
 
 
 def _uses_torch_gemm(run: RunSpec, shapes: Sequence[ChunkShape], experts_here: bool) -> bool:
     """Whether a matrix product of torch itself runs here, forward and backward.
 
     The output layer is megatron-core's own ColumnParallelLinear in both implementations; local layers, the MoE
-    router before core 0.14 and unfused attention use torch's products too.
+    older MoE routers (``releases.ROUTER_USES_TE_GEMM``) and unfused attention use torch's products too.
     """
     impl = run.implementation
     if any(shape.output for shape in shapes):

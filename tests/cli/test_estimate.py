@@ -229,8 +229,8 @@ def test_output_is_whole_and_never_overwritten(capsys: pytest.CaptureFixture[str
 
 def test_residuals_of_the_very_run_are_added_and_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """One measured GiB beyond the prediction of stage 0 becomes a component with its provenance."""
+    from bridge_memory.calibration import Residual, config_digest, save
     from bridge_memory.estimate import estimate
-    from bridge_memory.live.calibration import Residual, config_digest, save
     from bridge_memory.readers import resolve_model
     from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec
 

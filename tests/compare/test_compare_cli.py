@@ -20,11 +20,11 @@ from bridge_memory.readers import resolve_model
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec, SpecError
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "live")]
+sys.path.insert(0, str(Path(__file__).parent))
 
-from conftest import small_container  # noqa: E402
-from test_logs import megatron_lm_line  # noqa: E402
-from test_snapshot import snapshot  # noqa: E402
+from small_container import small_container
+from test_logs import megatron_lm_line
+from test_snapshot import snapshot
 
 GIB = 1 << 30
 ARGS = """--num-layers 8 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --swiglu

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bridge_memory.inventory.alive import BlockCost
 from bridge_memory.inventory.context import context_of
-from bridge_memory.inventory.layer import layer_inventory
-from bridge_memory.inventory.tape import BlockCost
+from bridge_memory.inventory.layer import layer_block
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
     BatchSpec,
@@ -30,11 +30,11 @@ def layer(
         batch=BatchSpec(seq_length=2048, micro_batch_size=batch), precision=PrecisionSpec(params_dtype=dtype),
         implementation=ImplementationSpec(**impl),
     )
-    return layer_inventory(run.model.layers[0], context_of(run)).cost
+    return layer_block(run.model.layers[0], context_of(run)).cost
 
 
 def kept(cost: BlockCost, name: str) -> int:
-    return sum(t.bytes for t in cost.saved_tensors if t.name == name)
+    return sum(t.bytes for t in cost.tensors if t.name == name)
 
 
 def test_fp32_attention_keeps_its_probabilities() -> None:
@@ -53,9 +53,9 @@ def test_sinks_run_in_cudnn_even_before_hopper() -> None:
     """FlashAttention has none; with it the output would be there twice ([b, s] order, and [s, b] for linear_proj),
     but for a single sequence, whose two orders are one."""
     ampere, hopper = (layer(SINKS, gpu_arch=arch, batch=2) for arch in ("ampere", "hopper"))
-    assert ampere.saved == hopper.saved
-    assert layer(LLAMA, gpu_arch="ampere", batch=2).saved == layer(LLAMA, batch=2).saved + 2 * 2048 * 32 * 64 * 2
-    assert layer(LLAMA, gpu_arch="ampere").saved == layer(LLAMA).saved
+    assert ampere.retained == hopper.retained
+    assert layer(LLAMA, gpu_arch="ampere", batch=2).retained == layer(LLAMA, batch=2).retained + 2 * 2048 * 32 * 64 * 2
+    assert layer(LLAMA, gpu_arch="ampere").retained == layer(LLAMA).retained
     with pytest.raises(SpecError, match=r"attention_backend.*sink"):
         layer(SINKS, attention_backend="flash")
 
@@ -70,7 +70,7 @@ def test_fp8_copies_attentions_output_only_where_megatron_does_not_ask_for_the_o
             precision=PrecisionSpec(fp8="e4m3", fp8_recipe=recipe),
             implementation=ImplementationSpec(transformer_engine=release),
         )
-        return layer_inventory(run.model.layers[0], context_of(run)).cost.saved
+        return layer_block(run.model.layers[0], context_of(run)).cost.retained
 
     copy = 2048 * 2048
     assert saved("tensorwise", (2, 5)) == saved("tensorwise", (2, 6)) + copy
@@ -80,7 +80,7 @@ def test_fp8_copies_attentions_output_only_where_megatron_does_not_ask_for_the_o
 def test_sinks_and_context_parallelism_need_a2a() -> None:
     with pytest.raises(SpecError, match=r"cp_comm_type.*a2a"):
         layer(SINKS, cp=2)
-    assert layer(SINKS, cp=2, cp_comm_type="a2a").saved
+    assert layer(SINKS, cp=2, cp_comm_type="a2a").retained
 
 
 def test_ranks_beyond_the_query_groups_hold_everyones_qkv_for_a_moment() -> None:
@@ -97,7 +97,7 @@ def test_context_parallelism_refuses_what_transformer_engine_refuses() -> None:
     windows, mla = "google/gemma-2-2b", "deepseek-ai/DeepSeek-V2-Lite"
     with pytest.raises(SpecError, match=r"cp_comm_type \(p2p\).*a2a or all_gather"):
         layer(windows, cp=2)
-    assert layer(windows, cp=2, cp_comm_type="all_gather").saved
+    assert layer(windows, cp=2, cp_comm_type="all_gather").retained
     with pytest.raises(SpecError, match=r"cp_comm_type \(a2a\).*multi-latent.*p2p"):
         layer(mla, cp=2, cp_comm_type="a2a", transformer_engine=(2, 11))
-    assert layer(mla, cp=2, transformer_engine=(2, 11)).saved
+    assert layer(mla, cp=2, transformer_engine=(2, 11)).retained

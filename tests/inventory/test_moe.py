@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from bridge_memory.inventory.alive import BlockCost
 from bridge_memory.inventory.context import context_of
-from bridge_memory.inventory.layer import layer_inventory
-from bridge_memory.inventory.tape import BlockCost
+from bridge_memory.inventory.layer import layer_block
+from bridge_memory.inventory.recorder import Scratch
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RunSpec
 
@@ -17,12 +18,12 @@ TOKENS = 1000
 
 def layer(**impl: object) -> BlockCost:
     run = RunSpec(model=QWEN, batch=BatchSpec(seq_length=TOKENS), implementation=ImplementationSpec(**impl))
-    return layer_inventory(QWEN.layers[0], context_of(run)).cost
+    return layer_block(QWEN.layers[0], context_of(run)).cost
 
 
 def received(cost: BlockCost) -> int:
     """Tokens at the experts, from what the activation keeps: [R, 2 x 768] in bf16."""
-    return sum(t.bytes for t in cost.saved_tensors if t.name == "experts fc1 output") // (2 * 2 * 768)
+    return sum(t.bytes for t in cost.tensors if t.name == "experts fc1 output") // (2 * 2 * 768)
 
 
 def test_balanced_tokens_are_topk_times_the_sequence() -> None:
@@ -56,8 +57,8 @@ def test_the_allgather_dispatcher_gathers_over_the_experts_own_group() -> None:
     )
     run = RunSpec(model=QWEN, parallel=parallel, batch=BatchSpec(seq_length=TOKENS),
                   implementation=ImplementationSpec(moe_token_dispatcher_type="allgather"))
-    lasting = dict(layer_inventory(QWEN.layers[0], context_of(run)).lasting)
-    assert lasting["global memory buffer (mpu)"] == 1000 * 2048 * 2
+    lasting = layer_block(QWEN.layers[0], context_of(run)).lasting
+    assert lasting[Scratch.MPU, ()] == 1000 * 2048 * 2
     whole = replace(parallel, world_size=16, expert_tensor_parallel_size=4)
-    lasting = dict(layer_inventory(QWEN.layers[0], context_of(replace(run, parallel=whole))).lasting)
-    assert lasting["global memory buffer (mpu)"] == 4 * 1000 * 2048 * 2
+    lasting = layer_block(QWEN.layers[0], context_of(replace(run, parallel=whole))).lasting
+    assert lasting[Scratch.MPU, ()] == 4 * 1000 * 2048 * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bridge_memory.inventory.context import context_of
-from bridge_memory.inventory.layer import layer_inventory
+from bridge_memory.inventory.layer import layer_block
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import BatchSpec, GatedDeltaNetSpec, LayerSpec, MambaSpec, RunSpec
 
@@ -15,7 +15,7 @@ def saved_per_token(name: str, mixer: type, *, batch: int) -> float:
     model = resolve_model(name)
     kind = next(layer.mixer for layer in model.layers if isinstance(layer.mixer, mixer))
     run = RunSpec(model=model, batch=BatchSpec(seq_length=2048, micro_batch_size=batch))
-    return layer_inventory(LayerSpec(kind, None), context_of(run)).cost.saved / (2048 * batch)
+    return layer_block(LayerSpec(kind, None), context_of(run)).cost.retained / (2048 * batch)
 
 
 @pytest.mark.parametrize("batch", [1, 2])

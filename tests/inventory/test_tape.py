@@ -20,9 +20,9 @@ def _linear_chain(*, checkpoint: bool = False) -> Tape:
 def test_saved_tensors_live_and_the_output_is_handed_on() -> None:
     cost = _linear_chain().cost()
     # x + a + b; y belongs to the next block.
-    assert cost.saved == 500
+    assert cost.retained == 500
     assert cost.output_bytes == 100
-    assert cost.input_saved
+    assert cost.input_retained
     # At y: x, a, b and y itself.
     assert cost.forward_peak == 600
 
@@ -32,12 +32,12 @@ def test_backward_frees_as_it_goes() -> None:
     Backward of b: 400 + grad b 100 + grad a 300 = 800. Backward of a: 100 + 300 + 100 = 500."""
     cost = _linear_chain().cost()
     assert cost.backward_peak == 800
-    assert cost.backward_peak_op == "b"
+    assert cost.backward_name() == "b"
 
 
 def test_a_checkpoint_keeps_its_input_and_pays_in_backward() -> None:
     cost = _linear_chain(checkpoint=True).cost()
-    assert cost.saved == 100
+    assert cost.retained == 100
     # No-grad forward: x, a and b at once; then a goes before y is made.
     assert cost.forward_peak == 500
     # Replayed forward with the gradient of y waiting: x, a, b, y and grad y = 700; backward of b then holds
@@ -51,7 +51,7 @@ def test_a_storage_saved_twice_counts_once() -> None:
     a = t.make("a", x, 10, saves=(x,))
     b = t.make("b", x, 10, saves=(x,))
     t.output(t.make("y", (a, b), 10))
-    assert t.cost().saved == 100
+    assert t.cost().retained == 100
 
 
 def test_what_nobody_saves_goes_at_its_last_use() -> None:
@@ -61,7 +61,7 @@ def test_what_nobody_saves_goes_at_its_last_use() -> None:
     b = t.make("b", a, 10)
     t.output(t.make("y", b, 10))
     cost = t.cost()
-    assert cost.saved == 0
+    assert cost.retained == 0
     assert cost.forward_peak == 1100  # x and a while a is made; x goes before b comes
 
 
@@ -71,7 +71,7 @@ def test_a_variable_holds_its_tensor_to_the_end_of_its_scope() -> None:
     a = t.make("a", x, 1000)
     b = t.make("b", a, 10)
     c = t.make("c", b, 500)
-    t.touch(a)
+    t.keep_alive(a)
     t.output(c)
     assert t.cost().forward_peak == 1510  # a, b and c
 
@@ -87,7 +87,7 @@ def test_discarded_outputs_are_refilled_when_their_consumers_gradient_arrives() 
     t.discard(region, a)
     t.output(y)
     cost = t.cost()
-    assert cost.saved == 500  # x and m
+    assert cost.retained == 500  # x and m
     assert cost.forward_peak == 800  # x, m, a, y before the discard
     # Backward of a: x, m, a as it was recomputed (random.py: ctx.outputs holds it), its gradient 200 and m's 400; the
     # copy that y keeps went after y's backward.
@@ -112,7 +112,7 @@ def test_a_gradient_written_over_what_was_saved_needs_no_room() -> None:
     logits = t.make("logits", x, 1000, saves=(x,))
     t.output(t.make("loss", logits, 1, saves=(logits,), in_place=True))
     cost = t.cost()
-    assert cost.saved == 1010
+    assert cost.retained == 1010
     # Backward of the logits: hidden, the gradient in the logits' place, hidden's gradient.
     assert cost.backward_peak == 10 + 1000 + 10
 
@@ -123,6 +123,6 @@ def test_workspaces_count_only_while_their_operation_runs() -> None:
     a = t.make("a", x, 10, workspace=500, backward_workspace=900, saves=(x,))
     t.output(t.make("y", a, 10, saves=(a,)))
     cost = t.cost()
-    assert cost.saved == 20
+    assert cost.retained == 20
     assert cost.forward_peak == 520
     assert cost.backward_peak == 10 + 10 + 10 + 900  # x, grad a, grad x, scratch

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from bridge_memory.components import Component, Lifetime
+from bridge_memory.engines.engine import StageState, engine_of
 from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.stack import chunk_units, stage_inventories
 from bridge_memory.readers.megatron_args import run_from_megatron_args
+from bridge_memory.spec import RunSpec
 from bridge_memory.spec.layout import layout
-from bridge_memory.workspaces.libraries import (
-    batch_bytes,
-    block_rest,
-    gathered_parameter_bytes,
-    lasting_workspaces,
-)
+from bridge_memory.workspaces.allocator import block_rest
+from bridge_memory.workspaces.batch import batch_bytes
+from bridge_memory.workspaces.lasting import lasting_buffers
 
 MIB = 1 << 20
 GPT = (
@@ -22,13 +23,23 @@ GPT = (
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-def workspaces(more: str, stage: int = -1, gpu: str = "A100", env: dict[str, str] | None = None):
+def stage_state(run: RunSpec, stage: int) -> StageState:
+    ctx = context_of(run)
+    units = [chunk_units(run.model, shape, ctx) for shape in layout(run.model, run.parallel).shapes(run.model)[stage]]
+    return engine_of(run).stage(units)
+
+
+def workspaces(
+    more: str, stage: int = -1, gpu: str = "A100", env: dict[str, str] | None = None
+) -> dict[str, Component]:
     run = run_from_megatron_args(f"{GPT} {more}", world_size=8, gpu=gpu, env=CUBLAS if env is None else env)
-    chunks = layout(run.model, run.parallel).stages[stage]
-    return {w.name: w for w in lasting_workspaces(run, chunks, context_of(run))}
+    ctx, shapes = context_of(run), layout(run.model, run.parallel).shapes(run.model)[stage]
+    state = stage_state(run, stage)
+    buffers = lasting_buffers(run, shapes, ctx, stage_inventories(run.model, shapes, ctx))
+    return {w.name: w for w in (*buffers, *state.buffers())}
 
 
-def total(found) -> int:
+def total(found: dict[str, Component]) -> int:
     return sum(w.bytes for w in found.values())
 
 
@@ -60,24 +71,24 @@ def test_an_interleaved_last_stage_keeps_input_and_gradient_of_every_chunk() -> 
     """3 chunks x 2 x [1024, 4, 512] in bf16: the 24 MiB between pp 1 and pp 4 in the golden values."""
     found = workspaces("--bf16 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1")
     kept = found["pipeline: the last microbatch's input and its gradient"]
-    assert kept.bytes == 24 * MIB and kept.between_steps
+    assert kept.bytes == 24 * MIB and kept.lifetime is Lifetime.BETWEEN_STEPS
 
 
 def test_fp16_gradients_leave_fp32_copies_until_the_next_step() -> None:
     """64,110,592 parameters over 8 ranks: 30.57 MiB, the figure by which fp16 golden values exceed bf16's rules."""
     found = workspaces("--fp16 --use-distributed-optimizer --transformer-impl local")
     copies = found["main gradients in fp32"]
-    assert copies.between_steps
+    assert copies.lifetime is Lifetime.BETWEEN_STEPS
     assert copies.bytes == pytest.approx(4 * 64_110_592 / 8, rel=0.001)
 
 
 def test_the_loaders_mask_is_most_of_a_batch() -> None:
     """[4, 1, 1024, 1024] booleans are 4 MiB; tokens, labels and positions 32 KiB each, the loss mask 16."""
     run = run_from_megatron_args(f"{GPT} --bf16", world_size=8)
-    chunks = layout(run.model, run.parallel).stages[0]
-    assert batch_bytes(run, chunks) == 4 * MIB + 112 * 1024
+    shapes = layout(run.model, run.parallel).shapes(run.model)[0]
+    assert batch_bytes(run, shapes) == 4 * MIB + 112 * 1024
     bare = run_from_megatron_args(f"{GPT} --bf16 --no-create-attention-mask-in-dataloader", world_size=8)
-    assert batch_bytes(bare, chunks) == 112 * 1024
+    assert batch_bytes(bare, shapes) == 112 * 1024
 
 
 @pytest.mark.parametrize(
@@ -108,5 +119,4 @@ def test_fsdp_holds_the_embedding_and_two_layers_whole() -> None:
         "--data-parallel-sharding-strategy optim_grads_params",
         world_size=8,
     )
-    gathered = gathered_parameter_bytes(run, layout(run.model, run.parallel).stages[0], context_of(run))
-    assert gathered == pytest.approx(31.7 * MIB, rel=0.02)
+    assert stage_state(run, 0).gathered == pytest.approx(31.7 * MIB, rel=0.02)

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from bridge_stubs import require_bridge
 
-from bridge_memory.live import MemoryReport, install, journal, uninstall
+from bridge_memory.calibration import journal
+from bridge_memory.calibration.records import ReportRecord
+from bridge_memory.live import MemoryReport, install, uninstall
 from bridge_memory.live.cuda import Reading
 
 GIB = 1 << 30
@@ -81,7 +83,7 @@ def test_the_real_callback_manager_fires_our_events(job: Any, capsys: pytest.Cap
         job.state.train_state.step = step
         fire("on_train_step_end", loss_dict={}, skipped_iter=step == 1)
     fire("on_train_end")
-    iterations = [(r["iteration"], r["moment"]) for r in journal.read(path) if r["event"] == "report"]
+    iterations = [(r.iteration, r.moment) for r in journal.read(path) if isinstance(r, ReportRecord)]
     # Iteration 2 was skipped (a loss scale that overflowed): the second optimizer step is iteration 3.
     assert iterations == [(0, "model built"), (1, "after step 1"), (3, "steady"), (4, "steady"), (6, "steady")]
     out = capsys.readouterr().out
@@ -139,4 +141,4 @@ def test_the_real_training_log_calls_our_report(
     assert memory_lines(during) == memory_lines(before) == memory_lines(after)
     assert "GPU memory by pipeline stage" in during and "GPU memory by pipeline stage" not in before + after
     report = list(journal.read(tmp_path / "report.jsonl"))[-1]
-    assert report["stages"][0]["allocated"] == 50 * GIB
+    assert isinstance(report, ReportRecord) and report.stages[0].allocated == 50 * GIB

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from bridge_memory import calibration
 from bridge_memory.estimate import estimate
-from bridge_memory.live import MemoryReport, calibration
+from bridge_memory.live import MemoryReport
 from bridge_memory.live.cuda import Reading
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.spec import SpecError

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from bridge_memory.live import MemoryReport, journal
+from bridge_memory.calibration import journal
+from bridge_memory.calibration.records import ReportRecord
+from bridge_memory.live import MemoryReport
 from bridge_memory.live.cuda import Reading
 
 GIB = 1 << 30
@@ -69,8 +71,9 @@ def test_a_model_that_cannot_be_estimated_still_gets_torchs_figures(container: S
     report = MemoryReport(tmp_path / "r.jsonl", read=reading, emit=shown.append)
     report.on_train_start(job(container))
     record = list(journal.read(tmp_path / "r.jsonl"))[-1]
-    assert record["stages"][0]["max_allocated"] == 20 * GIB
-    assert record["stages"][0]["predicted_peak"] is None
+    assert isinstance(record, ReportRecord)
+    assert record.stages[0].max_allocated == 20 * GIB
+    assert record.stages[0].predicted_peak is None
     assert "20.00" in shown[-1]
 
 
@@ -114,6 +117,7 @@ def test_skipped_steps_make_no_optimizer_state(container: SimpleNamespace, tmp_p
         context = job(container, step)
         context.skipped_iter = skipped
         report.on_train_step_end(context)
-    moments = [(r["iteration"], r["moment"]) for r in journal.read(tmp_path / "r.jsonl") if r["event"] == "report"]
+    records = journal.read(tmp_path / "r.jsonl")
+    moments = [(r.iteration, r.moment) for r in records if isinstance(r, ReportRecord)]
     assert moments == [(0, "model built"), (3, "after step 1"), (5, "steady")]
     report.on_train_end(job(container))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bridge_memory.calibration.records import ReportRecord, StageRecord
 from bridge_memory.live import gather
 from bridge_memory.live.cuda import Reading
 
@@ -45,6 +46,7 @@ def test_a_long_run_leaves_two_readings_a_rank(store: Any) -> None:
 
 
 def test_the_table_of_the_right_report_is_fetched(store: Any) -> None:
-    gather.share(store, "r", {"iteration": 4})
-    assert gather.fetch(store, "r", 4) == {"iteration": 4}
+    report = ReportRecord(iteration=4, missing_ranks=(3,), stages=(StageRecord(stage=1, failed={"2": "no driver"}),))
+    gather.share(store, "r", report)
+    assert gather.fetch(store, "r", 4) == report
     assert gather.fetch(store, "r", 5, deadline=0.1) is None

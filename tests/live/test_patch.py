@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from bridge_memory.calibration import journal
+from bridge_memory.calibration.records import ReportRecord
 from bridge_memory.estimate import estimate
-from bridge_memory.live import install, journal, uninstall
+from bridge_memory.live import install, uninstall
 from bridge_memory.live.cuda import Reading
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.readers.megatron_args import container as as_container
@@ -102,8 +104,9 @@ def test_an_existing_script_gets_the_line_and_the_table(
     assert "Theoretical memory footprints: weight and optimizer=" in out and "activation=" in out
     assert out.count("GPU memory by pipeline stage") == 1
     _, report = journal.read(tmp_path / "report.jsonl")
-    assert report["stages"][0]["max_allocated"] == 9 * GIB
-    assert report["stages"][0]["residual"] == 9 * GIB - report["stages"][0]["predicted_peak"]
+    assert isinstance(report, ReportRecord)
+    assert report.stages[0].max_allocated == 9 * GIB
+    assert report.stages[0].residual == 9 * GIB - report.stages[0].predicted_peak
 
 
 def test_what_cannot_be_estimated_falls_back_to_the_original(

@@ -24,7 +24,7 @@ def test_a_run_that_behaves_as_predicted_has_no_residual(container: SimpleNamesp
     prediction = predict(run_from_config_container(container))
     readings = [reading(s.stage, s.stage, s.static, s.peak) for s in prediction.stages]
     records = stage_records(prediction, readings, STEADY)
-    assert [r["residual"] for r in records] == [0] * 4
+    assert [r.residual for r in records] == [0] * 4
     assert notes(prediction, records) == []
 
 
@@ -42,10 +42,10 @@ def test_the_worst_rank_of_a_stage_and_the_spread(container: SimpleNamespace) ->
     prediction = predict(run_from_config_container(container))
     readings = [reading(rank, 0, 10 * GIB, peak * GIB) for rank, peak in ((0, 30), (1, 34), (2, 31))]
     record = stage_records(prediction, readings, STEADY)[0]
-    assert (record["worst_rank"], record["max_allocated"], record["spread"]) == (1, 34 * GIB, 4 * GIB)
-    assert record["headroom"] == (80 - 2 - 35) * GIB
-    assert record["retries"] == 2
-    assert record["outside"] == 2 * GIB
+    assert (record.worst_rank, record.max_allocated, record.spread) == (1, 34 * GIB, 4 * GIB)
+    assert record.headroom == (80 - 2 - 35) * GIB
+    assert record.retries == 2
+    assert record.outside == 2 * GIB
 
 
 def test_a_stage_beyond_the_threshold_names_the_likely_component(container: SimpleNamespace) -> None:
@@ -72,7 +72,7 @@ def test_a_table_without_prediction_or_without_readings_still_shows_the_other_ha
     assert "3.00" in measured_only[3] and "-" in measured_only[3]
     broken = replace(reading(0, 0, GIB, GIB), error="no driver")
     predicted_only = stage_records(prediction, [broken], STEADY)
-    assert predicted_only[0]["residual"] is None
+    assert predicted_only[0].residual is None
     assert notes(prediction, predicted_only) == ["stage 0: rank 0 has no reading (no driver)"]
     assert len(text_table(predicted_only, "t").splitlines()) == 3 + 4
 

@@ -14,7 +14,6 @@ from bridge_memory.readers.megatron_args import (
     cublas_workspace_bytes,
     gpu_architecture,
     read_arguments,
-    release,
     run_from_megatron_args,
 )
 from bridge_memory.readers.megatron_args.arguments import (
@@ -353,7 +352,3 @@ def test_cublas_workspace_config_is_in_kib(config: str | None, nbytes: int | Non
 )
 def test_a_gpus_name_gives_its_generation(name: str, architecture: str) -> None:
     assert gpu_architecture(name) == architecture
-
-
-def test_releases_are_read_from_versions() -> None:
-    assert release("0.15.0rc8") == (0, 15) and release(None) is None and release("main") is None

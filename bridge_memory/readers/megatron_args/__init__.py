@@ -5,7 +5,6 @@ from bridge_memory.readers.megatron_args.parsing import RawArguments, read_argum
 from bridge_memory.readers.megatron_args.run import (
     container,
     gpu_architecture,
-    release,
     run_from_megatron_args,
 )
 
@@ -15,6 +14,5 @@ __all__ = [
     "cublas_workspace_bytes",
     "gpu_architecture",
     "read_arguments",
-    "release",
     "run_from_megatron_args",
 ]

@@ -16,16 +16,12 @@ from typing import Any
 from bridge_memory.readers.megatron_args.arguments import READ, Arguments
 from bridge_memory.readers.patterns import HybridPattern
 from bridge_memory.readers.transformer_config import pattern_of
-from bridge_memory.releases import Release
+from bridge_memory.releases import FSDP_SHARDS_ALL, NULL_TOKENIZER_COUNTS_ALL, Running
 from bridge_memory.spec import divide
 from bridge_memory.spec.layout_string import parse_layout_string
 
 #: Tokens of the GPT-2 byte-pair vocabulary (``gpt2-vocab.json``), Megatron-LM's usual tokenizer.
 GPT2_VOCABULARY = 50257
-#: Last release whose NullTokenizer counts its end-of-document token on top of ``--vocab-size``.
-_LAST_NULL_TOKENIZER_WITH_EOD = (0, 14)
-#: First release in which Megatron-FSDP shards everything unless told otherwise; nothing before.
-_FSDP_SHARDS_ALL = (0, 18)
 
 NAME = "megatron-lm"
 
@@ -48,13 +44,13 @@ class MegatronLM:
     not_modelled: tuple[str, ...] = ()
 
 
-def container_of(a: Arguments, megatron_core: Release, world_size: int | None) -> MegatronLM:
+def container_of(a: Arguments, running: Running, world_size: int | None) -> MegatronLM:
     """Every field under the name that TransformerConfig, OptimizerConfig or DistributedDataParallelConfig gives it;
     ``core_transformer_config_from_args`` copies most by name. Raises SpecError."""
     values = {name: a[name] for name in READ}
     values.update(_architecture(a))
     values.update(_position(a))
-    vocabulary, supposed = _vocabulary(a, megatron_core)
+    vocabulary, supposed = _vocabulary(a, running)
     values.update(vocabulary)
     gaps = list(a.not_modelled())
     if values["experimental_attention_variant"] not in (None, "gated_delta_net"):
@@ -69,7 +65,7 @@ def container_of(a: Arguments, megatron_core: Release, world_size: int | None) -
             micro_batch_size=micro, global_batch_size=a["global_batch_size"] or _global_batch(a, micro, world_size)
         ),
         optimizer=SimpleNamespace(**{**values, **_optimizer(a)}),
-        ddp=SimpleNamespace(**_ddp(a, megatron_core)),
+        ddp=SimpleNamespace(**_ddp(a, running)),
         logger=SimpleNamespace(log_params_norm=a["log_params_norm"], log_interval=a["log_interval"]),
         dataset=SimpleNamespace(
             skip_getting_attention_mask_from_dataset=not a["create_attention_mask_in_dataloader"]
@@ -120,7 +116,7 @@ def _position(a: Arguments) -> dict[str, Any]:
     }
 
 
-def _vocabulary(a: Arguments, megatron_core: Release) -> tuple[dict[str, Any], str]:
+def _vocabulary(a: Arguments, running: Running) -> tuple[dict[str, Any], str]:
     """Tokens before padding and how they are padded, and what had to be supposed about them."""
     size, padded, multiple = a["vocab_size"], a["padded_vocab_size"], a["make_vocab_size_divisible_by"]
     tokenizer, supposed = a["tokenizer_type"] or "GPT2BPETokenizer", ""
@@ -129,7 +125,7 @@ def _vocabulary(a: Arguments, megatron_core: Release) -> tuple[dict[str, Any], s
         if padded is None and tokenizer not in ("GPT2BPETokenizer", "GPT2BPE"):
             supposed = f"GPT-2's {size} tokens: the size of {tokenizer} is not in the arguments"
     elif size is not None and tokenizer == "NullTokenizer" and (
-        megatron_core <= _LAST_NULL_TOKENIZER_WITH_EOD or a["legacy_tokenizer"]
+        a["legacy_tokenizer"] or not NULL_TOKENIZER_COUNTS_ALL(running)
     ):
         size += 1
     pads = a["pad_vocab_size"]
@@ -210,7 +206,7 @@ def _optimizer(a: Arguments) -> dict[str, Any]:
     }
 
 
-def _ddp(a: Arguments, megatron_core: Release) -> dict[str, Any]:
+def _ddp(a: Arguments, running: Running) -> dict[str, Any]:
     # validate_args: bf16 accumulates in fp32 unless the reduction is asked for in bf16; fp16 does not.
     fp32_gradients = a["accumulate_allreduce_grads_in_fp32"] or (
         a["bf16"] and not a["grad_reduce_in_bf16"] and a["main_grads_dtype"].endswith(("fp32", "float32"))
@@ -224,6 +220,6 @@ def _ddp(a: Arguments, megatron_core: Release) -> dict[str, Any]:
         "num_distributed_optimizer_instances": a["num_distributed_optimizer_instances"],
         "use_megatron_fsdp": a["use_megatron_fsdp"],
         "data_parallel_sharding_strategy": a["data_parallel_sharding_strategy"]
-        or ("optim_grads_params" if megatron_core >= _FSDP_SHARDS_ALL else "no_shard"),
+        or ("optim_grads_params" if FSDP_SHARDS_ALL(running) else "no_shard"),
         "fp8_param_gather": a["fp8_param_gather"],
     }

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from bridge_memory.readers.config_container import run_from_config_container
+from bridge_memory.readers.config_container import run_of_container
+from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.megatron_args.arguments import Arguments
 from bridge_memory.readers.megatron_args.container import MegatronLM, container_of
 from bridge_memory.readers.megatron_args.parsing import RawArguments, is_namespace, read_arguments
-from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Release
+from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Release, Running
 from bridge_memory.spec import RunSpec, SpecError
-
-_ARCHITECTURES = (
-    (r"GB\d{3}|B\d{3}\b|blackwell|RTX.?(PRO|50)", "blackwell"),
-    (r"H\d{2,3}\b|H20\b|GH200|hopper", "hopper"),
-    (r"A\d{2,3}\b|RTX.?(30|A\d)|ampere|L40|L4\b|ada", "ampere"),
-)
+from bridge_memory.spec.gpu_names import AMD, DEFAULT_GENERATION, gpu_of_name, taken_as_nvidia
+from bridge_memory.spec.release import read_release
 
 
 def run_from_megatron_args(
@@ -27,6 +24,7 @@ def run_from_megatron_args(
     gpu: str | None = None,
     megatron_core: Release | str | None = None,
     transformer_engine: Release | str | None = None,
+    torch: Release | str | None = None,
     env: Mapping[str, object] | None = None,
 ) -> RunSpec:
     """A RunSpec from Megatron-LM arguments, unset ones at Megatron-LM's defaults for that release.
@@ -35,49 +33,47 @@ def run_from_megatron_args(
     script or of a functional test's YAML, or the parsed arguments (``megatron.training.get_args()``).
     ``world_size``: number of ranks; taken from a script's torchrun options or the parsed arguments where they
     have it. ``gpu``: a GPU's name, for workspace sizes. ``env``: its CUBLAS_WORKSPACE_CONFIG,
-    PYTORCH_CUDA_ALLOC_CONF and NVTE_* variables matter.
+    PYTORCH_CUDA_ALLOC_CONF and NVTE_* variables matter. ``megatron_core``, ``transformer_engine``, ``torch``: the
+    releases that run, as (0, 16) or "0.16.1".
 
     Raises SpecError for missing or contradictory arguments. Arguments that change memory and are not
     modelled, and arguments that nobody here knows, are listed in ``RunSpec.not_modelled``.
     """
-    core = release(megatron_core) or DEFAULT_MEGATRON_CORE
-    config = _container(read_arguments(args), core, world_size, env or {})
+    running = Running(
+        read_release(megatron_core, "megatron_core") or DEFAULT_MEGATRON_CORE,
+        read_release(transformer_engine, "transformer_engine"),
+        read_release(torch, "torch"),
+    )
+    config = _container(read_arguments(args), running, world_size, env or {})
     if config.world_size is None:
         raise SpecError("world_size is unknown; give the number of GPUs (--world-size N)")
-    return run_from_config_container(
-        config,
-        world_size=config.world_size,
-        gpu_arch=gpu_architecture(gpu),
-        megatron_core=core,
-        transformer_engine=release(transformer_engine),
-        env=config.env,
+    arch = gpu_architecture(gpu)
+    decided, supposed = implementation_of(config.env, arch, running)
+    known = gpu_of_name(gpu) if gpu else None
+    if gpu and known and known.vendor == AMD:
+        supposed = (*supposed, taken_as_nvidia(gpu, arch))
+    run = run_of_container(
+        config, running, world_size=config.world_size, gpu_arch=arch, implementation=decided
     )
+    return replace(run, assumptions=supposed) if supposed else run
 
 
-def container(config: Any, megatron_core: Release = DEFAULT_MEGATRON_CORE) -> Any:
+def container(config: Any, running: Running | None = None) -> Any:
     """``config`` itself, or the container that says what Megatron-LM's parsed arguments say. Raises SpecError."""
-    return _container(read_arguments(config), megatron_core, None, {}) if is_namespace(config) else config
+    if not is_namespace(config):
+        return config
+    return _container(read_arguments(config), running or Running(), None, {})
 
 
 def _container(
-    raw: RawArguments, core: Release, world_size: int | None, env: Mapping[str, object]
+    raw: RawArguments, running: Running, world_size: int | None, env: Mapping[str, object]
 ) -> MegatronLM:
     known = {**raw.env, **{k: str(v) for k, v in env.items()}}
     a = Arguments(RawArguments(raw.values, known, raw.world_size, raw.parsed))
-    return container_of(a, core, world_size or raw.world_size or a["world_size"])
-
-
-def release(version: Release | str | None) -> Release | None:
-    """``"0.15.0rc8"`` -> ``(0, 15)``; None where there is no release number in the text."""
-    if version is None or isinstance(version, tuple):
-        return version
-    match = re.search(r"(\d+)\.(\d+)", version)
-    return (int(match.group(1)), int(match.group(2))) if match else None
+    return container_of(a, running, world_size or raw.world_size or a["world_size"])
 
 
 def gpu_architecture(gpu: str | None) -> str:
-    """"ampere", "hopper" or "blackwell" from a GPU's name; hopper where the name says nothing."""
-    for pattern, architecture in _ARCHITECTURES:
-        if gpu and re.search(pattern, gpu, re.IGNORECASE):
-            return architecture
-    return "hopper"
+    """The generation that a GPU's name says (``gpu_names.GENERATIONS``); hopper where it says none of NVIDIA's."""
+    known = gpu_of_name(gpu) if gpu else None
+    return (known and known.generation) or DEFAULT_GENERATION

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bridge_memory.calibration.records import StageRecord
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.estimate import Estimate
-from bridge_memory.live.prediction import Prediction, config_digest, versions
-from bridge_memory.report.write import write_whole
-from bridge_memory.spec import SpecError
+from bridge_memory.files import write_whole
+from bridge_memory.spec import RunSpec, SpecError
 
 SCHEMA = "bridge-memory/calibration-1"
 
@@ -38,26 +40,53 @@ class Residual:
     def residual_bytes(self) -> int:
         return self.measured_bytes - self.predicted_bytes
 
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Residual:
+        """Keys that are not known are ignored. Raises TypeError where one is missing."""
+        return cls(**{key: record[key] for key in cls.__dataclass_fields__ if key in record})
 
-def residuals_of(prediction: Prediction, records: Sequence[dict[str, Any]]) -> list[Residual]:
-    """The residuals of a steady report's stage records."""
+
+def residuals_of(model: str, digest: str, stages: Sequence[StageRecord]) -> list[Residual]:
+    """The residuals of a steady report of the run of this ``config_digest``."""
     out = []
-    for record in records:
-        if record["max_allocated"] is None or record["predicted_peak"] is None:
+    for s in stages:
+        if s.max_allocated is None or s.predicted_peak is None:
             continue
-        for component, measured in (("static", "allocated"), ("peak", "max_allocated")):
-            out.append(
-                Residual(
-                    model=prediction.model,
-                    config_digest=prediction.digest,
-                    stage=record["stage"],
-                    component=component,
-                    predicted_bytes=record[f"predicted_{component}"],
-                    measured_bytes=record[measured],
-                    versions=versions(),
-                    time=time.time(),
-                )
-            )
+        figures = (("static", s.predicted_static, s.allocated), ("peak", s.predicted_peak, s.max_allocated))
+        for component, predicted, measured in figures:
+            if predicted is not None and measured is not None:
+                out.append(Residual(model, digest, s.stage, component, predicted, measured, versions(), time.time()))
+    return out
+
+
+#: Fields of ImplementationSpec that a process finds out about its machine and that a command line need not say:
+#: releases stand with each residual, and of the others a few MiB depend.
+_OF_THE_MACHINE: dict[str, Any] = dict(
+    transformer_engine=None, torch=None, expandable_segments=False, cublas_workspace_bytes=None,
+    nvte_deterministic=False,
+)  # fmt: skip
+
+
+def config_digest(run: RunSpec) -> str:
+    """16 hex digits that change with any field of the run that changes memory.
+
+    Names and notes do not count: the same run read from a container and from a command line has one digest. Nor does
+    what only the process knows (``_OF_THE_MACHINE``); the GPU's generation and megatron-core's release do.
+    """
+    model = replace(run.model, name="", model_type="", assumptions=(), not_modelled=())
+    implementation = replace(run.implementation, **_OF_THE_MACHINE)
+    plain = replace(run, model=model, implementation=implementation, assumptions=(), not_modelled=())
+    return hashlib.sha256(repr(plain).encode()).hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Releases that decide what is allocated, of what this process has loaded."""
+    out = {}
+    for module in ("torch", "megatron.core", "megatron.bridge", "transformer_engine", "bridge_memory"):
+        loaded: Any = sys.modules.get(module)
+        version = getattr(loaded, "__version__", None)
+        if isinstance(version, str):
+            out[module] = version
     return out
 
 
@@ -67,7 +96,7 @@ def load(path: str | os.PathLike[str]) -> list[Residual]:
         value = json.loads(Path(path).read_text())
         if value["schema"] != SCHEMA:
             raise KeyError("schema")
-        return [Residual(**entry) for entry in value["residuals"]]
+        return [Residual.from_json(entry) for entry in value["residuals"]]
     except OSError as error:
         raise SpecError(f"{path} cannot be read ({error.strerror}); give a calibration.json") from None
     except (ValueError, KeyError, TypeError):

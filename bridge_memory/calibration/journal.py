@@ -6,14 +6,15 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from bridge_memory.calibration.records import ReportRecord, RunRecord, record_of
 
 SCHEMA = "bridge-memory/live-1"
 
 
-def append(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
+def append(path: str | os.PathLike[str], record: RunRecord | ReportRecord) -> None:
     """Append one line. A line that a killed predecessor left unfinished is closed first, so this one is whole."""
-    line = json.dumps({"schema": SCHEMA, **record}, separators=(",", ":"), ensure_ascii=True) + "\n"
+    line = json.dumps({"schema": SCHEMA, **record.to_json()}, separators=(",", ":"), ensure_ascii=True) + "\n"
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target, "ab") as file:
@@ -25,15 +26,16 @@ def append(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The records of a journal; lines that a kill cut off are skipped. Raises OSError."""
+def read(path: str | os.PathLike[str]) -> Iterator[RunRecord | ReportRecord]:
+    """The records of a journal, without lines that a kill cut off and events that are not known. Raises OSError."""
     with open(path, "rb") as file:
         for line in file:
             try:
-                record = json.loads(line)
+                value = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(record, dict) and record.get("schema") == SCHEMA:
+            record = record_of(value) if isinstance(value, dict) and value.get("schema") == SCHEMA else None
+            if record is not None:
                 yield record
 
 

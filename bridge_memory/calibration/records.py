@@ -1,0 +1,262 @@
+"""What is written of a run: one record when it starts, one for each report. Bytes are ints; None: not known.
+
+``to_json`` gives plain JSON values, ``from_json`` reads them: keys that are not known are ignored, those that are
+missing or hold something else are as if unknown, and nothing is refused (older and newer journals are read).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import TypedDict
+
+Json = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRecord:
+    """One pipeline stage in one report. Measured figures are those of its worst rank (highest ``max_allocated``)."""
+
+    stage: int
+    #: Ranks that gave a reading, and what those say that gave none, by rank.
+    ranks: int = 0
+    failed: Mapping[str, str] = field(default_factory=dict)
+    predicted_static: int | None = None
+    predicted_activation: int | None = None
+    predicted_transient: int | None = None
+    predicted_peak: int | None = None
+    allocated: int | None = None
+    max_allocated: int | None = None
+    reserved: int | None = None
+    outside: int | None = None
+    #: The least that any rank has left, and the most retries.
+    headroom: int | None = None
+    retries: int | None = None
+    ooms: int | None = None
+    device_total: int | None = None
+    worst_rank: int | None = None
+    #: Range of ``max_allocated`` over the stage's ranks.
+    spread: int | None = None
+    #: Which of torch's figures is held against the prediction at this moment: "allocated" or "max_allocated".
+    compared: str | None = None
+    expected: int | None = None
+    measured: int | None = None
+    #: Measured minus expected, and allocated minus predicted static.
+    residual: int | None = None
+    static_residual: int | None = None
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Json) -> StageRecord | None:
+        """None where it does not say which stage it is of."""
+        stage = _integer(record.get("stage"))
+        if stage is None:
+            return None
+        compared = record.get("compared")
+        return cls(
+            stage=stage,
+            ranks=_integer(record.get("ranks")) or 0,
+            failed={str(rank): str(why) for rank, why in _mapping(record.get("failed")).items()},
+            compared=compared if isinstance(compared, str) else None,
+            **{name: _integer(record.get(name)) for name in _FIGURES},
+        )
+
+
+_FIGURES = tuple(f.name for f in fields(StageRecord) if f.name not in ("stage", "ranks", "failed", "compared"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRecord:
+    """One report: every stage at one moment."""
+
+    #: Seconds since the epoch.
+    time: float = 0.0
+    iteration: int = 0
+    moment: str = ""
+    world_size: int = 1
+    missing_ranks: Sequence[int] = ()
+    stages: Sequence[StageRecord] = ()
+    notes: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "event": "report",
+            "time": self.time,
+            "iteration": self.iteration,
+            "moment": self.moment,
+            "world_size": self.world_size,
+            "missing_ranks": list(self.missing_ranks),
+            "stages": [stage.to_json() for stage in self.stages],
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_json(cls, record: Json) -> ReportRecord:
+        stages = (StageRecord.from_json(stage) for stage in _mappings(record.get("stages")))
+        ranks = (_integer(rank) for rank in _listed(record.get("missing_ranks")))
+        return cls(
+            time=_seconds(record.get("time")),
+            iteration=_integer(record.get("iteration")) or 0,
+            moment=_text(record.get("moment")),
+            world_size=_integer(record.get("world_size")) or 1,
+            missing_ranks=tuple(rank for rank in ranks if rank is not None),
+            stages=tuple(stage for stage in stages if stage is not None),
+            notes=tuple(map(str, _listed(record.get("notes")))),
+        )
+
+
+class ComponentRecord(TypedDict, total=False):
+    """A ``components.Component``, its enums as their words."""
+
+    name: str
+    bytes: int
+    role: str
+    provenance: str
+    shard: str
+    lifetime: str
+    part: str
+    state: str
+    routed: bool
+    experts: bool
+    adapters: bool
+
+
+class PredictedStage(TypedDict):
+    """What was predicted for one rank of a stage."""
+
+    stage: int
+    static: int
+    activation: int
+    transient: int
+    peak: int
+    components: list[ComponentRecord]
+
+
+class FactRecord(TypedDict):
+    """Something found out about the process, in words, and where."""
+
+    value: str
+    source: str
+
+
+class MachineRecord(TypedDict):
+    """What a process runs on (``live.machine.Machine``); ``facts`` by the field of ImplementationSpec they set."""
+
+    gpu: str
+    facts: dict[str, FactRecord]
+    notes: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """The start of a run; ``model`` and what follows it are empty where nothing could be predicted."""
+
+    #: Seconds since the epoch.
+    time: float = 0.0
+    #: Loaded package -> release.
+    versions: Mapping[str, str] = field(default_factory=dict)
+    machine: MachineRecord | None = None
+    model: str = ""
+    config_digest: str = ""
+    assumptions: Sequence[str] = ()
+    not_modelled: Sequence[str] = ()
+    predicted: Sequence[PredictedStage] = ()
+
+    def to_json(self) -> dict[str, object]:
+        record: dict[str, object] = {"event": "run", "time": self.time, "versions": dict(self.versions)}
+        if self.machine is not None:
+            record["machine"] = self.machine
+        if self.predicted:
+            record |= {
+                "model": self.model,
+                "config_digest": self.config_digest,
+                "assumptions": list(self.assumptions),
+                "not_modelled": list(self.not_modelled),
+                "predicted": list(self.predicted),
+            }
+        return record
+
+    @classmethod
+    def from_json(cls, record: Json) -> RunRecord:
+        machine = _mapping(record.get("machine"))
+        return cls(
+            time=_seconds(record.get("time")),
+            versions={str(name): str(version) for name, version in _mapping(record.get("versions")).items()},
+            machine=_machine(machine) if machine else None,
+            model=_text(record.get("model")),
+            config_digest=_text(record.get("config_digest")),
+            assumptions=tuple(map(str, _listed(record.get("assumptions")))),
+            not_modelled=tuple(map(str, _listed(record.get("not_modelled")))),
+            predicted=tuple(map(_predicted, _mappings(record.get("predicted")))),
+        )
+
+
+def record_of(record: Json) -> RunRecord | ReportRecord | None:
+    """The record that a line of a journal holds, None for an event that is not known."""
+    kinds: dict[object, type[RunRecord] | type[ReportRecord]] = {"run": RunRecord, "report": ReportRecord}
+    kind = kinds.get(record.get("event"))
+    return None if kind is None else kind.from_json(record)
+
+
+def _machine(record: Json) -> MachineRecord:
+    facts = {
+        str(name): FactRecord(value=_text(fact.get("value")), source=_text(fact.get("source")))
+        for name, fact in _mapping(record.get("facts")).items()
+        if isinstance(fact, Mapping)
+    }
+    return MachineRecord(gpu=_text(record.get("gpu")), facts=facts, notes=list(map(str, _listed(record.get("notes")))))
+
+
+def _predicted(record: Json) -> PredictedStage:
+    stage, static, activation, transient, peak = (
+        _integer(record.get(name)) or 0 for name in ("stage", "static", "activation", "transient", "peak")
+    )
+    components = [_component(c) for c in _mappings(record.get("components"))]
+    return PredictedStage(
+        stage=stage, static=static, activation=activation, transient=transient, peak=peak, components=components
+    )
+
+
+def _component(record: Json) -> ComponentRecord:
+    return ComponentRecord(
+        name=_text(record.get("name")),
+        bytes=_integer(record.get("bytes")) or 0,
+        role=_text(record.get("role")),
+        provenance=_text(record.get("provenance")),
+        shard=_text(record.get("shard")),
+        lifetime=_text(record.get("lifetime")),
+        part=_text(record.get("part")),
+        state=_text(record.get("state")),
+        routed=record.get("routed") is True,
+        experts=record.get("experts") is True,
+        adapters=record.get("adapters") is True,
+    )
+
+
+# ---- values as they come ----
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _seconds(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _mapping(value: object) -> Json:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _mappings(value: object) -> Iterator[Json]:
+    return (item for item in _listed(value) if isinstance(item, Mapping))

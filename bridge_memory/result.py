@@ -1,0 +1,205 @@
+"""Estimate: the answer, per pipeline stage, in numbers and by component."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from bridge_memory.components import STATIC_ROLES, Component, Role
+from bridge_memory.spec import RunSpec
+
+#: Of ``Estimate.to_dict``.
+SCHEMA = "bridge-memory/estimate/2"
+GIB = 1 << 30
+#: The phase in which a stage's peak lies when forward and backward need less than the optimizer.
+OPTIMIZER_STEP = "optimizer step"
+
+
+@dataclass(frozen=True, slots=True)
+class StageEstimate:
+    """One physical pipeline rank. Totals are sums over ``components``, nothing else."""
+
+    stage: int
+    #: 0-based decoder layers held by this stage, over all its virtual chunks, in chunk order.
+    layers: tuple[int, ...]
+    #: Parameters in one rank's shard (elements).
+    parameters: int
+    in_flight_microbatches: int
+    components: tuple[Component, ...]
+    #: "forward", "backward", "loss", "optimizer step", with the operation that makes the peak.
+    peak_phase: str
+    peak_operation: str = ""
+    #: Peak of every phase that was considered, for the curious: ((phase, bytes), ...).
+    phases: tuple[tuple[str, int], ...] = ()
+    #: What lives from the end of one step to the start of the next, and so not at the peak (unless that is
+    #: where the peak is: then they are among the components).
+    leftovers: tuple[Component, ...] = ()
+
+    def bytes_of(self, *roles: Role | str) -> int:
+        return sum(c.bytes for c in self.components if c.role in roles)
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.bytes_of(Role.WEIGHTS)
+
+    @property
+    def gradients_bytes(self) -> int:
+        return self.bytes_of(Role.GRADIENTS)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return self.bytes_of(Role.OPTIMIZER)
+
+    @property
+    def buffers_bytes(self) -> int:
+        """Lasting buffers: workspaces, RoPE tables, expert-bias buffers."""
+        return self.bytes_of(Role.BUFFERS)
+
+    @property
+    def static_bytes(self) -> int:
+        """What torch reports as allocated after an optimizer step."""
+        return self.bytes_of(*STATIC_ROLES) + sum(c.bytes for c in self.leftovers)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Saved for backward and alive at the peak."""
+        return self.bytes_of(Role.ACTIVATION)
+
+    @property
+    def transient_bytes(self) -> int:
+        return self.bytes_of(Role.TRANSIENT)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What torch reports as max allocated, from the second step on."""
+        return sum(c.bytes for c in self.components)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The answer, per pipeline stage."""
+
+    run: RunSpec
+    stages: tuple[StageEstimate, ...]
+    #: Parameters of the whole model, tied weights once, MTP apart.
+    parameters: int
+    mtp_parameters: int
+    assumptions: tuple[str, ...]
+    not_modelled: tuple[str, ...]
+
+    @property
+    def peak_stage(self) -> StageEstimate:
+        return max(self.stages, key=lambda s: s.peak_bytes)
+
+    def to_dict(self, *, stage: int | None = None) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers, ready for ``json.dumps`` (schema ``SCHEMA``, but for what it fits).
+
+        ``stage`` leaves only that one among ``stages``; the peak is that of the whole run.
+        """
+        model, worst = self.run.model, self.peak_stage
+        return {
+            "schema": SCHEMA,
+            "model": {
+                "name": model.name,
+                "model_type": model.model_type,
+                "num_layers": model.num_layers,
+                "hidden_size": model.hidden_size,
+                "vocab_size": model.vocab_size,
+                "parameters": self.parameters,
+                "mtp_num_layers": model.mtp_num_layers,
+                "mtp_parameters": self.mtp_parameters,
+            },
+            "parallelism": _parallelism(self.run),
+            "training": _training(self.run),
+            "stages": [_stage(s) for s in self.stages if stage in (None, s.stage)],
+            "peak": {
+                "stage": worst.stage,
+                "bytes": worst.peak_bytes,
+                "phase": worst.peak_phase,
+                "operation": worst.peak_operation,
+            },
+            "assumptions": list(dict.fromkeys(self.assumptions)),
+            "not_modelled": list(dict.fromkeys(self.not_modelled)),
+        }
+
+    def __str__(self) -> str:
+        """One line a stage."""
+        worst = self.peak_stage
+        lines = [f"{self.run.model.name}: peak {worst.peak_bytes / GIB:.2f} GiB on stage {worst.stage}"]
+        if len(self.stages) > 1:
+            lines += [
+                f"  stage {s.stage}: static {s.static_bytes / GIB:.2f}, peak {s.peak_bytes / GIB:.2f} GiB "
+                f"({s.peak_phase}: {s.peak_operation})"
+                for s in self.stages
+            ]
+        if self.not_modelled:
+            lines.append(f"  not modelled: {'; '.join(dict.fromkeys(self.not_modelled))}")
+        return "\n".join(lines)
+
+
+class StagePeak(NamedTuple):
+    """One physical pipeline rank in numbers, bytes on one of its GPUs."""
+
+    stage: int
+    static_bytes: int
+    peak_bytes: int
+
+
+def _plain(group: Any) -> dict[str, Any]:
+    """A dataclass of plain values as a dict; tuples become lists."""
+    values = {f.name: getattr(group, f.name) for f in fields(group)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _parallelism(run: RunSpec) -> dict[str, Any]:
+    """Megatron's sizes, with what follows from them filled in."""
+    p = run.parallel
+    return {
+        **_plain(p),
+        "expert_tensor_parallel_size": p.etp,
+        "sequence_parallel": p.sp,
+        "data_parallel_size": p.data_parallel_size,
+        "expert_data_parallel_size": p.expert_data_parallel_size,
+    }
+
+
+def _training(run: RunSpec) -> dict[str, Any]:
+    batch = run.batch
+    return {
+        **_plain(batch),
+        "global_batch_size": run.num_microbatches * batch.micro_batch_size * run.parallel.data_parallel_size,
+        "num_microbatches": run.num_microbatches,
+        "precision": _plain(run.precision),
+        "optimizer": _plain(run.optimizer),
+        "data_parallel": _plain(run.data_parallel),
+        "peft": _plain(run.peft),
+        "recompute": _plain(run.recompute),
+        "implementation": _plain(run.implementation),
+    }
+
+
+def _components(components: Sequence[Component]) -> list[dict[str, Any]]:
+    return [c._asdict() for c in components]
+
+
+def _stage(stage: StageEstimate) -> dict[str, Any]:
+    return {
+        "stage": stage.stage,
+        "layers": list(stage.layers),
+        "num_layers": len(stage.layers),
+        "parameters": stage.parameters,
+        "in_flight_microbatches": stage.in_flight_microbatches,
+        "components": _components(stage.components),
+        "leftovers": _components(stage.leftovers),
+        "weights_bytes": stage.weights_bytes,
+        "gradients_bytes": stage.gradients_bytes,
+        "optimizer_bytes": stage.optimizer_bytes,
+        "buffers_bytes": stage.buffers_bytes,
+        "activation_bytes": stage.activation_bytes,
+        "transient_bytes": stage.transient_bytes,
+        "static_bytes": stage.static_bytes,
+        "peak_bytes": stage.peak_bytes,
+        "peak_phase": stage.peak_phase,
+        "peak_operation": stage.peak_operation,
+    }
