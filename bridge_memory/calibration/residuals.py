@@ -17,6 +17,7 @@ from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.estimate import Estimate
 from bridge_memory.files import write_whole
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.canonical import canonical
 
 SCHEMA = "bridge-memory/calibration-1"
 
@@ -73,9 +74,7 @@ def config_digest(run: RunSpec) -> str:
     Names and notes do not count: the same run read from a container and from a command line has one digest. Nor does
     what only the process knows (``_OF_THE_MACHINE``); the GPU's generation and megatron-core's release do.
     """
-    model = replace(run.model, name="", model_type="", assumptions=(), not_modelled=())
-    implementation = replace(run.implementation, **_OF_THE_MACHINE)
-    plain = replace(run, model=model, implementation=implementation, assumptions=(), not_modelled=())
+    plain = canonical(run.with_(implementation=replace(run.implementation, **_OF_THE_MACHINE)))
     return hashlib.sha256(repr(plain).encode()).hexdigest()[:16]
 
 

@@ -609,6 +609,9 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
         out.append("ddp.outer_dp_sharding_strategy: sharding over the outer data-parallel group")
     model = container_part(config, "model")
     out += [f"model.{key}: frozen parameters" for key in vars(model) if key.startswith("freeze_") and _get(model, key)]
+    if _layer_spec(view.model)[0] == "gemma2_layer_spec":
+        # models/gemma/gemma2_provider.py: Gemma2DotProductAttention.
+        out.append("model.transformer_layer_spec: Gemma 2's own attention, which keeps the scores of every head")
     peft = getattr(config, "peft", None)
     if peft is not None and type(peft).__name__ != "LoRA":
         out.append(f"peft: {type(peft).__name__}, of which only the frozen weights are counted")
