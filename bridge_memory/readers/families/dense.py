@@ -18,8 +18,8 @@ from bridge_memory.spec import LayerSpec, ModelSpec
 
 _NORM_AFTER = "the norms of the blocks' outputs are counted as the same two norms before the blocks"
 _SOFTCAPPED = (
-    "attn_logit_softcapping is taken to be inside the attention kernel; Megatron Bridge's own attention of Gemma 2 keeps "
-    "the scores of every head"
+    "attn_logit_softcapping is taken to be inside the attention kernel; Megatron Bridge's own attention of Gemma 2 "
+    "keeps the scores of every head"
 )
 _NO_BIAS: dict[str, Any] = {"bias_keys": ()}
 
