@@ -15,15 +15,21 @@ from bridge_memory.inventory.chain import ChunkInventory
 from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters
 from bridge_memory.inventory.layer_links import ignores_full_recompute
-from bridge_memory.inventory.stack import chunk_units, stage_inventories
+from bridge_memory.inventory.stack import (
+    Unit,
+    chunk_inventory,
+    chunk_units,
+    stage_inventories,
+    straight_into_backward,
+)
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate, StagePeak
 from bridge_memory.schedule.peak import ChunkCost, PeakMoment, dynamic_peak
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.gaps import gaps, ignored
-from bridge_memory.spec.layout import StageShape, layout
+from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 from bridge_memory.spec.validation import check_layout
 from bridge_memory.workspaces.batch import batch_bytes
-from bridge_memory.workspaces.lasting import lasting_buffers
+from bridge_memory.workspaces.lasting import ChunkFacts, chunk_facts, lasting_buffers
 
 
 def peaks(run: RunSpec) -> tuple[StagePeak, ...]:
@@ -74,6 +80,17 @@ class _Held(NamedTuple):
     between_bytes: int
 
 
+class _Chunk:
+    """What chunks of one shape hold; ``inventory`` of one with others after it, once it is asked for."""
+
+    __slots__ = ("facts", "inventory", "units")
+
+    def __init__(self, units: list[Unit], facts: ChunkFacts) -> None:
+        self.units = units
+        self.facts = facts
+        self.inventory: ChunkInventory | None = None
+
+
 class _Stage(NamedTuple):
     """A stage in its place: what it holds, and the moment of its peak."""
 
@@ -104,6 +121,7 @@ class _Stages:
         self.plan = layout(run.model, run.parallel)
         check_layout(run, self.plan)
         self.engine = engine_of(run)
+        self._chunks: dict[ChunkShape, _Chunk] = {}
         held: dict[StageShape, _Held] = {}
         self._stages: list[_Stage] = []
         for rank, shapes in enumerate(self.plan.shapes(run.model)):
@@ -120,18 +138,35 @@ class _Stages:
 
     def _held(self, shapes: StageShape) -> _Held:
         run, ctx = self.run, self.ctx
-        units = [chunk_units(run.model, shape, ctx) for shape in shapes]
-        state = self.engine.stage(units)
-        inventories = tuple(stage_inventories(run.model, shapes, ctx, state.concurrent))
+        chunks = [self._chunk(shape) for shape in shapes]
+        state = self.engine.stage([chunk.units for chunk in chunks])
+        last = straight_into_backward(shapes)
+        if last < 0 and not state.concurrent:
+            inventories = tuple([self._inventory(chunk, shape) for chunk, shape in zip(chunks, shapes, strict=True)])
+        else:
+            inventories = tuple(stage_inventories(run.model, shapes, ctx, state.concurrent))
+        residue = sum([inventory.residue for inventory in inventories])
         lasting: list[Component] = []
         between: list[Component] = []
-        for b in (*lasting_buffers(run, shapes, ctx, inventories), *state.buffers()):
+        for b in (*lasting_buffers(run, [chunk.facts for chunk in chunks], ctx, residue), *state.buffers()):
             (between if b.lifetime is Lifetime.BETWEEN_STEPS else lasting).append(b)
         static_bytes = sum(nbytes for _, nbytes in state.amounts) + sum(c.bytes for c in lasting)
         return _Held(
             state, tuple(lasting), tuple(between), batch_bytes(run, shapes), inventories,
             tuple(stage_costs(inventories)), static_bytes, sum(c.bytes for c in between),
         )
+
+    def _chunk(self, shape: ChunkShape) -> _Chunk:
+        found = self._chunks.get(shape)
+        if found is None:
+            model, ctx = self.run.model, self.ctx
+            found = self._chunks[shape] = _Chunk(chunk_units(model, shape, ctx), chunk_facts(self.run, shape, ctx))
+        return found
+
+    def _inventory(self, chunk: _Chunk, shape: ChunkShape) -> ChunkInventory:
+        if chunk.inventory is None:
+            chunk.inventory = chunk_inventory(self.run.model, shape, self.ctx)
+        return chunk.inventory
 
     def _stage(self, rank: int, held: _Held) -> _Stage:
         run = self.run

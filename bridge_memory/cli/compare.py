@@ -229,7 +229,10 @@ def _snapshot_json(
             "predicted_peak_bytes": predicted,
             "attributed_share": result.attributed_share,
             "groups": [
-                {"group": g.group, "measured_bytes": g.measured, "predicted_bytes": g.predicted, "blocks": g.blocks}
+                {
+                    "group": str(g.group), "measured_bytes": g.measured, "predicted_bytes": g.predicted,
+                    "blocks": g.blocks,
+                }
                 for g in result.groups
             ],
             "unattributed": [{"frames": frames, "bytes": size} for frames, size in result.unattributed],
@@ -253,7 +256,7 @@ def _print_snapshot(result: Attribution, predicted: int | None, beyond: bool, to
         facts.insert(1, ("predicted", f"{_gib(predicted)} GiB, {_gib(difference, '+')} GiB measured beside it"))
     rows = tuple(
         (
-            g.group, _gib(g.measured), "-" if predicted is None else _gib(g.predicted),
+            str(g.group), _gib(g.measured), "-" if predicted is None else _gib(g.predicted),
             "-" if predicted is None else _gib(g.measured - g.predicted, "+"), str(g.blocks),
         )
         for g in result.groups

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from bridge_memory.components import Component, Part, Role
@@ -22,9 +23,6 @@ from bridge_memory.spec import SpecError
 #: Bytes: the allocator hands out multiples of this (``CUDACachingAllocator.cpp: kMinBlockSize``). Traces hold the
 #: sizes that were asked for, segments those that were given.
 BLOCK = 512
-
-UNATTRIBUTED = "unattributed"
-
 
 class _NoCode(pickle.Unpickler):
     """Refuses whatever is not plain data: a snapshot is dicts, lists, tuples, numbers and text."""
@@ -177,16 +175,28 @@ def _frames(holder: dict[str, Any]) -> tuple[Frame, ...]:
 # ---------------------------------------------------------------------------------------------------------------
 
 
+class Group(str, Enum):
+    """What memory may belong to besides a part of the model or the machine (``components.Part``)."""
+
+    WEIGHTS = "weights and gradients"
+    STATES = "optimizer states"
+    PASSING = "backward in passing"
+    CLIPPING = "gradient norm and clipping"
+    OTHER = "other"
+    UNATTRIBUTED = "unattributed"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
 @dataclass(frozen=True, slots=True)
 class _Rule:
     """A frame whose file (and function) match belongs to ``group``."""
 
-    group: str
+    group: Part | Group
     file: str
     function: str = ""
 
-
-STATES, WEIGHTS, PASSING = "optimizer states", "weights and gradients", "backward in passing"
 
 #: Looked at for each frame from the innermost outwards; the first rule of the first frame that matches wins. Files
 #: that everything goes through (tensor_parallel/layers.py, TE's linears in forward) are left out, so that their
@@ -194,81 +204,94 @@ STATES, WEIGHTS, PASSING = "optimizer states", "weights and gradients", "backwar
 _RULES = tuple(
     _Rule(*rule)
     for rule in (
-        (STATES, r"(fused_adam|/adam|adamw|sgd|muon|/optimizer|distrib_optimizer|cpu_offloading/hybrid_optimizer)\.py$",
+        (Group.STATES,
+         r"(fused_adam|/adam|adamw|sgd|muon|/optimizer|distrib_optimizer|cpu_offloading/hybrid_optimizer)\.py$",
          r"(?!.*(zero_grad|clip)).*"),
-        (WEIGHTS, r"param_and_grad_buffer\.py$"),
-        ("batch", r"(gpt_step|pretrain_gpt|vlm_step|training/utils/batch_utils|datasets/.*)\.py$"),
-        ("workspaces", r"(module/base|cpp_extensions/gemm)\.py$", r"get_(cublas_|multi_stream_)?.*workspace.*"),
-        ("pipeline sends and receives", r"p2p_communication\.py$"),
-        ("rotary embedding tables", r"(rotary_pos_embedding|yarn_rotary_pos_embedding|rope_utils)\.py$",
+        (Group.WEIGHTS, r"param_and_grad_buffer\.py$"),
+        (Part.BATCH, r"(gpt_step|pretrain_gpt|vlm_step|training/utils/batch_utils|datasets/.*)\.py$"),
+        (Part.WORKSPACE, r"(module/base|cpp_extensions/gemm)\.py$", r"get_(cublas_|multi_stream_)?.*workspace.*"),
+        (Part.PIPELINE, r"p2p_communication\.py$"),
+        (Part.ROTARY, r"(rotary_pos_embedding|yarn_rotary_pos_embedding|rope_utils)\.py$",
          r"(forward|get_.*|_.*)?(emb|freqs|cos_sin|forward).*"),
-        ("logits and loss", r"(fused_cross_entropy|cross_entropy|language_module|linear_cross_entropy)\.py$"),
-        ("logits and loss", r"(gpt_model|mamba_model)\.py$", r"_postprocess|forward"),
-        ("embedding", r"(language_model_embedding|vocab_parallel_embedding)\.py$"),
-        ("embedding", r"(gpt_model|mamba_model)\.py$", r"_preprocess"),
-        ("embedding", r"tensor_parallel/layers\.py$", r"VocabParallelEmbedding.*"),
-        ("MoE shared experts", r"shared_experts\.py$"),
-        ("MoE experts", r"(moe/experts|module/grouped_linear|grouped_mlp)\.py$"),
-        ("MoE router and dispatch",
+        (Part.LOSS, r"(fused_cross_entropy|cross_entropy|language_module|linear_cross_entropy)\.py$"),
+        (Part.LOSS, r"(gpt_model|mamba_model)\.py$", r"_postprocess|forward"),
+        (Part.EMBEDDING, r"(language_model_embedding|vocab_parallel_embedding)\.py$"),
+        (Part.EMBEDDING, r"(gpt_model|mamba_model)\.py$", r"_preprocess"),
+        (Part.EMBEDDING, r"tensor_parallel/layers\.py$", r"VocabParallelEmbedding.*"),
+        (Part.MOE_SHARED_EXPERTS, r"shared_experts\.py$"),
+        (Part.MOE_EXPERTS, r"(moe/experts|module/grouped_linear|grouped_mlp)\.py$"),
+        (Part.MOE_ROUTER,
          r"(moe/router|moe/token_dispatcher|moe/moe_utils|fused_a2a|pytorch/permutation|triton/permutation)\.py$"),
-        ("MoE", r"moe/moe_layer\.py$"),
-        ("attention", r"(transformer/.*attention|dot_product_attention.*|attention/.*|flash_attn.*|mla.*)\.py$"),
-        ("MLP", r"(transformer/mlp|layernorm_mlp|fused_bias_(swiglu|geglu|gelu))\.py$"),
-        ("Mamba", r"(ssm/.*|mamba_ssm/.*|causal_conv1d/.*)\.py$"),
-        ("final norm", r"transformer_block\.py$", r"forward.*norm.*"),
-        ("layer input", r"(transformer_layer|fused_bias_dropout|transformer_block|layernorm|rmsnorm)\.py$"),
-        (PASSING, r"(layernorm_linear|module/linear)\.py$", r"backward"),
-        (PASSING, r"autograd/graph\.py$"),
-        ("gradient norm and clipping", r"(clip_grads|/optimizer)\.py$"),
+        (Part.MOE, r"moe/moe_layer\.py$"),
+        (Part.MLA, r"(multi_latent_attention|mla.*)\.py$"),
+        (Part.ATTENTION, r"(transformer/.*attention|dot_product_attention.*|attention/.*|flash_attn.*)\.py$"),
+        (Part.MLP, r"(transformer/mlp|layernorm_mlp|fused_bias_(swiglu|geglu|gelu))\.py$"),
+        (Part.GATED_DELTA_NET, r"(ssm/gated_delta_net|fla/.*)\.py$"),
+        (Part.MAMBA, r"(ssm/.*|mamba_ssm/.*|causal_conv1d/.*)\.py$"),
+        (Part.FINAL_NORM, r"transformer_block\.py$", r"forward.*norm.*"),
+        (Part.LAYER_INPUT, r"(transformer_layer|fused_bias_dropout|transformer_block|layernorm|rmsnorm)\.py$"),
+        (Group.PASSING, r"(layernorm_linear|module/linear)\.py$", r"backward"),
+        (Group.PASSING, r"autograd/graph\.py$"),
+        (Group.CLIPPING, r"(clip_grads|/optimizer)\.py$"),
     )
 )  # fmt: skip
 _COMPILED = tuple((r.group, re.compile(r.file), re.compile(r.function) if r.function else None) for r in _RULES)
 
 
-def group_of(frames: Sequence[Frame], *, traced: bool = False) -> str:
-    """The component group of an allocation, or UNATTRIBUTED.
+#: What of the model calls what another part's files do: a group -> those it gives way to, where a frame further out
+#: is one of theirs. An expert is an MLP; latent attention is attention.
+_INSIDE: dict[Part | Group, tuple[Part, ...]] = {
+    Part.MLP: (Part.MOE_EXPERTS, Part.MOE_SHARED_EXPERTS), Part.ATTENTION: (Part.MLA,)
+}  # fmt: skip
+
+
+def group_of(frames: Sequence[Frame], *, traced: bool = False) -> Part | Group:
+    """Whose an allocation is, or UNATTRIBUTED.
 
     ``traced``: its allocation was recorded, so that no frames at all mean the autograd engine's own thread.
     """
     if traced and not frames:
-        return PASSING
+        return Group.PASSING
     for frame in frames:
         if not frame.filename.endswith(".py"):
             continue
         # A module that is being built makes parameters, whatever module it is.
         if frame.name in ("__init__", "reset_parameters") and "site-packages/torch/" not in frame.filename:
-            return WEIGHTS
+            return Group.WEIGHTS
         found = _rule(frame)
-        if found == "MLP":  # an expert is an MLP, called by its experts
-            outer = [g for g in map(_rule, frames) if g in ("MoE experts", "MoE shared experts")]
-            return outer[0] if outer else found
-        if found:
-            return found
+        if found is not None:
+            callers = _INSIDE.get(found, ())
+            return next((outer for outer in map(_rule, frames) if outer in callers and outer is not None), found)
     # C++ frames, where they were recorded: the engine runs backward without Python.
-    return PASSING if any("autograd::Engine" in frame.name for frame in frames) else UNATTRIBUTED
+    return Group.PASSING if any("autograd::Engine" in frame.name for frame in frames) else Group.UNATTRIBUTED
 
 
-def _rule(frame: Frame) -> str:
+def _rule(frame: Frame) -> Part | Group | None:
     for group, file, function in _COMPILED:
         if file.search(frame.filename) and (function is None or function.fullmatch(frame.name)):
             return group
-    return ""
+    return None
 
 
-def predicted_group(component: Component) -> str:
+#: Parts of the inventory whose allocations have the frames of another, which cannot be told from it.
+_SEEN_AS: dict[Part, Part | Group] = {
+    Part.RUNNING: Group.PASSING, Part.RECOMPUTED_INPUT: Part.LAYER_INPUT, Part.DISPATCHER: Part.MOE_ROUTER,
+    Part.NONE: Group.OTHER,
+}  # fmt: skip
+
+
+def predicted_group(component: Component) -> Part | Group:
     """The group in which a component of the inventory is looked for."""
     if component.role in (Role.WEIGHTS, Role.GRADIENTS):
-        return WEIGHTS
+        return Group.WEIGHTS
     if component.role is Role.OPTIMIZER:
-        return STATES
-    if component.part is Part.RUNNING:
-        return PASSING
-    return str(component.part or component.name)
+        return Group.STATES
+    return _SEEN_AS.get(component.part, component.part)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupBytes:
-    group: str
+    group: Part | Group
     measured: int
     predicted: int
     blocks: int
@@ -285,7 +308,7 @@ class Attribution:
 
     @property
     def unattributed_bytes(self) -> int:
-        return sum(g.measured for g in self.groups if g.group == UNATTRIBUTED)
+        return sum(g.measured for g in self.groups if g.group is Group.UNATTRIBUTED)
 
     @property
     def attributed_share(self) -> float:
@@ -294,16 +317,16 @@ class Attribution:
 
 def attribute(alive: Alive, components: Iterable[Component] = (), *, frames_shown: int = 4) -> Attribution:
     """Give every block alive at the peak to a group, next to what the inventory predicted for it."""
-    measured: Counter[str] = Counter()
-    blocks: Counter[str] = Counter()
+    measured: Counter[Part | Group] = Counter()
+    blocks: Counter[Part | Group] = Counter()
     rest: Counter[str] = Counter()
     for block in alive.blocks:
         group = group_of(block.frames, traced=block.traced)
         measured[group] += block.size
         blocks[group] += 1
-        if group == UNATTRIBUTED:
+        if group is Group.UNATTRIBUTED:
             rest[" < ".join(_telling(block.frames, frames_shown)) or "(no frames recorded)"] += block.size
-    predicted: Counter[str] = Counter()
+    predicted: Counter[Part | Group] = Counter()
     for component in components:
         predicted[predicted_group(component)] += component.bytes
     names = sorted(set(measured) | set(predicted), key=lambda g: (-measured[g], -predicted[g], g))

@@ -18,7 +18,6 @@ of any sizes one addition.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -68,14 +67,15 @@ class Atoms:
             self.sizes.append(size)
         return 1 << (_LANE * position)
 
-    def counts(self, units: int) -> Sequence[int]:
-        """How often each size is there, by its position."""
-        number = len(self.sizes)
-        return memoryview(units.to_bytes(number * _LANE // 8, sys.byteorder)).cast("I")
-
     def positions(self, units: int) -> tuple[int, ...]:
-        """Positions, as often as they count."""
-        return tuple(p for p, times in enumerate(self.counts(units)) for _ in range(times))
+        """Positions of the sizes in a sum, as often as they count."""
+        out: list[int] = []
+        while units:
+            position = (units & -units).bit_length() // _LANE
+            at = position * _LANE
+            out += [position] * (units >> at & _ONE_LANE)
+            units = units >> (at + _LANE) << (at + _LANE)
+        return tuple(out)
 
 
 class Moment(NamedTuple):
@@ -184,49 +184,42 @@ class Structure:
     """What is alive when on one tape, whatever its sizes are."""
 
     __slots__ = (
-        "_saved_input", "backward", "backward_held", "forward", "inputs", "no_grad", "no_grad_retained", "offloaded",
+        "backward", "backward_held", "forward", "input_retained", "inputs", "no_grad", "no_grad_retained", "offloaded",
         "outputs", "retained", "tensors",
     )
 
     def __init__(self, tape: Tape, atoms: Atoms, *, without_gradients: bool = True) -> None:
         """``without_gradients``: also of a forward pass that saves nothing, which full recomputation runs first."""
-        for t in (*tape.input_tensors, *tape.output_tensors, *_every_tensor(tape.nodes)):
-            t.units, t.grad_units = atoms.unit(t.bytes), atoms.unit(t.grad_bytes)
-            t.storage.units = atoms.unit(t.storage.bytes)
-        run = _Run(tape, atoms)
-        run.forward()
+        plan = _Plan(tape, atoms)
+        run = _Run(plan)
+        run.forward(save=True)
         away = run.offloaded_tensors()
-        away_units = sum(t.units for t in away)
-        received = {t.storage for t in tape.output_tensors}
-        handed_on = sum(t.units for t in received if run.refs.get(t, 0) == run.scope_refs(t))
+        away_units = sum(plan.units[i] for i in away)
+        handed_on = sum(plan.units[i] for i in set(plan.output_storages) if run.refs[i] == run.scope[i])
         self.retained = atoms.positions(run.alive - handed_on - away_units)
         self.offloaded = atoms.positions(away_units)
-        saved = [t for t, n in run.refs.items() if n > run.scope_refs(t)]
+        saved = [i for i in run.order if run.refs[i] > run.scope[i]]
         self.tensors = tuple(
             (t.name, t.part, t.provenance, atoms.positions(t.units)[0])
-            for t in saved if t.units and t not in run.emptied and t not in away
+            for i in saved if i not in run.emptied and i not in away and (t := plan.tensors[i]).units
         )
-        self._saved_input = bool(tape.input_tensors) and tape.input_tensors[0] in saved
+        self.input_retained = bool(plan.inputs) and plan.inputs[0] in saved
         self.inputs = atoms.positions(sum(t.units for t in tape.input_tensors))
         self.outputs = atoms.positions(sum(t.units for t in tape.output_tensors))
         forward = run.moments, run.landmark
         backward, held = run, run.copy()
         backward.backward(hold=False)
         held.backward(hold=True)
-        dry = _Run(tape, atoms)
+        dry = _Run(plan)
         if without_gradients:
             dry.forward(save=False)
         self.no_grad_retained = atoms.positions(
-            sum(t.units for t, n in dry.refs.items() if n > dry.scope_refs(t))
+            sum(plan.units[i] for i in dry.order if dry.refs[i] > dry.scope[i])
         )
         self.forward = _split(*forward, atoms)
         self.backward = _split(backward.moments, backward.landmark, atoms)
         self.backward_held = _split(held.moments, held.landmark, atoms)
         self.no_grad = _split(dry.moments, dry.landmark, atoms)
-
-    @property
-    def input_retained(self) -> bool:
-        return self._saved_input
 
 
 def _split(moments: Sequence[Moment], landmark: int, atoms: Atoms) -> _Peaks:
@@ -364,13 +357,160 @@ class _Grad:
         self.refs = 1
 
 
-def _used(node: Node) -> Sequence[Tensor]:
-    """The storages that a node reads."""
-    if type(node) is Op:
-        return node.storages
-    if type(node) is Region:
-        return [t for inner in node.nodes for t in _used(inner)]
-    return ()
+class _Step:
+    """An operation in numbers of tensors, and what it is the last to use among its neighbours."""
+
+    __slots__ = (
+        "alias", "always_saves", "backward_workspace", "gone", "in_place", "inputs", "name", "offloaded", "outputs",
+        "saves", "storages", "workspace",
+    )
+
+    name: str
+    #: Storages that forward makes, keeps, and no longer uses afterwards.
+    storages: list[int]
+    saves: list[int]
+    gone: list[int]
+    #: Tensors with gradients that backward brings and takes.
+    outputs: list[int]
+    inputs: list[int]
+    workspace: int
+    backward_workspace: int
+    alias: bool
+    in_place: bool
+    offloaded: bool
+    always_saves: bool
+
+
+class _Part:
+    """A region in numbers of tensors."""
+
+    __slots__ = ("discards", "gone", "inputs", "later", "made", "made_tensors", "name", "offloaded", "outputs", "steps")
+
+    name: str
+    steps: list[_Node]
+    inputs: list[int]
+    #: Storages, and tensors, that it makes; storages of these that are used after it.
+    made: set[int]
+    made_tensors: list[int]
+    later: set[int]
+    gone: list[int]
+    outputs: list[int]
+    discards: bool
+    offloaded: bool
+
+
+class _Scope:
+    """What is no longer used after a point at which variables held it."""
+
+    __slots__ = ("gone",)
+
+    def __init__(self) -> None:
+        self.gone: list[int] = []
+
+
+class _Emptied(NamedTuple):
+    """Where a discarding region's outputs lose their storage."""
+
+    part: _Part
+
+
+_Node = _Step | _Part | _Scope | _Emptied | Landmark
+
+
+class _Plan:
+    """A tape in numbers of its tensors: whatever can be worked out before anything runs is."""
+
+    def __init__(self, tape: Tape, atoms: Atoms) -> None:
+        self.tensors: list[Tensor] = []
+        self._number: dict[Tensor, int] = {}
+        self._atoms = atoms
+        #: By the number of a tensor: its bytes and those of its gradient in units, and its storage.
+        self.units: list[int] = []
+        self.grad_units: list[int] = []
+        self.storage: list[int] = []
+        self._parts: dict[int, _Part] = {}
+        self.inputs = [self._of(t) for t in tape.input_tensors]
+        outputs = [self._of(t) for t in tape.output_tensors]
+        self.steps, _ = self._steps(tape.nodes)
+        self.outputs = outputs
+        self.output_storages = [self.storage[i] for i in outputs]
+
+    def _of(self, t: Tensor) -> int:
+        number = self._number.get(t)
+        if number is None:
+            number = self._number[t] = len(self.tensors)
+            self.tensors.append(t)
+            t.units = self._atoms.unit(t.bytes)
+            self.units.append(t.units)
+            self.grad_units.append(self._atoms.unit(t.grad_bytes))
+            self.storage.append(number)
+            if t.storage is not t:
+                self.storage[number] = self._of(t.storage)
+        return number
+
+    def _steps(self, nodes: Sequence[Node]) -> tuple[list[_Node], list[int]]:
+        """(the steps, every storage that they read)."""
+        out: list[_Node] = []
+        reads: list[list[int]] = []
+        makes: list[Sequence[int]] = []
+        last: dict[int, int] = {}
+        storage, number = self.storage, self._of
+        for at, node in enumerate(nodes):
+            read: list[int] = []
+            made: Sequence[int] = ()
+            if type(node) is Op:
+                read = [storage[number(t)] for t in node.inputs]
+                if node.scope:
+                    out.append(_Scope())
+                else:
+                    step = self._step(node)
+                    made = step.storages
+                    out.append(step)
+            elif type(node) is Region:
+                part, read = self._part(node)
+                made = list(part.made)
+                out.append(part)
+            elif type(node) is Discard:
+                part = self._parts[id(node.region)]
+                part.outputs = [storage[number(t)] for t in node.region.outputs]
+                out.append(_Emptied(part))
+            else:
+                out.append(node)
+            for i in read:
+                last[i] = at
+            reads.append(read)
+            makes.append(made)
+        # What is used for the last time, or made and never used, goes.
+        for at, (made_node, read, made) in enumerate(zip(out, reads, makes, strict=True)):
+            if type(made_node) in (_Step, _Part, _Scope):
+                made_node.gone = [i for i in dict.fromkeys([*read, *made]) if last.get(i, -1) <= at]  # type: ignore[union-attr]
+            if type(made_node) is _Part:
+                made_node.later = {i for i in made_node.made if last.get(i, -1) > at}
+        return out, [i for read in reads for i in read]
+
+    def _step(self, op: Op) -> _Step:
+        number, storage, unit = self._of, self.storage, self._atoms.unit
+        step = _Step()
+        step.name = op.name
+        step.outputs = [number(t) for t in op.outputs]
+        step.storages = [storage[i] for i in step.outputs]
+        step.saves = [storage[number(t)] for t in op.saves]
+        step.inputs = [i for i in dict.fromkeys([number(t) for t in op.inputs]) if self.grad_units[i]]
+        step.workspace, step.backward_workspace = unit(op.workspace), unit(op.backward_workspace)
+        step.alias, step.in_place = op.alias, op.in_place
+        step.offloaded, step.always_saves = op.offloaded, op.always_saves
+        return step
+
+    def _part(self, region: Region) -> tuple[_Part, list[int]]:
+        """(the region in numbers, every storage that it reads)."""
+        part = self._parts[id(region)] = _Part()
+        part.name, part.discards, part.offloaded = region.name, region.discards, region.offloaded
+        part.inputs = [self.storage[self._of(t)] for t in region.inputs]
+        part.steps, read = self._steps(region.nodes)
+        part.made_tensors = [self._of(t) for t in _made(region)]
+        part.made = {i for i in part.made_tensors if self.storage[i] == i}
+        part.outputs = []
+        return part, read
 
 
 def _made(node: Node) -> Iterator[Tensor]:
@@ -381,159 +521,138 @@ def _made(node: Node) -> Iterator[Tensor]:
             yield from _made(inner)
 
 
-def _every_tensor(nodes: Iterable[Node]) -> Iterator[Tensor]:
-    for node in nodes:
-        if isinstance(node, Op):
-            yield from (*node.inputs, *node.outputs, *node.saves)
-        elif isinstance(node, Region):
-            yield from (*node.inputs, *node.outputs)
-            yield from _every_tensor(node.nodes)
-
-
 class _Run:
-    """One forward pass over a tape and, after it, one backward pass."""
+    """One forward pass over a tape and, after it, one backward pass. Tensors are numbers of the plan."""
 
-    def __init__(self, tape: Tape, atoms: Atoms) -> None:
-        self.tape = tape
-        self.atoms = atoms
-        self.refs: dict[Tensor, int] = {}
+    def __init__(self, plan: _Plan) -> None:
+        number = len(plan.tensors)
+        self.plan = plan
+        self.refs = [0] * number
+        #: Forward-scope references (0 or 1 a tensor).
+        self.scope = [0] * number
         self.alive = 0
+        #: Tensors in the order in which they came.
+        self.order: dict[int, None] = {}
         #: What was alive when, in order; and how many of them are before the landmark.
         self.moments: list[Moment] = []
         self.landmark = 0
-        self.emptied: set[Tensor] = set()  # discarded storages: referenced, but without bytes
-        self._offloaded: dict[Tensor, int] = {}  # saves by offloading operations
-        self._scope: dict[Tensor, int] = {}  # forward-scope references (0 or 1 a tensor)
-        self._grads: dict[Tensor, _Grad] = {}
+        #: Discarded storages: referenced, but without bytes.
+        self.emptied: set[int] = set()
+        #: Saves by offloading operations.
+        self._offloaded: dict[int, int] = {}
+        self._grads: dict[int, _Grad] = {}
         self._grad_units = 0
-        #: Outputs made anew by discarding regions, and by the one that is running forward again.
-        self._anew: dict[int, list[Tensor]] = {}
-        self._making: list[Tensor] | None = None
+        #: Units of outputs made anew by discarding regions, and of those of the one that is running forward again.
+        self._anew: dict[int, int] = {}
+        self._making = -1
 
     def copy(self) -> _Run:
         """The same moment between the passes."""
         other = _Run.__new__(_Run)
-        other.tape, other.atoms, other.alive = self.tape, self.atoms, self.alive
-        other.refs, other.emptied = dict(self.refs), set(self.emptied)
-        other._offloaded, other._scope = dict(self._offloaded), dict(self._scope)
-        other._grads, other._grad_units, other._anew, other._making = {}, 0, {}, None
+        other.plan, other.alive = self.plan, self.alive
+        other.refs, other.scope, other.emptied = self.refs.copy(), self.scope.copy(), self.emptied.copy()
+        other.order, other._offloaded = self.order, self._offloaded
+        other._grads, other._grad_units, other._anew, other._making = {}, 0, {}, -1
         other.moments, other.landmark = [], 0
         return other
 
     # ---- reference counting ----
 
-    def scope_refs(self, t: Tensor) -> int:
-        return self._scope.get(t, 0)
+    def _acquire(self, i: int) -> None:
+        refs = self.refs
+        if not refs[i]:
+            self.alive += self.plan.units[i]
+        refs[i] += 1
 
-    def _acquire(self, t: Tensor) -> None:
-        t = t.storage
-        n = self.refs.get(t, 0)
-        if n == 0:
-            self.alive += t.units
-        self.refs[t] = n + 1
-
-    def _release(self, t: Tensor) -> None:
-        t = t.storage
-        n = self.refs[t] - 1
-        if n:
-            self.refs[t] = n
-        else:
-            del self.refs[t]
-            if t in self.emptied:
-                self.emptied.discard(t)
+    def _release(self, i: int) -> None:
+        refs = self.refs
+        refs[i] -= 1
+        if not refs[i]:
+            if i in self.emptied:
+                self.emptied.discard(i)
             else:
-                self.alive -= t.units
+                self.alive -= self.plan.units[i]
 
-    def _empty(self, t: Tensor) -> None:
-        t = t.storage
-        if t in self.refs and t not in self.emptied:
-            self.emptied.add(t)
-            self.alive -= t.units
-
-    def _refill(self, t: Tensor) -> None:
-        t = t.storage
-        if t in self.emptied:
-            self.emptied.discard(t)
-            self.alive += t.units
-
-    def offloaded_tensors(self) -> set[Tensor]:
+    def offloaded_tensors(self) -> set[int]:
         """Storages that only offloading operations keep, large enough to be worth the copy."""
         return {
-            t for t, n in self._offloaded.items()
-            if n == self.refs.get(t, 0) - self.scope_refs(t)
-            and t.bytes >= MINIMUM_OFFLOADED_BYTES and t not in self.emptied
+            i for i, n in self._offloaded.items()
+            if n == self.refs[i] - self.scope[i]
+            and self.plan.tensors[i].bytes >= MINIMUM_OFFLOADED_BYTES and i not in self.emptied
         }
 
-    def _enter_scope(self, t: Tensor) -> None:
-        t = t.storage
-        if self._making is not None and t in self.emptied:
-            again = Tensor(f"{t.name} (recomputed)", t.bytes, 0)
-            again.units = t.units
-            self._acquire(again)
-            self._making.append(again)
-        if not self._scope.get(t):
-            self._scope[t] = 1
-            self._acquire(t)
+    def _enter_scope(self, storages: Iterable[int]) -> None:
+        refs, scope, units = self.refs, self.scope, self.plan.units
+        for i in storages:
+            if self._making >= 0 and i in self.emptied:
+                # Made again beside the storage that will be filled from it.
+                self.alive += units[i]
+                self._anew[self._making] += units[i]
+            if not scope[i]:
+                scope[i] = 1
+                if not refs[i]:
+                    self.alive += units[i]
+                    self.order[i] = None
+                refs[i] += 1
 
-    def _leave_scope(self, t: Tensor) -> None:
-        t = t.storage
-        if self._scope.pop(t, 0):
-            self._release(t)
+    def _leave_scope(self, i: int) -> None:
+        if self.scope[i]:
+            self.scope[i] = 0
+            self._release(i)
 
-    def _mark(self, name: str, extra: Any = 0) -> None:
-        self.moments.append(Moment(name, self.alive + self._grad_units + self.atoms.unit(extra)))
+    def _mark(self, name: str, extra: int = 0) -> None:
+        self.moments.append(Moment(name, self.alive + self._grad_units + extra))
 
     # ---- forward ----
 
-    def forward(self, *, save: bool = True) -> None:
-        for t in self.tape.input_tensors:
-            self._enter_scope(t)
+    def forward(self, *, save: bool) -> None:
+        self._enter_scope([self.plan.storage[i] for i in self.plan.inputs])
         self._mark("input")
-        self._run(self.tape.nodes, save, keep=set(self.tape.output_tensors))
+        self._run(self.plan.steps, save, set(self.plan.output_storages), None)
 
-    def _run(
-        self, nodes: Sequence[Node], save: bool, keep: set[Tensor], own: set[Tensor] | None = None
-    ) -> None:
-        """Run nodes forward. ``keep``: never leaves scope here; ``own``: all that may (None: everything)."""
-        keep = {t.storage for t in keep}
-        last: dict[Tensor, int] = {}
-        for i, node in enumerate(nodes):
-            for t in _used(node):
-                last[t] = i
-        for i, node in enumerate(nodes):
-            if isinstance(node, Op):
-                for t in node.outputs:
-                    self._enter_scope(t)
-                self._mark(node.name, node.workspace)
-                if save or node.always_saves:
-                    self._save(node.saves, node.offloaded)
-                gone: Iterable[Tensor] = (*node.storages, *[t.storage for t in node.outputs])
-            elif isinstance(node, Region):
+    def _run(self, steps: Sequence[_Node], save: bool, keep: set[int], own: set[int] | None) -> None:
+        """Run steps forward. ``keep``: never leaves scope here; ``own``: all that may (None: everything)."""
+        scope = self.scope
+        for step in steps:
+            kind = type(step)
+            if kind is _Step:
+                assert isinstance(step, _Step)
+                self._enter_scope(step.storages)
+                self._mark(step.name, step.workspace)
+                if save or step.always_saves:
+                    self._save(step.saves, step.offloaded)
+                gone = step.gone
+            elif kind is _Scope:
+                assert isinstance(step, _Scope)
+                gone = step.gone
+            elif kind is _Part:
+                assert isinstance(step, _Part)
                 if save:
-                    self._save(node.inputs, node.offloaded)
-                made = {t for t in _made(node) if t.storage is t}
-                later = {t for t in made if last.get(t, -1) > i} | (keep & made)
+                    self._save(step.inputs, step.offloaded)
                 # The first pass of a region saves nothing inside.
-                self._run(node.nodes, False, keep | later, own=made)
-                gone = (*_used(node), *made)
-            elif isinstance(node, Discard):
+                self._run(step.steps, False, keep | step.later, step.made)
+                gone = step.gone
+            elif kind is _Emptied:
+                assert isinstance(step, _Emptied)
                 if save:
-                    for t in node.region.outputs:
-                        self._empty(t)
+                    for i in step.part.outputs:
+                        if self.refs[i] and i not in self.emptied:
+                            self.emptied.add(i)
+                            self.alive -= self.plan.units[i]
                 continue
             else:
                 self.landmark = len(self.moments)
                 continue
-            for t in gone:
-                if t in keep or last.get(t, -1) > i or (own is not None and t not in own):
-                    continue
-                self._leave_scope(t)
+            for i in gone:
+                if scope[i] and i not in keep and (own is None or i in own):
+                    scope[i] = 0
+                    self._release(i)
 
-    def _save(self, tensors: Iterable[Tensor], offloaded: bool) -> None:
-        for t in tensors:
-            self._acquire(t)
+    def _save(self, storages: Sequence[int], offloaded: bool) -> None:
+        for i in storages:
+            self._acquire(i)
             if offloaded:
-                self._offloaded[t.storage] = self._offloaded.get(t.storage, 0) + 1
+                self._offloaded[i] = self._offloaded.get(i, 0) + 1
 
     # ---- backward ----
 
@@ -542,135 +661,128 @@ class _Run:
 
         ``hold``: a variable of the caller keeps them to the end, so that nothing is added into them either.
         """
-        for t in list(self._scope):
-            self._leave_scope(t)
-        for t in self.tape.output_tensors:
-            if t.grad_units:
-                self._new_grad(t)
-                self._grads[t].refs += hold
+        for i, inside in enumerate(self.scope):
+            if inside:
+                self._leave_scope(i)
+        for i in self.plan.outputs:
+            if self.plan.grad_units[i]:
+                self._grads[i] = _Grad(self.plan.grad_units[i])
+                self._grad_units += self.plan.grad_units[i]
+                self._grads[i].refs += hold
         self.moments = []
         self._mark("grad of output")
-        self.landmark = 1
-        passed = self._back(self.tape.nodes)
+        passed = self._back(self.plan.steps)
         self.landmark = passed if passed is not None else len(self.moments)
-
-    def _new_grad(self, t: Tensor) -> None:
-        self._grads[t] = _Grad(t.grad_units)
-        self._grad_units += t.grad_units
-
-    def _drop_grad(self, t: Tensor) -> None:
-        g = self._grads.pop(t, None)
-        if g is not None:
-            self._let_go(g)
 
     def _let_go(self, g: _Grad) -> None:
         g.refs -= 1
         if g.refs == 0:
             self._grad_units -= g.units
 
-    def _add_grad(self, t: Tensor, g: _Grad, op: str) -> None:
-        """Accumulate ``g`` (whose reference is handed over) into the gradient of ``t``."""
-        have = self._grads.get(t)
+    def _add_grad(self, i: int, g: _Grad, op: str) -> None:
+        """Accumulate ``g`` (whose reference is handed over) into the gradient of tensor ``i``."""
+        have = self._grads.get(i)
         if have is None:
-            self._grads[t] = g
+            self._grads[i] = g
             return
         if have.refs > 1 and g.refs > 1:  # neither is ours to add into: a third storage
-            self._grad_units += t.grad_units
+            units = self.plan.grad_units[i]
+            self._grad_units += units
             self._mark(op + " (gradient sum)")
-            self._drop_grad(t)
-            self._grads[t] = _Grad(t.grad_units)
+            self._let_go(have)
+            self._grads[i] = _Grad(units)
             self._let_go(g)
             return
         keep, gone = (have, g) if have.refs == 1 else (g, have)
         self._let_go(gone)
-        self._grads[t] = keep
+        self._grads[i] = keep
 
-    def _back(self, nodes: Sequence[Node]) -> int | None:
-        """Run nodes backward; the number of moments before the landmark, if it is among them."""
+    def _back(self, steps: Sequence[_Node]) -> int | None:
+        """Run steps backward; the number of moments before the landmark, if it is among them."""
         passed = None
-        for node in reversed(nodes):
-            if isinstance(node, Op):
-                self._back_op(node)
-            elif isinstance(node, Region):
-                inner = self._back_region(node)
+        for step in reversed(steps):
+            kind = type(step)
+            if kind is _Step:
+                self._back_step(step)  # type: ignore[arg-type]
+            elif kind is _Scope:
+                pass
+            elif kind is _Part:
+                inner = self._back_part(step)  # type: ignore[arg-type]
                 passed = passed if inner is None else inner
-            elif isinstance(node, Discard):
-                self._refill_region(node.region)
+            elif kind is _Emptied:
+                self._refill(step.part)  # type: ignore[union-attr]
             else:
                 passed = len(self.moments)
-                self._mark(node.name)
+                self._mark(step.name)  # type: ignore[union-attr]
         return passed
 
-    def _back_op(self, op: Op) -> None:
-        if op.scope:
+    def _back_step(self, step: _Step) -> None:
+        found = self._grads
+        grads = [i for i in step.outputs if i in found]
+        saves = step.saves
+        if not grads:
+            for i in saves:
+                self._release(i)
             return
-        grads = [t for t in op.outputs if t in self._grads]
-        saves = op.saves
-        if op.in_place and grads:
+        if step.in_place:
             self._release(saves[0])
             saves = saves[1:]
-        if not grads:
-            for t in op.saves:
-                self._release(t)
-            return
-        targets = [t for t in dict.fromkeys(op.inputs) if t.grad_units]
-        if op.alias:
-            self._mark(op.name, op.backward_workspace)
-            for t in targets:
-                g = self._grads[grads[0]]
+        if step.alias:
+            self._mark(step.name, step.backward_workspace)
+            for i in step.inputs:
+                g = found[grads[0]]
                 g.refs += 1
-                self._add_grad(t, g, op.name)
+                self._add_grad(i, g, step.name)
         else:
-            fresh = []
-            for t in targets:
-                self._grad_units += t.grad_units
-                fresh.append(_Grad(t.grad_units))
-            self._mark(op.name, op.backward_workspace)
-            for t, g in zip(targets, fresh, strict=True):
-                self._add_grad(t, g, op.name)
-        for t in saves:
-            self._release(t)
-        for t in grads:
-            self._drop_grad(t)
+            units = self.plan.grad_units
+            for i in step.inputs:
+                self._grad_units += units[i]
+            self._mark(step.name, step.backward_workspace)
+            for i in step.inputs:
+                self._add_grad(i, _Grad(units[i]), step.name)
+        for i in saves:
+            self._release(i)
+        for i in grads:
+            self._let_go(found.pop(i))
 
-    def _refill_region(self, region: Region) -> None:
+    def _refill(self, part: _Part) -> None:
         """Recompute a discarded region when its consumer's gradient arrives."""
-        outs = {t for t in _made(region) if t in self.refs}
-        self._making = self._anew[id(region)] = []
-        self._replay_from(region, outs)
-        self._making = None
-        for t in region.outputs:
-            self._refill(t)
-        self._mark(region.name + " (recomputed)")
-        for t in outs:
-            self._leave_scope(t)
+        outs = {i for i in part.made_tensors if self.refs[i]}
+        self._making = id(part)
+        self._anew[self._making] = 0
+        self._replay(part, outs)
+        self._making = -1
+        for i in part.outputs:
+            if i in self.emptied:
+                self.emptied.discard(i)
+                self.alive += self.plan.units[i]
+        self._mark(part.name + " (recomputed)")
+        for i in outs:
+            self._leave_scope(i)
 
-    def _replay_from(self, region: Region, outs: set[Tensor]) -> None:
-        """Run a region's forward again, now saving; ``outs`` stay in scope."""
-        for t in region.inputs:
-            self._enter_scope(t)
-        self._run(region.nodes, True, keep=outs | set(region.inputs))
-        for t in region.inputs:
-            self._leave_scope(t)
+    def _replay(self, part: _Part, outs: set[int]) -> None:
+        """Run a region's forward again, now saving; storages of ``outs`` stay in scope."""
+        self._enter_scope(part.inputs)
+        self._run(part.steps, True, {self.plan.storage[i] for i in outs} | set(part.inputs), None)
+        for i in part.inputs:
+            self._leave_scope(i)
 
-    def _back_region(self, region: Region) -> int | None:
-        outs: set[Tensor] = set()
-        grads: dict[Tensor, _Grad] = {}
-        if not region.discards:
-            outs = {t for t in _made(region) if t in self._grads}
-            self._replay_from(region, outs)
-            grads = {t: self._grads[t] for t in outs}
-            for g in grads.values():
+    def _back_part(self, part: _Part) -> int | None:
+        outs: set[int] = set()
+        grads: list[_Grad] = []
+        if not part.discards:
+            outs = {i for i in part.made_tensors if i in self._grads}
+            self._replay(part, outs)
+            grads = [self._grads[i] for i in outs]
+            for g in grads:
                 g.refs += 1
-        passed = self._back(region.nodes)
+        passed = self._back(part.steps)
         # Variables of ``CheckpointFunction.backward`` hold the recomputed outputs and their gradients to its end.
-        for t in outs:
-            self._leave_scope(t)
-        for g in grads.values():
+        for i in outs:
+            self._leave_scope(self.plan.storage[i])
+        for g in grads:
             self._let_go(g)
-        for t in (*self._anew.pop(id(region), ()), *region.inputs):
-            self._release(t)
+        self.alive -= self._anew.pop(id(part), 0)
+        for i in part.inputs:
+            self._release(i)
         return passed
-
-
-__all__ = ["BlockCost", "Landmark", "SavedTensor", "Structure", "cost_of"]

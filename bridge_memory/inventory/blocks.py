@@ -120,7 +120,12 @@ def _record(ctx: BlockContext, recordings: Any, record: Callable[[Recorder], Non
         sizes += [n for p in parameters for n in p.shape]
         sizes.append(count)
     of_parameters = len(sizes) - len(atoms.sizes)
-    for _, shape, nbytes in r.lasting:
+    # The same request, of the same sizes, is one.
+    requests = list(
+        {(kind, *[n.register if type(n) is Size else n for n in (*shape, nbytes)]): (kind, shape, nbytes)
+         for kind, shape, nbytes in r.lasting}.values()
+    )  # fmt: skip
+    for _, shape, nbytes in requests:
         sizes += [*shape, nbytes]
     library = ctx.shelf.library
     template_key = tuple(
@@ -132,7 +137,7 @@ def _record(ctx: BlockContext, recordings: Any, record: Callable[[Recorder], Non
         template = library.parameter_lists[template_key] = _ParameterTemplate(named)
     recording = _Recording(
         structure, len(atoms.sizes), template, of_parameters,
-        tuple((kind, len(shape)) for kind, shape, _ in r.lasting),
+        tuple((kind, len(shape)) for kind, shape, _ in requests),
     )
     recordings.add(notes, recording, [n if type(n) is Size else notes.constant(n) for n in sizes])
     library.count_recording()

@@ -26,11 +26,16 @@ Concurrent = Mapping[tuple[Label, LayerSpec | None], tuple[int, int]]
 def stage_inventories(
     model: ModelSpec, shapes: StageShape, ctx: BlockContext, concurrent: Concurrent | None = None
 ) -> list[ChunkInventory]:
-    """Every chunk of a stage. On the last stage the last chunk with layers (or MTP) goes straight into its backward."""
-    last = -1
-    if shapes[-1].output:
-        last = max((i for i, c in enumerate(shapes) if c.layers or c.num_depths), default=0)
+    """Every chunk of a stage."""
+    last = straight_into_backward(shapes)
     return [chunk_inventory(model, shape, ctx, i == last, concurrent) for i, shape in enumerate(shapes)]
+
+
+def straight_into_backward(shapes: StageShape) -> int:
+    """The chunk after whose forward its own backward follows: the last with layers or MTP of the last stage, or -1."""
+    if not shapes[-1].output:
+        return -1
+    return max((i for i, c in enumerate(shapes) if c.layers or c.num_depths), default=0)
 
 
 def chunk_inventory(
@@ -42,10 +47,6 @@ def chunk_inventory(
     ``backward_next``: no other chunk of the rank runs between its forward and its backward. ``concurrent``: what a
     data-parallel engine gathers or reduces beside each link.
     """
-    key = ("chunk", shape, backward_next)
-    known = ctx.evaluated.get(key)
-    if known is not None:
-        return known
     links: list[tuple[Link, int]] = []
     if shape.embedding:
         links.append((plain_link(embedding_block(model, ctx), Label.EMBEDDING), 1))
@@ -71,8 +72,7 @@ def chunk_inventory(
         links = [
             (link.with_engine(*concurrent.get((link.label, link.kind), (0, 0))), count) for link, count in links
         ]
-    found_chunk = ctx.evaluated[key] = compose(links, 0 if shape.output else ctx.hidden_bytes)
-    return found_chunk
+    return compose(links, 0 if shape.output else ctx.hidden_bytes)
 
 
 def _with_last_input(links: list[tuple[Link, int]], ctx: BlockContext) -> None:
@@ -102,9 +102,6 @@ class Unit(NamedTuple):
 
 def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[Unit]:
     """The parameters of a chunk by block, in model order."""
-    known = ctx.evaluated.get(("units", shape))
-    if known is not None:
-        return known
     units: list[Unit] = []
     if shape.embedding or shape.num_depths:
         units.append(Unit(Label.EMBEDDING, "", embedding_block(model, ctx).parameters))
@@ -120,7 +117,6 @@ def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
     if shape.output:
         output = output_block(model.output_bias, untied_here(model, shape), ctx)
         units.append(Unit(Label.LOSS, "", output.parameters))
-    ctx.evaluated["units", shape] = units
     return units
 
 
@@ -141,29 +137,13 @@ def stage_parameters(run: RunSpec, stage: int) -> list[list[Parameter]]:
     return [list(named_parameters(chunk_units(run.model, shape, ctx))) for shape in shapes]
 
 
-def stage_scratch(model: ModelSpec, shapes: Sequence[ChunkShape], ctx: BlockContext) -> dict[Scratch, int]:
-    """Lasting scratch of a stage by kind, in bytes; of one kind (and shape) the largest request wins."""
-    requests = {id(r): r for r in (_scratch_requests(model, shape, ctx) for shape in shapes)}
-    key = ("scratch", *requests)
-    known = ctx.evaluated.get(key)
-    if known is None:
-        largest: dict[tuple[Scratch, tuple[int, ...]], int] = {}
-        for of_chunk in requests.values():
-            for request, nbytes in of_chunk.items():
-                largest[request] = max(nbytes, largest.get(request, 0))
-        known = {}
-        for (kind, _), nbytes in largest.items():
-            known[kind] = known.get(kind, 0) + nbytes
-        ctx.evaluated[key] = known
-    return known
-
-
-def _scratch_requests(
+def chunk_scratch(
     model: ModelSpec, shape: ChunkShape, ctx: BlockContext
 ) -> dict[tuple[Scratch, tuple[int, ...]], int]:
-    """Of one chunk; chunks of the same kinds of layers and ends share the answer."""
+    """Lasting scratch of a chunk, bytes by kind and shape; chunks of the same kinds of layers and ends share the
+    answer."""
     kinds = tuple([kind for kind, _ in shape.layers])
-    key = ("requests", kinds, shape.output, shape.embedding, shape.num_depths, shape.last_layer)
+    key = ("scratch", kinds, shape.output, shape.embedding, shape.num_depths, shape.last_layer)
     known = ctx.evaluated.get(key)
     if known is None:
         blocks = [layer_block(kind, ctx) for kind in dict.fromkeys(kinds)]
@@ -172,5 +152,24 @@ def _scratch_requests(
         for block in dict.fromkeys(blocks):
             for request, nbytes in block.lasting.items():
                 known[request] = max(nbytes, known.get(request, 0))
+        ctx.evaluated[key] = known
+    return known
+
+
+def stage_scratch(
+    chunks: Sequence[dict[tuple[Scratch, tuple[int, ...]], int]], ctx: BlockContext
+) -> dict[Scratch, int]:
+    """Lasting scratch of a stage by kind, in bytes; of one kind and shape the largest request wins."""
+    distinct = {id(chunk): chunk for chunk in chunks}
+    key = ("stage scratch", *distinct)
+    known = ctx.evaluated.get(key)
+    if known is None:
+        largest: dict[tuple[Scratch, tuple[int, ...]], int] = {}
+        for chunk in distinct.values():
+            for request, nbytes in chunk.items():
+                largest[request] = max(nbytes, largest.get(request, 0))
+        known = {}
+        for (kind, _), nbytes in largest.items():
+            known[kind] = known.get(kind, 0) + nbytes
         ctx.evaluated[key] = known
     return known

@@ -41,7 +41,7 @@ class Tensor:
     A view has no bytes of its own: whoever holds it holds ``storage``, the tensor that it is a part of.
     """
 
-    __slots__ = ("bytes", "grad_bytes", "grad_units", "name", "part", "provenance", "storage", "units")
+    __slots__ = ("bytes", "grad_bytes", "name", "part", "provenance", "storage", "units")
 
     def __init__(
         self, name: str, nbytes: Bytes, grad_bytes: Bytes, part: Part = Part.NONE,
@@ -53,9 +53,8 @@ class Tensor:
         self.bytes = nbytes
         self.grad_bytes = grad_bytes
         self.storage: Tensor = self
-        #: ``bytes`` and ``grad_bytes`` in the units of ``alive``.
+        #: ``bytes`` in the units of ``alive``.
         self.units = 0
-        self.grad_units = 0
 
     def __repr__(self) -> str:
         return f"Tensor({self.name}, {self.bytes})"
@@ -79,11 +78,6 @@ class Op:
     always_saves: bool = False
     #: It only keeps its inputs alive to this point.
     scope: bool = False
-    #: The storages of its inputs.
-    storages: tuple[Tensor, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.storages = tuple([t.storage for t in self.inputs])
 
 
 @dataclass(slots=True, eq=False)

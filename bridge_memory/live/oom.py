@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from bridge_memory.estimate import estimate
+from bridge_memory.estimate import peaks
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.guard import never_raises
 from bridge_memory.live.prediction import Prediction, StagePrediction
@@ -75,15 +75,15 @@ def options(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
 def best_options(run: RunSpec, stage: int, most: int = 3) -> list[tuple[str, int]]:
     """(change, bytes freed at the peak of ``stage``), the most first. Where a change moves layers to other
     stages, its highest stage counts."""
-    before = estimate(run).stages[stage].peak_bytes
+    before = peaks(run)[stage].peak_bytes
     found = []
     for name, changed in options(run):
         try:
-            answer = estimate(changed)
+            stages = [s.peak_bytes for s in peaks(changed)]
         except (SpecError, NotImplementedError):
             continue
         same = changed.parallel.pipeline_model_parallel_size == run.parallel.pipeline_model_parallel_size
-        after = answer.stages[stage].peak_bytes if same else answer.peak_stage.peak_bytes
+        after = stages[stage] if same else max(stages)
         if after < before:
             found.append((name, before - after))
     return sorted(found, key=lambda item: -item[1])[:most]

@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import mul
+from operator import mul, sub
 from typing import NamedTuple
 
 
@@ -362,7 +362,7 @@ def dynamic_peak(
     return _most(moments, chunks, hidden_bytes)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def _moments(pp: int, rank: int, m: int, v: int, group: int, extra: bool, overlap_p2p_comm: bool) -> tuple[Moment, ...]:
     """The moments of a schedule of which one is the peak, whatever chunks cost."""
     if pp == 1 or v == 1:
@@ -431,6 +431,7 @@ class _Interleaved:
         self.whole_microbatches = whole * group
         self.total = m * v
         self.warmup = num_warmup(pp, rank, m, v, group, extra)
+        self._counts: dict[int, tuple[int, ...]] = {}
         self.kept_inputs, self.kept_grads = self._kept()
 
     def done(self, x: int, chunk: int) -> int:
@@ -446,9 +447,24 @@ class _Interleaved:
             return x % (self.group * self.v) // self.group
         return (x - self.whole) // self.rest
 
+    def counts(self, x: int) -> tuple[int, ...]:
+        """``done(x, chunk)`` of every chunk."""
+        known = self._counts.get(x)
+        if known is None:
+            if x <= self.whole:
+                groups, i = divmod(x, self.group * self.v)
+                begun, size = groups * self.group, self.group
+            else:
+                begun, size, i = self.whole_microbatches, self.rest, x - self.whole
+            full, part = divmod(i, size)
+            known = (begun + size,) * full
+            if full < self.v:
+                known += (begun + part, *(begun,) * (self.v - full - 1))
+            self._counts[x] = known
+        return known
+
     def alive(self, forwards: int, backwards: int) -> tuple[int, ...]:
-        v = self.v
-        return tuple(self.done(forwards, c) - self.done(backwards, v - 1 - c) for c in range(v))
+        return tuple(map(sub, self.counts(forwards), self.counts(backwards)[::-1]))
 
     def waiting(self, received: int, used: int) -> int:
         """Early arrivals at the leading rank, after ``received`` and ``used`` passes.

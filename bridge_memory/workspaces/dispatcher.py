@@ -26,29 +26,28 @@ class ExpertLayers(NamedTuple):
     number: int
 
 
-def expert_layers(model: ModelSpec, shapes: Sequence[ChunkShape], ctx: BlockContext) -> list[ExpertLayers]:
-    """Every MoE layer of a stage, MTP's too."""
+def expert_layers(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[ExpertLayers]:
+    """Every MoE layer of a chunk, MTP's too."""
     if not model.has_experts and (model.mtp_layer is None or not isinstance(model.mtp_layer.ffn, MoESpec)):
         return []
     again = ctx.recomputes("moe")
     found: list[ExpertLayers] = []
-    for shape in shapes:
-        recomputed, _ = fully_recomputed(shape.num_layers, ctx, ignored=ignores_full_recompute(model, ctx))
-        for kind, count in shape.layers:
-            if isinstance(kind.ffn, MoESpec):
-                first = count if again else max(0, min(count, recomputed))
-                found += [ExpertLayers(kind.ffn, True, first)] * (first > 0)
-                found += [ExpertLayers(kind.ffn, False, count - first)] * (count > first)
-            recomputed -= count
-        if shape.num_depths and model.mtp_layer is not None and isinstance(model.mtp_layer.ffn, MoESpec):
-            found.append(ExpertLayers(model.mtp_layer.ffn, again or ctx.mtp_recomputed, shape.num_depths))
+    recomputed, _ = fully_recomputed(shape.num_layers, ctx, ignored=ignores_full_recompute(model, ctx))
+    for kind, count in shape.layers:
+        if isinstance(kind.ffn, MoESpec):
+            first = count if again else max(0, min(count, recomputed))
+            if first:
+                found.append(ExpertLayers(kind.ffn, True, first))
+            if count > first:
+                found.append(ExpertLayers(kind.ffn, False, count - first))
+        recomputed -= count
+    if shape.num_depths and model.mtp_layer is not None and isinstance(model.mtp_layer.ffn, MoESpec):
+        found.append(ExpertLayers(model.mtp_layer.ffn, again or ctx.mtp_recomputed, shape.num_depths))
     return found
 
 
 def held_by_dispatchers(layers: Sequence[ExpertLayers], ctx: BlockContext, residue: int) -> Iterator[Component]:
     """``residue``: what recomputed MoE layers leave behind in backward (``ChunkInventory.residue``)."""
-    if not layers:
-        return
     if residue:
         # token_dispatcher.py: the graph of self.probs leads to them until the next forward
         yield buffer(

@@ -3,30 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Part
-from bridge_memory.inventory.chain import ChunkInventory
 from bridge_memory.inventory.context import BlockContext
-from bridge_memory.inventory.stack import stage_scratch
+from bridge_memory.inventory.recorder import Scratch
+from bridge_memory.inventory.stack import chunk_scratch, stage_scratch
 from bridge_memory.spec import MLASpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape
-from bridge_memory.workspaces.dispatcher import expert_layers, held_by_dispatchers
-from bridge_memory.workspaces.libraries import buffer, library_workspaces
+from bridge_memory.workspaces.dispatcher import ExpertLayers, expert_layers, held_by_dispatchers
+from bridge_memory.workspaces.libraries import LibraryUse, buffer, library_use, library_workspaces
+
+
+class ChunkFacts(NamedTuple):
+    """What of a chunk lasting buffers depend on."""
+
+    #: Scratch by kind and shape.
+    scratch: dict[tuple[Scratch, tuple[int, ...]], int]
+    experts: list[ExpertLayers]
+    #: Layers with multi-latent attention.
+    latent: int
+    uses: LibraryUse
+    embedding: bool
+
+
+def chunk_facts(run: RunSpec, shape: ChunkShape, ctx: BlockContext) -> ChunkFacts:
+    return ChunkFacts(
+        chunk_scratch(run.model, shape, ctx), expert_layers(run.model, shape, ctx), _latent_layers(run, shape),
+        library_use(shape), shape.embedding,
+    )
 
 
 def lasting_buffers(
-    run: RunSpec, shapes: Sequence[ChunkShape], ctx: BlockContext, inventories: Sequence[ChunkInventory]
+    run: RunSpec, chunks: Sequence[ChunkFacts], ctx: BlockContext, residue: int
 ) -> Iterator[Component]:
-    """What is allocated after a step besides model state: for good, and (by their lifetime) until the next step."""
-    for kind, nbytes in stage_scratch(run.model, shapes, ctx).items():
+    """What is allocated after a step besides model state: for good, and (by their lifetime) until the next step.
+
+    ``residue``: what recomputed MoE layers leave behind in backward (``ChunkInventory.residue``).
+    """
+    for kind, nbytes in stage_scratch([chunk.scratch for chunk in chunks], ctx).items():
         yield buffer(kind.value, nbytes)
-    tables = rotary_tables(run, shapes)
-    if tables:
-        yield buffer("rotary embedding tables", tables, Part.ROTARY)
-    experts = expert_layers(run.model, shapes, ctx)
-    yield from library_workspaces(run, shapes, experts_here=bool(experts))
-    yield from held_by_dispatchers(experts, ctx, sum(chunk.residue for chunk in inventories))
-    received = sum(1 for shape in shapes if not shape.embedding)
+    if run.model.rotary_dim:
+        tables = rotary_table(run) * (sum([chunk.latent for chunk in chunks]) or len(chunks))
+        if tables:
+            yield buffer("rotary embedding tables", tables, Part.ROTARY)
+    experts = [layers for chunk in chunks for layers in chunk.experts]
+    yield from library_workspaces(run, [chunk.uses for chunk in chunks], experts_here=bool(experts))
+    if experts:
+        yield from held_by_dispatchers(experts, ctx, residue)
+    received = sum([not chunk.embedding for chunk in chunks])
     if received:
         # TransformerBlock.set_input_tensor keeps what schedules.py received, retain_grad keeps its gradient
         yield buffer(
@@ -35,17 +60,18 @@ def lasting_buffers(
         )
 
 
-def rotary_tables(run: RunSpec, shapes: Sequence[ChunkShape]) -> int:
+def rotary_table(run: RunSpec) -> int:
     """Bytes of the cached angles, fp32 [s / c, 1, 1, d_rope]: one a model chunk, and one a layer for MLA.
 
     Source: megatron-core ``models/common/embeddings/rotary_pos_embedding.py: RotaryEmbedding.forward`` (an
     ``lru_cache``); ``multi_latent_attention.py`` builds an embedding of its own in every layer.
     """
+    return 4 * run.model.rotary_dim * run.batch.seq_length // run.parallel.cp
+
+
+def _latent_layers(run: RunSpec, shape: ChunkShape) -> int:
     model = run.model
-    if not model.rotary_dim:
-        return 0
-    latent = sum(count for shape in shapes for kind, count in shape.layers if isinstance(kind.mixer, MLASpec))
-    if model.mtp_layer is not None and isinstance(model.mtp_layer.mixer, MLASpec):
-        latent += sum(shape.num_depths for shape in shapes)
-    table = 4 * model.rotary_dim * run.batch.seq_length // run.parallel.cp
-    return table * (latent or len(shapes))
+    latent = sum([count for kind, count in shape.layers if isinstance(kind.mixer, MLASpec)])
+    if shape.num_depths and model.mtp_layer is not None and isinstance(model.mtp_layer.mixer, MLASpec):
+        latent += shape.num_depths
+    return latent

@@ -8,6 +8,7 @@ runs with a distributed optimizer are met to 0.1 MiB on A100, H100 and GB200 ali
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.releases import (
@@ -34,8 +35,21 @@ def buffer(
     return Component(name, nbytes, Role.BUFFERS, Provenance.FORMULA, lifetime=lifetime, part=part)
 
 
-def library_workspaces(run: RunSpec, shapes: Sequence[ChunkShape], *, experts_here: bool) -> Iterator[Component]:
-    """Workspaces of Transformer Engine and of torch on a stage that holds ``shapes``."""
+class LibraryUse(NamedTuple):
+    """What of a chunk decides whether torch's own products run."""
+
+    output: bool
+    layers: bool
+    attention: bool
+
+
+def library_use(shape: ChunkShape) -> LibraryUse:
+    attention = any([kind.mixer is not None and type(kind.mixer) is not MambaSpec for kind, _ in shape.layers])
+    return LibraryUse(shape.output, bool(shape.layers), attention)
+
+
+def library_workspaces(run: RunSpec, chunks: Sequence[LibraryUse], *, experts_here: bool) -> Iterator[Component]:
+    """Workspaces of Transformer Engine and of torch on a stage that holds ``chunks``."""
     impl = run.implementation
     te = TE_WORKSPACE[impl.gpu_arch]
     if impl.te or (experts_here and ROUTER_USES_TE_GEMM(impl)):
@@ -45,7 +59,7 @@ def library_workspaces(run: RunSpec, shapes: Sequence[ChunkShape], *, experts_he
             # TE get_cublas_workspace(grouped_gemm=True)
             yield buffer("Transformer Engine's grouped-GEMM workspaces", te * TE_GROUPED_GEMM_STREAMS)
     size = cublas_workspace(impl)
-    if size and _uses_torch_gemm(run, shapes, experts_here):
+    if size and _uses_torch_gemm(run, chunks, experts_here):
         # torch CublasHandlePool.cpp
         yield buffer("torch's cuBLAS workspaces (forward and autograd thread)", size * CUBLAS_HANDLES)
 
@@ -60,21 +74,19 @@ def cublas_workspace(impl: ImplementationSpec) -> int:
     return TORCH_CUBLAS_WORKSPACE["hopper" if large else impl.gpu_arch]
 
 
-def _uses_torch_gemm(run: RunSpec, shapes: Sequence[ChunkShape], experts_here: bool) -> bool:
+def _uses_torch_gemm(run: RunSpec, chunks: Sequence[LibraryUse], experts_here: bool) -> bool:
     """Whether a matrix product of torch itself runs here, forward and backward.
 
-    The output layer is megatron-core's own ColumnParallelLinear in both implementations; local layers, the MoE
-    older MoE routers (``releases.ROUTER_USES_TE_GEMM``) and unfused attention use torch's products too.
+    The output layer is megatron-core's own ColumnParallelLinear in both implementations; local layers, older MoE
+    routers (``releases.ROUTER_USES_TE_GEMM``) and unfused attention use torch's products too.
     """
     impl = run.implementation
-    if any(shape.output for shape in shapes):
+    if any([chunk.output for chunk in chunks]):
         return True
     if experts_here and not ROUTER_USES_TE_GEMM(impl):
         return True
     if not impl.te:
-        return any(shape.layers for shape in shapes)
+        return any([chunk.layers for chunk in chunks])
     if impl.attention_kernel != "unfused" and run.precision.params_dtype != "fp32":
         return False
-    return any(
-        kind.mixer is not None and not isinstance(kind.mixer, MambaSpec) for shape in shapes for kind, _ in shape.layers
-    )
+    return any([chunk.attention for chunk in chunks])

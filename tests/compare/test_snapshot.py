@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from bridge_memory.compare.snapshot import UNATTRIBUTED, Frame, at_peak, attribute, group_of, load_snapshot
-from bridge_memory.components import Component
+from bridge_memory.compare.snapshot import Frame, Group, at_peak, attribute, group_of, load_snapshot
+from bridge_memory.components import Component, Part, Provenance, Role, State
 from bridge_memory.spec import SpecError
 
 MIB = 1 << 20
@@ -69,16 +69,17 @@ def test_the_trace_is_undone_to_the_peak() -> None:
 
 def test_blocks_go_to_components_by_their_frames_and_the_rest_is_shown() -> None:
     components = [
-        Component("weights", 60 * MIB, "weights", "exact"), Component("gradients", 40 * MIB, "gradients", "exact"),
-        Component("exp_avg", 200 * MIB, "optimizer", "exact"),
-        Component("activations: attention", 45 * MIB, "activation", "formula"),
-        Component("rotary embedding tables", MIB, "buffers", "exact"),
+        Component("weights", 60 * MIB, Role.WEIGHTS, Provenance.EXACT),
+        Component("gradients", 40 * MIB, Role.GRADIENTS, Provenance.EXACT),
+        Component("exp_avg", 200 * MIB, Role.OPTIMIZER, Provenance.EXACT, state=State.EXP_AVG),
+        Component("whatever people call it", 45 * MIB, Role.ACTIVATION, Provenance.FORMULA, part=Part.ATTENTION),
+        Component("rotary embedding tables", MIB, Role.BUFFERS, Provenance.EXACT, part=Part.ROTARY),
     ]  # fmt: skip
     result = attribute(at_peak(snapshot()), components)
     measured = {g.group: (g.measured // MIB, g.predicted // MIB) for g in result.groups}
     assert measured == {
-        "optimizer states": (200, 200), "weights and gradients": (100, 100), "attention": (50, 45), "MLP": (30, 0),
-        UNATTRIBUTED: (20, 0), "rotary embedding tables": (0, 1),
+        Group.STATES: (200, 200), Group.WEIGHTS: (100, 100), Part.ATTENTION: (50, 45), Part.MLP: (30, 0),
+        Group.UNATTRIBUTED: (20, 0), Part.ROTARY: (0, 1),
     }  # fmt: skip
     assert result.attributed_share == pytest.approx(0.95)
     ((where, size),) = result.unattributed
@@ -104,23 +105,30 @@ def test_without_a_trace_the_end_is_the_peak() -> None:
 @pytest.mark.parametrize(
     ("calls", "group"),
     [
-        ([("te/pytorch/module/base.py", "get_workspace")], "workspaces"),
-        ([(CORE + "pipeline_parallel/p2p_communication.py", "_communicate")], "pipeline sends and receives"),
-        ([(CORE + "fusions/fused_cross_entropy.py", "forward")], "logits and loss"),
+        ([("te/pytorch/module/base.py", "get_workspace")], Part.WORKSPACE),
+        ([(CORE + "pipeline_parallel/p2p_communication.py", "_communicate")], Part.PIPELINE),
+        ([(CORE + "fusions/fused_cross_entropy.py", "forward")], Part.LOSS),
         ([(CORE + "tensor_parallel/layers.py", "forward"), (CORE + "models/gpt/gpt_model.py", "_postprocess")],
-         "logits and loss"),
-        ([(CORE + "transformer/moe/experts.py", "forward")], "MoE experts"),
-        ([(CORE + "transformer/moe/token_dispatcher.py", "token_permutation")], "MoE router and dispatch"),
-        ([(CORE + "transformer/moe/shared_experts.py", "forward")], "MoE shared experts"),
+         Part.LOSS),
+        ([(CORE + "transformer/moe/experts.py", "forward")], Part.MOE_EXPERTS),
+        ([(CORE + "transformer/moe/token_dispatcher.py", "token_permutation")], Part.MOE_ROUTER),
+        ([(CORE + "transformer/moe/shared_experts.py", "forward")], Part.MOE_SHARED_EXPERTS),
         ([(CORE + "tensor_parallel/layers.py", "__init__"), (CORE + "transformer/mlp.py", "__init__")],
-         "weights and gradients"),
-        ([(CORE + "optimizer/optimizer.py", "step")], "optimizer states"),
-        ([("/x/transformer_engine/pytorch/module/layernorm_linear.py", "backward")], "backward in passing"),
-        ([("??", "at::empty")], UNATTRIBUTED),
+         Group.WEIGHTS),
+        ([(CORE + "optimizer/optimizer.py", "step")], Group.STATES),
+        ([(CORE + "transformer/mlp.py", "forward"), (CORE + "transformer/moe/shared_experts.py", "forward")],
+         Part.MOE_SHARED_EXPERTS),
+        ([("te/pytorch/attention/dot_product_attention/backends.py", "forward"),
+          (CORE + "transformer/multi_latent_attention.py", "forward")], Part.MLA),
+        ([(CORE + "transformer/multi_latent_attention.py", "qkv_up_proj_and_rope_apply")], Part.MLA),
+        ([(CORE + "ssm/mamba_mixer.py", "forward")], Part.MAMBA),
+        ([(CORE + "ssm/gated_delta_net.py", "forward")], Part.GATED_DELTA_NET),
+        ([("/x/transformer_engine/pytorch/module/layernorm_linear.py", "backward")], Group.PASSING),
+        ([("??", "at::empty")], Group.UNATTRIBUTED),
     ],
 )  # fmt: skip
-def test_frames_say_whose_allocation_it_is(calls: list[tuple[str, str]], group: str) -> None:
-    assert group_of([Frame(file, name, 1) for file, name in calls]) == group
+def test_frames_say_whose_allocation_it_is(calls: list[tuple[str, str]], group: Part | Group) -> None:
+    assert group_of([Frame(file, name, 1) for file, name in calls]) is group
 
 
 class Evil:

@@ -13,7 +13,7 @@ from bridge_memory.spec import RunSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.workspaces.allocator import block_rest
 from bridge_memory.workspaces.batch import batch_bytes
-from bridge_memory.workspaces.lasting import lasting_buffers
+from bridge_memory.workspaces.lasting import chunk_facts, lasting_buffers
 
 MIB = 1 << 20
 GPT = (
@@ -35,7 +35,9 @@ def workspaces(
     run = run_from_megatron_args(f"{GPT} {more}", world_size=8, gpu=gpu, env=CUBLAS if env is None else env)
     ctx, shapes = context_of(run), layout(run.model, run.parallel).shapes(run.model)[stage]
     state = stage_state(run, stage)
-    buffers = lasting_buffers(run, shapes, ctx, stage_inventories(run.model, shapes, ctx))
+    facts = [chunk_facts(run, shape, ctx) for shape in shapes]
+    residue = sum(chunk.residue for chunk in stage_inventories(run.model, shapes, ctx))
+    buffers = lasting_buffers(run, facts, ctx, residue)
     return {w.name: w for w in (*buffers, *state.buffers())}
 
 

@@ -137,12 +137,12 @@ def test_a_whole_rank_to_the_byte() -> None:
 
 def inventory_of(run: RunSpec, stage: int) -> ChunkInventory:
     """Of the only chunk of a stage."""
-    return chunk_inventory(run.model, layout(run.model, run.parallel).stages[stage][0], context_of(run))
+    return chunk_inventory(run.model, layout(run.model, run.parallel).shapes(run.model)[stage][0], context_of(run))
 
 
 def compare_saved(run: RunSpec, stage: int) -> int:
     """Predicted bytes that the only chunk of a stage keeps for backward."""
-    return inventory_of(run, stage).saved
+    return inventory_of(run, stage).retained
 
 
 def two_layers(mixer: Any, ffn: Any, hidden: int, **more: Any) -> ModelSpec:
@@ -238,7 +238,7 @@ def test_the_stage_of_mtp(depths: int, tp: int, tied: bool, batch: int) -> None:
     chunk = rehearse(run, 1).chunks[0]
     assert {p.name: tuple(p.shape) for p in stage_parameters(run, 1)[0]} == chunk.parameters
     passes, ours = chunk.passes, inventory_of(run, 1)
-    assert ours.saved == pytest.approx(passes.saved_bytes, rel=0.002)
+    assert ours.retained == pytest.approx(passes.saved_bytes, rel=0.002)
     assert ours.forward_peak == pytest.approx(passes.forward_bytes, rel=0.005)
     assert ours.backward_peak == pytest.approx(passes.backward_bytes, rel=0.005)
 

@@ -179,8 +179,8 @@ def assert_peaks(ours: ChunkInventory, passes: PassRecord) -> None:
 def test_a_chunk_peaks_where_the_inventory_says(case: Case) -> None:
     run = case.run()
     passes = rehearsed(case)
-    chunks = layout(run.model, run.parallel).stages[case.stage]
-    ours = stage_inventories(run.model, chunks, context_of(run))[case.chunk]
+    shapes = layout(run.model, run.parallel).shapes(run.model)[case.stage]
+    ours = stage_inventories(run.model, shapes, context_of(run))[case.chunk]
     assert_peaks(ours, passes)
 
 

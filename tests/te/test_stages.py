@@ -36,7 +36,8 @@ def kept(run: RunSpec, stage: int, chunk: int) -> None:
 
 def peaks(run: RunSpec, stage: int, chunk: int) -> None:
     passes = rehearse(run, stage).chunks[chunk].passes
-    ours = chunk_inventory(run.model, layout(run.model, run.parallel).stages[stage][chunk], context_of(run))
+    shape = layout(run.model, run.parallel).shapes(run.model)[stage][chunk]
+    ours = chunk_inventory(run.model, shape, context_of(run))
     assert_peaks(ours, passes)
 
 
