@@ -148,6 +148,11 @@ MUON_SHARDED = since(core=(0, 17))
 #: IndexError in ``transformer/transformer_block.py: _checkpointed_forward``); later ones are not known.
 UNIFORM_GROUPS_MAY_END_SHORT = since(core=(0, 17))
 
+# ---- megatron-core: what a model is made of ----
+
+#: ``add_bias_linear`` gives the router of experts a bias too (``transformer/moe/router.py: Router.__init__``).
+ROUTER_BIAS = since(core=(0, 15))
+
 # ---- megatron-core: what blocks keep ----
 
 #: A variable of ``attention.py: Attention.forward`` (``qkv_output``) holds q, k and v as they were before the rotary
@@ -189,6 +194,9 @@ COMPILED_DROPOUT_KEEPS_INPUT = since(core=(0, 16), torch=(2, 9))
 
 #: Megatron-LM's NullTokenizer takes ``--vocab-size`` as it is; before, its end-of-document token came on top.
 NULL_TOKENIZER_COUNTS_ALL = since(core=(0, 15))
+#: Megatron-LM's ``--data-parallel-sharding-strategy`` is optim_grads_params unless told otherwise; no_shard before
+#: (``megatron/training/arguments.py`` of 0.17.1 and 0.18.0).
+FSDP_SHARDS_ALL = since(core=(0, 18))
 
 # ---- megatron-core: what follows the layers, and what runs again ----
 

@@ -201,7 +201,8 @@ def _built(wanted: list[Configuration], te: bool) -> list[Any]:
     from bridge_memory.rehearse.model import NotBuildable, build_chunks, parameter_shapes
     from bridge_memory.rehearse.patches import building
     from bridge_memory.rehearse.te_shapes import parameter_shapes_with_te
-    from bridge_memory.rehearse.world import fake_world, rank_of_stage
+    from bridge_memory.rehearse.world import fake_world
+    from bridge_memory.spec.ranks import rank_of_stage
 
     if te:
         return parameter_shapes_with_te([(c.run, c.stage) for c in wanted])

@@ -20,7 +20,7 @@ from bridge_memory.readers import resolve_model
 from bridge_memory.rehearse.model import build_chunks, parameter_shapes
 from bridge_memory.rehearse.patches import building
 from bridge_memory.rehearse.te_shapes import parameter_shapes_with_te
-from bridge_memory.rehearse.world import fake_world, rank_of_stage
+from bridge_memory.rehearse.world import fake_world
 from bridge_memory.spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
@@ -30,6 +30,7 @@ from bridge_memory.spec import (
     ParallelSpec,
     RunSpec,
 )
+from bridge_memory.spec.ranks import rank_of_stage
 
 LOCAL = ImplementationSpec(transformer_impl="local", moe_grouped_gemm=False)
 

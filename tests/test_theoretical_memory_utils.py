@@ -288,7 +288,7 @@ def test_a_missing_data_parallel_size_comes_from_the_world_size_or_is_refused(mo
         ({"vocab_size": None}, "model.vocab_size is not set"),
         ({"hidden_size": 0}, r"model.hidden_size \(0\)"),
         ({"num_moe_experts": 8, "moe_layer_freq": [1, 0]}, "moe_layer_freq has 2 entries for 32 layers"),
-        ({"num_moe_experts": 8, "moe_layer_freq": "x"}, "neither an int nor a list"),
+        ({"num_moe_experts": 8, "moe_layer_freq": "x"}, "model.moe_layer_freq is 'x'; give a number, or a list"),
         ({"num_moe_experts": 8, "expert_model_parallel_size": 3}, "not divisible by expert_model_parallel_size"),
         ({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 40}, "do not fit num_layers"),
     ],

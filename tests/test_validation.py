@@ -24,7 +24,6 @@ from bridge_memory.spec import (
     RunSpec,
     SpecError,
 )
-from bridge_memory.spec.layout import layout
 
 ATTENTION = AttentionSpec(num_attention_heads=32, num_query_groups=8, kv_channels=128)
 MLA = MLASpec(32, 1536, 512, 128, 64, 128)

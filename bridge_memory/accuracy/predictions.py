@@ -10,8 +10,8 @@ from bridge_memory.accuracy.records import Measurement, Record
 from bridge_memory.accuracy.runs import NotARun, NotComparable, run_of
 from bridge_memory.components import MOMENTS
 from bridge_memory.estimate import StageEstimate, estimate
-from bridge_memory.readers.megatron_args import stage_of_rank
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.ranks import stage_of_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def predict(record: Record) -> list[Outcome]:
     features, scale = features_of(run), scale_of(run, record.measured)
     outcomes = []
     for m in record.measured:
-        stage = answer.stages[stage_of_rank(m.rank, run.parallel, pp_before_dp=pp_before_dp)]
+        stage = answer.stages[stage_of_rank(run.parallel, m.rank, pp_before_dp=pp_before_dp)]
         outcomes.append(
             Outcome(
                 record.id, record.family, record.tier, record.gpu, m.rank,

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +15,9 @@ from typing import Any
 from bridge_memory.calibration.records import StageRecord
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.estimate import Estimate
+from bridge_memory.files import write_whole
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.canonical import canonical
 
 SCHEMA = "bridge-memory/calibration-1"
 
@@ -73,9 +74,7 @@ def config_digest(run: RunSpec) -> str:
     Names and notes do not count: the same run read from a container and from a command line has one digest. Nor does
     what only the process knows (``_OF_THE_MACHINE``); the GPU's generation and megatron-core's release do.
     """
-    model = replace(run.model, name="", model_type="", assumptions=(), not_modelled=())
-    implementation = replace(run.implementation, **_OF_THE_MACHINE)
-    plain = replace(run, model=model, implementation=implementation, assumptions=(), not_modelled=())
+    plain = canonical(run.with_(implementation=replace(run.implementation, **_OF_THE_MACHINE)))
     return hashlib.sha256(repr(plain).encode()).hexdigest()[:16]
 
 
@@ -111,11 +110,7 @@ def save(path: str | os.PathLike[str], residuals: Sequence[Residual]) -> None:
     kept.update({(r.config_digest, r.stage, r.component): r for r in residuals})
     target.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"schema": SCHEMA, "residuals": [asdict(r) for r in kept.values()]}, indent=1)
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, suffix=".tmp") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, target)
+    write_whole(target, text + "\n")
 
 
 def calibrated(estimate: Estimate, residuals: Sequence[Residual]) -> Estimate:

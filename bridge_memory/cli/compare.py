@@ -67,7 +67,7 @@ def _given_run(args: argparse.Namespace) -> RunSpec | None:
 
 def _log(args: argparse.Namespace, tolerance: float | None) -> int:
     from bridge_memory.compare.residuals import residuals
-    from bridge_memory.readers.megatron_args import stage_of_rank
+    from bridge_memory.spec.ranks import stage_of_rank
 
     text = Path(args.measured).read_text(encoding="utf-8", errors="replace")
     given = _given_run(args)
@@ -75,7 +75,7 @@ def _log(args: argparse.Namespace, tolerance: float | None) -> int:
 
     def stage_of(rank: int) -> int:
         assert run is not None
-        return stage_of_rank(rank, run.parallel, pp_before_dp=args.use_tp_pp_dp_mapping)
+        return stage_of_rank(run.parallel, rank, pp_before_dp=args.use_tp_pp_dp_mapping)
 
     rows = residuals(predicted, measured, stage_of)
     beyond = [] if tolerance is None else [r.stage for r in rows if r.beyond(tolerance)]
@@ -123,7 +123,7 @@ def _read(
                 "give --megatron-args"
             )
         from bridge_memory.readers.config_container import run_from_config_container
-        from bridge_memory.readers.megatron_args.namespace import container
+        from bridge_memory.readers.megatron_args import container
 
         given = run_from_config_container(container(printed))
     return predicted_of(estimate(given)), measured, given

@@ -75,14 +75,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _write(path: Path, text: str) -> None:
     """Whole or not at all."""
-    import os
-    import tempfile
+    from bridge_memory.files import write_whole
 
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent or ".", prefix=path.name)
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
+        write_whole(path, text)
     except OSError as error:
         raise SpecError(f"--json {path}: {error.strerror}; name a file in a folder that exists") from None
 

@@ -113,6 +113,7 @@ def _record_layer(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
             biased = mixer.add_output_bias
         elif isinstance(mixer, MLASpec):
             y, name = record_mla(r, mixer, x), "self_attn_bda"
+            biased = mixer.add_output_bias
         elif isinstance(mixer, MambaSpec):
             y, name = record_mamba(r, mixer, x), "mamba_bda"
         else:

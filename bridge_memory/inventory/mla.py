@@ -40,7 +40,9 @@ def record_mla(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
     if recompute_up:
         tape.discard(up_region, *qkv)
     with r.offload("attn_proj"):
-        y = r.row_linear("self_attention.linear_proj", out, v_width, h, original=r.proj_keeps_original)
+        y = r.row_linear(
+            "self_attention.linear_proj", out, v_width, h, bias=spec.add_output_bias, original=r.proj_keeps_original
+        )
     if LATENTS_HELD(ctx.impl):
         tape.keep_alive(*latents)
     if recompute_norm:

@@ -19,7 +19,7 @@ from bridge_memory.live import gather, oom
 from bridge_memory.live.cuda import Reading, read_cuda
 from bridge_memory.live.guard import never_raises, warn_once
 from bridge_memory.live.reporter import Reporter
-from bridge_memory.readers.megatron_args.namespace import container
+from bridge_memory.readers.megatron_args import container
 from bridge_memory.theoretical_memory_utils import report_theoretical_memory as our_line
 
 #: module -> function that it defines.

@@ -7,6 +7,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from bridge_memory.spec import ParallelSpec
+from bridge_memory.spec.ranks import stage_of_rank
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -20,8 +23,8 @@ def place(stages: int) -> Place:
     rank, world = _rank_and_world()
     stage = _megatron_stage()
     if stage is None:
-        # Megatron's default order puts pipeline last: tp-cp-ep-dp-pp (parallel_state.RankGenerator).
-        stage = rank * stages // world if world >= stages else 0
+        sizes = ParallelSpec(world_size=world, pipeline_model_parallel_size=stages)
+        stage = stage_of_rank(sizes, rank) if world % stages == 0 else 0
     return Place(rank, world, stage)
 
 

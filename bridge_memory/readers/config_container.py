@@ -20,8 +20,8 @@ from bridge_memory.readers.container_fields import (
     data_parallel_size,
     vocabulary,
 )
-from bridge_memory.readers.transformer_config import model_from_transformer_config
-from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Running, release_in
+from bridge_memory.readers.transformer_config import model_from_transformer_config, pattern_of
+from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Release, Running, release_in
 from bridge_memory.spec import (
     BatchSpec,
     DataParallelSpec,
@@ -34,7 +34,10 @@ from bridge_memory.spec import (
     RecomputeSpec,
     RunSpec,
     SpecError,
+    divide,
 )
+from bridge_memory.spec.dtypes import dtype_name
+from bridge_memory.spec.gpu_names import DEFAULT_GENERATION
 from bridge_memory.spec.layout_string import layout_string
 
 #: Elements of a gradient bucket that CommOverlapConfig sets (``_get_optimizer_overlap_cfgs``).
@@ -115,10 +118,10 @@ def run_from_config_container(
     *,
     world_size: int | None = None,
     num_microbatches: int | None = None,
-    gpu_arch: str = "hopper",
-    megatron_core: tuple[int, int] | None = None,
-    transformer_engine: tuple[int, int] | None = None,
-    torch: tuple[int, int] | None = None,
+    gpu_arch: str = DEFAULT_GENERATION,
+    megatron_core: Release | None = None,
+    transformer_engine: Release | None = None,
+    torch: Release | None = None,
     name: str | None = None,
     implementation: Mapping[str, Any] | None = None,
 ) -> RunSpec:
@@ -131,6 +134,29 @@ def run_from_config_container(
     attention_backend only where the container leaves the choice. Raises SpecError naming the field that is missing or
     wrong; what changes memory and is not modelled is listed in ``RunSpec.not_modelled``.
     """
+    found = implementation or {}
+    running = Running(
+        found.get("megatron_core") or megatron_core or _imported("megatron.core") or DEFAULT_MEGATRON_CORE,
+        found.get("transformer_engine") or transformer_engine or _imported("transformer_engine"),
+        found.get("torch") or torch or _imported("torch"),
+    )
+    return run_of_container(
+        config, running, world_size=world_size, num_microbatches=num_microbatches, gpu_arch=gpu_arch, name=name,
+        implementation=implementation,
+    )  # fmt: skip
+
+
+def run_of_container(
+    config: Any,
+    running: Running,
+    *,
+    world_size: int | None = None,
+    num_microbatches: int | None = None,
+    gpu_arch: str = DEFAULT_GENERATION,
+    name: str | None = None,
+    implementation: Mapping[str, Any] | None = None,
+) -> RunSpec:
+    """``run_from_config_container`` where it is known what runs: a release of None stays unknown."""
     model = container_part(config, "model")
     _refuse(config, model)
     data_parallel = _data_parallel(config, model, world_size)
@@ -138,7 +164,7 @@ def run_from_config_container(
     tp, pp, cp = (
         _get(model, f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")
     )
-    model_spec = _model(config, view, name)
+    model_spec = _model(config, view, name, running.megatron_core)
     batch = _batch(config, view, data_parallel, num_microbatches)
     return RunSpec(
         model=model_spec,
@@ -149,18 +175,9 @@ def run_from_config_container(
         data_parallel=_data_parallel_spec(config, view),
         peft=_peft(getattr(config, "peft", None)),
         recompute=_recompute(view),
-        implementation=_on_machine(
-            _implementation(
-                config, view, gpu_arch,
-                Running(
-                    megatron_core or _imported("megatron.core") or DEFAULT_MEGATRON_CORE,
-                    transformer_engine or _imported("transformer_engine"),
-                    torch or _imported("torch"),
-                ),
-            ),
-            implementation or {},
-        ),
-        not_modelled=_not_modelled(config, view),
+        implementation=_on_machine(_implementation(config, view, gpu_arch, running), implementation or {}),
+        # Megatron-LM's arguments, told as a container, bring a list of their own.
+        not_modelled=(*getattr(config, "not_modelled", ()), *_not_modelled(config, view)),
     )
 
 
@@ -314,10 +331,10 @@ class _Holder:
         self.world_size = world_size
 
 
-def _model(config: Any, view: _Views, name: str | None) -> ModelSpec:
+def _model(config: Any, view: _Views, name: str | None, core: Release) -> ModelSpec:
     model = view.model
     vocab, padded = vocabulary(config)
-    assumptions: list[str] = []
+    assumptions = list(getattr(config, "assumptions", ()))
     if _get(model, "vocab_size") is None:
         assumptions.append("the vocabulary is the tokenizer's, padded")
     spec_name, _ = _layer_spec(model)
@@ -332,12 +349,13 @@ def _model(config: Any, view: _Views, name: str | None) -> ModelSpec:
     return model_from_transformer_config(
         provider,
         vocab_size=vocab,
-        name=name or type(container_part(config, "model")).__name__,
-        model_type="mamba" if _get(model, "hybrid_override_pattern") else "gpt",
-        max_sequence_length=_get(model, "seq_length", 0),
+        name=name or getattr(config, "name", None) or type(container_part(config, "model")).__name__,
+        # GPTModel's own argument; Bridge's providers give it their seq_length.
+        max_sequence_length=_get(model, "max_sequence_length") or _get(model, "seq_length", 0),
         make_vocab_size_divisible_by=_get(model, "make_vocab_size_divisible_by", 128) if padded else 0,
         post_layernorms=spec_name in _POST_LAYERNORM_SPECS,
         full_qk_layernorm=spec_name in _FULL_QK_SPECS,
+        megatron_core=core,
         assumptions=tuple(assumptions),
     )
 
@@ -385,7 +403,15 @@ def _batch(config: Any, view: _Views, data_parallel: int, num_microbatches: int 
 def _parallel(view: _Views, world_size: int) -> ParallelSpec:
     m = view.model
     tp, pp = _get(m, "tensor_model_parallel_size", 1), _get(m, "pipeline_model_parallel_size", 1)
-    vpp = _get(m, "virtual_pipeline_model_parallel_size")
+    vpp, layout = _get(m, "virtual_pipeline_model_parallel_size"), _get(m, "pipeline_model_parallel_layout")
+    pattern = pattern_of(m)
+    if pattern is not None and pattern.splits_pipeline:
+        layout = pattern.layout
+        vpp = divide(
+            len(pattern.segments), pp, "segments of hybrid_layer_pattern", "pipeline_model_parallel_size",
+            "split it into a multiple of them with |",
+        )
+    expert_tp, group = _get(m, "expert_tensor_parallel_size"), _get(m, "microbatch_group_size_per_vp_stage")
     return ParallelSpec(
         world_size=world_size,
         tensor_model_parallel_size=tp,
@@ -393,29 +419,17 @@ def _parallel(view: _Views, world_size: int) -> ParallelSpec:
         virtual_pipeline_model_parallel_size=vpp if vpp and vpp > 1 else None,
         context_parallel_size=_get(m, "context_parallel_size", 1),
         expert_model_parallel_size=_get(m, "expert_model_parallel_size", 1),
-        expert_tensor_parallel_size=_get(m, "expert_tensor_parallel_size", tp),
+        # What ModelParallelConfig.__post_init__ fills in is what None means.
+        expert_tensor_parallel_size=None if expert_tp == tp else expert_tp,
         sequence_parallel=bool(_get(m, "sequence_parallel", False)) and tp > 1,
         num_layers_in_first_pipeline_stage=_get(m, "num_layers_in_first_pipeline_stage"),
         num_layers_in_last_pipeline_stage=_get(m, "num_layers_in_last_pipeline_stage"),
         account_for_embedding_in_pipeline_split=bool(_get(m, "account_for_embedding_in_pipeline_split", False)),
         account_for_loss_in_pipeline_split=bool(_get(m, "account_for_loss_in_pipeline_split", False)),
-        pipeline_model_parallel_layout=layout_string(_get(m, "pipeline_model_parallel_layout")),
-        microbatch_group_size_per_vp_stage=_get(m, "microbatch_group_size_per_vp_stage", pp),
+        pipeline_model_parallel_layout=layout_string(layout),
+        microbatch_group_size_per_vp_stage=None if group == pp else group,
         num_distributed_optimizer_instances=_get(view.ddp, "num_distributed_optimizer_instances", 1),
     )
-
-
-def dtype_name(value: Any, field: str) -> str:
-    """"bf16", "fp16", "fp32", "fp8" or "uint8" of a torch dtype, its name or our own word."""
-    word = str(value).rsplit(".", 1)[-1]
-    names = {
-        "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
-        "float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "uint8": "uint8",
-        "bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "fp8": "fp8",
-    }  # fmt: skip
-    if word not in names:
-        raise SpecError(f"{field} ({str(value)[:40]}) is not a dtype that is known here; use bf16, fp16 or fp32")
-    return names[word]
 
 
 def _params_dtype(view: _Views) -> str:
@@ -465,7 +479,8 @@ def _optimizer(config: Any, view: _Views) -> OptimizerSpec:
         optimizer_cpu_offload=offload,
         optimizer_offload_fraction=float(_get(o, "optimizer_offload_fraction", 0.0)) if offload else 1.0,
         log_params_norm=bool(_get(getattr(config, "logger", None), "log_params_norm", False)),
-        use_layer_wise_distributed_optimizer=name.startswith("dist_"),
+        use_layer_wise_distributed_optimizer=name.startswith("dist_")
+        or bool(_get(o, "use_layer_wise_distributed_optimizer", False)),
     )
 
 
@@ -505,7 +520,7 @@ def _recompute(view: _Views) -> RecomputeSpec:
     modules = _get(m, "recompute_modules")
     if _get(m, "moe_layer_recompute", False):  # deprecated; TransformerConfig.__post_init__ makes it selective
         granularity = granularity or "selective"
-        modules = [*(modules or ()), "moe"]
+        modules = [*(("core_attn",) if modules is None else modules), "moe"]
     if granularity is None:
         return RecomputeSpec()
     layers, method = _get(m, "recompute_num_layers"), _get(m, "recompute_method")
@@ -515,7 +530,7 @@ def _recompute(view: _Views) -> RecomputeSpec:
         granularity=granularity,
         method=method,
         num_layers=layers if granularity == "full" else None,
-        modules=("core_attn",) if modules is None else tuple(modules),
+        modules=("core_attn",) if modules is None else tuple(dict.fromkeys(modules)),
         distribute_saved_activations=bool(_get(m, "distribute_saved_activations", False)),
     )
 
@@ -534,7 +549,8 @@ def _implementation(
             "gradient_accumulation_fusion masked_softmax_fusion bias_activation_fusion bias_dropout_fusion "
             "apply_rope_fusion cross_entropy_loss_fusion calculate_per_token_loss "
             "deterministic_mode defer_embedding_wgrad_compute delay_wgrad_compute apply_query_key_layer_scaling "
-            "use_transformer_engine_op_fuser moe_grouped_gemm moe_permute_fusion moe_router_fusion "
+            "use_transformer_engine_op_fuser use_legacy_models use_fused_weighted_squared_relu "
+            "moe_grouped_gemm moe_permute_fusion moe_router_fusion "
             "moe_pad_expert_input_to_capacity moe_shared_expert_overlap moe_apply_probs_on_input "
             "overlap_moe_expert_parallel_comm"
         )
@@ -593,12 +609,15 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
         out.append("ddp.outer_dp_sharding_strategy: sharding over the outer data-parallel group")
     model = container_part(config, "model")
     out += [f"model.{key}: frozen parameters" for key in vars(model) if key.startswith("freeze_") and _get(model, key)]
+    if _layer_spec(view.model)[0] == "gemma2_layer_spec":
+        # models/gemma/gemma2_provider.py: Gemma2DotProductAttention.
+        out.append("model.transformer_layer_spec: Gemma 2's own attention, which keeps the scores of every head")
     peft = getattr(config, "peft", None)
     if peft is not None and type(peft).__name__ != "LoRA":
         out.append(f"peft: {type(peft).__name__}, of which only the frozen weights are counted")
     return tuple(out)
 
 
-def _imported(package: str) -> tuple[int, int] | None:
+def _imported(package: str) -> Release | None:
     """The release of a package that this process has imported; nothing is imported to find out."""
     return release_in(getattr(sys.modules.get(package), "__version__", None))

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
+
+from bridge_memory.releases import FLASH_IS_DETERMINISTIC, Running
+from bridge_memory.spec.gpu_names import GENERATIONS
 
 #: Every variable that is read here.
 VARIABLES = (
@@ -46,3 +50,38 @@ def attention_backend(env: Mapping[str, str]) -> str | None:
     if flash and fused:
         return None
     return "flash" if flash else "fused" if fused else "unfused"
+
+
+#: What torch's deterministic mode asks of the environment (``torch.use_deterministic_algorithms``).
+_DETERMINISTIC_CONFIG = ":4096:8"
+SUPPOSED_CUBLAS = (
+    f"CUBLAS_WORKSPACE_CONFIG is {_DETERMINISTIC_CONFIG}: NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 asks for determinism "
+    "and the environment names none (measured so on GB200)"
+)
+
+
+def implementation_of(
+    env: Mapping[str, str], gpu_arch: str, running: Running
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Fields of an ImplementationSpec that a run's environment decides, and what had to be supposed.
+
+    ``attention_backend`` is among them where "auto" has no choice left, also because a backend's backward is not
+    deterministic (TE ``dot_product_attention/utils.py: get_attention_backend``).
+    """
+    deterministic = nvte_deterministic(env)
+    workspace = cublas_workspace_bytes(env.get("CUBLAS_WORKSPACE_CONFIG"))
+    supposed: tuple[str, ...] = ()
+    if deterministic and workspace is None:
+        workspace, supposed = cublas_workspace_bytes(_DETERMINISTIC_CONFIG), (SUPPOSED_CUBLAS,)
+    fields: dict[str, Any] = {
+        "nvte_deterministic": deterministic,
+        "cublas_workspace_bytes": workspace,
+        "expandable_segments": expandable_segments(env),
+    }
+    left = attention_backend(env)
+    before_hopper = GENERATIONS[gpu_arch] < GENERATIONS["hopper"]
+    if left is None and deterministic and before_hopper and not FLASH_IS_DETERMINISTIC(running):
+        left = "unfused"
+    if left is not None:
+        fields["attention_backend"] = left
+    return fields, supposed

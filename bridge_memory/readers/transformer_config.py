@@ -6,12 +6,21 @@ which are TransformerConfigs with the model's outer arguments (position_embeddin
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from bridge_memory.readers.fields import MAX_LAYERS, MAX_SIZE, shown
+from bridge_memory.readers.patterns import (
+    ATTENTION,
+    MAMBA,
+    MLP,
+    HybridPattern,
+    hybrid_pattern,
+    layer_pattern,
+    pattern_of_ratios,
+)
+from bridge_memory.releases import DEFAULT_MEGATRON_CORE, ROUTER_BIAS, Release
 from bridge_memory.spec import (
     AttentionSpec,
     FeedForward,
@@ -41,12 +50,23 @@ ACTIVATION_FUNCTIONS = {
 }
 
 
-class _Config:
-    """Attribute access with one-line refusals."""
+#: ``position_embedding_type`` of GPTModel and MambaModel -> ours.
+POSITIONS = {"rope": "rope", "yarn": "rope", "mrope": "rope", "learned_absolute": "learned_absolute", "none": "none"}
 
-    def __init__(self, config: object, name: str) -> None:
+#: Auxiliary losses, each with a coefficient.
+_AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+class _Config:
+    """Attribute access with one-line refusals; for rules of releases, what runs."""
+
+    transformer_engine: Release | None = None
+    torch: Release | None = None
+
+    def __init__(self, config: object, name: str, megatron_core: Release) -> None:
         self.config = config
         self.name = name
+        self.megatron_core = megatron_core
 
     def error(self, message: str) -> SpecError:
         return SpecError(f"{self.name}: {message}")
@@ -54,6 +74,9 @@ class _Config:
     def get(self, key: str, default: Any = None) -> Any:
         value = getattr(self.config, key, None)
         return default if value is None else value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        return bool(self.get(key, default))
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
@@ -63,13 +86,16 @@ class _Config:
             raise self.error(f"{key} is {shown(value)}; it must be a positive integer")
         return value
 
+    def pattern(self, key: str, layers: int, *, sparse: bool = False) -> tuple[bool, ...]:
+        return layer_pattern(self.get(key), layers, f"{self.name}: {key}", sparse=sparse)
+
 
 def model_from_transformer_config(
     config: object,
     *,
     vocab_size: int,
     name: str = "TransformerConfig",
-    model_type: str = "gpt",
+    model_type: str = "",
     max_sequence_length: int = 0,
     position_embedding_type: str | None = None,
     rotary_percent: float | None = None,
@@ -78,6 +104,7 @@ def model_from_transformer_config(
     post_layernorms: bool = False,
     full_qk_layernorm: bool = False,
     activation: str | None = None,
+    megatron_core: Release = DEFAULT_MEGATRON_CORE,
     assumptions: tuple[str, ...] = (),
 ) -> ModelSpec:
     """The model that GPTModel or MambaModel builds from ``config``.
@@ -85,59 +112,92 @@ def model_from_transformer_config(
     What a TransformerConfig does not hold comes as keywords; None takes the attribute of that name where
     ``config`` has one (Bridge's providers), else GPTModel's default. ``make_vocab_size_divisible_by`` 0: the
     vocab_size is final. ``post_layernorms``, ``full_qk_layernorm`` and ``activation``: what a custom layer spec
-    changes.
+    changes. ``megatron_core``: the release that builds it. ``model_type``: "gpt" or "mamba" where not given.
     Raises SpecError naming the attribute.
     """
-    c = _Config(config, name)
+    c = _Config(config, name, megatron_core)
     n = c.size("num_layers")
     if n > MAX_LAYERS:
         raise c.error(f"num_layers is {n}; more than {MAX_LAYERS} cannot be right")
     hidden_size = c.size("hidden_size")
     act = activation or _activation(c)
-    is_mamba = _is_mamba(c)
-    if is_mamba:
-        layers = _hybrid_layers(c, n, hidden_size, act)
-    elif c.get("heterogeneous_block_specs"):
-        layers = _heterogeneous_layers(c, n, hidden_size, act)
-    else:
-        layers = _gpt_layers(c, n, hidden_size, act, full_qk_layernorm)
-    layers = [replace(layer, post_layernorms=post_layernorms) for layer in layers]
-    kind = position_embedding_type or c.get(
-        "position_embedding_type", "none" if is_mamba else "rope" if c.get("multi_latent_attention") else None
-    )
-    if kind is None:
-        kind = "learned_absolute"
-    kind = {"yarn": "rope", "mrope": "rope"}.get(kind, kind)
-    percent = rotary_percent if rotary_percent is not None else c.get("rotary_percent", 1.0)
+    pattern = pattern_of(config, name)
+    kind = _position(c, position_embedding_type, pattern)
+    rotary = kind == "rope"
+    gaps = [f"{key} of the TransformerConfig" for key in ("qk_l2_norm", "use_kitchen") if c.flag(key)]
     depths = c.get("mtp_num_layers", 0)
+    mtp_layer: LayerSpec | None = None
+    if pattern is not None:
+        kinds = _hybrid_kinds(c, pattern, hidden_size, act, rotary)
+        if len(pattern.layers) != n:
+            key = "hybrid_layer_pattern" if c.get("hybrid_layer_pattern") else "hybrid_override_pattern"
+            raise c.error(f"{key} has {len(pattern.layers)} layers and num_layers says {n}")
+        layers = [kinds[symbol] for symbol in pattern.layers]
+        if pattern.mtp:
+            depths = depths or len(pattern.mtp)
+            mtp_layer = _hybrid_mtp(pattern, kinds)
+            if mtp_layer is None:
+                gaps.append(f"MTP depths with the layers {'/'.join(pattern.mtp)}")
+    elif c.get("heterogeneous_block_specs"):
+        layers = _heterogeneous_layers(c, n, hidden_size, act, rotary)
+    else:
+        layers = _gpt_layers(c, n, hidden_size, act, rotary, full_qk_layernorm)
+    layers = [replace(layer, post_layernorms=post_layernorms) for layer in layers]
+    percent = rotary_percent if rotary_percent is not None else c.get("rotary_percent", 1.0)
     tied = share_embeddings_and_output_weights
-    if tied is None:
-        tied = bool(c.get("share_embeddings_and_output_weights", False))
     return ModelSpec(
         name=name,
-        model_type=model_type,
+        model_type=model_type or ("gpt" if pattern is None else "mamba"),
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         layers=tuple(layers),
-        share_embeddings_and_output_weights=tied,
-        normalization=c.get("normalization", "LayerNorm"),
+        share_embeddings_and_output_weights=c.flag("share_embeddings_and_output_weights") if tied is None else tied,
+        normalization=_normalization(c),
         position_embedding_type=kind,
         max_position_embeddings=max_sequence_length or c.get("seq_length", 0),
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         hidden_dropout=float(c.get("hidden_dropout", 0.1)),
         attention_dropout=float(c.get("attention_dropout", 0.1)),
-        rotary_dim=_rotary_dim(layers, percent) if kind == "rope" else 0,
+        rotary_dim=_rotary_dim(layers, percent) if rotary else 0,
         mtp_num_layers=depths,
         # gpt_layer_specs.get_gpt_mtp_block_spec: the last decoder layer's spec.
-        mtp_layer=layers[-1] if depths else None,
-        hybrid=is_mamba,
+        mtp_layer=(mtp_layer or layers[-1]) if depths else None,
+        mtp_use_repeated_layer=c.flag("mtp_use_repeated_layer"),
+        hybrid=pattern is not None,
+        pattern_splits_pipeline=pattern is not None and pattern.splits_pipeline,
         assumptions=assumptions,
-        not_modelled=tuple(
-            f"{key} of the TransformerConfig"
-            for key in ("qk_l2_norm", "use_kitchen")
-            if c.get(key, False)
-        ),
+        not_modelled=tuple(gaps),
     )
+
+
+def pattern_of(config: object, name: str = "TransformerConfig") -> HybridPattern | None:
+    """The layers of a hybrid; None for GPT. Only MambaModel's providers and Megatron-LM's arguments carry a pattern,
+    ratios of layers, or are marked so. Raises SpecError."""
+    for key in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        text = getattr(config, key, None)
+        if text:
+            return hybrid_pattern(text, f"{name}: {key}")
+    ratios = [getattr(config, key, None) or 0.0 for key in ("hybrid_attention_ratio", "hybrid_mlp_ratio")]
+    if not (getattr(config, "is_hybrid_model", None) or any(ratios)):
+        return None
+    return pattern_of_ratios(_Config(config, name, DEFAULT_MEGATRON_CORE).size("num_layers"), *ratios)
+
+
+def _position(c: _Config, given: str | None, pattern: HybridPattern | None) -> str:
+    default = "none" if pattern is not None else "rope" if c.flag("multi_latent_attention") else "learned_absolute"
+    kind = given or c.get("position_embedding_type", default)
+    if kind == "relative":
+        raise c.error("position_embedding_type is 'relative', which belongs to T5; use a GPT model")
+    if kind not in POSITIONS:
+        raise c.error(f"position_embedding_type is {shown(kind)}; known: {', '.join(POSITIONS)}")
+    return POSITIONS[kind]
+
+
+def _normalization(c: _Config) -> str:
+    kind = c.get("normalization", "LayerNorm")
+    if kind not in ("LayerNorm", "RMSNorm"):
+        raise c.error(f"normalization is {shown(kind)}; known: LayerNorm, RMSNorm")
+    return str(kind)
 
 
 def _activation(c: _Config) -> str:
@@ -164,31 +224,29 @@ def _rotary_dim(layers: Sequence[LayerSpec], percent: float) -> int:
 # --------------------------------------------------------------------------------------------------
 
 
-def _attention(c: _Config, hidden_size: int, full_qk_layernorm: bool, rotary: bool = True) -> AttentionSpec:
+def _attention(c: _Config, hidden_size: int, rotary: bool, full_qk_layernorm: bool = False) -> AttentionSpec:
     a = c.size("num_attention_heads")
     g = c.size("num_query_groups", a)
     if a % g:
         raise c.error(f"num_attention_heads ({a}) is not divisible by num_query_groups ({g})")
     if c.get("kv_channels") is None and hidden_size % a:
         raise c.error(f"hidden_size ({hidden_size}) is not divisible by num_attention_heads ({a})")
-    biased = bool(c.get("add_bias_linear", True))
-    softmax = c.get("softmax_type", "vanilla")
+    biased = c.flag("add_bias_linear", True)
     return AttentionSpec(
         num_attention_heads=a,
         num_query_groups=g,
         kv_channels=c.size("kv_channels", hidden_size // a),
-        add_qkv_bias=biased or bool(c.get("add_qkv_bias", False)),
+        add_qkv_bias=biased or c.flag("add_qkv_bias"),
         add_output_bias=biased,
-        qk_layernorm=("full" if full_qk_layernorm else "head") if c.get("qk_layernorm", False) else None,
-        learnable_softmax_sink=softmax == "learnable",
-        attention_output_gate=bool(c.get("attention_output_gate", False)),
+        qk_layernorm=("full" if full_qk_layernorm else "head") if c.flag("qk_layernorm") else None,
+        learnable_softmax_sink=c.get("softmax_type", "vanilla") == "learnable",
+        attention_output_gate=c.flag("attention_output_gate"),
         rotary=rotary,
     )
 
 
 def _mla(c: _Config) -> MLASpec:
-    if c.get("add_bias_linear", True):
-        raise c.error("add_bias_linear is True with multi_latent_attention; set it to False")
+    """Of its linears only linear_proj has a bias (``multi_latent_attention.py: MultiLatentAttention.__init__``)."""
     return MLASpec(
         num_attention_heads=c.size("num_attention_heads"),
         q_lora_rank=c.size("q_lora_rank") if c.get("q_lora_rank") is not None else None,
@@ -196,76 +254,27 @@ def _mla(c: _Config) -> MLASpec:
         qk_head_dim=c.size("qk_head_dim"),
         qk_pos_emb_head_dim=c.size("qk_pos_emb_head_dim"),
         v_head_dim=c.size("v_head_dim"),
-        qk_layernorm=bool(c.get("qk_layernorm", False)),
+        qk_layernorm=c.flag("qk_layernorm"),
+        add_output_bias=c.flag("add_bias_linear", True),
     )
-
-
-def _pattern(c: _Config, key: str, n: int, ones_every: bool) -> list[int]:
-    """A frequency of the config as one 0 or 1 a layer.
-
-    int N: 1 on layers 0, N, 2N (``ones_every``, moe_layer_freq), or 0 on each N-th and 1 elsewhere
-    (linear_attention_freq). A list is the pattern; a string is Megatron's "([0]*3+[1]*58)".
-    """
-    value = c.get(key)
-    if isinstance(value, str):
-        value = _parse_pattern(c, key, value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        if value < 1:
-            raise c.error(f"{key} is {value}; it must be positive")
-        if ones_every:
-            return [1 if i % value == 0 else 0 for i in range(n)]
-        return [0 if (i + 1) % value == 0 else 1 for i in range(n)]
-    if not isinstance(value, (list, tuple)) or any(x not in (0, 1) for x in value):
-        raise c.error(f"{key} is {shown(value)}; it must be an integer or a list of 0 and 1")
-    if len(value) != n:
-        raise c.error(f"{key} has {len(value)} entries for num_layers {n}; give one a layer")
-    return [int(x) for x in value]
-
-
-def _parse_pattern(c: _Config, key: str, text: str) -> int | list[int]:
-    """Lists, integers, + and *; nothing else is evaluated (Megatron-LM: arguments.moe_freq_type)."""
-
-    def value(node: ast.expr) -> Any:
-        if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= MAX_LAYERS:
-            return node.value
-        if isinstance(node, (ast.List, ast.Tuple)):
-            return [value(x) for x in node.elts]
-        if isinstance(node, ast.BinOp):
-            left, right = value(node.left), value(node.right)
-            if isinstance(node.op, ast.Add) and type(left) is type(right):
-                return left + right
-            if isinstance(node.op, ast.Mult) and not (isinstance(left, list) and isinstance(right, list)):
-                return left * right
-        raise ValueError
-
-    try:
-        result = value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise c.error(f'{key} is {shown(text)}; write it like "([0]*3+[1]*58)"') from None
-    if isinstance(result, list):
-        return [x for item in result for x in (item if isinstance(item, list) else [item])]
-    return int(result)
 
 
 def _windowed(c: _Config, n: int, spec: AttentionSpec) -> list[AttentionSpec]:
     """Source: transformer/utils.py is_layer_window_attention."""
     window = c.get("window_size")
-    if not window:
-        return [spec] * n
-    left = window[0] if isinstance(window, (tuple, list)) else window
-    if left < 0:
+    left = window[0] if isinstance(window, tuple | list) and window else window
+    if not left or left < 0:
         return [spec] * n
     sliding = replace(spec, window_size=left)
-    skip = c.get("window_attn_skip_freq")
-    if skip is None:
+    if c.get("window_attn_skip_freq") is None:
         return [sliding] * n
-    return [sliding if one else spec for one in _pattern(c, "window_attn_skip_freq", n, ones_every=False)]
+    return [sliding if one else spec for one in c.pattern("window_attn_skip_freq", n, sparse=True)]
 
 
-def _mixers(c: _Config, n: int, hidden_size: int, full_qk_layernorm: bool) -> Sequence[Mixer]:
-    if c.get("multi_latent_attention", False):
+def _mixers(c: _Config, n: int, hidden_size: int, rotary: bool, full_qk_layernorm: bool) -> Sequence[Mixer]:
+    if c.flag("multi_latent_attention"):
         return [_mla(c)] * n
-    attention = _windowed(c, n, _attention(c, hidden_size, full_qk_layernorm))
+    attention = _windowed(c, n, _attention(c, hidden_size, rotary, full_qk_layernorm))
     variant = c.get("experimental_attention_variant")
     if variant is None and c.get("linear_attention_type") not in (None, "none"):
         variant = c.get("linear_attention_type")  # its name before megatron-core 0.16
@@ -280,7 +289,7 @@ def _mixers(c: _Config, n: int, hidden_size: int, full_qk_layernorm: bool) -> Se
         value_head_dim=c.size("linear_value_head_dim"),
         conv_kernel=c.size("linear_conv_kernel_dim", 4),
     )
-    is_linear = _pattern(c, "linear_attention_freq", n, ones_every=False)
+    is_linear = c.pattern("linear_attention_freq", n, sparse=True)
     return [linear if one else softmax for one, softmax in zip(is_linear, attention, strict=True)]
 
 
@@ -292,9 +301,9 @@ def _mixers(c: _Config, n: int, hidden_size: int, full_qk_layernorm: bool) -> Se
 def _mlp(c: _Config, hidden_size: int, act: str) -> MLPSpec:
     return MLPSpec(
         ffn_hidden_size=c.size("ffn_hidden_size", 4 * hidden_size),
-        gated=bool(c.get("gated_linear_unit", False)),
+        gated=c.flag("gated_linear_unit"),
         activation=act,
-        add_bias=bool(c.get("add_bias_linear", True)),
+        add_bias=c.flag("add_bias_linear", True),
     )
 
 
@@ -303,65 +312,77 @@ def _moe(c: _Config, hidden_size: int, act: str) -> MoESpec:
     if topk > experts:
         raise c.error(f"moe_router_topk ({topk}) is larger than num_moe_experts ({experts})")
     shared = c.get("moe_shared_expert_intermediate_size", 0)
-    balancing = c.get("moe_router_load_balancing_type", "aux_loss")
-    biased = bool(c.get("add_bias_linear", True))
+    biased = c.flag("add_bias_linear", True)
     return MoESpec(
         num_experts=experts,
         topk=topk,
         moe_ffn_hidden_size=c.size("moe_ffn_hidden_size", c.get("ffn_hidden_size", 4 * hidden_size)),
-        gated=bool(c.get("gated_linear_unit", False)),
+        gated=c.flag("gated_linear_unit"),
         activation=act,
         add_bias=biased,
         shared_expert_intermediate_size=shared,
-        shared_expert_gate=bool(shared) and bool(c.get("moe_shared_expert_gate", False)),
-        router_enable_expert_bias=bool(c.get("moe_router_enable_expert_bias", False)),
-        # transformer/moe/router.py: Router has a bias with add_bias_linear.
-        add_router_bias=biased,
+        shared_expert_gate=bool(shared) and c.flag("moe_shared_expert_gate"),
+        router_enable_expert_bias=c.flag("moe_router_enable_expert_bias"),
+        add_router_bias=biased and ROUTER_BIAS(c),
         router_score_function=c.get("moe_router_score_function", "softmax"),
-        router_load_balancing_type=balancing if isinstance(balancing, str) else "+".join(balancing),
+        router_load_balancing_type=_balancing(c),
+        router_num_groups=c.get("moe_router_num_groups"),
+        router_group_topk=c.get("moe_router_group_topk"),
         latent_size=c.get("moe_latent_size"),
     )
 
 
-def _gpt_layers(c: _Config, n: int, hidden_size: int, act: str, full_qk_layernorm: bool) -> list[LayerSpec]:
-    mixers = _mixers(c, n, hidden_size, full_qk_layernorm)
+def _balancing(c: _Config) -> str:
+    """The kinds of balancing that run: an auxiliary loss with a coefficient of 0 is not computed (``router.py:
+    TopKRouter.is_aux_loss_enabled``; before 0.14 its scores are, and nothing keeps them)."""
+    given, coefficients = c.get("moe_router_load_balancing_type", "aux_loss"), c.get("moe_aux_loss_coeff", 0.0)
+    kinds = [given] if isinstance(given, str) else list(given)
+    if not isinstance(coefficients, list | tuple):
+        coefficients = [coefficients] * len(kinds)
+    if len(coefficients) != len(kinds):
+        raise c.error(f"moe_aux_loss_coeff has {len(coefficients)} numbers for {len(kinds)} balancing types")
+    running = [kind for kind, x in zip(kinds, coefficients, strict=True) if kind not in _AUXILIARY_LOSSES or x]
+    return "+".join(running) or "none"
+
+
+def _gpt_layers(
+    c: _Config, n: int, hidden_size: int, act: str, rotary: bool, full_qk_layernorm: bool
+) -> list[LayerSpec]:
+    mixers = _mixers(c, n, hidden_size, rotary, full_qk_layernorm)
     if c.get("num_moe_experts") is None:
         dense = _mlp(c, hidden_size, act)
         return [LayerSpec(mixer, dense) for mixer in mixers]
     moe = _moe(c, hidden_size, act)
-    is_moe = [1] * n if c.get("moe_layer_freq") is None else _pattern(c, "moe_layer_freq", n, ones_every=True)
-    kinds: dict[int, FeedForward] = {1: moe}
+    is_moe = [True] * n if c.get("moe_layer_freq") is None else c.pattern("moe_layer_freq", n)
+    kinds: dict[bool, FeedForward] = {True: moe}
     if not all(is_moe):
-        kinds[0] = _mlp(c, hidden_size, act)
+        kinds[False] = _mlp(c, hidden_size, act)
     return [LayerSpec(mixer, kinds[one]) for mixer, one in zip(mixers, is_moe, strict=True)]
 
 
-def _is_mamba(c: _Config) -> bool:
-    """Only MambaModel's providers and arguments carry a hybrid pattern or are marked so."""
-    return bool(c.get("is_hybrid_model", False) or c.get("hybrid_override_pattern"))
-
-
-def _hybrid_layers(c: _Config, n: int, hidden_size: int, act: str) -> list[LayerSpec]:
-    """Source: ssm/mamba_hybrid_layer_allocation.py (Symbols), models/mamba/mamba_layer_specs.py."""
-    pattern = c.get("hybrid_override_pattern")
-    if not pattern:
-        raise c.error("is_hybrid_model without hybrid_override_pattern; give the pattern, ratios are not read")
-    if len(pattern) != n:
-        raise c.error(f"hybrid_override_pattern has {len(pattern)} layers and num_layers says {n}")
-    rotary = c.get("position_embedding_type", "none") == "rope"
+def _hybrid_kinds(
+    c: _Config, pattern: HybridPattern, hidden_size: int, act: str, rotary: bool
+) -> dict[str, LayerSpec]:
+    """Letter -> layer. Source: models/mamba/mamba_layer_specs.py."""
     kinds: dict[str, LayerSpec] = {}
-    for symbol in dict.fromkeys(pattern):
-        if symbol == "M":
+    for symbol in dict.fromkeys(pattern.layers + "".join(pattern.mtp)):
+        if symbol == MAMBA:
             kinds[symbol] = LayerSpec(_mamba(c, hidden_size), None)
-        elif symbol == "*":
-            kinds[symbol] = LayerSpec(_attention(c, hidden_size, False, rotary), None)
-        elif symbol == "-":
+        elif symbol == ATTENTION:
+            kinds[symbol] = LayerSpec(_attention(c, hidden_size, rotary), None)
+        elif symbol == MLP:
             kinds[symbol] = LayerSpec(None, _mlp(c, hidden_size, act))
-        elif symbol == "E":
-            kinds[symbol] = LayerSpec(None, _moe(c, hidden_size, act))
         else:
-            raise c.error(f"hybrid_override_pattern holds {shown(symbol)}; known: M, *, -, E")
-    return [kinds[symbol] for symbol in pattern]
+            kinds[symbol] = LayerSpec(None, _moe(c, hidden_size, act))
+    return kinds
+
+
+def _hybrid_mtp(pattern: HybridPattern, kinds: dict[str, LayerSpec]) -> LayerSpec | None:
+    """The layer of every MTP depth: one mixer and one feed-forward block; None for any other."""
+    depth, *others = dict.fromkeys(pattern.mtp)
+    if others or len(depth) != 2 or kinds[depth[0]].mixer is None or kinds[depth[1]].ffn is None:
+        return None
+    return LayerSpec(kinds[depth[0]].mixer, kinds[depth[1]].ffn)
 
 
 def _mamba(c: _Config, hidden_size: int) -> MambaSpec:
@@ -377,12 +398,12 @@ def _mamba(c: _Config, hidden_size: int) -> MambaSpec:
     )
 
 
-def _heterogeneous_layers(c: _Config, n: int, hidden_size: int, act: str) -> list[LayerSpec]:
+def _heterogeneous_layers(c: _Config, n: int, hidden_size: int, act: str, rotary: bool) -> list[LayerSpec]:
     """Source: transformer/heterogeneous/heterogeneous_config.py (per_block_parameters)."""
     blocks = c.get("per_block_parameters")
     if blocks is None or len(blocks) != n:
         raise c.error(f"heterogeneous_block_specs without one of per_block_parameters for each of {n} layers")
-    attention, mlp = _attention(c, hidden_size, False), _mlp(c, hidden_size, act)
+    attention, mlp = _attention(c, hidden_size, rotary), _mlp(c, hidden_size, act)
     layers = []
     for i, block in enumerate(blocks):
         for part in (block.attention, block.mlp):

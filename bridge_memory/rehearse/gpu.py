@@ -22,9 +22,10 @@ from bridge_memory.rehearse import patches
 from bridge_memory.rehearse.model import build_chunks
 from bridge_memory.rehearse.record import Phase, installed, record_of
 from bridge_memory.rehearse.refusals import refuse_what_is_ignored
-from bridge_memory.rehearse.world import RehearsalUnavailable, fake_world, rank_of_stage, stage_of_rank
+from bridge_memory.rehearse.world import RehearsalUnavailable, fake_world
 from bridge_memory.releases import release_in
 from bridge_memory.spec import MoESpec, RunSpec, SpecError
+from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank
 
 GIB = 1 << 30
 

@@ -30,14 +30,10 @@ from bridge_memory.spec import (
     MoESpec,
     RunSpec,
 )
+from bridge_memory.spec.dtypes import TORCH_NAMES
 
-TORCH_DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp8": torch.float8_e4m3fn,
-    "uint8": torch.uint8,
-}
+#: Number format -> torch's dtype.
+TORCH_DTYPES = {name: getattr(torch, words[0]) for name, words in TORCH_NAMES.items()}
 
 
 class NotBuildable(RehearsalUnavailable):
@@ -162,6 +158,8 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         raise NotBuildable("dense and expert MLPs differ in activation or bias; TransformerConfig holds one")
 
     add_bias = bool(ffn and ffn.add_bias)
+    if mla and mla.add_output_bias != add_bias:
+        raise NotBuildable(f"add_output_bias ({mla.add_output_bias}) and the MLP's bias ({add_bias}) are one switch")
     config: dict[str, Any] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from bridge_memory.files import write_whole
 from bridge_memory.readers.run_spec import run_to_json
 from bridge_memory.spec import RunSpec, SpecError
 
@@ -80,19 +79,9 @@ def record_of(
 def append_record(path: str | Path, record: dict[str, Any]) -> None:
     """Add a line: the file is replaced as a whole, so that nobody ever reads half a record. Raises SpecError."""
     path = Path(path)
-    temporary = None
     try:
         before = path.read_text(encoding="utf-8") if path.exists() else ""
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(before + ("\n" if before and not before.endswith("\n") else "") + json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            os.chmod(temporary, path.stat().st_mode)
-        os.replace(temporary, path)
+        write_whole(path, before + ("\n" if before and not before.endswith("\n") else "") + json.dumps(record) + "\n")
     except (OSError, UnicodeDecodeError) as error:
-        if temporary and os.path.exists(temporary):
-            os.unlink(temporary)
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise SpecError(f"record {path}: {reason}; name a file in a folder that can be written") from None

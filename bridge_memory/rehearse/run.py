@@ -19,8 +19,9 @@ from bridge_memory.rehearse import patches, te_kernels
 from bridge_memory.rehearse.model import TORCH_DTYPES, NotBuildable, build_chunks
 from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 from bridge_memory.rehearse.tracker import Alive, Peak, SavedRecord, Tracker, parts_of
-from bridge_memory.rehearse.world import fake_world, quiet, rank_of_stage, stage_of_rank
+from bridge_memory.rehearse.world import fake_world, quiet
 from bridge_memory.spec import MLPSpec, MoESpec, RunSpec, SpecError
+from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,9 +271,8 @@ def optimizer(run: RunSpec, wrapped: list[Any]) -> Any:
         "use_precision_aware_optimizer": opt.use_precision_aware_optimizer,
         "main_grads_dtype": TORCH_DTYPES[opt.main_grads_dtype],
         "main_params_dtype": TORCH_DTYPES[opt.main_params_dtype],
-        # Moments in fp8 are bytes to FusedAdam (``training/arguments.py`` maps fp8 to uint8).
-        "exp_avg_dtype": TORCH_DTYPES["uint8" if opt.exp_avg_dtype == "fp8" else opt.exp_avg_dtype],
-        "exp_avg_sq_dtype": TORCH_DTYPES["uint8" if opt.exp_avg_sq_dtype == "fp8" else opt.exp_avg_sq_dtype],
+        "exp_avg_dtype": TORCH_DTYPES[opt.exp_avg_dtype],
+        "exp_avg_sq_dtype": TORCH_DTYPES[opt.exp_avg_sq_dtype],
         "store_param_remainders": opt.store_param_remainders,
         "fp8_recipe": opt.fp8_recipe,
         "sgd_momentum": opt.sgd_momentum,

@@ -171,7 +171,8 @@ def _constructors() -> list[type]:
 def _answer(jobs: Sequence[Job]) -> list[Shapes | str]:
     from bridge_memory.rehearse.model import NotBuildable, build_chunks, parameter_shapes
     from bridge_memory.rehearse.patches import building
-    from bridge_memory.rehearse.world import fake_world, rank_of_stage
+    from bridge_memory.rehearse.world import fake_world
+    from bridge_memory.spec.ranks import rank_of_stage
 
     answers: list[Shapes | str] = []
     for run, stage in jobs:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from bridge_memory.releases import release_in, release_words
 from bridge_memory.spec import ParallelSpec, SpecError
+from bridge_memory.spec.ranks import stage_of_rank
 
 #: As in pyproject.toml; the token dispatchers of older ones are built otherwise.
 OLDEST_RELEASE = (0, 13)
@@ -85,29 +86,6 @@ def newer_release() -> str:
         return ""
     newest = release_words(NEWEST_RELEASE)
     return f"megatron-core {release_words(here)} is newer than {newest}, the newest that the estimate was held to"
-
-
-def ranks_per_stage(parallel: ParallelSpec) -> int:
-    """Ranks of one pipeline stage: the pipeline is the outermost dimension ("tp-cp-ep-dp-pp")."""
-    return parallel.world_size // parallel.pp
-
-
-def rank_of_stage(parallel: ParallelSpec, stage: int) -> int:
-    """The first rank of a pipeline stage."""
-    if not 0 <= stage < parallel.pp:
-        raise SpecError(
-            f"stage ({stage}) is not one of the {parallel.pp} pipeline stages; use 0 to {parallel.pp - 1}"
-        )
-    return stage * ranks_per_stage(parallel)
-
-
-def stage_of_rank(parallel: ParallelSpec, rank: int) -> int:
-    """The pipeline stage of a rank."""
-    if not 0 <= rank < parallel.world_size:
-        raise SpecError(
-            f"rank ({rank}) is not in the world of {parallel.world_size}; use 0 to {parallel.world_size - 1}"
-        )
-    return rank // ranks_per_stage(parallel)
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-import tempfile
 
+from bridge_memory.files import write_whole
 from bridge_memory.spec import SpecError
 
 
@@ -29,53 +29,14 @@ def check_target(path: str, *, force: bool = False) -> None:
 
 
 def write_text(path: str, text: str, *, force: bool = False) -> None:
-    """Write ``text`` as UTF-8 to ``path`` through a temporary file beside it. Raises SpecError.
+    """Write ``text`` as UTF-8 to ``path``. Raises SpecError.
 
     Without ``force`` an existing file stays as it is, even one that appeared in between.
     """
     check_target(path, force=force)
-    target = os.path.realpath(path)
-    temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".bridge-memory-")
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, _mode(target))
-        if force:
-            os.replace(temporary, target)
-        else:
-            _place(temporary, target)
-        temporary = None
+        write_whole(path, text, replace=force)
     except FileExistsError:
         raise SpecError(f"--output {path} exists; name another file or add --force") from None
     except OSError as error:
         raise SpecError(f"--output {path}: {error.strerror}; name a file that can be written") from None
-    finally:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
-
-
-def _mode(target: str) -> int:
-    """The mode that open() would give the file; an existing one keeps its own."""
-    try:
-        return stat.S_IMODE(os.stat(target).st_mode)
-    except FileNotFoundError:
-        mask = os.umask(0)
-        os.umask(mask)
-        return 0o666 & ~mask
-
-
-def _place(temporary: str, target: str) -> None:
-    """Rename without replacing: a link fails where the name is taken; then the temporary name goes."""
-    try:
-        os.link(temporary, target)
-    except FileExistsError:
-        raise
-    except OSError:  # A file system without links (some network mounts).
-        if os.path.exists(target):
-            raise FileExistsError from None
-        os.rename(temporary, target)
-        return
-    os.unlink(temporary)

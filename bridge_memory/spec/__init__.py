@@ -4,6 +4,7 @@
 <- ``gaps``.
 """
 
+from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.errors import SpecError, divide, show
 from bridge_memory.spec.model import (
     AttentionSpec,
@@ -18,7 +19,6 @@ from bridge_memory.spec.model import (
     MoESpec,
 )
 from bridge_memory.spec.parts import (
-    DTYPE_BYTES,
     BatchSpec,
     DataParallelSpec,
     ImplementationSpec,

@@ -137,7 +137,7 @@ def check_fields(spec: Checked) -> None:
         if not types.issuperset(map(type, values)):
             at = next(i for i, value in enumerate(values) if type(value) not in types)
             give = rules[at].give
-            raise SpecError(f"{_called(spec, names[at])} ({show(values[at])}) is not {give}; give {give}")
+            raise SpecError(f"{called(type(spec), names[at])} ({show(values[at])}) is not {give}; give {give}")
         if bool in types:
             continue
         for name, value, rule in zip(names, values, rules, strict=True):
@@ -149,15 +149,15 @@ def check_fields(spec: Checked) -> None:
                 if rule.names and value not in rule.names:
                     raise _unknown(spec, name, value, rule)
             elif rule.fraction_below_one is not None:
-                check_fraction(_called(spec, name), value, below_one=rule.fraction_below_one)
+                check_fraction(called(type(spec), name), value, below_one=rule.fraction_below_one)
             elif not rule.lowest <= value < rule.below:
-                raise out_of_range(_called(spec, name), value, rule.lowest, rule.below)
+                raise out_of_range(called(type(spec), name), value, rule.lowest, rule.below)
 
 
 def _check_tuple(spec: Checked, name: str, value: tuple[Any, ...], rule: Rule) -> None:
     if rule.give.startswith("a release"):
         if len(value) != 2 or any(type(n) is not int for n in value):
-            raise SpecError(f"{_called(spec, name)} ({show(value)}) is not a release; give one such as (0, 16)")
+            raise SpecError(f"{called(type(spec), name)} ({show(value)}) is not a release; give one such as (0, 16)")
         return
     for one in value:
         if type(one) is not str or (rule.names and one not in rule.names):
@@ -166,12 +166,13 @@ def _check_tuple(spec: Checked, name: str, value: tuple[Any, ...], rule: Rule) -
 
 def _unknown(spec: Checked, name: str, value: object, rule: Rule) -> SpecError:
     known = f"; use one of {', '.join(rule.names)}" if rule.names else "; give names"
-    return SpecError(f"{_called(spec, name)} ({show(value)}) is unknown{known}")
+    return SpecError(f"{called(type(spec), name)} ({show(value)}) is unknown{known}")
 
 
-def _called(spec: Checked, name: str) -> str:
-    """Megatron's name of a field."""
-    return name if name in spec._unprefixed else spec._prefix + name
+def called(cls: type, name: str) -> str:
+    """Megatron's name of a field of ``cls``: ``method`` of RecomputeSpec is ``recompute_method``."""
+    prefix, unprefixed = getattr(cls, "_prefix", ""), getattr(cls, "_unprefixed", ())
+    return name if name in unprefixed else prefix + name
 
 
 def check_ints(owner: object, *names: str) -> None:

@@ -38,6 +38,8 @@ class MLASpec:
     qk_pos_emb_head_dim: int
     v_head_dim: int
     qk_layernorm: bool = True
+    #: On linear_proj, the only linear of MLA that can have one.
+    add_output_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)

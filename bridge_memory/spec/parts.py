@@ -26,8 +26,6 @@ from bridge_memory.spec.fields import (
 )
 from bridge_memory.spec.gpu_names import DEFAULT_GENERATION, GENERATIONS
 
-#: Bytes of one element.
-DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "uint8": 1}
 #: Who keeps model state over data-parallel ranks; each is a module of ``bridge_memory.engines``.
 ENGINES = ("megatron_ddp", "megatron_fsdp")
 #: What Megatron-FSDP divides over data-parallel ranks (``--data-parallel-sharding-strategy``).

@@ -9,8 +9,13 @@ Every refusal is a ``SpecError`` (a ``ValueError``) of one line that names the f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
+from bridge_memory.spec.errors import SpecError, show
+from bridge_memory.spec.fields import called
 from bridge_memory.spec.model import ModelSpec
 from bridge_memory.spec.parts import (
     BatchSpec,
@@ -24,10 +29,26 @@ from bridge_memory.spec.parts import (
 )
 from bridge_memory.spec.validation import validate
 
+#: Group of a RunSpec -> its class.
+GROUPS: dict[str, type] = {
+    "parallel": ParallelSpec,
+    "batch": BatchSpec,
+    "precision": PrecisionSpec,
+    "optimizer": OptimizerSpec,
+    "data_parallel": DataParallelSpec,
+    "peft": PeftSpec,
+    "recompute": RecomputeSpec,
+    "implementation": ImplementationSpec,
+}
+_TYPES = (ModelSpec, *GROUPS.values(), tuple, tuple)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """One training run. Building it checks everything that can be checked without laying out layers."""
+    """One training run. Building it checks everything that can be checked without laying out layers.
+
+    ``model`` may be given as what ``bridge_memory.readers.resolve_model`` takes: a preset, a path or a Hub id.
+    """
 
     model: ModelSpec
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
@@ -42,7 +63,32 @@ class RunSpec:
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
 
+    if TYPE_CHECKING:  # For type checkers: a model's name will do; the fields themselves are what they say.
+
+        def __init__(
+            self,
+            *,
+            model: ModelSpec | str,
+            parallel: ParallelSpec = ...,
+            batch: BatchSpec = ...,
+            precision: PrecisionSpec = ...,
+            optimizer: OptimizerSpec = ...,
+            data_parallel: DataParallelSpec = ...,
+            peft: PeftSpec = ...,
+            recompute: RecomputeSpec = ...,
+            implementation: ImplementationSpec = ...,
+            assumptions: tuple[str, ...] = ...,
+            not_modelled: tuple[str, ...] = ...,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
+        if (
+            type(self.model), type(self.parallel), type(self.batch), type(self.precision), type(self.optimizer),
+            type(self.data_parallel), type(self.peft), type(self.recompute), type(self.implementation),
+            type(self.assumptions), type(self.not_modelled),
+        ) != _TYPES:  # fmt: skip
+            object.__setattr__(self, "model", _model(self.model))
+            _check_groups(self)
         validate(self)
 
     @property
@@ -53,6 +99,102 @@ class RunSpec:
             return p.pp * p.vpp
         return b.global_batch_size // (b.micro_batch_size * p.data_parallel_size)
 
-    def with_(self, **groups: object) -> RunSpec:
+    def with_(self, **groups: Any) -> RunSpec:
         """A copy with whole groups replaced, validated again."""
-        return replace(self, **groups)  # type: ignore[arg-type]
+        return replace(self, **groups)
+
+    def with_fields(self, **values: Any) -> RunSpec:
+        """A copy with single fields replaced, validated again.
+
+            run.with_fields(tensor_model_parallel_size=4, recompute_granularity="full", exp_avg_dtype="bf16")
+
+        A field is called as Megatron calls it and finds its group; ``group.field`` names it in full, as it must where
+        two groups have it: ``with_fields(**{"precision.fp8_recipe": "mxfp8"})``. Whole groups may stand beside.
+        Raises SpecError for a name that no group has, or several.
+        """
+        changed: dict[str, dict[str, Any]] = {}
+        whole: dict[str, Any] = {}
+        for name, value in values.items():
+            group, member = _owner(name)
+            if member:
+                changed.setdefault(group, {})[member] = value
+            else:
+                whole[group] = _model(value) if group == "model" else value
+        for group, members in changed.items():
+            whole[group] = replace(whole.get(group, getattr(self, group)), **members)
+        return replace(self, **whole)
+
+
+# --------------------------------------------------------------------------------------------------
+# What may be given
+# --------------------------------------------------------------------------------------------------
+
+_resolve: Callable[[str], ModelSpec] | None = None
+
+
+def read_names_with(resolve: Callable[[str], ModelSpec]) -> None:
+    """Let a RunSpec take a model's name. ``bridge_memory.readers`` does this when it is imported; this room knows no
+    source of models."""
+    global _resolve
+    _resolve = resolve
+
+
+def _model(given: object) -> ModelSpec:
+    if isinstance(given, ModelSpec):
+        return given
+    if isinstance(given, str):
+        if _resolve is None:
+            raise SpecError(f"model ({show(given)}) is a name, and nothing here reads it; import bridge_memory.readers")
+        return _resolve(given)
+    fix = "a ModelSpec, or a preset's name, a path or a Hub id"
+    if isinstance(given, Mapping):
+        fix = "model_from_hf_config(config, name) of a Hugging Face config, or a preset's name"
+    raise SpecError(f"model ({show(given)}) is not a ModelSpec; give {fix}")
+
+
+def _check_groups(run: RunSpec) -> None:
+    for name, cls in GROUPS.items():
+        given = getattr(run, name)
+        if not isinstance(given, cls):
+            raise SpecError(f"{name} ({show(given)}) is not a {cls.__name__}; give {_written(cls, given)}")
+    for name in ("assumptions", "not_modelled"):
+        given = getattr(run, name)
+        if not isinstance(given, tuple):
+            raise SpecError(f"{name} ({show(given)}) is not a tuple of sentences; give one")
+
+
+def _written(cls: type, given: object) -> str:
+    """How a group is written: with the fields of a dict where it has no others."""
+    names = [f.name for f in fields(cls)]
+    if isinstance(given, Mapping) and given and all(key in names for key in given):
+        inside = ", ".join(f"{key}={show(value)}" for key, value in given.items())
+        return f"{cls.__name__}({inside})"
+    return f"{cls.__name__}({names[0]}=..., {names[1]}=...)"
+
+
+@cache
+def _owners() -> dict[str, tuple[tuple[str, str], ...]]:
+    """Name of a field -> every (group, field) that it may mean; field "" where it names a group itself."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for f in fields(RunSpec):
+        found[f.name] = [(f.name, "")]
+    for group, cls in {"model": ModelSpec, **GROUPS}.items():
+        for f in fields(cls):
+            if f.init:
+                found.setdefault(called(cls, f.name), []).append((group, f.name))
+                found[f"{group}.{f.name}"] = [(group, f.name)]
+    return {name: tuple(owners) for name, owners in found.items()}
+
+
+def _owner(name: str) -> tuple[str, str]:
+    owners = _owners().get(name, ())
+    if len(owners) == 1:
+        return owners[0]
+    if owners:
+        ways = " or ".join(f"{group}.{member}" for group, member in owners)
+        raise SpecError(f"{name} is a field of {len(owners)} groups; write {ways}")
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, _owners(), n=3, cutoff=0.6)
+    hint = f"use {' or '.join(near)}" if near else f"the groups are model, {', '.join(GROUPS)}"
+    raise SpecError(f"{name} is no field of a RunSpec; {hint}")

@@ -16,6 +16,7 @@ from bridge_memory.readers.container_fields import (
     positive_size,
     vocabulary,
 )
+from bridge_memory.readers.patterns import layer_pattern
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.layout_string import layout_string, parse_layout_string
 from bridge_memory.table2.closed_forms import Table2, Table2Stage
@@ -37,7 +38,9 @@ def table2_from_container(config: Any) -> Table2:
     cp = positive_size(model, "context_parallel_size", 1)
     vpp = getattr(model, "virtual_pipeline_model_parallel_size", None)
     experts = getattr(model, "num_moe_experts", None) or 0
-    pattern = moe_layer_pattern(getattr(model, "moe_layer_freq", 1), num_layers) if experts else [0] * num_layers
+    pattern = (False,) * num_layers
+    if experts:
+        pattern = layer_pattern(getattr(model, "moe_layer_freq", 1), num_layers, "model.moe_layer_freq")
     mtp = getattr(model, "mtp_num_layers", None) or 0
     distributed = bool(
         getattr(optimizer, "use_distributed_optimizer", False) or getattr(ddp, "use_distributed_optimizer", False)
@@ -71,7 +74,7 @@ def table2_from_container(config: Any) -> Table2:
         moe_shared_expert_intermediate_size=getattr(model, "moe_shared_expert_intermediate_size", None) or 0,
         moe_latent_size=getattr(model, "moe_latent_size", None),
         mtp_num_layers=mtp,
-        mtp_is_moe=bool(pattern[-1]) if pattern else False,
+        mtp_is_moe=pattern[-1],
         stages=stages,
     )
 
@@ -137,31 +140,13 @@ def padded_vocab_size(config: Any, tp: int) -> int:
     return -(-vocab // multiple) * multiple
 
 
-def moe_layer_pattern(freq: Any, num_layers: int) -> list[int]:
-    """``moe_layer_freq`` as a list of 0 and 1: an int n means every n-th layer, starting with the first.
-
-    Source: megatron-core ``models/gpt/gpt_layer_specs.py: get_gpt_decoder_layer_specs``.
-    """
-    if isinstance(freq, bool) or not isinstance(freq, (int, list, tuple)):
-        raise SpecError(f"model.moe_layer_freq ({freq!r}) is neither an int nor a list; give 1 or [0, 1, ...]")
-    if isinstance(freq, int):
-        if freq < 1:
-            raise SpecError(f"model.moe_layer_freq ({freq}) is below 1; 1 means that every layer has experts")
-        return [int(i % freq == 0) for i in range(num_layers)]
-    if len(freq) != num_layers or any(x not in (0, 1) for x in freq):
-        raise SpecError(
-            f"model.moe_layer_freq has {len(freq)} entries for {num_layers} layers; give a 0 or 1 for each layer"
-        )
-    return [int(x) for x in freq]
-
-
 def _argmax(values: Iterable[float]) -> int:
     listed = list(values)
     return listed.index(max(listed))
 
 
 def _stages(
-    model: Any, num_layers: int, pp: int, vpp: int | None, pattern: list[int], mtp: int
+    model: Any, num_layers: int, pp: int, vpp: int | None, pattern: tuple[bool, ...], mtp: int
 ) -> tuple[Table2Stage, ...]:
     """Layers of each stage; fractions where nothing says how an indivisible number is split (Bridge averages)."""
     text = layout_string(getattr(model, "pipeline_model_parallel_layout", None))

@@ -17,8 +17,8 @@ from bridge_memory.estimate import estimate
 from bridge_memory.live import install, uninstall
 from bridge_memory.live.cuda import Reading
 from bridge_memory.readers.config_container import run_from_config_container
+from bridge_memory.readers.megatron_args import container as as_container
 from bridge_memory.readers.megatron_args import run_from_megatron_args
-from bridge_memory.readers.megatron_args.namespace import container as as_container
 
 GIB = 1 << 30
 

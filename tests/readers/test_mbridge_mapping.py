@@ -38,8 +38,13 @@ DIFFERENCES: dict[str, dict[str, str]] = {
     },
     "qwen3_moe": {"layers.ffn.router_load_balancing_type": NO_AUX_LOSS},
     "mixtral": {"layers.ffn.router_load_balancing_type": NO_AUX_LOSS},
-    "deepseek_v3": {"layers.ffn.router_load_balancing_type": NO_AUX_LOSS},
+    "deepseek_v3": {
+        "layers.ffn.router_load_balancing_type": NO_AUX_LOSS,
+        "layers.ffn.router_num_groups": "deepseek_v3.py reads no n_group; Bridge does (deepseek/common.py)",
+        "layers.ffn.router_group_topk": "as above",
+    },
     "glm4_moe": {
+        "layers.ffn.router_load_balancing_type": "glm4moe.py names a loss and no coefficient, so that it is 0",
         "mtp_num_layers": "glm4moe.py reads no num_nextn_predict_layers: it drops GLM-4.5's MTP layer",
         "mtp_layer": "as above",
     },
@@ -93,7 +98,7 @@ def differing(ours: Any, theirs: Any, path: str = "") -> set[str]:
     if is_dataclass(ours) and type(ours) is type(theirs):
         found: set[str] = set()
         for field in (f for f in fields(ours) if f.compare):
-            if not field.name.startswith("_"):
+            if field.init:
                 name = f"{path}.{field.name}" if path else field.name
                 found |= differing(getattr(ours, field.name), getattr(theirs, field.name), name)
         return found

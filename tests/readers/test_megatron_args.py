@@ -15,11 +15,16 @@ from bridge_memory.readers.megatron_args import (
     gpu_architecture,
     read_arguments,
     run_from_megatron_args,
-    stage_of_rank,
 )
-from bridge_memory.readers.megatron_args.arguments import GAPS, HARMLESS, READ, Arguments
-from bridge_memory.readers.megatron_args.model import _pattern_of_ratios, moe_layer_pattern
-from bridge_memory.spec import AttentionSpec, MambaSpec, MLASpec, MLPSpec, MoESpec, ParallelSpec, SpecError
+from bridge_memory.readers.megatron_args.arguments import (
+    DESTINATIONS,
+    GAPS,
+    HARMLESS,
+    READ,
+    Arguments,
+)
+from bridge_memory.readers.patterns import pattern_of_ratios
+from bridge_memory.spec import AttentionSpec, MambaSpec, MLASpec, MLPSpec, MoESpec, SpecError
 from bridge_memory.spec.layout import layout
 
 CORPUS = Path(__file__).parents[1] / "data" / "measurements" / "runs.jsonl"
@@ -159,31 +164,13 @@ def test_a_layout_string_survives_the_shells_escapes() -> None:
     assert run.parallel.virtual_pipeline_model_parallel_size == 4
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_ranks_stage_is_megatron_cores(data) -> None:
-    """Against ``RankGenerator``: the pipeline group of a rank lists its stages in order."""
-    pytest.importorskip("megatron.core")
-    from megatron.core.parallel_state import RankGenerator
-
-    tp, pp, cp, dp = (data.draw(st.sampled_from([1, 2, 3])) for _ in range(4))
-    before = data.draw(st.booleans())
-    order = "tp-cp-ep-pp-dp" if before else "tp-cp-ep-dp-pp"
-    parallel = ParallelSpec(
-        world_size=tp * pp * cp * dp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
-        context_parallel_size=cp, sequence_parallel=False,
-    )
-    for group in RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order).get_ranks("pp"):
-        assert [stage_of_rank(rank, parallel, pp_before_dp=before) for rank in group] == list(range(pp))
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 80), st.floats(0, 0.5), st.floats(0, 0.5))
 def test_ratios_place_hybrid_layers_as_megatron_core_does(layers: int, attention: float, mlp: float) -> None:
     pytest.importorskip("megatron.core")
     from megatron.core.ssm.mamba_hybrid_layer_allocation import _allocate_auto
 
-    assert _pattern_of_ratios(layers, attention, mlp) == "".join(_allocate_auto(layers, attention, mlp))
+    assert pattern_of_ratios(layers, attention, mlp).layers == "".join(_allocate_auto(layers, attention, mlp))
 
 
 # ---- sources ----
@@ -274,13 +261,13 @@ def test_a_token_list_a_command_line_and_a_dict_are_one_run() -> None:
     [
         (GPT.replace("--num-layers 12", ""), "encoder-num-layers|num-layers"),
         (GPT.replace("512", "many"), "hidden-size"),
-        (GPT + " --position-embedding-type relative", "position-embedding-type"),
-        (GPT + " --num-experts 4 --moe-layer-freq '[1,0]'", "moe-layer-freq"),
-        (GPT + " --num-experts 4 --moe-layer-freq '__import__(1)'", "moe-layer-freq"),
-        (GPT + " --hybrid-override-pattern MQM", "hybrid-layer-pattern"),
+        (GPT + " --position-embedding-type relative", "position_embedding_type"),
+        (GPT + " --num-experts 4 --moe-layer-freq '[1,0]'", "moe_layer_freq"),
+        (GPT + " --num-experts 4 --moe-layer-freq '__import__(1)'", "moe_layer_freq"),
+        (GPT + " --hybrid-override-pattern MQM", "hybrid_override_pattern"),
         (GPT + " --fp16", "bf16"),
         (GPT + " --tensor-model-parallel-size 3", "world_size"),
-        (GPT + " --moe-token-dispatcher-type carrier-pigeon", "moe-token-dispatcher-type"),
+        (GPT + " --moe-token-dispatcher-type carrier-pigeon", "moe_token_dispatcher_type"),
         ("ARGS=(--num-layers 12", "bracket"),
         ("--num-layers '12", "quotes"),
     ],
@@ -341,17 +328,12 @@ def test_every_field_of_megatron_cores_configs_is_classed() -> None:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    known = READ | HARMLESS | set(GAPS) | _OTHER_NAMES
+    known = READ | HARMLESS | GAPS.keys() | DESTINATIONS.keys() | _OTHER_NAMES
     configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     assert not [f.name for c in configs for f in dataclasses.fields(c) if f.name not in known]
 
 
 # ---- small parts ----
-
-
-def test_moe_layer_frequency_is_a_number_or_a_list() -> None:
-    assert moe_layer_pattern("2", 5) == (True, False, True, False, True)
-    assert moe_layer_pattern("([1]+[0])*2", 4) == (True, False, True, False)
 
 
 @pytest.mark.parametrize(

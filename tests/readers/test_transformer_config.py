@@ -17,7 +17,15 @@ import pytest
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.presets import preset_path
 from bridge_memory.readers.transformer_config import model_from_transformer_config
-from bridge_memory.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec, MoESpec, SpecError
+from bridge_memory.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    MambaSpec,
+    ModelSpec,
+    MoESpec,
+    SpecError,
+)
 
 BASE: dict[str, Any] = {
     "num_layers": 6,
@@ -53,7 +61,8 @@ def test_plain_attributes_are_enough_and_defaults_are_megatrons() -> None:
     config = SimpleNamespace(num_layers=2, hidden_size=96, num_attention_heads=6)
     model = model_from_transformer_config(config, vocab_size=512)
     mixer, ffn = model.layers[0].mixer, model.layers[0].ffn
-    assert mixer == AttentionSpec(6, 6, 16, add_qkv_bias=True, add_output_bias=True)
+    # No rotary embedding: positions are learned (``gpt_model.py: GPTModel.__init__``).
+    assert mixer == AttentionSpec(6, 6, 16, add_qkv_bias=True, add_output_bias=True, rotary=False)
     assert (ffn.ffn_hidden_size, ffn.gated, ffn.activation, ffn.add_bias) == (384, False, "gelu", True)  # type: ignore[union-attr]
     assert (model.normalization, model.hidden_dropout, model.attention_dropout) == ("LayerNorm", 0.1, 0.1)
     assert (model.position_embedding_type, model.rotary_dim) == ("learned_absolute", 0)
@@ -185,6 +194,7 @@ def test_a_hybrid_provider_is_nemotron_3_nano() -> None:
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
         moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=0.0001,
         activation_func=squared_relu,
         gated_linear_unit=False,
         add_bias_linear=False,
@@ -195,6 +205,36 @@ def test_a_hybrid_provider_is_nemotron_3_nano() -> None:
     ours = resolve_model("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
     ours = replace(ours, layers=tuple(without_published_count(x) for x in ours.layers))
     assert (model.layers, model.hybrid, model.rotary_dim) == (ours.layers, True, 0)
+
+
+def test_a_hybrid_without_a_pattern_has_the_layers_of_its_ratios() -> None:
+    """mamba_hybrid_layer_allocation.py: ratios of 0, the default, leave Mamba alone; else one attention layer in the
+    middle of six, then three MLPs over the five that are left, towards the end."""
+    assert all(isinstance(x.mixer, MambaSpec) for x in read(is_hybrid_model=True).layers)
+    mixed = read(is_hybrid_model=True, hybrid_attention_ratio=0.17, hybrid_mlp_ratio=0.5)
+    assert "".join("M" if isinstance(x.mixer, MambaSpec) else "*" if x.mixer else "-" for x in mixed.layers) == "M--*M-"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "coefficients", "running"),
+    [
+        ("aux_loss", 1e-3, "aux_loss"), ("aux_loss", 0.0, "none"), ("sinkhorn", 0.0, "sinkhorn"),
+        (["aux_loss", "seq_aux_loss"], [1e-3, 0.0], "aux_loss"), (["aux_loss", "seq_aux_loss"], 1e-3,
+                                                                  "aux_loss+seq_aux_loss"),
+    ],
+)  # fmt: skip
+def test_an_auxiliary_loss_without_a_coefficient_is_none(kinds: Any, coefficients: Any, running: str) -> None:
+    """router.py: TopKRouter.is_aux_loss_enabled; megatron-core's own default coefficient is 0."""
+    model = read(num_moe_experts=4, moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coefficients)
+    assert model.layers[0].ffn.router_load_balancing_type == running  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("release", "bias"), [((0, 14), False), ((0, 15), True), ((0, 16), True)])
+def test_biases_reach_the_router_from_0_15_on(release: tuple[int, int], bias: bool) -> None:
+    """router.py: Router.__init__ of 0.13.1, 0.14.0, 0.15.3 and 0.16.1."""
+    config = SimpleNamespace(num_layers=1, hidden_size=96, num_attention_heads=6, num_moe_experts=4)
+    model = model_from_transformer_config(config, vocab_size=512, megatron_core=release)
+    assert model.layers[0].ffn.add_router_bias is bias  # type: ignore[union-attr]
 
 
 def test_an_mtp_depth_is_the_last_layer_again() -> None:
@@ -215,7 +255,6 @@ def test_an_mtp_depth_is_the_last_layer_again() -> None:
         ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant"),
         ({"hybrid_override_pattern": "M*"}, "hybrid_override_pattern"),
         ({"hybrid_override_pattern": "M*-X-M"}, "'X'"),
-        ({"is_hybrid_model": True}, "hybrid_override_pattern"),
         ({"heterogeneous_block_specs": True}, "per_block_parameters"),
     ],
 )

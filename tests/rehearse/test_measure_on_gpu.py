@@ -19,8 +19,8 @@ import torch
 from bridge_memory.accuracy.records import load_runs
 from bridge_memory.estimate import estimate
 from bridge_memory.rehearse.record import Phase, record_of
-from bridge_memory.rehearse.world import rank_of_stage
 from bridge_memory.spec import MLASpec
+from bridge_memory.spec.ranks import rank_of_stage
 
 GIB = 1 << 30
 

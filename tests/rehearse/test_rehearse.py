@@ -22,7 +22,7 @@ from bridge_memory.estimate import estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.rehearse import run, world
 from bridge_memory.rehearse.run import rehearse
-from bridge_memory.rehearse.world import fake_world, rank_of_stage, stage_of_rank
+from bridge_memory.rehearse.world import fake_world
 from bridge_memory.spec import (
     BatchSpec,
     ImplementationSpec,
@@ -89,15 +89,6 @@ def test_interleaved_chunks_are_rehearsed_apart() -> None:
     assert "embedding.word_embeddings.weight" in first.chunks[0].parameters
     assert first.chunks[1].passes.saved_bytes == first.chunks[3].passes.saved_bytes
     assert last.chunks[3].passes.saved_bytes > last.chunks[2].passes.saved_bytes + 4 * 4096 * 128256 // 2
-
-
-def test_ranks_and_stages() -> None:
-    parallel = ParallelSpec(world_size=64, pipeline_model_parallel_size=4)
-    assert [rank_of_stage(parallel, s) for s in range(4)] == [0, 16, 32, 48]
-    assert stage_of_rank(parallel, 63) == 3
-    for bad in (lambda: rank_of_stage(parallel, 4), lambda: stage_of_rank(parallel, 64)):
-        with pytest.raises(SpecError):
-            bad()
 
 
 def test_a_world_inside_a_world_is_refused() -> None:

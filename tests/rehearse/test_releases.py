@@ -29,7 +29,7 @@ from bridge_memory.rehearse.model import NotBuildable, build_chunks, parameter_s
 from bridge_memory.rehearse.patches import building
 from bridge_memory.rehearse.run import rehearse, rehearse_layer
 from bridge_memory.rehearse.te_shapes import parameter_shapes_with_te
-from bridge_memory.rehearse.world import fake_world, installed_release, quiet, rank_of_stage
+from bridge_memory.rehearse.world import fake_world, installed_release, quiet
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,
@@ -46,6 +46,7 @@ from bridge_memory.spec import (
     SpecError,
 )
 from bridge_memory.spec.layout import layout
+from bridge_memory.spec.ranks import rank_of_stage
 
 HERE = installed_release() or (0, 0)
 LOCAL = ImplementationSpec(transformer_impl="local", moe_grouped_gemm=False, megatron_core=HERE)

@@ -64,4 +64,7 @@ def experts(f: Fields) -> MoESpec:
         router_enable_expert_bias=method == "noaux_tc",
         router_score_function=f.choice("scoring_func", scores, default="sigmoid" if v3 else "softmax"),
         router_load_balancing_type="seq_aux_loss",
+        # Bridge: models/deepseek/common.py.
+        router_num_groups=f.integer("n_group", default=None),
+        router_group_topk=f.integer("topk_group", default=None),
     )

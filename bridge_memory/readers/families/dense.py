@@ -17,6 +17,10 @@ from bridge_memory.readers.fields import Fields
 from bridge_memory.spec import LayerSpec, ModelSpec
 
 _NORM_AFTER = "the norms of the blocks' outputs are counted as the same two norms before the blocks"
+_SOFTCAPPED = (
+    "attn_logit_softcapping is taken to be inside the attention kernel; Megatron Bridge's own attention of Gemma 2 "
+    "keeps the scores of every head"
+)
 _NO_BIAS: dict[str, Any] = {"bias_keys": ()}
 
 DENSE: dict[str, Family] = {
@@ -31,7 +35,8 @@ DENSE: dict[str, Family] = {
     "mimo": Family(qkv_bias=True, output_bias="never", window="qwen"),
     "gemma": Family(tied=True, activation="gelu_pytorch_tanh", head_dim=256),
     "gemma2": Family(
-        tied=True, activation="gelu_pytorch_tanh", head_dim=256, post_layernorms=True, window="alternate"
+        tied=True, activation="gelu_pytorch_tanh", head_dim=256, post_layernorms=True, window="alternate",
+        assumptions=(_SOFTCAPPED,),
     ),
     "gemma3_text": Family(
         tied=True,

@@ -1,7 +1,8 @@
-"""Text -> Megatron-LM arguments: a command line, a launch script, the YAML of a functional test, a dict.
+"""Any telling of Megatron-LM's arguments: a command line, a launch script, the YAML of a functional test, a dict, or
+the parsed ones (``megatron.training.get_args()``).
 
 Everything ends as ``RawArguments``: names with underscores and without dashes (``num_layers``), values as
-they were written. A flag without a value is ``True``; an argument that is off or unset is absent. What an
+they were written. A flag without a value is ``True``; an argument that is unset is absent. What an
 argument means is not known here.
 """
 
@@ -11,10 +12,12 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
 from bridge_memory.spec import SpecError
 
-Value = bool | int | float | str | list[str]
+Value = bool | int | float | str | list[Any]
 
 #: Options of torchrun and srun that stand next to Megatron's in a launch script.
 _LAUNCHER = {
@@ -31,6 +34,8 @@ class RawArguments:
     values: dict[str, Value]
     env: dict[str, str] = field(default_factory=dict)
     world_size: int | None = None
+    #: Names are argparse's destinations, all of them there; else options as they are written.
+    parsed: bool = False
 
 
 def argument_name(option: str) -> str:
@@ -38,11 +43,11 @@ def argument_name(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
 
 
-def read_arguments(source: Mapping[str, object] | Sequence[str] | str) -> RawArguments:
-    """Arguments from a dict, a token list, a command line, a launch script or a functional-test YAML.
+def read_arguments(source: object) -> RawArguments:
+    """Arguments from a dict, a token list, a command line, a launch script, a functional-test YAML or a namespace.
 
     A string is a YAML if a line starts with ``MODEL_ARGS:``, a script if it assigns a shell array, else a
-    command line. Raises SpecError for text that is none of them.
+    command line. Raises SpecError for what is none of them.
     """
     if isinstance(source, str):
         if re.search(r"^MODEL_ARGS:", source, re.MULTILINE):
@@ -55,18 +60,42 @@ def read_arguments(source: Mapping[str, object] | Sequence[str] | str) -> RawArg
             raise SpecError(f"the arguments cannot be split into words ({error}); check the quotes") from None
     if isinstance(source, Mapping):
         return RawArguments(_from_mapping(source))
-    return RawArguments(_from_tokens([str(word) for word in source]))
+    if isinstance(source, Sequence):
+        return RawArguments(_from_tokens([str(word) for word in source]))
+    if not hasattr(source, "__dict__"):
+        raise SpecError(f"the arguments are {source!r:.60}; give a text, a list of words, a dict or get_args()")
+    return RawArguments(_from_namespace(vars(source)), parsed=True)
+
+
+def is_namespace(source: object) -> bool:
+    """Megatron-LM's parsed arguments rather than a ConfigContainer of Megatron Bridge."""
+    return not hasattr(source, "model") and hasattr(source, "hidden_size")
+
+
+def _from_namespace(source: Mapping[str, object]) -> dict[str, Value]:
+    """What ``validate_args`` leaves there: dtypes and enums by their names, None for unset."""
+    values: dict[str, Value] = {}
+    for name, value in source.items():
+        if value is not None and not name.startswith("_"):
+            values[name] = [_plain(v) for v in value] if isinstance(value, list | tuple) else _plain(value)
+    return values
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    return value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def _from_mapping(source: Mapping[str, object]) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for option, value in source.items():
-        if value is None or value is False or value == "false":
+        if value is None:
             continue
-        if value == "true" or value == "":
-            value = True
+        if value in ("true", "", "false"):
+            value = value != "false"
         if isinstance(value, (list, tuple)):
-            value = [str(v) for v in value]
+            value = [_plain(v) for v in value]
         elif not isinstance(value, (bool, int, float, str)):
             raise SpecError(f"--{argument_name(option)} has a value of type {type(value).__name__}; use text")
         values[argument_name(option)] = value
@@ -242,5 +271,5 @@ def _launched_ranks(values: Mapping[str, Value]) -> int | None:
 def words_of(value: Value) -> list[str]:
     """``[a b]``, ``a,b``, ``a b`` and lists of words, as tests and command lines write them."""
     if isinstance(value, list):
-        value = " ".join(value)
+        value = " ".join(map(str, value))
     return [w for w in re.split(r"[\s,]+", str(value).strip("[]() ").replace("'", "").replace('"', "")) if w]

@@ -1,0 +1,186 @@
+"""One RunSpec for every telling of the same run: what nothing of it reads is at its default.
+
+A dense model has no token dispatcher, an unset size is its default, two layout strings may say the same. Readers keep
+what their source says; whoever compares runs, or keeps something by run, takes the canonical one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
+
+from bridge_memory.spec.layout import layout
+from bridge_memory.spec.layout_string import parse_layout_string
+from bridge_memory.spec.limits import limits_of
+from bridge_memory.spec.model import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
+from bridge_memory.spec.parts import (
+    RECOMPUTE_MODULES,
+    BatchSpec,
+    DataParallelSpec,
+    ImplementationSpec,
+    OptimizerSpec,
+    ParallelSpec,
+    PeftSpec,
+    PrecisionSpec,
+    RecomputeSpec,
+)
+from bridge_memory.spec.run import RunSpec
+
+
+def canonical(run: RunSpec) -> RunSpec:
+    """``run`` without names and notes, and with every field that it does not use at its default.
+
+    Its estimate is byte for byte that of ``run``. Two runs of one canonical form are the same run.
+    """
+    return RunSpec(
+        model=_model(run),
+        parallel=_parallel(run),
+        batch=replace(run.batch, global_batch_size=_global_batch(run)),
+        precision=_precision(run),
+        optimizer=_optimizer(run.optimizer),
+        data_parallel=_data_parallel(run.data_parallel),
+        peft=run.peft if run.peft.freezes else PeftSpec(),
+        recompute=_recompute(run.recompute),
+        implementation=_implementation(run),
+    )
+
+
+@cache
+def _defaults(cls: type) -> dict[str, Any]:
+    return {f.name: f.default for f in fields(cls)}
+
+
+def _reset(group: Any, *names: str) -> Any:
+    """``group`` with these fields at their defaults."""
+    default = _defaults(type(group))
+    return replace(group, **{name: default[name] for name in names})
+
+
+def _model(run: RunSpec) -> ModelSpec:
+    model = run.model
+    rotary = model.position_embedding_type == "rope"
+    kinds = {kind: _layer(kind, rotary) for kind in dict.fromkeys(model.layers)}
+    return replace(
+        model,
+        name="",
+        model_type="",
+        # Rows of the embedding; how they came about does not matter.
+        vocab_size=model.padded_vocab_size(run.parallel.tp),
+        make_vocab_size_divisible_by=0,
+        layers=tuple(kinds[kind] for kind in model.layers),
+        mtp_layer=_layer(model.mtp_layer, rotary) if model.mtp_num_layers and model.mtp_layer else None,
+        mtp_use_repeated_layer=model.mtp_use_repeated_layer and model.mtp_num_layers > 1,
+        # Only a learned position embedding has that many rows.
+        max_position_embeddings=(
+            model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
+        ),
+        rotary_dim=model.rotary_dim if rotary else 0,
+        assumptions=(),
+        not_modelled=(),
+    )
+
+
+def _layer(layer: LayerSpec, rotary: bool) -> LayerSpec:
+    mixer, ffn = layer.mixer, layer.ffn
+    if isinstance(mixer, AttentionSpec):
+        mixer = replace(mixer, rotary=mixer.rotary and rotary)
+    if isinstance(ffn, MoESpec):
+        ffn = replace(ffn, expert_bias_in_published_count=False)
+        if (ffn.router_num_groups or 1) <= (ffn.router_group_topk or 1):
+            # Experts of every group are chosen from.
+            ffn = replace(ffn, router_num_groups=None, router_group_topk=None)
+    return replace(layer, mixer=mixer, ffn=ffn)
+
+
+def _parallel(run: RunSpec) -> ParallelSpec:
+    p = run.parallel
+    virtual = layout(run.model, p).virtual_pipeline_model_parallel_size
+    text = p.pipeline_model_parallel_layout
+    return replace(
+        p,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        expert_tensor_parallel_size=p.etp if run.model.has_experts else None,
+        sequence_parallel=p.sp,
+        pipeline_model_parallel_layout=None if text is None else "|".join(parse_layout_string(text)),
+        microbatch_group_size_per_vp_stage=(p.microbatch_group_size_per_vp_stage or p.pp) if virtual > 1 else None,
+    )
+
+
+def _global_batch(run: RunSpec) -> int:
+    """Sequences a step. Where none are given there are as many microbatches as fill the pipeline."""
+    b: BatchSpec = run.batch
+    return b.global_batch_size or run.num_microbatches * b.micro_batch_size * run.parallel.data_parallel_size
+
+
+def _precision(run: RunSpec) -> PrecisionSpec:
+    p = run.precision
+    if p.fp8 is None:
+        p = _reset(p, "fp8_recipe", "fp8_param", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    if run.implementation.attention_kernel != "unfused" or p.params_dtype == "fp32":
+        p = _reset(p, "attention_softmax_in_fp32")
+    return p
+
+
+def _optimizer(o: OptimizerSpec) -> OptimizerSpec:
+    if o.optimizer != "sgd":
+        o = _reset(o, "sgd_momentum")
+    if not o.optimizer_cpu_offload:
+        o = _reset(o, "optimizer_offload_fraction")
+    if not o.use_precision_aware_optimizer:
+        o = _reset(o, "store_param_remainders", "fp8_recipe")
+    elif o.fp8_recipe == "delayed":  # as None: ``OptimizerSpec.fused_main_parameters``
+        o = _reset(o, "fp8_recipe")
+    return o
+
+
+def _data_parallel(d: DataParallelSpec) -> DataParallelSpec:
+    if not d.fsdp:
+        d = _reset(d, "data_parallel_sharding_strategy")
+        if not d.overlap_grad_reduce:
+            d = _reset(d, "bucket_size")
+    return d
+
+
+def _recompute(r: RecomputeSpec) -> RecomputeSpec:
+    if r.granularity is None:
+        return RecomputeSpec()
+    if r.granularity == "full":
+        return _reset(r, "modules")
+    return replace(r, modules=tuple(name for name in RECOMPUTE_MODULES if name in r.modules))
+
+
+#: Fields of the implementation that a model without experts does not use.
+_OF_EXPERTS = tuple(f.name for f in fields(ImplementationSpec) if f.name.startswith("moe_"))
+#: Activations whose fused kernels are asked for by ``bias_activation_fusion``.
+_FUSED_ACTIVATIONS = ("silu", "gelu", "quick_gelu")
+
+
+def _implementation(run: RunSpec) -> ImplementationSpec:
+    model, limits = run.model, limits_of(run.model)
+    i = run.implementation
+    idle: list[str] = []
+    if not limits.experts:
+        idle += _OF_EXPERTS
+    elif i.moe_token_dispatcher_type != "flex":
+        idle.append("moe_flex_dispatcher_backend")
+    if not limits.shared_experts:
+        idle.append("moe_shared_expert_overlap")
+    ffns = [kind.ffn for kind in (*dict.fromkeys(model.layers), model.mtp_layer) if kind is not None]
+    activations = {ffn.activation for ffn in ffns if isinstance(ffn, MLPSpec | MoESpec)}
+    if not activations & set(_FUSED_ACTIVATIONS):
+        idle.append("bias_activation_fusion")
+    if not any(isinstance(ffn, MoESpec) and ffn.activation == "squared_relu" for ffn in ffns):
+        idle.append("use_fused_weighted_squared_relu")
+    latent = any(isinstance(mixer, MLASpec) for mixer in limits.mixers)
+    if not latent and model.position_embedding_type != "rope":
+        idle.append("apply_rope_fusion")
+    if i.attention_kernel != "unfused" or run.precision.params_dtype == "fp32":
+        idle.append("masked_softmax_fusion")
+    if not i.cross_entropy_loss_fusion:
+        idle.append("cross_entropy_fusion_impl")
+    if run.parallel.cp == 1:
+        idle.append("cp_comm_type")
+    if i.moe_token_dispatcher_type == "alltoall_seq":
+        i = replace(i, moe_token_dispatcher_type="alltoall")
+    return _reset(i, *idle)

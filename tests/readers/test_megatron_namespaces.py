@@ -1,0 +1,175 @@
+"""Megatron-LM's parsed arguments are the words that were parsed.
+
+``tests/data/megatron_lm_arguments.json`` holds what Megatron-LM 0.19.2 itself makes of command lines: its parser's
+defaults and options, and the namespaces that ``validate_args`` leaves (``scripts/megatron_lm_namespaces.py``).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from dataclasses import fields
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import bridge_memory.readers
+from bridge_memory.readers.config_container import run_from_config_container
+from bridge_memory.readers.megatron_args import container, read_arguments, run_from_megatron_args
+from bridge_memory.readers.megatron_args.arguments import (
+    DESTINATIONS,
+    GAPS,
+    HARMLESS,
+    OFF,
+    ON,
+    READ,
+    SWITCHED_OFF_BY,
+    Arguments,
+    by_destination,
+)
+from bridge_memory.spec import RunSpec, SpecError
+
+RECORDED = json.loads((Path(__file__).parents[1] / "data" / "megatron_lm_arguments.json").read_text())
+CORE = "0.19"
+
+
+def namespace(name: str) -> SimpleNamespace:
+    run = RECORDED["runs"][name]
+    values = {**RECORDED["defaults"], **run["namespace"]}
+    return SimpleNamespace(**{k: v for k, v in values.items() if k not in run["removed"]})
+
+
+def told_twice(name: str) -> tuple[RunSpec, RunSpec]:
+    recorded = RECORDED["runs"][name]
+    words = run_from_megatron_args(recorded["arguments"], world_size=recorded["world_size"], megatron_core=CORE)
+    return words, run_from_megatron_args(namespace(name), megatron_core=CORE)
+
+
+@pytest.mark.parametrize("name", RECORDED["runs"])
+def test_the_words_and_what_megatron_lm_makes_of_them_are_one_run(name: str) -> None:
+    words, parsed = told_twice(name)
+    for group in fields(RunSpec):
+        told, found = getattr(words, group.name), getattr(parsed, group.name)
+        if (name, group.name) == ("defaults", "model"):
+            # A tokenizer's vocabulary is known to the namespace after padding alone.
+            assert found.vocab_size == told.padded_vocab_size(1) and not found.make_vocab_size_divisible_by
+            continue
+        assert found == told, group.name
+
+
+def test_a_namespace_of_real_objects_is_the_one_that_was_printed() -> None:
+    """A log holds "torch.bfloat16" and "AttnBackend.auto" where ``get_args()`` holds the objects."""
+    torch = pytest.importorskip("torch")
+
+    class AttnBackend(Enum):
+        auto = 5
+
+    printed, live = namespace("precision-aware"), namespace("precision-aware")
+    live.attention_backend = AttnBackend.auto
+    for key, value in vars(live).items():
+        if isinstance(value, str) and value.startswith("torch."):
+            setattr(live, key, getattr(torch, value.removeprefix("torch.")))
+    assert live.exp_avg_sq_dtype is torch.uint8
+    assert run_from_megatron_args(live) == run_from_megatron_args(printed)
+
+
+def test_a_live_namespace_is_read_through_its_container() -> None:
+    """``install()`` prints Bridge's line of the container that the run is read from."""
+    args = namespace("virtual")
+    made = container(args)
+    assert container(made) is made
+    # What this process has imported is its own.
+    found = run_from_config_container(made, megatron_core=(0, 19)).with_fields(torch=None, transformer_engine=None)
+    assert found == run_from_megatron_args(args, megatron_core=CORE)
+    assert made.logger.log_interval == 100
+
+
+def test_a_namespace_whose_tokenizer_is_not_built_has_no_vocabulary() -> None:
+    args = namespace("defaults")
+    args.padded_vocab_size = None
+    with pytest.raises(SpecError, match="vocab_size is not set"):
+        run_from_megatron_args(args, megatron_core=CORE)
+
+
+# ---- names and defaults ----
+
+#: Defaults that a release of ours does not share, or that are another spelling of the same.
+_OTHER_DEFAULTS = {
+    "attention_backend": "AttnBackend.auto",
+    # Nothing before 0.18; the reader knows.
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "moe_router_load_balancing_type": "aux_loss",
+}
+
+
+def test_defaults_are_megatron_lms() -> None:
+    unset = Arguments(read_arguments(SimpleNamespace()))
+    for name in READ & RECORDED["defaults"].keys():
+        theirs = RECORDED["defaults"][name]
+        ours = list(unset[name]) if isinstance(unset[name], tuple) else unset[name]
+        assert theirs == _OTHER_DEFAULTS.get(name, ours), name
+
+
+def test_every_name_of_megatron_lm_has_one_class() -> None:
+    """Every destination, and every option by the destination that the reader finds for it."""
+    assert not READ & HARMLESS and not (READ | HARMLESS) & GAPS.keys()
+    known = READ | HARMLESS | GAPS.keys() | DESTINATIONS.keys()
+    names = set(RECORDED["defaults"])
+    for run in RECORDED["runs"].values():
+        names |= set(run["namespace"])
+    assert not names - known
+    for option, (destination, value) in RECORDED["options"].items():
+        found = by_destination({option: True})
+        assert found.keys() <= known, option
+        if destination in READ | GAPS.keys():
+            assert found == {destination: True if value is None else value}, option
+
+
+def test_switches_are_on_or_off_as_theirs() -> None:
+    for name in (OFF | ON) & RECORDED["defaults"].keys():
+        assert RECORDED["defaults"][name] is (name in ON), name
+    assert set(SWITCHED_OFF_BY.values()) <= ON
+
+
+def test_a_plain_namespace_has_no_gap_and_an_unknown_name_only_when_it_is_on() -> None:
+    assert not told_twice("llama")[1].not_modelled
+    args = namespace("llama")
+    args.my_own, args.my_other, args.tp_comm_overlap = True, None, True
+    gaps = run_from_megatron_args(args, megatron_core=CORE).not_modelled
+    assert len(gaps) == 2 and any("--my-own" in line for line in gaps)
+
+
+def test_every_argument_that_is_read_is_asked_for() -> None:
+    """By name, somewhere in the readers beside the list itself."""
+    folder = Path(bridge_memory.readers.__file__).parent
+    asked: set[str] = set()
+    for path in (*folder.glob("*.py"), *folder.glob("megatron_args/*.py")):
+        if path.name == "arguments.py":
+            continue
+        tree = ast.parse(path.read_text())
+        said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+                asked |= set(re.findall(r"\w+", node.value))
+    assert not READ - asked
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "found"),
+    [
+        ("disable_bias_linear", True, {"add_bias_linear": False}),
+        ("disable_bias_linear", False, {}),
+        ("add_bias_linear", False, {"add_bias_linear": False}),
+        ("no_rope_fusion", "true", {"apply_rope_fusion": False}),
+        ("no_preserve_fp32_weights", True, {"preserve_fp32_weights": False}),
+        ("fp8_format", "e4m3", {"fp8": "e4m3"}),
+        ("swiglu", False, {}),
+        ("no_save_optim", True, {"no_save_optim": True}),
+    ],
+)
+def test_an_option_finds_its_destination(option: str, value: Any, found: dict[str, Any]) -> None:
+    assert by_destination({option: value}) == found

@@ -1,0 +1,76 @@
+"""The canonical form of a run has its estimate, and drops only what no estimate reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from spec_groups import groups_of
+from test_properties import BATCH, IMPLEMENTATION, MODELS, OPTIMIZER, PARALLEL, PRECISION, RECOMPUTE
+
+from bridge_memory import RunSpec, SpecError, estimate
+from bridge_memory.readers import resolve_model
+from bridge_memory.spec import (
+    BatchSpec,
+    ImplementationSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RecomputeSpec,
+)
+from bridge_memory.spec.canonical import canonical
+
+LLAMA = RunSpec(model="meta-llama/Llama-3.1-8B", parallel=ParallelSpec(world_size=16))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(MODELS), PARALLEL, BATCH, PRECISION, OPTIMIZER, RECOMPUTE, IMPLEMENTATION, st.data())
+def test_it_has_the_same_estimate(name, parallel, batch, precision, optimizer, recompute, impl, data) -> None:
+    """Byte for byte, with whatever else the run says in vain: one group at a time, or few would be sound."""
+    use = data.draw(st.sampled_from(["parallel", "batch", "precision", "optimizer", "recompute", "impl", "softmax"]))
+    sizes = {**parallel, "world_size": 1536} if use == "parallel" else {"world_size": 64}
+    unfused = {"attention_backend": "unfused", "masked_softmax_fusion": data.draw(st.booleans())}
+    try:
+        run = RunSpec(
+            model=resolve_model(name),
+            parallel=ParallelSpec(**sizes),
+            batch=BatchSpec(**batch) if use == "batch" else BatchSpec(seq_length=1024),
+            precision=PrecisionSpec(**precision) if use == "precision" else PrecisionSpec(
+                attention_softmax_in_fp32=data.draw(st.booleans())
+            ),
+            **groups_of(**(optimizer if use == "optimizer" else {})),
+            recompute=RecomputeSpec(**recompute) if use == "recompute" else RecomputeSpec(),
+            implementation=ImplementationSpec(**impl if use == "impl" else unfused if use == "softmax" else {}),
+        )
+        found = estimate(run)
+    except SpecError:
+        assume(False)
+    plain = canonical(run)
+    assert canonical(plain) == plain
+    again = estimate(plain)
+    assert [s.components for s in again.stages] == [s.components for s in found.stages]
+    assert [(s.peak_phase, s.layers, s.leftovers) for s in again.stages] == [
+        (s.peak_phase, s.layers, s.leftovers) for s in found.stages
+    ]
+
+
+def test_a_dense_model_has_no_dispatcher_and_an_unset_size_is_its_default() -> None:
+    told = LLAMA.with_fields(moe_token_dispatcher_type="allgather", moe_grouped_gemm=False, cp_comm_type="a2a",
+                             expert_tensor_parallel_size=1, global_batch_size=16, name="my Llama")
+    assert told != LLAMA and canonical(told) == canonical(LLAMA)
+
+
+def test_two_spellings_of_a_layout_are_one() -> None:
+    one = LLAMA.with_fields(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*16|t*16,L")
+    other = replace(one.parallel, pipeline_model_parallel_layout="E" + 16 * "t" + "|" + 16 * "t" + "L")
+    assert canonical(one) == canonical(one.with_(parallel=other))
+
+
+def test_what_is_read_stays() -> None:
+    for change in (
+        {"tensor_model_parallel_size": 2}, {"seq_length": 8192}, {"exp_avg_dtype": "bf16",
+                                                                  "use_precision_aware_optimizer": True},
+        {"recompute_granularity": "selective"}, {"bias_activation_fusion": False}, {"hidden_dropout": 0.1},
+        {"apply_rope_fusion": False}, {"grad_reduce_in_fp32": False}, {"gpu_arch": "ampere"},
+    ):  # fmt: skip
+        assert canonical(LLAMA.with_fields(**change)) != canonical(LLAMA), change
