@@ -474,7 +474,7 @@ class _Plan:
                 part = self._parts[id(node.region)]
                 part.outputs = [storage[number(t)] for t in node.region.outputs]
                 out.append(_Emptied(part))
-            else:
+            elif isinstance(node, Landmark):
                 out.append(node)
             for i in read:
                 last[i] = at
