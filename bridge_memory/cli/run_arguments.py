@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.spec import (
     BatchSpec,
@@ -37,8 +37,7 @@ DEFAULT_SEQ_LENGTH = 4096
 _UNSET: Any = argparse.SUPPRESS
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
+class Flag(NamedTuple):
     """One flag: its spellings, the group and field of the spec that it sets, and how its value is read."""
 
     names: str

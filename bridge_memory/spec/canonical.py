@@ -53,7 +53,8 @@ def _defaults(cls: type) -> dict[str, Any]:
 
 def _reset(group: Any, *names: str) -> Any:
     """``group`` with these fields at their defaults."""
-    default = _defaults(type(group))
+    cls: type = type(group)
+    default = _defaults(cls)
     return replace(group, **{name: default[name] for name in names})
 
 
