@@ -137,7 +137,7 @@ def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
             shared_expert_intermediate_size=f.count("shared_intermediate_size"),
         )
     elif kind == "granitemoeshared":
-        block = block._replace(shared_expert_intermediate_size=f.count("shared_intermediate_size"))
+        block = replace(block, shared_expert_intermediate_size=f.count("shared_intermediate_size"))
     return block, every
 
 
