@@ -7,7 +7,6 @@ what their source says; whoever compares runs, or keeps something by run, takes 
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from functools import cache
 from typing import Any
 
 from bridge_memory.spec.layout import layout
@@ -25,7 +24,7 @@ from bridge_memory.spec.parts import (
     PrecisionSpec,
     RecomputeSpec,
 )
-from bridge_memory.spec.run import RunSpec
+from bridge_memory.spec.run import GROUPS, RunSpec
 
 
 def canonical(run: RunSpec) -> RunSpec:
@@ -46,14 +45,12 @@ def canonical(run: RunSpec) -> RunSpec:
     )
 
 
-@cache
-def _defaults(cls: type) -> dict[str, Any]:
-    return {f.name: f.default for f in fields(cls)}
+_DEFAULTS = {cls: {f.name: f.default for f in fields(cls)} for cls in GROUPS.values()}
 
 
 def _reset(group: Any, *names: str) -> Any:
     """``group`` with these fields at their defaults."""
-    default = _defaults(type(group))
+    default = _DEFAULTS[type(group)]
     return replace(group, **{name: default[name] for name in names})
 
 
