@@ -158,12 +158,8 @@ def _parallel(values: dict[str, Any], assumptions: list[str]) -> ParallelSpec:
     return replace(sizes, world_size=world)
 
 
-#: Flags that are taken because they belong to a run, and of which nothing in memory depends.
-_NO_TENSOR = (("data_parallel", "overlap_param_gather"), ("implementation", "calculate_per_token_loss"))
-
-
 def _complete(given: dict[str, dict[str, Any]], assumptions: list[str]) -> None:
-    """What Megatron concludes from a flag, and what it does not do to memory."""
+    """What Megatron concludes from a flag."""
     ddp, impl = given["data_parallel"], given["implementation"]
     if given["optimizer"].get("main_grads_dtype") == "bf16":  # Megatron-LM arguments.py: validate_args
         if ddp.get("grad_reduce_in_fp32"):
@@ -173,9 +169,6 @@ def _complete(given: dict[str, dict[str, Any]], assumptions: list[str]) -> None:
     if impl.get("deterministic_mode"):
         # TransformerConfig and Transformer Engine refuse one without NVTE_ALLOW_NONDETERMINISTIC_ALGO=0.
         impl["nvte_deterministic"] = True
-    for group, name in _NO_TENSOR:
-        if given[group].get(name):
-            assumptions.append(f"{name} makes no tensor that stays")
 
 
 def _releases(args: argparse.Namespace) -> dict[str, Any]:
