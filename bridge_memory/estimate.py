@@ -27,7 +27,6 @@ from bridge_memory.schedule.peak import ChunkCost, PeakMoment, dynamic_peak
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.gaps import gaps, ignored
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
-from bridge_memory.spec.validation import check_layout
 from bridge_memory.workspaces.batch import batch_bytes
 from bridge_memory.workspaces.lasting import ChunkFacts, chunk_facts, lasting_buffers
 
@@ -121,7 +120,6 @@ class _Stages:
         self.run = run
         self.ctx = context_of(run)
         self.plan = layout(run.model, run.parallel)
-        check_layout(run, self.plan)
         self.engine = engine_of(run)
         self._chunks: dict[ChunkShape, _Chunk] = {}
         held: dict[StageShape, _Held] = {}

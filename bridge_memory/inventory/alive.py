@@ -29,8 +29,8 @@ from bridge_memory.inventory.tape import Discard, Landmark, Node, Op, Region, Ta
 #: Bytes: smaller tensors stay on the GPU (``TransformerConfig.min_offloaded_tensor_size``: 2^20 elements of bf16).
 MINIMUM_OFFLOADED_BYTES = 2 * 1024 * 1024
 
-#: Bits of one count; no size is there 2^31 times at once.
-_LANE = 32
+#: Bits of one count; no size is there 2^23 times at once.
+_LANE = 24
 _ONE_LANE = (1 << _LANE) - 1
 #: Moments that every other is held against; what they do not dominate is kept, needlessly at worst.
 _DOMINATORS = 8
@@ -474,7 +474,7 @@ class _Plan:
                 part = self._parts[id(node.region)]
                 part.outputs = [storage[number(t)] for t in node.region.outputs]
                 out.append(_Emptied(part))
-            else:
+            elif isinstance(node, Landmark):
                 out.append(node)
             for i in read:
                 last[i] = at

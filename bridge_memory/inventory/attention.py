@@ -9,8 +9,8 @@ from __future__ import annotations
 from bridge_memory.inventory.recorder import Recorder, Scratch
 from bridge_memory.inventory.sizes import largest
 from bridge_memory.inventory.tape import Region, Tensor
-from bridge_memory.releases import MASK_MADE_BY_EACH_LAYER, QKV_OUTPUT_HELD, UNEQUAL_HEADS_EXCHANGED, release_words
-from bridge_memory.spec import AttentionSpec, SpecError, divide
+from bridge_memory.releases import MASK_MADE_BY_EACH_LAYER, QKV_OUTPUT_HELD
+from bridge_memory.spec import AttentionSpec, divide
 
 
 def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
@@ -152,8 +152,6 @@ def core_attention(
     out_bytes = ctx.tokens * out_width * ctx.act
     rows = ctx.tokens * heads
     kernel = attention_kernel(r, sink=sink, equal_heads=kv_width == v_width)
-    if ctx.cp > 1:
-        _ring_takes(r, window=window, equal_heads=kv_width == v_width)
     if kernel != "unfused":
         q_bytes, kv_bytes = (ctx.tokens * w * ctx.act for w in (q_width, kv_width + v_width))
         transposed = kernel == "flash" and ctx.batch > 1
@@ -209,23 +207,6 @@ def core_attention(
     return out
 
 
-def _ring_takes(r: Recorder, *, window: bool, equal_heads: bool) -> None:
-    """Raise SpecError for what context parallelism refuses (TE ``context_parallel.py: attn_forward_func_with_cp``)."""
-    ctx = r.ctx
-    how = ctx.impl.cp_comm_type
-    if window and how not in ("a2a", "all_gather"):
-        raise SpecError(
-            f"cp_comm_type ({how}) does not go with the sliding windows of this model and context_parallel_size "
-            f"({ctx.cp}); use a2a or all_gather"
-        )
-    release = ctx.impl.transformer_engine
-    if not equal_heads and how in ("a2a", "all_gather") and release and not UNEQUAL_HEADS_EXCHANGED(ctx.impl):
-        raise SpecError(
-            f"cp_comm_type ({how}) does not go with multi-latent attention and context_parallel_size ({ctx.cp}) "
-            f"in Transformer Engine {release_words(release)}; use p2p"
-        )
-
-
 def _causal_mask(r: Recorder, *, window: bool) -> Tensor | None:
     """The boolean mask [s, s] of the local unfused softmax, or None where it is counted elsewhere.
 
@@ -259,27 +240,14 @@ def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = Tru
 
     Source: TE ``dot_product_attention/utils.py: get_attention_backend``. Neither FlashAttention nor cuDNN takes fp32;
     FlashAttention takes no sink; FlashAttention 2, before Hopper, wants values as wide as keys
-    (``equal_heads``); with context parallelism a sink needs cp_comm_type a2a. Raises SpecError where nothing is left.
+    (``equal_heads``). Where nothing is left the run is refused (``spec.validation: _check_kernels``).
     """
     ctx, chosen = r.ctx, r.ctx.impl.attention_kernel
-    if chosen == "unfused":
-        return chosen
-    asked = ctx.impl.attention_backend
-    if ctx.params_dtype == "fp32":
-        if asked != "auto" or ctx.cp > 1:
-            what = f"context_parallel_size ({ctx.cp})" if ctx.cp > 1 else f"attention_backend ({asked})"
-            raise SpecError(f"{what} needs params_dtype bf16 or fp16: Transformer Engine has no such kernel for fp32")
+    if chosen == "unfused" or ctx.params_dtype == "fp32":
         return "unfused"
-    if sink:
-        if asked == "flash":
-            raise SpecError("attention_backend (flash) has no softmax sink, which this model has; use fused or auto")
-        if ctx.cp > 1 and ctx.impl.cp_comm_type != "a2a":
-            raise SpecError(
-                f"cp_comm_type ({ctx.impl.cp_comm_type}) does not go with the softmax sinks of this model and "
-                f"context_parallel_size ({ctx.cp}); use a2a"
-            )
+    if sink or (ctx.impl.attention_backend == "auto" and ctx.impl.prefers_flash and not equal_heads):
         return "fused"
-    return "fused" if asked == "auto" and ctx.impl.prefers_flash and not equal_heads else chosen
+    return chosen
 
 
 def fused_softmax(r: Recorder, heads: int, sink: bool) -> bool:

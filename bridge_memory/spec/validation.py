@@ -1,4 +1,4 @@
-"""What a RunSpec refuses, before any layout: one line each, naming the field, its value and the fix.
+"""What a RunSpec refuses: one line each, naming the field, its value and the fix.
 
 Rules are megatron-core's own, with the function that enforces them named beside; where a rule changed, that of the
 release in ``ImplementationSpec.megatron_core``. A search validates hundreds of thousands of runs, so a sound one
@@ -30,17 +30,18 @@ from bridge_memory.releases import (
     MUON_SHARDED,
     QUERY_GROUPS_REPLICATED,
     SHARED_EXPERTS_RECOMPUTED,
+    UNEQUAL_HEADS_EXCHANGED,
     UNIFORM_GROUPS_MAY_END_SHORT,
     release_words,
 )
 from bridge_memory.spec.errors import SpecError
+from bridge_memory.spec.layout import Layout, layout
 from bridge_memory.spec.layout_string import parse_layout_string, quote
 from bridge_memory.spec.limits import Limits, divisors, limits_of
-from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec
+from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec
 from bridge_memory.spec.parts import ImplementationSpec, ParallelSpec
 
 if TYPE_CHECKING:
-    from bridge_memory.spec.layout import Layout
     from bridge_memory.spec.run import RunSpec
 
 
@@ -58,6 +59,8 @@ def validate(run: RunSpec) -> None:
     if run.recompute.granularity is not None:
         _check_recompute(run, limits)
     _check_implementation(run, limits)
+    _check_kernels(run, limits)
+    check_layout(run, layout(run.model, run.parallel))
 
 
 def _next_multiple(value: int, of: int) -> int:
@@ -529,6 +532,47 @@ def _check_modules(run: RunSpec, limits: Limits) -> None:
 # --------------------------------------------------------------------------------------------------
 # Implementation
 # --------------------------------------------------------------------------------------------------
+
+
+def _check_kernels(run: RunSpec, limits: Limits) -> None:
+    """What no attention kernel of Transformer Engine takes (``dot_product_attention/utils.py: get_attention_backend``,
+    ``context_parallel.py: attn_forward_func_with_cp``)."""
+    i, cp, fp32 = run.implementation, run.parallel.context_parallel_size, run.precision.params_dtype == "fp32"
+    asked, how = i.attention_backend, i.cp_comm_type
+    kernel = i.attention_kernel != "unfused"
+    for m in limits.mixers:
+        if isinstance(m, AttentionSpec):
+            window, sink, equal_heads = m.window_size is not None, m.learnable_softmax_sink, True
+        elif isinstance(m, MLASpec):
+            window, sink, equal_heads = False, False, m.qk_head_dim + m.qk_pos_emb_head_dim == m.v_head_dim
+        else:
+            continue
+        if cp > 1:
+            if window and how not in ("a2a", "all_gather"):
+                raise SpecError(
+                    f"cp_comm_type ({how}) does not go with the sliding windows of this model and "
+                    f"context_parallel_size ({cp}); use a2a or all_gather"
+                )
+            te = i.transformer_engine
+            if not equal_heads and how in ("a2a", "all_gather") and te and not UNEQUAL_HEADS_EXCHANGED(i):
+                raise SpecError(
+                    f"cp_comm_type ({how}) does not go with multi-latent attention and context_parallel_size ({cp}) "
+                    f"in Transformer Engine {release_words(te)}; use p2p"
+                )
+        if kernel and fp32 and (asked != "auto" or cp > 1):
+            what = f"context_parallel_size ({cp})" if cp > 1 else f"attention_backend ({asked})"
+            raise SpecError(f"{what} needs params_dtype bf16 or fp16: Transformer Engine has no such kernel for fp32")
+        if kernel and sink and not fp32:
+            if asked == "flash":
+                raise SpecError(
+                    "attention_backend (flash) has no softmax sink, which this model has; use fused or auto"
+                )
+            if cp > 1 and how != "a2a":
+                raise SpecError(
+                    f"cp_comm_type ({how}) does not go with the softmax sinks of this model and "
+                    f"context_parallel_size ({cp}); use a2a"
+                )
+
 
 #: TC: balancing types that take a capacity factor.
 _CAPACITY_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")

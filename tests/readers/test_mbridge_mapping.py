@@ -97,7 +97,7 @@ def differing(ours: Any, theirs: Any, path: str = "") -> set[str]:
     """Names of the fields in which two specs differ; layers are compared one by one under one name."""
     if is_dataclass(ours) and type(ours) is type(theirs):
         found: set[str] = set()
-        for field in fields(ours):
+        for field in (f for f in fields(ours) if f.compare):
             if field.init:
                 name = f"{path}.{field.name}" if path else field.name
                 found |= differing(getattr(ours, field.name), getattr(theirs, field.name), name)
