@@ -1,10 +1,14 @@
 """bridge-memory: where every byte of GPU memory of a Megatron training run goes.
 
-    run = RunSpec(model=resolve_model("deepseek-ai/DeepSeek-V3"), parallel=ParallelSpec(...))
-    result = estimate(run)
-    result.peak_stage.peak_bytes
+    run = RunSpec(model="deepseek-ai/DeepSeek-V3", parallel=ParallelSpec(world_size=2048, ...))
+    peaks(run)                         bytes at the peak of every stage, for searches
+    estimate(run).peak_stage           every stage with its components
+    explain(run, stage=0)              one stage, with the tensors behind them
+    fits(estimate(run), [find_gpu("H100")])
 
-``SpecError``, a ValueError, names what cannot be estimated.
+A run may come from elsewhere: ``run_from_megatron_args``, ``run_from_config_container``; its model too:
+``resolve_model``, ``model_from_hf_config``, ``model_from_transformer_config``. ``SpecError``, a ValueError of one line,
+names what cannot be estimated.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_memory.components import Component
 from bridge_memory.estimate import Estimate, StageEstimate, StagePeak, clear_caches, estimate, explain, peaks
-from bridge_memory.readers import list_presets, resolve_model
+from bridge_memory.readers import list_presets, model_from_hf_config, resolve_model
 from bridge_memory.spec import (
     BatchSpec,
     DataParallelSpec,
@@ -30,6 +34,10 @@ from bridge_memory.spec import (
 
 if TYPE_CHECKING:
     from bridge_memory.live import MemoryReport, install, uninstall
+    from bridge_memory.readers.config_container import run_from_config_container
+    from bridge_memory.readers.megatron_args import run_from_megatron_args
+    from bridge_memory.readers.transformer_config import model_from_transformer_config
+    from bridge_memory.report.gpus import find_gpu, fits
 
 __version__ = "0.1.0"
 
@@ -53,18 +61,40 @@ __all__ = [
     "clear_caches",
     "estimate",
     "explain",
+    "find_gpu",
+    "fits",
     "install",
     "list_presets",
+    "model_from_hf_config",
+    "model_from_transformer_config",
     "peaks",
     "resolve_model",
+    "run_from_config_container",
+    "run_from_megatron_args",
     "uninstall",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """The training-time report, imported when it is asked for: an estimate does not need it."""
-    if name in ("MemoryReport", "install", "uninstall"):
-        from bridge_memory import live
+#: What an estimate does not need, and the module that has it: imported when it is asked for.
+_ELSEWHERE = {
+    "MemoryReport": "bridge_memory.live",
+    "find_gpu": "bridge_memory.report.gpus",
+    "fits": "bridge_memory.report.gpus",
+    "install": "bridge_memory.live",
+    "model_from_transformer_config": "bridge_memory.readers.transformer_config",
+    "run_from_config_container": "bridge_memory.readers.config_container",
+    "run_from_megatron_args": "bridge_memory.readers.megatron_args",
+    "uninstall": "bridge_memory.live",
+}
 
-        return getattr(live, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_ELSEWHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

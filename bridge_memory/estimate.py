@@ -30,6 +30,8 @@ from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 from bridge_memory.workspaces.batch import batch_bytes
 from bridge_memory.workspaces.lasting import ChunkFacts, chunk_facts, lasting_buffers
 
+__all__ = ["Estimate", "StageEstimate", "StagePeak", "clear_caches", "estimate", "explain", "peaks", "stage_costs"]
+
 
 def peaks(run: RunSpec) -> tuple[StagePeak, ...]:
     """Static memory and peak of every pipeline stage: ``estimate`` without its explanations. Raises SpecError."""

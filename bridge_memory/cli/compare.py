@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.cli.run_arguments import add_run_arguments, run_from_arguments
+from bridge_memory.cli.run_arguments import run_from_arguments
+from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.spec import RunSpec, SpecError
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ import json
 import sys
 from typing import TextIO
 
-from bridge_memory.cli.run_arguments import add_run_arguments, run_on_gpus
+from bridge_memory.cli.run_arguments import run_on_gpus
+from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.releases import known_releases, nearest_known, release_words
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.release import read_release

@@ -9,7 +9,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from bridge_memory.cli.run_arguments import add_run_arguments, run_on_gpus
+from bridge_memory.cli.run_arguments import run_on_gpus
+from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.spec import MoESpec, RunSpec, SpecError
 
 

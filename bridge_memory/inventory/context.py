@@ -197,7 +197,8 @@ def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
         precision.fp8,
         precision.fp8_recipe,
         precision.fp8_param,
-        precision.attention_softmax_in_fp32,
+        # Scaling by the layer number keeps the softmax in fp32 (TransformerConfig.__post_init__).
+        precision.attention_softmax_in_fp32 or run.implementation.apply_query_key_layer_scaling,
         run.implementation,
         m.position_embedding_type == "rope",
         m.rotary_dim,

@@ -456,8 +456,7 @@ def _precision(view: _Views) -> PrecisionSpec:
         num_layers_at_start_in_bf16=_get(m, "num_layers_at_start_in_bf16", 1) * ends,
         num_layers_at_end_in_bf16=_get(m, "num_layers_at_end_in_bf16", 1) * ends,
         fp32_residual_connection=bool(_get(m, "fp32_residual_connection", False)),
-        attention_softmax_in_fp32=bool(_get(m, "attention_softmax_in_fp32", True))
-        or bool(_get(m, "apply_query_key_layer_scaling", False)),
+        attention_softmax_in_fp32=bool(_get(m, "attention_softmax_in_fp32", True)),
     )
 
 

@@ -62,10 +62,14 @@ class Fields:
     one call are aliases; two of them with different values are refused.
     """
 
-    def __init__(self, config: Mapping[str, Any], name: str, model_type: str) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], name: str, model_type: str, vocabulary_multiple: int | None = None
+    ) -> None:
         self.config = config
         self.name = name
         self.model_type = model_type
+        #: What the user pads the vocabulary to a multiple of; None where he does not say.
+        self.vocabulary_multiple = vocabulary_multiple
         self.assumptions: list[str] = []
         self.not_modelled: list[str] = []
         self._read: set[str] = set()

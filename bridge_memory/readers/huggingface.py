@@ -64,10 +64,14 @@ NESTED_DEFAULTS = {
 }
 
 
-def model_from_hf_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+def model_from_hf_config(
+    config: Mapping[str, Any], name: str, *, make_vocab_size_divisible_by: int | None = None
+) -> ModelSpec:
     """Read a Hugging Face config as the model Megatron would build from it.
 
-    ``config``: the parsed config.json; ``name``: what to call it in results and errors. Dropouts follow
+    ``config``: the parsed config.json; ``name``: what to call it in results and errors;
+    ``make_vocab_size_divisible_by``: the vocabulary is padded to a multiple of this times TP, None: as Megatron Bridge
+    keeps it, which the model's assumptions say. Dropouts follow
     Megatron Bridge and mbridge: hidden dropout 0 unless the config names one, attention dropout from it.
     Raises SpecError (one line) for anything missing, absurd, or not understood.
     """
@@ -79,7 +83,7 @@ def model_from_hf_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         raise SpecError(f"{name}: model_type is missing; add it (llama, qwen3_moe, deepseek_v3, ...)")
     if not isinstance(model_type, str):
         raise SpecError(f"{name}: model_type is {shown(model_type)}; it must be a string")
-    f = Fields(config, name, ALIASES.get(model_type, model_type))
+    f = Fields(config, name, ALIASES.get(model_type, model_type), make_vocab_size_divisible_by)
     for sentence in assumptions:
         f.assume(sentence)
     return READERS.get(f.model_type, read_generic)(f)

@@ -11,8 +11,10 @@ from bridge_memory.readers.transformer_config import model_from_transformer_conf
 from bridge_memory.spec import ModelSpec, SpecError
 
 
-def model_from_mbridge(config: Mapping[str, Any], name: str = "config") -> ModelSpec:
-    """Read ``config`` through ``mbridge.AutoBridge.from_config``.
+def model_from_mbridge(
+    config: Mapping[str, Any], name: str = "config", *, make_vocab_size_divisible_by: int | None = None
+) -> ModelSpec:
+    """Read ``config`` through ``mbridge.AutoBridge.from_config``; the vocabulary as in ``model_from_hf_config``.
 
     Needs the ``megatron`` extra (mbridge, megatron-core, torch, transformers); no process group. Raises SpecError
     where they are missing, mbridge does not know the model_type, or cannot read the config.
@@ -29,11 +31,14 @@ def model_from_mbridge(config: Mapping[str, Any], name: str = "config") -> Model
         bridge.hf_config,
     )
     gemma = model_type == "gemma3"
-    assumptions = [
-        "read through mbridge's TransformerConfig",
-        f"vocab_size {text.vocab_size} is padded only to a multiple of the tensor parallel size: mbridge keeps a "
-        "Hugging Face vocabulary as it is",
-    ]
+    assumptions = ["read through mbridge's TransformerConfig"]
+    if make_vocab_size_divisible_by is None:
+        # LLMBridge._model_provider pads only when told to; 1 leaves what TP divides as it is.
+        make_vocab_size_divisible_by = 1
+        assumptions.append(
+            f"vocab_size {text.vocab_size} is padded only to a multiple of the tensor parallel size: mbridge keeps a "
+            "Hugging Face vocabulary as it is"
+        )
     if "vision_config" in config:
         assumptions.append("text tower only: the parameters and activations of vision_config are left out")
     return model_from_transformer_config(
@@ -46,8 +51,7 @@ def model_from_mbridge(config: Mapping[str, Any], name: str = "config") -> Model
         # Of mbridge's types only GLM's rotate a part; their _get_gptmodel_args pass this field on.
         rotary_percent=float(getattr(text, "partial_rotary_factor", None) or 1.0),
         share_embeddings_and_output_weights=bool(getattr(bridge.hf_config, "tie_word_embeddings", False)),
-        # LLMBridge._model_provider pads only when told to; 1 leaves what TP divides as it is.
-        make_vocab_size_divisible_by=1,
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         # gemma3/__init__.py _model_provider: these two are set while the model is built.
         post_layernorms=gemma,
         activation="gelu" if gemma else None,

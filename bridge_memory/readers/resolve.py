@@ -21,31 +21,44 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MAX_CONFIG_BYTES = 16 * 2**20
 
 
-def resolve_model(source: str, mapping: str = "builtin") -> ModelSpec:
-    """The model that ``source`` names.
+def resolve_model(
+    source: str, mapping: str = "builtin", *, make_vocab_size_divisible_by: int | None = None
+) -> ModelSpec:
+    """The model that ``source`` names; its vocabulary as in ``model_from_hf_config``.
 
     In this order: a preset ``org/name``; a path to a config.json or to a folder that holds one; the bare name
     of a preset; a Hub id ``org/name`` (huggingface_hub's cache, token, HF_HUB_OFFLINE and HF_ENDPOINT hold).
     Raises SpecError of one line, with the nearest presets where a name is not found.
     """
     name, config = resolve_config(source)
-    return model_from_config(config, name, mapping)
+    return model_from_config(config, name, mapping, make_vocab_size_divisible_by)
 
 
-def model_from_json_text(text: str, name: str = "custom config", mapping: str = "builtin") -> ModelSpec:
-    """The model of a config.json given as text (``--custom-config``)."""
-    return model_from_config(parse_config(text, name), name, mapping)
+def model_from_json_text(
+    text: str,
+    name: str = "custom config",
+    mapping: str = "builtin",
+    *,
+    make_vocab_size_divisible_by: int | None = None,
+) -> ModelSpec:
+    """The model of a config.json given as text (``--custom-config``); its vocabulary as in ``model_from_hf_config``."""
+    return model_from_config(parse_config(text, name), name, mapping, make_vocab_size_divisible_by)
 
 
-def model_from_config(config: Mapping[str, Any], name: str, mapping: str = "builtin") -> ModelSpec:
+def model_from_config(
+    config: Mapping[str, Any],
+    name: str,
+    mapping: str = "builtin",
+    make_vocab_size_divisible_by: int | None = None,
+) -> ModelSpec:
     """Read a parsed config with one of MAPPINGS."""
     if mapping not in MAPPINGS:
         raise SpecError(f"mapping is {shown(mapping)}; it must be one of {', '.join(MAPPINGS)}")
     if mapping == "mbridge":
         from bridge_memory.readers.mbridge_mapping import model_from_mbridge
 
-        return model_from_mbridge(config, name)
-    return model_from_hf_config(config, name)
+        return model_from_mbridge(config, name, make_vocab_size_divisible_by=make_vocab_size_divisible_by)
+    return model_from_hf_config(config, name, make_vocab_size_divisible_by=make_vocab_size_divisible_by)
 
 
 def resolve_config(source: str) -> tuple[str, Mapping[str, Any]]:

@@ -27,7 +27,8 @@ _BLOCKS = {
 
 def run_to_json(run: RunSpec) -> dict[str, Any]:
     """``run`` in plain dicts, lists, strings and numbers."""
-    return _encoded(run)
+    record: dict[str, Any] = _encoded(run)
+    return record
 
 
 def run_from_json(data: object) -> RunSpec:

@@ -7,8 +7,7 @@ what their source says; whoever compares runs, or keeps something by run, takes 
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.layout_string import parse_layout_string
@@ -25,7 +24,7 @@ from bridge_memory.spec.parts import (
     PrecisionSpec,
     RecomputeSpec,
 )
-from bridge_memory.spec.run import RunSpec
+from bridge_memory.spec.run import GROUPS, RunSpec
 
 
 def canonical(run: RunSpec) -> RunSpec:
@@ -46,16 +45,17 @@ def canonical(run: RunSpec) -> RunSpec:
     )
 
 
-@cache
-def _defaults(cls: type) -> dict[str, Any]:
-    return {f.name: f.default for f in fields(cls)}
+_DEFAULTS = {cls: {f.name: f.default for f in fields(cls)} for cls in GROUPS.values()}
 
 
-def _reset(group: Any, *names: str) -> Any:
+_Group = TypeVar("_Group", PrecisionSpec, OptimizerSpec, DataParallelSpec, RecomputeSpec, ImplementationSpec)
+
+
+def _reset(group: _Group, *names: str) -> _Group:
     """``group`` with these fields at their defaults."""
-    cls: type = type(group)
-    default = _defaults(cls)
-    return replace(group, **{name: default[name] for name in names})
+    default = _DEFAULTS[type(group)]
+    changes: dict[str, Any] = {name: default[name] for name in names}
+    return replace(group, **changes)
 
 
 def _model(run: RunSpec) -> ModelSpec:
@@ -118,7 +118,8 @@ def _precision(run: RunSpec) -> PrecisionSpec:
     p = run.precision
     if p.fp8 is None:
         p = _reset(p, "fp8_recipe", "fp8_param", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-    if run.implementation.attention_kernel != "unfused" or p.params_dtype == "fp32":
+    i = run.implementation
+    if i.attention_kernel != "unfused" or p.params_dtype == "fp32" or i.apply_query_key_layer_scaling:
         p = _reset(p, "attention_softmax_in_fp32")
     return p
 

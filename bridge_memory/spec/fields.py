@@ -32,6 +32,8 @@ class Rule(NamedTuple):
     names: tuple[str, ...] = ()
     #: Upper end of a fraction, which is checked with its own words.
     fraction_below_one: bool | None = None
+    #: A tuple of two numbers rather than of names.
+    release: bool = False
 
 
 def _declared(default: Any, types: tuple[type, ...], give: str, **limits: Any) -> Any:
@@ -84,7 +86,7 @@ def text(default: str | None, give: str) -> Any:
 
 def release(default: tuple[int, int] | None) -> Any:
     """A release as (major, minor); None, "not known", too where that is the default."""
-    return _declared(default, (tuple,), "a release as (major, minor)")
+    return _declared(default, (tuple,), "a release as (major, minor)", release=True)
 
 
 class _Group(NamedTuple):
@@ -155,7 +157,7 @@ def check_fields(spec: Checked) -> None:
 
 
 def _check_tuple(spec: Checked, name: str, value: tuple[Any, ...], rule: Rule) -> None:
-    if rule.give.startswith("a release"):
+    if rule.release:
         if len(value) != 2 or any(type(n) is not int for n in value):
             raise SpecError(f"{called(type(spec), name)} ({show(value)}) is not a release; give one such as (0, 16)")
         return

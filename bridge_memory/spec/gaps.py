@@ -64,7 +64,7 @@ def _gaps(run: RunSpec) -> Iterator[str]:
 
 def ignored(run: RunSpec, plan: Layout) -> tuple[str, ...]:
     """What the run asks for to no effect, and what is supposed for want of a known rule; one sentence each."""
-    return tuple((*_idle_recomputation(run, plan), *_supposed(run)))
+    return tuple((*_idle_recomputation(run, plan), *_without_effect(run), *_supposed(run)))
 
 
 def _idle_recomputation(run: RunSpec, plan: Layout) -> Iterator[str]:
@@ -87,6 +87,23 @@ def _idle_recomputation(run: RunSpec, plan: Layout) -> Iterator[str]:
                 f"recompute_num_layers ({r.num_layers}) leaves a last group of fewer layers, which megatron-core up to "
                 "0.16 refuses"
             )
+
+
+def _without_effect(run: RunSpec) -> Iterator[str]:
+    """Options that belong to a run and change no byte of it."""
+    optimizer, data_parallel, impl = run.optimizer, run.data_parallel, run.implementation
+    if data_parallel.overlap_param_gather and not data_parallel.fsdp:
+        # distributed/param_and_grad_buffer.py: parameters are gathered where they are kept.
+        yield "overlap_param_gather makes no tensor that stays"
+    if impl.calculate_per_token_loss:
+        yield "calculate_per_token_loss makes no tensor that stays"
+    if optimizer.main_grads_dtype != "fp32" and data_parallel.grad_reduce_in_fp32:
+        yield (
+            f"main_grads_dtype ({optimizer.main_grads_dtype}) makes gradient buffers no smaller: grad_reduce_in_fp32 "
+            "keeps them in fp32"
+        )
+    if impl.use_legacy_models:
+        yield "use_legacy_models: the layers of the removed legacy model are counted as megatron-core's local ones"
 
 
 def idle_modules(model: ModelSpec, te: bool) -> dict[str, str]:

@@ -6,7 +6,8 @@ import argparse
 
 import pytest
 
-from bridge_memory.cli.run_arguments import FLAGS, add_run_arguments, run_from_arguments
+from bridge_memory.cli.run_arguments import run_from_arguments
+from bridge_memory.cli.run_flags import FLAGS, add_run_arguments
 from bridge_memory.estimate import Estimate, estimate
 from bridge_memory.spec import SpecError
 
@@ -111,6 +112,19 @@ def test_a_flag_that_would_do_nothing_is_refused_by_name(command: str, blamed: s
     with pytest.raises(SpecError) as refusal:
         estimated(command)
     assert str(refusal.value).startswith(blamed) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("mapping", ["builtin", "mbridge"])
+def test_a_vocabulary_that_is_padded_as_told_is_no_assumption(mapping: str) -> None:
+    """Llama's 128256 to a multiple of 1000 x TP 2; nothing else of what is assumed changes."""
+    if mapping == "mbridge":
+        pytest.importorskip("megatron.core")
+        pytest.importorskip("mbridge", exc_type=ImportError)
+    command = f"{DENSE} --tp 2 --mapping {mapping}"
+    as_it_is, padded = estimated(command), estimated(f"{command} --make-vocab-size-divisible-by 1000")
+    assert [padded.run.model.padded_vocab_size(2), as_it_is.run.model.padded_vocab_size(2)] == [130000, 128256]
+    (gone,) = set(as_it_is.assumptions) - set(padded.assumptions)
+    assert gone.startswith("vocab_size 128256 ") and not set(padded.assumptions) - set(as_it_is.assumptions)
 
 
 def test_a_hybrid_says_that_full_recomputation_does_nothing() -> None:

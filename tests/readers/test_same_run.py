@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from bridge_memory import RunSpec
-from bridge_memory.cli.run_arguments import add_run_arguments, run_from_arguments
+from bridge_memory.cli.run_arguments import run_from_arguments
+from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.estimate import estimate
 from bridge_memory.readers.config_container import run_of_container
 from bridge_memory.readers.megatron_args import run_from_megatron_args

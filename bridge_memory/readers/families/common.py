@@ -207,10 +207,13 @@ def model(
     )
     f.ignore(*family.ignored)
     f.finish()
-    f.assume(
-        f"vocab_size {vocab_size} is padded only to a multiple of the tensor parallel size: Megatron Bridge "
-        "and mbridge keep a Hugging Face vocabulary as it is (Megatron-LM pads to a multiple of 128 x TP)"
-    )
+    multiple = f.vocabulary_multiple
+    if multiple is None:
+        multiple = 1
+        f.assume(
+            f"vocab_size {vocab_size} is padded only to a multiple of the tensor parallel size: Megatron Bridge "
+            "and mbridge keep a Hugging Face vocabulary as it is (Megatron-LM pads to a multiple of 128 x TP)"
+        )
     for sentence in family.assumptions:
         f.assume(sentence)
     return ModelSpec(
@@ -223,7 +226,7 @@ def model(
         normalization=family.normalization,
         position_embedding_type=position_embedding_type,
         max_position_embeddings=positions,
-        make_vocab_size_divisible_by=1,
+        make_vocab_size_divisible_by=multiple,
         hidden_dropout=hidden_dropout,
         attention_dropout=attention_dropout,
         embedding_layernorm=embedding_layernorm,

@@ -1,0 +1,208 @@
+"""The flags that describe a run, shared by every command that needs one.
+
+Short names (``--tp``) and Megatron's long ones (``--tensor-model-parallel-size``) mean the same. What a flag takes is
+what its field does.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from bridge_memory.spec.fields import Rule, rules_of
+from bridge_memory.spec.run import GROUPS
+
+DEFAULT_SEQ_LENGTH = 4096
+_UNSET: Any = argparse.SUPPRESS
+
+#: Group of the spec -> its title in the help.
+_TITLES = {
+    "parallel": "parallelism", "batch": "batch", "precision": "precision", "optimizer": "optimizer",
+    "data_parallel": "gradients and data parallelism",
+    "recompute": "activation recomputation", "implementation": "implementation",
+}  # fmt: skip
+#: Groups of a RunSpec that flags describe.
+SPECS = {name: GROUPS[name] for name in _TITLES}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag: its spellings, and the field of the spec that it sets, "group.field"."""
+
+    names: str
+    field: str
+    help: str
+    metavar: str = "N"
+
+
+FLAGS = (
+    # Parallelism
+    Flag("--tp --tensor-model-parallel-size", "parallel.tensor_model_parallel_size", "tensor parallel size"),
+    Flag("--pp --pipeline-model-parallel-size", "parallel.pipeline_model_parallel_size", "pipeline parallel size"),
+    Flag("--vpp --virtual-pipeline-model-parallel-size", "parallel.virtual_pipeline_model_parallel_size",
+         "virtual chunks a pipeline stage (interleaved schedule)"),
+    Flag("--cp --context-parallel-size", "parallel.context_parallel_size", "context parallel size"),
+    Flag("--ep --expert-model-parallel-size", "parallel.expert_model_parallel_size", "expert parallel size"),
+    Flag("--etp --expert-tensor-parallel-size", "parallel.expert_tensor_parallel_size",
+         "tensor parallel size inside experts (default: --tp, as in Megatron)"),
+    Flag("--num-gpus --world-size", "parallel.world_size", "GPUs of the job; the data parallel size follows"),
+    Flag("--sequence-parallel", "parallel.sequence_parallel", "sequence parallelism (default: on when --tp > 1)"),
+    Flag("--num-layers-in-first-pipeline-stage --decoder-first-pipeline-num-layers",
+         "parallel.num_layers_in_first_pipeline_stage", "layers on the first pipeline stage"),
+    Flag("--num-layers-in-last-pipeline-stage --decoder-last-pipeline-num-layers",
+         "parallel.num_layers_in_last_pipeline_stage", "layers on the last pipeline stage"),
+    Flag("--pipeline-model-parallel-layout", "parallel.pipeline_model_parallel_layout",
+         "Megatron's layout string, such as \"Et*3|(tt|)*29,m|L\"", metavar="LAYOUT"),
+    Flag("--account-for-embedding-in-pipeline-split", "parallel.account_for_embedding_in_pipeline_split",
+         "count the embedding as a layer when splitting"),
+    Flag("--account-for-loss-in-pipeline-split", "parallel.account_for_loss_in_pipeline_split",
+         "count the loss as a layer when splitting"),
+    Flag("--microbatch-group-size-per-vp-stage", "parallel.microbatch_group_size_per_vp_stage",
+         "microbatches a virtual stage runs in a row (default: --pp)"),
+    Flag("--num-distributed-optimizer-instances", "parallel.num_distributed_optimizer_instances",
+         "copies of the sharded optimizer over data-parallel ranks"),
+    # Batch
+    Flag("--micro-batch-size", "batch.micro_batch_size", "sequences a microbatch"),
+    Flag("--global-batch-size", "batch.global_batch_size", "sequences a step, over the whole job"),
+    Flag("--seq-length", "batch.seq_length", f"tokens a sequence (default: {DEFAULT_SEQ_LENGTH})"),
+    # Precision
+    Flag("--precision", "precision.params_dtype", "dtype of parameters and activations"),
+    Flag("--fp8 --fp8-format", "precision.fp8", "compute linears in fp8"),
+    Flag("--fp8-recipe", "precision.fp8_recipe", "scaling recipe of fp8"),
+    Flag("--fp8-param-gather --fp8-param", "precision.fp8_param", "keep parameters in fp8"),
+    Flag("--fp32-residual-connection", "precision.fp32_residual_connection", "residual stream in fp32"),
+    # Optimizer and data parallelism
+    Flag("--optimizer", "optimizer.optimizer", "optimizer"),
+    Flag("--use-distributed-optimizer", "data_parallel.use_distributed_optimizer",
+         "shard the optimizer over data-parallel ranks (default: on)"),
+    Flag("--grad-reduce-in-fp32 --accumulate-allreduce-grads-in-fp32", "data_parallel.grad_reduce_in_fp32",
+         "fp32 gradient buffers (default: on)"),
+    Flag("--overlap-grad-reduce", "data_parallel.overlap_grad_reduce", "reduce gradients in buckets"),
+    Flag("--overlap-param-gather", "data_parallel.overlap_param_gather", "gather parameters in buckets"),
+    Flag("--ddp-bucket-size", "data_parallel.bucket_size", "elements of a gradient bucket"),
+    Flag("--use-precision-aware-optimizer", "optimizer.use_precision_aware_optimizer",
+         "optimizer states in the dtypes below"),
+    Flag("--main-grads-dtype", "optimizer.main_grads_dtype", "dtype of main gradients (bf16: gradient buffers too)"),
+    Flag("--main-params-dtype", "optimizer.main_params_dtype", "dtype of main parameters"),
+    Flag("--exp-avg-dtype", "optimizer.exp_avg_dtype", "dtype of Adam's first moment"),
+    Flag("--exp-avg-sq-dtype", "optimizer.exp_avg_sq_dtype", "dtype of the second moment"),
+    Flag("--store-param-remainders", "optimizer.store_param_remainders",
+         "keep only the lower half of fp32 main parameters beside bf16 weights (default: on)"),
+    Flag("--optimizer-cpu-offload", "optimizer.optimizer_cpu_offload", "optimizer states in host memory"),
+    Flag("--optimizer-offload-fraction", "optimizer.optimizer_offload_fraction",
+         "how much of them", metavar="FRACTION"),
+    # Recomputation
+    Flag("--recompute-granularity", "recompute.granularity", "recompute whole layers or selected modules"),
+    Flag("--recompute-method", "recompute.method", "how full recomputation picks layers"),
+    Flag("--recompute-num-layers", "recompute.num_layers", "layers a group (uniform) or a chunk (block)"),
+    Flag("--recompute-modules", "recompute.modules",
+         "modules that selective recomputation covers, such as core_attn,moe_act,layernorm", metavar="A,B"),
+    Flag("--distribute-saved-activations", "recompute.distribute_saved_activations", "shard kept layer inputs over TP"),
+    # Implementation
+    Flag("--transformer-impl", "implementation.transformer_impl", "which modules run"),
+    Flag("--attention-backend", "implementation.attention_backend", "attention kernels"),
+    Flag("--cp-comm-type", "implementation.cp_comm_type", "how context parallelism exchanges"),
+    Flag("--cross-entropy-loss-fusion", "implementation.cross_entropy_loss_fusion", "fused cross entropy"),
+    Flag("--cross-entropy-fusion-impl", "implementation.cross_entropy_fusion_impl", "which fused cross entropy"),
+    Flag("--gradient-accumulation-fusion", "implementation.gradient_accumulation_fusion",
+         "weight gradients straight into main gradients (default: on)"),
+    Flag("--bias-activation-fusion", "implementation.bias_activation_fusion", "fused activation (default: on)"),
+    Flag("--bias-dropout-fusion", "implementation.bias_dropout_fusion", "fused bias-dropout-add (default: on)"),
+    Flag("--masked-softmax-fusion", "implementation.masked_softmax_fusion", "fused softmax (default: on)"),
+    Flag("--apply-rope-fusion", "implementation.apply_rope_fusion", "fused rotary embedding (default: on)"),
+    Flag("--calculate-per-token-loss", "implementation.calculate_per_token_loss", "loss a token"),
+    Flag("--deterministic-mode", "implementation.deterministic_mode", "deterministic kernels"),
+    Flag("--moe-imbalance", "implementation.moe_imbalance",
+         "tokens of the most loaded rank over the balanced number (default: 1, balanced)", metavar="FACTOR"),
+    Flag("--moe-token-dispatcher-type", "implementation.moe_token_dispatcher_type", "token dispatcher"),
+    Flag("--moe-grouped-gemm", "implementation.moe_grouped_gemm", "grouped GEMM in experts (default: on)"),
+    Flag("--moe-permute-fusion", "implementation.moe_permute_fusion", "fused token permutation"),
+    Flag("--moe-router-fusion", "implementation.moe_router_fusion", "fused router"),
+    Flag("--moe-router-dtype", "implementation.moe_router_dtype", "dtype of routing"),
+    Flag("--moe-expert-capacity-factor", "implementation.moe_expert_capacity_factor",
+         "token capacity of an expert", metavar="FACTOR"),
+    Flag("--moe-pad-expert-input-to-capacity", "implementation.moe_pad_expert_input_to_capacity",
+         "pad experts' tokens to capacity"),
+    Flag("--moe-shared-expert-overlap", "implementation.moe_shared_expert_overlap",
+         "overlap shared experts with dispatch"),
+    Flag("--overlap-moe-expert-parallel-comm", "implementation.overlap_moe_expert_parallel_comm",
+         "overlap expert communication over microbatches"),
+    Flag("--cpu-offloading-num-layers", "implementation.cpu_offloading_num_layers",
+         "layers whose activations go to host memory"),
+    Flag("--offload-modules", "implementation.offload_modules",
+         "modules whose saved tensors go to host memory (fine-grained offloading)", metavar="A,B"),
+)
+
+#: The flag of each package whose releases have rules -> the package's name. Its field is argparse's.
+PACKAGES = {"--megatron-core": "megatron-core", "--transformer-engine": "Transformer Engine", "--torch": "PyTorch"}
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare MODEL and every flag of a run on ``parser``."""
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "model", nargs="?", metavar="MODEL",
+        help="a preset (org/name or name), a config.json or its folder, or a Hugging Face Hub id",
+    )
+    model.add_argument("--custom-config", metavar="JSON", help="the config itself, as JSON text, in place of MODEL")
+    model.add_argument(
+        "--megatron-args", metavar="ARGS",
+        help="Megatron-LM's arguments in place of MODEL: the text, or a file (launch script or YAML)",
+    )
+    model.add_argument(
+        "--mapping", choices=("builtin", "mbridge"), default="builtin",
+        help="who reads the config: this package, or mbridge where it is installed",
+    )
+    model.add_argument("--mtp-num-layers", type=_integer, metavar="N", help="MTP depths; 0 trains without")
+    model.add_argument("--num-layers", type=_integer, metavar="N", help="train only the first N decoder layers")
+    model.add_argument("--make-vocab-size-divisible-by", type=_integer, metavar="N",
+                       help="pad the vocabulary to a multiple of N x TP, as Megatron-LM does with 128")
+    model.add_argument("--hidden-dropout", type=_number, metavar="P", help="dropout of the residual stream")
+    model.add_argument("--attention-dropout", type=_number, metavar="P", help="dropout of attention probabilities")
+    for package, name in PACKAGES.items():
+        model.add_argument(package, metavar="X.Y", help=f"{name} release whose rules apply")
+    groups = {name: parser.add_argument_group(title) for name, title in _TITLES.items()}
+    rules = {name: rules_of(spec) for name, spec in SPECS.items()}
+    for flag in FLAGS:
+        group, _, field = flag.field.partition(".")
+        _add(groups[group], flag, rules[group][field])
+
+
+def _add(group: Any, flag: Flag, rule: Rule) -> None:
+    """One flag, whose kind and choices are those of the field."""
+    kwargs: dict[str, Any] = {"dest": flag.field, "default": _UNSET, "help": flag.help}
+    if bool in rule.types:
+        kwargs["action"] = argparse.BooleanOptionalAction
+    elif tuple in rule.types:
+        kwargs |= {"type": _names, "metavar": flag.metavar}
+    elif float in rule.types:
+        kwargs |= {"type": _number, "metavar": flag.metavar}
+    elif int in rule.types:
+        kwargs |= {"type": _integer, "metavar": flag.metavar}
+    else:
+        kwargs |= {"choices": rule.names or None, "metavar": "|".join(rule.names) or flag.metavar}
+    group.add_argument(*flag.names.split(), **kwargs)
+
+
+def _integer(text: str) -> int:
+    # int() also reads "1_6" and the digits of other scripts; on a command line those are typing errors.
+    try:
+        if not text.removeprefix("-").isdecimal() or not text.isascii():
+            raise ValueError
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+
+
+def _number(text: str) -> float:
+    try:
+        if not text.isascii() or "_" in text:
+            raise ValueError
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.replace(",", " ").split() if name)

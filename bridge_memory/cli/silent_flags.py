@@ -1,0 +1,91 @@
+"""Flags that would do nothing: a mistake, which is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bridge_memory.spec import ModelSpec, SpecError
+from bridge_memory.spec.gaps import idle_modules
+from bridge_memory.spec.limits import limits_of
+
+
+def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
+    """Raise SpecError for the first flag of ``given`` (group -> field -> value) that the model and the other flags
+    leave without effect."""
+    precision, recompute, impl = given["precision"], given["recompute"], given["implementation"]
+    optimizer, parallel = given["optimizer"], given["parallel"]
+    needs = [
+        ("fp8_recipe", "fp8_recipe" in precision, "fp8" in precision, "--fp8"),
+        ("fp8_param", precision.get("fp8_param", False), "fp8" in precision, "--fp8"),
+        ("recompute_method", "method" in recompute, recompute.get("granularity") == "full",
+         "--recompute-granularity full"),
+        ("recompute_num_layers", "num_layers" in recompute, recompute.get("granularity") == "full",
+         "--recompute-granularity full"),
+        ("recompute_modules", "modules" in recompute, recompute.get("granularity") == "selective",
+         "--recompute-granularity selective"),
+        ("cross_entropy_fusion_impl", "cross_entropy_fusion_impl" in impl,
+         impl.get("cross_entropy_loss_fusion", False), "--cross-entropy-loss-fusion"),
+        ("optimizer_offload_fraction", "optimizer_offload_fraction" in optimizer,
+         optimizer.get("optimizer_cpu_offload", False), "--optimizer-cpu-offload"),
+        ("moe_pad_expert_input_to_capacity", impl.get("moe_pad_expert_input_to_capacity", False),
+         "moe_expert_capacity_factor" in impl, "--moe-expert-capacity-factor"),
+        ("ddp_bucket_size", "bucket_size" in given["data_parallel"],
+         given["data_parallel"].get("overlap_grad_reduce", False),
+         "--overlap-grad-reduce"),
+        ("store_param_remainders", "store_param_remainders" in optimizer,
+         optimizer.get("use_precision_aware_optimizer", False), "--use-precision-aware-optimizer"),
+        ("distribute_saved_activations", recompute.get("distribute_saved_activations", False),
+         recompute.get("granularity") == "full", "--recompute-granularity full"),
+        ("microbatch_group_size_per_vp_stage", "microbatch_group_size_per_vp_stage" in parallel,
+         "virtual_pipeline_model_parallel_size" in parallel or "pipeline_model_parallel_layout" in parallel, "--vpp"),
+    ]
+    needs += [
+        (name, parallel.get(name, False) is not False, parallel.get("pipeline_model_parallel_size", 1) != 1,
+         "--pp of 2 or more")
+        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+                     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    ]
+    needs += [
+        (name, name in optimizer, optimizer.get("use_precision_aware_optimizer", False),
+         "--use-precision-aware-optimizer")
+        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    ]
+    needs += [
+        (name, impl.get(name, False) is not False, model.has_experts, "a model with experts")
+        for name in impl if name.startswith("moe_")
+    ]
+    needs.append(("expert_tensor_parallel_size", "expert_tensor_parallel_size" in parallel, model.has_experts,
+                  "a model with experts"))
+    local = impl.get("transformer_impl") == "local"
+    unfused = local or impl.get("attention_backend") in ("unfused", "local")
+    unfused = unfused or given["precision"].get("params_dtype") == "fp32"
+    shared = limits_of(model).shared_experts
+    needs += [
+        ("fp8", "fp8" in precision, not local, "--transformer-impl transformer_engine"),
+        ("transformer_engine", "transformer_engine" in impl, not local, "--transformer-impl transformer_engine"),
+        ("attention_backend", impl.get("attention_backend") in ("flash", "fused"), not local,
+         "--transformer-impl transformer_engine"),
+        ("masked_softmax_fusion", "masked_softmax_fusion" in impl, unfused,
+         "--attention-backend unfused or --transformer-impl local"),
+        ("cp_comm_type", "cp_comm_type" in impl, parallel.get("context_parallel_size", 1) != 1, "--cp of 2 or more"),
+        ("moe_shared_expert_overlap", impl.get("moe_shared_expert_overlap", False), shared,
+         "a model with shared experts"),
+    ]
+    needs += [
+        (name, name in optimizer, not optimizer.get("optimizer_cpu_offload", False),
+         "--no-optimizer-cpu-offload: the offloaded optimizer keeps fp32 states")
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders")
+    ]
+    needs += [
+        (f"recompute_modules ({name})", name in recompute.get("modules", ()), False, want)
+        for name, want in idle_modules(model, not local).items()
+    ]
+    for field, used, present, what in needs:
+        if used and not present:
+            raise SpecError(f"{field} does nothing without {what}; add it or drop the flag")
+    imbalance, ranks = impl.get("moe_imbalance", 1.0), parallel.get("expert_model_parallel_size", 1)
+    if imbalance > max(1, ranks):
+        raise SpecError(
+            f"moe_imbalance ({imbalance:g}) is more than expert_model_parallel_size ({ranks}), that of one rank with "
+            "every token; lower it"
+        )

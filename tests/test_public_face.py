@@ -1,0 +1,42 @@
+"""What ``import bridge_memory`` gives: everything at hand, and only what an estimate needs imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import bridge_memory
+from bridge_memory import ParallelSpec, RunSpec, estimate, explain, find_gpu, fits, peaks
+
+
+def test_every_name_is_there_and_is_listed() -> None:
+    assert sorted(bridge_memory.__all__) == bridge_memory.__all__
+    for name in bridge_memory.__all__:
+        assert getattr(bridge_memory, name) is not None
+        assert name in dir(bridge_memory)
+
+
+def test_what_an_estimate_does_not_need_is_imported_when_it_is_asked_for() -> None:
+    code = (
+        "import sys, bridge_memory\n"
+        "loaded = lambda: {m.removeprefix('bridge_memory.') for m in sys.modules if m.startswith('bridge_memory.')}\n"
+        "before = loaded()\n"
+        "assert not any(m.startswith(('report', 'live', 'cli', 'calibration')) for m in before), before\n"
+        "assert not before & {'readers.megatron_args', 'readers.config_container', 'readers.transformer_config'}\n"
+        "bridge_memory.run_from_megatron_args, bridge_memory.fits\n"
+        "assert {'readers.megatron_args', 'report.gpus'} <= loaded()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    assert not hasattr(bridge_memory, "estimat")
+
+
+def test_the_verbs_agree_on_a_run() -> None:
+    run = RunSpec(model="meta-llama/Llama-3.1-8B", parallel=ParallelSpec(world_size=16, pipeline_model_parallel_size=2))
+    answer = estimate(run)
+    assert [p.peak_bytes for p in peaks(run)] == [s.peak_bytes for s in answer.stages]
+    assert explain(run, 1) == answer.stages[1]
+    (fit,) = fits(answer, [find_gpu("H100")])
+    assert fit.fits is (answer.peak_stage.peak_bytes + fit.margin_bytes <= fit.capacity_bytes)
