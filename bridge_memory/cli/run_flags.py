@@ -7,8 +7,7 @@ what its field does.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bridge_memory.spec.fields import Rule, rules_of
 from bridge_memory.spec.run import GROUPS
@@ -26,8 +25,7 @@ _TITLES = {
 SPECS = {name: GROUPS[name] for name in _TITLES}
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
+class Flag(NamedTuple):
     """One flag: its spellings, and the field of the spec that it sets, "group.field"."""
 
     names: str
