@@ -14,8 +14,7 @@ inside of it, so comparing does that). Imports nothing.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 Release = tuple[int, int]
 
@@ -43,8 +42,7 @@ class Releases(Protocol):
     def torch(self) -> Release | None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(NamedTuple):
     """What runs, for a reader that has no ImplementationSpec yet."""
 
     megatron_core: Release = DEFAULT_MEGATRON_CORE
@@ -52,8 +50,7 @@ class Running:
     torch: Release | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """True from the named releases on; None where a package does not matter."""
 
     core: Release | None = None

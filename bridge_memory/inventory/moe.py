@@ -8,9 +8,9 @@ expert's local inner width, w its model width (h, or the latent size).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from math import ceil, comb
+from typing import NamedTuple
 
 from bridge_memory.components import Part
 from bridge_memory.inventory.context import BlockContext
@@ -23,8 +23,7 @@ from bridge_memory.releases import COMBINED_IN_TWO_STEPS, FC1_OUTPUT_HELD, SHARE
 from bridge_memory.spec import DTYPE_BYTES, MLPSpec, MoESpec, divide
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
+class _Tokens(NamedTuple):
     """Token counts of one MoE layer on this rank."""
 
     entering: int

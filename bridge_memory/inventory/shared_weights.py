@@ -12,7 +12,7 @@ megatron-core ``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCom
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bridge_memory.inventory.chain import Label, Link
 from bridge_memory.inventory.context import BlockContext
@@ -20,8 +20,7 @@ from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.spec import divide
 
 
-@dataclass(frozen=True, slots=True)
-class PendingGradients:
+class PendingGradients(NamedTuple):
     """Around the backward of one block, in bytes."""
 
     #: Gradients of weights that wait for those of other uses.

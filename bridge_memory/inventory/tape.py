@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.components import Part, Provenance
@@ -60,50 +59,79 @@ class Tensor:
         return f"Tensor({self.name}, {self.bytes})"
 
 
-@dataclass(slots=True, eq=False)
 class Op:
-    name: str
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    saves: tuple[Tensor, ...] = ()
-    workspace: Bytes = 0
-    backward_workspace: Bytes = 0
-    #: Input gradients are the output gradient itself (addition, views that copy nothing backward).
-    alias: bool = False
-    #: The input gradient is written over the first saved tensor.
-    in_place: bool = False
-    #: What it saves goes to host memory once the block is done and comes back for its backward.
-    offloaded: bool = False
-    #: It runs under ``torch.enable_grad``: its graph, and what that saves, is there even in a pass without gradients.
-    always_saves: bool = False
-    #: It only keeps its inputs alive to this point.
-    scope: bool = False
+    """One operation of the forward pass, with what its backward will need."""
+
+    __slots__ = (
+        "alias", "always_saves", "backward_workspace", "in_place", "inputs", "name", "offloaded", "outputs", "saves",
+        "scope", "workspace",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        inputs: tuple[Tensor, ...],
+        outputs: tuple[Tensor, ...],
+        saves: tuple[Tensor, ...] = (),
+        workspace: Bytes = 0,
+        backward_workspace: Bytes = 0,
+        alias: bool = False,
+        in_place: bool = False,
+        offloaded: bool = False,
+        always_saves: bool = False,
+        scope: bool = False,
+    ) -> None:
+        self.name = name
+        self.inputs = inputs
+        self.outputs = outputs
+        self.saves = saves
+        self.workspace = workspace
+        self.backward_workspace = backward_workspace
+        #: Input gradients are the output gradient itself (addition, views that copy nothing backward).
+        self.alias = alias
+        #: The input gradient is written over the first saved tensor.
+        self.in_place = in_place
+        #: What it saves goes to host memory once the block is done and comes back for its backward.
+        self.offloaded = offloaded
+        #: It runs under ``torch.enable_grad``: its graph, and what that saves, is there even in a pass without
+        #: gradients.
+        self.always_saves = always_saves
+        #: It only keeps its inputs alive to this point.
+        self.scope = scope
 
 
-@dataclass(slots=True, eq=False)
 class Region:
     """A recomputed part of the tape."""
 
-    name: str
-    nodes: list[Node] = field(default_factory=list)
-    inputs: tuple[Tensor, ...] = ()
-    outputs: tuple[Tensor, ...] = ()
-    discards: bool = False
-    offloaded: bool = False
+    __slots__ = ("discards", "inputs", "name", "nodes", "offloaded", "outputs")
+
+    def __init__(
+        self, name: str, inputs: tuple[Tensor, ...] = (), *, discards: bool = False, offloaded: bool = False
+    ) -> None:
+        self.name = name
+        self.nodes: list[Node] = []
+        self.inputs = inputs
+        self.outputs: tuple[Tensor, ...] = ()
+        self.discards = discards
+        self.offloaded = offloaded
 
 
-@dataclass(slots=True, eq=False)
 class Discard:
     """The point of the forward pass at which a discarding region's outputs lose their storage."""
 
-    region: Region
+    __slots__ = ("region",)
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
 
 
-@dataclass(slots=True, eq=False)
 class Landmark:
     """A point of the forward pass up to which, and backward from which, peaks are found apart."""
 
-    name: str
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
 Node = Op | Region | Discard | Landmark

@@ -30,4 +30,5 @@ def refuse_what_is_ignored(run: RunSpec, also: Iterable[str] = ()) -> None:
         for f in fields(held):
             value = getattr(held, f.name)
             if f.name in (*names, *more) and value != f.default:
-                raise RehearsalUnavailable(f"{f.name} ({value}) is not rehearsed; leave it at {f.default}")
+                name = held._prefix + f.name
+                raise RehearsalUnavailable(f"{name} ({value}) is not rehearsed; leave it at {f.default}")

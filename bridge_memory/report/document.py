@@ -6,8 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 #: Characters of a line where nothing says otherwise.
 WIDTH = 80
@@ -15,16 +14,14 @@ WIDTH = 80
 NARROWEST = 40
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(NamedTuple):
     """A heading, and whether its cells are ``words`` (left, may wrap) or numbers (right, whole)."""
 
     title: str
     words: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(NamedTuple):
     """A table. ``emphasis``: the index of the row that matters, if any."""
 
     title: str
@@ -34,16 +31,14 @@ class Grid:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Pairs:
+class Pairs(NamedTuple):
     """Names and values, one a line."""
 
     title: str
     pairs: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Bullets:
+class Bullets(NamedTuple):
     """A list of sentences."""
 
     title: str

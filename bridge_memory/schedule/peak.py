@@ -35,14 +35,12 @@ saved input of the chunk's first operation does) and the gradient of its output 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul, sub
 from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkCost:
+class ChunkCost(NamedTuple):
     """One virtual chunk of one stage, for one microbatch, in bytes.
 
     ``saved`` lives from its forward to its backward. ``forward_peak`` and ``backward_peak`` are the most
@@ -82,8 +80,7 @@ class Moment(NamedTuple):
     forward_chunk: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class PeakMoment:
+class PeakMoment(NamedTuple):
     """The moment of most bytes, in bytes: ``bytes`` in all, of them ``hidden_bytes`` held by the schedule.
 
     ``alive`` times what the chunks save, and ``hidden_bytes``, leave what the running pass needs in passing. Under

@@ -6,7 +6,7 @@ Library workspaces, attention kernels and fp8 layouts go by generation (``Implem
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 Capability = tuple[int, int]
 
@@ -20,8 +20,7 @@ DEFAULT_GENERATION = "hopper"
 NVIDIA, AMD = "NVIDIA", "AMD"
 
 
-@dataclass(frozen=True, slots=True)
-class NamedGpu:
+class NamedGpu(NamedTuple):
     """What a name gives away. ``capability`` is what ``torch.cuda.get_device_capability`` reports."""
 
     vendor: str
@@ -51,18 +50,14 @@ _NAMES: tuple[tuple[str, str, Capability], ...] = (
     ("@T4#|Quadro.?RTX|Titan.?RTX|RTX.?20[5-9]0|turing", NVIDIA, (7, 5)),
     ("V100#|Titan.?V|volta", NVIDIA, (7, 0)),
 )
-_PATTERNS = tuple(
-    (
-        re.compile(words.replace("@", "(?<![A-Za-z0-9])").replace("#", r"(?!\d)"), re.IGNORECASE),
-        NamedGpu(vendor, capability),
-    )
-    for words, vendor, capability in _NAMES
-)
 
 
 def gpu_of_name(name: str) -> NamedGpu | None:
     """Whose GPU ``name`` is and what it computes: "NVIDIA H100 80GB HBM3", "dgx_a100"; None where it says nothing."""
-    return next((gpu for pattern, gpu in _PATTERNS if pattern.search(name)), None)
+    for words, vendor, capability in _NAMES:
+        if re.search(words.replace("@", "(?<![A-Za-z0-9])").replace("#", r"(?!\d)"), name, re.IGNORECASE):
+            return NamedGpu(vendor, capability)
+    return None
 
 
 def generation_of(capability: Capability) -> str | None:

@@ -25,6 +25,7 @@ from bridge_memory.rehearse.run import rehearse
 from bridge_memory.rehearse.world import fake_world
 from bridge_memory.spec import (
     BatchSpec,
+    DataParallelSpec,
     ImplementationSpec,
     OptimizerSpec,
     ParallelSpec,
@@ -260,6 +261,7 @@ def test_what_a_rehearsal_would_ignore_is_refused_by_name(field: str) -> None:
 
     class Run:
         precision, optimizer, implementation = PrecisionSpec(), OptimizerSpec(), LOCAL
+        data_parallel, peft = DataParallelSpec(), PeftSpec()
 
     refuse_what_is_ignored(Run())  # type: ignore[arg-type]
     for name, value in IGNORED[field].items():

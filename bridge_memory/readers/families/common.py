@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from bridge_memory.readers.fields import MAX_LAYERS, Fields, shown
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, divide
@@ -24,8 +25,7 @@ ACTIVATIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(NamedTuple):
     """How one model_type differs from Llama. Defaults are those of its transformers config class."""
 
     #: tie_word_embeddings where the key is absent.

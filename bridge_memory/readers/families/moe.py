@@ -145,10 +145,10 @@ def mixers(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[Mixe
     """Softmax attention on every layer; for Qwen3-Next gated delta nets between."""
     kind = f.model_type
     if kind == "glm4_moe" and f.flag("use_qk_norm"):
-        family = replace(family, qk_layernorm="head")
+        family = family._replace(qk_layernorm="head")
     if kind == "minimax_m2":
         styles = {"per_layer": "full", "per_head": "head"}
-        family = replace(family, qk_layernorm=f.choice("qk_norm_type", styles, default="per_layer"))
+        family = family._replace(qk_layernorm=f.choice("qk_norm_type", styles, default="per_layer"))
         types = f.items("attn_type_list")
         if types is not None and (len(types) != n or any(one != 1 for one in types)):
             raise f.error(f"attn_type_list is {shown(types)}; it must hold 1 (softmax) for each of {n} layers")

@@ -1,0 +1,234 @@
+"""Sizes that note how they were worked out: their arithmetic is that of ints, and a recording serves whoever answers
+its questions alike."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+from math import ceil, isqrt
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge_memory.inventory.blocks import block
+from bridge_memory.inventory.context import Library, context_of
+from bridge_memory.inventory.recorder import Recorder
+from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Notes, Recordings, computed, largest, smallest
+from bridge_memory.readers import resolve_model
+from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec
+
+#: A sentence of arithmetic: leaves are positions in DIMENSIONS or numbers, nodes (operation, left, right).
+Expression = Any
+
+
+def plain(few: int) -> list[int]:
+    """Dimensions of a run: so many sizes, then every switch off."""
+    return [few] * len(SIZES) + [0] * (len(DIMENSIONS) - len(SIZES))
+
+
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "%": operator.mod,
+    "/": operator.truediv, "largest": largest, "smallest": smallest, "round": lambda a, _: round(a),
+    "ceil": lambda a, _: ceil(a), "negative": lambda a, _: -a, "square": lambda a, _: a**2,
+}  # fmt: skip
+#: What an int does where a Size has a word of its own.
+OF_INTS = {**OPERATIONS, "largest": max, "smallest": min}
+EXPRESSIONS: st.SearchStrategy[Expression] = st.recursive(
+    st.integers(0, 99) | st.sampled_from([f"d{i}" for i in range(len(SIZES))]),
+    lambda inner: st.tuples(st.sampled_from(sorted(OPERATIONS)), inner, inner),
+    max_leaves=12,
+)
+DIMENSION_VALUES = st.lists(st.integers(1, 64), min_size=len(SIZES), max_size=len(SIZES)).map(
+    lambda sizes: [*sizes, *plain(0)[len(SIZES) :]]
+)
+
+
+def worked_out(expression: Expression, dimensions: Any, operations: dict[str, Callable[[Any, Any], Any]]) -> Any:
+    if isinstance(expression, tuple):
+        name, left, right = expression
+        return operations[name](
+            worked_out(left, dimensions, operations), worked_out(right, dimensions, operations)
+        )
+    return dimensions[int(expression[1:])] if isinstance(expression, str) else expression
+
+
+@given(EXPRESSIONS, DIMENSION_VALUES, DIMENSION_VALUES)
+def test_arithmetic_is_that_of_ints_there_and_in_any_run_it_serves(
+    expression: Expression, recorded: list[int], asked: list[int]
+) -> None:
+    notes = Notes(recorded)
+    try:
+        size = round(worked_out(expression, notes.sizes, OPERATIONS))
+        expected = round(worked_out(expression, recorded, OF_INTS))
+    except (ZeroDivisionError, OverflowError):
+        return
+    assert int(getattr(size, "value", size)) == expected
+    if isinstance(size, int):  # a constant, or a product with 0
+        return
+    found = Recordings()
+    found.add(notes, "recording", [size])
+    try:
+        expected = round(worked_out(expression, asked, OF_INTS))
+    except (ZeroDivisionError, OverflowError):
+        return
+    assert found.find(asked) == ("recording", [expected])
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 9))
+def test_every_comparison_is_that_of_ints(sizes: list[int], bound: int) -> None:
+    notes = Notes([*sizes, *plain(0)[len(sizes) :]])
+    for i, n in enumerate(sizes):
+        for compare in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne):
+            assert compare(notes.sizes[i], bound) is compare(n, bound)
+        assert bool(notes.sizes[i]) is bool(n)
+
+
+def test_a_step_is_noted_once() -> None:
+    notes = Notes(plain(3))
+    seq, batch = notes.sizes[:2]
+    assert seq * batch is seq * batch
+    assert computed(isqrt, seq) is not computed(isqrt, batch)
+    assert notes.formula((seq * batch + 1) // 2) == "(((seq * batch) + 1) // 2)"
+
+
+def test_nothing_stays_a_plain_nothing() -> None:
+    """What is not there has no size: 0 times anything is 0, and adding 0 notes no step."""
+    seq = Notes(plain(3)).sizes[0]
+    assert seq * 0 == 0 and type(seq * 0) is int
+    assert seq + 0 is seq and seq - 0 is seq and seq * 1 is seq and seq // 1 is seq
+
+
+# ---- recordings and their questions ----
+
+
+def recorded(recordings: Recordings, dimensions: list[int], record: Callable[..., Any]) -> str:
+    """Record under ``dimensions`` unless something serves; what was found, or what was recorded."""
+    found = recordings.find(dimensions)
+    if found is None:
+        notes = Notes(dimensions)
+        name, size = record(*notes.sizes)
+        recordings.add(notes, name, [size])
+        found = recordings.find(dimensions)
+        assert found is not None
+    return found[0]
+
+
+def at(seq: int, tp: int = 1) -> list[int]:
+    dimensions = plain(1)
+    dimensions[SIZES.index("seq")], dimensions[SIZES.index("tp")] = seq, tp
+    return dimensions
+
+
+def a_layer(asked: list[str]) -> Callable[..., Any]:
+    """Records one way where the sequence is long, another where it is not; each time it is noted in ``asked``."""
+
+    def record(seq: Any, batch: Any, tp: Any, *_: Any) -> tuple[str, Any]:
+        name = "long" if seq > 1000 else "short"
+        if name == "long" and tp > 1:
+            name = "long, divided"
+        asked.append(name)
+        return name, seq * batch // tp
+
+    return record
+
+
+def test_a_recording_serves_whoever_answers_its_questions_alike() -> None:
+    asked: list[str] = []
+    recordings, record = Recordings(), a_layer(asked)
+    assert recorded(recordings, at(4096), record) == "long"
+    assert recorded(recordings, at(8192), record) == "long"
+    assert recorded(recordings, at(512), record) == "short"
+    assert recorded(recordings, at(8192, tp=2), record) == "long, divided"
+    # A short one never asked for tp, so that whatever it is, the recording serves.
+    assert recorded(recordings, at(256, tp=8), record) == "short"
+    assert asked == ["long", "short", "long, divided"]
+    assert recordings.find(at(2048)) == ("long", [2048])
+    assert recordings.find(at(256, tp=8)) == ("short", [32])
+
+
+def test_a_number_taken_out_serves_that_number_only() -> None:
+    """``range(tp)`` asks for the number itself (``__index__``)."""
+
+    def record(seq: Any, batch: Any, tp: Any, *_: Any) -> tuple[str, Any]:
+        return f"{len(range(tp))} shards", seq
+
+    recordings = Recordings()
+    assert recorded(recordings, at(10, tp=2), record) == "2 shards"
+    assert recordings.find(at(99, tp=2)) == ("2 shards", [99])
+    assert recordings.find(at(10, tp=4)) is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=8), st.data())
+def test_what_is_found_is_what_would_have_been_recorded(runs: list[tuple[int, int]], data: st.DataObject) -> None:
+    """A recording whose sizes, and whose very questions, depend on what it asked before."""
+    bounds = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+
+    def record(seq: Any, batch: Any, tp: Any, *_: Any) -> tuple[str, Any]:
+        path, size = [], seq * 2
+        for bound in bounds:
+            if size % bound == 0:
+                path.append(f"divisible by {bound}")
+                size = size // bound + tp
+            elif tp > bound:
+                path.append(f"more than {bound} shards")
+                size = size * tp
+        return ", ".join(path), size
+
+    recordings = Recordings()
+    for seq, tp in runs:
+        recorded(recordings, at(seq, tp), record)
+    for seq, tp in runs:
+        name, size = record(*at(seq, tp))
+        assert recordings.find(at(seq, tp)) == (name, [size])
+
+
+# ---- the same of a real block ----
+
+LLAMA = resolve_model("meta-llama/Llama-3.2-1B")
+
+
+def run_of(seq: int, tp: int = 1, recompute: RecomputeSpec | None = None) -> RunSpec:
+    return RunSpec(
+        model=LLAMA, parallel=ParallelSpec(world_size=tp, tensor_model_parallel_size=tp),
+        batch=BatchSpec(seq_length=seq), recompute=recompute or RecomputeSpec(),
+    )
+
+
+def test_a_block_is_recorded_again_only_where_it_decides_otherwise() -> None:
+    """Tensor parallelism gathers: tp 2 is another recording than tp 1, tp 4 is tp 2's. The sequence is only a size."""
+    calls: list[int] = []
+
+    def record(r: Recorder) -> None:
+        calls.append(1)
+        ctx = r.ctx
+        x = r.tape.input("x", ctx.hidden_bytes)
+        if ctx.tp > 1:
+            x = r.tape.make("gathered", x, ctx.tokens * ctx.hidden_size * ctx.act)
+        r.tape.output(r.tape.make("y", x, ctx.tokens * ctx.hidden_size * ctx.act, saves=(x,)))
+        r.parameter("weight", (ctx.hidden_size // ctx.tp, ctx.hidden_size))
+
+    library = Library()
+
+    def cost(run: RunSpec) -> tuple[int, int]:
+        found = block(context_of(run, library), "a linear", record)
+        return found.cost.retained, reduce(operator.mul, next(found.parameters.expanded()).shape)
+
+    # 2048 wide in bf16; without sequence parallelism tp 1 keeps x, with it tp 2 and 4 the gathered input.
+    assert cost(run_of(100)) == (100 * 2048 * 2, 2048 * 2048)
+    assert cost(run_of(300)) == (300 * 2048 * 2, 2048 * 2048) and len(calls) == 1
+    assert cost(run_of(100, tp=2)) == (100 * 2048 * 2, 2048 * 1024) and len(calls) == 2
+    assert cost(run_of(400, tp=4)) == (400 * 2048 * 2, 2048 * 512) and len(calls) == 2
+    # Another library records for itself, and one that lets go starts anew.
+    library.clear()
+    assert cost(run_of(100)) == (100 * 2048 * 2, 2048 * 2048) and len(calls) == 3
+
+
+def test_settings_that_decide_are_apart() -> None:
+    """A block recorded in bf16 is not that of fp32, whatever its sizes are."""
+    library = Library()
+    bf16, fp32 = run_of(128), replace(run_of(128), precision=replace(run_of(128).precision, params_dtype="fp32"))
+    assert context_of(bf16, library).shelf is context_of(run_of(256), library).shelf
+    assert context_of(bf16, library).shelf is not context_of(fp32, library).shelf
