@@ -224,9 +224,15 @@ def test_a_hybrid_without_a_pattern_has_the_layers_of_its_ratios() -> None:
     ],
 )  # fmt: skip
 def test_an_auxiliary_loss_without_a_coefficient_is_none(kinds: Any, coefficients: Any, running: str) -> None:
-    """router.py: TopKRouter.is_aux_loss_enabled; megatron-core's own default coefficient is 0."""
-    model = read(num_moe_experts=4, moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coefficients)
+    """Held to megatron-core's own question, whose default coefficient is 0."""
+    fields = {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": coefficients}
+    model = read(num_moe_experts=4, **fields)
     assert model.layers[0].ffn.router_load_balancing_type == running  # type: ignore[union-attr]
+    router_module = pytest.importorskip("megatron.core.transformer.moe.router")
+    router = object.__new__(router_module.TopKRouter)  # nothing but the question
+    router.config, router.routing_type = SimpleNamespace(**fields), kinds
+    if isinstance(kinds, str) or isinstance(coefficients, list):
+        assert router.is_aux_loss_enabled() is ("aux_loss" in running)
 
 
 @pytest.mark.parametrize(("release", "bias"), [((0, 14), False), ((0, 15), True), ((0, 16), True)])
