@@ -350,11 +350,12 @@ def dynamic_peak(
     state as it travels between stages, 2 s b h / cp, over tp too under sequence parallelism (bf16).
     """
     v, m, group = len(chunks), num_microbatches, group_size or pp
-    # More groups repeat the same round: warm-up is over within two, and every further one is a whole round.
+    # More groups repeat the same round: warm-up and cool-down are over within two each, and between them every round
+    # is like the last.
     if v == 1 or pp == 1:
         m = min(m, pp + 2)
-    elif m >= 9 * group:
-        m = 8 * group + m % group
+    elif m >= 7 * group:
+        m = 6 * group + m % group
     moments = _moments(pp, rank, m, v, group, overlap_moe_expert_parallel_comm, overlap_p2p_comm)
     return _most(moments, chunks, hidden_bytes)
 
