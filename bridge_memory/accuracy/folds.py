@@ -6,7 +6,6 @@ fold.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -15,6 +14,7 @@ from bridge_memory import fitted
 from bridge_memory.accuracy.predictions import Outcome, predict_all
 from bridge_memory.accuracy.records import Record
 from bridge_memory.accuracy.runs import NotARun, NotComparable, run_of
+from bridge_memory.estimate import clear_caches
 from bridge_memory.spec import SpecError
 
 
@@ -65,14 +65,7 @@ def constants(values: Mapping[str, object]) -> Iterator[None]:
     """The estimate with other values of fitted constants; what was cached under the old ones is forgotten."""
     try:
         with fitted.replaced(values):
-            _forget_estimates()
+            clear_caches()
             yield
     finally:
-        _forget_estimates()
-
-
-def _forget_estimates() -> None:
-    for module in [m for n, m in sys.modules.items() if n.startswith("bridge_memory.")]:
-        for member in vars(module).values():
-            if callable(clear := getattr(member, "cache_clear", None)):
-                clear()
+        clear_caches()
