@@ -6,19 +6,13 @@ fold.
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 from collections.abc import Iterable, Sequence
-=======
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
->>>>>>> tests
 from itertools import product
 
 from bridge_memory import fitted
 from bridge_memory.accuracy.predictions import Outcome, predict_all
 from bridge_memory.accuracy.records import Record
 from bridge_memory.accuracy.runs import NotARun, NotComparable, run_of
-from bridge_memory.estimate import clear_caches
 from bridge_memory.spec import SpecError
 
 
@@ -62,17 +56,3 @@ def can_move(record: Record) -> bool:
 def _mean_error(outcomes: Iterable[Outcome]) -> float:
     errors = [abs(e) for o in outcomes if o.status == "ok" and (e := o.max_allocated_error) is not None]
     return sum(errors) / len(errors) if errors else 0.0
-<<<<<<< HEAD
-=======
-
-
-@contextmanager
-def constants(values: Mapping[str, object]) -> Iterator[None]:
-    """The estimate with other values of fitted constants; what was cached under the old ones is forgotten."""
-    try:
-        with fitted.replaced(values):
-            clear_caches()
-            yield
-    finally:
-        clear_caches()
->>>>>>> tests
