@@ -58,10 +58,7 @@ FITTED = (
 
 @contextmanager
 def replaced(values: Mapping[str, object]) -> Iterator[None]:
-    """Other values of constants, by name, inside a with-block.
-
-    What was computed from the old ones and kept is the caller's to forget, on both ways.
-    """
+    """Other values of constants, by name, inside a with-block; estimates inside take them (``inventory.context``)."""
     before = {name: globals()[name] for name in values}
     try:
         globals().update(values)

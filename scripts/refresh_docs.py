@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Rewrite the outputs in the documents from the commands that stand beside them.
 
-Two kinds of places are known in README.md and references/*.md:
+Three kinds of places are known in README.md and references/*.md:
 
 * a ```console block of one ``$ bridge-memory ...`` line: everything after that line is its output;
+* a ```python block directly followed by a ```text block: that is what it prints;
 * a table after ``<!-- estimate ARGS -->``: each row's first cell holds further flags in backticks (or a dash), and the
   cells after it become static GiB and peak GiB of the first and of the last stage, the peak stage and its GiB.
 
@@ -28,6 +29,7 @@ from bridge_memory.cli import main as bridge_memory  # noqa: E402
 
 GIB = 2**30
 _CONSOLE = re.compile(r"(```console\n\$ bridge-memory ([^\n]*)\n)(.*?)(```)", re.S)
+_PYTHON = re.compile(r"(```python\n([^`]*)```\n\n```text\n)(.*?)(```)", re.S)
 _TABLE = re.compile(r"(<!-- estimate (.*?) -->\n\|[^\n]*\n\|[-|: ]*\n)((?:\|[^\n]*\n)+)", re.S)
 
 
@@ -39,6 +41,14 @@ def run(arguments: list[str]) -> str:
         code = bridge_memory(arguments)
     if code:
         raise SystemExit(f"bridge-memory {shlex.join(arguments)}: {err.getvalue().strip()}")
+    return out.getvalue()
+
+
+def printed(program: str) -> str:
+    """What a program prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(program, "a document", "exec"), {"__name__": "__main__"})
     return out.getvalue()
 
 
@@ -57,6 +67,7 @@ def _row(common: list[str], row: str) -> str:
 def refreshed(text: str) -> str:
     """``text`` with every output made anew."""
     text = _CONSOLE.sub(lambda m: m[1] + run(shlex.split(m[2])) + m[4], text)
+    text = _PYTHON.sub(lambda m: m[1] + printed(m[2]) + m[4], text)
 
     def table(match: re.Match[str]) -> str:
         common = shlex.split(match[2])

@@ -11,6 +11,7 @@ from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
     ImplementationSpec,
     ModelSpec,
+    OptimizerSpec,
     ParallelSpec,
     PrecisionSpec,
     RecomputeSpec,
@@ -133,3 +134,17 @@ def test_a_way_of_context_parallelism_that_is_counted_as_another_is_said(model: 
         )
     )  # fmt: skip
     assert said(found.assumptions, f"cp_comm_type ({comm})", words) == bool(words)
+
+
+def test_logged_parameter_norms_cost_memory_where_megatron_core_has_no_fp32_parameters() -> None:
+    """Megatron-LM training/utils.py: calc_params_l2_norm reads fp32 main parameters, or makes copies. A fused
+    precision-aware optimizer keeps its own; one that megatron-core makes fp32 main parameters for does not."""
+
+    def listed(**optimizer: object) -> bool:
+        run = RunSpec(model=short(DENSE), optimizer=OptimizerSpec(**optimizer))  # type: ignore[arg-type]
+        return said(estimate(run).not_modelled, "log_params_norm", "use_precision_aware_optimizer")
+
+    assert listed(log_params_norm=True, use_precision_aware_optimizer=True)
+    assert not listed(log_params_norm=True)
+    assert not listed(use_precision_aware_optimizer=True)
+    assert not listed(log_params_norm=True, use_precision_aware_optimizer=True, fp8_recipe="tensorwise")

@@ -6,9 +6,7 @@ fold.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 from bridge_memory import fitted
@@ -36,7 +34,7 @@ def refit(records: Sequence[Record], outcomes: Sequence[Outcome], folds: int) ->
     by_choice: dict[tuple[object, ...], Sequence[Outcome]] = {tuple(getattr(fitted, n) for n in names): outcomes}
     for choice in product(*(f.candidates for f in fitted.FITTED)):
         if choice not in by_choice:
-            with constants(dict(zip(names, choice, strict=True))):
+            with fitted.replaced(dict(zip(names, choice, strict=True))):
                 by_choice[choice] = [*fixed, *predict_all(movable)]
     out = []
     for k in range(folds):
@@ -58,21 +56,3 @@ def can_move(record: Record) -> bool:
 def _mean_error(outcomes: Iterable[Outcome]) -> float:
     errors = [abs(e) for o in outcomes if o.status == "ok" and (e := o.max_allocated_error) is not None]
     return sum(errors) / len(errors) if errors else 0.0
-
-
-@contextmanager
-def constants(values: Mapping[str, object]) -> Iterator[None]:
-    """The estimate with other values of fitted constants; what was cached under the old ones is forgotten."""
-    try:
-        with fitted.replaced(values):
-            _forget_estimates()
-            yield
-    finally:
-        _forget_estimates()
-
-
-def _forget_estimates() -> None:
-    for module in [m for n, m in sys.modules.items() if n.startswith("bridge_memory.")]:
-        for member in vars(module).values():
-            if callable(clear := getattr(member, "cache_clear", None)):
-                clear()

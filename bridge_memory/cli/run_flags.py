@@ -7,8 +7,7 @@ what its field does.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bridge_memory.spec.fields import Rule, rules_of
 from bridge_memory.spec.run import GROUPS
@@ -26,8 +25,7 @@ _TITLES = {
 SPECS = {name: GROUPS[name] for name in _TITLES}
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
+class Flag(NamedTuple):
     """One flag: its spellings, and the field of the spec that it sets, "group.field"."""
 
     names: str
@@ -76,6 +74,9 @@ FLAGS = (
     Flag("--optimizer", "optimizer.optimizer", "optimizer"),
     Flag("--use-distributed-optimizer", "data_parallel.use_distributed_optimizer",
          "shard the optimizer over data-parallel ranks (default: on)"),
+    Flag("--engine", "data_parallel.engine", "who keeps model state over data-parallel ranks"),
+    Flag("--data-parallel-sharding-strategy", "data_parallel.data_parallel_sharding_strategy",
+         "what Megatron-FSDP divides over data-parallel ranks"),
     Flag("--grad-reduce-in-fp32 --accumulate-allreduce-grads-in-fp32", "data_parallel.grad_reduce_in_fp32",
          "fp32 gradient buffers (default: on)"),
     Flag("--overlap-grad-reduce", "data_parallel.overlap_grad_reduce", "reduce gradients in buckets"),

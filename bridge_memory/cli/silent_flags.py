@@ -32,6 +32,8 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
         ("ddp_bucket_size", "bucket_size" in given["data_parallel"],
          given["data_parallel"].get("overlap_grad_reduce", False),
          "--overlap-grad-reduce"),
+        ("data_parallel_sharding_strategy", "data_parallel_sharding_strategy" in given["data_parallel"],
+         given["data_parallel"].get("engine") == "megatron_fsdp", "--engine megatron_fsdp"),
         ("store_param_remainders", "store_param_remainders" in optimizer,
          optimizer.get("use_precision_aware_optimizer", False), "--use-precision-aware-optimizer"),
         ("distribute_saved_activations", recompute.get("distribute_saved_activations", False),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from threading import RLock
 from typing import Any, NamedTuple
 
+from bridge_memory import fitted
 from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Recordings, Size
 from bridge_memory.releases import MTP_DEPTHS_RECOMPUTED
 from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, RecomputeSpec, RunSpec
@@ -39,6 +40,8 @@ class Settings(NamedTuple):
     rotary: bool
     #: Width of a head that is rotated; 0 where the source does not say (then the whole head is).
     rotary_dim: int
+    #: ``fitted.COMPILED_DROPOUT_INPUT_BYTES``.
+    compiled_dropout_input: int
 
 
 class Shelf:
@@ -118,6 +121,7 @@ class BlockContext:
     impl: ImplementationSpec
     rotary: bool
     rotary_dim: int
+    compiled_dropout_input: int
     #: s after context parallelism, b: the micro batch.
     seq: int
     batch: int
@@ -136,7 +140,7 @@ class BlockContext:
         (
             self.hidden_size, self.act, self.residual, self.normalization, self.hidden_dropout,
             self.attention_dropout, self.params_dtype, self.fp8, self.fp8_recipe, self.fp8_param,
-            self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim,
+            self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim, self.compiled_dropout_input,
         ) = shelf.settings
         (
             self.seq, self.batch, self.tp, self.cp, self.ep, self.etp, self.padded_vocab, self._sp, *switches
@@ -202,6 +206,7 @@ def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
         run.implementation,
         m.position_embedding_type == "rope",
         m.rotary_dim,
+        fitted.COMPILED_DROPOUT_INPUT_BYTES,
     )
     full = rc.granularity == "full"
     selected = rc.modules if rc.granularity == "selective" else ()

@@ -59,7 +59,6 @@ def _query_key_value(
     a = spec.num_attention_heads // ctx.tp
     q_width, v_width = a * (spec.qk_head_dim + spec.qk_pos_emb_head_dim), a * spec.v_head_dim
     act = ctx.act
-    up = "self_attention.linear_{}_up_proj"
     q_in: Tensor = normed
     if spec.q_lora_rank is not None:
         q_in, _ = _down_projection(r, "self_attention.linear_q_down_proj", normed, spec.q_lora_rank, 0)
@@ -79,13 +78,15 @@ def _query_key_value(
         if spec.q_lora_rank is None:
             q = r.column_linear("self_attention.linear_q_proj", q_in, ctx.hidden_size, q_width)
         else:
-            q = r.column_linear(up.format("q"), q_in, spec.q_lora_rank, q_width, fused_norm=fused_norm)
+            q = r.column_linear(
+                "self_attention.linear_q_up_proj", q_in, spec.q_lora_rank, q_width, fused_norm=fused_norm
+            )
         if ctx.te and (_down_projections_are_whole(ctx) or not ctx.sp):
             # Transformer Engine makes the latent contiguous, inside the recomputed part.
             kv_in = tape.make("kv_compressed", kv_in, ctx.tokens_sp * spec.kv_lora_rank * act)
         kv = r.column_linear(
-            up.format("kv"), kv_in, spec.kv_lora_rank, a * (spec.qk_head_dim + spec.v_head_dim),
-            fused_norm=fused_norm,
+            "self_attention.linear_kv_up_proj", kv_in, spec.kv_lora_rank,
+            a * (spec.qk_head_dim + spec.v_head_dim), fused_norm=fused_norm,
         )
         q_bytes, v_bytes = ctx.tokens * q_width * act, ctx.tokens * v_width * act
         query = q  # The fused form rotates in place (``fused_mla_yarn_rope_apply.py: ApplyMLARotaryEmbQ``).

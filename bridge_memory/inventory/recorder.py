@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any
 
-from bridge_memory import fitted
 from bridge_memory.components import Provenance
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Parameter, Repeated, Use
@@ -341,7 +340,7 @@ class Recorder:
             kept = [mask]
             if fused and not bias and COMPILED_DROPOUT_KEEPS_INPUT(ctx.impl):
                 kept.append(
-                    tape.tensor(f"{name} dropout input", size * fitted.COMPILED_DROPOUT_INPUT_BYTES, grad=False,
+                    tape.tensor(f"{name} dropout input", size * ctx.compiled_dropout_input, grad=False,
                                 provenance=Provenance.MEASURED)
                 )
             # ``TransformerLayer.bias_dropout_add_exec_handler`` is torch.enable_grad.

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from bridge_memory.rehearse.world import RehearsalUnavailable
 from bridge_memory.spec import RunSpec
+from bridge_memory.spec.fields import called
 
 #: Fields of a RunSpec that neither the loop on a GPU nor the passes on meta tensors act on.
 NOT_REHEARSED = {
@@ -30,5 +31,5 @@ def refuse_what_is_ignored(run: RunSpec, also: Iterable[str] = ()) -> None:
         for f in fields(held):
             value = getattr(held, f.name)
             if f.name in (*names, *more) and value != f.default:
-                name = held._prefix + f.name
+                name = called(type(held), f.name)
                 raise RehearsalUnavailable(f"{name} ({value}) is not rehearsed; leave it at {f.default}")

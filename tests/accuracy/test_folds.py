@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bridge_memory import fitted
-from bridge_memory.accuracy.folds import can_move, constants, refit
+from bridge_memory.accuracy.folds import can_move, refit
 from bridge_memory.accuracy.predictions import predict, predict_all
 from bridge_memory.spec import SpecError
 
@@ -26,7 +26,7 @@ def test_records_that_are_not_predicted_again_cannot_move(records, outcomes) -> 
     assert len(still) > 30
     expected = {(o.id, o.rank): o for o in outcomes}
     for pick in (max, min):
-        with constants({f.name: pick(f.candidates) for f in fitted.FITTED}):
+        with fitted.replaced({f.name: pick(f.candidates) for f in fitted.FITTED}):
             for o in predict_all(still.values()):
                 assert o == expected[o.id, o.rank]
 
@@ -35,7 +35,7 @@ def test_a_fitted_constant_changes_the_estimate_and_comes_back(records) -> None:
     dropout = next(r for r in records if "tp2_pp1_te_8experts2parallel_ddp_average_in_collective/dev_dgx_h100" in r.id)
     assert can_move(dropout)
     (with_input,) = predict(dropout)
-    with constants({"COMPILED_DROPOUT_INPUT_BYTES": 0}):
+    with fitted.replaced({"COMPILED_DROPOUT_INPUT_BYTES": 0}):
         (without,) = predict(dropout)
     (after,) = predict(dropout)
     # 12 layers x 2 dropout-adds x [2048, 512] x 2 bytes.
@@ -45,14 +45,14 @@ def test_a_fitted_constant_changes_the_estimate_and_comes_back(records) -> None:
 
 def test_a_constant_comes_back_after_an_error() -> None:
     before = fitted.COMPILED_DROPOUT_INPUT_BYTES
-    with pytest.raises(ZeroDivisionError), constants({"COMPILED_DROPOUT_INPUT_BYTES": before + 1}):
+    with pytest.raises(ZeroDivisionError), fitted.replaced({"COMPILED_DROPOUT_INPUT_BYTES": before + 1}):
         assert before + 1 == fitted.COMPILED_DROPOUT_INPUT_BYTES
         raise ZeroDivisionError
     assert before == fitted.COMPILED_DROPOUT_INPUT_BYTES
 
 
 def test_an_unknown_constant_is_a_programming_error() -> None:
-    with pytest.raises(KeyError, match="DROPOUT"), constants({"DROPOUT": 1}):
+    with pytest.raises(KeyError, match="DROPOUT"), fitted.replaced({"DROPOUT": 1}):
         pass
 
 

@@ -81,6 +81,9 @@ def layer(spec: LayerSpec, h: int, norm: int) -> int:
         total += norm + mlp(spec.ffn.ffn_hidden_size, h, spec.ffn.gated, spec.ffn.add_bias)
     elif isinstance(spec.ffn, MoESpec):
         total += norm + moe(spec.ffn, h)
+        # The router's correction bias: in Megatron a buffer, in some published counts a parameter.
+        counted = spec.ffn.router_enable_expert_bias and spec.ffn.expert_bias_in_published_count
+        total += spec.ffn.num_experts if counted else 0
     return total + (2 * norm if spec.post_layernorms else 0)
 
 
