@@ -8,6 +8,7 @@ no less.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,9 @@ from bridge_memory.spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
     ImplementationSpec,
+    LayerSpec,
+    MLASpec,
+    MLPSpec,
     ModelSpec,
     MoESpec,
     ParallelSpec,
@@ -190,6 +194,25 @@ def test_a_rank_owns_exactly_what_megatron_core_builds_with_transformer_engine()
         failed += [f"{label}: {line}" for line in differences(run, stage, built)]
     assert not failed, f"{len(failed)} differences\n" + "\n".join(failed[:20])
     assert len(jobs) > 250
+
+
+def test_latent_attention_has_its_one_bias_on_linear_proj() -> None:
+    """``--multi-latent-attention`` without ``--disable-bias-linear`` (multi_latent_attention.py), in both kinds of
+    modules."""
+    model = resolve_model("deepseek-ai/DeepSeek-V2-Lite")
+    dense = model.layers[0]
+    assert isinstance(dense.mixer, MLASpec) and isinstance(dense.ffn, MLPSpec)
+    biased = LayerSpec(replace(dense.mixer, add_output_bias=True), replace(dense.ffn, add_bias=True))
+    parallel = ParallelSpec(world_size=2, tensor_model_parallel_size=2)
+    run = RunSpec(model=replace(model, layers=(biased,) * 2), parallel=parallel, implementation=LOCAL)
+    logging.disable(logging.WARNING)
+    with fake_world(parallel, 0), building():
+        built = parameter_shapes(build_chunks(run))
+    assert built[0]["decoder.layers.1.self_attention.linear_proj.bias"] == (model.hidden_size,)
+    assert not differences(run, 0, built)
+    te = run.with_fields(transformer_impl="transformer_engine")
+    (with_te,) = parameter_shapes_with_te([(te, 0)])
+    assert not isinstance(with_te, str) and not differences(te, 0, with_te)
 
 
 def test_the_world_leaves_no_trace() -> None:
