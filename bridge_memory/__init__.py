@@ -2,8 +2,8 @@
 
     run = RunSpec(model="deepseek-ai/DeepSeek-V3", parallel=ParallelSpec(world_size=2048, ...))
     peaks(run)                         bytes at the peak of every stage, for searches
-    estimate(run).peak_stage           every stage with its components
-    explain(run, stage=0)              one stage, with the tensors behind them
+    explain(run, stage=0)              the components of one stage
+    estimate(run)                      all of it: stages with components, parameters, assumptions, gaps
     fits(estimate(run), [find_gpu("H100")])
 
 A run may come from elsewhere: ``run_from_megatron_args``, ``run_from_config_container``; its model too:

@@ -23,7 +23,8 @@ from bridge_memory.inventory.stack import (
     straight_into_backward,
 )
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate, StagePeak
-from bridge_memory.schedule.peak import ChunkCost, PeakMoment, dynamic_peak
+from bridge_memory.schedule.events import ChunkCost, PeakMoment
+from bridge_memory.schedule.peak import dynamic_peak
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.gaps import gaps, ignored
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout

@@ -1,4 +1,6 @@
-"""The inventory: which parameters a rank owns, which tensors it saves for backward, what it holds in passing.
+"""The inventory: which parameters a rank owns, what each block retains for backward, and its peaks.
 
-Every block writes its forward pass as a ``Tape`` (see ``tape.py``); saved bytes and peaks follow from it.
+A block's recorder writes its forward pass on a tape (``tape``), with sizes that remember how they were worked out
+(``sizes``). ``alive`` follows the tape once, ``blocks`` puts in the numbers of a run, ``chain`` and ``stack`` compose
+blocks into chunks.
 """

@@ -103,10 +103,10 @@ class Size:
         return self.notes.step(operator.sub, 0, self)
 
     def __round__(self) -> Any:
-        return self if type(self.value) is int else self.notes.step(_round, self, self)
+        return self.notes.step(_round, self, self)
 
     def __ceil__(self) -> Any:
-        return self if type(self.value) is int else self.notes.step(_ceil, self, self)
+        return self.notes.step(_ceil, self, self)
 
     def __lt__(self, other: Any) -> bool:
         return self.notes.ask(operator.lt, self, other)

@@ -13,16 +13,10 @@ from functools import cache
 from itertools import groupby
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from bridge_memory import spec
-from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec, SpecError
+from bridge_memory.spec import FeedForward, LayerSpec, Mixer, ModelSpec, RunSpec, SpecError
 
 #: Mixers and feed-forward blocks name their class, since a layer may hold any of them.
-_BLOCKS = {
-    cls.__name__: cls
-    for cls in (
-        spec.AttentionSpec, spec.MLASpec, spec.MambaSpec, spec.GatedDeltaNetSpec, spec.MLPSpec, spec.MoESpec
-    )
-}  # fmt: skip
+_BLOCKS = {cls.__name__: cls for cls in (*get_args(Mixer), *get_args(FeedForward))}
 
 
 def run_to_json(run: RunSpec) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from bridge_memory.estimate import estimate, stage_costs
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.rehearse.run import Rehearsal
-from bridge_memory.schedule.peak import ChunkCost, dynamic_peak
+from bridge_memory.schedule.events import ChunkCost
+from bridge_memory.schedule.peak import dynamic_peak
 from bridge_memory.spec.layout import layout
 from bridge_memory.workspaces.dispatcher import RECOMPUTED_ORDER, ROUTING
 

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_memory.schedule.peak import (
+from bridge_memory.schedule.events import (
     ChunkCost,
-    dynamic_peak,
     in_flight,
     num_warmup,
     schedule_events,
@@ -19,6 +18,7 @@ from bridge_memory.schedule.peak import (
     walk,
     walked_peak,
 )
+from bridge_memory.schedule.peak import dynamic_peak
 
 # --------------------------------------------------------------------------------------------------
 # megatron-core's schedules, one rank of them, with storages that tell when they go
