@@ -1,22 +1,24 @@
-"""Thousands of random runs: an estimate that adds up, or one line that names a field. Nothing else."""
+"""Random runs: an estimate, the same one by every way of asking, or one line that names a field. Nothing else."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import fields
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from spec_groups import groups_of
+from random_runs import asked_runs
 
-from bridge_memory.components import Provenance, Role
-from bridge_memory.estimate import estimate
-from bridge_memory.readers import list_presets, resolve_model
+from bridge_memory import clear_caches, estimate, explain, list_presets, peaks, resolve_model
 from bridge_memory.readers.huggingface import model_from_hf_config
 from bridge_memory.readers.resolve import resolve_config
+from bridge_memory.result import Estimate
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,
+    DataParallelSpec,
     GatedDeltaNetSpec,
     ImplementationSpec,
     LayerSpec,
@@ -27,24 +29,20 @@ from bridge_memory.spec import (
     MoESpec,
     OptimizerSpec,
     ParallelSpec,
+    PeftSpec,
     PrecisionSpec,
     RecomputeSpec,
     RunSpec,
     SpecError,
 )
 
-SIZES = st.sampled_from([1, 1, 1, 2, 2, 4, 8, 3, 16])
-MODELS = [
-    "meta-llama/Llama-3.2-1B", "deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V2-Lite", "openai/gpt-oss-20b",
-    "google/gemma-2-2b", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-Next-80B-A3B-Instruct", "openai-community/gpt2",
-    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "zai-org/GLM-4.5-Air", "bigscience/bloom",
-]
 #: Every name a refusal may blame: the fields of the spec, and the flags and keys that stand for them.
 FIELDS = {
     f.name
     for cls in (
         ModelSpec, LayerSpec, AttentionSpec, MLASpec, MambaSpec, GatedDeltaNetSpec, MLPSpec, MoESpec, RunSpec,
-        ParallelSpec, BatchSpec, PrecisionSpec, OptimizerSpec, RecomputeSpec, ImplementationSpec,
+        ParallelSpec, BatchSpec, PrecisionSpec, OptimizerSpec, DataParallelSpec, PeftSpec, RecomputeSpec,
+        ImplementationSpec,
     )
     for f in fields(cls)
 } | {
@@ -52,99 +50,37 @@ FIELDS = {
     "num_moe_experts", "data_parallel_size", "moe_router_topk",
 }
 
-
-def maybe(values: st.SearchStrategy) -> st.SearchStrategy:
-    return st.none() | values
+Ask = Callable[[], RunSpec]
 
 
-PARALLEL = st.fixed_dictionaries(
-    {
-        "world_size": st.sampled_from([1, 2, 4, 8, 16, 64, 96, 128]),
-        "tensor_model_parallel_size": SIZES,
-        "pipeline_model_parallel_size": SIZES,
-        "virtual_pipeline_model_parallel_size": maybe(st.sampled_from([1, 2, 3, 4])),
-        "context_parallel_size": st.sampled_from([1, 1, 2, 4]),
-        "expert_model_parallel_size": st.sampled_from([1, 1, 2, 8]),
-        "expert_tensor_parallel_size": maybe(st.sampled_from([1, 2])),
-        "sequence_parallel": maybe(st.booleans()),
-        "num_layers_in_first_pipeline_stage": maybe(st.integers(0, 20)),
-        "num_layers_in_last_pipeline_stage": maybe(st.integers(0, 20)),
-        "account_for_embedding_in_pipeline_split": st.booleans(),
-        "account_for_loss_in_pipeline_split": st.booleans(),
-        "microbatch_group_size_per_vp_stage": maybe(st.integers(1, 8)),
-    }
-)
-BATCH = st.fixed_dictionaries(
-    {
-        "seq_length": st.sampled_from([128, 1000, 4096, 8192]),
-        "micro_batch_size": st.sampled_from([1, 2, 3]),
-        "global_batch_size": maybe(st.sampled_from([1, 8, 64, 96, 512])),
-    }
-)
-PRECISION = st.fixed_dictionaries(
-    {
-        "params_dtype": st.sampled_from(["bf16", "bf16", "fp16", "fp32"]),
-        "fp8": maybe(st.sampled_from(["hybrid", "e4m3"])),
-        "fp8_recipe": st.sampled_from(["delayed", "tensorwise", "blockwise", "mxfp8"]),
-        "fp8_param": st.booleans(),
-    }
-)
-OPTIMIZER = st.fixed_dictionaries(
-    {
-        "optimizer": st.sampled_from(["adam", "sgd", "muon"]),
-        "use_distributed_optimizer": st.booleans(),
-        "grad_reduce_in_fp32": st.booleans(),
-        "overlap_grad_reduce": st.booleans(),
-        "use_precision_aware_optimizer": st.booleans(),
-        "exp_avg_dtype": st.sampled_from(["fp32", "bf16", "fp8"]),
-        "optimizer_cpu_offload": st.booleans(),
-        "optimizer_offload_fraction": st.sampled_from([0.0, 0.5, 1.0]),
-    }
-)
-RECOMPUTE = st.fixed_dictionaries(
-    {
-        "granularity": maybe(st.sampled_from(["full", "selective"])),
-        "method": maybe(st.sampled_from(["uniform", "block"])),
-        "num_layers": maybe(st.integers(0, 5)),
-        "modules": st.lists(
-            st.sampled_from(["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]),
-            unique=True,
-        ).map(tuple),
-    }
-)
-IMPLEMENTATION = st.fixed_dictionaries(
-    {
-        "transformer_impl": st.sampled_from(["transformer_engine", "local"]),
-        "attention_backend": st.sampled_from(["auto", "flash", "fused", "unfused"]),
-        "bias_activation_fusion": st.booleans(),
-        "bias_dropout_fusion": st.booleans(),
-        "gradient_accumulation_fusion": st.booleans(),
-        "cross_entropy_loss_fusion": st.booleans(),
-        "cross_entropy_fusion_impl": st.sampled_from(["native", "te", "linear"]),
-        "moe_token_dispatcher_type": st.sampled_from(["alltoall", "allgather", "flex"]),
-        "moe_grouped_gemm": st.booleans(),
-        "moe_permute_fusion": st.booleans(),
-        "moe_imbalance": st.sampled_from([1.0, 1.5]),
-        "moe_shared_expert_overlap": st.booleans(),
-    }
-)
+def some(examples: int) -> settings:
+    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def check_adds_up(run: RunSpec) -> None:
+def made(ask: Ask) -> RunSpec | None:
+    """The run that is asked for, if there is one and it can be estimated."""
+    try:
+        run = ask()
+        peaks(run)
+    except SpecError:
+        return None
+    return run
+
+
+# ---- an answer, or one line ----
+
+
+def check_estimate(run: RunSpec) -> None:
+    """Every layer is on one stage; bytes are whole numbers (and not sizes that are still worked out) and not less than
+    nothing; a step leaves no more than its peak."""
     result = estimate(run)
     assert len(result.stages) == run.parallel.pp
     assert sorted(i for s in result.stages for i in s.layers) == list(range(run.model.num_layers))
     for stage in result.stages:
-        assert all(type(c.role) is Role and type(c.provenance) is Provenance for c in stage.components)
-        assert all(c.bytes >= 0 and isinstance(c.bytes, int) for c in stage.components)
-        parts = (
-            stage.weights_bytes + stage.gradients_bytes + stage.optimizer_bytes + stage.buffers_bytes
-            + stage.activation_bytes + stage.transient_bytes
-        )
-        assert stage.peak_bytes == parts == sum(c.bytes for c in stage.components)
+        assert type(stage.parameters) is int and stage.parameters >= 0
+        for component in (*stage.components, *stage.leftovers):
+            assert type(component.bytes) is int and component.bytes >= 0, component
         assert stage.static_bytes <= stage.peak_bytes
-        assert stage.parameters >= 0
-    assert result.peak_stage.peak_bytes == max(s.peak_bytes for s in result.stages)
 
 
 def check_refusal(error: SpecError) -> None:
@@ -154,38 +90,24 @@ def check_refusal(error: SpecError) -> None:
     assert named & FIELDS, f"names no field: {text}"
 
 
-@settings(max_examples=2500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    st.sampled_from(MODELS), PARALLEL, BATCH, PRECISION, OPTIMIZER, RECOMPUTE, IMPLEMENTATION, st.data()
-)
-def test_a_random_run_adds_up_or_is_refused(name, parallel, batch, precision, optimizer, recompute, impl, data) -> None:
-    # Most combinations of everything contradict themselves; vary a few groups at a time.
-    use = data.draw(st.sets(st.sampled_from(["batch", "precision", "optimizer", "recompute", "impl"]), max_size=2))
-    if data.draw(st.integers(0, 3)):
-        keep = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"}
-        keep.add(data.draw(st.sampled_from(sorted(parallel))))
-        if resolve_model(name).has_experts:
-            keep.add("expert_model_parallel_size")
-        world = parallel["world_size"]
-        parallel = {k: v for k, v in parallel.items() if k in keep}
-        if parallel["pipeline_model_parallel_size"] == 1:
-            del parallel["virtual_pipeline_model_parallel_size"]
-        for size in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-            world *= parallel.get(size, 1)
-        parallel["world_size"] = world
+def check_run(ask: Ask) -> None:
     try:
-        run = RunSpec(
-            model=resolve_model(name),
-            parallel=ParallelSpec(**parallel),
-            batch=BatchSpec(**batch) if "batch" in use else BatchSpec(),
-            precision=PrecisionSpec(**precision) if "precision" in use else PrecisionSpec(),
-            **groups_of(**(optimizer if "optimizer" in use else {})),
-            recompute=RecomputeSpec(**recompute) if "recompute" in use else RecomputeSpec(),
-            implementation=ImplementationSpec(**impl) if "impl" in use else ImplementationSpec(),
-        )
-        check_adds_up(run)
+        check_estimate(ask())
     except SpecError as error:
         check_refusal(error)
+
+
+@some(400)
+@given(asked_runs())
+def test_a_random_run_is_estimated_or_refused_by_a_field(ask: Ask) -> None:
+    check_run(ask)
+
+
+@pytest.mark.slow
+@some(4000)
+@given(asked_runs())
+def test_thousands_of_random_runs_are_estimated_or_refused_by_a_field(ask: Ask) -> None:
+    check_run(ask)
 
 
 JUNK = st.one_of(
@@ -194,10 +116,7 @@ JUNK = st.one_of(
 )
 
 
-@settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.sampled_from(list_presets()), st.data())
-def test_a_damaged_config_estimates_or_is_refused(name: str, data: st.DataObject) -> None:
-    """One or two keys of a real config removed or replaced by junk."""
+def check_damaged(name: str, data: st.DataObject) -> None:
     config = dict(resolve_config(name)[1])
     for key in data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=2, unique=True)):
         if data.draw(st.booleans()):
@@ -207,6 +126,123 @@ def test_a_damaged_config_estimates_or_is_refused(name: str, data: st.DataObject
     try:
         model = model_from_hf_config(config, name)
         if model.num_layers <= 512:
-            check_adds_up(RunSpec(model=model))
+            check_estimate(RunSpec(model=model))
     except SpecError as error:
         assert str(error) and "\n" not in str(error)
+
+
+@some(150)
+@given(st.sampled_from(list_presets()), st.data())
+def test_a_damaged_config_is_estimated_or_refused(name: str, data: st.DataObject) -> None:
+    """One or two keys of a real config removed or replaced by junk."""
+    check_damaged(name, data)
+
+
+@pytest.mark.slow
+@some(800)
+@given(st.sampled_from(list_presets()), st.data())
+def test_hundreds_of_damaged_configs_are_estimated_or_refused(name: str, data: st.DataObject) -> None:
+    check_damaged(name, data)
+
+
+# ---- one answer, however it is asked for ----
+
+
+def check_ways_of_asking(ask: Ask) -> None:
+    run = made(ask)
+    if run is None:
+        return
+    result = estimate(run)
+    assert [(p.stage, p.static_bytes, p.peak_bytes) for p in peaks(run)] == [
+        (s.stage, s.static_bytes, s.peak_bytes) for s in result.stages
+    ]
+    for stage in result.stages:
+        assert explain(run, stage.stage) == stage
+
+
+@some(200)
+@given(asked_runs())
+def test_peaks_and_explanations_are_those_of_the_estimate(ask: Ask) -> None:
+    check_ways_of_asking(ask)
+
+
+@pytest.mark.slow
+@some(2500)
+@given(asked_runs())
+def test_peaks_and_explanations_are_those_of_thousands_of_estimates(ask: Ask) -> None:
+    check_ways_of_asking(ask)
+
+
+# ---- one answer, whatever was asked before ----
+
+
+def cold(run: RunSpec) -> Estimate:
+    clear_caches()
+    return estimate(run)
+
+
+def check_orders(asked: list[Ask], order: list[int]) -> None:
+    runs = [run for ask in asked if (run := made(ask)) is not None]
+    expected = [cold(run) for run in runs]
+    clear_caches()
+    for i in order:
+        if i < len(runs):
+            assert estimate(runs[i]) == expected[i]
+            assert [p.peak_bytes for p in peaks(runs[i])] == [s.peak_bytes for s in expected[i].stages]
+
+
+ORDERS = st.lists(st.integers(0, 3), min_size=2, max_size=8)
+
+
+@some(60)
+@given(st.lists(asked_runs(), min_size=2, max_size=4), ORDERS)
+def test_the_order_of_asking_changes_nothing(asked: list[Ask], order: list[int]) -> None:
+    """Recordings of one run serve another; what comes of them is what it would be alone."""
+    check_orders(asked, order)
+
+
+@pytest.mark.slow
+@some(600)
+@given(st.lists(asked_runs(), min_size=2, max_size=4), ORDERS)
+def test_hundreds_of_orders_change_nothing(asked: list[Ask], order: list[int]) -> None:
+    check_orders(asked, order)
+
+
+#: Fields that change sizes, or what is decided by them, on one model: its recordings serve each other most.
+NEIGHBOURS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "tp": st.sampled_from([1, 2, 4]), "cp": st.sampled_from([1, 2]), "ep": st.sampled_from([1, 2, 8]),
+            "batch": st.integers(1, 3), "seq": st.sampled_from([512, 1024, 4096]), "modules": st.sets(
+                st.sampled_from(["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"])
+            ), "full": st.booleans(), "sp": st.booleans(),
+        }
+    ),
+    min_size=2, max_size=5,
+)  # fmt: skip
+
+
+def neighbours(name: str, choices: list[dict]) -> list[Ask]:
+    def ask(c: dict) -> Ask:
+        return lambda: RunSpec(
+            model=resolve_model(name),
+            parallel=ParallelSpec(
+                world_size=c["tp"] * c["cp"] * c["ep"], tensor_model_parallel_size=c["tp"],
+                context_parallel_size=c["cp"], expert_model_parallel_size=c["ep"],
+                expert_tensor_parallel_size=1 if c["ep"] > 1 else None,
+                sequence_parallel=c["sp"] if c["tp"] > 1 else None,
+            ),
+            batch=BatchSpec(seq_length=c["seq"], micro_batch_size=c["batch"]),
+            recompute=RecomputeSpec(granularity="full", method="uniform", num_layers=1)
+            if c["full"]
+            else RecomputeSpec(granularity="selective", modules=tuple(sorted(c["modules"]))),
+        )
+
+    return [ask(c) for c in choices]
+
+
+@some(60)
+@given(st.sampled_from(["deepseek-ai/DeepSeek-V2-Lite", "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B"]), NEIGHBOURS,
+       ORDERS)  # fmt: skip
+def test_the_order_of_layouts_of_one_model_changes_nothing(name: str, choices: list[dict], order: list[int]) -> None:
+    check_orders(neighbours(name, choices), order)

@@ -1,0 +1,76 @@
+"""What estimates of a process share: one owner, a bound, safe under threads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import pytest
+
+from bridge_memory import clear_caches, estimate, peaks, resolve_model
+from bridge_memory.inventory import context
+from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec
+
+MODELS = ("meta-llama/Llama-3.2-1B", "deepseek-ai/DeepSeek-V2-Lite")
+RUNS = [
+    RunSpec(
+        model=resolve_model(name),
+        parallel=ParallelSpec(world_size=8, tensor_model_parallel_size=tp, expert_model_parallel_size=ep),
+        batch=BatchSpec(seq_length=seq, global_batch_size=64),
+    )
+    for name, tp, seq in product(MODELS, (1, 2, 4), (512, 2048, 4096))
+    for ep in ((1,) if name == MODELS[0] else (1, 2))
+]
+
+
+@pytest.fixture(autouse=True)
+def no_cache_is_left_behind() -> Iterator[None]:
+    clear_caches()
+    yield
+    clear_caches()
+
+
+def test_threads_get_what_one_alone_gets() -> None:
+    """Eight of them from a cold cache, switched as often as the interpreter can."""
+    expected = [estimate(run) for run in RUNS]
+    clear_caches()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(estimate, RUNS * 3)) == expected * 3
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the bound everything is let go, runs at work keep what they hold, and answers stay what they are."""
+    expected = [peaks(run) for run in RUNS]
+    clear_caches()
+    monkeypatch.setattr(context, "MOST_RECORDINGS", 5)
+    for run, stages in zip(RUNS, expected, strict=True):
+        assert peaks(run) == stages
+        assert context.LIBRARY.recorded <= 5
+
+
+def test_what_is_kept_is_let_go_on_demand() -> None:
+    assert context.LIBRARY.recorded == 0
+    estimate(RUNS[0])
+    assert context.LIBRARY.recorded > 0
+    clear_caches()
+    assert context.LIBRARY.recorded == 0
+
+
+def test_equal_layouts_record_nothing_new() -> None:
+    """A longer sequence, another pipeline, another data-parallel size: the sizes differ, the recordings do not."""
+    estimate(RUNS[0])
+    before = context.LIBRARY.recorded
+    for parallel, seq in (
+        (ParallelSpec(world_size=64), 512), (ParallelSpec(world_size=8, pipeline_model_parallel_size=4), 8192),
+        (ParallelSpec(world_size=4, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=4), 1024),
+    ):  # fmt: skip
+        estimate(RunSpec(model=resolve_model(MODELS[0]), parallel=parallel, batch=BatchSpec(seq_length=seq)))
+    # The last of several stages owns a copy of the tied embedding: its output layer is another block.
+    assert context.LIBRARY.recorded <= before + 1
