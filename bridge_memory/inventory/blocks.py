@@ -93,7 +93,7 @@ class Block:
 
 def block(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) -> Block:
     """The block that ``record`` describes. ``key`` names it among all blocks of a run."""
-    known = ctx.evaluated.get(key)
+    known = ctx.blocks.get(key)
     if known is not None:
         return known
     recordings = ctx.shelf.recordings(key)
@@ -105,7 +105,7 @@ def block(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) 
                 _record(ctx, recordings, record)
                 found = recordings.find(ctx.dimensions)
                 assert found is not None, f"{key}: a recording does not answer its own questions"
-    made = ctx.evaluated[key] = Block(*found)
+    made = ctx.blocks[key] = Block(*found)
     return made
 
 

@@ -18,6 +18,8 @@ from bridge_memory.spec.parts import RECOMPUTE_MODULES
 
 #: Blocks that a library keeps; beyond them it starts anew.
 MOST_RECORDINGS = 4096
+#: Sets of sizes, of one kind of settings, whose blocks are kept with their numbers put in.
+MOST_EVALUATED = 64
 
 
 class Settings(NamedTuple):
@@ -47,12 +49,22 @@ class Settings(NamedTuple):
 class Shelf:
     """Everything recorded under the same settings, by block."""
 
-    __slots__ = ("blocks", "library", "settings")
+    __slots__ = ("_evaluated", "blocks", "library", "settings")
 
     def __init__(self, library: Library, settings: Settings) -> None:
         self.library = library
         self.settings = settings
         self.blocks: dict[Any, Recordings] = {}
+        self._evaluated: dict[tuple[Any, ...], dict[Any, Any]] = {}
+
+    def evaluated(self, dimensions: tuple[Any, ...]) -> dict[Any, Any]:
+        """Blocks whose numbers were put in for these sizes: runs that differ in their layout alone share them."""
+        found = self._evaluated.get(dimensions)
+        if found is None:
+            if len(self._evaluated) >= MOST_EVALUATED:
+                self._evaluated = {}
+            found = self._evaluated.setdefault(dimensions, {})
+        return found
 
     def recordings(self, block: Any) -> Recordings:
         found = self.blocks.get(block)
@@ -103,8 +115,8 @@ class BlockContext:
     """
 
     __slots__ = (
-        *Settings._fields, *SIZES, "_sp", "_switches", "dimensions", "evaluated", "hidden_bytes", "recompute", "shelf",
-        "tokens", "tokens_sp",
+        *Settings._fields, *SIZES, "_sp", "_switches", "blocks", "dimensions", "evaluated", "hidden_bytes", "recompute",
+        "shelf", "tokens", "tokens_sp",
     )
 
     hidden_size: int
@@ -152,8 +164,10 @@ class BlockContext:
         self.tokens_sp = self.tokens // self.tp if self.sp else self.tokens
         #: One residual-stream tensor [s, b, h] (divided by t under SP).
         self.hidden_bytes = self.tokens_sp * self.hidden_size * self.residual
-        #: Blocks whose numbers were put in for these sizes.
+        #: What was found for this run so far, by whoever found it.
         self.evaluated: dict[Any, Any] = {}
+        #: Blocks whose numbers were put in for these sizes; none of a context that is recorded with.
+        self.blocks: dict[Any, Any] = {}
 
     @property
     def te(self) -> bool:
@@ -215,4 +229,7 @@ def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
         full and rc.method == "uniform" and MTP_DEPTHS_RECOMPUTED(run.implementation), full,
         *[module in selected for module in RECOMPUTE_MODULES],
     )  # fmt: skip
-    return BlockContext(library.shelf(settings), dimensions, rc)
+    shelf = library.shelf(settings)
+    ctx = BlockContext(shelf, dimensions, rc)
+    ctx.blocks = shelf.evaluated(dimensions)
+    return ctx
