@@ -123,6 +123,7 @@ class _Stages:
         self.plan = layout(run.model, run.parallel)
         self.engine = engine_of(run)
         self._chunks: dict[ChunkShape, _Chunk] = {}
+        self._explained: dict[int, tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]] = {}
         held: dict[StageShape, _Held] = {}
         self._stages: list[_Stage] = []
         for rank, shapes in enumerate(self.plan.shapes(run.model)):
@@ -156,6 +157,15 @@ class _Stages:
             state, tuple(lasting), tuple(between), batch_bytes(run, shapes), inventories,
             tuple(stage_costs(inventories)), static_bytes, sum(c.bytes for c in between),
         )
+
+    def explained(self, held: _Held) -> tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]:
+        """(static components of the stages that hold this, what each of their chunks retains by part)."""
+        found = self._explained.get(id(held))
+        if found is None:
+            found = self._explained[id(held)] = (
+                [*held.state.components(), *held.lasting], [inventory.parts() for inventory in held.inventories],
+            )  # fmt: skip
+        return found
 
     def _chunk(self, shape: ChunkShape) -> _Chunk:
         found = self._chunks.get(shape)
@@ -195,7 +205,8 @@ def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
 
 def _explained(stages: _Stages, rank: int) -> StageEstimate:
     held, moment, in_step = stages[rank]
-    components, leftovers = [*held.state.components(), *held.lasting], held.between_steps
+    static, parts = stages.explained(held)
+    components, leftovers = [*static], held.between_steps
     running = held.inventories[moment.chunk]
     phase = moment.phase
     operation = running.forward_operation if phase == "forward" else running.backward_operation
@@ -204,13 +215,13 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         leftovers, phase, operation = (), OPTIMIZER_STEP, "main gradients in fp32"
     else:
         retained: dict[tuple[Part, Provenance], int] = {}
-        for inventory, alive in zip(held.inventories, moment.alive, strict=True):
+        for of_chunk, alive in zip(parts, moment.alive, strict=True):
             if alive:
-                for key, nbytes in inventory.parts().items():
+                for key, nbytes in of_chunk.items():
                     retained[key] = retained.get(key, 0) + alive * nbytes
         components += [
             Component(
-                f"activations: {part}", nbytes, Role.ACTIVATION, provenance, lifetime=Lifetime.RETAINED, part=part,
+                "activations: " + part.value, nbytes, Role.ACTIVATION, provenance, lifetime=Lifetime.RETAINED, part=part,
                 routed=provenance is Provenance.ASSUMED,
             )
             for (part, provenance), nbytes in retained.items()
