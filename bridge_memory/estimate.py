@@ -221,8 +221,8 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
                     retained[key] = retained.get(key, 0) + alive * nbytes
         components += [
             Component(
-                "activations: " + part.value, nbytes, Role.ACTIVATION, provenance, lifetime=Lifetime.RETAINED, part=part,
-                routed=provenance is Provenance.ASSUMED,
+                "activations: " + part.value, nbytes, Role.ACTIVATION, provenance, lifetime=Lifetime.RETAINED,
+                part=part, routed=provenance is Provenance.ASSUMED,
             )
             for (part, provenance), nbytes in retained.items()
         ]
