@@ -5,43 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
-from spec_groups import groups_of
-from test_properties import BATCH, IMPLEMENTATION, MODELS, OPTIMIZER, PARALLEL, PRECISION, RECOMPUTE
+from random_runs import Asked, asked_runs
 
-from bridge_memory import RunSpec, SpecError, estimate
-from bridge_memory.readers import resolve_model
-from bridge_memory.spec import (
-    BatchSpec,
-    ImplementationSpec,
-    ParallelSpec,
-    PrecisionSpec,
-    RecomputeSpec,
-)
+from bridge_memory import ParallelSpec, RunSpec, SpecError, estimate
 from bridge_memory.spec.canonical import canonical
 
 LLAMA = RunSpec(model="meta-llama/Llama-3.1-8B", parallel=ParallelSpec(world_size=16))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.sampled_from(MODELS), PARALLEL, BATCH, PRECISION, OPTIMIZER, RECOMPUTE, IMPLEMENTATION, st.data())
-def test_it_has_the_same_estimate(name, parallel, batch, precision, optimizer, recompute, impl, data) -> None:
-    """Byte for byte, with whatever else the run says in vain: one group at a time, or few would be sound."""
-    use = data.draw(st.sampled_from(["parallel", "batch", "precision", "optimizer", "recompute", "impl", "softmax"]))
-    sizes = {**parallel, "world_size": 1536} if use == "parallel" else {"world_size": 64}
-    unfused = {"attention_backend": "unfused", "masked_softmax_fusion": data.draw(st.booleans())}
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(asked_runs())
+def test_it_has_the_same_estimate(asked: Asked) -> None:
+    """Byte for byte, with whatever else the run says in vain."""
     try:
-        run = RunSpec(
-            model=resolve_model(name),
-            parallel=ParallelSpec(**sizes),
-            batch=BatchSpec(**batch) if use == "batch" else BatchSpec(seq_length=1024),
-            precision=PrecisionSpec(**precision) if use == "precision" else PrecisionSpec(
-                attention_softmax_in_fp32=data.draw(st.booleans())
-            ),
-            **groups_of(**(optimizer if use == "optimizer" else {})),
-            recompute=RecomputeSpec(**recompute) if use == "recompute" else RecomputeSpec(),
-            implementation=ImplementationSpec(**impl if use == "impl" else unfused if use == "softmax" else {}),
-        )
+        run = asked.run()
         found = estimate(run)
     except SpecError:
         assume(False)
