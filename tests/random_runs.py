@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
@@ -23,6 +24,9 @@ def maybe(values: st.SearchStrategy) -> st.SearchStrategy:
     return st.none() | values
 
 
+MODULES = st.lists(
+    st.sampled_from(["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]), unique=True
+).map(tuple)
 PARALLEL = {
     "world_size": st.sampled_from([1, 2, 4, 8, 16, 64, 96, 128]),
     "tensor_model_parallel_size": SIZES,
@@ -49,6 +53,7 @@ GROUPS: dict[str, dict[str, st.SearchStrategy]] = {
         "fp8": maybe(st.sampled_from(["hybrid", "e4m3"])),
         "fp8_recipe": st.sampled_from(["delayed", "tensorwise", "blockwise", "mxfp8"]),
         "fp8_param": st.booleans(),
+        "attention_softmax_in_fp32": st.booleans(),
     },
     "optimizer": {
         "optimizer": st.sampled_from(["adam", "sgd", "muon"]),
@@ -70,16 +75,14 @@ GROUPS: dict[str, dict[str, st.SearchStrategy]] = {
         "recompute_granularity": maybe(st.sampled_from(["full", "selective"])),
         "recompute_method": maybe(st.sampled_from(["uniform", "block"])),
         "recompute_num_layers": maybe(st.integers(0, 5)),
-        "recompute_modules": st.lists(
-            st.sampled_from(["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]),
-            unique=True,
-        ).map(tuple),
+        "recompute_modules": MODULES,
     },
     "implementation": {
         "transformer_impl": st.sampled_from(["transformer_engine", "local"]),
         "attention_backend": st.sampled_from(["auto", "flash", "fused", "unfused"]),
         "bias_activation_fusion": st.booleans(),
         "bias_dropout_fusion": st.booleans(),
+        "masked_softmax_fusion": st.booleans(),
         "gradient_accumulation_fusion": st.booleans(),
         "cross_entropy_loss_fusion": st.booleans(),
         "cross_entropy_fusion_impl": st.sampled_from(["native", "te", "linear"]),
@@ -92,15 +95,26 @@ GROUPS: dict[str, dict[str, st.SearchStrategy]] = {
 }
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Somebody's wish, of which hypothesis can say what it is."""
+
+    model: str
+    fields: dict[str, Any]
+
+    def run(self) -> RunSpec:
+        """Raises SpecError."""
+        return RunSpec(model=resolve_model(self.model), **groups_of(**self.fields))
+
+
 @st.composite
-def asked_runs(draw: Callable[[st.SearchStrategy], Any]) -> Callable[[], RunSpec]:
-    """Somebody's wish; calling it makes the run, or raises SpecError."""
+def asked_runs(draw: Callable[[st.SearchStrategy], Any]) -> Asked:
+    """Wishes, of which about a third can be estimated."""
     name = draw(st.sampled_from(MODELS))
-    model = resolve_model(name)
     wide = draw(st.integers(0, 3)) == 0
     fields = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"}
     fields.add(draw(st.sampled_from(sorted(PARALLEL))))
-    if model.has_experts:
+    if resolve_model(name).has_experts:
         fields.add("expert_model_parallel_size")
     given = {field: draw(PARALLEL[field]) for field in sorted(PARALLEL if wide else fields)}
     if not wide:  # A world that divides, where nobody asks for another.
@@ -115,4 +129,4 @@ def asked_runs(draw: Callable[[st.SearchStrategy], Any]) -> Callable[[], RunSpec
         options = GROUPS[group]
         for field in sorted(draw(st.sets(st.sampled_from(sorted(options)), min_size=1))):
             given[field] = draw(options[field])
-    return lambda: RunSpec(model=model, **groups_of(**given))
+    return Asked(name, given)

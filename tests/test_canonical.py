@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
-from random_runs import asked_runs
+from random_runs import Asked, asked_runs
 
-from bridge_memory import RunSpec, SpecError, estimate
-from bridge_memory.spec import (
-    ParallelSpec,
-)
+from bridge_memory import ParallelSpec, RunSpec, SpecError, estimate
 from bridge_memory.spec.canonical import canonical
 
 LLAMA = RunSpec(model="meta-llama/Llama-3.1-8B", parallel=ParallelSpec(world_size=16))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(asked_runs(), st.booleans(), st.booleans())
-def test_it_has_the_same_estimate(asked: Callable[[], RunSpec], fp32_softmax: bool, fused_softmax: bool) -> None:
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(asked_runs())
+def test_it_has_the_same_estimate(asked: Asked) -> None:
     """Byte for byte, with whatever else the run says in vain."""
     try:
-        run = asked().with_fields(attention_softmax_in_fp32=fp32_softmax, masked_softmax_fusion=fused_softmax)
+        run = asked.run()
         found = estimate(run)
     except SpecError:
         assume(False)

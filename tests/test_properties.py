@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_runs import asked_runs
+from random_runs import MODULES, Asked, asked_runs
 
-from bridge_memory import clear_caches, estimate, explain, list_presets, peaks, resolve_model
+from bridge_memory import clear_caches, estimate, explain, list_presets, peaks
 from bridge_memory.readers.huggingface import model_from_hf_config
 from bridge_memory.readers.resolve import resolve_config
 from bridge_memory.result import Estimate
@@ -50,17 +50,15 @@ FIELDS = {
     "num_moe_experts", "data_parallel_size", "moe_router_topk",
 }
 
-Ask = Callable[[], RunSpec]
-
 
 def some(examples: int) -> settings:
     return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def made(ask: Ask) -> RunSpec | None:
+def made(asked: Asked) -> RunSpec | None:
     """The run that is asked for, if there is one and it can be estimated."""
     try:
-        run = ask()
+        run = asked.run()
         peaks(run)
     except SpecError:
         return None
@@ -90,24 +88,24 @@ def check_refusal(error: SpecError) -> None:
     assert named & FIELDS, f"names no field: {text}"
 
 
-def check_run(ask: Ask) -> None:
+def check_run(asked: Asked) -> None:
     try:
-        check_estimate(ask())
+        check_estimate(asked.run())
     except SpecError as error:
         check_refusal(error)
 
 
 @some(400)
 @given(asked_runs())
-def test_a_random_run_is_estimated_or_refused_by_a_field(ask: Ask) -> None:
-    check_run(ask)
+def test_a_random_run_is_estimated_or_refused_by_a_field(asked: Asked) -> None:
+    check_run(asked)
 
 
 @pytest.mark.slow
 @some(4000)
 @given(asked_runs())
-def test_thousands_of_random_runs_are_estimated_or_refused_by_a_field(ask: Ask) -> None:
-    check_run(ask)
+def test_thousands_of_random_runs_are_estimated_or_refused_by_a_field(asked: Asked) -> None:
+    check_run(asked)
 
 
 JUNK = st.one_of(
@@ -148,8 +146,8 @@ def test_hundreds_of_damaged_configs_are_estimated_or_refused(name: str, data: s
 # ---- one answer, however it is asked for ----
 
 
-def check_ways_of_asking(ask: Ask) -> None:
-    run = made(ask)
+def check_ways_of_asking(asked: Asked) -> None:
+    run = made(asked)
     if run is None:
         return
     result = estimate(run)
@@ -162,15 +160,15 @@ def check_ways_of_asking(ask: Ask) -> None:
 
 @some(200)
 @given(asked_runs())
-def test_peaks_and_explanations_are_those_of_the_estimate(ask: Ask) -> None:
-    check_ways_of_asking(ask)
+def test_peaks_and_explanations_are_those_of_the_estimate(asked: Asked) -> None:
+    check_ways_of_asking(asked)
 
 
 @pytest.mark.slow
 @some(2500)
 @given(asked_runs())
-def test_peaks_and_explanations_are_those_of_thousands_of_estimates(ask: Ask) -> None:
-    check_ways_of_asking(ask)
+def test_peaks_and_explanations_are_those_of_thousands_of_estimates(asked: Asked) -> None:
+    check_ways_of_asking(asked)
 
 
 # ---- one answer, whatever was asked before ----
@@ -181,8 +179,8 @@ def cold(run: RunSpec) -> Estimate:
     return estimate(run)
 
 
-def check_orders(asked: list[Ask], order: list[int]) -> None:
-    runs = [run for ask in asked if (run := made(ask)) is not None]
+def check_orders(asked: list[Asked], order: list[int]) -> None:
+    runs = [run for wish in asked if (run := made(wish)) is not None]
     expected = [cold(run) for run in runs]
     clear_caches()
     for i in order:
@@ -196,7 +194,7 @@ ORDERS = st.lists(st.integers(0, 3), min_size=2, max_size=8)
 
 @some(60)
 @given(st.lists(asked_runs(), min_size=2, max_size=4), ORDERS)
-def test_the_order_of_asking_changes_nothing(asked: list[Ask], order: list[int]) -> None:
+def test_the_order_of_asking_changes_nothing(asked: list[Asked], order: list[int]) -> None:
     """Recordings of one run serve another; what comes of them is what it would be alone."""
     check_orders(asked, order)
 
@@ -204,7 +202,7 @@ def test_the_order_of_asking_changes_nothing(asked: list[Ask], order: list[int])
 @pytest.mark.slow
 @some(600)
 @given(st.lists(asked_runs(), min_size=2, max_size=4), ORDERS)
-def test_hundreds_of_orders_change_nothing(asked: list[Ask], order: list[int]) -> None:
+def test_hundreds_of_orders_change_nothing(asked: list[Asked], order: list[int]) -> None:
     check_orders(asked, order)
 
 
@@ -213,36 +211,28 @@ NEIGHBOURS = st.lists(
     st.fixed_dictionaries(
         {
             "tp": st.sampled_from([1, 2, 4]), "cp": st.sampled_from([1, 2]), "ep": st.sampled_from([1, 2, 8]),
-            "batch": st.integers(1, 3), "seq": st.sampled_from([512, 1024, 4096]), "modules": st.sets(
-                st.sampled_from(["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"])
-            ), "full": st.booleans(), "sp": st.booleans(),
+            "full": st.booleans(), "sp": st.booleans(), "micro_batch_size": st.integers(1, 3),
+            "seq_length": st.sampled_from([512, 1024, 4096]), "recompute_modules": MODULES,
         }
     ),
     min_size=2, max_size=5,
 )  # fmt: skip
 
 
-def neighbours(name: str, choices: list[dict]) -> list[Ask]:
-    def ask(c: dict) -> Ask:
-        return lambda: RunSpec(
-            model=resolve_model(name),
-            parallel=ParallelSpec(
-                world_size=c["tp"] * c["cp"] * c["ep"], tensor_model_parallel_size=c["tp"],
-                context_parallel_size=c["cp"], expert_model_parallel_size=c["ep"],
-                expert_tensor_parallel_size=1 if c["ep"] > 1 else None,
-                sequence_parallel=c["sp"] if c["tp"] > 1 else None,
-            ),
-            batch=BatchSpec(seq_length=c["seq"], micro_batch_size=c["batch"]),
-            recompute=RecomputeSpec(granularity="full", method="uniform", num_layers=1)
-            if c["full"]
-            else RecomputeSpec(granularity="selective", modules=tuple(sorted(c["modules"]))),
-        )
-
-    return [ask(c) for c in choices]
+def neighbour(name: str, tp: int, cp: int, ep: int, full: bool, sp: bool, **fields: Any) -> Asked:
+    more = {"recompute_granularity": "selective"}
+    if full:
+        more = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        del fields["recompute_modules"]
+    return Asked(name, {
+        "world_size": tp * cp * ep, "tensor_model_parallel_size": tp, "context_parallel_size": cp,
+        "expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1 if ep > 1 else None,
+        "sequence_parallel": sp if tp > 1 else None, **more, **fields,
+    })  # fmt: skip
 
 
 @some(60)
 @given(st.sampled_from(["deepseek-ai/DeepSeek-V2-Lite", "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B"]), NEIGHBOURS,
        ORDERS)  # fmt: skip
 def test_the_order_of_layouts_of_one_model_changes_nothing(name: str, choices: list[dict], order: list[int]) -> None:
-    check_orders(neighbours(name, choices), order)
+    check_orders([neighbour(name, **choice) for choice in choices], order)

@@ -7,6 +7,7 @@ the blocks of one kind in a chunk (``inventory.stack.Unit``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -88,11 +89,6 @@ class Engine(Protocol):
 
 
 def engine_of(run: RunSpec) -> Engine:
-    """The engine that ``run.data_parallel.engine`` names. Raises SpecError for options that contradict each other."""
-    if run.data_parallel.engine == "megatron_fsdp":
-        from bridge_memory.engines.megatron_fsdp import MegatronFSDP
-
-        return MegatronFSDP(run)
-    from bridge_memory.engines.megatron_ddp import MegatronDDP
-
-    return MegatronDDP(run)
+    """The engine that ``run.data_parallel.engine`` names: ``ENGINE`` of the module of that name in this room."""
+    engine: Engine = import_module(f"{__package__}.{run.data_parallel.engine}").ENGINE(run)
+    return engine

@@ -320,3 +320,6 @@ def _rest_of_others(parameter: Parameter, width: int) -> int:
 
 
 _RESTS = {Over.ALL: _rest, Over.MATRICES: _rest_of_matrix, Over.REST: _rest_of_others}
+
+
+ENGINE = MegatronDDP

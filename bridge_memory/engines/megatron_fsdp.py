@@ -59,3 +59,6 @@ def _gathered(run: RunSpec, chunks: Sequence[Sequence[Unit]]) -> int:
             else:
                 outside += numel
     return (outside + sum(sorted(layers)[-2:])) * DTYPE_BYTES[run.precision.params_dtype]
+
+
+ENGINE = MegatronFSDP

@@ -164,7 +164,7 @@ class DataParallelSpec(Checked):
 
     def shards(self, what: str) -> bool:
         """Whether Megatron-FSDP divides "optim", "grads" or "params" over data-parallel ranks."""
-        return what in (self.data_parallel_sharding_strategy or "").split("_")
+        return self.fsdp and what in (self.data_parallel_sharding_strategy or "").split("_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
