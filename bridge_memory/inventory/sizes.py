@@ -327,17 +327,21 @@ class Recordings:
     def find(self, dimensions: Sequence[int]) -> tuple[Any, list[Any]] | None:
         """(the recording that serves ``dimensions``, its sizes), or None.
 
-        The sizes are those named to ``add``, in that order.
+        The sizes are those named to ``add``, in that order. Beside an ``add`` in another thread None may also mean
+        not yet: ask again when nothing is added.
         """
         node = self._top.get(None)
         registers: list[Any] = [None] * self._length
         registers[: len(DIMENSIONS)] = dimensions
-        while node is not None:
-            for register, operation, left, right in node.steps:
-                registers[register] = left if operation is None else operation(registers[left], registers[right])
-            if type(node) is _Leaf:
-                return node.recording, list(map(registers.__getitem__, node.registers))
-            node = node.answers.get(registers[node.register])
+        try:
+            while node is not None:
+                for register, operation, left, right in node.steps:
+                    registers[register] = left if operation is None else operation(registers[left], registers[right])
+                if type(node) is _Leaf:
+                    return node.recording, list(map(registers.__getitem__, node.registers))
+                node = node.answers.get(registers[node.register])
+        except IndexError:  # A longer recording came since its registers were counted.
+            pass
         return None
 
     def add(self, notes: Notes, recording: Any, sizes: Sequence[Size]) -> None:

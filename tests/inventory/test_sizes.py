@@ -232,3 +232,27 @@ def test_settings_that_decide_are_apart() -> None:
     bf16, fp32 = run_of(128), replace(run_of(128), precision=replace(run_of(128).precision, params_dtype="fp32"))
     assert context_of(bf16, library).shelf is context_of(run_of(256), library).shelf
     assert context_of(bf16, library).shelf is not context_of(fp32, library).shelf
+
+
+def test_a_recording_that_another_thread_adds_meanwhile_is_not_found_yet():
+    """A walk counts its registers first; here a longer recording is put where the walk will come by, in between."""
+    recordings = Recordings()
+    for_one, for_many = plain(1), plain(2)
+
+    def add(dimensions: list[int]) -> None:
+        notes = Notes(dimensions)
+        batch = notes.sizes[SIZES.index("batch")]
+        size = batch + 1
+        if batch > 1:
+            size = reduce(operator.mul, range(2, 50), size)
+        recordings.add(notes, "one" if batch.value == 1 else "many", [size])
+
+    class Meanwhile(list[int]):
+        def __iter__(self) -> Any:
+            add(for_many)
+            return super().__iter__()
+
+    add(for_one)
+    assert recordings.find(Meanwhile(for_many)) is None
+    found = recordings.find(for_many)
+    assert found is not None and found[0] == "many" and recordings.find(for_one) == ("one", [2])
