@@ -25,7 +25,7 @@ from bridge_memory.inventory.stack import (
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate, StagePeak
 from bridge_memory.schedule.events import ChunkCost, PeakMoment
 from bridge_memory.schedule.peak import dynamic_peak
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.gaps import gaps, ignored
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 from bridge_memory.workspaces.batch import batch_bytes
@@ -57,8 +57,9 @@ def estimate(run: RunSpec) -> Estimate:
 def explain(run: RunSpec, stage: int) -> StageEstimate:
     """Components of one pipeline stage, as in ``estimate(run).stages[stage]``, without the others. Raises SpecError."""
     stages = _Stages(run)
-    if not 0 <= stage < len(stages.plan.stages):
-        raise SpecError(f"stage ({stage}) is not one of the {len(stages.plan.stages)} stages of the pipeline; give one")
+    number = len(stages.plan.stages)
+    if type(stage) is not int or not 0 <= stage < number:
+        raise SpecError(f"stage ({show(stage)}) is not a stage of the pipeline; give a number from 0 to {number - 1}")
     return _explained(stages, stage)
 
 

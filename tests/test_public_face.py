@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import bridge_memory
-from bridge_memory import ParallelSpec, RunSpec, estimate, explain, find_gpu, fits, peaks
+from bridge_memory import ParallelSpec, RunSpec, SpecError, estimate, explain, find_gpu, fits, peaks
 
 
 def test_every_name_is_there_and_is_listed() -> None:
@@ -31,6 +33,13 @@ def test_what_an_estimate_does_not_need_is_imported_when_it_is_asked_for() -> No
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     assert not hasattr(bridge_memory, "estimat")
+
+
+def test_a_stage_that_is_none_is_refused_in_one_line() -> None:
+    run = RunSpec(model="meta-llama/Llama-3.1-8B", parallel=ParallelSpec(world_size=2, pipeline_model_parallel_size=2))
+    for stage in (-1, 2, True, 1.0, "0", None):
+        with pytest.raises(SpecError, match=r"^stage \(.*\) is not a stage .*; give a number from 0 to 1$"):
+            explain(run, stage)  # type: ignore[arg-type]
 
 
 def test_the_verbs_agree_on_a_run() -> None:

@@ -94,6 +94,12 @@ def test_a_whole_group_may_stand_beside_its_fields() -> None:
     assert changed.parallel == ParallelSpec(world_size=32, tensor_model_parallel_size=8)
 
 
+def test_fields_of_the_run_itself_come_before_those_of_its_groups() -> None:
+    changed = RUN.with_fields(assumptions=("the run's",), **{"model.assumptions": ("the model's",)})
+    assert changed.assumptions == ("the run's",)
+    assert changed.model.assumptions == ("the model's",)
+
+
 @pytest.mark.parametrize(
     ("name", "near"),
     [("tensor_parallel_size", "tensor_model_parallel_size"), ("method", "recompute"), ("zzz", "model")],
@@ -101,6 +107,11 @@ def test_a_whole_group_may_stand_beside_its_fields() -> None:
 def test_a_name_that_no_group_has_is_answered_with_near_ones(name: str, near: str) -> None:
     with pytest.raises(SpecError, match=f"^{name} is no field of a RunSpec; .*{near}"):
         RUN.with_fields(**{name: 1})
+
+
+def test_a_name_of_several_lines_is_answered_in_one() -> None:
+    with pytest.raises(SpecError, match=r"^'a\\nb' is no field of a RunSpec"):
+        RUN.with_fields(**{"a\nb": 1})
 
 
 def test_a_changed_run_is_checked_again() -> None:

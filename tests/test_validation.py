@@ -208,6 +208,22 @@ def test_what_megatron_core_refuses_is_refused_in_one_line(of, fields, said):
     assert "; " in text, "no fix"
 
 
+class Broken:
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, -(10**5000), Broken(), float("inf"), float("nan"), "a\nb", {"a": 1}],
+    ids=["huge", "huge and negative", "broken", "inf", "nan", "lines", "dict"],
+)
+@pytest.mark.parametrize("field", ["micro_batch_size", "sequence_parallel", "hidden_dropout", "moe_imbalance"])
+def test_whatever_is_given_is_refused_in_one_line(field, value):
+    with pytest.raises(SpecError, match=f"^{field} ") as error:
+        RunSpec(model=MODELS["dense"]).with_fields(**{field: value})
+    assert "\n" not in str(error.value) and len(str(error.value)) < 200
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -223,6 +239,17 @@ def test_what_megatron_core_refuses_is_refused_in_one_line(of, fields, said):
         ({"layers": (LayerSpec(ATTENTION, replace(MOE, router_enable_expert_bias=True)),)}, "sigmoid"),
         ({"layers": (LayerSpec(replace(MAMBA, num_groups=7), None),)}, r"num_heads \(64\)"),
         ({"layers": (LayerSpec(ATTENTION, MLPSpec(2**50, gated=True)),)}, "ffn_hidden_size .* absurdly large"),
+        ({"layers": None}, r"layers \(None\)"),
+        ({"layers": ("dense",)}, r"layers \(\('dense',\)\)"),
+        ({"layers": (LayerSpec("attention", DENSE),)}, r"mixer of a layer \('attention'\)"),
+        ({"layers": (LayerSpec(ATTENTION, ATTENTION),)}, "ffn of a layer"),
+        ({"mtp_layer": "dense", "mtp_num_layers": 1}, r"mtp_layer \('dense'\)"),
+        ({"name": ["a"]}, r"name \(\['a'\]\)"),
+        ({"rotary_dim": "64"}, r"rotary_dim \('64'\)"),
+        ({"layers": (LayerSpec(ATTENTION, replace(MOE, router_num_groups="8", router_group_topk=4)),)}, "_num_groups"),
+        ({"layers": (LayerSpec(ATTENTION, replace(MOE, router_num_groups=7, router_group_topk=4)),)}, "num_groups .7."),
+        ({"layers": (LayerSpec(ATTENTION, replace(MOE, router_num_groups=4, router_group_topk=5)),)}, "group_topk .5."),
+        ({"layers": (LayerSpec(ATTENTION, replace(MOE, router_num_groups=64, router_group_topk=2)),)}, "router_topk"),
     ],
 )
 def test_a_broken_model_is_refused_by_field(changed, said):

@@ -16,6 +16,9 @@ def divide(numerator: int, denominator: int, what: str, by: str, fix: str = "") 
 
 
 def show(value: object) -> str:
-    """A user's value, short and on one line."""
-    text = repr(value)
+    """A user's value, short and on one line, whatever it is."""
+    try:
+        text = repr(value).replace("\n", " ")
+    except Exception:  # integers of more digits than Python prints; objects that break
+        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."

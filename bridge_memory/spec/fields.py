@@ -158,7 +158,7 @@ def check_fields(spec: Checked) -> None:
 
 def _check_tuple(spec: Checked, name: str, value: tuple[Any, ...], rule: Rule) -> None:
     if rule.release:
-        if len(value) != 2 or any(type(n) is not int for n in value):
+        if len(value) != 2 or any(type(n) is not int or n < 0 for n in value):
             raise SpecError(f"{called(type(spec), name)} ({show(value)}) is not a release; give one such as (0, 16)")
         return
     for one in value:
@@ -195,5 +195,6 @@ def check_fraction(name: str, value: object, *, below_one: bool) -> None:
 
 def out_of_range(name: str, value: float, lowest: int, most: int = MOST) -> SpecError:
     if value >= most:
-        return SpecError(f"{name} ({value:.3e}) is absurdly large; give a number below 2**{most.bit_length() - 1}")
-    return SpecError(f"{name} ({value}) is below {lowest}; give {lowest} or more")
+        shown = f"{value:.3e}" if value < 1e300 else show(value)  # the largest integers have no such form
+        return SpecError(f"{name} ({shown}) is absurdly large; give a number below 2**{most.bit_length() - 1}")
+    return SpecError(f"{name} ({show(value)}) is below {lowest}; give {lowest} or more")

@@ -115,6 +115,8 @@ _INTS: dict[type, tuple[str, ...]] = {
     MLPSpec: ("ffn_hidden_size",),
     MoESpec: ("num_experts", "topk", "moe_ffn_hidden_size"),
 }
+_FFNS = (MLPSpec, MoESpec)
+_MIXERS = tuple(kind for kind in _INTS if kind not in _FFNS)
 
 
 #: Every expert is a parameter of its own on the list; a number beyond these is a damaged config, and would eat the
@@ -128,9 +130,13 @@ MOST_VOCAB_PADDING = 2**20
 
 def _check_model(model: ModelSpec) -> None:
     check_ints(model, "hidden_size", "vocab_size")
+    for name, value in (("name", model.name), ("model_type", model.model_type), ("normalization", model.normalization),
+                        ("position_embedding_type", model.position_embedding_type)):
+        if type(value) is not str:
+            raise SpecError(f"{name} ({show(value)}) is not a string; give one")
     if not model.layers:
         raise SpecError("num_layers (0) is below 1; give a model of one layer or more")
-    for name in ("mtp_num_layers", "max_position_embeddings"):
+    for name in ("mtp_num_layers", "max_position_embeddings", "rotary_dim"):
         _check_count(model, name)
     _check_count(model, "make_vocab_size_divisible_by", MOST_VOCAB_PADDING)
     if model.mtp_num_layers > MOST_MTP_LAYERS:
@@ -154,9 +160,12 @@ def _check_count(owner: object, name: str, most: int = MOST) -> None:
 
 
 def _check_layer(layer: LayerSpec) -> None:
-    for block in (layer.mixer, layer.ffn):
+    for name, block, kinds in (("mixer", layer.mixer, _MIXERS), ("ffn", layer.ffn, _FFNS)):
         if block is None:
             continue
+        if type(block) not in kinds:
+            known = ", ".join(kind.__name__ for kind in kinds)
+            raise SpecError(f"{name} of a layer ({show(block)}) is of no known kind; give one of {known}, or None")
         check_ints(block, *_INTS[type(block)])
         if isinstance(block, AttentionSpec):
             _check_divides(block, "num_query_groups", "num_attention_heads")  # transformer/attention.py: Attention
@@ -187,10 +196,34 @@ def _check_moe(moe: MoESpec) -> None:
     _check_count(moe, "shared_expert_intermediate_size")
     if moe.latent_size is not None:
         check_ints(moe, "latent_size")
+    _check_groups(moe)
     if moe.router_enable_expert_bias and moe.router_score_function != "sigmoid":
         raise SpecError(
             "moe_router_enable_expert_bias (True) needs moe_router_score_function sigmoid, not "
             f"{show(moe.router_score_function)}; change one of them"
+        )
+
+
+def _check_groups(moe: MoESpec) -> None:
+    """TC, and ``moe_utils.py: group_limited_topk``, which takes the experts from those of the chosen groups."""
+    groups, chosen = moe.router_num_groups, moe.router_group_topk
+    if not groups or not chosen:
+        return
+    check_ints(moe, "router_num_groups", "router_group_topk")
+    if moe.num_experts % groups:
+        raise SpecError(
+            f"num_moe_experts ({moe.num_experts}) is not divisible by moe_router_num_groups ({groups}); use "
+            f"{divisors(moe.num_experts, groups)}"
+        )
+    if chosen > groups:
+        raise SpecError(
+            f"moe_router_group_topk ({chosen}) is larger than moe_router_num_groups ({groups}); use at most {groups}"
+        )
+    within = moe.num_experts // groups * chosen
+    if moe.topk > within:
+        raise SpecError(
+            f"moe_router_topk ({moe.topk}) is larger than the {within} experts of moe_router_group_topk ({chosen}) "
+            "groups; lower it, or choose from more groups"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bridge_memory.spec.errors import divide
+from bridge_memory.spec.errors import SpecError, divide, show
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class ModelSpec:
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
 
-    #: Hash of the fields, taken once: caches keyed by a model are looked up for every stage of every estimate.
+    #: Hash of the layers, taken once: caches keyed by a model are looked up for every stage of every estimate.
     _hash: int = field(default=0, init=False, repr=False, compare=False)
     #: Whether any layer routes tokens to experts.
     has_experts: bool = field(default=False, init=False, repr=False, compare=False)
@@ -181,6 +181,9 @@ class ModelSpec:
     limits: object = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name, layers in (("layers", self.layers), ("mtp_layer", (self.mtp_layer,) if self.mtp_layer else ())):
+            if type(layers) is not tuple or not all(type(layer) is LayerSpec for layer in layers):
+                raise SpecError(f"{name} ({show(getattr(self, name))}) is not made of LayerSpecs; give them in a tuple")
         kinds = tuple(dict.fromkeys(self.layers))
         runs: list[tuple[LayerSpec, int, int]] = []
         for i, layer in enumerate(self.layers):
@@ -190,9 +193,7 @@ class ModelSpec:
                 runs.append((layer, i, i + 1))
         object.__setattr__(self, "layer_runs", tuple(runs))
         object.__setattr__(self, "has_experts", any(isinstance(kind.ffn, MoESpec) for kind in kinds))
-        object.__setattr__(
-            self, "_hash", hash((self.name, self.hidden_size, self.vocab_size, len(self.layers), kinds))
-        )
+        object.__setattr__(self, "_hash", hash((len(self.layers), kinds)))
 
     def __hash__(self) -> int:
         return self._hash

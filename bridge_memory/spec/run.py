@@ -174,15 +174,16 @@ def _written(cls: type, given: object) -> str:
 
 @cache
 def _owners() -> dict[str, tuple[tuple[str, str], ...]]:
-    """Name of a field -> every (group, field) that it may mean; field "" where it names a group itself."""
+    """Name of a field -> every (group, field) that it may mean; field "" where it names a field of the RunSpec itself,
+    which comes before any of a group's."""
     found: dict[str, list[tuple[str, str]]] = {}
-    for f in fields(RunSpec):
-        found[f.name] = [(f.name, "")]
     for group, cls in {"model": ModelSpec, **GROUPS}.items():
         for f in fields(cls):
             if f.init:
                 found.setdefault(called(cls, f.name), []).append((group, f.name))
                 found[f"{group}.{f.name}"] = [(group, f.name)]
+    for f in fields(RunSpec):
+        found[f.name] = [(f.name, "")]
     return {name: tuple(owners) for name, owners in found.items()}
 
 
@@ -197,4 +198,4 @@ def _owner(name: str) -> tuple[str, str]:
 
     near = get_close_matches(name, _owners(), n=3, cutoff=0.6)
     hint = f"use {' or '.join(near)}" if near else f"the groups are model, {', '.join(GROUPS)}"
-    raise SpecError(f"{name} is no field of a RunSpec; {hint}")
+    raise SpecError(f"{name if name.isidentifier() else show(name)} is no field of a RunSpec; {hint}")
