@@ -7,9 +7,13 @@ from types import SimpleNamespace
 import pytest
 from spec_groups import groups_of
 
+from bridge_memory.engines.megatron_ddp import fullest_share
 from bridge_memory.estimate import StageEstimate, estimate
+from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import ImplementationSpec, ParallelSpec, PrecisionSpec, RunSpec
+from bridge_memory.spec.layout import layout
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 
@@ -118,6 +122,14 @@ def test_fp8_copies_of_weights(recipe: str, arch: str, param: bool, bytes_each: 
     assert copies == pytest.approx(gemm * bytes_each, abs=1)
     plain = stage().weights_bytes
     assert found.weights_bytes - copies == plain - (gemm if param else 0)
+
+
+def test_of_more_ranks_than_parameters_the_fullest_has_the_largest() -> None:
+    """Llama-3.2-1B, whole parameters dealt out over 2^23 ranks: 128,256 x 2,048 elements of the tied embedding."""
+    run = RunSpec(model=LLAMA, parallel=ParallelSpec(world_size=2**23))
+    (shapes,) = layout(run.model, run.parallel).shapes(run.model)
+    units = chunk_units(run.model, shapes[0], context_of(run))
+    assert fullest_share(units, False, 2**23) == (128_256 * 2_048, 0)
 
 
 def test_muon_keeps_one_state_for_every_matrix_but_embedding_and_output() -> None:

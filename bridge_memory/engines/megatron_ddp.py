@@ -285,6 +285,7 @@ def fullest_share(units: Sequence[Unit], experts: bool, world: int) -> tuple[int
         for _ in range(unit.times):
             for few, times in unit.parameters.runs(experts):
                 parameters += few * times
+    world = min(world, len(parameters))  # the ranks beyond get nothing
     shares = [[0, 0] for _ in range(world)]
     for i, p in enumerate(sorted(parameters, key=lambda p: p.numel)):
         turn = i % (2 * world)

@@ -10,10 +10,11 @@ has one adapter for all its experts.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from bridge_memory.inventory.chain import Label
-from bridge_memory.inventory.parameters import Parameter, ParameterList, Repeated
+from bridge_memory.inventory.parameters import EXPERT_NUMBER, Parameter, ParameterList, Repeated
 from bridge_memory.inventory.stack import Unit, named_parameters
 from bridge_memory.spec import PeftSpec, RunSpec, divide
 
@@ -29,11 +30,27 @@ def adapter_units(run: RunSpec, units: Sequence[Unit]) -> list[Unit]:
     """The adapters beside a chunk's linears, none where every weight trains or their rank is not known."""
     if run.peft.scheme != "lora" or not run.peft.dim:
         return []
-    adapters = lora_parameters(
-        list(named_parameters(units)), dim=run.peft.dim, target_modules=run.peft.target_modules, tp=run.parallel.tp,
-        etp=run.parallel.etp,
-    )
-    return [Unit(Label.LAYER, "", ParameterList([Repeated((p,)) for p in adapters]))]
+    targets = run.peft.target_modules
+    p = run.parallel
+    make = partial(lora_parameters, dim=run.peft.dim, target_modules=targets, tp=p.tp, etp=p.etp)
+    if any("*" in target or "." in target for target in targets):  # some layers or experts only, perhaps
+        each = [Repeated((adapter,)) for adapter in make(list(named_parameters(units)))]
+        return [Unit(Label.LAYER, "", ParameterList(each))]
+    made: dict[tuple[int, str], ParameterList] = {}
+    for unit in units:
+        kind = id(unit.parameters), unit.prefix
+        if kind not in made:
+            made[kind] = ParameterList(list(_beside(unit, make)))
+    return [unit._replace(parameters=made[id(unit.parameters), unit.prefix]) for unit in units]
+
+
+def _beside(unit: Unit, make: Callable[[Sequence[Parameter]], list[Parameter]]) -> Iterator[Repeated]:
+    """The adapters of one block as often as they are there."""
+    for parameters, times in unit.parameters.rows:
+        adapters = make([p.numbered(0).under(unit.prefix) for p in parameters])
+        grouped = all(p.name.endswith(EXPERT_NUMBER) for p in parameters)
+        if adapters:
+            yield Repeated(tuple(adapters), 1 if grouped else times)
 
 
 def lora_parameters(

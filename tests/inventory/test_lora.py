@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
-from bridge_memory.engines.peft import lora_parameters
+from bridge_memory import ImplementationSpec, ParallelSpec, PeftSpec, RunSpec, SpecError
+from bridge_memory.engines.peft import adapter_units, lora_parameters
+from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.parameters import Parameter
-from bridge_memory.spec import SpecError
+from bridge_memory.inventory.stack import chunk_units, named_parameters
+from bridge_memory.spec.layout import layout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -84,3 +87,33 @@ def test_a_grouped_linear_has_one_adapter_for_all_its_experts() -> None:
 def test_a_rank_that_does_not_divide_is_refused() -> None:
     with pytest.raises(SpecError, match=r"peft.dim \(6\) is not divisible"):
         lora_parameters([Parameter("x.linear_qkv.weight", (8, 8))], dim=6, tp=4)
+
+
+@pytest.mark.parametrize("model", ["deepseek-ai/DeepSeek-V3", "openai-community/gpt2"])
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("targets", [PeftSpec().target_modules, ("linear_fc1", "linear_kv_up_proj", "eh_proj")])
+def test_adapters_by_kind_are_those_beside_every_linear_by_itself(
+    model: str, grouped: bool, targets: tuple[str, ...]
+) -> None:
+    run = RunSpec(
+        model=model, peft=PeftSpec(scheme="lora", dim=8, target_modules=targets),
+        parallel=ParallelSpec(world_size=8, tensor_model_parallel_size=2, expert_tensor_parallel_size=1),
+        implementation=ImplementationSpec(moe_grouped_gemm=grouped),
+    )
+    (shapes,) = layout(run.model, run.parallel).shapes(run.model)
+    units = chunk_units(run.model, shapes[0], context_of(run))
+    one_by_one = lora_parameters(list(named_parameters(units)), dim=8, target_modules=targets, tp=run.parallel.tp)
+    by_kind = [p for unit in adapter_units(run, units) for _ in range(unit.times) for p in unit.parameters.expanded()]
+    assert one_by_one
+    assert [(p.shape, p.expert, p.sharded) for p in by_kind] == [(p.shape, p.expert, p.sharded) for p in one_by_one]
+
+
+def test_adapters_are_counted_by_kind_of_layer() -> None:
+    """256 experts a layer, one after the other: 58 layers have three lists of weights with adapters, not 14,848."""
+    run = RunSpec(
+        model="deepseek-ai/DeepSeek-V3", peft=PeftSpec(scheme="lora", dim=8),
+        implementation=ImplementationSpec(moe_grouped_gemm=False),
+    )
+    (shapes,) = layout(run.model, run.parallel).shapes(run.model)
+    units = adapter_units(run, chunk_units(run.model, shapes[0], context_of(run)))
+    assert sum(len(unit.parameters.rows) for unit in units) < 30
