@@ -195,6 +195,29 @@ NULL_TOKENIZER_COUNTS_ALL = since(core=(0, 15))
 #: (``megatron/training/arguments.py`` of 0.17.1 and 0.18.0).
 FSDP_SHARDS_ALL = since(core=(0, 18))
 
+# ---- megatron-core: Megatron-FSDP ----
+# In ``distributed/fsdp/src/megatron_fsdp``: FSDP = ``megatron_fsdp.py: MegatronFSDP``, PGB =
+# ``param_and_grad_buffer.py``.
+
+#: Buckets end with whole rows of every rank (PGB: ``build_data_parallel_buffer_index``).
+FSDP_ALIGNS_ROWS = since(core=(0, 14))
+#: A budget of elements is gathered ahead of the unit that runs, half a billion by default; before, a unit and the next
+#: fit it together (PGB: ``AllGatherPipeline.all_gather_params``; FSDP ``_init_fsdp_param_and_grad_buffer``).
+FSDP_PREFETCHES_AHEAD = since(core=(0, 14))
+#: That budget is at least a unit (the same function; a fixed billion waited before).
+FSDP_PREFETCH_FITS_UNITS = since(core=(0, 16))
+#: Gradients go into their bucket one by one, as they are made; before, when their unit's backward pass is done (FSDP
+#: ``_register_fsdp_hooks``: ``register_post_accumulate_grad_hook``).
+FSDP_REDUCES_EACH_PARAMETER = since(core=(0, 16))
+#: Main parameters and gradients have dtypes of their own, ``megatron_fsdp_main_params_dtype`` and
+#: ``megatron_fsdp_main_grads_dtype`` (``distributed_data_parallel_config.py``).
+FSDP_MAIN_DTYPES = since(core=(0, 17))
+#: What lies outside of units stays whole between steps (PGB: ``AllGatherPipeline.reset``), and its modules gather no
+#: units ahead after the first backward pass (FSDP ``_root_pre_backward`` marks all modules).
+FSDP_KEEPS_ROOT = since(core=(0, 18))
+#: Mamba layers are units (``mcore_fsdp_adapter.py: FullyShardedDataParallel.__init__``).
+MAMBA_LAYERS_ARE_UNITS = since(core=(0, 19))
+
 # ---- megatron-core: what follows the layers, and what runs again ----
 
 #: ``GPTModel._postprocess`` makes the losses of the MTP depths, of the hidden states of all depths joined in one

@@ -129,4 +129,9 @@ def asked_runs(draw: Callable[[st.SearchStrategy], Any]) -> Asked:
         options = GROUPS[group]
         for field in sorted(draw(st.sets(st.sampled_from(sorted(options)), min_size=1))):
             given[field] = draw(options[field])
+    # A sharding strategy and its engine belong together.
+    if given.get("engine") == "megatron_fsdp":
+        given.setdefault("data_parallel_sharding_strategy", draw(GROUPS["engine"]["data_parallel_sharding_strategy"]))
+    elif "data_parallel_sharding_strategy" in given:
+        given["engine"] = "megatron_fsdp"
     return Asked(name, given)

@@ -6,18 +6,14 @@ the blocks of one kind in a chunk (``inventory.stack.Unit``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from bridge_memory.components import MOMENTS, Component, Lifetime, Part, Provenance, Role, State
-from bridge_memory.inventory.chain import Label
+from bridge_memory.inventory.chain import EngineBytes
 from bridge_memory.inventory.stack import Unit
-from bridge_memory.spec import LayerSpec, RunSpec
-
-#: Bytes beside a unit while it runs: (forward, backward).
-Concurrent = tuple[int, int]
+from bridge_memory.spec import RunSpec
 
 
 class Line(NamedTuple):
@@ -54,8 +50,10 @@ class StageState(NamedTuple):
     gradient_copies: int = 0
     #: Whole parameters that are there during every pass, beyond this rank's shard.
     gathered: int = 0
-    #: Gathered or reduced beside the units of one kind while they run: (what, kind of layer) -> bytes.
-    concurrent: Mapping[tuple[Label, LayerSpec | None], Concurrent] = MappingProxyType({})
+    #: Of these parameters, what is there between two steps.
+    gathered_between_steps: int = 0
+    #: Gathered or reduced beside the links of each chunk while they run; empty where nothing is.
+    concurrent: tuple[EngineBytes, ...] = ()
 
     def components(self) -> list[Component]:
         """The lines of model state."""
@@ -76,6 +74,13 @@ class StageState(NamedTuple):
                 Component(
                     "main gradients in fp32", self.gradient_copies, Role.BUFFERS, Provenance.FORMULA,
                     lifetime=Lifetime.BETWEEN_STEPS, part=Part.DATA_PARALLEL,
+                )
+            )
+        if self.gathered_between_steps:
+            out.append(
+                Component(
+                    "parameters gathered between steps", self.gathered_between_steps, Role.BUFFERS,
+                    Provenance.FORMULA, lifetime=Lifetime.BETWEEN_STEPS, part=Part.DATA_PARALLEL,
                 )
             )
         return out

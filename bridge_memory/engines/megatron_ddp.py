@@ -54,14 +54,14 @@ class MegatronDDP:
         self.width = DTYPE_BYTES[precision.params_dtype]
         self.gradient_width = gradient_width(run)
         self.distributed = d.use_distributed_optimizer
-        self.sharded = self.distributed or d.shards("optim")
+        self.sharded = self.distributed
         self.layer_wise = run.optimizer.use_layer_wise_distributed_optimizer
         # Adapters train like any parameter, in the dtype of the activations.
         self.frozen = run.peft.freezes and not adapters
         self.fp8 = precision.fp8 is not None and run.implementation.te and not adapters
         self.states = () if self.frozen else optimizer_states(run)
         self.expandable = run.implementation.expandable_segments
-        rests = not (self.expandable or d.fsdp or run.peft.freezes)
+        rests = not (self.expandable or run.peft.freezes)
         offloaded = run.optimizer.optimizer_cpu_offload or self.layer_wise
         #: States that are tensors of their own on the GPU, of which the allocator adds rests.
         self.rest_states = self.states if rests and not offloaded else ()
@@ -194,7 +194,7 @@ class MegatronDDP:
 
     def _rests(self, sums: Sequence[int], world: int) -> int:
         """``block_rest`` of everything that stays: parameters, gradient buffers, optimizer states. Nothing with
-        expandable segments, which split exactly; Megatron-FSDP's own buffers are left out."""
+        expandable segments, which split exactly."""
         numel = sums[0]
         total = block_rest(numel * self.gradient_width)
         total += block_rest(numel * self.width) if self.distributed else sums[self._weight_rests_at]

@@ -10,9 +10,23 @@ from typing import NamedTuple
 from bridge_memory.components import Part, Provenance
 from bridge_memory.inventory.alive import BlockCost
 from bridge_memory.inventory.blocks import Block
-from bridge_memory.spec import LayerSpec
 
 Parts = tuple[tuple[tuple[Part, Provenance], int], ...]
+
+
+class Concurrent(NamedTuple):
+    """Bytes that a data-parallel engine holds beside a link while it runs."""
+
+    forward: int = 0
+    #: While the gradients of experts are made, or of all that it has.
+    backward: int = 0
+    #: While the others are made.
+    backward_at_end: int = 0
+    #: At some moment, without anything else of the link.
+    least_backward: int = 0
+
+
+NOTHING = Concurrent()
 
 
 class Link(NamedTuple):
@@ -37,8 +51,8 @@ class Link(NamedTuple):
     #: What its backward leaves behind until its next forward, and of that the gradient of its input.
     residue: int = 0
     residue_gradient: int = 0
-    #: The kind of layer that it is, or that it is made of.
-    kind: LayerSpec | None = None
+    #: Decoder layers that it stands for, 1 where it is none.
+    layers: int = 1
 
     def with_concurrent(self, nbytes: int, at_least: int = 0) -> Link:
         """The same element where its backward finds ``nbytes`` more, and has ``at_least`` so many at some moment."""
@@ -47,14 +61,21 @@ class Link(NamedTuple):
             backward_peak_held=max(self.backward_peak_held + nbytes, at_least),
         )
 
-    def with_engine(self, forward: int, backward: int) -> Link:
-        """The same element where a data-parallel engine holds so many bytes beside it in either pass."""
-        if not forward and not backward:
-            return self
+    def at_end(self) -> int:
+        """Its backward peak once its router has run backward; 0 where it has none."""
+        _, plain, held, _ = self.cost.before_landmark if self.cost is not None else (0, 0, 0, 0)
+        return max(plain, held) + self.residue if plain else 0
+
+    def with_engine(self, held: Concurrent, at_end: int) -> Link:
+        """The same element where a data-parallel engine holds so much beside it; ``at_end``: its own."""
+        beside, least = held.backward_at_end, held.least_backward
+        if at_end:
+            beside, least = held.backward, at_end + max(beside, least)
         return self._replace(
-            forward_peak=self.forward_peak + forward, backward_peak=self.backward_peak + backward,
-            backward_peak_held=self.backward_peak_held + backward,
-            routed_peak=self.routed_peak + forward if self.routed_peak else 0,
+            forward_peak=self.forward_peak + held.forward,
+            backward_peak=max(self.backward_peak + beside, least),
+            backward_peak_held=max(self.backward_peak_held + beside, least),
+            routed_peak=self.routed_peak + held.forward if self.routed_peak else 0,
         )
 
     def kept_on_gpu(self) -> Link:
@@ -79,6 +100,18 @@ class Label(str, Enum):
     FINAL_NORM = "final norm"
     MTP = "MTP"
     LOSS = "loss"
+
+
+class EngineBytes(NamedTuple):
+    """What a data-parallel engine gathers and reduces while the links of one chunk run."""
+
+    #: Of every decoder layer, in order.
+    layers: tuple[Concurrent, ...]
+    embedding: Concurrent = NOTHING
+    final_norm: Concurrent = NOTHING
+    #: The most of all depths.
+    mtp: Concurrent = NOTHING
+    loss: Concurrent = NOTHING
 
 
 class ChunkInventory(NamedTuple):
@@ -124,6 +157,29 @@ def change_last_of(links: list[tuple[Link, int]], position: int, link: Link) -> 
     """Put ``link`` in the place of the last of those in a row at ``position``."""
     same, count = links[position]
     links[position : position + 1] = [(same, count - 1)] * (count > 1) + [(link, 1)]
+
+
+def with_engine(links: Sequence[tuple[Link, int]], held: EngineBytes) -> list[tuple[Link, int]]:
+    """The same chain with what an engine holds beside each link; one of several layers has the most of theirs."""
+    others = {
+        Label.EMBEDDING: held.embedding, Label.FINAL_NORM: held.final_norm, Label.MTP: held.mtp, Label.LOSS: held.loss,
+    }
+    out: list[tuple[Link, int]] = []
+    layer = 0
+    for link, count in links:
+        at_end = link.at_end()
+        if link.label in others:
+            out.append((link.with_engine(others[link.label], at_end), count))
+            continue
+        for _ in range(count):
+            out.append((link.with_engine(most(held.layers[layer : layer + link.layers]), at_end), 1))
+            layer += link.layers
+    return out
+
+
+def most(held: Sequence[Concurrent]) -> Concurrent:
+    """The most of each."""
+    return held[0] if len(held) == 1 else Concurrent(*map(max, zip(*held, strict=True)))
 
 
 def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkInventory:

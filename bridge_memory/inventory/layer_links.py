@@ -130,7 +130,7 @@ def _checkpointed(group: Group, ctx: BlockContext) -> Link:
     link = ctx.evaluated["recomputed", group] = Link(
         Label.RECOMPUTED, kept, forward, best + concurrent, best + concurrent, _recomputed_layers, name,
         more=(((Part.RECOMPUTED_INPUT, Provenance.FORMULA), kept),), residue=residue, residue_gradient=residue // 2,
-        kind=group[-1][0],
+        layers=number,
     )
     return link
 
@@ -158,7 +158,7 @@ def layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
     if known is not None:
         return known
     found = layer_block(layer, ctx)
-    link = plain_link(found, Label.LAYER)._replace(kind=layer)
+    link = plain_link(found, Label.LAYER)
     if dispatches(layer) and ctx.recomputes("moe"):
         link = with_residue(link, found.cost, 2 * ctx.tokens_sp * ctx.hidden_size * ctx.act)
     ctx.evaluated["link", layer] = link

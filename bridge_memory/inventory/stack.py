@@ -5,10 +5,19 @@ Source: megatron-core ``models/gpt/gpt_model.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from bridge_memory.inventory.chain import ChunkInventory, Label, Link, change_last_of, compose, plain_link
+from bridge_memory.inventory.chain import (
+    ChunkInventory,
+    EngineBytes,
+    Label,
+    Link,
+    change_last_of,
+    compose,
+    plain_link,
+    with_engine,
+)
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import ignores_full_recompute, layer_links
@@ -19,16 +28,16 @@ from bridge_memory.inventory.tail import final_norm_name, holds_final_norm, tail
 from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 
-#: (link, kind of layer or None) -> bytes that an engine holds beside it, (forward, backward).
-Concurrent = Mapping[tuple[Label, LayerSpec | None], tuple[int, int]]
-
 
 def stage_inventories(
-    model: ModelSpec, shapes: StageShape, ctx: BlockContext, concurrent: Concurrent | None = None
+    model: ModelSpec, shapes: StageShape, ctx: BlockContext, concurrent: Sequence[EngineBytes] = ()
 ) -> list[ChunkInventory]:
-    """Every chunk of a stage."""
+    """Every chunk of a stage; ``concurrent``: what a data-parallel engine holds beside the links of each."""
     last = straight_into_backward(shapes)
-    return [chunk_inventory(model, shape, ctx, i == last, concurrent) for i, shape in enumerate(shapes)]
+    return [
+        chunk_inventory(model, shape, ctx, i == last, concurrent[i] if concurrent else None)
+        for i, shape in enumerate(shapes)
+    ]
 
 
 def straight_into_backward(shapes: StageShape) -> int:
@@ -40,12 +49,12 @@ def straight_into_backward(shapes: StageShape) -> int:
 
 def chunk_inventory(
     model: ModelSpec, shape: ChunkShape, ctx: BlockContext, backward_next: bool = False,
-    concurrent: Concurrent | None = None,
+    concurrent: EngineBytes | None = None,
 ) -> ChunkInventory:  # fmt: skip
     """Retained bytes and peaks of one chunk for one microbatch.
 
     ``backward_next``: no other chunk of the rank runs between its forward and its backward. ``concurrent``: what a
-    data-parallel engine gathers or reduces beside each link.
+    data-parallel engine holds beside each link.
     """
     links: list[tuple[Link, int]] = []
     if shape.embedding:
@@ -68,10 +77,8 @@ def chunk_inventory(
         last = max((i for i, (link, _) in enumerate(links) if link.offloaded), default=None)
         if last is not None:
             change_last_of(links, last, links[last][0].kept_on_gpu())
-    if concurrent:
-        links = [
-            (link.with_engine(*concurrent.get((link.label, link.kind), (0, 0))), count) for link, count in links
-        ]
+    if concurrent is not None:
+        links = with_engine(links, concurrent)
     return compose(links, 0 if shape.output else ctx.hidden_bytes)
 
 

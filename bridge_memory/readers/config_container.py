@@ -21,7 +21,7 @@ from bridge_memory.readers.container_fields import (
     vocabulary,
 )
 from bridge_memory.readers.transformer_config import model_from_transformer_config, pattern_of
-from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Release, Running, release_in
+from bridge_memory.releases import DEFAULT_MEGATRON_CORE, FSDP_MAIN_DTYPES, Release, Running, release_in
 from bridge_memory.spec import (
     BatchSpec,
     DataParallelSpec,
@@ -172,7 +172,7 @@ def run_of_container(
         batch=batch,
         precision=_precision(view),
         optimizer=_optimizer(config, view),
-        data_parallel=_data_parallel_spec(config, view),
+        data_parallel=_data_parallel_spec(config, view, running),
         peft=_peft(getattr(config, "peft", None)),
         recompute=_recompute(view),
         implementation=_on_machine(_implementation(config, view, gpu_arch, running), implementation or {}),
@@ -483,22 +483,32 @@ def _optimizer(config: Any, view: _Views) -> OptimizerSpec:
     )
 
 
-def _data_parallel_spec(config: Any, view: _Views) -> DataParallelSpec:
+def _data_parallel_spec(config: Any, view: _Views, running: Running) -> DataParallelSpec:
     d = view.ddp
+    wide = bool(_get(d, "grad_reduce_in_fp32", False))
     fsdp = bool(
         _get(d, "use_megatron_fsdp", False)
         or _get(d, "use_custom_fsdp", False)
         or _get(getattr(config, "dist", None), "use_megatron_fsdp", False)
     )
+    if fsdp and FSDP_MAIN_DTYPES(running):
+        wide = _dtype_or_none(d, "megatron_fsdp_main_grads_dtype") == "fp32"
     return DataParallelSpec(
         engine="megatron_fsdp" if fsdp else "megatron_ddp",
         use_distributed_optimizer=view.distributed,
-        grad_reduce_in_fp32=bool(_get(d, "grad_reduce_in_fp32", False)) or _params_dtype(view) == "fp32",
+        grad_reduce_in_fp32=wide or _params_dtype(view) == "fp32",
         overlap_grad_reduce=bool(_get(d, "overlap_grad_reduce", False)),
         overlap_param_gather=bool(_get(d, "overlap_param_gather", False)),
         bucket_size=_get(d, "bucket_size"),
         data_parallel_sharding_strategy=_get(d, "data_parallel_sharding_strategy", "no_shard") if fsdp else None,
+        suggested_communication_unit_size=_get(d, "suggested_communication_unit_size") if fsdp else None,
+        grad_comm_dtype=_dtype_or_none(d, "megatron_fsdp_grad_comm_dtype") if fsdp else None,
     )
+
+
+def _dtype_or_none(ddp: Any, name: str) -> str | None:
+    value = _get(ddp, name)
+    return None if value is None else dtype_name(value, f"ddp.{name}")
 
 
 def _peft(peft: Any) -> PeftSpec:

@@ -137,11 +137,7 @@ def _optimizer(o: OptimizerSpec) -> OptimizerSpec:
 
 
 def _data_parallel(d: DataParallelSpec) -> DataParallelSpec:
-    if not d.fsdp:
-        d = _reset(d, "data_parallel_sharding_strategy")
-        if not d.overlap_grad_reduce:
-            d = _reset(d, "bucket_size")
-    return d
+    return d if d.overlap_grad_reduce else _reset(d, "bucket_size")
 
 
 def _recompute(r: RecomputeSpec) -> RecomputeSpec:

@@ -146,7 +146,7 @@ class DataParallelSpec(Checked):
 
     #: A room of ``bridge_memory.engines``.
     engine: str = choice("megatron_ddp", *ENGINES)
-    #: Optimizer state divided over data-parallel ranks, with or without Megatron-FSDP.
+    #: Optimizer state divided over data-parallel ranks; Megatron-FSDP needs it, and divides what its strategy says.
     use_distributed_optimizer: bool = flag(True)
     #: fp32 gradient buffers; False keeps them in params_dtype.
     grad_reduce_in_fp32: bool = flag(True)
@@ -156,6 +156,10 @@ class DataParallelSpec(Checked):
     bucket_size: int | None = positive(None)
     #: What Megatron-FSDP shards; None with the other engines.
     data_parallel_sharding_strategy: str | None = choice(None, *SHARDING_STRATEGIES)
+    #: Elements that Megatron-FSDP lets wait to be reduced, twice what it gathers ahead; None: its default.
+    suggested_communication_unit_size: int | None = positive(None)
+    #: dtype in which Megatron-FSDP reduces gradients (``megatron_fsdp_grad_comm_dtype``); None: as they are kept.
+    grad_comm_dtype: str | None = choice(None, "fp32", "bf16", "fp16")
 
     @property
     def fsdp(self) -> bool:

@@ -39,7 +39,7 @@ from bridge_memory.spec.layout import Layout, layout
 from bridge_memory.spec.layout_string import parse_layout_string, quote
 from bridge_memory.spec.limits import Limits, divisors, limits_of
 from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec
-from bridge_memory.spec.parts import ImplementationSpec, ParallelSpec
+from bridge_memory.spec.parts import SHARDING_STRATEGIES, ImplementationSpec, ParallelSpec
 
 if TYPE_CHECKING:
     from bridge_memory.spec.run import RunSpec
@@ -55,6 +55,7 @@ def validate(run: RunSpec) -> None:
     _check_split_release(run)
     _check_batch(run)
     _check_precision(run)
+    _check_data_parallel(run)
     _check_optimizer(run)
     if run.recompute.granularity is not None:
         _check_recompute(run, limits)
@@ -403,6 +404,34 @@ def _check_precision(run: RunSpec) -> None:
         raise SpecError(
             f"fp8 ({precision.fp8}) does nothing with transformer_impl local, whose layers do not compute in it; set "
             "transformer_impl to transformer_engine, or drop fp8"
+        )
+
+
+def _check_data_parallel(run: RunSpec) -> None:
+    """Options of Megatron-FSDP: MLM; ``distributed/fsdp/mcore_fsdp_adapter.py: FullyShardedDataParallel.__init__``."""
+    d = run.data_parallel
+    if not d.fsdp:
+        for name in ("data_parallel_sharding_strategy", "suggested_communication_unit_size", "grad_comm_dtype"):
+            if getattr(d, name) is not None:
+                raise SpecError(
+                    f"{name} ({getattr(d, name)}) is for engine megatron_fsdp, not {d.engine}; drop it, or set engine "
+                    "to megatron_fsdp"
+                )
+        return
+    if d.data_parallel_sharding_strategy is None:
+        raise SpecError(
+            "engine (megatron_fsdp) needs data_parallel_sharding_strategy; set it to optim_grads_params, which divides "
+            "all, or to " + " or ".join(SHARDING_STRATEGIES[:-1])
+        )
+    if not d.use_distributed_optimizer:
+        raise SpecError(
+            "use_distributed_optimizer (False) is not supported with engine megatron_fsdp; set it to True (what is "
+            "divided says data_parallel_sharding_strategy)"
+        )
+    if run.optimizer.optimizer == "muon" or run.optimizer.use_layer_wise_distributed_optimizer:
+        raise SpecError(
+            f"optimizer ({run.optimizer.optimizer}) is not supported with engine megatron_fsdp; use adam or sgd, or "
+            "engine megatron_ddp"
         )
 
 

@@ -35,7 +35,7 @@ CASES = {
     "--precision": (DENSE, "fp32"), "--fp8": (DENSE, "e4m3"), "--fp8-recipe": (f"{DENSE} --fp8 e4m3", "mxfp8"),
     "--fp8-param-gather": (f"{DENSE} --fp8 e4m3", ""), "--fp32-residual-connection": (DENSE, ""),
     "--optimizer": (DENSE, "sgd"), "--use-distributed-optimizer": (DENSE, "no"),
-    "--engine": (DENSE, "megatron_fsdp"),
+    "--engine": (f"{DENSE} --data-parallel-sharding-strategy optim_grads_params", "megatron_fsdp"),
     "--data-parallel-sharding-strategy": (f"{DENSE} --engine megatron_fsdp", "optim_grads_params"),
     "--grad-reduce-in-fp32": (DENSE, "no"), "--overlap-grad-reduce": ("phi-4 --num-gpus 7", ""),
     "--overlap-param-gather": (DENSE, ""), "--ddp-bucket-size": ("phi-4 --num-gpus 7 --overlap-grad-reduce", "1000"),

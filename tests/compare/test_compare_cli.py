@@ -22,7 +22,7 @@ from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec, SpecError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from small_container import small_container
+from small_jobs import megatron_lm_args, small_container
 from test_logs import megatron_lm_line
 from test_snapshot import snapshot
 
@@ -145,9 +145,7 @@ def test_a_missing_file_is_said_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_megatron_lm_log_says_itself_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The block of arguments in the log is enough; it is what test_patch.py reads from ``get_args()``."""
-    from test_patch import megatron_lm_args
-
+    """The block of arguments in the log is enough; it is what ``get_args()`` has in a job."""
     args: dict[str, Any] = vars(megatron_lm_args())
     lines = ["------------------------ arguments ------------------------"]
     lines += [f"  {k} {'.' * (48 - len(k))} {v}" for k, v in sorted(args.items())]

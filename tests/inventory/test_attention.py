@@ -22,12 +22,14 @@ LLAMA = "meta-llama/Llama-3.2-1B"
 
 
 def layer(
-    name: str, *, dtype: str = "bf16", tp: int = 1, cp: int = 1, batch: int = 1, **impl: object
+    name: str, *, dtype: str = "bf16", tp: int = 1, cp: int = 1, batch: int = 1, softmax_in_fp32: bool = True,
+    **impl: object,
 ) -> BlockCost:
     run = RunSpec(
         model=resolve_model(name),
         parallel=ParallelSpec(world_size=tp * cp, tensor_model_parallel_size=tp, context_parallel_size=cp),
-        batch=BatchSpec(seq_length=2048, micro_batch_size=batch), precision=PrecisionSpec(params_dtype=dtype),
+        batch=BatchSpec(seq_length=2048, micro_batch_size=batch),
+        precision=PrecisionSpec(params_dtype=dtype, attention_softmax_in_fp32=softmax_in_fp32),
         implementation=ImplementationSpec(**impl),
     )
     return layer_block(run.model.layers[0], context_of(run)).cost
@@ -41,6 +43,14 @@ def test_fp32_attention_keeps_its_probabilities() -> None:
     """Neither FlashAttention nor cuDNN takes fp32 (TE get_attention_backend): 32 heads x 2048^2 x 4 bytes stay."""
     assert kept(layer(LLAMA, dtype="fp32"), "attention probabilities") == 32 * 2048**2 * 4
     assert kept(layer(LLAMA), "attention probabilities") == 0
+
+
+def test_scaling_by_the_layer_number_puts_the_softmax_in_fp32() -> None:
+    """Whatever attention_softmax_in_fp32 says (TransformerConfig.__post_init__): 32 heads x 2048^2 x 4 bytes stay."""
+    name = "attention probabilities fp32"
+    unfused = {"attention_backend": "unfused", "masked_softmax_fusion": False, "softmax_in_fp32": False}
+    assert kept(layer(LLAMA, **unfused), name) == 0
+    assert kept(layer(LLAMA, **unfused, apply_query_key_layer_scaling=True), name) == 32 * 2048**2 * 4
 
 
 @pytest.mark.parametrize("more", [{"attention_backend": "flash"}, {"attention_backend": "fused"}, {"cp": 2}])

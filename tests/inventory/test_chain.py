@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_memory.inventory.chain import Label, Link, change_last_of, compose
+from bridge_memory.inventory.chain import Concurrent, EngineBytes, Label, Link, change_last_of, compose, with_engine
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory, stage_inventories
 from bridge_memory.readers import resolve_model
@@ -145,11 +145,26 @@ def test_only_the_last_of_a_row_changes() -> None:
     assert links == [(NARROW, 1), (NARROW, 2), (WIDE, 1)]
 
 
-def test_an_engine_moves_bytes_beside_either_pass() -> None:
-    """Of 30, 40 and 44: with 5 gathered in forward, and 9 gathered and reduced in backward."""
-    engine = link("held", 10, 30, 40, held=44).with_engine(5, 9)
-    assert (engine.retained, engine.forward_peak) == (10, 35)
-    assert (engine.backward_peak, engine.backward_peak_held) == (49, 53)
+def test_an_engine_holds_bytes_beside_each_layer() -> None:
+    """Two layers of 30 forward, 40 backward and 44 with the output's gradient held. Without a router all gradients are
+    made at the end: beside the first 5 forward and 7 backward; beside the second 1 and 2, and at some moment 60."""
+    layers = (Concurrent(5, 9, 7), Concurrent(1, 9, 2, least_backward=60))
+    held = link("held", 10, 30, 40, held=44)
+    found = [at for at, _ in with_engine([(held, 2)], EngineBytes(layers))]
+    assert [at.retained for at in found] == [10, 10]
+    assert [at.forward_peak for at in found] == [35, 31]
+    assert [(at.backward_peak, at.backward_peak_held) for at in found] == [(47, 51), (60, 60)]
+    # Recomputed together they are one link, which has the most of theirs.
+    ((group, _),) = with_engine([(held._replace(layers=2), 1)], EngineBytes(layers))
+    assert (group.forward_peak, group.backward_peak) == (35, 60)
+
+
+def test_an_engine_meets_experts_and_the_rest_at_their_own_moments() -> None:
+    """Until the experts have run backward 9 beside 40; then the larger of 12 and 20 beside 25, or beside 32."""
+    held = Concurrent(backward=9, backward_at_end=12, least_backward=20)
+    plain = link("held", 10, 30, 40, held=44)
+    assert plain.with_engine(held, 25).backward_peak == 49
+    assert plain.with_engine(held, 32).backward_peak == 52
 
 
 @pytest.fixture

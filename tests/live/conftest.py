@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from small_container import small_container
+from small_jobs import small_container
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small_jobs import megatron_lm_args
 
 from bridge_memory.calibration import journal
 from bridge_memory.calibration.records import ReportRecord
@@ -21,26 +21,6 @@ from bridge_memory.readers.megatron_args import container as as_container
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 
 GIB = 1 << 30
-
-
-def megatron_lm_args(**changes: Any) -> SimpleNamespace:
-    """``get_args()`` of the command line in test_the_arguments_are_read_as_from_the_command_line."""
-    values: dict[str, Any] = dict(
-        num_layers=8, hidden_size=2048, ffn_hidden_size=8192, num_attention_heads=16, num_query_groups=8,
-        group_query_attention=True, kv_channels=128, swiglu=True, add_bias_linear=False, normalization="RMSNorm",
-        position_embedding_type="rope", rotary_percent=1.0, untie_embeddings_and_output_weights=True,
-        seq_length=4096, max_position_embeddings=4096, vocab_size=32000, padded_vocab_size=32000,
-        make_vocab_size_divisible_by=128, bf16=True, fp16=False, hidden_dropout=0.0, attention_dropout=0.0,
-        micro_batch_size=1, global_batch_size=16, tensor_model_parallel_size=2, pipeline_model_parallel_size=2,
-        context_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=True, world_size=8,
-        data_parallel_size=2, use_distributed_optimizer=True, accumulate_allreduce_grads_in_fp32=True,
-        optimizer="adam", recompute_granularity="selective", recompute_modules=["core_attn"],
-        transformer_impl="transformer_engine", attention_softmax_in_fp32=False, gradient_accumulation_fusion=True,
-        masked_softmax_fusion=True, bias_swiglu_fusion=True, bias_dropout_fusion=True, apply_rope_fusion=True,
-        persist_layer_norm=True, create_attention_mask_in_dataloader=True, log_interval=2, num_experts=None,
-        moe_token_dispatcher_type="allgather", cross_entropy_loss_fusion=False, clip_grad=1.0,
-    )  # fmt: skip
-    return SimpleNamespace(**{**values, **changes})
 
 
 def test_the_arguments_are_read_as_from_the_command_line() -> None:

@@ -55,7 +55,8 @@ _UNSET_INTEGERS = """
     moe_ffn_hidden_size moe_latent_size moe_router_group_topk moe_router_num_groups
     moe_shared_expert_intermediate_size mtp_num_layers num_attention_heads num_experts num_layers
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank padded_vocab_size q_lora_rank
-    recompute_num_layers seq_length virtual_pipeline_model_parallel_size vocab_size world_size
+    recompute_num_layers seq_length suggested_communication_unit_size virtual_pipeline_model_parallel_size vocab_size
+    world_size
     """
 INTEGERS: dict[str, int | None] = {
     **dict.fromkeys(_UNSET_INTEGERS.split()),
@@ -76,7 +77,8 @@ WORDS: dict[str, str | None] = {
     "data_parallel_sharding_strategy": None, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32",
     "experimental_attention_variant": None, "fp8": None, "fp8_recipe": "delayed", "hybrid_layer_pattern": None,
     "hybrid_override_pattern": None, "linear_attention_type": None, "main_grads_dtype": "fp32",
-    "main_params_dtype": "fp32", "moe_flex_dispatcher_backend": "deepep", "moe_router_dtype": None,
+    "main_params_dtype": "fp32", "megatron_fsdp_grad_comm_dtype": "auto", "megatron_fsdp_main_grads_dtype": "auto",
+    "moe_flex_dispatcher_backend": "deepep", "moe_router_dtype": None,
     "moe_router_score_function": "softmax", "moe_token_dispatcher_type": "allgather", "normalization": "LayerNorm",
     "optimizer": "adam", "pipeline_model_parallel_layout": None, "position_embedding_type": "learned_absolute",
     "recompute_granularity": None, "recompute_method": None, "softmax_type": "vanilla", "spec": None,
@@ -288,7 +290,7 @@ HARMLESS = _names(
     sft_tokenizer_prompt_format sharp_enabled_group short_seq_prob skip_samples skip_train
     skipped_train_samples softmax_scale special_tokens spiky_loss_factor split split_spec start_eval_at_iter
     start_weight_decay step_batch_size_schedule straggler_ctrlr_port straggler_minmax_count
-    stream_ckpt_dequant strict_fsdp_dtensor_load suggested_communication_unit_size swin_backbone_type
+    stream_ckpt_dequant strict_fsdp_dtensor_load swin_backbone_type
     symmetric_ar_type te_rng_tracker tensorboard_dir tensorboard_log_interval tensorboard_queue_size
     test_data_path test_mode tiktoken_num_special_tokens tiktoken_pattern tiktoken_special_tokens
     timing_log_level timing_log_option titles_data_path tokenizer_hf_include_special_tokens
@@ -367,9 +369,7 @@ GAPS: dict[str, tuple[Callable[[Value], bool], str]] = {
     "nccl_ub": (_on, "gradient and parameter buffers come from NCCL's own memory pool"),
     "fsdp_double_buffer": (_on, "Megatron-FSDP keeps two persistent communication buffers"),
     "outer_dp_sharding_strategy": (_not("no_shard"), "hybrid sharding over an outer data-parallel group"),
-    "megatron_fsdp_grad_comm_dtype": (_not("fp32", "auto", "torch.float32"), "gradient communication of another dtype"),
-    "megatron_fsdp_main_grads_dtype": (_not("fp32", "auto", "torch.float32"), "main gradients of another dtype"),
-    "megatron_fsdp_main_params_dtype": (_not("fp32", "auto", "torch.float32"), "main parameters of another dtype"),
+    "megatron_fsdp_main_params_dtype": (_not("fp32", "torch.float32"), "main parameters of another dtype"),
     "export_kd_teacher_load": (_on, "knowledge distillation holds a second (teacher) model"),
     "export_kd_cfg": (_on, "knowledge distillation holds a second (teacher) model and its loss"),
     "export_kd_teacher_ckpt_format": (_on, "knowledge distillation holds a second (teacher) model"),

@@ -206,6 +206,11 @@ def _optimizer(a: Arguments) -> dict[str, Any]:
     }
 
 
+def _unless_auto(dtype: str) -> str | None:
+    """``arguments.py: map_dtype``."""
+    return None if dtype == "auto" else dtype
+
+
 def _ddp(a: Arguments, running: Running) -> dict[str, Any]:
     # validate_args: bf16 accumulates in fp32 unless the reduction is asked for in bf16; fp16 does not.
     fp32_gradients = a["accumulate_allreduce_grads_in_fp32"] or (
@@ -219,6 +224,11 @@ def _ddp(a: Arguments, running: Running) -> dict[str, Any]:
         "bucket_size": a["ddp_bucket_size"],
         "num_distributed_optimizer_instances": a["num_distributed_optimizer_instances"],
         "use_megatron_fsdp": a["use_megatron_fsdp"],
+        "megatron_fsdp_main_grads_dtype": _unless_auto(a["megatron_fsdp_main_grads_dtype"]),
+        "megatron_fsdp_grad_comm_dtype": (
+            "bf16" if a["grad_reduce_in_bf16"] else _unless_auto(a["megatron_fsdp_grad_comm_dtype"])
+        ),
+        "suggested_communication_unit_size": a["suggested_communication_unit_size"],
         "data_parallel_sharding_strategy": a["data_parallel_sharding_strategy"]
         or ("optim_grads_params" if FSDP_SHARDS_ALL(running) else "no_shard"),
         "fp8_param_gather": a["fp8_param_gather"],
