@@ -36,8 +36,8 @@ PARALLEL = {
     "expert_model_parallel_size": st.sampled_from([1, 1, 2, 8]),
     "expert_tensor_parallel_size": maybe(st.sampled_from([1, 2])),
     "sequence_parallel": maybe(st.booleans()),
-    "num_layers_in_first_pipeline_stage": maybe(st.integers(0, 20)),
-    "num_layers_in_last_pipeline_stage": maybe(st.integers(0, 20)),
+    "num_layers_in_first_pipeline_stage": maybe(st.integers(1, 20)),
+    "num_layers_in_last_pipeline_stage": maybe(st.integers(1, 20)),
     "account_for_embedding_in_pipeline_split": st.booleans(),
     "account_for_loss_in_pipeline_split": st.booleans(),
     "microbatch_group_size_per_vp_stage": maybe(st.integers(1, 8)),
@@ -65,11 +65,22 @@ GROUPS: dict[str, dict[str, st.SearchStrategy]] = {
         "optimizer_cpu_offload": st.booleans(),
         "optimizer_offload_fraction": st.sampled_from([0.0, 0.5, 1.0]),
     },
-    "peft": {"peft_scheme": st.sampled_from(["none", "lora"]), "peft_dim": st.sampled_from([0, 8, 32])},
-    "engine": {
-        "engine": st.sampled_from(["megatron_ddp", "megatron_fsdp"]),
+    "lora": {"peft_scheme": st.just("lora"), "peft_dim": st.sampled_from([0, 8, 32])},
+    "fp8": {
+        "fp8": st.sampled_from(["hybrid", "e4m3"]),
+        "fp8_recipe": st.sampled_from(["delayed", "tensorwise", "blockwise", "mxfp8"]),
+        "fp8_param": st.booleans(),
+        "gpu_arch": st.sampled_from(["hopper", "blackwell"]),
+    },
+    "fsdp": {
+        "engine": st.just("megatron_fsdp"),
         "data_parallel_sharding_strategy": st.sampled_from(["no_shard", "optim", "optim_grads", "optim_grads_params"]),
-        "use_distributed_optimizer": st.booleans(),
+        "use_distributed_optimizer": st.just(True),
+    },
+    "full": {
+        "recompute_granularity": st.just("full"),
+        "recompute_method": st.sampled_from(["uniform", "block"]),
+        "recompute_num_layers": st.sampled_from([1, 1, 2, 3]),
     },
     "recompute": {
         "recompute_granularity": maybe(st.sampled_from(["full", "selective"])),
@@ -124,14 +135,9 @@ def asked_runs(draw: Callable[[st.SearchStrategy], Any]) -> Asked:
         for size in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
             world *= given.get(size, 1)
         given["world_size"] = world * given.get("expert_model_parallel_size", 1)
-    # Most combinations of everything contradict themselves: a few groups at a time, of these a few fields.
+    # Most combinations of everything contradict themselves: a few groups at a time, of these a field or all.
     for group in sorted(draw(st.sets(st.sampled_from(sorted(GROUPS)), max_size=2))):
         options = GROUPS[group]
-        for field in sorted(draw(st.sets(st.sampled_from(sorted(options)), min_size=1))):
-            given[field] = draw(options[field])
-    # A sharding strategy and its engine belong together.
-    if given.get("engine") == "megatron_fsdp":
-        given.setdefault("data_parallel_sharding_strategy", draw(GROUPS["engine"]["data_parallel_sharding_strategy"]))
-    elif "data_parallel_sharding_strategy" in given:
-        given["engine"] = "megatron_fsdp"
+        names = [draw(st.sampled_from(sorted(options)))] if draw(st.booleans()) else options
+        given |= {name: draw(options[name]) for name in names}
     return Asked(name, given)
