@@ -78,6 +78,8 @@ class MegatronDDP:
         ]
         self._rests_at = [at[_RESTS[s.over], s.width] for s in self.rest_states]
         self._seen: dict[tuple[int, bool], ChunkState] = {}
+        #: What the keys are the ids of: an id is given again once its list is gone.
+        self._kept: list[Sequence[Unit]] = []
         self.adapters = MegatronDDP(run, adapters=True) if self.frozen else None
 
     def _lines(self, experts: bool, adapters: bool) -> Iterator[Line]:
@@ -118,6 +120,7 @@ class MegatronDDP:
             found = self._seen.get(key)
             if found is None:
                 found = self._seen[key] = self.chunk(units, index)
+                self._kept.append(units)
             parameters += found.parameters
             rests += found.rests
             copies += found.gradient_copies

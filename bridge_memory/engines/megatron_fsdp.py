@@ -107,6 +107,8 @@ class MegatronFSDP:
             line for adapters in (False, True) for experts in (False, True) for line in self._lines(experts, adapters)
         )
         self._seen: dict[tuple[int, bool], ChunkState] = {}
+        #: What the keys are the ids of: an id is given again once its list is gone.
+        self._kept: list[Sequence[Unit]] = []
 
     def _lines(self, experts: bool, adapters: bool) -> Iterator[Line]:
         whole = "etp x ep" if experts else "tp"
@@ -127,6 +129,7 @@ class MegatronFSDP:
             key = (id(units), index == 0)
             if key not in self._seen:
                 self._seen[key] = self.chunk(units, index)
+                self._kept.append(units)
             found.append(self._seen[key])
         amounts = [sum(chunk.amounts[i] for chunk in found) for i in range(len(self.lines))]
         return StageState(
