@@ -6,6 +6,7 @@ toolkit to install; their classes accept anything and subclass ``torch.nn.Module
 
 from __future__ import annotations
 
+import abc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -38,7 +39,7 @@ def _anything(name: str, module: str) -> type:
     """A torch module class that takes any argument and whose own attributes are such classes again."""
     import torch
 
-    class Meta(type):
+    class Meta(abc.ABCMeta):  # some of Bridge's classes are abstract as well
         def __getattr__(cls, attribute: str) -> Any:
             if attribute.startswith("__"):
                 raise AttributeError(attribute)
@@ -52,7 +53,10 @@ def _anything(name: str, module: str) -> type:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         torch.nn.Module.__init__(self)
 
-    return Meta(name, (torch.nn.Module,), {"__init__": init, "__module__": module})
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:  # a decorator that was made with arguments
+        return args[0] if args else self
+
+    return Meta(name, (torch.nn.Module,), {"__init__": init, "__call__": call, "__module__": module})
 
 
 class _StubModule(types.ModuleType):
