@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,46 @@ DEVICE = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_m
 
 #: Hub names that redirect to another.
 _OTHER_NAMES = {f"meta-llama/Meta-Llama-3.1-{size}": f"meta-llama/Llama-3.1-{size}" for size in ("8B", "70B", "405B")}
+
+
+#: Of models whose config is not among the presets: a part of the hub name, and the class of transformers whose defaults
+#: stand in for it. The first that is found in the name counts.
+_MODEL_TYPES = {
+    "DeepSeek-V4": "deepseek_v4", "GLM-5": "glm_moe_dsa", "GLM-4.5V": "glm4v_moe", "GLM-4.7-Flash": "glm4_moe_lite",
+    "Qwen3.5-35B-A3B": "qwen3_5_moe", "Qwen3.5-122B-A10B": "qwen3_5_moe", "Qwen3.5-397B-A17B": "qwen3_5_moe",
+    "Qwen3.5": "qwen3_5", "Qwen3.6-35B-A3B": "qwen3_5_moe", "Qwen3.6": "qwen3_5",
+    "Qwen3-VL-30B-A3B": "qwen3_vl_moe", "Qwen3-VL-235B-A22B": "qwen3_vl_moe", "Qwen3-VL": "qwen3_vl",
+    "Qwen3-Omni": "qwen3_omni_moe", "Qwen2.5-VL": "qwen2_5_vl", "Qwen2-Audio": "qwen2_audio", "Qwen2-": "qwen2",
+    "EXAONE-4.5": "exaone4_5", "EXAONE-4.0": "exaone4", "K-EXAONE": "exaone_moe",
+    "gemma-4": "gemma4", "gemma-3-1b": "gemma3_text", "gemma-3": "gemma3", "gemma-2": "gemma2",
+    "NVIDIA-Nemotron-3": "nemotron_h", "MiniMax-M3": "minimax_m3_vl", "Ministral-3": "mistral3",
+}  # fmt: skip
+#: What their config.json calls the model's class; Megatron Bridge chooses by it.
+_ARCHITECTURES = {
+    "deepseek_v4": "DeepseekV4ForCausalLM", "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration", "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration", "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeForConditionalGeneration", "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_audio": "Qwen2AudioForConditionalGeneration", "qwen2": "Qwen2ForCausalLM",
+    "exaone4_5": "Exaone4_5_ForConditionalGeneration", "exaone4": "Exaone4ForCausalLM",
+    "exaone_moe": "ExaoneMoEForCausalLM", "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration", "gemma2": "Gemma2ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM", "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+}  # fmt: skip
+
+#: What Bridge reads and the class does not set; no size among it.
+_UNSET: dict[str, dict[str, Any]] = {
+    "glm_moe_dsa": {"indexer_rope_interleave": True},
+    "glm4v_moe": {"text_config.head_dim": 128, "text_config.use_qk_norm": False},
+    "deepseek_v4": {"rope_scaling": {"rope_theta": 1e4, "factor": 16, "original_max_position_embeddings": 65536}},
+}
+
+
+def model_type_of(name: str) -> str | None:
+    """The class of transformers whose defaults stand in for the config of a hub name; None: there is none."""
+    return next((kind for part, kind in _MODEL_TYPES.items() if part in name), None)
 
 
 class ConfigNotAtHand(Exception):
@@ -49,19 +90,33 @@ def bridge_on_cpu() -> Iterator[Any]:
 
     folder = tempfile.TemporaryDirectory()
 
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from_pretrained = transformers.AutoConfig.from_pretrained
+
     def load(path: Any, *args: Any, **kwargs: Any) -> Any:
         name = _OTHER_NAMES.get(str(path), str(path))
         preset = PRESETS / (name.replace("/", "__") + ".json")
         if not preset.exists():
-            raise ConfigNotAtHand(str(path))
+            kind = model_type_of(name)
+            if kind is None or kind not in CONFIG_MAPPING:
+                raise ConfigNotAtHand(str(path))
+            config = CONFIG_MAPPING[kind]()
+            config.architectures = [_ARCHITECTURES[kind]]
+            for key, value in _UNSET.get(kind, {}).items():
+                *path, last = key.split(".")
+                setattr(reduce(getattr, path, config), last, value)
+            return config
         target = Path(folder.name) / preset.stem
         target.mkdir(exist_ok=True)
         text = preset.read_text()
         (target / "config.json").write_text(text)
         try:
-            return transformers.AutoConfig.from_pretrained(target)
+            return from_pretrained(target)
         except (ValueError, KeyError):  # a model_type that needs remote code: its fields as they are
-            return transformers.PretrainedConfig(**json.loads(text))
+            fields = json.loads(text)
+            cls = CONFIG_MAPPING["deepseek_v3"] if fields["model_type"] == "kimi_k2" else transformers.PretrainedConfig
+            return cls(**fields)
 
     saved: list[tuple[Any, str, Any]] = []
 
@@ -72,6 +127,7 @@ def bridge_on_cpu() -> Iterator[Any]:
     for module in (auto_bridge, causal_lm, safe_config_loader):
         if hasattr(module, "safe_load_config_with_retry"):
             patch(module, "safe_load_config_with_retry", load)
+    patch(transformers.AutoConfig, "from_pretrained", load)
     patch(torch.cuda, "get_device_properties", lambda *a, **k: DEVICE)
     patch(torch.cuda, "get_device_capability", lambda *a, **k: (DEVICE.major, DEVICE.minor))
     patch(torch.cuda, "get_device_name", lambda *a, **k: DEVICE.name)
@@ -85,7 +141,8 @@ def bridge_on_cpu() -> Iterator[Any]:
 
 
 def recipe_names(recipes: Any) -> list[str]:
-    return sorted(n for n in dir(recipes) if n.endswith("_pretrain_config"))
+    """Every recipe that the release ships: pretrain, sft and peft."""
+    return sorted(n for n in dir(recipes) if n.endswith("_config") and callable(getattr(recipes, n)))
 
 
 def build(recipe: Callable[..., Any]) -> Any:

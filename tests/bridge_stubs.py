@@ -87,6 +87,16 @@ class _Finder(importlib.abc.MetaPathFinder):
         return importlib.machinery.ModuleSpec(name, _StubLoader(), is_package=True)
 
 
+def typing_override() -> None:
+    """``typing.override`` on Python 3.10 and 3.11: megatron-core 0.18 and later import it from there."""
+    import typing
+
+    import typing_extensions
+
+    if not hasattr(typing, "override"):
+        typing.override = typing_extensions.override  # type: ignore[attr-defined]
+
+
 def require_bridge() -> types.ModuleType:
     """``megatron.bridge``, imported for real; skips the test where it is not installed."""
     pytest.importorskip("torch")
@@ -99,6 +109,7 @@ def require_bridge() -> types.ModuleType:
         pytest.skip("megatron.core was imported without Transformer Engine; run these tests in their own process")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+    typing_override()
     missing = tuple(n for n in STUBBED if "." in n or importlib.util.find_spec(n) is None)
     sys.meta_path.append(_Finder(missing))
     import megatron.bridge
