@@ -6,9 +6,9 @@ the blocks of one kind in a chunk (``inventory.stack.Unit``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from bridge_memory.components import MOMENTS, Component, Lifetime, Part, Provenance, Role, State
 from bridge_memory.inventory.chain import EngineBytes
@@ -84,6 +84,29 @@ class StageState(NamedTuple):
                 )
             )
         return out
+
+
+T = TypeVar("T")
+
+
+class OfChunks(Generic[T]):
+    """What one engine worked out of chunks, once for each list of units and whether it is its stage's first.
+
+    A list is kept beside its answer: the id by which it is known would else be given to another once it is gone.
+    """
+
+    __slots__ = ("_found",)
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, bool], tuple[Sequence[Unit], T]] = {}
+
+    def get(self, units: Sequence[Unit], index: int, work: Callable[[Sequence[Unit], int], T]) -> T:
+        """``work(units, index)``; chunk ``index`` of a stage is as any other but the first."""
+        key = id(units), index == 0
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = units, work(units, index)
+        return found[1]
 
 
 class Engine(Protocol):

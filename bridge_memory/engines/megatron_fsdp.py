@@ -27,7 +27,7 @@ from math import lcm, prod
 from typing import NamedTuple
 
 from bridge_memory.components import Provenance, Role, State
-from bridge_memory.engines.engine import Line, StageState
+from bridge_memory.engines.engine import Line, OfChunks, StageState
 from bridge_memory.engines.megatron_ddp import bucket_elements, fp8_copies
 from bridge_memory.engines.optimizer_states import OptimizerState, gradient_width, optimizer_states
 from bridge_memory.engines.peft import adapter_units
@@ -106,9 +106,7 @@ class MegatronFSDP:
         self.lines = tuple(
             line for adapters in (False, True) for experts in (False, True) for line in self._lines(experts, adapters)
         )
-        self._seen: dict[tuple[int, bool], ChunkState] = {}
-        #: What the keys are the ids of: an id is given again once its list is gone.
-        self._kept: list[Sequence[Unit]] = []
+        self._chunks: OfChunks[ChunkState] = OfChunks()
 
     def _lines(self, experts: bool, adapters: bool) -> Iterator[Line]:
         whole = "etp x ep" if experts else "tp"
@@ -124,13 +122,7 @@ class MegatronFSDP:
 
     def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
         """What a stage of ``chunks`` keeps and moves."""
-        found = []
-        for index, units in enumerate(chunks):
-            key = (id(units), index == 0)
-            if key not in self._seen:
-                self._seen[key] = self.chunk(units, index)
-                self._kept.append(units)
-            found.append(self._seen[key])
+        found = [self._chunks.get(units, index, self.chunk) for index, units in enumerate(chunks)]
         amounts = [sum(chunk.amounts[i] for chunk in found) for i in range(len(self.lines))]
         return StageState(
             parameters=sum(chunk.parameters for chunk in found),
