@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
-from bridge_memory.engines.engine import StageState, engine_of
+from bridge_memory.engines.by_name import engine_of
+from bridge_memory.engines.engine import StageState
 from bridge_memory.inventory.chain import ChunkInventory
 from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters

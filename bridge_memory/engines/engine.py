@@ -7,13 +7,11 @@ the blocks of one kind in a chunk (``inventory.stack.Unit``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from bridge_memory.components import MOMENTS, Component, Lifetime, Part, Provenance, Role, State
 from bridge_memory.inventory.chain import EngineBytes
 from bridge_memory.inventory.stack import Unit
-from bridge_memory.spec import RunSpec
 
 
 class Line(NamedTuple):
@@ -114,9 +112,3 @@ class Engine(Protocol):
 
     def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
         """What a stage of ``chunks`` keeps, and what moves beside its units."""
-
-
-def engine_of(run: RunSpec) -> Engine:
-    """The engine that ``run.data_parallel.engine`` names: ``ENGINE`` of the module of that name in this room."""
-    engine: Engine = import_module(f"{__package__}.{run.data_parallel.engine}").ENGINE(run)
-    return engine

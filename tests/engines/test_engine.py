@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bridge_memory import ParallelSpec, RunSpec
-from bridge_memory.engines.engine import engine_of
+from bridge_memory.engines.by_name import engine_of
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.spec.layout import layout

@@ -9,7 +9,8 @@ import pytest
 from bridge_memory.accuracy.predictions import predict
 from bridge_memory.accuracy.records import load_runs
 from bridge_memory.components import MOMENTS, Lifetime, Part, Role, State
-from bridge_memory.engines.engine import StageState, engine_of
+from bridge_memory.engines.by_name import engine_of
+from bridge_memory.engines.engine import StageState
 from bridge_memory.engines.megatron_fsdp import aligned_to_rows, fsdp_states
 from bridge_memory.estimate import estimate
 from bridge_memory.inventory.chain import Concurrent, EngineBytes, Label, Link, with_engine
