@@ -233,9 +233,8 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         if held.batch:
             components.append(_transient("batch: tokens, labels, masks", held.batch, Part.BATCH))
         if held.state.gathered:
-            components.append(
-                _transient("parameters gathered by Megatron-FSDP", held.state.gathered, Part.DATA_PARALLEL)
-            )
+            name = f"parameters gathered by {stages.run.data_parallel.engine_title}"
+            components.append(_transient(name, held.state.gathered, Part.DATA_PARALLEL))
         transient = moment.bytes - moment.hidden_bytes - sum(retained.values())
         components.append(_transient(f"in passing: {operation}", transient, Part.RUNNING))
     return StageEstimate(
