@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from spec_groups import GROUPS
 
 from bridge_memory.estimate import estimate
 from bridge_memory.readers import list_presets, resolve_model
@@ -24,6 +23,7 @@ from bridge_memory.spec import (
     RunSpec,
     SpecError,
 )
+from bridge_memory.spec.run import GROUPS
 
 ATTENTION = AttentionSpec(num_attention_heads=32, num_query_groups=8, kv_channels=128)
 MLA = MLASpec(32, 1536, 512, 128, 64, 128)
