@@ -120,6 +120,8 @@ class _Stages:
     """Every stage of one run."""
 
     def __init__(self, run: RunSpec) -> None:
+        if type(run) is not RunSpec:
+            raise SpecError(f"run ({show(run)}) is not a RunSpec; give one")
         self.run = run
         self.ctx = context_of(run)
         self.plan = layout(run.model, run.parallel)
