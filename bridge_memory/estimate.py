@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
-from bridge_memory.engines.engine import StageState, engine_of
+from bridge_memory.engines.by_name import engine_of
+from bridge_memory.engines.engine import StageState
 from bridge_memory.inventory.chain import ChunkInventory
 from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters
@@ -119,6 +120,8 @@ class _Stages:
     """Every stage of one run."""
 
     def __init__(self, run: RunSpec) -> None:
+        if type(run) is not RunSpec:
+            raise SpecError(f"run ({show(run)}) is not a RunSpec; give one")
         self.run = run
         self.ctx = context_of(run)
         self.plan = layout(run.model, run.parallel)
@@ -232,9 +235,8 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         if held.batch:
             components.append(_transient("batch: tokens, labels, masks", held.batch, Part.BATCH))
         if held.state.gathered:
-            components.append(
-                _transient("parameters gathered by Megatron-FSDP", held.state.gathered, Part.DATA_PARALLEL)
-            )
+            name = f"parameters gathered by {stages.run.data_parallel.engine_title}"
+            components.append(_transient(name, held.state.gathered, Part.DATA_PARALLEL))
         transient = moment.bytes - moment.hidden_bytes - sum(retained.values())
         components.append(_transient(f"in passing: {operation}", transient, Part.RUNNING))
     return StageEstimate(

@@ -5,27 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from bridge_memory.spec import (
-    BatchSpec,
-    DataParallelSpec,
-    ImplementationSpec,
-    OptimizerSpec,
-    ParallelSpec,
-    PeftSpec,
-    PrecisionSpec,
-    RecomputeSpec,
-)
-
-GROUPS: dict[str, type] = {
-    "parallel": ParallelSpec,
-    "batch": BatchSpec,
-    "precision": PrecisionSpec,
-    "optimizer": OptimizerSpec,
-    "data_parallel": DataParallelSpec,
-    "peft": PeftSpec,
-    "recompute": RecomputeSpec,
-    "implementation": ImplementationSpec,
-}
+from bridge_memory.spec.run import GROUPS
 
 
 def groups_of(**values: Any) -> dict[str, Any]:

@@ -101,8 +101,8 @@ def test_data_goes_forward_only() -> None:
         above.add(room)
 
 
-#: A tape asks ``alive`` for its cost, a list of engines those that implement it, a terminal draws documents.
-CIRCLES = {"inventory", "engines", "report"}
+#: A tape asks ``alive`` for its cost.
+CIRCLES = {"inventory"}
 
 
 @pytest.mark.parametrize("room", [room for room in ROOMS if room not in CIRCLES and (PACKAGE / room).is_dir()])

@@ -65,7 +65,8 @@ def test_a_terminal_is_served_without_rich_too(tmp_path: Path) -> None:
         "import io, sys; sys.modules['rich'] = None\n"
         "class Terminal(io.StringIO):\n"
         "    def isatty(self): return True\n"
-        "from bridge_memory.report.document import Bullets, print_blocks\n"
+        "from bridge_memory.report.document import Bullets\n"
+        "from bridge_memory.report.printing import print_blocks\n"
         "out = Terminal(); print_blocks([Bullets('Assumed', ('nothing',))], out)\n"
         "assert '  - nothing' in out.getvalue()"
     )

@@ -7,9 +7,8 @@ import re
 from dataclasses import replace
 
 import pytest
-from spec_groups import GROUPS
 
-from bridge_memory.estimate import estimate
+from bridge_memory.estimate import estimate, explain, peaks
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.spec import (
     AttentionSpec,
@@ -24,6 +23,7 @@ from bridge_memory.spec import (
     RunSpec,
     SpecError,
 )
+from bridge_memory.spec.run import GROUPS
 
 ATTENTION = AttentionSpec(num_attention_heads=32, num_query_groups=8, kv_channels=128)
 MLA = MLASpec(32, 1536, 512, 128, 64, 128)
@@ -241,12 +241,12 @@ def test_whatever_is_given_is_refused_in_one_line(field, value):
         ({"layers": (LayerSpec(ATTENTION, MLPSpec(2**50, gated=True)),)}, "ffn_hidden_size .* absurdly large"),
         ({"layers": None}, r"layers \(None\)"),
         ({"layers": ("dense",)}, r"layers \(\('dense',\)\)"),
-        ({"layers": (LayerSpec("attention", DENSE),)}, r"mixer of a layer \('attention'\)"),
-        ({"layers": (LayerSpec(ATTENTION, ATTENTION),)}, "ffn of a layer"),
         ({"mtp_layer": "dense", "mtp_num_layers": 1}, r"mtp_layer \('dense'\)"),
         ({"name": ["a"]}, r"name \(\['a'\]\)"),
         ({"rotary_dim": "64"}, r"rotary_dim \('64'\)"),
-        ({"layers": (LayerSpec(ATTENTION, replace(MOE, router_num_groups="8", router_group_topk=4)),)}, "_num_groups"),
+        ({"output_bias": [1]}, r"output_bias \(\[1\]\) is not True or False"),
+        ({"hybrid": 1}, r"hybrid \(1\) is not True or False"),
+        ({"normalization": None}, r"normalization \(None\) is not a string"),
         ({"layers": (LayerSpec(ATTENTION, replace(MOE, router_num_groups=7, router_group_topk=4)),)}, "num_groups .7."),
         ({"layers": (LayerSpec(ATTENTION, replace(MOE, router_num_groups=4, router_group_topk=5)),)}, "group_topk .5."),
         ({"layers": (LayerSpec(ATTENTION, replace(MOE, router_num_groups=64, router_group_topk=2)),)}, "router_topk"),
@@ -256,6 +256,32 @@ def test_a_broken_model_is_refused_by_field(changed, said):
     with pytest.raises(SpecError, match=said) as error:
         RunSpec(model=replace(MODELS["dense"], **changed))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "ffn", "said"),
+    [
+        ("attention", DENSE, r"mixer of a layer \('attention'\)"),
+        ([1], DENSE, r"mixer of a layer \(\[1\]\)"),
+        (ATTENTION, ATTENTION, "ffn of a layer"),
+        (replace(ATTENTION, add_qkv_bias=[1]), None, r"add_qkv_bias \(\[1\]\) is not True or False"),
+        (replace(ATTENTION, window_size=[128]), None, r"window_size \(\[128\]\) is not an integer or None"),
+        (ATTENTION, replace(DENSE, gated=None), r"gated \(None\) is not True or False"),
+        (ATTENTION, replace(DENSE, activation=[]), r"activation \(\[\]\) is not a string"),
+        (ATTENTION, replace(MOE, router_num_groups="8", router_group_topk=4), r"router_num_groups \('8'\)"),
+    ],
+)
+def test_a_layer_of_wrong_types_is_refused_when_it_is_built(mixer, ffn, said):
+    with pytest.raises(SpecError, match=said) as error:
+        LayerSpec(mixer, ffn)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("asked", [estimate, peaks, lambda given: explain(given, 0)])
+@pytest.mark.parametrize("given", [None, "meta-llama/Llama-3.1-8B"])
+def test_what_is_no_run_is_refused_in_one_line(asked, given):
+    with pytest.raises(SpecError, match=r"^run \(.*\) is not a RunSpec; give one$"):
+        asked(given)
 
 
 @pytest.mark.parametrize("name", [name if isinstance(name, str) else name[0] for name in list_presets()])

@@ -33,7 +33,7 @@ def features_of(run: RunSpec) -> tuple[str, ...]:
         i.transformer_impl: True,
         "legacy model": i.use_legacy_models,
         "distributed optimizer": d.use_distributed_optimizer,
-        "Megatron-FSDP": d.fsdp,
+        d.engine_title: d.fsdp,
         f"optimizer {run.optimizer.optimizer}": True,
         run.precision.params_dtype: True,
         "fp8": run.precision.fp8 is not None,

@@ -162,7 +162,8 @@ def _gib(value: int | None, sign: str = "") -> str:
 
 
 def _print_rows(rows: list[StageResidual], beyond: list[int], tolerance: float | None) -> None:
-    from bridge_memory.report.document import Column, Grid, print_blocks
+    from bridge_memory.report.document import Column, Grid
+    from bridge_memory.report.printing import print_blocks
 
     cells = tuple(
         (
@@ -244,7 +245,8 @@ def _snapshot_json(
 
 
 def _print_snapshot(result: Attribution, predicted: int | None, beyond: bool, tolerance: float | None) -> None:
-    from bridge_memory.report.document import Block, Bullets, Column, Grid, Pairs, print_blocks
+    from bridge_memory.report.document import Block, Bullets, Column, Grid, Pairs
+    from bridge_memory.report.printing import print_blocks
 
     alive = result.alive
     facts = [

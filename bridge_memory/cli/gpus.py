@@ -21,7 +21,8 @@ def run(args: argparse.Namespace) -> int:
         keys = ("name", "description", "capacity_bytes", "arch", "capability")
         print(json.dumps([{key: getattr(gpu, key) for key in keys} for gpu in GPUS.values()], indent=2))
         return 0
-    from bridge_memory.report.document import Column, Grid, print_blocks
+    from bridge_memory.report.document import Column, Grid
+    from bridge_memory.report.printing import print_blocks
     from bridge_memory.report.units import format_ticks, ticks
 
     rows = tuple(

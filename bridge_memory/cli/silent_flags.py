@@ -32,8 +32,6 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
         ("ddp_bucket_size", "bucket_size" in given["data_parallel"],
          given["data_parallel"].get("overlap_grad_reduce", False),
          "--overlap-grad-reduce"),
-        ("data_parallel_sharding_strategy", "data_parallel_sharding_strategy" in given["data_parallel"],
-         given["data_parallel"].get("engine") == "megatron_fsdp", "--engine megatron_fsdp"),
         ("store_param_remainders", "store_param_remainders" in optimizer,
          optimizer.get("use_precision_aware_optimizer", False), "--use-precision-aware-optimizer"),
         ("distribute_saved_activations", recompute.get("distribute_saved_activations", False),
@@ -46,6 +44,11 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
          "--pp of 2 or more")
         for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
                      "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    ]
+    needs += [
+        (name, name in given["data_parallel"], given["data_parallel"].get("engine") == "megatron_fsdp",
+         "--engine megatron_fsdp")
+        for name in ("data_parallel_sharding_strategy", "suggested_communication_unit_size", "grad_comm_dtype")
     ]
     needs += [
         (name, name in optimizer, optimizer.get("use_precision_aware_optimizer", False),

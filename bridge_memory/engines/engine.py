@@ -6,14 +6,12 @@ the blocks of one kind in a chunk (``inventory.stack.Unit``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib import import_module
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from bridge_memory.components import MOMENTS, Component, Lifetime, Part, Provenance, Role, State
 from bridge_memory.inventory.chain import EngineBytes
 from bridge_memory.inventory.stack import Unit
-from bridge_memory.spec import RunSpec
 
 
 class Line(NamedTuple):
@@ -86,14 +84,31 @@ class StageState(NamedTuple):
         return out
 
 
+T = TypeVar("T")
+
+
+class OfChunks(Generic[T]):
+    """What one engine worked out of chunks, once for each list of units and whether it is its stage's first.
+
+    A list is kept beside its answer: the id by which it is known would else be given to another once it is gone.
+    """
+
+    __slots__ = ("_found",)
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, bool], tuple[Sequence[Unit], T]] = {}
+
+    def get(self, units: Sequence[Unit], index: int, work: Callable[[Sequence[Unit], int], T]) -> T:
+        """``work(units, index)``; chunk ``index`` of a stage is as any other but the first."""
+        key = id(units), index == 0
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = units, work(units, index)
+        return found[1]
+
+
 class Engine(Protocol):
     """One data-parallel engine, for one run."""
 
     def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
         """What a stage of ``chunks`` keeps, and what moves beside its units."""
-
-
-def engine_of(run: RunSpec) -> Engine:
-    """The engine that ``run.data_parallel.engine`` names: ``ENGINE`` of the module of that name in this room."""
-    engine: Engine = import_module(f"{__package__}.{run.data_parallel.engine}").ENGINE(run)
-    return engine

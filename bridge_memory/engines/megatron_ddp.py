@@ -14,7 +14,7 @@ from operator import add
 from typing import NamedTuple
 
 from bridge_memory.components import Provenance, Role, State
-from bridge_memory.engines.engine import Line, StageState
+from bridge_memory.engines.engine import Line, OfChunks, StageState
 from bridge_memory.engines.optimizer_states import (
     Over,
     gradient_width,
@@ -77,9 +77,7 @@ class MegatronDDP:
             (s.over, s.width, s.on_gpu, at.get((rounded_bytes, s.width), 0)) for s in self.states
         ]
         self._rests_at = [at[_RESTS[s.over], s.width] for s in self.rest_states]
-        self._seen: dict[tuple[int, bool], ChunkState] = {}
-        #: What the keys are the ids of: an id is given again once its list is gone.
-        self._kept: list[Sequence[Unit]] = []
+        self._chunks: OfChunks[ChunkState] = OfChunks()
         self.adapters = MegatronDDP(run, adapters=True) if self.frozen else None
 
     def _lines(self, experts: bool, adapters: bool) -> Iterator[Line]:
@@ -116,11 +114,7 @@ class MegatronDDP:
         amounts = [0] * len(self.lines)
         parameters = rests = copies = 0
         for index, units in enumerate(chunks):
-            key = (id(units), index == 0)
-            found = self._seen.get(key)
-            if found is None:
-                found = self._seen[key] = self.chunk(units, index)
-                self._kept.append(units)
+            found = self._chunks.get(units, index, self.chunk)
             parameters += found.parameters
             rests += found.rests
             copies += found.gradient_copies

@@ -1,10 +1,8 @@
 """LoRA adapters beside the linears of a rank: two low-rank weights each, the only ones that train.
 
-Source: Megatron Bridge ``peft/lora.py: LoRA.transform``, ``peft/utils.py: ParallelLinearAdapter`` and
-``get_adapter_attributes_from_linear``: linear_in takes h to the rank r, linear_out takes r to the output. Beside a
-column-parallel linear (qkv, fc1) linear_in is column-parallel in r and linear_out follows the base; beside a
-row-parallel one (proj, fc2) linear_in is row-parallel and linear_out column-parallel in the output. A grouped linear
-has one adapter for all its experts.
+linear_in takes h to the rank r, linear_out takes r to the output; ``spec.adapters`` says which side of each is divided.
+A grouped linear has one adapter for all its experts.
+Source: Megatron Bridge ``peft/lora.py: LoRA.transform``, ``peft/utils.py: ParallelLinearAdapter``.
 """
 
 from __future__ import annotations
@@ -16,13 +14,11 @@ from functools import partial
 from bridge_memory.inventory.chain import Label
 from bridge_memory.inventory.parameters import EXPERT_NUMBER, Parameter, ParameterList, Repeated
 from bridge_memory.inventory.stack import Unit, named_parameters
-from bridge_memory.spec import PeftSpec, RunSpec, divide
+from bridge_memory.spec import ParallelSpec, PeftSpec, RunSpec
+from bridge_memory.spec.adapters import DUPLICATED, ROW_PARALLEL, divide_features, divide_rank
 
-#: Base linears whose input is split over TP (RowParallelLinear); the others split their output.
-_ROW = ("linear_proj", "linear_fc2", "out_proj")
-#: Base linears that every rank holds whole (TELinear with parallel_mode "duplicated").
-_DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
-
+#: One rank.
+ALONE = ParallelSpec()
 _WEIGHT = re.compile(r"(?P<module>.*?(?P<linear>[A-Za-z_0-9]+))\.weight(?P<expert>\d*)$")
 
 
@@ -31,8 +27,7 @@ def adapter_units(run: RunSpec, units: Sequence[Unit]) -> list[Unit]:
     if run.peft.scheme != "lora" or not run.peft.dim:
         return []
     targets = run.peft.target_modules
-    p = run.parallel
-    make = partial(lora_parameters, dim=run.peft.dim, target_modules=targets, tp=p.tp, etp=p.etp)
+    make = partial(lora_parameters, dim=run.peft.dim, target_modules=targets, parallel=run.parallel)
     if any("*" in target or "." in target for target in targets):  # some layers or experts only, perhaps
         each = [Repeated((adapter,)) for adapter in make(list(named_parameters(units)))]
         return [Unit(Label.LAYER, "", ParameterList(each))]
@@ -58,8 +53,7 @@ def lora_parameters(
     *,
     dim: int,
     target_modules: Sequence[str] = PeftSpec().target_modules,
-    tp: int = 1,
-    etp: int = 1,
+    parallel: ParallelSpec = ALONE,
 ) -> list[Parameter]:
     """The adapters' local shards for ``params``, a rank's parameters. Raises SpecError where Megatron would.
 
@@ -72,17 +66,14 @@ def lora_parameters(
             continue
         if not any(_matches(target, match["linear"], match["module"]) for target in target_modules):
             continue
-        split = etp if p.expert else tp
         out_local, in_local = p.shape
-        rank = divide(dim, split, "peft.dim", "tensor_model_parallel_size", "choose a multiple")
-        if match["linear"] in _ROW:
-            features = divide(out_local, split, "hidden_size", "tensor_model_parallel_size")
-            shapes = ((dim, in_local), (features, dim))
-        elif match["linear"] in _DUPLICATED:
-            features = divide(out_local, split, match["linear"], "tensor_model_parallel_size")
-            shapes = ((rank, in_local), (features, dim))
+        if match["linear"] in ROW_PARALLEL:
+            shapes = ((dim, in_local), (divide_features("hidden_size", out_local, parallel, p.expert), dim))
         else:
-            shapes = ((rank, in_local), (out_local, dim))
+            if match["linear"] in DUPLICATED:
+                out_local = divide_features(match["linear"], out_local, parallel, p.expert)
+            shapes = ((divide_rank(dim, parallel, p.expert), in_local), (out_local, dim))
+        split = parallel.etp if p.expert else parallel.tp
         for name, shape in zip(("linear_in", "linear_out"), shapes, strict=True):
             out.append(Parameter(f"{match['module']}.adapter.{name}.weight", shape, p.expert, split > 1))
     return out

@@ -322,10 +322,16 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[Tracker]:
-        """Track everything done inside, and name it after the modules of ``model``."""
-        self._names = {id(m): name for name, m in model.named_modules()}
+        """Track everything done inside but what ``model`` has already, its parameters and buffers."""
         for tensor in (*model.parameters(), *model.buffers()):
             self.ignore(tensor)
+        with self.following(model):
+            yield self
+
+    @contextmanager
+    def following(self, model: torch.nn.Module) -> Iterator[None]:
+        """Track everything done inside, and name it after the modules of ``model``."""
+        self._names = {id(m): name for name, m in model.named_modules()}
 
         def enter(module: torch.nn.Module, args: Any) -> None:
             self._path.append(self._names.get(id(module), self._path[-1]))
@@ -356,4 +362,4 @@ class Tracker(TorchDispatchMode):
             stack.enter_context(replaced(torch.Tensor, "grad_added_to_main_grad", False, add=True))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
             stack.enter_context(self)
-            yield self
+            yield

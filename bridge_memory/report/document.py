@@ -1,17 +1,9 @@
-"""What a printed report is made of. Knows nothing of memory; ``plain`` and ``terminal`` show the same blocks."""
+"""What a printed report is made of. Knows nothing of memory; ``plain`` and ``terminal`` show the same blocks,
+``printing`` chooses between them."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-from collections.abc import Iterable
-from typing import NamedTuple, TextIO
-
-#: Characters of a line where nothing says otherwise.
-WIDTH = 80
-#: Below this a line of words is no longer readable; narrower terminals get longer lines.
-NARROWEST = 40
+from typing import NamedTuple
 
 
 class Column(NamedTuple):
@@ -48,48 +40,8 @@ class Bullets(NamedTuple):
 Block = Grid | Pairs | Bullets
 
 
-def print_blocks(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
-    """Write ``blocks`` to ``stream`` (default: stdout): through rich on a terminal, as plain text elsewhere.
-
-    The width is COLUMNS where it is set, else the terminal's on a terminal, else 80.
-    """
-    out = sys.stdout if stream is None else stream
-    terminal = out.isatty()
-    width = max(NARROWEST, shutil.get_terminal_size((WIDTH, 24)).columns if terminal else _columns())
-    clean = [_clean(block) for block in blocks]
-    if terminal and os.environ.get("TERM") != "dumb":
-        try:
-            from bridge_memory.report.terminal import print_rich
-        except ImportError:
-            pass  # a clone that is not installed may have no rich
-        else:
-            print_rich(clean, out, width)
-            return
-    from bridge_memory.report.plain import render
-
-    out.write(render(clean, width))
-
-
-def _columns() -> int:
-    """COLUMNS or 80: what goes into a file does not depend on the window it was started from."""
-    columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdecimal() and int(columns) else WIDTH
-
-
 def one_line(text: str) -> str:
     """``text`` with line breaks and control characters escaped, so that it stays one line on any terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _clean(block: Block) -> Block:
-    """Names come from files, and a terminal obeys what it is sent."""
-    if isinstance(block, Pairs):
-        return Pairs(one_line(block.title), tuple((one_line(n), one_line(v)) for n, v in block.pairs))
-    if isinstance(block, Bullets):
-        return Bullets(one_line(block.title), tuple(map(one_line, block.items)))
-    return Grid(
-        one_line(block.title), block.columns, tuple(tuple(map(one_line, row)) for row in block.rows),
-        block.emphasis, tuple(map(one_line, block.notes)),
-    )

@@ -89,7 +89,7 @@ def _optimizer(run: RunSpec) -> str:
         f"precision-aware (main params {o.main_params_dtype}, main grads {o.main_grads_dtype}, "
         f"exp_avg {o.exp_avg_dtype}, exp_avg_sq {o.exp_avg_sq_dtype})" if o.use_precision_aware_optimizer else "",
         f"{o.optimizer_offload_fraction:.0%} offloaded to the CPU" if o.optimizer_cpu_offload else "",
-        f"Megatron-FSDP {d.data_parallel_sharding_strategy or 'no_shard'}" if d.fsdp else "",
+        f"{d.engine_title} {d.data_parallel_sharding_strategy}" if d.data_parallel_sharding_strategy else "",
         f"PEFT {run.peft.scheme}" if run.peft.freezes else "",
     )
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from bridge_memory.components import STATIC_ROLES, Component, Role
 from bridge_memory.estimate import Estimate, StageEstimate
-from bridge_memory.report.document import Block, Bullets, Column, Grid, Pairs, print_blocks
+from bridge_memory.report.document import Block, Bullets, Column, Grid, Pairs
+from bridge_memory.report.printing import print_blocks
 from bridge_memory.report.summary import configuration
 from bridge_memory.report.units import (
     FINER,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any
 
 from bridge_memory.spec.errors import SpecError, divide, show
 
@@ -110,6 +112,32 @@ class MoESpec:
 
 Mixer = AttentionSpec | MLASpec | MambaSpec | GatedDeltaNetSpec
 FeedForward = MLPSpec | MoESpec
+#: Part of a layer -> what it may be.
+KINDS: dict[str, tuple[type, ...]] = {
+    "mixer": (AttentionSpec, MLASpec, MambaSpec, GatedDeltaNetSpec), "ffn": (MLPSpec, MoESpec),
+}  # fmt: skip
+
+
+@cache
+def _types_of(cls: type) -> tuple[tuple[str, tuple[type, ...], str], ...]:
+    """(field, its types, in words) of every field that is a flag, a name or an integer."""
+    words = {"bool": ((bool,), "True or False"), "str": ((str,), "a string"), "int": ((int,), "an integer")}
+    found = []
+    for f in fields(cls):
+        kind, _, none = str(f.type).partition(" | ")
+        if f.init and kind in words:
+            types, give = words[kind]
+            found.append((f.name, (*types, type(None)) if none else types, f"{give} or None" if none else give))
+    return tuple(found)
+
+
+def _check_types(spec: Any) -> None:
+    """Raise SpecError for a flag, a name or an integer of ``spec`` that is something else; True is not 1."""
+    cls: Any = type(spec)
+    for name, types, give in _types_of(cls):
+        value = getattr(spec, name)
+        if type(value) not in types:
+            raise SpecError(f"{name} ({show(value)}) is not {give}; give {give}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +152,15 @@ class LayerSpec:
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name, kinds in KINDS.items():
+            block = getattr(self, name)
+            if block is None:
+                continue
+            if type(block) not in kinds:
+                known = ", ".join(kind.__name__ for kind in kinds)
+                raise SpecError(f"{name} of a layer ({show(block)}) is of no known kind; give one of {known}, or None")
+            _check_types(block)
+        _check_types(self)
         object.__setattr__(self, "_hash", hash((self.mixer, self.ffn, self.post_layernorms)))
 
     def __hash__(self) -> int:
@@ -181,6 +218,7 @@ class ModelSpec:
     limits: object = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        _check_types(self)
         for name, layers in (("layers", self.layers), ("mtp_layer", (self.mtp_layer,) if self.mtp_layer else ())):
             if type(layers) is not tuple or not all(type(layer) is LayerSpec for layer in layers):
                 raise SpecError(f"{name} ({show(getattr(self, name))}) is not made of LayerSpecs; give them in a tuple")

@@ -26,8 +26,8 @@ from bridge_memory.spec.fields import (
 )
 from bridge_memory.spec.gpu_names import DEFAULT_GENERATION, GENERATIONS
 
-#: Who keeps model state over data-parallel ranks; each is a module of ``bridge_memory.engines``.
-ENGINES = ("megatron_ddp", "megatron_fsdp")
+#: Who keeps model state over data-parallel ranks, each a module of ``bridge_memory.engines``, and its name in reports.
+ENGINES = {"megatron_ddp": "Megatron DDP", "megatron_fsdp": "Megatron-FSDP"}
 #: What Megatron-FSDP divides over data-parallel ranks (``--data-parallel-sharding-strategy``).
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 #: ``TransformerConfig.recompute_modules``.
@@ -144,7 +144,7 @@ class DataParallelSpec(Checked):
     """Who keeps parameters, gradients and optimizer state over data-parallel ranks, and what moves while a unit runs
     (``distributed/distributed_data_parallel_config.py: DistributedDataParallelConfig``)."""
 
-    #: A room of ``bridge_memory.engines``.
+    #: A module of ``bridge_memory.engines``.
     engine: str = choice("megatron_ddp", *ENGINES)
     #: Optimizer state divided over data-parallel ranks; Megatron-FSDP needs it, and divides what its strategy says.
     use_distributed_optimizer: bool = flag(True)
@@ -160,6 +160,11 @@ class DataParallelSpec(Checked):
     suggested_communication_unit_size: int | None = positive(None)
     #: dtype in which Megatron-FSDP reduces gradients (``megatron_fsdp_grad_comm_dtype``); None: as they are kept.
     grad_comm_dtype: str | None = choice(None, "fp32", "bf16", "fp16")
+
+    @property
+    def engine_title(self) -> str:
+        """The engine's name in reports."""
+        return ENGINES[self.engine]
 
     @property
     def fsdp(self) -> bool:

@@ -34,6 +34,7 @@ from bridge_memory.releases import (
     UNIFORM_GROUPS_MAY_END_SHORT,
     release_words,
 )
+from bridge_memory.spec.adapters import check_adapters
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.layout import Layout, layout
 from bridge_memory.spec.layout_string import parse_layout_string, quote
@@ -57,6 +58,7 @@ def validate(run: RunSpec) -> None:
     _check_precision(run)
     _check_data_parallel(run)
     _check_optimizer(run)
+    check_adapters(run.peft, run.parallel, run.model, limits)
     if run.recompute.granularity is not None:
         _check_recompute(run, limits)
     _check_implementation(run, limits)

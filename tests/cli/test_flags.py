@@ -16,6 +16,7 @@ PIPED = f"{DENSE} --pp 2"
 EXPERTS = "Qwen3-30B-A3B --num-gpus 16 --ep 4 --global-batch-size 32"
 SHARED = "DeepSeek-V2-Lite --num-gpus 16 --tp 2 --ep 4 --global-batch-size 32"
 AWARE = f"{DENSE} --use-precision-aware-optimizer"
+SHARDED = f"{DENSE} --engine megatron_fsdp --data-parallel-sharding-strategy optim_grads_params"
 
 #: Flag -> (the rest of the command line, what the flag is given).
 CASES = {
@@ -37,6 +38,8 @@ CASES = {
     "--optimizer": (DENSE, "sgd"), "--use-distributed-optimizer": (DENSE, "no"),
     "--engine": (f"{DENSE} --data-parallel-sharding-strategy optim_grads_params", "megatron_fsdp"),
     "--data-parallel-sharding-strategy": (f"{DENSE} --engine megatron_fsdp", "optim_grads_params"),
+    "--suggested-communication-unit-size": (SHARDED, "1000000"),
+    "--grad-comm-dtype": (f"{SHARDED} --seq-length 128", "bf16"),
     "--grad-reduce-in-fp32": (DENSE, "no"), "--overlap-grad-reduce": ("phi-4 --num-gpus 7", ""),
     "--overlap-param-gather": (DENSE, ""), "--ddp-bucket-size": ("phi-4 --num-gpus 7 --overlap-grad-reduce", "1000"),
     "--use-precision-aware-optimizer": (DENSE, ""), "--main-grads-dtype": (AWARE, "bf16"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bridge_memory.rehearse.model import TORCH_DTYPES, build_chunks
-from bridge_memory.rehearse.patches import META, _Done, after_each_kernel, replaced
+from bridge_memory.rehearse.patches import META, _Done, replaced
 from bridge_memory.rehearse.run import _backward, _sent, on_rank
 from bridge_memory.rehearse.tracker import Tracker, _Storage
 from bridge_memory.spec import DataParallelSpec, RunSpec
@@ -48,7 +48,7 @@ class FsdpPasses:
 
 
 class _Everything(Tracker):
-    """Counts the storages that buckets get and give back, too."""
+    """Counts the storages that buckets get and give back, too. Nothing is static: parameters are views of buckets."""
 
     def _note(self, tensor: torch.Tensor, name: str) -> bool:
         # A DTensor is as large as the whole parameter and has no storage of its own.
@@ -60,38 +60,6 @@ class _Everything(Tracker):
             made = self._live[key] = _Storage(0, "bucket", "resize_", None, next(self._serial))
             made.ref = weakref.ref(storage, self._forget(key))
         super()._resized(storage, nbytes)
-
-    @contextmanager
-    def following(self, model: torch.nn.Module) -> Iterator[None]:
-        """As ``watching``, but nothing is ignored: parameters are views of buckets."""
-        self._names = {id(m): name for name, m in model.named_modules()}
-        hooks = torch.nn.modules.module
-        resize = torch.UntypedStorage.resize_
-
-        def enter(module: torch.nn.Module, args: Any) -> None:
-            self._path.append(self._names.get(id(module), self._path[-1]))
-
-        def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-            self._path.pop()
-
-        def resized(storage: Any, nbytes: int) -> Any:
-            done = resize(storage, nbytes)
-            self._resized(storage, nbytes)
-            return done
-
-        with ExitStack() as stack:
-            for handle in (
-                hooks.register_module_forward_pre_hook(enter),
-                hooks.register_module_forward_hook(leave, always_call=True),
-            ):
-                stack.callback(handle.remove)
-            stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
-            stack.enter_context(replaced(torch.UntypedStorage, "copy_", lambda s, *a, **k: s))
-            stack.enter_context(after_each_kernel(lambda: self._mark("fused kernel")))
-            stack.enter_context(replaced(torch.Tensor, "grad_added_to_main_grad", False, add=True))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
-            stack.enter_context(self)
-            yield
 
 
 @contextmanager

@@ -1,18 +1,47 @@
-"""Every engine that a run can name is a module of the room."""
+"""Every engine that a run can name is a module of the room, and answers as one that was never asked before."""
 
 from __future__ import annotations
 
 import pytest
 
 from bridge_memory import ParallelSpec, RunSpec
-from bridge_memory.engines.engine import engine_of
+from bridge_memory.engines.by_name import engine_of
+from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.stack import chunk_units
+from bridge_memory.spec.layout import layout
 from bridge_memory.spec.parts import ENGINES
+
+
+def run_under(name: str) -> RunSpec:
+    """Stages of 7 and of 9 layers on three ranks each, which divide no size: buckets have padding."""
+    strategy = "optim_grads_params" if name == "megatron_fsdp" else None
+    parallel = ParallelSpec(world_size=6, pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=7)
+    run = RunSpec(model="meta-llama/Llama-3.2-1B", parallel=parallel)
+    return run.with_fields(
+        engine=name, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True, bucket_size=1_000_000
+    )
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_that_can_be_named_is_there(name: str) -> None:
-    strategy = "optim_grads_params" if name == "megatron_fsdp" else None
-    run = RunSpec(model="meta-llama/Llama-3.2-1B", parallel=ParallelSpec(world_size=8))
-    run = run.with_fields(engine=name, data_parallel_sharding_strategy=strategy)
+    run = run_under(name)
     assert type(engine_of(run)).__module__ == f"bridge_memory.engines.{name}"
     assert engine_of(run).stage([]).parameters == 0
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_answers_as_one_that_was_never_asked(name: str) -> None:
+    """Of a list as the first chunk of its stage, and as the second, which is not cut into buckets; of lists that are
+    gone when the next is made, in its place."""
+    run = run_under(name)
+    ctx = context_of(run)
+    first, last = (
+        chunk_units(run.model, shapes[0], ctx) for shapes in layout(run.model, run.parallel).shapes(run.model)
+    )
+    stages = [(first,), (last,), (first, last), (last, first)]
+    expected = [engine_of(run).stage(chunks) for chunks in stages]
+    asked, by_copies = engine_of(run), engine_of(run)
+    for _ in range(3):
+        assert [asked.stage(chunks) for chunks in stages] == expected
+        for chunks, answer in zip(stages * 8, expected * 8, strict=True):
+            assert by_copies.stage(tuple(map(list, chunks))) == answer

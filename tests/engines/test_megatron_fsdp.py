@@ -9,8 +9,10 @@ import pytest
 from bridge_memory.accuracy.predictions import predict
 from bridge_memory.accuracy.records import load_runs
 from bridge_memory.components import MOMENTS, Lifetime, Part, Role, State
-from bridge_memory.engines.engine import StageState, engine_of
-from bridge_memory.engines.megatron_fsdp import aligned_to_rows, fsdp_states
+from bridge_memory.engines.by_name import engine_of
+from bridge_memory.engines.engine import StageState
+from bridge_memory.engines.fsdp_buckets import Sharding, aligned_to_rows, places_of
+from bridge_memory.engines.megatron_fsdp import fsdp_states
 from bridge_memory.estimate import estimate
 from bridge_memory.inventory.chain import Concurrent, EngineBytes, Label, Link, with_engine
 from bridge_memory.inventory.context import context_of
@@ -337,7 +339,6 @@ def test_megatron_cores_own_fsdp(name: str) -> None:
     from fsdp_on_meta import fsdp_passes
 
     from bridge_memory.engines.megatron_ddp import bucket_elements
-    from bridge_memory.engines.megatron_fsdp import MegatronFSDP, places_of
     from bridge_memory.inventory.stack import chunk_inventory
     from bridge_memory.rehearse.world import installed_release
 
@@ -348,12 +349,11 @@ def test_megatron_cores_own_fsdp(name: str) -> None:
     shape = layout(run.model, run.parallel).shapes(run.model)[0][0]
     ctx = context_of(run)
     units = chunk_units(run.model, shape, ctx)
-    engine = MegatronFSDP(run)
-    ours = engine.buckets(units, places_of(units), bucket_elements(run, 0))
+    ours = Sharding(run).of_chunk(units, places_of(units), bucket_elements(run, 0))
     assert [(b.size, b.numel, b.experts, b.unit) for b in ours] == [
         (b.size, b.numel, b.experts, b.unit) for b in found.buckets
     ]
-    stage = engine.stage([units])
+    stage = engine_of(run).stage([units])
     static = sum(n for line, n in stage.amounts if line.state not in MOMENTS)
     assert static == pytest.approx(found.static_bytes, rel=0.001)
     assert stage.gathered == pytest.approx(found.root_bytes, abs=MIB)

@@ -13,6 +13,7 @@ import pytest
 
 from bridge_memory import ImplementationSpec, ParallelSpec, PeftSpec, RunSpec, SpecError
 from bridge_memory.engines.peft import adapter_units, lora_parameters
+from bridge_memory.estimate import estimate
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.stack import chunk_units, named_parameters
@@ -21,6 +22,8 @@ from bridge_memory.spec.layout import layout
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bridge_stubs import require_bridge
+
+TP2, TP4 = (ParallelSpec(world_size=n, tensor_model_parallel_size=n) for n in (2, 4))
 
 
 @pytest.mark.parametrize("targets", [None, ["linear_qkv"], ["*.layers.0.*.linear_fc2", "linear_proj"]])
@@ -75,7 +78,7 @@ def test_tensor_parallelism_splits_the_rank_or_the_features() -> None:
     shapes = {"linear_qkv": (3072, 4096), "linear_proj": (4096, 2048), "linear_fc1": (14336, 4096),
               "linear_fc2": (4096, 7168)}  # fmt: skip
     params = [Parameter(f"decoder.layers.0.m.{name}.weight", shape, sharded=True) for name, shape in shapes.items()]
-    counts = [p.numel for p in lora_parameters(params, dim=16, tp=2)]
+    counts = [p.numel for p in lora_parameters(params, dim=16, parallel=TP2)]
     assert counts == [8 * 4096, 3072 * 16, 16 * 2048, 2048 * 16, 8 * 4096, 14336 * 16, 16 * 7168, 2048 * 16]
 
 
@@ -84,9 +87,50 @@ def test_a_grouped_linear_has_one_adapter_for_all_its_experts() -> None:
     assert [p.shape for p in lora_parameters(params, dim=4)] == [(4, 512), (1024, 4)]
 
 
-def test_a_rank_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"peft.dim \(6\) is not divisible"):
-        lora_parameters([Parameter("x.linear_qkv.weight", (8, 8))], dim=6, tp=4)
+@pytest.mark.parametrize("target", [*PeftSpec().target_modules, "linear_q_down_proj", "linear_kv_up_proj", "in_proj",
+                                    "out_proj", "router", "eh_proj", "output_layer"])  # fmt: skip
+@pytest.mark.parametrize(
+    "model",
+    ["meta-llama/Llama-3.1-8B", "deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V2-Lite", "Qwen/Qwen3-30B-A3B",
+     "nvidia/Nemotron-H-56B-Base-8K"],
+)  # fmt: skip
+@pytest.mark.parametrize(("tp", "etp"), [(4, 1), (1, 4), (4, 4)])
+def test_a_rank_that_does_not_divide_is_refused_when_the_run_is_built(
+    model: str, target: str, tp: int, etp: int
+) -> None:
+    """Where an adapter of these weights divides its rank of 6 by 4, beside a column-parallel linear; not beside a
+    row-parallel one, nor where there is no such linear."""
+    run = RunSpec(
+        model=model,
+        parallel=ParallelSpec(world_size=8, tensor_model_parallel_size=tp, expert_tensor_parallel_size=etp),
+    )
+    (shapes,) = layout(run.model, run.parallel).shapes(run.model)
+    weights = list(named_parameters(chunk_units(run.model, shapes[0], context_of(run))))
+    beside = [p for p in weights if p.name.rpartition(".weight")[0].rpartition(".")[2] == target]
+    row_parallel = target in ("linear_proj", "linear_fc2", "out_proj")
+    divided = not row_parallel and any((etp if p.expert else tp) == 4 for p in beside)
+    peft = PeftSpec(scheme="lora", dim=6, target_modules=(target,))
+    if divided:
+        with pytest.raises(SpecError, match=r"peft.dim \(6\) is not divisible by \w*tensor_\w*parallel_size \(4\)"):
+            run.with_(peft=peft)
+    else:
+        (stage,) = estimate(run.with_(peft=peft)).stages
+        assert any(c.adapters for c in stage.components) == bool(beside)
+
+
+def test_features_that_an_adapter_divides_and_its_linear_does_not() -> None:
+    """Every rank holds linear_kv_down_proj of 512 + 64 features whole, and 1/128 of its adapter's output."""
+    parallel = ParallelSpec(world_size=128, tensor_model_parallel_size=128, expert_tensor_parallel_size=1)
+    peft = PeftSpec(scheme="lora", dim=128, target_modules=("linear_kv_down_proj",))
+    with pytest.raises(SpecError, match=r"qk_pos_emb_head_dim \(576\) is not divisible by tensor_model_parallel"):
+        RunSpec(model="deepseek-ai/DeepSeek-V3", parallel=parallel, peft=peft)
+
+
+def test_what_a_full_name_means_is_known_once_layers_have_names() -> None:
+    """``*.layers.0.*`` may be any kind of layer."""
+    with pytest.raises(SpecError, match=r"peft.dim \(6\) is not divisible by tensor_model_parallel_size \(4\)"):
+        qkv = Parameter("x.linear_qkv.weight", (8, 8))
+        lora_parameters([qkv], dim=6, target_modules=("*linear_qkv",), parallel=TP4)
 
 
 @pytest.mark.parametrize("model", ["deepseek-ai/DeepSeek-V3", "openai-community/gpt2"])
@@ -102,7 +146,7 @@ def test_adapters_by_kind_are_those_beside_every_linear_by_itself(
     )
     (shapes,) = layout(run.model, run.parallel).shapes(run.model)
     units = chunk_units(run.model, shapes[0], context_of(run))
-    one_by_one = lora_parameters(list(named_parameters(units)), dim=8, target_modules=targets, tp=run.parallel.tp)
+    one_by_one = lora_parameters(list(named_parameters(units)), dim=8, target_modules=targets, parallel=run.parallel)
     by_kind = [p for unit in adapter_units(run, units) for _ in range(unit.times) for p in unit.parameters.expanded()]
     assert one_by_one
     assert [(p.shape, p.expert, p.sharded) for p in by_kind] == [(p.shape, p.expert, p.sharded) for p in one_by_one]

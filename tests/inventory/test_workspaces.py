@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bridge_memory.components import Component, Lifetime
-from bridge_memory.engines.engine import StageState, engine_of
+from bridge_memory.engines.by_name import engine_of
+from bridge_memory.engines.engine import StageState
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_units, stage_inventories
 from bridge_memory.readers.megatron_args import run_from_megatron_args

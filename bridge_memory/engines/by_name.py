@@ -1,0 +1,15 @@
+"""A run's engine by its name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from bridge_memory.engines.engine import Engine
+from bridge_memory.spec import RunSpec
+
+
+def engine_of(run: RunSpec) -> Engine:
+    """The engine that ``run.data_parallel.engine`` names: ``ENGINE`` of the module of that name in this room, which
+    alone is imported."""
+    engine: Engine = import_module(f"{__package__}.{run.data_parallel.engine}").ENGINE(run)
+    return engine

@@ -1,0 +1,216 @@
+"""What Megatron-FSDP gathers and reduces beside the links of a chunk: whole weights, and whole gradients that wait.
+
+Budget and capacity are counted in elements; the default of megatron-core is half a billion ahead and a billion
+waiting, so that all of a small model is whole at once.
+
+Source: megatron-core ``distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py: MegatronFSDP`` (hooks, budgets),
+``param_and_grad_buffer.py: AllGatherPipeline, GradReducePipeline``; before 0.14 ``distributed/custom_fsdp``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+
+from bridge_memory.engines.fsdp_buckets import Bucket, Places, Sharding
+from bridge_memory.inventory.chain import NOTHING, Concurrent, EngineBytes, most
+from bridge_memory.inventory.stack import Unit
+from bridge_memory.releases import (
+    FSDP_KEEPS_ROOT,
+    FSDP_PREFETCH_FITS_UNITS,
+    FSDP_PREFETCHES_AHEAD,
+    FSDP_REDUCES_EACH_PARAMETER,
+)
+from bridge_memory.workspaces.allocator import block_rest
+
+#: Elements that wait to be reduced, twice the elements gathered ahead, where nobody says otherwise.
+COMMUNICATION_UNIT = 1_000_000_000
+
+
+class Flow:
+    """Gathered weights and waiting gradients of one chunk, place by place."""
+
+    def __init__(
+        self, sharding: Sharding, buckets: Sequence[Bucket], units: Sequence[Unit], places: Places, limit: int | None
+    ) -> None:
+        self.sharding, self.buckets, self.places = sharding, buckets, places
+        impl = sharding.run.implementation
+        self.ahead = FSDP_PREFETCHES_AHEAD(impl)
+        self.keeps_root = FSDP_KEEPS_ROOT(impl)
+        self.impl = impl
+        root = [sharding.whole_weights(b) for b in buckets if not b.unit]
+        #: Whole weights outside of units, each a block of the allocator's.
+        self.root_bytes = sum(root) + (0 if impl.expandable_segments else sum(map(block_rest, root)))
+        #: Sums over the buckets before each: elements, and bytes that units gather forward and backward.
+        self.sizes = [0, *accumulate(b.size for b in buckets)]
+        self.bytes = [
+            [0, *accumulate(sharding.whole_weights(b, backward) if b.unit else 0 for b in buckets)]
+            for backward in (False, True)
+        ]
+        self.of_place: dict[int, tuple[int, int]] = {}
+        for i, b in enumerate(buckets):
+            if b.unit:
+                low, _ = self.of_place.get(b.first, (i, i))
+                self.of_place[b.first] = low, i + 1
+        self.budget, self.capacity = self._budget(units, limit)
+
+    def _budget(self, units: Sequence[Unit], limit: int | None) -> tuple[int | None, int | None]:
+        """Elements gathered ahead (before ``FSDP_PREFETCHES_AHEAD``: at once), and elements that wait to be reduced.
+
+        ``limit``: elements of a bucket outside of units.
+        """
+        asked = self.sharding.run.data_parallel.suggested_communication_unit_size
+        running = [unit for unit in units if self.sharding.is_unit(unit)]
+        number = sum(unit.times for unit in running)
+        two = 2 * (sum(unit.times * unit.parameters.numel for unit in running) // number) if number else None
+        if not self.ahead:
+            size = asked or two or (2 * limit if limit else None)
+            return size, size
+        size = asked or COMMUNICATION_UNIT
+        if not asked and FSDP_PREFETCH_FITS_UNITS(self.impl):
+            size = max(size, two or limit or 0)
+        return size // 2, size
+
+    def engine_bytes(self) -> EngineBytes:
+        """What is there beside each link of the chunk."""
+        forward, backward = self.gathered(backward=False), self.gathered(backward=True)
+        beside = [
+            Concurrent(f, b + made.backward, b + made.backward_at_end, made.least_backward and b + made.least_backward)
+            for f, b, made in zip(forward, backward, self.gradients(), strict=True)
+        ]
+        places = self.places
+        return EngineBytes(
+            layers=tuple(beside[place] for place in places.layers),
+            embedding=beside[0],
+            final_norm=beside[places.norm],
+            mtp=most([beside[place] for place in places.mtp] or [NOTHING]),
+            loss=beside[places.loss],
+        )
+
+    # ---- weights ----
+
+    def _window(self, low: int, high: int, backward: bool) -> tuple[int, int]:
+        """The buckets that are whole while ``low`` to ``high`` are needed: these, and what is gathered ahead."""
+        budget = self.budget
+        if budget is None:
+            return (max(0, low - 1), high) if backward else (low, min(len(self.buckets), high + 1))
+        if not self.ahead:
+            budget -= self.sizes[high] - self.sizes[low]
+            if budget <= 0:
+                return low, high
+        if backward:
+            return max(0, bisect_right(self.sizes, self.sizes[low] - budget) - 1), high
+        return low, min(len(self.buckets), bisect_left(self.sizes, self.sizes[high] + budget))
+
+    def gathered(self, *, backward: bool) -> list[int]:
+        """Units' whole weights in bytes at every place of a pass."""
+        found = [0] * (self.places.loss + 1)
+        sums = self.bytes[backward]
+        for place, own in self.of_place.items():
+            low, high = self._window(*own, backward=backward)
+            found[place] = sums[high] - sums[low]
+        for place in (self.places.norm, self.places.loss, *(() if backward else (0,))):
+            found[place] = self._beside_root(backward)
+        return found
+
+    def _beside_root(self, backward: bool) -> int:
+        """Units' whole weights in bytes while modules outside of units run: their hooks gather the next units too,
+        but for releases in which the first backward pass leaves them in a state that does not. The oldest free all
+        when backward begins."""
+        root = [i for i, b in enumerate(self.buckets) if not b.unit]
+        if not root or self.keeps_root or (backward and not self.ahead):
+            return 0
+        end = max(self._window(i, i + 1, backward=False)[1] for i in root)
+        return self.bytes[False][end] - self.bytes[False][root[0]]
+
+    def between_steps(self) -> int:
+        """Whole weights in bytes after a step: those gathered for the next, unless the norm of all parameters is
+        logged, for which all are freed (Megatron-LM ``calc_params_l2_norm: stop_communication``)."""
+        if not self.buckets or not self.sharding.shards["params"]:
+            return 0
+        first = self.buckets[0]
+        if not self.ahead:
+            return self.root_bytes if not first.unit else self.sharding.whole_weights(first)
+        kept = self.root_bytes if self.keeps_root else 0
+        if self.sharding.run.optimizer.log_params_norm:
+            return kept
+        _, high = self._window(0, 1, backward=False)
+        root = self.root_bytes if not first.unit else kept
+        return root + self.bytes[False][high]
+
+    # ---- gradients ----
+
+    def gradients(self) -> list[Concurrent]:
+        """Whole gradients in bytes at every place of the backward pass: those being made, and those reduced that
+        were not freed yet. At a place buckets come one after the other, those of experts first."""
+        sharding = self.sharding
+        each = FSDP_REDUCES_EACH_PARAMETER(self.impl)
+        at_place: list[list[Bucket]] = [[] for _ in range(self.places.loss + 1)]
+        for b in reversed(self.buckets):
+            if not b.frozen:
+                for place in {b.first, b.last}:
+                    at_place[place].append(b)
+        found: list[Concurrent] = []
+        queue = _Queue(sharding, self.capacity)
+        made = 0
+        for place in reversed(range(len(at_place))):
+            if not each and at_place[place] and at_place[place][0].unit:
+                found.append(self._unit_at_once(at_place[place], made + queue.bytes))
+                for b in at_place[place]:
+                    queue.push(b)
+                continue
+            experts = least = 0
+            most_made = made + queue.bytes
+            for b in at_place[place]:
+                if b.last == place:
+                    made += sharding.whole_gradients(b)
+                most_made = max(most_made, made + queue.bytes)
+                if b.experts:
+                    experts = most_made
+                if place == self.places.loss:  # Made when what the logits need is gone.
+                    least = max(least, made + queue.bytes + sharding.output_gradient(b))
+                if b.first == place:
+                    least = max(least, made + queue.bytes + sharding.reduced_apart(b))
+                    made -= sharding.whole_gradients(b)
+                    queue.push(b)
+            if place == self.places.loss:
+                found.append(Concurrent(least_backward=least))
+            else:
+                found.append(Concurrent(0, experts or most_made, most_made, least))
+        return found[::-1]
+
+    def _unit_at_once(self, buckets: Sequence[Bucket], waiting: int) -> Concurrent:
+        """A unit whose gradients go into their buckets when its backward is done and its weights are freed."""
+        sharding = self.sharding
+        own = [b.numel * sharding.width for b in buckets]
+        most_made, copied = sum(own), 0
+        for b in reversed(buckets):
+            copied += sharding.whole_gradients(b)
+            most_made = max(most_made, copied + sum(own))
+            own.pop()
+        freed = sum(sharding.whole_weights(b, backward=True) for b in buckets)
+        first = waiting + buckets[0].tail * sharding.width
+        last = waiting + sum(b.numel for b in buckets) * sharding.width if buckets[0].experts else first
+        return Concurrent(0, first, last, waiting + most_made - freed)
+
+
+class _Queue:
+    """Buckets that were reduced and not freed yet."""
+
+    def __init__(self, sharding: Sharding, capacity: int | None) -> None:
+        self.sharding, self.capacity = sharding, capacity
+        self.bytes = self.elements = 0
+        self._buckets: deque[Bucket] = deque()
+
+    def push(self, b: Bucket) -> None:
+        """Those at its head are freed until what remains fits the capacity (where there is none, but for one)."""
+        held = self._buckets
+        while held and (len(held) > 1 if self.capacity is None else self.elements > self.capacity):
+            oldest = held.popleft()
+            self.elements -= oldest.size
+            self.bytes -= self.sharding.whole_gradients(oldest)
+        held.append(b)
+        self.elements += b.size
+        self.bytes += self.sharding.whole_gradients(b)

@@ -1,0 +1,55 @@
+"""Where a report is printed: through rich on a terminal, as plain text elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from typing import TextIO
+
+from bridge_memory.report.document import Block, Bullets, Grid, Pairs, one_line
+from bridge_memory.report.plain import render
+
+#: Characters of a line where nothing says otherwise.
+WIDTH = 80
+#: Below this a line of words is no longer readable; narrower terminals get longer lines.
+NARROWEST = 40
+
+
+def print_blocks(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
+    """Write ``blocks`` to ``stream`` (default: stdout): through rich on a terminal, as plain text elsewhere.
+
+    The width is COLUMNS where it is set, else the terminal's on a terminal, else 80.
+    """
+    out = sys.stdout if stream is None else stream
+    terminal = out.isatty()
+    width = max(NARROWEST, shutil.get_terminal_size((WIDTH, 24)).columns if terminal else _columns())
+    clean = [_clean(block) for block in blocks]
+    if terminal and os.environ.get("TERM") != "dumb":
+        try:
+            from bridge_memory.report.terminal import print_rich  # rich takes its time
+        except ImportError:
+            pass  # a clone that is not installed may have no rich
+        else:
+            print_rich(clean, out, width)
+            return
+    out.write(render(clean, width))
+
+
+def _columns() -> int:
+    """COLUMNS or 80: what goes into a file does not depend on the window it was started from."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) else WIDTH
+
+
+def _clean(block: Block) -> Block:
+    """Names come from files, and a terminal obeys what it is sent."""
+    if isinstance(block, Pairs):
+        return Pairs(one_line(block.title), tuple((one_line(n), one_line(v)) for n, v in block.pairs))
+    if isinstance(block, Bullets):
+        return Bullets(one_line(block.title), tuple(map(one_line, block.items)))
+    return Grid(
+        one_line(block.title), block.columns, tuple(tuple(map(one_line, row)) for row in block.rows),
+        block.emphasis, tuple(map(one_line, block.notes)),
+    )

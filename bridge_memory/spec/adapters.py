@@ -1,0 +1,100 @@
+"""Which linears a model has, and what of a LoRA adapter beside each is divided over tensor-parallel ranks.
+
+Source: Megatron Bridge 0.3.1 to 0.6.2, ``peft/utils.py: get_adapter_attributes_from_linear, ParallelLinearAdapter``.
+Beside a row-parallel linear linear_in is row-parallel and its rank whole, linear_out column-parallel in the output.
+Beside any other linear_in is column-parallel in the rank; linear_out follows the base, and is column-parallel in the
+output of a base that every rank holds whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from bridge_memory.spec.errors import divide
+from bridge_memory.spec.limits import Limits
+from bridge_memory.spec.model import AttentionSpec, MLASpec, ModelSpec
+from bridge_memory.spec.parts import ParallelSpec, PeftSpec
+
+#: Linears whose input is split over TP (RowParallelLinear).
+ROW_PARALLEL = ("linear_proj", "linear_fc2", "out_proj")
+#: Linears that every rank holds whole (TELinear with parallel_mode "duplicated").
+DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
+
+
+class Linear(NamedTuple):
+    """A kind of linear, by its module's own name."""
+
+    name: str
+    #: Of routed experts, which ETP divides.
+    experts: bool = False
+    #: Its output, where the adapter divides that and the linear does not: the name of the field, and the size.
+    features: tuple[str, int] | None = None
+
+
+def check_adapters(peft: PeftSpec, parallel: ParallelSpec, model: ModelSpec, limits: Limits) -> None:
+    """Raise SpecError for a rank, or features, that an adapter cannot divide over its ranks.
+
+    What a full name or one with ``*`` means is known once layers are laid out, and refused there.
+    """
+    if peft.scheme != "lora" or not peft.dim:
+        return
+    for linear in _linears(model, limits):
+        if linear.name in peft.target_modules:
+            if linear.name not in ROW_PARALLEL:
+                divide_rank(peft.dim, parallel, linear.experts)
+            if linear.features:
+                divide_features(*linear.features, parallel, linear.experts)
+
+
+def divide_rank(dim: int, parallel: ParallelSpec, experts: bool) -> int:
+    """The rank of a column-parallel linear_in on one rank. Raises SpecError."""
+    by, size = _ranks(parallel, experts)
+    return divide(dim, size, "peft.dim", by, f"choose a multiple of {size}")
+
+
+def divide_features(name: str, features: int, parallel: ParallelSpec, experts: bool) -> int:
+    """The output of a column-parallel linear_out on one rank. Raises SpecError."""
+    by, size = _ranks(parallel, experts)
+    return divide(features, size, name, by, "choose a divisor: its adapter is divided")
+
+
+def _ranks(parallel: ParallelSpec, experts: bool) -> tuple[str, int]:
+    if experts:
+        return "expert_tensor_parallel_size", parallel.etp
+    return "tensor_model_parallel_size", parallel.tp
+
+
+def _linears(model: ModelSpec, limits: Limits) -> Iterator[Linear]:
+    hidden = ("hidden_size", model.hidden_size)
+    for m in limits.mixers:
+        if isinstance(m, AttentionSpec):
+            yield Linear("linear_qkv")
+            yield Linear("linear_proj", features=hidden)
+        elif isinstance(m, MLASpec):
+            if m.q_lora_rank is None:
+                yield Linear("linear_q_proj")
+            else:
+                yield Linear("linear_q_down_proj", features=("q_lora_rank", m.q_lora_rank))
+                yield Linear("linear_q_up_proj")
+            yield Linear(
+                "linear_kv_down_proj",
+                features=("kv_lora_rank + qk_pos_emb_head_dim", m.kv_lora_rank + m.qk_pos_emb_head_dim),
+            )
+            yield Linear("linear_kv_up_proj")
+            yield Linear("linear_proj", features=hidden)
+        else:  # Mamba, gated delta net
+            yield Linear("in_proj")
+            yield Linear("out_proj", features=hidden)
+    if limits.dense or limits.shared_experts:
+        yield Linear("linear_fc1")
+        yield Linear("linear_fc2", features=hidden)
+    for moe in limits.moes:
+        yield Linear("router")
+        yield Linear("linear_fc1", experts=True)
+        width = ("moe_latent_size", moe.latent_size) if moe.latent_size else hidden
+        yield Linear("linear_fc2", experts=True, features=width)
+    if model.mtp_num_layers:
+        yield Linear("eh_proj")
+    if not model.share_embeddings_and_output_weights:
+        yield Linear("output_layer")
