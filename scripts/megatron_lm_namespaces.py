@@ -3,14 +3,16 @@
     pip download --no-deps megatron-core==0.19.2 && unzip megatron_core-0.19.2-*.whl -d megatron-core-0.19.2
     PYTHONPATH=megatron-core-0.19.2 python scripts/megatron_lm_namespaces.py tests/data/megatron_lm_arguments.json
 
-Wheels from 0.19 on hold ``megatron/training/arguments.py``. No GPU: what asks for one is answered as on an H100, and
-Triton is stood in for where it is not installed. Written: the parser's defaults, what it can switch off, and of each
-command line the namespace where it differs from them. Values are JSON's, or the text that Megatron-LM would print.
+Wheels from 0.17 on hold ``megatron/training/arguments.py``. No GPU: what asks for one is answered as on an H100, and
+Triton is stood in for where it is not installed. Written: the parser's defaults, what it can switch off, the fields of
+the configs that it fills, and of each command line the namespace where it differs from the defaults. Values are JSON's,
+or the text that Megatron-LM would print. ``--parser`` leaves the command lines out.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -165,21 +167,44 @@ def _namespace(arguments: Any, line: str, ranks: int) -> dict[str, Any]:
     return {k: _plain(v) for k, v in sorted(vars(args).items()) if not k.startswith("_")}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("output", type=Path)
-    output = parser.parse_args().output
-    _prepare()
+def _parser(arguments: Any) -> dict[str, Any]:
+    """The release, its parser's destinations and options, and the fields of the configs that they fill."""
     import megatron.core
-    from megatron.training import arguments
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     theirs = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     actions = [a for a in theirs._actions if a.dest != "help"]
-    defaults = {a.dest: _plain(a.default) for a in actions}
     names = {
         option.lstrip("-").replace("-", "_"): [a.dest, a.const if a.nargs == 0 else None]
         for a in actions for option in a.option_strings
+    }  # fmt: skip
+    configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    return {
+        "megatron_core": megatron.core.__version__,
+        "defaults": {a.dest: _plain(a.default) for a in actions},
+        # Options whose destination has another name, and what they put there if they take no value.
+        "options": {option: found for option, found in names.items() if option != found[0]},
+        "fields": sorted({f.name for config in configs for f in dataclasses.fields(config)}),
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--parser", action="store_true", help="the parser alone, no command lines")
+    given = parser.parse_args()
+    _prepare()
+    from megatron.training import arguments
+
+    document = _parser(arguments)
+    if not given.parser:
+        document["runs"] = _runs(arguments, document["defaults"])
+    given.output.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _runs(arguments: Any, defaults: dict[str, Any]) -> dict[str, Any]:
     runs = {}
     for name, (line, ranks) in RUNS.items():
         made = _namespace(arguments, line, ranks)
@@ -187,15 +212,8 @@ def main() -> None:
             "arguments": line, "world_size": ranks,
             "namespace": {k: v for k, v in made.items() if k not in defaults or defaults[k] != v},
             "removed": sorted(defaults.keys() - made.keys()),
-        }
-    document = {
-        "megatron_core": megatron.core.__version__,
-        "defaults": defaults,
-        # Options whose destination has another name, and what they put there if they take no value.
-        "options": {option: found for option, found in names.items() if option != found[0]},
-        "runs": runs,
-    }
-    output.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        }  # fmt: skip
+    return runs
 
 
 if __name__ == "__main__":

@@ -19,18 +19,8 @@ import pytest
 
 import bridge_memory.readers
 from bridge_memory.readers.config_container import run_from_config_container
-from bridge_memory.readers.megatron_args import container, read_arguments, run_from_megatron_args
-from bridge_memory.readers.megatron_args.arguments import (
-    DESTINATIONS,
-    GAPS,
-    HARMLESS,
-    OFF,
-    ON,
-    READ,
-    SWITCHED_OFF_BY,
-    Arguments,
-    by_destination,
-)
+from bridge_memory.readers.megatron_args import container, run_from_megatron_args
+from bridge_memory.readers.megatron_args.arguments import READ, by_destination
 from bridge_memory.spec import RunSpec, SpecError
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "megatron_lm_arguments.json").read_text())
@@ -95,44 +85,7 @@ def test_a_namespace_whose_tokenizer_is_not_built_has_no_vocabulary() -> None:
         run_from_megatron_args(args, megatron_core=CORE)
 
 
-# ---- names and defaults ----
-
-#: Defaults that a release of ours does not share, or that are another spelling of the same.
-_OTHER_DEFAULTS = {
-    "attention_backend": "AttnBackend.auto",
-    # Nothing before 0.18; the reader knows.
-    "data_parallel_sharding_strategy": "optim_grads_params",
-    "moe_router_load_balancing_type": "aux_loss",
-}
-
-
-def test_defaults_are_megatron_lms() -> None:
-    unset = Arguments(read_arguments(SimpleNamespace()))
-    for name in READ & RECORDED["defaults"].keys():
-        theirs = RECORDED["defaults"][name]
-        ours = list(unset[name]) if isinstance(unset[name], tuple) else unset[name]
-        assert theirs == _OTHER_DEFAULTS.get(name, ours), name
-
-
-def test_every_name_of_megatron_lm_has_one_class() -> None:
-    """Every destination, and every option by the destination that the reader finds for it."""
-    assert not READ & HARMLESS and not (READ | HARMLESS) & GAPS.keys()
-    known = READ | HARMLESS | GAPS.keys() | DESTINATIONS.keys()
-    names = set(RECORDED["defaults"])
-    for run in RECORDED["runs"].values():
-        names |= set(run["namespace"])
-    assert not names - known
-    for option, (destination, value) in RECORDED["options"].items():
-        found = by_destination({option: True})
-        assert found.keys() <= known, option
-        if destination in READ | GAPS.keys():
-            assert found == {destination: True if value is None else value}, option
-
-
-def test_switches_are_on_or_off_as_theirs() -> None:
-    for name in (OFF | ON) & RECORDED["defaults"].keys():
-        assert RECORDED["defaults"][name] is (name in ON), name
-    assert set(SWITCHED_OFF_BY.values()) <= ON
+# ---- names ----
 
 
 def test_a_plain_namespace_has_no_gap_and_an_unknown_name_only_when_it_is_on() -> None:
