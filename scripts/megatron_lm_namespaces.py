@@ -97,6 +97,50 @@ RUNS: dict[str, tuple[str, int]] = {
         "--attention-softmax-in-fp32 --global-batch-size 64", 8),
     "context parallel": (f"{LLAMA} --context-parallel-size 4 --cp-comm-type a2a --calculate-per-token-loss "
                          "--global-batch-size 64", 8),
+    # Of Megatron-LM's examples/: gpt3/train_gpt3_175b_distributed.sh, llama/train_llama3_8b_h100_fp8.sh and, in its
+    # real size, mixtral/train_mixtral_8x7b_distributed.sh.
+    "example: GPT-3 175B": (
+        "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 "
+        "--attention-backend auto --micro-batch-size 1 --global-batch-size 1536 --rampup-batch-size 16 16 5859375 "
+        "--train-samples 500000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 "
+        "--clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 "
+        "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --vocab-size 50257 --split 949,50,1 "
+        "--data-path text_document --log-interval 100 --save-interval 10000 --eval-interval 1000 --save here "
+        "--load here --eval-iters 10 --tensorboard-dir logs", 1024),
+    "example: Llama 3 8B in fp8": (
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+        "--num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192 "
+        "--position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 "
+        "--hidden-dropout 0.0 --swiglu --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p "
+        "--untie-embeddings-and-output-weights --disable-bias-linear --micro-batch-size 1 --global-batch-size 128 "
+        "--train-samples 1953125000 --lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr 0.00015 "
+        "--min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style cosine --clip-grad 1.0 "
+        "--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16 "
+        "--cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1 "
+        "--exit-duration-in-mins 235 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+        "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather "
+        "--tensor-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel --mock-data "
+        "--tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2 "
+        "--split 99,1,0 --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 --log-interval 1 "
+        "--eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput --profile --profile-step-start 4 "
+        "--profile-step-end 6 --ckpt-format torch_dist --distributed-timeout-minutes 60 --save here --load here", 8),
+    "example: Mixtral 8x7B": (
+        "--disable-bias-linear --seq-length 4096 --max-position-embeddings 32768 --num-layers 32 --hidden-size 4096 "
+        "--ffn-hidden-size 14336 --num-attention-heads 32 --init-method-std 0.01 --attention-dropout 0.0 "
+        "--hidden-dropout 0.0 --normalization RMSNorm --position-embedding-type rope --swiglu "
+        "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 8 --no-masked-softmax-fusion "
+        "--no-position-embedding --rotary-base 1000000 --num-experts 8 --moe-router-topk 2 "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm "
+        "--moe-token-dispatcher-type alltoall --overlap-param-gather --overlap-grad-reduce "
+        "--tokenizer-type NullTokenizer --vocab-size 32000 --mock-data --split 99990,8,2 --micro-batch-size 1 "
+        "--global-batch-size 256 --lr 1e-4 --train-iters 500000 --lr-decay-iters 320000 --lr-decay-style cosine "
+        "--min-lr 1.0e-5 --weight-decay 0.1 --lr-warmup-iters 500 --clip-grad 1.0 --bf16 "
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8 "
+        "--use-distributed-optimizer --sequence-parallel --no-load-optim --no-load-rng --eval-iters 10", 32),
+    "nothing of this is modelled": (
+        f"{LLAMA} --tp-comm-overlap --tensor-model-parallel-size 2 --sequence-parallel --disable-jit-fuser "
+        "--eval-micro-batch-size 4 --eval-global-batch-size 64 --no-clone-scatter-output-in-embedding --use-mup "
+        "--dist-ckpt-optim-fully-reshardable --global-batch-size 64", 8),
     "GELU without biases": (f"{LLAMA.replace('--swiglu', '')} --global-batch-size 64", 8),
 }  # fmt: skip
 

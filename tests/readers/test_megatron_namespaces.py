@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import bridge_memory.readers
+from bridge_memory.estimate import estimate
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.readers.megatron_args import container, run_from_megatron_args
 from bridge_memory.readers.megatron_args.arguments import READ, by_destination
@@ -94,6 +95,29 @@ def test_a_plain_namespace_has_no_gap_and_an_unknown_name_only_when_it_is_on() -
     args.my_own, args.my_other, args.tp_comm_overlap = True, None, True
     gaps = run_from_megatron_args(args, megatron_core=CORE).not_modelled
     assert len(gaps) == 2 and any("--my-own" in line for line in gaps)
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED["runs"] if name.startswith("example: ")])
+def test_megatron_lms_own_examples_have_no_gap(name: str) -> None:
+    words, parsed = told_twice(name)
+    assert not words.not_modelled and not parsed.not_modelled
+
+
+def test_megatron_lms_own_examples_are_what_they_are_called() -> None:
+    """Parameters: 175 billion by Brown et al. 2020 (table 2.1), 8.03 and 46.7 billion by the models' cards."""
+    for name, billions in (("GPT-3 175B", 174.6), ("Llama 3 8B in fp8", 8.03), ("Mixtral 8x7B", 46.7)):
+        found = estimate(told_twice(f"example: {name}")[1])
+        assert found.parameters / 1e9 == pytest.approx(billions, rel=2e-3), name
+
+
+def test_what_is_set_and_not_modelled_is_listed_from_words_and_from_the_namespace() -> None:
+    words, parsed = told_twice("nothing of this is modelled")
+    listed = [line.split(":")[0].split()[0] for line in parsed.not_modelled]
+    assert listed == [
+        "--clone-scatter-output-in-embedding", "--disable-jit-fuser", "--dist-ckpt-optim-fully-reshardable",
+        "--eval-micro-batch-size", "--tp-comm-overlap", "--use-mup",
+    ]  # fmt: skip
+    assert words.not_modelled == parsed.not_modelled
 
 
 def test_every_argument_that_is_read_is_asked_for() -> None:

@@ -154,9 +154,9 @@ class Arguments:
         raise SpecError(f"{_option(names[-1])} is missing from the Megatron arguments; add it")
 
     def not_modelled(self) -> tuple[Gap, ...]:
-        """One line for every argument that changes memory and is not counted, or that nobody here knows."""
+        """One line for every argument that changes memory and is not counted, or that nobody here knows; by name."""
         lines = []
-        for name, value in self._values.items():
+        for name, value in sorted(self._values.items()):
             if name in GAPS:
                 if GAPS[name].applies(self, value):
                     told = f"{_option(name)} {'' if value is True else value}".rstrip()
