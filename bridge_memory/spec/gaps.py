@@ -105,6 +105,13 @@ def _gaps(run: RunSpec) -> Iterator[Gap]:
         yield Gap(
             "use_transformer_engine_op_fuser: what the fused MLP keeps (estimated as the unfused one)", Effect.EITHER
         )
+    if impl.moe_token_dispatcher_type == "flex" and run.model.has_experts:
+        # transformer/moe/fused_a2a.py: get_buffer; DeepEP and HybridEP allocate them themselves.
+        yield Gap(
+            f"moe_token_dispatcher_type (flex): the communication buffers of {impl.moe_flex_dispatcher_backend}",
+            Effect.UP,
+            outside=True,
+        )
     if impl.moe_apply_probs_on_input:
         yield Gap("moe_apply_probs_on_input: the scaled copy of the tokens", Effect.EITHER)
     if precision.fp8 and (precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16):
