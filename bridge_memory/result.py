@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.components import STATIC_ROLES, Component, Role
 from bridge_memory.spec import RunSpec
+from bridge_memory.spec.gaps import Bounds, Gap, as_gap, bounds
 
 #: Of ``Estimate.to_dict``.
 SCHEMA = "bridge-memory/estimate/2"
@@ -92,6 +93,16 @@ class Estimate:
     def peak_stage(self) -> StageEstimate:
         return max(self.stages, key=lambda s: s.peak_bytes)
 
+    @property
+    def gaps(self) -> tuple[Gap, ...]:
+        """What is not modelled, each sentence once, with how it can move the peak."""
+        return tuple(map(as_gap, dict.fromkeys(self.not_modelled)))
+
+    @property
+    def peak_bounds(self) -> Bounds:
+        """Bytes between which the highest peak lies once everything that is not modelled has moved it."""
+        return bounds(self.peak_stage.peak_bytes, self.not_modelled)
+
     def to_dict(self, *, stage: int | None = None) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers, ready for ``json.dumps`` (schema ``SCHEMA``, but for what it fits).
 
@@ -120,7 +131,8 @@ class Estimate:
                 "operation": worst.peak_operation,
             },
             "assumptions": list(dict.fromkeys(self.assumptions)),
-            "not_modelled": list(dict.fromkeys(self.not_modelled)),
+            "not_modelled": [str(gap) for gap in self.gaps],
+            "gaps": [_gap(gap) for gap in self.gaps],
         }
 
     def __str__(self) -> str:
@@ -176,6 +188,16 @@ def _training(run: RunSpec) -> dict[str, Any]:
         "peft": _plain(run.peft),
         "recompute": _plain(run.recompute),
         "implementation": _plain(run.implementation),
+    }
+
+
+def _gap(gap: Gap) -> dict[str, Any]:
+    return {
+        "what": str(gap),
+        "effect": str(gap.effect),
+        "at_least_bytes": gap.least,
+        "at_most_bytes": gap.most,
+        "outside": gap.outside,
     }
 
 

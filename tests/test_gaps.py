@@ -17,6 +17,7 @@ from bridge_memory.spec import (
     RecomputeSpec,
     RunSpec,
 )
+from bridge_memory.spec.gaps import Effect
 
 DENSE, EXPERTS, SHARED = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V2-Lite"
 
@@ -148,3 +149,15 @@ def test_logged_parameter_norms_cost_memory_where_megatron_core_has_no_fp32_para
     assert not listed(log_params_norm=True)
     assert not listed(use_precision_aware_optimizer=True)
     assert not listed(log_params_norm=True, use_precision_aware_optimizer=True, fp8_recipe="tensorwise")
+
+
+@pytest.mark.parametrize(("backend", "model"), [("deepep", EXPERTS), ("hybridep", EXPERTS), ("deepep", DENSE)])
+def test_buffers_that_a_flex_dispatcher_allocates_itself_are_said(backend: str, model: str) -> None:
+    run = RunSpec(
+        model=short(model),
+        implementation=ImplementationSpec(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend),
+    )
+    found = [gap for gap in estimate(run).gaps if gap.startswith("moe_token_dispatcher_type (flex)")]
+    assert bool(found) == (model == EXPERTS)
+    if found:
+        assert backend in found[0] and found[0].effect is Effect.UP and found[0].outside

@@ -11,6 +11,7 @@ from bridge_memory.accuracy.runs import NotARun, NotComparable, run_of
 from bridge_memory.components import MOMENTS
 from bridge_memory.estimate import StageEstimate, estimate
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.gaps import as_gap
 from bridge_memory.spec.ranks import stage_of_rank
 
 
@@ -80,7 +81,8 @@ def predict(record: Record) -> list[Outcome]:
         return _unpredicted(record, run, "not_modelled", str(error))
     except Exception as error:  # a bug must not hide the other records
         return _unpredicted(record, run, "error", f"{type(error).__name__}: {error}")
-    gaps = tuple(dict.fromkeys((*run.not_modelled, *run.model.not_modelled, *answer.not_modelled)))
+    # What torch did not measure in training steps, and what is known to be small, leave the two comparable.
+    gaps = [g for g in map(as_gap, dict.fromkeys(answer.not_modelled)) if not g.outside and g.most is None]
     pp_before_dp = "--use-tp-pp-dp-mapping" in record.arguments
     features, scale = features_of(run), scale_of(run, record.measured)
     outcomes = []

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from bridge_memory.spec import PrecisionSpec, RunSpec, SpecError
+from bridge_memory.spec.gaps import Bounds
 from bridge_memory.spec.gpu_names import AMD, gpu_of_name, taken_as_nvidia
 
 if TYPE_CHECKING:
@@ -47,9 +49,23 @@ class Gpu:
     common: bool = False
 
 
+class Verdict(str, Enum):
+    """Whether a run fits a card. Unknown where something that is not modelled decides it."""
+
+    FITS = "fits"
+    DOES_NOT_FIT = "does not fit"
+    UNKNOWN = "unknown"
+
+    def __str__(self) -> str:
+        return self.value
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How one GPU takes an estimate: capacity = highest peak + margin + headroom, exactly. Bytes."""
+    """How one GPU takes an estimate: capacity = highest peak + margin + headroom, exactly. Bytes.
+
+    ``fits``: the verdict is that it does. What is not modelled is in the verdict and not in the headroom.
+    """
 
     gpu: str
     capacity_bytes: int
@@ -58,6 +74,7 @@ class Fit:
     fits: bool
     #: What the run computes in and the card cannot, such as "mxfp8"; then it never fits.
     lacks: str = ""
+    verdict: Verdict = Verdict.UNKNOWN
 
 
 def _gpu(name: str, description: str, gib: float, common: bool = False) -> Gpu:
@@ -239,11 +256,36 @@ def fits(result: Estimate, gpus: Sequence[Gpu] = ()) -> list[Fit]:
 
     A card that cannot compute in the run's precision fits nothing, whatever its memory.
     """
-    peak = result.peak_stage.peak_bytes
-    margin = margin_bytes(peak, result.run.parallel.world_size)
+    peak, world_size = result.peak_stage.peak_bytes, result.run.parallel.world_size
+    margin = margin_bytes(peak, world_size)
     out = []
     for gpu in gpus or common_gpus():
-        headroom = gpu.capacity_bytes - peak - margin
         missing = lacks(gpu, result.run.precision)
-        out.append(Fit(gpu.name, gpu.capacity_bytes, margin, headroom, headroom >= 0 and not missing, missing))
+        verdict = Verdict.DOES_NOT_FIT if missing else verdict_of(result.peak_bounds, gpu.capacity_bytes, world_size)
+        headroom = gpu.capacity_bytes - peak - margin
+        out.append(
+            Fit(gpu.name, gpu.capacity_bytes, margin, headroom, verdict is Verdict.FITS, missing, verdict)
+        )
     return out
+
+
+def verdict_of(peak: Bounds, capacity_bytes: int, world_size: int) -> Verdict:
+    """Whether a card takes a peak that lies within ``peak``, with the margin."""
+
+    def room_for(nbytes: int) -> bool:
+        return nbytes + margin_bytes(nbytes, world_size) <= capacity_bytes
+
+    if peak.most is not None and room_for(peak.most):
+        return Verdict.FITS
+    if peak.least is not None and not room_for(peak.least):
+        return Verdict.DOES_NOT_FIT
+    return Verdict.UNKNOWN
+
+
+def answer(fits: Sequence[Fit]) -> str | None:
+    """One word for all of ``fits``: their verdict where they share it, "unknown" where it is that of any, else "fits on
+    some"; None for no card."""
+    verdicts = {fit.verdict for fit in fits}
+    if Verdict.UNKNOWN in verdicts:
+        return str(Verdict.UNKNOWN)
+    return str(*verdicts) if len(verdicts) == 1 else "fits on some" if verdicts else None

@@ -23,11 +23,31 @@ __all__ = ["SCHEMA", "SCHEMA_PATH", "estimate_to_json"]
 
 
 def estimate_to_json(result: Estimate, fits: Sequence[Fit], *, stage: int | None = None) -> dict[str, Any]:
-    """``result.to_dict()`` and what it fits on. ``stage`` leaves only that one among ``stages``."""
+    """``result.to_dict()``, what it fits on, and the verdict. ``stage`` leaves only that one among ``stages``."""
     out = result.to_dict(stage=stage)
-    return {k: v for k, v in out.items() if k not in _LAST} | {"fits": [asdict(f) for f in fits]} | {
-        k: out[k] for k in _LAST
+    return {
+        "schema": out.pop("schema"),
+        "verdict": _verdict(result, fits),
+        **{k: v for k, v in out.items() if k not in _LAST},
+        "fits": [asdict(f) for f in fits],
+        **{k: out[k] for k in _LAST},
     }
 
 
-_LAST = ("assumptions", "not_modelled")
+def _verdict(result: Estimate, fits: Sequence[Fit]) -> dict[str, Any]:
+    from bridge_memory.report.gpus import Verdict, answer
+
+    def of(verdict: Verdict) -> list[str]:
+        return [fit.gpu for fit in fits if fit.verdict is verdict]
+
+    return {
+        "answer": answer(fits),
+        "peak_at_least_bytes": result.peak_bounds.least,
+        "peak_at_most_bytes": result.peak_bounds.most,
+        "fits": of(Verdict.FITS),
+        "does_not_fit": of(Verdict.DOES_NOT_FIT),
+        "unknown": of(Verdict.UNKNOWN),
+    }
+
+
+_LAST = ("assumptions", "not_modelled", "gaps")

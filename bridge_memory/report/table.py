@@ -21,6 +21,7 @@ from bridge_memory.report.units import (
     ticks,
 )
 from bridge_memory.spec import SpecError
+from bridge_memory.spec.gaps import Effect, Gap
 
 if TYPE_CHECKING:
     from bridge_memory.report.details import DetailRow
@@ -71,7 +72,10 @@ def estimate_blocks(
     groups = _alike(shown)
     marked = worst if len(result.stages) > 1 else None
     blocks: list[Block] = [
-        Pairs(f"Estimate of {result.run.model.name}", configuration(result)),
+        Pairs(
+            f"Estimate of {result.run.model.name}",
+            (("verdict", _verdict(result, fits, unit)), *configuration(result)),
+        ),
         _stages(groups, marked, unit, result.run.parallel.vpp > 1),
         _memory(groups, marked, unit),
     ]
@@ -85,8 +89,62 @@ def estimate_blocks(
     if fits:
         blocks.append(_fits(fits, result, unit))
     blocks.append(Bullets("Assumed", _once(result.assumptions) or ("nothing beyond the configuration",)))
-    blocks.append(Bullets("Not modelled", _once(result.not_modelled) or ("no option in use is known to be left out",)))
+    gaps = tuple(f"{gap} ({_moves(gap, unit)})" for gap in result.gaps)
+    blocks.append(Bullets("Not modelled", gaps or ("no option in use is known to be left out",)))
     return blocks
+
+
+# --------------------------------------------------------------------------------------------------
+# The verdict
+# --------------------------------------------------------------------------------------------------
+
+
+def _verdict(result: Estimate, fits: Sequence[Fit], unit: str) -> str:
+    """The peak, the cards, and whether what is not modelled can change them."""
+    from bridge_memory.report.gpus import Verdict
+
+    peak = f"peak {_bounded(result, unit)}"
+    if len(result.stages) > 1:
+        peak += f" (stage {result.peak_stage.stage})"
+    cards = []
+    for verdict, words in (
+        (Verdict.FITS, "fits"), (Verdict.UNKNOWN, "may or may not fit"), (Verdict.DOES_NOT_FIT, "does not fit")
+    ):
+        named = ", ".join(fit.gpu for fit in fits if fit.verdict is verdict)
+        if named:
+            cards.append(f"{words} {named}")
+    unknown = any(fit.verdict is Verdict.UNKNOWN for fit in fits) or (not fits and result.gaps)
+    left_out = ("see Not modelled",) if result.gaps else ()
+    return "unknown: " * bool(unknown) + "; ".join((peak, *cards, *left_out))
+
+
+def _bounded(result: Estimate, unit: str) -> str:
+    """"12.34 GiB", or between what it lies."""
+    peak, bounds = result.peak_stage.peak_bytes, result.peak_bounds
+    if bounds.least is not None and bounds.most is not None:
+        low, high = format_bytes(bounds.least, unit), format_bytes(bounds.most, unit)
+        return low if low == high else f"{low} to {high}"
+    if bounds.least is not None:
+        return f"at least {format_bytes(bounds.least, unit)}"
+    if bounds.most is not None:
+        return f"at most {format_bytes(bounds.most, unit)}"
+    return f"{format_bytes(peak, unit)}, higher or lower"
+
+
+_MOVES = {
+    Effect.UP: "adds memory", Effect.DOWN: "saves memory", Effect.EITHER: "may add or save memory",
+    Effect.UNKNOWN: "its effect is not known",
+}  # fmt: skip
+
+
+def _moves(gap: Gap, unit: str) -> str:
+    """Where it can move the peak, and by how much where that is known."""
+    words = _MOVES[gap.effect]
+    if gap.least:
+        words += f", {format_bytes(gap.least, unit)} at least"
+    if gap.most:
+        words += f", {format_bytes(gap.most, FINER.get(unit, unit))} at most"
+    return words + ", outside of what torch reports of training steps" * gap.outside
 
 
 def _once(sentences: Sequence[str]) -> tuple[str, ...]:
@@ -286,6 +344,10 @@ def _tensor(row: DetailRow) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
+#: ``gpus.Verdict`` -> a cell.
+_FITS = {"fits": "yes", "does not fit": "no", "unknown": "unknown"}
+
+
 def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:
     from bridge_memory.report.gpus import margin_words
 
@@ -297,7 +359,7 @@ def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:
         rows.append(
             (
                 fit.gpu, *(format_ticks(n, unit) for n in (usable, peak, margin, usable - peak - margin)),
-                "yes" if fit.fits else f"no {fit.lacks}".rstrip(),
+                _FITS[fit.verdict] + f" {fit.lacks}".rstrip(),
             )
         )
     columns = (
@@ -305,4 +367,7 @@ def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:
         Column("fits", words=True),
     )
     title = f"Fits, by the highest peak (stage {worst.stage}), {unit}"
-    return Grid(title, columns, tuple(rows), None, (margin_words(result.run.parallel.world_size),))
+    notes = [margin_words(result.run.parallel.world_size)]
+    if result.gaps:
+        notes.append("unknown: what is not modelled, of which nothing is in these numbers, can decide it")
+    return Grid(title, columns, tuple(rows), None, tuple(notes))

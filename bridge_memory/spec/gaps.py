@@ -5,7 +5,9 @@ Both are listed by name, never dropped in silence: the first under "not modelled
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import NamedTuple
 
 from bridge_memory.releases import CUBLAS_WORKSPACES_FREED, known_releases, nearest_known, release_words
 from bridge_memory.spec.layout import Layout
@@ -14,51 +16,141 @@ from bridge_memory.spec.model import ModelSpec
 from bridge_memory.spec.run import RunSpec
 
 
-def gaps(run: RunSpec) -> tuple[str, ...]:
+class Effect(str, Enum):
+    """Where something that is not modelled can move the peak."""
+
+    UP = "up"
+    DOWN = "down"
+    EITHER = "either"
+    #: Nobody here knows.
+    UNKNOWN = "unknown"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Gap(str):
+    """A sentence that names what is not modelled, and how it can move the peak.
+
+    Lists of what is not modelled are lists of sentences; a sentence that is none of these may move the peak anywhere.
+
+    ``least``, ``most``: bytes, on every rank, between which it moves the peak; None where no bound is known. What can
+    only add moves it by 0 at least, what can only save by 0 at most. ``outside``: it is not in what torch reports of
+    training steps: memory outside its allocator, or of a checkpoint that is saved.
+    """
+
+    effect: Effect
+    least: int | None
+    most: int | None
+    outside: bool
+
+    def __new__(
+        cls,
+        sentence: str,
+        effect: Effect,
+        *,
+        least: int | None = None,
+        most: int | None = None,
+        outside: bool = False,
+    ) -> Gap:
+        gap = super().__new__(cls, sentence)
+        gap.effect = effect
+        gap.least = 0 if least is None and effect is Effect.UP else least
+        gap.most = 0 if most is None and effect is Effect.DOWN else most
+        gap.outside = outside
+        return gap
+
+    def __getnewargs_ex__(self) -> tuple[tuple[str, Effect], dict[str, int | bool | None]]:
+        """What a copy is made of."""
+        bounds: dict[str, int | bool | None] = {"least": self.least, "most": self.most, "outside": self.outside}
+        return (str(self), self.effect), bounds
+
+
+def as_gap(sentence: str) -> Gap:
+    """``sentence`` itself where it says how it moves the peak; else a gap of unknown effect."""
+    return sentence if isinstance(sentence, Gap) else Gap(sentence, Effect.UNKNOWN)
+
+
+class Bounds(NamedTuple):
+    """Bytes between which a number lies; None where no bound is known."""
+
+    least: int | None
+    most: int | None
+
+
+def bounds(nbytes: int, not_modelled: Iterable[str]) -> Bounds:
+    """Between what ``nbytes`` lie once everything that is ``not_modelled`` has moved them; each counts once."""
+    least: int | None = nbytes
+    most: int | None = nbytes
+    for gap in map(as_gap, dict.fromkeys(not_modelled)):
+        least = None if least is None or gap.least is None else least + gap.least
+        most = None if most is None or gap.most is None else most + gap.most
+    return Bounds(None if least is None else max(0, least), most)
+
+
+def gaps(run: RunSpec) -> tuple[Gap, ...]:
     """One sentence a gap, each beginning with the field's name."""
     return tuple(_gaps(run))
 
 
-def _gaps(run: RunSpec) -> Iterator[str]:
+def _gaps(run: RunSpec) -> Iterator[Gap]:
     impl, precision, optimizer = run.implementation, run.precision, run.optimizer
     if impl.cuda_graph_impl != "none":
-        yield f"cuda_graph_impl ({impl.cuda_graph_impl}): the private memory pools of CUDA graphs"
+        yield Gap(f"cuda_graph_impl ({impl.cuda_graph_impl}): the private memory pools of CUDA graphs", Effect.UP)
     if impl.delay_wgrad_compute:
-        yield "delay_wgrad_compute: inputs and output gradients that wait for the weight gradients"
+        yield Gap("delay_wgrad_compute: inputs and output gradients that wait for the weight gradients", Effect.UP)
     if impl.defer_embedding_wgrad_compute:
-        yield "defer_embedding_wgrad_compute: output gradients of the logits that wait for the flush"
+        yield Gap("defer_embedding_wgrad_compute: output gradients of the logits that wait for the flush", Effect.UP)
     if impl.use_transformer_engine_op_fuser:
-        yield "use_transformer_engine_op_fuser: what the fused MLP keeps (estimated as the unfused one)"
+        yield Gap(
+            "use_transformer_engine_op_fuser: what the fused MLP keeps (estimated as the unfused one)", Effect.EITHER
+        )
+    if impl.moe_token_dispatcher_type == "flex" and run.model.has_experts:
+        # transformer/moe/fused_a2a.py: get_buffer; DeepEP and HybridEP allocate them themselves.
+        yield Gap(
+            f"moe_token_dispatcher_type (flex): the communication buffers of {impl.moe_flex_dispatcher_backend}",
+            Effect.UP,
+            outside=True,
+        )
     if impl.moe_apply_probs_on_input:
-        yield "moe_apply_probs_on_input: the scaled copy of the tokens"
+        yield Gap("moe_apply_probs_on_input: the scaled copy of the tokens", Effect.EITHER)
     if precision.fp8 and (precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16):
-        yield "first_last_layers_bf16: the layers at the ends are counted in fp8 like the rest"
+        yield Gap("first_last_layers_bf16: the layers at the ends are counted in fp8 like the rest", Effect.EITHER)
     if optimizer.log_params_norm and optimizer.fused_main_parameters:
         # Megatron-LM training/utils.py: calc_params_l2_norm reads fp32 main parameters where megatron-core has them.
-        yield "log_params_norm with use_precision_aware_optimizer: fp32 copies of the parameters in steps that log it"
+        yield Gap(
+            "log_params_norm with use_precision_aware_optimizer: fp32 copies of the parameters in steps that log it",
+            Effect.UP,
+        )
     if run.peft.freezes:
-        yield f"peft ({run.peft.scheme}): activations, which are counted as if every weight trained"
+        yield Gap(
+            f"peft ({run.peft.scheme}): activations, which are counted as if every weight trained", Effect.EITHER
+        )
         if not run.peft.dim:
-            yield f"peft ({run.peft.scheme}): adapters, their gradients and optimizer state"
+            yield Gap(f"peft ({run.peft.scheme}): adapters, their gradients and optimizer state", Effect.UP)
     if impl.cpu_offloading_num_layers:
-        yield "cpu_offloading_num_layers: the two layers in flight between GPU and host"
+        yield Gap("cpu_offloading_num_layers: the two layers in flight between GPU and host", Effect.UP)
     if precision.fp8 and precision.params_dtype == "fp32":
         # TE module/linear.py: _Linear.forward takes fp32 activations (its bias goes to bf16).
-        yield f"fp8 ({precision.fp8}) with params_dtype fp32: what stays in fp32 beside the fp8 copies"
+        yield Gap(
+            f"fp8 ({precision.fp8}) with params_dtype fp32: what stays in fp32 beside the fp8 copies", Effect.UP
+        )
     limits = limits_of(run.model)
     if limits.mla and not impl.te:
         # transformer/multi_latent_attention.py: MultiLatentAttention.__init__ hands k_channels to core attention.
-        yield (
+        yield Gap(
             "transformer_impl (local) with multi-latent attention: megatron-core builds it with Transformer Engine "
-            "only; counted as if the local attention took values of another width than keys"
+            "only; counted as if the local attention took values of another width than keys",
+            Effect.UNKNOWN,
         )
     tp = run.parallel.tp
     if limits.full_qk_norm and tp > 1:
         # Megatron Bridge 0.3.1 models/olmoe/olmoe_provider.py: OLMoESelfAttention builds norms of all the heads on
         # every rank and feeds them the rank's own heads, which TE's RMSNorm refuses.
-        yield (
+        yield Gap(
             f"q and k norms over all heads with tensor_model_parallel_size ({tp}): Megatron Bridge 0.3.1 runs them on "
-            "one rank only; counted as divided over the ranks"
+            "one rank only; counted as divided over the ranks",
+            Effect.UNKNOWN,
         )
 
 

@@ -80,3 +80,15 @@ def test_a_broken_corpus_names_its_line(tmp_path: Path, text: str) -> None:
 def test_a_missing_corpus_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="nowhere"):
         load_runs(tmp_path / "nowhere.jsonl")
+
+
+def test_a_gap_that_torch_did_not_measure_or_that_is_bounded_leaves_a_record_comparable(changed) -> None:
+    def with_option(name: str):
+        return lambda base: {**base["config"], "args": {**base["config"]["args"], name: True}}
+
+    (o,) = changed(config=with_option("--dist-ckpt-optim-fully-reshardable"))
+    assert o.status == "ok"
+    (o,) = changed(config=with_option("--overlap-p2p-comm-warmup-flush"))
+    assert o.status == "ok"
+    (o,) = changed(config=with_option("--moe-paged-stash"))
+    assert o.status == "not_modelled" and "--moe-paged-stash" in o.reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -10,19 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge_memory.engines.megatron_ddp import bucket_elements
 from bridge_memory.readers.megatron_args import (
     cublas_workspace_bytes,
     gpu_architecture,
     read_arguments,
     run_from_megatron_args,
 )
-from bridge_memory.readers.megatron_args.arguments import (
-    DESTINATIONS,
-    GAPS,
-    HARMLESS,
-    READ,
-    Arguments,
-)
+from bridge_memory.readers.megatron_args.arguments import Arguments
 from bridge_memory.readers.patterns import pattern_of_ratios
 from bridge_memory.spec import AttentionSpec, MambaSpec, MLASpec, MLPSpec, MoESpec, SpecError
 from bridge_memory.spec.layout import layout
@@ -284,6 +278,18 @@ def test_without_a_world_size_there_is_no_run() -> None:
         run_from_megatron_args(GPT)
 
 
+def test_a_gather_beside_the_optimizers_step_makes_one_bucket_of_each_chunk() -> None:
+    """``training/models/dist_utils.py: _ddp_wrap``. Seven measured runs of the corpus peak within 0.04 % of those
+    without it."""
+    plain, overlapped = (
+        gpt(f"--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer --ddp-bucket-size 1000 {more}")
+        for more in ("", "--overlap-param-gather-with-optimizer-step")
+    )
+    assert bucket_elements(plain, 0) == 1000
+    assert bucket_elements(overlapped, 0) > 10**12
+    assert not overlapped.not_modelled
+
+
 # ---- classification ----
 
 
@@ -294,11 +300,6 @@ def test_an_unknown_argument_is_listed_and_a_harmless_one_is_not() -> None:
     assert any("user buffers" in line for line in run.not_modelled)
 
 
-def test_every_argument_has_one_class() -> None:
-    assert not READ & HARMLESS
-    assert not (READ | HARMLESS) & set(GAPS)
-
-
 def test_the_measured_corpus_holds_no_unknown_argument() -> None:
     unknown = set()
     for line in CORPUS.read_text().splitlines():
@@ -307,30 +308,6 @@ def test_the_measured_corpus_holds_no_unknown_argument() -> None:
             raw = read_arguments(record["config"]["args"])
             unknown |= {n for n in Arguments(raw).not_modelled() if "not an argument" in n}
     assert not unknown
-
-
-#: Fields that Megatron-LM sets from arguments of other names, or that hold functions.
-_OTHER_NAMES = {
-    "params_dtype", "timers", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func",
-    "param_sync_func", "enable_autocast", "autocast_dtype", "gradient_accumulation_fusion", "pipeline_dtype",
-    "_cpu_offloading_context", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-    "add_bias_linear", "gated_linear_unit", "activation_func", "init_method", "output_layer_init_method",
-    "embedding_init_method", "bias_activation_fusion", "persist_layer_norm", "bias_dropout_fusion",
-    "apply_rope_fusion", "fp8_quantizer_factory", "fp4_quantizer_factory", "store_param_remainders",
-    "grad_reduce_in_fp32", "bucket_size",
-}
-
-
-def test_every_field_of_megatron_cores_configs_is_classed() -> None:
-    """Newer Megatron-LM makes arguments of these fields, so each must be known by name."""
-    pytest.importorskip("megatron.core")
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    known = READ | HARMLESS | GAPS.keys() | DESTINATIONS.keys() | _OTHER_NAMES
-    configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
-    assert not [f.name for c in configs for f in dataclasses.fields(c) if f.name not in known]
 
 
 # ---- small parts ----

@@ -18,19 +18,10 @@ from typing import Any
 import pytest
 
 import bridge_memory.readers
+from bridge_memory.estimate import estimate
 from bridge_memory.readers.config_container import run_from_config_container
-from bridge_memory.readers.megatron_args import container, read_arguments, run_from_megatron_args
-from bridge_memory.readers.megatron_args.arguments import (
-    DESTINATIONS,
-    GAPS,
-    HARMLESS,
-    OFF,
-    ON,
-    READ,
-    SWITCHED_OFF_BY,
-    Arguments,
-    by_destination,
-)
+from bridge_memory.readers.megatron_args import container, run_from_megatron_args
+from bridge_memory.readers.megatron_args.arguments import READ, by_destination
 from bridge_memory.spec import RunSpec, SpecError
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "megatron_lm_arguments.json").read_text())
@@ -95,44 +86,7 @@ def test_a_namespace_whose_tokenizer_is_not_built_has_no_vocabulary() -> None:
         run_from_megatron_args(args, megatron_core=CORE)
 
 
-# ---- names and defaults ----
-
-#: Defaults that a release of ours does not share, or that are another spelling of the same.
-_OTHER_DEFAULTS = {
-    "attention_backend": "AttnBackend.auto",
-    # Nothing before 0.18; the reader knows.
-    "data_parallel_sharding_strategy": "optim_grads_params",
-    "moe_router_load_balancing_type": "aux_loss",
-}
-
-
-def test_defaults_are_megatron_lms() -> None:
-    unset = Arguments(read_arguments(SimpleNamespace()))
-    for name in READ & RECORDED["defaults"].keys():
-        theirs = RECORDED["defaults"][name]
-        ours = list(unset[name]) if isinstance(unset[name], tuple) else unset[name]
-        assert theirs == _OTHER_DEFAULTS.get(name, ours), name
-
-
-def test_every_name_of_megatron_lm_has_one_class() -> None:
-    """Every destination, and every option by the destination that the reader finds for it."""
-    assert not READ & HARMLESS and not (READ | HARMLESS) & GAPS.keys()
-    known = READ | HARMLESS | GAPS.keys() | DESTINATIONS.keys()
-    names = set(RECORDED["defaults"])
-    for run in RECORDED["runs"].values():
-        names |= set(run["namespace"])
-    assert not names - known
-    for option, (destination, value) in RECORDED["options"].items():
-        found = by_destination({option: True})
-        assert found.keys() <= known, option
-        if destination in READ | GAPS.keys():
-            assert found == {destination: True if value is None else value}, option
-
-
-def test_switches_are_on_or_off_as_theirs() -> None:
-    for name in (OFF | ON) & RECORDED["defaults"].keys():
-        assert RECORDED["defaults"][name] is (name in ON), name
-    assert set(SWITCHED_OFF_BY.values()) <= ON
+# ---- names ----
 
 
 def test_a_plain_namespace_has_no_gap_and_an_unknown_name_only_when_it_is_on() -> None:
@@ -141,6 +95,29 @@ def test_a_plain_namespace_has_no_gap_and_an_unknown_name_only_when_it_is_on() -
     args.my_own, args.my_other, args.tp_comm_overlap = True, None, True
     gaps = run_from_megatron_args(args, megatron_core=CORE).not_modelled
     assert len(gaps) == 2 and any("--my-own" in line for line in gaps)
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED["runs"] if name.startswith("example: ")])
+def test_megatron_lms_own_examples_have_no_gap(name: str) -> None:
+    words, parsed = told_twice(name)
+    assert not words.not_modelled and not parsed.not_modelled
+
+
+def test_megatron_lms_own_examples_are_what_they_are_called() -> None:
+    """Parameters: 175 billion by Brown et al. 2020 (table 2.1), 8.03 and 46.7 billion by the models' cards."""
+    for name, billions in (("GPT-3 175B", 174.6), ("Llama 3 8B in fp8", 8.03), ("Mixtral 8x7B", 46.7)):
+        found = estimate(told_twice(f"example: {name}")[1])
+        assert found.parameters / 1e9 == pytest.approx(billions, rel=2e-3), name
+
+
+def test_what_is_set_and_not_modelled_is_listed_from_words_and_from_the_namespace() -> None:
+    words, parsed = told_twice("nothing of this is modelled")
+    listed = [line.split(":")[0].split()[0] for line in parsed.not_modelled]
+    assert listed == [
+        "--clone-scatter-output-in-embedding", "--disable-jit-fuser", "--dist-ckpt-optim-fully-reshardable",
+        "--eval-micro-batch-size", "--tp-comm-overlap", "--use-mup",
+    ]  # fmt: skip
+    assert words.not_modelled == parsed.not_modelled
 
 
 def test_every_argument_that_is_read_is_asked_for() -> None:

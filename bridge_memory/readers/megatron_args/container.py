@@ -18,10 +18,14 @@ from bridge_memory.readers.patterns import HybridPattern
 from bridge_memory.readers.transformer_config import pattern_of
 from bridge_memory.releases import FSDP_SHARDS_ALL, NULL_TOKENIZER_COUNTS_ALL, Running
 from bridge_memory.spec import divide
+from bridge_memory.spec.gaps import Effect, Gap
 from bridge_memory.spec.layout_string import parse_layout_string
 
 #: Tokens of the GPT-2 byte-pair vocabulary (``gpt2-vocab.json``), Megatron-LM's usual tokenizer.
 GPT2_VOCABULARY = 50257
+
+#: Elements, more than any rank has.
+ONE_BUCKET = (1 << 40) - 1
 
 NAME = "megatron-lm"
 
@@ -54,7 +58,8 @@ def container_of(a: Arguments, running: Running, world_size: int | None) -> Mega
     values.update(vocabulary)
     gaps = list(a.not_modelled())
     if values["experimental_attention_variant"] not in (None, "gated_delta_net"):
-        gaps.append(f"--experimental-attention-variant {values['experimental_attention_variant']}: another attention")
+        variant = f"--experimental-attention-variant {values['experimental_attention_variant']}"
+        gaps.append(Gap(f"{variant}: another attention", Effect.UNKNOWN))
         values["experimental_attention_variant"] = None
     values.update(_stages(a, values))
     values.update(_implementation(a))
@@ -203,6 +208,8 @@ def _optimizer(a: Arguments) -> dict[str, Any]:
     return {
         "use_distributed_optimizer": sharded and "muon" not in name,
         "use_layer_wise_distributed_optimizer": a["use_layer_wise_distributed_optimizer"] or whole,
+        # Parameters are gathered where they are kept; what it changes is the buckets (_ddp).
+        "overlap_param_gather_with_optimizer_step": False,
     }
 
 
@@ -221,7 +228,8 @@ def _ddp(a: Arguments, running: Running) -> dict[str, Any]:
         "overlap_grad_reduce": a["overlap_grad_reduce"],
         "overlap_param_gather": a["overlap_param_gather"],
         "use_distributed_optimizer": _optimizer(a)["use_distributed_optimizer"],
-        "bucket_size": a["ddp_bucket_size"],
+        # training/models/dist_utils.py: _ddp_wrap makes one bucket of each chunk.
+        "bucket_size": ONE_BUCKET if a["overlap_param_gather_with_optimizer_step"] else a["ddp_bucket_size"],
         "num_distributed_optimizer_instances": a["num_distributed_optimizer_instances"],
         "use_megatron_fsdp": a["use_megatron_fsdp"],
         "megatron_fsdp_main_grads_dtype": _unless_auto(a["megatron_fsdp_main_grads_dtype"]),

@@ -1,0 +1,328 @@
+"""Arguments of Megatron-LM that can change memory in a way that the estimate does not count.
+
+Each has its default, where it can move the peak, and what it would change: it is listed by name when it is set to
+something else. Sources: ``megatron/training/arguments.py`` of core 0.17 to 0.19, and the configs it fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from bridge_memory.spec.gaps import Effect, Gap
+
+UP, DOWN, EITHER, UNKNOWN = Effect.UP, Effect.DOWN, Effect.EITHER, Effect.UNKNOWN
+
+
+class Asked(Protocol):
+    """What a condition is told of the other arguments."""
+
+    #: Whether they are parsed, so that what a checkpoint or a file says is among them.
+    parsed: bool
+
+    def __getitem__(self, name: str) -> Any: ...
+
+
+class Unmodelled(NamedTuple):
+    """One argument. ``when``: what else must hold for it to have an effect, beside a value that is not the default;
+    ``also``: values that mean what the default does; ``most`` and ``outside`` as in ``Gap``."""
+
+    default: object
+    effect: Effect
+    what: str
+    when: Callable[[Asked, Any], bool] | None = None
+    also: tuple[str, ...] = ()
+    most: Callable[[Asked], int] | None = None
+    outside: bool = False
+
+    def applies(self, args: Asked, value: object) -> bool:
+        """Whether ``value`` asks for something that is not counted."""
+        if same(value, self.default) or str(value) in self.also:
+            return False
+        return self.when is None or self.when(args, value)
+
+    def gap(self, args: Asked, told: str) -> Gap:
+        """The sentence, beginning with the argument as it was ``told``."""
+        most = None if self.most is None else self.most(args)
+        return Gap(f"{told}: {self.what}", self.effect, most=most, outside=self.outside)
+
+
+def same(value: object, default: object) -> bool:
+    """Whether two values say the same, as text or parsed: None, off, 0 and nothing are one."""
+    words, known = (str(v).lower() for v in (value, default))
+    nothing = ("none", "false", "no", "0", "0.0", "", "[]", "null")
+    if words == known or (words in nothing and known in nothing):
+        return True
+    try:
+        return float(words) == float(known)
+    except ValueError:
+        return False
+
+
+def _fp8(args: Asked, value: object) -> bool:
+    return args["fp8"] is not None
+
+
+def _unfused_activation(args: Asked, value: object) -> bool:
+    """Fused ones clamp inside of their kernel (``fusions/fused_bias_swiglu.py``, ``fused_bias_geglu.py``)."""
+    return not (args["bias_swiglu_fusion"] if args["swiglu"] else args["bias_gelu_fusion"])
+
+
+def _offloaded(args: Asked, value: object) -> bool:
+    return bool(args["optimizer_cpu_offload"])
+
+
+def _told_elsewhere(args: Asked, value: object) -> bool:
+    return not args.parsed
+
+
+def _muon(args: Asked, value: object) -> bool:
+    return "muon" in args["optimizer"]
+
+
+def _larger_than_in_training(args: Asked, value: object) -> bool:
+    """``validate_args`` fills in the micro batch of training."""
+    return int(str(value)) > (args["micro_batch_size"] or 1)
+
+
+def _received_ahead(args: Asked) -> int:
+    """A buffer of hidden states in each direction and one more of each, in fp32 and whole on every rank: as large as
+    they can be (``pipeline_parallel/schedules.py: forward_backward_pipelining_with_interleaving``)."""
+    tokens = (args["seq_length"] or args["encoder_seq_length"] or 0) * (args["micro_batch_size"] or 1)
+    pp = args["pipeline_model_parallel_size"]
+    buffer = max(1, (args["microbatch_group_size_per_vp_stage"] or pp) - pp + 1)
+    return int(2 * (buffer + 1) * 4 * tokens * (args["hidden_size"] or 0))
+
+
+_GTP = "weights that are sharded further and gathered (GTP)"
+_KD = "knowledge distillation holds a second (teacher) model"
+_ENCODER = "an encoder-decoder split"
+_DSA = "sparse attention's indexer"
+_OTHER_LAYERS = "layers of different shapes"
+_VARYING = "sequences of varying length"
+_RL = "reinforcement learning with inference in between"
+_DOUBLE_BUFFER = "Megatron-FSDP keeps two persistent communication buffers"
+
+#: Argument -> what is not counted of it.
+GAPS: dict[str, Unmodelled] = {
+    # ---- tensor, context and data parallelism ----
+    "tp_comm_overlap": Unmodelled(False, UP, "user buffers of tensor-parallel overlap, which Transformer Engine makes"),
+    "symmetric_ar_type": Unmodelled(None, UP, "all-reduces in symmetric memory"),
+    "gtp_weight_remat_size": Unmodelled(1, EITHER, _GTP),
+    "expert_gtp_weight_remat_size": Unmodelled(1, EITHER, _GTP),
+    # validate_args sets these two to what they mean anyway where nobody asks for them.
+    "tensor_parallel_num_weight_shards": Unmodelled(None, EITHER, _GTP, _told_elsewhere),
+    "expert_tensor_parallel_num_weight_shards": Unmodelled(None, EITHER, _GTP, _told_elsewhere),
+    "hybrid_context_parallel": Unmodelled(False, EITHER, "sequences of different context-parallel sizes"),
+    "nccl_ub": Unmodelled(False, UP, "gradient and parameter buffers come from NCCL's own memory pool"),
+    "nccl_communicator_config_path": Unmodelled(None, EITHER, "NCCL's buffers, by its settings", outside=True),
+    "use_sharp": Unmodelled(False, UP, "SHARP's buffers", outside=True),
+    "create_all_gather_group": Unmodelled(False, UP, "the buffers of one more communicator", outside=True),
+    "ddp_num_buckets": Unmodelled(None, EITHER, "gradient buckets of another size, and their padding"),
+    # optimizer/param_layout.py: buckets end at a multiple of 65536 instead of 128 elements.
+    "ddp_pad_buckets_for_high_nccl_busbw": Unmodelled(False, UP, "padding of the gradient buckets"),
+    "ddp_param_name_patterns_for_fp32_local_accumulation": Unmodelled(
+        None, UP, "fp32 sums of some gradients beside bf16 buffers"
+    ),
+    "reduce_scatter_with_fp32_accumulation": Unmodelled(
+        False, UP, "another gradient reduction with buffers of its own"
+    ),
+    "reuse_grad_buf_for_mxfp8_param_ag": Unmodelled(False, DOWN, "parameters gathered in the gradient buffer"),
+    "pipeline_model_parallel_comm_backend": Unmodelled(
+        None, EITHER, "pipeline buffers of another backend", also=("nccl",)
+    ),
+    "deallocate_pipeline_outputs": Unmodelled(True, UP, "pipeline outputs that are kept"),
+    "overlap_p2p_comm_warmup_flush": Unmodelled(
+        False, UP, "hidden states that are received ahead", most=_received_ahead
+    ),
+    "ep_overlap_early_attn_memory_release": Unmodelled(False, DOWN, "earlier release of attention activations"),
+    # ---- Megatron-FSDP and FSDP2 ----
+    "enable_full_sharding_in_hsdp": Unmodelled(False, EITHER, "hybrid sharding over an outer data-parallel group"),
+    "outer_dp_sharding_strategy": Unmodelled(
+        "no_shard", EITHER, "hybrid sharding over an outer data-parallel group"
+    ),
+    "fsdp_double_buffer": Unmodelled(False, UP, _DOUBLE_BUFFER),
+    "fsdp_db_use_persist_buf_on_alloc_fail": Unmodelled(False, UP, "Megatron-FSDP keeps more persistent buffers"),
+    "megatron_fsdp_max_pool_double_buffer": Unmodelled(False, UP, _DOUBLE_BUFFER),
+    "megatron_fsdp_enable_fine_grained_param_gather": Unmodelled(
+        False, EITHER, "Megatron-FSDP gathers parameters module by module"
+    ),
+    "megatron_fsdp_main_params_dtype": Unmodelled(
+        "fp32", EITHER, "main parameters of another dtype", also=("torch.float32",)
+    ),
+    "fsdp_all_gather_in_start_param_sync": Unmodelled(True, EITHER, "Megatron-FSDP gathers its first parameters later"),
+    "megatron_fsdp_cuda_graph_mode": Unmodelled(False, UP, "gradients that Megatron-FSDP keeps for CUDA graphs"),
+    "megatron_fsdp_use_decoupled_grad": Unmodelled(False, EITHER, "decoupled gradients of another dtype"),
+    "preserve_fp32_weights": Unmodelled(True, DOWN, "no fp32 main parameters under FSDP"),
+    "use_torch_fsdp2": Unmodelled(
+        False, EITHER, "PyTorch FSDP2 shards and gathers parameters its own way"
+    ),
+    # ---- precision ----
+    "fp4": Unmodelled(None, EITHER, "fp4 activations and weights"),
+    "fp4_param": Unmodelled(False, EITHER, "fp4 parameters"),
+    "fp4_param_gather": Unmodelled(False, EITHER, "fp4 parameters"),
+    "fp4_quantizer_factory": Unmodelled(None, UNKNOWN, "quantisation of the user's own"),
+    "fp8_quantizer_factory": Unmodelled(None, UNKNOWN, "quantisation of the user's own"),
+    "fp8_output_proj": Unmodelled(False, EITHER, "the output layer in fp8"),
+    "fp8_dot_product_attention": Unmodelled(False, EITHER, "attention in fp8"),
+    "fp8_multi_head_attention": Unmodelled(False, EITHER, "attention in fp8"),
+    # TransformerConfig's default is 1, that of Transformer Engine's recipe 1024.
+    "fp8_amax_history_len": Unmodelled(
+        1, UP, "the amax history of delayed scaling, under 1 MiB", _fp8, also=("1024",), most=lambda _: 1 << 20
+    ),
+    # extensions of TE's recipes: the weight gradient's operands stay in the high precision too.
+    "fp8_wgrad": Unmodelled(True, UP, "weight gradients in bf16 beside fp8", _fp8),
+    "moe_router_padding_for_fp8": Unmodelled(False, UP, "tokens that pad each expert's share", _fp8),
+    "moe_router_padding_for_quantization": Unmodelled(False, UP, "tokens that pad each expert's share", _fp8),
+    "moe_permute_padding_for_fp8_quantization": Unmodelled(False, UP, "tokens that pad each expert's share", _fp8),
+    "disable_parameter_transpose_cache": Unmodelled(False, DOWN, "no cached transposes of fp8 weights"),
+    "keep_fp8_transpose_cache": Unmodelled(False, UP, "cached transposes of fp8 weights under FSDP"),
+    "keep_fp8_transpose_cache_when_using_custom_fsdp": Unmodelled(
+        False, UP, "cached transposes of fp8 weights under FSDP"
+    ),
+    "activation_func_fp8_input_store": Unmodelled(False, DOWN, "activation inputs kept in fp8"),
+    "te_precision_config_file": Unmodelled(None, EITHER, "precision module by module"),
+    "quant_recipe": Unmodelled(None, EITHER, "quantisation layer by layer"),
+    "use_kitchen": Unmodelled(False, UNKNOWN, "another quantisation library"),
+    "use_kitchen_attention": Unmodelled(False, UNKNOWN, "another attention"),
+    "kitchen_attention_backend": Unmodelled("sdpa", UNKNOWN, "another attention"),
+    "fp16_lm_cross_entropy": Unmodelled(False, EITHER, "half-precision cross entropy"),
+    "grad_accum_wgrad_dtype": Unmodelled(None, EITHER, "weight gradients of another dtype"),
+    # ---- the optimizer ----
+    "optimizer_cuda_graph": Unmodelled(False, UP, "the optimizer step as a CUDA graph"),
+    "use_precision_aware_optimizer_no_fp8_or_ds_fp8": Unmodelled(
+        False, EITHER, "decoupled gradients of another dtype"
+    ),
+    "muon_scalar_optimizer": Unmodelled("adam", EITHER, "another optimizer beside Muon", _muon),
+    "muon_tp_mode": Unmodelled("blockwise", UP, "momenta that are gathered over tensor-parallel ranks", _muon),
+    # hybrid_optimizer.py: what stays on the GPU is torch's AdamW, which makes lists of temporaries.
+    "use_torch_optimizer_for_cpu_offload": Unmodelled(False, UP, "torch's optimizer and its temporaries", _offloaded),
+    "overlap_cpu_optimizer_d2h_h2d": Unmodelled(False, UP, "copies to and from the host in flight", _offloaded),
+    "optimizer_offload_auto": Unmodelled(False, EITHER, "a fraction that is chosen as the run starts"),
+    # ---- activations: recomputed, offloaded, graphed ----
+    "num_microbatches_with_partial_activation_checkpoints": Unmodelled(
+        None, EITHER, "recomputation of some microbatches only"
+    ),
+    "activation_offload_fraction": Unmodelled(1.0, UP, "a part of the activations in host memory"),
+    "delta_offload_bytes_across_pp_ranks": Unmodelled(0, EITHER, "offloading that differs by pipeline rank"),
+    "delay_offload_until_cuda_graph": Unmodelled(False, UP, "offloading that waits for the CUDA graph"),
+    "fine_grained_offloading_max_inflight_offloads": Unmodelled(
+        None, EITHER, "offloaded tensors that wait for their copy"
+    ),
+    "min_offloaded_tensor_size": Unmodelled(1 << 20, EITHER, "which tensors go to host memory"),
+    "cpu_offloading_activations": Unmodelled(True, EITHER, "which tensors go to host memory"),
+    "cpu_offloading_weights": Unmodelled(False, DOWN, "weights in host memory"),
+    "cpu_offloading_double_buffering": Unmodelled(
+        False, UP, "a second buffer for what comes back from host memory"
+    ),
+    # ---- layers ----
+    "use_te_activation_func": Unmodelled(
+        False, EITHER, "Transformer Engine's activations and what they keep (counted as the unfused ones)"
+    ),
+    "activation_func_clamp_value": Unmodelled(None, UP, "clamped copies before the activation", _unfused_activation),
+    "hidden_activation_clamp": Unmodelled(None, UP, "clamped copies before the activation", _unfused_activation),
+    "disable_jit_fuser": Unmodelled(False, UP, "element-wise operations one by one, with what each keeps"),
+    "batch_invariant_mode": Unmodelled(False, EITHER, "batch-invariant kernels of norms, products and attention"),
+    "flash_attention_version": Unmodelled(None, EITHER, "another FlashAttention", also=("2",)),
+    # removed with the legacy model in 0.17
+    "use_flash_attn": Unmodelled(
+        False, DOWN, "FlashAttention of the legacy model", lambda a, _: bool(a["use_legacy_models"])
+    ),
+    "memory_efficient_layer_norm": Unmodelled(False, EITHER, "norms that keep their output instead of their input"),
+    "fused_residual_rmsnorm": Unmodelled(False, EITHER, "another norm kernel"),
+    "fused_single_qkv_rope": Unmodelled(False, EITHER, "queries, keys and values rotated in one tensor"),
+    "qk_l2_norm": Unmodelled(False, UP, "a weightless norm of queries and keys"),
+    # return_max_logit of Transformer Engine's attention, 2.9 and later
+    "qk_clip": Unmodelled(False, UP, "the largest logit of every head and row"),
+    "log_max_attention_logit": Unmodelled(False, UP, "the largest logit of every head and row"),
+    "no_rope_freq": Unmodelled(None, DOWN, "layers without rotary embeddings"),
+    "mla_down_proj_fusion": Unmodelled(False, EITHER, "one down-projection of queries, keys and values"),
+    "mlp_chunks_for_training": Unmodelled(1, EITHER, "the MLP a piece of the sequence at a time"),
+    "use_grouped_gemm_for_dense_mlp": Unmodelled(False, EITHER, "a dense MLP through the grouped GEMM"),
+    "use_grouped_gemm_for_shared_expert": Unmodelled(False, EITHER, "shared experts through the grouped GEMM"),
+    "enable_hyper_connections": Unmodelled(False, UP, "several residual streams (hyper-connections)"),
+    "num_residual_streams": Unmodelled(1, UP, "several residual streams (hyper-connections)"),
+    # models/common: scaled copies of the embeddings and of the logits
+    "use_mup": Unmodelled(False, UP, "scaled copies of embeddings and logits"),
+    # language_model_embedding.py: the local part is a view that keeps the whole output alive
+    "clone_scatter_output_in_embedding": Unmodelled(
+        True, UP, "the whole output of the embedding, which stays alive", lambda a, _: bool(a["sequence_parallel"])
+    ),
+    "use_mamba_mem_eff_path": Unmodelled(True, UP, "Mamba's convolution and scan apart, with what each keeps"),
+    "mamba_training_ssm_states_dtype": Unmodelled(None, EITHER, "Mamba's states between chunks of another dtype"),
+    "mamba_expand": Unmodelled(2, EITHER, "another Mamba expansion factor"),
+    "dsa_indexer_n_heads": Unmodelled(None, UP, _DSA),
+    "dsa_indexer_head_dim": Unmodelled(None, UP, _DSA),
+    "dsa_indexer_topk": Unmodelled(None, EITHER, _DSA),
+    "dsa_indexer_use_sparse_loss": Unmodelled(False, EITHER, _DSA),
+    "mtp_detach_heads": Unmodelled(False, EITHER, "MTP without gradients to the main model"),
+    "mtp_hybrid_override_pattern": Unmodelled(None, EITHER, "MTP depths with layers of their own"),
+    "mtp_standalone": Unmodelled(False, EITHER, "MTP on a pipeline stage of its own"),
+    "heterogeneous_layers_config_path": Unmodelled(None, EITHER, _OTHER_LAYERS + ", read from a file"),
+    "heterogeneous_layers_config_encoded_json": Unmodelled(None, EITHER, _OTHER_LAYERS),
+    "heterogeneous_block_specs": Unmodelled(False, EITHER, _OTHER_LAYERS),
+    "decoder_num_layers": Unmodelled(None, EITHER, "an encoder-decoder model"),
+    "pipeline_model_parallel_split_rank": Unmodelled(None, EITHER, _ENCODER),
+    "encoder_pipeline_model_parallel_size": Unmodelled(0, EITHER, _ENCODER),
+    "encoder_tensor_model_parallel_size": Unmodelled(0, EITHER, _ENCODER),
+    # ---- experts ----
+    # transformer/moe/moe_utils.py: z_loss_func, and router.py: apply_input_jitter
+    "moe_z_loss_coeff": Unmodelled(None, UP, "what the router's z-loss keeps of the logits"),
+    "moe_input_jitter_eps": Unmodelled(None, UP, "the router's noisy copy of the tokens"),
+    "moe_router_force_biased": Unmodelled(None, UP, "routing that is made uneven"),
+    "moe_expert_rank_capacity_factor": Unmodelled(None, EITHER, "a token budget a rank"),
+    "moe_extended_tp": Unmodelled(False, EITHER, "the removed extended-TP sharding of experts"),
+    "moe_input_feature_slicing": Unmodelled(False, EITHER, "the removed sharding of experts' inputs"),
+    "moe_use_legacy_grouped_gemm": Unmodelled(False, EITHER, "the removed grouped GEMM's layers"),
+    "moe_hybridep_pad_uneven_dispatch_inputs": Unmodelled(False, UP, "padded tokens of HybridEP"),
+    "moe_permute_fusion_into_hybridep": Unmodelled(False, EITHER, "tokens put in order by HybridEP"),
+    "moe_ncclep_static_shape": Unmodelled(False, UP, "receive buffers of full size"),
+    "moe_ncclep_zero_copy": Unmodelled(False, UP, "buffers in NCCL's symmetric memory"),
+    "moe_paged_stash": Unmodelled(False, EITHER, "expert activations in pages"),
+    "moe_mlp_glu_interleave_size": Unmodelled(None, UP, "copies in the experts' own order of gates and values"),
+    "moe_shared_expert_glu_interleave_size": Unmodelled(
+        None, UP, "copies in the shared experts' own order of gates and values"
+    ),
+    "moe_router_replay": Unmodelled(False, UP, "the recorded routing of every microbatch"),
+    "moe_enable_routing_replay": Unmodelled(False, UP, "the recorded routing of every microbatch"),
+    "moe_routing_trace_path": Unmodelled(None, UP, "what is traced of every router"),
+    "moe_use_upcycling": Unmodelled(False, UP, "a dense model beside the one with experts"),
+    "overlap_dispatch_backward_with_experts_wgrad": Unmodelled(
+        False, UP, "inputs of experts that wait for their weight gradients"
+    ),
+    # ---- other ways to train ----
+    "eval_micro_batch_size": Unmodelled(
+        None, UP, "forward passes of larger batches in evaluation", _larger_than_in_training
+    ),
+    "skip_train": Unmodelled(False, DOWN, "evaluation alone (counted with training steps)"),
+    "freeze_all_layers": Unmodelled(False, DOWN, "frozen layers"),
+    "lora_rank": Unmodelled(None, EITHER, "LoRA adapters"),
+    "sft": Unmodelled(False, EITHER, "packed " + _VARYING),
+    "dataloader_inter_document_masking": Unmodelled(False, EITHER, "packed " + _VARYING),
+    "max_seqlen_per_dp_cp_rank": Unmodelled(None, EITHER, "packed " + _VARYING),
+    "variable_seq_lengths": Unmodelled(False, EITHER, _VARYING),
+    "export_kd_teacher_load": Unmodelled(None, UP, _KD),
+    "export_kd_cfg": Unmodelled(None, UP, _KD + " and its loss"),
+    "export_kd_teacher_ckpt_format": Unmodelled(None, UP, _KD),
+    "logits_load_dir": Unmodelled(None, UP, "a teacher's logits"),
+    "logits_save_dir": Unmodelled(None, UP, "the largest logits of every token, which are saved"),
+    "perform_rl": Unmodelled(False, EITHER, _RL),
+    "perform_rl_step": Unmodelled(False, EITHER, _RL),
+    "rl_offload_optimizer_during_inference": Unmodelled(False, EITHER, _RL),
+    "use_checkpoint_args": Unmodelled(False, UNKNOWN, "a model that a checkpoint describes", _told_elsewhere),
+    "use_mp_args_from_checkpoint_args": Unmodelled(
+        False, UNKNOWN, "parallel sizes that a checkpoint says", _told_elsewhere
+    ),
+    "yaml_cfg": Unmodelled(None, UNKNOWN, "arguments in a file, which is not read", _told_elsewhere),
+    # ---- now and then, between training steps ----
+    # distrib_optimizer.py: sharded_param_state_fully_reshardable gathers the states of every bucket on the GPU.
+    "dist_ckpt_optim_fully_reshardable": Unmodelled(
+        False, UP, "optimizer states that are gathered while a checkpoint is saved", outside=True
+    ),
+    "replication": Unmodelled(False, UP, "copies of other ranks' checkpoints on their way", outside=True),
+    "save_activations_interval": Unmodelled(None, UP, "activations that are kept to be saved, in some steps"),
+    "save_dgrads_interval": Unmodelled(None, UP, "gradients that are kept to be saved, in some steps"),
+    "save_wgrads_interval": Unmodelled(None, UP, "gradients that are kept to be saved, in some steps"),
+    "save_params_interval": Unmodelled(None, UP, "parameters that are kept to be saved, in some steps"),
+    "gpu_sniff_test_interval": Unmodelled(None, UP, "the matrices of the GPU's test", outside=True),
+}

@@ -1,0 +1,237 @@
+"""Whether a run fits where something that it asks for is not modelled: known, bounded, or unknown, and said first."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bridge_memory.spec.gaps as spec_gaps
+from bridge_memory.cli import main
+from bridge_memory.estimate import Estimate, estimate
+from bridge_memory.readers import resolve_model
+from bridge_memory.report.gpus import CONTEXT_BYTES, FRAGMENTATION, GPUS, Verdict, fits, verdict_of
+from bridge_memory.report.json import estimate_to_json
+from bridge_memory.report.table import print_estimate
+from bridge_memory.spec import RunSpec
+from bridge_memory.spec.gaps import Bounds, Effect, Gap, as_gap, bounds
+
+GIB = 1 << 30
+
+
+@cache
+def plain() -> Estimate:
+    """GPT-2 small on one GPU: some 3 GiB, which every card has."""
+    return estimate(RunSpec(model=resolve_model("openai-community/gpt2")))
+
+
+def with_gaps(*gaps: str) -> Estimate:
+    return replace(plain(), not_modelled=gaps)
+
+
+UP, DOWN = Gap("a: more", Effect.UP), Gap("b: less", Effect.DOWN)
+EITHER, WORDS = Gap("c: either", Effect.EITHER), "d: a sentence of somebody else's"
+
+
+# ---- gaps and bounds ----
+
+
+@pytest.mark.parametrize(
+    ("gaps", "least", "most"),
+    [
+        ((), 100, 100),
+        ((UP,), 100, None),
+        ((DOWN,), None, 100),
+        ((EITHER,), None, None),
+        ((WORDS,), None, None),
+        ((UP, DOWN), None, None),
+        ((UP, WORDS), None, None),
+        ((Gap("e", Effect.UP, least=20),), 120, None),
+        ((Gap("e", Effect.UP, most=5),), 100, 105),
+        ((Gap("e", Effect.UP, least=3, most=5), Gap("f", Effect.UP, least=10, most=20)), 113, 125),
+        ((Gap("e", Effect.DOWN, least=-30),), 70, 100),
+        ((Gap("e", Effect.EITHER, least=-30, most=7),), 70, 107),
+        ((Gap("e", Effect.DOWN, least=-300),), 0, 100),
+        ((Gap("e", Effect.UP, least=20), Gap("e", Effect.UP, least=20)), 120, None),
+    ],
+)
+def test_gaps_move_a_number_within_bounds(gaps: tuple[str, ...], least: int | None, most: int | None) -> None:
+    assert bounds(100, gaps) == Bounds(least, most)
+    assert bounds(100, reversed(gaps)) == Bounds(least, most)
+
+
+def test_a_gap_is_its_sentence_and_survives_a_copy() -> None:
+    import copy
+    import pickle
+
+    gap = Gap("x: y", Effect.UP, least=1, most=2, outside=True)
+    assert gap == "x: y" and hash(gap) == hash("x: y") and json.dumps(gap) == '"x: y"'
+    for made in (copy.deepcopy(gap), pickle.loads(pickle.dumps(gap)), as_gap(gap)):
+        assert (made, made.effect, made.least, made.most, made.outside) == ("x: y", Effect.UP, 1, 2, True)
+    assert as_gap("z").effect is Effect.UNKNOWN
+
+
+def test_every_gap_of_a_run_says_where_it_moves_the_peak() -> None:
+    run = plain().run.with_fields(cuda_graph_impl="local", use_transformer_engine_op_fuser=True)
+    assert [gap.effect for gap in spec_gaps.gaps(run)] == [Effect.UP, Effect.EITHER]
+
+
+# ---- verdicts ----
+
+#: What a card of 10 GiB has for a peak on one GPU: context and fragmentation are off.
+TEN = 10 * GIB
+ROOM = int((TEN - CONTEXT_BYTES) / (1 + FRAGMENTATION))
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "verdict"),
+    [
+        (ROOM, ROOM, Verdict.FITS), (ROOM + 2, ROOM + 2, Verdict.DOES_NOT_FIT),
+        (ROOM, None, Verdict.UNKNOWN), (ROOM + 2, None, Verdict.DOES_NOT_FIT),
+        (None, ROOM, Verdict.FITS), (None, ROOM + 2, Verdict.UNKNOWN),
+        (0, ROOM + 2, Verdict.UNKNOWN), (0, ROOM, Verdict.FITS), (None, None, Verdict.UNKNOWN),
+    ],
+)  # fmt: skip
+def test_bounds_decide_where_they_are_on_one_side_of_the_card(
+    least: int | None, most: int | None, verdict: Verdict
+) -> None:
+    assert verdict_of(Bounds(least, most), TEN, 1) is verdict
+
+
+def of_cards(result: Estimate, *names: str) -> list[str]:
+    return [str(fit.verdict) for fit in fits(result, [GPUS[name] for name in names])]
+
+
+def test_what_can_only_add_leaves_does_not_fit_and_what_can_only_save_leaves_fits() -> None:
+    small = replace(GPUS["T4"], capacity_bytes=plain().peak_stage.peak_bytes)
+    for gaps, large_card, small_card in (
+        ((), "fits", "does not fit"),
+        ((UP,), "unknown", "does not fit"),
+        ((DOWN,), "fits", "unknown"),
+        ((EITHER,), "unknown", "unknown"),
+        ((WORDS,), "unknown", "unknown"),
+        ((Gap("e", Effect.UP, most=1 << 20),), "fits", "does not fit"),
+        ((Gap("e", Effect.UP, least=500 * GIB),), "does not fit", "does not fit"),
+    ):
+        found = fits(with_gaps(*gaps), [GPUS["H100"], small])
+        assert [str(fit.verdict) for fit in found] == [large_card, small_card], gaps
+        assert [fit.fits for fit in found] == [large_card == "fits", small_card == "fits"]
+
+
+def test_headroom_is_of_the_estimate_alone() -> None:
+    (known,), (bounded,) = fits(plain(), [GPUS["H100"]]), fits(with_gaps(UP), [GPUS["H100"]])
+    assert known.headroom_bytes == bounded.headroom_bytes > 0
+
+
+def test_a_card_that_cannot_compute_a_run_is_not_unknown() -> None:
+    run = plain().run.with_fields(fp8="e4m3", **{"precision.fp8_recipe": "mxfp8"})
+    result = replace(estimate(run), not_modelled=(WORDS,))
+    assert of_cards(result, "H100", "B200") == ["does not fit", "unknown"]
+
+
+# ---- where it is said ----
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def printed(result: Estimate, stream: io.StringIO, *names: str) -> str:
+    print_estimate(result, fits(result, [GPUS[name] for name in names]) if names else (), stream=stream)
+    return " ".join(re.sub("\x1b\\[[0-9;]*m", "", stream.getvalue()).split())
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_the_verdict_is_the_first_thing_that_is_printed(stream: Any) -> None:
+    gib = f"{plain().peak_stage.peak_bytes / GIB:.2f} GiB"
+    start = "Estimate of openai-community/gpt2 verdict"
+    for gaps, words in (
+        ((), f"peak {gib}; fits H100"),
+        ((UP,), f"unknown: peak at least {gib}; may or may not fit H100; see Not modelled"),
+        ((DOWN,), f"peak at most {gib}; fits H100; see Not modelled"),
+        ((WORDS,), f"unknown: peak {gib}, higher or lower; may or may not fit H100; see Not modelled"),
+    ):
+        text = printed(with_gaps(*gaps), stream(), "H100")
+        assert text.startswith(f"{start} {words} model "), text[:200]
+        row = text.split("fits ----")[-1] if stream is io.StringIO else text
+        assert ("unknown: what is not modelled" in row) == bool(gaps)
+    assert printed(with_gaps(UP), stream()).startswith(f"{start} unknown: peak at least {gib}; see Not modelled model ")
+
+
+def test_a_bound_of_both_sides_is_printed_as_a_range() -> None:
+    low = plain().peak_stage.peak_bytes
+    text = printed(with_gaps(Gap("x: y", Effect.UP, least=GIB, most=2 * GIB)), io.StringIO(), "H100", "T4")
+    assert f"verdict peak {(low + GIB) / GIB:.2f} GiB to {(low + 2 * GIB) / GIB:.2f} GiB; fits H100, T4;" in text
+    assert "x: y (adds memory, 1.00 GiB at least, 2,048.0 MiB at most)" in text
+
+
+def test_every_gap_says_where_it_moves_the_peak() -> None:
+    text = printed(with_gaps(UP, DOWN, EITHER, WORDS, Gap("e: f", Effect.UP, outside=True)), io.StringIO())
+    for words in (
+        "a: more (adds memory)", "b: less (saves memory)", "c: either (may add or save memory)",
+        f"{WORDS} (its effect is not known)",
+        "e: f (adds memory, outside of what torch reports of training steps)",
+    ):  # fmt: skip
+        assert words in text
+
+
+def test_json_has_the_verdict_and_the_schema_knows_it() -> None:
+    schema = Path(spec_gaps.__file__).parents[1] / "report" / "estimate.schema.json"
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(json.loads(schema.read_text()))
+    peak = plain().peak_stage.peak_bytes
+    for gaps, answer, least, most in (
+        ((), "fits", peak, peak), ((UP,), "unknown", peak, None), ((DOWN,), "fits", None, peak),
+        ((Gap("e", Effect.UP, least=500 * GIB),), "does not fit", peak + 500 * GIB, None),
+    ):  # fmt: skip
+        result = with_gaps(*gaps)
+        doc = json.loads(json.dumps(estimate_to_json(result, fits(result, [GPUS["H100"]]))))
+        validator.validate(doc)
+        verdict = doc["verdict"]
+        assert list(doc)[:2] == ["schema", "verdict"]
+        assert [verdict[k] for k in ("answer", "peak_at_least_bytes", "peak_at_most_bytes")] == [answer, least, most]
+        assert verdict[answer.replace(" ", "_")] == ["H100"]
+        assert doc["not_modelled"] == [gap["what"] for gap in doc["gaps"]] == list(gaps)
+        assert [gap["effect"] for gap in doc["gaps"]] == [str(as_gap(gap).effect) for gap in gaps]
+    without_cards = estimate_to_json(plain(), ())
+    validator.validate(json.loads(json.dumps(without_cards)))
+    assert without_cards["verdict"]["answer"] is None
+
+
+def test_several_cards_have_one_answer() -> None:
+    small = replace(GPUS["T4"], capacity_bytes=GIB)
+    some = estimate_to_json(plain(), fits(plain(), [GPUS["H100"], small]))["verdict"]
+    assert (some["answer"], some["fits"], some["does_not_fit"]) == ("fits on some", ["H100"], [small.name])
+    unknown = estimate_to_json(with_gaps(UP), fits(with_gaps(UP), [GPUS["H100"], small]))["verdict"]
+    assert (unknown["answer"], unknown["unknown"], unknown["does_not_fit"]) == ("unknown", ["H100"], [small.name])
+
+
+ARGUMENTS = (
+    "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
+    "--micro-batch-size 1 --bf16"
+)
+
+
+@pytest.mark.parametrize(
+    ("option", "answer"),
+    [
+        ("", "fits"), ("--tp-comm-overlap", "unknown"), ("--freeze-all-layers", "fits"),
+        ("--moe-paged-stash", "unknown"),
+        ("--brand-new-option 3", "unknown"), ("--fp8-amax-history-len 2048", "fits"), ("--log-throughput", "fits"),
+    ],
+)  # fmt: skip
+def test_an_option_changes_the_verdict_of_the_command_line(
+    option: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit code is 0 whatever the verdict: it says whether there is an estimate."""
+    words = ["estimate", "--megatron-args", f"{ARGUMENTS} {option}", "--num-gpus", "1", "--gpu", "H100"]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"]["answer"] == answer
+    assert main(words) == 0
+    assert ("unknown: peak" in capsys.readouterr().out) == (answer == "unknown")
