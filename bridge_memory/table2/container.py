@@ -104,7 +104,8 @@ def _layers(model: Any) -> Layers:
         if isinstance(frequency, list | tuple) and len(frequency) == count:
             kinds = tuple(bool(kind) for kind in frequency)
         else:
-            kinds = layer_pattern(frequency, count, "model.moe_layer_freq")
+            number = int(frequency) if isinstance(frequency, bool) else frequency
+            kinds = layer_pattern(number, count, "model.moe_layer_freq")
     return Layers(kinds, max(0, getattr(model, "mtp_num_layers", None) or 0))
 
 
