@@ -279,7 +279,7 @@ def test_changed_containers_have_bridges_figures_or_are_refused_where_bridge_fai
     assert equal > 4000 * 8 / 2 and failed > 400
 
 
-def test_wrong_values_that_bridge_names_are_a_value_error_of_ours_too(theirs: ModuleType, recipes: list[Recipe]) -> None:
+def test_wrong_values_that_bridge_names_are_value_errors_of_ours_too(theirs: ModuleType, recipes: list[Recipe]) -> None:
     base = next(r.validated for r in recipes if r.name.startswith("qwen3_30b_a3b_pretrain"))
     wrong = (
         ("tensor_model_parallel_size", 0), ("pipeline_model_parallel_size", -1), ("context_parallel_size", 0),

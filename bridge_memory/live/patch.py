@@ -18,7 +18,7 @@ from typing import Any
 
 from bridge_memory.live import gather, oom
 from bridge_memory.live.cuda import Reading, read_cuda
-from bridge_memory.live.guard import never_raises, warn_once
+from bridge_memory.live.guard import never_raises
 from bridge_memory.live.reporter import Reporter
 from bridge_memory.readers.megatron_args import container
 
