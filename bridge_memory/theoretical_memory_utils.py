@@ -16,7 +16,17 @@ from typing import Any
 
 from bridge_memory.readers.container_fields import data_parallel_size
 from bridge_memory.spec import SpecError
-from bridge_memory.table2 import ACTIVATION, DENSE, ROUTED, ModelState, activations, model_state, remarks, stages_of
+from bridge_memory.table2 import (
+    ACTIVATION,
+    DENSE,
+    ROUTED,
+    ModelState,
+    activations,
+    activations_are_reported,
+    model_state,
+    remarks,
+    stages_of,
+)
 
 __all__ = [
     "NUM_BYTES_IN_GIGABYTE",
@@ -184,7 +194,7 @@ def report_theoretical_memory(config: Any, num_microbatches: int | None = None, 
     (sequence parallel, selective). Nothing at all for a MegatronMIMOProvider."""
     if _is_mimo(config):
         return
-    applies = _activation_applies(config)
+    applies = activations_are_reported(config)
     estimate = estimate_training_memory(config, num_microbatches, include_activation=applies)
     if verbose:
         _print_parameters(estimate)
@@ -196,7 +206,7 @@ def theoretical_memory_line(config: Any, num_microbatches: int | None = None) ->
     """The line that ``report_theoretical_memory`` prints, "" where it prints none."""
     if _is_mimo(config):
         return ""
-    applies = _activation_applies(config)
+    applies = activations_are_reported(config)
     return _line(estimate_training_memory(config, num_microbatches, include_activation=applies))
 
 
@@ -212,13 +222,6 @@ def _line(estimate: TrainingMemoryEstimate) -> str:
 def _is_mimo(config: Any) -> bool:
     """Bridge's MIMO provider is no TransformerConfig. Told by name: Bridge may be absent."""
     return any(cls.__name__ == "MegatronMIMOProvider" for cls in type(getattr(config, "model", None)).__mro__)
-
-
-def _activation_applies(config: Any) -> bool:
-    model = config.model
-    return bool(getattr(model, "sequence_parallel", False)) and (
-        getattr(model, "recompute_granularity", None) == "selective"
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -138,6 +138,11 @@ def test_what_is_not_set_is_what_bridge_takes() -> None:
 
 def test_a_dense_llama_leaves_nothing_to_remark() -> None:
     assert ours.remarks(container()) == ()
+    with_activations, without = (
+        container(pipeline_model_parallel_size=4, sequence_parallel=on) for on in (True, False)
+    )
+    assert len(ours.remarks(with_activations)) == 1  # the last stage's logits
+    assert ours.remarks(without) == ()
     assert ours.remarks(container(pipeline_model_parallel_size=4), include_activation=False) == ()
 
 

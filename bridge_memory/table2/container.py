@@ -89,6 +89,13 @@ def activations(config: Any) -> Activations:
     )
 
 
+def activations_are_reported(config: Any) -> bool:
+    """Bridge's report has activations only where its formula holds: sequence parallel, selective recomputation."""
+    model = container_part(config, "model")
+    selective = getattr(model, "recompute_granularity", None) == "selective"
+    return bool(getattr(model, "sequence_parallel", False)) and selective
+
+
 def counts_a_gate(model: Any) -> bool:
     """Bridge's rule: gated_linear_unit, and the activation is torch's silu (told by name: torch may be absent)."""
     function = getattr(model, "activation_func", None)

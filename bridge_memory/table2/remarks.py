@@ -7,17 +7,20 @@ from typing import Any
 
 from bridge_memory.spec import SpecError
 from bridge_memory.table2.closed_forms import ModelState
-from bridge_memory.table2.container import counts_a_gate, model_state
+from bridge_memory.table2.container import activations_are_reported, counts_a_gate, model_state
 from bridge_memory.table2.stages import stages_of
 
 #: A stage is named where it holds this much more or less than Bridge's most loaded GPU.
 _NAMED_FROM = 0.01
 
 
-def remarks(config: Any, *, include_activation: bool = True) -> tuple[str, ...]:
-    """What the figures of ``estimate_training_memory`` leave out or suppose. Raises SpecError as it does."""
+def remarks(config: Any, *, include_activation: bool | None = None) -> tuple[str, ...]:
+    """What the figures of ``estimate_training_memory`` leave out or suppose. ``include_activation`` None: as in the
+    report of this container. Raises SpecError as the estimate does."""
     state = model_state(config)
     found = [*_of_the_model(config.model, state), *_of_the_state(config, state), *_of_the_stages(config.model, state)]
+    if include_activation is None:
+        include_activation = activations_are_reported(config)
     if include_activation and state.pp > 1:
         found.append("activations are the first stage's; the logits of the last stage are not counted")
     return tuple(found)
@@ -28,6 +31,8 @@ def _of_the_model(model: Any, state: ModelState) -> Iterator[str]:
         yield "the gate of a gated unit other than SwiGLU is not counted"
     if getattr(model, "multi_latent_attention", False):
         yield "multi-latent attention is counted as grouped-query attention"
+    if variant := getattr(model, "experimental_attention_variant", None):
+        yield f"every layer is counted with grouped-query attention although there is {variant}"
     if getattr(model, "is_hybrid_model", False) or any(
         getattr(model, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern")
     ):
