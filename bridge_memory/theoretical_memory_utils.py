@@ -1,30 +1,47 @@
-"""The drop-in for ``megatron.bridge.training.utils.theoretical_memory_utils``: same names, numbers and line.
+"""The drop-in for ``megatron.bridge.training.utils.theoretical_memory_utils`` of Megatron Bridge 0.6.2.
 
-``method="table2"`` (the default) gives Megatron Bridge's own figures, see ``bridge_memory.table2``;
-``method="inventory"`` gives this project's in the same shapes. ``estimate_training_memory_by_stage`` gives either
-of them for each pipeline stage.
+The same names, numbers and printed lines, with ``method="table2"``, the default; ``method="inventory"`` gives this
+project's figures in the same shapes. Ours on top: ``estimate_training_memory_by_stage`` (either method, every pipeline
+stage), ``remarks`` (where Bridge's figures are not this container's memory) and ``theoretical_memory_line``.
 
-Everywhere ``config`` is a Megatron Bridge ``ConfigContainer``, validated or not, or any object with its
-attributes. Memory is in bytes unless a name says otherwise; MB and GB are 2^20 and 2^30 bytes, as in Bridge.
-Raises SpecError (a ValueError) where a field is missing or wrong.
+Everywhere ``config`` is a Megatron Bridge ``ConfigContainer``, or any object with its attributes. Memory is in bytes
+unless a name says otherwise; MB and GB are 2^20 and 2^30 bytes, as in Bridge. What Bridge answers is answered; where it
+fails, SpecError (a ValueError) names the field, or what ``validate()`` would set is taken.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from bridge_memory.readers.container_fields import data_parallel_size
 from bridge_memory.spec import SpecError
 from bridge_memory.table2 import (
     ACTIVATION,
     DENSE,
     ROUTED,
-    Table2,
-    Table2Stage,
-    assumptions,
-    table2_from_container,
+    ModelState,
+    activations,
+    activations_are_reported,
+    model_state,
+    remarks,
+    stages_of,
 )
+
+__all__ = [
+    "NUM_BYTES_IN_GIGABYTE",
+    "NUM_BYTES_IN_MEGABYTE",
+    "MemoryComponentEstimate",
+    "TrainingMemoryEstimate",
+    "compute_activation_memory",
+    "compute_weight_and_optimizer_memory",
+    "estimate_training_memory",
+    "estimate_training_memory_by_stage",
+    "format_training_memory_estimate",
+    "remarks",
+    "report_theoretical_memory",
+    "theoretical_memory_line",
+]
 
 NUM_BYTES_IN_MEGABYTE: int = 1024 * 1024
 NUM_BYTES_IN_GIGABYTE: int = 1024 * 1024 * 1024
@@ -34,12 +51,15 @@ METHODS = ("table2", "inventory")
 
 @dataclass(frozen=True, slots=True)
 class MemoryComponentEstimate:
-    """One named part of one GPU's memory."""
+    """One named part of one GPU's memory; counts are 0 where the part is not made of parameters."""
 
     name: str
-    memory_bytes: float
-    #: Elements of one GPU's shard; 0 where the part is not made of parameters.
-    parameters: float = 0.0
+    #: Elements in the whole model.
+    parameter_count: float = 0.0
+    #: Elements of one GPU's shard.
+    parameter_count_per_gpu: float = 0.0
+    bytes_per_parameter: float = 0.0
+    memory_bytes: float = 0.0
 
     @property
     def memory_mb(self) -> float:
@@ -59,7 +79,7 @@ class TrainingMemoryEstimate:
     activation: MemoryComponentEstimate | None
     #: Parameters of the whole model (elements).
     total_parameters: float
-    assumptions: tuple[str, ...] = ()
+    assumptions: tuple[str, ...]
 
     @property
     def weight_and_optimizer_bytes(self) -> float:
@@ -67,7 +87,7 @@ class TrainingMemoryEstimate:
 
     @property
     def total_memory_bytes(self) -> float:
-        return self.weight_and_optimizer_bytes + (self.activation.memory_bytes if self.activation else 0.0)
+        return self.weight_and_optimizer_bytes + (0.0 if self.activation is None else self.activation.memory_bytes)
 
     @property
     def total_memory_mb(self) -> float:
@@ -76,14 +96,6 @@ class TrainingMemoryEstimate:
     @property
     def total_memory_gb(self) -> float:
         return self.total_memory_bytes / NUM_BYTES_IN_GIGABYTE
-
-    @property
-    def memory_mb(self) -> float:
-        return self.total_memory_mb
-
-    @property
-    def memory_gb(self) -> float:
-        return self.total_memory_gb
 
 
 def estimate_training_memory(
@@ -95,18 +107,18 @@ def estimate_training_memory(
 ) -> TrainingMemoryEstimate:
     """Memory of the most loaded GPU.
 
-    With "table2": the largest dense part of any stage, the largest routed-expert part of any stage, and the first
-    stage's activations, which is how Bridge adds them. With "inventory": the stage with the highest peak.
+    With "table2" Bridge's figures: the largest dense part of any stage, the largest routed-expert part of any stage
+    (averages over stages where no stage's layers are stated), and the first stage's activations. With "inventory": the
+    stage with the highest peak.
     """
     _check_method(method)
     if method == "inventory":
         stages = _inventory_by_stage(config, num_microbatches, include_activation)
         return max(stages, key=lambda s: s.total_memory_bytes)
-    t = table2_from_container(config)
-    dense = max(t.stage_dense_parameters(s) for s in t.stages)
-    routed = max(t.stage_routed_parameters(s) for s in t.stages)
-    activation = t.activation_bytes(0, num_microbatches) if include_activation else None
-    return _table2_estimate(config, t, dense, routed, activation)
+    state = model_state(config)
+    routed = state.routed_parameters_per_gpu() if state.routed_parameters > 0 else None
+    activation = activations(config).first_stage_bytes(num_microbatches) if include_activation else None
+    return _table2_estimate(state, state.dense_parameters_per_gpu(), routed, activation)
 
 
 def estimate_training_memory_by_stage(
@@ -116,73 +128,100 @@ def estimate_training_memory_by_stage(
     include_activation: bool = True,
     method: str = "inventory",
 ) -> tuple[TrainingMemoryEstimate, ...]:
-    """Memory of one GPU of every pipeline stage, first stage first, by either method."""
+    """Memory of one GPU of every pipeline stage, first stage first, by either method.
+
+    With "table2" Bridge's closed forms over the layers that the stage holds. Where the container does not say how many
+    replicas there are, the world size does.
+    """
     _check_method(method)
     if method == "inventory":
         return _inventory_by_stage(config, num_microbatches, include_activation)
-    t = table2_from_container(config)
+    state = model_state(config)
+    if state.use_distributed_optimizer:
+        state = replace(state, data_parallel_size=data_parallel_size(config))
+    kept = replace(activations(config), vocab_size=state.vocab_size) if include_activation else None
+    notes = remarks(config, include_activation=False)
     return tuple(
         _table2_estimate(
-            config,
-            t,
-            t.stage_dense_parameters(held),
-            t.stage_routed_parameters(held),
-            t.activation_bytes(stage, num_microbatches) if include_activation else None,
+            state,
+            state.stage_dense_parameters(held),
+            state.stage_routed_parameters(held) if state.routed_parameters > 0 else None,
+            None if kept is None else kept.stage_bytes(stage, held, num_microbatches),
+            notes,
         )
-        for stage, held in enumerate(t.stages)
+        for stage, held in enumerate(stages_of(config.model, state.layers, state.pp, state.vpp))
     )
 
 
 def format_training_memory_estimate(estimate: TrainingMemoryEstimate, *, unit: str = "MB") -> str:
-    """Bridge's line. ``unit`` is "MB" or "GB" (2^20 and 2^30 bytes); ValueError for any other."""
-    from bridge_memory.report.text import theoretical_footprint_line
-
-    units = {"MB": NUM_BYTES_IN_MEGABYTE, "GB": NUM_BYTES_IN_GIGABYTE}
-    if unit not in units:
+    """Every component and the total in one line. ``unit`` is "MB" or "GB" (2^20 and 2^30 bytes) in any case;
+    ValueError for any other."""
+    sizes = {"MB": NUM_BYTES_IN_MEGABYTE, "GB": NUM_BYTES_IN_GIGABYTE}
+    unit = unit.upper()
+    if unit not in sizes:
         raise ValueError(f"Unsupported memory unit: {unit}")
-    activation = None if estimate.activation is None else estimate.activation.memory_bytes / units[unit]
-    return theoretical_footprint_line(estimate.weight_and_optimizer_bytes / units[unit], activation, unit)
+    parts = [(c.name, c.memory_bytes) for c in estimate.model_state_components]
+    if estimate.activation is not None:
+        parts.append((estimate.activation.name, estimate.activation.memory_bytes))
+    parts.append(("total", estimate.total_memory_bytes))
+    return "Theoretical memory footprints: " + ", ".join(f"{n}={size / sizes[unit]:.2f} {unit}" for n, size in parts)
 
 
 def compute_weight_and_optimizer_memory(config: Any, verbose: bool = False) -> float:
     """Bytes of weights, gradients and optimizer state on the most loaded GPU (table2)."""
-    t = table2_from_container(config)
+    estimate = estimate_training_memory(config, include_activation=False)
     if verbose:
-        _print_parameters(t)
-    return estimate_training_memory(config, include_activation=False).weight_and_optimizer_bytes
+        _print_parameters(estimate)
+    return estimate.weight_and_optimizer_bytes
 
 
 def compute_activation_memory(config: Any, num_microbatches: int | None, verbose: bool = False) -> float:
     """Bytes of activations on a GPU of the first stage (table2)."""
-    t = table2_from_container(config)
+    kept = activations(config)
     if verbose:
-        _print_activations(t, num_microbatches)
-    return t.activation_bytes(0, num_microbatches)
+        per_layer = kept.layer_bytes / NUM_BYTES_IN_MEGABYTE / kept.tp / kept.cp
+        print(f"Activation memory footprint per transformer layer: {per_layer:.1f} MB")
+        penalty = kept.interleaved_schedule_memory_penalty
+        if penalty is not None:
+            print(f"Memory penalty from interleaved schedule: {penalty:.2f}")
+        if penalty is not None or kept.pp > 1:
+            print(f"Number of in-flight microbatches: {kept.in_flight_microbatches(num_microbatches)}")
+    return kept.first_stage_bytes(num_microbatches)
 
 
 def report_theoretical_memory(config: Any, num_microbatches: int | None = None, verbose: bool = False) -> None:
-    """Print Bridge's line; activations only where its formula applies (sequence parallel, selective)."""
+    """Print Bridge's line, and parameters above it with ``verbose``; activations only where its formula applies
+    (sequence parallel, selective). Nothing at all for a MegatronMIMOProvider."""
+    if _is_mimo(config):
+        return
+    applies = activations_are_reported(config)
+    estimate = estimate_training_memory(config, num_microbatches, include_activation=applies)
     if verbose:
-        compute_weight_and_optimizer_memory(config, verbose=True)
-        if _activation_applies(config):
-            compute_activation_memory(config, num_microbatches, verbose=True)
+        _print_parameters(estimate)
     # Bridge ends the longer line with an empty one.
-    print(theoretical_memory_line(config, num_microbatches) + ("\n" if _activation_applies(config) else ""))
+    print(_line(estimate) + ("\n" if applies else ""))
 
 
 def theoretical_memory_line(config: Any, num_microbatches: int | None = None) -> str:
-    """The line that ``report_theoretical_memory`` prints."""
-    applies = _activation_applies(config)
-    return format_training_memory_estimate(
-        estimate_training_memory(config, num_microbatches, include_activation=applies)
+    """The line that ``report_theoretical_memory`` prints, "" where it prints none."""
+    if _is_mimo(config):
+        return ""
+    applies = activations_are_reported(config)
+    return _line(estimate_training_memory(config, num_microbatches, include_activation=applies))
+
+
+def _line(estimate: TrainingMemoryEstimate) -> str:
+    from bridge_memory.report.text import theoretical_footprint_line
+
+    return theoretical_footprint_line(
+        estimate.weight_and_optimizer_bytes / NUM_BYTES_IN_MEGABYTE,
+        None if estimate.activation is None else estimate.activation.memory_mb,
     )
 
 
-def _activation_applies(config: Any) -> bool:
-    model = config.model
-    return bool(getattr(model, "sequence_parallel", False)) and (
-        getattr(model, "recompute_granularity", None) == "selective"
-    )
+def _is_mimo(config: Any) -> bool:
+    """Bridge's MIMO provider is no TransformerConfig. Told by name: Bridge may be absent."""
+    return any(cls.__name__ == "MegatronMIMOProvider" for cls in type(getattr(config, "model", None)).__mro__)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -194,17 +233,47 @@ def _check_method(method: str) -> None:
 
 
 def _table2_estimate(
-    config: Any, t: Table2, dense: float, routed: float, activation: float | None
+    state: ModelState, dense: float, routed: float | None, activation: float | None, notes: tuple[str, ...] = ()
 ) -> TrainingMemoryEstimate:
-    states = [MemoryComponentEstimate(DENSE, dense * t.dense_bytes_per_parameter, dense)]
-    if t.num_experts:
-        states.append(MemoryComponentEstimate(ROUTED, routed * t.routed_bytes_per_parameter, routed))
+    """``dense``, ``routed`` (None: no experts): elements of one GPU's shard."""
+
+    def component(name: str, whole: float, held: float, per_parameter: float) -> MemoryComponentEstimate:
+        return MemoryComponentEstimate(name, whole, held, per_parameter, held * per_parameter)
+
+    whole = state.dense_parameters + state.embedding_parameters
+    states = [component(DENSE, whole, dense, state.dense_bytes_per_parameter)]
+    if routed is not None:
+        states.append(component(ROUTED, state.routed_parameters, routed, state.routed_bytes_per_parameter))
     return TrainingMemoryEstimate(
         model_state_components=tuple(states),
-        activation=None if activation is None else MemoryComponentEstimate(ACTIVATION, activation),
-        total_parameters=t.total_parameters,
-        assumptions=assumptions(config, t, activation=activation is not None),
+        activation=None if activation is None else MemoryComponentEstimate(ACTIVATION, memory_bytes=activation),
+        total_parameters=state.total_parameters,
+        assumptions=(*_assumptions(state, routed is not None, activation is not None), *notes),
     )
+
+
+def _assumptions(state: ModelState, routed: bool, activation: bool) -> tuple[str, ...]:
+    """Bridge's sentences, letter for letter."""
+    said = [
+        "Reports the most-loaded GPU shard; runtime allocator, kernel workspace, and CUDA graph buffers are excluded.",
+        "Weight/optimizer bytes use the Megatron Bridge Adam estimate: 18 B/parameter without distributed "
+        "optimizer, otherwise 6 B plus 12 B sharded over the relevant optimizer group.",
+        "Embedding parameters are assigned to first/last pipeline stages; untied embeddings double-count only "
+        "when PP=1.",
+    ]
+    if routed:
+        said.append(
+            "Routed MoE expert parameters are sharded by expert_model_parallel_size and "
+            "expert_tensor_parallel_size; routed expert optimizer state uses the expert data-parallel shard size."
+        )
+    if state.cp > 1:
+        said.append("Dense optimizer state and activations are divided across context parallel ranks.")
+    if activation:
+        said.append(
+            "Activation estimates assume sequence parallelism and selective activation recomputation; full "
+            "recompute, CPU offload, token imbalance, and dispatcher workspace are not modeled."
+        )
+    return tuple(said)
 
 
 def _inventory_by_stage(
@@ -216,11 +285,17 @@ def _inventory_by_stage(
 
     run = run_from_config_container(config, num_microbatches=num_microbatches)
     answer = estimate(run)
+    total = float(answer.parameters + answer.mtp_parameters)
     notes = (*answer.assumptions, *(f"not modelled: {name}" for name in answer.not_modelled))
     stages = []
     for stage in answer.stages:
         states = tuple(
-            MemoryComponentEstimate(c.name, float(c.bytes), float(stage.parameters) if c.role is Role.WEIGHTS else 0.0)
+            MemoryComponentEstimate(
+                c.name,
+                parameter_count=total if c.role is Role.WEIGHTS else 0.0,
+                parameter_count_per_gpu=float(stage.parameters) if c.role is Role.WEIGHTS else 0.0,
+                memory_bytes=float(c.bytes),
+            )
             for c in stage.components
             if c.role in STATIC_ROLES
         )
@@ -229,40 +304,21 @@ def _inventory_by_stage(
         stages.append(
             TrainingMemoryEstimate(
                 model_state_components=states,
-                activation=MemoryComponentEstimate(ACTIVATION, moving) if include_activation else None,
-                total_parameters=float(answer.parameters + answer.mtp_parameters),
+                activation=MemoryComponentEstimate(ACTIVATION, memory_bytes=moving) if include_activation else None,
+                total_parameters=total,
                 assumptions=notes,
             )
         )
     return tuple(stages)
 
 
-def _print_parameters(t: Table2) -> None:
+def _print_parameters(estimate: TrainingMemoryEstimate) -> None:
     """Bridge's verbose lines, letter for letter."""
     billions = 10**9
-    print(f"Number of parameters in transformer layers in billions: {t.transformer_parameters / billions: .2f}")
-    print(f"Number of parameters in embedding layers in billions: {t.total_embedding_parameters / billions:.2f}")
-    print(f"Total number of parameters in billions: {t.total_parameters / billions:.2f}")
-
-    def on_gpu(stage: Table2Stage) -> float:
-        return t.stage_dense_parameters(stage) + t.stage_routed_parameters(stage)
-
-    most = max(map(on_gpu, t.stages))
-    print(f"Number of parameters in most loaded shard in billions: {most / billions:.4f}")
-    if t.pp > 1:
-        # "Other shards" are the layers of a middle stage, without an embedding.
-        middle = t.stages[1 if t.pp > 2 else 0]
-        other = t.stage_transformer_parameters(middle) / t.tp + t.stage_routed_parameters(middle)
-        print(f"Number of parameters in other shards in billions: {other / billions:.4f}")
-
-
-def _print_activations(t: Table2, num_microbatches: int | None) -> None:
-    """Bridge's verbose lines, letter for letter."""
-    per_layer = t.layer_activation_bytes / NUM_BYTES_IN_MEGABYTE / (t.tp * t.cp)
-    print(f"Activation memory footprint per transformer layer: {per_layer:.1f} MB")
-    penalty = t.interleaved_schedule_memory_penalty
-    if penalty is not None:
-        print(f"Memory penalty from interleaved schedule: {penalty:.2f}")
-        print(f"Number of in-flight microbatches: {math.ceil(penalty * t.pp)}")
-    elif t.pp > 1:
-        print(f"Number of in-flight microbatches: {int(t.in_flight_microbatches(0, num_microbatches))}")
+    kinds = list(zip(("dense and embedding", "routed expert"), estimate.model_state_components, strict=False))
+    for kind, component in kinds:
+        print(f"Number of {kind} parameters in billions: {component.parameter_count / billions:.2f}")
+    print(f"Total number of parameters in billions: {estimate.total_parameters / billions:.2f}")
+    for kind, component in kinds:
+        held = component.parameter_count_per_gpu / billions
+        print(f"Number of {kind} parameters in most loaded shard in billions: {held:.4f}")

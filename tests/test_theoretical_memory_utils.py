@@ -1,17 +1,19 @@
-"""The drop-in has Megatron Bridge's numbers where Bridge defines them, and hand counts where it is newer."""
+"""The drop-in by hand counts and by the figures of Megatron Bridge's own unit tests; no Bridge is needed.
+
+Beside Bridge's own functions: ``tests/test_drop_in.py``.
+"""
 
 from __future__ import annotations
 
-import itertools
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bridge_stubs import require_bridge
 
 from bridge_memory import theoretical_memory_utils as ours
 from bridge_memory.spec import SpecError
-from bridge_memory.table2 import Table2, Table2Stage
+from bridge_memory.table2 import Activations, HeldLayers, Layers, ModelState
 
 
 def container(data_parallel_size: int | None = 8, *, micro_batch_size: int = 1, distributed: bool = True, **model: Any):
@@ -40,48 +42,137 @@ def states(estimate: ours.TrainingMemoryEstimate) -> dict[str, float]:
     return {c.name: c.memory_bytes for c in estimate.model_state_components}
 
 
-# ---- against Bridge 0.3.1's own functions ----
+# ---- the figures of Bridge 0.6.2's unit tests (tests/unit_tests/training/utils/test_theoretical_memory_utils.py) ----
 
-DENSE = [
-    dict(zip(("tensor_model_parallel_size", "pipeline_model_parallel_size"), sizes, strict=True)) | more
-    for sizes, more in itertools.product(
-        ((1, 1), (2, 1), (1, 4), (8, 4)),
-        ({}, {"share_embeddings_and_output_weights": True, "vocab_size": 50257}, {"should_pad_vocab": False}),
+#: Their model: LayerNorm, no gate, tied embeddings, 2 sequences of 8 tokens, on 4 replicas of TP 2 PP 2.
+TINY = dict(
+    num_layers=4, hidden_size=16, seq_length=8, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=None,
+    kv_channels=4, vocab_size=32, make_vocab_size_divisible_by=1, should_pad_vocab=False, activation_func=None,
+    gated_linear_unit=False, share_embeddings_and_output_weights=True, tensor_model_parallel_size=2,
+    pipeline_model_parallel_size=2, expert_tensor_parallel_size=1,
+)  # fmt: skip
+
+UNEVEN = dict(
+    num_layers=8, tensor_model_parallel_size=1, pipeline_model_parallel_size=4, num_layers_in_first_pipeline_stage=1,
+    num_layers_in_last_pipeline_stage=3, share_embeddings_and_output_weights=False,
+)  # fmt: skip
+
+#: Changes -> for each component (parameters of the model, of one GPU, bytes each, bytes); None is not stated there.
+NVIDIAS = [
+    ({}, 4, [(13088, 3400, 9, 30600)]),
+    (UNEVEN, 4, [(None, 9952, 9, 89568)]),
+    (
+        {**UNEVEN, "num_moe_experts": 2, "moe_layer_freq": [0, 1, 0, 0, 1, 0, 1, 1], "moe_ffn_hidden_size": 32},
+        4,
+        [(None, 5856, None, None), (None, 4096, None, None)],
+    ),
+    (
+        dict(
+            pipeline_model_parallel_size=1, context_parallel_size=2, num_moe_experts=8, moe_layer_freq=2,
+            moe_ffn_hidden_size=32, expert_model_parallel_size=4,
+        ),
+        8,
+        [(8992, 4496, 6.75, 30348), (16384, 4096, 7.5, 30720)],
+    ),
+    (
+        dict(
+            pipeline_model_parallel_size=1, num_moe_experts=4, moe_layer_freq=[0, 1, 0, 1], moe_ffn_hidden_size=32,
+            moe_shared_expert_intermediate_size=8, moe_latent_size=4, mtp_num_layers=1,
+        ),
+        4,
+        [(11232, 5616, None, None), (3072, 3072, None, None)],
+    ),
+]  # fmt: skip
+
+
+def tiny(data_parallel_size: int = 4, **model: Any) -> Any:
+    return container(data_parallel_size, micro_batch_size=2, **{**TINY, **model})
+
+
+@pytest.mark.parametrize(("changes", "replicas", "expected"), NVIDIAS)
+def test_model_state_is_what_nvidias_tests_say(changes: dict[str, Any], replicas: int, expected: list[Any]) -> None:
+    estimate = ours.estimate_training_memory(tiny(replicas, **changes), include_activation=False)
+    assert len(estimate.model_state_components) == len(expected)
+    for component, figures in zip(estimate.model_state_components, expected, strict=True):
+        got = (
+            component.parameter_count, component.parameter_count_per_gpu, component.bytes_per_parameter,
+            component.memory_bytes,
+        )  # fmt: skip
+        assert [g for g, f in zip(got, figures, strict=True) if f is not None] == [f for f in figures if f is not None]
+    assert estimate.total_parameters == sum(c.parameter_count for c in estimate.model_state_components)
+    assert estimate.weight_and_optimizer_bytes == sum(c.memory_bytes for c in estimate.model_state_components)
+
+
+@pytest.mark.parametrize(
+    ("changes", "microbatches", "expected"),
+    [
+        ({"pipeline_model_parallel_size": 1, "context_parallel_size": 2}, 1, 9568),
+        ({"virtual_pipeline_model_parallel_size": 2}, 4, 22240),
+    ],
+)
+def test_activations_are_what_nvidias_tests_say(changes: dict[str, Any], microbatches: int, expected: int) -> None:
+    estimate = ours.estimate_training_memory(tiny(**changes), microbatches)
+    assert estimate.activation is not None and estimate.activation.memory_bytes == expected
+    assert estimate.total_memory_bytes == estimate.weight_and_optimizer_bytes + expected
+
+
+def test_the_printed_line_is_what_nvidias_test_says(capsys: pytest.CaptureFixture[str]) -> None:
+    ours.report_theoretical_memory(tiny(), num_microbatches=4)
+    assert capsys.readouterr().out == (
+        "Theoretical memory footprints: weight and optimizer=0.03 MB, activation=0.02 MB, total=0.05 MB\n\n"
     )
-] + [
-    {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
-    {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 8, "num_query_groups": None},
-    {"gated_linear_unit": False, "ffn_hidden_size": 16384},
-    {"sequence_parallel": False},
-    {"recompute_granularity": "full"},
-    {"recompute_granularity": None, "pipeline_model_parallel_size": 2},
-]
 
 
-@pytest.mark.parametrize("microbatches", [None, 2, 64])
-def test_dense_models_print_bridges_lines_letter_for_letter(microbatches, capsys) -> None:
-    require_bridge()
-    import torch.nn.functional as F
-    from megatron.bridge.training.utils import theoretical_memory_utils as theirs
+# ---- Bridge's rules, counted by hand ----
 
-    for model in DENSE:
-        for distributed, micro in ((True, 1), (False, 4)):
-            config = container(distributed=distributed, micro_batch_size=micro, **{"activation_func": F.silu, **model})
-            for verbose in (False, True):
-                theirs.report_theoretical_memory(config, num_microbatches=microbatches, verbose=verbose)
-                expected = capsys.readouterr().out
-                ours.report_theoretical_memory(config, num_microbatches=microbatches, verbose=verbose)
-                assert capsys.readouterr().out == expected, (model, distributed)
-            assert ours.compute_weight_and_optimizer_memory(config) == pytest.approx(
-                theirs.compute_weight_and_optimizer_memory(config), rel=1e-12
-            )
-            assert ours.compute_activation_memory(config, microbatches) == pytest.approx(
-                theirs.compute_activation_memory(config, microbatches), rel=1e-12
-            )
+
+def test_what_is_not_set_is_what_bridge_takes() -> None:
+    """No data_parallel_size and no expert_tensor_parallel_size: 1 each. The numbers stay; remarks say it."""
+    config = container(None, **{**QWEN3_30B, "expert_tensor_parallel_size": None})
+    one = container(1, **{**QWEN3_30B, "expert_tensor_parallel_size": 1})
+    assert ours.estimate_training_memory(config) == ours.estimate_training_memory(one)
+    said = " ".join(ours.remarks(config))
+    assert "data_parallel_size is not set" in said and "Megatron takes 4" in said
+    assert "is not set" not in " ".join(ours.remarks(one))
+
+
+def test_a_dense_llama_leaves_nothing_to_remark() -> None:
+    assert ours.remarks(container()) == ()
+    with_activations, without = (
+        container(pipeline_model_parallel_size=4, sequence_parallel=on) for on in (True, False)
+    )
+    assert len(ours.remarks(with_activations)) == 1  # the last stage's logits
+    assert ours.remarks(without) == ()
+    assert ours.remarks(container(pipeline_model_parallel_size=4), include_activation=False) == ()
+
+
+def test_moe_activations_are_those_of_the_experts_that_a_token_uses() -> None:
+    """s b h (18 + 4 (8 x 768 + 1024)/h) in a layer with experts, 48 of them; embedding 8 s b + s b h; logits."""
+    config = container(
+        **{**QWEN3_30B, "pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 1}, moe_router_topk=8,
+        moe_shared_expert_intermediate_size=1024, should_pad_vocab=False,
+    )  # fmt: skip
+    s, h = 8192, 2048
+    expected = 48 * s * (18 * h + 4 * (8 * 768 + 1024)) + 8 * s + s * h + 4 * s * (h + 151936)
+    assert ours.compute_activation_memory(config, 1) == pytest.approx(expected)
+
+
+def test_layouts_are_averaged_by_bridge_and_the_heaviest_stage_is_remarked_on() -> None:
+    """Two stages of 6 and 2 layers: Bridge counts 4 + a table; the first holds 6 + a table."""
+    config = container(
+        num_layers=8, pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*6|t*2L", should_pad_vocab=False
+    )
+    layer, table = 2 * 4096 * 40 * 128 + 3 * 4096 * 14336 + 4 * 4096, 128256 * 4096
+    counted = (4 * layer + 4096 + table) * 7.5
+    assert ours.compute_weight_and_optimizer_memory(config) == counted
+    first = ours.estimate_training_memory_by_stage(config, method="table2")[0].weight_and_optimizer_bytes
+    assert first == (6 * layer + table) * 7.5
+    (said,) = ours.remarks(config, include_activation=False)
+    assert f"heaviest stage is 0, with {first / 2**30:.2f} GiB" in said and f"{counted / 2**30:.2f} GiB" in said
 
 
 def test_a_gate_other_than_swiglu_is_not_counted_as_in_bridge() -> None:
-    """Gemma's GeGLU: Bridge counts two matrices of the three. The estimate says so."""
+    """Gemma's GeGLU: Bridge counts two matrices of the three. A remark says so."""
 
     def gelu() -> None: ...
 
@@ -90,10 +181,11 @@ def test_a_gate_other_than_swiglu_is_not_counted_as_in_bridge() -> None:
     assert ours.compute_weight_and_optimizer_memory(swiglu) - ours.compute_weight_and_optimizer_memory(
         geglu
     ) == pytest.approx(third)
-    assert any("gate" in a for a in ours.estimate_training_memory(geglu).assumptions)
+    assert any("gate" in remark for remark in ours.remarks(geglu))
+    assert not any("gate" in remark for remark in ours.remarks(swiglu))
 
 
-# ---- the printed line ----
+# ---- the formatted line ----
 
 
 def test_the_line_in_both_units_and_no_other() -> None:
@@ -112,16 +204,16 @@ def test_the_line_in_both_units_and_no_other() -> None:
     assert estimate.total_parameters == parameters
     assert estimate.weight_and_optimizer_bytes == 18 * parameters
     assert estimate.activation is not None and estimate.activation.memory_bytes == activation
-    assert estimate.total_memory_mb == (18 * parameters + activation) / 2**20 == estimate.memory_mb
-    assert estimate.total_memory_gb == (18 * parameters + activation) / 2**30 == estimate.memory_gb
+    assert estimate.total_memory_mb == (18 * parameters + activation) / 2**20
+    assert estimate.total_memory_gb == (18 * parameters + activation) / 2**30
     assert ours.format_training_memory_estimate(estimate) == (
-        "Theoretical memory footprints: weight and optimizer=252.11 MB, activation=43.01 MB, total=295.11 MB"
+        "Theoretical memory footprints: dense parameters and optimizer=252.11 MB, activation=43.01 MB, total=295.11 MB"
     )
-    assert ours.format_training_memory_estimate(estimate, unit="GB").endswith("total=0.29 GB")
+    assert ours.format_training_memory_estimate(estimate, unit="gb").endswith("total=0.29 GB")
     bare = ours.estimate_training_memory(config, include_activation=False)
     assert bare.activation is None
     assert ours.format_training_memory_estimate(bare) == (
-        "Theoretical memory footprints: weight and optimizer=252.11 MB"
+        "Theoretical memory footprints: dense parameters and optimizer=252.11 MB, total=252.11 MB"
     )
     with pytest.raises(ValueError, match=r"^Unsupported memory unit: TB$"):
         ours.format_training_memory_estimate(estimate, unit="TB")
@@ -184,15 +276,16 @@ def test_shared_and_latent_experts() -> None:
     assert states(latent)[dense] - states(plain)[dense] == pytest.approx(24 * 2 * 2048 * 512 / 4 * 7.5)
 
 
-def test_mtp_adds_a_layer_and_its_projection_to_the_last_stage() -> None:
-    """One depth: eh_proj 2 h^2, three norms, and a layer with experts."""
+def test_an_mtp_depth_is_one_more_layer_of_the_last_stage() -> None:
+    """Without its projection and its own norms, as Bridge counts it, which a remark says."""
     without = ours.estimate_training_memory_by_stage(container(**QWEN3_30B), method="table2")
     with_mtp = ours.estimate_training_memory_by_stage(container(**QWEN3_30B, mtp_num_layers=1), method="table2")
     assert with_mtp[0].weight_and_optimizer_bytes == without[0].weight_and_optimizer_bytes
     h = 2048
-    dense = 2 * h * h + 6 * h + 2 * h * 36 * 128 + 4 * h
+    dense = 2 * h * 36 * 128 + 4 * h
     more = dense / 4 * 7.5 + 32 * 3 * h * 768 * 7.5
     assert with_mtp[1].weight_and_optimizer_bytes - without[1].weight_and_optimizer_bytes == pytest.approx(more)
+    assert any("MTP depth" in remark for remark in ours.remarks(container(**QWEN3_30B, mtp_num_layers=1)))
 
 
 def test_uneven_stages_hold_the_layers_they_are_given() -> None:
@@ -200,12 +293,12 @@ def test_uneven_stages_hold_the_layers_they_are_given() -> None:
     config = container(num_layers=61, pipeline_model_parallel_size=4, num_layers_in_last_pipeline_stage=16)
     layer = 2 * 4096 * 40 * 128 + 3 * 4096 * 14336 + 4 * 4096
     table = 128256 * 4096
-    norm = 2 * 4096 / 4
-    expected = [15 * layer + table, 15 * layer, 15 * layer, 16 * layer + table]
+    norm = 2 * 4096
+    expected = [15 * layer + table, 15 * layer, 15 * layer, 16 * layer + table + norm]
     stages = ours.estimate_training_memory_by_stage(config, method="table2")
-    assert [s.weight_and_optimizer_bytes for s in stages] == pytest.approx([(n + norm) * 7.5 for n in expected])
+    assert [s.weight_and_optimizer_bytes for s in stages] == pytest.approx([n * 7.5 for n in expected])
     assert ours.estimate_training_memory(config).weight_and_optimizer_bytes == pytest.approx(
-        (expected[-1] + norm) * 7.5
+        expected[-1] * 7.5
     )
 
 
@@ -242,8 +335,8 @@ def test_dense_first_layers_sit_on_the_first_stage() -> None:
     assert states(first)[routed] == 0
     assert states(last)[routed] == pytest.approx(9 * 32 * 3 * 2048 * 768 * 7.5)
     whole = ours.estimate_training_memory(container(**model))
-    assert states(whole)[routed] == states(last)[routed]
-    assert any("different stages" in a for a in whole.assumptions)
+    assert states(whole)[routed] == pytest.approx(9 / 2 * 32 * 3 * 2048 * 768 * 7.5)  # Bridge averages layouts
+    assert any("the heaviest stage is 1" in remark for remark in ours.remarks(container(**model)))
 
 
 def test_the_closed_forms_need_no_container() -> None:
@@ -251,35 +344,85 @@ def test_the_closed_forms_need_no_container() -> None:
     layer, h V of a tied table and 2 h of the final norm; 34 s b h bytes of activations a layer, of 12 a stage, 8
     microbatches in flight on the first; all of it over TP."""
     h, s, vocab = 12288, 2048, 51200
-    stages = tuple(Table2Stage(12.0, 0.0, embedding=r == 0, output=r == 7) for r in range(8))
-    gpt3 = Table2(
-        num_layers=96, hidden_size=h, num_attention_heads=96, num_query_groups=96, kv_channels=128,
-        ffn_hidden_size=4 * h, gated_linear_multiplier=1.0, vocab_size=vocab, share_embeddings_and_output_weights=True,
-        seq_length=s, micro_batch_size=1, tp=8, pp=8, vpp=None, cp=1, ep=1, etp=8, data_parallel_size=1,
-        use_distributed_optimizer=False, num_experts=0, moe_ffn_hidden_size=4 * h,
-        moe_shared_expert_intermediate_size=0, moe_latent_size=None, mtp_num_layers=0, mtp_is_moe=False, stages=stages,
+    layers = Layers((False,) * 96)
+    gpt3 = ModelState(
+        layers=layers, hidden_size=h, num_attention_heads=96, num_query_groups=96, kv_channels=128,
+        ffn_hidden_size=4 * h, projections=2.0, vocab_size=vocab, share_embeddings_and_output_weights=True, tp=8, pp=8,
     )  # fmt: skip
     assert gpt3.total_parameters == 96 * (12 * h * h + 4 * h) + h * vocab + 2 * h
-    assert gpt3.layer_activation_bytes == 34 * s * h
-    embedding = 8 * s + s * h
-    assert gpt3.activation_bytes(0, 8) == pytest.approx(8 * (12 * 34 * s * h + embedding) / 8)
     assert gpt3.dense_bytes_per_parameter == 18
+    kept = Activations(
+        layers=layers, seq_length=s, micro_batch_size=1, hidden_size=h, ffn_hidden_size=4 * h, moe_width=0,
+        vocab_size=vocab, tp=8, pp=8,
+    )  # fmt: skip
+    assert kept.layer_bytes == 34 * s * h
+    first = HeldLayers(12.0, 0.0, embedding=True, output=False)
+    expected = (12 * 34 * s * h + 8 * s + s * h) * 8 / 8
+    assert kept.stage_bytes(0, first, 8) == pytest.approx(expected) == pytest.approx(kept.first_stage_bytes(8))
+
+
+def test_the_stages_and_the_drop_in_agree_where_both_say_the_same() -> None:
+    """Layers stated for the first and last stage: the heaviest dense and routed parts. An even split of equal layers:
+    the first stage's activations. One stage: everything. And always the parameters of the model."""
+    draw = random.Random(10)
+    for _ in range(200):
+        pp, vpp = draw.choice((1, 2, 3, 4)), draw.choice((None, 1, 2))
+        per_chunk = [draw.randint(1, 3) for _ in range(pp)]
+        per_chunk[1:-1] = per_chunk[1:2] * (pp - 2)
+        sizes = [n * (vpp or 1) for n in per_chunk]
+        layers = sum(sizes)
+        stated = dict(
+            num_layers_in_first_pipeline_stage=sizes[0], num_layers_in_last_pipeline_stage=sizes[-1]
+        ) if pp > 1 else {}  # fmt: skip
+        config = container(
+            **{
+                **QWEN3_30B, "num_layers": layers, "pipeline_model_parallel_size": pp, **stated,
+                "moe_layer_freq": [draw.randint(0, 1) for _ in range(layers)], "moe_router_topk": 8,
+                "virtual_pipeline_model_parallel_size": vpp if pp > 1 else None,
+                "mtp_num_layers": draw.choice((None, 1, 2)),
+                "share_embeddings_and_output_weights": draw.random() < 0.5,
+            }
+        )  # fmt: skip
+        whole = ours.estimate_training_memory(config, 6)
+        stages = ours.estimate_training_memory_by_stage(config, 6, method="table2")
+        for name, size in states(whole).items():
+            assert max(states(stage)[name] for stage in stages) == pytest.approx(size)
+        assert {stage.total_parameters for stage in stages} == {whole.total_parameters}
+        if pp == 1:
+            assert stages[0].total_memory_bytes == pytest.approx(whole.total_memory_bytes)
+        even = container(**{**QWEN3_30B, "pipeline_model_parallel_size": pp, "num_layers": 4 * pp})
+        even.model.virtual_pipeline_model_parallel_size = vpp if pp > 1 else None
+        assert ours.estimate_training_memory_by_stage(even, 3, method="table2")[
+            0
+        ].activation.memory_bytes == pytest.approx(ours.compute_activation_memory(even, 3))
 
 
 # ---- refusals ----
 
 
-def test_a_missing_data_parallel_size_comes_from_the_world_size_or_is_refused(monkeypatch) -> None:
-    known = ours.compute_weight_and_optimizer_memory(container(8, tensor_model_parallel_size=2))
+def test_stages_take_the_replicas_from_the_world_size_or_are_refused(monkeypatch) -> None:
+    def states_of(config: Any) -> list[float]:
+        stages = ours.estimate_training_memory_by_stage(config, method="table2")
+        return [stage.weight_and_optimizer_bytes for stage in stages]
+
+    known = states_of(container(8, tensor_model_parallel_size=2))
     config = container(None, tensor_model_parallel_size=2)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(SpecError, match="data_parallel_size is not set"):
-        ours.compute_weight_and_optimizer_memory(config)
+        states_of(config)
     monkeypatch.setenv("WORLD_SIZE", "16")
-    assert ours.compute_weight_and_optimizer_memory(config) == known
+    assert states_of(config) == known
     monkeypatch.setenv("WORLD_SIZE", "15")
     with pytest.raises(SpecError, match=r"WORLD_SIZE \(15\) is not divisible"):
-        ours.compute_weight_and_optimizer_memory(config)
+        states_of(config)
+
+
+def test_a_container_that_was_not_validated_has_what_validation_sets() -> None:
+    """Where Bridge fails: kv_channels h/a, ffn_hidden_size 4 h, the sequence length of the dataset."""
+    whole = container(ffn_hidden_size=16384)
+    bare = container(ffn_hidden_size=None, kv_channels=None, seq_length=None)
+    bare.dataset = SimpleNamespace(seq_length=8192)
+    assert ours.estimate_training_memory(bare) == ours.estimate_training_memory(whole)
 
 
 @pytest.mark.parametrize(
@@ -287,10 +430,12 @@ def test_a_missing_data_parallel_size_comes_from_the_world_size_or_is_refused(mo
     [
         ({"vocab_size": None}, "model.vocab_size is not set"),
         ({"hidden_size": 0}, r"model.hidden_size \(0\)"),
+        ({"num_layers": "many"}, r"num_layers \('many'\) is not a whole number of at least 1"),
         ({"num_moe_experts": 8, "moe_layer_freq": [1, 0]}, "moe_layer_freq has 2 entries for 32 layers"),
         ({"num_moe_experts": 8, "moe_layer_freq": "x"}, "model.moe_layer_freq is 'x'; give a number, or a list"),
-        ({"num_moe_experts": 8, "expert_model_parallel_size": 3}, "not divisible by expert_model_parallel_size"),
+        ({"expert_model_parallel_size": -1}, r"expert_model_parallel_size \(-1\)"),
         ({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 40}, "do not fit num_layers"),
+        ({"num_layers_in_last_pipeline_stage": 4}, "more than one pipeline stage"),
     ],
 )
 def test_wrong_fields_are_named(change, message) -> None:

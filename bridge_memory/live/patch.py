@@ -1,8 +1,9 @@
-"""``install()``: the reports of an existing training script become ours, without a change to the script.
+"""``install()``: an existing training script prints our table beside its own reports, without a change to the script.
 
 Patched, wherever they were imported to: ``report_theoretical_memory`` and ``report_memory`` of Megatron Bridge
 (``training/utils/theoretical_memory_utils.py``, ``train_utils.py``) and of Megatron-LM
-(``megatron/training/theoretical_memory_usage.py``, ``utils.py``).
+(``megatron/training/theoretical_memory_usage.py``, ``utils.py``). The originals are called: what they print, return
+and raise is theirs, whatever the release. The first says for which run a report is due, the second when.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 
 from bridge_memory.live import gather, oom
 from bridge_memory.live.cuda import Reading, read_cuda
-from bridge_memory.live.guard import never_raises, warn_once
+from bridge_memory.live.guard import never_raises
 from bridge_memory.live.reporter import Reporter
 from bridge_memory.readers.megatron_args import container
-from bridge_memory.theoretical_memory_utils import report_theoretical_memory as our_line
+
+#: The first release of Megatron Bridge whose closed forms ``theoretical_memory_utils.remarks`` speaks of has this.
+_BRIDGE_0_6 = "estimate_training_memory"
 
 #: module -> function that it defines.
 _SOURCES = (
@@ -39,8 +42,11 @@ class Installed:
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
         self._undo: list[tuple[Any, str, Any]] = []
+        #: What Megatron's report was given: a container, or Megatron-LM's parsed arguments; and the container of it.
+        self._given: Any = None
         self._config: Any = None
         self._due = False
+        self._remarks = False
         self._watch = oom.Watch(self._tell_out_of_memory)
 
     def __enter__(self) -> Installed:
@@ -61,10 +67,10 @@ class Installed:
             original = getattr(module, name, None)
             if original is None or getattr(original, "__bridge_memory__", False):
                 continue
-            ours = makers[name](original)
+            ours = makers[name](original, hasattr(module, _BRIDGE_0_6))
             ours.__bridge_memory__ = True  # type: ignore[attr-defined]
             for holder in list(sys.modules.values()):
-                if holder is not None and vars(holder).get(name) is original:
+                if getattr(holder, "__dict__", {}).get(name) is original:
                     setattr(holder, name, ours)
                     self._undo.append((holder, name, original))
         self._watch.start()
@@ -77,21 +83,24 @@ class Installed:
 
     # ---- the two functions ----
 
-    def _theoretical(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _theoretical(self, original: Callable[..., Any], bridge: bool) -> Callable[..., Any]:
         @functools.wraps(original)
-        def report_theoretical_memory(config: Any, num_microbatches: int | None = None, verbose: bool = False) -> Any:
-            try:
-                self._config = container(config)
-                self._due = True
-                our_line(self._config, num_microbatches, verbose)
-            except Exception as error:
-                warn_once("report_theoretical_memory", error)
-                return original(config, num_microbatches=num_microbatches, verbose=verbose)
-            return None
+        def report_theoretical_memory(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._announce(args[0] if args else kwargs.get("config", kwargs.get("args")), bridge)
+            return result
 
         return report_theoretical_memory
 
-    def _memory(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @never_raises
+    def _announce(self, given: Any, bridge: bool) -> None:
+        """A run is reported once, though Megatron's own reports stay on to the second iteration."""
+        if given is None or given is self._given:
+            return
+        self._given, self._remarks, self._config, self._due = given, bridge, given, True
+        self._config = container(given)
+
+    def _memory(self, original: Callable[..., Any], _: bool) -> Callable[..., Any]:
         @functools.wraps(original)
         def report_memory(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
@@ -121,7 +130,7 @@ class Installed:
             ranks = range(1, where.world_size)
             more, missing = gather.collect(store, key, ranks, deadline=self._reporter.deadline)
             readings += more
-        self._reporter.show_patched(self._config, readings, missing, where.world_size)
+        self._reporter.show_patched(self._config, readings, missing, where.world_size, remark=self._remarks)
 
     def _tell_out_of_memory(self, wanted: int | None) -> None:
         where = self._reporter.place(self._config)
@@ -138,8 +147,7 @@ def install(
 ) -> Installed:
     """Patch this process; use as a function or in a ``with``. Every rank must do it, as every rank reports.
 
-    Installing twice changes nothing. What Megatron prints and returns stays as it is; a failure of ours falls back to
-    the original.
+    Installing twice changes nothing. What Megatron prints and returns stays as it is.
     """
     global _installed
     if _installed is None:

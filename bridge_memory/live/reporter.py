@@ -22,7 +22,7 @@ from bridge_memory.live.prediction import FIRST_STEP, STEADY, Prediction, predic
 from bridge_memory.live.table import THRESHOLD, notes, stage_records, text_table
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.report.units import ranges
-from bridge_memory.theoretical_memory_utils import theoretical_memory_line
+from bridge_memory.theoretical_memory_utils import remarks, theoretical_memory_line
 
 _serial = itertools.count()
 
@@ -136,11 +136,14 @@ class Reporter:
         )  # fmt: skip
 
     def show_patched(
-        self, config: Any, readings: list[Reading], missing: list[int], world_size: int
+        self, config: Any, readings: list[Reading], missing: list[int], world_size: int, *, remark: bool
     ) -> None:
-        """The table of a patched ``report_memory``, which has printed Bridge's line itself. Raises."""
+        """The table of a patched ``report_memory``, which has printed Megatron's line itself; ``remark``: it is
+        Bridge's, on which there may be something to say. Raises."""
         self._line_printed = True
         self._start(config, None)
+        if remark:
+            self._remark(config)
         # Megatron logs memory in the first step that is logged.
         iteration = getattr(getattr(config, "logger", None), "log_interval", None) or 1
         moment = STEADY if iteration >= 2 else FIRST_STEP
@@ -152,8 +155,9 @@ class Reporter:
             return
         self._started = True
         try:
-            if not self._line_printed:
-                self.emit(theoretical_memory_line(config, num_microbatches))
+            if not self._line_printed and (line := theoretical_memory_line(config, num_microbatches)):
+                self.emit(line)
+                self._remark(config)
         except Exception as error:
             warn_once("Bridge's line", error)
         record = RunRecord(time=time.time(), versions=versions(), machine=self.machine(config).to_json())
@@ -164,6 +168,16 @@ class Reporter:
                 not_modelled=prediction.not_modelled, predicted=_predicted(prediction),
             )  # fmt: skip
         self._write(record)
+
+    def _remark(self, config: Any) -> None:
+        """Where Bridge's line is not this run's memory, in a line of its own."""
+        try:
+            found = remarks(config)
+        except Exception as error:
+            warn_once("the remarks on Bridge's line", error)
+            return
+        if found:
+            self.emit(f"On Megatron Bridge's line: {'; '.join(found)}")
 
     def _show(self, config: Any, table: ReportRecord) -> None:
         title = f"GPU memory by pipeline stage, GiB ({table.moment}, iteration {table.iteration})"

@@ -1,126 +1,99 @@
-"""What the closed forms need of a container, and what they suppose about it.
+"""What the closed forms read of a container, with Megatron Bridge's defaults for what is not set.
 
 A container is anything with the attributes that Bridge's functions read: a ``ConfigContainer`` or a
-``SimpleNamespace`` with ``model``, ``train``, ``optimizer`` and ``data_parallel_size``.
+``SimpleNamespace`` with ``model``, ``train``, ``optimizer`` and ``data_parallel_size``. Whatever Bridge 0.6.2 answers
+is answered; where it fails on a container that was not validated, what ``validate()`` would set is taken, and what
+nobody can know is refused.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
-from bridge_memory.readers.container_fields import (
-    container_part,
-    data_parallel_size,
-    positive_size,
-    vocabulary,
-)
+from bridge_memory.readers.container_fields import container_part, vocabulary
 from bridge_memory.readers.patterns import layer_pattern
 from bridge_memory.spec import SpecError
-from bridge_memory.spec.layout_string import layout_string, parse_layout_string
-from bridge_memory.table2.closed_forms import Table2, Table2Stage
+from bridge_memory.table2.closed_forms import Activations, Layers, ModelState
+
+_DIVISORS = ("hidden_size", "num_attention_heads", "virtual_pipeline_model_parallel_size")
 
 
-def table2_from_container(config: Any) -> Table2:
-    """Read what the closed forms need. Raises SpecError naming the field that is missing or wrong."""
+def model_state(config: Any) -> ModelState:
+    """Raises SpecError naming the field that is missing or wrong."""
     model = container_part(config, "model")
-    train = container_part(config, "train")
-    optimizer = getattr(config, "optimizer", None)
-    ddp = getattr(config, "ddp", None)
-
-    num_layers = positive_size(model, "num_layers")
-    hidden = positive_size(model, "hidden_size")
-    heads = positive_size(model, "num_attention_heads")
-    ffn = positive_size(model, "ffn_hidden_size", 4 * hidden)
-    tp = positive_size(model, "tensor_model_parallel_size", 1)
-    pp = positive_size(model, "pipeline_model_parallel_size", 1)
-    cp = positive_size(model, "context_parallel_size", 1)
-    vpp = getattr(model, "virtual_pipeline_model_parallel_size", None)
-    experts = getattr(model, "num_moe_experts", None) or 0
-    pattern = (False,) * num_layers
-    if experts:
-        pattern = layer_pattern(getattr(model, "moe_layer_freq", 1), num_layers, "model.moe_layer_freq")
-    mtp = getattr(model, "mtp_num_layers", None) or 0
-    distributed = bool(
-        getattr(optimizer, "use_distributed_optimizer", False) or getattr(ddp, "use_distributed_optimizer", False)
-    )
-    seq_length = getattr(model, "seq_length", None) or getattr(getattr(config, "dataset", None), "seq_length", None)
-    if not seq_length:
-        raise SpecError("model.seq_length is not set; set it (or dataset.seq_length)")
-    stages = _stages(model, num_layers, pp, vpp, pattern, mtp)
-    return Table2(
-        num_layers=num_layers,
+    layers = _layers(model)
+    hidden = _number(model, "hidden_size")
+    heads = _number(model, "num_attention_heads")
+    ffn = _ffn(model, hidden)
+    shared = _count(model, "moe_shared_expert_intermediate_size", 0)
+    latent = getattr(model, "moe_latent_size", None) if layers.moe else None
+    kv_channels = getattr(model, "kv_channels", None)
+    tp = _size(model, "tensor_model_parallel_size")
+    return ModelState(
+        layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
         num_query_groups=getattr(model, "num_query_groups", None) or heads,
-        kv_channels=getattr(model, "kv_channels", None) or hidden / heads,
+        kv_channels=_number(model, "kv_channels") if kv_channels is not None else hidden // heads,
         ffn_hidden_size=ffn,
-        gated_linear_multiplier=1.5 if counts_a_gate(model) else 1.0,
-        vocab_size=padded_vocab_size(config, tp),
+        projections=3.0 if counts_a_gate(model) else 2.0,
+        vocab_size=_padded_vocab_size(config, tp),
         share_embeddings_and_output_weights=bool(getattr(model, "share_embeddings_and_output_weights", False)),
-        seq_length=seq_length,
-        micro_batch_size=positive_size(train, "micro_batch_size", 1, part="train"),
+        num_experts=model.num_moe_experts if layers.moe else 0,
+        moe_ffn_hidden_size=_count(model, "moe_ffn_hidden_size", ffn) if layers.moe else 0,
+        moe_shared_expert_intermediate_size=shared,
+        moe_latent_size=latent,
         tp=tp,
-        pp=pp,
-        vpp=vpp,
-        cp=cp,
-        ep=positive_size(model, "expert_model_parallel_size", 1),
-        etp=positive_size(model, "expert_tensor_parallel_size", tp),
-        data_parallel_size=data_parallel_size(config) if distributed else 1,
-        use_distributed_optimizer=distributed,
-        num_experts=experts,
-        moe_ffn_hidden_size=getattr(model, "moe_ffn_hidden_size", None) or ffn,
-        moe_shared_expert_intermediate_size=getattr(model, "moe_shared_expert_intermediate_size", None) or 0,
-        moe_latent_size=getattr(model, "moe_latent_size", None),
-        mtp_num_layers=mtp,
-        mtp_is_moe=pattern[-1],
-        stages=stages,
+        pp=_size(model, "pipeline_model_parallel_size"),
+        vpp=getattr(model, "virtual_pipeline_model_parallel_size", None),
+        cp=_size(model, "context_parallel_size"),
+        ep=_size(model, "expert_model_parallel_size"),
+        etp=_size(model, "expert_tensor_parallel_size"),
+        data_parallel_size=_size(config, "data_parallel_size"),
+        use_distributed_optimizer=bool(
+            getattr(getattr(config, "optimizer", None), "use_distributed_optimizer", False)
+        ),
+        num_layers_in_first_pipeline_stage=_stated(model, "num_layers_in_first_pipeline_stage"),
+        num_layers_in_last_pipeline_stage=_stated(model, "num_layers_in_last_pipeline_stage"),
     )
 
 
-def assumptions(config: Any, t: Table2, *, activation: bool) -> tuple[str, ...]:
-    """What the closed forms suppose about this container, a sentence each."""
-    model = config.model
-    out = []
-    if t.use_distributed_optimizer:
-        out.append(
-            f"6 + 12/shard bytes a parameter: bf16 weights, fp32 gradients, Adam in fp32 over "
-            f"{t.data_parallel_size * t.cp} data- and context-parallel ranks"
-        )
-    else:
-        out.append("18 bytes a parameter: bf16 weights, fp32 gradients and Adam in fp32, not sharded")
-    if getattr(model, "gated_linear_unit", False) and not counts_a_gate(model):
-        out.append("the gate of a gated unit other than SwiGLU is not counted, as in Megatron Bridge")
-    if getattr(model, "multi_latent_attention", False):
-        out.append("multi-latent attention is counted as grouped-query attention, as in Megatron Bridge")
-    if getattr(model, "is_hybrid_model", False) or getattr(model, "hybrid_override_pattern", None):
-        out.append("every layer of a hybrid model is counted as a transformer layer, as in Megatron Bridge")
-    if t.num_experts:
-        out.append("routers and expert biases are not counted, as in Megatron Bridge")
-        dense = _argmax(t.stage_dense_parameters(s) for s in t.stages)
-        routed = _argmax(t.stage_routed_parameters(s) for s in t.stages)
-        if t.stages[dense] != t.stages[routed] and t.stage_routed_parameters(
-            t.stages[dense]
-        ) < t.stage_routed_parameters(t.stages[routed]):
-            out.append(
-                f"the dense maximum (stage {dense}) and the expert maximum (stage {routed}) are added although "
-                "they are on different stages, as in Megatron Bridge; estimate_training_memory_by_stage does not"
-            )
-    if t.mtp_num_layers and t.pp > 1:
-        out.append("the second copy of the embedding that an MTP stage holds is not counted")
-    if getattr(config, "peft", None) is not None:
-        out.append("every parameter is counted as trained although peft is set, as in Megatron Bridge")
-    if activation:
-        missing = []
-        if not getattr(model, "sequence_parallel", False):
-            missing.append("sequence_parallel is off")
-        granularity = getattr(model, "recompute_granularity", None)
-        if granularity != "selective":
-            missing.append(f"recompute_granularity is {granularity}")
-        tail = f", although {' and '.join(missing)}" if missing else ""
-        out.append(f"activations assume sequence parallelism and selective recomputation{tail}")
-    return tuple(out)
+def activations(config: Any) -> Activations:
+    """Raises SpecError naming the field that is missing or wrong."""
+    model, train = container_part(config, "model"), container_part(config, "train")
+    layers = _layers(model)
+    hidden = _number(model, "hidden_size")
+    ffn = _ffn(model, hidden)
+    moe_width = 0
+    if layers.moe:
+        top_k = _count(model, "moe_router_topk", _count(model, "num_experts_routed_to", 1))
+        moe_width = _count(model, "moe_ffn_hidden_size", ffn) * top_k
+        moe_width += _count(model, "moe_shared_expert_intermediate_size", 0)
+    tp, pp = _size(model, "tensor_model_parallel_size"), _size(model, "pipeline_model_parallel_size")
+    vpp = getattr(model, "virtual_pipeline_model_parallel_size", None)
+    dataset = getattr(config, "dataset", None)
+    unset = getattr(model, "seq_length", None) is None and getattr(dataset, "seq_length", None) is not None
+    return Activations(
+        layers=layers,
+        seq_length=_number(dataset if unset else model, "seq_length"),
+        micro_batch_size=_number(train, "micro_batch_size", part="train"),
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        moe_width=moe_width,
+        vocab_size=_padded_vocab_size(config, tp) if pp == 1 else None,
+        tp=tp,
+        pp=pp,
+        vpp=None if vpp is None else _number(model, "virtual_pipeline_model_parallel_size"),
+        cp=_size(model, "context_parallel_size"),
+    )
+
+
+def activations_are_reported(config: Any) -> bool:
+    """Bridge's report has activations only where its formula holds: sequence parallel, selective recomputation."""
+    model = container_part(config, "model")
+    selective = getattr(model, "recompute_granularity", None) == "selective"
+    return bool(getattr(model, "sequence_parallel", False)) and selective
 
 
 def counts_a_gate(model: Any) -> bool:
@@ -130,89 +103,71 @@ def counts_a_gate(model: Any) -> bool:
     return bool(getattr(model, "gated_linear_unit", False)) and name in ("silu", "swiglu")
 
 
-def padded_vocab_size(config: Any, tp: int) -> int:
-    """Bridge ``_get_vocab_size``: padded only with ``should_pad_vocab``."""
-    vocab, padded = vocabulary(config)
+def _layers(model: Any) -> Layers:
+    count = _size(model, "num_layers")
+    kinds: tuple[bool, ...] = (False,) * count
+    if (getattr(model, "num_moe_experts", None) or 0) > 0:
+        frequency = getattr(model, "moe_layer_freq", 1)
+        if isinstance(frequency, list | tuple) and len(frequency) == count:
+            kinds = tuple(bool(kind) for kind in frequency)
+        else:
+            number = int(frequency) if isinstance(frequency, bool) else frequency
+            kinds = layer_pattern(number, count, "model.moe_layer_freq")
+    return Layers(kinds, max(0, getattr(model, "mtp_num_layers", None) or 0))
+
+
+def _padded_vocab_size(config: Any, tp: int) -> float:
+    """Bridge ``_get_vocab_size``: padded unless ``should_pad_vocab`` says no."""
     model = container_part(config, "model")
-    if not padded:
+    vocab, pads = getattr(model, "vocab_size", None), getattr(model, "should_pad_vocab", True)
+    if vocab is None:
+        vocab, pads = vocabulary(config)
+    else:
+        vocab = _number(model, "vocab_size")
+    if not pads:
         return vocab
-    multiple = (getattr(model, "make_vocab_size_divisible_by", None) or 128) * tp
-    return -(-vocab // multiple) * multiple
+    by = getattr(model, "make_vocab_size_divisible_by", None)
+    multiple = (128 if by is None else by) * tp
+    if vocab <= 0 or multiple <= 0:
+        raise SpecError(f"model.vocab_size ({vocab!r}) or make_vocab_size_divisible_by ({by!r}) is not positive")
+    return int(-(-vocab // multiple) * multiple)
 
 
-def _argmax(values: Iterable[float]) -> int:
-    listed = list(values)
-    return listed.index(max(listed))
+def _ffn(model: Any, hidden: Any) -> Any:
+    return 4 * hidden if getattr(model, "ffn_hidden_size", None) is None else _number(model, "ffn_hidden_size")
 
 
-def _stages(
-    model: Any, num_layers: int, pp: int, vpp: int | None, pattern: tuple[bool, ...], mtp: int
-) -> tuple[Table2Stage, ...]:
-    """Layers of each stage; fractions where nothing says how an indivisible number is split (Bridge averages)."""
-    text = layout_string(getattr(model, "pipeline_model_parallel_layout", None))
-    if text is not None:
-        letters = parse_layout_string(text)
-        if len(letters) % pp:
-            raise SpecError(
-                f"pipeline_model_parallel_layout has {len(letters)} chunks, not a multiple of "
-                f"pipeline_model_parallel_size ({pp}); change one of them"
-            )
-        sizes = [float(chunk.count("t")) for chunk in letters]
-        depths = [chunk.count("m") for chunk in letters]
-    else:
-        sizes = _chunk_sizes(model, num_layers, pp, vpp or 1)
-        depths = [0] * (len(sizes) - 1) + [mtp]
-    if not math.isclose(sum(sizes), num_layers):
-        raise SpecError(
-            f"model.num_layers ({num_layers}) is not what the pipeline stages hold ({sum(sizes):g}); "
-            "change num_layers_in_first/last_pipeline_stage or the layout"
-        )
-    dense, moe, start = [0.0] * pp, [0.0] * pp, 0.0
-    held_depths = [0] * pp
-    for chunk, size in enumerate(sizes):
-        stage = chunk % pp
-        experts = sum(
-            max(0.0, min(start + size, i + 1) - max(start, i)) for i, is_moe in enumerate(pattern) if is_moe
-        )
-        moe[stage] += experts
-        dense[stage] += size - experts
-        held_depths[stage] += depths[chunk]
-        start += size
-    return tuple(
-        Table2Stage(dense[r], moe[r], embedding=r == 0, output=r == pp - 1, mtp_depths=held_depths[r])
-        for r in range(pp)
-    )
+def _stated(model: Any, name: str) -> int | None:
+    return None if getattr(model, name, None) is None else _size(model, name)
 
 
-def _chunk_sizes(model: Any, num_layers: int, pp: int, vpp: int) -> list[float]:
-    """Layers of each virtual chunk in the order of the microbatch's way."""
-    first = getattr(model, "num_layers_in_first_pipeline_stage", None)
-    last = getattr(model, "num_layers_in_last_pipeline_stage", None)
-    if pp > 1 and (first is not None or last is not None):
-        named = [n for n in (first, last) if n is not None]
-        others = pp - len(named)
-        rest = num_layers - sum(named)
-        if rest < 0 or (others == 0 and rest):
-            raise SpecError(
-                f"num_layers_in_first/last_pipeline_stage ({first}, {last}) do not fit num_layers "
-                f"({num_layers}) over {pp} stages; change them"
-            )
-        middle = rest / others if others else 0.0
-        per_stage = [middle] * pp
-        if first is not None:
-            per_stage[0] = float(first)
-        if last is not None:
-            per_stage[-1] = float(last)
-    else:
-        slots_first = int(bool(getattr(model, "account_for_embedding_in_pipeline_split", False)))
-        slots_last = int(bool(getattr(model, "account_for_loss_in_pipeline_split", False)))
-        even = (num_layers + slots_first + slots_last) / pp
-        if vpp > 1 and (slots_first or slots_last):
-            sizes = [even / vpp] * (pp * vpp)
-            sizes[0] -= slots_first
-            sizes[-1] -= slots_last
-            return sizes
-        per_stage = [even] * pp
-        per_stage[0] -= slots_first
-        per_stage[-1] -= slots_last
-    return [per_stage[stage] / vpp for _ in range(vpp) for stage in range(pp)]
+def _number(holder: Any, name: str, *, part: str = "model") -> Any:
+    """A number that Bridge calculates with as it is. Raises SpecError where it is 0 and Bridge divides by it."""
+    value = getattr(holder, name, None)
+    if value is None:
+        raise SpecError(f"{part}.{name} is not set; set it")
+    if not isinstance(value, Real) or (value == 0 and name in _DIVISORS):
+        raise SpecError(f"{part}.{name} ({value!r}) is not a positive whole number; set it to one")
+    return value
+
+
+def _size(holder: Any, name: str) -> int:
+    """A whole number of at least 1, and 1 where it is not set."""
+    value = getattr(holder, name, None)
+    return 1 if value is None else _whole(value, name, 1)
+
+
+def _count(holder: Any, name: str, default: Any) -> Any:
+    """A whole number of at least 0, and ``default`` as it is where it is not set."""
+    value = getattr(holder, name, None)
+    return default if value is None else _whole(value, name, 0)
+
+
+def _whole(value: Any, name: str, least: int) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = least - 1
+    if number < least:
+        raise SpecError(f"{name} ({value!r}) is not a whole number of at least {least}; set it to one")
+    return number

@@ -1,4 +1,5 @@
-"""Against the real Megatron Bridge 0.3.1: its CallbackManager, its recipes' containers, its ``training_log``."""
+"""Against the real Megatron Bridge, 0.3.1 or 0.6.2: its CallbackManager, its recipes' containers, its ``training_log``;
+and against Megatron-LM's own report, which the wheels of megatron-core 0.17 and later ship."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 from bridge_stubs import require_bridge
+from small_jobs import megatron_lm_args
 
 from bridge_memory.calibration import journal
-from bridge_memory.calibration.records import ReportRecord
+from bridge_memory.calibration.records import ReportRecord, RunRecord
 from bridge_memory.live import MemoryReport, install, uninstall
 from bridge_memory.live.cuda import Reading
 
@@ -99,46 +101,133 @@ def test_the_real_callback_manager_fires_our_events(job: Any, capsys: pytest.Cap
     assert values == {0: 60.0, 1: 60.0, 3: 60.0, 4: 60.0, 6: 60.0}
 
 
-def test_the_real_training_log_calls_our_report(
-    job: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The same step with Bridge's functions and with ours: the line is the same, the table is new, and nothing is
-    left behind."""
+def test_no_event_is_claimed_that_changes_how_bridge_sets_up(job: Any) -> None:
+    """From 0.6 on a callback of ``on_data_init_start`` makes setup refuse ``num_epochs`` (``training/setup.py``)."""
+    from megatron.bridge.training.callbacks import normalize_callbacks
+
+    manager = normalize_callbacks([MemoryReport(None, read=reading)])
+    assert manager is not None
+    for event in ("on_data_init_start", "on_checkpoint_save"):
+        assert not manager.has_callbacks(event)
+
+
+def test_the_allocators_settings_of_the_container_are_taken(job: Any, tmp_path: Path) -> None:
+    """Recipes of 0.6 set them in ``env_vars``, which Bridge exports before training."""
+    theirs = getattr(job.config, "env_vars", None) or {}
+    if "PYTORCH_CUDA_ALLOC_CONF" not in theirs:
+        pytest.skip("this release has no env_vars")
+    report = MemoryReport(tmp_path / "report.jsonl", read=reading, emit=lambda text: None)
+    report.on_train_start(SimpleNamespace(state=job.state))
+    run = next(iter(journal.read(tmp_path / "report.jsonl")))
+    assert isinstance(run, RunRecord) and run.machine is not None
+    grows = "expandable_segments:True" in theirs["PYTORCH_CUDA_ALLOC_CONF"]
+    assert run.machine["facts"]["expandable_segments"]["value"] == str(grows)
+    assert run.model and run.predicted
+
+
+@pytest.fixture
+def training_log(job: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """``training_log`` of one iteration on a CPU: (whether memory is reported again, what was printed)."""
     import torch
     from megatron.bridge.training.utils import train_utils
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *a: None)
-    theirs = train_utils.report_memory, train_utils.report_theoretical_memory
     group = torch.distributed.group.WORLD
     groups = SimpleNamespace(mp=group, dp=group, dp_cp=group, tp=group, pp=group)
     monkeypatch.setattr(train_utils, "get_pg_collection", lambda model: groups)
 
-    def log() -> str:
-        job.state.train_state.step = 2
+    def log(iteration: int = 2) -> tuple[bool, str]:
+        job.state.train_state.step = iteration
         job.state.timers("interval-time", log_level=0).start(barrier=False)
-        flag = train_utils.training_log(
+        again = train_utils.training_log(
             loss_dict={}, total_loss_dict={}, learning_rate=1e-4, decoupled_learning_rate=None, loss_scale=1.0,
             report_memory_flag=True, skipped_iter=0, grad_norm=None, params_norm=None, num_zeros_in_grad=None,
             config=job.config, global_state=job.state, history_wct=[], model=[],
         )  # fmt: skip
-        assert flag is False
         job.state.timers("interval-time").stop()
-        return capsys.readouterr().out
+        return again, capsys.readouterr().out
+
+    return log
+
+
+def test_the_real_training_log_calls_our_report(job: Any, training_log: Any, tmp_path: Path) -> None:
+    """The same step with and without ours: Bridge's lines are the same, the table is new, and nothing is left
+    behind."""
+    from megatron.bridge.training.utils import train_utils
+
+    theirs = train_utils.report_memory, train_utils.report_theoretical_memory
 
     def memory_lines(text: str) -> list[str]:
         words = ("Theoretical memory", "Number of", "Activation memory", "[Rank 0] (after", "Total number")
         return [line for line in text.splitlines() if line.startswith(words)]
 
-    before = log()
+    again, before = training_log()
+    assert again is False
     with install(tmp_path / "report.jsonl", read=reading) as installed:
         assert "megatron.bridge.training.utils.train_utils.report_memory" in installed.patched
-        during = log()
+        _, during = training_log()
     uninstall()
     assert (train_utils.report_memory, train_utils.report_theoretical_memory) == theirs
-    after = log()
-    assert "total=" in memory_lines(before)[-2] or "total=" in "".join(memory_lines(before))
+    _, after = training_log()
+    assert "total=" in "".join(memory_lines(before))
     assert memory_lines(during) == memory_lines(before) == memory_lines(after)
     assert "GPU memory by pipeline stage" in during and "GPU memory by pipeline stage" not in before + after
     report = list(journal.read(tmp_path / "report.jsonl"))[-1]
     assert isinstance(report, ReportRecord) and report.stages[0].allocated == 50 * GIB
+
+
+def test_the_table_comes_once_though_bridge_reports_to_the_second_iteration(
+    job: Any, training_log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job.config.logger, "log_interval", 1)
+    printed, iteration, again = "", 0, True
+    with install(None, read=reading):
+        while again:
+            iteration += 1
+            again, text = training_log(iteration)
+            printed += text
+    assert printed.count("Theoretical memory footprints:") == iteration <= 2
+    assert printed.count("GPU memory by pipeline stage") == 1
+
+
+def test_where_bridges_line_is_not_the_runs_memory_a_line_of_ours_says_so(
+    job: Any, training_log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bridge takes an MTP depth for one more layer, and counts no gate but SwiGLU's; its line stays."""
+    from megatron.bridge.training.utils import theoretical_memory_utils as theirs
+
+    if not hasattr(theirs, "estimate_training_memory"):
+        pytest.skip("megatron-bridge is older than 0.6: the remarks are on other closed forms")
+    with install(None, read=reading):
+        _, printed = training_log()
+    assert "On Megatron Bridge's line" not in printed
+    monkeypatch.setattr(job.config.model, "activation_func", max)
+    _, alone = training_log()
+    with install(None, read=reading):
+        _, printed = training_log()
+    line = next(line for line in alone.splitlines() if line.startswith("Theoretical memory"))
+    assert line in printed.splitlines()
+    assert "On Megatron Bridge's line: the gate of a gated unit other than SwiGLU is not counted" in printed
+
+
+def test_megatron_lms_own_report_prints_and_returns_what_it_did(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its release decides: 0.17 and later print activations and a total, and return the three figures."""
+    usage = pytest.importorskip("megatron.training.theoretical_memory_usage")
+    args = megatron_lm_args(
+        hybrid_layer_pattern=None, multi_latent_attention=False, mtp_num_layers=None, num_experts=8,
+        moe_layer_freq=1, moe_ffn_hidden_size=1024, moe_router_topk=2, moe_shared_expert_intermediate_size=None,
+        moe_latent_size=None, expert_tensor_parallel_size=2, virtual_pipeline_model_parallel_size=None,
+    )  # fmt: skip
+    alone = usage.report_theoretical_memory(args, num_microbatches=8, verbose=True)
+    printed = capsys.readouterr().out
+    assert len(alone) == 3 and alone[2] == alone[0] + alone[1] and "total=" in printed
+    with install(tmp_path / "report.jsonl", read=reading) as installed:
+        assert "megatron.training.theoretical_memory_usage.report_theoretical_memory" in installed.patched
+        assert usage.report_theoretical_memory(args, num_microbatches=8, verbose=True) == alone
+        assert capsys.readouterr().out == printed
+        hybrid = megatron_lm_args(hybrid_layer_pattern="M*M-")
+        assert usage.report_theoretical_memory(hybrid) is None
+        assert "not yet supported" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""``install()`` on Megatron-LM's module names: its reports become ours, its own output and results stay."""
+"""``install()`` on Megatron-LM's module names: the table comes beside its reports, whose output and results stay."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ def test_the_arguments_are_read_as_from_the_command_line() -> None:
 
 @pytest.fixture
 def megatron_training(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    """Modules with the names and signatures of Megatron-LM's ``megatron.training`` (it is not on PyPI)."""
+    """Modules with the names and signatures of Megatron-LM's ``megatron.training``, which only newer wheels ship."""
     usage = types.ModuleType("megatron.training.theoretical_memory_usage")
     utils = types.ModuleType("megatron.training.utils")
     training = types.ModuleType("megatron.training.training")
     calls: list[str] = []
 
-    def report_theoretical_memory(args: Any, num_microbatches: Any = None, verbose: bool = False) -> None:
-        calls.append("theirs")
+    def report_theoretical_memory(args: Any, num_microbatches: Any = None, verbose: bool = False) -> tuple[float, ...]:
+        calls.append("theoretical")
+        print(f"Theoretical memory footprints: theirs, {num_microbatches} microbatches, verbose {verbose}")
+        return 1.0, 2.0, 3.0
 
     def report_memory(name: str) -> str:
         calls.append(name)
@@ -68,34 +70,57 @@ def reading(rank: int, stage: int) -> Reading:
     return Reading(rank, stage, 5 * GIB, 9 * GIB, 10 * GIB, 10 * GIB, 80 * GIB, 12 * GIB)
 
 
-def test_an_existing_script_gets_the_line_and_the_table(
+def test_an_existing_script_gets_the_table_beside_its_own_reports(
     megatron_training: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Megatron-LM 0.17 and later, and Bridge 0.6, report in the first and in the second iteration: one table."""
     before = megatron_training.report_memory
+    args = megatron_lm_args()
     with install(tmp_path / "report.jsonl", read=reading) as installed:
         assert len(installed.patched) >= 4
         assert install() is installed
-        megatron_training.report_theoretical_memory(megatron_lm_args(), num_microbatches=8, verbose=True)
-        assert megatron_training.report_memory("(after 2 iterations)") == "returned"
-        megatron_training.report_memory("again")
+        for iteration in (1, 2):
+            returned = megatron_training.report_theoretical_memory(args, num_microbatches=8, verbose=True)
+            assert returned == (1.0, 2.0, 3.0)
+            assert megatron_training.report_memory(f"(after {iteration} iterations)") == "returned"
     assert megatron_training.report_memory is before
-    assert megatron_training.calls == ["(after 2 iterations)", "again"]
+    assert megatron_training.calls == [
+        "theoretical", "(after 1 iterations)", "theoretical", "(after 2 iterations)",
+    ]  # fmt: skip
     out = capsys.readouterr().out
-    assert "Theoretical memory footprints: weight and optimizer=" in out and "activation=" in out
+    assert out.count("Theoretical memory footprints: theirs, 8 microbatches, verbose True\n") == 2
+    assert out.count("Theoretical memory footprints") == 2
     assert out.count("GPU memory by pipeline stage") == 1
+    assert "Megatron Bridge's line" not in out
     _, report = journal.read(tmp_path / "report.jsonl")
     assert isinstance(report, ReportRecord)
     assert report.stages[0].max_allocated == 9 * GIB
     assert report.stages[0].residual == 9 * GIB - report.stages[0].predicted_peak
 
 
-def test_what_cannot_be_estimated_falls_back_to_the_original(
+def test_another_run_of_the_process_gets_a_table_of_its_own(
     megatron_training: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(None, read=reading)
-    megatron_training.report_theoretical_memory(megatron_lm_args(vocab_size=None, padded_vocab_size=None))
-    assert megatron_training.calls == ["theirs"]
+    for _ in range(2):
+        args = megatron_lm_args()
+        for _ in range(2):
+            megatron_training.report_theoretical_memory(args=args)
+            megatron_training.report_memory("x")
+    assert capsys.readouterr().out.count("GPU memory by pipeline stage") == 2
+
+
+def test_what_cannot_be_read_still_gets_torchs_figures(
+    megatron_training: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(tmp_path / "report.jsonl", read=reading)
+    args = megatron_lm_args(vocab_size=None, padded_vocab_size=None)
+    assert megatron_training.report_theoretical_memory(args) == (1.0, 2.0, 3.0)
     assert megatron_training.report_memory("x") == "returned"
+    assert megatron_training.calls == ["theoretical", "x"]
+    report = list(journal.read(tmp_path / "report.jsonl"))[-1]
+    assert isinstance(report, ReportRecord)
+    assert report.stages[0].max_allocated == 9 * GIB and report.stages[0].predicted_peak is None
 
 
 def test_a_report_that_breaks_never_reaches_training(
@@ -105,5 +130,18 @@ def test_a_report_that_breaks_never_reaches_training(
         raise OSError("the disk is full")
 
     install(tmp_path, read=reading, emit=emit)  # a path that cannot be written either
-    megatron_training.report_theoretical_memory(megatron_lm_args())
-    assert megatron_training.report_memory("x") == "returned"
+    for args in (megatron_lm_args(), None, 3, object()):
+        assert megatron_training.report_theoretical_memory(args) == (1.0, 2.0, 3.0)
+        assert megatron_training.report_memory("x") == "returned"
+
+
+def test_what_megatrons_report_raises_is_its_own(megatron_training: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def report_theoretical_memory(args: Any) -> None:
+        raise ZeroDivisionError("theirs")
+
+    for module in (megatron_training, sys.modules["megatron.training.theoretical_memory_usage"]):
+        monkeypatch.setattr(module, "report_theoretical_memory", report_theoretical_memory)
+    install(None, read=reading)
+    with pytest.raises(ZeroDivisionError, match="theirs"):
+        megatron_training.report_theoretical_memory(megatron_lm_args())
+    uninstall()
