@@ -94,16 +94,6 @@ class _Finder(importlib.abc.MetaPathFinder):
         return importlib.machinery.ModuleSpec(name, _StubLoader(), is_package=True)
 
 
-def typing_override() -> None:
-    """``typing.override`` on Python 3.10 and 3.11: megatron-core 0.18 and later import it from there."""
-    import typing
-
-    import typing_extensions
-
-    if not hasattr(typing, "override"):
-        typing.override = typing_extensions.override  # type: ignore[attr-defined]
-
-
 def require_bridge() -> types.ModuleType:
     """``megatron.bridge``, imported for real; skips the test where it is not installed."""
     pytest.importorskip("torch")
