@@ -65,7 +65,7 @@ def _fp8(args: Asked, value: object) -> bool:
 
 def _unfused_activation(args: Asked, value: object) -> bool:
     """Fused ones clamp inside of their kernel (``fusions/fused_bias_swiglu.py``, ``fused_bias_geglu.py``)."""
-    return not (args["bias_swiglu_fusion"] if args["swiglu"] else args["bias_gelu_fusion"])
+    return not (args["bias_swiglu_fusion"] if args["swiglu"] else args["bias_gelu_fusion"] and args["add_bias_linear"])
 
 
 def _offloaded(args: Asked, value: object) -> bool:
