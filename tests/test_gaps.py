@@ -155,6 +155,7 @@ def test_logged_parameter_norms_cost_memory_where_megatron_core_has_no_fp32_para
 def test_buffers_that_a_flex_dispatcher_allocates_itself_are_said(backend: str, model: str) -> None:
     run = RunSpec(
         model=short(model),
+        parallel=ParallelSpec(world_size=2, expert_model_parallel_size=2 if model == EXPERTS else 1),
         implementation=ImplementationSpec(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend),
     )
     found = [gap for gap in estimate(run).gaps if gap.startswith("moe_token_dispatcher_type (flex)")]
