@@ -23,6 +23,7 @@ from bridge_memory.table2 import (
     ModelState,
     activations,
     activations_are_reported,
+    is_mimo,
     model_state,
     remarks,
     stages_of,
@@ -192,7 +193,7 @@ def compute_activation_memory(config: Any, num_microbatches: int | None, verbose
 def report_theoretical_memory(config: Any, num_microbatches: int | None = None, verbose: bool = False) -> None:
     """Print Bridge's line, and parameters above it with ``verbose``; activations only where its formula applies
     (sequence parallel, selective). Nothing at all for a MegatronMIMOProvider."""
-    if _is_mimo(config):
+    if is_mimo(config):
         return
     applies = activations_are_reported(config)
     estimate = estimate_training_memory(config, num_microbatches, include_activation=applies)
@@ -204,7 +205,7 @@ def report_theoretical_memory(config: Any, num_microbatches: int | None = None, 
 
 def theoretical_memory_line(config: Any, num_microbatches: int | None = None) -> str:
     """The line that ``report_theoretical_memory`` prints, "" where it prints none."""
-    if _is_mimo(config):
+    if is_mimo(config):
         return ""
     applies = activations_are_reported(config)
     return _line(estimate_training_memory(config, num_microbatches, include_activation=applies))
@@ -217,11 +218,6 @@ def _line(estimate: TrainingMemoryEstimate) -> str:
         estimate.weight_and_optimizer_bytes / NUM_BYTES_IN_MEGABYTE,
         None if estimate.activation is None else estimate.activation.memory_mb,
     )
-
-
-def _is_mimo(config: Any) -> bool:
-    """Bridge's MIMO provider is no TransformerConfig. Told by name: Bridge may be absent."""
-    return any(cls.__name__ == "MegatronMIMOProvider" for cls in type(getattr(config, "model", None)).__mro__)
 
 
 # ---------------------------------------------------------------------------------------------------------------

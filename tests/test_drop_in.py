@@ -310,3 +310,4 @@ def test_a_mimo_provider_is_passed_over_in_silence(theirs: ModuleType) -> None:
         config = SimpleNamespace(model=object.__new__(cls))
         for module in (theirs, ours):
             assert call(module, "report_theoretical_memory", config, verbose=True) == Outcome("None", "", None)
+        assert ours.remarks(config) == () and ours.theoretical_memory_line(config) == ""

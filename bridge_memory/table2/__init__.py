@@ -6,7 +6,7 @@ against them. ``closed_forms`` knows numbers, ``container`` reads them, ``stages
 """
 
 from bridge_memory.table2.closed_forms import ACTIVATION, DENSE, ROUTED, Activations, HeldLayers, Layers, ModelState
-from bridge_memory.table2.container import activations, activations_are_reported, model_state
+from bridge_memory.table2.container import activations, activations_are_reported, is_mimo, model_state
 from bridge_memory.table2.remarks import remarks
 from bridge_memory.table2.stages import stages_of
 
@@ -20,6 +20,7 @@ __all__ = [
     "ModelState",
     "activations",
     "activations_are_reported",
+    "is_mimo",
     "model_state",
     "remarks",
     "stages_of",

@@ -96,6 +96,11 @@ def activations_are_reported(config: Any) -> bool:
     return bool(getattr(model, "sequence_parallel", False)) and selective
 
 
+def is_mimo(config: Any) -> bool:
+    """Bridge's MIMO provider is no TransformerConfig. Told by name: Bridge may be absent."""
+    return any(cls.__name__ == "MegatronMIMOProvider" for cls in type(getattr(config, "model", None)).__mro__)
+
+
 def counts_a_gate(model: Any) -> bool:
     """Bridge's rule: gated_linear_unit, and the activation is torch's silu (told by name: torch may be absent)."""
     function = getattr(model, "activation_func", None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from bridge_memory.spec import SpecError
 from bridge_memory.table2.closed_forms import ModelState
-from bridge_memory.table2.container import activations_are_reported, counts_a_gate, model_state
+from bridge_memory.table2.container import activations_are_reported, counts_a_gate, is_mimo, model_state
 from bridge_memory.table2.stages import stages_of
 
 #: A stage is named where it holds this much more or less than Bridge's most loaded GPU.
@@ -17,6 +17,8 @@ _NAMED_FROM = 0.01
 def remarks(config: Any, *, include_activation: bool | None = None) -> tuple[str, ...]:
     """What the figures of ``estimate_training_memory`` leave out or suppose. ``include_activation`` None: as in the
     report of this container. Raises SpecError as the estimate does."""
+    if is_mimo(config):  # of which Bridge says nothing
+        return ()
     state = model_state(config)
     found = [*_of_the_model(config.model, state), *_of_the_state(config, state), *_of_the_stages(config.model, state)]
     if include_activation is None:
