@@ -298,10 +298,11 @@ def highest(moments: Iterable[Moment], chunks: Sequence[ChunkCost], hidden_bytes
     saved = [c.saved for c in chunks]
     forward = [c.forward_peak - c.saved for c in chunks]
     backward = [c.backward_peak - c.saved for c in chunks]
+    largest = max(saved)
     most, peak = -1, None
     for moment in moments:
         phase, chunk, alive, hidden, forward_chunk = moment
-        n = sum(map(mul, alive, saved)) + hidden * hidden_bytes
+        n = hidden * hidden_bytes
         if phase == "backward":
             n += backward[chunk]
         elif phase == "forward":
@@ -309,6 +310,9 @@ def highest(moments: Iterable[Moment], chunks: Sequence[ChunkCost], hidden_bytes
         else:
             # Layer by layer one chunk's saved tensors come as the other's go: the larger of the two is there.
             n += forward[forward_chunk] + backward[chunk] - min(saved[forward_chunk], saved[chunk])
+        if n + sum(alive) * largest <= most:
+            continue  # Not even where every chunk saves the most that one does.
+        n += sum(map(mul, alive, saved))
         if n > most:
             most, peak = n, moment
     assert peak is not None, "a schedule without events"
