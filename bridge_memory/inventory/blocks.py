@@ -62,12 +62,13 @@ class _Recording(NamedTuple):
 class Block:
     """Everything one block contributes to a rank."""
 
-    __slots__ = ("_parameters", "_recording", "_sizes", "cost")
+    __slots__ = ("_lasting", "_parameters", "_recording", "_sizes", "cost")
 
     def __init__(self, recording: _Recording, sizes: list[int]) -> None:
         self._recording = recording
         self._sizes = sizes
         self._parameters: ParameterList | None = None
+        self._lasting: dict[tuple[Scratch, tuple[int, ...]], int] | None = None
         self.cost = BlockCost(recording.structure, sizes[: recording.atoms])
 
     @property
@@ -82,12 +83,15 @@ class Block:
     @property
     def lasting(self) -> dict[tuple[Scratch, tuple[int, ...]], int]:
         """Bytes of lasting scratch by kind and shape."""
+        if self._lasting is not None:
+            return self._lasting
         out: dict[tuple[Scratch, tuple[int, ...]], int] = {}
         at = self._recording.atoms + self._recording.parameter_sizes
         for kind, dimensions in self._recording.lasting:
             shape, nbytes = tuple(self._sizes[at : at + dimensions]), self._sizes[at + dimensions]
             out[kind, shape] = max(nbytes, out.get((kind, shape), 0))
             at += dimensions + 1
+        self._lasting = out
         return out
 
 
