@@ -444,8 +444,8 @@ class _Plan:
             self.units.append(t.units)
             self.grad_units.append(self._atoms.unit(t.grad_bytes))
             self.storage.append(number)
-            if t.storage is not t:
-                self.storage[number] = self._of(t.storage)
+            if t.whole is not None:
+                self.storage[number] = self._of(t.whole)
         return number
 
     def _steps(self, nodes: Sequence[Node]) -> tuple[list[_Node], list[int]]:

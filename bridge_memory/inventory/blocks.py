@@ -144,6 +144,7 @@ def _record(ctx: BlockContext, recordings: Any, record: Callable[[Recorder], Non
         tuple((kind, len(shape)) for kind, shape, _ in requests),
     )
     recordings.add(notes, recording, [n if type(n) is Size else notes.constant(n) for n in sizes])
+    notes.let_go()
     library.count_recording()
 
 

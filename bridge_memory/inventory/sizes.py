@@ -31,6 +31,8 @@ Operation = Callable[[Any, Any], Any]
 #: (register, operation, left, right): ``register = operation(left, right)`` of registers, or the constant ``left``
 #: where there is no operation.
 Step = tuple[int, Operation | None, Any, int]
+#: Steps by column, as they are kept: every register, every operation, every left, every right; empty without steps.
+Columns = tuple[tuple[Any, ...], ...]
 
 
 def _ceil(value: Any, _: Any) -> Any:
@@ -221,12 +223,17 @@ class Notes:
             self.steps.append((found.register, operation, a, b))
         return found
 
+    def let_go(self) -> None:
+        """Free the sizes: each knows these notes, so that otherwise both wait for the garbage collector."""
+        self.sizes.clear()
+        self._known.clear()
+
     def constant(self, value: Any) -> Size:
         """A plain number as a size."""
         return self.sizes[self._constant(value)]
 
     def _constant(self, value: Any) -> int:
-        key = (type(value), value)
+        key = value if type(value) is int else (type(value), value)  # 1.0 and True are equal to 1
         register = self._constants.get(key)
         if register is None:
             register = self._constants[key] = len(self.steps)
@@ -297,12 +304,16 @@ _SIGNS: dict[Any, str] = {
 }  # fmt: skip
 
 
+def _by_column(steps: Sequence[Step]) -> Columns:
+    return tuple(zip(*steps, strict=True))
+
+
 class _Branch:
     """One question of a tree of recordings, with what follows from each answer."""
 
     __slots__ = ("answers", "register", "steps")
 
-    def __init__(self, register: int, steps: tuple[Step, ...]) -> None:
+    def __init__(self, register: int, steps: Columns) -> None:
         self.register = register
         self.steps = steps
         self.answers: dict[Any, Any] = {}
@@ -310,7 +321,7 @@ class _Branch:
 
 class _Leaf(NamedTuple):
     recording: Any
-    steps: tuple[Step, ...]
+    steps: Columns
     registers: tuple[int, ...]
 
 
@@ -335,7 +346,7 @@ class Recordings:
         registers[: len(DIMENSIONS)] = dimensions
         try:
             while node is not None:
-                for register, operation, left, right in node.steps:
+                for register, operation, left, right in zip(*node.steps, strict=True):
                     registers[register] = left if operation is None else operation(registers[left], registers[right])
                 if type(node) is _Leaf:
                     return node.recording, list(map(registers.__getitem__, node.registers))
@@ -353,10 +364,10 @@ class Recordings:
             steps = notes.needed((register,), computed)
             branch = held.get(key)
             if branch is None:
-                branch = held[key] = _Branch(register, steps)
+                branch = held[key] = _Branch(register, _by_column(steps))
             assert branch.register == register, "a recording asked its questions in another order"
             held, key = branch.answers, answer
         wanted = tuple(size.register for size in sizes)
-        held[key] = _Leaf(recording, notes.needed(wanted, computed), wanted)
+        held[key] = _Leaf(recording, _by_column(notes.needed(wanted, computed)), wanted)
         self._length = max(self._length, len(notes.steps))
         self.count += 1
