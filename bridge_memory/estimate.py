@@ -148,12 +148,17 @@ class _Stages:
         residue = sum([inventory.residue for inventory in inventories])
         lasting: list[Component] = []
         between: list[Component] = []
+        static_bytes, between_bytes = sum([nbytes for _, nbytes in state.amounts]), 0
         for b in (*lasting_buffers(run, [chunk.facts for chunk in chunks], ctx, residue), *state.buffers()):
-            (between if b.lifetime is Lifetime.BETWEEN_STEPS else lasting).append(b)
-        static_bytes = sum(nbytes for _, nbytes in state.amounts) + sum(c.bytes for c in lasting)
+            if b.lifetime is Lifetime.BETWEEN_STEPS:
+                between.append(b)
+                between_bytes += b.bytes
+            else:
+                lasting.append(b)
+                static_bytes += b.bytes
         return _Held(
             state, tuple(lasting), tuple(between), batch_bytes(run, shapes), inventories,
-            tuple(stage_costs(inventories)), static_bytes, sum(c.bytes for c in between),
+            tuple(stage_costs(inventories)), static_bytes, between_bytes,
         )
 
     def explained(self, held: _Held) -> tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]:

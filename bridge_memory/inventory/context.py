@@ -49,12 +49,14 @@ class Settings(NamedTuple):
 class Shelf:
     """Everything recorded under the same settings, by block."""
 
-    __slots__ = ("_evaluated", "blocks", "library", "settings")
+    __slots__ = ("_evaluated", "blocks", "kept", "library", "settings")
 
     def __init__(self, library: Library, settings: Settings) -> None:
         self.library = library
         self.settings = settings
         self.blocks: dict[Any, Recordings] = {}
+        #: What depends on the settings and a few switches alone, by whoever worked it out.
+        self.kept: dict[Any, Any] = {}
         self._evaluated: dict[tuple[Any, ...], dict[Any, Any]] = {}
 
     def evaluated(self, dimensions: tuple[Any, ...]) -> dict[Any, Any]:
