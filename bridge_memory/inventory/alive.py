@@ -67,6 +67,11 @@ class Atoms:
             self.sizes.append(size)
         return 1 << (_LANE * position)
 
+    @property
+    def highest_bits(self) -> int:
+        """The highest bit of every lane."""
+        return ((1 << _LANE * len(self.sizes)) - 1) // _ONE_LANE << (_LANE - 1)
+
     def positions(self, units: int) -> tuple[int, ...]:
         """Positions of the sizes in a sum, as often as they count."""
         out: list[int] = []
@@ -153,7 +158,7 @@ class _Peaks:
 
 def _undominated(moments: Sequence[Moment], atoms: Atoms) -> list[Moment]:
     """Without those at which another has at least as much of everything."""
-    top = sum(1 << (_LANE * i + _LANE - 1) for i in range(len(atoms.sizes)))
+    top = atoms.highest_bits
     kept: list[Moment] = []
     for moment in moments:
         # Neighbours first: while a pass grows, each moment has all of the last.

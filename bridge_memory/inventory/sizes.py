@@ -28,9 +28,9 @@ DIMENSIONS = (*SIZES, "sp", "mtp_recomputed", "recomputes_fully", *RECOMPUTE_MOD
 Operation = Callable[[Any, Any], Any]
 
 
-#: (register, operation, left, right): ``register = operation(left, right)`` of registers, or the constant ``left``
+#: (operation, left, right): what a register holds is ``operation(left, right)`` of two others, or the constant ``left``
 #: where there is no operation.
-Step = tuple[int, Operation | None, Any, int]
+Step = tuple[Operation | None, Any, int]
 #: Steps by column, as they are kept: every register, every operation, every left, every right; empty without steps.
 Columns = tuple[tuple[Any, ...], ...]
 
@@ -216,11 +216,12 @@ class Notes:
     def step(self, operation: Operation, left: Any, right: Any) -> Size:
         a, x = (left.register, left.value) if type(left) is Size else (self._constant(left), left)
         b, y = (right.register, right.value) if type(right) is Size else (self._constant(right), right)
-        found = self._known.get((operation, a, b))
+        step = operation, a, b
+        found = self._known.get(step)
         if found is None:
-            found = self._known[operation, a, b] = Size(self, len(self.steps), operation(x, y))
+            found = self._known[step] = Size(self, len(self.steps), operation(x, y))
             self.sizes.append(found)
-            self.steps.append((found.register, operation, a, b))
+            self.steps.append(step)
         return found
 
     def let_go(self) -> None:
@@ -237,7 +238,7 @@ class Notes:
         register = self._constants.get(key)
         if register is None:
             register = self._constants[key] = len(self.steps)
-            self.steps.append((register, None, value, 0))
+            self.steps.append((None, value, 0))
             self.sizes.append(Size(self, register, value))
         return register
 
@@ -250,7 +251,7 @@ class Notes:
         if size.register not in self.questions:
             self.questions[size.register] = size.value
 
-    def needed(self, registers: Sequence[int], computed: set[int]) -> tuple[Step, ...]:
+    def needed(self, registers: Sequence[int], computed: set[int]) -> Columns:
         """Steps in order that fill ``registers``, without those that are ``computed``, to which they are added."""
         todo, wanted = list(registers), set()
         while todo:
@@ -259,10 +260,13 @@ class Notes:
             if step is None or register in computed or register in wanted:
                 continue
             wanted.add(register)
-            if step[1] is not None:
-                todo += step[2:]
+            if step[0] is not None:
+                todo += step[1:]
+        if not wanted:
+            return ()
         computed |= wanted
-        return tuple(step for register in sorted(wanted) if (step := self.steps[register]) is not None)
+        order = tuple(sorted(wanted))
+        return (order, *zip(*map(self.steps.__getitem__, order), strict=True))
 
     def variables(self, sizes: Sequence[Any]) -> tuple[int, ...]:
         """Positions in DIMENSIONS of what these sizes depend on."""
@@ -274,8 +278,8 @@ class Notes:
                 continue
             seen.add(register)
             step = self.steps[register]
-            if step is not None and step[1] is not None:
-                todo += step[2:]
+            if step is not None and step[0] is not None:
+                todo += step[1:]
         return tuple(i for i in range(len(DIMENSIONS)) if i in seen)
 
     def formula(self, size: Any) -> str:
@@ -286,7 +290,7 @@ class Notes:
             return DIMENSIONS[size.register]
         step = self.steps[size.register]
         assert step is not None
-        _, operation, first, second = step
+        operation, first, second = step
         if operation is None:
             return str(first)
         left, right = (self.formula(self.sizes[r]) for r in (first, second))
@@ -302,10 +306,6 @@ _SIGNS: dict[Any, str] = {
     operator.mod: "%", operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==",
     operator.ne: "!=",
 }  # fmt: skip
-
-
-def _by_column(steps: Sequence[Step]) -> Columns:
-    return tuple(zip(*steps, strict=True))
 
 
 class _Branch:
@@ -364,10 +364,10 @@ class Recordings:
             steps = notes.needed((register,), computed)
             branch = held.get(key)
             if branch is None:
-                branch = held[key] = _Branch(register, _by_column(steps))
+                branch = held[key] = _Branch(register, steps)
             assert branch.register == register, "a recording asked its questions in another order"
             held, key = branch.answers, answer
         wanted = tuple(size.register for size in sizes)
-        held[key] = _Leaf(recording, _by_column(notes.needed(wanted, computed)), wanted)
+        held[key] = _Leaf(recording, notes.needed(wanted, computed), wanted)
         self._length = max(self._length, len(notes.steps))
         self.count += 1
