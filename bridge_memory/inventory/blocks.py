@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bridge_memory.inventory.alive import Atoms, BlockCost, Structure
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Parameter, ParameterList, Repeated
 from bridge_memory.inventory.recorder import Recorder, Scratch
-from bridge_memory.inventory.sizes import DIMENSIONS, Notes, Size
+from bridge_memory.inventory.sizes import DIMENSIONS, Notes, Recordings, Size
 
 #: Lists of parameters of one kind that are kept.
 MOST_LISTS = 1024
@@ -101,6 +101,18 @@ def block(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) 
     if known is not None:
         return known
     recordings = ctx.shelf.recordings(key)
+    made = recordings.kept(ctx.dimensions)
+    if made is None:
+        made = Block(*_found(ctx, key, recordings, record))
+        recordings.keep(ctx.dimensions, made)
+    ctx.blocks[key] = made
+    return made
+
+
+def _found(
+    ctx: BlockContext, key: Hashable, recordings: Recordings, record: Callable[[Recorder], None]
+) -> tuple[_Recording, list[int]]:
+    """The recording that serves the run, made where there is none, and its sizes."""
     found = recordings.find(ctx.dimensions)
     if found is None:
         with ctx.shelf.library.lock:
@@ -109,11 +121,10 @@ def block(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) 
                 _record(ctx, recordings, record)
                 found = recordings.find(ctx.dimensions)
                 assert found is not None, f"{key}: a recording does not answer its own questions"
-    made = ctx.blocks[key] = Block(*found)
-    return made
+    return found
 
 
-def _record(ctx: BlockContext, recordings: Any, record: Callable[[Recorder], None]) -> None:
+def _record(ctx: BlockContext, recordings: Recordings, record: Callable[[Recorder], None]) -> None:
     notes = Notes(ctx.dimensions)
     r = Recorder(BlockContext(ctx.shelf, notes.sizes[: len(DIMENSIONS)]))
     record(r)

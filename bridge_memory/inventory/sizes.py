@@ -24,6 +24,8 @@ from bridge_memory.spec.parts import RECOMPUTE_MODULES
 #: selective recomputation.
 SIZES = ("seq", "batch", "tp", "cp", "ep", "etp", "padded_vocab")
 DIMENSIONS = (*SIZES, "sp", "mtp_recomputed", "recomputes_fully", *RECOMPUTE_MODULES)
+#: Answers that are kept of one block, each for other dimensions.
+MOST_KEPT = 256
 
 Operation = Callable[[Any, Any], Any]
 
@@ -252,12 +254,16 @@ class Notes:
             self.questions[size.register] = size.value
 
     def needed(self, registers: Sequence[int], computed: set[int]) -> Columns:
-        """Steps in order that fill ``registers``, without those that are ``computed``, to which they are added."""
+        """Steps in order that fill ``registers``, without those that are ``computed``, to which they are added; so are
+        the dimensions that they start from."""
         todo, wanted = list(registers), set()
         while todo:
             register = todo.pop()
+            if register in computed or register in wanted:
+                continue
             step = self.steps[register]
-            if step is None or register in computed or register in wanted:
+            if step is None:
+                computed.add(register)
                 continue
             wanted.add(register)
             if step[0] is not None:
@@ -328,12 +334,26 @@ class _Leaf(NamedTuple):
 class Recordings:
     """What was recorded with the same settings, found again by the answers to the recordings' own questions."""
 
-    __slots__ = ("_length", "_top", "count")
+    __slots__ = ("_kept", "_length", "_top", "count")
 
     def __init__(self) -> None:
         self._top: dict[None, Any] = {}
         self._length = len(DIMENSIONS)
+        #: Positions of the dimensions that any recording depends on, and answers by what these are.
+        self._kept: tuple[tuple[int, ...], dict[tuple[int, ...], Any]] = ((), {})
         self.count = 0
+
+    def kept(self, dimensions: Sequence[int]) -> Any:
+        """What ``keep`` was given for dimensions that differ in nothing that a recording depends on, or None."""
+        positions, answers = self._kept
+        return answers.get(tuple([dimensions[i] for i in positions]))
+
+    def keep(self, dimensions: Sequence[int], answer: Any) -> None:
+        """Keep what somebody made of ``find(dimensions)``."""
+        positions, answers = self._kept
+        if len(answers) >= MOST_KEPT:
+            self._kept = positions, answers = positions, {}
+        answers[tuple([dimensions[i] for i in positions])] = answer
 
     def find(self, dimensions: Sequence[int]) -> tuple[Any, list[Any]] | None:
         """(the recording that serves ``dimensions``, its sizes), or None.
@@ -367,7 +387,11 @@ class Recordings:
                 branch = held[key] = _Branch(register, steps)
             assert branch.register == register, "a recording asked its questions in another order"
             held, key = branch.answers, answer
-        wanted = tuple(size.register for size in sizes)
-        held[key] = _Leaf(recording, notes.needed(wanted, computed), wanted)
+        wanted = tuple([size.register for size in sizes])
+        leaf = _Leaf(recording, notes.needed(wanted, computed), wanted)
+        positions = tuple(sorted({*self._kept[0], *[i for i in computed if i < len(DIMENSIONS)]}))
+        if positions != self._kept[0]:
+            self._kept = positions, {}  # before the recording can be found, whose answers depend on them
+        held[key] = leaf
         self._length = max(self._length, len(notes.steps))
         self.count += 1
