@@ -12,7 +12,7 @@ from typing import NamedTuple
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
-from bridge_memory.inventory.chain import ChunkInventory
+from bridge_memory.inventory.chain import ChunkInventory, EngineBytes
 from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters
 from bridge_memory.inventory.layer_links import ignores_full_recompute
@@ -128,6 +128,7 @@ class _Stages:
         self.engine = engine_of(run)
         self._chunks: dict[ChunkShape, _Chunk] = {}
         self._explained: dict[int, tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]] = {}
+        self._microbatches = run.num_microbatches
         held: dict[StageShape, _Held] = {}
         self._stages: list[_Stage] = []
         for rank, shapes in enumerate(self.plan.shapes(run.model)):
@@ -146,20 +147,21 @@ class _Stages:
         run, ctx = self.run, self.ctx
         chunks = [self._chunk(shape) for shape in shapes]
         state = self.engine.stage([chunk.units for chunk in chunks])
-        last = straight_into_backward(shapes)
-        if last < 0 and not state.concurrent:
-            inventories = tuple([self._inventory(chunk, shape) for chunk, shape in zip(chunks, shapes, strict=True)])
-        else:
-            inventories = tuple(stage_inventories(run.model, shapes, ctx, state.concurrent))
+        inventories = self._inventories(chunks, shapes, state.concurrent)
         residue = sum([inventory.residue for inventory in inventories])
         lasting: list[Component] = []
         between: list[Component] = []
+        static_bytes, between_bytes = sum([nbytes for _, nbytes in state.amounts]), 0
         for b in (*lasting_buffers(run, [chunk.facts for chunk in chunks], ctx, residue), *state.buffers()):
-            (between if b.lifetime is Lifetime.BETWEEN_STEPS else lasting).append(b)
-        static_bytes = sum(nbytes for _, nbytes in state.amounts) + sum(c.bytes for c in lasting)
+            if b.lifetime is Lifetime.BETWEEN_STEPS:
+                between.append(b)
+                between_bytes += b.bytes
+            else:
+                lasting.append(b)
+                static_bytes += b.bytes
         return _Held(
             state, tuple(lasting), tuple(between), batch_bytes(run, shapes), inventories,
-            tuple(stage_costs(inventories)), static_bytes, sum(c.bytes for c in between),
+            tuple(stage_costs(inventories)), static_bytes, between_bytes,
         )
 
     def explained(self, held: _Held) -> tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]:
@@ -178,6 +180,19 @@ class _Stages:
             found = self._chunks[shape] = _Chunk(chunk_units(model, shape, ctx), chunk_facts(self.run, shape, ctx))
         return found
 
+    def _inventories(
+        self, chunks: Sequence[_Chunk], shapes: StageShape, concurrent: Sequence[EngineBytes]
+    ) -> tuple[ChunkInventory, ...]:
+        """As ``stage_inventories``; what nothing of the stage changes is shared by all chunks of one shape."""
+        model, ctx = self.run.model, self.ctx
+        if concurrent:
+            return tuple(stage_inventories(model, shapes, ctx, concurrent))
+        found = [self._inventory(chunk, shape) for chunk, shape in zip(chunks, shapes, strict=True)]
+        last = straight_into_backward(shapes)
+        if last >= 0 and found[last].offloads:
+            found[last] = chunk_inventory(model, shapes[last], ctx, backward_next=True)
+        return tuple(found)
+
     def _inventory(self, chunk: _Chunk, shape: ChunkShape) -> ChunkInventory:
         if chunk.inventory is None:
             chunk.inventory = chunk_inventory(self.run.model, shape, self.ctx)
@@ -188,7 +203,7 @@ class _Stages:
         moment = dynamic_peak(
             run.parallel.pp,
             rank,
-            run.num_microbatches,
+            self._microbatches,
             held.costs,
             group_size=run.parallel.microbatch_group_size_per_vp_stage,
             hidden_bytes=self.ctx.hidden_bytes,

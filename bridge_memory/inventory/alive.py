@@ -67,6 +67,11 @@ class Atoms:
             self.sizes.append(size)
         return 1 << (_LANE * position)
 
+    @property
+    def highest_bits(self) -> int:
+        """The highest bit of every lane."""
+        return ((1 << _LANE * len(self.sizes)) - 1) // _ONE_LANE << (_LANE - 1)
+
     def positions(self, units: int) -> tuple[int, ...]:
         """Positions of the sizes in a sum, as often as they count."""
         out: list[int] = []
@@ -153,7 +158,7 @@ class _Peaks:
 
 def _undominated(moments: Sequence[Moment], atoms: Atoms) -> list[Moment]:
     """Without those at which another has at least as much of everything."""
-    top = sum(1 << (_LANE * i + _LANE - 1) for i in range(len(atoms.sizes)))
+    top = atoms.highest_bits
     kept: list[Moment] = []
     for moment in moments:
         # Neighbours first: while a pass grows, each moment has all of the last.
@@ -444,8 +449,8 @@ class _Plan:
             self.units.append(t.units)
             self.grad_units.append(self._atoms.unit(t.grad_bytes))
             self.storage.append(number)
-            if t.storage is not t:
-                self.storage[number] = self._of(t.storage)
+            if t.whole is not None:
+                self.storage[number] = self._of(t.whole)
         return number
 
     def _steps(self, nodes: Sequence[Node]) -> tuple[list[_Node], list[int]]:

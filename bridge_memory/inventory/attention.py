@@ -44,7 +44,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
         query, *gates, key, value = tape.views("split qkv", qkv, *parts, ("key", kv_bytes), ("value", kv_bytes))
         gate = gates[0] if gates else qkv
     separate = False
-    if 1 < g < a and (not ctx.te or (not spec.qk_layernorm and spec.rotary and ctx.rotary)):
+    if (not ctx.te or (not spec.qk_layernorm and spec.rotary and ctx.rotary)) and 1 < g < a:
         # The reshape of a grouped query to [s, b, a, d] is a copy.
         query = tape.make("query", query, q_bytes)
     if spec.qk_layernorm:

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bridge_memory.inventory.alive import Atoms, BlockCost, Structure
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Parameter, ParameterList, Repeated
 from bridge_memory.inventory.recorder import Recorder, Scratch
-from bridge_memory.inventory.sizes import DIMENSIONS, Notes, Size
+from bridge_memory.inventory.sizes import DIMENSIONS, Notes, Recordings, Size
 
 #: Lists of parameters of one kind that are kept.
 MOST_LISTS = 1024
@@ -62,12 +62,13 @@ class _Recording(NamedTuple):
 class Block:
     """Everything one block contributes to a rank."""
 
-    __slots__ = ("_parameters", "_recording", "_sizes", "cost")
+    __slots__ = ("_lasting", "_parameters", "_recording", "_sizes", "cost")
 
     def __init__(self, recording: _Recording, sizes: list[int]) -> None:
         self._recording = recording
         self._sizes = sizes
         self._parameters: ParameterList | None = None
+        self._lasting: dict[tuple[Scratch, tuple[int, ...]], int] | None = None
         self.cost = BlockCost(recording.structure, sizes[: recording.atoms])
 
     @property
@@ -82,12 +83,15 @@ class Block:
     @property
     def lasting(self) -> dict[tuple[Scratch, tuple[int, ...]], int]:
         """Bytes of lasting scratch by kind and shape."""
+        if self._lasting is not None:
+            return self._lasting
         out: dict[tuple[Scratch, tuple[int, ...]], int] = {}
         at = self._recording.atoms + self._recording.parameter_sizes
         for kind, dimensions in self._recording.lasting:
             shape, nbytes = tuple(self._sizes[at : at + dimensions]), self._sizes[at + dimensions]
             out[kind, shape] = max(nbytes, out.get((kind, shape), 0))
             at += dimensions + 1
+        self._lasting = out
         return out
 
 
@@ -97,6 +101,18 @@ def block(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) 
     if known is not None:
         return known
     recordings = ctx.shelf.recordings(key)
+    made = recordings.kept(ctx.dimensions)
+    if made is None:
+        made = Block(*_found(ctx, key, recordings, record))
+        recordings.keep(ctx.dimensions, made)
+    ctx.blocks[key] = made
+    return made
+
+
+def _found(
+    ctx: BlockContext, key: Hashable, recordings: Recordings, record: Callable[[Recorder], None]
+) -> tuple[_Recording, list[int]]:
+    """The recording that serves the run, made where there is none, and its sizes."""
     found = recordings.find(ctx.dimensions)
     if found is None:
         with ctx.shelf.library.lock:
@@ -105,11 +121,10 @@ def block(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) 
                 _record(ctx, recordings, record)
                 found = recordings.find(ctx.dimensions)
                 assert found is not None, f"{key}: a recording does not answer its own questions"
-    made = ctx.blocks[key] = Block(*found)
-    return made
+    return found
 
 
-def _record(ctx: BlockContext, recordings: Any, record: Callable[[Recorder], None]) -> None:
+def _record(ctx: BlockContext, recordings: Recordings, record: Callable[[Recorder], None]) -> None:
     notes = Notes(ctx.dimensions)
     r = Recorder(BlockContext(ctx.shelf, notes.sizes[: len(DIMENSIONS)]))
     record(r)
@@ -140,6 +155,7 @@ def _record(ctx: BlockContext, recordings: Any, record: Callable[[Recorder], Non
         tuple((kind, len(shape)) for kind, shape, _ in requests),
     )
     recordings.add(notes, recording, [n if type(n) is Size else notes.constant(n) for n in sizes])
+    notes.let_go()
     library.count_recording()
 
 

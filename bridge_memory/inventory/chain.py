@@ -135,6 +135,11 @@ class ChunkInventory(NamedTuple):
     def backward_operation(self) -> str:
         return self.backward_name()
 
+    @property
+    def offloads(self) -> bool:
+        """Whether anything goes to host memory between the passes, and could stay."""
+        return any([link.offloaded for link, _ in self.links])
+
     def parts(self) -> dict[tuple[Part, Provenance], int]:
         """``retained`` by part of the model and how it is known."""
         out: dict[tuple[Part, Provenance], int] = {}
@@ -196,9 +201,12 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkIn
     residue = all_residue = sum(count * link.residue for link, count in links)
     number = len(links)
     for position, (link, count) in enumerate(links, 1):
-        # The last is the highest; but the one before it where the last counts the output itself, and the first where
-        # most is left behind.
-        for k in {count - 1, max(0, count - 2), *((0,) if link.residue else ())}:
+        # The last is the highest; but the one before it where the last counts the output itself or where something is
+        # left behind, and the first where most is left behind.
+        ends = {count - 1}
+        if count > 1 and (all_residue or (output_bytes and position == number)):
+            ends |= {count - 2, 0} if link.residue else {count - 2}
+        for k in ends:
             base, after = before + k * link.retained, residue - (k + 1) * link.residue
             if base + link.forward_peak + after > forward:
                 forward, forward_name = base + link.forward_peak + after, link.forward_name

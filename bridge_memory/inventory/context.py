@@ -18,8 +18,6 @@ from bridge_memory.spec.parts import RECOMPUTE_MODULES
 
 #: Blocks that a library keeps; beyond them it starts anew.
 MOST_RECORDINGS = 4096
-#: Sets of sizes, of one kind of settings, whose blocks are kept with their numbers put in.
-MOST_EVALUATED = 64
 
 
 class Settings(NamedTuple):
@@ -49,22 +47,14 @@ class Settings(NamedTuple):
 class Shelf:
     """Everything recorded under the same settings, by block."""
 
-    __slots__ = ("_evaluated", "blocks", "library", "settings")
+    __slots__ = ("blocks", "kept", "library", "settings")
 
     def __init__(self, library: Library, settings: Settings) -> None:
         self.library = library
         self.settings = settings
         self.blocks: dict[Any, Recordings] = {}
-        self._evaluated: dict[tuple[Any, ...], dict[Any, Any]] = {}
-
-    def evaluated(self, dimensions: tuple[Any, ...]) -> dict[Any, Any]:
-        """Blocks whose numbers were put in for these sizes: runs that differ in their layout alone share them."""
-        found = self._evaluated.get(dimensions)
-        if found is None:
-            if len(self._evaluated) >= MOST_EVALUATED:
-                self._evaluated = {}
-            found = self._evaluated.setdefault(dimensions, {})
-        return found
+        #: What depends on the settings and a few switches alone, by whoever worked it out.
+        self.kept: dict[Any, Any] = {}
 
     def recordings(self, block: Any) -> Recordings:
         found = self.blocks.get(block)
@@ -166,7 +156,7 @@ class BlockContext:
         self.hidden_bytes = self.tokens_sp * self.hidden_size * self.residual
         #: What was found for this run so far, by whoever found it.
         self.evaluated: dict[Any, Any] = {}
-        #: Blocks whose numbers were put in for these sizes; none of a context that is recorded with.
+        #: Blocks with this run's numbers put in.
         self.blocks: dict[Any, Any] = {}
 
     @property
@@ -229,7 +219,4 @@ def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
         full and rc.method == "uniform" and MTP_DEPTHS_RECOMPUTED(run.implementation), full,
         *[module in selected for module in RECOMPUTE_MODULES],
     )  # fmt: skip
-    shelf = library.shelf(settings)
-    ctx = BlockContext(shelf, dimensions, rc)
-    ctx.blocks = shelf.evaluated(dimensions)
-    return ctx
+    return BlockContext(library.shelf(settings), dimensions, rc)

@@ -35,6 +35,10 @@ class PendingGradients(NamedTuple):
         return self.before + self.own + self.total
 
 
+#: Of a block whose weights no other block of its chunk uses.
+NOTHING_WAITS = PendingGradients()
+
+
 def pending_gradients(blocks: Sequence[Label], ctx: BlockContext, *, tied: bool) -> list[PendingGradients]:
     """For each of ``blocks``, by label and in forward order.
 
@@ -65,6 +69,12 @@ def pending_gradients(blocks: Sequence[Label], ctx: BlockContext, *, tied: bool)
             waiting[name] = own
         out.append(PendingGradients(before, own, total))
     return out[::-1]
+
+
+def shares_weights(blocks: Sequence[Label], *, tied: bool) -> bool:
+    """Whether two of ``blocks`` use one weight; nothing waits where none do. ``tied`` as in ``pending_gradients``."""
+    weights = [name for label in blocks if (name := _weight(label, tied))]
+    return len(set(weights)) < len(weights)
 
 
 def with_pending(link: Link, pending: PendingGradients) -> Link:

@@ -24,13 +24,17 @@ from bridge_memory.spec.parts import RECOMPUTE_MODULES
 #: selective recomputation.
 SIZES = ("seq", "batch", "tp", "cp", "ep", "etp", "padded_vocab")
 DIMENSIONS = (*SIZES, "sp", "mtp_recomputed", "recomputes_fully", *RECOMPUTE_MODULES)
+#: Answers that are kept of one block, each for other dimensions.
+MOST_KEPT = 256
 
 Operation = Callable[[Any, Any], Any]
 
 
-#: (register, operation, left, right): ``register = operation(left, right)`` of registers, or the constant ``left``
+#: (operation, left, right): what a register holds is ``operation(left, right)`` of two others, or the constant ``left``
 #: where there is no operation.
-Step = tuple[int, Operation | None, Any, int]
+Step = tuple[Operation | None, Any, int]
+#: Steps by column, as they are kept: every register, every operation, every left, every right; empty without steps.
+Columns = tuple[tuple[Any, ...], ...]
 
 
 def _ceil(value: Any, _: Any) -> Any:
@@ -214,23 +218,29 @@ class Notes:
     def step(self, operation: Operation, left: Any, right: Any) -> Size:
         a, x = (left.register, left.value) if type(left) is Size else (self._constant(left), left)
         b, y = (right.register, right.value) if type(right) is Size else (self._constant(right), right)
-        found = self._known.get((operation, a, b))
+        step = operation, a, b
+        found = self._known.get(step)
         if found is None:
-            found = self._known[operation, a, b] = Size(self, len(self.steps), operation(x, y))
+            found = self._known[step] = Size(self, len(self.steps), operation(x, y))
             self.sizes.append(found)
-            self.steps.append((found.register, operation, a, b))
+            self.steps.append(step)
         return found
+
+    def let_go(self) -> None:
+        """Free the sizes: each knows these notes, so that otherwise both wait for the garbage collector."""
+        self.sizes.clear()
+        self._known.clear()
 
     def constant(self, value: Any) -> Size:
         """A plain number as a size."""
         return self.sizes[self._constant(value)]
 
     def _constant(self, value: Any) -> int:
-        key = (type(value), value)
+        key = value if type(value) is int else (type(value), value)  # 1.0 and True are equal to 1
         register = self._constants.get(key)
         if register is None:
             register = self._constants[key] = len(self.steps)
-            self.steps.append((register, None, value, 0))
+            self.steps.append((None, value, 0))
             self.sizes.append(Size(self, register, value))
         return register
 
@@ -243,19 +253,26 @@ class Notes:
         if size.register not in self.questions:
             self.questions[size.register] = size.value
 
-    def needed(self, registers: Sequence[int], computed: set[int]) -> tuple[Step, ...]:
-        """Steps in order that fill ``registers``, without those that are ``computed``, to which they are added."""
+    def needed(self, registers: Sequence[int], computed: set[int]) -> Columns:
+        """Steps in order that fill ``registers``, without those that are ``computed``, to which they are added; so are
+        the dimensions that they start from."""
         todo, wanted = list(registers), set()
         while todo:
             register = todo.pop()
+            if register in computed or register in wanted:
+                continue
             step = self.steps[register]
-            if step is None or register in computed or register in wanted:
+            if step is None:
+                computed.add(register)
                 continue
             wanted.add(register)
-            if step[1] is not None:
-                todo += step[2:]
+            if step[0] is not None:
+                todo += step[1:]
+        if not wanted:
+            return ()
         computed |= wanted
-        return tuple(step for register in sorted(wanted) if (step := self.steps[register]) is not None)
+        order = tuple(sorted(wanted))
+        return (order, *zip(*map(self.steps.__getitem__, order), strict=True))
 
     def variables(self, sizes: Sequence[Any]) -> tuple[int, ...]:
         """Positions in DIMENSIONS of what these sizes depend on."""
@@ -267,8 +284,8 @@ class Notes:
                 continue
             seen.add(register)
             step = self.steps[register]
-            if step is not None and step[1] is not None:
-                todo += step[2:]
+            if step is not None and step[0] is not None:
+                todo += step[1:]
         return tuple(i for i in range(len(DIMENSIONS)) if i in seen)
 
     def formula(self, size: Any) -> str:
@@ -279,7 +296,7 @@ class Notes:
             return DIMENSIONS[size.register]
         step = self.steps[size.register]
         assert step is not None
-        _, operation, first, second = step
+        operation, first, second = step
         if operation is None:
             return str(first)
         left, right = (self.formula(self.sizes[r]) for r in (first, second))
@@ -302,7 +319,7 @@ class _Branch:
 
     __slots__ = ("answers", "register", "steps")
 
-    def __init__(self, register: int, steps: tuple[Step, ...]) -> None:
+    def __init__(self, register: int, steps: Columns) -> None:
         self.register = register
         self.steps = steps
         self.answers: dict[Any, Any] = {}
@@ -310,19 +327,33 @@ class _Branch:
 
 class _Leaf(NamedTuple):
     recording: Any
-    steps: tuple[Step, ...]
+    steps: Columns
     registers: tuple[int, ...]
 
 
 class Recordings:
     """What was recorded with the same settings, found again by the answers to the recordings' own questions."""
 
-    __slots__ = ("_length", "_top", "count")
+    __slots__ = ("_kept", "_length", "_top", "count")
 
     def __init__(self) -> None:
         self._top: dict[None, Any] = {}
         self._length = len(DIMENSIONS)
+        #: Positions of the dimensions that any recording depends on, and answers by what these are.
+        self._kept: tuple[tuple[int, ...], dict[tuple[int, ...], Any]] = ((), {})
         self.count = 0
+
+    def kept(self, dimensions: Sequence[int]) -> Any:
+        """What ``keep`` was given for dimensions that differ in nothing that a recording depends on, or None."""
+        positions, answers = self._kept
+        return answers.get(tuple([dimensions[i] for i in positions]))
+
+    def keep(self, dimensions: Sequence[int], answer: Any) -> None:
+        """Keep what somebody made of ``find(dimensions)``."""
+        positions, answers = self._kept
+        if len(answers) >= MOST_KEPT:
+            self._kept = positions, answers = positions, {}
+        answers[tuple([dimensions[i] for i in positions])] = answer
 
     def find(self, dimensions: Sequence[int]) -> tuple[Any, list[Any]] | None:
         """(the recording that serves ``dimensions``, its sizes), or None.
@@ -335,7 +366,7 @@ class Recordings:
         registers[: len(DIMENSIONS)] = dimensions
         try:
             while node is not None:
-                for register, operation, left, right in node.steps:
+                for register, operation, left, right in zip(*node.steps, strict=True):
                     registers[register] = left if operation is None else operation(registers[left], registers[right])
                 if type(node) is _Leaf:
                     return node.recording, list(map(registers.__getitem__, node.registers))
@@ -356,7 +387,11 @@ class Recordings:
                 branch = held[key] = _Branch(register, steps)
             assert branch.register == register, "a recording asked its questions in another order"
             held, key = branch.answers, answer
-        wanted = tuple(size.register for size in sizes)
-        held[key] = _Leaf(recording, notes.needed(wanted, computed), wanted)
+        wanted = tuple([size.register for size in sizes])
+        leaf = _Leaf(recording, notes.needed(wanted, computed), wanted)
+        positions = tuple(sorted({*self._kept[0], *[i for i in computed if i < len(DIMENSIONS)]}))
+        if positions != self._kept[0]:
+            self._kept = positions, {}  # before the recording can be found, whose answers depend on them
+        held[key] = leaf
         self._length = max(self._length, len(notes.steps))
         self.count += 1

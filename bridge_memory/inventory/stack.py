@@ -23,7 +23,7 @@ from bridge_memory.inventory.layer import embedding_block, final_norm_block, lay
 from bridge_memory.inventory.layer_links import ignores_full_recompute, layer_links
 from bridge_memory.inventory.parameters import Parameter, ParameterList
 from bridge_memory.inventory.recorder import Scratch
-from bridge_memory.inventory.shared_weights import pending_gradients, with_pending
+from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
 from bridge_memory.inventory.tail import final_norm_name, holds_final_norm, tail_blocks, tail_links, untied_here
 from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
@@ -67,9 +67,12 @@ def chunk_inventory(
     tied = model.share_embeddings_and_output_weights and (shape.embedding or bool(shape.num_depths))
     tail = tail_blocks(model, shape, ctx)
     labels = [link.label for link, _ in links] + [label for _, label in tail]
-    pending = pending_gradients(labels, ctx, tied=tied)
-    links = [(with_pending(link, found), count) for (link, count), found in zip(links, pending, strict=False)]
-    links += tail_links(tail, model, shape, ctx, pending[len(links) :])
+    if shares_weights(labels, tied=tied):
+        pending = pending_gradients(labels, ctx, tied=tied)
+        links = [(with_pending(link, found), count) for (link, count), found in zip(links, pending, strict=False)]
+        links += tail_links(tail, model, shape, ctx, pending[len(links) :])
+    elif tail:
+        links += tail_links(tail, model, shape, ctx, [NOTHING_WAITS] * len(tail))
     if not shape.embedding:
         _with_last_input(links, ctx)
     if backward_next:
@@ -153,14 +156,23 @@ def chunk_scratch(
     key = ("scratch", kinds, shape.output, shape.embedding, shape.num_depths, shape.last_layer)
     known = ctx.evaluated.get(key)
     if known is None:
-        blocks = [layer_block(kind, ctx) for kind in dict.fromkeys(kinds)]
-        blocks += [tail for tail, _ in tail_blocks(model, shape, ctx)]
-        known = {}
-        for block in dict.fromkeys(blocks):
-            for request, nbytes in block.lasting.items():
-                known[request] = max(nbytes, known.get(request, 0))
-        ctx.evaluated[key] = known
+        blocks = [layer_block(kind, ctx) for kind in kinds] + [tail for tail, _ in tail_blocks(model, shape, ctx)]
+        known = ctx.evaluated[key] = _largest([block.lasting for block in dict.fromkeys(blocks)])
     return known
+
+
+def _largest(
+    lists: Sequence[dict[tuple[Scratch, tuple[int, ...]], int]]
+) -> dict[tuple[Scratch, tuple[int, ...]], int]:
+    """The largest of every request in ``lists``."""
+    if len(lists) == 1:
+        return lists[0]
+    out: dict[tuple[Scratch, tuple[int, ...]], int] = {}
+    for requests in lists:
+        for request, nbytes in requests.items():
+            if nbytes > out.get(request, -1):
+                out[request] = nbytes
+    return out
 
 
 def stage_scratch(
@@ -171,12 +183,8 @@ def stage_scratch(
     key = ("stage scratch", *distinct)
     known = ctx.evaluated.get(key)
     if known is None:
-        largest: dict[tuple[Scratch, tuple[int, ...]], int] = {}
-        for chunk in distinct.values():
-            for request, nbytes in chunk.items():
-                largest[request] = max(nbytes, largest.get(request, 0))
         known = {}
-        for (kind, _), nbytes in largest.items():
+        for (kind, _), nbytes in _largest(list(distinct.values())).items():
             known[kind] = known.get(kind, 0) + nbytes
         ctx.evaluated[key] = known
     return known

@@ -37,10 +37,10 @@ Bytes = Any
 class Tensor:
     """A tensor: its name, its bytes and the bytes of its gradient (0: none flows to it).
 
-    A view has no bytes of its own: whoever holds it holds ``storage``, the tensor that it is a part of.
+    A view has no bytes of its own: whoever holds it holds ``whole``, the tensor that it is a part of.
     """
 
-    __slots__ = ("bytes", "grad_bytes", "name", "part", "provenance", "storage", "units")
+    __slots__ = ("bytes", "grad_bytes", "name", "part", "provenance", "units", "whole")
 
     def __init__(
         self, name: str, nbytes: Bytes, grad_bytes: Bytes, part: Part = Part.NONE,
@@ -51,7 +51,7 @@ class Tensor:
         self.provenance = provenance
         self.bytes = nbytes
         self.grad_bytes = grad_bytes
-        self.storage: Tensor = self
+        self.whole: Tensor | None = None
         #: ``bytes`` in the units of ``alive``.
         self.units = 0
 
@@ -219,7 +219,7 @@ class Tape:
         out = []
         for label, nbytes in parts:
             view = Tensor(label, 0, nbytes, self.part, self.provenance)
-            view.storage = whole.storage
+            view.whole = whole.whole or whole
             out.append(view)
         self.op(name, whole, out)
         return tuple(out)

@@ -295,24 +295,28 @@ def walked_peak(
 
 def highest(moments: Iterable[Moment], chunks: Sequence[ChunkCost], hidden_bytes: int) -> PeakMoment:
     """The moment of most bytes; of equal ones the first."""
-    saved = [c.saved for c in chunks]
-    forward = [c.forward_peak - c.saved for c in chunks]
-    backward = [c.backward_peak - c.saved for c in chunks]
+    saved, forward, backward = zip(*chunks, strict=True)
+    largest = max(saved)
     most, peak = -1, None
     for moment in moments:
         phase, chunk, alive, hidden, forward_chunk = moment
-        n = sum(map(mul, alive, saved)) + hidden * hidden_bytes
+        n = hidden * hidden_bytes
         if phase == "backward":
-            n += backward[chunk]
+            n += backward[chunk] - saved[chunk]
         elif phase == "forward":
-            n += forward[chunk]
+            n += forward[chunk] - saved[chunk]
         else:
             # Layer by layer one chunk's saved tensors come as the other's go: the larger of the two is there.
-            n += forward[forward_chunk] + backward[chunk] - min(saved[forward_chunk], saved[chunk])
+            n += forward[forward_chunk] + backward[chunk] - saved[forward_chunk] - saved[chunk]
+            n -= min(saved[forward_chunk], saved[chunk])
+        if n + sum(alive) * largest <= most:
+            continue  # Not even where every chunk saves the most that one does.
+        n += sum(map(mul, alive, saved))
         if n > most:
             most, peak = n, moment
     assert peak is not None, "a schedule without events"
-    counted = list(peak.alive)
+    counted = peak.alive
     if peak.phase == "overlapped":
-        counted[min(peak.chunk, peak.forward_chunk, key=lambda c: saved[c])] -= 1
-    return PeakMoment(peak.phase, peak.chunk, most, tuple(counted), peak.hidden * hidden_bytes, peak.forward_chunk)
+        less = min(peak.chunk, peak.forward_chunk, key=lambda c: saved[c])
+        counted = tuple([n - (c == less) for c, n in enumerate(counted)])
+    return PeakMoment(peak.phase, peak.chunk, most, counted, peak.hidden * hidden_bytes, peak.forward_chunk)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from operator import sub
+from operator import ge, sub
 
 from bridge_memory.schedule.events import ChunkCost, Moment, PeakMoment, highest, num_warmup
 
@@ -61,9 +61,7 @@ def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
         same.sort(key=lambda n: (-sum(n.alive), -n.hidden))
         kept: list[Moment] = []
         for n in same:
-            if not any(
-                k.hidden >= n.hidden and all(a >= b for a, b in zip(k.alive, n.alive, strict=True)) for k in kept
-            ):
+            if not any([k.hidden >= n.hidden and all(map(ge, k.alive, n.alive)) for k in kept]):
                 kept.append(n)
         out += kept
     return tuple(out)
@@ -213,7 +211,21 @@ class _Interleaved:
 
     def kept(self, k: int) -> int:
         """Hidden states that names keep during backward pass k and the forward pass before it."""
-        return sum(min(2, max(0, k - i)) for i in self.kept_inputs) + sum(k > i for i in self.kept_grads)
+        n = 0
+        for i in self.kept_inputs:
+            n += (k > i) + (k > i + 1)
+        for i in self.kept_grads:
+            n += k > i
+        return n
+
+    def _like_a_round_before(self) -> list[range]:
+        """Steady passes at which everything is as it was one whole round earlier: no pass since has changed what names
+        keep, and both rounds are whole and past what is particular to the first passes."""
+        span, first = self.group * self.v, self.pp - 2
+        beyond = min(self.whole, self.total - 1) - self.warmup
+        ends = sorted({beyond, *[i for i in (*self.kept_inputs, *self.kept_grads) if first < i < beyond]})
+        # What names keep changes in the two passes after one of these.
+        return [range(start + 2 + span, end) for start, end in zip([first, *ends], ends, strict=False)]
 
     def moments(self) -> list[Moment]:
         out = []
@@ -225,13 +237,15 @@ class _Interleaved:
             turns |= {t + self.pp - 1 for t in turns}
         ends = {t + d for t in turns for d in (-1, 0, 1)}
         kept = {i + d for i in (*self.kept_inputs, *self.kept_grads) for d in (0, 1, 2)}
+        alike = self._like_a_round_before()
 
         for x in sorted(ends | {self.warmup - 1}):
             if max(0, self.warmup - span - 1) <= x < self.warmup:
                 hidden = self.inputs(x, after=False)
                 out.append(Moment("forward", self.chunk(x), self.alive(x + 1, 0), hidden))
         # The last forward pass receives nothing more.
-        for k in sorted(ends | kept | {x - self.warmup for x in ends} | {0, steady - 2, steady - 1}):
+        within = {k for k in ends | {x - self.warmup for x in ends} if not any([k in few for few in alike])}
+        for k in sorted(within | kept | {0, steady - 2, steady - 1}):
             if 0 <= k < steady:
                 self._steady(k, out)
         for k in sorted(ends | kept | {steady, steady + 1}):

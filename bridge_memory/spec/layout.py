@@ -104,7 +104,12 @@ class Layout:
         """What each stage holds."""
         known = self._shapes
         if known is None or known[0] is not model:
-            known = self._shapes = (model, tuple(tuple(c.shape(model) for c in chunks) for chunks in self.stages))
+            one: dict[ChunkShape, ChunkShape] = {}  # equal shapes are one object
+            stages = tuple([
+                tuple([one.setdefault(shape, shape) for shape in [c.shape(model) for c in chunks]])
+                for chunks in self.stages
+            ])  # fmt: skip
+            known = self._shapes = (model, stages)
         return known[1]
 
 

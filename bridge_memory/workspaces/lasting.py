@@ -48,7 +48,7 @@ def lasting_buffers(
         if tables:
             yield buffer("rotary embedding tables", tables, Part.ROTARY)
     experts = [layers for chunk in chunks for layers in chunk.experts]
-    yield from library_workspaces(run, [chunk.uses for chunk in chunks], experts_here=bool(experts))
+    yield from library_workspaces(ctx, [chunk.uses for chunk in chunks], experts_here=bool(experts))
     if experts:
         yield from held_by_dispatchers(experts, ctx, residue)
     received = sum([not chunk.embedding for chunk in chunks])

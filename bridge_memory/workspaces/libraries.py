@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
+from bridge_memory.inventory.context import BlockContext
 from bridge_memory.releases import (
     CUBLAS_WORKSPACES_FREED,
     LARGE_CUBLAS_WORKSPACE_ON_BLACKWELL,
     ROUTER_USES_TE_GEMM,
 )
-from bridge_memory.spec import ImplementationSpec, MambaSpec, RunSpec
+from bridge_memory.spec import ImplementationSpec, MambaSpec
 from bridge_memory.spec.layout import ChunkShape
 from bridge_memory.workspaces.gpu_generations import TE_WORKSPACE, TORCH_CUBLAS_WORKSPACE
 
@@ -48,9 +49,17 @@ def library_use(shape: ChunkShape) -> LibraryUse:
     return LibraryUse(shape.output, bool(shape.layers), attention)
 
 
-def library_workspaces(run: RunSpec, chunks: Sequence[LibraryUse], *, experts_here: bool) -> Iterator[Component]:
+def library_workspaces(ctx: BlockContext, chunks: Sequence[LibraryUse], *, experts_here: bool) -> tuple[Component, ...]:
     """Workspaces of Transformer Engine and of torch on a stage that holds ``chunks``."""
-    impl = run.implementation
+    uses = LibraryUse(*map(any, zip(*chunks, strict=True)))
+    known = ctx.shelf.kept.get((uses, experts_here))
+    if known is None:
+        known = ctx.shelf.kept[uses, experts_here] = tuple(_library_workspaces(ctx, uses, experts_here))
+    return known
+
+
+def _library_workspaces(ctx: BlockContext, uses: LibraryUse, experts_here: bool) -> Iterator[Component]:
+    impl = ctx.impl
     te = TE_WORKSPACE[impl.gpu_arch]
     if impl.te or (experts_here and ROUTER_USES_TE_GEMM(impl)):
         # TE get_cublas_workspace
@@ -59,7 +68,7 @@ def library_workspaces(run: RunSpec, chunks: Sequence[LibraryUse], *, experts_he
             # TE get_cublas_workspace(grouped_gemm=True)
             yield buffer("Transformer Engine's grouped-GEMM workspaces", te * TE_GROUPED_GEMM_STREAMS)
     size = cublas_workspace(impl)
-    if size and _uses_torch_gemm(run, chunks, experts_here):
+    if size and _uses_torch_gemm(ctx, uses, experts_here):
         # torch CublasHandlePool.cpp
         yield buffer("torch's cuBLAS workspaces (forward and autograd thread)", size * CUBLAS_HANDLES)
 
@@ -74,19 +83,19 @@ def cublas_workspace(impl: ImplementationSpec) -> int:
     return TORCH_CUBLAS_WORKSPACE["hopper" if large else impl.gpu_arch]
 
 
-def _uses_torch_gemm(run: RunSpec, chunks: Sequence[LibraryUse], experts_here: bool) -> bool:
+def _uses_torch_gemm(ctx: BlockContext, uses: LibraryUse, experts_here: bool) -> bool:
     """Whether a matrix product of torch itself runs here, forward and backward.
 
     The output layer is megatron-core's own ColumnParallelLinear in both implementations; local layers, older MoE
     routers (``releases.ROUTER_USES_TE_GEMM``) and unfused attention use torch's products too.
     """
-    impl = run.implementation
-    if any([chunk.output for chunk in chunks]):
+    impl = ctx.impl
+    if uses.output:
         return True
     if experts_here and not ROUTER_USES_TE_GEMM(impl):
         return True
     if not impl.te:
-        return any([chunk.layers for chunk in chunks])
-    if impl.attention_kernel != "unfused" and run.precision.params_dtype != "fp32":
+        return uses.layers
+    if impl.attention_kernel != "unfused" and ctx.params_dtype != "fp32":
         return False
-    return any([chunk.attention for chunk in chunks])
+    return uses.attention

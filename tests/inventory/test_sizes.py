@@ -10,9 +10,11 @@ from functools import reduce
 from math import ceil, isqrt
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bridge_memory.inventory import sizes
 from bridge_memory.inventory.blocks import block
 from bridge_memory.inventory.context import Library, context_of
 from bridge_memory.inventory.recorder import Recorder
@@ -78,9 +80,9 @@ def test_arithmetic_is_that_of_ints_there_and_in_any_run_it_serves(
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 9))
-def test_every_comparison_is_that_of_ints(sizes: list[int], bound: int) -> None:
-    notes = Notes([*sizes, *plain(0)[len(sizes) :]])
-    for i, n in enumerate(sizes):
+def test_every_comparison_is_that_of_ints(few: list[int], bound: int) -> None:
+    notes = Notes([*few, *plain(0)[len(few) :]])
+    for i, n in enumerate(few):
         for compare in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne):
             assert compare(notes.sizes[i], bound) is compare(n, bound)
         assert bool(notes.sizes[i]) is bool(n)
@@ -183,6 +185,40 @@ def test_what_is_found_is_what_would_have_been_recorded(runs: list[tuple[int, in
     for seq, tp in runs:
         name, size = record(*at(seq, tp))
         assert recordings.find(at(seq, tp)) == (name, [size])
+    # Kept as they come: a later recording may depend on what no earlier one did.
+    recordings = Recordings()
+    for seq, tp in runs:
+        answer = recordings.kept(at(seq, tp))
+        if answer is None:
+            recorded(recordings, at(seq, tp), record)
+            answer = recordings.find(at(seq, tp))
+            recordings.keep(at(seq, tp), answer)
+        name, size = record(*at(seq, tp))
+        assert answer == (name, [size])
+
+
+def test_an_answer_serves_whatever_its_recordings_do_not_depend_on() -> None:
+    """The block of one sequence length is one for every tp, until a recording asks for tp."""
+    recordings, record = Recordings(), a_layer([])
+    short = at(512)
+    recordings.add(notes := Notes(short), "short", [notes.sizes[0] * 2])
+    recordings.keep(short, "1024 of whoever asks")
+    assert recordings.kept(at(512, tp=4)) == "1024 of whoever asks"
+    assert recordings.kept(at(513)) is None
+    recordings = Recordings()
+    assert recorded(recordings, at(512, tp=2), record) == "short"
+    recordings.keep(at(512, tp=2), "of two ranks")
+    assert recordings.kept(at(512, tp=2)) == "of two ranks" and recordings.kept(at(512, tp=4)) is None
+
+
+def test_so_many_answers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "MOST_KEPT", 3)
+    recordings = Recordings()
+    recordings.add(notes := Notes(at(1)), "any", [notes.sizes[0] * 2])
+    for seq in range(1, 8):
+        recordings.keep(at(seq), seq)
+        assert recordings.kept(at(seq)) == seq
+    assert sum(recordings.kept(at(seq)) is not None for seq in range(1, 8)) <= 3
 
 
 # ---- the same of a real block ----
