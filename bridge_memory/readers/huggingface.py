@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bridge_memory.readers.families.deepseek import read_deepseek
+from bridge_memory.readers.families.delta_net import DELTA_NET, read_delta_net
 from bridge_memory.readers.families.dense import DENSE, read_dense
 from bridge_memory.readers.families.generic import read_generic
 from bridge_memory.readers.families.gpt2 import read_bloom, read_gpt2
@@ -21,6 +22,7 @@ from bridge_memory.spec import ModelSpec, SpecError
 READERS: dict[str, Callable[[Fields], ModelSpec]] = {
     **dict.fromkeys(DENSE, read_dense),
     **dict.fromkeys(MOE, read_moe),
+    **dict.fromkeys(DELTA_NET, read_delta_net),
     "deepseek_v2": read_deepseek,
     "deepseek_v3": read_deepseek,
     "kimi_k2": read_deepseek,

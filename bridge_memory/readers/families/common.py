@@ -141,7 +141,8 @@ def layer_types(f: Fields, n: int, known: Sequence[str]) -> Sequence[str] | None
 
 def windows(f: Fields, family: Family, n: int) -> list[int | None]:
     """The sliding window of each layer in tokens, None for full attention."""
-    size = f.integer("sliding_window", default=None)
+    # transformers 5 writes 0 for a window that is switched off.
+    size = f.count("sliding_window") or None
     types = layer_types(f, n, ("full_attention", "sliding_attention"))
     if family.window == "qwen":
         use = f.flag("use_sliding_window", default=False)
