@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bridge_memory.readers.families.deepseek import read_deepseek
+from bridge_memory.readers.families.deepseek import MLA, read_deepseek
 from bridge_memory.readers.families.delta_net import DELTA_NET, read_delta_net
 from bridge_memory.readers.families.dense import DENSE, read_dense
 from bridge_memory.readers.families.generic import read_generic
@@ -23,9 +23,7 @@ READERS: dict[str, Callable[[Fields], ModelSpec]] = {
     **dict.fromkeys(DENSE, read_dense),
     **dict.fromkeys(MOE, read_moe),
     **dict.fromkeys(DELTA_NET, read_delta_net),
-    "deepseek_v2": read_deepseek,
-    "deepseek_v3": read_deepseek,
-    "kimi_k2": read_deepseek,
+    **dict.fromkeys(MLA, read_deepseek),
     "gpt2": read_gpt2,
     "gpt_bigcode": read_gpt2,
     "bloom": read_bloom,

@@ -173,6 +173,8 @@ def _check_layer(layer: LayerSpec) -> None:
             _check_count(block, "qk_pos_emb_head_dim")
             if block.q_lora_rank is not None:
                 check_ints(block, "q_lora_rank")
+            if block.indexer is not None:
+                check_ints(block.indexer, "num_heads", "head_dim")
         elif isinstance(block, MambaSpec):
             _check_divides(block, "num_groups", "num_heads")  # MambaMixer
         elif isinstance(block, GatedDeltaNetSpec):

@@ -28,6 +28,15 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """What chooses the keys of sparse attention (``experimental_attention_variant/dsa.py: DSAIndexer``). Only its
+    parameters are modelled; every rank of a tensor-parallel group holds them whole."""
+
+    num_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class MLASpec:
     """Multi-latent attention (``megatron.core.transformer.multi_latent_attention.MLASelfAttention``)."""
 
@@ -40,6 +49,8 @@ class MLASpec:
     qk_layernorm: bool = True
     #: On linear_proj, the only linear of MLA that can have one.
     add_output_bias: bool = False
+    #: DeepSeek Sparse Attention; None for full attention, and where a layer takes over another's choice of keys.
+    indexer: IndexerSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

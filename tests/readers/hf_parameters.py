@@ -34,6 +34,9 @@ def mla(m: MLASpec, h: int) -> int:
     total = h * q if m.q_lora_rank is None else h * m.q_lora_rank + m.q_lora_rank + m.q_lora_rank * q
     total += h * (m.kv_lora_rank + rope) + m.kv_lora_rank
     total += m.kv_lora_rank * a * (m.qk_head_dim + m.v_head_dim)
+    if m.indexer is not None:  # queries of the latent, one key with a LayerNorm, a weight a head
+        n, d = m.indexer.num_heads, m.indexer.head_dim
+        total += (m.q_lora_rank or h) * n * d + h * d + 2 * d + h * n
     return total + a * m.v_head_dim * h
 
 

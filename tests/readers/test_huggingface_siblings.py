@@ -39,6 +39,7 @@ ROUTED = GROUPED | {
     "topk_group": 1,
 }
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
+INDEXER = {"q_lora_rank": 24, "num_key_value_heads": 6, "index_n_heads": 4, "index_head_dim": 8, "num_experts": 4}
 GPT = {"vocab_size": 512, "n_embd": 96, "n_layer": 4, "n_head": 6, "n_positions": 64}
 DELTA = {
     "linear_num_key_heads": 2,
@@ -91,6 +92,12 @@ SIBLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", ROUTED | LATENT | {"q_lora_rank": 24, "num_key_value_heads": 6}),
     "deepseek_v3 without a query rank": (
         "deepseek_v3", ROUTED | LATENT | {"q_lora_rank": None, "num_key_value_heads": 6}
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", ROUTED | LATENT | {"q_lora_rank": 24, "num_key_value_heads": 6}),
+    "deepseek_v32": ("deepseek_v32", ROUTED | LATENT | INDEXER),
+    "glm_moe_dsa": ("glm_moe_dsa", ROUTED | LATENT | INDEXER),
+    "glm_moe_dsa with layers that share an indexer": (
+        "glm_moe_dsa", ROUTED | LATENT | INDEXER | {"index_topk_freq": 2, "index_skip_topk_offset": 1}
     ),
     "glm4_moe": ("glm4_moe", ROUTED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
     "dots1": ("dots1", ROUTED | {"head_dim": 16}),
