@@ -16,6 +16,7 @@ from bridge_memory.readers.families.generic import read_generic
 from bridge_memory.readers.families.gpt2 import read_bloom, read_gpt2
 from bridge_memory.readers.families.hybrid import read_nemotron_h, read_nemotron_nas
 from bridge_memory.readers.families.moe import MOE, read_moe
+from bridge_memory.readers.families.sparse import SPARSE, read_sparse
 from bridge_memory.readers.fields import Fields, shown
 from bridge_memory.spec import ModelSpec, SpecError
 
@@ -23,6 +24,7 @@ READERS: dict[str, Callable[[Fields], ModelSpec]] = {
     **dict.fromkeys(DENSE, read_dense),
     **dict.fromkeys(MOE, read_moe),
     **dict.fromkeys(DELTA_NET, read_delta_net),
+    **dict.fromkeys(SPARSE, read_sparse),
     **dict.fromkeys(MLA, read_deepseek),
     "gpt2": read_gpt2,
     "gpt_bigcode": read_gpt2,

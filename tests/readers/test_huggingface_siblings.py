@@ -40,6 +40,11 @@ ROUTED = GROUPED | {
 }
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
 INDEXER = {"q_lora_rank": 24, "num_key_value_heads": 6, "index_n_heads": 4, "index_head_dim": 8, "num_experts": 4}
+LLAMA4 = LOCAL | {"intermediate_size_mlp": 192, "head_dim": 16}
+M3 = {
+    "head_dim": 16, "rotary_dim": 8, "dense_intermediate_size": 192, "shared_intermediate_size": 48,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}
 GPT = {"vocab_size": 512, "n_embd": 96, "n_layer": 4, "n_head": 6, "n_positions": 64}
 DELTA = {
     "linear_num_key_heads": 2,
@@ -100,6 +105,19 @@ SIBLINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm_moe_dsa", ROUTED | LATENT | INDEXER | {"index_topk_freq": 2, "index_skip_topk_offset": 1}
     ),
     "glm4_moe": ("glm4_moe", ROUTED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        GROUPED | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_end_index": 3},
+    ),
+    "exaone_moe": ("exaone_moe", EXPERTS | {"num_shared_experts": 2}),
+    "exaone_moe with two dense layers": ("exaone_moe", EXPERTS | {"first_k_dense_replace": 2, "head_dim": 32}),
+    "hy_v3": ("hy_v3", EXPERTS | {"num_shared_experts": 2, "head_dim": 16}),
+    "hunyuan_v1_moe": (
+        "hunyuan_v1_moe", GROUPED | {"num_experts": 4, "moe_topk": 2, "attention_bias": True, "head_dim": 16}
+    ),
+    "llama4": ("llama4_text", LLAMA4 | {"interleave_moe_layer_step": 2}),
+    "llama4 with experts everywhere": ("llama4_text", LLAMA4 | {"attention_bias": True}),
+    "minimax_m3": ("minimax_m3_vl_text", LOCAL | M3),
     "dots1": ("dots1", ROUTED | {"head_dim": 16}),
     "gpt2": ("gpt2", GPT),
     "gpt2 with its own width": ("gpt2", GPT | {"n_inner": 100}),
@@ -111,6 +129,9 @@ SIBLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", GROUPED),
     "helium": ("helium", GROUPED | {"head_dim": 16}),
     "ernie4_5": ("ernie4_5", GROUPED | {"head_dim": 16}),
+    "ernie4_5 with biases": ("ernie4_5", GROUPED | {"head_dim": 16, "use_bias": True}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", GROUPED | {"head_dim": 16, "attention_bias": True}),
+    "ministral3": ("ministral3", GROUPED | {"head_dim": 16}),
 }
 
 

@@ -24,6 +24,8 @@ ACTIVATIONS = {
     "relu2": "squared_relu",
 }
 
+NO_BRIDGE = "Megatron Bridge 0.6.2 has no bridge for this model: read as megatron-core's modules would build it"
+
 
 class Family(NamedTuple):
     """How one model_type differs from Llama. Defaults are those of its transformers config class."""
