@@ -25,6 +25,8 @@ class Latent(NamedTuple):
     without_mtp: bool = False
     #: Keys that repeat others, or that the config class adds to them.
     ignored: tuple[str, ...] = ()
+    number: str = "n_routed_experts"
+    balancing: str = "seq_aux_loss"
 
 
 MLA: dict[str, Latent] = {
@@ -35,6 +37,8 @@ MLA: dict[str, Latent] = {
     "glm4_moe_lite": Latent(first_dense=1, ignored=("partial_rotary_factor",)),
     # transformers 5.12 writes a num_experts of its own beside n_routed_experts (Bridge: glm5_bridge.py).
     "deepseek_v32": Latent(first_dense=3, sparse_attention=True, ignored=("num_experts", "mlp_bias")),
+    # Bridge: models/sarvam/sarvam_provider.py, whose aux loss has a coefficient of 0.
+    "sarvam_mla": Latent(first_dense=1, number="num_experts", balancing="none", ignored=("q_head_dim",)),
     "glm_moe_dsa": Latent(
         first_dense=3, sparse_attention=True, without_mtp=True, ignored=("num_experts", "mlp_bias")
     ),
@@ -59,8 +63,8 @@ def read_deepseek(f: Fields) -> ModelSpec:
     f.ignore("num_key_value_heads", "head_dim", "qk_head_dim", "rope_theta", "rope_scaling", *family.ignored)
     mixers = _sparse_attention(f, mixer, n) if family.sparse_attention else [mixer] * n
     layers: list[LayerSpec]
-    if f.has("n_routed_experts"):
-        block = experts(f)
+    if f.has(family.number):
+        block = experts(f, family)
         is_moe = first_dense(f, n, family.first_dense)
         dense = None if all(is_moe) else mlp(f, FAMILY)
         f.ignore("intermediate_size")
@@ -116,9 +120,9 @@ def _sparse_attention(f: Fields, mixer: MLASpec, n: int) -> Sequence[MLASpec]:
     return [kinds[kind] for kind in types]
 
 
-def experts(f: Fields) -> MoESpec:
+def experts(f: Fields, family: Latent) -> MoESpec:
     """DeepSeek's MoE block. The expert bias (noaux_tc) belongs to V3 and its children."""
-    number, topk = expert_count(f, "n_routed_experts")
+    number, topk = expert_count(f, family.number)
     width = f.integer("moe_intermediate_size")
     v3 = f.model_type != "deepseek_v2"
     scores = {"sigmoid": "sigmoid", "softmax": "softmax"}
@@ -128,10 +132,10 @@ def experts(f: Fields) -> MoESpec:
         topk=topk,
         moe_ffn_hidden_size=width,
         activation=activation(f, FAMILY),
-        shared_expert_intermediate_size=width * f.count("n_shared_experts"),
+        shared_expert_intermediate_size=width * f.count("n_shared_experts", "num_shared_experts"),
         router_enable_expert_bias=method == "noaux_tc",
         router_score_function=f.choice("scoring_func", scores, default="sigmoid" if v3 else "softmax"),
-        router_load_balancing_type="seq_aux_loss",
+        router_load_balancing_type=family.balancing,
         # Bridge: models/deepseek/common.py.
         router_num_groups=f.integer("n_group", default=None),
         router_group_topk=f.integer("topk_group", default=None),

@@ -127,6 +127,8 @@ def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
             router_enable_expert_bias=True,
             router_score_function="sigmoid",
             router_load_balancing_type="seq_aux_loss",
+            router_num_groups=f.integer("n_group", default=None),
+            router_group_topk=f.integer("topk_group", default=None),
         )
         f.ignore("scoring_func")
         return block, first_dense(f, n)
