@@ -18,6 +18,7 @@ from bridge_memory.readers.families.hybrid import read_nemotron_h, read_nemotron
 from bridge_memory.readers.families.moe import MOE, read_moe
 from bridge_memory.readers.families.sparse import SPARSE, read_sparse
 from bridge_memory.readers.fields import Fields, shown
+from bridge_memory.readers.towers import take_apart
 from bridge_memory.spec import ModelSpec, SpecError
 
 READERS: dict[str, Callable[[Fields], ModelSpec]] = {
@@ -39,8 +40,10 @@ ALIASES = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl": "qwen2",
     "qwen2_5_vl_text": "qwen2",
+    "qwen2_5_omni_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_omni_moe_text": "qwen3_moe",
     "glm4v_moe_text": "glm4_moe",
     "Glm4vMoe_text": "glm4_moe",
 }
@@ -79,36 +82,19 @@ def model_from_hf_config(
     """
     if not isinstance(config, Mapping):
         raise SpecError(f"{name}: the config is {shown(config)}; it must be a JSON object")
-    config, assumptions = _text_tower(config, name)
+    towers = take_apart(config, name)
+    config = dict(towers.text)
+    defaults = _fill_defaults(config, towers.key) if towers.key else []
     model_type = config.get("model_type")
     if model_type is None:
         raise SpecError(f"{name}: model_type is missing; add it (llama, qwen3_moe, deepseek_v3, ...)")
     if not isinstance(model_type, str):
         raise SpecError(f"{name}: model_type is {shown(model_type)}; it must be a string")
     f = Fields(config, name, ALIASES.get(model_type, model_type), make_vocab_size_divisible_by)
-    for sentence in assumptions:
+    for sentence in (*towers.assumptions, *defaults):
         f.assume(sentence)
+    f.not_modelled += towers.not_modelled
     return READERS.get(f.model_type, read_generic)(f)
-
-
-def _text_tower(config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], list[str]]:
-    """The language model of a multimodal wrapper, and what that leaves out."""
-    key = next((k for k in ("text_config", "llm_config", "language_config") if config.get(k) is not None), None)
-    towers = [k for k in config if k.endswith("_config") and k not in (key, "quantization_config")]
-    left_out = " and ".join(k for k in towers if isinstance(config[k], Mapping)) or "other towers"
-    sentence = f"text tower only: the parameters and activations of {left_out} are left out"
-    if key is None:
-        if isinstance(config.get("vision_config"), Mapping):
-            return {k: v for k, v in config.items() if k != "vision_config"}, [sentence]
-        return config, []
-    inner = config[key]
-    if not isinstance(inner, Mapping):
-        raise SpecError(f"{name}: {key} is {shown(inner)}; it must be an object")
-    text = dict(inner)
-    for outer in ("tie_word_embeddings", "vocab_size"):
-        if config.get(outer) is not None and text.get(outer) is None:
-            text[outer] = config[outer]
-    return text, [sentence, *_fill_defaults(text, key)]
 
 
 def _fill_defaults(text: dict[str, Any], key: str) -> list[str]:

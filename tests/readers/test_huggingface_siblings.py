@@ -180,11 +180,27 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl": ("qwen2_5_vl_text", GROUPED),
     "qwen3_vl": ("qwen3_vl_text", GROUPED | {"head_dim": 16}),
     "qwen3_vl_moe": ("qwen3_vl_moe_text", EXPERTS | {"head_dim": 16}),
+    "qwen3_5": ("qwen3_5_text", GROUPED | DELTA | {"head_dim": 16}),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text", EXPERTS | DELTA | {"head_dim": 16, "shared_expert_intermediate_size": 48}
+    ),
     "gemma3": ("gemma3_text", GROUPED | {"head_dim": 16}),
     "mistral3": ("mistral", GROUPED | {"head_dim": 16}),
+    "llama4": ("llama4_text", LLAMA4),
     "glm4v": ("glm4v_text", GROUPED),
     "glm4v_moe": ("glm4v_moe_text", ROUTED | {"head_dim": 16}),
+    "exaone4_5": ("exaone4", GROUPED | {"head_dim": 16}),
+    "minimax_m3_vl": ("minimax_m3_vl_text", LOCAL | M3),
+    "qwen2_audio": ("qwen2", GROUPED),
 }
+
+
+def wrapper_config(wrapper: str) -> Any:
+    model_type, fields = TOWERS[wrapper]
+    config = config_of(wrapper, text_config={"model_type": model_type, **fields})
+    if int(transformers.__version__.split(".")[0]) < 5 and wrapper != "llama4":
+        config.text_config.rope_scaling = {"rope_type": "default", "mrope_section": [1, 1, 1]}
+    return config
 
 
 @pytest.mark.parametrize("wrapper", TOWERS)
@@ -192,12 +208,28 @@ def test_the_text_tower_of_a_wrapper_has_the_parameters_transformers_gives_it(wr
     """The wrapper's language model (embedding, layers, norm) plus the head, unless it is tied."""
     from transformers.models.auto.modeling_auto import AutoModel
 
-    config = config_of(wrapper, text_config=TOWERS[wrapper][1])
-    if int(transformers.__version__.split(".")[0]) < 5:
-        config.text_config.rope_scaling = {"rope_type": "default", "mrope_section": [1, 1, 1]}
+    config = wrapper_config(wrapper)
     with torch.device("meta"):
         tower = AutoModel.from_config(config.text_config)
     model = model_from_hf_config(config.to_dict(), wrapper)
     head = 0 if model.share_embeddings_and_output_weights else 512 * 96
     assert hf_parameters.main_model(model) == sum(p.numel() for p in tower.parameters()) + head
     assert any("text tower only" in line for line in model.assumptions)
+
+
+@pytest.mark.parametrize("wrapper", TOWERS)
+def test_what_stands_beside_the_text_tower_is_counted_and_listed(wrapper: str) -> None:
+    """The wrapper without its language model: towers and what joins them to it."""
+    from transformers.models.auto.modeling_auto import AutoModel
+
+    config = wrapper_config(wrapper)
+    if type(config) not in transformers.MODEL_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} makes no model of {wrapper} without its head")
+    with torch.device("meta"):
+        whole = AutoModel.from_config(config)
+        tower = AutoModel.from_config(config.text_config)
+    # Llama 4's has its output layer inside.
+    beside = sum(p.numel() for name, p in whole.named_parameters() if "lm_head" not in name)
+    beside -= sum(p.numel() for p in tower.parameters())
+    model = model_from_hf_config(config.to_dict(), wrapper)
+    assert any(f" {beside} parameters" in line for line in model.not_modelled), (beside, model.not_modelled)
