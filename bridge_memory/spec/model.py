@@ -25,6 +25,12 @@ class AttentionSpec:
     #: Qwen3-Next: linear_qkv also makes a sigmoid gate of the size of q.
     attention_output_gate: bool = False
     rotary: bool = True
+    #: Width of a value head where it is not kv_channels (MiMo-V2).
+    v_channels: int | None = None
+
+    @property
+    def value_channels(self) -> int:
+        return self.kv_channels if self.v_channels is None else self.v_channels
 
 
 @dataclass(frozen=True, slots=True)

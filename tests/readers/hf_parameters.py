@@ -19,8 +19,9 @@ from bridge_memory.spec import (
 
 def attention(m: AttentionSpec, h: int) -> int:
     q, kv = m.num_attention_heads * m.kv_channels, m.num_query_groups * m.kv_channels
-    made = (2 * q if m.attention_output_gate else q) + 2 * kv
-    total = h * made + q * h
+    v = m.v_channels or m.kv_channels
+    made = (2 * q if m.attention_output_gate else q) + kv + m.num_query_groups * v
+    total = h * made + m.num_attention_heads * v * h
     total += made if m.add_qkv_bias else 0
     total += h if m.add_output_bias else 0
     total += {None: 0, "head": 2 * m.kv_channels, "full": q + kv}[m.qk_layernorm]

@@ -1,7 +1,7 @@
 """Mixture-of-experts decoders that differ by what they call an expert, and by which layers have any.
 
-ERNIE 4.5, EXAONE MoE, Hy3, Hunyuan, MiniMax-M3, Llama 4, Ling 2.0 and Sarvam: softmax attention, then a dense
-MLP or routed experts beside shared ones. Source of what Megatron builds: Megatron Bridge ``models/<family>``; it has no
+ERNIE 4.5, EXAONE MoE, Hy3, Hunyuan, MiniMax-M3, Llama 4, Ling 2.0, Sarvam, Step 3.5 and MiMo-V2: softmax attention,
+then a dense MLP or routed experts beside shared ones. Source of what Megatron builds: Megatron Bridge ``models/<family>``; it has no
 bridge for Hunyuan and Llama 4, whose layers are those of transformers in megatron-core's modules.
 """
 
@@ -11,13 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from bridge_memory.readers.families import layerwise_attention
 from bridge_memory.readers.families.common import (
     NO_BRIDGE,
     Family,
     activation,
-    attention,
-    attentions,
-    layer_types,
     model,
     num_layers,
     rotary_factor,
@@ -39,8 +37,13 @@ class Sparse(NamedTuple):
     shared: Callable[[Fields, int], int] = lambda f, width: width * f.count("num_shared_experts", default=1)
     #: Which layers are MoE, of n.
     is_moe: Callable[[Fields, int], list[bool]] = first_dense
+    attention: Callable[[Fields, Family, int, int], Sequence[AttentionSpec]] = layerwise_attention.windows_only
     score: str = "sigmoid"
+    #: The config's own word for it, where it has one.
+    score_key: str = "scoring_func"
     expert_bias: bool = True
+    #: The key that switches the expert bias on, where there is one.
+    bias_key: str = ""
     #: transformers counts the expert bias as a parameter.
     bias_published: bool = False
     balancing: str = "none"
@@ -72,6 +75,17 @@ def _llama4_layers(f: Fields, n: int) -> list[bool]:
     if listed is None:
         return [(i + 1) % every == 0 for i in range(n)]
     return _numbered(f, "moe_layers", listed, n)
+
+
+def _step_layers(f: Fields, n: int) -> list[bool]:
+    """Bridge ``step35_bridge.py``: a list of layers, or "3,4,5"; every layer where it is absent."""
+    key, given = f.raw("moe_layers_enum")
+    if given is None:
+        return [True] * n
+    words = given.split(",") if isinstance(given, str) else given
+    if not isinstance(words, (list, tuple)):
+        raise f.error(f"{key} is {shown(given)}; it must list layers, such as 3,4,5")
+    return _numbered(f, key, [int(w) if isinstance(w, str) and w.strip().isdecimal() else w for w in words if w != ""], n)
 
 
 def _numbered(f: Fields, key: str, numbers: Sequence[object], n: int) -> list[bool]:
@@ -107,6 +121,7 @@ SPARSE: dict[str, Sparse] = {
     "exaone_moe": Sparse(
         Family(bias_keys=(), qk_layernorm="head", window="pattern"),
         is_moe=lambda f, n: first_dense(f, n, 1),
+        attention=layerwise_attention.exaone,
         balancing="global_aux_loss",
         dense_mtp=True,
         ignored=("is_moe_layer",),
@@ -134,6 +149,7 @@ SPARSE: dict[str, Sparse] = {
         width=("intermediate_size",),
         dense_width="dense_intermediate_size",
         shared=_minimax_shared,
+        attention=layerwise_attention.minimax_m3,
         balancing="aux_loss",
         without_mtp=True,
         ignored=("swiglu_alpha", "swiglu_limit", "use_gemma_norm", "num_mtp_modules"),
@@ -145,6 +161,7 @@ SPARSE: dict[str, Sparse] = {
         dense_width="intermediate_size_mlp",
         shared=lambda f, width: width,
         is_moe=_llama4_layers,
+        attention=layerwise_attention.llama4,
         expert_bias=False,
         balancing="aux_loss",
         ignored=("attn_scale", "attn_temperature_tuning", "floor_scale", "attention_chunk_size"),
@@ -159,6 +176,26 @@ SPARSE: dict[str, Sparse] = {
         Family(bias_keys=("use_qkv_bias",), output_bias="never", qk_layernorm="head"),
         ignored=("max_window_layers", "output_dropout", "moe_router_enable_expert_bias",
                  "moe_shared_expert_intermediate_size"),
+    ),
+    "step3p5": Sparse(
+        Family(),
+        number=("moe_num_experts",),
+        shared=lambda f, width: f.count("share_expert_dim", "share_expert_dims"),
+        is_moe=_step_layers,
+        attention=layerwise_attention.step,
+        score_key="moe_router_activation",
+        bias_key="use_moe_router_bias",
+        balancing="aux_loss",
+        dense_mtp=True,
+        ignored=("attention_other_setting", "mtp_layer_types", "partial_rotary_factors", "norm_expert_weight",
+                 "moe_layer_offset", "moe_every_n_layer", "moe_router_scaling_factor", "use_moe", "att_impl_type"),
+    ),
+    "mimo_v2_flash": Sparse(
+        Family(bias_keys=()),
+        number=("n_routed_experts",),
+        shared=lambda f, width: width * f.count("n_shared_experts"),
+        attention=layerwise_attention.mimo_v2,
+        ignored=("hybrid_block_size", "attention_projection_layout", "sliding_window", "sliding_window_size"),
     ),
 }
 
@@ -176,7 +213,7 @@ def read_sparse(f: Fields) -> ModelSpec:
     dense = None
     if kind.dense_mtp or not all(is_moe):
         dense = MLPSpec(f.integer(kind.dense_width), gated=True, activation=activation(f, family))
-    mixers = _mixers(f, family, hidden_size, n)
+    mixers = kind.attention(f, family, hidden_size, n)
     layers = [LayerSpec(mixer, block if moe else dense) for mixer, moe in zip(mixers, is_moe, strict=True)]
     depths, repeated = _mtp_depths(f, kind), f.flag("mtp_share_layers")
     mtp = LayerSpec(mixers[-1], dense) if kind.dense_mtp else layers[-1]
@@ -205,9 +242,9 @@ def _experts(f: Fields, kind: Sparse) -> MoESpec:
         moe_ffn_hidden_size=width,
         activation=activation(f, kind.family),
         shared_expert_intermediate_size=kind.shared(f, width),
-        router_enable_expert_bias=kind.expert_bias,
+        router_enable_expert_bias=f.flag(kind.bias_key) if kind.bias_key else kind.expert_bias,
         expert_bias_in_published_count=kind.bias_published,
-        router_score_function=kind.score,
+        router_score_function=f.choice(kind.score_key, {"sigmoid": "sigmoid", "softmax": "softmax"}, kind.score),
         router_load_balancing_type=kind.balancing,
         router_num_groups=f.integer("n_group", default=None),
         router_group_topk=f.integer("topk_group", default=None),
@@ -223,45 +260,3 @@ def _mtp_depths(f: Fields, kind: Sparse) -> int:
         )
         return 0
     return depths
-
-
-def _mixers(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
-    if f.model_type == "llama4_text":
-        return _llama4_attention(f, attention(f, family, hidden_size), n)
-    if f.model_type == "minimax_m3_vl_text":
-        return [_minimax_attention(f, attention(f, family, hidden_size), hidden_size, n)] * n
-    stack = attentions(f, family, attention(f, family, hidden_size), n)
-    if f.model_type == "exaone_moe":  # Bridge's no_rope_freq: only sliding layers rotate
-        return [one if one.window_size else replace(one, rotary=False) for one in stack]
-    return stack
-
-
-def _llama4_attention(f: Fields, spec: AttentionSpec, n: int) -> Sequence[AttentionSpec]:
-    """Layers of no_rope_layers 1 rotate; the others see all tokens and have no norm of queries and keys."""
-    layer_types(f, n, ("chunked_attention", "full_attention"))
-    every = f.integer("no_rope_layer_interval", default=4)
-    rotates = f.items("no_rope_layers") or [int((i + 1) % every != 0) for i in range(n)]
-    if len(rotates) != n:
-        raise f.error(f"no_rope_layers has {len(rotates)} entries for num_hidden_layers {n}; give one a layer")
-    if f.flag("use_qk_norm", default=True):
-        f.not_modelled.append("use_qk_norm (qk_l2_norm): queries and keys before and after their norm without weights")
-    without = replace(spec, rotary=False)
-    return [spec if one else without for one in rotates]
-
-
-def _minimax_attention(f: Fields, spec: AttentionSpec, hidden_size: int, n: int) -> AttentionSpec:
-    """Full attention on every layer; Megatron Bridge keeps the indexers as frozen weights and runs none of them."""
-    types = layer_types(f, n, ("full_attention", "minimax_m3_sparse")) or []
-    heads, width = f.integer("index_n_heads", default=4), f.integer("index_head_dim", default=128)
-    indexers = sum(kind != "full_attention" for kind in types)
-    sparse = f.mapping("sparse_attention_config")
-    if sparse and not types:
-        f.not_modelled.append("sparse_attention_config: the frozen weights of the indexers, replicated on every rank")
-    if indexers:
-        # transformers modeling_minimax_m3_vl.py: MiniMaxM3VLIndexer.
-        weights = indexers * (hidden_size * (heads + 1) * width + 2 * width)
-        f.not_modelled.append(
-            f"indexers of {indexers} layers: {weights} frozen weights, which Megatron Bridge replicates and does not run"
-        )
-    f.ignore("index_block_size", "index_topk_blocks", "index_local_blocks")
-    return spec
