@@ -34,6 +34,22 @@ READERS: dict[str, Callable[[Fields], ModelSpec]] = {
     "nemotron-nas": read_nemotron_nas,
 }
 
+#: Model types that are not read as something else: what their layers have that no block of the inventory is.
+UNKNOWN_BLOCKS = {
+    "falcon_h1": "every layer runs attention and a Mamba mixer side by side",
+    "gemma4_text": "per-layer embeddings, layers that share keys and values, and keys that are values",
+    "gemma4_unified_text": "per-layer embeddings, layers that share keys and values, and keys that are values",
+    "gemma3n_text": "per-layer embeddings, alternating updates and layers that share keys and values",
+    "deepseek_v4": "compressed sparse attention and hyper-connections",
+    "kimi_linear": "Kimi delta attention",
+    "ernie4_5_vl_moe_text": "two pools of experts of different widths, for text and for images",
+    "ernie4_5_moe_vl": "two pools of experts of different widths, for text and for images",
+    "nemotron_labs_diffusion": "diffusion over blocks of tokens, with attention of its own",
+    "bitnet": "norms inside of attention and MLP",
+    "diffllama": "differential attention",
+    "nanochat": "norms without weights",
+}
+
 #: Other names of the same text architecture (multimodal wrappers name their text tower so).
 ALIASES = {
     "qwen2_vl": "qwen2",
@@ -90,6 +106,8 @@ def model_from_hf_config(
         raise SpecError(f"{name}: model_type is missing; add it (llama, qwen3_moe, deepseek_v3, ...)")
     if not isinstance(model_type, str):
         raise SpecError(f"{name}: model_type is {shown(model_type)}; it must be a string")
+    if model_type in UNKNOWN_BLOCKS:
+        raise SpecError(f"{name}: model_type {shown(model_type)} is not estimated: {UNKNOWN_BLOCKS[model_type]}")
     f = Fields(config, name, ALIASES.get(model_type, model_type), make_vocab_size_divisible_by)
     for sentence in (*towers.assumptions, *defaults):
         f.assume(sentence)

@@ -11,8 +11,10 @@ from typing import Any
 import hf_parameters
 import pytest
 
+from bridge_memory.inventory.counts import model_parameters
 from bridge_memory.readers import model_from_hf_config
 from bridge_memory.readers.huggingface import _SIZES, NESTED_DEFAULTS
+from bridge_memory.spec import MoESpec, SpecError
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -62,6 +64,7 @@ SIBLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied qwen2": ("qwen2", GROUPED | {"tie_word_embeddings": True}),
     "qwen3 with biases": ("qwen3", GROUPED | {"attention_bias": True, "head_dim": 24}),
     "gemma": ("gemma", GROUPED | {"head_dim": 24}),
+    "vaultgemma": ("vaultgemma", GROUPED | {"head_dim": 24}),
     "gemma2": ("gemma2", GROUPED | {"head_dim": 24}),
     "gemma3_text": ("gemma3_text", GROUPED | {"head_dim": 24}),
     "phi3": ("phi3", GROUPED),
@@ -154,8 +157,48 @@ def test_a_sibling_has_the_parameters_transformers_gives_it(sibling: str) -> Non
     config = config_of(model_type, **fields)
     counted = parameters(config)
     saved = json.loads(config.to_json_string(use_diff=True))
-    assert hf_parameters.main_model(model_from_hf_config(saved, "saved")) == counted
+    model = model_from_hf_config(saved, "saved")
+    assert hf_parameters.main_model(model) == counted
     assert hf_parameters.main_model(model_from_hf_config(config.to_dict(), "full")) == counted
+    assert model_parameters(model)[0] == counted
+
+
+#: Of transformers' decoders, those that we count otherwise, and why.
+OTHERWISE = {"olmo": "its norms have no weights, Megatron's have"}
+
+
+@pytest.mark.slow
+def test_every_decoder_of_transformers_is_counted_right_or_refused() -> None:
+    """Each causal model of the installed transformers with its class's own sizes, four layers of it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
+
+    wrong, counted = {}, 0
+    for model_type in DECODERS:
+        try:
+            config = transformers.AutoConfig.for_model(model_type, num_hidden_layers=4)
+            full = config.to_dict()
+        except Exception:  # a config class that wants more than its defaults
+            continue
+        architecture = DECODERS[model_type]
+        full["architectures"] = [architecture if isinstance(architecture, str) else architecture[0]]
+        try:
+            model = model_from_hf_config(full, model_type)
+        except SpecError:
+            continue
+        if any("text tower only" in line for line in model.assumptions):
+            continue
+        try:
+            published = parameters(config)
+        except (AttributeError, KeyError, TypeError, ValueError):  # defaults that make no model
+            continue
+        counted += 1
+        # The router's bias is a parameter in some releases of transformers and a buffer in others.
+        ffns = [layer.ffn for layer in model.layers if isinstance(layer.ffn, MoESpec)]
+        biases = sum(ffn.num_experts for ffn in ffns if ffn.expert_bias_in_published_count)
+        if hf_parameters.main_model(model) not in (published, published + biases):
+            wrong[model_type] = (hf_parameters.main_model(model), published)
+    assert counted > 30
+    assert wrong.keys() == OTHERWISE.keys(), wrong
 
 
 def test_olmo_gains_weights_for_its_norms_and_says_so() -> None:

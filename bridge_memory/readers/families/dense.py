@@ -39,6 +39,9 @@ DENSE: dict[str, Family] = {
         tied=True, activation="gelu_pytorch_tanh", head_dim=256, post_layernorms=True, window="alternate",
         assumptions=(_SOFTCAPPED,),
     ),
+    "vaultgemma": Family(
+        tied=True, activation="gelu_pytorch_tanh", head_dim=256, window="alternate", assumptions=(_SOFTCAPPED, NO_BRIDGE)
+    ),
     "gemma3_text": Family(
         tied=True,
         activation="gelu_pytorch_tanh",

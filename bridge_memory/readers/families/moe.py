@@ -24,7 +24,7 @@ MOE: dict[str, Family] = {
     "qwen2_moe": Family(bias_keys=("qkv_bias",), qkv_bias=True, output_bias="never", window="qwen"),
     "qwen3_moe": Family(qk_layernorm="head", window="qwen"),
     "olmoe": Family(qk_layernorm="full"),
-    "glm4_moe": Family(output_bias="never", rotary_factor=0.5, head_dim=128),
+    "glm4_moe": Family(output_bias="never", rotary_factor=0.5),
     "dots1": Family(qk_layernorm="head", window="qwen"),
     "minimax_m2": Family(
         bias_keys=(),
