@@ -60,6 +60,7 @@ ALIASES = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_omni_moe_text": "qwen3_moe",
+    "qwen3_asr_text": "qwen3",
     "glm4v_moe_text": "glm4_moe",
     "Glm4vMoe_text": "glm4_moe",
 }

@@ -22,6 +22,8 @@ _NO_PART = ("quantization_config", "compression_config", "sparse_attention_confi
 #: Wrappers whose own tie_word_embeddings holds, whatever the language model's config says (Megatron Bridge:
 #: models/qwen_vl/*_bridge.py, exaone45_bridge.py, minimax_m3_bridge.py).
 _OUTER_TIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "exaone4_5", "minimax_m3_vl")
+#: Wrappers whose language model Megatron Bridge builds without MTP layers (models/glm_vl/glm_45v_bridge.py).
+_WITHOUT_MTP = ("glm4v_moe",)
 
 
 class Towers(NamedTuple):
@@ -62,6 +64,8 @@ def take_apart(config: Mapping[str, Any], name: str) -> Towers:
     assumptions = [f"text tower only: the parameters and activations of {names} are left out"]
     if left:
         assumptions.append(f"{' and '.join(left)}: Megatron Bridge builds the thinker alone")
+    if config.get("model_type") in _WITHOUT_MTP and text.pop("num_nextn_predict_layers", None):
+        assumptions.append("Megatron Bridge builds this model without MTP layers; mtp_num_layers 0")
     count = tower_parameters(config, name)
     held = f"{count} parameters" if count else "parameters"
     missing = (f"{names}: {held} with their gradients and optimizer state, and activations",)

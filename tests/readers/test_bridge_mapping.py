@@ -91,6 +91,49 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "sarvam_mla", **EXPERTS, **SHARED, **LATENT, "q_lora_rank": None, "num_nextn_predict_layers": 0,
     },
     "MiniMaxM2ForCausalLM": {"model_type": "minimax_m2", **HEADS, **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2_5_VLForConditionalGeneration": {
+        "model_type": "qwen2_5_vl", "text_config": {"model_type": "qwen2_5_vl_text", **SIZES}, "vision_config": {},
+        "tie_word_embeddings": True,
+    },
+    "Qwen3VLForConditionalGeneration": {
+        "model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text", **SIZES, **HEADS}, "vision_config": {},
+        "tie_word_embeddings": True,
+    },
+    "Qwen3VLMoeForConditionalGeneration": {
+        "model_type": "qwen3_vl_moe", "text_config": {"model_type": "qwen3_vl_moe_text", **EXPERTS, **HEADS},
+        "vision_config": {}, "tie_word_embeddings": False,
+    },
+    "Qwen3_5ForConditionalGeneration": {
+        "model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", **SIZES, **HEADS, **DELTA},
+        "vision_config": {}, "tie_word_embeddings": True,
+    },
+    "Qwen3_5MoeForConditionalGeneration": {
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            "model_type": "qwen3_5_moe_text", **EXPERTS, **HEADS, **DELTA, "shared_expert_intermediate_size": 48,
+        },
+        "vision_config": {}, "tie_word_embeddings": False,
+    },
+    "Gemma3ForConditionalGeneration": {
+        "model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **SIZES, **HEADS, **GELU, "sliding_window": 8},
+        "vision_config": {}, "tie_word_embeddings": True,
+    },
+    "Mistral3ForConditionalGeneration": {
+        "model_type": "mistral3", "text_config": {"model_type": "ministral3", **SIZES, **HEADS}, "vision_config": {},
+    },
+    "Glm4vMoeForConditionalGeneration": {
+        "model_type": "glm4v_moe",
+        "text_config": {"model_type": "glm4v_moe_text", **ROUTED, **HEADS, "use_qk_norm": True, "attention_bias": True,
+                        "num_nextn_predict_layers": 1},
+        "vision_config": {},
+    },
+    "Qwen2AudioForConditionalGeneration": {
+        "model_type": "qwen2_audio", "text_config": {"model_type": "qwen2", **SIZES}, "audio_config": {},
+    },
+    "Exaone4_5_ForConditionalGeneration": {
+        "model_type": "exaone4_5", "text_config": {"model_type": "exaone4", **SIZES, **HEADS, "sliding_window": 8},
+        "vision_config": {}, "tie_word_embeddings": False,
+    },
     "MiMoForCausalLM": {"model_type": "mimo", **SIZES, "attention_bias": True, "num_nextn_predict_layers": 1},
 }  # fmt: skip
 
@@ -108,6 +151,11 @@ DIFFERENCES: dict[str, dict[str, str]] = {
         "mtp_layer.ffn": "exaone_moe_provider.py: the layer spec makes MTP depths dense",
     },
     "KimiK2ForCausalLM": {"max_position_embeddings": "kimi_bridge.py sets 4096"},
+    "Exaone4_5_ForConditionalGeneration": {"layers.mixer.window_size": WINDOW},
+    "Glm4vMoeForConditionalGeneration": {
+        "layers.ffn.router_num_groups": "glm_45v_bridge.py reads no n_group",
+        "layers.ffn.router_group_topk": "as above",
+    },
     "DeepseekV2ForCausalLM": {"max_position_embeddings": "deepseek_v2_bridge.py sets 4096"},
     "Ernie4_5_MoeForCausalLM": {"layers.ffn.expert_bias_in_published_count": PUBLISHED},
     "MiniMaxM2ForCausalLM": {

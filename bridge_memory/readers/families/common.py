@@ -20,6 +20,8 @@ ACTIVATIONS = {
     "gelu_fast": "gelu",
     "gelu_pytorch_tanh": "fast_gelu",
     "quick_gelu": "quick_gelu",
+    # The clamped gate of gpt-oss (Bridge: minimax_m3_bridge.py).
+    "swigluoai": "quick_gelu",
     "relu": "relu",
     "relu2": "squared_relu",
 }
