@@ -1,7 +1,8 @@
 """Softmax attention: multi-head, grouped-query, gated, with or without rotary embedding.
 
 Source: megatron-core ``transformer/attention.py: SelfAttention``, ``transformer/dot_product_attention.py`` (local),
-TE ``attention/dot_product_attention/{backends,utils}.py``. Shapes: q = a d / t, kv = g d / t (values: g d_v / t), tokens T = s b.
+TE ``attention/dot_product_attention/{backends,utils}.py``. Shapes: q = a d / t, kv = g d / t (values: g d_v / t),
+tokens T = s b.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
     q_width, kv_width, v_width, out_width = a * d, g * d, g * spec.value_channels, a * spec.value_channels
     gate_heads = spec.num_attention_heads if spec.attention_output_gate else 0
     qkv_width = divide(
-        (spec.num_attention_heads + gate_heads + spec.num_query_groups) * d + spec.num_query_groups * spec.value_channels,
+        (spec.num_attention_heads + gate_heads) * d + spec.num_query_groups * (d + spec.value_channels),
         ctx.tp, "width of linear_qkv", "tensor_model_parallel_size",
     )
     h = ctx.hidden_size

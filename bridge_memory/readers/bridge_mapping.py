@@ -40,8 +40,8 @@ def model_from_bridge(
     if getattr(provider, "should_pad_vocab", False):
         return model
     sentence = (
-        f"vocab_size {model.vocab_size} is padded only to a multiple of the tensor parallel size: Megatron Bridge keeps "
-        "a Hugging Face vocabulary as it is"
+        f"vocab_size {model.vocab_size} is padded only to a multiple of the tensor parallel size: Megatron Bridge "
+        "keeps a Hugging Face vocabulary as it is"
     )
     return replace(model, make_vocab_size_divisible_by=1, assumptions=(*model.assumptions, sentence))
 

@@ -52,10 +52,10 @@ def take_apart(config: Mapping[str, Any], name: str) -> Towers:
         if not isinstance(text[inner], Mapping):
             raise SpecError(f"{name}: {inner} is {shown(text[inner])}; it must be an object")
         outer, key, text = text, inner, dict(text[inner])
+        if config.get("model_type") in _OUTER_TIES and outer.get("tie_word_embeddings") is not None:
+            text["tie_word_embeddings"] = outer["tie_word_embeddings"]
         for shared in ("tie_word_embeddings", "vocab_size"):
-            if outer.get(shared) is not None and (
-                text.get(shared) is None or (shared == "tie_word_embeddings" and config.get("model_type") in _OUTER_TIES)
-            ):
+            if outer.get(shared) is not None and text.get(shared) is None:
                 text[shared] = outer[shared]
     if not key and not isinstance(config.get("vision_config"), Mapping):
         return Towers(config, "", (), ())
@@ -83,9 +83,16 @@ def tower_parameters(config: Mapping[str, Any], name: str = "config") -> int | N
         return None
     kind = str(config.get("model_type"))
     try:
-        return count(Fields(vision, name, kind), Fields(text, name, kind).integer("hidden_size"), Fields(config, name, kind))
+        width = _of(Fields(text, name, kind), "hidden_size")
+        return count(Fields(vision, name, kind), width, Fields(config, name, kind))
     except SpecError:
         return None
+
+
+def _of(fields: Fields, key: str, default: int | None = None) -> int:
+    """A size."""
+    value: int = fields.integer(key) if default is None else fields.integer(key, default=default)
+    return value
 
 
 def _linear(inputs: int, outputs: int, bias: bool = True) -> int:
@@ -94,96 +101,96 @@ def _linear(inputs: int, outputs: int, bias: bool = True) -> int:
 
 def _qwen2_5(v: Fields, text: int, outer: Fields) -> int:
     """Window attention with RMSNorms and a gated MLP; EXAONE 4.5's has fewer key and value heads."""
-    h, f = v.integer("hidden_size"), v.integer("intermediate_size")
-    heads = v.integer("num_heads")
-    kv = h // heads * v.integer("num_key_value_heads", default=heads)
+    h, f = _of(v, "hidden_size"), _of(v, "intermediate_size")
+    heads = _of(v, "num_heads")
+    kv = h // heads * _of(v, "num_key_value_heads", heads)
     block = 2 * h + _linear(h, h + 2 * kv) + _linear(h, h) + 2 * _linear(h, f) + _linear(f, h)
-    merged = h * v.integer("spatial_merge_size") ** 2
+    merged = h * _of(v, "spatial_merge_size") ** 2
     return (
-        _patches(v, h, bias=False) + v.integer("depth") * block + h + _linear(merged, merged)
-        + _linear(merged, v.integer("out_hidden_size"))
+        _patches(v, h, bias=False) + _of(v, "depth") * block + h + _linear(merged, merged)
+        + _linear(merged, _of(v, "out_hidden_size"))
     )
 
 
 def _qwen3(v: Fields, text: int, outer: Fields) -> int:
     """LayerNorms and a plain MLP; each layer of deepstack_visual_indexes has a merger of its own (not Qwen3.5's)."""
-    h, f, merge = v.integer("hidden_size"), v.integer("intermediate_size"), v.integer("spatial_merge_size")
+    h, f, merge = _of(v, "hidden_size"), _of(v, "intermediate_size"), _of(v, "spatial_merge_size")
     block = 4 * h + _linear(h, 3 * h) + _linear(h, h) + _linear(h, f) + _linear(f, h)
     merged = h * merge**2
-    merger = _linear(merged, merged) + _linear(merged, v.integer("out_hidden_size"))
+    merger = _linear(merged, merged) + _linear(merged, _of(v, "out_hidden_size"))
     deep = len(v.items("deepstack_visual_indexes") or ())
     return (
-        _patches(v, h, bias=True) + v.integer("num_position_embeddings") * h + v.integer("depth") * block
+        _patches(v, h, bias=True) + _of(v, "num_position_embeddings") * h + _of(v, "depth") * block
         + 2 * h + merger + deep * (2 * merged + merger)
     )
 
 
 def _glm4v(v: Fields, text: int, outer: Fields) -> int:
-    h, out, f = v.integer("hidden_size"), v.integer("out_hidden_size"), v.integer("intermediate_size")
+    h, out, f = _of(v, "hidden_size"), _of(v, "out_hidden_size"), _of(v, "intermediate_size")
     qkv = _linear(h, 3 * h, v.flag("attention_bias"))
     block = 2 * h + qkv + _linear(h, h, bias=False) + 3 * h * out  # the blocks' MLP is as wide as the output
-    positions = (v.integer("image_size") // v.integer("patch_size")) ** 2
-    downsample = v.integer("spatial_merge_size") ** 2 * h * out + out
+    positions = (_of(v, "image_size") // _of(v, "patch_size")) ** 2
+    downsample = _of(v, "spatial_merge_size") ** 2 * h * out + out
     merger = out * out + 2 * out + 3 * out * f
-    return _patches(v, h, bias=True) + positions * h + v.integer("depth") * block + 2 * h + downsample + merger
+    return _patches(v, h, bias=True) + positions * h + _of(v, "depth") * block + 2 * h + downsample + merger
 
 
 def _gemma3(v: Fields, text: int, outer: Fields) -> int:
     """SigLIP, with its pooling head unless the config switches it off, and Gemma's projection and norm."""
-    h, f = v.integer("hidden_size"), v.integer("intermediate_size")
-    positions = (v.integer("image_size") // v.integer("patch_size")) ** 2
+    h, f = _of(v, "hidden_size"), _of(v, "intermediate_size")
+    positions = (_of(v, "image_size") // _of(v, "patch_size")) ** 2
     mlp = _linear(h, f) + _linear(f, h)
     block = 4 * h + 4 * _linear(h, h) + mlp
     head = h + _linear(h, 3 * h) + _linear(h, h) + 2 * h + mlp if v.flag("vision_use_head", default=True) else 0
-    patches = _linear(v.integer("num_channels", default=3) * v.integer("patch_size") ** 2, h)
-    return patches + positions * h + v.integer("num_hidden_layers") * block + 2 * h + head + h * text + h
+    patches = _linear(_of(v, "num_channels", 3) * _of(v, "patch_size") ** 2, h)
+    return patches + positions * h + _of(v, "num_hidden_layers") * block + 2 * h + head + h * text + h
 
 
 def _mistral3(v: Fields, text: int, outer: Fields) -> int:
     """Pixtral, a patch merger and a projector."""
-    h, f = v.integer("hidden_size"), v.integer("intermediate_size")
-    block = 2 * h + 4 * h * v.integer("num_attention_heads") * v.integer("head_dim") + 3 * h * f
+    h, f = _of(v, "hidden_size"), _of(v, "intermediate_size")
+    block = 2 * h + 4 * h * _of(v, "num_attention_heads") * _of(v, "head_dim") + 3 * h * f
     layer = outer.raw("vision_feature_layer")[1]
     features = h * (len(layer) if isinstance(layer, (list, tuple)) else 1)
     bias = outer.flag("multimodal_projector_bias")
-    merge = outer.integer("spatial_merge_size", default=2) ** 2
+    merge = _of(outer, "spatial_merge_size", 2) ** 2
     projector = h + merge * h * h + _linear(features, text, bias) + _linear(text, text, bias)
-    patches = v.integer("num_channels", default=3) * v.integer("patch_size") ** 2 * h
-    return patches + h + v.integer("num_hidden_layers") * block + projector
+    patches = _of(v, "num_channels", 3) * _of(v, "patch_size") ** 2 * h
+    return patches + h + _of(v, "num_hidden_layers") * block + projector
 
 
 def _llama4(v: Fields, text: int, outer: Fields) -> int:
-    h, f, out = v.integer("hidden_size"), v.integer("intermediate_size"), v.integer("projector_output_dim")
-    patch = v.integer("patch_size")
-    positions = (v.integer("image_size") // patch) ** 2 + 1
+    h, f, out = _of(v, "hidden_size"), _of(v, "intermediate_size"), _of(v, "projector_output_dim")
+    patch = _of(v, "patch_size")
+    positions = (_of(v, "image_size") // patch) ** 2 + 1
     block = 4 * h + 4 * _linear(h, h) + _linear(h, f) + _linear(f, h)
-    adapter = f * v.integer("projector_input_dim") + out * out
-    ends = v.integer("num_channels", default=3) * patch**2 * h + h + positions * h + 4 * h
-    return ends + v.integer("num_hidden_layers") * block + adapter + v.integer("vision_output_dim") * text
+    adapter = f * _of(v, "projector_input_dim") + out * out
+    ends = _of(v, "num_channels", 3) * patch**2 * h + h + positions * h + 4 * h
+    return ends + _of(v, "num_hidden_layers") * block + adapter + _of(v, "vision_output_dim") * text
 
 
 def _minimax_m3(v: Fields, text: int, outer: Fields) -> int:
-    h, f, p = v.integer("hidden_size"), v.integer("intermediate_size"), outer.integer("projector_hidden_size")
+    h, f, p = _of(v, "hidden_size"), _of(v, "intermediate_size"), _of(outer, "projector_hidden_size")
     block = 4 * h + 4 * _linear(h, h) + _linear(h, f) + _linear(f, h)
-    merged = text * v.integer("spatial_merge_size") ** 2
+    merged = text * _of(v, "spatial_merge_size") ** 2
     projector = _linear(h, p) + _linear(p, text) + _linear(merged, p) + _linear(p, text)
-    channels = v.integer("num_channels", default=3)
-    patches = channels * v.integer("temporal_patch_size") * v.integer("patch_size") ** 2 * h
-    return patches + 2 * h + v.integer("num_hidden_layers") * block + projector
+    channels = _of(v, "num_channels", 3)
+    patches = channels * _of(v, "temporal_patch_size") * _of(v, "patch_size") ** 2 * h
+    return patches + 2 * h + _of(v, "num_hidden_layers") * block + projector
 
 
 def _qwen2_audio(v: Fields, text: int, outer: Fields) -> int:
     """Whisper's encoder, whose keys have no bias, and one projection."""
-    h, f = v.integer("d_model"), v.integer("encoder_ffn_dim")
+    h, f = _of(v, "d_model"), _of(v, "encoder_ffn_dim")
     block = 4 * h + 3 * _linear(h, h) + h * h + _linear(h, f) + _linear(f, h)
-    convolutions = _linear(3 * v.integer("num_mel_bins"), h) + _linear(3 * h, h)
-    layers = v.integer("encoder_layers") * block
-    return convolutions + v.integer("max_source_positions") * h + layers + 2 * h + _linear(h, text)
+    convolutions = _linear(3 * _of(v, "num_mel_bins"), h) + _linear(3 * h, h)
+    layers = _of(v, "encoder_layers") * block
+    return convolutions + _of(v, "max_source_positions") * h + layers + 2 * h + _linear(h, text)
 
 
 def _patches(v: Fields, h: int, *, bias: bool) -> int:
     """A convolution over the pixels of a patch in a few frames."""
-    return _linear(v.integer("in_channels") * v.integer("temporal_patch_size") * v.integer("patch_size") ** 2, h, bias)
+    return _linear(_of(v, "in_channels") * _of(v, "temporal_patch_size") * _of(v, "patch_size") ** 2, h, bias)
 
 
 #: A wrapper's model_type -> (the tower's config, width of the language model, the wrapper's config) -> parameters.

@@ -56,7 +56,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"model_type": "qwen2", **SIZES},
     "Qwen3ForCausalLM": {"model_type": "qwen3", **HEADS, **SIZES},
     "Qwen3MoeForCausalLM": {"model_type": "qwen3_moe", **HEADS, **EXPERTS},
-    "Qwen3NextForCausalLM": {"model_type": "qwen3_next", **HEADS, **EXPERTS, **DELTA, "shared_expert_intermediate_size": 48},
+    "Qwen3NextForCausalLM": {
+        "model_type": "qwen3_next", **HEADS, **EXPERTS, **DELTA, "shared_expert_intermediate_size": 48,
+    },
     "Qwen3_5ForCausalLM": {"model_type": "qwen3_5_text", **HEADS, **SIZES, **DELTA, "mtp_num_hidden_layers": 1},
     "Qwen3_5MoeForCausalLM": {
         "model_type": "qwen3_5_moe_text", **HEADS, **EXPERTS, **DELTA, "shared_expert_intermediate_size": 48,
@@ -73,7 +75,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {"model_type": "gpt_oss", **HEADS, **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Exaone4ForCausalLM": {"model_type": "exaone4", **SIZES, "sliding_window": 8},
     "ExaoneMoeForCausalLM": {"model_type": "exaone_moe", **HEADS, **EXPERTS, **SHARED, "n_group": 1, "topk_group": 1},
-    "Glm4MoeForCausalLM": {"model_type": "glm4_moe", **HEADS, **ROUTED, "use_qk_norm": True, "num_nextn_predict_layers": 1},
+    "Glm4MoeForCausalLM": {
+        "model_type": "glm4_moe", **HEADS, **ROUTED, "use_qk_norm": True, "num_nextn_predict_layers": 1,
+    },
     "Glm4MoeLiteForCausalLM": {"model_type": "glm4_moe_lite", **ROUTED, **LATENT, "num_nextn_predict_layers": 1},
     "DeepseekV2ForCausalLM": {"model_type": "deepseek_v2", **ROUTED, **LATENT},
     "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3", **ROUTED, **LATENT, "num_nextn_predict_layers": 1},
@@ -84,13 +88,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "num_nextn_predict_layers": 1,
     },
     "BailingMoeV2ForCausalLM": {
-        "model_type": "bailing_moe_v2", **HEADS, **EXPERTS, **SHARED, "n_group": 2, "topk_group": 1, "use_qk_norm": True,
+        "model_type": "bailing_moe_v2", **HEADS, **EXPERTS, **SHARED, "n_group": 2, "topk_group": 1,
+        "use_qk_norm": True,
     },
     "SarvamMoEForCausalLM": {"model_type": "sarvam_moe", **HEADS, **EXPERTS, **SHARED, "num_nextn_predict_layers": 0},
     "SarvamMLAForCausalLM": {
         "model_type": "sarvam_mla", **EXPERTS, **SHARED, **LATENT, "q_lora_rank": None, "num_nextn_predict_layers": 0,
     },
-    "MiniMaxM2ForCausalLM": {"model_type": "minimax_m2", **HEADS, **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "MiniMaxM2ForCausalLM": {
+        "model_type": "minimax_m2", **HEADS, **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
     "Qwen2_5_VLForConditionalGeneration": {
         "model_type": "qwen2_5_vl", "text_config": {"model_type": "qwen2_5_vl_text", **SIZES}, "vision_config": {},
         "tie_word_embeddings": True,
@@ -115,7 +122,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {}, "tie_word_embeddings": False,
     },
     "Gemma3ForConditionalGeneration": {
-        "model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **SIZES, **HEADS, **GELU, "sliding_window": 8},
+        "model_type": "gemma3",
+        "text_config": {"model_type": "gemma3_text", **SIZES, **HEADS, **GELU, "sliding_window": 8},
         "vision_config": {}, "tie_word_embeddings": True,
     },
     "Mistral3ForConditionalGeneration": {
@@ -123,8 +131,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Glm4vMoeForConditionalGeneration": {
         "model_type": "glm4v_moe",
-        "text_config": {"model_type": "glm4v_moe_text", **ROUTED, **HEADS, "use_qk_norm": True, "attention_bias": True,
-                        "num_nextn_predict_layers": 1},
+        "text_config": {
+            "model_type": "glm4v_moe_text", **ROUTED, **HEADS, "use_qk_norm": True, "attention_bias": True,
+            "num_nextn_predict_layers": 1,
+        },
         "vision_config": {},
     },
     "Qwen2AudioForConditionalGeneration": {
@@ -184,7 +194,9 @@ def differences(ours: Any, theirs: Any, path: str = "") -> set[str]:
 
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_both_read_the_same_model(architecture: str) -> None:
-    require_bridge()
+    bridge = require_bridge()
+    if tuple(map(int, bridge.__version__.split(".")[:2])) < (0, 6):
+        pytest.skip("what differs is known of Megatron Bridge 0.6")
     from megatron.bridge import AutoBridge
 
     if architecture not in AutoBridge.list_supported_models():
@@ -209,6 +221,6 @@ def test_a_config_without_architectures_is_one_line() -> None:
 
 def test_without_megatron_bridge_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.bridge", None)
-    with pytest.raises(SpecError, match="needs megatron-bridge .*; pip install megatron-bridge") as caught:
+    with pytest.raises(SpecError, match=r"needs megatron-bridge .*; pip install megatron-bridge") as caught:
         model_from_config(CONFIGS["LlamaForCausalLM"], "llama", "bridge")
     assert "\n" not in str(caught.value)

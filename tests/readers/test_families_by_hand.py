@@ -174,7 +174,8 @@ READ: dict[str, tuple[str, dict[str, Any]]] = {
     "NemotronForCausalLM": ("nemotron", TEXT),
     "NemotronHForCausalLM": ("nemotron_h", HYBRID),
     "NemotronH_Nano_Omni_Reasoning_V3": (
-        "NemotronH_Nano_Omni_Reasoning_V3", beside("llm_config", "nemotron_h", HYBRID, vision_config={}, sound_config={})
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        beside("llm_config", "nemotron_h", HYBRID, vision_config={}, sound_config={}),
     ),
     "NemotronH_Nano_VL_V2": ("NemotronH_Nano_VL_V2", beside("llm_config", "nemotron_h", HYBRID)),
     "OlmoeForCausalLM": ("olmoe", {k: v for k, v in EXPERTS.items() if k not in ("head_dim", "moe_intermediate_size")}),

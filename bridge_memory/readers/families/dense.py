@@ -40,7 +40,8 @@ DENSE: dict[str, Family] = {
         assumptions=(_SOFTCAPPED,),
     ),
     "vaultgemma": Family(
-        tied=True, activation="gelu_pytorch_tanh", head_dim=256, window="alternate", assumptions=(_SOFTCAPPED, NO_BRIDGE)
+        tied=True, activation="gelu_pytorch_tanh", head_dim=256, window="alternate",
+        assumptions=(_SOFTCAPPED, NO_BRIDGE),
     ),
     "gemma3_text": Family(
         tied=True,

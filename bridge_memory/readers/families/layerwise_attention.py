@@ -56,7 +56,8 @@ def minimax_m3(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[
         # transformers modeling_minimax_m3_vl.py: MiniMaxM3VLIndexer.
         weights = indexers * (hidden_size * (number + 1) * width + 2 * width)
         f.not_modelled.append(
-            f"indexers of {indexers} layers: {weights} frozen weights, which Megatron Bridge replicates and does not run"
+            f"indexers of {indexers} layers: {weights} frozen weights, whole on every rank; Megatron Bridge does not "
+            "run them"
         )
     return [spec] * n
 

@@ -1,8 +1,9 @@
 """Mixture-of-experts decoders that differ by what they call an expert, and by which layers have any.
 
 ERNIE 4.5, EXAONE MoE, Hy3, Hunyuan, MiniMax-M3, Llama 4, Ling 2.0, Sarvam, Step 3.5 and MiMo-V2: softmax attention,
-then a dense MLP or routed experts beside shared ones. Source of what Megatron builds: Megatron Bridge ``models/<family>``; it has no
-bridge for Hunyuan and Llama 4, whose layers are those of transformers in megatron-core's modules.
+then a dense MLP or routed experts beside shared ones. Source of what Megatron builds: Megatron Bridge
+``models/<family>``; it has no bridge for Hunyuan and Llama 4, whose layers are those of transformers in
+megatron-core's modules.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from bridge_memory.readers.families.common import (
 from bridge_memory.readers.families.moe import expert_count, first_dense
 from bridge_memory.readers.fields import Fields, shown
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, MoESpec
+
 
 class Sparse(NamedTuple):
     """How one model_type differs. Keys first, then what Megatron makes of the block."""
@@ -85,7 +87,8 @@ def _step_layers(f: Fields, n: int) -> list[bool]:
     words = given.split(",") if isinstance(given, str) else given
     if not isinstance(words, (list, tuple)):
         raise f.error(f"{key} is {shown(given)}; it must list layers, such as 3,4,5")
-    return _numbered(f, key, [int(w) if isinstance(w, str) and w.strip().isdecimal() else w for w in words if w != ""], n)
+    numbers = [int(w) if isinstance(w, str) and w.strip().isdecimal() else w for w in words if w != ""]
+    return _numbered(f, key, numbers, n)
 
 
 def _numbered(f: Fields, key: str, numbers: Sequence[object], n: int) -> list[bool]:
