@@ -61,6 +61,7 @@ ALIASES = {
     "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_omni_moe_text": "qwen3_moe",
     "qwen3_asr_text": "qwen3",
+    "minimax_m3": "minimax_m3_vl_text",
     "glm4v_moe_text": "glm4_moe",
     "Glm4vMoe_text": "glm4_moe",
 }

@@ -262,3 +262,18 @@ def test_indexers_that_megatron_bridge_keeps_frozen_are_counted() -> None:
     _, rest = READ["MiniMaxM3SparseForConditionalGeneration"]
     model = model_from_hf_config({"model_type": "minimax_m3_vl", **rest}, "m3")
     assert any(f"{3 * (96 * 3 * 8 + 2 * 8)} frozen weights" in line for line in model.not_modelled)
+
+
+def test_configs_that_transformers_5_saves_are_read() -> None:
+    """It writes num_local_experts for Qwen's num_experts, 0 for a window that is off, dtype and rope_parameters."""
+    saved = TEXT | {"head_dim": 16, "dtype": "bfloat16", "transformers_version": "5.12.1"}
+    rope = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    qwen = model_from_hf_config(saved | experts | {"model_type": "qwen3_moe", "sliding_window": 0}, "qwen")
+    assert all(isinstance(layer.ffn, MoESpec) and layer.ffn.num_experts == 4 for layer in qwen.layers)
+    assert all(isinstance(m.mixer, AttentionSpec) and m.mixer.window_size is None for m in qwen.layers)
+    assert model_from_hf_config(saved | {"model_type": "glm", "rope_parameters": rope}, "glm").rotary_dim == 4
+    del experts["num_local_experts"]
+    sparse = {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "n_routed_experts": 4, "n_shared_experts": 1}
+    glm = model_from_hf_config(saved | LATENT | experts | sparse | {"model_type": "glm4_moe_lite"}, "glm")
+    assert [isinstance(layer.ffn, MoESpec) for layer in glm.layers] == [False, False, True, True]

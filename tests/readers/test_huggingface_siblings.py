@@ -118,6 +118,9 @@ SIBLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan_v1_moe": (
         "hunyuan_v1_moe", GROUPED | {"num_experts": 4, "moe_topk": 2, "attention_bias": True, "head_dim": 16}
     ),
+    "hunyuan_v1_moe with a number a layer": (
+        "hunyuan_v1_moe", GROUPED | {"num_experts": 4, "moe_topk": [2, 2, 2, 2], "head_dim": 16}
+    ),
     "llama4": ("llama4_text", LLAMA4 | {"interleave_moe_layer_step": 2}),
     "llama4 with experts everywhere": ("llama4_text", LLAMA4 | {"attention_bias": True}),
     "minimax_m3": ("minimax_m3_vl_text", LOCAL | M3),

@@ -53,11 +53,20 @@ MOE: dict[str, Family] = {
 
 def expert_count(f: Fields, *keys: str) -> tuple[int, int]:
     """(E, k), k no larger than E."""
-    experts = f.integer(*keys)
-    topk = f.integer("num_experts_per_tok", "experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts")
+    experts = _one_for_all(f, *keys)
+    topk = _one_for_all(f, "num_experts_per_tok", "experts_per_token", "moe_top_k", "moe_topk", "moe_k")
     if topk > experts:
         raise f.error(f"num_experts_per_tok ({topk}) is larger than {keys[0]} ({experts})")
     return experts, topk
+
+
+def _one_for_all(f: Fields, *keys: str) -> int:
+    """A size, or a list that gives every layer the same (Hunyuan)."""
+    _, value = f.raw(*keys)
+    if isinstance(value, list) and value and all(type(one) is int and one == value[0] > 0 for one in value):
+        return int(value[0])
+    size: int = f.integer(*keys)
+    return size
 
 
 def sparse_layers(f: Fields, n: int) -> list[bool]:

@@ -110,9 +110,12 @@ def _minimax_shared(f: Fields, width: int) -> int:
 
 
 SPARSE: dict[str, Sparse] = {
-    # ERNIE biases softmax scores and Megatron sigmoid ones; Bridge sets sigmoid.
     "ernie4_5_moe": Sparse(
-        Family(tied=True, bias_keys=("use_bias",)),
+        Family(
+            tied=True,
+            bias_keys=("use_bias",),
+            assumptions=("ERNIE biases softmax scores, Megatron only sigmoid ones: Bridge trains it with those",),
+        ),
         number=("moe_num_experts",),
         shared=lambda f, width: width * f.count("moe_num_shared_experts", default=2),
         is_moe=_ernie_layers,
@@ -141,6 +144,8 @@ SPARSE: dict[str, Sparse] = {
         width=("intermediate_size",),
         shared=lambda f, width: width,
         is_moe=_every_layer,
+        # transformers knows one shared expert, as wide as the others, and no keys and values of other layers.
+        ignored=("cla_share_factor", "moe_intermediate_size", "num_shared_expert", "use_mixed_mlp_moe", "norm_type"),
         score="softmax",
         expert_bias=False,
         balancing="aux_loss",
@@ -208,6 +213,8 @@ def read_sparse(f: Fields) -> ModelSpec:
     family = kind.family
     hidden_size = f.integer("hidden_size")
     n = num_layers(f)
+    if f.flag("use_cla"):
+        raise f.error("use_cla is true; layers that share keys and values cannot be estimated")
     for key in ("mlp_bias", "use_bias"):
         if f.flag(key):
             raise f.error(f"{key} is true; Megatron would build experts with biases, which no such model has")
