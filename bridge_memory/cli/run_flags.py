@@ -156,8 +156,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="Megatron-LM's arguments in place of MODEL: the text, or a file (launch script or YAML)",
     )
     model.add_argument(
-        "--mapping", choices=("builtin", "mbridge"), default="builtin",
-        help="who reads the config: this package, or mbridge where it is installed",
+        "--mapping", choices=("builtin", "mbridge", "bridge"), default="builtin",
+        help="who reads the config: this package, or mbridge or Megatron Bridge where it is installed",
     )
     model.add_argument("--mtp-num-layers", type=_integer, metavar="N", help="MTP depths; 0 trains without")
     model.add_argument("--num-layers", type=_integer, metavar="N", help="train only the first N decoder layers")

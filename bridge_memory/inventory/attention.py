@@ -1,7 +1,8 @@
 """Softmax attention: multi-head, grouped-query, gated, with or without rotary embedding.
 
 Source: megatron-core ``transformer/attention.py: SelfAttention``, ``transformer/dot_product_attention.py`` (local),
-TE ``attention/dot_product_attention/{backends,utils}.py``. Shapes: q = a d / t, kv = g d / t, tokens T = s b.
+TE ``attention/dot_product_attention/{backends,utils}.py``. Shapes: q = a d / t, kv = g d / t (values: g d_v / t),
+tokens T = s b.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
     d = spec.kv_channels
     # With fewer groups than ranks every rank computes one group's worth after a gather.
     g = largest(1, spec.num_query_groups // ctx.tp)
-    q_width, kv_width = a * d, g * d
+    q_width, kv_width, v_width, out_width = a * d, g * d, g * spec.value_channels, a * spec.value_channels
     gate_heads = spec.num_attention_heads if spec.attention_output_gate else 0
     qkv_width = divide(
-        (spec.num_attention_heads + gate_heads + 2 * spec.num_query_groups) * d,
+        (spec.num_attention_heads + gate_heads) * d + spec.num_query_groups * (d + spec.value_channels),
         ctx.tp, "width of linear_qkv", "tensor_model_parallel_size",
     )
     h = ctx.hidden_size
     q_bytes = ctx.tokens * q_width * ctx.act
-    kv_bytes = ctx.tokens * kv_width * ctx.act
+    key_bytes, value_bytes = ctx.tokens * kv_width * ctx.act, ctx.tokens * v_width * ctx.act
 
     with r.offload("qkv_linear"):
         qkv, region = _input_projection(r, spec, x, qkv_width)
@@ -41,7 +42,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
     query, key, value, gate = qkv, qkv, qkv, qkv
     if not ctx.te or gate_heads:
         parts = [("query", q_bytes), ("gate", q_bytes)][: 1 + bool(gate_heads)]
-        query, *gates, key, value = tape.views("split qkv", qkv, *parts, ("key", kv_bytes), ("value", kv_bytes))
+        query, *gates, key, value = tape.views("split qkv", qkv, *parts, ("key", key_bytes), ("value", value_bytes))
         gate = gates[0] if gates else qkv
     separate = False
     if (not ctx.te or (not spec.qk_layernorm and spec.rotary and ctx.rotary)) and 1 < g < a:
@@ -59,7 +60,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
     before_rope = (query, key, value, gate) if QKV_OUTPUT_HELD(ctx.impl) else (gate,)
     if spec.rotary and ctx.rotary:
         query = _rope(r, "query rope", query, q_bytes, d)
-        key = _rope(r, "key rope", key, kv_bytes, d)
+        key = _rope(r, "key rope", key, key_bytes, d)
         separate = True
     if spec.learnable_softmax_sink:
         r.parameter("self_attention.core_attention.softmax_offset", (a,), sharded=ctx.tp > 1)
@@ -69,10 +70,10 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
         if separate and ctx.te:
             # q and k are tensors of their own by now; TE makes v contiguous rather than keep the mixed tensor
             # alive (``utils.py: get_qkv_layout``); the local code, and a checkpoint, keep the view.
-            value = tape.make("value", value, kv_bytes)
+            value = tape.make("value", value, value_bytes)
         out = core_attention(
             r, tuple(dict.fromkeys((query, key, value))), heads=a,
-            q_width=q_width, kv_width=kv_width, v_width=kv_width, out_width=q_width,
+            q_width=q_width, kv_width=kv_width, v_width=v_width, out_width=out_width,
             grouped=a != g, sink=spec.learnable_softmax_sink, window=spec.window_size is not None,
         )
     if spec.attention_output_gate:
@@ -80,7 +81,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
         out = tape.make("gated attention output", (out, gate), q_bytes, saves=(out, gate))
     with r.offload("attn_proj"):
         y = r.row_linear(
-            "self_attention.linear_proj", out, q_width, h, bias=spec.add_output_bias,
+            "self_attention.linear_proj", out, out_width, h, bias=spec.add_output_bias,
             original=r.proj_keeps_original and not spec.attention_output_gate,
         )
     tape.keep_alive(*before_rope, *inputs)  # variables of Attention.forward

@@ -13,7 +13,7 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import Region, Tensor
 from bridge_memory.releases import LATENTS_HELD, NORMS_BEFORE_UP_PROJECTIONS, WHOLE_DOWN_PROJECTIONS
-from bridge_memory.spec import MLASpec, divide
+from bridge_memory.spec import IndexerSpec, MLASpec, divide
 
 
 def record_mla(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
@@ -24,6 +24,8 @@ def record_mla(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
     q_width, v_width = a * q_head, a * spec.v_head_dim
     h = ctx.hidden_size
 
+    if spec.indexer is not None:
+        _indexer_parameters(r, spec, spec.indexer)
     recompute_norm = ctx.recomputes("layernorm")
     with r.offload("attn_norm"), tape.discardable("input_layernorm", (x,), enabled=recompute_norm) as norm_region:
         normed = r.hold(r.norm("input_layernorm", x, h, ctx.tokens_sp))
@@ -65,8 +67,10 @@ def _query_key_value(
     kv_in, k_rope = _down_projection(
         r, "self_attention.linear_kv_down_proj", normed, spec.kv_lora_rank, spec.qk_pos_emb_head_dim
     )
-    fused_norm = ctx.te and spec.qk_layernorm
-    own_norms = spec.qk_layernorm and not ctx.te
+    # The indexer reads the normalized query latent, which therefore has a norm of its own
+    # (``experimental_attention_variant_module_specs.py: get_dsa_module_spec_for_backend``).
+    fused_norm = ctx.te and spec.qk_layernorm and spec.indexer is None
+    own_norms = spec.qk_layernorm and not fused_norm
     norms_first = NORMS_BEFORE_UP_PROJECTIONS(ctx.impl)
     if own_norms and norms_first:
         q_in, kv_in = _norms(r, spec, q_in, kv_in)
@@ -97,6 +101,17 @@ def _query_key_value(
         key = tape.make("key", (kv, k_rope), q_bytes, saves=angles[1:], also=angles[1:])
         value = tape.make("value", kv, v_bytes)
     return (query, key, value), latents, up_region
+
+
+def _indexer_parameters(r: Recorder, spec: MLASpec, indexer: IndexerSpec) -> None:
+    """Source: ``experimental_attention_variant/dsa.py: DSAIndexer.__init__``, every linear "duplicated"."""
+    h, heads, d = r.ctx.hidden_size, indexer.num_heads, indexer.head_dim
+    prefix = "self_attention.core_attention.indexer."
+    r.parameter(prefix + "linear_wq_b.weight", (heads * d, spec.q_lora_rank or h))
+    r.parameter(prefix + "linear_wk.weight", (d, h))
+    r.parameter(prefix + "k_norm.weight", (d,))
+    r.parameter(prefix + "k_norm.bias", (d,))
+    r.parameter(prefix + "linear_weights_proj.weight", (heads, h))
 
 
 def _norms(r: Recorder, spec: MLASpec, q_in: Tensor, kv_in: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,26 +9,45 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bridge_memory.readers.families.deepseek import read_deepseek
+from bridge_memory.readers.families.deepseek import MLA, read_deepseek
+from bridge_memory.readers.families.delta_net import DELTA_NET, read_delta_net
 from bridge_memory.readers.families.dense import DENSE, read_dense
 from bridge_memory.readers.families.generic import read_generic
 from bridge_memory.readers.families.gpt2 import read_bloom, read_gpt2
 from bridge_memory.readers.families.hybrid import read_nemotron_h, read_nemotron_nas
 from bridge_memory.readers.families.moe import MOE, read_moe
+from bridge_memory.readers.families.sparse import SPARSE, read_sparse
 from bridge_memory.readers.fields import Fields, shown
+from bridge_memory.readers.towers import take_apart
 from bridge_memory.spec import ModelSpec, SpecError
 
 READERS: dict[str, Callable[[Fields], ModelSpec]] = {
     **dict.fromkeys(DENSE, read_dense),
     **dict.fromkeys(MOE, read_moe),
-    "deepseek_v2": read_deepseek,
-    "deepseek_v3": read_deepseek,
-    "kimi_k2": read_deepseek,
+    **dict.fromkeys(DELTA_NET, read_delta_net),
+    **dict.fromkeys(SPARSE, read_sparse),
+    **dict.fromkeys(MLA, read_deepseek),
     "gpt2": read_gpt2,
     "gpt_bigcode": read_gpt2,
     "bloom": read_bloom,
     "nemotron_h": read_nemotron_h,
     "nemotron-nas": read_nemotron_nas,
+}
+
+#: Model types that are not read as something else: what their layers have that no block of the inventory is.
+UNKNOWN_BLOCKS = {
+    "falcon_h1": "every layer runs attention and a Mamba mixer side by side",
+    "gemma4_text": "per-layer embeddings, layers that share keys and values, and keys that are values",
+    "gemma4_unified_text": "per-layer embeddings, layers that share keys and values, and keys that are values",
+    "gemma3n_text": "per-layer embeddings, alternating updates and layers that share keys and values",
+    "deepseek_v4": "compressed sparse attention and hyper-connections",
+    "kimi_linear": "Kimi delta attention",
+    "ernie4_5_vl_moe_text": "two pools of experts of different widths, for text and for images",
+    "ernie4_5_moe_vl": "two pools of experts of different widths, for text and for images",
+    "nemotron_labs_diffusion": "diffusion over blocks of tokens, with attention of its own",
+    "bitnet": "norms inside of attention and MLP",
+    "diffllama": "differential attention",
+    "nanochat": "norms without weights",
 }
 
 #: Other names of the same text architecture (multimodal wrappers name their text tower so).
@@ -37,8 +56,12 @@ ALIASES = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl": "qwen2",
     "qwen2_5_vl_text": "qwen2",
+    "qwen2_5_omni_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_omni_moe_text": "qwen3_moe",
+    "qwen3_asr_text": "qwen3",
+    "minimax_m3": "minimax_m3_vl_text",
     "glm4v_moe_text": "glm4_moe",
     "Glm4vMoe_text": "glm4_moe",
 }
@@ -77,36 +100,21 @@ def model_from_hf_config(
     """
     if not isinstance(config, Mapping):
         raise SpecError(f"{name}: the config is {shown(config)}; it must be a JSON object")
-    config, assumptions = _text_tower(config, name)
+    towers = take_apart(config, name)
+    config = dict(towers.text)
+    defaults = _fill_defaults(config, towers.key) if towers.key else []
     model_type = config.get("model_type")
     if model_type is None:
         raise SpecError(f"{name}: model_type is missing; add it (llama, qwen3_moe, deepseek_v3, ...)")
     if not isinstance(model_type, str):
         raise SpecError(f"{name}: model_type is {shown(model_type)}; it must be a string")
+    if model_type in UNKNOWN_BLOCKS:
+        raise SpecError(f"{name}: model_type {shown(model_type)} is not estimated: {UNKNOWN_BLOCKS[model_type]}")
     f = Fields(config, name, ALIASES.get(model_type, model_type), make_vocab_size_divisible_by)
-    for sentence in assumptions:
+    for sentence in (*towers.assumptions, *defaults):
         f.assume(sentence)
+    f.not_modelled += towers.not_modelled
     return READERS.get(f.model_type, read_generic)(f)
-
-
-def _text_tower(config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], list[str]]:
-    """The language model of a multimodal wrapper, and what that leaves out."""
-    key = next((k for k in ("text_config", "llm_config", "language_config") if config.get(k) is not None), None)
-    towers = [k for k in config if k.endswith("_config") and k not in (key, "quantization_config")]
-    left_out = " and ".join(k for k in towers if isinstance(config[k], Mapping)) or "other towers"
-    sentence = f"text tower only: the parameters and activations of {left_out} are left out"
-    if key is None:
-        if isinstance(config.get("vision_config"), Mapping):
-            return {k: v for k, v in config.items() if k != "vision_config"}, [sentence]
-        return config, []
-    inner = config[key]
-    if not isinstance(inner, Mapping):
-        raise SpecError(f"{name}: {key} is {shown(inner)}; it must be an object")
-    text = dict(inner)
-    for outer in ("tie_word_embeddings", "vocab_size"):
-        if config.get(outer) is not None and text.get(outer) is None:
-            text[outer] = config[outer]
-    return text, [sentence, *_fill_defaults(text, key)]
 
 
 def _fill_defaults(text: dict[str, Any], key: str) -> list[str]:

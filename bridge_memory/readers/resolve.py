@@ -13,8 +13,9 @@ from bridge_memory.readers.huggingface import model_from_hf_config
 from bridge_memory.readers.presets import find_presets, list_presets, preset_path
 from bridge_memory.spec import ModelSpec, SpecError
 
-#: "builtin": this package's own reading; "mbridge": mbridge's TransformerConfig (needs the megatron extra).
-MAPPINGS = ("builtin", "mbridge")
+#: "builtin": this package's own reading; "mbridge": mbridge's TransformerConfig (needs the megatron extra); "bridge":
+#: Megatron Bridge's provider (needs megatron-bridge).
+MAPPINGS = ("builtin", "mbridge", "bridge")
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 #: A config.json is a few kB; what is larger is something else.
@@ -58,6 +59,10 @@ def model_from_config(
         from bridge_memory.readers.mbridge_mapping import model_from_mbridge
 
         return model_from_mbridge(config, name, make_vocab_size_divisible_by=make_vocab_size_divisible_by)
+    if mapping == "bridge":
+        from bridge_memory.readers.bridge_mapping import model_from_bridge
+
+        return model_from_bridge(config, name, make_vocab_size_divisible_by=make_vocab_size_divisible_by)
     return model_from_hf_config(config, name, make_vocab_size_divisible_by=make_vocab_size_divisible_by)
 
 

@@ -147,6 +147,10 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         raise NotBuildable("a norm on the word embeddings (BLOOM) is not in megatron-core's GPTModel")
     if model.output_bias:
         raise NotBuildable("a bias on the output layer is not in megatron-core's GPTModel")
+    if any(isinstance(x.mixer, AttentionSpec) and x.mixer.v_channels for x in layers):
+        raise NotBuildable("values of another width than keys (MiMo-V2) are in Megatron Bridge's own module")
+    if any(isinstance(x.mixer, MLASpec) and x.mixer.indexer for x in layers):
+        raise NotBuildable("sparse attention (DeepSeek-V3.2, GLM-5) is not rehearsed")
     attentions = [x.mixer for x in layers if isinstance(x.mixer, AttentionSpec)]
     mla = _only("MLA", (x.mixer for x in layers if isinstance(x.mixer, MLASpec)))
     mamba = _only("Mamba mixer", (x.mixer for x in layers if isinstance(x.mixer, MambaSpec)))

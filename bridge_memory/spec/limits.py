@@ -159,10 +159,19 @@ def _check_layer(layer: LayerSpec) -> None:
         check_ints(block, *_INTS[type(block)])
         if isinstance(block, AttentionSpec):
             _check_divides(block, "num_query_groups", "num_attention_heads")  # transformer/attention.py: Attention
+            if block.v_channels is not None:
+                check_ints(block, "v_channels")
+                if block.attention_output_gate:
+                    raise SpecError(
+                        f"v_channels ({block.v_channels}) with attention_output_gate: the gate is as wide as the "
+                        "queries; unset one of them"
+                    )
         elif isinstance(block, MLASpec):
             _check_count(block, "qk_pos_emb_head_dim")
             if block.q_lora_rank is not None:
                 check_ints(block, "q_lora_rank")
+            if block.indexer is not None:
+                check_ints(block.indexer, "num_heads", "head_dim")
         elif isinstance(block, MambaSpec):
             _check_divides(block, "num_groups", "num_heads")  # MambaMixer
         elif isinstance(block, GatedDeltaNetSpec):

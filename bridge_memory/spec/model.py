@@ -27,6 +27,21 @@ class AttentionSpec:
     #: Qwen3-Next: linear_qkv also makes a sigmoid gate of the size of q.
     attention_output_gate: bool = False
     rotary: bool = True
+    #: Width of a value head where it is not kv_channels (MiMo-V2).
+    v_channels: int | None = None
+
+    @property
+    def value_channels(self) -> int:
+        return self.kv_channels if self.v_channels is None else self.v_channels
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """What chooses the keys of sparse attention (``experimental_attention_variant/dsa.py: DSAIndexer``). Only its
+    parameters are modelled; every rank of a tensor-parallel group holds them whole."""
+
+    num_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +57,8 @@ class MLASpec:
     qk_layernorm: bool = True
     #: On linear_proj, the only linear of MLA that can have one.
     add_output_bias: bool = False
+    #: DeepSeek Sparse Attention; None for full attention, and where a layer takes over another's choice of keys.
+    indexer: IndexerSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from bridge_memory.spec import (
 
 def attention(m: AttentionSpec, h: int) -> int:
     q, kv = m.num_attention_heads * m.kv_channels, m.num_query_groups * m.kv_channels
-    made = (2 * q if m.attention_output_gate else q) + 2 * kv
-    total = h * made + q * h
+    v = m.v_channels or m.kv_channels
+    made = (2 * q if m.attention_output_gate else q) + kv + m.num_query_groups * v
+    total = h * made + m.num_attention_heads * v * h
     total += made if m.add_qkv_bias else 0
     total += h if m.add_output_bias else 0
     total += {None: 0, "head": 2 * m.kv_channels, "full": q + kv}[m.qk_layernorm]
@@ -34,6 +35,9 @@ def mla(m: MLASpec, h: int) -> int:
     total = h * q if m.q_lora_rank is None else h * m.q_lora_rank + m.q_lora_rank + m.q_lora_rank * q
     total += h * (m.kv_lora_rank + rope) + m.kv_lora_rank
     total += m.kv_lora_rank * a * (m.qk_head_dim + m.v_head_dim)
+    if m.indexer is not None:  # queries of the latent, one key with a LayerNorm, a weight a head
+        n, d = m.indexer.num_heads, m.indexer.head_dim
+        total += (m.q_lora_rank or h) * n * d + h * d + 2 * d + h * n
     return total + a * m.v_head_dim * h
 
 

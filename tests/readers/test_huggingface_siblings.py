@@ -11,8 +11,10 @@ from typing import Any
 import hf_parameters
 import pytest
 
+from bridge_memory.inventory.counts import model_parameters
 from bridge_memory.readers import model_from_hf_config
 from bridge_memory.readers.huggingface import _SIZES, NESTED_DEFAULTS
+from bridge_memory.spec import MoESpec, SpecError
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -39,6 +41,12 @@ ROUTED = GROUPED | {
     "topk_group": 1,
 }
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
+INDEXER = {"q_lora_rank": 24, "num_key_value_heads": 6, "index_n_heads": 4, "index_head_dim": 8, "num_experts": 4}
+LLAMA4 = LOCAL | {"intermediate_size_mlp": 192, "head_dim": 16}
+M3 = {
+    "head_dim": 16, "rotary_dim": 8, "dense_intermediate_size": 192, "shared_intermediate_size": 48,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}
 GPT = {"vocab_size": 512, "n_embd": 96, "n_layer": 4, "n_head": 6, "n_positions": 64}
 DELTA = {
     "linear_num_key_heads": 2,
@@ -56,6 +64,7 @@ SIBLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied qwen2": ("qwen2", GROUPED | {"tie_word_embeddings": True}),
     "qwen3 with biases": ("qwen3", GROUPED | {"attention_bias": True, "head_dim": 24}),
     "gemma": ("gemma", GROUPED | {"head_dim": 24}),
+    "vaultgemma": ("vaultgemma", GROUPED | {"head_dim": 24}),
     "gemma2": ("gemma2", GROUPED | {"head_dim": 24}),
     "gemma3_text": ("gemma3_text", GROUPED | {"head_dim": 24}),
     "phi3": ("phi3", GROUPED),
@@ -83,11 +92,38 @@ SIBLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe with a dense layer": ("qwen3_moe", EXPERTS | {"mlp_only_layers": [0], "head_dim": 16}),
     "qwen3_next": ("qwen3_next", EXPERTS | DELTA | {"shared_expert_intermediate_size": 64, "head_dim": 16}),
+    "qwen3_5": ("qwen3_5_text", GROUPED | DELTA | {"head_dim": 16}),
+    "tied qwen3_5 with biases": (
+        "qwen3_5_text", GROUPED | DELTA | {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe_text", EXPERTS | DELTA | {"shared_expert_intermediate_size": 64, "head_dim": 16}),
     "deepseek_v2": ("deepseek_v2", ROUTED | LATENT | {"q_lora_rank": 24, "num_key_value_heads": 6}),
     "deepseek_v3 without a query rank": (
         "deepseek_v3", ROUTED | LATENT | {"q_lora_rank": None, "num_key_value_heads": 6}
     ),
+    "glm4_moe_lite": ("glm4_moe_lite", ROUTED | LATENT | {"q_lora_rank": 24, "num_key_value_heads": 6}),
+    "deepseek_v32": ("deepseek_v32", ROUTED | LATENT | INDEXER),
+    "glm_moe_dsa": ("glm_moe_dsa", ROUTED | LATENT | INDEXER),
+    "glm_moe_dsa with layers that share an indexer": (
+        "glm_moe_dsa", ROUTED | LATENT | INDEXER | {"index_topk_freq": 2, "index_skip_topk_offset": 1}
+    ),
     "glm4_moe": ("glm4_moe", ROUTED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        GROUPED | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_end_index": 3},
+    ),
+    "exaone_moe": ("exaone_moe", EXPERTS | {"num_shared_experts": 2}),
+    "exaone_moe with two dense layers": ("exaone_moe", EXPERTS | {"first_k_dense_replace": 2, "head_dim": 32}),
+    "hy_v3": ("hy_v3", EXPERTS | {"num_shared_experts": 2, "head_dim": 16}),
+    "hunyuan_v1_moe": (
+        "hunyuan_v1_moe", GROUPED | {"num_experts": 4, "moe_topk": 2, "attention_bias": True, "head_dim": 16}
+    ),
+    "hunyuan_v1_moe with a number a layer": (
+        "hunyuan_v1_moe", GROUPED | {"num_experts": 4, "moe_topk": [2, 2, 2, 2], "head_dim": 16}
+    ),
+    "llama4": ("llama4_text", LLAMA4 | {"interleave_moe_layer_step": 2}),
+    "llama4 with experts everywhere": ("llama4_text", LLAMA4 | {"attention_bias": True}),
+    "minimax_m3": ("minimax_m3_vl_text", LOCAL | M3),
     "dots1": ("dots1", ROUTED | {"head_dim": 16}),
     "gpt2": ("gpt2", GPT),
     "gpt2 with its own width": ("gpt2", GPT | {"n_inner": 100}),
@@ -99,7 +135,17 @@ SIBLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", GROUPED),
     "helium": ("helium", GROUPED | {"head_dim": 16}),
     "ernie4_5": ("ernie4_5", GROUPED | {"head_dim": 16}),
+    "ernie4_5 with biases": ("ernie4_5", GROUPED | {"head_dim": 16, "use_bias": True}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", GROUPED | {"head_dim": 16, "attention_bias": True}),
+    "ministral3": ("ministral3", GROUPED | {"head_dim": 16}),
 }
+
+
+def config_of(model_type: str, **fields: Any) -> Any:
+    """The config as the installed transformers makes it; skips what it does not know."""
+    if model_type not in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    return transformers.AutoConfig.for_model(model_type, **fields)
 
 
 def parameters(config: Any) -> int:
@@ -111,11 +157,51 @@ def parameters(config: Any) -> int:
 @pytest.mark.parametrize("sibling", SIBLINGS)
 def test_a_sibling_has_the_parameters_transformers_gives_it(sibling: str) -> None:
     model_type, fields = SIBLINGS[sibling]
-    config = transformers.AutoConfig.for_model(model_type, **fields)
+    config = config_of(model_type, **fields)
     counted = parameters(config)
     saved = json.loads(config.to_json_string(use_diff=True))
-    assert hf_parameters.main_model(model_from_hf_config(saved, "saved")) == counted
+    model = model_from_hf_config(saved, "saved")
+    assert hf_parameters.main_model(model) == counted
     assert hf_parameters.main_model(model_from_hf_config(config.to_dict(), "full")) == counted
+    assert model_parameters(model)[0] == counted
+
+
+#: Of transformers' decoders, those that we count otherwise, and why.
+OTHERWISE = {"olmo": "its norms have no weights, Megatron's have"}
+
+
+@pytest.mark.slow
+def test_every_decoder_of_transformers_is_counted_right_or_refused() -> None:
+    """Each causal model of the installed transformers with its class's own sizes, four layers of it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
+
+    wrong, counted = {}, 0
+    for model_type in DECODERS:
+        try:
+            config = transformers.AutoConfig.for_model(model_type, num_hidden_layers=4)
+            full = config.to_dict()
+        except Exception:  # a config class that wants more than its defaults
+            continue
+        architecture = DECODERS[model_type]
+        full["architectures"] = [architecture if isinstance(architecture, str) else architecture[0]]
+        try:
+            model = model_from_hf_config(full, model_type)
+        except SpecError:
+            continue
+        if any("text tower only" in line for line in model.assumptions):
+            continue
+        try:
+            published = parameters(config)
+        except (AttributeError, KeyError, TypeError, ValueError):  # defaults that make no model
+            continue
+        counted += 1
+        # The router's bias is a parameter in some releases of transformers and a buffer in others.
+        ffns = [layer.ffn for layer in model.layers if isinstance(layer.ffn, MoESpec)]
+        biases = sum(ffn.num_experts for ffn in ffns if ffn.expert_bias_in_published_count)
+        if hf_parameters.main_model(model) not in (published, published + biases):
+            wrong[model_type] = (hf_parameters.main_model(model), published)
+    assert counted > 30
+    assert wrong.keys() == OTHERWISE.keys(), wrong
 
 
 def test_olmo_gains_weights_for_its_norms_and_says_so() -> None:
@@ -140,11 +226,27 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl": ("qwen2_5_vl_text", GROUPED),
     "qwen3_vl": ("qwen3_vl_text", GROUPED | {"head_dim": 16}),
     "qwen3_vl_moe": ("qwen3_vl_moe_text", EXPERTS | {"head_dim": 16}),
+    "qwen3_5": ("qwen3_5_text", GROUPED | DELTA | {"head_dim": 16}),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text", EXPERTS | DELTA | {"head_dim": 16, "shared_expert_intermediate_size": 48}
+    ),
     "gemma3": ("gemma3_text", GROUPED | {"head_dim": 16}),
     "mistral3": ("mistral", GROUPED | {"head_dim": 16}),
+    "llama4": ("llama4_text", LLAMA4),
     "glm4v": ("glm4v_text", GROUPED),
     "glm4v_moe": ("glm4v_moe_text", ROUTED | {"head_dim": 16}),
+    "exaone4_5": ("exaone4", GROUPED | {"head_dim": 16}),
+    "minimax_m3_vl": ("minimax_m3_vl_text", LOCAL | M3),
+    "qwen2_audio": ("qwen2", GROUPED),
 }
+
+
+def wrapper_config(wrapper: str) -> Any:
+    model_type, fields = TOWERS[wrapper]
+    config = config_of(wrapper, text_config={"model_type": model_type, **fields})
+    if int(transformers.__version__.split(".")[0]) < 5 and wrapper != "llama4":
+        config.text_config.rope_scaling = {"rope_type": "default", "mrope_section": [1, 1, 1]}
+    return config
 
 
 @pytest.mark.parametrize("wrapper", TOWERS)
@@ -152,11 +254,28 @@ def test_the_text_tower_of_a_wrapper_has_the_parameters_transformers_gives_it(wr
     """The wrapper's language model (embedding, layers, norm) plus the head, unless it is tied."""
     from transformers.models.auto.modeling_auto import AutoModel
 
-    config = transformers.AutoConfig.for_model(wrapper, text_config=TOWERS[wrapper][1])
-    config.text_config.rope_scaling = {"rope_type": "default", "mrope_section": [1, 1, 1]}
+    config = wrapper_config(wrapper)
     with torch.device("meta"):
         tower = AutoModel.from_config(config.text_config)
     model = model_from_hf_config(config.to_dict(), wrapper)
     head = 0 if model.share_embeddings_and_output_weights else 512 * 96
     assert hf_parameters.main_model(model) == sum(p.numel() for p in tower.parameters()) + head
     assert any("text tower only" in line for line in model.assumptions)
+
+
+@pytest.mark.parametrize("wrapper", TOWERS)
+def test_what_stands_beside_the_text_tower_is_counted_and_listed(wrapper: str) -> None:
+    """The wrapper without its language model: towers and what joins them to it."""
+    from transformers.models.auto.modeling_auto import AutoModel
+
+    config = wrapper_config(wrapper)
+    if type(config) not in transformers.MODEL_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} makes no model of {wrapper} without its head")
+    with torch.device("meta"):
+        whole = AutoModel.from_config(config)
+        tower = AutoModel.from_config(config.text_config)
+    # Llama 4's has its output layer inside.
+    beside = sum(p.numel() for name, p in whole.named_parameters() if "lm_head" not in name)
+    beside -= sum(p.numel() for p in tower.parameters())
+    model = model_from_hf_config(config.to_dict(), wrapper)
+    assert any(f" {beside} parameters" in line for line in model.not_modelled), (beside, model.not_modelled)

@@ -45,6 +45,8 @@ DIFFERENCES: dict[str, dict[str, str]] = {
     },
     "glm4_moe": {
         "layers.ffn.router_load_balancing_type": "glm4moe.py names a loss and no coefficient, so that it is 0",
+        "layers.ffn.router_num_groups": "glm4moe.py reads no n_group; Bridge does (CONFIG_MAPPING)",
+        "layers.ffn.router_group_topk": "as above",
         "mtp_num_layers": "glm4moe.py reads no num_nextn_predict_layers: it drops GLM-4.5's MTP layer",
         "mtp_layer": "as above",
     },

@@ -20,9 +20,13 @@ ACTIVATIONS = {
     "gelu_fast": "gelu",
     "gelu_pytorch_tanh": "fast_gelu",
     "quick_gelu": "quick_gelu",
+    # The clamped gate of gpt-oss (Bridge: minimax_m3_bridge.py).
+    "swigluoai": "quick_gelu",
     "relu": "relu",
     "relu2": "squared_relu",
 }
+
+NO_BRIDGE = "Megatron Bridge 0.6.2 has no bridge for this model: read as megatron-core's modules would build it"
 
 
 class Family(NamedTuple):
@@ -141,7 +145,8 @@ def layer_types(f: Fields, n: int, known: Sequence[str]) -> Sequence[str] | None
 
 def windows(f: Fields, family: Family, n: int) -> list[int | None]:
     """The sliding window of each layer in tokens, None for full attention."""
-    size = f.integer("sliding_window", default=None)
+    # transformers 5 writes 0 for a window that is switched off.
+    size = f.count("sliding_window") or None
     types = layer_types(f, n, ("full_attention", "sliding_attention"))
     if family.window == "qwen":
         use = f.flag("use_sliding_window", default=False)

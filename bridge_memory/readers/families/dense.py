@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bridge_memory.readers.families.common import (
+    NO_BRIDGE,
     Family,
     attention,
     attentions,
@@ -38,6 +39,10 @@ DENSE: dict[str, Family] = {
         tied=True, activation="gelu_pytorch_tanh", head_dim=256, post_layernorms=True, window="alternate",
         assumptions=(_SOFTCAPPED,),
     ),
+    "vaultgemma": Family(
+        tied=True, activation="gelu_pytorch_tanh", head_dim=256, window="alternate",
+        assumptions=(_SOFTCAPPED, NO_BRIDGE),
+    ),
     "gemma3_text": Family(
         tied=True,
         activation="gelu_pytorch_tanh",
@@ -63,6 +68,7 @@ DENSE: dict[str, Family] = {
     "glm4v_text": Family(
         bias_keys=(), qkv_bias=True, output_bias="never", rotary_factor=0.5, post_layernorms=True
     ),
+    "hunyuan_v1_dense": Family(qk_layernorm="head", assumptions=(NO_BRIDGE,)),
     "nemotron": Family(normalization="LayerNorm", gated=False, activation="relu2", rotary_factor=0.5),
     "seed_oss": Family(qkv_bias=True, output_bias="attention_out_bias", head_dim=128),
     "gpt_neox": Family(

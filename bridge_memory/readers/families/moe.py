@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from bridge_memory.readers.families.common import (
     Family,
     activation,
     attention,
     attentions,
-    layer_types,
     mlp,
     model,
     num_layers,
     rotary_factor,
 )
 from bridge_memory.readers.fields import Fields, shown
-from bridge_memory.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, Mixer, ModelSpec, MoESpec
+from bridge_memory.spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 
 MOE: dict[str, Family] = {
     "mixtral": Family(bias_keys=(), window="all"),
     "qwen2_moe": Family(bias_keys=("qkv_bias",), qkv_bias=True, output_bias="never", window="qwen"),
     "qwen3_moe": Family(qk_layernorm="head", window="qwen"),
-    "qwen3_next": Family(qk_layernorm="head", rotary_factor=0.25, head_dim=256),
     "olmoe": Family(qk_layernorm="full"),
-    "glm4_moe": Family(output_bias="never", rotary_factor=0.5, head_dim=128),
+    "glm4_moe": Family(output_bias="never", rotary_factor=0.5),
     "dots1": Family(qk_layernorm="head", window="qwen"),
     "minimax_m2": Family(
         bias_keys=(),
@@ -54,11 +53,20 @@ MOE: dict[str, Family] = {
 
 def expert_count(f: Fields, *keys: str) -> tuple[int, int]:
     """(E, k), k no larger than E."""
-    experts = f.integer(*keys)
-    topk = f.integer("num_experts_per_tok", "experts_per_token", "moe_top_k")
+    experts = _one_for_all(f, *keys)
+    topk = _one_for_all(f, "num_experts_per_tok", "experts_per_token", "moe_top_k", "moe_topk", "moe_k")
     if topk > experts:
         raise f.error(f"num_experts_per_tok ({topk}) is larger than {keys[0]} ({experts})")
     return experts, topk
+
+
+def _one_for_all(f: Fields, *keys: str) -> int:
+    """A size, or a list that gives every layer the same (Hunyuan)."""
+    _, value = f.raw(*keys)
+    if isinstance(value, list) and value and all(type(one) is int and one == value[0] > 0 for one in value):
+        return int(value[0])
+    size: int = f.integer(*keys)
+    return size
 
 
 def sparse_layers(f: Fields, n: int) -> list[bool]:
@@ -71,13 +79,31 @@ def sparse_layers(f: Fields, n: int) -> list[bool]:
     return [(i + 1) % step == 0 and i not in dense for i in range(n)]
 
 
-def first_dense(f: Fields, n: int) -> list[bool]:
-    """DeepSeek's rule: first_k_dense_replace dense layers, then each moe_layer_freq-th is MoE."""
-    first = f.count("first_k_dense_replace")
+def first_dense(f: Fields, n: int, default: int = 0) -> list[bool]:
+    """DeepSeek's rule: first_k_dense_replace dense layers, then each moe_layer_freq-th is MoE; or layer by layer, as
+    mlp_layer_types (transformers 5) or a moe_layer_freq of one 0 or 1 each. ``default``: of first_k_dense_replace."""
+    types = f.items("mlp_layer_types")
+    if types is not None:
+        f.ignore("first_k_dense_replace", "moe_layer_freq")
+        return each_layer(f, "mlp_layer_types", types, n, {"dense": False, "sparse": True})
+    if isinstance(f.config.get("moe_layer_freq"), list):
+        f.ignore("first_k_dense_replace")
+        return each_layer(f, "moe_layer_freq", f.items("moe_layer_freq") or (), n, {0: False, 1: True})
+    first = f.count("first_k_dense_replace", default=default)
     if first > n:
         raise f.error(f"first_k_dense_replace ({first}) is larger than num_hidden_layers ({n})")
     freq = f.integer("moe_layer_freq", default=1)
     return [i >= first and i % freq == 0 for i in range(n)]
+
+
+def each_layer(f: Fields, key: str, given: Sequence[Any], n: int, words: dict[Any, bool]) -> list[bool]:
+    """Whether each layer is MoE, from a list with one of ``words`` a layer."""
+    if len(given) != n:
+        raise f.error(f"{key} has {len(given)} entries for num_hidden_layers {n}; give one a layer")
+    for word in given:
+        if isinstance(word, (list, dict)) or word not in words:
+            raise f.error(f"{key} holds {shown(word)}; known: {', '.join(map(str, words))}")
+    return [words[word] for word in given]
 
 
 def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
@@ -86,8 +112,8 @@ def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
     kind = f.model_type
     act = activation(f, family)
     every = [True] * n
-    if kind in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
-        experts, topk = expert_count(f, "num_experts")
+    if kind in ("qwen2_moe", "qwen3_moe"):
+        experts, topk = expert_count(f, "num_experts", "num_local_experts")
         shared = 0 if kind == "qwen3_moe" else f.count("shared_expert_intermediate_size")
         block = MoESpec(
             num_experts=experts,
@@ -96,7 +122,6 @@ def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
             activation=act,
             shared_expert_intermediate_size=shared,
             shared_expert_gate=shared > 0,
-            router_load_balancing_type="global_aux_loss" if kind == "qwen3_next" else "aux_loss",
         )
         return block, sparse_layers(f, n)
     if kind in ("glm4_moe", "dots1"):
@@ -111,6 +136,8 @@ def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
             router_enable_expert_bias=True,
             router_score_function="sigmoid",
             router_load_balancing_type="seq_aux_loss",
+            router_num_groups=f.integer("n_group", default=None),
+            router_group_topk=f.integer("topk_group", default=None),
         )
         f.ignore("scoring_func")
         return block, first_dense(f, n)
@@ -141,8 +168,8 @@ def routed(f: Fields, family: Family) -> tuple[MoESpec, list[bool]]:
     return block, every
 
 
-def mixers(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[Mixer]:
-    """Softmax attention on every layer; for Qwen3-Next gated delta nets between."""
+def mixers(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
+    """Softmax attention on every layer."""
     kind = f.model_type
     if kind == "glm4_moe" and f.flag("use_qk_norm"):
         family = family._replace(qk_layernorm="head")
@@ -155,33 +182,11 @@ def mixers(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[Mixe
     spec = attention(f, family, hidden_size)
     if kind == "gpt_oss":
         spec = replace(spec, learnable_softmax_sink=True)
-    if kind != "qwen3_next":
-        return attentions(f, family, spec, n)
-    spec = replace(spec, attention_output_gate=True)
-    linear = GatedDeltaNetSpec(
-        num_key_heads=f.integer("linear_num_key_heads"),
-        num_value_heads=f.integer("linear_num_value_heads"),
-        key_head_dim=f.integer("linear_key_head_dim"),
-        value_head_dim=f.integer("linear_value_head_dim"),
-        conv_kernel=f.integer("linear_conv_kernel_dim", default=4),
-    )
-    if linear.num_value_heads % linear.num_key_heads:
-        raise f.error(
-            f"linear_num_value_heads ({linear.num_value_heads}) is not divisible by linear_num_key_heads "
-            f"({linear.num_key_heads})"
-        )
-    f.ignore("use_sliding_window", "max_window_layers", "sliding_window")
-    every = f.integer("full_attention_interval", default=4)
-    types = layer_types(f, n, ("linear_attention", "full_attention"))
-    if types is None:
-        types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(n)]
-    return [linear if kind == "linear_attention" else spec for kind in types]
+    return attentions(f, family, spec, n)
 
 
 def mtp_depths(f: Fields) -> int:
     """MTP modules named by the config."""
-    if f.model_type == "qwen3_next":
-        f.assume("Qwen3-Next's checkpoint has one MTP layer and its config no key for it: mtp_num_layers 0")
     if f.model_type == "minimax_m2":
         depths = f.count("num_mtp_modules")
         inner = f.integer("mtp_transformer_layers", default=1)
@@ -203,7 +208,7 @@ def read_moe(f: Fields) -> ModelSpec:
     f.ignore("intermediate_size", "mlp_bias")
     layers = [LayerSpec(mixer, block if moe else dense) for mixer, moe in zip(stack, is_moe, strict=True)]
     depths = mtp_depths(f)
-    head_dim = next((m.kv_channels for m in stack if isinstance(m, AttentionSpec)), 0)
+    head_dim = stack[0].kv_channels
     factor = rotary_factor(f, family.rotary_factor)
     rotary = f.integer("rotary_dim", default=int(head_dim * factor), least=0, most=head_dim)
     return model(

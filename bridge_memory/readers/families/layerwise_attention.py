@@ -1,0 +1,135 @@
+"""Softmax attention that differs from layer to layer by more than its window: one AttentionSpec a layer.
+
+Each function takes the config, its family, h and the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bridge_memory.readers.families.common import Family, attention, attentions, heads, layer_types
+from bridge_memory.readers.fields import Fields, shown
+from bridge_memory.spec import AttentionSpec
+
+
+def windows_only(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
+    return attentions(f, family, attention(f, family, hidden_size), n)
+
+
+def exaone(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
+    """Only sliding layers rotate (Bridge's no_rope_freq)."""
+    stack = windows_only(f, family, hidden_size, n)
+    return [one if one.window_size else replace(one, rotary=False) for one in stack]
+
+
+def llama4(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
+    """Layers of no_rope_layers 1 rotate; the others see all tokens and have no norm of queries and keys."""
+    spec = attention(f, family, hidden_size)
+    layer_types(f, n, ("chunked_attention", "full_attention"))
+    every = f.integer("no_rope_layer_interval", default=4)
+    rotates = f.items("no_rope_layers") or [int((i + 1) % every != 0) for i in range(n)]
+    if len(rotates) != n:
+        raise f.error(f"no_rope_layers has {len(rotates)} entries for num_hidden_layers {n}; give one a layer")
+    if f.flag("use_qk_norm", default=True):
+        f.not_modelled.append("use_qk_norm (qk_l2_norm): queries and keys before and after their norm without weights")
+    without = replace(spec, rotary=False)
+    return [spec if one else without for one in rotates]
+
+
+def minimax_m3(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
+    """Full attention on every layer: Megatron Bridge keeps the indexers as frozen weights and runs none of them.
+
+    Their number is in layer_types (transformers 5), or in the published sparse_attention_config.
+    """
+    spec = attention(f, family, hidden_size)
+    published = f.mapping("sparse_attention_config")
+    types = layer_types(f, n, ("full_attention", "minimax_m3_sparse"))
+    if types is None:
+        frequencies = published.get("sparse_attention_freq") or ()
+        types = ["minimax_m3_sparse" if one else "full_attention" for one in frequencies]
+    number = published.get("sparse_num_index_heads") or f.integer("index_n_heads", default=4)
+    width = published.get("sparse_index_dim") or f.integer("index_head_dim", default=128)
+    f.ignore("index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks", "index_local_blocks")
+    indexers = sum(kind == "minimax_m3_sparse" for kind in types)
+    if indexers:
+        # transformers modeling_minimax_m3_vl.py: MiniMaxM3VLIndexer.
+        weights = indexers * (hidden_size * (number + 1) * width + 2 * width)
+        f.not_modelled.append(
+            f"indexers of {indexers} layers: {weights} frozen weights, whole on every rank; Megatron Bridge does not "
+            "run them"
+        )
+    return [spec] * n
+
+
+def step(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
+    """Sliding layers have heads of their own; a gate a head becomes Megatron's gate of the queries' width.
+
+    Source: Bridge ``step35_bridge.py: provider_bridge``, ``step35_provider.py: Step35DecoderLayer``; megatron-core has
+    no head_wise_attn_gate up to 0.19. The published layer_types lists the MTP layers after the decoder's.
+    """
+    a = f.integer("num_attention_heads")
+    full = AttentionSpec(
+        num_attention_heads=a,
+        num_query_groups=f.integer("num_attention_groups", default=a),
+        kv_channels=f.integer("head_dim", default=128),
+        qk_layernorm="head" if f.flag("use_qk_norm") else None,
+        attention_output_gate=f.flag("use_head_wise_attn_gate"),
+    )
+    if full.attention_output_gate:
+        f.assume(
+            "use_head_wise_attn_gate: Megatron Bridge makes it attention_output_gate, which has a gate of the queries' "
+            "width in place of one value a head"
+        )
+    types = f.items("layer_types")
+    if types is None:
+        return [full] * n
+    other = f.mapping("attention_other_setting")
+    sliding = replace(
+        full,
+        num_attention_heads=_size(f, other, "num_attention_heads", 96),
+        num_query_groups=_size(f, other, "num_attention_groups", 8),
+        kv_channels=_size(f, other, "head_dim", 128),
+        window_size=f.integer("sliding_window", default=512),
+    )
+    if len(types) < n:
+        raise f.error(f"layer_types has {len(types)} entries for num_hidden_layers {n}; give one a layer")
+    kinds = {"full_attention": full, "sliding_attention": sliding}
+    for kind in types:
+        if not isinstance(kind, str) or kind not in kinds:
+            raise f.error(f"layer_types holds {shown(kind)}; known here: {', '.join(kinds)}")
+    return [kinds[kind] for kind in types[:n]]
+
+
+def _size(f: Fields, inner: object, key: str, default: int) -> int:
+    value = inner.get(key, default) if isinstance(inner, dict) else default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise f.error(f"attention_other_setting.{key} is {shown(value)}; it must be a positive integer")
+    return value
+
+
+def mimo_v2(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
+    """Values narrower than keys; sliding layers (1 in hybrid_layer_pattern) have query groups of their own and a sink.
+
+    Source: Bridge ``models/mimo_v2_flash``.
+    """
+    a, g, d = heads(f, hidden_size, None)
+    for key, value in (("swa_num_attention_heads", a), ("swa_head_dim", d)):
+        if f.integer(key, default=value) != value:
+            raise f.error(f"{key} is {f.config[key]}; Megatron Bridge builds sliding layers with {value} as the others")
+    full = AttentionSpec(a, g, d, v_channels=f.integer("v_head_dim", default=d))
+    f.ignore("swa_v_head_dim", "add_swa_attention_sink_bias", "attention_value_scale", "attention_chunk_size")
+    if f.flag("add_full_attention_sink_bias"):
+        raise f.error("add_full_attention_sink_bias is true; Megatron Bridge builds sinks in sliding layers only")
+    pattern = f.items("hybrid_layer_pattern")
+    if pattern is None:
+        raise f.error("hybrid_layer_pattern is missing; it says which layer slides (1)")
+    if len(pattern) != n or any(one not in (0, 1) for one in pattern):
+        raise f.error(f"hybrid_layer_pattern is {shown(pattern)}; it must hold a 0 or 1 for each of {n} layers")
+    sliding = replace(
+        full,
+        num_query_groups=f.integer("swa_num_key_value_heads", default=g),
+        window_size=f.integer("sliding_window_size", "sliding_window", default=128),
+        learnable_softmax_sink=True,
+    )
+    return [sliding if one else full for one in pattern]
