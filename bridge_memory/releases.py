@@ -22,6 +22,8 @@ Release = tuple[int, int]
 RELEASES = ((0, 9), (0, 20))
 #: Where nobody says which megatron-core runs.
 DEFAULT_MEGATRON_CORE = (0, 16)
+#: Where nobody says which Megatron Bridge reads a container.
+DEFAULT_MEGATRON_BRIDGE = (0, 6)
 #: Where nobody says which PyTorch runs: the newest that a measured run names.
 DEFAULT_TORCH = (2, 10)
 
@@ -234,6 +236,19 @@ MTP_DEPTHS_RECOMPUTED = since(core=(0, 14))
 #: Hybrid models know full recomputation and ``cpu_offloading_num_layers``; before, ``ssm/mamba_block.py:
 #: MambaStack.forward`` runs layers one by one whatever is asked (selective recomputation works inside them).
 HYBRID_LAYERS_RECOMPUTED = since(core=(0, 17))
+
+#: Gated delta nets run with context parallelism, which exchanges tokens for heads (TC; ``ssm/gated_delta_net.py``).
+DELTA_NETS_EXCHANGE_HEADS = since(core=(0, 18))
+
+
+# ---- Megatron Bridge, whose release no run carries: what it fills into a container ----
+
+#: An unset expert_tensor_parallel_size is 1 where experts are divided; megatron-core's TP before
+#: (``models/transformer_config.py: _set_moe_expert_tensor_parallel_default``).
+BRIDGE_EXPERTS_OUTSIDE_TP = (0, 6)
+#: overlap_param_gather of DDP and of the optimizer are one (``training/config.py:
+#: _validate_and_sync_distributed_optimizer_settings``).
+BRIDGE_SYNCS_PARAM_GATHER = (0, 5)
 
 # ---- Transformer Engine ----
 

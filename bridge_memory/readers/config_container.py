@@ -9,19 +9,36 @@ over them; distributed-optimizer settings synchronised) and the parts of megatro
 from __future__ import annotations
 
 import copy
+import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from bridge_memory.readers.container_fields import (
-    container_part,
-    data_parallel_size,
-    vocabulary,
+from bridge_memory.readers.container_fields import container_part, data_parallel_size, vocabulary
+from bridge_memory.readers.container_gaps import PARTS, not_modelled, provider_of, tower_gaps
+from bridge_memory.readers.container_registry import (
+    DENSE_MTP_SPECS,
+    FULL_QK_SPECS,
+    LOCAL_LAYER_SPECS,
+    NORM_AFTER_SPECS,
+    OTHER_LAYER_SPECS,
+    PLAIN_LAYER_SPECS,
+    POST_LAYERNORM_SPECS,
 )
+from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.transformer_config import model_from_transformer_config, pattern_of
-from bridge_memory.releases import DEFAULT_MEGATRON_CORE, FSDP_MAIN_DTYPES, Release, Running, release_in
+from bridge_memory.releases import (
+    BRIDGE_EXPERTS_OUTSIDE_TP,
+    BRIDGE_SYNCS_PARAM_GATHER,
+    DEFAULT_MEGATRON_BRIDGE,
+    DEFAULT_MEGATRON_CORE,
+    FSDP_MAIN_DTYPES,
+    Release,
+    Running,
+    release_in,
+)
 from bridge_memory.spec import (
     BatchSpec,
     DataParallelSpec,
@@ -37,6 +54,7 @@ from bridge_memory.spec import (
     divide,
 )
 from bridge_memory.spec.dtypes import dtype_name
+from bridge_memory.spec.gaps import Effect, Gap
 from bridge_memory.spec.gpu_names import DEFAULT_GENERATION
 from bridge_memory.spec.layout_string import layout_string
 
@@ -57,60 +75,21 @@ _RECIPES: dict[str, dict[str, Any]] = {
     "with_fp8_subchannel_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "blockwise", "fp8_param_gather": False},
     "with_nvfp4_mixed": {"fp4": "e2m1", "fp8_param_gather": False},
 }  # fmt: skip
+#: Recipes that change another's ends.
+_OTHER_ENDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron_3_super_bf16_with_nvfp4_mixed": (
+        "bf16_with_nvfp4_mixed", {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 14}
+    ),
+    "nemotron_3_ultra_bf16_with_nvfp4_mixed": (
+        "bf16_with_nvfp4_mixed",
+        {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 16},
+    ),
+}  # fmt: skip
 _ENDS_OF_TWO = {"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
 
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
-
-
-#: Layer specs whose modules are megatron-core's own.
-_PLAIN_LAYER_SPECS = frozenset(
-    _words(
-        "default_layer_spec transformer_engine_layer_spec get_gpt_decoder_block_spec "
-        "get_gpt_layer_with_transformer_engine_spec get_transformer_block_with_experimental_attention_variant_spec "
-        "heterogeneous_layer_spec get_gpt_heterogeneous_layer_spec get_default_mamba_stack_spec "
-        "transformer_engine_mamba_stack_spec"
-    )
-)
-_LOCAL_LAYER_SPECS = frozenset({"local_layer_spec", "get_gpt_layer_local_spec"})
-_POST_LAYERNORM_SPECS = frozenset({"gemma2_layer_spec", "gemma3_layer_spec"})
-_FULL_QK_SPECS = frozenset({"olmoe_layer_spec"})
-
-#: Fields of each part that change memory and are not modelled, with what they are; on when truthy.
-_NOT_MODELLED: dict[str, dict[str, str]] = {
-    "model": {
-        "fp4": "fp4 training",
-        "tp_comm_overlap": "Transformer Engine user buffers",
-        "cpu_offloading_weights": "weights on the host",
-        "hybrid_context_parallel": "context parallel sizes by sequence",
-        "variable_seq_lengths": "microbatches of different lengths",
-        "moe_enable_routing_replay": "kept routing decisions",
-        "activation_func_fp8_input_store": "fp8 copies of activation inputs",
-        "fp8_dot_product_attention": "attention in fp8",
-        "fp8_multi_head_attention": "attention in fp8",
-        "use_transformer_engine_full_layer_spec": "Transformer Engine's whole layer",
-        "restore_modelopt_state": "ModelOpt quantizers",
-        "num_microbatches_with_partial_activation_checkpoints": "partial checkpoints by microbatch",
-        "ep_overlap_early_attn_memory_release": "early release of attention's memory",
-        "vision_config": "the vision tower",
-        "vision_transformer_config": "the vision tower",
-        "teacher": "the teacher of a distillation",
-        "batch_invariant_mode": "batch-invariant kernels",
-    },
-    "optimizer": {
-        "reuse_grad_buf_for_mxfp8_param_ag": "gathered MXFP8 parameters in the gradient buffer",
-        "overlap_param_gather_with_optimizer_step": "parameters gathered during the step",
-    },
-    "ddp": {
-        "nccl_ub": "NCCL user buffers",
-        "fsdp_double_buffer": "FSDP's double buffer",
-        "reduce_scatter_with_fp32_accumulation": "fp32 copies of the reduced gradients",
-        "keep_fp8_transpose_cache": "kept fp8 transposes",
-    },
-    "dist": {"nccl_communicator_config_path": "NCCL's own settings", "use_sharp": "SHARP buffers"},
-    "tensor_inspect": {"enabled": "tensor inspection"},
-}
 
 
 def run_from_config_container(
@@ -142,7 +121,7 @@ def run_from_config_container(
     )
     return run_of_container(
         config, running, world_size=world_size, num_microbatches=num_microbatches, gpu_arch=gpu_arch, name=name,
-        implementation=implementation,
+        implementation=implementation, bridge=_imported("megatron.bridge") or DEFAULT_MEGATRON_BRIDGE,
     )  # fmt: skip
 
 
@@ -155,12 +134,17 @@ def run_of_container(
     gpu_arch: str = DEFAULT_GENERATION,
     name: str | None = None,
     implementation: Mapping[str, Any] | None = None,
+    bridge: Release | None = None,
 ) -> RunSpec:
-    """``run_from_config_container`` where it is known what runs: a release of None stays unknown."""
+    """``run_from_config_container`` where it is known what runs: a release of None stays unknown.
+
+    ``bridge``: the Megatron Bridge that will read the container; None where it is told in Megatron-LM's words and
+    nobody fills anything in.
+    """
     model = container_part(config, "model")
     _refuse(config, model)
     data_parallel = _data_parallel(config, model, world_size)
-    view = _Views(config, model, data_parallel)
+    view = _Views(config, model, data_parallel, bridge)
     tp, pp, cp = (
         _get(model, f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")
     )
@@ -175,7 +159,11 @@ def run_of_container(
         data_parallel=_data_parallel_spec(config, view, running),
         peft=_peft(getattr(config, "peft", None)),
         recompute=_recompute(view),
-        implementation=_on_machine(_implementation(config, view, gpu_arch, running), implementation or {}),
+        implementation=_on_machine(
+            _implementation(config, view, gpu_arch, running),
+            {**_environment(config, gpu_arch, running), **(implementation or {})},
+        ),
+        assumptions=_assumptions(config),
         # Megatron-LM's arguments, told as a container, bring a list of their own.
         not_modelled=(*getattr(config, "not_modelled", ()), *_not_modelled(config, view)),
     )
@@ -198,6 +186,10 @@ class _View:
         self._part = part
         self._over = dict(over)
 
+    @property
+    def __wrapped__(self) -> Any:
+        return self._part
+
     def __getattr__(self, key: str) -> Any:
         if key.startswith("__"):
             raise AttributeError(key)
@@ -213,20 +205,50 @@ class _View:
 class _Views:
     """model, optimizer and ddp as they will be (``runtime_config_update``)."""
 
-    def __init__(self, config: Any, model: Any, data_parallel: int) -> None:
+    def __init__(self, config: Any, model: Any, data_parallel: int, bridge: Release | None) -> None:
         self.model = _View(model, {})
         self.optimizer = _View(getattr(config, "optimizer", None), {})
         self.ddp = _View(getattr(config, "ddp", None), {})
         precision = mixed_precision_fields(getattr(config, "mixed_precision", None))
         for view in (self.model, self.optimizer, self.ddp):
             view.lay_over(precision)
+        #: Megatron-FSDP, which has no other optimizer (``_validate_and_apply_megatron_fsdp_configs``).
+        self.fsdp = bool(
+            _get(self.ddp, "use_megatron_fsdp", False)
+            or _get(self.ddp, "use_custom_fsdp", False)
+            or _get(getattr(config, "dist", None), "use_megatron_fsdp", False)
+        )
         self.distributed = bool(
             _get(self.optimizer, "use_distributed_optimizer", False)
             or _get(self.ddp, "use_distributed_optimizer", False)
+            or (self.fsdp and bridge is not None)
         )
         overlap = getattr(config, "comm_overlap", None)
         if overlap is not None:
             self._overlap(overlap, data_parallel)
+        if bridge is not None:
+            self._validated(config, bridge)
+
+    def _validated(self, config: Any, bridge: Release) -> None:
+        """What ``ConfigContainer.validate`` and ``TransformerConfig.finalize`` fill in."""
+        model, dataset = self.model, getattr(config, "dataset", None)
+        experts = _get(model, "expert_model_parallel_size", 1) > 1
+        if experts and _get(model, "expert_tensor_parallel_size") is None and bridge >= BRIDGE_EXPERTS_OUTSIDE_TP:
+            model.lay_over({"expert_tensor_parallel_size": 1})
+        gathers = _get(self.ddp, "overlap_param_gather", False) or _get(self.optimizer, "overlap_param_gather", False)
+        if gathers and bridge >= BRIDGE_SYNCS_PARAM_GATHER:
+            self.ddp.lay_over({"overlap_param_gather": True})
+        if self.fsdp:
+            self.optimizer.lay_over({"reuse_grad_buf_for_mxfp8_param_ag": False})
+        in_batch = bool(_get(dataset, "enable_in_batch_packing", False))
+        if in_batch and _get(model, "pipeline_model_parallel_size", 1) > 1:
+            model.lay_over({"variable_seq_lengths": True})
+        packed = in_batch or bool(_get(dataset, "enable_offline_packing", False))
+        hybridep = _get(model, "moe_token_dispatcher_type") == "flex" and (
+            _get(model, "moe_flex_dispatcher_backend") == "hybridep"
+        )
+        if packed and hybridep and _cuda_graphs(model) == "none":
+            model.lay_over({"moe_hybridep_pad_uneven_dispatch_inputs": True})
 
     def _overlap(self, overlap: Any, data_parallel: int) -> None:
         """``CommOverlapConfig.setup``: its defaults, then what the user gave."""
@@ -254,6 +276,7 @@ class _Views:
             "bucket_size": chosen("bucket_size", COMM_OVERLAP_BUCKET if many else None),
             "overlap_grad_reduce": chosen("overlap_grad_reduce", many),
             "overlap_param_gather": chosen("overlap_param_gather", many),
+            "overlap_param_gather_with_optimizer_step": chosen("overlap_param_gather_with_optimizer_step", False),
         }
         self.optimizer.lay_over(fields)
         self.ddp.lay_over(fields)
@@ -267,8 +290,8 @@ def mixed_precision_fields(value: Any) -> dict[str, Any]:
         return _named_precision(value)
     keys = _words(
         "fp32 fp16 bf16 params_dtype grad_reduce_in_fp32 fp8 fp8_recipe first_last_layers_bf16 "
-        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_param_gather fp4 fp8_dot_product_attention "
-        "fp8_multi_head_attention reuse_grad_buf_for_mxfp8_param_ag"
+        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_param_gather fp8_wgrad fp8_amax_history_len fp4 "
+        "fp4_param fp8_dot_product_attention fp8_multi_head_attention reuse_grad_buf_for_mxfp8_param_ag"
     )
     fields = {key: getattr(value, key) for key in keys if hasattr(value, key)}
     fields["fp8_param"] = bool(getattr(value, "fp8_param", None) or getattr(value, "fp8_param_gather", False))
@@ -277,7 +300,7 @@ def mixed_precision_fields(value: Any) -> dict[str, Any]:
 
 def _named_precision(text: str) -> dict[str, Any]:
     word = text.replace("-", "_")
-    ends: dict[str, Any] = {}
+    word, ends = _OTHER_ENDS.get(word, (word, {}))
     recipes = _RECIPES
     for prefix in ("nemotron_h_", "nanov2_"):
         if word.startswith(prefix):
@@ -311,8 +334,7 @@ def _named_precision(text: str) -> dict[str, Any]:
 
 def _refuse(config: Any, model: Any) -> None:
     """What would make every number meaningless."""
-    if any(base.__name__ == "T5ModelProvider" for base in type(model).__mro__):
-        raise SpecError("model is a T5ModelProvider; encoder-decoder models are not estimated, use a decoder model")
+    provider_of(model)
     if _get(getattr(config, "dist", None), "use_torch_fsdp2", False):
         raise SpecError("dist.use_torch_fsdp2 is set; PyTorch FSDP2 is not estimated, use Megatron's DDP or FSDP")
 
@@ -338,9 +360,8 @@ def _model(config: Any, view: _Views, name: str | None, core: Release) -> ModelS
     if _get(model, "vocab_size") is None:
         assumptions.append("the vocabulary is the tokenizer's, padded")
     spec_name, _ = _layer_spec(model)
-    known = _PLAIN_LAYER_SPECS | _LOCAL_LAYER_SPECS | _POST_LAYERNORM_SPECS | _FULL_QK_SPECS
-    if spec_name and spec_name not in known:
-        assumptions.append(f"the layer spec {spec_name} builds the modules that its config describes")
+    if spec_name in NORM_AFTER_SPECS:
+        assumptions.append("the norms of the blocks' outputs are counted as the same two norms before the blocks")
     provider: Any = model
     kinds = {base.__name__ for base in type(container_part(config, "model")).__mro__}
     heterogeneous = _get(model, "heterogeneous_block_specs") or "HeterogeneousTransformerConfig" in kinds
@@ -353,19 +374,37 @@ def _model(config: Any, view: _Views, name: str | None, core: Release) -> ModelS
         # GPTModel's own argument; Bridge's providers give it their seq_length.
         max_sequence_length=_get(model, "max_sequence_length") or _get(model, "seq_length", 0),
         make_vocab_size_divisible_by=_get(model, "make_vocab_size_divisible_by", 128) if padded else 0,
-        post_layernorms=spec_name in _POST_LAYERNORM_SPECS,
-        full_qk_layernorm=spec_name in _FULL_QK_SPECS,
+        post_layernorms=spec_name in POST_LAYERNORM_SPECS,
+        full_qk_layernorm=spec_name in FULL_QK_SPECS,
+        dense_mtp=spec_name in DENSE_MTP_SPECS,
         megatron_core=core,
         assumptions=tuple(assumptions),
     )
 
 
 def _layer_spec(model: Any) -> tuple[str, bool]:
-    """(name of the function that makes the layer spec or "", whether it is the local implementation)."""
-    spec = getattr(model, "transformer_layer_spec", None) or getattr(model, "mamba_stack_spec", None)
+    """(name of the function that makes the layer spec, of its class where it is made, or "" without any; whether it is
+    the local implementation)."""
+    keys = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec")
+    spec = next((found for key in keys if (found := getattr(model, key, None)) is not None), None)
+    if spec is None:
+        return "", False
     spec = getattr(spec, "func", spec)  # functools.partial
-    name = getattr(spec, "__name__", "")
-    return name, name in _LOCAL_LAYER_SPECS
+    name = getattr(spec, "__name__", type(spec).__name__)
+    return name, name in LOCAL_LAYER_SPECS
+
+
+def _layer_spec_gaps(model: Any) -> Iterator[Gap]:
+    name, _ = _layer_spec(model)
+    if name in OTHER_LAYER_SPECS:
+        effect, what = OTHER_LAYER_SPECS[name]
+        yield Gap(f"model.transformer_layer_spec ({name}): {what}", effect)
+    elif name and name not in PLAIN_LAYER_SPECS | LOCAL_LAYER_SPECS | POST_LAYERNORM_SPECS | FULL_QK_SPECS:
+        yield Gap(
+            f"model.transformer_layer_spec ({name}): modules that are not known here, counted as those that the "
+            "config describes",
+            Effect.UNKNOWN,
+        )
 
 
 def _finalized(model: Any) -> Any:
@@ -486,11 +525,7 @@ def _optimizer(config: Any, view: _Views) -> OptimizerSpec:
 def _data_parallel_spec(config: Any, view: _Views, running: Running) -> DataParallelSpec:
     d = view.ddp
     wide = bool(_get(d, "grad_reduce_in_fp32", False))
-    fsdp = bool(
-        _get(d, "use_megatron_fsdp", False)
-        or _get(d, "use_custom_fsdp", False)
-        or _get(getattr(config, "dist", None), "use_megatron_fsdp", False)
-    )
+    fsdp = view.fsdp
     if fsdp and FSDP_MAIN_DTYPES(running):
         wide = _dtype_or_none(d, "megatron_fsdp_main_grads_dtype") == "fp32"
     return DataParallelSpec(
@@ -523,6 +558,13 @@ def _peft(peft: Any) -> PeftSpec:
     return PeftSpec(scheme="lora", **fields)
 
 
+#: Modules of selective recomputation that newer releases know, which are counted as kept -> what they recompute.
+_RECOMPUTED_ELSEWHERE = {
+    "gdn_norm_out": "the gated norm of gated delta nets (megatron-core 0.19), counted as kept",
+    "mhc": "hyper-connections",
+}
+
+
 def _recompute(view: _Views) -> RecomputeSpec:
     m = view.model
     granularity = _get(m, "recompute_granularity")
@@ -532,6 +574,7 @@ def _recompute(view: _Views) -> RecomputeSpec:
         modules = [*(("core_attn",) if modules is None else modules), "moe"]
     if granularity is None:
         return RecomputeSpec()
+    modules = None if modules is None else [name for name in modules if name not in _RECOMPUTED_ELSEWHERE]
     layers, method = _get(m, "recompute_num_layers"), _get(m, "recompute_method")
     if granularity == "full" and method == "block" and layers == 0:
         return RecomputeSpec()
@@ -564,11 +607,6 @@ def _implementation(
             "overlap_moe_expert_parallel_comm"
         )
     }
-    graphs = str(_get(m, "cuda_graph_impl", "none"))
-    if _get(m, "enable_cuda_graph", False):
-        graphs = "local"
-    elif _get(m, "external_cuda_graph", False):
-        graphs = "transformer_engine"
     dispatcher = str(_get(m, "moe_token_dispatcher_type", "allgather"))
     if _get(m, "moe_enable_deepep", False):
         dispatcher = "flex"
@@ -584,11 +622,11 @@ def _implementation(
         create_attention_mask=not _get(
             getattr(config, "dataset", None), "skip_getting_attention_mask_from_dataset", True
         ),
-        cp_comm_type=str(comm if isinstance(comm, str) else comm[0]),
-        cuda_graph_impl=graphs,
+        cp_comm_type=_CP_COMM_TYPES.get(comm := str(comm if isinstance(comm, str) else comm[0]), comm),
+        cuda_graph_impl=_cuda_graphs(m),
         moe_token_dispatcher_type="alltoall" if dispatcher == "alltoall_seq" else dispatcher,
         moe_flex_dispatcher_backend=str(_get(m, "moe_flex_dispatcher_backend", "deepep")),
-        moe_router_dtype=_get(m, "moe_router_dtype"),
+        moe_router_dtype=_router_dtype(m),
         moe_expert_capacity_factor=_get(m, "moe_expert_capacity_factor"),
         cpu_offloading_num_layers=_get(m, "cpu_offloading_num_layers", 0) if _get(m, "cpu_offloading") else 0,
         offload_modules=tuple(_get(m, "offload_modules", ()))
@@ -599,6 +637,53 @@ def _implementation(
     )
 
 
+#: Sparse attention's words for what the others call otherwise (``dsa_layout.py: normalize_cp_comm_type``).
+_CP_COMM_TYPES = {"allgather": "all_gather"}
+
+
+def _cuda_graphs(model: Any) -> str:
+    if _get(model, "enable_cuda_graph", False):
+        return "local"
+    if _get(model, "external_cuda_graph", False):
+        return "transformer_engine"
+    return str(_get(model, "cuda_graph_impl", "none"))
+
+
+def _router_dtype(model: Any) -> str | None:
+    """Only the words "fp32" and "fp64" do anything, torch.float32 does not (``moe/router.py: Router.gating``)."""
+    value = _get(model, "moe_router_dtype")
+    return value if isinstance(value, str) and value in ("fp32", "fp64") else None
+
+
+def _environment(config: Any, gpu_arch: str, running: Running) -> dict[str, Any]:
+    """Fields of ImplementationSpec that the container's ``env_vars`` decide, where the environment names no other
+    value (``apply_environment_variables``)."""
+    named = _get(config, "env_vars", {})
+    env = {key: os.environ.get(key, str(value)) for key, value in named.items()}
+    if not env:
+        return {}
+    fields, _ = implementation_of(env, gpu_arch, running)
+    return fields
+
+
+def _assumptions(config: Any) -> tuple[str, ...]:
+    """What the container leaves open and the estimate takes for granted."""
+    out = []
+    dataset, model = getattr(config, "dataset", None), container_part(config, "model")
+    if _get(dataset, "enable_in_batch_packing", False) or _get(dataset, "enable_offline_packing", False):
+        out.append("packed sequences fill every micro batch: micro_batch_size x seq_length tokens")
+    elif getattr(dataset, "pad_to_max_length", None) is False and not (
+        _get(model, "pipeline_model_parallel_size", 1) > 1 or _get(model, "expert_model_parallel_size", 1) > 1
+    ):
+        out.append("dataset.pad_to_max_length is off: every micro batch is taken to have a sequence of seq_length")
+    if _get(model, "moe_router_dtype") is not None and _router_dtype(model) is None:
+        out.append(
+            f"model.moe_router_dtype ({str(model.moe_router_dtype)[:20]}) is neither fp32 nor fp64: megatron-core "
+            "routes in the dtype of the parameters"
+        )
+    return tuple(out)
+
+
 def _on_machine(spec: ImplementationSpec, found: Mapping[str, Any]) -> ImplementationSpec:
     """``spec`` with what was found out about the machine; a backend that the container names stays."""
     named = spec.attention_backend != "auto"
@@ -606,24 +691,23 @@ def _on_machine(spec: ImplementationSpec, found: Mapping[str, Any]) -> Implement
 
 
 def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
-    """Fields that change memory and that nothing here counts, "part.field: what"."""
-    out = []
-    parts = {"model": view.model, "optimizer": view.optimizer, "ddp": view.ddp}
-    for part, fields in _NOT_MODELLED.items():
-        holder = parts.get(part) or getattr(config, part, None)
-        for key, what in fields.items():
-            if holder is not None and _get(holder, key):
-                out.append(f"{part}.{key}: {what}")
-    if _get(view.ddp, "outer_dp_sharding_strategy", "no_shard") != "no_shard":
-        out.append("ddp.outer_dp_sharding_strategy: sharding over the outer data-parallel group")
+    """What changes memory and nothing here counts, each beginning with its field."""
     model = container_part(config, "model")
-    out += [f"model.{key}: frozen parameters" for key in vars(model) if key.startswith("freeze_") and _get(model, key)]
-    if _layer_spec(view.model)[0] == "gemma2_layer_spec":
-        # models/gemma/gemma2_provider.py: Gemma2DotProductAttention.
-        out.append("model.transformer_layer_spec: Gemma 2's own attention, which keeps the scores of every head")
+    parts = {part: getattr(config, part, None) for part in PARTS}
+    parts |= {"model": view.model, "optimizer": view.optimizer, "ddp": view.ddp}
+    out = [*not_modelled(parts), *tower_gaps(model), *_layer_spec_gaps(view.model)]
+    if _get(model, "freeze_language_model", False):
+        out.append(Gap("model.freeze_language_model: the language model is counted as if it trained", Effect.DOWN))
+    if _get(model, "freeze_mtp_model", False):
+        out.append(Gap("model.freeze_mtp_model: the MTP depths are counted as if they trained", Effect.DOWN))
+    for name in _get(model, "recompute_modules", ()):
+        if name in _RECOMPUTED_ELSEWHERE:
+            out.append(Gap(f"model.recompute_modules ({name}): {_RECOMPUTED_ELSEWHERE[name]}", Effect.DOWN))
     peft = getattr(config, "peft", None)
-    if peft is not None and type(peft).__name__ != "LoRA":
-        out.append(f"peft: {type(peft).__name__}, of which only the frozen weights are counted")
+    if peft is not None and type(peft).__name__ not in ("LoRA", "VLMLoRA"):
+        out.append(
+            Gap(f"peft: {type(peft).__name__}, of which only the frozen weights are counted", Effect.UP)
+        )
     return tuple(out)
 
 

@@ -75,13 +75,14 @@ def _evaluated(node: ast.expr) -> Any:
 # Hybrids of Mamba
 # --------------------------------------------------------------------------------------------------
 
-#: ``ssm/mamba_hybrid_layer_allocation.py: Symbols``.
-MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
+#: ``ssm/mamba_hybrid_layer_allocation.py: Symbols``; a D, for sparse attention, is not known here.
+MAMBA, ATTENTION, MLP, MOE, DELTA_NET, MLA = "M", "*", "-", "E", "G", "+"
 
 
 @dataclass(frozen=True, slots=True)
 class HybridPattern:
-    """A hybrid's layers, one letter each: ``M`` Mamba, ``*`` attention, ``-`` MLP, ``E`` MoE.
+    """A hybrid's layers, one letter each: ``M`` Mamba, ``*`` attention, ``-`` MLP, ``E`` MoE, ``G`` gated delta net,
+    ``+`` multi-latent attention.
 
     ``segments``: the decoder; several where the pattern itself splits the pipeline, one a chunk. ``mtp``: the layers of
     each MTP depth.
@@ -115,9 +116,9 @@ def hybrid_pattern(text: str, name: str) -> HybridPattern:
     """
     decoder, *mtp = text.strip("'\"").split("/")
     found = HybridPattern(tuple(decoder.split("|")), tuple(mtp))
-    unknown = sorted(set(found.layers + "".join(mtp)) - {MAMBA, ATTENTION, MLP, MOE})
+    unknown = sorted(set(found.layers + "".join(mtp)) - {MAMBA, ATTENTION, MLP, MOE, DELTA_NET, MLA})
     if unknown:
-        raise SpecError(f"{name} holds {shown(''.join(unknown))}; known: M, *, -, E, and | and / between them")
+        raise SpecError(f"{name} holds {shown(''.join(unknown))}; known: M, *, -, E, G, +, and | and / between them")
     return found
 
 

@@ -13,7 +13,9 @@ from typing import Any
 from bridge_memory.readers.fields import MAX_LAYERS, MAX_SIZE, shown
 from bridge_memory.readers.patterns import (
     ATTENTION,
+    DELTA_NET,
     MAMBA,
+    MLA,
     MLP,
     HybridPattern,
     hybrid_pattern,
@@ -25,6 +27,7 @@ from bridge_memory.spec import (
     AttentionSpec,
     FeedForward,
     GatedDeltaNetSpec,
+    IndexerSpec,
     LayerSpec,
     MambaSpec,
     Mixer,
@@ -34,6 +37,7 @@ from bridge_memory.spec import (
     MoESpec,
     SpecError,
 )
+from bridge_memory.spec.gaps import Effect, Gap
 
 #: ``activation_func.__name__`` -> our name (megatron.core.activations, torch.nn.functional).
 ACTIVATION_FUNCTIONS = {
@@ -103,6 +107,7 @@ def model_from_transformer_config(
     make_vocab_size_divisible_by: int = 128,
     post_layernorms: bool = False,
     full_qk_layernorm: bool = False,
+    dense_mtp: bool = False,
     activation: str | None = None,
     megatron_core: Release = DEFAULT_MEGATRON_CORE,
     assumptions: tuple[str, ...] = (),
@@ -111,20 +116,33 @@ def model_from_transformer_config(
 
     What a TransformerConfig does not hold comes as keywords; None takes the attribute of that name where
     ``config`` has one (Bridge's providers), else GPTModel's default. ``make_vocab_size_divisible_by`` 0: the
-    vocab_size is final. ``post_layernorms``, ``full_qk_layernorm`` and ``activation``: what a custom layer spec
-    changes. ``megatron_core``: the release that builds it. ``model_type``: "gpt" or "mamba" where not given.
+    vocab_size is final. ``post_layernorms``, ``full_qk_layernorm``, ``dense_mtp`` (a dense feed-forward block in MTP
+    depths) and ``activation``: what a custom layer spec changes. ``megatron_core``: the release that builds it. ``model_type``: "gpt" or "mamba" where not given.
     Raises SpecError naming the attribute.
     """
     c = _Config(config, name, megatron_core)
-    n = c.size("num_layers")
+    pattern = pattern_of(config, name)
+    # Bridge's HybridModelProvider.finalize counts an unset number in the pattern.
+    n = c.size("num_layers", None if pattern is None else len(pattern.layers))
     if n > MAX_LAYERS:
         raise c.error(f"num_layers is {n}; more than {MAX_LAYERS} cannot be right")
     hidden_size = c.size("hidden_size")
     act = activation or _activation(c)
-    pattern = pattern_of(config, name)
     kind = _position(c, position_embedding_type, pattern)
     rotary = kind == "rope"
     gaps = [f"{key} of the TransformerConfig" for key in ("qk_l2_norm", "use_kitchen") if c.flag(key)]
+    if _variant(c) == "dsa":
+        gaps.append(
+            Gap(
+                "sparse attention (experimental_attention_variant dsa): activations of the indexer and of its loss, and "
+                "of attention over the chosen keys; counted as multi-latent attention over all of them",
+                Effect.EITHER,
+            )
+        )
+    if c.get("num_moe_experts") and c.get("moe_router_score_function") == "sqrtsoftplus":
+        gaps.append(
+            Gap("moe_router_score_function (sqrtsoftplus): one more fp32 copy of the router's scores", Effect.UP)
+        )
     depths = c.get("mtp_num_layers", 0)
     mtp_layer: LayerSpec | None = None
     if pattern is not None:
@@ -142,6 +160,8 @@ def model_from_transformer_config(
         layers = _heterogeneous_layers(c, n, hidden_size, act, rotary)
     else:
         layers = _gpt_layers(c, n, hidden_size, act, rotary, full_qk_layernorm)
+        if dense_mtp and depths:
+            mtp_layer = LayerSpec(layers[-1].mixer, _mlp(c, hidden_size, act))
     layers = [replace(layer, post_layernorms=post_layernorms) for layer in layers]
     percent = rotary_percent if rotary_percent is not None else c.get("rotary_percent", 1.0)
     tied = share_embeddings_and_output_weights
@@ -176,11 +196,21 @@ def pattern_of(config: object, name: str = "TransformerConfig") -> HybridPattern
     for key in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         text = getattr(config, key, None)
         if text:
-            return hybrid_pattern(text, f"{name}: {key}")
+            return hybrid_pattern(_with_mtp(config, text), f"{name}: {key}")
     ratios = [getattr(config, key, None) or 0.0 for key in ("hybrid_attention_ratio", "hybrid_mlp_ratio")]
     if not (getattr(config, "is_hybrid_model", None) or any(ratios)):
         return None
     return pattern_of_ratios(_Config(config, name, DEFAULT_MEGATRON_CORE).size("num_layers"), *ratios)
+
+
+def _with_mtp(config: object, text: str) -> str:
+    """The pattern with that of the MTP depths, which Bridge's HybridModelProvider.finalize joins to it."""
+    mtp = getattr(config, "mtp_hybrid_override_pattern", None)
+    if not mtp:
+        return text
+    depths = getattr(config, "mtp_num_layers", None) or 0
+    copies = max(1, depths) if getattr(config, "mtp_use_repeated_layer", False) else depths
+    return "/".join([text.split("/")[0], *[mtp] * copies])
 
 
 def _position(c: _Config, given: str | None, pattern: HybridPattern | None) -> str:
@@ -272,25 +302,49 @@ def _windowed(c: _Config, n: int, spec: AttentionSpec) -> list[AttentionSpec]:
 
 
 def _mixers(c: _Config, n: int, hidden_size: int, rotary: bool, full_qk_layernorm: bool) -> Sequence[Mixer]:
+    variant = _variant(c)
+    if variant not in (None, "gated_delta_net", "dsa"):
+        raise c.error(
+            f"experimental_attention_variant is {shown(variant)}, which is not known here; known: gated_delta_net, dsa"
+        )
     if c.flag("multi_latent_attention"):
-        return [_mla(c)] * n
+        return _sparse(c, n) if variant == "dsa" else [_mla(c)] * n
+    if variant == "dsa":
+        raise c.error("experimental_attention_variant dsa needs multi_latent_attention; set that to True")
     attention = _windowed(c, n, _attention(c, hidden_size, rotary, full_qk_layernorm))
+    if variant is None:
+        return attention
+    linear = _gated_delta_net(c)
+    is_linear = c.pattern("linear_attention_freq", n, sparse=True)
+    return [linear if one else softmax for one, softmax in zip(is_linear, attention, strict=True)]
+
+
+def _variant(c: _Config) -> Any:
     variant = c.get("experimental_attention_variant")
     if variant is None and c.get("linear_attention_type") not in (None, "none"):
         variant = c.get("linear_attention_type")  # its name before megatron-core 0.16
-    if variant is None:
-        return attention
-    if variant != "gated_delta_net":
-        raise c.error(f"experimental_attention_variant is {shown(variant)}; only gated_delta_net is known")
-    linear = GatedDeltaNetSpec(
+    return variant
+
+
+def _gated_delta_net(c: _Config) -> GatedDeltaNetSpec:
+    return GatedDeltaNetSpec(
         num_key_heads=c.size("linear_num_key_heads"),
         num_value_heads=c.size("linear_num_value_heads"),
         key_head_dim=c.size("linear_key_head_dim"),
         value_head_dim=c.size("linear_value_head_dim"),
         conv_kernel=c.size("linear_conv_kernel_dim", 4),
     )
-    is_linear = c.pattern("linear_attention_freq", n, sparse=True)
-    return [linear if one else softmax for one, softmax in zip(is_linear, attention, strict=True)]
+
+
+def _sparse(c: _Config, n: int) -> Sequence[MLASpec]:
+    """Multi-latent attention with an indexer, but for layers that take over another's choice of keys.
+
+    Source: ``experimental_attention_variant/dsa.py: is_dsa_skip_topk_layer, DSAttention.__init__``.
+    """
+    shared = _mla(c)
+    full = replace(shared, indexer=IndexerSpec(c.size("dsa_indexer_n_heads"), c.size("dsa_indexer_head_dim")))
+    every, offset = c.size("dsa_indexer_topk_freq", 1), max(1, int(c.get("dsa_indexer_skip_topk_offset", 0)))
+    return [shared if max(i + 1 - offset, 0) % every else full for i in range(n)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -372,6 +426,10 @@ def _hybrid_kinds(
             kinds[symbol] = LayerSpec(_attention(c, hidden_size, rotary), None)
         elif symbol == MLP:
             kinds[symbol] = LayerSpec(None, _mlp(c, hidden_size, act))
+        elif symbol == DELTA_NET:
+            kinds[symbol] = LayerSpec(_gated_delta_net(c), None)
+        elif symbol == MLA:
+            kinds[symbol] = LayerSpec(_mla(c), None)
         else:
             kinds[symbol] = LayerSpec(None, _moe(c, hidden_size, act))
     return kinds
@@ -395,6 +453,7 @@ def _mamba(c: _Config, hidden_size: int) -> MambaSpec:
         head_dim=head_dim,
         state_dim=c.size("mamba_state_dim", 128),
         num_groups=c.size("mamba_num_groups", 8),
+        chunk_size=c.size("mamba_chunk_size", 128),  # Bridge's HybridModelProvider
     )
 
 

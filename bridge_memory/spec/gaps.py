@@ -12,7 +12,7 @@ from typing import NamedTuple
 from bridge_memory.releases import CUBLAS_WORKSPACES_FREED, known_releases, nearest_known, release_words
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
-from bridge_memory.spec.model import ModelSpec
+from bridge_memory.spec.model import GatedDeltaNetSpec, ModelSpec
 from bridge_memory.spec.run import RunSpec
 
 
@@ -142,6 +142,13 @@ def _gaps(run: RunSpec) -> Iterator[Gap]:
             "transformer_impl (local) with multi-latent attention: megatron-core builds it with Transformer Engine "
             "only; counted as if the local attention took values of another width than keys",
             Effect.UNKNOWN,
+        )
+    if run.parallel.cp > 1 and any(isinstance(m, GatedDeltaNetSpec) for m in limits.mixers):
+        # ssm/gated_delta_net.py: GatedDeltaNet.forward permutes in_proj's output before and after the exchange.
+        yield Gap(
+            f"context_parallel_size ({run.parallel.cp}) with gated delta nets: copies of the projected tokens on their "
+            "way between ranks",
+            Effect.UP,
         )
     tp = run.parallel.tp
     if limits.full_qk_norm and tp > 1:

@@ -196,7 +196,7 @@ def _check_moe(moe: MoESpec) -> None:
     if moe.latent_size is not None:
         check_ints(moe, "latent_size")
     _check_groups(moe)
-    if moe.router_enable_expert_bias and moe.router_score_function != "sigmoid":
+    if moe.router_enable_expert_bias and moe.router_score_function not in ("sigmoid", "sqrtsoftplus"):
         raise SpecError(
             "moe_router_enable_expert_bias (True) needs moe_router_score_function sigmoid, not "
             f"{show(moe.router_score_function)}; change one of them"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from bridge_memory.releases import (
     DELAYED_FP8_EXCLUDES_RECOMPUTED_PARTS,
+    DELTA_NETS_EXCHANGE_HEADS,
     EXPERT_BIASES_CHECKED,
     EXPERT_BIASES_WITHOUT_ETP,
     EXPERT_COMMUNICATION_OVERLAPS,
@@ -226,11 +227,19 @@ def _check_query_groups(p: ParallelSpec, i: ImplementationSpec, limits: Limits) 
 def _check_context_parallel(p: ParallelSpec, i: ImplementationSpec, limits: Limits) -> None:
     tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
     for m in limits.mixers:
-        if isinstance(m, GatedDeltaNetSpec):  # TC
-            raise SpecError(
-                f"context_parallel_size ({cp}) is not supported with gated delta net layers by megatron-core; "
-                "set it to 1"
-            )
+        if isinstance(m, GatedDeltaNetSpec):  # TC, ssm/gated_delta_net.py: GatedDeltaNet.__init__
+            if not DELTA_NETS_EXCHANGE_HEADS(i):
+                raise SpecError(
+                    f"context_parallel_size ({cp}) is not supported with gated delta net layers by megatron-core; "
+                    f"set it to 1, or use {DELTA_NETS_EXCHANGE_HEADS} or later"
+                )
+            for what, heads in (("key", m.num_key_heads), ("value", m.num_value_heads)):
+                if heads % (tp * cp):
+                    raise SpecError(
+                        f"linear_num_{what}_heads ({heads}) is not divisible by tensor_model_parallel_size ({tp}) x "
+                        f"context_parallel_size ({cp}); use context_parallel_size {divisors(heads // tp, cp)}"
+                    )
+            continue
         if isinstance(m, MambaSpec):  # ssm/mamba_context_parallel.py: MambaContextParallel
             heads, groups = m.num_heads // tp, m.num_groups // tp
             if heads % cp:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bridge_memory.readers.config_container import run_of_container
 from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.megatron_args.arguments import Arguments
 from bridge_memory.readers.megatron_args.container import MegatronLM, container_of
@@ -39,6 +38,9 @@ def run_from_megatron_args(
     Raises SpecError for missing or contradictory arguments. Arguments that change memory and are not
     modelled, and arguments that nobody here knows, are listed in ``RunSpec.not_modelled``.
     """
+    # Containers ask megatron_args what a field of the same name is to memory.
+    from bridge_memory.readers.config_container import run_of_container
+
     running = Running(
         read_release(megatron_core, "megatron_core") or DEFAULT_MEGATRON_CORE,
         read_release(transformer_engine, "transformer_engine"),
@@ -55,7 +57,7 @@ def run_from_megatron_args(
     run = run_of_container(
         config, running, world_size=config.world_size, gpu_arch=arch, implementation=decided
     )
-    return replace(run, assumptions=supposed) if supposed else run
+    return replace(run, assumptions=(*run.assumptions, *supposed)) if supposed else run
 
 
 def container(config: Any, running: Running | None = None) -> Any:

@@ -1,0 +1,148 @@
+"""What a ConfigContainer asks for that no formula covers, by name; and which model provider it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any
+
+from bridge_memory.readers.container_registry import PROVIDERS, REFUSED, gap_of, known
+from bridge_memory.readers.fields import shown
+from bridge_memory.spec import SpecError
+from bridge_memory.spec.gaps import Effect, Gap
+
+#: Parts of the container whose fields are looked through.
+PARTS = (
+    "model", "optimizer", "ddp", "dist", "train", "validation", "dataset", "logger", "checkpoint", "profiling", "rng",
+    "rerun_state_machine", "scheduler", "tokenizer", "tensor_inspect", "peft",
+)  # fmt: skip
+
+
+class _Asked:
+    """The fields of a container by the names of Megatron-LM's arguments, for the conditions of ``Unmodelled``."""
+
+    parsed = True
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, name: str) -> Any:
+        if name in ("bias_swiglu_fusion", "bias_gelu_fusion"):
+            return getattr(self._parts["model"], "bias_activation_fusion", False)
+        if name == "swiglu":
+            return getattr(self._parts["model"], "gated_linear_unit", False)
+        for part in self._parts.values():
+            value = getattr(part, name, None)
+            if value is not None:
+                return value
+        return None
+
+
+def provider_of(model: Any) -> str:
+    """The known class that ``model`` is, or is derived from without making a model of its own; "" for anything that
+    is no model provider (a namespace, a TransformerConfig). Raises SpecError for what is not known or not estimated.
+    """
+    classes = type(model).__mro__
+    name = classes[0].__name__
+    if not any(cls.__name__ in PROVIDERS or cls.__name__ in REFUSED or "provide" in vars(cls) for cls in classes):
+        return ""
+    refused = next((cls.__name__ for cls in classes if cls.__name__ in REFUSED), None)
+    if refused is not None:
+        raise SpecError(f"model is a {name}; {REFUSED[refused]}")
+    for cls in classes:
+        if cls.__name__ in PROVIDERS:
+            return cls.__name__
+        if "provide" in vars(cls):
+            break
+    raise SpecError(
+        f"model is a {name}, which makes a model of its own that is not known here; give one of Megatron Bridge's "
+        "providers of text models, such as GPTModelProvider"
+    )
+
+
+def tower_gaps(model: Any) -> Iterator[Gap]:
+    """One for each tower of another modality: the text model alone is estimated."""
+    provider = provider_of(model)
+    for path in PROVIDERS.get(provider, ()):
+        tower: Any = model
+        for key in path.split("."):
+            tower = getattr(tower, key, None)
+        if tower is None:
+            continue
+        yield Gap(f"model.{path}: a tower of another modality{_size(tower)}; the text model alone is counted", Effect.UP)
+    if not provider:
+        for path in ("vision_config", "vision_transformer_config"):
+            if getattr(model, path, None):
+                yield Gap(f"model.{path}: the vision tower", Effect.UP)
+
+
+def _size(tower: Any) -> str:
+    """In words, the parameters of a transformer of these sizes: its linears, without its ends."""
+
+    def first(*keys: str) -> int:
+        found = (tower.get(key) if isinstance(tower, dict) else getattr(tower, key, None) for key in keys)
+        return next((value for value in found if isinstance(value, int) and value > 0), 0)
+
+    layers = first("num_hidden_layers", "depth", "encoder_layers", "num_layers")
+    width = first("hidden_size", "d_model", "embed_dim")
+    inner = first("intermediate_size", "encoder_ffn_dim") or 4 * width
+    if not layers or not width:
+        return ""
+    return f" of about {layers * (4 * width * width + 2 * width * inner) / 1e9:.1f} B parameters"
+
+
+def not_modelled(parts: Mapping[str, Any]) -> Iterator[Gap]:
+    """Fields that change memory and that nothing here counts, and those that nobody here knows: "part.field: what".
+
+    ``parts``: part -> the part as Bridge will have changed it, a view or the part itself. Fields of a release that is
+    newer than the registry are listed where they are not at their default.
+    """
+    asked = _Asked(parts)
+    for part, holder in parts.items():
+        if holder is None:
+            continue
+        defaults = _defaults(holder)
+        attributes = _attributes(holder) if part == "model" or not defaults else ()
+        for name in dict.fromkeys((*defaults, *attributes)):
+            value = getattr(holder, name, None)
+            gap = gap_of(part, name)
+            if gap is not None:
+                if gap.applies(asked, value):
+                    yield gap.gap(asked, _told(part, name, value))
+            elif defaults and not known(part, name) and value is not None and not _same(value, defaults.get(name)):
+                yield Gap(f"{_told(part, name, value)}: a field that is not known here", Effect.UNKNOWN)
+
+
+def _attributes(holder: Any) -> list[str]:
+    """Of a model what is no field of its class as well: Bridge passes on what a newer megatron-core would know."""
+    part = getattr(holder, "__wrapped__", holder)
+    try:
+        return [name for name in vars(part) if not name.startswith("_")]
+    except TypeError:  # no __dict__
+        return []
+
+
+def _defaults(holder: Any) -> dict[str, Any]:
+    """Field -> default of the part's class, where it is a dataclass; with those of the TransformerConfig that Bridge's
+    model configs hold."""
+    part = getattr(holder, "__wrapped__", holder)
+    classes = [cls for cls in (type(part), type(getattr(part, "transformer", None))) if is_dataclass(cls)]
+    return {f.name: _default(f) for cls in classes for f in fields(cls) if not f.name.startswith("_")}
+
+
+def _default(f: Field[Any]) -> Any:
+    if f.default is not MISSING:
+        return f.default
+    return f.default_factory() if f.default_factory is not MISSING else None
+
+
+def _same(value: Any, default: Any) -> bool:
+    try:
+        return bool(value == default) or (not value and not default)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _told(part: str, name: str, value: Any) -> str:
+    plain = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    return f"{part}.{name} ({shown(value)})" if plain else f"{part}.{name}"

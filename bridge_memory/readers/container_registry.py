@@ -1,0 +1,457 @@
+"""What each field of a ConfigContainer is to memory: read, harmless, or a gap that is reported by name.
+
+Fields carry the names of megatron-core's configs, from which Megatron-LM makes its arguments: what a name means is said
+once, in ``megatron_args/harmless.py`` and ``megatron_args/unmodelled.py``. Here is what only containers have.
+``tests/readers/test_container_registry.py`` walks the classes of the installed Megatron Bridge.
+"""
+
+from __future__ import annotations
+
+from bridge_memory.readers.megatron_args.harmless import HARMLESS as HARMLESS_ARGUMENTS
+from bridge_memory.readers.megatron_args.unmodelled import GAPS as GAPS_OF_ARGUMENTS
+from bridge_memory.readers.megatron_args.unmodelled import Asked, Unmodelled
+from bridge_memory.spec.gaps import Effect
+
+UP, DOWN, EITHER, UNKNOWN = Effect.UP, Effect.DOWN, Effect.EITHER, Effect.UNKNOWN
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Fields that a reader asks for
+# ---------------------------------------------------------------------------------------------------------------
+
+#: Part of the container -> its fields that are read.
+READ: dict[str, frozenset[str]] = {
+    "model": _names(
+        """
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split activation_func add_bias_linear
+        add_qkv_bias apply_query_key_layer_scaling apply_rope_fusion attention_backend attention_dropout
+        attention_output_gate attention_softmax_in_fp32 bf16 bias_activation_fusion bias_dropout_fusion
+        calculate_per_token_loss context_parallel_size cp_comm_type cpu_offloading cpu_offloading_num_layers
+        cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_impl defer_embedding_wgrad_compute
+        delay_wgrad_compute deterministic_mode distribute_saved_activations dsa_indexer_head_dim dsa_indexer_n_heads
+        dsa_indexer_skip_topk_offset dsa_indexer_topk_freq enable_cuda_graph experimental_attention_variant
+        expert_model_parallel_size expert_tensor_parallel_size external_cuda_graph ffn_hidden_size
+        fine_grained_activation_offloading first_last_layers_bf16 fp16 fp32_residual_connection fp8 fp8_param
+        fp8_recipe freeze_language_model freeze_mtp_model gated_linear_unit gradient_accumulation_fusion
+        heterogeneous_block_specs hidden_dropout hidden_size hybrid_attention_ratio hybrid_layer_pattern
+        hybrid_mlp_ratio hybrid_override_pattern hybrid_stack_spec is_hybrid_model kv_channels kv_lora_rank
+        linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
+        linear_value_head_dim make_vocab_size_divisible_by mamba_chunk_size mamba_head_dim mamba_num_groups
+        mamba_num_heads mamba_stack_spec mamba_state_dim masked_softmax_fusion microbatch_group_size_per_vp_stage
+        moe_apply_probs_on_input moe_aux_loss_coeff moe_enable_deepep moe_expert_capacity_factor
+        moe_ffn_hidden_size moe_flex_dispatcher_backend moe_grouped_gemm moe_latent_size moe_layer_freq
+        moe_layer_recompute moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_dtype
+        moe_router_enable_expert_bias moe_router_fusion moe_router_group_topk moe_router_load_balancing_type
+        moe_router_num_groups moe_router_score_function moe_router_topk moe_shared_expert_gate
+        moe_shared_expert_intermediate_size moe_shared_expert_overlap moe_token_dispatcher_type
+        mtp_hybrid_override_pattern mtp_num_layers mtp_use_repeated_layer multi_latent_attention normalization
+        num_attention_heads num_layers num_layers_at_end_in_bf16 num_layers_at_start_in_bf16
+        num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage num_moe_experts num_query_groups
+        offload_modules overlap_moe_expert_parallel_comm params_dtype per_block_parameters
+        pipeline_model_parallel_layout pipeline_model_parallel_size position_embedding_type q_lora_rank qk_head_dim
+        qk_l2_norm qk_layernorm qk_pos_emb_head_dim recompute_granularity recompute_method recompute_modules
+        recompute_num_layers rotary_percent seq_length sequence_parallel share_embeddings_and_output_weights
+        should_pad_vocab softmax_type tensor_model_parallel_size transformer_impl transformer_layer_spec
+        use_fused_weighted_squared_relu use_kitchen use_transformer_engine_op_fuser v_head_dim
+        virtual_pipeline_model_parallel_size vocab_size window_attn_skip_freq window_size
+        """
+    ),
+    "optimizer": _names(
+        """
+        exp_avg_dtype exp_avg_sq_dtype fp8_recipe main_grads_dtype main_params_dtype optimizer optimizer_cpu_offload
+        optimizer_offload_fraction overlap_param_gather sgd_momentum store_param_remainders
+        use_distributed_optimizer use_layer_wise_distributed_optimizer use_precision_aware_optimizer
+        """
+    ),
+    "ddp": _names(
+        """
+        bucket_size data_parallel_sharding_strategy fp8_param_gather grad_reduce_in_fp32
+        megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype num_distributed_optimizer_instances
+        overlap_grad_reduce overlap_param_gather suggested_communication_unit_size use_custom_fsdp
+        use_distributed_optimizer use_megatron_fsdp
+        """
+    ),
+    "dist": _names("use_megatron_fsdp use_torch_fsdp2"),
+    "train": _names("global_batch_size micro_batch_size"),
+    "dataset": _names(
+        """
+        enable_in_batch_packing enable_offline_packing offline_packing_specs pad_to_max_length seq_length
+        skip_getting_attention_mask_from_dataset
+        """
+    ),
+    "logger": _names("log_params_norm"),
+    "tokenizer": _names("tokenizer_type vocab_size"),
+    "peft": _names("dim target_modules"),
+    "mixed_precision": _names(
+        """
+        bf16 first_last_layers_bf16 fp16 fp32 fp4 fp8 fp8_dot_product_attention fp8_multi_head_attention fp8_param
+        fp8_param_gather fp8_recipe grad_reduce_in_fp32 num_layers_at_end_in_bf16 num_layers_at_start_in_bf16
+        params_dtype reuse_grad_buf_for_mxfp8_param_ag
+        """
+    ),
+    "comm_overlap": _names(
+        """
+        bucket_size defer_embedding_wgrad_compute delay_wgrad_compute overlap_grad_reduce
+        overlap_moe_expert_parallel_comm overlap_param_gather overlap_param_gather_with_optimizer_step
+        tp_comm_overlap
+        """
+    ),
+}
+
+# ---------------------------------------------------------------------------------------------------------------
+# Fields that are listed when they are set
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def _apart(asked: Asked, value: object) -> bool:
+    return bool(getattr(value, "use_dist_train", False))
+
+
+def _divided(asked: Asked, value: object) -> bool:
+    return bool(asked["sequence_parallel"])
+
+
+#: Part -> field -> what is not counted of it; with those of the arguments of the same name.
+GAPS: dict[str, dict[str, Unmodelled]] = {
+    "model": {
+        "parallel_output": Unmodelled(True, UP, "logits that are gathered over tensor-parallel ranks"),
+        "use_transformer_engine_full_layer_spec": Unmodelled(False, EITHER, "Transformer Engine's whole layer"),
+        "restore_modelopt_state": Unmodelled(False, EITHER, "ModelOpt's quantizers"),
+        "teacher": Unmodelled(None, UP, "the teacher of a distillation"),
+        "kd_config": Unmodelled(None, UP, "the losses of a distillation"),
+        "dense_grouped_gemm": Unmodelled(False, EITHER, "a dense MLP through the grouped GEMM"),
+        # models/*/modeling_*.py: the embedding's output stays whole until images are put in, then it is scattered
+        "scatter_embedding_sequence_parallel": Unmodelled(
+            True, UP, "the whole embedding's output beside the scattered one", _divided
+        ),
+        "dist_train": Unmodelled(None, EITHER, "towers on ranks of their own", _apart),
+        "keep_mtp_spec_in_bf16": Unmodelled(False, EITHER, "MTP depths that stay in bf16"),
+        # MiniMax-M3: frozen weights that nothing runs (models/minimax_m3: lightning_indexer_layers)
+        "lightning_indexer_layers": Unmodelled(None, UP, "the frozen weights of an indexer that is not run"),
+        # models/gemma_vl/modeling_gemma3_vl.py: Gemma3VLModel._compute_attention_biases
+        "is_vision_language": Unmodelled(
+            False, UP, "the attention bias of images, b x s x s, and what attention keeps for it"
+        ),
+        # models/gemma/gemma2_provider.py: logit_softcapping keeps its output
+        "final_logit_softcapping": Unmodelled(None, UP, "what the tanh over the logits keeps of them"),
+        "head_wise_attn_gate": Unmodelled(None, UP, "a gate on each head of attention"),
+        "rotary_base_per_layer": Unmodelled(None, UP, "rotary tables layer by layer"),
+        "attention_other_setting": Unmodelled(None, EITHER, "sizes of attention that differ by layer"),
+        "sliding_attention_setting": Unmodelled(None, EITHER, "sizes of attention that differ by layer"),
+        "attention_chunk_size": Unmodelled(None, DOWN, "attention within chunks"),
+        "nope_layer_interval": Unmodelled(None, DOWN, "layers without rotary embeddings"),
+        "use_arbitrary_attention_mask": Unmodelled(None, UP, "attention masks of any form"),
+    },
+    "optimizer": {
+        "overlap_param_gather_with_optimizer_step": Unmodelled(False, EITHER, "parameters gathered during the step"),
+    },
+    "ddp": {
+        "num_buckets": GAPS_OF_ARGUMENTS["ddp_num_buckets"],
+        "pad_buckets_for_high_nccl_busbw": GAPS_OF_ARGUMENTS["ddp_pad_buckets_for_high_nccl_busbw"],
+        "param_name_patterns_for_fp32_local_accumulation": GAPS_OF_ARGUMENTS[
+            "ddp_param_name_patterns_for_fp32_local_accumulation"
+        ]._replace(also=("()",)),
+        "megatron_fsdp_cuda_graph_mode": Unmodelled(False, UP, "Megatron-FSDP's buffers under CUDA graphs"),
+        "preserve_fp32_weights": GAPS_OF_ARGUMENTS["preserve_fp32_weights"],
+    },
+    "dist": {
+        "eval_context_parallel_size": Unmodelled(None, EITHER, "evaluation with another context-parallel size"),
+    },
+    "dataset": {
+        "inter_document_masking": GAPS_OF_ARGUMENTS["dataloader_inter_document_masking"],
+    },
+    "peft": {
+        "exclude_modules": Unmodelled(None, DOWN, "linears that get no adapter"),
+        "lora_dtype": Unmodelled(None, EITHER, "adapters of another dtype"),
+        "sequence_parallel_input_regather": Unmodelled(False, EITHER, "adapter inputs that are gathered again"),
+        "share_expert_adapters": Unmodelled(True, UP, "adapters expert by expert"),
+        "experts_shared_outer_loras": Unmodelled(False, EITHER, "adapters that experts share"),
+        "normalize_moe_lora": Unmodelled(False, DOWN, "adapters of experts of a lower rank"),
+        "dropout": Unmodelled(0.0, UP, "dropout of the adapters' inputs"),
+        "freeze_language_model": Unmodelled(True, UP, "a language model that trains beside its adapters"),
+    },
+    "profiling": {
+        "use_pytorch_profiler": Unmodelled(False, UP, "what PyTorch's profiler keeps on the GPU", outside=True),
+    },
+    "tensor_inspect": {"enabled": Unmodelled(False, UP, "statistics of tensors that are inspected")},
+}  # fmt: skip
+
+# ---------------------------------------------------------------------------------------------------------------
+# Fields that are harmless
+# ---------------------------------------------------------------------------------------------------------------
+
+_CALLED = "what the training loop calls, set by itself"
+_TOWER = "the tower of another modality, which is listed where the model has one"
+_TOKENS = "ids of tokens"
+_ROTARY = "numbers in a kernel whose tensors are the same"
+_SUPPLIED = "what a field that is read or listed was made from, or says once more"
+_HOST = "data: where tokens come from, on the host"
+_RANKS = "launch, signals, failures and restarts"
+
+#: Part -> reason -> fields; with the arguments of the same name.
+REASONS: dict[str, dict[str, str]] = {
+    "model": {
+        _CALLED: """
+            _cpu_offloading_context _pg_collection experimental_attention_variant_loss_scale_func
+            finalize_model_grads_func generation_config grad_scale_func grad_sync_func moe_grad_scale_func
+            mtp_grad_scale_func no_sync_func param_sync_func timers
+        """,
+        "the values that weights start from": "embedding_init_method init_method output_layer_init_method",
+        "the dtype of autocast, which Megatron's models do not use": "autocast_dtype enable_autocast",
+        _TOWER: """
+            add_decoder add_encoder apply_rotary_pos_emb_in_fp32 audio_config bos_token_id code2wav_config
+            deepstack_visual_indexes dynamic_resolution eos_token_id freeze_audio_model freeze_audio_projection
+            freeze_sound_encoder freeze_sound_projection freeze_vision_model freeze_vision_projection
+            fullatt_block_indexes has_sound hf_config hf_config_dict image_size input_size
+            language_max_sequence_length max_vision_cuda_graph_seq_length mm_tokens_per_image multimodal_attn_impl
+            multimodal_projector_bias num_position_embeddings out_hidden_size patch_size position_id_per_seconds
+            projector_bias projector_hidden_size radio_cpe_aspect_ratio_select radio_disable_cpe
+            radio_force_cpe_eval_mode radio_force_eval_mode radio_interpolate_only_cpe recompute_vision return_dict
+            seconds_per_chunk separate_video_embedder sound_config sound_hidden_size sound_model_type
+            sound_projection_hidden_size spatial_merge_size talker_config temporal_ckpt_compat temporal_patch_dim
+            temporal_patch_size thinker_config token2wav_config tokens_per_image understand_projector_stride
+            use_hf_vision_model use_mg_vit use_vision_backbone_fp8_arch vision_class_token_len vision_config
+            vision_cuda_graph_impl vision_cuda_graph_scope vision_dp_when_cp vision_model_type
+            vision_proj_ffn_hidden_size vision_projector_config vision_recompute_granularity
+            vision_recompute_method vision_recompute_num_layers vit_gradient_checkpointing
+            vision_transformer_config
+        """,
+        _TOKENS: """
+            audio_end_token_id audio_start_token_id audio_token_id ignore_index image_end_token_id
+            image_start_token_id image_token_id image_token_index img_end_token_id img_start_token_id
+            media_placeholder_token_id pad_token_id sound_context_token_id video_end_token_id
+            video_start_token_id video_token_id vision_end_token_id vision_start_token_id vision_token_id
+        """,
+        _ROTARY: """
+            apply_llama4_style_query_key_layer_scaling attn_logit_softcapping interleaved_attn_pattern
+            persist_layer_norm query_pre_attn_scalar seq_len_interpolation_factor yarn_mscale yarn_mscale_all_dim
+            yarn_rotary_scaling_factor
+        """,
+        _SUPPLIED: """
+            bias_dropout_add_fusion decoder_sparse_step fp4_param distill_submodule fp8_param_gather head_dim hf_model_id
+            hf_model_path hf_model_revision hf_text_config index_head_dim index_n_heads language_model_type layer_types
+            max_position_embeddings mlp_only_layers moe_intermediate_size mtp_enabled pipeline_dtype
+            pretrained_model_name tokenizer_type
+        """,
+    },
+    "optimizer": {
+        "numbers of the optimizer and its schedule": """
+            adaptive_muon_beta2 adaptive_muon_eps adaptive_muon_moment2_method grad_norm_skip_threshold
+            soap_precondition_frequency soap_shampoo_beta soap_use_kl_shampoo
+        """,
+        _CALLED: "timers",
+        "mixed precision, which is read from the model": "bf16 fp16",
+    },
+    "ddp": {
+        "how and when ranks talk, in buffers that are counted": """
+            fsdp_all_gather_in_start_param_sync megatron_fsdp_use_decoupled_grad
+        """,
+        _SUPPLIED: "delay_wgrad_compute fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag",
+    },
+    "dist": {
+        _RANKS: "enable_megatron_core_experimental external_gpu_device_mapping use_decentralized_pg",
+    },
+    "rerun_state_machine": {"logs, timers and profiles": "check_for_nan_in_loss"},
+    "train": {
+        "when training starts, stops, skips and evaluates": """
+            _train_iters_from_num_epochs check_optimizer_step_success num_epochs skip_sync_grad_norm_across_mp
+        """,
+    },
+    "scheduler": {
+        "numbers of the optimizer and its schedule": """
+            lr_decay_steps lr_warmup_steps max_steps wd_incr_steps wsd_decay_steps
+        """,
+    },
+    "dataset": {
+        _HOST: """
+            _processors _tokenizer add_extra_token_to_sequence blend blend_per_split cache_dir caption_key
+            context_parallel_size create_attention_mask data_path dataloader_load dataset_kwargs dataset_root
+            dataset_sampling defer_in_batch_packing_to_step defer_npy_index_mmap do_validation drop_last
+            drop_last_partial_validation_sequence encoder_patch_size encoder_seq_lengths fast_cache_load
+            fixed_pack_idx global_data_keys hf_data_files hf_dataset hf_dataset_name hf_dataset_path hf_output_root
+            hf_processor_path hf_rewrite hf_test_dataset hf_tokenizer_path hf_validation_dataset
+            hf_validation_proportion image_end_token image_size image_start_token image_token image_token_count
+            img_start_token_id in_batch_packing_pad_to_multiple_of max_packing_seqlen max_samples_per_sequence
+            max_train_samples memmap_workers micro_batch_size mock modality_columns modality_configs
+            modality_presence_prob num_base_examples num_images num_val_workers oversize_policy
+            packing_buffer_size pad_to_multiple_of patch_end_token patch_image_size patch_start_token
+            patch_start_token_id patch_token_count path path_to_cache persistent_workers pin_memory preprocess_fn
+            preprocessing processor_paths prompt random_seed repo_id sample_count seqlen_divisible_by
+            sequence_length sequence_parallel_size sequences_per_dataset shuffle_buffer_size source
+            special_token_ids split_matrix task_encoder test_source test_split text_column text_prompt
+            token_dtype_code tokenizer tokenizer_path train_split valid_split validation_source
+        """,
+    },
+    "logger": {
+        "logs, timers and profiles": """
+            comet_api_key comet_experiment_name comet_project comet_tags comet_workspace filter_warnings
+            log_interval log_runtime_to_tensorboard log_throughput_to_tensorboard memory_keys mlflow_description
+            mlflow_experiment mlflow_log_artifacts mlflow_run_name mlflow_tags mlflow_tracking_uri
+            modules_to_filter runtime_time_unit save_config_filepath set_level_for_all_loggers
+            skip_train_metrics_log throughput_window_size
+        """,
+    },
+    "tokenizer": {
+        "tokenizers: the size of the vocabulary is read": """
+            chat_template_path force_system_message hf_tokenizer_kwargs image_tag_type
+            make_vocab_size_divisible_by pad_vocab_size padded_vocab_size sp_tokenizer_kwargs
+            tensor_model_parallel_size use_tokenizer_vocab_size
+        """,
+    },
+    "checkpoint": {
+        "checkpoints: what is read and written between training steps": """
+            also_save_hf_checkpoint async_write_results_mp_mode custom_manager_class fully_parallel_load
+            fully_parallel_save hf_distributed_save hf_save_every_n_ranks hf_source_path hf_trust_remote_code
+            load_optim load_rng most_recent_k save_optim save_rng save_tokenizer_assets storage_writers_per_rank
+        """,
+    },
+    "ft": {
+        _RANKS: "simulate_fault simulated_fault_base_delay simulated_fault_rank simulated_fault_type",
+    },
+    "straggler": {"logs, timers and profiles": "enable_straggler_on_startup"},
+    "nvrx_straggler": {
+        "logs, timers and profiles": """
+            calc_individual_gpu_perf calc_relative_gpu_perf enable_logging enabled gpu_individual_perf_threshold
+            gpu_relative_perf_threshold logger_name num_gpu_perf_scores_to_print profiling_interval
+            report_time_interval stop_if_detected
+        """,
+    },
+    "profiling": {"logs, timers and profiles": "use_nsys_profiler"},
+    "peft": {
+        "numbers in a kernel whose tensors are the same": """
+            alpha dropout_position lora_A_init_method lora_B_init_method
+        """,
+        _SUPPLIED: """
+            _alias_matches _alias_to_pattern _pattern_to_alias a2a_experimental canonical_mapping params_to_save
+        """,
+        _TOWER: "freeze_vision_model freeze_vision_projection",
+    },
+    "mixed_precision": {
+        "the dtype of autocast, which Megatron's models do not use": "autocast_dtype autocast_enabled",
+        _SUPPLIED: "pipeline_dtype",
+    },
+    "tensor_inspect": {
+        "details of an option that is listed where it is set": """
+            _feature_dirs_from_default allow_custom_feature_dirs feature_dirs features init_training_step log_dir
+        """,
+    },
+    "inprocess_restart": {
+        _RANKS: """
+            active_world_size barrier_timeout completion_timeout empty_cuda_cache enabled granularity hard_timeout
+            heartbeat_interval heartbeat_timeout last_call_wait max_iterations max_rank_faults
+            monitor_process_interval monitor_process_logdir monitor_thread_interval progress_watchdog_interval
+            soft_timeout termination_grace_time
+        """,
+    },
+}
+
+#: Part -> field -> why it is harmless.
+HARMLESS: dict[str, dict[str, str]] = {
+    part: {name: reason for reason, names in reasons.items() for name in names.split()}
+    for part, reasons in REASONS.items()
+}
+
+#: Arguments of these names are something else in a container.
+_NOT_THE_ARGUMENT = _names("use_checkpoint_args use_mp_args_from_checkpoint_args")
+
+
+def gap_of(part: str, field: str) -> Unmodelled | None:
+    """What is not counted of a field; None where it is read, harmless or not known."""
+    if field in READ.get(part, ()) or field in HARMLESS.get(part, ()) or field in _NOT_THE_ARGUMENT:
+        return None
+    return GAPS.get(part, {}).get(field) or GAPS_OF_ARGUMENTS.get(field)
+
+
+def known(part: str, field: str) -> bool:
+    """Whether a field is read, listed where it is set, or harmless."""
+    return (
+        field in READ.get(part, ())
+        or field in GAPS.get(part, {})
+        or field in HARMLESS.get(part, {})
+        or field in GAPS_OF_ARGUMENTS
+        or field in HARMLESS_ARGUMENTS
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Model providers and layer specs
+# ---------------------------------------------------------------------------------------------------------------
+
+#: Providers (and Bridge's newer model configs) whose text model is what their config says -> the fields that hold the
+#: configs of towers of other modalities. A class that is derived from one and makes no model of its own is one.
+PROVIDERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        """
+        GPTModelProvider MLAModelProvider HybridModelProvider MambaModelProvider LlamaNemotronHeterogeneousProvider
+        GemmaModelProvider Gemma2ModelProvider Gemma3ModelProvider OlMoEModelProvider ExaoneMoeModelProvider
+        MistralModelProvider MiniMaxM3ModelProvider SarvamMLAModelProvider SarvamMoEModelProvider GPTOSSProvider
+        GPTModelConfig HybridModelConfig DistillationProvider
+        """.split(),
+        (),
+    ),
+    **dict.fromkeys(
+        """
+        Qwen25VLModelProvider Qwen3VLModelProvider Qwen3VLMoEModelProvider Qwen35VLModelProvider
+        Qwen35VLMoEModelProvider GLM45VModelProvider Gemma3VLModelProvider Exaone45ModelProvider
+        Ernie45VLModelProvider KimiK25VLModelProvider MiniMaxM3VLModelProvider
+        """.split(),
+        ("vision_config",),
+    ),
+    "Ministral3ModelProvider": ("hf_config.vision_config",),
+    "Qwen2AudioModelProvider": ("hf_config.audio_config",),
+    "Qwen25OmniModelProvider": ("thinker_config.vision_config", "thinker_config.audio_config"),
+    "Qwen3OmniModelProvider": ("thinker_config.vision_config", "thinker_config.audio_config"),
+    "Qwen3ASRModelProvider": ("thinker_config.audio_config",),
+    "NemotronVLModelProvider": ("vision_model_type",),
+    "NemotronOmniModelProvider": ("vision_model_type", "sound_config"),
+    "NemotronNano12Bv2VLModelProvider": ("vision_model_type",),
+}
+#: Providers of models that no block here describes -> what they are.
+REFUSED: dict[str, str] = {
+    "T5ModelProvider": "encoder-decoder models are not estimated, use a decoder model",
+    "FluxProvider": "diffusion models are not estimated",
+    "WanModelProvider": "diffusion models are not estimated",
+    "LLaDA15ModelProvider": "diffusion models of language are not estimated",
+    "NemotronLabsDiffusionModelProvider": "diffusion models of language are not estimated",
+    "FalconH1ModelProvider": "layers of attention and Mamba side by side are not estimated",
+    "Gemma4DenseProvider": "Gemma 4's attention and its embeddings layer by layer are not estimated",
+    "Gemma4ModelProvider": "Gemma 4's attention and its experts beside an MLP are not estimated",
+    "MiMoV2FlashModelProvider": "attention of other sizes in sliding layers is not estimated",
+    "Step35ModelProvider": "attention of other sizes in sliding layers is not estimated",
+    "MegatronMIMOProvider": "models of several parts, each with ranks of its own, are not estimated",
+}
+
+#: Layer specs whose modules are megatron-core's own.
+PLAIN_LAYER_SPECS = _names(
+    """
+    default_layer_spec transformer_engine_layer_spec get_gpt_decoder_block_spec
+    get_gpt_layer_with_transformer_engine_spec get_transformer_block_with_experimental_attention_variant_spec
+    heterogeneous_layer_spec get_gpt_heterogeneous_layer_spec get_default_mamba_stack_spec
+    transformer_engine_mamba_stack_spec get_default_hybrid_stack_spec transformer_engine_hybrid_stack_spec
+    _build_exaone_moe_layer_spec
+    """
+)
+LOCAL_LAYER_SPECS = _names("local_layer_spec get_gpt_layer_local_spec")
+POST_LAYERNORM_SPECS = _names("gemma2_layer_spec gemma3_layer_spec")
+FULL_QK_SPECS = _names("olmoe_layer_spec")
+#: Layer specs that hold megatron-core's weights in their places, or in others -> what else they do.
+OTHER_LAYER_SPECS: dict[str, tuple[Effect, str]] = {
+    # models/gemma/gemma2_provider.py: Gemma2DotProductAttention keeps the scores of every head where FlexAttention
+    # does not run.
+    "gemma2_layer_spec": (EITHER, "Gemma 2's own attention, which may keep the scores of every head"),
+    # models/exaone/exaone4/exaone4_provider.py: DotProductAttention of megatron-core.
+    "exaone4_layer_spec": (UP, "megatron-core's own attention, which keeps the scores of every head"),
+    "exaone_45_transformer_layer_spec": (UP, "megatron-core's own attention, which keeps the scores of every head"),
+    # models/ministral3/ministral3_provider.py: MinistralTEDotProductAttention scales the queries.
+    "ministral_layer_spec": (UP, "scaled copies of the queries"),
+    # models/minimax_m3/minimax_m3_bridge.py: MiniMaxM3TopKRouter, whose weights and input are fp32.
+    "minimax_m3_block_spec": (UP, "the router's weights in fp32, and its fp32 copy of the tokens"),
+}
+#: Of those, the ones whose norms follow the linears instead of going before them.
+NORM_AFTER_SPECS = _names("exaone4_layer_spec exaone_45_transformer_layer_spec")
+#: Those whose MTP depths have a dense feed-forward block though the last layer has experts.
+DENSE_MTP_SPECS = _names("_build_exaone_moe_layer_spec")
