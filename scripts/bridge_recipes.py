@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,11 +65,92 @@ _UNSET: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"rope_scaling": {"rope_theta": 1e4, "factor": 16, "original_max_position_embeddings": 65536}},
 }
 
+#: Published sizes that differ from the class's defaults: a part of the hub name, and what its config.json says. A preset
+#: stands for the text model that has its sizes.
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen3-VL-30B-A3B": {"text_config": "Qwen/Qwen3-30B-A3B"},
+    "Qwen3-VL-235B-A22B": {"text_config": "Qwen/Qwen3-235B-A22B"},
+    "Qwen3-Omni-30B-A3B": {"thinker_config.text_config": "Qwen/Qwen3-30B-A3B"},
+    "Qwen3.5-397B-A17B": {
+        "text_config": {
+            "num_hidden_layers": 60, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "hidden_size": 4096, "num_attention_heads": 32, "num_experts": 512, "num_experts_per_tok": 10,
+            "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024, "linear_num_value_heads": 64,
+            "vocab_size": 248320,
+        },
+    },
+    "Nemotron-3-Super-120B-A12B": {
+        "": {
+            "layers_block_type": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+            "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 2, "n_routed_experts": 512,
+            "num_experts_per_tok": 22, "moe_latent_size": 1024, "moe_intermediate_size": 2688,
+            "moe_shared_expert_intermediate_size": 5376, "num_nextn_predict_layers": 1,
+        },
+    },
+}  # fmt: skip
+_BLOCKS = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
+#: Models whose class's defaults say nothing of them.
+_UNPUBLISHED = ("Nemotron-3-Ultra",)
+
 
 def model_type_of(name: str) -> str | None:
     """The class of transformers whose defaults stand in for the config of a hub name; None: there is none."""
+    if any(part in name for part in _UNPUBLISHED):
+        return None
     return next((kind for part, kind in _MODEL_TYPES.items() if part in name), None)
 
+
+def stand_in(name: str, kind: str) -> Any:
+    """A config of the class's defaults with what is published of the model of that hub name."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[kind]()
+    config.architectures = [_ARCHITECTURES[kind]]
+    for key, value in _UNSET.get(kind, {}).items():
+        *path, last = key.split(".")
+        setattr(reduce(getattr, path, config), last, value)
+    for part, published in _PUBLISHED.items():
+        if part not in name:
+            continue
+        for where, sizes in published.items():
+            target = reduce(getattr, where.split("."), config) if where else config
+            if isinstance(sizes, str):
+                preset = json.loads((PRESETS / f"{sizes.replace('/', '__')}.json").read_text())
+                sizes = {key: value for key, value in preset.items() if key in _TEXT_SIZES}
+            sizes = dict(sizes)
+            pattern = sizes.get("layers_block_type")
+            if pattern:
+                sizes["layers_block_type"] = [_BLOCKS[letter] for letter in pattern]
+            if "layer_types" in sizes:
+                sizes["layer_types"] = sizes["layer_types"] * (sizes["num_hidden_layers"] // len(sizes["layer_types"]))
+            for key, value in sizes.items():
+                setattr(target, key, value)
+    return config
+
+
+#: What a text model's preset says of another with its sizes.
+_TEXT_SIZES = (
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok", "vocab_size",
+)  # fmt: skip
+
+
+@cache
+def vocabulary_of(name: str) -> int | None:
+    """Rows of the vocabulary of a hub name's tokenizer, as far as its config is at hand."""
+    preset = PRESETS / f"{name.replace('/', '__')}.json"
+    if preset.exists():
+        size = json.loads(preset.read_text())["vocab_size"]
+    else:
+        kind = "nemotron_h" if "nemotron" in name.lower() else model_type_of(name)
+        if kind is None:
+            return None
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        if kind not in CONFIG_MAPPING:
+            return None
+        size = getattr(stand_in(name, kind).get_text_config(), "vocab_size", None)
+    return int(size) if size else None
 
 class ConfigNotAtHand(Exception):
     """The recipe's Hugging Face config is not among the presets."""
@@ -101,12 +182,7 @@ def bridge_on_cpu() -> Iterator[Any]:
             kind = model_type_of(name)
             if kind is None or kind not in CONFIG_MAPPING:
                 raise ConfigNotAtHand(str(path))
-            config = CONFIG_MAPPING[kind]()
-            config.architectures = [_ARCHITECTURES[kind]]
-            for key, value in _UNSET.get(kind, {}).items():
-                *path, last = key.split(".")
-                setattr(reduce(getattr, path, config), last, value)
-            return config
+            return stand_in(name, kind)
         target = Path(folder.name) / preset.stem
         target.mkdir(exist_ok=True)
         text = preset.read_text()
@@ -153,11 +229,10 @@ def build(recipe: Callable[..., Any]) -> Any:
     if hasattr(config.model, "gradient_accumulation_fusion"):
         config.model.gradient_accumulation_fusion = True
     tokenizer = getattr(config.tokenizer, "tokenizer_model", None)
-    preset = PRESETS / f"{str(tokenizer).replace('/', '__')}.json"
-    if config.model.vocab_size is None and preset.exists():
+    if config.model.vocab_size is None and tokenizer:
         # Bridge takes it from the tokenizer, which is not here; the config of the same name has it.
-        config.model.vocab_size = json.loads(preset.read_text())["vocab_size"]
-        config.model.should_pad_vocab = True
+        config.model.vocab_size = vocabulary_of(str(tokenizer))
+        config.model.should_pad_vocab = config.model.vocab_size is not None
     return config
 
 
