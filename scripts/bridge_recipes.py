@@ -1,20 +1,24 @@
-"""Estimate every pretraining recipe of the installed Megatron Bridge and write references/bridge_recipes.md.
+"""Estimate every recipe of the installed Megatron Bridge (pretrain, sft, peft) and write references/bridge_recipes.md.
 
-    python scripts/bridge_recipes.py [--write references/bridge_recipes.md] [--only llama3_8b ...]
+    python scripts/bridge_recipes.py [--write | --check] [--only llama3_8b ...]
 
-Runs on a CPU: Hugging Face configs come from the package's presets instead of the hub, and CUDA-only packages are
-stubbed by tests/bridge_stubs.py. A recipe whose config is not among the presets is listed as such.
+``--check`` writes nothing: it exits 1, with a diff, where the file that is committed says something else. Runs on a
+CPU: Hugging Face configs come from the package's presets instead of the hub, and CUDA-only packages are stubbed by
+tests/bridge_stubs.py. A config that is not among the presets is its class's defaults, and its rows say so.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import json
+import logging
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, reduce
 from pathlib import Path
@@ -23,7 +27,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = ROOT / "bridge_memory" / "readers" / "presets"
+TABLE = ROOT / "references" / "bridge_recipes.md"
 GIB = 1 << 30
+#: How the estimate's remarks begin that name something that is not modelled.
+MISSING = "not modelled: "
+#: Parts of a container that make one recipe another.
+SAME = (
+    "model", "optimizer", "ddp", "dist", "train", "dataset", "mixed_precision", "comm_overlap", "peft", "env_vars",
+)  # fmt: skip
 #: The recipes are written for these cards; capability and name are asked for by the MoE dispatchers.
 DEVICE = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * GIB)
 
@@ -65,8 +76,8 @@ _UNSET: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"rope_scaling": {"rope_theta": 1e4, "factor": 16, "original_max_position_embeddings": 65536}},
 }
 
-#: Published sizes that differ from the class's defaults: a part of the hub name, and what its config.json says. A preset
-#: stands for the text model that has its sizes.
+#: Published sizes that differ from the class's defaults: a part of the hub name, and what its config.json says. A
+#: preset stands for the text model that has its sizes.
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3-VL-30B-A3B": {"text_config": "Qwen/Qwen3-30B-A3B"},
     "Qwen3-VL-235B-A22B": {"text_config": "Qwen/Qwen3-235B-A22B"},
@@ -81,7 +92,9 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "Nemotron-3-Super-120B-A12B": {
         "": {
-            "layers_block_type": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+            "layers_block_type": (
+                "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+            ),
             "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 2, "n_routed_experts": 512,
             "num_experts_per_tok": 22, "moe_latent_size": 1024, "moe_intermediate_size": 2688,
             "moe_shared_expert_intermediate_size": 5376, "num_nextn_predict_layers": 1,
@@ -152,6 +165,10 @@ def vocabulary_of(name: str) -> int | None:
         size = getattr(stand_in(name, kind).get_text_config(), "vocab_size", None)
     return int(size) if size else None
 
+#: Hub names for which a class's defaults stood in, of the recipe that is being built.
+_STOOD_IN: list[str] = []
+
+
 class ConfigNotAtHand(Exception):
     """The recipe's Hugging Face config is not among the presets."""
 
@@ -182,6 +199,8 @@ def bridge_on_cpu() -> Iterator[Any]:
             kind = model_type_of(name)
             if kind is None or kind not in CONFIG_MAPPING:
                 raise ConfigNotAtHand(str(path))
+            if not any(part in name for part in _PUBLISHED):
+                _STOOD_IN.append(name)
             return stand_in(name, kind)
         target = Path(folder.name) / preset.stem
         target.mkdir(exist_ok=True)
@@ -194,6 +213,13 @@ def bridge_on_cpu() -> Iterator[Any]:
             cls = CONFIG_MAPPING["deepseek_v3"] if fields["model_type"] == "kimi_k2" else transformers.PretrainedConfig
             return cls(**fields)
 
+    def tokenizer(path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As many words as the config of that name has: a recipe asks for no more."""
+        size = vocabulary_of(str(path))
+        if size is None:
+            raise OSError(f"the tokenizer of {path} is not at hand")
+        return range(size)
+
     saved: list[tuple[Any, str, Any]] = []
 
     def patch(holder: Any, key: str, value: Any) -> None:
@@ -204,6 +230,7 @@ def bridge_on_cpu() -> Iterator[Any]:
         if hasattr(module, "safe_load_config_with_retry"):
             patch(module, "safe_load_config_with_retry", load)
     patch(transformers.AutoConfig, "from_pretrained", load)
+    patch(transformers.AutoTokenizer, "from_pretrained", tokenizer)
     patch(torch.cuda, "get_device_properties", lambda *a, **k: DEVICE)
     patch(torch.cuda, "get_device_capability", lambda *a, **k: (DEVICE.major, DEVICE.minor))
     patch(torch.cuda, "get_device_name", lambda *a, **k: DEVICE.name)
@@ -236,46 +263,89 @@ def build(recipe: Callable[..., Any]) -> Any:
     return config
 
 
+def experts_divide_tensors(config: Any) -> int:
+    """The expert tensor parallel size that an unset one becomes (``BRIDGE_EXPERTS_OUTSIDE_TP``)."""
+    import megatron.bridge
+
+    from bridge_memory.releases import BRIDGE_EXPERTS_OUTSIDE_TP, release_in
+
+    m = config.model
+    here = release_in(megatron.bridge.__version__)
+    outside = here is None or here >= BRIDGE_EXPERTS_OUTSIDE_TP
+    return 1 if outside and m.expert_model_parallel_size > 1 else int(m.tensor_model_parallel_size)
+
+
 def smallest_world(config: Any) -> int:
     """GPUs of one replica, times what EP needs: the smallest job that the recipe can be."""
     m = config.model
     dense = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
-    etp = m.expert_tensor_parallel_size or m.tensor_model_parallel_size
+    etp = m.expert_tensor_parallel_size or experts_divide_tensors(config)
     experts = etp * m.expert_model_parallel_size * m.pipeline_model_parallel_size
     world = dense
     while world % experts:
         world += dense
-    return world
+    return int(world)
+
+
+def world_of(config: Any, names: Iterable[str]) -> int:
+    """The number of GPUs that a recipe's name says, else the smallest job."""
+    said = [int(found[1]) for name in names if (found := re.search(r"_(\d+)gpu_", name))]
+    return said[0] if said else smallest_world(config)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="write the table to this file instead of standard output")
+    parser.add_argument("--write", action="store_true", help=f"write the table to {TABLE.relative_to(ROOT)}")
+    parser.add_argument("--check", action="store_true", help="compare it with what is committed; exit 1 if it differs")
     parser.add_argument("--only", nargs="*", help="recipes whose name starts with one of these")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from bridge_memory.spec import SpecError
-
-    rows = []
+    # What is found out on the way is said on standard error; it is no part of the table.
+    logging.disable(logging.WARNING)
     with bridge_on_cpu() as recipes:
-        for name in recipe_names(recipes):
-            if args.only and not name.startswith(tuple(args.only)):
-                continue
-            try:
-                config = build(getattr(recipes, name))
-            except ConfigNotAtHand as missing:
-                rows.append((name, f"| | | | | its config `{missing}` is not among the presets |"))
-                continue
-            try:
-                rows.append((name, estimate_row(config)))
-            except SpecError as error:
-                rows.append((name, f"| | | | | refused: {error} |"))
-    text = table(rows)
+        names = [n for n in recipe_names(recipes) if not args.only or n.startswith(tuple(args.only))]
+        text = table(grouped(recipes, names))
+    if args.check:
+        committed = TABLE.read_text()
+        diff = list(
+            difflib.unified_diff(committed.splitlines(), text.splitlines(), "committed", "generated", lineterm="")
+        )
+        print("\n".join(diff[:200]))
+        return int(bool(diff))
     if args.write:
-        args.write.write_text(text)
+        TABLE.write_text(text)
     else:
         print(text, end="")
     return 0
+
+
+def grouped(recipes: Any, names: list[str]) -> list[tuple[list[str], str]]:
+    """(recipes with equal containers, the rest of their row), in the order of the names."""
+    groups: dict[str, list[str]] = {}
+    # What a group's row is made of: why there is none, or the container and the names of stood-in configs.
+    found: dict[str, str | tuple[Any, tuple[str, ...]]] = {}
+    for name in names:
+        _STOOD_IN.clear()
+        try:
+            config = build(getattr(recipes, name))
+        except ConfigNotAtHand as missing:
+            key = f"its config `{missing}` is not at hand"
+            found[key] = f"| | | | | {key} |"
+        except (AttributeError, NotImplementedError, OSError) as refusal:
+            key = f"Megatron Bridge does not build it: {str(refusal).splitlines()[0]}"
+            found[key] = f"| | | | | {key} |"
+        else:
+            # Addresses of functions and hooks say nothing.
+            said = " ".join(repr(getattr(config, part, None)) for part in SAME)
+            key = re.sub(r" at 0x[0-9a-f]+", "", said)
+            found.setdefault(key, (config, tuple(_STOOD_IN)))
+        groups.setdefault(key, []).append(name)
+    rows = []
+    for key, aliases in groups.items():
+        what = found[key]
+        row = what if isinstance(what, str) else estimate_row(what[0], world_of(what[0], aliases), what[1])
+        rows.append((aliases, row))
+    return rows
 
 
 def layout_words(config: Any, world: int) -> str:
@@ -292,32 +362,41 @@ def layout_words(config: Any, world: int) -> str:
     return f"{world} GPUs {' '.join(words)}".strip()
 
 
-def estimate_row(config: Any) -> str:
-    from bridge_memory.theoretical_memory_utils import estimate_training_memory, estimate_training_memory_by_stage
+def estimate_row(config: Any, world: int, stood_in: tuple[str, ...] = ()) -> str:
+    """Layout, Bridge's total, table2 and inventory by stage, and what is missing of it or why it is refused."""
+    from bridge_memory.spec import SpecError
+    from bridge_memory.theoretical_memory_utils import estimate_training_memory_by_stage
 
-    world = smallest_world(config)
     config.world_size = world
     batch = config.train.global_batch_size
     m = config.model
-    replicas = world // (
-        m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
-    )
+    replicas = world // (m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size)
     microbatches = batch // (config.train.micro_batch_size * replicas) if batch else None
     config.data_parallel_size = replicas  # as validate() sets it; Bridge counts 1 where it is not set
-    theirs = estimate_training_memory(config, microbatches)
-    table2 = estimate_training_memory_by_stage(config, microbatches, method="table2")
-    ours = estimate_training_memory_by_stage(config, microbatches)
-
-    def stages(estimates: Any) -> str:
-        return " ".join(f"{e.total_memory_gb:.1f}" for e in estimates)
-
+    notes = [f"the config of `{name}` is its class's defaults" for name in dict.fromkeys(stood_in)]
+    cells = []
+    for method in ("table2", "inventory"):
+        try:
+            # The inventory divides the recipe's own batch, and refuses what Bridge would.
+            given = microbatches if method == "table2" else None
+            estimates = estimate_training_memory_by_stage(config, given, method=method)
+        except SpecError as error:
+            cells.append("refused")
+            if method == "inventory" or not str(error):
+                notes.insert(0, f"refused: {error}")
+            continue
+        cells.append(" ".join(f"{e.total_memory_gb:.1f}" for e in estimates))
+        if method == "inventory":
+            found = [a.removeprefix(MISSING) for a in estimates[0].assumptions if a.startswith(MISSING)]
+            if found:
+                notes.append("not modelled: " + ", ".join(dict.fromkeys(f.split(":")[0] for f in found)))
     return (
-        f"| {layout_words(config, world)} | {bridge_itself(config, replicas, microbatches):.1f} "
-        f"| {theirs.total_memory_gb:.1f} | {stages(table2)} | {stages(ours)} |"
+        f"| {layout_words(config, world)} | {bridge_itself(config, replicas, microbatches)} | {cells[0]} | {cells[1]} "
+        f"| {'; '.join(notes).replace('|', '/')} |"
     )
 
 
-def bridge_itself(config: Any, replicas: int, microbatches: int | None) -> float:
+def bridge_itself(config: Any, replicas: int, microbatches: int | None) -> str:
     """GiB by the installed release's own functions, on a container as ``validate()`` leaves it."""
     import copy
 
@@ -326,29 +405,43 @@ def bridge_itself(config: Any, replicas: int, microbatches: int | None) -> float
     seen = copy.copy(config)
     seen.model, seen.data_parallel_size = copy.copy(config.model), replicas
     m = seen.model
-    m.kv_channels = m.kv_channels or m.hidden_size // m.num_attention_heads
-    m.ffn_hidden_size = m.ffn_hidden_size or 4 * m.hidden_size
-    if m.vocab_size is None:
-        m.vocab_size, m.should_pad_vocab = config.tokenizer.vocab_size, True
-    nbytes = bridge.compute_weight_and_optimizer_memory(seen)
-    nbytes += bridge.compute_activation_memory(seen, num_microbatches=microbatches)
-    return float(nbytes) / GIB
+    try:
+        m.kv_channels = m.kv_channels or m.hidden_size // m.num_attention_heads
+        m.ffn_hidden_size = m.ffn_hidden_size or 4 * m.hidden_size
+        if m.vocab_size is None:
+            m.vocab_size, m.should_pad_vocab = config.tokenizer.vocab_size, True
+        nbytes = bridge.compute_weight_and_optimizer_memory(seen)
+        nbytes += bridge.compute_activation_memory(seen, num_microbatches=microbatches)
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError, AssertionError) as error:
+        return f"{type(error).__name__}"
+    return f"{float(nbytes) / GIB:.1f}"
 
 
-def table(rows: list[tuple[str, str]]) -> str:
-    head = """# Megatron Bridge's pretraining recipes
+def table(rows: list[tuple[list[str], str]]) -> str:
+    import megatron.bridge
+    import megatron.core
 
-Generated by `scripts/bridge_recipes.py` from the installed megatron-bridge; do not edit. GiB on one GPU. Each recipe
-runs on its smallest world (one replica, or what its expert parallelism needs) with its own batch, so optimizer state
-is sharded as little as it can be. "0.3.1" is what that release's own functions return; "drop-in" is our default method,
-which follows its documented successor (experts, context parallelism, uneven stages: largest dense part + largest expert
-part + first stage's activations); "table2" are the same closed forms by pipeline stage; "inventory" is this project's
-peak by stage. Fusions that need a GPU's packages are taken as available.
+    recipes = sum(len(names) for names, _ in rows)
+    estimated = sum(len(names) for names, row in rows if re.search(r"[\d.]+ \|[^|]*\|$", row))
+    head = f"""# Megatron Bridge's recipes
 
-| recipe | layout | 0.3.1 | drop-in | table2 by stage | inventory by stage |
-|---|---|---:|---:|---|---|
+Generated by `scripts/bridge_recipes.py --write` from megatron-bridge {megatron.bridge.__version__} and megatron-core
+{megatron.core.__version__}; do not edit. GiB on one GPU. Of {recipes} recipes the inventory estimates {estimated}; the
+others are refused by the name of what is not known, or of what Megatron itself refuses. A recipe runs on the number of
+GPUs that its name says, else on its smallest world (one replica, or what its expert parallelism needs), with its own
+batch.
+Recipes with equal containers are one row. "Bridge" is what the release's own functions return, or the error that they
+end with; "table2" are its closed forms by pipeline stage; "inventory" is this project's peak by stage, without the
+sizes of what the last column lists. Fusions that need a GPU's packages are taken as available.
+
+| recipe | layout | Bridge | table2 by stage | inventory by stage | remarks |
+|---|---|---:|---|---|---|
 """
-    return head + "".join(f"| {name.removesuffix('_pretrain_config')} {row}\n" for name, row in rows)
+    lines = []
+    for names, row in rows:
+        short = sorted((name.removesuffix("_config") for name in names), key=lambda n: (len(n), n))
+        lines.append(f"| {', '.join(f'`{name}`' for name in short)} {row}\n")
+    return head + "".join(lines)
 
 
 if __name__ == "__main__":

@@ -240,10 +240,9 @@ class _Views:
             self.ddp.lay_over({"overlap_param_gather": True})
         if self.fsdp:
             self.optimizer.lay_over({"reuse_grad_buf_for_mxfp8_param_ag": False})
-        in_batch = bool(_get(dataset, "enable_in_batch_packing", False))
+        in_batch, packed = _packing(dataset)
         if in_batch and _get(model, "pipeline_model_parallel_size", 1) > 1:
             model.lay_over({"variable_seq_lengths": True})
-        packed = in_batch or bool(_get(dataset, "enable_offline_packing", False))
         hybridep = _get(model, "moe_token_dispatcher_type") == "flex" and (
             _get(model, "moe_flex_dispatcher_backend") == "hybridep"
         )
@@ -666,11 +665,27 @@ def _environment(config: Any, gpu_arch: str, running: Running) -> dict[str, Any]
     return fields
 
 
+def _pack_size(dataset: Any) -> int:
+    """Tokens of a pack that the data were put into beforehand; 0: they were not."""
+    # Bridge 0.6's words, then those before.
+    specs = _get(dataset, "offline_packing_specs") if _get(dataset, "enable_offline_packing", False) else None
+    specs = specs or _get(dataset, "packed_sequence_specs")
+    size = getattr(specs, "packed_sequence_size", 0)
+    return max(0, size) if isinstance(size, int) else 0
+
+
+def _packing(dataset: Any) -> tuple[bool, bool]:
+    """(whether the sequences of a micro batch are joined to one, whether they are that or packed beforehand)."""
+    in_batch = bool(_get(dataset, "enable_in_batch_packing", False) or _get(dataset, "pack_sequences_in_batch", False))
+    return in_batch, in_batch or _pack_size(dataset) > 0
+
+
 def _assumptions(config: Any) -> tuple[str, ...]:
     """What the container leaves open and the estimate takes for granted."""
     out = []
     dataset, model = getattr(config, "dataset", None), container_part(config, "model")
-    if _get(dataset, "enable_in_batch_packing", False) or _get(dataset, "enable_offline_packing", False):
+    _, packed = _packing(dataset)
+    if packed:
         out.append("packed sequences fill every micro batch: micro_batch_size x seq_length tokens")
     elif getattr(dataset, "pad_to_max_length", None) is False and not (
         _get(model, "pipeline_model_parallel_size", 1) > 1 or _get(model, "expert_model_parallel_size", 1) > 1
@@ -703,6 +718,10 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
     for name in _get(model, "recompute_modules", ()):
         if name in _RECOMPUTED_ELSEWHERE:
             out.append(Gap(f"model.recompute_modules ({name}): {_RECOMPUTED_ELSEWHERE[name]}", Effect.DOWN))
+    dataset = getattr(config, "dataset", None)
+    packs = _pack_size(dataset)
+    if packs not in (0, _get(view.model, "seq_length")):
+        out.append(Gap(f"dataset: packs of {packs} tokens, counted as seq_length tokens", Effect.EITHER))
     peft = getattr(config, "peft", None)
     if peft is not None and type(peft).__name__ not in ("LoRA", "VLMLoRA"):
         out.append(

@@ -69,7 +69,8 @@ def tower_gaps(model: Any) -> Iterator[Gap]:
             tower = getattr(tower, key, None)
         if tower is None:
             continue
-        yield Gap(f"model.{path}: a tower of another modality{_size(tower)}; the text model alone is counted", Effect.UP)
+        what = f"a tower of another modality{_size(tower)}; the text model alone is counted"
+        yield Gap(f"model.{path}: {what}", Effect.UP)
     if not provider:
         for path in ("vision_config", "vision_transformer_config"):
             if getattr(model, path, None):

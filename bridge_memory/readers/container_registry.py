@@ -15,6 +15,10 @@ from bridge_memory.spec.gaps import Effect
 UP, DOWN, EITHER, UNKNOWN = Effect.UP, Effect.DOWN, Effect.EITHER, Effect.UNKNOWN
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -42,45 +46,44 @@ READ: dict[str, frozenset[str]] = {
         linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
         linear_value_head_dim make_vocab_size_divisible_by mamba_chunk_size mamba_head_dim mamba_num_groups
         mamba_num_heads mamba_stack_spec mamba_state_dim masked_softmax_fusion microbatch_group_size_per_vp_stage
-        moe_apply_probs_on_input moe_aux_loss_coeff moe_enable_deepep moe_expert_capacity_factor
-        moe_ffn_hidden_size moe_flex_dispatcher_backend moe_grouped_gemm moe_latent_size moe_layer_freq
-        moe_layer_recompute moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_dtype
-        moe_router_enable_expert_bias moe_router_fusion moe_router_group_topk moe_router_load_balancing_type
-        moe_router_num_groups moe_router_score_function moe_router_topk moe_shared_expert_gate
-        moe_shared_expert_intermediate_size moe_shared_expert_overlap moe_token_dispatcher_type
-        mtp_hybrid_override_pattern mtp_num_layers mtp_use_repeated_layer multi_latent_attention normalization
-        num_attention_heads num_layers num_layers_at_end_in_bf16 num_layers_at_start_in_bf16
-        num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage num_moe_experts num_query_groups
-        offload_modules overlap_moe_expert_parallel_comm params_dtype per_block_parameters
-        pipeline_model_parallel_layout pipeline_model_parallel_size position_embedding_type q_lora_rank qk_head_dim
-        qk_l2_norm qk_layernorm qk_pos_emb_head_dim recompute_granularity recompute_method recompute_modules
-        recompute_num_layers rotary_percent seq_length sequence_parallel share_embeddings_and_output_weights
-        should_pad_vocab softmax_type tensor_model_parallel_size transformer_impl transformer_layer_spec
-        use_fused_weighted_squared_relu use_kitchen use_transformer_engine_op_fuser v_head_dim
-        virtual_pipeline_model_parallel_size vocab_size window_attn_skip_freq window_size
+        moe_apply_probs_on_input moe_aux_loss_coeff moe_enable_deepep moe_expert_capacity_factor moe_ffn_hidden_size
+        moe_flex_dispatcher_backend moe_grouped_gemm moe_latent_size moe_layer_freq moe_layer_recompute
+        moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_dtype moe_router_enable_expert_bias
+        moe_router_fusion moe_router_group_topk moe_router_load_balancing_type moe_router_num_groups
+        moe_router_score_function moe_router_topk moe_shared_expert_gate moe_shared_expert_intermediate_size
+        moe_shared_expert_overlap moe_token_dispatcher_type mtp_hybrid_override_pattern mtp_num_layers
+        mtp_use_repeated_layer multi_latent_attention normalization num_attention_heads num_layers
+        num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 num_layers_in_first_pipeline_stage
+        num_layers_in_last_pipeline_stage num_moe_experts num_query_groups offload_modules
+        overlap_moe_expert_parallel_comm params_dtype per_block_parameters pipeline_model_parallel_layout
+        pipeline_model_parallel_size position_embedding_type q_lora_rank qk_head_dim qk_l2_norm qk_layernorm
+        qk_pos_emb_head_dim recompute_granularity recompute_method recompute_modules recompute_num_layers
+        rotary_percent seq_length sequence_parallel share_embeddings_and_output_weights should_pad_vocab softmax_type
+        tensor_model_parallel_size transformer_impl transformer_layer_spec use_fused_weighted_squared_relu use_kitchen
+        use_transformer_engine_op_fuser v_head_dim virtual_pipeline_model_parallel_size vocab_size
+        window_attn_skip_freq window_size
         """
     ),
     "optimizer": _names(
         """
         exp_avg_dtype exp_avg_sq_dtype fp8_recipe main_grads_dtype main_params_dtype optimizer optimizer_cpu_offload
-        optimizer_offload_fraction overlap_param_gather sgd_momentum store_param_remainders
-        use_distributed_optimizer use_layer_wise_distributed_optimizer use_precision_aware_optimizer
+        optimizer_offload_fraction overlap_param_gather sgd_momentum store_param_remainders use_distributed_optimizer
+        use_layer_wise_distributed_optimizer use_precision_aware_optimizer
         """
     ),
     "ddp": _names(
         """
-        bucket_size data_parallel_sharding_strategy fp8_param_gather grad_reduce_in_fp32
-        megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype num_distributed_optimizer_instances
-        overlap_grad_reduce overlap_param_gather suggested_communication_unit_size use_custom_fsdp
-        use_distributed_optimizer use_megatron_fsdp
+        bucket_size data_parallel_sharding_strategy fp8_param_gather grad_reduce_in_fp32 megatron_fsdp_grad_comm_dtype
+        megatron_fsdp_main_grads_dtype num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather
+        suggested_communication_unit_size use_custom_fsdp use_distributed_optimizer use_megatron_fsdp
         """
     ),
     "dist": _names("use_megatron_fsdp use_torch_fsdp2"),
     "train": _names("global_batch_size micro_batch_size"),
     "dataset": _names(
         """
-        enable_in_batch_packing enable_offline_packing offline_packing_specs pad_to_max_length seq_length
-        skip_getting_attention_mask_from_dataset
+        enable_in_batch_packing enable_offline_packing offline_packing_specs pack_sequences_in_batch
+        packed_sequence_specs pad_to_max_length seq_length skip_getting_attention_mask_from_dataset
         """
     ),
     "logger": _names("log_params_norm"),
@@ -96,8 +99,7 @@ READ: dict[str, frozenset[str]] = {
     "comm_overlap": _names(
         """
         bucket_size defer_embedding_wgrad_compute delay_wgrad_compute overlap_grad_reduce
-        overlap_moe_expert_parallel_comm overlap_param_gather overlap_param_gather_with_optimizer_step
-        tp_comm_overlap
+        overlap_moe_expert_parallel_comm overlap_param_gather overlap_param_gather_with_optimizer_step tp_comm_overlap
         """
     ),
 }
@@ -105,6 +107,10 @@ READ: dict[str, frozenset[str]] = {
 # ---------------------------------------------------------------------------------------------------------------
 # Fields that are listed when they are set
 # ---------------------------------------------------------------------------------------------------------------
+
+
+def _piped(asked: Asked, value: object) -> bool:
+    return (asked["pipeline_model_parallel_size"] or 1) > 1
 
 
 def _apart(asked: Asked, value: object) -> bool:
@@ -118,6 +124,7 @@ def _divided(asked: Asked, value: object) -> bool:
 #: Part -> field -> what is not counted of it; with those of the arguments of the same name.
 GAPS: dict[str, dict[str, Unmodelled]] = {
     "model": {
+        "deallocate_pipeline_outputs": GAPS_OF_ARGUMENTS["deallocate_pipeline_outputs"]._replace(when=_piped),
         "parallel_output": Unmodelled(True, UP, "logits that are gathered over tensor-parallel ranks"),
         "use_transformer_engine_full_layer_spec": Unmodelled(False, EITHER, "Transformer Engine's whole layer"),
         "restore_modelopt_state": Unmodelled(False, EITHER, "ModelOpt's quantizers"),
@@ -138,10 +145,6 @@ GAPS: dict[str, dict[str, Unmodelled]] = {
         ),
         # models/gemma/gemma2_provider.py: logit_softcapping keeps its output
         "final_logit_softcapping": Unmodelled(None, UP, "what the tanh over the logits keeps of them"),
-        "head_wise_attn_gate": Unmodelled(None, UP, "a gate on each head of attention"),
-        "rotary_base_per_layer": Unmodelled(None, UP, "rotary tables layer by layer"),
-        "attention_other_setting": Unmodelled(None, EITHER, "sizes of attention that differ by layer"),
-        "sliding_attention_setting": Unmodelled(None, EITHER, "sizes of attention that differ by layer"),
         "attention_chunk_size": Unmodelled(None, DOWN, "attention within chunks"),
         "nope_layer_interval": Unmodelled(None, DOWN, "layers without rotary embeddings"),
         "use_arbitrary_attention_mask": Unmodelled(None, UP, "attention masks of any form"),
@@ -197,45 +200,42 @@ REASONS: dict[str, dict[str, str]] = {
     "model": {
         _CALLED: """
             _cpu_offloading_context _pg_collection experimental_attention_variant_loss_scale_func
-            finalize_model_grads_func generation_config grad_scale_func grad_sync_func moe_grad_scale_func
-            mtp_grad_scale_func no_sync_func param_sync_func timers
+            extra_checkpoint_metadata finalize_model_grads_func generation_config grad_scale_func grad_sync_func
+            moe_grad_scale_func mtp_grad_scale_func no_sync_func param_sync_func post_wrap_hooks pre_wrap_hooks timers
         """,
         "the values that weights start from": "embedding_init_method init_method output_layer_init_method",
         "the dtype of autocast, which Megatron's models do not use": "autocast_dtype enable_autocast",
         _TOWER: """
-            add_decoder add_encoder apply_rotary_pos_emb_in_fp32 audio_config bos_token_id code2wav_config
-            deepstack_visual_indexes dynamic_resolution eos_token_id freeze_audio_model freeze_audio_projection
-            freeze_sound_encoder freeze_sound_projection freeze_vision_model freeze_vision_projection
-            fullatt_block_indexes has_sound hf_config hf_config_dict image_size input_size
-            language_max_sequence_length max_vision_cuda_graph_seq_length mm_tokens_per_image multimodal_attn_impl
-            multimodal_projector_bias num_position_embeddings out_hidden_size patch_size position_id_per_seconds
-            projector_bias projector_hidden_size radio_cpe_aspect_ratio_select radio_disable_cpe
+            add_decoder add_encoder apply_rotary_pos_emb_in_fp32 bos_token_id code2wav_config deepstack_visual_indexes
+            dynamic_resolution eos_token_id freeze_audio_model freeze_audio_projection freeze_sound_encoder
+            freeze_sound_projection freeze_vision_model freeze_vision_projection has_sound hf_config hf_config_dict
+            in_channels language_max_sequence_length max_vision_cuda_graph_seq_length mm_tokens_per_image
+            multimodal_attn_impl multimodal_projector_bias num_position_embeddings out_hidden_size patch_size
+            position_id_per_seconds projector_hidden_size radio_cpe_aspect_ratio_select radio_disable_cpe
             radio_force_cpe_eval_mode radio_force_eval_mode radio_interpolate_only_cpe recompute_vision return_dict
             seconds_per_chunk separate_video_embedder sound_config sound_hidden_size sound_model_type
             sound_projection_hidden_size spatial_merge_size talker_config temporal_ckpt_compat temporal_patch_dim
-            temporal_patch_size thinker_config token2wav_config tokens_per_image understand_projector_stride
-            use_hf_vision_model use_mg_vit use_vision_backbone_fp8_arch vision_class_token_len vision_config
-            vision_cuda_graph_impl vision_cuda_graph_scope vision_dp_when_cp vision_model_type
-            vision_proj_ffn_hidden_size vision_projector_config vision_recompute_granularity
-            vision_recompute_method vision_recompute_num_layers vit_gradient_checkpointing
-            vision_transformer_config
+            temporal_patch_size thinker_config token2wav_config use_hf_vision_model use_mg_vit
+            use_vision_backbone_fp8_arch vision_class_token_len vision_config vision_cuda_graph_impl
+            vision_cuda_graph_scope vision_dp_when_cp vision_model_type vision_proj_ffn_hidden_size
+            vision_projector_config vision_recompute_granularity vision_recompute_method vision_recompute_num_layers
+            vision_transformer_config vit_gradient_checkpointing
         """,
         _TOKENS: """
             audio_end_token_id audio_start_token_id audio_token_id ignore_index image_end_token_id
             image_start_token_id image_token_id image_token_index img_end_token_id img_start_token_id
-            media_placeholder_token_id pad_token_id sound_context_token_id video_end_token_id
-            video_start_token_id video_token_id vision_end_token_id vision_start_token_id vision_token_id
+            media_placeholder_token_id pad_token_id sound_context_token_id video_end_token_id video_start_token_id
+            video_token_id vision_end_token_id vision_start_token_id vision_token_id
         """,
         _ROTARY: """
-            apply_llama4_style_query_key_layer_scaling attn_logit_softcapping interleaved_attn_pattern
-            persist_layer_norm query_pre_attn_scalar seq_len_interpolation_factor yarn_mscale yarn_mscale_all_dim
-            yarn_rotary_scaling_factor
+            attn_logit_softcapping interleaved_attn_pattern persist_layer_norm query_pre_attn_scalar
+            seq_len_interpolation_factor yarn_mscale yarn_mscale_all_dim yarn_rotary_scaling_factor
         """,
         _SUPPLIED: """
-            bias_dropout_add_fusion decoder_sparse_step fp4_param distill_submodule fp8_param_gather head_dim hf_model_id
-            hf_model_path hf_model_revision hf_text_config index_head_dim index_n_heads language_model_type layer_types
-            max_position_embeddings mlp_only_layers moe_intermediate_size mtp_enabled pipeline_dtype
-            pretrained_model_name tokenizer_type
+            bias_dropout_add_fusion decoder_sparse_step distill_submodule fp4_param fp8_param_gather head_dim
+            hf_model_id hf_model_path hf_model_revision hf_text_config index_head_dim index_n_heads
+            language_model_type max_position_embeddings mlp_only_layers moe_intermediate_size mtp_enabled
+            pipeline_dtype pretrained_model_name tokenizer_type transformer
         """,
     },
     "optimizer": {
@@ -253,7 +253,7 @@ REASONS: dict[str, dict[str, str]] = {
         _SUPPLIED: "delay_wgrad_compute fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag",
     },
     "dist": {
-        _RANKS: "enable_megatron_core_experimental external_gpu_device_mapping use_decentralized_pg",
+        _RANKS: "enable_megatron_core_experimental external_gpu_device_mapping lazy_init use_decentralized_pg",
     },
     "rerun_state_machine": {"logs, timers and profiles": "check_for_nan_in_loss"},
     "train": {
@@ -268,38 +268,39 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "dataset": {
         _HOST: """
-            _processors _tokenizer add_extra_token_to_sequence blend blend_per_split cache_dir caption_key
-            context_parallel_size create_attention_mask data_path dataloader_load dataset_kwargs dataset_root
-            dataset_sampling defer_in_batch_packing_to_step defer_npy_index_mmap do_validation drop_last
+            _processor _processors _tokenizer add_extra_token_to_sequence blend blend_per_split cache_dir caption_key
+            collate_impl context_parallel_size create_attention_mask data_path dataloader_load dataset_dict
+            dataset_kwargs dataset_name dataset_root dataset_sampling dataset_subset defer_in_batch_packing_to_step
+            defer_npy_index_mmap delete_raw do_validation download_mode drop_last
             drop_last_partial_validation_sequence encoder_patch_size encoder_seq_lengths fast_cache_load
-            fixed_pack_idx global_data_keys hf_data_files hf_dataset hf_dataset_name hf_dataset_path hf_output_root
-            hf_processor_path hf_rewrite hf_test_dataset hf_tokenizer_path hf_validation_dataset
-            hf_validation_proportion image_end_token image_size image_start_token image_token image_token_count
-            img_start_token_id in_batch_packing_pad_to_multiple_of max_packing_seqlen max_samples_per_sequence
+            fixed_pack_idx global_batch_size global_data_keys hf_data_files hf_dataset hf_dataset_name hf_dataset_path
+            hf_filter_lambda hf_filter_lambda_kwargs hf_kwargs hf_output_root hf_processor_path hf_rewrite
+            hf_test_dataset hf_tokenizer_path hf_validation_dataset hf_validation_proportion image_end_token
+            image_folder image_processor image_size image_start_token image_token image_token_count img_start_token_id
+            in_batch_packing_pad_to_multiple_of maker_kwargs maker_name max_packing_seqlen max_samples_per_sequence
             max_train_samples memmap_workers micro_batch_size mock modality_columns modality_configs
-            modality_presence_prob num_base_examples num_images num_val_workers oversize_policy
-            packing_buffer_size pad_to_multiple_of patch_end_token patch_image_size patch_start_token
-            patch_start_token_id patch_token_count path path_to_cache persistent_workers pin_memory preprocess_fn
-            preprocessing processor_paths prompt random_seed repo_id sample_count seqlen_divisible_by
-            sequence_length sequence_parallel_size sequences_per_dataset shuffle_buffer_size source
-            special_token_ids split_matrix task_encoder test_source test_split text_column text_prompt
-            token_dtype_code tokenizer tokenizer_path train_split valid_split validation_source
+            modality_presence_prob num_base_examples num_images num_val_workers oversize_policy packing_buffer_size
+            pad_to_multiple_of patch_end_token patch_image_size patch_start_token patch_start_token_id
+            patch_token_count path path_to_cache persistent_workers pin_memory preprocess_fn preprocessing
+            process_example_fn processor_paths prompt random_seed repo_id rewrite sample_count seqlen_divisible_by
+            sequence_length sequence_parallel_size sequences_per_dataset shuffle_buffer_size source special_token_ids
+            split_matrix split_val_from_train task_encoder test_source test_split text_column text_prompt
+            token_dtype_code tokenizer tokenizer_path train_split val_proportion valid_split validation_source
         """,
     },
     "logger": {
         "logs, timers and profiles": """
-            comet_api_key comet_experiment_name comet_project comet_tags comet_workspace filter_warnings
-            log_interval log_runtime_to_tensorboard log_throughput_to_tensorboard memory_keys mlflow_description
-            mlflow_experiment mlflow_log_artifacts mlflow_run_name mlflow_tags mlflow_tracking_uri
-            modules_to_filter runtime_time_unit save_config_filepath set_level_for_all_loggers
-            skip_train_metrics_log throughput_window_size
+            comet_api_key comet_experiment_name comet_project comet_tags comet_workspace filter_warnings log_interval
+            log_runtime_to_tensorboard log_throughput_to_tensorboard memory_keys mlflow_description mlflow_experiment
+            mlflow_log_artifacts mlflow_run_name mlflow_tags mlflow_tracking_uri modules_to_filter runtime_time_unit
+            save_config_filepath set_level_for_all_loggers skip_train_metrics_log throughput_window_size
         """,
     },
     "tokenizer": {
         "tokenizers: the size of the vocabulary is read": """
-            chat_template_path force_system_message hf_tokenizer_kwargs image_tag_type
-            make_vocab_size_divisible_by pad_vocab_size padded_vocab_size sp_tokenizer_kwargs
-            tensor_model_parallel_size use_tokenizer_vocab_size
+            chat_template_path force_system_message hf_tokenizer_kwargs image_tag_type make_vocab_size_divisible_by
+            pad_vocab_size padded_vocab_size sp_tokenizer_kwargs tensor_model_parallel_size use_tokenizer_vocab_size
+            legacy_tokenizer
         """,
     },
     "checkpoint": {
@@ -385,20 +386,24 @@ def known(part: str, field: str) -> bool:
 #: configs of towers of other modalities. A class that is derived from one and makes no model of its own is one.
 PROVIDERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
-        """
-        GPTModelProvider MLAModelProvider HybridModelProvider MambaModelProvider LlamaNemotronHeterogeneousProvider
-        GemmaModelProvider Gemma2ModelProvider Gemma3ModelProvider OlMoEModelProvider ExaoneMoeModelProvider
-        MistralModelProvider MiniMaxM3ModelProvider SarvamMLAModelProvider SarvamMoEModelProvider GPTOSSProvider
-        GPTModelConfig HybridModelConfig DistillationProvider
-        """.split(),
+        _words(
+            """
+            DistillationProvider ExaoneMoeModelProvider GPTModelConfig GPTModelProvider GPTOSSProvider
+            Gemma2ModelProvider Gemma3ModelProvider GemmaModelProvider HybridModelConfig HybridModelProvider
+            LlamaNemotronHeterogeneousProvider MLAModelProvider MambaModelProvider MiniMaxM3ModelProvider
+            MistralModelProvider OlMoEModelProvider SarvamMLAModelProvider SarvamMoEModelProvider
+            """
+        ),
         (),
     ),
     **dict.fromkeys(
-        """
-        Qwen25VLModelProvider Qwen3VLModelProvider Qwen3VLMoEModelProvider Qwen35VLModelProvider
-        Qwen35VLMoEModelProvider GLM45VModelProvider Gemma3VLModelProvider Exaone45ModelProvider
-        Ernie45VLModelProvider KimiK25VLModelProvider MiniMaxM3VLModelProvider
-        """.split(),
+        _words(
+            """
+            Ernie45VLModelProvider Exaone45ModelProvider GLM45VModelProvider Gemma3VLModelProvider
+            KimiK25VLModelProvider MiniMaxM3VLModelProvider Qwen25VLModelProvider Qwen35VLMoEModelProvider
+            Qwen35VLModelProvider Qwen3VLMoEModelProvider Qwen3VLModelProvider
+            """
+        ),
         ("vision_config",),
     ),
     "Ministral3ModelProvider": ("hf_config.vision_config",),
@@ -428,11 +433,10 @@ REFUSED: dict[str, str] = {
 #: Layer specs whose modules are megatron-core's own.
 PLAIN_LAYER_SPECS = _names(
     """
-    default_layer_spec transformer_engine_layer_spec get_gpt_decoder_block_spec
-    get_gpt_layer_with_transformer_engine_spec get_transformer_block_with_experimental_attention_variant_spec
-    heterogeneous_layer_spec get_gpt_heterogeneous_layer_spec get_default_mamba_stack_spec
-    transformer_engine_mamba_stack_spec get_default_hybrid_stack_spec transformer_engine_hybrid_stack_spec
-    _build_exaone_moe_layer_spec
+    _build_exaone_moe_layer_spec default_layer_spec get_default_hybrid_stack_spec get_default_mamba_stack_spec
+    get_gpt_decoder_block_spec get_gpt_heterogeneous_layer_spec get_gpt_layer_with_transformer_engine_spec
+    get_transformer_block_with_experimental_attention_variant_spec heterogeneous_layer_spec
+    transformer_engine_hybrid_stack_spec transformer_engine_layer_spec transformer_engine_mamba_stack_spec
     """
 )
 LOCAL_LAYER_SPECS = _names("local_layer_spec get_gpt_layer_local_spec")

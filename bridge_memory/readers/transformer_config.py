@@ -114,10 +114,11 @@ def model_from_transformer_config(
 ) -> ModelSpec:
     """The model that GPTModel or MambaModel builds from ``config``.
 
-    What a TransformerConfig does not hold comes as keywords; None takes the attribute of that name where
-    ``config`` has one (Bridge's providers), else GPTModel's default. ``make_vocab_size_divisible_by`` 0: the
-    vocab_size is final. ``post_layernorms``, ``full_qk_layernorm``, ``dense_mtp`` (a dense feed-forward block in MTP
-    depths) and ``activation``: what a custom layer spec changes. ``megatron_core``: the release that builds it. ``model_type``: "gpt" or "mamba" where not given.
+    What a TransformerConfig does not hold comes as keywords; None takes the attribute of that name where ``config`` has
+    one (Bridge's providers), else GPTModel's default. ``make_vocab_size_divisible_by`` 0: the vocab_size is final.
+    ``post_layernorms``, ``full_qk_layernorm``, ``dense_mtp`` (a dense feed-forward block in MTP depths) and
+    ``activation``: what a custom layer spec changes. ``megatron_core``: the release that builds it. ``model_type``:
+    "gpt" or "mamba" where not given.
     Raises SpecError naming the attribute.
     """
     c = _Config(config, name, megatron_core)
@@ -134,8 +135,8 @@ def model_from_transformer_config(
     if _variant(c) == "dsa":
         gaps.append(
             Gap(
-                "sparse attention (experimental_attention_variant dsa): activations of the indexer and of its loss, and "
-                "of attention over the chosen keys; counted as multi-latent attention over all of them",
+                "sparse attention (experimental_attention_variant dsa): activations of the indexer and of its loss, "
+                "and of attention over the chosen keys; counted as multi-latent attention over all of them",
                 Effect.EITHER,
             )
         )
