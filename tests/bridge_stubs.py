@@ -13,6 +13,7 @@ import importlib.util
 import os
 import sys
 import types
+import typing
 from typing import Any
 
 import pytest
@@ -25,6 +26,12 @@ STUBBED = (
 
 #: The release that the stubs say they are.
 TRANSFORMER_ENGINE = "2.11.0"
+
+
+def typing_override() -> None:
+    """Give Python 3.11 the ``typing.override`` of 3.12, which megatron-core 0.17 and later import."""
+    if not hasattr(typing, "override"):
+        setattr(typing, "override", lambda method: method)  # noqa: B010
 
 
 class _StubLoader(importlib.abc.Loader):
