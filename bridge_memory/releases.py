@@ -231,6 +231,9 @@ MTP_LOGITS_FREED = since(core=(0, 17))
 FINAL_NORM_AFTER_LAST_LAYER = since(core=(0, 16))
 #: MTP depths are recomputed (``multi_token_prediction.py: MultiTokenPredictionLayer._checkpointed_forward``).
 MTP_DEPTHS_RECOMPUTED = since(core=(0, 14))
+#: The layer of a depth is called mtp_model_layer; transformer_layer before (``multi_token_prediction.py:
+#: MultiTokenPredictionLayer.__init__``).
+MTP_MODEL_LAYER = since(core=(0, 17))
 #: Hybrid models know full recomputation and ``cpu_offloading_num_layers``; before, ``ssm/mamba_block.py:
 #: MambaStack.forward`` runs layers one by one whatever is asked (selective recomputation works inside them).
 HYBRID_LAYERS_RECOMPUTED = since(core=(0, 17))

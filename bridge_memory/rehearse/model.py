@@ -380,6 +380,10 @@ def _gpt_block_spec(run: RunSpec, config: Any, vp_stage: int | None) -> tuple[An
     delta = any(isinstance(x.mixer, GatedDeltaNetSpec) for x in run.model.layers)
     if delta and te:
         return _experimental_block_spec(config, vp_stage)
+    if delta:
+        # 0.18 and later make these specs for layers with attention only.
+        config = copy.copy(config)
+        config.experimental_attention_variant = None
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=te, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -417,8 +421,9 @@ def _gated(layer: Any) -> None:
     """Give the shared experts their gate. Until 0.15 the layer spec says so (``moe_module_specs.py``); from 0.16
     the config does, and the spec's word is not read."""
     shared = getattr(getattr(layer.submodules.mlp, "submodules", None), "shared_experts", None)
-    if shared is not None and "gate" in shared.params:
-        shared.params["gate"] = True
+    params = getattr(shared, "params", {})  # from 0.17 it is a ``functools.partial``
+    if "gate" in params:
+        params["gate"] = True
 
 
 def _experimental_block_spec(config: Any, vp_stage: int | None) -> tuple[Any, Any]:

@@ -15,7 +15,6 @@ Outputs follow ``transformer_engine/pytorch/csrc/extensions`` of Transformer Eng
 from __future__ import annotations
 
 import enum
-import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 
+from bridge_memory.rehearse import imports
 from bridge_memory.rehearse.patches import META, _Done, replaced
 from bridge_memory.rehearse.world import RehearsalUnavailable
 from bridge_memory.releases import release_in, release_words
@@ -47,7 +47,7 @@ CUBLAS_VERSION = 130000
 CUDA_VERSION = "13.0"
 #: ``common/util/multi_stream.cpp``: streams that grouped GEMMs are spread over.
 CUBLAS_STREAMS = 4
-#: Modules of megatron-core (0.13 to 0.16) with Triton kernels of their own, launched into nothing likewise.
+#: Modules of megatron-core (0.13 to 0.19) with Triton kernels of their own, launched into nothing likewise.
 MEGATRON_TRITON = (
     "fusions.fused_indices_converter", "fusions.fused_mla_yarn_rope_apply", "fusions.fused_pad_routing_map",
     "ssm.mamba_mixer",
@@ -93,12 +93,9 @@ def load() -> None:
             "megatron-core or Transformer Engine is already imported in this process; "
             "run the rehearsal with transformer_impl transformer_engine in a process of its own"
         )
-    for name in ("torch._inductor.compile_fx", "torch._inductor.runtime.hints", "torch._dynamo.testing"):
-        # They look for Triton when they are imported, and must not meet the stand-in.
-        importlib.import_module(name)
     sys.modules[COMPILED] = _Kernels()
     with ExitStack() as stack:
-        stack.enter_context(_found_first(_Finder()))
+        stack.enter_context(imports.stand_ins("triton", *imports.missing("onnxscript", "onnx")))
         # Keeps ``transformer_engine/common`` from loading the shared libraries.
         stack.enter_context(_environment("NVTE_PROJECT_BUILDING", "1"))
         stack.enter_context(replaced(torch.version, "cuda", CUDA_VERSION))
@@ -107,6 +104,8 @@ def load() -> None:
         common = importlib.import_module(f"{PACKAGE}.common")
         vars(common)["load_framework_extension"] = lambda framework: None
         importlib.import_module(f"{PACKAGE}.pytorch")
+        with suppress(ImportError):
+            imports.import_megatron_core()
         for name in MEGATRON_TRITON:
             with suppress(ImportError):
                 importlib.import_module(f"megatron.core.{name}")
@@ -147,104 +146,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-# ---- what is imported and never run ---------------------------------------------------------------
-
-
-class _NoLaunch:
-    """A Triton kernel: ``kernel[grid](...)`` launches nothing. Its outputs are arguments."""
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
-
-
-class _Triton(types.ModuleType):
-    """``triton`` and what is below: decorators that make kernels, the arithmetic of grids, and names."""
-
-    __version__ = "3.4.0"
-
-    @staticmethod
-    def jit(function: Any = None, **_: object) -> Any:
-        return _NoLaunch() if callable(function) else (lambda f: _NoLaunch())
-
-    @staticmethod
-    def autotune(*_: object, **__: object) -> Any:
-        return lambda kernel: kernel
-
-    heuristics = autotune
-
-    @staticmethod
-    def cdiv(a: int, b: int) -> int:
-        return -(-a // b)
-
-    @staticmethod
-    def next_power_of_2(n: int) -> int:
-        return 1 << max(0, n - 1).bit_length()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Name(f"{self.__name__}.{name}")
-
-
-class _Name:
-    """Something that is named in annotations and decorators, and does nothing."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Name(f"{self._name}.{name}")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) else self
-
-    def __or__(self, other: object) -> Any:
-        return Any
-
-    __ror__ = __or__
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds Triton, whether installed or not, and libraries of paths that a rehearsal does not take."""
-
-    ALWAYS, WHERE_MISSING = ("triton",), ("onnxscript", "onnx")
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        root = name.split(".")[0]
-        if root in self.ALWAYS or (root in self.WHERE_MISSING and not self._installed(root)):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def _installed(self, root: str) -> bool:
-        others = [f for f in sys.meta_path if f is not self]
-        return any(getattr(f, "find_spec", lambda *a: None)(root, None) for f in others)
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        return _Triton(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-@contextmanager
-def _found_first(finder: _Finder) -> Iterator[None]:
-    """Imports see the finder's modules in this block; afterwards nobody finds them."""
-    roots = (*finder.ALWAYS, *finder.WHERE_MISSING)
-
-    def mine() -> list[str]:
-        return [name for name in sys.modules if name.split(".")[0] in roots]
-
-    before = {name: sys.modules.pop(name) for name in mine()}
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        for name in mine():
-            del sys.modules[name]
-        sys.modules.update(before)
+# ---- the GPU that it asks for ----------------------------------------------------------------------
 
 
 class _Device:
