@@ -390,6 +390,9 @@ def _gpt_block_spec(run: RunSpec, config: Any, vp_stage: int | None) -> tuple[An
     if delta:
         return _with_gated_delta_nets(run, config, block, vp_stage)
     last = _decoder_layer_specs(config, te)[-1]
+    if getattr(config, "q_lora_rank", 0) is None and not te:
+        for layer in (*block.layer_specs, last):
+            _without_query_norm(layer)
     if any(isinstance(x.ffn, MoESpec) and x.ffn.shared_expert_gate for x in _layers(run)):
         for layer in (*block.layer_specs, last):
             _gated(layer)
@@ -415,6 +418,16 @@ def _decoder_layer_specs(config: Any, te: bool) -> list[Any]:
             whole, use_transformer_engine=te, normalization=config.normalization
         )
     return list(block.layer_specs)
+
+
+def _without_query_norm(layer: Any) -> None:
+    """No norm of a query latent that there is none of, which local specs name and 0.19 refuses
+    (``multi_latent_attention.py: MLASelfAttention.__init__``); before it is not looked at."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    attention = layer.submodules.self_attention.submodules
+    if hasattr(attention, "q_layernorm"):
+        attention.q_layernorm = IdentityOp
 
 
 def _gated(layer: Any) -> None:

@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from math import gcd
@@ -735,6 +736,32 @@ def balanced_routing(topk: int, experts: int, odd: bool = False) -> Iterator[Non
         yield
 
 
+_RESIZE = torch.UntypedStorage.resize_
+
+
+def _shared(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """``share_storage`` of ``tensor_parallel/random.py`` (0.17), which is compiled C++: the storage of ``output`` has the
+    size of the recomputed one, and keeps it alive. A storage without data takes no bytes of its own."""
+    storage, source = output.untyped_storage(), recomputed.untyped_storage()
+    _RESIZE(storage, source.nbytes())
+    weakref.finalize(storage, _nothing_to_do, source)
+
+
+def _nothing_to_do(*_: object) -> None:
+    pass
+
+
+@contextmanager
+def storage_shared_without_a_compiler(device: str) -> Iterator[None]:
+    """On the meta device recomputed outputs share storages without the extension that megatron-core would compile."""
+    random = _module("megatron.core.tensor_parallel.random")
+    if device != META:
+        yield
+        return
+    with replaced(random, "_get_share_storage", lambda: _shared):
+        yield
+
+
 def _true_without_data(self: torch.Tensor) -> bool:
     """Whether there are tokens, asked of a count without data: there are."""
     return True if self.is_meta else _BOOL(self)
@@ -769,7 +796,7 @@ def running(topk: int = 1, experts: int = 1, device: str = META, *, odd: bool = 
         for helper in (
             building(device), collectives_move_nothing(), cuda_kernels(), compiled_functions_are_kernels(),
             recomputation_without_te(), fresh_caches(), loss_scales_put_back(), balanced_routing(topk, experts, odd),
-            experiments_allowed(), questions_answered(),
+            experiments_allowed(), questions_answered(), storage_shared_without_a_compiler(device),
         ):  # fmt: skip
             stack.enter_context(helper)
         yield
