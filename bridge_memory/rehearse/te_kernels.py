@@ -37,7 +37,9 @@ from bridge_memory.spec.gpu_names import GENERATIONS
 PACKAGE = "transformer_engine"
 COMPILED = "transformer_engine_torch"
 #: Releases whose calls of its compiled half are known, as tests/te passed with them.
-OLDEST, NEWEST = (2, 10), (2, 14)
+OLDEST, NEWEST = (2, 10), (2, 20)
+#: From here on there is no kernel of its own for attention over 512 tokens and fewer.
+_NO_SHORT_ATTENTION = (2, 16)
 #: How to get its Python alone; pydantic is what its recipes are written with.
 INSTALL = 'pip install --no-deps "transformer_engine==2.11.0" && pip install pydantic packaging'
 #: What Transformer Engine chooses its paths by: the GPU, and the versions of its libraries.
@@ -92,6 +94,10 @@ def load() -> None:
         raise RehearsalUnavailable(
             "megatron-core or Transformer Engine is already imported in this process; "
             "run the rehearsal with transformer_impl transformer_engine in a process of its own"
+        )
+    if (release_in(version()) or NEWEST) < _NO_SHORT_ATTENTION:
+        ENUMS["NVTE_Fused_Attn_Backend"] = _enum(
+            "NVTE_Fused_Attn_Backend", _nvte("F16_max512_seqlen F16_arbitrary_seqlen FP8 No_Backend")
         )
     sys.modules[COMPILED] = _Kernels()
     with ExitStack() as stack:
@@ -183,7 +189,7 @@ _QKV_LAYOUTS = (
     "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D BSHD_BSHD_BSHD "
     "T3HD TH3D THD_T2HD THD_TH2D THD_THD_THD SBHD_BSHD_BSHD BSHD_SBHD_SBHD THD_BSHD_BSHD THD_SBHD_SBHD "
     "Paged_KV_BSHD_BSHD_BSHD Paged_KV_BSHD_SBHD_SBHD Paged_KV_SBHD_BSHD_BSHD Paged_KV_SBHD_SBHD_SBHD "
-    "Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD"
+    "Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD BHSD_BHSD_BHSD QKV_Layout_NOT_SET"
 )
 
 
@@ -211,7 +217,7 @@ ENUMS = {
     "CommOverlapAlgo": _enum("CommOverlapAlgo", "NONE"),
     "NVTE_QKV_Layout": _enum("NVTE_QKV_Layout", _nvte(_QKV_LAYOUTS)),
     "NVTE_QKV_Format": _enum(
-        "NVTE_QKV_Format", _nvte("SBHD BSHD THD BSHD_2SBHD SBHD_2BSHD THD_2BSHD THD_2SBHD BHSD")
+        "NVTE_QKV_Format", _nvte("SBHD BSHD THD BSHD_2SBHD SBHD_2BSHD THD_2BSHD THD_2SBHD BHSD QKV_Format_NOT_SET")
     ),
     "NVTE_Bias_Type": _enum("NVTE_Bias_Type", _nvte("NO_BIAS PRE_SCALE_BIAS POST_SCALE_BIAS ALIBI")),
     "NVTE_Mask_Type": _enum(
@@ -224,9 +230,14 @@ ENUMS = {
     "NVTE_Softmax_Type": _enum(
         "NVTE_Softmax_Type", _nvte("VANILLA_SOFTMAX OFF_BY_ONE_SOFTMAX LEARNABLE_SOFTMAX")
     ),
-    "NVTE_Fused_Attn_Backend": _enum(
-        "NVTE_Fused_Attn_Backend", _nvte("F16_max512_seqlen F16_arbitrary_seqlen FP8 No_Backend")
+    "NVTERoutingMapFormat": _enum("NVTERoutingMapFormat", "BYTEMAP BITMAP_U8"),
+    "NVTEQBHistogramMode": _enum("NVTEQBHistogramMode", "TWO_KERNEL FUSED_ATOMIC"),
+    "NVTEScalingMode": _enum(
+        "NVTEScalingMode",
+        _nvte("DELAYED_TENSOR_SCALING MXFP8_1D_SCALING BLOCK_SCALING_1D BLOCK_SCALING_2D NVFP4_1D_SCALING"),
     ),
+    # Python names them all, and compares (``cpp_extensions/fused_attn.py: FusedAttnBackend``).
+    "NVTE_Fused_Attn_Backend": _enum("NVTE_Fused_Attn_Backend", _nvte("F16_arbitrary_seqlen FP8 No_Backend")),
 }
 
 _TORCH = {
@@ -391,10 +402,13 @@ def fused_attn_bwd(*args: Any) -> list[Any]:
     return [*made, None, _empty([1, heads, 1, 1], torch.float32) if learnable else None]
 
 
-def get_fused_attn_backend(is_training: bool, q_dtype: Any, *rest: Any) -> Any:
-    """cuDNN's attention for any length; in fp8 where query, key and value are."""
-    backend = ENUMS["NVTE_Fused_Attn_Backend"]
-    return backend.NVTE_FP8 if q_dtype.name.startswith("kFloat8") else backend.NVTE_F16_arbitrary_seqlen
+def get_fused_attn_backend(asked: Any, *rest: Any) -> Any:
+    """cuDNN's attention for any length; in fp8 where query, key and value are. From 2.20 on it is asked of one object,
+    and the answer comes with why a backend was refused."""
+    backend, together = ENUMS["NVTE_Fused_Attn_Backend"], not rest
+    dtype = asked.qkv_dtype if together else rest[0]
+    found = backend.NVTE_FP8 if dtype.name.startswith("kFloat8") else backend.NVTE_F16_arbitrary_seqlen
+    return (found, "") if together else found
 
 
 def _rotated(x: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -431,9 +445,12 @@ def fused_topk_with_score_function_fwd(logits: torch.Tensor, *rest: Any) -> list
     return [_empty(logits.shape, logits.dtype), _empty(logits.shape, torch.bool), _empty(logits.shape, logits.dtype)]
 
 
-def fused_topk_with_score_function_bwd(tokens: int, experts: int, *rest: Any) -> torch.Tensor:
-    gradient = [a for a in rest if isinstance(a, torch.Tensor)][-1]
-    return _empty([tokens, experts], gradient.dtype)
+def fused_topk_with_score_function_bwd(*args: Any) -> torch.Tensor | None:
+    """The gradient of the logits, [tokens, experts], which later releases make in Python and hand in last."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    if isinstance(args[0], torch.Tensor):
+        return None
+    return _empty(args[:2], tensors[-1].dtype)
 
 
 def fused_moe_aux_loss_fwd(probs: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
