@@ -168,6 +168,9 @@ WHOLE_DOWN_PROJECTIONS = since(core=(0, 14))
 #: The norms of the latents are not recomputed with the up-projections (``multi_latent_attention.py:
 #: MLASelfAttention.get_query_key_value_tensors``).
 NORMS_BEFORE_UP_PROJECTIONS = since(core=(0, 16))
+#: Without a query latent, qk_layernorm norms the hidden states once more in Transformer Engine's linear_q_proj
+#: (``mla_qk_norm_config.py: QKNormConfigResolver``); before, the query has no norm then.
+QUERY_NORM_WITHOUT_LATENT = since(core=(0, 19))
 #: ``multi_latent_attention.py: MultiLatentAttention.forward`` has the latents as variables.
 LATENTS_HELD = since(core=(0, 16))
 #: The unfused gated unit adds glu_linear_offset to a copy of its linear half (``mlp.py: MLP.forward``).

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from bridge_memory.rehearse import patches
 from bridge_memory.rehearse.world import RehearsalUnavailable, installed_release
+from bridge_memory.releases import QUERY_NORM_WITHOUT_LATENT
 from bridge_memory.spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
@@ -158,6 +159,11 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         raise NotBuildable("dense and expert MLPs differ in activation or bias; TransformerConfig holds one")
 
     add_bias = bool(ffn and ffn.add_bias)
+    if mla and mla.q_lora_rank is None and mla.qk_layernorm and not impl.te and QUERY_NORM_WITHOUT_LATENT(impl):
+        raise NotBuildable(
+            f"q_lora_rank (None) with qk_layernorm needs Transformer Engine in megatron-core "
+            f"{QUERY_NORM_WITHOUT_LATENT.number} and later, which norms in linear_q_proj"
+        )
     if mla and mla.add_output_bias != add_bias:
         raise NotBuildable(f"add_output_bias ({mla.add_output_bias}) and the MLP's bias ({add_bias}) are one switch")
     config: dict[str, Any] = {
@@ -390,9 +396,6 @@ def _gpt_block_spec(run: RunSpec, config: Any, vp_stage: int | None) -> tuple[An
     if delta:
         return _with_gated_delta_nets(run, config, block, vp_stage)
     last = _decoder_layer_specs(config, te)[-1]
-    if getattr(config, "q_lora_rank", 0) is None and not te:
-        for layer in (*block.layer_specs, last):
-            _without_query_norm(layer)
     if any(isinstance(x.ffn, MoESpec) and x.ffn.shared_expert_gate for x in _layers(run)):
         for layer in (*block.layer_specs, last):
             _gated(layer)
@@ -418,16 +421,6 @@ def _decoder_layer_specs(config: Any, te: bool) -> list[Any]:
             whole, use_transformer_engine=te, normalization=config.normalization
         )
     return list(block.layer_specs)
-
-
-def _without_query_norm(layer: Any) -> None:
-    """No norm of a query latent that there is none of, which local specs name and 0.19 refuses
-    (``multi_latent_attention.py: MLASelfAttention.__init__``); before it is not looked at."""
-    from megatron.core.transformer.identity_op import IdentityOp
-
-    attention = layer.submodules.self_attention.submodules
-    if hasattr(attention, "q_layernorm"):
-        attention.q_layernorm = IdentityOp
 
 
 def _gated(layer: Any) -> None:

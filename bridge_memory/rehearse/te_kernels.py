@@ -272,6 +272,42 @@ def _quantized(tensor: torch.Tensor, quantizer: Any, shape: Any = None) -> Any:
     return made
 
 
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pinned: bool = False
+) -> Any:
+    """``quantizer.cpp: create_tensor``, which makes what ``make_empty`` of each quantizer made before 2.16."""
+    shape = tuple(shape)
+    kinds = {c.__name__ for c in type(quantizer).__mro__}
+    if kinds & {"Float8Quantizer", "Float8CurrentScalingQuantizer"}:
+        rows = quantizer.rowwise_usage or _any_layout()
+        columns = quantizer.columnwise_usage and not _any_layout()
+        return _module("tensor.float8_tensor").Float8Tensor(
+            shape=shape, dtype=dtype, fp8_dtype=quantizer.dtype, quantizer=quantizer, device=torch.device(META),
+            data=_empty(shape, torch.uint8) if rows else None,
+            data_transpose=_empty([shape[-1], *shape[:-1]], torch.uint8) if columns else None,
+            fp8_scale_inv=_empty([1], torch.float32),
+        )  # fmt: skip
+    blockwise = "Float8BlockQuantizer" in kinds
+    if not blockwise and "MXFP8Quantizer" not in kinds:
+        raise RehearsalUnavailable(f"Transformer Engine's {type(quantizer).__name__} is not known to the rehearsal")
+    parts: dict[str, Any] = {}
+    for columnwise, used in ((False, quantizer.rowwise_usage), (True, quantizer.columnwise_usage)):
+        data, scales = None, None
+        if used:
+            data = _empty(quantizer.get_columnwise_shape(shape) if columnwise else shape, torch.uint8)
+            scales = _empty(quantizer.get_scale_shape(shape, columnwise), torch.float32 if blockwise else torch.uint8)
+        kind = "columnwise" if columnwise else "rowwise"
+        parts |= {f"{kind}_data": data, f"{kind}_scale_inv": scales}
+    if blockwise:
+        return _module("tensor.float8_blockwise_tensor").Float8BlockwiseQTensor(
+            shape=shape, dtype=dtype, fp8_dtype=quantizer.dtype, quantizer=quantizer,
+            is_2D_scaled=quantizer.block_scaling_dim == 2, **parts,
+        )  # fmt: skip
+    return _module("tensor.mxfp8_tensor").MXFP8Tensor(
+        shape=shape, dtype=dtype, fp8_dtype=quantizer.dtype, quantizer=quantizer, with_gemm_swizzled_scales=False, **parts
+    )
+
+
 def _any_layout() -> bool:
     return bool(_module("utils").is_non_tn_fp8_gemm_supported())
 
@@ -516,7 +552,7 @@ class _Kernels(types.ModuleType):
                 fused_attn_fwd, fused_attn_bwd, get_fused_attn_backend, fused_qkv_rope_forward,
                 fused_qkv_rope_backward, fused_topk_with_score_function_fwd, fused_topk_with_score_function_bwd,
                 fused_moe_aux_loss_fwd, fused_moe_aux_loss_bwd, quantize, split_quantize, bgrad_quantize,
-                dequantize, fp8_transpose, swap_first_dims, multi_tensor_l2norm,
+                dequantize, fp8_transpose, swap_first_dims, multi_tensor_l2norm, create_empty_quantized_tensor,
             )
         )  # fmt: skip
         known.update(
@@ -613,6 +649,10 @@ _CACHED = (
 )  # fmt: skip
 
 
+#: What later releases remember of the GPU in variables (``quantization.py: check_fp8_support``).
+_ANSWERS = ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_NVFP4_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT")
+
+
 def _forget() -> None:
     """Workspaces (one set a process), stand-in weight gradients (one a shape), lengths of sequences, the GPU."""
     for module, name in _CACHED:
@@ -625,6 +665,10 @@ def _forget() -> None:
         kept = getattr(_module(module), name, None)
         if isinstance(kept, dict):
             kept.clear()
-    fp8 = getattr(_module("quantization"), "FP8GlobalStateManager", None)
+    quantization = _module("quantization")
+    for name in _ANSWERS:
+        if hasattr(quantization, name):
+            setattr(quantization, name, None)
+    fp8 = getattr(quantization, "FP8GlobalStateManager", None)
     if fp8 is not None:
         fp8.reset()
