@@ -152,6 +152,10 @@ UNIFORM_GROUPS_MAY_END_SHORT = since(core=(0, 17))
 #: ``add_bias_linear`` gives the router of experts a bias too (``transformer/moe/router.py: Router.__init__``).
 ROUTER_BIAS = since(core=(0, 15))
 
+#: The convolution of a Mamba mixer is two parameters of the mixer, conv1d_weight and conv1d_bias, and no module conv1d
+#: (``ssm/mamba_mixer.py: MambaMixer.__init__``).
+MAMBA_CONVOLUTION_IS_NO_MODULE = since(core=(0, 19))
+
 # ---- megatron-core: what blocks keep ----
 
 #: A variable of ``attention.py: Attention.forward`` (``qkv_output``) holds q, k and v as they were before the rotary
@@ -166,6 +170,9 @@ WHOLE_DOWN_PROJECTIONS = since(core=(0, 14))
 #: The norms of the latents are not recomputed with the up-projections (``multi_latent_attention.py:
 #: MLASelfAttention.get_query_key_value_tensors``).
 NORMS_BEFORE_UP_PROJECTIONS = since(core=(0, 16))
+#: Without a query latent, qk_layernorm norms the hidden states once more in Transformer Engine's linear_q_proj
+#: (``mla_qk_norm_config.py: QKNormConfigResolver``); before, the query has no norm then.
+QUERY_NORM_WITHOUT_LATENT = since(core=(0, 19))
 #: ``multi_latent_attention.py: MultiLatentAttention.forward`` has the latents as variables.
 LATENTS_HELD = since(core=(0, 16))
 #: The unfused gated unit adds glu_linear_offset to a copy of its linear half (``mlp.py: MLP.forward``).
@@ -178,6 +185,17 @@ COMBINED_IN_TWO_STEPS = since(core=(0, 16))
 SHARED_INPUT_KEPT = since(core=(0, 14))
 #: A variable of ``experts.py: TEGroupedMLP.forward`` holds fc1's output.
 FC1_OUTPUT_HELD = since(core=(0, 16))
+#: The unfused permutation sorts the whole routing map, [E, N], by a stable argsort, and keeps the int64 order of all of
+#: it, of which what is chosen is a view; before, masked_select keeps the map and the probabilities by expert
+#: (``moe_utils.py: permute``).
+PERMUTED_BY_ARGSORT = since(core=(0, 17))
+#: The auxiliary loss takes sigmoid scores in fp32 (``moe_utils.py: compute_routing_scores_for_aux_loss``).
+AUXILIARY_SCORES_IN_FP32 = since(core=(0, 17))
+#: Scores of the router stay in fp32 until all is normalized (``moe_utils.py: topk_routing_with_score_function``).
+ROUTER_SCORES_IN_FP32 = since(core=(0, 18))
+#: The gated delta net convolves tokens first, so that the convolution keeps a view of in_proj's output and no copy,
+#: takes the l2 norm of queries and keys together, and makes g and beta in one kernel (``ssm/gated_delta_net.py``).
+DELTA_NET_TOKENS_FIRST = since(core=(0, 18))
 #: The MoE router multiplies with Transformer Engine's GEMM in both implementations (``moe_utils.py:
 #: RouterGatingLinearFunction``).
 ROUTER_USES_TE_GEMM = since(core=(0, 14))
@@ -233,9 +251,16 @@ MTP_LOGITS_FREED = since(core=(0, 17))
 FINAL_NORM_AFTER_LAST_LAYER = since(core=(0, 16))
 #: MTP depths are recomputed (``multi_token_prediction.py: MultiTokenPredictionLayer._checkpointed_forward``).
 MTP_DEPTHS_RECOMPUTED = since(core=(0, 14))
+#: The layer of a depth is called mtp_model_layer; transformer_layer before (``multi_token_prediction.py:
+#: MultiTokenPredictionLayer.__init__``).
+MTP_MODEL_LAYER = since(core=(0, 17))
 #: Hybrid models know full recomputation and ``cpu_offloading_num_layers``; before, ``ssm/mamba_block.py:
 #: MambaStack.forward`` runs layers one by one whatever is asked (selective recomputation works inside them).
 HYBRID_LAYERS_RECOMPUTED = since(core=(0, 17))
+
+#: What a discarded output is recomputed into is the output's storage too; before, it is copied into it, and both stay
+#: (``tensor_parallel/random.py: CheckpointWithoutOutput._recompute``).
+RECOMPUTED_IN_PLACE = since(core=(0, 17))
 
 #: Gated delta nets run with context parallelism, which exchanges tokens for heads (TC; ``ssm/gated_delta_net.py``).
 DELTA_NETS_EXCHANGE_HEADS = since(core=(0, 18))

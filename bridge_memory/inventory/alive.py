@@ -389,7 +389,10 @@ class _Step:
 class _Part:
     """A region in numbers of tensors."""
 
-    __slots__ = ("discards", "gone", "inputs", "later", "made", "made_tensors", "name", "offloaded", "outputs", "steps")
+    __slots__ = (
+        "discards", "gone", "inputs", "later", "made", "made_tensors", "name", "offloaded", "outputs", "refills",
+        "steps",
+    )
 
     name: str
     steps: list[_Node]
@@ -401,6 +404,7 @@ class _Part:
     gone: list[int]
     outputs: list[int]
     discards: bool
+    refills: bool
     offloaded: bool
 
 
@@ -509,7 +513,8 @@ class _Plan:
     def _part(self, region: Region) -> tuple[_Part, list[int]]:
         """(the region in numbers, every storage that it reads)."""
         part = self._parts[id(region)] = _Part()
-        part.name, part.discards, part.offloaded = region.name, region.discards, region.offloaded
+        part.name, part.offloaded = region.name, region.offloaded
+        part.discards, part.refills = region.discards, region.refills
         part.inputs = [self.storage[self._of(t)] for t in region.inputs]
         part.steps, read = self._steps(region.nodes)
         part.made_tensors = [self._of(t) for t in _made(region)]
@@ -547,8 +552,8 @@ class _Run:
         self._offloaded: dict[int, int] = {}
         self._grads: dict[int, _Grad] = {}
         self._grad_units = 0
-        #: Units of outputs made anew by discarding regions, and of those of the one that is running forward again.
-        self._anew: dict[int, int] = {}
+        #: Outputs that discarding regions made anew, and the one of them that is running forward again.
+        self._anew: dict[int, list[int]] = {}
         self._making = -1
 
     def copy(self) -> _Run:
@@ -590,9 +595,9 @@ class _Run:
         refs, scope, units = self.refs, self.scope, self.plan.units
         for i in storages:
             if self._making >= 0 and i in self.emptied:
-                # Made again beside the storage that will be filled from it.
+                # Made again beside the storage without bytes.
                 self.alive += units[i]
-                self._anew[self._making] += units[i]
+                self._anew[self._making].append(i)
             if not scope[i]:
                 scope[i] = 1
                 if not refs[i]:
@@ -754,13 +759,17 @@ class _Run:
         """Recompute a discarded region when its consumer's gradient arrives."""
         outs = {i for i in part.made_tensors if self.refs[i]}
         self._making = id(part)
-        self._anew[self._making] = 0
+        anew = self._anew[self._making] = []
         self._replay(part, outs)
         self._making = -1
         for i in part.outputs:
             if i in self.emptied:
                 self.emptied.discard(i)
-                self.alive += self.plan.units[i]
+                if part.refills:
+                    self.alive += self.plan.units[i]
+        if not part.refills:
+            for i in anew:
+                self.refs[i] += 1
         self._mark(part.name + " (recomputed)")
         for i in outs:
             self._leave_scope(i)
@@ -787,7 +796,11 @@ class _Run:
             self._leave_scope(self.plan.storage[i])
         for g in grads:
             self._let_go(g)
-        self.alive -= self._anew.pop(id(part), 0)
+        for i in self._anew.pop(id(part), ()):
+            if part.refills:
+                self.alive -= self.plan.units[i]
+            else:
+                self._release(i)
         for i in part.inputs:
             self._release(i)
         return passed

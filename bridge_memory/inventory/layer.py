@@ -18,6 +18,7 @@ from bridge_memory.inventory.output import record_final_norm, record_output
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.ssm import record_gated_delta_net, record_mamba
 from bridge_memory.inventory.tape import Tensor
+from bridge_memory.releases import MTP_MODEL_LAYER
 from bridge_memory.spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
@@ -52,7 +53,7 @@ def mtp_block(layer: LayerSpec, ctx: BlockContext) -> Block:
         embedded = record_next_embedding(r)
         with r.tape.checkpoint("MTP depth", (x, embedded), enabled=r.ctx.mtp_recomputed):
             joined = record_mtp_inputs(r, x, embedded)
-            with r.within("transformer_layer."):
+            with r.within("mtp_model_layer." if MTP_MODEL_LAYER(r.ctx.impl) else "transformer_layer."):
                 y = _record_layer(r, layer, joined)
             r.tape.keep_alive(joined)  # a variable of ``_proj_and_transformer_layer`` until the layer has returned
             out = r.norm("final_layernorm", y, r.ctx.hidden_size, r.ctx.tokens_sp)

@@ -12,7 +12,12 @@ from bridge_memory.inventory.attention import core_attention, cosine_and_sine
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import Region, Tensor
-from bridge_memory.releases import LATENTS_HELD, NORMS_BEFORE_UP_PROJECTIONS, WHOLE_DOWN_PROJECTIONS
+from bridge_memory.releases import (
+    LATENTS_HELD,
+    NORMS_BEFORE_UP_PROJECTIONS,
+    QUERY_NORM_WITHOUT_LATENT,
+    WHOLE_DOWN_PROJECTIONS,
+)
 from bridge_memory.spec import IndexerSpec, MLASpec, divide
 
 
@@ -80,7 +85,10 @@ def _query_key_value(
         if own_norms and not norms_first:
             q_in, kv_in = _norms(r, spec, q_in, kv_in)
         if spec.q_lora_rank is None:
-            q = r.column_linear("self_attention.linear_q_proj", q_in, ctx.hidden_size, q_width)
+            q = r.column_linear(
+                "self_attention.linear_q_proj", q_in, ctx.hidden_size, q_width,
+                fused_norm=fused_norm and QUERY_NORM_WITHOUT_LATENT(ctx.impl),
+            )
         else:
             q = r.column_linear(
                 "self_attention.linear_q_up_proj", q_in, spec.q_lora_rank, q_width, fused_norm=fused_norm
@@ -115,7 +123,7 @@ def _indexer_parameters(r: Recorder, spec: MLASpec, indexer: IndexerSpec) -> Non
 
 
 def _norms(r: Recorder, spec: MLASpec, q_in: Tensor, kv_in: Tensor) -> tuple[Tensor, Tensor]:
-    """Norms of both latents; without q_lora_rank the query has none."""
+    """Norms of both latents; without q_lora_rank there is none of the query."""
     if spec.q_lora_rank is not None:
         q_in = r.norm("self_attention.q_layernorm", q_in, spec.q_lora_rank, r.ctx.tokens_sp)
     return q_in, r.norm("self_attention.kv_layernorm", kv_in, spec.kv_lora_rank, r.ctx.tokens_sp)

@@ -19,7 +19,14 @@ from bridge_memory.inventory.parameters import EXPERT_NUMBER, Use
 from bridge_memory.inventory.recorder import Recorder, Scratch
 from bridge_memory.inventory.sizes import computed, largest, smallest
 from bridge_memory.inventory.tape import Tensor
-from bridge_memory.releases import COMBINED_IN_TWO_STEPS, FC1_OUTPUT_HELD, SHARED_INPUT_KEPT
+from bridge_memory.releases import (
+    AUXILIARY_SCORES_IN_FP32,
+    COMBINED_IN_TWO_STEPS,
+    FC1_OUTPUT_HELD,
+    PERMUTED_BY_ARGSORT,
+    ROUTER_SCORES_IN_FP32,
+    SHARED_INPUT_KEPT,
+)
 from bridge_memory.spec import DTYPE_BYTES, MLPSpec, MoESpec, divide
 
 
@@ -139,7 +146,8 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
             workspace=n.entering * experts * 4 + table,
         )
     if spec.router_load_balancing_type not in ("none", "sinkhorn"):
-        own = 4 if spec.router_score_function == "softmax" and not ctx.impl.moe_router_fusion else width
+        wide = spec.router_score_function == "softmax" or AUXILIARY_SCORES_IN_FP32(ctx.impl)
+        own = 4 if wide and not ctx.impl.moe_router_fusion else width
         aux = tape.make("auxiliary-loss scores", logits, n.entering * experts * own, save_output=True)
         out = tape.make("routing probabilities with auxiliary loss", (probs, aux), 0, saves=(aux,), alias=True)
         out.grad_bytes = 0
@@ -150,8 +158,8 @@ def _scores(r: Recorder, spec: MoESpec, logits: Tensor, n: _Tokens, width: int) 
     """What the top-k chooses from, and what its scores keep.
 
     The softmax is taken of the k chosen logits in fp32 (of all of them where k is 1); a sigmoid of all of them in
-    fp32. Corrected by a bias, its copy in the router's dtype, the chosen scores and their sums are kept too
-    (``moe_utils.py: topk_routing_with_score_function``).
+    fp32. Corrected by a bias, what is chosen from, the chosen scores and their sums are kept too, in the router's dtype
+    until 0.17 and in fp32 from then on (``moe_utils.py: topk_routing_with_score_function``).
     """
     tape = r.tape
     everything, chosen = n.entering * spec.num_experts, n.entering * spec.topk
@@ -160,6 +168,8 @@ def _scores(r: Recorder, spec: MoESpec, logits: Tensor, n: _Tokens, width: int) 
     wide = tape.make(
         "router scores", logits, 4 * everything, save_output=True, workspace=0 if width == 4 else 4 * everything
     )
+    if ROUTER_SCORES_IN_FP32(r.ctx.impl):
+        width = 4
     scores = wide if width == 4 else tape.make("router scores, cast", wide, everything * width)
     if spec.router_score_function == "softmax" or not spec.router_enable_expert_bias:
         return scores, ()
@@ -236,7 +246,9 @@ def _dispatch(
         row_map = tape.tensor("permutation row map", rows * (2 * columns + 1) * 4, grad=False)
     else:
         row_map = tape.tensor("permutation indices", first * 8, grad=False)
-    if not (impl.moe_permute_fusion and alltoall):
+    if alltoall and not impl.moe_permute_fusion and PERMUTED_BY_ARGSORT(impl):
+        by_expert = (tape.tensor("order of the routing map", 8 * rows * columns, grad=False),)
+    elif not (impl.moe_permute_fusion and alltoall):
         # Both are transposed, and masked_select keeps the copies (``moe_utils.py: permute``,
         # ``token_dispatcher.py: MoEAllGatherTokenDispatcher.dispatch_postprocess``).
         by_expert = (

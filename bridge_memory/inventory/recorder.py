@@ -22,6 +22,7 @@ from bridge_memory.releases import (
     DUMMY_WEIGHT_GRADIENTS_KEPT,
     OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS,
     PROJ_KEEPS_ORIGINAL,
+    RECOMPUTED_IN_PLACE,
 )
 
 
@@ -39,7 +40,7 @@ class Recorder:
 
     def __init__(self, ctx: BlockContext) -> None:
         self.ctx = ctx
-        self.tape = Tape()
+        self.tape = Tape(refills=not RECOMPUTED_IN_PLACE(ctx.impl))
         #: Parameters in order, those of experts once with their number.
         self.rows: list[Repeated] = []
         #: (kind, shape, bytes) of lasting scratch, as often as it was asked for.

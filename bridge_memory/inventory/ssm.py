@@ -12,6 +12,7 @@ from math import ceil
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.sizes import largest
 from bridge_memory.inventory.tape import Tensor
+from bridge_memory.releases import DELTA_NET_TOKENS_FIRST, MAMBA_CONVOLUTION_IS_NO_MODULE
 from bridge_memory.spec import GatedDeltaNetSpec, MambaSpec, divide
 
 #: Tokens a chunk of flash-linear-attention's gated delta rule.
@@ -29,9 +30,10 @@ def record_mamba(r: Recorder, spec: MambaSpec, x: Tensor) -> Tensor:
     sharded = ctx.tp > 1
     for name, shape in (("dt_bias", (heads,)), ("A_log", (heads,)), ("D", (heads,))):
         r.parameter(f"mixer.{name}", shape, sharded=sharded)
-    r.parameter("mixer.conv1d.weight", (conv_dim, 1, spec.conv_kernel), sharded=sharded)
+    convolution = "mixer.conv1d_" if MAMBA_CONVOLUTION_IS_NO_MODULE(ctx.impl) else "mixer.conv1d."
+    r.parameter(f"{convolution}weight", (conv_dim, 1, spec.conv_kernel), sharded=sharded)
     if spec.conv_bias:
-        r.parameter("mixer.conv1d.bias", (conv_dim,), sharded=sharded)
+        r.parameter(f"{convolution}bias", (conv_dim,), sharded=sharded)
     if spec.rmsnorm:
         r.parameter("mixer.norm.weight", (inner,), sharded=sharded)
     if not ctx.te:
@@ -93,14 +95,26 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: Tensor) -> T
         x = r.hold(r.norm("input_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
     act, rows = ctx.act, ctx.tokens
     mixed = r.column_linear(prefix + "in_proj", x, ctx.hidden_size, in_width, fused_norm=ctx.te)
-    conv_in = tape.make("conv input", mixed, rows * conv_dim * act)
-    gate = tape.make("gate", mixed, rows * v * act)
-    conv = tape.make("conv output", conv_in, rows * conv_dim * act, saves=(conv_in,))
-    # causal_conv1d keeps its input only; the l2 norms keep their outputs (fla modules/l2norm.py: L2NormFunction).
-    query, key = (_unit(r, name, conv, rows, qk, k_heads, v_heads // k_heads) for name in ("query", "key"))
-    value = tape.make("value", conv, rows * v * act)
-    # g and beta are a few eager operations in fp32: softplus keeps its input and output, the rule g summed up.
-    decay = tape.make("g and beta", mixed, rows * v_heads * (12 + act), save_output=True)
+    more: tuple[Tensor, ...] = ()
+    if DELTA_NET_TOKENS_FIRST(ctx.impl):
+        conv = tape.make("conv output", mixed, rows * conv_dim * act, saves=(mixed,))
+        both = _unit(r, "query and key", conv, rows, 2 * qk, 2 * k_heads)
+        query, key = (tape.make(name, both, both.bytes // 2 * (v_heads // k_heads)) for name in ("query", "key"))
+        value = tape.make("value", conv, rows * v * act)
+        gate = tape.make("gate", mixed, rows * v * act)
+        # One kernel makes them of a copy of alpha, which it keeps; the rule keeps beta, and g summed up.
+        more = (tape.tensor("g before it is summed up", 4 * rows * v_heads, grad=False),)
+        decay = tape.make("g and beta", mixed, rows * v_heads * (4 + 2 * act), save_output=True, also=more)
+    else:
+        conv_in = tape.make("conv input", mixed, rows * conv_dim * act)
+        gate = tape.make("gate", mixed, rows * v * act)
+        conv = tape.make("conv output", conv_in, rows * conv_dim * act, saves=(conv_in,))
+        query, key = (
+            _repeated(r, name, _unit(r, name, conv, rows, qk, k_heads), v_heads // k_heads) for name in ("query", "key")
+        )
+        value = tape.make("value", conv, rows * v * act)
+        # g and beta are a few eager operations in fp32: softplus keeps its input and output, the rule g summed up.
+        decay = tape.make("g and beta", mixed, rows * v_heads * (12 + act), save_output=True)
     states = ctx.batch * ceil(ctx.seq / DELTA_CHUNK) * v_heads * spec.key_head_dim * spec.value_head_dim * act
     # Keeps q, k, v, the decays and the triangular inverse A [T, heads, 64]; w, u and the states are made again, and
     # backward there are also those of the new values, their gradients, dw, dk twice and dg (fp32) twice.
@@ -121,13 +135,18 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: Tensor) -> T
     if ctx.batch > 1:
         gated = tape.make("gated norm output, sequence first", gated, gated.bytes)
     projected = r.row_linear(prefix + "out_proj", gated, v, ctx.hidden_size)
-    tape.keep_alive(mixed, conv, query, key, value, gate, decay, out)  # variables of GatedDeltaNet.forward
+    tape.keep_alive(mixed, conv, query, key, value, gate, decay, *more, out)  # variables of GatedDeltaNet.forward
     return projected
 
 
-def _unit(r: Recorder, name: str, conv: Tensor, rows: int, width: int, heads: int, repeat: int) -> Tensor:
-    """Queries or keys of unit length [T, heads, d], each head ``repeat`` times as there are more value heads."""
+def _unit(r: Recorder, name: str, conv: Tensor, rows: int, width: int, heads: int) -> Tensor:
+    """Queries, keys or both of unit length [T, heads, d]; the norm keeps its output and a deviation a row (fla
+    ``modules/l2norm.py: L2NormFunction``)."""
     rstd = r.tape.tensor(f"{name} rstd", 4 * rows * heads, grad=False)
     copied = r.tape.make(f"{name} of the convolution", conv, rows * width * r.ctx.act)
-    out = r.tape.make(f"{name} of unit length", copied, copied.bytes, saves=(rstd,), save_output=True, also=(rstd,))
-    return r.tape.make(name, out, out.bytes * repeat) if repeat > 1 else out
+    return r.tape.make(f"{name} of unit length", copied, copied.bytes, saves=(rstd,), save_output=True, also=(rstd,))
+
+
+def _repeated(r: Recorder, name: str, unit: Tensor, times: int) -> Tensor:
+    """Each head ``times`` times, where there are more value heads."""
+    return r.tape.make(name, unit, unit.bytes * times) if times > 1 else unit

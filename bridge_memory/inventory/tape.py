@@ -10,8 +10,8 @@ The words of the recording, with their source:
 * ``checkpoint``: forward saves the region's inputs only; backward runs the region's forward again, then its
   backward (``megatron/core/tensor_parallel/random.py: CheckpointFunction``).
 * ``discardable``: as a checkpoint, and the region's outputs lose their storage once consumed; when the gradient of
-  the consumer arrives they are made again and copied into it, and both copies stay until the consumer, or the
-  region, has run backward (``random.py: CheckpointWithoutOutput``).
+  the consumer arrives they are made again, and stay until the consumer and the region have run backward (``random.py:
+  CheckpointWithoutOutput``). Releases that copy what is made again into the old storage (``refills``) have both.
 * ``keep_alive``: a Python variable still holds tensors here.
 * ``landmark``: peaks before it and after it are found apart.
 
@@ -103,16 +103,19 @@ class Op:
 class Region:
     """A recomputed part of the tape."""
 
-    __slots__ = ("discards", "inputs", "name", "nodes", "offloaded", "outputs")
+    __slots__ = ("discards", "inputs", "name", "nodes", "offloaded", "outputs", "refills")
 
     def __init__(
-        self, name: str, inputs: tuple[Tensor, ...] = (), *, discards: bool = False, offloaded: bool = False
+        self, name: str, inputs: tuple[Tensor, ...] = (), *, discards: bool = False, offloaded: bool = False,
+        refills: bool = False,
     ) -> None:
         self.name = name
         self.nodes: list[Node] = []
         self.inputs = inputs
         self.outputs: tuple[Tensor, ...] = ()
         self.discards = discards
+        #: Discarded outputs get their storage back, and the recomputed ones are copied into it.
+        self.refills = refills
         self.offloaded = offloaded
 
 
@@ -140,8 +143,9 @@ Node = Op | Region | Discard | Landmark
 class Tape:
     """Records one block's forward pass. See the module docstring for the words."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, refills: bool = False) -> None:
         self._root = Region("root")
+        self._refills = refills
         self._stack: list[Region] = [self._root]
         self.input_tensors: list[Tensor] = []
         self.output_tensors: list[Tensor] = []
@@ -275,7 +279,7 @@ class Tape:
     @contextmanager
     def discardable(self, name: str, inputs: Sequence[Tensor], *, enabled: bool = True) -> Iterator[Region]:
         """As ``checkpoint``; call ``discard(region)`` where the real code discards the outputs."""
-        region = Region(name, inputs=tuple(inputs), discards=True, offloaded=self._offloading)
+        region = Region(name, inputs=tuple(inputs), discards=True, offloaded=self._offloading, refills=self._refills)
         if not enabled:
             yield region
             return

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from bridge_memory.rehearse import patches
 from bridge_memory.rehearse.world import RehearsalUnavailable, installed_release
+from bridge_memory.releases import QUERY_NORM_WITHOUT_LATENT
 from bridge_memory.spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
@@ -162,6 +163,11 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         raise NotBuildable("dense and expert MLPs differ in activation or bias; TransformerConfig holds one")
 
     add_bias = bool(ffn and ffn.add_bias)
+    if mla and mla.q_lora_rank is None and mla.qk_layernorm and not impl.te and QUERY_NORM_WITHOUT_LATENT(impl):
+        raise NotBuildable(
+            f"q_lora_rank (None) with qk_layernorm needs Transformer Engine in megatron-core "
+            f"{QUERY_NORM_WITHOUT_LATENT.number} and later, which norms in linear_q_proj"
+        )
     if mla and mla.add_output_bias != add_bias:
         raise NotBuildable(f"add_output_bias ({mla.add_output_bias}) and the MLP's bias ({add_bias}) are one switch")
     config: dict[str, Any] = {
@@ -384,6 +390,10 @@ def _gpt_block_spec(run: RunSpec, config: Any, vp_stage: int | None) -> tuple[An
     delta = any(isinstance(x.mixer, GatedDeltaNetSpec) for x in run.model.layers)
     if delta and te:
         return _experimental_block_spec(config, vp_stage)
+    if delta:
+        # 0.18 and later make these specs for layers with attention only.
+        config = copy.copy(config)
+        config.experimental_attention_variant = None
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=te, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -421,8 +431,9 @@ def _gated(layer: Any) -> None:
     """Give the shared experts their gate. Until 0.15 the layer spec says so (``moe_module_specs.py``); from 0.16
     the config does, and the spec's word is not read."""
     shared = getattr(getattr(layer.submodules.mlp, "submodules", None), "shared_experts", None)
-    if shared is not None and "gate" in shared.params:
-        shared.params["gate"] = True
+    params = getattr(shared, "params", {})  # from 0.17 it is a ``functools.partial``
+    if "gate" in params:
+        params["gate"] = True
 
 
 def _experimental_block_spec(config: Any, vp_stage: int | None) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from math import gcd
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bridge_memory.rehearse import compiled, scan_kernels
+from bridge_memory.rehearse import compiled, imports, scan_kernels
 
 META = "meta"
 _ABSENT = object()
@@ -207,15 +208,6 @@ def has_te() -> bool:
     return bool(getattr(_module("megatron.core.extensions.transformer_engine"), "HAVE_TE", False))
 
 
-class _Anything(types.ModuleType):
-    """A module of decorators and names that are imported and never called."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: args[0] if args and callable(args[0]) else (lambda f: f)
-
-
 class _Duplicated(torch.nn.Module):
     """Transformer Engine's Linear with ``parallel_mode="duplicated"``: whole on every rank."""
 
@@ -230,46 +222,31 @@ class _Duplicated(torch.nn.Module):
 
 
 @contextmanager
-def importable_without_triton() -> Iterator[None]:
-    """``ssm/mamba_mixer.py`` of 0.16 imports triton kernels at its top; torch for CPU brings no triton."""
-    if importlib.util.find_spec("triton") is not None:
-        yield
-        return
-    names = ("triton", "triton.language")
-    stubs = {name: _Anything(name) for name in names}
-    stubs["triton"].__path__ = []
-    stubs["triton"].language = stubs["triton.language"]  # type: ignore[attr-defined]
-    sys.modules.update(stubs)
-    try:
-        yield
-    finally:
-        for name in names:
-            sys.modules.pop(name, None)
-
-
-@contextmanager
 def kernel_libraries_for_building() -> Iterator[None]:
     """Constructors of state-space mixers ask for mamba_ssm and fla; their kernels are those of ``scan_kernels``."""
-    with importable_without_triton():
+    with imports.stand_ins(*imports.missing("triton")):
         mixer = _module("megatron.core.ssm.mamba_mixer")
         context_parallel = _module("megatron.core.ssm.mamba_context_parallel")
-        block = _module("megatron.core.ssm.mamba_block")
-        delta = _module("megatron.core.ssm.gated_delta_net")
+        # The second of each pair is where 0.18 and 0.19 have them.
+        blocks = [_module(f"megatron.core.{name}") for name in ("ssm.mamba_block", "models.hybrid.hybrid_block")]
+        deltas = [_module(f"megatron.core.ssm.gated_delta_net{name}") for name in ("", ".common", ".gdn")]
     torch_norm = _module("megatron.core.transformer.torch_norm")
     with ExitStack() as stack:
         for owner, name in (
-            (mixer, "HAVE_MAMBA_SSM"), (mixer, "HAVE_EINOPS"), (context_parallel, "HAVE_EINOPS"), (delta, "HAVE_FLA")
+            (mixer, "HAVE_MAMBA_SSM"), (mixer, "HAVE_EINOPS"), (context_parallel, "HAVE_EINOPS"),
+            *((delta, "HAVE_FLA") for delta in deltas),
         ):  # fmt: skip
             stack.enter_context(replaced(owner, name, True))
         for owner, names in (
             (mixer, ("ExtendedRMSNorm", "mamba_split_conv1d_scan_combined")),
-            (delta, ("causal_conv1d_fn", "l2norm", "chunk_gated_delta_rule")),
+            *((delta, ("causal_conv1d_fn", "causal_conv1d", "l2norm", "chunk_gated_delta_rule")) for delta in deltas),
         ):
             for name in names:
                 stack.enter_context(replaced(owner, name, getattr(scan_kernels, name), add=True))
         if not has_te():
             # The final norm is hard-wired to TE's.
-            stack.enter_context(replaced(block, "TENorm", torch_norm.WrappedTorchNorm))
+            for block in blocks:
+                stack.enter_context(replaced(block, "TENorm", torch_norm.WrappedTorchNorm))
             moe = _module("megatron.core.transformer.moe.moe_layer")
             # The projections of latent MoE are made from Transformer Engine's Linear only.
             stack.enter_context(replaced(moe, "TELinear", _Duplicated, add=True))
@@ -554,6 +531,15 @@ def _norm_and_gate(self: Any, x: torch.Tensor, gate: torch.Tensor) -> Any:
     return _one_kernel(_rms_and_gate)(x.reshape(-1, x.shape[-1]), gate.reshape(-1, gate.shape[-1]), weight)
 
 
+#: Of 0.18 and of 0.19. torch.compile leaves the l2 norm's Triton kernel out; what it fuses around it are copies alone.
+_AROUND_L2NORM = ("_prepare_qkv_for_gated_delta_rule", "_prepare_input_for_gated_delta_rule")
+
+
+def _as_written(owner: type, name: str) -> Any:
+    compiled_function = getattr(owner, name, None)
+    return getattr(compiled_function, "_torchdynamo_orig_callable", getattr(compiled_function, "__wrapped__", None))
+
+
 @contextmanager
 def compiled_functions_are_kernels() -> Iterator[None]:
     """``jit_fuser`` (``jit.py``) is torch.compile: SwiGLU, bias-dropout-add and their like run as one kernel.
@@ -579,6 +565,8 @@ def compiled_functions_are_kernels() -> Iterator[None]:
         if delta is not None:
             fused = _norm_then_gate if has_te() else _norm_and_gate
             stack.enter_context(replaced(delta, "_apply_gated_norm", fused))
+            for name in _AROUND_L2NORM:
+                stack.enter_context(replaced(delta, name, _as_written(delta, name)))
         yield
 
 
@@ -748,6 +736,48 @@ def balanced_routing(topk: int, experts: int, odd: bool = False) -> Iterator[Non
         yield
 
 
+_RESIZE = torch.UntypedStorage.resize_
+
+
+def _shared(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """``share_storage`` of ``tensor_parallel/random.py`` (0.17), which is compiled C++: the storage of ``output`` has the
+    size of the recomputed one, and keeps it alive. A storage without data takes no bytes of its own."""
+    storage, source = output.untyped_storage(), recomputed.untyped_storage()
+    _RESIZE(storage, source.nbytes())
+    weakref.finalize(storage, _nothing_to_do, source)
+
+
+def _nothing_to_do(*_: object) -> None:
+    pass
+
+
+@contextmanager
+def storage_shared_without_a_compiler(device: str) -> Iterator[None]:
+    """On the meta device recomputed outputs share storages without the extension that megatron-core would compile."""
+    random = _module("megatron.core.tensor_parallel.random")
+    if device != META:
+        yield
+        return
+    with replaced(random, "_get_share_storage", lambda: _shared):
+        yield
+
+
+def _true_without_data(self: torch.Tensor) -> bool:
+    """Whether there are tokens, asked of a count without data: there are."""
+    return True if self.is_meta else _BOOL(self)
+
+
+_BOOL = torch.Tensor.__bool__
+
+
+@contextmanager
+def questions_answered() -> Iterator[None]:
+    """0.17 and later log the loss of an MTP depth where ``num_tokens > 0`` (``multi_token_prediction.py:
+    process_mtp_loss``)."""
+    with replaced(torch.Tensor, "__bool__", _true_without_data):
+        yield
+
+
 @contextmanager
 def experiments_allowed() -> Iterator[None]:
     """MLA's fused rotation is marked experimental in 0.13 and 0.14 and runs with ``--enable-experimental`` only.
@@ -766,7 +796,7 @@ def running(topk: int = 1, experts: int = 1, device: str = META, *, odd: bool = 
         for helper in (
             building(device), collectives_move_nothing(), cuda_kernels(), compiled_functions_are_kernels(),
             recomputation_without_te(), fresh_caches(), loss_scales_put_back(), balanced_routing(topk, experts, odd),
-            experiments_allowed(),
+            experiments_allowed(), questions_answered(), storage_shared_without_a_compiler(device),
         ):  # fmt: skip
             stack.enter_context(helper)
         yield

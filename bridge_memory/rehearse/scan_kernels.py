@@ -3,8 +3,8 @@
 mamba_ssm, causal_conv1d and flash-linear-attention need Triton and CUDA to be called at all. Their autograd functions
 are Python; each function here allocates the same tensors in the same order and keeps the same ones for backward.
 Read in mamba_ssm 2.2.5 (``ops/triton/ssd_combined.py, ssd_chunk_state.py, ssd_state_passing.py, ssd_chunk_scan.py,
-ssd_bmm.py, layernorm_gated.py``), causal_conv1d 1.7.0 (``cpp_functions.py``) and fla-core 0.6.0
-(``ops/gated_delta_rule/chunk.py, modules/norm/l2norm.py``).
+ssd_bmm.py, layernorm_gated.py``), causal_conv1d 1.7.0 (``cpp_functions.py``) and fla-core 0.4.2 and 0.6.0
+(``ops/gated_delta_rule/chunk.py, modules/l2norm.py, modules/conv/causal_conv1d.py``).
 
 Shapes: b sequences of s tokens, h heads of p, g groups with states of n, c tokens a chunk, C = s / c chunks.
 """
@@ -181,6 +181,29 @@ def causal_conv1d_fn(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **
     """causal_conv1d's function of that name: x [b, d, s]."""
     out: torch.Tensor = _Convolution.apply(x, weight, bias)
     return out
+
+
+class _TokensFirst(torch.autograd.Function):
+    """``CausalConv1dFunction``: x [b, s, d], of any strides, is kept; the output and x's gradient are contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
+        parts = x.shape[0] * ceil(x.shape[1] / DELTA_CHUNK)
+        _fp32(x, parts, *weight.shape)
+        return gradient, torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+
+
+def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **_: object) -> tuple[torch.Tensor, None]:
+    """flash-linear-attention's function of that name, without a final state: x [b, s, d]."""
+    out: torch.Tensor = _TokensFirst.apply(x, weight, bias)
+    return out, None
 
 
 class _Unit(torch.autograd.Function):

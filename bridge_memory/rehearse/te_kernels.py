@@ -15,7 +15,6 @@ Outputs follow ``transformer_engine/pytorch/csrc/extensions`` of Transformer Eng
 from __future__ import annotations
 
 import enum
-import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 
+from bridge_memory.rehearse import imports
 from bridge_memory.rehearse.patches import META, _Done, replaced
 from bridge_memory.rehearse.world import RehearsalUnavailable
 from bridge_memory.releases import release_in, release_words
@@ -37,7 +37,9 @@ from bridge_memory.spec.gpu_names import GENERATIONS
 PACKAGE = "transformer_engine"
 COMPILED = "transformer_engine_torch"
 #: Releases whose calls of its compiled half are known, as tests/te passed with them.
-OLDEST, NEWEST = (2, 10), (2, 14)
+OLDEST, NEWEST = (2, 10), (2, 20)
+#: From here on there is no kernel of its own for attention over 512 tokens and fewer.
+_NO_SHORT_ATTENTION = (2, 16)
 #: How to get its Python alone; pydantic is what its recipes are written with.
 INSTALL = 'pip install --no-deps "transformer_engine==2.11.0" && pip install pydantic packaging'
 #: What Transformer Engine chooses its paths by: the GPU, and the versions of its libraries.
@@ -47,7 +49,7 @@ CUBLAS_VERSION = 130000
 CUDA_VERSION = "13.0"
 #: ``common/util/multi_stream.cpp``: streams that grouped GEMMs are spread over.
 CUBLAS_STREAMS = 4
-#: Modules of megatron-core (0.13 to 0.16) with Triton kernels of their own, launched into nothing likewise.
+#: Modules of megatron-core (0.13 to 0.19) with Triton kernels of their own, launched into nothing likewise.
 MEGATRON_TRITON = (
     "fusions.fused_indices_converter", "fusions.fused_mla_yarn_rope_apply", "fusions.fused_pad_routing_map",
     "ssm.mamba_mixer",
@@ -93,12 +95,13 @@ def load() -> None:
             "megatron-core or Transformer Engine is already imported in this process; "
             "run the rehearsal with transformer_impl transformer_engine in a process of its own"
         )
-    for name in ("torch._inductor.compile_fx", "torch._inductor.runtime.hints", "torch._dynamo.testing"):
-        # They look for Triton when they are imported, and must not meet the stand-in.
-        importlib.import_module(name)
+    if (release_in(version()) or NEWEST) < _NO_SHORT_ATTENTION:
+        ENUMS["NVTE_Fused_Attn_Backend"] = _enum(
+            "NVTE_Fused_Attn_Backend", _nvte("F16_max512_seqlen F16_arbitrary_seqlen FP8 No_Backend")
+        )
     sys.modules[COMPILED] = _Kernels()
     with ExitStack() as stack:
-        stack.enter_context(_found_first(_Finder()))
+        stack.enter_context(imports.stand_ins("triton", *imports.missing("onnxscript", "onnx")))
         # Keeps ``transformer_engine/common`` from loading the shared libraries.
         stack.enter_context(_environment("NVTE_PROJECT_BUILDING", "1"))
         stack.enter_context(replaced(torch.version, "cuda", CUDA_VERSION))
@@ -107,6 +110,8 @@ def load() -> None:
         common = importlib.import_module(f"{PACKAGE}.common")
         vars(common)["load_framework_extension"] = lambda framework: None
         importlib.import_module(f"{PACKAGE}.pytorch")
+        with suppress(ImportError):
+            imports.import_megatron_core()
         for name in MEGATRON_TRITON:
             with suppress(ImportError):
                 importlib.import_module(f"megatron.core.{name}")
@@ -147,104 +152,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-# ---- what is imported and never run ---------------------------------------------------------------
-
-
-class _NoLaunch:
-    """A Triton kernel: ``kernel[grid](...)`` launches nothing. Its outputs are arguments."""
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
-
-
-class _Triton(types.ModuleType):
-    """``triton`` and what is below: decorators that make kernels, the arithmetic of grids, and names."""
-
-    __version__ = "3.4.0"
-
-    @staticmethod
-    def jit(function: Any = None, **_: object) -> Any:
-        return _NoLaunch() if callable(function) else (lambda f: _NoLaunch())
-
-    @staticmethod
-    def autotune(*_: object, **__: object) -> Any:
-        return lambda kernel: kernel
-
-    heuristics = autotune
-
-    @staticmethod
-    def cdiv(a: int, b: int) -> int:
-        return -(-a // b)
-
-    @staticmethod
-    def next_power_of_2(n: int) -> int:
-        return 1 << max(0, n - 1).bit_length()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Name(f"{self.__name__}.{name}")
-
-
-class _Name:
-    """Something that is named in annotations and decorators, and does nothing."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Name(f"{self._name}.{name}")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) else self
-
-    def __or__(self, other: object) -> Any:
-        return Any
-
-    __ror__ = __or__
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds Triton, whether installed or not, and libraries of paths that a rehearsal does not take."""
-
-    ALWAYS, WHERE_MISSING = ("triton",), ("onnxscript", "onnx")
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        root = name.split(".")[0]
-        if root in self.ALWAYS or (root in self.WHERE_MISSING and not self._installed(root)):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def _installed(self, root: str) -> bool:
-        others = [f for f in sys.meta_path if f is not self]
-        return any(getattr(f, "find_spec", lambda *a: None)(root, None) for f in others)
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        return _Triton(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-@contextmanager
-def _found_first(finder: _Finder) -> Iterator[None]:
-    """Imports see the finder's modules in this block; afterwards nobody finds them."""
-    roots = (*finder.ALWAYS, *finder.WHERE_MISSING)
-
-    def mine() -> list[str]:
-        return [name for name in sys.modules if name.split(".")[0] in roots]
-
-    before = {name: sys.modules.pop(name) for name in mine()}
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        for name in mine():
-            del sys.modules[name]
-        sys.modules.update(before)
+# ---- the GPU that it asks for ----------------------------------------------------------------------
 
 
 class _Device:
@@ -281,7 +189,7 @@ _QKV_LAYOUTS = (
     "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D BSHD_BSHD_BSHD "
     "T3HD TH3D THD_T2HD THD_TH2D THD_THD_THD SBHD_BSHD_BSHD BSHD_SBHD_SBHD THD_BSHD_BSHD THD_SBHD_SBHD "
     "Paged_KV_BSHD_BSHD_BSHD Paged_KV_BSHD_SBHD_SBHD Paged_KV_SBHD_BSHD_BSHD Paged_KV_SBHD_SBHD_SBHD "
-    "Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD"
+    "Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD BHSD_BHSD_BHSD QKV_Layout_NOT_SET"
 )
 
 
@@ -309,7 +217,7 @@ ENUMS = {
     "CommOverlapAlgo": _enum("CommOverlapAlgo", "NONE"),
     "NVTE_QKV_Layout": _enum("NVTE_QKV_Layout", _nvte(_QKV_LAYOUTS)),
     "NVTE_QKV_Format": _enum(
-        "NVTE_QKV_Format", _nvte("SBHD BSHD THD BSHD_2SBHD SBHD_2BSHD THD_2BSHD THD_2SBHD BHSD")
+        "NVTE_QKV_Format", _nvte("SBHD BSHD THD BSHD_2SBHD SBHD_2BSHD THD_2BSHD THD_2SBHD BHSD QKV_Format_NOT_SET")
     ),
     "NVTE_Bias_Type": _enum("NVTE_Bias_Type", _nvte("NO_BIAS PRE_SCALE_BIAS POST_SCALE_BIAS ALIBI")),
     "NVTE_Mask_Type": _enum(
@@ -322,9 +230,14 @@ ENUMS = {
     "NVTE_Softmax_Type": _enum(
         "NVTE_Softmax_Type", _nvte("VANILLA_SOFTMAX OFF_BY_ONE_SOFTMAX LEARNABLE_SOFTMAX")
     ),
-    "NVTE_Fused_Attn_Backend": _enum(
-        "NVTE_Fused_Attn_Backend", _nvte("F16_max512_seqlen F16_arbitrary_seqlen FP8 No_Backend")
+    "NVTERoutingMapFormat": _enum("NVTERoutingMapFormat", "BYTEMAP BITMAP_U8"),
+    "NVTEQBHistogramMode": _enum("NVTEQBHistogramMode", "TWO_KERNEL FUSED_ATOMIC"),
+    "NVTEScalingMode": _enum(
+        "NVTEScalingMode",
+        _nvte("DELAYED_TENSOR_SCALING MXFP8_1D_SCALING BLOCK_SCALING_1D BLOCK_SCALING_2D NVFP4_1D_SCALING"),
     ),
+    # Python names them all, and compares (``cpp_extensions/fused_attn.py: FusedAttnBackend``).
+    "NVTE_Fused_Attn_Backend": _enum("NVTE_Fused_Attn_Backend", _nvte("F16_arbitrary_seqlen FP8 No_Backend")),
 }
 
 _TORCH = {
@@ -357,6 +270,42 @@ def _quantized(tensor: torch.Tensor, quantizer: Any, shape: Any = None) -> Any:
     if quantizer.internal:
         return _storage_of(made)
     return made
+
+
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pinned: bool = False
+) -> Any:
+    """``quantizer.cpp: create_tensor``, which makes what ``make_empty`` of each quantizer made before 2.16."""
+    shape = tuple(shape)
+    kinds = {c.__name__ for c in type(quantizer).__mro__}
+    if kinds & {"Float8Quantizer", "Float8CurrentScalingQuantizer"}:
+        rows = quantizer.rowwise_usage or _any_layout()
+        columns = quantizer.columnwise_usage and not _any_layout()
+        return _module("tensor.float8_tensor").Float8Tensor(
+            shape=shape, dtype=dtype, fp8_dtype=quantizer.dtype, quantizer=quantizer, device=torch.device(META),
+            data=_empty(shape, torch.uint8) if rows else None,
+            data_transpose=_empty([shape[-1], *shape[:-1]], torch.uint8) if columns else None,
+            fp8_scale_inv=_empty([1], torch.float32),
+        )  # fmt: skip
+    blockwise = "Float8BlockQuantizer" in kinds
+    if not blockwise and "MXFP8Quantizer" not in kinds:
+        raise RehearsalUnavailable(f"Transformer Engine's {type(quantizer).__name__} is not known to the rehearsal")
+    parts: dict[str, Any] = {}
+    for columnwise, used in ((False, quantizer.rowwise_usage), (True, quantizer.columnwise_usage)):
+        data, scales = None, None
+        if used:
+            data = _empty(quantizer.get_columnwise_shape(shape) if columnwise else shape, torch.uint8)
+            scales = _empty(quantizer.get_scale_shape(shape, columnwise), torch.float32 if blockwise else torch.uint8)
+        kind = "columnwise" if columnwise else "rowwise"
+        parts |= {f"{kind}_data": data, f"{kind}_scale_inv": scales}
+    if blockwise:
+        return _module("tensor.float8_blockwise_tensor").Float8BlockwiseQTensor(
+            shape=shape, dtype=dtype, fp8_dtype=quantizer.dtype, quantizer=quantizer,
+            is_2D_scaled=quantizer.block_scaling_dim == 2, **parts,
+        )  # fmt: skip
+    return _module("tensor.mxfp8_tensor").MXFP8Tensor(
+        shape=shape, dtype=dtype, fp8_dtype=quantizer.dtype, quantizer=quantizer, with_gemm_swizzled_scales=False, **parts
+    )
 
 
 def _any_layout() -> bool:
@@ -489,10 +438,13 @@ def fused_attn_bwd(*args: Any) -> list[Any]:
     return [*made, None, _empty([1, heads, 1, 1], torch.float32) if learnable else None]
 
 
-def get_fused_attn_backend(is_training: bool, q_dtype: Any, *rest: Any) -> Any:
-    """cuDNN's attention for any length; in fp8 where query, key and value are."""
-    backend = ENUMS["NVTE_Fused_Attn_Backend"]
-    return backend.NVTE_FP8 if q_dtype.name.startswith("kFloat8") else backend.NVTE_F16_arbitrary_seqlen
+def get_fused_attn_backend(asked: Any, *rest: Any) -> Any:
+    """cuDNN's attention for any length; in fp8 where query, key and value are. From 2.20 on it is asked of one object,
+    and the answer comes with why a backend was refused."""
+    backend, together = ENUMS["NVTE_Fused_Attn_Backend"], not rest
+    dtype = asked.qkv_dtype if together else rest[0]
+    found = backend.NVTE_FP8 if dtype.name.startswith("kFloat8") else backend.NVTE_F16_arbitrary_seqlen
+    return (found, "") if together else found
 
 
 def _rotated(x: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -529,9 +481,12 @@ def fused_topk_with_score_function_fwd(logits: torch.Tensor, *rest: Any) -> list
     return [_empty(logits.shape, logits.dtype), _empty(logits.shape, torch.bool), _empty(logits.shape, logits.dtype)]
 
 
-def fused_topk_with_score_function_bwd(tokens: int, experts: int, *rest: Any) -> torch.Tensor:
-    gradient = [a for a in rest if isinstance(a, torch.Tensor)][-1]
-    return _empty([tokens, experts], gradient.dtype)
+def fused_topk_with_score_function_bwd(*args: Any) -> torch.Tensor | None:
+    """The gradient of the logits, [tokens, experts], which later releases make in Python and hand in last."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    if isinstance(args[0], torch.Tensor):
+        return None
+    return _empty(args[:2], tensors[-1].dtype)
 
 
 def fused_moe_aux_loss_fwd(probs: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
@@ -597,7 +552,7 @@ class _Kernels(types.ModuleType):
                 fused_attn_fwd, fused_attn_bwd, get_fused_attn_backend, fused_qkv_rope_forward,
                 fused_qkv_rope_backward, fused_topk_with_score_function_fwd, fused_topk_with_score_function_bwd,
                 fused_moe_aux_loss_fwd, fused_moe_aux_loss_bwd, quantize, split_quantize, bgrad_quantize,
-                dequantize, fp8_transpose, swap_first_dims, multi_tensor_l2norm,
+                dequantize, fp8_transpose, swap_first_dims, multi_tensor_l2norm, create_empty_quantized_tensor,
             )
         )  # fmt: skip
         known.update(
@@ -694,6 +649,10 @@ _CACHED = (
 )  # fmt: skip
 
 
+#: What later releases remember of the GPU in variables (``quantization.py: check_fp8_support``).
+_ANSWERS = ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_NVFP4_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT")
+
+
 def _forget() -> None:
     """Workspaces (one set a process), stand-in weight gradients (one a shape), lengths of sequences, the GPU."""
     for module, name in _CACHED:
@@ -706,6 +665,10 @@ def _forget() -> None:
         kept = getattr(_module(module), name, None)
         if isinstance(kept, dict):
             kept.clear()
-    fp8 = getattr(_module("quantization"), "FP8GlobalStateManager", None)
+    quantization = _module("quantization")
+    for name in _ANSWERS:
+        if hasattr(quantization, name):
+            setattr(quantization, name, None)
+    fp8 = getattr(quantization, "FP8GlobalStateManager", None)
     if fp8 is not None:
         fp8.reset()

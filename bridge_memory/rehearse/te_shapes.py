@@ -148,14 +148,15 @@ def _constructors() -> list[type]:
                     self.register_parameter(f"bias{i}", empty(out, dtype=params_dtype))
 
     class RMSNorm(torch.nn.Module):
-        def __init__(self, hidden_size: int = 0, **_: object) -> None:
+        def __init__(self, hidden_size: int = 0, normalized_shape: int = 0, **_: object) -> None:
             super().__init__()
-            self.weight = empty(hidden_size, dtype=torch.bfloat16)
+            self.size = hidden_size or normalized_shape  # the latter is what megatron-core 0.17 and later say
+            self.weight = empty(self.size, dtype=torch.bfloat16)
 
     class LayerNorm(RMSNorm):
-        def __init__(self, hidden_size: int = 0, **_: object) -> None:
-            super().__init__(hidden_size)
-            self.bias = empty(hidden_size, dtype=torch.bfloat16)
+        def __init__(self, **sizes: Any) -> None:
+            super().__init__(**sizes)
+            self.bias = empty(self.size, dtype=torch.bfloat16)
 
     class DotProductAttention(torch.nn.Module):
         def __init__(

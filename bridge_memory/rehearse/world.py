@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from bridge_memory.rehearse.imports import import_megatron_core
 from bridge_memory.releases import release_in, release_words
 from bridge_memory.spec import ParallelSpec, SpecError
 from bridge_memory.spec.ranks import stage_of_rank
@@ -19,7 +20,7 @@ from bridge_memory.spec.ranks import stage_of_rank
 #: As in pyproject.toml; the token dispatchers of older ones are built otherwise.
 OLDEST_RELEASE = (0, 13)
 #: The newest release that the estimate was held to, tensor by tensor.
-NEWEST_RELEASE = (0, 16)
+NEWEST_RELEASE = (0, 19)
 
 
 class RehearsalUnavailable(SpecError):
@@ -42,8 +43,9 @@ def quiet() -> Iterator[None]:
 def require_megatron() -> None:
     """Raise RehearsalUnavailable, in one line, when torch or megatron-core is not installed or is too old."""
     try:
-        import megatron.core  # noqa: F401
         import torch  # noqa: F401
+
+        import_megatron_core()
     except ImportError as missing:
         raise RehearsalUnavailable(
             f"rehearse runs the real megatron-core, and {missing.name or missing} is not installed; "

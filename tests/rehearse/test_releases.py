@@ -1,4 +1,4 @@
-"""The megatron-core that is installed here, whichever of 0.13 to 0.16 it is, is rehearsed by its own rules.
+"""The megatron-core that is installed here, whichever of 0.13 to 0.19 it is, is rehearsed by its own rules.
 
 ``.ci/run`` runs this file once for each release, in a process of its own; the other tests of rehearsals know 0.16.
 Seconds, not minutes: one model of a kind, and the layers whose code differs between the releases.
@@ -280,6 +280,50 @@ def test_recomputation_runs(recompute: RecomputeSpec) -> None:
     )  # fmt: skip
     saved = rehearse(run, 0).chunks[0].passes.saved_bytes
     assert abs(compare_saved(run, 0) - saved) <= 0.005 * saved
+
+
+def test_a_recomputed_norm_is_copied_or_not() -> None:
+    """Half a per cent of the backward peak beside a small MLP, of which a copy of the norm's output, [2048, 4096], is
+    ten times as much."""
+    run = RunSpec(
+        model=two_layers(GQA, MLPSpec(1024, gated=True), 4096), parallel=parallel(8, 2),
+        batch=BatchSpec(seq_length=1024), implementation=LOCAL,
+        recompute=RecomputeSpec(granularity="selective", modules=("layernorm",)),
+    )  # fmt: skip
+    found = compare_layer(run, 1)
+    assert abs(found.backward_error) <= 0.002, "\n" + "\n".join(found.lines())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_a_router_keeps(bias: bool) -> None:
+    """Beside experts so small that a table of the router, [2048, 512], counts: 2 bytes or 4 for each place."""
+    experts = MoESpec(
+        512, 2, 64, router_score_function="sigmoid", router_enable_expert_bias=bias,
+        router_load_balancing_type="seq_aux_loss",
+    )  # fmt: skip
+    run = RunSpec(
+        model=two_layers(AttentionSpec(8, 8, 64), experts, 512), parallel=parallel(64, expert_model_parallel_size=64),
+        batch=BatchSpec(seq_length=2048), implementation=LOCAL,
+        recompute=RecomputeSpec(granularity="selective", modules=("core_attn",)),
+    )  # fmt: skip
+    found = compare_layer(run, 1)
+    assert abs(found.saved_error) <= 0.01, "\n" + "\n".join(found.lines())
+
+
+@pytest.mark.skipif(HERE < (0, 16), reason="the gated delta net came with megatron-core 0.16")
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_gated_delta_net(batch: int) -> None:
+    """A fifth of a per cent of what is kept, half a per cent of both peaks."""
+    model = resolve_model("Qwen/Qwen3-Next-80B-A3B-Instruct")
+    layers = tuple(LayerSpec(layer.mixer, MLPSpec(1024, gated=True)) for layer in model.layers[:4])
+    run = RunSpec(
+        model=replace(model, layers=layers, mtp_num_layers=0, mtp_layer=None), parallel=parallel(8, 2),
+        batch=BatchSpec(seq_length=2048, micro_batch_size=batch), implementation=LOCAL,
+    )  # fmt: skip
+    found = compare_layer(run, 0)
+    assert abs(found.saved_error) <= 0.002, "\n" + "\n".join(found.lines())
+    assert abs(found.forward_error) <= 0.005, "\n" + "\n".join(found.lines())
+    assert abs(found.backward_error) <= 0.005, "\n" + "\n".join(found.lines())
 
 
 def test_a_mamba_layer_keeps_what_a_hand_counts() -> None:

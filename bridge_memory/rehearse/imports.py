@@ -1,0 +1,139 @@
+"""What megatron-core and Transformer Engine import, and what is not there on a machine without a GPU.
+
+Triton's kernels are imported with the modules that use them, which the rehearsal does not launch; ``typing.override``
+is Python's from 3.12 on. Nothing here imports megatron-core but ``import_megatron_core``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+
+def import_megatron_core() -> None:
+    """Import megatron.core with what it needs for that and this machine lacks. Raises what its import raises.
+
+    0.18 and later import Triton (``transformer/moe/paged_stash.py``), 0.19 ``typing.override``: a mark for type checkers,
+    which typing_extensions has for Pythons before 3.12.
+    """
+    if "megatron.core" in sys.modules:
+        return
+    if not hasattr(typing, "override"):
+        with suppress(ImportError):
+            from typing_extensions import override
+
+            typing.override = override  # type: ignore[attr-defined]
+    with stand_ins(*missing("triton")):
+        importlib.import_module("megatron.core")
+
+
+def missing(*roots: str) -> tuple[str, ...]:
+    """Those of these packages that are not installed."""
+    return tuple(root for root in roots if importlib.util.find_spec(root) is None)
+
+
+class _NoLaunch:
+    """A Triton kernel: ``kernel[grid](...)`` launches nothing. Its outputs are arguments."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+class _Triton(types.ModuleType):
+    """``triton`` and what is below: decorators that make kernels, the arithmetic of grids, and names."""
+
+    __version__ = "3.4.0"
+
+    @staticmethod
+    def jit(function: Any = None, **_: object) -> Any:
+        return _NoLaunch() if callable(function) else (lambda f: _NoLaunch())
+
+    @staticmethod
+    def autotune(*_: object, **__: object) -> Any:
+        return lambda kernel: kernel
+
+    heuristics = autotune
+
+    @staticmethod
+    def cdiv(a: int, b: int) -> int:
+        return -(-a // b)
+
+    @staticmethod
+    def next_power_of_2(n: int) -> int:
+        return 1 << max(0, n - 1).bit_length()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(f"{self.__name__}.{name}")
+
+
+class _Name:
+    """Something that is named in annotations and decorators, and does nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(f"{self._name}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) else self
+
+    def __or__(self, other: object) -> Any:
+        return Any
+
+    __ror__ = __or__
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds packages of these names, and whatever below them."""
+
+    def __init__(self, roots: tuple[str, ...]) -> None:
+        self._roots = roots
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        if name.split(".")[0] in self._roots:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _Triton(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+@contextmanager
+def stand_ins(*roots: str) -> Iterator[None]:
+    """Imports in this block find these packages, installed or not; afterwards nobody finds the stand-ins."""
+    if not roots:
+        yield
+        return
+    for name in ("torch._inductor.compile_fx", "torch._inductor.runtime.hints", "torch._dynamo.testing"):
+        # They look for Triton when they are imported, and must not meet the stand-in.
+        importlib.import_module(name)
+
+    def mine() -> list[str]:
+        return [name for name in sys.modules if name.split(".")[0] in roots]
+
+    before = {name: sys.modules.pop(name) for name in mine()}
+    finder = _Finder(roots)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in mine():
+            del sys.modules[name]
+        sys.modules.update(before)
