@@ -150,6 +150,11 @@ UNIFORM_GROUPS_MAY_END_SHORT = since(core=(0, 17))
 #: ``add_bias_linear`` gives the router of experts a bias too (``transformer/moe/router.py: Router.__init__``).
 ROUTER_BIAS = since(core=(0, 15))
 
+#: Routed experts are data-parallel over their own ranks also where EP is 1 and only ETP differs from TP
+#: (``extensions/transformer_engine.py``, ``tensor_parallel/layers.py``: ``use_expert_pgs``; before, ``allreduce`` is
+#: False with ``expert_model_parallel_size > 1`` alone).
+EXPERTS_APART_WITH_ETP = since(core=(0, 19))
+
 # ---- megatron-core: what blocks keep ----
 
 #: A variable of ``attention.py: Attention.forward`` (``qkv_output``) holds q, k and v as they were before the rotary
