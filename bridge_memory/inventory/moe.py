@@ -220,7 +220,7 @@ def _dispatch(
             r.keep(Scratch.MPU, gathered)
             x = tape.make("gathered tokens", x, 0)
             x.grad_bytes = gathered
-            probs = tape.make("gathered probabilities", probs, everyone * spec.num_experts * ctx.act)
+            probs = tape.make("gathered probabilities", probs, everyone * spec.num_experts * _probability_width(ctx))
             routing_map = tape.make(
                 "gathered routing map", routing_map, everyone * spec.num_experts, grad=False
             )
@@ -451,7 +451,9 @@ def _combine(
         everyone = ctx.tokens_sp * ctx.ep * ctx.etp
         y = tape.make("unpermuted tokens", y, everyone * row, saves=(row_map,))
         if ctx.ep * ctx.etp > 1:
-            y = tape.make("reduce-scattered tokens", y, n.entering * row)
+            unpermuted = y
+            y = _reduced(r, "reduce-scattered tokens", y, everyone * width, n.entering * width)
+            tape.keep_alive(unpermuted)  # an argument of ``token_combine``
         tape.keep_alive(*dispatched[:-1])
         return y
     if impl.moe_token_dispatcher_type == "flex":
@@ -466,7 +468,7 @@ def _combine(
         y = tape.make("outputs unsorted", y, n.received * row, saves=order, also=order)
     unsorted = y
     if ctx.etp > 1:
-        y = tape.make("outputs reduced over ETP", y, n.arrived * row)
+        y = _reduced(r, "outputs reduced over ETP", y, n.received * width, n.arrived * width)
     # Variables of ``MoELayer.routed_experts_compute``, which ends here.
     tape.keep_alive(experts_out, unsorted, dispatched[-1])
     sent = y
@@ -475,6 +477,17 @@ def _combine(
     y = tape.make("unpermuted output", y, n.entering * row, saves=(row_map,))
     tape.keep_alive(*(() if COMBINED_IN_TWO_STEPS(impl) else (sent,)), *dispatched[:-1])
     return y
+
+
+def _reduced(r: Recorder, name: str, y: Tensor, whole: int, part: int) -> Tensor:
+    """``whole`` elements reduce-scattered to ``part``, in the dtype of the probabilities
+    (``token_dispatcher.py: combine_preprocess, token_combine``)."""
+    tape, act, wide = r.tape, r.ctx.act, _probability_width(r.ctx)
+    if wide == act:
+        return tape.make(name, y, part * act)
+    y = tape.make(f"{name}, cast before", y, whole * wide)
+    y = tape.make(f"{name} in the router's dtype", y, part * wide)
+    return tape.make(name, y, part * act)
 
 
 def _shared_experts(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:

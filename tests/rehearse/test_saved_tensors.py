@@ -168,6 +168,21 @@ def test_a_layer_keeps_what_the_inventory_says(case: Case) -> None:
     assert max(map(abs, errors)) <= 0.005, "\n" + "\n".join(found.lines())
 
 
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("model", "tp", "ep", "etp"), [("fine experts", 4, 8, 4), ("fine experts", 2, 2, 1), ("deepseek", 2, 8, 2)]
+)
+def test_outputs_are_summed_over_etp_in_the_routers_dtype(
+    model: str, tp: int, ep: int, etp: int, dtype: str, dispatcher: str
+) -> None:
+    """The combine casts what experts made to the dtype of the probabilities, reduce-scatters that and casts back."""
+    impl = replace(LOCAL, moe_router_dtype=dtype, moe_token_dispatcher_type=dispatcher)
+    found = compare_layer(Case(model, tp=tp, ep=ep, etp=etp, implementation=impl).run(), 1)
+    errors = (found.saved_error, found.forward_error, found.backward_error)
+    assert max(map(abs, errors)) <= 0.002, "\n" + "\n".join(found.lines())
+
+
 def test_gqa_layer_by_hand() -> None:
     """TP1, s = 4096, b = 1, h = 4096, 32 heads of 128, f = 14336, bf16, no dropout, fused softmax.
 

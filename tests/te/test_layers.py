@@ -27,12 +27,14 @@ OF_LOCAL = {
 
 
 def run_of(
-    model: str, *, tp: int = 1, cp: int = 1, ep: int = 1, batch: int = 1, recompute: str = "", **impl: Any
+    model: str, *, tp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, batch: int = 1, recompute: str = "",
+    **impl: Any,
 ) -> RunSpec:
     return RunSpec(
         model=MODELS[model],
         parallel=ParallelSpec(
-            world_size=64, tensor_model_parallel_size=tp, context_parallel_size=cp, expert_model_parallel_size=ep
+            world_size=64, tensor_model_parallel_size=tp, context_parallel_size=cp, expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
         ),
         batch=BatchSpec(seq_length=4096, micro_batch_size=batch),
         implementation=replace(TE, **impl),
@@ -90,6 +92,20 @@ def test_recomputation_in_deepseek(modules: str) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_fused_permutation(model: str, dispatcher: str, tp: int) -> None:
     check(run_of(model, tp=tp, ep=4, moe_permute_fusion=True, moe_token_dispatcher_type=dispatcher))
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize(("model", "etp"), [("fine experts", 4), ("fine experts", 1), ("deepseek", 2)])
+def test_outputs_are_summed_over_etp_in_the_routers_dtype(
+    model: str, etp: int, dtype: str, dispatcher: str
+) -> None:
+    check(
+        run_of(
+            model, tp=4, ep=8, etp=etp, moe_router_dtype=dtype, moe_token_dispatcher_type=dispatcher,
+            moe_permute_fusion=True,
+        )
+    )  # fmt: skip
 
 
 def test_dense_layer_by_hand() -> None:
