@@ -255,7 +255,7 @@ def test_mtp_repeats_the_last_layer_that_is_left(capsys: pytest.CaptureFixture[s
     norms and such a layer (``gpt_layer_specs.py: get_gpt_mtp_block_spec_for_backend``)."""
 
     def parameters(*flags: str) -> int:
-        stages = as_json(capsys, "deepseek-ai/DeepSeek-V3", *flags)["stages"]
+        stages = as_json(capsys, "estimate", "deepseek-ai/DeepSeek-V3", *flags)["stages"]
         return sum(stage["parameters"] for stage in stages)
 
     one, two = (parameters("--num-layers", n, "--mtp-num-layers", "0") for n in ("1", "2"))

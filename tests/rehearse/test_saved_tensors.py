@@ -168,6 +168,22 @@ def test_a_layer_keeps_what_the_inventory_says(case: Case) -> None:
     assert max(map(abs, errors)) <= 0.005, "\n" + "\n".join(found.lines())
 
 
+@pytest.mark.parametrize("case", [Case(m, tp=2) for m in ("gqa", "mha", "sink", "mla")], ids=str)
+@pytest.mark.parametrize("softmax", [None, True, False])
+def test_a_layer_in_fp32_or_with_its_softmax_in_16_bits(case: Case, softmax: bool | None) -> None:
+    """Scores that are not cast are masked as a view of the GEMM's output, which costs two more of them backward.
+
+    ``softmax``: in fp32 or not, of a layer in bf16 without fused kernels; None: the whole layer in fp32.
+    """
+    run = replace(case, implementation=UNFUSED).run()
+    precision = PrecisionSpec(params_dtype="fp32") if softmax is None else PrecisionSpec(
+        attention_softmax_in_fp32=softmax
+    )
+    found = compare_layer(replace(run, precision=precision), 1)
+    errors = (found.saved_error, found.forward_error, found.backward_error)
+    assert max(map(abs, errors)) <= 1e-3, "\n" + "\n".join(found.lines())
+
+
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize(

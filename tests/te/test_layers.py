@@ -10,11 +10,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_saved_tensors import ALLGATHER, CASES, LOCAL, MODELS, UNFUSED, Case
+from test_saved_tensors import ALLGATHER, CASES, LOCAL, MODELS, UNFUSED, Case, model
 
 from bridge_memory.rehearse.compare import LayerComparison, compare_layer
 from bridge_memory.rehearse.run import rehearse_layer
-from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RecomputeSpec, RunSpec
+from bridge_memory.spec import (
+    AttentionSpec,
+    BatchSpec,
+    ImplementationSpec,
+    MLPSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RecomputeSpec,
+    RunSpec,
+)
 
 TE = ImplementationSpec()
 EAGER = replace(
@@ -106,6 +115,37 @@ def test_outputs_are_summed_over_etp_in_the_routers_dtype(
             moe_permute_fusion=True,
         )
     )  # fmt: skip
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core says in the environment which backends may be used, and stops where it said otherwise before."""
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+WINDOW = {
+    "window": model(AttentionSpec(32, 8, 128, window_size=1024), MLPSpec(14336, gated=True), 4096),
+    "window and sink": model(
+        AttentionSpec(32, 8, 128, window_size=1024, learnable_softmax_sink=True), MLPSpec(14336, gated=True), 4096
+    ),
+    # Three heads a rank: no fused softmax.
+    "odd": model(AttentionSpec(6, 2, 128), MLPSpec(2048, gated=True), 768),
+}
+
+
+@pytest.mark.parametrize("seq", [512, 4096])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ["gqa", "mha", "sink", "output gate", "mla", *WINDOW])
+@pytest.mark.usefixtures("backends")
+def test_unfused_attention(name: str, dtype: str, seq: int) -> None:
+    """Masks of s x s and what masking in place costs; fp32 knows nothing else."""
+    run = run_of("gqa", tp=2, attention_backend="unfused")
+    run = replace(
+        run, model=(MODELS | WINDOW)[name], batch=BatchSpec(seq_length=seq), precision=PrecisionSpec(params_dtype=dtype)
+    )
+    check(run, saved=1e-4, peaks=1e-4)
 
 
 def test_dense_layer_by_hand() -> None:
