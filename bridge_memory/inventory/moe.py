@@ -45,9 +45,12 @@ def routed_tokens(r: Recorder, spec: MoESpec) -> _Tokens:
     n = ctx.tokens_sp
     permuted, imbalance = n * spec.topk, ctx.impl.moe_imbalance
     if factor is not None:
-        capacity = smallest(ceil(n * spec.topk / spec.num_experts * factor), n) * spec.num_experts
+        wanted = ceil(n * spec.topk / spec.num_experts * factor)
+        capacity = smallest(wanted, n) * spec.num_experts
         if ctx.impl.moe_pad_expert_input_to_capacity:
-            permuted, imbalance = ceil(n * spec.topk / spec.num_experts * factor) * spec.num_experts, 1.0
+            # A map names no token twice, which is what an allgather goes by.
+            by_map = ctx.impl.moe_token_dispatcher_type == "allgather"
+            permuted, imbalance = capacity if by_map else wanted * spec.num_experts, 1.0
         else:
             imbalance = smallest(permuted * imbalance, capacity) / smallest(permuted, capacity)
             permuted = smallest(permuted, capacity)
@@ -138,6 +141,9 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
             "top-k", chosen, (probs, routing_map, index, *kept), saves=(index, *kept),
             workspace=n.entering * experts * 4 + table,
         )
+    if ctx.impl.moe_expert_capacity_factor is not None:
+        # Times a map of what is not dropped (``moe_utils.py: apply_router_token_dropping``).
+        probs = tape.make("routing probabilities within capacity", probs, table, saves=(routing_map,))
     if spec.router_load_balancing_type not in ("none", "sinkhorn"):
         own = 4 if spec.router_score_function == "softmax" and not ctx.impl.moe_router_fusion else width
         aux = tape.make("auxiliary-loss scores", logits, n.entering * experts * own, save_output=True)
@@ -236,7 +242,10 @@ def _dispatch(
         row_map = tape.tensor("permutation row map", rows * (2 * columns + 1) * 4, grad=False)
     else:
         row_map = tape.tensor("permutation indices", first * 8, grad=False)
-    if not (impl.moe_permute_fusion and alltoall):
+    if alltoall and impl.moe_pad_expert_input_to_capacity and not impl.moe_permute_fusion:
+        # Probabilities are picked by their own indices (``moe_utils.py: permute``, drop_and_pad).
+        by_expert = (tape.tensor("indices of probabilities", first * 8, grad=False),)
+    elif not (impl.moe_permute_fusion and alltoall):
         # Both are transposed, and masked_select keeps the copies (``moe_utils.py: permute``,
         # ``token_dispatcher.py: MoEAllGatherTokenDispatcher.dispatch_postprocess``).
         by_expert = (

@@ -199,6 +199,31 @@ def test_outputs_are_summed_over_etp_in_the_routers_dtype(
     assert max(map(abs, errors)) <= 0.002, "\n" + "\n".join(found.lines())
 
 
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize(("factor", "pad"), [(0.5, False), (2.0, False), (0.5, True), (2.0, True)])
+def test_experts_with_a_capacity(factor: float, pad: bool, dispatcher: str) -> None:
+    """Both sides send what the capacity leaves; before, megatron-core's side sent every token."""
+    impl = replace(
+        LOCAL, moe_token_dispatcher_type=dispatcher, moe_expert_capacity_factor=factor,
+        moe_pad_expert_input_to_capacity=pad,
+    )  # fmt: skip
+    found = compare_layer(Case("fine experts", tp=2, ep=4, etp=1, implementation=impl).run(), 1)
+    errors = (found.saved_error, found.forward_error, found.backward_error)
+    assert max(map(abs, errors)) <= 1e-3, "\n" + "\n".join(found.lines())
+
+
+def test_padding_to_a_capacity_sends_so_many_rows() -> None:
+    """4096 / 2 tokens, 8 of 128 experts each, factor 2: 256 of every expert from each of the 4 ranks, 768 wide in and
+    out of the activation: fc1's output has 4 x 32 x 256 rows of 2 x 768 values."""
+    impl = replace(
+        LOCAL, moe_token_dispatcher_type="allgather", moe_expert_capacity_factor=2.0,
+        moe_pad_expert_input_to_capacity=True,
+    )  # fmt: skip
+    run = Case("fine experts", tp=2, ep=4, etp=1, implementation=impl).run()
+    of_experts = [r for r in rehearse_layer(run, 1).saved if r.shape[-1:] == (2 * 768,)]
+    assert sum(r.bytes for r in of_experts) == 4 * 32 * 256 * 2 * 768 * 2
+
+
 def test_gqa_layer_by_hand() -> None:
     """TP1, s = 4096, b = 1, h = 4096, 32 heads of 128, f = 14336, bf16, no dropout, fused softmax.
 
