@@ -156,6 +156,11 @@ ROUTER_BIAS = since(core=(0, 15))
 #: (``ssm/mamba_mixer.py: MambaMixer.__init__``).
 MAMBA_CONVOLUTION_IS_NO_MODULE = since(core=(0, 19))
 
+#: Routed experts are data-parallel over their own ranks also where EP is 1 and only ETP differs from TP
+#: (``extensions/transformer_engine.py``, ``tensor_parallel/layers.py``: ``use_expert_pgs``; before, ``allreduce`` is
+#: False with ``expert_model_parallel_size > 1`` alone).
+EXPERTS_APART_WITH_ETP = since(core=(0, 19))
+
 # ---- megatron-core: what blocks keep ----
 
 #: A variable of ``attention.py: Attention.forward`` (``qkv_output``) holds q, k and v as they were before the rotary

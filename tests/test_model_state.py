@@ -129,7 +129,7 @@ def test_of_more_ranks_than_parameters_the_fullest_has_the_largest() -> None:
     run = RunSpec(model=LLAMA, parallel=ParallelSpec(world_size=2**23))
     (shapes,) = layout(run.model, run.parallel).shapes(run.model)
     units = chunk_units(run.model, shapes[0], context_of(run))
-    assert fullest_share(units, False, 2**23) == (128_256 * 2_048, 0)
+    assert fullest_share(units, (False,), 2**23) == {False: (128_256 * 2_048, 0)}
 
 
 def test_muon_keeps_one_state_for_every_matrix_but_embedding_and_output() -> None:

@@ -131,7 +131,11 @@ def _model(args: argparse.Namespace) -> ModelSpec:
     if args.num_layers is not None:
         if not 1 <= args.num_layers <= model.num_layers:
             raise SpecError(f"num_layers ({args.num_layers}) must be between 1 and the model's {model.num_layers}")
-        changes["layers"] = model.layers[: args.num_layers]
+        # megatron-core builds MTP depths from the last decoder layer's spec (gpt_layer_specs.py:
+        # get_gpt_mtp_block_spec_for_backend), whichever layer that is now; a hybrid's pattern says what is in them.
+        layers = model.layers[: args.num_layers]
+        repeats = model.mtp_layer == model.layers[-1] and not model.hybrid
+        model = replace(model, layers=layers, mtp_layer=layers[-1] if repeats else model.mtp_layer)
     if args.mtp_num_layers is not None:
         changes["mtp_num_layers"] = args.mtp_num_layers
         changes["mtp_layer"] = _mtp_layer(model, args.mtp_num_layers)
@@ -143,7 +147,6 @@ def _mtp_layer(model: ModelSpec, depths: int) -> LayerSpec | None:
         raise SpecError(f"mtp_num_layers ({depths}) must not be negative; 0 trains without MTP")
     if depths == 0:
         return None
-    # megatron-core builds MTP depths from the last decoder layer's spec (gpt_layer_specs.py: get_gpt_mtp_block_spec).
     return model.mtp_layer or model.layers[-1]
 
 

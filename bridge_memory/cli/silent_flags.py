@@ -62,16 +62,13 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
     needs.append(("expert_tensor_parallel_size", "expert_tensor_parallel_size" in parallel, model.has_experts,
                   "a model with experts"))
     local = impl.get("transformer_impl") == "local"
-    unfused = local or impl.get("attention_backend") in ("unfused", "local")
-    unfused = unfused or given["precision"].get("params_dtype") == "fp32"
     shared = limits_of(model).shared_experts
     needs += [
         ("fp8", "fp8" in precision, not local, "--transformer-impl transformer_engine"),
         ("transformer_engine", "transformer_engine" in impl, not local, "--transformer-impl transformer_engine"),
         ("attention_backend", impl.get("attention_backend") in ("flash", "fused"), not local,
          "--transformer-impl transformer_engine"),
-        ("masked_softmax_fusion", "masked_softmax_fusion" in impl, unfused,
-         "--attention-backend unfused or --transformer-impl local"),
+        ("masked_softmax_fusion", "masked_softmax_fusion" in impl, local, "--transformer-impl local"),
         ("cp_comm_type", "cp_comm_type" in impl, parallel.get("context_parallel_size", 1) != 1, "--cp of 2 or more"),
         ("moe_shared_expert_overlap", impl.get("moe_shared_expert_overlap", False), shared,
          "a model with shared experts"),

@@ -88,7 +88,7 @@ T = TypeVar("T")
 
 
 class OfChunks(Generic[T]):
-    """What one engine worked out of chunks, once for each list of units and whether it is its stage's first.
+    """What one engine worked out of chunks, once for each list of units and whether its buffers are cut into buckets.
 
     A list is kept beside its answer: the id by which it is known would else be given to another once it is gone.
     """
@@ -98,12 +98,12 @@ class OfChunks(Generic[T]):
     def __init__(self) -> None:
         self._found: dict[tuple[int, bool], tuple[Sequence[Unit], T]] = {}
 
-    def get(self, units: Sequence[Unit], index: int, work: Callable[[Sequence[Unit], int], T]) -> T:
-        """``work(units, index)``; chunk ``index`` of a stage is as any other but the first."""
-        key = id(units), index == 0
+    def get(self, units: Sequence[Unit], in_buckets: bool, work: Callable[[Sequence[Unit], bool], T]) -> T:
+        """``work(units, in_buckets)``."""
+        key = id(units), in_buckets
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = units, work(units, index)
+            found = self._found[key] = units, work(units, in_buckets)
         return found[1]
 
 

@@ -22,10 +22,12 @@ from bridge_memory.engines.optimizer_states import (
     optimizer_states,
 )
 from bridge_memory.engines.peft import adapter_units
+from bridge_memory.inventory.chain import Label
 from bridge_memory.inventory.parameters import (
     PARAM_ALIGNMENT,
     Column,
     Parameter,
+    Use,
     aligned_elements,
     elements,
     gemm_elements,
@@ -34,6 +36,7 @@ from bridge_memory.inventory.parameters import (
     rounded_bytes,
 )
 from bridge_memory.inventory.stack import Unit
+from bridge_memory.releases import EXPERTS_APART_WITH_ETP
 from bridge_memory.spec import DTYPE_BYTES, PrecisionSpec, RunSpec
 from bridge_memory.workspaces.allocator import block_rest
 
@@ -50,7 +53,10 @@ class MegatronDDP:
     def __init__(self, run: RunSpec, *, adapters: bool = False) -> None:
         precision, d = run.precision, run.data_parallel
         self.run = run
-        self.worlds = run.parallel.shard_worlds
+        #: Routed experts have buffers of their own, divided over their own ranks.
+        self.own_expert_buffers = experts_apart(run)
+        dense_world, expert_world = run.parallel.shard_worlds
+        self.worlds = (dense_world, expert_world if self.own_expert_buffers else dense_world)
         self.width = DTYPE_BYTES[precision.params_dtype]
         self.gradient_width = gradient_width(run)
         self.distributed = d.use_distributed_optimizer
@@ -88,7 +94,7 @@ class MegatronDDP:
         if not self.frozen:
             yield Line(Role.GRADIENTS, State.GRADIENTS, "gradients", experts, exact, adapters, base)
         if self.distributed and self.worlds[experts] > 1:
-            base = f"{base} x {'edp' if experts else 'dp x cp'}"
+            base = f"{base} x {'edp' if experts and self.own_expert_buffers else 'dp x cp'}"
         for state in self.states:
             yield Line(Role.OPTIMIZER, state.state, state.name, experts, state.provenance, adapters, base)
 
@@ -113,8 +119,10 @@ class MegatronDDP:
         """What a stage of ``chunks`` keeps."""
         amounts = [0] * len(self.lines)
         parameters = rests = copies = 0
+        # Of later stages and chunks a buffer is one bucket (``DistributedDataParallel.__init__``: disable_bucketing).
+        starts = bool(chunks) and _starts_the_model(chunks[0], self.run)
         for index, units in enumerate(chunks):
-            found = self._chunks.get(units, index, self.chunk)
+            found = self._chunks.get(units, starts and index == 0, self.chunk)
             parameters += found.parameters
             rests += found.rests
             copies += found.gradient_copies
@@ -122,47 +130,71 @@ class MegatronDDP:
         lines, whole = self.lines, amounts
         if self.adapters is not None:
             of_adapters = [0] * len(self.adapters.lines)
-            for units in chunks:
+            for index, units in enumerate(chunks):
                 beside = adapter_units(self.run, units)
                 if beside:
-                    of_adapters = list(map(add, of_adapters, self.adapters.chunk(beside, 0).amounts))
+                    found = self.adapters.chunk(beside, in_buckets=starts and index == 0)
+                    of_adapters = list(map(add, of_adapters, found.amounts))
             lines, whole = (*lines, *self.adapters.lines), [*amounts, *of_adapters]
         kept = tuple((line, n) for line, n in zip(lines, whole, strict=True) if n)
         return StageState(parameters, kept, rests, copies)
 
-    def chunk(self, units: Sequence[Unit], index: int) -> ChunkState:
-        """What chunk ``index`` of a stage keeps."""
+    def chunk(self, units: Sequence[Unit], in_buckets: bool) -> ChunkState:
+        """What one chunk keeps; ``in_buckets``: its buffers may have more than one bucket."""
         dense, experts = [0] * len(self.columns), [0] * len(self.columns)
         for _, _, parameters, times, _ in units:
             a, b = parameters.sums(self.columns)
             dense = [x + times * y for x, y in zip(dense, a, strict=True)]
             if b[0]:
                 experts = [x + times * y for x, y in zip(experts, b, strict=True)]
-        bucket = bucket_elements(self.run, index) if self.distributed else None
-        amounts: list[int] = []
+        buffers: list[tuple[tuple[bool, ...], list[int]]] = [((False,), dense), ((True,), experts)]
+        if not self.own_expert_buffers:
+            buffers = [((False, True), list(map(add, dense, experts)))]
+        lines = len(self.lines) // 2
+        of_kind = {False: [0] * lines, True: [0] * lines}
         rests = copies = 0
-        for of_experts, sums in ((False, dense), (True, experts)):
+        for kinds, sums in buffers:
             if not sums[0]:
-                amounts += [0] * (len(self.lines) // 2)
                 continue
-            world = self.worlds[of_experts]
-            padded = sums[0]
-            if self.distributed:
-                end = lcm(world, BUCKET_ALIGNMENT)
-                padded = pad(sums[1], end) if bucket is None else _bucketed(units, of_experts, bucket, end)
-            amounts += self._amounts(sums, padded, world, units, of_experts)
+            world = self.worlds[kinds[0]]
+            padded = self._padded(units, kinds, sums, world, in_buckets) if self.distributed else sums[0]
+            dealt = {kind: (of[0], of[3]) for kind, of in ((False, dense), (True, experts))}
+            if self.layer_wise and not self.distributed:
+                dealt = fullest_share(units, kinds, world)
+            numel, matrices = (sum(dealt[kind][i] for kind in kinds) for i in (0, 1))
+            whole = list(self._amounts(sums, padded, world, numel, matrices))
+            if len(kinds) > 1 and experts[0]:
+                # Of one buffer what is not of experts, padding among it, is dense.
+                of_kind[True] = list(self._amounts(experts, experts[1], world, *dealt[True]))
+                whole = [n - m for n, m in zip(whole, of_kind[True], strict=True)]
+            of_kind[kinds[0]] = whole
             if self.rests:
                 rests += self._rests(sums, world)
             if self.copies_gradients:
                 rest = 0 if self.expandable else sums[self._copies_at]
                 copies += -(-(4 * sums[0] + rest) // (world if self.distributed else 1))
-        return ChunkState(dense[0] + experts[0], amounts, rests, copies)
+        return ChunkState(dense[0] + experts[0], of_kind[False] + of_kind[True], rests, copies)
+
+    def _padded(
+        self, units: Sequence[Unit], kinds: tuple[bool, ...], sums: Sequence[int], world: int, in_buckets: bool
+    ) -> int:
+        """Elements of a distributed optimizer's buffer of these ``kinds``, padded."""
+        end = lcm(world, BUCKET_ALIGNMENT)
+        bucket = bucket_elements(self.run) if in_buckets else None
+        shared = _shared_embedding(units, self.run) if False in kinds else None
+        if shared is None or shared.numel == sums[0]:
+            return pad(sums[1], end) if bucket is None else _bucketed(units, kinds, bucket, end)
+        # It is at either end of the buffer, so that the others' buckets are as if it was not there.
+        others = sums[1] - aligned_elements(shared, PARAM_ALIGNMENT)
+        filled = pad(others, end) if bucket is None else _bucketed(units, kinds, bucket, end, without=shared)
+        return filled + pad(shared.numel, end)
 
     def _amounts(
-        self, sums: Sequence[int], padded: int, world: int, units: Sequence[Unit], experts: bool
+        self, sums: Sequence[int], padded: int, world: int, numel: int, matrices: int
     ) -> Iterator[int]:
-        """Bytes of one buffer's lines, in their order."""
-        numel, _, gemm, matrices, *_ = sums
+        """Bytes of one buffer's lines, in their order; ``numel``, of which ``matrices``: elements whose states are
+        divided, or all of those whose states one rank has."""
+        _, _, gemm, *_ = sums
         # Weights: views of one buffer under the distributed optimizer, else tensors of their own.
         # Frozen weights are in no buffer (DistributedDataParallel takes what requires a gradient).
         in_buffer = self.distributed and not self.frozen
@@ -178,8 +210,6 @@ class MegatronDDP:
         # Gradients: one contiguous buffer (main_grad views).
         yield padded * self.gradient_width
         if self.layer_wise:
-            if not self.distributed:
-                numel, matrices = fullest_share(units, experts, world)
             padded = numel
         for over, width, on_gpu, rounded_at in self._of_states:
             n = numel if over is Over.ALL else matrices if over is Over.MATRICES else numel - matrices
@@ -211,23 +241,54 @@ class ChunkState(NamedTuple):
     gradient_copies: int
 
 
-def bucket_elements(run: RunSpec, chunk_index: int) -> int | None:
+def bucket_elements(run: RunSpec) -> int | None:
     """Bucket size in elements, None for one bucket (``DistributedDataParallel.__init__``)."""
     d = run.data_parallel
-    if not d.overlap_grad_reduce or chunk_index > 0:
+    if not d.overlap_grad_reduce:
         return None
     if d.bucket_size is not None:
         return d.bucket_size
     return max(BUCKET_MINIMUM, BUCKET_PER_RANK * run.parallel.data_parallel_size * run.parallel.cp)
 
 
-def _bucketed(units: Sequence[Unit], experts: bool, bucket: int, end: int) -> int:
+def experts_apart(run: RunSpec) -> bool:
+    """Whether routed experts' parameters are marked ``allreduce=False``, which gives them buffers of their own over
+    the ranks that hold the same experts; else they lie among dense ones and are divided over DP x CP, whatever ETP
+    is (``extensions/transformer_engine.py: TELinear, TEGroupedLinear``, ``tensor_parallel/layers.py``)."""
+    p = run.parallel
+    return p.ep > 1 or (EXPERTS_APART_WITH_ETP(run.implementation) and p.etp != p.tp)
+
+
+def _starts_the_model(units: Sequence[Unit], run: RunSpec) -> bool:
+    """Whether these units begin on the first pipeline stage; MTP brings an embedding to others too."""
+    labels = [unit.label for unit in units]
+    return run.parallel.pp == 1 or (Label.EMBEDDING in labels and Label.MTP not in labels)
+
+
+def _shared_embedding(units: Sequence[Unit], run: RunSpec) -> Parameter | None:
+    """The weight that stages share, which has a bucket of its own (``language_module.py:
+    setup_embeddings_and_output_layer``, ``param_and_grad_buffer.py: _does_param_require_new_bucket``): the token
+    embedding, of MTP's stage too, or a tied output layer."""
+    model = run.model
+    tied = model.share_embeddings_and_output_weights
+    if run.parallel.pp == 1 or not (tied or model.mtp_num_layers):
+        return None
+    first = {unit.label: unit.parameters.rows[0].parameters[0] for unit in units if unit.parameters.rows}
+    embedding, output = first.get(Label.EMBEDDING), first.get(Label.LOSS)
+    if embedding is not None and embedding.use is Use.EMBEDDING:
+        return embedding
+    return output if tied and output is not None and output.use is Use.OUTPUT else None
+
+
+def _bucketed(
+    units: Sequence[Unit], kinds: tuple[bool, ...], bucket: int, end: int, without: Parameter | None = None
+) -> int:
     """Elements of a buffer that is filled last parameter first and cut into buckets, each padded to ``end``."""
     walk = _Walk(bucket, end)
     for unit in reversed(units):
         runs = [
-            (tuple(p.numel for p in reversed(parameters)), times)
-            for parameters, times in unit.parameters.runs(experts)
+            (tuple(p.numel for p in reversed(parameters) if p is not without), times)
+            for parameters, times in unit.parameters.runs(*kinds)
         ]
         walk.repeat(tuple(reversed(runs)), unit.times)
     return walk.start + pad(walk.offset, end)
@@ -270,9 +331,9 @@ class _Walk:
             self.offset = 0
 
 
-def fullest_share(units: Sequence[Unit], experts: bool, world: int) -> tuple[int, int]:
-    """(elements, of these in matrices) of the rank that gets most optimizer state of whole parameters, dealt smallest
-    first, to and fro.
+def fullest_share(units: Sequence[Unit], kinds: tuple[bool, ...], world: int) -> dict[bool, tuple[int, int]]:
+    """(elements, of these in matrices), of each of ``kinds``, of the rank that gets most optimizer state of whole
+    parameters, dealt smallest first, to and fro.
 
     Source: ``layer_wise_optimizer.py: LayerWiseDistributedOptimizer.shard_params``. A GEMM's weight has a main
     copy and a momentum (8 bytes an element), any other Adam's three (12).
@@ -280,17 +341,21 @@ def fullest_share(units: Sequence[Unit], experts: bool, world: int) -> tuple[int
     parameters: list[Parameter] = []
     for unit in units:
         for _ in range(unit.times):
-            for few, times in unit.parameters.runs(experts):
+            for few, times in unit.parameters.runs(*kinds):
                 parameters += few * times
     world = min(world, len(parameters))  # the ranks beyond get nothing
-    shares = [[0, 0] for _ in range(world)]
+    shares: list[list[Parameter]] = [[] for _ in range(world)]
     for i, p in enumerate(sorted(parameters, key=lambda p: p.numel)):
         turn = i % (2 * world)
-        share = shares[turn if turn < world else 2 * world - 1 - turn]
-        share[0] += p.numel
-        share[1] += p.numel if p.is_matrix else 0
-    total, matrices = max(shares, key=lambda s: 12 * s[0] - 4 * s[1])
-    return total, matrices
+        shares[turn if turn < world else 2 * world - 1 - turn].append(p)
+    fullest = max(shares, key=lambda share: sum(p.numel * (8 if p.is_matrix else 12) for p in share))
+    return {
+        kind: (
+            sum(p.numel for p in fullest if p.expert is kind),
+            sum(p.numel for p in fullest if p.expert is kind and p.is_matrix),
+        )
+        for kind in kinds
+    }
 
 
 def fp8_copies(precision: PrecisionSpec, gemm: int, gpu_arch: str) -> int:

@@ -77,7 +77,7 @@ class MegatronFSDP:
 
     def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
         """What a stage of ``chunks`` keeps and moves."""
-        found = [self._chunks.get(units, index, self.chunk) for index, units in enumerate(chunks)]
+        found = [self._chunks.get(units, index == 0, self.chunk) for index, units in enumerate(chunks)]
         amounts = [sum(chunk.amounts[i] for chunk in found) for i in range(len(self.lines))]
         return StageState(
             parameters=sum(chunk.parameters for chunk in found),
@@ -89,11 +89,11 @@ class MegatronFSDP:
             concurrent=tuple(chunk.concurrent for chunk in found),
         )
 
-    def chunk(self, units: Sequence[Unit], index: int = 0) -> ChunkState:
-        """What chunk ``index`` of a stage keeps and moves."""
+    def chunk(self, units: Sequence[Unit], in_buckets: bool = True) -> ChunkState:
+        """What one chunk keeps and moves; ``in_buckets``: what lies outside of units may have more than one."""
         sharding = self.sharding
         places = places_of(units)
-        limit = bucket_elements(self.run, index)
+        limit = bucket_elements(self.run) if in_buckets else None
         buckets = sharding.of_chunk(units, places, limit)
         adapters = sharding.of_adapters(units) if self.run.peft.freezes else []
         amounts = [

@@ -62,7 +62,8 @@ def optimizer_states(run: RunSpec) -> tuple[OptimizerState, ...]:
     half = DTYPE_BYTES[run.precision.params_dtype] == 2
     on_gpu = 1.0 - o.optimizer_offload_fraction if o.optimizer_cpu_offload else 1.0
     out = []
-    if half:
+    # FusedAdam copies fp32 parameters too (``FusedAdam.initialize_state``); Megatron itself copies 16-bit ones alone.
+    if half or (o.fused_main_parameters and not o.optimizer_cpu_offload):
         # Megatron's own main parameters are what ``HybridDeviceOptimizer`` is handed, copies to the host and copies
         # back; only a precision-aware optimizer hands it the bf16 weights (``distrib_optimizer.py:
         # _build_model_and_main_param_groups``).

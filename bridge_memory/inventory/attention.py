@@ -169,43 +169,86 @@ def core_attention(
         return tape.make("core_attention output [s, b]", out, out_bytes, alias=True) if transposed else out
     scores_elements = rows * ctx.seq * ctx.cp
     scores_bytes = scores_elements * ctx.act
+    made = _full_mask(r) if ctx.te else None
+    if len(qkv) == 1:
+        parts = [("query", q_width), ("key", kv_width), ("value", v_width)]
+        qkv = tape.views("split qkv", qkv[0], *((name, ctx.tokens * width * ctx.act) for name, width in parts))
+    variables = qkv if ctx.te else ()  # of DotProductAttention.forward
     if grouped:
         repeated = ctx.tokens * q_width * ctx.act
-        sources = (qkv[0], *qkv[-2:]) if len(qkv) > 1 else qkv * 3
-        qkv = (
-            qkv[0],
-            tape.make("repeated key", sources[1], repeated),
-            tape.make("repeated value", sources[2], repeated),
-        )
+        query, key, value = qkv[0], *qkv[-2:]
+        qkv = (query, tape.make("repeated key", key, repeated), tape.make("repeated value", value, repeated))
     if not ctx.te:
         r.keep(Scratch.MPU, scores_bytes)
     scores = tape.make(
         "attention scores", qkv[:2], scores_bytes, saves=qkv[:2], workspace=scores_bytes if ctx.te else 0
     )
-    fused = fused_softmax(r, heads, sink)
-    mask = None if fused or ctx.te else _causal_mask(r, window=window)
-    if fused:
+    if sink and made:  # in place of scores and mask
+        scores = tape.make("attention scores with sink", scores, (scores_elements + rows) * ctx.act)
+        wider = tape.tensor("attention mask with sink", made.bytes + ctx.seq * ctx.cp, grad=False)
+        tape.op(wider.name, (made,), wider)
+        made = wider
+    if fused_softmax(r, heads, sink):
         # Backward is in place on the incoming gradient (scaled_*_masked_softmax_backward).
         probs = tape.make("attention probabilities", scores, scores_bytes, save_output=True, alias=True)
-    elif ctx.act == 2 and ctx.attention_softmax_in_fp32:
-        # An fp32 copy is masked in place; a sink makes it one column wider (fused_softmax.py: SoftmaxOne).
-        wide = 4 * (scores_elements + (rows if sink else 0))
-        scores32 = tape.make("attention scores fp32", scores, 4 * scores_elements)
-        filled = _fill(r, scores32, mask)
-        widened = tape.make("attention scores with sink", filled, wide) if sink else filled
-        probs32 = tape.make("attention probabilities fp32", widened, wide, save_output=True)
-        probs = tape.make("attention probabilities", probs32, scores_bytes)
-        tape.keep_alive(scores32)
     else:
-        probs = tape.make("attention probabilities", _fill(r, scores, mask), scores_bytes, save_output=True,
-                          workspace=scores_bytes)
+        probs = _softmax(r, scores, scores_elements, rows if sink else 0, made, window=window)
     if ctx.attention_dropout:
         kept = tape.tensor("attention dropout mask", scores_elements, grad=False)
         probs = tape.make("dropped probabilities", probs, scores_bytes, saves=(kept,), also=(kept,))
     context = tape.make("attention context", (probs, qkv[-1]), out_bytes, saves=(probs, qkv[-1]))
     out = tape.make("core_attention output", context, out_bytes, alias=True)
-    tape.keep_alive(scores, probs, context, *qkv)  # variables of DotProductAttention.forward
+    tape.keep_alive(scores, probs, context, *qkv, *variables, *([made] if made else []))
     return out
+
+
+def _softmax(r: Recorder, scores: Tensor, elements: int, sinks: int, made: Tensor | None, *, window: bool) -> Tensor:
+    """Softmax by torch, of ``elements`` scores and ``sinks``, a column of them (``fused_softmax.py:
+    FusedScaleMaskSoftmax.forward_torch_softmax, SoftmaxOne``, TE ``softmax.py``, ``backends.py:
+    UnfusedDotProductAttention.forward``). ``made``: the mask that Transformer Engine's attention has made.
+
+    16-bit scores are made fp32 first. What is masked in place is then a tensor of its own, else a view of the GEMM's
+    output. Transformer Engine has joined the column to ``scores``, megatron-core does so after masking.
+    """
+    ctx, tape = r.ctx, r.tape
+    wide = ctx.act == 2 and (ctx.te or ctx.attention_softmax_in_fp32)
+    width = 4 if wide else ctx.act
+    x, whole = scores, elements + sinks
+    if ctx.te:
+        elements = whole
+    if wide:
+        x = tape.make("attention scores fp32", x, 4 * elements)
+    masked, view = x, not wide and not (sinks and ctx.te)
+    causal = not (window or sinks)
+    x = _fill(r, x, _te_mask(r, made, causal=causal) if made else _causal_mask(r, window=window), view)
+    if sinks and not ctx.te:
+        x = tape.make("attention scores with sink", x, whole * width)
+    name = "attention probabilities fp32" if wide else "attention probabilities"
+    probs = tape.make(name, x, whole * width, save_output=True)
+    if wide:
+        probs = tape.make("attention probabilities", probs, elements * ctx.act)
+    tape.keep_alive(masked)
+    return probs
+
+
+def _full_mask(r: Recorder) -> Tensor:
+    """The boolean mask [s, s] that Transformer Engine makes of int32 distances, for each layer and whatever softmax
+    follows (``dot_product_attention/utils.py: get_full_mask``)."""
+    nbytes = (r.ctx.seq * r.ctx.cp) ** 2
+    mask = r.tape.tensor("attention mask", nbytes, grad=False)
+    r.tape.op("attention mask", (), mask, workspace=14 * nbytes)
+    return mask
+
+
+def _te_mask(r: Recorder, made: Tensor, *, causal: bool) -> Tensor:
+    """The mask that ``masked_fill_`` keeps: ``made``, joined with the causal one that all layers share unless it is of
+    another kind, as those of windows and sinks are (TE ``softmax.py: forward_torch_softmax``)."""
+    if not causal:
+        return made
+    r.keep(Scratch.CAUSAL_MASK, made.bytes)
+    mask = r.tape.tensor("causal mask", made.bytes, grad=False)
+    r.tape.op(mask.name, (made,), mask)
+    return mask
 
 
 def _causal_mask(r: Recorder, *, window: bool) -> Tensor | None:
@@ -227,11 +270,13 @@ def _causal_mask(r: Recorder, *, window: bool) -> Tensor | None:
     return mask
 
 
-def _fill(r: Recorder, scores: Tensor, mask: Tensor | None) -> Tensor:
-    """``masked_fill_``: in place forward, a gradient of its own backward."""
-    if mask is None:
-        return scores
-    filled = r.tape.make("masked scores", scores, 0, saves=(mask,))
+def _fill(r: Recorder, scores: Tensor, mask: Tensor | None, view: bool) -> Tensor:
+    """``masked_fill_``: in place forward, a gradient of its own backward; of a ``view`` two more on the way
+    (PyTorch ``torch/csrc/autograd/functions/tensor.cpp: CopySlices::apply_impl``). None: a mask counted elsewhere."""
+    filled = r.tape.make(
+        "masked scores", scores, 0, saves=(mask,) if mask else (),
+        backward_workspace=2 * scores.grad_bytes if view else 0,
+    )
     filled.grad_bytes = scores.grad_bytes
     return filled
 
@@ -256,7 +301,8 @@ def fused_softmax(r: Recorder, heads: int, sink: bool) -> bool:
     FusedScaleMaskSoftmax.is_kernel_available``, TE ``softmax.py`` (the same name)."""
     ctx = r.ctx
     s = ctx.seq * ctx.cp
-    if not ctx.impl.masked_softmax_fusion or ctx.act != 2 or sink or (ctx.batch * heads) % 4:
+    # Transformer Engine's has a switch of its own: NVTE_MASKED_SOFTMAX_FUSION, on unless the environment says 0.
+    if not (ctx.te or ctx.impl.masked_softmax_fusion) or ctx.act != 2 or sink or (ctx.batch * heads) % 4:
         return False
     return 16 < s < 16384 and s % 8 == 0 if ctx.te else 16 < s <= 4096 and s % 4 == 0
 

@@ -52,9 +52,12 @@ def routed_tokens(r: Recorder, spec: MoESpec) -> _Tokens:
     n = ctx.tokens_sp
     permuted, imbalance = n * spec.topk, ctx.impl.moe_imbalance
     if factor is not None:
-        capacity = smallest(ceil(n * spec.topk / spec.num_experts * factor), n) * spec.num_experts
+        wanted = ceil(n * spec.topk / spec.num_experts * factor)
+        capacity = smallest(wanted, n) * spec.num_experts
         if ctx.impl.moe_pad_expert_input_to_capacity:
-            permuted, imbalance = ceil(n * spec.topk / spec.num_experts * factor) * spec.num_experts, 1.0
+            # A map names no token twice, which is what an allgather goes by.
+            by_map = ctx.impl.moe_token_dispatcher_type == "allgather"
+            permuted, imbalance = capacity if by_map else wanted * spec.num_experts, 1.0
         else:
             imbalance = smallest(permuted * imbalance, capacity) / smallest(permuted, capacity)
             permuted = smallest(permuted, capacity)
@@ -145,6 +148,9 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
             "top-k", chosen, (probs, routing_map, index, *kept), saves=(index, *kept),
             workspace=n.entering * experts * 4 + table,
         )
+    if ctx.impl.moe_expert_capacity_factor is not None:
+        # Times a map of what is not dropped (``moe_utils.py: apply_router_token_dropping``).
+        probs = tape.make("routing probabilities within capacity", probs, table, saves=(routing_map,))
     if spec.router_load_balancing_type not in ("none", "sinkhorn"):
         wide = spec.router_score_function == "softmax" or AUXILIARY_SCORES_IN_FP32(ctx.impl)
         own = 4 if wide and not ctx.impl.moe_router_fusion else width
@@ -230,7 +236,7 @@ def _dispatch(
             r.keep(Scratch.MPU, gathered)
             x = tape.make("gathered tokens", x, 0)
             x.grad_bytes = gathered
-            probs = tape.make("gathered probabilities", probs, everyone * spec.num_experts * ctx.act)
+            probs = tape.make("gathered probabilities", probs, everyone * spec.num_experts * _probability_width(ctx))
             routing_map = tape.make(
                 "gathered routing map", routing_map, everyone * spec.num_experts, grad=False
             )
@@ -246,7 +252,10 @@ def _dispatch(
         row_map = tape.tensor("permutation row map", rows * (2 * columns + 1) * 4, grad=False)
     else:
         row_map = tape.tensor("permutation indices", first * 8, grad=False)
-    if alltoall and not impl.moe_permute_fusion and PERMUTED_BY_ARGSORT(impl):
+    if alltoall and impl.moe_pad_expert_input_to_capacity and not impl.moe_permute_fusion:
+        # Probabilities are picked by their own indices (``moe_utils.py: permute``, drop_and_pad).
+        by_expert = (tape.tensor("indices of probabilities", first * 8, grad=False),)
+    elif alltoall and not impl.moe_permute_fusion and PERMUTED_BY_ARGSORT(impl):
         by_expert = (tape.tensor("order of the routing map", 8 * rows * columns, grad=False),)
     elif not (impl.moe_permute_fusion and alltoall):
         # Both are transposed, and masked_select keeps the copies (``moe_utils.py: permute``,
@@ -463,7 +472,9 @@ def _combine(
         everyone = ctx.tokens_sp * ctx.ep * ctx.etp
         y = tape.make("unpermuted tokens", y, everyone * row, saves=(row_map,))
         if ctx.ep * ctx.etp > 1:
-            y = tape.make("reduce-scattered tokens", y, n.entering * row)
+            unpermuted = y
+            y = _reduced(r, "reduce-scattered tokens", y, everyone * width, n.entering * width)
+            tape.keep_alive(unpermuted)  # an argument of ``token_combine``
         tape.keep_alive(*dispatched[:-1])
         return y
     if impl.moe_token_dispatcher_type == "flex":
@@ -478,7 +489,7 @@ def _combine(
         y = tape.make("outputs unsorted", y, n.received * row, saves=order, also=order)
     unsorted = y
     if ctx.etp > 1:
-        y = tape.make("outputs reduced over ETP", y, n.arrived * row)
+        y = _reduced(r, "outputs reduced over ETP", y, n.received * width, n.arrived * width)
     # Variables of ``MoELayer.routed_experts_compute``, which ends here.
     tape.keep_alive(experts_out, unsorted, dispatched[-1])
     sent = y
@@ -487,6 +498,17 @@ def _combine(
     y = tape.make("unpermuted output", y, n.entering * row, saves=(row_map,))
     tape.keep_alive(*(() if COMBINED_IN_TWO_STEPS(impl) else (sent,)), *dispatched[:-1])
     return y
+
+
+def _reduced(r: Recorder, name: str, y: Tensor, whole: int, part: int) -> Tensor:
+    """``whole`` elements reduce-scattered to ``part``, in the dtype of the probabilities
+    (``token_dispatcher.py: combine_preprocess, token_combine``)."""
+    tape, act, wide = r.tape, r.ctx.act, _probability_width(r.ctx)
+    if wide == act:
+        return tape.make(name, y, part * act)
+    y = tape.make(f"{name}, cast before", y, whole * wide)
+    y = tape.make(f"{name} in the router's dtype", y, part * wide)
+    return tape.make(name, y, part * act)
 
 
 def _shared_experts(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:

@@ -36,8 +36,7 @@ class Use(str, Enum):
 class Parameter:
     """One local parameter shard.
 
-    ``expert``: routed-expert weights, which live in buffers of their own (``allreduce=False`` in
-    megatron-core: ``distributed/distributed_data_parallel.py``). ``sharded``: whether TP (or ETP) divides it.
+    ``expert``: routed-expert weights, which engines may lay out apart. ``sharded``: whether TP (or ETP) divides it.
     """
 
     name: str
@@ -104,10 +103,10 @@ class ParameterList:
             found = self._sums[columns] = (tuple(sums[0]), tuple(sums[1]))
         return found
 
-    def runs(self, expert: bool) -> Iterator[tuple[tuple[Parameter, ...], int]]:
-        """Dense parameters, or those of experts, in order: (a few in a row, how many times)."""
+    def runs(self, *experts: bool) -> Iterator[tuple[tuple[Parameter, ...], int]]:
+        """Dense parameters, those of experts, or both, in order: (a few in a row, how many times)."""
         for parameters, times in self.rows:
-            chosen = tuple(p for p in parameters if p.expert is expert)
+            chosen = tuple(p for p in parameters if p.expert in experts)
             if chosen:
                 yield chosen, times
 

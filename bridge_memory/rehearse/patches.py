@@ -616,12 +616,24 @@ def spread(total: int, parts: int, *, odd: bool = False) -> list[int]:
     return [n + (1, -1)[i % 2] if i < parts - parts % 2 else n for i, n in enumerate(even)]
 
 
+def sent_to_experts(tokens: int, topk: int, experts: int, config: Any, *, odd: bool = False) -> list[int]:
+    """How many of a rank's ``tokens`` each expert gets: evenly, and with a capacity at most that many, or just as many
+    where inputs are padded to it (``moe_utils.py: apply_router_token_dropping``)."""
+    even = spread(tokens * topk, experts, odd=odd)
+    factor = config.moe_expert_capacity_factor
+    if factor is None:
+        return even
+    of_expert = _module("megatron.core.transformer.moe.moe_utils").get_capacity
+    capacity = min(of_expert(tokens * topk, experts, factor), tokens)
+    return [capacity if config.moe_pad_expert_input_to_capacity else min(n, capacity) for n in even]
+
+
 class _BalancedMap:
     """A routing map of which only the size and the column sums are known."""
 
-    def __init__(self, tokens: int, experts: int, topk: int, odd: bool) -> None:
+    def __init__(self, tokens: int, sums: list[int]) -> None:
         self._tokens = tokens
-        self._sums = torch.tensor(spread(tokens * topk, experts, odd=odd), device="cpu")
+        self._sums = torch.tensor(sums, device="cpu")
 
     def size(self, dim: int) -> int:
         return self._tokens
@@ -669,6 +681,8 @@ def balanced_routing(topk: int, experts: int, odd: bool = False) -> Iterator[Non
     """
     module = _module("megatron.core.transformer.moe.token_dispatcher")
     counts: list[list[int]] = []
+    #: What a map of so many elements sends in all.
+    sent: dict[int, int] = {}
     masked_select, cpu = torch.Tensor.masked_select, torch.Tensor.cpu
     all_to_all = module.MoEAlltoAllTokenDispatcher
     all_gather = module.MoEAllGatherTokenDispatcher
@@ -682,7 +696,10 @@ def balanced_routing(topk: int, experts: int, odd: bool = False) -> Iterator[Non
         if self.drop_and_pad:
             return preprocess(self, routing_map)
         tokens, columns = routing_map.shape
-        known = _BalancedMap(tokens, columns, topk, odd) if routing_map.is_meta else routing_map
+        known: Any = routing_map
+        if routing_map.is_meta:
+            sums = sent_to_experts(tokens, topk, columns, self.config, odd=odd)
+            known, sent[tokens * columns] = _BalancedMap(tokens, sums), sum(sums)
 
         def same_everywhere(sums: torch.Tensor, group: Any = None, **_: object) -> torch.Tensor:
             return sums.repeat(group.size())
@@ -691,10 +708,15 @@ def balanced_routing(topk: int, experts: int, odd: bool = False) -> Iterator[Non
             return preprocess(self, known)
 
     def gathered(self: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
-        if not self.routing_map.is_meta:
+        if not self.routing_map.is_meta and self.config.moe_expert_capacity_factor is None:
             _balance(self.routing_map, topk)
         first, last = self.local_expert_indices[0], self.local_expert_indices[-1]
-        counts.append(spread(hidden_states.shape[0] * topk, experts, odd=odd)[first : last + 1])
+        ranks = self.tp_size * self.ep_size
+        of_a_rank = sent_to_experts(hidden_states.shape[0] // ranks, topk, experts, self.config)
+        everywhere = [ranks * n for n in of_a_rank]
+        if self.config.moe_expert_capacity_factor is None:
+            everywhere = spread(hidden_states.shape[0] * topk, experts, odd=odd)
+        counts.append(everywhere[first : last + 1])
         try:
             return postprocess(self, hidden_states, probs)
         finally:
@@ -704,7 +726,8 @@ def balanced_routing(topk: int, experts: int, odd: bool = False) -> Iterator[Non
         """topk a token, evenly over experts: how many ones a routing map has in these columns."""
         if not source.is_meta:
             return masked_select(source, mask)
-        return _MaskedSelect.apply(source, mask, sum(counts[-1]) if counts else mask.numel() * topk // experts)
+        evenly = mask.numel() * topk // experts
+        return _MaskedSelect.apply(source, mask, sum(counts[-1]) if counts else sent.get(mask.numel(), evenly))
 
     def to_host(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if tensor.is_meta and counts:
@@ -740,8 +763,8 @@ _RESIZE = torch.UntypedStorage.resize_
 
 
 def _shared(output: torch.Tensor, recomputed: torch.Tensor) -> None:
-    """``share_storage`` of ``tensor_parallel/random.py`` (0.17), which is compiled C++: the storage of ``output`` has the
-    size of the recomputed one, and keeps it alive. A storage without data takes no bytes of its own."""
+    """``share_storage`` of ``tensor_parallel/random.py`` (0.17), which is compiled C++: the storage of ``output`` has
+    the size of the recomputed one, and keeps it alive. A storage without data takes no bytes of its own."""
     storage, source = output.untyped_storage(), recomputed.untyped_storage()
     _RESIZE(storage, source.nbytes())
     weakref.finalize(storage, _nothing_to_do, source)

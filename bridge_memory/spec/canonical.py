@@ -173,7 +173,7 @@ def _implementation(run: RunSpec) -> ImplementationSpec:
     latent = any(isinstance(mixer, MLASpec) for mixer in limits.mixers)
     if not latent and model.position_embedding_type != "rope":
         idle.append("apply_rope_fusion")
-    if i.attention_kernel != "unfused" or run.precision.params_dtype == "fp32":
+    if i.te or run.precision.params_dtype == "fp32":
         idle.append("masked_softmax_fusion")
     if not i.cross_entropy_loss_fusion:
         idle.append("cross_entropy_fusion_impl")

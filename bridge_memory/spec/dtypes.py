@@ -5,7 +5,7 @@ from __future__ import annotations
 from bridge_memory.spec.errors import SpecError, show
 
 #: Bytes of one element.
-DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 #: torch's names, that of the tensors first. Optimizer moments in fp8 are bytes to Transformer Engine's FusedAdam
 #: (Megatron-LM ``training/arguments.py: validate_args`` maps "fp8" to uint8).
 TORCH_NAMES = {
@@ -22,5 +22,5 @@ def dtype_name(value: object, field: str) -> str:
     ``field``."""
     word = str(value).rsplit(".", 1)[-1]
     if word not in _KNOWN:
-        raise SpecError(f"{field} ({show(value)}) is not a dtype that is known here; use {', '.join(DTYPE_BYTES)}")
+        raise SpecError(f"{field} ({show(value)}) is not a dtype that is known here; use {', '.join(TORCH_NAMES)}")
     return _KNOWN[word]

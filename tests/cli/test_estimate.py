@@ -248,3 +248,15 @@ def test_residuals_of_the_very_run_are_added_and_shown(capsys: pytest.CaptureFix
     assert stage["peak_bytes"] == before + (1 << 30)
     assert any(c["provenance"] == "measured" and "residual" in c["name"] for c in stage["components"])
     assert "calibration" in refused(capsys, *argv[:-1], str(tmp_path / "missing.json"))
+
+
+def test_mtp_repeats_the_last_layer_that_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSeek-V3's first layers are dense, and so is MTP's where only they are left: eh_proj [7168, 2 x 7168], three
+    norms and such a layer (``gpt_layer_specs.py: get_gpt_mtp_block_spec_for_backend``)."""
+
+    def parameters(*flags: str) -> int:
+        stages = as_json(capsys, "estimate", "deepseek-ai/DeepSeek-V3", *flags)["stages"]
+        return sum(stage["parameters"] for stage in stages)
+
+    one, two = (parameters("--num-layers", n, "--mtp-num-layers", "0") for n in ("1", "2"))
+    assert parameters("--num-layers", "2") - two == two - one + 2 * 7168 * 7168 + 3 * 7168

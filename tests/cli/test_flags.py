@@ -60,7 +60,7 @@ CASES = {
     "--cross-entropy-fusion-impl": (f"{DENSE} --cross-entropy-loss-fusion", "te"),
     "--gradient-accumulation-fusion": (DENSE, "no"), "--bias-activation-fusion": (DENSE, "no"),
     "--bias-dropout-fusion": (f"{DENSE} --hidden-dropout 0.1", "no"),
-    "--masked-softmax-fusion": (f"{DENSE} --attention-backend unfused", "no"), "--apply-rope-fusion": (DENSE, "no"),
+    "--masked-softmax-fusion": (f"{DENSE} --transformer-impl local", "no"), "--apply-rope-fusion": (DENSE, "no"),
     "--calculate-per-token-loss": (DENSE, ""), "--deterministic-mode": (DENSE, ""),
     "--moe-imbalance": (EXPERTS, "1.5"), "--moe-token-dispatcher-type": (EXPERTS, "flex"),
     "--moe-grouped-gemm": (EXPERTS, "no"), "--moe-permute-fusion": (EXPERTS, ""), "--moe-router-fusion": (EXPERTS, ""),

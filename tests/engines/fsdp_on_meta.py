@@ -94,7 +94,7 @@ def _wrapped(run: RunSpec, chunk: torch.nn.Module, index: int) -> Any:
     main = torch.float32 if d.grad_reduce_in_fp32 else None
     wanted = {
         "grad_reduce_in_fp32": d.grad_reduce_in_fp32, "overlap_grad_reduce": True, "overlap_param_gather": True,
-        "use_distributed_optimizer": True, "bucket_size": bucket_elements(run, index),
+        "use_distributed_optimizer": True, "bucket_size": bucket_elements(run) if index == 0 else None,
         "data_parallel_sharding_strategy": d.data_parallel_sharding_strategy, "use_megatron_fsdp": True,
         "use_custom_fsdp": True, "preserve_fp32_weights": True, "megatron_fsdp_main_grads_dtype": main,
         "suggested_communication_unit_size": d.suggested_communication_unit_size,

@@ -125,12 +125,14 @@ def test_a_strategy_says_what_is_divided(strategy: str, weights: int, gradients:
 
 
 def test_main_parameters_are_kept_of_fp32_parameters_too() -> None:
-    """``main_weight_buffer`` is made whatever the parameters' dtype; until 0.16 not for a fused optimizer."""
+    """``main_weight_buffer`` is made whatever the parameters' dtype; until 0.16 a fused optimizer has its own instead,
+    which are of the dtype that it is told (TE ``FusedAdam.initialize_state``)."""
     run = small(DENSE)
     run = replace(run, precision=PrecisionSpec(params_dtype="fp32"))
     assert [s.width for s in fsdp_states(run) if s.state is State.MAIN_PARAMETERS] == [4]
-    fused = replace(run, optimizer=OptimizerSpec(use_precision_aware_optimizer=True))
-    assert not [s for s in fsdp_states(fused) if s.state is State.MAIN_PARAMETERS]
+    fp16 = OptimizerSpec(use_precision_aware_optimizer=True, main_params_dtype="fp16", store_param_remainders=False)
+    fused = replace(run, optimizer=fp16)
+    assert [s.width for s in fsdp_states(fused) if s.state is State.MAIN_PARAMETERS] == [2]
     newer = replace(fused, implementation=replace(run.implementation, megatron_core=(0, 17)))
     assert [s.width for s in fsdp_states(newer) if s.state is State.MAIN_PARAMETERS] == [4]
 
@@ -349,7 +351,7 @@ def test_megatron_cores_own_fsdp(name: str) -> None:
     shape = layout(run.model, run.parallel).shapes(run.model)[0][0]
     ctx = context_of(run)
     units = chunk_units(run.model, shape, ctx)
-    ours = Sharding(run).of_chunk(units, places_of(units), bucket_elements(run, 0))
+    ours = Sharding(run).of_chunk(units, places_of(units), bucket_elements(run))
     assert [(b.size, b.numel, b.experts, b.unit) for b in ours] == [
         (b.size, b.numel, b.experts, b.unit) for b in found.buckets
     ]

@@ -8,7 +8,7 @@ of whole 2 MiB, those from 1 to 10 MiB together in segments of 20 MiB.
 
 from __future__ import annotations
 
-from bridge_memory import DataParallelSpec, OptimizerSpec, ParallelSpec, RunSpec, explain
+from bridge_memory import DataParallelSpec, OptimizerSpec, ParallelSpec, PrecisionSpec, RunSpec, explain
 from bridge_memory.components import Part
 
 LAYERS = 24
@@ -46,3 +46,20 @@ def test_main_parameters_have_the_rests_of_their_width() -> None:
     aware = {"distributed": True, "use_precision_aware_optimizer": True, "store_param_remainders": False}
     fp32, fp16 = (rests(8, main_params_dtype=dtype, **aware) for dtype in ("fp32", "fp16"))
     assert fp32 - fp16 == ALL_4 // 8 - ALL_2 // 8
+
+
+def test_fused_adam_copies_fp32_parameters_too() -> None:
+    """Weights, gradients, both moments and FusedAdam's main parameters, 4 bytes each of 494,032,768 elements; without
+    a precision-aware optimizer fp32 parameters are their own main parameters."""
+
+    def states(**optimizer: object) -> int:
+        run = RunSpec(
+            model="Qwen/Qwen2.5-0.5B", parallel=ParallelSpec(world_size=1),
+            precision=PrecisionSpec(params_dtype="fp32"), optimizer=OptimizerSpec(**optimizer),
+        )
+        return explain(run, 0).optimizer_bytes
+
+    assert states() == 2 * 4 * 494_032_768
+    assert states(use_precision_aware_optimizer=True) == 3 * 4 * 494_032_768
+    fp16 = {"main_params_dtype": "fp16", "store_param_remainders": False}
+    assert states(use_precision_aware_optimizer=True, **fp16) == (4 + 4 + 2) * 494_032_768

@@ -48,7 +48,7 @@ def test_fp32_attention_keeps_its_probabilities() -> None:
 def test_scaling_by_the_layer_number_puts_the_softmax_in_fp32() -> None:
     """Whatever attention_softmax_in_fp32 says (TransformerConfig.__post_init__): 32 heads x 2048^2 x 4 bytes stay."""
     name = "attention probabilities fp32"
-    unfused = {"attention_backend": "unfused", "masked_softmax_fusion": False, "softmax_in_fp32": False}
+    unfused = {"transformer_impl": "local", "masked_softmax_fusion": False, "softmax_in_fp32": False}
     assert kept(layer(LLAMA, **unfused), name) == 0
     assert kept(layer(LLAMA, **unfused, apply_query_key_layer_scaling=True), name) == 32 * 2048**2 * 4
 

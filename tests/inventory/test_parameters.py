@@ -122,7 +122,7 @@ def laid_out(numels: Sequence[int], bucket_size: int | None, world: int) -> int:
 
 
 def gradient_elements(run: RunSpec, units: Sequence[Unit]) -> dict[bool, int]:
-    """Elements of the gradient buffers of a stage of one chunk: dense, experts."""
+    """Elements of gradients of a stage of one chunk: dense, experts."""
     found = MegatronDDP(run).stage([units])
     amounts = {line.experts: nbytes for line, nbytes in found.amounts if line.role is Role.GRADIENTS}
     return {experts: nbytes // 4 for experts, nbytes in amounts.items()}
@@ -135,13 +135,16 @@ UNITS = st.lists(
 )  # fmt: skip
 
 
-@given(UNITS, st.none() | st.integers(1, 200_000), st.sampled_from([1, 2, 3, 8, 96]))
+@given(UNITS, st.none() | st.integers(1, 200_000), st.sampled_from([1, 2, 3, 8, 96]), st.booleans())
 def test_a_buffer_of_repeated_units_is_laid_out_as_parameter_by_parameter(
-    units: list[Unit], bucket: int | None, world: int
+    units: list[Unit], bucket: int | None, world: int, apart: bool
 ) -> None:
+    """Experts lie ``apart`` with expert parallelism, else among the dense parameters in their order."""
+    ep = 2 if apart else 1
     run = RunSpec(
-        model=resolve_model("meta-llama/Llama-3.2-1B"), parallel=ParallelSpec(world_size=world),
-        batch=BatchSpec(global_batch_size=world),
+        model=resolve_model("allenai/OLMoE-1B-7B-0924"),
+        parallel=ParallelSpec(world_size=ep * world, expert_model_parallel_size=ep),
+        batch=BatchSpec(global_batch_size=ep * world),
         data_parallel=DataParallelSpec(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=bucket is not None,
             bucket_size=bucket,
@@ -149,9 +152,12 @@ def test_a_buffer_of_repeated_units_is_laid_out_as_parameter_by_parameter(
     )
     found = gradient_elements(run, units)
     parameters = list(named_parameters(units))
+    if not apart:
+        assert sum(found.values()) == laid_out([p.numel for p in parameters], bucket, world)
+        return
     for experts in (False, True):
         numels = [p.numel for p in parameters if p.expert is experts]
-        assert found.get(experts, 0) == laid_out(numels, bucket, world)
+        assert found.get(experts, 0) == laid_out(numels, bucket, world if experts else ep * world)
 
 
 def test_megatrons_own_bucket_size() -> None:

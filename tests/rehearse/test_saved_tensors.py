@@ -168,6 +168,62 @@ def test_a_layer_keeps_what_the_inventory_says(case: Case) -> None:
     assert max(map(abs, errors)) <= 0.005, "\n" + "\n".join(found.lines())
 
 
+@pytest.mark.parametrize("case", [Case(m, tp=2) for m in ("gqa", "mha", "sink", "mla")], ids=str)
+@pytest.mark.parametrize("softmax", [None, True, False])
+def test_a_layer_in_fp32_or_with_its_softmax_in_16_bits(case: Case, softmax: bool | None) -> None:
+    """Scores that are not cast are masked as a view of the GEMM's output, which costs two more of them backward.
+
+    ``softmax``: in fp32 or not, of a layer in bf16 without fused kernels; None: the whole layer in fp32.
+    """
+    run = replace(case, implementation=UNFUSED).run()
+    precision = PrecisionSpec(params_dtype="fp32") if softmax is None else PrecisionSpec(
+        attention_softmax_in_fp32=softmax
+    )
+    found = compare_layer(replace(run, precision=precision), 1)
+    errors = (found.saved_error, found.forward_error, found.backward_error)
+    assert max(map(abs, errors)) <= 1e-3, "\n" + "\n".join(found.lines())
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("model", "tp", "ep", "etp"), [("fine experts", 4, 8, 4), ("fine experts", 2, 2, 1), ("deepseek", 2, 8, 2)]
+)
+def test_outputs_are_summed_over_etp_in_the_routers_dtype(
+    model: str, tp: int, ep: int, etp: int, dtype: str, dispatcher: str
+) -> None:
+    """The combine casts what experts made to the dtype of the probabilities, reduce-scatters that and casts back."""
+    impl = replace(LOCAL, moe_router_dtype=dtype, moe_token_dispatcher_type=dispatcher)
+    found = compare_layer(Case(model, tp=tp, ep=ep, etp=etp, implementation=impl).run(), 1)
+    errors = (found.saved_error, found.forward_error, found.backward_error)
+    assert max(map(abs, errors)) <= 0.002, "\n" + "\n".join(found.lines())
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize(("factor", "pad"), [(0.5, False), (2.0, False), (0.5, True), (2.0, True)])
+def test_experts_with_a_capacity(factor: float, pad: bool, dispatcher: str) -> None:
+    """Both sides send what the capacity leaves; before, megatron-core's side sent every token."""
+    impl = replace(
+        LOCAL, moe_token_dispatcher_type=dispatcher, moe_expert_capacity_factor=factor,
+        moe_pad_expert_input_to_capacity=pad,
+    )  # fmt: skip
+    found = compare_layer(Case("fine experts", tp=2, ep=4, etp=1, implementation=impl).run(), 1)
+    errors = (found.saved_error, found.forward_error, found.backward_error)
+    assert max(map(abs, errors)) <= 1e-3, "\n" + "\n".join(found.lines())
+
+
+def test_padding_to_a_capacity_sends_so_many_rows() -> None:
+    """4096 / 2 tokens, 8 of 128 experts each, factor 2: 256 of every expert from each of the 4 ranks, 768 wide in and
+    out of the activation: fc1's output has 4 x 32 x 256 rows of 2 x 768 values."""
+    impl = replace(
+        LOCAL, moe_token_dispatcher_type="allgather", moe_expert_capacity_factor=2.0,
+        moe_pad_expert_input_to_capacity=True,
+    )  # fmt: skip
+    run = Case("fine experts", tp=2, ep=4, etp=1, implementation=impl).run()
+    of_experts = [r for r in rehearse_layer(run, 1).saved if r.shape[-1:] == (2 * 768,)]
+    assert sum(r.bytes for r in of_experts) == 4 * 32 * 256 * 2 * 768 * 2
+
+
 def test_gqa_layer_by_hand() -> None:
     """TP1, s = 4096, b = 1, h = 4096, 32 heads of 128, f = 14336, bf16, no dropout, fused softmax.
 

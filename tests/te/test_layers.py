@@ -10,11 +10,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_saved_tensors import ALLGATHER, CASES, LOCAL, MODELS, UNFUSED, Case
+from test_saved_tensors import ALLGATHER, CASES, LOCAL, MODELS, UNFUSED, Case, model
 
 from bridge_memory.rehearse.compare import LayerComparison, compare_layer
 from bridge_memory.rehearse.run import rehearse_layer
-from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RecomputeSpec, RunSpec
+from bridge_memory.spec import (
+    AttentionSpec,
+    BatchSpec,
+    ImplementationSpec,
+    MLPSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RecomputeSpec,
+    RunSpec,
+)
 
 TE = ImplementationSpec()
 EAGER = replace(
@@ -27,12 +36,14 @@ OF_LOCAL = {
 
 
 def run_of(
-    model: str, *, tp: int = 1, cp: int = 1, ep: int = 1, batch: int = 1, recompute: str = "", **impl: Any
+    model: str, *, tp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, batch: int = 1, recompute: str = "",
+    **impl: Any,
 ) -> RunSpec:
     return RunSpec(
         model=MODELS[model],
         parallel=ParallelSpec(
-            world_size=64, tensor_model_parallel_size=tp, context_parallel_size=cp, expert_model_parallel_size=ep
+            world_size=64, tensor_model_parallel_size=tp, context_parallel_size=cp, expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
         ),
         batch=BatchSpec(seq_length=4096, micro_batch_size=batch),
         implementation=replace(TE, **impl),
@@ -90,6 +101,51 @@ def test_recomputation_in_deepseek(modules: str) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_fused_permutation(model: str, dispatcher: str, tp: int) -> None:
     check(run_of(model, tp=tp, ep=4, moe_permute_fusion=True, moe_token_dispatcher_type=dispatcher))
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize(("model", "etp"), [("fine experts", 4), ("fine experts", 1), ("deepseek", 2)])
+def test_outputs_are_summed_over_etp_in_the_routers_dtype(
+    model: str, etp: int, dtype: str, dispatcher: str
+) -> None:
+    check(
+        run_of(
+            model, tp=4, ep=8, etp=etp, moe_router_dtype=dtype, moe_token_dispatcher_type=dispatcher,
+            moe_permute_fusion=True,
+        )
+    )  # fmt: skip
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core says in the environment which backends may be used, and stops where it said otherwise before."""
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+WINDOW = {
+    "window": model(AttentionSpec(32, 8, 128, window_size=1024), MLPSpec(14336, gated=True), 4096),
+    "window and sink": model(
+        AttentionSpec(32, 8, 128, window_size=1024, learnable_softmax_sink=True), MLPSpec(14336, gated=True), 4096
+    ),
+    # Three heads a rank: no fused softmax.
+    "odd": model(AttentionSpec(6, 2, 128), MLPSpec(2048, gated=True), 768),
+}
+
+
+@pytest.mark.parametrize("seq", [512, 4096])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ["gqa", "mha", "sink", "output gate", "mla", *WINDOW])
+@pytest.mark.usefixtures("backends")
+def test_unfused_attention(name: str, dtype: str, seq: int) -> None:
+    """Masks of s x s and what masking in place costs; fp32 knows nothing else."""
+    run = run_of("gqa", tp=2, attention_backend="unfused")
+    run = replace(
+        run, model=(MODELS | WINDOW)[name], batch=BatchSpec(seq_length=seq), precision=PrecisionSpec(params_dtype=dtype)
+    )
+    check(run, saved=1e-4, peaks=1e-4)
 
 
 def test_dense_layer_by_hand() -> None:
