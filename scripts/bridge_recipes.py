@@ -228,7 +228,6 @@ def estimate_row(config: Any) -> str:
         m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
     )
     microbatches = batch // (config.train.micro_batch_size * replicas) if batch else None
-    config.data_parallel_size = replicas  # as validate() sets it; Bridge counts 1 where it is not set
     theirs = estimate_training_memory(config, microbatches)
     table2 = estimate_training_memory_by_stage(config, microbatches, method="table2")
     ours = estimate_training_memory_by_stage(config, microbatches)
