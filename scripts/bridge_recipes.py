@@ -372,7 +372,6 @@ def estimate_row(config: Any, world: int, stood_in: tuple[str, ...] = ()) -> str
     m = config.model
     replicas = world // (m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size)
     microbatches = batch // (config.train.micro_batch_size * replicas) if batch else None
-    config.data_parallel_size = replicas  # as validate() sets it; Bridge counts 1 where it is not set
     notes = [f"the config of `{name}` is its class's defaults" for name in dict.fromkeys(stood_in)]
     cells = []
     for method in ("table2", "inventory"):
