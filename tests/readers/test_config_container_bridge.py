@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -222,11 +223,39 @@ def test_layers_of_different_sizes_are_those_of_the_hugging_face_model(recipes: 
     assert model_parameters(run_from_config_container(config, world_size=8).model)[0] == counts[name]["parameters"]
 
 
+#: A recipe of each provider, layer spec and kind of layers of Bridge 0.6.
+BUILT = """
+llama3_8b_pretrain deepseek_v3_pretrain exaone45_vl_33b_sft exaone4_1p2b_sft exaone_moe_236b_a23b_sft gemma2_2b_pretrain
+gemma3_1b_pretrain gemma3_vl_12b_sft glm45_air_106b_pretrain glm52_pretrain_192gpu_gb200_bf16 glm_45v_sft
+gpt_oss_20b_pretrain minimax_m3_pretrain nemotron_3_super_pretrain nemotron_3_nano_gb200_pretrain nemotronh_8b_pretrain
+olmoe_7b_pretrain qwen25_vl_7b_sft qwen2_audio_7b_sft qwen35_text_9b_pretrain_8gpu_gb200_bf16 qwen35_vl_35b_a3b_sft
+qwen35_vl_9b_sft qwen3_next_80b_a3b_pretrain qwen3_omni_30b_a3b_sft qwen3_vl_30b_a3b_sft qwen3_vl_8b_sft
+"""
+
+
+def test_the_parameters_are_those_of_the_model_that_the_provider_builds(recipes: Any) -> None:
+    """megatron-core builds the recipe's text model, all its layers, on the meta device."""
+    names = [f"{name}_config" for name in BUILT.split() if hasattr(recipes, f"{name}_config")]
+    if len(names) < len(BUILT.split()):
+        pytest.skip("recipes of 0.6")
+    script = ROOT / "tests" / "readers" / "bridge_parameters.py"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), *names], capture_output=True, text=True, check=True
+    )
+    answers = [json.loads(line[1:]) for line in done.stdout.splitlines() if line.startswith("=")]
+    assert [answer["recipe"] for answer in answers] == names
+    for answer in answers:
+        assert "counts" in answer, answer
+        ours, theirs = answer["counts"]
+        assert ours == theirs > 10**8, answer
+
+
 #: What a refusal of a recipe says: what Megatron itself refuses, then what is not known here.
 REFUSALS = (
     "is not divisible by pipeline_model_parallel_size", "differs from dataset.seq_length",
     "is refused by megatron-core", "is not divisible by micro_batch_size", "num_layers is 0",
-    "model.vocab_size is not set", "'dsv4_hybrid', which is not known here", "diffusion models are not estimated", "Gemma 4's attention",
+    "model.vocab_size is not set", "'dsv4_hybrid', which is not known here", "diffusion models are not estimated",
+    "Gemma 4's attention",
 )  # fmt: skip
 #: Release -> recipes that it ships, and those that must be estimated at least.
 SHIPPED = {(0, 3): (152, 125), (0, 6): (561, 458)}
