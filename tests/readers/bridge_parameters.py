@@ -1,4 +1,4 @@
-"""The parameters of recipes' models, as megatron-core builds them through Bridge's providers and as the inventory has it.
+"""The parameters of recipes' models, as megatron-core builds them through Bridge's providers and as counted here.
 
 A process of its own (``python tests/readers/bridge_parameters.py RECIPE ...``): Transformer Engine's constructors must
 make weights, as in ``bridge_memory/rehearse/te_shapes.py``, before megatron-core is imported. Prints one JSON line a
@@ -40,21 +40,9 @@ def stub_with_weights() -> None:
         made_empty(self, module)
         if module.__name__ == "transformer_engine.pytorch":
             for made in _constructors():
-                setattr(module, made.__name__, _sized(made) if made.__name__ in ("RMSNorm", "LayerNorm") else made)
+                setattr(module, made.__name__, made)
 
     bridge_stubs._StubLoader.exec_module = exec_module  # type: ignore[method-assign]
-
-
-def _sized(norm: Any) -> type:
-    """megatron-core 0.19 says normalized_shape where it said hidden_size."""
-
-    class Norm(norm):  # type: ignore[misc]
-        def __init__(
-            self, *sizes: int, hidden_size: int | None = None, normalized_shape: int | None = None, **_: object
-        ) -> None:
-            super().__init__(sizes[0] if sizes else hidden_size or normalized_shape)
-
-    return Norm
 
 
 def counts(config: Any) -> list[int]:
