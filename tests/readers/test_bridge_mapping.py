@@ -158,7 +158,6 @@ DIFFERENCES: dict[str, dict[str, str]] = {
         "layers.mixer.window_size": WINDOW,
         "layers.mixer.rotary": "no_rope_freq, which the reader of providers does not follow",
         "mtp_layer.mixer.rotary": "as above",
-        "mtp_layer.ffn": "exaone_moe_provider.py: the layer spec makes MTP depths dense",
     },
     "KimiK2ForCausalLM": {"max_position_embeddings": "kimi_bridge.py sets 4096"},
     "Exaone4_5_ForConditionalGeneration": {"layers.mixer.window_size": WINDOW},
