@@ -12,6 +12,7 @@ from bridge_memory.estimate import estimate, explain, peaks
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.spec import (
     AttentionSpec,
+    BatchSpec,
     GatedDeltaNetSpec,
     LayerSpec,
     MambaSpec,
@@ -146,6 +147,12 @@ REFUSED = [
     ("dense", {"fp8": "yes"}, r"fp8 \('yes'\)"),
     ("dense", {"fp8": "hybrid", "fp8_recipe": "custom"}, "fp8_recipe"),
     ("dense", {"fp8_param": True}, "fp8_param .* needs fp8"),
+    ("dense", {"fp8": "hybrid", "seq_length": 4100}, "leaves 4100 tokens .* multiple of 8; use .* 4104"),
+    ("dense", {"fp8": "e4m3", "fp8_recipe": "mxfp8", "seq_length": 4112}, "multiple of 32; use .* 4128"),
+    ("dense", {"fp8": "e4m3", "fp8_recipe": "blockwise", "seq_length": 512, "world_size": 8,
+               "tensor_model_parallel_size": 8}, "leaves 64 tokens .* multiple of 128; use .* 1024"),
+    ("dense", {"fp32_residual_connection": True}, r"fp32_residual_connection \(True\) needs params_dtype fp32"),
+    (model(position_embedding_type="learned_absolute", max_position_embeddings=1024), {}, r"seq_length \(4096\) is"),
     ("dense", {"fp8": "hybrid", "num_layers_at_end_in_bf16": 1}, "fp8_recipe delayed"),
     ("dense", {"fp8": "hybrid", "transformer_impl": "local"}, r"^fp8 \(hybrid\) does nothing .*; set transformer_impl"),
     ("dense", {"optimizer": "lion"}, r"optimizer \('lion'\) is unknown; use one of adam, sgd, muon"),
@@ -287,13 +294,15 @@ def test_what_is_no_run_is_refused_in_one_line(asked, given):
 @pytest.mark.parametrize("name", [name if isinstance(name, str) else name[0] for name in list_presets()])
 def test_every_preset_runs_on_one_gpu_and_under_tensor_parallelism(name):
     preset = resolve_model(name)
-    RunSpec(model=preset)
+    learned = preset.position_embedding_type == "learned_absolute" and preset.max_position_embeddings
+    batch = BatchSpec(seq_length=min(4096, preset.max_position_embeddings) if learned else 4096)
+    RunSpec(model=preset, batch=batch)
     etp = 1 if any(isinstance(x.ffn, MoESpec) for x in preset.layers) else None
     heads = {x.mixer.num_attention_heads for x in preset.layers if isinstance(x.mixer, AttentionSpec)}
     groups = {x.mixer.num_query_groups for x in preset.layers if isinstance(x.mixer, AttentionSpec)}
     if all(n % 2 == 0 for n in heads) and groups != {1}:
         RunSpec(
-            model=preset,
+            model=preset, batch=batch,
             parallel=ParallelSpec(world_size=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=etp),
         )
 
@@ -319,6 +328,12 @@ def test_runs_that_are_easy_to_refuse_by_mistake_pass():
     # Block recomputation of more layers than there are recomputes them all; tokens of fp8 may be of fp32 weights.
     run("dense", recompute_granularity="full", recompute_method="block", recompute_num_layers=33)
     run("dense", params_dtype="fp32", fp8="hybrid")
+    # Rows are counted over all sequences; without sequence parallelism nothing is gathered in fp8.
+    run("dense", fp8="e4m3", fp8_recipe="mxfp8", seq_length=4112, micro_batch_size=2)
+    tp8 = {"world_size": 8, "tensor_model_parallel_size": 8, "sequence_parallel": False}
+    run("dense", fp8="e4m3", fp8_recipe="blockwise", seq_length=512, **tp8)
+    run("dense", fp32_residual_connection=True, transformer_impl="local")
+    run(model(position_embedding_type="learned_absolute"), seq_length=8192)
 
 
 def test_the_multiples_that_refusals_name_work():

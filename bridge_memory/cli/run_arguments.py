@@ -43,8 +43,11 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
     model = _model(args)
     parallel = _parallel(given["parallel"], assumptions)
     if "seq_length" not in given["batch"]:
-        given["batch"]["seq_length"] = DEFAULT_SEQ_LENGTH
-        assumptions.append(f"seq_length {DEFAULT_SEQ_LENGTH} (--seq-length)")
+        # No longer than a table of learned positions.
+        positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
+        length = min(DEFAULT_SEQ_LENGTH, positions or DEFAULT_SEQ_LENGTH)
+        given["batch"]["seq_length"] = length
+        assumptions.append(f"seq_length {length} (--seq-length)")
     if "global_batch_size" not in given["batch"]:
         assumptions.append("enough microbatches to fill the pipeline (--global-batch-size)")
     given["implementation"].update(_releases(args))

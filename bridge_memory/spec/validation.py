@@ -319,6 +319,13 @@ def _check_split_release(run: RunSpec) -> None:
 def _check_batch(run: RunSpec) -> None:
     p, b = run.parallel, run.batch
     tp, cp, s = p.tensor_model_parallel_size, p.context_parallel_size, b.seq_length
+    m = run.model
+    if m.position_embedding_type == "learned_absolute" and 0 < m.max_position_embeddings < s:
+        # MLM validate_args; an index out of range in models/common/embeddings/language_model_embedding.py
+        raise SpecError(
+            f"seq_length ({s}) is longer than the model's table of learned positions, max_position_embeddings "
+            f"({m.max_position_embeddings}); use at most that"
+        )
     if cp > 1 and s % (2 * cp):
         # MLM; Bridge training/config.py: ConfigContainer.validate
         raise SpecError(
@@ -397,6 +404,12 @@ def _chunks(text: str) -> tuple[str, ...]:
 def _check_precision(run: RunSpec) -> None:
     """TC."""
     precision = run.precision
+    if precision.fp32_residual_connection and run.implementation.te and precision.params_dtype != "fp32":
+        # TE module/base.py: TransformerEngineBaseModule.set_activation_dtype
+        raise SpecError(
+            f"fp32_residual_connection (True) needs params_dtype fp32, not {precision.params_dtype}, with Transformer "
+            "Engine, whose linears refuse an input of another dtype; drop it, or set transformer_impl to local"
+        )
     if precision.fp8 is None:
         if precision.fp8_param:
             raise SpecError("fp8_param (True) needs fp8; set fp8 to hybrid or e4m3, or drop fp8_param")
@@ -415,6 +428,31 @@ def _check_precision(run: RunSpec) -> None:
         raise SpecError(
             f"fp8 ({precision.fp8}) does nothing with transformer_impl local, whose layers do not compute in it; set "
             "transformer_impl to transformer_engine, or drop fp8"
+        )
+    _check_fp8_tokens(run)
+
+
+#: Rows that Transformer Engine's fp8 linears want in multiples (``utils.py: assert_dim_for_fp8_exec``; of what is
+#: quantized, ``tensor/mxfp8_tensor.py: MXFP8Quantizer.is_quantizable``).
+_FP8_ROWS = {"delayed": 8, "tensorwise": 8, "blockwise": 8, "mxfp8": 32}
+#: And where sequence parallelism gathers their input (``utils.py: assert_dim_for_all_gather``,
+#: ``tensor/float8_blockwise_tensor.py: Float8BlockQuantizer.is_quantizable``).
+_FP8_GATHERED_ROWS = {**_FP8_ROWS, "blockwise": 128}
+
+
+def _check_fp8_tokens(run: RunSpec) -> None:
+    p, b, recipe = run.parallel, run.batch, run.precision.fp8_recipe
+    gathers = p.sp and p.tensor_model_parallel_size > 1
+    rows = b.seq_length // p.context_parallel_size * b.micro_batch_size
+    rows //= p.tensor_model_parallel_size if p.sp else 1
+    multiple = (_FP8_GATHERED_ROWS if gathers else _FP8_ROWS)[recipe]
+    if rows % multiple:
+        sizes = p.context_parallel_size * (p.tensor_model_parallel_size if p.sp else 1)
+        ranks = " and sequence parallelism" * gathers
+        raise SpecError(
+            f"seq_length ({b.seq_length}) x micro_batch_size ({b.micro_batch_size}) over context_parallel_size "
+            f"({p.context_parallel_size}){ranks} leaves {rows} tokens a rank; fp8 ({recipe}) needs a multiple of "
+            f"{multiple}; use a seq_length such as {_next_multiple(b.seq_length, multiple * sizes)}"
         )
 
 

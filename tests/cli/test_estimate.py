@@ -250,6 +250,12 @@ def test_residuals_of_the_very_run_are_added_and_shown(capsys: pytest.CaptureFix
     assert "calibration" in refused(capsys, *argv[:-1], str(tmp_path / "missing.json"))
 
 
+def test_sequences_are_no_longer_than_a_table_of_learned_positions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "seq_length 1024 (--seq-length)" in run(capsys, "estimate", "openai-community/gpt2")[1]
+    line = refused(capsys, "estimate", "openai-community/gpt2", "--seq-length", "2048")
+    assert "seq_length (2048)" in line and "max_position_embeddings (1024)" in line
+
+
 def test_mtp_repeats_the_last_layer_that_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     """DeepSeek-V3's first layers are dense, and so is MTP's where only they are left: eh_proj [7168, 2 x 7168], three
     norms and such a layer (``gpt_layer_specs.py: get_gpt_mtp_block_spec_for_backend``)."""

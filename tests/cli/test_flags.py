@@ -34,7 +34,7 @@ CASES = {
     "--micro-batch-size": (DENSE, "3"), "--global-batch-size": ("Llama-3.2-1B --pp 4 --num-gpus 4", "1"),
     "--seq-length": (DENSE, "8192"),
     "--precision": (DENSE, "fp32"), "--fp8": (DENSE, "e4m3"), "--fp8-recipe": (f"{DENSE} --fp8 e4m3", "mxfp8"),
-    "--fp8-param-gather": (f"{DENSE} --fp8 e4m3", ""), "--fp32-residual-connection": (DENSE, ""),
+    "--fp8-param-gather": (f"{DENSE} --fp8 e4m3", ""), "--fp32-residual-connection": (f"{DENSE} --transformer-impl local", ""),
     "--optimizer": (DENSE, "sgd"), "--use-distributed-optimizer": (DENSE, "no"),
     "--engine": (f"{DENSE} --data-parallel-sharding-strategy optim_grads_params", "megatron_fsdp"),
     "--data-parallel-sharding-strategy": (f"{DENSE} --engine megatron_fsdp", "optim_grads_params"),
