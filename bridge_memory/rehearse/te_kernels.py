@@ -21,7 +21,7 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from typing import Any
@@ -304,7 +304,8 @@ def create_empty_quantized_tensor(
             is_2D_scaled=quantizer.block_scaling_dim == 2, **parts,
         )  # fmt: skip
     return _module("tensor.mxfp8_tensor").MXFP8Tensor(
-        shape=shape, dtype=dtype, fp8_dtype=quantizer.dtype, quantizer=quantizer, with_gemm_swizzled_scales=False, **parts
+        shape=shape, dtype=dtype, fp8_dtype=quantizer.dtype, quantizer=quantizer, with_gemm_swizzled_scales=False,
+        **parts,
     )
 
 
