@@ -19,7 +19,7 @@ from bridge_memory.readers import resolve_model
 from bridge_memory.report.gpus import CONTEXT_BYTES, FRAGMENTATION, GPUS, Verdict, fits, verdict_of
 from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.table import print_estimate
-from bridge_memory.spec import RunSpec
+from bridge_memory.spec import BatchSpec, RunSpec
 from bridge_memory.spec.gaps import Bounds, Effect, Gap, as_gap, bounds
 
 GIB = 1 << 30
@@ -27,8 +27,8 @@ GIB = 1 << 30
 
 @cache
 def plain() -> Estimate:
-    """GPT-2 small on one GPU: some 3 GiB, which every card has."""
-    return estimate(RunSpec(model=resolve_model("openai-community/gpt2")))
+    """GPT-2 small on one GPU: some 2 GiB, which every card has."""
+    return estimate(RunSpec(model=resolve_model("openai-community/gpt2"), batch=BatchSpec(seq_length=1024)))
 
 
 def with_gaps(*gaps: str) -> Estimate:
