@@ -385,7 +385,8 @@ class _Part:
     """A region in numbers of tensors."""
 
     __slots__ = (
-        "discards", "gone", "inputs", "later", "made", "made_tensors", "name", "offloaded", "outputs", "refills", "steps"
+        "discards", "gone", "inputs", "later", "made", "made_tensors", "name", "offloaded", "outputs", "refills",
+        "steps",
     )
 
     name: str

@@ -21,8 +21,8 @@ from typing import Any
 def import_megatron_core() -> None:
     """Import megatron.core with what it needs for that and this machine lacks. Raises what its import raises.
 
-    0.18 and later import Triton (``transformer/moe/paged_stash.py``), 0.19 ``typing.override``: a mark for type checkers,
-    which typing_extensions has for Pythons before 3.12.
+    0.18 and later import Triton (``transformer/moe/paged_stash.py``), 0.19 ``typing.override``: a mark for type
+    checkers, which typing_extensions has for Pythons before 3.12.
     """
     if "megatron.core" in sys.modules:
         return

@@ -116,8 +116,8 @@ def test_releases_recompute_in_place_from_0_17_on() -> None:
 def test_the_delta_net_keeps_the_projection_and_no_copies() -> None:
     """Qwen3-Next, h 2048: 16 heads of 128 for query and key, 32 for value and gate; T = 1024, bf16.
 
-    in_proj's output is 2 x 2048 + 2 x 4096 + 2 x 32 wide. Query and key of unit length, 2 x 2048, with an fp32 deviation
-    for each of 32 heads; repeated, 2 x 4096; value, gate and output, 4096 each; A, 64 wide for each of 32 heads; g in
+    in_proj's output is 2 x 2048 + 2 x 4096 + 2 x 32 wide. Query and key of unit length, 2 x 2048, with an fp32
+    deviation for each of 32 heads; repeated, 2 x 4096; value, gate and output, 4096 each; A, 64 wide for each of 32 heads; g in
     fp32, beta and alpha; the output norm's deviations in fp32 and what out_proj keeps, 4096.
     """
     mixer = next(
