@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 Release = tuple[int, int]
 
-#: megatron-core releases whose rules are known: read in the sources of 0.12 to 0.16, measured from 0.9 to 0.20.
+#: megatron-core releases whose rules are known: read in the sources of 0.12 to 0.19, measured from 0.9 to 0.20.
 RELEASES = ((0, 9), (0, 20))
 #: Where nobody says which megatron-core runs.
 DEFAULT_MEGATRON_CORE = (0, 16)
@@ -144,7 +144,7 @@ EXPERT_COMMUNICATION_OVERLAPS = since(core=(0, 14))
 #: refuses; measured runs with 0.20 do both.
 MUON_SHARDED = since(core=(0, 17))
 #: Groups of the uniform method may be cut short at a chunk's end: in 0.12 to 0.16 they run past its last layer (an
-#: IndexError in ``transformer/transformer_block.py: _checkpointed_forward``); later ones are not known.
+#: IndexError in ``transformer/transformer_block.py: _checkpointed_forward``).
 UNIFORM_GROUPS_MAY_END_SHORT = since(core=(0, 17))
 
 # ---- megatron-core: what a model is made of ----
@@ -294,6 +294,23 @@ PROJ_KEEPS_ORIGINAL = since(core=(0, 14), te=(2, 6))
 #: a2a and all_gather take heads of unequal widths, as in multi-latent attention (``context_parallel.py:
 #: attn_forward_func_with_cp``; 2.11 refuses, 2.20 takes them).
 UNEQUAL_HEADS_EXCHANGED = since(te=(2, 12))
+#: cuDNN's attention is deterministic on Blackwell too (``dot_product_attention/utils.py: get_attention_backend``).
+FUSED_IS_DETERMINISTIC_ON_BLACKWELL = since(te=(2, 12))
+#: all_gather keeps its output and not those of its two steps beside it (``context_parallel.py:
+#: AttnFuncWithCPAndKVAllGather``).
+STEPS_OF_ALL_GATHER_DROPPED = since(te=(2, 15))
+#: The fused cross entropy writes its gradient into an fp32 tensor of its own, which is kept; before, over the logits
+#: (``triton/cross_entropy.py: cross_entropy_forward``).
+LOSS_GRADIENT_IN_FP32 = since(te=(2, 18))
+#: It keeps a copy of the logits, with two fp32 statistics a token, over which backward writes the gradient (the same
+#: function; megatron-core does not ask for ``overwrite_input``).
+LOSS_KEEPS_A_COPY = since(te=(2, 19))
+#: Backward of the unfused attention's softmax makes a gradient and does not write over the incoming one: an operator
+#: that changes no argument (``dot_product_attention/softmax.py``).
+SOFTMAX_MAKES_A_GRADIENT = since(te=(2, 19))
+#: p2p adds each step's output to the sum as it goes round the ring, so that two steps' outputs and few buffers of keys
+#: and values are there; before, those of all steps until the end (``context_parallel.py: AttnFuncWithCPAndKVP2P``).
+RING_SUMS_AS_IT_GOES = since(te=(2, 20))
 #: Its containers carry a FlashAttention (2.4.1) with a deterministic backward (``dot_product_attention/utils.py:
 #: get_attention_backend``).
 FLASH_IS_DETERMINISTIC = since(te=(1, 6))

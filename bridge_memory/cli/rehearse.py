@@ -84,6 +84,20 @@ def _spec(args: argparse.Namespace) -> RunSpec:
     return spec
 
 
+def _with_the_release_here(spec: RunSpec) -> RunSpec:
+    """By the rules of the Transformer Engine that runs."""
+    from bridge_memory.rehearse import te_kernels
+    from bridge_memory.releases import release_in, release_words
+
+    here, asked = release_in(te_kernels.version()), spec.implementation.transformer_engine
+    if asked is not None and here is not None and asked != here:
+        raise SpecError(
+            f"transformer_engine ({release_words(asked)}) is not the release installed here ({release_words(here)}), "
+            "which is the one that would run; drop --transformer-engine"
+        )
+    return spec.with_(implementation=replace(spec.implementation, transformer_engine=here))
+
+
 def _experts_one_by_one(spec: RunSpec, notes: list[str]) -> RunSpec:
     """Without Transformer Engine megatron-core is given experts one by one, see ``rehearse.model``."""
     impl = spec.implementation
@@ -130,6 +144,8 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[
         )
         local = replace(spec.implementation, transformer_impl="local", moe_grouped_gemm=False)
         spec = spec.with_(implementation=local)
+    if spec.implementation.te:
+        spec = _with_the_release_here(spec)
     spec = _experts_one_by_one(spec, notes)
     if args.layer is not None:
         return _one_layer(args, spec, notes)

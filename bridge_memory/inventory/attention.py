@@ -8,9 +8,15 @@ tokens T = s b.
 from __future__ import annotations
 
 from bridge_memory.inventory.recorder import Recorder, Scratch
-from bridge_memory.inventory.sizes import largest
+from bridge_memory.inventory.sizes import largest, smallest
 from bridge_memory.inventory.tape import Region, Tensor
-from bridge_memory.releases import MASK_MADE_BY_EACH_LAYER, QKV_OUTPUT_HELD
+from bridge_memory.releases import (
+    MASK_MADE_BY_EACH_LAYER,
+    QKV_OUTPUT_HELD,
+    RING_SUMS_AS_IT_GOES,
+    SOFTMAX_MAKES_A_GRADIENT,
+    STEPS_OF_ALL_GATHER_DROPPED,
+)
 from bridge_memory.spec import AttentionSpec, divide
 
 
@@ -189,8 +195,9 @@ def core_attention(
         tape.op(wider.name, (made,), wider)
         made = wider
     if fused_softmax(r, heads, sink):
-        # Backward is in place on the incoming gradient (scaled_*_masked_softmax_backward).
-        probs = tape.make("attention probabilities", scores, scores_bytes, save_output=True, alias=True)
+        # Backward is in place on the incoming gradient (scaled_*_masked_softmax_backward), or was.
+        own = ctx.te and SOFTMAX_MAKES_A_GRADIENT(ctx.impl)
+        probs = tape.make("attention probabilities", scores, scores_bytes, save_output=True, alias=not own)
     else:
         probs = _softmax(r, scores, scores_elements, rows if sink else 0, made, window=window)
     if ctx.attention_dropout:
@@ -324,9 +331,11 @@ def _context_parallel(
     p2p (``AttnFuncWithCPAndKVP2P``): keys and values go round a ring, and the last that came are kept; every step's
     keys, values, output and statistics stay until the outputs are summed in fp32, and backward holds two pairs of
     (kv, dkv) buffers. Counted for the last rank of the ring: under a causal mask the others attend with half of
-    their queries in some steps.
+    their queries in some steps. Later releases sum as they go: while a buffer is made for the next keys and values
+    there are those of this step and the two before, and the outputs of two steps; while a step attends, one buffer
+    fewer and the outputs of three.
     all_gather (``AttnFuncWithCPAndKVAllGather``): keys and values are gathered and put in order in both passes, and
-    their gradients are as long as the sequence; the two halves of the output are kept beside the output.
+    their gradients are as long as the sequence; earlier releases keep the two halves of the output beside the output.
     """
     ctx, tape = r.ctx, r.tape
     c = ctx.cp
@@ -347,14 +356,27 @@ def _context_parallel(
         # the two steps (2 c + 1 of 2 c chunks in all), and the gradients put in order.
         gathered = largest(c * kv_bytes, c * kv_bytes * 3 // 2 - 2 * out_bytes)
         ordered = q_bytes + (6 * c - 1) * kv_bytes // 2 + largest(c * kv_bytes, accumulate) // 2
+        if STEPS_OF_ALL_GATHER_DROPPED(ctx.impl):
+            return tape.make(
+                "core_attention output", (query, *keys_values), out_bytes, saves=(query, *keys_values, lse),
+                save_output=True, also=(lse,), workspace=gathered + out_bytes, backward_workspace=ordered,
+            )
         return tape.make(
             "core_attention output", (query, *keys_values), out_bytes, saves=(query, *keys_values, halves, lse),
             also=(halves, lse), workspace=gathered, backward_workspace=ordered,
         )
     kv = tape.make("key and value ring buffer", keys_values, kv_bytes)
+    step = out_bytes + 4 * rows
+    around = (c - 1) * kv_bytes + c * step + 4 * out_bytes // ctx.act
+    if RING_SUMS_AS_IT_GOES(ctx.impl):
+        buffers = smallest(c, 4)
+        # The sum's statistics before a step, after it, and what the sum is scaled by.
+        around = (buffers - 1) * kv_bytes + 2 * step + 3 * 4 * rows
+        if c > 2:
+            around = largest(around, (buffers - 2) * kv_bytes + 3 * step)
     out = tape.make(
         "core_attention output", (query, kv), out_bytes, saves=(query, kv, lse), save_output=True, also=(lse,),
-        workspace=(c - 1) * kv_bytes + c * (out_bytes + 4 * rows) + 4 * out_bytes // ctx.act,
+        workspace=around,
         backward_workspace=accumulate + 4 * kv_bytes + q_bytes,
     )
     tape.keep_alive(*keys_values)

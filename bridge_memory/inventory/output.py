@@ -10,6 +10,7 @@ from __future__ import annotations
 from bridge_memory.inventory.parameters import Use
 from bridge_memory.inventory.recorder import Recorder, Scratch
 from bridge_memory.inventory.tape import Tensor
+from bridge_memory.releases import LOSS_GRADIENT_IN_FP32, LOSS_KEEPS_A_COPY
 from bridge_memory.spec import divide
 
 
@@ -67,6 +68,20 @@ def _cross_entropy(r: Recorder, logits: Tensor, elements: int) -> Tensor:
         # The kernel writes the gradient over the logits (common/triton/cross_entropy.py). Its scratch is the maximum,
         # the sum and the target's logit of every token in fp32, of this rank and gathered from all.
         scratch = 12 * tokens * (1 + (ctx.tp if ctx.tp > 1 else 0))
+        if LOSS_KEEPS_A_COPY(ctx.impl):
+            copy = tape.tensor("copy of the logits", elements * ctx.act, grad=False)
+            statistics = tape.tensor("maximum and sum of the logits", 8 * tokens, grad=False)
+            return tape.make(
+                "losses", logits, 4 * tokens, saves=(copy, statistics), also=(copy, statistics), in_place=True,
+                workspace=16 * tokens * (1 + ctx.tp) if ctx.tp > 1 else 0,
+            )
+        if LOSS_GRADIENT_IN_FP32(ctx.impl):
+            # Autograd casts it to the logits' dtype.
+            gradient = tape.tensor("gradient of the logits (fp32)", 4 * elements, grad=False)
+            return tape.make(
+                "losses", logits, 4 * tokens, saves=(gradient,), also=(gradient,), workspace=scratch,
+                in_place=ctx.act == 4,
+            )
         return tape.make("losses", logits, 4 * tokens, saves=(logits,), workspace=scratch, in_place=True)
     target = tape.tensor("target mask and ids", tokens * 9, grad=False)
     fp32 = 4 * elements

@@ -15,7 +15,12 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.layer import final_norm_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import dispatches, layer_link, with_residue
 from bridge_memory.inventory.shared_weights import PendingGradients, with_pending
-from bridge_memory.releases import FINAL_NORM_AFTER_LAST_LAYER, MTP_LOGITS_FREED, MTP_LOSS_OUTSIDE
+from bridge_memory.releases import (
+    FINAL_NORM_AFTER_LAST_LAYER,
+    LOSS_GRADIENT_IN_FP32,
+    MTP_LOGITS_FREED,
+    MTP_LOSS_OUTSIDE,
+)
 from bridge_memory.spec import ModelSpec
 from bridge_memory.spec.layout import ChunkShape
 
@@ -108,7 +113,8 @@ def mtp_loss_is_outside(ctx: BlockContext) -> bool:
 
 def mtp_logits_bytes(ctx: BlockContext) -> int:
     """Logits of one MTP depth in the compute dtype, [T, V / t], where they are not kept for backward anyway."""
-    if ctx.impl.cross_entropy_loss_fusion and ctx.impl.cross_entropy_fusion_impl in ("te", "linear"):
+    kept = {"linear": True, "te": not LOSS_GRADIENT_IN_FP32(ctx.impl)}
+    if ctx.impl.cross_entropy_loss_fusion and kept.get(ctx.impl.cross_entropy_fusion_impl, False):
         return 0
     return ctx.tokens * ctx.padded_vocab // ctx.tp * ctx.act
 

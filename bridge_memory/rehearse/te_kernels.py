@@ -8,8 +8,8 @@ return and compute nothing; the Triton kernels, whose outputs are made in Python
 It takes the pure Python wheel alone (``INSTALL``). megatron-core looks for Transformer Engine once, when it is
 imported, so a process takes Transformer Engine with ``load`` before that, or not at all (``leave``).
 
-Outputs follow ``transformer_engine/pytorch/csrc/extensions`` of Transformer Engine 2.11; the tests pass with 2.10 to
-2.14. What a kernel makes and drops inside is not seen, but for the sums of attention's backward.
+Outputs follow ``transformer_engine/pytorch/csrc/extensions`` of Transformer Engine 2.11; the tests pass with 2.11 to
+2.20. What a kernel makes and drops inside is not seen, but for the sums of attention's backward.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OLDEST, NEWEST = (2, 10), (2, 20)
 #: From here on there is no kernel of its own for attention over 512 tokens and fewer.
 _NO_SHORT_ATTENTION = (2, 16)
 #: How to get its Python alone; pydantic is what its recipes are written with.
-INSTALL = 'pip install --no-deps "transformer_engine==2.11.0" && pip install pydantic packaging'
+INSTALL = 'pip install --no-deps "transformer_engine==2.20.2" && pip install pydantic packaging'
 #: What Transformer Engine chooses its paths by: the GPU, and the versions of its libraries.
 COMPUTE_CAPABILITY = GENERATIONS
 CUDNN_VERSION = 91400
@@ -306,7 +306,7 @@ def create_empty_quantized_tensor(
     return _module("tensor.mxfp8_tensor").MXFP8Tensor(
         shape=shape, dtype=dtype, fp8_dtype=quantizer.dtype, quantizer=quantizer, with_gemm_swizzled_scales=False,
         **parts,
-    )
+    )  # fmt: skip
 
 
 def _any_layout() -> bool:

@@ -123,12 +123,14 @@ def fake_world(parallel: ParallelSpec, rank: int) -> Iterator[None]:
 
 
 def _forget_leftovers(parallel_state: object) -> None:
-    """What ``destroy_model_parallel`` of 0.13 to 0.16 leaves behind and the next world must not see."""
+    """What ``destroy_model_parallel`` of 0.13 to 0.19 leaves behind and the next world must not see."""
     for name in ("_global_process_group_list", "_EMBEDDING_GLOBAL_RANKS", "_PIPELINE_GLOBAL_RANKS"):
         if hasattr(parallel_state, name):
             setattr(parallel_state, name, None)
     # Losses kept for the log: those of a model with many layers do not fit into the table of one with few.
     moe = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     getattr(moe, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}).clear()
+    logging_of_0_18 = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    getattr(logging_of_0_18, "destroy_moe_metrics_tracker", lambda: None)()
     mtp = sys.modules.get("megatron.core.transformer.multi_token_prediction")
     getattr(getattr(mtp, "MTPLossLoggingHelper", None), "tracker", {}).clear()

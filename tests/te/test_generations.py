@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from installed import HERE
 from test_layers import check, run_of
 
 from bridge_memory.rehearse import patches, te_kernels
@@ -48,7 +49,9 @@ def test_attention_kernels_are_transformer_engines(
             )
         )  # fmt: skip
     theirs = "flash" if flash else "fused" if fused else "unfused" if unfused else "none"
-    ours = ImplementationSpec(gpu_arch=arch, nvte_deterministic=nondeterministic == "0").attention_kernel
+    ours = ImplementationSpec(
+        transformer_engine=HERE, gpu_arch=arch, nvte_deterministic=nondeterministic == "0"
+    ).attention_kernel
     assert ours == theirs
 
 

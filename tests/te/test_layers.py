@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from installed import HERE
 from test_saved_tensors import ALLGATHER, CASES, LOCAL, MODELS, UNFUSED, Case, model
 
 from bridge_memory.rehearse.compare import LayerComparison, compare_layer
@@ -25,7 +26,7 @@ from bridge_memory.spec import (
     RunSpec,
 )
 
-TE = ImplementationSpec()
+TE = ImplementationSpec(transformer_engine=HERE)
 EAGER = replace(
     TE, bias_activation_fusion=False, bias_dropout_fusion=False, gradient_accumulation_fusion=False,
     apply_rope_fusion=False, masked_softmax_fusion=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from installed import HERE
 from test_saved_tensors import GQA, model
 from test_state_space_layers import MIXERS, check, check_mixer
 
@@ -18,7 +19,7 @@ from bridge_memory.spec import AttentionSpec, ImplementationSpec, MLPSpec, MoESp
 def test_a_mixer(name: str, mixer: type, tp: int, batch: int) -> None:
     """Mamba copies more than one sequence to batch first, and the copy's source is a variable to the mixer's end. At
     TP 2 a rank of Qwen3-Next has one query group, of which the gate is a view: all of q, gate, k and v is kept."""
-    check_mixer(name, mixer, ImplementationSpec(), tp=tp, batch=batch)
+    check_mixer(name, mixer, ImplementationSpec(transformer_engine=HERE), tp=tp, batch=batch)
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32), (32, 1), (8, 2)])
@@ -28,7 +29,7 @@ def test_output_gates(heads: tuple[int, int], norm: Any, tp: int) -> None:
     if heads[1] % tp:
         pytest.skip("fewer groups than ranks")
     attention = AttentionSpec(*heads, 128, attention_output_gate=True, qk_layernorm=norm)
-    check(model(attention, MLPSpec(2048, gated=True), 4096), 1, ImplementationSpec(), tp=tp)
+    check(model(attention, MLPSpec(2048, gated=True), 4096), 1, ImplementationSpec(transformer_engine=HERE), tp=tp)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
@@ -36,7 +37,7 @@ def test_output_gates(heads: tuple[int, int], norm: Any, tp: int) -> None:
 @pytest.mark.parametrize("ep", [1, 4])
 def test_experts_with_biases(fused: bool, router: Any, ep: int) -> None:
     """gpt-oss: fc2's biases, weighted, are added expert by expert, in the router's dtype if that is wider."""
-    implementation = ImplementationSpec(bias_activation_fusion=fused, moe_router_dtype=router)
+    implementation = ImplementationSpec(transformer_engine=HERE, bias_activation_fusion=fused, moe_router_dtype=router)
     check(resolve_model("openai/gpt-oss-20b"), 0, implementation, ep=ep)
 
 
@@ -45,5 +46,5 @@ def test_experts_with_biases(fused: bool, router: Any, ep: int) -> None:
 def test_an_activation_times_its_probability(activation: str, router: Any) -> None:
     """Unfused, backward multiplies the gradient with both factors before it casts and sums."""
     experts = MoESpec(8, 2, 14336, gated=activation == "silu", activation=activation)
-    implementation = ImplementationSpec(bias_activation_fusion=False, moe_router_dtype=router)
+    implementation = ImplementationSpec(transformer_engine=HERE, bias_activation_fusion=False, moe_router_dtype=router)
     check(model(GQA, experts, 4096), 1, implementation, ep=4)

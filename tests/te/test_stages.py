@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from installed import HERE
 from test_saved_by_component import CASES, COMPILED_LOSS, LOCAL, SHARDINGS, Case, assert_peaks
 
 from bridge_memory.inventory.context import context_of
@@ -17,10 +18,12 @@ from bridge_memory.rehearse.run import rehearse
 from bridge_memory.spec import ImplementationSpec, RunSpec
 from bridge_memory.spec.layout import layout
 
-TE = ImplementationSpec()
+TE = ImplementationSpec(transformer_engine=HERE)
 TE_LOSS = replace(TE, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
-OF_LOCAL = {id(LOCAL): TE, id(COMPILED_LOSS): replace(COMPILED_LOSS, transformer_impl=TE.transformer_impl,
-                                                      moe_grouped_gemm=True)}  # fmt: skip
+TE_AND_COMPILED_LOSS = replace(
+    COMPILED_LOSS, transformer_impl=TE.transformer_impl, transformer_engine=HERE, moe_grouped_gemm=True
+)
+OF_LOCAL = {id(LOCAL): TE, id(COMPILED_LOSS): TE_AND_COMPILED_LOSS}
 
 
 def with_te(case: Case) -> Case:
