@@ -6,9 +6,9 @@ releases run (an ``ImplementationSpec``)::
     QKV_OUTPUT_HELD = since(core=(0, 15))
     if QKV_OUTPUT_HELD(impl): ...
 
-One policy for releases that are not known: an unset Transformer Engine counts as the newest, an unset PyTorch as the
-newest that a measured run names, and a megatron-core outside the known range as its nearer end (every rule changes
-inside of it, so comparing does that). Imports nothing.
+One policy for releases that are not known: an unset Transformer Engine or PyTorch counts as the newest that measured
+runs had, and a megatron-core outside the known range as its nearer end (every rule changes inside of it, so comparing
+does that). Imports nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ Release = tuple[int, int]
 RELEASES = ((0, 9), (0, 20))
 #: Where nobody says which megatron-core runs.
 DEFAULT_MEGATRON_CORE = (0, 16)
+#: Where nobody says which Transformer Engine runs: the newest whose rules measured runs follow. The newest of them
+#: (megatron-core 0.18 to 0.20, which pin a revision without a release) keep the gradient of the loss as 2.14 does; by
+#: the rules of 2.18 and 2.19 those with its fused cross entropy would peak 1 to 8 % higher than they did.
+DEFAULT_TRANSFORMER_ENGINE = (2, 14)
 #: Where nobody says which Megatron Bridge reads a container.
 DEFAULT_MEGATRON_BRIDGE = (0, 6)
 #: Where nobody says which PyTorch runs: the newest that a measured run names.
@@ -62,7 +66,7 @@ class Rule(NamedTuple):
     def __call__(self, impl: Releases) -> bool:
         if self.core is not None and impl.megatron_core < self.core:
             return False
-        if self.te is not None and impl.transformer_engine is not None and impl.transformer_engine < self.te:
+        if self.te is not None and (impl.transformer_engine or DEFAULT_TRANSFORMER_ENGINE) < self.te:
             return False
         return self.torch is None or (impl.torch or DEFAULT_TORCH) >= self.torch
 
@@ -294,8 +298,6 @@ PROJ_KEEPS_ORIGINAL = since(core=(0, 14), te=(2, 6))
 #: a2a and all_gather take heads of unequal widths, as in multi-latent attention (``context_parallel.py:
 #: attn_forward_func_with_cp``; 2.11 refuses, 2.20 takes them).
 UNEQUAL_HEADS_EXCHANGED = since(te=(2, 12))
-#: cuDNN's attention is deterministic on Blackwell too (``dot_product_attention/utils.py: get_attention_backend``).
-FUSED_IS_DETERMINISTIC_ON_BLACKWELL = since(te=(2, 12))
 #: all_gather keeps its output and not those of its two steps beside it (``context_parallel.py:
 #: AttnFuncWithCPAndKVAllGather``).
 STEPS_OF_ALL_GATHER_DROPPED = since(te=(2, 15))

@@ -91,9 +91,10 @@ def test_unknown_releases_are_their_nearest_known_ones(name: str) -> None:
     assert rule.core is None or oldest < rule.core <= newest
     assert rule(Running((9, 9))) == rule(Running(newest))
     assert rule(Running((0, 1))) == rule(Running(oldest))
-    # An unset Transformer Engine is the newest, an unset PyTorch one that measured runs name.
-    newest_te, measured_torch = Running(newest, (99, 0)), Running(newest, None, releases.DEFAULT_TORCH)
-    assert rule(Running(newest)) == rule(newest_te) == rule(measured_torch)
+    # An unset Transformer Engine or PyTorch is the newest that measured runs had.
+    measured_te = Running(newest, releases.DEFAULT_TRANSFORMER_ENGINE)
+    measured_torch = Running(newest, None, releases.DEFAULT_TORCH)
+    assert rule(Running(newest)) == rule(measured_te) == rule(measured_torch)
 
 
 def test_a_rule_says_its_releases_in_words() -> None:

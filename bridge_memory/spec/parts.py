@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from bridge_memory.releases import DEFAULT_MEGATRON_CORE, FUSED_IS_DETERMINISTIC_ON_BLACKWELL, TE_GROUPED_GEMM
+from bridge_memory.releases import DEFAULT_MEGATRON_CORE, TE_GROUPED_GEMM
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.fields import (
     MOST_GPUS,
@@ -352,8 +352,7 @@ class ImplementationSpec(Checked):
             return self.attention_backend
         if self.gpu_arch in WITHOUT_ATTENTION_KERNELS:
             return "unfused"
-        not_fused = self.gpu_arch == "blackwell" and self.nvte_deterministic
-        needs_flash = self.prefers_flash or (not_fused and not FUSED_IS_DETERMINISTIC_ON_BLACKWELL(self))
+        needs_flash = self.prefers_flash or (self.gpu_arch == "blackwell" and self.nvte_deterministic)
         return "flash" if needs_flash else "fused"
 
     @property
