@@ -24,6 +24,7 @@ from bridge_memory.rehearse.te_shapes import parameter_shapes_with_te
 from bridge_memory.rehearse.world import fake_world
 from bridge_memory.spec import (
     AttentionSpec,
+    BatchSpec,
     GatedDeltaNetSpec,
     ImplementationSpec,
     LayerSpec,
@@ -168,7 +169,7 @@ def test_a_rank_owns_exactly_what_megatron_core_builds_locally(preset: str) -> N
     assert len(kinds) >= 8
     logging.disable(logging.WARNING)
     for name, parallel in kinds.items():
-        run = RunSpec(model=model, parallel=parallel, implementation=LOCAL)
+        run = RunSpec(model=model, parallel=parallel, batch=BatchSpec(seq_length=1024), implementation=LOCAL)
         for stage in stages(name, parallel):
             with fake_world(parallel, rank_of_stage(parallel, stage)), building():
                 built = parameter_shapes(build_chunks(run))
@@ -184,7 +185,7 @@ def test_a_rank_owns_exactly_what_megatron_core_builds_with_transformer_engine()
         for name, parallel in layouts(model, te=True).items():
             if name.endswith("of its own"):  # as "uneven ends"
                 continue
-            run = RunSpec(model=model, parallel=parallel)
+            run = RunSpec(model=model, parallel=parallel, batch=BatchSpec(seq_length=1024))
             for stage in stages(name, parallel):
                 jobs.append((run, stage))
                 labels.append(f"{preset}, {name}, stage {stage}")

@@ -33,7 +33,8 @@ def _numel(block: Block) -> int:
 def _whole(model: ModelSpec) -> BlockContext:
     """A context that shards nothing and pads no vocabulary."""
     plain = replace(model, make_vocab_size_divisible_by=0)
-    return context_of(RunSpec(model=plain, parallel=ParallelSpec(), batch=BatchSpec(seq_length=128)))
+    length = min(128, plain.max_position_embeddings or 128)
+    return context_of(RunSpec(model=plain, parallel=ParallelSpec(), batch=BatchSpec(seq_length=length)))
 
 
 def _decoder(model: ModelSpec, ctx: BlockContext) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bridge_memory import ImplementationSpec, ParallelSpec, PeftSpec, RunSpec, SpecError
+from bridge_memory import BatchSpec, ImplementationSpec, ParallelSpec, PeftSpec, RunSpec, SpecError
 from bridge_memory.engines.peft import adapter_units, lora_parameters
 from bridge_memory.estimate import estimate
 from bridge_memory.inventory.context import context_of
@@ -142,6 +142,7 @@ def test_adapters_by_kind_are_those_beside_every_linear_by_itself(
     run = RunSpec(
         model=model, peft=PeftSpec(scheme="lora", dim=8, target_modules=targets),
         parallel=ParallelSpec(world_size=8, tensor_model_parallel_size=2, expert_tensor_parallel_size=1),
+        batch=BatchSpec(seq_length=1024),
         implementation=ImplementationSpec(moe_grouped_gemm=grouped),
     )
     (shapes,) = layout(run.model, run.parallel).shapes(run.model)

@@ -28,7 +28,7 @@ def again(run: RunSpec) -> RunSpec:
 
 @pytest.mark.parametrize("preset", list_presets())
 def test_every_preset_reads_back_equal(preset: str) -> None:
-    run = RunSpec(model=resolve_model(preset))
+    run = RunSpec(model=resolve_model(preset), batch=BatchSpec(seq_length=1024))
     assert again(run) == run
 
 

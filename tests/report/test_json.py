@@ -13,7 +13,7 @@ from bridge_memory.estimate import estimate
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.report.gpus import fits
 from bridge_memory.report.json import SCHEMA_PATH, estimate_to_json
-from bridge_memory.spec import ParallelSpec, RunSpec
+from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -54,7 +54,9 @@ def test_an_estimate_is_valid_and_adds_up(name: str) -> None:
 
 @pytest.mark.parametrize("preset", list_presets())
 def test_every_preset_is_valid_and_adds_up(preset: str) -> None:
-    run = RunSpec(model=resolve_model(preset), parallel=ParallelSpec(world_size=8))
+    run = RunSpec(
+        model=resolve_model(preset), parallel=ParallelSpec(world_size=8), batch=BatchSpec(seq_length=1024)
+    )
     doc = estimate_to_json(estimate(run), fits(estimate(run)))
     VALIDATOR.validate(doc)
     adds_up(doc)
