@@ -24,7 +24,7 @@ def import_megatron_core() -> None:
     0.18 and later import Triton (``transformer/moe/paged_stash.py``), 0.19 ``typing.override``: a mark for type
     checkers, which typing_extensions has for Pythons before 3.12.
     """
-    if "megatron.core" in sys.modules:
+    if sys.modules.get("megatron.core") is not None:
         return
     if not hasattr(typing, "override"):
         with suppress(ImportError):

@@ -1,4 +1,5 @@
-"""What blocks keep otherwise from megatron-core 0.17 on, by hand counts on both sides of each release."""
+"""What blocks keep otherwise from megatron-core 0.17 and Transformer Engine 2.12 on, by hand counts on both sides of
+each release."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 
 from bridge_memory.inventory.alive import BlockCost
 from bridge_memory.inventory.context import context_of
-from bridge_memory.inventory.layer import layer_block
+from bridge_memory.inventory.layer import layer_block, output_block
 from bridge_memory.inventory.stack import stage_parameters
 from bridge_memory.inventory.tape import Tape
 from bridge_memory.readers import resolve_model
@@ -156,3 +157,57 @@ def test_a_query_without_a_latent_has_a_norm_in_its_projection() -> None:
         model = one_layer(LayerSpec(MLASpec(16, latent, 512, 128, 64, 128), MLPSpec(1024, gated=True)))
         before, after = names(model, (0, 18)), names(model, (0, 19))
         assert after == (before | {added: (2048,)} if latent is None else before)
+
+
+# ---- Transformer Engine ----
+
+ROW = 2 * 32000
+
+
+@pytest.mark.parametrize(
+    ("release", "kept", "forward"),
+    [((2, 17), ROW, ROW), ((2, 18), 2 * ROW, 3 * ROW), ((2, 19), ROW + 8, 2 * ROW + 8), (None, ROW, ROW)],
+)
+def test_the_fused_loss(release: Release | None, kept: int, forward: int) -> None:
+    """A token's logits are 32000 in bf16; beside them stand, in 2.18, the gradient in fp32, from 2.19 on a copy and
+    two fp32 statistics. The loss's scratch and the losses are 16 bytes, the hidden states 2 x 2048."""
+    model = one_layer(LayerSpec(AttentionSpec(16, 16, 128), MLPSpec(512, gated=True)))
+    run = RunSpec(
+        model=model, batch=BatchSpec(seq_length=TOKENS),
+        implementation=ImplementationSpec(
+            transformer_engine=release, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"
+        ),
+    )  # fmt: skip
+    found = output_block(False, True, context_of(run)).cost
+    hidden = 2 * 2048
+    assert found.retained == TOKENS * (kept + hidden)
+    # The scratch of 12 bytes is that of releases which sum a row in several kernels.
+    assert found.forward_peak - TOKENS * (forward + hidden) in (TOKENS * 4, TOKENS * 16)
+
+
+def ring(release: Release, how: str, ranks: int) -> BlockCost:
+    """32 heads of 128, h 4096, beside a small MLP; 1024 tokens of each of the ranks."""
+    layer = LayerSpec(AttentionSpec(32, 32, 128), MLPSpec(512, gated=True))
+    run = RunSpec(
+        model=one_layer(layer, 4096), batch=BatchSpec(seq_length=TOKENS * ranks),
+        parallel=ParallelSpec(world_size=ranks, context_parallel_size=ranks),
+        implementation=ImplementationSpec(transformer_engine=release, cp_comm_type=how),
+    )  # fmt: skip
+    return layer_block(layer, context_of(run)).cost
+
+
+def test_all_gather_keeps_one_output() -> None:
+    """[1024, 4096] in bf16 less."""
+    before, after = ring((2, 14), "all_gather", 4), ring((2, 15), "all_gather", 4)
+    assert before.retained - after.retained == 2 * TOKENS * 4096
+
+
+def test_the_ring_holds_four_buffers_whatever_its_length() -> None:
+    """Before, 8 ranks hold 8 buffers of keys and values, 16 MiB each, 8 outputs of 8 MiB with 128 KiB of statistics,
+    and the sum in fp32, 16 MiB. Then 4 buffers, 2 outputs with statistics, and statistics of the sum three times."""
+    keys, output, statistics = 4 * TOKENS * 4096, 2 * TOKENS * 4096, 4 * TOKENS * 32
+    before, after = ring((2, 19), "p2p", 8), ring((2, 20), "p2p", 8)
+    assert before.retained == after.retained
+    saved = 4 * keys + 6 * (output + statistics) + 2 * output - 3 * statistics
+    assert before.forward_peak - after.forward_peak == saved
+    assert ring((2, 20), "p2p", 8).forward_peak == ring((2, 20), "p2p", 4).forward_peak
