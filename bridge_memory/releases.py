@@ -6,9 +6,9 @@ releases run (an ``ImplementationSpec``)::
     QKV_OUTPUT_HELD = since(core=(0, 15))
     if QKV_OUTPUT_HELD(impl): ...
 
-One policy for releases that are not known: an unset Transformer Engine or PyTorch counts as the newest that measured
-runs had, and a megatron-core outside the known range as its nearer end (every rule changes inside of it, so comparing
-does that). Imports nothing.
+One policy for releases that are not known: an unset Transformer Engine or PyTorch counts as the one that recent
+measured runs had, and a megatron-core outside the known range as its nearer end (every rule changes inside of it, so
+comparing does that). Imports nothing.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ Release = tuple[int, int]
 RELEASES = ((0, 9), (0, 20))
 #: Where nobody says which megatron-core runs.
 DEFAULT_MEGATRON_CORE = (0, 16)
-#: Where nobody says which Transformer Engine runs: the newest whose rules measured runs follow. The newest of them
-#: (megatron-core 0.18 to 0.20, which pin a revision without a release) keep the gradient of the loss as 2.14 does; by
-#: the rules of 2.18 and 2.19 those with its fused cross entropy would peak 1 to 8 % higher than they did.
-DEFAULT_TRANSFORMER_ENGINE = (2, 14)
+#: Where nobody says which Transformer Engine runs: that of most measured runs of megatron-core 0.20, which pin a
+#: revision that calls itself 2.17.1 (``accuracy/runs.py``).
+DEFAULT_TRANSFORMER_ENGINE = (2, 17)
 #: Where nobody says which Megatron Bridge reads a container.
 DEFAULT_MEGATRON_BRIDGE = (0, 6)
 #: Where nobody says which PyTorch runs: the newest that a measured run names.

@@ -66,12 +66,19 @@ _CONTAINER_TE = {
     "24.01": (1, 2), "24.10": (1, 11), "25.03": (2, 1), "25.05": (2, 3), "25.06": (2, 4), "25.09": (2, 7),
     "25.11": (2, 9),
 }
+#: Git revisions of it, by what their builds call themselves ("2.17.1+4329ff84").
+_REVISIONS = {
+    "71bbefbf": (2, 14), "42b84005": (2, 15), "b9d690e0": (2, 16), "4329ff84": (2, 17), "e7c550c5": (2, 18),
+}  # fmt: skip
 
 
 def _te_release(stated: str, container: str) -> tuple[int, int] | None:
-    """The release a record states, else the one its container ships; None for a git revision or neither."""
+    """The release or revision that a record states, else the one its container ships; None for neither."""
     named = re.search(r"(?:^|release_v)(\d+)\.(\d+)", stated)
     if named:
         return int(named.group(1)), int(named.group(2))
+    revision = re.search(r"\b([0-9a-f]{8})[0-9a-f]{32}\b", stated)
+    if revision and revision.group(1) in _REVISIONS:
+        return _REVISIONS[revision.group(1)]
     shipped = re.search(r"pytorch:(\d\d\.\d\d)", container)
-    return _CONTAINER_TE.get(shipped.group(1)) if shipped and not stated else None
+    return _CONTAINER_TE.get(shipped.group(1)) if shipped else None

@@ -57,7 +57,7 @@ CASES = {
         f"{DENSE} --tp 2 --no-sequence-parallel --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1", ""),
     "--transformer-impl": (DENSE, "local"), "--attention-backend": (DENSE, "unfused"),
-    "--cp-comm-type": (f"{DENSE} --cp 2", "all_gather"), "--cross-entropy-loss-fusion": (DENSE, ""),
+    "--cp-comm-type": (f"{DENSE} --cp 2", "a2a"), "--cross-entropy-loss-fusion": (DENSE, ""),
     "--cross-entropy-fusion-impl": (f"{DENSE} --cross-entropy-loss-fusion", "te"),
     "--gradient-accumulation-fusion": (DENSE, "no"), "--bias-activation-fusion": (DENSE, "no"),
     "--bias-dropout-fusion": (f"{DENSE} --hidden-dropout 0.1", "no"),

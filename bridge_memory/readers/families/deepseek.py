@@ -10,6 +10,7 @@ from bridge_memory.readers.families.common import Family, activation, mlp, model
 from bridge_memory.readers.families.moe import expert_count, first_dense
 from bridge_memory.readers.fields import Fields, shown
 from bridge_memory.spec import IndexerSpec, LayerSpec, MLASpec, ModelSpec, MoESpec
+from bridge_memory.spec.gaps import Effect, Gap
 
 FAMILY = Family()
 
@@ -99,9 +100,13 @@ def _sparse_attention(f: Fields, mixer: MLASpec, n: int) -> Sequence[MLASpec]:
     """
     full = replace(mixer, indexer=IndexerSpec(f.integer("index_n_heads"), f.integer("index_head_dim")))
     f.ignore("layer_types", "index_topk", "indexer_rope_interleave")
+    counted = "counted as multi-latent attention over all of them"
     f.not_modelled.append(
-        "sparse attention (experimental_attention_variant dsa): activations of the indexer and of its loss, and of "
-        "attention over the chosen keys; counted as multi-latent attention over all of them"
+        Gap(
+            "sparse attention (experimental_attention_variant dsa): activations of the indexer and of its loss, and of "
+            f"attention over the chosen keys; {counted}",
+            Effect.EITHER,
+        )
     )
     types = f.items("indexer_types")
     _, pattern = f.raw("index_topk_pattern")

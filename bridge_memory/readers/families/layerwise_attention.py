@@ -11,6 +11,7 @@ from dataclasses import replace
 from bridge_memory.readers.families.common import Family, attention, attentions, heads, layer_types
 from bridge_memory.readers.fields import Fields, shown
 from bridge_memory.spec import AttentionSpec
+from bridge_memory.spec.gaps import Effect, Gap
 
 
 def windows_only(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
@@ -32,7 +33,8 @@ def llama4(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[Atte
     if len(rotates) != n:
         raise f.error(f"no_rope_layers has {len(rotates)} entries for num_hidden_layers {n}; give one a layer")
     if f.flag("use_qk_norm", default=True):
-        f.not_modelled.append("use_qk_norm (qk_l2_norm): queries and keys before and after their norm without weights")
+        norms = "use_qk_norm (qk_l2_norm): queries and keys before and after their norm without weights"
+        f.not_modelled.append(Gap(norms, Effect.UP))
     without = replace(spec, rotary=False)
     return [spec if one else without for one in rotates]
 
@@ -55,10 +57,8 @@ def minimax_m3(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[
     if indexers:
         # transformers modeling_minimax_m3_vl.py: MiniMaxM3VLIndexer.
         weights = indexers * (hidden_size * (number + 1) * width + 2 * width)
-        f.not_modelled.append(
-            f"indexers of {indexers} layers: {weights} frozen weights, whole on every rank; Megatron Bridge does not "
-            "run them"
-        )
+        held = f"{weights} frozen weights, whole on every rank; Megatron Bridge does not run them"
+        f.not_modelled.append(Gap(f"indexers of {indexers} layers: {held}", Effect.UP))
     return [spec] * n
 
 
