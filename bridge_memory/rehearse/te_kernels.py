@@ -38,6 +38,8 @@ PACKAGE = "transformer_engine"
 COMPILED = "transformer_engine_torch"
 #: Releases whose calls of its compiled half are known, as tests/te passed with them.
 OLDEST, NEWEST = (2, 10), (2, 20)
+#: From here on the kernels' choice is told whether they must be deterministic.
+_TOLD_DETERMINISM = (2, 12)
 #: From here on there is no kernel of its own for attention over 512 tokens and fewer.
 _NO_SHORT_ATTENTION = (2, 16)
 #: How to get its Python alone; pydantic is what its recipes are written with.
@@ -440,11 +442,18 @@ def fused_attn_bwd(*args: Any) -> list[Any]:
 
 
 def get_fused_attn_backend(asked: Any, *rest: Any) -> Any:
-    """cuDNN's attention for any length; in fp8 where query, key and value are. From 2.20 on it is asked of one object,
-    and the answer comes with why a backend was refused."""
+    """cuDNN's attention for any length; in fp8 where query, key and value are.
+
+    Before 2.12 Python says that none is deterministic on Blackwell; from then on this is told, and measured runs with
+    2.17 and 2.18 go on without. From 2.20 on it is asked of one object, and the answer comes with why not.
+    """
     backend, together = ENUMS["NVTE_Fused_Attn_Backend"], not rest
     dtype = asked.qkv_dtype if together else rest[0]
+    told = (release_in(version()) or NEWEST) >= _TOLD_DETERMINISM
+    deterministic = asked.deterministic if together else told and rest[-1]
     found = backend.NVTE_FP8 if dtype.name.startswith("kFloat8") else backend.NVTE_F16_arbitrary_seqlen
+    if deterministic and torch.cuda.get_device_capability() >= COMPUTE_CAPABILITY["blackwell"]:
+        found = backend.NVTE_No_Backend
     return (found, "") if together else found
 
 
