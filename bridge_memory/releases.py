@@ -262,9 +262,10 @@ MTP_DEPTHS_RECOMPUTED = since(core=(0, 14))
 #: The layer of a depth is called mtp_model_layer; transformer_layer before (``multi_token_prediction.py:
 #: MultiTokenPredictionLayer.__init__``).
 MTP_MODEL_LAYER = since(core=(0, 17))
-#: Hybrid models know full recomputation and ``cpu_offloading_num_layers``; before, ``ssm/mamba_block.py:
-#: MambaStack.forward`` runs layers one by one whatever is asked (selective recomputation works inside them).
-HYBRID_LAYERS_RECOMPUTED = since(core=(0, 17))
+#: Hybrid models know full recomputation (``models/hybrid/hybrid_block.py: HybridStack.forward``); before,
+#: ``ssm/mamba_block.py: MambaStack.forward`` runs layers one by one whatever is asked (selective recomputation works
+#: inside them).
+HYBRID_LAYERS_RECOMPUTED = since(core=(0, 18))
 
 #: What a discarded output is recomputed into is the output's storage too; before, it is copied into it, and both stay
 #: (``tensor_parallel/random.py: CheckpointWithoutOutput._recompute``).
