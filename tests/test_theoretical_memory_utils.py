@@ -132,7 +132,10 @@ def test_what_is_not_set_is_what_bridge_takes() -> None:
     one = container(1, **{**QWEN3_30B, "expert_tensor_parallel_size": 1})
     assert ours.estimate_training_memory(config) == ours.estimate_training_memory(one)
     said = " ".join(ours.remarks(config))
-    assert "data_parallel_size is not set" in said and "Megatron takes 4" in said
+    # With expert parallelism Bridge makes it 1 itself; alone, megatron-core takes tensor parallelism's 4.
+    assert "data_parallel_size is not set" in said and "expert_tensor_parallel_size" not in said
+    alone = container(None, **{**QWEN3_30B, "expert_tensor_parallel_size": None, "expert_model_parallel_size": 1})
+    assert "Megatron takes 4" in " ".join(ours.remarks(alone))
     assert "is not set" not in " ".join(ours.remarks(one))
 
 

@@ -52,7 +52,11 @@ def _of_the_state(config: Any, state: ModelState) -> Iterator[str]:
         yield "data_parallel_size is not set (the container was not validated): 1 is counted"
     if getattr(ddp, "use_distributed_optimizer", False) and not state.use_distributed_optimizer:
         yield "ddp.use_distributed_optimizer is not looked at, only optimizer.use_distributed_optimizer"
-    if state.layers.moe and state.tp > 1 and getattr(config.model, "expert_tensor_parallel_size", None) is None:
+    # With expert parallelism Megatron Bridge makes an unset one 1 itself (``models/transformer_config.py:
+    # _set_moe_expert_tensor_parallel_default``).
+    alone = (getattr(config.model, "expert_model_parallel_size", None) or 1) == 1
+    unset = getattr(config.model, "expert_tensor_parallel_size", None) is None
+    if state.layers.moe and state.tp > 1 and unset and alone:
         yield f"expert_tensor_parallel_size is not set: 1 is counted, Megatron takes {state.tp} (tensor parallelism)"
     if getattr(ddp, "use_megatron_fsdp", False):
         yield "weights and gradients are counted whole although Megatron-FSDP may shard them"
