@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import json
 import os
 import sys
 import types
-import typing
 import warnings
 from pathlib import Path
 from typing import Any
+
+from bridge_memory.rehearse.imports import missing, stand_ins, supply_typing_override
 
 LLAMA = (
     "--hidden-size 4096 --ffn-hidden-size 14336 --num-layers 32 --num-attention-heads 32 --group-query-attention "
@@ -145,42 +143,11 @@ RUNS: dict[str, tuple[str, int]] = {
 }  # fmt: skip
 
 
-class _Loader(importlib.abc.Loader):
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _StandIn(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__path__ = []
-
-
-class _StandIn(types.ModuleType):
-    """A module whose names are decorators that change nothing, or classes that take anything."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "__version__":
-            return "3.4.0"
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name[0].isupper():
-            return type(name, (), {"__init__": lambda self, *args, **kwargs: None})
-        return lambda *args, **kwargs: args[0] if len(args) == 1 and callable(args[0]) and not kwargs else lambda f: f
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] != "triton":
-            return None
-        return importlib.machinery.ModuleSpec(name, _Loader(), is_package=True)
-
-
 def _prepare() -> None:
     """This interpreter as Megatron-LM expects one: Python 3.12's names, an H100, one process."""
     warnings.simplefilter("ignore")
     os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", RANK="1")  # rank 0 would print
-    if not hasattr(typing, "override"):
-        setattr(typing, "override", lambda method: method)  # noqa: B010
-    if importlib.util.find_spec("triton") is None:
-        sys.meta_path.insert(0, _Finder())
+    supply_typing_override()
     import torch
 
     torch.compile = lambda function=None, **_: function if function else lambda f: f
@@ -240,7 +207,8 @@ def main() -> None:
     parser.add_argument("--parser", action="store_true", help="the parser alone, no command lines")
     given = parser.parse_args()
     _prepare()
-    from megatron.training import arguments
+    with stand_ins(*missing("triton")):
+        from megatron.training import arguments
 
     document = _parser(arguments)
     if not given.parser:

@@ -13,10 +13,11 @@ import importlib.util
 import os
 import sys
 import types
-import typing
 from typing import Any
 
 import pytest
+
+from bridge_memory.rehearse.imports import supply_typing_override
 
 STUBBED = (
     "transformer_engine", "transformer_engine_torch", "mamba_ssm", "causal_conv1d", "fla", "nvidia_resiliency_ext",
@@ -26,12 +27,6 @@ STUBBED = (
 
 #: The release that the stubs say they are.
 TRANSFORMER_ENGINE = "2.11.0"
-
-
-def typing_override() -> None:
-    """Give Python 3.11 the ``typing.override`` of 3.12, which megatron-core 0.17 and later import."""
-    if not hasattr(typing, "override"):
-        setattr(typing, "override", lambda method: method)  # noqa: B010
 
 
 class _StubLoader(importlib.abc.Loader):
@@ -104,10 +99,9 @@ def require_bridge() -> types.ModuleType:
             pytest.skip(f"{name} is not installed")
     if "megatron.core" in sys.modules:
         pytest.skip("megatron.core was imported without Transformer Engine; run these tests in their own process")
-    typing_override()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
-    typing_override()
+    supply_typing_override()
     missing = tuple(n for n in STUBBED if "." in n or importlib.util.find_spec(n) is None)
     sys.meta_path.append(_Finder(missing))
     import megatron.bridge

@@ -26,13 +26,18 @@ def import_megatron_core() -> None:
     """
     if sys.modules.get("megatron.core") is not None:
         return
+    supply_typing_override()
+    with stand_ins(*missing("triton")):
+        importlib.import_module("megatron.core")
+
+
+def supply_typing_override() -> None:
+    """Give Pythons before 3.12 the ``typing.override`` that megatron-core and Megatron Bridge import."""
     if not hasattr(typing, "override"):
         with suppress(ImportError):
             from typing_extensions import override
 
             typing.override = override  # type: ignore[attr-defined]
-    with stand_ins(*missing("triton")):
-        importlib.import_module("megatron.core")
 
 
 def missing(*roots: str) -> tuple[str, ...]:
