@@ -65,8 +65,8 @@ def run_on_gpus(args: argparse.Namespace, gpus: Sequence[Gpu]) -> RunSpec:
     """The run that the flags describe, on these GPUs. Raises SpecError, also where one does not compute its precision.
 
     The generation of the first of NVIDIA's, Hopper where none is named (Blackwell for mxfp8), sizes library
-    workspaces, chooses attention's kernel and lays out fp8; it is an assumption unless all named GPUs are of it. AMD's
-    are estimated as if they were of it, which is said.
+    workspaces, chooses attention's kernel and lays out fp8; where others are named beside it, that is said. AMD's are
+    estimated as if they were of it, which is said too.
     """
     from bridge_memory.report.gpus import check_computes, supposed_on
 
@@ -74,16 +74,21 @@ def run_on_gpus(args: argparse.Namespace, gpus: Sequence[Gpu]) -> RunSpec:
     spec = run_from_arguments(args, gpu_arch=first.arch if first else None)
     for gpu in gpus:
         check_computes(gpu, spec.precision)
+        if gpu.arch is not None:  # It refuses what has no attention kernel there.
+            replace(spec, implementation=replace(spec.implementation, gpu_arch=gpu.arch))
     if first is None and spec.precision.fp8 and spec.precision.fp8_recipe == "mxfp8":
         spec = replace(spec, implementation=replace(spec.implementation, gpu_arch="blackwell"))
     supposed = [words for gpu in gpus for words in supposed_on(gpu, spec)]
     if first is not None and len({gpu.arch for gpu in gpus if gpu.arch is not None}) > 1:
-        supposed.append(f"library workspaces, attention kernels and fp8 layouts as on {first.name}, the first --gpu")
+        supposed.append(
+            f"stages and components with the library workspaces, attention kernels and fp8 layouts of {first.name}, the "
+            "first --gpu; whether a card fits goes by its own"
+        )
     elif not gpus:
         named = "a Blackwell GPU (--gpu), as mxfp8 needs" if spec.implementation.gpu_arch == "blackwell" else (
             "a Hopper GPU (--gpu)"
         )
-        supposed.append(f"library workspaces as on {named}")
+        supposed.append(f"library workspaces as on {named}; whether a card fits goes by its own")
     return replace(spec, assumptions=(*spec.assumptions, *supposed))
 
 

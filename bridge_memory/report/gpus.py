@@ -7,12 +7,15 @@ context and NCCL's buffers lie outside the allocator, and the allocator itself r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from bridge_memory.report.units import format_bytes
+from bridge_memory.result import StagePeak
 from bridge_memory.spec import PrecisionSpec, RunSpec, SpecError
-from bridge_memory.spec.gaps import Bounds
+from bridge_memory.spec.errors import show
+from bridge_memory.spec.gaps import Bounds, bounds
 from bridge_memory.spec.gpu_names import AMD, gpu_of_name, taken_as_nvidia
 
 if TYPE_CHECKING:
@@ -62,17 +65,23 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How one GPU takes an estimate: capacity = highest peak + margin + headroom, exactly. Bytes.
+    """How one GPU takes a run: capacity = peak + margin + headroom, exactly. Bytes.
 
-    ``fits``: the verdict is that it does. What is not modelled is in the verdict and not in the headroom.
+    ``peak_bytes`` is the highest peak, that of ``peak_stage``, with the workspaces, attention kernels and fp8 layouts
+    of ``gpu_arch``, the card's own generation. ``fits``: the verdict is that it does. What is not modelled is in the
+    verdict and not in the headroom.
     """
 
     gpu: str
+    gpu_arch: str
     capacity_bytes: int
+    peak_stage: int
+    peak_bytes: int
     margin_bytes: int
     headroom_bytes: int
     fits: bool
-    #: What the run computes in and the card cannot, such as "mxfp8"; then it never fits.
+    #: What the run needs and the card has not, such as "mxfp8"; then it never fits, and its numbers are those of the
+    #: estimate's generation.
     lacks: str = ""
     verdict: Verdict = Verdict.UNKNOWN
 
@@ -213,13 +222,12 @@ def check_computes(gpu: Gpu, precision: PrecisionSpec) -> None:
 
 
 def supposed_on(gpu: Gpu, run: RunSpec) -> list[str]:
-    """What an estimate of ``run`` supposes about ``gpu``, a sentence each: where it is not what was counted for."""
-    arch = run.implementation.gpu_arch
+    """What is supposed of ``run`` on ``gpu``, a sentence each: where it is not what was counted for."""
     if gpu.vendor == AMD:
-        return [taken_as_nvidia(gpu.name, arch)]
+        return [taken_as_nvidia(gpu.name, run.implementation.gpu_arch)]
     # TE ``utils.py: is_non_tn_fp8_gemm_supported``: 10.x alone multiplies fp8 of any layout.
     per_tensor = run.precision.fp8 is not None and run.precision.fp8_recipe in ("delayed", "tensorwise")
-    if per_tensor and gpu.arch == arch == "blackwell" and gpu.capability >= (12, 0):
+    if per_tensor and gpu.arch == "blackwell" and gpu.capability >= (12, 0):
         return [
             f"{gpu.name}, of compute capability {capability_words(gpu)}, keeps fp8 weights and activations in a second "
             "layout, which is not counted: fp8 is laid out as on compute capability 10.0"
@@ -242,31 +250,62 @@ def margin_bytes(peak_bytes: int, world_size: int) -> int:
     return outside_bytes(world_size) + int(peak_bytes * FRAGMENTATION)
 
 
-def margin_words(world_size: int) -> str:
+def margin_words(world_size: int, unit: str = "GiB") -> str:
     """How the margin is made, for people."""
-    nccl = f" + {NCCL_BYTES / GIB:.2f} GiB NCCL" if world_size > 1 else ""
+    nccl = f" + {format_bytes(NCCL_BYTES, unit)} NCCL" if world_size > 1 else ""
     return (
-        f"margin = {CONTEXT_BYTES / GIB:.2f} GiB CUDA context{nccl} (assumed) + {FRAGMENTATION:.1%} of the peak for "
-        "fragmentation (measured: 90th percentile of reserved over allocated, 80 ranks on B200)"
+        f"margin = {format_bytes(CONTEXT_BYTES, unit)} CUDA context{nccl} (assumed) + {FRAGMENTATION:.1%} of the peak "
+        "for fragmentation (measured: 90th percentile of reserved over allocated, 80 ranks on B200)"
     )
 
 
-def fits(result: Estimate, gpus: Sequence[Gpu] = ()) -> list[Fit]:
-    """Whether the worst stage of ``result`` fits with the margin on each of ``gpus`` (none: the common ones).
+def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
+    """Whether the worst stage of a run fits with the margin on each of ``gpus``, cards or their names (none: the
+    common ones). Raises SpecError for a name that is not known.
 
-    A card that cannot compute in the run's precision fits nothing, whatever its memory.
+    A card of another generation than that of ``result`` is judged by the peaks of the same run on its own. One that
+    cannot compute the run fits nothing, whatever its memory.
     """
-    peak, world_size = result.peak_stage.peak_bytes, result.run.parallel.world_size
-    margin = margin_bytes(peak, world_size)
+    if isinstance(gpus, (str, Gpu)):
+        raise SpecError(f"gpus ({show(gpus)}) is one GPU; give a list of them")
+    world_size = result.run.parallel.world_size
+    by_arch: dict[str, StagePeak | None] = {result.run.implementation.gpu_arch: _worst(result)}
     out = []
-    for gpu in gpus or common_gpus():
-        missing = lacks(gpu, result.run.precision)
-        verdict = Verdict.DOES_NOT_FIT if missing else verdict_of(result.peak_bounds, gpu.capacity_bytes, world_size)
-        headroom = gpu.capacity_bytes - peak - margin
+    for gpu in [find_gpu(gpu) if isinstance(gpu, str) else gpu for gpu in gpus] or common_gpus():
+        missing, arch = lacks(gpu, result.run.precision), gpu.arch or result.run.implementation.gpu_arch
+        if not missing and arch not in by_arch:
+            by_arch[arch] = _worst_on(arch, result)
+        worst = _worst(result) if missing else by_arch[arch]
+        if worst is None:
+            missing, worst = "attention kernel", _worst(result)
+        assert worst is not None
+        capacity, margin = gpu.capacity_bytes, margin_bytes(worst.peak_bytes, world_size)
+        within = bounds(worst.peak_bytes, result.not_modelled)
+        verdict = Verdict.DOES_NOT_FIT if missing else verdict_of(within, capacity, world_size)
         out.append(
-            Fit(gpu.name, gpu.capacity_bytes, margin, headroom, verdict is Verdict.FITS, missing, verdict)
-        )
+            Fit(
+                gpu.name, result.run.implementation.gpu_arch if missing else arch, capacity, worst.stage,
+                worst.peak_bytes, margin, capacity - worst.peak_bytes - margin, verdict is Verdict.FITS, missing, verdict,
+            )
+        )  # fmt: skip
     return out
+
+
+def _worst(result: Estimate) -> StagePeak:
+    stage = result.peak_stage
+    return StagePeak(stage.stage, stage.static_bytes, stage.peak_bytes)
+
+
+def _worst_on(arch: str, result: Estimate) -> StagePeak | None:
+    """The highest peak of the run on another generation; None where its attention has no kernel there."""
+    from bridge_memory.estimate import peaks
+
+    implementation = result.run.implementation
+    try:
+        run = result.run.with_(implementation=replace(implementation, gpu_arch=arch))
+    except SpecError:
+        return None
+    return max(peaks(run), key=lambda stage: stage.peak_bytes)
 
 
 def verdict_of(peak: Bounds, capacity_bytes: int, world_size: int) -> Verdict:

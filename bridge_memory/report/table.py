@@ -100,8 +100,15 @@ def estimate_blocks(
 
 
 def _verdict(result: Estimate, fits: Sequence[Fit], unit: str) -> str:
-    """The peak, the cards, and whether what is not modelled can change them."""
-    from bridge_memory.report.gpus import Verdict
+    """The peak, the cards, and whether what is not modelled can change them. A card that is judged otherwise by the
+    peak on its own generation has that peak beside it."""
+    from bridge_memory.report.gpus import Verdict, verdict_of
+
+    def there(fit: Fit) -> str:
+        world_size = result.run.parallel.world_size
+        if fit.lacks or verdict_of(result.peak_bounds, fit.capacity_bytes, world_size) is fit.verdict:
+            return fit.gpu
+        return f"{fit.gpu} ({format_bytes(fit.peak_bytes, unit)} there)"
 
     peak = f"peak {_bounded(result, unit)}"
     if len(result.stages) > 1:
@@ -110,7 +117,7 @@ def _verdict(result: Estimate, fits: Sequence[Fit], unit: str) -> str:
     for verdict, words in (
         (Verdict.FITS, "fits"), (Verdict.UNKNOWN, "may or may not fit"), (Verdict.DOES_NOT_FIT, "does not fit")
     ):
-        named = ", ".join(fit.gpu for fit in fits if fit.verdict is verdict)
+        named = ", ".join(there(fit) for fit in fits if fit.verdict is verdict)
         if named:
             cards.append(f"{words} {named}")
     unknown = any(fit.verdict is Verdict.UNKNOWN for fit in fits) or (not fits and result.gaps)
@@ -351,11 +358,9 @@ _FITS = {"fits": "yes", "does not fit": "no", "unknown": "unknown"}
 def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:
     from bridge_memory.report.gpus import margin_words
 
-    worst = result.peak_stage
-    peak = ticks(worst.peak_bytes, unit)
     rows = []
     for fit in fits:
-        usable, margin = ticks(fit.capacity_bytes, unit), ticks(fit.margin_bytes, unit)
+        usable, peak, margin = (ticks(n, unit) for n in (fit.capacity_bytes, fit.peak_bytes, fit.margin_bytes))
         rows.append(
             (
                 fit.gpu, *(format_ticks(n, unit) for n in (usable, peak, margin, usable - peak - margin)),
@@ -366,8 +371,11 @@ def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:
         Column("GPU", words=True), Column("usable"), Column("- peak"), Column("- margin"), Column("= headroom"),
         Column("fits", words=True),
     )
-    title = f"Fits, by the highest peak (stage {worst.stage}), {unit}"
-    notes = [margin_words(result.run.parallel.world_size)]
+    at = {fit.peak_stage for fit in fits}
+    title = f"Fits, by the highest peak{f' (stage {at.pop()})' if len(at) == 1 else ''}, {unit}"
+    notes = [margin_words(result.run.parallel.world_size, unit)]
+    if len({fit.peak_bytes for fit in fits}) > 1:
+        notes.append("peak: with the attention kernels, workspaces and fp8 layouts of each card's own generation")
     if result.gaps:
         notes.append("unknown: what is not modelled, of which nothing is in these numbers, can decide it")
     return Grid(title, columns, tuple(rows), None, tuple(notes))

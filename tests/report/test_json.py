@@ -37,7 +37,9 @@ def adds_up(doc: dict[str, Any]) -> None:
     assert doc["peak"]["bytes"] == max(stage["peak_bytes"] for stage in doc["stages"])
     assert doc["stages"][doc["peak"]["stage"]]["peak_bytes"] == doc["peak"]["bytes"]
     for fit in doc["fits"]:
-        assert doc["peak"]["bytes"] + fit["margin_bytes"] + fit["headroom_bytes"] == fit["capacity_bytes"]
+        assert fit["peak_bytes"] + fit["margin_bytes"] + fit["headroom_bytes"] == fit["capacity_bytes"]
+        if fit["gpu_arch"] == doc["training"]["implementation"]["gpu_arch"]:
+            assert (fit["peak_bytes"], fit["peak_stage"]) == (doc["peak"]["bytes"], doc["peak"]["stage"])
 
 
 def test_the_schema_is_one() -> None:
