@@ -258,7 +258,7 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         stage=rank,
         layers=tuple(i for chunk in stages.plan.stages[rank] for i in chunk.layers),
         parameters=held.state.parameters,
-        in_flight_microbatches=max(moment.alive),
+        in_flight=(0,) * len(moment.alive) if in_step else tuple(moment.alive),
         components=tuple(components),
         peak_phase=phase,
         peak_operation=operation,

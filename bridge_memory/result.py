@@ -26,16 +26,20 @@ class StageEstimate:
     layers: tuple[int, ...]
     #: Parameters in one rank's shard (elements).
     parameters: int
-    in_flight_microbatches: int
+    #: Of each virtual stage, the microbatches whose activations are held at the peak.
+    in_flight: tuple[int, ...]
     components: tuple[Component, ...]
     #: "forward", "backward", "loss", "optimizer step", with the operation that makes the peak.
     peak_phase: str
     peak_operation: str = ""
-    #: Peak of every phase that was considered, for the curious: ((phase, bytes), ...).
-    phases: tuple[tuple[str, int], ...] = ()
     #: What lives from the end of one step to the start of the next, and so not at the peak (unless that is
     #: where the peak is: then they are among the components).
     leftovers: tuple[Component, ...] = ()
+
+    @property
+    def in_flight_microbatches(self) -> int:
+        """Those of the virtual stage that holds most."""
+        return max(self.in_flight)
 
     def bytes_of(self, *roles: Role | str) -> int:
         return sum(c.bytes for c in self.components if c.role in roles)
@@ -212,6 +216,7 @@ def _stage(stage: StageEstimate) -> dict[str, Any]:
         "num_layers": len(stage.layers),
         "parameters": stage.parameters,
         "in_flight_microbatches": stage.in_flight_microbatches,
+        "in_flight": list(stage.in_flight),
         "components": _components(stage.components),
         "leftovers": _components(stage.leftovers),
         "weights_bytes": stage.weights_bytes,

@@ -1,7 +1,7 @@
 """The command line: ``bridge-memory COMMAND ...``. One module a command, imported only when asked for.
 
-A command module has ``add_arguments(parser)`` and ``run(args) -> int``. Wrong input is one line on stderr and exit
-code 2; nothing ends in a traceback.
+A command module has ``add_arguments(parser)``, which declares ``output.add_output_arguments`` among others, and
+``run(args) -> int``, which prints. Wrong input is one line on stderr and exit code 2; nothing ends in a traceback.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from bridge_memory.cli.output import written
 from bridge_memory.report.document import one_line
 from bridge_memory.spec import SpecError
 
@@ -26,6 +27,8 @@ COMMANDS = {
     "gpus": ("bridge_memory.cli.gpus", "the known GPUs and their usable memory"),
 }
 
+#: Commands that take the flags of a run (``run_flags.add_run_arguments``).
+_WITH_A_RUN = ("estimate", "compare", "rehearse")
 #: Set it to see the traceback of what should not have happened.
 TRACEBACK_VARIABLE = "BRIDGE_MEMORY_TRACEBACK"
 EXIT_USAGE = 2
@@ -46,10 +49,11 @@ class _Parser(argparse.ArgumentParser):
         return args
 
     def _suggestion(self, flag: str) -> str:
-        import difflib
+        from bridge_memory.cli.suggest import suggestion
 
-        close = difflib.get_close_matches(flag.split("=")[0], list(self._option_string_actions), n=1)
-        return f"; did you mean {close[0]}?" if close else f"; `{self.prog} --help` lists them"
+        positional = [a.metavar for a in self._actions if not a.option_strings and isinstance(a.metavar, str)]
+        found = suggestion(flag.split("=")[0], list(self._option_string_actions), positional)
+        return f"; {found or f'`{self.prog} --help` lists the flags'}"
 
 
 def _usage() -> str:
@@ -64,6 +68,15 @@ def _usage() -> str:
         "`bridge-memory COMMAND --help` explains a command.",
     ]
     return "\n".join(lines)
+
+
+def _in_flags(message: str, argv: Sequence[str]) -> str:
+    """A refusal of a command that takes the flags of a run, in those flags."""
+    if not argv or argv[0] not in _WITH_A_RUN:
+        return message
+    from bridge_memory.cli.as_typed import as_typed
+
+    return as_typed(message, argv[1:])
 
 
 def _complain(kind: str, message: str) -> None:
@@ -85,7 +98,9 @@ def _dispatch(argv: Sequence[str]) -> int:
     module = importlib.import_module(module_name)
     parser = _Parser(prog=f"bridge-memory {argv[0]}", description=f"{what[0].upper()}{what[1:]}.", allow_abbrev=False)
     module.add_arguments(parser)
-    code: int = module.run(parser.parse(argv[1:]))
+    args = parser.parse(argv[1:])
+    with written(args):
+        code: int = module.run(args)
     return code
 
 
@@ -95,12 +110,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             # A model's name may hold what the locale cannot show; that must not end the report.
             stream.reconfigure(errors="backslashreplace")
+    given = sys.argv[1:] if argv is None else list(argv)
     try:
-        code = _dispatch(sys.argv[1:] if argv is None else list(argv))
+        code = _dispatch(given)
         sys.stdout.flush()
         return code
     except SpecError as error:
-        _complain("error", str(error))
+        _complain("error", _in_flags(str(error), given))
         return EXIT_USAGE
     except SystemExit as exit_:  # argparse's --help
         return exit_.code if isinstance(exit_.code, int) else 0

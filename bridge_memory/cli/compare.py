@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.run_arguments import run_from_arguments
 from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.spec import RunSpec, SpecError
@@ -28,13 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="our JSON lines, a Megatron-LM or Megatron Bridge log, or a torch.cuda memory snapshot (.pickle)",
     )  # fmt: skip
     add_run_arguments(parser)
+    add_output_arguments(parser, f"by the schema {SCHEMA}")
     output = parser.add_argument_group("comparison")
-    output.add_argument("--json", action="store_true", help=f"JSON by the schema {SCHEMA}")
     output.add_argument("--tolerance", type=float, metavar="PERCENT",
                         help="exit code 1 where a stage's peak is off by more than this share of what was measured")
     output.add_argument("--snapshot-stage", type=int, default=0, metavar="N",
                         help="pipeline stage of the rank that a snapshot is of (default: 0)")
-    output.add_argument("--device", type=int, metavar="N", help="device of a snapshot (default: the fullest)")
+    output.add_argument("--snapshot-device", "--device", type=int, metavar="N",
+                        help="device of a snapshot (default: the fullest)")
     output.add_argument("--use-tp-pp-dp-mapping", action="store_true",
                         help="ranks of the log run through pipeline stages before data parallel replicas")
 
@@ -42,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare and print. 0, or 1 where --tolerance is exceeded."""
     if args.tolerance is not None and not 0 <= args.tolerance < float("inf"):
-        raise SpecError(f"tolerance is {args.tolerance}; give a percentage of 0 or more")
+        raise SpecError(f"--tolerance is {args.tolerance}; give a percentage of 0 or more")
     tolerance = None if args.tolerance is None else args.tolerance / 100.0
     if _is_pickle(args.measured):
         return _snapshot(args, tolerance)
@@ -192,18 +194,18 @@ def _snapshot(args: argparse.Namespace, tolerance: float | None) -> int:
     from bridge_memory.compare.snapshot import at_peak, attribute, load_snapshot
     from bridge_memory.estimate import estimate
 
-    alive = at_peak(load_snapshot(args.measured), args.device)
+    alive = at_peak(load_snapshot(args.measured), args.snapshot_device)
     run = _given_run(args)
     components: Any = ()
     predicted = None
     if run is not None:
         stages = estimate(run).stages
         if not 0 <= args.snapshot_stage < len(stages):
-            raise SpecError(f"snapshot_stage {args.snapshot_stage} does not exist; the run has {len(stages)} stages")
+            raise SpecError(f"--snapshot-stage {args.snapshot_stage} does not exist; the run has {len(stages)} stages")
         stage = stages[args.snapshot_stage]
         components, predicted = stage.components, stage.peak_bytes
     elif tolerance is not None:
-        raise SpecError("tolerance needs a prediction; name the MODEL and its flags, or give --megatron-args")
+        raise SpecError("--tolerance needs a prediction; name the MODEL and its flags, or give --megatron-args")
     result = attribute(alive, components)
     beyond = (
         tolerance is not None

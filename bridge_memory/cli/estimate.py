@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import sys
-from typing import TextIO
 
+from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.run_arguments import run_on_gpus
 from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.releases import known_releases, nearest_known, release_words
+from bridge_memory.report.json import SCHEMA
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.release import read_release
 
@@ -18,17 +18,15 @@ from bridge_memory.spec.release import read_release
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_run_arguments(parser)
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="JSON by the schema bridge-memory/estimate/2")
+    output = add_output_arguments(parser, f"by the schema {SCHEMA}")
     output.add_argument("--verbose", action="store_true", help="every parameter and saved tensor of each stage")
-    output.add_argument("--unit", default="GiB", metavar="UNIT", help="GiB (default), MiB, GB, MB or bytes")
+    output.add_argument("--unit", default="GiB", metavar="UNIT",
+                        help="GiB (default), MiB, GB, MB or bytes, in any case; --format json is in bytes")
     output.add_argument("--stage", type=int, metavar="N", help="show only this pipeline stage")
     output.add_argument("--gpu", action="append", default=[], metavar="NAME",
                         help="a GPU to compare with (repeatable; `bridge-memory gpus` lists them)")
     output.add_argument("--calibration", metavar="FILE",
                         help="a calibration.json of the live report: residuals of this very run are added and shown")
-    output.add_argument("--output", metavar="FILE", help="write to FILE, which must not exist")
-    output.add_argument("--force", action="store_true", help="let --output replace a file")
 
 
 def _check_release(text: str | None) -> None:
@@ -45,15 +43,9 @@ def run(args: argparse.Namespace) -> int:
     """Estimate and print. Returns the exit code."""
     from bridge_memory.estimate import estimate
     from bridge_memory.report.gpus import find_gpu, fits
-    from bridge_memory.report.units import UNITS
-    from bridge_memory.report.write import check_target, write_text
+    from bridge_memory.report.units import check_unit
 
-    if args.unit not in UNITS:
-        raise SpecError(f"unit {args.unit!r} is unknown; use one of {', '.join(UNITS)}")
-    if args.force and args.output is None:
-        raise SpecError("force does nothing without --output; name the file or drop --force")
-    if args.output is not None:
-        check_target(args.output, force=args.force)
+    unit = check_unit(args.unit)
     gpus = [find_gpu(name) for name in args.gpu]
     _check_release(args.megatron_core)
     spec = run_on_gpus(args, gpus)
@@ -64,27 +56,23 @@ def run(args: argparse.Namespace) -> int:
         result = calibrated(result, load(args.calibration))
     if args.stage is not None and not 0 <= args.stage < len(result.stages):
         raise SpecError(
-            f"stage {args.stage} does not exist; with pipeline_model_parallel_size {len(result.stages)} the stages "
+            f"--stage {args.stage} does not exist; with pipeline_model_parallel_size {len(result.stages)} the stages "
             f"are 0 to {len(result.stages) - 1}"
         )
     fitting = fits(result, gpus)
-    text: TextIO = sys.stdout if args.output is None else io.StringIO()
+    details = None
+    if args.verbose:
+        from bridge_memory.report.details import stage_details
+
+        shown = range(len(result.stages)) if args.stage is None else [args.stage]
+        details = {i: stage_details(result, i) for i in shown}
     if args.json:
         from bridge_memory.report.json import estimate_to_json
 
-        json.dump(estimate_to_json(result, fitting, stage=args.stage), text, indent=2)
-        text.write("\n")
+        json.dump(estimate_to_json(result, fitting, stage=args.stage, details=details), sys.stdout, indent=2)
+        print()
     else:
         from bridge_memory.report.table import print_estimate
 
-        details = None
-        if args.verbose:
-            from bridge_memory.report.details import stage_details
-
-            shown = range(len(result.stages)) if args.stage is None else [args.stage]
-            details = {i: stage_details(result, i) for i in shown}
-        print_estimate(result, fitting, unit=args.unit, stage=args.stage, details=details, stream=text)
-    if args.output is not None:
-        assert isinstance(text, io.StringIO)
-        write_text(args.output, text.getvalue(), force=args.force)
+        print_estimate(result, fitting, unit=unit, stage=args.stage, details=details)
     return 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+from bridge_memory.cli.output import add_output_arguments
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--json", action="store_true",
-                        help="a JSON list of {name, description, capacity_bytes, arch, capability}")
+    add_output_arguments(parser, "a list of {name, description, capacity_bytes, arch, capability}")
 
 
 def run(args: argparse.Namespace) -> int:

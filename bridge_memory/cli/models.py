@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+from bridge_memory.cli.output import add_output_arguments
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("pattern", nargs="?", default="", help="show only names that contain this")
-    parser.add_argument("--json", action="store_true", help="a JSON list of {name, model_type, parameters, ...}")
+    add_output_arguments(parser, "a list of {name, model_type, parameters, ...}")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
+from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.run_arguments import run_on_gpus
 from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.spec import MoESpec, RunSpec, SpecError
@@ -29,14 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--layer", type=int, metavar="N",
                        help="one decoder layer on its own, tensor by tensor (cpu)")
     group.add_argument("--verbose", action="store_true", help="every saved tensor, and what is alive at the peaks")
-    group.add_argument("--json", action="store_true", help="JSON on standard output")
+    add_output_arguments(parser, "the rows of the comparison, or what was measured")
     group.add_argument("--record", metavar="FILE.jsonl", help="append a measured record (cuda)")
     group.add_argument("--snapshot", metavar="FILE.pickle", help="write torch's memory snapshot (cuda)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Rehearse and print. Returns the exit code."""
-    from bridge_memory.rehearse.world import RehearsalUnavailable, first_line, newer_release, quiet, require_megatron
+    from bridge_memory.rehearse.world import (
+        INSTALL,
+        RehearsalUnavailable,
+        first_line,
+        newer_release,
+        quiet,
+        require_megatron,
+    )
 
     with quiet():
         why_not = _take_transformer_engine() if args.device == "cpu" else ""
@@ -46,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             return _on_gpu(args, spec)
         for flag in ("record", "snapshot"):
             if getattr(args, flag):
-                raise SpecError(f"{flag} records a real run; it needs --device cuda")
+                raise SpecError(f"--{flag} records a real run; it needs --device cuda")
         newer = newer_release()
         try:
             return _on_meta(args, spec, why_not, [newer] if newer else [])
@@ -57,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
                 raise
             raise RehearsalUnavailable(
                 f"{newer}, and this rank does not run without a GPU there ({first_line(error)[:120]}); "
-                'install the release that does with: pip install "bridge-memory[megatron]"'
+                f"install the release that does: {INSTALL}"
             ) from error
 
 
@@ -67,7 +75,7 @@ def _spec(args: argparse.Namespace) -> RunSpec:
     from bridge_memory.report.gpus import find_gpu
 
     if args.gpu is not None and args.device == "cuda":
-        raise SpecError("gpu goes with --device cpu; --device cuda runs on the GPU that is here")
+        raise SpecError("--gpu goes with --device cpu; --device cuda runs on the GPU that is here")
     gpus = [find_gpu(args.gpu)] if args.gpu is not None else []
     here = installed_release()
     if here is None:
@@ -179,11 +187,11 @@ def _one_layer(args: argparse.Namespace, spec: RunSpec, notes: list[str]) -> int
     for flag in ("stage", "rank", "verbose"):
         if getattr(args, flag) is not None and getattr(args, flag) is not False:
             raise SpecError(
-                f"{flag} does not go with layer, which is rehearsed tensor by tensor on the first rank of its own "
+                f"--{flag} does not go with --layer, which is rehearsed tensor by tensor on the first rank of its own "
                 "stage; drop it"
             )
     if not 0 <= args.layer < spec.model.num_layers:
-        raise SpecError(f"layer ({args.layer}) is not one of 0 to {spec.model.num_layers - 1}")
+        raise SpecError(f"--layer ({args.layer}) is not one of 0 to {spec.model.num_layers - 1}")
     done = compare_layer(spec, args.layer, _architecture(args))
     if args.json:
         head = {"schema": "bridge-memory/rehearsed-layer/1", "model": spec.model.name, "device": "cpu", "notes": notes}
@@ -229,7 +237,7 @@ def _on_gpu(args: argparse.Namespace, spec: RunSpec) -> int:
     from bridge_memory.rehearse.gpu import rehearse_on_gpu
 
     if args.layer is not None:
-        raise SpecError("layer is rehearsed with --device cpu")
+        raise SpecError("--layer is rehearsed with --device cpu")
     notes: list[str] = []
     spec = _experts_one_by_one(spec, notes)
     measured = rehearse_on_gpu(

@@ -11,9 +11,10 @@ from dataclasses import replace
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.cli.run_flags import DEFAULT_SEQ_LENGTH, PACKAGES, SPECS
-from bridge_memory.cli.silent_flags import check_silent
+from bridge_memory.cli.run_flags import DEFAULT_SEQ_LENGTH, MODEL_FLAGS, PACKAGES, SPECS, SWITCHES, spelling
+from bridge_memory.cli.silent_flags import check_silent, drop_idle
 from bridge_memory.spec import LayerSpec, ModelSpec, ParallelSpec, RunSpec, SpecError
+from bridge_memory.spec.errors import divide
 from bridge_memory.spec.fields import MOST_GPUS
 from bridge_memory.spec.release import read_release
 
@@ -34,14 +35,13 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
     sources = [x for x in (args.model, args.custom_config, args.megatron_args) if x is not None]
     if len(sources) != 1:
         raise SpecError(
-            "model: give exactly one of MODEL, --custom-config and --megatron-args"
+            "give exactly one of MODEL, --custom-config and --megatron-args"
             + ("" if sources else "; `bridge-memory models` lists the presets")
         )
     if args.megatron_args is not None:
         return _run_from_megatron(args, given, gpu_arch)
     assumptions: list[str] = []
     model = _model(args)
-    parallel = _parallel(given["parallel"], assumptions)
     if "seq_length" not in given["batch"]:
         # No longer than a table of learned positions.
         positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
@@ -51,12 +51,15 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
     if "global_batch_size" not in given["batch"]:
         assumptions.append("enough microbatches to fill the pipeline (--global-batch-size)")
     given["implementation"].update(_releases(args))
+    _megatron_spellings(args, given, model)
+    assumptions += drop_idle(given, model)
     check_silent(given, model)
     _complete(given, assumptions)
     if gpu_arch:
         given["implementation"]["gpu_arch"] = gpu_arch
     if given["precision"].get("fp8") and "fp8_recipe" in given["precision"]:
         given["optimizer"].setdefault("fp8_recipe", given["precision"]["fp8_recipe"])
+    parallel = _parallel(given["parallel"], assumptions)
     groups = {name: spec(**given[name]) for name, spec in SPECS.items() if name != "parallel"}
     return RunSpec(model=model, parallel=parallel, assumptions=tuple(assumptions), **groups)
 
@@ -81,8 +84,8 @@ def run_on_gpus(args: argparse.Namespace, gpus: Sequence[Gpu]) -> RunSpec:
     supposed = [words for gpu in gpus for words in supposed_on(gpu, spec)]
     if first is not None and len({gpu.arch for gpu in gpus if gpu.arch is not None}) > 1:
         supposed.append(
-            f"stages and components with the library workspaces, attention kernels and fp8 layouts of {first.name}, the "
-            "first --gpu; whether a card fits goes by its own"
+            f"stages and components with the library workspaces, attention kernels and fp8 layouts of {first.name}, "
+            "the first --gpu; whether a card fits goes by its own"
         )
     elif not gpus:
         named = "a Blackwell GPU (--gpu), as mxfp8 needs" if spec.implementation.gpu_arch == "blackwell" else (
@@ -100,12 +103,11 @@ def _run_from_megatron(
 
     from bridge_memory.readers.megatron_args import run_from_megatron_args
 
-    extra = [f"{group}.{name}" for group, values in given.items() for name in values if name != "world_size"]
-    extra += [name for name in ("hidden_dropout", "attention_dropout", "mtp_num_layers", "num_layers",
-                                "make_vocab_size_divisible_by") if getattr(args, name) is not None]
+    extra = [spelling(f"{group}.{name}") for group, values in given.items() for name in values if name != "world_size"]
+    beside = {**MODEL_FLAGS, **{name: flag for flag, (name, _) in SWITCHES.items()}}
+    extra += [flag for name, flag in beside.items() if getattr(args, name) is not None]
     if extra:
-        field = extra[0].split(".")[-1]
-        raise SpecError(f"{field} belongs inside --megatron-args; beside it only --num-gpus may stand")
+        raise SpecError(f"{extra[0]} belongs inside --megatron-args; beside it only --num-gpus may stand")
     text = args.megatron_args
     if os.path.isfile(text):
         try:
@@ -114,7 +116,7 @@ def _run_from_megatron(
         except (OSError, UnicodeDecodeError) as error:
             raise SpecError(f"--megatron-args {args.megatron_args}: {error}") from None
     if "world_size" not in given["parallel"]:
-        raise SpecError("world_size: --megatron-args needs --num-gpus (the GPUs of the job)")
+        raise SpecError("--megatron-args needs --num-gpus, the GPUs of the job, beside it")
     run = run_from_megatron_args(
         text, world_size=given["parallel"]["world_size"], **_releases(args)
     )
@@ -156,6 +158,28 @@ def _mtp_layer(model: ModelSpec, depths: int) -> LayerSpec | None:
     if depths == 0:
         return None
     return model.mtp_layer or model.layers[-1]
+
+
+def _megatron_spellings(args: argparse.Namespace, given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
+    """What Megatron-LM's arguments say of fields that they do not name (``validate_args``)."""
+    parallel = given["parallel"]
+    a_chunk, virtual = args.num_layers_per_virtual_pipeline_stage, "virtual_pipeline_model_parallel_size"
+    if a_chunk is not None:
+        flag = "--num-layers-per-virtual-pipeline-stage"
+        if virtual in parallel or "pipeline_model_parallel_layout" in parallel:
+            raise SpecError(f"{flag} says what --vpp or --pipeline-model-parallel-layout says too; drop one of them")
+        if a_chunk < 1:
+            raise SpecError(f"{flag} ({a_chunk}) is below 1; give 1 or more")
+        slots = model.num_layers + sum(
+            parallel.get(f"account_for_{end}_in_pipeline_split", False) for end in ("embedding", "loss")
+        )
+        pp = max(1, parallel.get("pipeline_model_parallel_size", 1))
+        a_stage = divide(slots, pp, "num_layers", "--pp", "say the virtual stages with --vpp")
+        size = divide(a_stage, a_chunk, "the layers of a pipeline stage", flag, "choose a divisor")
+        if size > 1:
+            parallel[virtual] = size
+    if args.fine_grained_activation_offloading and not given["implementation"].get("offload_modules"):
+        raise SpecError("--fine-grained-activation-offloading does nothing without --offload-modules; name the modules")
 
 
 def _parallel(values: dict[str, Any], assumptions: list[str]) -> ParallelSpec:

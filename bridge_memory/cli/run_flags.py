@@ -38,8 +38,8 @@ FLAGS = (
     # Parallelism
     Flag("--tp --tensor-model-parallel-size", "parallel.tensor_model_parallel_size", "tensor parallel size"),
     Flag("--pp --pipeline-model-parallel-size", "parallel.pipeline_model_parallel_size", "pipeline parallel size"),
-    Flag("--vpp --virtual-pipeline-model-parallel-size", "parallel.virtual_pipeline_model_parallel_size",
-         "virtual chunks a pipeline stage (interleaved schedule)"),
+    Flag("--vpp --virtual-pipeline-model-parallel-size --num-virtual-stages-per-pipeline-rank",
+         "parallel.virtual_pipeline_model_parallel_size", "virtual chunks a pipeline stage (interleaved schedule)"),
     Flag("--cp --context-parallel-size", "parallel.context_parallel_size", "context parallel size"),
     Flag("--ep --expert-model-parallel-size", "parallel.expert_model_parallel_size", "expert parallel size"),
     Flag("--etp --expert-tensor-parallel-size", "parallel.expert_tensor_parallel_size",
@@ -139,6 +139,30 @@ FLAGS = (
          "modules whose saved tensors go to host memory (fine-grained offloading)", metavar="A,B"),
 )
 
+#: Megatron's switches that say one value of a field: spelling -> (field, value).
+VALUES: dict[str, tuple[str, Any]] = {
+    "--bf16": ("precision.params_dtype", "bf16"),
+    "--fp16": ("precision.params_dtype", "fp16"),
+    "--use-megatron-fsdp": ("data_parallel.engine", "megatron_fsdp"),
+    "--grad-reduce-in-bf16": ("data_parallel.grad_reduce_in_fp32", False),
+    "--no-bias-swiglu-fusion": ("implementation.bias_activation_fusion", False),
+    "--no-bias-gelu-fusion": ("implementation.bias_activation_fusion", False),
+}
+#: Megatron's arguments that no field has, and that others follow from: spelling -> (argparse's name, its help).
+SWITCHES = {
+    "--num-layers-per-virtual-pipeline-stage": (
+        "num_layers_per_virtual_pipeline_stage", "layers of a virtual chunk, in place of --vpp"
+    ),
+    "--fine-grained-activation-offloading": (
+        "fine_grained_activation_offloading", "as in Megatron; --offload-modules alone says the same"
+    ),
+}
+#: What changes the model itself: argparse's name -> its flag.
+MODEL_FLAGS = {
+    "mtp_num_layers": "--mtp-num-layers", "num_layers": "--num-layers",
+    "make_vocab_size_divisible_by": "--make-vocab-size-divisible-by", "hidden_dropout": "--hidden-dropout",
+    "attention_dropout": "--attention-dropout",
+}  # fmt: skip
 #: The flag of each package whose releases have rules -> the package's name. Its field is argparse's.
 PACKAGES = {"--megatron-core": "megatron-core", "--transformer-engine": "Transformer Engine", "--torch": "PyTorch"}
 
@@ -172,6 +196,22 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     for flag in FLAGS:
         group, _, field = flag.field.partition(".")
         _add(groups[group], flag, rules[group][field])
+    for name, (field, value) in VALUES.items():
+        shown = spelling(field).replace("--", "--no-" if value is False else "--")
+        groups[field.partition(".")[0]].add_argument(
+            name, dest=field, default=_UNSET, action="store_const", const=value,
+            help=f"the same as {shown}" + f" {value}" * (value is not False),
+        )
+    (chunk, (chunk_name, chunk_help)), (offload, (offload_name, offload_help)) = SWITCHES.items()
+    groups["parallel"].add_argument(chunk, dest=chunk_name, type=_integer, metavar="N", help=chunk_help)
+    groups["implementation"].add_argument(
+        offload, dest=offload_name, action="store_const", const=True, help=offload_help
+    )
+
+
+def spelling(field: str) -> str:
+    """The first spelling of the flag of "group.field"."""
+    return next(flag.names.split()[0] for flag in FLAGS if flag.field == field)
 
 
 def _add(group: Any, flag: Flag, rule: Rule) -> None:

@@ -1,17 +1,34 @@
-"""Flags that would do nothing: a mistake, which is named."""
+"""Flags that do nothing: a mistake where another flag is missing, a note where it is the model that has no use for it
+(one set of flags may serve several models)."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from bridge_memory.cli.run_flags import spelling
 from bridge_memory.spec import ModelSpec, SpecError
-from bridge_memory.spec.gaps import idle_modules
 from bridge_memory.spec.limits import limits_of
 
 
+def drop_idle(given: dict[str, dict[str, Any]], model: ModelSpec) -> list[str]:
+    """Take out of ``given`` (group -> field -> value) what this model has no use for; a sentence for each."""
+    parallel, impl = given["parallel"], given["implementation"]
+    idle: list[tuple[dict[str, Any], str, str]] = []
+    if not model.has_experts:
+        about_experts = [name for name in impl if name.startswith("moe_")]
+        idle += [(impl, f"implementation.{name}", "experts") for name in about_experts]
+        if "expert_tensor_parallel_size" in parallel:
+            idle.append((parallel, "parallel.expert_tensor_parallel_size", "experts"))
+    elif impl.get("moe_shared_expert_overlap") and not limits_of(model).shared_experts:
+        idle.append((impl, "implementation.moe_shared_expert_overlap", "shared experts"))
+    for group, field, _ in idle:
+        group.pop(field.partition(".")[2])
+    return [f"{spelling(field)} does nothing: the model has no {missing}" for _, field, missing in idle]
+
+
 def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
-    """Raise SpecError for the first flag of ``given`` (group -> field -> value) that the model and the other flags
-    leave without effect."""
+    """Raise SpecError for the first flag of ``given`` (group -> field -> value) that the other flags leave without
+    effect."""
     precision, recompute, impl = given["precision"], given["recompute"], given["implementation"]
     optimizer, parallel = given["optimizer"], given["parallel"]
     needs = [
@@ -29,7 +46,7 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
          optimizer.get("optimizer_cpu_offload", False), "--optimizer-cpu-offload"),
         ("moe_pad_expert_input_to_capacity", impl.get("moe_pad_expert_input_to_capacity", False),
          "moe_expert_capacity_factor" in impl, "--moe-expert-capacity-factor"),
-        ("ddp_bucket_size", "bucket_size" in given["data_parallel"],
+        ("bucket_size", "bucket_size" in given["data_parallel"],
          given["data_parallel"].get("overlap_grad_reduce", False),
          "--overlap-grad-reduce"),
         ("store_param_remainders", "store_param_remainders" in optimizer,
@@ -55,14 +72,7 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
          "--use-precision-aware-optimizer")
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     ]
-    needs += [
-        (name, impl.get(name, False) is not False, model.has_experts, "a model with experts")
-        for name in impl if name.startswith("moe_")
-    ]
-    needs.append(("expert_tensor_parallel_size", "expert_tensor_parallel_size" in parallel, model.has_experts,
-                  "a model with experts"))
     local = impl.get("transformer_impl") == "local"
-    shared = limits_of(model).shared_experts
     needs += [
         ("fp8", "fp8" in precision, not local, "--transformer-impl transformer_engine"),
         ("transformer_engine", "transformer_engine" in impl, not local, "--transformer-impl transformer_engine"),
@@ -70,17 +80,11 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
          "--transformer-impl transformer_engine"),
         ("masked_softmax_fusion", "masked_softmax_fusion" in impl, local, "--transformer-impl local"),
         ("cp_comm_type", "cp_comm_type" in impl, parallel.get("context_parallel_size", 1) != 1, "--cp of 2 or more"),
-        ("moe_shared_expert_overlap", impl.get("moe_shared_expert_overlap", False), shared,
-         "a model with shared experts"),
     ]
     needs += [
         (name, name in optimizer, not optimizer.get("optimizer_cpu_offload", False),
          "--no-optimizer-cpu-offload: the offloaded optimizer keeps fp32 states")
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders")
-    ]
-    needs += [
-        (f"recompute_modules ({name})", name in recompute.get("modules", ()), False, want)
-        for name, want in idle_modules(model, not local).items()
     ]
     for field, used, present, what in needs:
         if used and not present:

@@ -6,9 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.report.write import check_target, write_text
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
@@ -21,9 +22,8 @@ GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUNS.jsonl", help="measured runs, one JSON record a line")
-    parser.add_argument("--json", metavar="FILE", help="every record and the summary as JSON; - for stdout")
-    parser.add_argument("--force", action="store_true", help="overwrite the --json file")
+    parser.add_argument("runs", metavar="RUNS.jsonl", nargs="?", help="measured runs, one JSON record a line")
+    add_output_arguments(parser, f"every record and the summary, by the schema {SCHEMA}", beside=True)
     parser.add_argument("--summary", action="store_true", help="the table by tier (the default)")
     parser.add_argument("--by", choices=("tier", "family", "scale", "gpu", "feature"), help="a table by this")
     parser.add_argument("--worst", type=int, metavar="N", help="the N largest misses, explained")
@@ -39,9 +39,14 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise SpecError(f"--{name} is {value}; give 1 or more")
-    if args.json and args.json != "-" and Path(args.json).exists() and not args.force:
-        raise SpecError(f"--json {args.json} exists; name another file or add --force")
-    records = load_runs(args.runs)
+    runs, beside = args.runs, args.json if isinstance(args.json, str) and args.json != "-" else None
+    if runs is None and beside:  # "--json RUNS.jsonl": the only file that is named holds the runs.
+        runs, beside = beside, None
+    if runs is None:
+        raise SpecError("RUNS.jsonl is missing; name a file of measured runs")
+    if beside:
+        check_target(beside, force=args.force, flag="--json")
+    records = load_runs(runs)
     outcomes = predict_all(records)
     rows = summary(outcomes)
     if args.json:
@@ -53,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
         if args.by:
             document["by"] = {row.group: row.as_json() for row in by_group(outcomes, args.by)}
         text = json.dumps(document, indent=1) + "\n"
-        if args.json == "-":
+        if beside is None:
             sys.stdout.write(text)
             return 0
-        _write(Path(args.json), text)
+        write_text(beside, text, force=args.force, flag="--json")
     if args.summary or not (args.by or args.worst or args.folds):
         print(table(rows))
         print(_statuses(outcomes))
@@ -71,16 +76,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"Fitted constants chosen again with each of {args.folds} groups of families left out:")
         print(table([*by_group(left_out, "tier"), accuracy("all", left_out)]))
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    from bridge_memory.files import write_whole
-
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise SpecError(f"--json {path}: {error.strerror}; name a file in a folder that exists") from None
 
 
 def table(rows: Sequence[GroupAccuracy]) -> str:

@@ -68,7 +68,7 @@ def mbridge_of(config: Mapping[str, Any], name: str) -> Any:
     except Exception as error:  # a half-installed Megatron fails in many ways
         raise SpecError(
             f"mapping mbridge needs mbridge, megatron-core, torch and transformers ({_one_line(error)}); "
-            'pip install "bridge-memory[megatron]", or use --mapping builtin'
+            "pip install '.[megatron]' in the folder of bridge-memory, or use --mapping builtin"
         ) from None
     model_type = config.get("model_type")
     known = AutoBridge.list_supported_models()

@@ -27,6 +27,10 @@ class RehearsalUnavailable(SpecError):
     """The ``megatron`` extra is missing, or this process cannot host a rehearsal. One line, with the fix."""
 
 
+#: How megatron-core and torch come, since no index has this package.
+INSTALL = "pip install '.[megatron]' in the folder of bridge-memory"
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep warnings and log lines below ERROR away: on import megatron-core speaks of every package it misses."""
@@ -49,7 +53,7 @@ def require_megatron() -> None:
     except ImportError as missing:
         raise RehearsalUnavailable(
             f"rehearse runs the real megatron-core, and {missing.name or missing} is not installed; "
-            'install it with: pip install "bridge-memory[megatron]"'
+            f"install it: {INSTALL}"
         ) from None
     except (RuntimeError, OSError, AssertionError) as error:  # as of a Transformer Engine without its compiled half
         why = first_line(error)
@@ -65,7 +69,7 @@ def require_megatron() -> None:
     if here is not None and here < OLDEST_RELEASE:
         raise RehearsalUnavailable(
             f"rehearse needs megatron-core {release_words(OLDEST_RELEASE)} or later, not {release_words(here)}; "
-            'install it with: pip install "bridge-memory[megatron]"'
+            f"install it: {INSTALL}"
         )
 
 

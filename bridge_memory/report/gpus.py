@@ -285,7 +285,8 @@ def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
         out.append(
             Fit(
                 gpu.name, result.run.implementation.gpu_arch if missing else arch, capacity, worst.stage,
-                worst.peak_bytes, margin, capacity - worst.peak_bytes - margin, verdict is Verdict.FITS, missing, verdict,
+                worst.peak_bytes, margin, capacity - worst.peak_bytes - margin, verdict is Verdict.FITS, missing,
+                verdict,
             )
         )  # fmt: skip
     return out

@@ -7,13 +7,14 @@ one rank; parameters are elements.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.result import SCHEMA, Estimate
 
 if TYPE_CHECKING:
+    from bridge_memory.report.details import DetailRow
     from bridge_memory.report.gpus import Fit
 
 #: The JSON Schema (draft 2020-12) of what ``estimate_to_json`` returns.
@@ -22,9 +23,19 @@ SCHEMA_PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "estimate
 __all__ = ["SCHEMA", "SCHEMA_PATH", "estimate_to_json"]
 
 
-def estimate_to_json(result: Estimate, fits: Sequence[Fit], *, stage: int | None = None) -> dict[str, Any]:
-    """``result.to_dict()``, what it fits on, and the verdict. ``stage`` leaves only that one among ``stages``."""
+def estimate_to_json(
+    result: Estimate,
+    fits: Sequence[Fit],
+    *,
+    stage: int | None = None,
+    details: Mapping[int, Sequence[DetailRow]] | None = None,
+) -> dict[str, Any]:
+    """``result.to_dict()``, what it fits on, and the verdict. ``stage`` leaves only that one among ``stages``;
+    ``details`` maps a stage to the rows of ``details.stage_details``, which become its ``tensors``."""
     out = result.to_dict(stage=stage)
+    for shown in out["stages"]:
+        if shown["stage"] in (details or {}):
+            shown["tensors"] = [asdict(row) for row in (details or {})[shown["stage"]]]
     return {
         "schema": out.pop("schema"),
         "verdict": _verdict(result, fits),

@@ -6,6 +6,7 @@ from bridge_memory.estimate import Estimate
 from bridge_memory.releases import release_words
 from bridge_memory.report.units import format_count
 from bridge_memory.spec import RunSpec
+from bridge_memory.spec.layout import layout
 
 
 def configuration(result: Estimate) -> tuple[tuple[str, str], ...]:
@@ -39,7 +40,7 @@ def _model(result: Estimate) -> str:
 
 
 def _parallelism(run: RunSpec) -> str:
-    p = run.parallel
+    p, virtual = run.parallel, layout(run.model, run.parallel).virtual_pipeline_model_parallel_size
     shards = (("TP", p.tp), ("CP", p.cp), ("PP", p.pp), ("DP", p.data_parallel_size))
     product = " x ".join(f"{name} {size}" for name, size in shards if name != "CP" or size > 1)
     first, last = p.num_layers_in_first_pipeline_stage, p.num_layers_in_last_pipeline_stage
@@ -50,7 +51,7 @@ def _parallelism(run: RunSpec) -> str:
         f"{p.world_size} {'GPU' if p.world_size == 1 else 'GPUs'} = {product}",
         f"experts: EP {p.ep} x ETP {p.etp} x DP {p.expert_data_parallel_size}" if run.model.has_experts else "",
         "sequence parallel" if p.sp else "",
-        f"{p.vpp} virtual stages" if p.vpp > 1 else "",
+        f"{virtual} virtual stages" if virtual > 1 else "",
         f"layout {p.pipeline_model_parallel_layout}" if p.pipeline_model_parallel_layout else "",
         f"{first} layers in the first stage" if first is not None else "",
         f"{last} layers in the last stage" if last is not None else "",

@@ -20,7 +20,7 @@ from bridge_memory.report.units import (
     share,
     ticks,
 )
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import ParallelSpec, SpecError
 from bridge_memory.spec.gaps import Effect, Gap
 
 if TYPE_CHECKING:
@@ -63,10 +63,10 @@ def estimate_blocks(
     details: Mapping[int, Sequence[DetailRow]] | None = None,
 ) -> list[Block]:
     """The blocks that ``print_estimate`` prints."""
-    check_unit(unit)
+    unit = check_unit(unit)
     if stage is not None and not 0 <= stage < len(result.stages):
         raise SpecError(f"--stage is {stage}; the stages of this run are 0 to {len(result.stages) - 1}")
-    worst = result.peak_stage
+    worst, parallel = result.peak_stage, result.run.parallel
     shown = result.stages if stage is None else (result.stages[stage],)
     explained = worst if stage is None else shown[0]
     groups = _alike(shown)
@@ -76,15 +76,15 @@ def estimate_blocks(
             f"Estimate of {result.run.model.name}",
             (("verdict", _verdict(result, fits, unit)), *configuration(result)),
         ),
-        _stages(groups, marked, unit, result.run.parallel.vpp > 1),
+        _stages(groups, marked, unit),
         _memory(groups, marked, unit),
     ]
     listed = {i: rows for i, rows in (details or {}).items() if stage in (None, i)}
     limit = None if explained.stage in listed else LARGEST
-    blocks.append(_components(explained, unit, limit, _why(explained, worst, result, unit)))
+    blocks.append(_components(explained, parallel, unit, limit, _why(explained, worst, result, unit)))
     for index, rows in listed.items():
         if index != explained.stage:
-            blocks.append(_components(result.stages[index], unit, None, f"Stage {index}: all components"))
+            blocks.append(_components(result.stages[index], parallel, unit, None, f"Stage {index}: all components"))
         blocks += _tensors(index, rows, unit)
     if fits:
         blocks.append(_fits(fits, result, unit))
@@ -190,7 +190,7 @@ def _alike(stages: Sequence[StageEstimate]) -> list[tuple[StageEstimate, ...]]:
 
     def numbers(s: StageEstimate) -> tuple[object, ...]:
         return (
-            len(s.layers), s.parameters, s.in_flight_microbatches, s.components, s.leftovers, s.peak_phase,
+            len(s.layers), s.parameters, s.in_flight, s.components, s.leftovers, s.peak_phase,
             s.peak_operation,
         )
 
@@ -215,14 +215,14 @@ def _marked(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | 
     return next((i for i, group in enumerate(groups) if worst in group), None)
 
 
-def _stages(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | None, unit: str, virtual: bool) -> Grid:
+def _stages(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | None, unit: str) -> Grid:
     rows = []
     leftovers: dict[str, list[int]] = {}
     for group in groups:
         cells, one = _Cells(group[0], unit), group[0]
         rows.append(
             (
-                _label(group, worst), _layers(group), format_count(one.parameters), str(one.in_flight_microbatches),
+                _label(group, worst), _layers(group), format_count(one.parameters), str(sum(one.in_flight)),
                 format_ticks(cells.static, unit), _moment(one),
             )
         )
@@ -238,9 +238,10 @@ def _stages(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | 
         notes.append(f"* the highest peak: stage{'s' * (len(groups[marked]) > 1)} {_span(groups[marked])}")
     if any(len(group) > 1 for group in groups):
         notes.append("Stages in one row are alike in every number, the number of layers included.")
+    virtual = any(len(group[0].in_flight) > 1 for group in groups)
     notes.append(
         "parameters: of one rank's shard; in flight: microbatches whose activations are held at the peak"
-        f"{', of the virtual stage that holds most' * virtual}; static: allocated after a step, weights + gradients "
+        f"{', summed over its virtual stages' * virtual}; static: allocated after a step, weights + gradients "
         f"+ optimizer + buffers{_extra(leftovers, unit)}"
     )
     return Grid(f"Pipeline stages, {unit}", columns, tuple(rows), marked, tuple(notes))
@@ -288,12 +289,14 @@ def _why(stage: StageEstimate, worst: StageEstimate, result: Estimate, unit: str
     return f"{which} peaks at {format_bytes(stage.peak_bytes, unit)}, in {_moment(stage)}{rank}"
 
 
-def _components(stage: StageEstimate, unit: str, limit: int | None, title: str) -> Grid:
+def _components(
+    stage: StageEstimate, parallel: ParallelSpec, unit: str, limit: int | None, title: str
+) -> Grid:
     cells = _Cells(stage, unit)
     listed = cells.components(stage, unit)
     head = listed if limit is None or len(listed) <= limit + 1 else listed[:limit]
     rows = [
-        (format_ticks(value, unit), _percent(c.bytes, stage.peak_bytes), str(c.provenance), _named(c))
+        (format_ticks(value, unit), _percent(c.bytes, stage.peak_bytes), str(c.provenance), _named(c, parallel))
         for value, c in head
     ]
     rest = listed[len(head):]
@@ -309,8 +312,14 @@ def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f}" if whole else "0.0"
 
 
-def _named(component: Component) -> str:
-    return f"{component.name} (over {component.shard})" if component.shard else component.name
+def _named(component: Component, parallel: ParallelSpec) -> str:
+    """With the groups that divide it, of those that have more than one rank."""
+    ranks = {
+        "tp": parallel.tp, "cp": parallel.cp, "dp": parallel.data_parallel_size, "ep": parallel.ep,
+        "etp": parallel.etp, "edp": parallel.expert_data_parallel_size,
+    }  # fmt: skip
+    groups = [group for group in component.shard.split(" x ") if group and ranks[group] > 1]
+    return f"{component.name} (over {' x '.join(groups)})" if groups else component.name
 
 
 def _tensors(stage: int, rows: Sequence[DetailRow], unit: str) -> list[Block]:

@@ -15,10 +15,11 @@ FINER = {"GiB": "MiB", "GB": "MB"}
 
 
 def check_unit(unit: str) -> str:
-    """``unit`` itself. Raises SpecError for one that is not in UNITS."""
-    if unit not in UNITS:
+    """``unit`` as UNITS calls it, whatever its case. Raises SpecError for one that is not there."""
+    known = {name.casefold(): name for name in UNITS}
+    if not isinstance(unit, str) or unit.casefold() not in known:
         raise SpecError(f"--unit is {unit!r}; it must be one of {', '.join(UNITS)}")
-    return unit
+    return known[unit.casefold()]
 
 
 def ticks(nbytes: int, unit: str) -> int:
@@ -38,7 +39,8 @@ def format_ticks(value: int, unit: str) -> str:
 
 def format_bytes(nbytes: int, unit: str = "GiB") -> str:
     """"12.34 GiB": the number with its unit. Raises SpecError for an unknown unit."""
-    return f"{format_ticks(ticks(nbytes, check_unit(unit)), unit)} {unit}"
+    unit = check_unit(unit)
+    return f"{format_ticks(ticks(nbytes, unit), unit)} {unit}"
 
 
 def share(parts: Sequence[int], unit: str, total: int | None = None) -> list[int]:

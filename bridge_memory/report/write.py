@@ -9,34 +9,34 @@ from bridge_memory.files import write_whole
 from bridge_memory.spec import SpecError
 
 
-def check_target(path: str, *, force: bool = False) -> None:
-    """Raise SpecError if ``path`` cannot be written to, before any work is done."""
+def check_target(path: str, *, force: bool = False, flag: str = "--output") -> None:
+    """Raise SpecError, which names ``flag``, if ``path`` cannot be written to, before any work is done."""
     if not path:
-        raise SpecError("--output is empty; name a file")
+        raise SpecError(f"{flag} is empty; name a file")
     try:
         folder = os.path.dirname(os.path.realpath(path))
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         if not os.path.isdir(folder):
-            raise SpecError(f"--output {path}: the folder {folder} does not exist; make it first") from None
+            raise SpecError(f"{flag} {path}: the folder {folder} does not exist; make it first") from None
         return
     except (OSError, ValueError) as error:
-        raise SpecError(f"--output {path}: {getattr(error, 'strerror', None) or error}; name another file") from None
+        raise SpecError(f"{flag} {path}: {getattr(error, 'strerror', None) or error}; name another file") from None
     if not stat.S_ISREG(mode):
-        raise SpecError(f"--output {path} is not a regular file; name a file")
+        raise SpecError(f"{flag} {path} is not a regular file; name a file")
     if not force:
-        raise SpecError(f"--output {path} exists; name another file or add --force")
+        raise SpecError(f"{flag} {path} exists; name another file or add --force")
 
 
-def write_text(path: str, text: str, *, force: bool = False) -> None:
+def write_text(path: str, text: str, *, force: bool = False, flag: str = "--output") -> None:
     """Write ``text`` as UTF-8 to ``path``. Raises SpecError.
 
     Without ``force`` an existing file stays as it is, even one that appeared in between.
     """
-    check_target(path, force=force)
+    check_target(path, force=force, flag=flag)
     try:
         write_whole(path, text, replace=force)
     except FileExistsError:
-        raise SpecError(f"--output {path} exists; name another file or add --force") from None
+        raise SpecError(f"{flag} {path} exists; name another file or add --force") from None
     except OSError as error:
-        raise SpecError(f"--output {path}: {error.strerror}; name a file that can be written") from None
+        raise SpecError(f"{flag} {path}: {error.strerror}; name a file that can be written") from None

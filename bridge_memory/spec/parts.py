@@ -116,7 +116,7 @@ class BatchSpec(Checked):
 
     seq_length: int = positive(4096, below=2**28)
     micro_batch_size: int = positive(1, below=2**20)
-    #: None: one microbatch a pipeline rank and data-parallel replica, see ``RunSpec.num_microbatches``.
+    #: None: one microbatch a virtual stage and data-parallel replica, see ``RunSpec.num_microbatches``.
     global_batch_size: int | None = positive(None, below=2**32)
 
 

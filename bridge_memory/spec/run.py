@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_memory.spec.errors import SpecError, show
 from bridge_memory.spec.fields import called
+from bridge_memory.spec.layout import layout
 from bridge_memory.spec.model import ModelSpec
 from bridge_memory.spec.parts import (
     BatchSpec,
@@ -96,7 +97,8 @@ class RunSpec:
         """Microbatches a step on one data-parallel replica (``num_microbatches_calculator``)."""
         p, b = self.parallel, self.batch
         if b.global_batch_size is None:
-            return p.pp * p.vpp
+            split = p.pipeline_model_parallel_layout
+            return p.pp * (p.vpp if split is None else layout(self.model, p).virtual_pipeline_model_parallel_size)
         return b.global_batch_size // (b.micro_batch_size * p.data_parallel_size)
 
     def with_(self, **groups: Any) -> RunSpec:

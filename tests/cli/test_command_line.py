@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bridge_memory.cli import COMMANDS, main
+from bridge_memory.cli.suggest import suggestion
 
 ESTIMATE = ["estimate", "Llama-3.1-8B"]
 
@@ -29,24 +31,27 @@ def test_a_number_is_plain_digits(capsys: pytest.CaptureFixture[str], number: st
 
 
 @pytest.mark.parametrize(
-    ("flags", "field", "needed"),
+    ("flags", "needed"),
     [
-        (["--no-store-param-remainders"], "store_param_remainders", "--use-precision-aware-optimizer"),
-        (["--distribute-saved-activations"], "distribute_saved_activations", "--recompute-granularity full"),
-        (["--pp", "2", "--microbatch-group-size-per-vp-stage", "4"], "microbatch_group_size_per_vp_stage", "--vpp"),
-        (["--num-layers-in-first-pipeline-stage", "32"], "num_layers_in_first_pipeline_stage", "--pp"),
-        (["--num-layers-in-last-pipeline-stage", "32"], "num_layers_in_last_pipeline_stage", "--pp"),
-        (["--account-for-loss-in-pipeline-split"], "account_for_loss_in_pipeline_split", "--pp"),
-        (["--account-for-embedding-in-pipeline-split"], "account_for_embedding_in_pipeline_split", "--pp"),
-        (["--fp8-recipe", "mxfp8"], "fp8_recipe", "--fp8"),
-        (["--exp-avg-dtype", "bf16"], "exp_avg_dtype", "--use-precision-aware-optimizer"),
+        (["--no-store-param-remainders"], "--use-precision-aware-optimizer"),
+        (["--distribute-saved-activations"], "--recompute-granularity full"),
+        (["--pp", "2", "--microbatch-group-size-per-vp-stage", "4"], "--vpp"),
+        (["--num-layers-in-first-pipeline-stage", "32"], "--pp"),
+        (["--num-layers-in-last-pipeline-stage", "32"], "--pp"),
+        (["--account-for-loss-in-pipeline-split"], "--pp"),
+        (["--account-for-embedding-in-pipeline-split"], "--pp"),
+        (["--fp8-recipe", "mxfp8"], "--fp8"),
+        (["--exp-avg-dtype", "bf16"], "--use-precision-aware-optimizer"),
+        (["--ddp-bucket-size", "1000"], "--overlap-grad-reduce"),
+        (["--fine-grained-activation-offloading"], "--offload-modules"),
     ],
 )
 def test_a_flag_that_would_do_nothing_is_refused(
-    capsys: pytest.CaptureFixture[str], flags: list[str], field: str, needed: str
+    capsys: pytest.CaptureFixture[str], flags: list[str], needed: str
 ) -> None:
     line = refused(capsys, *ESTIMATE, *flags)
-    assert field in line and needed in line
+    typed = next(word for word in reversed(flags) if word.startswith("--")).replace("--no-", "--")
+    assert f" {typed} does nothing without {needed}" in line
 
 
 @pytest.mark.parametrize(
@@ -60,6 +65,84 @@ def test_a_flag_that_would_do_nothing_is_refused(
 def test_the_same_flags_are_welcome_where_they_count(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     assert main([*ESTIMATE, *flags]) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--model", "MODEL stands alone"), ("--batch-size", "--micro-batch-size or --global-batch-size"),
+        ("--fsdp", "--engine megatron_fsdp"), ("--zero", "--use-distributed-optimizer"), ("--gpus", "--num-gpus"),
+        ("--dp", "--num-gpus"), ("--seq-len", "did you mean --seq-length?"), ("--tp_size", "did you mean --tp?"),
+        ("--micro_batch_size", "did you mean --micro-batch-size?"), ("--jsn", "did you mean --json?"),
+        ("--tensor-parallel-size", "did you mean --tensor-model-parallel-size?"),
+        ("--cross-entropy", "--cross-entropy-loss-fusion or --cross-entropy-fusion-impl"),
+        ("--hidden-size", "give --megatron-args"), ("--disable-bias-linear", "give --megatron-args"),
+        ("--clip-grad", "changes no memory; drop it"), ("--wrong", "`bridge-memory estimate --help` lists the flags"),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_what_was_meant(
+    capsys: pytest.CaptureFixture[str], typed: str, meant: str
+) -> None:
+    line = refused(capsys, *ESTIMATE, typed, "1")
+    assert f"unknown argument {typed!r}; " in line and meant in line.partition("; ")[2]
+
+
+def test_advice_names_flags_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not --peft to a command that has none; where a command has all of them, the words come."""
+    assert "MODEL" not in refused(capsys, "models", "--model", "x")
+    known = ["--peft", "--lora-dim"]
+    assert suggestion("--lora", known) == "use --peft lora" and suggestion("--lora-rank", known) == "use --lora-dim"
+    assert suggestion("--lora", ["--force"]) == suggestion("--zero", ["--verbose"]) == ""
+
+
+@pytest.mark.parametrize("command", [["estimate", "Llama-3.1-8B"], ["models", "llama"], ["gpus"]])
+def test_every_command_writes_text_and_json_alike(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]
+) -> None:
+    """--format, --json, and a file's suffix say the same; a file holds what is printed otherwise."""
+    printed = {}
+    for name in ("text", "json"):
+        assert main([*command, "--format", name]) == 0
+        printed[name] = capsys.readouterr().out
+    assert main([*command]) == 0 and capsys.readouterr().out == printed["text"]
+    assert main([*command, "--json"]) == 0 and capsys.readouterr().out == printed["json"]
+    assert json.loads(printed["json"]) and printed["text"] != printed["json"]
+    for file, flags, name in (
+        ("a.json", [], "json"), ("a.txt", [], "text"), ("llama-3.1-8B", [], "text"), ("b.txt", ["--json"], "json"),
+        ("c.html", ["--format", "text"], "text"),
+    ):
+        assert main([*command, "--output", str(tmp_path / file), *flags]) == 0
+        assert capsys.readouterr().out == ""
+        assert (tmp_path / file).read_text() == printed[name]
+    assert "--force" in refused(capsys, *command, "--output", str(tmp_path / "a.json"))
+    assert main([*command, "--output", str(tmp_path / "a.json"), "--force"]) == 0
+    for suffix in ("html", "csv", "md"):
+        line = refused(capsys, *command, "--output", str(tmp_path / f"x.{suffix}"))
+        assert f".{suffix} files are not written" in line and ".txt or .json" in line
+    assert not list(tmp_path.glob("x.*"))
+    assert "--json is --format json" in refused(capsys, *command, "--json", "--format", "text")
+    assert "--force does nothing" in refused(capsys, *command, "--force")
+
+
+def test_validate_takes_its_json_as_every_command_and_as_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    corpus = Path(__file__).parents[1] / "data" / "measurements" / "runs.jsonl"
+    runs, out = tmp_path / "runs.jsonl", tmp_path / "out.json"
+    runs.write_text(corpus.read_text().splitlines()[100] + "\n")
+    answers = []
+    for flags in (["--json"], ["--format", "json"], ["--json", "-"]):
+        assert main(["validate", str(runs), *flags]) == 0
+        answers.append(capsys.readouterr().out)
+    assert main(["validate", "--json", str(runs)]) == 0
+    answers.append(capsys.readouterr().out)
+    assert main(["validate", str(runs), "--output", str(out)]) == 0
+    answers.append(out.read_text())
+    assert main(["validate", "--json", str(out), "--force", str(runs)]) == 0
+    assert "max_allocated" in capsys.readouterr().out
+    answers.append(out.read_text())
+    assert len(set(answers)) == 1 and json.loads(answers[0])["schema"] == "bridge-memory/validate/1"
+    refused(capsys, "validate", "--json")
 
 
 def test_an_output_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -94,35 +94,49 @@ def test_mtp_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "names"),
     [
         (["nonsense/model-that-is-not"], ["nonsense/model-that-is-not"]),
-        (["Llama-3.1-8B", "--tp", "3"], ["num_attention_heads", "32", "3"]),
-        (["Llama-3.1-8B", "--tp", "0"], ["tensor_model_parallel_size", "0"]),
+        (["Llama-3.1-8B", "--tp", "3"], ["num_attention_heads (32)", "--tp (3)"]),
+        (["Llama-3.1-8B", "--tp", "0"], ["--tp (0)"]),
         (["Llama-3.1-8B", "--tp", "two"], ["--tp", "two"]),
-        (["Llama-3.1-8B", "--pp", "5"], ["num_layers", "32", "5"]),
+        (["Llama-3.1-8B", "--pp", "5"], ["num_layers (32)", "--pp (5)"]),
         (["deepseek-ai/DeepSeek-V3", "--pp", "4"], ["num_layers", "61", "4", "16"]),
-        (["Qwen/Qwen3-30B-A3B", "--ep", "3"], ["num_moe_experts", "128", "3"]),
+        (["Qwen/Qwen3-30B-A3B", "--ep", "3"], ["num_moe_experts (128)", "--ep (3)"]),
         (["Qwen/Qwen3-30B-A3B", "--tp", "2", "--etp", "4", "--ep", "8", "--num-gpus", "16"], ["16"]),
-        (["Llama-3.1-8B", "--sequence-parallel"], ["sequence_parallel", "tensor_model_parallel_size"]),
-        (["Llama-3.1-8B", "--vpp", "2"], ["virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size"]),
-        (["Llama-3.1-8B", "--num-gpus", "12", "--tp", "8"], ["world_size", "12"]),
+        (["Llama-3.1-8B", "--sequence-parallel"], ["--sequence-parallel needs --tp"]),
+        (["Llama-3.1-8B", "--vpp", "2"], ["--vpp (2) needs --pp"]),
+        (["Llama-3.1-8B", "--num-gpus", "12", "--tp", "8"], ["--num-gpus (12)", "--tp (8)"]),
         (["Llama-3.1-8B", "--pp", "2", "--num-layers-in-first-pipeline-stage", "40"], ["40"]),
-        (["Llama-3.1-8B", "--ep", "2"], ["expert_model_parallel_size"]),
-        (["Llama-3.1-8B", "--etp", "1"], ["expert_tensor_parallel_size"]),
-        (["Llama-3.1-8B", "--recompute-modules", "core_attn"], ["recompute_modules", "--recompute-granularity"]),
+        (["Llama-3.1-8B", "--ep", "2"], ["--ep (2)"]),
+        (["Llama-3.1-8B", "--recompute-modules", "core_attn"], ["--recompute-modules", "--recompute-granularity"]),
         (["Llama-3.1-8B", "--recompute-granularity", "selective", "--recompute-modules", "nope"], ["nope"]),
-        (["Llama-3.1-8B", "--stage", "1"], ["stage 1"]),
-        (["Llama-3.1-8B", "--unit", "furlong"], ["unit", "furlong"]),
+        (["Llama-3.1-8B", "--stage", "1"], ["--stage 1"]),
+        (["Llama-3.1-8B", "--unit", "furlong"], ["--unit", "furlong"]),
         (["Llama-3.1-8B", "--gpu", "H1000"], ["H1000"]),
-        (["Llama-3.1-8B", "--gpu", "H100", "--gpu", "A100-80GB", "--fp8", "e4m3"], ["fp8 (e4m3)", "A100-80GB", "8.0"]),
+        (["Llama-3.1-8B", "--gpu", "H100", "--gpu", "A100-80GB", "--fp8", "e4m3"], ["--fp8 (e4m3)", "A100-80GB", "8."]),
         (["Llama-3.1-8B", "--gpu", "H200", "--fp8", "e4m3", "--fp8-recipe", "mxfp8"], ["mxfp8", "H200", "9.0", "B200"]),
-        (["Llama-3.1-8B", "--megatron-core", "9.9"], ["megatron_core (9.9)", "0.9 to 0.20"]),
-        (["Llama-3.1-8B", "--megatron-core", "0.8"], ["megatron_core (0.8)", "use --megatron-core 0.9"]),
-        (["Llama-3.1-8B", "--transformer-impl", "local", "--cp", "2"], ["context_parallel_size", "transformer_impl"]),
+        (["Llama-3.1-8B", "--megatron-core", "9.9"], ["--megatron-core (9.9)", "0.9 to 0.20"]),
+        (["Llama-3.1-8B", "--megatron-core", "0.8"], ["--megatron-core (0.8)", "use --megatron-core 0.9"]),
+        (["Llama-3.1-8B", "--transformer-impl", "local", "--cp", "2"], ["--cp (2)", "set --transformer-impl to"]),
         (["Llama-3.1-8B", "--recompute-granularity", "full", "--recompute-method", "uniform",
-          "--recompute-num-layers", "5"], ["recompute_num_layers (5)", "32 layers", "use 4"]),
-        (["Llama-3.1-8B", "--force"], ["--output"]),
-        (["Llama-3.1-8B", "--moe-imbalance", "2"], ["moe_imbalance"]),
+          "--recompute-num-layers", "5"], ["--recompute-num-layers (5)", "32 layers", "use 4"]),
+        (["Llama-3.1-8B", "--force"], ["--force", "--output"]),
+        (["Qwen/Qwen3-30B-A3B", "--moe-imbalance", "2"], ["--moe-imbalance (2) is more than --ep (1)"]),
+        (["Llama-3.1-8B", "--optimizer", "muon"], ["--use-distributed-optimizer (the default)", "--optimizer muon",
+                                                   "add --no-use-distributed-optimizer"]),
+        (["Llama-3.1-8B", "--tensor-model-parallel-size", "3"], ["--tensor-model-parallel-size (3)"]),
+        (["Llama-3.1-8B", "--engine", "megatron_fsdp"], ["--engine (megatron_fsdp) needs --data-parallel-sharding"]),
+        (["Llama-3.1-8B", "--attention-backend", "flash", "--gpu", "V100-32GB"], ["--attention-backend (flash)",
+                                                                                  "--gpu (volta)"]),
+        (["--megatron-args", "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 "
+          "--max-position-embeddings 128 --micro-batch-size 1 --vocab-size 1000 --tensor-model-parallel-size 3",
+          "--num-gpus", "3"], ["num_attention_heads (4)", "--tensor-model-parallel-size (3)"]),
+        (["--megatron-args", "--num-layers 2", "--num-gpus", "8", "--recompute-granularity", "full"],
+         ["--recompute-granularity belongs inside --megatron-args"]),
+        (["--megatron-args", "--num-layers 2", "--num-gpus", "8", "--num-layers", "2"], ["--num-layers belongs"]),
+        (["Llama-3.1-8B", "--pp", "4", "--num-layers-per-virtual-pipeline-stage", "3"],
+         ["--num-layers-per-virtual-pipeline-stage (3)", "(8)"]),
+        (["Llama-3.1-8B", "--pp", "4", "--num-layers-per-virtual-pipeline-stage", "2", "--vpp", "4"], ["--vpp"]),
         (["Llama-3.1-8B", "--no-such-flag"], ["--no-such-flag"]),
-        (["Llama-3.1-8B", "--seq-length", "-4096"], ["seq_length"]),
+        (["Llama-3.1-8B", "--seq-length", "-4096"], ["--seq-length (-4096)"]),
         (["Llama-3.1-8B", "--custom-config", "{}"], ["exactly one"]),
         (["--custom-config", "{"], ["JSON"]),
         (["--custom-config", '{"model_type": "no_such_family"}'], ["no_such_family"]),
@@ -167,7 +181,7 @@ def test_an_absurd_number_is_blamed_on_its_own_field(
         pytest.skip("long, not absurd: so many microbatches")
     line = refused(capsys, "estimate", *INTEGERS[field].split(), value)
     before = line.split(";")[0]
-    assert field in before, line
+    assert INTEGERS[field].split()[-1] in before, line
     assert value in before or "absurdly large" in before, line
     assert len(line) < 300
 
@@ -188,7 +202,7 @@ def test_only_blackwell_fits_mxfp8(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_advice_for_61_layers_works(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "estimate", "deepseek-ai/DeepSeek-V3", "--pp", "4")
-    advice = re.search(r"num_layers_in_last_pipeline_stage to (\d+)", line)
+    advice = re.search(r"set --num-layers-in-last-pipeline-stage to (\d+)", line)
     assert advice, line
     code, _, _ = run(
         capsys, "estimate", "deepseek-ai/DeepSeek-V3", "--pp", "4", "--num-layers-in-last-pipeline-stage", advice[1]
@@ -253,7 +267,7 @@ def test_residuals_of_the_very_run_are_added_and_shown(capsys: pytest.CaptureFix
 def test_sequences_are_no_longer_than_a_table_of_learned_positions(capsys: pytest.CaptureFixture[str]) -> None:
     assert "seq_length 1024 (--seq-length)" in run(capsys, "estimate", "openai-community/gpt2")[1]
     line = refused(capsys, "estimate", "openai-community/gpt2", "--seq-length", "2048")
-    assert "seq_length (2048)" in line and "max_position_embeddings (1024)" in line
+    assert "--seq-length (2048)" in line and "max_position_embeddings (1024)" in line
 
 
 def test_mtp_repeats_the_last_layer_that_is_left(capsys: pytest.CaptureFixture[str]) -> None:

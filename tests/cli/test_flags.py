@@ -1,8 +1,11 @@
-"""No flag of a run does nothing in silence: each moves a number or a sentence, or is refused by name."""
+"""No flag of a run does nothing in silence: each moves a number or a sentence, or is refused by name. Megatron's own
+spellings are taken."""
 
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 
 import pytest
 
@@ -103,21 +106,103 @@ def test_a_flag_moves_a_number_or_a_sentence(flag: str) -> None:
         (f"{DENSE} --attention-backend flash --transformer-impl local", "attention_backend "),
         (f"{DENSE} --no-masked-softmax-fusion", "masked_softmax_fusion "),
         (f"{DENSE} --cp-comm-type a2a", "cp_comm_type "),
-        (f"{EXPERTS} --moe-shared-expert-overlap", "moe_shared_expert_overlap "),
         (f"{AWARE} --optimizer-cpu-offload --exp-avg-dtype bf16", "exp_avg_dtype "),
-        (f"{DENSE} --recompute-granularity selective --recompute-modules core_attn,moe_act", "recompute_modules "),
-        (f"{DENSE} --recompute-granularity selective --recompute-modules layernorm", "recompute_modules "),
-        (f"{EXPERTS} --recompute-granularity selective --recompute-modules mlp", "recompute_modules "),
-        (f"{EXPERTS} --recompute-granularity selective --recompute-modules shared_experts", "recompute_modules "),
         (f"{AWARE} --main-grads-dtype bf16 --grad-reduce-in-fp32", "main_grads_dtype "),
         (f"{EXPERTS} --moe-imbalance 4.5", "moe_imbalance (4.5) is more than expert_model_parallel_size (4)"),
         ("Qwen3-30B-A3B --moe-imbalance 1.5", "moe_imbalance (1.5) is more than expert_model_parallel_size (1)"),
     ],
 )
-def test_a_flag_that_would_do_nothing_is_refused_by_name(command: str, blamed: str) -> None:
+def test_a_flag_that_needs_another_is_refused_by_name(command: str, blamed: str) -> None:
     with pytest.raises(SpecError) as refusal:
         estimated(command)
     assert str(refusal.value).startswith(blamed) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "note"),
+    [
+        (f"{DENSE} --tp 2", "--etp 1", "--etp does nothing"),
+        (DENSE, "--moe-imbalance 1.5", "--moe-imbalance does nothing"),
+        (DENSE, "--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type does nothing"),
+        (DENSE, "--no-moe-grouped-gemm", "--moe-grouped-gemm does nothing"),
+        (DENSE, "--moe-pad-expert-input-to-capacity", "--moe-pad-expert-input-to-capacity does nothing"),
+        (DENSE, "--moe-shared-expert-overlap", "--moe-shared-expert-overlap does nothing"),
+        (EXPERTS, "--moe-shared-expert-overlap", "--moe-shared-expert-overlap does nothing"),
+        (f"{DENSE} --recompute-granularity selective --recompute-modules core_attn", ",moe_act",
+         "recompute_modules (moe_act) does nothing"),
+        (f"{DENSE} --recompute-granularity selective --recompute-modules core_attn", ",layernorm",
+         "recompute_modules (layernorm) does nothing"),
+        (f"{EXPERTS} --recompute-granularity selective --recompute-modules core_attn", ",mlp",
+         "recompute_modules (mlp) does nothing"),
+        (f"{EXPERTS} --recompute-granularity selective --recompute-modules core_attn", ",shared_experts",
+         "recompute_modules (shared_experts) does nothing"),
+    ],
+)
+def test_a_flag_that_the_model_has_no_use_for_is_a_note(command: str, flags: str, note: str) -> None:
+    """One set of flags serves several models: no byte changes, and the report says so."""
+    plain = estimated(command)
+    given = estimated(command + (flags if flags.startswith(",") else f" {flags}"))
+    assert [s.components for s in given.stages] == [s.components for s in plain.stages]
+    (said,) = set(given.assumptions) - set(plain.assumptions)
+    assert said.startswith(note)
+
+
+#: A row of a table in the guide: its first cell, and the one that names Megatron-LM's arguments.
+GUIDE = Path(__file__).resolve().parents[2] / "references" / "configuration_guide.md"
+
+
+def spelled_in_the_guide() -> list[str]:
+    """Every flag that the guide's tables name as an option or as Megatron-LM's, but for what MODEL stands for."""
+    found: dict[str, None] = {}
+    for line in GUIDE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| ") and cells[0].startswith("`--"):
+            for cell in (cells[0], cells[2] if len(cells) > 2 else ""):
+                found.update(dict.fromkeys(re.findall(r"--[a-z][a-z0-9-]+", cell)))
+    return list(found)
+
+
+@pytest.mark.parametrize("spelling", spelled_in_the_guide())
+def test_every_spelling_in_the_guide_is_taken(spelling: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    assert spelling in parser._option_string_actions
+
+
+@pytest.mark.parametrize(
+    ("command", "megatron", "ours"),
+    [
+        (DENSE, "--fp16", "--precision fp16"),
+        (f"{DENSE} --precision fp32", "--bf16", "--precision bf16"),
+        (f"{PIPED}", "--num-virtual-stages-per-pipeline-rank 2", "--vpp 2"),
+        # 16 layers over two stages are 8 each: chunks of 2 are four.
+        (f"{PIPED}", "--num-layers-per-virtual-pipeline-stage 2", "--vpp 4"),
+        (f"{PIPED}", "--num-layers-per-virtual-pipeline-stage 8", ""),
+        # 14 and the two ends are 16 slots.
+        (f"{PIPED} --num-layers 14 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+         "--num-layers-per-virtual-pipeline-stage 2", "--vpp 4"),
+        (DENSE, "--grad-reduce-in-bf16", "--no-grad-reduce-in-fp32"),
+        (DENSE, "--no-bias-swiglu-fusion", "--no-bias-activation-fusion"),
+        ("gpt2 --num-gpus 2 --global-batch-size 2", "--no-bias-gelu-fusion", "--no-bias-activation-fusion"),
+        (f"{DENSE} --offload-modules core_attn", "--fine-grained-activation-offloading", ""),
+        (f"{DENSE} --data-parallel-sharding-strategy optim", "--use-megatron-fsdp", "--engine megatron_fsdp"),
+    ],
+)
+def test_megatrons_own_spellings_say_the_same(command: str, megatron: str, ours: str) -> None:
+    assert estimated(f"{command} {megatron}").run == estimated(f"{command} {ours}").run
+
+
+def test_megatron_reads_its_spellings_as_we_do() -> None:
+    """The layers of a chunk in Megatron-LM's own arguments, of which the reader follows ``validate_args``."""
+    from bridge_memory.readers.megatron_args import run_from_megatron_args
+
+    text = (
+        "--num-layers 16 --hidden-size 2048 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
+        "--micro-batch-size 1 --global-batch-size 48 --vocab-size 128256 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 2"
+    )
+    read = run_from_megatron_args(text, world_size=16).parallel
+    assert read.vpp == estimated(f"{PIPED} --num-layers-per-virtual-pipeline-stage 2").run.parallel.vpp == 4
 
 
 @pytest.mark.parametrize("mapping", ["builtin", "mbridge"])

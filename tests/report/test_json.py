@@ -11,6 +11,7 @@ from report_runs import NAMES, result
 
 from bridge_memory.estimate import estimate
 from bridge_memory.readers import list_presets, resolve_model
+from bridge_memory.report.details import stage_details
 from bridge_memory.report.gpus import fits
 from bridge_memory.report.json import SCHEMA_PATH, estimate_to_json
 from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec
@@ -91,6 +92,20 @@ def test_one_stage_alone_keeps_the_peak_of_the_run() -> None:
     VALIDATOR.validate(json.loads(json.dumps(part)))
     assert part["stages"] == [whole["stages"][2]]
     assert (part["peak"], part["fits"]) == (whole["peak"], whole["fits"])
+
+
+def test_tensors_are_kept_and_parameters_add_up() -> None:
+    """What --verbose prints is there: the parameters of a rank in bf16 are two bytes each."""
+    answer = result("four stages")
+    whole = estimate_to_json(answer, (), details={i: stage_details(answer, i) for i in range(4)})
+    VALIDATOR.validate(json.loads(json.dumps(whole)))
+    for stage in whole["stages"]:
+        kept = [row for row in stage["tensors"] if row["section"] == "parameters"]
+        assert sum(row["bytes"] * row["count"] for row in kept) == 2 * stage["parameters"]
+        assert any(row["section"] == "saved for backward" for row in stage["tensors"])
+    part = estimate_to_json(answer, (), stage=2, details={2: stage_details(answer, 2)})
+    assert part["stages"] == [whole["stages"][2]]
+    assert "tensors" not in estimate_to_json(answer, ())["stages"][0]
 
 
 def damaged() -> list[tuple[str, dict[str, Any]]]:

@@ -12,11 +12,12 @@ from decimal import Decimal
 import pytest
 from report_runs import NAMES, result
 
+from bridge_memory.estimate import estimate
 from bridge_memory.report.details import stage_details
 from bridge_memory.report.gpus import fits
 from bridge_memory.report.table import print_estimate
 from bridge_memory.report.units import DECIMALS, UNITS
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import DataParallelSpec, ParallelSpec, RunSpec, SpecError
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "transient")
 
@@ -257,3 +258,53 @@ def test_a_pipe_gets_eighty_columns_whatever_the_window(monkeypatch: pytest.Monk
     for nonsense in ("", "0", "-5", "wide"):
         monkeypatch.setenv("COLUMNS", nonsense)
         assert printed("uneven") == expected
+
+
+@pytest.mark.parametrize("unit", [unit for unit in UNITS if unit != "GiB"])
+def test_one_unit_throughout(unit: str) -> None:
+    """The margin's sentence too, which states the context and NCCL's buffers."""
+    stream = io.StringIO()
+    print_estimate(result("four stages"), fits(result("four stages")), unit=unit.lower(), stream=stream)
+    text = " ".join(stream.getvalue().split())
+    assert "GiB" not in text and re.search(rf"margin = [\d,.]+ {unit} CUDA context \+ [\d,.]+ {unit} NCCL", text)
+
+
+def test_a_shard_is_over_groups_of_several_ranks() -> None:
+    """Eight data-parallel ranks of TP 1 divide optimizer states alone; Megatron-FSDP divides weights too."""
+    shards: dict[str, dict[str, str]] = {}
+    for engine, more in (
+        ("megatron_ddp", {}), ("megatron_fsdp", {"data_parallel_sharding_strategy": "optim_grads_params"}),
+    ):  # fmt: skip
+        run = RunSpec(
+            model="Qwen/Qwen3-8B", parallel=ParallelSpec(world_size=8),
+            data_parallel=DataParallelSpec(engine=engine, **more),
+        )
+        stream = io.StringIO()
+        print_estimate(estimate(run), (), stream=stream)
+        lines = (line.partition(" (over ") for line in stream.getvalue().splitlines())
+        shards[engine] = {name.split("  ")[-1].strip(): groups.rstrip(")") for name, _, groups in lines}
+    assert [shards["megatron_ddp"][name] for name in ("weights", "gradients", "exp_avg")] == ["", "", "dp"]
+    assert [shards["megatron_fsdp"][name] for name in ("weights", "gradients", "exp_avg")] == ["dp", "dp", "dp"]
+
+
+def test_virtual_stages_of_a_layout_are_said_and_counted() -> None:
+    """Interleaved 1F1B (``schedules.py: get_pp_rank_microbatches``): rank r of p = 4 with v = 2 runs 2 (p - r - 1) +
+    (v - 1) p forward passes before its first backward, and holds one more at its peak."""
+    run = RunSpec(
+        model="Qwen/Qwen3-8B",
+        parallel=ParallelSpec(
+            world_size=8, pipeline_model_parallel_size=4, pipeline_model_parallel_layout="Et*4|(t*5|)*6,t*2L"
+        ),
+    )
+    named = run.with_fields(virtual_pipeline_model_parallel_size=2)
+    assert run.num_microbatches == named.num_microbatches == 8
+    answer = estimate(run)
+    assert [sum(stage.in_flight) for stage in answer.stages] == [2 * (3 - r) + 4 + 1 for r in range(4)]
+    texts = []
+    for one in (answer, estimate(named)):
+        stream = io.StringIO()
+        print_estimate(one, (), stream=stream)
+        texts.append(stream.getvalue())
+    assert texts[0] == texts[1] and "2 virtual stages" in texts[0]
+    assert [row["in flight"] for row in by_stage(texts[0], "Pipeline stages").values()] == ["11", "9", "7", "5"]
+    assert "summed over its virtual stages" in " ".join(texts[0].split())

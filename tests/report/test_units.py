@@ -78,3 +78,9 @@ def test_parameters_are_counted_in_billions_and_millions() -> None:
 def test_neighbouring_numbers_are_one_range() -> None:
     assert ranges([0, 1, 2, 3, 16, 17, 40]) == "0-3, 16-17, 40"
     assert ranges([]) == ""
+
+
+def test_a_unit_is_taken_in_any_case() -> None:
+    for unit in UNITS:
+        for typed in (unit.lower(), unit.upper()):
+            assert format_bytes(3 << 30, typed) == format_bytes(3 << 30, unit)

@@ -1,0 +1,76 @@
+"""What somebody may have meant who typed a flag that there is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+
+#: What people type, without the dashes -> what says it here. Shown where the command has every flag that is named.
+MEANT = {
+    "model": "MODEL stands alone, without a flag", "model-name": "MODEL stands alone, without a flag",
+    "model-name-or-path": "MODEL stands alone, without a flag", "model-path": "MODEL stands alone, without a flag",
+    "hf-model": "MODEL stands alone, without a flag", "hf-path": "MODEL stands alone, without a flag",
+    "config": "MODEL, without a flag, may be a config.json; --custom-config takes its text",
+    "lora": "use --peft lora", "lora-rank": "use --lora-dim", "lora-r": "use --lora-dim",
+    "dp": "the data-parallel size follows from --num-gpus and the other sizes",
+    "data-parallel-size": "the data-parallel size follows from --num-gpus and the other sizes",
+    "gpus": "use --num-gpus for how many, --gpu for which", "nproc": "use --num-gpus",
+    "ngpus": "use --num-gpus", "n-gpus": "use --num-gpus", "nodes": "use --num-gpus, the GPUs of the whole job",
+    "num-nodes": "use --num-gpus, the GPUs of the whole job", "nnodes": "use --num-gpus, the GPUs of the whole job",
+    "gpu-type": "use --gpu", "gpu-name": "use --gpu", "gpu-arch": "use --gpu",
+    "mbs": "use --micro-batch-size", "gbs": "use --global-batch-size",
+    "batch-size": "use --micro-batch-size or --global-batch-size", "sp": "use --sequence-parallel",
+    "seq": "use --seq-length", "sequence-length": "use --seq-length", "seqlen": "use --seq-length",
+    "max-seq-len": "use --seq-length", "context-length": "use --seq-length",
+    "dtype": "use --precision", "params-dtype": "use --precision", "bfloat16": "use --bf16", "half": "use --fp16",
+    "fsdp": "use --engine megatron_fsdp --data-parallel-sharding-strategy optim_grads_params",
+    "zero": "ZeRO-1 is --use-distributed-optimizer, the default; ZeRO-3 is --engine megatron_fsdp "
+            "--data-parallel-sharding-strategy optim_grads_params",
+    "zero-stage": "ZeRO-1 is --use-distributed-optimizer, the default; ZeRO-3 is --engine megatron_fsdp "
+                  "--data-parallel-sharding-strategy optim_grads_params",
+    "recompute": "use --recompute-granularity", "recompute-activations": "use --recompute-granularity selective",
+    "activation-checkpointing": "use --recompute-granularity", "gradient-checkpointing": "use --recompute-granularity",
+    "flash-attn": "use --attention-backend flash", "use-flash-attn": "use --attention-backend flash",
+    "layers": "use --num-layers", "offload": "use --optimizer-cpu-offload or --offload-modules",
+    "cpu-offload": "use --optimizer-cpu-offload or --offload-modules",
+}  # fmt: skip
+#: Of two spellings, how alike they must be: "--seq-len" and "--seq-length", not "--zero" and "--verbose".
+ALIKE = 0.8
+
+
+def suggestion(flag: str, known: Sequence[str], positional: Sequence[str] = ()) -> str:
+    """Words of ``MEANT``, what Megatron-LM means by the flag, or "did you mean --x?"; "" where nothing comes close."""
+    flag = flag.replace("_", "-").lower()
+    for meant in (flag, f"--{flag.strip('-').removesuffix('-size')}"):
+        if meant in known:
+            return f"did you mean {meant}?"
+    meant = MEANT.get(flag.strip("-"), "")
+    named = [word.strip(",;") for word in meant.split() if word.startswith("--")]
+    if meant and all(name in known for name in named) and ("MODEL" not in meant or "MODEL" in positional):
+        return meant
+    if "--megatron-args" in known and (words := _of_megatron(flag)):
+        return words
+    near = _near(flag, [name for name in known if name.startswith("--")])
+    return f"did you mean {' or '.join(near)}?" if near else ""
+
+
+def _of_megatron(flag: str) -> str:
+    from bridge_memory.readers.megatron_args.arguments import DESTINATIONS, KNOWN, SWITCHED_OFF_BY
+    from bridge_memory.readers.megatron_args.harmless import HARMLESS
+
+    name = flag.strip("-").replace("-", "_")
+    name = DESTINATIONS.get(name) or SWITCHED_OFF_BY.get(name, name)
+    if name in HARMLESS:
+        return "it is Megatron-LM's and changes no memory; drop it"
+    return "it is Megatron-LM's; give --megatron-args, with all of them, in place of MODEL" if name in KNOWN else ""
+
+
+def _near(flag: str, known: Sequence[str]) -> list[str]:
+    """The spellings that are like ``flag``; failing those, up to three that have all of its words."""
+    likeness = {name: SequenceMatcher(None, flag.strip("-"), name.strip("-")).ratio() for name in known}
+    best = max(likeness.values(), default=0)
+    if best >= ALIKE:
+        return [next(name for name, ratio in likeness.items() if ratio == best)]
+    words = set(flag.strip("-").split("-"))
+    having = [name for name in known if words <= set(name.strip("-").split("-")) and not name.startswith("--no-")]
+    return sorted(having, key=len)[:3]
