@@ -121,7 +121,8 @@ class _Stages:
 
     def __init__(self, run: RunSpec) -> None:
         if type(run) is not RunSpec:
-            raise SpecError(f"run ({show(run)}) is not a RunSpec; give one")
+            inside = f"model={show(run)}" if isinstance(run, str) else "model=..."
+            raise SpecError(f"run ({show(run)}) is not a RunSpec; give RunSpec({inside}, parallel=ParallelSpec(...))")
         self.run = run
         self.ctx = context_of(run)
         self.plan = layout(run.model, run.parallel)
