@@ -120,7 +120,7 @@ def test_a_card_beside_others_is_judged_as_it_is_alone(capsys: pytest.CaptureFix
     alone = {**cards("B200"), **cards("H100")}
     assert alone["B200"]["peak_bytes"] != alone["H100"]["peak_bytes"]
     assert [alone[name]["gpu_arch"] for name in ("B200", "H100")] == ["blackwell", "hopper"]
-    assert cards("B200", "H100") == cards("H100", "B200") == alone
+    assert cards("B200", "H100") == cards("H100", "B200") == cards("H100, b200") == alone
     assert {name: fit["verdict"] for name, fit in alone.items()} == {"B200": "fits", "H100": "does not fit"}
     assert cards()["H100"] == alone["H100"] and cards()["B200"] == alone["B200"]
 

@@ -93,7 +93,11 @@ def _dispatch(argv: Sequence[str]) -> int:
         print(f"bridge-memory {__version__}")
         return 0
     if argv[0] not in COMMANDS:
-        raise SpecError(f"unknown command {argv[0]!r}; the commands are {', '.join(COMMANDS)}")
+        from difflib import get_close_matches
+
+        near = get_close_matches(argv[0], COMMANDS, n=1)
+        meant = f"did you mean {near[0]}, of {', '.join(COMMANDS)}?" if near else f"there are {', '.join(COMMANDS)}"
+        raise SpecError(f"unknown command {argv[0]!r}; {meant}")
     module_name, what = COMMANDS[argv[0]]
     module = importlib.import_module(module_name)
     parser = _Parser(prog=f"bridge-memory {argv[0]}", description=f"{what[0].upper()}{what[1:]}.", allow_abbrev=False)

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="GiB (default), MiB, GB, MB or bytes, in any case; --format json is in bytes")
     output.add_argument("--stage", type=int, metavar="N", help="show only this pipeline stage")
     output.add_argument("--gpu", action="append", default=[], metavar="NAME",
-                        help="a GPU to compare with (repeatable; `bridge-memory gpus` lists them)")
+                        help="GPUs to compare with (H100,B200, or repeated; `bridge-memory gpus` lists them)")
     output.add_argument("--calibration", metavar="FILE",
                         help="a calibration.json of the live report: residuals of this very run are added and shown")
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from bridge_memory.report.units import check_unit
 
     unit = check_unit(args.unit)
-    gpus = [find_gpu(name) for name in args.gpu]
+    gpus = [find_gpu(name.strip()) for names in args.gpu for name in names.split(",")]
     _check_release(args.megatron_core)
     spec = run_on_gpus(args, gpus)
     result = estimate(spec)

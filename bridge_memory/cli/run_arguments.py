@@ -85,13 +85,13 @@ def run_on_gpus(args: argparse.Namespace, gpus: Sequence[Gpu]) -> RunSpec:
     if first is not None and len({gpu.arch for gpu in gpus if gpu.arch is not None}) > 1:
         supposed.append(
             f"stages and components with the library workspaces, attention kernels and fp8 layouts of {first.name}, "
-            "the first --gpu; whether a card fits goes by its own"
+            "the first --gpu; the peak on each card with its own"
         )
     elif not gpus:
         named = "a Blackwell GPU (--gpu), as mxfp8 needs" if spec.implementation.gpu_arch == "blackwell" else (
             "a Hopper GPU (--gpu)"
         )
-        supposed.append(f"library workspaces as on {named}; whether a card fits goes by its own")
+        supposed.append(f"library workspaces as on {named}; the peak on each card with its own")
     return replace(spec, assumptions=(*spec.assumptions, *supposed))
 
 
@@ -189,7 +189,7 @@ def _parallel(values: dict[str, Any], assumptions: list[str]) -> ParallelSpec:
     world = lcm(sizes.tp * sizes.pp * sizes.cp, sizes.etp * sizes.ep * sizes.pp)
     if world >= MOST_GPUS:
         return sizes  # The checks against the model name the size that is wrong.
-    assumptions.append(f"{world} GPUs, the fewest that the parallel sizes allow (--num-gpus)")
+    assumptions.append(f"{world} GPU{'s' * (world > 1)}, the fewest that the parallel sizes allow (--num-gpus)")
     return replace(sizes, world_size=world)
 
 

@@ -1,7 +1,7 @@
 """An Estimate as JSON, schema ``bridge-memory/estimate/2`` (``estimate.schema.json`` beside this file).
 
-Keys may be added to a version of the schema; none is renamed or dropped without a new version. Bytes are ints on
-one rank; parameters are elements.
+Other commands' schemas stand beside it. Keys may be added to a version of the schema; none is renamed or dropped
+without a new version. Bytes are ints on one rank; parameters are elements.
 """
 
 from __future__ import annotations

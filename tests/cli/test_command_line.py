@@ -158,7 +158,8 @@ def test_names_of_strange_characters_stay_on_one_line(capsys: pytest.CaptureFixt
 
 def test_unknown_commands_and_flags_name_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "estimat")
-    assert all(command in line for command in COMMANDS)
+    assert all(command in line for command in COMMANDS) and "did you mean estimate" in line
+    assert all(command in refused(capsys, "wrong") for command in COMMANDS)
     assert "--tp" in refused(capsys, *ESTIMATE, "--tpp", "2")
 
 

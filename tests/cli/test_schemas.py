@@ -1,0 +1,74 @@
+"""The JSON of every command is valid by the schema that ships with it, and the schema refuses what lacks a key."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bridge_memory
+from bridge_memory.cli import COMMANDS, main
+
+jsonschema = pytest.importorskip("jsonschema")
+
+SCHEMAS = Path(bridge_memory.__file__).parent / "report"
+RUNS = Path(__file__).parents[1] / "data" / "measurements" / "runs.jsonl"
+LOG = "[Rank 0] (after 2 iterations) memory (MB) | allocated: 1000.0 | max allocated: 2000.0 | reserved: 2100.0"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    assert main([*argv, "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def of_every_kind(capsys: pytest.CaptureFixture[str], command: str, tmp_path: Path) -> list[Any]:
+    model = ["Llama-3.2-1B", "--num-gpus", "2", "--tp", "2"]
+    if command == "compare":
+        log = tmp_path / "train.log"
+        log.write_text(LOG + "\n")
+        snapshot = tmp_path / "snapshot.pickle"
+        block = {"address": 0, "size": 1 << 20, "requested_size": 1 << 20, "state": "active_allocated", "frames": []}
+        segment = {"device": 0, "address": 0, "total_size": 1 << 20, "blocks": [block]}
+        snapshot.write_bytes(pickle.dumps({"segments": [segment], "device_traces": []}, protocol=4))
+        return [
+            printed(capsys, command, str(log), *model), printed(capsys, command, str(log), *model, "--tolerance=9999"),
+            printed(capsys, command, str(snapshot)), printed(capsys, command, str(snapshot), *model),
+        ]
+    if command == "validate":
+        runs = tmp_path / "runs.jsonl"
+        runs.write_text("\n".join(RUNS.read_text().splitlines()[100:110]) + "\n")
+        return [printed(capsys, command, str(runs), "--by", "gpu")]
+    if command == "rehearse":
+        pytest.importorskip("megatron.core")
+        local = [command, *model, "--transformer-impl", "local"]
+        return [printed(capsys, *local), printed(capsys, *local, "--layer", "0")]
+    return {
+        "estimate": [printed(capsys, "estimate", *model, "--verbose")], "models": [printed(capsys, "models")],
+        "gpus": [printed(capsys, "gpus")],
+    }[command] if command in ("estimate", "models", "gpus") else []  # fmt: skip
+
+
+def keys(document: Any) -> list[str]:
+    return list(document[0] if isinstance(document, list) else document)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_a_command_prints_is_valid_by_its_schema(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    schema = json.loads((SCHEMAS / f"{command}.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    documents = of_every_kind(capsys, command, tmp_path)
+    assert documents
+    for document in documents:
+        validator.validate(document)
+        required = [key for key in keys(document) if key not in ("by", "shared")]
+        for key in required:
+            damaged = copy.deepcopy(document)
+            del (damaged[0] if isinstance(damaged, list) else damaged)[key]
+            assert not validator.is_valid(damaged), key
