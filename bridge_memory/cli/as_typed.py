@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from functools import cache
 
-from bridge_memory.cli.run_flags import FLAGS, MODEL_FLAGS, PACKAGES, SPECS
+from bridge_memory.cli.run_flags import FLAGS, MODEL_FLAGS, PACKAGES, SPECS, VALUES
 from bridge_memory.spec.fields import called, rules_of
 
 _SPELLING = re.compile(r"--[a-z][a-z0-9-]*")
@@ -40,7 +40,9 @@ def _fields() -> list[tuple[str, tuple[str, ...], bool, tuple[str, ...]]]:
     for flag in FLAGS:
         group, _, field = flag.field.partition(".")
         rule = rules_of(SPECS[group])[field]
-        rows.append((called(SPECS[group], field), tuple(flag.names.split()), bool in rule.types, rule.names))
+        switch = bool in rule.types
+        others = tuple(name for name, (of, _) in VALUES.items() if of == flag.field)
+        rows.append((called(SPECS[group], field), (*flag.names.split(), *others), switch, rule.names))
     rows += [(name, (flag,), False, ()) for name, flag in MODEL_FLAGS.items()]
     rows += [(flag.removeprefix("--").replace("-", "_"), (flag,), False, ()) for flag in PACKAGES]
     rows.append(("gpu_arch", ("--gpu",), False, ()))
@@ -62,6 +64,8 @@ def _named(message: str, name: str, flag: str, choices: Sequence[str]) -> str:
 def _switched(message: str, flag: str, *, typed: bool) -> str:
     """A switch has no value: "--x (True)", "set --x to False"."""
     off = flag.replace("--", "--no-", 1)
+    if flag in VALUES:  # One that says False.
+        return message.replace(f"{flag} (False)", flag).replace(f"set {flag} to True", f"drop {flag}")
     if message.startswith(f"{flag} (True)"):
         message = message.replace("set it to False", f"add {off}")
     if message.startswith(f"{flag} (False)"):

@@ -11,11 +11,11 @@ from dataclasses import replace
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.cli.run_flags import DEFAULT_SEQ_LENGTH, MODEL_FLAGS, PACKAGES, SPECS, SWITCHES, spelling
+from bridge_memory.cli.run_flags import DEFAULT_SEQ_LENGTH, MODEL_FLAGS, PACKAGES, SPECS, SWITCHES
 from bridge_memory.cli.silent_flags import check_silent, drop_idle
 from bridge_memory.spec import LayerSpec, ModelSpec, ParallelSpec, RunSpec, SpecError
 from bridge_memory.spec.errors import divide
-from bridge_memory.spec.fields import MOST_GPUS
+from bridge_memory.spec.fields import MOST_GPUS, called
 from bridge_memory.spec.release import read_release
 
 if TYPE_CHECKING:
@@ -102,8 +102,9 @@ def _run_from_megatron(
     import os
 
     from bridge_memory.readers.megatron_args import run_from_megatron_args
+    from bridge_memory.readers.megatron_args.parsing import read_arguments
 
-    extra = [spelling(f"{group}.{name}") for group, values in given.items() for name in values if name != "world_size"]
+    extra = [called(SPECS[group], name) for group, values in given.items() for name in values if name != "world_size"]
     beside = {**MODEL_FLAGS, **{name: flag for flag, (name, _) in SWITCHES.items()}}
     extra += [flag for name, flag in beside.items() if getattr(args, name) is not None]
     if extra:
@@ -115,11 +116,10 @@ def _run_from_megatron(
                 text = file.read()
         except (OSError, UnicodeDecodeError) as error:
             raise SpecError(f"--megatron-args {args.megatron_args}: {error}") from None
-    if "world_size" not in given["parallel"]:
-        raise SpecError("--megatron-args needs --num-gpus, the GPUs of the job, beside it")
-    run = run_from_megatron_args(
-        text, world_size=given["parallel"]["world_size"], **_releases(args)
-    )
+    world_size = given["parallel"].get("world_size")
+    if world_size is None and read_arguments(text).world_size is None:
+        raise SpecError("--megatron-args needs --num-gpus, the GPUs of the job, beside it, or torchrun's options in it")
+    run = run_from_megatron_args(text, world_size=world_size, **_releases(args))
     if gpu_arch:
         run = replace(run, implementation=replace(run.implementation, gpu_arch=gpu_arch))
     return run

@@ -84,6 +84,19 @@ def test_megatron_arguments_describe_a_run(capsys: pytest.CaptureFixture[str]) -
     assert result["stages"][0]["parameters"] == 124_439_808 + (50304 - 50257) * 768
 
 
+def test_a_launchers_options_say_how_many_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """torchrun's nodes times processes; they are none of Megatron's arguments."""
+    text = (
+        "torchrun {} pretrain_gpt.py --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 "
+        "--max-position-embeddings 128 --micro-batch-size 1 --vocab-size 1000 --bf16"
+    )
+    launched = as_json(capsys, "estimate", "--megatron-args", text.format("--nnodes 4 --nproc_per_node=8"))
+    assert launched["parallelism"]["world_size"] == 32 and launched["not_modelled"] == []
+    assert launched == as_json(capsys, "estimate", "--megatron-args", text.format(""), "--num-gpus", "32")
+    line = refused(capsys, "estimate", "--megatron-args", text.format("--nproc_per_node $GPUS"))
+    assert "--num-gpus" in line and "torchrun" in line
+
+
 def test_mtp_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     with_mtp = as_json(capsys, *DEEPSEEK)["stages"][-1]["parameters"]
     without = as_json(capsys, *DEEPSEEK, "--mtp-num-layers", "0")["stages"][-1]["parameters"]
@@ -132,6 +145,7 @@ def test_mtp_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
         (["--megatron-args", "--num-layers 2", "--num-gpus", "8", "--recompute-granularity", "full"],
          ["--recompute-granularity belongs inside --megatron-args"]),
         (["--megatron-args", "--num-layers 2", "--num-gpus", "8", "--num-layers", "2"], ["--num-layers belongs"]),
+        (["--megatron-args", "--num-layers 2", "--num-gpus", "8", "--bf16"], ["--bf16 belongs"]),
         (["Llama-3.1-8B", "--pp", "4", "--num-layers-per-virtual-pipeline-stage", "3"],
          ["--num-layers-per-virtual-pipeline-stage (3)", "(8)"]),
         (["Llama-3.1-8B", "--pp", "4", "--num-layers-per-virtual-pipeline-stage", "2", "--vpp", "4"], ["--vpp"]),

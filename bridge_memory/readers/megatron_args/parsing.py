@@ -55,7 +55,7 @@ def read_arguments(source: object) -> RawArguments:
         if re.search(r"^\s*(export\s+)?\w+\+?=\(", source, re.MULTILINE):
             return _from_script(source)
         try:
-            return RawArguments(_from_tokens(shlex.split(source, comments=True)))
+            return _without_launcher(_from_tokens(shlex.split(source, comments=True)))
         except ValueError as error:
             raise SpecError(f"the arguments cannot be split into words ({error}); check the quotes") from None
     if isinstance(source, Mapping):
@@ -200,12 +200,17 @@ def _from_script(text: str) -> RawArguments:
         position = end
     tokens = list(_script_tokens(joined, arrays, variables))
     values = _from_tokens(tokens)
-    world_size = _launched_ranks(values)
-    for name in _LAUNCHER:
-        values.pop(argument_name(name), None)
-    if not values:
+    found = _without_launcher(values, env)
+    if not found.values:
         raise SpecError("the script holds no Megatron arguments; give the arrays with the --options in them")
-    return RawArguments(values, env, world_size)
+    return found
+
+
+def _without_launcher(values: dict[str, Value], env: Mapping[str, str] | None = None) -> RawArguments:
+    """torchrun's options say how many ranks there are, and are none of Megatron's."""
+    own = {argument_name(name) for name in _LAUNCHER}
+    rest = {name: value for name, value in values.items() if name not in own}
+    return RawArguments(rest, dict(env or {}), _launched_ranks(values))
 
 
 def _script_tokens(text: str, arrays: dict[str, list[str]], variables: dict[str, str]) -> Iterator[str]:
@@ -263,8 +268,9 @@ def _expand(text: str, variables: Mapping[str, str]) -> str:
 
 def _launched_ranks(values: Mapping[str, Value]) -> int | None:
     try:
-        return int(str(values["nproc_per_node"])) * int(str(values.get("nnodes", 1)))
-    except (KeyError, ValueError):
+        # The last option of torchrun's is followed by the program.
+        return int(words_of(values["nproc_per_node"])[0]) * int(words_of(values.get("nnodes", 1))[0])
+    except (KeyError, ValueError, IndexError):
         return None
 
 
