@@ -13,6 +13,8 @@ from functools import cache
 from bridge_memory.cli.run_flags import FLAGS, MODEL_FLAGS, PACKAGES, SPECS, VALUES
 from bridge_memory.spec.fields import called, rules_of
 
+#: What is no field of a group: its name in Python -> the flag.
+OTHERS = {"gpu_arch": "--gpu", "gpu": "--gpu", "unit": "--unit"}
 _SPELLING = re.compile(r"--[a-z][a-z0-9-]*")
 
 
@@ -45,7 +47,7 @@ def _fields() -> list[tuple[str, tuple[str, ...], bool, tuple[str, ...]]]:
         rows.append((called(SPECS[group], field), (*flag.names.split(), *others), switch, rule.names))
     rows += [(name, (flag,), False, ()) for name, flag in MODEL_FLAGS.items()]
     rows += [(flag.removeprefix("--").replace("-", "_"), (flag,), False, ()) for flag in PACKAGES]
-    rows.append(("gpu_arch", ("--gpu",), False, ()))
+    rows += [(name, (flag,), False, ()) for name, flag in OTHERS.items()]
     return sorted(rows, key=lambda row: -len(row[0]))
 
 

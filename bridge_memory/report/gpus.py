@@ -180,7 +180,7 @@ def find_gpu(name: str) -> Gpu:
     if not close:
         close = [by_key[k].name for k in difflib.get_close_matches(key, by_key, n=3, cutoff=0.5)]
     hint = f"did you mean {' or '.join(close)}?" if close else "`bridge-memory gpus` lists them"
-    raise SpecError(f"--gpu {name!r} is not a GPU that is known here; {hint}")
+    raise SpecError(f"gpu ({name!r}) is not one that is known here; {hint}")
 
 
 #: fp8 recipe -> (lowest compute capability, the first that is too new again or None). Source: TE

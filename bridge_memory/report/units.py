@@ -18,7 +18,7 @@ def check_unit(unit: str) -> str:
     """``unit`` as UNITS calls it, whatever its case. Raises SpecError for one that is not there."""
     known = {name.casefold(): name for name in UNITS}
     if not isinstance(unit, str) or unit.casefold() not in known:
-        raise SpecError(f"--unit is {unit!r}; it must be one of {', '.join(UNITS)}")
+        raise SpecError(f"unit ({unit!r}) is unknown; use one of {', '.join(UNITS)}")
     return known[unit.casefold()]
 
 
