@@ -32,7 +32,10 @@ from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 from bridge_memory.workspaces.batch import batch_bytes
 from bridge_memory.workspaces.lasting import ChunkFacts, chunk_facts, lasting_buffers
 
-__all__ = ["Estimate", "StageEstimate", "StagePeak", "clear_caches", "estimate", "explain", "peaks", "stage_costs"]
+__all__ = [
+    "Estimate", "StageEstimate", "StagePeak", "clear_caches", "estimate", "explain", "model_state", "peaks",
+    "stage_costs",
+]  # fmt: skip
 
 
 def peaks(run: RunSpec) -> tuple[StagePeak, ...]:
@@ -62,6 +65,17 @@ def explain(run: RunSpec, stage: int) -> StageEstimate:
     if type(stage) is not int or not 0 <= stage < number:
         raise SpecError(f"stage ({show(stage)}) is not a stage of the pipeline; give a number from 0 to {number - 1}")
     return _explained(stages, stage)
+
+
+def model_state(run: RunSpec) -> tuple[int, ...]:
+    """Bytes of weights, gradients and optimizer state on every stage: no peak is lower. Raises SpecError."""
+    model, ctx, engine = run.model, context_of(run), engine_of(run)
+    known: dict[StageShape, int] = {}
+    for shapes in layout(model, run.parallel).shapes(model):
+        if shapes not in known:
+            state = engine.stage([chunk_units(model, shape, ctx) for shape in shapes])
+            known[shapes] = sum(nbytes for _, nbytes in state.amounts)
+    return tuple(known[shapes] for shapes in layout(model, run.parallel).shapes(model))
 
 
 def clear_caches() -> None:

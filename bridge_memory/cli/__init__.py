@@ -19,6 +19,7 @@ from bridge_memory.spec import SpecError
 #: Command -> (module, what it does). A new command is one line here and its module.
 COMMANDS = {
     "estimate": ("bridge_memory.cli.estimate", "memory of every pipeline stage of a training run"),
+    "search": ("bridge_memory.cli.search", "layouts that fit a GPU, the fastest first"),
     "models": ("bridge_memory.cli.models", "the embedded models and their parameters"),
     "validate": ("bridge_memory.cli.validate", "predictions against measured runs"),
     "compare": ("bridge_memory.cli.compare", "a run's logs or snapshots against its prediction"),

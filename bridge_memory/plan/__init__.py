@@ -1,0 +1,1 @@
+"""What to run: layouts that fit, the fastest first."""
