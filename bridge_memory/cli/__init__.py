@@ -21,6 +21,7 @@ COMMANDS = {
     "estimate": ("bridge_memory.cli.estimate", "memory of every pipeline stage of a training run"),
     "search": ("bridge_memory.cli.search", "layouts that fit a GPU, the fastest first"),
     "whatif": ("bridge_memory.cli.whatif", "what changing one option frees, and what it costs"),
+    "balance": ("bridge_memory.cli.balance", "the split of the layers over stages with the lowest peak"),
     "models": ("bridge_memory.cli.models", "the embedded models and their parameters"),
     "validate": ("bridge_memory.cli.validate", "predictions against measured runs"),
     "compare": ("bridge_memory.cli.compare", "a run's logs or snapshots against its prediction"),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.cli.run_arguments import run_on_gpus
 from bridge_memory.cli.run_flags import FLAGS, add_run_arguments
+from bridge_memory.cli.templates import template
 from bridge_memory.spec import RunSpec, SpecError
 
 if TYPE_CHECKING:
@@ -78,15 +77,13 @@ def _base(args: argparse.Namespace, gpu: Gpu) -> tuple[int, RunSpec, frozenset[s
     """(GPUs, the run around which layouts vary, axes that its flags fix)."""
     from bridge_memory.plan.space import AXES
 
-    flags = copy.copy(args)
-    given = vars(flags)
-    num_gpus = given.pop("parallel.world_size", None)
-    if num_gpus is None:
+    given, run = template(args, gpu, ("parallel.world_size", "batch.global_batch_size"))
+    if "parallel.world_size" not in given:
         raise SpecError("--num-gpus is missing; say on how many GPUs the layout has to run")
-    total = given.pop("batch.global_batch_size", None)
-    if total is None:
+    if "batch.global_batch_size" not in given:
         raise SpecError("--global-batch-size is missing; layouts are compared at one number of sequences a step")
-    fixed = {axis for axis, names in AXES.items() if any(name.split(".")[-1] in names for name in given if "." in name)}
+    told = {name.partition(".")[2] for name in vars(args)}
+    fixed = {axis for axis, names in AXES.items() if told & set(names)}
     if args.vary is not None:
         asked = [name for name in args.vary.replace(",", " ").split() if name]
         for name in asked:
@@ -95,22 +92,7 @@ def _base(args: argparse.Namespace, gpu: Gpu) -> tuple[int, RunSpec, frozenset[s
             if name in fixed:
                 raise SpecError(f"--vary {name} does not go with a flag that fixes it; drop one of them")
         fixed |= AXES.keys() - set(asked)
-    run = run_on_gpus(flags, [gpu])
-    batch = run.batch.__class__(
-        seq_length=run.batch.seq_length, micro_batch_size=run.batch.micro_batch_size, global_batch_size=total
-    )
-    # Not validated with this batch: it need not divide on the few GPUs that the given sizes ask for.
-    return num_gpus, _with_batch(run, batch, num_gpus), frozenset(fixed)
-
-
-def _with_batch(run: RunSpec, batch: Any, num_gpus: int) -> RunSpec:
-    """``run`` with a batch that its own number of GPUs may not divide: a template for layouts, each validated."""
-    from dataclasses import fields
-
-    template = object.__new__(RunSpec)
-    for f in fields(RunSpec):
-        object.__setattr__(template, f.name, batch if f.name == "batch" else getattr(run, f.name))
-    return template
+    return given["parallel.world_size"], run, frozenset(fixed)
 
 
 def _ranges(args: argparse.Namespace) -> dict[str, tuple[int, int]]:

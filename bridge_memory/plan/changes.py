@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.estimate import peaks
 from bridge_memory.plan.space import useful_modules
-from bridge_memory.plan.splits import splits
+from bridge_memory.plan.splits import NO_SPLIT, splits
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.step_time import step_time
@@ -121,14 +121,9 @@ def _sizes(run: RunSpec) -> Iterator[Change]:
         yield _change("ETP", expert_tensor_parallel_size=1 if p.etp > 1 else p.tp)
     if p.pp == 1 or run.model.hybrid:
         return
-    empty: dict[str, Any] = {
-        "num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None,
-        "pipeline_model_parallel_layout": None, "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False,
-    }  # fmt: skip
     for vpp in {1, p.vpp, 2 * p.vpp, p.vpp // 2} - {0}:
         for fields in splits(run.model, p.pp, vpp):
-            asked = {**empty, **fields, "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None}
+            asked = {**NO_SPLIT, **fields, "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None}
             differ = {name: value for name, value in asked.items() if getattr(p, name) != value}
             if differ:
                 yield Change("split", tuple(differ.items()))

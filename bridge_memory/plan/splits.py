@@ -11,6 +11,14 @@ from bridge_memory.spec.layout_string import short_layout_string
 _ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
+#: Fields of a ParallelSpec that say how layers are split, without any.
+NO_SPLIT: dict[str, Any] = {
+    "num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None,
+    "pipeline_model_parallel_layout": None, "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}  # fmt: skip
+
+
 def splits(model: ModelSpec, pp: int, vpp: int, *, exhaustive: bool = False) -> Iterator[dict[str, Any]]:
     """Fields of a ParallelSpec that split the layers over ``pp`` stages of ``vpp`` chunks.
 

@@ -164,6 +164,10 @@ class Step:
         optimizer = max(self._parameters(s)[2] for s in shapes) * _ADAM_BYTES / self.rates.memory
         return StepTime(passes, again, bubble, sends, data_parallel, optimizer)
 
+    def seconds_of(self, stage: Sequence[ChunkShape]) -> float:
+        """Seconds of all passes of one microbatch through a stage that holds this."""
+        return sum(self._chunk(shape).total for shape in stage)
+
     # ---- one chunk ----
 
     def _half(self, work: Work) -> tuple[Parts, Parts]:
