@@ -6,7 +6,7 @@ made of both, is the whole product in one call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
@@ -32,7 +32,10 @@ from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 from bridge_memory.workspaces.batch import batch_bytes
 from bridge_memory.workspaces.lasting import ChunkFacts, chunk_facts, lasting_buffers
 
-__all__ = ["Estimate", "StageEstimate", "StagePeak", "clear_caches", "estimate", "explain", "peaks", "stage_costs"]
+__all__ = [
+    "Estimate", "StageEstimate", "StagePeak", "clear_caches", "estimate", "explain", "model_state", "peaks",
+    "stage_costs", "stage_peaks",
+]  # fmt: skip
 
 
 def peaks(run: RunSpec) -> tuple[StagePeak, ...]:
@@ -62,6 +65,35 @@ def explain(run: RunSpec, stage: int) -> StageEstimate:
     if type(stage) is not int or not 0 <= stage < number:
         raise SpecError(f"stage ({show(stage)}) is not a stage of the pipeline; give a number from 0 to {number - 1}")
     return _explained(stages, stage)
+
+
+def model_state(run: RunSpec) -> tuple[int, ...]:
+    """Bytes of weights, gradients and optimizer state on every stage: no peak is lower. Raises SpecError."""
+    model, ctx, engine = run.model, context_of(run), engine_of(run)
+    known: dict[StageShape, int] = {}
+    for shapes in layout(model, run.parallel).shapes(model):
+        if shapes not in known:
+            state = engine.stage([chunk_units(model, shape, ctx) for shape in shapes])
+            known[shapes] = sum(nbytes for _, nbytes in state.amounts)
+    return tuple(known[shapes] for shapes in layout(model, run.parallel).shapes(model))
+
+
+def stage_peaks(run: RunSpec) -> Callable[[int, StageShape], StagePeak]:
+    """What a pipeline stage of ``run`` would take if it held other layers: (its rank, what it holds) -> its peak.
+
+    Raises SpecError where the run has no layout of its own.
+    """
+    stages = _Stages(run)
+    held: dict[StageShape, _Held] = {}
+
+    def peak(rank: int, shapes: StageShape) -> StagePeak:
+        found = held.get(shapes)
+        if found is None:
+            found = held[shapes] = stages._held(shapes)
+        stage = stages._stage(rank, found)
+        return StagePeak(rank, stage.static_bytes, stage.peak)
+
+    return peak
 
 
 def clear_caches() -> None:

@@ -20,6 +20,9 @@ from bridge_memory.spec import SpecError
 #: Command -> (module, what it does). A new command is one line here and its module.
 COMMANDS = {
     "estimate": ("bridge_memory.cli.estimate", "memory of every pipeline stage of a training run"),
+    "search": ("bridge_memory.cli.search", "layouts that fit a GPU, the fastest first"),
+    "whatif": ("bridge_memory.cli.whatif", "what changing one option frees, and what it costs"),
+    "balance": ("bridge_memory.cli.balance", "the split of the layers over stages with the lowest peak"),
     "models": ("bridge_memory.cli.models", "the embedded models and their parameters"),
     "validate": ("bridge_memory.cli.validate", "predictions against measured runs"),
     "compare": ("bridge_memory.cli.compare", "a run's logs or snapshots against its prediction"),
@@ -28,7 +31,7 @@ COMMANDS = {
 }
 
 #: Commands that take the flags of a run (``run_flags.add_run_arguments``).
-_WITH_A_RUN = ("estimate", "compare", "rehearse")
+_WITH_A_RUN = ("estimate", "search", "whatif", "balance", "compare", "rehearse")
 #: Set it to see the traceback of what should not have happened.
 TRACEBACK_VARIABLE = "BRIDGE_MEMORY_TRACEBACK"
 EXIT_USAGE = 2

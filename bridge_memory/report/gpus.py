@@ -250,6 +250,14 @@ def margin_bytes(peak_bytes: int, world_size: int) -> int:
     return outside_bytes(world_size) + int(peak_bytes * FRAGMENTATION)
 
 
+def largest_peak(gpu: Gpu, world_size: int) -> int:
+    """Bytes: the highest peak that ``gpu`` holds with its margin."""
+    peak = int((gpu.capacity_bytes - outside_bytes(world_size)) / (1 + FRAGMENTATION))
+    while peak + margin_bytes(peak, world_size) > gpu.capacity_bytes:
+        peak -= 1
+    return peak
+
+
 def margin_words(world_size: int, unit: str = "GiB") -> str:
     """How the margin is made, for people."""
     nccl = f" + {format_bytes(NCCL_BYTES, unit)} NCCL" if world_size > 1 else ""

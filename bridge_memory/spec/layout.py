@@ -20,7 +20,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from bridge_memory.spec.errors import SpecError
-from bridge_memory.spec.layout_string import parse_layout_string, quote
+from bridge_memory.spec.layout_string import parse_layout_string, quote, short_layout_string
 from bridge_memory.spec.model import LayerSpec, ModelSpec
 from bridge_memory.spec.parts import ParallelSpec
 
@@ -434,15 +434,10 @@ def _even_string(shape: _Shape) -> str:
     start = (shape.chunks - more + 1) // 2
     for i in range(start, start + more):
         sizes[i] += 1
-    parts = ["t" * n if n < 4 else f"t*{n}" for n in sizes]
-    parts[0] = "E" + parts[0]
-    parts[-1] += "m" * shape.mtp_num_layers + "L"
-    text, i = "", 0
-    while i < len(parts):
-        same = next((j for j in range(i, len(parts)) if parts[j] != parts[i]), len(parts))
-        text += f"({parts[i]}|)*{same - i}" if same - i > 1 else parts[i] + "|"
-        i = same
-    return text[:-1]
+    chunks = ["t" * n for n in sizes]
+    chunks[0] = "E" + chunks[0]
+    chunks[-1] += "m" * shape.mtp_num_layers + "L"
+    return short_layout_string(chunks)
 
 
 def _lower(shape: _Shape) -> str:

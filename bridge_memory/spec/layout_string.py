@@ -6,6 +6,8 @@ Source: megatron-core ``transformer/pipeline_parallel_layer_layout.py: PipelineP
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from bridge_memory.spec.errors import SpecError
@@ -65,6 +67,17 @@ def parse_layout_string(text: str) -> list[str]:
             "stages, and x*n or (...)*n to repeat"
         )
     return flat.split("|")
+
+
+def short_layout_string(chunks: Sequence[str]) -> str:
+    """Chunks, a string of letters each, as a short layout string: ["Ett", "tttt", "tttt", "L"] -> "Ett|(t*4|)*2L".
+    ``parse_layout_string`` reads it back."""
+    parts = [re.sub("t{4,}", lambda run: f"t*{len(run[0])}", chunk) for chunk in chunks]
+    text = ""
+    for part, alike in groupby(parts[:-1]):
+        times = len(list(alike))
+        text += f"({part}|)*{times}" if times > 1 else f"{part}|"
+    return text + parts[-1]
 
 
 def quote(text: str) -> str:

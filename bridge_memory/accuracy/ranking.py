@@ -1,0 +1,78 @@
+"""How well predicted step times rank measured layouts, group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean, median
+from typing import NamedTuple
+
+from bridge_memory.accuracy.throughput import Measured
+
+#: Layouts with a time that a group needs before its ranking says anything.
+FEWEST_LAYOUTS = 4
+
+
+class GroupScore(NamedTuple):
+    """One group of layouts of one model, batch and number of GPUs."""
+
+    group: str
+    layouts: int
+    #: Rank correlation of predicted and measured time.
+    spearman: float
+    #: Measured time of the layout that is predicted fastest, over the fastest measured, less 1.
+    regret: float
+    #: Predicted over measured time, less 1: the median of the group.
+    bias: float
+
+
+def score_groups(rows: Iterable[Measured], predict: Callable[[Measured], float]) -> list[GroupScore]:
+    """Every group with FEWEST_LAYOUTS different layouts or more, the largest first.
+
+    Times are per sequence, since the batch differs inside of some groups. A layout that was measured several times
+    counts once, with the mean.
+    """
+    groups: dict[str, dict[object, tuple[float, list[float]]]] = {}
+    for row in rows:
+        if row.seconds is None or not row.group:
+            continue
+        batch = row.run.batch.global_batch_size or 1
+        layout = row.run, row.kernels, row.hardware
+        _, times = groups.setdefault(row.group, {}).setdefault(layout, (predict(row) / batch, []))
+        times.append(row.seconds / batch)
+    scores = []
+    for group, layouts in groups.items():
+        if len(layouts) < FEWEST_LAYOUTS:
+            continue
+        predicted = [p for p, _ in layouts.values()]
+        measured = [fmean(times) for _, times in layouts.values()]
+        chosen = measured[min(range(len(predicted)), key=predicted.__getitem__)]
+        ratios = [p / m for p, m in zip(predicted, measured, strict=True)]
+        scores.append(
+            GroupScore(
+                group, len(layouts), spearman(predicted, measured), chosen / min(measured) - 1, median(ratios) - 1
+            )
+        )
+    return sorted(scores, key=lambda s: -s.layouts)
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Rank correlation of two sequences, equal values sharing the mean of their ranks; 0 where one does not vary."""
+    x, y = _ranks(a), _ranks(b)
+    mean = (len(x) - 1) / 2
+    both = sum((p - mean) * (q - mean) for p, q in zip(x, y, strict=True))
+    spread = sum((p - mean) ** 2 for p in x) * sum((q - mean) ** 2 for q in y)
+    return both / spread**0.5 if spread else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    at = 0
+    while at < len(order):
+        beyond = at
+        while beyond < len(order) and values[order[beyond]] == values[order[at]]:
+            beyond += 1
+        for i in order[at:beyond]:
+            ranks[i] = (at + beyond - 1) / 2
+        at = beyond
+    return ranks

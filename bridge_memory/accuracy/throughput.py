@@ -1,0 +1,226 @@
+"""Measured throughput: a row of a corpus -> the run that it was and its time. Rows that cannot be read say why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bridge_memory.readers import resolve_model
+from bridge_memory.spec import (
+    AttentionSpec,
+    BatchSpec,
+    DataParallelSpec,
+    ImplementationSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RecomputeSpec,
+    RunSpec,
+    SpecError,
+)
+from bridge_memory.speed.hardware import HARDWARE, Hardware
+from bridge_memory.speed.kernels import Kernels
+
+
+class Measured(NamedTuple):
+    """One row: seconds a step (None where it ran out of memory)."""
+
+    number: int
+    group: str
+    source: str
+    run: RunSpec
+    hardware: Hardware
+    kernels: Kernels
+    seconds: float | None
+    out_of_memory: bool
+
+
+class Unread(NamedTuple):
+    """A row that is no run here, and the reason."""
+
+    number: int
+    group: str
+    reason: str
+
+
+_GPUS = {
+    "A100 80GB": "A100-80GB", "a100_80gb": "A100-80GB", "A100 80GB SXM": "A100-80GB", "a100_40gb": "A100-40GB",
+    "A800 80GB": "A800", "H100": "H100", "h100_80gb": "H100", "H100 80GB": "H100", "H200": "H200", "B200": "B200",
+    "GB200": "GB200", "GB300": "GB300", "B300": "B300", "V100": "V100", "V100 32GB/16GB": "V100", "MI300": "MI300X",
+}  # fmt: skip
+
+#: Bytes a second of one GPU's share of the network of BigScience's A100 nodes: four Omni-Path adapters of 100 Gbit/s
+#: for eight GPUs (``bigscience/train/tr11-176B-ml/README.md``).
+_JEAN_ZAY = 4 * 12.5e9 / 8
+
+_MODELS = {
+    "LLAMA3_8B": "meta-llama/Meta-Llama-3-8B", "Llama 3 8B": "meta-llama/Meta-Llama-3-8B",
+    "LLAMA3-8B": "meta-llama/Meta-Llama-3-8B", "LLAMA3_70B": "meta-llama/Meta-Llama-3-70B",
+    "LLAMA3-70B": "meta-llama/Meta-Llama-3-70B", "Llama3 70B": "meta-llama/Meta-Llama-3-70B",
+    "Llama 3 70B": "meta-llama/Meta-Llama-3-70B", "LLAMA3.1_405B": "meta-llama/Llama-3.1-405B",
+    "Llama 3.1 405B": "meta-llama/Llama-3.1-405B", "LLAMA2-7B": "meta-llama/Llama-2-7b-hf",
+    "LLAMA2-13B": "meta-llama/Llama-2-13b-hf", "LLAMA2-70B": "meta-llama/Llama-2-70b-hf",
+    "Qwen3_30B_a3B": "Qwen/Qwen3-30B-A3B", "Qwen3-30B-A3B": "Qwen/Qwen3-30B-A3B",
+    "Qwen3_235B_a22B": "Qwen/Qwen3-235B-A22B", "GPT OSS 120B": "openai/gpt-oss-120b",
+    "DeepSeekV3": "deepseek-ai/DeepSeek-V3", "Kimi_K2": "moonshotai/Kimi-K2-Instruct",
+    "Moonlight 16B": "moonshotai/Moonlight-16B-A3B", "GPT3-175B": "openai/GPT-3-175B",
+    "Nemotron 3 Nano 30B-A3B": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "Nemotron_3_Nano": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+}  # fmt: skip
+
+#: Of the first layers of a model: (preset, layers).
+_FIRST_LAYERS = {
+    "llama3-70b (12 layers)": ("meta-llama/Meta-Llama-3-70B", 12),
+    "llama3-405b (4 layers)": ("meta-llama/Llama-3.1-405B", 4),
+    "deepseekv2 (4 layers)": ("deepseek-ai/DeepSeek-V2", 4), "deepseekv3 (4 layers)": ("deepseek-ai/DeepSeek-V3", 4),
+}  # fmt: skip
+
+
+def read_throughput(path: Path) -> Iterator[Measured | Unread]:
+    """Every row of a corpus of throughput, one JSON object a line."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.strip():
+            yield measured(json.loads(line))
+
+
+def measured(row: Mapping[str, Any]) -> Measured | Unread:
+    """One row."""
+    number, group = row.get("id", 0), row.get("layout_group") or ""
+    try:
+        hardware = HARDWARE.get(_GPUS.get(str(row.get("gpu")), ""))
+        if hardware is None:
+            raise SpecError(f"no figures of the GPU {row.get('gpu')}")
+        if str(row.get("source", "")).startswith("bigscience") and hardware.name != "V100":
+            hardware = hardware._replace(network=_JEAN_ZAY)
+        run, kernels = _run(row)
+        seconds = _seconds(row, run)
+    except SpecError as error:
+        return Unread(number, group, str(error))
+    out = row.get("status") == "OOM"
+    if seconds is None and not out:
+        return Unread(number, group, "neither a step time nor tokens a second are stated")
+    return Measured(number, group, str(row.get("source")), run, hardware, kernels, None if out else seconds, out)
+
+
+def _seconds(row: Mapping[str, Any], run: RunSpec) -> float | None:
+    if row.get("step_time_s"):
+        return float(row["step_time_s"])
+    rate = row.get("tokens_per_s_per_gpu")
+    batch = run.batch
+    if not rate or not batch.global_batch_size:
+        return None
+    return batch.global_batch_size * batch.seq_length / (float(rate) * run.parallel.world_size)
+
+
+def _run(row: Mapping[str, Any]) -> tuple[RunSpec, Kernels]:
+    missing = [name for name in ("tp", "pp", "mbs", "gbs", "seq", "gpus") if not row.get(name)]
+    if missing:
+        raise SpecError(f"{' and '.join(missing)} not stated")
+    if row.get("fsdp"):
+        raise SpecError("Megatron-FSDP or FSDP: no time is modelled for it")
+    if str(row.get("task")) != "pretrain":
+        raise SpecError(f"task {row.get('task')}")
+    framework = str(row.get("framework"))
+    if not any(name in framework for name in ("Megatron", "megatron", "AA-Scaling", "NeMo")):
+        raise SpecError(f"{framework} is not Megatron")
+    model = _model(row)
+    parallel = ParallelSpec(
+        world_size=row["gpus"], tensor_model_parallel_size=row["tp"], pipeline_model_parallel_size=row["pp"],
+        virtual_pipeline_model_parallel_size=row["vp"] if (row.get("vp") or 1) > 1 else None,
+        context_parallel_size=row.get("cp") or 1, expert_model_parallel_size=row.get("ep") or 1,
+        expert_tensor_parallel_size=1 if model.has_experts else None,
+        sequence_parallel=row.get("sequence_parallel") if "AA-Scaling" in framework else _sequence_parallel(row),
+    )  # fmt: skip
+    if row["pp"] > 1 and len(model.layers) % (row["pp"] * parallel.vpp):
+        parallel = replace(parallel, **_split(len(model.layers), row["pp"] * parallel.vpp))
+    batch = BatchSpec(seq_length=row["seq"], micro_batch_size=row["mbs"], global_batch_size=row["gbs"])
+    implementation, kernels = _implementation(row, framework)
+    today = framework.startswith(("megatron-bridge", "NeMo"))
+    data_parallel = DataParallelSpec(overlap_grad_reduce=today, overlap_param_gather=today)
+    run = RunSpec(
+        model=model, parallel=parallel, batch=batch, precision=_precision(row), recompute=_recompute(row),
+        implementation=implementation, data_parallel=data_parallel,
+    )  # fmt: skip
+    return run, kernels
+
+
+def _sequence_parallel(row: Mapping[str, Any]) -> bool | None:
+    return False if str(row.get("source", "")).startswith("bigscience") else None
+
+
+def _split(layers: int, chunks: int) -> dict[str, Any]:
+    for on in ((True, True), (False, True), (True, False)):
+        if (layers + sum(on)) % chunks == 0:
+            return {
+                "account_for_embedding_in_pipeline_split": on[0], "account_for_loss_in_pipeline_split": on[1],
+            }  # fmt: skip
+    raise SpecError("how its layers are split over stages is not stated")
+
+
+def _model(row: Mapping[str, Any]) -> ModelSpec:
+    name = str(row.get("model"))
+    if name in _MODELS:
+        return resolve_model(_MODELS[name])
+    if name in _FIRST_LAYERS:
+        preset, layers = _FIRST_LAYERS[name]
+        model = resolve_model(preset)
+        dense = 1 if model.has_experts else layers
+        chosen = model.layers[:1] * dense + model.layers[-1:] * (layers - dense)
+        return replace(model, layers=chosen, mtp_num_layers=0, mtp_layer=None)
+    if name == "LLaMA-13B":
+        return replace(resolve_model("meta-llama/Llama-2-13b-hf"), vocab_size=128000)
+    if name == "LLaMA-65B":
+        layer = LayerSpec(AttentionSpec(64, 64, 128), MLPSpec(22016, gated=True))
+        base = resolve_model("meta-llama/Llama-2-13b-hf")
+        return replace(base, hidden_size=8192, vocab_size=128000, layers=(layer,) * 80)
+    facts = row.get("model_facts") or {}
+    if name.startswith("GPT") and facts.get("hidden") and facts.get("layers"):
+        hidden, heads = facts["hidden"], facts.get("heads") or facts["hidden"] // 128
+        layer = LayerSpec(
+            AttentionSpec(heads, heads, hidden // heads, True, True, rotary=False),
+            MLPSpec(4 * hidden, gated=False, activation="gelu", add_bias=True),
+        )
+        base = resolve_model("openai/GPT-3-175B")
+        return replace(base, hidden_size=hidden, layers=(layer,) * facts["layers"])
+    raise SpecError(f"the model {name} is not known by its sizes")
+
+
+def _precision(row: Mapping[str, Any]) -> PrecisionSpec:
+    text = str(row.get("precision")).lower()
+    if "fp4" in text:
+        raise SpecError("NVFP4: no time is modelled for it")
+    if "fp8" not in text:
+        return PrecisionSpec()
+    recipe = "mxfp8" if "mx" in text else "tensorwise" if "cs" in text else "delayed"
+    return PrecisionSpec(fp8="hybrid", fp8_recipe=recipe)
+
+
+def _recompute(row: Mapping[str, Any]) -> RecomputeSpec:
+    text = str(row.get("recompute") or "none")
+    if text.startswith("full"):
+        return RecomputeSpec(granularity="full", method="uniform", num_layers=1)
+    if text.startswith("selective"):
+        modules = tuple(x for x in text.split("`") if x.replace("_", "").isalpha())
+        return RecomputeSpec(granularity="selective", modules=modules) if modules else RecomputeSpec()
+    return RecomputeSpec()
+
+
+def _implementation(row: Mapping[str, Any], framework: str) -> tuple[ImplementationSpec, Kernels]:
+    attention = row.get("attention")
+    arch = {"A": "ampere", "V": "volta", "H": "hopper"}.get(str(row.get("gpu"))[0].upper(), "blackwell")
+    if attention is not None:
+        flash = attention.startswith("flash")
+        kernels = Kernels(
+            fused_norm="RMS" in attention, first_flash_attention="v1" in attention, unfused_attention=not flash
+        )
+        backend = "flash" if flash else "unfused"
+        return ImplementationSpec(gpu_arch=arch, attention_backend=backend), kernels
+    if str(row.get("source", "")).startswith("bigscience"):
+        return ImplementationSpec(gpu_arch=arch, transformer_impl="local"), Kernels(unfused_attention=True)
+    impl = ImplementationSpec(gpu_arch=arch, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
+    return impl, Kernels(tensor_parallel_overlap=framework.startswith(("megatron-bridge", "NeMo")))

@@ -1,0 +1,140 @@
+"""``bridge-memory balance``: the split of the layers over pipeline stages with the lowest peak, or the fastest."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.cli.run_flags import add_run_arguments
+from bridge_memory.cli.templates import template
+from bridge_memory.spec import RunSpec, SpecError
+
+if TYPE_CHECKING:
+    from bridge_memory.plan.balance import Balanced
+
+_SIZES = (
+    "parallel.world_size", "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size",
+    "batch.global_batch_size",
+)  # fmt: skip
+_SPLIT = (
+    "parallel.num_layers_in_first_pipeline_stage", "parallel.num_layers_in_last_pipeline_stage",
+    "parallel.account_for_embedding_in_pipeline_split", "parallel.account_for_loss_in_pipeline_split",
+    "parallel.pipeline_model_parallel_layout",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_run_arguments(parser)
+    add_output_arguments(parser, "by the schema bridge-memory/balance/1")
+    group = parser.add_argument_group("balance")
+    group.add_argument("--gpu", required=True, metavar="NAME", help="the GPU (`bridge-memory gpus` lists them)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Balance and print. Returns 0."""
+    from bridge_memory.plan.balance import balance, default_split, described, with_sizes
+    from bridge_memory.plan.published import PUBLISHED
+    from bridge_memory.report.gpus import find_gpu, largest_peak
+    from bridge_memory.speed.hardware import HARDWARE
+
+    gpu = find_gpu(args.gpu)
+    hardware = HARDWARE.get(gpu.name)
+    given, base = template(args, gpu, (*_SIZES, *_SPLIT))
+    base, own = _runs(base, given)
+    found: dict[str, Balanced] = {}
+    if own is not None:
+        found["as given"] = described(own, hardware)
+    usual = default_split(base)
+    if usual is not None:
+        found["Megatron's own"] = described(usual, hardware)
+    sizes = PUBLISHED.get(base.model.name, {}).get(base.parallel.pp * base.parallel.vpp)
+    if sizes is not None and sum(sizes) == base.model.num_layers:
+        found["NVIDIA's recipe"] = described(with_sizes(base, sizes), hardware)
+    found["lowest peak"] = balance(base, hardware)
+    if hardware is not None:
+        try:
+            card = largest_peak(gpu, base.parallel.world_size)
+            found[f"fastest on {gpu.name}"] = balance(base, hardware, capacity=card)
+        except SpecError:
+            pass  # none fits; the lowest peak says by how much
+    if args.json:
+        import json
+
+        splits = {title: _record(b) for title, b in found.items()}
+        print(json.dumps({"schema": "bridge-memory/balance/1", "splits": splits}, indent=2))
+    else:
+        _print(found, base)
+    return 0
+
+
+def _runs(base: RunSpec, given: dict[str, Any]) -> tuple[RunSpec, RunSpec | None]:
+    """(the run with some split that it can have, the run with the split that was given)."""
+    from bridge_memory.plan.balance import any_split
+
+    pp = given.get("parallel.pipeline_model_parallel_size", 1)
+    sizes = {
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": given.get("parallel.virtual_pipeline_model_parallel_size"),
+    }
+    p = base.parallel
+    world = given.get("parallel.world_size", p.world_size * pp)
+    split = {name.partition(".")[2]: given[name] for name in _SPLIT if name in given}
+    own = base.with_(parallel=replace(p, world_size=world, **sizes, **split)) if split else None
+    if own is not None:  # its string may say how many virtual stages there are
+        from bridge_memory.spec.layout import layout
+
+        v = layout(own.model, own.parallel).virtual_pipeline_model_parallel_size
+        sizes["virtual_pipeline_model_parallel_size"] = v if v > 1 else None
+    return any_split(base, replace(p, world_size=world, **sizes)), own
+
+
+def _record(b: Balanced) -> dict[str, Any]:
+    p = b.run.parallel
+    return {
+        "layers": list(b.layers), "pipeline_model_parallel_layout": p.pipeline_model_parallel_layout,
+        "account_for_embedding_in_pipeline_split": p.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": p.account_for_loss_in_pipeline_split,
+        "peak_bytes": list(b.peaks), "microbatch_seconds": list(b.seconds),
+    }  # fmt: skip
+
+
+def _print(found: dict[str, Balanced], base: RunSpec) -> None:
+    from bridge_memory.report.document import Bullets, Column, Grid
+    from bridge_memory.report.printing import print_blocks
+
+    rows = []
+    for title, b in found.items():
+        time = f"{max(b.seconds):.3f}" if b.seconds else "?"
+        rows.append(
+            (title, f"{b.peak / 2**30:.2f}", str(b.peaks.index(b.peak)), f"{min(b.peaks) / 2**30:.2f}", time, _how(b))
+        )
+    columns = (
+        Column("split", words=True), Column("highest GiB"), Column("stage"), Column("lowest GiB"), Column("slowest s"),
+        Column("how", words=True),
+    )  # fmt: skip
+    p = base.parallel
+    title = f"{base.model.num_layers} layers of {base.model.name} over {p.pp} stages"
+    title += f" of {p.vpp} chunks" if p.vpp > 1 else ""
+    notes = (
+        "highest, lowest: peaks of the stages; slowest: one microbatch, forward and backward, by the time model",
+    )
+    blocks: list[Any] = [Grid(title, columns, tuple(rows), None, notes)]
+    layers = {title: ", ".join(map(str, b.layers)) for title, b in found.items()}
+    blocks.append(Bullets("Layers of every chunk", tuple(f"{title}: {text}" for title, text in layers.items())))
+    print_blocks(blocks)
+
+
+def _how(b: Balanced) -> str:
+    p = b.run.parallel
+    if p.pipeline_model_parallel_layout:
+        return p.pipeline_model_parallel_layout
+    ends = [
+        name for name in (
+            "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+            "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+        ) if getattr(p, name)
+    ]  # fmt: skip
+    return " ".join(ends) or "even"

@@ -1,0 +1,275 @@
+"""``bridge-memory search``: layouts that fit a GPU, the fastest first."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.cli.run_flags import FLAGS, add_run_arguments
+from bridge_memory.cli.templates import template
+from bridge_memory.spec import RunSpec, SpecError
+
+if TYPE_CHECKING:
+    from bridge_memory.plan.search import Found, Row
+    from bridge_memory.plan.space import Space
+    from bridge_memory.report.document import Block
+    from bridge_memory.report.gpus import Gpu
+
+#: Seconds between two lines of progress.
+PROGRESS_EVERY = 0.5
+EMITTED = ("estimate", "megatron-args", "bridge")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_run_arguments(parser)
+    add_output_arguments(parser, "by the schema bridge-memory/search/1", formats=("text", "json", "csv", "md"))
+    group = parser.add_argument_group("search")
+    group.add_argument("--gpu", required=True, metavar="NAME", help="the GPU (`bridge-memory gpus` lists them)")
+    group.add_argument("--vary", metavar="A,B",
+                       help="vary only these of tp, pp, vpp, cp, ep, etp, mbs, split, recompute")
+    for axis in ("tp", "pp", "vpp", "cp", "ep", "mbs"):
+        group.add_argument(f"--{axis}-range", metavar="LOW..HIGH", help=f"smallest and largest {axis}")
+    group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",
+                       help="GiB that must be left on the card beside the margin (default: 0)")
+    group.add_argument("--exhaustive", action="store_true", help="every layout that divides, not the usual grid")
+    group.add_argument("--top", type=int, default=20, metavar="N", help="layouts to show (default: 20)")
+    group.add_argument("--emit", choices=EMITTED, help="print the flags of one row in this form instead")
+    group.add_argument("--row", type=int, default=1, metavar="N", help="the row that --emit prints (default: 1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search and print. Returns 0, or 1 where nothing fits."""
+    from bridge_memory.plan.search import search
+    from bridge_memory.plan.space import Space
+    from bridge_memory.report.gpus import find_gpu, margin_bytes
+    from bridge_memory.speed.hardware import hardware_of
+
+    gpu = find_gpu(args.gpu)
+    hardware = hardware_of(gpu.name)
+    num_gpus, base, fixed = _base(args, gpu)
+    if args.top < 1 or args.row < 1:
+        raise SpecError("--top and --row count from 1; give a positive number")
+    if args.headroom < 0 or args.headroom != args.headroom:
+        raise SpecError(f"--headroom ({args.headroom}) is not a size; give GiB of 0 or more")
+    space = Space(base, num_gpus, hardware.domain, fixed, _ranges(args), args.exhaustive)
+    found = search(
+        space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * 2**30),
+        margin=lambda peak: margin_bytes(peak, num_gpus), progress=_progress(),
+    )  # fmt: skip
+    if args.emit:
+        print(_emitted(found, args, gpu))
+    elif args.format == "text":
+        from bridge_memory.report.printing import print_blocks
+
+        print_blocks(_blocks(found, args, space, gpu))
+    else:
+        print(_written(found, args))
+    return 0 if found.rows else 1
+
+
+def _base(args: argparse.Namespace, gpu: Gpu) -> tuple[int, RunSpec, frozenset[str]]:
+    """(GPUs, the run around which layouts vary, axes that its flags fix)."""
+    from bridge_memory.plan.space import AXES
+
+    given, run = template(args, gpu, ("parallel.world_size", "batch.global_batch_size"))
+    if "parallel.world_size" not in given:
+        raise SpecError("--num-gpus is missing; say on how many GPUs the layout has to run")
+    if "batch.global_batch_size" not in given:
+        raise SpecError("--global-batch-size is missing; layouts are compared at one number of sequences a step")
+    told = {name.partition(".")[2] for name in vars(args)}
+    fixed = {axis for axis, names in AXES.items() if told & set(names)}
+    if args.vary is not None:
+        asked = [name for name in args.vary.replace(",", " ").split() if name]
+        for name in asked:
+            if name not in AXES:
+                raise SpecError(f"--vary {name} is none of {', '.join(AXES)}; name some of these")
+            if name in fixed:
+                raise SpecError(f"--vary {name} does not go with a flag that fixes it; drop one of them")
+        fixed |= AXES.keys() - set(asked)
+    return given["parallel.world_size"], run, frozenset(fixed)
+
+
+def _ranges(args: argparse.Namespace) -> dict[str, tuple[int, int]]:
+    ranges = {}
+    for axis in ("tp", "pp", "vpp", "cp", "ep", "mbs"):
+        text = getattr(args, f"{axis}_range")
+        if text is None:
+            continue
+        low, dots, high = text.partition("..")
+        if not dots or not (low or "1").isdecimal() or not high.isdecimal() or int(low or 1) > int(high):
+            raise SpecError(f"--{axis}-range {text!r} is no range; write it like 1..16")
+        ranges[axis] = int(low or 1), int(high)
+    return ranges
+
+
+def _progress() -> Callable[[int, int], None] | None:
+    """Says on a terminal how far a search is that takes more than a second."""
+    if not sys.stderr.isatty():
+        return None
+    said = time.monotonic() + PROGRESS_EVERY
+
+    def tell(looked_at: int, fitting: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said >= PROGRESS_EVERY:
+            said = now
+            print(f"\r{looked_at:,} layouts, {fitting:,} fit (Ctrl-C shows what was found)", end="", file=sys.stderr)
+
+    return tell
+
+
+# ---- what is printed ----
+
+_HEADINGS = (
+    "tp", "pp", "vpp", "cp", "ep", "etp", "mbs", "split", "recompute", "peak GiB", "left GiB", "step s", "compute",
+    "sent", "bubble", "again",
+)  # fmt: skip
+
+
+def _row(row: Row) -> tuple[str, ...]:
+    p, r, t = row.run.parallel, row.run.recompute, row.time
+    parts = t.passes
+    sent = parts.tensor_parallel + parts.expert_parallel + parts.context_parallel + t.data_parallel + t.pipeline
+    compute = t.seconds - sent - t.bubble - t.recomputation
+    return (
+        str(p.tp), str(p.pp), str(p.vpp), str(p.cp), str(p.ep), str(p.etp), str(row.run.batch.micro_batch_size),
+        _split(p), _recompute(r), f"{row.peak / 2**30:.2f}", f"{row.headroom / 2**30:.2f}", f"{t.seconds:.2f}",
+        *(f"{part / t.seconds:.0%}" for part in (compute, sent, t.bubble, t.recomputation)),
+    )  # fmt: skip
+
+
+def _split(p: Any) -> str:
+    if p.pipeline_model_parallel_layout:
+        return p.pipeline_model_parallel_layout
+    ends = [
+        name for name, on in (
+            ("embedding", p.account_for_embedding_in_pipeline_split), ("loss", p.account_for_loss_in_pipeline_split),
+        ) if on
+    ]  # fmt: skip
+    counts = [
+        f"{name} {n}" for name, n in (
+            ("first", p.num_layers_in_first_pipeline_stage), ("last", p.num_layers_in_last_pipeline_stage),
+        ) if n is not None
+    ]  # fmt: skip
+    return f"{' and '.join(ends)} as layers" if ends else ", ".join(counts) or "even"
+
+
+def _recompute(r: Any) -> str:
+    if r.granularity == "selective":
+        return ",".join(r.modules)
+    return f"full {r.method} {r.num_layers}" if r.granularity == "full" else "none"
+
+
+def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu) -> list[Block]:
+    from bridge_memory.plan.search import TIE, ties
+    from bridge_memory.report.document import Bullets, Column, Grid
+
+    base, num_gpus, words = space.base, space.num_gpus, {"split", "recompute"}
+    best, front = found.best(args.top), found.front()[: args.top]
+    # What says nothing here is left out: sizes of experts where there are none, columns of ones and of even splits.
+    idle = set() if base.model.has_experts else {"ep", "etp"}
+    rows = [_row(row) for row in (*best, *front)]
+    kept = [
+        i for i, title in enumerate(_HEADINGS)
+        if title not in idle and (title == "tp" or {row[i] for row in rows} - {"1", "even", "0%"})
+    ]
+    columns = (Column("#"), *(Column(_HEADINGS[i], words=_HEADINGS[i] in words) for i in kept))
+
+    def grid(title: str, shown: tuple[Row, ...], notes: tuple[str, ...] = ()) -> Grid:
+        cells = (_row(row) for row in shown)
+        numbered = tuple((str(n), *(row[i] for i in kept)) for n, row in enumerate(cells, 1))
+        return Grid(title, columns, numbered, None, notes)
+
+    notes = [
+        f"{found.looked_at:,} layouts looked at, {len(found.rows):,} fit {gpu.name}, {found.too_large:,} do not "
+        f"({found.without_activations:,} of them by their model state alone)"
+        + ("; stopped before the end" if found.stopped else ""),
+    ]
+    if found.refused:
+        notes.append(
+            "refused, by field: " + ", ".join(f"{name} {number:,}" for name, number in found.refused.most_common(6))
+        )
+    if not found.rows:
+        return [Bullets("Nothing fits", tuple(notes))]
+    tied = ties(best)
+    if tied > 1:
+        notes.append(f"rows 1 to {tied} are a tie: step times that differ by {TIE:.0%} or less cannot be told apart")
+    notes.append(
+        "step s is a model's, for ranking: work over rates fitted on measured runs; compute, sent (all communication "
+        "that nothing hides), bubble and again (recomputation) are its parts"
+    )
+    if base.model.has_experts:
+        notes.append("no measured group varies EP: how layouts with different EP compare rests on the model alone")
+    grids: list[Block] = [
+        grid(f"Fastest layouts of {base.model.name} on {num_gpus} x {gpu.name}", best, tuple(notes))
+    ]
+    if len(front) > 1:
+        grids.append(grid("Less memory for time: no other layout is both faster and smaller", front))
+    return grids
+
+
+def _record(row: Row) -> dict[str, Any]:
+    t, p = row.time, row.run.parallel
+    return {
+        "tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "etp": p.etp,
+        "mbs": row.run.batch.micro_batch_size, "split": _split(p), "recompute": _recompute(row.run.recompute),
+        "peak_bytes": row.peak, "stage": row.stage, "headroom_bytes": row.headroom, "step_seconds": t.seconds,
+        **{f"{name}_seconds": value for name, value in t.passes._asdict().items()},
+        "recomputation_seconds": t.recomputation, "bubble_seconds": t.bubble, "pipeline_seconds": t.pipeline,
+        "data_parallel_seconds": t.data_parallel, "optimizer_seconds": t.optimizer,
+    }  # fmt: skip
+
+
+def _written(found: Found, args: argparse.Namespace) -> str:
+    records = [_record(row) for row in found.best(args.top)]
+    if args.format == "json":
+        import json
+
+        return json.dumps(
+            {
+                "schema": "bridge-memory/search/1", "looked_at": found.looked_at, "fit": len(found.rows),
+                "too_large": found.too_large, "refused": dict(found.refused), "stopped": found.stopped,
+                "best": records, "front": [_record(row) for row in found.front()],
+            },
+            indent=2,
+        )  # fmt: skip
+    if args.format == "csv":
+        import csv
+        import io
+
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(records[0]) if records else list(_HEADINGS), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+        return text.getvalue().rstrip("\n")
+    lines = ["| " + " | ".join(_HEADINGS) + " |", "|" + " --- |" * len(_HEADINGS)]
+    for row in found.best(args.top):
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in _row(row)) + " |")
+    return "\n".join(lines)
+
+
+def _emitted(found: Found, args: argparse.Namespace, gpu: Gpu) -> str:
+    from bridge_memory.plan.emit import bridge_overrides, estimate_command, layout_fields, megatron_arguments
+
+    best = found.best(max(args.top, args.row))
+    if not best:
+        raise SpecError("nothing fits; there is no row to emit")
+    if args.row > len(best):
+        raise SpecError(f"--row {args.row} does not exist; {len(best)} layouts fit")
+    run = best[args.row - 1].run
+    if args.emit == "megatron-args":
+        return megatron_arguments(run)
+    if args.emit == "bridge":
+        return bridge_overrides(run)
+    layout = layout_fields(run)
+    names = {flag.field: flag.names.split()[0] for flag in FLAGS}
+    given = {
+        names[key]: value for key, value in vars(args).items()
+        if key in names and key not in layout and key != "parallel.world_size"
+    }  # fmt: skip
+    return estimate_command(run, args.model or "", given, gpu.name)

@@ -1,0 +1,105 @@
+"""``bridge-memory whatif``: what changing one option frees, and what it costs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.cli.run_arguments import run_on_gpus
+from bridge_memory.cli.run_flags import add_run_arguments
+from bridge_memory.spec import SpecError
+
+if TYPE_CHECKING:
+    from bridge_memory.plan.changes import Effect
+
+_TITLES = ("change", "frees GiB", "peak GiB", "time")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_run_arguments(parser)
+    add_output_arguments(parser, "by the schema bridge-memory/whatif/1")
+    group = parser.add_argument_group("what-if")
+    group.add_argument("--gpu", required=True, metavar="NAME", help="the GPU (`bridge-memory gpus` lists them)")
+    group.add_argument("--pairs", action="store_true", help="also the best pairs of changes")
+    group.add_argument("--target-gib", type=float, metavar="X",
+                       help="the cheapest changes with which no stage exceeds X GiB")
+    group.add_argument("--top", type=int, default=20, metavar="N", help="changes to show (default: 20)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Try every change and print. Returns 0, or 1 where --target-gib cannot be reached."""
+    from bridge_memory.plan.changes import cheapest, effects
+    from bridge_memory.report.gpus import find_gpu
+    from bridge_memory.speed.hardware import HARDWARE, hardware_of
+
+    gpu = find_gpu(args.gpu)
+    hardware = HARDWARE.get(gpu.name)
+    if args.top < 1:
+        raise SpecError(f"--top ({args.top}) counts from 1; give a positive number")
+    spec = run_on_gpus(args, [gpu])
+    target = None
+    if args.target_gib is not None:
+        if not 0 < args.target_gib < 1e6:
+            raise SpecError(f"--target-gib ({args.target_gib}) is no size; give GiB of more than 0")
+        target = cheapest(spec, int(args.target_gib * 2**30), hardware_of(gpu.name))
+    singles, pairs = effects(spec, hardware, pairs=args.pairs)
+    shown = {"changes": singles[: args.top], "pairs": pairs[: args.top]}
+    if args.json:
+        import json
+
+        from bridge_memory.estimate import peaks
+
+        reached = {} if args.target_gib is None else {"target": _record(target) if target else None}
+        print(json.dumps(
+            {
+                "schema": "bridge-memory/whatif/1", "peak_bytes": max(s.peak_bytes for s in peaks(spec)),
+                **{name: [_record(e) for e in some] for name, some in shown.items()}, **reached,
+            }, indent=2,
+        ))  # fmt: skip
+    else:
+        _print(args, spec.model.name, shown, target)
+    return int(args.target_gib is not None and target is None)
+
+
+def _record(effect: Effect) -> dict[str, Any]:
+    fields = {name: value for change in effect.changes for name, value in change.fields}
+    return {
+        "fields": fields, "freed_bytes": effect.freed, "peak_bytes": effect.peak, "step_time_factor": effect.slowdown,
+    }  # fmt: skip
+
+
+def _print(args: argparse.Namespace, name: str, shown: dict[str, list[Effect]], target: Effect | None) -> None:
+    from bridge_memory.report.document import Block, Bullets, Column, Grid
+    from bridge_memory.report.printing import print_blocks
+
+    columns = tuple(Column(title, words=title == "change") for title in _TITLES)
+    blocks: list[Block] = []
+    for title, some in (("One change", shown["changes"]), ("Two changes", shown["pairs"])):
+        if some:
+            blocks.append(Grid(f"{title} to {name}", columns, tuple(map(_row, some))))
+    if not shown["changes"]:
+        blocks.append(Bullets("Nothing frees memory", ("no single change lowers the highest peak of all stages",)))
+    if args.target_gib is not None:
+        if target is None:
+            words = "no three changes reach it"
+        else:
+            frees, peak, time = _row(target)[1:]
+            words = f"{target.words}: peak {peak} GiB, frees {frees} GiB, time {time}"
+        blocks.append(Bullets(f"At most {args.target_gib:g} GiB on every stage", (words,)))
+    blocks.append(
+        Bullets(
+            "How to read it",
+            (
+                "frees: of the highest peak of all stages, by the estimate of the changed run",
+                "time: a sequence's, by the time model (references/search.md); ? where it does not know",
+            ),
+        )
+    )
+    print_blocks(blocks)
+
+
+def _row(effect: Effect) -> tuple[str, ...]:
+    time = "?" if effect.slowdown is None else f"{effect.slowdown - 1:+.1%}"
+    return effect.words, f"{effect.freed / 2**30:.2f}", f"{effect.peak / 2**30:.2f}", time

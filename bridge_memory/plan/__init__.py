@@ -1,0 +1,1 @@
+"""What to run: layouts that fit, the fastest first; what changing an option frees; how to split the layers."""

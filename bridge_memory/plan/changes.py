@@ -1,0 +1,201 @@
+"""What could be changed in a run, one option at a time: what each frees at the highest peak, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from bridge_memory.estimate import peaks
+from bridge_memory.plan.space import useful_modules
+from bridge_memory.plan.splits import NO_SPLIT, splits
+from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.speed.hardware import Hardware
+from bridge_memory.speed.step_time import step_time
+
+#: Changes whose cost the time model does not know: traffic to host memory, and other numerics.
+UNTIMED = frozenset({"optimizer offload", "activation offload"})
+#: Changes that stand a chance in a pair or a set: the rest frees less than the best of these alone.
+MOST_COMBINED = 12
+
+
+class Change(NamedTuple):
+    """One option, changed: fields of a RunSpec (``RunSpec.with_fields``) and their new values."""
+
+    #: Changes of one kind exclude each other.
+    kind: str
+    fields: tuple[tuple[str, Any], ...]
+
+    @property
+    def words(self) -> str:
+        return ", ".join(f"{name}={_shown(value)}" for name, value in self.fields)
+
+
+class Effect(NamedTuple):
+    """What one or more changes do, in bytes and as a factor."""
+
+    changes: tuple[Change, ...]
+    run: RunSpec
+    #: Highest peak of all stages.
+    peak: int
+    #: Of the highest peak before, less than zero where it grows.
+    freed: int
+    #: Time a sequence over that before; None where the time model does not know.
+    slowdown: float | None
+
+    @property
+    def words(self) -> str:
+        return "; ".join(change.words for change in self.changes)
+
+
+def _shown(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _change(kind: str, **fields: Any) -> Change:
+    return Change(kind, tuple(fields.items()))
+
+
+def changes(run: RunSpec) -> Iterator[Change]:
+    """Every change of one option that keeps the model, the GPUs and the batch of a step. Not all are legal."""
+    p, b, o, r, i, d = run.parallel, run.batch, run.optimizer, run.recompute, run.implementation, run.data_parallel
+    modules = r.modules if r.granularity == "selective" else ()
+    for module in useful_modules(run):
+        if module not in modules and r.granularity != "full":
+            yield _change(
+                f"recompute {module}", recompute_granularity="selective", recompute_modules=(*modules, module)
+            )
+    if r.granularity != "full":
+        yield _change(
+            "full recompute", recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
+        half = max(1, run.model.num_layers // (p.pp * p.vpp) // 2)
+        yield _change(
+            "full recompute", recompute_granularity="full", recompute_method="block", recompute_num_layers=half
+        )
+    if b.micro_batch_size > 1:
+        yield _change("micro batch", micro_batch_size=b.micro_batch_size // 2)
+    yield from _sizes(run)
+    if not p.sp and p.tp > 1:
+        yield _change("sequence parallel", sequence_parallel=True)
+    if not d.use_distributed_optimizer and not d.fsdp:
+        yield _change("distributed optimizer", use_distributed_optimizer=True)
+    if run.precision.params_dtype == "bf16" and o.optimizer == "adam" and not o.optimizer_cpu_offload:
+        if not o.use_precision_aware_optimizer:
+            sharded = {} if d.use_distributed_optimizer else {"use_distributed_optimizer": True}
+            yield _change(
+                "optimizer dtypes", use_precision_aware_optimizer=True, **sharded, exp_avg_dtype="bf16",
+                exp_avg_sq_dtype="bf16",
+            )
+        if o.use_precision_aware_optimizer and (o.exp_avg_dtype, o.exp_avg_sq_dtype) != ("fp8", "fp8"):
+            yield _change("optimizer dtypes", exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8")
+    if d.grad_reduce_in_fp32 and run.precision.params_dtype == "bf16":
+        yield _change("gradient dtype", grad_reduce_in_fp32=False)
+    if not o.optimizer_cpu_offload:
+        yield _change("optimizer offload", optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
+    if not i.cross_entropy_loss_fusion:
+        fused = "te" if i.te else "native"
+        yield _change("loss fusion", cross_entropy_loss_fusion=True, cross_entropy_fusion_impl=fused)
+    if run.model.has_experts:
+        for dispatcher in ("alltoall", "allgather", "flex"):
+            if dispatcher != i.moe_token_dispatcher_type:
+                yield _change("dispatcher", moe_token_dispatcher_type=dispatcher)
+        if not i.moe_permute_fusion and i.te:
+            yield _change("permute fusion", moe_permute_fusion=True)
+    if i.te and not i.offload_modules:
+        yield _change("activation offload", offload_modules=("core_attn",))
+
+
+def _sizes(run: RunSpec) -> Iterator[Change]:
+    """Parallel sizes twice and half as large, and other splits of the layers."""
+    p = run.parallel
+    for kind, field, size in (
+        ("TP", "tensor_model_parallel_size", p.tp), ("PP", "pipeline_model_parallel_size", p.pp),
+        ("CP", "context_parallel_size", p.cp), ("EP", "expert_model_parallel_size", p.ep),
+    ):  # fmt: skip
+        if kind == "EP" and not run.model.has_experts:
+            continue
+        for changed in {2 * size, size // 2} - {0}:
+            yield _change(kind, **{field: changed})
+    if run.model.has_experts and p.tp > 1:
+        yield _change("ETP", expert_tensor_parallel_size=1 if p.etp > 1 else p.tp)
+    if p.pp == 1 or run.model.hybrid:
+        return
+    for vpp in {1, p.vpp, 2 * p.vpp, p.vpp // 2} - {0}:
+        for fields in splits(run.model, p.pp, vpp):
+            asked = {**NO_SPLIT, **fields, "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None}
+            differ = {name: value for name, value in asked.items() if getattr(p, name) != value}
+            if differ:
+                yield Change("split", tuple(differ.items()))
+
+
+def effects(
+    run: RunSpec, hardware: Hardware | None = None, *, pairs: bool = False, most: int = MOST_COMBINED
+) -> tuple[list[Effect], list[Effect]]:
+    """(single changes, pairs of the ``most`` best of them), the most freed first. Those that free nothing are left
+    out, and those that the run cannot have."""
+    apply = _Applied(run, hardware)
+    singles = [e for change in dict.fromkeys(changes(run)) if (e := apply((change,))) is not None and e.freed > 0]
+    singles.sort(key=lambda e: -e.freed)
+    both: list[Effect] = []
+    if pairs:
+        for one, other in combinations([e.changes[0] for e in singles[:most]], 2):
+            found = apply((one, other)) if one.kind != other.kind else None
+            if found is not None and found.freed > 0:
+                both.append(found)
+        both.sort(key=lambda e: -e.freed)
+    return singles, both
+
+
+def cheapest(run: RunSpec, target: int, hardware: Hardware, *, largest: int = 3) -> Effect | None:
+    """The set of at most ``largest`` changes with which no stage exceeds ``target`` bytes and a sequence takes least
+    time; one whose cost is unknown only where no other reaches it. None where none does.
+
+    Sets of three are made of the MOST_COMBINED changes that free most, those of two of three times as many.
+    """
+    singles, _ = effects(run, hardware)
+    apply = _Applied(run, hardware)
+    reached = [e for e in singles if e.peak <= target]
+    for number in range(2, largest + 1):
+        some = [e.changes[0] for e in singles[: MOST_COMBINED * (3 if number == 2 else 1)]]
+        for chosen in combinations(some, number):
+            if len({change.kind for change in chosen}) == number:
+                found = apply(chosen)
+                if found is not None and found.peak <= target:
+                    reached.append(found)
+    return min(reached, key=lambda e: (e.slowdown is None, e.slowdown or 0.0, len(e.changes), e.peak), default=None)
+
+
+class _Applied:
+    """What changes make of one run."""
+
+    def __init__(self, run: RunSpec, hardware: Hardware | None) -> None:
+        self.run, self.hardware = run, hardware
+        self.before = max(s.peak_bytes for s in peaks(run))
+        self.seconds = _seconds(run, hardware) if hardware else 0.0
+
+    def __call__(self, chosen: tuple[Change, ...]) -> Effect | None:
+        """None where the run cannot have them."""
+        fields: dict[str, Any] = {}
+        for change in chosen:
+            for name, value in change.fields:
+                if name == "recompute_modules" and name in fields:
+                    value = tuple(dict.fromkeys((*fields[name], *value)))
+                elif name in fields and fields[name] != value:
+                    return None
+                fields[name] = value
+        try:
+            changed = self.run.with_fields(**fields)
+            peak = max(s.peak_bytes for s in peaks(changed))
+        except SpecError:
+            return None
+        slowdown = None
+        if self.hardware is not None and not UNTIMED & {change.kind for change in chosen}:
+            slowdown = _seconds(changed, self.hardware) / self.seconds
+        return Effect(chosen, changed, peak, self.before - peak, slowdown)
+
+
+def _seconds(run: RunSpec, hardware: Hardware) -> float:
+    """Seconds a sequence: where no global batch size is given, a step's sequences vary with the sizes."""
+    sequences = run.num_microbatches * run.batch.micro_batch_size * run.parallel.data_parallel_size
+    return step_time(run, hardware).seconds / sequences

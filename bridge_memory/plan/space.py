@@ -1,0 +1,169 @@
+"""The layouts that a search looks at: every combination of parallel sizes, split, micro batch and recomputation that
+megatron-core would run, around a run whose other settings stay.
+
+The grid keeps to what people use: powers of two for TP, CP, EP and the micro batch, TP inside of one NVLink domain,
+one or two splits of the layers for each number of chunks, a dozen sets of recomputed modules. ``exhaustive`` drops
+these rules and keeps what divides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import NamedTuple
+
+from bridge_memory.plan.splits import splits
+from bridge_memory.spec import (
+    MLASpec,
+    MoESpec,
+    ParallelSpec,
+    RecomputeSpec,
+    RunSpec,
+    SpecError,
+)
+from bridge_memory.spec.gaps import idle_modules
+from bridge_memory.spec.parts import RECOMPUTE_MODULES
+
+#: Axis -> the fields that fix it when they are given.
+AXES: dict[str, tuple[str, ...]] = {
+    "tp": ("tensor_model_parallel_size",),
+    "pp": ("pipeline_model_parallel_size",),
+    "vpp": ("virtual_pipeline_model_parallel_size",),
+    "cp": ("context_parallel_size",),
+    "ep": ("expert_model_parallel_size",),
+    "etp": ("expert_tensor_parallel_size",),
+    "mbs": ("micro_batch_size",),
+    "split": (
+        "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+        "pipeline_model_parallel_layout",
+    ),
+    "recompute": ("granularity", "method", "num_layers", "modules"),
+}  # fmt: skip
+#: Largest micro batch and context parallel size of the grid.
+MOST_SEQUENCES, MOST_CP = 8, 16
+
+
+class Space(NamedTuple):
+    """What varies, and around what."""
+
+    #: All settings that stay; its parallel sizes are those that were given.
+    base: RunSpec
+    num_gpus: int
+    #: GPUs that reach each other by NVLink.
+    domain: int
+    #: Axes that stay as ``base`` has them.
+    fixed: frozenset[str] = frozenset()
+    #: Axis -> smallest and largest value.
+    ranges: Mapping[str, tuple[int, int]] = {}
+    exhaustive: bool = False
+
+    def sizes(self, axis: str, given: int, most: int, *, among: Sequence[int] | None = None) -> list[int]:
+        """Values of an axis, up to ``most``."""
+        if axis in self.fixed:
+            return [given]
+        low, high = self.ranges.get(axis, (1, most))
+        known = among if among is not None else range(1, most + 1)
+        keep = [n for n in known if low <= n <= min(high, most)]
+        return keep if self.exhaustive else [n for n in keep if n & (n - 1) == 0]
+
+
+class Refused(Counter[str]):
+    """Layouts that are refused, by the field that the refusal begins with."""
+
+    def add(self, error: SpecError, number: int = 1) -> None:
+        self[str(error).split(" ", 1)[0].rstrip(":,")] += number
+
+
+def layouts(space: Space, refused: Refused) -> Iterator[list[RunSpec]]:
+    """Every layout of the space, those together that differ in micro batch and recomputation alone."""
+    base, gpus = space.base, space.num_gpus
+    total = base.batch.global_batch_size
+    for parallel in _parallel(space):
+        dp = gpus // (parallel.tp * parallel.pp * parallel.cp)
+        alike: list[RunSpec] = []
+        recomputations = list(_recomputations(space, parallel))
+        for mbs in space.sizes("mbs", base.batch.micro_batch_size, MOST_SEQUENCES):
+            if total is not None and total % (mbs * dp):
+                refused["global_batch_size"] += len(recomputations)
+                continue
+            batch = replace(base.batch, micro_batch_size=mbs)
+            for number, recompute in enumerate(recomputations):
+                try:
+                    alike.append(base.with_(parallel=parallel, batch=batch, recompute=recompute))
+                except SpecError as error:
+                    if not number:  # so are the others
+                        refused.add(error, len(recomputations))
+                        break
+                    refused.add(error)
+        if alike:
+            yield alike
+
+
+def _parallel(space: Space) -> Iterator[ParallelSpec]:
+    base, gpus = space.base, space.num_gpus
+    model, p = base.model, base.parallel
+    experts = next((k.ffn.num_experts for k in dict.fromkeys(model.layers) if isinstance(k.ffn, MoESpec)), 0)
+    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    for tp in space.sizes("tp", p.tp, min(gpus, space.domain), among=divisors):
+        for pp in space.sizes("pp", p.pp, min(gpus // tp, model.num_layers), among=divisors):
+            for cp in space.sizes("cp", p.cp, min(MOST_CP, gpus // (tp * pp)), among=divisors):
+                if gpus % (tp * pp * cp):
+                    continue
+                for ep in space.sizes("ep", p.ep, max(1, experts), among=divisors):
+                    for etp in (p.etp,) if "etp" in space.fixed else sorted({1, tp}) if experts else (tp,):
+                        if experts and (gpus % (ep * etp * pp) or experts % ep):
+                            continue
+                        sizes = replace(
+                            p, world_size=gpus, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+                            context_parallel_size=cp, expert_model_parallel_size=ep,
+                            expert_tensor_parallel_size=etp if experts else None,
+                        )  # fmt: skip
+                        yield from _split(space, sizes)
+
+
+def _split(space: Space, parallel: ParallelSpec) -> Iterator[ParallelSpec]:
+    """The same sizes with every number of virtual stages, and every split of the layers."""
+    model = space.base.model
+    if "split" in space.fixed:
+        yield parallel
+        return
+    most = max(1, model.num_layers // parallel.pp) if parallel.pp > 1 and not model.hybrid else 1
+    low, high = space.ranges.get("vpp", (1, most))
+    numbers = (parallel.vpp,) if "vpp" in space.fixed else [n for n in range(1, most + 1) if low <= n <= high]
+    for vpp in numbers:
+        for fields in splits(model, parallel.pp, vpp, exhaustive=space.exhaustive):
+            yield replace(parallel, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None, **fields)
+
+
+def _recomputations(space: Space, parallel: ParallelSpec) -> Iterator[RecomputeSpec]:
+    base = space.base.recompute
+    if "recompute" in space.fixed:
+        yield base
+        return
+    yield replace(base, granularity=None, method=None, num_layers=None)
+    modules = useful_modules(space.base)
+    most = len(modules) if space.exhaustive else 2
+    for number in range(1, len(modules) + 1):
+        if number <= most or number == len(modules):
+            for chosen in combinations(modules, number):
+                if "moe" in chosen and {"moe_act", "shared_experts"} & set(chosen):
+                    continue  # the whole runs again already
+                yield replace(base, granularity="selective", modules=chosen)
+    layers = max(1, space.base.model.num_layers // (parallel.pp * parallel.vpp))
+    quarters = range(1, layers) if space.exhaustive else sorted({layers // 4, layers // 2, 3 * layers // 4} - {0})
+    for number in quarters:
+        yield replace(base, granularity="full", method="block", num_layers=number)
+    yield replace(base, granularity="full", method="uniform", num_layers=1)
+
+
+def useful_modules(run: RunSpec) -> tuple[str, ...]:
+    """Modules whose recomputation frees something in this model."""
+    idle = set(idle_modules(run.model, run.implementation.te))
+    if run.implementation.attention_kernel != "unfused":
+        idle.add("core_attn")  # fused kernels keep no scores
+    if not any(isinstance(kind.mixer, MLASpec) for kind in dict.fromkeys(run.model.layers)):
+        idle.add("mla_up_proj")
+    return tuple(module for module in RECOMPUTE_MODULES if module not in idle)

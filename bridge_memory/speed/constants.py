@@ -1,0 +1,75 @@
+"""What a run reaches of the hardware's rates: the constants of the time model, each with its meaning.
+
+Fitted by ``scripts/fit_speed.py`` on the groups of layouts that ``FITTED_ON`` names.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Constants(NamedTuple):
+    """Shares are of the hardware's peak rate; dimensions in elements; times in seconds."""
+
+    #: Share of the peak rate that a matrix product of large dimensions reaches: V100 and A100, H100 and H200, later.
+    gemm_ampere: float = 0.8
+    gemm_hopper: float = 0.7
+    gemm_blackwell: float = 0.6
+    #: What eight-bit products reach of that share of their own peak rate, casts included.
+    gemm_fp8: float = 0.8
+    #: A product of dimension n reaches n / (n + this) of it, for each of its dimensions.
+    gemm_half_rows: float = 100.0
+    gemm_half_columns: float = 200.0
+    #: Fused attention reaches this of that share.
+    attention: float = 0.55
+    #: Share of the memory's bandwidth that elementwise kernels reach.
+    memory: float = 0.7
+    #: Host time of one layer's pass beyond what its kernels take.
+    layer: float = 5e-5
+    #: Share of NVLink's bandwidth, and seconds of one collective.
+    nvlink: float = 0.7
+    nvlink_latency: float = 2e-5
+    #: Share of tensor parallelism's collectives that ``tp_comm_overlap`` does not hide.
+    tensor_parallel_exposed: float = 0.4
+    #: Share of the network's bandwidth, and seconds of one collective or message.
+    network: float = 0.6
+    network_latency: float = 5e-5
+
+    def gemm(self, generation: str) -> float:
+        """``gemm_*`` of a generation."""
+        if generation == "hopper":
+            return self.gemm_hopper
+        return self.gemm_blackwell if generation in ("blackwell", "cdna3") else self.gemm_ampere
+
+
+#: Where the fit starts, and what it is pulled to: shares that large, well-shaped kernels reach in the makers' own
+#: benchmarks, and latencies of NCCL's order.
+STARTING_POINT = Constants()
+#: Keys of ``layout_group`` in the corpus of measured throughput.
+FITTED_ON: tuple[str, ...] = (
+    "aa|65B|2048|64", "aa|13B|8192|64", "bs|prequel|181B|14336x72|384|2048", "mlperf|llama31_405b|DGXH100",
+    "simumax|llama3-70b|12|4096|tokens-per-s (gbs differs between layouts)",
+    "mb|26.04.01 NeMo Container|LLAMA3_70B|DGX-H100|64|256|8192|FP8|pretrain",
+    "mb|26.04.01 NeMo Container|LLAMA3_70B|DGX-GB200|64|256|8192|MXFP8|pretrain",
+    "mb|26.04.01 NeMo Container|LLAMA3.1_405B|DGX-H100|1024|1536|8192|FP8|pretrain",
+    "mb|26.04.01 NeMo Container|Qwen3_30B_a3B|DGX-GB200|8|512|4096|MXFP8|pretrain",
+    "mb|26.04.01 NeMo Container|Qwen3_30B_a3B|DGX-H100|16|1024|4096|FP8|pretrain",
+    "mb|26.04.01 NeMo Container|Qwen3_235B_a22B|DGX-H100|256|8192|4096|FP8|pretrain",
+    "mb|26.04.01 NeMo Container|Qwen3_235B_a22B|DGX-B200|256|8192|4096|MXFP8|pretrain",
+)
+DEFAULT = Constants(
+    gemm_ampere=0.757,
+    gemm_hopper=0.788,
+    gemm_blackwell=0.533,
+    gemm_fp8=0.882,
+    gemm_half_rows=130,
+    gemm_half_columns=211,
+    attention=0.702,
+    memory=0.851,
+    layer=5.75e-05,
+    nvlink=0.369,
+    nvlink_latency=2.36e-05,
+    tensor_parallel_exposed=0.403,
+    network=0.947,
+    network_latency=4.24e-05,
+)

@@ -1,0 +1,185 @@
+"""The work of one microbatch on one rank, by block: matrix products, attention, bytes through memory, bytes sent.
+
+Products are read off the parameters that ``inventory`` lists, so that every family is counted by the same lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from bridge_memory.inventory.blocks import Block
+from bridge_memory.inventory.context import BlockContext
+from bridge_memory.inventory.layer import layer_block
+from bridge_memory.inventory.parameters import Use
+from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec, RunSpec
+from bridge_memory.spec.model import FeedForward
+from bridge_memory.speed.kernels import Kernels
+
+#: Bytes an element that a norm in plain torch reads and writes beyond those of one kernel: a copy in fp32, its square,
+#: the mean, the product, the cast back and the weight.
+_UNFUSED_NORM = 32
+
+
+class Product(NamedTuple):
+    """``times`` products of [rows, inner] by [inner, columns]."""
+
+    rows: float
+    columns: int
+    inner: int
+    times: int = 1
+    #: Whether fp8 recipes run it in eight bits.
+    quantized: bool = True
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.columns * self.inner * self.times
+
+
+class Work(NamedTuple):
+    """One block, forward, one microbatch."""
+
+    products: tuple[Product, ...] = ()
+    #: Floating-point operations of fused attention.
+    attention: float = 0.0
+    #: Bytes read and written by kernels that only pass over tensors.
+    traffic: float = 0.0
+    #: Bytes that tensor parallelism gathers and reduces (a whole tensor each), and how many collectives.
+    tensor_parallel: float = 0.0
+    tensor_collectives: int = 0
+    #: Bytes that one rank sends to other expert-parallel ranks, and how many exchanges.
+    expert_parallel: float = 0.0
+    expert_exchanges: int = 0
+    #: Bytes of keys and values that context parallelism passes round.
+    context_parallel: float = 0.0
+
+
+class LayerWork(NamedTuple):
+    """The two halves of a decoder layer; what is not there has no work."""
+
+    mixer: Work
+    feed_forward: Work
+
+
+def layer_work(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kernels) -> LayerWork:
+    """One decoder layer."""
+    norm = 0.0 if kernels.fused_norm else _UNFUSED_NORM * ctx.tokens_sp * ctx.hidden_size
+    mixer, feed_forward = _mixer_work(layer, run, ctx, kernels), _feed_forward_work(layer, ctx)
+    return LayerWork(*[
+        half._replace(traffic=half.traffic + norm) if half.products else half for half in (mixer, feed_forward)
+    ])
+
+
+def output_work(model: ModelSpec, ctx: BlockContext) -> Work:
+    """Output layer and loss."""
+    logits = ctx.tokens * (ctx.padded_vocab // ctx.tp)
+    # Fused: read for the maximum, the sum and the gradient, which is written; else a copy in fp32 and a softmax more.
+    passes = 4 * ctx.act if ctx.impl.cross_entropy_loss_fusion else 2 * ctx.act + 8 * 4
+    gathered = ctx.tokens * model.hidden_size * ctx.act if ctx.tp > 1 else 0.0
+    return Work(
+        (Product(ctx.tokens, ctx.padded_vocab // ctx.tp, model.hidden_size, quantized=False),), traffic=logits * passes,
+        tensor_parallel=2.0 * gathered, tensor_collectives=2 if gathered else 0,
+    )  # fmt: skip
+
+
+def mtp_work(model: ModelSpec, ctx: BlockContext) -> Work:
+    """What an MTP depth has beside its layer and its loss: two norms, and the projection of both inputs."""
+    stream = ctx.tokens_sp * model.hidden_size * ctx.act
+    product = Product(ctx.tokens, model.hidden_size // ctx.tp, 2 * model.hidden_size)
+    return Work((product,), traffic=6 * stream)
+
+
+def _mixer_work(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kernels) -> Work:
+    if layer.mixer is None:
+        return Work()
+    attention, kv = _attention(layer, run, ctx)
+    tensor = 2.0 * ctx.tokens * ctx.hidden_size * ctx.act if ctx.tp > 1 else 0.0
+    half = LayerSpec(layer.mixer, None, layer.post_layernorms)
+    return Work(
+        tuple(_products(layer_block(half, ctx), None, ctx)), attention, _mixer_traffic(layer, ctx, kernels), tensor,
+        2 if tensor else 0, context_parallel=kv,
+    )  # fmt: skip
+
+
+def _feed_forward_work(layer: LayerSpec, ctx: BlockContext) -> Work:
+    ffn = layer.ffn
+    if ffn is None:
+        return Work()
+    tensor, exchanged = 0.0, 0.0
+    if isinstance(ffn, MoESpec):
+        routed = ctx.tokens_sp * ffn.topk * (ffn.latent_size or ctx.hidden_size) * ctx.act
+        if ctx.ep > 1:
+            exchanged = 2.0 * routed * (ctx.ep - 1) / ctx.ep
+        if ctx.etp > 1:
+            tensor = 2.0 * routed * ctx.etp
+    elif ctx.tp > 1:
+        # An all-reduce forward, or a gather and a reduce-scatter of as much in all.
+        tensor = 2.0 * ctx.tokens * ctx.hidden_size * ctx.act
+    half = LayerSpec(None, ffn, layer.post_layernorms)
+    return Work(
+        tuple(_products(layer_block(half, ctx), ffn, ctx)), 0.0, _feed_forward_traffic(ffn, ctx), tensor,
+        2 if tensor else 0, exchanged, 2 if exchanged else 0,
+    )  # fmt: skip
+
+
+def _products(block: Block, ffn: FeedForward | None, ctx: BlockContext) -> Iterator[Product]:
+    for parameters, times in block.parameters.rows:
+        for p in parameters:
+            if len(p.shape) != 2 or p.use is Use.EMBEDDING:
+                continue
+            columns, inner = p.shape
+            if p.expert:
+                assert isinstance(ffn, MoESpec)
+                rows = ctx.tokens * ffn.topk * ctx.etp / ctx.tp * ctx.ep / ffn.num_experts
+                yield Product(rows, columns, inner, times)
+            else:
+                yield Product(ctx.tokens if p.sharded else ctx.tokens_sp, columns, inner, times, p.is_gemm)
+
+
+def _attention(layer: LayerSpec, run: RunSpec, ctx: BlockContext) -> tuple[float, float]:
+    """(floating-point operations of softmax attention forward, bytes of this rank's keys and values)."""
+    mixer, length = layer.mixer, run.batch.seq_length
+    if isinstance(mixer, AttentionSpec):
+        heads, groups = mixer.num_attention_heads / ctx.tp, max(1.0, mixer.num_query_groups / ctx.tp)
+        width, wide = mixer.kv_channels, mixer.value_channels
+        window = mixer.window_size
+    elif isinstance(mixer, MLASpec):
+        heads = groups = mixer.num_attention_heads / ctx.tp
+        width, wide, window = mixer.qk_head_dim + mixer.qk_pos_emb_head_dim, mixer.v_head_dim, None
+    else:
+        return 0.0, 0.0
+    keys = length / 2 if window is None or window >= length else window * (1 - window / (2 * length))
+    flops = 2.0 * ctx.tokens * keys * heads * (width + wide)
+    return flops, ctx.tokens * groups * (width + wide) * ctx.act if ctx.cp > 1 else 0.0
+
+
+def _mixer_traffic(layer: LayerSpec, ctx: BlockContext, kernels: Kernels) -> float:
+    """Bytes that elementwise kernels read and write forward."""
+    stream, mixer = ctx.tokens_sp * ctx.hidden_size * ctx.act, layer.mixer
+    traffic: float = (2 + 3) * stream  # norm: in, out; bias, dropout, add: two in, one out
+    if isinstance(mixer, AttentionSpec):
+        qkv = (mixer.num_attention_heads + 2 * mixer.num_query_groups) * mixer.kv_channels / ctx.tp
+        traffic += 2 * 2 * ctx.tokens * qkv * ctx.act  # split and rotate
+        if kernels.unfused_attention:
+            scores = ctx.tokens * ctx.seq * ctx.cp * mixer.num_attention_heads / ctx.tp
+            traffic += 8 * scores * ctx.act  # scores, scaled and masked, softmax, dropout: each out and in
+    elif isinstance(mixer, MLASpec):
+        wide = mixer.num_attention_heads * (mixer.qk_head_dim + mixer.qk_pos_emb_head_dim + mixer.v_head_dim)
+        traffic += 3 * 2 * ctx.tokens * wide / ctx.tp * ctx.act
+    else:
+        traffic += 12 * stream
+    return traffic
+
+
+def _feed_forward_traffic(ffn: FeedForward, ctx: BlockContext) -> float:
+    """As ``_mixer_traffic``."""
+    traffic: float = (2 + 3) * ctx.tokens_sp * ctx.hidden_size * ctx.act
+    passes = 3 if ffn.gated else 2
+    if isinstance(ffn, MLPSpec):
+        return traffic + passes * ctx.tokens * ffn.ffn_hidden_size / ctx.tp * ctx.act
+    routed = ctx.tokens_sp * ffn.topk
+    traffic += passes * routed * ffn.moe_ffn_hidden_size * ctx.act
+    moves = 4 if ctx.ep > 1 else 2  # permute and put back, once more by local expert after an exchange
+    traffic += moves * 2 * routed * ctx.etp * (ffn.latent_size or ctx.hidden_size) * ctx.act
+    traffic += 4 * ctx.tokens_sp * ffn.num_experts * 4  # the router's scores in fp32
+    return traffic + passes * ctx.tokens * ffn.shared_expert_intermediate_size / ctx.tp * ctx.act

@@ -1,0 +1,125 @@
+"""Balance against every split tried by hand, with ``estimate``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from bridge_memory import BatchSpec, ParallelSpec, RunSpec, SpecError, estimate, resolve_model
+from bridge_memory.cli import main
+from bridge_memory.plan.balance import balance, default_split, described, with_sizes
+from bridge_memory.plan.published import PUBLISHED
+from bridge_memory.speed.hardware import hardware_of
+
+H100 = hardware_of("H100")
+
+
+def run(model: str, layers: int, pp: int, vpp: int | None = None, **fields: Any) -> RunSpec:
+    spec = resolve_model(model)
+    kept = replace(spec, layers=spec.layers[:layers])
+    parallel = ParallelSpec(
+        world_size=8 * pp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp, **fields
+    )
+    return RunSpec(model=kept, parallel=parallel, batch=BatchSpec(seq_length=4096, global_batch_size=128))
+
+
+def partitions(layers: int, chunks: int) -> list[tuple[int, ...]]:
+    """All ways to deal layers out: one or more a chunk, the last as few as none."""
+    return [
+        sizes for sizes in product(range(1, layers + 1), repeat=chunks - 1) if sum(sizes) <= layers
+        for sizes in [(*sizes, layers - sum(sizes))]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "pp"),
+    (("meta-llama/Llama-3.2-1B", 9, 3), ("Qwen/Qwen2.5-0.5B", 8, 4), ("deepseek-ai/DeepSeek-V2-Lite", 7, 3)),
+)
+def test_no_split_has_a_lower_peak(model: str, layers: int, pp: int) -> None:
+    """The last chunk of Qwen2.5 holds 152k logits, the first of DeepSeek-V2-Lite the only dense layer."""
+    base = run(model, layers, pp, pipeline_model_parallel_layout="E" + "|" * (pp - 1) + "t" * layers + "L")
+    lowest = min(estimate(with_sizes(base, sizes)).peak_stage.peak_bytes for sizes in partitions(layers, pp))
+    found = balance(base)
+    assert found.peak == lowest == estimate(found.run).peak_stage.peak_bytes
+    assert sum(found.layers) == layers
+
+
+@pytest.mark.parametrize(("model", "layers"), (("meta-llama/Llama-3.2-1B", 8), ("deepseek-ai/DeepSeek-V2-Lite", 8)))
+def test_no_split_over_virtual_stages_has_a_lower_peak(model: str, layers: int) -> None:
+    base = run(model, layers, 2, 2)
+    lowest = min(estimate(with_sizes(base, sizes)).peak_stage.peak_bytes for sizes in partitions(layers, 4))
+    assert balance(base).peak == lowest
+
+
+def test_within_the_card_no_split_is_faster() -> None:
+    base = run("Qwen/Qwen2.5-0.5B", 10, 3, pipeline_model_parallel_layout="Et*4|t*3|t*3L")
+    every = [described(with_sizes(base, sizes), H100) for sizes in partitions(10, 3)]
+    peaks = sorted(b.peak for b in every)
+    for capacity in (peaks[2], peaks[len(peaks) // 2], peaks[-1]):
+        found = balance(base, H100, capacity=capacity)
+        fastest = min(max(b.seconds) for b in every if b.peak <= capacity)
+        assert found.peak <= capacity and max(found.seconds) == pytest.approx(fastest)
+    with pytest.raises(SpecError, match="no split of 10 layers over 3 stages stays within"):
+        balance(base, H100, capacity=peaks[0] - 1)
+
+
+def test_the_usual_split_is_megatrons() -> None:
+    even = default_split(run("meta-llama/Llama-3.2-1B", 8, 4))
+    assert even is not None and described(even).layers == (2, 2, 2, 2)
+    with_loss = default_split(run("meta-llama/Llama-3.2-1B", 7, 4, pipeline_model_parallel_layout="Ett|tt|tt|tL"))
+    assert with_loss is not None and described(with_loss).layers == (2, 2, 2, 1)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_splits_have_every_layer(name: str) -> None:
+    for chunks, sizes in PUBLISHED[name].items():
+        assert len(sizes) == chunks and sum(sizes) == resolve_model(name).num_layers
+
+
+def test_what_cannot_be_balanced_is_refused() -> None:
+    with pytest.raises(SpecError, match="leaves nothing to balance"):
+        balance(run("meta-llama/Llama-3.2-1B", 8, 1))
+    with pytest.raises(SpecError, match="hybrid"):
+        balance(RunSpec(
+            model="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+            parallel=ParallelSpec(world_size=2, pipeline_model_parallel_size=2),
+        ))  # fmt: skip
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA gives the last of 16 stages one layer; a run that is refused for want of a split is no obstacle."""
+    monkeypatch.setenv("COLUMNS", "160")
+    flags = "--tp 2 --pp 16 --ep 64 --etp 1 --num-gpus 1024 --global-batch-size 8192 --gpu H100"
+    arguments = ["balance", "deepseek-ai/DeepSeek-V3", *flags.split()]
+    assert main([*arguments, "--json"]) == 0
+    splits = json.loads(capsys.readouterr().out)["splits"]
+    theirs, ours = splits["NVIDIA's recipe"], splits["lowest peak"]
+    assert theirs["layers"] == [*[4] * 15, 1] and max(ours["peak_bytes"]) < max(theirs["peak_bytes"])
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert ours["pipeline_model_parallel_layout"] in shown and "Megatron's own" not in shown  # 61 divides by nothing
+    again = main(["estimate", *arguments[1:], "--pipeline-model-parallel-layout",
+                  ours["pipeline_model_parallel_layout"], "--json"])
+    assert again == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [s["peak_bytes"] for s in stages] == ours["peak_bytes"]
+
+
+def test_a_given_split_is_shown_beside(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--pp 4 --num-gpus 16 --gpu H100 --num-layers-in-last-pipeline-stage 4 --global-batch-size 64"
+    assert main(["balance", "meta-llama/Llama-3.2-1B", *flags.split(), "--json"]) == 0
+    splits = json.loads(capsys.readouterr().out)["splits"]
+    assert splits["as given"]["layers"] == [4, 4, 4, 4] == splits["Megatron's own"]["layers"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), (("--num-gpus 8", "leaves nothing to balance"), ("--pp 64 --num-gpus 64", "is too small for"))
+)
+def test_refusals_are_one_line(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["balance", "meta-llama/Llama-3.2-1B", "--gpu", "H100", *flags.split()]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.err.count("\n") == 1

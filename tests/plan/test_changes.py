@@ -1,0 +1,125 @@
+"""What-if: every figure against ``estimate`` of the run that is changed by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, estimate
+from bridge_memory.cli import main
+from bridge_memory.plan.changes import Change, changes, cheapest, effects
+from bridge_memory.speed.hardware import hardware_of
+from bridge_memory.speed.step_time import step_time
+
+RUN = RunSpec(
+    model="Qwen/Qwen3-30B-A3B",
+    parallel=ParallelSpec(
+        world_size=32, tensor_model_parallel_size=2, pipeline_model_parallel_size=4, expert_model_parallel_size=4,
+        expert_tensor_parallel_size=1,
+    ),
+    batch=BatchSpec(seq_length=8192, micro_batch_size=2, global_batch_size=256),
+)  # fmt: skip
+H100 = hardware_of("H100")
+
+
+def peak(run: RunSpec) -> int:
+    return estimate(run).peak_stage.peak_bytes
+
+
+def test_singles_and_pairs_are_what_estimate_says() -> None:
+    singles, pairs = effects(RUN, H100, pairs=True, most=6)
+    assert len(singles) > 8 and len(pairs) > 5
+    before, seconds = peak(RUN), step_time(RUN, H100).seconds
+    for effect in (*singles, *pairs):
+        fields = {name: value for change in effect.changes for name, value in change.fields}
+        if len(effect.changes) == 2 and all("recompute_modules" in dict(c.fields) for c in effect.changes):
+            one, other = (dict(c.fields)["recompute_modules"] for c in effect.changes)
+            fields["recompute_modules"] = (*one, *other)
+        changed = RUN.with_fields(**fields)
+        assert effect.peak == peak(changed) and effect.freed == before - effect.peak > 0, effect.words
+        if effect.slowdown is not None:
+            assert effect.slowdown == pytest.approx(step_time(changed, H100).seconds / seconds)
+    assert [e.freed for e in singles] == sorted((e.freed for e in singles), reverse=True)
+
+
+def test_nothing_legal_is_left_out() -> None:
+    """Every change tried by hand: those that free something are shown, the others and the refused are not."""
+    shown = {e.changes[0] for e in effects(RUN)[0]}
+    before = peak(RUN)
+    for change in changes(RUN):
+        try:
+            frees = peak(RUN.with_fields(**dict(change.fields))) < before
+        except SpecError:
+            frees = False
+        assert (change in shown) == frees, change.words
+    kinds = {change.kind for change in changes(RUN)}
+    assert {"TP", "PP", "EP", "CP", "micro batch", "split", "optimizer dtypes", "gradient dtype", "dispatcher"} <= kinds
+
+
+def test_what_is_done_already_is_not_offered() -> None:
+    done = RUN.with_fields(
+        recompute=RecomputeSpec(granularity="full", method="uniform", num_layers=1), grad_reduce_in_fp32=False,
+        micro_batch_size=1, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te",
+    )  # fmt: skip
+    kinds = {change.kind for change in changes(done)}
+    assert not kinds & {"full recompute", "gradient dtype", "micro batch", "loss fusion"}
+    assert not any(kind.startswith("recompute") for kind in kinds)
+
+
+def test_the_cheapest_set_is_the_cheapest_of_all_sets() -> None:
+    """Against every set of up to two of all single changes, tried by hand."""
+    target = peak(RUN) * 7 // 10
+    found = cheapest(RUN, target, H100, largest=2)
+    assert found is not None and found.peak == peak(found.run) <= target and found.slowdown is not None
+    singles = [e.changes[0] for e in effects(RUN)[0]]
+    base = step_time(RUN, H100).seconds
+    for i, one in enumerate(singles):
+        for other in (None, *singles[i + 1 :]):
+            if "offload" in one.kind or (other and ("offload" in other.kind or other.kind == one.kind)):
+                continue
+            both = [one] + ([other] if other else [])
+            fields: dict[str, object] = {}
+            for change in both:
+                if any(fields.get(name, value) != value for name, value in change.fields):
+                    break
+                fields |= dict(change.fields)
+            else:
+                try:
+                    changed = RUN.with_fields(**fields)
+                except SpecError:
+                    continue
+                if peak(changed) <= target:
+                    assert step_time(changed, H100).seconds / base >= found.slowdown * (1 - 1e-9), (one, other)
+    assert cheapest(RUN, 1 << 30, H100, largest=1) is None
+
+
+def test_without_a_global_batch_time_is_a_sequences() -> None:
+    """Twice the CP halves the replicas and with them the sequences of a step; a sequence takes no less time for it."""
+    run = RUN.with_(batch=BatchSpec(seq_length=8192))
+    found = {e.changes[0].fields: e for e in effects(run, H100)[0]}
+    assert found[(("context_parallel_size", 2),)].slowdown > 0.95
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--tp 2 --num-gpus 8 --gpu H100 --global-batch-size 32"
+    arguments = ["whatif", "meta-llama/Llama-3.1-8B", *flags.split()]
+    assert main([*arguments, "--json", "--pairs", "--target-gib", "40"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["target"]["peak_bytes"] <= 40 << 30 and len(shown["changes"]) > 3 and shown["pairs"]
+    first = shown["changes"][0]
+    assert first["peak_bytes"] + first["freed_bytes"] == shown["peak_bytes"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "One change to meta-llama/Llama-3.1-8B" in text and "Two changes" not in text
+    assert main([*arguments, "--target-gib", "1"]) == 1
+    assert "no three changes reach it" in capsys.readouterr().out
+    for wrong, words in ((["--target-gib", "-3"], "--target-gib (-3.0) is no size"), (["--top", "0"], "--top (0)")):
+        assert main([*arguments, *wrong]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_words_are_megatrons() -> None:
+    assert Change("x", (("recompute_modules", ("moe", "mlp")), ("tensor_model_parallel_size", 2))).words == (
+        "recompute_modules=moe,mlp, tensor_model_parallel_size=2"
+    )

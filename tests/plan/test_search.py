@@ -1,0 +1,255 @@
+"""Search against brute force with ``estimate``, against what megatron-core refuses, and its words read back."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shlex
+from itertools import product
+
+import pytest
+
+from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, estimate, resolve_model
+from bridge_memory.cli import main
+from bridge_memory.plan.emit import bridge_overrides, estimate_command, layout_fields, megatron_arguments
+from bridge_memory.plan.search import Found, search, ties
+from bridge_memory.plan.space import Refused, Space, layouts, useful_modules
+from bridge_memory.plan.splits import balanced_layout, splits
+from bridge_memory.readers.megatron_args import run_from_megatron_args
+from bridge_memory.report.gpus import find_gpu, margin_bytes
+from bridge_memory.spec.layout_string import parse_layout_string, short_layout_string
+from bridge_memory.speed.hardware import hardware_of
+from bridge_memory.speed.step_time import step_time
+
+LLAMA, QWEN = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B"
+
+
+def found(model: str, gpus: int, gpu: str = "A100-40GB", fixed: tuple[str, ...] = (), **fields: object) -> Found:
+    base = RunSpec(model=model, batch=BatchSpec(seq_length=4096, global_batch_size=64)).with_fields(**fields)
+    hardware = hardware_of(gpu)
+    space = Space(base, gpus, hardware.domain, frozenset(fixed))
+    capacity = find_gpu(gpu).capacity_bytes
+    return search(space, hardware, capacity=capacity, margin=lambda peak: margin_bytes(peak, gpus))
+
+
+def test_search_is_brute_force_with_estimate() -> None:
+    """All combinations of sizes tried one by one: the same layouts fit, with the same peaks and the same order."""
+    result = found(LLAMA, 4, fixed=("split", "vpp", "recompute"))
+    card, hardware = find_gpu("A100-40GB").capacity_bytes, hardware_of("A100-40GB")
+    by_hand = {}
+    for tp, pp, cp, mbs in product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8)):
+        try:
+            run = RunSpec(
+                model=LLAMA,
+                parallel=ParallelSpec(
+                    world_size=4, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+                    context_parallel_size=cp,
+                ),
+                batch=BatchSpec(seq_length=4096, micro_batch_size=mbs, global_batch_size=64),
+            )  # fmt: skip
+        except SpecError:
+            continue
+        peak = estimate(run).peak_stage.peak_bytes
+        if peak + margin_bytes(peak, 4) <= card:
+            by_hand[tp, pp, cp, mbs] = peak, step_time(run, hardware).seconds
+    ours = {
+        (r.run.parallel.tp, r.run.parallel.pp, r.run.parallel.cp, r.run.batch.micro_batch_size):
+        (r.peak, r.time.seconds) for r in result.rows
+    }  # fmt: skip
+    assert ours == by_hand and 5 < len(ours) < result.looked_at
+    assert [r.time.seconds for r in result.rows] == sorted(seconds for _, seconds in by_hand.values())
+
+
+def test_what_is_left_out_for_its_model_state_does_not_fit() -> None:
+    result = found(QWEN, 16, "A100-80GB", fixed=("split", "vpp", "recompute", "mbs"))
+    assert result.without_activations > 0
+    base = RunSpec(model=QWEN, batch=BatchSpec(seq_length=4096, global_batch_size=64))
+    space = Space(base, 16, 8, frozenset(("split", "vpp", "recompute", "mbs")))
+    kept = {r.run.parallel for r in result.rows}
+    card = find_gpu("A100-80GB").capacity_bytes
+    for alike in layouts(space, Refused()):
+        for run in alike:
+            peak = estimate(run).peak_stage.peak_bytes
+            assert (run.parallel in kept) == (peak + margin_bytes(peak, 16) <= card), run.parallel
+
+
+def test_the_front_is_not_beaten() -> None:
+    result = found(LLAMA, 4, fixed=("split",))
+    front = result.front()
+    assert front[0] == result.rows[0] and front[-1].peak == min(r.peak for r in result.rows)
+    for row in result.rows:
+        assert any(f.peak <= row.peak and f.time.seconds <= row.time.seconds for f in front)
+    assert ties(result.rows) >= 1
+
+
+def test_splits_hold_every_layer_once() -> None:
+    model = resolve_model("deepseek-ai/DeepSeek-V3")
+    for pp, vpp in ((2, 1), (4, 1), (8, 2), (16, 1), (16, 2)):
+        some = list(splits(model, pp, vpp))
+        assert some, (pp, vpp)
+        for fields in some:
+            run = RunSpec(
+                model=model,
+                parallel=ParallelSpec(
+                    world_size=pp, pipeline_model_parallel_size=pp,
+                    virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None, **fields,
+                ),
+            )  # fmt: skip
+            assert sum(len(s.layers) for s in estimate(run).stages) == 61
+
+
+@pytest.mark.parametrize(("layers", "chunks", "light"), ((61, 16, 0), (61, 16, 1), (61, 32, 1), (7, 4, 1), (10, 3, 2)))
+def test_balanced_layouts_are_balanced(layers: int, chunks: int, light: int) -> None:
+    parsed = parse_layout_string(balanced_layout(layers, 1, chunks, light))
+    sizes = [chunk.count("t") for chunk in parsed]
+    assert len(parsed) == chunks and sum(sizes) == layers and parsed[0][0] == "E" and parsed[-1].endswith("mL")
+    assert max(sizes[:-1]) - min(sizes[:-1]) <= 1 and sizes[-1] <= max(sizes[:-1]) - light
+
+
+def test_short_layout_strings_are_read_back() -> None:
+    chunks = ["Ett", *["tttt"] * 14, "tt", "", "mL"]
+    assert short_layout_string(chunks) == "Ett|(t*4|)*14tt||mL"
+    assert parse_layout_string(short_layout_string(chunks)) == chunks
+
+
+def test_useful_modules() -> None:
+    def of(model: str, **fields: object) -> tuple[str, ...]:
+        return useful_modules(RunSpec(model=model).with_fields(**fields))
+
+    assert of(LLAMA) == ("mlp",)
+    assert of(LLAMA, transformer_impl="local", cp_comm_type="p2p") == ("core_attn", "layernorm", "mlp")
+    assert of(QWEN) == ("moe_act", "layernorm", "moe")
+    v3 = ("moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+    assert of("deepseek-ai/DeepSeek-V3") == v3
+
+
+# ---- words ----
+
+AWKWARD = RunSpec(
+    model="deepseek-ai/DeepSeek-V3",
+    parallel=ParallelSpec(
+        world_size=1024, tensor_model_parallel_size=2, pipeline_model_parallel_size=16,
+        expert_model_parallel_size=64, expert_tensor_parallel_size=1,
+        pipeline_model_parallel_layout="Et*3|(t*4|)*14ttmL",
+    ),
+    batch=BatchSpec(seq_length=4096, global_batch_size=8192),
+    recompute=RecomputeSpec(granularity="selective", modules=("mla_up_proj", "mlp")),
+)  # fmt: skip
+
+
+def test_the_estimate_command_shows_the_same_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    line = estimate_command(AWKWARD, "deepseek-ai/DeepSeek-V3", {"--global-batch-size": 8192}, "H100")
+    assert main([*shlex.split(line)[1:], "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert max(s["peak_bytes"] for s in shown["stages"]) == estimate(AWKWARD).peak_stage.peak_bytes
+
+
+def test_megatron_reads_its_arguments_as_the_same_layout() -> None:
+    model = (
+        "--num-layers 16 --hidden-size 2048 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+        "--ffn-hidden-size 8192 --seq-length 4096 --max-position-embeddings 4096 --swiglu --normalization RMSNorm "
+        "--disable-bias-linear --position-embedding-type rope --vocab-size 128256 --bf16 --use-distributed-optimizer "
+        "--transformer-impl transformer_engine "
+    )
+    for fields in (
+        dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2),
+        dict(context_parallel_size=2, micro_batch_size=2, recompute_granularity="selective",
+             recompute_modules=("mlp",)),
+        dict(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*7|t*9L",
+             recompute_granularity="full", recompute_method="block", recompute_num_layers=3),
+    ):  # fmt: skip
+        run = RunSpec(
+            model=LLAMA, parallel=ParallelSpec(world_size=8), batch=BatchSpec(seq_length=4096, global_batch_size=64)
+        ).with_fields(**fields)
+        read = run_from_megatron_args(model + megatron_arguments(run), world_size=8)
+        assert layout_fields(read) == layout_fields(run)
+
+
+def test_bridge_overrides_are_python() -> None:
+    class Config:
+        def __init__(self) -> None:
+            self.__dict__["set"] = {}
+
+        def __getattr__(self, name: str) -> Config:
+            found: Config = self.__dict__.setdefault(name, Config())
+            return found
+
+    cfg = Config()
+    exec(bridge_overrides(AWKWARD), {"cfg": cfg})
+    assert cfg.model.pipeline_model_parallel_layout == "Et*3|(t*4|)*14ttmL"
+    assert cfg.model.recompute_modules == ["mla_up_proj", "mlp"] and cfg.model.sequence_parallel is True
+    assert cfg.model.expert_tensor_parallel_size == 1 and cfg.train.global_batch_size == 8192
+
+
+# ---- the command ----
+
+SMALL = ["search", LLAMA, "--num-gpus", "2", "--gpu", "h100", "--global-batch-size", "16", "--seq-length", "2048"]
+
+
+def test_every_format_says_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = {}
+    for kind in ("text", "json", "csv", "md"):
+        assert main([*SMALL, "--top", "3", "--format", kind]) == 0
+        shown[kind] = capsys.readouterr().out
+    best = json.loads(shown["json"])["best"]
+    rows = list(csv.DictReader(io.StringIO(shown["csv"])))
+    assert [int(r["peak_bytes"]) for r in rows] == [r["peak_bytes"] for r in best] and len(best) == 3
+    cells = [line.split("|") for line in shown["md"].splitlines()[2:]]
+    gib = [f"{r['peak_bytes'] / 2**30:.2f}" for r in best]
+    assert [c[10].strip() for c in cells] == gib and all(n in shown["text"] for n in gib)
+    assert "Fastest layouts" in shown["text"] and "layouts looked at" in shown["text"]
+
+
+def test_given_flags_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--tp", "2", "--micro-batch-size", "2", "--json", "--top", "50"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert {(r["tp"], r["mbs"]) for r in best} == {(2, 2)}
+    assert main([*SMALL, "--vary", "mbs", "--json", "--top", "50"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert {r["tp"] for r in best} == {1} and len({r["mbs"] for r in best}) > 1
+    assert main([*SMALL, "--tp-range", "2..2", "--json"]) == 0
+    assert {r["tp"] for r in json.loads(capsys.readouterr().out)["best"]} == {2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    (
+        (["search", LLAMA, "--gpu", "H100", "--global-batch-size", "8"], "--num-gpus is missing"),
+        (["search", LLAMA, "--gpu", "H100", "--num-gpus", "8"], "--global-batch-size is missing"),
+        ([*SMALL, "--vary", "tp,xp"], "--vary xp is none of"),
+        ([*SMALL, "--vary", "tp", "--tp", "2"], "--vary tp does not go with a flag that fixes it"),
+        ([*SMALL, "--pp-range", "4"], "--pp-range '4' is no range"),
+        ([*SMALL, "--top", "0"], "--top and --row count from 1"),
+        ([*SMALL, "--headroom", "-1"], "--headroom"),
+        ([*SMALL, "--emit", "bridge", "--row", "9999"], "--row 9999 does not exist"),
+        (["search", LLAMA, "--gpu", "T4", "--num-gpus", "8", "--global-batch-size", "8"], "hardware (T4) has no fig"),
+    ),
+)  # fmt: skip
+def test_refusals_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    model, flags = "meta-llama/Llama-3.1-70B", "--num-gpus 2 --gpu A100-40GB --global-batch-size 4"
+    assert main(["search", model, *flags.split()]) == 1
+    assert "Nothing fits" in capsys.readouterr().out
+
+
+def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import bridge_memory.plan.search as module
+
+    real, calls = module.peaks, []
+
+    def interrupted(run: RunSpec) -> object:
+        calls.append(run)
+        if len(calls) > 5:
+            raise KeyboardInterrupt
+        return real(run)
+
+    monkeypatch.setattr(module, "peaks", interrupted)
+    assert main(SMALL) == 0
+    assert "stopped before the end" in capsys.readouterr().out
