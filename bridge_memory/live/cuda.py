@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bridge_memory.live.guard import said
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -69,4 +71,4 @@ def read_cuda(rank: int, stage: int) -> Reading:
             ooms=int(stats.get("num_ooms", 0)),
         )
     except Exception as error:
-        return Reading(rank=rank, stage=stage, error=f"{type(error).__name__}: {error}"[:200])
+        return Reading(rank=rank, stage=stage, error=said(error))
