@@ -1,10 +1,67 @@
-"""Files that are whole or not there. Imports nothing."""
+"""Files: read within a bound, written whole or not at all."""
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from bridge_memory.spec import SpecError
+from bridge_memory.spec.errors import bounded
+
+#: Bytes of a text that is read here: far more than any config, calibration or script has.
+MOST = 16 << 20
+_CHUNK = 1 << 20
+
+
+def read_bytes(
+    path: str | os.PathLike[str], give: str, most: int = MOST, *, most_after: Callable[[bytes], int] | None = None
+) -> bytes:
+    """A file or a pipe, read once from its start. ``most``: bytes; ``most_after``: how many where the first 16 say what
+    it is. Raises SpecError, with ``give`` ("give a log"), where it cannot be read or holds more."""
+    name = bounded(os.fspath(path), 120)
+    parts: list[bytes] = []
+    left = most
+    try:
+        with open(path, "rb") as file:
+            if most_after is not None:
+                parts.append(file.read(16))
+                left = most = most_after(parts[0])
+                left -= len(parts[0])
+            while left >= 0 and (part := file.read(min(_CHUNK, left + 1))):
+                parts.append(part)
+                left -= len(part)
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL in it
+        raise SpecError(f"{name} cannot be read ({getattr(error, 'strerror', None) or error}); {give}") from None
+    if left < 0:
+        raise SpecError(f"{name} is larger than {most >> 20} MiB; {give}")
+    return b"".join(parts)
+
+
+def read_text(
+    path: str | os.PathLike[str], give: str, most: int = MOST, *, errors: str = "strict"
+) -> str:
+    """``read_bytes`` as text: UTF-8, line ends as Python's own files give them. Raises SpecError."""
+    try:
+        return text_of(read_bytes(path, give, most), errors)
+    except UnicodeDecodeError:
+        raise SpecError(f"{bounded(os.fspath(path), 120)} is not UTF-8 text; {give}") from None
+
+
+def text_of(data: bytes, errors: str = "strict") -> str:
+    """Raises UnicodeDecodeError."""
+    return data.decode("utf-8", errors).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """``json.loads``; ValueError also for what is nested too deeply for it."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def write_whole(path: str | os.PathLike[str], text: str, *, replace: bool = True) -> None:

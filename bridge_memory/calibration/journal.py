@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bridge_memory.calibration.records import ReportRecord, RunRecord, record_of
+from bridge_memory.files import parse_json
 
 SCHEMA = "bridge-memory/live-1"
 
@@ -29,14 +30,19 @@ def append(path: str | os.PathLike[str], record: RunRecord | ReportRecord) -> No
 def read(path: str | os.PathLike[str]) -> Iterator[RunRecord | ReportRecord]:
     """The records of a journal, without lines that a kill cut off and events that are not known. Raises OSError."""
     with open(path, "rb") as file:
-        for line in file:
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            record = record_of(value) if isinstance(value, dict) and value.get("schema") == SCHEMA else None
-            if record is not None:
-                yield record
+        yield from records(file)
+
+
+def records(lines: Iterable[str | bytes]) -> Iterator[RunRecord | ReportRecord]:
+    """Likewise, of the lines of a journal."""
+    for line in lines:
+        try:
+            value = parse_json(line)
+        except ValueError:
+            continue
+        record = record_of(value) if isinstance(value, dict) and value.get("schema") == SCHEMA else None
+        if record is not None:
+            yield record
 
 
 def _ends_with_newline(path: Path) -> bool:

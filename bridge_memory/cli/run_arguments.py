@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_memory.cli.run_flags import DEFAULT_SEQ_LENGTH, PACKAGES, SPECS
 from bridge_memory.cli.silent_flags import check_silent
+from bridge_memory.files import read_text
 from bridge_memory.spec import LayerSpec, ModelSpec, ParallelSpec, RunSpec, SpecError
 from bridge_memory.spec.fields import MOST_GPUS
 from bridge_memory.spec.release import read_release
@@ -103,11 +104,7 @@ def _run_from_megatron(
         raise SpecError(f"{field} belongs inside --megatron-args; beside it only --num-gpus may stand")
     text = args.megatron_args
     if os.path.isfile(text):
-        try:
-            with open(text, encoding="utf-8") as file:
-                text = file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SpecError(f"--megatron-args {args.megatron_args}: {error}") from None
+        text = read_text(text, "give Megatron-LM's arguments to --megatron-args")
     if "world_size" not in given["parallel"]:
         raise SpecError("world_size: --megatron-args needs --num-gpus (the GPUs of the job)")
     run = run_from_megatron_args(

@@ -22,8 +22,10 @@ from typing import Any
 MIB = 1 << 20
 GB = 10**9
 
-_LINE = re.compile(r"\[Rank (\d+)\]\s*(.*?)memory \((MB|GB)\)\s*(\|.*)")
-_AFTER = re.compile(r"after (\d+) iterations")
+#: Each looks at every character once or twice, whatever the line: a log holds anything.
+_FIGURES = re.compile(r"memory \((MB|GB)\)\s*(\|.*)")
+_RANK = re.compile(r"\[Rank (\d{1,9})\]")
+_AFTER = re.compile(r"after (\d{1,18}) iterations")
 _FIGURE = re.compile(r"\|\s*([A-Za-z][A-Za-z -]*?):\s*([0-9.eE+-]+)")
 
 #: Name in a log -> figure.
@@ -34,7 +36,11 @@ _NAMES = {
 }  # fmt: skip
 
 #: Megatron-LM's block of parsed arguments: "  hidden_size ..................... 4096".
-_ARGUMENT = re.compile(r"^\s*(?:\S*\s)?\s{2}([A-Za-z]\w*) \.{2,} (.*?)\s*$")
+_ARGUMENT = re.compile(r"^\s*(?:\S*\s)?\s{2}([A-Za-z]\w*) \.{2,} (.*)$")
+#: Characters of an argument's value that are read as one of Python's.
+_LONGEST_VALUE = 10_000
+#: Bytes, more than any machine has.
+_MOST = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +64,12 @@ def parse_memory_lines(lines: Iterable[str]) -> list[MeasuredRank]:
     """Every ``report_memory`` line of a log, in order; whatever a launcher put in front of them is skipped."""
     found = []
     for line in lines:
-        match = _LINE.search(line)
-        if match is None:
+        match = _FIGURES.search(line)
+        rank = None if match is None else _RANK.search(line, 0, match.start())
+        if match is None or rank is None:
             continue
-        rank, before, unit, figures = match.groups()
-        after = _AFTER.search(before)
+        unit, figures = match.groups()
+        after = _AFTER.search(line, rank.end(), match.start())
         values: dict[str, Any] = {}
         resolution = 0
         for name, number in _FIGURE.findall(figures):
@@ -71,13 +78,16 @@ def parse_memory_lines(lines: Iterable[str]) -> list[MeasuredRank]:
                 continue
             size = MIB if unit == "MB" else GB
             try:
-                values[key] = round(float(number) * size)
+                figure = float(number) * size
             except ValueError:
                 continue
+            if not 0 <= figure < _MOST:
+                continue
+            values[key] = round(figure)
             resolution = max(resolution, _resolution(number, unit))
         if values:
             iteration = int(after.group(1)) if after else None
-            found.append(MeasuredRank(int(rank), iteration, resolution=resolution, **values))
+            found.append(MeasuredRank(int(rank.group(1)), iteration, resolution=resolution, **values))
     return found
 
 
@@ -111,13 +121,13 @@ def arguments_in(lines: Iterable[str]) -> SimpleNamespace | None:
             continue
         match = _ARGUMENT.match(line) if inside else None
         if match is not None:
-            values[match.group(1)] = _value(match.group(2))
+            values[match.group(1)] = _value(match.group(2).rstrip())
     return SimpleNamespace(**values) if "hidden_size" in values else None
 
 
 def _value(text: str) -> Any:
     """None, numbers, booleans and lists as Python prints them; anything else stays text."""
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return ast.literal_eval(text) if len(text) <= _LONGEST_VALUE else text
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text

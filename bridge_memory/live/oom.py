@@ -197,7 +197,8 @@ class _Hook:
     @classmethod
     def remove(cls) -> None:
         ours, cls.current = cls.current, None
-        if ours is not None and getattr(sys, "excepthook", None) is ours:
+        found: Any = getattr(sys, "excepthook", None)
+        if ours is not None and found is ours:
             sys.excepthook = ours._previous
 
 
