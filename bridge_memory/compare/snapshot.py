@@ -28,7 +28,7 @@ from bridge_memory.spec.errors import bounded
 BLOCK = 512
 #: Bytes of a file, blocks in it, and characters of a frame's file (its end) and function (its beginning).
 MOST_OF_A_SNAPSHOT = 2 << 30
-MOST_BLOCKS = 10_000_000
+MOST_BLOCKS = 2_000_000
 LONGEST_NAME = 500
 
 class _NoCode(pickle.Unpickler):
@@ -118,13 +118,11 @@ def at_peak(snapshot: dict[str, Any], device: int | None = None) -> Alive:
 def _at_peak(snapshot: dict[str, Any], device: int | None) -> Alive:
     ends: dict[int, dict[int, Block]] = {}
     frames = _Frames()
-    seen_blocks = 0
+    if sum(len(segment["blocks"]) for segment in snapshot["segments"]) > MOST_BLOCKS:
+        raise SpecError(f"the snapshot has more than {MOST_BLOCKS} blocks; give a file of _dump_snapshot")
     for segment in snapshot["segments"]:
         held = ends.setdefault(_whole(segment.get("device", 0)), {})
         address = _whole(segment["address"])
-        seen_blocks += len(segment["blocks"])
-        if seen_blocks > MOST_BLOCKS:
-            raise SpecError(f"the snapshot has more than {MOST_BLOCKS} blocks; give a file of _dump_snapshot")
         for block in segment["blocks"]:
             start, size = _whole(block.get("address", address)), _whole(block["size"])
             if block["state"] == "active_allocated":

@@ -8,8 +8,6 @@ from math import isfinite
 #: Characters of the line in which a refusal is shown, and of a SpecError, which has a few words in front of it there.
 LONGEST_LINE = 300
 LONGEST = 270
-#: Of a text that is cut: characters that stay at its end, where the fix is.
-_TAIL = 90
 
 
 class SpecError(ValueError):
@@ -24,7 +22,8 @@ def bounded(text: str, most: int = LONGEST) -> str:
     if len(text) <= most:
         return text
     cut = f" ... ({len(text) - most} more characters) ... "
-    return text[: most - _TAIL - len(cut)] + cut + text[-_TAIL:]
+    tail = most // 3  # where the fix is
+    return text[: most - tail - len(cut)] + cut + text[-tail:]
 
 
 def listed(items: Sequence[str], most: int = 120) -> str:

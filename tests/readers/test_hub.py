@@ -119,7 +119,8 @@ def resolve(source: str, endpoint: str, home: Path, *deadline: str, **extra: str
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING")) and "proxy" not in k.lower()}
     env = kept | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)} | extra
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, source, *deadline], env=env, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", SCRIPT, source, *deadline],
+        env=env, capture_output=True, text=True, timeout=60, check=True,
     )
     assert done.stderr == "", done.stderr
     assert done.stdout.count("\n") == 1
