@@ -18,7 +18,8 @@ def append(path: str | os.PathLike[str], record: RunRecord | ReportRecord) -> No
     line = json.dumps({"schema": SCHEMA, **record.to_json()}, separators=(",", ":"), ensure_ascii=True) + "\n"
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target, "ab") as file:
+    # Not to wait for the reader of a pipe that stands there: training waits for nobody.
+    with open(target, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666)) as file:
         if file.tell() and not _ends_with_newline(target):
             line = "\n" + line
         # One write call: O_APPEND keeps lines of several writers apart.

@@ -100,7 +100,7 @@ def _read(
 ) -> tuple[list[Predicted], list[MeasuredRank], RunSpec | None]:
     """(predicted, measured, the run) of a log or of our JSON lines."""
     from bridge_memory.calibration.journal import SCHEMA as JOURNAL
-    from bridge_memory.compare.logs import arguments_in, last_of_each_rank, parse_memory_lines
+    from bridge_memory.compare.logs import arguments_in, latest_of_each_rank
     from bridge_memory.compare.residuals import predicted_of
     from bridge_memory.estimate import estimate
 
@@ -110,7 +110,7 @@ def _read(
         if given is not None:
             predicted = predicted_of(estimate(given))
         return predicted, measured, given
-    measured = last_of_each_rank(parse_memory_lines(lines))
+    measured = latest_of_each_rank(lines)
     if not measured:
         raise SpecError(
             f"{path} holds no memory figures; give a log with lines like '[Rank 0] (after 2 iterations) memory (MB) | "

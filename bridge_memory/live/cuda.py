@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bridge_memory.calibration.records import is_figure
 from bridge_memory.live.guard import said
 
 
@@ -47,8 +48,13 @@ class Reading:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Reading:
-        """What ``to_json`` gave; keys that are not known are ignored. Raises TypeError where the rank is missing."""
-        return cls(**{key: record[key] for key in cls.__dataclass_fields__ if key in record})
+        """What ``to_json`` gave; keys that are not known are ignored. Raises TypeError where the rank is missing, or where
+        a figure is none."""
+        reading = cls(**{key: record[key] for key in cls.__dataclass_fields__ if key in record})
+        for key, value in asdict(reading).items():
+            if not (isinstance(value, str) if key == "error" else is_figure(value)):
+                raise TypeError(key)
+        return reading
 
 
 def read_cuda(rank: int, stage: int) -> Reading:

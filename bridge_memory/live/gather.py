@@ -13,6 +13,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from bridge_memory.calibration.records import ReportRecord
@@ -79,9 +80,11 @@ def collect(
     readings, missing = [], sorted(set(ranks) - set(arrived))
     for rank, text in zip(arrived, texts, strict=True):
         try:
-            readings.append(Reading.from_json(json.loads(text)))
+            reading = Reading.from_json(json.loads(text))
         except Exception:
             missing.append(rank)
+        else:
+            readings.append(replace(reading, rank=rank))
     return readings, sorted(missing)
 
 

@@ -21,9 +21,9 @@ def bounded(text: str, most: int = LONGEST) -> str:
     """``text`` in at most ``most`` characters: how it begins and ends, and how many are left out between."""
     if len(text) <= most:
         return text
-    cut = f" ... ({len(text) - most} more characters) ... "
-    tail = most // 3  # where the fix is
-    return text[: most - tail - len(cut)] + cut + text[-tail:]
+    kept = most - len(f" ... ({len(text)} more characters) ... ")
+    tail = kept // 3  # where the fix is
+    return f"{text[: kept - tail]} ... ({len(text) - kept} more characters) ... {text[-tail:]}"
 
 
 def listed(items: Sequence[str], most: int = 120) -> str:
