@@ -48,7 +48,7 @@ def read_text(
     try:
         return text_of(read_bytes(path, give, most), errors)
     except UnicodeDecodeError:
-        raise SpecError(f"{bounded(os.fspath(path), 120)} is not UTF-8 text; {give}") from None
+        raise SpecError(f"{bounded(os.fspath(path), 120)} is no text file in UTF-8; {give}") from None
 
 
 def text_of(data: bytes, errors: str = "strict") -> str:

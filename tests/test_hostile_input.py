@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,10 @@ def test_a_line_is_bounded_and_keeps_the_fix() -> None:
     assert len(message) <= LONGEST and "more characters" in message
     assert message.startswith("num_layers (999") and message.endswith("give a number below 2**40")
     assert bounded("short") == "short"
+    for most in (60, 120, 300):
+        for text in ("x" * 10**6, "; ".join(["words"] * 10**5), "x" * 10**4 + "; fix", "x; " + "y" * 10**4):
+            assert most - 10 < len(bounded(text, most)) <= most
+    assert bounded("x" * 10**4 + "; give " + "y" * 100, 300).endswith("; give " + "y" * 100)
 
 
 def test_a_list_says_how_many_more_there_are() -> None:
@@ -429,11 +434,11 @@ def test_names_of_megabytes_are_cut() -> None:
 
 
 def test_blocks_that_share_their_frames_are_read_once() -> None:
-    """A million blocks with one list of a thousand frames, which is a pickle of 20 MB: once more than 25 s."""
+    """100,000 blocks with one list of a thousand frames, which is a pickle of 2 MB: 100 million frames."""
     shared = [frame(filename=f"unknown_{n}.py") for n in range(1000)]
-    blocks = [block(address=512 * n, frames=shared) for n in range(300_000)]
+    blocks = [block(address=512 * n, frames=shared) for n in range(100_000)]
     result = attribute(at_peak(snapshot_of(blocks)))
-    assert result.alive.peak_bytes == 512 * 300_000 and len(result.unattributed) == 1
+    assert result.alive.peak_bytes == 512 * 100_000 and len(result.unattributed) == 1
 
 
 def test_segments_that_share_their_blocks_are_no_snapshot() -> None:
@@ -498,6 +503,22 @@ def test_no_text_of_arguments_takes_long(text: str) -> None:
     with pytest.raises(SpecError) as error:
         run_from_megatron_args(text, world_size=8)
     assert len(str(error.value)) <= LONGEST
+
+
+@pytest.mark.parametrize("value", [10**5000, -(10**5000), [], (), [[]], object, float("inf"), b"x"], ids=show)
+@pytest.mark.parametrize(
+    "name",
+    ["hidden_size", "moe_layer_freq", "window_size", "cp_comm_type", "seed", "main_grads_dtype", "bf16", "unheard_of",
+     "eval_micro_batch_size"],
+)  # fmt: skip
+def test_no_value_of_parsed_arguments_is_a_fault(name: str, value: object) -> None:
+    """``get_args()`` of a script that sets anything, and a dict of it."""
+    known = {**MEGATRON, "vocab_size": 1000, "padded_vocab_size": 1024, "world_size": 1, name: value}
+    for source in (SimpleNamespace(**known), known):
+        try:
+            run_from_megatron_args(source, world_size=1)
+        except SpecError as error:
+            assert len(str(error)) <= LONGEST
 
 
 def test_products_in_a_script_are_worked_out() -> None:

@@ -48,8 +48,8 @@ class Reading:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Reading:
-        """What ``to_json`` gave; keys that are not known are ignored. Raises TypeError where the rank is missing, or where
-        a figure is none."""
+        """What ``to_json`` gave; keys that are not known are ignored. Raises TypeError where the rank is missing, or a
+        figure is no integer."""
         reading = cls(**{key: record[key] for key in cls.__dataclass_fields__ if key in record})
         for key, value in asdict(reading).items():
             if not (isinstance(value, str) if key == "error" else is_figure(value)):

@@ -15,6 +15,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from bridge_memory.readers.fields import MAX_LAYERS
 from bridge_memory.spec import FeedForward, LayerSpec, Mixer, ModelSpec, RunSpec, SpecError, show
+from bridge_memory.spec.errors import bounded
 
 #: Mixers and feed-forward blocks name their class, since a layer may hold any of them.
 _BLOCKS = {cls.__name__: cls for cls in (*get_args(Mixer), *get_args(FeedForward))}
@@ -105,7 +106,8 @@ def _object(value: Any, cls: Any, where: str) -> Any:
     known = {f.name: f for f in _fields(cls)}
     for name in given:
         if name not in known:
-            raise SpecError(f"{where} has {show(name)}, no field of {cls.__name__}; the record is of another release")
+            told = f"{where}.{bounded(name, 60)}"
+            raise SpecError(f"{told} is no field of {cls.__name__}; the record is of another release")
     for name, f in known.items():
         if name not in given and _default(f) is MISSING:
             raise SpecError(f"{where}.{name} is missing; {cls.__name__} cannot be read without it")

@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isfinite
 
-#: Characters of the line in which a refusal is shown, and of a SpecError, which has a few words in front of it there.
+#: Characters of the line in which a refusal is shown, and of a SpecError at all.
 LONGEST_LINE = 300
-LONGEST = 270
+LONGEST = 1000
 
 
 class SpecError(ValueError):
-    """A user's input that cannot be estimated. One line, of at most LONGEST characters: field, value, fix."""
+    """A user's input that cannot be estimated. One line of at most LONGEST characters: the field, the value, the fix."""
 
     def __init__(self, message: str) -> None:
         super().__init__(bounded(message))
 
 
 def bounded(text: str, most: int = LONGEST) -> str:
-    """``text`` in at most ``most`` characters: how it begins and ends, and how many are left out between."""
+    """``text`` in at most ``most`` characters: how it begins, its fix (behind the last semicolon) or how else it ends,
+    and how many are left out between."""
     if len(text) <= most:
         return text
     kept = most - len(f" ... ({len(text)} more characters) ... ")
-    tail = kept // 3  # where the fix is
+    fix = len(text) - text.rfind(";")
+    tail = fix if fix <= kept * 2 // 3 else kept // 3
     return f"{text[: kept - tail]} ... ({len(text) - kept} more characters) ... {text[-tail:]}"
 
 

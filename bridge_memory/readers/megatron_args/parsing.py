@@ -23,6 +23,8 @@ from bridge_memory.spec import SpecError, show
 MOST_TEXT = 128 << 10
 #: Characters that a script's variables may expand to, all together.
 MOST_EXPANDED = 4 << 20
+#: Integers beyond it are no numbers of anything.
+_MOST = 1 << 64
 
 Value = bool | int | float | str | list[Any]
 
@@ -91,9 +93,15 @@ def _from_namespace(source: Mapping[str, object]) -> dict[str, Value]:
 
 
 def _plain(value: object) -> Any:
+    """A value as it would be written; what cannot be, and numbers that no argument has, as an error line quotes it."""
     if isinstance(value, Enum):
         return value.name
-    return value if isinstance(value, bool | int | float | str) else str(value)
+    if isinstance(value, int) and not -_MOST < value < _MOST:
+        return show(value)
+    try:
+        return value if isinstance(value, bool | int | float | str) else str(value)
+    except Exception:
+        return show(value)
 
 
 def _from_mapping(source: Mapping[str, object]) -> dict[str, Value]:
@@ -107,7 +115,7 @@ def _from_mapping(source: Mapping[str, object]) -> dict[str, Value]:
             value = [_plain(v) for v in value]
         elif not isinstance(value, (bool, int, float, str)):
             raise SpecError(f"--{argument_name(option)} has a value of type {type(value).__name__}; use text")
-        values[argument_name(option)] = value
+        values[argument_name(option)] = value if isinstance(value, list) else _plain(value)
     return values
 
 
