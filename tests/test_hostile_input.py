@@ -229,7 +229,8 @@ def test_a_calibration_is_what_its_fields_say(capsys: pytest.CaptureFixture[str]
         write(entries)
         if entries != {}:
             refused(capsys, "estimate", MODEL, "--calibration", str(path))
-    for text in (DEEP, "{\"a\":" * 100_000, HUGE, "\x00", "\udcff"):
+    nested = '{"schema": "bridge-memory/calibration-1", "residuals": [{"model": %s1%s}]}' % ("[" * 900, "]" * 900)
+    for text in (nested, DEEP, "{\"a\":" * 100_000, HUGE, "\x00", "\udcff"):
         path.write_bytes(text.encode(errors="surrogateescape"))
         refused(capsys, "estimate", MODEL, "--calibration", str(path))
 

@@ -198,7 +198,7 @@ class RunRecord:
 def record_of(record: Json) -> RunRecord | ReportRecord | None:
     """The record that a line of a journal holds, None for an event that is not known."""
     kinds: dict[object, type[RunRecord] | type[ReportRecord]] = {"run": RunRecord, "report": ReportRecord}
-    kind = kinds.get(record.get("event"))
+    kind = kinds.get(_text(record.get("event")))
     return None if kind is None else kind.from_json(record)
 
 

@@ -45,11 +45,11 @@ class Residual:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Residual:
         """Keys that are not known are ignored. Raises TypeError where one is missing or holds something else."""
-        residual = cls(**{key: record[key] for key in cls.__dataclass_fields__ if key in record})
-        for key, value in asdict(residual).items():
+        known = {key: record[key] for key in cls.__dataclass_fields__ if key in record}
+        for key, value in known.items():
             if not _KINDS[key](value):
                 raise TypeError(f"{key} ({show(value)})")
-        return residual
+        return cls(**known)
 
 
 def _is_text(value: object) -> bool:

@@ -50,11 +50,11 @@ class Reading:
     def from_json(cls, record: Mapping[str, Any]) -> Reading:
         """What ``to_json`` gave; keys that are not known are ignored. Raises TypeError where the rank is missing, or a
         figure is no integer."""
-        reading = cls(**{key: record[key] for key in cls.__dataclass_fields__ if key in record})
-        for key, value in asdict(reading).items():
+        known = {key: record[key] for key in cls.__dataclass_fields__ if key in record}
+        for key, value in known.items():
             if not (isinstance(value, str) if key == "error" else is_figure(value)):
                 raise TypeError(key)
-        return reading
+        return cls(**known)
 
 
 def read_cuda(rank: int, stage: int) -> Reading:

@@ -11,7 +11,7 @@ LONGEST = 1000
 
 
 class SpecError(ValueError):
-    """A user's input that cannot be estimated. One line of at most LONGEST characters: the field, the value, the fix."""
+    """A user's input that cannot be estimated. One line of at most LONGEST characters: field, value, fix."""
 
     def __init__(self, message: str) -> None:
         super().__init__(bounded(message))
