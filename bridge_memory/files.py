@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -67,16 +68,17 @@ def parse_json(text: str | bytes) -> Any:
 def write_whole(path: str | os.PathLike[str], text: str, *, replace: bool = True) -> None:
     """Write ``text`` as UTF-8 through a temporary file beside ``path``, so that nobody ever reads half of it and a kill
     leaves the old file or the new one. An existing file keeps its mode; FileExistsError for one without ``replace``.
-    Raises OSError."""
+    Raises OSError, also for what is no regular file."""
     target = os.path.realpath(path)
     temporary = None
+    mode = _mode(target)
     try:
         handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".bridge-memory-")
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, _mode(target))
+        os.chmod(temporary, mode)
         if replace:
             os.replace(temporary, target)
         else:
@@ -88,13 +90,16 @@ def write_whole(path: str | os.PathLike[str], text: str, *, replace: bool = True
 
 
 def _mode(target: str) -> int:
-    """The mode that open() would give the file; an existing one keeps its own."""
+    """The mode that open() would give the file; an existing one keeps its own. Raises OSError for a device."""
     try:
-        return stat.S_IMODE(os.stat(target).st_mode)
+        mode = os.stat(target).st_mode
     except FileNotFoundError:
         mask = os.umask(0)
         os.umask(mask)
         return 0o666 & ~mask
+    if not stat.S_ISREG(mode):  # a device would be gone
+        raise OSError(errno.EINVAL, "not a regular file")
+    return stat.S_IMODE(mode)
 
 
 def _place(temporary: str, target: str) -> None:

@@ -201,6 +201,18 @@ def test_a_write_that_fails_leaves_nothing_behind(
     assert [p.name for p in tmp_path.iterdir()] == ["calibration.json"] and path.read_bytes() == before
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_is_no_regular_file_is_not_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A device of that name would be gone."""
+    pipe, runs = tmp_path / "pipe", tmp_path / "runs.jsonl"
+    os.mkfifo(pipe)
+    runs.write_text("")
+    assert "not a regular file" in refused(capsys, "validate", str(runs), "--json", str(pipe), "--force")
+    with pytest.raises(SpecError, match="not a regular file"):
+        calibration.save(pipe, [])
+    assert pipe.is_fifo() and len(list(tmp_path.iterdir())) == 2
+
+
 RESIDUAL: dict[str, Any] = {
     "model": "m", "config_digest": "00", "stage": 0, "component": "peak", "predicted_bytes": 1, "measured_bytes": 2,
     "versions": {}, "time": 0.0,
@@ -229,7 +241,7 @@ def test_a_calibration_is_what_its_fields_say(capsys: pytest.CaptureFixture[str]
         write(entries)
         if entries != {}:
             refused(capsys, "estimate", MODEL, "--calibration", str(path))
-    nested = '{"schema": "bridge-memory/calibration-1", "residuals": [{"model": %s1%s}]}' % ("[" * 900, "]" * 900)
+    nested = '{"schema": "bridge-memory/calibration-1", "residuals": [{"model": ' + "[" * 900 + "]" * 900 + "}]}"
     for text in (nested, DEEP, "{\"a\":" * 100_000, HUGE, "\x00", "\udcff"):
         path.write_bytes(text.encode(errors="surrogateescape"))
         refused(capsys, "estimate", MODEL, "--calibration", str(path))

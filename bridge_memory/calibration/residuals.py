@@ -126,7 +126,7 @@ def save(path: str | os.PathLike[str], residuals: Sequence[Residual]) -> None:
     """Merge into ``path``: a newer residual of the same config, stage and component replaces the older one. The file is
     replaced in one move, so a kill leaves the old one or the new one."""
     target = Path(path)
-    if target.exists() and not target.is_file():
+    if target.exists() and not target.is_file():  # a pipe would be waited for
         raise SpecError(f"{target} is not a regular file; name a calibration.json")
     kept = {(r.config_digest, r.stage, r.component): r for r in (load(target) if target.exists() else [])}
     kept.update({(r.config_digest, r.stage, r.component): r for r in residuals})
