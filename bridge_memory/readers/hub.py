@@ -38,6 +38,9 @@ def fetch_config(repo: str, suggestions: str = "") -> str:
         raise SpecError(
             f"{repo} is no preset; fetching it needs `pip install huggingface_hub`{suggestions}"
         ) from None
+    except Exception as error:  # it reads its variables when it is imported
+        why = f"huggingface_hub does not start ({type(error).__name__}: {error})"
+        raise SpecError(f"{repo} is no preset; {why}; look at your HF_* variables") from None
     offline = bool(constants.HF_HUB_OFFLINE)
     try:
         with _quiet():

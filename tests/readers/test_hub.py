@@ -198,6 +198,11 @@ def test_what_was_fetched_before_is_used_where_the_hub_hangs(hub: tuple[str, lis
         assert resolve("acme/tiny", f"http://127.0.0.1:{deaf.getsockname()[1]}", tmp_path, "2") == "layers 28"
 
 
+def test_variables_that_huggingface_hub_cannot_read_are_told(tmp_path: Path) -> None:
+    line = resolve("acme/tiny", "http://127.0.0.1:9", tmp_path, HF_HUB_ETAG_TIMEOUT="soon")
+    assert line.startswith("refused acme/tiny is no preset; huggingface_hub does not start") and "HF_*" in line
+
+
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:99999", "no url", "ftp://x", "http://[", "http://x:y"])
 def test_an_endpoint_that_is_no_url_is_refused(tmp_path: Path, endpoint: str) -> None:
     assert resolve("acme/tiny", endpoint, tmp_path).startswith("refused HF_ENDPOINT (")
