@@ -1,25 +1,84 @@
-"""Files that are whole or not there. Imports nothing."""
+"""Files: read within a bound, written whole or not at all."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import stat
 import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from bridge_memory.spec import SpecError
+from bridge_memory.spec.errors import bounded
+
+#: Bytes of a text that is read here: far more than any config, calibration or script has.
+MOST = 16 << 20
+_CHUNK = 1 << 20
+
+
+def read_bytes(
+    path: str | os.PathLike[str], give: str, most: int = MOST, *, most_after: Callable[[bytes], int] | None = None
+) -> bytes:
+    """A file or a pipe, read once from its start. ``most``: bytes; ``most_after``: how many where the first 16 say what
+    it is. Raises SpecError, with ``give`` ("give a log"), where it cannot be read or holds more."""
+    name = bounded(os.fspath(path), 120)
+    parts: list[bytes] = []
+    left = most
+    try:
+        with open(path, "rb") as file:
+            if most_after is not None:
+                parts.append(file.read(16))
+                left = most = most_after(parts[0])
+                left -= len(parts[0])
+            while left >= 0 and (part := file.read(min(_CHUNK, left + 1))):
+                parts.append(part)
+                left -= len(part)
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL in it
+        raise SpecError(f"{name} cannot be read ({getattr(error, 'strerror', None) or error}); {give}") from None
+    if left < 0:
+        raise SpecError(f"{name} is larger than {most >> 20} MiB; {give}")
+    return b"".join(parts)
+
+
+def read_text(
+    path: str | os.PathLike[str], give: str, most: int = MOST, *, errors: str = "strict"
+) -> str:
+    """``read_bytes`` as text: UTF-8, line ends as Python's own files give them. Raises SpecError."""
+    try:
+        return text_of(read_bytes(path, give, most), errors)
+    except UnicodeDecodeError:
+        raise SpecError(f"{bounded(os.fspath(path), 120)} is no text file in UTF-8; {give}") from None
+
+
+def text_of(data: bytes, errors: str = "strict") -> str:
+    """Raises UnicodeDecodeError."""
+    return data.decode("utf-8", errors).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """``json.loads``; ValueError also for what is nested too deeply for it."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def write_whole(path: str | os.PathLike[str], text: str, *, replace: bool = True) -> None:
     """Write ``text`` as UTF-8 through a temporary file beside ``path``, so that nobody ever reads half of it and a kill
     leaves the old file or the new one. An existing file keeps its mode; FileExistsError for one without ``replace``.
-    Raises OSError."""
+    Raises OSError, also for what is no regular file."""
     target = os.path.realpath(path)
     temporary = None
+    mode = _mode(target)
     try:
         handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".bridge-memory-")
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, _mode(target))
+        os.chmod(temporary, mode)
         if replace:
             os.replace(temporary, target)
         else:
@@ -31,13 +90,16 @@ def write_whole(path: str | os.PathLike[str], text: str, *, replace: bool = True
 
 
 def _mode(target: str) -> int:
-    """The mode that open() would give the file; an existing one keeps its own."""
+    """The mode that open() would give the file; an existing one keeps its own. Raises OSError for a device."""
     try:
-        return stat.S_IMODE(os.stat(target).st_mode)
+        mode = os.stat(target).st_mode
     except FileNotFoundError:
         mask = os.umask(0)
         os.umask(mask)
         return 0o666 & ~mask
+    if not stat.S_ISREG(mode):  # a device would be gone
+        raise OSError(errno.EINVAL, "not a regular file")
+    return stat.S_IMODE(mode)
 
 
 def _place(temporary: str, target: str) -> None:

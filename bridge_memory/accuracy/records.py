@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bridge_memory.files import parse_json, read_text
 from bridge_memory.spec import SpecError
 
 
@@ -48,18 +48,14 @@ class Record:
 
 def load_runs(path: str | Path) -> list[Record]:
     """Read a corpus. Raises SpecError, naming the line, for text that is not a record."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise SpecError(f"{path}: {reason}; give a file with one JSON record a line") from None
+    lines = read_text(path, "give a file with one JSON record a line").splitlines()
     return [read_record(line, f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
 
 
 def read_record(line: str, where: str) -> Record:
     """One line of a corpus; ``where`` names it in a refusal. Raises SpecError."""
     try:
-        data = json.loads(line)
+        data = parse_json(line)
     except ValueError:
         raise SpecError(f"{where} is not JSON; give one record a line") from None
     if not isinstance(data, dict):
@@ -79,7 +75,7 @@ def read_record(line: str, where: str) -> Record:
         )
     except KeyError as error:
         raise SpecError(f"{where} has no field {error}; see the corpus README for a record") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         raise SpecError(f"{where} is malformed ({error}); see the corpus README for a record") from None
 
 
@@ -92,4 +88,4 @@ def _measurements(data: Mapping[str, object]) -> Iterator[Measurement]:
 
 
 def _bytes(value: object) -> int | None:
-    return round(float(value)) if isinstance(value, (int, float)) else None
+    return round(value) if isinstance(value, (int, float)) else None

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from bridge_memory.accuracy.records import Record
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.readers.run_spec import run_from_json
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec import RunSpec, SpecError, show
 
 
 class NotComparable(Exception):
@@ -36,7 +36,7 @@ def run_of(record: Record) -> RunSpec:
         raise NotARun(str(record.config.get("reason", "the record does not say what it is")))
     if kind == "described":
         raise NotComparable("described in words; scripts/convert_described.py makes a run of them where it can")
-    raise NotComparable(f"config.kind is {kind!r}; run_spec and megatron_args can be read")
+    raise NotComparable(f"config.kind is {show(kind)}; run_spec and megatron_args can be read")
 
 
 def _run_spec(record: Record) -> RunSpec:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bridge_memory.files import parse_json, read_text
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
     AttentionSpec,
@@ -82,10 +82,18 @@ _FIRST_LAYERS = {
 
 
 def read_throughput(path: Path) -> Iterator[Measured | Unread]:
-    """Every row of a corpus of throughput, one JSON object a line."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.strip():
-            yield measured(json.loads(line))
+    """Every row of a corpus of throughput, one JSON object a line. Raises SpecError for text that is none."""
+    give = "give a file with one JSON record a line"
+    for number, line in enumerate(read_text(path, give).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise SpecError(f"{path} line {number} is no JSON object; {give}")
+        yield measured(row)
 
 
 def measured(row: Mapping[str, Any]) -> Measured | Unread:

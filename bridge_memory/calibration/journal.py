@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bridge_memory.calibration.records import ReportRecord, RunRecord, record_of
+from bridge_memory.files import parse_json
 
 SCHEMA = "bridge-memory/live-1"
 
@@ -17,7 +18,8 @@ def append(path: str | os.PathLike[str], record: RunRecord | ReportRecord) -> No
     line = json.dumps({"schema": SCHEMA, **record.to_json()}, separators=(",", ":"), ensure_ascii=True) + "\n"
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target, "ab") as file:
+    # Not to wait for the reader of a pipe that stands there: training waits for nobody.
+    with open(target, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666)) as file:
         if file.tell() and not _ends_with_newline(target):
             line = "\n" + line
         # One write call: O_APPEND keeps lines of several writers apart.
@@ -29,14 +31,19 @@ def append(path: str | os.PathLike[str], record: RunRecord | ReportRecord) -> No
 def read(path: str | os.PathLike[str]) -> Iterator[RunRecord | ReportRecord]:
     """The records of a journal, without lines that a kill cut off and events that are not known. Raises OSError."""
     with open(path, "rb") as file:
-        for line in file:
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            record = record_of(value) if isinstance(value, dict) and value.get("schema") == SCHEMA else None
-            if record is not None:
-                yield record
+        yield from records(file)
+
+
+def records(lines: Iterable[str | bytes]) -> Iterator[RunRecord | ReportRecord]:
+    """Likewise, of the lines of a journal."""
+    for line in lines:
+        try:
+            value = parse_json(line)
+        except ValueError:
+            continue
+        record = record_of(value) if isinstance(value, dict) and value.get("schema") == SCHEMA else None
+        if record is not None:
+            yield record
 
 
 def _ends_with_newline(path: Path) -> bool:

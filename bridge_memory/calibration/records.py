@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TypedDict
+from typing import TypedDict, TypeGuard
+
+from bridge_memory.spec import show
 
 Json = Mapping[str, object]
 
@@ -58,7 +60,7 @@ class StageRecord:
         return cls(
             stage=stage,
             ranks=_integer(record.get("ranks")) or 0,
-            failed={str(rank): str(why) for rank, why in _mapping(record.get("failed")).items()},
+            failed={str(rank): _words(why) for rank, why in _mapping(record.get("failed")).items()},
             compared=compared if isinstance(compared, str) else None,
             **{name: _integer(record.get(name)) for name in _FIGURES},
         )
@@ -103,7 +105,7 @@ class ReportRecord:
             world_size=_integer(record.get("world_size")) or 1,
             missing_ranks=tuple(rank for rank in ranks if rank is not None),
             stages=tuple(stage for stage in stages if stage is not None),
-            notes=tuple(map(str, _listed(record.get("notes")))),
+            notes=tuple(map(_words, _listed(record.get("notes")))),
         )
 
 
@@ -183,12 +185,12 @@ class RunRecord:
         machine = _mapping(record.get("machine"))
         return cls(
             time=_seconds(record.get("time")),
-            versions={str(name): str(version) for name, version in _mapping(record.get("versions")).items()},
+            versions={str(name): _words(version) for name, version in _mapping(record.get("versions")).items()},
             machine=_machine(machine) if machine else None,
             model=_text(record.get("model")),
             config_digest=_text(record.get("config_digest")),
-            assumptions=tuple(map(str, _listed(record.get("assumptions")))),
-            not_modelled=tuple(map(str, _listed(record.get("not_modelled")))),
+            assumptions=tuple(map(_words, _listed(record.get("assumptions")))),
+            not_modelled=tuple(map(_words, _listed(record.get("not_modelled")))),
             predicted=tuple(map(_predicted, _mappings(record.get("predicted")))),
         )
 
@@ -196,7 +198,7 @@ class RunRecord:
 def record_of(record: Json) -> RunRecord | ReportRecord | None:
     """The record that a line of a journal holds, None for an event that is not known."""
     kinds: dict[object, type[RunRecord] | type[ReportRecord]] = {"run": RunRecord, "report": ReportRecord}
-    kind = kinds.get(record.get("event"))
+    kind = kinds.get(_text(record.get("event")))
     return None if kind is None else kind.from_json(record)
 
 
@@ -206,7 +208,8 @@ def _machine(record: Json) -> MachineRecord:
         for name, fact in _mapping(record.get("facts")).items()
         if isinstance(fact, Mapping)
     }
-    return MachineRecord(gpu=_text(record.get("gpu")), facts=facts, notes=list(map(str, _listed(record.get("notes")))))
+    notes = list(map(_words, _listed(record.get("notes"))))
+    return MachineRecord(gpu=_text(record.get("gpu")), facts=facts, notes=notes)
 
 
 def _predicted(record: Json) -> PredictedStage:
@@ -238,12 +241,33 @@ def _component(record: Json) -> ComponentRecord:
 # ---- values as they come ----
 
 
+#: Beyond it nothing is a figure: bytes, ranks and steps are far below.
+_MOST = 1 << 60
+#: The end of the year 9999, which is as far as a date goes.
+_LAST_SECOND = 253_402_300_799
+
+
+def is_figure(value: object) -> TypeGuard[int]:
+    """Whether it is an integer that a measurement can have."""
+    return isinstance(value, int) and not isinstance(value, bool) and -_MOST < value < _MOST
+
+
+def is_time(value: object) -> TypeGuard[int | float]:
+    """Whether it is a number of seconds since the epoch."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LAST_SECOND
+
+
 def _integer(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if is_figure(value) else None
 
 
 def _seconds(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    return float(value) if is_time(value) else 0.0
+
+
+def _words(value: object) -> str:
+    """Text as it is; of anything else what an error line would quote."""
+    return value if isinstance(value, str) else show(value)
 
 
 def _text(value: object) -> str:

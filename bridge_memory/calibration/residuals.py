@@ -7,17 +7,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bridge_memory.calibration.records import StageRecord
+from bridge_memory.calibration.records import StageRecord, is_figure, is_time
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.estimate import Estimate
-from bridge_memory.files import write_whole
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.files import parse_json, read_text, write_whole
+from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.canonical import canonical
+from bridge_memory.spec.errors import bounded
 
 SCHEMA = "bridge-memory/calibration-1"
 
@@ -43,8 +44,27 @@ class Residual:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Residual:
-        """Keys that are not known are ignored. Raises TypeError where one is missing."""
-        return cls(**{key: record[key] for key in cls.__dataclass_fields__ if key in record})
+        """Keys that are not known are ignored. Raises TypeError where one is missing or holds something else."""
+        known = {key: record[key] for key in cls.__dataclass_fields__ if key in record}
+        for key, value in known.items():
+            if not _KINDS[key](value):
+                raise TypeError(f"{key} ({show(value)})")
+        return cls(**known)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_releases(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, (*value, *value.values())))
+
+
+#: What each key of a residual holds.
+_KINDS: dict[str, Callable[[object], bool]] = {
+    "model": _is_text, "config_digest": _is_text, "stage": is_figure, "component": _is_text,
+    "predicted_bytes": is_figure, "measured_bytes": is_figure, "versions": _are_releases, "time": is_time,
+}  # fmt: skip
 
 
 def residuals_of(model: str, digest: str, stages: Sequence[StageRecord]) -> list[Residual]:
@@ -91,21 +111,23 @@ def versions() -> dict[str, str]:
 
 def load(path: str | os.PathLike[str]) -> list[Residual]:
     """Raises SpecError where the file is not a calibration of ours."""
+    text = read_text(path, "give a calibration.json")
     try:
-        value = json.loads(Path(path).read_text())
+        value = parse_json(text)
         if value["schema"] != SCHEMA:
             raise KeyError("schema")
         return [Residual.from_json(entry) for entry in value["residuals"]]
-    except OSError as error:
-        raise SpecError(f"{path} cannot be read ({error.strerror}); give a calibration.json") from None
-    except (ValueError, KeyError, TypeError):
-        raise SpecError(f"{path} is not a calibration.json; give one that MemoryReport wrote") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        name = bounded(os.fspath(path), 120)
+        raise SpecError(f"{name} is not a calibration.json; give one that MemoryReport wrote") from None
 
 
 def save(path: str | os.PathLike[str], residuals: Sequence[Residual]) -> None:
     """Merge into ``path``: a newer residual of the same config, stage and component replaces the older one. The file is
     replaced in one move, so a kill leaves the old one or the new one."""
     target = Path(path)
+    if target.exists() and not target.is_file():  # a pipe would be waited for
+        raise SpecError(f"{target} is not a regular file; name a calibration.json")
     kept = {(r.config_digest, r.stage, r.component): r for r in (load(target) if target.exists() else [])}
     kept.update({(r.config_digest, r.stage, r.component): r for r in residuals})
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import NoReturn
 from bridge_memory.cli.output import written
 from bridge_memory.report.document import one_line
 from bridge_memory.spec import SpecError
+from bridge_memory.spec.errors import LONGEST_LINE, bounded
 
 #: Command -> (module, what it does). A new command is one line here and its module.
 COMMANDS = {
@@ -83,7 +85,15 @@ def _in_flags(message: str, argv: Sequence[str]) -> str:
 
 
 def _complain(kind: str, message: str) -> None:
-    print(f"bridge-memory: {kind}: {one_line(message)}", file=sys.stderr)
+    if sys.stderr is not None:  # closed (2>&-)
+        print(bounded(f"bridge-memory: {kind}: {one_line(message)}", LONGEST_LINE), file=sys.stderr)
+
+
+class _Closed(io.TextIOBase):
+    """In place of a stdout that is closed (>&-): whoever writes no report there has no need of it."""
+
+    def write(self, text: str) -> int:
+        raise SpecError("standard output is closed; leave it open, or send it to a file")
 
 
 def _dispatch(argv: Sequence[str]) -> int:
@@ -113,6 +123,8 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for wrong input, 74 for a device that fails, 70 for our fault."""
+    if sys.stdout is None:
+        sys.stdout = _Closed()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # A model's name may hold what the locale cannot show; that must not end the report.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.run_arguments import run_from_arguments
 from bridge_memory.cli.run_flags import add_run_arguments
+from bridge_memory.files import read_bytes, text_of
 from bridge_memory.spec import RunSpec, SpecError
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 SCHEMA = "bridge-memory/compare/1"
 EXIT_BEYOND = 1
 GIB = 1 << 30
+#: Bytes: some weeks of logs.
+MOST_OF_A_LOG = 256 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,20 +45,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print. 0, or 1 where --tolerance is exceeded."""
+    from bridge_memory.compare.snapshot import MOST_OF_A_SNAPSHOT, is_snapshot
+
     if args.tolerance is not None and not 0 <= args.tolerance < float("inf"):
         raise SpecError(f"--tolerance is {args.tolerance}; give a percentage of 0 or more")
     tolerance = None if args.tolerance is None else args.tolerance / 100.0
-    if _is_pickle(args.measured):
-        return _snapshot(args, tolerance)
-    return _log(args, tolerance)
-
-
-def _is_pickle(path: str) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return file.read(2)[:1] == b"\x80"
-    except OSError as error:
-        raise SpecError(f"{path} cannot be read ({error.strerror}); give a log, JSON lines or a snapshot") from None
+    # Read once: a pipe (`compare <(zcat log.gz)`) holds it once.
+    data = read_bytes(
+        args.measured, "give a log, JSON lines or a snapshot; of a long log its lines about memory",
+        most_after=lambda head: MOST_OF_A_SNAPSHOT if is_snapshot(head) else MOST_OF_A_LOG,
+    )  # fmt: skip
+    if is_snapshot(data):
+        return _snapshot(args, data, tolerance)
+    return _log(args, text_of(data, errors="replace"), tolerance)
 
 
 def _given_run(args: argparse.Namespace) -> RunSpec | None:
@@ -68,11 +69,10 @@ def _given_run(args: argparse.Namespace) -> RunSpec | None:
 # ---- logs and JSON lines ----
 
 
-def _log(args: argparse.Namespace, tolerance: float | None) -> int:
+def _log(args: argparse.Namespace, text: str, tolerance: float | None) -> int:
     from bridge_memory.compare.residuals import residuals
     from bridge_memory.spec.ranks import stage_of_rank
 
-    text = Path(args.measured).read_text(encoding="utf-8", errors="replace")
     given = _given_run(args)
     predicted, measured, run = _read(args.measured, text, given)
 
@@ -102,17 +102,17 @@ def _read(
 ) -> tuple[list[Predicted], list[MeasuredRank], RunSpec | None]:
     """(predicted, measured, the run) of a log or of our JSON lines."""
     from bridge_memory.calibration.journal import SCHEMA as JOURNAL
-    from bridge_memory.compare.logs import arguments_in, last_of_each_rank, parse_memory_lines
+    from bridge_memory.compare.logs import arguments_in, latest_of_each_rank
     from bridge_memory.compare.residuals import predicted_of
     from bridge_memory.estimate import estimate
 
     lines = text.splitlines()
     if any(JOURNAL in line for line in lines):
-        predicted, measured = _journal(path)
+        predicted, measured = _journal(path, lines)
         if given is not None:
             predicted = predicted_of(estimate(given))
         return predicted, measured, given
-    measured = last_of_each_rank(parse_memory_lines(lines))
+    measured = latest_of_each_rank(lines)
     if not measured:
         raise SpecError(
             f"{path} holds no memory figures; give a log with lines like '[Rank 0] (after 2 iterations) memory (MB) | "
@@ -132,7 +132,7 @@ def _read(
     return predicted_of(estimate(given)), measured, given
 
 
-def _journal(path: str) -> tuple[list[Predicted], list[MeasuredRank]]:
+def _journal(path: str, lines: list[str]) -> tuple[list[Predicted], list[MeasuredRank]]:
     """The last run of the file and its last report."""
     from bridge_memory.calibration import journal
     from bridge_memory.calibration.records import ReportRecord
@@ -140,7 +140,7 @@ def _journal(path: str) -> tuple[list[Predicted], list[MeasuredRank]]:
     from bridge_memory.compare.residuals import Predicted
 
     report: ReportRecord | None = None
-    for record in journal.read(path):
+    for record in journal.records(lines):
         report = record if isinstance(record, ReportRecord) else None
     if report is None:
         raise SpecError(f"{path} holds no report after its last start; let the run do two steps")
@@ -190,11 +190,11 @@ def _print_rows(rows: list[StageResidual], beyond: list[int], tolerance: float |
 # ---- snapshots ----
 
 
-def _snapshot(args: argparse.Namespace, tolerance: float | None) -> int:
-    from bridge_memory.compare.snapshot import at_peak, attribute, load_snapshot
+def _snapshot(args: argparse.Namespace, data: bytes, tolerance: float | None) -> int:
+    from bridge_memory.compare.snapshot import at_peak, attribute, read_snapshot
     from bridge_memory.estimate import estimate
 
-    alive = at_peak(load_snapshot(args.measured), args.snapshot_device)
+    alive = at_peak(read_snapshot(data, args.measured), args.snapshot_device)
     run = _given_run(args)
     components: Any = ()
     predicted = None

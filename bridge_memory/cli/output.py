@@ -76,7 +76,7 @@ def _format_of(path: str | None, formats: Sequence[str]) -> str:
             return name
     if suffix[1:].isalpha():
         raise SpecError(
-            f"--output {path}: {suffix} files are not written; name one that ends in {_suffixes(formats, ' or ')}, or add "
-            f"--format {' or '.join(formats)}"
+            f"--output {path}: {suffix} files are not written; name one that ends in {_suffixes(formats, ' or ')}, or "
+            f"add --format {' or '.join(formats)}"
         )
     return "text"

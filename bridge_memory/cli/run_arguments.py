@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_memory.cli.run_flags import DEFAULT_SEQ_LENGTH, MODEL_FLAGS, PACKAGES, SPECS, SWITCHES
 from bridge_memory.cli.silent_flags import check_silent, drop_idle
+from bridge_memory.files import read_text
 from bridge_memory.spec import LayerSpec, ModelSpec, ParallelSpec, RunSpec, SpecError
 from bridge_memory.spec.errors import divide
 from bridge_memory.spec.fields import MOST_GPUS, called
@@ -111,11 +112,7 @@ def _run_from_megatron(
         raise SpecError(f"{extra[0]} belongs inside --megatron-args; beside it only --num-gpus may stand")
     text = args.megatron_args
     if os.path.isfile(text):
-        try:
-            with open(text, encoding="utf-8") as file:
-                text = file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SpecError(f"--megatron-args {args.megatron_args}: {error}") from None
+        text = read_text(text, "give Megatron-LM's arguments to --megatron-args")
     world_size = given["parallel"].get("world_size")
     if world_size is None and read_arguments(text).world_size is None:
         raise SpecError("--megatron-args needs --num-gpus, the GPUs of the job, beside it, or torchrun's options in it")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +22,10 @@ from typing import Any
 MIB = 1 << 20
 GB = 10**9
 
-_LINE = re.compile(r"\[Rank (\d+)\]\s*(.*?)memory \((MB|GB)\)\s*(\|.*)")
-_AFTER = re.compile(r"after (\d+) iterations")
+#: Each looks at every character once or twice, whatever the line: a log holds anything.
+_FIGURES = re.compile(r"memory \((MB|GB)\)\s*(\|.*)")
+_RANK = re.compile(r"\[Rank (\d{1,9})\]")
+_AFTER = re.compile(r"after (\d{1,18}) iterations")
 _FIGURE = re.compile(r"\|\s*([A-Za-z][A-Za-z -]*?):\s*([0-9.eE+-]+)")
 
 #: Name in a log -> figure.
@@ -34,7 +36,13 @@ _NAMES = {
 }  # fmt: skip
 
 #: Megatron-LM's block of parsed arguments: "  hidden_size ..................... 4096".
-_ARGUMENT = re.compile(r"^\s*(?:\S*\s)?\s{2}([A-Za-z]\w*) \.{2,} (.*?)\s*$")
+_ARGUMENT = re.compile(r"^\s*(?:\S*\s)?\s{2}([A-Za-z]\w*) \.{2,} (.*)$")
+#: Arguments of a block, of which Megatron-LM has some 700.
+_MOST_ARGUMENTS = 10_000
+#: Characters of an argument's value that are read as one of Python's.
+_LONGEST_VALUE = 10_000
+#: Bytes, more than any machine has.
+_MOST = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +64,45 @@ class MeasuredRank:
 
 def parse_memory_lines(lines: Iterable[str]) -> list[MeasuredRank]:
     """Every ``report_memory`` line of a log, in order; whatever a launcher put in front of them is skipped."""
-    found = []
-    for line in lines:
-        match = _LINE.search(line)
-        if match is None:
+    return [found for line in lines if (found := _memory_line(line)) is not None]
+
+
+def latest_of_each_rank(lines: Sequence[str]) -> list[MeasuredRank]:
+    """The latest figures of every rank of a log; ``max_allocated`` never falls, so the last one is the peak."""
+    latest: dict[int, MeasuredRank] = {}
+    for line in reversed(lines):
+        found = _memory_line(line, latest)
+        if found is not None:
+            latest[found.rank] = found
+    return [latest[rank] for rank in sorted(latest)]
+
+
+def _memory_line(line: str, but_of: Container[int] = ()) -> MeasuredRank | None:
+    """What a line of ``report_memory`` says, None for any other line and those of the ranks ``but_of``."""
+    match = _FIGURES.search(line)
+    rank = None if match is None else _RANK.search(line, 0, match.start())
+    if match is None or rank is None or int(rank.group(1)) in but_of:
+        return None
+    unit, figures = match.groups()
+    after = _AFTER.search(line, rank.end(), match.start())
+    values: dict[str, Any] = {}
+    resolution = 0
+    for name, number in _FIGURE.findall(figures):
+        key = _NAMES.get(name.strip())
+        if key is None:
             continue
-        rank, before, unit, figures = match.groups()
-        after = _AFTER.search(before)
-        values: dict[str, Any] = {}
-        resolution = 0
-        for name, number in _FIGURE.findall(figures):
-            key = _NAMES.get(name.strip())
-            if key is None:
-                continue
-            size = MIB if unit == "MB" else GB
-            try:
-                values[key] = round(float(number) * size)
-            except ValueError:
-                continue
-            resolution = max(resolution, _resolution(number, unit))
-        if values:
-            iteration = int(after.group(1)) if after else None
-            found.append(MeasuredRank(int(rank), iteration, resolution=resolution, **values))
-    return found
+        try:
+            figure = float(number) * (MIB if unit == "MB" else GB)
+        except ValueError:
+            continue
+        if not 0 <= figure < _MOST:
+            continue
+        values[key] = round(figure)
+        resolution = max(resolution, _resolution(number, unit))
+    if not values:
+        return None
+    iteration = int(after.group(1)) if after else None
+    return MeasuredRank(int(rank.group(1)), iteration, resolution=resolution, **values)
 
 
 def _resolution(number: str, unit: str) -> int:
@@ -91,14 +115,6 @@ def _resolution(number: str, unit: str) -> int:
     return math.ceil(GB * 10 ** (math.floor(math.log10(value)) - 4) / 2)
 
 
-def last_of_each_rank(measured: Iterable[MeasuredRank]) -> list[MeasuredRank]:
-    """The latest figures of every rank; ``max_allocated`` never falls, so the last one is the peak."""
-    latest: dict[int, MeasuredRank] = {}
-    for m in measured:
-        latest[m.rank] = m
-    return [latest[rank] for rank in sorted(latest)]
-
-
 def arguments_in(lines: Iterable[str]) -> SimpleNamespace | None:
     """The arguments that Megatron-LM printed at its start, None where the log has no such block."""
     values: dict[str, Any] = {}
@@ -109,15 +125,15 @@ def arguments_in(lines: Iterable[str]) -> SimpleNamespace | None:
             if not inside:
                 break
             continue
-        match = _ARGUMENT.match(line) if inside else None
+        match = _ARGUMENT.match(line) if inside and len(values) < _MOST_ARGUMENTS else None
         if match is not None:
-            values[match.group(1)] = _value(match.group(2))
+            values[match.group(1)] = _value(match.group(2).rstrip())
     return SimpleNamespace(**values) if "hidden_size" in values else None
 
 
 def _value(text: str) -> Any:
     """None, numbers, booleans and lists as Python prints them; anything else stays text."""
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return ast.literal_eval(text) if len(text) <= _LONGEST_VALUE else text
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text

@@ -15,14 +15,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from bridge_memory.components import Component, Part, Role
-from bridge_memory.spec import SpecError
+from bridge_memory.files import read_bytes
+from bridge_memory.spec import SpecError, show
+from bridge_memory.spec.errors import bounded
 
 #: Bytes: the allocator hands out multiples of this (``CUDACachingAllocator.cpp: kMinBlockSize``). Traces hold the
 #: sizes that were asked for, segments those that were given.
 BLOCK = 512
+#: Bytes of a file, blocks in it, and characters of a frame's file (its end) and function (its beginning).
+MOST_OF_A_SNAPSHOT = 2 << 30
+MOST_BLOCKS = 2_000_000
+LONGEST_NAME = 500
 
 class _NoCode(pickle.Unpickler):
     """Refuses whatever is not plain data: a snapshot is dicts, lists, tuples, numbers and text."""
@@ -37,13 +44,18 @@ class _NoCode(pickle.Unpickler):
         raise SpecError("the snapshot refers to data outside itself; give a file of _dump_snapshot")
 
 
+def is_snapshot(head: bytes) -> bool:
+    """Whether bytes that begin so are a pickle."""
+    return head[:1] == pickle.PROTO
+
+
 def load_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The snapshot's dict. Raises SpecError for a file that is something else, or holds code."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-    except OSError as error:
-        raise SpecError(f"{path} cannot be read ({error.strerror}); give a snapshot") from None
+    return read_snapshot(read_bytes(path, "give a snapshot", MOST_OF_A_SNAPSHOT), path)
+
+
+def read_snapshot(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Likewise, of what the file holds."""
     try:
         value = _NoCode(io.BytesIO(data)).load()
     except SpecError:
@@ -96,28 +108,35 @@ def at_peak(snapshot: dict[str, Any], device: int | None = None) -> Alive:
     """
     try:
         return _at_peak(snapshot, device)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise SpecError(
-            f"the snapshot is malformed ({type(error).__name__}: {error}); give a file of _dump_snapshot"
-        ) from None
+    except SpecError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        why = f"{type(error).__name__}: {bounded(str(error), 100)}"
+        raise SpecError(f"the snapshot is malformed ({why}); give a file of _dump_snapshot") from None
 
 
 def _at_peak(snapshot: dict[str, Any], device: int | None) -> Alive:
     ends: dict[int, dict[int, Block]] = {}
+    frames = _Frames()
+    if sum(len(segment["blocks"]) for segment in snapshot["segments"]) > MOST_BLOCKS:
+        raise SpecError(f"the snapshot has more than {MOST_BLOCKS} blocks; give a file of _dump_snapshot")
     for segment in snapshot["segments"]:
-        held = ends.setdefault(int(segment.get("device", 0)), {})
-        address = int(segment["address"])
+        held = ends.setdefault(_whole(segment.get("device", 0)), {})
+        address = _whole(segment["address"])
         for block in segment["blocks"]:
-            start = int(block.get("address", address))
+            start, size = _whole(block.get("address", address)), _whole(block["size"])
             if block["state"] == "active_allocated":
-                held[start] = Block(int(block["size"]), _frames(block), traced=False)
-            address = start + int(block["size"])
+                held[start] = Block(size, frames.of(block), traced=False)
+            address = start + size
     traces = snapshot.get("device_traces") or []
     if device is None:
         device = max(ends, key=lambda d: sum(b.size for b in ends[d].values()), default=0)
     if device not in ends and not (0 <= device < len(traces) and traces[device]):
         raise SpecError(f"device {device} is not in the snapshot; it has {sorted(ends)}")
     trace = traces[device] if 0 <= device < len(traces) else []
+    for event in trace:
+        if event["action"] in ("alloc", "free_requested"):
+            _whole(event["addr"])
     seen = {event["addr"] for event in trace if event["action"] == "alloc"}
     end = {
         start: replace(block, traced=True) if start in seen else block
@@ -143,8 +162,8 @@ def _at_peak(snapshot: dict[str, Any], device: int | None) -> Alive:
             return -gone.size if gone else 0
         if event["action"] == "free_requested" and event["addr"] not in alive:
             source = trace[origin[i]] if i in origin else None
-            size = -(-int(event["size"]) // BLOCK) * BLOCK
-            block = Block(size, _frames(source) if source else (), traced=source is not None)
+            size = -(-_whole(event["size"]) // BLOCK) * BLOCK
+            block = Block(size, frames.of(source) if source else (), traced=source is not None)
             alive[event["addr"]] = block
             return block.size
         return 0
@@ -161,13 +180,39 @@ def _at_peak(snapshot: dict[str, Any], device: int | None) -> Alive:
     return Alive(device, peak, tuple(alive.values()), end_bytes, len(trace), len(trace) - peak_index)
 
 
-def _frames(holder: dict[str, Any]) -> tuple[Frame, ...]:
-    frames = holder.get("frames")
-    if not frames and holder.get("history"):  # snapshots before torch 2.2 keep frames in a history
-        frames = holder["history"][0].get("frames")
-    return tuple(
-        Frame(str(f.get("filename", "")), str(f.get("name", "")), int(f.get("line", 0))) for f in frames or ()
-    )
+def _whole(value: object) -> int:
+    """An address or a number of bytes. Raises ValueError."""
+    if not isinstance(value, int) or not 0 <= value < 1 << 64:
+        raise ValueError(f"{show(value)} is no size and no address")
+    return value
+
+
+class _Frames:
+    """Stacks of a snapshot, each read once: a snapshot holds one object for all blocks of a place."""
+
+    def __init__(self) -> None:
+        self._stacks: dict[int, tuple[Frame, ...]] = {}
+        self._frames: dict[int, Frame] = {}
+
+    def of(self, holder: dict[str, Any]) -> tuple[Frame, ...]:
+        """The frames of a block or an event. The snapshot stays alive meanwhile, so that an id names one object."""
+        stack = holder.get("frames")
+        if not stack and holder.get("history"):  # snapshots before torch 2.2 keep frames in a history
+            stack = holder["history"][0].get("frames")
+        if not stack:
+            return ()
+        if id(stack) not in self._stacks:
+            self._stacks[id(stack)] = tuple(map(self._frame, stack))
+        return self._stacks[id(stack)]
+
+    def _frame(self, told: dict[str, Any]) -> Frame:
+        if id(told) not in self._frames:
+            filename, name, line = told.get("filename", ""), told.get("name", ""), told.get("line", 0)
+            if not isinstance(filename, str) or not isinstance(name, str):
+                raise ValueError(f"{show(filename)}, {show(name)} is no frame")
+            number = line if isinstance(line, int) and abs(line) < 1 << 64 else 0
+            self._frames[id(told)] = Frame(filename[-LONGEST_NAME:], name[:LONGEST_NAME], number)
+        return self._frames[id(told)]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -266,6 +311,7 @@ def group_of(frames: Sequence[Frame], *, traced: bool = False) -> Part | Group:
     return Group.PASSING if any("autograd::Engine" in frame.name for frame in frames) else Group.UNATTRIBUTED
 
 
+@lru_cache(maxsize=1 << 16)
 def _rule(frame: Frame) -> Part | Group | None:
     for group, file, function in _COMPILED:
         if file.search(frame.filename) and (function is None or function.fullmatch(frame.name)):
@@ -320,12 +366,18 @@ def attribute(alive: Alive, components: Iterable[Component] = (), *, frames_show
     measured: Counter[Part | Group] = Counter()
     blocks: Counter[Part | Group] = Counter()
     rest: Counter[str] = Counter()
+    # Blocks of one stack have one group, however many there are.
+    groups: dict[tuple[int, bool], tuple[Part | Group, str]] = {}
     for block in alive.blocks:
-        group = group_of(block.frames, traced=block.traced)
+        stack = (id(block.frames), block.traced)
+        if stack not in groups:
+            text = " < ".join(_telling(block.frames, frames_shown)) or "(no frames recorded)"
+            groups[stack] = group_of(block.frames, traced=block.traced), text
+        group, text = groups[stack]
         measured[group] += block.size
         blocks[group] += 1
         if group is Group.UNATTRIBUTED:
-            rest[" < ".join(_telling(block.frames, frames_shown)) or "(no frames recorded)"] += block.size
+            rest[text] += block.size
     predicted: Counter[Part | Group] = Counter()
     for component in components:
         predicted[predicted_group(component)] += component.bytes

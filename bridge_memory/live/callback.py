@@ -26,7 +26,8 @@ class MemoryReport:
 
     ``path``: the JSON-lines file, None for none. ``calibration``: where residuals are kept, None for nowhere.
     ``threshold``: the share of a measured figure beyond which a stage gets a line of explanation. ``deadline``: seconds
-    that rank 0 waits for the readings of the others. ``read`` takes (rank, stage) and gives a Reading.
+    that rank 0 waits for the readings of the others, until two reports in a row were without some of them. ``read``
+    takes (rank, stage) and gives a Reading.
     """
 
     def __init__(

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bridge_memory.calibration.records import is_figure
+from bridge_memory.live.guard import said
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -45,8 +48,13 @@ class Reading:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Reading:
-        """What ``to_json`` gave; keys that are not known are ignored. Raises TypeError where the rank is missing."""
-        return cls(**{key: record[key] for key in cls.__dataclass_fields__ if key in record})
+        """What ``to_json`` gave; keys that are not known are ignored. Raises TypeError where the rank is missing, or a
+        figure is no integer."""
+        known = {key: record[key] for key in cls.__dataclass_fields__ if key in record}
+        for key, value in known.items():
+            if not (isinstance(value, str) if key == "error" else is_figure(value)):
+                raise TypeError(key)
+        return cls(**known)
 
 
 def read_cuda(rank: int, stage: int) -> Reading:
@@ -69,4 +77,4 @@ def read_cuda(rank: int, stage: int) -> Reading:
             ooms=int(stats.get("num_ooms", 0)),
         )
     except Exception as error:
-        return Reading(rank=rank, stage=stage, error=f"{type(error).__name__}: {error}"[:200])
+        return Reading(rank=rank, stage=stage, error=said(error))

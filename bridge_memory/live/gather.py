@@ -3,7 +3,8 @@
 No collective is used, so none can be joined by some ranks only: every rank leaves its reading in the store (one
 small message, nobody waits), and one rank collects what is there until a deadline. A rank that fails leaves its
 error, a rank that is slow is listed as missing, and training never waits for either beyond the deadline, on the
-collecting rank alone.
+collecting rank alone. Ranks that stay away for two reports in a row are not waited for again (``Collector``,
+``Fetcher``): the callback may be on some ranks only.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ import json
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from bridge_memory.calibration.records import ReportRecord
 from bridge_memory.live.cuda import Reading
+from bridge_memory.live.guard import TRIES
 
 #: Seconds the collecting rank waits for the others, who have just finished the same step.
 DEADLINE = 10.0
 #: Seconds between two looks at the store.
 PAUSE = 0.02
+#: Seconds it waits after ``TRIES`` reports in a row that others were missing from.
+GRACE = 0.5
+#: Ranks given up that one report looks for again: one question to the store each.
+LOOKED_FOR = 64
 
 
 class Store(Protocol):
@@ -73,10 +80,54 @@ def collect(
     readings, missing = [], sorted(set(ranks) - set(arrived))
     for rank, text in zip(arrived, texts, strict=True):
         try:
-            readings.append(Reading.from_json(json.loads(text)))
+            reading = Reading.from_json(json.loads(text))
         except Exception:
             missing.append(rank)
+        else:
+            readings.append(replace(reading, rank=rank))
     return readings, sorted(missing)
+
+
+class Collector:
+    """``collect`` at every report of a run, with a patience that ends.
+
+    A report fails where a rank that it waits for is missing. After ``TRIES`` failures in a row the ranks that were
+    missing from them are given up: looked for, not waited for, until they are there again.
+    """
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._missing: set[int] = set()
+        self._given_up: deque[int] = deque()
+
+    def collect(
+        self, store: Store, moment: str, ranks: Sequence[int], *, deadline: float = DEADLINE
+    ) -> tuple[list[Reading], list[int]]:
+        """As ``collect``."""
+        gone = set(self._given_up)
+        waited_for = [rank for rank in ranks if rank not in gone]
+        wait = deadline if self._failures < TRIES else min(deadline, GRACE)
+        readings, missing = collect(store, moment, waited_for, deadline=wait)
+        if missing:
+            self._failures += 1
+            self._missing.update(missing)
+        else:
+            self._failures = 0
+            self._missing.clear()
+        back, _ = collect(store, moment, self._next_given_up(), deadline=0.0)
+        gone.difference_update(reading.rank for reading in back)
+        if back:
+            self._given_up = deque(rank for rank in self._given_up if rank in gone)
+        if self._failures >= TRIES:
+            self._given_up.extend(sorted(self._missing))
+            self._missing.clear()
+        return readings + back, sorted({*missing, *gone})
+
+    def _next_given_up(self) -> list[int]:
+        """Some of them, others each time."""
+        some = [self._given_up[i] for i in range(min(LOOKED_FOR, len(self._given_up)))]
+        self._given_up.rotate(-len(some))
+        return some
 
 
 def _get_all(store: Store, keys: list[str]) -> list[bytes]:
@@ -94,22 +145,51 @@ def _get(store: Store, key: str) -> bytes:
         return b""
 
 
-def share(store: Store, name: str, report: ReportRecord) -> None:
-    """Leave the collected report for the rank that holds the loggers, in place of the one before."""
-    store.set(_key(name, "table"), json.dumps(report.to_json()))
+def share(store: Store, name: str, iteration: int, report: ReportRecord | None) -> None:
+    """Leave the collected report for the rank that holds the loggers, in place of the one before; None: there will be
+    none for this iteration, which that rank need not wait for."""
+    store.set(_key(name, "table"), json.dumps({"iteration": iteration} if report is None else report.to_json()))
 
 
 def fetch(store: Store, name: str, iteration: int, *, deadline: float = DEADLINE) -> ReportRecord | None:
-    """The report that ``share`` left for ``iteration``, None where it does not come in time."""
-    key, end = _key(name, "table"), time.monotonic() + deadline
-    while True:
-        if _there(store, key):
-            value = json.loads(store.get(key))
-            if isinstance(value, dict) and value.get("iteration") == iteration:
-                return ReportRecord.from_json(value)
-        if time.monotonic() >= end:
-            return None
-        time.sleep(PAUSE)
+    """The report that ``share`` left for ``iteration``, None where there is none or it does not come in time."""
+    return Fetcher().fetch(store, name, iteration, deadline=deadline)
+
+
+class Fetcher:
+    """``fetch`` at every report of a run. After ``TRIES`` in a row for which nothing came it looks and does not wait,
+    until something comes again."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._last: object = None
+
+    def fetch(self, store: Store, name: str, iteration: int, *, deadline: float = DEADLINE) -> ReportRecord | None:
+        """As ``fetch``."""
+        patient = self._failures < TRIES
+        key, end = _key(name, "table"), time.monotonic() + (deadline if patient else 0.0)
+        while True:
+            value = _shared(store, key)
+            if value is not None and value.get("iteration") == iteration:
+                self._failures = 0
+                return ReportRecord.from_json(value) if "event" in value else None
+            if time.monotonic() >= end:
+                break
+            time.sleep(PAUSE)
+        # Another report than was seen last: the collecting rank is at work again, so the next one is waited for.
+        last = None if value is None else value.get("iteration")
+        again = not patient and last is not None and last != self._last
+        self._failures = TRIES - 1 if again else self._failures + 1
+        self._last = last
+        return None
+
+
+def _shared(store: Store, key: str) -> dict[str, object] | None:
+    try:
+        value = json.loads(store.get(key)) if _there(store, key) else None
+    except Exception:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _key(moment: str, rank: int | str) -> str:
@@ -120,7 +200,7 @@ def _wait(store: Store, keys: dict[int, str], deadline: float) -> set[int]:
     """Ranks whose key exists when all have come or time is over. Asks rather than blocks inside the store, whose
     client is shared with NCCL's threads."""
     end = time.monotonic() + deadline
-    while not _there(store, *keys.values()):
+    while keys and not _there(store, *keys.values()):
         if time.monotonic() >= end:
             return {rank for rank, key in keys.items() if _there(store, key)}
         time.sleep(PAUSE)

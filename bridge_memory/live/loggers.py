@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bridge_memory.calibration.records import StageRecord
-from bridge_memory.live.guard import warn_once
+from bridge_memory.live.guard import Attempts
 
 GIB = 1 << 30
 _FIGURES = (
@@ -31,22 +31,26 @@ def metrics(stages: Sequence[StageRecord]) -> dict[str, float]:
     return out
 
 
-def log(state: Any, values: dict[str, float], iteration: int) -> list[str]:
-    """Send ``values`` to each logger that ``state`` has; one that fails does not stop the others.
+class Loggers:
+    """The loggers of a state. One that fails does not stop the others, and is left alone in the end (``Attempts``)."""
 
-    Returns the loggers that took them. TensorBoard, W&B and MLflow are attributes of Bridge's GlobalState
-    (``training/state.py``), which sets them on the last rank alone; Comet's is in newer releases.
-    """
-    done = []
-    for name, send in _SENDERS.items():
-        try:
-            logger = getattr(state, name, None)
-            if logger is not None:
-                send(logger, values, iteration)
-                done.append(name)
-        except Exception as error:
-            warn_once(name, error)
-    return done
+    def __init__(self) -> None:
+        self._attempts = {name: Attempts(name) for name in _SENDERS}
+
+    def log(self, state: Any, values: dict[str, float], iteration: int) -> None:
+        """Send ``values`` to each logger that ``state`` has.
+
+        TensorBoard, W&B and MLflow are attributes of Bridge's GlobalState (``training/state.py``), which sets them on
+        the last rank alone; Comet's is in newer releases.
+        """
+        for name, attempt in self._attempts.items():
+            attempt(_send, name, state, values, iteration)
+
+
+def _send(name: str, state: Any, values: dict[str, float], iteration: int) -> None:
+    logger = getattr(state, name, None)
+    if logger is not None:
+        _SENDERS[name](logger, values, iteration)
 
 
 def _tensorboard(logger: Any, values: dict[str, float], iteration: int) -> None:

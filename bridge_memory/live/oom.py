@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from bridge_memory.estimate import peaks
 from bridge_memory.live.cuda import Reading
@@ -131,7 +132,8 @@ def is_out_of_memory(error: BaseException | type[BaseException] | None) -> bool:
 
 
 class Watch:
-    """Calls ``tell(wanted)`` once when an allocation fails for good; the error itself is left alone.
+    """Calls ``tell(wanted)`` once between ``start`` and ``stop`` when an allocation fails for good; the error itself is
+    left alone. Any number of them may watch at a time.
 
     With CUDA through torch's observer, which runs where the allocation fails; elsewhere (and where torch has no
     observer) through ``sys.excepthook``, when an OutOfMemoryError ends the process.
@@ -140,37 +142,75 @@ class Watch:
     def __init__(self, tell: Callable[[int | None], None]) -> None:
         self._tell = never_raises(tell)
         self._told = False
-        self._previous: Any = None
 
     def start(self) -> None:
-        if self._previous is not None:
-            return
-        self._attach()
-        self._previous = sys.excepthook
-        sys.excepthook = self._hook
+        with _lock:
+            self._told = False
+            if self not in _watching:
+                _watching.append(self)
+            _observe()
+            _Hook.put()
 
     def stop(self) -> None:
-        if self._previous is not None and sys.excepthook == self._hook:
-            sys.excepthook = self._previous
-        self._previous = None
-        self._told = True  # an observer cannot be taken off: it falls silent
+        with _lock:
+            if self in _watching:
+                _watching.remove(self)
+            if not _watching:
+                _Hook.remove()
 
     def tell(self, wanted: int | None) -> None:
         if not self._told:
             self._told = True
             self._tell(wanted)
 
-    def _hook(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if is_out_of_memory(kind):
-            self.tell(None)
-        (self._previous or sys.__excepthook__)(kind, error, trace)
 
-    @never_raises
-    def _attach(self) -> None:
-        torch: Any = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_available():
-            return
-        attach = getattr(torch._C, "_cuda_attachOutOfMemoryObserver", None)
-        if attach is not None:
-            # (device, bytes asked for, bytes allocated on the device, bytes free)
-            attach(lambda device, wanted, *rest: self.tell(int(wanted)))
+_lock = threading.RLock()
+_watching: list[Watch] = []
+_observed = False
+
+
+def _tell_all(wanted: int | None) -> None:
+    for watch in list(_watching):
+        watch.tell(wanted)
+
+
+class _Hook:
+    """Ours in ``sys.excepthook``, in front of the one that it found there. Where somebody has put another in front of
+    it since, it stays there and only passes errors on; the next one is then a new object, so that none calls itself."""
+
+    current: ClassVar[_Hook | None] = None
+
+    def __init__(self, previous: Any) -> None:
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if is_out_of_memory(kind):
+            _tell_all(None)
+        self._previous(kind, error, trace)
+
+    @classmethod
+    def put(cls) -> None:
+        found = getattr(sys, "excepthook", sys.__excepthook__)
+        if cls.current is None or found is not cls.current:
+            cls.current = sys.excepthook = cls(found)
+
+    @classmethod
+    def remove(cls) -> None:
+        ours, cls.current = cls.current, None
+        found: Any = getattr(sys, "excepthook", None)
+        if ours is not None and found is ours:
+            sys.excepthook = ours._previous
+
+
+@never_raises
+def _observe() -> None:
+    """torch's observer cannot be taken off again: there is one a process."""
+    global _observed
+    torch: Any = sys.modules.get("torch")
+    if _observed or torch is None or not torch.cuda.is_available():
+        return
+    attach = getattr(torch._C, "_cuda_attachOutOfMemoryObserver", None)
+    if attach is not None:
+        # (device, bytes asked for, bytes allocated on the device, bytes free)
+        attach(lambda device, wanted, *rest: _tell_all(int(wanted)))
+        _observed = True

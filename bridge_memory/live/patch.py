@@ -13,7 +13,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bridge_memory.live import gather, oom
@@ -34,6 +35,7 @@ _SOURCES = (
 )
 
 _installed: Installed | None = None
+_lock = threading.RLock()
 
 
 class Installed:
@@ -41,7 +43,10 @@ class Installed:
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
-        self._undo: list[tuple[Any, str, Any]] = []
+        #: The function that was replaced and ours, and where ours was put.
+        self._replaced: list[tuple[Any, Any]] = []
+        self._patched: list[str] = []
+        self._active = False
         #: What Megatron's report was given: a container, or Megatron-LM's parsed arguments; and the container of it.
         self._given: Any = None
         self._config: Any = None
@@ -58,28 +63,32 @@ class Installed:
     @property
     def patched(self) -> list[str]:
         """ "module.function" of every place that was patched."""
-        return [f"{module.__name__}.{name}" for module, name, _ in self._undo]
+        return list(self._patched)
 
-    def apply(self) -> None:
+    @never_raises
+    def apply(self, modules: Sequence[Any]) -> None:
+        """``modules``: those of ``_SOURCES``, None for one that is not there."""
         makers = {"report_theoretical_memory": self._theoretical, "report_memory": self._memory}
-        for source, name in _SOURCES:
-            module = _import(source)
-            original = getattr(module, name, None)
-            if original is None or getattr(original, "__bridge_memory__", False):
+        self._active = True
+        for (_, name), module in zip(_SOURCES, modules, strict=True):
+            original = _names(module).get(name)
+            if not callable(original) or getattr(original, "__bridge_memory__", False):
                 continue
-            ours = makers[name](original, hasattr(module, _BRIDGE_0_6))
+            ours = makers[name](original, _BRIDGE_0_6 in _names(module))
             ours.__bridge_memory__ = True  # type: ignore[attr-defined]
-            for holder in list(sys.modules.values()):
-                if getattr(holder, "__dict__", {}).get(name) is original:
-                    setattr(holder, name, ours)
-                    self._undo.append((holder, name, original))
+            self._replaced.append((original, ours))
+            self._patched += _replace(original, ours)
         self._watch.start()
 
+    @never_raises
     def undo(self) -> None:
-        for holder, name, original in reversed(self._undo):
-            setattr(holder, name, original)
-        self._undo.clear()
+        """Modules that imported ours since get the original too; a copy that is elsewhere only calls it from now on."""
+        self._active = False
         self._watch.stop()
+        for original, ours in reversed(self._replaced):
+            _replace(ours, original)
+        self._replaced.clear()
+        self._patched.clear()
 
     # ---- the two functions ----
 
@@ -95,7 +104,7 @@ class Installed:
     @never_raises
     def _announce(self, given: Any, bridge: bool) -> None:
         """A run is reported once, though Megatron's own reports stay on to the second iteration."""
-        if given is None or given is self._given:
+        if not self._active or given is None or given is self._given:
             return
         self._given, self._remarks, self._config, self._due = given, bridge, given, True
         self._config = container(given)
@@ -113,24 +122,18 @@ class Installed:
     def _report(self) -> None:
         """Every rank leaves its reading; rank 0 prints the table in the report that named the run. Ranks may call
         this a different number of times (the logging rank does): a reading replaces the one before it."""
+        if not self._active:
+            return
         where = self._reporter.place(self._config)
         reading = self._reporter.reading(where)
         store = gather.default_store() if where.world_size > 1 else None
         key = f"{self._reporter.name}/latest"
         if where.rank:
-            if store is not None:
-                self._reporter.publisher.publish(store, key, reading)
-            return
-        if not self._due:
-            return
-        self._due = False
-        readings = [reading]
-        missing: list[int] = []
-        if store is not None:
-            ranks = range(1, where.world_size)
-            more, missing = gather.collect(store, key, ranks, deadline=self._reporter.deadline)
-            readings += more
-        self._reporter.show_patched(self._config, readings, missing, where.world_size, remark=self._remarks)
+            self._reporter.publish(store, key, reading)
+        elif self._due:
+            self._due = False
+            readings, missing = self._reporter.collect(store, key, reading, where)
+            self._reporter.show_patched(self._config, readings, missing, where.world_size, remark=self._remarks)
 
     def _tell_out_of_memory(self, wanted: int | None) -> None:
         where = self._reporter.place(self._config)
@@ -147,22 +150,26 @@ def install(
 ) -> Installed:
     """Patch this process; use as a function or in a ``with``. Every rank must do it, as every rank reports.
 
-    Installing twice changes nothing. What Megatron prints and returns stays as it is.
+    Installing twice changes nothing. What Megatron prints and returns stays as it is. What cannot be patched is left as
+    it is, with a warning.
     """
     global _installed
-    if _installed is None:
-        made = Installed(Reporter(path, deadline=deadline, emit=emit, read=read))
-        made.apply()
-        _installed = made
-    return _installed
+    # Not under the lock: a module that is being imported may itself install.
+    modules = [_import(source) for source, _ in _SOURCES]
+    with _lock:
+        if _installed is None:
+            _installed = Installed(Reporter(path, deadline=deadline, emit=emit, read=read))
+            _installed.apply(modules)
+        return _installed
 
 
 def uninstall() -> None:
     """Put the original functions back; nothing happens where none was replaced."""
     global _installed
-    if _installed is not None:
-        _installed.undo()
-        _installed = None
+    with _lock:
+        if _installed is not None:
+            _installed.undo()
+            _installed = None
 
 
 def _import(name: str) -> Any:
@@ -175,3 +182,24 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except Exception:
         return None
+
+
+def _names(module: object) -> dict[str, Any]:
+    """The namespace of an entry of ``sys.modules``, which may be any object. Nothing of the module runs: lazy ones stay
+    unloaded, and their ``__getattr__`` is not asked."""
+    try:
+        names = object.__getattribute__(module, "__dict__")
+    except Exception:
+        return {}
+    return names if isinstance(names, dict) else {}
+
+
+def _replace(old: Any, new: Any) -> list[str]:
+    """Put ``new`` wherever a module holds ``old``, under whatever name; the places, as "module.name"."""
+    places = []
+    for module_name, module in list(sys.modules.items()):
+        names = _names(module)
+        for name in [name for name, value in names.copy().items() if value is old]:
+            names[name] = new
+            places.append(f"{module_name}.{name}")
+    return places

@@ -15,7 +15,7 @@ from bridge_memory.calibration.records import ComponentRecord, PredictedStage, R
 from bridge_memory.calibration.residuals import versions
 from bridge_memory.live import gather, loggers
 from bridge_memory.live.cuda import Reading, read_cuda
-from bridge_memory.live.guard import never_raises, warn_once
+from bridge_memory.live.guard import Attempts, never_raises, said, warn_once
 from bridge_memory.live.machine import Machine
 from bridge_memory.live.place import Place, place
 from bridge_memory.live.prediction import FIRST_STEP, STEADY, Prediction, predict
@@ -48,7 +48,16 @@ class Reporter:
         self.read = read
         #: Reporters are made in the same order on every rank, so this names one in the store.
         self.name = f"reporter{next(_serial)}"
-        self.publisher = gather.Publisher()
+        self.loggers = loggers.Loggers()
+        self._publisher = gather.Publisher()
+        self._collector = gather.Collector()
+        self._fetcher = gather.Fetcher()
+        #: What a report does besides: each may fail at every report, and none keeps the others from being done.
+        self._publishing = Attempts("leaving a reading in the store")
+        self._sharing = Attempts("sharing the report")
+        self._writing = Attempts(f"writing {path}")
+        self._calibrating = Attempts(f"writing {calibration_path}")
+        self._showing = Attempts("showing the report")
         self._machine: Machine | None = None
         self._prediction: Prediction | None = None
         self._predicted = False
@@ -84,7 +93,7 @@ class Reporter:
         try:
             return self.read(where.rank, where.stage)
         except Exception as error:
-            return Reading(where.rank, where.stage, error=f"{type(error).__name__}: {error}"[:200])
+            return Reading(where.rank, where.stage, error=said(error))
 
     # ---- the report ----
 
@@ -97,27 +106,37 @@ class Reporter:
         reading = self.reading(where)
         store = gather.default_store() if where.world_size > 1 else None
         key = f"{self.name}/{iteration}/{moment}"
-        if store is not None and where.rank:
-            self.publisher.publish(store, key, reading)
         table: ReportRecord | None = None
-        if where.rank == 0:
-            readings = [reading]
-            missing: list[int] = []
-            if store is not None:
-                more, missing = gather.collect(
-                    store, key, range(1, where.world_size), deadline=self.deadline
-                )
-                readings += more
-            table = self.table(config, readings, missing, moment, iteration, where.world_size)
-            self._start(config, num_microbatches)
-            self._show(config, table)
-            if store is not None and state is not None:
-                gather.share(store, self.name, table)
+        if where.rank:
+            self.publish(store, key, reading)
+        else:
+            try:
+                readings, missing = self.collect(store, key, reading, where)
+                table = self.table(config, readings, missing, moment, iteration, where.world_size)
+            finally:
+                # Also where an interrupt ends this: the logging rank waits for it.
+                if store is not None and state is not None:
+                    self._sharing(gather.share, store, self.name, iteration, table)
+            self._show(config, table, num_microbatches)
         if state is not None and where.rank == where.world_size - 1:
             if table is None and store is not None and _has_logger(state):
-                table = gather.fetch(store, self.name, iteration, deadline=1.5 * self.deadline)
+                table = self._fetcher.fetch(store, self.name, iteration, deadline=1.5 * self.deadline)
             if table is not None:
-                loggers.log(state, loggers.metrics(table.stages), iteration)
+                self.loggers.log(state, loggers.metrics(table.stages), iteration)
+
+    def publish(self, store: gather.Store | None, key: str, reading: Reading) -> None:
+        """Leave this rank's reading for rank 0."""
+        if store is not None:
+            self._publishing(self._publisher.publish, store, key, reading)
+
+    def collect(
+        self, store: gather.Store | None, key: str, reading: Reading, where: Place
+    ) -> tuple[list[Reading], list[int]]:
+        """On rank 0: its own reading and those of the others, and the ranks that are missing."""
+        if store is None:
+            return [reading], []
+        more, missing = self._collector.collect(store, key, range(1, where.world_size), deadline=self.deadline)
+        return [reading, *more], missing
 
     def table(
         self,
@@ -141,33 +160,51 @@ class Reporter:
         """The table of a patched ``report_memory``, which has printed Megatron's line itself; ``remark``: it is
         Bridge's, on which there may be something to say. Raises."""
         self._line_printed = True
-        self._start(config, None)
-        if remark:
-            self._remark(config)
         # Megatron logs memory in the first step that is logged.
         iteration = getattr(getattr(config, "logger", None), "log_interval", None) or 1
         moment = STEADY if iteration >= 2 else FIRST_STEP
-        self._show(config, self.table(config, readings, missing, moment, iteration, world_size))
+        self._show(config, self.table(config, readings, missing, moment, iteration, world_size), None, remark=remark)
 
-    def _start(self, config: Any, num_microbatches: int | None) -> None:
-        """Bridge's own line first, for whoever parses logs; and the run's record in the journal."""
-        if self._started:
-            return
-        self._started = True
-        try:
-            if not self._line_printed and (line := theoretical_memory_line(config, num_microbatches)):
-                self.emit(line)
-                self._remark(config)
-        except Exception as error:
-            warn_once("Bridge's line", error)
+    def _show(
+        self, config: Any, table: ReportRecord, num_microbatches: int | None, *, remark: bool = False
+    ) -> None:
+        """Files first, then what is printed: nobody may be reading that."""
+        first, self._started = not self._started, True
+        if first:
+            self._write(self._run_record(config))
+        self._write(table)
+        self._keep_residuals(config, table)
+        if first and not self._line_printed:
+            remark = self._say_line(config, num_microbatches)
+        if remark:
+            self._remark(config)
+        title = f"GPU memory by pipeline stage, GiB ({table.moment}, iteration {table.iteration})"
+        title += f"\n  {self.machine(config).line()}"
+        lines = [text_table(table.stages, title), *(f"  {note}" for note in table.notes)]
+        if table.missing_ranks:
+            lines.append(f"  no reading in time from ranks {ranges(table.missing_ranks)}")
+        self._showing(self.emit, "\n".join(lines))
+
+    def _run_record(self, config: Any) -> RunRecord:
         record = RunRecord(time=time.time(), versions=versions(), machine=self.machine(config).to_json())
         prediction = self.prediction(config)
-        if prediction is not None:
-            record = replace(
-                record, model=prediction.model, config_digest=prediction.digest, assumptions=prediction.assumptions,
-                not_modelled=prediction.not_modelled, predicted=_predicted(prediction),
-            )  # fmt: skip
-        self._write(record)
+        if prediction is None:
+            return record
+        return replace(
+            record, model=prediction.model, config_digest=prediction.digest, assumptions=prediction.assumptions,
+            not_modelled=prediction.not_modelled, predicted=_predicted(prediction),
+        )  # fmt: skip
+
+    def _say_line(self, config: Any, num_microbatches: int | None) -> bool:
+        """Bridge's own line, for whoever parses logs; whether there is one."""
+        try:
+            line = theoretical_memory_line(config, num_microbatches)
+        except Exception as error:
+            warn_once("Bridge's line", error)
+            return False
+        if line:
+            self._showing(self.emit, line)
+        return bool(line)
 
     def _remark(self, config: Any) -> None:
         """Where Bridge's line is not this run's memory, in a line of its own."""
@@ -177,31 +214,17 @@ class Reporter:
             warn_once("the remarks on Bridge's line", error)
             return
         if found:
-            self.emit(f"On Megatron Bridge's line: {'; '.join(found)}")
+            self._showing(self.emit, f"On Megatron Bridge's line: {'; '.join(found)}")
 
-    def _show(self, config: Any, table: ReportRecord) -> None:
-        title = f"GPU memory by pipeline stage, GiB ({table.moment}, iteration {table.iteration})"
-        title += f"\n  {self.machine(config).line()}"
-        lines = [text_table(table.stages, title), *(f"  {note}" for note in table.notes)]
-        if table.missing_ranks:
-            lines.append(f"  no reading in time from ranks {ranges(table.missing_ranks)}")
-        self.emit("\n".join(lines))
-        self._write(table)
+    def _keep_residuals(self, config: Any, table: ReportRecord) -> None:
         prediction = self.prediction(config)
         if self.calibration_path is not None and table.moment == STEADY and prediction is not None:
-            try:
-                residuals = calibration.residuals_of(prediction.model, prediction.digest, table.stages)
-                calibration.save(self.calibration_path, residuals)
-            except Exception as error:
-                warn_once(f"writing {self.calibration_path}", error)
+            residuals = calibration.residuals_of(prediction.model, prediction.digest, table.stages)
+            self._calibrating(calibration.save, self.calibration_path, residuals)
 
     def _write(self, record: RunRecord | ReportRecord) -> None:
-        if self.path is None:
-            return
-        try:
-            journal.append(self.path, record)
-        except Exception as error:
-            warn_once(f"writing {self.path}", error)
+        if self.path is not None:
+            self._writing(journal.append, self.path, record)
 
 
 def _predicted(prediction: Prediction) -> list[PredictedStage]:

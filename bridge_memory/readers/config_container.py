@@ -621,7 +621,7 @@ def _implementation(
         create_attention_mask=not _get(
             getattr(config, "dataset", None), "skip_getting_attention_mask_from_dataset", True
         ),
-        cp_comm_type=_CP_COMM_TYPES.get(comm := str(comm if isinstance(comm, str) else comm[0]), comm),
+        cp_comm_type=_CP_COMM_TYPES.get(comm := str(comm if isinstance(comm, str) else [*comm, "p2p"][0]), comm),
         cuda_graph_impl=_cuda_graphs(m),
         moe_token_dispatcher_type="alltoall" if dispatcher == "alltoall_seq" else dispatcher,
         moe_flex_dispatcher_backend=str(_get(m, "moe_flex_dispatcher_backend", "deepep")),

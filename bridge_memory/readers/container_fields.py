@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import SpecError, show
 
 
 def data_parallel_size(config: Any) -> int:
@@ -36,7 +36,7 @@ def data_parallel_size(config: Any) -> int:
     try:
         world = int(world)
     except (TypeError, ValueError):
-        raise SpecError(f"{source} ({world!r}) is not a number; set it to the number of GPUs") from None
+        raise SpecError(f"{source} ({show(world)}) is not a number; set it to the number of GPUs") from None
     model = container_part(config, "model")
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     product = math.prod(positive_size(model, name, 1) for name in names)
@@ -78,5 +78,5 @@ def positive_size(holder: Any, name: str, default: int | None = None, *, part: s
             raise SpecError(f"{label} is not set; set it")
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SpecError(f"{label} ({value!r}) is not a positive whole number; set it to one")
+        raise SpecError(f"{label} ({show(value)}) is not a positive whole number; set it to one")
     return value

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bridge_memory.spec import SpecError
+from bridge_memory.spec.errors import finite, listed, show
 
 #: Sizes above these are typing errors, not models; they would also exhaust memory while laying out layers.
 MAX_SIZE = 10**8
@@ -49,10 +50,8 @@ HARMLESS = frozenset(_HARMLESS.split())
 _REQUIRED: Any = object()
 
 
-def shown(value: object) -> str:
-    """The user's value as an error line quotes it; short, ASCII, on one line."""
-    text = ascii(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+#: The user's value as an error line quotes it.
+shown = show
 
 
 class Fields:
@@ -106,7 +105,7 @@ class Fields:
             raise self.error(f"{key} is {shown(value)}; it must be an integer")
         if value < least:
             kind = "a positive" if least == 1 else "a non-negative" if least == 0 else f"at least {least}, an"
-            raise self.error(f"{key} is {value}; it must be {kind} integer")
+            raise self.error(f"{key} is {shown(value)}; it must be {kind} integer")
         if value > most:
             raise self.error(f"{key} is {shown(value)}; more than {most} cannot be right")
         return value
@@ -128,7 +127,7 @@ class Fields:
         key, value = self.raw(*keys)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        if not finite(value):
             raise self.error(f"{key} is {shown(value)}; it must be a number")
         if not least <= value <= most:
             raise self.error(f"{key} is {shown(value)}; it must lie in [{least:g}, {most:g}]")
@@ -188,6 +187,6 @@ class Fields:
             fields = "field" if len(unknown) == 1 else "fields"
             raise self.error(
                 f"{fields} not understood for model_type {shown(self.model_type)} that may change memory: "
-                + ", ".join(unknown)
+                + listed(unknown)
                 + "; remove what does not apply, or set it to null"
             )

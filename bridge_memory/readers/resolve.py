@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from bridge_memory.files import parse_json, read_text
 from bridge_memory.readers.fields import shown
 from bridge_memory.readers.huggingface import model_from_hf_config
 from bridge_memory.readers.presets import find_presets, list_presets, preset_path
@@ -112,27 +113,18 @@ def suggestions(source: str) -> str:
 
 def read_config(path: str, name: str) -> Mapping[str, Any]:
     """Parse a config.json. Raises SpecError."""
-    try:
-        if os.path.getsize(path) > _MAX_CONFIG_BYTES:
-            raise SpecError(f"{name}: {os.path.getsize(path)} bytes is too large for a config.json")
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except OSError as error:
-        raise SpecError(f"{name}: cannot be read: {error.strerror or type(error).__name__}") from None
-    except UnicodeDecodeError:
-        raise SpecError(f"{name}: not a text file; a config.json is expected") from None
-    return parse_config(text, name)
+    return parse_config(read_text(path, "give a config.json", _MAX_CONFIG_BYTES), name)
 
 
 def parse_config(text: str, name: str) -> Mapping[str, Any]:
     """A JSON object from text. Raises SpecError."""
     try:
-        config = json.loads(text)
+        config = parse_json(text)
     except json.JSONDecodeError as error:
         raise SpecError(
             f"{name}: not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
         ) from None
-    except (RecursionError, ValueError):
+    except ValueError:
         raise SpecError(f"{name}: not valid JSON: nested too deeply or a number too long") from None
     if not isinstance(config, dict):
         raise SpecError(f"{name}: the config is {shown(config)}; it must be a JSON object")

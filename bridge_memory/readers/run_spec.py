@@ -13,7 +13,9 @@ from functools import cache
 from itertools import groupby
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from bridge_memory.spec import FeedForward, LayerSpec, Mixer, ModelSpec, RunSpec, SpecError
+from bridge_memory.readers.fields import MAX_LAYERS
+from bridge_memory.spec import FeedForward, LayerSpec, Mixer, ModelSpec, RunSpec, SpecError, show
+from bridge_memory.spec.errors import bounded
 
 #: Mixers and feed-forward blocks name their class, since a layer may hold any of them.
 _BLOCKS = {cls.__name__: cls for cls in (*get_args(Mixer), *get_args(FeedForward))}
@@ -72,13 +74,13 @@ def _decoded(value: Any, hint: Any, where: str) -> Any:
         return _one_of(value, parts, where)
     if origin is tuple:
         if not isinstance(value, list) or (parts[-1] is not Ellipsis and len(value) != len(parts)):
-            raise SpecError(f"{where} is {value!r}; a list of {hint} is expected")
+            raise SpecError(f"{where} is {show(value)}; a list of {hint} is expected")
         members = [parts[0]] * len(value) if parts[-1] is Ellipsis else parts
         return tuple(_decoded(v, h, f"{where}[{i}]") for i, (v, h) in enumerate(zip(value, members, strict=True)))
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise SpecError(f"{where} is {value!r}; {getattr(hint, '__name__', hint)} is expected")
+        raise SpecError(f"{where} is {show(value)}; {getattr(hint, '__name__', hint)} is expected")
     return value
 
 
@@ -91,20 +93,21 @@ def _one_of(value: Any, parts: tuple[Any, ...], where: str) -> Any:
     kind = value.get("type") if isinstance(value, Mapping) else None
     cls = _BLOCKS.get(kind) if isinstance(kind, str) else None
     if cls not in others:
-        raise SpecError(f"{where}.type is {kind!r}; it must be one of {', '.join(c.__name__ for c in others)}")
+        raise SpecError(f"{where}.type is {show(kind)}; it must be one of {', '.join(c.__name__ for c in others)}")
     return _object({k: v for k, v in value.items() if k != "type"}, cls, where)
 
 
 def _object(value: Any, cls: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
-        raise SpecError(f"{where} is {value!r}; an object is expected")
+        raise SpecError(f"{where} is {show(value)}; an object is expected")
     given = dict(value)
     if cls is ModelSpec:
         given["layers"] = _layers(given, where)
     known = {f.name: f for f in _fields(cls)}
     for name in given:
         if name not in known:
-            raise SpecError(f"{where}.{name} is no field of {cls.__name__}; the record is of another release")
+            told = f"{where}.{bounded(name, 60)}"
+            raise SpecError(f"{told} is no field of {cls.__name__}; the record is of another release")
     for name, f in known.items():
         if name not in given and _default(f) is MISSING:
             raise SpecError(f"{where}.{name} is missing; {cls.__name__} cannot be read without it")
@@ -117,6 +120,8 @@ def _object(value: Any, cls: Any, where: str) -> Any:
 def _layers(given: dict[str, Any], where: str) -> tuple[LayerSpec, ...]:
     kinds = _decoded(given.pop("layer_kinds", None), tuple[LayerSpec, ...], f"{where}.layer_kinds")
     rows = _decoded(given.get("layers"), tuple[tuple[int, int], ...], f"{where}.layers")
+    if sum(count for _, count in rows) > MAX_LAYERS:
+        raise SpecError(f"{where}.layers has more than {MAX_LAYERS} layers; give those of the model")
     for kind, count in rows:
         if not 0 <= kind < len(kinds) or count < 1:
             raise SpecError(f"{where}.layers has ({kind}, {count}); give pairs of one of layer_kinds and a count")

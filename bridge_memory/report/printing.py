@@ -13,6 +13,8 @@ from bridge_memory.report.plain import render
 
 #: Characters of a line where nothing says otherwise.
 WIDTH = 80
+#: Above this nothing gets any wider.
+WIDEST = 10_000
 #: Below this a line of words is no longer readable; narrower terminals get longer lines.
 NARROWEST = 40
 
@@ -24,7 +26,8 @@ def print_blocks(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
     """
     out = sys.stdout if stream is None else stream
     terminal = out.isatty()
-    width = max(NARROWEST, shutil.get_terminal_size((WIDTH, 24)).columns if terminal else _columns())
+    width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else _columns()
+    width = min(max(NARROWEST, width), WIDEST)
     clean = [_clean(block) for block in blocks]
     if terminal and os.environ.get("TERM") != "dumb":
         try:
@@ -40,7 +43,7 @@ def print_blocks(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
 def _columns() -> int:
     """COLUMNS or 80: what goes into a file does not depend on the window it was started from."""
     columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdecimal() and int(columns) else WIDTH
+    return (int(columns) if columns.isdecimal() and len(columns) < 10 else 0) or WIDTH
 
 
 def _clean(block: Block) -> Block:

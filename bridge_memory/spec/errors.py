@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import isfinite
+
+#: Characters of the line in which a refusal is shown, and of a SpecError at all.
+LONGEST_LINE = 300
+LONGEST = 1000
+
 
 class SpecError(ValueError):
-    """A user's input that cannot be estimated. One line: the field, the value, the fix."""
+    """A user's input that cannot be estimated. One line of at most LONGEST characters: field, value, fix."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(bounded(message))
+
+
+def bounded(text: str, most: int = LONGEST) -> str:
+    """``text`` in at most ``most`` characters: how it begins, its fix (behind the last semicolon) or how else it ends,
+    and how many are left out between."""
+    if len(text) <= most:
+        return text
+    kept = most - len(f" ... ({len(text)} more characters) ... ")
+    fix = len(text) - text.rfind(";")
+    tail = fix if fix <= kept * 2 // 3 else kept // 3
+    return f"{text[: kept - tail]} ... ({len(text) - kept} more characters) ... {text[-tail:]}"
+
+
+def listed(items: Sequence[str], most: int = 120) -> str:
+    """The first of ``items``, as many as ``most`` characters hold (one at least), and how many more there are."""
+    shown = [bounded(items[0], most)] if items else []
+    for item in items[1:]:
+        if len(", ".join((*shown, item))) > most:
+            return f"{', '.join(shown)} and {len(items) - len(shown)} more"
+        shown.append(item)
+    return ", ".join(shown)
 
 
 def divide(numerator: int, denominator: int, what: str, by: str, fix: str = "") -> int:
@@ -15,10 +46,18 @@ def divide(numerator: int, denominator: int, what: str, by: str, fix: str = "") 
     return numerator // denominator
 
 
-def show(value: object) -> str:
-    """A user's value, short and on one line, whatever it is."""
+def finite(value: object) -> bool:
+    """Whether ``value`` is a number that a float can hold; True and False are none."""
     try:
-        text = repr(value).replace("\n", " ")
-    except Exception:  # integers of more digits than Python prints; objects that break
+        return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    except OverflowError:
+        return False
+
+
+def show(value: object) -> str:
+    """A user's value, short and on one line of ASCII, whatever it is."""
+    try:
+        text = ascii(value).replace("\n", " ")
+    except Exception:  # integers of more digits than Python prints; lists nested too deeply; objects that break
         text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -13,7 +13,7 @@ from typing import Any
 
 from bridge_memory.readers.container_fields import container_part, vocabulary
 from bridge_memory.readers.patterns import layer_pattern
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import SpecError, show
 from bridge_memory.table2.closed_forms import Activations, Layers, ModelState
 
 _DIVISORS = ("hidden_size", "num_attention_heads", "virtual_pipeline_model_parallel_size")
@@ -134,7 +134,8 @@ def _padded_vocab_size(config: Any, tp: int) -> float:
     by = getattr(model, "make_vocab_size_divisible_by", None)
     multiple = (128 if by is None else by) * tp
     if vocab <= 0 or multiple <= 0:
-        raise SpecError(f"model.vocab_size ({vocab!r}) or make_vocab_size_divisible_by ({by!r}) is not positive")
+        told = f"model.vocab_size ({show(vocab)}) or make_vocab_size_divisible_by ({show(by)})"
+        raise SpecError(f"{told} is not positive")
     return int(-(-vocab // multiple) * multiple)
 
 
@@ -152,7 +153,7 @@ def _number(holder: Any, name: str, *, part: str = "model") -> Any:
     if value is None:
         raise SpecError(f"{part}.{name} is not set; set it")
     if not isinstance(value, Real) or (value == 0 and name in _DIVISORS):
-        raise SpecError(f"{part}.{name} ({value!r}) is not a positive whole number; set it to one")
+        raise SpecError(f"{part}.{name} ({show(value)}) is not a positive whole number; set it to one")
     return value
 
 
@@ -174,5 +175,5 @@ def _whole(value: Any, name: str, least: int) -> int:
     except (TypeError, ValueError):
         number = least - 1
     if number < least:
-        raise SpecError(f"{name} ({value!r}) is not a whole number of at least {least}; set it to one")
+        raise SpecError(f"{name} ({show(value)}) is not a whole number of at least {least}; set it to one")
     return number

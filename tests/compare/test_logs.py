@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_memory.compare.logs import arguments_in, last_of_each_rank, parse_memory_lines
+from bridge_memory.compare.logs import arguments_in, latest_of_each_rank, parse_memory_lines
 
 RUNS = Path(__file__).resolve().parents[1] / "data" / "measurements" / "runs.jsonl"
 
@@ -55,7 +55,7 @@ def test_bridge_prints_decimal_gigabytes_with_five_digits() -> None:
 
 def test_the_last_figures_of_a_rank_count() -> None:
     lines = [megatron_lm_line(r, i, i * 2**30, i * 2**31, 0) for i in (2, 10) for r in (0, 8)]
-    found = last_of_each_rank(parse_memory_lines(lines))
+    found = latest_of_each_rank(lines)
     assert [(m.rank, m.iteration, m.max_allocated) for m in found] == [(0, 10, 10 * 2**31), (8, 10, 10 * 2**31)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +77,35 @@ def test_a_model_that_cannot_be_estimated_still_gets_torchs_figures(container: S
     assert record.stages[0].max_allocated == 20 * GIB
     assert record.stages[0].predicted_peak is None
     assert "20.00" in shown[-1]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_files_that_are_pipes_are_not_waited_for(container: SimpleNamespace, tmp_path: Path) -> None:
+    """Opening a named pipe waits for its other end, which may never come."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    work = threading.Thread(target=train_a_little, args=(container, pipe), daemon=True)
+    work.start()
+    work.join(30)
+    assert not work.is_alive()
+
+
+def train_a_little(container: SimpleNamespace, pipe: Path) -> None:
+    report = MemoryReport(pipe, calibration=pipe, every=1, read=reading, emit=lambda text: None)
+    report.on_train_start(job(container))
+    for step in range(4):
+        report.on_train_step_end(job(container, step))
+    report.on_train_end(job(container))
+
+
+@pytest.mark.parametrize(
+    "told", [None, 3, Reading("x", []), Reading(0, 0, max_allocated="many"), Reading(0, 0, error="e" * 10**6)]
+)  # fmt: skip
+def test_whatever_a_reading_is_training_goes_on(container: SimpleNamespace, told: Any) -> None:
+    report = MemoryReport(None, every=1, read=lambda rank, stage: told, emit=lambda text: None)
+    for step in range(3):
+        report.on_train_step_end(job(container, step))
+    report.on_train_end(job(container))
 
 
 def test_interrupts_are_not_swallowed(container: SimpleNamespace) -> None:

@@ -47,6 +47,6 @@ def test_a_long_run_leaves_two_readings_a_rank(store: Any) -> None:
 
 def test_the_table_of_the_right_report_is_fetched(store: Any) -> None:
     report = ReportRecord(iteration=4, missing_ranks=(3,), stages=(StageRecord(stage=1, failed={"2": "no driver"}),))
-    gather.share(store, "r", report)
+    gather.share(store, "r", 4, report)
     assert gather.fetch(store, "r", 4) == report
     assert gather.fetch(store, "r", 5, deadline=0.1) is None

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from bridge_memory.calibration import journal
-from bridge_memory.calibration.records import ReportRecord, RunRecord, StageRecord
+from bridge_memory.calibration.records import ReportRecord, RunRecord, StageRecord, record_of
 
 
 def iterations(path: Path) -> list[int]:
@@ -90,4 +90,5 @@ def test_nothing_is_refused() -> None:
     """Whatever a line holds, there is a record: what is no figure is not known."""
     wrong = {"stages": [{}, {"stage": 1, "allocated": "x", "failed": 3}, 7], "iteration": None, "missing_ranks": 4}
     assert ReportRecord.from_json(wrong) == ReportRecord(stages=(StageRecord(stage=1),))
+    assert record_of({"event": []}) is None
     assert RunRecord.from_json({"predicted": {}, "versions": [], "machine": 1}) == RunRecord()

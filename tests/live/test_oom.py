@@ -62,14 +62,83 @@ def test_an_out_of_memory_error_goes_on_unchanged() -> None:
     assert "ran out of GPU memory" in done.stdout and "would free the most" in done.stdout
 
 
-def test_the_watch_tells_once_and_leaves_other_errors_alone() -> None:
+class OutOfMemoryError(RuntimeError):
+    """torch's goes by its name."""
+
+
+def end_with(error: BaseException) -> None:
+    """What the interpreter does with an error that nobody caught."""
+    sys.excepthook(type(error), error, None)
+
+
+@pytest.fixture
+def of_the_user(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+    """Errors that a hook of the script's own was called with. Nobody watches yet."""
+    monkeypatch.setattr(oom, "_watching", [])
+    monkeypatch.setattr(oom._Hook, "current", None)
+    seen: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
+    return seen
+
+
+def test_the_watch_tells_once_and_leaves_other_errors_alone(of_the_user: list[BaseException]) -> None:
     told: list[int | None] = []
     watch = oom.Watch(told.append)
     hook = sys.excepthook
     watch.start()
-    watch._hook(ValueError, ValueError("x"), None)
-    watch.tell(5)
+    end_with(ValueError("x"))
+    assert told == []
+    end_with(OutOfMemoryError())
     watch.tell(6)
     watch.stop()
-    assert told == [5]
+    watch.tell(7)
+    assert told == [None] and len(of_the_user) == 2
     assert sys.excepthook is hook
+
+
+def test_a_second_training_is_watched_too(of_the_user: list[BaseException]) -> None:
+    told: list[int | None] = []
+    watch = oom.Watch(told.append)
+    for trainings in (1, 2):
+        watch.start()
+        end_with(OutOfMemoryError())
+        watch.stop()
+        assert len(told) == trainings
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_two_watches_leave_the_scripts_own_hook_as_it_was(
+    of_the_user: list[BaseException], first_to_end: int
+) -> None:
+    hook = sys.excepthook
+    watches = [oom.Watch(lambda wanted: None), oom.Watch(lambda wanted: None)]
+    for watch in watches:
+        watch.start()
+    watches[first_to_end].stop()
+    end_with(OutOfMemoryError())
+    watches[1 - first_to_end].stop()
+    assert sys.excepthook is hook
+    end_with(ValueError())
+    assert len(of_the_user) == 2
+
+
+def test_a_hook_that_was_set_in_front_of_ours_stays(of_the_user: list[BaseException]) -> None:
+    """And starting again does not make the two call each other in turn."""
+    told: list[int | None] = []
+    watch = oom.Watch(told.append)
+    watch.start()
+    ours = sys.excepthook
+    front: list[BaseException] = []
+
+    def theirs(kind: type[BaseException], error: BaseException, trace: object) -> None:
+        front.append(error)
+        ours(kind, error, trace)
+
+    sys.excepthook = theirs
+    watch.stop()
+    assert sys.excepthook is theirs
+    watch.start()
+    end_with(OutOfMemoryError())
+    assert (len(told), len(front), len(of_the_user)) == (1, 1, 1)
+    watch.stop()
+    assert sys.excepthook is theirs

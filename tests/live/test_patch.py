@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,3 +146,78 @@ def test_what_megatrons_report_raises_is_its_own(megatron_training: Any, monkeyp
     with pytest.raises(ZeroDivisionError, match="theirs"):
         megatron_training.report_theoretical_memory(megatron_lm_args())
     uninstall()
+
+
+def test_a_module_that_imported_ours_gets_the_original_back(
+    megatron_training: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A module that is loaded after install() imports our function, under whatever name; another keeps a copy that
+    nobody finds."""
+    original = megatron_training.report_memory
+    install(None, read=reading)
+    later = types.ModuleType("a_module_that_came_later")
+    later.renamed = megatron_training.report_memory  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, later.__name__, later)
+    hidden = [megatron_training.report_theoretical_memory, megatron_training.report_memory]
+    assert later.renamed is not original
+    uninstall()
+    assert later.renamed is original
+    assert hidden[0](megatron_lm_args()) == (1.0, 2.0, 3.0)
+    assert hidden[1]("x") == "returned"
+    assert "GPU memory by pipeline stage" not in capsys.readouterr().out
+
+
+class Hostile:
+    """An entry of sys.modules that runs code of its own whatever it is asked."""
+
+    __slots__ = ()
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class Misleading:
+    """Its ``__dict__`` is no dict."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise KeyError("no namespace")
+
+
+@pytest.mark.parametrize("kind", [lambda: None, int, Hostile, Misleading, object])
+def test_whatever_stands_among_the_modules_is_left_alone(
+    megatron_training: Any, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "aaa_strange", kind())
+    original = megatron_training.report_memory
+    with install(None, read=reading):
+        assert megatron_training.report_memory is not original
+    assert megatron_training.report_memory is original
+
+
+def test_a_source_that_is_strange_is_not_patched(
+    megatron_training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.training.utils", Hostile())
+    with install(None, read=reading):
+        assert megatron_training.report_memory("x") == "returned"
+
+
+def test_threads_that_install_at_a_time_patch_once(megatron_training: Any) -> None:
+    """Eight threads: patched by one of them, and one uninstall() takes it out."""
+    original = megatron_training.report_memory
+    for _ in range(30):
+        together = threading.Barrier(8)
+
+        def work(together: threading.Barrier = together) -> None:
+            together.wait()
+            install(None, read=reading)
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert megatron_training.report_memory.__wrapped__ is original
+        uninstall()
+        assert megatron_training.report_memory is original

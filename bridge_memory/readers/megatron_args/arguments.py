@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from math import nan
 from typing import Any
 
 from bridge_memory.readers.megatron_args.harmless import HARMLESS
 from bridge_memory.readers.megatron_args.parsing import RawArguments, Value, words_of
 from bridge_memory.readers.megatron_args.unmodelled import GAPS
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import SpecError, show
+from bridge_memory.spec.errors import finite
 from bridge_memory.spec.gaps import Effect, Gap
 
 
@@ -74,6 +76,16 @@ INTEGERS: dict[str, int | None] = {
     "num_layers_at_start_in_bf16": 1, "num_query_groups": 1, "pipeline_model_parallel_size": 1, "qk_head_dim": 128,
     "qk_pos_emb_head_dim": 64, "tensor_model_parallel_size": 1, "v_head_dim": 128,
 }  # fmt: skip
+#: Of these 0 is no size: something is divided by it.
+POSITIVE = _names(
+    """
+    context_parallel_size encoder_num_layers encoder_seq_length expert_model_parallel_size expert_tensor_parallel_size
+    hidden_size linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim log_interval
+    make_vocab_size_divisible_by mamba_head_dim mamba_num_groups micro_batch_size num_attention_heads
+    num_distributed_optimizer_instances num_layers num_layers_per_virtual_pipeline_stage num_query_groups
+    pipeline_model_parallel_size seq_length tensor_model_parallel_size
+    """
+)
 NUMBERS: dict[str, float | None] = {
     "attention_dropout": 0.1, "hidden_dropout": 0.1, "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0,
     "moe_expert_capacity_factor": None, "optimizer_offload_fraction": 1.0, "rotary_percent": 1.0, "sgd_momentum": 0.9,
@@ -140,7 +152,12 @@ class Arguments:
         default, read = _READERS[name]
         # "none" is a value of its own where a word is the default.
         unset = ("None", "null") if isinstance(default, str | tuple) else ("None", "null", "none")
-        return default if value is None or str(value) in unset else read(name, value)
+        if value is None or (isinstance(value, str) and value in unset):
+            return default
+        found = read(name, value)
+        if name in POSITIVE and found < 1:
+            raise SpecError(f"{_option(name)} is {show(value)}; give a positive whole number")
+        return found
 
     def given(self, name: str) -> bool:
         assert name in READ, name
@@ -198,19 +215,22 @@ def _is_on(value: Value) -> bool:
 
 def _whole(name: str, value: Value) -> int:
     try:
-        number = float(str(value))
+        number = float(value if isinstance(value, int | float) else str(value))
         if number == int(number):
             return int(number)
     except (ValueError, OverflowError):
         pass
-    raise SpecError(f"{_option(name)} is {value!r}, not a whole number; give one")
+    raise SpecError(f"{_option(name)} is {show(value)}, not a whole number; give one")
 
 
 def _number(name: str, value: Value) -> float:
     try:
-        return float(str(value))
-    except ValueError:
-        raise SpecError(f"{_option(name)} is {value!r}, not a number; give one") from None
+        number = float(value if isinstance(value, int | float) else str(value))
+    except (ValueError, OverflowError):
+        number = nan
+    if not finite(number):
+        raise SpecError(f"{_option(name)} is {show(value)}, not a number; give one")
+    return number
 
 
 def _text(name: str, value: Value) -> str:

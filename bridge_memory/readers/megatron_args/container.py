@@ -17,7 +17,7 @@ from bridge_memory.readers.megatron_args.arguments import READ, Arguments
 from bridge_memory.readers.patterns import HybridPattern
 from bridge_memory.readers.transformer_config import pattern_of
 from bridge_memory.releases import FSDP_SHARDS_ALL, NULL_TOKENIZER_COUNTS_ALL, Running
-from bridge_memory.spec import divide
+from bridge_memory.spec import SpecError, divide, show
 from bridge_memory.spec.gaps import Effect, Gap
 from bridge_memory.spec.layout_string import parse_layout_string
 
@@ -106,8 +106,10 @@ def _architecture(a: Arguments) -> dict[str, Any]:
 
 
 def _window(value: Any) -> tuple[int, ...] | None:
-    numbers = tuple(int(n) for n in re.findall(r"-?\d+", str(value)))
-    return numbers or None
+    numbers = re.findall(r"-?\d+", str(value))
+    if any(len(n) > 18 for n in numbers):
+        raise SpecError(f"--window-size is {show(value)}; give two numbers of tokens")
+    return tuple(map(int, numbers)) or None
 
 
 def _position(a: Arguments) -> dict[str, Any]:

@@ -13,9 +13,18 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from math import prod
 from typing import Any
 
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import SpecError, show
+
+#: Characters of a command line, script or YAML: what Linux takes as one argument (MAX_ARG_STRLEN). shlex copies a word
+#: for each of its characters.
+MOST_TEXT = 128 << 10
+#: Characters that a script's variables may expand to, all together.
+MOST_EXPANDED = 4 << 20
+#: Integers beyond it are no numbers of anything.
+_MOST = 1 << 64
 
 Value = bool | int | float | str | list[Any]
 
@@ -50,9 +59,11 @@ def read_arguments(source: object) -> RawArguments:
     command line. Raises SpecError for what is none of them.
     """
     if isinstance(source, str):
+        if len(source) > MOST_TEXT:
+            raise SpecError(f"the arguments are {len(source)} characters; give the options alone, {MOST_TEXT} at most")
         if re.search(r"^MODEL_ARGS:", source, re.MULTILINE):
             return _from_yaml(source)
-        if re.search(r"^\s*(export\s+)?\w+\+?=\(", source, re.MULTILINE):
+        if re.search(r"^[ \t]*(export[ \t]+)?\w+\+?=\(", source, re.MULTILINE):
             return _from_script(source)
         try:
             return _without_launcher(_from_tokens(shlex.split(source, comments=True)))
@@ -63,7 +74,7 @@ def read_arguments(source: object) -> RawArguments:
     if isinstance(source, Sequence):
         return RawArguments(_from_tokens([str(word) for word in source]))
     if not hasattr(source, "__dict__"):
-        raise SpecError(f"the arguments are {source!r:.60}; give a text, a list of words, a dict or get_args()")
+        raise SpecError(f"the arguments are {show(source)}; give a text, a list of words, a dict or get_args()")
     return RawArguments(_from_namespace(vars(source)), parsed=True)
 
 
@@ -82,9 +93,15 @@ def _from_namespace(source: Mapping[str, object]) -> dict[str, Value]:
 
 
 def _plain(value: object) -> Any:
+    """A value as it would be written; what cannot be, and numbers that no argument has, as an error line quotes it."""
     if isinstance(value, Enum):
         return value.name
-    return value if isinstance(value, bool | int | float | str) else str(value)
+    if isinstance(value, int) and not -_MOST < value < _MOST:
+        return show(value)
+    try:
+        return value if isinstance(value, bool | int | float | str) else str(value)
+    except Exception:
+        return show(value)
 
 
 def _from_mapping(source: Mapping[str, object]) -> dict[str, Value]:
@@ -98,7 +115,7 @@ def _from_mapping(source: Mapping[str, object]) -> dict[str, Value]:
             value = [_plain(v) for v in value]
         elif not isinstance(value, (bool, int, float, str)):
             raise SpecError(f"--{argument_name(option)} has a value of type {type(value).__name__}; use text")
-        values[argument_name(option)] = value
+        values[argument_name(option)] = value if isinstance(value, list) else _plain(value)
     return values
 
 
@@ -170,9 +187,23 @@ def _yaml_scalar(text: str) -> object:
 # ---- launch scripts: assignments of words and arrays, then a command that expands them ----
 
 
+class _Variables(dict[str, str]):
+    """Shell variables. Each use counts: one that doubles itself would soon fill memory."""
+
+    left = MOST_EXPANDED
+
+    def used(self, name: str, otherwise: str) -> str:
+        """The value of ``name``. Raises SpecError where too much has been expanded."""
+        value = self.get(name, otherwise)
+        self.left -= len(value)
+        if self.left < 0:
+            raise SpecError(f"the script's variables (such as {show(name)}) expand to too much; give the options alone")
+        return value
+
+
 def _from_script(text: str) -> RawArguments:
     joined = re.sub(r"\\\n", " ", text)
-    variables: dict[str, str] = {}
+    variables = _Variables()
     arrays: dict[str, list[str]] = {}
     env: dict[str, str] = {}
     position = 0
@@ -193,7 +224,7 @@ def _from_script(text: str) -> RawArguments:
                 end = close + 1 if close > 0 else end
                 value = _expand(joined[start + 1 : end - 1], variables)
             else:
-                value = _expand((shlex.split(raw, comments=True) or [""])[0], variables)
+                value = (_shell_words(raw, variables) or [""])[0]
             variables[name] = (variables.get(name, "") + value) if plus else value
             if exported:
                 env[name] = variables[name]
@@ -213,7 +244,7 @@ def _without_launcher(values: dict[str, Value], env: Mapping[str, str] | None = 
     return RawArguments(rest, dict(env or {}), _launched_ranks(values))
 
 
-def _script_tokens(text: str, arrays: dict[str, list[str]], variables: dict[str, str]) -> Iterator[str]:
+def _script_tokens(text: str, arrays: dict[str, list[str]], variables: _Variables) -> Iterator[str]:
     """Words of every array that a command expands, in its order; all arrays where no command does."""
     used = list(dict.fromkeys(re.findall(r"\$\{(\w+)\[@\]\}", text)))
     for name in [n for n in used if n in arrays] or list(arrays):
@@ -242,28 +273,28 @@ def _closing_bracket(text: str, start: int) -> int:
     raise SpecError("the script has a shell array without its closing bracket; give the whole script")
 
 
-def _shell_words(text: str, variables: Mapping[str, str]) -> list[str]:
+def _shell_words(text: str, variables: _Variables) -> list[str]:
     try:
-        return [_expand(word, variables) for word in shlex.split(text, comments=True)]
+        words = shlex.split(text, comments=True)
     except ValueError as error:
         raise SpecError(f"the script cannot be split into words ({error}); check the quotes") from None
+    return [_expand(word, variables) for word in words]
 
 
-def _expand(text: str, variables: Mapping[str, str]) -> str:
+def _expand(text: str, variables: _Variables) -> str:
     """Replace ``$NAME``, ``${NAME}`` and ``${NAME:-default}``; what is unknown stays as it is written."""
 
     def with_default(match: re.Match[str]) -> str:
-        return variables.get(match.group(1)) or _expand(match.group(2), variables)
+        return variables.used(match.group(1), "") or _expand(match.group(2), variables)
 
-    text = re.sub(r"\$\{(\w+):?-([^}]*)\}", with_default, text)
-    text = re.sub(r"\$\{(\w+)\}|\$(\w+)", lambda m: variables.get(m.group(1) or m.group(2), m.group(0)), text)
-    product = re.fullmatch(r"\$\(\(\s*([\d\s*]+)\)\)", text)
-    if product:
-        number = 1
-        for factor in product.group(1).split("*"):
-            number *= int(factor)
-        return str(number)
-    return text
+    text = re.sub(r"\$\{(\w+):?-([^{}]*)\}", with_default, text)
+    text = re.sub(r"\$\{(\w+)\}|\$(\w+)", lambda m: variables.used(m.group(1) or m.group(2), m.group(0)), text)
+    product = _PRODUCT.fullmatch(text)
+    return str(prod(map(int, product.group(1).split("*")))) if product else text
+
+
+#: A product of at most eight numbers of at most 18 digits; other arithmetic stays as it is written.
+_PRODUCT = re.compile(r"\$\(\(((?:[ \t]*[0-9]{1,18}[ \t]*\*){0,7}[ \t]*[0-9]{1,18}[ \t]*)\)\)")
 
 
 def _launched_ranks(values: Mapping[str, Value]) -> int | None:

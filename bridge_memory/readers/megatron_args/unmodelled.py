@@ -82,7 +82,10 @@ def _muon(args: Asked, value: object) -> bool:
 
 def _larger_than_in_training(args: Asked, value: object) -> bool:
     """``validate_args`` fills in the micro batch of training."""
-    return int(str(value)) > (args["micro_batch_size"] or 1)
+    try:
+        return int(str(value)) > (args["micro_batch_size"] or 1)
+    except ValueError:  # told as it is
+        return True
 
 
 def _received_ahead(args: Asked) -> int:
