@@ -56,7 +56,7 @@ def _named(message: str, name: str, flag: str, choices: Sequence[str]) -> str:
     where something is to be done with it."""
     whole = rf"{re.escape(name)}(?![\w-])"
     if flag in PACKAGES:
-        whole += r"(?= \()"
+        whole += r"(?= \(| does nothing)"
     elif "_" not in name:
         value = "|".join([r"\(", *(rf"{re.escape(choice)}\b" for choice in choices)])
         whole = rf"(?:{whole}(?= (?:{value}))|(?<=set ){whole}(?= to )|(?<=drop ){whole}|(?<=needs ){whole}|^{whole})"

@@ -303,7 +303,7 @@ def test_what_is_transformer_engines_alone_is_refused_without_it(
     for more in (["--fp8", "hybrid"], ["--fp8", "hybrid", "--layer", "0"], ["--cp", "2", "--num-gpus", "8"]):
         assert main([*COMMAND, *te, *more]) == 2
         said = capsys.readouterr().err.strip()
-        assert ("fp8 (hybrid)" if "--fp8" in more else "context_parallel_size (2)") in said
+        assert ("fp8 (hybrid)" if "--fp8" in more else "--cp (2)") in said
         assert words in said
         assert "pip install" in said
         assert "\n" not in said

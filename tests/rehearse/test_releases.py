@@ -436,5 +436,5 @@ def test_another_release_than_the_one_here_is_refused(capsys: pytest.CaptureFixt
     command = ["rehearse", "meta-llama/Llama-3.2-1B", "--num-gpus", "4", "--transformer-impl", "local"]
     assert main([*command, "--megatron-core", other]) == 2
     said = capsys.readouterr().err.strip()
-    assert f"megatron_core ({other}) is not the release installed here ({HERE[0]}.{HERE[1]})" in said
+    assert f"--megatron-core ({other}) is not the release installed here ({HERE[0]}.{HERE[1]})" in said
     assert "\n" not in said

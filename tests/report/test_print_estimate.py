@@ -240,7 +240,7 @@ def test_a_name_cannot_write_to_the_terminal() -> None:
 def test_a_stage_or_a_unit_that_does_not_exist_is_refused() -> None:
     with pytest.raises(SpecError, match=r"stage is 4.*0 to 3"):
         printed("uneven", stage=4)
-    with pytest.raises(SpecError, match=r"unit is 'TiB'.*GiB, MiB, GB, MB, bytes"):
+    with pytest.raises(SpecError, match=r"unit \('TiB'\).*GiB, MiB, GB, MB, bytes"):
         printed("uneven", unit="TiB")
 
 
