@@ -29,6 +29,7 @@ from bridge_memory.schedule.peak import dynamic_peak
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.gaps import gaps, ignored
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
+from bridge_memory.spec.ranks import stage_of_rank
 from bridge_memory.workspaces.batch import batch_bytes
 from bridge_memory.workspaces.lasting import ChunkFacts, chunk_facts, lasting_buffers
 
@@ -55,12 +56,20 @@ def estimate(run: RunSpec) -> Estimate:
     )
 
 
-def explain(run: RunSpec, stage: int) -> StageEstimate:
-    """Components of one pipeline stage, as in ``estimate(run).stages[stage]``, without the others. Raises SpecError."""
-    stages = _Stages(run)
+def explain(run: RunSpec, stage: int, *, rank: int | None = None) -> StageEstimate:
+    """Components of one pipeline stage, as in ``estimate(run).stages[stage]``, without the others. Raises SpecError.
+
+    ``rank``: a global rank of that stage. Ranks of a stage differ where whole parameters are dealt out
+    (``use_layer_wise_distributed_optimizer``); without it the one with most optimizer state is shown.
+    """
+    stages = _Stages(run, rank)
     number = len(stages.plan.stages)
     if type(stage) is not int or not 0 <= stage < number:
         raise SpecError(f"stage ({show(stage)}) is not a stage of the pipeline; give a number from 0 to {number - 1}")
+    if rank is not None and stage_of_rank(run.parallel, rank) != stage:
+        raise SpecError(
+            f"rank ({rank}) is not one of stage {stage} but of stage {stage_of_rank(run.parallel, rank)}; give that stage"
+        )
     return _explained(stages, stage)
 
 
@@ -119,13 +128,13 @@ class _Stage(NamedTuple):
 class _Stages:
     """Every stage of one run."""
 
-    def __init__(self, run: RunSpec) -> None:
+    def __init__(self, run: RunSpec, rank: int | None = None) -> None:
         if type(run) is not RunSpec:
             raise SpecError(f"run ({show(run)}) is not a RunSpec; give one")
         self.run = run
         self.ctx = context_of(run)
         self.plan = layout(run.model, run.parallel)
-        self.engine = engine_of(run)
+        self.engine = engine_of(run, rank)
         self._chunks: dict[ChunkShape, _Chunk] = {}
         self._explained: dict[int, tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]] = {}
         self._microbatches = run.num_microbatches

@@ -9,7 +9,7 @@ from bridge_memory.accuracy.features import features_of, scale_of
 from bridge_memory.accuracy.records import Measurement, Record
 from bridge_memory.accuracy.runs import NotARun, NotComparable, run_of
 from bridge_memory.components import MOMENTS
-from bridge_memory.estimate import StageEstimate, estimate
+from bridge_memory.estimate import StageEstimate, estimate, explain
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.gaps import as_gap
 from bridge_memory.spec.ranks import stage_of_rank
@@ -88,6 +88,9 @@ def predict(record: Record) -> list[Outcome]:
     outcomes = []
     for m in record.measured:
         stage = answer.stages[stage_of_rank(run.parallel, m.rank, pp_before_dp=pp_before_dp)]
+        if run.optimizer.use_layer_wise_distributed_optimizer and not pp_before_dp:
+            # Whole parameters are dealt out: the stage is that of the fullest rank, which need not be this one.
+            stage = explain(run, stage.stage, rank=m.rank)
         outcomes.append(
             Outcome(
                 record.id, record.family, record.tier, record.gpu, m.rank,

@@ -52,7 +52,8 @@ class ChunkState(NamedTuple):
 class MegatronFSDP:
     """The lines of model state of one run, and what moves, for any chunk. See the module docstring."""
 
-    def __init__(self, run: RunSpec) -> None:
+    def __init__(self, run: RunSpec, *, rank: int | None = None) -> None:
+        """``rank`` changes nothing: all ranks of a stage keep as much."""
         self.run = run
         self.sharding = Sharding(run)
         self.fp8 = run.precision.fp8 is not None and run.implementation.te
