@@ -24,13 +24,14 @@ from bridge_memory.inventory.stack import (
     straight_into_backward,
 )
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate, StagePeak
-from bridge_memory.schedule.events import ChunkCost, PeakMoment
+from bridge_memory.schedule.events import Apart, ChunkCost, PeakMoment
 from bridge_memory.schedule.peak import dynamic_peak
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.gaps import gaps, ignored
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 from bridge_memory.spec.ranks import stage_of_rank
 from bridge_memory.workspaces.batch import batch_bytes
+from bridge_memory.workspaces.dispatcher import held_by_nodes
 from bridge_memory.workspaces.lasting import ChunkFacts, chunk_facts, lasting_buffers
 
 __all__ = ["Estimate", "StageEstimate", "StagePeak", "clear_caches", "estimate", "explain", "peaks", "stage_costs"]
@@ -170,8 +171,18 @@ class _Stages:
                 static_bytes += b.bytes
         return _Held(
             state, tuple(lasting), tuple(between), batch_bytes(run, shapes), inventories,
-            tuple(stage_costs(inventories)), static_bytes, between_bytes,
+            tuple(self._costs(inventories, chunks)), static_bytes, between_bytes,
         )
+
+    def _costs(self, inventories: Sequence[ChunkInventory], chunks: Sequence[_Chunk]) -> list[ChunkCost]:
+        costs = stage_costs(inventories)
+        if not self.run.implementation.overlap_moe_expert_parallel_comm:
+            return costs
+        apart = [
+            Apart(*inventory.apart(), held_by_nodes(chunk.facts.experts, self.ctx))
+            for inventory, chunk in zip(inventories, chunks, strict=True)
+        ]
+        return [cost._replace(apart=each) for cost, each in zip(costs, apart, strict=True)]
 
     def explained(self, held: _Held) -> tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]:
         """(static components of the stages that hold this, what each of their chunks retains by part)."""
