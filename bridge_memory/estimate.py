@@ -110,7 +110,7 @@ class _Stage(NamedTuple):
 
     held: _Held
     moment: PeakMoment
-    #: The optimizer's step leaves more behind than forward and backward ever need.
+    #: The optimizer's step makes and leaves more than forward and backward ever need.
     in_step: bool
 
     @property
@@ -122,7 +122,7 @@ class _Stage(NamedTuple):
     def peak(self) -> int:
         held = self.held
         if self.in_step:
-            return self.static_bytes
+            return self.static_bytes + held.state.in_step
         return held.static_bytes + self.moment.bytes + held.batch + held.state.gathered
 
 
@@ -229,7 +229,8 @@ class _Stages:
             hidden_bytes=self.ctx.hidden_bytes,
             overlap_moe_expert_parallel_comm=run.implementation.overlap_moe_expert_parallel_comm,
         )
-        return _Stage(held, moment, held.between_bytes > moment.bytes + held.batch + held.state.gathered)
+        step = held.between_bytes + held.state.in_step
+        return _Stage(held, moment, step > moment.bytes + held.batch + held.state.gathered)
 
 
 def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
@@ -252,6 +253,9 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
     if in_step:
         components += leftovers
         leftovers, phase, operation = (), OPTIMIZER_STEP, "main gradients in fp32"
+        if held.state.in_step:
+            operation = "narrow optimizer states in fp32"
+            components.append(_transient(f"in passing: {operation}", held.state.in_step, Part.RUNNING))
     else:
         retained: dict[tuple[Part, Provenance], int] = {}
         for of_chunk, alive in zip(parts, moment.alive, strict=True):

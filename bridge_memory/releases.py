@@ -314,6 +314,9 @@ LOSS_KEEPS_A_COPY = since(te=(2, 19))
 #: Backward of the unfused attention's softmax makes a gradient and does not write over the incoming one: an operator
 #: that changes no argument (``dot_product_attention/softmax.py``).
 SOFTMAX_MAKES_A_GRADIENT = since(te=(2, 19))
+#: Moments that are both in bf16 are updated as they are; before, and for any other narrow state, a step has fp32 copies
+#: (``optimizers/fused_adam.py: FusedAdam.fuse_unscale``, step).
+BF16_MOMENTS_UPDATED_IN_PLACE = since(te=(2, 13))
 #: p2p adds each step's output to the sum as it goes round the ring, so that two steps' outputs and few buffers of keys
 #: and values are there; before, those of all steps until the end (``context_parallel.py: AttnFuncWithCPAndKVP2P``).
 RING_SUMS_AS_IT_GOES = since(te=(2, 20))

@@ -17,6 +17,7 @@ from bridge_memory.components import Provenance, Role, State
 from bridge_memory.engines.engine import Line, OfChunks, StageState
 from bridge_memory.engines.optimizer_states import (
     Over,
+    copies_in_step,
     gradient_width,
     keeps_fp32_gradient_copies,
     optimizer_states,
@@ -140,7 +141,7 @@ class MegatronDDP:
                     of_adapters = list(map(add, of_adapters, found.amounts))
             lines, whole = (*lines, *self.adapters.lines), [*amounts, *of_adapters]
         kept = tuple((line, n) for line, n in zip(lines, whole, strict=True) if n)
-        return StageState(parameters, kept, rests, copies)
+        return StageState(parameters, kept, rests, copies, in_step=copies_in_step(self.run, self.states, kept))
 
     def chunk(self, units: Sequence[Unit], in_buckets: bool) -> ChunkState:
         """What one chunk keeps; ``in_buckets``: its buffers may have more than one bucket."""
