@@ -12,7 +12,7 @@ from typing import NamedTuple
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
-from bridge_memory.inventory.chain import ChunkInventory, EngineBytes
+from bridge_memory.inventory.chain import ChunkInventory, EngineBytes, Label
 from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters
 from bridge_memory.inventory.layer_links import ignores_full_recompute
@@ -27,7 +27,7 @@ from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate, StageP
 from bridge_memory.schedule.events import Apart, ChunkCost, PeakMoment
 from bridge_memory.schedule.peak import dynamic_peak
 from bridge_memory.spec import RunSpec, SpecError, show
-from bridge_memory.spec.gaps import gaps, ignored
+from bridge_memory.spec.gaps import Needs, gaps, ignored
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 from bridge_memory.spec.ranks import stage_of_rank
 from bridge_memory.workspaces.batch import batch_bytes
@@ -47,13 +47,22 @@ def estimate(run: RunSpec) -> Estimate:
     stages = _Stages(run)
     ctx, plan = stages.ctx, stages.plan
     parameters, mtp = model_parameters(run.model)
+    explained = tuple(_explained(stages, rank) for rank in range(len(plan.stages)))
+    needs = Needs(
+        max(stage.activation_bytes + stage.transient_bytes for stage in explained),
+        max(
+            (link.backward_peak for s in stages for chunk in s.held.inventories for link, _ in chunk.links
+             if link.label not in (Label.EMBEDDING, Label.LOSS)),
+            default=None,
+        ),
+    )
     return Estimate(
         run=run,
-        stages=tuple(_explained(stages, rank) for rank in range(len(plan.stages))),
+        stages=explained,
         parameters=parameters,
         mtp_parameters=mtp,
         assumptions=run.model.assumptions + run.assumptions + _assumptions(run, ctx) + ignored(run, plan),
-        not_modelled=run.model.not_modelled + run.not_modelled + gaps(run),
+        not_modelled=run.model.not_modelled + run.not_modelled + gaps(run, needs),
     )
 
 
@@ -67,10 +76,9 @@ def explain(run: RunSpec, stage: int, *, rank: int | None = None) -> StageEstima
     number = len(stages.plan.stages)
     if type(stage) is not int or not 0 <= stage < number:
         raise SpecError(f"stage ({show(stage)}) is not a stage of the pipeline; give a number from 0 to {number - 1}")
-    if rank is not None and stage_of_rank(run.parallel, rank) != stage:
-        raise SpecError(
-            f"rank ({rank}) is not one of stage {stage} but of stage {stage_of_rank(run.parallel, rank)}; give that stage"
-        )
+    of_rank = stage if rank is None else stage_of_rank(run.parallel, rank)
+    if of_rank != stage:
+        raise SpecError(f"rank ({rank}) is not one of stage {stage} but of stage {of_rank}; give that stage")
     return _explained(stages, stage)
 
 

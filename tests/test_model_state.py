@@ -144,7 +144,11 @@ def test_each_rank_has_the_parameters_that_megatron_deals_to_it(ranks: int, monk
     (shapes,) = layout(run.model, run.parallel).shapes(run.model)
     units = chunk_units(run.model, shapes[0], context_of(run))
     parameters = [
-        p for unit in units for _ in range(unit.times) for few, times in unit.parameters.runs(False) for p in few * times
+        p
+        for unit in units
+        for _ in range(unit.times)
+        for few, times in unit.parameters.runs(False)
+        for p in few * times
     ]
     monkeypatch.setattr(module, "get_pg_size", lambda group: group[0])
     monkeypatch.setattr(module, "get_pg_rank", lambda group: group[1])

@@ -71,8 +71,8 @@ _CONTAINER_TE = {
 }
 #: PyTorch of the same containers; what 26.06 ships is not known here.
 _CONTAINER_TORCH = {
-    "20.12": (1, 8), "24.01": (2, 2), "24.10": (2, 5), "25.03": (2, 7), "25.05": (2, 8), "25.06": (2, 8), "25.09": (2, 9),
-    "25.11": (2, 10),
+    "20.12": (1, 8), "24.01": (2, 2), "24.10": (2, 5), "25.03": (2, 7), "25.05": (2, 8), "25.06": (2, 8),
+    "25.09": (2, 9), "25.11": (2, 10),
 }
 #: Git revisions of Transformer Engine, by what their builds call themselves ("2.17.1+4329ff84").
 _REVISIONS = {

@@ -115,7 +115,9 @@ def test_expandable_segments_leave_no_rests() -> None:
     assert workspaces(dense, env=plain)[name].bytes == pytest.approx(0.53 * MIB, abs=0.01 * MIB)
 
 
-@pytest.mark.parametrize(("more", "each"), [("", 2), ("--fine-grained-activation-offloading --offload-modules attn_norm", 1)])
+@pytest.mark.parametrize(
+    ("more", "each"), [("", 2), ("--fine-grained-activation-offloading --offload-modules attn_norm", 1)]
+)
 def test_overlapped_expert_communication_leaves_the_inputs_of_layers(more: str, each: int) -> None:
     """The router's probabilities, which the dispatcher holds, lead to a leaf: the layer's input of 1024 x 4 / 2 tokens
     under sequence parallelism, and its gradient; offloading lets go of the former. 12 layers of 2 MiB each.
