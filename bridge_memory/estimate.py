@@ -12,7 +12,7 @@ from typing import NamedTuple
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
-from bridge_memory.inventory.chain import ChunkInventory, EngineBytes
+from bridge_memory.inventory.chain import ChunkInventory, EngineBytes, Label
 from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters
 from bridge_memory.inventory.layer_links import ignores_full_recompute
@@ -24,12 +24,14 @@ from bridge_memory.inventory.stack import (
     straight_into_backward,
 )
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate, StagePeak
-from bridge_memory.schedule.events import ChunkCost, PeakMoment
+from bridge_memory.schedule.events import Apart, ChunkCost, PeakMoment
 from bridge_memory.schedule.peak import dynamic_peak
 from bridge_memory.spec import RunSpec, SpecError, show
-from bridge_memory.spec.gaps import gaps, ignored
+from bridge_memory.spec.gaps import Needs, gaps, ignored
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
+from bridge_memory.spec.ranks import stage_of_rank
 from bridge_memory.workspaces.batch import batch_bytes
+from bridge_memory.workspaces.dispatcher import held_by_nodes
 from bridge_memory.workspaces.lasting import ChunkFacts, chunk_facts, lasting_buffers
 
 __all__ = [
@@ -48,22 +50,38 @@ def estimate(run: RunSpec) -> Estimate:
     stages = _Stages(run)
     ctx, plan = stages.ctx, stages.plan
     parameters, mtp = model_parameters(run.model)
+    explained = tuple(_explained(stages, rank) for rank in range(len(plan.stages)))
+    needs = Needs(
+        max(stage.activation_bytes + stage.transient_bytes for stage in explained),
+        max(
+            (link.backward_peak for s in stages for chunk in s.held.inventories for link, _ in chunk.links
+             if link.label not in (Label.EMBEDDING, Label.LOSS)),
+            default=None,
+        ),
+    )
     return Estimate(
         run=run,
-        stages=tuple(_explained(stages, rank) for rank in range(len(plan.stages))),
+        stages=explained,
         parameters=parameters,
         mtp_parameters=mtp,
         assumptions=run.model.assumptions + run.assumptions + _assumptions(run, ctx) + ignored(run, plan),
-        not_modelled=run.model.not_modelled + run.not_modelled + gaps(run),
+        not_modelled=run.model.not_modelled + run.not_modelled + gaps(run, needs),
     )
 
 
-def explain(run: RunSpec, stage: int) -> StageEstimate:
-    """Components of one pipeline stage, as in ``estimate(run).stages[stage]``, without the others. Raises SpecError."""
-    stages = _Stages(run)
+def explain(run: RunSpec, stage: int, *, rank: int | None = None) -> StageEstimate:
+    """Components of one pipeline stage, as in ``estimate(run).stages[stage]``, without the others. Raises SpecError.
+
+    ``rank``: a global rank of that stage. Ranks of a stage differ where whole parameters are dealt out
+    (``use_layer_wise_distributed_optimizer``); without it the one with most optimizer state is shown.
+    """
+    stages = _Stages(run, rank)
     number = len(stages.plan.stages)
     if type(stage) is not int or not 0 <= stage < number:
         raise SpecError(f"stage ({show(stage)}) is not a stage of the pipeline; give a number from 0 to {number - 1}")
+    of_rank = stage if rank is None else stage_of_rank(run.parallel, rank)
+    if of_rank != stage:
+        raise SpecError(f"rank ({rank}) is not one of stage {stage} but of stage {of_rank}; give that stage")
     return _explained(stages, stage)
 
 
@@ -132,7 +150,7 @@ class _Stage(NamedTuple):
 
     held: _Held
     moment: PeakMoment
-    #: The optimizer's step leaves more behind than forward and backward ever need.
+    #: The optimizer's step makes and leaves more than forward and backward ever need.
     in_step: bool
 
     @property
@@ -144,21 +162,21 @@ class _Stage(NamedTuple):
     def peak(self) -> int:
         held = self.held
         if self.in_step:
-            return self.static_bytes
+            return self.static_bytes + held.state.in_step
         return held.static_bytes + self.moment.bytes + held.batch + held.state.gathered
 
 
 class _Stages:
     """Every stage of one run."""
 
-    def __init__(self, run: RunSpec) -> None:
+    def __init__(self, run: RunSpec, rank: int | None = None) -> None:
         if type(run) is not RunSpec:
             inside = f"model={show(run)}" if isinstance(run, str) else "model=..."
             raise SpecError(f"run ({show(run)}) is not a RunSpec; give RunSpec({inside}, parallel=ParallelSpec(...))")
         self.run = run
         self.ctx = context_of(run)
         self.plan = layout(run.model, run.parallel)
-        self.engine = engine_of(run)
+        self.engine = engine_of(run, rank)
         self._chunks: dict[ChunkShape, _Chunk] = {}
         self._explained: dict[int, tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]] = {}
         self._microbatches = run.num_microbatches
@@ -194,8 +212,18 @@ class _Stages:
                 static_bytes += b.bytes
         return _Held(
             state, tuple(lasting), tuple(between), batch_bytes(run, shapes), inventories,
-            tuple(stage_costs(inventories)), static_bytes, between_bytes,
+            tuple(self._costs(inventories, chunks)), static_bytes, between_bytes,
         )
+
+    def _costs(self, inventories: Sequence[ChunkInventory], chunks: Sequence[_Chunk]) -> list[ChunkCost]:
+        costs = stage_costs(inventories)
+        if not self.run.implementation.overlap_moe_expert_parallel_comm:
+            return costs
+        apart = [
+            Apart(*inventory.apart(), held_by_nodes(chunk.facts.experts, self.ctx))
+            for inventory, chunk in zip(inventories, chunks, strict=True)
+        ]
+        return [cost._replace(apart=each) for cost, each in zip(costs, apart, strict=True)]
 
     def explained(self, held: _Held) -> tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]:
         """(static components of the stages that hold this, what each of their chunks retains by part)."""
@@ -242,7 +270,8 @@ class _Stages:
             hidden_bytes=self.ctx.hidden_bytes,
             overlap_moe_expert_parallel_comm=run.implementation.overlap_moe_expert_parallel_comm,
         )
-        return _Stage(held, moment, held.between_bytes > moment.bytes + held.batch + held.state.gathered)
+        step = held.between_bytes + held.state.in_step
+        return _Stage(held, moment, step > moment.bytes + held.batch + held.state.gathered)
 
 
 def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
@@ -265,6 +294,9 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
     if in_step:
         components += leftovers
         leftovers, phase, operation = (), OPTIMIZER_STEP, "main gradients in fp32"
+        if held.state.in_step:
+            operation = "narrow optimizer states in fp32"
+            components.append(_transient(f"in passing: {operation}", held.state.in_step, Part.RUNNING))
     else:
         retained: dict[tuple[Part, Provenance], int] = {}
         for of_chunk, alive in zip(parts, moment.alive, strict=True):

@@ -215,6 +215,10 @@ OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS = since(core=(0, 14))
 #: 0.15: with an older torch it is taken not to.
 COMPILED_DROPOUT_KEEPS_INPUT = since(core=(0, 16), torch=(2, 9))
 
+#: Where expert communication overlaps, the nodes of a layer go when it has run backward; before, they hold inputs and
+#: gradients until the chunk is done (``model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan.run``).
+OVERLAPPED_LAYERS_LET_GO = since(core=(0, 16))
+
 # ---- megatron-core: what its training scripts mean ----
 
 #: Megatron-LM's NullTokenizer takes ``--vocab-size`` as it is; before, its end-of-document token came on top.
@@ -310,6 +314,9 @@ LOSS_KEEPS_A_COPY = since(te=(2, 19))
 #: Backward of the unfused attention's softmax makes a gradient and does not write over the incoming one: an operator
 #: that changes no argument (``dot_product_attention/softmax.py``).
 SOFTMAX_MAKES_A_GRADIENT = since(te=(2, 19))
+#: Moments that are both in bf16 are updated as they are; before, and for any other narrow state, a step has fp32 copies
+#: (``optimizers/fused_adam.py: FusedAdam.fuse_unscale``, step).
+BF16_MOMENTS_UPDATED_IN_PLACE = since(te=(2, 13))
 #: p2p adds each step's output to the sum as it goes round the ring, so that two steps' outputs and few buffers of keys
 #: and values are there; before, those of all steps until the end (``context_parallel.py: AttnFuncWithCPAndKVP2P``).
 RING_SUMS_AS_IT_GOES = since(te=(2, 20))
@@ -319,6 +326,9 @@ FLASH_IS_DETERMINISTIC = since(te=(1, 6))
 
 # ---- PyTorch ----
 
+#: cuBLAS workspaces are of torch's own allocator (``aten/src/ATen/cuda/CublasHandlePool.cpp``, pull request 86645: no
+#: library of the wheel of 1.13 has ``clearCublasWorkspaces``, that of 2.0 has); before, cuBLAS made its own beside it.
+CUBLAS_WORKSPACES_ALLOCATED = since(torch=(2, 0))
 #: cuBLAS workspaces on Blackwell are as large as on Hopper (``aten/src/ATen/cuda/CublasHandlePool.cpp:
 #: parseChosenWorkspaceSize``, and so compiled in the wheels: compute capability 9 alone in 2.11; 9, 10 and 12 in 2.12).
 LARGE_CUBLAS_WORKSPACE_ON_BLACKWELL = since(torch=(2, 12))

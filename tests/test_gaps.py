@@ -9,6 +9,7 @@ import pytest
 from bridge_memory.estimate import Estimate, estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
+    BatchSpec,
     ImplementationSpec,
     ModelSpec,
     OptimizerSpec,
@@ -17,7 +18,7 @@ from bridge_memory.spec import (
     RecomputeSpec,
     RunSpec,
 )
-from bridge_memory.spec.gaps import Effect
+from bridge_memory.spec.gaps import Effect, Gap
 
 DENSE, EXPERTS, SHARED = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V2-Lite"
 
@@ -162,3 +163,47 @@ def test_buffers_that_a_flex_dispatcher_allocates_itself_are_said(backend: str, 
     assert bool(found) == (model == EXPERTS)
     if found:
         assert backend in found[0] and found[0].effect is Effect.UP and found[0].outside
+
+
+def gap_of(answer: Estimate, field: str) -> Gap:
+    (found,) = (gap for gap in answer.gaps if gap.startswith(field))
+    return found
+
+
+def test_a_graphs_pool_holds_at_most_what_the_passes_need() -> None:
+    """The bound is the peak less what is there between steps, on the rank that needs most of it."""
+    parallel = ParallelSpec(world_size=2, pipeline_model_parallel_size=2)
+    run = RunSpec(model=short(DENSE), parallel=parallel, implementation=ImplementationSpec(cuda_graph_impl="local"))
+    answer = estimate(run)
+    found = gap_of(answer, "cuda_graph_impl")
+    static = [s.static_bytes - sum(c.bytes for c in s.leftovers) for s in answer.stages]
+    assert found.least == 0
+    assert found.most == max(s.peak_bytes - n for s, n in zip(answer.stages, static, strict=True))
+    assert answer.peak_bounds.most == answer.peak_stage.peak_bytes + found.most
+
+
+def test_deferred_weight_gradients_of_the_logits_are_bounded_by_all_microbatches() -> None:
+    """8 microbatches of 2048 tokens: hidden states of 2048 / 2, and 128,256 / 2 gradients of logits, in bf16."""
+    run = RunSpec(
+        model=short(DENSE), batch=BatchSpec(seq_length=2048, global_batch_size=8),
+        parallel=ParallelSpec(
+            world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True
+        ),
+        implementation=ImplementationSpec(defer_embedding_wgrad_compute=True),
+    )  # fmt: skip
+    assert gap_of(estimate(run), "defer_embedding").most == 8 * 2048 * (2048 // 2 + 128_256 // 2) * 2
+
+
+def test_delayed_weight_gradients_are_those_of_one_layer() -> None:
+    """As many layers as there are, the bound is one layer's."""
+    def bound(layers: int) -> int | None:
+        model = resolve_model(EXPERTS)
+        run = RunSpec(
+            model=replace(model, layers=model.layers[:layers]),
+            parallel=ParallelSpec(world_size=8, expert_model_parallel_size=8),
+            implementation=ImplementationSpec(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True),
+        )
+        return gap_of(estimate(run), "delay_wgrad").most
+
+    assert bound(4) == bound(8)
+    assert bound(4) is not None

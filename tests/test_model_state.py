@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 from spec_groups import groups_of
 
-from bridge_memory.engines.megatron_ddp import fullest_share
-from bridge_memory.estimate import StageEstimate, estimate
+from bridge_memory.engines.megatron_ddp import dealt_share
+from bridge_memory.estimate import StageEstimate, estimate, explain
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.readers import resolve_model
-from bridge_memory.spec import ImplementationSpec, ParallelSpec, PrecisionSpec, RunSpec
+from bridge_memory.spec import ImplementationSpec, ParallelSpec, PrecisionSpec, RunSpec, SpecError
 from bridge_memory.spec.layout import layout
 
 LLAMA = "meta-llama/Llama-3.2-1B"
@@ -129,7 +129,45 @@ def test_of_more_ranks_than_parameters_the_fullest_has_the_largest() -> None:
     run = RunSpec(model=LLAMA, parallel=ParallelSpec(world_size=2**23))
     (shapes,) = layout(run.model, run.parallel).shapes(run.model)
     units = chunk_units(run.model, shapes[0], context_of(run))
-    assert fullest_share(units, (False,), 2**23) == {False: (128_256 * 2_048, 0)}
+    assert dealt_share(units, (False,), 2**23) == {False: (128_256 * 2_048, 0)}
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_each_rank_has_the_parameters_that_megatron_deals_to_it(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama-3.2-1B: of the real ``shard_params``, the elements that each rank's optimizer gets, and the states of
+    Muon that follow: a main copy and a momentum for matrices, three states for all others."""
+    module = pytest.importorskip("megatron.core.optimizer.layer_wise_optimizer")
+    torch = pytest.importorskip("torch")
+    parallel = ParallelSpec(world_size=ranks)
+    run = RunSpec(model=LLAMA, parallel=parallel, **groups_of(optimizer="muon", use_distributed_optimizer=False,
+                                                              use_layer_wise_distributed_optimizer=True))
+    (shapes,) = layout(run.model, run.parallel).shapes(run.model)
+    units = chunk_units(run.model, shapes[0], context_of(run))
+    parameters = [
+        p
+        for unit in units
+        for _ in range(unit.times)
+        for few, times in unit.parameters.runs(False)
+        for p in few * times
+    ]
+    monkeypatch.setattr(module, "get_pg_size", lambda group: group[0])
+    monkeypatch.setattr(module, "get_pg_rank", lambda group: group[1])
+    states = []
+    for rank in range(ranks):
+        matrices, others = (
+            {"params": [torch.empty(p.numel, device="meta") for p in parameters if p.is_matrix is kind]}
+            for kind in (True, False)
+        )
+        group = SimpleNamespace(dp_cp=(ranks, rank), expt_dp=(1, 0))
+        dealing = SimpleNamespace(pg_collection=group)
+        module.LayerWiseDistributedOptimizer.shard_params(dealing, [SimpleNamespace(param_groups=[matrices, others])])
+        of_matrices, of_others = (sum(p.numel() for p in g["params"]) for g in (matrices, others))
+        assert dealt_share(units, (False,), ranks, rank) == {False: (of_matrices + of_others, of_matrices)}
+        states.append(8 * of_matrices + 12 * of_others)
+        assert explain(run, 0, rank=rank).optimizer_bytes == states[-1]
+    assert explain(run, 0).optimizer_bytes == max(states) > min(states)
+    with pytest.raises(SpecError, match="rank"):
+        explain(run, 0, rank=ranks)
 
 
 def test_muon_keeps_one_state_for_every_matrix_but_embedding_and_output() -> None:

@@ -12,10 +12,10 @@ import pytest
 import bridge_memory
 from bridge_memory import releases
 from bridge_memory.cli import main
-from bridge_memory.estimate import estimate
+from bridge_memory.estimate import estimate, explain
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.releases import RELEASES, Rule, Running, parse_release, release_in, since
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import ImplementationSpec, RunSpec, SpecError
 
 PACKAGE = Path(bridge_memory.__file__).parent
 RULES = {name: rule for name, rule in vars(releases).items() if isinstance(rule, Rule)}
@@ -225,3 +225,12 @@ def test_a_dropout_before_torch_2_9_keeps_its_mask_only() -> None:
     }
     assert kept["2.9"] == kept[None]
     assert kept["2.9"] - kept["2.8"] == 2 * 2 * (2 * 1024 * 512)
+
+
+@pytest.mark.parametrize(("torch", "mib"), [((1, 13), 0), ((2, 0), 2 * 8.125), (None, 2 * 8.125)])
+def test_cublas_workspaces_are_of_torchs_allocator_from_2_0_on(torch: tuple[int, int] | None, mib: float) -> None:
+    """Two of :4096:2:16:8, 8.125 MiB each, on a V100; in 1.13 cuBLAS allocated its own."""
+    impl = ImplementationSpec(gpu_arch="volta", transformer_impl="local", torch=torch)
+    run = RunSpec(model="meta-llama/Llama-3.2-1B", implementation=impl)
+    found = sum(c.bytes for c in explain(run, 0).components if c.name.startswith("torch's cuBLAS workspaces"))
+    assert found == mib * 2**20

@@ -9,7 +9,7 @@ from bridge_memory.accuracy.features import features_of, scale_of
 from bridge_memory.accuracy.records import Measurement, Record
 from bridge_memory.accuracy.runs import NotARun, NotComparable, run_of
 from bridge_memory.components import MOMENTS
-from bridge_memory.estimate import StageEstimate, estimate
+from bridge_memory.estimate import StageEstimate, estimate, explain
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.gaps import as_gap
 from bridge_memory.spec.ranks import stage_of_rank
@@ -62,6 +62,8 @@ def _relative(predicted: int | None, measured: int | None) -> float | None:
     return predicted / measured - 1.0 if predicted is not None and measured else None
 
 
+#: Of a peak: what is not modelled and moves it by no more leaves a record comparable.
+_SMALL = 0.05
 #: Relative difference of two parameter counts that still speak of one model (padding, biases).
 _SAME_MODEL = 0.05
 
@@ -82,12 +84,17 @@ def predict(record: Record) -> list[Outcome]:
     except Exception as error:  # a bug must not hide the other records
         return _unpredicted(record, run, "error", f"{type(error).__name__}: {error}")
     # What torch did not measure in training steps, and what is known to be small, leave the two comparable.
-    gaps = [g for g in map(as_gap, dict.fromkeys(answer.not_modelled)) if not g.outside and g.most is None]
+    small = _SMALL * max(stage.peak_bytes for stage in answer.stages)
+    listed = [g for g in map(as_gap, dict.fromkeys(answer.not_modelled)) if not g.outside]
+    gaps = [g for g in listed if g.most is None or g.most > small]
     pp_before_dp = "--use-tp-pp-dp-mapping" in record.arguments
     features, scale = features_of(run), scale_of(run, record.measured)
     outcomes = []
     for m in record.measured:
         stage = answer.stages[stage_of_rank(run.parallel, m.rank, pp_before_dp=pp_before_dp)]
+        if run.optimizer.use_layer_wise_distributed_optimizer and not pp_before_dp:
+            # Whole parameters are dealt out: the stage is that of the fullest rank, which need not be this one.
+            stage = explain(run, stage.stage, rank=m.rank)
         outcomes.append(
             Outcome(
                 record.id, record.family, record.tier, record.gpu, m.rank,

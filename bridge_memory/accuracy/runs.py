@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from bridge_memory.accuracy.records import Record
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.readers.run_spec import run_from_json
+from bridge_memory.releases import Release, release_in
 from bridge_memory.spec import RunSpec, SpecError, show
 
 
@@ -49,14 +50,16 @@ def _run_spec(record: Record) -> RunSpec:
 
 def _megatron_args(record: Record) -> RunSpec:
     core = record.framework.get("megatron_core")
-    te = record.framework.get("transformer_engine")
+    te, torch = record.framework.get("transformer_engine"), record.framework.get("torch")
+    container = str(record.framework.get("container", ""))
     env = record.config.get("env")
     return run_from_megatron_args(
         record.arguments,
         world_size=record.world_size,
         gpu=record.gpu,
         megatron_core=str(core) if core else None,
-        transformer_engine=_te_release(str(te or ""), str(record.framework.get("container", ""))),
+        transformer_engine=_te_release(str(te or ""), container),
+        torch=release_in(torch) if torch else _shipped(container, _CONTAINER_TORCH),
         env=env if isinstance(env, Mapping) else None,
     )
 
@@ -66,7 +69,12 @@ _CONTAINER_TE = {
     "24.01": (1, 2), "24.10": (1, 11), "25.03": (2, 1), "25.05": (2, 3), "25.06": (2, 4), "25.09": (2, 7),
     "25.11": (2, 9),
 }
-#: Git revisions of it, by what their builds call themselves ("2.17.1+4329ff84").
+#: PyTorch of the same containers; what 26.06 ships is not known here.
+_CONTAINER_TORCH = {
+    "20.12": (1, 8), "24.01": (2, 2), "24.10": (2, 5), "25.03": (2, 7), "25.05": (2, 8), "25.06": (2, 8),
+    "25.09": (2, 9), "25.11": (2, 10),
+}
+#: Git revisions of Transformer Engine, by what their builds call themselves ("2.17.1+4329ff84").
 _REVISIONS = {
     "71bbefbf": (2, 14), "42b84005": (2, 15), "b9d690e0": (2, 16), "4329ff84": (2, 17), "e7c550c5": (2, 18),
 }  # fmt: skip
@@ -80,5 +88,10 @@ def _te_release(stated: str, container: str) -> tuple[int, int] | None:
     revision = re.search(r"\b([0-9a-f]{8})[0-9a-f]{32}\b", stated)
     if revision and revision.group(1) in _REVISIONS:
         return _REVISIONS[revision.group(1)]
-    shipped = re.search(r"pytorch:(\d\d\.\d\d)", container)
-    return _CONTAINER_TE.get(shipped.group(1)) if shipped else None
+    return _shipped(container, _CONTAINER_TE)
+
+
+def _shipped(container: str, releases: Mapping[str, Release]) -> Release | None:
+    """What NVIDIA's PyTorch container of that name ships; None for others."""
+    month = re.search(r"pytorch:(\d\d\.\d\d)", container)
+    return releases.get(month.group(1)) if month else None

@@ -8,8 +8,8 @@ from bridge_memory.engines.engine import Engine
 from bridge_memory.spec import RunSpec
 
 
-def engine_of(run: RunSpec) -> Engine:
+def engine_of(run: RunSpec, rank: int | None = None) -> Engine:
     """The engine that ``run.data_parallel.engine`` names: ``ENGINE`` of the module of that name in this room, which
-    alone is imported."""
-    engine: Engine = import_module(f"{__package__}.{run.data_parallel.engine}").ENGINE(run)
+    alone is imported. ``rank``: of this global rank, where those of a stage differ; None: of the fullest."""
+    engine: Engine = import_module(f"{__package__}.{run.data_parallel.engine}").ENGINE(run, rank=rank)
     return engine

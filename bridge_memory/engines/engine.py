@@ -50,6 +50,8 @@ class StageState(NamedTuple):
     gathered: int = 0
     #: Of these parameters, what is there between two steps.
     gathered_between_steps: int = 0
+    #: fp32 copies of narrow states, made for the optimizer's step and freed with it.
+    in_step: int = 0
     #: Gathered or reduced beside the links of each chunk while they run; empty where nothing is.
     concurrent: tuple[EngineBytes, ...] = ()
 

@@ -17,6 +17,7 @@ from bridge_memory.components import Provenance, Role, State
 from bridge_memory.engines.engine import Line, OfChunks, StageState
 from bridge_memory.engines.optimizer_states import (
     Over,
+    copies_in_step,
     gradient_width,
     keeps_fp32_gradient_copies,
     optimizer_states,
@@ -38,6 +39,7 @@ from bridge_memory.inventory.parameters import (
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.releases import EXPERTS_APART_WITH_ETP
 from bridge_memory.spec import DTYPE_BYTES, PrecisionSpec, RunSpec
+from bridge_memory.spec.ranks import place_in_data_parallel
 from bridge_memory.workspaces.allocator import block_rest
 
 #: Elements: end of every bucket, together with the data-parallel size.
@@ -50,9 +52,11 @@ BUCKET_MINIMUM, BUCKET_PER_RANK = 40_000_000, 1_000_000
 class MegatronDDP:
     """The lines of model state of one run, and their bytes for any chunk. See the module docstring."""
 
-    def __init__(self, run: RunSpec, *, adapters: bool = False) -> None:
+    def __init__(self, run: RunSpec, *, rank: int | None = None, adapters: bool = False) -> None:
         precision, d = run.precision, run.data_parallel
         self.run = run
+        #: Among the ranks that hold the same dense parameters, and the same experts; None: the fullest of them.
+        self.place = None if rank is None else place_in_data_parallel(run.parallel, rank)
         #: Routed experts have buffers of their own, divided over their own ranks.
         self.own_expert_buffers = experts_apart(run)
         dense_world, expert_world = run.parallel.shard_worlds
@@ -137,7 +141,7 @@ class MegatronDDP:
                     of_adapters = list(map(add, of_adapters, found.amounts))
             lines, whole = (*lines, *self.adapters.lines), [*amounts, *of_adapters]
         kept = tuple((line, n) for line, n in zip(lines, whole, strict=True) if n)
-        return StageState(parameters, kept, rests, copies)
+        return StageState(parameters, kept, rests, copies, in_step=copies_in_step(self.run, self.states, kept))
 
     def chunk(self, units: Sequence[Unit], in_buckets: bool) -> ChunkState:
         """What one chunk keeps; ``in_buckets``: its buffers may have more than one bucket."""
@@ -160,7 +164,7 @@ class MegatronDDP:
             padded = self._padded(units, kinds, sums, world, in_buckets) if self.distributed else sums[0]
             dealt = {kind: (of[0], of[3]) for kind, of in ((False, dense), (True, experts))}
             if self.layer_wise and not self.distributed:
-                dealt = fullest_share(units, kinds, world)
+                dealt = dealt_share(units, kinds, world, None if self.place is None else self.place[kinds[0]])
             numel, matrices = (sum(dealt[kind][i] for kind in kinds) for i in (0, 1))
             whole = list(self._amounts(sums, padded, world, numel, matrices))
             if len(kinds) > 1 and experts[0]:
@@ -331,9 +335,11 @@ class _Walk:
             self.offset = 0
 
 
-def fullest_share(units: Sequence[Unit], kinds: tuple[bool, ...], world: int) -> dict[bool, tuple[int, int]]:
-    """(elements, of these in matrices), of each of ``kinds``, of the rank that gets most optimizer state of whole
-    parameters, dealt smallest first, to and fro.
+def dealt_share(
+    units: Sequence[Unit], kinds: tuple[bool, ...], world: int, place: int | None = None
+) -> dict[bool, tuple[int, int]]:
+    """(elements, of these in matrices), of each of ``kinds``, of whole parameters that are dealt to ``world`` ranks,
+    smallest first, to and fro: what the one at ``place`` gets; None: the one with most optimizer state.
 
     Source: ``layer_wise_optimizer.py: LayerWiseDistributedOptimizer.shard_params``. A GEMM's weight has a main
     copy and a momentum (8 bytes an element), any other Adam's three (12).
@@ -348,11 +354,14 @@ def fullest_share(units: Sequence[Unit], kinds: tuple[bool, ...], world: int) ->
     for i, p in enumerate(sorted(parameters, key=lambda p: p.numel)):
         turn = i % (2 * world)
         shares[turn if turn < world else 2 * world - 1 - turn].append(p)
-    fullest = max(shares, key=lambda share: sum(p.numel * (8 if p.is_matrix else 12) for p in share))
+    if place is None:
+        dealt = max(shares, key=lambda share: sum(p.numel * (8 if p.is_matrix else 12) for p in share))
+    else:
+        dealt = shares[place] if place < world else []
     return {
         kind: (
-            sum(p.numel for p in fullest if p.expert is kind),
-            sum(p.numel for p in fullest if p.expert is kind and p.is_matrix),
+            sum(p.numel for p in dealt if p.expert is kind),
+            sum(p.numel for p in dealt if p.expert is kind and p.is_matrix),
         )
         for kind in kinds
     }

@@ -25,7 +25,12 @@ from bridge_memory.engines.engine import Line, OfChunks, StageState
 from bridge_memory.engines.fsdp_buckets import Bucket, Sharding, places_of
 from bridge_memory.engines.fsdp_flow import Flow
 from bridge_memory.engines.megatron_ddp import bucket_elements, fp8_copies
-from bridge_memory.engines.optimizer_states import OptimizerState, gradient_width, optimizer_states
+from bridge_memory.engines.optimizer_states import (
+    OptimizerState,
+    copies_in_step,
+    gradient_width,
+    optimizer_states,
+)
 from bridge_memory.inventory.chain import EngineBytes
 from bridge_memory.inventory.parameters import Column, gemm_elements, rounded_bytes
 from bridge_memory.inventory.stack import Unit
@@ -52,7 +57,8 @@ class ChunkState(NamedTuple):
 class MegatronFSDP:
     """The lines of model state of one run, and what moves, for any chunk. See the module docstring."""
 
-    def __init__(self, run: RunSpec) -> None:
+    def __init__(self, run: RunSpec, *, rank: int | None = None) -> None:
+        """``rank`` changes nothing: all ranks of a stage keep as much."""
         self.run = run
         self.sharding = Sharding(run)
         self.fp8 = run.precision.fp8 is not None and run.implementation.te
@@ -79,9 +85,11 @@ class MegatronFSDP:
         """What a stage of ``chunks`` keeps and moves."""
         found = [self._chunks.get(units, index == 0, self.chunk) for index, units in enumerate(chunks)]
         amounts = [sum(chunk.amounts[i] for chunk in found) for i in range(len(self.lines))]
+        kept = tuple((line, n) for line, n in zip(self.lines, amounts, strict=True) if n)
         return StageState(
             parameters=sum(chunk.parameters for chunk in found),
-            amounts=tuple((line, n) for line, n in zip(self.lines, amounts, strict=True) if n),
+            amounts=kept,
+            in_step=copies_in_step(self.run, self.states, kept),
             rests=sum(chunk.rests for chunk in found),
             gradient_copies=sum(chunk.gradient_copies for chunk in found),
             gathered=sum(chunk.gathered for chunk in found),

@@ -8,10 +8,13 @@ hybrid_optimizer.py``; TE ``optimizers/fused_adam.py``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
 from bridge_memory.components import Provenance, State
+from bridge_memory.engines.engine import Line
+from bridge_memory.releases import BF16_MOMENTS_UPDATED_IN_PLACE
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 
 
@@ -106,3 +109,35 @@ def keeps_fp32_gradient_copies(run: RunSpec) -> bool:
     ``distrib_optimizer.py`` (the same name); a fused precision-aware optimizer reads the buffers themselves.
     """
     return gradient_width(run) == 2 and not run.optimizer.fused_main_parameters and not run.peft.freezes
+
+
+def copied_states(run: RunSpec) -> frozenset[State]:
+    """The states of which a step has fp32 copies, of all parameters that it updates together.
+
+    Source: TE ``optimizers/fused_adam.py: FusedAdam.step, get_unscaled_state``; main parameters that are kept as the
+    lower halves of fp32 ones are used as they are.
+    """
+    o = run.optimizer
+    if not o.use_precision_aware_optimizer or o.optimizer_cpu_offload or o.optimizer != "adam":
+        return frozenset()
+    found = set()
+    if o.fused_main_parameters and o.main_params_dtype != "fp32":
+        found.add(State.MAIN_PARAMETERS)
+    moments = (o.exp_avg_dtype, o.exp_avg_sq_dtype)
+    if not (moments == ("bf16", "bf16") and BF16_MOMENTS_UPDATED_IN_PLACE(run.implementation)):
+        found |= {s for s, dtype in zip((State.EXP_AVG, State.EXP_AVG_SQ), moments, strict=True) if dtype != "fp32"}
+    return frozenset(found)
+
+
+def copies_in_step(
+    run: RunSpec, states: Iterable[OptimizerState], kept: Iterable[tuple[Line, int]]
+) -> int:
+    """Bytes of those copies on one rank, where a stage's ``states`` are ``kept``. Experts have an optimizer of their
+    own, which steps after the other one (``optimizer/__init__.py: get_megatron_optimizer``)."""
+    copied = copied_states(run)
+    widths = {s.state: s.width for s in states if s.state in copied}
+    of_kind = {False: 0, True: 0}
+    for line, nbytes in kept:
+        if line.state in widths:
+            of_kind[line.experts] += 4 * (nbytes // widths[line.state])
+    return max(of_kind.values())

@@ -140,6 +140,19 @@ class ChunkInventory(NamedTuple):
         """Whether anything goes to host memory between the passes, and could stay."""
         return any([link.offloaded for link, _ in self.links])
 
+    def apart(self) -> tuple[int, int, int, int]:
+        """What its embedding keeps, and its (last) loss; the most that one link between needs beyond what it keeps,
+        forward and backward. Losses of MTP depths are among these: each follows its depth where layers are scheduled
+        one by one (``models/common/model_chunk_schedule_plan.py``)."""
+        links = [link for link, _ in self.links]
+        embedding = links.pop(0).retained if links and links[0].label is Label.EMBEDDING else 0
+        loss = links.pop().retained if links and links[-1].label is Label.LOSS else 0
+        return (
+            embedding, loss,
+            max([link.forward_peak - link.retained for link in links], default=0),
+            max([link.backward_peak - link.retained for link in links], default=0),
+        )
+
     def parts(self) -> dict[tuple[Part, Provenance], int]:
         """``retained`` by part of the model and how it is known."""
         out: dict[tuple[Part, Provenance], int] = {}

@@ -42,13 +42,13 @@ class _Tokens(NamedTuple):
     arriving_once: int = 0
 
 
-def routed_tokens(r: Recorder, spec: MoESpec) -> _Tokens:
+def routed_tokens(ctx: BlockContext, spec: MoESpec) -> _Tokens:
     """N, P and R: balanced x imbalance, and at most the capacity of the experts where there is one.
 
     A rank drops what exceeds ceil(N k / E x factor) tokens an expert, and with padding sends exactly that many
     (``moe_utils.py: get_capacity, apply_router_token_dropping``), however uneven the routing.
     """
-    ctx, factor = r.ctx, r.ctx.impl.moe_expert_capacity_factor
+    factor = ctx.impl.moe_expert_capacity_factor
     n = ctx.tokens_sp
     permuted, imbalance = n * spec.topk, ctx.impl.moe_imbalance
     if factor is not None:
@@ -102,7 +102,7 @@ def _moe_layer(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
         tape.part = Part.MOE_SHARED_EXPERTS
         with tape.checkpoint("shared_experts", (x,), enabled=recompute):
             shared = _shared_experts(r, spec, x)
-    n = routed_tokens(r, spec)
+    n = routed_tokens(ctx, spec)
     tape.part = Part.MOE_ROUTER
     probs, routing_map = _router(r, spec, x, n)
     width = spec.latent_size or ctx.hidden_size
@@ -216,6 +216,13 @@ def held_order_bytes(ctx: BlockContext, spec: MoESpec) -> int:
         ctx.tokens_sp * ctx.ep * ctx.etp, spec.num_experts // ctx.ep
     )  # fmt: skip
     return more + rows * (2 * columns + 1) * 4
+
+
+def routed_gradients(ctx: BlockContext, spec: MoESpec) -> int:
+    """Bytes of the gradients of a layer's tokens before their exchange, after it, and on their way back: [P, w], then
+    [R, w] twice."""
+    n = routed_tokens(ctx, spec)
+    return (n.permuted + 2 * n.arrived) * (spec.latent_size or ctx.hidden_size) * ctx.act
 
 
 def _dispatch(

@@ -36,6 +36,19 @@ from operator import mul
 from typing import NamedTuple
 
 
+class Apart(NamedTuple):
+    """A chunk in the parts that run one by one where two chunks are overlapped, in bytes of one microbatch."""
+
+    #: Saved by what runs before its layers, and by what runs after them.
+    before: int
+    after: int
+    #: The most that one layer needs in passing, beyond what it saves: forward, and backward.
+    forward: int
+    backward: int
+    #: What layers that have run backward still hold until the chunk's forward and backward are over.
+    held: int = 0
+
+
 class ChunkCost(NamedTuple):
     """One virtual chunk of one stage, for one microbatch, in bytes.
 
@@ -50,6 +63,8 @@ class ChunkCost(NamedTuple):
     saved: int
     forward_peak: int
     backward_peak: int
+    #: Asked for where chunks are overlapped; None: as if all of either pass may meet all of the other.
+    apart: Apart | None = None
 
 
 class Event(NamedTuple):
@@ -293,9 +308,24 @@ def walked_peak(
     return highest(moments, chunks, hidden_bytes)
 
 
+def overlapped(f: ChunkCost, b: ChunkCost) -> int:
+    """The most bytes that a forward pass of ``f`` and a backward pass of ``b`` beside it have of both.
+
+    Layer by layer the saved tensors of one come as the other's go: the larger of the two is there. What comes after
+    the layers runs backward before them, and forward after them, beside nothing of the other chunk but what came before
+    its layers (``model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan.run``).
+    """
+    if f.apart is None or b.apart is None:
+        return f.forward_peak + b.backward_peak - min(f.saved, b.saved)
+    layers = max(f.saved - f.apart.after, b.saved - b.apart.after) + f.apart.forward + b.apart.backward
+    return max(
+        b.backward_peak + f.apart.before, layers + b.apart.held, f.forward_peak + b.apart.before + b.apart.held
+    )
+
+
 def highest(moments: Iterable[Moment], chunks: Sequence[ChunkCost], hidden_bytes: int) -> PeakMoment:
     """The moment of most bytes; of equal ones the first."""
-    saved, forward, backward = zip(*chunks, strict=True)
+    saved, forward, backward, _ = zip(*chunks, strict=True)
     largest = max(saved)
     most, peak = -1, None
     for moment in moments:
@@ -306,9 +336,7 @@ def highest(moments: Iterable[Moment], chunks: Sequence[ChunkCost], hidden_bytes
         elif phase == "forward":
             n += forward[chunk] - saved[chunk]
         else:
-            # Layer by layer one chunk's saved tensors come as the other's go: the larger of the two is there.
-            n += forward[forward_chunk] + backward[chunk] - saved[forward_chunk] - saved[chunk]
-            n -= min(saved[forward_chunk], saved[chunk])
+            n += overlapped(chunks[forward_chunk], chunks[chunk]) - saved[forward_chunk] - saved[chunk]
         if n + sum(alive) * largest <= most:
             continue  # Not even where every chunk saves the most that one does.
         n += sum(map(mul, alive, saved))

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from bridge_memory.releases import CUBLAS_WORKSPACES_FREED, known_releases, nearest_known, release_words
+from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import GatedDeltaNetSpec, ModelSpec
@@ -88,19 +89,43 @@ def bounds(nbytes: int, not_modelled: Iterable[str]) -> Bounds:
     return Bounds(None if least is None else max(0, least), most)
 
 
-def gaps(run: RunSpec) -> tuple[Gap, ...]:
+class Needs(NamedTuple):
+    """The most bytes that something needs on any rank, by which a gap is bounded; None where nobody knows."""
+
+    #: Forward and backward passes, beyond what is there between steps.
+    passes: int | None = None
+    #: The backward pass of one layer, with what the layer saved.
+    layer: int | None = None
+
+
+def gaps(run: RunSpec, needs: Needs | None = None) -> tuple[Gap, ...]:
     """One sentence a gap, each beginning with the field's name."""
-    return tuple(_gaps(run))
+    return tuple(_gaps(run, needs or Needs()))
 
 
-def _gaps(run: RunSpec) -> Iterator[Gap]:
+def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
     impl, precision, optimizer = run.implementation, run.precision, run.optimizer
     if impl.cuda_graph_impl != "none":
-        yield Gap(f"cuda_graph_impl ({impl.cuda_graph_impl}): the private memory pools of CUDA graphs", Effect.UP)
+        # A graph's pool is apart from what runs outside of it, static inputs and outputs among it: at most, what the
+        # passes need is there twice (TE graph.py: _make_graphed_callables; core transformer/cuda_graphs.py,
+        # full_cuda_graph.py).
+        yield Gap(
+            f"cuda_graph_impl ({impl.cuda_graph_impl}): the private memory pools of CUDA graphs", Effect.UP,
+            most=needs.passes,
+        )
     if impl.delay_wgrad_compute:
-        yield Gap("delay_wgrad_compute: inputs and output gradients that wait for the weight gradients", Effect.UP)
+        # Those of one layer: its weight gradients are made before the next layer goes backward
+        # (models/common/model_chunk_schedule_plan.py: TransformerLayerSchedulePlan.run; TE module/_common.py:
+        # WeightGradStore).
+        yield Gap(
+            "delay_wgrad_compute: inputs and output gradients that wait for the weight gradients", Effect.UP,
+            most=needs.layer,
+        )
     if impl.defer_embedding_wgrad_compute:
-        yield Gap("defer_embedding_wgrad_compute: output gradients of the logits that wait for the flush", Effect.UP)
+        yield Gap(
+            "defer_embedding_wgrad_compute: output gradients of the logits that wait for the flush", Effect.UP,
+            most=_deferred(run),
+        )
     if impl.use_transformer_engine_op_fuser:
         yield Gap(
             "use_transformer_engine_op_fuser: what the fused MLP keeps (estimated as the unfused one)", Effect.EITHER
@@ -159,6 +184,16 @@ def _gaps(run: RunSpec) -> Iterator[Gap]:
             "one rank only; counted as divided over the ranks",
             Effect.UNKNOWN,
         )
+
+
+def _deferred(run: RunSpec) -> int:
+    """Inputs of the output layer, [s b / c, h] (over t under sequence parallelism), and the gradients of its outputs,
+    [s b / c, V / t], of all microbatches: as many as wgrad_deferral_limit (0, its default) lets wait at most.
+    Source: ``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``."""
+    p, model = run.parallel, run.model
+    tokens = run.batch.seq_length * run.batch.micro_batch_size // p.cp
+    width = model.hidden_size // (p.tp if p.sp else 1) + model.padded_vocab_size(p.tp) // p.tp
+    return run.num_microbatches * tokens * width * DTYPE_BYTES[run.precision.params_dtype]
 
 
 def ignored(run: RunSpec, plan: Layout) -> tuple[str, ...]:

@@ -30,6 +30,13 @@ def rank_of_stage(parallel: ParallelSpec, stage: int) -> int:
     return stage * ranks_per_stage(parallel)
 
 
+def place_in_data_parallel(parallel: ParallelSpec, rank: int) -> tuple[int, int]:
+    """Places of a global rank among the ranks that hold the same dense parameters (DP x CP) and among those that hold
+    the same experts, in the default order."""
+    in_stage = rank % ranks_per_stage(parallel)
+    return in_stage // parallel.tp, in_stage // (parallel.etp * parallel.ep)
+
+
 def ranks_per_stage(parallel: ParallelSpec) -> int:
     """Ranks of one pipeline stage."""
     return parallel.world_size // parallel.pp

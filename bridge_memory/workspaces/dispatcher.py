@@ -8,7 +8,8 @@ from typing import NamedTuple
 from bridge_memory.components import Component, Lifetime, Part
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.layer_links import fully_recomputed, ignores_full_recompute
-from bridge_memory.inventory.moe import held_order_bytes, held_routing_bytes
+from bridge_memory.inventory.moe import held_order_bytes, held_routing_bytes, routed_gradients
+from bridge_memory.releases import OVERLAPPED_LAYERS_LET_GO
 from bridge_memory.spec import ModelSpec, MoESpec
 from bridge_memory.spec.layout import ChunkShape
 from bridge_memory.workspaces.libraries import buffer
@@ -16,6 +17,10 @@ from bridge_memory.workspaces.libraries import buffer
 #: The names under which an estimate lists what MoE dispatchers hold at all times.
 ROUTING = "routing of every MoE layer's last microbatch"
 RECOMPUTED_ORDER = "order of every recomputed MoE layer's last microbatch"
+
+
+#: The same, of expert communication that overlaps.
+INPUTS = "inputs of every MoE layer's last microbatch and their gradients"
 
 
 class ExpertLayers(NamedTuple):
@@ -53,6 +58,14 @@ def held_by_dispatchers(layers: Sequence[ExpertLayers], ctx: BlockContext, resid
         yield buffer(
             "inputs of recomputed MoE layers and their gradients", residue, Part.DISPATCHER, Lifetime.BETWEEN_STEPS
         )
+    impl = ctx.impl
+    if impl.overlap_moe_expert_parallel_comm and impl.moe_token_dispatcher_type == "alltoall":
+        # Of the schedule's node that ends with the router, the input is a leaf, to which the graph of self.probs leads
+        # (pipeline_parallel/utils.py: ScheduleNode._forward, token_dispatcher.py: dispatch_preprocess).
+        # Of an offloaded input the gradient alone stays (transformer_layer.py: _forward_attention, group_offload).
+        each = ctx.hidden_bytes * (1 if "attn_norm" in impl.offload_modules else 2)
+        nbytes = each * sum(kind.number for kind in layers)
+        yield buffer(INPUTS, nbytes, Part.DISPATCHER, Lifetime.BETWEEN_STEPS)
     routing = sum(n * held_routing_bytes(ctx, ffn) for ffn, _, n in layers)
     if routing:
         # token_dispatcher.py: probs and routing_map stay attributes of the dispatcher
@@ -65,3 +78,17 @@ def held_by_dispatchers(layers: Sequence[ExpertLayers], ctx: BlockContext, resid
     if once:
         # the same, which backward keeps until it has run
         yield buffer("order of every MoE layer's last microbatch", once, Part.DISPATCHER, Lifetime.BETWEEN_STEPS)
+
+
+def held_by_nodes(layers: Sequence[ExpertLayers], ctx: BlockContext) -> int:
+    """Bytes that the schedule's nodes of layers that have run backward hold until the chunk is done, where expert
+    communication overlaps; nothing where layers are let go one by one.
+
+    A layer's nodes are attention, router, dispatch, experts and combine, each with its input and that one's gradient.
+    The inputs of the last three are freed when they have run; those of the first two, [s, b, h], are there, and the
+    gradients of all five, those of the last three [R, w] (``models/gpt/fine_grained_callables.py:
+    TransformerLayerNode._release_state``, which the one of ``ScheduleNode`` does not run beside).
+    """
+    if OVERLAPPED_LAYERS_LET_GO(ctx.impl):
+        return 0
+    return sum(n * (4 * ctx.hidden_bytes + routed_gradients(ctx, ffn)) for ffn, _, n in layers)

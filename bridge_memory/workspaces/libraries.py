@@ -13,6 +13,7 @@ from typing import NamedTuple
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.releases import (
+    CUBLAS_WORKSPACES_ALLOCATED,
     CUBLAS_WORKSPACES_FREED,
     LARGE_CUBLAS_WORKSPACE_ON_BLACKWELL,
     ROUTER_USES_TE_GEMM,
@@ -74,8 +75,8 @@ def _library_workspaces(ctx: BlockContext, uses: LibraryUse, experts_here: bool)
 
 
 def cublas_workspace(impl: ImplementationSpec) -> int:
-    """Bytes of one of torch's cuBLAS workspaces that stay between products."""
-    if CUBLAS_WORKSPACES_FREED(impl):
+    """Bytes of one of torch's cuBLAS workspaces that stay between products, inside of torch's allocator."""
+    if CUBLAS_WORKSPACES_FREED(impl) or not CUBLAS_WORKSPACES_ALLOCATED(impl):
         return 0
     if impl.cublas_workspace_bytes is not None:
         return impl.cublas_workspace_bytes

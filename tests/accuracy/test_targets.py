@@ -75,3 +75,22 @@ def test_recomputation_of_moonlight_stops_helping_at_the_optimizer_step(outcomes
     peaks = [o for o in outcomes if "Moonlight" in o.id]
     assert [o.stage.peak_phase for o in peaks[2:]] == ["optimizer step"] * 4
     assert all(abs(o.max_allocated_error or 0.0) < 0.015 for o in peaks)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt/gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion/dev_dgx_gb200@93ebf8d7",
+        "gpt/gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion/dev_dgx_h100@93ebf8d7",
+        "gpt/gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion/lts_dgx_a100@93ebf8d7",
+        "moe/gpt3_mcore_te_tp2_pp1_te_a2a_ovlp_8experts_etp1_ep4/dev_dgx_h100@cd4afffa",
+        "moe/gpt3_mcore_te_tp2_pp1_te_a2a_ovlp_8experts_etp1_ep4/dev_dgxh100_eos@dabfbc4c",
+        "moe/gpt3_moe_mcore_te_ep8_resume_torch_dist_dist_muon_1node/dev_dgx_gb200@93ebf8d7",
+        "moe/gpt3_moe_mcore_te_tp2_pp2_ep4_etp1_fine_grained_offloading/dev_dgx_h100@93ebf8d7",
+    ],
+)
+def test_peaks_of_runs_that_were_missed_once(outcomes, name: str) -> None:
+    """Within 3 %; that of the same fused loss in two older containers is not (PyTorch 2.2 and 2.5)."""
+    (found,) = (o for o in outcomes if o.id == f"megatron-lm/{name}")
+    assert found.status == "ok"
+    assert abs(found.max_allocated_error) < 0.03

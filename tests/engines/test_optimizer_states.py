@@ -8,7 +8,18 @@ of whole 2 MiB, those from 1 to 10 MiB together in segments of 20 MiB.
 
 from __future__ import annotations
 
-from bridge_memory import DataParallelSpec, OptimizerSpec, ParallelSpec, PrecisionSpec, RunSpec, explain
+import pytest
+
+from bridge_memory import (
+    BatchSpec,
+    DataParallelSpec,
+    ImplementationSpec,
+    OptimizerSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RunSpec,
+    explain,
+)
 from bridge_memory.components import Part
 
 LAYERS = 24
@@ -63,3 +74,47 @@ def test_fused_adam_copies_fp32_parameters_too() -> None:
     assert states(use_precision_aware_optimizer=True) == 3 * 4 * 494_032_768
     fp16 = {"main_params_dtype": "fp16", "store_param_remainders": False}
     assert states(use_precision_aware_optimizer=True, **fp16) == (4 + 4 + 2) * 494_032_768
+
+
+#: Elements of Qwen2.5-0.5B: the embedding, and 24 layers of qkv with bias, proj, fc1 and fc2, and two norms; a norm.
+ELEMENTS = 151_936 * 896 + 24 * (1152 * 897 + 896 * 896 + 3 * 4864 * 896 + 2 * 896) + 896
+
+
+@pytest.mark.parametrize(
+    ("te", "moments", "main", "bytes_each"),
+    [
+        ((2, 12), "bf16", "fp32", 8), ((2, 13), "bf16", "fp32", 0), ((2, 12), "fp32", "fp32", 0),
+        ((2, 13), "fp16", "fp32", 8), ((2, 13), "fp8", "fp32", 8), ((2, 13), "fp32", "fp16", 4),
+        ((2, 13), "bf16", "fp16", 4), ((2, 13), "fp8", "fp16", 12),
+    ],
+)  # fmt: skip
+def test_a_step_has_fp32_copies_of_narrow_states(
+    te: tuple[int, int], moments: str, main: str, bytes_each: int
+) -> None:
+    """``fused_adam.py: FusedAdam.step`` makes them all before its kernel runs, four bytes an element and state; from
+    2.13 on two moments in bf16 are updated as they are. On one GPU the step is the peak of a short sequence."""
+    run = RunSpec(
+        model="Qwen/Qwen2.5-0.5B", batch=BatchSpec(seq_length=64),
+        optimizer=OptimizerSpec(
+            use_precision_aware_optimizer=True, exp_avg_dtype=moments, exp_avg_sq_dtype=moments, main_params_dtype=main
+        ),
+        implementation=ImplementationSpec(transformer_engine=te),
+    )  # fmt: skip
+    found = explain(run, 0)
+    if not bytes_each:
+        assert found.peak_phase != "optimizer step"
+        return
+    assert (found.peak_phase, found.peak_operation) == ("optimizer step", "narrow optimizer states in fp32")
+    assert found.peak_bytes - found.static_bytes == pytest.approx(bytes_each * ELEMENTS, rel=1e-4)
+
+
+def test_experts_step_after_all_others() -> None:
+    """OLMoE over 8 ranks with EP 8: 8 of 64 experts of 3 x 2048 x 1024, 16 layers, are more than an eighth of all else;
+    copies of one moment of theirs."""
+    run = RunSpec(
+        model="allenai/OLMoE-1B-7B-0924", batch=BatchSpec(seq_length=64),
+        parallel=ParallelSpec(world_size=8, expert_model_parallel_size=8),
+        optimizer=OptimizerSpec(use_precision_aware_optimizer=True, exp_avg_dtype="fp8"),
+    )  # fmt: skip
+    found = explain(run, 0)
+    assert found.peak_bytes - found.static_bytes == 4 * 16 * 8 * 3 * 2048 * 1024

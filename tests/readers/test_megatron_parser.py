@@ -159,7 +159,8 @@ _BESIDE: dict[str, dict[str, Any]] = {
     name: beside
     for beside, names in (
         ({"fp8": "hybrid"}, "fp8_amax_history_len fp8_wgrad moe_router_padding_for_fp8 "
-         "moe_router_padding_for_quantization moe_permute_padding_for_fp8_quantization"),
+         "moe_router_padding_for_quantization moe_permute_padding_for_fp8_quantization "
+         "disable_parameter_transpose_cache"),
         ({"optimizer": "dist_muon"}, "muon_scalar_optimizer muon_tp_mode"),
         ({"optimizer_cpu_offload": True}, "use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d"),
         ({"bias_gelu_fusion": False}, "activation_func_clamp_value hidden_activation_clamp"),

@@ -221,7 +221,7 @@ ARGUMENTS = (
 @pytest.mark.parametrize(
     ("option", "answer"),
     [
-        ("", "fits"), ("--tp-comm-overlap", "unknown"), ("--freeze-all-layers", "fits"),
+        ("", "fits"), ("--tp-comm-overlap", "fits"), ("--freeze-all-layers", "fits"),
         ("--moe-paged-stash", "unknown"),
         ("--brand-new-option 3", "unknown"), ("--fp8-amax-history-len 2048", "fits"), ("--log-throughput", "fits"),
     ],

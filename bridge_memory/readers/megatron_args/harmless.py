@@ -213,6 +213,9 @@ REASONS: dict[str, str] = {
         no_overlap_p2p_communication no_scatter_gather_tensors_in_pipeline overlap_p2p_comm
         scatter_gather_tensors_in_pipeline use_ring_exchange_p2p
     """,
+    "mxfp8 parameters are gathered in the gradient buffer whatever it says (param_and_grad_buffer.py)": """
+        reuse_grad_buf_for_mxfp8_param_ag
+    """,
     "the same weights in fewer tensors": """
         moe_single_grouped_bias moe_single_grouped_weight
     """,

@@ -97,6 +97,15 @@ def _received_ahead(args: Asked) -> int:
     return int(2 * (buffer + 1) * 4 * tokens * (args["hidden_size"] or 0))
 
 
+def _user_buffers(args: Asked) -> int:
+    """One of [s b / c, h] for each of twelve GEMMs, in bf16 at most, of which the four that reduce have up to
+    (2 t - 1) / t of that, a ring's chunks; once more for layers that stay in bf16 beside fp8 ones.
+    Source: TE ``module/base.py: initialize_ub``, ``comm_gemm_overlap.cpp: CommOverlapP2PBase``."""
+    tokens = (args["seq_length"] or args["encoder_seq_length"] or 0) * (args["micro_batch_size"] or 1)
+    modes = 2 if args["fp8"] is not None and args["first_last_layers_bf16"] else 1
+    return int(modes * (8 + 4 * 2) * 2 * tokens // (args["context_parallel_size"] or 1) * (args["hidden_size"] or 0))
+
+
 _GTP = "weights that are sharded further and gathered (GTP)"
 _KD = "knowledge distillation holds a second (teacher) model"
 _ENCODER = "an encoder-decoder split"
@@ -109,7 +118,10 @@ _DOUBLE_BUFFER = "Megatron-FSDP keeps two persistent communication buffers"
 #: Argument -> what is not counted of it.
 GAPS: dict[str, Unmodelled] = {
     # ---- tensor, context and data parallelism ----
-    "tp_comm_overlap": Unmodelled(False, UP, "user buffers of tensor-parallel overlap, which Transformer Engine makes"),
+    "tp_comm_overlap": Unmodelled(
+        False, UP, "user buffers of tensor-parallel overlap, which Transformer Engine allocates itself",
+        most=_user_buffers, outside=True,
+    ),
     "symmetric_ar_type": Unmodelled(None, UP, "all-reduces in symmetric memory"),
     "gtp_weight_remat_size": Unmodelled(1, EITHER, _GTP),
     "expert_gtp_weight_remat_size": Unmodelled(1, EITHER, _GTP),
@@ -130,7 +142,6 @@ GAPS: dict[str, Unmodelled] = {
     "reduce_scatter_with_fp32_accumulation": Unmodelled(
         False, UP, "another gradient reduction with buffers of its own"
     ),
-    "reuse_grad_buf_for_mxfp8_param_ag": Unmodelled(False, DOWN, "parameters gathered in the gradient buffer"),
     "pipeline_model_parallel_comm_backend": Unmodelled(
         None, EITHER, "pipeline buffers of another backend", also=("nccl",)
     ),
@@ -178,7 +189,11 @@ GAPS: dict[str, Unmodelled] = {
     "moe_router_padding_for_fp8": Unmodelled(False, UP, "tokens that pad each expert's share", _fp8),
     "moe_router_padding_for_quantization": Unmodelled(False, UP, "tokens that pad each expert's share", _fp8),
     "moe_permute_padding_for_fp8_quantization": Unmodelled(False, UP, "tokens that pad each expert's share", _fp8),
-    "disable_parameter_transpose_cache": Unmodelled(False, DOWN, "no cached transposes of fp8 weights"),
+    # extensions/transformer_engine.py: is_first_microbatch is None, so that module/linear.py casts weights in every
+    # forward pass and saves the copies for its backward.
+    "disable_parameter_transpose_cache": Unmodelled(
+        False, EITHER, "fp8 copies of weights that live as long as a microbatch does (counted as kept for good)", _fp8
+    ),
     "keep_fp8_transpose_cache": Unmodelled(False, UP, "cached transposes of fp8 weights under FSDP"),
     "keep_fp8_transpose_cache_when_using_custom_fsdp": Unmodelled(
         False, UP, "cached transposes of fp8 weights under FSDP"
