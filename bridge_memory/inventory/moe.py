@@ -335,19 +335,21 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
     if pads:
         x = tape.make("padded tokens", x, rows * width * ctx.act)
     kept, also = r.linear_input("experts fc1", x, rows * width)
+    layouts = r.quantized_input(rows * width)
     with r.offload("expert_fc1"):
         mid = tape.make(
             "experts fc1 output", x, rows * fc1_width * ctx.act, saves=kept, also=also,
-            workspace=r.quantized_input(rows * width),
+            workspace=layouts, for_backward=layouts,
             backward_workspace=wgrad1 + r.quantized_gradient(rows * fc1_width),
         )
     selected = ctx.recomputes("moe_act")
     with r.offload("moe_act"), tape.discardable("moe_act", (mid, probs), enabled=selected) as region:
         act = _weighted_activation(r, spec, mid, probs, rows, f)
     kept, also = r.linear_input("experts fc2", act, rows * f, original=selected)
+    layouts = r.quantized_input(rows * f, original=selected)
     out = tape.make(
         "experts fc2 output", act, rows * width * ctx.act, saves=kept, also=also,
-        workspace=r.quantized_input(rows * f, original=selected),
+        workspace=layouts, for_backward=0 if selected else layouts,
         backward_workspace=wgrad2 + r.quantized_gradient(rows * width)
         + r.requantized_input(rows * f, original=selected),
     )
