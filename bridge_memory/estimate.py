@@ -15,7 +15,7 @@ from bridge_memory.engines.engine import StageState
 from bridge_memory.inventory.chain import ChunkInventory, EngineBytes
 from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters
-from bridge_memory.inventory.layer_links import ignores_full_recompute
+from bridge_memory.inventory.layer_links import ignores_full_recompute, offloaded_layers
 from bridge_memory.inventory.stack import (
     Unit,
     chunk_inventory,
@@ -281,11 +281,10 @@ def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:
         )
     if impl.deterministic_mode or impl.nvte_deterministic:
         out.append("deterministic_mode: attention's backward needs no more scratch than it does otherwise")
-    if ignores_full_recompute(run.model, ctx):
-        asked = []
-        if run.recompute.granularity == "full":
-            asked.append("recompute_granularity (full)")
-        if impl.cpu_offloading_num_layers:
-            asked.append(f"cpu_offloading_num_layers ({impl.cpu_offloading_num_layers})")
-        out += [f"{name} does nothing: megatron-core's MambaStack of hybrids does not ask for it" for name in asked]
+    asked = []
+    if ignores_full_recompute(run.model, ctx) and run.recompute.granularity == "full":
+        asked.append("recompute_granularity (full)")
+    if impl.cpu_offloading_num_layers and not offloaded_layers(run.model, ctx):
+        asked.append(f"cpu_offloading_num_layers ({impl.cpu_offloading_num_layers})")
+    out += [f"{name} does nothing: megatron-core's stack of hybrid models does not ask for it" for name in asked]
     return tuple(out)

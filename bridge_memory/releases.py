@@ -146,6 +146,9 @@ EXPERT_COMMUNICATION_OVERLAPS = since(core=(0, 14))
 #: Muon with a distributed optimizer and with fp16, which ``optimizer/muon.py: get_megatron_muon_optimizer`` of 0.16
 #: refuses; measured runs with 0.20 do both.
 MUON_SHARDED = since(core=(0, 17))
+#: Megatron-LM lays a layer-wise optimizer's parameters out before DDP does, unless use_layer_wise_param_layout is off
+#: (``megatron/training/training.py: wrap_model_chunks_with_ddp``).
+LAYER_WISE_LAYOUT = since(core=(0, 18))
 #: Groups of the uniform method may be cut short at a chunk's end: in 0.12 to 0.16 they run past its last layer (an
 #: IndexError in ``transformer/transformer_block.py: _checkpointed_forward``).
 UNIFORM_GROUPS_MAY_END_SHORT = since(core=(0, 17))

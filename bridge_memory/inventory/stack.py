@@ -20,7 +20,7 @@ from bridge_memory.inventory.chain import (
 )
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
-from bridge_memory.inventory.layer_links import ignores_full_recompute, layer_links
+from bridge_memory.inventory.layer_links import layer_links
 from bridge_memory.inventory.parameters import Parameter, ParameterList
 from bridge_memory.inventory.recorder import Scratch
 from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
@@ -59,7 +59,7 @@ def chunk_inventory(
     links: list[tuple[Link, int]] = []
     if shape.embedding:
         links.append((plain_link(embedding_block(model, ctx), Label.EMBEDDING), 1))
-    links += layer_links(shape.layers, ctx, ignored=ignores_full_recompute(model, ctx))
+    links += layer_links(model, shape.layers, ctx)
     tied = model.share_embeddings_and_output_weights and (shape.embedding or bool(shape.num_depths))
     tail = tail_blocks(model, shape, ctx)
     labels = [link.label for link, _ in links] + [label for _, label in tail]

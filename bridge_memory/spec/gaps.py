@@ -9,7 +9,13 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple
 
-from bridge_memory.releases import CUBLAS_WORKSPACES_FREED, known_releases, nearest_known, release_words
+from bridge_memory.releases import (
+    CUBLAS_WORKSPACES_FREED,
+    LAYER_WISE_LAYOUT,
+    known_releases,
+    nearest_known,
+    release_words,
+)
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import GatedDeltaNetSpec, ModelSpec
@@ -116,6 +122,13 @@ def _gaps(run: RunSpec) -> Iterator[Gap]:
         yield Gap("moe_apply_probs_on_input: the scaled copy of the tokens", Effect.EITHER)
     if precision.fp8 and (precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16):
         yield Gap("first_last_layers_bf16: the layers at the ends are counted in fp8 like the rest", Effect.EITHER)
+    if optimizer.use_layer_wise_distributed_optimizer and LAYER_WISE_LAYOUT(impl):
+        yield Gap(
+            "use_layer_wise_distributed_optimizer: Megatron-LM's use_layer_wise_param_layout, on by default, which "
+            "divides embeddings, norms and biases evenly and pads matrices to their owners (counted as the older way, "
+            "which deals out whole parameters)",
+            Effect.EITHER,
+        )
     if optimizer.log_params_norm and optimizer.fused_main_parameters:
         # Megatron-LM training/utils.py: calc_params_l2_norm reads fp32 main parameters where megatron-core has them.
         yield Gap(
@@ -128,7 +141,7 @@ def _gaps(run: RunSpec) -> Iterator[Gap]:
         )
         if not run.peft.dim:
             yield Gap(f"peft ({run.peft.scheme}): adapters, their gradients and optimizer state", Effect.UP)
-    if impl.cpu_offloading_num_layers:
+    if impl.cpu_offloading_num_layers and not run.model.hybrid:
         yield Gap("cpu_offloading_num_layers: the two layers in flight between GPU and host", Effect.UP)
     if precision.fp8 and precision.params_dtype == "fp32":
         # TE module/linear.py: _Linear.forward takes fp32 activations (its bias goes to bf16).
