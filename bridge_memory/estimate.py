@@ -281,6 +281,11 @@ def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:
         )
     if impl.deterministic_mode or impl.nvte_deterministic:
         out.append("deterministic_mode: attention's backward needs no more scratch than it does otherwise")
+    if run.model.mtp_num_layers and ctx.mtp_without_gradients:
+        out.append(
+            f"mtp_num_layers ({run.model.mtp_num_layers}) with fp8 and full recomputation: depths get no gradients, "
+            "since this megatron-core hands their inputs to Transformer Engine's checkpoint by name"
+        )
     asked = []
     if ignores_full_recompute(run.model, ctx) and run.recompute.granularity == "full":
         asked.append("recompute_granularity (full)")

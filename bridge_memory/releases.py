@@ -262,6 +262,10 @@ MTP_LOGITS_FREED = since(core=(0, 17))
 FINAL_NORM_AFTER_LAST_LAYER = since(core=(0, 16))
 #: MTP depths are recomputed (``multi_token_prediction.py: MultiTokenPredictionLayer._checkpointed_forward``).
 MTP_DEPTHS_RECOMPUTED = since(core=(0, 14))
+#: The checkpoint of a depth in fp8 differentiates its inputs (``multi_token_prediction.py: _checkpointed_forward``);
+#: before, they are keyword arguments of Transformer Engine's, which differentiates positional ones alone (TE
+#: ``distributed.py: _CheckpointFunction``): the depth runs without gradients and never backward.
+MTP_CHECKPOINT_DIFFERENTIATES = since(core=(0, 18))
 #: The layer of a depth is called mtp_model_layer; transformer_layer before (``multi_token_prediction.py:
 #: MultiTokenPredictionLayer.__init__``).
 MTP_MODEL_LAYER = since(core=(0, 17))

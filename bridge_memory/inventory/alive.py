@@ -788,6 +788,10 @@ class _Run:
         grads: list[_Grad] = []
         if not part.discards:
             outs = {i for i in part.made_tensors if i in self._grads}
+            if not outs:
+                for i in part.inputs:
+                    self._release(i)
+                return None
             self._replay(part, outs)
             grads = [self._grads[i] for i in outs]
             for g in grads:

@@ -8,8 +8,8 @@ The words of the recording, with their source:
 
 * An ``op`` makes its outputs, keeps its ``saves`` for its backward and needs ``workspace`` while it runs, of which
   ``for_backward`` only where it keeps anything.
-* ``checkpoint``: forward saves the region's inputs only; backward runs the region's forward again, then its
-  backward (``megatron/core/tensor_parallel/random.py: CheckpointFunction``).
+* ``checkpoint``: forward saves the region's inputs only; backward, where a gradient reaches it, runs the region's
+  forward again, then its backward (``megatron/core/tensor_parallel/random.py: CheckpointFunction``).
 * ``discardable``: as a checkpoint, and the region's outputs lose their storage once consumed; when the gradient of
   the consumer arrives they are made again, and stay until the consumer and the region have run backward (``random.py:
   CheckpointWithoutOutput``). Releases that copy what is made again into the old storage (``refills``) have both.
