@@ -39,6 +39,13 @@ def test_experts(model: str, tp: int, arch: str, recipe: str) -> None:
     check(in_fp8(run_of(model, tp=tp, ep=4, gpu_arch=arch), recipe), peaks=PEAKS)
 
 
+@pytest.mark.parametrize(("arch", "recipe"), RECIPES)
+@pytest.mark.parametrize("ep", [2, 8])
+def test_experts_one_by_one(ep: int, arch: str, recipe: str) -> None:
+    """Each is padded on its own."""
+    check(in_fp8(run_of("mixtral", ep=ep, gpu_arch=arch, moe_grouped_gemm=False), recipe), saved=0.001, peaks=PEAKS)
+
+
 @pytest.mark.parametrize(("arch", "recipe"), [r for r in RECIPES if r[1] != "delayed"])
 @pytest.mark.parametrize("modules", ["mlp", "core_attn"])
 def test_recomputation_in_dense_layers(modules: str, arch: str, recipe: str) -> None:
