@@ -381,7 +381,7 @@ def _add_weighted_bias(r: Recorder, x: Tensor, probs: Tensor, elements: int, exp
 
 
 def _padding(r: Recorder) -> int:
-    """Rows that an expert lacks on average to the multiple that fp8 GEMMs want (``get_align_size_for_quantization``)."""
+    """Rows that an expert lacks on average to the multiple that fp8 wants (``get_align_size_for_quantization``)."""
     return (32 if r.ctx.fp8_recipe == "mxfp8" else 16) // 2 if r.fp8 else 0
 
 
@@ -432,7 +432,10 @@ def _sequential_experts(
     if local_experts == 1:
         return outputs[0]
     tape.keep_alive(x)
-    return tape.make("concatenated expert outputs", outputs, n.received * width * ctx.act, alias=True)
+    joined = tape.make("concatenated expert outputs", outputs, n.received * width * ctx.act, alias=True)
+    if r.fp8:
+        tape.keep_alive(part)  # the last expert's ``hidden``
+    return joined
 
 
 def _weighted_activation(r: Recorder, spec: MoESpec, mid: Tensor, probs: Tensor, rows: int, f: int) -> Tensor:

@@ -40,10 +40,11 @@ def test_experts(model: str, tp: int, arch: str, recipe: str) -> None:
 
 
 @pytest.mark.parametrize(("arch", "recipe"), RECIPES)
-@pytest.mark.parametrize("ep", [2, 8])
-def test_experts_one_by_one(ep: int, arch: str, recipe: str) -> None:
-    """Each is padded on its own."""
-    check(in_fp8(run_of("mixtral", ep=ep, gpu_arch=arch, moe_grouped_gemm=False), recipe), saved=0.001, peaks=PEAKS)
+@pytest.mark.parametrize(("model", "ep"), [("mixtral", 2), ("fine experts", 8)])
+def test_experts_one_by_one(model: str, ep: int, arch: str, recipe: str) -> None:
+    """Each is padded on its own. Peaks: the last expert's tokens, which are there when all outputs are joined, are
+    those of an average expert, and fewer in the uneven routing of the rehearsal."""
+    check(in_fp8(run_of(model, ep=ep, gpu_arch=arch, moe_grouped_gemm=False), recipe), peaks=0.008)
 
 
 @pytest.mark.parametrize(("arch", "recipe"), [r for r in RECIPES if r[1] != "delayed"])
