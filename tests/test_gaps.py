@@ -98,7 +98,7 @@ def test_fp8_beside_fp32_weights_is_not_modelled() -> None:
 
 
 @pytest.mark.parametrize(("core", "listed"), [((0, 17), False), ((0, 18), True), ((0, 20), True)])
-def test_the_layout_of_a_layer_wise_optimizer_is_not_modelled(core: tuple[int, int], listed: bool) -> None:
+def test_the_layout_of_a_layer_wise_optimizer_is_taken_for_the_older_one(core: tuple[int, int], listed: bool) -> None:
     """Megatron-LM computes it from 0.18 on, unless told otherwise."""
     optimizer = OptimizerSpec(optimizer="muon", use_layer_wise_distributed_optimizer=True)
     run = RunSpec(
@@ -106,7 +106,7 @@ def test_the_layout_of_a_layer_wise_optimizer_is_not_modelled(core: tuple[int, i
         data_parallel=DataParallelSpec(use_distributed_optimizer=False),
         implementation=ImplementationSpec(megatron_core=core),
     )  # fmt: skip
-    assert said(estimate(run).not_modelled, "use_layer_wise_param_layout") is listed
+    assert said(estimate(run).assumptions, "use_layer_wise_param_layout") is listed
 
 
 def test_multi_latent_attention_without_transformer_engine_is_not_megatron_cores() -> None:

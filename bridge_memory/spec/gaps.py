@@ -122,13 +122,6 @@ def _gaps(run: RunSpec) -> Iterator[Gap]:
         yield Gap("moe_apply_probs_on_input: the scaled copy of the tokens", Effect.EITHER)
     if precision.fp8 and (precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16):
         yield Gap("first_last_layers_bf16: the layers at the ends are counted in fp8 like the rest", Effect.EITHER)
-    if optimizer.use_layer_wise_distributed_optimizer and LAYER_WISE_LAYOUT(impl):
-        yield Gap(
-            "use_layer_wise_distributed_optimizer: Megatron-LM's use_layer_wise_param_layout, on by default, which "
-            "divides embeddings, norms and biases evenly and pads matrices to their owners (counted as the older way, "
-            "which deals out whole parameters)",
-            Effect.EITHER,
-        )
     if optimizer.log_params_norm and optimizer.fused_main_parameters:
         # Megatron-LM training/utils.py: calc_params_l2_norm reads fp32 main parameters where megatron-core has them.
         yield Gap(
@@ -243,6 +236,11 @@ def _supposed(run: RunSpec) -> Iterator[str]:
         )
     if impl.torch is not None and CUBLAS_WORKSPACES_FREED(impl):
         yield f"torch ({release_words(impl.torch)}) has a cuBLAS workspace during each product only: none is counted"
+    if run.optimizer.use_layer_wise_distributed_optimizer and LAYER_WISE_LAYOUT(impl):
+        yield (
+            "use_layer_wise_distributed_optimizer is taken to deal out whole parameters, as without Megatron-LM's "
+            "use_layer_wise_param_layout, which is on by default there and divides embeddings, norms and biases evenly"
+        )
     if run.parallel.cp == 1:
         return
     if impl.cp_comm_type == "a2a+p2p":
