@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from bridge_memory import fitted
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
 from bridge_memory.inventory.chain import ChunkInventory, EngineBytes, Label
 from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters
-from bridge_memory.inventory.layer_links import ignores_full_recompute
+from bridge_memory.inventory.layer_links import ignores_full_recompute, offloaded_layers
 from bridge_memory.inventory.stack import (
     Unit,
     chunk_inventory,
@@ -346,11 +347,16 @@ def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:
         )
     if impl.deterministic_mode or impl.nvte_deterministic:
         out.append("deterministic_mode: attention's backward needs no more scratch than it does otherwise")
-    if ignores_full_recompute(run.model, ctx):
-        asked = []
-        if run.recompute.granularity == "full":
-            asked.append("recompute_granularity (full)")
-        if impl.cpu_offloading_num_layers:
-            asked.append(f"cpu_offloading_num_layers ({impl.cpu_offloading_num_layers})")
-        out += [f"{name} does nothing: megatron-core's MambaStack of hybrids does not ask for it" for name in asked]
+    out += fitted.assumptions(run)
+    if run.model.mtp_num_layers and ctx.mtp_without_gradients:
+        out.append(
+            f"mtp_num_layers ({run.model.mtp_num_layers}) with fp8 and full recomputation: depths get no gradients, "
+            "since this megatron-core hands their inputs to Transformer Engine's checkpoint by name"
+        )
+    asked = []
+    if ignores_full_recompute(run.model, ctx) and run.recompute.granularity == "full":
+        asked.append("recompute_granularity (full)")
+    if impl.cpu_offloading_num_layers and not offloaded_layers(run.model, ctx):
+        asked.append(f"cpu_offloading_num_layers ({impl.cpu_offloading_num_layers})")
+    out += [f"{name} does nothing: megatron-core's stack of hybrid models does not ask for it" for name in asked]
     return tuple(out)

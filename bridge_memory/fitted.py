@@ -56,6 +56,17 @@ FITTED = (
 )
 
 
+def assumptions(run: RunSpec) -> tuple[str, ...]:
+    """What of the estimate of ``run`` rests on a fitted constant; one sentence each."""
+    if not (COMPILED_DROPOUT_INPUT_BYTES and _has_compiled_dropout_without_bias(run)):
+        return ()
+    return (
+        f"hidden_dropout ({run.model.hidden_dropout:g}): a fused dropout-add without a bias keeps its input beside the "
+        f"mask, {COMPILED_DROPOUT_INPUT_BYTES} bytes an element, as measured runs do; by torch's own partitioner it "
+        "keeps the mask alone",
+    )
+
+
 @contextmanager
 def replaced(values: Mapping[str, object]) -> Iterator[None]:
     """Other values of constants, by name, inside a with-block; estimates inside take them (``inventory.context``)."""

@@ -146,6 +146,9 @@ EXPERT_COMMUNICATION_OVERLAPS = since(core=(0, 14))
 #: Muon with a distributed optimizer and with fp16, which ``optimizer/muon.py: get_megatron_muon_optimizer`` of 0.16
 #: refuses; measured runs with 0.20 do both.
 MUON_SHARDED = since(core=(0, 17))
+#: Megatron-LM lays a layer-wise optimizer's parameters out before DDP does, unless use_layer_wise_param_layout is off
+#: (``megatron/training/training.py: wrap_model_chunks_with_ddp``).
+LAYER_WISE_LAYOUT = since(core=(0, 18))
 #: Groups of the uniform method may be cut short at a chunk's end: in 0.12 to 0.16 they run past its last layer (an
 #: IndexError in ``transformer/transformer_block.py: _checkpointed_forward``).
 UNIFORM_GROUPS_MAY_END_SHORT = since(core=(0, 17))
@@ -263,6 +266,10 @@ MTP_LOGITS_FREED = since(core=(0, 17))
 FINAL_NORM_AFTER_LAST_LAYER = since(core=(0, 16))
 #: MTP depths are recomputed (``multi_token_prediction.py: MultiTokenPredictionLayer._checkpointed_forward``).
 MTP_DEPTHS_RECOMPUTED = since(core=(0, 14))
+#: The checkpoint of a depth in fp8 differentiates its inputs (``multi_token_prediction.py: _checkpointed_forward``);
+#: before, they are keyword arguments of Transformer Engine's, which differentiates positional ones alone (TE
+#: ``distributed.py: _CheckpointFunction``): the depth runs without gradients and never backward.
+MTP_CHECKPOINT_DIFFERENTIATES = since(core=(0, 18))
 #: The layer of a depth is called mtp_model_layer; transformer_layer before (``multi_token_prediction.py:
 #: MultiTokenPredictionLayer.__init__``).
 MTP_MODEL_LAYER = since(core=(0, 17))

@@ -10,6 +10,7 @@ from bridge_memory.estimate import Estimate, estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
     BatchSpec,
+    DataParallelSpec,
     ImplementationSpec,
     ModelSpec,
     OptimizerSpec,
@@ -95,6 +96,18 @@ def test_fp8_beside_fp32_weights_is_not_modelled() -> None:
     )
     assert said(fp32.not_modelled, "fp8 (hybrid) with params_dtype fp32")
     assert not bf16.not_modelled
+
+
+@pytest.mark.parametrize(("core", "listed"), [((0, 17), False), ((0, 18), True), ((0, 20), True)])
+def test_the_layout_of_a_layer_wise_optimizer_is_taken_for_the_older_one(core: tuple[int, int], listed: bool) -> None:
+    """Megatron-LM computes it from 0.18 on, unless told otherwise."""
+    optimizer = OptimizerSpec(optimizer="muon", use_layer_wise_distributed_optimizer=True)
+    run = RunSpec(
+        model=short(DENSE), optimizer=optimizer,
+        data_parallel=DataParallelSpec(use_distributed_optimizer=False),
+        implementation=ImplementationSpec(megatron_core=core),
+    )  # fmt: skip
+    assert said(estimate(run).assumptions, "use_layer_wise_param_layout") is listed
 
 
 def test_multi_latent_attention_without_transformer_engine_is_not_megatron_cores() -> None:

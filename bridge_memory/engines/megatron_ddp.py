@@ -24,6 +24,7 @@ from bridge_memory.engines.optimizer_states import (
 )
 from bridge_memory.engines.peft import adapter_units
 from bridge_memory.inventory.chain import Label
+from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.parameters import (
     PARAM_ALIGNMENT,
     Column,
@@ -69,6 +70,8 @@ class MegatronDDP:
         # Adapters train like any parameter, in the dtype of the activations.
         self.frozen = run.peft.freezes and not adapters
         self.fp8 = precision.fp8 is not None and run.implementation.te and not adapters
+        #: MTP depths run forward alone.
+        self.forward_depths = self.fp8 and context_of(run).mtp_without_gradients
         self.states = () if self.frozen else optimizer_states(run)
         self.expandable = run.implementation.expandable_segments
         rests = not (self.expandable or run.peft.freezes)
@@ -177,7 +180,21 @@ class MegatronDDP:
             if self.copies_gradients:
                 rest = 0 if self.expandable else sums[self._copies_at]
                 copies += -(-(4 * sums[0] + rest) // (world if self.distributed else 1))
+        if self.forward_depths:
+            self._without_layouts_of_depths(units, of_kind)
         return ChunkState(dense[0] + experts[0], of_kind[False] + of_kind[True], rests, copies)
+
+    def _without_layouts_of_depths(self, units: Sequence[Unit], of_kind: dict[bool, list[int]]) -> None:
+        """Weights of MTP depths that run forward alone are quantized row-wise (``linear.py: _Linear.forward``:
+        ``columnwise_usage``)."""
+        precision, arch = self.run.precision, self.run.implementation.gpu_arch
+        for unit in units:
+            if unit.label is not Label.MTP or precision.fp8_param:
+                continue
+            for kind, sums in zip((False, True), unit.parameters.sums(self.columns), strict=True):
+                both = fp8_copies(precision, sums[2], arch) * unit.times
+                if _has_column_wise_copies(precision, arch):
+                    of_kind[kind][1] -= both // 2
 
     def _padded(
         self, units: Sequence[Unit], kinds: tuple[bool, ...], sums: Sequence[int], world: int, in_buckets: bool
@@ -372,11 +389,14 @@ def fp8_copies(precision: PrecisionSpec, gemm: int, gpu_arch: str) -> int:
     column-wise one that backward needs, and block scales. Blackwell multiplies per-tensor fp8 in any layout and keeps
     no column-wise copy (``utils.py: is_non_tn_fp8_gemm_supported``).
     Source: TE ``tensor/{float8,float8_blockwise,mxfp8}_tensor.py``."""
-    transposed = not (gpu_arch == "blackwell" and precision.fp8_recipe in ("delayed", "tensorwise"))
-    copies = transposed + (not precision.fp8_param)
+    copies = _has_column_wise_copies(precision, gpu_arch) + (not precision.fp8_param)
     # Weights have one fp32 scale a block of 128 x 128 (``common/recipe: Float8BlockScaling.w_block_scaling_dim``).
     scales = {"mxfp8": 2 / 32, "blockwise": 2 * 4 / 128**2}.get(precision.fp8_recipe, 0.0)
     return round(gemm * (copies + scales))
+
+
+def _has_column_wise_copies(precision: PrecisionSpec, gpu_arch: str) -> bool:
+    return not (gpu_arch == "blackwell" and precision.fp8_recipe in ("delayed", "tensorwise"))
 
 
 def _rest(parameter: Parameter, width: int) -> int:

@@ -366,8 +366,8 @@ class _Step:
     """An operation in numbers of tensors, and what it is the last to use among its neighbours."""
 
     __slots__ = (
-        "alias", "always_saves", "backward_workspace", "gone", "in_place", "inputs", "name", "offloaded", "outputs",
-        "saves", "storages", "workspace",
+        "alias", "always_saves", "backward_workspace", "dry_workspace", "gone", "in_place", "inputs", "name",
+        "offloaded", "outputs", "saves", "storages", "workspace",
     )
 
     name: str
@@ -379,6 +379,7 @@ class _Step:
     outputs: list[int]
     inputs: list[int]
     workspace: int
+    dry_workspace: int
     backward_workspace: int
     alias: bool
     in_place: bool
@@ -506,6 +507,7 @@ class _Plan:
         step.saves = [storage[number(t)] for t in op.saves]
         step.inputs = [i for i in dict.fromkeys([number(t) for t in op.inputs]) if self.grad_units[i]]
         step.workspace, step.backward_workspace = unit(op.workspace), unit(op.backward_workspace)
+        step.dry_workspace = unit(op.dry_workspace)
         step.alias, step.in_place = op.alias, op.in_place
         step.offloaded, step.always_saves = op.offloaded, op.always_saves
         return step
@@ -628,7 +630,7 @@ class _Run:
             if kind is _Step:
                 assert isinstance(step, _Step)
                 self._enter_scope(step.storages)
-                self._mark(step.name, step.workspace)
+                self._mark(step.name, step.workspace if save else step.dry_workspace)
                 if save or step.always_saves:
                     self._save(step.saves, step.offloaded)
                 gone = step.gone
@@ -786,6 +788,10 @@ class _Run:
         grads: list[_Grad] = []
         if not part.discards:
             outs = {i for i in part.made_tensors if i in self._grads}
+            if not outs:
+                for i in part.inputs:
+                    self._release(i)
+                return None
             self._replay(part, outs)
             grads = [self._grads[i] for i in outs]
             for g in grads:

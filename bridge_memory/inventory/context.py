@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory import fitted
 from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Recordings, Size
-from bridge_memory.releases import MTP_DEPTHS_RECOMPUTED
+from bridge_memory.releases import MTP_CHECKPOINT_DIFFERENTIATES, MTP_DEPTHS_RECOMPUTED
 from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, RecomputeSpec, RunSpec
 from bridge_memory.spec.parts import RECOMPUTE_MODULES
 
@@ -172,6 +172,12 @@ class BlockContext:
     def mtp_recomputed(self) -> bool:
         """Whether MTP depths run again in backward as a whole."""
         return _is_on(self._switches["mtp_recomputed"])
+
+    @property
+    def mtp_without_gradients(self) -> bool:
+        """Whether that recomputation cuts them off the graph, so that they run forward alone."""
+        cut = self.te and self.fp8 is not None and not MTP_CHECKPOINT_DIFFERENTIATES(self.impl)
+        return cut and self.mtp_recomputed
 
     @property
     def recomputes_fully(self) -> bool:

@@ -51,12 +51,15 @@ def mtp_block(layer: LayerSpec, ctx: BlockContext) -> Block:
         r.tape.part = Part.MTP
         x = r.tape.input("hidden_states", r.ctx.hidden_bytes)
         embedded = record_next_embedding(r)
-        with r.tape.checkpoint("MTP depth", (x, embedded), enabled=r.ctx.mtp_recomputed):
+        cut_off = r.ctx.mtp_without_gradients
+        with r.tape.checkpoint("MTP depth", () if cut_off else (x, embedded), enabled=r.ctx.mtp_recomputed):
             joined = record_mtp_inputs(r, x, embedded)
             with r.within("mtp_model_layer." if MTP_MODEL_LAYER(r.ctx.impl) else "transformer_layer."):
                 y = _record_layer(r, layer, joined)
             r.tape.keep_alive(joined)  # a variable of ``_proj_and_transformer_layer`` until the layer has returned
             out = r.norm("final_layernorm", y, r.ctx.hidden_size, r.ctx.tokens_sp)
+        if cut_off:
+            out.grad_bytes = 0
         r.tape.output(out)
         r.tape.keep_alive(x)
 

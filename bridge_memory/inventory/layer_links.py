@@ -20,9 +20,8 @@ from bridge_memory.spec import LayerSpec, ModelSpec, MoESpec
 
 
 def ignores_full_recompute(model: ModelSpec, ctx: BlockContext) -> bool:
-    """Whether the model's stack knows neither full recomputation nor layers sent to host memory: hybrids' runs its
-    layers one by one, whatever ``recompute_granularity`` full or ``cpu_offloading_num_layers`` ask for (selective
-    recomputation works inside them)."""
+    """Whether the model's stack knows no full recomputation: hybrids' runs its layers one by one, whatever
+    ``recompute_granularity`` full asks for (selective recomputation works inside them)."""
     return model.hybrid and not HYBRID_LAYERS_RECOMPUTED(ctx.impl)
 
 
@@ -36,19 +35,22 @@ def fully_recomputed(layers: int, ctx: BlockContext, *, ignored: bool = False) -
     return layers, rc.num_layers or 1
 
 
-def layer_links(
-    layers: Sequence[tuple[LayerSpec, int]], ctx: BlockContext, *, ignored: bool = False
-) -> list[tuple[Link, int]]:
-    """The decoder layers of one chunk, kinds in a row, as (link, how many in a row).
+def offloaded_layers(model: ModelSpec, ctx: BlockContext) -> int:
+    """How many of the first layers send what they keep to host memory: none of a hybrid's, whose stack does not ask for
+    ``cpu_offloading_num_layers`` (``transformer_block.py: TransformerBlock.__init__`` alone does)."""
+    return 0 if model.hybrid else ctx.impl.cpu_offloading_num_layers
 
-    ``ignored`` as in ``ignores_full_recompute``.
-    """
+
+def layer_links(
+    model: ModelSpec, layers: Sequence[tuple[LayerSpec, int]], ctx: BlockContext
+) -> list[tuple[Link, int]]:
+    """The decoder layers of one chunk of ``model``, kinds in a row, as (link, how many in a row)."""
     links: list[tuple[Link, int]] = []
     number = sum(count for _, count in layers)
-    recomputed, size = fully_recomputed(number, ctx, ignored=ignored)
+    recomputed, size = fully_recomputed(number, ctx, ignored=ignores_full_recompute(model, ctx))
     for group, count in _groups(layers, recomputed, size):
         _append(links, _checkpointed(group, ctx), count)
-    away = 0 if ignored else ctx.impl.cpu_offloading_num_layers
+    away = offloaded_layers(model, ctx)
     at = 0
     for kind, count in layers:
         first, beyond = max(at, recomputed), at + count

@@ -63,4 +63,6 @@ def activation(r: Recorder, name: str, x: Tensor, rows: int, f: int, *, gated: b
     gate = tape.make(f"{name} of the gate", gate, out, saves=(gate,))
     if GLU_OFFSET(ctx.impl):
         linear = tape.make(f"{name} linear half + offset", linear, out, alias=True)
-    return tape.make(name, (gate, linear), out, saves=(gate, linear))
+    product = tape.make(name, (gate, linear), out, saves=(gate, linear))
+    tape.keep_alive(x)  # ``intermediate_parallel``, of which ``glu`` has halves
+    return product

@@ -334,7 +334,7 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
     # fp8 GEMMs want every expert's rows in multiples of 16 or 32, half of which are missing on average: HybridEP pads
     # as it permutes, else there is a padded copy before and an unpadded one after (experts.py: TEGroupedMLP.forward,
     # quantization_padding).
-    rows = n.received + (local_experts * (32 if ctx.fp8_recipe == "mxfp8" else 16) // 2 if r.fp8 else 0)
+    rows = n.received + local_experts * _padding(r)
     pads = r.fp8 and not (
         impl.moe_token_dispatcher_type == "flex" and impl.moe_flex_dispatcher_backend == "hybridep"
     )
@@ -342,19 +342,21 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
     if pads:
         x = tape.make("padded tokens", x, rows * width * ctx.act)
     kept, also = r.linear_input("experts fc1", x, rows * width)
+    layouts = r.quantized_input(rows * width)
     with r.offload("expert_fc1"):
         mid = tape.make(
             "experts fc1 output", x, rows * fc1_width * ctx.act, saves=kept, also=also,
-            workspace=r.quantized_input(rows * width),
+            workspace=layouts, for_backward=layouts,
             backward_workspace=wgrad1 + r.quantized_gradient(rows * fc1_width),
         )
     selected = ctx.recomputes("moe_act")
     with r.offload("moe_act"), tape.discardable("moe_act", (mid, probs), enabled=selected) as region:
         act = _weighted_activation(r, spec, mid, probs, rows, f)
     kept, also = r.linear_input("experts fc2", act, rows * f, original=selected)
+    layouts = r.quantized_input(rows * f, original=selected)
     out = tape.make(
         "experts fc2 output", act, rows * width * ctx.act, saves=kept, also=also,
-        workspace=r.quantized_input(rows * f, original=selected),
+        workspace=layouts, for_backward=0 if selected else layouts,
         backward_workspace=wgrad2 + r.quantized_gradient(rows * width)
         + r.requantized_input(rows * f, original=selected),
     )
@@ -385,10 +387,16 @@ def _add_weighted_bias(r: Recorder, x: Tensor, probs: Tensor, elements: int, exp
     )
 
 
+def _padding(r: Recorder) -> int:
+    """Rows that an expert lacks on average to the multiple that fp8 wants (``get_align_size_for_quantization``)."""
+    return (32 if r.ctx.fp8_recipe == "mxfp8" else 16) // 2 if r.fp8 else 0
+
+
 def _sequential_experts(
     r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, width: int, local_experts: int, f: int
 ) -> Tensor:
-    """One expert after the other, on views of the tokens; their outputs are joined (``experts.py: SequentialMLP``)."""
+    """One expert after the other, on views of the tokens, which fp8 copies and pads; their outputs are joined
+    (``experts.py: SequentialMLP``)."""
     ctx, tape = r.ctx, r.tape
     fc1_width = 2 * f if spec.gated else f
     wgrad1, wgrad2 = (r.weight_grad(shape, te=ctx.te) for shape in ((fc1_width, width), (width, f)))
@@ -404,22 +412,37 @@ def _sequential_experts(
         )
     outputs = []
     for m, part, scale in zip(rows, tokens, scales, strict=True):
-        kept, also = r.linear_input("experts fc1", part, m * width)
+        whole = m
+        if r.fp8:
+            whole = m + _padding(r)
+            part = tape.make("padded tokens", part, whole * width * ctx.act)
+            scale = tape.make("padded probabilities", scale, whole * (probs.bytes // n.received))
+        kept, also = r.linear_input("experts fc1", part, whole * width)
+        layouts = r.quantized_input(whole * width)
         mid = tape.make(
-            "experts fc1 output", part, m * fc1_width * ctx.act, saves=kept, also=also, backward_workspace=wgrad1
+            "experts fc1 output", part, whole * fc1_width * ctx.act, saves=kept, also=also, workspace=layouts,
+            for_backward=layouts, backward_workspace=wgrad1 + r.quantized_gradient(whole * fc1_width),
         )
-        act = _weighted_activation(r, spec, mid, scale, m, f)
-        kept, also = r.linear_input("experts fc2", act, m * f)
+        act = _weighted_activation(r, spec, mid, scale, whole, f)
+        kept, also = r.linear_input("experts fc2", act, whole * f)
+        layouts = r.quantized_input(whole * f)
         out = tape.make(
-            "experts fc2 output", act, m * width * ctx.act, saves=kept, also=also, backward_workspace=wgrad2
+            "experts fc2 output", act, whole * width * ctx.act, saves=kept, also=also, workspace=layouts,
+            for_backward=layouts, backward_workspace=wgrad2 + r.quantized_gradient(whole * width),
         )
         if spec.add_bias:
-            out = tape.make("experts output with bias", (out, scale), m * width * ctx.act, saves=(scale,))
+            out = tape.make("experts output with bias", (out, scale), whole * width * ctx.act, saves=(scale,))
+        if r.fp8:
+            tape.keep_alive(part)  # ``hidden``
+            (out,) = tape.views("outputs without padding", out, ("output of an expert", m * width * ctx.act))
         outputs.append(out)
     if local_experts == 1:
         return outputs[0]
     tape.keep_alive(x)
-    return tape.make("concatenated expert outputs", outputs, n.received * width * ctx.act, alias=True)
+    joined = tape.make("concatenated expert outputs", outputs, n.received * width * ctx.act, alias=True)
+    if r.fp8:
+        tape.keep_alive(part)  # the last expert's ``hidden``
+    return joined
 
 
 def _weighted_activation(r: Recorder, spec: MoESpec, mid: Tensor, probs: Tensor, rows: int, f: int) -> Tensor:

@@ -147,7 +147,9 @@ class Recorder:
         return 1 if self.ctx.impl.gpu_arch == "blackwell" and self.ctx.fp8_recipe in ("delayed", "tensorwise") else 2
 
     def quantized_input(self, elements: int, *, original: bool = False, gathered: bool = False) -> int:
-        """Scratch bytes of a linear's forward: the fp8 layouts of its input that it does not keep."""
+        """Scratch bytes of a linear's forward: the fp8 layouts of its input that it does not keep. Without gradients
+        it makes one layout, so that of these only what ``original`` has is there (``linear.py: _Linear.forward``:
+        ``backward_needs_input``)."""
         if not self.fp8 or (gathered and self.gathers_rows_only):
             return 0
         return self.fp8_bytes(elements) * (1 if original else self.fp8_copies - 1)
@@ -171,10 +173,12 @@ class Recorder:
 
     def gathered(self, elements: int, *, backward: bool = False) -> int:
         """Bytes of a linear's input gathered under sequence parallelism, in the dtype of the GEMM. For the weight
-        gradient rows are gathered and transposed, but for mxfp8, which gathers columns."""
+        gradient what was gathered is transposed, but for mxfp8, which gathers columns; scales of blocks stay as they
+        are (``distributed.py: _post_process_fp8_blockwise_gather``)."""
         if not self.fp8:
             return elements * self.ctx.act
-        return self.fp8_bytes(elements) * (self.fp8_copies if backward and self.ctx.fp8_recipe != "mxfp8" else 1)
+        transposed = backward and self.ctx.fp8_recipe != "mxfp8" and self.fp8_copies > 1
+        return self.fp8_bytes(elements) + (elements if transposed else 0)
 
     @property
     def proj_keeps_original(self) -> bool:
@@ -243,13 +247,14 @@ class Recorder:
         if fused_norm:
             self.norm_parameters(name, in_features, ".layer_norm_")
             stats = self.norm_statistics(name, ctx.tokens_sp)
+            layouts = self.quantized_input(kept, gathered=sp)
             normed = self.tape.tensor(
                 f"{name} norm output", self.fp8_bytes(kept) if self.fp8 else kept * ctx.act, grad=False
             )
             return self.tape.make(
                 name, x, out_bytes,
                 saves=(x, normed, *stats), also=(normed, *stats),
-                workspace=self.quantized_input(kept, gathered=sp) + (self.gathered(entering) if sp else 0),
+                workspace=layouts + (self.gathered(entering) if sp else 0), for_backward=layouts,
                 # SP: gathered norm output and whole input gradient. Else the norm's output goes (``clear_tensor_data``)
                 # before the input's gradient is made of the norm output's, which is as large in bf16.
                 backward_workspace=backward
@@ -262,11 +267,11 @@ class Recorder:
         backward += self.requantized_input(kept, original=original)
         if sp:
             backward += whole + (self.gathered(entering, backward=True) if ctx.te else 0)
+        layouts = self.quantized_input(kept, original=original, gathered=sp)
         return self.tape.make(
             out_label, x, out_bytes, saves=kept_input, also=also,
-            workspace=self.quantized_input(kept, original=original, gathered=sp)
-            + (self.gathered(entering) if sp and ctx.te else 0),
-            backward_workspace=backward,
+            workspace=layouts + (self.gathered(entering) if sp and ctx.te else 0),
+            for_backward=0 if original else layouts, backward_workspace=backward,
         )
 
     def row_linear(
@@ -302,9 +307,10 @@ class Recorder:
         gradient += self.requantized_input(ctx.tokens * in_features, original=original)
         if ctx.sp and not self.fp8:
             gradient += whole
+        layouts = self.quantized_input(ctx.tokens * in_features, original=original)
         return tape.make(
             label, x, ctx.tokens_sp * out_features * ctx.act, saves=kept_input, also=also,
-            workspace=self.quantized_input(ctx.tokens * in_features, original=original) + (whole if ctx.sp else 0),
+            workspace=layouts + (whole if ctx.sp else 0), for_backward=0 if original else layouts,
             backward_workspace=gradient + wgrad,
         )
 
@@ -315,9 +321,10 @@ class Recorder:
         shape = (out_features, in_features)
         self.parameter(f"{name}.weight", shape)
         kept_input, also = self.linear_input(name, x, rows * in_features, original=original)
+        layouts = self.quantized_input(rows * in_features, original=original)
         return self.tape.make(
             f"{name} output", x, rows * out_features * self.ctx.act, saves=kept_input, also=also,
-            workspace=self.quantized_input(rows * in_features, original=original),
+            workspace=layouts, for_backward=0 if original else layouts,
             backward_workspace=self.weight_grad(shape, te=self.ctx.te) + self.quantized_gradient(rows * out_features)
             + self.requantized_input(rows * in_features, original=original),
         )

@@ -20,7 +20,7 @@ from bridge_memory.inventory.chain import (
 )
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
-from bridge_memory.inventory.layer_links import ignores_full_recompute, layer_links
+from bridge_memory.inventory.layer_links import layer_links
 from bridge_memory.inventory.parameters import Parameter, ParameterList
 from bridge_memory.inventory.recorder import Scratch
 from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
@@ -59,11 +59,7 @@ def chunk_inventory(
     links: list[tuple[Link, int]] = []
     if shape.embedding:
         links.append((plain_link(embedding_block(model, ctx), Label.EMBEDDING), 1))
-    for link, count in layer_links(shape.layers, ctx, ignored=ignores_full_recompute(model, ctx)):
-        if shape.embedding and ctx.recompute.distribute_saved_activations:
-            # ``gpt_model.py: GPTModel.forward`` holds decoder_input, of which the first layers keep a shard.
-            link = link._replace(forward_peak=link.forward_peak + ctx.hidden_bytes)
-        links.append((link, count))
+    links += layer_links(model, shape.layers, ctx)
     tied = model.share_embeddings_and_output_weights and (shape.embedding or bool(shape.num_depths))
     tail = tail_blocks(model, shape, ctx)
     labels = [link.label for link, _ in links] + [label for _, label in tail]
@@ -73,7 +69,9 @@ def chunk_inventory(
         links += tail_links(tail, model, shape, ctx, pending[len(links) :])
     elif tail:
         links += tail_links(tail, model, shape, ctx, [NOTHING_WAITS] * len(tail))
-    if not shape.embedding:
+    if shape.embedding:
+        links = _with_first_input(links, ctx)
+    else:
         _with_last_input(links, ctx)
     if backward_next:
         # The last offloading group of each name stays (``should_bulk_offload``).
@@ -83,6 +81,24 @@ def chunk_inventory(
     if concurrent is not None:
         links = with_engine(links, concurrent)
     return compose(links, 0 if shape.output else ctx.hidden_bytes)
+
+
+def _with_first_input(links: list[tuple[Link, int]], ctx: BlockContext) -> list[tuple[Link, int]]:
+    """``gpt_model.py: GPTModel.forward`` holds decoder_input, of which the first layers keep a shard where recomputed
+    layers share their inputs out: it is there beside all that follows them.
+
+    Where decoder_input is a view (the embeddings transposed, of one sequence), the decoder's input is another tensor
+    over its storage (``core/utils.py: make_viewless_tensor``); else it is the one whose storage becomes the shard
+    (``tensor_parallel/random.py: CheckpointFunction.forward``).
+    """
+    is_view = ctx.batch == 1 and not ctx.hidden_dropout and ctx.residual == ctx.act
+    shared_out = len(links) > 1 and links[1][0].label is Label.RECOMPUTED
+    if not (ctx.recompute.distribute_saved_activations and shared_out and is_view):
+        return links
+    embedding, (first, count), *others = links
+    after = [(first, count - 1)] * (count > 1) + others
+    held = [(link._replace(forward_peak=link.forward_peak + ctx.hidden_bytes), n) for link, n in after]
+    return [embedding, (first, 1), *held]
 
 
 def _with_last_input(links: list[tuple[Link, int]], ctx: BlockContext) -> None:

@@ -62,6 +62,9 @@ def tail_links(
             losses -= 1
             if losses:
                 link = _before_losses(link, losses, ctx, waiting, first=losses == of_all - 1)
+        if shape.num_depths and ctx.mtp_without_gradients and label is not Label.FINAL_NORM:
+            states = shape.num_depths - depths - 1 if label is Label.MTP else 1
+            link = _with_held_states(link, states, ctx)
         links.append((with_pending(link, waiting), 1))
     if shape.output and model.mtp_layer is not None and mtp_loss_is_outside(ctx) and not MTP_LOGITS_FREED(ctx.impl):
         # A variable of ``_postprocess`` keeps an MTP depth's logits while the main loss is made.
@@ -75,12 +78,21 @@ def _mtp_with_residue(link: Link, cost: BlockCost, model: ModelSpec, ctx: BlockC
     what it left is gone before its backward, with its own forward pass."""
     if model.mtp_layer is None or not dispatches(model.mtp_layer):
         return link
+    if ctx.mtp_without_gradients:
+        return link
     if ctx.mtp_recomputed:
         residue = 4 * ctx.hidden_bytes
         forward = max(link.forward_peak, cost.before_landmark_forward + residue)
         return link._replace(residue=residue, forward_peak=forward, routed_peak=0)
     residue = layer_link(model.mtp_layer, ctx).residue
     return with_residue(link, cost, residue) if residue else link
+
+
+def _with_held_states(link: Link, states: int, ctx: BlockContext) -> Link:
+    """A link beside hidden states that variables alone hold, since depths that run forward alone save none: beside a
+    depth those of the decoder and of the depths before but its own input (``MultiTokenPredictionBlock.forward``:
+    ``hidden_states_list``), beside a loss the decoder's (``gpt_model.py: GPTModel.forward``)."""
+    return link._replace(forward_peak=link.forward_peak + states * ctx.hidden_bytes)
 
 
 def _with_joined_states(link: Link, depths: int, ctx: BlockContext, *, last: bool) -> Link:

@@ -6,9 +6,10 @@ real implementation runs them: what each operation makes, what it keeps for its 
 
 The words of the recording, with their source:
 
-* An ``op`` makes its outputs, keeps its ``saves`` for its backward and needs ``workspace`` while it runs.
-* ``checkpoint``: forward saves the region's inputs only; backward runs the region's forward again, then its
-  backward (``megatron/core/tensor_parallel/random.py: CheckpointFunction``).
+* An ``op`` makes its outputs, keeps its ``saves`` for its backward and needs ``workspace`` while it runs, of which
+  ``for_backward`` only where it keeps anything.
+* ``checkpoint``: forward saves the region's inputs only; backward, where a gradient reaches it, runs the region's
+  forward again, then its backward (``megatron/core/tensor_parallel/random.py: CheckpointFunction``).
 * ``discardable``: as a checkpoint, and the region's outputs lose their storage once consumed; when the gradient of
   the consumer arrives they are made again, and stay until the consumer and the region have run backward (``random.py:
   CheckpointWithoutOutput``). Releases that copy what is made again into the old storage (``refills``) have both.
@@ -63,8 +64,8 @@ class Op:
     """One operation of the forward pass, with what its backward will need."""
 
     __slots__ = (
-        "alias", "always_saves", "backward_workspace", "in_place", "inputs", "name", "offloaded", "outputs", "saves",
-        "scope", "workspace",
+        "alias", "always_saves", "backward_workspace", "dry_workspace", "in_place", "inputs", "name", "offloaded",
+        "outputs", "saves", "scope", "workspace",
     )
 
     def __init__(
@@ -80,12 +81,15 @@ class Op:
         offloaded: bool = False,
         always_saves: bool = False,
         scope: bool = False,
+        for_backward: Bytes = 0,
     ) -> None:
         self.name = name
         self.inputs = inputs
         self.outputs = outputs
         self.saves = saves
         self.workspace = workspace
+        #: In a pass without gradients.
+        self.dry_workspace = workspace if type(for_backward) is int and not for_backward else workspace - for_backward
         self.backward_workspace = backward_workspace
         #: Input gradients are the output gradient itself (addition, views that copy nothing backward).
         self.alias = alias
@@ -180,13 +184,14 @@ class Tape:
         alias: bool = False,
         in_place: bool = False,
         always_saves: bool = False,
+        for_backward: Bytes = 0,
     ) -> None:
         ins = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         outs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         self._stack[-1].nodes.append(
             Op(
                 name, ins, outs, tuple(saves), workspace, backward_workspace, alias, in_place, self._offloading,
-                always_saves,
+                always_saves, for_backward=for_backward,
             )
         )
 
@@ -205,6 +210,7 @@ class Tape:
         in_place: bool = False,
         also: Sequence[Tensor] = (),
         label: str | None = None,
+        for_backward: Bytes = 0,
     ) -> Tensor:
         """``op`` with one main output, which is returned, called ``label`` (default: as the operation).
 
@@ -214,7 +220,7 @@ class Tape:
         kept = (*saves, out) if save_output else tuple(saves)
         self.op(
             name, inputs, (out, *also), saves=kept, workspace=workspace,
-            backward_workspace=backward_workspace, alias=alias, in_place=in_place,
+            backward_workspace=backward_workspace, alias=alias, in_place=in_place, for_backward=for_backward,
         )
         return out
 

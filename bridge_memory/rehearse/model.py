@@ -341,9 +341,12 @@ def _attention_fields(run: RunSpec, attentions: list[AttentionSpec], add_bias: b
         raise NotBuildable(f"window_size takes {len(windows)} values; megatron-core holds one")
     if windows:
         out["window_size"] = (windows.pop() - 1, 0)
+        # MTP depths count on after the decoder layers, and look themselves up too (``utils.py:
+        # is_layer_window_attention``).
+        depths = (run.model.mtp_layer,) * run.model.mtp_num_layers if run.model.mtp_layer is not None else ()
         here = [
             int(isinstance(x.mixer, AttentionSpec) and x.mixer.window_size is not None)
-            for x in run.model.layers
+            for x in (*run.model.layers, *depths)
         ]
         if not all(here):
             out["window_attn_skip_freq"] = here

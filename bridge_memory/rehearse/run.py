@@ -20,7 +20,7 @@ from bridge_memory.rehearse.model import TORCH_DTYPES, NotBuildable, build_chunk
 from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 from bridge_memory.rehearse.tracker import Alive, Peak, SavedRecord, Tracker, parts_of
 from bridge_memory.rehearse.world import fake_world, quiet
-from bridge_memory.spec import MLPSpec, MoESpec, RunSpec, SpecError
+from bridge_memory.spec import MoESpec, RunSpec, SpecError
 from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank
 
 
@@ -148,12 +148,6 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
     if run.precision.fp32_residual_connection and not run.implementation.te:
         raise NotBuildable(
             "fp32_residual_connection needs norms that change the dtype, of Apex or Transformer Engine"
-        )
-    biased = any(isinstance(x.ffn, MLPSpec) and x.ffn.add_bias for x in run.model.layers)
-    if run.recompute.selects("mlp") and biased and not run.implementation.te:
-        raise NotBuildable(
-            "recompute_modules mlp with biases never ends: the checkpoint returns the bias parameter itself, "
-            "which then counts as its output (megatron-core 0.16.1, random.py: CheckpointFunction)"
         )
     _check_loss(run)
     moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)

@@ -112,7 +112,8 @@ def _recompute(run: RunSpec) -> str:
 def _kernels(run: RunSpec) -> str:
     i = run.implementation
     fused = f"{i.cross_entropy_fusion_impl} fused" if i.cross_entropy_loss_fusion else "unfused"
-    offloaded = f"{i.cpu_offloading_num_layers} layers' activations offloaded" if i.cpu_offloading_num_layers else ""
+    away = 0 if run.model.hybrid else i.cpu_offloading_num_layers
+    offloaded = f"{away} layers' activations offloaded" if away else ""
     return _join(
         i.transformer_impl,
         f"{i.attention_kernel} attention ({i.gpu_arch})",

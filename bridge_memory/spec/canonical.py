@@ -179,6 +179,8 @@ def _implementation(run: RunSpec) -> ImplementationSpec:
         idle.append("cross_entropy_fusion_impl")
     if run.parallel.cp == 1:
         idle.append("cp_comm_type")
+    if model.hybrid:
+        idle.append("cpu_offloading_num_layers")
     if i.moe_token_dispatcher_type == "alltoall_seq":
         i = replace(i, moe_token_dispatcher_type="alltoall")
     return _reset(i, *idle)

@@ -9,7 +9,13 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple
 
-from bridge_memory.releases import CUBLAS_WORKSPACES_FREED, known_releases, nearest_known, release_words
+from bridge_memory.releases import (
+    CUBLAS_WORKSPACES_FREED,
+    LAYER_WISE_LAYOUT,
+    known_releases,
+    nearest_known,
+    release_words,
+)
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
@@ -153,7 +159,7 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
         )
         if not run.peft.dim:
             yield Gap(f"peft ({run.peft.scheme}): adapters, their gradients and optimizer state", Effect.UP)
-    if impl.cpu_offloading_num_layers:
+    if impl.cpu_offloading_num_layers and not run.model.hybrid:
         yield Gap("cpu_offloading_num_layers: the two layers in flight between GPU and host", Effect.UP)
     if precision.fp8 and precision.params_dtype == "fp32":
         # TE module/linear.py: _Linear.forward takes fp32 activations (its bias goes to bf16).
@@ -265,6 +271,11 @@ def _supposed(run: RunSpec) -> Iterator[str]:
         )
     if impl.torch is not None and CUBLAS_WORKSPACES_FREED(impl):
         yield f"torch ({release_words(impl.torch)}) has a cuBLAS workspace during each product only: none is counted"
+    if run.optimizer.use_layer_wise_distributed_optimizer and LAYER_WISE_LAYOUT(impl):
+        yield (
+            "use_layer_wise_distributed_optimizer is taken to deal out whole parameters, as without Megatron-LM's "
+            "use_layer_wise_param_layout, which is on by default there and divides embeddings, norms and biases evenly"
+        )
     if run.parallel.cp == 1:
         return
     if impl.cp_comm_type == "a2a+p2p":

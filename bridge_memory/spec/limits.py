@@ -41,8 +41,10 @@ class Limits(NamedTuple):
     mixers: tuple[object, ...]
     moes: tuple[MoESpec, ...]
     mla: bool
-    #: Whether any layer has a dense feed-forward block, and any a norm over all the heads of q and k.
+    #: Whether any layer has a dense feed-forward block, any one with biases, and any a norm over all the heads of q
+    #: and k.
     dense: bool
+    dense_bias: bool
     full_qk_norm: bool
     expert_bias: bool
     shared_experts: bool
@@ -85,6 +87,7 @@ def _limits_of(model: ModelSpec) -> Limits:
         moes=moes,
         mla=any(isinstance(m, MLASpec) for m in mixers),
         dense=any(isinstance(f, MLPSpec) for f in ffns),
+        dense_bias=any(isinstance(f, MLPSpec) and f.add_bias for f in ffns),
         full_qk_norm=any(isinstance(m, AttentionSpec) and m.qk_layernorm == "full" for m in mixers),
         expert_bias=any(f.add_bias for f in moes),
         shared_experts=any(f.shared_expert_intermediate_size for f in moes),

@@ -14,7 +14,7 @@ ModelParallelConfig.__post_init__``, PS = ``parallel_state.py: initialize_model_
 from __future__ import annotations
 
 from functools import lru_cache
-from math import gcd
+from math import ceil, gcd
 from typing import TYPE_CHECKING
 
 from bridge_memory.releases import (
@@ -597,6 +597,14 @@ def _check_modules(run: RunSpec, limits: Limits) -> None:
             )
     if "moe_act" in r.modules and not i.moe_grouped_gemm:
         raise SpecError("recompute_modules (moe_act) needs moe_grouped_gemm; set that to True or drop moe_act")
+    if "mlp" in r.modules and limits.dense_bias:
+        # ``mlp.py: MLP.forward`` returns linear_fc2's bias, which becomes an output of the checkpoint (``random.py:
+        # CheckpointFunction``, TE ``distributed.py: _CheckpointFunction``): recomputed, its gradient leads back to the
+        # checkpoint itself. Backward never ends, and with fp8 in an IndexError.
+        raise SpecError(
+            "recompute_modules (mlp) does not go with biases of the MLP (add_bias_linear): the backward pass of "
+            "megatron-core's checkpoint calls itself without end; drop mlp, or use recompute_granularity full"
+        )
     if "mla_up_proj" in r.modules and not limits.mla:
         raise SpecError("recompute_modules (mla_up_proj) needs a model with multi-latent attention; drop it")
     if run.precision.fp8 and run.precision.fp8_recipe == "delayed" and DELAYED_FP8_EXCLUDES_RECOMPUTED_PARTS(i):
@@ -671,6 +679,7 @@ def _check_implementation(run: RunSpec, limits: Limits) -> None:
         _check_offload_modules(i)
     if limits.experts:
         _check_moe(i, p, limits)
+        _check_padding(run, limits)
     if i.overlap_moe_expert_parallel_comm:
         _check_overlap(run, limits)
     elif i.delay_wgrad_compute:  # TC
@@ -740,6 +749,27 @@ def _check_moe(i: ImplementationSpec, p: ParallelSpec, limits: Limits) -> None:
             raise SpecError(
                 f"moe_expert_capacity_factor ({capacity}) does not go with moe_router_load_balancing_type "
                 f"({moe.router_load_balancing_type}); drop it, or use {', '.join(_CAPACITY_BALANCING)}"
+            )
+
+
+def _check_padding(run: RunSpec, limits: Limits) -> None:
+    """The unfused permutation takes an expert's rows from those of the rank's tokens, and then wants as many as the
+    capacity: a view of another size (``transformer/moe/moe_utils.py: permute``, drop_and_pad)."""
+    i, p, b, factor = run.implementation, run.parallel, run.batch, run.implementation.moe_expert_capacity_factor
+    if factor is None or not i.moe_pad_expert_input_to_capacity or i.moe_permute_fusion:
+        return
+    if i.moe_token_dispatcher_type in ("allgather", "flex"):
+        return
+    tokens = b.seq_length // p.context_parallel_size * b.micro_batch_size
+    tokens //= p.tensor_model_parallel_size if p.sp else 1
+    for moe in limits.moes:
+        capacity = ceil(tokens * moe.topk / moe.num_experts * factor)  # moe_utils.py: get_capacity
+        if capacity > tokens:
+            raise SpecError(
+                f"moe_expert_capacity_factor ({factor}) with moe_pad_expert_input_to_capacity pads every expert to "
+                f"{capacity} tokens, more than the {tokens} of a rank, which megatron-core's unfused permutation "
+                f"refuses; use at most num_moe_experts / moe_router_topk ({moe.num_experts / moe.topk:g}), or set "
+                "moe_permute_fusion to True"
             )
 
 

@@ -81,4 +81,15 @@ def test_full_recomputation_frees_nothing_in_a_hybrid(recompute: RecomputeSpec) 
     """MambaStack.forward of megatron-core 0.16 runs its layers one by one and never asks for the granularity."""
     model = resolve_model("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
     assert stage(model, recompute).activation_bytes == stage(model).activation_bytes
-    assert stage(model, cpu_offloading_num_layers=4).activation_bytes == stage(model).activation_bytes
+
+
+@pytest.mark.parametrize("core", [(0, 16), (0, 19)])
+def test_no_layer_of_a_hybrid_is_sent_to_the_host(core: tuple[int, int]) -> None:
+    """TransformerBlock enters Transformer Engine's offloading context; MambaStack and HybridStack have none."""
+    model = resolve_model("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
+    asked = stage(model, megatron_core=core, cpu_offloading_num_layers=4)
+    assert asked.activation_bytes == stage(model, megatron_core=core).activation_bytes
+    run = RunSpec(model=model, implementation=ImplementationSpec(megatron_core=core, cpu_offloading_num_layers=4))
+    found = estimate(run)
+    assert [a for a in found.assumptions if "cpu_offloading_num_layers (4) does nothing" in a]
+    assert not [gap for gap in found.not_modelled if "cpu_offloading" in str(gap)]

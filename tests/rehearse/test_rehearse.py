@@ -24,9 +24,13 @@ from bridge_memory.rehearse import run, world
 from bridge_memory.rehearse.run import rehearse
 from bridge_memory.rehearse.world import fake_world
 from bridge_memory.spec import (
+    AttentionSpec,
     BatchSpec,
     DataParallelSpec,
     ImplementationSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
     OptimizerSpec,
     ParallelSpec,
     PeftSpec,
@@ -354,3 +358,15 @@ def test_an_address_that_comes_back_is_another_tensor() -> None:
             del tensor
     assert len(addresses) < 100
     assert len(known) == 100
+
+
+def test_windows_in_some_layers_go_on_into_mtp() -> None:
+    """Layers with and without a window are a list, in which MTP depths look themselves up as layers after the last."""
+    mlp = MLPSpec(2048, gated=True)
+    windowed, whole = (LayerSpec(AttentionSpec(8, 8, 64, window_size=w), mlp) for w in (128, None))
+    model = ModelSpec(
+        name="windows", model_type="test", hidden_size=512, vocab_size=1024, layers=(windowed, whole) * 2,
+        mtp_num_layers=1, mtp_layer=whole,
+    )  # fmt: skip
+    run = RunSpec(model=model, implementation=ImplementationSpec(transformer_impl="local"))
+    assert rehearse(run, 0).parameters == estimate(run).stages[0].parameters

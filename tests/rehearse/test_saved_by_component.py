@@ -140,6 +140,9 @@ CASES = [
       for r in (full("uniform", 1), full("block", 2))),
     *(Case("llama", stage, pp=2, tp=4, sp=False, recompute=full(method, n, distribute=True))
       for stage in (0, 1) for method, n in (("uniform", 2), ("block", 3))),
+    # The embeddings of one sequence, and those of more or after dropout, which the decoder takes as they are.
+    *(Case(m, 0, pp=pp, tp=2, sp=False, batch=batch, recompute=full("uniform", 1, distribute=True))
+      for m, pp, batch in (("llama", 1, 1), ("llama", 8, 1), ("llama", 2, 2), ("gpt", 2, 1))),
     *(Case(m, 1, tp=2, recompute=RecomputeSpec(granularity="selective", modules=(module,)))
       for m, module in (("llama", "core_attn"), ("llama", "layernorm"), ("llama", "mlp"), ("moe", "moe"))),
     # Weights with several uses on one stage, whose gradients wait for each other and make the backward peak.

@@ -17,8 +17,8 @@ RECIPES = [
 ]  # fmt: skip
 
 
-#: Of the larger: blockwise gathers are counted with scales of both layouts.
-PEAKS = 0.005
+#: Of the larger of both.
+PEAKS = 0.002
 
 
 def in_fp8(run: RunSpec, recipe: str) -> RunSpec:
@@ -37,6 +37,14 @@ def test_dense_layers(model: str, tp: int, arch: str, recipe: str) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_experts(model: str, tp: int, arch: str, recipe: str) -> None:
     check(in_fp8(run_of(model, tp=tp, ep=4, gpu_arch=arch), recipe), peaks=PEAKS)
+
+
+@pytest.mark.parametrize(("arch", "recipe"), RECIPES)
+@pytest.mark.parametrize(("model", "ep"), [("mixtral", 2), ("fine experts", 8)])
+def test_experts_one_by_one(model: str, ep: int, arch: str, recipe: str) -> None:
+    """Each is padded on its own. Peaks: the last expert's tokens, which are there when all outputs are joined, are
+    those of an average expert, and fewer in the uneven routing of the rehearsal."""
+    check(in_fp8(run_of(model, ep=ep, gpu_arch=arch, moe_grouped_gemm=False), recipe), peaks=0.008)
 
 
 @pytest.mark.parametrize(("arch", "recipe"), [r for r in RECIPES if r[1] != "delayed"])

@@ -9,13 +9,15 @@ from dataclasses import replace
 
 import pytest
 from installed import HERE
-from test_saved_by_component import CASES, COMPILED_LOSS, LOCAL, SHARDINGS, Case, assert_peaks
+from test_fp8 import RECIPES, in_fp8
+from test_saved_by_component import CASES, COMPILED_LOSS, LOCAL, SHARDINGS, Case, assert_peaks, full
 
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.rehearse.compare import compare_chunk
 from bridge_memory.rehearse.run import rehearse
-from bridge_memory.spec import ImplementationSpec, RunSpec
+from bridge_memory.rehearse.summary import rows
+from bridge_memory.spec import ImplementationSpec, RecomputeSpec, RunSpec
 from bridge_memory.spec.layout import layout
 
 TE = ImplementationSpec(transformer_engine=HERE)
@@ -23,6 +25,7 @@ TE_LOSS = replace(TE, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl=
 TE_AND_COMPILED_LOSS = replace(
     COMPILED_LOSS, transformer_impl=TE.transformer_impl, transformer_engine=HERE, moe_grouped_gemm=True
 )
+SELECTED = RecomputeSpec(granularity="selective", modules=("mlp",))
 OF_LOCAL = {id(LOCAL): TE, id(COMPILED_LOSS): TE_AND_COMPILED_LOSS}
 
 
@@ -62,3 +65,33 @@ def test_a_chunk_without_gradient_accumulation_fusion(case: Case) -> None:
     run = case.run()
     kept(run, case.stage, case.chunk)
     peaks(run, case.stage, case.chunk)
+
+
+@pytest.mark.parametrize("recompute", [full("uniform", 1), SELECTED], ids=["full", "mlp"])
+@pytest.mark.parametrize("tp", [1, 8])
+def test_a_chunk_with_an_unfused_activation(tp: int, recompute: RecomputeSpec) -> None:
+    """The first pass keeps nothing for backward, but fc1's output is a variable while its halves are activated."""
+    case = Case("llama", 1, tp=tp, implementation=replace(TE, bias_activation_fusion=False), recompute=recompute)
+    peaks(case.run(), 1, 0)
+
+
+@pytest.mark.parametrize(("arch", "recipe"), RECIPES)
+@pytest.mark.parametrize("recompute", [full("uniform", 1), SELECTED], ids=["full", "mlp"])
+def test_a_chunk_in_fp8_makes_one_layout_in_its_first_pass(recompute: RecomputeSpec, arch: str, recipe: str) -> None:
+    case = Case("llama", 1, tp=4, implementation=replace(TE, gpu_arch=arch), recompute=recompute)
+    peaks(in_fp8(case.run(), recipe), 1, 0)
+
+
+@pytest.mark.parametrize(("arch", "recipe"), RECIPES)
+@pytest.mark.parametrize("mtp", [1, 2])
+@pytest.mark.parametrize("model", ["llama", "llama 2k", "moe 2k"])
+def test_recomputed_mtp_depths_in_fp8_run_forward_alone(model: str, mtp: int, arch: str, recipe: str) -> None:
+    """megatron-core up to 0.17 gives Transformer Engine's checkpoint their inputs by name: nothing is kept for them,
+    and their weights have no layout for backward."""
+    implementation = replace(TE, gpu_arch=arch)
+    case = Case(model, 1, pp=2, mtp=mtp, implementation=implementation, recompute=full("uniform", 1))
+    run = in_fp8(case.run(), recipe)
+    peaks(run, 1, 0)
+    for row in rows(rehearse(run, 1)):
+        if row.name in ("fp8 weight copies", "saved for backward, a microbatch"):
+            assert row.predicted == pytest.approx(row.found, rel=0.001), row
