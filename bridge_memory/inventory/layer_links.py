@@ -17,6 +17,7 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.releases import HYBRID_LAYERS_RECOMPUTED
 from bridge_memory.spec import LayerSpec, ModelSpec, MoESpec
+from bridge_memory.spec.layout import ChunkShape
 
 
 def ignores_full_recompute(model: ModelSpec, ctx: BlockContext) -> bool:
@@ -36,12 +37,24 @@ def fully_recomputed(layers: int, ctx: BlockContext, *, ignored: bool = False) -
     return layers, rc.num_layers or 1
 
 
+def chunk_layer_links(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[tuple[Link, int]]:
+    """The decoder layers of one chunk, kinds in a row, as (link, how many in a row).
+
+    Frozen, the embedding's output has no gradient, and no layer before the first adapter; but under full recomputation
+    Megatron Bridge gives the first layer's input one (``peft/recompute.py: maybe_enable_recompute_inputs_grad``).
+    """
+    ignored = ignores_full_recompute(model, ctx)
+    recomputed = ctx.recompute.granularity == "full" and not ignored
+    reached = ctx.adapters is None or not shape.embedding or recomputed
+    return layer_links(shape.layers, ctx, ignored=ignored, reached=reached)
+
+
 def layer_links(
-    layers: Sequence[tuple[LayerSpec, int]], ctx: BlockContext, *, ignored: bool = False
+    layers: Sequence[tuple[LayerSpec, int]], ctx: BlockContext, *, ignored: bool = False, reached: bool = True
 ) -> list[tuple[Link, int]]:
     """The decoder layers of one chunk, kinds in a row, as (link, how many in a row).
 
-    ``ignored`` as in ``ignores_full_recompute``.
+    ``ignored`` as in ``ignores_full_recompute``; ``reached``: the first one's input has a gradient.
     """
     links: list[tuple[Link, int]] = []
     number = sum(count for _, count in layers)
@@ -52,6 +65,11 @@ def layer_links(
     at = 0
     for kind, count in layers:
         first, beyond = max(at, recomputed), at + count
+        while not reached and first < beyond:
+            # Nothing before the first adapter is kept, nor is it run backward.
+            found = layer_block(kind, ctx, reached=False)
+            _append(links, plain_link(found, Label.LAYER), 1)
+            reached, first = found.cost.output_reached, first + 1
         sent = max(0, min(beyond, away) - first)
         if sent:
             _append(links, _sent_to_host(layer_link(kind, ctx)), sent)

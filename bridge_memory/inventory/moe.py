@@ -13,6 +13,7 @@ from math import ceil, comb
 from typing import NamedTuple
 
 from bridge_memory.components import Part
+from bridge_memory.inventory import frozen
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.mlp import activation, dense_mlp
 from bridge_memory.inventory.parameters import EXPERT_NUMBER, Use
@@ -28,6 +29,10 @@ from bridge_memory.releases import (
     SHARED_INPUT_KEPT,
 )
 from bridge_memory.spec import DTYPE_BYTES, MLPSpec, MoESpec, divide
+
+
+#: Module of the routed experts.
+EXPERTS = "mlp.experts"
 
 
 class _Tokens(NamedTuple):
@@ -334,23 +339,31 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
     unpadded = x
     if pads:
         x = tape.make("padded tokens", x, rows * width * ctx.act)
-    kept, also = r.linear_input("experts fc1", x, rows * width)
     with r.offload("expert_fc1"):
-        mid = tape.make(
-            "experts fc1 output", x, rows * fc1_width * ctx.act, saves=kept, also=also,
-            workspace=r.quantized_input(rows * width),
-            backward_workspace=wgrad1 + r.quantized_gradient(rows * fc1_width),
-        )
+        if r.frozen:
+            mid = frozen.expert_linear(r, f"{EXPERTS}.linear_fc1", x, rows, width, fc1_width, label="experts fc1 output")
+        else:
+            kept, also = r.linear_input("experts fc1", x, rows * width)
+            mid = tape.make(
+                "experts fc1 output", x, rows * fc1_width * ctx.act, saves=kept, also=also,
+                workspace=r.quantized_input(rows * width),
+                backward_workspace=wgrad1 + r.quantized_gradient(rows * fc1_width),
+            )
     selected = ctx.recomputes("moe_act")
     with r.offload("moe_act"), tape.discardable("moe_act", (mid, probs), enabled=selected) as region:
         act = _weighted_activation(r, spec, mid, probs, rows, f)
-    kept, also = r.linear_input("experts fc2", act, rows * f, original=selected)
-    out = tape.make(
-        "experts fc2 output", act, rows * width * ctx.act, saves=kept, also=also,
-        workspace=r.quantized_input(rows * f, original=selected),
-        backward_workspace=wgrad2 + r.quantized_gradient(rows * width)
-        + r.requantized_input(rows * f, original=selected),
-    )
+    if r.frozen:
+        out = frozen.expert_linear(
+            r, f"{EXPERTS}.linear_fc2", act, rows, f, width, label="experts fc2 output", row=True
+        )
+    else:
+        kept, also = r.linear_input("experts fc2", act, rows * f, original=selected)
+        out = tape.make(
+            "experts fc2 output", act, rows * width * ctx.act, saves=kept, also=also,
+            workspace=r.quantized_input(rows * f, original=selected),
+            backward_workspace=wgrad2 + r.quantized_gradient(rows * width)
+            + r.requantized_input(rows * f, original=selected),
+        )
     if selected:
         tape.discard(region, act)
     if spec.add_bias:
@@ -397,15 +410,21 @@ def _sequential_experts(
         )
     outputs = []
     for m, part, scale in zip(rows, tokens, scales, strict=True):
-        kept, also = r.linear_input("experts fc1", part, m * width)
-        mid = tape.make(
-            "experts fc1 output", part, m * fc1_width * ctx.act, saves=kept, also=also, backward_workspace=wgrad1
-        )
-        act = _weighted_activation(r, spec, mid, scale, m, f)
-        kept, also = r.linear_input("experts fc2", act, m * f)
-        out = tape.make(
-            "experts fc2 output", act, m * width * ctx.act, saves=kept, also=also, backward_workspace=wgrad2
-        )
+        if r.frozen:
+            one = f"{EXPERTS}.local_experts.0"
+            mid = frozen.expert_linear(r, f"{one}.linear_fc1", part, m, width, fc1_width, label="experts fc1 output")
+            act = _weighted_activation(r, spec, mid, scale, m, f)
+            out = frozen.expert_linear(r, f"{one}.linear_fc2", act, m, f, width, label="experts fc2 output", row=True)
+        else:
+            kept, also = r.linear_input("experts fc1", part, m * width)
+            mid = tape.make(
+                "experts fc1 output", part, m * fc1_width * ctx.act, saves=kept, also=also, backward_workspace=wgrad1
+            )
+            act = _weighted_activation(r, spec, mid, scale, m, f)
+            kept, also = r.linear_input("experts fc2", act, m * f)
+            out = tape.make(
+                "experts fc2 output", act, m * width * ctx.act, saves=kept, also=also, backward_workspace=wgrad2
+            )
         if spec.add_bias:
             out = tape.make("experts output with bias", (out, scale), m * width * ctx.act, saves=(scale,))
         outputs.append(out)
@@ -529,6 +548,8 @@ def _shared_experts(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
     y = dense_mlp(r, "mlp.shared_experts", source, ctx.hidden_size, f, mlp, original=original)
     if spec.shared_expert_gate:
         r.parameter("mlp.shared_experts.gate_weight", (1, ctx.hidden_size), use=Use.ROUTER)
-        gate = tape.make("shared expert gate", x, ctx.tokens_sp * ctx.act, saves=(x,), save_output=True)
+        # The product keeps its input for the weight alone.
+        kept = () if r.frozen else (x,)
+        gate = tape.make("shared expert gate", x, ctx.tokens_sp * ctx.act, saves=kept, save_output=True)
         y = tape.make("gated shared output", (y, gate), ctx.tokens_sp * ctx.hidden_size * ctx.act, saves=(y, gate))
     return y

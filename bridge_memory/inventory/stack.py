@@ -20,7 +20,7 @@ from bridge_memory.inventory.chain import (
 )
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
-from bridge_memory.inventory.layer_links import ignores_full_recompute, layer_links
+from bridge_memory.inventory.layer_links import chunk_layer_links
 from bridge_memory.inventory.parameters import Parameter, ParameterList
 from bridge_memory.inventory.recorder import Scratch
 from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
@@ -59,7 +59,7 @@ def chunk_inventory(
     links: list[tuple[Link, int]] = []
     if shape.embedding:
         links.append((plain_link(embedding_block(model, ctx), Label.EMBEDDING), 1))
-    for link, count in layer_links(shape.layers, ctx, ignored=ignores_full_recompute(model, ctx)):
+    for link, count in chunk_layer_links(model, shape, ctx):
         if shape.embedding and ctx.recompute.distribute_saved_activations:
             # ``gpt_model.py: GPTModel.forward`` holds decoder_input, of which the first layers keep a shard.
             link = link._replace(forward_peak=link.forward_peak + ctx.hidden_bytes)
@@ -67,7 +67,7 @@ def chunk_inventory(
     tied = model.share_embeddings_and_output_weights and (shape.embedding or bool(shape.num_depths))
     tail = tail_blocks(model, shape, ctx)
     labels = [link.label for link, _ in links] + [label for _, label in tail]
-    if shares_weights(labels, tied=tied):
+    if ctx.adapters is None and shares_weights(labels, tied=tied):
         pending = pending_gradients(labels, ctx, tied=tied)
         links = [(with_pending(link, found), count) for (link, count), found in zip(links, pending, strict=False)]
         links += tail_links(tail, model, shape, ctx, pending[len(links) :])

@@ -16,7 +16,7 @@ from bridge_memory.inventory.alive import BlockCost, SavedTensor
 from bridge_memory.inventory.chain import Label
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.layer import embedding_block, layer_block
-from bridge_memory.inventory.layer_links import ignores_full_recompute, layer_links
+from bridge_memory.inventory.layer_links import chunk_layer_links
 from bridge_memory.inventory.tail import tail_blocks
 from bridge_memory.rehearse.run import PassRecord, rehearse_layer, saved_tensors
 from bridge_memory.rehearse.tracker import SavedRecord
@@ -179,7 +179,7 @@ def _predicted(run: RunSpec, shape: ChunkShape) -> dict[str, list[SavedTensor]]:
     out: dict[str, list[SavedTensor]] = {name: [] for name in COMPONENTS}
     if shape.embedding:
         out["embedding"] += embedding_block(model, ctx).cost.tensors
-    for link, count in layer_links(shape.layers, ctx, ignored=ignores_full_recompute(model, ctx)):
+    for link, count in chunk_layer_links(model, shape, ctx):
         kept = link.cost.tensors if link.cost is not None else (SavedTensor(link.label.value, link.retained),)
         out["layers"] += kept * count
     for block, label in tail_blocks(model, shape, ctx):

@@ -14,7 +14,6 @@ NOT_REHEARSED = {
     "precision": (),
     "optimizer": ("use_layer_wise_distributed_optimizer",),
     "data_parallel": ("engine",),
-    "peft": ("scheme",),
     "implementation": (
         "defer_embedding_wgrad_compute", "delay_wgrad_compute", "use_legacy_models", "cuda_graph_impl",
         "use_transformer_engine_op_fuser", "use_fused_weighted_squared_relu", "overlap_moe_expert_parallel_comm",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from bridge_memory.rehearse import patches, te_kernels
+from bridge_memory.rehearse.adapters import adapt
 from bridge_memory.rehearse.model import TORCH_DTYPES, NotBuildable, build_chunks
 from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 from bridge_memory.rehearse.tracker import Alive, Peak, SavedRecord, Tracker, parts_of
@@ -122,6 +123,7 @@ def rehearse(
         rank = rank_of_stage(run.parallel, stage or 0)
     with on_rank(run, rank):
         chunks = build_chunks(run, architecture=architecture)
+        adapt(run, chunks)
         parameters = [{n: tuple(p.shape) for n, p in chunk.named_parameters()} for chunk in chunks]
         wrapped = [distributed(run, chunk, i) for i, chunk in enumerate(chunks)]
         done = tuple(
@@ -473,6 +475,7 @@ def rehearse_layer(run: RunSpec, layer: int, architecture: Any = None) -> PassRe
     last_of_ring = rank_of_stage(run.parallel, stage) + (run.parallel.cp - 1) * run.parallel.tp
     with on_rank(run, last_of_ring):
         chunks = build_chunks(run, architecture=architecture)
+        adapt(run, chunks)
         ddp = distributed(run, chunks[index], index)
         chunk: Any = chunks[index]
         local = layout(run.model, run.parallel).stages[stage][index].layers.index(layer)

@@ -8,8 +8,10 @@ output of a base that every rank holds whole.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from bridge_memory.spec.errors import divide
 from bridge_memory.spec.limits import Limits
@@ -40,29 +42,50 @@ def check_adapters(peft: PeftSpec, parallel: ParallelSpec, model: ModelSpec, lim
     if peft.scheme != "lora" or not peft.dim:
         return
     for linear in _linears(model, limits):
+        ranks = parallel.etp if linear.experts else parallel.tp
         if linear.name in peft.target_modules:
             if linear.name not in ROW_PARALLEL:
-                divide_rank(peft.dim, parallel, linear.experts)
+                split_rank(peft.dim, ranks, experts=linear.experts)
             if linear.features:
-                divide_features(*linear.features, parallel, linear.experts)
+                divide_features(*linear.features, ranks, experts=linear.experts)
 
 
-def divide_rank(dim: int, parallel: ParallelSpec, experts: bool) -> int:
-    """The rank of a column-parallel linear_in on one rank. Raises SpecError."""
-    by, size = _ranks(parallel, experts)
-    return divide(dim, size, "peft.dim", by, f"choose a multiple of {size}")
+def split_rank(dim: int, ranks: Any, *, experts: bool) -> Any:
+    """The rank of a column-parallel linear_in on one of ``ranks`` ranks. Raises SpecError."""
+    return divide(dim, ranks, "peft.dim", _divisor(experts), f"choose a multiple of {ranks}")
 
 
-def divide_features(name: str, features: int, parallel: ParallelSpec, experts: bool) -> int:
-    """The output of a column-parallel linear_out on one rank. Raises SpecError."""
-    by, size = _ranks(parallel, experts)
-    return divide(features, size, name, by, "choose a divisor: its adapter is divided")
+def divide_features(name: str, features: Any, ranks: Any, *, experts: bool) -> Any:
+    """The output of a column-parallel linear_out on one of ``ranks`` ranks. Raises SpecError."""
+    return divide(features, ranks, name, _divisor(experts), "choose a divisor: its adapter is divided")
 
 
-def _ranks(parallel: ParallelSpec, experts: bool) -> tuple[str, int]:
-    if experts:
-        return "expert_tensor_parallel_size", parallel.etp
-    return "tensor_model_parallel_size", parallel.tp
+def _divisor(experts: bool) -> str:
+    return "expert_tensor_parallel_size" if experts else "tensor_model_parallel_size"
+
+
+def is_target(peft: PeftSpec, linear: str, module: str) -> bool:
+    """Whether ``module``, a full name that ends with the name ``linear``, gets an adapter (``module_matcher.py``)."""
+    return any(_matches(target, linear, module) for target in peft.target_modules)
+
+
+def in_any_layer(peft: PeftSpec) -> PeftSpec:
+    """The same where targets that name a layer mean layer 0."""
+    return replace(peft, target_modules=tuple(_LAYER_NUMBER.sub("0", t) for t in peft.target_modules))
+
+
+def names_layers(peft: PeftSpec) -> bool:
+    """Whether some target names the number of a layer."""
+    return any(_LAYER_NUMBER.search(target) for target in peft.target_modules)
+
+
+_LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def _matches(target: str, linear: str, module: str) -> bool:
+    if target == linear:
+        return True
+    return re.fullmatch(re.escape(target).replace(r"\*", "(.*)"), module) is not None
 
 
 def _linears(model: ModelSpec, limits: Limits) -> Iterator[Linear]:

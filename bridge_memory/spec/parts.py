@@ -229,6 +229,11 @@ class PeftSpec(Checked):
         """Whether the model's own parameters get no gradient."""
         return self.scheme != "none"
 
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters train whose rank is known."""
+        return self.freezes and self.dim > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeSpec(Checked):
