@@ -38,15 +38,20 @@ def fully_recomputed(layers: int, ctx: BlockContext, *, ignored: bool = False) -
 
 
 def chunk_layer_links(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[tuple[Link, int]]:
-    """The decoder layers of one chunk, kinds in a row, as (link, how many in a row).
-
-    Frozen, the embedding's output has no gradient, and no layer before the first adapter; but under full recomputation
-    Megatron Bridge gives the first layer's input one (``peft/recompute.py: maybe_enable_recompute_inputs_grad``).
-    """
+    """The decoder layers of one chunk, kinds in a row, as (link, how many in a row)."""
     ignored = ignores_full_recompute(model, ctx)
-    recomputed = ctx.recompute.granularity == "full" and not ignored
-    reached = ctx.adapters is None or not shape.embedding or recomputed
-    return layer_links(shape.layers, ctx, ignored=ignored, reached=reached)
+    return layer_links(shape.layers, ctx, ignored=ignored, reached=reached(model, shape, ctx))
+
+
+def reached(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> bool:
+    """Whether the input of a chunk's first layer has a gradient.
+
+    That of a frozen embedding has none; but under full recomputation Megatron Bridge gives it one (``peft/recompute.py:
+    maybe_enable_recompute_inputs_grad``).
+    """
+    if ctx.adapters is None or not shape.embedding:
+        return True
+    return ctx.recompute.granularity == "full" and not ignores_full_recompute(model, ctx)
 
 
 def layer_links(

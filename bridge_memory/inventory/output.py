@@ -51,9 +51,8 @@ def record_output(r: Recorder, *, output_bias: bool, own_weight: bool, input_cou
         return
     # ColumnParallelLinear of megatron-core itself, also under Transformer Engine.
     if r.frozen:
-        if ctx.sp:
-            x = tape.make("gathered hidden states", x, whole)
-        logits = tape.make("logits", x, elements * ctx.act)
+        entering = tape.make("gathered hidden states", x, whole) if ctx.sp else x
+        logits = tape.make("logits", entering, elements * ctx.act)
     else:
         if ctx.sp:
             r.keep(Scratch.MPU, whole)
@@ -61,7 +60,7 @@ def record_output(r: Recorder, *, output_bias: bool, own_weight: bool, input_cou
             "logits", x, elements * ctx.act, saves=(x,), backward_workspace=(whole if ctx.sp else 0) + wgrad
         )
     loss = _cross_entropy(r, logits, elements)
-    tape.keep_alive(logits)
+    tape.keep_alive(logits, x)  # variables of ``_postprocess``
     tape.output(loss)
 
 

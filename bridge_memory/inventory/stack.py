@@ -20,7 +20,7 @@ from bridge_memory.inventory.chain import (
 )
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
-from bridge_memory.inventory.layer_links import chunk_layer_links
+from bridge_memory.inventory.layer_links import chunk_layer_links, reached
 from bridge_memory.inventory.parameters import Parameter, ParameterList
 from bridge_memory.inventory.recorder import Scratch
 from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
@@ -73,6 +73,12 @@ def chunk_inventory(
         links += tail_links(tail, model, shape, ctx, pending[len(links) :])
     elif tail:
         links += tail_links(tail, model, shape, ctx, [NOTHING_WAITS] * len(tail))
+    if not reached(model, shape, ctx):
+        # Held to the end likewise, where the first layer keeps nothing of it.
+        links = [
+            (link if link.label is Label.EMBEDDING else link._replace(forward_peak=link.forward_peak + ctx.hidden_bytes), n)
+            for link, n in links
+        ]
     if not shape.embedding:
         _with_last_input(links, ctx)
     if backward_next:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bridge_memory.rehearse.imports import supply_typing_override
+from bridge_memory.rehearse.patches import replaced
 from bridge_memory.rehearse.world import RehearsalUnavailable
 from bridge_memory.spec import RunSpec
 
@@ -25,16 +26,19 @@ def adapt(run: RunSpec, chunks: list[Any]) -> None:
     """Freeze ``chunks`` and add the adapters of ``run.peft``, as ``peft/base.py: PEFT.__call__`` does before DDP."""
     if not run.peft.freezes:
         return
-    lora = _lora()
-    lora(dim=run.peft.dim, target_modules=list(run.peft.target_modules))(chunks, training=True)
+    lora, adapter = _bridge()
+    # Ranks that share an expert's adapter agree on its values, of which there are none here.
+    with replaced(adapter, "_synchronize_shared_expert_parameters", lambda self: None):
+        lora(dim=run.peft.dim, target_modules=list(run.peft.target_modules))(chunks, training=True)
 
 
-def _lora() -> Any:
+def _bridge() -> tuple[Any, Any]:
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec(PACKAGE) is None:
         raise RehearsalUnavailable("peft.scheme (lora) is rehearsed with Megatron Bridge's own; install megatron-bridge")
     supply_typing_override()
     with _without_its_models():
-        return importlib.import_module(f"{PACKAGE}.peft.lora").LoRA
+        found = importlib.import_module(f"{PACKAGE}.peft.lora")
+    return found.LoRA, found.ParallelLinearAdapter
 
 
 @contextmanager
