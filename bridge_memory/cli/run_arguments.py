@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.cli.run_flags import DEFAULT_SEQ_LENGTH, PACKAGES, SPECS
+from bridge_memory.cli.run_flags import DEFAULT_LORA_DIM, DEFAULT_SEQ_LENGTH, PACKAGES, SPECS
 from bridge_memory.cli.silent_flags import check_silent
 from bridge_memory.spec import LayerSpec, ModelSpec, ParallelSpec, RunSpec, SpecError
 from bridge_memory.spec.fields import MOST_GPUS
@@ -52,6 +52,9 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
         assumptions.append("enough microbatches to fill the pipeline (--global-batch-size)")
     given["implementation"].update(_releases(args))
     check_silent(given, model)
+    if given["peft"].get("scheme") == "lora" and "dim" not in given["peft"]:
+        given["peft"]["dim"] = DEFAULT_LORA_DIM
+        assumptions.append(f"adapters of rank {DEFAULT_LORA_DIM} (--lora-dim)")
     _complete(given, assumptions)
     if gpu_arch:
         given["implementation"]["gpu_arch"] = gpu_arch

@@ -59,6 +59,10 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
         (name, impl.get(name, False) is not False, model.has_experts, "a model with experts")
         for name in impl if name.startswith("moe_")
     ]
+    needs += [
+        (f"lora_{name}", name in given["peft"], given["peft"].get("scheme") == "lora", "--peft lora")
+        for name in ("dim", "target_modules")
+    ]
     needs.append(("expert_tensor_parallel_size", "expert_tensor_parallel_size" in parallel, model.has_experts,
                   "a model with experts"))
     local = impl.get("transformer_impl") == "local"

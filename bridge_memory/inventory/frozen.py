@@ -99,12 +99,22 @@ def plain_linear(r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any,
     )
     if not r.adapts(name):
         return out
-    local = divide_features(name, out_features, ctx.tp, experts=False)
-    low = _linear_in(r, name, x, rows, in_features, ctx.tp)
-    wide = _linear_out(r, name, low, rows, local)
-    if ctx.tp > 1:
-        wide = tape.make(f"{name}.adapter output gathered", wide, out.bytes, workspace=out.bytes)
-    return _sum(r, name, x, out, wide)
+    return _sum(r, name, x, out, _beside_whole(r, name, x, rows, in_features, out_features))
+
+
+def router_logits(r: Recorder, x: Tensor, logits: Tensor, rows: Any, experts: Any) -> Tensor:
+    """The router's logits [rows, E] with those of its adapter, in the router's dtype (``LoRATopKRouter.forward``)."""
+    name, tape = "mlp.router", r.tape
+    if not r.adapts(name):
+        return logits
+    wide = _beside_whole(r, name, x, rows, r.ctx.hidden_size, experts)
+    scaled = tape.make(f"{name}.adapter output scaled", wide, rows * experts * r.ctx.act)
+    term = scaled
+    if r.ctx.impl.moe_router_dtype not in (None, r.ctx.params_dtype):
+        term = tape.make(f"{name}.adapter output, cast", scaled, logits.bytes)
+    total = tape.make("router logits + adapter", (logits, term), logits.bytes, alias=True)
+    tape.keep_alive(scaled, logits)
+    return total
 
 
 def expert_linear(
@@ -150,6 +160,17 @@ def _beside_row(
         if scattered:
             (wide,) = tape.views(f"{name}.adapter output scattered", wide, (f"{name}.adapter output", out.bytes))
     return _sum(r, name, x, out, wide)
+
+
+def _beside_whole(r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any, out_features: Any) -> Tensor:
+    """Beside a weight that every rank holds whole: the adapter divides its output, and gathers it."""
+    ctx = r.ctx
+    local = divide_features(name, out_features, ctx.tp, experts=False)
+    wide = _linear_out(r, name, _linear_in(r, name, x, rows, in_features, ctx.tp), rows, local)
+    if ctx.tp == 1:
+        return wide
+    whole = rows * out_features * ctx.act
+    return r.tape.make(f"{name}.adapter output gathered", wide, whole, workspace=whole)
 
 
 def _linear_in(

@@ -141,6 +141,8 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
         "router logits", x, table, saves=(x,),
         workspace=(n.entering + experts) * ctx.hidden_size * width if width != ctx.act else 0,
     )
+    if r.frozen:
+        logits = frozen.router_logits(r, x, logits, n.entering, experts)
     index = tape.tensor("top-k indices", n.entering * spec.topk * 8, grad=False)
     routing_map = tape.tensor("routing map", n.entering * experts, grad=False)
     probs = tape.tensor("routing probabilities", table)

@@ -20,8 +20,8 @@ from bridge_memory.spec.parts import ParallelSpec, PeftSpec
 
 #: Linears whose input is split over TP (RowParallelLinear).
 ROW_PARALLEL = ("linear_proj", "linear_fc2", "out_proj")
-#: Linears that every rank holds whole (TELinear with parallel_mode "duplicated").
-DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
+#: Linears that every rank holds whole (TELinear with parallel_mode "duplicated"; TopKRouter).
+DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj", "router", "fc1_latent_proj", "fc2_latent_proj")
 
 
 class Linear(NamedTuple):
@@ -113,9 +113,12 @@ def _linears(model: ModelSpec, limits: Limits) -> Iterator[Linear]:
         yield Linear("linear_fc1")
         yield Linear("linear_fc2", features=hidden)
     for moe in limits.moes:
-        yield Linear("router")
+        yield Linear("router", features=("num_moe_experts", moe.num_experts))
         yield Linear("linear_fc1", experts=True)
         width = ("moe_latent_size", moe.latent_size) if moe.latent_size else hidden
+        if moe.latent_size:
+            yield Linear("fc1_latent_proj", features=width)
+            yield Linear("fc2_latent_proj", features=hidden)
         yield Linear("linear_fc2", experts=True, features=width)
     if model.mtp_num_layers:
         yield Linear("eh_proj")

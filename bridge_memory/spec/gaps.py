@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from bridge_memory.releases import CUBLAS_WORKSPACES_FREED, known_releases, nearest_known, release_words
 from bridge_memory.spec.layout import Layout
+from bridge_memory.spec.adapters import names_layers
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import GatedDeltaNetSpec, ModelSpec
 from bridge_memory.spec.run import RunSpec
@@ -122,12 +123,17 @@ def _gaps(run: RunSpec) -> Iterator[Gap]:
             "log_params_norm with use_precision_aware_optimizer: fp32 copies of the parameters in steps that log it",
             Effect.UP,
         )
-    if run.peft.freezes:
+    if run.peft.freezes and not run.peft.trains_adapters:
         yield Gap(
             f"peft ({run.peft.scheme}): activations, which are counted as if every weight trained", Effect.EITHER
         )
-        if not run.peft.dim:
-            yield Gap(f"peft ({run.peft.scheme}): adapters, their gradients and optimizer state", Effect.UP)
+        yield Gap(f"peft ({run.peft.scheme}): adapters, their gradients and optimizer state", Effect.UP)
+    if run.peft.trains_adapters and names_layers(run.peft):
+        yield Gap(
+            "peft.target_modules with the number of a layer: activations, counted as if its adapters were in every "
+            "layer",
+            Effect.EITHER,
+        )
     if impl.cpu_offloading_num_layers:
         yield Gap("cpu_offloading_num_layers: the two layers in flight between GPU and host", Effect.UP)
     if precision.fp8 and precision.params_dtype == "fp32":

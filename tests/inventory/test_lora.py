@@ -26,6 +26,10 @@ from bridge_stubs import require_bridge
 TP2, TP4 = (ParallelSpec(world_size=n, tensor_model_parallel_size=n) for n in (2, 4))
 
 
+def lora(dim: int, *targets: str) -> PeftSpec:
+    return PeftSpec(scheme="lora", dim=dim, target_modules=targets or PeftSpec().target_modules)
+
+
 @pytest.mark.parametrize("targets", [None, ["linear_qkv"], ["*.layers.0.*.linear_fc2", "linear_proj"]])
 def test_the_adapters_are_those_that_bridge_adds_to_a_real_model(
     targets: list[str] | None, monkeypatch: pytest.MonkeyPatch
@@ -60,7 +64,7 @@ def test_the_adapters_are_those_that_bridge_adds_to_a_real_model(
     )  # fmt: skip
     params = [Parameter(name, tuple(p.shape)) for name, p in model.named_parameters()]
     kwargs: dict[str, Any] = {} if targets is None else {"target_modules": targets}
-    ours = lora_parameters(params, dim=8, **kwargs)
+    ours = lora_parameters(params, peft=lora(8, *(targets or ())))
     LoRA(dim=8, **kwargs)(model, training=True)
     theirs = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     if started:
@@ -78,13 +82,13 @@ def test_tensor_parallelism_splits_the_rank_or_the_features() -> None:
     shapes = {"linear_qkv": (3072, 4096), "linear_proj": (4096, 2048), "linear_fc1": (14336, 4096),
               "linear_fc2": (4096, 7168)}  # fmt: skip
     params = [Parameter(f"decoder.layers.0.m.{name}.weight", shape, sharded=True) for name, shape in shapes.items()]
-    counts = [p.numel for p in lora_parameters(params, dim=16, parallel=TP2)]
+    counts = [p.numel for p in lora_parameters(params, peft=lora(16), parallel=TP2)]
     assert counts == [8 * 4096, 3072 * 16, 16 * 2048, 2048 * 16, 8 * 4096, 14336 * 16, 16 * 7168, 2048 * 16]
 
 
 def test_a_grouped_linear_has_one_adapter_for_all_its_experts() -> None:
     params = [Parameter(f"mlp.experts.linear_fc1.weight{e}", (1024, 512), expert=True) for e in range(8)]
-    assert [p.shape for p in lora_parameters(params, dim=4)] == [(4, 512), (1024, 4)]
+    assert [p.shape for p in lora_parameters(params, peft=lora(4))] == [(4, 512), (1024, 4)]
 
 
 @pytest.mark.parametrize("target", [*PeftSpec().target_modules, "linear_q_down_proj", "linear_kv_up_proj", "in_proj",
@@ -130,7 +134,7 @@ def test_what_a_full_name_means_is_known_once_layers_have_names() -> None:
     """``*.layers.0.*`` may be any kind of layer."""
     with pytest.raises(SpecError, match=r"peft.dim \(6\) is not divisible by tensor_model_parallel_size \(4\)"):
         qkv = Parameter("x.linear_qkv.weight", (8, 8))
-        lora_parameters([qkv], dim=6, target_modules=("*linear_qkv",), parallel=TP4)
+        lora_parameters([qkv], peft=lora(6, "*linear_qkv"), parallel=TP4)
 
 
 @pytest.mark.parametrize("model", ["deepseek-ai/DeepSeek-V3", "openai-community/gpt2"])
@@ -147,7 +151,7 @@ def test_adapters_by_kind_are_those_beside_every_linear_by_itself(
     )
     (shapes,) = layout(run.model, run.parallel).shapes(run.model)
     units = chunk_units(run.model, shapes[0], context_of(run))
-    one_by_one = lora_parameters(list(named_parameters(units)), dim=8, target_modules=targets, parallel=run.parallel)
+    one_by_one = lora_parameters(list(named_parameters(units)), peft=run.peft, parallel=run.parallel)
     by_kind = [p for unit in adapter_units(run, units) for _ in range(unit.times) for p in unit.parameters.expanded()]
     assert one_by_one
     assert [(p.shape, p.expert, p.sharded) for p in by_kind] == [(p.shape, p.expert, p.sharded) for p in one_by_one]
