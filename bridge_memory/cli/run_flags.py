@@ -66,6 +66,8 @@ FLAGS = (
     Flag("--micro-batch-size", "batch.micro_batch_size", "sequences a microbatch"),
     Flag("--global-batch-size", "batch.global_batch_size", "sequences a step, over the whole job"),
     Flag("--seq-length", "batch.seq_length", f"tokens a sequence (default: {DEFAULT_SEQ_LENGTH})"),
+    Flag("--packed-sequences", "batch.packed_sequences",
+         "sequences of --seq-length tokens packed of shorter ones; those of a microbatch are joined"),
     # Precision
     Flag("--precision", "precision.params_dtype", "dtype of parameters and activations"),
     Flag("--fp8 --fp8-format", "precision.fp8", "compute linears in fp8"),

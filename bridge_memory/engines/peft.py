@@ -63,7 +63,8 @@ def lora_parameters(
         out_local, in_local = p.shape
         ranks = parallel.etp if p.expert else parallel.tp
         if linear in ROW_PARALLEL:
-            shapes = ((peft.dim, in_local), (divide_features("hidden_size", out_local, ranks, experts=p.expert), peft.dim))
+            out_local = divide_features("hidden_size", out_local, ranks, experts=p.expert)
+            shapes = ((peft.dim, in_local), (out_local, peft.dim))
         else:
             if linear in DUPLICATED:
                 out_local = divide_features(linear, out_local, ranks, experts=p.expert)

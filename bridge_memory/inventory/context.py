@@ -44,6 +44,8 @@ class Settings(NamedTuple):
     compiled_dropout_input: int
     #: Adapters beside frozen weights; None where every weight trains, or is counted as if it did.
     adapters: PeftSpec | None
+    #: Sequences packed into one row of tokens.
+    packed: bool
 
 
 class Shelf:
@@ -127,6 +129,7 @@ class BlockContext:
     rotary_dim: int
     compiled_dropout_input: int
     adapters: PeftSpec | None
+    packed: bool
     #: s after context parallelism, b: the micro batch.
     seq: int
     batch: int
@@ -146,7 +149,7 @@ class BlockContext:
             self.hidden_size, self.act, self.residual, self.normalization, self.hidden_dropout,
             self.attention_dropout, self.params_dtype, self.fp8, self.fp8_recipe, self.fp8_param,
             self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim, self.compiled_dropout_input,
-            self.adapters,
+            self.adapters, self.packed,
         ) = shelf.settings
         (
             self.seq, self.batch, self.tp, self.cp, self.ep, self.etp, self.padded_vocab, self._sp, *switches
@@ -216,11 +219,13 @@ def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
         m.rotary_dim,
         fitted.COMPILED_DROPOUT_INPUT_BYTES,
         run.peft if run.peft.trains_adapters else None,
+        b.packed_sequences,
     )
     full = rc.granularity == "full"
     selected = rc.modules if rc.granularity == "selective" else ()
+    length, sequences = b.rows
     dimensions = (
-        b.seq_length // p.cp, b.micro_batch_size, p.tp, p.cp, p.ep, p.etp, m.padded_vocab_size(p.tp), p.sp,
+        length // p.cp, sequences, p.tp, p.cp, p.ep, p.etp, m.padded_vocab_size(p.tp), p.sp,
         full and rc.method == "uniform" and MTP_DEPTHS_RECOMPUTED(run.implementation), full,
         *[module in selected for module in RECOMPUTE_MODULES],
     )  # fmt: skip

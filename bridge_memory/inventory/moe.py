@@ -30,7 +30,6 @@ from bridge_memory.releases import (
 )
 from bridge_memory.spec import DTYPE_BYTES, MLPSpec, MoESpec, divide
 
-
 #: Module of the routed experts.
 EXPERTS = "mlp.experts"
 
@@ -343,7 +342,9 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
         x = tape.make("padded tokens", x, rows * width * ctx.act)
     with r.offload("expert_fc1"):
         if r.frozen:
-            mid = frozen.expert_linear(r, f"{EXPERTS}.linear_fc1", x, rows, width, fc1_width, label="experts fc1 output")
+            mid = frozen.expert_linear(
+                r, f"{EXPERTS}.linear_fc1", x, rows, width, fc1_width, label="experts fc1 output"
+            )
         else:
             kept, also = r.linear_input("experts fc1", x, rows * width)
             mid = tape.make(

@@ -75,9 +75,10 @@ def chunk_inventory(
         links += tail_links(tail, model, shape, ctx, [NOTHING_WAITS] * len(tail))
     if not reached(model, shape, ctx):
         # Held to the end likewise, where the first layer keeps nothing of it.
+        held = [0 if link.label is Label.EMBEDDING else ctx.hidden_bytes for link, _ in links]
         links = [
-            (link if link.label is Label.EMBEDDING else link._replace(forward_peak=link.forward_peak + ctx.hidden_bytes), n)
-            for link, n in links
+            (link._replace(forward_peak=link.forward_peak + more), count)
+            for (link, count), more in zip(links, held, strict=True)
         ]
     if not shape.embedding:
         _with_last_input(links, ctx)

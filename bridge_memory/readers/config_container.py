@@ -435,7 +435,10 @@ def _batch(config: Any, view: _Views, data_parallel: int, num_microbatches: int 
     total = _get(train, "global_batch_size")
     if num_microbatches is not None:
         total = micro * data_parallel * num_microbatches
-    return BatchSpec(seq_length=seq_length, micro_batch_size=micro, global_batch_size=total)
+    _, packed = _packing(getattr(config, "dataset", None))
+    return BatchSpec(
+        seq_length=seq_length, micro_batch_size=micro, global_batch_size=total, packed_sequences=packed
+    )
 
 
 def _parallel(view: _Views, world_size: int) -> ParallelSpec:

@@ -34,7 +34,9 @@ def adapt(run: RunSpec, chunks: list[Any]) -> None:
 
 def _bridge() -> tuple[Any, Any]:
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec(PACKAGE) is None:
-        raise RehearsalUnavailable("peft.scheme (lora) is rehearsed with Megatron Bridge's own; install megatron-bridge")
+        raise RehearsalUnavailable(
+            "peft.scheme (lora) is rehearsed with Megatron Bridge's own adapters; install megatron-bridge"
+        )
     supply_typing_override()
     with _without_its_models():
         found = importlib.import_module(f"{PACKAGE}.peft.lora")

@@ -157,6 +157,8 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
             "recompute_modules mlp with biases never ends: the checkpoint returns the bias parameter itself, "
             "which then counts as its output (megatron-core 0.16.1, random.py: CheckpointFunction)"
         )
+    if run.batch.packed_sequences and not run.implementation.apply_rope_fusion:
+        raise NotBuildable("packed_sequences without apply_rope_fusion reads the lengths of sequences, which have none")
     _check_loss(run)
     moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
     with (
@@ -404,6 +406,20 @@ def _passes(tracker: Tracker, forward: Any) -> PassRecord:
             gc.enable()
 
 
+def _packed(run: RunSpec) -> dict[str, Any]:
+    """What a forward pass over packed sequences is given besides: here of two sequences of equal length."""
+    if not run.batch.packed_sequences:
+        return {}
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = torch.empty(3, dtype=torch.int32, device=patches.META)
+    longest = run.batch.rows[0] // 2
+    params = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    return {"packed_seq_params": params}
+
+
 def _static(chunk: torch.nn.Module) -> list[torch.Tensor]:
     tensors = [*chunk.parameters(), *chunk.buffers()]
     tensors += [p.main_grad for p in chunk.parameters() if hasattr(p, "main_grad")]
@@ -413,8 +429,8 @@ def _static(chunk: torch.nn.Module) -> list[torch.Tensor]:
 def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
     """One microbatch through one chunk, from the embedding or received input to the loss or sent output."""
     batch, parallel = run.batch, run.parallel
-    s = batch.seq_length // parallel.cp
-    b = batch.micro_batch_size
+    length, b = batch.rows
+    s = length // parallel.cp
     tracker = Tracker(_static(chunk))
     with tracker.watching(chunk), ddp.no_sync():
         ids = torch.empty((b, s), dtype=torch.int64, device=patches.META)
@@ -423,7 +439,8 @@ def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
         mask = torch.empty((b, s), dtype=torch.float32, device=patches.META)
         causal = None
         if run.implementation.create_attention_mask and (chunk.pre_process or chunk.post_process):
-            causal = torch.empty((b, 1, s, batch.seq_length), dtype=torch.bool, device=patches.META)
+            causal = torch.empty((b, 1, s, length), dtype=torch.bool, device=patches.META)
+        more = _packed(run)
         tracker.name_alive("batch")
         anchor = torch.empty((), device=patches.META, requires_grad=True)
         tracker.ignore(anchor)
@@ -443,7 +460,7 @@ def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
                     )
                 tracker.name_alive("received input")
                 chunk.set_input_tensor(received)
-            out = ddp(ids, positions, causal, labels=labels if chunk.post_process else None)
+            out = ddp(ids, positions, causal, labels=labels if chunk.post_process else None, **more)
             if chunk.post_process:
                 losses = out.view(-1).float()
                 return torch.sum(losses * mask.view(-1))
@@ -493,16 +510,17 @@ def _fp8(config: Any, layer: Any) -> Any:
 
 
 def _run_layer(run: RunSpec, chunk: Any, module: Any, ddp: Any) -> PassRecord:
-    s = run.batch.seq_length // run.parallel.cp
+    length, sequences = run.batch.rows
+    s = length // run.parallel.cp
     rows = s // run.parallel.tp if run.parallel.sp else s
-    shape = (rows, run.batch.micro_batch_size, run.model.hidden_size)
+    shape = (rows, sequences, run.model.hidden_size)
     dtype = TORCH_DTYPES[run.precision.params_dtype]
     if run.precision.fp32_residual_connection:
         dtype = torch.float32
     rotary = getattr(chunk, "rotary_pos_emb", None)
-    more: dict[str, Any] = {}
+    more = _packed(run)
     if rotary is not None:
-        table = rotary(run.batch.seq_length)
+        table = rotary(length)
         more["rotary_pos_emb"] = table[0] if isinstance(table, tuple) else table
     static = [*_static(chunk), *(t for t in more.values() if isinstance(t, torch.Tensor))]
     tracker = Tracker(static)

@@ -10,10 +10,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from bridge_memory.releases import CUBLAS_WORKSPACES_FREED, known_releases, nearest_known, release_words
-from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.adapters import names_layers
+from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
-from bridge_memory.spec.model import GatedDeltaNetSpec, ModelSpec
+from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, ModelSpec
 from bridge_memory.spec.run import RunSpec
 
 
@@ -134,6 +134,8 @@ def _gaps(run: RunSpec) -> Iterator[Gap]:
             "layer",
             Effect.EITHER,
         )
+    if run.batch.packed_sequences:
+        yield from _packed(run)
     if impl.cpu_offloading_num_layers:
         yield Gap("cpu_offloading_num_layers: the two layers in flight between GPU and host", Effect.UP)
     if precision.fp8 and precision.params_dtype == "fp32":
@@ -164,6 +166,39 @@ def _gaps(run: RunSpec) -> Iterator[Gap]:
             f"q and k norms over all heads with tensor_model_parallel_size ({tp}): Megatron Bridge 0.3.1 runs them on "
             "one rank only; counted as divided over the ranks",
             Effect.UNKNOWN,
+        )
+
+
+def _packed(run: RunSpec) -> Iterator[Gap]:
+    """What depends on how long the sequences of a pack are, which a run does not say."""
+    impl, limits = run.implementation, limits_of(run.model)
+    if run.parallel.cp > 1:
+        # TE context_parallel.py: thd_read_half_tensor, thd_second_half_lse_correction.
+        yield Gap(
+            f"packed_sequences with context_parallel_size ({run.parallel.cp}): copies of halves of keys, values and "
+            "outputs where whole sequences take views",
+            Effect.UP,
+        )
+    if impl.attention_kernel == "unfused" or run.precision.params_dtype == "fp32":
+        # TE backends.py: UnfusedDotProductAttention.forward, which puts every sequence into a row of the longest.
+        yield Gap("packed_sequences with unfused attention: scores of the whole pack are counted", Effect.DOWN)
+    elif any(isinstance(m, AttentionSpec) and m.learnable_softmax_sink for m in limits.mixers):
+        # TE dot_product_attention/utils.py: get_attention_backend
+        yield Gap(
+            "packed_sequences with a learnable softmax sink: cuDNN before 9.18 leaves them to unfused attention, whose "
+            "scores are not counted",
+            Effect.UP,
+        )
+    if not impl.apply_rope_fusion:
+        # rope_utils.py: _apply_rotary_pos_emb_thd.
+        yield Gap(
+            "packed_sequences without apply_rope_fusion: the rotation, counted as of one sequence and done one by one",
+            Effect.EITHER,
+        )
+    if any(isinstance(m, (MambaSpec, GatedDeltaNetSpec)) for m in limits.mixers):
+        yield Gap(
+            "packed_sequences in Mamba and gated delta net layers: chunks and states of every sequence of a pack",
+            Effect.EITHER,
         )
 
 
