@@ -688,9 +688,7 @@ def _assumptions(config: Any) -> tuple[str, ...]:
     out = []
     dataset, model = getattr(config, "dataset", None), container_part(config, "model")
     _, packed = _packing(dataset)
-    if packed:
-        out.append("packed sequences fill every micro batch: micro_batch_size x seq_length tokens")
-    elif getattr(dataset, "pad_to_max_length", None) is False and not (
+    if not packed and getattr(dataset, "pad_to_max_length", None) is False and not (
         _get(model, "pipeline_model_parallel_size", 1) > 1 or _get(model, "expert_model_parallel_size", 1) > 1
     ):
         out.append("dataset.pad_to_max_length is off: every micro batch is taken to have a sequence of seq_length")

@@ -50,6 +50,14 @@ def check_adapters(peft: PeftSpec, parallel: ParallelSpec, model: ModelSpec, lim
                 divide_features(*linear.features, ranks, experts=linear.experts)
 
 
+def idle_targets(peft: PeftSpec, model: ModelSpec, limits: Limits) -> Iterator[str]:
+    """Targets that are the name of no linear here; those with ``*`` or a full name may be anything."""
+    names = {linear.name for linear in _linears(model, limits)}
+    for target in peft.target_modules:
+        if target not in names and "*" not in target and "." not in target:
+            yield target
+
+
 def split_rank(dim: int, ranks: Any, *, experts: bool) -> Any:
     """The rank of a column-parallel linear_in on one of ``ranks`` ranks. Raises SpecError."""
     return divide(dim, ranks, "peft.dim", _divisor(experts), f"choose a multiple of {ranks}")

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from bridge_memory.releases import CUBLAS_WORKSPACES_FREED, known_releases, nearest_known, release_words
-from bridge_memory.spec.adapters import names_layers
+from bridge_memory.spec.adapters import idle_targets, names_layers
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, ModelSpec
@@ -242,6 +242,9 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
             f"main_grads_dtype ({optimizer.main_grads_dtype}) makes gradient buffers no smaller: grad_reduce_in_fp32 "
             "keeps them in fp32"
         )
+    if run.peft.trains_adapters:
+        for target in idle_targets(run.peft, run.model, limits_of(run.model)):
+            yield f"peft.target_modules ({target}) names no linear of this model"
     if impl.use_legacy_models:
         yield "use_legacy_models: the layers of the removed legacy model are counted as megatron-core's local ones"
 
@@ -263,6 +266,8 @@ def idle_modules(model: ModelSpec, te: bool) -> dict[str, str]:
 
 def _supposed(run: RunSpec) -> Iterator[str]:
     impl = run.implementation
+    if run.batch.packed_sequences:
+        yield "packed sequences fill every micro batch: micro_batch_size x seq_length tokens"
     core, nearest = impl.megatron_core, nearest_known(impl.megatron_core)
     if core != nearest:
         yield (
