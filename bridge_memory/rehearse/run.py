@@ -157,8 +157,6 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
             "recompute_modules mlp with biases never ends: the checkpoint returns the bias parameter itself, "
             "which then counts as its output (megatron-core 0.16.1, random.py: CheckpointFunction)"
         )
-    if run.batch.packed_sequences and not run.implementation.apply_rope_fusion:
-        raise NotBuildable("packed_sequences without apply_rope_fusion reads the lengths of sequences, which have none")
     _check_loss(run)
     moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
     with (
@@ -412,8 +410,9 @@ def _packed(run: RunSpec) -> dict[str, Any]:
         return {}
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    ends = torch.empty(3, dtype=torch.int32, device=patches.META)
     longest = run.batch.rows[0] // 2
+    # Unfused, the rotation splits the tokens by these numbers.
+    ends = torch.tensor([0, longest, 2 * longest], dtype=torch.int32)
     params = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
     )

@@ -175,9 +175,9 @@ def _packed(run: RunSpec) -> Iterator[Gap]:
     if run.parallel.cp > 1:
         # TE context_parallel.py: thd_read_half_tensor, thd_second_half_lse_correction.
         yield Gap(
-            f"packed_sequences with context_parallel_size ({run.parallel.cp}): copies of halves of keys, values and "
-            "outputs where whole sequences take views",
-            Effect.UP,
+            f"packed_sequences with context_parallel_size ({run.parallel.cp}): what attention makes in passing of halves "
+            "of sequences, counted as for whole ones",
+            Effect.EITHER,
         )
     if impl.attention_kernel == "unfused" or run.precision.params_dtype == "fp32":
         # TE backends.py: UnfusedDotProductAttention.forward, which puts every sequence into a row of the longest.
@@ -188,12 +188,6 @@ def _packed(run: RunSpec) -> Iterator[Gap]:
             "packed_sequences with a learnable softmax sink: cuDNN before 9.18 leaves them to unfused attention, whose "
             "scores are not counted",
             Effect.UP,
-        )
-    if not impl.apply_rope_fusion:
-        # rope_utils.py: _apply_rotary_pos_emb_thd.
-        yield Gap(
-            "packed_sequences without apply_rope_fusion: the rotation, counted as of one sequence and done one by one",
-            Effect.EITHER,
         )
     if any(isinstance(m, (MambaSpec, GatedDeltaNetSpec)) for m in limits.mixers):
         yield Gap(

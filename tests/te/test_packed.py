@@ -30,11 +30,24 @@ def test_a_layer(model: str, tp: int) -> None:
     check(packed(run_of(model, tp=tp)))
 
 
+@pytest.mark.parametrize("recompute", ["", "core_attn"])
+@pytest.mark.parametrize("model", ["gqa", "mla"])
+def test_rotation_sequence_by_sequence(model: str, recompute: str) -> None:
+    """Unfused it splits the tokens: cosines and sines of every sequence are as many as of one."""
+    check(packed(run_of(model, tp=2, recompute=recompute, apply_rope_fusion=False)))
+
+
 @pytest.mark.parametrize("recompute", ["", "core_attn", "mla_up_proj", "core_attn,mla_up_proj"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_values_of_latent_attention_are_as_wide_as_keys(tp: int, recompute: str) -> None:
     """From megatron-core 0.18 on."""
     check(packed(run_of("mla", tp=tp, recompute=recompute)), saved=1e-4, peaks=1e-4)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_ring_of_context_parallelism(cp: int) -> None:
+    """Halves of sequences are copies, where whole sequences take views: what attention keeps is the same."""
+    check(packed(run_of("gqa", cp=cp)))
 
 
 def test_sequences_of_a_micro_batch_are_one_row_of_tokens() -> None:
