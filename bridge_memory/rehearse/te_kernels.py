@@ -576,7 +576,8 @@ class _Kernels(types.ModuleType):
                 fused_attn_fwd, fused_attn_bwd, get_fused_attn_backend, fused_qkv_rope_forward,
                 fused_qkv_rope_backward, fused_topk_with_score_function_fwd, fused_topk_with_score_function_bwd,
                 fused_moe_aux_loss_fwd, fused_moe_aux_loss_bwd, quantize, split_quantize, bgrad_quantize,
-                thd_read_half_tensor, thd_read_second_half_lse, dequantize, fp8_transpose, swap_first_dims, multi_tensor_l2norm, create_empty_quantized_tensor,
+                thd_read_half_tensor, thd_read_second_half_lse,
+                dequantize, fp8_transpose, swap_first_dims, multi_tensor_l2norm, create_empty_quantized_tensor,
             )
         )  # fmt: skip
         known.update(

@@ -175,8 +175,8 @@ def _packed(run: RunSpec) -> Iterator[Gap]:
     if run.parallel.cp > 1:
         # TE context_parallel.py: thd_read_half_tensor, thd_second_half_lse_correction.
         yield Gap(
-            f"packed_sequences with context_parallel_size ({run.parallel.cp}): what attention makes in passing of halves "
-            "of sequences, counted as for whole ones",
+            f"packed_sequences with context_parallel_size ({run.parallel.cp}): what attention makes in passing of "
+            "halves of sequences, counted as for whole ones",
             Effect.EITHER,
         )
     if impl.attention_kernel == "unfused" or run.precision.params_dtype == "fp32":
