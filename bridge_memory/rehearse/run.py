@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bridge_memory.inventory.parameters import ALLOCATION_UNIT, pad
 from bridge_memory.rehearse import patches, te_kernels
 from bridge_memory.rehearse.adapters import adapt
 from bridge_memory.rehearse.model import TORCH_DTYPES, NotBuildable, build_chunks
@@ -76,7 +77,7 @@ class PassRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRehearsal:
-    """One model chunk (virtual stage)."""
+    """One model chunk (virtual stage); its parameters without adapters."""
 
     chunk: int
     parameters: dict[str, tuple[int, ...]]
@@ -96,6 +97,8 @@ class Rehearsal:
     optimizer_bytes: int | None
     #: What linears keep of their weights in fp8 from one microbatch to the next.
     fp8_copies_bytes: int = 0
+    #: Weights without gradients, each a tensor of its own, which are in no buffer.
+    frozen_bytes: int = 0
 
     @property
     def parameters(self) -> int:
@@ -105,7 +108,7 @@ class Rehearsal:
 
     @property
     def weights_bytes(self) -> int:
-        return sum(b.parameter_bytes for b in self.buffers)
+        return sum(b.parameter_bytes for b in self.buffers) + self.frozen_bytes
 
     @property
     def gradients_bytes(self) -> int:
@@ -123,8 +126,8 @@ def rehearse(
         rank = rank_of_stage(run.parallel, stage or 0)
     with on_rank(run, rank):
         chunks = build_chunks(run, architecture=architecture)
-        adapt(run, chunks)
         parameters = [{n: tuple(p.shape) for n, p in chunk.named_parameters()} for chunk in chunks]
+        adapt(run, chunks)
         wrapped = [distributed(run, chunk, i) for i, chunk in enumerate(chunks)]
         done = tuple(
             ChunkRehearsal(i, parameters[i], _run_chunk(run, chunk, ddp))
@@ -132,8 +135,9 @@ def rehearse(
         )
         buffers = tuple(b for ddp in wrapped for b in _buffers(ddp))
         copies = sum(map(_fp8_copies, chunks))
+        frozen = sum(pad(p.nbytes, ALLOCATION_UNIT) for c in chunks for p in c.parameters() if not p.requires_grad)
         state = _optimizer_state(run, wrapped)
-    return Rehearsal(run, rank, stage_of_rank(run.parallel, rank), done, buffers, state, copies)
+    return Rehearsal(run, rank, stage_of_rank(run.parallel, rank), done, buffers, state, copies, frozen)
 
 
 def saved_tensors(run: RunSpec, stage: int, chunk: int = 0) -> list[SavedRecord]:

@@ -166,4 +166,5 @@ def test_the_state_is_that_of_the_adapters() -> None:
     found = rehearse(run, 0)
     stage = estimate(run).stages[0]
     assert stage.gradients_bytes == found.gradients_bytes
+    assert stage.weights_bytes == found.weights_bytes
     assert HERE is not None and found.optimizer_bytes == stage.optimizer_bytes
