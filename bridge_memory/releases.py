@@ -186,6 +186,9 @@ NORMS_BEFORE_UP_PROJECTIONS = since(core=(0, 16))
 QUERY_NORM_WITHOUT_LATENT = since(core=(0, 19))
 #: ``multi_latent_attention.py: MultiLatentAttention.forward`` has the latents as variables.
 LATENTS_HELD = since(core=(0, 16))
+#: Values of packed sequences are padded to the width of keys (``multi_latent_attention.py:
+#: _prepare_mla_core_attention_value``).
+PACKED_VALUES_PADDED = since(core=(0, 18))
 #: The unfused gated unit adds glu_linear_offset to a copy of its linear half (``mlp.py: MLP.forward``).
 GLU_OFFSET = since(core=(0, 15))
 #: The exchange back and the unpermutation are methods of their own, so that no variable holds what was sent while it

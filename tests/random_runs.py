@@ -47,6 +47,7 @@ GROUPS: dict[str, dict[str, st.SearchStrategy]] = {
         "seq_length": st.sampled_from([128, 1000, 4096, 8192]),
         "micro_batch_size": st.sampled_from([1, 2, 3]),
         "global_batch_size": maybe(st.sampled_from([1, 8, 64, 96, 512])),
+        "packed_sequences": st.booleans(),
     },
     "precision": {
         "params_dtype": st.sampled_from(["bf16", "bf16", "fp16", "fp32"]),

@@ -11,7 +11,14 @@ from dataclasses import replace
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.cli.run_flags import DEFAULT_SEQ_LENGTH, MODEL_FLAGS, PACKAGES, SPECS, SWITCHES
+from bridge_memory.cli.run_flags import (
+    DEFAULT_LORA_DIM,
+    DEFAULT_SEQ_LENGTH,
+    MODEL_FLAGS,
+    PACKAGES,
+    SPECS,
+    SWITCHES,
+)
 from bridge_memory.cli.silent_flags import check_silent, drop_idle
 from bridge_memory.files import read_text
 from bridge_memory.spec import LayerSpec, ModelSpec, ParallelSpec, RunSpec, SpecError
@@ -55,6 +62,9 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
     _megatron_spellings(args, given, model)
     assumptions += drop_idle(given, model)
     check_silent(given, model)
+    if given["peft"].get("scheme") == "lora" and "dim" not in given["peft"]:
+        given["peft"]["dim"] = DEFAULT_LORA_DIM
+        assumptions.append(f"adapters of rank {DEFAULT_LORA_DIM} (--lora-dim)")
     _complete(given, assumptions)
     if gpu_arch:
         given["implementation"]["gpu_arch"] = gpu_arch

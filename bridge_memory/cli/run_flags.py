@@ -13,12 +13,14 @@ from bridge_memory.spec.fields import Rule, rules_of
 from bridge_memory.spec.run import GROUPS
 
 DEFAULT_SEQ_LENGTH = 4096
+#: Megatron Bridge's (``peft/lora.py: LoRA``).
+DEFAULT_LORA_DIM = 32
 _UNSET: Any = argparse.SUPPRESS
 
 #: Group of the spec -> its title in the help.
 _TITLES = {
     "parallel": "parallelism", "batch": "batch", "precision": "precision", "optimizer": "optimizer",
-    "data_parallel": "gradients and data parallelism",
+    "data_parallel": "gradients and data parallelism", "peft": "adapters",
     "recompute": "activation recomputation", "implementation": "implementation",
 }  # fmt: skip
 #: Groups of a RunSpec that flags describe.
@@ -64,6 +66,8 @@ FLAGS = (
     Flag("--micro-batch-size", "batch.micro_batch_size", "sequences a microbatch"),
     Flag("--global-batch-size", "batch.global_batch_size", "sequences a step, over the whole job"),
     Flag("--seq-length", "batch.seq_length", f"tokens a sequence (default: {DEFAULT_SEQ_LENGTH})"),
+    Flag("--packed-sequences", "batch.packed_sequences",
+         "sequences of --seq-length tokens packed of shorter ones; those of a microbatch are joined"),
     # Precision
     Flag("--precision", "precision.params_dtype", "dtype of parameters and activations"),
     Flag("--fp8 --fp8-format", "precision.fp8", "compute linears in fp8"),
@@ -97,6 +101,12 @@ FLAGS = (
     Flag("--optimizer-cpu-offload", "optimizer.optimizer_cpu_offload", "optimizer states in host memory"),
     Flag("--optimizer-offload-fraction", "optimizer.optimizer_offload_fraction",
          "how much of them", metavar="FRACTION"),
+    # Adapters
+    Flag("--peft", "peft.scheme", "train LoRA adapters beside frozen weights"),
+    Flag("--lora-dim", "peft.dim", f"rank of the adapters (default: {DEFAULT_LORA_DIM})"),
+    Flag("--lora-target-modules", "peft.target_modules",
+         "linears that get one (default: linear_qkv,linear_proj,linear_fc1,linear_fc2), * stands for anything",
+         metavar="A,B"),
     # Recomputation
     Flag("--recompute-granularity", "recompute.granularity", "recompute whole layers or selected modules"),
     Flag("--recompute-method", "recompute.method", "how full recomputation picks layers"),

@@ -72,6 +72,10 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
          "--use-precision-aware-optimizer")
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     ]
+    needs += [
+        (f"lora_{name}", name in given["peft"], given["peft"].get("scheme") == "lora", "--peft lora")
+        for name in ("dim", "target_modules")
+    ]
     local = impl.get("transformer_impl") == "local"
     needs += [
         ("fp8", "fp8" in precision, not local, "--transformer-impl transformer_engine"),

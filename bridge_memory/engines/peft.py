@@ -15,7 +15,7 @@ from bridge_memory.inventory.chain import Label
 from bridge_memory.inventory.parameters import EXPERT_NUMBER, Parameter, ParameterList, Repeated
 from bridge_memory.inventory.stack import Unit, named_parameters
 from bridge_memory.spec import ParallelSpec, PeftSpec, RunSpec
-from bridge_memory.spec.adapters import DUPLICATED, ROW_PARALLEL, divide_features, divide_rank
+from bridge_memory.spec.adapters import DUPLICATED, ROW_PARALLEL, divide_features, is_target, split_rank
 
 #: One rank.
 ALONE = ParallelSpec()
@@ -27,7 +27,7 @@ def adapter_units(run: RunSpec, units: Sequence[Unit]) -> list[Unit]:
     if run.peft.scheme != "lora" or not run.peft.dim:
         return []
     targets = run.peft.target_modules
-    make = partial(lora_parameters, dim=run.peft.dim, target_modules=targets, parallel=run.parallel)
+    make = partial(lora_parameters, peft=run.peft, parallel=run.parallel)
     if any("*" in target or "." in target for target in targets):  # some layers or experts only, perhaps
         each = [Repeated((adapter,)) for adapter in make(list(named_parameters(units)))]
         return [Unit(Label.LAYER, "", ParameterList(each))]
@@ -49,37 +49,26 @@ def _beside(unit: Unit, make: Callable[[Sequence[Parameter]], list[Parameter]]) 
 
 
 def lora_parameters(
-    params: Sequence[Parameter],
-    *,
-    dim: int,
-    target_modules: Sequence[str] = PeftSpec().target_modules,
-    parallel: ParallelSpec = ALONE,
+    params: Sequence[Parameter], *, peft: PeftSpec, parallel: ParallelSpec = ALONE
 ) -> list[Parameter]:
-    """The adapters' local shards for ``params``, a rank's parameters. Raises SpecError where Megatron would.
-
-    ``target_modules``: a module's own name, or its full name with ``*`` wildcards (``module_matcher.py``).
-    """
+    """The adapters' local shards for ``params``, a rank's parameters. Raises SpecError where Megatron would."""
     out: list[Parameter] = []
     for p in params:
         match = _WEIGHT.match(p.name)
         if match is None or len(p.shape) != 2 or match["expert"] not in ("", "0"):
             continue
-        if not any(_matches(target, match["linear"], match["module"]) for target in target_modules):
+        linear = match["linear"]
+        if not is_target(peft, linear, match["module"]):
             continue
         out_local, in_local = p.shape
-        if match["linear"] in ROW_PARALLEL:
-            shapes = ((dim, in_local), (divide_features("hidden_size", out_local, parallel, p.expert), dim))
+        ranks = parallel.etp if p.expert else parallel.tp
+        if linear in ROW_PARALLEL:
+            out_local = divide_features("hidden_size", out_local, ranks, experts=p.expert)
+            shapes = ((peft.dim, in_local), (out_local, peft.dim))
         else:
-            if match["linear"] in DUPLICATED:
-                out_local = divide_features(match["linear"], out_local, parallel, p.expert)
-            shapes = ((divide_rank(dim, parallel, p.expert), in_local), (out_local, dim))
-        split = parallel.etp if p.expert else parallel.tp
+            if linear in DUPLICATED:
+                out_local = divide_features(linear, out_local, ranks, experts=p.expert)
+            shapes = ((split_rank(peft.dim, ranks, experts=p.expert), in_local), (out_local, peft.dim))
         for name, shape in zip(("linear_in", "linear_out"), shapes, strict=True):
-            out.append(Parameter(f"{match['module']}.adapter.{name}.weight", shape, p.expert, split > 1))
+            out.append(Parameter(f"{match['module']}.adapter.{name}.weight", shape, p.expert, ranks > 1))
     return out
-
-
-def _matches(target: str, linear: str, module: str) -> bool:
-    if target == linear:
-        return True
-    return re.fullmatch(re.escape(target).replace(r"\*", "(.*)"), module) is not None

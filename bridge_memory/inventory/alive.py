@@ -190,7 +190,7 @@ class Structure:
 
     __slots__ = (
         "backward", "backward_held", "forward", "input_retained", "inputs", "no_grad", "no_grad_retained", "offloaded",
-        "outputs", "retained", "tensors",
+        "output_reached", "outputs", "retained", "tensors",
     )
 
     def __init__(self, tape: Tape, atoms: Atoms, *, without_gradients: bool = True) -> None:
@@ -211,6 +211,7 @@ class Structure:
         self.input_retained = bool(plan.inputs) and plan.inputs[0] in saved
         self.inputs = atoms.positions(sum(t.units for t in tape.input_tensors))
         self.outputs = atoms.positions(sum(t.units for t in tape.output_tensors))
+        self.output_reached = any(t.has_gradient for t in tape.output_tensors)
         forward = run.moments, run.landmark
         backward, held = run, run.copy()
         backward.backward(hold=False)
@@ -271,6 +272,11 @@ class BlockCost:
     @property
     def input_retained(self) -> bool:
         return self._structure.input_retained
+
+    @property
+    def output_reached(self) -> bool:
+        """Whether its output has a gradient."""
+        return self._structure.output_reached
 
     @property
     def forward_peak(self) -> int:

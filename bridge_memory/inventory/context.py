@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from bridge_memory import fitted
 from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Recordings, Size
 from bridge_memory.releases import MTP_CHECKPOINT_DIFFERENTIATES, MTP_DEPTHS_RECOMPUTED
-from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, RecomputeSpec, RunSpec
+from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec
 from bridge_memory.spec.parts import RECOMPUTE_MODULES
 
 #: Blocks that a library keeps; beyond them it starts anew.
@@ -42,6 +42,10 @@ class Settings(NamedTuple):
     rotary_dim: int
     #: ``fitted.COMPILED_DROPOUT_INPUT_BYTES``.
     compiled_dropout_input: int
+    #: Adapters beside frozen weights; None where every weight trains, or is counted as if it did.
+    adapters: PeftSpec | None
+    #: Sequences packed into one row of tokens.
+    packed: bool
 
 
 class Shelf:
@@ -124,6 +128,8 @@ class BlockContext:
     rotary: bool
     rotary_dim: int
     compiled_dropout_input: int
+    adapters: PeftSpec | None
+    packed: bool
     #: s after context parallelism, b: the micro batch.
     seq: int
     batch: int
@@ -143,6 +149,7 @@ class BlockContext:
             self.hidden_size, self.act, self.residual, self.normalization, self.hidden_dropout,
             self.attention_dropout, self.params_dtype, self.fp8, self.fp8_recipe, self.fp8_param,
             self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim, self.compiled_dropout_input,
+            self.adapters, self.packed,
         ) = shelf.settings
         (
             self.seq, self.batch, self.tp, self.cp, self.ep, self.etp, self.padded_vocab, self._sp, *switches
@@ -217,11 +224,14 @@ def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
         m.position_embedding_type == "rope",
         m.rotary_dim,
         fitted.COMPILED_DROPOUT_INPUT_BYTES,
+        run.peft if run.peft.trains_adapters else None,
+        b.packed_sequences,
     )
     full = rc.granularity == "full"
     selected = rc.modules if rc.granularity == "selective" else ()
+    length, sequences = b.rows
     dimensions = (
-        b.seq_length // p.cp, b.micro_batch_size, p.tp, p.cp, p.ep, p.etp, m.padded_vocab_size(p.tp), p.sp,
+        length // p.cp, sequences, p.tp, p.cp, p.ep, p.etp, m.padded_vocab_size(p.tp), p.sp,
         full and rc.method == "uniform" and MTP_DEPTHS_RECOMPUTED(run.implementation), full,
         *[module in selected for module in RECOMPUTE_MODULES],
     )  # fmt: skip

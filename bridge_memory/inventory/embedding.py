@@ -38,7 +38,7 @@ def embed(r: Recorder, ids: Tensor, *, positions: int = 0, norm: bool = False) -
     ctx, tape = r.ctx, r.tape
     h = ctx.hidden_size
     whole = ctx.tokens * h * ctx.act
-    weight = tape.tensor("embedding weight", 0)
+    weight = tape.tensor("embedding weight", 0)  # frozen, it has no gradient, and nothing made of it
     tape.op("weight", (), weight)
     mask = None
     if ctx.tp > 1:
@@ -52,7 +52,7 @@ def embed(r: Recorder, ids: Tensor, *, positions: int = 0, norm: bool = False) -
     )
     if mask is not None:
         # In place; the gradient is not.
-        out.grad_bytes = whole
+        out.grad_bytes = 0 if r.frozen else whole
         out = tape.make("masked embeddings", (out, mask), whole, saves=(mask,))
     scattered = ctx.sp and not positions
     if scattered:

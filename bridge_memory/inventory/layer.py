@@ -31,17 +31,20 @@ from bridge_memory.spec import (
 )
 
 
-def layer_block(layer: LayerSpec, ctx: BlockContext) -> Block:
-    """Parameters and cost of one decoder layer. Names are relative to ``decoder.layers.<i>.``."""
+def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) -> Block:
+    """Parameters and cost of one decoder layer. Names are relative to ``decoder.layers.<i>.``.
+
+    ``reached``: its input has a gradient; not where everything before it is frozen.
+    """
 
     def record(r: Recorder) -> None:
         r.without_gradients = r.ctx.recomputes_fully
         r.tape.part = Part.LAYER_INPUT
-        x = r.tape.input("hidden_states", r.ctx.hidden_bytes)
+        x = r.tape.input("hidden_states", r.ctx.hidden_bytes, requires_grad=reached)
         r.tape.output(_record_layer(r, layer, x))
         r.tape.keep_alive(x)
 
-    return block(ctx, ("layer", layer), record)
+    return block(ctx, ("layer", layer, reached), record)
 
 
 def mtp_block(layer: LayerSpec, ctx: BlockContext) -> Block:

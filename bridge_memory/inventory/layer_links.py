@@ -17,6 +17,7 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.releases import HYBRID_LAYERS_RECOMPUTED
 from bridge_memory.spec import LayerSpec, ModelSpec, MoESpec
+from bridge_memory.spec.layout import ChunkShape
 
 
 def ignores_full_recompute(model: ModelSpec, ctx: BlockContext) -> bool:
@@ -41,10 +42,20 @@ def offloaded_layers(model: ModelSpec, ctx: BlockContext) -> int:
     return 0 if model.hybrid else ctx.impl.cpu_offloading_num_layers
 
 
-def layer_links(
-    model: ModelSpec, layers: Sequence[tuple[LayerSpec, int]], ctx: BlockContext
-) -> list[tuple[Link, int]]:
+def reached(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> bool:
+    """Whether the input of a chunk's first layer has a gradient.
+
+    That of a frozen embedding has none; but under full recomputation Megatron Bridge gives it one (``peft/recompute.py:
+    maybe_enable_recompute_inputs_grad``).
+    """
+    if ctx.adapters is None or not shape.embedding:
+        return True
+    return ctx.recompute.granularity == "full" and not ignores_full_recompute(model, ctx)
+
+
+def layer_links(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[tuple[Link, int]]:
     """The decoder layers of one chunk of ``model``, kinds in a row, as (link, how many in a row)."""
+    layers, has_gradient = shape.layers, reached(model, shape, ctx)
     links: list[tuple[Link, int]] = []
     number = sum(count for _, count in layers)
     recomputed, size = fully_recomputed(number, ctx, ignored=ignores_full_recompute(model, ctx))
@@ -54,6 +65,11 @@ def layer_links(
     at = 0
     for kind, count in layers:
         first, beyond = max(at, recomputed), at + count
+        while not has_gradient and first < beyond:
+            # Nothing before the first adapter is kept, nor is it run backward.
+            found = layer_block(kind, ctx, reached=False)
+            _append(links, plain_link(found, Label.LAYER), 1)
+            has_gradient, first = found.cost.output_reached, first + 1
         sent = max(0, min(beyond, away) - first)
         if sent:
             _append(links, _sent_to_host(layer_link(kind, ctx)), sent)

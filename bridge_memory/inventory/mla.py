@@ -15,6 +15,7 @@ from bridge_memory.inventory.tape import Region, Tensor
 from bridge_memory.releases import (
     LATENTS_HELD,
     NORMS_BEFORE_UP_PROJECTIONS,
+    PACKED_VALUES_PADDED,
     QUERY_NORM_WITHOUT_LATENT,
     WHOLE_DOWN_PROJECTIONS,
 )
@@ -41,9 +42,23 @@ def record_mla(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
         tape.checkpoint("core_attn", qkv, enabled=ctx.recomputes("core_attn")),
         r.offload("core_attn"),
     ):
+        # Kernels for packed sequences take values as wide as keys: zeros are appended, and cut off their output.
+        padded = ctx.packed and PACKED_VALUES_PADDED(ctx.impl) and v_width != q_width
+        wide = q_width if padded else v_width
+        query, key, value = qkv
+        if padded:
+            # What recomputed parts return stays, made again, until they have run backward.
+            held = (value,) if recompute_up else ()
+            value = tape.make("padded value", value, ctx.tokens * q_width * ctx.act, saves=held)
         out = core_attention(
-            r, qkv, heads=a, q_width=q_width, kv_width=q_width, v_width=v_width, out_width=v_width, grouped=False
+            r, (query, key, value), heads=a, q_width=q_width, kv_width=q_width, v_width=wide, out_width=wide,
+            grouped=False,
         )
+        if padded:
+            (out,) = tape.views("cut", out, ("core_attention output, cut", ctx.tokens * v_width * ctx.act))
+    if padded:
+        out = tape.make("core_attention output without padding", out, ctx.tokens * v_width * ctx.act)
+    tape.keep_alive(*qkv)  # variables of ``MultiLatentAttention.forward``
     if recompute_up:
         tape.discard(up_region, *qkv)
     with r.offload("attn_proj"):

@@ -13,6 +13,7 @@ from math import ceil, comb
 from typing import NamedTuple
 
 from bridge_memory.components import Part
+from bridge_memory.inventory import frozen
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.mlp import activation, dense_mlp
 from bridge_memory.inventory.parameters import EXPERT_NUMBER, Use
@@ -28,6 +29,9 @@ from bridge_memory.releases import (
     SHARED_INPUT_KEPT,
 )
 from bridge_memory.spec import DTYPE_BYTES, MLPSpec, MoESpec, divide
+
+#: Module of the routed experts.
+EXPERTS = "mlp.experts"
 
 
 class _Tokens(NamedTuple):
@@ -136,6 +140,8 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
         "router logits", x, table, saves=(x,),
         workspace=(n.entering + experts) * ctx.hidden_size * width if width != ctx.act else 0,
     )
+    if r.frozen:
+        logits = frozen.router_logits(r, x, logits, n.entering, experts)
     index = tape.tensor("top-k indices", n.entering * spec.topk * 8, grad=False)
     routing_map = tape.tensor("routing map", n.entering * experts, grad=False)
     probs = tape.tensor("routing probabilities", table)
@@ -341,25 +347,35 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
     unpadded = x
     if pads:
         x = tape.make("padded tokens", x, rows * width * ctx.act)
-    kept, also = r.linear_input("experts fc1", x, rows * width)
-    layouts = r.quantized_input(rows * width)
-    with r.offload("expert_fc1"):
-        mid = tape.make(
-            "experts fc1 output", x, rows * fc1_width * ctx.act, saves=kept, also=also,
-            workspace=layouts, for_backward=layouts,
-            backward_workspace=wgrad1 + r.quantized_gradient(rows * fc1_width),
-        )
     selected = ctx.recomputes("moe_act")
+    with r.offload("expert_fc1"):
+        if r.frozen:
+            mid = frozen.expert_linear(
+                r, f"{EXPERTS}.linear_fc1", x, rows, width, fc1_width, label="experts fc1 output"
+            )
+        else:
+            kept, also = r.linear_input("experts fc1", x, rows * width)
+            layouts = r.quantized_input(rows * width)
+            mid = tape.make(
+                "experts fc1 output", x, rows * fc1_width * ctx.act, saves=kept, also=also,
+                workspace=layouts, for_backward=layouts,
+                backward_workspace=wgrad1 + r.quantized_gradient(rows * fc1_width),
+            )
     with r.offload("moe_act"), tape.discardable("moe_act", (mid, probs), enabled=selected) as region:
         act = _weighted_activation(r, spec, mid, probs, rows, f)
-    kept, also = r.linear_input("experts fc2", act, rows * f, original=selected)
-    layouts = r.quantized_input(rows * f, original=selected)
-    out = tape.make(
-        "experts fc2 output", act, rows * width * ctx.act, saves=kept, also=also,
-        workspace=layouts, for_backward=0 if selected else layouts,
-        backward_workspace=wgrad2 + r.quantized_gradient(rows * width)
-        + r.requantized_input(rows * f, original=selected),
-    )
+    if r.frozen:
+        out = frozen.expert_linear(
+            r, f"{EXPERTS}.linear_fc2", act, rows, f, width, label="experts fc2 output", row=True
+        )
+    else:
+        kept, also = r.linear_input("experts fc2", act, rows * f, original=selected)
+        layouts = r.quantized_input(rows * f, original=selected)
+        out = tape.make(
+            "experts fc2 output", act, rows * width * ctx.act, saves=kept, also=also,
+            workspace=layouts, for_backward=0 if selected else layouts,
+            backward_workspace=wgrad2 + r.quantized_gradient(rows * width)
+            + r.requantized_input(rows * f, original=selected),
+        )
     if selected:
         tape.discard(region, act)
     if spec.add_bias:
@@ -417,19 +433,29 @@ def _sequential_experts(
             whole = m + _padding(r)
             part = tape.make("padded tokens", part, whole * width * ctx.act)
             scale = tape.make("padded probabilities", scale, whole * (probs.bytes // n.received))
-        kept, also = r.linear_input("experts fc1", part, whole * width)
-        layouts = r.quantized_input(whole * width)
-        mid = tape.make(
-            "experts fc1 output", part, whole * fc1_width * ctx.act, saves=kept, also=also, workspace=layouts,
-            for_backward=layouts, backward_workspace=wgrad1 + r.quantized_gradient(whole * fc1_width),
-        )
-        act = _weighted_activation(r, spec, mid, scale, whole, f)
-        kept, also = r.linear_input("experts fc2", act, whole * f)
-        layouts = r.quantized_input(whole * f)
-        out = tape.make(
-            "experts fc2 output", act, whole * width * ctx.act, saves=kept, also=also, workspace=layouts,
-            for_backward=layouts, backward_workspace=wgrad2 + r.quantized_gradient(whole * width),
-        )
+        if r.frozen:
+            one = f"{EXPERTS}.local_experts.0"
+            mid = frozen.expert_linear(
+                r, f"{one}.linear_fc1", part, whole, width, fc1_width, label="experts fc1 output"
+            )
+            act = _weighted_activation(r, spec, mid, scale, whole, f)
+            out = frozen.expert_linear(
+                r, f"{one}.linear_fc2", act, whole, f, width, label="experts fc2 output", row=True
+            )
+        else:
+            kept, also = r.linear_input("experts fc1", part, whole * width)
+            layouts = r.quantized_input(whole * width)
+            mid = tape.make(
+                "experts fc1 output", part, whole * fc1_width * ctx.act, saves=kept, also=also, workspace=layouts,
+                for_backward=layouts, backward_workspace=wgrad1 + r.quantized_gradient(whole * fc1_width),
+            )
+            act = _weighted_activation(r, spec, mid, scale, whole, f)
+            kept, also = r.linear_input("experts fc2", act, whole * f)
+            layouts = r.quantized_input(whole * f)
+            out = tape.make(
+                "experts fc2 output", act, whole * width * ctx.act, saves=kept, also=also, workspace=layouts,
+                for_backward=layouts, backward_workspace=wgrad2 + r.quantized_gradient(whole * width),
+            )
         if spec.add_bias:
             out = tape.make("experts output with bias", (out, scale), whole * width * ctx.act, saves=(scale,))
         if r.fp8:
@@ -559,6 +585,8 @@ def _shared_experts(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
     y = dense_mlp(r, "mlp.shared_experts", source, ctx.hidden_size, f, mlp, original=original)
     if spec.shared_expert_gate:
         r.parameter("mlp.shared_experts.gate_weight", (1, ctx.hidden_size), use=Use.ROUTER)
-        gate = tape.make("shared expert gate", x, ctx.tokens_sp * ctx.act, saves=(x,), save_output=True)
+        # The product keeps its input for the weight alone.
+        kept = () if r.frozen else (x,)
+        gate = tape.make("shared expert gate", x, ctx.tokens_sp * ctx.act, saves=kept, save_output=True)
         y = tape.make("gated shared output", (y, gate), ctx.tokens_sp * ctx.hidden_size * ctx.act, saves=(y, gate))
     return y

@@ -49,14 +49,18 @@ def record_output(r: Recorder, *, output_bias: bool, own_weight: bool, input_cou
                          workspace=whole if ctx.sp else 0, backward_workspace=2 * whole + wgrad)
         tape.output(loss)
         return
-    if ctx.sp:
-        # ColumnParallelLinear of megatron-core itself, also under Transformer Engine.
-        r.keep(Scratch.MPU, whole)
-    logits = tape.make(
-        "logits", x, elements * ctx.act, saves=(x,), backward_workspace=(whole if ctx.sp else 0) + wgrad
-    )
+    # ColumnParallelLinear of megatron-core itself, also under Transformer Engine.
+    if r.frozen:
+        entering = tape.make("gathered hidden states", x, whole) if ctx.sp else x
+        logits = tape.make("logits", entering, elements * ctx.act)
+    else:
+        if ctx.sp:
+            r.keep(Scratch.MPU, whole)
+        logits = tape.make(
+            "logits", x, elements * ctx.act, saves=(x,), backward_workspace=(whole if ctx.sp else 0) + wgrad
+        )
     loss = _cross_entropy(r, logits, elements)
-    tape.keep_alive(logits)
+    tape.keep_alive(logits, x)  # variables of ``_postprocess``
     tape.output(loss)
 
 

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from bridge_memory.components import Provenance
+from bridge_memory.inventory import frozen
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Parameter, Repeated, Use
 from bridge_memory.inventory.tape import Tape, Tensor
@@ -24,6 +25,7 @@ from bridge_memory.releases import (
     PROJ_KEEPS_ORIGINAL,
     RECOMPUTED_IN_PLACE,
 )
+from bridge_memory.spec.adapters import in_any_layer, is_target
 
 
 class Scratch(str, Enum):
@@ -40,7 +42,9 @@ class Recorder:
 
     def __init__(self, ctx: BlockContext) -> None:
         self.ctx = ctx
-        self.tape = Tape(refills=not RECOMPUTED_IN_PLACE(ctx.impl))
+        #: Whether no weight but those of adapters has a gradient.
+        self.frozen = ctx.adapters is not None
+        self.tape = Tape(refills=not RECOMPUTED_IN_PLACE(ctx.impl), frozen=self.frozen)
         #: Parameters in order, those of experts once with their number.
         self.rows: list[Repeated] = []
         #: (kind, shape, bytes) of lasting scratch, as often as it was asked for.
@@ -94,15 +98,18 @@ class Recorder:
         """Fine-grained offloading of what is saved inside, where ``offload_modules`` names ``module``."""
         return self.tape.offload(module in self.ctx.impl.offload_modules)
 
-    def weight_grad(self, shape: tuple[Any, ...], *, te: bool) -> Any:
+    def weight_grad(self, shape: tuple[Any, ...], *, te: bool, trains: bool = False) -> Any:
         """Scratch bytes of a weight's gradient during its backward, before DDP adds it to the main gradient.
 
         Without gradient accumulation fusion the GEMM writes a fresh gradient in the parameter dtype. With it
         the GEMM adds straight into the main gradient and autograd gets a stand-in of the weight's shape:
         Transformer Engine keeps one per shape for good (``module/base.py: get_dummy_wgrad``), which
         megatron-core uses too; the code before that makes a new one each time
-        (``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``).
+        (``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``). A frozen weight has
+        none; that of an adapter ``trains``.
         """
+        if self.frozen and not trains:
+            return 0
         nbytes = self.ctx.act
         for n in shape:
             nbytes *= n
@@ -112,6 +119,20 @@ class Recorder:
             self.keep(Scratch.WEIGHT_GRADIENT, nbytes, shape)
             return 0
         return nbytes
+
+    # ---- adapters ----
+
+    @property
+    def rank(self) -> int:
+        """That of adapters."""
+        assert self.ctx.adapters is not None
+        return self.ctx.adapters.dim
+
+    def adapts(self, name: str) -> bool:
+        """Whether a linear of this block has an adapter; where targets name layers, as if it were in all of them."""
+        assert self.ctx.adapters is not None
+        module = f"decoder.layers.0.{name}"
+        return is_target(in_any_layer(self.ctx.adapters), name.rpartition(".")[2], module)
 
     # ---- fp8 ----
 
@@ -236,12 +257,18 @@ class Recorder:
         self.parameter(f"{name}.weight", shape, expert=expert, sharded=ctx.tp > 1)
         if bias:
             self.parameter(f"{name}.bias", (out_features,), expert=expert, sharded=ctx.tp > 1)
+        out_label = out_name or f"{name} output"
+        if self.frozen:
+            if fused_norm:
+                self.norm_parameters(name, in_features, ".layer_norm_")
+            return frozen.column_linear(
+                self, name, x, in_features, out_features, fused_norm=fused_norm, gather=gather, label=out_label
+            )
         sp = ctx.sp and gather
         shard = ctx.tokens_sp * in_features * ctx.act
         whole = ctx.tokens * in_features * ctx.act
         wgrad = self.weight_grad(shape, te=ctx.te)
         out_bytes = ctx.tokens * out_features * ctx.act
-        out_label = out_name or f"{name} output"
         kept, entering = ctx.tokens_sp * in_features, ctx.tokens * in_features
         backward = self.quantized_gradient(ctx.tokens * out_features) + wgrad
         if fused_norm:
@@ -295,10 +322,12 @@ class Recorder:
         self.parameter(f"{name}.weight", shape, sharded=ctx.tp > 1)
         if bias:
             self.parameter(f"{name}.bias", (out_features,))
+        label = out_name or f"{name} output"
+        if self.frozen:
+            return frozen.row_linear(self, name, x, in_features, out_features, label=label)
         whole = ctx.tokens * out_features * ctx.act
         kept_input, also = self.linear_input(name, x, ctx.tokens * in_features, original=original)
         wgrad = self.weight_grad(shape, te=ctx.te)
-        label = out_name or f"{name} output"
         if ctx.sp and not ctx.te:
             # A node of its own reduce-scatters; backward, the shard's gradient goes once the whole is gathered.
             x = tape.make(f"{name} partial output", x, whole, saves=kept_input, also=also, backward_workspace=wgrad)
@@ -320,6 +349,8 @@ class Recorder:
         """A linear whose weight every tensor-parallel rank holds whole (TE ``parallel_mode="duplicated"``)."""
         shape = (out_features, in_features)
         self.parameter(f"{name}.weight", shape)
+        if self.frozen:
+            return frozen.plain_linear(self, name, x, rows, in_features, out_features)
         kept_input, also = self.linear_input(name, x, rows * in_features, original=original)
         layouts = self.quantized_input(rows * in_features, original=original)
         return self.tape.make(

@@ -20,7 +20,7 @@ from bridge_memory.inventory.chain import (
 )
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
-from bridge_memory.inventory.layer_links import layer_links
+from bridge_memory.inventory.layer_links import layer_links, reached
 from bridge_memory.inventory.parameters import Parameter, ParameterList
 from bridge_memory.inventory.recorder import Scratch
 from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
@@ -59,16 +59,23 @@ def chunk_inventory(
     links: list[tuple[Link, int]] = []
     if shape.embedding:
         links.append((plain_link(embedding_block(model, ctx), Label.EMBEDDING), 1))
-    links += layer_links(model, shape.layers, ctx)
+    links += layer_links(model, shape, ctx)
     tied = model.share_embeddings_and_output_weights and (shape.embedding or bool(shape.num_depths))
     tail = tail_blocks(model, shape, ctx)
     labels = [link.label for link, _ in links] + [label for _, label in tail]
-    if shares_weights(labels, tied=tied):
+    if ctx.adapters is None and shares_weights(labels, tied=tied):
         pending = pending_gradients(labels, ctx, tied=tied)
         links = [(with_pending(link, found), count) for (link, count), found in zip(links, pending, strict=False)]
         links += tail_links(tail, model, shape, ctx, pending[len(links) :])
     elif tail:
         links += tail_links(tail, model, shape, ctx, [NOTHING_WAITS] * len(tail))
+    if not reached(model, shape, ctx):
+        # Held to the end likewise, where the first layer keeps nothing of it.
+        held = [0 if link.label is Label.EMBEDDING else ctx.hidden_bytes for link, _ in links]
+        links = [
+            (link._replace(forward_peak=link.forward_peak + more), count)
+            for (link, count), more in zip(links, held, strict=True)
+        ]
     if shape.embedding:
         links = _with_first_input(links, ctx)
     else:

@@ -59,6 +59,9 @@ def tail_links(
             link = _mtp_with_residue(link, found.cost, model, ctx)
             link = _with_joined_states(link, shape.num_depths, ctx, last=not depths)
         elif label is Label.LOSS:
+            if ctx.adapters is not None and mtp_loss_is_outside(ctx):
+                # A variable holds the hidden states of all depths joined, of which frozen output layers keep nothing.
+                link = link._replace(forward_peak=link.forward_peak + (of_all - 1) * hidden_states_bytes(ctx))
             losses -= 1
             if losses:
                 link = _before_losses(link, losses, ctx, waiting, first=losses == of_all - 1)
@@ -100,7 +103,7 @@ def _with_joined_states(link: Link, depths: int, ctx: BlockContext, *, last: boo
     that of the first of them, of which it is a part. So is the gradient of the ``last`` depth's output."""
     if not mtp_loss_is_outside(ctx):
         return link
-    hidden = ctx.tokens_sp * ctx.hidden_size * ctx.act
+    hidden = hidden_states_bytes(ctx)
     peak = link.backward_peak_held + depths * hidden if last else link.backward_peak + (1 + depths) * hidden
     return link._replace(backward_peak=peak, backward_peak_held=peak)
 
@@ -108,7 +111,7 @@ def _with_joined_states(link: Link, depths: int, ctx: BlockContext, *, last: boo
 def _before_losses(link: Link, others: int, ctx: BlockContext, waiting: PendingGradients, *, first: bool) -> Link:
     """A loss whose backward finds what ``others`` after it left: gradients of their hidden states, and the tensor of
     all hidden states while a loss before it keeps a part."""
-    hidden = ctx.tokens_sp * ctx.hidden_size * ctx.act
+    hidden = hidden_states_bytes(ctx)
     joined = mtp_loss_is_outside(ctx)
     gradients = (others if joined else 1) * hidden
     kept = others * hidden if joined else 0
@@ -116,6 +119,11 @@ def _before_losses(link: Link, others: int, ctx: BlockContext, waiting: PendingG
     if joined and not first:
         summed += kept + hidden
     return link.with_concurrent(gradients + kept, summed)
+
+
+def hidden_states_bytes(ctx: BlockContext) -> int:
+    """[T_sp, h] in the compute dtype."""
+    return ctx.tokens_sp * ctx.hidden_size * ctx.act
 
 
 def mtp_loss_is_outside(ctx: BlockContext) -> bool:

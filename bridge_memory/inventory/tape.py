@@ -56,6 +56,11 @@ class Tensor:
         #: ``bytes`` in the units of ``alive``.
         self.units = 0
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether one flows to it, of any size."""
+        return not (type(self.grad_bytes) is int and self.grad_bytes == 0)
+
     def __repr__(self) -> str:
         return f"Tensor({self.name}, {self.bytes})"
 
@@ -147,9 +152,11 @@ Node = Op | Region | Discard | Landmark
 class Tape:
     """Records one block's forward pass. See the module docstring for the words."""
 
-    def __init__(self, *, refills: bool = False) -> None:
+    def __init__(self, *, refills: bool = False, frozen: bool = False) -> None:
+        """``frozen``: weights have no gradients, but for those of operations that say that they train."""
         self._root = Region("root")
         self._refills = refills
+        self._frozen = frozen
         self._stack: list[Region] = [self._root]
         self.input_tensors: list[Tensor] = []
         self.output_tensors: list[Tensor] = []
@@ -185,9 +192,15 @@ class Tape:
         in_place: bool = False,
         always_saves: bool = False,
         for_backward: Bytes = 0,
+        trains: bool = False,
     ) -> None:
+        """``trains``: it has a weight with a gradient though the others are frozen."""
         ins = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         outs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+        if self._frozen and not trains and not any(t.has_gradient for t in ins):
+            saves = ()
+            for t in outs:
+                t.grad_bytes = 0
         self._stack[-1].nodes.append(
             Op(
                 name, ins, outs, tuple(saves), workspace, backward_workspace, alias, in_place, self._offloading,
@@ -211,6 +224,7 @@ class Tape:
         also: Sequence[Tensor] = (),
         label: str | None = None,
         for_backward: Bytes = 0,
+        trains: bool = False,
     ) -> Tensor:
         """``op`` with one main output, which is returned, called ``label`` (default: as the operation).
 
@@ -221,6 +235,7 @@ class Tape:
         self.op(
             name, inputs, (out, *also), saves=kept, workspace=workspace,
             backward_workspace=backward_workspace, alias=alias, in_place=in_place, for_backward=for_backward,
+            trains=trains,
         )
         return out
 

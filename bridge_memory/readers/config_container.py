@@ -435,7 +435,10 @@ def _batch(config: Any, view: _Views, data_parallel: int, num_microbatches: int 
     total = _get(train, "global_batch_size")
     if num_microbatches is not None:
         total = micro * data_parallel * num_microbatches
-    return BatchSpec(seq_length=seq_length, micro_batch_size=micro, global_batch_size=total)
+    _, packed = _packing(getattr(config, "dataset", None))
+    return BatchSpec(
+        seq_length=seq_length, micro_batch_size=micro, global_batch_size=total, packed_sequences=packed
+    )
 
 
 def _parallel(view: _Views, world_size: int) -> ParallelSpec:
@@ -685,9 +688,7 @@ def _assumptions(config: Any) -> tuple[str, ...]:
     out = []
     dataset, model = getattr(config, "dataset", None), container_part(config, "model")
     _, packed = _packing(dataset)
-    if packed:
-        out.append("packed sequences fill every micro batch: micro_batch_size x seq_length tokens")
-    elif getattr(dataset, "pad_to_max_length", None) is False and not (
+    if not packed and getattr(dataset, "pad_to_max_length", None) is False and not (
         _get(model, "pipeline_model_parallel_size", 1) > 1 or _get(model, "expert_model_parallel_size", 1) > 1
     ):
         out.append("dataset.pad_to_max_length is off: every micro batch is taken to have a sequence of seq_length")

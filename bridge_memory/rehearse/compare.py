@@ -179,7 +179,7 @@ def _predicted(run: RunSpec, shape: ChunkShape) -> dict[str, list[SavedTensor]]:
     out: dict[str, list[SavedTensor]] = {name: [] for name in COMPONENTS}
     if shape.embedding:
         out["embedding"] += embedding_block(model, ctx).cost.tensors
-    for link, count in layer_links(model, shape.layers, ctx):
+    for link, count in layer_links(model, shape, ctx):
         kept = link.cost.tensors if link.cost is not None else (SavedTensor(link.label.value, link.retained),)
         out["layers"] += kept * count
     for block, label in tail_blocks(model, shape, ctx):

@@ -31,6 +31,7 @@ GIB = 1 << 30
 
 #: What the passes on meta tensors can do without and this loop cannot: steps of a real optimizer, a real batch.
 _NOT_REHEARSED_HERE = (
+    "packed_sequences", "scheme",
     "fp8", "fp8_param", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "log_params_norm",
     "create_attention_mask",
 )  # fmt: skip

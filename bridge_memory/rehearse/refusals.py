@@ -10,11 +10,12 @@ from bridge_memory.spec import RunSpec
 from bridge_memory.spec.fields import called
 
 #: Fields of a RunSpec that neither the loop on a GPU nor the passes on meta tensors act on.
-NOT_REHEARSED = {
+NOT_REHEARSED: dict[str, tuple[str, ...]] = {
+    "batch": (),
     "precision": (),
     "optimizer": ("use_layer_wise_distributed_optimizer",),
     "data_parallel": ("engine",),
-    "peft": ("scheme",),
+    "peft": (),
     "implementation": (
         "defer_embedding_wgrad_compute", "delay_wgrad_compute", "use_legacy_models", "cuda_graph_impl",
         "use_transformer_engine_op_fuser", "use_fused_weighted_squared_relu", "overlap_moe_expert_parallel_comm",

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from bridge_memory.inventory.parameters import ALLOCATION_UNIT, pad
 from bridge_memory.rehearse import patches, te_kernels
+from bridge_memory.rehearse.adapters import adapt
 from bridge_memory.rehearse.model import TORCH_DTYPES, NotBuildable, build_chunks
 from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 from bridge_memory.rehearse.tracker import Alive, Peak, SavedRecord, Tracker, parts_of
@@ -75,7 +77,7 @@ class PassRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRehearsal:
-    """One model chunk (virtual stage)."""
+    """One model chunk (virtual stage); its parameters without adapters."""
 
     chunk: int
     parameters: dict[str, tuple[int, ...]]
@@ -95,6 +97,8 @@ class Rehearsal:
     optimizer_bytes: int | None
     #: What linears keep of their weights in fp8 from one microbatch to the next.
     fp8_copies_bytes: int = 0
+    #: Weights without gradients, each a tensor of its own, which are in no buffer.
+    frozen_bytes: int = 0
 
     @property
     def parameters(self) -> int:
@@ -104,7 +108,7 @@ class Rehearsal:
 
     @property
     def weights_bytes(self) -> int:
-        return sum(b.parameter_bytes for b in self.buffers)
+        return sum(b.parameter_bytes for b in self.buffers) + self.frozen_bytes
 
     @property
     def gradients_bytes(self) -> int:
@@ -123,6 +127,7 @@ def rehearse(
     with on_rank(run, rank):
         chunks = build_chunks(run, architecture=architecture)
         parameters = [{n: tuple(p.shape) for n, p in chunk.named_parameters()} for chunk in chunks]
+        adapt(run, chunks)
         wrapped = [distributed(run, chunk, i) for i, chunk in enumerate(chunks)]
         done = tuple(
             ChunkRehearsal(i, parameters[i], _run_chunk(run, chunk, ddp))
@@ -130,8 +135,9 @@ def rehearse(
         )
         buffers = tuple(b for ddp in wrapped for b in _buffers(ddp))
         copies = sum(map(_fp8_copies, chunks))
+        frozen = sum(pad(p.nbytes, ALLOCATION_UNIT) for c in chunks for p in c.parameters() if not p.requires_grad)
         state = _optimizer_state(run, wrapped)
-    return Rehearsal(run, rank, stage_of_rank(run.parallel, rank), done, buffers, state, copies)
+    return Rehearsal(run, rank, stage_of_rank(run.parallel, rank), done, buffers, state, copies, frozen)
 
 
 def saved_tensors(run: RunSpec, stage: int, chunk: int = 0) -> list[SavedRecord]:
@@ -396,6 +402,21 @@ def _passes(tracker: Tracker, forward: Any) -> PassRecord:
             gc.enable()
 
 
+def _packed(run: RunSpec) -> dict[str, Any]:
+    """What a forward pass over packed sequences is given besides: here of two sequences of equal length."""
+    if not run.batch.packed_sequences:
+        return {}
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    longest = run.batch.rows[0] // 2
+    # Unfused, the rotation splits the tokens by these numbers.
+    ends = torch.tensor([0, longest, 2 * longest], dtype=torch.int32)
+    params = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    return {"packed_seq_params": params}
+
+
 def _static(chunk: torch.nn.Module) -> list[torch.Tensor]:
     tensors = [*chunk.parameters(), *chunk.buffers()]
     tensors += [p.main_grad for p in chunk.parameters() if hasattr(p, "main_grad")]
@@ -405,8 +426,8 @@ def _static(chunk: torch.nn.Module) -> list[torch.Tensor]:
 def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
     """One microbatch through one chunk, from the embedding or received input to the loss or sent output."""
     batch, parallel = run.batch, run.parallel
-    s = batch.seq_length // parallel.cp
-    b = batch.micro_batch_size
+    length, b = batch.rows
+    s = length // parallel.cp
     tracker = Tracker(_static(chunk))
     with tracker.watching(chunk), ddp.no_sync():
         ids = torch.empty((b, s), dtype=torch.int64, device=patches.META)
@@ -415,7 +436,8 @@ def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
         mask = torch.empty((b, s), dtype=torch.float32, device=patches.META)
         causal = None
         if run.implementation.create_attention_mask and (chunk.pre_process or chunk.post_process):
-            causal = torch.empty((b, 1, s, batch.seq_length), dtype=torch.bool, device=patches.META)
+            causal = torch.empty((b, 1, s, length), dtype=torch.bool, device=patches.META)
+        more = _packed(run)
         tracker.name_alive("batch")
         anchor = torch.empty((), device=patches.META, requires_grad=True)
         tracker.ignore(anchor)
@@ -435,7 +457,7 @@ def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
                     )
                 tracker.name_alive("received input")
                 chunk.set_input_tensor(received)
-            out = ddp(ids, positions, causal, labels=labels if chunk.post_process else None)
+            out = ddp(ids, positions, causal, labels=labels if chunk.post_process else None, **more)
             if chunk.post_process:
                 losses = out.view(-1).float()
                 return torch.sum(losses * mask.view(-1))
@@ -467,6 +489,7 @@ def rehearse_layer(run: RunSpec, layer: int, architecture: Any = None) -> PassRe
     last_of_ring = rank_of_stage(run.parallel, stage) + (run.parallel.cp - 1) * run.parallel.tp
     with on_rank(run, last_of_ring):
         chunks = build_chunks(run, architecture=architecture)
+        adapt(run, chunks)
         ddp = distributed(run, chunks[index], index)
         chunk: Any = chunks[index]
         local = layout(run.model, run.parallel).stages[stage][index].layers.index(layer)
@@ -484,16 +507,17 @@ def _fp8(config: Any, layer: Any) -> Any:
 
 
 def _run_layer(run: RunSpec, chunk: Any, module: Any, ddp: Any) -> PassRecord:
-    s = run.batch.seq_length // run.parallel.cp
+    length, sequences = run.batch.rows
+    s = length // run.parallel.cp
     rows = s // run.parallel.tp if run.parallel.sp else s
-    shape = (rows, run.batch.micro_batch_size, run.model.hidden_size)
+    shape = (rows, sequences, run.model.hidden_size)
     dtype = TORCH_DTYPES[run.precision.params_dtype]
     if run.precision.fp32_residual_connection:
         dtype = torch.float32
     rotary = getattr(chunk, "rotary_pos_emb", None)
-    more: dict[str, Any] = {}
+    more = _packed(run)
     if rotary is not None:
-        table = rotary(run.batch.seq_length)
+        table = rotary(length)
         more["rotary_pos_emb"] = table[0] if isinstance(table, tuple) else table
     static = [*_static(chunk), *(t for t in more.values() if isinstance(t, torch.Tensor))]
     tracker = Tracker(static)

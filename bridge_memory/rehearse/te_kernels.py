@@ -543,6 +543,20 @@ def multi_tensor_l2norm(chunk: int, noop: Any, lists: Any, per_tensor: Any = Fal
     return _empty([1], torch.float32), _empty([count], torch.float32)
 
 
+def thd_read_half_tensor(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """``attention.cpp``: one half of every sequence's tokens, a copy."""
+    shape = list(tensor.shape)
+    tokens = 0 if tensor.dim() == 3 else 1
+    shape[tokens] //= 2
+    return _empty(shape, tensor.dtype)
+
+
+def thd_read_second_half_lse(statistics: torch.Tensor, ends: Any, packed: bool, tokens: int) -> torch.Tensor:
+    """``attention.cpp``: [heads, half of all tokens], or [b, heads, half of the longest sequence]."""
+    shape = (statistics.shape[0], tokens) if packed else (*statistics.shape[:2], tokens)
+    return _empty(shape, statistics.dtype)
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
@@ -562,6 +576,7 @@ class _Kernels(types.ModuleType):
                 fused_attn_fwd, fused_attn_bwd, get_fused_attn_backend, fused_qkv_rope_forward,
                 fused_qkv_rope_backward, fused_topk_with_score_function_fwd, fused_topk_with_score_function_bwd,
                 fused_moe_aux_loss_fwd, fused_moe_aux_loss_bwd, quantize, split_quantize, bgrad_quantize,
+                thd_read_half_tensor, thd_read_second_half_lse,
                 dequantize, fp8_transpose, swap_first_dims, multi_tensor_l2norm, create_empty_quantized_tensor,
             )
         )  # fmt: skip
@@ -585,7 +600,7 @@ class _Kernels(types.ModuleType):
             "multi_tensor_adam_capturable_master", "multi_tensor_adam_param_remainder", "multi_tensor_sgd",
             "multi_tensor_compute_scale_and_scale_inv", "multi_tensor_compute_scale_inv_e8m0",
             "fused_amax_and_scale_update_after_reduction", "compute_amax", "fused_multi_row_padding",
-            "fused_multi_row_unpadding",
+            "fused_multi_row_unpadding", "thd_out_correction", "thd_grad_correction", "thd_second_half_lse_correction",
         ):  # fmt: skip
             known[name] = _nothing
         for name, value in known.items():

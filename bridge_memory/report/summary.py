@@ -65,7 +65,7 @@ def _batch(run: RunSpec) -> str:
     b, m = run.batch, run.num_microbatches
     total = m * b.micro_batch_size * run.parallel.data_parallel_size
     return _join(
-        f"sequences of {b.seq_length} tokens",
+        f"{'packed ' if b.packed_sequences else ''}sequences of {b.seq_length} tokens",
         f"micro batch {b.micro_batch_size}",
         f"global batch {total}{' (by default)' if b.global_batch_size is None else ''}",
         f"{m} {'microbatch' if m == 1 else 'microbatches'} a step",

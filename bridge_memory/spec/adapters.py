@@ -8,8 +8,10 @@ output of a base that every rank holds whole.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from bridge_memory.spec.errors import divide
 from bridge_memory.spec.limits import Limits
@@ -18,8 +20,8 @@ from bridge_memory.spec.parts import ParallelSpec, PeftSpec
 
 #: Linears whose input is split over TP (RowParallelLinear).
 ROW_PARALLEL = ("linear_proj", "linear_fc2", "out_proj")
-#: Linears that every rank holds whole (TELinear with parallel_mode "duplicated").
-DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
+#: Linears that every rank holds whole (TELinear with parallel_mode "duplicated"; TopKRouter).
+DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj", "router", "fc1_latent_proj", "fc2_latent_proj")
 
 
 class Linear(NamedTuple):
@@ -40,29 +42,58 @@ def check_adapters(peft: PeftSpec, parallel: ParallelSpec, model: ModelSpec, lim
     if peft.scheme != "lora" or not peft.dim:
         return
     for linear in _linears(model, limits):
+        ranks = parallel.etp if linear.experts else parallel.tp
         if linear.name in peft.target_modules:
             if linear.name not in ROW_PARALLEL:
-                divide_rank(peft.dim, parallel, linear.experts)
+                split_rank(peft.dim, ranks, experts=linear.experts)
             if linear.features:
-                divide_features(*linear.features, parallel, linear.experts)
+                divide_features(*linear.features, ranks, experts=linear.experts)
 
 
-def divide_rank(dim: int, parallel: ParallelSpec, experts: bool) -> int:
-    """The rank of a column-parallel linear_in on one rank. Raises SpecError."""
-    by, size = _ranks(parallel, experts)
-    return divide(dim, size, "peft.dim", by, f"choose a multiple of {size}")
+def idle_targets(peft: PeftSpec, model: ModelSpec, limits: Limits) -> Iterator[str]:
+    """Targets that are the name of no linear here; those with ``*`` or a full name may be anything."""
+    names = {linear.name for linear in _linears(model, limits)}
+    for target in peft.target_modules:
+        if target not in names and "*" not in target and "." not in target:
+            yield target
 
 
-def divide_features(name: str, features: int, parallel: ParallelSpec, experts: bool) -> int:
-    """The output of a column-parallel linear_out on one rank. Raises SpecError."""
-    by, size = _ranks(parallel, experts)
-    return divide(features, size, name, by, "choose a divisor: its adapter is divided")
+def split_rank(dim: int, ranks: Any, *, experts: bool) -> Any:
+    """The rank of a column-parallel linear_in on one of ``ranks`` ranks. Raises SpecError."""
+    return divide(dim, ranks, "peft.dim", _divisor(experts), f"choose a multiple of {ranks}")
 
 
-def _ranks(parallel: ParallelSpec, experts: bool) -> tuple[str, int]:
-    if experts:
-        return "expert_tensor_parallel_size", parallel.etp
-    return "tensor_model_parallel_size", parallel.tp
+def divide_features(name: str, features: Any, ranks: Any, *, experts: bool) -> Any:
+    """The output of a column-parallel linear_out on one of ``ranks`` ranks. Raises SpecError."""
+    return divide(features, ranks, name, _divisor(experts), "choose a divisor: its adapter is divided")
+
+
+def _divisor(experts: bool) -> str:
+    return "expert_tensor_parallel_size" if experts else "tensor_model_parallel_size"
+
+
+def is_target(peft: PeftSpec, linear: str, module: str) -> bool:
+    """Whether ``module``, a full name that ends with the name ``linear``, gets an adapter (``module_matcher.py``)."""
+    return any(_matches(target, linear, module) for target in peft.target_modules)
+
+
+def in_any_layer(peft: PeftSpec) -> PeftSpec:
+    """The same where targets that name a layer mean layer 0."""
+    return replace(peft, target_modules=tuple(_LAYER_NUMBER.sub("0", t) for t in peft.target_modules))
+
+
+def names_layers(peft: PeftSpec) -> bool:
+    """Whether some target names the number of a layer."""
+    return any(_LAYER_NUMBER.search(target) for target in peft.target_modules)
+
+
+_LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def _matches(target: str, linear: str, module: str) -> bool:
+    if target == linear:
+        return True
+    return re.fullmatch(re.escape(target).replace(r"\*", "(.*)"), module) is not None
 
 
 def _linears(model: ModelSpec, limits: Limits) -> Iterator[Linear]:
@@ -90,9 +121,12 @@ def _linears(model: ModelSpec, limits: Limits) -> Iterator[Linear]:
         yield Linear("linear_fc1")
         yield Linear("linear_fc2", features=hidden)
     for moe in limits.moes:
-        yield Linear("router")
+        yield Linear("router", features=("num_moe_experts", moe.num_experts))
         yield Linear("linear_fc1", experts=True)
         width = ("moe_latent_size", moe.latent_size) if moe.latent_size else hidden
+        if moe.latent_size:
+            yield Linear("fc1_latent_proj", features=width)
+            yield Linear("fc2_latent_proj", features=hidden)
         yield Linear("linear_fc2", experts=True, features=width)
     if model.mtp_num_layers:
         yield Linear("eh_proj")

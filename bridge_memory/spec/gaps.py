@@ -16,10 +16,11 @@ from bridge_memory.releases import (
     nearest_known,
     release_words,
 )
+from bridge_memory.spec.adapters import idle_targets, names_layers
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
-from bridge_memory.spec.model import GatedDeltaNetSpec, ModelSpec
+from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, ModelSpec
 from bridge_memory.spec.run import RunSpec
 
 
@@ -153,12 +154,19 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             "log_params_norm with use_precision_aware_optimizer: fp32 copies of the parameters in steps that log it",
             Effect.UP,
         )
-    if run.peft.freezes:
+    if run.peft.freezes and not run.peft.trains_adapters:
         yield Gap(
             f"peft ({run.peft.scheme}): activations, which are counted as if every weight trained", Effect.EITHER
         )
-        if not run.peft.dim:
-            yield Gap(f"peft ({run.peft.scheme}): adapters, their gradients and optimizer state", Effect.UP)
+        yield Gap(f"peft ({run.peft.scheme}): adapters, their gradients and optimizer state", Effect.UP)
+    if run.peft.trains_adapters and names_layers(run.peft):
+        yield Gap(
+            "peft.target_modules with the number of a layer: activations, counted as if its adapters were in every "
+            "layer",
+            Effect.EITHER,
+        )
+    if run.batch.packed_sequences:
+        yield from _packed(run)
     if impl.cpu_offloading_num_layers and not run.model.hybrid:
         yield Gap("cpu_offloading_num_layers: the two layers in flight between GPU and host", Effect.UP)
     if precision.fp8 and precision.params_dtype == "fp32":
@@ -202,6 +210,33 @@ def _deferred(run: RunSpec) -> int:
     return run.num_microbatches * tokens * width * DTYPE_BYTES[run.precision.params_dtype]
 
 
+def _packed(run: RunSpec) -> Iterator[Gap]:
+    """What depends on how long the sequences of a pack are, which a run does not say."""
+    impl, limits = run.implementation, limits_of(run.model)
+    if run.parallel.cp > 1:
+        # TE context_parallel.py: thd_read_half_tensor, thd_second_half_lse_correction.
+        yield Gap(
+            f"packed_sequences with context_parallel_size ({run.parallel.cp}): what attention makes in passing of "
+            "halves of sequences, counted as for whole ones",
+            Effect.EITHER,
+        )
+    if impl.attention_kernel == "unfused" or run.precision.params_dtype == "fp32":
+        # TE backends.py: UnfusedDotProductAttention.forward, which puts every sequence into a row of the longest.
+        yield Gap("packed_sequences with unfused attention: scores of the whole pack are counted", Effect.DOWN)
+    elif any(isinstance(m, AttentionSpec) and m.learnable_softmax_sink for m in limits.mixers):
+        # TE dot_product_attention/utils.py: get_attention_backend
+        yield Gap(
+            "packed_sequences with a learnable softmax sink: cuDNN before 9.18 leaves them to unfused attention, whose "
+            "scores are not counted",
+            Effect.UP,
+        )
+    if any(isinstance(m, (MambaSpec, GatedDeltaNetSpec)) for m in limits.mixers):
+        yield Gap(
+            "packed_sequences in Mamba and gated delta net layers: chunks and states of every sequence of a pack",
+            Effect.EITHER,
+        )
+
+
 def ignored(run: RunSpec, plan: Layout) -> tuple[str, ...]:
     """What the run asks for to no effect, and what is supposed for want of a known rule; one sentence each."""
     return tuple((*_idle_recomputation(run, plan), *_without_effect(run), *_supposed(run)))
@@ -242,6 +277,9 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
             f"main_grads_dtype ({optimizer.main_grads_dtype}) makes gradient buffers no smaller: grad_reduce_in_fp32 "
             "keeps them in fp32"
         )
+    if run.peft.trains_adapters:
+        for target in idle_targets(run.peft, run.model, limits_of(run.model)):
+            yield f"peft.target_modules ({target}) names no linear of this model"
     if impl.use_legacy_models:
         yield "use_legacy_models: the layers of the removed legacy model are counted as megatron-core's local ones"
 
@@ -263,6 +301,8 @@ def idle_modules(model: ModelSpec, te: bool) -> dict[str, str]:
 
 def _supposed(run: RunSpec) -> Iterator[str]:
     impl = run.implementation
+    if run.batch.packed_sequences:
+        yield "packed sequences fill every micro batch: micro_batch_size x seq_length tokens"
     core, nearest = impl.megatron_core, nearest_known(impl.megatron_core)
     if core != nearest:
         yield (

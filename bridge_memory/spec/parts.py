@@ -118,6 +118,15 @@ class BatchSpec(Checked):
     micro_batch_size: int = positive(1, below=2**20)
     #: None: one microbatch a virtual stage and data-parallel replica, see ``RunSpec.num_microbatches``.
     global_batch_size: int | None = positive(None, below=2**32)
+    #: The sequences of a micro batch, and the shorter ones that each is packed of, run as one row of tokens (thd).
+    packed_sequences: bool = flag(False)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """(s, b) of what layers compute on, before CP."""
+        if self.packed_sequences:
+            return self.seq_length * self.micro_batch_size, 1
+        return self.seq_length, self.micro_batch_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +237,11 @@ class PeftSpec(Checked):
     def freezes(self) -> bool:
         """Whether the model's own parameters get no gradient."""
         return self.scheme != "none"
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters train whose rank is known."""
+        return self.freezes and self.dim > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -320,7 +320,8 @@ def _check_batch(run: RunSpec) -> None:
     p, b = run.parallel, run.batch
     tp, cp, s = p.tensor_model_parallel_size, p.context_parallel_size, b.seq_length
     m = run.model
-    if m.position_embedding_type == "learned_absolute" and 0 < m.max_position_embeddings < s:
+    learned = m.position_embedding_type == "learned_absolute" and not b.packed_sequences
+    if learned and 0 < m.max_position_embeddings < s:
         # MLM validate_args; an index out of range in models/common/embeddings/language_model_embedding.py
         raise SpecError(
             f"seq_length ({s}) is longer than the model's table of learned positions, max_position_embeddings "
@@ -666,6 +667,12 @@ _CAPACITY_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 def _check_implementation(run: RunSpec, limits: Limits) -> None:
     i, p = run.implementation, run.parallel
+    if run.batch.packed_sequences and not i.te:
+        # transformer/dot_product_attention.py: DotProductAttention.forward
+        raise SpecError(
+            f"packed_sequences (True) does not go with transformer_impl ({i.transformer_impl}), whose attention takes "
+            "none; use transformer_engine"
+        )
     if i.defer_embedding_wgrad_compute:  # MPC
         if p.pipeline_model_parallel_size == 1:
             raise SpecError(

@@ -72,6 +72,21 @@ def test_mixed_precision_by_name_lies_over_the_model() -> None:
     assert config.model.bf16 and config.ddp.grad_reduce_in_fp32
 
 
+@pytest.mark.parametrize(
+    ("dataset", "packed"),
+    [
+        ({}, False),
+        ({"packed_sequence_specs": SimpleNamespace(packed_sequence_size=2048)}, True),
+        ({"packed_sequence_specs": SimpleNamespace(packed_sequence_size=-1)}, False),
+        ({"enable_offline_packing": True, "offline_packing_specs": SimpleNamespace(packed_sequence_size=2048)}, True),
+        ({"enable_in_batch_packing": True}, True),
+    ],
+)
+def test_a_dataset_says_whether_sequences_are_packed(dataset: dict[str, Any], packed: bool) -> None:
+    run = run_from_config_container(namespace(dataset=SimpleNamespace(seq_length=2048, **dataset)))
+    assert run.batch.packed_sequences is packed
+
+
 def test_what_changes_memory_and_is_not_modelled_is_listed_by_name() -> None:
     run = run_from_config_container(
         namespace(model__tp_comm_overlap=True, ddp__nccl_ub=True, peft=SimpleNamespace(dim=16))

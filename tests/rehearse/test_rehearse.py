@@ -255,7 +255,6 @@ def test_what_a_layer_does_not_heed_is_refused(flag: list[str], capsys: pytest.C
 IGNORED = {
     "offload_modules": {"implementation": replace(LOCAL, offload_modules=("moe_act",))},
     "cuda_graph_impl": {"implementation": replace(LOCAL, cuda_graph_impl="transformer_engine")},
-    "peft": {"peft": PeftSpec(scheme="lora", dim=16)},
 }
 
 
@@ -265,7 +264,7 @@ def test_what_a_rehearsal_would_ignore_is_refused_by_name(field: str) -> None:
 
     class Run:
         precision, optimizer, implementation = PrecisionSpec(), OptimizerSpec(), LOCAL
-        data_parallel, peft = DataParallelSpec(), PeftSpec()
+        batch, data_parallel, peft = BatchSpec(), DataParallelSpec(), PeftSpec()
 
     refuse_what_is_ignored(Run())  # type: ignore[arg-type]
     for name, value in IGNORED[field].items():
