@@ -39,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
     from bridge_memory.rehearse.world import RehearsalUnavailable, first_line, newer_release, quiet, require_megatron
 
     with quiet():
-        why_not = _take_transformer_engine() if args.device == "cpu" else ""
+        why_not = take_transformer_engine() if args.device == "cpu" else ""
         require_megatron()
-        spec = _spec(args)
+        spec = described(args)
         if args.device == "cuda":
             return _on_gpu(args, spec)
         for flag in ("record", "snapshot"):
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             ) from error
 
 
-def _spec(args: argparse.Namespace) -> RunSpec:
+def described(args: argparse.Namespace) -> RunSpec:
     """The run, by the rules of the megatron-core that is installed, which is the one that will run."""
     from bridge_memory.rehearse.world import installed_release
     from bridge_memory.report.gpus import find_gpu
@@ -110,7 +110,7 @@ def _experts_one_by_one(spec: RunSpec, notes: list[str]) -> RunSpec:
     return spec.with_(implementation=replace(impl, moe_grouped_gemm=False))
 
 
-def _take_transformer_engine() -> str:
+def take_transformer_engine() -> str:
     """Its Python, over kernels that compute nothing; megatron-core looks for it only once. Returns why it cannot be."""
     if find_spec("torch") is None:
         return ""
@@ -124,8 +124,11 @@ def _take_transformer_engine() -> str:
     return why_not
 
 
-def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[str]) -> int:
-    """On meta tensors; ``why_not``: why Transformer Engine cannot be rehearsed here, or empty."""
+def on_meta(spec: RunSpec, why_not: str, notes: list[str]) -> RunSpec:
+    """``spec`` as it can run on meta tensors here, with ``notes`` on what differs. Raises SpecError.
+
+    ``why_not``: why Transformer Engine cannot be rehearsed here, or empty.
+    """
     from bridge_memory.rehearse import te_kernels
     from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 
@@ -146,7 +149,11 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[
         spec = spec.with_(implementation=local)
     if spec.implementation.te:
         spec = _with_the_release_here(spec)
-    spec = _experts_one_by_one(spec, notes)
+    return _experts_one_by_one(spec, notes)
+
+
+def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[str]) -> int:
+    spec = on_meta(spec, why_not, notes)
     if args.layer is not None:
         return _one_layer(args, spec, notes)
     from bridge_memory.rehearse.run import rehearse

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from bridge_memory.rehearse import patches
-from bridge_memory.rehearse.world import RehearsalUnavailable, installed_release
+from bridge_memory.rehearse.world import NotBuildable, StackRefusal, installed_release
 from bridge_memory.releases import QUERY_NORM_WITHOUT_LATENT
 from bridge_memory.spec import (
     AttentionSpec,
@@ -35,10 +35,6 @@ from bridge_memory.spec.dtypes import TORCH_NAMES
 
 #: Number format -> torch's dtype.
 TORCH_DTYPES = {name: getattr(torch, words[0]) for name, words in TORCH_NAMES.items()}
-
-
-class NotBuildable(RehearsalUnavailable):
-    """megatron-core's configuration cannot express this model or run."""
 
 
 def _only(kind: str, values: Iterable[Any]) -> Any:
@@ -277,7 +273,7 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
             warnings.simplefilter("ignore")
             return cls(**config)
     except (ValueError, AssertionError, NotImplementedError) as refusal:
-        raise NotBuildable(f"megatron-core refuses this run: {_one_line(refusal)}") from refusal
+        raise StackRefusal(f"megatron-core refuses this run: {_one_line(refusal)}") from refusal
 
 
 def _fp8_fields(run: RunSpec) -> dict[str, Any]:
@@ -604,7 +600,7 @@ def build_chunks(
             except NotBuildable:
                 raise
             except (ValueError, AssertionError, NotImplementedError) as refusal:
-                raise NotBuildable(f"megatron-core refuses this rank: {_one_line(refusal)}") from refusal
+                raise StackRefusal(f"megatron-core refuses this rank: {_one_line(refusal)}") from refusal
     return chunks
 
 

@@ -19,7 +19,7 @@ from bridge_memory.rehearse import patches, te_kernels
 from bridge_memory.rehearse.model import TORCH_DTYPES, NotBuildable, build_chunks
 from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 from bridge_memory.rehearse.tracker import Alive, Peak, SavedRecord, Tracker, parts_of
-from bridge_memory.rehearse.world import fake_world, quiet
+from bridge_memory.rehearse.world import fake_world, quiet, refusals_named
 from bridge_memory.spec import MLPSpec, MoESpec, RunSpec, SpecError
 from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank
 
@@ -160,7 +160,7 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
     with (
         quiet(), _collecting_only_what_is_new(), fake_world(run.parallel, rank),
         patches.running(*((moe.topk, moe.num_experts) if moe else ()), odd=run.precision.fp8 is not None),
-        _transformer_engine(run),
+        _transformer_engine(run), refusals_named(),
     ):  # fmt: skip
         yield
 

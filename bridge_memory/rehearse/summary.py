@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from bridge_memory.components import State
 from bridge_memory.estimate import estimate, stage_costs
@@ -15,13 +16,35 @@ from bridge_memory.spec.layout import layout
 from bridge_memory.workspaces.dispatcher import RECOMPUTED_ORDER, ROUTING
 
 
+class Quantity(str, Enum):
+    """What a row is about."""
+
+    PARAMETERS = "parameters (elements)"
+    WEIGHTS = "weights"
+    FP8_COPIES = "fp8 weight copies"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer state"
+    DISPATCHERS = "held by MoE dispatchers"
+    SAVED = "saved for backward, a microbatch"
+    FORWARD = "forward peak"
+    BACKWARD = "backward peak"
+    SCHEDULE = "schedule peak above static memory"
+    PEAK = "peak"
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """``found`` is None where the rehearsal cannot see it. Bytes, or elements for parameters."""
 
-    name: str
+    quantity: Quantity
     predicted: int
     found: int | None
+    #: Of which model chunk, where the stage has several.
+    chunk: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.quantity.value if self.chunk is None else f"chunk {self.chunk}: {self.quantity.value}"
 
     @property
     def difference(self) -> int | None:
@@ -43,26 +66,26 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
     predicted = estimate(run).stages[stage]
     copies = sum(c.bytes for c in predicted.components if c.state is State.FP8_COPIES)
     out = [
-        Row("parameters (elements)", predicted.parameters, rehearsal.parameters),
-        Row("weights", predicted.weights_bytes - copies, rehearsal.weights_bytes),
-        *([Row("fp8 weight copies", copies, rehearsal.fp8_copies_bytes)] if run.precision.fp8 else []),
-        Row("gradients", predicted.gradients_bytes, rehearsal.gradients_bytes),
-        Row("optimizer state", predicted.optimizer_bytes, rehearsal.optimizer_bytes),
+        Row(Quantity.PARAMETERS, predicted.parameters, rehearsal.parameters),
+        Row(Quantity.WEIGHTS, predicted.weights_bytes - copies, rehearsal.weights_bytes),
+        *([Row(Quantity.FP8_COPIES, copies, rehearsal.fp8_copies_bytes)] if run.precision.fp8 else []),
+        Row(Quantity.GRADIENTS, predicted.gradients_bytes, rehearsal.gradients_bytes),
+        Row(Quantity.OPTIMIZER, predicted.optimizer_bytes, rehearsal.optimizer_bytes),
     ]
     routing = sum(c.bytes for c in predicted.components if c.name in (ROUTING, RECOMPUTED_ORDER))
     held = sum(c.passes.held_bytes for c in rehearsal.chunks)
     if routing or held:
-        out.append(Row("held by MoE dispatchers", routing, held))
+        out.append(Row(Quantity.DISPATCHERS, routing, held))
     ctx = context_of(run)
     shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
     inventories = [chunk_inventory(run.model, shape, ctx) for shape in shapes]
     for record, ours in zip(rehearsal.chunks, inventories, strict=True):
-        label = f"chunk {record.chunk}: " if len(inventories) > 1 else ""
+        chunk = record.chunk if len(inventories) > 1 else None
         passes = record.passes
         out += [
-            Row(f"{label}saved for backward, a microbatch", ours.retained, passes.saved_bytes),
-            Row(f"{label}forward peak", ours.forward_peak, passes.forward_bytes),
-            Row(f"{label}backward peak", ours.backward_peak, passes.backward_bytes),
+            Row(Quantity.SAVED, ours.retained, passes.saved_bytes, chunk),
+            Row(Quantity.FORWARD, ours.forward_peak, passes.forward_bytes, chunk),
+            Row(Quantity.BACKWARD, ours.backward_peak, passes.backward_bytes, chunk),
         ]
     found = [
         ChunkCost(passes.saved_bytes, passes.forward_bytes, passes.backward_bytes)
@@ -76,11 +99,11 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
         ).bytes
         for costs in (mine, found)
     ]  # fmt: skip
-    out.append(Row("schedule peak above static memory", peaks[0], peaks[1]))
+    out.append(Row(Quantity.SCHEDULE, peaks[0], peaks[1]))
     static = rehearsal.weights_bytes + rehearsal.gradients_bytes + rehearsal.fp8_copies_bytes + held
     if rehearsal.optimizer_bytes is not None:
         ours_static = predicted.weights_bytes + predicted.gradients_bytes + predicted.optimizer_bytes + routing
-        out.append(Row("peak", ours_static + peaks[0], static + rehearsal.optimizer_bytes + peaks[1]))
+        out.append(Row(Quantity.PEAK, ours_static + peaks[0], static + rehearsal.optimizer_bytes + peaks[1]))
     return out
 
 
@@ -89,13 +112,13 @@ def lines(table: list[Row], unit: int = 1 << 30) -> list[str]:
     width = max(len(r.name) for r in table)
     out = [f"{'':<{width}}  {'predicted':>15}  {'rehearsed':>15}  {'difference':>15}"]
     for r in table:
-        cells = [_cell(r.name, v, unit) for v in (r.predicted, r.found, r.difference)]
+        cells = [_cell(r.quantity, v, unit) for v in (r.predicted, r.found, r.difference)]
         share = f"{r.predicted / r.found - 1:+8.2%}" if r.found else ""
         out.append(f"{r.name:<{width}}  {cells[0]:>15}  {cells[1]:>15}  {cells[2]:>15}  {share}".rstrip())
     return out
 
 
-def _cell(name: str, value: int | None, unit: int) -> str:
+def _cell(quantity: Quantity, value: int | None, unit: int) -> str:
     if value is None:
         return "not seen"
-    return f"{value:,}" if name.startswith("parameters") else f"{value / unit:,.4f} GiB"
+    return f"{value:,}" if quantity is Quantity.PARAMETERS else f"{value / unit:,.4f} GiB"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +27,41 @@ NEWEST_RELEASE = (0, 19)
 
 class RehearsalUnavailable(SpecError):
     """The ``megatron`` extra is missing, or this process cannot host a rehearsal. One line, with the fix."""
+
+
+class NotBuildable(RehearsalUnavailable):
+    """megatron-core's configuration cannot express this model or run."""
+
+
+class StackRefusal(NotBuildable):
+    """megatron-core or Transformer Engine refuses the run, or fails on it, where the estimate did not refuse it."""
+
+
+#: Packages of the real stack, and what they raise on purpose or when sizes do not go together.
+_STACK = {"megatron": "megatron-core", "transformer_engine": "Transformer Engine"}
+_REFUSALS = (AssertionError, ValueError, NotImplementedError, RuntimeError)
+
+
+@contextmanager
+def refusals_named() -> Iterator[None]:
+    """Raise StackRefusal, in one line, for what megatron-core or Transformer Engine itself raises in this block.
+
+    An error that comes out of other code, or is of another kind (a KeyError, say), passes: it may be the rehearsal's.
+    """
+    try:
+        yield
+    except SpecError:
+        raise
+    except _REFUSALS as error:
+        frame, _ = deque(traceback.walk_tb(error.__traceback__), maxlen=1).pop()
+        module = str(frame.f_globals.get("__name__"))
+        package = _STACK.get(module.partition(".")[0])
+        if package is None:
+            raise
+        said = " ".join(str(error).split()) or f"{type(error).__name__} without words"
+        raise StackRefusal(
+            f"{package} refuses this rank ({module.rpartition('.')[2]}.py: {frame.f_code.co_name}): {said[:300]}"
+        ) from error
 
 
 @contextmanager
