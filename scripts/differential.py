@@ -2,14 +2,14 @@
 
     python scripts/differential.py --cases 200 --seed 1
     python scripts/differential.py --cases 600 --seed 2 --workers 2 --jsonl found.jsonl \
-        --transformer-engine ~/te-2.11 --megatron-core ~/core-0.13 --megatron-core ~/core-0.16 --megatron-core ~/core-0.19
+        --transformer-engine te-2.11 --megatron-core core-0.13 --megatron-core core-0.16 --megatron-core core-0.19
 
 Every case is a command line of ``bridge-memory rehearse``: a preset, parallel sizes and options drawn at random. It
-runs in a child process, which runs many and is replaced when one of them kills it or takes too long. A folder given with
-``--megatron-core`` (as ``pip install --target`` fills it) comes first on the path of its processes; without one, the
-installed release runs. ``--transformer-engine`` is a folder with Transformer Engine's Python: with it every release runs
-local modules and Transformer Engine's by turns, without it local ones alone. The same seed and folders give the same
-cases and the same lines, however many processes work on them.
+runs in a child process, which runs many and is replaced when one of them kills it or takes too long. A folder given
+with ``--megatron-core`` (as ``pip install --target`` fills it) comes first on the path of its processes; without one,
+the installed release runs. ``--transformer-engine`` is a folder with Transformer Engine's Python: with it every release
+runs local modules and Transformer Engine's by turns, without it local ones alone. The same seed and folders give the
+same cases and the same lines, however many processes work on them.
 
 What fails is made smaller: options are dropped one by one, and numbers lowered, while the failure stays. It is a
 failure when state is not exact, when saved bytes or a peak are further than BOUND from what was rehearsed, when
@@ -294,12 +294,13 @@ COMPARED, STACK_REFUSES, BOTH_REFUSE, WE_REFUSE, NOT_TRIED, NOT_REHEARSED, CRASH
 def _nothing_validated() -> Iterator[None]:
     from bridge_memory.spec import run
 
-    before = run.validate
-    vars(run)["validate"] = lambda spec: None
+    names = vars(run)
+    before = names["validate"]
+    names["validate"] = lambda spec: None
     try:
         yield
     finally:
-        vars(run)["validate"] = before
+        names["validate"] = before
 
 
 def judge(case: Case) -> dict[str, Any]:
@@ -460,9 +461,12 @@ def failure_of(found: dict[str, Any]) -> Failure | None:
 
 
 def smaller(case: Case) -> Iterator[Case]:
-    """Cases with one option less, or one number lower; the most that can go first."""
-    for i in range(len(case.options)):
-        yield replace(case, options=case.options[:i] + case.options[i + 1 :])
+    """Cases with half of the options, a quarter less, ..., one less, or one number lower."""
+    size = len(case.options) // 2
+    while size:
+        for i in range(0, len(case.options), size):
+            yield replace(case, options=case.options[:i] + case.options[i + size :])
+        size //= 2
     for i, (flag, value) in enumerate(case.options):
         shorter = [",".join(v for v in value.split(",") if v != left_out) for left_out in value.split(",")]
         if value.isdecimal() and flag != "--num-gpus":
@@ -588,6 +592,7 @@ class Campaign:
                 same.numbers.append(at.number)
             else:
                 out.append(made)
+                print(f"{made.failure.text()[:150]}: {made.case.text()}", file=sys.stderr, flush=True)
         for r in out:
             self.write(r.as_json())
         return out
@@ -640,11 +645,14 @@ def table(found: Sequence[Found]) -> list[str]:
     head = "".join(f"{'exact' if not step else f'<={step:.2%}':>9}" for step in _STEPS)
     out += ["", f"{'quantity':<14}{'cases':>7}{head}{'beyond':>9}   the worst"]
     for quantity, errors in rows.items():
-        counts = [sum(below < abs(e) <= step for e, _ in errors) for below, step in zip((-1.0, *_STEPS), _STEPS)]
+        counts = [
+            sum(below < abs(e) <= step for e, _ in errors) for below, step in zip((-1.0, *_STEPS[:-1]), _STEPS, strict=True)
+        ]
         beyond = len(errors) - sum(counts)
         error, number = max(errors, key=lambda pair: abs(pair[0]))
         last = f"{error:+.3%} in case {number}" if error else ""
-        out.append(f"{quantity.lower():<14}{len(errors):>7}" + "".join(f"{n:>9}" for n in (*counts, beyond)) + f"   {last}")
+        cells = "".join(f"{n:>9}" for n in (*counts, beyond))
+        out.append(f"{quantity.lower():<14}{len(errors):>7}{cells}   {last}")
     return out
 
 
@@ -687,12 +695,12 @@ def _stacks(args: argparse.Namespace) -> list[Stack]:
                 raise SpecError(
                     f"{flag} ({folder}) holds no {package}; give a folder that pip install --target filled"
                 )
-    cores = [str(Path(f).resolve()) for f in args.megatron_core] or [None]
-    te = [None, *(str(Path(f).resolve()) for f in args.te)]
+    cores: list[str | None] = [str(Path(f).resolve()) for f in args.megatron_core]
+    te: list[str | None] = [None, *(str(Path(f).resolve()) for f in args.te)]
     chosen = [t for t in te if args.only is None or (t is None) == (args.only == "local")]
     if not chosen:
         raise SpecError("only (transformer_engine) needs --transformer-engine FOLDER")
-    return [Stack(core, t) for core in cores for t in chosen]
+    return [Stack(core, t) for core in cores or [None] for t in chosen]
 
 
 def _models(text: str | None) -> list[str]:

@@ -19,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     group = parser.add_argument_group("rehearsal")
     where = group.add_mutually_exclusive_group()
-    where.add_argument("--stage", type=int, metavar="N", help="the first rank of this pipeline stage (default 0)")
+    where.add_argument("--stage", type=int, metavar="N",
+                       help="a rank of this pipeline stage: the first; with --cp the last of its ring (default 0)")
     where.add_argument("--rank", type=int, metavar="R", help="this global rank")
     group.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
                        help="cpu: on meta tensors, nothing is allocated; cuda: for real on one GPU")
@@ -157,7 +158,7 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[
     if args.layer is not None:
         return _one_layer(args, spec, notes)
     from bridge_memory.rehearse.run import rehearse
-    from bridge_memory.rehearse.summary import lines, rows
+    from bridge_memory.rehearse.summary import lines, rows, shared
 
     done = rehearse(spec, args.stage, rank=args.rank, architecture=_architecture(args))
     table = rows(done)
@@ -166,6 +167,7 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[
             {
                 "schema": "bridge-memory/rehearsal/1", "model": spec.model.name, "rank": done.rank,
                 "stage": done.stage, "device": "cpu", "notes": notes, "rows": [r.as_json() for r in table],
+                "shared": shared(done),
             },
             sys.stdout, indent=2,
         )  # fmt: skip
@@ -174,7 +176,7 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[
     print(f"{spec.model.name}: rank {done.rank} of {spec.parallel.world_size}, pipeline stage {done.stage}")
     for note in notes:
         print(f"note: {note}")
-    print("\n".join(lines(table)))
+    print("\n".join([*lines(table), *(f"note: {text}" for text in shared(done))]))
     if args.verbose:
         _print_details(done)
     return 0
@@ -186,7 +188,7 @@ def _one_layer(args: argparse.Namespace, spec: RunSpec, notes: list[str]) -> int
     for flag in ("stage", "rank", "verbose"):
         if getattr(args, flag) is not None and getattr(args, flag) is not False:
             raise SpecError(
-                f"{flag} does not go with layer, which is rehearsed tensor by tensor on the first rank of its own "
+                f"{flag} does not go with layer, which is rehearsed tensor by tensor on a rank of its own "
                 "stage; drop it"
             )
     if not 0 <= args.layer < spec.model.num_layers:

@@ -8,6 +8,7 @@ for one layer on its own, which is what a block of the inventory describes.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from bridge_memory.rehearse import patches, te_kernels
 from bridge_memory.rehearse.model import TORCH_DTYPES, NotBuildable, build_chunks
 from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 from bridge_memory.rehearse.tracker import Alive, Peak, SavedRecord, Tracker, parts_of
-from bridge_memory.rehearse.world import fake_world, quiet, refusals_named
+from bridge_memory.rehearse.world import RehearsalUnavailable, fake_world, quiet, refusals_named
 from bridge_memory.spec import MLPSpec, MoESpec, RunSpec, SpecError
 from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank
 
@@ -114,12 +115,12 @@ class Rehearsal:
 def rehearse(
     run: RunSpec, stage: int | None = None, *, rank: int | None = None, architecture: Any = None
 ) -> Rehearsal:
-    """Rehearse the first rank of ``stage``, or ``rank``. Raises SpecError, RehearsalUnavailable.
+    """Rehearse a rank of ``stage`` (``rank_in_stage``), or ``rank``. Raises SpecError, RehearsalUnavailable.
 
     ``architecture``: a TransformerConfig of the model from elsewhere, see ``model.transformer_config``.
     """
     if rank is None:
-        rank = rank_of_stage(run.parallel, stage or 0)
+        rank = rank_in_stage(run, stage or 0)
     with on_rank(run, rank):
         chunks = build_chunks(run, architecture=architecture)
         parameters = [{n: tuple(p.shape) for n, p in chunk.named_parameters()} for chunk in chunks]
@@ -132,6 +133,12 @@ def rehearse(
         copies = sum(map(_fp8_copies, chunks))
         state = _optimizer_state(run, wrapped)
     return Rehearsal(run, rank, stage_of_rank(run.parallel, rank), done, buffers, state, copies)
+
+
+def rank_in_stage(run: RunSpec, stage: int) -> int:
+    """The last rank of the stage's first context-parallel ring, which attends with all of its queries in every step:
+    the one that the estimate is of. Without context parallelism, the stage's first rank."""
+    return rank_of_stage(run.parallel, stage) + (run.parallel.cp - 1) * run.parallel.tp
 
 
 def saved_tensors(run: RunSpec, stage: int, chunk: int = 0) -> list[SavedRecord]:
@@ -149,6 +156,16 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
         raise NotBuildable(
             "fp32_residual_connection needs norms that change the dtype, of Apex or Transformer Engine"
         )
+    if run.implementation.te and run.implementation.attention_backend == "flash":
+        raise RehearsalUnavailable(
+            "attention_backend (flash) runs the kernels of flash-attn, which are not rehearsed; fused runs cuDNN's, "
+            "which keep as much for backward"
+        )
+    if run.parallel.cp > 1 and run.implementation.cp_comm_type == "a2a+p2p":
+        raise RehearsalUnavailable(
+            "cp_comm_type (a2a+p2p) is not rehearsed: a run does not say how its ranks are grouped "
+            "(hierarchical_context_parallel_sizes); p2p is"
+        )
     biased = any(isinstance(x.ffn, MLPSpec) and x.ffn.add_bias for x in run.model.layers)
     if run.recompute.selects("mlp") and biased and not run.implementation.te:
         raise NotBuildable(
@@ -158,7 +175,7 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
     _check_loss(run)
     moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
     with (
-        quiet(), _collecting_only_what_is_new(), fake_world(run.parallel, rank),
+        quiet(), _collecting_only_what_is_new(), _environment(run), fake_world(run.parallel, rank),
         patches.running(*((moe.topk, moe.num_experts) if moe else ()), odd=run.precision.fp8 is not None),
         _transformer_engine(run), refusals_named(),
     ):  # fmt: skip
@@ -183,6 +200,26 @@ def _check_loss(run: RunSpec) -> None:
         )
     if kind == "te" and not patches.has_te():
         raise NotBuildable("cross_entropy_fusion_impl (te) needs Transformer Engine here; use native")
+
+
+#: What megatron-core says to Transformer Engine of ``--attention-backend``, and refuses to find said already
+#: (``extensions/transformer_engine.py: TEDotProductAttention``; ``language_module.py: _set_attention_backend``).
+_ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+@contextmanager
+def _environment(run: RunSpec) -> Iterator[None]:
+    """The variables of a job that starts with this run, and afterwards those that were there before."""
+    before = dict(os.environ)
+    for name in _ATTENTION_VARIABLES:
+        os.environ.pop(name, None)
+    allowed = not (run.implementation.deterministic_mode or run.implementation.nvte_deterministic)
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(allowed))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _transformer_engine(run: RunSpec) -> Any:
@@ -469,9 +506,7 @@ def rehearse_layer(run: RunSpec, layer: int, architecture: Any = None) -> PassRe
     if not where:
         raise SpecError(f"layer ({layer}) is not one of the {run.model.num_layers} decoder layers")
     stage, index = where[0]
-    # Under context parallelism the last rank of the ring attends with all of its queries in every step.
-    last_of_ring = rank_of_stage(run.parallel, stage) + (run.parallel.cp - 1) * run.parallel.tp
-    with on_rank(run, last_of_ring):
+    with on_rank(run, rank_in_stage(run, stage)):
         chunks = build_chunks(run, architecture=architecture)
         ddp = distributed(run, chunks[index], index)
         chunk: Any = chunks[index]

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from bridge_memory.rehearse import imports
-from bridge_memory.rehearse.patches import META, _Done, replaced
+from bridge_memory.rehearse.patches import META, _Done, coalesced, replaced
 from bridge_memory.rehearse.world import RehearsalUnavailable
 from bridge_memory.releases import release_in, release_words
 from bridge_memory.spec.gpu_names import GENERATIONS
@@ -330,6 +330,11 @@ def _is_quantized(tensor: Any) -> bool:
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
+    """As the kernels see it: of fp8 data that is there in its transposed layout alone, the last dimension is the first
+    of that (``quantizer.cpp: Float8Quantizer::create_tensor``). TE's own ``size()`` is so for matrices only."""
+    if getattr(tensor, "_data", tensor) is None and getattr(tensor, "_transpose", None) is not None:
+        last, *rows = tensor._transpose.size()
+        return (*rows, last)
     return tuple(tensor.size())
 
 
@@ -486,7 +491,7 @@ def fused_qkv_rope_backward(dq: Any, dk: Any, dv: Any, q: Any, k: Any, split: An
     return _empty([dq.shape[0], dq.shape[1], dk.shape[2], heads // dk.shape[2] * dk.shape[3]], dq.dtype)
 
 
-def fused_topk_with_score_function_fwd(logits: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+def fused_topk_with_score_function_fwd(logits: torch.Tensor, *rest: Any, **named: Any) -> list[torch.Tensor]:
     """``router.cpp``: probabilities, the routing map, and the scores that backward reads."""
     return [_empty(logits.shape, logits.dtype), _empty(logits.shape, torch.bool), _empty(logits.shape, logits.dtype)]
 
@@ -499,15 +504,21 @@ def fused_topk_with_score_function_bwd(*args: Any) -> torch.Tensor | None:
     return _empty(args[:2], tensors[-1].dtype)
 
 
-def fused_moe_aux_loss_fwd(probs: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+def fused_moe_aux_loss_fwd(probs: torch.Tensor, *rest: Any, **named: Any) -> list[torch.Tensor]:
     """``router.cpp``: the loss and one coefficient."""
     return [_empty([], probs.dtype), _empty([], torch.float32)]
 
 
-def fused_moe_aux_loss_bwd(
-    coefficient: Any, tokens_per_expert: Any, rows: int, columns: int, grad: Any, *rest: Any
-) -> torch.Tensor:
-    return _empty([rows, columns], grad.dtype)
+def fused_score_for_moe_aux_loss_bwd(
+    *, intermediate_output: Any, grad_logits: Any = None, **rest: Any
+) -> torch.Tensor | None:
+    """The gradient of the logits, which later releases make in Python and hand in."""
+    return None if grad_logits is not None else _empty(intermediate_output.shape, intermediate_output.dtype)
+
+
+def fused_moe_aux_loss_bwd(*, num_rows: int, num_cols: int, grad_aux_loss: Any, **rest: Any) -> torch.Tensor:
+    """``router.cpp``: the gradient of the probabilities."""
+    return _empty([num_rows, num_cols], grad_aux_loss.dtype)
 
 
 def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
@@ -561,15 +572,15 @@ class _Kernels(types.ModuleType):
                 generic_gemm, te_general_grouped_gemm, rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd,
                 fused_attn_fwd, fused_attn_bwd, get_fused_attn_backend, fused_qkv_rope_forward,
                 fused_qkv_rope_backward, fused_topk_with_score_function_fwd, fused_topk_with_score_function_bwd,
-                fused_moe_aux_loss_fwd, fused_moe_aux_loss_bwd, quantize, split_quantize, bgrad_quantize,
-                dequantize, fp8_transpose, swap_first_dims, multi_tensor_l2norm, create_empty_quantized_tensor,
+                fused_score_for_moe_aux_loss_bwd, fused_moe_aux_loss_fwd, fused_moe_aux_loss_bwd, quantize,
+                split_quantize, bgrad_quantize, dequantize, fp8_transpose, swap_first_dims, multi_tensor_l2norm,
+                create_empty_quantized_tensor,
             )
         )  # fmt: skip
         known.update(
             fused_rope_forward=_rotated,
             fused_rope_backward=_rotated,
             fused_score_for_moe_aux_loss_fwd=fused_topk_with_score_function_fwd,
-            fused_score_for_moe_aux_loss_bwd=fused_topk_with_score_function_bwd,
             multi_tensor_unscale_l2norm=multi_tensor_l2norm,
             get_cudnn_version=lambda: CUDNN_VERSION,
             get_cublasLt_version=lambda: CUBLAS_VERSION,
@@ -613,11 +624,6 @@ def _module(name: str) -> Any:
 
 
 @contextmanager
-def _coalesced(*_: object, **__: object) -> Iterator[_Done]:
-    yield _Done()
-
-
-@contextmanager
 def running(arch: str = "hopper") -> Iterator[None]:
     """What Transformer Engine asks of torch.cuda, answered; its workspaces and caches gone afterwards."""
     gemm = _module("cpp_extensions.gemm")
@@ -632,7 +638,7 @@ def running(arch: str = "hopper") -> Iterator[None]:
             # Data and scales of a quantized tensor are gathered together (``distributed.py``).
             (_module("distributed"), "_get_cuda_rng_state", lambda *a, **k: torch.zeros(16, dtype=torch.uint8)),
             (_module("distributed"), "_set_cuda_rng_state", lambda *a, **k: None),
-            (torch.distributed, "_coalescing_manager", _coalesced),
+            (torch.distributed, "_coalescing_manager", coalesced),
             # Asked of a gradient and 1.0, which differ in shape (``triton/cross_entropy.py: cross_entropy_backward``).
             (torch, "equal", lambda a, b: a.shape == b.shape),
             # True of tensors on the host too: counts of tokens, which the rehearsal knows from the start.
@@ -675,6 +681,10 @@ def _forget() -> None:
         kept = getattr(_module(module), name, None)
         if isinstance(kept, dict):
             kept.clear()
+    # The backend that was chosen last, for as long as its parameters are asked for again, whatever is allowed by then.
+    backends = getattr(_module("attention.dot_product_attention.dot_product_attention"), "_attention_backends", None)
+    if isinstance(backends, dict):
+        backends["attention_params"] = None
     quantization = _module("quantization")
     for name in _ANSWERS:
         if hasattr(quantization, name):
