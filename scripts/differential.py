@@ -646,7 +646,8 @@ def table(found: Sequence[Found]) -> list[str]:
     out += ["", f"{'quantity':<14}{'cases':>7}{head}{'beyond':>9}   the worst"]
     for quantity, errors in rows.items():
         counts = [
-            sum(below < abs(e) <= step for e, _ in errors) for below, step in zip((-1.0, *_STEPS[:-1]), _STEPS, strict=True)
+            sum(below < abs(e) <= step for e, _ in errors)
+            for below, step in zip((-1.0, *_STEPS[:-1]), _STEPS, strict=True)
         ]
         beyond = len(errors) - sum(counts)
         error, number = max(errors, key=lambda pair: abs(pair[0]))

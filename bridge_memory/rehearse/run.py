@@ -130,7 +130,7 @@ def rehearse(
             for i, (chunk, ddp) in enumerate(zip(chunks, wrapped, strict=True))
         )
         buffers = tuple(b for ddp in wrapped for b in _buffers(ddp))
-        copies = sum(map(_fp8_copies, chunks))
+        copies = sum(map(_fp8_copies, chunks)) + _beside_buffers(wrapped)
         state = _optimizer_state(run, wrapped)
     return Rehearsal(run, rank, stage_of_rank(run.parallel, rank), done, buffers, state, copies)
 
@@ -223,7 +223,10 @@ def _environment(run: RunSpec) -> Iterator[None]:
 
 
 def _transformer_engine(run: RunSpec) -> Any:
-    return te_kernels.running(run.implementation.gpu_arch) if te_kernels.loaded() else nullcontext()
+    if not te_kernels.loaded():
+        return nullcontext()
+    fp8_parameters = run.precision.fp8 is not None and run.precision.fp8_param
+    return te_kernels.running(run.implementation.gpu_arch, fp8_parameters=fp8_parameters)
 
 
 @contextmanager
@@ -353,6 +356,15 @@ def _fp8_copies(chunk: torch.nn.Module) -> int:
     """Bytes of quantized weights that modules cache (TE ``module/base.py: get_weight_workspace``)."""
     cached = (held for module in chunk.modules() for held in getattr(module, "_fp8_workspaces", {}).values())
     return sum(part.untyped_storage().nbytes() for tensor in cached for part in parts_of(tensor))
+
+
+def _beside_buffers(wrapped: list[Any]) -> int:
+    """Bytes of fp8 parameters that lie in no buffer of DDP: their other layout, and scales."""
+    buffers = [b for ddp in wrapped for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+    mapped = {b.param_data.untyped_storage()._cdata for b in buffers if b.param_data is not None}
+    quantized = [p for ddp in wrapped for p in ddp.parameters() if len(parts_of(p)) > 1]
+    found = {s._cdata: s.nbytes() for p in quantized for part in parts_of(p) if (s := part.untyped_storage())}
+    return sum(nbytes for key, nbytes in found.items() if key not in mapped)
 
 
 def _count(tensor: Any, weights: set[int], found: dict[int, int]) -> None:

@@ -624,11 +624,16 @@ def _module(name: str) -> Any:
 
 
 @contextmanager
-def running(arch: str = "hopper") -> Iterator[None]:
-    """What Transformer Engine asks of torch.cuda, answered; its workspaces and caches gone afterwards."""
+def running(arch: str = "hopper", *, fp8_parameters: bool = False) -> Iterator[None]:
+    """What Transformer Engine asks of torch.cuda, answered; its workspaces and caches gone afterwards.
+
+    ``fp8_parameters``: modules quantize their parameters as they are built (``module/base.py: reset_parameters``).
+    """
     gemm = _module("cpp_extensions.gemm")
     with ExitStack() as stack:
         stack.enter_context(_gpu(arch))
+        if fp8_parameters:
+            stack.enter_context(_parameters_made_at_once())
         for owner, name, value in (
             (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
@@ -655,6 +660,19 @@ def running(arch: str = "hopper") -> Iterator[None]:
             yield
         finally:
             _forget()
+
+
+@contextmanager
+def _parameters_made_at_once() -> Iterator[None]:
+    """A module that is told the device "meta", by this word, puts its parameters off; of the device itself it makes
+    them. What it keeps of them on the host, until the optimizer is built, has no data either."""
+    to_host = torch.Tensor.cpu
+
+    def cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor if tensor.is_meta else to_host(tensor, *args, **kwargs)
+
+    with replaced(torch.cuda, "current_device", lambda: torch.device(META)), replaced(torch.Tensor, "cpu", cpu):
+        yield
 
 
 #: Functions that remember the device or what they allocated on it, by module.
