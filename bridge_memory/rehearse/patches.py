@@ -618,8 +618,9 @@ def loss_scales_put_back() -> Iterator[None]:
 
 
 def spread(total: int, parts: int, *, odd: bool = False) -> list[int]:
-    """``total`` over ``parts`` as evenly as whole numbers allow; ``odd``: every second part gives one to the first."""
-    even = [total // parts + (i < total % parts) for i in range(parts)]
+    """``total`` over ``parts`` as evenly as whole numbers allow, any run of them too: the experts of one rank get as
+    many as those of another. ``odd``: every second part gives one to the part before."""
+    even = [(i + 1) * total // parts - i * total // parts for i in range(parts)]
     if not odd or parts < 2:
         return even
     return [n + (1, -1)[i % 2] if i < parts - parts % 2 else n for i, n in enumerate(even)]
