@@ -252,7 +252,8 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
             linear_num_key_heads=delta.num_key_heads,
             linear_num_value_heads=delta.num_value_heads,
         )
-    config.setdefault("num_attention_heads", 1)
+    # Of layers without attention, any that TP divides: its ranks ask for a whole number of heads each.
+    config.setdefault("num_attention_heads", parallel.tp)
     if moe:
         config.update(_moe_fields(run, moe))
     if architecture is not None:
