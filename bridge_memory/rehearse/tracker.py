@@ -210,7 +210,9 @@ class Tracker(TorchDispatchMode):
         made = False
         for leaf in tree_iter(out):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device:
-                made |= self._note(leaf, name)
+                # What wraps quantized data has a storage of the size that it stands for, and no bytes.
+                for part in parts_of(leaf):
+                    made |= self._note(part, name)
         if made:
             self._mark(name)
         return out
