@@ -260,7 +260,7 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         config.update({name: getattr(architecture, name) for name in ARCHITECTURE if hasattr(architecture, name)})
         if isinstance(config.get("moe_layer_freq"), list):  # of the whole model; the run may train fewer layers
             config["moe_layer_freq"] = config["moe_layer_freq"][: model.num_layers]
-    if ffn and config["bias_activation_fusion"] and not _bias_activation_fusion_allowed(config):
+    if config["bias_activation_fusion"] and not _bias_activation_fusion_allowed(config):
         config["bias_activation_fusion"] = False
     cls: Any = MLATransformerConfig if mla else TransformerConfig
     known = {f.name for f in fields(cls)}

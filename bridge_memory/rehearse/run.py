@@ -275,12 +275,18 @@ def distributed(run: RunSpec, chunk: torch.nn.Module, index: int) -> Any:
     )
 
 
+def allocated(nbytes: int) -> int:
+    """What torch's allocator counts for a tensor of its own: whole blocks of 512 bytes (``CUDACachingAllocator.cpp:
+    round_size``)."""
+    return -(-nbytes // 512) * 512
+
+
 def _buffers(ddp: Any) -> list[BufferLayout]:
     out = []
     for experts, group in ((False, ddp.buffers), (True, ddp.expert_parallel_buffers)):
         for buffer in group:
             weights = buffer.param_data
-            own = sum(p.numel() * p.element_size() for p in buffer.params)
+            own = sum(allocated(p.numel() * p.element_size()) for p in buffer.params)
             out.append(
                 BufferLayout(
                     experts=experts,
@@ -349,7 +355,9 @@ def _optimizer_state(run: RunSpec, wrapped: list[Any]) -> int | None:
             for state in part.optimizer.state.values():
                 for tensor in state.values():
                     _count(tensor, weights, found)
-    return sum(found.values())
+    if run.data_parallel.use_distributed_optimizer:
+        return sum(found.values())  # Of shards, whose ends differ by rank, the estimate has the sum.
+    return sum(map(allocated, found.values()))
 
 
 def _fp8_copies(chunk: torch.nn.Module) -> int:

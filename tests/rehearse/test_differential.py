@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -177,9 +179,41 @@ def test_a_campaign_of_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 # ---- the campaign ----
 
-#: Failures of the campaign below whose causes are known and not mended: options that must all be there, the quantities
-#: that may then be off, and the cause.
-KNOWN: tuple[tuple[tuple[str, ...], frozenset[str], str], ...] = ()
+@dataclass(frozen=True)
+class Known:
+    """Failures of the campaign below whose cause is known and not mended: where they may be, and in what."""
+
+    cause: str
+    where: Callable[[Any], bool]
+    quantities: frozenset[str] = frozenset()
+
+
+WITH_SCANS = [
+    "Qwen/Qwen3-Next-80B-A3B-Instruct", "nvidia/Nemotron-H-56B-Base-8K", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
+]  # fmt: skip
+PASSES = frozenset({"SAVED", "FORWARD", "BACKWARD", "PEAK"})
+KNOWN = (
+    Known(
+        "what a compiled bias-dropout-add keeps is a measured constant, and torch's partitioner keeps less",
+        lambda case: ("--hidden-dropout", "0.1") in case.options, PASSES,
+    ),
+    Known(
+        "a chunk without layers hands on what it received, and is predicted to hold nothing",
+        lambda case: "||" in dict(case.options).get("--pipeline-model-parallel-layout", ""), PASSES,
+    ),
+    Known(
+        "shards of A_log and dt_bias, a few hundred bytes each: rounded to blocks in the estimate alone",
+        lambda case: case.model in WITH_SCANS, frozenset({"OPTIMIZER"}),
+    ),
+    Known(
+        "megatron-core 0.16 has no alltoall_seq dispatcher any more, and the estimate takes it",
+        lambda case: ("--moe-token-dispatcher-type", "alltoall_seq") in case.options,
+    ),
+    Known(
+        "a fused router needs Transformer Engine, with local modules too",
+        lambda case: ("--moe-router-fusion", "") in case.options,
+    ),
+)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -188,15 +222,11 @@ def test_two_hundred_layouts_of_local_modules() -> None:
     found = Campaign().run(differential.cases_of(11, 200, [LOCAL], differential.list_presets()))
     outcomes = Counter(f.result["outcome"] for f in found)
     assert outcomes[differential.COMPARED] >= 120, outcomes
-    assert not [f.as_json() for f in found if f.result["outcome"] == differential.CRASH]
-    failures = [(f, failure) for f in found if (failure := differential.failure_of(f.result)) is not None]
-    unknown = [f for f, failure in failures if not is_known(f.case, failure)]
-    report = "\n".join(differential.report(unknown, []))
-    off_in_state = [f for f in unknown if differential.failure_of(f.result).quantities & set(differential.STATE)]
-    assert not off_in_state, report
+    unknown = [(f, failure) for f in found if (failure := differential.failure_of(f.result)) and not known(f, failure)]
+    report = "\n".join([f"{f.case.text()}: {failure.text()}" for f, failure in unknown])
+    assert not [f for f, failure in unknown if not failure.quantities <= PASSES or not failure.quantities], report
     assert len(unknown) <= 0.01 * outcomes[differential.COMPARED], report
 
 
-def is_known(case: Any, failure: Any) -> bool:
-    given = {word for option in case.options for word in option}
-    return any(set(options) <= given and failure.quantities <= quantities for options, quantities, _ in KNOWN)
+def known(found: Any, failure: Any) -> bool:
+    return any(failure.quantities <= k.quantities and k.where(found.case) for k in KNOWN)
