@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     group = parser.add_argument_group("rehearsal")
     where = group.add_mutually_exclusive_group()
-    where.add_argument("--stage", type=int, metavar="N", help="the first rank of this pipeline stage (default 0)")
+    where.add_argument("--stage", type=int, metavar="N",
+                       help="a rank of this pipeline stage: the first; with --cp the last of its ring (default 0)")
     where.add_argument("--rank", type=int, metavar="R", help="this global rank")
     group.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
                        help="cpu: on meta tensors, nothing is allocated; cuda: for real on one GPU")
@@ -47,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
     )
 
     with quiet():
-        why_not = _take_transformer_engine() if args.device == "cpu" else ""
+        why_not = take_transformer_engine() if args.device == "cpu" else ""
         require_megatron()
-        spec = _spec(args)
+        spec = described(args)
         if args.device == "cuda":
             return _on_gpu(args, spec)
         for flag in ("record", "snapshot"):
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             ) from error
 
 
-def _spec(args: argparse.Namespace) -> RunSpec:
+def described(args: argparse.Namespace) -> RunSpec:
     """The run, by the rules of the megatron-core that is installed, which is the one that will run."""
     from bridge_memory.rehearse.world import installed_release
     from bridge_memory.report.gpus import find_gpu
@@ -118,7 +119,7 @@ def _experts_one_by_one(spec: RunSpec, notes: list[str]) -> RunSpec:
     return spec.with_(implementation=replace(impl, moe_grouped_gemm=False))
 
 
-def _take_transformer_engine() -> str:
+def take_transformer_engine() -> str:
     """Its Python, over kernels that compute nothing; megatron-core looks for it only once. Returns why it cannot be."""
     if find_spec("torch") is None:
         return ""
@@ -132,8 +133,11 @@ def _take_transformer_engine() -> str:
     return why_not
 
 
-def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[str]) -> int:
-    """On meta tensors; ``why_not``: why Transformer Engine cannot be rehearsed here, or empty."""
+def on_meta(spec: RunSpec, why_not: str, notes: list[str]) -> RunSpec:
+    """``spec`` as it can run on meta tensors here, with ``notes`` on what differs. Raises SpecError.
+
+    ``why_not``: why Transformer Engine cannot be rehearsed here, or empty.
+    """
     from bridge_memory.rehearse import te_kernels
     from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 
@@ -154,11 +158,15 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[
         spec = spec.with_(implementation=local)
     if spec.implementation.te:
         spec = _with_the_release_here(spec)
-    spec = _experts_one_by_one(spec, notes)
+    return _experts_one_by_one(spec, notes)
+
+
+def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[str]) -> int:
+    spec = on_meta(spec, why_not, notes)
     if args.layer is not None:
         return _one_layer(args, spec, notes)
     from bridge_memory.rehearse.run import rehearse
-    from bridge_memory.rehearse.summary import lines, rows
+    from bridge_memory.rehearse.summary import lines, rows, shared
 
     done = rehearse(spec, args.stage, rank=args.rank, architecture=_architecture(args))
     table = rows(done)
@@ -167,6 +175,7 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[
             {
                 "schema": "bridge-memory/rehearsal/1", "model": spec.model.name, "rank": done.rank,
                 "stage": done.stage, "device": "cpu", "notes": notes, "rows": [r.as_json() for r in table],
+                "shared": shared(done),
             },
             sys.stdout, indent=2,
         )  # fmt: skip
@@ -175,7 +184,7 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[
     print(f"{spec.model.name}: rank {done.rank} of {spec.parallel.world_size}, pipeline stage {done.stage}")
     for note in notes:
         print(f"note: {note}")
-    print("\n".join(lines(table)))
+    print("\n".join([*lines(table), *(f"note: {text}" for text in shared(done))]))
     if args.verbose:
         _print_details(done)
     return 0
@@ -187,7 +196,7 @@ def _one_layer(args: argparse.Namespace, spec: RunSpec, notes: list[str]) -> int
     for flag in ("stage", "rank", "verbose"):
         if getattr(args, flag) is not None and getattr(args, flag) is not False:
             raise SpecError(
-                f"--{flag} does not go with --layer, which is rehearsed tensor by tensor on the first rank of its own "
+                f"--{flag} does not go with --layer, which is rehearsed tensor by tensor on a rank of its own "
                 "stage; drop it"
             )
     if not 0 <= args.layer < spec.model.num_layers:

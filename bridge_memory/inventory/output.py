@@ -89,6 +89,9 @@ def _cross_entropy(r: Recorder, logits: Tensor, elements: int) -> Tensor:
         return tape.make("losses", logits, 4 * tokens, saves=(logits,), workspace=scratch, in_place=True)
     target = tape.tensor("target mask and ids", tokens * 9, grad=False)
     fp32 = 4 * elements
+    if ctx.act == 4 and not ctx.impl.cross_entropy_loss_fusion:
+        # Nothing to cast: what is in place below is so in the logits (``calculate_logits_max`` copies no fp32).
+        return tape.make("losses", logits, 4 * tokens, saves=(logits, target), also=(target,), in_place=True)
     # The fp32 copy becomes exp, then softmax, then the gradient, all in place; autograd casts the gradient back
     # to the logits' dtype (VocabParallelCrossEntropy.forward, backward).
     softmax = tape.tensor("softmax of the logits (fp32)", fp32, grad=False)

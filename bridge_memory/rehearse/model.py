@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from bridge_memory.rehearse import patches
-from bridge_memory.rehearse.world import RehearsalUnavailable, installed_release
+from bridge_memory.rehearse.world import NotBuildable, StackRefusal, installed_release
 from bridge_memory.releases import QUERY_NORM_WITHOUT_LATENT
 from bridge_memory.spec import (
     AttentionSpec,
@@ -35,10 +35,6 @@ from bridge_memory.spec.dtypes import TORCH_NAMES
 
 #: Number format -> torch's dtype.
 TORCH_DTYPES = {name: getattr(torch, words[0]) for name, words in TORCH_NAMES.items()}
-
-
-class NotBuildable(RehearsalUnavailable):
-    """megatron-core's configuration cannot express this model or run."""
 
 
 def _only(kind: str, values: Iterable[Any]) -> Any:
@@ -256,14 +252,15 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
             linear_num_key_heads=delta.num_key_heads,
             linear_num_value_heads=delta.num_value_heads,
         )
-    config.setdefault("num_attention_heads", 1)
+    # Of layers without attention, any that TP divides: its ranks ask for a whole number of heads each.
+    config.setdefault("num_attention_heads", parallel.tp)
     if moe:
         config.update(_moe_fields(run, moe))
     if architecture is not None:
         config.update({name: getattr(architecture, name) for name in ARCHITECTURE if hasattr(architecture, name)})
         if isinstance(config.get("moe_layer_freq"), list):  # of the whole model; the run may train fewer layers
             config["moe_layer_freq"] = config["moe_layer_freq"][: model.num_layers]
-    if ffn and config["bias_activation_fusion"] and not _bias_activation_fusion_allowed(config):
+    if config["bias_activation_fusion"] and not _bias_activation_fusion_allowed(config):
         config["bias_activation_fusion"] = False
     cls: Any = MLATransformerConfig if mla else TransformerConfig
     known = {f.name for f in fields(cls)}
@@ -277,7 +274,7 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
             warnings.simplefilter("ignore")
             return cls(**config)
     except (ValueError, AssertionError, NotImplementedError) as refusal:
-        raise NotBuildable(f"megatron-core refuses this run: {_one_line(refusal)}") from refusal
+        raise StackRefusal(f"megatron-core refuses this run: {_one_line(refusal)}") from refusal
 
 
 def _fp8_fields(run: RunSpec) -> dict[str, Any]:
@@ -607,7 +604,7 @@ def build_chunks(
             except NotBuildable:
                 raise
             except (ValueError, AssertionError, NotImplementedError) as refusal:
-                raise NotBuildable(f"megatron-core refuses this rank: {_one_line(refusal)}") from refusal
+                raise StackRefusal(f"megatron-core refuses this rank: {_one_line(refusal)}") from refusal
     return chunks
 
 

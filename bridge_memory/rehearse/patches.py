@@ -321,6 +321,12 @@ def objects_of_peers() -> Iterator[None]:
 
 
 @contextmanager
+def coalesced(*_: object, **__: object) -> Iterator[_Done]:
+    """``torch.distributed._coalescing_manager``: collectives that are to go together, of which none goes."""
+    yield _Done()
+
+
+@contextmanager
 def collectives_move_nothing() -> Iterator[None]:
     """torch's fake backend serves CPU and CUDA tensors; with meta tensors, too, there is nothing to move."""
     group = torch.distributed.ProcessGroup
@@ -329,10 +335,13 @@ def collectives_move_nothing() -> Iterator[None]:
         "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor_coalesced", "alltoall_base",
         "alltoall", "broadcast", "reduce", "gather", "scatter", "send", "recv", "barrier",
     )  # fmt: skip
+    # Its name in DDP, which gathers parameters of several buckets at once (``--overlap-param-gather``).
+    buffers = _module("megatron.core.distributed.param_and_grad_buffer")
     with ExitStack() as stack:
         stack.enter_context(objects_of_peers())
         for name in names:
             stack.enter_context(replaced(group, name, lambda *a, **k: _Done()))
+        stack.enter_context(replaced(buffers, "_coalescing_manager", coalesced))
         yield
 
 
@@ -609,8 +618,9 @@ def loss_scales_put_back() -> Iterator[None]:
 
 
 def spread(total: int, parts: int, *, odd: bool = False) -> list[int]:
-    """``total`` over ``parts`` as evenly as whole numbers allow; ``odd``: every second part gives one to the first."""
-    even = [total // parts + (i < total % parts) for i in range(parts)]
+    """``total`` over ``parts`` as evenly as whole numbers allow, any run of them too: the experts of one rank get as
+    many as those of another. ``odd``: every second part gives one to the part before."""
+    even = [(i + 1) * total // parts - i * total // parts for i in range(parts)]
     if not odd or parts < 2:
         return even
     return [n + (1, -1)[i % 2] if i < parts - parts % 2 else n for i, n in enumerate(even)]
@@ -676,8 +686,9 @@ def balanced_routing(topk: int, experts: int, odd: bool = False) -> Iterator[Non
 
     ``moe/token_dispatcher.py`` counts tokens a rank on the GPU and copies the counts to the host; on the meta
     device the same code counts a balanced map on the host. Real tensors get their router's map overwritten.
-    Every rank of the group is taken to send the same. ``odd``: but for one token more or less, so that the experts of
-    an fp8 GEMM, which wants multiples of 16 or 32, are padded as they are where routing is natural.
+    Every rank of the group is taken to send the same. ``odd``: but for this one, which sends one token more or less to
+    each, so that the experts of an fp8 GEMM, which wants multiples of 16 or 32, are padded as they are where routing is
+    natural.
     """
     module = _module("megatron.core.transformer.moe.token_dispatcher")
     counts: list[list[int]] = []
@@ -701,10 +712,16 @@ def balanced_routing(topk: int, experts: int, odd: bool = False) -> Iterator[Non
             sums = sent_to_experts(tokens, topk, columns, self.config, odd=odd)
             known, sent[tokens * columns] = _BalancedMap(tokens, sums), sum(sums)
 
-        def same_everywhere(sums: torch.Tensor, group: Any = None, **_: object) -> torch.Tensor:
-            return sums.repeat(group.size())
+        def of_all_ranks(sums: torch.Tensor, group: Any = None, **_: object) -> torch.Tensor:
+            gathered = sums.repeat(group.size())
+            if odd and routing_map.is_meta:
+                # Of the peers evenly: the same one more of 16 ranks would be a multiple of 16 again.
+                of_peer = sent_to_experts(tokens, topk, columns, self.config)
+                gathered = torch.tensor(of_peer, device="cpu").repeat(group.size())
+                gathered.view(group.size(), -1)[group.rank()] = sums
+            return gathered
 
-        with replaced(module, "gather_from_sequence_parallel_region", same_everywhere):
+        with replaced(module, "gather_from_sequence_parallel_region", of_all_ranks):
             return preprocess(self, known)
 
     def gathered(self: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:

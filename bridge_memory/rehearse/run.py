@@ -8,6 +8,7 @@ for one layer on its own, which is what a block of the inventory describes.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from bridge_memory.rehearse.adapters import adapt
 from bridge_memory.rehearse.model import TORCH_DTYPES, NotBuildable, build_chunks
 from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 from bridge_memory.rehearse.tracker import Alive, Peak, SavedRecord, Tracker, parts_of
-from bridge_memory.rehearse.world import fake_world, quiet
+from bridge_memory.rehearse.world import RehearsalUnavailable, fake_world, quiet, refusals_named
 from bridge_memory.spec import MoESpec, RunSpec, SpecError
 from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank
 
@@ -118,12 +119,12 @@ class Rehearsal:
 def rehearse(
     run: RunSpec, stage: int | None = None, *, rank: int | None = None, architecture: Any = None
 ) -> Rehearsal:
-    """Rehearse the first rank of ``stage``, or ``rank``. Raises SpecError, RehearsalUnavailable.
+    """Rehearse a rank of ``stage`` (``rank_in_stage``), or ``rank``. Raises SpecError, RehearsalUnavailable.
 
     ``architecture``: a TransformerConfig of the model from elsewhere, see ``model.transformer_config``.
     """
     if rank is None:
-        rank = rank_of_stage(run.parallel, stage or 0)
+        rank = rank_in_stage(run, stage or 0)
     with on_rank(run, rank):
         chunks = build_chunks(run, architecture=architecture)
         parameters = [{n: tuple(p.shape) for n, p in chunk.named_parameters()} for chunk in chunks]
@@ -134,10 +135,16 @@ def rehearse(
             for i, (chunk, ddp) in enumerate(zip(chunks, wrapped, strict=True))
         )
         buffers = tuple(b for ddp in wrapped for b in _buffers(ddp))
-        copies = sum(map(_fp8_copies, chunks))
+        copies = sum(map(_fp8_copies, chunks)) + _beside_buffers(wrapped)
         frozen = sum(pad(p.nbytes, ALLOCATION_UNIT) for c in chunks for p in c.parameters() if not p.requires_grad)
         state = _optimizer_state(run, wrapped)
     return Rehearsal(run, rank, stage_of_rank(run.parallel, rank), done, buffers, state, copies, frozen)
+
+
+def rank_in_stage(run: RunSpec, stage: int) -> int:
+    """The last rank of the stage's first context-parallel ring, which attends with all of its queries in every step:
+    the one that the estimate is of. Without context parallelism, the stage's first rank."""
+    return rank_of_stage(run.parallel, stage) + (run.parallel.cp - 1) * run.parallel.tp
 
 
 def saved_tensors(run: RunSpec, stage: int, chunk: int = 0) -> list[SavedRecord]:
@@ -155,12 +162,22 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
         raise NotBuildable(
             "fp32_residual_connection needs norms that change the dtype, of Apex or Transformer Engine"
         )
+    if run.implementation.te and run.implementation.attention_backend == "flash":
+        raise RehearsalUnavailable(
+            "attention_backend (flash) runs the kernels of flash-attn, which are not rehearsed; fused runs cuDNN's, "
+            "which keep as much for backward"
+        )
+    if run.parallel.cp > 1 and run.implementation.cp_comm_type == "a2a+p2p":
+        raise RehearsalUnavailable(
+            "cp_comm_type (a2a+p2p) is not rehearsed: a run does not say how its ranks are grouped "
+            "(hierarchical_context_parallel_sizes); p2p is"
+        )
     _check_loss(run)
     moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
     with (
-        quiet(), _collecting_only_what_is_new(), fake_world(run.parallel, rank),
+        quiet(), _collecting_only_what_is_new(), _environment(run), fake_world(run.parallel, rank),
         patches.running(*((moe.topk, moe.num_experts) if moe else ()), odd=run.precision.fp8 is not None),
-        _transformer_engine(run),
+        _transformer_engine(run), refusals_named(),
     ):  # fmt: skip
         yield
 
@@ -185,8 +202,31 @@ def _check_loss(run: RunSpec) -> None:
         raise NotBuildable("cross_entropy_fusion_impl (te) needs Transformer Engine here; use native")
 
 
+#: What megatron-core says to Transformer Engine of ``--attention-backend``, and refuses to find said already
+#: (``extensions/transformer_engine.py: TEDotProductAttention``; ``language_module.py: _set_attention_backend``).
+_ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+@contextmanager
+def _environment(run: RunSpec) -> Iterator[None]:
+    """The variables of a job that starts with this run, and afterwards those that were there before."""
+    before = dict(os.environ)
+    for name in _ATTENTION_VARIABLES:
+        os.environ.pop(name, None)
+    allowed = not (run.implementation.deterministic_mode or run.implementation.nvte_deterministic)
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(allowed))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def _transformer_engine(run: RunSpec) -> Any:
-    return te_kernels.running(run.implementation.gpu_arch) if te_kernels.loaded() else nullcontext()
+    if not te_kernels.loaded():
+        return nullcontext()
+    fp8_parameters = run.precision.fp8 is not None and run.precision.fp8_param
+    return te_kernels.running(run.implementation.gpu_arch, fp8_parameters=fp8_parameters)
 
 
 @contextmanager
@@ -235,12 +275,18 @@ def distributed(run: RunSpec, chunk: torch.nn.Module, index: int) -> Any:
     )
 
 
+def allocated(nbytes: int) -> int:
+    """What torch's allocator counts for a tensor of its own: whole blocks of 512 bytes (``CUDACachingAllocator.cpp:
+    round_size``)."""
+    return -(-nbytes // 512) * 512
+
+
 def _buffers(ddp: Any) -> list[BufferLayout]:
     out = []
     for experts, group in ((False, ddp.buffers), (True, ddp.expert_parallel_buffers)):
         for buffer in group:
             weights = buffer.param_data
-            own = sum(p.numel() * p.element_size() for p in buffer.params)
+            own = sum(allocated(p.numel() * p.element_size()) for p in buffer.params)
             out.append(
                 BufferLayout(
                     experts=experts,
@@ -309,13 +355,24 @@ def _optimizer_state(run: RunSpec, wrapped: list[Any]) -> int | None:
             for state in part.optimizer.state.values():
                 for tensor in state.values():
                     _count(tensor, weights, found)
-    return sum(found.values())
+    if run.data_parallel.use_distributed_optimizer:
+        return sum(found.values())  # Of shards, whose ends differ by rank, the estimate has the sum.
+    return sum(map(allocated, found.values()))
 
 
 def _fp8_copies(chunk: torch.nn.Module) -> int:
     """Bytes of quantized weights that modules cache (TE ``module/base.py: get_weight_workspace``)."""
     cached = (held for module in chunk.modules() for held in getattr(module, "_fp8_workspaces", {}).values())
     return sum(part.untyped_storage().nbytes() for tensor in cached for part in parts_of(tensor))
+
+
+def _beside_buffers(wrapped: list[Any]) -> int:
+    """Bytes of fp8 parameters that lie in no buffer of DDP: their other layout, and scales."""
+    buffers = [b for ddp in wrapped for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+    mapped = {b.param_data.untyped_storage()._cdata for b in buffers if b.param_data is not None}
+    quantized = [p for ddp in wrapped for p in ddp.parameters() if len(parts_of(p)) > 1]
+    found = {s._cdata: s.nbytes() for p in quantized for part in parts_of(p) if (s := part.untyped_storage())}
+    return sum(nbytes for key, nbytes in found.items() if key not in mapped)
 
 
 def _count(tensor: Any, weights: set[int], found: dict[int, int]) -> None:
@@ -485,9 +542,7 @@ def rehearse_layer(run: RunSpec, layer: int, architecture: Any = None) -> PassRe
     if not where:
         raise SpecError(f"layer ({layer}) is not one of the {run.model.num_layers} decoder layers")
     stage, index = where[0]
-    # Under context parallelism the last rank of the ring attends with all of its queries in every step.
-    last_of_ring = rank_of_stage(run.parallel, stage) + (run.parallel.cp - 1) * run.parallel.tp
-    with on_rank(run, last_of_ring):
+    with on_rank(run, rank_in_stage(run, stage)):
         chunks = build_chunks(run, architecture=architecture)
         adapt(run, chunks)
         ddp = distributed(run, chunks[index], index)

@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
-from bridge_memory.components import State
+from bridge_memory.components import Part, Role, State
 from bridge_memory.estimate import estimate, stage_costs
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.rehearse.run import Rehearsal
+from bridge_memory.result import OPTIMIZER_STEP
 from bridge_memory.schedule.events import ChunkCost
 from bridge_memory.schedule.peak import dynamic_peak
 from bridge_memory.spec.layout import layout
 from bridge_memory.workspaces.dispatcher import RECOMPUTED_ORDER, ROUTING
 
 
+class Quantity(str, Enum):
+    """What a row is about."""
+
+    PARAMETERS = "parameters (elements)"
+    WEIGHTS = "weights"
+    FP8_COPIES = "fp8 weight copies"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer state"
+    DISPATCHERS = "held by MoE dispatchers"
+    SAVED = "saved for backward, a microbatch"
+    FORWARD = "forward peak"
+    BACKWARD = "backward peak"
+    SCHEDULE = "schedule peak above static memory"
+    SHARED = "buffers, the same in both"
+    PEAK = "peak"
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """``found`` is None where the rehearsal cannot see it. Bytes, or elements for parameters."""
 
-    name: str
+    quantity: Quantity
     predicted: int
     found: int | None
+    #: Of which model chunk, where the stage has several.
+    chunk: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.quantity.value if self.chunk is None else f"chunk {self.chunk}: {self.quantity.value}"
 
     @property
     def difference(self) -> int | None:
@@ -34,7 +59,9 @@ class Row:
 
 
 def rows(rehearsal: Rehearsal) -> list[Row]:
-    """Component by component; the last row is the peak of the whole schedule.
+    """Component by component; the last row is the peak of the stage, predicted as ``estimate`` has it.
+
+    The rehearsed peak takes from the estimate what the rehearsal does not see, see ``shared``.
 
     What dispatchers hold is replaced, not added to, by the next microbatch: it is a row of its own, and no part of a
     pass's peaks.
@@ -43,45 +70,72 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
     predicted = estimate(run).stages[stage]
     copies = sum(c.bytes for c in predicted.components if c.state is State.FP8_COPIES)
     out = [
-        Row("parameters (elements)", predicted.parameters, rehearsal.parameters),
-        Row("weights", predicted.weights_bytes - copies, rehearsal.weights_bytes),
-        *([Row("fp8 weight copies", copies, rehearsal.fp8_copies_bytes)] if run.precision.fp8 else []),
-        Row("gradients", predicted.gradients_bytes, rehearsal.gradients_bytes),
-        Row("optimizer state", predicted.optimizer_bytes, rehearsal.optimizer_bytes),
+        Row(Quantity.PARAMETERS, predicted.parameters, rehearsal.parameters),
+        Row(Quantity.WEIGHTS, predicted.weights_bytes - copies, rehearsal.weights_bytes),
+        *([Row(Quantity.FP8_COPIES, copies, rehearsal.fp8_copies_bytes)] if run.precision.fp8 else []),
+        Row(Quantity.GRADIENTS, predicted.gradients_bytes, rehearsal.gradients_bytes),
+        Row(Quantity.OPTIMIZER, predicted.optimizer_bytes, rehearsal.optimizer_bytes),
     ]
     routing = sum(c.bytes for c in predicted.components if c.name in (ROUTING, RECOMPUTED_ORDER))
     held = sum(c.passes.held_bytes for c in rehearsal.chunks)
     if routing or held:
-        out.append(Row("held by MoE dispatchers", routing, held))
+        out.append(Row(Quantity.DISPATCHERS, routing, held))
     ctx = context_of(run)
     shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
     inventories = [chunk_inventory(run.model, shape, ctx) for shape in shapes]
     for record, ours in zip(rehearsal.chunks, inventories, strict=True):
-        label = f"chunk {record.chunk}: " if len(inventories) > 1 else ""
+        chunk = record.chunk if len(inventories) > 1 else None
         passes = record.passes
         out += [
-            Row(f"{label}saved for backward, a microbatch", ours.retained, passes.saved_bytes),
-            Row(f"{label}forward peak", ours.forward_peak, passes.forward_bytes),
-            Row(f"{label}backward peak", ours.backward_peak, passes.backward_bytes),
+            Row(Quantity.SAVED, ours.retained, passes.saved_bytes, chunk),
+            Row(Quantity.FORWARD, ours.forward_peak, passes.forward_bytes, chunk),
+            Row(Quantity.BACKWARD, ours.backward_peak, passes.backward_bytes, chunk),
         ]
     found = [
         ChunkCost(passes.saved_bytes, passes.forward_bytes, passes.backward_bytes)
         for passes in (chunk.passes for chunk in rehearsal.chunks)
     ]
-    mine = stage_costs(inventories)
     peaks = [
         dynamic_peak(
             run.parallel.pp, stage, run.num_microbatches, costs,
             group_size=run.parallel.microbatch_group_size_per_vp_stage, hidden_bytes=ctx.hidden_bytes,
         ).bytes
-        for costs in (mine, found)
+        for costs in (stage_costs(inventories), found)
     ]  # fmt: skip
-    out.append(Row("schedule peak above static memory", peaks[0], peaks[1]))
-    static = rehearsal.weights_bytes + rehearsal.gradients_bytes + rehearsal.fp8_copies_bytes + held
+    out.append(Row(Quantity.SCHEDULE, peaks[0], peaks[1]))
     if rehearsal.optimizer_bytes is not None:
-        ours_static = predicted.weights_bytes + predicted.gradients_bytes + predicted.optimizer_bytes + routing
-        out.append(Row("peak", ours_static + peaks[0], static + rehearsal.optimizer_bytes + peaks[1]))
+        static = (
+            predicted.weights_bytes + predicted.gradients_bytes + predicted.optimizer_bytes + routing,
+            rehearsal.weights_bytes + rehearsal.gradients_bytes + rehearsal.fp8_copies_bytes + held
+            + rehearsal.optimizer_bytes,
+        )  # fmt: skip
+        if predicted.peak_phase == OPTIMIZER_STEP:
+            peaks = [0, 0]
+        shared = predicted.peak_bytes - static[0] - peaks[0]
+        out.append(Row(Quantity.SHARED, shared, shared))
+        out.append(Row(Quantity.PEAK, predicted.peak_bytes, static[1] + peaks[1] + shared))
     return out
+
+
+#: What the difference of the last rows says nothing about.
+SHARED = (
+    "both columns take from the estimate when microbatches are alive (the schedule) and {buffers}: of these the "
+    "rehearsal proves nothing",
+    "written by hand for both columns, after the same sources: what attention's backward needs inside its kernel, and "
+    "the shapes of what Transformer Engine's kernels return",
+)
+
+
+def shared(rehearsal: Rehearsal) -> list[str]:
+    """What the two columns have in common, in sentences."""
+    stage = estimate(rehearsal.run).stages[rehearsal.stage]
+    here = (Role.WEIGHTS, Role.GRADIENTS, Role.OPTIMIZER, Role.ACTIVATION)
+    names = [
+        c.name
+        for c in sorted((*stage.components, *stage.leftovers), key=lambda c: -c.bytes)
+        if c.bytes and c.role not in here and c.part is not Part.RUNNING and c.name not in (ROUTING, RECOMPUTED_ORDER)
+    ]
+    return [text.format(buffers=", ".join(dict.fromkeys(names)) or "no buffers") for text in SHARED]
 
 
 def lines(table: list[Row], unit: int = 1 << 30) -> list[str]:
@@ -89,13 +143,13 @@ def lines(table: list[Row], unit: int = 1 << 30) -> list[str]:
     width = max(len(r.name) for r in table)
     out = [f"{'':<{width}}  {'predicted':>15}  {'rehearsed':>15}  {'difference':>15}"]
     for r in table:
-        cells = [_cell(r.name, v, unit) for v in (r.predicted, r.found, r.difference)]
+        cells = [_cell(r.quantity, v, unit) for v in (r.predicted, r.found, r.difference)]
         share = f"{r.predicted / r.found - 1:+8.2%}" if r.found else ""
         out.append(f"{r.name:<{width}}  {cells[0]:>15}  {cells[1]:>15}  {cells[2]:>15}  {share}".rstrip())
     return out
 
 
-def _cell(name: str, value: int | None, unit: int) -> str:
+def _cell(quantity: Quantity, value: int | None, unit: int) -> str:
     if value is None:
         return "not seen"
-    return f"{value:,}" if name.startswith("parameters") else f"{value / unit:,.4f} GiB"
+    return f"{value:,}" if quantity is Quantity.PARAMETERS else f"{value / unit:,.4f} GiB"

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from bridge_memory.rehearse import imports
-from bridge_memory.rehearse.patches import META, _Done, replaced
+from bridge_memory.rehearse.patches import META, _Done, coalesced, replaced
 from bridge_memory.rehearse.world import RehearsalUnavailable
 from bridge_memory.releases import release_in, release_words
 from bridge_memory.spec.gpu_names import GENERATIONS
@@ -330,6 +330,11 @@ def _is_quantized(tensor: Any) -> bool:
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
+    """As the kernels see it: of fp8 data that is there in its transposed layout alone, the last dimension is the first
+    of that (``quantizer.cpp: Float8Quantizer::create_tensor``). TE's own ``size()`` is so for matrices only."""
+    if getattr(tensor, "_data", tensor) is None and getattr(tensor, "_transpose", None) is not None:
+        last, *rows = tensor._transpose.size()
+        return (*rows, last)
     return tuple(tensor.size())
 
 
@@ -486,7 +491,7 @@ def fused_qkv_rope_backward(dq: Any, dk: Any, dv: Any, q: Any, k: Any, split: An
     return _empty([dq.shape[0], dq.shape[1], dk.shape[2], heads // dk.shape[2] * dk.shape[3]], dq.dtype)
 
 
-def fused_topk_with_score_function_fwd(logits: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+def fused_topk_with_score_function_fwd(logits: torch.Tensor, *rest: Any, **named: Any) -> list[torch.Tensor]:
     """``router.cpp``: probabilities, the routing map, and the scores that backward reads."""
     return [_empty(logits.shape, logits.dtype), _empty(logits.shape, torch.bool), _empty(logits.shape, logits.dtype)]
 
@@ -499,15 +504,21 @@ def fused_topk_with_score_function_bwd(*args: Any) -> torch.Tensor | None:
     return _empty(args[:2], tensors[-1].dtype)
 
 
-def fused_moe_aux_loss_fwd(probs: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+def fused_moe_aux_loss_fwd(probs: torch.Tensor, *rest: Any, **named: Any) -> list[torch.Tensor]:
     """``router.cpp``: the loss and one coefficient."""
     return [_empty([], probs.dtype), _empty([], torch.float32)]
 
 
-def fused_moe_aux_loss_bwd(
-    coefficient: Any, tokens_per_expert: Any, rows: int, columns: int, grad: Any, *rest: Any
-) -> torch.Tensor:
-    return _empty([rows, columns], grad.dtype)
+def fused_score_for_moe_aux_loss_bwd(
+    *, intermediate_output: Any, grad_logits: Any = None, **rest: Any
+) -> torch.Tensor | None:
+    """The gradient of the logits, which later releases make in Python and hand in."""
+    return None if grad_logits is not None else _empty(intermediate_output.shape, intermediate_output.dtype)
+
+
+def fused_moe_aux_loss_bwd(*, num_rows: int, num_cols: int, grad_aux_loss: Any, **rest: Any) -> torch.Tensor:
+    """``router.cpp``: the gradient of the probabilities."""
+    return _empty([num_rows, num_cols], grad_aux_loss.dtype)
 
 
 def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
@@ -575,16 +586,15 @@ class _Kernels(types.ModuleType):
                 generic_gemm, te_general_grouped_gemm, rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd,
                 fused_attn_fwd, fused_attn_bwd, get_fused_attn_backend, fused_qkv_rope_forward,
                 fused_qkv_rope_backward, fused_topk_with_score_function_fwd, fused_topk_with_score_function_bwd,
-                fused_moe_aux_loss_fwd, fused_moe_aux_loss_bwd, quantize, split_quantize, bgrad_quantize,
-                thd_read_half_tensor, thd_read_second_half_lse,
-                dequantize, fp8_transpose, swap_first_dims, multi_tensor_l2norm, create_empty_quantized_tensor,
+                fused_score_for_moe_aux_loss_bwd, fused_moe_aux_loss_fwd, fused_moe_aux_loss_bwd, quantize,
+                split_quantize, bgrad_quantize, thd_read_half_tensor, thd_read_second_half_lse, dequantize,
+                fp8_transpose, swap_first_dims, multi_tensor_l2norm, create_empty_quantized_tensor,
             )
         )  # fmt: skip
         known.update(
             fused_rope_forward=_rotated,
             fused_rope_backward=_rotated,
             fused_score_for_moe_aux_loss_fwd=fused_topk_with_score_function_fwd,
-            fused_score_for_moe_aux_loss_bwd=fused_topk_with_score_function_bwd,
             multi_tensor_unscale_l2norm=multi_tensor_l2norm,
             get_cudnn_version=lambda: CUDNN_VERSION,
             get_cublasLt_version=lambda: CUBLAS_VERSION,
@@ -628,16 +638,16 @@ def _module(name: str) -> Any:
 
 
 @contextmanager
-def _coalesced(*_: object, **__: object) -> Iterator[_Done]:
-    yield _Done()
+def running(arch: str = "hopper", *, fp8_parameters: bool = False) -> Iterator[None]:
+    """What Transformer Engine asks of torch.cuda, answered; its workspaces and caches gone afterwards.
 
-
-@contextmanager
-def running(arch: str = "hopper") -> Iterator[None]:
-    """What Transformer Engine asks of torch.cuda, answered; its workspaces and caches gone afterwards."""
+    ``fp8_parameters``: modules quantize their parameters as they are built (``module/base.py: reset_parameters``).
+    """
     gemm = _module("cpp_extensions.gemm")
     with ExitStack() as stack:
         stack.enter_context(_gpu(arch))
+        if fp8_parameters:
+            stack.enter_context(_parameters_made_at_once())
         for owner, name, value in (
             (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
@@ -647,7 +657,7 @@ def running(arch: str = "hopper") -> Iterator[None]:
             # Data and scales of a quantized tensor are gathered together (``distributed.py``).
             (_module("distributed"), "_get_cuda_rng_state", lambda *a, **k: torch.zeros(16, dtype=torch.uint8)),
             (_module("distributed"), "_set_cuda_rng_state", lambda *a, **k: None),
-            (torch.distributed, "_coalescing_manager", _coalesced),
+            (torch.distributed, "_coalescing_manager", coalesced),
             # Asked of a gradient and 1.0, which differ in shape (``triton/cross_entropy.py: cross_entropy_backward``).
             (torch, "equal", lambda a, b: a.shape == b.shape),
             # True of tensors on the host too: counts of tokens, which the rehearsal knows from the start.
@@ -664,6 +674,19 @@ def running(arch: str = "hopper") -> Iterator[None]:
             yield
         finally:
             _forget()
+
+
+@contextmanager
+def _parameters_made_at_once() -> Iterator[None]:
+    """A module that is told the device "meta", by this word, puts its parameters off; of the device itself it makes
+    them. What it keeps of them on the host, until the optimizer is built, has no data either."""
+    to_host = torch.Tensor.cpu
+
+    def cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor if tensor.is_meta else to_host(tensor, *args, **kwargs)
+
+    with replaced(torch.cuda, "current_device", lambda: torch.device(META)), replaced(torch.Tensor, "cpu", cpu):
+        yield
 
 
 #: Functions that remember the device or what they allocated on it, by module.
@@ -690,6 +713,10 @@ def _forget() -> None:
         kept = getattr(_module(module), name, None)
         if isinstance(kept, dict):
             kept.clear()
+    # The backend that was chosen last, for as long as its parameters are asked for again, whatever is allowed by then.
+    backends = getattr(_module("attention.dot_product_attention.dot_product_attention"), "_attention_backends", None)
+    if isinstance(backends, dict):
+        backends["attention_params"] = None
     quantization = _module("quantization")
     for name in _ANSWERS:
         if hasattr(quantization, name):

@@ -91,12 +91,28 @@ COUNTED = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Us
 ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
 
+#: What backward formulas do to zeros that they have just made: in place, but out of place where a dispatch mode is
+#: active or a tensor has no data (``torch/csrc/autograd/FunctionsManual.cpp: index_backward,
+#: value_selecting_reduction_backward``; ``TensorAdvancedIndexing.cpp: gather_backward, index_select_backward``).
+INTO_ZEROS = {
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+}
+
+
 def _sums_gradients(func: Any) -> bool:
     """Whether autograd's engine itself asks for a sum, not the backward of a function written in Python. To be called
     by the mode's ``__torch_dispatch__``."""
-    if func is not ADD or not COUNTED or torch.is_grad_enabled():
+    return func is ADD and COUNTED and _the_engine_asks(3)
+
+
+def _the_engine_asks(depth: int) -> bool:
+    """Whether autograd's engine called what is so many frames up."""
+    if torch.is_grad_enabled():
         return False
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe(depth)
     while frame is not None and frame.f_code.co_filename in WRAPPERS:
         frame = frame.f_back
     return frame is not None and "run_backward" in frame.f_code.co_names
@@ -187,12 +203,16 @@ class Tracker(TorchDispatchMode):
     ) -> Any:
         if _sums_gradients(func) and _owners(args) <= SOLE_OWNER:
             func = ADD_IN_PLACE
+        elif func in INTO_ZEROS and _the_engine_asks(2):
+            func = INTO_ZEROS[func]
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[-1]
         made = False
         for leaf in tree_iter(out):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device:
-                made |= self._note(leaf, name)
+                # What wraps quantized data has a storage of the size that it stands for, and no bytes.
+                for part in parts_of(leaf):
+                    made |= self._note(part, name)
         if made:
             self._mark(name)
         return out

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from bridge_memory.rehearse.imports import import_megatron_core
 from bridge_memory.releases import release_in, release_words
 from bridge_memory.spec import ParallelSpec, SpecError
+from bridge_memory.spec.layout_string import parse_layout_string
 from bridge_memory.spec.ranks import stage_of_rank
 
 #: As in pyproject.toml; the token dispatchers of older ones are built otherwise.
@@ -29,6 +31,45 @@ class RehearsalUnavailable(SpecError):
 
 #: How megatron-core and torch come, since no index has this package.
 INSTALL = "pip install '.[megatron]' in the folder of bridge-memory"
+
+
+class NotBuildable(RehearsalUnavailable):
+    """megatron-core's configuration cannot express this model or run."""
+
+
+class StackRefusal(NotBuildable):
+    """megatron-core or Transformer Engine refuses the run, or fails on it, where the estimate did not refuse it."""
+
+
+#: Packages of the real stack, and what they raise on purpose or when sizes do not go together.
+_STACK = {"megatron": "megatron-core", "transformer_engine": "Transformer Engine"}
+_REFUSALS = (AssertionError, ValueError, NotImplementedError, RuntimeError)
+
+
+@contextmanager
+def refusals_named() -> Iterator[None]:
+    """Raise StackRefusal, in one line, for what megatron-core or Transformer Engine itself raises in this block.
+
+    A package that one of them looks for and does not find is a RehearsalUnavailable. An error that comes out of other
+    code, or is of another kind (a KeyError, say), passes: it may be the rehearsal's.
+    """
+    try:
+        yield
+    except SpecError:
+        raise
+    except (*_REFUSALS, ImportError) as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        # What the function modes of the rehearsal pass on, they do not raise.
+        frame = next((f for f in reversed(frames) if f.f_code.co_name != "__torch_function__"), frames[-1])
+        module = str(frame.f_globals.get("__name__"))
+        package = _STACK.get(module.partition(".")[0])
+        if package is None:
+            raise
+        said = " ".join(str(error).split()) or f"{type(error).__name__} without words"
+        where = f"{package} ({module.rpartition('.')[2]}.py: {frame.f_code.co_name})"
+        if isinstance(error, ImportError):
+            raise RehearsalUnavailable(f"{where} needs what is not installed here: {said[:300]}") from error
+        raise StackRefusal(f"{where} refuses this rank: {said[:300]}") from error
 
 
 @contextmanager
@@ -112,7 +153,7 @@ def fake_world(parallel: ParallelSpec, rank: int) -> Iterator[None]:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tp,
             pipeline_model_parallel_size=parallel.pp,
-            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+            virtual_pipeline_model_parallel_size=virtual_stages(parallel),
             context_parallel_size=parallel.cp,
             expert_model_parallel_size=parallel.ep,
             expert_tensor_parallel_size=parallel.etp,
@@ -124,6 +165,15 @@ def fake_world(parallel: ParallelSpec, rank: int) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
         _forget_leftovers(parallel_state)
         dist.destroy_process_group()
+
+
+def virtual_stages(parallel: ParallelSpec) -> int | None:
+    """As megatron-core takes it: chunks a stage, which a layout string brings by itself (``transformer_config.py:
+    __post_init__``); None for one."""
+    chunks = parallel.vpp
+    if parallel.pipeline_model_parallel_layout is not None:
+        chunks = len(parse_layout_string(parallel.pipeline_model_parallel_layout)) // parallel.pp
+    return chunks if chunks > 1 else None
 
 
 def _forget_leftovers(parallel_state: object) -> None:

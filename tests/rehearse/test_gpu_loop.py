@@ -134,7 +134,8 @@ def test_the_real_loop_peaks_where_the_replayed_schedule_does(name: str) -> None
     run, stage = CASES[name]
     found = measure(run, stage)
     table = {r.name: r.found for r in rows(rehearse(found.run, stage))}
-    expected = table["peak"] + lasting(run)
+    # What both columns of the rehearsal take from the estimate is no part of this.
+    expected = table["peak"] - table["buffers, the same in both"] + lasting(run)
     assert found.peak == pytest.approx(expected, rel=0.005)
 
 

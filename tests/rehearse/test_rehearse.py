@@ -369,3 +369,48 @@ def test_windows_in_some_layers_go_on_into_mtp() -> None:
     )  # fmt: skip
     run = RunSpec(model=model, implementation=ImplementationSpec(transformer_impl="local"))
     assert rehearse(run, 0).parameters == estimate(run).stages[0].parameters
+
+
+def test_a_layout_string_brings_its_virtual_stages_by_itself() -> None:
+    """Four layers in four chunks over two stages: the first stage holds the embedding (32,000 x 4096) and two layers of
+    202,383,360 parameters, and no output layer, whether or not ``--vpp 2`` is said beside the string."""
+    model = replace(llama := resolve_model("meta-llama/Llama-2-7b-hf"), layers=llama.layers[:4])
+    for vpp in (None, 2):
+        parallel = ParallelSpec(
+            world_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=vpp,
+            pipeline_model_parallel_layout="Et|t|t|tL",
+        )  # fmt: skip
+        found = rehearse(RunSpec(model=model, parallel=parallel, implementation=LOCAL), 0)
+        assert len(found.chunks) == 2
+        assert found.parameters == 32_000 * 4096 + 2 * 202_383_360
+
+
+def test_the_predicted_peak_is_the_estimates_and_what_both_columns_share_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["meta-llama/Llama-2-7b-hf", "--num-layers=4", "--pp=2", "--transformer-impl=local", "--seq-length=512"]
+    assert main(["estimate", *argv, "--json", "--stage", "1"]) == 0
+    (stage,) = json.loads(capsys.readouterr().out)["stages"]
+    assert main(["rehearse", *argv, "--json", "--stage", "1"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    table = {row["name"]: row for row in done["rows"]}
+    assert table["peak"]["predicted"] == stage["peak_bytes"]
+    shared = table["buffers, the same in both"]
+    static = sum(table[name]["found"] for name in ("weights", "gradients", "optimizer state"))
+    schedule = table["schedule peak above static memory"]["found"]
+    assert shared["found"] == shared["predicted"] == table["peak"]["found"] - static - schedule
+    assert any("the schedule" in text and "cuBLAS" in text and "batch" in text for text in done["shared"])
+
+
+def test_the_real_stacks_own_errors_are_its_refusals_and_others_pass() -> None:
+    import torch
+    from megatron.core.tensor_parallel.utils import divide
+
+    with pytest.raises(world.StackRefusal, match=r"megatron-core \(utils\.py: ensure_divisibility\) refuses"), \
+            world.refusals_named():
+        divide(7, 2)
+    with pytest.raises(ZeroDivisionError), world.refusals_named():
+        _ = 1 // 0
+    with pytest.raises(RuntimeError, match="size") as error, world.refusals_named():
+        torch.ones(2).view(3)
+    assert not isinstance(error.value, SpecError)

@@ -69,3 +69,24 @@ def test_a_sum_of_gradients_is_in_place_where_autograd_makes_it_so(first: str, s
     assert real[-1] == ("aten::add_" if first in ("an operation of PyTorch", "a fresh gradient", "a sum of its own")
                         else "aten::add")  # fmt: skip
     assert tracked[-1] == real[-1]
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "index": lambda x: x[torch.zeros(8, dtype=torch.int64, device="meta")],
+    "gather": lambda x: x.gather(0, torch.zeros(8, 4, dtype=torch.int64, device="meta")),
+    "topk": lambda x: x.topk(2).values,
+    "index_select": lambda x: x.index_select(0, torch.zeros(8, dtype=torch.int64, device="meta")),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_backward_writes_into_zeros_is_made_once(name: str) -> None:
+    """On a GPU the gradient of x [4096, 4] is zeros, written in place: 65,536 bytes and the gradient that came,
+    less than as much again."""
+    x = torch.ones(4096, 4, device="meta", requires_grad=True)
+    tracker = Tracker([x])
+    with tracker.watching(torch.nn.Module()):
+        picked = WRITES[name](x)
+        tracker.reset_peak()
+        picked.sum().backward()
+    assert 65_536 <= tracker.peak().bytes < 2 * 65_536 + picked.numel() * 16

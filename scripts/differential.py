@@ -1,0 +1,769 @@
+"""A campaign of random layouts: what the estimate says beside what megatron-core and Transformer Engine do.
+
+    python scripts/differential.py --cases 200 --seed 1
+    python scripts/differential.py --cases 600 --seed 2 --workers 2 --jsonl found.jsonl \
+        --transformer-engine te-2.11 --megatron-core core-0.13 --megatron-core core-0.16 --megatron-core core-0.19
+
+Every case is a command line of ``bridge-memory rehearse``: a preset, parallel sizes and options drawn at random. It
+runs in a child process, which runs many and is replaced when one of them kills it or takes too long. A folder given
+with ``--megatron-core`` (as ``pip install --target`` fills it) comes first on the path of its processes; without one,
+the installed release runs. ``--transformer-engine`` is a folder with Transformer Engine's Python: with it every release
+runs local modules and Transformer Engine's by turns, without it local ones alone. The same seed and folders give the
+same cases and the same lines, however many processes work on them.
+
+What fails is made smaller: options are dropped one by one, and numbers lowered, while the failure stays. It is a
+failure when state is not exact, when saved bytes or a peak are further than BOUND from what was rehearsed, when
+something stops with an error that no part of the real stack raises, when the real stack refuses what the estimate
+accepts, and when the estimate refuses what the real stack runs. The last is a hint: training loops refuse more than
+megatron-core does, and kernels that compute nothing refuse nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import lcm
+from pathlib import Path
+from random import Random
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bridge_memory.cli import rehearse as command  # noqa: E402
+from bridge_memory.cli.run_arguments import run_on_gpus  # noqa: E402
+from bridge_memory.cli.run_flags import FLAGS, SPECS, Flag  # noqa: E402
+from bridge_memory.files import write_whole  # noqa: E402
+from bridge_memory.readers import resolve_model  # noqa: E402
+from bridge_memory.readers.presets import list_presets  # noqa: E402
+from bridge_memory.rehearse.refusals import refuse_what_is_ignored  # noqa: E402
+from bridge_memory.rehearse.world import RehearsalUnavailable  # noqa: E402
+from bridge_memory.report.gpus import find_gpu  # noqa: E402
+from bridge_memory.spec import ModelSpec, SpecError  # noqa: E402
+from bridge_memory.spec.fields import rules_of  # noqa: E402
+
+#: Of saved bytes and peaks; state must be exact.
+BOUND = 0.005
+#: Cases that one process runs before a fresh one takes over.
+CASES_A_PROCESS = 20
+
+# ---- cases -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A command line of ``bridge-memory rehearse``; an option without a value is a flag alone."""
+
+    model: str
+    options: tuple[tuple[str, str], ...]
+
+    def argv(self) -> list[str]:
+        return [self.model, *(word for option in self.options for word in option if word)]
+
+    def text(self) -> str:
+        return "bridge-memory rehearse " + shlex.join(self.argv())
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SpecError(message)
+
+
+def parse(case: Case) -> argparse.Namespace:
+    """The flags of ``bridge-memory rehearse``. Raises SpecError."""
+    parser = _Parser(allow_abbrev=False)
+    command.add_arguments(parser)
+    return parser.parse_args(case.argv())
+
+
+#: Values of flags that are numbers.
+NUMBERS = {
+    "--micro-batch-size": (1, 2, 3), "--seq-length": (256, 512, 1000, 1024, 2048, 4096),
+    "--ddp-bucket-size": (1_000_000, 40_000_000), "--num-distributed-optimizer-instances": (2,),
+    "--optimizer-offload-fraction": (0.5, 1.0), "--recompute-num-layers": (1, 2, 3),
+    "--moe-expert-capacity-factor": (1.0, 1.25, 2.0),
+}  # fmt: skip
+#: Flags that come together, or do nothing: the first brings some of the others about.
+TOGETHER: tuple[tuple[str, ...], ...] = (
+    ("--fp8", "--fp8-recipe", "--fp8-param-gather"),
+    ("--use-precision-aware-optimizer", "--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype",
+     "--exp-avg-sq-dtype", "--store-param-remainders"),
+    ("--overlap-grad-reduce", "--ddp-bucket-size", "--overlap-param-gather"),
+    ("--optimizer-cpu-offload", "--optimizer-offload-fraction"),
+    ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"),
+    ("--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity"),
+)
+#: Drawn with the sizes, see ``sample``.
+WITH_SIZES = frozenset({
+    "--tp", "--pp", "--vpp", "--cp", "--ep", "--etp", "--num-gpus", "--global-batch-size", "--transformer-impl",
+    "--num-layers-in-first-pipeline-stage", "--num-layers-in-last-pipeline-stage", "--pipeline-model-parallel-layout",
+    "--microbatch-group-size-per-vp-stage", "--recompute-granularity", "--recompute-method", "--recompute-num-layers",
+    "--recompute-modules", "--distribute-saved-activations",
+})  # fmt: skip
+#: Never drawn: the rehearsal refuses all but the default (``rehearse/refusals.py``).
+NOT_DRAWN = frozenset({
+    "--engine", "--data-parallel-sharding-strategy", "--suggested-communication-unit-size", "--grad-comm-dtype",
+    "--moe-imbalance", "--overlap-moe-expert-parallel-comm", "--cpu-offloading-num-layers", "--offload-modules",
+})  # fmt: skip
+_FLAG = {flag.names.split()[0]: flag for flag in FLAGS}
+
+
+def _values(flag: Flag, rng: Random) -> tuple[str, str]:
+    """One option of this flag."""
+    name = flag.names.split()[0]
+    group, _, member = flag.field.partition(".")
+    rule = rules_of(SPECS[group])[member]
+    if bool in rule.types:
+        return (name if rng.random() < 0.6 else "--no-" + name.removeprefix("--"), "")
+    if tuple in rule.types:
+        return name, ",".join(rng.sample(rule.names, rng.randint(1, min(3, len(rule.names)))))
+    return name, str(rng.choice(NUMBERS.get(name) or rule.names))
+
+
+def drawn_alone() -> list[str]:
+    """Flags that are drawn one by one."""
+    dependent = {name for names in TOGETHER for name in names[1:]}
+    return [name for name in _FLAG if name not in WITH_SIZES | NOT_DRAWN | dependent]
+
+
+def sample(rng: Random, impl: str, models: Sequence[str]) -> Case:
+    """A layout that mostly fits together, of a few layers, with up to six options."""
+    name = rng.choice(models)
+    model = resolve_model(name)
+    options = [("--transformer-impl", "local")] if impl == "local" else []
+    tp, pp = rng.choice((1, 1, 2, 2, 4, 8)), rng.choice((1, 1, 1, 2, 2, 4))
+    cp = rng.choice((1, 1, 1, 2, 4)) if impl != "local" else 1
+    vpp = rng.choice((1, 1, 2)) if pp > 1 else 1
+    ep, etp = 1, tp
+    if model.has_experts:
+        ep = rng.choice((1, 2, 4, 8, 8, 16))
+        if rng.random() < 0.5:
+            etp = rng.choice((1, 1, 2, tp))
+            options.append(("--etp", str(etp)))
+    for flag, size in (("--tp", tp), ("--pp", pp), ("--cp", cp), ("--ep", ep)):
+        if size > 1:
+            options.append((flag, str(size)))
+    world = lcm(tp * pp * cp, etp * ep * pp) * rng.choice((1, 1, 2, 4))
+    options.append(("--num-gpus", str(world)))
+    options += _layers(rng, model, pp, vpp)
+    if pp > 1:
+        options.append(("--stage", str(rng.randrange(pp))))
+    if rng.random() < 0.6:
+        options.append(("--seq-length", str(rng.choice(NUMBERS["--seq-length"]))))
+    micro = rng.choice((1, 1, 2, 3))
+    if micro > 1:
+        options.append(("--micro-batch-size", str(micro)))
+    if rng.random() < 0.3:
+        options.append(("--global-batch-size", str(micro * (world // (tp * pp * cp)) * pp * rng.choice((1, 2, 3)))))
+    options += _recomputation(rng)
+    options += _others(rng)
+    given = dict.fromkeys(flag for flag, _ in options)
+    return Case(name, tuple((flag, next(v for f, v in reversed(options) if f == flag)) for flag in given))
+
+
+def _layers(rng: Random, model: ModelSpec, pp: int, vpp: int) -> list[tuple[str, str]]:
+    """Layers, virtual stages and how stages share them."""
+    a_chunk = rng.choice((1, 1, 2, 3, 4) if pp * vpp == 1 else (1, 1, 2))
+    layers = a_chunk * pp * vpp
+    options = []
+    how = rng.random() if pp > 1 else 1.0
+    if how < 0.15:
+        # A layout string: chunks in the order of stages, the embedding first, the loss last.
+        counts = [rng.choice((0, 1, 1, 2)) for _ in range(pp * vpp)]
+        counts[0] = max(1, counts[0])
+        chunks = ["t" * n for n in counts]
+        depths = "m" * model.mtp_num_layers
+        layout = "|".join(("E" + chunks[0], *chunks[1:-1], chunks[-1] + depths + "L"))
+        layers = sum(counts)
+        options.append(("--pipeline-model-parallel-layout", layout))
+        if vpp > 1 and rng.random() < 0.5:
+            options.append(("--vpp", str(vpp)))
+    else:
+        if vpp > 1:
+            options.append(("--vpp", str(vpp)))
+            if rng.random() < 0.3:
+                options.append(("--microbatch-group-size-per-vp-stage", str(pp * rng.choice((1, 2)))))
+        if how < 0.3 and vpp == 1:
+            where = rng.choice(("first", "last"))
+            options.append((f"--num-layers-in-{where}-pipeline-stage", str(a_chunk + 1)))
+            layers += 1
+    if rng.random() < 0.2:
+        options.append(("--mtp-num-layers", rng.choice("012")))
+    return [("--num-layers", str(min(layers, model.num_layers))), *options]
+
+
+def _recomputation(rng: Random) -> list[tuple[str, str]]:
+    how = rng.random()
+    if how < 0.65:
+        return []
+    if how < 0.85:
+        return [("--recompute-granularity", "selective"), _values(_FLAG["--recompute-modules"], rng)]
+    options = [
+        ("--recompute-granularity", "full"), ("--recompute-method", rng.choice(("uniform", "block"))),
+        ("--recompute-num-layers", str(rng.choice(NUMBERS["--recompute-num-layers"]))),
+    ]  # fmt: skip
+    if rng.random() < 0.2:
+        options.append(("--distribute-saved-activations", ""))
+    return options
+
+
+def _others(rng: Random) -> list[tuple[str, str]]:
+    options: list[tuple[str, str]] = []
+    leads = {names[0]: names[1:] for names in TOGETHER}
+    for name in rng.sample(drawn_alone(), rng.choice((0, 1, 1, 2, 2, 3, 4))):
+        option = _values(_FLAG[name], rng)
+        options.append(option)
+        if option[0] == name:
+            options += [_values(_FLAG[n], rng) for n in leads.get(name, ()) if rng.random() < 0.5]
+    for flag, value in (("--hidden-dropout", "0.1"), ("--attention-dropout", "0.1")):
+        if rng.random() < 0.06:
+            options.append((flag, value))
+    if rng.random() < 0.1:
+        options.append(("--make-vocab-size-divisible-by", "128"))
+    if rng.random() < 0.15:
+        options.append(("--gpu", rng.choice(("A100-80GB", "B200"))))
+    return options
+
+
+def is_accepted(case: Case) -> bool:
+    """Whether the estimate takes it, by the default releases' rules, and the rehearsal acts on all of it."""
+    try:
+        args = parse(case)
+        refuse_what_is_ignored(run_on_gpus(args, [find_gpu(args.gpu)] if args.gpu else []))
+    except SpecError:
+        return False
+    return True
+
+
+def cases_of(seed: int, number: int, stacks: Sequence[Stack], models: Sequence[str]) -> list[tuple[Stack, Case]]:
+    """The cases of a campaign. Of those that the estimate refuses, a few are kept for the real stack to judge."""
+    out = []
+    for i in range(number):
+        rng, stack = Random(f"{seed}/{i}"), stacks[i % len(stacks)]
+        case = sample(rng, stack.impl, models)
+        while not is_accepted(case) and rng.random() < 0.97:
+            case = sample(rng, stack.impl, models)
+        out.append((stack, case))
+    return out
+
+
+# ---- one case, in a child process ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Folders that come first on the path, and whose modules run."""
+
+    core: str | None
+    transformer_engine: str | None
+
+    @property
+    def impl(self) -> str:
+        return "local" if self.transformer_engine is None else "transformer_engine"
+
+    def title(self) -> str:
+        core = "megatron-core installed here" if self.core is None else f"megatron-core of {self.core}"
+        return f"{core}, " + ("local" if self.transformer_engine is None else f"{self.transformer_engine}")
+
+    def environment(self) -> dict[str, str]:
+        path = [p for p in (self.transformer_engine, self.core) if p is not None]
+        rest = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+        return {**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(ROOT), *rest]), "HF_HUB_OFFLINE": "1"}
+
+
+#: What came of a case.
+COMPARED, STACK_REFUSES, BOTH_REFUSE, WE_REFUSE, NOT_TRIED, NOT_REHEARSED, CRASH = (
+    "compared", "accepted by the estimate, refused by the real stack", "refused by both",
+    "refused by the estimate, run by the real stack", "refused by the estimate, not tried", "not rehearsed", "crash",
+)  # fmt: skip
+
+
+@contextmanager
+def _nothing_validated() -> Iterator[None]:
+    from bridge_memory.spec import run
+
+    names = vars(run)
+    before = names["validate"]
+    names["validate"] = lambda spec: None
+    try:
+        yield
+    finally:
+        names["validate"] = before
+
+
+def judge(case: Case) -> dict[str, Any]:
+    """Run a case in this process: what came of it, why, and the two columns."""
+    from bridge_memory.rehearse.world import StackRefusal, quiet, require_megatron
+
+    try:
+        with quiet():
+            why_not = command.take_transformer_engine()
+            require_megatron()
+            try:
+                args = parse(case)
+                spec = command.on_meta(command.described(args), why_not, [])
+            except RehearsalUnavailable as error:
+                return {"outcome": NOT_REHEARSED, "why": str(error)}
+            except SpecError as error:
+                return {"outcome": _without_validation(case, why_not), "why": str(error)}
+            try:
+                return {"outcome": COMPARED, "rows": _rows(spec, args.stage)}
+            except StackRefusal as error:
+                return {"outcome": STACK_REFUSES, "why": str(error)}
+            except RehearsalUnavailable as error:
+                return {"outcome": NOT_REHEARSED, "why": str(error)}
+            except SpecError as error:
+                return {"outcome": NOT_TRIED, "why": str(error)}
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}: {last.name}"
+        return {"outcome": CRASH, "why": f"{type(error).__name__} in {where}: {' '.join(str(error).split())[:300]}"}
+
+
+def _rows(spec: Any, stage: int | None) -> list[dict[str, Any]]:
+    from bridge_memory.rehearse.run import rehearse
+    from bridge_memory.rehearse.summary import rows
+
+    table = [row for row in rows(rehearse(spec, stage)) if row.found is not None]
+    return [
+        {"quantity": r.quantity.name, "chunk": r.chunk, "predicted": r.predicted, "rehearsed": r.found} for r in table
+    ]
+
+
+def _without_validation(case: Case, why_not: str) -> str:
+    """Whether the real stack refuses what a RunSpec's validation does; other refusals are not tried."""
+    from bridge_memory.rehearse.run import rehearse
+    from bridge_memory.rehearse.world import StackRefusal
+
+    try:
+        with _nothing_validated():
+            args = parse(case)
+            rehearse(command.on_meta(command.described(args), why_not, []), args.stage)
+    except StackRefusal:
+        return BOTH_REFUSE
+    except Exception:  # What was refused need not make sense to anything behind the refusal.
+        return NOT_TRIED
+    return WE_REFUSE
+
+
+def work() -> int:
+    """A child process: a case a line on standard input, what came of it a line on standard output."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        given = json.loads(line)
+        found = judge(Case(given["model"], tuple((flag, value) for flag, value in given["options"])))
+        out.write(json.dumps(found) + "\n")
+        out.flush()
+    return 0
+
+
+WORK = (sys.executable, str(Path(__file__).resolve()), "--work")
+
+
+class Worker:
+    """A child process with a stack on its path. Use ``with``."""
+
+    def __init__(self, stack: Stack, seconds: float, command: Sequence[str] = WORK) -> None:
+        self._stack, self._seconds, self._command = stack, seconds, command
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def judge(self, case: Case) -> dict[str, Any]:
+        """What came of the case; a process that dies or takes too long is replaced."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                self._command, env=self._stack.environment(), text=True, stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8",
+            )  # fmt: skip
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        late = threading.Timer(self._seconds, process.kill)
+        late.start()
+        try:
+            process.stdin.write(json.dumps({"model": case.model, "options": case.options}) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:
+            line = ""
+        finally:
+            ran_out = not late.is_alive()
+            late.cancel()
+        if line:
+            found: dict[str, Any] = json.loads(line)
+            return found
+        self.stop()
+        took = f"took more than {self._seconds:g} seconds" if ran_out else "died"
+        return {"outcome": CRASH, "why": f"the process {took}"}
+
+
+# ---- failures --------------------------------------------------------------------------------------
+
+STATE = ("PARAMETERS", "WEIGHTS", "FP8_COPIES", "GRADIENTS", "OPTIMIZER")
+#: Held to BOUND. What else the rehearsal prints is part of one of these, or the same in both columns.
+BOUNDED = ("SAVED", "FORWARD", "BACKWARD", "PEAK")
+
+
+def error_of(row: dict[str, Any]) -> float:
+    """(predicted - rehearsed) / rehearsed; of nothing rehearsed, infinite."""
+    difference: int = row["predicted"] - row["rehearsed"]
+    return difference / row["rehearsed"] if row["rehearsed"] else (float("inf") if difference else 0.0)
+
+
+def is_off(row: dict[str, Any]) -> bool:
+    if row["quantity"] in STATE:
+        return bool(row["predicted"] != row["rehearsed"])
+    return row["quantity"] in BOUNDED and abs(error_of(row)) > BOUND
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is wrong with a case: quantities that are off, or an outcome and its words without numbers."""
+
+    outcome: str
+    words: str = ""
+    quantities: frozenset[str] = frozenset()
+
+    def stays_in(self, other: Failure | None) -> bool:
+        """Whether ``other``, of a smaller case, is the same failure."""
+        if other is None or other.outcome != self.outcome:
+            return False
+        return bool(self.quantities & other.quantities) if self.quantities else self.words == other.words
+
+    def text(self) -> str:
+        return f"off: {', '.join(sorted(self.quantities))}" if self.quantities else f"{self.outcome}: {self.words}"
+
+
+def failure_of(found: dict[str, Any]) -> Failure | None:
+    """None for a case that is right, that both sides refuse, or that nobody can try."""
+    if found["outcome"] == COMPARED:
+        off = frozenset(row["quantity"] for row in found["rows"] if is_off(row))
+        return Failure(COMPARED, quantities=off) if off else None
+    if found["outcome"] in (BOTH_REFUSE, NOT_TRIED, NOT_REHEARSED):
+        return None
+    return Failure(found["outcome"], re.sub(r"\d+", "N", found["why"]))
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    """Cases with half of the options, a quarter less, ..., one less, or one number lower."""
+    size = len(case.options) // 2
+    while size:
+        for i in range(0, len(case.options), size):
+            yield replace(case, options=case.options[:i] + case.options[i + size :])
+        size //= 2
+    for i, (flag, value) in enumerate(case.options):
+        shorter = [",".join(v for v in value.split(",") if v != left_out) for left_out in value.split(",")]
+        if value.isdecimal() and flag != "--num-gpus":
+            n = int(value)
+            shorter = [str(v) for v in dict.fromkeys((1, n // 2, n - 1)) if 0 < v < n or (flag == "--stage" and v < n)]
+        elif "," not in value:
+            continue
+        for v in shorter:
+            yield replace(case, options=(*case.options[:i], (flag, v), *case.options[i + 1 :]))
+
+
+def shrunk(case: Case, failure: Failure, judged: Callable[[Case], dict[str, Any]]) -> Case:
+    """The smallest case found that fails likewise."""
+    tried: set[Case] = set()
+    again = True
+    while again:
+        again = False
+        for candidate in smaller(case):
+            if candidate in tried:
+                continue
+            tried.add(candidate)
+            if failure.stays_in(failure_of(judged(candidate))):
+                case, again = candidate, True
+                break
+    return case
+
+
+# ---- a campaign ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Found:
+    """What came of one case of a campaign."""
+
+    number: int
+    stack: Stack
+    case: Case
+    result: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "case": self.number, "stack": self.stack.title(), "command": self.case.text(), **self.result,
+        }  # fmt: skip
+
+
+@dataclass
+class Reproduction:
+    """The smallest case of a failure, and the cases that it stands for."""
+
+    failure: Failure
+    stack: Stack
+    case: Case
+    numbers: list[int]
+    result: dict[str, Any]
+    #: Only after other cases in the same process: something outlives a rehearsal.
+    leaked: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "reproduction": self.case.text(), "stack": self.stack.title(), "failure": self.failure.text(),
+            "cases": self.numbers, "state leak": self.leaked, **self.result,
+        }  # fmt: skip
+
+    def explains(self, failure: Failure, found: Found) -> bool:
+        """Whether a failing case has all that this one needs, so that it need not be made smaller too."""
+        sizes = {flag: value for flag, value in found.case.options}
+        here = all(sizes.get(flag) == value for flag, value in self.case.options)
+        return not self.leaked and here and found.stack == self.stack and self.failure.stays_in(failure) and (
+            self.case.model == found.case.model or bool(self.case.options)
+        )
+
+
+@dataclass
+class Campaign:
+    """Cases over a pool of child processes."""
+
+    workers: int = 1
+    seconds: float = 300.0
+    command: Sequence[str] = WORK
+    write: Callable[[dict[str, Any]], None] = field(default=lambda line: None)
+
+    def run(self, cases: Sequence[tuple[Stack, Case]]) -> list[Found]:
+        """Judge every case, and write each down in order. Cases of one stack share processes, always the same ones."""
+        by_stack: dict[Stack, list[int]] = {}
+        for i, (stack, _) in enumerate(cases):
+            by_stack.setdefault(stack, []).append(i)
+        tasks = [
+            numbers[i : i + CASES_A_PROCESS]
+            for numbers in by_stack.values()
+            for i in range(0, len(numbers), CASES_A_PROCESS)
+        ]
+        results: dict[int, dict[str, Any]] = {}
+        written, lock = 0, threading.Lock()
+
+        def one(numbers: list[int]) -> None:
+            nonlocal written
+            with Worker(cases[numbers[0]][0], self.seconds, self.command) as worker:
+                for i in numbers:
+                    found = worker.judge(cases[i][1])
+                    with lock:
+                        results[i] = found
+                        while written in results:
+                            self.write(Found(written, *cases[written], results[written]).as_json())
+                            written += 1
+
+        self._spread(tasks, one)
+        return [Found(i, *cases[i], results[i]) for i in range(len(cases))]
+
+    def reproduce(self, found: Iterable[Found], most: int) -> list[Reproduction]:
+        """Make the failures small, at most so many; one that an earlier one explains is added to it."""
+        out: list[Reproduction] = []
+        waiting = [(f, failure) for f in found if (failure := failure_of(f.result)) is not None]
+        while waiting:
+            at, failure = waiting.pop(0)
+            known = next((r for r in out if r.explains(failure, at)), None)
+            if known is not None:
+                known.numbers.append(at.number)
+                continue
+            if len(out) >= most:
+                continue
+            made = self._small(at, failure)
+            same = next((r for r in out if (r.case, r.stack, r.leaked) == (made.case, made.stack, made.leaked)), None)
+            if same is not None:
+                same.numbers.append(at.number)
+            else:
+                out.append(made)
+                print(f"{made.failure.text()[:150]}: {made.case.text()}", file=sys.stderr, flush=True)
+        for r in out:
+            self.write(r.as_json())
+        return out
+
+    def _small(self, at: Found, failure: Failure) -> Reproduction:
+        with Worker(at.stack, self.seconds, self.command) as worker:
+            alone = worker.judge(at.case)
+            if not failure.stays_in(failure_of(alone)):
+                return Reproduction(failure, at.stack, at.case, [at.number], at.result, leaked=True)
+            case = shrunk(at.case, failure, worker.judge)
+        with Worker(at.stack, self.seconds, self.command) as worker:
+            return Reproduction(failure, at.stack, case, [at.number], worker.judge(case))
+
+    def _spread(self, tasks: Sequence[list[int]], one: Callable[[list[int]], None]) -> None:
+        left: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        for task in tasks:
+            left.put(task)
+
+        def take() -> None:
+            while True:
+                try:
+                    task = left.get_nowait()
+                except queue.Empty:
+                    return
+                one(task)
+
+        threads = [threading.Thread(target=take) for _ in range(self.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+# ---- the report ------------------------------------------------------------------------------------
+
+_STEPS = (0.0, 0.0001, 0.001, BOUND)
+
+
+def table(found: Sequence[Found]) -> list[str]:
+    """Outcomes, and errors by quantity."""
+    outcomes = Counter(f.result["outcome"] for f in found)
+    out = [f"{outcome:<52}{n:>6}" for outcome, n in outcomes.most_common()]
+    rows: dict[str, list[tuple[float, int]]] = {}
+    for f in found:
+        worst: dict[str, float] = {}
+        for row in f.result.get("rows", ()):
+            worst[row["quantity"]] = max(worst.get(row["quantity"], 0.0), error_of(row), key=abs)
+        for quantity, error in worst.items():
+            rows.setdefault(quantity, []).append((error, f.number))
+    head = "".join(f"{'exact' if not step else f'<={step:.2%}':>9}" for step in _STEPS)
+    out += ["", f"{'quantity':<14}{'cases':>7}{head}{'beyond':>9}   the worst"]
+    for quantity, errors in rows.items():
+        counts = [
+            sum(below < abs(e) <= step for e, _ in errors)
+            for below, step in zip((-1.0, *_STEPS[:-1]), _STEPS, strict=True)
+        ]
+        beyond = len(errors) - sum(counts)
+        error, number = max(errors, key=lambda pair: abs(pair[0]))
+        last = f"{error:+.3%} in case {number}" if error else ""
+        cells = "".join(f"{n:>9}" for n in (*counts, beyond))
+        out.append(f"{quantity.lower():<14}{len(errors):>7}{cells}   {last}")
+    return out
+
+
+def report(found: Sequence[Found], reproductions: Sequence[Reproduction]) -> list[str]:
+    """The whole text."""
+    out = [f"{title}: {n} cases" for title, n in Counter(f.stack.title() for f in found).items()]
+    out += ["", *table(found)]
+    for outcome in (CRASH, STACK_REFUSES, WE_REFUSE, NOT_REHEARSED):
+        words: dict[str, list[int]] = {}
+        for f in found:
+            if f.result["outcome"] == outcome:
+                words.setdefault(re.sub(r"\d+", "N", f.result["why"])[:150], []).append(f.number)
+        if words:
+            out += ["", f"{outcome}:"]
+            out += [f"{len(n):>4}  {why}  [{_some(n)}]" for why, n in sorted(words.items(), key=lambda w: -len(w[1]))]
+    if reproductions:
+        out += ["", "minimal reproductions:"]
+    for r in sorted(reproductions, key=lambda r: -len(r.numbers)):
+        off = {row["quantity"]: error_of(row) for row in r.result.get("rows", ()) if is_off(row)}
+        errors = "; ".join(f"{quantity.lower()} {error:+.2%}" for quantity, error in off.items())
+        leak = "only after other cases in its process (a state leak): " if r.leaked else ""
+        out += [f"{len(r.numbers):>4}  {leak}{errors or r.failure.text()[:200]}  [{_some(r.numbers)}]",
+                f"      {r.case.text()}  ({r.stack.title()})"]  # fmt: skip
+    return out
+
+
+def _some(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
+
+
+# ---- the command -----------------------------------------------------------------------------------
+
+
+def _stacks(args: argparse.Namespace) -> list[Stack]:
+    for flag, package, folders in (
+        ("megatron-core", "megatron/core", args.megatron_core), ("transformer-engine", "transformer_engine", args.te)
+    ):  # fmt: skip
+        for folder in folders:
+            if not (Path(folder) / package).is_dir():
+                raise SpecError(
+                    f"{flag} ({folder}) holds no {package}; give a folder that pip install --target filled"
+                )
+    cores: list[str | None] = [str(Path(f).resolve()) for f in args.megatron_core]
+    te: list[str | None] = [None, *(str(Path(f).resolve()) for f in args.te)]
+    chosen = [t for t in te if args.only is None or (t is None) == (args.only == "local")]
+    if not chosen:
+        raise SpecError("only (transformer_engine) needs --transformer-engine FOLDER")
+    return [Stack(core, t) for core in cores or [None] for t in chosen]
+
+
+def _models(text: str | None) -> list[str]:
+    if text is None:
+        return list_presets()
+    for name in text.split(","):
+        resolve_model(name)
+    return text.split(",")
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(description="Random layouts through bridge-memory rehearse: errors, refusals, crashes.")
+    parser.add_argument("--cases", type=int, default=200, metavar="N", help="layouts to draw (default 200)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="draws the same ones again (default 1)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="child processes at a time (default 1)")
+    parser.add_argument("--megatron-core", action="append", default=[], metavar="FOLDER",
+                        help="a release to run, several times for several (default: the installed one)")
+    parser.add_argument("--transformer-engine", action="append", default=[], dest="te", metavar="FOLDER",
+                        help="its Python; without it local modules run alone")
+    parser.add_argument("--only", choices=("local", "transformer_engine"), help="modules of one kind alone")
+    parser.add_argument("--models", metavar="A,B", help="these presets (default: all)")
+    parser.add_argument("--shrink", type=int, default=30, metavar="N", help="failures to make small (default 30)")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds for a case (default 300)")
+    parser.add_argument("--jsonl", metavar="FILE", help="write a JSON line for each case and each reproduction")
+    args = parser.parse_args(argv)
+    for name, lowest in (("cases", 1), ("workers", 1), ("shrink", 0), ("timeout", 1)):
+        if not getattr(args, name) >= lowest:
+            raise SpecError(f"{name} ({getattr(args, name)}) must be at least {lowest}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 for a campaign without failures, 1 for one with some, 2 for wrong input."""
+    try:
+        args = _arguments(argv)
+        stacks, models = _stacks(args), _models(args.models)
+        if args.jsonl:
+            write_whole(Path(args.jsonl), "")
+    except (SpecError, OSError) as error:
+        print(f"differential.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+    def write(line: dict[str, Any]) -> None:
+        if args.jsonl:
+            with open(args.jsonl, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    campaign = Campaign(args.workers, args.timeout, write=write)
+    found = campaign.run(cases_of(args.seed, args.cases, stacks, models))
+    reproductions = campaign.reproduce(found, args.shrink)
+    print(f"seed {args.seed}, {len(found)} cases")
+    print("\n".join(report(found, reproductions)))
+    return int(any(failure_of(f.result) is not None for f in found))
+
+
+if __name__ == "__main__":
+    sys.exit(work() if sys.argv[1:] == ["--work"] else main())

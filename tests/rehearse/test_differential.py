@@ -1,0 +1,232 @@
+"""scripts/differential.py: random layouts, the failures among them made small; and what a fixed campaign finds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+_SPEC = util.spec_from_file_location(
+    "differential", Path(__file__).resolve().parents[2] / "scripts" / "differential.py"
+)
+assert _SPEC is not None and _SPEC.loader is not None
+differential = util.module_from_spec(_SPEC)
+sys.modules["differential"] = differential
+_SPEC.loader.exec_module(differential)
+
+Case, Stack, Campaign = differential.Case, differential.Stack, differential.Campaign
+LOCAL = Stack(None, None)
+
+
+# ---- what is drawn ----
+
+
+def test_every_flag_of_a_run_is_drawn_or_named_with_the_reason() -> None:
+    dependent = {name for names in differential.TOGETHER for name in names}
+    known = {*differential.drawn_alone(), *dependent, *differential.WITH_SIZES, *differential.NOT_DRAWN}
+    assert known == {flag.names.split()[0] for flag in differential.FLAGS}
+
+
+def test_a_seed_draws_the_same_cases_and_another_seed_others() -> None:
+    models = ["meta-llama/Llama-2-7b-hf", "Qwen/Qwen3-30B-A3B"]
+    first = differential.cases_of(3, 12, [LOCAL], models)
+    assert first == differential.cases_of(3, 12, [LOCAL], models)
+    assert first[:6] == differential.cases_of(3, 6, [LOCAL], models)
+    assert first != differential.cases_of(4, 12, [LOCAL], models)
+
+
+def test_what_is_drawn_is_a_command_line_of_rehearse_that_mostly_fits() -> None:
+    cases = [case for _, case in differential.cases_of(1, 60, [LOCAL], differential.list_presets())]
+    for case in cases:
+        differential.parse(case)
+    assert sum(map(differential.is_accepted, cases)) >= 45
+    assert len({case.model for case in cases}) > 25
+    assert len({flag for case in cases for flag, _ in case.options}) > 40
+
+
+# ---- making it small ----
+
+
+def off(*quantities: str) -> dict[str, Any]:
+    rows = [{"quantity": q, "chunk": None, "predicted": 110, "rehearsed": 100} for q in quantities]
+    return {"outcome": differential.COMPARED, "rows": rows}
+
+
+def test_options_go_one_by_one_and_numbers_are_lowered_while_the_failure_stays() -> None:
+    """Off wherever both --fp8 and --tp of 2 or more are there: nothing else is left, and TP is 2."""
+
+    def judged(case: Any) -> dict[str, Any]:
+        given = dict(case.options)
+        return off("SAVED") if "--fp8" in given and int(given.get("--tp", 1)) >= 2 else off()
+
+    options = (("--pp", "4"), ("--tp", "8"), ("--fp8", "hybrid"), ("--overlap-grad-reduce", ""), ("--num-layers", "4"))
+    case = Case("a/model", options)
+    small = differential.shrunk(case, differential.failure_of(judged(case)), judged)
+    assert small.options == (("--tp", "2"), ("--fp8", "hybrid"))
+
+
+def test_a_smaller_case_that_fails_otherwise_is_not_it() -> None:
+    def judged(case: Any) -> dict[str, Any]:
+        if ("--tp", "2") not in case.options:
+            return {"outcome": differential.CRASH, "why": "KeyError in moe.py: forward: 3"}
+        return off("WEIGHTS")
+
+    case = Case("a/model", (("--tp", "2"), ("--pp", "2")))
+    assert differential.shrunk(case, differential.failure_of(judged(case)), judged).options == (("--tp", "2"),)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "predicted", "wrong"),
+    [("WEIGHTS", 1_000_001, True), ("WEIGHTS", 1_000_000, False), ("PEAK", 1_005_001, True), ("PEAK", 1_005_000, False),
+     ("SAVED", 994_999, True)],
+)  # fmt: skip
+def test_state_is_exact_and_the_rest_within_half_a_per_cent(quantity: str, predicted: int, wrong: bool) -> None:
+    row = {"quantity": quantity, "chunk": None, "predicted": predicted, "rehearsed": 1_000_000}
+    assert differential.is_off(row) is wrong
+
+
+# ---- processes ----
+
+#: Answers each case with its model's name and how many it has seen; "dies" ends the process, "sleeps" takes long.
+CHILD = """
+import json, sys, time, os
+for seen, line in enumerate(sys.stdin):
+    model = json.loads(line)["model"]
+    if model == "dies": os._exit(11)
+    if model == "sleeps": time.sleep(60)
+    print(json.dumps({"outcome": "crash" if model == "leaks" and seen else "not rehearsed", "why": model}), flush=True)
+"""
+
+
+def campaign(models: list[str], **more: Any) -> tuple[list[Any], list[dict[str, Any]], Any]:
+    lines: list[dict[str, Any]] = []
+    run = Campaign(seconds=5.0, command=(sys.executable, "-c", CHILD), write=lines.append, **more)
+    return run.run([(LOCAL, Case(model, ())) for model in models]), lines, run
+
+
+def test_a_process_that_dies_or_hangs_loses_its_case_and_no_other() -> None:
+    found, lines, _ = campaign(["a", "dies", "b", "sleeps", "c"])
+    assert [f.result["why"] for f in found] == [
+        "a", "the process died", "b", "the process took more than 5 seconds", "c"
+    ]  # fmt: skip
+    assert [line["case"] for line in lines] == [0, 1, 2, 3, 4]
+
+
+def test_lines_come_in_order_however_many_processes_work() -> None:
+    models = [f"m{i}" for i in range(3 * differential.CASES_A_PROCESS)]
+    assert campaign(models, workers=3)[1] == campaign(models)[1]
+
+
+def test_a_failure_that_a_fresh_process_does_not_show_is_called_a_state_leak() -> None:
+    found, _, run = campaign(["a", "leaks"])
+    (reproduction,) = run.reproduce(found, most=5)
+    assert reproduction.leaked and reproduction.numbers == [1]
+
+
+# ---- verdicts of the real stack ----
+
+
+@pytest.mark.parametrize(
+    ("options", "outcome"),
+    [
+        ((("--num-layers", "1"), ("--ep", "16")), differential.BOTH_REFUSE),  # 60 experts over 16 ranks
+        ((("--num-layers", "1"), ("--tp", "2"), ("--num-gpus", "4")), differential.COMPARED),
+        ((("--num-layers", "1"), ("--moe-imbalance", "1.0"), ("--use-precision-aware-optimizer", ""),
+          ("--fp32-residual-connection", "")), differential.NOT_REHEARSED),
+        ((("--num-layers", "1"), ("--recompute-method", "block")), differential.NOT_TRIED),
+    ],
+)
+def test_what_comes_of_a_case(options: tuple[tuple[str, str], ...], outcome: str) -> None:
+    local = (("--transformer-impl", "local"), ("--seq-length", "256"))
+    found = differential.judge(Case("Qwen/Qwen1.5-MoE-A2.7B", (*local, *options)))
+    assert found["outcome"] == outcome, found
+
+
+# ---- the command ----
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--cases", "0"], "cases (0)"), (["--cases", "x"], "cases"), (["--megatron-core", "/nowhere"], "/nowhere"),
+        (["--models", "nobody/nothing"], "nobody/nothing"), (["--only", "transformer_engine"], "transformer-engine"),
+        (["--jsonl", "/nowhere/there/x.jsonl"], "/nowhere"), (["--frobnicate"], "frobnicate"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert differential.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and said in err
+
+
+def test_a_campaign_of_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = tmp_path / "found.jsonl"
+    argv = ["--cases", "2", "--models", "meta-llama/Llama-3.2-1B", "--shrink", "0", "--jsonl", str(lines)]
+    assert differential.main(argv) in (0, 1)
+    assert "2 cases" in capsys.readouterr().out
+    assert [json.loads(line)["case"] for line in lines.read_text().splitlines()] == [0, 1]
+
+
+# ---- the campaign ----
+
+@dataclass(frozen=True)
+class Known:
+    """Failures of the campaign below whose cause is known and not mended: where they may be, and in what."""
+
+    cause: str
+    where: Callable[[Any], bool]
+    quantities: frozenset[str] = frozenset()
+
+
+WITH_SCANS = [
+    "Qwen/Qwen3-Next-80B-A3B-Instruct", "nvidia/Nemotron-H-56B-Base-8K", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
+]  # fmt: skip
+PASSES = frozenset({"SAVED", "FORWARD", "BACKWARD", "PEAK"})
+KNOWN = (
+    Known(
+        "what a compiled bias-dropout-add keeps is a measured constant, and torch's partitioner keeps less",
+        lambda case: ("--hidden-dropout", "0.1") in case.options, PASSES,
+    ),
+    Known(
+        "a chunk without layers hands on what it received, and is predicted to hold nothing",
+        lambda case: "||" in dict(case.options).get("--pipeline-model-parallel-layout", ""), PASSES,
+    ),
+    Known(
+        "shards of A_log and dt_bias, a few hundred bytes each: rounded to blocks in the estimate alone",
+        lambda case: case.model in WITH_SCANS, frozenset({"OPTIMIZER"}),
+    ),
+    Known(
+        "megatron-core 0.16 has no alltoall_seq dispatcher any more, and the estimate takes it",
+        lambda case: ("--moe-token-dispatcher-type", "alltoall_seq") in case.options,
+    ),
+    Known(
+        "a fused router needs Transformer Engine, with local modules too",
+        lambda case: ("--moe-router-fusion", "") in case.options,
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_hundred_layouts_of_local_modules() -> None:
+    """State exact, saved bytes and both peaks within half a per cent in 99 of 100, nothing that stops."""
+    found = Campaign().run(differential.cases_of(11, 200, [LOCAL], differential.list_presets()))
+    outcomes = Counter(f.result["outcome"] for f in found)
+    assert outcomes[differential.COMPARED] >= 120, outcomes
+    unknown = [(f, failure) for f in found if (failure := differential.failure_of(f.result)) and not known(f, failure)]
+    report = "\n".join([f"{f.case.text()}: {failure.text()}" for f, failure in unknown])
+    assert not [f for f, failure in unknown if not failure.quantities <= PASSES or not failure.quantities], report
+    assert len(unknown) <= 0.01 * outcomes[differential.COMPARED], report
+
+
+def known(found: Any, failure: Any) -> bool:
+    return any(failure.quantities <= k.quantities and k.where(found.case) for k in KNOWN)

@@ -1,0 +1,116 @@
+"""``bridge-memory rehearse`` with Transformer Engine: options that it once stopped at, as a user gives them."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from bridge_memory.cli import main
+from bridge_memory.estimate import estimate
+from bridge_memory.rehearse.patches import spread
+from bridge_memory.rehearse.run import rehearse
+from bridge_memory.spec import ParallelSpec, RunSpec
+
+
+def rows(capsys: pytest.CaptureFixture[str], command: str) -> dict[str, dict[str, Any]]:
+    code = main(["rehearse", *command.split(), "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return {row["name"]: row for row in json.loads(out)["rows"]}
+
+
+def held_to(table: dict[str, dict[str, Any]]) -> None:
+    for name in ("parameters (elements)", "weights", "gradients", "optimizer state"):
+        assert table[name]["difference"] == 0, table[name]
+    for name in ("saved for backward, a microbatch", "forward peak", "backward peak", "peak"):
+        assert abs(table[name]["difference"]) <= 0.005 * table[name]["found"], table[name]
+
+
+LLAMA = "meta-llama/Llama-2-7b-hf --num-layers 1 --seq-length 1024"
+QWEN = "Qwen/Qwen3-30B-A3B --num-layers 1 --ep 8 --seq-length 1024"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{QWEN} --moe-router-fusion",
+        f"{LLAMA} --tp 2 --num-gpus 4 --overlap-grad-reduce --overlap-param-gather",
+        f"{LLAMA} --fp8 hybrid --no-gradient-accumulation-fusion",
+        f"{LLAMA} --fp8 hybrid --fp8-recipe tensorwise --no-gradient-accumulation-fusion",
+        f"{LLAMA} --deterministic-mode",
+        f"{LLAMA} --tp 2 --cp 2 --deterministic-mode",
+        f"{LLAMA} --attention-backend unfused",
+        f"{QWEN} --attention-backend unfused",
+        # 384 experts, of which each gets 10 or 11 of a rank's 4096 tokens
+        "moonshotai/Kimi-K2-Instruct --num-layers 2 --tp 2 --ep 8 --etp 1 --num-gpus 8 --seq-length 1024",
+        f"{LLAMA} --precision fp32",
+    ],
+)
+def test_it_runs_and_agrees(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    held_to(rows(capsys, command))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_parameters_are_kept_in_fp8(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One layer of Llama-2-7b has 4 x 4096 x 4096 + 3 x 4096 x 11008 weights in linears: one byte each; embedding and
+    output layer of 32,000 x 4096 and three norms two. Beside that Hopper keeps the other layout, a byte each again."""
+    table = rows(capsys, f"{LLAMA} --fp8 hybrid --fp8-recipe {recipe} --fp8-param-gather")
+    held_to(table)
+    linears = 4 * 4096 * 4096 + 3 * 4096 * 11008
+    rest = 2 * (2 * 32_000 * 4096 + 3 * 4096)
+    # Buffers are padded to a multiple of 128 elements a bucket; blocks have their scales in fp32.
+    assert table["weights"]["found"] == pytest.approx(linears + rest, rel=0.0001)
+    copies = table["fp8 weight copies"]
+    assert copies["found"] == pytest.approx(linears, rel=0.001)
+    assert copies["predicted"] == pytest.approx(copies["found"], rel=0.0001)
+
+
+def test_one_call_leaves_nothing_for_the_next(capsys: pytest.CaptureFixture[str]) -> None:
+    before = dict(os.environ)
+    unfused = rows(capsys, f"{LLAMA} --attention-backend unfused")
+    assert dict(os.environ) == before
+    fused = rows(capsys, f"{LLAMA} --attention-backend fused")
+    held_to(unfused)
+    held_to(fused)
+    # The probabilities of 32 heads over 1024 x 1024 in bf16, less a log-sum-exp in fp32 a head and token, and
+    # two random numbers of 8 bytes.
+    saved = "saved for backward, a microbatch"
+    assert unfused[saved]["found"] - fused[saved]["found"] == 2 * 32 * 1024 * 1024 - 4 * 32 * 1024 - 16
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (f"{QWEN} --moe-token-dispatcher-type flex", "DeepEP"),
+        (f"{LLAMA} --attention-backend flash", "flash-attn"),
+        (f"{LLAMA} --cp 4 --cp-comm-type a2a+p2p", "a2a+p2p"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_said_in_one_line(
+    command: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rehearse", *command.split()]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and said in err and "internal error" not in err
+
+
+def test_a_stage_is_seen_by_the_last_rank_of_its_ring() -> None:
+    """TP 2, CP 4: ranks 0 to 7 of the first stage; of rank 0's ring 0, 2, 4, 6 the last attends with all of its queries
+    to everything before it."""
+    sizes = ParallelSpec(world_size=8, tensor_model_parallel_size=2, context_parallel_size=4)
+    run = RunSpec(model="meta-llama/Llama-3.2-1B", parallel=sizes)
+    found = rehearse(run, 0)
+    assert found.rank == 6
+    passes = found.chunks[0].passes
+    stage = estimate(run).stages[0]
+    assert stage.peak_bytes > passes.forward_bytes
+
+
+def test_experts_of_every_rank_get_their_share_of_a_rest() -> None:
+    """32,768 tokens over 384 experts on 3 ranks: 85 and a third each, and 10,922 or 10,923 a rank."""
+    counts = spread(32_768, 384)
+    assert sum(counts) == 32_768 and set(counts) == {85, 86}
+    assert {sum(counts[i : i + 128]) for i in (0, 128, 256)} <= {10_922, 10_923}
