@@ -112,10 +112,11 @@ WITH_SIZES = frozenset({
     "--microbatch-group-size-per-vp-stage", "--recompute-granularity", "--recompute-method", "--recompute-num-layers",
     "--recompute-modules", "--distribute-saved-activations",
 })  # fmt: skip
-#: Never drawn: the rehearsal refuses all but the default (``rehearse/refusals.py``).
+#: Never drawn: the rehearsal refuses all but the default (``rehearse/refusals.py``); adapters need Megatron Bridge.
 NOT_DRAWN = frozenset({
     "--engine", "--data-parallel-sharding-strategy", "--suggested-communication-unit-size", "--grad-comm-dtype",
     "--moe-imbalance", "--overlap-moe-expert-parallel-comm", "--cpu-offloading-num-layers", "--offload-modules",
+    "--peft", "--lora-dim", "--lora-target-modules",
 })  # fmt: skip
 _FLAG = {flag.names.split()[0]: flag for flag in FLAGS}
 
