@@ -4,90 +4,33 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from bridge_memory.estimate import peaks
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.guard import never_raises
 from bridge_memory.live.prediction import Prediction, StagePrediction
+from bridge_memory.plan.changes import changes
 from bridge_memory.spec import RunSpec, SpecError
 
 GIB = 1 << 30
 
 
-def options(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """Changes that keep the model and the GPUs, and may free memory; those that the run cannot have are left out."""
-    p, b, o, r, i = run.parallel, run.batch, run.optimizer, run.recompute, run.implementation
-    d = run.data_parallel
-    changes: list[tuple[str, dict[str, Any]]] = []
-    if r.granularity != "full":
-        changes.append(
-            (
-                "recompute_granularity=full, recompute_method=uniform, recompute_num_layers=1",
-                {"recompute": replace(r, granularity="full", method="uniform", num_layers=1)},
-            )
-        )
-        more = [m for m in ("layernorm", "moe_act", "mla_up_proj", "mlp", "moe", "core_attn") if not r.selects(m)]
-        for module in more:
-            modules = (*(r.modules if r.granularity == "selective" else ()), module)
-            name = f"recompute_granularity=selective, recompute_modules={list(modules)}"
-            changes.append((name, {"recompute": replace(r, granularity="selective", modules=modules)}))
-    if b.micro_batch_size > 1:
-        half = b.micro_batch_size // 2
-        changes.append((f"micro_batch_size={half}", {"batch": replace(b, micro_batch_size=half)}))
-    if not p.sp and p.tp > 1:
-        changes.append(("sequence_parallel=True", {"parallel": replace(p, sequence_parallel=True)}))
-    for field in (
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-        "expert_model_parallel_size",
-    ):  # fmt: skip
-        doubled: dict[str, Any] = {field: 2 * getattr(p, field)}
-        if field == "tensor_model_parallel_size":
-            doubled["sequence_parallel"] = True
-        changes.append((f"{field}={doubled[field]}", {"parallel": replace(p, **doubled)}))
-    sharded = replace(d, use_distributed_optimizer=True)
-    if not d.use_distributed_optimizer:
-        changes.append(("use_distributed_optimizer=True", {"data_parallel": sharded}))
-    if not o.use_precision_aware_optimizer and o.optimizer == "adam" and run.precision.params_dtype == "bf16":
-        aware = replace(
-            o, use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"
-        )  # fmt: skip
-        changes.append(
-            ("use_precision_aware_optimizer=True with exp_avg and exp_avg_sq in bf16",
-             {"optimizer": aware, "data_parallel": sharded})
-        )  # fmt: skip
-    if d.grad_reduce_in_fp32 and run.precision.params_dtype == "bf16":
-        changes.append(("grad_reduce_in_fp32=False", {"data_parallel": replace(d, grad_reduce_in_fp32=False)}))
-    if not o.optimizer_cpu_offload:
-        offload = replace(o, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
-        changes.append(("optimizer_cpu_offload=True, optimizer_offload_fraction=1.0", {"optimizer": offload}))
-    if i.te and not (i.cross_entropy_loss_fusion and i.cross_entropy_fusion_impl == "te"):
-        fused = replace(i, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
-        changes.append(("cross_entropy_loss_fusion=True, cross_entropy_fusion_impl=te", {"implementation": fused}))
-    for name, change in changes:
+def best_options(run: RunSpec, stage: int, most: int = 3) -> list[tuple[str, int]]:
+    """(change, bytes freed at the peak of ``stage``), the most first, of the single changes that ``whatif`` tries.
+    Where a change moves layers to other stages, its highest stage counts."""
+    before = peaks(run)[stage].peak_bytes
+    found: dict[str, int] = {}
+    for change in changes(run):
         try:
-            yield name, run.with_(**change)
+            stages = [s.peak_bytes for s in peaks(run.with_fields(**dict(change.fields)))]
         except SpecError:
             continue
-
-
-def best_options(run: RunSpec, stage: int, most: int = 3) -> list[tuple[str, int]]:
-    """(change, bytes freed at the peak of ``stage``), the most first. Where a change moves layers to other
-    stages, its highest stage counts."""
-    before = peaks(run)[stage].peak_bytes
-    found = []
-    for name, changed in options(run):
-        try:
-            stages = [s.peak_bytes for s in peaks(changed)]
-        except (SpecError, NotImplementedError):
-            continue
-        same = changed.parallel.pipeline_model_parallel_size == run.parallel.pipeline_model_parallel_size
-        after = stages[stage] if same else max(stages)
+        after = max(stages) if change.moves_layers else stages[stage]
         if after < before:
-            found.append((name, before - after))
-    return sorted(found, key=lambda item: -item[1])[:most]
+            found[change.words] = before - after
+    return sorted(found.items(), key=lambda item: -item[1])[:most]
 
 
 def report(prediction: Prediction | None, reading: Reading, wanted: int | None = None) -> str:

@@ -27,6 +27,11 @@ class Change(NamedTuple):
     fields: tuple[tuple[str, Any], ...]
 
     @property
+    def moves_layers(self) -> bool:
+        """Whether stages hold other layers with it."""
+        return self.kind in ("PP", "split")
+
+    @property
     def words(self) -> str:
         return ", ".join(f"{name}={_shown(value)}" for name, value in self.fields)
 
