@@ -344,12 +344,22 @@ def _context_parallel(
     accumulate = 4 * ctx.tokens * q_width + 4 * rows
     query, keys_values = qkv[0], qkv[1:]
     if ctx.impl.cp_comm_type == "a2a":
-        whole = tape.make("q, k, v of whole sequences", (query, *keys_values), q_bytes + kv_bytes)
+        # Beside what an exchange takes and gives: what is sent, contiguous, and the last that came, before it is put
+        # in order. Variables of the function hold what it was given, in backward also all that it had kept.
+        exchanged = q_bytes + kv_bytes + kv_bytes // 2
+        whole = tape.make(
+            "q, k, v of whole sequences", (query, *keys_values), q_bytes + kv_bytes, workspace=exchanged,
+            backward_workspace=exchanged + q_bytes + kv_bytes + 2 * out_bytes,
+        )
         out = tape.make(
             "attention output of whole sequences", whole, out_bytes, saves=(whole, lse), save_output=True,
             also=(lse,), backward_workspace=accumulate,
         )
-        return tape.make("core_attention output", out, out_bytes)
+        result = tape.make(
+            "core_attention output", out, out_bytes, workspace=2 * out_bytes, backward_workspace=2 * out_bytes
+        )
+        tape.keep_alive(query, *keys_values, whole)
+        return result
     if ctx.impl.cp_comm_type == "all_gather":
         halves = tape.tensor("attention output of each step", out_bytes, grad=False)
         # Both gathered tensors, one of them copied into order; in backward also their gradients, those of each of

@@ -12,6 +12,7 @@ from installed import HERE
 from test_fp8 import RECIPES, in_fp8
 from test_saved_by_component import CASES, COMPILED_LOSS, LOCAL, SHARDINGS, Case, assert_peaks, full
 
+from bridge_memory import ParallelSpec, resolve_model
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.rehearse.compare import compare_chunk
@@ -95,3 +96,17 @@ def test_recomputed_mtp_depths_in_fp8_run_forward_alone(model: str, mtp: int, ar
     for row in rows(rehearse(run, 1)):
         if row.name in ("fp8 weight copies", "saved for backward, a microbatch"):
             assert row.predicted == pytest.approx(row.found, rel=0.001), row
+
+
+@pytest.mark.parametrize("how", ["a2a", "p2p", "all_gather"])
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "meta-llama/Llama-2-7b-hf"])
+def test_what_attention_exchanges_is_the_peak_where_nothing_else_is_kept(model: str, how: str) -> None:
+    """A first stage that recomputes fully: nothing is there in forward beside one layer's attention."""
+    spec = resolve_model(model)
+    run = RunSpec(
+        model=replace(spec, layers=spec.layers[:2]),
+        parallel=ParallelSpec(world_size=8, context_parallel_size=4, pipeline_model_parallel_size=2),
+        recompute=RecomputeSpec(granularity="full", method="uniform", num_layers=1),
+        implementation=replace(TE, cp_comm_type=how),
+    )
+    peaks(run, 0, 0)
