@@ -21,19 +21,29 @@ if TYPE_CHECKING:
 
 #: Seconds between two lines of progress.
 PROGRESS_EVERY = 0.5
+#: Axis -> the flag of its size, which also takes a range.
+RANGED = {
+    axis: flag for axis, field in (
+        ("tp", "parallel.tensor_model_parallel_size"), ("pp", "parallel.pipeline_model_parallel_size"),
+        ("vpp", "parallel.virtual_pipeline_model_parallel_size"), ("cp", "parallel.context_parallel_size"),
+        ("ep", "parallel.expert_model_parallel_size"), ("mbs", "batch.micro_batch_size"),
+    ) for flag in FLAGS if flag.field == field
+}  # fmt: skip
 EMITTED = ("estimate", "megatron-args", "bridge")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_run_arguments(parser)
+    for flag in RANGED.values():
+        for action in parser._actions:
+            if action.dest == flag.field:
+                action.type, action.metavar = _size, "N|A..B"
     add_output_arguments(parser, "by the schema bridge-memory/search/1", formats=("text", "json", "csv", "md"))
     group = parser.add_argument_group("search")
     group.add_argument("--gpu", required=True, metavar="NAME", help="the GPU (`bridge-memory gpus` lists them)")
     group.add_argument("--vary", metavar="A,B",
                        help="vary only these of tp, pp, vpp, cp, ep, etp, mbs, split, recompute")
-    for axis in ("tp", "pp", "vpp", "cp", "ep", "mbs"):
-        group.add_argument(f"--{axis}-range", metavar="LOW..HIGH", help=f"smallest and largest {axis}")
     group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",
                        help="GiB that must be left on the card beside the margin (default: 0)")
     group.add_argument("--exhaustive", action="store_true", help="every layout that divides, not the usual grid")
@@ -51,12 +61,13 @@ def run(args: argparse.Namespace) -> int:
 
     gpu = find_gpu(args.gpu)
     hardware = hardware_of(gpu.name)
+    ranges = _ranges(args)
     num_gpus, base, fixed = _base(args, gpu)
     if args.top < 1 or args.row < 1:
         raise SpecError("--top and --row count from 1; give a positive number")
     if args.headroom < 0 or args.headroom != args.headroom:
         raise SpecError(f"--headroom ({args.headroom}) is not a size; give GiB of 0 or more")
-    space = Space(base, num_gpus, hardware.domain, fixed, _ranges(args), args.exhaustive)
+    space = Space(base, num_gpus, hardware.domain, fixed, ranges, args.exhaustive)
     found = search(
         space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * 2**30),
         margin=lambda peak: margin_bytes(peak, num_gpus), progress=_progress(),
@@ -94,16 +105,23 @@ def _base(args: argparse.Namespace, gpu: Gpu) -> tuple[int, RunSpec, frozenset[s
     return given["parallel.world_size"], run, frozenset(fixed)
 
 
+def _size(text: str) -> int | tuple[int, int]:
+    """One size, or the smallest and the largest: "8", "1..8", "..8"."""
+    low, dots, high = text.partition("..")
+    numbers = [low or "1", high] if dots else [low]
+    if not all(n.isascii() and n.isdecimal() and len(n) < 7 for n in numbers) or int(numbers[0]) > int(numbers[-1]):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is neither a size nor a range; write it like 8 or 1..8")
+    return (int(numbers[0]), int(numbers[1])) if dots else int(low)
+
+
 def _ranges(args: argparse.Namespace) -> dict[str, tuple[int, int]]:
+    """Axis -> its range, taken off the flags, which then fix nothing."""
     ranges = {}
-    for axis in ("tp", "pp", "vpp", "cp", "ep", "mbs"):
-        text = getattr(args, f"{axis}_range")
-        if text is None:
-            continue
-        low, dots, high = text.partition("..")
-        if not dots or not (low or "1").isdecimal() or not high.isdecimal() or int(low or 1) > int(high):
-            raise SpecError(f"--{axis}-range {text!r} is no range; write it like 1..16")
-        ranges[axis] = int(low or 1), int(high)
+    for axis, flag in RANGED.items():
+        value = getattr(args, flag.field, None)
+        if isinstance(value, tuple):
+            ranges[axis] = value
+            delattr(args, flag.field)
     return ranges
 
 

@@ -209,7 +209,7 @@ def test_given_flags_stay(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--vary", "mbs", "--json", "--top", "50"]) == 0
     best = json.loads(capsys.readouterr().out)["best"]
     assert {r["tp"] for r in best} == {1} and len({r["mbs"] for r in best}) > 1
-    assert main([*SMALL, "--tp-range", "2..2", "--json"]) == 0
+    assert main([*SMALL, "--tp", "2..2", "--json"]) == 0
     assert {r["tp"] for r in json.loads(capsys.readouterr().out)["best"]} == {2}
 
 
@@ -220,7 +220,8 @@ def test_given_flags_stay(capsys: pytest.CaptureFixture[str]) -> None:
         (["search", LLAMA, "--gpu", "H100", "--num-gpus", "8"], "--global-batch-size is missing"),
         ([*SMALL, "--vary", "tp,xp"], "--vary xp is none of"),
         ([*SMALL, "--vary", "tp", "--tp", "2"], "--vary tp does not go with a flag that fixes it"),
-        ([*SMALL, "--pp-range", "4"], "--pp-range '4' is no range"),
+        ([*SMALL, "--pp", "4..2"], "is neither a size nor a range; write it like 8 or 1..8"),
+        ([*SMALL, "--vary", "mbs", "--cp", "x..2"], "is neither a size nor a range"),
         ([*SMALL, "--top", "0"], "--top and --row count from 1"),
         ([*SMALL, "--headroom", "-1"], "--headroom"),
         ([*SMALL, "--emit", "bridge", "--row", "9999"], "--row 9999 does not exist"),
