@@ -26,6 +26,7 @@ COMMANDS = {
     "whatif": ("bridge_memory.cli.whatif", "what changing one option frees, and what it costs"),
     "balance": ("bridge_memory.cli.balance", "the split of the layers over stages with the lowest peak"),
     "models": ("bridge_memory.cli.models", "the embedded models and their parameters"),
+    "accuracy": ("bridge_memory.cli.accuracy", "predicted memory or speed beside measured runs"),
     "validate": ("bridge_memory.cli.validate", "predictions against measured runs"),
     "compare": ("bridge_memory.cli.compare", "a run's logs or snapshots against its prediction"),
     "rehearse": ("bridge_memory.cli.rehearse", "run the real megatron-core for one rank, on one GPU or on none"),

@@ -24,6 +24,11 @@ GIB = 1 << 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUNS.jsonl", nargs="?", help="measured runs, one JSON record a line")
     add_output_arguments(parser, f"every record and the summary, by the schema {SCHEMA}", beside=True)
+    add_tables(parser)
+
+
+def add_tables(parser: argparse.ArgumentParser) -> None:
+    """Declare which tables of records of memory are shown."""
     parser.add_argument("--summary", action="store_true", help="the table by tier (the default)")
     parser.add_argument("--by", choices=("tier", "family", "scale", "gpu", "feature"), help="a table by this")
     parser.add_argument("--worst", type=int, metavar="N", help="the N largest misses, explained")

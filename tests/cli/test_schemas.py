@@ -16,6 +16,7 @@ from bridge_memory.cli import COMMANDS, main
 jsonschema = pytest.importorskip("jsonschema")
 
 SCHEMAS = Path(bridge_memory.__file__).parent / "report"
+SPEEDS = Path(__file__).parents[1] / "data" / "throughput" / "runs.jsonl"
 RUNS = Path(__file__).parents[1] / "data" / "measurements" / "runs.jsonl"
 LOG = "[Rank 0] (after 2 iterations) memory (MB) | allocated: 1000.0 | max allocated: 2000.0 | reserved: 2100.0"
 
@@ -46,6 +47,8 @@ def of_every_kind(capsys: pytest.CaptureFixture[str], command: str, tmp_path: Pa
         pytest.importorskip("megatron.core")
         local = [command, *model, "--transformer-impl", "local"]
         return [printed(capsys, *local), printed(capsys, *local, "--layer", "0")]
+    if command == "accuracy":
+        return [printed(capsys, command, str(SPEEDS))]
     if command in ("search", "whatif", "balance"):
         flags = ["--gpu", "H100", "--global-batch-size", "8", "--num-gpus", "2"]
         more = {"search": [], "whatif": ["--pairs", "--target-gib", "20"], "balance": ["--pp", "2"]}[command]

@@ -1,0 +1,67 @@
+"""``bridge-memory accuracy``: corpora of speed and of memory, told apart by their fields."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bridge_memory.cli import main
+
+DATA = Path(__file__).parents[1] / "data"
+SPEED, MEMORY = DATA / "throughput" / "runs.jsonl", DATA / "measurements" / "runs.jsonl"
+
+
+def test_a_corpus_of_speed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["accuracy", str(SPEED), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    groups = {g["group"]: g for g in found["groups"]}
+    assert groups["aa|13B|8192|128"]["layouts"] == 54 and not groups["aa|13B|8192|128"]["fitted"]
+    fits = found["out_of_memory"]
+    assert 0 < fits["predicted_and_measured"] <= min(fits["predicted"], fits["measured"]) <= fits["rows"]
+    assert main(["accuracy", str(SPEED), "--summary"]) == 0
+    text = capsys.readouterr().out
+    assert "aa|13B|8192|128" in text and "median Spearman" in text and "precision" in text and "recall" in text
+
+
+def test_a_corpus_of_memory_is_validates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    some = tmp_path / "runs.jsonl"
+    some.write_text("\n".join(MEMORY.read_text().splitlines()[100:104]) + "\n")
+    shown = []
+    for command in ("accuracy", "validate"):
+        assert main([command, str(some), "--by", "gpu"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+
+
+def test_rows_that_cannot_be_read_are_counted_by_reason(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    some = tmp_path / "runs.jsonl"
+    rows = SPEED.read_text().splitlines()[:8]
+    strange = {**json.loads(rows[0]), "gpu": "TPU v5"}
+    some.write_text("\n".join([*rows, json.dumps(strange)]))
+    assert main(["accuracy", str(some), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unread"] == {"no figures of the GPU TPU v5": 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    ((["--folds", "3"], "--folds is for records of memory"), (["--json", "x.json"], "--json FILE is for records")),
+)
+def test_what_is_for_memory_alone_is_refused(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["accuracy", str(SPEED), *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_no_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(SPEED.read_text().splitlines()[0] + "\n[1, 2]\n")
+    for arguments, words in (
+        (["accuracy"], "RUNS.jsonl is missing"), (["accuracy", str(tmp_path / "no.jsonl")], "no.jsonl"),
+        (["accuracy", str(bad)], "line 2 is no JSON object"),
+    ):  # fmt: skip
+        assert main(arguments) == 2
+        assert words in capsys.readouterr().err
