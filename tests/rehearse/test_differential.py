@@ -213,6 +213,25 @@ KNOWN = (
         "a fused router needs Transformer Engine, with local modules too",
         lambda case: ("--moe-router-fusion", "") in case.options,
     ),
+    Known(
+        "moe_act without grouped experts: the estimate says that it finds nothing, megatron-core refuses it",
+        lambda case: "moe_act" in dict(case.options).get("--recompute-modules", ""),
+    ),
+    Known(
+        "the causal mask [s, s] of unfused attention, which a cache keeps: the rehearsal counts it in the pass that "
+        "makes it first, which shows where little else is kept",
+        lambda case: "full" in dict(case.options).values()
+        or "core_attn" in dict(case.options).get("--recompute-modules", ""), frozenset({"FORWARD"}),
+    ),
+    Known(
+        "MTP depths that are given to a hybrid without any are another model here and there",
+        lambda case: case.model in WITH_SCANS and "--mtp-num-layers" in dict(case.options),
+        PASSES | {"PARAMETERS", "WEIGHTS", "GRADIENTS", "OPTIMIZER"},
+    ),
+    Known(
+        "Muon beside the distributed optimizer is refused, and the rehearsal, which builds what is described, runs it",
+        lambda case: ("--optimizer", "muon") in case.options,
+    ),
 )  # fmt: skip
 
 
