@@ -9,19 +9,30 @@ from bridge_memory.engines.megatron_ddp import BUCKET_MINIMUM, BUCKET_PER_RANK
 from bridge_memory.engines.optimizer_states import gradient_width
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.layer_links import fully_recomputed, ignores_full_recompute
+from bridge_memory.inventory.parameters import elements
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.spec import LayerSpec, MLASpec, MoESpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape, layout
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.kernels import Kernels, kernels_of
-from bridge_memory.speed.work import LayerWork, Product, Work, layer_work, mtp_work, output_work
+from bridge_memory.speed.work import (
+    LayerWork,
+    Product,
+    Work,
+    experts_activation_traffic,
+    layer_work,
+    mtp_work,
+    output_work,
+)
 
 #: Attention backward runs five products where forward runs two (FlashAttention, section 3: it makes the scores anew).
 _ATTENTION_BACKWARD = 2.5
 #: Bytes of optimizer state and parameters that Adam's kernel reads and writes an element of its shard, fp32 states:
 #: gradient in; main parameter and two moments in and out; the parameter out.
 _ADAM_BYTES = 4 + 2 * 3 * 4 + 2
+#: Of a reduction or gather that overlaps, what stays to be seen: assumed, a bucket in twenty, the first or last one.
+LEAST_EXPOSED = 0.05
 
 
 class Parts(NamedTuple):
@@ -102,6 +113,19 @@ def step_time(
     return Step(run, hardware, constants, kernels).time()
 
 
+def not_timed(run: RunSpec) -> tuple[str, ...]:
+    """What of ``run`` moves its step time and is not in the model, by the names of its fields."""
+    impl = run.implementation
+    asked = {
+        "engine": run.data_parallel.fsdp, "peft": run.peft.freezes,
+        "optimizer_cpu_offload": run.optimizer.optimizer_cpu_offload, "offload_modules": bool(impl.offload_modules),
+        "cpu_offloading_num_layers": bool(impl.cpu_offloading_num_layers),
+        "cuda_graph_impl": impl.cuda_graph_impl != "none",
+        "overlap_moe_expert_parallel_comm": impl.overlap_moe_expert_parallel_comm,
+    }  # fmt: skip
+    return tuple(name for name, is_asked in asked.items() if is_asked)
+
+
 class _Pass(NamedTuple):
     """Forward and backward of one chunk for one microbatch."""
 
@@ -129,6 +153,7 @@ class Step:
         #: FlashAttention 1 reaches about half of what its successor does (Dao 2023, figure 4).
         self._slower = 2.0 if kernels.first_flash_attention else 1.0
         self._halves: dict[Work, tuple[Parts, Parts]] = {}
+        self._chunks: dict[ChunkShape, _Pass] = {}
         self._work: dict[LayerSpec, LayerWork] = {}
         self._elements: dict[Sequence[ChunkShape], tuple[float, float, float]] = {}
         self._shapes = layout(run.model, run.parallel).shapes(run.model)
@@ -137,6 +162,7 @@ class Step:
         """The time with other constants."""
         self.c, self.rates = c, _Rates(self.run, self.hardware, c)
         self._halves.clear()
+        self._chunks.clear()
         return self.time()
 
     def time(self) -> StepTime:
@@ -144,10 +170,7 @@ class Step:
         run = self.run
         p, m = run.parallel, run.num_microbatches
         shapes = self._shapes
-        known: dict[ChunkShape, _Pass] = {}
-        stages: list[list[_Pass]] = []
-        for stage in shapes:
-            stages.append([known.setdefault(s, known.get(s) or self._chunk(s)) for s in stage])
+        stages = [[self._chunk(shape) for shape in stage] for stage in shapes]
         totals = [sum(x.total for x in stage) for stage in stages]
         slowest = max(range(len(totals)), key=totals.__getitem__)
         hop = self._hop()
@@ -208,10 +231,10 @@ class Step:
         mixer, ffn = work
         (mixer_forward, mixer_backward), (ffn_forward, ffn_backward) = self._half(mixer), self._half(ffn)
         forward, backward = mixer_forward.plus(ffn_forward), mixer_backward.plus(ffn_backward)
-        again = forward if recomputed else self._again(layer, mixer, mixer_forward, ffn, ffn_forward)
+        again = forward if recomputed else self._again(layer, mixer_forward, ffn_forward)
         return _Pass(forward, backward.plus(again), again.total)
 
-    def _again(self, layer: LayerSpec, mixer: Work, mixer_forward: Parts, ffn: Work, ffn_forward: Parts) -> Parts:
+    def _again(self, layer: LayerSpec, mixer_forward: Parts, ffn_forward: Parts) -> Parts:
         """What selective recomputation runs again."""
         ctx = self.ctx
         again = Parts()
@@ -221,7 +244,7 @@ class Step:
         if whole or (not isinstance(layer.ffn, MoESpec) and ctx.recomputes("mlp")):
             return again.plus(ffn_forward)
         if isinstance(layer.ffn, MoESpec) and ctx.recomputes("moe_act"):
-            again = again.plus(Parts(traffic=ffn_forward.traffic / 4))
+            again = again.plus(Parts(traffic=experts_activation_traffic(layer.ffn, ctx) / self.rates.memory))
         if ctx.recomputes("layernorm"):
             norms = 4 * ctx.tokens_sp * ctx.hidden_size * ctx.act
             again = again.plus(Parts(traffic=norms / self.rates.memory))
@@ -230,6 +253,12 @@ class Step:
         return again
 
     def _chunk(self, shape: ChunkShape) -> _Pass:
+        found = self._chunks.get(shape)
+        if found is None:
+            found = self._chunks[shape] = self._passes(shape)
+        return found
+
+    def _passes(self, shape: ChunkShape) -> _Pass:
         model, ctx = self.run.model, self.ctx
         recomputed, _ = fully_recomputed(shape.num_layers, ctx, ignored=self.ignored)
         forward, backward, again = Parts(), Parts(), 0.0
@@ -274,12 +303,9 @@ class Step:
         dense = experts = 0
         for shape in stage:
             for unit in chunk_units(self.run.model, shape, self.ctx):
-                for parameters, times in unit.parameters.rows:
-                    for q in parameters:
-                        if q.expert:
-                            experts += unit.times * times * q.numel
-                        else:
-                            dense += unit.times * times * q.numel
+                (of_dense,), (of_experts,) = unit.parameters.sums(((elements, 0),))
+                dense += unit.times * of_dense
+                experts += unit.times * of_experts
         one, other = self.run.parallel.shard_worlds
         divided = self.run.data_parallel.use_distributed_optimizer
         own = dense / one + experts / other if divided else dense + experts
@@ -295,34 +321,34 @@ class Step:
         out, back = gradient_width(run), self.ctx.act if d.use_distributed_optimizer else gradient_width(run)
         instances = p.num_distributed_optimizer_instances if d.use_distributed_optimizer else 1
         reduce = gather = 0.0
-        for elements, ranks, beside in (
+        for numel, ranks, beside in (
             (dense, p.data_parallel_size * p.cp, p.tp), (experts, p.expert_data_parallel_size, p.etp * p.ep),
         ):
-            if ranks == 1 or not elements:
+            if ranks == 1 or not numel:
                 continue
             sharing = max(1, ranks // instances)
             if sharing > 1:
-                reduce += self._ring(elements, out, sharing, beside)
-                gather += self._ring(elements, back, sharing, beside)
+                reduce += self._ring(numel, out, sharing, beside)
+                gather += self._ring(numel, back, sharing, beside)
             if instances > 1:  # the own part between instances, an all-reduce
-                reduce += self._ring(elements / sharing, 2 * out, instances, beside * sharing)
+                reduce += self._ring(numel / sharing, 2 * out, instances, beside * sharing)
         backward = sum(x.backward.total for x in passes)
         forward = sum(x.forward.total for x in passes)
         if d.overlap_grad_reduce:
-            reduce = max(reduce - backward, reduce / 20)
+            reduce = max(reduce - backward, reduce * LEAST_EXPOSED)
         if d.overlap_param_gather:
-            gather = max(gather - forward, gather / 20)
+            gather = max(gather - forward, gather * LEAST_EXPOSED)
         return reduce + gather
 
-    def _ring(self, elements: float, width: float, ranks: int, stride: int) -> float:
+    def _ring(self, numel: float, width: float, ranks: int, stride: int) -> float:
         """A reduce-scatter or an all-gather over ``ranks`` that are ``stride`` apart, bucket by bucket. The members of
         a group in one domain share its network adapters: each has those of the ranks between them."""
         domain = self.hardware.domain
-        sent = elements * width * (ranks - 1) / ranks
+        sent = numel * width * (ranks - 1) / ranks
         if stride * ranks <= domain:
             return self.rates.exchange(sent, 1, stride * ranks)
         inside = max(1, min(ranks, domain // stride))
-        buckets = 1 + elements / max(BUCKET_MINIMUM, BUCKET_PER_RANK * ranks)
+        buckets = 1 + numel / max(BUCKET_MINIMUM, BUCKET_PER_RANK * ranks)
         steps = ranks / inside  # a ring passes every domain once
         rate = min(self.rates.network * inside, self.rates.nvlink)
         return sent / rate + buckets * steps * self.c.network_latency

@@ -174,12 +174,22 @@ def _mixer_traffic(layer: LayerSpec, ctx: BlockContext, kernels: Kernels) -> flo
 def _feed_forward_traffic(ffn: FeedForward, ctx: BlockContext) -> float:
     """As ``_mixer_traffic``."""
     traffic: float = (2 + 3) * ctx.tokens_sp * ctx.hidden_size * ctx.act
-    passes = 3 if ffn.gated else 2
+    passes = _activation_passes(ffn)
     if isinstance(ffn, MLPSpec):
         return traffic + passes * ctx.tokens * ffn.ffn_hidden_size / ctx.tp * ctx.act
     routed = ctx.tokens_sp * ffn.topk
-    traffic += passes * routed * ffn.moe_ffn_hidden_size * ctx.act
+    traffic += experts_activation_traffic(ffn, ctx)
     moves = 4 if ctx.ep > 1 else 2  # permute and put back, once more by local expert after an exchange
     traffic += moves * 2 * routed * ctx.etp * (ffn.latent_size or ctx.hidden_size) * ctx.act
     traffic += 4 * ctx.tokens_sp * ffn.num_experts * 4  # the router's scores in fp32
     return traffic + passes * ctx.tokens * ffn.shared_expert_intermediate_size / ctx.tp * ctx.act
+
+
+def experts_activation_traffic(ffn: MoESpec, ctx: BlockContext) -> float:
+    """Of it, the routed experts' activation."""
+    return _activation_passes(ffn) * ctx.tokens_sp * ffn.topk * ffn.moe_ffn_hidden_size * ctx.act
+
+
+def _activation_passes(ffn: FeedForward) -> int:
+    """Tensors of the inner width that an activation reads and writes."""
+    return 3 if ffn.gated else 2
