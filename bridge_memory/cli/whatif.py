@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Try every change and print. Returns 0, or 1 where --target-gib cannot be reached."""
-    from bridge_memory.plan.changes import cheapest, effects
+    from bridge_memory.plan.changes import WhatIf
     from bridge_memory.report.gpus import find_gpu
     from bridge_memory.speed.hardware import HARDWARE, hardware_of
 
@@ -39,22 +39,21 @@ def run(args: argparse.Namespace) -> int:
     if args.top < 1:
         raise SpecError(f"--top ({args.top}) counts from 1; give a positive number")
     spec = run_on_gpus(args, [gpu])
+    whatif = WhatIf(spec, hardware)
     target = None
     if args.target_gib is not None:
         if not 0 < args.target_gib < 1e6:
             raise SpecError(f"--target-gib ({args.target_gib}) is no size; give GiB of more than 0")
-        target = cheapest(spec, int(args.target_gib * 2**30), hardware_of(gpu.name))
-    singles, pairs = effects(spec, hardware, pairs=args.pairs)
-    shown = {"changes": singles[: args.top], "pairs": pairs[: args.top]}
+        hardware_of(gpu.name)  # the cheapest takes a time
+        target = whatif.cheapest(int(args.target_gib * 2**30))
+    shown = {"changes": whatif.singles[: args.top], "pairs": whatif.pairs()[: args.top] if args.pairs else []}
     if args.json:
         import json
-
-        from bridge_memory.estimate import peaks
 
         reached = {} if args.target_gib is None else {"target": _record(target) if target else None}
         print(json.dumps(
             {
-                "schema": "bridge-memory/whatif/1", "peak_bytes": max(s.peak_bytes for s in peaks(spec)),
+                "schema": "bridge-memory/whatif/1", "peak_bytes": whatif.before,
                 **{name: [_record(e) for e in some] for name, some in shown.items()}, **reached,
             }, indent=2,
         ))  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -11,10 +12,8 @@ from bridge_memory.plan.space import useful_modules
 from bridge_memory.plan.splits import NO_SPLIT, splits
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.speed.hardware import Hardware
-from bridge_memory.speed.step_time import step_time
+from bridge_memory.speed.step_time import not_timed, step_time
 
-#: Changes whose cost the time model does not know: traffic to host memory, and other numerics.
-UNTIMED = frozenset({"optimizer offload", "activation offload"})
 #: Changes that stand a chance in a pair or a set: the rest frees less than the best of these alone.
 MOST_COMBINED = 12
 
@@ -134,53 +133,55 @@ def _sizes(run: RunSpec) -> Iterator[Change]:
                 yield Change("split", tuple(differ.items()))
 
 
-def effects(
-    run: RunSpec, hardware: Hardware | None = None, *, pairs: bool = False, most: int = MOST_COMBINED
-) -> tuple[list[Effect], list[Effect]]:
-    """(single changes, pairs of the ``most`` best of them), the most freed first. Those that free nothing are left
-    out, and those that the run cannot have."""
-    apply = _Applied(run, hardware)
-    singles = [e for change in dict.fromkeys(changes(run)) if (e := apply((change,))) is not None and e.freed > 0]
-    singles.sort(key=lambda e: -e.freed)
-    both: list[Effect] = []
-    if pairs:
-        for one, other in combinations([e.changes[0] for e in singles[:most]], 2):
-            found = apply((one, other)) if one.kind != other.kind else None
-            if found is not None and found.freed > 0:
-                both.append(found)
-        both.sort(key=lambda e: -e.freed)
-    return singles, both
+class WhatIf:
+    """What changes make of one run; each is applied once."""
 
-
-def cheapest(run: RunSpec, target: int, hardware: Hardware, *, largest: int = 3) -> Effect | None:
-    """The set of at most ``largest`` changes with which no stage exceeds ``target`` bytes and a sequence takes least
-    time; one whose cost is unknown only where no other reaches it. None where none does.
-
-    Sets of three are made of the MOST_COMBINED changes that free most, those of two of three times as many.
-    """
-    singles, _ = effects(run, hardware)
-    apply = _Applied(run, hardware)
-    reached = [e for e in singles if e.peak <= target]
-    for number in range(2, largest + 1):
-        some = [e.changes[0] for e in singles[: MOST_COMBINED * (3 if number == 2 else 1)]]
-        for chosen in combinations(some, number):
-            if len({change.kind for change in chosen}) == number:
-                found = apply(chosen)
-                if found is not None and found.peak <= target:
-                    reached.append(found)
-    return min(reached, key=lambda e: (e.slowdown is None, e.slowdown or 0.0, len(e.changes), e.peak), default=None)
-
-
-class _Applied:
-    """What changes make of one run."""
-
-    def __init__(self, run: RunSpec, hardware: Hardware | None) -> None:
+    def __init__(self, run: RunSpec, hardware: Hardware | None = None) -> None:
         self.run, self.hardware = run, hardware
+        #: Highest peak of all stages, bytes.
         self.before = max(s.peak_bytes for s in peaks(run))
-        self.seconds = _seconds(run, hardware) if hardware else 0.0
+        self._seconds = _seconds(run, hardware) if hardware else 0.0
+        self._applied: dict[tuple[Change, ...], Effect | None] = {}
 
-    def __call__(self, chosen: tuple[Change, ...]) -> Effect | None:
-        """None where the run cannot have them."""
+    @cached_property
+    def singles(self) -> list[Effect]:
+        """Single changes, the most freed first, without those that free nothing or that the run cannot have."""
+        found = [self.effect((change,)) for change in dict.fromkeys(changes(self.run))]
+        return sorted([e for e in found if e is not None and e.freed > 0], key=lambda e: -e.freed)
+
+    def pairs(self, most: int = MOST_COMBINED) -> list[Effect]:
+        """Pairs of the ``most`` singles that free most, likewise."""
+        found = map(self.effect, self._sets(2, most))
+        return sorted([e for e in found if e is not None and e.freed > 0], key=lambda e: -e.freed)
+
+    def cheapest(self, target: int, *, largest: int = 3) -> Effect | None:
+        """The set of at most ``largest`` changes with which no stage exceeds ``target`` bytes and a sequence takes
+        least time; one whose cost is unknown only where no other reaches it. None where none does.
+
+        Sets of three are made of the MOST_COMBINED changes that free most, those of two of three times as many.
+        """
+        found = [*self.singles]
+        for number in range(2, largest + 1):
+            sets = self._sets(number, MOST_COMBINED * (3 if number == 2 else 1))
+            found += [e for e in map(self.effect, sets) if e is not None]
+        return min(
+            [e for e in found if e.peak <= target],
+            key=lambda e: (e.slowdown is None, e.slowdown or 0.0, len(e.changes), e.peak), default=None,
+        )  # fmt: skip
+
+    def _sets(self, number: int, most: int) -> Iterator[tuple[Change, ...]]:
+        """Sets of different kinds of the ``most`` singles that free most."""
+        for chosen in combinations([e.changes[0] for e in self.singles[:most]], number):
+            if len({change.kind for change in chosen}) == number:
+                yield chosen
+
+    def effect(self, chosen: tuple[Change, ...]) -> Effect | None:
+        """What these do together; None where the run cannot have them."""
+        if chosen not in self._applied:
+            self._applied[chosen] = self._apply(chosen)
+        return self._applied[chosen]
+
+    def _apply(self, chosen: tuple[Change, ...]) -> Effect | None:
         fields: dict[str, Any] = {}
         for change in chosen:
             for name, value in change.fields:
@@ -195,8 +196,8 @@ class _Applied:
         except SpecError:
             return None
         slowdown = None
-        if self.hardware is not None and not UNTIMED & {change.kind for change in chosen}:
-            slowdown = _seconds(changed, self.hardware) / self.seconds
+        if self.hardware is not None and not not_timed(changed):
+            slowdown = _seconds(changed, self.hardware) / self._seconds
         return Effect(chosen, changed, peak, self.before - peak, slowdown)
 
 

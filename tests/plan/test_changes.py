@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, estimate
+from bridge_memory import BatchSpec, ParallelSpec, PeftSpec, RecomputeSpec, RunSpec, SpecError, estimate
 from bridge_memory.cli import main
-from bridge_memory.plan.changes import Change, changes, cheapest, effects
+from bridge_memory.plan.changes import Change, WhatIf, changes
 from bridge_memory.speed.hardware import hardware_of
-from bridge_memory.speed.step_time import step_time
+from bridge_memory.speed.step_time import not_timed, step_time
 
 RUN = RunSpec(
     model="Qwen/Qwen3-30B-A3B",
@@ -28,7 +28,8 @@ def peak(run: RunSpec) -> int:
 
 
 def test_singles_and_pairs_are_what_estimate_says() -> None:
-    singles, pairs = effects(RUN, H100, pairs=True, most=6)
+    tried = WhatIf(RUN, H100)
+    singles, pairs = tried.singles, tried.pairs(most=6)
     assert len(singles) > 8 and len(pairs) > 5
     before, seconds = peak(RUN), step_time(RUN, H100).seconds
     for effect in (*singles, *pairs):
@@ -45,7 +46,7 @@ def test_singles_and_pairs_are_what_estimate_says() -> None:
 
 def test_nothing_legal_is_left_out() -> None:
     """Every change tried by hand: those that free something are shown, the others and the refused are not."""
-    shown = {e.changes[0] for e in effects(RUN)[0]}
+    shown = {e.changes[0] for e in WhatIf(RUN).singles}
     before = peak(RUN)
     for change in changes(RUN):
         try:
@@ -70,9 +71,10 @@ def test_what_is_done_already_is_not_offered() -> None:
 def test_the_cheapest_set_is_the_cheapest_of_all_sets() -> None:
     """Against every set of up to two of all single changes, tried by hand."""
     target = peak(RUN) * 7 // 10
-    found = cheapest(RUN, target, H100, largest=2)
+    tried = WhatIf(RUN, H100)
+    found = tried.cheapest(target, largest=2)
     assert found is not None and found.peak == peak(found.run) <= target and found.slowdown is not None
-    singles = [e.changes[0] for e in effects(RUN)[0]]
+    singles = [e.changes[0] for e in tried.singles]
     base = step_time(RUN, H100).seconds
     for i, one in enumerate(singles):
         for other in (None, *singles[i + 1 :]):
@@ -91,13 +93,13 @@ def test_the_cheapest_set_is_the_cheapest_of_all_sets() -> None:
                     continue
                 if peak(changed) <= target:
                     assert step_time(changed, H100).seconds / base >= found.slowdown * (1 - 1e-9), (one, other)
-    assert cheapest(RUN, 1 << 30, H100, largest=1) is None
+    assert tried.cheapest(1 << 30, largest=1) is None
 
 
 def test_without_a_global_batch_time_is_a_sequences() -> None:
     """Twice the CP halves the replicas and with them the sequences of a step; a sequence takes no less time for it."""
     run = RUN.with_(batch=BatchSpec(seq_length=8192))
-    found = {e.changes[0].fields: e for e in effects(run, H100)[0]}
+    found = {e.changes[0].fields: e for e in WhatIf(run, H100).singles}
     assert found[(("context_parallel_size", 2),)].slowdown > 0.95
 
 
@@ -123,3 +125,13 @@ def test_words_are_megatrons() -> None:
     assert Change("x", (("recompute_modules", ("moe", "mlp")), ("tensor_model_parallel_size", 2))).words == (
         "recompute_modules=moe,mlp, tensor_model_parallel_size=2"
     )
+
+
+def test_no_time_is_said_where_the_model_has_none() -> None:
+    """What offloading, Megatron-FSDP or frozen weights do to a step is not in the time model."""
+    for effect in WhatIf(RUN, H100).singles:
+        offloads = effect.run.optimizer.optimizer_cpu_offload or bool(effect.run.implementation.offload_modules)
+        assert (effect.slowdown is None) == offloads, effect.words
+    frozen = RUN.with_(peft=PeftSpec(scheme="lora", dim=16))
+    assert not_timed(frozen) == ("peft",)
+    assert all(effect.slowdown is None for effect in WhatIf(frozen, H100).singles)
