@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.cli.templates import template
+from bridge_memory.plan.space import AXES
+from bridge_memory.plan.splits import split_fields
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.layout import layout
 
 if TYPE_CHECKING:
     from bridge_memory.plan.balance import Balanced
@@ -17,11 +20,6 @@ if TYPE_CHECKING:
 _SIZES = (
     "parallel.world_size", "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size",
     "batch.global_batch_size",
-)  # fmt: skip
-_SPLIT = (
-    "parallel.num_layers_in_first_pipeline_stage", "parallel.num_layers_in_last_pipeline_stage",
-    "parallel.account_for_embedding_in_pipeline_split", "parallel.account_for_loss_in_pipeline_split",
-    "parallel.pipeline_model_parallel_layout",
 )  # fmt: skip
 
 
@@ -42,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     gpu = find_gpu(args.gpu)
     hardware = HARDWARE.get(gpu.name)
-    given, base = template(args, gpu, (*_SIZES, *_SPLIT))
+    given, base = template(args, gpu, (*_SIZES, *AXES["split"]))
     base, own = _runs(base, given)
     found: dict[str, Balanced] = {}
     if own is not None:
@@ -81,14 +79,13 @@ def _runs(base: RunSpec, given: dict[str, Any]) -> tuple[RunSpec, RunSpec | None
     }
     p = base.parallel
     world = given.get("parallel.world_size", p.world_size * pp)
-    split = {name.partition(".")[2]: given[name] for name in _SPLIT if name in given}
-    own = base.with_(parallel=replace(p, world_size=world, **sizes, **split)) if split else None
+    split = {name.partition(".")[2]: given[name] for name in AXES["split"] if name in given}
+    batch = replace(base.batch, global_batch_size=given.get("batch.global_batch_size"))
+    own = base.with_(parallel=replace(p, world_size=world, **sizes, **split), batch=batch) if split else None
     if own is not None:  # its string may say how many virtual stages there are
-        from bridge_memory.spec.layout import layout
-
         v = layout(own.model, own.parallel).virtual_pipeline_model_parallel_size
         sizes["virtual_pipeline_model_parallel_size"] = v if v > 1 else None
-    return any_split(base, replace(p, world_size=world, **sizes)), own
+    return any_split(base, replace(p, world_size=world, **sizes), batch), own
 
 
 def _record(b: Balanced) -> dict[str, Any]:
@@ -128,13 +125,5 @@ def _print(found: dict[str, Balanced], base: RunSpec) -> None:
 
 
 def _how(b: Balanced) -> str:
-    p = b.run.parallel
-    if p.pipeline_model_parallel_layout:
-        return p.pipeline_model_parallel_layout
-    ends = [
-        name for name in (
-            "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-            "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-        ) if getattr(p, name)
-    ]  # fmt: skip
-    return " ".join(ends) or "even"
+    fields = split_fields(b.run.parallel)
+    return str(fields.pop("pipeline_model_parallel_layout", "")) or " ".join(fields) or "even"

@@ -9,36 +9,31 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.cli.run_flags import FLAGS, add_run_arguments
+from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.cli.templates import template
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.plan.space import AXES, Space
+from bridge_memory.plan.splits import split_fields
+from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
     from bridge_memory.plan.search import Found, Row
-    from bridge_memory.plan.space import Space
     from bridge_memory.report.document import Block
     from bridge_memory.report.gpus import Gpu
+    from bridge_memory.speed.hardware import Hardware
 
 #: Seconds between two lines of progress.
 PROGRESS_EVERY = 0.5
 #: Axis -> the flag of its size, which also takes a range.
-RANGED = {
-    axis: flag for axis, field in (
-        ("tp", "parallel.tensor_model_parallel_size"), ("pp", "parallel.pipeline_model_parallel_size"),
-        ("vpp", "parallel.virtual_pipeline_model_parallel_size"), ("cp", "parallel.context_parallel_size"),
-        ("ep", "parallel.expert_model_parallel_size"), ("mbs", "batch.micro_batch_size"),
-    ) for flag in FLAGS if flag.field == field
-}  # fmt: skip
+RANGED = {axis: AXES[axis][0] for axis in ("tp", "pp", "vpp", "cp", "ep", "mbs")}
 EMITTED = ("estimate", "megatron-args", "bridge")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_run_arguments(parser)
-    for flag in RANGED.values():
-        for action in parser._actions:
-            if action.dest == flag.field:
-                action.type, action.metavar = _size, "N|A..B"
+    for action in parser._actions:
+        if action.dest in RANGED.values():
+            action.type, action.metavar = _size, "N|A..B"
     add_output_arguments(parser, "by the schema bridge-memory/search/1", formats=("text", "json", "csv", "md"))
     group = parser.add_argument_group("search")
     group.add_argument("--gpu", required=True, metavar="NAME", help="the GPU (`bridge-memory gpus` lists them)")
@@ -55,22 +50,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Search and print. Returns 0, or 1 where nothing fits."""
     from bridge_memory.plan.search import search
-    from bridge_memory.plan.space import Space
     from bridge_memory.report.gpus import find_gpu, margin_bytes
     from bridge_memory.speed.hardware import hardware_of
 
     gpu = find_gpu(args.gpu)
     hardware = hardware_of(gpu.name)
-    ranges = _ranges(args)
-    num_gpus, base, fixed = _base(args, gpu)
+    space = _space(args, gpu, hardware, _ranges(args))
     if args.top < 1 or args.row < 1:
         raise SpecError("--top and --row count from 1; give a positive number")
     if args.headroom < 0 or args.headroom != args.headroom:
         raise SpecError(f"--headroom ({args.headroom}) is not a size; give GiB of 0 or more")
-    space = Space(base, num_gpus, hardware.domain, fixed, ranges, args.exhaustive)
     found = search(
         space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * 2**30),
-        margin=lambda peak: margin_bytes(peak, num_gpus), progress=_progress(),
+        margin=lambda peak: margin_bytes(peak, space.num_gpus), progress=_progress(),
     )  # fmt: skip
     if args.emit:
         print(_emitted(found, args, gpu))
@@ -83,17 +75,16 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.rows else 1
 
 
-def _base(args: argparse.Namespace, gpu: Gpu) -> tuple[int, RunSpec, frozenset[str]]:
-    """(GPUs, the run around which layouts vary, axes that its flags fix)."""
-    from bridge_memory.plan.space import AXES
-
+def _space(
+    args: argparse.Namespace, gpu: Gpu, hardware: Hardware, ranges: dict[str, tuple[int, int]]
+) -> Space:
+    """The layouts that the flags leave open."""
     given, run = template(args, gpu, ("parallel.world_size", "batch.global_batch_size"))
     if "parallel.world_size" not in given:
         raise SpecError("--num-gpus is missing; say on how many GPUs the layout has to run")
     if "batch.global_batch_size" not in given:
         raise SpecError("--global-batch-size is missing; layouts are compared at one number of sequences a step")
-    told = {name.partition(".")[2] for name in vars(args)}
-    fixed = {axis for axis, names in AXES.items() if told & set(names)}
+    fixed = {axis for axis, fields in AXES.items() if vars(args).keys() & set(fields)}
     if args.vary is not None:
         asked = [name for name in args.vary.replace(",", " ").split() if name]
         for name in asked:
@@ -102,7 +93,10 @@ def _base(args: argparse.Namespace, gpu: Gpu) -> tuple[int, RunSpec, frozenset[s
             if name in fixed:
                 raise SpecError(f"--vary {name} does not go with a flag that fixes it; drop one of them")
         fixed |= AXES.keys() - set(asked)
-    return given["parallel.world_size"], run, frozenset(fixed)
+    return Space(
+        run, given["parallel.world_size"], hardware.domain, frozenset(fixed), ranges, args.exhaustive,
+        given["batch.global_batch_size"],
+    )  # fmt: skip
 
 
 def _size(text: str) -> int | tuple[int, int]:
@@ -117,11 +111,11 @@ def _size(text: str) -> int | tuple[int, int]:
 def _ranges(args: argparse.Namespace) -> dict[str, tuple[int, int]]:
     """Axis -> its range, taken off the flags, which then fix nothing."""
     ranges = {}
-    for axis, flag in RANGED.items():
-        value = getattr(args, flag.field, None)
+    for axis, field in RANGED.items():
+        value = getattr(args, field, None)
         if isinstance(value, tuple):
             ranges[axis] = value
-            delattr(args, flag.field)
+            delattr(args, field)
     return ranges
 
 
@@ -162,18 +156,14 @@ def _row(row: Row) -> tuple[str, ...]:
 
 
 def _split(p: Any) -> str:
-    if p.pipeline_model_parallel_layout:
-        return p.pipeline_model_parallel_layout
-    ends = [
-        name for name, on in (
-            ("embedding", p.account_for_embedding_in_pipeline_split), ("loss", p.account_for_loss_in_pipeline_split),
-        ) if on
-    ]  # fmt: skip
+    fields = split_fields(p)
+    if "pipeline_model_parallel_layout" in fields:
+        return str(fields["pipeline_model_parallel_layout"])
+    ends = [name for name in ("embedding", "loss") if f"account_for_{name}_in_pipeline_split" in fields]
     counts = [
-        f"{name} {n}" for name, n in (
-            ("first", p.num_layers_in_first_pipeline_stage), ("last", p.num_layers_in_last_pipeline_stage),
-        ) if n is not None
-    ]  # fmt: skip
+        f"{name} {fields[field]}" for name in ("first", "last")
+        if (field := f"num_layers_in_{name}_pipeline_stage") in fields
+    ]
     return f"{' and '.join(ends)} as layers" if ends else ", ".join(counts) or "even"
 
 
@@ -186,6 +176,8 @@ def _recompute(r: Any) -> str:
 def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu) -> list[Block]:
     from bridge_memory.plan.search import TIE, ties
     from bridge_memory.report.document import Bullets, Column, Grid
+    from bridge_memory.spec.gaps import gaps
+    from bridge_memory.speed.step_time import not_timed
 
     base, num_gpus, words = space.base, space.num_gpus, {"split", "recompute"}
     best, front = found.best(args.top), found.front()[: args.top]
@@ -221,6 +213,10 @@ def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu) -> l
         "step s is a model's, for ranking: work over rates fitted on measured runs; compute, sent (all communication "
         "that nothing hides), bubble and again (recomputation) are its parts"
     )
+    untimed, unknown = not_timed(best[0].run), gaps(best[0].run)
+    if untimed:
+        notes.append(f"the time model does not know {', '.join(untimed)}: times are those of the run without")
+    notes += [f"not modelled: {gap}" for gap in unknown]
     if base.model.has_experts:
         notes.append("no measured group varies EP: how layouts with different EP compare rests on the model alone")
     grids: list[Block] = [
@@ -272,7 +268,7 @@ def _written(found: Found, args: argparse.Namespace) -> str:
 
 
 def _emitted(found: Found, args: argparse.Namespace, gpu: Gpu) -> str:
-    from bridge_memory.plan.emit import bridge_overrides, estimate_command, layout_fields, megatron_arguments
+    from bridge_memory.cli.emit import bridge_overrides, estimate_command, megatron_arguments
 
     best = found.best(max(args.top, args.row))
     if not best:
@@ -282,12 +278,4 @@ def _emitted(found: Found, args: argparse.Namespace, gpu: Gpu) -> str:
     run = best[args.row - 1].run
     if args.emit == "megatron-args":
         return megatron_arguments(run)
-    if args.emit == "bridge":
-        return bridge_overrides(run)
-    layout = layout_fields(run)
-    names = {flag.field: flag.names.split()[0] for flag in FLAGS}
-    given = {
-        names[key]: value for key, value in vars(args).items()
-        if key in names and key not in layout and key != "parallel.world_size"
-    }  # fmt: skip
-    return estimate_command(run, args.model or "", given, gpu.name)
+    return bridge_overrides(run) if args.emit == "bridge" else estimate_command(run, args, gpu.name)

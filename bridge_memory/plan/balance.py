@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.estimate import peaks, stage_peaks
 from bridge_memory.plan.splits import NO_SPLIT, splits
-from bridge_memory.spec import ParallelSpec, RunSpec, SpecError
+from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec, SpecError
 from bridge_memory.spec.layout import Chunk, StageShape, layout
 from bridge_memory.spec.layout_string import short_layout_string
 from bridge_memory.speed.hardware import Hardware
@@ -96,12 +96,12 @@ def default_split(run: RunSpec) -> RunSpec | None:
     return None
 
 
-def any_split(run: RunSpec, parallel: ParallelSpec) -> RunSpec:
-    """The run with these sizes and some split that it can have: costs of stages do not depend on which. Raises
-    SpecError."""
+def any_split(run: RunSpec, parallel: ParallelSpec, batch: BatchSpec | None = None) -> RunSpec:
+    """The run with these sizes, this batch, and some split that it can have: costs of stages do not depend on which.
+    Raises SpecError."""
     p = replace(parallel, **NO_SPLIT)
     for fields in splits(run.model, p.pp, p.vpp, exhaustive=True):
-        return run.with_(parallel=replace(p, **fields))
+        return run.with_(parallel=replace(p, **fields), batch=batch or run.batch)
     raise SpecError(
         f"num_layers ({run.model.num_layers}) is too small for pipeline_model_parallel_size ({p.pp}) x "
         f"virtual_pipeline_model_parallel_size ({p.vpp}); lower one of them"

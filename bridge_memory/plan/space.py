@@ -14,34 +14,24 @@ from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
-from bridge_memory.plan.splits import splits
-from bridge_memory.spec import (
-    MLASpec,
-    MoESpec,
-    ParallelSpec,
-    RecomputeSpec,
-    RunSpec,
-    SpecError,
-)
+from bridge_memory.plan.splits import NO_SPLIT, splits
+from bridge_memory.spec import ParallelSpec, RecomputeSpec, RunSpec, SpecError
 from bridge_memory.spec.gaps import idle_modules
+from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.parts import RECOMPUTE_MODULES
 
-#: Axis -> the fields that fix it when they are given.
+#: Axis -> "group.field" of what fixes it when it is given.
 AXES: dict[str, tuple[str, ...]] = {
-    "tp": ("tensor_model_parallel_size",),
-    "pp": ("pipeline_model_parallel_size",),
-    "vpp": ("virtual_pipeline_model_parallel_size",),
-    "cp": ("context_parallel_size",),
-    "ep": ("expert_model_parallel_size",),
-    "etp": ("expert_tensor_parallel_size",),
-    "mbs": ("micro_batch_size",),
-    "split": (
-        "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-        "pipeline_model_parallel_layout",
-    ),
-    "recompute": ("granularity", "method", "num_layers", "modules"),
-}  # fmt: skip
+    "tp": ("parallel.tensor_model_parallel_size",),
+    "pp": ("parallel.pipeline_model_parallel_size",),
+    "vpp": ("parallel.virtual_pipeline_model_parallel_size",),
+    "cp": ("parallel.context_parallel_size",),
+    "ep": ("parallel.expert_model_parallel_size",),
+    "etp": ("parallel.expert_tensor_parallel_size",),
+    "mbs": ("batch.micro_batch_size",),
+    "split": tuple(f"parallel.{name}" for name in NO_SPLIT),
+    "recompute": ("recompute.granularity", "recompute.method", "recompute.num_layers", "recompute.modules"),
+}
 #: Largest micro batch and context parallel size of the grid.
 MOST_SEQUENCES, MOST_CP = 8, 16
 
@@ -59,6 +49,8 @@ class Space(NamedTuple):
     #: Axis -> smallest and largest value.
     ranges: Mapping[str, tuple[int, int]] = {}
     exhaustive: bool = False
+    #: Sequences of a step; None: those of ``base``.
+    global_batch_size: int | None = None
 
     def sizes(self, axis: str, given: int, most: int, *, among: Sequence[int] | None = None) -> list[int]:
         """Values of an axis, up to ``most``."""
@@ -80,7 +72,7 @@ class Refused(Counter[str]):
 def layouts(space: Space, refused: Refused) -> Iterator[list[RunSpec]]:
     """Every layout of the space, those together that differ in micro batch and recomputation alone."""
     base, gpus = space.base, space.num_gpus
-    total = base.batch.global_batch_size
+    total = space.global_batch_size or base.batch.global_batch_size
     for parallel in _parallel(space):
         dp = gpus // (parallel.tp * parallel.pp * parallel.cp)
         alike: list[RunSpec] = []
@@ -89,7 +81,7 @@ def layouts(space: Space, refused: Refused) -> Iterator[list[RunSpec]]:
             if total is not None and total % (mbs * dp):
                 refused["global_batch_size"] += len(recomputations)
                 continue
-            batch = replace(base.batch, micro_batch_size=mbs)
+            batch = replace(base.batch, micro_batch_size=mbs, global_batch_size=total)
             for number, recompute in enumerate(recomputations):
                 try:
                     alike.append(base.with_(parallel=parallel, batch=batch, recompute=recompute))
@@ -105,7 +97,7 @@ def layouts(space: Space, refused: Refused) -> Iterator[list[RunSpec]]:
 def _parallel(space: Space) -> Iterator[ParallelSpec]:
     base, gpus = space.base, space.num_gpus
     model, p = base.model, base.parallel
-    experts = next((k.ffn.num_experts for k in dict.fromkeys(model.layers) if isinstance(k.ffn, MoESpec)), 0)
+    experts = limits_of(model).experts_gcd
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     for tp in space.sizes("tp", p.tp, min(gpus, space.domain), among=divisors):
         for pp in space.sizes("pp", p.pp, min(gpus // tp, model.num_layers), among=divisors):
@@ -164,6 +156,6 @@ def useful_modules(run: RunSpec) -> tuple[str, ...]:
     idle = set(idle_modules(run.model, run.implementation.te))
     if run.implementation.attention_kernel != "unfused":
         idle.add("core_attn")  # fused kernels keep no scores
-    if not any(isinstance(kind.mixer, MLASpec) for kind in dict.fromkeys(run.model.layers)):
+    if not limits_of(run.model).mla:
         idle.add("mla_up_proj")
     return tuple(module for module in RECOMPUTE_MODULES if module not in idle)

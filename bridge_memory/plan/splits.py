@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bridge_memory.spec import ModelSpec
+from bridge_memory.spec import ModelSpec, ParallelSpec
 from bridge_memory.spec.layout_string import short_layout_string
 
 _ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
@@ -17,6 +17,11 @@ NO_SPLIT: dict[str, Any] = {
     "pipeline_model_parallel_layout": None, "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
 }  # fmt: skip
+
+
+def split_fields(parallel: ParallelSpec) -> dict[str, Any]:
+    """Those of them that ``parallel`` sets."""
+    return {name: value for name, none in NO_SPLIT.items() if (value := getattr(parallel, name)) != none}
 
 
 def splits(model: ModelSpec, pp: int, vpp: int, *, exhaustive: bool = False) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ import pytest
 
 from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, estimate, resolve_model
 from bridge_memory.cli import main
-from bridge_memory.plan.emit import bridge_overrides, estimate_command, layout_fields, megatron_arguments
+from bridge_memory.cli.emit import bridge_overrides, layout_fields, megatron_arguments
 from bridge_memory.plan.search import Found, search, ties
 from bridge_memory.plan.space import Refused, Space, layouts, useful_modules
 from bridge_memory.plan.splits import balanced_layout, splits
@@ -138,11 +138,27 @@ AWKWARD = RunSpec(
 )  # fmt: skip
 
 
-def test_the_estimate_command_shows_the_same_peak(capsys: pytest.CaptureFixture[str]) -> None:
-    line = estimate_command(AWKWARD, "deepseek-ai/DeepSeek-V3", {"--global-batch-size": 8192}, "H100")
-    assert main([*shlex.split(line)[1:], "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert max(s["peak_bytes"] for s in shown["stages"]) == estimate(AWKWARD).peak_stage.peak_bytes
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    (
+        ("Qwen/Qwen3-30B-A3B", "--tp 2 --ep 8 --moe-permute-fusion --no-bias-dropout-fusion"),
+        ("deepseek-ai/DeepSeek-V3", "--num-layers 8 --mtp-num-layers 0 --megatron-core 0.15 --vary pp,recompute,split"),
+        ("meta-llama/Llama-3.2-1B", "--hidden-dropout 0.1 --fp8 hybrid --exhaustive --vary tp,pp,recompute"),
+    ),
+)
+def test_the_estimate_command_shows_the_same_peak(
+    model: str, flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of whatever row, with every flag that was given, of the model and its releases too."""
+    arguments = ["search", model, "--num-gpus", "16", "--gpu", "B200", "--global-batch-size", "64", *flags.split()]
+    assert main([*arguments, "--json", "--top", "3"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    for number, row in enumerate(best, 1):
+        assert main([*arguments, "--emit", "estimate", "--row", str(number)]) == 0
+        line = shlex.split(capsys.readouterr().out)
+        assert main([*line[1:], "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert max(s["peak_bytes"] for s in shown["stages"]) == row["peak_bytes"], line
 
 
 def test_megatron_reads_its_arguments_as_the_same_layout() -> None:
@@ -218,6 +234,7 @@ def test_given_flags_stay(capsys: pytest.CaptureFixture[str]) -> None:
     (
         (["search", LLAMA, "--gpu", "H100", "--global-batch-size", "8"], "--num-gpus is missing"),
         (["search", LLAMA, "--gpu", "H100", "--num-gpus", "8"], "--global-batch-size is missing"),
+        (["search", "--megatron-args=--bf16", *SMALL[2:]], "--megatron-args says a layout of its own"),
         ([*SMALL, "--vary", "tp,xp"], "--vary xp is none of"),
         ([*SMALL, "--vary", "tp", "--tp", "2"], "--vary tp does not go with a flag that fixes it"),
         ([*SMALL, "--pp", "4..2"], "is neither a size nor a range; write it like 8 or 1..8"),
@@ -254,3 +271,10 @@ def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(module, "peaks", interrupted)
     assert main(SMALL) == 0
     assert "stopped before the end" in capsys.readouterr().out
+
+
+def test_what_is_not_in_the_numbers_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--cpu-offloading-num-layers", "1", "--tp", "1", "--pp", "1", "--cp", "1"]
+    assert main([*SMALL, *flags]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the time model does not know cpu_offloading_num_layers" in shown and "not modelled: " in shown
