@@ -20,6 +20,8 @@ from statistics import fmean, median
 
 from bridge_memory.accuracy.ranking import score_groups
 from bridge_memory.accuracy.throughput import Measured, read_throughput
+from bridge_memory.cli.accuracy import groups
+from bridge_memory.report.printing import print_blocks
 from bridge_memory.speed.constants import DEFAULT, FITTED_ON, STARTING_POINT, Constants
 from bridge_memory.speed.step_time import Step
 
@@ -71,15 +73,7 @@ class Fit:
 
 def show(rows: Sequence[Measured], constants: Constants, fitted: Sequence[str]) -> None:
     scores = score_groups(rows, lambda r: Step(r.run, r.hardware, constants, r.kernels).time().seconds)
-    print(f"{'group':<70} {'layouts':>7} {'Spearman':>8} {'regret':>7} {'bias':>6}  fitted")
-    for s in scores:
-        print(f"{s.group[:70]:<70} {s.layouts:>7} {s.spearman:>8.2f} {s.regret:>7.1%} {s.bias:>+6.0%}  "
-              f"{'yes' if s.group in fitted else ''}")  # fmt: skip
-    unseen = [s for s in scores if s.group not in fitted]
-    if unseen:
-        regrets = sorted(s.regret for s in unseen)
-        print(f"{len(unseen)} groups not fitted: median Spearman {median(s.spearman for s in unseen):.2f}, "
-              f"median regret {median(regrets):.1%}, 90th percentile {regrets[math.ceil(0.9 * len(regrets)) - 1]:.1%}")
+    print_blocks(groups(scores, fitted))
 
 
 def main() -> None:

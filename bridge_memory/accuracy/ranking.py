@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import ceil
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -53,6 +54,32 @@ def score_groups(rows: Iterable[Measured], predict: Callable[[Measured], float])
             )
         )
     return sorted(scores, key=lambda s: -s.layouts)
+
+
+class Totals(NamedTuple):
+    """Groups taken together."""
+
+    groups: int
+    median_spearman: float
+    median_regret: float
+    #: The 90th percentile, by nearest rank.
+    p90_regret: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.groups} groups: median Spearman {self.median_spearman:.2f}, median regret "
+            f"{self.median_regret:.1%}, 90th percentile {self.p90_regret:.1%}"
+        )
+
+
+def totals(scores: Sequence[GroupScore]) -> Totals | None:
+    """None of no groups."""
+    if not scores:
+        return None
+    regrets = sorted(s.regret for s in scores)
+    return Totals(
+        len(scores), median(s.spearman for s in scores), median(regrets), regrets[ceil(0.9 * len(regrets)) - 1]
+    )
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge_memory.files import parse_json, read_text
+from bridge_memory.accuracy.corpus import Row, read_corpus
 from bridge_memory.spec import SpecError
 
 
@@ -48,18 +48,12 @@ class Record:
 
 def load_runs(path: str | Path) -> list[Record]:
     """Read a corpus. Raises SpecError, naming the line, for text that is not a record."""
-    lines = read_text(path, "give a file with one JSON record a line").splitlines()
-    return [read_record(line, f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    return [read_record(row) for row in read_corpus(path)]
 
 
-def read_record(line: str, where: str) -> Record:
-    """One line of a corpus; ``where`` names it in a refusal. Raises SpecError."""
-    try:
-        data = parse_json(line)
-    except ValueError:
-        raise SpecError(f"{where} is not JSON; give one record a line") from None
-    if not isinstance(data, dict):
-        raise SpecError(f"{where} is not a JSON object; give one record a line")
+def read_record(row: Row) -> Record:
+    """One line of a corpus. Raises SpecError."""
+    where, data = row
     try:
         logged = data.get("logged_parameters")
         return Record(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bridge_memory.files import parse_json, read_text
+from bridge_memory.accuracy.corpus import read_corpus
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
     AttentionSpec,
@@ -81,19 +81,9 @@ _FIRST_LAYERS = {
 }  # fmt: skip
 
 
-def read_throughput(path: Path) -> Iterator[Measured | Unread]:
-    """Every row of a corpus of throughput, one JSON object a line. Raises SpecError for text that is none."""
-    give = "give a file with one JSON record a line"
-    for number, line in enumerate(read_text(path, give).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = parse_json(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise SpecError(f"{path} line {number} is no JSON object; {give}")
-        yield measured(row)
+def read_throughput(path: Path) -> list[Measured | Unread]:
+    """Every row of a corpus of throughput. Raises SpecError for text that is none."""
+    return [measured(row.data) for row in read_corpus(path)]
 
 
 def measured(row: Mapping[str, Any]) -> Measured | Unread:
@@ -109,6 +99,8 @@ def measured(row: Mapping[str, Any]) -> Measured | Unread:
         seconds = _seconds(row, run)
     except SpecError as error:
         return Unread(number, group, str(error))
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        return Unread(number, group, f"malformed ({type(error).__name__})")
     out = row.get("status") == "OOM"
     if seconds is None and not out:
         return Unread(number, group, "neither a step time nor tokens a second are stated")

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.cli import validate
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.files import parse_json, read_text
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
     from bridge_memory.accuracy.ranking import GroupScore
     from bridge_memory.accuracy.throughput import Measured
+    from bridge_memory.report.document import Block
 
 SCHEMA = "bridge-memory/accuracy/1"
-#: What records of speed have, and records of memory have not.
-_OF_SPEED = frozenset({"layout_group", "tokens_per_s_per_gpu", "step_time_s", "mbs", "gbs"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,18 +33,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Score and print. Returns 0."""
-    if args.runs is None or not _is_of_speed(args.runs):
-        return validate.run(args)
+    from bridge_memory.accuracy.corpus import is_of_speed, read_corpus
+
+    rows_of_file = None if args.runs is None else read_corpus(args.runs)
+    if rows_of_file is None or not is_of_speed(rows_of_file):
+        return validate.run(args, rows_of_file)
     for name in ("by", "worst", "folds"):
         if getattr(args, name) is not None:
             raise SpecError(f"--{name} is for records of memory, and these are of speed; drop it")
     if isinstance(args.json, str):
         raise SpecError("--json FILE is for records of memory; use --output FILE")
     from bridge_memory.accuracy.ranking import score_groups
-    from bridge_memory.accuracy.throughput import Measured, Unread, read_throughput
+    from bridge_memory.accuracy.throughput import Measured, Unread, measured
     from bridge_memory.speed.step_time import step_time
 
-    read = list(read_throughput(Path(args.runs)))
+    read = [measured(row.data) for row in rows_of_file]
     rows = [r for r in read if isinstance(r, Measured)]
     scores = score_groups(rows, lambda r: step_time(r.run, r.hardware, kernels=r.kernels).seconds)
     fits = _out_of_memory(rows)
@@ -59,16 +60,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(scores, fits, unread, len(rows))
     return 0
-
-
-def _is_of_speed(path: str) -> bool:
-    lines = read_text(path, "give a file with one JSON record a line").splitlines()
-    first = next((line for line in lines if line.strip()), "")
-    try:
-        record = parse_json(first)
-    except ValueError:
-        return False  # what reads it says so
-    return isinstance(record, dict) and "config" not in record and len(_OF_SPEED & record.keys()) > 1
 
 
 def _out_of_memory(rows: list[Measured]) -> dict[str, int]:
@@ -89,33 +80,23 @@ def _out_of_memory(rows: list[Measured]) -> dict[str, int]:
     return counts
 
 
-def _totals(scores: list[GroupScore]) -> dict[str, float]:
-    from math import ceil
-    from statistics import median
-
-    regrets = sorted(s.regret for s in scores)
-    return {
-        "groups": len(scores), "median_spearman": median(s.spearman for s in scores),
-        "median_regret": median(regrets), "p90_regret": regrets[ceil(0.9 * len(regrets)) - 1],
-    }  # fmt: skip
-
-
 def _document(scores: list[GroupScore], fits: dict[str, int], unread: dict[str, int]) -> dict[str, Any]:
+    from bridge_memory.accuracy.ranking import totals
     from bridge_memory.speed.constants import FITTED_ON
 
-    unseen = [s for s in scores if s.group not in FITTED_ON]
+    unseen = totals([s for s in scores if s.group not in FITTED_ON])
     return {
         "schema": SCHEMA,
         "groups": [{**s._asdict(), "fitted": s.group in FITTED_ON} for s in scores],
-        "not_fitted": _totals(unseen) if unseen else None,
+        "not_fitted": unseen._asdict() if unseen else None,
         "out_of_memory": {name.replace(" ", "_"): n for name, n in fits.items()}, "unread": unread,
     }  # fmt: skip
 
 
-def _print(scores: list[GroupScore], fits: dict[str, int], unread: dict[str, int], rows: int) -> None:
-    from bridge_memory.report.document import Block, Bullets, Column, Grid
-    from bridge_memory.report.printing import print_blocks
-    from bridge_memory.speed.constants import FITTED_ON
+def groups(scores: Sequence[GroupScore], fitted: Collection[str]) -> list[Block]:
+    """The groups in a table, and those not ``fitted`` taken together."""
+    from bridge_memory.accuracy.ranking import totals
+    from bridge_memory.report.document import Bullets, Column, Grid
 
     columns = (
         Column("group", words=True), Column("layouts"), Column("Spearman"), Column("regret"), Column("bias"),
@@ -123,17 +104,20 @@ def _print(scores: list[GroupScore], fits: dict[str, int], unread: dict[str, int
     )  # fmt: skip
     cells = tuple(
         (s.group, str(s.layouts), f"{s.spearman:.2f}", f"{s.regret:.1%}", f"{s.bias:+.0%}",
-         "yes" if s.group in FITTED_ON else "")
+         "yes" if s.group in fitted else "")
         for s in scores
     )  # fmt: skip
+    table = Grid("Measured layouts and the order they are predicted in", columns, cells)
+    unseen = totals([s for s in scores if s.group not in fitted])
+    return [table, *([Bullets("Not fitted", (str(unseen),))] if unseen else [])]
+
+
+def _print(scores: list[GroupScore], fits: dict[str, int], unread: dict[str, int], rows: int) -> None:
+    from bridge_memory.report.document import Bullets
+    from bridge_memory.report.printing import print_blocks
+    from bridge_memory.speed.constants import FITTED_ON
+
     words = [f"{rows:,} rows are runs; {sum(unread.values()):,} are not read"]
-    unseen = [s for s in scores if s.group not in FITTED_ON]
-    if unseen:
-        t = _totals(unseen)
-        words.append(
-            f"{len(unseen)} groups not fitted: median Spearman {t['median_spearman']:.2f}, median regret "
-            f"{t['median_regret']:.1%}, 90th percentile {t['p90_regret']:.1%}"
-        )
     if fits["measured"] and fits["predicted"]:
         both = fits["predicted and measured"]
         words.append(
@@ -141,8 +125,7 @@ def _print(scores: list[GroupScore], fits: dict[str, int], unread: dict[str, int
             f"recall {both / fits['measured']:.2f}"
         )
     most = sorted(unread.items(), key=lambda item: -item[1])[:5]
-    blocks: list[Block] = [Grid("Measured layouts and the order they are predicted in", columns, cells)]
-    blocks.append(Bullets("In all", tuple(words)))
+    blocks = [*groups(scores, FITTED_ON), Bullets("In all", tuple(words))]
     if most:
         blocks.append(Bullets("Most rows that are not read", tuple(f"{n:,}: {reason}" for reason, n in most)))
     print_blocks(blocks)

@@ -13,6 +13,7 @@ from bridge_memory.report.write import check_target, write_text
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
+    from bridge_memory.accuracy.corpus import Row
     from bridge_memory.accuracy.errors import Errors, GroupAccuracy
     from bridge_memory.accuracy.predictions import Outcome
     from bridge_memory.accuracy.records import Record
@@ -35,10 +36,11 @@ def add_tables(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folds", type=int, metavar="K", help="refit constants with families left out")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, rows_of_file: list[Row] | None = None) -> int:
+    """Score and print. ``rows_of_file``: where the corpus was read already."""
     from bridge_memory.accuracy.errors import accuracy, by_group, summary
     from bridge_memory.accuracy.predictions import predict_all
-    from bridge_memory.accuracy.records import load_runs
+    from bridge_memory.accuracy.records import load_runs, read_record
 
     for name in ("worst", "folds"):
         value = getattr(args, name)
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError("RUNS.jsonl is missing; name a file of measured runs")
     if beside:
         check_target(beside, force=args.force, flag="--json")
-    records = load_runs(runs)
+    records = load_runs(runs) if rows_of_file is None else list(map(read_record, rows_of_file))
     outcomes = predict_all(records)
     rows = summary(outcomes)
     if args.json:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,7 +63,29 @@ def test_no_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     bad.write_text(SPEED.read_text().splitlines()[0] + "\n[1, 2]\n")
     for arguments, words in (
         (["accuracy"], "RUNS.jsonl is missing"), (["accuracy", str(tmp_path / "no.jsonl")], "no.jsonl"),
-        (["accuracy", str(bad)], "line 2 is no JSON object"),
+        (["accuracy", str(bad)], "line 2 is not a JSON object"),
     ):  # fmt: skip
         assert main(arguments) == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_corpus_may_come_through_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is read once: what tells speed from memory does not take it away."""
+    some = "\n".join(SPEED.read_text().splitlines()[:40])
+    done = subprocess.run(
+        [sys.executable, "-m", "bridge_memory", "accuracy", "/dev/stdin"], input=some, text=True, capture_output=True
+    )
+    assert done.returncode == 0 and "40 rows are runs" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "change", ({"tp": "x"}, {"gpus": None, "tp": []}, {"model_facts": 3, "model": "GPT 1B"}, {"vp": [3]})
+)
+def test_malformed_rows_are_not_read(
+    change: dict[str, object], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    some = tmp_path / "runs.jsonl"
+    rows = SPEED.read_text().splitlines()[:5]
+    some.write_text("\n".join([*rows, json.dumps({**json.loads(rows[0]), **change})]))
+    assert main(["accuracy", str(some), "--json"]) == 0
+    assert sum(json.loads(capsys.readouterr().out)["unread"].values()) == 1
