@@ -89,12 +89,12 @@ def explain(run: RunSpec, stage: int, *, rank: int | None = None) -> StageEstima
 def model_state(run: RunSpec) -> tuple[int, ...]:
     """Bytes of weights, gradients and optimizer state on every stage: no peak is lower. Raises SpecError."""
     model, ctx, engine = run.model, context_of(run), engine_of(run)
-    known: dict[StageShape, int] = {}
-    for shapes in layout(model, run.parallel).shapes(model):
-        if shapes not in known:
-            state = engine.stage([chunk_units(model, shape, ctx) for shape in shapes])
-            known[shapes] = sum(nbytes for _, nbytes in state.amounts)
-    return tuple(known[shapes] for shapes in layout(model, run.parallel).shapes(model))
+    stages = layout(model, run.parallel).shapes(model)
+    known = {
+        shapes: sum([n for _, n in engine.stage([chunk_units(model, shape, ctx) for shape in shapes]).amounts])
+        for shapes in dict.fromkeys(stages)
+    }
+    return tuple([known[shapes] for shapes in stages])
 
 
 def stage_peaks(run: RunSpec) -> Callable[[int, StageShape], StagePeak]:
@@ -103,13 +103,9 @@ def stage_peaks(run: RunSpec) -> Callable[[int, StageShape], StagePeak]:
     Raises SpecError where the run has no layout of its own.
     """
     stages = _Stages(run)
-    held: dict[StageShape, _Held] = {}
 
     def peak(rank: int, shapes: StageShape) -> StagePeak:
-        found = held.get(shapes)
-        if found is None:
-            found = held[shapes] = stages._held(shapes)
-        stage = stages._stage(rank, found)
+        stage = stages.stage(rank, shapes)
         return StagePeak(rank, stage.static_bytes, stage.peak)
 
     return peak
@@ -181,13 +177,8 @@ class _Stages:
         self._chunks: dict[ChunkShape, _Chunk] = {}
         self._explained: dict[int, tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]] = {}
         self._microbatches = run.num_microbatches
-        held: dict[StageShape, _Held] = {}
-        self._stages: list[_Stage] = []
-        for rank, shapes in enumerate(self.plan.shapes(run.model)):
-            found = held.get(shapes)
-            if found is None:
-                found = held[shapes] = self._held(shapes)
-            self._stages.append(self._stage(rank, found))
+        self._of_shapes: dict[StageShape, _Held] = {}
+        self._stages = [self.stage(rank, shapes) for rank, shapes in enumerate(self.plan.shapes(run.model))]
 
     def __iter__(self) -> Iterator[_Stage]:
         return iter(self._stages)
@@ -260,8 +251,11 @@ class _Stages:
             chunk.inventory = chunk_inventory(self.run.model, shape, self.ctx)
         return chunk.inventory
 
-    def _stage(self, rank: int, held: _Held) -> _Stage:
-        run = self.run
+    def stage(self, rank: int, shapes: StageShape) -> _Stage:
+        """The stage of this rank, if it held this."""
+        run, held = self.run, self._of_shapes.get(shapes)
+        if held is None:
+            held = self._of_shapes[shapes] = self._held(shapes)
         moment = dynamic_peak(
             run.parallel.pp,
             rank,

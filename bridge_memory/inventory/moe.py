@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import ceil, comb
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bridge_memory.components import Part
 from bridge_memory.inventory import frozen
@@ -349,33 +349,12 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
         x = tape.make("padded tokens", x, rows * width * ctx.act)
     selected = ctx.recomputes("moe_act")
     with r.offload("expert_fc1"):
-        if r.frozen:
-            mid = frozen.expert_linear(
-                r, f"{EXPERTS}.linear_fc1", x, rows, width, fc1_width, label="experts fc1 output"
-            )
-        else:
-            kept, also = r.linear_input("experts fc1", x, rows * width)
-            layouts = r.quantized_input(rows * width)
-            mid = tape.make(
-                "experts fc1 output", x, rows * fc1_width * ctx.act, saves=kept, also=also,
-                workspace=layouts, for_backward=layouts,
-                backward_workspace=wgrad1 + r.quantized_gradient(rows * fc1_width),
-            )
+        mid = _linear(r, "experts fc1", f"{EXPERTS}.linear_fc1", x, rows, width, fc1_width, wgrad1)
     with r.offload("moe_act"), tape.discardable("moe_act", (mid, probs), enabled=selected) as region:
         act = _weighted_activation(r, spec, mid, probs, rows, f)
-    if r.frozen:
-        out = frozen.expert_linear(
-            r, f"{EXPERTS}.linear_fc2", act, rows, f, width, label="experts fc2 output", row=True
-        )
-    else:
-        kept, also = r.linear_input("experts fc2", act, rows * f, original=selected)
-        layouts = r.quantized_input(rows * f, original=selected)
-        out = tape.make(
-            "experts fc2 output", act, rows * width * ctx.act, saves=kept, also=also,
-            workspace=layouts, for_backward=0 if selected else layouts,
-            backward_workspace=wgrad2 + r.quantized_gradient(rows * width)
-            + r.requantized_input(rows * f, original=selected),
-        )
+    out = _linear(
+        r, "experts fc2", f"{EXPERTS}.linear_fc2", act, rows, f, width, wgrad2, row=True, original=selected
+    )
     if selected:
         tape.discard(region, act)
     if spec.add_bias:
@@ -400,6 +379,24 @@ def _add_weighted_bias(r: Recorder, x: Tensor, probs: Tensor, elements: int, exp
         "experts output with bias", (x, probs), elements * act, saves=(probs,),
         workspace=(2 * wide - act) * elements,
         backward_workspace=temporary if wide > act else largest(0, temporary - act * elements),
+    )
+
+
+def _linear(
+    r: Recorder, name: str, module: str, x: Tensor, rows: Any, in_features: Any, out_features: Any, wgrad: Any, *,
+    row: bool = False, original: bool = False,
+) -> Tensor:  # fmt: skip
+    """fc1 or (``row``) fc2 of experts, [rows, in] -> [rows, out]; ``wgrad``: scratch for its weight's gradient.
+    ``original``: it keeps its input as it is, where that is made again for backward."""
+    if r.frozen:
+        return frozen.expert_linear(r, module, x, rows, in_features, out_features, row=row, label=f"{name} output")
+    kept, also = r.linear_input(name, x, rows * in_features, original=original)
+    layouts = r.quantized_input(rows * in_features, original=original)
+    return r.tape.make(
+        f"{name} output", x, rows * out_features * r.ctx.act, saves=kept, also=also, workspace=layouts,
+        for_backward=0 if original else layouts,
+        backward_workspace=wgrad + r.quantized_gradient(rows * out_features)
+        + r.requantized_input(rows * in_features, original=original),
     )
 
 
@@ -433,29 +430,10 @@ def _sequential_experts(
             whole = m + _padding(r)
             part = tape.make("padded tokens", part, whole * width * ctx.act)
             scale = tape.make("padded probabilities", scale, whole * (probs.bytes // n.received))
-        if r.frozen:
-            one = f"{EXPERTS}.local_experts.0"
-            mid = frozen.expert_linear(
-                r, f"{one}.linear_fc1", part, whole, width, fc1_width, label="experts fc1 output"
-            )
-            act = _weighted_activation(r, spec, mid, scale, whole, f)
-            out = frozen.expert_linear(
-                r, f"{one}.linear_fc2", act, whole, f, width, label="experts fc2 output", row=True
-            )
-        else:
-            kept, also = r.linear_input("experts fc1", part, whole * width)
-            layouts = r.quantized_input(whole * width)
-            mid = tape.make(
-                "experts fc1 output", part, whole * fc1_width * ctx.act, saves=kept, also=also, workspace=layouts,
-                for_backward=layouts, backward_workspace=wgrad1 + r.quantized_gradient(whole * fc1_width),
-            )
-            act = _weighted_activation(r, spec, mid, scale, whole, f)
-            kept, also = r.linear_input("experts fc2", act, whole * f)
-            layouts = r.quantized_input(whole * f)
-            out = tape.make(
-                "experts fc2 output", act, whole * width * ctx.act, saves=kept, also=also, workspace=layouts,
-                for_backward=layouts, backward_workspace=wgrad2 + r.quantized_gradient(whole * width),
-            )
+        one = f"{EXPERTS}.local_experts.0"
+        mid = _linear(r, "experts fc1", f"{one}.linear_fc1", part, whole, width, fc1_width, wgrad1)
+        act = _weighted_activation(r, spec, mid, scale, whole, f)
+        out = _linear(r, "experts fc2", f"{one}.linear_fc2", act, whole, f, width, wgrad2, row=True)
         if spec.add_bias:
             out = tape.make("experts output with bias", (out, scale), whole * width * ctx.act, saves=(scale,))
         if r.fp8:

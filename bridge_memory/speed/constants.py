@@ -42,8 +42,7 @@ class Constants(NamedTuple):
         return self.gemm_blackwell if generation in ("blackwell", "cdna3") else self.gemm_ampere
 
 
-#: Where the fit starts, and what it is pulled to: shares that large, well-shaped kernels reach in the makers' own
-#: benchmarks, and latencies of NCCL's order.
+#: Where the fit starts, and what it is pulled to: judgement, not measurement, of what kernels and NCCL usually reach.
 STARTING_POINT = Constants()
 #: Keys of ``layout_group`` in the corpus of measured throughput.
 FITTED_ON: tuple[str, ...] = (
@@ -57,6 +56,7 @@ FITTED_ON: tuple[str, ...] = (
     "mb|26.04.01 NeMo Container|Qwen3_235B_a22B|DGX-H100|256|8192|4096|FP8|pretrain",
     "mb|26.04.01 NeMo Container|Qwen3_235B_a22B|DGX-B200|256|8192|4096|MXFP8|pretrain",
 )
+#: As the fit left them; ``network`` at the bound that shares of a rate have there, 0.95.
 DEFAULT = Constants(
     gemm_ampere=0.757,
     gemm_hopper=0.788,
