@@ -1,7 +1,8 @@
-"""Measure the estimate on one GPU: rehearse some forty ranks for real, record them, and say how far off it is.
+"""Measure the estimate on one GPU: rehearse some fifty ranks for real, record them, and say how far off it is.
 
     python scripts/measure_on_gpu.py --record records.jsonl      # on a machine with a GPU and the megatron extra
     python scripts/measure_on_gpu.py --dry-run                   # anywhere: the whole list, built and estimated
+    python scripts/measure_on_gpu.py --dry-run --predictions predictions.jsonl    # before measuring: to be committed
 
 Every rank runs in a process of its own, so that peaks and running out of memory stay apart. See
 references/measuring.md.
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,18 @@ from bridge_memory.spec import (
     ImplementationSpec,
     MLASpec,
     ModelSpec,
+    OptimizerSpec,
     ParallelSpec,
+    PeftSpec,
+    PrecisionSpec,
     RecomputeSpec,
     RunSpec,
     SpecError,
 )
 
 GIB = 1 << 30
+#: Training steps of a configuration: records hold the figures after each; the peak that counts is the last one's.
+STEPS = 5
 #: Of the GPU's memory a configuration may be predicted to take; above, it is left out and said so.
 ROOM = 0.92
 LLAMA_1B, LLAMA_8B, QWEN3_8B = "meta-llama/Llama-3.2-1B", "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-8B"
@@ -53,6 +60,10 @@ class Configuration:
     name: str
     run: RunSpec
     stage: int = 0
+    #: Environment variables of its process.
+    environment: Mapping[str, str] = field(default_factory=dict)
+    #: False where the prediction leaves out what is measured, which its assumptions say: it is recorded all the same.
+    scored: bool = True
 
 
 def implementation(te: bool, missing: dict[str, bool]) -> ImplementationSpec:
@@ -120,6 +131,23 @@ def _configurations(impl: ImplementationSpec, seq: int) -> Iterator[Configuratio
             implementation=replace(impl, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"),
         )
 
+    yield Configuration(
+        "llama-1b expandable segments", run(LLAMA_1B, _parallel(8)),
+        environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    )
+    yield llama("optimizer in host memory", optimizer=OptimizerSpec(optimizer_cpu_offload=True))
+    lora = PeftSpec(scheme="lora", dim=16)
+    yield llama("LoRA (Megatron Bridge's)", peft=lora, data_parallel=DataParallelSpec(use_distributed_optimizer=False))
+    yield Configuration(
+        "llama-1b CUDA graphs of layers",
+        run(LLAMA_1B, _parallel(8), implementation=replace(impl, cuda_graph_impl="local")), scored=False,
+    )
+    depths = _first_layers(QWEN3_8B, 6)
+    depths = replace(depths, mtp_num_layers=2, mtp_layer=depths.layers[-1])
+    yield Configuration("qwen3-8b first 6 layers with two MTP depths", run(depths, _parallel(8)))
+    if impl.te:
+        yield from _of_transformer_engine(llama)
+
     def stages(name: str, spec: RunSpec, *which: int) -> Iterator[Configuration]:
         for stage in which:
             yield Configuration(f"{name} stage {stage}", spec, stage)
@@ -170,20 +198,39 @@ def _configurations(impl: ImplementationSpec, seq: int) -> Iterator[Configuratio
     )
 
 
+def _of_transformer_engine(llama: Callable[..., Configuration]) -> Iterator[Configuration]:
+    """Steps of a precision-aware optimizer with narrow states, fp8 recipes that Hopper has, activations in host
+    memory."""
+    for what, narrow in (
+        ("moments in bf16", {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
+        ("moments in fp8 and fp16", {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}),
+        ("gradients in bf16", {"main_grads_dtype": "bf16"}),
+        ("fp16 main parameters", {"main_params_dtype": "fp16"}),
+    ):
+        optimizer = OptimizerSpec(use_precision_aware_optimizer=True, **narrow)
+        yield llama(f"precision-aware, {what}", optimizer=optimizer)
+    for recipe in ("delayed", "tensorwise", "blockwise"):
+        yield llama(f"fp8 {recipe}", precision=PrecisionSpec(fp8="hybrid", fp8_recipe=recipe))
+    in_fp8 = PrecisionSpec(fp8="hybrid", fp8_recipe="tensorwise", fp8_param=True)
+    yield llama("fp8 tensorwise parameters", precision=in_fp8)
+    impl = ImplementationSpec(gradient_accumulation_fusion=False, cpu_offloading_num_layers=8)
+    yield llama("8 layers in host memory", implementation=impl)
+
+
 # ---- without a GPU -------------------------------------------------------------------------------
 
 
 def dry_run(te: bool) -> int:
     """Estimate and build every rank on the meta device. Returns how many parameter counts differ.
 
-    With all of Apex's fusions, which change no parameter.
+    With all of Apex's fusions, and in bf16 without graphs and offloading: none of that changes a parameter.
     """
     from math import prod
 
     wanted = configurations(te)
     wrong = 0
     print(f"{'':<52}{'parameters':>16}{'static GiB':>12}{'peak GiB':>10}")
-    for c, shapes in zip(wanted, _built(wanted, te), strict=True):
+    for c, shapes in zip(wanted, _built([replace(c, run=_plain(c.run)) for c in wanted], te), strict=True):
         stage = estimate(c.run).stages[c.stage]
         if isinstance(shapes, str):
             built, remark = 0, f"  cannot be built: {shapes}"
@@ -195,6 +242,29 @@ def dry_run(te: bool) -> int:
         print(f"{c.name:<52}{stage.parameters:>16,}{static:>12.2f}{peak:>10.2f}{remark}")
     print(f"{len(wanted)} configurations, {len(wanted) - wrong} built as estimated")
     return wrong
+
+
+def _plain(run: RunSpec) -> RunSpec:
+    impl = replace(run.implementation, cuda_graph_impl="none", cpu_offloading_num_layers=0)
+    return run.with_(implementation=impl, precision=PrecisionSpec())
+
+
+def write_predictions(te: bool, path: str) -> None:
+    """One JSON object a configuration: name, stage, predicted bytes; the package's release. Raises SpecError."""
+    from importlib.metadata import version
+
+    from bridge_memory.files import write_whole
+
+    out = []
+    for c in configurations(te):
+        stage = estimate(c.run).stages[c.stage]
+        out.append(
+            {
+                "name": c.name, "stage": c.stage, "bridge_memory": version("bridge-memory"), "scored": c.scored,
+                "allocated_bytes": stage.static_bytes, "max_allocated_bytes": stage.peak_bytes,
+            }
+        )
+    write_whole(path, "".join(json.dumps(x) + "\n" for x in out))
 
 
 def _built(wanted: list[Configuration], te: bool) -> list[Any]:
@@ -223,11 +293,12 @@ def measure_one(c: Configuration, to: Path, snapshot: str | None) -> None:
     """In a process of its own: rehearse and write the record."""
     from bridge_memory.rehearse.gpu import rehearse_on_gpu
 
-    measured = rehearse_on_gpu(c.run, c.stage, snapshot=snapshot)
+    measured = rehearse_on_gpu(c.run, c.stage, steps=STEPS, snapshot=snapshot)
     record = measured.as_record()
     kind = "te" if c.run.implementation.te else "local"
     record["id"] = f"rehearsal/{c.name}/{kind}"
     record["family"] = f"rehearsal/{c.name.split()[0]}/{kind}"
+    record["config"]["environment"] = dict(c.environment)
     record["config"]["command"] = ["scripts/measure_on_gpu.py", "--impl", kind, "--only", c.name]
     append_record(to, record)
 
@@ -238,7 +309,10 @@ def in_its_own_process(c: Configuration, arguments: list[str], timeout: int) -> 
         to = Path(folder) / "record.json"
         command = [sys.executable, str(Path(__file__).resolve()), "--one", c.name, "--to", str(to), *arguments]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=timeout, check=False,
+                env={**os.environ, **c.environment},
+            )
         except subprocess.TimeoutExpired:
             return f"took longer than {timeout} s"
         if done.returncode == 0 and to.exists():
@@ -310,6 +384,7 @@ def measure(args: argparse.Namespace, te: bool) -> int:
     if not wanted:
         raise SpecError(f"--only {args.only!r} is no configuration; --dry-run lists them")
     lines: list[Line] = []
+    unscored: list[str] = []
     failed: list[str] = []
     for n, c in enumerate(wanted, 1):
         peak = estimate(c.run).stages[c.stage].peak_bytes
@@ -326,6 +401,11 @@ def measure(args: argparse.Namespace, te: bool) -> int:
             print(f"[{n}/{len(wanted)}] {failed[-1]}", flush=True)
             continue
         append_record(args.record, answer)
+        if not c.scored:
+            (found,) = answer["measured"]
+            measured = found["max_allocated_bytes"] / GIB
+            unscored.append(f"{c.name}: predicted {peak / GIB:.3f} GiB without it, measured {measured:.3f}")
+            continue
         try:
             lines.append(line_of(c.name, answer))
         except SpecError as error:
@@ -333,6 +413,8 @@ def measure(args: argparse.Namespace, te: bool) -> int:
             continue
         print(f"[{n}/{len(wanted)}] {c.name}: peak {lines[-1].errors[1]:+.2%}", flush=True)
     print(table(lines))
+    for line in unscored:
+        print(f"recorded, not scored: {line}")
     for reason in failed:
         print(f"failed: {reason}")
     return verdict(lines, failed, args.tolerance, args.median)
@@ -349,6 +431,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="NAME", help="this configuration alone")
     parser.add_argument("--snapshots", metavar="FOLDER", help="torch's memory snapshot of each")
     parser.add_argument("--dry-run", action="store_true", help="estimate and build everything without a GPU")
+    parser.add_argument("--predictions", metavar="FILE.jsonl", help="with --dry-run: write what is predicted")
     for hidden in ("--one", "--to", "--snapshot"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -358,6 +441,10 @@ def main(argv: list[str] | None = None) -> int:
         from bridge_memory.rehearse.patches import has_te
 
         te = has_te() if args.impl == "auto" else args.impl == "te"
+        if args.predictions and not args.dry_run:
+            raise SpecError("--predictions is written before measuring; give --dry-run")
+        if args.predictions:
+            write_predictions(te, args.predictions)
         if args.dry_run:
             return int(dry_run(te) > 0)
         if args.one:

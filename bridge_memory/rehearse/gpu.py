@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ import torch
 from bridge_memory.components import State
 from bridge_memory.readers.megatron_args import gpu_architecture
 from bridge_memory.rehearse import patches
+from bridge_memory.rehearse.adapters import adapt
 from bridge_memory.rehearse.model import build_chunks
 from bridge_memory.rehearse.record import Phase, installed, record_of
 from bridge_memory.rehearse.refusals import refuse_what_is_ignored
@@ -30,11 +32,9 @@ from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank
 GIB = 1 << 30
 
 #: What the passes on meta tensors can do without and this loop cannot: steps of a real optimizer, a real batch.
-_NOT_REHEARSED_HERE = (
-    "packed_sequences", "scheme",
-    "fp8", "fp8_param", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "log_params_norm",
-    "create_attention_mask",
-)  # fmt: skip
+_NOT_REHEARSED_HERE = ("packed_sequences", "log_params_norm", "create_attention_mask")
+#: What a GPU brings about, though tensors without data do not: graphs of layers, activations in host memory.
+_REHEARSED_HERE = ("cuda_graph_impl", "cpu_offloading_num_layers")
 
 
 @dataclass(slots=True)
@@ -190,7 +190,12 @@ def refuse_what_is_not_rehearsed(run: RunSpec) -> None:
         )
     if run.optimizer.optimizer == "muon":
         raise RehearsalUnavailable("optimizer (muon) is not rehearsed; use adam or sgd")
-    refuse_what_is_ignored(run, _NOT_REHEARSED_HERE)
+    if impl.cuda_graph_impl not in ("none", "local"):
+        raise RehearsalUnavailable(
+            f"cuda_graph_impl ({impl.cuda_graph_impl}) is captured by the training loop, which is not Megatron-LM's "
+            "here; local, which layers capture themselves, is rehearsed"
+        )
+    refuse_what_is_ignored(run, _NOT_REHEARSED_HERE, but=_REHEARSED_HERE)
 
 
 @contextmanager
@@ -216,14 +221,18 @@ def _train(run: RunSpec, measured: Measured, architecture: Any) -> None:
     from bridge_memory.rehearse.run import distributed, optimizer
 
     torch.cuda.reset_peak_memory_stats()
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    clock = _Clock()
+    graphs = run.implementation.cuda_graph_impl != "none"
+    # A graph captures random states that are its own (``arguments.py: validate_args`` asks for them).
+    tensor_parallel.model_parallel_cuda_manual_seed(1234, **({"use_cudagraphable_rng": True} if graphs else {}))
     chunks = build_chunks(run, initialize=True, architecture=architecture)
+    adapt(run, chunks)
     if getattr(chunks[0].config, "mtp_standalone", False):
         raise RehearsalUnavailable("MTP on a stage of its own asks its peers for shapes, which never answer")
     wrapped = [distributed(run, chunk, i) for i, chunk in enumerate(chunks)]
     adam = optimizer(run, wrapped)
     _configure(run, chunks[0].config, wrapped, adam)
-    _note(measured, "model built")
+    _note(measured, clock, "model built")
     batch = _batch(run)
     schedule = get_forward_backward_func()
 
@@ -241,15 +250,15 @@ def _train(run: RunSpec, measured: Measured, architecture: Any) -> None:
             forward_only=False,
         )
 
-    with _before_the_first_backward(lambda: _note(measured, "first forward")):
+    with _before_the_first_backward(lambda: _note(measured, clock, "first forward")):
         passes()
-    _note(measured, "first backward")
+    _note(measured, clock, "first backward")
     adam.step()
-    _note(measured, "first optimizer step")
+    _note(measured, clock, "first optimizer step")
     for step in range(2, measured.steps + 1):
         passes()
         adam.step()
-        _note(measured, {2: "second step"}.get(step, f"step {step}"))
+        _note(measured, clock, {2: "second step"}.get(step, f"step {step}"))
 
 
 def _configure(run: RunSpec, config: Any, wrapped: list[Any], adam: Any) -> None:
@@ -308,15 +317,29 @@ def _batch(run: RunSpec) -> tuple[torch.Tensor, ...]:
     return ids, positions, ids.clone(), torch.ones(shape, device="cuda")
 
 
-def _note(measured: Measured, name: str) -> None:
-    """Write torch.cuda's figures down and begin a new peak."""
+class _Clock:
+    """Seconds between two readings."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def read(self) -> float:
+        last, self._last = self._last, time.perf_counter()
+        return self._last - last
+
+
+def _note(measured: Measured, clock: _Clock, name: str) -> None:
+    """Write torch.cuda's and the driver's figures down, and begin a new peak."""
     torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
     measured.phases.append(
         Phase(
             name,
             torch.cuda.memory_allocated(),
             torch.cuda.max_memory_allocated(),
             torch.cuda.memory_reserved(),
+            total - free,
+            clock.read(),
         )
     )
     torch.cuda.reset_peak_memory_stats()

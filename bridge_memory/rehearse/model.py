@@ -224,6 +224,10 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
     }
     if parallel.cp > 1:
         config["cp_comm_type"] = impl.cp_comm_type
+    if impl.cuda_graph_impl != "none":
+        config["cuda_graph_impl"] = impl.cuda_graph_impl
+    if impl.cpu_offloading_num_layers:
+        config.update(cpu_offloading=True, cpu_offloading_num_layers=impl.cpu_offloading_num_layers)
     config.update(_attention_fields(run, attentions, add_bias))
     if mla:
         config.update(

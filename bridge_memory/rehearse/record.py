@@ -26,6 +26,18 @@ class Phase:
     allocated: int
     max_allocated: int
     reserved: int
+    #: What the driver counts as used on the whole device, contexts and libraries included.
+    driver_used: int | None = None
+    #: How long the phase took on the GPU.
+    seconds: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """With what was measured alone."""
+        found = {
+            "name": self.name, "allocated_bytes": self.allocated, "max_allocated_bytes": self.max_allocated,
+            "reserved_bytes": self.reserved, "driver_used_bytes": self.driver_used, "seconds": self.seconds,
+        }  # fmt: skip
+        return {k: v for k, v in found.items() if v is not None}
 
 
 def installed(package: str) -> str | None:
@@ -66,13 +78,7 @@ def record_of(
                 "after_step": steps,
             }
         ],
-        "phases": [
-            {
-                "name": p.name, "allocated_bytes": p.allocated, "max_allocated_bytes": p.max_allocated,
-                "reserved_bytes": p.reserved,
-            }
-            for p in phases
-        ],
+        "phases": [p.as_json() for p in phases],
     }  # fmt: skip
 
 

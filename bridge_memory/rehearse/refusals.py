@@ -24,13 +24,14 @@ NOT_REHEARSED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def refuse_what_is_ignored(run: RunSpec, also: Iterable[str] = ()) -> None:
-    """Raise RehearsalUnavailable, in one line, for the first such field; ``also``: names of further ones."""
-    more = tuple(also)
+def refuse_what_is_ignored(run: RunSpec, also: Iterable[str] = (), but: Iterable[str] = ()) -> None:
+    """Raise RehearsalUnavailable, in one line, for the first such field; ``also``: names of further ones, ``but``:
+    those that this rehearsal brings about."""
+    more, brought = tuple(also), tuple(but)
     for group, names in NOT_REHEARSED.items():
         held = getattr(run, group)
         for f in fields(held):
             value = getattr(held, f.name)
-            if f.name in (*names, *more) and value != f.default:
+            if f.name in (*names, *more) and f.name not in brought and value != f.default:
                 name = called(type(held), f.name)
                 raise RehearsalUnavailable(f"{name} ({value}) is not rehearsed; leave it at {f.default}")

@@ -80,6 +80,7 @@ def a_gpu_made_of_host_memory(run: RunSpec) -> Iterator[None]:
             ("memory_allocated", lambda: tracker.live_bytes),
             ("max_memory_allocated", lambda: tracker.peak(0).bytes),
             ("memory_reserved", lambda: tracker.live_bytes),
+            ("mem_get_info", lambda: (2**40 - tracker.live_bytes, 2**40)),
             ("reset_peak_memory_stats", tracker.reset_peak),
         ):
             stack.enter_context(patches.replaced(torch.cuda, name, value))
@@ -191,6 +192,9 @@ def test_recomputation_takes_less_and_more_steps_take_no_more() -> None:
     assert saved.peak < plain.peak - 0.4 * (plain.peak - plain.allocated)
     third = measure(run, steps=3)
     assert third.phases[-1].name == "step 3"
+    for phase in third.phases:
+        assert phase.seconds is not None and phase.seconds > 0
+        assert phase.driver_used == phase.allocated
     assert third.peak == plain.peak
 
 
@@ -230,6 +234,8 @@ def test_the_record_of_a_loop_is_read_by_validate(tmp_path: Path, capsys: pytest
         ({"implementation": ImplementationSpec(transformer_impl="local", moe_grouped_gemm=False,
                                                create_attention_mask=True)}, "create_attention_mask"),
         ({"optimizer": OptimizerSpec(log_params_norm=True)}, "log_params_norm"),
+        ({"implementation": ImplementationSpec(transformer_impl="local", moe_grouped_gemm=False,
+                                               cuda_graph_impl="full_iteration")}, "full_iteration"),
     ],
 )  # fmt: skip
 def test_what_the_loop_would_not_do_is_refused_by_name(change: dict[str, Any], named: str) -> None:

@@ -68,6 +68,35 @@ def test_every_rank_of_the_list_is_built_with_the_parameters_of_the_estimate(
     assert total == built >= 30
 
 
+def test_predictions_are_written_before_measuring(script: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "predictions.jsonl"
+    assert script.main(["--predictions", str(path), "--impl", "local"]) == 2
+    assert not path.exists()
+    script.write_predictions(False, str(path))
+    found = {x["name"]: x for x in map(json.loads, path.read_text().splitlines())}
+    wanted = {c.name: c for c in script.configurations(False)}
+    assert found.keys() == wanted.keys()
+    some = wanted["llama-8b tp2 pp4 stage 3"]
+    assert found[some.name]["max_allocated_bytes"] == estimate(some.run).stages[3].peak_bytes
+    assert [x["name"] for x in found.values() if not x["scored"]] == ["llama-1b CUDA graphs of layers"]
+
+
+def test_a_process_gets_the_environment_of_its_configuration(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        seen.append(options["env"])
+        raise script.subprocess.TimeoutExpired(command, 1)
+
+    monkeypatch.setattr(script.subprocess, "run", run)
+    (c,) = [c for c in script.configurations(False) if c.environment]
+    script.in_its_own_process(c, [], 1)
+    assert seen[0]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert seen[0]["PATH"]
+
+
 def test_a_configuration_that_fails_in_its_process_says_why_in_one_line(script: ModuleType) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -110,6 +139,7 @@ def test_all_records_are_written_and_a_good_estimate_passes(
     text = capsys.readouterr().out
     assert "peak: median 0.99%, worst 0.99%" in text
     assert "static: median 0.00%" in text
+    assert "recorded, not scored: llama-1b CUDA graphs of layers: predicted" in text
 
 
 @pytest.mark.parametrize("factor", [1.1, 1.03])
