@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, NamedTuple
 
+from bridge_memory.releases import parse_release
 from bridge_memory.spec.fields import Rule, rules_of
 from bridge_memory.spec.run import GROUPS
 
@@ -21,8 +22,9 @@ _UNSET: Any = argparse.SUPPRESS
 _TITLES = {
     "parallel": "parallelism", "batch": "batch", "precision": "precision", "optimizer": "optimizer",
     "data_parallel": "gradients and data parallelism", "peft": "adapters",
-    "recompute": "activation recomputation", "implementation": "implementation", "ddp": "PyTorch DDP",
-    "fsdp": "PyTorch FSDP", "deepspeed": "DeepSpeed ZeRO",
+    "recompute": "activation recomputation", "implementation": "implementation",
+    "transformers": "Hugging Face transformers", "ddp": "PyTorch DDP", "fsdp": "PyTorch FSDP",
+    "deepspeed": "DeepSpeed ZeRO",
 }  # fmt: skip
 #: Groups of a RunSpec that flags describe.
 SPECS = {name: GROUPS[name] for name in _TITLES}
@@ -123,7 +125,8 @@ FLAGS = (
          "modules that selective recomputation covers, such as core_attn,moe_act,layernorm", metavar="A,B"),
     Flag("--distribute-saved-activations", "recompute.distribute_saved_activations", "shard kept layer inputs over TP"),
     # Implementation
-    Flag("--transformer-impl", "implementation.transformer_impl", "which modules run"),
+    Flag("--transformer-impl --implementation", "implementation.transformer_impl",
+         "which modules run: megatron-core's with Transformer Engine or its local ones, or Hugging Face transformers'"),
     Flag("--attention-backend", "implementation.attention_backend", "attention kernels"),
     Flag("--cp-comm-type", "implementation.cp_comm_type", "how context parallelism exchanges"),
     Flag("--cross-entropy-loss-fusion", "implementation.cross_entropy_loss_fusion", "fused cross entropy"),
@@ -155,6 +158,22 @@ FLAGS = (
          "layers whose activations go to host memory"),
     Flag("--offload-modules", "implementation.offload_modules",
          "modules whose saved tensors go to host memory (fine-grained offloading)", metavar="A,B"),
+    # Hugging Face transformers
+    Flag("--transformers-version", "transformers.transformers_version", "release of transformers", metavar="X.Y"),
+    Flag("--attn-implementation", "transformers.attn_implementation", "attention of transformers' classes"),
+    Flag("--sdpa-kernel", "transformers.sdpa_kernel",
+         "kernel of torch's scaled_dot_product_attention (default: flash without a mask, efficient with one)"),
+    Flag("--gradient-checkpointing", "transformers.gradient_checkpointing", "decoder layers run again in backward"),
+    Flag("--use-reentrant", "transformers.use_reentrant",
+         "kind of gradient checkpointing (default: on before transformers 5)"),
+    Flag("--autocast", "transformers.autocast", "dtype of torch.autocast; parameters are in --precision, fp32"),
+    Flag("--attention-mask", "transformers.attention_mask", "what the batch says of padding"),
+    Flag("--use-cache", "transformers.use_cache", "keys and values are cached in training too"),
+    Flag("--keeps-outputs", "transformers.keeps_outputs", "the loop holds logits until backward is done"),
+    Flag("--liger-kernel", "transformers.liger_kernel", "kernels of liger-kernel in use", metavar="A,B"),
+    Flag("--torch-compile", "transformers.torch_compile", "torch.compile (not modelled)"),
+    Flag("--experts-implementation", "transformers.experts_implementation",
+         "how experts are multiplied from transformers 5 on"),
     # Engines outside of megatron-core
     Flag("--ddp-bucket-cap-mb", "ddp.bucket_cap_mb", "MiB of a gradient bucket (default: 25)", metavar="MIB"),
     Flag("--gradient-as-bucket-view", "ddp.gradient_as_bucket_view", "gradients are views of their buckets"),
@@ -288,6 +307,8 @@ def _add(group: Any, flag: Flag, rule: Rule) -> None:
     kwargs: dict[str, Any] = {"dest": flag.field, "default": _UNSET, "help": flag.help}
     if bool in rule.types:
         kwargs["action"] = argparse.BooleanOptionalAction
+    elif rule.release:
+        kwargs |= {"type": _release, "metavar": flag.metavar}
     elif tuple in rule.types:
         kwargs |= {"type": _names, "metavar": flag.metavar}
     elif float in rule.types:
@@ -297,6 +318,13 @@ def _add(group: Any, flag: Flag, rule: Rule) -> None:
     else:
         kwargs |= {"choices": rule.names or None, "metavar": "|".join(rule.names) or flag.metavar}
     group.add_argument(*flag.names.split(), **kwargs)
+
+
+def _release(text: str) -> tuple[int, int]:
+    try:
+        return parse_release(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a release such as 4.57") from None
 
 
 def _integer(text: str) -> int:
