@@ -14,6 +14,14 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.spec.engine_options import (
+    DEFAULT_DDP_OPTIONS,
+    DEFAULT_DEEPSPEED_OPTIONS,
+    DEFAULT_FSDP_OPTIONS,
+    DDPOptions,
+    DeepSpeedOptions,
+    FSDPOptions,
+)
 from bridge_memory.spec.errors import SpecError, show
 from bridge_memory.spec.fields import called
 from bridge_memory.spec.layout import layout
@@ -28,6 +36,7 @@ from bridge_memory.spec.parts import (
     PrecisionSpec,
     RecomputeSpec,
 )
+from bridge_memory.spec.transformers import DEFAULT_TRANSFORMERS_SPEC, TransformersSpec, as_transformers_has_it
 from bridge_memory.spec.validation import validate
 
 #: Group of a RunSpec -> its class.
@@ -40,6 +49,10 @@ GROUPS: dict[str, type] = {
     "peft": PeftSpec,
     "recompute": RecomputeSpec,
     "implementation": ImplementationSpec,
+    "ddp": DDPOptions,
+    "fsdp": FSDPOptions,
+    "deepspeed": DeepSpeedOptions,
+    "transformers": TransformersSpec,
 }
 _TYPES = (ModelSpec, *GROUPS.values(), tuple, tuple)
 
@@ -60,6 +73,12 @@ class RunSpec:
     peft: PeftSpec = field(default_factory=PeftSpec)
     recompute: RecomputeSpec = field(default_factory=RecomputeSpec)
     implementation: ImplementationSpec = field(default_factory=ImplementationSpec)
+    #: Options of engines outside of megatron-core; those of other engines stay at their defaults.
+    ddp: DDPOptions = DEFAULT_DDP_OPTIONS
+    fsdp: FSDPOptions = DEFAULT_FSDP_OPTIONS
+    deepspeed: DeepSpeedOptions = DEFAULT_DEEPSPEED_OPTIONS
+    #: How transformers runs the model, of ``transformer_impl`` transformers alone.
+    transformers: TransformersSpec = DEFAULT_TRANSFORMERS_SPEC
     #: Assumptions and gaps that the source of the run added (on top of the model's own).
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
@@ -78,6 +97,10 @@ class RunSpec:
             peft: PeftSpec = ...,
             recompute: RecomputeSpec = ...,
             implementation: ImplementationSpec = ...,
+            ddp: DDPOptions = ...,
+            fsdp: FSDPOptions = ...,
+            deepspeed: DeepSpeedOptions = ...,
+            transformers: TransformersSpec = ...,
             assumptions: tuple[str, ...] = ...,
             not_modelled: tuple[str, ...] = ...,
         ) -> None: ...
@@ -86,11 +109,20 @@ class RunSpec:
         if (
             type(self.model), type(self.parallel), type(self.batch), type(self.precision), type(self.optimizer),
             type(self.data_parallel), type(self.peft), type(self.recompute), type(self.implementation),
-            type(self.assumptions), type(self.not_modelled),
+            type(self.ddp), type(self.fsdp), type(self.deepspeed), type(self.transformers), type(self.assumptions),
+            type(self.not_modelled),
         ) != _TYPES:  # fmt: skip
             object.__setattr__(self, "model", _model(self.model))
             _check_groups(self)
+        if self.implementation.hugging_face:
+            object.__setattr__(self, "model", as_transformers_has_it(self.model))
         validate(self)
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of parameters as modules see them: gathered ones under FSDP's mixed precision, else as kept."""
+        mixed = self.fsdp.param_dtype if self.data_parallel.engine in ("fsdp1", "fsdp2") else None
+        return mixed or self.precision.params_dtype
 
     @property
     def num_microbatches(self) -> int:

@@ -1,0 +1,143 @@
+"""The blocks of a model as transformers builds it: embedding, decoder layer, final norm, output layer and loss."""
+
+from __future__ import annotations
+
+from bridge_memory.components import Part
+from bridge_memory.inventory.blocks import Block, block
+from bridge_memory.inventory.context import BlockContext
+from bridge_memory.inventory.parameters import Use
+from bridge_memory.inventory.recorder import Recorder
+from bridge_memory.inventory.transformers.attention import Shared, record_attention
+from bridge_memory.inventory.transformers.loss import record_output
+from bridge_memory.inventory.transformers.mlp import record_mlp
+from bridge_memory.inventory.transformers.norms import norm
+from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
+from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
+
+#: Prefix of a decoder layer's names.
+LAYER_PREFIX = "model.layers.{}."
+
+
+def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
+    """Token embeddings, and the rotary tables, which the model makes once for all layers."""
+    rotary = model.rotary_dim if model.position_embedding_type == "rope" else 0
+
+    def record(r: Recorder) -> None:
+        r.tape.part = Part.EMBEDDING
+        t = Torch(r)
+        v, h, tokens = r.ctx.padded_vocab, r.ctx.hidden_size, r.ctx.tokens
+        r.parameter(f"{t.hf.family.prefix}embed_tokens.weight", (v, h), use=Use.EMBEDDING)
+        ids = t.input("token ids", tokens, 8, grad=False, counted=False)
+        x = t.make(
+            "input embeddings", (ids,), tokens * h, t.parameter_width, trains=True, saves=(ids.tensor,),
+            backward_workspace=v * h * t.parameter_width,
+        )
+        if t.hf.family.scaled_embeddings:
+            x = t.scale("input embeddings, scaled", x)
+        for name in _table_names(t) if rotary else ():
+            table = t.constant(name, r.ctx.seq * rotary, table_width(t))
+            # Layers keep it.
+            t.tape.op(f"{name}, kept by layers", table.tensor, (), saves=(table.tensor,))
+        t.tape.output(x.tensor)
+
+    return block(ctx, ("transformers embedding", rotary), record)
+
+
+def _table_names(t: Torch) -> tuple[str, ...]:
+    names = ("rotary table: cos", "rotary table: sin")
+    return (*names, *(f"{name} of sliding layers" for name in names)) if t.hf.family.local_rotary else names
+
+
+def table_width(t: Torch) -> int:
+    return FP32 if t.hf.family.rotary_in_fp32 else t.parameter_width
+
+
+def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) -> Block:
+    """One decoder layer. Names are relative to ``LAYER_PREFIX``."""
+
+    def record(r: Recorder) -> None:
+        t = Torch(r)
+        r.without_gradients = t.hf.spec.gradient_checkpointing
+        r.tape.part = Part.LAYER_INPUT
+        x = t.input("hidden_states", r.ctx.tokens * r.ctx.hidden_size, r.ctx.residual, grad=reached)
+        shared = _shared(t)
+        if t.hf.spec.gradient_checkpointing and not t.hf.spec.reentrant:
+            t.last_saver = _last_saver(t)
+        r.tape.output(_record_layer(t, layer, x, shared).tensor)
+        t.keep_alive(x)
+
+    return block(ctx, ("transformers layer", layer, reached), record)
+
+
+def _last_saver(t: Torch) -> str:
+    """The operation of a layer after which nothing is kept."""
+    last = t.hf.family.norms[-1]
+    if not last:
+        return "mlp.down_proj output"
+    return f"{last} output" if t.hf.family.norm == "llama" else f"{last} times weight in fp32"
+
+
+def _shared(t: Torch) -> Shared:
+    ctx = t.r.ctx
+    cos, sin = (
+        t.input(f"rotary table: {name}", ctx.seq * ctx.rotary_dim, table_width(t), grad=False, counted=False)
+        for name in ("cos", "sin")
+    )
+    return Shared(cos, sin)
+
+
+def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array:
+    """``LlamaDecoderLayer.forward``, with the norms of the family."""
+    r = t.r
+    mixer, ffn = layer.mixer, layer.ffn
+    assert isinstance(mixer, AttentionSpec) and isinstance(ffn, MLPSpec)
+    before, after, before_ffn, after_ffn = t.hf.family.norms
+    r.tape.part = Part.ATTENTION
+    y = _normed(t, before, x)
+    y, entered = record_attention(t, mixer, y, shared), y
+    t.keep_alive(entered)
+    x = _added(t, "hidden states after attention", x, _normed(t, after, y))
+    r.tape.part = Part.MLP
+    y = _normed(t, before_ffn, x)
+    y, entered = record_mlp(t, ffn, y), y
+    t.keep_alive(entered)
+    return _added(t, "hidden states after the MLP", x, _normed(t, after_ffn, y))
+
+
+def _normed(t: Torch, name: str, x: Array) -> Array:
+    return norm(t, name, x, t.r.ctx.tokens, t.r.ctx.hidden_size) if name else x
+
+
+def _added(t: Torch, name: str, residual: Array, y: Array) -> Array:
+    """``residual + dropout(y)``; both are variables meanwhile."""
+    term = t.dropout(f"{name}: dropout", y, t.r.ctx.hidden_dropout)
+    if t.hf.family.scaled_residuals:
+        term = t.scale(f"{name}: scaled", term)
+    out = t.add(name, residual, term)
+    t.keep_alive(residual, y)
+    return out
+
+
+def final_norm_block(ctx: BlockContext) -> Block:
+    """The norm after the last layer."""
+
+    def record(r: Recorder) -> None:
+        r.tape.part = Part.FINAL_NORM
+        t = Torch(r)
+        x = t.input("hidden_states", r.ctx.tokens * r.ctx.hidden_size, r.ctx.residual)
+        r.tape.output(norm(t, f"{t.hf.family.prefix}norm", x, r.ctx.tokens, r.ctx.hidden_size).tensor)
+        t.keep_alive(x)
+
+    return block(ctx, ("transformers final norm",), record)
+
+
+def output_block(output_bias: bool, own_weight: bool, ctx: BlockContext) -> Block:
+    """Output layer and loss."""
+
+    def record(r: Recorder) -> None:
+        r.tape.part = Part.LOSS
+        t = Torch(r)
+        x = t.input("normed hidden states", r.ctx.tokens * r.ctx.hidden_size, r.ctx.residual)
+        r.tape.output(record_output(t, x, output_bias=output_bias, own_weight=own_weight).tensor)
+
+    return block(ctx, ("transformers output", output_bias, own_weight), record)

@@ -1,0 +1,140 @@
+"""How Hugging Face transformers runs a model: fields of ``TransformersSpec``, and the families whose classes are known.
+
+A family is a ``model_type`` of transformers; what its class does unlike Llama's is said here, with the function, and
+recorded in ``inventory/transformers``. A family that is not listed is refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from bridge_memory.spec.fields import Checked, choice, choices, flag, release
+from bridge_memory.spec.model import ModelSpec
+
+#: Where nobody says which transformers runs.
+DEFAULT_TRANSFORMERS = (4, 57)
+#: Releases whose sources were read.
+KNOWN_TRANSFORMERS = ((4, 51), (5, 12))
+#: ``liger_kernel.transformers.monkey_patch: apply_liger_kernel_to_*``.
+LIGER_KERNELS = ("rope", "rms_norm", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersSpec(Checked):
+    """How transformers runs a model; of ``transformer_impl`` transformers alone."""
+
+    #: Release of transformers, as (major, minor).
+    transformers_version: tuple[int, int] = release(DEFAULT_TRANSFORMERS)
+    #: ``from_pretrained(attn_implementation=)``.
+    attn_implementation: str = choice("sdpa", "eager", "sdpa", "flash_attention_2")
+    #: The kernel that torch's scaled_dot_product_attention takes; None: flash where no mask is handed over, else the
+    #: memory-efficient one.
+    sdpa_kernel: str | None = choice(None, "flash", "efficient", "math")
+    #: ``model.gradient_checkpointing_enable()``: decoder layers run again in backward, each by itself.
+    gradient_checkpointing: bool = flag(False)
+    #: ``torch.utils.checkpoint(use_reentrant=)``; None: as the release does unless told.
+    use_reentrant: bool | None = flag(None)
+    #: Compute dtype of torch.autocast around the forward pass; None: without. Parameters are in ``params_dtype``.
+    autocast: str | None = choice(None, "bf16", "fp16")
+    #: What the batch says of padding: a mask of ones, one with padding, or no mask.
+    attention_mask: str = choice("ones", "ones", "padded", "none")
+    #: ``use_cache``: keys and values are copied into a DynamicCache in training too.
+    use_cache: bool = flag(False)
+    #: The loop holds the model's output, logits among it, until backward is done.
+    keeps_outputs: bool = flag(False)
+    #: Kernels of liger-kernel that replace those of the class.
+    liger_kernel: tuple[str, ...] = choices((), *LIGER_KERNELS)
+    #: ``torch.compile``: not modelled.
+    torch_compile: bool = flag(False)
+    #: How experts are multiplied, from transformers 5 on ("eager": the loop); None: as the release does.
+    experts_implementation: str | None = choice(None, "eager", "batched_mm", "grouped_mm")
+
+    @property
+    def reentrant(self) -> bool:
+        """``modeling_utils.py: PreTrainedModel.gradient_checkpointing_enable``."""
+        return self.transformers_version < (5, 0) if self.use_reentrant is None else self.use_reentrant
+
+
+class Family(NamedTuple):
+    """What the class of a ``model_type`` does; the defaults are Llama's (``models/llama/modeling_llama.py``)."""
+
+    #: "llama": weight times the norm in the input's dtype; "gemma": (1 + weight) times it in fp32; "olmo2": weight
+    #: times it in fp32; "olmo": ``F.layer_norm`` in fp32 without weights; "layernorm": ``nn.LayerNorm``.
+    norm: str = "llama"
+    #: Names of the norms before and after attention, before and after the feed-forward block; "" where there is none.
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    #: q, k and v in one linear, qkv_proj; gate and up in one, gate_up_proj, whose halves are multiplied up first.
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    #: "halves" are turned; "interleaved": pairs, with tables that every layer repeats (GLM).
+    rotary: str = "halves"
+    #: Tables are in fp32, and so are rotated queries and keys before they are cast back (OLMo 2).
+    rotary_in_fp32: bool = False
+    #: Sliding layers have tables of their own (Gemma 3).
+    local_rotary: bool = False
+    #: What the input embeddings are multiplied by, or "": a "model" variable still holds what it was; "embedding".
+    scaled_embeddings: str = ""
+    #: Outputs of attention and MLP are multiplied before the residual sum, and logits divided (Granite).
+    scaled_residuals: bool = False
+    #: Scores of eager attention, and logits, through tanh (Gemma 2).
+    softcapped: bool = False
+    #: The prefix of decoder layers' and embeddings' names.
+    prefix: str = "model."
+
+
+_SANDWICH = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+_NORM_AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+#: ``model_type`` -> its family.
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "smollm3": Family(),
+    "gemma": Family(norm="gemma", scaled_embeddings="model"),
+    "gemma2": Family(norm="gemma", norms=_SANDWICH, scaled_embeddings="model", softcapped=True),
+    "gemma3_text": Family(norm="gemma", norms=_SANDWICH, scaled_embeddings="embedding", local_rotary=True),
+    "phi3": Family(fused_qkv=True, fused_gate_up=True),
+    "granite": Family(scaled_embeddings="embedding", scaled_residuals=True),
+    "olmo": Family(norm="olmo", rotary_in_fp32=True),
+    "olmo2": Family(norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True),
+    "olmo3": Family(norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True, local_rotary=True),
+    "glm": Family(fused_gate_up=True, rotary="interleaved"),
+    "glm4": Family(
+        fused_gate_up=True, rotary="interleaved",
+        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ),
+}
+#: What classes do otherwise from transformers 5 on.
+_FROM_5: dict[str, dict[str, Any]] = {
+    # Gemma*ScaledWordEmbedding takes the place of a variable.
+    "gemma": {"scaled_embeddings": "embedding"},
+    "gemma2": {"scaled_embeddings": "embedding"},
+    "olmo3": {"rotary_in_fp32": False},
+}
+
+
+def family_of(model_type: str, spec: TransformersSpec) -> Family:
+    """The family of a model type that is known, as the release has it."""
+    family = FAMILIES[model_type]
+    return family._replace(**_FROM_5.get(model_type, {})) if spec.transformers_version >= (5, 0) else family
+
+
+#: What a run has that transformers does not run.
+DEFAULT_TRANSFORMERS_SPEC = TransformersSpec()
+
+
+def as_transformers_has_it(model: ModelSpec) -> ModelSpec:
+    """The vocabulary as it is, and without MTP depths, which transformers' classes do not build."""
+    if not (model.make_vocab_size_divisible_by or model.mtp_num_layers):
+        return model
+    notes = model.assumptions
+    if model.mtp_num_layers:
+        notes += (f"mtp_num_layers ({model.mtp_num_layers}): transformers' {model.model_type} builds no MTP depths",)
+    return replace(
+        model, make_vocab_size_divisible_by=0, mtp_num_layers=0, mtp_layer=None, mtp_use_repeated_layer=False,
+        assumptions=notes,
+    )
