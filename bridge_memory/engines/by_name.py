@@ -5,11 +5,16 @@ from __future__ import annotations
 from importlib import import_module
 
 from bridge_memory.engines.engine import Engine
-from bridge_memory.spec import RunSpec
+from bridge_memory.spec import RunSpec, SpecError
+
+#: Not there yet.
+_NEXT = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "megatron_deepspeed")
 
 
 def engine_of(run: RunSpec, rank: int | None = None) -> Engine:
     """The engine that ``run.data_parallel.engine`` names: ``ENGINE`` of the module of that name in this room, which
     alone is imported. ``rank``: of this global rank, where those of a stage differ; None: of the fullest."""
+    if run.data_parallel.engine in _NEXT:
+        raise SpecError(f"engine ({run.data_parallel.engine}) is not estimated yet; use megatron_ddp or megatron_fsdp")
     engine: Engine = import_module(f"{__package__}.{run.data_parallel.engine}").ENGINE(run, rank=rank)
     return engine

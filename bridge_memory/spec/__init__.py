@@ -1,10 +1,11 @@
 """What is trained and how, with Megatron's own field names. Imports nothing of the package's other rooms but releases.
 
-``errors`` <- ``release``, ``fields`` <- ``model``, ``parts`` <- ``limits``, ``layout`` <- ``validation`` <- ``run``
+``errors`` <- ``release``, ``fields`` <- ``model``, ``engine_options`` <- ``parts`` <- ``limits``, ``layout`` <- ``validation`` <- ``run``
 <- ``gaps``.
 """
 
 from bridge_memory.spec.dtypes import DTYPE_BYTES
+from bridge_memory.spec.engine_options import DDPOptions, DeepSpeedOptions, FSDPOptions
 from bridge_memory.spec.errors import SpecError, divide, show
 from bridge_memory.spec.model import (
     AttentionSpec,
@@ -35,7 +36,10 @@ __all__ = [
     "DTYPE_BYTES",
     "AttentionSpec",
     "BatchSpec",
+    "DDPOptions",
     "DataParallelSpec",
+    "DeepSpeedOptions",
+    "FSDPOptions",
     "FeedForward",
     "GatedDeltaNetSpec",
     "ImplementationSpec",

@@ -42,6 +42,9 @@ def canonical(run: RunSpec) -> RunSpec:
         peft=run.peft if run.peft.freezes else PeftSpec(),
         recompute=_recompute(run.recompute),
         implementation=_implementation(run),
+        ddp=run.ddp,
+        fsdp=run.fsdp,
+        deepspeed=run.deepspeed,
     )
 
 

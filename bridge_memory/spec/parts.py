@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from bridge_memory.releases import DEFAULT_MEGATRON_CORE, TE_GROUPED_GEMM
+from bridge_memory.spec.engine_options import TORCH_IMPLEMENTATIONS
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.fields import (
     MOST_GPUS,
@@ -27,7 +28,23 @@ from bridge_memory.spec.fields import (
 from bridge_memory.spec.gpu_names import DEFAULT_GENERATION, GENERATIONS
 
 #: Who keeps model state over data-parallel ranks, each a module of ``bridge_memory.engines``, and its name in reports.
-ENGINES = {"megatron_ddp": "Megatron DDP", "megatron_fsdp": "Megatron-FSDP"}
+ENGINES = {
+    "megatron_ddp": "Megatron DDP", "megatron_fsdp": "Megatron-FSDP", "single": "one GPU, no data parallelism",
+    "ddp": "PyTorch DDP", "fsdp1": "PyTorch FSDP1", "fsdp2": "PyTorch FSDP2", "zero1": "DeepSpeed ZeRO-1",
+    "zero2": "DeepSpeed ZeRO-2", "zero3": "DeepSpeed ZeRO-3", "megatron_deepspeed": "Megatron with DeepSpeed ZeRO",
+}  # fmt: skip
+#: Those of megatron-core, whose flags and options they follow.
+MEGATRON_ENGINES = ("megatron_ddp", "megatron_fsdp")
+#: Engine -> the group of a RunSpec with its own options.
+ENGINE_OPTIONS = {
+    "ddp": "ddp", "fsdp1": "fsdp", "fsdp2": "fsdp", "zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed",
+    "megatron_deepspeed": "deepspeed",
+}  # fmt: skip
+#: Megatron's optimizers; the first two are torch's too.
+OPTIMIZERS = ("adam", "sgd", "muon")
+#: Optimizers of engines outside of megatron-core: torch.optim.AdamW (whose states are those of Adam), bitsandbytes'
+#: 8-bit AdamW and Lion, transformers' Adafactor, Lion.
+TORCH_OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "lion", "lion_8bit")
 #: What Megatron-FSDP divides over data-parallel ranks (``--data-parallel-sharding-strategy``).
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 #: ``TransformerConfig.recompute_modules``.
@@ -169,6 +186,14 @@ class DataParallelSpec(Checked):
     suggested_communication_unit_size: int | None = positive(None)
     #: dtype in which Megatron-FSDP reduces gradients (``megatron_fsdp_grad_comm_dtype``); None: as they are kept.
     grad_comm_dtype: str | None = choice(None, "fp32", "bf16", "fp16")
+    #: DDP and FSDP reduce gradients in every step of accumulation and not in the last alone (accelerate
+    #: ``GradientAccumulationPlugin.sync_each_batch``).
+    sync_each_batch: bool = flag(False)
+
+    @property
+    def of_megatron(self) -> bool:
+        """Whether megatron-core's own data parallelism runs, with its buffers and its optimizers."""
+        return self.engine in MEGATRON_ENGINES
 
     @property
     def engine_title(self) -> str:
@@ -189,7 +214,13 @@ class DataParallelSpec(Checked):
 class OptimizerSpec(Checked):
     """The optimizer and the dtypes of its state (``optimizer/optimizer_config.py: OptimizerConfig``)."""
 
-    optimizer: str = choice("adam", "adam", "sgd", "muon")
+    optimizer: str = choice("adam", *OPTIMIZERS, *TORCH_OPTIMIZERS)
+    #: How torch's own optimizers update: "foreach" (torch's default on a GPU), "fused" or "for-loop".
+    torch_implementation: str = choice("foreach", *TORCH_IMPLEMENTATIONS)
+    #: bitsandbytes keeps states in CUDA's managed memory, which moves to host memory under pressure (``paged_adamw``).
+    paged: bool = flag(False)
+    #: Gradients are clipped to this norm (``--clip-grad``, ``max_grad_norm``, ``gradient_clipping``); 0: not at all.
+    clip_grad: float = number(1.0)
     sgd_momentum: float = fraction(0.9, below_one=True)
     use_precision_aware_optimizer: bool = flag(False)
     main_grads_dtype: str = choice("fp32", "fp32", "bf16")

@@ -14,6 +14,14 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.spec.engine_options import (
+    DEFAULT_DDP_OPTIONS,
+    DEFAULT_DEEPSPEED_OPTIONS,
+    DEFAULT_FSDP_OPTIONS,
+    DDPOptions,
+    DeepSpeedOptions,
+    FSDPOptions,
+)
 from bridge_memory.spec.errors import SpecError, show
 from bridge_memory.spec.fields import called
 from bridge_memory.spec.layout import layout
@@ -40,6 +48,9 @@ GROUPS: dict[str, type] = {
     "peft": PeftSpec,
     "recompute": RecomputeSpec,
     "implementation": ImplementationSpec,
+    "ddp": DDPOptions,
+    "fsdp": FSDPOptions,
+    "deepspeed": DeepSpeedOptions,
 }
 _TYPES = (ModelSpec, *GROUPS.values(), tuple, tuple)
 
@@ -60,6 +71,10 @@ class RunSpec:
     peft: PeftSpec = field(default_factory=PeftSpec)
     recompute: RecomputeSpec = field(default_factory=RecomputeSpec)
     implementation: ImplementationSpec = field(default_factory=ImplementationSpec)
+    #: Options of engines outside of megatron-core; those of other engines stay at their defaults.
+    ddp: DDPOptions = DEFAULT_DDP_OPTIONS
+    fsdp: FSDPOptions = DEFAULT_FSDP_OPTIONS
+    deepspeed: DeepSpeedOptions = DEFAULT_DEEPSPEED_OPTIONS
     #: Assumptions and gaps that the source of the run added (on top of the model's own).
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
@@ -78,6 +93,9 @@ class RunSpec:
             peft: PeftSpec = ...,
             recompute: RecomputeSpec = ...,
             implementation: ImplementationSpec = ...,
+            ddp: DDPOptions = ...,
+            fsdp: FSDPOptions = ...,
+            deepspeed: DeepSpeedOptions = ...,
             assumptions: tuple[str, ...] = ...,
             not_modelled: tuple[str, ...] = ...,
         ) -> None: ...
@@ -86,11 +104,17 @@ class RunSpec:
         if (
             type(self.model), type(self.parallel), type(self.batch), type(self.precision), type(self.optimizer),
             type(self.data_parallel), type(self.peft), type(self.recompute), type(self.implementation),
-            type(self.assumptions), type(self.not_modelled),
+            type(self.ddp), type(self.fsdp), type(self.deepspeed), type(self.assumptions), type(self.not_modelled),
         ) != _TYPES:  # fmt: skip
             object.__setattr__(self, "model", _model(self.model))
             _check_groups(self)
         validate(self)
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of parameters as modules see them: gathered ones under FSDP's mixed precision, else as kept."""
+        mixed = self.fsdp.param_dtype if self.data_parallel.engine in ("fsdp1", "fsdp2") else None
+        return mixed or self.precision.params_dtype
 
     @property
     def num_microbatches(self) -> int:

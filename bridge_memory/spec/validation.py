@@ -36,6 +36,7 @@ from bridge_memory.releases import (
     release_words,
 )
 from bridge_memory.spec.adapters import check_adapters
+from bridge_memory.spec.engine_checks import check_engine
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.layout import Layout, layout
 from bridge_memory.spec.layout_string import parse_layout_string, quote
@@ -58,6 +59,7 @@ def validate(run: RunSpec) -> None:
     _check_batch(run)
     _check_precision(run)
     _check_data_parallel(run)
+    check_engine(run)
     _check_optimizer(run)
     check_adapters(run.peft, run.parallel, run.model, limits)
     if run.recompute.granularity is not None:
