@@ -189,6 +189,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--megatron-args", metavar="ARGS",
         help="Megatron-LM's arguments in place of MODEL: the text, or a file (launch script or YAML)",
     )
+    from bridge_memory.cli.engine_files import add_file_arguments
+
+    add_file_arguments(parser.add_argument_group("configuration files, beside MODEL"))
     model.add_argument(
         "--mapping", choices=("builtin", "mbridge", "bridge"), default="builtin",
         help="who reads the config: this package, or mbridge or Megatron Bridge where it is installed",
@@ -222,6 +225,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def spelling(field: str) -> str:
     """The first spelling of the flag of "group.field"."""
     return next(flag.names.split()[0] for flag in FLAGS if flag.field == field)
+
+
+def spelling_or_name(group: str, field: str) -> str:
+    """The first spelling of the flag of a field; the field's name where it has none."""
+    return next((flag.names.split()[0] for flag in FLAGS if flag.field == f"{group}.{field}"), field)
 
 
 def _add(group: Any, flag: Flag, rule: Rule) -> None:

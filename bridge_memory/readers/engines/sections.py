@@ -103,9 +103,13 @@ class Section:
     def _wrong(self, key: str, value: object, must: str) -> None:
         self.problem(key, f"is {show(value)}", f"it must be {must}")
 
-    def integer(self, key: str, default: Any = None, *, least: int = 0, below: int = MOST) -> Any:
-        """An int of ``least`` or more. What DeepSpeed and the others take as one is taken: 5e8."""
+    def integer(
+        self, key: str, default: Any = None, *, least: int = 0, below: int = MOST, digits: bool = False
+    ) -> Any:
+        """An int of ``least`` or more. What DeepSpeed and the others take as one is taken: 5e8; with ``digits`` "2"."""
         value = self.raw(key)
+        if digits and isinstance(value, str) and value.isdecimal() and len(value) < 20:
+            value = int(value)
         if value is None:
             return default
         if isinstance(value, float) and finite(value) and value == int(value):

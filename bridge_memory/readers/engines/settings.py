@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,9 +53,6 @@ class Told:
     world_size: int | None = None
     #: The model's hidden size, which sizes DeepSpeed's "auto" buckets.
     hidden_size: int | None = None
-    #: The major release of transformers whose Trainer reads the file.
-    transformers: int = 5
+    #: The release of transformers whose Trainer reads the file.
+    transformers: tuple[int, int] = (4, 57)
 
-
-def as_table(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
