@@ -15,9 +15,24 @@ from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Recordings, Size
 from bridge_memory.releases import MTP_CHECKPOINT_DIFFERENTIATES, MTP_DEPTHS_RECOMPUTED
 from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec
 from bridge_memory.spec.parts import RECOMPUTE_MODULES
+from bridge_memory.spec.transformers import FAMILIES, Family, TransformersSpec
 
 #: Blocks that a library keeps; beyond them it starts anew.
 MOST_RECORDINGS = 4096
+
+
+class HuggingFace(NamedTuple):
+    """What recordings of Hugging Face's modules depend on beside."""
+
+    spec: TransformersSpec
+    family: Family
+    #: Bytes of an element of what linears make.
+    compute_width: int
+    tied: bool
+
+    @property
+    def autocast(self) -> bool:
+        return self.spec.autocast is not None
 
 
 class Settings(NamedTuple):
@@ -46,6 +61,8 @@ class Settings(NamedTuple):
     adapters: PeftSpec | None
     #: Sequences packed into one row of tokens.
     packed: bool
+    #: Of ``transformer_impl`` transformers alone.
+    hugging_face: HuggingFace | None = None
 
 
 class Shelf:
@@ -130,6 +147,7 @@ class BlockContext:
     compiled_dropout_input: int
     adapters: PeftSpec | None
     packed: bool
+    hugging_face: HuggingFace | None
     #: s after context parallelism, b: the micro batch.
     seq: int
     batch: int
@@ -149,7 +167,7 @@ class BlockContext:
             self.hidden_size, self.act, self.residual, self.normalization, self.hidden_dropout,
             self.attention_dropout, self.params_dtype, self.fp8, self.fp8_recipe, self.fp8_param,
             self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim, self.compiled_dropout_input,
-            self.adapters, self.packed,
+            self.adapters, self.packed, self.hugging_face,
         ) = shelf.settings
         (
             self.seq, self.batch, self.tp, self.cp, self.ep, self.etp, self.padded_vocab, self._sp, *switches
@@ -206,7 +224,7 @@ def _is_on(switch: Any) -> bool:
 def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
     """The context of every block of ``run`` (all its ranks share it)."""
     p, b, m, rc, precision = run.parallel, run.batch, run.model, run.recompute, run.precision
-    act = DTYPE_BYTES[precision.params_dtype]
+    act = DTYPE_BYTES[run.compute_dtype if run.implementation.hugging_face else precision.params_dtype]
     settings = Settings(
         m.hidden_size,
         act,
@@ -226,6 +244,7 @@ def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
         fitted.COMPILED_DROPOUT_INPUT_BYTES,
         run.peft if run.peft.trains_adapters else None,
         b.packed_sequences,
+        _hugging_face(run) if run.implementation.hugging_face else None,
     )
     full = rc.granularity == "full"
     selected = rc.modules if rc.granularity == "selective" else ()
@@ -236,3 +255,11 @@ def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
         *[module in selected for module in RECOMPUTE_MODULES],
     )  # fmt: skip
     return BlockContext(library.shelf(settings), dimensions, rc)
+
+
+def _hugging_face(run: RunSpec) -> HuggingFace:
+    spec = run.transformers
+    return HuggingFace(
+        spec, FAMILIES[run.model.model_type], DTYPE_BYTES[spec.autocast or run.compute_dtype],
+        run.model.share_embeddings_and_output_weights,
+    )

@@ -18,6 +18,7 @@ from bridge_memory.inventory.output import record_final_norm, record_output
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.ssm import record_gated_delta_net, record_mamba
 from bridge_memory.inventory.tape import Tensor
+from bridge_memory.inventory.transformers import blocks as hugging_face
 from bridge_memory.releases import MTP_MODEL_LAYER
 from bridge_memory.spec import (
     AttentionSpec,
@@ -36,6 +37,8 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
 
     ``reached``: its input has a gradient; not where everything before it is frozen.
     """
+    if ctx.hugging_face is not None:
+        return hugging_face.layer_block(layer, ctx, reached=reached)
 
     def record(r: Recorder) -> None:
         r.without_gradients = r.ctx.recomputes_fully
@@ -71,6 +74,8 @@ def mtp_block(layer: LayerSpec, ctx: BlockContext) -> Block:
 
 def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
     """Token and position embeddings."""
+    if ctx.hugging_face is not None:
+        return hugging_face.embedding_block(model, ctx)
     positions, norm = learned_positions(model), model.embedding_layernorm
 
     def record(r: Recorder) -> None:
@@ -82,6 +87,8 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
 
 def final_norm_block(name: str, ctx: BlockContext) -> Block:
     """The norm after the last decoder layer."""
+    if ctx.hugging_face is not None:
+        return hugging_face.final_norm_block(ctx)
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.FINAL_NORM
@@ -92,6 +99,8 @@ def final_norm_block(name: str, ctx: BlockContext) -> Block:
 
 def output_block(output_bias: bool, own_weight: bool, ctx: BlockContext, input_counted: bool = False) -> Block:
     """Output layer and loss; ``own_weight`` and ``input_counted`` as in ``output.record_output``."""
+    if ctx.hugging_face is not None:
+        return hugging_face.output_block(output_bias, own_weight, ctx)
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.LOSS

@@ -25,6 +25,8 @@ from bridge_memory.inventory.parameters import Parameter, ParameterList
 from bridge_memory.inventory.recorder import Scratch
 from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
 from bridge_memory.inventory.tail import final_norm_name, holds_final_norm, tail_blocks, tail_links, untied_here
+from bridge_memory.inventory.transformers.blocks import LAYER_PREFIX
+from bridge_memory.inventory.transformers.chain import hugging_face_chunk
 from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 
@@ -56,6 +58,8 @@ def chunk_inventory(
     ``backward_next``: no other chunk of the rank runs between its forward and its backward. ``concurrent``: what a
     data-parallel engine holds beside each link.
     """
+    if ctx.hugging_face is not None:
+        return hugging_face_chunk(model, shape, ctx, concurrent)
     links: list[tuple[Link, int]] = []
     if shape.embedding:
         links.append((plain_link(embedding_block(model, ctx), Label.EMBEDDING), 1))
@@ -136,10 +140,11 @@ class Unit(NamedTuple):
 def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[Unit]:
     """The parameters of a chunk by block, in model order."""
     units: list[Unit] = []
+    prefix = "decoder.layers.{}." if ctx.hugging_face is None else LAYER_PREFIX
     if shape.embedding or shape.num_depths:
         units.append(Unit(Label.EMBEDDING, "", embedding_block(model, ctx).parameters))
     for kind, count in shape.layers:
-        units.append(Unit(Label.LAYER, "decoder.layers.{}.", layer_block(kind, ctx).parameters, count, kind))
+        units.append(Unit(Label.LAYER, prefix, layer_block(kind, ctx).parameters, count, kind))
     if holds_final_norm(model, shape, ctx):
         units.append(Unit(Label.FINAL_NORM, "", final_norm_block(final_norm_name(model), ctx).parameters))
     if shape.num_depths:

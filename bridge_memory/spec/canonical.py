@@ -45,6 +45,7 @@ def canonical(run: RunSpec) -> RunSpec:
         ddp=run.ddp,
         fsdp=run.fsdp,
         deepspeed=run.deepspeed,
+        transformers=run.transformers,
     )
 
 
@@ -68,7 +69,8 @@ def _model(run: RunSpec) -> ModelSpec:
     return replace(
         model,
         name="",
-        model_type="",
+        # The class that transformers runs.
+        model_type=model.model_type if run.implementation.hugging_face else "",
         # Rows of the embedding; how they came about does not matter.
         vocab_size=model.padded_vocab_size(run.parallel.tp),
         make_vocab_size_divisible_by=0,

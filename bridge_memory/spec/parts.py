@@ -297,8 +297,8 @@ class RecomputeSpec(Checked):
 class ImplementationSpec(Checked):
     """Which code runs: the same mathematics saves different tensors in different implementations."""
 
-    #: "transformer_engine" or "local"
-    transformer_impl: str = choice("transformer_engine", "transformer_engine", "local")
+    #: "transformer_engine" or "local", megatron-core's; "transformers": Hugging Face's modules (``TransformersSpec``).
+    transformer_impl: str = choice("transformer_engine", "transformer_engine", "local", "transformers")
     #: megatron-core release whose rules apply, as (major, minor).
     megatron_core: tuple[int, int] = release(DEFAULT_MEGATRON_CORE)
     #: "auto", "flash", "fused", "unfused", "local"
@@ -377,6 +377,11 @@ class ImplementationSpec(Checked):
     @property
     def te(self) -> bool:
         return self.transformer_impl == "transformer_engine"
+
+    @property
+    def hugging_face(self) -> bool:
+        """Whether the modules are those of Hugging Face transformers."""
+        return self.transformer_impl == "transformers"
 
     @property
     def te_grouped_gemm(self) -> bool:

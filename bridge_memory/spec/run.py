@@ -36,6 +36,7 @@ from bridge_memory.spec.parts import (
     PrecisionSpec,
     RecomputeSpec,
 )
+from bridge_memory.spec.transformers import DEFAULT_TRANSFORMERS_SPEC, TransformersSpec, as_transformers_has_it
 from bridge_memory.spec.validation import validate
 
 #: Group of a RunSpec -> its class.
@@ -51,6 +52,7 @@ GROUPS: dict[str, type] = {
     "ddp": DDPOptions,
     "fsdp": FSDPOptions,
     "deepspeed": DeepSpeedOptions,
+    "transformers": TransformersSpec,
 }
 _TYPES = (ModelSpec, *GROUPS.values(), tuple, tuple)
 
@@ -75,6 +77,8 @@ class RunSpec:
     ddp: DDPOptions = DEFAULT_DDP_OPTIONS
     fsdp: FSDPOptions = DEFAULT_FSDP_OPTIONS
     deepspeed: DeepSpeedOptions = DEFAULT_DEEPSPEED_OPTIONS
+    #: How transformers runs the model, of ``transformer_impl`` transformers alone.
+    transformers: TransformersSpec = DEFAULT_TRANSFORMERS_SPEC
     #: Assumptions and gaps that the source of the run added (on top of the model's own).
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
@@ -96,6 +100,7 @@ class RunSpec:
             ddp: DDPOptions = ...,
             fsdp: FSDPOptions = ...,
             deepspeed: DeepSpeedOptions = ...,
+            transformers: TransformersSpec = ...,
             assumptions: tuple[str, ...] = ...,
             not_modelled: tuple[str, ...] = ...,
         ) -> None: ...
@@ -104,10 +109,13 @@ class RunSpec:
         if (
             type(self.model), type(self.parallel), type(self.batch), type(self.precision), type(self.optimizer),
             type(self.data_parallel), type(self.peft), type(self.recompute), type(self.implementation),
-            type(self.ddp), type(self.fsdp), type(self.deepspeed), type(self.assumptions), type(self.not_modelled),
+            type(self.ddp), type(self.fsdp), type(self.deepspeed), type(self.transformers), type(self.assumptions),
+            type(self.not_modelled),
         ) != _TYPES:  # fmt: skip
             object.__setattr__(self, "model", _model(self.model))
             _check_groups(self)
+        if self.implementation.hugging_face:
+            object.__setattr__(self, "model", as_transformers_has_it(self.model))
         validate(self)
 
     @property

@@ -43,6 +43,7 @@ from bridge_memory.spec.layout_string import parse_layout_string, quote
 from bridge_memory.spec.limits import Limits, divisors, limits_of
 from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec
 from bridge_memory.spec.parts import SHARDING_STRATEGIES, ImplementationSpec, ParallelSpec
+from bridge_memory.spec.transformers_checks import check_transformers
 
 if TYPE_CHECKING:
     from bridge_memory.spec.run import RunSpec
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 def validate(run: RunSpec) -> None:
     """Raise SpecError on the first contradiction in ``run``."""
     limits = limits_of(run.model)
+    check_transformers(run)
     # Sizes that no number of GPUs makes right come before those that another number would.
     _check_stages(run.parallel, run.model.num_layers)
     _check_model_over_ranks(run, limits)
@@ -669,7 +671,7 @@ _CAPACITY_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 def _check_implementation(run: RunSpec, limits: Limits) -> None:
     i, p = run.implementation, run.parallel
-    if run.batch.packed_sequences and not i.te:
+    if run.batch.packed_sequences and not i.te and not i.hugging_face:
         # transformer/dot_product_attention.py: DotProductAttention.forward
         raise SpecError(
             f"packed_sequences (True) does not go with transformer_impl ({i.transformer_impl}), whose attention takes "

@@ -1,0 +1,28 @@
+"""Output layer and loss: logits, their fp32 copy and its log-softmax.
+
+Source: ``models/llama/modeling_llama.py: LlamaForCausalLM.forward``, ``loss/loss_utils.py: ForCausalLMLoss``.
+"""
+
+from __future__ import annotations
+
+from bridge_memory.inventory.parameters import Use
+from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
+
+
+def record_output(t: Torch, x: Array, *, output_bias: bool, own_weight: bool) -> Array:
+    """Normed hidden states [T, h] -> the mean loss."""
+    r, ctx = t.r, t.r.ctx
+    tokens, h, v = ctx.tokens, ctx.hidden_size, ctx.padded_vocab
+    if own_weight:
+        r.parameter("lm_head.weight", (v, h), use=Use.OUTPUT)
+    if output_bias:
+        r.parameter("lm_head.bias", (v,))
+    logits = t.linear("lm_head", x, tokens, h, v, declare=False, label="logits")
+    wide = t.cast("logits in fp32", logits, FP32)
+    targets = t.constant("shifted labels", tokens, 8)
+    log_probabilities = t.saves_output("log-softmax of the logits", wide)
+    loss = t.make(
+        "loss", (log_probabilities,), 1, FP32, saves=(log_probabilities.tensor, targets.tensor),
+    )
+    t.keep_alive(x, logits, wide, targets)
+    return loss

@@ -1,0 +1,241 @@
+"""torch's operations on a tape: what each makes, what its backward keeps and makes.
+
+Source: torch ``tools/autograd/derivatives.yaml`` and ``torch/csrc/autograd/FunctionsManual.cpp``; what C++ expressions
+of a backward formula make on the way is there until the formula is done. Sizes are bytes; an ``Array`` says its
+elements and their width. A view (``view``, ``transpose``, ``expand``) is the array itself: its gradient is a view too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from bridge_memory.inventory.parameters import Use
+from bridge_memory.inventory.recorder import Recorder
+from bridge_memory.inventory.tape import Tensor
+
+FP32 = 4
+
+
+class Array(NamedTuple):
+    """A tensor of torch: its storage on the tape, its elements and the bytes of one."""
+
+    tensor: Tensor
+    elements: Any
+    width: int
+
+    @property
+    def bytes(self) -> Any:
+        return self.elements * self.width
+
+    @property
+    def differentiable(self) -> bool:
+        """``requires_grad``."""
+        return self.tensor.has_gradient
+
+
+def _where(*kept: tuple[Array, bool]) -> tuple[Tensor, ...]:
+    return tuple(dict.fromkeys(array.tensor for array, keep in kept if keep))
+
+
+class Torch:
+    """Operations for the recorder of one block."""
+
+    def __init__(self, r: Recorder) -> None:
+        self.r = r
+        self.tape = r.tape
+        assert r.ctx.hugging_face is not None
+        self.hf = r.ctx.hugging_face
+        #: Bytes of an element of parameters, and of what linears make.
+        self.parameter_width = r.ctx.act
+        self.compute_width = self.hf.compute_width
+        self._cast_weights: dict[str, Array] = {}
+
+    # ---- arrays ----
+
+    def input(self, name: str, elements: Any, width: int, *, grad: bool = True, counted: bool = True) -> Array:
+        """What the caller hands in; not ``counted`` where another block, or the batch, counts it."""
+        nbytes = elements * width
+        t = self.tape.input(name, nbytes if counted else 0, requires_grad=grad)
+        t.grad_bytes = nbytes if grad else 0
+        return Array(t, elements, width)
+
+    def make(
+        self, name: str, inputs: Sequence[Array], elements: Any, width: int, *, saves: Sequence[Tensor] = (),
+        save_output: bool = False, workspace: Any = 0, backward_workspace: Any = 0, alias: bool = False,
+        also: Sequence[Tensor] = (), grad: bool | None = None, trains: bool = False,
+    ) -> Array:  # fmt: skip
+        """One operation; its output is differentiable where an input is, or ``trains``: it has a weight that is."""
+        differentiable = (trains or any(a.differentiable for a in inputs)) if grad is None else grad
+        out = self.tape.tensor(name, elements * width, grad=differentiable)
+        kept = (*saves, out) if save_output else tuple(saves)
+        self.tape.op(
+            name, [a.tensor for a in inputs], (out, *also), saves=kept if differentiable else (), workspace=workspace,
+            backward_workspace=backward_workspace, alias=alias, trains=trains,
+        )
+        return Array(out, elements, width)
+
+    def keep_alive(self, *arrays: Array | None) -> None:
+        """Variables that are still there at this point."""
+        self.tape.keep_alive(*(a.tensor for a in arrays if a is not None))
+
+    def constant(self, name: str, elements: Any, width: int) -> Array:
+        """Made here, without a gradient."""
+        return self.make(name, (), elements, width, grad=False)
+
+    # ---- elementwise ----
+
+    def cast(self, name: str, x: Array, width: int) -> Array:
+        """``x.to(dtype)``: nothing where it has it already."""
+        return x if x.width == width else self.make(name, (x,), x.elements, width)
+
+    def widened(self, x: Array, width: int) -> Array:
+        """An operand that a kernel widens as it reads; its gradient is narrowed into a tensor of its own."""
+        if x.width == width:
+            return x
+        view = self.tape.tensor(f"{x.tensor.name}, as it is read", 0, grad_bytes=x.elements * width * x.differentiable)
+        view.whole = x.tensor.whole or x.tensor
+        self.tape.op(f"{x.tensor.name}: gradient in its own dtype", x.tensor, view)
+        return Array(view, x.elements, width)
+
+    def add(self, name: str, a: Array, b: Array) -> Array:
+        """Keeps nothing; gradients of both are the output's."""
+        width = max(a.width, b.width)
+        a, b = self.widened(a, width), self.widened(b, width)
+        return self.make(name, (a, b), a.elements, width, alias=True)
+
+    def scale(self, name: str, x: Array) -> Array:
+        """By a Python number: keeps nothing."""
+        return self.make(name, (x,), x.elements, x.width)
+
+    def mul(self, name: str, a: Array, b: Array, *, broadcast: bool = False) -> Array:
+        """Keeps each factor for the other's gradient. Where b is ``broadcast``, its gradient is first as large as the
+        product (``torch/csrc/autograd/engine.cpp: validate_outputs`` sums it afterwards)."""
+        elements, width = a.elements, max(a.width, b.width)
+        a, b = self.widened(a, width), self.widened(b, width)
+        whole = elements * width
+        return self.make(
+            name, (a, b), elements, width, saves=_where((a, b.differentiable), (b, a.differentiable)),
+            backward_workspace=whole - b.bytes if broadcast and b.differentiable else 0,
+        )
+
+    def mul_weight(self, name: str, x: Array, weight: str, features: Any, *, width: int | None = None) -> Array:
+        """By a parameter of ``features`` elements, whose gradient is a product first; ``width``: the parameter's
+        as it is multiplied."""
+        weight_width = self.parameter_width if width is None else width
+        out_width = max(x.width, weight_width)
+        x = self.widened(x, out_width)
+        trains = self.trains(weight)
+        nbytes = x.elements * out_width
+        return self.make(
+            name, (x,), x.elements, out_width, saves=(x.tensor,) if trains else (), trains=trains,
+            backward_workspace=nbytes if trains else 0,
+        )
+
+    def square(self, name: str, x: Array) -> Array:
+        """``x.pow(2)`` keeps x; backward x to the first power and twice that (``FunctionsManual.cpp: pow_backward``).
+        """
+        return self.make(name, (x,), x.elements, x.width, saves=(x.tensor,), backward_workspace=2 * x.bytes)
+
+    def mean(self, name: str, x: Array, rows: Any) -> Array:
+        """Over the last dimension, which is kept: one element a row."""
+        return self.make(name, (x,), rows, x.width)
+
+    def rsqrt(self, name: str, x: Array) -> Array:
+        return self.make(name, (x,), x.elements, x.width, save_output=True, backward_workspace=2 * x.bytes)
+
+    def activation(self, name: str, x: Array) -> Array:
+        """One kernel that keeps its input (silu, gelu, relu)."""
+        return self.make(name, (x,), x.elements, x.width, saves=(x.tensor,))
+
+    def saves_output(self, name: str, x: Array) -> Array:
+        """One kernel that keeps its output (tanh, sigmoid, softmax, exp)."""
+        return self.make(name, (x,), x.elements, x.width, save_output=True)
+
+    def slice(self, name: str, x: Array, elements: Any) -> Array:
+        """A part of ``x``: its gradient is put into zeros of the whole."""
+        view = self.tape.tensor(name, 0, grad_bytes=elements * x.width * x.differentiable)
+        view.whole = x.tensor.whole or x.tensor
+        self.tape.op(name, x.tensor, view)
+        return Array(view, elements, x.width)
+
+    def split(self, name: str, x: Array, *parts: Any) -> tuple[Array, ...]:
+        """``split`` or ``chunk``: views, whose gradients are joined in one tensor."""
+        views = self.tape.views(
+            name, x.tensor, *((f"{name} {i}", n * x.width * x.differentiable) for i, n in enumerate(parts))
+        )
+        return tuple(Array(view, n, x.width) for view, n in zip(views, parts, strict=True))
+
+    def cat(self, name: str, *parts: Array) -> Array:
+        """A copy; gradients are parts of the output's."""
+        elements: Any = 0
+        for part in parts:
+            elements = elements + part.elements
+        return self.make(name, parts, elements, max(p.width for p in parts), alias=True)
+
+    def copy(self, name: str, x: Array, times: Any = 1) -> Array:
+        """``contiguous`` or ``reshape`` where strides ask for a copy, of an array that may be expanded ``times``."""
+        return self.make(name, (x,), x.elements * times, x.width)
+
+    def dropout(self, name: str, x: Array, p: float) -> Array:
+        """Nothing at 0 (``aten/src/ATen/native/Dropout.cpp``); else a mask of bytes is kept."""
+        if not p:
+            return x
+        mask = self.tape.tensor(f"{name} mask", x.elements, grad=False)
+        return self.make(name, (x,), x.elements, x.width, saves=(mask,), also=(mask,))
+
+    # ---- products ----
+
+    def trains(self, weight: str) -> bool:
+        """Whether a weight has a gradient."""
+        return not self.r.frozen
+
+    def linear(
+        self, module: str, x: Array, rows: Any, in_features: Any, out_features: Any, *, bias: bool = False,
+        expert: bool = False, use: Use = Use.LAYER, declare: bool = True, label: str | None = None,
+    ) -> Array:  # fmt: skip
+        """``nn.Linear``: [rows, in] -> [rows, out]; keeps its input for the weight's gradient."""
+        r = self.r
+        if declare:
+            r.parameter(f"{module}.weight", (out_features, in_features), expert=expert, use=use)
+            if bias:
+                r.parameter(f"{module}.bias", (out_features,), expert=expert)
+        x, weight = self.cast_operands(f"{module}.weight", x, in_features * out_features)
+        trains = self.trains(f"{module}.weight")
+        inputs = (x,) if weight is None else (x, weight)
+        own = in_features * out_features * self.parameter_width if trains and weight is None else 0
+        saved = [x.tensor] if trains else []
+        if weight is not None and x.differentiable:
+            saved.append(weight.tensor)
+        return self.make(
+            label or f"{module} output", inputs, rows * out_features, self.compute_width, saves=saved,
+            backward_workspace=own, trains=trains,
+        )
+
+    def cast_operands(self, weight: str, x: Array, elements: Any) -> tuple[Array, Array | None]:
+        """The input, and under autocast the weight's copy in the compute dtype, each cast where it is not; None where
+        the weight is taken as it is."""
+        if not self.hf.autocast:
+            return x, None
+        x = self.cast(f"{weight.rpartition('.')[0]} input, cast", x, self.compute_width)
+        return x, self.cast_weight(weight, elements)
+
+    def cast_weight(self, weight: str, elements: Any) -> Array:
+        """A parameter's copy in the compute dtype, made once in a region of autocast (``aten/src/ATen/
+        autocast_mode.cpp: cached_cast``); its gradient is cast back into one of the parameter's dtype."""
+        known = self._cast_weights.get(weight)
+        if known is None:
+            trains = self.trains(weight)
+            parameter = self.tape.tensor(weight, 0, grad_bytes=elements * self.parameter_width * trains)
+            self.tape.op(f"{weight} in the compute dtype", (), parameter, trains=trains)
+            known = self._cast_weights[weight] = self.make(
+                f"{weight} in the compute dtype", (Array(parameter, elements, self.parameter_width),), elements,
+                self.compute_width, trains=trains,
+            )
+        return known
+
+    def matmul(self, name: str, a: Array, b: Array, elements: Any) -> Array:
+        """``bmm`` of two arrays: each is kept for the other's gradient."""
+        return self.make(
+            name, (a, b), elements, max(a.width, b.width), saves=_where((a, b.differentiable), (b, a.differentiable)),
+        )

@@ -1,0 +1,63 @@
+"""What a run with Hugging Face's modules refuses: one line each, as in ``validation``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bridge_memory.spec.errors import SpecError, show
+from bridge_memory.spec.transformers import DEFAULT_TRANSFORMERS_SPEC, FAMILIES, KNOWN_TRANSFORMERS
+
+if TYPE_CHECKING:
+    from bridge_memory.spec.run import RunSpec
+
+_SIZES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size",
+)  # fmt: skip
+
+
+def check_transformers(run: RunSpec) -> None:
+    """Raise SpecError where transformers has no such model, or cannot do what another field asks for."""
+    spec = run.transformers
+    if not run.implementation.hugging_face:
+        if spec is not DEFAULT_TRANSFORMERS_SPEC and spec != DEFAULT_TRANSFORMERS_SPEC:
+            name = next(f for f in spec.__slots__ if getattr(spec, f) != getattr(DEFAULT_TRANSFORMERS_SPEC, f))
+            raise SpecError(
+                f"{name} ({show(getattr(spec, name))}) is for transformer_impl transformers, not "
+                f"{run.implementation.transformer_impl}; drop it, or set transformer_impl to transformers"
+            )
+        return
+    kind = run.model.model_type
+    if kind not in FAMILIES:
+        raise SpecError(
+            f"model_type ({show(kind)}) is not recorded as transformers runs it; use transformer_impl "
+            f"transformer_engine, or one of {', '.join(sorted(FAMILIES))}"
+        )
+    for name in _SIZES:
+        size = getattr(run.parallel, name)
+        if size != 1:
+            raise SpecError(
+                f"{name} ({size}) is not supported with transformer_impl transformers, whose modules are whole on "
+                "every rank; set it to 1, or use transformer_impl transformer_engine"
+            )
+    first, last = KNOWN_TRANSFORMERS
+    if not first <= spec.transformers_version <= last:
+        raise SpecError(
+            f"transformers_version ({'.'.join(map(str, spec.transformers_version))}) is not one of the releases that were read; use "
+            f"{'.'.join(map(str, first))} to {'.'.join(map(str, last))}"
+        )
+    if run.recompute.granularity is not None:
+        raise SpecError(
+            f"recompute_granularity ({run.recompute.granularity}) is megatron-core's; with transformer_impl "
+            "transformers use gradient_checkpointing"
+        )
+    if spec.use_reentrant is not None and not spec.gradient_checkpointing:
+        raise SpecError(
+            f"use_reentrant ({spec.use_reentrant}) does nothing without gradient_checkpointing; drop it, or set "
+            "gradient_checkpointing to True"
+        )
+    if spec.autocast is not None and run.compute_dtype != "fp32":
+        raise SpecError(
+            f"autocast ({spec.autocast}) is for parameters in fp32, not {run.compute_dtype}; set params_dtype to fp32, "
+            "or drop autocast"
+        )

@@ -1,0 +1,117 @@
+"""A model of Hugging Face transformers itself, run on tensors without data, and what it keeps and peaks at.
+
+CUDA's attention kernels do not run there: functions that keep and make what they do on a GPU take their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+
+from bridge_memory.rehearse.tracker import SavedRecord, Tracker
+from bridge_memory.spec.transformers import TransformersSpec
+
+META = "meta"
+
+
+class Measured(NamedTuple):
+    """Bytes beside parameters and their gradients; the batch is not counted."""
+
+    retained: int
+    forward: int
+    backward: int
+    saved: list[SavedRecord]
+    peaks: tuple[Any, Any]
+
+
+class FlashAttention(torch.autograd.Function):
+    """What torch's CUDA flash kernel keeps and makes: ``flash_attn/flash_api.cpp: mha_fwd, mha_bwd``."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+        b, heads, s, _ = q.shape
+        out = torch.empty(b, s, heads, v.shape[-1], dtype=q.dtype, device=q.device).transpose(1, 2)
+        lse = torch.empty(b, heads, s, dtype=torch.float32, device=q.device)
+        seeds = torch.empty(2, dtype=torch.int64, device=q.device)
+        ctx.save_for_backward(q, k, v, out, lse, seeds)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        q, k, v, out, lse, _ = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        scratch = [torch.empty_like(lse), torch.empty(q.shape, dtype=torch.float32, device=q.device)]
+        if q.shape[1] != k.shape[1]:
+            scratch += [torch.empty_like(q), torch.empty_like(q)]
+        return dq, dk, dv
+
+
+def scaled_dot_product_attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: Any = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    assert attn_mask is None and not dropout_p
+    return FlashAttention.apply(query, key, value)
+
+
+class Autocast(torch.autocast):
+    """The rotary embedding switches autocast off for its device, of which the meta device has none."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu" if device_type == META else device_type, *args, **kwargs)
+
+
+@contextmanager
+def as_on_cuda(*, padded: bool = False) -> Iterator[None]:
+    def skipped(padding_mask: Any, query: int, keys: int, offset: int = 0, local: int | None = None, *a: Any) -> bool:
+        return not padded and (local is None or keys < local)
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (F, "scaled_dot_product_attention", scaled_dot_product_attention),
+            (torch, "autocast", Autocast),
+            (masking_utils, "_ignore_causal_mask_sdpa", skipped),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        yield
+
+
+def build(config: dict[str, Any], *, attention: str = "sdpa", dtype: torch.dtype = torch.bfloat16) -> Any:
+    given = dict(config)
+    cfg = AutoConfig.for_model(given.pop("model_type"), **given)
+    with torch.device(META):
+        model = AutoModelForCausalLM.from_config(cfg, dtype=dtype, attn_implementation=attention)
+    return model.train()
+
+
+def measure(model: Any, batch: int, seq: int, spec: TransformersSpec) -> Measured:
+    """One step's forward and backward pass, gradients of parameters being there before."""
+    if spec.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": spec.reentrant})
+    ids = torch.zeros(batch, seq, dtype=torch.long, device=META)
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
+    if spec.attention_mask != "none":
+        inputs["attention_mask"] = torch.ones(batch, seq, dtype=torch.long, device=META)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    static = [*inputs.values(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    tracker = Tracker(static=static)
+    with as_on_cuda(padded=spec.attention_mask == "padded"), tracker.watching(model):
+        tracker.reset_peak()
+        outputs = model(**inputs, use_cache=spec.use_cache)
+        loss = outputs.loss
+        if not spec.keeps_outputs:
+            del outputs
+        forward = tracker.peak(40)
+        saved, retained = tracker.saved(), tracker.live_bytes
+        tracker.in_backward = True
+        tracker.reset_peak()
+        loss.backward()
+        backward = tracker.peak(40)
+    return Measured(retained, forward.bytes, backward.bytes, saved, (forward, backward))

@@ -1,0 +1,50 @@
+"""One small model as it is recorded and as transformers runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from hf_oracle import Measured, build, measure
+
+from bridge_memory import BatchSpec, ImplementationSpec, RunSpec
+from bridge_memory.inventory.chain import ChunkInventory
+from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.stack import chunk_inventory
+from bridge_memory.readers.huggingface import model_from_hf_config
+from bridge_memory.spec import PrecisionSpec
+from bridge_memory.spec.layout import layout
+from bridge_memory.spec.transformers import TransformersSpec
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+INSTALLED = tuple(map(int, transformers.__version__.split(".")[:2]))
+
+
+def recorded(config: dict[str, Any], batch: int, seq: int, dtype: str, spec: TransformersSpec) -> ChunkInventory:
+    run = RunSpec(
+        model=model_from_hf_config(dict(config), "a small model"),
+        batch=BatchSpec(seq_length=seq, micro_batch_size=batch),
+        precision=PrecisionSpec(params_dtype=dtype),
+        implementation=ImplementationSpec(transformer_impl="transformers"),
+        transformers=spec,
+    )
+    ((shape,),) = layout(run.model, run.parallel).shapes(run.model)
+    return chunk_inventory(run.model, shape, context_of(run))
+
+
+def both(
+    config: dict[str, Any], *, batch: int = 2, seq: int = 128, dtype: str = "bf16", **fields: Any
+) -> tuple[ChunkInventory, Measured]:
+    """``fields``: those of a TransformersSpec."""
+    spec = TransformersSpec(transformers_version=INSTALLED, **fields)
+    model = build(config, attention=spec.attn_implementation, dtype=DTYPES[dtype])
+    return recorded(config, batch, seq, dtype, spec), measure(model, batch, seq, spec)
+
+
+def errors(config: dict[str, Any], **options: Any) -> tuple[float, float, float]:
+    """Of what is retained, and of the peaks forward and backward: recorded over measured, less one."""
+    ours, real = both(config, **options)
+    return (
+        ours.retained / real.retained - 1, ours.forward_peak / real.forward - 1, ours.backward_peak / real.backward - 1,
+    )
