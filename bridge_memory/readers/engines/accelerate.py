@@ -72,7 +72,7 @@ def read_accelerate(
         _deepspeed(top.table("deepspeed_config"), settings, told, read_file, precision, filler, deepspeed_read)
     elif kind == "FSDP":
         section = top.table("fsdp_config")
-        _mixed(settings, precision)
+        settings.set(precision__params_dtype="fp32")  # what trains is upcast under mixed precision
         read_fsdp(section, settings, mixed_precision=None if precision == "no" else _dtype(precision),
                   version=1, wrap="NO_WRAP", use_orig_params=True, prefix="fsdp_")
         for key in section.unread():
@@ -94,8 +94,7 @@ def _dtype(precision: str) -> str:
 
 
 def _mixed(settings: Settings, precision: str) -> None:
-    """Mixed precision under torch: parameters in fp32, cast where they are used. FSDP upcasts what trains; elsewhere
-    parameters stay as the script loaded them."""
+    """torch.autocast: parameters stay as the script loaded them, in fp32 unless it says otherwise."""
     if precision != "no":
         settings.set(transformers__autocast=_dtype(precision))
     settings.set(precision__params_dtype="fp32")

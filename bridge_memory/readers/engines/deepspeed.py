@@ -17,6 +17,8 @@ from bridge_memory.readers.engines.settings import Settings, Told
 from bridge_memory.spec import show
 from bridge_memory.spec.gaps import Effect
 
+#: ``runtime/constants.py: GRADIENT_CLIPPING_DEFAULT``.
+DEFAULT_CLIPPING = 1.0
 ENGINE_OF_STAGE = {1: "zero1", 2: "zero2", 3: "zero3"}
 
 #: Top-level keys that change no byte of a training step, by the reason.
@@ -177,7 +179,7 @@ def read_deepspeed(
     _optimizer(top, settings, stage)
     _batch(top, settings, told)
     settings.set(
-        optimizer__clip_grad=top.number("gradient_clipping", 0.0),
+        optimizer__clip_grad=float(top.number("gradient_clipping", DEFAULT_CLIPPING)),
         deepspeed__communication_data_type=top.choice("communication_data_type", ("fp32", "bf16", "fp16")),
         deepspeed__grad_accum_dtype=top.table("data_types").choice("grad_accum_dtype", ("fp32", "bf16", "fp16")),
     )
@@ -356,7 +358,7 @@ def _batch(top: Section, settings: Settings, told: Told) -> None:
         elif not micro:
             micro = _quotient(top, train, (steps or 1) * world, "gradient_accumulation_steps x GPUs")
     settings.set(batch__micro_batch_size=micro)
-    settings.accumulation = steps or settings.accumulation or (1 if micro else None)
+    settings.accumulation = steps or 1
 
 
 def _quotient(top: Section, train: int, by: int, what: str) -> int | None:

@@ -48,6 +48,8 @@ def read_torchtitan(config: Mapping[str, Any], settings: Settings, told: Told) -
     notes = settings.notes
     top = Section(config, "", notes)
     top.ignore(*HARMLESS)
+    notes.assume("torchtitan's layers are counted as those of transformers, without a mask")
+    settings.set(transformers__attention_mask="none")
     _model(top.table("model"), settings)
     parallel = _parallelism(top.table("parallelism"), settings, told)
     _training(top.table("training"), settings, parallel)

@@ -140,11 +140,9 @@ def read_training_args(
     else:
         if top.has("fsdp_config") and top.raw("fsdp_config"):
             notes.assume("fsdp_config does nothing without fsdp")
-        settings.set(precision__params_dtype="fp32")
+        settings.set(precision__params_dtype="fp32", transformers__autocast=mixed)
         _ddp(top, settings, checkpointing)
     top.ignore("fsdp_config", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_static_graph")
-    if mixed and table is None:
-        settings.set(transformers__autocast=mixed)
     known = [*_READ, *(name for names in HARMLESS.values() for name in names.split())]
     top.ignore(*OF_SCRIPTS.split())
     for key in top.unread():
@@ -325,6 +323,12 @@ def _deepspeed(
     config = dict(table)
     if mixed is not None:
         config.setdefault(mixed, {"enabled": True})
+    # The Trainer's loader decides, whatever DeepSpeed is told.
+    config.setdefault("train_micro_batch_size_per_gpu", micro)
+    if "gradient_accumulation_steps" not in config and steps and steps > 1:
+        # DeepSpeedPlugin.__post_init__ sets 1, and accelerate takes DeepSpeed's.
+        settings.notes.assume(f"1 step of accumulation, in place of gradient_accumulation_steps ({steps}), which the "
+                              "DeepSpeed config does not say")
     filler = Filler(who="the HF Trainer", values=values, refuses=names)
     read_deepspeed(config, settings, told, filler)
     if "optimizer" in config:
