@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from bridge_memory.readers.engines.accelerate import read_accelerate
+from bridge_memory.readers.engines.accelerate import ReadFile, read_accelerate
 from bridge_memory.readers.engines.deepspeed import Filler, read_deepspeed
 from bridge_memory.readers.engines.files import read_table
 from bridge_memory.readers.engines.sections import Notes
@@ -57,7 +57,7 @@ def settings_from_files(
         table = read_table(accelerate, f"give {KINDS['accelerate']}")
         ds = _launched(table, accelerate, settings, told, ds, trainer=args is not None)
     if args is not None:
-        read_training_args(args, settings, _with_world(told, settings), beside(training_args or ""), deepspeed=ds)
+        read_training_args(args, settings, _with_world(told, settings), beside(training_args or "", settings.notes), deepspeed=ds)
     elif deepspeed is not None and ds is not None:
         if '"auto"' in json.dumps(ds):
             settings.notes.assume(
@@ -71,13 +71,18 @@ def settings_from_files(
     return settings
 
 
-def beside(path: str) -> Any:
-    """Reads a file that the one at ``path`` names: as the tools do from the working directory, else beside it."""
+def beside(path: str, notes: Notes) -> ReadFile:
+    """Reads a file that the one at ``path`` names: as the tools do from the working directory, else beside it. One that
+    cannot be read is a problem, and empty."""
 
     def read(name: str) -> Mapping[str, Any]:
         near = os.path.join(os.path.dirname(path), name)
-        return read_table(name if os.path.exists(name) or not os.path.exists(near) else near,
-                          f"{os.path.basename(path)} names it: give the file")
+        try:
+            return read_table(name if os.path.exists(name) or not os.path.exists(near) else near, "give the file")
+        except SpecError as error:
+            what, _, fix = str(error).rpartition("; ")
+            notes.problem(name, what.removeprefix(name).strip(": ") or str(error), fix or "give the file")
+            return {}
 
     return read
 
@@ -94,8 +99,8 @@ def _launched(
     section = table.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
     if trainer and ds is None and isinstance(named, str):
-        ds = beside(path)(named)
-    read_accelerate(table, settings, told, beside(path), deepspeed_read=ds is not None)
+        ds = beside(path, settings.notes)(named)
+    read_accelerate(table, settings, told, beside(path, settings.notes), deepspeed_read=ds is not None)
     return ds
 
 

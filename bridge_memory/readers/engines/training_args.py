@@ -7,9 +7,10 @@ is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from bridge_memory.readers.engines.accelerate import ReadFile
 from bridge_memory.readers.engines.deepspeed import Filler, read_deepspeed
 from bridge_memory.readers.engines.fsdp import KNOWN as FSDP_KNOWN
 from bridge_memory.readers.engines.fsdp import STRATEGIES, read_fsdp
@@ -17,9 +18,6 @@ from bridge_memory.readers.engines.sections import Section
 from bridge_memory.readers.engines.settings import Settings, Told
 from bridge_memory.spec import show
 from bridge_memory.spec.gaps import Effect
-
-ReadFile = Callable[[str], Mapping[str, Any]]
-
 
 class Optimizer(NamedTuple):
     """Which optimizer a word of ``optim`` means, and how it updates."""
@@ -133,7 +131,7 @@ def read_training_args(
     sharded = _fsdp_words(top)
     if table is not None and sharded is not None:
         top.problem("fsdp", "stands beside deepspeed", "use one of them")
-    if table is not None:
+    if table:
         _deepspeed(table, top, settings, told, mixed, optimizer)
     elif sharded is not None:
         _fsdp(top, settings, told, read_file, sharded, mixed)
