@@ -8,7 +8,7 @@ from bridge_memory.engines.engine import Engine
 from bridge_memory.spec import RunSpec, SpecError
 
 #: Not there yet.
-_NEXT = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "megatron_deepspeed")
+_NEXT = ("fsdp1", "zero1", "zero2", "zero3", "megatron_deepspeed")
 
 
 def engine_of(run: RunSpec, rank: int | None = None) -> Engine:
