@@ -22,7 +22,7 @@ BLOCKS = (
     spec.LayerSpec, spec.AttentionSpec, spec.MLASpec, spec.MambaSpec, spec.GatedDeltaNetSpec, spec.MLPSpec, spec.MoESpec
 )
 #: Field -> why neither reads it.
-NEITHER = {"ModelSpec.model_type": "a word of the source, for people"}
+NEITHER: dict[str, str] = {}
 #: Options of engines that are not there yet.
 NEXT = (spec.DDPOptions, spec.FSDPOptions, spec.DeepSpeedOptions, spec.OptimizerSpec, spec.DataParallelSpec, RunSpec)
 

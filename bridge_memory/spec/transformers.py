@@ -57,16 +57,56 @@ class TransformersSpec(Checked):
 
 
 class Family(NamedTuple):
-    """What the class of a ``model_type`` does; the defaults are Llama's."""
+    """What the class of a ``model_type`` does; the defaults are Llama's (``models/llama/modeling_llama.py``)."""
 
     #: "llama": weight times the norm in the input's dtype; "gemma": (1 + weight) times it in fp32; "olmo2": weight
-    #: times it in fp32; "layernorm": ``nn.LayerNorm``.
+    #: times it in fp32; "olmo": ``F.layer_norm`` in fp32 without weights; "layernorm": ``nn.LayerNorm``.
     norm: str = "llama"
+    #: Names of the norms before and after attention, before and after the feed-forward block; "" where there is none.
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    #: q, k and v in one linear, qkv_proj; gate and up in one, gate_up_proj, whose halves are multiplied up first.
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    #: "halves" are turned; "interleaved": pairs, with tables that every layer repeats (GLM).
+    rotary: str = "halves"
+    #: Tables are in fp32, and so are rotated queries and keys before they are cast back (OLMo 2).
+    rotary_in_fp32: bool = False
+    #: Sliding layers have tables of their own (Gemma 3).
+    local_rotary: bool = False
+    #: What the input embeddings are multiplied by, or "": a "model" variable still holds what it was; "embedding".
+    scaled_embeddings: str = ""
+    #: Outputs of attention and MLP are multiplied before the residual sum, and logits divided (Granite).
+    scaled_residuals: bool = False
+    #: Scores of eager attention, and logits, through tanh (Gemma 2).
+    softcapped: bool = False
+    #: The prefix of decoder layers' and embeddings' names.
+    prefix: str = "model."
 
 
+_SANDWICH = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+_NORM_AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 #: ``model_type`` -> its family.
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "smollm3": Family(),
+    "gemma": Family(norm="gemma", scaled_embeddings="model"),
+    "gemma2": Family(norm="gemma", norms=_SANDWICH, scaled_embeddings="model", softcapped=True),
+    "gemma3_text": Family(norm="gemma", norms=_SANDWICH, scaled_embeddings="embedding", local_rotary=True),
+    "phi3": Family(fused_qkv=True, fused_gate_up=True),
+    "granite": Family(scaled_embeddings="embedding", scaled_residuals=True),
+    "olmo": Family(norm="olmo", rotary_in_fp32=True),
+    "olmo2": Family(norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True),
+    "olmo3": Family(norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True),
+    "glm": Family(fused_gate_up=True, rotary="interleaved"),
+    "glm4": Family(
+        fused_gate_up=True, rotary="interleaved",
+        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ),
 }
 
 

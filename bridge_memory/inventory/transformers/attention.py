@@ -1,14 +1,16 @@
 """Self-attention of transformers' classes: projections apart, unfused rotary embedding, eager or fused attention.
 
-Source: ``models/llama/modeling_llama.py: LlamaAttention``, ``integrations/{sdpa_attention,flash_attention}.py``. On a GPU
-torch's scaled_dot_product_attention is taken to run FlashAttention where no mask is handed over (``aten/src/ATen/
-native/transformers/cuda/sdp_utils.cpp: select_sdp_backend``). Shapes: T tokens, s b; a heads, g groups, d a head.
+Source: ``models/llama/modeling_llama.py: LlamaAttention, eager_attention_forward``, ``integrations/{sdpa_attention,
+flash_attention}.py``. On a GPU torch's scaled_dot_product_attention is taken to run FlashAttention where no mask is
+handed over and the memory-efficient kernel where one is (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp:
+select_sdp_backend``). Shapes: T tokens, s b; a heads, g groups, d a head.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from bridge_memory.inventory.transformers.norms import norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 from bridge_memory.spec import AttentionSpec
 
@@ -18,42 +20,122 @@ class Shared(NamedTuple):
 
     cos: Array | None = None
     sin: Array | None = None
-    mask: Array | None = None
 
 
 def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) -> Array:
     """``LlamaAttention.forward``: [T, h] -> [T, h]."""
     ctx = t.r.ctx
-    a, g, d, h = spec.num_attention_heads, spec.num_query_groups, spec.kv_channels, ctx.hidden_size
-    tokens, bias = ctx.tokens, spec.add_qkv_bias
-    query, key, value = (
-        t.linear(f"self_attn.{module}", x, tokens, h, heads * d, bias=bias)
-        for module, heads in (("q_proj", a), ("k_proj", g), ("v_proj", g))
-    )
-    if shared.cos is not None and shared.sin is not None:
+    a, d, h = spec.num_attention_heads, spec.kv_channels, ctx.hidden_size
+    tokens = ctx.tokens
+    query, key, value = _projected(t, spec, x)
+    if shared.cos is not None and shared.sin is not None and spec.rotary:
         before = query, key
-        query = _rotated(t, "query", query, shared.cos, shared.sin)
-        key = _rotated(t, "key", key, shared.cos, shared.sin)
-        t.keep_alive(*before)
-    out = _attend(t, spec, query, key, value, shared)
-    y = t.linear("self_attn.o_proj", out, tokens, a * d, h, bias=spec.add_output_bias)
+        tables = _tables(t, shared.cos, shared.sin)
+        query = _rotated(t, "query", query, *tables, share=ctx.rotary_dim / d)
+        key = _rotated(t, "key", key, *tables, share=ctx.rotary_dim / d)
+        t.keep_alive(*before, *tables)
+    if t.hf.spec.use_cache and not t.hf.spec.gradient_checkpointing:
+        # cache_utils.py: DynamicLayer.update joins them to none.
+        cached = t.copy("cached keys", key), t.copy("cached values", value)
+        t.keep_alive(key, value)
+        key, value = cached
+    out = attend(t, spec, query, key, value)
+    y = t.linear("self_attn.o_proj", out, tokens, a * spec.value_channels, h, bias=spec.add_output_bias)
     t.keep_alive(x, query, key, value, out)
     return y
 
 
-def _rotated(t: Torch, name: str, x: Array, cos: Array, sin: Array) -> Array:
-    """``apply_rotary_pos_emb``: x cos + rotate_half(x) sin; keeps the tables, which all layers share."""
-    straight = t.mul(f"{name} times cos", x, cos)
-    half = x.elements // 2
-    first = t.slice(f"{name}: first half", x, half)
-    second = t.slice(f"{name}: second half", x, x.elements - half)
-    turned = t.cat(f"{name}: halves exchanged", t.scale(f"{name}: second half negated", second), first)
+def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, Array]:
+    """Queries, keys and values, normed where the class does that."""
+    ctx = t.r.ctx
+    a, g, d, h = spec.num_attention_heads, spec.num_query_groups, spec.kv_channels, ctx.hidden_size
+    tokens, bias = ctx.tokens, spec.add_qkv_bias
+    if t.hf.family.fused_qkv:
+        joined = t.linear("self_attn.qkv_proj", x, tokens, h, (a + 2 * g) * d, bias=bias)
+        query, key, value = (
+            t.slice(f"{name} part of qkv", joined, tokens * heads * d)
+            for name, heads in (("query", a), ("key", g), ("value", g))
+        )
+        return query, key, value
+    rows = {"head": (tokens * a, tokens * g), "full": (tokens, tokens)}
+    width = {"head": (d, d), "full": (a * d, g * d)}
+    query = t.linear("self_attn.q_proj", x, tokens, h, a * d, bias=bias)
+    after = t.hf.family.norm == "gemma"  # in the order of the class
+    if spec.qk_layernorm and not after:
+        query = norm(t, "self_attn.q_norm", query, rows[spec.qk_layernorm][0], width[spec.qk_layernorm][0])
+    key = t.linear("self_attn.k_proj", x, tokens, h, g * d, bias=bias)
+    if spec.qk_layernorm and not after:
+        key = norm(t, "self_attn.k_norm", key, rows[spec.qk_layernorm][1], width[spec.qk_layernorm][1])
+    value = t.linear("self_attn.v_proj", x, tokens, h, g * spec.value_channels, bias=bias)
+    if spec.qk_layernorm and after:
+        query = norm(t, "self_attn.q_norm", query, rows[spec.qk_layernorm][0], width[spec.qk_layernorm][0])
+        key = norm(t, "self_attn.k_norm", key, rows[spec.qk_layernorm][1], width[spec.qk_layernorm][1])
+    return query, key, value
+
+
+# ---- rotary embedding ----
+
+
+def _tables(t: Torch, cos: Array, sin: Array) -> tuple[Array, Array]:
+    """The tables as the layer multiplies by them; pairs have each value twice (``models/glm/modeling_glm.py``)."""
+    if t.hf.family.rotary != "interleaved":
+        return cos, sin
+    return t.copy("cos of pairs", cos), t.copy("sin of pairs", sin)
+
+
+def _rotated(t: Torch, name: str, x: Array, cos: Array, sin: Array, *, share: float) -> Array:
+    """``apply_rotary_pos_emb``: x cos + rotate_half(x) sin; keeps the tables, which all layers share. Of a ``share`` of
+    a head, the rest is joined again."""
+    whole, turning, passing = x, x, None
+    partly = 0 < share < 1
+    if partly or (share == 1 and (t.hf.family.rotary == "interleaved" or t.hf.family.fused_qkv)):
+        turning = t.slice(f"{name}: turning part", whole, round(x.elements * share))
+        passing = t.slice(f"{name}: passing part", whole, x.elements - turning.elements)
+    straight = t.mul(f"{name} times cos", turning, cos)
+    half = turning.elements // 2
+    first = t.slice(f"{name}: first half", turning, half)
+    second = t.slice(f"{name}: second half", turning, half)
+    negated = t.scale(f"{name}: second half negated", second)
+    turned = t.cat(f"{name}: halves exchanged", negated, first)
     crossed = t.mul(f"{name} times sin", turned, sin)
-    return t.add(f"rotated {name}", straight, crossed)
+    out = t.add(f"rotated {name}", straight, crossed)
+    if passing is not None:
+        out = t.cat(f"rotated {name} joined", out, passing)
+    return t.cast(f"rotated {name}", out, x.width)
 
 
-def _attend(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array, shared: Shared) -> Array:
-    return _flash(t, spec, query, key, value)
+# ---- attention ----
+
+
+def attend(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array) -> Array:
+    """The attention interface: [b, a, s, d] each, as the model's ``attn_implementation`` has it."""
+    implementation = t.hf.spec.attn_implementation
+    if implementation == "eager":
+        return _eager(t, spec, query, key, value)
+    if implementation == "flash_attention_2":
+        return _flash(t, spec, query, key, value)
+    masked = needs_mask(t.hf.spec, spec.window_size, t.r.ctx.seq, packed=t.r.ctx.packed)
+    kernel = t.hf.spec.sdpa_kernel or ("efficient" if masked else "flash")
+    if kernel == "flash" and not masked:
+        return _flash(t, spec, query, key, value)
+    return _efficient(t, spec, query, key, value, masked=masked)
+
+
+def needs_mask(spec: Any, window: int | None, seq: Any, *, packed: bool = False) -> bool:
+    """Whether sdpa is handed a mask [b, 1, s, s] (``masking_utils.py: create_causal_mask, _ignore_causal_mask_sdpa``).
+
+    Without a mask in the batch, releases before 5 make one of the positions, in case sequences are packed
+    (``find_packed_sequence_indices``).
+    """
+    if spec.attention_mask == "padded" or packed:
+        return True
+    if spec.attention_mask == "none" and PACKING_TAKEN_FOR_GRANTED(spec) and not spec.use_cache:
+        return True
+    return window is not None and bool(seq >= window)
+
+
+def PACKING_TAKEN_FOR_GRANTED(spec: Any) -> bool:
+    return (4, 54) <= spec.transformers_version < (5, 0)
 
 
 def _flash(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array) -> Array:
@@ -73,3 +155,71 @@ def _flash(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
         saves=(query.tensor, key.tensor, value.tensor, lse, seeds), also=(lse, seeds), save_output=True,
         backward_workspace=scratch,
     )
+
+
+def _efficient(
+    t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array, *, masked: bool
+) -> Array:
+    """The memory-efficient kernel: keys and values of every query head, and in every layer the mask in the dtype of the
+    scores (torch ``native/transformers/attention.cpp: convert_boolean_attn_mask``), which it keeps.
+
+    Its backward sums the query's gradient in fp32 (``mem_eff_attention/kernel_backward.h: kNeedsAccumGradQ``).
+    """
+    ctx = t.r.ctx
+    key, value = _repeated(t, spec, key, value)
+    rows = ctx.tokens * spec.num_attention_heads
+    lse = t.tape.tensor("softmax log-sum-exp", FP32 * rows, grad=False)
+    seeds = t.tape.tensor("seed and offset of dropout", 16, grad=False)
+    mask = ()
+    if masked:
+        mask = (t.constant("attention bias of the mask", ctx.batch * ctx.seq * ctx.seq, query.width).tensor,)
+    out = t.make(
+        "attention output", (query, key, value), rows * spec.value_channels, query.width,
+        saves=(query.tensor, key.tensor, value.tensor, *mask, lse, seeds), also=(lse, seeds), save_output=True,
+        backward_workspace=FP32 * query.elements + FP32 * rows,
+    )
+    t.keep_alive(key, value)
+    return out
+
+
+def _repeated(t: Torch, spec: AttentionSpec, key: Array, value: Array) -> tuple[Array, Array]:
+    """``repeat_kv``: a copy for every query head, where groups share keys and values."""
+    times = spec.num_attention_heads // spec.num_query_groups
+    if times == 1:
+        return key, value
+    return t.copy("keys of every head", key, times), t.copy("values of every head", value, times)
+
+
+def _eager(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array) -> Array:
+    """Scores [b, a, s, s]: softmax in fp32 is kept, and its copy in the model's dtype.
+
+    ``torch.matmul`` multiplies contiguous batches of heads: of more than one sequence it copies queries, and keys and
+    values too where ``repeat_kv`` did not.
+    """
+    ctx = t.r.ctx
+    key, value = _repeated(t, spec, key, value)
+    variables = [key, value]
+    scores = ctx.tokens * ctx.seq * spec.num_attention_heads
+    several = ctx.batch > 1
+    shared = spec.num_attention_heads != spec.num_query_groups
+    left = t.copy("contiguous queries", query) if several else query
+    right = t.copy("contiguous keys", key) if several and not shared else key
+    products = t.matmul("products of queries and keys", left, right, scores)
+    logits = t.scale("attention scores", products)
+    if t.hf.family.softcapped:
+        for what in ("divided", "tanh", "multiplied"):
+            before = logits
+            logits = (t.saves_output if what == "tanh" else t.scale)(f"attention scores, {what}", logits)
+            t.keep_alive(before)
+    masked = t.make("masked scores", (logits,), scores, logits.width, alias=True)
+    t.keep_alive(logits)
+    wide = t.cast("masked scores in fp32", masked, FP32)
+    probabilities = t.saves_output("attention probabilities in fp32", wide)
+    narrow = t.cast("attention probabilities", probabilities, query.width)
+    t.keep_alive(masked, probabilities)
+    narrow = t.dropout("attention dropout", narrow, ctx.attention_dropout)
+    right = t.copy("contiguous values", value) if several and not shared else value
+    out = t.matmul("attention output by head", narrow, right, ctx.tokens * spec.num_attention_heads * spec.value_channels)
+    done = t.copy("attention output", out)
+    t.keep_alive(*variables, narrow)
+    return done

@@ -11,7 +11,7 @@ from bridge_memory.inventory.transformers.attention import Shared, record_attent
 from bridge_memory.inventory.transformers.loss import record_output
 from bridge_memory.inventory.transformers.mlp import record_mlp
 from bridge_memory.inventory.transformers.norms import norm
-from bridge_memory.inventory.transformers.ops import Array, Torch
+from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
 
 #: Prefix of a decoder layer's names.
@@ -19,27 +19,37 @@ LAYER_PREFIX = "model.layers.{}."
 
 
 def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
-    """Token embeddings, and what the model makes once for all layers: rotary tables, the mask."""
+    """Token embeddings, and the rotary tables, which the model makes once for all layers."""
     rotary = model.rotary_dim if model.position_embedding_type == "rope" else 0
+    windows = any(isinstance(kind.mixer, AttentionSpec) and kind.mixer.window_size for kind in model.layers)
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.EMBEDDING
         t = Torch(r)
         v, h, tokens = r.ctx.padded_vocab, r.ctx.hidden_size, r.ctx.tokens
-        r.parameter("model.embed_tokens.weight", (v, h), use=Use.EMBEDDING)
+        r.parameter(f"{t.hf.family.prefix}embed_tokens.weight", (v, h), use=Use.EMBEDDING)
         ids = t.input("token ids", tokens, 8, grad=False, counted=False)
         x = t.make(
             "input embeddings", (ids,), tokens * h, t.parameter_width, trains=True, saves=(ids.tensor,),
             backward_workspace=v * h * t.parameter_width,
         )
-        if rotary:
-            for name in ("cos", "sin"):
-                table = t.constant(f"rotary table: {name}", r.ctx.seq * rotary, t.parameter_width)
-                # Layers keep it.
-                t.tape.op(f"rotary table: {name}, kept by layers", table.tensor, (), saves=(table.tensor,))
+        if t.hf.family.scaled_embeddings:
+            x = t.scale("input embeddings, scaled", x)
+        for name in _table_names(t) if rotary else ():
+            table = t.constant(name, r.ctx.seq * rotary, table_width(t))
+            # Layers keep it.
+            t.tape.op(f"{name}, kept by layers", table.tensor, (), saves=(table.tensor,))
         t.tape.output(x.tensor)
 
-    return block(ctx, ("transformers embedding", rotary), record)
+    def _table_names(t: Torch) -> tuple[str, ...]:
+        names = ("rotary table: cos", "rotary table: sin")
+        return (*names, *(f"{name} of sliding layers" for name in names)) if t.hf.family.local_rotary else names
+
+    return block(ctx, ("transformers embedding", rotary, windows), record)
+
+
+def table_width(t: Torch) -> int:
+    return FP32 if t.hf.family.rotary_in_fp32 else t.parameter_width
 
 
 def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) -> Block:
@@ -60,28 +70,40 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
 def _shared(t: Torch) -> Shared:
     ctx = t.r.ctx
     cos, sin = (
-        t.input(f"rotary table: {name}", ctx.seq, t.parameter_width, grad=False, counted=False)
+        t.input(f"rotary table: {name}", ctx.seq * ctx.rotary_dim, table_width(t), grad=False, counted=False)
         for name in ("cos", "sin")
     )
     return Shared(cos, sin)
 
 
 def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array:
-    r, ctx = t.r, t.r.ctx
-    tokens, h = ctx.tokens, ctx.hidden_size
+    """``LlamaDecoderLayer.forward``, with the norms of the family."""
+    r = t.r
     mixer, ffn = layer.mixer, layer.ffn
     assert isinstance(mixer, AttentionSpec) and isinstance(ffn, MLPSpec)
+    before, after, before_ffn, after_ffn = t.hf.family.norms
     r.tape.part = Part.ATTENTION
-    normed = norm(t, "input_layernorm", x, tokens, h)
-    y = record_attention(t, mixer, normed, shared)
-    t.keep_alive(normed)
-    residual = t.add("hidden states after attention", x, y)
-    t.keep_alive(y)
+    y = _normed(t, before, x)
+    y, entered = record_attention(t, mixer, y, shared), y
+    t.keep_alive(entered)
+    x = _added(t, "hidden states after attention", x, _normed(t, after, y))
     r.tape.part = Part.MLP
-    normed = norm(t, "post_attention_layernorm", residual, tokens, h)
-    y = record_mlp(t, ffn, normed)
-    t.keep_alive(normed)
-    out = t.add("hidden states after the MLP", residual, y)
+    y = _normed(t, before_ffn, x)
+    y, entered = record_mlp(t, ffn, y), y
+    t.keep_alive(entered)
+    return _added(t, "hidden states after the MLP", x, _normed(t, after_ffn, y))
+
+
+def _normed(t: Torch, name: str, x: Array) -> Array:
+    return norm(t, name, x, t.r.ctx.tokens, t.r.ctx.hidden_size) if name else x
+
+
+def _added(t: Torch, name: str, residual: Array, y: Array) -> Array:
+    """``residual + dropout(y)``; both are variables meanwhile."""
+    term = t.dropout(f"{name}: dropout", y, t.r.ctx.hidden_dropout)
+    if t.hf.family.scaled_residuals:
+        term = t.scale(f"{name}: scaled", term)
+    out = t.add(name, residual, term)
     t.keep_alive(residual, y)
     return out
 
@@ -93,7 +115,7 @@ def final_norm_block(ctx: BlockContext) -> Block:
         r.tape.part = Part.FINAL_NORM
         t = Torch(r)
         x = t.input("hidden_states", r.ctx.tokens * r.ctx.hidden_size, r.ctx.residual)
-        r.tape.output(norm(t, "model.norm", x, r.ctx.tokens, r.ctx.hidden_size).tensor)
+        r.tape.output(norm(t, f"{t.hf.family.prefix}norm", x, r.ctx.tokens, r.ctx.hidden_size).tensor)
         t.keep_alive(x)
 
     return block(ctx, ("transformers final norm",), record)

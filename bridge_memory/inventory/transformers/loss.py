@@ -18,6 +18,15 @@ def record_output(t: Torch, x: Array, *, output_bias: bool, own_weight: bool) ->
     if output_bias:
         r.parameter("lm_head.bias", (v,))
     logits = t.linear("lm_head", x, tokens, h, v, declare=False, label="logits")
+    raw = logits
+    if t.hf.family.softcapped:
+        for what in ("divided", "tanh", "multiplied"):
+            before = logits
+            logits = (t.saves_output if what == "tanh" else t.scale)(f"logits, {what}", logits)
+            t.keep_alive(before)
+    elif t.hf.family.scaled_residuals:
+        logits = t.scale("logits, divided", logits)
+        t.keep_alive(raw)
     wide = t.cast("logits in fp32", logits, FP32)
     targets = t.constant("shifted labels", tokens, 8)
     log_probabilities = t.saves_output("log-softmax of the logits", wide)

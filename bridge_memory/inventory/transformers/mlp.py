@@ -1,9 +1,11 @@
 """Dense feed-forward blocks of transformers' classes, unfused: gate, up, activated gate and product are kept.
 
-Source: ``models/llama/modeling_llama.py: LlamaMLP``.
+Source: ``models/llama/modeling_llama.py: LlamaMLP``, ``models/phi3/modeling_phi3.py: Phi3MLP``.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from bridge_memory.inventory.transformers.ops import Array, Torch
 from bridge_memory.spec import MLPSpec
@@ -11,12 +13,33 @@ from bridge_memory.spec import MLPSpec
 
 def record_mlp(t: Torch, spec: MLPSpec, x: Array) -> Array:
     """[T, h] -> [T, h]."""
+    h = t.r.ctx.hidden_size
+    if t.hf.family.fused_gate_up:
+        return _joined(t, spec, x)
+    return gated_mlp(t, "mlp", x, t.r.ctx.tokens, h, spec.ffn_hidden_size, bias=spec.add_bias)
+
+
+def gated_mlp(
+    t: Torch, module: str, x: Array, rows: Any, width: Any, f: Any, *, bias: bool = False, expert: bool = False
+) -> Array:
+    """``LlamaMLP.forward``: down(act(gate(x)) up(x)) in one expression."""
+    gate = t.linear(f"{module}.gate_proj", x, rows, width, f, bias=bias, expert=expert)
+    act = t.activation(f"{module} activation of the gate", gate)
+    up = t.linear(f"{module}.up_proj", x, rows, width, f, bias=bias, expert=expert)
+    product = t.mul(f"{module} product", act, up)
+    down = t.linear(f"{module}.down_proj", product, rows, f, width, bias=bias, expert=expert)
+    t.keep_alive(x)
+    return down
+
+
+def _joined(t: Torch, spec: MLPSpec, x: Array) -> Array:
+    """``Phi3MLP.forward``: gate and up are views of one output, which stays a variable's."""
     ctx = t.r.ctx
     h, f, rows = ctx.hidden_size, spec.ffn_hidden_size, ctx.tokens
-    gate = t.linear("mlp.gate_proj", x, rows, h, f, bias=spec.add_bias)
+    both = t.linear("mlp.gate_up_proj", x, rows, h, 2 * f, bias=spec.add_bias)
+    gate, up = t.split("mlp gate and up", both, rows * f, rows * f)
     act = t.activation("mlp activation of the gate", gate)
-    up = t.linear("mlp.up_proj", x, rows, h, f, bias=spec.add_bias)
-    product = t.mul("mlp product", act, up)
+    product = t.mul("mlp product", up, act)
     down = t.linear("mlp.down_proj", product, rows, f, h, bias=spec.add_bias)
-    t.keep_alive(x)
+    t.keep_alive(x, both, product)
     return down

@@ -13,17 +13,51 @@ from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 def norm(t: Torch, name: str, x: Array, rows: Any, width: Any) -> Array:
     """[rows, width] in, the same out."""
     kind = t.hf.family.norm
+    if kind == "olmo":
+        return _without_weights(t, name, x, rows)
+    if kind == "layernorm":
+        return layer_norm(t, name, x, rows, width)
     t.r.parameter(f"{name}.weight", (width,))
-    normed, x32 = _normed(t, name, x, rows)
-    out = t.mul_weight(f"{name} output", t.cast(f"{name} normed", normed, x.width), f"{name}.weight", width)
-    t.keep_alive(x, normed)
-    assert kind == "llama"
+    normed = _normed(t, name, x, rows)
+    if kind == "llama":
+        narrow = t.cast(f"{name} normed", normed, x.width)
+        out = t.mul_weight(f"{name} output", narrow, f"{name}.weight")
+    else:
+        scale = ()
+        if kind == "gemma" and normed.differentiable:
+            scale = (t.constant(f"{name}: one plus weight in fp32", width, FP32).tensor,)
+        wide = t.mul_weight(f"{name} times weight in fp32", normed, f"{name}.weight", width=FP32, also_keeps=scale)
+        out = t.cast(f"{name} output", wide, x.width)
+    t.keep_alive(x, normed if kind == "llama" else None)
     return out
 
 
-def _normed(t: Torch, name: str, x: Array, rows: Any) -> tuple[Array, Array]:
-    """x over its root mean square, in fp32; and x in fp32."""
+def _normed(t: Torch, name: str, x: Array, rows: Any) -> Array:
+    """x over its root mean square, in fp32."""
     x32 = t.cast(f"{name} input in fp32", x, FP32)
     variance = t.mean(f"{name} variance", t.square(f"{name} squares", x32), rows)
     deviation = t.rsqrt(f"{name} rstd", variance)
-    return t.mul(f"{name} normed in fp32", x32, deviation, broadcast=True), x32
+    return t.mul(f"{name} normed in fp32", x32, deviation, broadcast=True)
+
+
+def _without_weights(t: Torch, name: str, x: Array, rows: Any) -> Array:
+    """``models/olmo/modeling_olmo.py: OlmoLayerNorm``."""
+    x32 = t.cast(f"{name} input in fp32", x, FP32)
+    statistics = tuple(t.tape.tensor(f"{name} {what}", FP32 * rows, grad=False) for what in ("mean", "rstd"))
+    wide = t.make(
+        f"{name} normed in fp32", (x32,), x.elements, FP32, saves=(x32.tensor, *statistics), also=statistics,
+    )
+    out = t.cast(f"{name} output", wide, x.width)
+    t.keep_alive(x)
+    return out
+
+
+def layer_norm(t: Torch, name: str, x: Array, rows: Any, width: Any) -> Array:
+    """``nn.LayerNorm``: keeps its input, and means and reciprocal deviations in fp32."""
+    t.r.parameter(f"{name}.weight", (width,))
+    t.r.parameter(f"{name}.bias", (width,))
+    statistics = tuple(t.tape.tensor(f"{name} {what}", FP32 * rows, grad=False) for what in ("mean", "rstd"))
+    return t.make(
+        f"{name} output", (x,), x.elements, x.width, saves=(x.tensor, *statistics), also=statistics,
+        trains=t.trains(f"{name}.weight"),
+    )

@@ -119,17 +119,19 @@ class Torch:
             backward_workspace=whole - b.bytes if broadcast and b.differentiable else 0,
         )
 
-    def mul_weight(self, name: str, x: Array, weight: str, features: Any, *, width: int | None = None) -> Array:
-        """By a parameter of ``features`` elements, whose gradient is a product first; ``width``: the parameter's
-        as it is multiplied."""
+    def mul_weight(
+        self, name: str, x: Array, weight: str, *, width: int | None = None, also_keeps: tuple[Tensor, ...] = (),
+    ) -> Array:  # fmt: skip
+        """By a parameter, one value a feature, whose gradient is as large as the product first; ``width``: the
+        parameter's as it is multiplied."""
         weight_width = self.parameter_width if width is None else width
         out_width = max(x.width, weight_width)
         x = self.widened(x, out_width)
         trains = self.trains(weight)
         nbytes = x.elements * out_width
         return self.make(
-            name, (x,), x.elements, out_width, saves=(x.tensor,) if trains else (), trains=trains,
-            backward_workspace=nbytes if trains else 0,
+            name, (x,), x.elements, out_width, saves=(x.tensor, *also_keeps) if trains else also_keeps,
+            trains=trains, backward_workspace=nbytes if trains else 0,
         )
 
     def square(self, name: str, x: Array) -> Array:
