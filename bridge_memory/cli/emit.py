@@ -7,8 +7,7 @@ import json
 import shlex
 from typing import Any
 
-from bridge_memory.cli.engine_files import FLAG_OF
-from bridge_memory.cli.run_flags import FLAGS, MODEL_FLAGS, PACKAGES, spelling
+from bridge_memory.cli.run_flags import FLAG_OF, FLAGS, MODEL_FLAGS, PACKAGES, spelling
 from bridge_memory.plan.space import AXES
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.fields import called

@@ -1,28 +1,12 @@
-"""Flags that name the configuration files people have, and what the files add to the flags beside them."""
+"""The configuration files that flags name, and what they add to the flags beside them."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from bridge_memory.cli.run_flags import spelling_or_name
+from bridge_memory.cli.run_flags import FILES, spelling_or_name
 from bridge_memory.spec import ModelSpec, SpecError, show
-
-#: Keyword of ``settings_from_files`` and argparse's name -> the flag, its help.
-FILES = {
-    "deepspeed": ("--deepspeed", "DeepSpeed's JSON; \"auto\" as the HF Trainer fills it in"),
-    "accelerate": ("--accelerate", "accelerate's YAML (`accelerate config`)"),
-    "training_args": ("--training-args", "Hugging Face TrainingArguments, as JSON or YAML"),
-    "torchtitan": ("--torchtitan", "torchtitan's TOML; MODEL may be left out where it names one that is known"),
-}  # fmt: skip
-FLAG_OF = {name: flag for name, (flag, _) in FILES.items()}
-
-
-def add_file_arguments(parser: Any) -> None:
-    """Declare a flag for each kind of file."""
-    for name, (flag, text) in FILES.items():
-        parser.add_argument(flag, dest=name, metavar="FILE", help=text)
-
 
 def named(args: argparse.Namespace) -> dict[str, str]:
     """Kind -> path of the files that were named."""

@@ -11,10 +11,11 @@ from dataclasses import replace
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.cli.engine_files import FLAG_OF, model_of_files, with_files
+from bridge_memory.cli.engine_files import model_of_files, with_files
 from bridge_memory.cli.run_flags import (
     DEFAULT_LORA_DIM,
     DEFAULT_SEQ_LENGTH,
+    FLAG_OF,
     MODEL_FLAGS,
     PACKAGES,
     SPECS,
