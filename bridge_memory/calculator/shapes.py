@@ -7,7 +7,7 @@ from functools import cache
 from math import log
 from typing import Any
 
-from bridge_memory.calculator.form import ModelConfig
+from bridge_memory.calculator.form import ModelConfig, parameter_count
 from bridge_memory.inventory.counts import model_parameters
 from bridge_memory.readers import model_from_hf_config, resolve_model
 from bridge_memory.readers.presets import find_presets
@@ -40,7 +40,7 @@ def model_of(config: ModelConfig) -> tuple[ModelSpec, list[str]]:
     if config.hidden_size and config.num_layers:
         model, more = _of_sizes(config)
     elif config.num_parameters:
-        model, more = nearest(float(config.num_parameters))
+        model, more = nearest(parameter_count(config.num_parameters))
     else:
         raise SpecError(
             "model: it has neither num_parameters nor hidden_size and num_layers; give them, or a preset as name "
@@ -68,8 +68,8 @@ def nearest(parameters: float) -> tuple[ModelSpec, list[str]]:
 
 
 def _of_sizes(config: ModelConfig) -> tuple[ModelSpec, list[str]]:
-    """A decoder of these sizes. Its FFN width is what makes the count right; where the count is that of a GPT-2 (its FFN
-    of 4h without a gate, tied embeddings), a GPT-2."""
+    """A Llama of these sizes. Its FFN width is what makes the count right, and embeddings are tied where it is then nearer
+    to the usual 8/3 of hidden_size (which has as many parameters as 4 of it without a gate)."""
     h, layers, vocab = config.hidden_size or 1, config.num_layers or 1, config.vocab_size
     heads = config.num_attention_heads
     if heads is None:
@@ -80,7 +80,7 @@ def _of_sizes(config: ModelConfig) -> tuple[ModelSpec, list[str]]:
         "hidden_size": h, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": vocab,
         "max_position_embeddings": config.max_seq_len, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
     }  # fmt: skip
-    wanted = None if config.num_parameters is None else float(config.num_parameters)
+    wanted = None if config.num_parameters is None else parameter_count(config.num_parameters)
     if config.moe_enabled:
         return _experts(config, common, wanted)
     if wanted is None:
@@ -93,18 +93,11 @@ def _of_sizes(config: ModelConfig) -> tuple[ModelSpec, list[str]]:
         each = (wanted - vocab * h * (1 if tied else 2) - h) / layers - attention - norms
         options.append((each / (3 * h), tied))
     width, tied = min(options, key=lambda option: abs(log(max(option[0], 1) / (8 / 3 * h))))
-    gpt2 = vocab * h + config.max_seq_len * h + layers * (12 * h * h + 13 * h) + 2 * h
-    if not 1.0 * h <= width <= 8 * h and abs(gpt2 - wanted) > ALIKE * wanted:
+    if not h <= width <= 8 * h:
         raise SpecError(
             f"model.num_parameters ({wanted:.4g}) does not go with hidden_size {h}, num_layers {layers} and vocab_size "
             f"{vocab}: the FFN would be {width:.0f} wide; correct one of them"
         )
-    if abs(gpt2 - wanted) < 0.03 * wanted and not 2.2 * h <= width <= 4.5 * h:
-        model = model_from_hf_config({
-            "model_type": "gpt2", "n_embd": h, "n_layer": layers, "n_head": heads, "vocab_size": vocab,
-            "n_positions": config.max_seq_len,
-        }, config.name)  # fmt: skip
-        return model, [f"a GPT-2 of these sizes ({model_parameters(model)[0] / 1e9:.3g} B parameters)"]
     rounded = max(64, round(width / 64) * 64)
     words = f"a Llama of these sizes with an FFN of {rounded}{', tied embeddings' if tied else ''}"
     return _llama(config, {**common, "intermediate_size": rounded, "tie_word_embeddings": tied}, words, wanted)
@@ -141,4 +134,5 @@ def _experts(
     count = model_parameters(model)[0]
     asked = "" if wanted is None else f"; num_parameters says {wanted / 1e9:.4g} B, which the sizes decide here"
     kind = "Qwen2-MoE" if shared else "Mixtral"
-    return model, [f"a {kind} of these sizes, every layer with experts of {width}: {count / 1e9:.4g} B parameters{asked}"]
+    words = f"a {kind} of these sizes, every layer with experts of {width}: {count / 1e9:.4g} B parameters{asked}"
+    return model, [words]

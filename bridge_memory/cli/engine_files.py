@@ -8,6 +8,7 @@ from typing import Any
 from bridge_memory.cli.run_flags import FILES, spelling_or_name
 from bridge_memory.spec import ModelSpec, SpecError, show
 
+
 def named(args: argparse.Namespace) -> dict[str, str]:
     """Kind -> path of the files that were named."""
     return {name: path for name in FILES if (path := getattr(args, name, None)) is not None}

@@ -54,9 +54,7 @@ def read_fsdp(
         engine = "fsdp1"
     else:
         engine = "fsdp2"
-        if section.flag(key("forward_prefetch"), False, words=True):
-            section.problem(key("forward_prefetch"), "is true, which accelerate refuses with FSDP2", "drop it")
-        for old in ("backward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers"):
+        for old in ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers"):
             if section.has(key(old)):
                 section.ignore(key(old))
                 notes.assume(f"{section.named(key(old))} does nothing with FSDP2")

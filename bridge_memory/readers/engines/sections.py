@@ -165,8 +165,9 @@ class Section:
             return default
         found = next((name for name in known if isinstance(value, str) and name.lower() == value.lower()), None)
         if found is None:
-            near = get_close_matches(str(value).lower(), known, n=1) if isinstance(value, str) else []
-            self.problem(key, f"is {show(value)}, which is unknown", _use(near, known))
+            lower = {name.lower(): name for name in known}
+            near = get_close_matches(value.lower(), lower, n=1) if isinstance(value, str) else []
+            self.problem(key, f"is {show(value)}, which is unknown", _use([lower[name] for name in near], known))
             return default
         return found
 
@@ -209,4 +210,4 @@ class Section:
 
 def _use(near: Sequence[str], known: Sequence[str]) -> str:
     listed = ", ".join(known)
-    return f"did you mean {near[0]}, of {listed}?" if near else f"use one of {listed}"
+    return f"did you mean {near[0]}?" if near else f"use one of {listed}"

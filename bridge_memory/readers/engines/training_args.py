@@ -19,6 +19,7 @@ from bridge_memory.readers.engines.settings import Settings, Told
 from bridge_memory.spec import show
 from bridge_memory.spec.gaps import Effect
 
+
 class Optimizer(NamedTuple):
     """Which optimizer a word of ``optim`` means, and how it updates."""
 
@@ -60,7 +61,7 @@ HARMLESS: dict[str, str] = {
         log_on_each_node report_to disable_tqdm save_strategy save_steps save_total_limit save_safetensors
         save_on_each_node save_only_model restore_callback_states_from_checkpoint load_best_model_at_end
         metric_for_best_model greater_is_better enable_jit_checkpoint resume_from_checkpoint eval_steps eval_delay
-        eval_on_start eval_use_gather_object eval_do_concat_batches batch_eval_metrics include_for_metrics
+        eval_on_start per_device_eval_batch_size eval_accumulation_steps eval_use_gather_object eval_do_concat_batches batch_eval_metrics include_for_metrics
         include_inputs_for_metrics include_tokens_per_second include_num_input_tokens_seen prediction_loss_only
         do_train do_predict past_index label_names use_legacy_prediction_loop
     """,
@@ -138,8 +139,7 @@ def read_training_args(
     else:
         if top.has("fsdp_config") and top.raw("fsdp_config"):
             notes.assume("fsdp_config does nothing without fsdp")
-        settings.set(precision__params_dtype="fp32", transformers__autocast=mixed)
-        _ddp(top, settings, checkpointing)
+        _as_launched(top, settings, mixed, checkpointing)
     top.ignore("fsdp_config", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_static_graph")
     known = [*_READ, *(name for names in HARMLESS.values() for name in names.split())]
     top.ignore(*OF_SCRIPTS.split())
@@ -217,7 +217,7 @@ def _unmodelled(top: Section) -> None:
     if top.flag("do_eval") or str(evaluates).lower() not in ("no", "false"):
         top.notes.gap("eval_strategy: evaluation, whose batches and gathered logits are apart from training steps",
                       Effect.UP, outside=True)
-    top.ignore("per_device_eval_batch_size", "eval_accumulation_steps", "evaluation_strategy")
+    top.ignore("evaluation_strategy")
     if top.flag("use_cpu"):
         top.notes.refuse("use_cpu", "is true: nothing runs on a GPU", "set it to false")
     accelerator = top.raw("accelerator_config")
@@ -232,9 +232,19 @@ def _unmodelled(top: Section) -> None:
                           "step of accumulation", Effect.DOWN)
 
 
-def _ddp(top: Section, settings: Settings, checkpointing: bool) -> None:
-    """``trainer.py``: unused parameters are looked for unless layers are checkpointed, or the user says."""
+def _as_launched(top: Section, settings: Settings, mixed: str | None, checkpointing: bool) -> None:
+    """Neither DeepSpeed nor FSDP by their own words: what ``accelerate launch`` started, else DDP. The Trainer's mixed
+    precision wins over the launcher's. DDP looks for unused parameters unless layers are checkpointed, or the user says
+    (``trainer.py``)."""
+    if settings.engine in ("fsdp1", "fsdp2"):
+        settings.set(fsdp__param_dtype=mixed, fsdp__reduce_dtype=mixed)
+        return
+    if settings.engine in ("zero1", "zero2", "zero3"):
+        settings.set(precision__params_dtype=mixed)
+        return
+    settings.notes.assume("weights loaded in fp32, as transformers 4 does unless told (--precision)")
     settings.set(
+        data_parallel__engine=settings.engine or "ddp", precision__params_dtype="fp32", transformers__autocast=mixed,
         ddp__find_unused_parameters=top.flag("ddp_find_unused_parameters", not checkpointing),
         ddp__bucket_cap_mb=top.number("ddp_bucket_cap_mb"), ddp__static_graph=top.flag("ddp_static_graph", None),
     )  # fmt: skip
