@@ -9,6 +9,7 @@ from typing import Any
 
 from bridge_memory.cli.run_flags import FLAG_OF, FLAGS, MODEL_FLAGS, PACKAGES, spelling
 from bridge_memory.plan.space import AXES
+from bridge_memory.releases import release_words
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.fields import called
 from bridge_memory.spec.run import GROUPS
@@ -45,6 +46,8 @@ def _words(flag: str, value: Any, separator: str) -> list[str]:
         return [flag]
     if value is False:
         return ["--no-" + flag.removeprefix("--")]
+    if isinstance(value, tuple) and value and type(value[0]) is int:
+        return [flag, release_words(value)]
     if isinstance(value, tuple):
         return [flag, *value] if separator == " " else [flag, separator.join(value)]
     return [flag, str(value)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, NamedTuple
 
+from bridge_memory.releases import parse_release
 from bridge_memory.spec.fields import Rule, rules_of
 from bridge_memory.spec.run import GROUPS
 
@@ -22,6 +23,8 @@ _TITLES = {
     "parallel": "parallelism", "batch": "batch", "precision": "precision", "optimizer": "optimizer",
     "data_parallel": "gradients and data parallelism", "peft": "adapters",
     "recompute": "activation recomputation", "implementation": "implementation",
+    "transformers": "Hugging Face transformers", "ddp": "PyTorch DDP", "fsdp": "PyTorch FSDP",
+    "deepspeed": "DeepSpeed ZeRO",
 }  # fmt: skip
 #: Groups of a RunSpec that flags describe.
 SPECS = {name: GROUPS[name] for name in _TITLES}
@@ -90,6 +93,13 @@ FLAGS = (
     Flag("--overlap-grad-reduce", "data_parallel.overlap_grad_reduce", "reduce gradients in buckets"),
     Flag("--overlap-param-gather", "data_parallel.overlap_param_gather", "gather parameters in buckets"),
     Flag("--ddp-bucket-size", "data_parallel.bucket_size", "elements of a gradient bucket"),
+    Flag("--sync-each-batch", "data_parallel.sync_each_batch",
+         "DDP and FSDP reduce gradients in every microbatch (default: in the last of a step)"),
+    Flag("--torch-implementation", "optimizer.torch_implementation",
+         "how torch's own optimizers update (default: foreach, torch's)"),
+    Flag("--paged", "optimizer.paged", "bitsandbytes' paged optimizer states"),
+    Flag("--clip-grad --max-grad-norm --gradient-clipping", "optimizer.clip_grad",
+         "norm to which gradients are clipped", metavar="NORM"),
     Flag("--use-precision-aware-optimizer", "optimizer.use_precision_aware_optimizer",
          "optimizer states in the dtypes below"),
     Flag("--main-grads-dtype", "optimizer.main_grads_dtype", "dtype of main gradients (bf16: gradient buffers too)"),
@@ -115,7 +125,8 @@ FLAGS = (
          "modules that selective recomputation covers, such as core_attn,moe_act,layernorm", metavar="A,B"),
     Flag("--distribute-saved-activations", "recompute.distribute_saved_activations", "shard kept layer inputs over TP"),
     # Implementation
-    Flag("--transformer-impl", "implementation.transformer_impl", "which modules run"),
+    Flag("--transformer-impl --implementation", "implementation.transformer_impl",
+         "which modules run: megatron-core's with Transformer Engine or its local ones, or Hugging Face transformers'"),
     Flag("--attention-backend", "implementation.attention_backend", "attention kernels"),
     Flag("--cp-comm-type", "implementation.cp_comm_type", "how context parallelism exchanges"),
     Flag("--cross-entropy-loss-fusion", "implementation.cross_entropy_loss_fusion", "fused cross entropy"),
@@ -147,6 +158,73 @@ FLAGS = (
          "layers whose activations go to host memory"),
     Flag("--offload-modules", "implementation.offload_modules",
          "modules whose saved tensors go to host memory (fine-grained offloading)", metavar="A,B"),
+    # Hugging Face transformers
+    Flag("--transformers-version", "transformers.transformers_version", "release of transformers", metavar="X.Y"),
+    Flag("--attn-implementation", "transformers.attn_implementation", "attention of transformers' classes"),
+    Flag("--sdpa-kernel", "transformers.sdpa_kernel",
+         "kernel of torch's scaled_dot_product_attention (default: flash without a mask, efficient with one)"),
+    Flag("--gradient-checkpointing", "transformers.gradient_checkpointing", "decoder layers run again in backward"),
+    Flag("--use-reentrant", "transformers.use_reentrant",
+         "kind of gradient checkpointing (default: on before transformers 5)"),
+    Flag("--autocast", "transformers.autocast", "dtype of torch.autocast; parameters are in --precision, fp32"),
+    Flag("--attention-mask", "transformers.attention_mask", "what the batch says of padding"),
+    Flag("--use-cache", "transformers.use_cache", "keys and values are cached in training too"),
+    Flag("--keeps-outputs", "transformers.keeps_outputs", "the loop holds logits until backward is done"),
+    Flag("--liger-kernel", "transformers.liger_kernel", "kernels of liger-kernel in use", metavar="A,B"),
+    Flag("--torch-compile", "transformers.torch_compile", "torch.compile (not modelled)"),
+    Flag("--experts-implementation", "transformers.experts_implementation",
+         "how experts are multiplied from transformers 5 on"),
+    # Engines outside of megatron-core
+    Flag("--ddp-bucket-cap-mb", "ddp.bucket_cap_mb", "MiB of a gradient bucket (default: 25)", metavar="MIB"),
+    Flag("--gradient-as-bucket-view", "ddp.gradient_as_bucket_view", "gradients are views of their buckets"),
+    Flag("--ddp-static-graph", "ddp.static_graph", "the graph is the same in every step"),
+    Flag("--ddp-find-unused-parameters", "ddp.find_unused_parameters", "some parameters may have no gradient"),
+    Flag("--fsdp-sharding-strategy", "fsdp.sharding_strategy", "what FSDP1 divides (default: FULL_SHARD)"),
+    Flag("--fsdp-reshard-after-forward --reshard-after-forward", "fsdp.reshard_after_forward",
+         "FSDP2 divides parameters again after forward (default: but for the root's)"),
+    Flag("--fsdp-auto-wrap-policy", "fsdp.auto_wrap_policy", "which modules are units of their own"),
+    Flag("--fsdp-param-dtype", "fsdp.param_dtype", "dtype of gathered parameters, in which layers compute"),
+    Flag("--fsdp-reduce-dtype", "fsdp.reduce_dtype", "dtype in which gradients are reduced"),
+    Flag("--fsdp-forward-prefetch", "fsdp.forward_prefetch", "gather the next unit ahead in forward"),
+    Flag("--fsdp-backward-prefetch", "fsdp.backward_prefetch", "when backward gathers the next unit"),
+    Flag("--fsdp-limit-all-gathers", "fsdp.limit_all_gathers", "at most two all-gathers in flight (default: on)"),
+    Flag("--fsdp-use-orig-params", "fsdp.use_orig_params", "FSDP1 keeps the original parameters' views"),
+    Flag("--fsdp-offload-params --fsdp-cpu-offload", "fsdp.offload_params",
+         "parameters, gradients and optimizer states in host memory"),
+    Flag("--fsdp-pin-memory", "fsdp.pin_memory", "in pinned host memory (default: on)"),
+    Flag("--data-parallel-shard-degree --fsdp-shard-degree", "fsdp.shard_degree",
+         "ranks that divide parameters; others repeat them (default: all)"),
+    Flag("--zero-stage", "deepspeed.stage", "stage of ZeRO under engine megatron_deepspeed (default: 1)"),
+    Flag("--reduce-bucket-size", "deepspeed.reduce_bucket_size", "elements of DeepSpeed's reduction bucket"),
+    Flag("--allgather-bucket-size", "deepspeed.allgather_bucket_size", "elements gathered at once after a step"),
+    Flag("--overlap-comm", "deepspeed.overlap_comm", "reduce beside backward, with a second bucket"),
+    Flag("--contiguous-gradients", "deepspeed.contiguous_gradients", "gradients copied into the bucket (default: on)"),
+    Flag("--reduce-scatter", "deepspeed.reduce_scatter", "reduce only what a rank keeps (default: on)"),
+    Flag("--round-robin-gradients", "deepspeed.round_robin_gradients", "deal parameters out over partitions"),
+    Flag("--stage3-prefetch-bucket-size", "deepspeed.stage3_prefetch_bucket_size", "elements gathered ahead"),
+    Flag("--stage3-param-persistence-threshold", "deepspeed.stage3_param_persistence_threshold",
+         "elements up to which a parameter stays whole"),
+    Flag("--stage3-model-persistence-threshold", "deepspeed.stage3_model_persistence_threshold",
+         "elements of all parameters that stay whole"),
+    Flag("--stage3-max-live-parameters", "deepspeed.stage3_max_live_parameters", "elements whole at once"),
+    Flag("--stage3-max-reuse-distance", "deepspeed.stage3_max_reuse_distance",
+         "elements until its next use below which a parameter stays whole"),
+    Flag("--sub-group-size", "deepspeed.sub_group_size", "elements that the optimizer updates at once"),
+    Flag("--offload-optimizer-device", "deepspeed.offload_optimizer_device", "where optimizer states are kept"),
+    Flag("--offload-optimizer-pin-memory", "deepspeed.offload_optimizer_pin_memory", "in pinned memory (default: on)"),
+    Flag("--offload-optimizer-ratio", "deepspeed.offload_optimizer_ratio", "how much of them", metavar="FRACTION"),
+    Flag("--offload-param-device", "deepspeed.offload_param_device", "where parameters are kept"),
+    Flag("--offload-param-pin-memory", "deepspeed.offload_param_pin_memory", "in pinned memory (default: on)"),
+    Flag("--offload-param-buffer-count", "deepspeed.offload_param_buffer_count", "buffers of NVMe's parameters"),
+    Flag("--offload-param-buffer-size", "deepspeed.offload_param_buffer_size", "elements of each"),
+    Flag("--zero-hpz-partition-size", "deepspeed.zero_hpz_partition_size", "ranks of a secondary copy (ZeRO++)"),
+    Flag("--communication-data-type", "deepspeed.communication_data_type", "dtype of DeepSpeed's reductions"),
+    Flag("--grad-accum-dtype", "deepspeed.grad_accum_dtype", "dtype in which DeepSpeed keeps gradients"),
+    Flag("--bf16-master-weights-and-grads", "deepspeed.bf16_master_weights_and_grads",
+         "main parameters and gradients in bf16"),
+    Flag("--bf16-optimizer-states", "deepspeed.bf16_optimizer_states", "optimizer states in bf16"),
+    Flag("--stage3-gather-16bit-weights-on-model-save", "deepspeed.stage3_gather_16bit_weights_on_model_save",
+         "save whole weights"),
 )
 
 #: Megatron's switches that say one value of a field: spelling -> (field, value).
@@ -246,6 +324,8 @@ def _add(group: Any, flag: Flag, rule: Rule) -> None:
     kwargs: dict[str, Any] = {"dest": flag.field, "default": _UNSET, "help": flag.help}
     if bool in rule.types:
         kwargs["action"] = argparse.BooleanOptionalAction
+    elif rule.release:
+        kwargs |= {"type": _release, "metavar": flag.metavar}
     elif tuple in rule.types:
         kwargs |= {"type": _names, "metavar": flag.metavar}
     elif float in rule.types:
@@ -255,6 +335,13 @@ def _add(group: Any, flag: Flag, rule: Rule) -> None:
     else:
         kwargs |= {"choices": rule.names or None, "metavar": "|".join(rule.names) or flag.metavar}
     group.add_argument(*flag.names.split(), **kwargs)
+
+
+def _release(text: str) -> tuple[int, int]:
+    try:
+        return parse_release(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a release such as 4.57") from None
 
 
 def _integer(text: str) -> int:

@@ -15,7 +15,7 @@ from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Recordings, Size
 from bridge_memory.releases import MTP_CHECKPOINT_DIFFERENTIATES, MTP_DEPTHS_RECOMPUTED
 from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec
 from bridge_memory.spec.parts import RECOMPUTE_MODULES
-from bridge_memory.spec.transformers import FAMILIES, Family, TransformersSpec
+from bridge_memory.spec.transformers import Family, TransformersSpec, family_of
 
 #: Blocks that a library keeps; beyond them it starts anew.
 MOST_RECORDINGS = 4096
@@ -260,6 +260,6 @@ def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
 def _hugging_face(run: RunSpec) -> HuggingFace:
     spec = run.transformers
     return HuggingFace(
-        spec, FAMILIES[run.model.model_type], DTYPE_BYTES[spec.autocast or run.compute_dtype],
+        spec, family_of(run.model.model_type, spec), DTYPE_BYTES[spec.autocast or run.compute_dtype],
         run.model.share_embeddings_and_output_weights,
     )

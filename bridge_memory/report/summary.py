@@ -97,6 +97,8 @@ def _optimizer(run: RunSpec) -> str:
 
 def _recompute(run: RunSpec) -> str:
     r = run.recompute
+    if run.transformers.gradient_checkpointing:
+        return f"gradient checkpointing of every layer, {'' if run.transformers.reentrant else 'not '}reentrant"
     if r.granularity is None:
         return "none"
     if r.granularity == "selective":
@@ -109,8 +111,21 @@ def _recompute(run: RunSpec) -> str:
     )
 
 
+def _of_transformers(run: RunSpec) -> str:
+    i, spec = run.implementation, run.transformers
+    return _join(
+        f"transformers {release_words(spec.transformers_version)}",
+        f"{spec.attn_implementation} attention ({i.gpu_arch})",
+        f"autocast to {spec.autocast}" if spec.autocast else "",
+        f"liger-kernel: {' '.join(spec.liger_kernel)}" if spec.liger_kernel else "",
+        f"torch {release_words(i.torch)}" if i.torch else "",
+    )
+
+
 def _kernels(run: RunSpec) -> str:
     i = run.implementation
+    if i.hugging_face:
+        return _of_transformers(run)
     fused = f"{i.cross_entropy_fusion_impl} fused" if i.cross_entropy_loss_fusion else "unfused"
     away = 0 if run.model.hybrid else i.cpu_offloading_num_layers
     offloaded = f"{away} layers' activations offloaded" if away else ""

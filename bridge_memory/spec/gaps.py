@@ -146,6 +146,8 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
         )
     if impl.moe_apply_probs_on_input:
         yield Gap("moe_apply_probs_on_input: the scaled copy of the tokens", Effect.EITHER)
+    if run.implementation.hugging_face:
+        yield from _of_transformers(run)
     if precision.fp8 and (precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16):
         yield Gap("first_last_layers_bf16: the layers at the ends are counted in fp8 like the rest", Effect.EITHER)
     if optimizer.log_params_norm and optimizer.fused_main_parameters:
@@ -197,6 +199,19 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             f"q and k norms over all heads with tensor_model_parallel_size ({tp}): Megatron Bridge 0.3.1 runs them on "
             "one rank only; counted as divided over the ranks",
             Effect.UNKNOWN,
+        )
+
+
+def _of_transformers(run: RunSpec) -> Iterator[Gap]:
+    spec = run.transformers
+    if spec.torch_compile:
+        # What it fuses is not kept, and what it recomputes is its partitioner's choice.
+        yield Gap("torch_compile: fused operations keep less; counted as they run without it", Effect.DOWN)
+    if spec.attn_implementation == "flash_attention_2" and spec.attention_mask == "padded":
+        yield Gap(
+            "attention_mask (padded) with flash_attention_2: padding is taken out of queries, keys and values; counted "
+            "as if there were none",
+            Effect.EITHER,
         )
 
 
@@ -301,6 +316,8 @@ def idle_modules(model: ModelSpec, te: bool) -> dict[str, str]:
 
 def _supposed(run: RunSpec) -> Iterator[str]:
     impl = run.implementation
+    if impl.hugging_face:
+        yield from _supposed_of_transformers(run)
     if run.batch.packed_sequences:
         yield "packed sequences fill every micro batch: micro_batch_size x seq_length tokens"
     core, nearest = impl.megatron_core, nearest_known(impl.megatron_core)
@@ -326,3 +343,14 @@ def _supposed(run: RunSpec) -> Iterator[str]:
             f"cp_comm_type ({impl.cp_comm_type}) is taken with multi-latent attention, which Transformer Engine 2.11 "
             "refuses and 2.20 does not"
         )
+
+
+def _supposed_of_transformers(run: RunSpec) -> Iterator[str]:
+    spec = run.transformers
+    if spec.attn_implementation == "sdpa" and spec.sdpa_kernel is None:
+        yield (
+            "scaled_dot_product_attention runs FlashAttention where it is handed no mask, else the memory-efficient "
+            "kernel (--sdpa-kernel)"
+        )
+    if spec.attention_mask == "ones":
+        yield "batches come with an attention mask of ones, of which no mask of scores is made (--attention-mask)"

@@ -7,7 +7,7 @@ recorded in ``inventory/transformers``. A family that is not listed is refused b
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bridge_memory.spec.fields import Checked, choice, choices, flag, release
 from bridge_memory.spec.model import ModelSpec
@@ -101,13 +101,26 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(scaled_embeddings="embedding", scaled_residuals=True),
     "olmo": Family(norm="olmo", rotary_in_fp32=True),
     "olmo2": Family(norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True),
-    "olmo3": Family(norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True),
+    "olmo3": Family(norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True, local_rotary=True),
     "glm": Family(fused_gate_up=True, rotary="interleaved"),
     "glm4": Family(
         fused_gate_up=True, rotary="interleaved",
         norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     ),
 }
+#: What classes do otherwise from transformers 5 on.
+_FROM_5: dict[str, dict[str, Any]] = {
+    # Gemma*ScaledWordEmbedding takes the place of a variable.
+    "gemma": {"scaled_embeddings": "embedding"},
+    "gemma2": {"scaled_embeddings": "embedding"},
+    "olmo3": {"rotary_in_fp32": False},
+}
+
+
+def family_of(model_type: str, spec: TransformersSpec) -> Family:
+    """The family of a model type that is known, as the release has it."""
+    family = FAMILIES[model_type]
+    return family._replace(**_FROM_5.get(model_type, {})) if spec.transformers_version >= (5, 0) else family
 
 
 #: What a run has that transformers does not run.

@@ -19,13 +19,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma2": {"model_type": "gemma2", **TINY, "head_dim": 64, "tie_word_embeddings": True, "sliding_window": 4096},
     "gemma3": {
         "model_type": "gemma3_text", **TINY, "head_dim": 64, "tie_word_embeddings": True, "sliding_window": 4096,
+        "num_hidden_layers": 6,
     },
     "phi3": {"model_type": "phi3", **TINY, "sliding_window": None, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "granite": {"model_type": "granite", **TINY, "attention_multiplier": 0.1, "embedding_multiplier": 12.0,
                 "logits_scaling": 8.0, "residual_multiplier": 0.2},
     "olmo": {"model_type": "olmo", **TINY},
     "olmo2": {"model_type": "olmo2", **TINY},
-    "olmo3": {"model_type": "olmo3", **TINY, "sliding_window": 4096},
+    "olmo3": {"model_type": "olmo3", **TINY, "sliding_window": 4096, "num_hidden_layers": 4},
     "glm": {"model_type": "glm", **TINY, "head_dim": 32, "pad_token_id": 0},
     "glm4": {"model_type": "glm4", **TINY, "head_dim": 32, "pad_token_id": 0},
 }

@@ -21,7 +21,6 @@ LAYER_PREFIX = "model.layers.{}."
 def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
     """Token embeddings, and the rotary tables, which the model makes once for all layers."""
     rotary = model.rotary_dim if model.position_embedding_type == "rope" else 0
-    windows = any(isinstance(kind.mixer, AttentionSpec) and kind.mixer.window_size for kind in model.layers)
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.EMBEDDING
@@ -41,11 +40,12 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
             t.tape.op(f"{name}, kept by layers", table.tensor, (), saves=(table.tensor,))
         t.tape.output(x.tensor)
 
-    def _table_names(t: Torch) -> tuple[str, ...]:
-        names = ("rotary table: cos", "rotary table: sin")
-        return (*names, *(f"{name} of sliding layers" for name in names)) if t.hf.family.local_rotary else names
+    return block(ctx, ("transformers embedding", rotary), record)
 
-    return block(ctx, ("transformers embedding", rotary, windows), record)
+
+def _table_names(t: Torch) -> tuple[str, ...]:
+    names = ("rotary table: cos", "rotary table: sin")
+    return (*names, *(f"{name} of sliding layers" for name in names)) if t.hf.family.local_rotary else names
 
 
 def table_width(t: Torch) -> int:
@@ -61,10 +61,20 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
         r.tape.part = Part.LAYER_INPUT
         x = t.input("hidden_states", r.ctx.tokens * r.ctx.hidden_size, r.ctx.residual, grad=reached)
         shared = _shared(t)
+        if t.hf.spec.gradient_checkpointing and not t.hf.spec.reentrant:
+            t.last_saver = _last_saver(t)
         r.tape.output(_record_layer(t, layer, x, shared).tensor)
         t.keep_alive(x)
 
     return block(ctx, ("transformers layer", layer, reached), record)
+
+
+def _last_saver(t: Torch) -> str:
+    """The operation of a layer after which nothing is kept."""
+    last = t.hf.family.norms[-1]
+    if not last:
+        return "mlp.down_proj output"
+    return f"{last} output" if t.hf.family.norm == "llama" else f"{last} times weight in fp32"
 
 
 def _shared(t: Torch) -> Shared:

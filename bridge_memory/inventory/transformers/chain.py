@@ -1,14 +1,18 @@
-"""The whole model as transformers runs it, as one chunk: what its forward pass holds beside a layer.
+"""The whole model as transformers runs it, as one chunk: what its forward pass holds beside a layer, and checkpoints.
 
-Source: ``models/llama/modeling_llama.py: LlamaModel.forward, LlamaForCausalLM.forward``.
+Source: ``models/llama/modeling_llama.py: LlamaModel.forward, LlamaForCausalLM.forward``, ``modeling_layers.py:
+GradientCheckpointingLayer``, ``masking_utils.py``.
 """
 
 from __future__ import annotations
 
+from bridge_memory.components import Part, Provenance
+from bridge_memory.inventory.alive import BlockCost
 from bridge_memory.inventory.chain import ChunkInventory, EngineBytes, Label, Link, compose, plain_link, with_engine
 from bridge_memory.inventory.context import BlockContext
+from bridge_memory.inventory.transformers.attention import needs_mask
 from bridge_memory.inventory.transformers.blocks import embedding_block, final_norm_block, layer_block, output_block
-from bridge_memory.spec import ModelSpec
+from bridge_memory.spec import AttentionSpec, LayerSpec, ModelSpec
 from bridge_memory.spec.layout import ChunkShape
 
 
@@ -16,15 +20,29 @@ def hugging_face_chunk(
     model: ModelSpec, shape: ChunkShape, ctx: BlockContext, concurrent: EngineBytes | None
 ) -> ChunkInventory:
     """Retained bytes and peaks of the model for one microbatch."""
+    assert ctx.hugging_face is not None
+    spec, family = ctx.hugging_face.spec, ctx.hugging_face.family
     tied = model.share_embeddings_and_output_weights
-    links: list[tuple[Link, int]] = [(plain_link(embedding_block(model, ctx), Label.EMBEDDING), 1)]
-    layers = [(layer_block(kind, ctx), count) for kind, count in shape.layers]
-    # ``inputs_embeds`` is a variable of the model's forward; the first layer may keep it too.
-    held = 0 if layers and layers[0][0].cost.input_retained else ctx.hidden_bytes
-    for i, (found, count) in enumerate(layers):
-        link = plain_link(found, Label.LAYER)
+    masks = mask_bytes(model, ctx)
+    embedding = plain_link(embedding_block(model, ctx), Label.EMBEDDING)
+    if spec.gradient_checkpointing and masks:
+        # The arguments of every checkpoint hold them.
+        more = ((Part.ATTENTION, Provenance.FORMULA), masks)
+        embedding = embedding._replace(
+            retained=embedding.retained + masks, forward_peak=embedding.forward_peak + masks,
+            backward_peak=embedding.backward_peak + masks, backward_peak_held=embedding.backward_peak_held + masks,
+            more=(more,),
+        )
+        masks = 0
+    links: list[tuple[Link, int]] = [(embedding, 1)]
+    # ``inputs_embeds`` is a variable of the model's forward, from which scaled embeddings are apart.
+    unscaled = ctx.hidden_bytes if family.scaled_embeddings == "model" else 0
+    layers = [(_layer_link(kind, ctx), count) for kind, count in shape.layers]
+    kept = bool(shape.layers) and (spec.gradient_checkpointing or layer_block(shape.layers[0][0], ctx).cost.input_retained)
+    held = masks + (unscaled or (0 if kept else ctx.hidden_bytes))
+    for i, (link, count) in enumerate(layers):
         if i == 0:
-            links.append((link, 1))
+            links.append((_beside(link, masks + unscaled), 1))
             count -= 1
         if count:
             links.append((_beside(link, held), count))
@@ -35,6 +53,59 @@ def hugging_face_chunk(
     if concurrent is not None:
         links = with_engine(links, concurrent)
     return compose(links)
+
+
+def mask_bytes(model: ModelSpec, ctx: BlockContext) -> int:
+    """Masks that the model's forward makes and all layers share: booleans [b, 1, s, s], or in the model's dtype for
+    eager attention, of every kind of layer that there is (``masking_utils.py: sdpa_mask, eager_mask``)."""
+    assert ctx.hugging_face is not None
+    spec = ctx.hugging_face.spec
+    if spec.attn_implementation == "flash_attention_2":
+        return 0
+    windows = {mixer.window_size for mixer in _mixers(model)}
+    if spec.attn_implementation == "eager":
+        family = ctx.hugging_face.family  # those whose layers differ make both masks whatever layers there are
+        kinds = 2 if family.softcapped or family.local_rotary else len(windows)
+        return kinds * ctx.batch * ctx.seq * ctx.seq * ctx.act
+    made = [needs_mask(spec, window, ctx.seq, packed=ctx.packed) for window in windows]
+    return sum(made) * ctx.batch * ctx.seq * ctx.seq
+
+
+def _mixers(model: ModelSpec) -> list[AttentionSpec]:
+    return [kind.mixer for kind in dict.fromkeys(model.layers) if isinstance(kind.mixer, AttentionSpec)]
+
+
+def _layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
+    assert ctx.hugging_face is not None
+    spec = ctx.hugging_face.spec
+    found = layer_block(layer, ctx)
+    if not spec.gradient_checkpointing:
+        return plain_link(found, Label.LAYER)
+    return _checkpointed(found.cost, reentrant=spec.reentrant)
+
+
+def _checkpointed(cost: BlockCost, *, reentrant: bool) -> Link:
+    """A layer that keeps its input and runs again in backward (torch ``utils/checkpoint.py``).
+
+    Reentrant: a forward pass without gradients; the output made again, and its gradient, are variables of
+    ``CheckpointFunction.backward`` to its end. Else the forward pass keeps nothing of what it would save, and what is
+    made again stops at the last tensor that is saved (``_StopRecomputationError``): nothing holds the output.
+    """
+    kept, out = cost.input_bytes, cost.output_bytes
+    beside = 0 if cost.input_retained else kept
+    if reentrant:
+        again, back = cost.forward_peak + out, beside + cost.backward_peak_held + out
+    else:
+        again, back = (cost.before_landmark_forward or cost.forward_peak) + out, beside + cost.backward_peak
+    back_name = cost.backward_name if back >= again else _recomputed
+    return Link(
+        Label.RECOMPUTED, kept, cost.no_grad_peak, max(again, back), max(again, back), cost.forward_name, back_name,
+        more=(((Part.RECOMPUTED_INPUT, Provenance.FORMULA), kept),),
+    )
+
+
+def _recomputed() -> str:
+    return "recomputed layer"
 
 
 def _beside(link: Link, held: int) -> Link:

@@ -49,6 +49,8 @@ class Torch:
         #: Bytes of an element of parameters, and of what linears make.
         self.parameter_width = r.ctx.act
         self.compute_width = self.hf.compute_width
+        #: The last operation that keeps anything: a checkpoint that is not reentrant runs forward again up to it.
+        self.last_saver = ""
         self._cast_weights: dict[str, Array] = {}
 
     # ---- arrays ----
@@ -67,6 +69,8 @@ class Torch:
     ) -> Array:  # fmt: skip
         """One operation; its output is differentiable where an input is, or ``trains``: it has a weight that is."""
         differentiable = (trains or any(a.differentiable for a in inputs)) if grad is None else grad
+        if self.last_saver == name:
+            self.tape.landmark(f"{name}, the last to keep anything")
         out = self.tape.tensor(name, elements * width, grad=differentiable)
         kept = (*saves, out) if save_output else tuple(saves)
         self.tape.op(
