@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import TextIO
 
-from bridge_memory.report.document import Block, Bullets, Grid, Pairs, one_line
+from bridge_memory.report.document import Block, Bullets, Grid, Pairs, Words, one_line
 from bridge_memory.report.plain import render
 
 #: Characters of a line where nothing says otherwise.
@@ -52,6 +52,8 @@ def _clean(block: Block) -> Block:
         return Pairs(one_line(block.title), tuple((one_line(n), one_line(v)) for n, v in block.pairs))
     if isinstance(block, Bullets):
         return Bullets(one_line(block.title), tuple(map(one_line, block.items)))
+    if isinstance(block, Words):
+        return Words(one_line(block.title), tuple(map(one_line, block.lines)), block.tone)
     return Grid(
         one_line(block.title), block.columns, tuple(tuple(map(one_line, row)) for row in block.rows),
         block.emphasis, tuple(map(one_line, block.notes)),

@@ -92,7 +92,7 @@ def _estimate_html(data: dict[str, Any]) -> str:
     script = charts + main.replace(_IMPORT, "") + asset("theme.js")
     verdict, title = data["verdict"], data["title"]
     kind = (verdict["answer"] or "none").replace(" ", "-")
-    evidence = f'<p class="evidence">{escape(verdict["evidence"])}</p>' if verdict.get("evidence") else ""
+    evidence = f'<p class="evidence">{escape(_capital(verdict["evidence"]))}</p>'
     body = Template(asset("report.html")).substitute(
         title=escape(title), peak=escape(data["peak"]["words"]), theme=_THEME, kind=escape(kind),
         words=escape(_capital(verdict["words"])), evidence=evidence, stages=_stage_table(data),
