@@ -1,4 +1,4 @@
-"""What stands behind an answer: errors of measured runs of the same kind, and what a near miss of the card makes of it."""
+"""What stands behind an answer: errors of measured runs of the same kind, and when they make a verdict tight."""
 
 from __future__ import annotations
 

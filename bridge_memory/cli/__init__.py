@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from bridge_memory.cli.output import written
+from bridge_memory.cli.output import command_line, written
 from bridge_memory.report.document import one_line
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.errors import LONGEST_LINE, bounded
@@ -117,6 +117,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     parser = _Parser(prog=f"bridge-memory {argv[0]}", description=f"{what[0].upper()}{what[1:]}.", allow_abbrev=False)
     module.add_arguments(parser)
     args = parser.parse(argv[1:])
+    args.command_line = command_line(argv)
     with written(args):
         code: int = module.run(args)
     return code

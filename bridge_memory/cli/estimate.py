@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.cli.output import USUAL, add_output_arguments
 from bridge_memory.cli.run_arguments import run_on_gpus
 from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.releases import known_releases, nearest_known, release_words
@@ -27,7 +27,9 @@ EXIT_DOES_NOT_FIT = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_run_arguments(parser)
-    output = add_output_arguments(parser, f"by the schema {SCHEMA}")
+    output = add_output_arguments(
+        parser, f"by the schema {SCHEMA}", formats=(*USUAL, "perfetto"), own=("csv", "html")
+    )
     output.add_argument("-v", "--verbose", action="count", default=0,
                         help="every table, with --stage N also each parameter and saved tensor of that stage; -vv: of "
                              "all stages")
@@ -105,12 +107,30 @@ def _print(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], u
         document = estimate_to_json(result, fitting, stage=args.stage, details=details, fix=fix)
         json.dump(document, sys.stdout, indent=2)
         print()
-    elif args.verbose:
+    elif args.format in ("html", "csv", "perfetto"):
+        print(_written(args, result, fitting, unit, fix), end="")
+    elif args.verbose or args.format == "md":
         from bridge_memory.report.table import estimate_blocks
 
-        print_blocks(estimate_blocks(result, fitting, unit=unit, stage=args.stage, details=details, fix=fix))
+        blocks = estimate_blocks(result, fitting, unit=unit, stage=args.stage, details=details, fix=fix)
+        print_blocks(blocks)
     else:
         from bridge_memory.report.short import short_blocks
 
         more = "-v shows them, and every table"
         print_blocks(short_blocks(result, fitting, unit=unit, stage=args.stage, fix=fix, more=more))
+
+
+def _written(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], unit: str, fix: str) -> str:
+    """In the formats that are no tables of text."""
+    if args.format == "html":
+        from bridge_memory.report.page.one_file import estimate_page
+
+        return estimate_page(result, fitting, flags=args.command_line, fix=fix, unit=unit, stage=args.stage)
+    if args.format == "perfetto":
+        from bridge_memory.report.trace import perfetto
+
+        return perfetto(result, args.stage)
+    from bridge_memory.report.table import components_csv
+
+    return components_csv(result, args.stage)

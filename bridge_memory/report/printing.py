@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TextIO
 
 from bridge_memory.report.document import Block, Bullets, Grid, Pairs, Words, one_line
@@ -24,6 +25,9 @@ def print_blocks(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
 
     The width is COLUMNS where it is set, else the terminal's on a terminal, else 80.
     """
+    if stream is None and _collected:
+        _collected[-1].extend(map(_clean, blocks))
+        return
     out = sys.stdout if stream is None else stream
     terminal = out.isatty()
     width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else _columns()
@@ -38,6 +42,20 @@ def print_blocks(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
             print_rich(clean, out, width)
             return
     out.write(render(clean, width))
+
+
+_collected: list[list[Block]] = []
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Block]]:
+    """What is printed inside to standard output, as blocks and not as text."""
+    blocks: list[Block] = []
+    _collected.append(blocks)
+    try:
+        yield blocks
+    finally:
+        _collected.remove(blocks)
 
 
 def _columns() -> int:

@@ -49,7 +49,7 @@ def short_blocks(
     largest = components_grid(
         explained, result.run.parallel, unit, LARGEST, f"The largest parts{of} at its peak, in {moment}"
     )
-    wanted = ("parallelism", "batch", "recompute")
+    wanted = ("model", "parallelism", "batch", "recompute")
     run = Pairs("The run", tuple(pair for pair in configuration(result) if pair[0] in wanted))
     blocks = [head(result, answer_of(result, fits, unit=unit, fix=fix), unit), _stages(result, shown, fits, unit)]
     blocks += [largest, run]

@@ -274,6 +274,20 @@ def components_grid(
     return Grid(title, columns, tuple(rows), len(rows) - 1)
 
 
+def components_csv(result: Estimate, stage: int | None = None) -> str:
+    """A line a component of every stage's peak, or of one stage's, in bytes."""
+    import csv
+    import io
+
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("stage", "component", "bytes", "role", "known as", "divided over", "lifetime"))
+    for s in result.stages if stage is None else (result.stages[stage],):
+        for c in s.components:
+            writer.writerow((s.stage, c.name, c.bytes, c.role, c.provenance, c.shard, c.lifetime))
+    return text.getvalue()
+
+
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f}" if whole else "0.0"
 

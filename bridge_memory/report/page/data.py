@@ -106,7 +106,7 @@ def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
     chunks = []
     for number, chunk in enumerate(timeline.chunks):
         steps = [
-            [word(_step_name(step)), word(_kind(step, result.run.model)), step.keeps, step.forward, step.backward,
+            [word(step_name(step)), word(_kind(step, result.run.model)), step.keeps, step.forward, step.backward,
              word(step.forward_operation), word(step.backward_operation)]
             for step in chunk.steps
         ]  # fmt: skip
@@ -140,7 +140,7 @@ def _passes(timeline: Timeline) -> Iterator[list[int]]:
         yield row
 
 
-def _step_name(step: Step) -> str:
+def step_name(step: Step) -> str:
     if not step.layers:
         return _of_label(step.label)
     return f"layer{'s' * (len(step.layers) > 1)} {ranges(step.layers)}"
