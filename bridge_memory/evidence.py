@@ -85,7 +85,7 @@ class Evidence(NamedTuple):
             share = " (90% of them)" if number >= ENOUGH else ""
             said = f"predictions of {number} measured runs like this one ({self.kind}) were {within}{share}"
         if self.toys == number:
-            return f"{said}; {'it was' if number == 1 else 'all were'} of a toy model"
+            return f"{said}; {'it was of a toy model' if number == 1 else 'all were of toy models'}"
         return said + (f"; {self.toys} of them were of toy models" if self.toys else "")
 
 

@@ -34,7 +34,7 @@ def test_of_many_errors_nine_in_ten_count_and_of_few_all() -> None:
     assert many.band == pytest.approx(0.009)
     assert "11 measured runs like this one (Hopper, TE, dense, 1F1B) were within 0.9% (90% of them)" in str(many)
     few = Evidence(KIND, (0.001, 0.02), toys=2)
-    assert few.band == 0.02 and str(few).endswith("were within 2.0%; all were of a toy model")
+    assert few.band == 0.02 and str(few).endswith("were within 2.0%; all were of toy models")
     none = Evidence(KIND, ())
     assert none.band is None and str(none) == "no measured run like this one (Hopper, TE, dense, 1F1B) stands behind it"
 
