@@ -90,7 +90,9 @@ def _stages(result: Estimate, stages: Sequence[StageEstimate], fits: Sequence[Fi
         notes.append(f"{number} more stage{'s' * (number > 1)} with lower peaks, up to {highest}")
     used = [role for role in Role if any(group[0].bytes_of(role) for group in shown)]
     letters = ", ".join(f"{LETTERS[role]} {_TITLES.get(role, role)}" for role in used)
-    notes.append(letters + (f"; | {card.gpu}" if limit is not None and card is not None else ""))
+    notes.append(letters)
+    if limit is not None and card is not None:
+        notes.append(f"| {card.gpu}: {format_bytes(limit, unit)}")
     emphasis = next((i for i, group in enumerate(shown) if worst in group), None) if len(result.stages) > 1 else None
     return Grid(f"Memory of one rank, {unit}", columns, rows, emphasis, tuple(notes))
 
