@@ -37,5 +37,5 @@ def test_the_readme_is_short_and_its_commands_are_ours() -> None:
 
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150
-    named = set(re.findall(r"^ *\$? *bridge-memory ([a-z]+)", text, re.MULTILINE))
+    named = set(re.findall(r"^(?:\$ |    )bridge-memory ([a-z]+)", text, re.MULTILINE))
     assert named and named <= COMMANDS.keys()

@@ -21,7 +21,7 @@ from bridge_memory.spec import SpecError
 #: Components of the tightest stage that are listed.
 LARGEST = 5
 #: Rows of stages; of more groups those with the highest peaks are shown.
-MOST_ROWS = 8
+MOST_ROWS = 7
 #: Characters of a bar.
 BAR = 28
 #: A letter for each role, as it stands in a bar.
