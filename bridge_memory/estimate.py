@@ -36,8 +36,18 @@ from bridge_memory.workspaces.dispatcher import held_by_nodes
 from bridge_memory.workspaces.lasting import ChunkFacts, chunk_facts, lasting_buffers
 
 __all__ = [
-    "Estimate", "StageEstimate", "StagePeak", "clear_caches", "estimate", "explain", "model_state", "peaks",
-    "stage_costs", "stage_peaks",
+    "Estimate",
+    "StageEstimate",
+    "StageParts",
+    "StagePeak",
+    "clear_caches",
+    "estimate",
+    "explain",
+    "model_state",
+    "peaks",
+    "stage_costs",
+    "stage_parts",
+    "stage_peaks",
 ]  # fmt: skip
 
 
@@ -77,9 +87,7 @@ def explain(run: RunSpec, stage: int, *, rank: int | None = None) -> StageEstima
     (``use_layer_wise_distributed_optimizer``); without it the one with most optimizer state is shown.
     """
     stages = _Stages(run, rank)
-    number = len(stages.plan.stages)
-    if type(stage) is not int or not 0 <= stage < number:
-        raise SpecError(f"stage ({show(stage)}) is not a stage of the pipeline; give a number from 0 to {number - 1}")
+    _checked(stages, stage)
     of_rank = stage if rank is None else stage_of_rank(run.parallel, rank)
     if of_rank != stage:
         raise SpecError(f"rank ({rank}) is not one of stage {stage} but of stage {of_rank}; give that stage")
@@ -109,6 +117,37 @@ def stage_peaks(run: RunSpec) -> Callable[[int, StageShape], StagePeak]:
         return StagePeak(rank, stage.static_bytes, stage.peak)
 
     return peak
+
+
+class StageParts(NamedTuple):
+    """What a stage is made of, in bytes, for those who follow a training step in time."""
+
+    #: Of each virtual stage: its decoder layers, what it keeps link by link, and what it costs the schedule.
+    layers: tuple[tuple[int, ...], ...]
+    inventories: tuple[ChunkInventory, ...]
+    costs: tuple[ChunkCost, ...]
+    #: There from the first to the last operation of a step.
+    lasting: tuple[Component, ...]
+    #: There from the optimizer's step to the first forward pass.
+    between_steps: tuple[Component, ...]
+    #: There during forward and backward passes: the batch, and parameters gathered for all of them.
+    batch: int
+    gathered: int
+    #: Made for the optimizer's step alone.
+    in_step: int
+    #: One hidden state as it travels between stages.
+    hidden_state: int
+
+
+def stage_parts(run: RunSpec, stage: int) -> StageParts:
+    """The parts of one pipeline stage, of which ``peaks`` takes the highest moment. Raises SpecError."""
+    stages = _Stages(run)
+    held = stages[_checked(stages, stage)].held
+    return StageParts(
+        tuple(chunk.layers for chunk in stages.plan.stages[stage]), held.inventories, held.costs,
+        (*held.state.components(), *held.lasting), held.between_steps, held.batch, held.state.gathered,
+        held.state.in_step, stages.ctx.hidden_bytes,
+    )
 
 
 def clear_caches() -> None:
@@ -267,6 +306,13 @@ class _Stages:
         )
         step = held.between_bytes + held.state.in_step
         return _Stage(held, moment, step > moment.bytes + held.batch + held.state.gathered)
+
+
+def _checked(stages: _Stages, stage: int) -> int:
+    number = len(stages.plan.stages)
+    if type(stage) is not int or not 0 <= stage < number:
+        raise SpecError(f"stage ({show(stage)}) is not a stage of the pipeline; give a number from 0 to {number - 1}")
+    return stage
 
 
 def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:

@@ -238,5 +238,30 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkIn
     )
 
 
+class Passing(NamedTuple):
+    """One link of a chunk while it runs, in bytes of one microbatch: what the links before it keep, and all that is
+    alive at its own peaks, forward and backward, with that."""
+
+    link: Link
+    before: int
+    forward: int
+    backward: int
+
+
+def follow(chunk: ChunkInventory) -> Iterator[Passing]:
+    """A chunk link by link, in order: what ``compose`` looks for the highest of, at the few links that can be it."""
+    before, residue = 0, sum(count * link.residue for link, count in chunk.links)
+    every = [link for link, count in chunk.links for _ in range(count)]
+    for position, link in enumerate(every):
+        residue -= link.residue
+        following = every[position + 1] if position + 1 < len(every) else None
+        back = link.backward_peak + chunk.output_bytes
+        if following is None and chunk.output_bytes:
+            back = link.backward_peak_held
+        left = residue - (following.residue_gradient if following else 0)
+        yield Passing(link, before, before + residue + link.forward_peak, before + left + back)
+        before += link.retained
+
+
 def _nothing() -> str:
     return ""

@@ -69,7 +69,7 @@ def estimate_blocks(
     worst, parallel = result.peak_stage, result.run.parallel
     shown = result.stages if stage is None else (result.stages[stage],)
     explained = worst if stage is None else shown[0]
-    groups = _alike(shown)
+    groups = alike(shown)
     marked = worst if len(result.stages) > 1 else None
     blocks: list[Block] = [
         Pairs(
@@ -89,7 +89,7 @@ def estimate_blocks(
     if fits:
         blocks.append(_fits(fits, result, unit))
     blocks.append(Bullets("Assumed", _once(result.assumptions) or ("nothing beyond the configuration",)))
-    gaps = tuple(f"{gap} ({_moves(gap, unit)})" for gap in result.gaps)
+    gaps = tuple(f"{gap} ({moves_words(gap, unit)})" for gap in result.gaps)
     blocks.append(Bullets("Not modelled", gaps or ("no option in use is known to be left out",)))
     return blocks
 
@@ -144,7 +144,7 @@ _MOVES = {
 }  # fmt: skip
 
 
-def _moves(gap: Gap, unit: str) -> str:
+def moves_words(gap: Gap, unit: str) -> str:
     """Where it can move the peak, and by how much where that is known."""
     words = _MOVES[gap.effect]
     if gap.least:
@@ -185,7 +185,7 @@ class _Cells:
 # --------------------------------------------------------------------------------------------------
 
 
-def _alike(stages: Sequence[StageEstimate]) -> list[tuple[StageEstimate, ...]]:
+def alike(stages: Sequence[StageEstimate]) -> list[tuple[StageEstimate, ...]]:
     """Neighbours in one group where all their numbers are the same."""
 
     def numbers(s: StageEstimate) -> tuple[object, ...]:

@@ -1,0 +1,246 @@
+"""What a page draws, as JSON: the schema ``bridge-memory/page/1`` (``page.schema.json`` in ``report``).
+
+Nothing here is computed a second way: stages are those of the Estimate, the timeline is ``bridge_memory.timeline`` and
+the parts of the treemap add up to the components, to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from math import prod
+from typing import Any
+
+from bridge_memory.components import Component, Part, Provenance, Role
+from bridge_memory.estimate import Estimate, StageEstimate, StageParts, stage_parts
+from bridge_memory.inventory.chain import Label
+from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.stack import chunk_units
+from bridge_memory.report.answer import answer_of, peak_words
+from bridge_memory.report.details import layer_name
+from bridge_memory.report.gpus import Fit
+from bridge_memory.report.summary import configuration
+from bridge_memory.report.table import alike, moves_words
+from bridge_memory.report.units import ranges
+from bridge_memory.spec import ModelSpec, RunSpec
+from bridge_memory.spec.layout import layout
+from bridge_memory.timeline import Step, Timeline, step_timeline
+
+SCHEMA = "bridge-memory/page/1"
+#: Phase of a pass -> its number in ``passes``.
+PHASES = ("forward", "backward", "overlapped")
+
+Node = dict[str, Any]
+
+
+def page_data(
+    result: Estimate,
+    fits: Sequence[Fit] = (),
+    *,
+    flags: str = "",
+    fix: str = "",
+    unit: str = "GiB",
+    drawn: Collection[int] | None = None,
+) -> dict[str, Any]:
+    """Everything that a page shows of ``result``. ``flags``: the command that reproduces it; ``fix``: what would make
+    it fit, in words; ``drawn``: stages that get a timeline and a treemap (None: one of each group of equal stages)."""
+    answer = answer_of(result, fits, unit=unit, fix=fix)
+    groups = alike(result.stages)
+    chosen = {group[0].stage for group in groups} if drawn is None else set(drawn)
+    return {
+        "schema": SCHEMA,
+        "title": result.run.model.name,
+        "peak": {
+            "stage": result.peak_stage.stage, "bytes": result.peak_stage.peak_bytes,
+            "words": peak_words(result, unit),
+        },
+        "verdict": {"answer": answer.verdict, "words": answer.words},
+        "flags": flags,
+        "configuration": [list(pair) for pair in configuration(result)],
+        "gpus": [asdict(fit) for fit in fits],
+        "stages": [_stage(group) for group in groups],
+        "timelines": {str(n): timeline_data(result, n) for n in sorted(chosen)},
+        "treemaps": {str(n): treemap_data(result, n) for n in sorted(chosen)},
+        "assumptions": list(dict.fromkeys(result.assumptions)),
+        "not_modelled": [{"what": str(gap), "moves": moves_words(gap, unit)} for gap in result.gaps],
+    }  # fmt: skip
+
+
+def _stage(group: Sequence[StageEstimate]) -> dict[str, Any]:
+    one = group[0]
+    return {
+        "stage": one.stage, "label": ranges([s.stage for s in group]), "number": len(group),
+        "layers": ranges(sorted(i for s in group for i in s.layers)), "num_layers": len(one.layers),
+        "parameters": one.parameters, "in_flight": list(one.in_flight), "static_bytes": one.static_bytes,
+        "peak_bytes": one.peak_bytes, "peak_phase": one.peak_phase, "peak_operation": one.peak_operation,
+        "parts": {str(role): one.bytes_of(role) for role in Role},
+        "components": [_component(c) for c in sorted(one.components, key=lambda c: -c.bytes)],
+        "leftovers": [_component(c) for c in one.leftovers],
+    }  # fmt: skip
+
+
+def _component(c: Component) -> dict[str, Any]:
+    return {
+        "name": c.name, "bytes": c.bytes, "role": str(c.role), "provenance": str(c.provenance), "shard": c.shard,
+        "lifetime": str(c.lifetime), "part": str(c.part),
+    }  # fmt: skip
+
+
+# ---- the step over time ----
+
+
+def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
+    """One stage over one step, for ``charts.js: expand``, which makes the points of ``timeline.Timeline.points``.
+
+    A pass is [phase, microbatch, chunk, hidden states held], an overlapped one [2, microbatch, chunk, hidden states,
+    forward microbatch, forward chunk, bytes of both]; a step of a chunk is [name, kind, keeps, forward, backward,
+    forward operation, backward operation], names by their place in ``words``.
+    """
+    timeline = step_timeline(result.run, stage)
+    measured = sum(c.bytes for c in result.stages[stage].components if c.part is Part.CALIBRATION)
+    words: dict[str, int] = {}
+
+    def word(text: str) -> int:
+        return words.setdefault(text, len(words))
+
+    chunks = []
+    for number, chunk in enumerate(timeline.chunks):
+        steps = [
+            [word(_step_name(step)), word(_kind(step, result.run.model)), step.keeps, step.forward, step.backward,
+             word(step.forward_operation), word(step.backward_operation)]
+            for step in chunk.steps
+        ]  # fmt: skip
+        name = f"virtual stage {number}" if len(timeline.chunks) > 1 else "the stage"
+        chunks.append({"name": name, "saved": chunk.saved, "beside": chunk.beside, "steps": steps})
+    peak = timeline.peak()
+    return {
+        "stage": stage,
+        "lasting": {str(role): nbytes for role, nbytes in timeline.lasting.items()},
+        "leftovers": timeline.leftovers,
+        "always": timeline.always + measured,
+        "in_step": timeline.in_step + measured,
+        "hidden_state": timeline.hidden_state,
+        "microbatches": timeline.microbatches,
+        "followed": timeline.followed,
+        "chunks": chunks,
+        "passes": list(_passes(timeline)),
+        "words": list(words),
+        "peak": {
+            "bytes": peak.total + measured, "pass": peak.pass_number, "step": peak.step,
+            "operation": timeline.operation(peak),
+        },
+    }  # fmt: skip
+
+
+def _passes(timeline: Timeline) -> Iterator[list[int]]:
+    for one in timeline.passes:
+        row = [PHASES.index(one.phase), one.microbatch, one.chunk, one.hidden]
+        if one.phase == "overlapped":
+            row += [one.forward_microbatch, one.forward_chunk, one.peak]
+        yield row
+
+
+def _step_name(step: Step) -> str:
+    if not step.layers:
+        return step.label.value
+    return f"layer{'s' * (len(step.layers) > 1)} {ranges(step.layers)}"
+
+
+def _kind(step: Step, model: ModelSpec) -> str:
+    kinds = " and ".join(dict.fromkeys(layer_name(model.layers[i]) for i in step.layers))
+    return _KINDS[step.label].format(kinds)
+
+
+_KINDS = {label: "" for label in Label} | {
+    Label.LAYER: "{}", Label.RECOMPUTED: "{}, recomputed", Label.OFFLOADED: "{}, offloaded",
+}  # fmt: skip
+
+
+# ---- the peak in parts ----
+
+
+def treemap_data(result: Estimate, stage: int) -> Node:
+    """The peak of a stage: component, kind of layer, tensor. Children add up to their parents."""
+    one = result.stages[stage]
+    parts = stage_parts(result.run, stage)
+    weights = _parameters(result.run, stage)
+    saved = _saved(parts, one.in_flight, result.run.model)
+    children = []
+    for c in sorted(one.components, key=lambda c: -c.bytes):
+        if not c.bytes:
+            continue
+        node: Node = {**_component(c)}
+        inside: Mapping[str, Mapping[str, int]] = {}
+        if c.role is Role.ACTIVATION:
+            inside = saved.get((c.part, c.provenance), {})
+        elif c.state:
+            inside = _widened(weights.get((c.experts, c.adapters), {}), c.bytes)
+        nodes = [_group(name, tensors) for name, tensors in inside.items() if sum(tensors.values())]
+        if nodes and sum(node["bytes"] for node in nodes) == c.bytes:
+            node["children"] = sorted(nodes, key=lambda n: -n["bytes"])
+            # Which tensors lie in the shard of one data-parallel rank is not told; each has its share.
+            node["shares"] = bool(c.state) and not {"dp", "edp"}.isdisjoint(c.shard.split(" x "))
+        children.append(node)
+    return {"name": f"peak of stage {stage}", "bytes": one.peak_bytes, "children": children}
+
+
+def _group(name: str, tensors: Mapping[str, int]) -> Node:
+    rows = sorted(tensors.items(), key=lambda item: -item[1])
+    return {
+        "name": name, "bytes": sum(tensors.values()),
+        "children": [{"name": tensor, "bytes": nbytes} for tensor, nbytes in rows if nbytes],
+    }  # fmt: skip
+
+
+Groups = dict[str, dict[str, int]]
+
+
+def _add(groups: Groups, group: str, tensor: str, nbytes: int) -> None:
+    inside = groups.setdefault(group, {})
+    inside[tensor] = inside.get(tensor, 0) + nbytes
+
+
+def _parameters(run: RunSpec, stage: int) -> dict[tuple[bool, bool], Groups]:
+    """(of experts, of adapters) -> kind of layer -> parameter -> elements on one rank."""
+    out: dict[tuple[bool, bool], Groups] = {}
+    ctx = context_of(run)
+    for shape in layout(run.model, run.parallel).shapes(run.model)[stage]:
+        for unit in chunk_units(run.model, shape, ctx):
+            name = unit.label.value if unit.layer is None else layer_name(unit.layer)
+            for parameters, count in unit.parameters.rows:
+                for p in parameters:
+                    groups = out.setdefault((p.expert, False), {})
+                    _add(groups, name, p.name, prod(p.shape) * count * unit.times)
+    return out
+
+
+def _widened(groups: Groups, nbytes: int) -> Groups:
+    """Elements as bytes where every element has the same whole number of them; else nothing is said."""
+    elements = sum(n for tensors in groups.values() for n in tensors.values())
+    if not elements or nbytes % elements:
+        return {}
+    width = nbytes // elements
+    return {name: {tensor: n * width for tensor, n in tensors.items()} for name, tensors in groups.items()}
+
+
+def _saved(
+    parts: StageParts, in_flight: Iterable[int], model: ModelSpec
+) -> dict[tuple[Part, Provenance], Groups]:
+    """What microbatches in flight keep: part and provenance -> kind of layer -> tensor -> bytes."""
+    out: dict[tuple[Part, Provenance], Groups] = {}
+    for inventory, layers, alive in zip(parts.inventories, parts.layers, in_flight, strict=True):
+        at = 0
+        for link, count in inventory.links:
+            of_layers = link.label in (Label.LAYER, Label.RECOMPUTED, Label.OFFLOADED)
+            name = link.label.value
+            if of_layers:
+                name = layer_name(model.layers[layers[at]])
+                at += count * link.layers
+            if not alive:
+                continue
+            if link.cost is not None:
+                for t in link.cost.tensors:
+                    _add(out.setdefault((t.part, t.provenance), {}), name, t.name, t.bytes * count * alive)
+            for key, nbytes in link.more:
+                _add(out.setdefault(key, {}), name, str(key[0]), nbytes * count * alive)
+    return out
