@@ -14,23 +14,24 @@ from functools import cache
 from typing import Any
 
 from bridge_memory.cli.emit import bridge_overrides, estimate_command, megatron_arguments
-from bridge_memory.estimate import estimate
+from bridge_memory.estimate import Estimate, estimate
 from bridge_memory.plan.changes import Effect, WhatIf, changes
 from bridge_memory.readers import list_presets, resolve_model
+from bridge_memory.report.answer import answer_of
 from bridge_memory.report.gpus import GPUS, Fit, fits, margin_bytes, margin_words
 from bridge_memory.report.json import estimate_to_json
+from bridge_memory.report.page.data import timeline_data, treemap_data
+from bridge_memory.report.page.one_file import estimate_page
 from bridge_memory.spec import RunSpec, SpecError, show
-from bridge_memory.spec.gaps import bounds
 from bridge_memory.spec.parts import ENGINES
 from bridge_memory.speed.hardware import HARDWARE
 from bridge_memory.speed.step_time import not_timed, step_time
 from bridge_memory.web.fixes import Refuses, label, refusal, untried
 from bridge_memory.web.options import DEFAULT_GPU, KEYS, Asked, asked, option_values, options
+from bridge_memory.web.words import title
 
 #: Cards of other names beside the one that is asked for.
 _OTHERS = ("A100-80GB", "H100", "H200", "B200")
-#: Gigabyte of 2**30 bytes.
-GIB = 1 << 30
 
 Question = Mapping[str, Any]
 
@@ -102,7 +103,17 @@ class Api:
     def estimate(self, question: object) -> dict[str, Any]:
         """One run: every stage, whether it fits, what else it is called. Raises Refused."""
         with self._desk.turn(urgent=True):
-            return _answered(question, lambda q: _estimate(asked(q, hub=self.hub)), self._refuses)
+            return _answered(question, lambda q: _estimate(asked(q, hub=self.hub), q.get("stage")), self._refuses)
+
+    def report(self, question: object) -> dict[str, Any]:
+        """The one-file HTML report of a run. Raises Refused."""
+        def page(question: Question) -> dict[str, Any]:
+            one = asked(question, hub=self.hub)
+            result = estimate(one.run)
+            return {"html": estimate_page(result, fits(result, [one.gpu]), flags=_command(one))}
+
+        with self._desk.turn():
+            return _answered(question, page, self._refuses)
 
     def whatif(self, question: object) -> dict[str, Any]:
         """What changing one option frees, the most first; of changes that make it fit the fastest first. Raises
@@ -176,40 +187,41 @@ def _models() -> list[dict[str, Any]]:
     return rows
 
 
-def _estimate(one: Asked) -> dict[str, Any]:
-    run, gpu, args = one
+def _estimate(one: Asked, stage: object) -> dict[str, Any]:
+    run, gpu, _ = one
+    if stage is not None and (type(stage) is not int or stage < 0):
+        raise SpecError(f"stage ({show(stage)}) is no stage; give a number of 0 or more")
     result = estimate(run)
     cards = [gpu, *(GPUS[name] for name in _OTHERS if name != gpu.name)]
     fitting = fits(result, cards)
     document = estimate_to_json(result, fitting)
-    document["fits"] = [asdict(f) for f in fitting]
+    document["fits"] = [_fit(f) for f in fitting]
     return {
         "estimate": document, "fit": _fit(fitting[0]), "experts": run.model.has_experts,
-        "answer": _answer(fitting[0], result.not_modelled), "margin": margin_words(run.parallel.world_size),
-        "effective": _effective(run), "step": _step(one),
+        "answer": answer_of(result, fitting[:1]).words, "margin": margin_words(run.parallel.world_size),
+        "effective": _effective(run), "step": _step(one), "drawn": _drawn(result, stage),
         "exports": {
-            "command": estimate_command(run, args, gpu.name) if args.megatron_args is None else "",
-            "megatron": megatron_arguments(run), "bridge": bridge_overrides(run),
+            "command": _command(one), "megatron": megatron_arguments(run), "bridge": bridge_overrides(run),
         },
     }  # fmt: skip
 
 
+def _command(one: Asked) -> str:
+    """The ``estimate`` command that says the same; "" for Megatron's own arguments, which are the run."""
+    run, gpu, args = one
+    return estimate_command(run, args, gpu.name) if args.megatron_args is None else ""
+
+
+def _drawn(result: Estimate, stage: int | None) -> dict[str, Any]:
+    """One stage over a step, and its peak in parts, for ``report/page/charts.js``; the fullest where none is asked for
+    that there is."""
+    if stage is None or stage >= len(result.stages):
+        stage = result.peak_stage.stage
+    return {"stage": stage, "timeline": timeline_data(result, stage), "treemap": treemap_data(result, stage)}
+
+
 def _fit(fit: Fit) -> dict[str, Any]:
     return {**asdict(fit), "verdict": str(fit.verdict)}
-
-
-def _answer(fit: Fit, not_modelled: tuple[str, ...]) -> str:
-    """One sentence."""
-    spare = abs(fit.headroom_bytes) / GIB
-    if fit.lacks:
-        return f"{fit.gpu} has no {fit.lacks}"
-    if fit.fits:
-        return f"{spare:.1f} GiB to spare on the fullest GPU, of stage {fit.peak_stage}"
-    if str(fit.verdict) == "does not fit":
-        return f"stage {fit.peak_stage} needs {spare:.1f} GiB more than a GPU has"
-    unknown = bounds(fit.peak_bytes, not_modelled)
-    why = "what is not modelled decides it" if unknown.most is None or unknown.least is None else "it is too close"
-    return f"{why}: see what is not modelled, below"
 
 
 def _effective(run: RunSpec) -> dict[str, Any]:
@@ -254,6 +266,6 @@ def _effect(effect: Effect, fitting: bool, given: Mapping[str, Any]) -> dict[str
     changed = {name: None if value == options()[name].default else value for name, value in changed.items()}
     changed = {name: value for name, value in changed.items() if value is not None or name in given}
     return {
-        "kind": effect.changes[0].kind, "options": changed, "words": label(changed), "freed_bytes": effect.freed,
+        "title": title(effect.changes[0]), "options": changed, "words": label(changed), "freed_bytes": effect.freed,
         "peak_bytes": effect.peak, "step_time_factor": effect.slowdown, "fits": fitting,
     }  # fmt: skip

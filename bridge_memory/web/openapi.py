@@ -52,6 +52,7 @@ _SCHEMAS: dict[str, Any] = {
             "name": {**_TEXT, "description": "what to call the model of config"},
             "megatron_args": {**_TEXT, "description": "Megatron-LM's arguments or a launch script, in place of model"},
             "gpu": {**_TEXT, "default": "H100"}, "options": _OPTIONS,
+            "stage": {"type": ["integer", "null"], "description": "to be drawn; the fullest where none is given"},
         },
     ),
     "Refusal": _object(
@@ -88,18 +89,22 @@ _SCHEMAS: dict[str, Any] = {
             "step": _or_null(
                 _object({"seconds": _REAL, "tokens_per_second_per_gpu": _REAL, "not_timed": _many(_TEXT)})
             ),
+            "drawn": _object(
+                {"stage": _WHOLE, "timeline": {"type": "object"}, "treemap": {"type": "object"}}
+            ),
             "exports": _object({"command": _TEXT, "megatron": _TEXT, "bridge": _TEXT}),
         }
     ),
     "Effect": _object(
         {
-            "kind": _TEXT, "options": _OPTIONS, "words": _TEXT, "freed_bytes": _WHOLE, "peak_bytes": _WHOLE,
+            "title": _TEXT, "options": _OPTIONS, "words": _TEXT, "freed_bytes": _WHOLE, "peak_bytes": _WHOLE,
             "step_time_factor": {"type": ["number", "null"]}, "fits": _YES,
         }
     ),
     "WhatIf": _object(
         {"peak_bytes": _WHOLE, "changes": _many(_ref("Effect")), "cheapest": _or_null(_ref("Effect"))}
     ),
+    "Report": _object({"html": _TEXT}),
     "Search": _object(
         {"question": _ref("Question")},
         {"vary": _many(_TEXT), "top": {"type": "integer", "minimum": 1, "maximum": 50}},
@@ -169,6 +174,8 @@ def document() -> dict[str, Any]:
                                        "responses": _answers("Answer", "every stage, and whether it fits")}},
             "/api/whatif": {"post": {"summary": "what one change frees", "requestBody": _asks("Question"),
                                      "responses": _answers("WhatIf", "changes, the most first")}},
+            "/api/report": {"post": {"summary": "one run as one HTML file", "requestBody": _asks("Question"),
+                                     "responses": _answers("Report", "the file")}},
             "/api/search": {"post": {"summary": "start a search", "requestBody": _asks("Search"),
                                      "responses": _answers("Job", "the search", "202")}},
             "/api/search/{id}": {"parameters": _ID, "get": {

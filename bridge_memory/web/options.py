@@ -28,7 +28,7 @@ from bridge_memory.spec.release import read_release
 
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 #: What a question may hold.
-KEYS = ("model", "config", "name", "megatron_args", "gpu", "options")
+KEYS = ("model", "config", "name", "megatron_args", "gpu", "options", "stage")
 DEFAULT_GPU = "H100"
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bridge_memory.files import parse_json
+from bridge_memory.report.page.one_file import asset
 from bridge_memory.spec.errors import show
 from bridge_memory.web.api import Api, Refused, plain_refusal
 from bridge_memory.web.jobs import Jobs
@@ -37,11 +38,11 @@ MOST_CONNECTIONS, SECONDS = 64, 20.0
 _TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8",
           ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}  # fmt: skip
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; style-src-attr 'unsafe-inline'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _PAGE = Path(__file__).resolve().parent / "page"
-#: Axes that a search varies unless it is told which.
+#: Rows of a search, at most.
 _TOP = 50
 
 
@@ -59,6 +60,7 @@ class Server(ThreadingHTTPServer):
         self.hosts = _own_names(host)
         self.assets = {path.relative_to(_PAGE).as_posix(): path.read_bytes() for path in sorted(_PAGE.rglob("*"))
                        if path.suffix in _TYPES}  # fmt: skip
+        self.assets |= {f"report/{name}": asset(name).encode() for name in ("charts.js", "style.css")}
         self._connections = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__((host, port), Handler)
 
@@ -228,6 +230,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._json(server.api.estimate(self._question()))
         if path == "/api/whatif":
             return self._json(server.api.whatif(self._question()))
+        if path == "/api/report":
+            return self._json(server.api.report(self._question()))
         if path == "/api/search":
             return self._json(server.jobs.start(self._search(self._question())).as_json(), 202)
         if path.startswith("/api/search/") and path.endswith("/cancel"):

@@ -16,7 +16,6 @@ class Page {
   constructor(facts, models) {
     this.facts = facts;
     this.state = new State(Object.fromEntries(facts.options.map((option) => [option.name, option.kind])));
-    this.stage = 0;
     this.shown = null; // the last answer and what it answers
     this.other = null;
     this.last = null; // the field that changed last
@@ -39,7 +38,6 @@ class Page {
     this.state.read(location.hash);
     this.last = null;
     this.pushed = { field: null, at: 0 };
-    this.stage = null;
     this.form.show();
     this.ask();
   }
@@ -67,7 +65,7 @@ class Page {
     for (const name of ["vpp", "pipeline-model-parallel-layout", "num-layers-in-first-pipeline-stage", "num-layers-in-last-pipeline-stage",
       "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "num-layers", "mtp-num-layers"]) layout[name] = null;
     this.state.change(layout);
-    this.stage = null;
+    delete this.state.now.stage;
   }
 
   // What an option cannot do without.
@@ -117,7 +115,6 @@ class Page {
       this.alive();
       if (more()) return;
       this.shown = { question: asked.question, answer, address: asked.address };
-      if (this.stage === null || this.stage >= answer.estimate.stages.length) this.stage = answer.fit.peak_stage;
       this.draw();
       this.form.answered(answer);
       await this.ofTheOther(asked.vs);
@@ -155,9 +152,9 @@ class Page {
   }
 
   choose(stage) {
-    this.stage = stage;
-    results.stages(this.shown.answer, this);
-    results.stage(this.shown.answer, this);
+    this.state.now.stage = stage;
+    this.push("stage");
+    this.ask();
   }
 
   async whatif(asked) {

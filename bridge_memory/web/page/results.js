@@ -1,6 +1,8 @@
 // The answer: whether it fits, the stages, what is in one of them, what could be changed.
 
-import { bar, legend, ROLES, said, scaleOf } from "./charts.js";
+import { post } from "./api.js";
+import { bar, legend, ROLES, said, scaleOf } from "./bars.js";
+import { peakTreemap, stepTimeline } from "./report/charts.js";
 import { $, button, count, fill, gib, h, seconds, toast } from "./dom.js";
 
 const WORDS = {
@@ -53,8 +55,8 @@ export function stages(answer, page) {
   const scale = scaleOf(all, fit);
   const rows = all.map((stage) => {
     const over = stage.peak_bytes + Math.round(stage.peak_bytes * (fit.margin_bytes / fit.peak_bytes)) > fit.capacity_bytes;
-    return h("button", { type: "button", class: "row", role: "radio", "aria-checked": String(stage.stage === page.stage),
-      tabindex: stage.stage === page.stage ? "0" : "-1", "data-focus": `stage-${stage.stage}`, "data-stage": stage.stage,
+    return h("button", { type: "button", class: "row", role: "radio", "aria-checked": String(stage.stage === answer.drawn.stage),
+      tabindex: stage.stage === answer.drawn.stage ? "0" : "-1", "data-focus": `stage-${stage.stage}`, "data-stage": stage.stage,
       "aria-label": `Stage ${stage.stage}, ${stage.num_layers} layers, peak ${gib(stage.peak_bytes)} GiB: ${said(stage)}`,
       onclick: () => page.choose(stage.stage) },
     h("span", { class: "name" }, `Stage ${stage.stage}`, h("small", {}, ` ${stage.num_layers} layers`)),
@@ -65,28 +67,44 @@ export function stages(answer, page) {
     const by = { ArrowDown: 1, ArrowRight: 1, ArrowUp: -1, ArrowLeft: -1 }[event.key];
     if (!by) return;
     event.preventDefault();
-    const next = (page.stage + by + all.length) % all.length;
+    const next = (answer.drawn.stage + by + all.length) % all.length;
     page.choose(next);
     group.parentNode.querySelector(`[data-stage="${next}"]`)?.focus();
   });
   fill($("stages"), h("h2", {}, "Pipeline stages", h("small", {}, "GiB at the peak, on one GPU of each")), group, legend(fit));
 }
 
+let charts = { text: "", drawn: [] };
+
 export function stage(answer, page) {
-  const one = answer.estimate.stages[page.stage];
-  if (!one) return;
+  const { drawn, fit } = answer;
+  const one = answer.estimate.stages[drawn.stage];
+  const text = JSON.stringify([drawn, fit.capacity_bytes]);
+  if (text === charts.text && !$("stage").hidden) return;
+  charts.drawn.forEach((chart) => chart.destroy());
   const largest = Math.max(...one.components.map((c) => c.bytes));
   const parts = [...one.components].sort((a, b) => b.bytes - a.bytes);
+  const timeline = h("div", { class: "chart" });
+  const treemap = h("div", { class: "chart" });
+  const open = $("stage").querySelector("details")?.open ?? false;
+  const name = answer.estimate.stages.length > 1 ? `Stage ${one.stage}` : "The GPU";
   fill($("stage"),
-    h("h2", {}, `Stage ${one.stage} at its peak`, h("small", {}, `${gib(one.peak_bytes)} GiB, in ${one.peak_phase}${one.peak_operation ? `: ${one.peak_operation}` : ""}`)),
-    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Components of stage ${one.stage}` },
-      h("table", {},
-        h("thead", {}, h("tr", {}, ...["Component", "Kind", "GiB", "How it is known"].map((t, i) =>
-          h("th", { scope: "col", class: i === 2 ? "number" : "" }, t)))),
-        h("tbody", {}, ...parts.map((c) => h("tr", {},
-          h("th", { scope: "row" }, c.name), h("td", {}, h("i", { class: `dot role-${c.role}` }), roleName(c.role)),
-          h("td", { class: "number meter" }, h("span", { style: { width: `${(100 * c.bytes) / largest}%` } }), gib(c.bytes, 2)),
-          h("td", {}, c.provenance)))))));
+    h("h2", {}, `${name} over one step`, h("small", {}, `${gib(one.peak_bytes)} GiB at the peak, in ${one.peak_phase}${one.peak_operation ? `: ${one.peak_operation}` : ""}`)),
+    timeline,
+    h("h2", { class: "second" }, `${name} at its peak`, h("small", {}, "every part by its size: choose one to look inside")),
+    treemap,
+    h("details", { open }, h("summary", {}, "The same as a table"),
+      h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Components of ${name}` },
+        h("table", {},
+          h("thead", {}, h("tr", {}, ...["Component", "Kind", "GiB", "How it is known"].map((t, i) =>
+            h("th", { scope: "col", class: i === 2 ? "number" : "" }, t)))),
+          h("tbody", {}, ...parts.map((c) => h("tr", {},
+            h("th", { scope: "row" }, c.name), h("td", {}, h("i", { class: `dot role-${c.role}` }), roleName(c.role)),
+            h("td", { class: "number meter" }, h("span", { style: { width: `${(100 * c.bytes) / largest}%` } }), gib(c.bytes, 2)),
+            h("td", {}, c.provenance))))))));
+  charts = { text, drawn: [
+    stepTimeline(timeline, drawn.timeline, { gpus: [fit] }), peakTreemap(treemap, drawn.treemap, {}),
+  ] };
 }
 
 const roleName = (role) => ROLES.find(([name]) => name === role)?.[2] ?? role;
@@ -98,7 +116,7 @@ export function whatif(found, page) {
   if (cheapest) {
     const one = page.fits ? null : found.cheapest;
     if (one) {
-      fill(cheapest, button(`Apply ${one.words}`, () => page.apply(one.options), { class: "primary", "data-focus": "cheapest",
+      fill(cheapest, button(one.title, () => page.apply(one.options), { class: "primary", "data-focus": "cheapest",
         title: "the change with which it fits at the least cost in time" }),
       h("small", {}, ` then it fits${factor(one.step_time_factor, ", ")}`));
     } else cheapest.replaceChildren();
@@ -111,12 +129,12 @@ export function whatif(found, page) {
   }
   const most = Math.max(...found.changes.map((c) => c.freed_bytes));
   const row = (change, i) => h("tr", {},
-    h("th", { scope: "row", class: "flags" }, change.words),
+    h("th", { scope: "row" }, change.title, h("small", { class: "flags" }, change.words)),
     h("td", { class: "number meter" }, h("span", { style: { width: `${(100 * change.freed_bytes) / most}%` } }), gib(change.freed_bytes)),
     h("td", { class: "number" }, gib(change.peak_bytes)),
     h("td", { class: "number" }, percent(change.step_time_factor)),
     h("td", {}, change.fits ? h("span", { class: "tag yes" }, "fits") : h("span", { class: "tag" }, "not yet")),
-    h("td", {}, button("Apply", () => page.apply(change.options), { "aria-label": `Apply ${change.words}`, "data-focus": `what-${i}` })));
+    h("td", {}, button("Apply", () => page.apply(change.options), { "aria-label": `Apply: ${change.title}`, "data-focus": `what-${i}` })));
   const table = (rows) => h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Changes" }, h("table", {},
     h("thead", {}, h("tr", {}, ...["Change", "Frees GiB", "Peak GiB", "Time", "", ""].map((t, i) =>
       t ? h("th", { scope: "col", class: i && i < 4 ? "number" : "" }, t) : h("td", {})))),
@@ -197,7 +215,14 @@ export function exportsOf(answer, page) {
     button("Copy Megatron-LM arguments", () => copy(megatron, "The arguments")),
     button("Copy Megatron Bridge overrides", () => copy(bridge, "The overrides")),
     button("Download JSON", () => save("estimate.json", JSON.stringify(answer.estimate, null, 2), "application/json")),
-    page.report && button("Download HTML report", () => page.report()));
+    button("Download HTML report", async () => {
+      try {
+        const name = answer.estimate.model.name.split("/").pop().replace(/[^\w.-]+/g, "-");
+        save(`${name}.html`, (await post("/api/report", page.state.question())).html, "text/html");
+      } catch (error) {
+        toast(error.message);
+      }
+    }));
 }
 
 export function save(name, text, type) {

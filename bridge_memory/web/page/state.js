@@ -29,6 +29,7 @@ export class State {
       if (kinds[name] === undefined) continue;
       words.push([name, Array.isArray(value) ? value.join(",") : String(value)]);
     }
+    if (question.stage !== undefined) words.push(["stage", String(question.stage)]);
     if (question.config) words.push(["config", packed(question.config)]);
     return words;
   }
@@ -47,6 +48,7 @@ export class State {
       const key = decode(pair.slice(0, at));
       const value = decode(pair.slice(at + 1));
       if (key === "vs") this.vs = value;
+      else if (key === "stage") { if (/^\d{1,6}$/.test(value)) question.stage = Number(value); }
       else if (key === "config") question.config = unpacked(value);
       else if (OWN.includes(key)) question[key] = value;
       else if (this.kinds[key] !== undefined) question.options[key] = typed(value, this.kinds[key]);
