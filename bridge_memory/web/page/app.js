@@ -28,7 +28,13 @@ class Page {
     this.measured = new Measured(this);
     addEventListener("popstate", () => this.fromAddress());
     $("share").addEventListener("click", () => this.share());
-    $("skip").addEventListener("click", (event) => { event.preventDefault(); $("results").focus(); });
+    for (const id of ["skip", "brief"]) {
+      $(id).addEventListener("click", (event) => {
+        event.preventDefault(); // the fragment is the state's
+        $("results").focus();
+        $("results").scrollIntoView();
+      });
+    }
     this.fromAddress();
   }
 

@@ -197,12 +197,13 @@ export class Form {
       }
     } });
     this.more = h("details", { class: "more" },
-      h("summary", {}, "More options ", h("span", { id: "more-count", class: "count" })),
+      h("summary", {}, `More options `, h("span", { class: "count" }, rest.length)),
       h("div", { class: "field" }, h("label", { for: "f-filter", class: "unseen" }, "Find an option"), filter),
       ...Object.entries(groups).map(([group, names]) =>
         h("fieldset", {}, h("legend", {}, TITLES[group] ?? group), ...names.map((name) => this.field(name)))));
     this.rest = rest.map((option) => option.name);
-    return this.more;
+    this.given = h("ul", { class: "given", "aria-label": "Other options that are given", hidden: true });
+    return h("div", {}, this.given, this.more);
   }
 
   // ---- from the state to the fields ----
@@ -225,9 +226,10 @@ export class Form {
     this.fields.gpu.input.value = gpu ?? this.facts.default_gpu;
     for (const [option, field] of Object.entries(this.fields)) field.show?.(options[option]);
     const given = this.rest.filter((option) => options[option] !== undefined);
-    $("more-count").textContent = given.length ? `${given.length} given` : "";
-    for (const option of this.rest) this.fields[option].row.classList.toggle("given", options[option] !== undefined);
-    if (given.length && !this.opened) this.more.open = this.opened = true;
+    fill(this.given, ...given.map((option) => h("li", {},
+      h("span", {}, `--${option}`, options[option] === true ? "" : h("b", {}, ` ${options[option]}`)),
+      button("\u00d7", () => this.change({ options: { [option]: null } }, option), { "aria-label": `Drop --${option}` }))));
+    this.given.hidden = given.length === 0;
     this.fit();
   }
 

@@ -18,6 +18,8 @@ export function verdict(answer, page) {
   const worst = estimate.stages[fit.peak_stage];
   const section = $("verdict");
   section.className = tone;
+  const spare = `${gib(Math.abs(fit.headroom_bytes))} GiB ${fit.headroom_bytes < 0 ? "missing" : "to spare"}`;
+  brief(tone, `${word} ${count(gpus)} \u00d7 ${fit.gpu} \u00b7 ${spare}`);
   fill(section,
     h("h2", {}, h("span", { class: "mark", "aria-hidden": "true" }, { yes: "\u2713", no: "\u2715", perhaps: "?" }[tone]),
       `${word} ${count(gpus)} \u00d7 ${fit.gpu}`),
@@ -35,12 +37,19 @@ export function verdict(answer, page) {
       button("Compare with another", () => page.pin(), { class: "quiet", "data-focus": "pin" })));
 }
 
+// On a narrow screen: the answer in a line that stays in sight.
+function brief(tone, words) {
+  $("brief").className = tone;
+  fill($("brief"), h("b", {}, words));
+}
+
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 const fact = (name, value, more) => [h("div", {}, h("dt", {}, name), h("dd", {}, h("b", {}, value), h("small", {}, more)))];
 
 export function refused(refusal, fixes) {
   const section = $("verdict");
   section.className = "no";
+  brief("no", "This cannot run");
   fill(section,
     h("h2", {}, h("span", { class: "mark", "aria-hidden": "true" }, "!"), "This cannot run"),
     h("p", { class: "answer" }, refusal.message),
@@ -131,13 +140,13 @@ export function whatif(found, page) {
   const row = (change, i) => h("tr", {},
     h("th", { scope: "row" }, change.title, h("small", { class: "flags" }, change.words)),
     h("td", { class: "number meter" }, h("span", { style: { width: `${(100 * change.freed_bytes) / most}%` } }), gib(change.freed_bytes)),
-    h("td", { class: "number" }, gib(change.peak_bytes)),
+    h("td", { class: "number wide" }, gib(change.peak_bytes)),
     h("td", { class: "number" }, percent(change.step_time_factor)),
-    h("td", {}, change.fits ? h("span", { class: "tag yes" }, "fits") : h("span", { class: "tag" }, "not yet")),
+    h("td", { class: "wide" }, change.fits ? h("span", { class: "tag yes" }, "fits") : h("span", { class: "tag" }, "not yet")),
     h("td", {}, button("Apply", () => page.apply(change.options), { "aria-label": `Apply: ${change.title}`, "data-focus": `what-${i}` })));
   const table = (rows) => h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Changes" }, h("table", {},
     h("thead", {}, h("tr", {}, ...["Change", "Frees GiB", "Peak GiB", "Time", "", ""].map((t, i) =>
-      t ? h("th", { scope: "col", class: i && i < 4 ? "number" : "" }, t) : h("td", {})))),
+      t ? h("th", { scope: "col", class: `${i ? "number" : ""}${i === 2 ? " wide" : ""}` }, t) : h("td", { class: i === 4 ? "wide" : "" })))),
     h("tbody", {}, ...rows)));
   fill(section, head, table(found.changes.slice(0, page.moreChanges ? 100 : 8).map(row)),
     found.changes.length > 8 && !page.moreChanges && button(`All ${found.changes.length} changes`, () => {

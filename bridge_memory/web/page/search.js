@@ -55,6 +55,13 @@ export class Search {
     } catch { /* the poll says what became of it */ }
   }
 
+  close() {
+    this.cancel(true);
+    this.job = null;
+    $("search").hidden = true;
+    document.querySelector('[data-focus="find"]')?.focus();
+  }
+
   show() {
     const { job, page } = this;
     const boxes = h("details", { class: "vary" }, h("summary", {}, "What is varied"), h("div", { class: "boxes" },
@@ -64,8 +71,9 @@ export class Search {
         } }), ` ${name}`))));
     boxes.open = $("search").querySelector(".vary")?.open ?? false;
     const head = h("h2", {}, "Layouts that fit", h("small", {}, "the fastest first, by the time model"));
-    const again = button(job ? "Search again" : "Find layouts", () => this.start(), { "data-focus": "search" });
-    if (!job) return fill($("search"), head, boxes, h("div", { class: "buttons" }, again));
+    const again = h("div", { class: "buttons" }, button("Search again", () => this.start(), { "data-focus": "search" }),
+      button("Close", () => this.close(), { class: "quiet" }));
+    if (!job) return; // the button of the verdict starts one
     const about = this.asked.model ?? this.asked.name ?? "the pasted model";
     const on = `${about} on ${this.asked.options["num-gpus"] ?? "?"} \u00d7 ${this.asked.gpu}`;
     if (job.state === "running") {
@@ -76,14 +84,14 @@ export class Search {
       h("div", { class: "buttons" }, button("Stop and show what was found", () => this.cancel(), { "data-focus": "search" })));
     }
     if (job.refused) {
-      return fill($("search"), head, h("p", { class: "error" }, job.refused.message), boxes, h("div", { class: "buttons" }, again));
+      return fill($("search"), head, h("p", { class: "error" }, job.refused.message), boxes, again);
     }
     const found = job.result;
-    if (!found) return fill($("search"), head, h("p", { class: "hint" }, "Stopped before the first layout."), boxes, h("div", { class: "buttons" }, again));
+    if (!found) return fill($("search"), head, h("p", { class: "hint" }, "Stopped before the first layout."), boxes, again);
     if (!found.rows.length) {
       return fill($("search"), head,
         h("p", { class: "answer" }, `No layout of ${on} fits: ${count(found.looked_at)} were looked at${found.stopped ? ", then it was stopped" : ""}. Take more or larger GPUs, or a shorter sequence.`),
-        boxes, h("div", { class: "buttons" }, again));
+        boxes, again);
     }
     const experts = found.rows.some((row) => row.ep > 1 || row.etp > 1);
     const columns = [
@@ -107,6 +115,6 @@ export class Search {
           ...columns.map(([, of, text]) => h("td", { class: text ? "" : "number" }, of(row))),
           h("td", {}, button(same(row) ? "In use" : "Use", () => page.apply(row.options), { "aria-label": `Use layout ${i + 1}`, "data-focus": `use-${i}`,
             class: i === 0 && !same(row) ? "primary" : "" }))))))),
-      boxes, h("div", { class: "buttons" }, again));
+      boxes, again);
   }
 }
