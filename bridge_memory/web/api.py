@@ -18,7 +18,7 @@ from bridge_memory.estimate import Estimate, estimate
 from bridge_memory.plan.changes import Effect, WhatIf, changes
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.report.answer import answer_of
-from bridge_memory.report.gpus import GPUS, Fit, fits, margin_bytes, margin_words
+from bridge_memory.report.gpus import GPUS, Fit, common_gpus, fits, margin_bytes, margin_words
 from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.page.data import timeline_data, treemap_data
 from bridge_memory.report.page.one_file import estimate_page
@@ -30,8 +30,6 @@ from bridge_memory.web.fixes import Refuses, label, refusal, untried
 from bridge_memory.web.options import DEFAULT_GPU, KEYS, Asked, asked, option_values, options
 from bridge_memory.web.words import title
 
-#: Cards of other names beside the one that is asked for.
-_OTHERS = ("A100-80GB", "H100", "H200", "B200")
 
 Question = Mapping[str, Any]
 
@@ -138,8 +136,11 @@ class Api:
             (e for e in effects if e.changes in fitting), key=lambda e: (e.slowdown is None, e.slowdown or 0.0, e.peak),
             default=None,
         )  # fmt: skip
+        cards = [card for card in common_gpus() if card.name != gpu.name]
+        with self._desk.turn():
+            others = [_fit(fit) for fit in fits(estimate(run), cards) if not fit.lacks]
         return {
-            "peak_bytes": whatif.before,
+            "peak_bytes": whatif.before, "other_gpus": others,
             "changes": [_effect(e, e.changes in fitting, given) for e in effects],
             "cheapest": None if cheapest is None else _effect(cheapest, True, given),
         }
@@ -192,13 +193,12 @@ def _estimate(one: Asked, stage: object) -> dict[str, Any]:
     if stage is not None and (type(stage) is not int or stage < 0):
         raise SpecError(f"stage ({show(stage)}) is no stage; give a number of 0 or more")
     result = estimate(run)
-    cards = [gpu, *(GPUS[name] for name in _OTHERS if name != gpu.name)]
-    fitting = fits(result, cards)
+    fitting = fits(result, [gpu])
     document = estimate_to_json(result, fitting)
     document["fits"] = [_fit(f) for f in fitting]
     return {
         "estimate": document, "fit": _fit(fitting[0]), "experts": run.model.has_experts,
-        "answer": answer_of(result, fitting[:1]).words, "margin": margin_words(run.parallel.world_size),
+        "answer": answer_of(result, fitting).words, "margin": margin_words(run.parallel.world_size),
         "effective": _effective(run), "step": _step(one), "drawn": _drawn(result, stage),
         "exports": {
             "command": _command(one), "megatron": megatron_arguments(run), "bridge": bridge_overrides(run),

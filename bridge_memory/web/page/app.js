@@ -99,7 +99,8 @@ class Page {
 
   push(field) {
     const now = performance.now();
-    const again = field !== null && field === this.pushed.field && now - this.pushed.at < ONE_STEP;
+    // Typing, or stepping through the sizes of one field.
+    const again = field !== null && this.form.typed(field) && field === this.pushed.field && now - this.pushed.at < ONE_STEP;
     this.pushed = { field, at: now };
     const address = this.state.address();
     if (address === location.hash) return;

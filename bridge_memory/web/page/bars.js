@@ -12,7 +12,9 @@ export function bar(stage, scale, fit, title) {
   const part = (role, bytes, name) => bytes > 0 && h("span", { class: `part role-${role}`,
     style: { width: `${(100 * bytes) / scale}%` }, title: `${name}: ${gib(bytes, 2)} GiB` });
   const margin = fit ? Math.round(stage.peak_bytes * (fit.margin_bytes / fit.peak_bytes)) : 0;
-  return h("span", { class: "bar", role: "img", "aria-label": title ?? said(stage) },
+  // Without a title it is beside words that say the same.
+  const spoken = title === "" ? { "aria-hidden": "true" } : { role: "img", "aria-label": title ?? said(stage) };
+  return h("span", { class: "bar", ...spoken },
     ...ROLES.map(([role, key, name]) => part(role, stage[key], name)),
     fit && part("margin", margin, "Margin: context, NCCL, fragmentation"),
     fit && h("span", { class: "line", style: { left: `${(100 * fit.capacity_bytes) / scale}%` } }));

@@ -249,6 +249,12 @@ export class Form {
     on(sharding, options.engine === "megatron_fsdp" || options[sharding] !== undefined);
   }
 
+  // Whether a field is one that is typed into.
+  typed(name) {
+    const tag = this.fields[name]?.input.tagName;
+    return tag === "INPUT" || tag === "TEXTAREA";
+  }
+
   // What counts where nothing is given: shown in grey.
   answered(answer) {
     this.effective = answer.effective;

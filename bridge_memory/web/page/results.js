@@ -30,6 +30,7 @@ export function verdict(answer, page) {
       ...fact("Usable", `${gib(fit.capacity_bytes)} GiB`, `margin ${gib(fit.margin_bytes)} GiB`),
       ...(step ? fact("Step", seconds(step.seconds), "by the time model") : []),
       ...(step ? fact("Speed", `${count(step.tokens_per_second_per_gpu)}`, "tokens a second and GPU") : [])),
+    h("p", { class: "hint", id: "others" }),
     h("div", { class: "buttons" },
       button(fit.fits ? "Find faster layouts" : "Find a layout that fits", () => page.search(),
         { class: fit.fits ? "" : "primary", "data-focus": "find" }),
@@ -130,6 +131,8 @@ export function whatif(found, page) {
       h("small", {}, ` then it fits${factor(one.step_time_factor, ", ")}`));
     } else cheapest.replaceChildren();
   }
+  const others = found.other_gpus.map((fit) => `${fit.gpu} ${{ fits: "\u2713", "does not fit": "\u2715" }[fit.verdict] ?? "?"}`);
+  if ($("others")) $("others").textContent = `The same on other GPUs: ${others.join(" \u00b7 ")}`;
   const section = $("whatif");
   const head = h("h2", {}, "What one change frees", h("small", {}, "on the fullest stage; time by the time model"));
   if (!found.changes.length) {

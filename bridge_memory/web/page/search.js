@@ -43,16 +43,10 @@ export class Search {
 
   async cancel(quietly = false) {
     if (this.job?.state !== "running" || !this.job.id) return;
-    const { id } = this.job;
     if (quietly) this.turn++;
     try {
-      const job = await post(`/api/search/${id}/cancel`, {});
-      if (!quietly) {
-        this.turn++;
-        this.job = job;
-        this.show();
-      }
-    } catch { /* the poll says what became of it */ }
+      await post(`/api/search/${this.job.id}/cancel`, {}); // how it ended is what the next look says
+    } catch { /* as does this */ }
   }
 
   close() {

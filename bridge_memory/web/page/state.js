@@ -5,7 +5,7 @@ const OWN = ["model", "config", "name", "gpu", "vs"];
 
 export class State {
   constructor(kinds) {
-    this.kinds = kinds; // option -> kind
+    this.kinds = Object.assign(Object.create(null), kinds); // option -> kind
     this.now = structuredClone(FIRST);
     this.vs = null; // the address of another configuration, to compare with
   }
