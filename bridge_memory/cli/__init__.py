@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from bridge_memory.cli.output import written
+from bridge_memory.cli.output import command_line, written
 from bridge_memory.report.document import one_line
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.errors import LONGEST_LINE, bounded
@@ -32,6 +32,7 @@ COMMANDS = {
     "rehearse": ("bridge_memory.cli.rehearse", "run the real megatron-core for one rank, on one GPU or on none"),
     "gpus": ("bridge_memory.cli.gpus", "the known GPUs and their usable memory"),
     "serve": ("bridge_memory.web.serve", "a web page for all of this, on this machine"),
+    "completion": ("bridge_memory.cli.completion", "a script by which bash, zsh or fish completes commands and flags"),
 }
 
 #: Commands that take the flags of a run (``run_flags.add_run_arguments``).
@@ -41,6 +42,17 @@ TRACEBACK_VARIABLE = "BRIDGE_MEMORY_TRACEBACK"
 EXIT_USAGE = 2
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
 EXIT_IO = 74  # EX_IOERR
+
+
+#: What is printed where nothing was asked for.
+EXAMPLES = """\
+bridge-memory tells how much GPU memory a training run takes, before it is launched. Try:
+
+  does it fit?      bridge-memory estimate Qwen/Qwen3-8B --num-gpus 8 --tp 2 --gpu H100
+  what would fit?   bridge-memory search Qwen/Qwen3-30B-A3B --num-gpus 64 --global-batch-size 512 --gpu H100
+  show it to me     bridge-memory estimate Qwen/Qwen3-8B --num-gpus 8 --tp 2 --gpu H100 --output report.html
+
+`bridge-memory --help` lists the commands, `bridge-memory models` the models that it knows."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -99,9 +111,12 @@ class _Closed(io.TextIOBase):
 
 
 def _dispatch(argv: Sequence[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help", "help"):
+    if not argv:
+        print(EXAMPLES)
+        return EXIT_USAGE
+    if argv[0] in ("-h", "--help", "help"):
         print(_usage())
-        return 0 if argv else EXIT_USAGE
+        return 0
     if argv[0] == "--version":
         from bridge_memory import __version__
 
@@ -118,6 +133,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     parser = _Parser(prog=f"bridge-memory {argv[0]}", description=f"{what[0].upper()}{what[1:]}.", allow_abbrev=False)
     module.add_arguments(parser)
     args = parser.parse(argv[1:])
+    args.command_line = command_line(argv)
     with written(args):
         code: int = module.run(args)
     return code

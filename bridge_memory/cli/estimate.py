@@ -5,21 +5,37 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.cli.output import USUAL, add_output_arguments
 from bridge_memory.cli.run_arguments import run_on_gpus
 from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.releases import known_releases, nearest_known, release_words
+from bridge_memory.report.document import one_line
 from bridge_memory.report.json import SCHEMA
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.release import read_release
+
+if TYPE_CHECKING:
+    from bridge_memory.estimate import Estimate
+    from bridge_memory.report.gpus import Fit
+
+EXIT_DOES_NOT_FIT = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_run_arguments(parser)
-    output = add_output_arguments(parser, f"by the schema {SCHEMA}")
-    output.add_argument("--verbose", action="store_true", help="every parameter and saved tensor of each stage")
+    output = add_output_arguments(
+        parser, f"by the schema {SCHEMA}", formats=(*USUAL, "perfetto"), own=("csv", "html")
+    )
+    output.add_argument("-v", "--verbose", action="count", default=0,
+                        help="every table, with --stage N also each parameter and saved tensor of that stage; -vv: of "
+                             "all stages")
+    output.add_argument("--brief", action="store_true", help="print the answer alone, in one line")
+    output.add_argument("--require-fit", action="store_true",
+                        help=f"exit code {EXIT_DOES_NOT_FIT} unless it fits every --gpu; a tight fit is one")
     output.add_argument("--unit", default="GiB", metavar="UNIT",
                         help="GiB (default), MiB, GB, MB or bytes, in any case; --format json is in bytes")
     output.add_argument("--stage", type=int, metavar="N", help="show only this pipeline stage")
@@ -41,11 +57,16 @@ def _check_release(text: str | None) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Estimate and print. Returns the exit code."""
+    from bridge_memory.cli.fix import cheapest_fix
     from bridge_memory.estimate import estimate
-    from bridge_memory.report.gpus import find_gpu, fits
+    from bridge_memory.report.gpus import Verdict, find_gpu, fits
     from bridge_memory.report.units import check_unit
 
     unit = check_unit(args.unit)
+    if args.require_fit and not args.gpu:
+        raise SpecError("--require-fit needs a GPU to fit; add --gpu NAME (`bridge-memory gpus` lists them)")
+    if args.brief and (args.verbose or args.format != "text"):
+        raise SpecError("--brief prints one line; drop --verbose and other formats")
     gpus = [find_gpu(name.strip()) for names in args.gpu for name in names.split(",")]
     _check_release(args.megatron_core)
     spec = run_on_gpus(args, gpus)
@@ -60,19 +81,56 @@ def run(args: argparse.Namespace) -> int:
             f"are 0 to {len(result.stages) - 1}"
         )
     fitting = fits(result, gpus)
+    fix = ""
+    if len(gpus) == 1 and fitting[0].verdict is Verdict.DOES_NOT_FIT and not fitting[0].lacks:
+        fix = cheapest_fix(spec, gpus[0])
+    _print(args, result, fitting, unit, fix)
+    return EXIT_DOES_NOT_FIT if args.require_fit and not all(fit.fits for fit in fitting) else 0
+
+
+def _print(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], unit: str, fix: str) -> None:
+    from bridge_memory.report.printing import print_blocks
+
     details = None
-    if args.verbose:
+    if args.verbose > 1 or (args.verbose and (args.json or args.stage is not None)):
         from bridge_memory.report.details import stage_details
 
         shown = range(len(result.stages)) if args.stage is None else [args.stage]
         details = {i: stage_details(result, i) for i in shown}
-    if args.json:
+    if args.brief:
+        from bridge_memory.report.answer import answer_of
+
+        print(one_line(answer_of(result, fitting, unit=unit, fix=fix).words))
+    elif args.json:
         from bridge_memory.report.json import estimate_to_json
 
-        json.dump(estimate_to_json(result, fitting, stage=args.stage, details=details), sys.stdout, indent=2)
+        document = estimate_to_json(result, fitting, stage=args.stage, details=details, fix=fix)
+        json.dump(document, sys.stdout, indent=2)
         print()
-    else:
-        from bridge_memory.report.table import print_estimate
+    elif args.format in ("html", "csv", "perfetto"):
+        print(_written(args, result, fitting, unit, fix), end="")
+    elif args.verbose or args.format == "md":
+        from bridge_memory.report.table import estimate_blocks
 
-        print_estimate(result, fitting, unit=unit, stage=args.stage, details=details)
-    return 0
+        blocks = estimate_blocks(result, fitting, unit=unit, stage=args.stage, details=details, fix=fix)
+        print_blocks(blocks)
+    else:
+        from bridge_memory.report.short import short_blocks
+
+        more = "-v shows them, and every table"
+        print_blocks(short_blocks(result, fitting, unit=unit, stage=args.stage, fix=fix, more=more))
+
+
+def _written(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], unit: str, fix: str) -> str:
+    """In the formats that are no tables of text."""
+    if args.format == "html":
+        from bridge_memory.report.page.one_file import estimate_page
+
+        return estimate_page(result, fitting, flags=args.command_line, fix=fix, unit=unit, stage=args.stage)
+    if args.format == "perfetto":
+        from bridge_memory.report.trace import perfetto
+
+        return perfetto(result, args.stage)
+    from bridge_memory.report.table import components_csv
+
+    return components_csv(result, args.stage)

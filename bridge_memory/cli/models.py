@@ -38,8 +38,12 @@ def run(args: argparse.Namespace) -> int:
 
         print(json.dumps(rows, indent=2))
         return 0
-    width = max(len(str(row["name"])) for row in rows)
-    print(f"{'model':<{width}}  {'parameters':>17}  layers  hidden")
-    for row in rows:
-        print(f"{row['name']:<{width}}  {row['parameters']:>17,}  {row['num_layers']:>6}  {row['hidden_size']:>6}")
+    from bridge_memory.report.document import Column, Grid
+    from bridge_memory.report.printing import print_blocks
+
+    columns = (Column("model", words=True), Column("parameters"), Column("layers"), Column("hidden"))
+    cells = [
+        (str(row["name"]), f"{row['parameters']:,}", str(row["num_layers"]), str(row["hidden_size"])) for row in rows
+    ]
+    print_blocks([Grid("", columns, tuple(cells))])
     return 0

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         if action.dest in RANGED.values():
             action.type, action.metavar = _size, "N|A..B"
-    add_output_arguments(parser, "by the schema bridge-memory/search/1", formats=("text", "json", "csv", "md"))
+    add_output_arguments(parser, "by the schema bridge-memory/search/1", own=("csv", "md"))
     group = parser.add_argument_group("search")
     group.add_argument("--gpu", required=True, metavar="NAME", help="the GPU (`bridge-memory gpus` lists them)")
     group.add_argument("--vary", metavar="A,B",
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     if args.emit:
         print(_emitted(found, args, gpu))
-    elif args.format == "text":
+    elif args.format in ("text", "html"):
         from bridge_memory.report.printing import print_blocks
 
         print_blocks(_blocks(found, args, space, gpu))

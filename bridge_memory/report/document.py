@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 
 class Column(NamedTuple):
-    """A heading, and whether its cells are ``words`` (left, may wrap) or numbers (right, whole)."""
+    """A heading, and whether its cells are ``words`` (left, may wrap) or numbers (right, whole). Cells of ``bars`` are
+    words without blanks whose letters stand for parts, which a terminal shows as colours."""
 
     title: str
     words: bool = False
+    bars: bool = False
 
 
 class Grid(NamedTuple):
@@ -30,6 +32,14 @@ class Pairs(NamedTuple):
     pairs: tuple[tuple[str, str], ...]
 
 
+class Words(NamedTuple):
+    """Lines of words, the first of which may matter: ``tone`` is "good", "bad", "open" or nothing."""
+
+    title: str
+    lines: tuple[str, ...]
+    tone: str = ""
+
+
 class Bullets(NamedTuple):
     """A list of sentences."""
 
@@ -37,7 +47,7 @@ class Bullets(NamedTuple):
     items: tuple[str, ...]
 
 
-Block = Grid | Pairs | Bullets
+Block = Grid | Pairs | Bullets | Words
 
 
 def one_line(text: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from bridge_memory.evidence import evidence_of
 from bridge_memory.report.units import format_bytes
 from bridge_memory.result import StagePeak
 from bridge_memory.spec import PrecisionSpec, RunSpec, SpecError
@@ -53,9 +54,11 @@ class Gpu:
 
 
 class Verdict(str, Enum):
-    """Whether a run fits a card. Unknown where something that is not modelled decides it."""
+    """Whether a run fits a card. Unknown where something that is not modelled decides it; tight where it fits by less
+    than predictions of measured runs of its kind were off (``evidence.Evidence.band``)."""
 
     FITS = "fits"
+    TIGHT = "tight"
     DOES_NOT_FIT = "does not fit"
     UNKNOWN = "unknown"
 
@@ -68,8 +71,8 @@ class Fit:
     """How one GPU takes a run: capacity = peak + margin + headroom, exactly. Bytes.
 
     ``peak_bytes`` is the highest peak, that of ``peak_stage``, with the workspaces, attention kernels and fp8 layouts
-    of ``gpu_arch``, the card's own generation. ``fits``: the verdict is that it does. What is not modelled is in the
-    verdict and not in the headroom.
+    of ``gpu_arch``, the card's own generation. ``fits``: the verdict is that it does, if tightly. What is not
+    modelled is in the verdict and not in the headroom.
     """
 
     gpu: str
@@ -289,12 +292,15 @@ def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
         assert worst is not None
         capacity, margin = gpu.capacity_bytes, margin_bytes(worst.peak_bytes, world_size)
         within = bounds(worst.peak_bytes, result.not_modelled)
-        verdict = Verdict.DOES_NOT_FIT if missing else verdict_of(within, capacity, world_size)
+        verdict = Verdict.DOES_NOT_FIT
+        if not missing:
+            band = evidence_of(result.run, arch).band
+            verdict = verdict_of(within, capacity, world_size, band or 0.0)
         out.append(
             Fit(
                 gpu.name, result.run.implementation.gpu_arch if missing else arch, capacity, worst.stage,
-                worst.peak_bytes, margin, capacity - worst.peak_bytes - margin, verdict is Verdict.FITS, missing,
-                verdict,
+                worst.peak_bytes, margin, capacity - worst.peak_bytes - margin,
+                verdict in (Verdict.FITS, Verdict.TIGHT), missing, verdict,
             )
         )  # fmt: skip
     return out
@@ -317,23 +323,26 @@ def _worst_on(arch: str, result: Estimate) -> StagePeak | None:
     return max(peaks(run), key=lambda stage: stage.peak_bytes)
 
 
-def verdict_of(peak: Bounds, capacity_bytes: int, world_size: int) -> Verdict:
-    """Whether a card takes a peak that lies within ``peak``, with the margin."""
+def verdict_of(peak: Bounds, capacity_bytes: int, world_size: int, band: float = 0.0) -> Verdict:
+    """Whether a card takes a peak that lies within ``peak``, with the margin. ``band``: the share of a peak by which
+    predictions of such runs are off."""
 
     def room_for(nbytes: int) -> bool:
         return nbytes + margin_bytes(nbytes, world_size) <= capacity_bytes
 
     if peak.most is not None and room_for(peak.most):
-        return Verdict.FITS
+        return Verdict.FITS if room_for(peak.most + int(peak.most * band)) else Verdict.TIGHT
     if peak.least is not None and not room_for(peak.least):
         return Verdict.DOES_NOT_FIT
     return Verdict.UNKNOWN
 
 
 def answer(fits: Sequence[Fit]) -> str | None:
-    """One word for all of ``fits``: their verdict where they share it, "unknown" where it is that of any, else "fits on
-    some"; None for no card."""
+    """One word for all of ``fits``: their verdict where they share it, "unknown" where it is that of any, "tight" where
+    it is tight on some and fits the others, else "fits on some"; None for no card."""
     verdicts = {fit.verdict for fit in fits}
     if Verdict.UNKNOWN in verdicts:
         return str(Verdict.UNKNOWN)
+    if verdicts == {Verdict.FITS, Verdict.TIGHT}:
+        return str(Verdict.TIGHT)
     return str(*verdicts) if len(verdicts) == 1 else "fits on some" if verdicts else None

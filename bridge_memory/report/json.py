@@ -29,33 +29,41 @@ def estimate_to_json(
     *,
     stage: int | None = None,
     details: Mapping[int, Sequence[DetailRow]] | None = None,
+    fix: str = "",
 ) -> dict[str, Any]:
     """``result.to_dict()``, what it fits on, and the verdict. ``stage`` leaves only that one among ``stages``;
-    ``details`` maps a stage to the rows of ``details.stage_details``, which become its ``tensors``."""
+    ``details`` maps a stage to the rows of ``details.stage_details``, which become its ``tensors``;
+    ``fix``: what would make it fit, in words."""
     out = result.to_dict(stage=stage)
     for shown in out["stages"]:
         if shown["stage"] in (details or {}):
             shown["tensors"] = [asdict(row) for row in (details or {})[shown["stage"]]]
     return {
         "schema": out.pop("schema"),
-        "verdict": _verdict(result, fits),
+        "verdict": _verdict(result, fits, fix),
         **{k: v for k, v in out.items() if k not in _LAST},
         "fits": [asdict(f) for f in fits],
         **{k: out[k] for k in _LAST},
     }
 
 
-def _verdict(result: Estimate, fits: Sequence[Fit]) -> dict[str, Any]:
-    from bridge_memory.report.gpus import Verdict, answer
+def _verdict(result: Estimate, fits: Sequence[Fit], fix: str) -> dict[str, Any]:
+    from bridge_memory.report.answer import answer_of
+    from bridge_memory.report.gpus import Verdict
+
+    said = answer_of(result, fits, fix=fix)
 
     def of(verdict: Verdict) -> list[str]:
         return [fit.gpu for fit in fits if fit.verdict is verdict]
 
     return {
-        "answer": answer(fits),
+        "answer": said.verdict,
         "peak_at_least_bytes": result.peak_bounds.least,
         "peak_at_most_bytes": result.peak_bounds.most,
+        "words": said.words,
+        "evidence": said.evidence,
         "fits": of(Verdict.FITS),
+        "tight": of(Verdict.TIGHT),
         "does_not_fit": of(Verdict.DOES_NOT_FIT),
         "unknown": of(Verdict.UNKNOWN),
     }

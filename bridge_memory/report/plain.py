@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bridge_memory.report.document import Block, Bullets, Grid, Pairs
+from bridge_memory.report.document import Block, Bullets, Grid, Pairs, Words
 
 #: Characters between two columns, and where only that makes a table fit.
 GAP, NARROW_GAP = 2, 1
@@ -19,10 +19,12 @@ WORDS_WIDTH = 14
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A part of a grid cut to a width: its columns' widths, and each row's lines of padded cells."""
+    """A part of a grid cut to a width: its columns' widths, whether they are ``bars``, and each row's lines of padded
+    cells."""
 
     gap: int
     widths: tuple[int, ...]
+    bars: tuple[bool, ...]
     header: tuple[str, ...]
     rows: tuple[tuple[tuple[str, ...], ...], ...]
 
@@ -38,6 +40,8 @@ def _lines(block: Block, width: int) -> list[str]:
         return lines + pair_lines(block, width)
     if isinstance(block, Bullets):
         return lines + bullet_lines(block, width)
+    if isinstance(block, Words):
+        return lines + word_lines(block, width)
     for n, laid in enumerate(lay_out(block, width)):
         between = " " * laid.gap
         lines += [""] * bool(n)
@@ -60,6 +64,11 @@ def pair_lines(block: Pairs, width: int) -> list[str]:
 def bullet_lines(block: Bullets, width: int) -> list[str]:
     """"  - item", wrapped under itself."""
     return [line for item in block.items for line in wrap(item, width, "  - ", "    ")]
+
+
+def word_lines(block: Words, width: int) -> list[str]:
+    """Every line, wrapped under itself."""
+    return [line for words in block.lines for line in wrap(words, width)]
 
 
 def wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
@@ -126,7 +135,8 @@ def _table(
             tuple(tuple(pad(i, "".join(cells[i][n : n + 1])) for i in indices) for n in range(height))
         )
     header = tuple(pad(i, grid.columns[i].title) for i in indices)
-    return Laid(gap, tuple(widths.values()), header, tuple(rows))
+    bars = tuple(grid.columns[i].bars for i in indices)
+    return Laid(gap, tuple(widths.values()), bars, header, tuple(rows))
 
 
 def _total(widths: Iterable[int], gap: int) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TextIO
 
-from bridge_memory.report.document import Block, Bullets, Grid, Pairs, one_line
+from bridge_memory.report.document import Block, Bullets, Grid, Pairs, Words, one_line
 from bridge_memory.report.plain import render
 
 #: Characters of a line where nothing says otherwise.
@@ -24,6 +25,9 @@ def print_blocks(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
 
     The width is COLUMNS where it is set, else the terminal's on a terminal, else 80.
     """
+    if stream is None and _collected:
+        _collected[-1].extend(map(_clean, blocks))
+        return
     out = sys.stdout if stream is None else stream
     terminal = out.isatty()
     width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else _columns()
@@ -40,6 +44,20 @@ def print_blocks(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
     out.write(render(clean, width))
 
 
+_collected: list[list[Block]] = []
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Block]]:
+    """What is printed inside to standard output, as blocks and not as text."""
+    blocks: list[Block] = []
+    _collected.append(blocks)
+    try:
+        yield blocks
+    finally:
+        _collected.remove(blocks)
+
+
 def _columns() -> int:
     """COLUMNS or 80: what goes into a file does not depend on the window it was started from."""
     columns = os.environ.get("COLUMNS", "")
@@ -52,6 +70,8 @@ def _clean(block: Block) -> Block:
         return Pairs(one_line(block.title), tuple((one_line(n), one_line(v)) for n, v in block.pairs))
     if isinstance(block, Bullets):
         return Bullets(one_line(block.title), tuple(map(one_line, block.items)))
+    if isinstance(block, Words):
+        return Words(one_line(block.title), tuple(map(one_line, block.lines)), block.tone)
     return Grid(
         one_line(block.title), block.columns, tuple(tuple(map(one_line, row)) for row in block.rows),
         block.emphasis, tuple(map(one_line, block.notes)),

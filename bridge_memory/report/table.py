@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from bridge_memory.components import STATIC_ROLES, Component, Role
 from bridge_memory.estimate import Estimate, StageEstimate
-from bridge_memory.report.document import Block, Bullets, Column, Grid, Pairs
+from bridge_memory.report.answer import Answer, answer_of, bounded_peak
+from bridge_memory.report.document import Block, Bullets, Column, Grid, Pairs, Words
 from bridge_memory.report.printing import print_blocks
 from bridge_memory.report.summary import configuration
 from bridge_memory.report.units import (
@@ -43,6 +44,7 @@ def print_estimate(
     unit: str = "GiB",
     stage: int | None = None,
     details: Mapping[int, Sequence[DetailRow]] | None = None,
+    fix: str = "",
     stream: TextIO | None = None,
 ) -> None:
     """Print ``result`` to ``stream`` (default: stdout): rich tables on a terminal, plain text elsewhere.
@@ -51,7 +53,7 @@ def print_estimate(
     rows of ``details.stage_details``, printed tensor by tensor together with all its components. Every total is the
     sum of the numbers shown. Raises SpecError for a unit or a stage that does not exist.
     """
-    print_blocks(estimate_blocks(result, fits, unit=unit, stage=stage, details=details), stream)
+    print_blocks(estimate_blocks(result, fits, unit=unit, stage=stage, details=details, fix=fix), stream)
 
 
 def estimate_blocks(
@@ -61,6 +63,7 @@ def estimate_blocks(
     unit: str = "GiB",
     stage: int | None = None,
     details: Mapping[int, Sequence[DetailRow]] | None = None,
+    fix: str = "",
 ) -> list[Block]:
     """The blocks that ``print_estimate`` prints."""
     unit = check_unit(unit)
@@ -72,19 +75,17 @@ def estimate_blocks(
     groups = alike(shown)
     marked = worst if len(result.stages) > 1 else None
     blocks: list[Block] = [
-        Pairs(
-            f"Estimate of {result.run.model.name}",
-            (("verdict", _verdict(result, fits, unit)), *configuration(result)),
-        ),
+        head(result, answer_of(result, fits, unit=unit, fix=fix), unit),
+        Pairs("The run", configuration(result)),
         _stages(groups, marked, unit),
         _memory(groups, marked, unit),
     ]
     listed = {i: rows for i, rows in (details or {}).items() if stage in (None, i)}
     limit = None if explained.stage in listed else LARGEST
-    blocks.append(_components(explained, parallel, unit, limit, _why(explained, worst, result, unit)))
+    blocks.append(components_grid(explained, parallel, unit, limit, _why(explained, worst, result, unit)))
     for index, rows in listed.items():
         if index != explained.stage:
-            blocks.append(_components(result.stages[index], parallel, unit, None, f"Stage {index}: all components"))
+            blocks.append(components_grid(result.stages[index], parallel, unit, None, f"Stage {index}: all components"))
         blocks += _tensors(index, rows, unit)
     if fits:
         blocks.append(_fits(fits, result, unit))
@@ -94,48 +95,13 @@ def estimate_blocks(
     return blocks
 
 
-# --------------------------------------------------------------------------------------------------
-# The verdict
-# --------------------------------------------------------------------------------------------------
+def head(result: Estimate, answer: Answer, unit: str) -> Words:
+    """The name, the answer, what stands behind it: a line each."""
+    title = f"Estimate of {result.run.model.name}: peak {bounded_peak(result, unit)}"
+    return Words(title, (answer.words, answer.evidence), _TONES.get(answer.verdict or "", ""))
 
 
-def _verdict(result: Estimate, fits: Sequence[Fit], unit: str) -> str:
-    """The peak, the cards, and whether what is not modelled can change them. A card that is judged otherwise by the
-    peak on its own generation has that peak beside it."""
-    from bridge_memory.report.gpus import Verdict, verdict_of
-
-    def there(fit: Fit) -> str:
-        world_size = result.run.parallel.world_size
-        if fit.lacks or verdict_of(result.peak_bounds, fit.capacity_bytes, world_size) is fit.verdict:
-            return fit.gpu
-        return f"{fit.gpu} ({format_bytes(fit.peak_bytes, unit)} there)"
-
-    peak = f"peak {_bounded(result, unit)}"
-    if len(result.stages) > 1:
-        peak += f" (stage {result.peak_stage.stage})"
-    cards = []
-    for verdict, words in (
-        (Verdict.FITS, "fits"), (Verdict.UNKNOWN, "may or may not fit"), (Verdict.DOES_NOT_FIT, "does not fit")
-    ):
-        named = ", ".join(there(fit) for fit in fits if fit.verdict is verdict)
-        if named:
-            cards.append(f"{words} {named}")
-    unknown = any(fit.verdict is Verdict.UNKNOWN for fit in fits) or (not fits and result.gaps)
-    left_out = ("see Not modelled",) if result.gaps else ()
-    return "unknown: " * bool(unknown) + "; ".join((peak, *cards, *left_out))
-
-
-def _bounded(result: Estimate, unit: str) -> str:
-    """"12.34 GiB", or between what it lies."""
-    peak, bounds = result.peak_stage.peak_bytes, result.peak_bounds
-    if bounds.least is not None and bounds.most is not None:
-        low, high = format_bytes(bounds.least, unit), format_bytes(bounds.most, unit)
-        return low if low == high else f"{low} to {high}"
-    if bounds.least is not None:
-        return f"at least {format_bytes(bounds.least, unit)}"
-    if bounds.most is not None:
-        return f"at most {format_bytes(bounds.most, unit)}"
-    return f"{format_bytes(peak, unit)}, higher or lower"
+_TONES = {"fits": "good", "does not fit": "bad", "tight": "open", "unknown": "open", "fits on some": "open"}
 
 
 _MOVES = {
@@ -203,12 +169,12 @@ def alike(stages: Sequence[StageEstimate]) -> list[tuple[StageEstimate, ...]]:
     return groups
 
 
-def _span(group: tuple[StageEstimate, ...]) -> str:
+def stage_span(group: tuple[StageEstimate, ...]) -> str:
     return ranges([stage.stage for stage in group])
 
 
 def _label(group: tuple[StageEstimate, ...], worst: StageEstimate | None) -> str:
-    return _span(group) + " *" * (worst in group)
+    return stage_span(group) + " *" * (worst in group)
 
 
 def _marked(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | None) -> int | None:
@@ -235,7 +201,7 @@ def _stages(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | 
     marked = _marked(groups, worst)
     notes = []
     if marked is not None:
-        notes.append(f"* the highest peak: stage{'s' * (len(groups[marked]) > 1)} {_span(groups[marked])}")
+        notes.append(f"* the highest peak: stage{'s' * (len(groups[marked]) > 1)} {stage_span(groups[marked])}")
     if any(len(group) > 1 for group in groups):
         notes.append("Stages in one row are alike in every number, the number of layers included.")
     virtual = any(len(group[0].in_flight) > 1 for group in groups)
@@ -289,7 +255,7 @@ def _why(stage: StageEstimate, worst: StageEstimate, result: Estimate, unit: str
     return f"{which} peaks at {format_bytes(stage.peak_bytes, unit)}, in {_moment(stage)}{rank}"
 
 
-def _components(
+def components_grid(
     stage: StageEstimate, parallel: ParallelSpec, unit: str, limit: int | None, title: str
 ) -> Grid:
     cells = _Cells(stage, unit)
@@ -306,6 +272,20 @@ def _components(
     rows.append((format_ticks(cells.peak, unit), "", "", "peak"))
     columns = (Column(unit), Column("%"), Column("known as", words=True), Column("component", words=True))
     return Grid(title, columns, tuple(rows), len(rows) - 1)
+
+
+def components_csv(result: Estimate, stage: int | None = None) -> str:
+    """A line a component of every stage's peak, or of one stage's, in bytes."""
+    import csv
+    import io
+
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("stage", "component", "bytes", "role", "known as", "divided over", "lifetime"))
+    for s in result.stages if stage is None else (result.stages[stage],):
+        for c in s.components:
+            writer.writerow((s.stage, c.name, c.bytes, c.role, c.provenance, c.shard, c.lifetime))
+    return text.getvalue()
 
 
 def _percent(part: int, whole: int) -> str:
@@ -361,7 +341,7 @@ def _tensor(row: DetailRow) -> str:
 
 
 #: ``gpus.Verdict`` -> a cell.
-_FITS = {"fits": "yes", "does not fit": "no", "unknown": "unknown"}
+_FITS = {"fits": "yes", "tight": "tight", "does not fit": "no", "unknown": "unknown"}
 
 
 def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:

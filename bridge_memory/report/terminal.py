@@ -10,13 +10,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bridge_memory.report.document import Block, Grid, Pairs
-from bridge_memory.report.plain import NARROW_GAP, Laid, bullet_lines, lay_out, pair_lines, wrap
+from bridge_memory.report.document import Block, Grid, Pairs, Words
+from bridge_memory.report.plain import NARROW_GAP, Laid, bullet_lines, lay_out, pair_lines, word_lines, wrap
 
 _TITLE = "bold cyan"
 _HEADER = "bold"
 _EMPHASIS = "bold yellow"
 _NOTE = "dim"
+_TONES = {"good": "bold green", "bad": "bold red", "open": "bold yellow"}
+#: Letter of a bar -> colour: ``short.LETTERS``.
+_COLOURS = {
+    "W": "blue", "G": "magenta", "O": "green", "B": "bright_black", "A": "yellow", "T": "red", "|": "bold", ".": "dim",
+}
 
 
 def print_rich(blocks: Iterable[Block], stream: TextIO, width: int) -> None:
@@ -39,6 +44,10 @@ def print_rich(blocks: Iterable[Block], stream: TextIO, width: int) -> None:
                 console.print(_table(block, laid), no_wrap=True, overflow="ignore", crop=False)
             for note in block.notes:
                 lines(wrap(note, width), _NOTE)
+        elif isinstance(block, Words):
+            for number, words in enumerate(block.lines):
+                style = _TONES.get(block.tone, "") if not number else _NOTE
+                lines(word_lines(Words("", (words,)), width), style)
         else:
             lines(pair_lines(block, width) if isinstance(block, Pairs) else bullet_lines(block, width))
 
@@ -53,5 +62,14 @@ def _table(grid: Grid, laid: Laid) -> Table:
         table.add_column(Text(title), width=width, no_wrap=True, overflow="ignore")
     for n, row in enumerate(laid.rows):
         for cells in row:
-            table.add_row(*map(Text, cells), style=_EMPHASIS if n == grid.emphasis else "")
+            shown = [_bar(cell) if bars else Text(cell) for cell, bars in zip(cells, laid.bars, strict=True)]
+            table.add_row(*shown, style=_EMPHASIS if n == grid.emphasis else "")
     return table
+
+
+def _bar(cell: str) -> Text:
+    """The letters of a bar in their colours."""
+    text = Text()
+    for letter in cell:
+        text.append(letter, style=f"bold {_COLOURS.get(letter, '')}".strip())
+    return text

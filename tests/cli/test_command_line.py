@@ -116,10 +116,15 @@ def test_every_command_writes_text_and_json_alike(
         assert (tmp_path / file).read_text() == printed[name]
     assert "--force" in refused(capsys, *command, "--output", str(tmp_path / "a.json"))
     assert main([*command, "--output", str(tmp_path / "a.json"), "--force"]) == 0
-    for suffix in ("html", "csv", "md"):
+    for suffix in ("docx", "xlsx", "tex", "png"):
         line = refused(capsys, *command, "--output", str(tmp_path / f"x.{suffix}"))
-        assert f".{suffix} files are not written" in line and ".txt or .json" in line
+        assert "files are not written" in line and ".txt or .json or .csv or .md or .html" in line
     assert not list(tmp_path.glob("x.*"))
+    for suffix, begin in (("html", "<!DOCTYPE html>"), ("csv", ""), ("md", "")):
+        assert main([*command, "--output", str(tmp_path / f"y.{suffix}")]) == 0
+        text = (tmp_path / f"y.{suffix}").read_text()
+        assert text.startswith(begin) and len(text) > 200 and capsys.readouterr().out == ""
+        assert ("lama" in text) == (command[0] != "gpus" and (command[0], suffix) != ("estimate", "csv"))
     assert "--json is --format json" in refused(capsys, *command, "--json", "--format", "text")
     assert "--force does nothing" in refused(capsys, *command, "--force")
 

@@ -57,8 +57,8 @@ def of_every_kind(capsys: pytest.CaptureFixture[str], command: str, tmp_path: Pa
         return [printed(capsys, command, "Llama-3.2-1B", *flags, *more)]
     return {
         "estimate": [printed(capsys, "estimate", *model, "--verbose")], "models": [printed(capsys, "models")],
-        "gpus": [printed(capsys, "gpus")],
-    }[command] if command in ("estimate", "models", "gpus") else []  # fmt: skip
+        "gpus": [printed(capsys, "gpus")], "completion": [printed(capsys, "completion", "bash")],
+    }[command] if command in ("estimate", "models", "gpus", "completion") else []  # fmt: skip
 
 
 def keys(document: Any) -> list[str]:

@@ -439,7 +439,7 @@ export function peakTreemap(element, tree, options = {}) {
         }, svg("rect", { class: `bm-${role}`, x: box.x, y: box.y, width: Math.max(0, box.width - 1), height: Math.max(0, box.height - 1) }));
         root.append(cell);
         const clip = (text, room) => {
-          const most = Math.floor(room / 6.3);
+          const most = Math.floor(room / (depth ? 6.3 : 7.4));
           return text.length <= most ? text : most > 4 ? `${text.slice(0, most - 1)}\u2026` : "";
         };
         const size = formatBytes(node.bytes, unit);

@@ -54,7 +54,7 @@ def page_data(
             "stage": result.peak_stage.stage, "bytes": result.peak_stage.peak_bytes,
             "words": peak_words(result, unit),
         },
-        "verdict": {"answer": answer.verdict, "words": answer.words},
+        "verdict": {"answer": answer.verdict, "words": answer.words, "evidence": answer.evidence},
         "flags": flags,
         "configuration": [list(pair) for pair in configuration(result)],
         "gpus": [asdict(fit) for fit in fits],
@@ -106,7 +106,7 @@ def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
     chunks = []
     for number, chunk in enumerate(timeline.chunks):
         steps = [
-            [word(_step_name(step)), word(_kind(step, result.run.model)), step.keeps, step.forward, step.backward,
+            [word(step_name(step)), word(_kind(step, result.run.model)), step.keeps, step.forward, step.backward,
              word(step.forward_operation), word(step.backward_operation)]
             for step in chunk.steps
         ]  # fmt: skip
@@ -140,10 +140,14 @@ def _passes(timeline: Timeline) -> Iterator[list[int]]:
         yield row
 
 
-def _step_name(step: Step) -> str:
+def step_name(step: Step) -> str:
     if not step.layers:
-        return step.label.value
+        return _of_label(step.label)
     return f"layer{'s' * (len(step.layers) > 1)} {ranges(step.layers)}"
+
+
+def _of_label(label: Label) -> str:
+    return "output layer and loss" if label is Label.LOSS else label.value
 
 
 def _kind(step: Step, model: ModelSpec) -> str:
@@ -206,7 +210,7 @@ def _parameters(run: RunSpec, stage: int) -> dict[tuple[bool, bool], Groups]:
     ctx = context_of(run)
     for shape in layout(run.model, run.parallel).shapes(run.model)[stage]:
         for unit in chunk_units(run.model, shape, ctx):
-            name = unit.label.value if unit.layer is None else layer_name(unit.layer)
+            name = _of_label(unit.label) if unit.layer is None else layer_name(unit.layer)
             for parameters, count in unit.parameters.rows:
                 for p in parameters:
                     groups = out.setdefault((p.expert, False), {})
@@ -232,7 +236,7 @@ def _saved(
         at = 0
         for link, count in inventory.links:
             of_layers = link.label in (Label.LAYER, Label.RECOMPUTED, Label.OFFLOADED)
-            name = link.label.value
+            name = _of_label(link.label)
             if of_layers:
                 name = layer_name(model.layers[layers[at]])
                 at += count * link.layers

@@ -17,7 +17,7 @@ from typing import Any
 
 from bridge_memory.estimate import Estimate
 from bridge_memory.files import read_text
-from bridge_memory.report.document import Block, Bullets, Grid, Pairs
+from bridge_memory.report.document import Block, Bullets, Pairs, Words
 from bridge_memory.report.gpus import Fit
 from bridge_memory.report.page.data import page_data
 from bridge_memory.report.table import alike
@@ -54,10 +54,12 @@ def estimate_page(
     return page
 
 
-def blocks_page(title: str, blocks: Iterable[Block], flags: str = "") -> str:
-    """A printed report, block by block, as one HTML file without charts."""
+def blocks_page(title: str, blocks: Iterable[Block], flags: str = "", text: str = "") -> str:
+    """A printed report, block by block, as one HTML file without charts; ``text`` after them, as it is."""
     parts = [f"<header><div><h1>{escape(title)}</h1></div>{_THEME}</header>", "<main>"]
     parts += [_block(block) for block in blocks]
+    if text:
+        parts.append(f"<pre>{escape(text)}</pre>")
     if flags:
         parts.append(f"<section><h2>Reproduce</h2><pre id=\"flags\">{escape(flags)}</pre></section>")
     return _document(title, "\n".join([*parts, "</main>"]), asset("theme.js"))
@@ -92,7 +94,7 @@ def _estimate_html(data: dict[str, Any]) -> str:
     script = charts + main.replace(_IMPORT, "") + asset("theme.js")
     verdict, title = data["verdict"], data["title"]
     kind = (verdict["answer"] or "none").replace(" ", "-")
-    evidence = f'<p class="evidence">{escape(verdict["evidence"])}</p>' if verdict.get("evidence") else ""
+    evidence = f'<p class="evidence">{escape(_capital(verdict["evidence"]))}</p>'
     body = Template(asset("report.html")).substitute(
         title=escape(title), peak=escape(data["peak"]["words"]), theme=_THEME, kind=escape(kind),
         words=escape(_capital(verdict["words"])), evidence=evidence, stages=_stage_table(data),
@@ -200,7 +202,8 @@ def _block(block: Block) -> str:
         return f"<section>{title}<dl>{_pairs(block.pairs)}</dl></section>"
     if isinstance(block, Bullets):
         return f"<section>{title}{_list(block.items, '')}</section>"
-    assert isinstance(block, Grid)
+    if isinstance(block, Words):
+        return f"<section>{title}{''.join(f'<p>{escape(line)}</p>' for line in block.lines)}</section>"
     heads = [(column.title, not column.words) for column in block.columns]
     worst = -1 if block.emphasis is None else block.emphasis
     notes = "".join(f'<p class="sub">{escape(note)}</p>' for note in block.notes)

@@ -1,0 +1,107 @@
+"""How far predictions of measured runs were off, by the kind of run: what stands behind an answer.
+
+The table (``evidence.json``) is written by ``bridge-memory accuracy RUNS.jsonl --evidence FILE``; the kind of a run is
+worked out here for those who write the table and those who read it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from bridge_memory.files import parse_json, read_text
+from bridge_memory.spec import DataParallelSpec, MambaSpec, MoESpec, RunSpec
+from bridge_memory.spec.layout import layout
+
+SCHEMA = "bridge-memory/evidence/1"
+PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "evidence.json")
+#: Of so many errors the 90th percentile says something; of fewer the largest is told.
+ENOUGH = 10
+_IMPLEMENTATIONS = {"transformer_engine": "TE", "local": "megatron-core's local layers"}
+
+
+class Kind(NamedTuple):
+    """What is alike in runs whose predictions speak for each other, in words."""
+
+    generation: str
+    implementation: str
+    model: str
+    schedule: str
+    precision: str = ""
+    engine: str = ""
+    adapters: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, self))
+
+
+def kind_of(run: RunSpec, gpu_arch: str | None = None) -> Kind:
+    """The kind of ``run``, on GPUs of ``gpu_arch`` (default: its own)."""
+    p, d, i = run.parallel, run.data_parallel, run.implementation
+    layers, virtual = run.model.layers, layout(run.model, p).virtual_pipeline_model_parallel_size
+    kinds = ("Mamba", any(isinstance(x.mixer, MambaSpec) for x in layers)), (
+        "MoE", any(isinstance(x.ffn, MoESpec) for x in layers)
+    )
+    return Kind(
+        (gpu_arch or i.gpu_arch).capitalize(),
+        _IMPLEMENTATIONS.get(i.transformer_impl, i.transformer_impl),
+        " and ".join(word for word, there in kinds if there) or "dense",
+        "no pipeline" if p.pp == 1 else "1F1B" if virtual == 1 else "interleaved 1F1B",
+        "fp8" if run.precision.fp8 else "",
+        "" if d.engine == DataParallelSpec().engine else d.engine_title,
+        run.peft.scheme or "" if run.peft.freezes else "",
+    )
+
+
+class Evidence(NamedTuple):
+    """Measured runs of one kind. ``errors``: absolute relative errors of their peaks, the smallest first; ``toys`` of
+    them are of models of a functional test's size."""
+
+    kind: Kind
+    errors: tuple[float, ...]
+    toys: int = 0
+
+    @property
+    def band(self) -> float | None:
+        """The share of a peak by which a prediction may be off: 90 % of the runs were within it, of few runs all; None
+        where no run was measured."""
+        if not self.errors:
+            return None
+        if len(self.errors) < ENOUGH:
+            return self.errors[-1]
+        place = 0.9 * (len(self.errors) - 1)
+        low = int(place)
+        return self.errors[low] + (self.errors[low + 1] - self.errors[low]) * (place - low)
+
+    def __str__(self) -> str:
+        if self.band is None:
+            return f"no measured run like this one ({self.kind}) stands behind it"
+        number, within = len(self.errors), f"within {max(0.001, self.band):.1%}"
+        if number == 1:
+            said = f"the prediction of the one measured run like this one ({self.kind}) was {within}"
+        else:
+            share = " (90% of them)" if number >= ENOUGH else ""
+            said = f"predictions of {number} measured runs like this one ({self.kind}) were {within}{share}"
+        if self.toys == number:
+            return f"{said}; {'it was of a toy model' if number == 1 else 'all were of toy models'}"
+        return said + (f"; {self.toys} of them were of toy models" if self.toys else "")
+
+
+def evidence_of(run: RunSpec, gpu_arch: str | None = None) -> Evidence:
+    """What was measured of runs of the kind of ``run``: without toys where there are enough without."""
+    kind = kind_of(run, gpu_arch)
+    row = _table().get(kind)
+    if row is None:
+        return Evidence(kind, ())
+    runs, toys = row
+    if len(runs) >= ENOUGH or not toys:
+        return Evidence(kind, runs)
+    return Evidence(kind, tuple(sorted((*runs, *toys))), len(toys))
+
+
+@lru_cache(maxsize=1)
+def _table() -> Mapping[Kind, tuple[tuple[float, ...], tuple[float, ...]]]:
+    data: dict[str, Any] = parse_json(read_text(PATH, "reinstall the package"))
+    return {Kind(*row["kind"]): (tuple(row["errors"]), tuple(row["toys"])) for row in data["kinds"]}

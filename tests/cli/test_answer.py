@@ -1,0 +1,114 @@
+"""The answer first: in the second line, alone, as an exit code; the rest on one screen; no words, three examples."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+from bridge_memory.cli import EXAMPLES, main
+
+LARGE = [
+    "estimate", "deepseek-ai/DeepSeek-V3", "--tp", "4", "--pp", "4", "--ep", "8", "--num-gpus", "128",
+    "--num-layers-in-last-pipeline-stage", "16",
+]
+SMALL = ["estimate", "Llama-3.1-8B", "--num-gpus", "8", "--tp", "4"]
+OPEN = [
+    "estimate", "Qwen/Qwen3-30B-A3B", "--num-gpus", "8", "--ep", "8", "--moe-token-dispatcher-type", "flex", "--gpu",
+    "H200",
+]
+DEEP = [
+    "estimate", "deepseek-ai/DeepSeek-V3", "--num-gpus", "1024", "--tp", "2", "--ep", "64", "--etp", "1", "--pp", "16",
+    "--pipeline-model-parallel-layout", "Etttt|(tttt|)*14tmL", "--gpu", "H100",
+]
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    code = main(list(argv))
+    out, err = capsys.readouterr()
+    assert err == ""
+    return code, out
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        ([*SMALL, "--gpu", "H100"], r"fits H100 \(79\.10 GiB\) with [\d.]+ GiB to spare"),
+        ([*SMALL, "--pp", "2", "--gpu", "H100"], r"fits .* to spare; tightest is stage \d, in (forward|backward)"),
+        ([*LARGE, "--gpu", "H200"], r"does not fit H200 \(139\.71 GiB\): stage 1 needs [\d.]+ GiB more; cheapest fix"),
+        ([*LARGE, "--gpu", "T4"], r"does not fit T4 .* no single option makes it fit"),
+        ([*SMALL, "--gpu", "T4", "--fp8", "e4m3"], ""),
+        ([*SMALL, "--gpu", "H100,L4"], r"fits H100 \([\d.]+ GiB to spare\); does not fit L4 \([\d.]+ GiB missing\)"),
+        ([*SMALL], r"fits A100-40GB, .*B300"),
+        (OPEN, r"unknown whether it fits H200 .*: not modelled: moe_token_dispatcher_type \(flex\)$"),
+    ],
+)  # fmt: skip
+def test_the_second_line_is_the_answer(capsys: pytest.CaptureFixture[str], command: list[str], answer: str) -> None:
+    if not answer:
+        assert main(command) == 2  # refused: a T4 has no fp8
+        return
+    code, out = run(capsys, *command, "--brief")
+    assert code == 0 and out.count("\n") == 1
+    assert re.match(answer, out), out
+    lines = run(capsys, *command)[1].splitlines()
+    assert lines[0].startswith("Estimate of ") and out.startswith(lines[1])
+
+
+@pytest.mark.parametrize("command", [SMALL, LARGE, DEEP, [*SMALL, "--pp", "2", "--gpu", "H100"]])
+def test_it_fits_one_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = run(capsys, *command)[1].splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100
+    full = run(capsys, *command, "-v")[1].splitlines()
+    assert len(full) > len(lines) and "Assumed" in full
+
+
+def test_an_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, *SMALL, "--gpu", "H100", "--require-fit")[0] == 0
+    assert run(capsys, *LARGE, "--gpu", "H100", "--require-fit", "--brief")[0] == 3
+    assert run(capsys, *SMALL, "--gpu", "H100,L4", "--require-fit")[0] == 3
+    assert run(capsys, *OPEN, "--require-fit")[0] == 3
+    assert main([*SMALL, "--require-fit"]) == 2
+    assert "--gpu" in capsys.readouterr().err
+
+
+def test_the_fix_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """The flags that it names make it fit."""
+    out = run(capsys, *LARGE, "--gpu", "H200", "--brief")[1]
+    fix = re.search(r"cheapest fix: (--.*) \([^()]*\)$", out)
+    assert fix, out
+    assert run(capsys, *LARGE, "--gpu", "H200", "--require-fit", *shlex.split(fix[1]))[0] == 0
+
+
+def test_without_a_command_there_are_three_examples_that_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert capsys.readouterr().out == EXAMPLES + "\n"
+    examples = re.findall(r"bridge-memory (estimate .*)$", EXAMPLES, re.MULTILINE)
+    assert EXAMPLES.count("   bridge-memory ") == 3
+    assert run(capsys, *shlex.split(examples[0]))[0] == 0
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("bridge-memory est", ["estimate"]),
+        ("bridge-memory estimate --recompute-g", ["--recompute-granularity"]),
+        ("bridge-memory estimate --gpu GB", ["GB200", "GB300"]),
+        ("bridge-memory estimate openai-community/", ["openai-community/gpt2"]),
+    ],
+)
+def test_bash_completes(capsys: pytest.CaptureFixture[str], typed: str, found: list[str]) -> None:
+    script = run(capsys, "completion", "bash")[1]
+    words = typed.split()
+    program = (
+        f"{script}\nCOMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; _bridge_memory; "
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == found
