@@ -196,9 +196,10 @@ def _estimate(one: Asked, stage: object) -> dict[str, Any]:
     fitting = fits(result, [gpu])
     document = estimate_to_json(result, fitting)
     document["fits"] = [_fit(f) for f in fitting]
+    answer = answer_of(result, fitting)
     return {
         "estimate": document, "fit": _fit(fitting[0]), "experts": run.model.has_experts,
-        "answer": answer_of(result, fitting).words, "margin": margin_words(run.parallel.world_size),
+        "answer": answer.words, "evidence": answer.evidence, "margin": margin_words(run.parallel.world_size),
         "effective": _effective(run), "step": _step(one), "drawn": _drawn(result, stage),
         "exports": {
             "command": _command(one), "megatron": megatron_arguments(run), "bridge": bridge_overrides(run),

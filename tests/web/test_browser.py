@@ -535,8 +535,9 @@ def test_a_pasted_config_is_answered_and_its_name_is_text(tab: Callable[..., Tab
 
 
 def test_a_search_shows_how_far_it_is_and_stops(tab: Callable[..., Tab]) -> None:
-    one = tab(QWEN)
-    one.page.click("text=Find faster layouts")
+    one = tab("#model=deepseek-ai/DeepSeek-V3&gpu=H100&num-gpus=2048&tp=2&pp=16&ep=64&global-batch-size=16384")
+    one.page.evaluate("globalThis.page.searching.vary = ['tp', 'pp', 'vpp', 'cp', 'ep', 'etp', 'mbs', 'split', 'recompute']")
+    one.page.locator("[data-focus=find]").click()
     one.until(lambda: "looked at" in one.page.inner_text("#search"))
     one.until(lambda: not one.page.inner_text("#search .progress").startswith("0 "))
     one.page.click("text=Stop and show what was found")

@@ -237,7 +237,8 @@ def test_a_search_finds_layouts_that_fit(client: Client) -> None:
 
 
 def test_a_search_can_be_cancelled(client: Client) -> None:
-    status, job = client.post("/api/search", {"question": QWEN})
+    large = {"model": "deepseek-ai/DeepSeek-V3", "options": {"num-gpus": 2048, "global-batch-size": 16384}}
+    status, job = client.post("/api/search", {"question": large})
     assert status == 202 and job["state"] == "running"
     until = time.monotonic() + 60
     while not job["progress"] and time.monotonic() < until:

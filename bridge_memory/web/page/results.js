@@ -24,6 +24,7 @@ export function verdict(answer, page) {
     h("h2", {}, h("span", { class: "mark", "aria-hidden": "true" }, { yes: "\u2713", no: "\u2715", perhaps: "?" }[tone]),
       `${word} ${count(gpus)} \u00d7 ${fit.gpu}`),
     h("p", { class: "answer" }, sentence(answer.answer)),
+    answer.evidence && h("p", { class: "hint evidence" }, sentence(answer.evidence)),
     worst && bar(worst, scaleOf([worst], fit), fit, `The fullest GPU: ${said(worst)}, of ${gib(fit.capacity_bytes)} GiB`),
     h("dl", { class: "facts" },
       ...fact("Peak", `${gib(fit.peak_bytes)} GiB`, `stage ${fit.peak_stage}, ${estimate.peak.phase}`),
