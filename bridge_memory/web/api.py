@@ -1,0 +1,272 @@
+"""Questions and answers of the page, as plain data; ``openapi`` describes them. Nothing here knows of HTTP.
+
+What computes does so one at a time (recordings of blocks are kept by one owner): an estimate before the changes of a
+what-if, which are tried one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+from bridge_memory.cli.emit import bridge_overrides, estimate_command, megatron_arguments
+from bridge_memory.estimate import Estimate, estimate
+from bridge_memory.plan.changes import Effect, WhatIf, changes
+from bridge_memory.readers import list_presets, resolve_model
+from bridge_memory.report.answer import answer_of
+from bridge_memory.report.gpus import GPUS, Fit, common_gpus, fits, margin_bytes, margin_words
+from bridge_memory.report.json import estimate_to_json
+from bridge_memory.report.page.data import timeline_data, treemap_data
+from bridge_memory.report.page.one_file import estimate_page
+from bridge_memory.spec import RunSpec, SpecError, show
+from bridge_memory.spec.parts import ENGINES
+from bridge_memory.speed.hardware import HARDWARE
+from bridge_memory.speed.step_time import not_timed, step_time
+from bridge_memory.web.fixes import Refuses, label, refusal, untried
+from bridge_memory.web.options import DEFAULT_GPU, KEYS, Asked, asked, option_values, options
+from bridge_memory.web.words import title
+
+
+Question = Mapping[str, Any]
+
+
+class Refused(Exception):
+    """What was asked cannot be answered; ``document`` is {field, fields, message, fix, changes}."""
+
+    def __init__(self, document: dict[str, Any], status: int = 422) -> None:
+        super().__init__(document["message"])
+        self.document, self.status = document, status
+
+
+class Desk:
+    """One computation at a time, urgent ones first."""
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        self._busy = False
+        self._urgent = 0
+
+    @contextmanager
+    def turn(self, *, urgent: bool = False) -> Iterator[None]:
+        with self._free:
+            self._urgent += urgent
+            self._free.wait_for(lambda: not self._busy and (urgent or not self._urgent))
+            self._urgent -= urgent
+            self._busy = True
+        try:
+            yield
+        finally:
+            with self._free:
+                self._busy = False
+                self._free.notify_all()
+
+
+class Api:
+    """The answers of one server."""
+
+    def __init__(self, *, hub: bool = False) -> None:
+        self.hub = hub
+        self._desk = Desk()
+
+    # ---- what there is ----
+
+    def options(self) -> dict[str, Any]:
+        """Everything that the page's form is made of."""
+        from bridge_memory import __version__
+
+        return {
+            "version": __version__, "hub": self.hub, "default_gpu": DEFAULT_GPU, "engines": dict(ENGINES),
+            "gpus": [
+                {"name": g.name, "description": g.description, "capacity_bytes": g.capacity_bytes, "common": g.common}
+                for g in GPUS.values()
+            ],
+            "options": [option.as_json() for option in options().values()],
+        }  # fmt: skip
+
+    def models(self) -> list[dict[str, Any]]:
+        """The embedded models."""
+        with self._desk.turn():
+            return _models()
+
+    # ---- a run ----
+
+    def asked(self, question: object) -> Asked:
+        """A question, read. Raises Refused."""
+        return _answered(question, lambda q: asked(q, hub=self.hub))
+
+    def estimate(self, question: object) -> dict[str, Any]:
+        """One run: every stage, whether it fits, what else it is called. Raises Refused."""
+        with self._desk.turn(urgent=True):
+            return _answered(question, lambda q: _estimate(asked(q, hub=self.hub), q.get("stage")), self._refuses)
+
+    def report(self, question: object) -> dict[str, Any]:
+        """The one-file HTML report of a run. Raises Refused."""
+        def page(question: Question) -> dict[str, Any]:
+            one = asked(question, hub=self.hub)
+            result = estimate(one.run)
+            return {"html": estimate_page(result, fits(result, [one.gpu]), flags=_command(one))}
+
+        with self._desk.turn():
+            return _answered(question, page, self._refuses)
+
+    def whatif(self, question: object) -> dict[str, Any]:
+        """What changing one option frees, the most first; of changes that make it fit the fastest first. Raises
+        Refused."""
+        with self._desk.turn():
+            run, gpu, _ = self.asked(question)
+            whatif = _answered(question, lambda _: WhatIf(run, HARDWARE.get(gpu.name)))
+        effects: list[Effect] = []
+        fitting: set[object] = set()
+        for change in dict.fromkeys(changes(run)):
+            with self._desk.turn():
+                effect = whatif.effect((change,))
+                if effect is None or effect.freed <= 0:
+                    continue
+                effects.append(effect)
+                room = gpu.capacity_bytes - effect.peak - margin_bytes(effect.peak, run.parallel.world_size)
+                if room >= 0 and fits(estimate(effect.run), [gpu])[0].fits:
+                    fitting.add(effect.changes)
+        given = question["options"] if isinstance(question, Mapping) and question.get("options") else {}
+        effects.sort(key=lambda e: -e.freed)
+        cheapest = min(
+            (e for e in effects if e.changes in fitting), key=lambda e: (e.slowdown is None, e.slowdown or 0.0, e.peak),
+            default=None,
+        )  # fmt: skip
+        cards = [card for card in common_gpus() if card.name != gpu.name]
+        with self._desk.turn():
+            others = [_fit(fit) for fit in fits(estimate(run), cards) if not fit.lacks]
+        return {
+            "peak_bytes": whatif.before, "other_gpus": others,
+            "changes": [_effect(e, e.changes in fitting, given) for e in effects],
+            "cheapest": None if cheapest is None else _effect(cheapest, True, given),
+        }
+
+    def _refuses(self, question: Question) -> SpecError | None:
+        try:
+            asked(question)
+        except SpecError as error:
+            return error
+        return None
+
+
+def _answered(question: object, answer: Any, refuses: Refuses = untried) -> Any:
+    if not isinstance(question, Mapping):
+        raise Refused(plain_refusal(f"the question ({show(question)}) is not an object; give {', '.join(KEYS)}"), 400)
+    try:
+        return answer(question)
+    except SpecError as error:
+        raise Refused(refusal(error, question, refuses)) from None
+
+
+def plain_refusal(message: str, field: str | None = None) -> dict[str, Any]:
+    """{field, fields, message, fix, changes} of what has no changes to offer."""
+    _, semicolon, fix = message.rpartition("; ")
+    return {
+        "field": field, "fields": [field] if field else [], "message": message, "fix": fix if semicolon else "",
+        "changes": [],
+    }  # fmt: skip
+
+
+@cache
+def _models() -> list[dict[str, Any]]:
+    from bridge_memory.inventory.counts import model_parameters
+
+    rows = []
+    for name in list_presets():
+        model = resolve_model(name)
+        parameters, _ = model_parameters(model)
+        rows.append(
+            {
+                "name": name, "model_type": model.model_type, "num_layers": model.num_layers,
+                "hidden_size": model.hidden_size, "parameters": parameters, "experts": model.has_experts,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def _estimate(one: Asked, stage: object) -> dict[str, Any]:
+    run, gpu, _ = one
+    if stage is not None and (type(stage) is not int or stage < 0):
+        raise SpecError(f"stage ({show(stage)}) is no stage; give a number of 0 or more")
+    result = estimate(run)
+    fitting = fits(result, [gpu])
+    document = estimate_to_json(result, fitting)
+    document["fits"] = [_fit(f) for f in fitting]
+    answer = answer_of(result, fitting)
+    return {
+        "estimate": document, "fit": _fit(fitting[0]), "experts": run.model.has_experts,
+        "answer": answer.words, "evidence": answer.evidence, "margin": margin_words(run.parallel.world_size),
+        "effective": _effective(run), "step": _step(one), "drawn": _drawn(result, stage),
+        "exports": {
+            "command": _command(one), "megatron": megatron_arguments(run), "bridge": bridge_overrides(run),
+        },
+    }  # fmt: skip
+
+
+def _command(one: Asked) -> str:
+    """The ``estimate`` command that says the same; "" for Megatron's own arguments, which are the run."""
+    run, gpu, args = one
+    return estimate_command(run, args, gpu.name) if args.megatron_args is None else ""
+
+
+def _drawn(result: Estimate, stage: int | None) -> dict[str, Any]:
+    """One stage over a step, and its peak in parts, for ``report/page/charts.js``; the fullest where none is asked for
+    that there is."""
+    if stage is None or stage >= len(result.stages):
+        stage = result.peak_stage.stage
+    return {"stage": stage, "timeline": timeline_data(result, stage), "treemap": treemap_data(result, stage)}
+
+
+def _fit(fit: Fit) -> dict[str, Any]:
+    return {**asdict(fit), "verdict": str(fit.verdict)}
+
+
+def _effective(run: RunSpec) -> dict[str, Any]:
+    """Option -> the value that counts, given or not."""
+    found: dict[str, Any] = {}
+    for option in options().values():
+        group, dot, field = option.field.partition(".")
+        if dot:
+            value = getattr(getattr(run, group), field)
+            found[option.name] = list(value) if isinstance(value, tuple) else value
+    p, b, m = run.parallel, run.batch, run.model
+    found |= {
+        "etp": p.etp, "sequence-parallel": p.sp, "dp": p.data_parallel_size, "microbatches": run.num_microbatches,
+        "global-batch-size": run.num_microbatches * b.micro_batch_size * p.data_parallel_size,
+        "vpp": p.vpp, "num-layers": m.num_layers, "mtp-num-layers": m.mtp_num_layers,
+        "hidden-dropout": m.hidden_dropout, "attention-dropout": m.attention_dropout,
+    }  # fmt: skip
+    return found
+
+
+def _step(one: Asked) -> dict[str, Any] | None:
+    """Seconds of a step by the time model, and tokens a second and GPU; None for a card without figures."""
+    run, gpu, _ = one
+    hardware = HARDWARE.get(gpu.name)
+    if hardware is None:
+        return None
+    try:
+        seconds = step_time(run, hardware).seconds
+    except SpecError:
+        return None
+    b, p = run.batch, run.parallel
+    tokens = run.num_microbatches * b.micro_batch_size * p.data_parallel_size * b.seq_length
+    return {
+        "seconds": seconds, "tokens_per_second_per_gpu": tokens / seconds / p.world_size,
+        "not_timed": list(not_timed(run)),
+    }  # fmt: skip
+
+
+def _effect(effect: Effect, fitting: bool, given: Mapping[str, Any]) -> dict[str, Any]:
+    changed = option_values({name: value for change in effect.changes for name, value in change.fields})
+    # A default is said by leaving the option away.
+    changed = {name: None if value == options()[name].default else value for name, value in changed.items()}
+    changed = {name: value for name, value in changed.items() if value is not None or name in given}
+    return {
+        "title": title(effect.changes[0]), "options": changed, "words": label(changed), "freed_bytes": effect.freed,
+        "peak_bytes": effect.peak, "step_time_factor": effect.slowdown, "fits": fitting,
+    }  # fmt: skip

@@ -1,0 +1,130 @@
+"""What takes long or reads what a stranger wrote, each in a process of its own: searches, and files to compare.
+
+A process can be ended at any time, answers nothing else meanwhile, and gives its memory back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from bridge_memory.web.api import Refused, plain_refusal
+
+#: Jobs at once; seconds for which an answer is kept, and after which a job that nobody asks about is ended.
+MOST, KEPT, FORGOTTEN = 3, 600, 30
+#: Where the package is, so that a process of its own finds this one.
+_ROOT = str(Path(__file__).resolve().parents[2])
+_START = "from bridge_memory.web.worker import main; main()"
+
+
+class Job:
+    """One process: what it said last."""
+
+    def __init__(self, question: Mapping[str, Any]) -> None:
+        self.id = uuid.uuid4().hex
+        self.asked_at = self.started = time.monotonic()
+        self.progress: dict[str, Any] = {}
+        self.result: dict[str, Any] | None = None
+        self.refused: dict[str, Any] | None = None
+        self.cancelled = False
+        self.done = threading.Event()
+        path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT,
+            env={**os.environ, "PYTHONPATH": path}, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert self._process.stdin is not None and self._process.stdout is not None
+        threading.Thread(target=self._talk, args=(self._process.stdin, self._process.stdout, question),
+                         daemon=True).start()  # fmt: skip
+
+    def _talk(self, to: IO[str], of: IO[str], question: Mapping[str, Any]) -> None:
+        try:
+            try:
+                with to:
+                    json.dump(question, to)
+            except BrokenPipeError:
+                pass
+            with of:
+                for line in of:
+                    said = json.loads(line)
+                    self.progress = said.get("progress", self.progress)
+                    self.result = said.get("result", self.result)
+                    self.refused = said.get("refused", self.refused)
+        except ValueError:
+            pass
+        self._process.wait()
+        if self.result is None and self.refused is None and not self.cancelled:
+            self.refused = plain_refusal("it ended without an answer, for want of memory perhaps; try less")
+        self.done.set()
+
+    def cancel(self) -> None:
+        """End it; a search says what it found so far."""
+        self.cancelled = True
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        self.cancelled = True
+        if self._process.poll() is None:
+            self._process.kill()
+
+    def as_json(self) -> dict[str, Any]:
+        state = "running" if not self.done.is_set() else "cancelled" if self.cancelled else "done"
+        if self.refused is not None and self.done.is_set():
+            state = "refused"
+        return {
+            "id": self.id, "state": state, "seconds": round(time.monotonic() - self.started, 1),
+            "progress": self.progress, "result": self.result, "refused": self.refused,
+        }  # fmt: skip
+
+
+class Jobs:
+    """The jobs of one server."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, Job] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._sweep, daemon=True).start()
+
+    def start(self, question: Mapping[str, Any]) -> Job:
+        """Start one. Raises Refused where too many run."""
+        with self._lock:
+            if sum(not job.done.is_set() for job in self._jobs.values()) >= MOST:
+                raise Refused(plain_refusal(f"{MOST} searches or comparisons are running; cancel one of them"), 429)
+            job = Job(question)
+            self._jobs[job.id] = job
+            return job
+
+    def get(self, name: str) -> Job:
+        """A job by its id. Raises Refused."""
+        job = self._jobs.get(name)
+        if job is None:
+            raise Refused(plain_refusal("there is no such search (any more); start it again"), 404)
+        job.asked_at = time.monotonic()
+        return job
+
+    def close(self) -> None:
+        """End all of them."""
+        self._closed.set()
+        with self._lock:
+            for job in self._jobs.values():
+                job.kill()
+
+    def _sweep(self) -> None:
+        while not self._closed.wait(1.0):
+            now = time.monotonic()
+            with self._lock:
+                for name, job in list(self._jobs.items()):
+                    if now - job.asked_at > (KEPT if job.done.is_set() else FORGOTTEN):
+                        job.kill()
+                        del self._jobs[name]

@@ -1,0 +1,196 @@
+"""The OpenAPI document of the page's API."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+from bridge_memory.report.json import SCHEMA_PATH
+
+_TEXT = {"type": "string"}
+_WHOLE = {"type": "integer"}
+_REAL = {"type": "number"}
+_YES = {"type": "boolean"}
+_ANY_VALUE = {"description": "an option's value", "type": ["string", "number", "boolean", "array", "null"],
+              "items": _TEXT}  # fmt: skip
+_OPTIONS = {"type": "object", "additionalProperties": _ANY_VALUE,
+            "description": "option (GET /api/options) -> value; in a change null takes one away"}  # fmt: skip
+
+
+def _object(required: dict[str, Any], optional: dict[str, Any] | None = None, more: bool = False) -> dict[str, Any]:
+    return {
+        "type": "object", "properties": {**required, **(optional or {})}, "required": list(required),
+        "additionalProperties": more,
+    }  # fmt: skip
+
+
+def _ref(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _many(of: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": of}
+
+
+def _or_null(of: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [of, {"type": "null"}]}
+
+
+_OPTION = _object(
+    {
+        "name": _TEXT, "field": _TEXT, "called": _TEXT, "group": _TEXT, "choices": _many(_TEXT), "help": _TEXT,
+        "kind": {"enum": ["integer", "number", "switch", "choice", "names", "text", "release"]}, "default": _ANY_VALUE,
+    }
+)  # fmt: skip
+_SCHEMAS: dict[str, Any] = {
+    "Question": _object(
+        {},
+        {
+            "model": {**_TEXT, "description": "a preset, or a Hub id where the server was started with --hub"},
+            "config": {**_TEXT, "description": "the text of a config.json, in place of model"},
+            "name": {**_TEXT, "description": "what to call the model of config"},
+            "megatron_args": {**_TEXT, "description": "Megatron-LM's arguments or a launch script, in place of model"},
+            "gpu": {**_TEXT, "default": "H100"}, "options": _OPTIONS,
+            "stage": {"type": ["integer", "null"], "description": "to be drawn; the fullest where none is given"},
+        },
+    ),
+    "Refusal": _object(
+        {
+            "field": {"type": ["string", "null"], "description": "the option, or the part of the question"},
+            "fields": {**_many(_TEXT), "description": "everything that the message names"},
+            "message": _TEXT, "fix": _TEXT, "changes": _many(_object({"label": _TEXT, "options": _OPTIONS})),
+        }
+    ),
+    "Options": _object(
+        {
+            "version": _TEXT, "hub": _YES, "default_gpu": _TEXT, "options": _many(_OPTION),
+            "engines": {"type": "object", "additionalProperties": _TEXT},
+            "gpus": _many(_object({"name": _TEXT, "description": _TEXT, "capacity_bytes": _WHOLE, "common": _YES})),
+        }
+    ),
+    "Models": _many(
+        _object(
+            {"name": _TEXT, "model_type": _TEXT, "num_layers": _WHOLE, "hidden_size": _WHOLE, "parameters": _WHOLE,
+             "experts": _YES}
+        )
+    ),
+    "Fit": _object(
+        {
+            "gpu": _TEXT, "gpu_arch": _TEXT, "capacity_bytes": _WHOLE, "peak_stage": _WHOLE, "peak_bytes": _WHOLE,
+            "margin_bytes": _WHOLE, "headroom_bytes": _WHOLE, "fits": _YES, "lacks": _TEXT,
+            "verdict": {"enum": ["fits", "does not fit", "unknown", "tight"]},
+        }, more=True,
+    ),
+    "Answer": _object(
+        {
+            "estimate": _ref("Estimate"), "fit": _ref("Fit"), "answer": _TEXT, "evidence": _TEXT, "margin": _TEXT, "experts": _YES,
+            "effective": {"type": "object", "description": "option -> the value that counts, given or not"},
+            "step": _or_null(
+                _object({"seconds": _REAL, "tokens_per_second_per_gpu": _REAL, "not_timed": _many(_TEXT)})
+            ),
+            "drawn": _object(
+                {"stage": _WHOLE, "timeline": {"type": "object"}, "treemap": {"type": "object"}}
+            ),
+            "exports": _object({"command": _TEXT, "megatron": _TEXT, "bridge": _TEXT}),
+        }
+    ),
+    "Effect": _object(
+        {
+            "title": _TEXT, "options": _OPTIONS, "words": _TEXT, "freed_bytes": _WHOLE, "peak_bytes": _WHOLE,
+            "step_time_factor": {"type": ["number", "null"]}, "fits": _YES,
+        }
+    ),
+    "WhatIf": _object(
+        {
+            "peak_bytes": _WHOLE, "other_gpus": _many(_ref("Fit")), "changes": _many(_ref("Effect")),
+            "cheapest": _or_null(_ref("Effect")),
+        }
+    ),
+    "Report": _object({"html": _TEXT}),
+    "Search": _object(
+        {"question": _ref("Question")},
+        {"vary": _many(_TEXT), "top": {"type": "integer", "minimum": 1, "maximum": 50}},
+    ),
+    "Row": _object(
+        {
+            "options": _OPTIONS, **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp", "mbs"), _WHOLE),
+            "recompute": _TEXT, "peak_bytes": _WHOLE, "stage": _WHOLE, "headroom_bytes": _WHOLE,
+            "step_seconds": _REAL, "tokens_per_second_per_gpu": _REAL,
+        }
+    ),
+    "Found": _object(
+        {
+            "looked_at": _WHOLE, "fit": _WHOLE, "too_large": _WHOLE, "stopped": _YES,
+            "refused": {"type": "object", "additionalProperties": _WHOLE}, "global_batch_size": _WHOLE,
+            "global_batch_size_given": _YES, "ties": _WHOLE, "not_timed": _many(_TEXT), "rows": _many(_ref("Row")),
+        }
+    ),
+    "Job": _object(
+        {
+            "id": _TEXT, "state": {"enum": ["running", "done", "cancelled", "refused"]}, "seconds": _REAL,
+            "progress": _object({}, {"looked_at": _WHOLE, "fit": _WHOLE}, more=True),
+            "result": _or_null(_ref("Found")), "refused": _or_null(_ref("Refusal")),
+        }
+    ),
+}  # fmt: skip
+
+
+def _answers(name: str, what: str, status: str = "200") -> dict[str, Any]:
+    refused = {"description": "refused", "content": {"application/json": {"schema": _ref("Refusal")}}}
+    return {
+        status: {"description": what, "content": {"application/json": {"schema": _ref(name)}}}, "default": refused
+    }
+
+
+def _asks(name: str) -> dict[str, Any]:
+    return {"required": True, "content": {"application/json": {"schema": _ref(name)}}}
+
+
+def _embedded(name: str, path: str) -> dict[str, Any]:
+    """A JSON Schema of the package as a component: what it refers to in itself lies further down there."""
+    with open(path, encoding="utf-8") as file:
+        text = file.read().replace('"#/$defs/', f'"#/components/schemas/{name}/$defs/')
+    found: dict[str, Any] = json.loads(text)
+    return {key: value for key, value in found.items() if key not in ("$schema", "$id")}
+
+
+_ID = [{"name": "id", "in": "path", "required": True, "schema": _TEXT}]
+
+
+@cache
+def document() -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    from bridge_memory import __version__
+
+    estimate = _embedded("Estimate", SCHEMA_PATH)
+    compare = _embedded("Compared", SCHEMA_PATH.replace("estimate.schema", "compare.schema"))
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "bridge-memory", "version": __version__,
+                 "description": "GPU memory of Megatron training runs. Bytes are of one rank."},
+        "paths": {
+            "/api/options": {"get": {"summary": "what the form is made of",
+                                     "responses": _answers("Options", "options, GPUs, engines")}},
+            "/api/models": {"get": {"summary": "the embedded models", "responses": _answers("Models", "models")}},
+            "/api/estimate": {"post": {"summary": "one run", "requestBody": _asks("Question"),
+                                       "responses": _answers("Answer", "every stage, and whether it fits")}},
+            "/api/whatif": {"post": {"summary": "what one change frees", "requestBody": _asks("Question"),
+                                     "responses": _answers("WhatIf", "changes, the most first")}},
+            "/api/report": {"post": {"summary": "one run as one HTML file", "requestBody": _asks("Question"),
+                                     "responses": _answers("Report", "the file")}},
+            "/api/search": {"post": {"summary": "start a search", "requestBody": _asks("Search"),
+                                     "responses": _answers("Job", "the search", "202")}},
+            "/api/search/{id}": {"parameters": _ID, "get": {
+                "summary": "how far a search is", "responses": _answers("Job", "progress, then the layouts")}},
+            "/api/search/{id}/cancel": {"parameters": _ID, "post": {
+                "summary": "end a search with what it found", "responses": _answers("Job", "the search")}},
+            "/api/compare": {"post": {
+                "summary": "a log, journal or snapshot beside the prediction",
+                "requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {
+                    "type": "string", "format": "binary",
+                    "description": "one line of JSON, {question or null, name, stage}, and the file behind it"}}}},
+                "responses": _answers("Compared", "by stage, or by component of a snapshot")}},
+        },
+        "components": {"schemas": {**_SCHEMAS, "Estimate": estimate, "Compared": compare}},
+    }  # fmt: skip

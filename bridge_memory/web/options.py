@@ -1,0 +1,222 @@
+"""What the page asks about, as a RunSpec: its options are the command line's flags, by their first spelling.
+
+    {"model": "Qwen/Qwen3-30B-A3B", "gpu": "H100", "options": {"num-gpus": 64, "tp": 2, "recompute-modules": ["mlp"]}}
+
+In place of ``model``: ``config``, the text of a config.json, with a ``name``; or ``megatron_args``, the text of
+Megatron-LM's arguments or of a launch script. No file is ever read for the page, and the network only for a Hub id
+where the server was started with ``--hub``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+from bridge_memory.cli.run_arguments import run_on_gpus
+from bridge_memory.cli.run_flags import FLAGS, MODEL_FLAGS, PACKAGES, SPECS, add_run_arguments
+from bridge_memory.files import read_text
+from bridge_memory.readers.presets import find_presets
+from bridge_memory.report.gpus import Gpu, find_gpu
+from bridge_memory.spec import RunSpec, SpecError, show
+from bridge_memory.spec.fields import called, rules_of
+from bridge_memory.spec.release import read_release
+
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+#: What a question may hold.
+KEYS = ("model", "config", "name", "megatron_args", "gpu", "options", "stage")
+DEFAULT_GPU = "H100"
+
+
+class Option(NamedTuple):
+    """One flag as the page offers it."""
+
+    #: The first spelling without its dashes: "tp".
+    name: str
+    #: argparse's: "parallel.tensor_model_parallel_size", or that of what changes the model.
+    field: str
+    #: Megatron's name of the field.
+    called: str
+    group: str
+    #: "integer", "number", "switch", "choice", "names", "text" or "release".
+    kind: str
+    choices: tuple[str, ...]
+    help: str
+    #: The value that stands for leaving it away, where there is one.
+    default: Any
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "choices": list(self.choices), "default": _plain(self.default)}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+@cache
+def options() -> dict[str, Option]:
+    """Name -> every option of a run, in the order of the help."""
+    found: list[Option] = []
+    for name, flag in MODEL_FLAGS.items():
+        kind = "number" if name.endswith("dropout") else "integer"
+        found.append(Option(flag[2:], name, name, "model", kind, (), _HELP[name], None))
+    rules = {name: rules_of(spec) for name, spec in SPECS.items()}
+    defaults = {name: {f.name: f.default for f in fields(spec) if f.default is not MISSING}
+                for name, spec in SPECS.items()}  # fmt: skip
+    for flag in FLAGS:
+        group, _, field = flag.field.partition(".")
+        rule = rules[group][field]
+        found.append(
+            Option(
+                flag.names.split()[0][2:], flag.field, called(SPECS[group], field), group, _kind(rule), rule.names,
+                flag.help, defaults[group].get(field),
+            )
+        )  # fmt: skip
+    for flag_name, package in PACKAGES.items():
+        name = flag_name[2:]
+        found.append(Option(name, name.replace("-", "_"), name.replace("-", "_"), "model", "release", (),
+                            f"{package} release whose rules apply, such as 0.16", None))  # fmt: skip
+    return {option.name: option for option in found}
+
+
+_HELP = {
+    "mtp_num_layers": "MTP depths; 0 trains without", "num_layers": "train only the first N decoder layers",
+    "make_vocab_size_divisible_by": "pad the vocabulary to a multiple of N x TP",
+    "hidden_dropout": "dropout of the residual stream", "attention_dropout": "dropout of attention probabilities",
+}  # fmt: skip
+
+
+def _kind(rule: Any) -> str:
+    if bool in rule.types:
+        return "switch"
+    if tuple in rule.types:
+        return "names"
+    if float in rule.types:
+        return "number"
+    if int in rule.types:
+        return "integer"
+    return "choice" if rule.names else "text"
+
+
+@cache
+def by_called() -> dict[str, str]:
+    """Megatron's name of a field -> the option's. A model's own fields come last: they are rarely meant."""
+    named = options().values()
+    return {option.called: option.name for option in sorted(named, key=lambda o: o.group != "model")}
+
+
+def option_values(changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's names and values (``Change.fields``) as options; None drops one. Names without a flag are left out."""
+    found: dict[str, Any] = {}
+    for name, value in changed.items():
+        option = by_called().get(name)
+        if option is not None:
+            found[option] = _plain(value)
+    return found
+
+
+class Asked(NamedTuple):
+    """A question, read."""
+
+    run: RunSpec
+    gpu: Gpu
+    #: The flags as the command line would have them.
+    args: argparse.Namespace
+
+
+@cache
+def _unset() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    return parser.parse_args([])
+
+
+def asked(question: Mapping[str, Any], *, hub: bool = False) -> Asked:
+    """The run, the GPU and the flags of a question. Raises SpecError."""
+    args, gpu = arguments(question, hub=hub)
+    run = run_on_gpus(args, [gpu])
+    name = question.get("name")
+    if args.custom_config is not None and isinstance(name, str) and name.strip():
+        run = replace(run, model=replace(run.model, name=name.strip()[:100]))
+    return Asked(run, gpu, args)
+
+
+def arguments(question: Mapping[str, Any], *, hub: bool = False) -> tuple[argparse.Namespace, Gpu]:
+    """The flags of a question as argparse would leave them, and its GPU. Raises SpecError."""
+    unknown = [key for key in question if key not in KEYS]
+    if unknown:
+        raise SpecError(f"{show(unknown[0])} is no part of a question; give some of {', '.join(KEYS)}")
+    args = copy.copy(_unset())
+    sources = [key for key in ("model", "config", "megatron_args") if question.get(key) not in (None, "")]
+    if len(sources) != 1:
+        raise SpecError("the model is missing; choose one, or paste its config.json" if not sources else
+                        f"{' and '.join(sources)} both say what runs; give one of them")
+    for key in (*sources, *(k for k in ("name", "gpu") if question.get(k) is not None)):
+        if not isinstance(question[key], str):
+            raise SpecError(f"{key} ({show(question[key])}) is not a text; give one")
+    if sources == ["model"]:
+        _model(args, question["model"], hub)
+    elif sources == ["config"]:
+        args.custom_config = question["config"]
+    else:
+        # A line's end before it: never a file's name.
+        args.megatron_args = "\n" + question["megatron_args"]
+    given = question.get("options")
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise SpecError(f"options ({show(given)}) is not an object; give names and values")
+    for name, value in given.items():
+        option = options().get(name)
+        if option is None:
+            raise SpecError(f"{show(name)} is no option; /api/options lists them")
+        if value is not None:
+            setattr(args, option.field, _value(option, value))
+    return args, find_gpu(question.get("gpu") or DEFAULT_GPU)
+
+
+def _model(args: argparse.Namespace, name: str, hub: bool) -> None:
+    """A preset, or a Hub id where the network is allowed: never a path."""
+    presets = find_presets(name.strip())
+    if len(presets) == 1:
+        args.model = presets[0]
+        return
+    if presets:
+        raise SpecError(f"model ({show(name)}) names several presets: {', '.join(presets)}; write one in full")
+    if not _HUB_ID.fullmatch(name.strip()):
+        from bridge_memory.readers.resolve import suggestions
+
+        near = suggestions(name) if len(name) < 200 else ""
+        raise SpecError(f"model ({show(name)}) is no preset{near if 'near' in near else '; paste its config.json'}")
+    if not hub:
+        raise SpecError(
+            f"model ({show(name)}) is no preset, and this server does not ask the Hub; paste its config.json, or start "
+            "`bridge-memory serve --hub`"
+        )
+    from bridge_memory.readers.hub import fetch_config
+
+    args.custom_config = read_text(fetch_config(name.strip()), "give a Hub id that has a config.json")
+
+
+#: Kind -> the types of its values in JSON, and what to give.
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "integer": ((int,), "an integer"), "number": ((int, float), "a number"), "switch": ((bool,), "true or false"),
+    "choice": ((str,), "a name"), "text": ((str,), "a text"), "release": ((str,), 'a release such as "0.16"'),
+    "names": ((list,), "a list of names"),
+}  # fmt: skip
+
+
+def _value(option: Option, value: Any) -> Any:
+    """A JSON value as the flag's. Raises SpecError for one of another kind."""
+    types, give = _KINDS[option.kind]
+    fine = type(value) in types
+    if fine and option.kind == "names":
+        fine = all(type(name) is str for name in value)
+    if not fine:
+        raise SpecError(f"{option.called} ({show(value)}) is not {give}; give {give}")
+    if option.kind == "release":
+        read_release(value, option.called)
+    return tuple(value) if option.kind == "names" else value

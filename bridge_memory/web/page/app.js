@@ -1,0 +1,307 @@
+// The page: one state, in the address too; every change is asked of the server, and the last answer is shown.
+
+import { get, Gone, Latest, post, Refusal } from "./api.js";
+import { $, button, fill, h, toast } from "./dom.js";
+import { Form } from "./form.js";
+import { Measured } from "./measured.js";
+import * as results from "./results.js";
+import { Search } from "./search.js";
+import { State } from "./state.js";
+
+// Milliseconds: changes of one field that are one step back, and quiet ones before the what-if is asked for.
+const ONE_STEP = 900;
+const QUIET = 120;
+
+class Page {
+  constructor(facts, models) {
+    this.facts = facts;
+    this.state = new State(Object.fromEntries(facts.options.map((option) => [option.name, option.kind])));
+    this.shown = null; // the last answer and what it answers
+    this.other = null;
+    this.last = null; // the field that changed last
+    this.pushed = { field: null, at: 0 };
+    this.answers = 0;
+    this.form = new Form(facts, models, this.state, (parts, field) => this.changed(parts, field));
+    this.estimates = new Latest((question, more) => this.estimate(question, more));
+    this.whatifs = new Latest((question) => this.whatif(question));
+    this.searching = new Search(this);
+    this.measured = new Measured(this);
+    addEventListener("popstate", () => this.fromAddress());
+    $("share").addEventListener("click", () => this.share());
+    for (const id of ["skip", "brief"]) {
+      $(id).addEventListener("click", (event) => {
+        event.preventDefault(); // the fragment is the state's
+        $("results").focus();
+        $("results").scrollIntoView();
+      });
+    }
+    this.fromAddress();
+  }
+
+  // ---- changes ----
+
+  fromAddress() {
+    this.state.read(location.hash);
+    this.last = null;
+    this.pushed = { field: null, at: 0 };
+    this.form.show();
+    this.ask();
+  }
+
+  changed(parts, field) {
+    const { options, ...rest } = parts;
+    if (options) this.state.change(options);
+    for (const [key, value] of Object.entries(rest)) {
+      if (value === undefined) delete this.state.now[key];
+      else this.state.now[key] = value;
+    }
+    if (field === "model" || field === "config") this.forget();
+    if (options) this.follow(options);
+    this.last = field;
+    this.push(field);
+    this.form.show();
+    this.ask();
+  }
+
+  // What only another model has goes with it.
+  forget() {
+    const known = this.form.models.find((one) => one.name === this.state.now.model);
+    if (known && !known.experts) this.state.change({ ep: null, etp: null });
+    const layout = {};
+    for (const name of ["vpp", "pipeline-model-parallel-layout", "num-layers-in-first-pipeline-stage", "num-layers-in-last-pipeline-stage",
+      "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "num-layers", "mtp-num-layers"]) layout[name] = null;
+    this.state.change(layout);
+    delete this.state.now.stage;
+  }
+
+  // What an option cannot do without.
+  follow(options) {
+    const now = this.state.now.options;
+    if (options["recompute-granularity"] === "full") {
+      this.state.change({ "recompute-method": now["recompute-method"] ?? "uniform", "recompute-num-layers": now["recompute-num-layers"] ?? 1, "recompute-modules": null });
+    } else if ("recompute-granularity" in options) {
+      this.state.change({ "recompute-method": null, "recompute-num-layers": null });
+      if (options["recompute-granularity"] !== "selective") this.state.change({ "recompute-modules": null });
+    }
+    const sharding = "data-parallel-sharding-strategy";
+    if (options.engine === "megatron_fsdp") this.state.change({ [sharding]: now[sharding] ?? "optim_grads_params" });
+    else if ("engine" in options) this.state.change({ [sharding]: null });
+    if ("fp8" in options && options.fp8 === null) this.state.change({ "fp8-recipe": null, "fp8-param-gather": null });
+  }
+
+  apply(options) {
+    this.state.change(options);
+    this.last = null;
+    this.push(null);
+    this.form.show();
+    this.ask();
+  }
+
+  push(field) {
+    const now = performance.now();
+    // Typing, or stepping through the sizes of one field.
+    const again = field !== null && this.form.typed(field) && field === this.pushed.field && now - this.pushed.at < ONE_STEP;
+    this.pushed = { field, at: now };
+    const address = this.state.address();
+    if (address === location.hash) return;
+    if (again) history.replaceState(null, "", address);
+    else history.pushState(null, "", address);
+  }
+
+  // ---- answers ----
+
+  ask() {
+    clearTimeout(this.quiet);
+    document.body.dataset.asked = this.state.address();
+    this.estimates.ask({ question: structuredClone(this.state.question()), address: this.state.address(), vs: this.state.vs });
+  }
+
+  async estimate(asked, more) {
+    try {
+      const answer = await post("/api/estimate", asked.question);
+      this.alive();
+      if (more()) return;
+      this.shown = { question: asked.question, answer, address: asked.address };
+      this.draw();
+      this.form.answered(answer);
+      await this.ofTheOther(asked.vs);
+      this.quiet = setTimeout(() => this.whatifs.ask(asked), QUIET);
+    } catch (error) {
+      if (error instanceof Gone) return this.gone(asked);
+      if (!(error instanceof Refusal)) throw error;
+      this.alive();
+      if (more()) return;
+      const refusal = error.document;
+      const fixes = () => [
+        ...refusal.changes.map((change) => button(change.label, () => this.apply(change.options), { class: "fix" })),
+        this.shown && this.shown.address !== asked.address && button("Undo", () => this.undo(), { class: "fix quiet" }),
+      ].filter(Boolean);
+      this.form.refused(refusal, this.last, fixes());
+      results.refused(refusal, fixes());
+      for (const id of ["stages", "stage", "whatif"]) $(id).hidden = true;
+      document.title = "cannot run \u00b7 bridge-memory";
+    }
+    document.body.dataset.answered = asked.address;
+    document.body.dataset.answers = String(++this.answers);
+  }
+
+  draw() {
+    const { answer } = this.shown;
+    this.fits = answer.fit.fits;
+    results.verdict(answer, this);
+    results.stages(answer, this);
+    results.stage(answer, this);
+    results.notes(answer);
+    results.exportsOf(answer, this);
+    this.searching.show();
+    if (!$("measured").firstChild) this.measured.show();
+    document.title = `${answer.fit.verdict}: ${answer.estimate.model.name.split("/").pop()} \u00b7 bridge-memory`;
+  }
+
+  choose(stage) {
+    this.state.now.stage = stage;
+    this.push("stage");
+    this.ask();
+  }
+
+  async whatif(asked) {
+    if (asked.address !== this.state.address()) return;
+    try {
+      const found = await post("/api/whatif", asked.question);
+      if (asked.address === this.state.address()) results.whatif(found, this);
+    } catch (error) {
+      if (!(error instanceof Gone) && !(error instanceof Refusal)) throw error;
+    }
+  }
+
+  undo() {
+    this.state.read(this.shown.address);
+    this.last = null;
+    this.push(null);
+    this.form.show();
+    this.ask();
+  }
+
+  // ---- two configurations ----
+
+  async ofTheOther(vs) {
+    if (vs === null) {
+      this.other = null;
+      return results.versus(null);
+    }
+    if (this.other?.address !== vs) {
+      const other = new State(this.state.kinds);
+      other.read(vs);
+      this.other = { address: vs, question: other.now };
+      try {
+        this.other.answer = await post("/api/estimate", other.now);
+      } catch (error) {
+        if (!(error instanceof Refusal)) throw error;
+        this.other.refusal = error.document;
+      }
+    }
+    results.versus(this.other, this.shown, this);
+  }
+
+  pin() {
+    const alone = new State(this.state.kinds);
+    alone.now = this.state.now;
+    this.state.vs = alone.address();
+    this.push(null);
+    this.ask();
+    toast("Kept as A: change anything to compare");
+  }
+
+  unpin() {
+    this.state.vs = null;
+    this.push(null);
+    this.ask();
+  }
+
+  swap() {
+    const alone = new State(this.state.kinds);
+    alone.now = this.state.now;
+    const other = this.state.vs;
+    this.state.read(other);
+    this.state.vs = alone.address();
+    this.push(null);
+    this.form.show();
+    this.ask();
+  }
+
+  // ---- the rest ----
+
+  search() {
+    this.searching.start();
+  }
+
+  async share() {
+    try {
+      await navigator.clipboard.writeText(location.href);
+      toast("Link copied");
+    } catch {
+      this.showText(location.href, "The link");
+    }
+  }
+
+  showText(text, what) {
+    const area = h("textarea", { rows: 5, readonly: true, "aria-label": what }, text);
+    const dialog = h("dialog", {}, h("h2", {}, what), area, h("form", { method: "dialog" }, h("button", {}, "Close")));
+    dialog.addEventListener("close", () => dialog.remove());
+    document.body.append(dialog);
+    dialog.showModal();
+    area.select();
+  }
+
+  // The server went away: say so, and ask again until it is back.
+  gone(asked) {
+    $("offline").hidden = false;
+    $("offline").textContent = "The server does not answer. This page asks again until it does.";
+    clearTimeout(this.retry);
+    this.retry = setTimeout(() => this.ask(), 700);
+    return asked;
+  }
+
+  alive() {
+    $("offline").hidden = true;
+  }
+}
+
+// ---- colours ----
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+function colours(scheme) {
+  const isDark = scheme ? scheme === "dark" : dark.matches;
+  document.documentElement.dataset.theme = isDark ? "dark" : "light";
+  $("theme").setAttribute("aria-pressed", String(isDark));
+}
+const kept = () => { try { return localStorage.getItem("theme"); } catch { return null; } };
+dark.addEventListener("change", () => colours(kept()));
+$("theme").addEventListener("click", () => {
+  const scheme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  try { localStorage.setItem("theme", scheme); } catch { /* private windows */ }
+  colours(scheme);
+});
+colours(kept());
+addEventListener("click", (event) => {
+  for (const menu of document.querySelectorAll("details.menu[open]")) {
+    if (!menu.contains(event.target) || event.target.closest(".menu-items button")) menu.open = false;
+  }
+});
+addEventListener("keydown", (event) => {
+  if (event.key === "Escape") for (const menu of document.querySelectorAll("details.menu[open]")) {
+    menu.open = false;
+    menu.querySelector("summary").focus();
+  }
+});
+
+async function start() {
+  try {
+    const [facts, models] = await Promise.all([get("/api/options"), get("/api/models")]);
+    globalThis.page = new Page(facts, models);
+  } catch (error) {
+    fill($("verdict"), h("h2", {}, "The server does not answer"), h("p", {}, `${error.message}. Start bridge-memory serve again.`));
+    setTimeout(start, 1500);
+  }
+}
+start();

@@ -1,0 +1,291 @@
+// The form: a field for each option, made of what /api/options says of it.
+
+import { $, button, fill, h, parameters, set } from "./dom.js";
+import { typed } from "./state.js";
+
+// Labels of the options that stand in the form itself; every other option is under "More options".
+const MAIN = {
+  "num-gpus": "Number of GPUs",
+  tp: "Tensor", pp: "Pipeline", vpp: "Virtual stages", cp: "Context", ep: "Expert", etp: "Expert tensor",
+  "seq-length": "Sequence length", "micro-batch-size": "Micro batch", "global-batch-size": "Global batch",
+  precision: "Parameters", fp8: "FP8 compute", "fp8-recipe": "FP8 recipe",
+  "recompute-granularity": "Recompute", "recompute-modules": "Modules", "recompute-method": "Method",
+  "recompute-num-layers": "Layers",
+  engine: "Engine", "data-parallel-sharding-strategy": "Sharding", optimizer: "Optimizer",
+};
+const SHORT = { tp: "TP", pp: "PP", vpp: "VPP", cp: "CP", ep: "EP", etp: "ETP" };
+const FOR_EXPERTS = ["ep", "etp"];
+const DOUBLES = ["num-gpus", "tp", "pp", "vpp", "cp", "ep", "etp", "seq-length", "micro-batch-size", "global-batch-size"];
+const TITLES = {
+  model: "Model", parallel: "Parallelism", batch: "Batch", precision: "Precision", optimizer: "Optimizer",
+  data_parallel: "Gradients and data parallelism", peft: "Adapters", recompute: "Recomputation",
+  implementation: "Implementation",
+};
+const OTHER = "\u0000other";
+const PASTED = "\u0000pasted";
+
+export class Form {
+  // `change(question parts, what)`: called with what the user changed.
+  constructor(facts, models, state, change) {
+    Object.assign(this, { facts, models, state, change });
+    this.options = Object.fromEntries(facts.options.map((option) => [option.name, option]));
+    this.fields = {}; // name -> {input, row, error, read}
+    this.effective = {};
+    $("form").addEventListener("submit", (event) => event.preventDefault());
+    this.build();
+  }
+
+  build() {
+    const has = (name) => this.options[name] !== undefined;
+    const fields = (...names) => names.filter(has).map((name) => this.field(name));
+    fill(
+      $("form"),
+      this.modelFields(),
+      h("fieldset", {}, h("legend", {}, "GPUs"), h("div", { class: "pair" }, this.gpuField(), ...fields("num-gpus"))),
+      h("fieldset", {}, h("legend", {}, "Parallel sizes"),
+        h("div", { class: "sizes" }, ...fields("tp", "pp", "cp", "ep", "etp", "vpp")),
+        h("p", { class: "hint", id: "derived" })),
+      h("fieldset", {}, h("legend", {}, "Batch"),
+        h("div", { class: "sizes" }, ...fields("seq-length", "micro-batch-size", "global-batch-size"))),
+      h("fieldset", {}, h("legend", {}, "Activation recomputation"),
+        h("div", { class: "pair" }, ...fields("recompute-granularity", "recompute-method", "recompute-num-layers")),
+        ...fields("recompute-modules")),
+      h("fieldset", {}, h("legend", {}, "Precision, engine and optimizer"),
+        h("div", { class: "pair" }, ...fields("precision", "fp8", "fp8-recipe", "engine",
+          "data-parallel-sharding-strategy", "optimizer"))),
+      this.moreFields(),
+    );
+  }
+
+  // ---- the model and the GPU ----
+
+  modelFields() {
+    const byOrg = {};
+    for (const model of this.models) (byOrg[model.name.split("/")[0]] ??= []).push(model);
+    this.preset = h("select", { id: "f-model", onchange: () => this.chosen() },
+      ...Object.entries(byOrg).map(([org, models]) => h("optgroup", { label: org }, ...models.map((model) =>
+        h("option", { value: model.name }, `${model.name.split("/")[1]} \u00b7 ${parameters(model.parameters)}`)))),
+      h("optgroup", { label: "Another model" },
+        h("option", { value: PASTED }, "Paste a config.json"),
+        this.facts.hub && h("option", { value: OTHER }, "Hugging Face Hub id")));
+    this.hubId = h("input", { id: "f-hub", placeholder: "org/name", spellcheck: "false", maxlength: 200,
+      onchange: () => this.change({ model: this.hubId.value.trim(), config: undefined, name: undefined }, "model") });
+    this.hubRow = h("div", { class: "field", hidden: true }, h("label", { for: "f-hub" }, "Hub id"), this.hubId);
+    this.config = h("textarea", { id: "f-config", rows: 6, spellcheck: "false", "aria-describedby": "e-config",
+      placeholder: '{"model_type": "qwen3_moe", ...}', oninput: () => this.pasted() });
+    this.configName = h("input", { id: "f-name", placeholder: "its name", maxlength: 100, oninput: () => this.pasted() });
+    this.configRow = h("div", { hidden: true },
+      h("div", { class: "field" }, h("label", { for: "f-config" }, "config.json"), this.config, this.errorOf("config")),
+      h("div", { class: "field" }, h("label", { for: "f-name" }, "Name"), this.configName));
+    const row = h("div", { class: "field" }, h("label", { for: "f-model" }, "Model"), this.preset, this.errorOf("model"));
+    this.fields.model = { input: this.preset, row };
+    this.fields.config = { input: this.config, row: this.configRow };
+    return h("fieldset", { class: "first" }, h("legend", { class: "unseen" }, "Model"), row, this.hubRow, this.configRow,
+      h("p", { class: "hint", id: "model-facts" }));
+  }
+
+  chosen() {
+    const value = this.preset.value;
+    this.hubRow.hidden = value !== OTHER;
+    this.configRow.hidden = value !== PASTED;
+    if (value === OTHER) this.hubId.focus();
+    else if (value === PASTED) this.config.focus();
+    else this.change({ model: value, config: undefined, name: undefined }, "model");
+  }
+
+  pasted() {
+    if (this.config.value.trim() === "") return;
+    this.change({ model: undefined, config: this.config.value, name: this.configName.value || undefined }, "config");
+  }
+
+  gpuField() {
+    const of = (common) => this.facts.gpus.filter((gpu) => gpu.common === common).map((gpu) =>
+      h("option", { value: gpu.name }, `${gpu.name} \u00b7 ${(gpu.capacity_bytes / 2 ** 30).toFixed(0)} GiB`));
+    const input = h("select", { id: "f-gpu", "aria-describedby": "e-gpu",
+      onchange: () => this.change({ gpu: input.value }, "gpu") },
+    h("optgroup", { label: "Common" }, ...of(true)), h("optgroup", { label: "Others" }, ...of(false)));
+    const row = h("div", { class: "field" }, h("label", { for: "f-gpu" }, "GPU"), input, this.errorOf("gpu"));
+    this.fields.gpu = { input, row };
+    return row;
+  }
+
+  // ---- options ----
+
+  field(name, label = MAIN[name] ?? `--${name}`) {
+    const option = this.options[name];
+    const id = `f-${name}`;
+    const said = { id, "aria-describedby": `e-${name}`, title: `--${name}: ${option.help}` };
+    const change = (value) => this.change({ options: { [name]: value } }, name);
+    let input;
+    let show;
+    let body;
+    if (option.kind === "names") {
+      const boxes = option.choices.map((choice) => h("input", { type: "checkbox", value: choice,
+        onchange: () => change(boxes.filter((box) => box.checked).map((box) => box.value)) }));
+      input = h("div", { ...said, class: "boxes", role: "group", "aria-label": label },
+        ...boxes.map((box) => h("label", {}, box, ` ${box.value}`)));
+      show = (value) => { for (const box of boxes) box.checked = (value ?? []).includes(box.value); };
+      if (!option.choices.length) {
+        input = h("input", { ...said, oninput: () => change(typed(input.value, "names")) });
+        show = (value) => { if (document.activeElement !== input) input.value = (value ?? []).join(","); };
+      }
+    } else if (option.kind === "switch") {
+      input = h("select", { ...said, onchange: () => change({ on: true, off: false }[input.value] ?? null) },
+        h("option", { value: "" }, option.default === null ? "automatic" : option.default ? "on (default)" : "off (default)"),
+        option.default !== true && h("option", { value: "on" }, "on"),
+        option.default !== false && h("option", { value: "off" }, "off"));
+      show = (value) => { input.value = value === true ? "on" : value === false ? "off" : ""; };
+    } else if (option.kind === "choice") {
+      const titles = name === "engine" ? this.facts.engines : {};
+      input = h("select", { ...said, onchange: () => change(input.value === "" ? null : input.value) },
+        option.default === null && h("option", { value: "" }, "none"),
+        ...option.choices.map((choice) => h("option", { value: choice }, titles[choice] ?? choice)));
+      show = (value) => { input.value = value ?? option.default ?? ""; };
+    } else {
+      input = h("input", { ...said, inputmode: option.kind === "integer" ? "numeric" : null, spellcheck: "false",
+        maxlength: 400, oninput: () => change(typed(input.value.trim(), option.kind)) });
+      show = (value) => {
+        const text = value === undefined ? (this.plain(name) ?? "") : String(value);
+        if (document.activeElement !== input || typed(input.value.trim(), option.kind) !== value) input.value = text;
+      };
+    }
+    body = input;
+    if (DOUBLES.includes(name)) {
+      const step = (factor) => {
+        const now = Number(input.value) || Number(this.effective[name]) || 1;
+        change(Math.max(1, factor > 1 ? now * 2 : Math.floor(now / 2)));
+      };
+      body = h("div", { class: "stepper" },
+        button("\u2212", () => step(0.5), { "aria-label": `Halve ${label}`, tabindex: "-1" }), input,
+        button("+", () => step(2), { "aria-label": `Double ${label}`, tabindex: "-1" }));
+      input.addEventListener("keydown", (event) => {
+        if (event.key === "ArrowUp" || event.key === "ArrowDown") {
+          event.preventDefault();
+          step(event.key === "ArrowUp" ? 2 : 0.5);
+        }
+      });
+    }
+    const row = h("div", { class: `field kind-${option.kind}`, "data-option": name },
+      h("label", { for: option.kind === "names" && option.choices.length ? null : id },
+        label, SHORT[name] && h("abbr", {}, ` ${SHORT[name]}`)), body, this.errorOf(name));
+    this.fields[name] = { input, row, show };
+    return row;
+  }
+
+  // What a size is when nothing is given, where that is a plain number.
+  plain(name) {
+    const option = this.options[name];
+    return option.kind === "integer" && option.default !== null && name in MAIN ? option.default : null;
+  }
+
+  errorOf(name) {
+    return h("div", { class: "error", id: `e-${name}` });
+  }
+
+  moreFields() {
+    const rest = this.facts.options.filter((option) => !(option.name in MAIN));
+    const groups = {};
+    for (const option of rest) (groups[option.group] ??= []).push(option.name);
+    const filter = h("input", { type: "search", id: "f-filter", placeholder: "Find an option", oninput: () => {
+      const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+      for (const option of rest) {
+        const text = `${option.name} ${option.called} ${option.help}`.toLowerCase();
+        this.fields[option.name].row.hidden = !words.every((word) => text.includes(word));
+      }
+      for (const part of this.more.querySelectorAll("fieldset")) {
+        part.hidden = ![...part.querySelectorAll(".field")].some((row) => !row.hidden);
+      }
+    } });
+    this.more = h("details", { class: "more" },
+      h("summary", {}, `More options `, h("span", { class: "count" }, rest.length)),
+      h("div", { class: "field" }, h("label", { for: "f-filter", class: "unseen" }, "Find an option"), filter),
+      ...Object.entries(groups).map(([group, names]) =>
+        h("fieldset", {}, h("legend", {}, TITLES[group] ?? group), ...names.map((name) => this.field(name)))));
+    this.rest = rest.map((option) => option.name);
+    this.given = h("ul", { class: "given", "aria-label": "Other options that are given", hidden: true });
+    return h("div", {}, this.given, this.more);
+  }
+
+  // ---- from the state to the fields ----
+
+  show() {
+    const { model, config, name, gpu, options } = this.state.now;
+    const known = this.models.find((one) => one.name === model);
+    const typing = document.activeElement;
+    if (config !== undefined) {
+      this.preset.value = PASTED;
+      if (typing !== this.config) this.config.value = config;
+      if (typing !== this.configName) this.configName.value = name ?? "";
+    } else if (known) this.preset.value = model;
+    else if (this.facts.hub) {
+      this.preset.value = OTHER;
+      if (typing !== this.hubId) this.hubId.value = model ?? "";
+    } else this.preset.value = "";
+    this.configRow.hidden = this.preset.value !== PASTED;
+    this.hubRow.hidden = this.preset.value !== OTHER;
+    this.fields.gpu.input.value = gpu ?? this.facts.default_gpu;
+    for (const [option, field] of Object.entries(this.fields)) field.show?.(options[option]);
+    const given = this.rest.filter((option) => options[option] !== undefined);
+    fill(this.given, ...given.map((option) => h("li", {},
+      h("span", {}, `--${option}`, options[option] === true ? "" : h("b", {}, ` ${options[option]}`)),
+      button("\u00d7", () => this.change({ options: { [option]: null } }, option), { "aria-label": `Drop --${option}` }))));
+    this.given.hidden = given.length === 0;
+    this.fit();
+  }
+
+  // Fields that say nothing for this run are not shown.
+  fit() {
+    const { options, model } = this.state.now;
+    const known = this.models.find((one) => one.name === model);
+    const experts = known ? known.experts : this.experts ?? true;
+    const on = (name, shown) => { if (this.fields[name]) this.fields[name].row.hidden = !shown; };
+    for (const name of FOR_EXPERTS) on(name, experts || options[name] !== undefined);
+    on("vpp", (options.pp ?? 1) > 1 || options.vpp !== undefined);
+    on("fp8-recipe", options.fp8 !== undefined || options["fp8-recipe"] !== undefined);
+    const kind = options["recompute-granularity"];
+    on("recompute-modules", kind === "selective");
+    for (const name of ["recompute-method", "recompute-num-layers"]) on(name, kind === "full" || options[name] !== undefined);
+    const sharding = "data-parallel-sharding-strategy";
+    on(sharding, options.engine === "megatron_fsdp" || options[sharding] !== undefined);
+  }
+
+  // Whether a field is one that is typed into.
+  typed(name) {
+    const tag = this.fields[name]?.input.tagName;
+    return tag === "INPUT" || tag === "TEXTAREA";
+  }
+
+  // What counts where nothing is given: shown in grey.
+  answered(answer) {
+    this.effective = answer.effective;
+    this.experts = answer.experts;
+    for (const [name, field] of Object.entries(this.fields)) {
+      const value = answer.effective[name];
+      if (field.input.tagName === "INPUT" && value !== undefined && value !== null) field.input.placeholder = String(value);
+    }
+    const { dp, microbatches } = answer.effective;
+    $("derived").textContent = `Data parallel ${dp} \u00b7 ${microbatches} microbatch${microbatches === 1 ? "" : "es"} a step`;
+    const { model } = answer.estimate;
+    $("model-facts").textContent = `${parameters(model.parameters)} parameters \u00b7 ${model.num_layers} layers \u00b7 hidden ${model.hidden_size}`;
+    this.fit();
+    this.refused(null);
+  }
+
+  // A refusal at its field; returns the name of that field.
+  refused(refusal, last, fixes = []) {
+    for (const [name, field] of Object.entries(this.fields)) {
+      const error = $(`e-${name}`);
+      if (error?.firstChild) error.replaceChildren();
+      if (field.input.hasAttribute("aria-invalid")) field.input.removeAttribute("aria-invalid");
+    }
+    if (!refusal) return null;
+    const name = refusal.fields.includes(last) ? last : refusal.field;
+    const field = this.fields[name];
+    if (!field) return null;
+    field.row.hidden = false;
+    if (this.more.contains(field.row)) this.more.open = true;
+    set(field.input, { "aria-invalid": "true" });
+    fill($(`e-${name}`), h("p", {}, refusal.message), h("div", { class: "fixes" }, ...fixes));
+    return name;
+  }
+}

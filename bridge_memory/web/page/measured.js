@@ -1,0 +1,73 @@
+// A log, a journal or a memory snapshot beside the prediction.
+
+import { postFile } from "./api.js";
+import { $, button, fill, gib, h } from "./dom.js";
+
+const MOST = 256 * 2 ** 20;
+
+export class Measured {
+  constructor(page) {
+    this.page = page;
+    this.file = null;
+    this.own = false;
+    this.stage = 0;
+    let depth = 0;
+    const carries = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
+    addEventListener("dragenter", (event) => { if (carries(event)) { depth++; $("drop").hidden = false; } });
+    addEventListener("dragleave", (event) => { if (carries(event) && --depth <= 0) { depth = 0; $("drop").hidden = true; } });
+    addEventListener("dragover", (event) => { if (carries(event)) event.preventDefault(); });
+    addEventListener("drop", (event) => {
+      if (!carries(event)) return;
+      event.preventDefault();
+      depth = 0;
+      $("drop").hidden = true;
+      if (event.dataTransfer.files[0]) this.take(event.dataTransfer.files[0]);
+    });
+  }
+
+  async take(file) {
+    this.file = file;
+    if (file.size > MOST) return this.show({ error: `${file.name} is larger than ${MOST / 2 ** 20} MiB; of a long log give its lines about memory` });
+    this.show({ busy: true });
+    try {
+      const question = this.own ? null : this.page.state.question();
+      this.show({ found: await postFile("/api/compare", { question, name: file.name, stage: this.stage }, file) });
+    } catch (error) {
+      this.show({ error: error.message });
+    }
+    $("measured").scrollIntoView({ block: "nearest" });
+  }
+
+  show({ busy, error, found } = {}) {
+    const input = h("input", { type: "file", id: "f-file", class: "unseen", onchange: () => input.files[0] && this.take(input.files[0]) });
+    const own = h("input", { type: "checkbox", checked: this.own, onchange: () => { this.own = own.checked; if (this.file) this.take(this.file); } });
+    fill($("measured"), h("h2", {}, "Beside a measured run", h("small", {}, "a Megatron log, our journal, or a torch memory snapshot: drop it anywhere")),
+      h("div", { class: "buttons" }, h("label", { for: "f-file", class: "button" }, "Choose a file"), input,
+        this.file && !busy && button(`Compare ${this.file.name} again`, () => this.take(this.file)),
+        h("label", { class: "inline" }, own, " by the run that the file itself describes")),
+      busy && h("p", { role: "status" }, `Reading ${this.file.name} ...`),
+      error && h("p", { class: "error", role: "alert" }, error),
+      found?.stages && this.table(found), found?.snapshot && this.snapshot(found.snapshot));
+  }
+
+  table(found) {
+    const cell = (value, sign = false) => h("td", { class: "number" }, value === null ? "\u2013" : `${sign && value > 0 ? "+" : ""}${gib(value, 2)}`);
+    return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Predicted and measured" }, h("table", {},
+      h("caption", {}, `${found.measured}: GiB, predicted and measured`),
+      h("thead", {}, h("tr", {}, ...["Stage", "Static", "Allocated", "Difference", "Peak", "Max allocated", "Difference", "Error"].map((t) => h("th", { scope: "col", class: "number" }, t)))),
+      h("tbody", {}, ...found.stages.map((s) => h("tr", {}, h("th", { scope: "row", class: "number" }, s.stage),
+        cell(s.predicted_static_bytes), cell(s.allocated_bytes), cell(s.static_residual_bytes, true),
+        cell(s.predicted_peak_bytes), cell(s.max_allocated_bytes), cell(s.residual_bytes, true),
+        h("td", { class: "number" }, s.error === null ? "\u2013" : `${s.error > 0 ? "+" : ""}${(100 * s.error).toFixed(1)} %`))))));
+  }
+
+  snapshot(found) {
+    return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "The snapshot" }, h("table", {},
+      h("caption", {}, `Peak ${gib(found.peak_bytes, 2)} GiB${found.predicted_peak_bytes === null ? "" : `, predicted ${gib(found.predicted_peak_bytes, 2)} GiB`}; ${(100 * found.attributed_share).toFixed(0)} % attributed`),
+      h("thead", {}, h("tr", {}, ...["Alive at the peak", "Measured GiB", "Predicted GiB", "Blocks"].map((t, i) => h("th", { scope: "col", class: i ? "number" : "" }, t)))),
+      h("tbody", {}, ...found.groups.map((g) => h("tr", {}, h("th", { scope: "row" }, g.group),
+        h("td", { class: "number" }, gib(g.measured_bytes, 2)),
+        h("td", { class: "number" }, g.predicted_bytes === null ? "\u2013" : gib(g.predicted_bytes, 2)),
+        h("td", { class: "number" }, g.blocks))))));
+  }
+}

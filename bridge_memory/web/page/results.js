@@ -1,0 +1,248 @@
+// The answer: whether it fits, the stages, what is in one of them, what could be changed.
+
+import { post } from "./api.js";
+import { bar, legend, ROLES, said, scaleOf } from "./bars.js";
+import { peakTreemap, stepTimeline } from "./report/charts.js";
+import { $, button, count, fill, gib, h, seconds, toast } from "./dom.js";
+
+const WORDS = {
+  fits: ["yes", "Fits"], "does not fit": ["no", "Does not fit"], unknown: ["perhaps", "Unknown"], tight: ["perhaps", "Tight"],
+};
+
+// ---- the verdict ----
+
+export function verdict(answer, page) {
+  const { fit, estimate, step } = answer;
+  const [tone, word] = WORDS[fit.verdict] ?? WORDS.unknown;
+  const gpus = answer.estimate.parallelism.world_size;
+  const worst = estimate.stages[fit.peak_stage];
+  const section = $("verdict");
+  section.className = tone;
+  const spare = `${gib(Math.abs(fit.headroom_bytes))} GiB ${fit.headroom_bytes < 0 ? "missing" : "to spare"}`;
+  brief(tone, `${word} ${count(gpus)} \u00d7 ${fit.gpu} \u00b7 ${spare}`);
+  fill(section,
+    h("h2", {}, h("span", { class: "mark", "aria-hidden": "true" }, { yes: "\u2713", no: "\u2715", perhaps: "?" }[tone]),
+      `${word} ${count(gpus)} \u00d7 ${fit.gpu}`),
+    h("p", { class: "answer" }, sentence(answer.answer)),
+    answer.evidence && h("p", { class: "hint evidence" }, sentence(answer.evidence)),
+    worst && bar(worst, scaleOf([worst], fit), fit, `The fullest GPU: ${said(worst)}, of ${gib(fit.capacity_bytes)} GiB`),
+    h("dl", { class: "facts" },
+      ...fact("Peak", `${gib(fit.peak_bytes)} GiB`, `stage ${fit.peak_stage}, ${estimate.peak.phase}`),
+      ...fact("Usable", `${gib(fit.capacity_bytes)} GiB`, `margin ${gib(fit.margin_bytes)} GiB`),
+      ...(step ? fact("Step", seconds(step.seconds), "by the time model") : []),
+      ...(step ? fact("Speed", `${count(step.tokens_per_second_per_gpu)}`, "tokens a second and GPU") : [])),
+    h("p", { class: "hint", id: "others" }),
+    h("div", { class: "buttons" },
+      button(fit.fits ? "Find faster layouts" : "Find a layout that fits", () => page.search(),
+        { class: fit.fits ? "" : "primary", "data-focus": "find" }),
+      h("span", { id: "cheapest" }),
+      button("Compare with another", () => page.pin(), { class: "quiet", "data-focus": "pin" })));
+}
+
+// On a narrow screen: the answer in a line that stays in sight.
+function brief(tone, words) {
+  $("brief").className = tone;
+  fill($("brief"), h("b", {}, words));
+}
+
+const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
+const fact = (name, value, more) => [h("div", {}, h("dt", {}, name), h("dd", {}, h("b", {}, value), h("small", {}, more)))];
+
+export function refused(refusal, fixes) {
+  const section = $("verdict");
+  section.className = "no";
+  brief("no", "This cannot run");
+  fill(section,
+    h("h2", {}, h("span", { class: "mark", "aria-hidden": "true" }, "!"), "This cannot run"),
+    h("p", { class: "answer" }, refusal.message),
+    fixes.length ? h("div", { class: "buttons" }, ...fixes) : null);
+}
+
+// ---- stages ----
+
+export function stages(answer, page) {
+  const { fit, estimate } = answer;
+  const all = estimate.stages;
+  const scale = scaleOf(all, fit);
+  const rows = all.map((stage) => {
+    const over = stage.peak_bytes + Math.round(stage.peak_bytes * (fit.margin_bytes / fit.peak_bytes)) > fit.capacity_bytes;
+    return h("button", { type: "button", class: "row", role: "radio", "aria-checked": String(stage.stage === answer.drawn.stage),
+      tabindex: stage.stage === answer.drawn.stage ? "0" : "-1", "data-focus": `stage-${stage.stage}`, "data-stage": stage.stage,
+      "aria-label": `Stage ${stage.stage}, ${stage.num_layers} layers, peak ${gib(stage.peak_bytes)} GiB: ${said(stage)}`,
+      onclick: () => page.choose(stage.stage) },
+    h("span", { class: "name" }, `Stage ${stage.stage}`, h("small", {}, ` ${stage.num_layers} layers`)),
+    bar(stage, scale, fit, ""), h("span", { class: `value${over ? " over" : ""}` }, gib(stage.peak_bytes)));
+  });
+  const group = h("div", { class: "stages", role: "radiogroup", "aria-label": "Pipeline stages" }, ...rows);
+  group.addEventListener("keydown", (event) => {
+    const by = { ArrowDown: 1, ArrowRight: 1, ArrowUp: -1, ArrowLeft: -1 }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    const next = (answer.drawn.stage + by + all.length) % all.length;
+    page.choose(next);
+    group.parentNode.querySelector(`[data-stage="${next}"]`)?.focus();
+  });
+  fill($("stages"), h("h2", {}, "Pipeline stages", h("small", {}, "GiB at the peak, on one GPU of each")), group, legend(fit));
+}
+
+let charts = { text: "", drawn: [] };
+
+export function stage(answer, page) {
+  const { drawn, fit } = answer;
+  const one = answer.estimate.stages[drawn.stage];
+  const text = JSON.stringify([drawn, fit.capacity_bytes]);
+  if (text === charts.text && !$("stage").hidden) return;
+  charts.drawn.forEach((chart) => chart.destroy());
+  const largest = Math.max(...one.components.map((c) => c.bytes));
+  const parts = [...one.components].sort((a, b) => b.bytes - a.bytes);
+  const timeline = h("div", { class: "chart" });
+  const treemap = h("div", { class: "chart" });
+  const open = $("stage").querySelector("details")?.open ?? false;
+  const name = answer.estimate.stages.length > 1 ? `Stage ${one.stage}` : "The GPU";
+  fill($("stage"),
+    h("h2", {}, `${name} over one step`, h("small", {}, `${gib(one.peak_bytes)} GiB at the peak, in ${one.peak_phase}${one.peak_operation ? `: ${one.peak_operation}` : ""}`)),
+    timeline,
+    h("h2", { class: "second" }, `${name} at its peak`, h("small", {}, "every part by its size: choose one to look inside")),
+    treemap,
+    h("details", { open }, h("summary", {}, "The same as a table"),
+      h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Components of ${name}` },
+        h("table", {},
+          h("thead", {}, h("tr", {}, ...["Component", "Kind", "GiB", "How it is known"].map((t, i) =>
+            h("th", { scope: "col", class: i === 2 ? "number" : "" }, t)))),
+          h("tbody", {}, ...parts.map((c) => h("tr", {},
+            h("th", { scope: "row" }, c.name), h("td", {}, h("i", { class: `dot role-${c.role}` }), roleName(c.role)),
+            h("td", { class: "number meter" }, h("span", { style: { width: `${(100 * c.bytes) / largest}%` } }), gib(c.bytes, 2)),
+            h("td", {}, c.provenance))))))));
+  charts = { text, drawn: [
+    stepTimeline(timeline, drawn.timeline, { gpus: [fit] }), peakTreemap(treemap, drawn.treemap, {}),
+  ] };
+}
+
+const roleName = (role) => ROLES.find(([name]) => name === role)?.[2] ?? role;
+
+// ---- what could be changed ----
+
+export function whatif(found, page) {
+  const cheapest = $("cheapest");
+  if (cheapest) {
+    const one = page.fits ? null : found.cheapest;
+    if (one) {
+      fill(cheapest, button(one.title, () => page.apply(one.options), { class: "primary", "data-focus": "cheapest",
+        title: "the change with which it fits at the least cost in time" }),
+      h("small", {}, ` then it fits${factor(one.step_time_factor, ", ")}`));
+    } else cheapest.replaceChildren();
+  }
+  const others = found.other_gpus.map((fit) => `${fit.gpu} ${{ fits: "\u2713", "does not fit": "\u2715" }[fit.verdict] ?? "?"}`);
+  if ($("others")) $("others").textContent = `The same on other GPUs: ${others.join(" \u00b7 ")}`;
+  const section = $("whatif");
+  const head = h("h2", {}, "What one change frees", h("small", {}, "on the fullest stage; time by the time model"));
+  if (!found.changes.length) {
+    fill(section, head, h("p", { class: "hint" }, "No single change lowers the highest peak."));
+    return;
+  }
+  const most = Math.max(...found.changes.map((c) => c.freed_bytes));
+  const row = (change, i) => h("tr", {},
+    h("th", { scope: "row" }, change.title, h("small", { class: "flags" }, change.words)),
+    h("td", { class: "number meter" }, h("span", { style: { width: `${(100 * change.freed_bytes) / most}%` } }), gib(change.freed_bytes)),
+    h("td", { class: "number wide" }, gib(change.peak_bytes)),
+    h("td", { class: "number" }, percent(change.step_time_factor)),
+    h("td", { class: "wide" }, change.fits ? h("span", { class: "tag yes" }, "fits") : h("span", { class: "tag" }, "not yet")),
+    h("td", {}, button("Apply", () => page.apply(change.options), { "aria-label": `Apply: ${change.title}`, "data-focus": `what-${i}` })));
+  const table = (rows) => h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Changes" }, h("table", {},
+    h("thead", {}, h("tr", {}, ...["Change", "Frees GiB", "Peak GiB", "Time", "", ""].map((t, i) =>
+      t ? h("th", { scope: "col", class: `${i ? "number" : ""}${i === 2 ? " wide" : ""}` }, t) : h("td", { class: i === 4 ? "wide" : "" })))),
+    h("tbody", {}, ...rows)));
+  fill(section, head, table(found.changes.slice(0, page.moreChanges ? 100 : 8).map(row)),
+    found.changes.length > 8 && !page.moreChanges && button(`All ${found.changes.length} changes`, () => {
+      page.moreChanges = true;
+      whatif(found, page);
+    }, { class: "quiet" }));
+}
+
+const percent = (f) => (f === null ? "?" : `${f >= 1 ? "+" : "\u2212"}${Math.abs((f - 1) * 100).toFixed(1)} %`);
+const factor = (f, before) => (f === null ? "" : Math.abs(f - 1) < 0.0005 ? `${before}at no cost in time` : `${before}${percent(f)} time`);
+
+// ---- two configurations ----
+
+export function versus(other, now, page) {
+  const section = $("versus");
+  if (!other) {
+    section.hidden = true;
+    return;
+  }
+  const differ = [...new Set([...Object.keys(other.question.options), ...Object.keys(now.question.options)])]
+    .filter((name) => JSON.stringify(other.question.options[name]) !== JSON.stringify(now.question.options[name]));
+  const model = (one) => one.question.model ?? one.question.name ?? "pasted config";
+  const option = (one, name) => {
+    const value = one.question.options[name] ?? one.answer?.effective[name];
+    return value === undefined || value === null ? "\u2013" : String(value);
+  };
+  const cells = (name, of) => h("tr", {}, h("th", { scope: "row" }, name), ...[other, now].map((one) => h("td", {}, of(one))));
+  const scale = Math.max(...[other, now].map((one) => (one.answer ? scaleOf([one.answer.estimate.stages[one.answer.fit.peak_stage]], one.answer.fit) : 1)));
+  const worst = (one) => one.answer.estimate.stages[one.answer.fit.peak_stage];
+  const of = (get) => (one) => (one.answer ? get(one) : "\u2013");
+  fill(section, h("h2", {}, "Two configurations", h("small", {}, "A is kept, B is the one on this page")),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Two configurations" }, h("table", { class: "two" },
+      h("thead", {}, h("tr", {}, h("td", {}), h("th", { scope: "col" }, "A"), h("th", { scope: "col" }, "B"))),
+      h("tbody", {},
+        cells("Answer", (one) => (one.answer ? h("span", { class: `tag ${WORDS[one.answer.fit.verdict]?.[0]}` }, one.answer.fit.verdict) : one.refusal?.message ?? "\u2013")),
+        cells("Peak, GiB", of((one) => gib(one.answer.fit.peak_bytes, 2))),
+        cells("Fullest stage", of((one) => bar(worst(one), scale, one.answer.fit))),
+        ...ROLES.map(([, key, name]) => cells(`${name}, GiB`, of((one) => gib(worst(one)[key], 2)))),
+        cells("Step", of((one) => (one.answer.step ? seconds(one.answer.step.seconds) : "\u2013"))),
+        model(other) !== model(now) && cells("Model", model),
+        other.question.gpu !== now.question.gpu && cells("GPU", (one) => one.question.gpu),
+        ...differ.map((name) => cells(`--${name}`, (one) => option(one, name)))))),
+    h("div", { class: "buttons" }, button("Swap", () => page.swap(), { "data-focus": "swap" }),
+      button("Forget A", () => page.unpin(), { class: "quiet", "data-focus": "unpin" })));
+}
+
+// ---- what it rests on ----
+
+export function notes(answer) {
+  const { estimate } = answer;
+  const list = (title, lines) => lines.length > 0 && h("details", {}, h("summary", {}, `${title} `, h("span", { class: "count" }, lines.length)),
+    h("ul", {}, ...lines.map((line) => h("li", {}, line))));
+  const gaps = estimate.not_modelled;
+  const open = list("Not modelled", gaps);
+  if (open && answer.fit.verdict === "unknown") open.open = true;
+  fill($("notes"), h("h2", {}, "What it rests on"), open, list("Assumed", estimate.assumptions),
+    list("The time model does not know", answer.step?.not_timed ?? []),
+    h("p", { class: "hint" }, answer.margin));
+}
+
+// ---- exports ----
+
+export function exportsOf(answer, page) {
+  const copy = async (text, what) => {
+    try {
+      await navigator.clipboard.writeText(text);
+      toast(`${what} copied`);
+    } catch {
+      page.showText(text, what);
+    }
+  };
+  const { command, megatron, bridge } = answer.exports;
+  fill($("export-items"),
+    command && button("Copy the command", () => copy(command, "The command")),
+    button("Copy Megatron-LM arguments", () => copy(megatron, "The arguments")),
+    button("Copy Megatron Bridge overrides", () => copy(bridge, "The overrides")),
+    button("Download JSON", () => save("estimate.json", JSON.stringify(answer.estimate, null, 2), "application/json")),
+    button("Download HTML report", async () => {
+      try {
+        const name = answer.estimate.model.name.split("/").pop().replace(/[^\w.-]+/g, "-");
+        save(`${name}.html`, (await post("/api/report", page.state.question())).html, "text/html");
+      } catch (error) {
+        toast(error.message);
+      }
+    }));
+}
+
+export function save(name, text, type) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  const link = h("a", { href: url, download: name });
+  document.body.append(link);
+  link.click();
+  link.remove();
+  setTimeout(() => URL.revokeObjectURL(url), 10000);
+}

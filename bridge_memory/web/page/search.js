@@ -1,0 +1,114 @@
+// Layouts that fit: start, progress, cancel, and one click to take one.
+
+import { get, Gone, post, Refusal } from "./api.js";
+import { $, button, count, fill, gib, h, seconds } from "./dom.js";
+
+const AXES = {
+  tp: "TP", pp: "PP", split: "split of the layers", vpp: "VPP", cp: "CP", ep: "EP", etp: "ETP", mbs: "micro batch", recompute: "recomputation",
+};
+
+export class Search {
+  constructor(page) {
+    this.page = page;
+    this.vary = ["tp", "pp", "split", "ep", "etp", "mbs", "recompute"];
+    this.job = null;
+    this.asked = null;
+    this.turn = 0;
+  }
+
+  async start() {
+    await this.cancel(true);
+    const turn = ++this.turn;
+    const question = structuredClone(this.page.state.question());
+    this.asked = question;
+    this.job = { state: "running", progress: {}, seconds: 0 };
+    this.show();
+    $("search").scrollIntoView({ block: "nearest", behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
+    try {
+      let job = await post("/api/search", { question, vary: this.vary, top: 20 });
+      while (turn === this.turn) {
+        this.job = job;
+        this.show();
+        if (job.state !== "running") return;
+        await new Promise((resolve) => setTimeout(resolve, 250));
+        job = await get(`/api/search/${job.id}`);
+      }
+    } catch (error) {
+      if (turn !== this.turn) return;
+      const message = error instanceof Refusal || error instanceof Gone ? error.message : String(error);
+      this.job = { state: "refused", refused: error.document ?? { message }, progress: {} };
+      this.show();
+    }
+  }
+
+  async cancel(quietly = false) {
+    if (this.job?.state !== "running" || !this.job.id) return;
+    if (quietly) this.turn++;
+    try {
+      await post(`/api/search/${this.job.id}/cancel`, {}); // how it ended is what the next look says
+    } catch { /* as does this */ }
+  }
+
+  close() {
+    this.cancel(true);
+    this.job = null;
+    $("search").hidden = true;
+    document.querySelector('[data-focus="find"]')?.focus();
+  }
+
+  show() {
+    const { job, page } = this;
+    const boxes = h("details", { class: "vary" }, h("summary", {}, "What is varied"), h("div", { class: "boxes" },
+      ...Object.entries(AXES).map(([axis, name]) => h("label", {}, h("input", { type: "checkbox", checked: this.vary.includes(axis),
+        onchange: (event) => {
+          this.vary = this.vary.filter((one) => one !== axis).concat(event.target.checked ? [axis] : []);
+        } }), ` ${name}`))));
+    boxes.open = $("search").querySelector(".vary")?.open ?? false;
+    const head = h("h2", {}, "Layouts that fit", h("small", {}, "the fastest first, by the time model"));
+    const again = h("div", { class: "buttons" }, button("Search again", () => this.start(), { "data-focus": "search" }),
+      button("Close", () => this.close(), { class: "quiet" }));
+    if (!job) return; // the button of the verdict starts one
+    const about = this.asked.model ?? this.asked.name ?? "the pasted model";
+    const on = `${about} on ${this.asked.options["num-gpus"] ?? "?"} \u00d7 ${this.asked.gpu}`;
+    if (job.state === "running") {
+      const { looked_at: looked = 0, fit = 0 } = job.progress;
+      return fill($("search"), head, h("div", { class: "progress", role: "status" },
+        h("progress", { "aria-label": "Searching" }),
+        h("span", {}, `${count(looked)} layouts looked at, ${count(fit)} fit \u00b7 ${Math.round(job.seconds)} s`)),
+      h("div", { class: "buttons" }, button("Stop and show what was found", () => this.cancel(), { "data-focus": "search" })));
+    }
+    if (job.refused) {
+      return fill($("search"), head, h("p", { class: "error" }, job.refused.message), boxes, again);
+    }
+    const found = job.result;
+    if (!found) return fill($("search"), head, h("p", { class: "hint" }, "Stopped before the first layout."), boxes, again);
+    if (!found.rows.length) {
+      return fill($("search"), head,
+        h("p", { class: "answer" }, `No layout of ${on} fits: ${count(found.looked_at)} were looked at${found.stopped ? ", then it was stopped" : ""}. Take more or larger GPUs, or a shorter sequence.`),
+        boxes, again);
+    }
+    const experts = found.rows.some((row) => row.ep > 1 || row.etp > 1);
+    const columns = [
+      ["TP", (r) => r.tp], ["PP", (r) => r.pp], found.rows.some((r) => r.vpp > 1) && ["VPP", (r) => r.vpp],
+      found.rows.some((r) => r.cp > 1) && ["CP", (r) => r.cp], experts && ["EP", (r) => r.ep], experts && ["ETP", (r) => r.etp],
+      ["Micro batch", (r) => r.mbs], ["Recompute", (r) => r.recompute, "text"], ["Peak GiB", (r) => gib(r.peak_bytes)],
+      ["Spare GiB", (r) => gib(r.headroom_bytes)], ["Step", (r) => seconds(r.step_seconds)],
+      ["Tokens/s/GPU", (r) => count(r.tokens_per_second_per_gpu)],
+    ].filter(Boolean);
+    const same = (row) => Object.entries(row.options).every(([name, value]) => {
+      const now = page.state.now.options[name];
+      return JSON.stringify(now ?? null) === JSON.stringify(value) || (now === undefined && value === 1);
+    });
+    return fill($("search"), head,
+      h("p", { class: "hint" }, `${on}, ${count(found.global_batch_size)} sequences a step${found.global_batch_size_given ? "" : " (assumed: give a global batch to change it)"}: `
+        + `${count(found.looked_at)} layouts looked at, ${count(found.fit)} fit${found.stopped ? "; stopped before the end" : ""}.`
+        + (found.ties > 1 ? ` The first ${found.ties} are a tie: the time model cannot tell them apart.` : "")),
+      h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Layouts that fit" }, h("table", {},
+        h("thead", {}, h("tr", {}, ...columns.map(([t, , text]) => h("th", { scope: "col", class: text ? "" : "number" }, t)), h("td", {}))),
+        h("tbody", {}, ...found.rows.map((row, i) => h("tr", { class: same(row) ? "same" : "" },
+          ...columns.map(([, of, text]) => h("td", { class: text ? "" : "number" }, of(row))),
+          h("td", {}, button(same(row) ? "In use" : "Use", () => page.apply(row.options), { "aria-label": `Use layout ${i + 1}`, "data-focus": `use-${i}`,
+            class: i === 0 && !same(row) ? "primary" : "" }))))))),
+      boxes, again);
+  }
+}

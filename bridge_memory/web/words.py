@@ -1,0 +1,55 @@
+"""Changes of a what-if in plain words, for who does not know the flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bridge_memory.plan.changes import Change
+
+_SIZES = {"TP": "Tensor parallel", "PP": "Pipeline parallel", "CP": "Context parallel", "EP": "Expert parallel",
+          "ETP": "Expert tensor parallel"}  # fmt: skip
+
+
+def _size(fields: dict[str, Any]) -> str:
+    return str(next(iter(fields.values())))
+
+
+def _full(fields: dict[str, Any]) -> str:
+    if fields.get("recompute_method") == "block":
+        return f"Recompute {fields['recompute_num_layers']} layers of each stage"
+    return "Recompute every layer"
+
+
+def _split(fields: dict[str, Any]) -> str:
+    virtual = fields.get("virtual_pipeline_model_parallel_size")
+    return f"Deal out the layers otherwise, {virtual} virtual stages" if virtual else "Deal out the layers otherwise"
+
+
+#: Kind of a change -> what it is called.
+_TITLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    **{kind: lambda fields, name=name: f"{name} {_size(fields)}" for kind, name in _SIZES.items()},  # type: ignore[misc]
+    "full recompute": _full,
+    "split": _split,
+    "micro batch": lambda fields: f"Micro batch {_size(fields)}",
+    "sequence parallel": lambda _: "Sequence parallel",
+    "distributed optimizer": lambda _: "Divide the optimizer over data-parallel ranks",
+    "optimizer dtypes": lambda fields: f"Optimizer moments in {fields['exp_avg_dtype']}",
+    "gradient dtype": lambda _: "Gradient buffers in bf16",
+    "optimizer offload": lambda _: "Optimizer states in host memory",
+    "loss fusion": lambda _: "Fused cross entropy",
+    "dispatcher": lambda fields: f"Token dispatcher: {_size(fields)}",
+    "permute fusion": lambda _: "Fused token permutation",
+    "activation offload": lambda _: "Attention's tensors in host memory",
+}
+
+
+def title(change: Change) -> str:
+    """What a change is called; a recomputed module by its name."""
+    fields = dict(change.fields)
+    named = _TITLES.get(change.kind)
+    if named is not None:
+        return named(fields)
+    if "recompute_modules" in fields:
+        return f"Recompute {', '.join(fields['recompute_modules'])}"
+    return f"{change.kind[:1].upper()}{change.kind[1:]}"

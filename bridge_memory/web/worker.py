@@ -1,0 +1,141 @@
+"""The process of one job: reads a question from stdin, says one JSON object a line on stdout.
+
+    {"progress": {...}} ... then {"result": {...}} or {"refused": {field, message, fix, changes}}
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from bridge_memory.spec import SpecError
+
+#: Seconds between two lines of progress.
+_EVERY = 0.2
+
+
+def main() -> None:
+    """Answer the one question."""
+    # Whatever else prints (a library's warning) must not stand between the lines.
+    out, sys.stdout = sys.stdout, sys.stderr
+
+    def say(document: Mapping[str, Any]) -> None:
+        print(json.dumps(document), file=out, flush=True)
+
+    from bridge_memory.web.api import Refused
+
+    asked = json.load(sys.stdin)
+    try:
+        say({"result": _JOBS[asked["job"]](asked, say)})
+    except Refused as refused:
+        say({"refused": refused.document})
+    except SpecError as error:
+        from bridge_memory.web.fixes import refusal, untried
+
+        say({"refused": refusal(error, asked.get("question") or {}, untried)})
+    except MemoryError:
+        from bridge_memory.web.api import plain_refusal
+
+        say({"refused": plain_refusal("there is not enough memory for it; give less")})
+    except KeyboardInterrupt:
+        pass
+
+
+def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
+    """Layouts that fit, the fastest first."""
+    from bridge_memory.cli.templates import template
+    from bridge_memory.plan.search import search, ties
+    from bridge_memory.plan.space import AXES, Space
+    from bridge_memory.report.gpus import margin_bytes
+    from bridge_memory.speed.hardware import hardware_of
+    from bridge_memory.speed.step_time import not_timed
+    from bridge_memory.web.options import arguments
+
+    args, gpu = arguments(asked["question"], hub=asked.get("hub", False))
+    hardware = hardware_of(gpu.name)
+    vary = set(asked["vary"])
+    for axis in vary:
+        for field in AXES[axis]:
+            vars(args).pop(field, None)
+    if "split" not in vary and "pp" in vary:
+        raise SpecError("vary (pp) needs split beside it, how layers are dealt out; vary both")
+    given, run = template(args, gpu, ("parallel.world_size", "batch.global_batch_size"))
+    gpus, sequences = given.get("parallel.world_size"), given.get("batch.global_batch_size")
+    if gpus is None:
+        raise SpecError("--num-gpus is missing; say on how many GPUs the layout has to run")
+    if sequences is None:
+        sequences = 8 * gpus
+    space = Space(run, gpus, hardware.domain, frozenset(AXES.keys() - vary), {}, False, sequences)
+    said = 0.0
+
+    def progress(looked_at: int, fitting: int) -> None:
+        nonlocal said
+        if time.monotonic() - said > _EVERY:
+            said = time.monotonic()
+            say({"progress": {"looked_at": looked_at, "fit": fitting}})
+
+    found = search(space, hardware, capacity=gpu.capacity_bytes, margin=lambda peak: margin_bytes(peak, gpus),
+                   progress=progress)  # fmt: skip
+    best = found.best(asked["top"])
+    return {
+        "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large, "stopped": found.stopped,
+        "refused": dict(found.refused.most_common(6)), "global_batch_size": sequences,
+        "global_batch_size_given": "batch.global_batch_size" in given, "ties": ties(best),
+        "not_timed": list(not_timed(best[0].run)) if best else [], "rows": [_row(row) for row in best],
+    }  # fmt: skip
+
+
+def _row(row: Any) -> dict[str, Any]:
+    from bridge_memory.cli.emit import layout_fields
+    from bridge_memory.plan.space import AXES
+    from bridge_memory.web.options import options
+
+    run, p = row.run, row.run.parallel
+    names = {option.field: option.name for option in options().values()}
+    chosen: dict[str, Any] = {names[field]: None for fields in AXES.values() for field in fields if field in names}
+    for field, value in layout_fields(run).items():
+        chosen[names[field]] = list(value) if isinstance(value, tuple) else value
+    chosen |= {"num-gpus": p.world_size, "global-batch-size": run.batch.global_batch_size}
+    tokens = run.batch.global_batch_size * run.batch.seq_length
+    return {
+        "options": chosen, "tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "etp": p.etp,
+        "mbs": run.batch.micro_batch_size, "recompute": _recompute(run.recompute), "peak_bytes": row.peak,
+        "stage": row.stage, "headroom_bytes": row.headroom, "step_seconds": row.time.seconds,
+        "tokens_per_second_per_gpu": tokens / row.time.seconds / p.world_size,
+    }  # fmt: skip
+
+
+def _recompute(r: Any) -> str:
+    if r.granularity == "selective":
+        return ", ".join(r.modules)
+    return f"full, {r.method} {r.num_layers}" if r.granularity == "full" else "none"
+
+
+def _compare(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
+    """A log, a journal or a snapshot beside the prediction."""
+    from bridge_memory.cli import compare
+    from bridge_memory.web.options import arguments
+
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    args = parser.parse_args([asked["path"], "--snapshot-stage", str(asked.get("stage", 0))])
+    if asked["question"] is not None:
+        vars(args).update(vars(arguments(asked["question"], hub=asked.get("hub", False))[0]))
+    args.format, args.json = "json", True
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text):
+            compare.run(args)
+    except SpecError as error:  # The file has the name that it came with.
+        raise SpecError(str(error).replace(asked["path"], asked["name"])) from None
+    document: dict[str, Any] = json.loads(text.getvalue())
+    return {**document, "measured": asked["name"]}
+
+
+_JOBS = {"search": _search, "compare": _compare}
