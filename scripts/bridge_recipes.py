@@ -90,6 +90,22 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
             "vocab_size": 248320,
         },
     },
+    "gemma-4-E4B": {
+        "text_config": {
+            "num_hidden_layers": 42, "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 2,
+            "num_kv_shared_layers": 18, "final_logit_softcapping": 30.0,
+        },
+    },
+    "gemma-4-26B-A4B": {
+        "text_config": {
+            "num_hidden_layers": 30, "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "hidden_size": 2816, "intermediate_size": 2112, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2, "attention_k_eq_v": True, "sliding_window": 1024,
+            "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
+            "moe_intermediate_size": 704, "final_logit_softcapping": 30.0,
+        },
+    },
     "Nemotron-3-Super-120B-A12B": {
         "": {
             "layers_block_type": (

@@ -92,23 +92,41 @@ def record_moe(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
         normed = r.hold(r.norm("pre_mlp_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
     tape.landmark("router")
     with tape.checkpoint("moe", (normed,), enabled=ctx.recomputes("moe")):
-        y = _moe_layer(r, spec, normed)
+        y = moe_layer(r, spec, normed)
     if recompute_norm:
         tape.discard(region, normed)
     return y
 
 
-def _moe_layer(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
+def moe_layer(r: Recorder, spec: MoESpec, x: Tensor, *, shared_input: Tensor | None = None,
+              router_input: Tensor | None = None) -> Tensor:  # fmt: skip
+    """The layer without its norm; shared experts and router may have inputs of their own, as Gemma 4's have, which
+    norms the router's input, scales its probabilities, and norms both outputs (megatron-bridge
+    ``models/gemma/modeling_gemma4.py: Gemma4MoELayer, Gemma4TopKRouter``)."""
     ctx, tape = r.ctx, r.tape
-    shared = None
+    shared, hidden = None, ctx.tokens_sp * ctx.hidden_size * ctx.act
+    gemma = router_input is not None
     if spec.shared_expert_intermediate_size:
         recompute = ctx.recomputes("shared_experts") and not ctx.impl.moe_shared_expert_overlap
         tape.part = Part.MOE_SHARED_EXPERTS
-        with tape.checkpoint("shared_experts", (x,), enabled=recompute):
-            shared = _shared_experts(r, spec, x)
+        entering = shared_input or x
+        with tape.checkpoint("shared_experts", (entering,), enabled=recompute):
+            shared = _shared_experts(r, spec, entering)
     n = routed_tokens(ctx, spec)
     tape.part = Part.MOE_ROUTER
-    probs, routing_map = _router(r, spec, x, n)
+    entering = x
+    if router_input is not None:
+        r.parameter("mlp.router.per_expert_scale", (spec.num_experts,))
+        r.parameter("mlp.router.scale", (ctx.hidden_size,))
+        normed = r.torch_norm("router norm", router_input, ctx.hidden_size, ctx.tokens_sp, scaled=False)
+        weighted = tape.make("weighted router input", normed, hidden, saves=() if r.frozen else (normed,))
+        entering = tape.make("scaled router input", weighted, hidden)
+    probs, routing_map = _router(r, spec, entering, n)
+    if gemma:
+        table, kept = probs.bytes, () if r.frozen else (probs,)
+        sums = tape.tensor("sums of probabilities", n.entering * _probability_width(ctx), grad=False)
+        shares = tape.make("normed probabilities", probs, table, saves=(*kept, sums), also=(sums,))
+        probs = tape.make("scaled probabilities", shares, table, saves=() if r.frozen else (shares,))
     width = spec.latent_size or ctx.hidden_size
     tokens = x
     if spec.latent_size:
@@ -121,8 +139,13 @@ def _moe_layer(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
         y = _combine(r, spec, expert_out, row_map, n, width, dispatched)
     if spec.latent_size:
         y = r.plain_linear("mlp.fc2_latent_proj", y, n.entering, width, ctx.hidden_size)
+    if gemma:
+        y = r.norm("mlp.post_moe_layernorm", y, ctx.hidden_size, ctx.tokens_sp)
+        if shared is not None:
+            tape.part = Part.MOE_SHARED_EXPERTS
+            shared = r.norm("mlp.post_shared_expert_layernorm", shared, ctx.hidden_size, ctx.tokens_sp)
     if shared is not None:
-        y = tape.make("routed + shared output", (y, shared), ctx.tokens_sp * ctx.hidden_size * ctx.act, alias=True)
+        y = tape.make("routed + shared output", (y, shared), hidden, alias=True)
     return y
 
 

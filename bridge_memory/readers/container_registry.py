@@ -62,6 +62,9 @@ READ: dict[str, frozenset[str]] = {
         tensor_model_parallel_size transformer_impl transformer_layer_spec use_fused_weighted_squared_relu use_kitchen
         use_transformer_engine_op_fuser v_head_dim virtual_pipeline_model_parallel_size vocab_size
         window_attn_skip_freq window_size
+        attention_k_eq_v final_logit_softcapping global_head_dim global_kv_channels interleaved_attn_pattern
+        num_global_key_value_heads num_global_query_groups num_kv_shared_layers per_layer_embed_dim
+        per_layer_embed_vocab_size use_double_wide_mlp
         """
     ),
     "optimizer": _names(
@@ -143,8 +146,6 @@ GAPS: dict[str, dict[str, Unmodelled]] = {
         "is_vision_language": Unmodelled(
             False, UP, "the attention bias of images, b x s x s, and what attention keeps for it"
         ),
-        # models/gemma/gemma2_provider.py: logit_softcapping keeps its output
-        "final_logit_softcapping": Unmodelled(None, UP, "what the tanh over the logits keeps of them"),
         "attention_chunk_size": Unmodelled(None, DOWN, "attention within chunks"),
         "nope_layer_interval": Unmodelled(None, DOWN, "layers without rotary embeddings"),
         "use_arbitrary_attention_mask": Unmodelled(None, UP, "attention masks of any form"),
@@ -392,6 +393,7 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
             Gemma2ModelProvider Gemma3ModelProvider GemmaModelProvider HybridModelConfig HybridModelProvider
             LlamaNemotronHeterogeneousProvider MLAModelProvider MambaModelProvider MiniMaxM3ModelProvider
             MistralModelProvider OlMoEModelProvider SarvamMLAModelProvider SarvamMoEModelProvider
+            Gemma4DenseProvider Gemma4ModelProvider
             """
         ),
         (),
@@ -401,7 +403,8 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
             """
             Ernie45VLModelProvider Exaone45ModelProvider GLM45VModelProvider Gemma3VLModelProvider
             KimiK25VLModelProvider MiniMaxM3VLModelProvider Qwen25VLModelProvider Qwen35VLMoEModelProvider
-            Qwen35VLModelProvider Qwen3VLMoEModelProvider Qwen3VLModelProvider
+            Qwen35VLModelProvider Qwen3VLMoEModelProvider Qwen3VLModelProvider Gemma4DenseVLProvider
+            Gemma4VLModelProvider
             """
         ),
         ("vision_config",),
@@ -423,8 +426,6 @@ REFUSED: dict[str, str] = {
     "LLaDA15ModelProvider": "diffusion models of language are not estimated",
     "NemotronLabsDiffusionModelProvider": "diffusion models of language are not estimated",
     "FalconH1ModelProvider": "layers of attention and Mamba side by side are not estimated",
-    "Gemma4DenseProvider": "Gemma 4's attention and its embeddings layer by layer are not estimated",
-    "Gemma4ModelProvider": "Gemma 4's attention and its experts beside an MLP are not estimated",
     "MiMoV2FlashModelProvider": "attention of other sizes in sliding layers is not estimated",
     "Step35ModelProvider": "attention of other sizes in sliding layers is not estimated",
     "MegatronMIMOProvider": "models of several parts, each with ranks of its own, are not estimated",
@@ -435,6 +436,7 @@ PLAIN_LAYER_SPECS = _names(
     """
     _build_exaone_moe_layer_spec default_layer_spec get_default_hybrid_stack_spec get_default_mamba_stack_spec
     get_gpt_decoder_block_spec get_gpt_heterogeneous_layer_spec get_gpt_layer_with_transformer_engine_spec
+    _gemma4_block_spec gemma4_block_spec
     get_transformer_block_with_experimental_attention_variant_spec heterogeneous_layer_spec
     transformer_engine_hybrid_stack_spec transformer_engine_layer_spec transformer_engine_mamba_stack_spec
     """

@@ -18,6 +18,7 @@ from bridge_memory.spec.model import (
     MLPSpec,
     ModelSpec,
     MoESpec,
+    SideBySideSpec,
 )
 from bridge_memory.spec.parts import (
     BatchSpec,
@@ -53,6 +54,7 @@ __all__ = [
     "PrecisionSpec",
     "RecomputeSpec",
     "RunSpec",
+    "SideBySideSpec",
     "SpecError",
     "divide",
     "show",

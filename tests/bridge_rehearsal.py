@@ -1,0 +1,164 @@
+"""Models of Megatron Bridge's own modules, built by its providers and rehearsed on the meta device, beside the inventory.
+
+A process of its own (``python tests/bridge_rehearsal.py CASE ...``): Transformer Engine's real Python over kernels that
+compute nothing comes before megatron-core, stubs of the other CUDA-only packages before Megatron Bridge. Prints one
+JSON line a case: parameters (name -> shape) that differ, and bytes, [inventory, rehearsal], of buffers, of what each
+layer and the chunk keep and of their peaks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
+
+
+def start() -> None:
+    """Import Transformer Engine, megatron-core and Megatron Bridge."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from bridge_stubs import STUBBED, _Finder
+
+    from bridge_memory.rehearse import te_kernels
+    from bridge_memory.rehearse.imports import import_megatron_core, supply_typing_override
+
+    supply_typing_override()
+    te_kernels.load()
+    import_megatron_core()
+    rest = [n for n in STUBBED if not n.startswith("transformer_engine")]
+    sys.meta_path.append(_Finder(tuple(n for n in rest if "." in n or importlib.util.find_spec(n) is None)))
+    import megatron.bridge  # noqa: F401
+
+
+def gemma4_dense(tp: int, sequence_parallel: bool = False, **more: Any) -> Any:
+    from megatron.bridge.models.gemma.gemma4_provider import Gemma4DenseProvider
+
+    # The last two take over keys and values of the second and third.
+    return Gemma4DenseProvider(
+        num_layers=5, hidden_size=1536, ffn_hidden_size=6144, num_attention_heads=8, num_query_groups=2,
+        kv_channels=256, global_kv_channels=512, num_global_query_groups=2, window_size=(511, 0),
+        window_attn_skip_freq=[True, True, False, True, False], num_kv_shared_layers=2, vocab_size=4096,
+        per_layer_embed_vocab_size=32768, per_layer_embed_dim=256, tensor_model_parallel_size=tp, seq_length=1024,
+        sequence_parallel=sequence_parallel, transformer_impl="local", gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False, perform_initialization=False, **more,
+    )  # fmt: skip
+
+
+def gemma4_experts(tp: int, **more: Any) -> Any:
+    from megatron.bridge.models.gemma.gemma4_provider import Gemma4ModelProvider
+
+    return Gemma4ModelProvider(
+        num_layers=3, hidden_size=1408, ffn_hidden_size=2112, num_attention_heads=16, num_query_groups=8,
+        kv_channels=256, global_head_dim=512, num_global_key_value_heads=2, attention_k_eq_v=True,
+        interleaved_attn_pattern=(2, 1), window_size=512, num_moe_experts=16, moe_router_topk=8,
+        moe_ffn_hidden_size=704, moe_shared_expert_intermediate_size=2112, vocab_size=4096, seq_length=1024,
+        tensor_model_parallel_size=tp, sequence_parallel=tp > 1, gradient_accumulation_fusion=False,
+        perform_initialization=False, **more,
+    )  # fmt: skip
+
+
+#: Case -> (provider, its arguments).
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Gemma 4, dense": (gemma4_dense, {"tp": 1}),
+    "Gemma 4, dense, TP 2": (gemma4_dense, {"tp": 2}),
+    "Gemma 4, experts": (gemma4_experts, {"tp": 1}),
+    "Gemma 4, experts, TP 2 EP 4": (gemma4_experts, {"tp": 2, "expert_model_parallel_size": 4}),
+}
+
+
+def container(model: Any) -> Any:
+    """What a reader asks of a ConfigContainer beside the model."""
+    return SimpleNamespace(
+        model=model,
+        train=SimpleNamespace(micro_batch_size=1, global_batch_size=8),
+        optimizer=SimpleNamespace(optimizer="adam", use_distributed_optimizer=True),
+        ddp=SimpleNamespace(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+        dataset=SimpleNamespace(seq_length=model.seq_length, skip_getting_attention_mask_from_dataset=True),
+    )
+
+
+def answer(name: str) -> dict[str, Any]:
+    import bridge_memory.rehearse.run as rehearsal
+    from bridge_memory.inventory.context import context_of
+    from bridge_memory.inventory.layer import layer_block
+    from bridge_memory.inventory.stack import chunk_inventory, stage_parameters
+    from bridge_memory.readers.config_container import run_from_config_container
+    from bridge_memory.rehearse.compare import over_experts, unmatched
+    from bridge_memory.spec.layout import layout
+
+    make, arguments = CASES[name]
+    provider = make(**arguments)
+    if provider.num_moe_experts:
+        provider.expert_tensor_parallel_size = 1
+    run = run_from_config_container(container(provider), world_size=8, implementation={"attention_backend": "fused"})
+    assert not run.not_modelled, run.not_modelled
+
+    def build(*args: Any, **kwargs: Any) -> list[Any]:
+        from megatron.core import activations
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        made = make(**arguments)
+        if made.num_moe_experts:
+            made.expert_tensor_parallel_size = 1
+        # As a kernel, which it is while a rehearsal runs.
+        made.activation_func = getattr(activations, made.activation_func.__name__, made.activation_func)
+        made._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        made.finalize()
+        return [made.provide(pre_process=True, post_process=True)]
+
+    rehearsal.build_chunks = build
+    found = rehearsal.rehearse(run, 0)
+    chunk = found.chunks[0]
+    ours = {p.name: tuple(p.shape) for p in stage_parameters(run, 0)[0]}
+    real = dict(chunk.parameters)
+    wrong = {n: [ours.get(n), real.get(n)] for n in ours.keys() | real.keys() if ours.get(n) != real.get(n)}
+    ctx = context_of(run)
+    inventory = chunk_inventory(run.model, layout(run.model, run.parallel).shapes(run.model)[0][0], ctx, True)
+    out: dict[str, Any] = {
+        "wrong": {n: wrong[n] for n in sorted(wrong)[:20]},
+        "parameters": [sum(p.numel for p in stage_parameters(run, 0)[0]), found.parameters],
+        "chunk saved": [inventory.retained, chunk.passes.saved_bytes],
+        "chunk forward": [inventory.forward_peak, chunk.passes.forward_bytes],
+        "chunk backward": [inventory.backward_peak, chunk.passes.backward_bytes],
+        "forward at": [inventory.forward_operation, chunk.passes.forward_peak.module, chunk.passes.forward_peak.operation],
+        "backward at": [inventory.backward_operation, chunk.passes.backward_peak.module, chunk.passes.backward_peak.operation],
+    }
+    for number, layer in enumerate(run.model.layers):
+        cost = layer_block(layer, ctx).cost
+        of_layer = [r for r in chunk.passes.saved if r.module.startswith(f"module.module.decoder.layers.{number}.") or r.module.startswith(f"decoder.layers.{number}.") or r.module in (f"decoder.layers.{number}", f"module.module.decoder.layers.{number}")]
+        out[f"layer {number} saved"] = [cost.retained, sum(r.bytes for r in of_layer)]
+        if os.environ.get("VERBOSE"):
+            mine, theirs = unmatched(list(cost.tensors), over_experts(tuple(of_layer)))
+            out[f"layer {number} only ours"] = [f"{t.name} {t.bytes}" for t in mine]
+            out[f"layer {number} only found"] = [str(t) for t in theirs]
+    if os.environ.get("VERBOSE"):
+        rest = [r for r in chunk.passes.saved if "decoder.layers" not in r.module]
+        out["ends"] = [str(r) for r in rest]
+        out["our ends"] = [f"{t.name} {t.bytes}" for link, _ in inventory.links if link.cost is not None and link.label != "layer" for t in link.cost.tensors]
+        out["peak of"] = [str(a) for a in chunk.passes.forward_peak.largest]
+        out["back peak of"] = [str(a) for a in chunk.passes.backward_peak.largest]
+    return out
+
+
+def main(names: list[str]) -> None:
+    start()
+    logging.disable(logging.CRITICAL)
+    for name in names or CASES:
+        try:
+            found = answer(name)
+        except Exception as error:
+            if os.environ.get("VERBOSE"):
+                raise
+            found = {"error": f"{type(error).__name__}: {error}"}
+        print("=", json.dumps({"case": name, **found}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
