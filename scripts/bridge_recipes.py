@@ -76,6 +76,9 @@ _UNSET: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"rope_scaling": {"rope_theta": 1e4, "factor": 16, "original_max_position_embeddings": 65536}},
 }
 
+#: Towers that the models have and the class leaves out: their field, and their config's class.
+_TOWERS: dict[str, dict[str, str]] = {"gemma4": {"vision_config": "gemma4_vision"}}
+
 #: Published sizes that differ from the class's defaults: a part of the hub name, and what its config.json says. A
 #: preset stands for the text model that has its sizes.
 _PUBLISHED: dict[str, dict[str, Any]] = {
@@ -135,6 +138,8 @@ def stand_in(name: str, kind: str) -> Any:
 
     config = CONFIG_MAPPING[kind]()
     config.architectures = [_ARCHITECTURES[kind]]
+    for key, tower in _TOWERS.get(kind, {}).items():
+        setattr(config, key, CONFIG_MAPPING[tower]())
     for key, value in _UNSET.get(kind, {}).items():
         *path, last = key.split(".")
         setattr(reduce(getattr, path, config), last, value)

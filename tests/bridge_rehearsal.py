@@ -1,4 +1,4 @@
-"""Models of Megatron Bridge's own modules, built by its providers and rehearsed on the meta device, beside the inventory.
+"""Models of Megatron Bridge's own modules, built by its providers and rehearsed, beside the inventory.
 
 A process of its own (``python tests/bridge_rehearsal.py CASE ...``): Transformer Engine's real Python over kernels that
 compute nothing comes before megatron-core, stubs of the other CUDA-only packages before Megatron Bridge. Prints one
@@ -12,6 +12,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ def start() -> None:
     import megatron.bridge  # noqa: F401
 
 
-def gemma4_dense(tp: int, sequence_parallel: bool = False, **more: Any) -> Any:
+def gemma4_dense(tp: int, sequence_parallel: bool = False, width: int = 256, **more: Any) -> Any:
     from megatron.bridge.models.gemma.gemma4_provider import Gemma4DenseProvider
 
     # The last two take over keys and values of the second and third.
@@ -45,7 +46,7 @@ def gemma4_dense(tp: int, sequence_parallel: bool = False, **more: Any) -> Any:
         num_layers=5, hidden_size=1536, ffn_hidden_size=6144, num_attention_heads=8, num_query_groups=2,
         kv_channels=256, global_kv_channels=512, num_global_query_groups=2, window_size=(511, 0),
         window_attn_skip_freq=[True, True, False, True, False], num_kv_shared_layers=2, vocab_size=4096,
-        per_layer_embed_vocab_size=32768, per_layer_embed_dim=256, tensor_model_parallel_size=tp, seq_length=1024,
+        per_layer_embed_vocab_size=32768, per_layer_embed_dim=width, tensor_model_parallel_size=tp, seq_length=1024,
         sequence_parallel=sequence_parallel, transformer_impl="local", gradient_accumulation_fusion=False,
         masked_softmax_fusion=False, perform_initialization=False, **more,
     )  # fmt: skip
@@ -64,13 +65,27 @@ def gemma4_experts(tp: int, **more: Any) -> Any:
     )  # fmt: skip
 
 
-#: Case -> (provider, its arguments).
+#: Case -> (provider, its arguments). With embeddings layer by layer, or keys taken over, a layer alone is another.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "Gemma 4, dense": (gemma4_dense, {"tp": 1}),
     "Gemma 4, dense, TP 2": (gemma4_dense, {"tp": 2}),
+    "Gemma 4, dense, without embeddings by layer": (gemma4_dense, {"tp": 1, "width": 0}),
     "Gemma 4, experts": (gemma4_experts, {"tp": 1}),
     "Gemma 4, experts, TP 2 EP 4": (gemma4_experts, {"tp": 2, "expert_model_parallel_size": 4}),
 }
+
+
+def _tables(rotary: Any, mixer: Any) -> Any:
+    """Those of sliding layers and of the others, as one; a layer without experts is given its own."""
+    def one(length: int) -> Any:
+        found = rotary(length)
+        if not isinstance(found, tuple):
+            return found
+        if type(rotary).__name__ == "Gemma4DenseRotaryEmbedding":
+            return found[0 if mixer.window_size else 1]
+        return list(found)
+
+    return one
 
 
 def container(model: Any) -> Any:
@@ -111,9 +126,15 @@ def answer(name: str) -> dict[str, Any]:
         made.activation_func = getattr(activations, made.activation_func.__name__, made.activation_func)
         made._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         made.finalize()
-        return [made.provide(pre_process=True, post_process=True)]
+        chunk = made.provide(pre_process=True, post_process=True)
+        if layer is not None:
+            rotary = chunk.rotary_pos_emb
+            del chunk.rotary_pos_emb
+            chunk.__dict__["rotary_pos_emb"] = _tables(rotary, run.model.layers[layer].mixer)
+        return [chunk]
 
     rehearsal.build_chunks = build
+    layer: int | None = None
     found = rehearsal.rehearse(run, 0)
     chunk = found.chunks[0]
     ours = {p.name: tuple(p.shape) for p in stage_parameters(run, 0)[0]}
@@ -124,26 +145,35 @@ def answer(name: str) -> dict[str, Any]:
     out: dict[str, Any] = {
         "wrong": {n: wrong[n] for n in sorted(wrong)[:20]},
         "parameters": [sum(p.numel for p in stage_parameters(run, 0)[0]), found.parameters],
-        "chunk saved": [inventory.retained, chunk.passes.saved_bytes],
-        "chunk forward": [inventory.forward_peak, chunk.passes.forward_bytes],
-        "chunk backward": [inventory.backward_peak, chunk.passes.backward_bytes],
-        "forward at": [inventory.forward_operation, chunk.passes.forward_peak.module, chunk.passes.forward_peak.operation],
-        "backward at": [inventory.backward_operation, chunk.passes.backward_peak.module, chunk.passes.backward_peak.operation],
+        "chunk saved": [inventory.retained, chunk.passes.saved_bytes + chunk.passes.held_bytes],
+        "chunk forward": [inventory.forward_peak, chunk.passes.forward_peak.bytes],
+        "chunk backward": [inventory.backward_peak, chunk.passes.backward_peak.bytes],
     }
-    for number, layer in enumerate(run.model.layers):
-        cost = layer_block(layer, ctx).cost
-        of_layer = [r for r in chunk.passes.saved if r.module.startswith(f"module.module.decoder.layers.{number}.") or r.module.startswith(f"decoder.layers.{number}.") or r.module in (f"decoder.layers.{number}", f"module.module.decoder.layers.{number}")]
-        out[f"layer {number} saved"] = [cost.retained, sum(r.bytes for r in of_layer)]
-        if os.environ.get("VERBOSE"):
-            mine, theirs = unmatched(list(cost.tensors), over_experts(tuple(of_layer)))
-            out[f"layer {number} only ours"] = [f"{t.name} {t.bytes}" for t in mine]
-            out[f"layer {number} only found"] = [str(t) for t in theirs]
-    if os.environ.get("VERBOSE"):
-        rest = [r for r in chunk.passes.saved if "decoder.layers" not in r.module]
-        out["ends"] = [str(r) for r in rest]
-        out["our ends"] = [f"{t.name} {t.bytes}" for link, _ in inventory.links if link.cost is not None and link.label != "layer" for t in link.cost.tensors]
-        out["peak of"] = [str(a) for a in chunk.passes.forward_peak.largest]
-        out["back peak of"] = [str(a) for a in chunk.passes.backward_peak.largest]
+    verbose = os.environ.get("VERBOSE")
+    for number, kind in enumerate(run.model.layers):
+        cost = layer_block(kind, ctx).cost
+        mine = re.compile(rf"decoder\.layers\.{number}(\.|$)")
+        saved = [t for t in chunk.passes.saved if mine.match(t.module)]
+        held = [t for t in chunk.passes.held if mine.match(t.module)]
+        # The embeddings of all layers, which the first that takes its own keeps, are counted where they are made.
+        counted = [t for t in saved if not (kind.per_layer_width and t.made_by == "input: mul")]
+        out[f"layer {number} saved"] = [cost.retained, sum(t.bytes for t in (*counted, *held))]
+        if verbose:
+            ours_alone, real_alone = unmatched(list(cost.tensors), over_experts(tuple(saved)))
+            out[f"layer {number} predicted only"] = [f"{t.name}, {t.bytes:,} bytes" for t in ours_alone]
+            out[f"layer {number} found only"] = list(map(str, [*real_alone, *held]))
+        if kind.per_layer_width or getattr(kind.mixer, "borrows_keys", False):
+            continue
+        layer = number
+        alone = rehearsal.rehearse_layer(run, number)
+        for what, peak, found_peak in (
+            ("forward", cost.forward_peak, alone.forward_peak), ("backward", cost.backward_peak, alone.backward_peak)
+        ):
+            out[f"layer {number} {what}"] = [peak, found_peak.bytes]
+            if verbose:
+                name = cost.forward_name() if what == "forward" else cost.backward_name()
+                where = f"{found_peak.module}: {found_peak.operation}"
+                out[f"layer {number} {what} at"] = [name, where, *map(str, found_peak.largest)]
     return out
 
 

@@ -68,6 +68,10 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
         key, value = _borrowed(r, key, d, g, value_bytes)
     elif spec.value_norm:
         value = _norm_of_values(r, value, spec.value_channels, ctx.tokens * g)
+    if spec.lends_keys:
+        # ``_stored_kv``, an attribute, holds them to the next forward pass.
+        stored = tape.tensor("key and value for later layers", 0, grad=False)
+        tape.op(stored.name, (key, value), stored, saves=(key, value))
     if gate_heads and 1 < g < a:  # else a view, with which the whole of q, k and v is kept
         gate = tape.make("gate", gate, q_bytes)
     before_rope = (query, key, value, gate) if QKV_OUTPUT_HELD(ctx.impl) else (gate,)

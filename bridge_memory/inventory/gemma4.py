@@ -1,4 +1,4 @@
-"""Gemma 4 as Megatron Bridge puts it together: norms written in torch, norms after each block, embeddings layer by layer.
+"""Gemma 4 as Megatron Bridge puts it together: norms in torch, norms after each block, embeddings layer by layer.
 
 Source: megatron-bridge 0.6.2 ``models/gemma/modeling_gemma4.py: Gemma4DenseTransformerLayer, Gemma4TransformerLayer,
 Gemma4MoELayer, Gemma4TopKRouter``. h: hidden size, w: width of a layer's own embedding, W: of those of all layers.
@@ -39,6 +39,10 @@ def _dense_layer(r: Recorder, layer: LayerSpec, mixer: AttentionSpec, ffn: MLPSp
     tape.keep_alive(residual)
     tape.part = Part.MLP
     residual = x
+    # ``mlp_norm_manager``, an attribute, holds it to the next forward pass (``transformer_layer.py:
+    # TransformerLayer._forward_pre_mlp_layernorm``); a norm in torch does not keep it.
+    held = tape.make("residual held by the layer", x, 0, saves=(x,))
+    held.grad_bytes = 0
     y = record_mlp(r, ffn, x)
     normed = r.norm("post_mlp_layernorm", y, h, rows)
     tape.keep_alive(y)
@@ -75,7 +79,7 @@ def _add_layer_embedding(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
 
 
 def record_layer_embeddings(r: Recorder, width: int, layers: int, vocabulary: int, embedded: Tensor) -> Tensor:
-    """The embeddings of all layers, [T_sp, W]: a table's rows and a projection of the word embeddings, added up
+    """The embeddings of all layers, [T_sp, W]: a table's rows and a projection of the tokens' own, added up
     (``_compute_per_layer_inputs``). ``width``: W."""
     ctx, tape = r.ctx, r.tape
     rows = divide(vocabulary, ctx.tp, "vocab_size_per_layer_input", "tensor_model_parallel_size")
@@ -113,7 +117,7 @@ def record_layer_embeddings(r: Recorder, width: int, layers: int, vocabulary: in
 
 def _layer_with_experts(r: Recorder, mixer: AttentionSpec, ffn: MoESpec, x: Tensor) -> Tensor:
     """Attention of Transformer Engine with a norm behind linear_proj; three norms of the same residual for the experts,
-    the shared expert and the router, and one behind each of the two and behind their sum (``Gemma4TransformerLayer``)."""
+    the shared expert and the router, and one behind each output and behind their sum (``Gemma4TransformerLayer``)."""
     ctx, tape = r.ctx, r.tape
     h, rows = ctx.hidden_size, ctx.tokens_sp
     tape.part = Part.ATTENTION

@@ -136,16 +136,21 @@ def moe_layer(r: Recorder, spec: MoESpec, x: Tensor, *, shared_input: Tensor | N
         tape.part = Part.MOE_EXPERTS
         expert_out = _experts(r, spec, dispatched[-1], dispatched_probs, n, width)
         tape.part = Part.MOE_ROUTER
-        y = _combine(r, spec, expert_out, row_map, n, width, dispatched)
+        y, combined = _combine(r, spec, expert_out, row_map, n, width, dispatched)
     if spec.latent_size:
         y = r.plain_linear("mlp.fc2_latent_proj", y, n.entering, width, ctx.hidden_size)
+    shared_output: tuple[Tensor, ...] = ()
     if gemma:
         y = r.norm("mlp.post_moe_layernorm", y, ctx.hidden_size, ctx.tokens_sp)
         if shared is not None:
             tape.part = Part.MOE_SHARED_EXPERTS
+            shared_output = (shared,)
             shared = r.norm("mlp.post_shared_expert_layernorm", shared, ctx.hidden_size, ctx.tokens_sp)
     if shared is not None:
         y = tape.make("routed + shared output", (y, shared), hidden, alias=True)
+    if gemma:
+        # Variables of ``forward_with_separate_inputs``, which the norms are part of.
+        tape.keep_alive(*shared_output, combined, *dispatched[1:-1])
     return y
 
 
@@ -521,25 +526,26 @@ def _expert_parameters(
 
 def _combine(
     r: Recorder, spec: MoESpec, y: Tensor, row_map: Tensor, n: _Tokens, width: int, dispatched: list[Tensor]
-) -> Tensor:
-    """Unsort, exchange back and unpermute: [R, w] -> [N, w]. ``dispatched``: the tokens of each step before."""
+) -> tuple[Tensor, Tensor]:
+    """Unsort, exchange back and unpermute: [R, w] -> [N, w], and what the last step took. ``dispatched``: the tokens of
+    each step before."""
     ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
     row = width * ctx.act
     if impl.moe_token_dispatcher_type == "allgather":
-        everyone = ctx.tokens_sp * ctx.ep * ctx.etp
+        everyone, taken = ctx.tokens_sp * ctx.ep * ctx.etp, y
         y = tape.make("unpermuted tokens", y, everyone * row, saves=(row_map,))
         if ctx.ep * ctx.etp > 1:
-            unpermuted = y
+            taken = y
             y = _reduced(r, "reduce-scattered tokens", y, everyone * width, n.entering * width)
-            tape.keep_alive(unpermuted)  # an argument of ``token_combine``
+            tape.keep_alive(taken)  # an argument of ``token_combine``
         tape.keep_alive(*dispatched[:-1])
-        return y
+        return y, taken
     if impl.moe_token_dispatcher_type == "flex":
         if impl.moe_flex_dispatcher_backend == "deepep":
             y = tape.make("unpermuted tokens", y, n.arriving_once * row, saves=(row_map,))
-        y = tape.make("combined tokens", y, n.entering * row, saves=(row_map,))
+        combined = tape.make("combined tokens", y, n.entering * row, saves=(row_map,))
         tape.keep_alive(*dispatched[:-1])
-        return y
+        return combined, y
     experts_out = y
     if divide(spec.num_experts, ctx.ep, "num_moe_experts", "expert_model_parallel_size") > 1:
         order = _sort_order(r, n)
@@ -552,9 +558,9 @@ def _combine(
     sent = y
     if ctx.ep > 1:
         y = tape.make("outputs after all-to-all", y, n.permuted * row)
-    y = tape.make("unpermuted output", y, n.entering * row, saves=(row_map,))
+    unpermuted = tape.make("unpermuted output", y, n.entering * row, saves=(row_map,))
     tape.keep_alive(*(() if COMBINED_IN_TWO_STEPS(impl) else (sent,)), *dispatched[:-1])
-    return y
+    return unpermuted, y
 
 
 def _reduced(r: Recorder, name: str, y: Tensor, whole: int, part: int) -> Tensor:

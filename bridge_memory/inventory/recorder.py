@@ -223,7 +223,9 @@ class Recorder:
         stats = self.norm_statistics(name, rows)
         return self.tape.make(name, x, rows * width * self.ctx.act, saves=(x, *stats), also=stats)
 
-    def torch_norm(self, name: str, x: Tensor, width: int, rows: int, *, scaled: bool = True, copies: int = 2) -> Tensor:
+    def torch_norm(
+        self, name: str, x: Tensor, width: int, rows: int, *, scaled: bool = True, copies: int = 2
+    ) -> Tensor:
         """RMSNorm operation by operation in fp32: one copy of the input is multiplied, the other (``copies``; else the
         same) squared. Keeps the copies, the means before and after the power, and with a weight the normed copy.
 
@@ -241,7 +243,9 @@ class Recorder:
         if scaled:
             weight = tape.tensor(f"{name} weight in fp32", 4 * width, grad=False)
             out = tape.make(f"{name} scaled", out, wide, saves=(out, weight), also=(weight,), backward_workspace=wide)
-        return tape.make(name, out, rows * width * self.ctx.act)
+        out = tape.make(name, out, rows * width * self.ctx.act)
+        tape.keep_alive(x)  # whose dtype it takes
+        return out
 
     def norm_parameters(self, name: str, width: int, style: str = ".") -> None:
         self.parameter(f"{name}{style}weight", (width,))

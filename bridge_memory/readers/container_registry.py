@@ -206,8 +206,10 @@ REASONS: dict[str, dict[str, str]] = {
         """,
         "the values that weights start from": "embedding_init_method init_method output_layer_init_method",
         "the dtype of autocast, which Megatron's models do not use": "autocast_dtype enable_autocast",
+        "a number that Gemma 4's embeddings are multiplied with": "scale_embeddings_by_hidden_size",
         _TOWER: """
-            add_decoder add_encoder apply_rotary_pos_emb_in_fp32 bos_token_id code2wav_config deepstack_visual_indexes
+            add_decoder add_encoder apply_rotary_pos_emb_in_fp32 audio_config bos_token_id code2wav_config
+            deepstack_visual_indexes
             dynamic_resolution eos_token_id freeze_audio_model freeze_audio_projection freeze_sound_encoder
             freeze_sound_projection freeze_vision_model freeze_vision_projection has_sound hf_config hf_config_dict
             in_channels language_max_sequence_length max_vision_cuda_graph_seq_length mm_tokens_per_image
@@ -216,11 +218,11 @@ REASONS: dict[str, dict[str, str]] = {
             radio_force_cpe_eval_mode radio_force_eval_mode radio_interpolate_only_cpe recompute_vision return_dict
             seconds_per_chunk separate_video_embedder sound_config sound_hidden_size sound_model_type
             sound_projection_hidden_size spatial_merge_size talker_config temporal_ckpt_compat temporal_patch_dim
-            temporal_patch_size thinker_config token2wav_config use_hf_vision_model use_mg_vit
+            temporal_patch_size text_config thinker_config token2wav_config use_hf_vision_model use_mg_vit
             use_vision_backbone_fp8_arch vision_class_token_len vision_config vision_cuda_graph_impl
             vision_cuda_graph_scope vision_dp_when_cp vision_model_type vision_proj_ffn_hidden_size
             vision_projector_config vision_recompute_granularity vision_recompute_method vision_recompute_num_layers
-            vision_transformer_config vit_gradient_checkpointing
+            vision_soft_tokens_per_image vision_transformer_config vit_gradient_checkpointing
         """,
         _TOKENS: """
             audio_end_token_id audio_start_token_id audio_token_id ignore_index image_end_token_id
@@ -229,7 +231,8 @@ REASONS: dict[str, dict[str, str]] = {
             video_token_id vision_end_token_id vision_start_token_id vision_token_id
         """,
         _ROTARY: """
-            attn_logit_softcapping interleaved_attn_pattern persist_layer_norm query_pre_attn_scalar
+            attn_logit_softcapping full_attention_rope_base full_attention_rope_partial_factor global_rotary_percent
+            persist_layer_norm query_pre_attn_scalar sliding_window_rope_base
             seq_len_interpolation_factor yarn_mscale yarn_mscale_all_dim yarn_rotary_scaling_factor
         """,
         _SUPPLIED: """
@@ -403,12 +406,12 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
             """
             Ernie45VLModelProvider Exaone45ModelProvider GLM45VModelProvider Gemma3VLModelProvider
             KimiK25VLModelProvider MiniMaxM3VLModelProvider Qwen25VLModelProvider Qwen35VLMoEModelProvider
-            Qwen35VLModelProvider Qwen3VLMoEModelProvider Qwen3VLModelProvider Gemma4DenseVLProvider
-            Gemma4VLModelProvider
+            Qwen35VLModelProvider Qwen3VLMoEModelProvider Qwen3VLModelProvider
             """
         ),
         ("vision_config",),
     ),
+    **dict.fromkeys(_words("Gemma4DenseVLProvider Gemma4VLModelProvider"), ("vision_config", "audio_config")),
     "Ministral3ModelProvider": ("hf_config.vision_config",),
     "Qwen2AudioModelProvider": ("hf_config.audio_config",),
     "Qwen25OmniModelProvider": ("thinker_config.vision_config", "thinker_config.audio_config"),

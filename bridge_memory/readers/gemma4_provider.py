@@ -37,10 +37,11 @@ def dense_layers(c: Config, n: int, activation: str) -> list[LayerSpec]:
     for i in range(n):
         attention = _attention(c, sliding[i], c.get("global_kv_channels"), c.get("num_global_query_groups"))
         borrows = i >= first and sliding[i] in sliding[:first]
+        lends = i < first < n and sliding[i] not in sliding[i + 1 : first]
         wide = 2 if c.flag("use_double_wide_mlp") and 0 < first <= i else 1
         layers.append(
             LayerSpec(
-                replace(attention, borrows_keys=borrows),
+                replace(attention, borrows_keys=borrows, lends_keys=lends),
                 MLPSpec(wide * c.size("ffn_hidden_size"), gated=True, activation=activation),
                 arrangement="gemma4_dense", per_layer_width=width, all_layers_width=n * width,
             )

@@ -35,6 +35,8 @@ class AttentionSpec:
     keys_are_values: bool = False
     #: Gemma 4: keys and values are those of an earlier layer; linear_qkv makes its own all the same.
     borrows_keys: bool = False
+    #: Gemma 4: later layers take over these keys and values.
+    lends_keys: bool = False
 
     @property
     def value_channels(self) -> int:
