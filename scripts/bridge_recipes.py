@@ -76,6 +76,9 @@ _UNSET: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"rope_scaling": {"rope_theta": 1e4, "factor": 16, "original_max_position_embeddings": 65536}},
 }
 
+#: Towers that the models have and the class leaves out: their field, and their config's class.
+_TOWERS: dict[str, dict[str, str]] = {"gemma4": {"vision_config": "gemma4_vision"}}
+
 #: Published sizes that differ from the class's defaults: a part of the hub name, and what its config.json says. A
 #: preset stands for the text model that has its sizes.
 _PUBLISHED: dict[str, dict[str, Any]] = {
@@ -88,6 +91,22 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
             "hidden_size": 4096, "num_attention_heads": 32, "num_experts": 512, "num_experts_per_tok": 10,
             "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024, "linear_num_value_heads": 64,
             "vocab_size": 248320,
+        },
+    },
+    "gemma-4-E4B": {
+        "text_config": {
+            "num_hidden_layers": 42, "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 2,
+            "num_kv_shared_layers": 18, "final_logit_softcapping": 30.0,
+        },
+    },
+    "gemma-4-26B-A4B": {
+        "text_config": {
+            "num_hidden_layers": 30, "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "hidden_size": 2816, "intermediate_size": 2112, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2, "attention_k_eq_v": True, "sliding_window": 1024,
+            "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
+            "moe_intermediate_size": 704, "final_logit_softcapping": 30.0,
         },
     },
     "Nemotron-3-Super-120B-A12B": {
@@ -119,6 +138,8 @@ def stand_in(name: str, kind: str) -> Any:
 
     config = CONFIG_MAPPING[kind]()
     config.architectures = [_ARCHITECTURES[kind]]
+    for key, tower in _TOWERS.get(kind, {}).items():
+        setattr(config, key, CONFIG_MAPPING[tower]())
     for key, value in _UNSET.get(kind, {}).items():
         *path, last = key.split(".")
         setattr(reduce(getattr, path, config), last, value)

@@ -51,7 +51,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
         parts = [("query", q_bytes), ("gate", q_bytes)][: 1 + bool(gate_heads)]
         query, *gates, key, value = tape.views("split qkv", qkv, *parts, ("key", key_bytes), ("value", value_bytes))
         gate = gates[0] if gates else qkv
-    separate = False
+    separate, raw_key = False, key
     if (not ctx.te or (not spec.qk_layernorm and spec.rotary and ctx.rotary)) and 1 < g < a:
         # The reshape of a grouped query to [s, b, a, d] is a copy.
         query = tape.make("query", query, q_bytes)
@@ -60,8 +60,19 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
         rows_q = ctx.tokens * (a if spec.qk_layernorm == "head" else 1)
         rows_k = ctx.tokens * (g if spec.qk_layernorm == "head" else 1)
         query = _sub_norm(r, "self_attention.q_layernorm", query, width_q, rows_q, copy=ctx.te)
-        key = _sub_norm(r, "self_attention.k_layernorm", key, width_k, rows_k, copy=ctx.te)
+        if not spec.borrows_keys:
+            key = _sub_norm(r, "self_attention.k_layernorm", key, width_k, rows_k, copy=ctx.te)
         separate = True
+    if spec.keys_are_values:
+        value = raw_key
+    if spec.borrows_keys:
+        key, value = _borrowed(r, key, d, g, value_bytes)
+    elif spec.value_norm:
+        value = _norm_of_values(r, value, spec.value_channels, ctx.tokens * g)
+    if spec.lends_keys:
+        # ``_stored_kv``, an attribute, holds them to the next forward pass.
+        stored = tape.tensor("key and value for later layers", 0, grad=False)
+        tape.op(stored.name, (key, value), stored, saves=(key, value))
     if gate_heads and 1 < g < a:  # else a view, with which the whole of q, k and v is kept
         gate = tape.make("gate", gate, q_bytes)
     before_rope = (query, key, value, gate) if QKV_OUTPUT_HELD(ctx.impl) else (gate,)
@@ -116,6 +127,24 @@ def _sub_norm(r: Recorder, name: str, x: Tensor, width: int, rows: int, *, copy:
     """Norm over heads. ``copy``: its input is a contiguous copy of the strided slice, kept by the norm."""
     source = r.tape.make(f"{name} input", x, width * rows * r.ctx.act) if copy else x
     return r.norm(name, source, width, rows)
+
+
+def _norm_of_values(r: Recorder, x: Tensor, width: int, rows: int) -> Tensor:
+    """A norm without a weight, in torch (megatron-bridge ``models/gemma/modeling_gemma4.py:
+    Gemma4DenseSelfAttention._v_norm, Gemma4SelfAttention.get_query_key_value_tensors``)."""
+    return r.torch_norm("value norm", x, width, rows, scaled=False, copies=1)
+
+
+def _borrowed(r: Recorder, key: Tensor, d: int, heads: int, value_bytes: int) -> tuple[Tensor, Tensor]:
+    """Those of another layer, which counts them, in place of the layer's own: a key is normed, and nothing of it kept
+    (megatron-bridge ``models/gemma/modeling_gemma4.py: Gemma4DenseSelfAttention.get_query_key_value_tensors``)."""
+    rows, tape = r.ctx.tokens * heads, r.tape
+    r.norm_parameters("self_attention.k_layernorm", d)
+    tape.op("own key", (), (), workspace=3 * 4 * rows * d)
+    tape.keep_alive(key)
+    key, value = tape.input("key of another layer", 0), tape.input("value of another layer", 0)
+    key.grad_bytes, value.grad_bytes = rows * d * r.ctx.act, value_bytes
+    return key, value
 
 
 def _rope(r: Recorder, name: str, x: Tensor, nbytes: int, head_dim: int) -> Tensor:

@@ -65,6 +65,12 @@ class Link(NamedTuple):
             backward_peak_held=max(self.backward_peak_held + nbytes, at_least),
         )
 
+    def with_gradients(self, nbytes: int) -> Link:
+        """The same element beside gradients that wait all through its backward."""
+        return self._replace(
+            backward_peak=self.backward_peak + nbytes, backward_peak_held=self.backward_peak_held + nbytes
+        )
+
     def at_end(self) -> int:
         """Its backward peak once its router has run backward; 0 where it has none."""
         _, plain, held, _ = self.cost.before_landmark if self.cost is not None else (0, 0, 0, 0)

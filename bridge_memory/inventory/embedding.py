@@ -19,9 +19,9 @@ def learned_positions(model: ModelSpec) -> int | None:
     return model.max_position_embeddings or None
 
 
-def record_embedding(r: Recorder, rows: int | None, norm: bool) -> None:
+def record_embedding(r: Recorder, rows: int | None, norm: bool, *, scaled: bool = False) -> Tensor:
     """Token ids [b, s] -> [T_sp, h], through dropout where training has it. ``rows`` of ``learned_positions``;
-    ``norm``: BLOOM's, on the embeddings."""
+    ``norm``: BLOOM's, on the embeddings; ``scaled``: times a number, in a tensor of its own."""
     ctx, h = r.ctx, r.ctx.hidden_size
     r.parameter("embedding.word_embeddings.weight", (_rows(r), h), sharded=ctx.tp > 1, use=Use.EMBEDDING)
     positions = ctx.seq * ctx.cp if rows is None else rows
@@ -30,7 +30,11 @@ def record_embedding(r: Recorder, rows: int | None, norm: bool) -> None:
     if norm:
         r.norm_parameters("embedding.word_embeddings_layernorm", h)
     ids = r.tape.input("token ids", 8 * ctx.tokens, requires_grad=False)
-    r.tape.output(embed(r, ids, positions=positions, norm=norm))
+    out = embed(r, ids, positions=positions, norm=norm)
+    if scaled:
+        out = r.tape.make("scaled embeddings", out, ctx.hidden_bytes)
+    r.tape.output(out)
+    return out
 
 
 def embed(r: Recorder, ids: Tensor, *, positions: int = 0, norm: bool = False) -> Tensor:

@@ -10,6 +10,7 @@ from bridge_memory.inventory.attention import record_attention
 from bridge_memory.inventory.blocks import Block, block
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.embedding import learned_positions, record_embedding
+from bridge_memory.inventory.gemma4 import record_gemma4_layer, record_layer_embeddings
 from bridge_memory.inventory.mla import record_mla
 from bridge_memory.inventory.mlp import record_mlp
 from bridge_memory.inventory.moe import record_moe
@@ -77,12 +78,15 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
     if ctx.hugging_face is not None:
         return hugging_face.embedding_block(model, ctx)
     positions, norm = learned_positions(model), model.embedding_layernorm
+    rows, width = model.per_layer_vocab_size, model.layers[0].all_layers_width if model.layers else 0
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.EMBEDDING
-        record_embedding(r, positions, norm)
+        embedded = record_embedding(r, positions, norm, scaled=bool(rows))
+        if rows:
+            r.tape.output(record_layer_embeddings(r, width, len(model.layers), rows, embedded))
 
-    return block(ctx, ("embedding", positions, norm), record)
+    return block(ctx, ("embedding", positions, norm, rows, width, len(model.layers) if rows else 0), record)
 
 
 def final_norm_block(name: str, ctx: BlockContext) -> Block:
@@ -97,16 +101,20 @@ def final_norm_block(name: str, ctx: BlockContext) -> Block:
     return block(ctx, ("final norm", name), record)
 
 
-def output_block(output_bias: bool, own_weight: bool, ctx: BlockContext, input_counted: bool = False) -> Block:
-    """Output layer and loss; ``own_weight`` and ``input_counted`` as in ``output.record_output``."""
+def output_block(
+    output_bias: bool, own_weight: bool, ctx: BlockContext, input_counted: bool = False, softcapped: bool = False
+) -> Block:
+    """Output layer and loss; ``own_weight``, ``input_counted`` and ``softcapped`` as in ``output.record_output``."""
     if ctx.hugging_face is not None:
         return hugging_face.output_block(output_bias, own_weight, ctx)
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.LOSS
-        record_output(r, output_bias=output_bias, own_weight=own_weight, input_counted=input_counted)
+        record_output(
+            r, output_bias=output_bias, own_weight=own_weight, input_counted=input_counted, softcapped=softcapped
+        )
 
-    return block(ctx, ("output", output_bias, own_weight, input_counted), record)
+    return block(ctx, ("output", output_bias, own_weight, input_counted, softcapped), record)
 
 
 _PARTS: dict[type, Part] = {
@@ -121,6 +129,8 @@ _PARTS: dict[type, Part] = {
 
 def _record_layer(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
     mixer, ffn = layer.mixer, layer.ffn
+    if layer.arrangement != "megatron":
+        return record_gemma4_layer(r, layer, x)
     if mixer is not None:
         biased = False
         r.tape.part = _PARTS[type(mixer)]

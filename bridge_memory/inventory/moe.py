@@ -92,23 +92,41 @@ def record_moe(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
         normed = r.hold(r.norm("pre_mlp_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
     tape.landmark("router")
     with tape.checkpoint("moe", (normed,), enabled=ctx.recomputes("moe")):
-        y = _moe_layer(r, spec, normed)
+        y = moe_layer(r, spec, normed)
     if recompute_norm:
         tape.discard(region, normed)
     return y
 
 
-def _moe_layer(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
+def moe_layer(r: Recorder, spec: MoESpec, x: Tensor, *, shared_input: Tensor | None = None,
+              router_input: Tensor | None = None) -> Tensor:  # fmt: skip
+    """The layer without its norm; shared experts and router may have inputs of their own, as Gemma 4's have, which
+    norms the router's input, scales its probabilities, and norms both outputs (megatron-bridge
+    ``models/gemma/modeling_gemma4.py: Gemma4MoELayer, Gemma4TopKRouter``)."""
     ctx, tape = r.ctx, r.tape
-    shared = None
+    shared, hidden = None, ctx.tokens_sp * ctx.hidden_size * ctx.act
+    gemma = router_input is not None
     if spec.shared_expert_intermediate_size:
         recompute = ctx.recomputes("shared_experts") and not ctx.impl.moe_shared_expert_overlap
         tape.part = Part.MOE_SHARED_EXPERTS
-        with tape.checkpoint("shared_experts", (x,), enabled=recompute):
-            shared = _shared_experts(r, spec, x)
+        entering = shared_input or x
+        with tape.checkpoint("shared_experts", (entering,), enabled=recompute):
+            shared = _shared_experts(r, spec, entering)
     n = routed_tokens(ctx, spec)
     tape.part = Part.MOE_ROUTER
-    probs, routing_map = _router(r, spec, x, n)
+    entering = x
+    if router_input is not None:
+        r.parameter("mlp.router.per_expert_scale", (spec.num_experts,))
+        r.parameter("mlp.router.scale", (ctx.hidden_size,))
+        normed = r.torch_norm("router norm", router_input, ctx.hidden_size, ctx.tokens_sp, scaled=False)
+        weighted = tape.make("weighted router input", normed, hidden, saves=() if r.frozen else (normed,))
+        entering = tape.make("scaled router input", weighted, hidden)
+    probs, routing_map = _router(r, spec, entering, n)
+    if gemma:
+        table, kept = probs.bytes, () if r.frozen else (probs,)
+        sums = tape.tensor("sums of probabilities", n.entering * _probability_width(ctx), grad=False)
+        shares = tape.make("normed probabilities", probs, table, saves=(*kept, sums), also=(sums,))
+        probs = tape.make("scaled probabilities", shares, table, saves=() if r.frozen else (shares,))
     width = spec.latent_size or ctx.hidden_size
     tokens = x
     if spec.latent_size:
@@ -118,11 +136,21 @@ def _moe_layer(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
         tape.part = Part.MOE_EXPERTS
         expert_out = _experts(r, spec, dispatched[-1], dispatched_probs, n, width)
         tape.part = Part.MOE_ROUTER
-        y = _combine(r, spec, expert_out, row_map, n, width, dispatched)
+        y, combined = _combine(r, spec, expert_out, row_map, n, width, dispatched)
     if spec.latent_size:
         y = r.plain_linear("mlp.fc2_latent_proj", y, n.entering, width, ctx.hidden_size)
+    shared_output: tuple[Tensor, ...] = ()
+    if gemma:
+        y = r.norm("mlp.post_moe_layernorm", y, ctx.hidden_size, ctx.tokens_sp)
+        if shared is not None:
+            tape.part = Part.MOE_SHARED_EXPERTS
+            shared_output = (shared,)
+            shared = r.norm("mlp.post_shared_expert_layernorm", shared, ctx.hidden_size, ctx.tokens_sp)
     if shared is not None:
-        y = tape.make("routed + shared output", (y, shared), ctx.tokens_sp * ctx.hidden_size * ctx.act, alias=True)
+        y = tape.make("routed + shared output", (y, shared), hidden, alias=True)
+    if gemma:
+        # Variables of ``forward_with_separate_inputs``, which the norms are part of.
+        tape.keep_alive(*shared_output, combined, *dispatched[1:-1])
     return y
 
 
@@ -498,25 +526,26 @@ def _expert_parameters(
 
 def _combine(
     r: Recorder, spec: MoESpec, y: Tensor, row_map: Tensor, n: _Tokens, width: int, dispatched: list[Tensor]
-) -> Tensor:
-    """Unsort, exchange back and unpermute: [R, w] -> [N, w]. ``dispatched``: the tokens of each step before."""
+) -> tuple[Tensor, Tensor]:
+    """Unsort, exchange back and unpermute: [R, w] -> [N, w], and what the last step took. ``dispatched``: the tokens of
+    each step before."""
     ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
     row = width * ctx.act
     if impl.moe_token_dispatcher_type == "allgather":
-        everyone = ctx.tokens_sp * ctx.ep * ctx.etp
+        everyone, taken = ctx.tokens_sp * ctx.ep * ctx.etp, y
         y = tape.make("unpermuted tokens", y, everyone * row, saves=(row_map,))
         if ctx.ep * ctx.etp > 1:
-            unpermuted = y
+            taken = y
             y = _reduced(r, "reduce-scattered tokens", y, everyone * width, n.entering * width)
-            tape.keep_alive(unpermuted)  # an argument of ``token_combine``
+            tape.keep_alive(taken)  # an argument of ``token_combine``
         tape.keep_alive(*dispatched[:-1])
-        return y
+        return y, taken
     if impl.moe_token_dispatcher_type == "flex":
         if impl.moe_flex_dispatcher_backend == "deepep":
             y = tape.make("unpermuted tokens", y, n.arriving_once * row, saves=(row_map,))
-        y = tape.make("combined tokens", y, n.entering * row, saves=(row_map,))
+        combined = tape.make("combined tokens", y, n.entering * row, saves=(row_map,))
         tape.keep_alive(*dispatched[:-1])
-        return y
+        return combined, y
     experts_out = y
     if divide(spec.num_experts, ctx.ep, "num_moe_experts", "expert_model_parallel_size") > 1:
         order = _sort_order(r, n)
@@ -529,9 +558,9 @@ def _combine(
     sent = y
     if ctx.ep > 1:
         y = tape.make("outputs after all-to-all", y, n.permuted * row)
-    y = tape.make("unpermuted output", y, n.entering * row, saves=(row_map,))
+    unpermuted = tape.make("unpermuted output", y, n.entering * row, saves=(row_map,))
     tape.keep_alive(*(() if COMBINED_IN_TWO_STEPS(impl) else (sent,)), *dispatched[:-1])
-    return y
+    return unpermuted, y
 
 
 def _reduced(r: Recorder, name: str, y: Tensor, whole: int, part: int) -> Tensor:

@@ -20,12 +20,15 @@ def record_final_norm(r: Recorder, name: str = "decoder.final_layernorm") -> Non
     r.tape.output(r.norm(name, x, r.ctx.hidden_size, r.ctx.tokens_sp))
 
 
-def record_output(r: Recorder, *, output_bias: bool, own_weight: bool, input_counted: bool = False) -> None:
+def record_output(
+    r: Recorder, *, output_bias: bool, own_weight: bool, input_counted: bool = False, softcapped: bool = False
+) -> None:
     """Output layer and loss, from normed hidden states [T_sp, h] to a scalar.
 
     ``own_weight``: this block holds an output weight (untied, or a tied copy on another stage than the
     embedding's); False where it uses a weight counted elsewhere. ``input_counted``: another block keeps the hidden
-    states too, and counts them.
+    states too, and counts them. ``softcapped``: c tanh(logits / c) follows, which keeps the tanh (megatron-bridge
+    ``models/gemma/gemma2_provider.py: logit_softcapping``).
     """
     ctx, tape = r.ctx, r.tape
     rows = divide(ctx.padded_vocab, ctx.tp, "padded vocab_size", "tensor_model_parallel_size")
@@ -59,6 +62,11 @@ def record_output(r: Recorder, *, output_bias: bool, own_weight: bool, input_cou
         logits = tape.make(
             "logits", x, elements * ctx.act, saves=(x,), backward_workspace=(whole if ctx.sp else 0) + wgrad
         )
+    if softcapped:
+        divided = tape.make("divided logits", logits, elements * ctx.act)
+        tanh = tape.make("tanh of the logits", divided, elements * ctx.act, save_output=True)
+        tape.keep_alive(logits)
+        logits = tape.make("softcapped logits", tanh, elements * ctx.act)
     loss = _cross_entropy(r, logits, elements)
     tape.keep_alive(logits, x)  # variables of ``_postprocess``
     tape.output(loss)

@@ -51,6 +51,8 @@ class Recorder:
         self.lasting: list[tuple[Scratch, tuple[Any, ...], Any]] = []
         #: Whether its forward pass may run without gradients, as that of a recomputed layer first does.
         self.without_gradients = False
+        #: Whether norms are written in torch (``torch_norm``).
+        self.torch_norms = False
         self._repeated: list[Parameter] | None = None
         self._variables: list[Tensor] = []
 
@@ -216,8 +218,34 @@ class Recorder:
         ``native_layer_norm`` / ``_fused_rms_norm``. [rows, width] in, the same out in the compute dtype.
         """
         self.norm_parameters(name, width)
+        if self.torch_norms:
+            return self.torch_norm(name, x, width, rows)
         stats = self.norm_statistics(name, rows)
         return self.tape.make(name, x, rows * width * self.ctx.act, saves=(x, *stats), also=stats)
+
+    def torch_norm(
+        self, name: str, x: Tensor, width: int, rows: int, *, scaled: bool = True, copies: int = 2
+    ) -> Tensor:
+        """RMSNorm operation by operation in fp32: one copy of the input is multiplied, the other (``copies``; else the
+        same) squared. Keeps the copies, the means before and after the power, and with a weight the normed copy.
+
+        Source: megatron-bridge ``models/gemma/modeling_gemma4.py: _gemma4_rms_norm, Gemma4DenseSelfAttention._v_norm``.
+        """
+        tape, wide = self.tape, 4 * rows * width
+        copy = tape.make(f"{name} input in fp32", x, wide)
+        squared = tape.make(f"{name} input in fp32, to be squared", x, wide) if copies > 1 else copy
+        squares = tape.make(f"{name} squares", squared, wide, saves=(squared,), backward_workspace=wide)
+        mean = tape.make(f"{name} mean square", squares, 4 * rows)
+        mean = tape.make(f"{name} mean square + epsilon", mean, 4 * rows, alias=True)
+        scale = tape.make(f"{name} scale", mean, 4 * rows, saves=(mean,))
+        out = tape.make(f"{name} in fp32", (copy, scale), wide, saves=(copy, scale), backward_workspace=wide)
+        tape.keep_alive(copy)
+        if scaled:
+            weight = tape.tensor(f"{name} weight in fp32", 4 * width, grad=False)
+            out = tape.make(f"{name} scaled", out, wide, saves=(out, weight), also=(weight,), backward_workspace=wide)
+        out = tape.make(name, out, rows * width * self.ctx.act)
+        tape.keep_alive(x)  # whose dtype it takes
+        return out
 
     def norm_parameters(self, name: str, width: int, style: str = ".") -> None:
         self.parameter(f"{name}{style}weight", (width,))

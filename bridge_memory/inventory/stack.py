@@ -64,6 +64,10 @@ def chunk_inventory(
     if shape.embedding:
         links.append((plain_link(embedding_block(model, ctx), Label.EMBEDDING), 1))
     links += layer_links(model, shape, ctx)
+    if model.per_layer_vocab_size:
+        # The gradient of the embeddings of all layers, to which each layer adds.
+        summed = model.layers[0].all_layers_width * ctx.tokens_sp * ctx.act
+        links = [(link if link.label is Label.EMBEDDING else link.with_gradients(summed), n) for link, n in links]
     tied = model.share_embeddings_and_output_weights and (shape.embedding or bool(shape.num_depths))
     tail = tail_blocks(model, shape, ctx)
     labels = [link.label for link, _ in links] + [label for _, label in tail]
@@ -153,7 +157,7 @@ def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
         depth = mtp_block(model.mtp_layer, ctx).parameters
         units.append(Unit(Label.MTP, "mtp.layers.{}.", depth, depths, model.mtp_layer))
     if shape.output:
-        output = output_block(model.output_bias, untied_here(model, shape), ctx)
+        output = output_block(model.output_bias, untied_here(model, shape), ctx, softcapped=model.softcapped_logits)
         units.append(Unit(Label.LOSS, "", output.parameters))
     return units
 

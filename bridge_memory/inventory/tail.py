@@ -36,10 +36,13 @@ def tail_blocks(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
         assert model.mtp_layer is not None
         tail.append((mtp_block(model.mtp_layer, ctx), Label.MTP))
         if not outside:  # its input is the next depth's, which counts it
-            tail.append((output_block(model.output_bias, own, ctx, n < shape.num_depths), Label.LOSS))
+            counted = n < shape.num_depths
+            tail.append((output_block(model.output_bias, own, ctx, counted, model.softcapped_logits), Label.LOSS))
     if shape.output:
         losses = 1 + (model.mtp_num_layers if model.mtp_layer is not None and outside else 0)
-        loss = output_block(model.output_bias, own, ctx, bool(shape.num_depths) and not outside)
+        loss = output_block(
+            model.output_bias, own, ctx, bool(shape.num_depths) and not outside, model.softcapped_logits
+        )
         tail += [(loss, Label.LOSS)] * losses
     return tail
 

@@ -28,7 +28,7 @@ from bridge_memory.readers.container_registry import (
     POST_LAYERNORM_SPECS,
 )
 from bridge_memory.readers.environment import implementation_of
-from bridge_memory.readers.transformer_config import model_from_transformer_config, pattern_of
+from bridge_memory.readers.transformer_config import GEMMA4_DENSE, model_from_transformer_config, pattern_of
 from bridge_memory.releases import (
     BRIDGE_EXPERTS_OUTSIDE_TP,
     BRIDGE_SYNCS_PARAM_GATHER,
@@ -376,6 +376,7 @@ def _model(config: Any, view: _Views, name: str | None, core: Release) -> ModelS
         post_layernorms=spec_name in POST_LAYERNORM_SPECS,
         full_qk_layernorm=spec_name in FULL_QK_SPECS,
         dense_mtp=spec_name in DENSE_MTP_SPECS,
+        provider=provider_of(container_part(config, "model")),
         megatron_core=core,
         assumptions=tuple(assumptions),
     )
@@ -383,7 +384,9 @@ def _model(config: Any, view: _Views, name: str | None, core: Release) -> ModelS
 
 def _layer_spec(model: Any) -> tuple[str, bool]:
     """(name of the function that makes the layer spec, of its class where it is made, or "" without any; whether it is
-    the local implementation)."""
+    the local implementation). Gemma 4 without experts is of local modules, whatever the provider says."""
+    if provider_of(getattr(model, "__wrapped__", model)) in GEMMA4_DENSE:
+        return "", True
     keys = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec")
     spec = next((found for key in keys if (found := getattr(model, key, None)) is not None), None)
     if spec is None:

@@ -62,6 +62,9 @@ READ: dict[str, frozenset[str]] = {
         tensor_model_parallel_size transformer_impl transformer_layer_spec use_fused_weighted_squared_relu use_kitchen
         use_transformer_engine_op_fuser v_head_dim virtual_pipeline_model_parallel_size vocab_size
         window_attn_skip_freq window_size
+        attention_k_eq_v final_logit_softcapping global_head_dim global_kv_channels interleaved_attn_pattern
+        num_global_key_value_heads num_global_query_groups num_kv_shared_layers per_layer_embed_dim
+        per_layer_embed_vocab_size use_double_wide_mlp
         """
     ),
     "optimizer": _names(
@@ -143,8 +146,6 @@ GAPS: dict[str, dict[str, Unmodelled]] = {
         "is_vision_language": Unmodelled(
             False, UP, "the attention bias of images, b x s x s, and what attention keeps for it"
         ),
-        # models/gemma/gemma2_provider.py: logit_softcapping keeps its output
-        "final_logit_softcapping": Unmodelled(None, UP, "what the tanh over the logits keeps of them"),
         "attention_chunk_size": Unmodelled(None, DOWN, "attention within chunks"),
         "nope_layer_interval": Unmodelled(None, DOWN, "layers without rotary embeddings"),
         "use_arbitrary_attention_mask": Unmodelled(None, UP, "attention masks of any form"),
@@ -205,8 +206,10 @@ REASONS: dict[str, dict[str, str]] = {
         """,
         "the values that weights start from": "embedding_init_method init_method output_layer_init_method",
         "the dtype of autocast, which Megatron's models do not use": "autocast_dtype enable_autocast",
+        "a number that Gemma 4's embeddings are multiplied with": "scale_embeddings_by_hidden_size",
         _TOWER: """
-            add_decoder add_encoder apply_rotary_pos_emb_in_fp32 bos_token_id code2wav_config deepstack_visual_indexes
+            add_decoder add_encoder apply_rotary_pos_emb_in_fp32 audio_config bos_token_id code2wav_config
+            deepstack_visual_indexes
             dynamic_resolution eos_token_id freeze_audio_model freeze_audio_projection freeze_sound_encoder
             freeze_sound_projection freeze_vision_model freeze_vision_projection has_sound hf_config hf_config_dict
             in_channels language_max_sequence_length max_vision_cuda_graph_seq_length mm_tokens_per_image
@@ -215,11 +218,11 @@ REASONS: dict[str, dict[str, str]] = {
             radio_force_cpe_eval_mode radio_force_eval_mode radio_interpolate_only_cpe recompute_vision return_dict
             seconds_per_chunk separate_video_embedder sound_config sound_hidden_size sound_model_type
             sound_projection_hidden_size spatial_merge_size talker_config temporal_ckpt_compat temporal_patch_dim
-            temporal_patch_size thinker_config token2wav_config use_hf_vision_model use_mg_vit
+            temporal_patch_size text_config thinker_config token2wav_config use_hf_vision_model use_mg_vit
             use_vision_backbone_fp8_arch vision_class_token_len vision_config vision_cuda_graph_impl
             vision_cuda_graph_scope vision_dp_when_cp vision_model_type vision_proj_ffn_hidden_size
             vision_projector_config vision_recompute_granularity vision_recompute_method vision_recompute_num_layers
-            vision_transformer_config vit_gradient_checkpointing
+            vision_soft_tokens_per_image vision_transformer_config vit_gradient_checkpointing
         """,
         _TOKENS: """
             audio_end_token_id audio_start_token_id audio_token_id ignore_index image_end_token_id
@@ -228,7 +231,8 @@ REASONS: dict[str, dict[str, str]] = {
             video_token_id vision_end_token_id vision_start_token_id vision_token_id
         """,
         _ROTARY: """
-            attn_logit_softcapping interleaved_attn_pattern persist_layer_norm query_pre_attn_scalar
+            attn_logit_softcapping full_attention_rope_base full_attention_rope_partial_factor global_rotary_percent
+            persist_layer_norm query_pre_attn_scalar sliding_window_rope_base
             seq_len_interpolation_factor yarn_mscale yarn_mscale_all_dim yarn_rotary_scaling_factor
         """,
         _SUPPLIED: """
@@ -392,6 +396,7 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
             Gemma2ModelProvider Gemma3ModelProvider GemmaModelProvider HybridModelConfig HybridModelProvider
             LlamaNemotronHeterogeneousProvider MLAModelProvider MambaModelProvider MiniMaxM3ModelProvider
             MistralModelProvider OlMoEModelProvider SarvamMLAModelProvider SarvamMoEModelProvider
+            Gemma4DenseProvider Gemma4ModelProvider
             """
         ),
         (),
@@ -406,6 +411,7 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
         ),
         ("vision_config",),
     ),
+    **dict.fromkeys(_words("Gemma4DenseVLProvider Gemma4VLModelProvider"), ("vision_config", "audio_config")),
     "Ministral3ModelProvider": ("hf_config.vision_config",),
     "Qwen2AudioModelProvider": ("hf_config.audio_config",),
     "Qwen25OmniModelProvider": ("thinker_config.vision_config", "thinker_config.audio_config"),
@@ -423,8 +429,6 @@ REFUSED: dict[str, str] = {
     "LLaDA15ModelProvider": "diffusion models of language are not estimated",
     "NemotronLabsDiffusionModelProvider": "diffusion models of language are not estimated",
     "FalconH1ModelProvider": "layers of attention and Mamba side by side are not estimated",
-    "Gemma4DenseProvider": "Gemma 4's attention and its embeddings layer by layer are not estimated",
-    "Gemma4ModelProvider": "Gemma 4's attention and its experts beside an MLP are not estimated",
     "MiMoV2FlashModelProvider": "attention of other sizes in sliding layers is not estimated",
     "Step35ModelProvider": "attention of other sizes in sliding layers is not estimated",
     "MegatronMIMOProvider": "models of several parts, each with ranks of its own, are not estimated",
@@ -435,6 +439,7 @@ PLAIN_LAYER_SPECS = _names(
     """
     _build_exaone_moe_layer_spec default_layer_spec get_default_hybrid_stack_spec get_default_mamba_stack_spec
     get_gpt_decoder_block_spec get_gpt_heterogeneous_layer_spec get_gpt_layer_with_transformer_engine_spec
+    _gemma4_block_spec gemma4_block_spec
     get_transformer_block_with_experimental_attention_variant_spec heterogeneous_layer_spec
     transformer_engine_hybrid_stack_spec transformer_engine_layer_spec transformer_engine_mamba_stack_spec
     """

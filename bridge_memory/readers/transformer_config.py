@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from bridge_memory.readers import gemma4_provider
 from bridge_memory.readers.fields import MAX_LAYERS, MAX_SIZE, shown
 from bridge_memory.readers.patterns import (
     ATTENTION,
@@ -61,6 +62,11 @@ POSITIONS = {"rope": "rope", "yarn": "rope", "mrope": "rope", "learned_absolute"
 _AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
+#: Megatron Bridge's providers that make modules of their own.
+GEMMA4_DENSE = ("Gemma4DenseProvider", "Gemma4DenseVLProvider")
+GEMMA4_WITH_EXPERTS = ("Gemma4ModelProvider", "Gemma4VLModelProvider")
+
+
 class _Config:
     """Attribute access with one-line refusals; for rules of releases, what runs."""
 
@@ -109,6 +115,7 @@ def model_from_transformer_config(
     full_qk_layernorm: bool = False,
     dense_mtp: bool = False,
     activation: str | None = None,
+    provider: str = "",
     megatron_core: Release = DEFAULT_MEGATRON_CORE,
     assumptions: tuple[str, ...] = (),
 ) -> ModelSpec:
@@ -117,7 +124,8 @@ def model_from_transformer_config(
     What a TransformerConfig does not hold comes as keywords; None takes the attribute of that name where ``config`` has
     one (Bridge's providers), else GPTModel's default. ``make_vocab_size_divisible_by`` 0: the vocab_size is final.
     ``post_layernorms``, ``full_qk_layernorm``, ``dense_mtp`` (a dense feed-forward block in MTP depths) and
-    ``activation``: what a custom layer spec changes. ``megatron_core``: the release that builds it. ``model_type``:
+    ``activation``: what a custom layer spec changes. ``provider``: the class of Megatron Bridge that makes modules of
+    its own of ``config`` (Gemma 4). ``megatron_core``: the release that builds it. ``model_type``:
     "gpt" or "mamba" where not given.
     Raises SpecError naming the attribute.
     """
@@ -157,13 +165,19 @@ def model_from_transformer_config(
             mtp_layer = _hybrid_mtp(pattern, kinds)
             if mtp_layer is None:
                 gaps.append(f"MTP depths with the layers {'/'.join(pattern.mtp)}")
+    elif provider in GEMMA4_DENSE:
+        layers = gemma4_provider.dense_layers(c, n, act)
+    elif provider in GEMMA4_WITH_EXPERTS:
+        layers = gemma4_provider.layers_with_experts(c, n, act, lambda: _moe(c, hidden_size, act))
     elif c.get("heterogeneous_block_specs"):
         layers = _heterogeneous_layers(c, n, hidden_size, act, rotary)
     else:
         layers = _gpt_layers(c, n, hidden_size, act, rotary, full_qk_layernorm)
         if dense_mtp and depths:
             mtp_layer = LayerSpec(layers[-1].mixer, _mlp(c, hidden_size, act))
-    layers = [replace(layer, post_layernorms=post_layernorms) for layer in layers]
+    if post_layernorms:
+        layers = [replace(layer, post_layernorms=True) for layer in layers]
+    gemma4 = provider in GEMMA4_DENSE + GEMMA4_WITH_EXPERTS
     percent = rotary_percent if rotary_percent is not None else c.get("rotary_percent", 1.0)
     tied = share_embeddings_and_output_weights
     return ModelSpec(
@@ -179,7 +193,10 @@ def model_from_transformer_config(
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         hidden_dropout=float(c.get("hidden_dropout", 0.1)),
         attention_dropout=float(c.get("attention_dropout", 0.1)),
-        rotary_dim=_rotary_dim(layers, percent) if rotary else 0,
+        # Gemma 4 rotates whole heads, of two widths.
+        rotary_dim=_rotary_dim(layers, percent) if rotary and not gemma4 else 0,
+        per_layer_vocab_size=c.get("per_layer_embed_vocab_size", 0) if layers[0].per_layer_width else 0,
+        softcapped_logits=bool(provider) and c.get("final_logit_softcapping") is not None,
         mtp_num_layers=depths,
         # gpt_layer_specs.get_gpt_mtp_block_spec: the last decoder layer's spec.
         mtp_layer=(mtp_layer or layers[-1]) if depths else None,

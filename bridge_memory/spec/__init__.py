@@ -19,6 +19,7 @@ from bridge_memory.spec.model import (
     MLPSpec,
     ModelSpec,
     MoESpec,
+    SideBySideSpec,
 )
 from bridge_memory.spec.parts import (
     BatchSpec,
@@ -57,6 +58,7 @@ __all__ = [
     "PrecisionSpec",
     "RecomputeSpec",
     "RunSpec",
+    "SideBySideSpec",
     "SpecError",
     "divide",
     "show",

@@ -21,6 +21,7 @@ from bridge_memory.spec.model import (
     MLPSpec,
     ModelSpec,
     MoESpec,
+    SideBySideSpec,
 )
 
 
@@ -65,7 +66,7 @@ def _limits_of(model: ModelSpec) -> Limits:
     _check_model(model)
     for kind in kinds:
         _check_layer(kind)
-    mixers = tuple(dict.fromkeys(k.mixer for k in kinds if k.mixer is not None))
+    mixers = tuple(dict.fromkeys(m for k in kinds for m in _mixers(k)))
     ffns = tuple(dict.fromkeys(k.ffn for k in kinds if k.ffn is not None))
     moes = tuple(f for f in ffns if isinstance(f, MoESpec))
     tp = dict.fromkeys(pair for block in (*mixers, *ffns) for pair in _divided_by_tp(block))
@@ -92,6 +93,13 @@ def _limits_of(model: ModelSpec) -> Limits:
         expert_bias=any(f.add_bias for f in moes),
         shared_experts=any(f.shared_expert_intermediate_size for f in moes),
     )
+
+
+def _mixers(layer: LayerSpec) -> tuple[object, ...]:
+    """Of those side by side, each."""
+    if isinstance(layer.mixer, SideBySideSpec):
+        return layer.mixer.attention, layer.mixer.mamba
+    return () if layer.mixer is None else (layer.mixer,)
 
 
 def _divided_by_tp(block: object) -> Iterator[tuple[str, int]]:
@@ -132,7 +140,7 @@ def _check_model(model: ModelSpec) -> None:
     check_ints(model, "hidden_size", "vocab_size")
     if not model.layers:
         raise SpecError("num_layers (0) is below 1; give a model of one layer or more")
-    for name in ("mtp_num_layers", "max_position_embeddings", "rotary_dim"):
+    for name in ("mtp_num_layers", "max_position_embeddings", "rotary_dim", "per_layer_vocab_size"):
         _check_count(model, name)
     _check_count(model, "make_vocab_size_divisible_by", MOST_VOCAB_PADDING)
     if model.mtp_num_layers > MOST_MTP_LAYERS:
@@ -156,7 +164,7 @@ def _check_count(owner: object, name: str, most: int = MOST) -> None:
 
 
 def _check_layer(layer: LayerSpec) -> None:
-    for block in (layer.mixer, layer.ffn):
+    for block in (*_mixers(layer), layer.ffn):
         if block is None:
             continue
         check_ints(block, *_INTS[type(block)])

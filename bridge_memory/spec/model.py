@@ -29,6 +29,14 @@ class AttentionSpec:
     rotary: bool = True
     #: Width of a value head where it is not kv_channels (MiMo-V2).
     v_channels: int | None = None
+    #: Gemma 4: a norm of the values, without a weight.
+    value_norm: bool = False
+    #: Gemma 4: values are the projected keys; linear_qkv makes those of its own all the same.
+    keys_are_values: bool = False
+    #: Gemma 4: keys and values are those of an earlier layer; linear_qkv makes its own all the same.
+    borrows_keys: bool = False
+    #: Gemma 4: later layers take over these keys and values.
+    lends_keys: bool = False
 
     @property
     def value_channels(self) -> int:
@@ -127,12 +135,25 @@ class MoESpec:
     latent_size: int | None = None
 
 
-Mixer = AttentionSpec | MLASpec | MambaSpec | GatedDeltaNetSpec
+@dataclass(frozen=True, slots=True)
+class SideBySideSpec:
+    """Attention and a Mamba mixer over one norm's output, their outputs added up (Falcon-H1)."""
+
+    attention: AttentionSpec
+    mamba: MambaSpec
+    #: Whether any of the multipliers is not 1: of the mixers' inputs and outputs, keys, gates, ...
+    scaled: bool = True
+
+
+Mixer = AttentionSpec | MLASpec | MambaSpec | GatedDeltaNetSpec | SideBySideSpec
 FeedForward = MLPSpec | MoESpec
 #: Part of a layer -> what it may be.
 KINDS: dict[str, tuple[type, ...]] = {
-    "mixer": (AttentionSpec, MLASpec, MambaSpec, GatedDeltaNetSpec), "ffn": (MLPSpec, MoESpec),
+    "mixer": (AttentionSpec, MLASpec, MambaSpec, GatedDeltaNetSpec, SideBySideSpec), "ffn": (MLPSpec, MoESpec),
 }  # fmt: skip
+#: Who puts the blocks of a layer together: megatron-core's TransformerLayer or MambaLayer, or one of Megatron Bridge's
+#: own for Gemma 4 without experts, which is of local modules, and for Gemma 4 with experts.
+ARRANGEMENTS = ("megatron", "gemma4_dense", "gemma4")
 
 
 @cache
@@ -165,6 +186,11 @@ class LayerSpec:
     ffn: FeedForward | None
     #: Gemma 2 and 3: a second norm after attention and one after the feed-forward block.
     post_layernorms: bool = False
+    #: One of ARRANGEMENTS.
+    arrangement: str = "megatron"
+    #: Gemma 4: width of the embedding of its own that a layer adds (0: none), and of those of all layers.
+    per_layer_width: int = 0
+    all_layers_width: int = 0
     #: Hash of the fields, taken once: layers are looked up by their kind all the time.
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
@@ -178,7 +204,11 @@ class LayerSpec:
                 raise SpecError(f"{name} of a layer ({show(block)}) is of no known kind; give one of {known}, or None")
             _check_types(block)
         _check_types(self)
-        object.__setattr__(self, "_hash", hash((self.mixer, self.ffn, self.post_layernorms)))
+        if self.arrangement not in ARRANGEMENTS:
+            raise SpecError(f"arrangement ({show(self.arrangement)}) is none of {', '.join(ARRANGEMENTS)}; give one")
+        object.__setattr__(
+            self, "_hash", hash((self.mixer, self.ffn, self.post_layernorms, self.arrangement, self.per_layer_width))
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -219,6 +249,10 @@ class ModelSpec:
     #: A hybrid whose layer pattern itself splits the pipeline ("M-M*|M-M-", newer Megatron-LM): chunks come from
     #: ``pipeline_model_parallel_layout`` and may be virtual.
     pattern_splits_pipeline: bool = False
+    #: Gemma 4: rows of the table of embeddings layer by layer, which is as wide as those of all layers; 0: none.
+    per_layer_vocab_size: int = 0
+    #: Gemma 2 and 4: a tanh over the logits (``final_logit_softcapping``).
+    softcapped_logits: bool = False
     #: What the reader had to suppose, one sentence each; shown with the estimate.
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
