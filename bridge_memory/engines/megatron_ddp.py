@@ -9,7 +9,6 @@ distributed_data_parallel.py`` (buffers by group). Every figure is bytes on one 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import lcm
 from operator import add
 from typing import NamedTuple
 
@@ -37,6 +36,7 @@ from bridge_memory.inventory.parameters import (
     pad,
     rounded_bytes,
 )
+from bridge_memory.inventory.sizes import common_multiple
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.releases import EXPERTS_APART_WITH_ETP
 from bridge_memory.spec import DTYPE_BYTES, PrecisionSpec, RunSpec
@@ -200,7 +200,7 @@ class MegatronDDP:
         self, units: Sequence[Unit], kinds: tuple[bool, ...], sums: Sequence[int], world: int, in_buckets: bool
     ) -> int:
         """Elements of a distributed optimizer's buffer of these ``kinds``, padded."""
-        end = lcm(world, BUCKET_ALIGNMENT)
+        end = common_multiple(world, BUCKET_ALIGNMENT)
         bucket = bucket_elements(self.run) if in_buckets else None
         shared = _shared_embedding(units, self.run) if False in kinds else None
         if shared is None or shared.numel == sums[0]:
