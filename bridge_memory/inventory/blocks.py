@@ -101,7 +101,7 @@ def block(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) 
     if known is not None:
         return known
     if ctx.many is not None:
-        known = ctx.blocks[key] = ctx.many(key, record)
+        known = ctx.blocks[key] = ctx.many.block(key, record)
         return known
     recordings = ctx.shelf.recordings(key)
     made = recordings.kept(ctx.dimensions)

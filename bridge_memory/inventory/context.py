@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from bridge_memory import fitted
 from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Recordings, Size, chosen
@@ -101,6 +101,16 @@ class Library:
 LIBRARY = Library()
 
 
+class ManyBlocks(Protocol):
+    """The blocks of many runs at once (``many.Grid``)."""
+
+    def block(self, key: Any, record: Callable[[Any], None]) -> Any:
+        """As ``blocks.block``."""
+
+    def bare(self) -> BlockContext:
+        """As ``BlockContext.bare``."""
+
+
 class BlockContext:
     """Local sizes and settings of one rank, for every block of a run.
 
@@ -165,8 +175,25 @@ class BlockContext:
         self.evaluated: dict[Any, Any] = {}
         #: Blocks with this run's numbers put in.
         self.blocks: dict[Any, Any] = {}
-        #: Where the sizes are arrays: whom to ask for a block, by its key and who records it.
-        self.many: Callable[[Any, Any], Any] | None = None
+        #: Where the sizes are arrays: whom to ask for blocks.
+        self.many: ManyBlocks | None = None
+
+    def bare(self) -> BlockContext:
+        """The same sizes with one sequence and nothing recomputed: for parameters, which depend on neither."""
+        found: BlockContext | None = self.evaluated.get("bare")
+        if found is None:
+            sizes = (self.seq, 1, *self.dimensions[2 : len(SIZES) + 1])
+            switches = (False,) * len(_SWITCHES)
+            if self.many is None:
+                found = BlockContext(self.shelf, (*sizes, *switches), RecomputeSpec())
+            else:
+                found = self.many.bare()
+            self.evaluated["bare"] = found
+        return found
+
+    def switch(self, module: str) -> Any:
+        """``recomputes``, without asking."""
+        return self._switches[module]
 
     @property
     def te(self) -> bool:

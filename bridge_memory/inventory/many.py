@@ -57,12 +57,13 @@ class ManyCost:
 class ManyParameters:
     """As ``parameters.ParameterList``, of many runs: a list for each of the few that differ."""
 
-    __slots__ = ("_lists", "_sums", "_which")
+    __slots__ = ("_lists", "_rows", "_sums", "_which")
 
     def __init__(self, lists: Sequence[ParameterList], which: np.ndarray) -> None:
         self._lists = lists
         #: Which of them each run has.
         self._which = which
+        self._rows: tuple[Repeated, ...] | None = None
         self._sums: dict[tuple[Column, ...], tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
 
     def sums(self, columns: tuple[Column, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -81,10 +82,13 @@ class ManyParameters:
     @property
     def rows(self) -> tuple[Repeated, ...]:
         """All of them, with arrays for their shapes where only these differ."""
+        if self._rows is not None:
+            return self._rows
+        kinds: dict[Any, int] = {}
+        of_lists = [kinds.setdefault(_but_sizes(one.rows), len(kinds)) for one in self._lists]
+        if len(kinds) > 1:
+            raise Differs(np.array(of_lists)[self._which])
         first = self._lists[0].rows
-        for other in self._lists[1:]:
-            if _but_sizes(other.rows) != _but_sizes(first):
-                raise Differs(self._which)
         out = []
         for i, (parameters, _) in enumerate(first):
             few = tuple(
@@ -97,7 +101,8 @@ class ManyParameters:
                 for j, p in enumerate(parameters)
             )  # fmt: skip
             out.append(Repeated(few, self._spread([of.rows[i].times for of in self._lists])))
-        return tuple(out)
+        self._rows = tuple(out)
+        return self._rows
 
     def runs(self, *experts: bool) -> Iterator[tuple[tuple[Parameter, ...], int]]:
         if len(self._lists) > 1:
@@ -112,7 +117,9 @@ class ManyParameters:
 
 
 def _but_sizes(rows: Sequence[Repeated]) -> Any:
-    return [[(p.name, len(p.shape), p.expert, p.sharded, p.use) for p in parameters] for parameters, _ in rows]
+    return tuple(
+        tuple((p.name, len(p.shape), p.expert, p.sharded, p.use) for p in parameters) for parameters, _ in rows
+    )
 
 
 class ManyBlock:
@@ -154,6 +161,22 @@ class _Columns(NamedTuple):
     lasting: tuple[tuple[np.ndarray, ...], ...]
 
 
+class _OfPart:
+    """Some runs of a grid, for their context."""
+
+    def __init__(self, grid: Grid, part: Part) -> None:
+        self._grid, self._part = grid, part
+
+    def block(self, key: Any, record: Callable[[Any], None]) -> ManyBlock:
+        return self._grid.block(self._part, key, record)
+
+    def bare(self) -> BlockContext:
+        return self._grid.bare(self._part)
+
+
+_BATCH = SIZES.index("batch")
+
+
 class Grid:
     """All combinations of parallel sizes, micro batches and sets of recomputation, with their blocks."""
 
@@ -168,14 +191,25 @@ class Grid:
         self.shape = tuple(max(values.shape[axis] for values in self.dimensions) for axis in range(AXES))
         self.all = whole(self.shape)
         self._blocks: dict[Hashable, _Columns] = {}
+        self._bare: Grid | None = None
 
     def context(self, part: Part) -> BlockContext:
         """The context of some of its runs. Raises Differs."""
         ctx = BlockContext(
             self.shelf, [lanes_of(part.take(values)) for values in self.dimensions], self.recompute(part),
         )  # fmt: skip
-        ctx.many = lambda key, record: self.block(part, key, record)
+        ctx.many = _OfPart(self, part)
         return ctx
+
+    def bare(self, part: Part) -> BlockContext:
+        """As ``BlockContext.bare``."""
+        if self._bare is None:
+            end = len(SIZES) + 1
+            sizes = [1 if i == _BATCH else values for i, values in enumerate(self.dimensions[:end])]
+            none = [False] * (len(self.dimensions) - end)
+            self._bare = Grid(self.shelf, sizes, none, [RecomputeSpec()])
+        first = np.zeros(1, np.int64)
+        return self._bare.context(Part((part.positions[0], *[first] * (AXES - 1))))
 
     def recompute(self, part: Part) -> Any:
         """Their recomputation."""
@@ -335,7 +369,7 @@ def _moments(steps: Sequence[int], number: int, every: bool) -> np.ndarray:
     counts = counts.cumsum(axis=0)
     if not every:
         counts = counts[come & ~np.append(come[1:], False)]
-    return np.unique(counts, axis=0)
+    return counts
 
 
 class Same:

@@ -28,6 +28,9 @@ from bridge_memory.spec.layout import StageShape, layout
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.run import GROUPS
 from bridge_memory.spec.validation import RULES
+from bridge_memory.speed.constants import Constants
+from bridge_memory.speed.hardware import Hardware
+from bridge_memory.speed.step_time import Passes, Step
 
 
 def expressible(run: RunSpec) -> bool:
@@ -128,7 +131,7 @@ class Sheet:
 
     # ---- arrays in the place of runs ----
 
-    def _parallel(self, places: np.ndarray, **more: Any) -> ParallelSpec:
+    def parallel(self, places: np.ndarray, **more: Any) -> ParallelSpec:
         sizes = [self.sizes[i] for i in places]
         etp = None if sizes[0].etp is None else along(0, [s.etp for s in sizes])
         return _unchecked(  # type: ignore[no-any-return]
@@ -144,11 +147,11 @@ class Sheet:
         few = [pipeline.recomputes[i] for i in choices]
         return Runs(
             self.base,
-            self._parallel(pipeline.at[sizes], pipeline_model_parallel_size=pipeline.pp, **pipeline.fields),
-            self._batch(batches), few[0] if len(few) == 1 else Same(few),  # type: ignore[arg-type]
+            self.parallel(pipeline.at[sizes], pipeline_model_parallel_size=pipeline.pp, **pipeline.fields),
+            self.batch(batches), few[0] if len(few) == 1 else Same(few),  # type: ignore[arg-type]
         )  # fmt: skip
 
-    def _batch(self, batches: np.ndarray) -> BatchSpec:
+    def batch(self, batches: np.ndarray) -> BatchSpec:
         return _unchecked(  # type: ignore[no-any-return]
             self.base.batch, micro_batch_size=along(1, [self.batches[i] for i in batches]),
             global_batch_size=self.total,
@@ -305,7 +308,7 @@ class Memory:
         #: Of the sheet's sizes -> the grid's.
         self.places = np.cumsum(needed) - 1
         self._sizes = np.flatnonzero(needed)
-        of_all = self._runs(None, whole((len(self._sizes), len(sheet.batches), len(self.recomputes))))
+        of_all = self.runs(None, whole((len(self._sizes), len(sheet.batches), len(self.recomputes))))
         switches = [switches_of(r, base.implementation) for r in self.recomputes]
         self.grid = Grid(
             LIBRARY.shelf(settings_of(base)), sizes_of(of_all),  # type: ignore[arg-type]
@@ -314,20 +317,19 @@ class Memory:
         self._holds = Pieces(self.grid.all, self._held_by)
         self._states: dict[int, Pieces] = {}
 
-    def _runs(self, pp: int | None, part: Part) -> Runs:
-        """Some runs of the grid; without ``pp`` a pipeline's fields are not there to be asked for."""
+    def runs(self, pipeline: Pipeline | None, part: Part) -> Runs:
+        """Some runs of the grid; without a pipeline its fields are not there to be asked for."""
         sheet = self.sheet
-        parallel = sheet._parallel(self._sizes[part.positions[0]])
-        if pp is None:
+        fields = {} if pipeline is None else {"pipeline_model_parallel_size": pipeline.pp, **pipeline.fields}
+        parallel = sheet.parallel(self._sizes[part.positions[0]], **fields)
+        if pipeline is None:
             for name in _PIPELINE:
                 object.__delattr__(parallel, name)
-        else:
-            object.__setattr__(parallel, "pipeline_model_parallel_size", pp)
         few = [self.recomputes[i] for i in part.positions[2]]
-        return Runs(sheet.base, parallel, sheet._batch(part.positions[1]), few[0] if len(few) == 1 else Same(few))
+        return Runs(sheet.base, parallel, sheet.batch(part.positions[1]), few[0] if len(few) == 1 else Same(few))
 
     def _held_by(self, part: Part) -> StageHolds:
-        return StageHolds(self._runs(None, part), self.grid.context(part), _NoEngine())  # type: ignore[arg-type]
+        return StageHolds(self.runs(None, part), self.grid.context(part), _NoEngine())  # type: ignore[arg-type]
 
     def _stage(self, holds: StageHolds, shapes: StageShape) -> _Stage:
         held = holds.held(shapes)
@@ -339,12 +341,13 @@ class Memory:
             costs += [cost.saved, cost.forward_peak, cost.backward_peak]
         return _Stage(held.static_bytes, held.between_bytes, held.batch, which, tuple(costs), holds.ctx.hidden_bytes)
 
-    def _state(self, pp: int, shapes: StageShape) -> _State:
+    def _state(self, pipeline: Pipeline, shapes: StageShape) -> _State:
         """Model state over the whole grid (along its last axes one entry, where it is the same for all)."""
+        pp = pipeline.pp
         pieces = self._states.get(pp)
         if pieces is None:
             def made(part: Part) -> StageHolds:
-                runs: Any = self._runs(pp, part)
+                runs: Any = self.runs(pipeline._replace(fields={}), part)
                 return StageHolds(runs, self.grid.context(part), engine_of(runs))
 
             sizes = np.flatnonzero(self._of_pp[pp][self._sizes])
@@ -373,8 +376,8 @@ class Memory:
         for rank, shapes in enumerate(layout(model, parallel).shapes(model)):
             ranks.setdefault(shapes, []).append(rank)
         found = np.nonzero(legal)
-        cells = self._cells(pipeline, found)
-        states = {shapes: self._state(pipeline.pp, shapes) for shapes in ranks}
+        cells = self.cells(pipeline, found)
+        states = {shapes: self._state(pipeline, shapes) for shapes in ranks}
         most = np.max([_at(state.model, cells) for state in states.values()], axis=0)
         kept = allowed(most)
         without_activations = int((~kept).sum())
@@ -390,7 +393,7 @@ class Memory:
                 np.maximum(peaks, peak, out=peaks)
         return Peaks(*found, peaks, without_activations)
 
-    def _cells(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    def cells(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Places of a pipeline's layouts in the grid."""
         choices = np.array([self.number[r] for r in pipeline.recomputes])
         return self.places[pipeline.at][found[0]], found[1], choices[found[2]]
@@ -453,3 +456,35 @@ class Peaks(NamedTuple):
 def _at(values: np.ndarray, cells: tuple[np.ndarray, ...]) -> np.ndarray:
     """The entries of an array over a grid at some of its cells."""
     return values[tuple(at if values.shape[axis] > 1 else np.zeros_like(at) for axis, at in enumerate(cells))]
+
+
+# ---- time ----
+
+
+class Times:
+    """Step times of the layouts of a sheet, as ``step_time`` gives them."""
+
+    def __init__(self, memory: Memory, hardware: Hardware, constants: Constants) -> None:
+        self._memory, self._hardware, self._constants = memory, hardware, constants
+        self._passes = Pieces(memory.grid.all, self._passes_of)
+
+    def _passes_of(self, part: Part) -> tuple[Part, Passes]:
+        runs: Any = self._memory.runs(None, part)
+        return part, Passes(runs, self._memory.grid.context(part), self._hardware, self._constants)
+
+    def seconds(self, pipeline: Pipeline, cells: tuple[np.ndarray, ...]) -> np.ndarray:
+        """Of a pipeline's layouts at ``cells`` of the grid."""
+        grid = self._memory.grid
+        used = np.zeros(grid.shape, bool)
+        used[cells] = True
+
+        def seconds(of: tuple[Part, Passes]) -> Any:
+            part, passes = of
+            runs: Any = self._memory.runs(pipeline, part)
+            return Step(runs, self._hardware, self._constants, passes=passes).time().seconds
+
+        out = np.zeros(grid.shape)
+        with np.errstate(divide="ignore", invalid="ignore"):  # of sizes that this pipeline does not go with
+            for part, values in self._passes.each(seconds, used):
+                part.put(out, values)
+        return out[cells]  # type: ignore[no-any-return]
