@@ -36,7 +36,7 @@ from bridge_memory.inventory.parameters import (
     pad,
     rounded_bytes,
 )
-from bridge_memory.inventory.sizes import common_multiple
+from bridge_memory.inventory.sizes import common_multiple, somewhere
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.releases import EXPERTS_APART_WITH_ETP
 from bridge_memory.spec import DTYPE_BYTES, PrecisionSpec, RunSpec
@@ -100,7 +100,7 @@ class MegatronDDP:
             yield Line(Role.WEIGHTS, State.FP8_COPIES, "fp8 weight copies", experts, exact, adapters, base)
         if not self.frozen:
             yield Line(Role.GRADIENTS, State.GRADIENTS, "gradients", experts, exact, adapters, base)
-        if self.distributed and self.worlds[experts] > 1:
+        if self.distributed and somewhere(self.worlds[experts] > 1):
             base = f"{base} x {'edp' if experts and self.own_expert_buffers else 'dp x cp'}"
         for state in self.states:
             yield Line(Role.OPTIMIZER, state.state, state.name, experts, state.provenance, adapters, base)
@@ -143,7 +143,7 @@ class MegatronDDP:
                     found = self.adapters.chunk(beside, in_buckets=starts and index == 0)
                     of_adapters = list(map(add, of_adapters, found.amounts))
             lines, whole = (*lines, *self.adapters.lines), [*amounts, *of_adapters]
-        kept = tuple((line, n) for line, n in zip(lines, whole, strict=True) if n)
+        kept = tuple((line, n) for line, n in zip(lines, whole, strict=True) if somewhere(n))
         return StageState(parameters, kept, rests, copies, in_step=copies_in_step(self.run, self.states, kept))
 
     def chunk(self, units: Sequence[Unit], in_buckets: bool) -> ChunkState:

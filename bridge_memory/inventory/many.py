@@ -81,9 +81,11 @@ class ManyParameters:
 
     @property
     def rows(self) -> tuple[Repeated, ...]:
-        """All of them, with arrays for their shapes where only these differ."""
+        """All of them, with arrays for shapes, and for whether they are sharded, where only these differ."""
         if self._rows is not None:
             return self._rows
+        if len(self._lists) == 1:
+            return self._lists[0].rows
         kinds: dict[Any, int] = {}
         of_lists = [kinds.setdefault(_but_sizes(one.rows), len(kinds)) for one in self._lists]
         if len(kinds) > 1:
@@ -96,7 +98,7 @@ class ManyParameters:
                     p.name,
                     tuple(self._spread([of.rows[i].parameters[j].shape[d] for of in self._lists])
                           for d in range(len(p.shape))),
-                    p.expert, p.sharded, p.use,
+                    p.expert, self._spread([of.rows[i].parameters[j].sharded for of in self._lists]), p.use,
                 )
                 for j, p in enumerate(parameters)
             )  # fmt: skip
@@ -118,7 +120,7 @@ class ManyParameters:
 
 def _but_sizes(rows: Sequence[Repeated]) -> Any:
     return tuple(
-        tuple((p.name, len(p.shape), p.expert, p.sharded, p.use) for p in parameters) for parameters, _ in rows
+        tuple((p.name, len(p.shape), p.expert, p.use) for p in parameters) for parameters, _ in rows
     )
 
 

@@ -212,6 +212,12 @@ def chosen(condition: Any, yes: Any, no: Any) -> Any:
     return where(yes, no)
 
 
+def somewhere(value: Any) -> bool:
+    """Whether it is not zero, of an array anywhere."""
+    anywhere = getattr(value, "any", None)
+    return bool(value) if anywhere is None else bool(anywhere())
+
+
 def common_multiple(first: Any, other: Any) -> Any:
     """``math.lcm`` of two."""
     return _noted(lcm, first, other)

@@ -8,8 +8,9 @@ recomputation. What of memory does not depend on the pipeline is worked out once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import fields
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
 from bridge_memory.estimate import StageHolds, by_lifetime
 from bridge_memory.inventory.context import LIBRARY, settings_of, sizes_of, switches_of
-from bridge_memory.inventory.lanes import Differs, Lanes, Part, along, collapsed, lanes_of, parts, whole
+from bridge_memory.inventory.lanes import Differs, Part, along, collapsed, parts, whole
 from bridge_memory.inventory.many import Grid, Same
 from bridge_memory.plan.space import Refused, Sizes, Space, micro_batches, parallel_sizes, recomputations, split_choices
 from bridge_memory.schedule.peak import few_microbatches
@@ -82,6 +83,9 @@ class Fitting(NamedTuple):
     recompute: np.ndarray
     peaks: np.ndarray
     seconds: np.ndarray
+    #: How many legal layouts the pipeline has, and of them those whose model state alone is too large.
+    looked_at: int
+    without_activations: int
 
     def order(self, sheet: Sheet) -> np.ndarray:
         """Their places in the order in which a space lists its layouts."""
@@ -124,8 +128,8 @@ class Sheet:
         sizes = self.sizes[pipeline.at[size]]._replace(pp=pipeline.pp)
         base = self.base
         return base.with_(
-            parallel=_replaced(base.parallel, world_size=self.space.num_gpus, **sizes.fields(), **pipeline.fields),
-            batch=_replaced(base.batch, micro_batch_size=self.batches[batch], global_batch_size=self.total),
+            parallel=replace(base.parallel, world_size=self.space.num_gpus, **sizes.fields(), **pipeline.fields),
+            batch=replace(base.batch, micro_batch_size=self.batches[batch], global_batch_size=self.total),
             recompute=pipeline.recomputes[recompute],
         )
 
@@ -211,12 +215,6 @@ def _around(some: np.ndarray) -> Part:
         np.flatnonzero(some.any(axis=tuple(other for other in range(some.ndim) if other != axis)))
         for axis in range(some.ndim)
     ))  # fmt: skip
-
-
-def _replaced(spec: Any, **values: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(spec, **values)
 
 
 # ---- memory ----
@@ -488,3 +486,53 @@ class Times:
             for part, values in self._passes.each(seconds, used):
                 part.put(out, values)
         return out[cells]  # type: ignore[no-any-return]
+
+
+# ---- all of it ----
+
+
+def fitting(
+    sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused
+) -> Iterator[Fitting]:
+    """The layouts that fit, pipeline by pipeline, with their peaks and step times; others are counted. ``fits``: whether
+    the card holds a peak, and so all lower ones."""
+    legal = [sheet.legal(pipeline, refused) for pipeline in sheet.pipelines]
+    of_pp: dict[int, np.ndarray] = {}
+    for pipeline, which in zip(sheet.pipelines, legal, strict=True):
+        any_of = of_pp.setdefault(pipeline.pp, np.zeros(len(sheet.sizes), bool))
+        any_of[pipeline.at[which.any(axis=(1, 2))]] = True
+    if not any(some.any() for some in of_pp.values()):
+        return
+    memory = Memory(sheet, of_pp)
+    times = Times(memory, hardware, constants)
+    for pipeline, which in zip(sheet.pipelines, legal, strict=True):
+        if not which.any():
+            continue
+        found = memory.peaks(pipeline, which, lambda values: _held(values, fits))
+        kept = _held(found.peaks, fits)
+        places = [at[kept] for at in (found.sizes, found.batch, found.recompute)]
+        seconds = times.seconds(pipeline, memory.cells(pipeline, places)) if kept.any() else np.zeros(0)
+        yield Fitting(
+            pipeline, *places, found.peaks[kept], seconds, int(which.sum()), found.without_activations,
+        )  # fmt: skip
+
+
+def _held(peaks: np.ndarray, fits: Callable[[int], bool]) -> np.ndarray:
+    """Which of ``peaks`` fit: asked of a few, since what is lower fits too."""
+    distinct = np.unique(peaks)
+    number = bisect_left(range(len(distinct)), True, key=lambda i: not fits(int(distinct[i])))
+    return peaks < distinct[number] if number < len(distinct) else np.ones(len(peaks), bool)
+
+
+def sorted_together(sheet: Sheet, found: Sequence[Fitting]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Layouts by step time, of equal ones by peak, of equal ones as the space lists them: in which of ``found`` each is,
+    where in it, and its peak."""
+    if not found:
+        return (np.zeros(0, np.int64),) * 3
+    of = np.repeat(np.arange(len(found)), [len(few.peaks) for few in found])
+    at = np.concatenate([np.arange(len(few.peaks)) for few in found])
+    peaks = np.concatenate([few.peaks for few in found])
+    order = np.lexsort((
+        np.concatenate([few.order(sheet) for few in found]), peaks, np.concatenate([few.seconds for few in found])
+    ))  # fmt: skip
+    return of[order], at[order], peaks[order]

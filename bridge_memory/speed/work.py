@@ -138,7 +138,8 @@ def _products(half: LayerSpec, ffn: FeedForward | None, ctx: BlockContext) -> It
                 rows = ctx.tokens * ffn.topk * ctx.etp / ctx.tp * ctx.ep / ffn.num_experts
                 yield Product(rows, columns, inner, times)
             else:
-                yield Product(ctx.tokens if p.sharded else ctx.tokens_sp, columns, inner, times, p.is_gemm)
+                rows = chosen(p.sharded, ctx.tokens, ctx.tokens_sp)
+                yield Product(rows, columns, inner, times, p.is_gemm)
 
 
 def _attention(layer: LayerSpec, run: RunSpec, ctx: BlockContext) -> tuple[float, float]:
