@@ -133,7 +133,8 @@ class _Held(NamedTuple):
 
     def beyond_static(self, moment: int) -> int:
         """The most beyond ``static_bytes``: in the optimizer's step, or where the chunks need most, ``moment``."""
-        return largest(moment + self.batch + self.state.gathered, self.between_bytes + self.state.in_step)
+        most: int = largest(moment + self.batch + self.state.gathered, self.between_bytes + self.state.in_step)
+        return most
 
 
 class _Chunk:

@@ -60,10 +60,10 @@ class Lanes(np.ndarray):
     def __float__(self) -> float:
         return float(self._one())
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]
         return 0  # equality asks
 
-    def __round__(self, digits: None = None) -> Lanes:  # type: ignore[override]
+    def __round__(self, digits: None = None) -> Lanes:
         return lanes_of(_rounded(self))
 
     def __ceil__(self) -> Lanes:

@@ -1,7 +1,7 @@
 """Blocks of many runs at once: the recordings that serve them, with arrays put in where numbers go.
 
 A ``Grid`` is all combinations of some parallel sizes, micro batches and sets of recomputation of one model. Its
-contexts are those of ``context``, with arrays for sizes; ``blocks.block`` asks the grid where it would ask for a number.
+contexts are those of ``context``, with arrays for sizes; ``blocks.block`` asks the grid where it would work out numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ManyCost:
 
     @property
     def before_landmark(self) -> tuple[Any, Any, Any, Any]:
-        return tuple(getattr(self, name) for name in _BEFORE)  # type: ignore[return-value]
+        return tuple(getattr(self, name) for name in _BEFORE)
 
     def forward_name(self) -> str:
         """Which operation it is is asked of single runs."""
@@ -129,7 +129,9 @@ class ManyBlock:
 
     __slots__ = ("_lasting", "cost", "parameters")
 
-    def __init__(self, columns: dict[str, Any], parameters: ManyParameters, lasting: Sequence[np.ndarray]) -> None:
+    def __init__(
+        self, columns: dict[str, Any], parameters: ManyParameters, lasting: Sequence[Sequence[np.ndarray]]
+    ) -> None:
         self.cost = ManyCost({name: lanes_of(values) for name, values in columns.items()})
         self.parameters = parameters
         self._lasting = lasting

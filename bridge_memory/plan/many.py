@@ -117,8 +117,8 @@ class Sheet:
         self.most_splits = self.most_recomputes = 1
         for pp, (order, places) in of_pp.items():
             for number, split in enumerate(split_choices(space, pp)):
-                vpp = split.get("virtual_pipeline_model_parallel_size", self.base.parallel.virtual_pipeline_model_parallel_size)
-                choices = tuple(recomputations(space, pp * (vpp or 1)))
+                vpp = split.get("virtual_pipeline_model_parallel_size", self.base.parallel.vpp) or 1
+                choices = tuple(recomputations(space, pp * vpp))
                 self.pipelines.append(Pipeline(number, split, pp, np.array(order), np.array(places), choices))
                 self.most_splits = max(self.most_splits, number + 1)
                 self.most_recomputes = max(self.most_recomputes, len(choices))
@@ -138,7 +138,7 @@ class Sheet:
     def parallel(self, places: np.ndarray, **more: Any) -> ParallelSpec:
         sizes = [self.sizes[i] for i in places]
         etp = None if sizes[0].etp is None else along(0, [s.etp for s in sizes])
-        return _unchecked(  # type: ignore[no-any-return]
+        return _unchecked(
             self.base.parallel, world_size=self.space.num_gpus,
             tensor_model_parallel_size=along(0, [s.tp for s in sizes]),
             context_parallel_size=along(0, [s.cp for s in sizes]),
@@ -156,7 +156,7 @@ class Sheet:
         )  # fmt: skip
 
     def batch(self, batches: np.ndarray) -> BatchSpec:
-        return _unchecked(  # type: ignore[no-any-return]
+        return _unchecked(
             self.base.batch, micro_batch_size=along(1, [self.batches[i] for i in batches]),
             global_batch_size=self.total,
         )
@@ -176,7 +176,7 @@ class Sheet:
             legal &= whole_steps[:, :, None]
             refused += Refused()  # without what was counted as none
         #: Which rule refuses a layout, as numbers of ``errors``.
-        errors: list[str] = [""]
+        errors: list[SpecError | None] = [None]
         reasons = np.zeros(shape, np.int32)
         todo = legal.copy()
         for rule in RULES:
@@ -189,8 +189,8 @@ class Sheet:
         first = reasons[:, :, :1]
         reasons = np.where(first > 0, first, reasons)
         numbers = np.bincount(reasons[legal], minlength=len(errors))
-        for error, number in zip(errors[1:], numbers[1:].tolist(), strict=True):
-            if number:
+        for error, number in zip(errors, numbers.tolist(), strict=True):
+            if number and error is not None:
                 refused.add(error, number)
         return legal & (reasons == 0)
 
@@ -389,7 +389,7 @@ class Memory:
             for shapes, of_shape in ranks.items():
                 peak = self._peak(pipeline, parallel, shapes, of_shape, states[shapes], cells, used, microbatches)
                 np.maximum(peaks, peak, out=peaks)
-        return Peaks(*found, peaks, without_activations)
+        return Peaks(found[0], found[1], found[2], peaks, without_activations)
 
     def cells(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Places of a pipeline's layouts in the grid."""
@@ -485,7 +485,7 @@ class Times:
         with np.errstate(divide="ignore", invalid="ignore"):  # of sizes that this pipeline does not go with
             for part, values in self._passes.each(seconds, used):
                 part.put(out, values)
-        return out[cells]  # type: ignore[no-any-return]
+        return out[cells]
 
 
 # ---- all of it ----
@@ -494,8 +494,8 @@ class Times:
 def fitting(
     sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused
 ) -> Iterator[Fitting]:
-    """The layouts that fit, pipeline by pipeline, with their peaks and step times; others are counted. ``fits``: whether
-    the card holds a peak, and so all lower ones."""
+    """The layouts that fit, pipeline by pipeline, with their peaks and step times; others are counted. ``fits``:
+    whether the card holds a peak, and so all lower ones."""
     legal = [sheet.legal(pipeline, refused) for pipeline in sheet.pipelines]
     of_pp: dict[int, np.ndarray] = {}
     for pipeline, which in zip(sheet.pipelines, legal, strict=True):
@@ -510,11 +510,12 @@ def fitting(
             continue
         found = memory.peaks(pipeline, which, lambda values: _held(values, fits))
         kept = _held(found.peaks, fits)
-        places = [at[kept] for at in (found.sizes, found.batch, found.recompute)]
-        seconds = times.seconds(pipeline, memory.cells(pipeline, places)) if kept.any() else np.zeros(0)
+        sizes, batch, recompute = found.sizes[kept], found.batch[kept], found.recompute[kept]
+        cells = memory.cells(pipeline, (sizes, batch, recompute))
+        seconds = times.seconds(pipeline, cells) if kept.any() else np.zeros(0)
         yield Fitting(
-            pipeline, *places, found.peaks[kept], seconds, int(which.sum()), found.without_activations,
-        )  # fmt: skip
+            pipeline, sizes, batch, recompute, found.peaks[kept], seconds, int(which.sum()), found.without_activations
+        )
 
 
 def _held(peaks: np.ndarray, fits: Callable[[int], bool]) -> np.ndarray:
@@ -525,8 +526,8 @@ def _held(peaks: np.ndarray, fits: Callable[[int], bool]) -> np.ndarray:
 
 
 def sorted_together(sheet: Sheet, found: Sequence[Fitting]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Layouts by step time, of equal ones by peak, of equal ones as the space lists them: in which of ``found`` each is,
-    where in it, and its peak."""
+    """Layouts by step time, of equal ones by peak, of equal ones as the space lists them: in which of ``found`` each
+    is, where in it, and its peak."""
     if not found:
         return (np.zeros(0, np.int64),) * 3
     of = np.repeat(np.arange(len(found)), [len(few.peaks) for few in found])

@@ -108,7 +108,7 @@ class Sizes(NamedTuple):
     ep: int
     etp: int | None
 
-    def fields(self) -> dict[str, int | None]:
+    def fields(self) -> dict[str, Any]:
         """As a ParallelSpec calls them."""
         return {
             "tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp,

@@ -18,7 +18,6 @@ from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.kernels import Kernels, kernels_of
 from bridge_memory.speed.work import (
-    LayerWork,
     Product,
     Work,
     experts_activation_traffic,
@@ -355,7 +354,7 @@ class Passes:
         found = self._work.get(what)
         if found is None:
             found = self._work[what] = count()
-        return found  # type: ignore[no-any-return]
+        return found
 
     def _passes(self, shape: ChunkShape) -> _Pass:
         model, ctx = self.run.model, self.ctx

@@ -61,7 +61,8 @@ MANY = {
     "fp8": space("deepseek-ai/DeepSeek-V3", 256, "vpp", total=2048, fp8="hybrid", **{"precision.fp8_recipe": "mxfp8"}),
     "local": space("meta-llama/Llama-3.1-8B", 16, "cp", transformer_impl="local"),
     "buckets": space(
-        "meta-llama/Llama-3.2-1B", 16, overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True
+        "meta-llama/Llama-3.2-1B", 16, overlap_grad_reduce=True, overlap_param_gather=True,
+        use_distributed_optimizer=True,
     ),
     "not distributed": space("Qwen/Qwen3-30B-A3B", 16, "vpp", use_distributed_optimizer=False),
     "muon": space(
@@ -71,7 +72,9 @@ MANY = {
     "offloading": space("Qwen/Qwen3-30B-A3B", 16, "vpp", offload_modules=("core_attn", "expert_fc1")),
     "lora": space("meta-llama/Llama-3.1-8B", 8, "split", **{"peft.scheme": "lora", "peft.dim": 16}),
     "packed": space("meta-llama/Llama-3.1-8B", 16, "split", packed_sequences=True),
-    "instances": space("Qwen/Qwen3-30B-A3B", 64, "vpp", "etp", num_distributed_optimizer_instances=2, world_size=64, total=256),
+    "instances": space(
+        "Qwen/Qwen3-30B-A3B", 64, "vpp", "etp", num_distributed_optimizer_instances=2, world_size=64, total=256
+    ),
     "allgather": space("Qwen/Qwen3-30B-A3B", 16, "vpp", moe_token_dispatcher_type="allgather"),
     "sequence parallel off": space("meta-llama/Llama-3.1-8B", 8, "split", sequence_parallel=False),
 }  # fmt: skip
