@@ -152,7 +152,7 @@ class Sheet:
         return Runs(
             self.base,
             self.parallel(pipeline.at[sizes], pipeline_model_parallel_size=pipeline.pp, **pipeline.fields),
-            self.batch(batches), few[0] if len(few) == 1 else Same(few),  # type: ignore[arg-type]
+            self.batch(batches), few[0] if len(few) == 1 else Same(few),
         )  # fmt: skip
 
     def batch(self, batches: np.ndarray) -> BatchSpec:
@@ -180,11 +180,11 @@ class Sheet:
         reasons = np.zeros(shape, np.int32)
         todo = legal.copy()
         for rule in RULES:
-            for part, error in self._refusals(pipeline, rule, limits, todo):
+            for part, refusal in self._refusals(pipeline, rule, limits, todo):
                 inside = np.ix_(*part.positions)
                 reasons[inside] = np.where(todo[inside], len(errors), reasons[inside])
                 todo[inside] = False
-                errors.append(error)
+                errors.append(refusal)
         # Where nothing is recomputed first, and that is refused, so are the others.
         first = reasons[:, :, :1]
         reasons = np.where(first > 0, first, reasons)

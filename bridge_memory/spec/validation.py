@@ -807,7 +807,7 @@ def _check_overlap(run: RunSpec, limits: Limits) -> None:
         raise SpecError(f"{name} with an MTP layer needs pipeline_model_parallel_size of 2 or more; drop it")
 
 
-#: What a run is held to, in order: sizes that no number of GPUs makes right come before those that another number would.
+#: What a run is held to, in order: sizes that no number of GPUs makes right before those that another would.
 RULES: tuple[Callable[[RunSpec, Limits], None], ...] = (
     lambda run, limits: _check_stages(run.parallel, run.model.num_layers),
     _check_model_over_ranks,
