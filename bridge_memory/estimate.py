@@ -6,17 +6,18 @@ made of both, is the whole product in one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from bridge_memory import fitted
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.engines.by_name import engine_of
-from bridge_memory.engines.engine import StageState
+from bridge_memory.engines.engine import Engine, StageState
 from bridge_memory.inventory.chain import ChunkInventory, EngineBytes, Label
 from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters
 from bridge_memory.inventory.layer_links import ignores_full_recompute, offloaded_layers
+from bridge_memory.inventory.sizes import largest
 from bridge_memory.inventory.stack import (
     Unit,
     chunk_inventory,
@@ -171,14 +172,20 @@ class _Held(NamedTuple):
     #: Of ``static_bytes``: gradients that the backward pass makes anew.
     fresh: int = 0
 
+    def beyond_static(self, moment: int) -> int:
+        """The most beyond ``static_bytes``: in the optimizer's step, or where the chunks need most, ``moment``."""
+        most: int = largest(
+            moment - self.fresh + self.batch + self.state.in_passes, self.between_bytes + self.state.in_step
+        )
+        return most
+
 
 class _Chunk:
     """What chunks of one shape hold; ``inventory`` of one with others after it, once it is asked for."""
 
-    __slots__ = ("facts", "inventory", "units")
+    __slots__ = ("facts", "inventory")
 
-    def __init__(self, units: list[Unit], facts: ChunkFacts) -> None:
-        self.units = units
+    def __init__(self, facts: ChunkFacts) -> None:
         self.facts = facts
         self.inventory: ChunkInventory | None = None
 
@@ -199,53 +206,50 @@ class _Stage(NamedTuple):
     @property
     def peak(self) -> int:
         held = self.held
-        if self.in_step:
-            return self.static_bytes + held.state.in_step
-        return held.static_bytes - held.fresh + self.moment.bytes + held.batch + held.state.in_passes
+        return held.static_bytes + held.beyond_static(self.moment.bytes)
 
 
-class _Stages:
-    """Every stage of one run."""
+class StageHolds:
+    """What stages of one run hold, by their shapes, or those of many runs at once (``run`` and ``ctx`` have arrays)."""
 
-    def __init__(self, run: RunSpec, rank: int | None = None) -> None:
-        if type(run) is not RunSpec:
-            inside = f"model={show(run)}" if isinstance(run, str) else "model=..."
-            raise SpecError(f"run ({show(run)}) is not a RunSpec; give RunSpec({inside}, parallel=ParallelSpec(...))")
+    def __init__(self, run: RunSpec, ctx: BlockContext, engine: Engine) -> None:
         self.run = run
-        self.ctx = context_of(run)
-        self.plan = layout(run.model, run.parallel)
-        self.engine = engine_of(run, rank)
+        self.ctx = ctx
+        self.engine = engine
         self._chunks: dict[ChunkShape, _Chunk] = {}
-        self._explained: dict[int, tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]] = {}
-        self._microbatches = run.num_microbatches
+        self._units: dict[ChunkShape, list[Unit]] = {}
         self._of_shapes: dict[StageShape, _Held] = {}
-        self._stages = [self.stage(rank, shapes) for rank, shapes in enumerate(self.plan.shapes(run.model))]
 
-    def __iter__(self) -> Iterator[_Stage]:
-        return iter(self._stages)
+    def held(self, shapes: StageShape) -> _Held:
+        """What a stage of these shapes holds."""
+        held = self._of_shapes.get(shapes)
+        if held is None:
+            held = self._of_shapes[shapes] = self._held(shapes)
+        return held
 
-    def __getitem__(self, rank: int) -> _Stage:
-        return self._stages[rank]
+    def state(self, shapes: StageShape) -> StageState:
+        """What the engine keeps and moves there."""
+        return self.engine.stage([self._units_of(shape) for shape in shapes])
+
+    def _units_of(self, shape: ChunkShape) -> list[Unit]:
+        found = self._units.get(shape)
+        if found is None:
+            found = self._units[shape] = chunk_units(self.run.model, shape, self.ctx)
+        return found
 
     def _held(self, shapes: StageShape) -> _Held:
         run, ctx = self.run, self.ctx
         chunks = [self._chunk(shape) for shape in shapes]
-        state = self.engine.stage([chunk.units for chunk in chunks])
+        state = self.state(shapes)
         inventories = self._inventories(chunks, shapes, state.concurrent)
         residue = sum([inventory.residue for inventory in inventories])
-        lasting: list[Component] = []
-        between: list[Component] = []
-        static_bytes, between_bytes = sum([nbytes for _, nbytes in state.amounts]), 0
-        for b in (*lasting_buffers(run, [chunk.facts for chunk in chunks], ctx, residue), *state.buffers()):
-            if b.lifetime is Lifetime.BETWEEN_STEPS:
-                between.append(b)
-                between_bytes += b.bytes
-            else:
-                lasting.append(b)
-                static_bytes += b.bytes
+        lasting, between = by_lifetime(
+            (*lasting_buffers(run, [chunk.facts for chunk in chunks], ctx, residue), *state.buffers())
+        )
+        static_bytes = sum([nbytes for _, nbytes in state.amounts]) + sum([b.bytes for b in lasting])
         return _Held(
             state, tuple(lasting), tuple(between), batch_bytes(run, shapes), inventories,
-            tuple(self._costs(inventories, chunks)), static_bytes, between_bytes, state.fresh,
+            tuple(self._costs(inventories, chunks)), static_bytes, sum([b.bytes for b in between]), state.fresh,
         )
 
     def _costs(self, inventories: Sequence[ChunkInventory], chunks: Sequence[_Chunk]) -> list[ChunkCost]:
@@ -258,20 +262,10 @@ class _Stages:
         ]
         return [cost._replace(apart=each) for cost, each in zip(costs, apart, strict=True)]
 
-    def explained(self, held: _Held) -> tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]:
-        """(static components of the stages that hold this, what each of their chunks retains by part)."""
-        found = self._explained.get(id(held))
-        if found is None:
-            found = self._explained[id(held)] = (
-                [*held.state.components(), *held.lasting], [inventory.parts() for inventory in held.inventories],
-            )  # fmt: skip
-        return found
-
     def _chunk(self, shape: ChunkShape) -> _Chunk:
         found = self._chunks.get(shape)
         if found is None:
-            model, ctx = self.run.model, self.ctx
-            found = self._chunks[shape] = _Chunk(chunk_units(model, shape, ctx), chunk_facts(self.run, shape, ctx))
+            found = self._chunks[shape] = _Chunk(chunk_facts(self.run, shape, self.ctx))
         return found
 
     def _inventories(
@@ -292,11 +286,38 @@ class _Stages:
             chunk.inventory = chunk_inventory(self.run.model, shape, self.ctx)
         return chunk.inventory
 
+
+class _Stages(StageHolds):
+    """Every stage of one run."""
+
+    def __init__(self, run: RunSpec, rank: int | None = None) -> None:
+        if type(run) is not RunSpec:
+            inside = f"model={show(run)}" if isinstance(run, str) else "model=..."
+            raise SpecError(f"run ({show(run)}) is not a RunSpec; give RunSpec({inside}, parallel=ParallelSpec(...))")
+        super().__init__(run, context_of(run), engine_of(run, rank))
+        self.plan = layout(run.model, run.parallel)
+        self._explained: dict[int, tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]] = {}
+        self._microbatches = run.num_microbatches
+        self._stages = [self.stage(rank, shapes) for rank, shapes in enumerate(self.plan.shapes(run.model))]
+
+    def __iter__(self) -> Iterator[_Stage]:
+        return iter(self._stages)
+
+    def __getitem__(self, rank: int) -> _Stage:
+        return self._stages[rank]
+
+    def explained(self, held: _Held) -> tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]:
+        """(static components of the stages that hold this, what each of their chunks retains by part)."""
+        found = self._explained.get(id(held))
+        if found is None:
+            found = self._explained[id(held)] = (
+                [*held.state.components(), *held.lasting], [inventory.parts() for inventory in held.inventories],
+            )  # fmt: skip
+        return found
+
     def stage(self, rank: int, shapes: StageShape) -> _Stage:
         """The stage of this rank, if it held this."""
-        run, held = self.run, self._of_shapes.get(shapes)
-        if held is None:
-            held = self._of_shapes[shapes] = self._held(shapes)
+        run, held = self.run, self.held(shapes)
         moment = dynamic_peak(
             run.parallel.pp,
             rank,
@@ -315,6 +336,15 @@ def _checked(stages: _Stages, stage: int) -> int:
     if type(stage) is not int or not 0 <= stage < number:
         raise SpecError(f"stage ({show(stage)}) is not a stage of the pipeline; give a number from 0 to {number - 1}")
     return stage
+
+
+def by_lifetime(buffers: Iterable[Component]) -> tuple[list[Component], list[Component]]:
+    """Those that stay to the end of training, and those that are there from one step to somewhere in the next."""
+    lasting: list[Component] = []
+    between: list[Component] = []
+    for b in buffers:
+        (between if b.lifetime is Lifetime.BETWEEN_STEPS else lasting).append(b)
+    return lasting, between
 
 
 def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:

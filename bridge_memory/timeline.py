@@ -17,7 +17,7 @@ from bridge_memory.estimate import StageParts, stage_parts
 from bridge_memory.inventory.chain import ChunkInventory, Label, follow
 from bridge_memory.result import OPTIMIZER_STEP
 from bridge_memory.schedule.events import ChunkCost, overlapped, schedule_table, walk
-from bridge_memory.schedule.peak import enough_microbatches
+from bridge_memory.schedule.peak import few_microbatches
 from bridge_memory.spec import RunSpec
 
 #: (microbatch, chunk) passes in one direction up to which a step is followed whole.
@@ -182,7 +182,7 @@ def _followed(run: RunSpec, v: int, total: int) -> int:
     if total * v <= MOST_PASSES:
         return total
     pp = run.parallel.pp
-    return enough_microbatches(pp, total, v, run.parallel.microbatch_group_size_per_vp_stage or pp)
+    return few_microbatches(pp, total, v, run.parallel.microbatch_group_size_per_vp_stage or pp)
 
 
 def _chunks(parts: StageParts) -> Iterator[Chunk]:

@@ -11,6 +11,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from bridge_memory.components import MOMENTS, Component, Lifetime, Part, Provenance, Role, State
 from bridge_memory.inventory.chain import EngineBytes
+from bridge_memory.inventory.sizes import somewhere
 from bridge_memory.inventory.stack import Unit
 
 
@@ -85,21 +86,21 @@ class StageState(NamedTuple):
     def buffers(self) -> list[Component]:
         """What is allocated beside it."""
         out = []
-        if self.rests:
+        if somewhere(self.rests):
             out.append(
                 Component(
                     "unsplit rests of allocator blocks", self.rests, Role.BUFFERS, Provenance.FORMULA,
                     lifetime=Lifetime.FIRST_PASS, part=Part.ALLOCATOR,
                 )
             )
-        if self.gradient_copies:
+        if somewhere(self.gradient_copies):
             out.append(
                 Component(
                     "main gradients in fp32", self.gradient_copies, Role.BUFFERS, Provenance.FORMULA,
                     lifetime=Lifetime.BETWEEN_STEPS, part=Part.DATA_PARALLEL,
                 )
             )
-        if self.gathered_between_steps:
+        if somewhere(self.gathered_between_steps):
             out.append(
                 Component(
                     "parameters gathered between steps", self.gathered_between_steps, Role.BUFFERS,

@@ -9,7 +9,6 @@ distributed_data_parallel.py`` (buffers by group). Every figure is bytes on one 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import lcm
 from operator import add
 from typing import NamedTuple
 
@@ -37,6 +36,7 @@ from bridge_memory.inventory.parameters import (
     pad,
     rounded_bytes,
 )
+from bridge_memory.inventory.sizes import common_multiple, somewhere
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.releases import EXPERTS_APART_WITH_ETP
 from bridge_memory.spec import DTYPE_BYTES, PrecisionSpec, RunSpec
@@ -100,7 +100,7 @@ class MegatronDDP:
             yield Line(Role.WEIGHTS, State.FP8_COPIES, "fp8 weight copies", experts, exact, adapters, base)
         if not self.frozen:
             yield Line(Role.GRADIENTS, State.GRADIENTS, "gradients", experts, exact, adapters, base)
-        if self.distributed and self.worlds[experts] > 1:
+        if self.distributed and somewhere(self.worlds[experts] > 1):
             base = f"{base} x {'edp' if experts and self.own_expert_buffers else 'dp x cp'}"
         for state in self.states:
             yield Line(Role.OPTIMIZER, state.state, state.name, experts, state.provenance, adapters, base)
@@ -143,7 +143,7 @@ class MegatronDDP:
                     found = self.adapters.chunk(beside, in_buckets=starts and index == 0)
                     of_adapters = list(map(add, of_adapters, found.amounts))
             lines, whole = (*lines, *self.adapters.lines), [*amounts, *of_adapters]
-        kept = tuple((line, n) for line, n in zip(lines, whole, strict=True) if n)
+        kept = tuple((line, n) for line, n in zip(lines, whole, strict=True) if somewhere(n))
         return StageState(parameters, kept, rests, copies, in_step=copies_in_step(self.run, self.states, kept))
 
     def chunk(self, units: Sequence[Unit], in_buckets: bool) -> ChunkState:
@@ -200,7 +200,7 @@ class MegatronDDP:
         self, units: Sequence[Unit], kinds: tuple[bool, ...], sums: Sequence[int], world: int, in_buckets: bool
     ) -> int:
         """Elements of a distributed optimizer's buffer of these ``kinds``, padded."""
-        end = lcm(world, BUCKET_ALIGNMENT)
+        end = common_multiple(world, BUCKET_ALIGNMENT)
         bucket = bucket_elements(self.run) if in_buckets else None
         shared = _shared_embedding(units, self.run) if False in kinds else None
         if shared is None or shared.numel == sums[0]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from bridge_memory.components import Provenance, State
 from bridge_memory.engines.engine import Line
+from bridge_memory.inventory.sizes import largest
 from bridge_memory.releases import BF16_MOMENTS_UPDATED_IN_PLACE
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 
@@ -140,4 +141,4 @@ def copies_in_step(
     for line, nbytes in kept:
         if line.state in widths:
             of_kind[line.experts] += 4 * (nbytes // widths[line.state])
-    return max(of_kind.values())
+    return largest(*of_kind.values())

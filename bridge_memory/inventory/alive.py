@@ -137,6 +137,11 @@ class _Passage:
     def __len__(self) -> int:
         return len(self._order)
 
+    @property
+    def steps(self) -> Sequence[int]:
+        """The walk: of n sizes, i is one more of the i-th, and n + i one less."""
+        return self._order
+
 
 class _Peaks:
     """The moments of a pass before its landmark and after it."""
@@ -189,12 +194,14 @@ class Structure:
     """What is alive when on one tape, whatever its sizes are."""
 
     __slots__ = (
-        "backward", "backward_held", "forward", "input_retained", "inputs", "no_grad", "no_grad_retained", "offloaded",
-        "output_reached", "outputs", "retained", "tensors",
+        "backward", "backward_held", "forward", "input_retained", "inputs", "matrices", "no_grad", "no_grad_retained",
+        "offloaded", "output_reached", "outputs", "retained", "tensors",
     )
 
     def __init__(self, tape: Tape, atoms: Atoms, *, without_gradients: bool = True) -> None:
         """``without_gradients``: also of a forward pass that saves nothing, which full recomputation runs first."""
+        #: The same counts as matrices, for whoever evaluates many runs at once.
+        self.matrices: dict[Any, Any] = {}
         plan = _Plan(tape, atoms)
         run = _Run(plan)
         run.forward(save=True)
@@ -226,6 +233,22 @@ class Structure:
         self.backward = _split(backward.moments, backward.landmark, atoms)
         self.backward_held = _split(held.moments, held.landmark, atoms)
         self.no_grad = _split(dry.moments, dry.landmark, atoms)
+
+
+    def sums(self) -> dict[str, Sequence[int]]:
+        """Properties of a ``BlockCost`` that are sums -> positions of their sizes."""
+        return {
+            "retained": self.retained, "offloaded": self.offloaded, "input_bytes": self.inputs,
+            "output_bytes": self.outputs, "no_grad_retained": self.no_grad_retained,
+        }  # fmt: skip
+
+    def passages(self) -> dict[str, tuple[Sequence[int], Sequence[int]]]:
+        """Properties that are peaks -> the walks before the landmark and after it."""
+        passes = {
+            "forward_peak": self.forward, "backward_peak": self.backward, "backward_peak_held": self.backward_held,
+            "no_grad_peak": self.no_grad,
+        }  # fmt: skip
+        return {name: (peaks.before.steps, peaks.after.steps) for name, peaks in passes.items()}
 
 
 def _split(moments: Sequence[Moment], landmark: int, atoms: Atoms) -> _Peaks:

@@ -100,16 +100,19 @@ def block(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) 
     known = ctx.blocks.get(key)
     if known is not None:
         return known
+    if ctx.many is not None:
+        known = ctx.blocks[key] = ctx.many.block(key, record)
+        return known
     recordings = ctx.shelf.recordings(key)
     made = recordings.kept(ctx.dimensions)
     if made is None:
-        made = Block(*_found(ctx, key, recordings, record))
+        made = Block(*recorded(ctx, key, recordings, record))
         recordings.keep(ctx.dimensions, made)
     ctx.blocks[key] = made
     return made
 
 
-def _found(
+def recorded(
     ctx: BlockContext, key: Hashable, recordings: Recordings, record: Callable[[Recorder], None]
 ) -> tuple[_Recording, list[int]]:
     """The recording that serves the run, made where there is none, and its sizes."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from bridge_memory.components import Part, Provenance
 from bridge_memory.inventory.alive import BlockCost
 from bridge_memory.inventory.blocks import Block
+from bridge_memory.inventory.sizes import largest
 
 Parts = tuple[tuple[tuple[Part, Provenance], int], ...]
 
@@ -61,8 +62,8 @@ class Link(NamedTuple):
     def with_concurrent(self, nbytes: int, at_least: int = 0) -> Link:
         """The same element where its backward finds ``nbytes`` more, and has ``at_least`` so many at some moment."""
         return self._replace(
-            backward_peak=max(self.backward_peak + nbytes, at_least),
-            backward_peak_held=max(self.backward_peak_held + nbytes, at_least),
+            backward_peak=largest(self.backward_peak + nbytes, at_least),
+            backward_peak_held=largest(self.backward_peak_held + nbytes, at_least),
         )
 
     def with_gradients(self, nbytes: int) -> Link:
@@ -223,8 +224,7 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkIn
     """
     before = 0
     forward = backward = 0
-    forward_name = backward_name = _nothing
-    gradients = 0
+    forward_name, at_backward = _nothing, (_nothing, 0)
     residue = all_residue = sum(count * link.residue for link, count in links)
     number = len(links)
     for position, (link, count) in enumerate(links, 1):
@@ -235,21 +235,30 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkIn
             ends |= {count - 2, 0} if link.residue else {count - 2}
         for k in ends:
             base, after = before + k * link.retained, residue - (k + 1) * link.residue
-            if base + link.forward_peak + after > forward:
-                forward, forward_name = base + link.forward_peak + after, link.forward_name
+            forward, forward_name = higher(forward, forward_name, base + link.forward_peak + after, link.forward_name)
             following = link if k < count - 1 else links[position][0] if position < number else None
             after -= following.residue_gradient if following else 0  # the gradient of this link's output
             back = base + after + link.backward_peak + output_bytes
             if output_bytes and position == number and k == count - 1:
                 back = base + after + link.backward_peak_held
-            if back > backward:
-                backward, backward_name, gradients = back, link.backward_name, link.gradients
+            backward, at_backward = higher(backward, at_backward, back, (link.backward_name, link.gradients))
         before += count * link.retained
         residue -= count * link.residue
+    backward_name, gradients = at_backward
     return ChunkInventory(
-        before, max(forward, before), forward_name, max(backward, before), backward_name, tuple(links), output_bytes,
-        all_residue, gradients,
+        before, largest(forward, before), forward_name, largest(backward, before), backward_name, tuple(links),
+        output_bytes, all_residue, gradients,
     )
+
+
+T = TypeVar("T")
+
+
+def higher(best: Any, what: T, other: Any, what_else: T) -> tuple[Any, T]:
+    """The higher of two peaks, the first of equals, with what belongs to it; of arrays of peaks ``what`` says nothing."""
+    if type(other) is int:
+        return (other, what_else) if other > best else (best, what)
+    return largest(best, other), what
 
 
 class Passing(NamedTuple):

@@ -6,12 +6,12 @@ that was recorded under the same settings is kept with them, by one owner with a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from bridge_memory import fitted
-from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Recordings, Size
+from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Recordings, Size, chosen
 from bridge_memory.releases import MTP_CHECKPOINT_DIFFERENTIATES, MTP_DEPTHS_RECOMPUTED
 from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec
 from bridge_memory.spec.parts import RECOMPUTE_MODULES
@@ -118,6 +118,16 @@ class Library:
 LIBRARY = Library()
 
 
+class ManyBlocks(Protocol):
+    """The blocks of many runs at once (``many.Grid``)."""
+
+    def block(self, key: Any, record: Callable[[Any], None]) -> Any:
+        """As ``blocks.block``."""
+
+    def bare(self) -> BlockContext:
+        """As ``BlockContext.bare``."""
+
+
 class BlockContext:
     """Local sizes and settings of one rank, for every block of a run.
 
@@ -126,8 +136,8 @@ class BlockContext:
     """
 
     __slots__ = (
-        *Settings._fields, *SIZES, "_sp", "_switches", "blocks", "dimensions", "evaluated", "hidden_bytes", "recompute",
-        "shelf", "tokens", "tokens_sp",
+        *Settings._fields, *SIZES, "_sp", "_switches", "blocks", "dimensions", "evaluated", "hidden_bytes", "many",
+        "recompute", "shelf", "tokens", "tokens_sp",
     )
 
     hidden_size: int
@@ -176,13 +186,32 @@ class BlockContext:
         #: s b on this context-parallel rank.
         self.tokens = self.seq * self.batch
         #: Tokens of the residual stream: s b / t under sequence parallelism.
-        self.tokens_sp = self.tokens // self.tp if self.sp else self.tokens
+        self.tokens_sp = self.tokens // chosen(self._sp, self.tp, 1)
         #: One residual-stream tensor [s, b, h] (divided by t under SP).
         self.hidden_bytes = self.tokens_sp * self.hidden_size * self.residual
         #: What was found for this run so far, by whoever found it.
         self.evaluated: dict[Any, Any] = {}
         #: Blocks with this run's numbers put in.
         self.blocks: dict[Any, Any] = {}
+        #: Where the sizes are arrays: whom to ask for blocks.
+        self.many: ManyBlocks | None = None
+
+    def bare(self) -> BlockContext:
+        """The same sizes with one sequence and nothing recomputed: for parameters, which depend on neither."""
+        found: BlockContext | None = self.evaluated.get("bare")
+        if found is None:
+            sizes = (self.seq, 1, *self.dimensions[2 : len(SIZES) + 1])
+            switches = (False,) * len(_SWITCHES)
+            if self.many is None:
+                found = BlockContext(self.shelf, (*sizes, *switches), RecomputeSpec())
+            else:
+                found = self.many.bare()
+            self.evaluated["bare"] = found
+        return found
+
+    def switch(self, module: str) -> Any:
+        """``recomputes``, without asking."""
+        return self._switches[module]
 
     @property
     def te(self) -> bool:
@@ -223,9 +252,31 @@ def _is_on(switch: Any) -> bool:
 
 def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
     """The context of every block of ``run`` (all its ranks share it)."""
-    p, b, m, rc, precision = run.parallel, run.batch, run.model, run.recompute, run.precision
+    dimensions = (*sizes_of(run), *switches_of(run.recompute, run.implementation))
+    return BlockContext(library.shelf(settings_of(run)), dimensions, run.recompute)
+
+
+def sizes_of(run: RunSpec) -> tuple[Any, ...]:
+    """The first of DIMENSIONS, up to sequence parallelism."""
+    p, (length, sequences) = run.parallel, run.batch.rows
+    return length // p.cp, sequences, p.tp, p.cp, p.ep, p.etp, run.model.padded_vocab_size(p.tp), p.sp
+
+
+def switches_of(rc: RecomputeSpec, impl: ImplementationSpec) -> tuple[bool, ...]:
+    """The others."""
+    full = rc.granularity == "full"
+    selected = rc.modules if rc.granularity == "selective" else ()
+    return (
+        full and rc.method == "uniform" and MTP_DEPTHS_RECOMPUTED(impl), full,
+        *[module in selected for module in RECOMPUTE_MODULES],
+    )  # fmt: skip
+
+
+def settings_of(run: RunSpec) -> Settings:
+    """What blocks of ``run`` depend on beside sizes and switches."""
+    b, m, precision = run.batch, run.model, run.precision
     act = DTYPE_BYTES[run.compute_dtype if run.implementation.hugging_face else precision.params_dtype]
-    settings = Settings(
+    return Settings(
         m.hidden_size,
         act,
         4 if precision.fp32_residual_connection else act,
@@ -246,15 +297,6 @@ def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
         b.packed_sequences,
         _hugging_face(run) if run.implementation.hugging_face else None,
     )
-    full = rc.granularity == "full"
-    selected = rc.modules if rc.granularity == "selective" else ()
-    length, sequences = b.rows
-    dimensions = (
-        length // p.cp, sequences, p.tp, p.cp, p.ep, p.etp, m.padded_vocab_size(p.tp), p.sp,
-        full and rc.method == "uniform" and MTP_DEPTHS_RECOMPUTED(run.implementation), full,
-        *[module in selected for module in RECOMPUTE_MODULES],
-    )  # fmt: skip
-    return BlockContext(library.shelf(settings), dimensions, rc)
 
 
 def _hugging_face(run: RunSpec) -> HuggingFace:

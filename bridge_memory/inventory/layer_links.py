@@ -12,9 +12,10 @@ from functools import partial
 
 from bridge_memory.components import Part, Provenance
 from bridge_memory.inventory.alive import BlockCost
-from bridge_memory.inventory.chain import Label, Link, plain_link
+from bridge_memory.inventory.chain import Label, Link, higher, plain_link
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.layer import layer_block
+from bridge_memory.inventory.sizes import largest
 from bridge_memory.releases import HYBRID_LAYERS_RECOMPUTED
 from bridge_memory.spec import LayerSpec, ModelSpec, MoESpec
 from bridge_memory.spec.layout import ChunkShape
@@ -130,17 +131,16 @@ def _checkpointed(group: Group, ctx: BlockContext) -> Link:
             # What was left goes when the last of the group's routers has run.
             base = earlier + k * c.no_grad_retained + (entry if at + k else 0)
             later = routers - (k + 1 if routes else 0)
-            forward = max(forward, base + c.no_grad_peak + (residue if later else 0))
+            forward = largest(forward, base + c.no_grad_peak + (residue if later else 0))
             if routes:
-                forward = max(forward, base + c.before_landmark[3] + residue)
+                forward = largest(forward, base + c.before_landmark[3] + residue)
             back = c.backward_peak_held if at + k + 1 == number else c.backward_peak + out
             behind = before + k * c.retained
             for peak, what in (
                 (behind + c.forward_peak + out, partial(_recomputed_name, c)),
                 (behind + back + out, c.backward_name),
             ):
-                if peak > best:
-                    best, name = peak, what
+                best, name = higher(best, name, peak, what)
         earlier += count * c.no_grad_retained
         before += count * c.retained
         at += count
@@ -187,8 +187,9 @@ def with_residue(link: Link, cost: BlockCost, residue: int) -> Link:
     """A link that finds ``residue`` bytes of its last backward where its router has not run yet, and leaves as many."""
     forward, backward, held, _ = (peak + residue for peak in cost.before_landmark)
     return link._replace(
-        residue=residue, forward_peak=max(link.forward_peak, forward), backward_peak=max(link.backward_peak, backward),
-        backward_peak_held=max(link.backward_peak_held, held), routed_peak=0,
+        residue=residue, forward_peak=largest(link.forward_peak, forward),
+        backward_peak=largest(link.backward_peak, backward),
+        backward_peak_held=largest(link.backward_peak_held, held), routed_peak=0,
     )
 
 

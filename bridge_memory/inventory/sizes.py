@@ -13,8 +13,8 @@ Notes are steps over registers. They hold for arrays as well as for numbers: not
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from math import ceil
+from collections.abc import Callable, Iterator, Sequence
+from math import ceil, lcm
 from typing import Any, NamedTuple
 
 from bridge_memory.spec.parts import RECOMPUTE_MODULES
@@ -28,6 +28,8 @@ DIMENSIONS = (*SIZES, "sp", "mtp_recomputed", "recomputes_fully", *RECOMPUTE_MOD
 MOST_KEPT = 256
 
 Operation = Callable[[Any, Any], Any]
+#: (operation, left, right) -> the operation on these.
+Operation3 = Callable[[Any, Any, Any], Any]
 
 
 #: (operation, left, right): what a register holds is ``operation(left, right)`` of two others, or the constant ``left``
@@ -37,11 +39,11 @@ Step = tuple[Operation | None, Any, int]
 Columns = tuple[tuple[Any, ...], ...]
 
 
-def _ceil(value: Any, _: Any) -> Any:
+def ceil_step(value: Any, _: Any) -> Any:
     return ceil(value)
 
 
-def _round(value: Any, _: Any) -> Any:
+def round_step(value: Any, _: Any) -> Any:
     return round(value)
 
 
@@ -107,10 +109,10 @@ class Size:
         return self.notes.step(operator.sub, 0, self)
 
     def __round__(self) -> Any:
-        return self.notes.step(_round, self, self)
+        return self.notes.step(round_step, self, self)
 
     def __ceil__(self) -> Any:
-        return self.notes.step(_ceil, self, self)
+        return self.notes.step(ceil_step, self, self)
 
     def __lt__(self, other: Any) -> bool:
         return self.notes.ask(operator.lt, self, other)
@@ -183,7 +185,8 @@ def computed(function: Callable[[Any], Any], size: Any) -> Any:
     Equal functions (a ``functools.partial`` is equal to itself only) are one step, so keep hold of them.
     """
     if type(size) is not Size:
-        return function(size)
+        apply = elementwise.get(type(size))
+        return function(size) if apply is None else apply("computed", function, size)
     return size.notes.step(_OfOne(function), size, size)
 
 
@@ -199,9 +202,41 @@ class _OfOne:
         return self.function(value)
 
 
+def chosen(condition: Any, yes: Any, no: Any) -> Any:
+    """``yes`` where the condition holds, else ``no``: of arrays entry by entry, of a size a question."""
+    if type(condition) is Size:
+        return yes if condition.is_on() else no
+    where = getattr(condition, "where", None)
+    if where is None:
+        return yes if condition else no
+    return where(yes, no)
+
+
+def somewhere(value: Any) -> bool:
+    """Whether it is not zero, of an array anywhere."""
+    anywhere = getattr(value, "any", None)
+    return bool(value) if anywhere is None else bool(anywhere())
+
+
+def common_multiple(first: Any, other: Any) -> Any:
+    """``math.lcm`` of two."""
+    return _noted(lcm, first, other)
+
+
+#: Type of arrays -> its (name of an operation, left, right): what ``largest`` and the others do with arrays.
+elementwise: dict[type, Callable[[str, Any, Any], Any]] = {}
+
+
 def _noted(operation: Operation, left: Any, right: Any) -> Any:
-    notes = left.notes if type(left) is Size else right.notes if type(right) is Size else None
-    return operation(left, right) if notes is None else notes.step(operation, left, right)
+    a, b = type(left), type(right)
+    if a is Size or b is Size:
+        notes = left.notes if a is Size else right.notes
+        return notes.step(operation, left, right)
+    if elementwise:
+        apply = elementwise.get(a) or elementwise.get(b)
+        if apply is not None:
+            return apply(operation.__name__, left, right)
+    return operation(left, right)
 
 
 class Notes:
@@ -303,7 +338,7 @@ class Notes:
         sign = _SIGNS.get(operation)
         if sign:
             return f"({left} {sign} {right})"
-        name = getattr(operation, "__name__", "function").strip("_")
+        name = getattr(operation, "__name__", "function").removesuffix("_step")
         return f"{name}({left})" if first == second else f"{name}({left}, {right})"
 
 
@@ -374,6 +409,33 @@ class Recordings:
         except IndexError:  # A longer recording came since its registers were counted.
             pass
         return None
+
+    def find_many(
+        self, dimensions: Sequence[Any], of: Any, step: Operation3
+    ) -> Iterator[tuple[Any, Any, list[Any]]]:
+        """As ``find`` of many runs: (those it is about, their recording or None, its sizes).
+
+        ``dimensions``: arrays over a grid of runs; ``of``: those of the grid that are asked about (``lanes.Part``);
+        ``step``: an operation on arrays.
+        """
+        registers: list[Any] = [None] * self._length
+        registers[: len(DIMENSIONS)] = [of.take(values) for values in dimensions]
+        todo = [(self._top.get(None), of, registers)]
+        while todo:
+            node, part, registers = todo.pop()
+            if node is None:
+                yield part, None, []
+                continue
+            for register, operation, left, right in zip(*node.steps, strict=True):
+                registers[register] = (
+                    left if operation is None else step(operation, registers[left], registers[right])
+                )
+            if type(node) is _Leaf:
+                yield part, node.recording, list(map(registers.__getitem__, node.registers))
+                continue
+            for few, answer, positions in part.answers(registers[node.register]):
+                theirs = registers if positions is None else [positions.take(value) for value in registers]
+                todo.append((node.answers.get(answer), few, theirs))
 
     def add(self, notes: Notes, recording: Any, sizes: Sequence[Size]) -> None:
         """Put a recording, and the sizes that it is asked for, where its answers lead."""

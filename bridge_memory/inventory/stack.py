@@ -24,6 +24,7 @@ from bridge_memory.inventory.layer_links import layer_links, reached
 from bridge_memory.inventory.parameters import Parameter, ParameterList
 from bridge_memory.inventory.recorder import Scratch
 from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
+from bridge_memory.inventory.sizes import largest
 from bridge_memory.inventory.tail import final_norm_name, holds_final_norm, tail_blocks, tail_links, untied_here
 from bridge_memory.inventory.transformers.blocks import LAYER_PREFIX
 from bridge_memory.inventory.transformers.chain import hugging_face_chunk
@@ -106,9 +107,11 @@ def _with_first_input(links: list[tuple[Link, int]], ctx: BlockContext) -> list[
     over its storage (``core/utils.py: make_viewless_tensor``); else it is the one whose storage becomes the shard
     (``tensor_parallel/random.py: CheckpointFunction.forward``).
     """
-    is_view = ctx.batch == 1 and not ctx.hidden_dropout and ctx.residual == ctx.act
     shared_out = len(links) > 1 and links[1][0].label is Label.RECOMPUTED
-    if not (ctx.recompute.distribute_saved_activations and shared_out and is_view):
+    if not (ctx.recompute.distribute_saved_activations and shared_out):
+        return links
+    is_view = ctx.batch == 1 and not ctx.hidden_dropout and ctx.residual == ctx.act
+    if not is_view:
         return links
     embedding, (first, count), *others = links
     after = [(first, count - 1)] * (count > 1) + others
@@ -123,7 +126,7 @@ def _with_last_input(links: list[tuple[Link, int]], ctx: BlockContext) -> None:
     last = max((i for i, (link, _) in enumerate(links) if link.routed_peak), default=None)
     if last is not None:
         link, _ = links[last]
-        peak = max(link.forward_peak, link.routed_peak + 2 * ctx.hidden_bytes)
+        peak = largest(link.forward_peak, link.routed_peak + 2 * ctx.hidden_bytes)
         change_last_of(links, last, link._replace(forward_peak=peak))
 
 

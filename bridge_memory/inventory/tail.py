@@ -15,6 +15,7 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.layer import final_norm_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import dispatches, layer_link, with_residue
 from bridge_memory.inventory.shared_weights import PendingGradients, with_pending
+from bridge_memory.inventory.sizes import largest
 from bridge_memory.releases import (
     FINAL_NORM_AFTER_LAST_LAYER,
     LOSS_GRADIENT_IN_FP32,
@@ -88,7 +89,7 @@ def _mtp_with_residue(link: Link, cost: BlockCost, model: ModelSpec, ctx: BlockC
         return link
     if ctx.mtp_recomputed:
         residue = 4 * ctx.hidden_bytes
-        forward = max(link.forward_peak, cost.before_landmark_forward + residue)
+        forward = largest(link.forward_peak, cost.before_landmark_forward + residue)
         return link._replace(residue=residue, forward_peak=forward, routed_peak=0)
     residue = layer_link(model.mtp_layer, ctx).residue
     return with_residue(link, cost, residue) if residue else link

@@ -1,13 +1,14 @@
 """Which layouts fit, and which of them is the fastest.
 
-Every layout is estimated (``estimate.peaks``: all stages, to the byte what ``estimate`` says); what fits the card less
-its margin is given a step time (``speed``) and ranked by it.
+Every layout is estimated (all stages, to the byte what ``estimate`` says); what fits the card less its margin is given
+a step time (``speed``) and ranked by it. Layouts are evaluated together, as arrays (``many``), where numpy is installed
+and arrays can say all of their memory, else one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.estimate import model_state, peaks
 from bridge_memory.plan.space import Refused, Space, layouts
@@ -15,6 +16,9 @@ from bridge_memory.spec import RunSpec
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.step_time import StepTime, step_time
+
+if TYPE_CHECKING:
+    from bridge_memory.plan.many import Fitting, Sheet
 
 #: Step times that differ by less are a tie: the spread of measured over predicted time inside of a group of layouts
 #: (``references/search.md``).
@@ -33,11 +37,51 @@ class Row(NamedTuple):
     time: StepTime
 
 
+class Card(NamedTuple):
+    """What layouts have to fit."""
+
+    #: Bytes.
+    capacity: int
+    #: Of a peak, what the card must hold beyond it; never less of a higher one.
+    margin: Callable[[int], int]
+
+    def headroom(self, peak: int) -> int:
+        """Bytes that are left."""
+        return self.capacity - peak - self.margin(peak)
+
+
+class Rows(Sequence[Row]):
+    """Layouts that fit, the fastest first."""
+
+    def choice(self, number: int) -> object:
+        """Sizes, micro batch and recomputation of one, whatever its split."""
+        row = self[number]
+        p = row.run.parallel
+        return p.tp, p.pp, p.cp, p.ep, p.etp, row.run.batch.micro_batch_size, row.run.recompute
+
+    def peak(self, number: int) -> int:
+        """The highest of one."""
+        return self[number].peak
+
+
+class _Listed(Rows):
+    """Rows that were made one by one."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = tuple(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._rows[number]
+
+
 class Found(NamedTuple):
     """What a search found."""
 
     #: The fastest first.
-    rows: tuple[Row, ...]
+    rows: Rows
     looked_at: int
     #: Of those looked at; and of them those whose model state alone is.
     too_large: int
@@ -46,24 +90,25 @@ class Found(NamedTuple):
     refused: Refused
     #: Whether the search was ended before it was through.
     stopped: bool = False
+    #: Whether layouts were evaluated together, and not one by one.
+    together: bool = False
 
     def best(self, number: int) -> tuple[Row, ...]:
         """The fastest, one for every choice of sizes, micro batch and recomputation: of several splits the best."""
-        out: dict[object, Row] = {}
-        for row in self.rows:
-            p = row.run.parallel
-            out.setdefault((p.tp, p.pp, p.cp, p.ep, p.etp, row.run.batch.micro_batch_size, row.run.recompute), row)
+        out: dict[object, int] = {}
+        for i in range(len(self.rows)):
+            out.setdefault(self.rows.choice(i), i)
             if len(out) == number:
                 break
-        return tuple(out.values())
+        return tuple([self.rows[i] for i in out.values()])
 
     def front(self) -> tuple[Row, ...]:
         """Layouts than which no other is both faster and smaller, the fastest first."""
-        out: list[Row] = []
-        for row in self.rows:
-            if not out or row.peak < out[-1].peak:
-                out.append(row)
-        return tuple(out)
+        out: list[int] = []
+        for i in range(len(self.rows)):
+            if not out or self.rows.peak(i) < self.rows.peak(out[-1]):
+                out.append(i)
+        return tuple([self.rows[i] for i in out])
 
 
 def search(
@@ -74,39 +119,131 @@ def search(
     margin: Callable[[int], int],
     constants: Constants = DEFAULT,
     progress: Callable[[int, int], None] | None = None,
+    together: bool | None = None,
 ) -> Found:
     """Look at every layout of ``space``. Raises SpecError where the space is empty.
 
-    ``capacity``: bytes of the card; ``margin``: of a peak, what the card must hold beyond it; ``progress`` is told how
-    many were looked at and how many fit. KeyboardInterrupt ends the search with what was found so far.
+    ``capacity``: bytes of the card; ``margin``: of a peak, what the card must hold beyond it, never less of a higher
+    one; ``progress`` is told how many were looked at and how many fit; ``together``: whether layouts are evaluated as
+    arrays (None: where they can be). KeyboardInterrupt ends the search with what was found so far.
     """
+    card = Card(capacity, margin)
+    tell = progress or (lambda looked_at, fitting: None)
+    if together is None:
+        together = _can_be_together(space)
+    if together:
+        return _together(space, hardware, card, constants, tell)
+    return _one_by_one(space, hardware, card, constants, tell)
+
+
+def _can_be_together(space: Space) -> bool:
+    try:
+        from bridge_memory.plan.many import expressible
+    except ImportError:  # numpy is not installed
+        return False
+    return expressible(space.base)
+
+
+def _one_by_one(
+    space: Space, hardware: Hardware, card: Card, constants: Constants, progress: Callable[[int, int], None]
+) -> Found:
     refused = Refused()
     rows: list[Row] = []
     looked_at = too_large = without_activations = 0
     stopped = False
     try:
         for alike in layouts(space, refused):
-            state = max(model_state(alike[0]))
-            if state + margin(state) > capacity:
+            if card.headroom(max(model_state(alike[0]))) < 0:
                 without_activations += len(alike)
                 continue
             for run in alike:
-                stages = peaks(run)
                 looked_at += 1
-                stage = max(range(len(stages)), key=lambda i: stages[i].peak_bytes)
-                peak = stages[stage].peak_bytes
-                headroom = capacity - peak - margin(peak)
-                if headroom < 0:
+                row = _row(run, hardware, card, constants)
+                if row is None:
                     too_large += 1
                 else:
-                    rows.append(Row(run, peak, stage, headroom, step_time(run, hardware, constants)))
-                if progress is not None:
-                    progress(looked_at + without_activations, len(rows))
+                    rows.append(row)
+                progress(looked_at + without_activations, len(rows))
     except KeyboardInterrupt:
         stopped = True
     rows.sort(key=lambda row: (row.time.seconds, row.peak))
     number = looked_at + without_activations
-    return Found(tuple(rows), number, too_large + without_activations, without_activations, refused, stopped)
+    return Found(_Listed(rows), number, too_large + without_activations, without_activations, refused, stopped)
+
+
+def _row(run: RunSpec, hardware: Hardware, card: Card, constants: Constants) -> Row | None:
+    """One layout, or None where it does not fit."""
+    stages = peaks(run)
+    stage = max(range(len(stages)), key=lambda i: stages[i].peak_bytes)
+    peak = stages[stage].peak_bytes
+    headroom = card.headroom(peak)
+    return None if headroom < 0 else Row(run, peak, stage, headroom, step_time(run, hardware, constants))
+
+
+# ---- together ----
+
+
+def _together(
+    space: Space, hardware: Hardware, card: Card, constants: Constants, progress: Callable[[int, int], None]
+) -> Found:
+    from bridge_memory.plan.many import Sheet, fitting
+
+    refused = Refused()
+    sheet = Sheet(space)
+    found: list[Fitting] = []
+    looked_at = without_activations = fit = 0
+    stopped = False
+    try:
+        for few in fitting(sheet, hardware, constants, lambda peak: card.headroom(peak) >= 0, refused):
+            found.append(few)
+            looked_at += few.looked_at
+            without_activations += few.without_activations
+            fit += len(few.peaks)
+            progress(looked_at, fit)
+    except KeyboardInterrupt:
+        stopped = True
+    rows = _Together(sheet, found, lambda run: _row(run, hardware, card, constants))
+    return Found(rows, looked_at, looked_at - fit, without_activations, refused, stopped, True)
+
+
+class _Together(Rows):
+    """Rows that are made when they are asked for: of a hundred thousand a few are shown."""
+
+    def __init__(self, sheet: Sheet, found: Sequence[Fitting], make: Callable[[RunSpec], Row | None]) -> None:
+        from bridge_memory.plan.many import sorted_together
+
+        self._sheet, self._found, self._make = sheet, found, make
+        #: In order: in which of ``found`` a row is, where in it, and its peak.
+        self._of, self._at, self._peaks = sorted_together(sheet, found)
+        self._made: dict[int, Row] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return tuple([self[i] for i in range(*number.indices(len(self)))])
+        if number < 0:
+            number += len(self)
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        row = self._made.get(number)
+        if row is None:
+            made = self._make(self._sheet.run(*self._place(number)))
+            assert made is not None and made.peak == self._peaks[number], "an array of peaks is not that of its runs"
+            row = self._made[number] = made
+        return row
+
+    def _place(self, number: int) -> tuple[Any, int, int, int]:
+        few, at = self._found[self._of[number]], self._at[number]
+        return few.pipeline, int(few.sizes[at]), int(few.batch[at]), int(few.recompute[at])
+
+    def choice(self, number: int) -> object:
+        pipeline, sizes, batch, recompute = self._place(number)
+        return pipeline.pp, self._sheet.sizes[pipeline.at[sizes]], batch, pipeline.recomputes[recompute]
+
+    def peak(self, number: int) -> int:
+        return int(self._peaks[number])
 
 
 def ties(rows: Sequence[Row]) -> int:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bridge_memory.plan.splits import NO_SPLIT, splits
 from bridge_memory.spec import ParallelSpec, RecomputeSpec, RunSpec, SpecError
@@ -76,25 +76,59 @@ def layouts(space: Space, refused: Refused) -> Iterator[list[RunSpec]]:
     for parallel in _parallel(space):
         dp = gpus // (parallel.tp * parallel.pp * parallel.cp)
         alike: list[RunSpec] = []
-        recomputations = list(_recomputations(space, parallel))
-        for mbs in space.sizes("mbs", base.batch.micro_batch_size, MOST_SEQUENCES):
+        choices = list(recomputations(space, parallel.pp * parallel.vpp))
+        for mbs in micro_batches(space):
             if total is not None and total % (mbs * dp):
-                refused["global_batch_size"] += len(recomputations)
+                refused["global_batch_size"] += len(choices)
                 continue
             batch = replace(base.batch, micro_batch_size=mbs, global_batch_size=total)
-            for number, recompute in enumerate(recomputations):
+            for number, recompute in enumerate(choices):
                 try:
                     alike.append(base.with_(parallel=parallel, batch=batch, recompute=recompute))
                 except SpecError as error:
                     if not number:  # so are the others
-                        refused.add(error, len(recomputations))
+                        refused.add(error, len(choices))
                         break
                     refused.add(error)
         if alike:
             yield alike
 
 
+def micro_batches(space: Space) -> list[int]:
+    """Sequences of a micro batch."""
+    return space.sizes("mbs", space.base.batch.micro_batch_size, MOST_SEQUENCES)
+
+
+class Sizes(NamedTuple):
+    """Parallel sizes; ``etp`` None where there are no experts."""
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    etp: int | None
+
+    def fields(self) -> dict[str, Any]:
+        """As a ParallelSpec calls them."""
+        return {
+            "tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp,
+            "context_parallel_size": self.cp, "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+        }  # fmt: skip
+
+
 def _parallel(space: Space) -> Iterator[ParallelSpec]:
+    of_pipeline: dict[int, list[dict[str, Any]]] = {}
+    for sizes in parallel_sizes(space):
+        known = of_pipeline.get(sizes.pp)
+        if known is None:
+            known = of_pipeline[sizes.pp] = list(split_choices(space, sizes.pp))
+        for fields in known:
+            yield replace(space.base.parallel, world_size=space.num_gpus, **sizes.fields(), **fields)
+
+
+def parallel_sizes(space: Space) -> Iterator[Sizes]:
+    """Every combination of sizes that divides the GPUs."""
     base, gpus = space.base, space.num_gpus
     model, p = base.model, base.parallel
     experts = limits_of(model).experts_gcd
@@ -108,29 +142,25 @@ def _parallel(space: Space) -> Iterator[ParallelSpec]:
                     for etp in (p.etp,) if "etp" in space.fixed else sorted({1, tp}) if experts else (tp,):
                         if experts and (gpus % (ep * etp * pp) or experts % ep):
                             continue
-                        sizes = replace(
-                            p, world_size=gpus, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
-                            context_parallel_size=cp, expert_model_parallel_size=ep,
-                            expert_tensor_parallel_size=etp if experts else None,
-                        )  # fmt: skip
-                        yield from _split(space, sizes)
+                        yield Sizes(tp, pp, cp, ep, etp if experts else None)
 
 
-def _split(space: Space, parallel: ParallelSpec) -> Iterator[ParallelSpec]:
-    """The same sizes with every number of virtual stages, and every split of the layers."""
-    model = space.base.model
+def split_choices(space: Space, pp: int) -> Iterator[dict[str, Any]]:
+    """Fields of a ParallelSpec that say how many virtual stages there are, and how layers are split over them."""
+    model, vpp_given = space.base.model, space.base.parallel.vpp
     if "split" in space.fixed:
-        yield parallel
+        yield {}
         return
-    most = max(1, model.num_layers // parallel.pp) if parallel.pp > 1 and not model.hybrid else 1
+    most = max(1, model.num_layers // pp) if pp > 1 and not model.hybrid else 1
     low, high = space.ranges.get("vpp", (1, most))
-    numbers = (parallel.vpp,) if "vpp" in space.fixed else [n for n in range(1, most + 1) if low <= n <= high]
+    numbers = (vpp_given,) if "vpp" in space.fixed else [n for n in range(1, most + 1) if low <= n <= high]
     for vpp in numbers:
-        for fields in splits(model, parallel.pp, vpp, exhaustive=space.exhaustive):
-            yield replace(parallel, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None, **fields)
+        for fields in splits(model, pp, vpp, exhaustive=space.exhaustive):
+            yield {"virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None, **fields}
 
 
-def _recomputations(space: Space, parallel: ParallelSpec) -> Iterator[RecomputeSpec]:
+def recomputations(space: Space, chunks: int) -> Iterator[RecomputeSpec]:
+    """What may run again in backward; ``chunks``: pp x vpp."""
     base = space.base.recompute
     if "recompute" in space.fixed:
         yield base
@@ -144,7 +174,7 @@ def _recomputations(space: Space, parallel: ParallelSpec) -> Iterator[RecomputeS
                 if "moe" in chosen and {"moe_act", "shared_experts"} & set(chosen):
                     continue  # the whole runs again already
                 yield replace(base, granularity="selective", modules=chosen)
-    layers = max(1, space.base.model.num_layers // (parallel.pp * parallel.vpp))
+    layers = max(1, space.base.model.num_layers // chunks)
     quarters = range(1, layers) if space.exhaustive else sorted({layers // 4, layers // 2, 3 * layers // 4} - {0})
     for number in quarters:
         yield replace(base, granularity="full", method="block", num_layers=number)

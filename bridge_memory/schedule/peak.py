@@ -31,21 +31,24 @@ def dynamic_peak(
     state as it travels between stages, 2 s b h / cp, over tp too under sequence parallelism (bf16).
     """
     v, group = len(chunks), group_size or pp
-    m = enough_microbatches(pp, num_microbatches, v, group)
-    moments = _moments(pp, rank, m, v, group, overlap_moe_expert_parallel_comm, overlap_p2p_comm)
+    m = few_microbatches(pp, num_microbatches, v, group)
+    moments = peak_moments(pp, rank, m, v, group, overlap_moe_expert_parallel_comm, overlap_p2p_comm)
     return highest(moments, chunks, hidden_bytes)
 
 
-def enough_microbatches(pp: int, num_microbatches: int, v: int, group: int) -> int:
-    """So many microbatches show all that so many do. More groups repeat the same round: warm-up and cool-down are over
-    within two each, and between them every round is like the last."""
+def few_microbatches(pp: int, m: int, v: int, group: int) -> int:
+    """The smallest number of microbatches with which the schedule has the same moments as with ``m``."""
+    # More groups repeat the same round: warm-up and cool-down are over within two each, and between them every round
+    # is like the last.
     if v == 1 or pp == 1:
-        return min(num_microbatches, pp + 2)
-    return 6 * group + num_microbatches % group if num_microbatches >= 7 * group else num_microbatches
+        return min(m, pp + 2)
+    return 6 * group + m % group if m >= 7 * group else m
 
 
 @lru_cache(maxsize=8192)
-def _moments(pp: int, rank: int, m: int, v: int, group: int, extra: bool, overlap_p2p_comm: bool) -> tuple[Moment, ...]:
+def peak_moments(
+    pp: int, rank: int, m: int, v: int, group: int, extra: bool = False, overlap_p2p_comm: bool = True
+) -> tuple[Moment, ...]:
     """The moments of a schedule of which one is the peak, whatever chunks cost."""
     if pp == 1 or v == 1:
         moments = _moments_of_1f1b(pp, rank, m, v, extra)

@@ -124,7 +124,8 @@ class ParallelSpec(Checked):
         """Ranks over which dense and expert parameters' states are sharded (one distributed-optimizer instance)."""
         instances = self.num_distributed_optimizer_instances
         dense = self.data_parallel_size * self.cp // instances
-        return max(1, dense), max(1, self.expert_data_parallel_size // instances)
+        experts = self.expert_data_parallel_size // instances
+        return dense + (dense == 0), experts + (experts == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ ModelParallelConfig.__post_init__``, PS = ``parallel_state.py: initialize_model_
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from math import ceil, gcd
 from typing import TYPE_CHECKING
@@ -52,23 +53,8 @@ if TYPE_CHECKING:
 def validate(run: RunSpec) -> None:
     """Raise SpecError on the first contradiction in ``run``."""
     limits = limits_of(run.model)
-    check_transformers(run)
-    # Sizes that no number of GPUs makes right come before those that another number would.
-    _check_stages(run.parallel, run.model.num_layers)
-    _check_model_over_ranks(run, limits)
-    _check_parallel(run.parallel, limits)
-    _check_split_release(run)
-    _check_batch(run)
-    _check_precision(run)
-    _check_data_parallel(run)
-    check_engine(run)
-    _check_optimizer(run)
-    check_adapters(run.peft, run.parallel, run.model, limits)
-    if run.recompute.granularity is not None:
-        _check_recompute(run, limits)
-    _check_implementation(run, limits)
-    _check_kernels(run, limits)
-    check_layout(run, layout(run.model, run.parallel))
+    for rule in RULES:
+        rule(run, limits)
 
 
 def _next_multiple(value: int, of: int) -> int:
@@ -821,3 +807,23 @@ def _check_overlap(run: RunSpec, limits: Limits) -> None:
         raise SpecError(f"{name} supports one MTP layer, not mtp_num_layers ({mtp}); drop it")
     if mtp == 1 and pp == 1:
         raise SpecError(f"{name} with an MTP layer needs pipeline_model_parallel_size of 2 or more; drop it")
+
+
+#: What a run is held to, in order: sizes that no number of GPUs makes right before those that another would.
+RULES: tuple[Callable[[RunSpec, Limits], None], ...] = (
+    lambda run, limits: check_transformers(run),
+    lambda run, limits: _check_stages(run.parallel, run.model.num_layers),
+    _check_model_over_ranks,
+    lambda run, limits: _check_parallel(run.parallel, limits),
+    lambda run, limits: _check_split_release(run),
+    lambda run, limits: _check_batch(run),
+    lambda run, limits: _check_precision(run),
+    lambda run, limits: _check_data_parallel(run),
+    lambda run, limits: check_engine(run),
+    lambda run, limits: _check_optimizer(run),
+    lambda run, limits: check_adapters(run.peft, run.parallel, run.model, limits),
+    lambda run, limits: None if run.recompute.granularity is None else _check_recompute(run, limits),
+    _check_implementation,
+    _check_kernels,
+    lambda run, limits: check_layout(run, layout(run.model, run.parallel)),
+)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from bridge_memory.engines.megatron_ddp import BUCKET_MINIMUM, BUCKET_PER_RANK
 from bridge_memory.engines.optimizer_states import gradient_width
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.layer_links import fully_recomputed, ignores_full_recompute
 from bridge_memory.inventory.parameters import elements
+from bridge_memory.inventory.sizes import chosen, largest, smallest
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.spec import LayerSpec, MLASpec, MoESpec, RunSpec
-from bridge_memory.spec.layout import ChunkShape, layout
+from bridge_memory.spec.layout import ChunkShape, StageShape, layout
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.kernels import Kernels, kernels_of
 from bridge_memory.speed.work import (
-    LayerWork,
     Product,
     Work,
     experts_activation_traffic,
@@ -25,6 +25,8 @@ from bridge_memory.speed.work import (
     mtp_work,
     output_work,
 )
+
+T = TypeVar("T")
 
 #: Attention backward runs five products where forward runs two (FlashAttention, section 3: it makes the scores anew).
 _ATTENTION_BACKWARD = 2.5
@@ -51,7 +53,15 @@ class Parts(NamedTuple):
 
     @property
     def total(self) -> float:
-        return sum(self)
+        return added(self)
+
+
+def added(seconds: Iterable[Any]) -> Any:
+    """One after the other: what ``sum`` does to numbers depends on Python's release, to arrays it does this."""
+    total: Any = 0.0
+    for one in seconds:
+        total = total + one
+    return total
 
 
 class StepTime(NamedTuple):
@@ -97,13 +107,11 @@ class _Rates:
         )
         return p.flops / ((self.quantized if p.quantized else self.flops) * reached)
 
-    def exchange(self, nbytes: float, times: int, ranks: int) -> float:
+    def exchange(self, nbytes: Any, times: Any, ranks: Any) -> Any:
         """``nbytes`` out of one rank, in ``times`` collectives of ``ranks`` neighbours."""
-        if not nbytes:
-            return 0.0
-        inside = ranks <= self.hardware.domain
-        latency = self.c.nvlink_latency if inside else self.c.network_latency
-        return nbytes / (self.nvlink if inside else self.network) + times * latency
+        c, inside = self.c, ranks <= self.hardware.domain
+        latency = chosen(inside, c.nvlink_latency, c.network_latency)
+        return chosen(nbytes > 0, nbytes / chosen(inside, self.nvlink, self.network) + times * latency, 0.0)
 
 
 def step_time(
@@ -139,71 +147,162 @@ class _Pass(NamedTuple):
 
 
 class Step:
-    """One run's step; the work is counted once, so that asking ``at`` other constants is cheap."""
+    """One run's step, or those of many runs at once (``run`` and ``ctx`` have arrays)."""
 
     def __init__(
-        self, run: RunSpec, hardware: Hardware, c: Constants = DEFAULT, kernels: Kernels | None = None
+        self, run: RunSpec, hardware: Hardware, c: Constants = DEFAULT, kernels: Kernels | None = None,
+        passes: Passes | None = None,
     ) -> None:
-        kernels = kernels or kernels_of(run)
-        self.run, self.c, self.kernels = run, c, kernels
-        self.hardware = hardware
-        self.rates = _Rates(run, hardware, c)
-        self.ctx: BlockContext = context_of(run)
-        self.ignored = ignores_full_recompute(run.model, self.ctx)
-        #: FlashAttention 1 reaches about half of what its successor does (Dao 2023, figure 4).
-        self._slower = 2.0 if kernels.first_flash_attention else 1.0
-        self._halves: dict[Work, tuple[Parts, Parts]] = {}
-        self._chunks: dict[ChunkShape, _Pass] = {}
-        self._work: dict[LayerSpec, LayerWork] = {}
-        self._elements: dict[Sequence[ChunkShape], tuple[float, float, float]] = {}
+        """``passes``: those of a run that differs in pipeline and GPUs alone."""
+        self.run = run
+        self.passes = passes or Passes(run, context_of(run), hardware, c, kernels)
         self._shapes = layout(run.model, run.parallel).shapes(run.model)
 
     def at(self, c: Constants) -> StepTime:
-        """The time with other constants."""
-        self.c, self.rates = c, _Rates(self.run, self.hardware, c)
-        self._halves.clear()
-        self._chunks.clear()
+        """The time with other constants; the work is not counted again."""
+        self.passes.at(c)
         return self.time()
 
     def time(self) -> StepTime:
         """The time of one step."""
-        run = self.run
+        run, passes = self.run, self.passes
         p, m = run.parallel, run.num_microbatches
-        shapes = self._shapes
-        stages = [[self._chunk(shape) for shape in stage] for stage in shapes]
-        totals = [sum(x.total for x in stage) for stage in stages]
-        slowest = max(range(len(totals)), key=totals.__getitem__)
+        stages = {shapes: [passes.chunk(shape) for shape in shapes] for shapes in dict.fromkeys(self._shapes)}
+        totals = {shapes: added(x.total for x in of) for shapes, of in stages.items()}
         hop = self._hop()
-        interleaved = p.vpp > 1
-        bubble = (sum(totals) - totals[slowest]) / p.vpp + 2 * (p.pp - 1) * hop
         # 1F1B receives before it can go on; interleaved schedules receive while another chunk runs.
-        sends = 0.0 if interleaved or p.pp == 1 else 2 * m * hop
-        passes = Parts()
-        again = 0.0
-        for x in stages[slowest]:
-            passes = passes.plus(x.forward, m).plus(x.backward, m)
-            again += m * x.again
-        data_parallel = max(self._data_parallel(s, stages[i]) for i, s in enumerate(shapes))
-        optimizer = max(self._parameters(s)[2] for s in shapes) * _ADAM_BYTES / self.rates.memory
-        return StepTime(passes, again, bubble, sends, data_parallel, optimizer)
+        sends = 0.0 if p.vpp > 1 or p.pp == 1 else 2 * m * hop
+        slowest: list[Any] = []
+        for shapes, of in stages.items():
+            work, again = Parts(), 0.0
+            for x in of:
+                work = work.plus(x.forward, m).plus(x.backward, m)
+                again = again + m * x.again
+            here = [totals[shapes], again, *work]
+            later = slowest and here[0] > slowest[0]
+            slowest = [chosen(later, a, b) for a, b in zip(here, slowest, strict=True)] if slowest else here
+        total, again, *parts = slowest
+        bubble = (added(totals[shapes] for shapes in self._shapes) - total) / p.vpp + 2 * (p.pp - 1) * hop
+        data_parallel = largest(*[self._data_parallel(shapes, of) for shapes, of in stages.items()])
+        own = largest(*[self._own_elements(shapes) for shapes in stages])
+        optimizer = own * _ADAM_BYTES / passes.rates.memory
+        return StepTime(Parts(*parts), again, bubble, sends, data_parallel, optimizer)
 
     def seconds_of(self, stage: Sequence[ChunkShape]) -> float:
         """Seconds of all passes of one microbatch through a stage that holds this."""
-        return sum(self._chunk(shape).total for shape in stage)
+        return added(self.passes.chunk(shape).total for shape in stage)
+
+    def _hop(self) -> Any:
+        """A hidden state from one stage to the next."""
+        p = self.run.parallel
+        return self.passes.rates.exchange(self.passes.ctx.hidden_bytes, 1, p.world_size) if p.pp > 1 else 0.0
+
+    def _own_elements(self, stage: StageShape) -> Any:
+        """Elements of a rank whose optimizer state is its own."""
+        dense, experts = self.passes.elements(stage)
+        one, other = self.run.parallel.shard_worlds
+        divided = self.run.data_parallel.use_distributed_optimizer
+        return dense / one + experts / other if divided else dense + experts
+
+    def _data_parallel(self, stage: StageShape, passes: Sequence[_Pass]) -> Any:
+        """Gradients reduced and parameters gathered, less what overlaps with the last backward and first forward."""
+        run, p = self.run, self.run.parallel
+        dense, experts = self.passes.elements(stage)
+        d = run.data_parallel
+        # Gradients are reduced over all replicas, and parameters gathered from those that share a state; without a
+        # distributed optimizer the second half of the all-reduce moves gradients.
+        out, back = gradient_width(run), self.passes.ctx.act if d.use_distributed_optimizer else gradient_width(run)
+        instances = p.num_distributed_optimizer_instances if d.use_distributed_optimizer else 1
+        reduce: Any = 0.0
+        gather: Any = 0.0
+        for numel, ranks, beside in (
+            (dense, p.data_parallel_size * p.cp, p.tp), (experts, p.expert_data_parallel_size, p.etp * p.ep),
+        ):
+            sharing = largest(1, ranks // instances)
+            moves = (sharing > 1) & (numel > 0)
+            reduce = reduce + chosen(moves, self._ring(numel, out, sharing, beside), 0.0)
+            gather = gather + chosen(moves, self._ring(numel, back, sharing, beside), 0.0)
+            if instances > 1:  # the own part between instances, an all-reduce
+                own = self._ring(numel / sharing, 2 * out, instances, beside * sharing)
+                reduce = reduce + chosen((ranks > 1) & (numel > 0), own, 0.0)
+        if d.overlap_grad_reduce:
+            reduce = largest(reduce - added(x.backward.total for x in passes), reduce * LEAST_EXPOSED)
+        if d.overlap_param_gather:
+            gather = largest(gather - added(x.forward.total for x in passes), gather * LEAST_EXPOSED)
+        return reduce + gather
+
+    def _ring(self, numel: Any, width: float, ranks: Any, stride: Any) -> Any:
+        """A reduce-scatter or an all-gather over ``ranks`` that are ``stride`` apart, bucket by bucket. The members of
+        a group in one domain share its network adapters: each has those of the ranks between them."""
+        rates = self.passes.rates
+        domain = rates.hardware.domain
+        sent = numel * width * (ranks - 1) / ranks
+        near = rates.exchange(sent, 1, stride * ranks)
+        inside = largest(1, smallest(ranks, domain // stride))
+        buckets = 1 + numel / largest(BUCKET_MINIMUM, BUCKET_PER_RANK * ranks)
+        steps = ranks / inside  # a ring passes every domain once
+        rate = smallest(rates.network * inside, rates.nvlink)
+        far = sent / rate + buckets * steps * rates.c.network_latency
+        return chosen(stride * ranks <= domain, near, far)
+
+
+class Passes:
+    """Forward and backward of any chunk, for one microbatch: of a run what does not depend on its pipeline."""
+
+    def __init__(
+        self, run: RunSpec, ctx: BlockContext, hardware: Hardware, c: Constants, kernels: Kernels | None = None
+    ) -> None:
+        kernels = kernels or kernels_of(run)
+        self.run, self.ctx, self.c, self.kernels = run, ctx, c, kernels
+        self.hardware = hardware
+        self.rates = _Rates(run, hardware, c)
+        self.ignored = ignores_full_recompute(run.model, self.ctx)
+        #: FlashAttention 1 reaches about half of what its successor does (Dao 2023, figure 4).
+        self._slower = 2.0 if kernels.first_flash_attention else 1.0
+        self._halves: dict[int, tuple[Work, tuple[Parts, Parts]]] = {}
+        self._chunks: dict[ChunkShape, _Pass] = {}
+        self._work: dict[Any, Any] = {}
+        self._elements: dict[StageShape, tuple[Any, Any]] = {}
+
+    def at(self, c: Constants) -> None:
+        """Take other constants; the work is not counted again."""
+        self.c, self.rates = c, _Rates(self.run, self.hardware, c)
+        self._halves.clear()
+        self._chunks.clear()
+
+    def chunk(self, shape: ChunkShape) -> _Pass:
+        """The passes of one chunk."""
+        found = self._chunks.get(shape)
+        if found is None:
+            found = self._chunks[shape] = self._passes(shape)
+        return found
+
+    def elements(self, stage: StageShape) -> tuple[Any, Any]:
+        """Elements of a rank's parameters on a stage: dense, and of experts."""
+        found = self._elements.get(stage)
+        if found is None:
+            dense: Any = 0
+            experts: Any = 0
+            for shape in stage:
+                for unit in chunk_units(self.run.model, shape, self.ctx):
+                    (of_dense,), (of_experts,) = unit.parameters.sums(((elements, 0),))
+                    dense, experts = dense + unit.times * of_dense, experts + unit.times * of_experts
+            found = self._elements[stage] = dense, experts
+        return found
 
     # ---- one chunk ----
 
     def _half(self, work: Work) -> tuple[Parts, Parts]:
-        found = self._halves.get(work)
+        found = self._halves.get(id(work))
         if found is None:
-            found = self._halves[work] = self._forward(work), self._backward(work)
-        return found
+            found = self._halves[id(work)] = work, (self._forward(work), self._backward(work))
+        return found[1]
 
     def _forward(self, w: Work) -> Parts:
         r = self.rates
         attention = self._slower * w.attention / r.attention
         return Parts(
-            sum(map(r.product, w.products)), attention, w.traffic / r.memory, *self._sends(w, attention),
+            added(map(r.product, w.products)), attention, w.traffic / r.memory, *self._sends(w, attention),
             self.c.layer / 2 if w.products else 0.0,
         )
 
@@ -211,7 +310,7 @@ class Step:
         r = self.rates
         attention = self._slower * _ATTENTION_BACKWARD * w.attention / r.attention
         return Parts(
-            2 * sum(map(r.product, w.products)), attention, 2 * w.traffic / r.memory, *self._sends(w, attention / 2),
+            2 * added(map(r.product, w.products)), attention, 2 * w.traffic / r.memory, *self._sends(w, attention / 2),
             self.c.layer if w.products else 0.0,
         )
 
@@ -222,13 +321,10 @@ class Step:
             tensor *= self.c.tensor_parallel_exposed
         expert = self.rates.exchange(w.expert_parallel, w.expert_exchanges, p.etp * p.ep)
         ring = self.rates.exchange(w.context_parallel * (p.cp - 1), p.cp - 1, p.tp * p.cp)
-        return tensor, expert, max(0.0, ring - attention)
+        return tensor, expert, largest(0.0, ring - attention)
 
     def _layer(self, layer: LayerSpec, *, recomputed: bool) -> _Pass:
-        work = self._work.get(layer)
-        if work is None:
-            work = self._work[layer] = layer_work(layer, self.run, self.ctx, self.kernels)
-        mixer, ffn = work
+        mixer, ffn = self._once(layer, lambda: layer_work(layer, self.run, self.ctx, self.kernels))
         (mixer_forward, mixer_backward), (ffn_forward, ffn_backward) = self._half(mixer), self._half(ffn)
         forward, backward = mixer_forward.plus(ffn_forward), mixer_backward.plus(ffn_backward)
         again = forward if recomputed else self._again(layer, mixer_forward, ffn_forward)
@@ -236,37 +332,40 @@ class Step:
 
     def _again(self, layer: LayerSpec, mixer_forward: Parts, ffn_forward: Parts) -> Parts:
         """What selective recomputation runs again."""
-        ctx = self.ctx
-        again = Parts()
-        if ctx.recomputes("core_attn"):
-            again = again.plus(Parts(attention=mixer_forward.attention))
-        whole = isinstance(layer.ffn, MoESpec) and ctx.recomputes("moe")
-        if whole or (not isinstance(layer.ffn, MoESpec) and ctx.recomputes("mlp")):
-            return again.plus(ffn_forward)
-        if isinstance(layer.ffn, MoESpec) and ctx.recomputes("moe_act"):
-            again = again.plus(Parts(traffic=experts_activation_traffic(layer.ffn, ctx) / self.rates.memory))
-        if ctx.recomputes("layernorm"):
-            norms = 4 * ctx.tokens_sp * ctx.hidden_size * ctx.act
-            again = again.plus(Parts(traffic=norms / self.rates.memory))
-        if isinstance(layer.mixer, MLASpec) and ctx.recomputes("mla_up_proj"):
-            again = again.plus(Parts(products=sum(map(self.rates.product, _up_projections(layer.mixer, ctx)))))
-        return again
+        ctx, rates = self.ctx, self.rates
+        routed = isinstance(layer.ffn, MoESpec)
+        attention = chosen(ctx.switch("core_attn"), mixer_forward.attention, 0.0)
+        norms = 4 * ctx.tokens_sp * ctx.hidden_size * ctx.act
+        traffic = chosen(ctx.switch("layernorm"), norms / rates.memory, 0.0)
+        products: Any = 0.0
+        if isinstance(layer.ffn, MoESpec):
+            experts = experts_activation_traffic(layer.ffn, ctx) / rates.memory
+            traffic = chosen(ctx.switch("moe_act"), experts, 0.0) + traffic
+        if isinstance(layer.mixer, MLASpec):
+            up = added(map(rates.product, _up_projections(layer.mixer, ctx)))
+            products = chosen(ctx.switch("mla_up_proj"), up, 0.0)
+        inside = Parts(products, attention, traffic)
+        whole = Parts(attention=attention).plus(ffn_forward)
+        all_of_it = ctx.switch("moe" if routed else "mlp")
+        return Parts(*[chosen(all_of_it, a, b) for a, b in zip(whole, inside, strict=True)])
 
-    def _chunk(self, shape: ChunkShape) -> _Pass:
-        found = self._chunks.get(shape)
+    def _once(self, what: Any, count: Callable[[], T]) -> T:
+        """The work of one thing, counted once."""
+        found = self._work.get(what)
         if found is None:
-            found = self._chunks[shape] = self._passes(shape)
+            found = self._work[what] = count()
         return found
 
     def _passes(self, shape: ChunkShape) -> _Pass:
         model, ctx = self.run.model, self.ctx
         recomputed, _ = fully_recomputed(shape.num_layers, ctx, ignored=self.ignored)
+        again: Any
         forward, backward, again = Parts(), Parts(), 0.0
 
         def add(one: _Pass, times: int) -> None:
             nonlocal forward, backward, again
             forward, backward = forward.plus(one.forward, times), backward.plus(one.backward, times)
-            again += times * one.again
+            again = again + times * one.again
 
         for kind, count in shape.layers:
             first = max(0, min(count, recomputed))
@@ -278,80 +377,12 @@ class Step:
         losses = int(shape.output)
         if shape.num_depths and model.mtp_layer is not None:
             add(self._layer(model.mtp_layer, recomputed=ctx.mtp_recomputed), shape.num_depths)
-            joined = self._half(mtp_work(model, ctx))
+            joined = self._half(self._once("joined", lambda: mtp_work(model, ctx)))
             add(_Pass(*joined, 0.0), shape.num_depths)
             losses += shape.num_depths
         if losses:
-            add(_Pass(*self._half(output_work(model, ctx)), 0.0), losses)
+            add(_Pass(*self._half(self._once("output", lambda: output_work(model, ctx))), 0.0), losses)
         return _Pass(forward, backward, again)
-
-    # ---- between ranks ----
-
-    def _hop(self) -> float:
-        """A hidden state from one stage to the next."""
-        p = self.run.parallel
-        return self.rates.exchange(self.ctx.hidden_bytes, 1, p.world_size) if p.pp > 1 else 0.0
-
-    def _parameters(self, stage: Sequence[ChunkShape]) -> tuple[float, float, float]:
-        """Elements of a rank: dense, of experts, and those whose optimizer state is its own."""
-        found = self._elements.get(stage)
-        if found is None:
-            found = self._elements[stage] = self._count(stage)
-        return found
-
-    def _count(self, stage: Sequence[ChunkShape]) -> tuple[float, float, float]:
-        dense = experts = 0
-        for shape in stage:
-            for unit in chunk_units(self.run.model, shape, self.ctx):
-                (of_dense,), (of_experts,) = unit.parameters.sums(((elements, 0),))
-                dense += unit.times * of_dense
-                experts += unit.times * of_experts
-        one, other = self.run.parallel.shard_worlds
-        divided = self.run.data_parallel.use_distributed_optimizer
-        own = dense / one + experts / other if divided else dense + experts
-        return dense, experts, own
-
-    def _data_parallel(self, stage: Sequence[ChunkShape], passes: Sequence[_Pass]) -> float:
-        """Gradients reduced and parameters gathered, less what overlaps with the last backward and first forward."""
-        run, p = self.run, self.run.parallel
-        dense, experts, _ = self._parameters(stage)
-        d = run.data_parallel
-        # Gradients are reduced over all replicas, and parameters gathered from those that share a state; without a
-        # distributed optimizer the second half of the all-reduce moves gradients.
-        out, back = gradient_width(run), self.ctx.act if d.use_distributed_optimizer else gradient_width(run)
-        instances = p.num_distributed_optimizer_instances if d.use_distributed_optimizer else 1
-        reduce = gather = 0.0
-        for numel, ranks, beside in (
-            (dense, p.data_parallel_size * p.cp, p.tp), (experts, p.expert_data_parallel_size, p.etp * p.ep),
-        ):
-            if ranks == 1 or not numel:
-                continue
-            sharing = max(1, ranks // instances)
-            if sharing > 1:
-                reduce += self._ring(numel, out, sharing, beside)
-                gather += self._ring(numel, back, sharing, beside)
-            if instances > 1:  # the own part between instances, an all-reduce
-                reduce += self._ring(numel / sharing, 2 * out, instances, beside * sharing)
-        backward = sum(x.backward.total for x in passes)
-        forward = sum(x.forward.total for x in passes)
-        if d.overlap_grad_reduce:
-            reduce = max(reduce - backward, reduce * LEAST_EXPOSED)
-        if d.overlap_param_gather:
-            gather = max(gather - forward, gather * LEAST_EXPOSED)
-        return reduce + gather
-
-    def _ring(self, numel: float, width: float, ranks: int, stride: int) -> float:
-        """A reduce-scatter or an all-gather over ``ranks`` that are ``stride`` apart, bucket by bucket. The members of
-        a group in one domain share its network adapters: each has those of the ranks between them."""
-        domain = self.hardware.domain
-        sent = numel * width * (ranks - 1) / ranks
-        if stride * ranks <= domain:
-            return self.rates.exchange(sent, 1, stride * ranks)
-        inside = max(1, min(ranks, domain // stride))
-        buckets = 1 + numel / max(BUCKET_MINIMUM, BUCKET_PER_RANK * ranks)
-        steps = ranks / inside  # a ring passes every domain once
-        rate = min(self.rates.network * inside, self.rates.nvlink)
-        return sent / rate + buckets * steps * self.c.network_latency
 
 
 def _up_projections(mixer: MLASpec, ctx: BlockContext) -> tuple[Product, ...]:

@@ -6,12 +6,12 @@ Products are read off the parameters that ``inventory`` lists, so that every fam
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from bridge_memory.inventory.blocks import Block
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.inventory.parameters import Use
+from bridge_memory.inventory.sizes import chosen, largest
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec, RunSpec
 from bridge_memory.spec.model import FeedForward
 from bridge_memory.speed.kernels import Kernels
@@ -75,10 +75,10 @@ def output_work(model: ModelSpec, ctx: BlockContext) -> Work:
     logits = ctx.tokens * (ctx.padded_vocab // ctx.tp)
     # Fused: read for the maximum, the sum and the gradient, which is written; else a copy in fp32 and a softmax more.
     passes = 4 * ctx.act if ctx.impl.cross_entropy_loss_fusion else 2 * ctx.act + 8 * 4
-    gathered = ctx.tokens * model.hidden_size * ctx.act if ctx.tp > 1 else 0.0
+    gathered = chosen(ctx.tp > 1, ctx.tokens * model.hidden_size * ctx.act, 0.0)
     return Work(
         (Product(ctx.tokens, ctx.padded_vocab // ctx.tp, model.hidden_size, quantized=False),), traffic=logits * passes,
-        tensor_parallel=2.0 * gathered, tensor_collectives=2 if gathered else 0,
+        tensor_parallel=2.0 * gathered, tensor_collectives=_two(gathered),
     )  # fmt: skip
 
 
@@ -93,11 +93,11 @@ def _mixer_work(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kern
     if layer.mixer is None:
         return Work()
     attention, kv = _attention(layer, run, ctx)
-    tensor = 2.0 * ctx.tokens * ctx.hidden_size * ctx.act if ctx.tp > 1 else 0.0
+    tensor = chosen(ctx.tp > 1, 2.0 * ctx.tokens * ctx.hidden_size * ctx.act, 0.0)
     half = LayerSpec(layer.mixer, None, layer.post_layernorms)
     return Work(
-        tuple(_products(layer_block(half, ctx), None, ctx)), attention, _mixer_traffic(layer, ctx, kernels), tensor,
-        2 if tensor else 0, context_parallel=kv,
+        tuple(_products(half, None, ctx)), attention, _mixer_traffic(layer, ctx, kernels), tensor, _two(tensor),
+        context_parallel=kv,
     )  # fmt: skip
 
 
@@ -105,25 +105,30 @@ def _feed_forward_work(layer: LayerSpec, ctx: BlockContext) -> Work:
     ffn = layer.ffn
     if ffn is None:
         return Work()
-    tensor, exchanged = 0.0, 0.0
+    tensor: Any = 0.0
+    exchanged: Any = 0.0
     if isinstance(ffn, MoESpec):
         routed = ctx.tokens_sp * ffn.topk * (ffn.latent_size or ctx.hidden_size) * ctx.act
-        if ctx.ep > 1:
-            exchanged = 2.0 * routed * (ctx.ep - 1) / ctx.ep
-        if ctx.etp > 1:
-            tensor = 2.0 * routed * ctx.etp
-    elif ctx.tp > 1:
+        exchanged = 2.0 * routed * (ctx.ep - 1) / ctx.ep
+        tensor = chosen(ctx.etp > 1, 2.0 * routed * ctx.etp, 0.0)
+    else:
         # An all-reduce forward, or a gather and a reduce-scatter of as much in all.
-        tensor = 2.0 * ctx.tokens * ctx.hidden_size * ctx.act
+        tensor = chosen(ctx.tp > 1, 2.0 * ctx.tokens * ctx.hidden_size * ctx.act, 0.0)
     half = LayerSpec(None, ffn, layer.post_layernorms)
     return Work(
-        tuple(_products(layer_block(half, ctx), ffn, ctx)), 0.0, _feed_forward_traffic(ffn, ctx), tensor,
-        2 if tensor else 0, exchanged, 2 if exchanged else 0,
+        tuple(_products(half, ffn, ctx)), 0.0, _feed_forward_traffic(ffn, ctx), tensor, _two(tensor), exchanged,
+        _two(exchanged),
     )  # fmt: skip
 
 
-def _products(block: Block, ffn: FeedForward | None, ctx: BlockContext) -> Iterator[Product]:
-    for parameters, times in block.parameters.rows:
+def _two(nbytes: Any) -> Any:
+    """Collectives of what is sent there and back."""
+    return chosen(nbytes > 0, 2, 0)
+
+
+def _products(half: LayerSpec, ffn: FeedForward | None, ctx: BlockContext) -> Iterator[Product]:
+    # What is recomputed, and how many sequences there are, changes no parameter.
+    for parameters, times in layer_block(half, ctx.bare()).parameters.rows:
         for p in parameters:
             if len(p.shape) != 2 or p.use is Use.EMBEDDING:
                 continue
@@ -133,14 +138,15 @@ def _products(block: Block, ffn: FeedForward | None, ctx: BlockContext) -> Itera
                 rows = ctx.tokens * ffn.topk * ctx.etp / ctx.tp * ctx.ep / ffn.num_experts
                 yield Product(rows, columns, inner, times)
             else:
-                yield Product(ctx.tokens if p.sharded else ctx.tokens_sp, columns, inner, times, p.is_gemm)
+                rows = chosen(p.sharded, ctx.tokens, ctx.tokens_sp)
+                yield Product(rows, columns, inner, times, p.is_gemm)
 
 
 def _attention(layer: LayerSpec, run: RunSpec, ctx: BlockContext) -> tuple[float, float]:
     """(floating-point operations of softmax attention forward, bytes of this rank's keys and values)."""
     mixer, length = layer.mixer, run.batch.seq_length
     if isinstance(mixer, AttentionSpec):
-        heads, groups = mixer.num_attention_heads / ctx.tp, max(1.0, mixer.num_query_groups / ctx.tp)
+        heads, groups = mixer.num_attention_heads / ctx.tp, largest(1.0, mixer.num_query_groups / ctx.tp)
         width, wide = mixer.kv_channels, mixer.value_channels
         window = mixer.window_size
     elif isinstance(mixer, MLASpec):
@@ -150,7 +156,7 @@ def _attention(layer: LayerSpec, run: RunSpec, ctx: BlockContext) -> tuple[float
         return 0.0, 0.0
     keys = length / 2 if window is None or window >= length else window * (1 - window / (2 * length))
     flops = 2.0 * ctx.tokens * keys * heads * (width + wide)
-    return flops, ctx.tokens * groups * (width + wide) * ctx.act if ctx.cp > 1 else 0.0
+    return flops, chosen(ctx.cp > 1, ctx.tokens * groups * (width + wide) * ctx.act, 0.0)
 
 
 def _mixer_traffic(layer: LayerSpec, ctx: BlockContext, kernels: Kernels) -> float:
@@ -179,7 +185,7 @@ def _feed_forward_traffic(ffn: FeedForward, ctx: BlockContext) -> float:
         return traffic + passes * ctx.tokens * ffn.ffn_hidden_size / ctx.tp * ctx.act
     routed = ctx.tokens_sp * ffn.topk
     traffic += experts_activation_traffic(ffn, ctx)
-    moves = 4 if ctx.ep > 1 else 2  # permute and put back, once more by local expert after an exchange
+    moves = chosen(ctx.ep > 1, 4, 2)  # permute and put back, once more by local expert after an exchange
     traffic += moves * 2 * routed * ctx.etp * (ffn.latent_size or ctx.hidden_size) * ctx.act
     traffic += 4 * ctx.tokens_sp * ffn.num_experts * 4  # the router's scores in fp32
     return traffic + passes * ctx.tokens * ffn.shared_expert_intermediate_size / ctx.tp * ctx.act

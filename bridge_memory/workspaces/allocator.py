@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bridge_memory.inventory.parameters import ALLOCATION_UNIT, pad
+from bridge_memory.inventory.sizes import chosen, largest
 
 MIB = 1 << 20
 
@@ -16,11 +17,7 @@ def block_rest(nbytes: int) -> int:
     Source: ``c10/cuda/CUDACachingAllocator.cpp: get_allocation_size, should_split``.
     """
     nbytes = pad(nbytes, ALLOCATION_UNIT)
-    if nbytes <= MIB:
-        return 0
-    if nbytes >= 10 * MIB:
-        rest, tensors = -nbytes % (2 * MIB), 1
-    else:
-        tensors = 20 * MIB // nbytes
-        rest = 20 * MIB - tensors * nbytes
-    return rest // tensors if rest <= MIB else 0
+    own = nbytes >= 10 * MIB
+    tensors = chosen(own, 1, 20 * MIB // largest(1, nbytes))
+    rest = chosen(own, -nbytes % (2 * MIB), 20 * MIB - tensors * nbytes)
+    return chosen((nbytes > MIB) & (rest <= MIB), rest // largest(1, tensors), 0)

@@ -7,6 +7,7 @@ import io
 import json
 import shlex
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -258,19 +259,23 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import bridge_memory.plan.many as many
     import bridge_memory.plan.search as module
 
-    real, calls = module.peaks, []
+    for where, name, whole in ((many.Memory, "peaks", ()), (module, "peaks", ("--engine", "megatron_fsdp",
+                               "--data-parallel-sharding-strategy", "optim_grads_params"))):
+        real, calls = getattr(where, name), []
 
-    def interrupted(run: RunSpec) -> object:
-        calls.append(run)
-        if len(calls) > 5:
-            raise KeyboardInterrupt
-        return real(run)
+        def interrupted(*arguments: object, real: Any = real, calls: list[object] = calls) -> object:
+            calls.append(arguments)
+            if len(calls) > 3:
+                raise KeyboardInterrupt
+            return real(*arguments)
 
-    monkeypatch.setattr(module, "peaks", interrupted)
-    assert main(SMALL) == 0
-    assert "stopped before the end" in capsys.readouterr().out
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, interrupted)
+            assert main([*SMALL, *whole]) == 0
+        assert "stopped before the end" in capsys.readouterr().out
 
 
 def test_what_is_not_in_the_numbers_is_said(capsys: pytest.CaptureFixture[str]) -> None:

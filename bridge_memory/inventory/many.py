@@ -1,0 +1,390 @@
+"""Blocks of many runs at once: the recordings that serve them, with arrays put in where numbers go.
+
+A ``Grid`` is all combinations of some parallel sizes, micro batches and sets of recomputation of one model. Its
+contexts are those of ``context``, with arrays for sizes; ``blocks.block`` asks the grid where it would work out numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bridge_memory.inventory.alive import Structure
+from bridge_memory.inventory.blocks import recorded
+from bridge_memory.inventory.context import BlockContext, Shelf
+from bridge_memory.inventory.lanes import AXES, Differs, Part, collapsed, lanes_of, step, whole
+from bridge_memory.inventory.parameters import Column, Parameter, ParameterList, Repeated
+from bridge_memory.inventory.recorder import Scratch
+from bridge_memory.inventory.sizes import SIZES
+from bridge_memory.spec import RecomputeSpec
+
+#: Beyond this a float is not every whole number.
+EXACT = 2**53
+_FLAGS = ("input_retained", "output_reached")
+#: Peaks before the landmark, in the order of ``BlockCost.before_landmark``.
+_BEFORE = ("before_forward", "before_backward", "before_held", "before_no_grad")
+
+
+class ManyCost:
+    """As ``alive.BlockCost``, of many runs."""
+
+    __slots__ = (
+        "backward_peak", "backward_peak_held", "forward_peak", "input_bytes", "input_retained", "no_grad_peak",
+        "no_grad_retained", "offloaded", "output_bytes", "output_reached", "retained", *_BEFORE,
+    )  # fmt: skip
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        for name in self.__slots__:
+            setattr(self, name, columns[name])
+
+    @property
+    def before_landmark_forward(self) -> Any:
+        return getattr(self, _BEFORE[0])
+
+    @property
+    def before_landmark(self) -> tuple[Any, Any, Any, Any]:
+        return tuple(getattr(self, name) for name in _BEFORE)
+
+    def forward_name(self) -> str:
+        """Which operation it is is asked of single runs."""
+        return ""
+
+    backward_name = forward_name
+
+
+class ManyParameters:
+    """As ``parameters.ParameterList``, of many runs: a list for each of the few that differ."""
+
+    __slots__ = ("_lists", "_rows", "_sums", "_which")
+
+    def __init__(self, lists: Sequence[ParameterList], which: np.ndarray) -> None:
+        self._lists = lists
+        #: Which of them each run has.
+        self._which = which
+        self._rows: tuple[Repeated, ...] | None = None
+        self._sums: dict[tuple[Column, ...], tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
+
+    def sums(self, columns: tuple[Column, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        found = self._sums.get(columns)
+        if found is None:
+            of_each = [parameters.sums(columns) for parameters in self._lists]
+            found = self._sums[columns] = (  # type: ignore[assignment]
+                *[tuple(self._spread([sums[i][c] for sums in of_each]) for c in range(len(columns))) for i in (0, 1)],
+            )
+        assert found is not None
+        return found
+
+    def _spread(self, values: list[int]) -> Any:
+        return values[0] if len(set(values)) == 1 else lanes_of(np.array(values)[self._which])
+
+    @property
+    def rows(self) -> tuple[Repeated, ...]:
+        """All of them, with arrays for shapes, and for whether they are sharded, where only these differ."""
+        if self._rows is not None:
+            return self._rows
+        if len(self._lists) == 1:
+            return self._lists[0].rows
+        kinds: dict[Any, int] = {}
+        of_lists = [kinds.setdefault(_but_sizes(one.rows), len(kinds)) for one in self._lists]
+        if len(kinds) > 1:
+            raise Differs(np.array(of_lists)[self._which])
+        first = self._lists[0].rows
+        out = []
+        for i, (parameters, _) in enumerate(first):
+            few = tuple(
+                Parameter(
+                    p.name,
+                    tuple(self._spread([of.rows[i].parameters[j].shape[d] for of in self._lists])
+                          for d in range(len(p.shape))),
+                    p.expert, self._spread([of.rows[i].parameters[j].sharded for of in self._lists]), p.use,
+                )
+                for j, p in enumerate(parameters)
+            )  # fmt: skip
+            out.append(Repeated(few, self._spread([of.rows[i].times for of in self._lists])))
+        self._rows = tuple(out)
+        return self._rows
+
+    def runs(self, *experts: bool) -> Iterator[tuple[tuple[Parameter, ...], int]]:
+        if len(self._lists) > 1:
+            raise Differs(self._which)
+        return self._lists[0].runs(*experts)
+
+    def of(self, part: Part) -> ManyParameters:
+        """Those of some runs."""
+        which = part.take(self._which)
+        kinds, back = np.unique(which, return_inverse=True)
+        return ManyParameters([self._lists[k] for k in kinds], back.reshape(which.shape))
+
+
+def _but_sizes(rows: Sequence[Repeated]) -> Any:
+    return tuple(
+        tuple((p.name, len(p.shape), p.expert, p.use) for p in parameters) for parameters, _ in rows
+    )
+
+
+class ManyBlock:
+    """As ``blocks.Block``, of many runs."""
+
+    __slots__ = ("_lasting", "cost", "parameters")
+
+    def __init__(
+        self, columns: dict[str, Any], parameters: ManyParameters, lasting: Sequence[Sequence[np.ndarray]]
+    ) -> None:
+        self.cost = ManyCost({name: lanes_of(values) for name, values in columns.items()})
+        self.parameters = parameters
+        self._lasting = lasting
+
+    @property
+    def lasting(self) -> dict[tuple[Scratch, tuple[Any, ...]], Any]:
+        out: dict[tuple[Scratch, tuple[Any, ...]], Any] = {}
+        for kind, dimensions, *sizes in self._lasting:
+            number = int(lanes_of(dimensions))
+            name = _KINDS[int(lanes_of(kind))]
+            if name is None:
+                continue
+            key = name, tuple(lanes_of(n) for n in sizes[:number])
+            nbytes = lanes_of(sizes[-1])
+            if key not in out or nbytes > out[key]:
+                out[key] = nbytes
+        return out
+
+
+_KINDS: tuple[Scratch | None, ...] = (None, *Scratch)
+#: Most dimensions of the shape of lasting scratch.
+_SHAPE = 3
+
+
+class _Columns(NamedTuple):
+    """One block over a whole grid."""
+
+    cost: dict[str, np.ndarray]
+    parameters: ManyParameters
+    #: A request each: its kind, how many dimensions its shape has, these, and its bytes.
+    lasting: tuple[tuple[np.ndarray, ...], ...]
+
+
+class _OfPart:
+    """Some runs of a grid, for their context."""
+
+    def __init__(self, grid: Grid, part: Part) -> None:
+        self._grid, self._part = grid, part
+
+    def block(self, key: Any, record: Callable[[Any], None]) -> ManyBlock:
+        return self._grid.block(self._part, key, record)
+
+    def bare(self) -> BlockContext:
+        return self._grid.bare(self._part)
+
+
+_BATCH = SIZES.index("batch")
+
+
+class Grid:
+    """All combinations of parallel sizes, micro batches and sets of recomputation, with their blocks."""
+
+    def __init__(
+        self, shelf: Shelf, sizes: Sequence[Any], switches: Sequence[Any], recomputes: Sequence[RecomputeSpec]
+    ) -> None:
+        """``sizes`` and ``switches``: DIMENSIONS in order, arrays over the grid, the switches along the last axis."""
+        self.shelf = shelf
+        self.recomputes = tuple(recomputes)
+        self.dimensions = [np.asarray(values).reshape((1,) * AXES) if np.ndim(values) == 0 else np.asarray(values)
+                           for values in (*sizes, *switches)]
+        self.shape = tuple(max(values.shape[axis] for values in self.dimensions) for axis in range(AXES))
+        self.all = whole(self.shape)
+        self._blocks: dict[Hashable, _Columns] = {}
+        self._bare: Grid | None = None
+
+    def context(self, part: Part) -> BlockContext:
+        """The context of some of its runs. Raises Differs."""
+        ctx = BlockContext(
+            self.shelf, [lanes_of(part.take(values)) for values in self.dimensions], self.recompute(part),
+        )  # fmt: skip
+        ctx.many = _OfPart(self, part)
+        return ctx
+
+    def bare(self, part: Part) -> BlockContext:
+        """As ``BlockContext.bare``."""
+        if self._bare is None:
+            end = len(SIZES) + 1
+            sizes = [1 if i == _BATCH else values for i, values in enumerate(self.dimensions[:end])]
+            none = [False] * (len(self.dimensions) - end)
+            self._bare = Grid(self.shelf, sizes, none, [RecomputeSpec()])
+        first = np.zeros(1, np.int64)
+        return self._bare.context(Part((part.positions[0], *[first] * (AXES - 1))))
+
+    def recompute(self, part: Part) -> Any:
+        """Their recomputation."""
+        few = [self.recomputes[i] for i in part.positions[2]]
+        return few[0] if all(r == few[0] for r in few) else Same(few)
+
+    def block(self, part: Part, key: Hashable, record: Callable[[Any], None]) -> ManyBlock:
+        """One block of some of its runs."""
+        found = self._blocks.get(key)
+        if found is None:
+            found = self._blocks[key] = self._columns(key, record)
+        return ManyBlock(
+            {name: part.take(values) for name, values in found.cost.items()}, found.parameters.of(part),
+            [tuple(part.take(values) for values in request) for request in found.lasting],
+        )  # fmt: skip
+
+    def _columns(self, key: Hashable, record: Callable[[Any], None]) -> _Columns:
+        names = (*ManyCost.__slots__,)
+        cost = {name: np.zeros(self.shape, bool if name in _FLAGS else np.int64) for name in names}
+        lists: dict[ParameterList, int] = {}
+        which = np.zeros(self.shape, np.int64)
+        lasting: list[list[np.ndarray]] = []
+        for part, recording, sizes in self._leaves(key, record):
+            s, atoms = recording.structure, recording.atoms
+            for name, values in evaluated(s, sizes[:atoms]).items():
+                part.put(cost[name], values)
+            for name in _FLAGS:
+                part.put(cost[name], getattr(s, name))
+            end = atoms + recording.parameter_sizes
+            part.put(which, _lists(recording.parameters, sizes[atoms:end], lists))
+            for i, (kind, dimensions) in enumerate(recording.lasting):
+                if i == len(lasting):
+                    lasting.append([np.zeros(self.shape, np.int64) for _ in range(3 + _SHAPE)])
+                assert dimensions <= _SHAPE
+                request = lasting[i]
+                part.put(request[0], _KINDS.index(kind))
+                part.put(request[1], dimensions)
+                for at, values in enumerate(sizes[end : end + dimensions]):
+                    part.put(request[2 + at], values)
+                part.put(request[-1], sizes[end + dimensions])
+                end += dimensions + 1
+        return _Columns(
+            {name: collapsed(values) for name, values in cost.items()},
+            ManyParameters(list(lists), collapsed(which)),
+            tuple(tuple(map(collapsed, request)) for request in lasting),
+        )  # fmt: skip
+
+    def _leaves(self, key: Hashable, record: Callable[[Any], None]) -> Iterator[tuple[Part, Any, list[Any]]]:
+        recordings = self.shelf.recordings(key)
+        todo = [self.all]
+        while todo:
+            asked, todo = todo, []
+            for part in asked:
+                for some, recording, sizes in recordings.find_many(self.dimensions, part, step):
+                    if recording is not None:
+                        yield some, recording, sizes
+                        continue
+                    todo.append(some)
+            for part in todo:
+                first = Part(tuple(at[:1] for at in part.positions))
+                ctx = BlockContext(
+                    self.shelf,
+                    [bool(n) if i >= len(SIZES) else int(n)
+                     for i, n in enumerate(first.take(values).flat[0] for values in self.dimensions)],
+                    self.recompute(first),
+                )  # fmt: skip
+                recorded(ctx, key, recordings, record)
+
+
+def _lists(template: Any, sizes: Sequence[Any], lists: dict[ParameterList, int]) -> Any:
+    """Which of ``lists``, to which new ones are added, has these sizes."""
+    arrays = [(i, values) for i, values in enumerate(sizes) if isinstance(values, np.ndarray)]
+    few = [int(values) if not isinstance(values, np.ndarray) else 0 for values in sizes]
+    if not arrays:
+        found = template.filled(tuple(few))
+        return lists.setdefault(found, len(lists))
+    whole_shape = np.broadcast_shapes(*(values.shape for _, values in arrays))
+    rows = np.stack([np.broadcast_to(values, whole_shape).reshape(-1) for _, values in arrays], axis=1)
+    kinds, back = np.unique(rows, axis=0, return_inverse=True)
+    numbers = []
+    for kind in kinds.tolist():
+        for (i, _), value in zip(arrays, kind, strict=True):
+            few[i] = value
+        numbers.append(lists.setdefault(template.filled(tuple(few)), len(lists)))
+    return np.array(numbers)[back.reshape(whole_shape)]
+
+
+# ---- what is alive, as matrices ----
+
+
+class _Matrix(NamedTuple):
+    """Counts of every size, a row for each sum and for each moment of a pass."""
+
+    counts: np.ndarray
+    #: Name -> its rows.
+    rows: dict[str, slice]
+
+
+def evaluated(structure: Structure, sizes: Sequence[Any]) -> dict[str, np.ndarray]:
+    """The properties of a ``BlockCost`` that are numbers, for arrays of ``sizes``."""
+    number = len(sizes)
+    shape = np.broadcast_shapes((1,) * AXES, *(values.shape for values in sizes if isinstance(values, np.ndarray)))
+    table = np.empty((number, *shape))
+    for i, values in enumerate(sizes):
+        table[i] = values
+    table = table.reshape(number, -1)
+    counts, rows = _matrix(structure, number, every=bool(number and table.min() < 0))
+    totals = counts @ table
+    assert not totals.size or abs(totals).max() < EXACT, "a sum that is not exact as a float"
+    found = {
+        name: totals[at].max(axis=0, initial=0).astype(np.int64).reshape(shape) for name, at in rows.items()
+    }
+    out = {name: found[name] for name in structure.sums()}
+    for name, before, after in _PASSES:
+        first, second = found[before], found[after]
+        out[name] = np.maximum(first, second)
+    for name, of in zip(_BEFORE, ("<forward_peak", ">backward_peak", ">backward_peak_held", "<no_grad_peak"),
+                        strict=True):
+        out[name] = found[of]
+    return out
+
+
+#: Peak -> its passages before the landmark and after it.
+_PASSES = tuple(
+    (name, "<" + name, ">" + name) for name in ("forward_peak", "backward_peak", "backward_peak_held", "no_grad_peak")
+)
+
+
+def _matrix(structure: Structure, number: int, *, every: bool) -> _Matrix:
+    """``every``: all moments, and not only those after which something goes: sizes may be less than zero."""
+    known = structure.matrices.get(every)
+    if known is not None:
+        return known
+    pieces: list[np.ndarray] = []
+    rows: dict[str, slice] = {}
+    at = 0
+    for name, positions in structure.sums().items():
+        pieces.append(np.bincount(positions, minlength=number)[None, :] if positions else np.zeros((1, number)))
+        rows[name] = slice(at, at := at + 1)
+    for name, passages in structure.passages().items():
+        for sign, steps in zip("<>", passages, strict=True):
+            moments = _moments(steps, number, every)
+            pieces.append(moments)
+            rows[sign + name] = slice(at, at := at + len(moments))
+    known = structure.matrices[every] = _Matrix(np.concatenate(pieces).astype(float), rows)
+    return known
+
+
+def _moments(steps: Sequence[int], number: int, every: bool) -> np.ndarray:
+    """Counts after each step of a walk after which something goes, or after ``every`` one."""
+    if not steps:
+        return np.zeros((0, number))
+    walk = np.array(steps)
+    come = walk < number
+    counts = np.zeros((len(walk), number))
+    counts[np.arange(len(walk)), walk % number] = np.where(come, 1, -1)
+    counts = counts.cumsum(axis=0)
+    if not every:
+        counts = counts[come & ~np.append(come[1:], False)]
+    return counts
+
+
+class Same:
+    """Several specs as one: a field is what all of them say; where they differ it is a question."""
+
+    def __init__(self, specs: Sequence[Any]) -> None:
+        self._specs = specs
+
+    def __getattr__(self, name: str) -> Any:
+        values = [getattr(spec, name) for spec in self._specs]
+        distinct = list(dict.fromkeys(values))
+        if len(distinct) > 1:
+            raise Differs(np.array([distinct.index(value) for value in values]).reshape((1,) * (AXES - 1) + (-1,)))
+        return values[0]

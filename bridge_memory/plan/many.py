@@ -1,0 +1,539 @@
+"""The layouts of a space evaluated together: legality, memory and step time as arrays.
+
+What decides is written once, for single runs (``spec.validation``, ``estimate.StageHolds``, ``speed.step_time``), and
+evaluated here with arrays in the place of numbers; ``inventory.lanes`` says how that cannot go wrong. Layouts of one
+pipeline (its size, virtual stages and split of the layers) stand in a grid of parallel sizes x micro batches x sets of
+recomputation. What of memory does not depend on the pipeline is worked out once for all of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bridge_memory.engines.by_name import engine_of
+from bridge_memory.engines.engine import StageState
+from bridge_memory.estimate import StageHolds, by_lifetime
+from bridge_memory.inventory.context import LIBRARY, settings_of, sizes_of, switches_of
+from bridge_memory.inventory.lanes import Differs, Part, along, collapsed, parts, whole
+from bridge_memory.inventory.many import Grid, Same
+from bridge_memory.plan.space import Refused, Sizes, Space, micro_batches, parallel_sizes, recomputations, split_choices
+from bridge_memory.schedule.peak import few_microbatches
+from bridge_memory.schedule.rows import peak_rows
+from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
+from bridge_memory.spec.layout import StageShape, layout
+from bridge_memory.spec.limits import limits_of
+from bridge_memory.spec.run import GROUPS
+from bridge_memory.spec.validation import RULES
+from bridge_memory.speed.constants import Constants
+from bridge_memory.speed.hardware import Hardware
+from bridge_memory.speed.step_time import Passes, Step
+
+
+def expressible(run: RunSpec) -> bool:
+    """Whether arrays say all of its memory: not where an engine's bytes beside a layer depend on the stage, nor where
+    two chunks run beside each other."""
+    return not run.data_parallel.fsdp and not run.implementation.overlap_moe_expert_parallel_comm
+
+
+class Runs:
+    """Many runs, with the fields of a RunSpec; arrays stand for what differs."""
+
+    def __init__(self, base: RunSpec, parallel: ParallelSpec, batch: BatchSpec, recompute: Any) -> None:
+        for name in ("model", *GROUPS):
+            setattr(self, name, getattr(base, name))
+        self.parallel, self.batch, self.recompute = parallel, batch, recompute
+
+    model: Any
+    num_microbatches = RunSpec.num_microbatches
+
+
+def _unchecked(base: Any, **values: Any) -> Any:
+    """A copy of a spec with arrays for some fields."""
+    out = object.__new__(type(base))
+    for f in fields(base):
+        object.__setattr__(out, f.name, values.get(f.name, getattr(base, f.name)))
+    return out
+
+
+class Pipeline(NamedTuple):
+    """Layouts that share their pipeline."""
+
+    #: Where it stands among the splits of its sizes, for the order in which layouts are listed.
+    number: int
+    fields: dict[str, Any]
+    pp: int
+    #: Of the space's sizes, those with this pipeline size: number in the space's order, and in ``Sheet.sizes``.
+    order: np.ndarray
+    at: np.ndarray
+    recomputes: tuple[RecomputeSpec, ...]
+
+
+class Fitting(NamedTuple):
+    """Layouts of one pipeline that fit, one entry each."""
+
+    pipeline: Pipeline
+    #: Places in ``Pipeline.at``, among the micro batches, and in ``Pipeline.recomputes``.
+    sizes: np.ndarray
+    batch: np.ndarray
+    recompute: np.ndarray
+    peaks: np.ndarray
+    seconds: np.ndarray
+    #: How many legal layouts the pipeline has, and of them those whose model state alone is too large.
+    looked_at: int
+    without_activations: int
+
+    def order(self, sheet: Sheet) -> np.ndarray:
+        """Their places in the order in which a space lists its layouts."""
+        p = self.pipeline
+        out = p.order[self.sizes] * sheet.most_splits + p.number
+        return (out * len(sheet.batches) + self.batch) * sheet.most_recomputes + self.recompute
+
+
+class Sheet:
+    """The layouts of a space as arrays."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.base = space.base
+        self.total = space.global_batch_size or space.base.batch.global_batch_size
+        self.batches = micro_batches(space)
+        #: Sizes beside the pipeline's, each once.
+        self.sizes: list[Sizes] = []
+        self.pipelines: list[Pipeline] = []
+        of_pp: dict[int, tuple[list[int], list[int]]] = {}
+        known: dict[Sizes, int] = {}
+        for number, sizes in enumerate(parallel_sizes(space)):
+            rest = sizes._replace(pp=1)
+            at = known.setdefault(rest, len(known))
+            order, places = of_pp.setdefault(sizes.pp, ([], []))
+            order.append(number)
+            places.append(at)
+        self.sizes = list(known)
+        self.most_splits = self.most_recomputes = 1
+        for pp, (order, places) in of_pp.items():
+            for number, split in enumerate(split_choices(space, pp)):
+                vpp = split.get("virtual_pipeline_model_parallel_size", self.base.parallel.vpp) or 1
+                choices = tuple(recomputations(space, pp * vpp))
+                self.pipelines.append(Pipeline(number, split, pp, np.array(order), np.array(places), choices))
+                self.most_splits = max(self.most_splits, number + 1)
+                self.most_recomputes = max(self.most_recomputes, len(choices))
+
+    def run(self, pipeline: Pipeline, size: int, batch: int, recompute: int) -> RunSpec:
+        """One of its layouts, by its places."""
+        sizes = self.sizes[pipeline.at[size]]._replace(pp=pipeline.pp)
+        base = self.base
+        return base.with_(
+            parallel=replace(base.parallel, world_size=self.space.num_gpus, **sizes.fields(), **pipeline.fields),
+            batch=replace(base.batch, micro_batch_size=self.batches[batch], global_batch_size=self.total),
+            recompute=pipeline.recomputes[recompute],
+        )
+
+    # ---- arrays in the place of runs ----
+
+    def parallel(self, places: np.ndarray, **more: Any) -> ParallelSpec:
+        sizes = [self.sizes[i] for i in places]
+        etp = None if sizes[0].etp is None else along(0, [s.etp for s in sizes])
+        return _unchecked(
+            self.base.parallel, world_size=self.space.num_gpus,
+            tensor_model_parallel_size=along(0, [s.tp for s in sizes]),
+            context_parallel_size=along(0, [s.cp for s in sizes]),
+            expert_model_parallel_size=along(0, [s.ep for s in sizes]), expert_tensor_parallel_size=etp, **more,
+        )  # fmt: skip
+
+    def runs(self, pipeline: Pipeline, part: Part) -> Runs:
+        """Those of a pipeline's layouts."""
+        sizes, batches, choices = part.positions
+        few = [pipeline.recomputes[i] for i in choices]
+        return Runs(
+            self.base,
+            self.parallel(pipeline.at[sizes], pipeline_model_parallel_size=pipeline.pp, **pipeline.fields),
+            self.batch(batches), few[0] if len(few) == 1 else Same(few),
+        )  # fmt: skip
+
+    def batch(self, batches: np.ndarray) -> BatchSpec:
+        return _unchecked(
+            self.base.batch, micro_batch_size=along(1, [self.batches[i] for i in batches]),
+            global_batch_size=self.total,
+        )
+
+    # ---- legality ----
+
+    def legal(self, pipeline: Pipeline, refused: Refused) -> np.ndarray:
+        """Which of a pipeline's layouts megatron-core runs; the others are counted as ``space.layouts`` counts them."""
+        shape = len(pipeline.at), len(self.batches), len(pipeline.recomputes)
+        legal = np.ones(shape, bool)
+        limits = limits_of(self.base.model)
+        if self.total is not None:
+            sizes = [self.sizes[i] for i in pipeline.at]
+            dp = np.array([self.space.num_gpus // (s.tp * pipeline.pp * s.cp) for s in sizes])
+            whole_steps = self.total % (np.outer(dp, self.batches)) == 0
+            refused["global_batch_size"] += int((~whole_steps).sum()) * shape[2]
+            legal &= whole_steps[:, :, None]
+            refused += Refused()  # without what was counted as none
+        #: Which rule refuses a layout, as numbers of ``errors``.
+        errors: list[SpecError | None] = [None]
+        reasons = np.zeros(shape, np.int32)
+        todo = legal.copy()
+        for rule in RULES:
+            for part, refusal in self._refusals(pipeline, rule, limits, todo):
+                inside = np.ix_(*part.positions)
+                reasons[inside] = np.where(todo[inside], len(errors), reasons[inside])
+                todo[inside] = False
+                errors.append(refusal)
+        # Where nothing is recomputed first, and that is refused, so are the others.
+        first = reasons[:, :, :1]
+        reasons = np.where(first > 0, first, reasons)
+        numbers = np.bincount(reasons[legal], minlength=len(errors))
+        for error, number in zip(errors, numbers.tolist(), strict=True):
+            if number and error is not None:
+                refused.add(error, number)
+        return legal & (reasons == 0)
+
+    def _refusals(
+        self, pipeline: Pipeline, rule: Callable[[Any, Any], None], limits: Any, todo: np.ndarray
+    ) -> Iterator[tuple[Part, SpecError]]:
+        def refusal(part: Part) -> SpecError | None:
+            try:
+                rule(self.runs(pipeline, part), limits)
+            except SpecError as error:
+                return error
+            return None
+
+        for part, error in parts(_around(todo), refusal):
+            if error is not None:
+                yield part, error
+
+
+def _around(some: np.ndarray) -> Part:
+    """The smallest part of a grid that has all of ``some`` in it."""
+    return Part(tuple(
+        np.flatnonzero(some.any(axis=tuple(other for other in range(some.ndim) if other != axis)))
+        for axis in range(some.ndim)
+    ))  # fmt: skip
+
+
+# ---- memory ----
+
+#: The fields of a ParallelSpec that say how a run is cut into stages, and over how many GPUs.
+_PIPELINE = (
+    "world_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
+    "microbatch_group_size_per_vp_stage",
+)  # fmt: skip
+
+
+class _NoEngine:
+    """In the place of an engine: model state depends on the pipeline, and is put beside what does not (``Memory``)."""
+
+    def stage(self, chunks: Sequence[Any]) -> StageState:
+        return StageState(0, ())
+
+
+class _Stage(NamedTuple):
+    """What stages of one shape hold beside model state, over some runs."""
+
+    static: Any
+    between: Any
+    batch: Any
+    #: Which of ``costs`` each chunk has.
+    which: tuple[int, ...]
+    #: What a chunk saves and its peaks, one after the other.
+    costs: tuple[Any, ...]
+    hidden: Any
+
+
+class _State(NamedTuple):
+    """Model state of stages of one shape, over some runs."""
+
+    #: Of it the lines alone, and all that stays.
+    model: Any
+    static: Any
+    between: Any
+    in_step: Any
+    gathered: Any
+
+
+class Pieces:
+    """A function of parts of a grid, evaluated on the largest parts that answer every question alike. Parts that had to
+    be divided once stay so for all that is asked later."""
+
+    def __init__(self, of: Part, make: Callable[[Part], Any]) -> None:
+        """``make``: what is kept of a part between evaluations. It may raise Differs."""
+        self._make = make
+        self._parts = list(parts(of, make))
+
+    def each(
+        self, evaluate: Callable[[Any], Any], needed: np.ndarray | None = None
+    ) -> Iterator[tuple[Part, Any]]:
+        """(part, ``evaluate`` of what was made of it), of the parts in which anything is ``needed``."""
+        kept: list[tuple[Part, Any]] = []
+        todo = self._parts[::-1]
+        found = []
+        while todo:
+            part, made = todo.pop()
+            if needed is not None and not needed[np.ix_(*part.positions)].any():
+                kept.append((part, made))
+                continue
+            try:
+                result = evaluate(made)
+            except Differs as differs:
+                for few in part.divided(differs.answers):
+                    todo += list(parts(few, self._make))
+                continue
+            kept.append((part, made))
+            found.append((part, result))
+        self._parts = kept
+        return iter(found)
+
+
+class Memory:
+    """Peaks of the layouts of a sheet."""
+
+    def __init__(self, sheet: Sheet, of_pp: dict[int, np.ndarray]) -> None:
+        """``of_pp``: which of ``sheet.sizes`` any legal layout of a pipeline size has."""
+        self.sheet = sheet
+        self._of_pp = of_pp
+        needed = np.any(list(of_pp.values()), axis=0)
+        base = sheet.base
+        self.recomputes = tuple(dict.fromkeys(r for p in sheet.pipelines for r in p.recomputes))
+        self.number = {r: i for i, r in enumerate(self.recomputes)}
+        #: Of the sheet's sizes -> the grid's.
+        self.places = np.cumsum(needed) - 1
+        self._sizes = np.flatnonzero(needed)
+        of_all = self.runs(None, whole((len(self._sizes), len(sheet.batches), len(self.recomputes))))
+        switches = [switches_of(r, base.implementation) for r in self.recomputes]
+        self.grid = Grid(
+            LIBRARY.shelf(settings_of(base)), sizes_of(of_all),  # type: ignore[arg-type]
+            [along(2, [row[i] for row in switches]) for i in range(len(switches[0]))], self.recomputes,
+        )
+        self._holds = Pieces(self.grid.all, self._held_by)
+        self._states: dict[int, Pieces] = {}
+
+    def runs(self, pipeline: Pipeline | None, part: Part) -> Runs:
+        """Some runs of the grid; without a pipeline its fields are not there to be asked for."""
+        sheet = self.sheet
+        fields = {} if pipeline is None else {"pipeline_model_parallel_size": pipeline.pp, **pipeline.fields}
+        parallel = sheet.parallel(self._sizes[part.positions[0]], **fields)
+        if pipeline is None:
+            for name in _PIPELINE:
+                object.__delattr__(parallel, name)
+        few = [self.recomputes[i] for i in part.positions[2]]
+        return Runs(sheet.base, parallel, sheet.batch(part.positions[1]), few[0] if len(few) == 1 else Same(few))
+
+    def _held_by(self, part: Part) -> StageHolds:
+        return StageHolds(self.runs(None, part), self.grid.context(part), _NoEngine())  # type: ignore[arg-type]
+
+    def _stage(self, holds: StageHolds, shapes: StageShape) -> _Stage:
+        held = holds.held(shapes)
+        distinct = list(dict.fromkeys(map(id, held.inventories)))
+        which = tuple(distinct.index(id(inventory)) for inventory in held.inventories)
+        costs: list[Any] = []
+        for i in range(len(distinct)):
+            cost = held.costs[which.index(i)]
+            costs += [cost.saved, cost.forward_peak, cost.backward_peak]
+        return _Stage(held.static_bytes, held.between_bytes, held.batch, which, tuple(costs), holds.ctx.hidden_bytes)
+
+    def _state(self, pipeline: Pipeline, shapes: StageShape) -> _State:
+        """Model state over the whole grid (along its last axes one entry, where it is the same for all)."""
+        pp = pipeline.pp
+        pieces = self._states.get(pp)
+        if pieces is None:
+            def made(part: Part) -> StageHolds:
+                runs: Any = self.runs(pipeline._replace(fields={}), part)
+                return StageHolds(runs, self.grid.context(part), engine_of(runs))
+
+            sizes = np.flatnonzero(self._of_pp[pp][self._sizes])
+            pieces = self._states[pp] = Pieces(Part((sizes, *self.grid.all.positions[1:])), made)
+
+        def state(holds: StageHolds) -> tuple[Any, ...]:
+            found = holds.state(shapes)
+            lasting, between = by_lifetime(found.buffers())
+            model = sum([nbytes for _, nbytes in found.amounts])
+            return (
+                model, model + sum([b.bytes for b in lasting]), sum([b.bytes for b in between]), found.in_step,
+                found.gathered,
+            )
+
+        out = [np.zeros(self.grid.shape, np.int64) for _ in _State._fields]
+        for part, values in pieces.each(state):
+            for into, value in zip(out, values, strict=True):
+                part.put(into, value)
+        return _State(*map(collapsed, out))
+
+    def peaks(self, pipeline: Pipeline, legal: np.ndarray, allowed: Callable[[np.ndarray], np.ndarray]) -> Peaks:
+        """Of a pipeline's ``legal`` layouts. ``allowed``: which peaks the card holds."""
+        model, part = self.sheet.base.model, _around(legal)
+        parallel = self.sheet.runs(pipeline, Part(tuple(at[:1] for at in part.positions))).parallel
+        ranks: dict[StageShape, list[int]] = {}
+        for rank, shapes in enumerate(layout(model, parallel).shapes(model)):
+            ranks.setdefault(shapes, []).append(rank)
+        found = np.nonzero(legal)
+        cells = self.cells(pipeline, found)
+        states = {shapes: self._state(pipeline, shapes) for shapes in ranks}
+        most = np.max([_at(state.model, cells) for state in states.values()], axis=0)
+        kept = allowed(most)
+        without_activations = int((~kept).sum())
+        found = tuple(at[kept] for at in found)
+        cells = tuple(at[kept] for at in cells)
+        peaks = np.zeros(len(found[0]), np.int64)
+        if len(peaks):
+            used = np.zeros(self.grid.shape, bool)
+            used[cells] = True
+            microbatches = self._microbatches(pipeline, found)
+            for shapes, of_shape in ranks.items():
+                peak = self._peak(pipeline, parallel, shapes, of_shape, states[shapes], cells, used, microbatches)
+                np.maximum(peaks, peak, out=peaks)
+        return Peaks(found[0], found[1], found[2], peaks, without_activations)
+
+    def cells(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """Places of a pipeline's layouts in the grid."""
+        choices = np.array([self.number[r] for r in pipeline.recomputes])
+        return self.places[pipeline.at][found[0]], found[1], choices[found[2]]
+
+    def _microbatches(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> np.ndarray:
+        runs = self.sheet.runs(pipeline, whole((len(pipeline.at), len(self.sheet.batches), 1)))
+        number = RunSpec.num_microbatches.fget(runs)  # type: ignore[attr-defined]
+        shape = len(pipeline.at), len(self.sheet.batches), 1
+        return np.broadcast_to(np.asarray(number), shape)[found[0], found[1], 0]
+
+    def _peak(
+        self, pipeline: Pipeline, parallel: ParallelSpec, shapes: StageShape, ranks: Sequence[int], state: _State,
+        cells: tuple[np.ndarray, ...], used: np.ndarray, microbatches: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        """The highest peak of the stages of one shape."""
+        out = np.zeros(len(cells[0]), np.int64)
+        pp, v = pipeline.pp, len(shapes)
+        group = parallel.microbatch_group_size_per_vp_stage or pp
+        todo: dict[tuple[int, ...], list[tuple[Part, _Stage]]] = {}
+        for part, stage in self._holds.each(lambda holds: self._stage(holds, shapes), used):
+            todo.setdefault(stage.which, []).append((part, stage))
+        for which, pieces in todo.items():
+            columns = 3 * (max(which) + 1) + 1
+            table = np.zeros((columns + 3, *self.grid.shape))
+            here = np.zeros(self.grid.shape, bool)
+            for part, stage in pieces:
+                inside = np.ix_(*part.positions)
+                here[inside] = True
+                for at, values in enumerate((*stage.costs, stage.hidden, stage.static, stage.between, stage.batch)):
+                    table[at][inside] = values
+            mine = here[cells]
+            at = np.ravel_multi_index(tuple(each[mine] for each in cells), self.grid.shape)
+            values = table.reshape(len(table), -1)[:, at]
+            moments = np.empty(len(at))
+            number = microbatches[mine]
+            for m in np.unique(number).tolist():
+                few = number == m
+                rows = peak_rows(pp, ranks, few_microbatches(pp, m, v, group), group, which)
+                moments[few] = (rows @ values[:columns, few]).max(axis=0)
+            static, between, batch = values[columns:].astype(np.int64)
+            some = tuple(each[mine] for each in cells)
+            out[mine] = static + _at(state.static, some) + np.maximum(
+                moments.astype(np.int64) + batch + _at(state.gathered, some),
+                between + _at(state.between, some) + _at(state.in_step, some),
+            )
+        return out
+
+
+class Peaks(NamedTuple):
+    """Layouts of one pipeline whose model state the card holds, one entry each, and how many others there are."""
+
+    sizes: np.ndarray
+    batch: np.ndarray
+    recompute: np.ndarray
+    #: Of the fullest stage, bytes.
+    peaks: np.ndarray
+    without_activations: int
+
+
+def _at(values: np.ndarray, cells: tuple[np.ndarray, ...]) -> np.ndarray:
+    """The entries of an array over a grid at some of its cells."""
+    return values[tuple(at if values.shape[axis] > 1 else np.zeros_like(at) for axis, at in enumerate(cells))]
+
+
+# ---- time ----
+
+
+class Times:
+    """Step times of the layouts of a sheet, as ``step_time`` gives them."""
+
+    def __init__(self, memory: Memory, hardware: Hardware, constants: Constants) -> None:
+        self._memory, self._hardware, self._constants = memory, hardware, constants
+        self._passes = Pieces(memory.grid.all, self._passes_of)
+
+    def _passes_of(self, part: Part) -> tuple[Part, Passes]:
+        runs: Any = self._memory.runs(None, part)
+        return part, Passes(runs, self._memory.grid.context(part), self._hardware, self._constants)
+
+    def seconds(self, pipeline: Pipeline, cells: tuple[np.ndarray, ...]) -> np.ndarray:
+        """Of a pipeline's layouts at ``cells`` of the grid."""
+        grid = self._memory.grid
+        used = np.zeros(grid.shape, bool)
+        used[cells] = True
+
+        def seconds(of: tuple[Part, Passes]) -> Any:
+            part, passes = of
+            runs: Any = self._memory.runs(pipeline, part)
+            return Step(runs, self._hardware, self._constants, passes=passes).time().seconds
+
+        out = np.zeros(grid.shape)
+        with np.errstate(divide="ignore", invalid="ignore"):  # of sizes that this pipeline does not go with
+            for part, values in self._passes.each(seconds, used):
+                part.put(out, values)
+        return out[cells]
+
+
+# ---- all of it ----
+
+
+def fitting(
+    sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused
+) -> Iterator[Fitting]:
+    """The layouts that fit, pipeline by pipeline, with their peaks and step times; others are counted. ``fits``:
+    whether the card holds a peak, and so all lower ones."""
+    legal = [sheet.legal(pipeline, refused) for pipeline in sheet.pipelines]
+    of_pp: dict[int, np.ndarray] = {}
+    for pipeline, which in zip(sheet.pipelines, legal, strict=True):
+        any_of = of_pp.setdefault(pipeline.pp, np.zeros(len(sheet.sizes), bool))
+        any_of[pipeline.at[which.any(axis=(1, 2))]] = True
+    if not any(some.any() for some in of_pp.values()):
+        return
+    memory = Memory(sheet, of_pp)
+    times = Times(memory, hardware, constants)
+    for pipeline, which in zip(sheet.pipelines, legal, strict=True):
+        if not which.any():
+            continue
+        found = memory.peaks(pipeline, which, lambda values: _held(values, fits))
+        kept = _held(found.peaks, fits)
+        sizes, batch, recompute = found.sizes[kept], found.batch[kept], found.recompute[kept]
+        cells = memory.cells(pipeline, (sizes, batch, recompute))
+        seconds = times.seconds(pipeline, cells) if kept.any() else np.zeros(0)
+        yield Fitting(
+            pipeline, sizes, batch, recompute, found.peaks[kept], seconds, int(which.sum()), found.without_activations
+        )
+
+
+def _held(peaks: np.ndarray, fits: Callable[[int], bool]) -> np.ndarray:
+    """Which of ``peaks`` fit: asked of a few, since what is lower fits too."""
+    distinct = np.unique(peaks)
+    number = bisect_left(range(len(distinct)), True, key=lambda i: not fits(int(distinct[i])))
+    return peaks < distinct[number] if number < len(distinct) else np.ones(len(peaks), bool)
+
+
+def sorted_together(sheet: Sheet, found: Sequence[Fitting]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Layouts by step time, of equal ones by peak, of equal ones as the space lists them: in which of ``found`` each
+    is, where in it, and its peak."""
+    if not found:
+        return (np.zeros(0, np.int64),) * 3
+    of = np.repeat(np.arange(len(found)), [len(few.peaks) for few in found])
+    at = np.concatenate([np.arange(len(few.peaks)) for few in found])
+    peaks = np.concatenate([few.peaks for few in found])
+    order = np.lexsort((
+        np.concatenate([few.order(sheet) for few in found]), peaks, np.concatenate([few.seconds for few in found])
+    ))  # fmt: skip
+    return of[order], at[order], peaks[order]

@@ -1,0 +1,115 @@
+"""Layouts evaluated as arrays against the same layouts one by one: what is legal, every peak, every step time."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from bridge_memory import BatchSpec, RunSpec, peaks
+from bridge_memory.plan.many import Sheet, expressible, fitting, sorted_together
+from bridge_memory.plan.search import Found, search
+from bridge_memory.plan.space import Refused, Space, layouts
+from bridge_memory.report.gpus import find_gpu, margin_bytes
+from bridge_memory.speed.constants import DEFAULT
+from bridge_memory.speed.hardware import hardware_of
+from bridge_memory.speed.step_time import step_time
+
+H100 = hardware_of("H100")
+
+
+def space(model: str, gpus: int, *fixed: str, total: int = 64, length: int = 4096, **fields: Any) -> Space:
+    exhaustive = fields.pop("exhaustive", False)
+    base = RunSpec(model=model, batch=BatchSpec(seq_length=length, global_batch_size=total)).with_fields(**fields)
+    return Space(base, gpus, 8, frozenset(fixed), exhaustive=exhaustive, global_batch_size=total)
+
+
+def found(of: Space, gpu: str, *, together: bool) -> Found:
+    return search(
+        of, H100, capacity=find_gpu(gpu).capacity_bytes, margin=lambda peak: margin_bytes(peak, of.num_gpus),
+        together=together,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("of", "gpu"),
+    (
+        (space("meta-llama/Llama-3.2-1B", 4), "A100-40GB"),
+        (space("meta-llama/Llama-3.1-70B", 32, "recompute", "mbs"), "H200"),
+        (space("Qwen/Qwen3-30B-A3B", 8, "split", "vpp"), "A100-80GB"),
+        (space("deepseek-ai/DeepSeek-V2-Lite", 8, "cp", "vpp", total=32), "H100"),
+    ),
+    ids=lambda of: of.base.model.name if isinstance(of, Space) else of,
+)
+def test_together_is_one_by_one(of: Space, gpu: str) -> None:
+    """The same rows in the same order, the same counts, the same refusals."""
+    ours, theirs = found(of, gpu, together=True), found(of, gpu, together=False)
+    assert ours._replace(rows=theirs.rows, together=False) == theirs
+    assert 0 < len(theirs.rows) < theirs.looked_at
+    assert list(ours.rows) == list(theirs.rows)
+    assert ours.best(7) == theirs.best(7) and ours.front() == theirs.front()
+
+
+#: Each with another way to differ: MTP, latent attention and pairs of modules; experts; mixers of hybrids; eight bits
+#: with bf16 ends; local layers with scores; no distributed optimizer; buckets; offloading; adapters; packed sequences.
+MANY = {
+    "V3": space("deepseek-ai/DeepSeek-V3", 512, total=8192),
+    "235B": space("Qwen/Qwen3-235B-A22B", 64, "split", total=512, expert_tensor_parallel_size=1),
+    "70B": space("meta-llama/Llama-3.1-70B", 64, total=512, length=8192),
+    "Nemotron-H": space("nvidia/Nemotron-H-56B-Base-8K", 32, total=128),
+    "fp8": space("deepseek-ai/DeepSeek-V3", 256, "vpp", total=2048, fp8="hybrid", **{"precision.fp8_recipe": "mxfp8"}),
+    "local": space("meta-llama/Llama-3.1-8B", 16, "cp", transformer_impl="local"),
+    "buckets": space(
+        "meta-llama/Llama-3.2-1B", 16, overlap_grad_reduce=True, overlap_param_gather=True,
+        use_distributed_optimizer=True,
+    ),
+    "not distributed": space("Qwen/Qwen3-30B-A3B", 16, "vpp", use_distributed_optimizer=False),
+    "muon": space(
+        "meta-llama/Llama-3.2-1B", 8, use_distributed_optimizer=False, **{"optimizer.optimizer": "muon"},
+        use_layer_wise_distributed_optimizer=True,
+    ),
+    "offloading": space("Qwen/Qwen3-30B-A3B", 16, "vpp", offload_modules=("core_attn", "expert_fc1")),
+    "lora": space("meta-llama/Llama-3.1-8B", 8, "split", **{"peft.scheme": "lora", "peft.dim": 16}),
+    "packed": space("meta-llama/Llama-3.1-8B", 16, "split", packed_sequences=True),
+    "instances": space(
+        "Qwen/Qwen3-30B-A3B", 64, "vpp", "etp", num_distributed_optimizer_instances=2, world_size=64, total=256
+    ),
+    "allgather": space("Qwen/Qwen3-30B-A3B", 16, "vpp", moe_token_dispatcher_type="allgather"),
+    "sequence parallel off": space("meta-llama/Llama-3.1-8B", 8, "split", sequence_parallel=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_random_layouts_are_those_of_peaks_and_step_time(name: str) -> None:
+    """To the byte and to the last bit."""
+    of = MANY[name]
+    assert expressible(of.base)
+    sheet, refused = Sheet(of), Refused()
+    groups = [few for few in fitting(sheet, H100, DEFAULT, lambda peak: peak < 300 * 2**30, refused) if len(few.peaks)]
+    chance = random.Random(name)
+    assert sum(few.looked_at for few in groups) > 100 and len({few.pipeline.pp for few in groups}) > 1
+    for _ in range(60):
+        few = chance.choice(groups)
+        i = chance.randrange(len(few.peaks))
+        run = sheet.run(few.pipeline, few.sizes[i], few.batch[i], few.recompute[i])
+        assert few.peaks[i] == max(stage.peak_bytes for stage in peaks(run)), run
+        assert few.seconds[i] == step_time(run, H100).seconds, run
+    one, at, of_all = sorted_together(sheet, groups)
+    times = [groups[a].seconds[b] for a, b in zip(one[:999], at[:999], strict=True)]
+    assert times == sorted(times) and len(of_all) == sum(len(few.peaks) for few in groups)
+
+
+@pytest.mark.parametrize("name", ("local", "not distributed", "packed", "sequence parallel off", "muon", "lora"))
+def test_what_is_legal_and_why_not(name: str) -> None:
+    of = MANY[name]
+    sheet, ours, theirs = Sheet(of), Refused(), Refused()
+    legal = [(pipeline, sheet.legal(pipeline, ours)) for pipeline in sheet.pipelines]
+    runs = [(run.parallel, run.batch, run.recompute) for alike in layouts(of, theirs) for run in alike]
+    assert ours == theirs and sum(which.sum() for _, which in legal) == len(runs)
+    chance, known = random.Random(name), set(runs)
+    for pipeline, which in legal:
+        places = list(zip(*which.nonzero(), strict=True))
+        for place in chance.sample(places, min(5, len(places))):
+            run = sheet.run(pipeline, *place)
+            assert (run.parallel, run.batch, run.recompute) in known
