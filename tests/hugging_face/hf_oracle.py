@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.modeling_attn_mask_utils import AttentionMaskConverter
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torch.overrides import TorchFunctionMode
 from bridge_memory.rehearse.tracker import SavedRecord, Tracker
@@ -150,6 +151,16 @@ class AutocastOnMeta(TorchFunctionMode):
         return self.cache[id(x)]
 
 
+def in_autocast(forward: Any, dtype: torch.dtype) -> Any:
+    """A layer that runs again in backward does so in an autocast of its own (``torch/utils/checkpoint.py``)."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if AutocastOnMeta.active else AutocastOnMeta(dtype):
+            return forward(*args, **kwargs)
+
+    return run
+
+
 @contextmanager
 def as_on_cuda(routed: Routed | None = None, *, padded: bool = False) -> Iterator[None]:
     def skipped(padding_mask: Any, query: int, keys: int, offset: int = 0, local: int | None = None, *a: Any) -> bool:
@@ -184,6 +195,10 @@ def measure(model: Any, batch: int, seq: int, spec: TransformersSpec) -> Measure
     """One step's forward and backward pass, gradients of parameters being there before."""
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": spec.reentrant})
+    if spec.autocast:
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.forward = in_autocast(module.forward, DTYPES[spec.autocast])
     ids = torch.zeros(batch, seq, dtype=torch.long, device=META)
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
     if spec.attention_mask != "none":

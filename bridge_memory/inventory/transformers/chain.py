@@ -45,11 +45,11 @@ def hugging_face_chunk(
     held = masks + (unscaled or (0 if kept else ctx.hidden_bytes))
     for i, (link, count) in enumerate(layers):
         if i == 0:
-            links.append((_beside(link, masks + unscaled + cast[0]), 1))
+            links.append((_beside(link, masks + unscaled), 1))
             held += cast[0]
             count -= 1
         for _ in range(count if cast[i] else bool(count)):
-            links.append((_beside(link, held + cast[i]), 1 if cast[i] else count))
+            links.append((_beside(link, held), 1 if cast[i] else count))
             held += cast[i]
     links.append((_beside(plain_link(final_norm_block(ctx), Label.FINAL_NORM), held), 1))
     loss = plain_link(output_block(model.output_bias, not tied, ctx), Label.LOSS)

@@ -247,6 +247,10 @@ class Torch:
             )
         return known
 
+    def keep_cast_weights(self) -> None:
+        """They stay to the end of the region of autocast, and so of the block."""
+        self.keep_alive(*self._cast_weights.values())
+
     def matmul(self, name: str, a: Array, b: Array, elements: Any) -> Array:
         """``bmm`` of two arrays: each is kept for the other's gradient."""
         return self.make(
