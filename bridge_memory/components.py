@@ -65,6 +65,8 @@ class Lifetime(_Word):
     FIRST_PASS = "first pass"
     #: From the first optimizer step to the end.
     FIRST_STEP = "first step"
+    #: From the backward pass that makes it to the end of the optimizer's step.
+    BACKWARD = "backward"
     #: From the end of a step to somewhere in the next.
     BETWEEN_STEPS = "between steps"
     #: From a forward pass to its backward pass.

@@ -129,6 +129,8 @@ class _Held(NamedTuple):
     costs: tuple[ChunkCost, ...]
     static_bytes: int
     between_bytes: int
+    #: Of ``static_bytes``: gradients that the backward pass makes anew.
+    fresh: int = 0
 
 
 class _Chunk:
@@ -160,7 +162,7 @@ class _Stage(NamedTuple):
         held = self.held
         if self.in_step:
             return self.static_bytes + held.state.in_step
-        return held.static_bytes + self.moment.bytes + held.batch + held.state.gathered
+        return held.static_bytes - held.fresh + self.moment.bytes + held.batch + held.state.in_passes
 
 
 class _Stages:
@@ -204,7 +206,7 @@ class _Stages:
                 static_bytes += b.bytes
         return _Held(
             state, tuple(lasting), tuple(between), batch_bytes(run, shapes), inventories,
-            tuple(self._costs(inventories, chunks)), static_bytes, between_bytes,
+            tuple(self._costs(inventories, chunks)), static_bytes, between_bytes, state.fresh,
         )
 
     def _costs(self, inventories: Sequence[ChunkInventory], chunks: Sequence[_Chunk]) -> list[ChunkCost]:
@@ -266,7 +268,7 @@ class _Stages:
             overlap_moe_expert_parallel_comm=run.implementation.overlap_moe_expert_parallel_comm,
         )
         step = held.between_bytes + held.state.in_step
-        return _Stage(held, moment, step > moment.bytes + held.batch + held.state.gathered)
+        return _Stage(held, moment, step > moment.bytes + held.batch + held.state.in_passes - held.fresh)
 
 
 def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
@@ -290,7 +292,7 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         components += leftovers
         leftovers, phase, operation = (), OPTIMIZER_STEP, "main gradients in fp32"
         if held.state.in_step:
-            operation = "narrow optimizer states in fp32"
+            operation = held.state.step_name
             components.append(_transient(f"in passing: {operation}", held.state.in_step, Part.RUNNING))
     else:
         retained: dict[tuple[Part, Provenance], int] = {}
@@ -312,7 +314,14 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         if held.state.gathered:
             name = f"parameters gathered by {stages.run.data_parallel.engine_title}"
             components.append(_transient(name, held.state.gathered, Part.DATA_PARALLEL))
-        transient = moment.bytes - moment.hidden_bytes - sum(retained.values())
+        if held.state.accumulated:
+            name = "whole gradients of earlier microbatches"
+            components.append(_transient(name, held.state.accumulated, Part.DATA_PARALLEL))
+        made = running.gradients if phase == "backward" else 0
+        if held.fresh:
+            components, waiting = _as_far_as_made(components, made)
+            leftovers = (*leftovers, *waiting)
+        transient = moment.bytes - moment.hidden_bytes - sum(retained.values()) - made
         components.append(_transient(f"in passing: {operation}", transient, Part.RUNNING))
     return StageEstimate(
         stage=rank,
@@ -324,6 +333,22 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         peak_operation=operation,
         leftovers=leftovers,
     )
+
+
+def _as_far_as_made(components: list[Component], made: int) -> tuple[list[Component], list[Component]]:
+    """(``components`` with ``made`` bytes of the gradients that backward makes, the rest of these gradients)."""
+    there: list[Component] = []
+    rest: list[Component] = []
+    for c in components:
+        if c.lifetime is Lifetime.BACKWARD:
+            now = min(c.bytes, made)
+            made -= now
+            if now < c.bytes:
+                rest.append(c._replace(name=f"{c.name} that are not made yet", bytes=c.bytes - now))
+            c = c._replace(bytes=now)
+        if c.bytes or c.lifetime is not Lifetime.BACKWARD:
+            there.append(c)
+    return there, rest
 
 
 def _transient(name: str, nbytes: int, part: Part) -> Component:

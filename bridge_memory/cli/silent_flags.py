@@ -8,6 +8,7 @@ from typing import Any
 from bridge_memory.cli.run_flags import spelling
 from bridge_memory.spec import ModelSpec, SpecError
 from bridge_memory.spec.limits import limits_of
+from bridge_memory.spec.parts import MEGATRON_ENGINES
 
 
 def drop_idle(given: dict[str, dict[str, Any]], model: ModelSpec) -> list[str]:
@@ -76,6 +77,7 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
         (f"lora_{name}", name in given["peft"], given["peft"].get("scheme") == "lora", "--peft lora")
         for name in ("dim", "target_modules")
     ]
+    needs += _of_engines(given)
     local = impl.get("transformer_impl") == "local"
     needs += [
         ("fp8", "fp8" in precision, not local, "--transformer-impl transformer_engine"),
@@ -99,3 +101,25 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
             f"moe_imbalance ({imbalance:g}) is more than expert_model_parallel_size ({ranks}), that of one rank with "
             "every token; lower it"
         )
+
+
+def _of_engines(given: dict[str, dict[str, Any]]) -> list[tuple[str, bool, bool, str]]:
+    """Flags that one engine alone reads: (field, given, whether that engine runs, the flag that is missing)."""
+    engine = given["data_parallel"].get("engine", "megatron_ddp")
+    found = [
+        ("use_distributed_optimizer", "use_distributed_optimizer" in given["data_parallel"],
+         engine in MEGATRON_ENGINES, "--engine megatron_ddp"),
+        ("grad_reduce_in_fp32", "grad_reduce_in_fp32" in given["data_parallel"], engine in MEGATRON_ENGINES,
+         "--engine megatron_ddp (--fsdp-reduce-dtype, --grad-accum-dtype)"),
+        ("stage", "stage" in given["deepspeed"], engine == "megatron_deepspeed", "--engine megatron_deepspeed"),
+    ]
+    stage3 = engine == "zero3" or given["deepspeed"].get("stage") == 3
+    found += [
+        (name, name in given["deepspeed"], stage3, "--engine zero3")
+        for name in (
+            "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
+            "stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size", "zero_hpz_partition_size",
+            "stage3_gather_16bit_weights_on_model_save",
+        )
+    ]  # fmt: skip
+    return found

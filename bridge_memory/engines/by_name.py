@@ -7,8 +7,10 @@ from importlib import import_module
 from bridge_memory.engines.engine import Engine
 from bridge_memory.spec import RunSpec, SpecError
 
+#: Engines of a module that is called otherwise.
+_MODULES = {"zero1": "zero_1_and_2", "zero2": "zero_1_and_2", "megatron_deepspeed": "zero_1_and_2"}
 #: Not there yet.
-_NEXT = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "megatron_deepspeed")
+_NEXT = ("megatron_deepspeed",)
 
 
 def engine_of(run: RunSpec, rank: int | None = None) -> Engine:
@@ -16,5 +18,6 @@ def engine_of(run: RunSpec, rank: int | None = None) -> Engine:
     alone is imported. ``rank``: of this global rank, where those of a stage differ; None: of the fullest."""
     if run.data_parallel.engine in _NEXT:
         raise SpecError(f"engine ({run.data_parallel.engine}) is not estimated yet; use megatron_ddp or megatron_fsdp")
-    engine: Engine = import_module(f"{__package__}.{run.data_parallel.engine}").ENGINE(run, rank=rank)
+    module = _MODULES.get(run.data_parallel.engine, run.data_parallel.engine)
+    engine: Engine = import_module(f"{__package__}.{module}").ENGINE(run, rank=rank)
     return engine

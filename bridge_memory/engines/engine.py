@@ -25,13 +25,20 @@ class Line(NamedTuple):
     adapters: bool = False
     #: Groups that divide it, as in "tp x dp x cp".
     shard: str = ""
+    #: Every step makes it anew in its backward pass, and frees it once the optimizer has stepped.
+    fresh: bool = False
+
+    @property
+    def lifetime(self) -> Lifetime:
+        if self.fresh:
+            return Lifetime.BACKWARD
+        return Lifetime.FIRST_STEP if self.state in MOMENTS else Lifetime.MODEL
 
     def component(self, nbytes: int) -> Component:
         name = f"LoRA {self.name}" if self.adapters else self.name
         return Component(
             f"{name} (routed experts)" if self.experts else name, nbytes, self.role, self.provenance, self.shard,
-            Lifetime.FIRST_STEP if self.state in MOMENTS else Lifetime.MODEL, Part.NONE, self.state,
-            experts=self.experts, adapters=self.adapters,
+            self.lifetime, Part.NONE, self.state, experts=self.experts, adapters=self.adapters,
         )
 
 
@@ -50,10 +57,26 @@ class StageState(NamedTuple):
     gathered: int = 0
     #: Of these parameters, what is there between two steps.
     gathered_between_steps: int = 0
-    #: fp32 copies of narrow states, made for the optimizer's step and freed with it.
+    #: Made for the optimizer's step and freed with it.
     in_step: int = 0
-    #: Gathered or reduced beside the links of each chunk while they run; empty where nothing is.
+    #: Gathered, reduced or made beside the links of each chunk while they run; empty where nothing is.
     concurrent: tuple[EngineBytes, ...] = ()
+    #: Whole gradients of earlier microbatches that wait for the last one, during every pass.
+    accumulated: int = 0
+    #: What ``in_step`` is.
+    step_name: str = "narrow optimizer states in fp32"
+    #: In host memory, beside the GPU's: (name, bytes).
+    host: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def in_passes(self) -> int:
+        """There during forward and backward passes, and not in the optimizer's step."""
+        return self.gathered + self.accumulated
+
+    @property
+    def fresh(self) -> int:
+        """Of ``amounts``, what is not there before the backward pass has made it."""
+        return sum([nbytes for line, nbytes in self.amounts if line.fresh])
 
     def components(self) -> list[Component]:
         """The lines of model state."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from bridge_memory.engines.megatron_ddp import fp8_copies
 from bridge_memory.engines.optimizer_states import gradient_width
 from bridge_memory.engines.peft import adapter_units
-from bridge_memory.inventory.chain import Label
+from bridge_memory.inventory.chain import NOTHING, Concurrent, EngineBytes, Label, most
 from bridge_memory.inventory.parameters import PARAM_ALIGNMENT, Parameter, Use, pad
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.releases import FSDP_ALIGNS_ROWS, FSDP_MAIN_DTYPES, MAMBA_LAYERS_ARE_UNITS
@@ -196,6 +196,16 @@ class Places(NamedTuple):
     norm: int
     mtp: range
     loss: int
+
+    def engine_bytes(self, beside: Sequence[Concurrent]) -> EngineBytes:
+        """What an engine holds at every place."""
+        return EngineBytes(
+            layers=tuple(beside[place] for place in self.layers),
+            embedding=beside[0],
+            final_norm=beside[self.norm],
+            mtp=most([beside[place] for place in self.mtp] or [NOTHING]),
+            loss=beside[self.loss],
+        )
 
 
 def places_of(units: Sequence[Unit]) -> Places:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from bridge_memory.engines.fsdp_buckets import Bucket, Places, Sharding
-from bridge_memory.inventory.chain import NOTHING, Concurrent, EngineBytes, most
+from bridge_memory.inventory.chain import Concurrent, EngineBytes
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.releases import (
     FSDP_KEEPS_ROOT,
@@ -80,14 +80,7 @@ class Flow:
             Concurrent(f, b + made.backward, b + made.backward_at_end, made.least_backward and b + made.least_backward)
             for f, b, made in zip(forward, backward, self.gradients(), strict=True)
         ]
-        places = self.places
-        return EngineBytes(
-            layers=tuple(beside[place] for place in places.layers),
-            embedding=beside[0],
-            final_norm=beside[places.norm],
-            mtp=most([beside[place] for place in places.mtp] or [NOTHING]),
-            loss=beside[places.loss],
-        )
+        return self.places.engine_bytes(beside)
 
     # ---- weights ----
 

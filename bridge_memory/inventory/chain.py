@@ -24,6 +24,8 @@ class Concurrent(NamedTuple):
     backward_at_end: int = 0
     #: At some moment, without anything else of the link.
     least_backward: int = 0
+    #: Of what is there while it runs backward: gradients that stay until the optimizer's step.
+    gradients: int = 0
 
 
 NOTHING = Concurrent()
@@ -53,6 +55,8 @@ class Link(NamedTuple):
     residue_gradient: int = 0
     #: Decoder layers that it stands for, 1 where it is none.
     layers: int = 1
+    #: Of ``backward_peak``: gradients that earlier links made and the optimizer waits for.
+    gradients: int = 0
 
     def with_concurrent(self, nbytes: int, at_least: int = 0) -> Link:
         """The same element where its backward finds ``nbytes`` more, and has ``at_least`` so many at some moment."""
@@ -76,6 +80,7 @@ class Link(NamedTuple):
             backward_peak=max(self.backward_peak + beside, least),
             backward_peak_held=max(self.backward_peak_held + beside, least),
             routed_peak=self.routed_peak + held.forward if self.routed_peak else 0,
+            gradients=held.gradients,
         )
 
     def kept_on_gpu(self) -> Link:
@@ -126,6 +131,8 @@ class ChunkInventory(NamedTuple):
     output_bytes: int
     #: What backward leaves behind until the next forward takes its place.
     residue: int = 0
+    #: Of ``backward_peak``: gradients that the optimizer waits for (``Concurrent.gradients``).
+    gradients: int = 0
 
     @property
     def forward_operation(self) -> str:
@@ -211,6 +218,7 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkIn
     before = 0
     forward = backward = 0
     forward_name = backward_name = _nothing
+    gradients = 0
     residue = all_residue = sum(count * link.residue for link, count in links)
     number = len(links)
     for position, (link, count) in enumerate(links, 1):
@@ -229,12 +237,12 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkIn
             if output_bytes and position == number and k == count - 1:
                 back = base + after + link.backward_peak_held
             if back > backward:
-                backward, backward_name = back, link.backward_name
+                backward, backward_name, gradients = back, link.backward_name, link.gradients
         before += count * link.retained
         residue -= count * link.residue
     return ChunkInventory(
         before, max(forward, before), forward_name, max(backward, before), backward_name, tuple(links), output_bytes,
-        all_residue,
+        all_residue, gradients,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch._compile
 import torch._dynamo.eval_frame
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -167,9 +168,11 @@ SOLE_OWNER = _sole_owner()
 class Tracker(TorchDispatchMode):
     """Use ``with tracker.watching(module):``; storages that exist before are not counted."""
 
-    def __init__(self, static: Iterable[torch.Tensor] = (), device: str = META) -> None:
+    def __init__(self, static: Iterable[torch.Tensor] = (), device: str = META, unit: int = 1) -> None:
+        """``unit``: bytes in multiples of which the allocator gives them."""
         super().__init__()
         self._device = device
+        self._unit = unit
         self._live: dict[int, _Storage] = {}
         self._serial = count()
         self._static: dict[int, Any] = {}
@@ -201,6 +204,8 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # A DTensor asks again for the tensors that it is made of.
         if _sums_gradients(func) and _owners(args) <= SOLE_OWNER:
             func = ADD_IN_PLACE
         elif func in INTO_ZEROS and _the_engine_asks(2):
@@ -222,12 +227,15 @@ class Tracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._live or key in self._static:
             return False
-        nbytes = storage.nbytes()
+        nbytes = self._given(storage.nbytes())
         made = _Storage(nbytes, self._path[-1], name, None, next(self._serial))
         made.ref = weakref.ref(storage, self._forget(key))
         self._live[key] = made
         self.live_bytes += nbytes
         return True
+
+    def _given(self, nbytes: int) -> int:
+        return -(-nbytes // self._unit) * self._unit
 
     def _forget(self, key: int) -> Callable[[Any], None]:
         def gone(_: Any) -> None:
@@ -240,6 +248,7 @@ class Tracker(TorchDispatchMode):
     def _resized(self, storage: Any, nbytes: int) -> None:
         known = self._live.get(storage._cdata)
         if known is not None:
+            nbytes = self._given(nbytes)
             self.live_bytes += nbytes - known.nbytes
             known.nbytes = nbytes
             self._mark("resize_")

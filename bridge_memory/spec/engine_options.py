@@ -103,7 +103,7 @@ class DeepSpeedOptions(Checked):
     zero_hpz_partition_size: int = positive(1)
     #: dtype of reductions; None: that of the gradients.
     communication_data_type: str | None = choice(None, "fp32", "bf16", "fp16")
-    #: ``data_types.grad_accum_dtype``; None: fp32 with bf16 and ZeRO-1, else that of the parameters.
+    #: ``data_types.grad_accum_dtype``; None: that of the parameters (``engine.py: get_data_types``).
     grad_accum_dtype: str | None = choice(None, "fp32", "bf16", "fp16")
     #: ``bf16.bf16_master_weights_and_grads`` and ``bf16.bf16_optimizer_states``.
     bf16_master_weights_and_grads: bool = flag(False)

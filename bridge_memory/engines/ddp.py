@@ -1,0 +1,90 @@
+"""torch's DistributedDataParallel: weights, gradients and optimizer states whole on every rank, and buckets as large as
+all gradients, through which they are reduced.
+
+Buckets are there for good, from wrapping on. A gradient is copied into its bucket once it is made. Then it stays
+beside it, and the reduced one is copied back; or, with ``gradient_as_bucket_view``, it is freed and ``.grad`` becomes a
+view of the bucket. Microbatches that are not reduced (``no_sync``) leave gradients of their own, which the last copies.
+
+Source: torch ``nn/parallel/distributed.py: DistributedDataParallel._ddp_init_helper``, ``csrc/distributed/c10d/
+reducer.cpp: initialize_buckets, mark_variable_ready_dense, finalize_bucket_dense, rebuild_buckets,
+compute_bucket_assignment_by_size``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from bridge_memory.components import Role, State
+from bridge_memory.engines.engine import Line, StageState
+from bridge_memory.engines.torch_modules import (
+    Model,
+    accumulates,
+    amounts_of,
+    in_step,
+    kept_of,
+    made_before,
+    model_of,
+    parameter_width,
+    rounded,
+)
+from bridge_memory.inventory.chain import Concurrent
+from bridge_memory.inventory.stack import Unit
+from bridge_memory.spec import RunSpec
+
+#: Bytes of the first bucket (``csrc/distributed/c10d/reducer.hpp: kDefaultFirstBucketBytes``).
+FIRST_BUCKET = 1 << 20
+
+
+class DDP:
+    """See the module docstring."""
+
+    def __init__(self, run: RunSpec, *, rank: int | None = None) -> None:
+        self.run = run
+        self.width = parameter_width(run)
+
+    def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
+        """What every rank keeps."""
+        run = self.run
+        model = model_of(run, chunks[0])
+        held = kept_of(run, model, self.width)
+        in_buckets = run.ddp.gradient_as_bucket_view
+        stays = accumulates(run)
+        # Views of buckets take nothing, but for gradients of microbatches that are not reduced, until the last is.
+        waiting = 0
+        if in_buckets:
+            if stays and not run.data_parallel.sync_each_batch:
+                waiting = sum(k.gradients for k in held)
+            held = [k._replace(gradients=0) for k in held]
+        fresh = not stays
+        made = made_before(run, model, [k.gradients if fresh else 0 for k in held])
+        beside = [Concurrent(0, n, n, gradients=n) for n in made]
+        step, name = in_step(run, held)
+        amounts = amounts_of(run, held, fresh=fresh, shard_name="")
+        buckets = Line(Role.GRADIENTS, State.GRADIENTS, "gradient buckets", False, adapters=run.peft.freezes)
+        amounts.insert(2, (buckets, sum(rounded(n) for n in bucket_bytes(run, model, self.width))))
+        return StageState(
+            model.numel, tuple((line, n) for line, n in amounts if n), in_step=step, step_name=name,
+            accumulated=waiting, concurrent=(model.engine_bytes(beside),),
+        )
+
+
+def bucket_bytes(run: RunSpec, model: Model, width: int) -> Iterator[int]:
+    """Bytes of every bucket, in the order in which backward fills them: a bucket ends with the parameter that fills it.
+
+    Parameters that find none of their gradients missing are in the order in which they got them, here the model's
+    reversed; otherwise (``find_unused_parameters``) buckets stay as they were built, from the model's end.
+    """
+    cap = FIRST_BUCKET
+    filled = 0
+    for module in reversed(model.modules):
+        for p, times in reversed(list(module.trained_parameters())):
+            for _ in range(times):
+                filled += p.numel * width
+                if filled >= cap:
+                    yield filled
+                    filled, cap = 0, int(run.ddp.bucket_cap_mb * (1 << 20))
+    if filled:
+        yield filled
+
+
+ENGINE = DDP

@@ -1,0 +1,260 @@
+"""FSDP2 (``fully_shard``): every parameter's first dimension is divided over the ranks, padded, in its own dtype; so
+are gradients and optimizer states. A unit's parameters are whole while it runs, in ``param_dtype``.
+
+Forward a unit has its parameters and the flat output of their all-gather, which goes with the copy-out of the next
+unit's; backward its parameters and the output of the unit before it, gathered ahead. Its whole gradients are copied
+into one flat input of the reduce-scatter in ``reduce_dtype``, which stays until the next unit's. The root's parameters
+(those of no unit) stay whole from the beginning of forward to the end of backward, and their gradients are reduced
+last.
+
+Source: torch 2.13 ``distributed/fsdp/_fully_shard/_fsdp_param_group.py: FSDPParamGroup.unshard, wait_for_unshard,
+post_backward, _backward_prefetch``, ``_fsdp_collectives.py: foreach_all_gather, foreach_reduce``, ``_fsdp_param.py:
+FSDPParam._init_sharded_param, to_accumulated_grad_if_needed``, ``_fsdp_state.py: FSDPState._root_post_backward_
+final_callback``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from bridge_memory.engines.engine import StageState
+from bridge_memory.engines.torch_modules import (
+    Kept,
+    Model,
+    Module,
+    accumulates,
+    amounts_of,
+    hidden_bytes,
+    in_step,
+    kept_of,
+    made_at,
+    model_of,
+    parameter_width,
+    rounded,
+    shard,
+)
+from bridge_memory.inventory.chain import Concurrent, Label
+from bridge_memory.inventory.stack import Unit
+from bridge_memory.spec import DTYPE_BYTES, RunSpec
+
+
+class Group(NamedTuple):
+    """Parameters that are gathered and reduced together, in bytes on one rank."""
+
+    #: Of its modules, in the order of the model.
+    places: tuple[int, ...]
+    root: bool
+    #: Whole parameters, each a tensor of its own, the flat output of their all-gather, and its input where it is cast.
+    whole: int
+    output: int
+    cast: int
+    #: Flat input and output of the reduction of its gradients, and these gradients as they are kept.
+    reduced: int
+    reduced_shard: int
+    gradients: int
+
+
+class FSDP2:
+    """See the module docstring."""
+
+    #: The flat output of a gathering is there until the next copy-out; the flat input of a reduction until the next.
+    keeps_output = True
+    keeps_reduced = True
+
+    def __init__(self, run: RunSpec, *, rank: int | None = None) -> None:
+        """``rank`` changes nothing: the first one, whose shards are never shorter than others', is meant."""
+        f = run.fsdp
+        self.run = run
+        self.width = parameter_width(run)
+        self.compute_width = DTYPE_BYTES[run.compute_dtype]
+        self.reduce_width = DTYPE_BYTES[f.reduce_dtype or run.compute_dtype]
+        self.ranks = f.shard_degree or run.parallel.data_parallel_size
+        self.replicated = self.ranks < run.parallel.data_parallel_size
+        #: Whole gradients wait for the last microbatch.
+        self.waits = accumulates(run) and not run.data_parallel.sync_each_batch
+        self.waiting_width = self.reduce_width
+
+    # ---- what is kept ----
+
+    def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
+        """What every rank keeps and moves."""
+        run = self.run
+        model = model_of(run, chunks[0])
+        groups = self.groups(model)
+        held = self._kept(model, groups)
+        step, name = in_step(run, held)
+        # One flat tensor a group (``foreach_reduce``: ``as_strided`` views of the output).
+        of_groups = sum(g.gradients for g in groups)
+        shards = f"dp{' (of a replica)' * self.replicated}" if self.ranks > 1 else ""
+        fresh = self.waits or not accumulates(run)
+        amounts = [
+            (line, of_groups if i == 1 else n)
+            for i, (line, n) in enumerate(amounts_of(run, held, fresh=fresh, shard_name=shards)) if n
+        ]
+        root = sum(g.whole for g in groups if g.root)
+        beside, accumulated = self.passes(model, groups, fresh=fresh), sum(self._accumulated_of(model))
+        host: tuple[tuple[str, int], ...] = ()
+        if run.fsdp.offload_params:
+            host = tuple((f"{line.name} ({'pinned' if run.fsdp.pin_memory else 'pageable'})", n) for line, n in amounts)
+            amounts, step = [], 0
+            beside = [b._replace(backward=b.backward - b.gradients, backward_at_end=b.backward - b.gradients,
+                                 gradients=0) for b in beside]  # fmt: skip
+        return StageState(
+            model.numel, tuple(amounts), gathered=root, accumulated=accumulated, in_step=step, step_name=name,
+            concurrent=(model.engine_bytes(beside),), host=host,
+        )
+
+    def _kept(self, model: Model, groups: Sequence[Group]) -> list[Kept]:
+        return kept_of(self.run, model, self.width, self.ranks)
+
+    def groups(self, model: Model) -> list[Group]:
+        """The groups of a model, the root last."""
+        policy = self.run.fsdp.auto_wrap_policy
+        of: dict[object, list[Module]] = {}
+        for module in model.modules:
+            key: object = "root"
+            if policy != "NO_WRAP" and module.label in (Label.LAYER, Label.MTP):
+                key = module.place
+            elif policy == "torchtitan":
+                key = "embedding" if module.label is Label.EMBEDDING else "end"
+            of.setdefault(key, []).append(module)
+        found = [self._group(modules, root=False) for key, modules in of.items() if key != "root"]
+        if "root" in of:
+            found.append(self._group(of["root"], root=True))
+        return found
+
+    def _group(self, modules: Sequence[Module], *, root: bool) -> Group:
+        ranks, width = self.ranks, self.compute_width
+        whole = shards = trained = 0
+        for module in modules:
+            for p, times in module.parameters():
+                whole += times * rounded(prod(shard(p.shape, ranks)) * ranks * width)
+                shards += times * prod(shard(p.shape, ranks))
+            trained += sum(times * prod(shard(p.shape, ranks)) for p, times in module.trained_parameters())
+        return Group(
+            tuple(m.place for m in modules), root, whole, rounded(shards * ranks * width) if ranks > 1 else 0,
+            rounded(shards * width) if width != self.width and ranks > 1 else 0,
+            rounded(trained * ranks * self.reduce_width), rounded(trained * self.reduce_width),
+            rounded(trained * self.width),
+        )
+
+    def _accumulated_of(self, model: Model) -> list[int]:
+        """Whole gradients of earlier microbatches at every place, in the dtype in which they will be reduced."""
+        sizes = [0] * model.number
+        for module in model.modules if self.waits else ():
+            sizes[module.place] += sum(
+                times * rounded(p.numel * self.waiting_width) for p, times in module.trained_parameters()
+            )
+        return sizes
+
+    # ---- what moves ----
+
+    def passes(self, model: Model, groups: Sequence[Group], *, fresh: bool) -> list[Concurrent]:
+        """What is there beside every place, without the root's whole parameters."""
+        forward = self._forward(model, groups)
+        backward, gradients, reducing = self._backward(model, groups, fresh=fresh)
+        return [
+            Concurrent(f, b, b, least, gradients=g)
+            for f, b, least, g in zip(forward, backward, reducing, gradients, strict=True)
+        ]
+
+    def _resharded(self, group: Group) -> bool:
+        """After forward; of the root it does not matter, since backward starts with it."""
+        return not group.root and self.run.fsdp.reshard_after_forward is not False
+
+    def _forward(self, model: Model, groups: Sequence[Group]) -> list[int]:
+        at = {place: g for g in groups for place in g.places}
+        whole = 0
+        last = next((g.output for g in groups if g.root), 0) if self.keeps_output else 0
+        entered: set[int] = set()
+        found = []
+        for place in range(model.number):
+            group = at.get(place)
+            if group is not None and not group.root and group.places[0] not in entered:
+                entered.add(group.places[0])
+                whole, last = whole + group.whole, group.output if self.keeps_output else 0
+            loss_outside = place == model.places.loss and (group is None or not group.root)
+            found.append(whole + (0 if loss_outside else last))
+            if place == 0 and (group is None or group.root):
+                # The first unit is gathered, from a copy of its shard where that is cast, before the root's goes.
+                following = next((g for g in groups if not g.root), None)
+                if following is not None and self.keeps_output:
+                    found[0] += following.output + following.cast
+            if group is not None and place == group.places[-1] and self._resharded(group):
+                whole -= group.whole
+        return found
+
+    def _backward(
+        self, model: Model, groups: Sequence[Group], *, fresh: bool
+    ) -> tuple[list[int], list[int], list[int]]:
+        """At every place: (everything, of it the gradients that the step waits for, everything while its unit's
+        gradients are reduced)."""
+        at = {place: g for g in groups for place in g.places}
+        units = [g for g in groups if not g.root]
+        stays = bool(units) and not self._resharded(units[0])
+        whole = sum(g.whole for g in units) if stays else 0
+        before = {g.places: earlier for earlier, g in zip([None, *units], units, strict=False)}
+        root = next((g for g in groups if g.root), None)
+        # The root's first hook gathers the last unit ahead.
+        ahead = units[-1].output if root is not None and units and not stays else 0
+        sizes = self._whole_gradients(model)
+        reduced = made = waiting = replicated = gone = 0
+        of_groups = self._accumulated_of(model)
+        entered: set[tuple[int, ...]] = set()
+        backward, gradients, reducing = [0] * model.number, [0] * model.number, [0] * model.number
+        input_gradient = hidden_bytes(self.run)
+        for place in reversed(range(model.number)):
+            group = at.get(place)
+            if group is not None and not group.root and group.places not in entered:
+                entered.add(group.places)
+                if not stays:
+                    earlier = before[group.places]
+                    whole, ahead = whole + group.whole, earlier.output if earlier is not None else 0
+            waits = 0 if self.waits else waiting
+            backward[place] = whole + ahead + reduced + made * fresh + waits + replicated - gone
+            if self.waits and self.run.num_microbatches > 2:  # one that is reduced neither now nor before
+                backward[place] = max(backward[place], whole + ahead)
+            gradients[place] = made * fresh
+            waiting += sizes[place]
+            if group is not None and not group.root and place == group.places[0] and place:
+                whole -= group.whole
+                waits = 0 if self.waits else waiting
+                reducing[place] = (
+                    whole + ahead + waits + group.reduced + group.reduced_shard + made * fresh + replicated
+                    + input_gradient - gone
+                )
+                gone += sum(of_groups[p] for p in group.places)
+                waiting -= sum(sizes[p] for p in group.places)
+                reduced, made = group.reduced if self.keeps_reduced else 0, made + group.gradients
+                replicated += self._all_reduced(group)
+        # What is left is reduced in the end: the root, and an embedding of its own.
+        left = [g for g in groups if g.root or 0 in g.places]
+        most = 0
+        for group in left:
+            freed = group.whole
+            whole -= 0 if group.root else freed
+            parts = whole + group.reduced + group.reduced_shard + made * fresh + (0 if self.waits else waiting) - gone
+            most = max(most, parts + replicated - (freed if group.root else 0))
+            made += group.gradients
+            waiting -= sum(sizes[p] for p in group.places)
+            gone += sum(of_groups[p] for p in group.places)
+        reducing[0] = max(0, most)
+        return backward, gradients, reducing
+
+    def _whole_gradients(self, model: Model) -> list[int]:
+        """Of every place, as autograd makes them; a tied weight's with the output layer."""
+        sizes = [0] * model.number
+        for module in model.modules:
+            nbytes = sum(times * rounded(p.numel * self.compute_width) for p, times in module.trained_parameters())
+            sizes[made_at(self.run, model, module)] += nbytes
+        return sizes
+
+    def _all_reduced(self, group: Group) -> int:
+        """With replicas the output of a reduce-scatter in another dtype than the parameters' stays until backward ends
+        (``FSDPParamGroup._all_reduce_state``)."""
+        return group.reduced_shard if self.replicated and self.reduce_width != self.width else 0
+
+
+ENGINE = FSDP2

@@ -1,0 +1,198 @@
+"""The modules of a model as engines outside of megatron-core see them: one after the other, each with its parameters,
+some of which train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from bridge_memory.components import Provenance, Role, State
+from bridge_memory.engines.engine import Line
+from bridge_memory.engines.fsdp_buckets import Places, places_of
+from bridge_memory.engines.peft import adapter_units
+from bridge_memory.engines.torch_optimizers import TorchState, step_bytes, torch_states
+from bridge_memory.inventory.chain import Concurrent, EngineBytes, Label
+from bridge_memory.inventory.parameters import ALLOCATION_UNIT, Parameter, ParameterList, Use, pad
+from bridge_memory.inventory.stack import Unit
+from bridge_memory.spec import DTYPE_BYTES, RunSpec
+
+_NONE = ParameterList(())
+
+
+class Module(NamedTuple):
+    """One block of the model: its place in the forward pass, what of it trains and what is frozen."""
+
+    place: int
+    label: Label
+    trained: ParameterList
+    frozen: ParameterList
+
+    def trained_parameters(self) -> Iterator[tuple[Parameter, int]]:
+        """(parameter, how many of them), in the order of the model."""
+        for parameters, times in self.trained.rows:
+            for p in parameters:
+                yield p, times
+
+    def parameters(self) -> Iterator[tuple[Parameter, int]]:
+        """Those that train and those that do not."""
+        yield from self.trained_parameters()
+        for parameters, times in self.frozen.rows:
+            for p in parameters:
+                yield p, times
+
+
+class Model(NamedTuple):
+    """The modules of one chunk."""
+
+    places: Places
+    modules: tuple[Module, ...]
+    #: Elements of all parameters.
+    numel: int
+
+    def engine_bytes(self, beside: Sequence[Concurrent]) -> EngineBytes:
+        return self.places.engine_bytes(beside)
+
+    @property
+    def number(self) -> int:
+        """Of places."""
+        return self.places.loss + 1
+
+
+def model_of(run: RunSpec, units: Sequence[Unit]) -> Model:
+    """The modules of a chunk. Where adapters train they are the only ones; adapters of which no module is known, since
+    they are asked for by full names, count as the first layer's."""
+    places = places_of(units)
+    adapters: list[ParameterList | None] = [None] * len(units)
+    if run.peft.freezes:
+        beside = adapter_units(run, units)
+        if len(beside) == len(units):
+            adapters = [unit.parameters for unit in beside]
+        elif beside:
+            first = next((i for i, unit in enumerate(units) if unit.label is Label.LAYER), 0)
+            adapters[first] = beside[0].parameters
+    modules = []
+    for unit, place, beside_it in zip(units, places.first, adapters, strict=True):
+        for position in range(place, place + unit.times):
+            if run.peft.freezes:
+                modules.append(Module(position, unit.label, beside_it or _NONE, unit.parameters))
+            else:
+                modules.append(Module(position, unit.label, unit.parameters, _NONE))
+    return Model(places, tuple(modules), sum(unit.times * unit.parameters.numel for unit in units))
+
+
+def rounded(nbytes: int) -> int:
+    """Of a tensor of its own in torch's allocator."""
+    return pad(nbytes, ALLOCATION_UNIT)
+
+
+def made_at(run: RunSpec, model: Model, module: Module) -> int:
+    """The place in whose backward pass the first gradient of a module's parameters is made: the output layer's where
+    that is tied to the embedding."""
+    if module.label is Label.EMBEDDING and run.model.share_embeddings_and_output_weights:
+        return model.places.loss
+    return module.place
+
+
+def made_before(run: RunSpec, model: Model, sizes: Sequence[int]) -> list[int]:
+    """At every place what its backward finds of the gradients that later places have made; ``sizes``: of each
+    module."""
+    made = [0] * (model.number + 1)
+    for module, nbytes in zip(model.modules, sizes, strict=True):
+        made[made_at(run, model, module)] += nbytes
+    for place in reversed(range(model.number)):
+        made[place] += made[place + 1]
+    return made[1:]
+
+
+class Kept(NamedTuple):
+    """Bytes of one module's tensors on one rank, each a tensor of its own."""
+
+    weights: int
+    gradients: int
+    states: tuple[int, ...]
+    #: Of the largest parameter: exp_avg_sq, and elements.
+    largest_state: int
+    largest: int
+
+
+def kept(module: Module, states: Sequence[TorchState], width: int, ranks: int = 1) -> Kept:
+    """What a module keeps where every parameter's first dimension is divided over ``ranks``, and the first has most."""
+    weights = gradients = largest_state = largest = 0
+    sums = [0] * len(states)
+    for p, times in module.parameters():
+        weights += times * rounded(prod(shard(p.shape, ranks)) * width)
+    for p, times in module.trained_parameters():
+        shape = shard(p.shape, ranks)
+        gradients += times * rounded(prod(shape) * width)
+        sizes = [s.nbytes(shape, width, p.use is Use.EMBEDDING) for s in states]
+        sums = [n + times * size for n, size in zip(sums, sizes, strict=True)]
+        largest_state = max(largest_state, *sizes[-1:], 0)
+        largest = max(largest, prod(shape))
+    return Kept(weights, gradients, tuple(sums), largest_state, largest)
+
+
+def shard(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """The first and largest of ``ranks`` pieces along the first dimension, as ``torch.chunk`` cuts."""
+    return (-(-shape[0] // ranks), *shape[1:]) if ranks > 1 else shape
+
+
+def kept_of(run: RunSpec, model: Model, width: int, ranks: int = 1) -> list[Kept]:
+    """Of every module."""
+    states = torch_states(run)
+    known: dict[tuple[int, int], Kept] = {}
+    out = []
+    for module in model.modules:
+        key = id(module.trained), id(module.frozen)
+        if key not in known:
+            known[key] = kept(module, states, width, ranks)
+        out.append(known[key])
+    return out
+
+
+def amounts_of(run: RunSpec, all_kept: Sequence[Kept], *, fresh: bool, shard_name: str) -> list[tuple[Line, int]]:
+    """The lines of weights, gradients and optimizer states, and their bytes."""
+    named = lines(run, fresh=fresh, shard_name=shard_name, adapters=run.peft.freezes)
+    sums = [sum(k.weights for k in all_kept), sum(k.gradients for k in all_kept)]
+    sums += [sum(k.states[i] for k in all_kept) for i in range(len(named) - 2)]
+    return list(zip(named, sums, strict=True))
+
+
+def in_step(run: RunSpec, all_kept: Iterable[Kept]) -> tuple[int, str]:
+    """(bytes, name) of what the optimizer's step makes and frees."""
+    made = step_bytes(run)
+    them = list(all_kept)
+    together = sum(k.states[-1] for k in them) if made.together and them and them[0].states else 0
+    largest_state = max((k.largest_state for k in them), default=0)
+    largest = max((k.largest for k in them), default=0)
+    return made.together * together + made.largest * largest_state + made.fp32 * 4 * largest, made.name
+
+
+def lines(run: RunSpec, *, fresh: bool, shard_name: str, adapters: bool) -> list[Line]:
+    """Weights, gradients and optimizer states of a run."""
+    exact = Provenance.EXACT
+    return [
+        Line(Role.WEIGHTS, State.PARAMETERS, "weights", False, exact, False, shard_name),
+        Line(Role.GRADIENTS, State.GRADIENTS, "gradients", False, exact, adapters, shard_name, fresh),
+        *(
+            Line(Role.OPTIMIZER, s.state, s.state.value, False, exact, adapters, shard_name)
+            for s in torch_states(run)
+        ),
+    ]
+
+
+def parameter_width(run: RunSpec) -> int:
+    """Bytes of an element of parameters as they are kept."""
+    return DTYPE_BYTES[run.precision.params_dtype]
+
+
+def accumulates(run: RunSpec) -> bool:
+    """Whether a step has more than one microbatch: gradients of the first are there while the others run."""
+    return run.num_microbatches > 1
+
+
+def hidden_bytes(run: RunSpec) -> int:
+    """Of what a layer hands to the next one, and of its gradient."""
+    s, b = run.batch.rows
+    return s * b * run.model.hidden_size * DTYPE_BYTES[run.compute_dtype]

@@ -1,0 +1,250 @@
+"""DeepSpeed's ZeRO-1 and 2: weights whole and flat on every rank, fp32 main parameters and optimizer states of a
+partition of them.
+
+Stage 2 reduces gradients while backward runs: each is copied into a bucket of ``reduce_bucket_size`` elements, and once
+that is full, those of this rank's partition are copied out of it. Stage 1 keeps whole gradients to the end of backward.
+The step flattens the partition's gradients and casts them to fp32. Of the ranks the one with the largest gradients in
+its partition is meant, and they are counted from the first reduction on.
+
+Source: deepspeed 0.19.8 ``runtime/zero/stage_1_and_2.py: DeepSpeedZeroOptimizer.__init__, setup_buckets,
+reduce_independent_p_g_buckets_and_remove_grads, reduce_ipg_grads, average_tensor, copy_grads_in_partition,
+_use_compact_grad_partition_buffer, get_grad_norm_direct, step``, ``runtime/bf16_optimizer.py: BF16_Optimizer`` (stage 1
+with bf16 parameters and fp32 gradients), ``runtime/engine.py: _do_optimizer_sanity_check, communication_data_type``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from bridge_memory.components import Provenance, Role, State
+from bridge_memory.engines.engine import Line, StageState
+from bridge_memory.engines.torch_modules import Model, accumulates, made_before, model_of, parameter_width, rounded
+from bridge_memory.inventory.chain import Concurrent
+from bridge_memory.inventory.stack import Unit
+from bridge_memory.spec import DTYPE_BYTES, RunSpec
+
+#: Elements in multiples of which a partition starts (``nccl_start_alignment_factor``).
+ALIGNMENT = 2
+#: Bytes of an element in which norms are taken (``zero/utils.py: get_norm_dtype``).
+NORM_WIDTH = 8
+
+
+class Flat(NamedTuple):
+    """The trained parameters of a model, one after the other, in elements."""
+
+    numel: int
+    padded: int
+    #: Of one partition; of the parameters that lie in it wholly or in part, in the partition that has most; and the
+    #: largest part of one parameter in a partition.
+    partition: int
+    touched: int
+    largest: int
+    frozen_bytes: int
+
+
+class ZeRO12:
+    """See the module docstring."""
+
+    def __init__(self, run: RunSpec, *, rank: int | None = None) -> None:
+        z, engine = run.deepspeed, run.data_parallel.engine
+        self.run = run
+        self.stage_number = z.stage if engine == "megatron_deepspeed" else int(engine[-1])
+        self.width = parameter_width(run)
+        self.accumulated_width = DTYPE_BYTES[z.grad_accum_dtype] if z.grad_accum_dtype else self.width
+        self.ranks = run.parallel.data_parallel_size
+        self.offloads = z.offload_optimizer_device != "none"
+        self.overlaps = bool(z.overlap_comm)
+        self.in_hooks = self.stage_number == 2 or self.overlaps
+        half = run.precision.params_dtype == "bf16"
+        self.of_bf16_optimizer = (
+            self.stage_number == 1 and half and self.accumulated_width == 4 and not self.offloads
+        )
+        #: fp32 partition of gradients into which reductions are added.
+        self.compact = self.accumulated_width == 4 != self.width
+        self.main_width = 2 if z.bf16_master_weights_and_grads else 4
+        self.state_width = 2 if z.bf16_optimizer_states else 4
+
+    # ---- what is kept ----
+
+    def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
+        """What every rank keeps."""
+        run = self.run
+        model = model_of(run, chunks[0])
+        flat = flat_of(model, self.ranks, self.width)
+        many = accumulates(run)
+        gradients, whole = self._gradients(flat), 0
+        if (self.stage_number == 1 and not self.overlaps) or self.of_bf16_optimizer:
+            whole = self._whole(model)
+        kept = list(self._amounts(flat, gradients, fresh=not many))
+        host: list[tuple[str, int]] = []
+        if self.offloads:
+            host = self._host(flat, kept)
+            kept = [(line, n) for line, n in kept if line.role is Role.WEIGHTS]
+            gradients = 0
+        beside = self._beside(model, flat, gradients, whole, many=many)
+        step, name = self._step(flat, gradients)
+        largest = max((p.numel for m in model.modules for p, _ in m.trained_parameters()), default=0)
+        if self.offloads:
+            buffer = Line(Role.BUFFERS, State.NONE, "buffer of one gradient on its way to the host", False)
+            kept.append((buffer, rounded(largest * self.width)))
+            host.append(("buffer of one gradient", rounded(largest * self.width)))
+        return StageState(
+            model.numel, tuple((line, n) for line, n in kept if n), in_step=step, step_name=name,
+            accumulated=whole if many and not self.of_bf16_optimizer else 0,
+            concurrent=(model.engine_bytes(beside),), host=tuple(host),
+        )
+
+    def _gradients(self, flat: Flat) -> int:
+        """Those that the step starts from."""
+        if self.of_bf16_optimizer:
+            return rounded(flat.padded * 4)
+        return rounded(flat.partition * 4) if self.compact else rounded(flat.touched * self.width)
+
+    def _amounts(self, flat: Flat, gradients: int, *, fresh: bool) -> Iterator[tuple[Line, int]]:
+        exact = Provenance.EXACT
+        adapters = self.run.peft.freezes
+        shard = "dp" if self.ranks > 1 else ""
+        yield Line(Role.WEIGHTS, State.PARAMETERS, "weights", False), rounded(flat.padded * self.width) + (
+            flat.frozen_bytes
+        )
+        stays = self.of_bf16_optimizer
+        yield Line(
+            Role.GRADIENTS, State.GRADIENTS, "gradients" if stays else "gradients of the partition", False, exact,
+            adapters, "" if stays else shard, fresh and not stays,
+        ), gradients
+        yield Line(
+            Role.OPTIMIZER, State.MAIN_PARAMETERS, "main parameters", False, exact, adapters, shard
+        ), rounded(flat.partition * self.main_width)
+        for state in zero_states(self.run):
+            yield Line(Role.OPTIMIZER, state, state.value, False, exact, adapters, shard), rounded(
+                flat.partition * self.state_width
+            )
+
+    def _whole(self, model: Model) -> int:
+        return sum(times * rounded(p.numel * self.width) for m in model.modules for p, times in m.trained_parameters())
+
+    def _host(self, flat: Flat, kept: Sequence[tuple[Line, int]]) -> list[tuple[str, int]]:
+        pinned = "pinned" if self.run.deepspeed.offload_optimizer_pin_memory else "pageable"
+        found = [(f"{line.name} ({pinned})", n) for line, n in kept if line.role is Role.OPTIMIZER]
+        found.append((f"main gradients ({pinned})", rounded(flat.partition * self.main_width)))
+        found.append((f"weights of the partition ({pinned})", rounded(flat.partition * self.width)))
+        return found
+
+    # ---- what moves ----
+
+    def _beside(
+        self, model: Model, flat: Flat, gradients: int, whole: int, *, many: bool
+    ) -> list[Concurrent]:  # fmt: skip
+        """Buckets, and gradients as they are made."""
+        run, z = self.run, self.run.deepspeed
+        buffer_width = self.accumulated_width if self.stage_number == 1 and self.compact else self.width
+        one = rounded(z.reduce_bucket_size * buffer_width) if z.contiguous_gradients else 0
+        bucket = 0 if self.of_bf16_optimizer else one * (2 if self.overlaps else 1)
+        if not self.in_hooks:
+            sizes = [
+                sum(times * rounded(p.numel * self.width) for p, times in m.trained_parameters()) for m in model.modules
+            ]
+            made = made_before(run, model, [0 if many else n for n in sizes])
+            found = [Concurrent(0, n + bucket, n + bucket) for n in made]
+            found[model.places.loss] = Concurrent(0, 0, 0, bucket)
+            if not self.of_bf16_optimizer:
+                found[0] = found[0]._replace(least_backward=(0 if many else whole) + bucket + gradients)
+            return found
+        copies, reduced = self._reductions(model, flat)
+        found = []
+        own = gradients if many and not self.compact else 0
+        for place in range(model.number):
+            there = gradients if place < reduced else 0
+            held = bucket + copies[place] + (there if not many else 0) + (own if place < reduced else 0)
+            least = 0
+            if place == model.places.loss:
+                held, least = 0, held
+            found.append(Concurrent(0, held, held, least, gradients=0 if many or not held else there))
+        return found
+
+    def _reductions(self, model: Model, flat: Flat) -> tuple[list[int], int]:
+        """(at every place what a reduction of the bucket that is full copies, the place of the first reduction).
+
+        A bucket whose gradients belong to more than one partition is joined anew from their slices (``allreduce_
+        bucket: self.flatten``).
+        """
+        z = self.run.deepspeed
+        copies = [0] * model.number
+        end = flat.numel
+        elements, first, top, largest = 0, -1, end, 0
+        for module in reversed(model.modules):
+            for p, times in reversed(list(module.trained_parameters())):
+                for _ in range(times):
+                    if elements and elements + p.numel > z.reduce_bucket_size:
+                        copied = self._copied(flat, elements, end, top, largest)
+                        copies[module.place] = max(copies[module.place], copied)
+                        first = max(first, module.place)
+                        elements, top, largest = 0, end, 0
+                    elements += p.numel
+                    end -= p.numel
+                    largest = max(largest, p.numel)
+        if elements and flat.partition:
+            copies[0] = max(copies[0], self._copied(flat, elements, end, top, largest))
+        return copies, max(first, 1)
+
+    def _copied(self, flat: Flat, elements: int, end: int, top: int, largest: int) -> int:
+        """Bytes that the reduction of a bucket with these parameters makes: slices joined where there are several, and
+        in fp32 each that is added to the partition's gradients."""
+        several = (top - 1) // flat.partition != end // flat.partition
+        if self.compact:
+            return rounded(elements * self.width) * (largest < elements) + rounded(largest * 4)
+        return rounded(elements * self.width) if several else 0
+
+    def _step(self, flat: Flat, gradients: int) -> tuple[int, str]:
+        """(bytes, name) of the most that the step has beyond what is kept and the gradients of the partition."""
+        if self.offloads:
+            return 0, "optimizer step on the host"
+        part, o = flat.partition, self.run.optimizer
+        roots = 0
+        if o.optimizer in ("adam", "adamw"):
+            roots = {"foreach": 1, "for-loop": 2, "fused": 0}[o.torch_implementation] * rounded(part * self.state_width)
+        if self.of_bf16_optimizer:
+            return roots, "the optimizer's temporaries"
+        # Another dtype: flattened, then cast; else flattened alone.
+        cast = rounded(part * 4)
+        flattened = 0 if self.compact else cast + (rounded(part * self.width) if self.width != 4 else 0)
+        norm = rounded(flat.largest * NORM_WIDTH)
+        stepping = roots if self.compact else cast + roots - gradients
+        most = max(flattened, norm, stepping)
+        if most == norm:
+            return most, "the largest gradient in fp64, for the norm"
+        return most, "fp32 gradients" if most == flattened else "fp32 gradients and the optimizer's temporaries"
+
+
+def flat_of(model: Model, ranks: int, width: int) -> Flat:
+    """Parameters in the order of the model, which is that of the optimizer's only group."""
+    sizes = [(p.numel, times) for m in model.modules for p, times in m.trained_parameters()]
+    numel = sum(n * times for n, times in sizes)
+    padded = -(-numel // (ALIGNMENT * ranks)) * ALIGNMENT * ranks
+    partition = padded // ranks
+    touched = [0] * ranks
+    largest = at = 0
+    for n, times in sizes:
+        for _ in range(times):
+            low, high = at // partition, (at + n - 1) // partition
+            for rank in range(low, high + 1):
+                touched[rank] += n
+                largest = max(largest, min(at + n, (rank + 1) * partition) - max(at, rank * partition))
+            at += n
+    frozen = sum(
+        times * rounded(p.numel * width) for m in model.modules for parameters, times in m.frozen.rows
+        for p in parameters
+    )  # fmt: skip
+    return Flat(numel, padded, partition, max(touched), largest, frozen)
+
+
+def zero_states(run: RunSpec) -> tuple[State, ...]:
+    """States over a partition of main parameters."""
+    o = run.optimizer
+    if o.optimizer == "sgd":
+        return (State.MOMENTUM,) if o.sgd_momentum else ()
+    return (State.EXP_AVG,) if o.optimizer == "lion" else (State.EXP_AVG, State.EXP_AVG_SQ)
+
+
+ENGINE = ZeRO12
