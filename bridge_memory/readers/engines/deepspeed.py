@@ -194,8 +194,8 @@ def read_deepspeed(
 
 def _known() -> list[str]:
     return [
-        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "bf16", "fp16",
-        "gradient_clipping", "zero_optimization", "communication_data_type", "activation_checkpointing",
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "bf16",
+        "fp16", "gradient_clipping", "zero_optimization", "communication_data_type", "activation_checkpointing",
         *(key for keys in HARMLESS.values() for key in keys), *UNMODELLED,
     ]
 
@@ -299,7 +299,8 @@ def _precision(top: Section, settings: Settings) -> None:
         )
     if both[1]:
         fp16.unmodelled("fp16_master_weights_and_grads", False, Effect.DOWN, "fp16 master weights and gradients")
-    bf16.ignore("immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads", "bf16_optimizer_states")
+    bf16.ignore("immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads",
+                "bf16_optimizer_states")
     fp16.ignore("auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
                 "consecutive_hysteresis", "fp16_master_weights_and_grads")
     bf16.refuse_unread(("enabled", "bf16_master_weights_and_grads"), "DeepSpeed refuses it")
