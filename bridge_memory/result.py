@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from bridge_memory.components import STATIC_ROLES, Component, Role
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.gaps import Bounds, Gap, as_gap, bounds
+from bridge_memory.spec.parts import ENGINE_OPTIONS
 
 #: Of ``Estimate.to_dict``.
 SCHEMA = "bridge-memory/estimate/2"
@@ -181,7 +182,7 @@ def _parallelism(run: RunSpec) -> dict[str, Any]:
 
 
 def _training(run: RunSpec) -> dict[str, Any]:
-    batch = run.batch
+    batch, engine = run.batch, run.data_parallel.engine
     return {
         **_plain(batch),
         "global_batch_size": run.num_microbatches * batch.micro_batch_size * run.parallel.data_parallel_size,
@@ -192,6 +193,8 @@ def _training(run: RunSpec) -> dict[str, Any]:
         "peft": _plain(run.peft),
         "recompute": _plain(run.recompute),
         "implementation": _plain(run.implementation),
+        **({ENGINE_OPTIONS[engine]: _plain(getattr(run, ENGINE_OPTIONS[engine]))} if engine in ENGINE_OPTIONS else {}),
+        **({"transformers": _plain(run.transformers)} if run.implementation.hugging_face else {}),
     }
 
 

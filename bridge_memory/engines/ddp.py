@@ -49,9 +49,11 @@ class DDP:
         held = kept_of(run, model, self.width)
         in_buckets = run.ddp.gradient_as_bucket_view
         stays = accumulates(run)
-        # Views of buckets take nothing, but for gradients of a microbatch that is not reduced.
-        own = not in_buckets or (stays and not run.data_parallel.sync_each_batch)
-        if not own:
+        # Views of buckets take nothing, but for gradients of microbatches that are not reduced, until the last is.
+        waiting = 0
+        if in_buckets:
+            if stays and not run.data_parallel.sync_each_batch:
+                waiting = sum(k.gradients for k in held)
             held = [k._replace(gradients=0) for k in held]
         fresh = not stays
         made = made_before(run, model, [k.gradients if fresh else 0 for k in held])
@@ -62,7 +64,7 @@ class DDP:
         amounts.insert(2, (buckets, sum(rounded(n) for n in bucket_bytes(run, model, self.width))))
         return StageState(
             model.numel, tuple((line, n) for line, n in amounts if n), in_step=step, step_name=name,
-            concurrent=(model.engine_bytes(beside),),
+            accumulated=waiting, concurrent=(model.engine_bytes(beside),),
         )
 
 

@@ -1,5 +1,5 @@
-"""FSDP2 (``fully_shard``): every parameter's first dimension is divided over the ranks, padded, in its own dtype; so are
-gradients and optimizer states. A unit's parameters are whole while it runs, in ``param_dtype``.
+"""FSDP2 (``fully_shard``): every parameter's first dimension is divided over the ranks, padded, in its own dtype; so
+are gradients and optimizer states. A unit's parameters are whole while it runs, in ``param_dtype``.
 
 Forward a unit has its parameters and the flat output of their all-gather, which goes with the copy-out of the next
 unit's; backward its parameters and the output of the unit before it, gathered ahead. Its whole gradients are copied
@@ -45,9 +45,10 @@ class Group(NamedTuple):
     #: Of its modules, in the order of the model.
     places: tuple[int, ...]
     root: bool
-    #: Whole parameters, each a tensor of its own, and the flat output of their all-gather.
+    #: Whole parameters, each a tensor of its own, the flat output of their all-gather, and its input where it is cast.
     whole: int
     output: int
+    cast: int
     #: Flat input and output of the reduction of its gradients, and these gradients as they are kept.
     reduced: int
     reduced_shard: int
@@ -87,7 +88,7 @@ class FSDP2:
             for i, (line, n) in enumerate(amounts_of(run, held, fresh=fresh, shard_name=shards)) if n
         ]
         root = sum(g.whole for g in groups if g.root)
-        beside, accumulated = self.passes(model, groups, fresh=fresh), self._accumulated(model)
+        beside, accumulated = self.passes(model, groups, fresh=fresh), sum(self._accumulated_of(model))
         host: tuple[tuple[str, int], ...] = ()
         if run.fsdp.offload_params:
             host = tuple((f"{line.name} ({'pinned' if run.fsdp.pin_memory else 'pageable'})", n) for line, n in amounts)
@@ -125,18 +126,19 @@ class FSDP2:
             trained += sum(times * prod(shard(p.shape, ranks)) for p, times in module.trained_parameters())
         return Group(
             tuple(m.place for m in modules), root, whole, rounded(shards * ranks * width) if ranks > 1 else 0,
+            rounded(shards * width) if width != self.width and ranks > 1 else 0,
             rounded(trained * ranks * self.reduce_width), rounded(trained * self.reduce_width),
             rounded(trained * self.width),
         )
 
-    def _accumulated(self, model: Model) -> int:
-        """Whole gradients of earlier microbatches, in the dtype in which they will be reduced."""
-        if not self.waits:
-            return 0
-        return sum(
-            times * rounded(p.numel * self.reduce_width)
-            for module in model.modules for p, times in module.trained_parameters()
-        )  # fmt: skip
+    def _accumulated_of(self, model: Model) -> list[int]:
+        """Whole gradients of earlier microbatches at every place, in the dtype in which they will be reduced."""
+        sizes = [0] * model.number
+        for module in model.modules if self.waits else ():
+            sizes[module.place] += sum(
+                times * rounded(p.numel * self.reduce_width) for p, times in module.trained_parameters()
+            )
+        return sizes
 
     # ---- what moves ----
 
@@ -166,11 +168,18 @@ class FSDP2:
                 whole, last = whole + group.whole, group.output
             loss_outside = place == model.places.loss and (group is None or not group.root)
             found.append(whole + (0 if loss_outside else last))
+            if place == 0 and (group is None or group.root):
+                # The first unit is gathered, from a copy of its shard where that is cast, before the root's goes.
+                following = next((g for g in groups if not g.root), None)
+                if following is not None:
+                    found[0] += following.output + following.cast
             if group is not None and place == group.places[-1] and self._resharded(group):
                 whole -= group.whole
         return found
 
-    def _backward(self, model: Model, groups: Sequence[Group], *, fresh: bool) -> tuple[list[int], list[int], list[int]]:
+    def _backward(
+        self, model: Model, groups: Sequence[Group], *, fresh: bool
+    ) -> tuple[list[int], list[int], list[int]]:
         """At every place: (everything, of it the gradients that the step waits for, everything while its unit's
         gradients are reduced)."""
         at = {place: g for g in groups for place in g.places}
@@ -182,7 +191,8 @@ class FSDP2:
         # The root's first hook gathers the last unit ahead.
         ahead = units[-1].output if root is not None and units and not stays else 0
         sizes = self._whole_gradients(model)
-        reduced = made = waiting = replicated = 0
+        reduced = made = waiting = replicated = gone = 0
+        of_groups = self._accumulated_of(model)
         entered: set[tuple[int, ...]] = set()
         backward, gradients, reducing = [0] * model.number, [0] * model.number, [0] * model.number
         input_gradient = hidden_bytes(self.run)
@@ -194,7 +204,9 @@ class FSDP2:
                     earlier = before[group.places]
                     whole, ahead = whole + group.whole, earlier.output if earlier is not None else 0
             waits = 0 if self.waits else waiting
-            backward[place] = whole + ahead + reduced + made * fresh + waits + replicated
+            backward[place] = whole + ahead + reduced + made * fresh + waits + replicated - gone
+            if self.waits and self.run.num_microbatches > 2:  # one that is reduced neither now nor before
+                backward[place] = max(backward[place], whole + ahead)
             gradients[place] = made * fresh
             waiting += sizes[place]
             if group is not None and not group.root and place == group.places[0] and place:
@@ -202,8 +214,9 @@ class FSDP2:
                 waits = 0 if self.waits else waiting
                 reducing[place] = (
                     whole + ahead + waits + group.reduced + group.reduced_shard + made * fresh + replicated
-                    + input_gradient
+                    + input_gradient - gone
                 )
+                gone += sum(of_groups[p] for p in group.places)
                 waiting -= sum(sizes[p] for p in group.places)
                 reduced, made = group.reduced, made + group.gradients
                 replicated += self._all_reduced(group)
@@ -213,10 +226,11 @@ class FSDP2:
         for group in left:
             freed = group.whole
             whole -= 0 if group.root else freed
-            parts = whole + group.reduced + group.reduced_shard + made * fresh + (0 if self.waits else waiting)
+            parts = whole + group.reduced + group.reduced_shard + made * fresh + (0 if self.waits else waiting) - gone
             most = max(most, parts + replicated - (freed if group.root else 0))
             made += group.gradients
             waiting -= sum(sizes[p] for p in group.places)
+            gone += sum(of_groups[p] for p in group.places)
         reducing[0] = max(0, most)
         return backward, gradients, reducing
 

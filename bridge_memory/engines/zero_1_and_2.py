@@ -74,7 +74,7 @@ class ZeRO12:
         flat = flat_of(model, self.ranks, self.width)
         many = accumulates(run)
         gradients, whole = self._gradients(flat), 0
-        if self.stage_number == 1 and not self.overlaps or self.of_bf16_optimizer:
+        if (self.stage_number == 1 and not self.overlaps) or self.of_bf16_optimizer:
             whole = self._whole(model)
         kept = list(self._amounts(flat, gradients, fresh=not many))
         host: list[tuple[str, int]] = []

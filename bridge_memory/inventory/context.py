@@ -29,6 +29,8 @@ class HuggingFace(NamedTuple):
     #: Bytes of an element of what linears make.
     compute_width: int
     tied: bool
+    #: Gradients of a layer's weights are there until its backward pass is over (``RunSpec.layer_gradients_stay``).
+    gradients_stay: bool = False
 
     @property
     def autocast(self) -> bool:
@@ -261,5 +263,5 @@ def _hugging_face(run: RunSpec) -> HuggingFace:
     spec = run.transformers
     return HuggingFace(
         spec, family_of(run.model.model_type, spec), DTYPE_BYTES[spec.autocast or run.compute_dtype],
-        run.model.share_embeddings_and_output_weights,
+        run.model.share_embeddings_and_output_weights, run.layer_gradients_stay,
     )

@@ -77,7 +77,9 @@ def _precision(run: RunSpec) -> str:
     return _join(
         p.params_dtype,
         f"fp8 {p.fp8} ({p.fp8_recipe}{', parameters too' if p.fp8_param else ''})" if p.fp8 else "",
-        f"gradients in {'fp32' if run.data_parallel.grad_reduce_in_fp32 else p.params_dtype}",
+        f"gradients in {'fp32' if run.data_parallel.grad_reduce_in_fp32 else p.params_dtype}"
+        if run.data_parallel.of_megatron else "",
+        f"computes in {run.compute_dtype}" if run.compute_dtype != p.params_dtype else "",
         "fp32 residual stream" if p.fp32_residual_connection else "",
     )
 
@@ -86,7 +88,9 @@ def _optimizer(run: RunSpec) -> str:
     o, d = run.optimizer, run.data_parallel
     return _join(
         o.optimizer,
+        d.engine_title if not d.of_megatron else
         "distributed" if d.use_distributed_optimizer else "state replicated over data parallel ranks",
+        o.torch_implementation if not d.of_megatron and o.optimizer in ("adam", "adamw", "sgd") else "",
         f"precision-aware (main params {o.main_params_dtype}, main grads {o.main_grads_dtype}, "
         f"exp_avg {o.exp_avg_dtype}, exp_avg_sq {o.exp_avg_sq_dtype})" if o.use_precision_aware_optimizer else "",
         f"{o.optimizer_offload_fraction:.0%} offloaded to the CPU" if o.optimizer_cpu_offload else "",

@@ -1,7 +1,7 @@
 """What is trained and how, with Megatron's own field names. Imports nothing of the package's other rooms but releases.
 
-``errors`` <- ``release``, ``fields`` <- ``model``, ``engine_options`` <- ``parts`` <- ``limits``, ``layout`` <- ``validation`` <- ``run``
-<- ``gaps``.
+``errors`` <- ``release``, ``fields`` <- ``model``, ``engine_options`` <- ``parts`` <- ``limits``, ``layout`` <-
+``validation`` <- ``run`` <- ``gaps``.
 """
 
 from bridge_memory.spec.dtypes import DTYPE_BYTES

@@ -96,7 +96,9 @@ def _check_outside(run: RunSpec) -> None:
     for group, name, off in _OF_MEGATRON:
         value = getattr(getattr(run, group), name)
         if value != off:
-            raise SpecError(f"{name} ({show(value)}) is megatron-core's and does nothing with engine {d.engine}; drop it")
+            raise SpecError(
+                f"{name} ({show(value)}) is megatron-core's and does nothing with engine {d.engine}; drop it"
+            )
     if d.engine == "single" and p.data_parallel_size != 1:
         raise SpecError(
             f"world_size ({p.world_size}) with engine single leaves {p.data_parallel_size} data-parallel ranks that "
@@ -126,7 +128,8 @@ def _check_fsdp(run: RunSpec) -> None:
     ranks = run.parallel.data_parallel_size
     if ranks % f.shard_degree:
         raise SpecError(
-            f"fsdp_shard_degree ({f.shard_degree}) does not divide the data-parallel size ({ranks}); use a divisor of it"
+            f"fsdp_shard_degree ({f.shard_degree}) does not divide the data-parallel size ({ranks}); use a divisor of "
+            "it"
         )
     if engine == "fsdp1" and f.sharding_strategy not in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
         raise SpecError(

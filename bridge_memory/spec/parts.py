@@ -35,6 +35,8 @@ ENGINES = {
 }  # fmt: skip
 #: Those of megatron-core, whose flags and options they follow.
 MEGATRON_ENGINES = ("megatron_ddp", "megatron_fsdp")
+#: Those that train Hugging Face's models: layers are transformers' unless another implementation is asked for.
+WITH_TRANSFORMERS = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
 #: Engine -> the group of a RunSpec with its own options.
 ENGINE_OPTIONS = {
     "ddp": "ddp", "fsdp1": "fsdp", "fsdp2": "fsdp", "zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed",

@@ -125,6 +125,16 @@ class RunSpec:
         return mixed or self.precision.params_dtype
 
     @property
+    def layer_gradients_stay(self) -> bool:
+        """Whether the gradients of a layer's weights are all there until its backward pass is over: those that no hook
+        takes away one by one, and that are not added to earlier ones."""
+        engine = self.data_parallel.engine
+        if engine in ("fsdp1", "fsdp2"):
+            return True
+        taken = self.ddp.gradient_as_bucket_view if engine == "ddp" else bool(self.deepspeed.overlap_comm)
+        return engine in ("single", "ddp", "zero1") and not taken and self.num_microbatches == 1
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches a step on one data-parallel replica (``num_microbatches_calculator``)."""
         p, b = self.parallel, self.batch

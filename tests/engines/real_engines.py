@@ -117,3 +117,53 @@ def measured(
                 opt.zero_grad()
                 found.zeroed = tracker.live_bytes
     return found
+
+
+# ---- what is expected of them ----
+
+
+def expected(run: Any) -> dict[str, int]:
+    """Bytes of the estimate, phase by phase, where a step has one chunk."""
+    from bridge_memory.estimate import _Stages
+
+    stage = _Stages(run)[0]
+    held = stage.held
+    during = held.static_bytes - held.fresh + held.state.in_passes + held.batch
+    return {
+        "state": sum(nbytes for _, nbytes in held.state.amounts),
+        "forward": during + held.inventories[0].forward_peak,
+        "backward": during + held.inventories[0].backward_peak,
+        "step": stage.static_bytes + held.state.in_step,
+    }
+
+
+def run_of(
+    engine: str, *, ranks: int = 1, microbatches: int = 1, dtype: str = "fp32", config: dict[str, Any] | None = None,
+    sync_each_batch: bool = False, transformers_options: dict[str, Any] | None = None, **groups: Any,
+) -> Any:  # fmt: skip
+    """The same run for an estimate."""
+    from bridge_memory.readers.huggingface import model_from_hf_config
+    from bridge_memory.spec import (
+        BatchSpec,
+        DataParallelSpec,
+        ImplementationSpec,
+        ParallelSpec,
+        PrecisionSpec,
+        RunSpec,
+    )
+    from bridge_memory.spec.transformers import TransformersSpec
+
+    return RunSpec(
+        model=model_from_hf_config({**CONFIG, **(config or {})}, "small"),
+        parallel=ParallelSpec(world_size=ranks),
+        batch=BatchSpec(
+            seq_length=SEQ, micro_batch_size=BATCH, global_batch_size=microbatches * BATCH * ranks
+        ),
+        precision=PrecisionSpec(params_dtype=dtype),
+        data_parallel=DataParallelSpec(engine=engine, sync_each_batch=sync_each_batch),
+        implementation=ImplementationSpec(transformer_impl="transformers", cublas_workspace_bytes=0),
+        transformers=TransformersSpec(
+            attn_implementation="eager", attention_mask="none", **(transformers_options or {})
+        ),
+        **groups,
+    )

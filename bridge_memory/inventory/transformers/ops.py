@@ -210,6 +210,8 @@ class Torch:
         trains = self.trains(f"{module}.weight")
         inputs = (x,) if weight is None else (x, weight)
         own = in_features * out_features * self.parameter_width if trains and weight is None else 0
+        if trains and weight is None and self.hf.gradients_stay:
+            inputs, own = (x, self.waiting(f"{module}.weight", in_features * out_features)), 0
         saved = [x.tensor] if trains else []
         if weight is not None and x.differentiable:
             saved.append(weight.tensor)
@@ -217,6 +219,12 @@ class Torch:
             label or f"{module} output", inputs, rows * out_features, self.compute_width, saves=saved,
             backward_workspace=own, trains=trains,
         )
+
+    def waiting(self, weight: str, elements: Any) -> Array:
+        """A parameter whose gradient is there until the block's backward pass is over, as that of an input is."""
+        parameter = self.tape.input(weight, 0)
+        parameter.grad_bytes = elements * self.parameter_width
+        return Array(parameter, elements, self.parameter_width)
 
     def cast_operands(self, weight: str, x: Array, elements: Any) -> tuple[Array, Array | None]:
         """The input, and under autocast the weight's copy in the compute dtype, each cast where it is not; None where
@@ -232,11 +240,14 @@ class Torch:
         known = self._cast_weights.get(weight)
         if known is None:
             trains = self.trains(weight)
-            parameter = self.tape.tensor(weight, 0, grad_bytes=elements * self.parameter_width * trains)
-            self.tape.op(f"{weight} in the compute dtype", (), parameter, trains=trains)
+            if trains and self.hf.gradients_stay:
+                parameter = self.waiting(weight, elements)
+            else:
+                view = self.tape.tensor(weight, 0, grad_bytes=elements * self.parameter_width * trains)
+                self.tape.op(f"{weight} in the compute dtype", (), view, trains=trains)
+                parameter = Array(view, elements, self.parameter_width)
             known = self._cast_weights[weight] = self.make(
-                f"{weight} in the compute dtype", (Array(parameter, elements, self.parameter_width),), elements,
-                self.compute_width, trains=trains,
+                f"{weight} in the compute dtype", (parameter,), elements, self.compute_width, trains=trains,
             )
         return known
 

@@ -1,0 +1,96 @@
+"""Estimates beside torch's real engines on CPU, with a small Llama of transformers: every storage of three steps."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from bridge_memory.spec import DDPOptions, FSDPOptions, OptimizerSpec  # noqa: E402
+from tests.engines.real_engines import LAYERS, Measured, expected, measured, run_of  # noqa: E402
+
+DDP = torch.nn.parallel.DistributedDataParallel
+#: What is not a copy of the parameters: a block of the allocator for each parameter's number of steps (on the CPU,
+#: but for fused optimizers), the rotary embedding's two frequencies, the batch.
+STEPS = (3 + 9 * LAYERS) * 512
+BESIDE = STEPS + 2048
+MIXED = FSDPOptions(param_dtype="bf16", reduce_dtype="fp32")
+
+
+def fsdp2(ranks: int, *, mixed: bool = False, **kwargs: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    def wrap(model: Any) -> Any:
+        given = {**kwargs, "mesh": init_device_mesh("cpu", (ranks,))}
+        if mixed:
+            given["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in model.model.layers:
+            fully_shard(layer, **given)
+        return fully_shard(model, **given)
+
+    return wrap
+
+
+def no_sync(model: Any, last: bool) -> Any:
+    return nullcontext() if last else model.no_sync()
+
+
+@contextmanager
+def gradient_sync(model: Any, last: bool) -> Any:
+    model.set_requires_gradient_sync(last)
+    yield
+
+
+def check(run: Any, real: Measured, *, within: float = 0.01) -> None:
+    ours = expected(run)
+    assert 0 <= real.after_step - ours["state"] <= BESIDE
+    for phase in ("forward", "backward", "step"):
+        assert ours[phase] == pytest.approx(getattr(real, phase), rel=within), phase
+
+
+@pytest.mark.parametrize("implementation", ["foreach", "for-loop", "fused"])
+def test_one_gpu(implementation: str) -> None:
+    """Moments in the parameters' dtype; the loop's two tensors of the largest parameter, foreach's of all."""
+    how = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
+    real = measured(lambda m: m, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-9, **how))
+    check(run_of("single", optimizer=OptimizerSpec(optimizer="adamw", torch_implementation=implementation)), real)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_ddp(view: bool) -> None:
+    """Without views gradients are there beside their buckets."""
+    real = measured(lambda m: DDP(m, gradient_as_bucket_view=view), backend="gloo")
+    check(run_of("ddp", ddp=DDPOptions(gradient_as_bucket_view=view)), real)
+
+
+def test_ddp_accumulates_beside_its_buckets_until_the_last_microbatch() -> None:
+    real = measured(
+        lambda m: DDP(m, gradient_as_bucket_view=True), backend="gloo", microbatches=2, no_sync=no_sync
+    )
+    check(run_of("ddp", microbatches=2, ddp=DDPOptions(gradient_as_bucket_view=True)), real)
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+def test_fsdp2_in_one_dtype(reshard: bool | None) -> None:
+    kwargs = {} if reshard is None else {"reshard_after_forward": reshard}
+    real = measured(fsdp2(2, **kwargs), size=2)
+    check(run_of("fsdp2", ranks=2, fsdp=FSDPOptions(reshard_after_forward=reshard)), real)
+
+
+def test_fsdp2_in_mixed_precision() -> None:
+    """fp32 shards, bf16 whole parameters, and reductions in fp32: 4 bytes a parameter of the last unit."""
+    check(run_of("fsdp2", ranks=4, fsdp=MIXED), measured(fsdp2(4, mixed=True), size=4))
+
+
+def test_fsdp2_accumulates_whole_gradients_in_fp32() -> None:
+    real = measured(fsdp2(4, mixed=True), size=4, microbatches=2, no_sync=gradient_sync)
+    check(run_of("fsdp2", ranks=4, microbatches=2, fsdp=MIXED), real)
+
+
+def test_fsdp2_that_reduces_every_microbatch_keeps_shards() -> None:
+    real = measured(fsdp2(4, mixed=True), size=4, microbatches=2)
+    check(run_of("fsdp2", ranks=4, microbatches=2, sync_each_batch=True, fsdp=MIXED), real)
