@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers.modeling_attn_mask_utils import AttentionMaskConverter
 
 from bridge_memory.rehearse.tracker import SavedRecord, Tracker
 from bridge_memory.spec.transformers import TransformersSpec
@@ -31,33 +32,39 @@ class Measured(NamedTuple):
 
 
 class FlashAttention(torch.autograd.Function):
-    """What torch's CUDA flash kernel keeps and makes: ``flash_attn/flash_api.cpp: mha_fwd, mha_bwd``."""
+    """What torch's CUDA kernels keep and make: ``flash_attn/flash_api.cpp: mha_fwd, mha_bwd``; with a bias the
+    memory-efficient ``mem_eff_attention``."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+    def forward(ctx: Any, q: Any, k: Any, v: Any, bias: Any) -> Any:
         b, heads, s, _ = q.shape
         out = torch.empty(b, s, heads, v.shape[-1], dtype=q.dtype, device=q.device).transpose(1, 2)
         lse = torch.empty(b, heads, s, dtype=torch.float32, device=q.device)
         seeds = torch.empty(2, dtype=torch.int64, device=q.device)
-        ctx.save_for_backward(q, k, v, out, lse, seeds)
+        ctx.save_for_backward(q, k, v, out, lse, seeds, bias)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        q, k, v, out, lse, _ = ctx.saved_tensors
+        q, k, v, _out, lse, *_ = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         scratch = [torch.empty_like(lse), torch.empty(q.shape, dtype=torch.float32, device=q.device)]
         if q.shape[1] != k.shape[1]:
             scratch += [torch.empty_like(q), torch.empty_like(q)]
-        return dq, dk, dv
+        del scratch
+        return dq, dk, dv, None
 
 
 def scaled_dot_product_attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: Any = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    assert attn_mask is None and not dropout_p
-    return FlashAttention.apply(query, key, value)
+    if attn_mask is None:
+        return FlashAttention.apply(query, key, value, None)
+    if attn_mask.dtype == torch.bool:
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
+    return FlashAttention.apply(query, key, value, attn_mask)
 
 
 class Autocast(torch.autocast):
@@ -67,18 +74,43 @@ class Autocast(torch.autocast):
         super().__init__("cpu" if device_type == META else device_type, *args, **kwargs)
 
 
+class Routed:
+    """Every expert has its even share of tokens, whose places are on the meta device."""
+
+    def __init__(self, experts: int, rows: int) -> None:
+        self.experts, self.rows = experts, rows
+
+    def nonzero(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.arange(self.experts)[:, None]
+
+    def where(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > 1 or kwargs:
+            return WHERE(*args, **kwargs)
+        return torch.empty(self.rows, args[0].dim(), dtype=torch.int64, device=META).unbind(1)
+
+
+WHERE = torch.where
+
+
 @contextmanager
-def as_on_cuda(*, padded: bool = False) -> Iterator[None]:
+def as_on_cuda(routed: Routed | None = None, *, padded: bool = False) -> Iterator[None]:
     def skipped(padding_mask: Any, query: int, keys: int, offset: int = 0, local: int | None = None, *a: Any) -> bool:
         return not padded and (local is None or keys < local)
+
+    def skipped_by_class(*args: Any, **kwargs: Any) -> bool:
+        return not padded
 
     with ExitStack() as stack:
         for owner, name, value in (
             (F, "scaled_dot_product_attention", scaled_dot_product_attention),
             (torch, "autocast", Autocast),
             (masking_utils, "_ignore_causal_mask_sdpa", skipped),
+            (AttentionMaskConverter, "_ignore_causal_mask_sdpa", staticmethod(skipped_by_class)),
         ):
             stack.enter_context(patch.object(owner, name, value))
+        if routed is not None:
+            stack.enter_context(patch.object(torch.Tensor, "nonzero", lambda x, **k: routed.nonzero(x)))
+            stack.enter_context(patch.object(torch, "where", routed.where))
         yield
 
 
@@ -102,7 +134,10 @@ def measure(model: Any, batch: int, seq: int, spec: TransformersSpec) -> Measure
         p.grad = torch.zeros_like(p) if p.requires_grad else None
     static = [*inputs.values(), *(p.grad for p in model.parameters() if p.grad is not None)]
     tracker = Tracker(static=static)
-    with as_on_cuda(padded=spec.attention_mask == "padded"), tracker.watching(model):
+    experts = getattr(model.config, "num_local_experts", None) or getattr(model.config, "num_experts", None)
+    experts = experts or getattr(model.config, "n_routed_experts", None)
+    routed = Routed(experts, batch * seq * model.config.num_experts_per_tok // experts) if experts else None
+    with as_on_cuda(routed, padded=spec.attention_mask == "padded"), tracker.watching(model):
         tracker.reset_peak()
         outputs = model(**inputs, use_cache=spec.use_cache)
         loss = outputs.loss

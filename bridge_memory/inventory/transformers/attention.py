@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from bridge_memory.inventory.context import HuggingFace
 from bridge_memory.inventory.transformers.norms import norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 from bridge_memory.spec import AttentionSpec
@@ -114,31 +115,35 @@ def attend(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
         return _eager(t, spec, query, key, value)
     if implementation == "flash_attention_2":
         return _flash(t, spec, query, key, value)
-    masked = needs_mask(t.hf.spec, spec.window_size, t.r.ctx.seq, packed=t.r.ctx.packed)
+    masked = needs_mask(t.hf, spec.window_size, t.r.ctx.seq, packed=t.r.ctx.packed)
     kernel = t.hf.spec.sdpa_kernel or ("efficient" if masked else "flash")
     if kernel == "flash" and not masked:
-        return _flash(t, spec, query, key, value)
+        if not t.hf.family.own_masks:
+            return _flash(t, spec, query, key, value)
+        variables = key, value = _repeated(t, spec, key, value)
+        out = _flash(t, spec, query, key, value, shared=False)
+        t.keep_alive(*variables)
+        return out
     return _efficient(t, spec, query, key, value, masked=masked)
 
 
-def needs_mask(spec: Any, window: int | None, seq: Any, *, packed: bool = False) -> bool:
+def needs_mask(hf: HuggingFace, window: int | None, seq: Any, *, packed: bool = False) -> bool:
     """Whether sdpa is handed a mask [b, 1, s, s] (``masking_utils.py: create_causal_mask, _ignore_causal_mask_sdpa``).
 
     Without a mask in the batch, releases before 5 make one of the positions, in case sequences are packed
     (``find_packed_sequence_indices``).
     """
+    spec = hf.spec
     if spec.attention_mask == "padded" or packed:
         return True
-    if spec.attention_mask == "none" and PACKING_TAKEN_FOR_GRANTED(spec) and not spec.use_cache:
+    if spec.attention_mask == "none" and not spec.use_cache and not hf.family.own_masks and hf.packing_is_supposed:
         return True
     return window is not None and bool(seq >= window)
 
 
-def PACKING_TAKEN_FOR_GRANTED(spec: Any) -> bool:
-    return (4, 54) <= spec.transformers_version < (5, 0)
-
-
-def _flash(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array) -> Array:
+def _flash(
+    t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array, *, shared: bool = True
+) -> Array:
     """FlashAttention 2 keeps q, k, v, its output and the log-sum-exp of scores in fp32, [b, a, s]. Backward sums the
     query's gradient in fp32, has the statistics' product with the gradient, [b, a, s] of fp32, and gradients of keys
     and values a query head where groups share them (torch ``native/transformers/cuda/flash_attn/flash_api.cpp:
@@ -148,7 +153,7 @@ def _flash(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
     seeds = t.tape.tensor("seed and offset of dropout", 16, grad=False)
     out_elements = rows * spec.value_channels
     scratch: Any = FP32 * query.elements + FP32 * rows
-    if spec.num_query_groups != spec.num_attention_heads:
+    if shared and spec.num_query_groups != spec.num_attention_heads:
         scratch = scratch + 2 * query.elements * query.width
     return t.make(
         "attention output", (query, key, value), out_elements, query.width,
@@ -171,7 +176,7 @@ def _efficient(
     lse = t.tape.tensor("softmax log-sum-exp", FP32 * rows, grad=False)
     seeds = t.tape.tensor("seed and offset of dropout", 16, grad=False)
     mask = ()
-    if masked:
+    if masked and not t.hf.family.own_masks:
         mask = (t.constant("attention bias of the mask", ctx.batch * ctx.seq * ctx.seq, query.width).tensor,)
     out = t.make(
         "attention output", (query, key, value), rows * spec.value_channels, query.width,
@@ -219,7 +224,8 @@ def _eager(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
     t.keep_alive(masked, probabilities)
     narrow = t.dropout("attention dropout", narrow, ctx.attention_dropout)
     right = t.copy("contiguous values", value) if several and not shared else value
-    out = t.matmul("attention output by head", narrow, right, ctx.tokens * spec.num_attention_heads * spec.value_channels)
+    width = spec.num_attention_heads * spec.value_channels
+    out = t.matmul("attention output by head", narrow, right, ctx.tokens * width)
     done = t.copy("attention output", out)
     t.keep_alive(*variables, narrow)
     return done

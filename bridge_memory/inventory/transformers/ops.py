@@ -102,6 +102,10 @@ class Torch:
         self.tape.op(f"{x.tensor.name}: gradient in its own dtype", x.tensor, view)
         return Array(view, x.elements, width)
 
+    def _narrowed(self, x: Array, width: int) -> Any:
+        """Bytes of a widened operand's gradient in its own dtype, made beside the wide ones (``validate_outputs``)."""
+        return x.bytes if x.differentiable and x.width != width else 0
+
     def add(self, name: str, a: Array, b: Array) -> Array:
         """Keeps nothing; gradients of both are the output's."""
         width = max(a.width, b.width)
@@ -116,11 +120,12 @@ class Torch:
         """Keeps each factor for the other's gradient. Where b is ``broadcast``, its gradient is first as large as the
         product (``torch/csrc/autograd/engine.cpp: validate_outputs`` sums it afterwards)."""
         elements, width = a.elements, max(a.width, b.width)
+        narrowed = self._narrowed(a, width) + self._narrowed(b, width)
         a, b = self.widened(a, width), self.widened(b, width)
         whole = elements * width
         return self.make(
             name, (a, b), elements, width, saves=_where((a, b.differentiable), (b, a.differentiable)),
-            backward_workspace=whole - b.bytes if broadcast and b.differentiable else 0,
+            backward_workspace=narrowed + (whole - b.bytes if broadcast and b.differentiable else 0),
         )
 
     def mul_weight(
@@ -130,12 +135,13 @@ class Torch:
         parameter's as it is multiplied."""
         weight_width = self.parameter_width if width is None else width
         out_width = max(x.width, weight_width)
+        narrowed = self._narrowed(x, out_width)
         x = self.widened(x, out_width)
         trains = self.trains(weight)
         nbytes = x.elements * out_width
         return self.make(
             name, (x,), x.elements, out_width, saves=(x.tensor, *also_keeps) if trains else also_keeps,
-            trains=trains, backward_workspace=nbytes if trains else 0,
+            trains=trains, backward_workspace=narrowed + (nbytes if trains else 0),
         )
 
     def square(self, name: str, x: Array) -> Array:
