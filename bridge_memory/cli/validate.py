@@ -32,7 +32,7 @@ KINDS = {
 #: Kind -> keys of which its files have some.
 _KEYS = {
     "accelerate": ("distributed_type", "compute_environment", "fsdp_config", "deepspeed_config", "num_machines"),
-    "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "fp16", "bf16",
+    "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size",
                   "gradient_clipping", "steps_per_print", "zero_allow_untested_optimizer"),
     "training_args": ("per_device_train_batch_size", "output_dir", "gradient_checkpointing", "learning_rate", "optim",
                       "num_train_epochs", "deepspeed", "fsdp"),
@@ -116,6 +116,9 @@ def kind_of(text: str, path: str) -> str:
     elif isinstance(table.get("model"), Mapping):
         return "bridge"
     scores = {kind: sum(key in table for key in keys) for kind, keys in _KEYS.items()}
+    for dtype in ("bf16", "fp16"):  # a table in DeepSpeed's, a switch in the Trainer's
+        scores["deepspeed"] += isinstance(table.get(dtype), Mapping)
+        scores["training_args"] += isinstance(table.get(dtype), bool)
     best = max(scores, key=lambda kind: scores[kind])
     if not scores[best]:
         raise SpecError(f"{name} looks like no configuration that is known; say what it is with --kind, or give one")

@@ -98,7 +98,7 @@ _ZERO_UNMODELLED = {
     "stage3_allgather_sequential": (False, Effect.DOWN, "no flattening buffer of gathered parameters"),
     "allgather_sequential": (False, Effect.DOWN, "no flattening buffer of gathered parameters"),
 }
-_OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "lion": "lion", "sgd": "sgd", "muon": "muon"}
+_OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "lion": "lion", "sgd": "sgd"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,7 @@ def read_deepspeed(
 ) -> None:
     """Read a parsed DeepSpeed configuration into ``settings``. ``where``: the table that it stands in."""
     notes = settings.notes
-    if filler is None:
+    if filler is None:  # as accelerate, and the Trainer by default
         filler = Filler(who="accelerate or the HF Trainer", values={"gradient_clipping": 1.0})
     top = Section(filled(config, filler, told, notes), where, notes)
     for keys in HARMLESS.values():
@@ -174,6 +174,9 @@ def read_deepspeed(
             block = block.get(switch, False) if switch else bool(block)
         if block and block != AUTO:
             notes.gap(f"{top.named(key)}: {what}", effect)
+    if not any(key in top.data for key in _known()):
+        notes.problem(where or "the file", "holds no key of a DeepSpeed config", "give one, with zero_optimization")
+        return
     stage = _zero(top, settings)
     _precision(top, settings)
     _optimizer(top, settings, stage)
@@ -315,7 +318,8 @@ def _optimizer(top: Section, settings: Settings, stage: int) -> None:
     params = section.table("params")
     section.ignore("legacy_fusion")
     if kind is None:
-        section.problem("type", "is missing", 'name the optimizer, such as "AdamW"')
+        if not section.has("type"):
+            section.problem("type", "is missing", 'name the optimizer, such as "AdamW"')
         return
     name = _OPTIMIZERS.get(kind.lower())
     if name is None:
