@@ -13,7 +13,7 @@ from bridge_memory.cli import main
 pytest.importorskip("yaml")
 
 GOOD = {
-    "ds.json": ("deepspeed", '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_clipping": 1}'),
+    "ds.json": ("deepspeed", '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "scheduler": {}}'),
     "acc.yaml": ("accelerate", "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: bf16\n"),
     "args.yaml": ("training_args", "output_dir: out\nper_device_train_batch_size: 2\nbf16: true\nlearning_rate: 1e-5\n"),
     "args.json": ("training_args", '{"output_dir": "out", "gradient_checkpointing": true, "optim": "adamw_torch"}'),
@@ -33,11 +33,13 @@ BAD = {
                  ["distributed_type", "mixed_precision", "colour"]),
     "args.json": ('{"output_dir": "o", "bf16": true, "fp16": true, "optim": "adamw_trch", "gradient_checkpoint": true}',
                   ["fp16", "optim", "gradient_checkpoint"]),
-    "train.toml": ('[training]\nseq_length = 1\n[optimizer]\nname = "Lion"\n', ["optimizer.name", "training.seq_length"]),
+    "train.toml": ('[training]\nseq_length = 1\n[optimizer]\nname = "Lion"\n',
+                   ["optimizer.name", "training.seq_length"]),
     "bridge.yaml": ("model:\n  tensor_parallel_size: 2\ntrain:\n  global_batchsize: 8\n",
                     ["model.tensor_parallel_size", "train.global_batchsize"]),
     "config.json": ('{"model_type": "llama", "architectures": [], "hidden_size": "big"}', ["config.json"]),
-    "run.sh": ("python pretrain_gpt.py --num-layer 2 --hidden-size 64 --foo 1", ["--num-layer", "--foo", "--num-attention-heads"]),
+    "run.sh": ("python pretrain_gpt.py --num-layer 2 --hidden-size 64 --foo 1",
+               ["--num-layer", "--foo", "--num-attention-heads"]),
 }  # fmt: skip
 
 
