@@ -10,7 +10,7 @@ from bridge_memory.spec import RunSpec, SpecError
 #: Engines of a module that is called otherwise.
 _MODULES = {"zero1": "zero_1_and_2", "zero2": "zero_1_and_2", "megatron_deepspeed": "zero_1_and_2"}
 #: Not there yet.
-_NEXT = ("fsdp1", "zero3", "megatron_deepspeed")
+_NEXT = ("megatron_deepspeed",)
 
 
 def engine_of(run: RunSpec, rank: int | None = None) -> Engine:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from bridge_memory.engines.engine import StageState
 from bridge_memory.engines.torch_modules import (
+    Kept,
     Model,
     Module,
     accumulates,
@@ -58,6 +59,10 @@ class Group(NamedTuple):
 class FSDP2:
     """See the module docstring."""
 
+    #: The flat output of a gathering is there until the next copy-out; the flat input of a reduction until the next.
+    keeps_output = True
+    keeps_reduced = True
+
     def __init__(self, run: RunSpec, *, rank: int | None = None) -> None:
         """``rank`` changes nothing: the first one, whose shards are never shorter than others', is meant."""
         f = run.fsdp
@@ -69,6 +74,7 @@ class FSDP2:
         self.replicated = self.ranks < run.parallel.data_parallel_size
         #: Whole gradients wait for the last microbatch.
         self.waits = accumulates(run) and not run.data_parallel.sync_each_batch
+        self.waiting_width = self.reduce_width
 
     # ---- what is kept ----
 
@@ -77,7 +83,7 @@ class FSDP2:
         run = self.run
         model = model_of(run, chunks[0])
         groups = self.groups(model)
-        held = kept_of(run, model, self.width, self.ranks)
+        held = self._kept(model, groups)
         step, name = in_step(run, held)
         # One flat tensor a group (``foreach_reduce``: ``as_strided`` views of the output).
         of_groups = sum(g.gradients for g in groups)
@@ -99,6 +105,9 @@ class FSDP2:
             model.numel, tuple(amounts), gathered=root, accumulated=accumulated, in_step=step, step_name=name,
             concurrent=(model.engine_bytes(beside),), host=host,
         )
+
+    def _kept(self, model: Model, groups: Sequence[Group]) -> list[Kept]:
+        return kept_of(self.run, model, self.width, self.ranks)
 
     def groups(self, model: Model) -> list[Group]:
         """The groups of a model, the root last."""
@@ -136,7 +145,7 @@ class FSDP2:
         sizes = [0] * model.number
         for module in model.modules if self.waits else ():
             sizes[module.place] += sum(
-                times * rounded(p.numel * self.reduce_width) for p, times in module.trained_parameters()
+                times * rounded(p.numel * self.waiting_width) for p, times in module.trained_parameters()
             )
         return sizes
 
@@ -158,20 +167,20 @@ class FSDP2:
     def _forward(self, model: Model, groups: Sequence[Group]) -> list[int]:
         at = {place: g for g in groups for place in g.places}
         whole = 0
-        last = next((g.output for g in groups if g.root), 0)
+        last = next((g.output for g in groups if g.root), 0) if self.keeps_output else 0
         entered: set[int] = set()
         found = []
         for place in range(model.number):
             group = at.get(place)
             if group is not None and not group.root and group.places[0] not in entered:
                 entered.add(group.places[0])
-                whole, last = whole + group.whole, group.output
+                whole, last = whole + group.whole, group.output if self.keeps_output else 0
             loss_outside = place == model.places.loss and (group is None or not group.root)
             found.append(whole + (0 if loss_outside else last))
             if place == 0 and (group is None or group.root):
                 # The first unit is gathered, from a copy of its shard where that is cast, before the root's goes.
                 following = next((g for g in groups if not g.root), None)
-                if following is not None:
+                if following is not None and self.keeps_output:
                     found[0] += following.output + following.cast
             if group is not None and place == group.places[-1] and self._resharded(group):
                 whole -= group.whole
@@ -184,7 +193,7 @@ class FSDP2:
         gradients are reduced)."""
         at = {place: g for g in groups for place in g.places}
         units = [g for g in groups if not g.root]
-        stays = self.run.fsdp.reshard_after_forward is False
+        stays = bool(units) and not self._resharded(units[0])
         whole = sum(g.whole for g in units) if stays else 0
         before = {g.places: earlier for earlier, g in zip([None, *units], units, strict=False)}
         root = next((g for g in groups if g.root), None)
@@ -218,7 +227,7 @@ class FSDP2:
                 )
                 gone += sum(of_groups[p] for p in group.places)
                 waiting -= sum(sizes[p] for p in group.places)
-                reduced, made = group.reduced, made + group.gradients
+                reduced, made = group.reduced if self.keeps_reduced else 0, made + group.gradients
                 replicated += self._all_reduced(group)
         # What is left is reduced in the end: the root, and an embedding of its own.
         left = [g for g in groups if g.root or 0 in g.places]

@@ -172,22 +172,29 @@ class ZeRO12:
         z = self.run.deepspeed
         copies = [0] * model.number
         end = flat.numel
-        elements, first, top = 0, -1, end
+        elements, first, top, largest = 0, -1, end, 0
         for module in reversed(model.modules):
             for p, times in reversed(list(module.trained_parameters())):
                 for _ in range(times):
                     if elements and elements + p.numel > z.reduce_bucket_size:
-                        several = (top - 1) // flat.partition != end // flat.partition
-                        copied = rounded(elements * self.width) if several else 0
+                        copied = self._copied(flat, elements, end, top, largest)
                         copies[module.place] = max(copies[module.place], copied)
                         first = max(first, module.place)
-                        elements, top = 0, end
+                        elements, top, largest = 0, end, 0
                     elements += p.numel
                     end -= p.numel
+                    largest = max(largest, p.numel)
         if elements and flat.partition:
-            several = (top - 1) // flat.partition != end // flat.partition
-            copies[0] = max(copies[0], rounded(elements * self.width) if several else 0)
+            copies[0] = max(copies[0], self._copied(flat, elements, end, top, largest))
         return copies, max(first, 1)
+
+    def _copied(self, flat: Flat, elements: int, end: int, top: int, largest: int) -> int:
+        """Bytes that the reduction of a bucket with these parameters makes: slices joined where there are several, and
+        in fp32 each that is added to the partition's gradients."""
+        several = (top - 1) // flat.partition != end // flat.partition
+        if self.compact:
+            return rounded(elements * self.width) * (largest < elements) + rounded(largest * 4)
+        return rounded(elements * self.width) if several else 0
 
     def _step(self, flat: Flat, gradients: int) -> tuple[int, str]:
         """(bytes, name) of the most that the step has beyond what is kept and the gradients of the partition."""
