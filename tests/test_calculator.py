@@ -76,7 +76,8 @@ def test_the_recommended_batch_is_the_largest_that_fits() -> None:
 
     def fits(size: int) -> bool:
         run = calculator.run
-        peak = max(s.peak_bytes for s in peaks(run.with_(batch=replace(run.batch, micro_batch_size=size, global_batch_size=None))))
+        batch = replace(run.batch, micro_batch_size=size, global_batch_size=None)
+        peak = max(s.peak_bytes for s in peaks(run.with_(batch=batch)))
         return peak + margin_bytes(peak, 8) <= calculator.gpu.capacity_bytes
 
     assert fits(batch) and not fits(batch + 1)
@@ -90,8 +91,8 @@ def test_sizes_given_by_numbers_become_a_model() -> None:
     assert model.layers[0].ffn.ffn_hidden_size == 11008 and "6.738 B" in said[0]  # type: ignore[union-attr]
     model, said = model_of(ModelConfig(**LLAMA2_7B))
     assert estimate(GPUMemoryCalculator.from_dict(form()).run).parameters == pytest.approx(7e9, rel=0.005)
-    gpt2 = {"num_parameters": "124M", "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 50257}
-    assert model_of(ModelConfig(**gpt2))[0].share_embeddings_and_output_weights
+    gpt2 = ModelConfig(num_parameters="124M", num_layers=12, hidden_size=768, num_attention_heads=12, vocab_size=50257)
+    assert model_of(gpt2)[0].share_embeddings_and_output_weights
 
 
 def test_experts() -> None:
@@ -185,7 +186,8 @@ def test_engines_and_the_dtype_of_their_parameters(word: str) -> None:
 
 def test_levels_of_checkpointing() -> None:
     def run(engine: str, level: int) -> Any:
-        return GPUMemoryCalculator.from_dict(form(engine={"type": engine}, training={"activation_checkpointing": level})).run
+        training = {"activation_checkpointing": level}
+        return GPUMemoryCalculator.from_dict(form(engine={"type": engine}, training=training)).run
 
     assert run("fsdp", 4).transformers.gradient_checkpointing and not run("fsdp", 4).not_modelled
     assert "levels 1 to 3" in run("fsdp", 2).not_modelled[0] and not run("fsdp", 2).transformers.gradient_checkpointing
@@ -206,6 +208,6 @@ def test_quick(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "meta-llama/Llama-2-7b-hf" in text and "80 GB" in text and "Largest batch" in text
     assert main(["quick", "350M", "--engine", "megatron"]) == 0
-    for argv in (["quick"], ["quick", "seven"], ["quick", "7", "--engine", "x"], ["quick", "-7"], ["quick", "7", "--gpus", "0"]):
-        assert main(argv) == 2
+    for argv in ([], ["seven"], ["7", "--engine", "x"], ["-7"], ["7", "--gpus", "0"]):
+        assert main(["quick", *argv]) == 2
         assert capsys.readouterr().err.count("\n") == 1

@@ -157,7 +157,10 @@ def test_closed_streams_are_no_fault_of_the_program(closed: str) -> None:
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
 @pytest.mark.parametrize(
-    "argv", [["compare", "/dev/zero"], ["validate", "/dev/zero"], ["accuracy", "/dev/zero"], ["calculate", "/dev/zero"], ["estimate", MODEL, "--calibration", "/dev/zero"]]
+    "argv", [
+        *([command, "/dev/zero"] for command in ("compare", "validate", "accuracy", "calculate")),
+        *(["estimate", MODEL, flag, "/dev/zero"] for flag in ("--calibration", "--deepspeed", "--accelerate")),
+    ],
 )
 def test_a_file_without_end_is_read_to_a_bound(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     """Each once read until memory was full."""

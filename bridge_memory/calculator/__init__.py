@@ -184,4 +184,4 @@ class GPUMemoryCalculator:
 
 def _host_bytes(stage: Any) -> int:
     """What a rank of a stage keeps in host memory."""
-    return int(getattr(stage, "host_bytes", 0))
+    return int(sum(nbytes for _, nbytes in getattr(stage, "host", ())))

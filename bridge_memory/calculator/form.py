@@ -241,7 +241,8 @@ def _engine(section: Section) -> EngineConfig:
 
 def _hardware(top: Section) -> GPUConfig:
     section = top.table("hardware")
-    nodes, each = section.integer("num_nodes", least=1, below=2**20), section.integer("gpus_per_node", least=1, below=2**12)
+    nodes = section.integer("num_nodes", least=1, below=2**20)
+    each = section.integer("gpus_per_node", least=1, below=2**12)
     of_nodes = nodes * each if nodes and each else None
     found = GPUConfig(
         num_gpus=section.integer("num_gpus", of_nodes or 1, least=1, below=2**24),
@@ -271,7 +272,8 @@ def _agree(form: Form, top: Section, notes: Notes) -> None:
         if not hardware and gpus == 1:
             form.hardware.num_gpus = model
         else:
-            notes.problem("hardware.num_gpus", f"is {gpus}, which {sizes} does not divide", f"use a multiple of {model}")
+            fix = f"use a multiple of {model}"
+            notes.problem("hardware.num_gpus", f"is {gpus}, which {sizes} does not divide", fix)
     total = form.hardware.total_gpu_memory_gb
     if total is not None and abs(total - form.hardware.num_gpus * form.hardware.gpu_memory_gb) > 0.01 * total:
         notes.problem("hardware.total_gpu_memory_gb", f"is {total:g}, not num_gpus x gpu_memory_gb "

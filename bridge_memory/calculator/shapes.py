@@ -68,8 +68,8 @@ def nearest(parameters: float) -> tuple[ModelSpec, list[str]]:
 
 
 def _of_sizes(config: ModelConfig) -> tuple[ModelSpec, list[str]]:
-    """A Llama of these sizes. Its FFN width is what makes the count right, and embeddings are tied where it is then nearer
-    to the usual 8/3 of hidden_size (which has as many parameters as 4 of it without a gate)."""
+    """A Llama of these sizes. Its FFN width is what makes the count right, and embeddings are tied where it is then
+    nearer to the usual 8/3 of hidden_size (which has as many parameters as 4 of it without a gate)."""
     h, layers, vocab = config.hidden_size or 1, config.num_layers or 1, config.vocab_size
     heads = config.num_attention_heads
     if heads is None:
@@ -84,9 +84,9 @@ def _of_sizes(config: ModelConfig) -> tuple[ModelSpec, list[str]]:
     if config.moe_enabled:
         return _experts(config, common, wanted)
     if wanted is None:
-        width = -(-(8 * h // 3) // 256) * 256
-        return _llama(config, {**common, "intermediate_size": width},
-                      f"a Llama of these sizes with an FFN of {width} (8/3 of hidden_size)")
+        usual = -(-(8 * h // 3) // 256) * 256
+        words = f"a Llama of these sizes with an FFN of {usual} (8/3 of hidden_size)"
+        return _llama(config, {**common, "intermediate_size": usual}, words)
     attention, norms = 4 * h * h, 2 * h
     options = []
     for tied in (False, True):

@@ -1,4 +1,4 @@
-"""``bridge-memory calculate --config FILE``: a run in the form of GPU memory calculators, estimated tensor by tensor."""
+"""``bridge-memory calculate --config FILE``: a run in the form of GPU memory calculators, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_output(parser: argparse.ArgumentParser) -> None:
     """The flags of what is printed."""
     output = add_output_arguments(parser, f"by the schema {SCHEMA}")
-    output.add_argument("--unit", default="GiB", metavar="UNIT", help="GiB (default), MiB, GB, MB or bytes, of the table")
+    output.add_argument("--unit", default="GiB", metavar="UNIT",
+                        help="GiB (default), MiB, GB, MB or bytes, of the table")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,14 +49,14 @@ def show(calculator: GPUMemoryCalculator, args: argparse.Namespace) -> int:
     if args.json:
         from bridge_memory.report.json import estimate_to_json
 
-        document = {"schema": SCHEMA, "result": result.to_dict(), "estimate": estimate_to_json(result.estimate, [result.fit])}
-        json.dump(document, sys.stdout, indent=2)
+        answer = estimate_to_json(result.estimate, [result.fit])
+        json.dump({"schema": SCHEMA, "result": result.to_dict(), "estimate": answer}, sys.stdout, indent=2)
         print()
         return 0
     from bridge_memory.report.table import print_estimate
 
     print_estimate(result.estimate, [result.fit], unit=unit)
     batch = result.recommended_batch_size
-    words = f"{batch} sequences a GPU" if batch and batch > 1 else "1 sequence a GPU" if batch else "not even 1 sequence"
+    words = "not even 1 sequence" if batch is None else f"{batch} sequence{'s' * (batch > 1)} a GPU"
     print(f"Largest batch that fits {calculator.gpu.name}: {words}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from bridge_memory.cli.run_flags import FILES, spelling_or_name
@@ -37,7 +38,9 @@ def with_files(args: argparse.Namespace, given: dict[str, dict[str, Any]], model
     world = given["parallel"].get("world_size")
     micro = given["batch"].get("micro_batch_size")
     told = Told(world_size=world, hidden_size=model.hidden_size)
-    settings = settings_from_files(**paths, told=told, micro_batch_size=micro)  # type: ignore[arg-type]
+    if "transformers_version" in given["transformers"]:
+        told = replace(told, transformers=given["transformers"]["transformers_version"])
+    settings = settings_from_files(**paths, told=told, micro_batch_size=micro)
     settings.notes.check()
     engine = given["data_parallel"].get("engine")
     if engine is not None and settings.engine is not None and engine != settings.engine:
@@ -60,8 +63,8 @@ def with_files(args: argparse.Namespace, given: dict[str, dict[str, Any]], model
             if field not in own:
                 own[field] = value
             elif own[field] != value:
-                assumptions.append(f"{spelling_or_name(group, field)} {_shown(own[field])}, in place of {_shown(value)} "
-                                   "of the file")  # fmt: skip
+                ours = f"{spelling_or_name(group, field)} {_shown(own[field])}"
+                assumptions.append(f"{ours}, in place of {_shown(value)} of the file")
     settle(given, settings, world)
     return assumptions, tuple(settings.notes.not_modelled)
 

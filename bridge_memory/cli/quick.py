@@ -23,7 +23,8 @@ _KEYS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("size", metavar="SIZE", nargs="?", help="parameters in billions (7, 0.5), \"7B\", \"350M\", or a preset")
+    parser.add_argument("size", metavar="SIZE", nargs="?",
+                        help='parameters in billions (7, 0.5), "7B", "350M", or a preset')
     group = parser.add_argument_group("run")
     group.add_argument("--gpus", type=_integer, metavar="N", default=1, help="GPUs of the job (1)")
     group.add_argument("--gpu-mem", type=_number, metavar="GB", default=80, help="memory of each (80)")

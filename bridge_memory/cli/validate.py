@@ -32,12 +32,13 @@ KINDS = {
 #: Kind -> keys of which its files have some.
 _KEYS = {
     "accelerate": ("distributed_type", "compute_environment", "fsdp_config", "deepspeed_config", "num_machines"),
-    "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "fp16", "bf16",
+    "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size",
                   "gradient_clipping", "steps_per_print", "zero_allow_untested_optimizer"),
     "training_args": ("per_device_train_batch_size", "output_dir", "gradient_checkpointing", "learning_rate", "optim",
                       "num_train_epochs", "deepspeed", "fsdp"),
     "calculator": ("training", "parallelism", "engine", "hardware"),
-    "bridge": ("ddp", "train", "mixed_precision", "dataset", "tokenizer", "dist", "comm_overlap", "checkpoint", "logger"),
+    "bridge": ("ddp", "train", "mixed_precision", "dataset", "tokenizer", "dist", "comm_overlap", "checkpoint",
+               "logger"),
     "model": ("model_type", "architectures", "num_hidden_layers"),
 }  # fmt: skip
 _GIVE = "give a configuration file"
@@ -115,9 +116,12 @@ def kind_of(text: str, path: str) -> str:
     elif isinstance(table.get("model"), Mapping):
         return "bridge"
     scores = {kind: sum(key in table for key in keys) for kind, keys in _KEYS.items()}
+    for dtype in ("bf16", "fp16"):  # a table in DeepSpeed's, a switch in the Trainer's
+        scores["deepspeed"] += isinstance(table.get(dtype), Mapping)
+        scores["training_args"] += isinstance(table.get(dtype), bool)
     best = max(scores, key=lambda kind: scores[kind])
     if not scores[best]:
-        raise SpecError(f"{name} looks like no configuration that is known; say what it is with --kind, or give another")
+        raise SpecError(f"{name} looks like no configuration that is known; say what it is with --kind, or give one")
     return best
 
 
@@ -197,8 +201,8 @@ def _gap(sentence: str) -> Any:
 
 
 def _bridge(table: Mapping[str, Any], notes: Notes, world_size: int | None) -> None:
-    """Fields that no part of a ConfigContainer has; and, where the file holds a whole container, what the run is refused
-    for."""
+    """Fields that no part of a ConfigContainer has; and, where the file holds a whole container, what the run is
+    refused for."""
     from difflib import get_close_matches
 
     from bridge_memory.readers.config_container import run_from_config_container
@@ -248,8 +252,8 @@ def _as_problem(message: str) -> Problem:
 def _document(path: str, kind: str, notes: Notes, problems: list[Problem]) -> dict[str, Any]:
     return {
         "schema": SCHEMA, "file": path, "kind": kind, "problems": [p._asdict() for p in problems],
-        "not_estimated": [p._asdict() for p in notes.refusals], "not_modelled": [str(gap) for gap in notes.not_modelled],
-        "assumptions": list(notes.assumptions),
+        "not_estimated": [p._asdict() for p in notes.refusals],
+        "not_modelled": [str(gap) for gap in notes.not_modelled], "assumptions": list(notes.assumptions),
     }  # fmt: skip
 
 

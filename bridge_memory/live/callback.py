@@ -8,8 +8,9 @@
             optimizer.step()
             report.step()
 
-The Trainer of Hugging Face has ``live/hugging_face.py``. Bridge looks its events up by name (``training/callbacks.py: CallbackManager.add``), so nothing of Bridge is imported
-here. Its exceptions would end training, so every method is guarded.
+The Trainer of Hugging Face has ``live/hugging_face.py``. Bridge looks its events up by name
+(``training/callbacks.py: CallbackManager.add``), so nothing of Bridge is imported here. Its exceptions would end
+training, so every method is guarded.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class MemoryReport:
     ``path``: the JSON-lines file, None for none. ``calibration``: where residuals are kept, None for nowhere.
     ``run``: what is trained, a RunSpec or a function that gives one when the first report is due (what it raises is one
     warning: the report then has torch's figures alone); for ``start``, ``step`` and ``end``, which are called after the
-    optimizer's steps. ``threshold``: the share of a measured figure beyond which a stage gets a line of explanation. ``deadline``: seconds
-    that rank 0 waits for the readings of the others, until two reports in a row were without some of them. ``read``
-    takes (rank, stage) and gives a Reading.
+    optimizer's steps. ``threshold``: the share of a measured figure beyond which a stage gets a line of explanation.
+    ``deadline``: seconds that rank 0 waits for the readings of the others, until two reports in a row were without
+    some of them. ``read`` takes (rank, stage) and gives a Reading.
     """
 
     def __init__(

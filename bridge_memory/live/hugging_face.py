@@ -18,7 +18,7 @@ from bridge_memory.live.runs import run_of_trainer
 from bridge_memory.spec import RunSpec
 
 
-class MemoryReportCallback(TrainerCallback):  # type: ignore[misc]
+class MemoryReportCallback(TrainerCallback):
     """``MemoryReport`` in the Trainer's events; ``options`` are its own.
 
     ``run``: what is trained, where TrainingArguments and the model do not say it (a model without a Hugging Face
@@ -68,7 +68,7 @@ class MemoryReportCallback(TrainerCallback):  # type: ignore[misc]
     # ---- the shape of a batch ----
 
     def _look_at_batches(self) -> None:
-        """Note the shape of ``input_ids``, with a hook that is gone after the second step. A compiled model gets none."""
+        """Note the shape of ``input_ids``, with a hook that is gone after the second step; none on a compiled model."""
         if self._given is not None or self._model is None or getattr(self._args, "torch_compile", False):
             return
         handle = self._model.register_forward_pre_hook(self._look, with_kwargs=True)
@@ -82,7 +82,7 @@ class MemoryReportCallback(TrainerCallback):  # type: ignore[misc]
     @never_raises
     def _look(self, module: Any, args: Any, kwargs: Any) -> None:
         ids = kwargs.get("input_ids")
-        shape = getattr(args[0] if ids is None and args else ids, "shape", ())
+        shape: tuple[Any, ...] = getattr(args[0] if ids is None and args else ids, "shape", ())
         if len(shape) == 2 and getattr(module, "training", True):
             seen = (int(shape[0]), int(shape[1]))
             if self._seen is None or seen[0] * seen[1] > self._seen[0] * self._seen[1]:

@@ -34,9 +34,11 @@ from bridge_memory.spec.run import GROUPS
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-def run_of_trainer(args: Any, model: Any, *, seq_length: int | None = None, micro_batch_size: int | None = None) -> RunSpec:
-    """``args``: a TrainingArguments; ``model``: the Trainer's. ``seq_length``, ``micro_batch_size``: of a batch that was
-    seen; None: as ``args`` say."""
+def run_of_trainer(
+    args: Any, model: Any, *, seq_length: int | None = None, micro_batch_size: int | None = None
+) -> RunSpec:
+    """``args``: a TrainingArguments; ``model``: the Trainer's. ``seq_length``, ``micro_batch_size``: of a batch that
+    was seen; None: as ``args`` say."""
     spec = model_of(model)
     settings = Settings(Notes("TrainingArguments"))
     told = _told(spec)
@@ -83,7 +85,7 @@ def run_of_accelerator(
 
 
 def run_of_deepspeed(engine: Any, *, seq_length: int, model: Any = None) -> RunSpec:
-    """``engine``: what ``deepspeed.initialize`` returned; ``model``: the Hugging Face model, its module's unless given."""
+    """``engine``: what ``deepspeed.initialize`` returned; ``model``: the Hugging Face model, if not its module."""
     model = engine.module if model is None else model
     spec = model_of(model)
     settings = Settings(Notes("DeepSpeed"))
@@ -165,7 +167,8 @@ def _fsdp(plugin: Any) -> dict[str, Any]:
 _OPTIMIZERS = {
     "AdamW": ("adamw", None), "Adam": ("adam", None), "SGD": ("sgd", None), "FusedAdam": ("adamw", "fused"),
     "DeepSpeedCPUAdam": ("adamw", None), "Lion": ("lion", "fused"), "FusedLion": ("lion", "fused"),
-    "AdamW8bit": ("adamw_8bit", "fused"), "PagedAdamW8bit": ("adamw_8bit", "fused"), "Adafactor": ("adafactor", "for-loop"),
+    "AdamW8bit": ("adamw_8bit", "fused"), "PagedAdamW8bit": ("adamw_8bit", "fused"),
+    "Adafactor": ("adafactor", "for-loop"),
 }  # fmt: skip
 
 
@@ -178,8 +181,8 @@ def _optimizer(optimizer: Any, settings: Settings) -> None:
         settings.notes.assume(f"torch's AdamW in place of the optimizer ({type(inner).__name__})")
         return
     defaults = getattr(inner, "defaults", {})
-    how = known[1] or ("fused" if defaults.get("fused") else "for-loop" if defaults.get("foreach") is False else "foreach")
-    settings.set(optimizer__optimizer=known[0], optimizer__torch_implementation=how)
+    asked = "fused" if defaults.get("fused") else "for-loop" if defaults.get("foreach") is False else "foreach"
+    settings.set(optimizer__optimizer=known[0], optimizer__torch_implementation=known[1] or asked)
     if known[0] == "sgd":
         settings.set(optimizer__sgd_momentum=float(defaults.get("momentum", 0.0)))
     if type(inner).__name__.startswith("Paged"):
@@ -206,7 +209,7 @@ def _loaded(model: Any, settings: Settings) -> None:
         if dtype != "fp32":
             settings.groups.get("transformers", {}).pop("autocast", None)
     if getattr(inner, "peft_config", None):
-        settings.notes.gap("peft_config: adapters beside frozen weights, counted as if every weight trained", Effect.DOWN)
+        settings.notes.gap("peft_config: frozen weights beside adapters, counted as if all trained", Effect.DOWN)
 
 
 def _run(spec: ModelSpec, settings: Settings, model: Any) -> RunSpec:

@@ -1,4 +1,4 @@
-"""The Trainer of transformers, on the CPU, with a tiny model: its report, and that it goes on whatever the report does."""
+"""The Trainer of transformers, on the CPU, with a tiny model: its report, and that it goes on whatever that does."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_a_report_when_built_and_after_steps(tmp_path: Path) -> None:
 def test_what_the_model_and_the_arguments_say(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), per_device_train_batch_size=3, gradient_accumulation_steps=2, use_cpu=True,
-        report_to=[], optim="adamw_torch", gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False},
+        report_to=[], optim="adamw_torch", gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
     )  # fmt: skip
     model = tiny(attn_implementation="eager")
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -16,11 +16,12 @@ from bridge_memory.calibration.records import ReportRecord
 from bridge_memory.live import MemoryReport
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.runs import model_of, run_of_accelerator, run_of_deepspeed, run_of_torchtitan
+from bridge_memory.readers.presets import preset_path
 from bridge_memory.spec import SpecError
 
 GIB = 1 << 30
 RUN = RunSpec(model="meta-llama/Llama-3.2-1B", parallel=ParallelSpec(world_size=1))
-CONFIG = json.loads((Path(__file__).parents[2] / "bridge_memory/readers/presets/meta-llama__Llama-3.2-1B.json").read_text())
+CONFIG = json.loads(Path(preset_path("meta-llama/Llama-3.2-1B")).read_text())
 
 
 def reading(rank: int, stage: int) -> Reading:

@@ -159,7 +159,8 @@ def _deepspeed(
     elif precision == "fp16":
         config["fp16"] = {"enabled": True}
     for key in section.unread():
-        section.ignored(key, (*_DEEPSPEED_HARMLESS, *_BESIDE_FILE, "deepspeed_config_file"), "accelerate passes over it")
+        known = (*_DEEPSPEED_HARMLESS, *_BESIDE_FILE, "deepspeed_config_file")
+        section.ignored(key, known, "accelerate passes over it")
     if notes.problems or elsewhere:
         return
     read_deepspeed(config, settings, told, filler or _accelerate(settings, precision), where=section.where)

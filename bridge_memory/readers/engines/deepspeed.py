@@ -98,7 +98,7 @@ _ZERO_UNMODELLED = {
     "stage3_allgather_sequential": (False, Effect.DOWN, "no flattening buffer of gathered parameters"),
     "allgather_sequential": (False, Effect.DOWN, "no flattening buffer of gathered parameters"),
 }
-_OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "lion": "lion", "sgd": "sgd", "muon": "muon"}
+_OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "lion": "lion", "sgd": "sgd"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,7 @@ def read_deepspeed(
 ) -> None:
     """Read a parsed DeepSpeed configuration into ``settings``. ``where``: the table that it stands in."""
     notes = settings.notes
-    if filler is None:
+    if filler is None:  # as accelerate, and the Trainer by default
         filler = Filler(who="accelerate or the HF Trainer", values={"gradient_clipping": 1.0})
     top = Section(filled(config, filler, told, notes), where, notes)
     for keys in HARMLESS.values():
@@ -174,6 +174,9 @@ def read_deepspeed(
             block = block.get(switch, False) if switch else bool(block)
         if block and block != AUTO:
             notes.gap(f"{top.named(key)}: {what}", effect)
+    if not any(key in top.data for key in _known()):
+        notes.problem(where or "the file", "holds no key of a DeepSpeed config", "give one, with zero_optimization")
+        return
     stage = _zero(top, settings)
     _precision(top, settings)
     _optimizer(top, settings, stage)
@@ -194,8 +197,8 @@ def read_deepspeed(
 
 def _known() -> list[str]:
     return [
-        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "bf16", "fp16",
-        "gradient_clipping", "zero_optimization", "communication_data_type", "activation_checkpointing",
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "bf16",
+        "fp16", "gradient_clipping", "zero_optimization", "communication_data_type", "activation_checkpointing",
         *(key for keys in HARMLESS.values() for key in keys), *UNMODELLED,
     ]
 
@@ -299,7 +302,8 @@ def _precision(top: Section, settings: Settings) -> None:
         )
     if both[1]:
         fp16.unmodelled("fp16_master_weights_and_grads", False, Effect.DOWN, "fp16 master weights and gradients")
-    bf16.ignore("immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads", "bf16_optimizer_states")
+    bf16.ignore("immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads",
+                "bf16_optimizer_states")
     fp16.ignore("auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
                 "consecutive_hysteresis", "fp16_master_weights_and_grads")
     bf16.refuse_unread(("enabled", "bf16_master_weights_and_grads"), "DeepSpeed refuses it")
@@ -314,7 +318,8 @@ def _optimizer(top: Section, settings: Settings, stage: int) -> None:
     params = section.table("params")
     section.ignore("legacy_fusion")
     if kind is None:
-        section.problem("type", "is missing", 'name the optimizer, such as "AdamW"')
+        if not section.has("type"):
+            section.problem("type", "is missing", 'name the optimizer, such as "AdamW"')
         return
     name = _OPTIMIZERS.get(kind.lower())
     if name is None:

@@ -65,13 +65,14 @@ def _yaml(text: str, name: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise SpecError(f"{name}: YAML needs PyYAML, which is not installed; pip install pyyaml, or give JSON") from None
+        raise SpecError(f"{name}: YAML needs PyYAML, which is not there; pip install pyyaml, or give JSON") from None
     try:
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         at = f" at line {mark.line + 1} column {mark.column + 1}" if mark else ""
-        raise SpecError(f"{name}: not valid YAML: {error.problem or 'it cannot be read'}{at}; correct it there") from None
+        what = error.problem or "it cannot be read"
+        raise SpecError(f"{name}: not valid YAML: {what}{at}; correct it there") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         said = " ".join(str(error).split())[:80]
         raise SpecError(f"{name}: not valid YAML ({said}); correct it") from None

@@ -54,7 +54,7 @@ def read_fsdp(
         engine = "fsdp1"
     else:
         engine = "fsdp2"
-        for old in ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers"):
+        for old in ("forward_prefetch", "backward_prefetch", "use_orig_params", "limit_all_gathers"):
             if section.has(key(old)):
                 section.ignore(key(old))
                 notes.assume(f"{section.named(key(old))} does nothing with FSDP2")
@@ -101,7 +101,7 @@ def _sharding(section: Section, strategy_key: str, reshard_key: str, version: in
             section.problem(reshard_key, f"is {show(reshard)}", "with FSDP2 it must be true or false")
             reshard = None
         if strategy is not None:
-            section.notes.assume(f"{section.named(strategy_key)} does nothing with FSDP2; reshard_after_forward says it")
+            section.notes.assume(f"{section.named(strategy_key)} does nothing with FSDP2 (reshard_after_forward)")
         return "FULL_SHARD", reshard is not False
     chosen, key = (strategy, strategy_key) if strategy is not None else (reshard, reshard_key)
     if strategy is None and str(reshard).lower() in ("true", "false"):

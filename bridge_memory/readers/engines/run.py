@@ -1,6 +1,6 @@
 """Configuration files of DeepSpeed, accelerate, the HF Trainer and torchtitan -> settings of one run.
 
-    settings_from_files(deepspeed="ds_config.json", training_args="args.yaml", told=Told(world_size=8, hidden_size=4096))
+    settings_from_files(deepspeed="ds_config.json", training_args="args.yaml", told=Told(world_size=8))
     run_from_files("Llama-3.1-8B", deepspeed="ds_config.json", world_size=8)
 
 Several files may speak of one run: TrainingArguments with the DeepSpeed config beside them, started by ``accelerate
@@ -57,7 +57,8 @@ def settings_from_files(
         table = read_table(accelerate, f"give {KINDS['accelerate']}")
         ds = _launched(table, accelerate, settings, told, ds, trainer=args is not None)
     if args is not None:
-        read_training_args(args, settings, _with_world(told, settings), beside(training_args or "", settings.notes), deepspeed=ds)
+        read_file = beside(training_args or "", settings.notes)
+        read_training_args(args, settings, _with_world(told, settings), read_file, deepspeed=ds)
     elif deepspeed is not None and ds is not None:
         if '"auto"' in json.dumps(ds):
             settings.notes.assume(

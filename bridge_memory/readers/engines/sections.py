@@ -118,8 +118,7 @@ class Section:
             self._wrong(key, value, "an integer")
             return default
         if not least <= value < below:
-            limit = f"{least} or more" if value < least else f"below {below:.0e}"
-            self._wrong(key, value, f"an integer of {limit}")
+            self._wrong(key, value, f"an integer of {least} or more" if value < least else f"below {below:.0e}")
             return default
         return value
 

@@ -26,9 +26,9 @@ MODELS = {
     ("gpt_oss", "120b"): "openai/gpt-oss-120b",
 }  # fmt: skip
 #: Tables that change no byte of a training step.
-HARMLESS = ("job", "metrics", "lr_scheduler", "comm", "debug", "experimental", "dataloader")
+HARMLESS = ("job", "profiling", "metrics", "lr_scheduler", "comm", "debug", "experimental", "dataloader")
 TABLES = (
-    *HARMLESS, "profiling", "model", "optimizer", "training", "parallelism", "checkpoint", "activation_checkpoint",
+    *HARMLESS, "model", "optimizer", "training", "parallelism", "checkpoint", "activation_checkpoint",
     "compile", "quantize", "float8", "mx", "memory_estimation", "fault_tolerance", "validation",
 )  # fmt: skip
 _REFUSES = "torchtitan refuses it"
@@ -60,12 +60,14 @@ def read_torchtitan(config: Mapping[str, Any], settings: Settings, told: Told) -
         settings.set(transformers__torch_compile=True)
     compiled.ignore("components", "backend", "enable_async_tensor_parallel", "model_backend_override")
     compiled.refuse_unread(("enable", "components", "backend"), _REFUSES)
-    if top.table("profiling").flag("enable_memory_snapshot"):
-        notes.gap("profiling.enable_memory_snapshot: host memory of the recorded events", Effect.UP, outside=True)
-    for name in ("checkpoint", "validation", "fault_tolerance", "memory_estimation"):
-        if top.table(name).flag("enable") or top.table(name).flag("enable_checkpoint"):
-            what = {"checkpoint": "what saving a checkpoint makes", "validation": "validation steps"}.get(name, "itself")
+    checkpoint = top.table("checkpoint")
+    if checkpoint.flag("enable") or checkpoint.flag("enable_checkpoint"):
+        notes.assume("checkpoints are saved shard by shard through host memory (checkpoint.enable)")
+    for name, what in (("validation", "validation steps"), ("fault_tolerance", "what torchft keeps")):
+        if top.table(name).flag("enable"):
             notes.gap(f"{name}.enable: {what}, apart from training steps", Effect.UP, outside=True)
+    if top.table("memory_estimation").flag("enable"):
+        notes.refuse("memory_estimation.enable", "is true: nothing trains", "set it to false")
     top.ignore("quantize", "float8", "mx")  # switched on by model.converters
     top.refuse_unread(TABLES, _REFUSES)
 
@@ -99,8 +101,8 @@ def _parallelism(section: Section, settings: Settings, told: Told) -> dict[str, 
     world = told.world_size or settings.world_size
     if shard == -1 and world is not None:
         if world % others:
-            section.problem("data_parallel_shard_degree", f"is -1, and {world} GPUs are not divided by the other degrees "
-                            f"({others})", "choose degrees whose product divides the GPUs")
+            section.problem("data_parallel_shard_degree", f"is -1, and {world} GPUs are not divided by the other "
+                            f"degrees ({others})", "choose degrees whose product divides the GPUs")
             shard = 1
         else:
             shard = world // others

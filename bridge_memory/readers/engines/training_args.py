@@ -41,8 +41,8 @@ OPTIMIZERS = {
 }  # fmt: skip
 #: Those that transformers has too.
 OTHERS = (
-    "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit", "ademamix",
-    "adagrad", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "rmsprop", "rmsprop_bnb",
+    "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit",
+    "ademamix", "adagrad", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "rmsprop", "rmsprop_bnb",
     "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor",
     "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "lomo", "adalomo",
     "grokadamw", "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd", "apollo_adamw",
@@ -61,7 +61,8 @@ HARMLESS: dict[str, str] = {
         log_on_each_node report_to disable_tqdm save_strategy save_steps save_total_limit save_safetensors
         save_on_each_node save_only_model restore_callback_states_from_checkpoint load_best_model_at_end
         metric_for_best_model greater_is_better enable_jit_checkpoint resume_from_checkpoint eval_steps eval_delay
-        eval_on_start per_device_eval_batch_size eval_accumulation_steps eval_use_gather_object eval_do_concat_batches batch_eval_metrics include_for_metrics
+        eval_on_start eval_accumulation_steps eval_use_gather_object eval_do_concat_batches batch_eval_metrics
+        include_for_metrics
         include_inputs_for_metrics include_tokens_per_second include_num_input_tokens_seen prediction_loss_only
         do_train do_predict past_index label_names use_legacy_prediction_loop
     """,
@@ -199,7 +200,9 @@ def _liger(top: Section, settings: Settings) -> None:
         top.ignore("liger_kernel_config")
         return
     section = top.table("liger_kernel_config")
-    defaults = {"rope": True, "rms_norm": True, "swiglu": True, "cross_entropy": False, "fused_linear_cross_entropy": True}
+    defaults = {
+        "rope": True, "rms_norm": True, "swiglu": True, "cross_entropy": False, "fused_linear_cross_entropy": True
+    }  # fmt: skip
     on = tuple(name for name, default in defaults.items() if section.flag(name, default))
     settings.set(transformers__liger_kernel=on)
     section.ignore("geglu", "layer_norm")
@@ -215,9 +218,15 @@ def _unmodelled(top: Section) -> None:
     top.unmodelled("debug", "", Effect.UP, "what debugging keeps")
     evaluates = top.raw("eval_strategy", top.raw("evaluation_strategy", "no"))
     if top.flag("do_eval") or str(evaluates).lower() not in ("no", "false"):
-        top.notes.gap("eval_strategy: evaluation, whose batches and gathered logits are apart from training steps",
-                      Effect.UP, outside=True)
-    top.ignore("evaluation_strategy")
+        train = top.integer("per_device_train_batch_size", 8, least=1)
+        batch = top.integer("per_device_eval_batch_size", 8, least=1)
+        if batch > train:
+            what = f"eval_strategy: evaluation, of {batch} sequences a GPU where training has {train}"
+            top.notes.gap(what, Effect.UP, outside=True)
+        else:
+            top.notes.assume("evaluation holds less than training: its batches are no larger and keep nothing for "
+                             "backward (no compute_metrics, which gathers logits)")
+    top.ignore("evaluation_strategy", "per_device_eval_batch_size")
     if top.flag("use_cpu"):
         top.notes.refuse("use_cpu", "is true: nothing runs on a GPU", "set it to false")
     accelerator = top.raw("accelerator_config")

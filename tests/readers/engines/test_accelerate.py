@@ -153,7 +153,8 @@ def test_deepspeed_of_a_file_beside_the_yaml(tmp_path: Path) -> None:
     assert run.data_parallel.engine == "zero2" and run.deepspeed.reduce_bucket_size == 2048 * 2048
     assert run.batch.micro_batch_size == 3 and run.precision.params_dtype == "bf16"
     with pytest.raises(SpecError, match="zero_stage stands beside deepspeed_config_file"):
-        read(tmp_path, distributed_type="DEEPSPEED", deepspeed_config={"deepspeed_config_file": "ds.json", "zero_stage": 2})
+        both = {"deepspeed_config_file": "ds.json", "zero_stage": 2}
+        read(tmp_path, distributed_type="DEEPSPEED", deepspeed_config=both)
 
 
 def test_every_field_of_the_cluster_config_has_a_place() -> None:

@@ -22,7 +22,7 @@ GPUS = 8
 ALL_AUTO: dict[str, Any] = {
     "bf16": {"enabled": AUTO},
     "optimizer": {"type": "AdamW", "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": AUTO, "warmup_max_lr": AUTO, "warmup_num_steps": AUTO}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": AUTO, "warmup_max_lr": AUTO}},
     "zero_optimization": {
         "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "overlap_comm": True,
         "sub_group_size": 1e9, "reduce_bucket_size": AUTO, "stage3_prefetch_bucket_size": AUTO,
@@ -41,14 +41,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         }, "train_micro_batch_size_per_gpu": AUTO, "gradient_accumulation_steps": AUTO, "gradient_clipping": 0.5,
     },
     "zero1": {
-        "bf16": {"enabled": AUTO}, "fp16": {"enabled": AUTO, "loss_scale": 0}, "data_types": {"grad_accum_dtype": "fp32"},
+        "bf16": {"enabled": AUTO}, "fp16": {"enabled": AUTO, "loss_scale": 0},
+        "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": 1, "reduce_bucket_size": AUTO}, "train_micro_batch_size_per_gpu": AUTO,
         "communication_data_type": "bf16",
     },
     "both offloaded": {
         "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
         "zero_optimization": {
-            "stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 6, "buffer_size": 2e8},
+            "stage": 3,
+            "offload_param": {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 6, "buffer_size": 2e8},
             "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme", "pin_memory": False, "ratio": 0.5},
             "zero_hpz_partition_size": 8, "prefetch_bucket_size": 1e6, "param_persistence_threshold": 0,
         },
@@ -135,7 +137,7 @@ def test_a_config_is_read_as_deepspeed_reads_it(tmp_path: Path, name: str) -> No
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"gradient_clipping": 1.0}, "gradient_clipping is 1.0, and max_grad_norm is 0.5"),
-    ({"train_micro_batch_size_per_gpu": 2}, "train_micro_batch_size_per_gpu is 2, and per_device_train_batch_size is 4"),
+    ({"train_micro_batch_size_per_gpu": 2}, "per_gpu is 2, and per_device_train_batch_size is 4"),
     ({"bf16": {"enabled": False}}, "bf16.enabled is False, and bf16 is True"),
     ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps is 1"),
     ({"train_batch_size": 32}, "train_batch_size is 32"),

@@ -116,7 +116,7 @@ FSDP: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_fsdp_words_give_the_plugin_that_the_trainer_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: dict[str, Any]
 ) -> None:
-    """``TrainingArguments`` of transformers 4 hands FSDP over in the environment, where accelerate's plugin reads it."""
+    """TrainingArguments of transformers 4 hand FSDP over in the environment, where accelerate's plugin reads it."""
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
     if int(transformers.__version__.split(".")[0]) >= 5:
@@ -177,8 +177,10 @@ def test_a_field_that_is_none_of_theirs_is_listed(tmp_path: Path) -> None:
 
 
 def test_evaluation_and_noise_are_named(tmp_path: Path) -> None:
-    gaps = read(tmp_path, eval_strategy="steps", neftune_noise_alpha=5).not_modelled
+    args = {"eval_strategy": "steps", "per_device_train_batch_size": 2}
+    gaps = read(tmp_path, **args, neftune_noise_alpha=5).not_modelled
     assert [gap.split(":")[0].split(" ")[0] for gap in gaps] == ["neftune_noise_alpha", "eval_strategy"]
+    assert not read(tmp_path, **args, per_device_eval_batch_size=2).not_modelled
 
 
 def test_yaml_and_files_that_it_names(tmp_path: Path) -> None:
