@@ -51,8 +51,8 @@ def short_blocks(
     )
     wanted = ("model", "parallelism", "batch", "recompute")
     run = Pairs("The run", tuple(pair for pair in configuration(result) if pair[0] in wanted))
-    blocks = [head(result, answer_of(result, fits, unit=unit, fix=fix), unit), _stages(result, shown, fits, unit)]
-    blocks += [largest, run]
+    answer = answer_of(result, fits, unit=unit, fix=fix)
+    blocks: list[Block] = [head(result, answer, unit), _stages(result, shown, fits, unit), largest, run]
     assumed = len(dict.fromkeys(result.assumptions))
     words = f"{assumed} assumption{'s' * (assumed != 1)}, {len(result.gaps)} not modelled" if result.gaps else (
         f"{assumed} assumption{'s' * (assumed != 1)}, nothing known to be left out"
