@@ -439,13 +439,16 @@ export function peakTreemap(element, tree, options = {}) {
         }, svg("rect", { class: `bm-${role}`, x: box.x, y: box.y, width: Math.max(0, box.width - 1), height: Math.max(0, box.height - 1) }));
         root.append(cell);
         const clip = (text, room) => {
-          const most = Math.floor(room / (depth ? 6.3 : 7.4));
-          return text.length <= most ? text : most > 4 ? `${text.slice(0, most - 1)}\u2026` : "";
+          const most = Math.floor(room / (depth ? 6.6 : 8));
+          if (text.length <= most) return text;
+          // Where a cell has a name of its own to be read out, whole words of it are shown.
+          return depth ? (most > 4 ? `${text.slice(0, most - 1)}\u2026` : "") : text.slice(0, most + 1).replace(/\s+\S*$|^\S+$/, "").replace(/\s*\([^)]*$/, "");
         };
         const size = formatBytes(node.bytes, unit);
         if (box.height > 15 && box.width > 34) {
-          const title = clip(`${node.name}  ${size}`, box.width - 8);
-          if (title) cell.append(svg("text", { x: box.x + 4, y: box.y + 12, class: depth ? "bm-small" : "bm-label" }, title));
+          const both = `${node.name}  ${size}`, fitting = clip(both, box.width - 8);
+          const title = depth || fitting === both ? fitting : clip(node.name, box.width - 8);
+          if (title) cell.append(svg("text", { x: box.x + 4, y: box.y + 12, class: depth ? "bm-small" : "bm-label", "aria-hidden": "true" }, title));
         }
         const enter = (event) => { event.stopPropagation(); const to = opens ? [...path, ...(depth ? trail.slice(-depth) : []), node] : null; if (to) go(to, event.type === "keydown"); };
         cell.addEventListener("click", enter);

@@ -84,7 +84,9 @@ export class Search {
     if (!found) return fill($("search"), head, h("p", { class: "hint" }, "Stopped before the first layout."), boxes, again);
     if (!found.rows.length) {
       return fill($("search"), head,
-        h("p", { class: "answer" }, `No layout of ${on} fits: ${count(found.looked_at)} were looked at${found.stopped ? ", then it was stopped" : ""}. Take more or larger GPUs, or a shorter sequence.`),
+        h("p", { class: "answer" }, found.stopped
+          ? `Stopped: of the ${count(found.looked_at)} layouts of ${on} that were looked at none fits.`
+          : `No layout of ${on} fits: ${count(found.looked_at)} were looked at. Take more or larger GPUs, a shorter sequence, or another engine or optimizer.`),
         boxes, again);
     }
     const experts = found.rows.some((row) => row.ep > 1 || row.etp > 1);
