@@ -315,6 +315,8 @@ UNEQUAL_HEADS_EXCHANGED = since(te=(2, 12))
 #: all_gather keeps its output and not those of its two steps beside it (``context_parallel.py:
 #: AttnFuncWithCPAndKVAllGather``).
 STEPS_OF_ALL_GATHER_DROPPED = since(te=(2, 15))
+#: all_gather's forward makes an output of zeros, which packed sequences add to, beside the one that it fills (same).
+ALL_GATHER_MAKES_TWO_OUTPUTS = since(te=(2, 18))
 #: The fused cross entropy writes its gradient into an fp32 tensor of its own, which is kept; before, over the logits
 #: (``triton/cross_entropy.py: cross_entropy_forward``).
 LOSS_GRADIENT_IN_FP32 = since(te=(2, 18))

@@ -29,3 +29,13 @@ def test_links_between_documents_lead_somewhere() -> None:
     for path in (ROOT / "README.md", *(ROOT / "references").glob("*.md")):
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name} -> {target}"
+
+
+def test_the_readme_is_short_and_its_commands_are_ours() -> None:
+    """Every `bridge-memory COMMAND` in it is one that there is."""
+    from bridge_memory.cli import COMMANDS
+
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    named = set(re.findall(r"^(?:\$ |    )bridge-memory ([a-z]+)", text, re.MULTILINE))
+    assert named and named <= COMMANDS.keys()

@@ -11,6 +11,7 @@ from bridge_memory.inventory.recorder import Recorder, Scratch
 from bridge_memory.inventory.sizes import largest, smallest
 from bridge_memory.inventory.tape import Region, Tensor
 from bridge_memory.releases import (
+    ALL_GATHER_MAKES_TWO_OUTPUTS,
     MASK_MADE_BY_EACH_LAYER,
     QKV_OUTPUT_HELD,
     RING_SUMS_AS_IT_GOES,
@@ -335,7 +336,8 @@ def _context_parallel(
     there are those of this step and the two before, and the outputs of two steps; while a step attends, one buffer
     fewer and the outputs of three.
     all_gather (``AttnFuncWithCPAndKVAllGather``): keys and values are gathered and put in order in both passes, and
-    their gradients are as long as the sequence; earlier releases keep the two halves of the output beside the output.
+    their gradients are as long as the sequence; earlier releases keep the two halves of the output beside the output,
+    later ones make a second, empty output beside it in forward.
     """
     ctx, tape = r.ctx, r.tape
     c = ctx.cp
@@ -364,26 +366,30 @@ def _context_parallel(
         halves = tape.tensor("attention output of each step", out_bytes, grad=False)
         # Both gathered tensors, one of them copied into order; in backward also their gradients, those of each of
         # the two steps (2 c + 1 of 2 c chunks in all), and the gradients put in order.
-        gathered = largest(c * kv_bytes, c * kv_bytes * 3 // 2 - 2 * out_bytes)
+        gathered, in_order = c * kv_bytes, c * kv_bytes * 3 // 2
         ordered = q_bytes + (6 * c - 1) * kv_bytes // 2 + largest(c * kv_bytes, accumulate) // 2
         if STEPS_OF_ALL_GATHER_DROPPED(ctx.impl):
+            outputs = 2 if ALL_GATHER_MAKES_TWO_OUTPUTS(ctx.impl) else 1
             return tape.make(
                 "core_attention output", (query, *keys_values), out_bytes, saves=(query, *keys_values, lse),
-                save_output=True, also=(lse,), workspace=gathered + out_bytes, backward_workspace=ordered,
+                save_output=True, also=(lse,), backward_workspace=ordered,
+                workspace=largest(gathered + outputs * out_bytes, in_order - out_bytes),
             )
         return tape.make(
             "core_attention output", (query, *keys_values), out_bytes, saves=(query, *keys_values, halves, lse),
-            also=(halves, lse), workspace=gathered, backward_workspace=ordered,
+            also=(halves, lse), workspace=largest(gathered, in_order - 2 * out_bytes), backward_workspace=ordered,
         )
     kv = tape.make("key and value ring buffer", keys_values, kv_bytes)
     step = out_bytes + 4 * rows
     around = (c - 1) * kv_bytes + c * step + 4 * out_bytes // ctx.act
     if RING_SUMS_AS_IT_GOES(ctx.impl):
         buffers = smallest(c, 4)
-        # The sum's statistics before a step, after it, and what the sum is scaled by.
-        around = (buffers - 1) * kv_bytes + 2 * step + 3 * 4 * rows
+        around = (buffers - 1) * kv_bytes + 2 * step
         if c > 2:
             around = largest(around, (buffers - 2) * kv_bytes + 3 * step)
+        else:
+            # The last step is added to the first: the sum's statistics before and after, and what it is scaled by.
+            around += 3 * 4 * rows
     out = tape.make(
         "core_attention output", (query, kv), out_bytes, saves=(query, kv, lse), save_output=True, also=(lse,),
         workspace=around,

@@ -21,7 +21,7 @@ from bridge_memory.spec import SpecError
 #: Components of the tightest stage that are listed.
 LARGEST = 5
 #: Rows of stages; of more groups those with the highest peaks are shown.
-MOST_ROWS = 8
+MOST_ROWS = 7
 #: Characters of a bar.
 BAR = 28
 #: A letter for each role, as it stands in a bar.
@@ -51,8 +51,8 @@ def short_blocks(
     )
     wanted = ("model", "parallelism", "batch", "recompute")
     run = Pairs("The run", tuple(pair for pair in configuration(result) if pair[0] in wanted))
-    blocks = [head(result, answer_of(result, fits, unit=unit, fix=fix), unit), _stages(result, shown, fits, unit)]
-    blocks += [largest, run]
+    answer = answer_of(result, fits, unit=unit, fix=fix)
+    blocks: list[Block] = [head(result, answer, unit), _stages(result, shown, fits, unit), largest, run]
     assumed = len(dict.fromkeys(result.assumptions))
     words = f"{assumed} assumption{'s' * (assumed != 1)}, {len(result.gaps)} not modelled" if result.gaps else (
         f"{assumed} assumption{'s' * (assumed != 1)}, nothing known to be left out"
@@ -90,7 +90,9 @@ def _stages(result: Estimate, stages: Sequence[StageEstimate], fits: Sequence[Fi
         notes.append(f"{number} more stage{'s' * (number > 1)} with lower peaks, up to {highest}")
     used = [role for role in Role if any(group[0].bytes_of(role) for group in shown)]
     letters = ", ".join(f"{LETTERS[role]} {_TITLES.get(role, role)}" for role in used)
-    notes.append(letters + (f"; | {card.gpu}" if limit is not None and card is not None else ""))
+    notes.append(letters)
+    if limit is not None and card is not None:
+        notes.append(f"| {card.gpu}: {format_bytes(limit, unit)}")
     emphasis = next((i for i, group in enumerate(shown) if worst in group), None) if len(result.stages) > 1 else None
     return Grid(f"Memory of one rank, {unit}", columns, rows, emphasis, tuple(notes))
 

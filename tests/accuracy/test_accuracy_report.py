@@ -15,6 +15,6 @@ def test_the_report_the_chart_and_the_readme_are_current(capsys: pytest.CaptureF
     assert code == 0, capsys.readouterr().err
 
 
-def test_the_readme_has_a_place_for_the_table() -> None:
+def test_the_readme_has_a_place_for_its_lines() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert len(SCRIPT["README_TABLE"].findall(readme)) == 1
+    assert len(SCRIPT["README_LINES"].findall(readme)) == 1

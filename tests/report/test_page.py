@@ -64,6 +64,14 @@ def test_javascript_makes_the_points_of_the_timeline(name: str, tmp_path: Path) 
     assert json.loads(done.stdout) == [list(point) for point in step_timeline(answer.run, stage).points()]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_schema_knows_what_is_drawn(name: str) -> None:
+    schema = json.loads((Path(FOLDER).parent / "page.schema.json").read_text())
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(schema)
+    answer = result(name)
+    validator.validate(json.loads(json.dumps(page_data(answer, fits(answer, ["H100", "T4"]), flags="x"))))
+
+
 class _Page(HTMLParser):
     def __init__(self) -> None:
         super().__init__()

@@ -111,9 +111,9 @@ export function stageBars(element, stages, options = {}) {
     return html("li", {}, html(onSelect ? "button" : "div", {
       class: "bm-row", type: onSelect ? "button" : null, "data-stage": stage.stage,
       "aria-pressed": onSelect ? String(stage.stage === options.selected) : null,
-      "aria-label": `${name}: peak ${formatBytes(stage.peak_bytes, unit)}, in ${stage.peak_phase}; ${words.join(", ")}`,
+      "aria-label": `${name} ${formatBytes(stage.peak_bytes, unit)} at its peak, in ${stage.peak_phase}: ${words.join(", ")}`,
       onclick: onSelect ? () => { select(stage.stage); onSelect(stage.stage); } : null,
-    }, html("span", { class: "bm-name" }, name), bar,
+    }, html("span", { class: "bm-name" }, name), " ", bar, " ",
       html("span", { class: "bm-value" }, formatBytes(stage.peak_bytes, unit))));
   });
   const list = html("ul", { class: "bm-bars" }, rows);
@@ -428,6 +428,7 @@ export function peakTreemap(element, tree, options = {}) {
       const here = path[path.length - 1];
       const whole = tree.bytes;
       const root = svg("svg", { width, height, class: "bm-svg", role: "group", "aria-label": `Parts of ${here.name}` });
+      const labels = svg("g", { class: "bm-labels", "aria-hidden": "true" });
       const tip = { current: null };
       const told = (node, trail) => `${[...trail, node].map((n) => n.name).join(", ")}: ${formatBytes(node.bytes, unit)}, ${((100 * node.bytes) / whole).toFixed(1)} % of the peak${node.provenance ? `, ${node.provenance}` : ""}`;
       const draw = (node, box, depth, role, trail) => {
@@ -439,16 +440,13 @@ export function peakTreemap(element, tree, options = {}) {
         }, svg("rect", { class: `bm-${role}`, x: box.x, y: box.y, width: Math.max(0, box.width - 1), height: Math.max(0, box.height - 1) }));
         root.append(cell);
         const clip = (text, room) => {
-          const most = Math.floor(room / (depth ? 6.6 : 8));
-          if (text.length <= most) return text;
-          // Where a cell has a name of its own to be read out, whole words of it are shown.
-          return depth ? (most > 4 ? `${text.slice(0, most - 1)}\u2026` : "") : text.slice(0, most + 1).replace(/\s+\S*$|^\S+$/, "").replace(/\s*\([^)]*$/, "");
+          const most = Math.floor(room / (depth ? 6.3 : 7.4));
+          return text.length <= most ? text : most > 4 ? `${text.slice(0, most - 1)}\u2026` : "";
         };
         const size = formatBytes(node.bytes, unit);
         if (box.height > 15 && box.width > 34) {
-          const both = `${node.name}  ${size}`, fitting = clip(both, box.width - 8);
-          const title = depth || fitting === both ? fitting : clip(node.name, box.width - 8);
-          if (title) cell.append(svg("text", { x: box.x + 4, y: box.y + 12, class: depth ? "bm-small" : "bm-label", "aria-hidden": "true" }, title));
+          const title = clip(`${node.name}  ${size}`, box.width - 8);
+          if (title) labels.append(svg("text", { x: box.x + 4, y: box.y + 12, class: depth ? "bm-small" : "bm-label" }, title));
         }
         const enter = (event) => { event.stopPropagation(); const to = opens ? [...path, ...(depth ? trail.slice(-depth) : []), node] : null; if (to) go(to, event.type === "keydown"); };
         cell.addEventListener("click", enter);
@@ -473,6 +471,7 @@ export function peakTreemap(element, tree, options = {}) {
       const shownRole = path.map((n) => n.role).filter(Boolean).pop();
       squarify(inside.map((n) => n.bytes), 0, 0, width, height)
         .forEach((b, i) => draw(inside[i], b, 0, inside[i].role ?? shownRole ?? "buffers", path.slice(1)));
+      root.append(labels);
       root.addEventListener("keydown", (event) => { if (event.key === "Escape" && path.length > 1) go(path.slice(0, -1), true); });
       plot.replaceChildren(root);
       tip.current = tooltip(plot);
