@@ -1,4 +1,5 @@
-"""Make the pictures of the documents: references/report.png, and the report in the dark and on a phone beside it.
+"""Make the pictures of the documents: references/report.png and page.png (the one-file report, and the page of
+``bridge-memory serve``), and each in the dark and on a phone beside it.
 
     python scripts/screenshots.py [--folder references] [--chromium PATH] [--all]
 
@@ -12,6 +13,7 @@ import argparse
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,12 +22,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bridge_memory.cli import main as bridge_memory  # noqa: E402
+from bridge_memory.web.server import Server  # noqa: E402
 
 COMMAND = (
     "estimate", "Qwen/Qwen3-235B-A22B", "--num-gpus", "256", "--tp", "4", "--pp", "8", "--ep", "8",
     "--num-layers-in-first-pipeline-stage", "11", "--num-layers-in-last-pipeline-stage", "11",
     "--global-batch-size", "256", "--gpu", "H100",
 )  # fmt: skip
+#: The same on the page.
+STATE = (
+    "#model=Qwen/Qwen3-235B-A22B&gpu=H100&num-gpus=256&tp=4&pp=8&ep=8&num-layers-in-first-pipeline-stage=11"
+    "&num-layers-in-last-pipeline-stage=11&global-batch-size=256"
+)
 #: Chromium reaches for nothing.
 FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -40,11 +48,15 @@ class Picture(NamedTuple):
     scheme: str = "light"
     #: In the documents.
     shown: bool = False
+    #: Of the page of ``serve``, not of the report.
+    served: bool = False
 
 
 PICTURES = (
     Picture("report.png", 1000, 1240, shown=True), Picture("report_dark.png", 1000, 1240, "dark"),
     Picture("report_phone.png", 390, 1900), Picture("report_phone_dark.png", 390, 1900, "dark"),
+    Picture("page.png", 1280, 1250, shown=True, served=True), Picture("page_dark.png", 1280, 1250, "dark", served=True),
+    Picture("page_phone.png", 390, 1900, served=True),
 )  # fmt: skip
 
 
@@ -67,9 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code:
             return code
         browser = playwright.chromium.launch(executable_path=args.chromium, args=list(FLAGS))
-        for picture in PICTURES:
-            if picture.shown or args.all:
-                _take(browser, report.as_uri(), picture, args.folder / picture.name, said)
+        with Server("127.0.0.1", 0) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            for picture in PICTURES:
+                if picture.shown or args.all:
+                    address = server.url + STATE if picture.served else report.as_uri()
+                    _take(browser, address, picture, args.folder / picture.name, said)
+            server.shutdown()
         browser.close()
     for words in said:
         print(words, file=sys.stderr)
@@ -84,6 +100,9 @@ def _take(browser: Any, address: str, picture: Picture, target: Path, said: list
     page.on("console", lambda message: said.append(f"{picture.name}: {message.text}"))
     page.on("pageerror", lambda error: said.append(f"{picture.name}: {error}"))
     page.goto(address)
+    if picture.served:  # the last part that it draws
+        page.wait_for_selector("#whatif table")
+        page.wait_for_timeout(300)
     wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     if wide > 0:
         said.append(f"{picture.name}: {wide} pixels wider than the window")

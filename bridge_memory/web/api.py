@@ -30,7 +30,6 @@ from bridge_memory.web.fixes import Refuses, label, refusal, untried
 from bridge_memory.web.options import DEFAULT_GPU, KEYS, Asked, asked, option_values, options
 from bridge_memory.web.words import title
 
-
 Question = Mapping[str, Any]
 
 

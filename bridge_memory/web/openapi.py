@@ -84,7 +84,8 @@ _SCHEMAS: dict[str, Any] = {
     ),
     "Answer": _object(
         {
-            "estimate": _ref("Estimate"), "fit": _ref("Fit"), "answer": _TEXT, "evidence": _TEXT, "margin": _TEXT, "experts": _YES,
+            "estimate": _ref("Estimate"), "fit": _ref("Fit"), "experts": _YES,
+            "answer": _TEXT, "evidence": _TEXT, "margin": _TEXT,
             "effective": {"type": "object", "description": "option -> the value that counts, given or not"},
             "step": _or_null(
                 _object({"seconds": _REAL, "tokens_per_second_per_gpu": _REAL, "not_timed": _many(_TEXT)})

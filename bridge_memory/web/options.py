@@ -61,9 +61,9 @@ def _plain(value: Any) -> Any:
 def options() -> dict[str, Option]:
     """Name -> every option of a run, in the order of the help."""
     found: list[Option] = []
-    for name, flag in MODEL_FLAGS.items():
-        kind = "number" if name.endswith("dropout") else "integer"
-        found.append(Option(flag[2:], name, name, "model", kind, (), _HELP[name], None))
+    for name, spelled in MODEL_FLAGS.items():
+        kind, said = _OF_THE_MODEL.get(name, ("integer", ""))
+        found.append(Option(spelled[2:], name, name, "model", kind, (), said, None))
     rules = {name: rules_of(spec) for name, spec in SPECS.items()}
     defaults = {name: {f.name: f.default for f in fields(spec) if f.default is not MISSING}
                 for name, spec in SPECS.items()}  # fmt: skip
@@ -83,10 +83,13 @@ def options() -> dict[str, Option]:
     return {option.name: option for option in found}
 
 
-_HELP = {
-    "mtp_num_layers": "MTP depths; 0 trains without", "num_layers": "train only the first N decoder layers",
-    "make_vocab_size_divisible_by": "pad the vocabulary to a multiple of N x TP",
-    "hidden_dropout": "dropout of the residual stream", "attention_dropout": "dropout of attention probabilities",
+#: What changes the model itself: its kind, and what it does.
+_OF_THE_MODEL = {
+    "mtp_num_layers": ("integer", "MTP depths; 0 trains without"),
+    "num_layers": ("integer", "train only the first N decoder layers"),
+    "make_vocab_size_divisible_by": ("integer", "pad the vocabulary to a multiple of N x TP"),
+    "hidden_dropout": ("number", "dropout of the residual stream"),
+    "attention_dropout": ("number", "dropout of attention probabilities"),
 }  # fmt: skip
 
 

@@ -137,8 +137,8 @@ class Page {
         this.shown && this.shown.address !== asked.address && button("Undo", () => this.undo(), { class: "fix quiet" }),
       ].filter(Boolean);
       this.form.refused(refusal, this.last, fixes());
-      results.refused(refusal, fixes());
-      for (const id of ["stages", "stage", "whatif"]) $(id).hidden = true;
+      results.refused(refusal, fixes(), this);
+      results.hide();
       document.title = "cannot run \u00b7 bridge-memory";
     }
     document.body.dataset.answered = asked.address;
@@ -150,7 +150,7 @@ class Page {
     this.fits = answer.fit.fits;
     results.verdict(answer, this);
     results.stages(answer, this);
-    results.stage(answer, this);
+    results.stage(answer);
     results.notes(answer);
     results.exportsOf(answer, this);
     this.searching.show();

@@ -21,7 +21,7 @@ export function verdict(answer, page) {
   const spare = `${gib(Math.abs(fit.headroom_bytes))} GiB ${fit.headroom_bytes < 0 ? "missing" : "to spare"}`;
   brief(tone, `${word} ${count(gpus)} \u00d7 ${fit.gpu} \u00b7 ${spare}`);
   fill(section,
-    h("h2", {}, h("span", { class: "mark", "aria-hidden": "true" }, { yes: "\u2713", no: "\u2715", perhaps: "?" }[tone]),
+    h("h2", {}, h("span", { class: "mark", "aria-hidden": "true" }, fit.verdict === "tight" ? "!" : { yes: "\u2713", no: "\u2715", perhaps: "?" }[tone]),
       `${word} ${count(gpus)} \u00d7 ${fit.gpu}`),
     h("p", { class: "answer" }, sentence(answer.answer)),
     answer.evidence && h("p", { class: "hint evidence" }, sentence(answer.evidence)),
@@ -48,14 +48,21 @@ function brief(tone, words) {
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 const fact = (name, value, more) => [h("div", {}, h("dt", {}, name), h("dd", {}, h("b", {}, value), h("small", {}, more)))];
 
-export function refused(refusal, fixes) {
+export function refused(refusal, fixes, page) {
   const section = $("verdict");
   section.className = "no";
   brief("no", "This cannot run");
   fill(section,
     h("h2", {}, h("span", { class: "mark", "aria-hidden": "true" }, "!"), "This cannot run"),
     h("p", { class: "answer" }, refusal.message),
-    fixes.length ? h("div", { class: "buttons" }, ...fixes) : null);
+    h("div", { class: "buttons" }, ...fixes,
+      button("Find a layout that fits", () => page.search(), { class: "quiet", "data-focus": "find" })));
+}
+
+// What was of the last answer.
+export function hide() {
+  clearTimeout(next);
+  for (const id of ["stages", "stage", "whatif", "notes"]) $(id).hidden = true;
 }
 
 // ---- stages ----
@@ -86,12 +93,22 @@ export function stages(answer, page) {
 }
 
 let charts = { text: "", drawn: [] };
+let next;
 
-export function stage(answer, page) {
+// The charts come after the answer: of many changes in a row the last is drawn.
+export function stage(answer) {
+  clearTimeout(next);
+  next = setTimeout(() => draw(answer), 25);
+}
+
+function draw(answer) {
   const { drawn, fit } = answer;
   const one = answer.estimate.stages[drawn.stage];
   const text = JSON.stringify([drawn, fit.capacity_bytes]);
-  if (text === charts.text && !$("stage").hidden) return;
+  if (text === charts.text) {
+    $("stage").hidden = false;
+    return;
+  }
   charts.drawn.forEach((chart) => chart.destroy());
   const largest = Math.max(...one.components.map((c) => c.bytes));
   const parts = [...one.components].sort((a, b) => b.bytes - a.bytes);

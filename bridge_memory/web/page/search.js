@@ -84,7 +84,9 @@ export class Search {
     if (!found) return fill($("search"), head, h("p", { class: "hint" }, "Stopped before the first layout."), boxes, again);
     if (!found.rows.length) {
       return fill($("search"), head,
-        h("p", { class: "answer" }, `No layout of ${on} fits: ${count(found.looked_at)} were looked at${found.stopped ? ", then it was stopped" : ""}. Take more or larger GPUs, or a shorter sequence.`),
+        h("p", { class: "answer" }, found.stopped
+          ? `Stopped: of the ${count(found.looked_at)} layouts of ${on} that were looked at none fits.`
+          : `No layout of ${on} fits: ${count(found.looked_at)} were looked at. Take more or larger GPUs, a shorter sequence, or another engine or optimizer.`),
         boxes, again);
     }
     const experts = found.rows.some((row) => row.ep > 1 || row.etp > 1);
@@ -99,6 +101,9 @@ export class Search {
       const now = page.state.now.options[name];
       return JSON.stringify(now ?? null) === JSON.stringify(value) || (now === undefined && value === 1);
     });
+    // Of those that are as fast as the fastest the one with most to spare.
+    const tied = found.rows.slice(0, Math.max(1, found.ties));
+    const best = tied.reduce((a, b) => (b.headroom_bytes > a.headroom_bytes ? b : a));
     return fill($("search"), head,
       h("p", { class: "hint" }, `${on}, ${count(found.global_batch_size)} sequences a step${found.global_batch_size_given ? "" : " (assumed: give a global batch to change it)"}: `
         + `${count(found.looked_at)} layouts looked at, ${count(found.fit)} fit${found.stopped ? "; stopped before the end" : ""}.`
@@ -108,7 +113,8 @@ export class Search {
         h("tbody", {}, ...found.rows.map((row, i) => h("tr", { class: same(row) ? "same" : "" },
           ...columns.map(([, of, text]) => h("td", { class: text ? "" : "number" }, of(row))),
           h("td", {}, button(same(row) ? "In use" : "Use", () => page.apply(row.options), { "aria-label": `Use layout ${i + 1}`, "data-focus": `use-${i}`,
-            class: i === 0 && !same(row) ? "primary" : "" }))))))),
+            class: row === best && !same(row) ? "primary" : "" }),
+          row === best && tied.length > 1 && h("small", { class: "best" }, " most room of the fastest"))))))),
       boxes, again);
   }
 }
