@@ -46,6 +46,9 @@ class Settings(NamedTuple):
     adapters: PeftSpec | None
     #: Sequences packed into one row of tokens.
     packed: bool
+    #: Residual streams of hyper-connections, and whether fused kernels mix them.
+    residual_streams: int = 1
+    fused_hyper_connections: bool = False
 
 
 class Shelf:
@@ -130,6 +133,8 @@ class BlockContext:
     compiled_dropout_input: int
     adapters: PeftSpec | None
     packed: bool
+    residual_streams: int
+    fused_hyper_connections: bool
     #: s after context parallelism, b: the micro batch.
     seq: int
     batch: int
@@ -149,7 +154,7 @@ class BlockContext:
             self.hidden_size, self.act, self.residual, self.normalization, self.hidden_dropout,
             self.attention_dropout, self.params_dtype, self.fp8, self.fp8_recipe, self.fp8_param,
             self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim, self.compiled_dropout_input,
-            self.adapters, self.packed,
+            self.adapters, self.packed, self.residual_streams, self.fused_hyper_connections,
         ) = shelf.settings
         (
             self.seq, self.batch, self.tp, self.cp, self.ep, self.etp, self.padded_vocab, self._sp, *switches
@@ -159,8 +164,8 @@ class BlockContext:
         self.tokens = self.seq * self.batch
         #: Tokens of the residual stream: s b / t under sequence parallelism.
         self.tokens_sp = self.tokens // self.tp if self.sp else self.tokens
-        #: One residual-stream tensor [s, b, h] (divided by t under SP).
-        self.hidden_bytes = self.tokens_sp * self.hidden_size * self.residual
+        #: One residual-stream tensor [s, b, h] (divided by t under SP), of all streams.
+        self.hidden_bytes = self.tokens_sp * self.hidden_size * self.residual * self.residual_streams
         #: What was found for this run so far, by whoever found it.
         self.evaluated: dict[Any, Any] = {}
         #: Blocks with this run's numbers put in.
@@ -226,6 +231,8 @@ def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
         fitted.COMPILED_DROPOUT_INPUT_BYTES,
         run.peft if run.peft.trains_adapters else None,
         b.packed_sequences,
+        m.residual_streams,
+        m.fused_hyper_connections,
     )
     full = rc.granularity == "full"
     selected = rc.modules if rc.granularity == "selective" else ()

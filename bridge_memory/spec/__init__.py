@@ -8,6 +8,7 @@ from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.errors import SpecError, divide, show
 from bridge_memory.spec.model import (
     AttentionSpec,
+    CompressedAttentionSpec,
     FeedForward,
     GatedDeltaNetSpec,
     IndexerSpec,
@@ -36,6 +37,7 @@ __all__ = [
     "DTYPE_BYTES",
     "AttentionSpec",
     "BatchSpec",
+    "CompressedAttentionSpec",
     "DataParallelSpec",
     "FeedForward",
     "GatedDeltaNetSpec",
