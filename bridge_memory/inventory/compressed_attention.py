@@ -71,9 +71,8 @@ def _query_and_key(
         kv = r.column_linear("self_attention.linear_kv_proj", normed, ctx.hidden_size, d)
         key = r.norm("self_attention.kv_layernorm", kv, d, ctx.tokens)
         if not ctx.impl.apply_rope_fusion:  # fused, it rotates in place
-            query, key = (
-                _rotated(r, spec, name, x, size) for name, x, size in (("query", query, q_bytes), ("key", key, kv_bytes))
-            )
+            query = _rotated(r, spec, "normed heads", query, q_bytes)
+            key = _rotated(r, spec, "single key", key, kv_bytes)
     return query, key, region
 
 
@@ -151,7 +150,7 @@ def _unfused(
 
 
 def _compress(r: Recorder, name: str, x: Tensor, c: int, d: int) -> Tensor:
-    """Keys of c tokens each, pooled by a softmax in fp32 over them (twice as many where windows overlap): [T / c, d]."""
+    """Keys of c tokens each, pooled by a softmax in fp32 over them (twice as many where they overlap): [T / c, d]."""
     ctx, tape = r.ctx, r.tape
     overlap = 2 if c == OVERLAPPING else 1
     width = overlap * d
@@ -179,7 +178,7 @@ def _choose(
     the graph; the loss makes scores of every query and compressed key twice, [b, a, s, s / c] in fp32."""
     ctx, tape = r.ctx, r.tape
     name, heads, width = CORE + "indexer", indexer.num_heads, indexer.head_dim
-    x, q_in = (tape.make(f"{word} cut off", t, 0, grad=False) for word, t in (("input", normed), ("latent", latent)))
+    x, q_in = (tape.make("indexer input cut off", t, 0, grad=False) for t in (normed, latent))
     x.whole, q_in.whole = normed.whole or normed, latent.whole or latent
     q = r.plain_linear(f"{name}.linear_wq_b", q_in, ctx.tokens, spec.q_lora_rank, heads * width)
     if not ctx.impl.apply_rope_fusion:

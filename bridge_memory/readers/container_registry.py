@@ -234,7 +234,8 @@ REASONS: dict[str, dict[str, str]] = {
             video_token_id vision_end_token_id vision_start_token_id vision_token_id
         """,
         _ROTARY: """
-            attn_logit_softcapping csa_compress_rotary_base full_attention_rope_base full_attention_rope_partial_factor global_rotary_percent
+            attn_logit_softcapping csa_compress_rotary_base full_attention_rope_base
+            full_attention_rope_partial_factor global_rotary_percent
             persist_layer_norm query_pre_attn_scalar sliding_window_rope_base
             seq_len_interpolation_factor yarn_mscale yarn_mscale_all_dim yarn_rotary_scaling_factor
         """,

@@ -350,8 +350,8 @@ def _mixers(c: _Config, n: int, hidden_size: int, rotary: bool, full_qk_layernor
     variant = _variant(c)
     if variant not in (None, "gated_delta_net", "dsa", "dsv4_hybrid"):
         raise c.error(
-            f"experimental_attention_variant is {shown(variant)}, which is not known here; known: gated_delta_net, dsa, "
-            "dsv4_hybrid"
+            f"experimental_attention_variant is {shown(variant)}, which is not known here; known: gated_delta_net, "
+            "dsa, dsv4_hybrid"
         )
     if variant == "dsv4_hybrid":
         return [_compressed(c, i) for i in range(n)]

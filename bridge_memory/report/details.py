@@ -85,7 +85,8 @@ def layer_name(layer: LayerSpec) -> str:
     """"attention + MLP" and the like."""
     short = {
         "AttentionSpec": "attention", "CompressedAttentionSpec": "compressed attention",
-        "SideBySideSpec": "attention beside Mamba", "MLASpec": "MLA", "MambaSpec": "Mamba", "GatedDeltaNetSpec": "gated delta net",
+        "SideBySideSpec": "attention beside Mamba", "MLASpec": "MLA", "MambaSpec": "Mamba",
+        "GatedDeltaNetSpec": "gated delta net",
         "MLPSpec": "MLP", "MoESpec": "MoE",
     }
     parts = [short[type(part).__name__] for part in (layer.mixer, layer.ffn) if part is not None]

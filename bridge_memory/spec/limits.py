@@ -122,7 +122,8 @@ def _divided_by_tp(block: object) -> Iterator[tuple[str, int]]:
 _INTS: dict[type, tuple[str, ...]] = {
     AttentionSpec: ("num_attention_heads", "num_query_groups", "kv_channels"),
     CompressedAttentionSpec: (
-        "num_attention_heads", "head_dim", "rope_dim", "q_lora_rank", "output_groups", "output_lora_rank", "window_size",
+        "num_attention_heads", "head_dim", "rope_dim", "q_lora_rank", "output_groups", "output_lora_rank",
+        "window_size",
     ),
     MLASpec: ("num_attention_heads", "kv_lora_rank", "qk_head_dim", "v_head_dim"),
     MambaSpec: ("num_heads", "head_dim", "state_dim", "num_groups", "conv_kernel", "chunk_size"),

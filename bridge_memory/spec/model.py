@@ -56,7 +56,7 @@ class IndexerSpec:
 
 @dataclass(frozen=True, slots=True)
 class CompressedAttentionSpec:
-    """DeepSeek-V4's attention over a window and compressed keys (Megatron-LM ``experimental_attention_variant/csa.py``)."""
+    """DeepSeek-V4's attention over a window and compressed keys (Megatron-LM ``csa.py: CompressedSparseAttention``)."""
 
     num_attention_heads: int
     #: Width of queries, of the one key and of its value.

@@ -23,6 +23,7 @@ from bridge_memory.releases import (
     EXPERT_BIASES_CHECKED,
     EXPERT_BIASES_WITHOUT_ETP,
     EXPERT_COMMUNICATION_OVERLAPS,
+    FLEX_OVERLAPS_SHARED_EXPERTS,
     HYBRID_END_STAGES,
     LAYOUT_STRINGS,
     LAYOUT_STRINGS_WITH_MTP,
@@ -752,7 +753,8 @@ def _check_moe(i: ImplementationSpec, p: ParallelSpec, limits: Limits) -> None:
     """TC, and ``transformer/moe/token_dispatcher.py``."""
     dispatcher = i.moe_token_dispatcher_type
     if dispatcher != "alltoall":
-        if i.moe_shared_expert_overlap and limits.shared_experts:
+        flex = dispatcher == "flex" and FLEX_OVERLAPS_SHARED_EXPERTS(i)
+        if i.moe_shared_expert_overlap and limits.shared_experts and not flex:
             raise SpecError(
                 f"moe_shared_expert_overlap (True) needs moe_token_dispatcher_type alltoall, not {dispatcher}; "
                 "change one of them"

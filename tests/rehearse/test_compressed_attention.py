@@ -1,5 +1,5 @@
-"""DeepSeek-V4's layers, whose modules no released megatron-core has, beside the operations that Megatron-LM's main branch
-runs, told again in torch: what autograd keeps of them and where they are highest.
+"""DeepSeek-V4's layers, whose modules no released megatron-core has, beside the operations that Megatron-LM's main
+branch runs, told again in torch: what autograd keeps of them and where they are highest.
 
 Linears and norms keep their inputs (and an fp32 deviation a row) as Transformer Engine's do, compiled functions run as
 the rehearsal runs megatron-core's, and the indexer's loss is megatron-core 0.19's own.
