@@ -85,6 +85,8 @@ class Part(_Word):
     NOT_OFFLOADED = "kept from offloading"
     ATTENTION = "attention"
     MLA = "attention (MLA)"
+    COMPRESSED_ATTENTION = "attention (compressed)"
+    HYPER_CONNECTIONS = "hyper-connections"
     MAMBA = "Mamba mixer"
     GATED_DELTA_NET = "gated delta net"
     MLP = "MLP"

@@ -281,6 +281,9 @@ MTP_MODEL_LAYER = since(core=(0, 17))
 #: inside them).
 HYBRID_LAYERS_RECOMPUTED = since(core=(0, 18))
 
+#: The flex dispatcher overlaps shared experts too (``transformer_config.py: TransformerConfig.__post_init__``).
+FLEX_OVERLAPS_SHARED_EXPERTS = since(core=(0, 18))
+
 #: What a discarded output is recomputed into is the output's storage too; before, it is copied into it, and both stay
 #: (``tensor_parallel/random.py: CheckpointWithoutOutput._recompute``).
 RECOMPUTED_IN_PLACE = since(core=(0, 17))

@@ -142,7 +142,7 @@ def _borrowed(r: Recorder, key: Tensor, d: int, heads: int, value_bytes: int) ->
     r.norm_parameters("self_attention.k_layernorm", d)
     tape.op("own key", (), (), workspace=3 * 4 * rows * d)
     tape.keep_alive(key)
-    key, value = tape.input("key of another layer", 0), tape.input("value of another layer", 0)
+    key, value = tape.input("another layer's key", 0), tape.input("another layer's value", 0)
     key.grad_bytes, value.grad_bytes = rows * d * r.ctx.act, value_bytes
     return key, value
 

@@ -80,6 +80,9 @@ class Settings(NamedTuple):
     packed: bool
     #: Of ``transformer_impl`` transformers alone.
     hugging_face: HuggingFace | None = None
+    #: Residual streams of hyper-connections, and whether fused kernels mix them.
+    residual_streams: int = 1
+    fused_hyper_connections: bool = False
 
 
 class Shelf:
@@ -175,6 +178,8 @@ class BlockContext:
     adapters: PeftSpec | None
     packed: bool
     hugging_face: HuggingFace | None
+    residual_streams: int
+    fused_hyper_connections: bool
     #: s after context parallelism, b: the micro batch.
     seq: int
     batch: int
@@ -194,7 +199,7 @@ class BlockContext:
             self.hidden_size, self.act, self.residual, self.normalization, self.hidden_dropout,
             self.attention_dropout, self.params_dtype, self.fp8, self.fp8_recipe, self.fp8_param,
             self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim, self.compiled_dropout_input,
-            self.adapters, self.packed, self.hugging_face,
+            self.adapters, self.packed, self.hugging_face, self.residual_streams, self.fused_hyper_connections,
         ) = shelf.settings
         (
             self.seq, self.batch, self.tp, self.cp, self.ep, self.etp, self.padded_vocab, self._sp, *switches
@@ -204,8 +209,8 @@ class BlockContext:
         self.tokens = self.seq * self.batch
         #: Tokens of the residual stream: s b / t under sequence parallelism.
         self.tokens_sp = self.tokens // chosen(self._sp, self.tp, 1)
-        #: One residual-stream tensor [s, b, h] (divided by t under SP).
-        self.hidden_bytes = self.tokens_sp * self.hidden_size * self.residual
+        #: One residual-stream tensor [s, b, h] (divided by t under SP), of all streams.
+        self.hidden_bytes = self.tokens_sp * self.hidden_size * self.residual * self.residual_streams
         #: What was found for this run so far, by whoever found it.
         self.evaluated: dict[Any, Any] = {}
         #: Blocks with this run's numbers put in.
@@ -313,6 +318,8 @@ def settings_of(run: RunSpec) -> Settings:
         run.peft if run.peft.trains_adapters else None,
         b.packed_sequences,
         _hugging_face(run) if run.implementation.hugging_face else None,
+        m.residual_streams,
+        m.fused_hyper_connections,
     )
 
 

@@ -6,6 +6,7 @@ Source: megatron-core ``models/common/embeddings/language_model_embedding.py: La
 
 from __future__ import annotations
 
+from bridge_memory.inventory.hyper_connections import expand
 from bridge_memory.inventory.parameters import Use
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import Tensor
@@ -33,6 +34,8 @@ def record_embedding(r: Recorder, rows: int | None, norm: bool, *, scaled: bool 
     out = embed(r, ids, positions=positions, norm=norm)
     if scaled:
         out = r.tape.make("scaled embeddings", out, ctx.hidden_bytes)
+    if ctx.residual_streams > 1:
+        out = expand(r, out)
     r.tape.output(out)
     return out
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 from bridge_memory.components import Part
 from bridge_memory.inventory.attention import record_attention
 from bridge_memory.inventory.blocks import Block, block
+from bridge_memory.inventory.compressed_attention import record_compressed_attention
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.embedding import learned_positions, record_embedding
 from bridge_memory.inventory.gemma4 import record_gemma4_layer, record_layer_embeddings
+from bridge_memory.inventory.hyper_connections import contract, join, through_streams
 from bridge_memory.inventory.mla import record_mla
 from bridge_memory.inventory.mlp import record_mlp
 from bridge_memory.inventory.moe import record_moe
@@ -23,6 +25,8 @@ from bridge_memory.inventory.transformers import blocks as hugging_face
 from bridge_memory.releases import MTP_MODEL_LAYER
 from bridge_memory.spec import (
     AttentionSpec,
+    CompressedAttentionSpec,
+    FeedForward,
     GatedDeltaNetSpec,
     LayerSpec,
     MambaSpec,
@@ -60,10 +64,12 @@ def mtp_block(layer: LayerSpec, ctx: BlockContext) -> Block:
         embedded = record_next_embedding(r)
         cut_off = r.ctx.mtp_without_gradients
         with r.tape.checkpoint("MTP depth", () if cut_off else (x, embedded), enabled=r.ctx.mtp_recomputed):
-            joined = record_mtp_inputs(r, x, embedded)
+            streams = r.ctx.residual_streams > 1
+            joined = join(r, x, embedded) if streams else record_mtp_inputs(r, x, embedded)
             with r.within("mtp_model_layer." if MTP_MODEL_LAYER(r.ctx.impl) else "transformer_layer."):
                 y = _record_layer(r, layer, joined)
             r.tape.keep_alive(joined)  # a variable of ``_proj_and_transformer_layer`` until the layer has returned
+            y = contract(r, "", y) if streams else y
             out = r.norm("final_layernorm", y, r.ctx.hidden_size, r.ctx.tokens_sp)
         if cut_off:
             out.grad_bytes = 0
@@ -119,6 +125,7 @@ def output_block(
 
 _PARTS: dict[type, Part] = {
     AttentionSpec: Part.ATTENTION,
+    CompressedAttentionSpec: Part.COMPRESSED_ATTENTION,
     MLASpec: Part.MLA,
     MambaSpec: Part.MAMBA,
     GatedDeltaNetSpec: Part.GATED_DELTA_NET,
@@ -131,6 +138,8 @@ def _record_layer(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
     mixer, ffn = layer.mixer, layer.ffn
     if layer.arrangement != "megatron":
         return record_gemma4_layer(r, layer, x)
+    if isinstance(mixer, CompressedAttentionSpec):
+        return _record_streams(r, mixer, ffn, x)
     if mixer is not None:
         biased = False
         r.tape.part = _PARTS[type(mixer)]
@@ -162,3 +171,20 @@ def _record_layer(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
         x = r.bias_dropout_add("mlp_bda", y, residual, bias=biased)
         r.tape.keep_alive(residual)
     return x
+
+
+def _record_streams(r: Recorder, mixer: CompressedAttentionSpec, ffn: FeedForward | None, x: Tensor) -> Tensor:
+    """A layer of DeepSeek-V4: hyper-connections around both blocks."""
+
+    def attention(one: Tensor) -> Tensor:
+        r.tape.part = Part.COMPRESSED_ATTENTION
+        return record_compressed_attention(r, mixer, one)
+
+    def feed_forward(one: Tensor) -> Tensor:
+        assert ffn is not None
+        r.tape.part = _PARTS[type(ffn)]
+        return record_mlp(r, ffn, one) if isinstance(ffn, MLPSpec) else record_moe(r, ffn, one)
+
+    r.tape.part = Part.HYPER_CONNECTIONS
+    x = through_streams(r, "self_attention_hyper_connection", x, attention)
+    return through_streams(r, "mlp_hyper_connection", x, feed_forward) if ffn is not None else x

@@ -7,6 +7,7 @@ L = T V / t logits of this rank.
 
 from __future__ import annotations
 
+from bridge_memory.inventory.hyper_connections import contract
 from bridge_memory.inventory.parameters import Use
 from bridge_memory.inventory.recorder import Recorder, Scratch
 from bridge_memory.inventory.tape import Tensor
@@ -17,6 +18,8 @@ from bridge_memory.spec import divide
 def record_final_norm(r: Recorder, name: str = "decoder.final_layernorm") -> None:
     """The norm after the last layer, [T_sp, h]."""
     x = r.tape.input("hidden_states", r.ctx.hidden_bytes)
+    if r.ctx.residual_streams > 1:
+        x = contract(r, "decoder.", x)
     r.tape.output(r.norm(name, x, r.ctx.hidden_size, r.ctx.tokens_sp))
 
 

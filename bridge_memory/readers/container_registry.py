@@ -62,6 +62,8 @@ READ: dict[str, frozenset[str]] = {
         tensor_model_parallel_size transformer_impl transformer_layer_spec use_fused_weighted_squared_relu use_kitchen
         use_transformer_engine_op_fuser v_head_dim virtual_pipeline_model_parallel_size vocab_size
         window_attn_skip_freq window_size
+        apply_dsa_kernel_fusion csa_compress_ratios csa_dense_mode csa_window_size dsa_indexer_topk
+        enable_hyper_connections moe_n_hash_layers num_residual_streams o_groups o_lora_rank use_fused_mhc
         attention_k_eq_v final_logit_softcapping global_head_dim global_kv_channels interleaved_attn_pattern
         num_global_key_value_heads num_global_query_groups num_kv_shared_layers per_layer_embed_dim
         per_layer_embed_vocab_size use_double_wide_mlp
@@ -206,6 +208,7 @@ REASONS: dict[str, dict[str, str]] = {
         """,
         "the values that weights start from": "embedding_init_method init_method output_layer_init_method",
         "the dtype of autocast, which Megatron's models do not use": "autocast_dtype enable_autocast",
+        "numbers of hyper-connections and of the router": "actual_vocab_size mhc_sinkhorn_iterations norm_topk_prob",
         "a number that Gemma 4's embeddings are multiplied with": "scale_embeddings_by_hidden_size",
         _TOWER: """
             add_decoder add_encoder apply_rotary_pos_emb_in_fp32 audio_config bos_token_id code2wav_config
@@ -231,7 +234,8 @@ REASONS: dict[str, dict[str, str]] = {
             video_token_id vision_end_token_id vision_start_token_id vision_token_id
         """,
         _ROTARY: """
-            attn_logit_softcapping full_attention_rope_base full_attention_rope_partial_factor global_rotary_percent
+            attn_logit_softcapping csa_compress_rotary_base full_attention_rope_base
+            full_attention_rope_partial_factor global_rotary_percent
             persist_layer_norm query_pre_attn_scalar sliding_window_rope_base
             seq_len_interpolation_factor yarn_mscale yarn_mscale_all_dim yarn_rotary_scaling_factor
         """,

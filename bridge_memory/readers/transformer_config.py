@@ -6,7 +6,7 @@ which are TransformerConfigs with the model's outer arguments (position_embeddin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from bridge_memory.readers.patterns import (
 from bridge_memory.releases import DEFAULT_MEGATRON_CORE, ROUTER_BIAS, Release
 from bridge_memory.spec import (
     AttentionSpec,
+    CompressedAttentionSpec,
     FeedForward,
     GatedDeltaNetSpec,
     IndexerSpec,
@@ -175,6 +176,17 @@ def model_from_transformer_config(
         layers = _gpt_layers(c, n, hidden_size, act, rotary, full_qk_layernorm)
         if dense_mtp and depths:
             mtp_layer = LayerSpec(layers[-1].mixer, _mlp(c, hidden_size, act))
+        elif depths and _variant(c) == "dsv4_hybrid":
+            mtp_layer = LayerSpec(_compressed(c, n), layers[-1].ffn)
+    streams = c.size("num_residual_streams", 4) if c.flag("enable_hyper_connections") else 1
+    if _variant(c) == "dsv4_hybrid":
+        gaps += list(_gaps_of_compressed(c, megatron_core))
+        if megatron_core <= (0, 19):
+            assumptions = (
+                *assumptions,
+                "experimental_attention_variant dsv4_hybrid: megatron-core up to 0.19 refuses it; counted as in "
+                "Megatron-LM's main branch of 2026",
+            )
     if post_layernorms:
         layers = [replace(layer, post_layernorms=True) for layer in layers]
     gemma4 = provider in GEMMA4_DENSE + GEMMA4_WITH_EXPERTS
@@ -196,6 +208,8 @@ def model_from_transformer_config(
         # Gemma 4 rotates whole heads, of two widths.
         rotary_dim=_rotary_dim(layers, percent) if rotary and not gemma4 else 0,
         per_layer_vocab_size=c.get("per_layer_embed_vocab_size", 0) if layers[0].per_layer_width else 0,
+        residual_streams=streams,
+        fused_hyper_connections=c.flag("use_fused_mhc"),
         softcapped_logits=bool(provider) and c.get("final_logit_softcapping") is not None,
         mtp_num_layers=depths,
         # gpt_layer_specs.get_gpt_mtp_block_spec: the last decoder layer's spec.
@@ -206,6 +220,17 @@ def model_from_transformer_config(
         assumptions=assumptions,
         not_modelled=tuple(gaps),
     )
+
+
+def _gaps_of_compressed(c: _Config, megatron_core: Release) -> Iterator[Gap]:
+    if c.get("moe_n_hash_layers", 0):
+        yield Gap(
+            f"moe_n_hash_layers ({c.get('moe_n_hash_layers')}): layers whose router looks experts up by the token, "
+            "counted as one that chooses them",
+            Effect.DOWN,
+        )
+    if c.flag("apply_dsa_kernel_fusion"):
+        yield Gap("apply_dsa_kernel_fusion: scratch of FlashMLA's and cuDNN's kernels", Effect.UP)
 
 
 def pattern_of(config: object, name: str = "TransformerConfig") -> HybridPattern | None:
@@ -260,6 +285,8 @@ def _activation(c: _Config) -> str:
 
 def _rotary_dim(layers: Sequence[LayerSpec], percent: float) -> int:
     for layer in layers:
+        if isinstance(layer.mixer, CompressedAttentionSpec):
+            return layer.mixer.rope_dim
         if isinstance(layer.mixer, MLASpec):
             return layer.mixer.qk_pos_emb_head_dim
         if isinstance(layer.mixer, AttentionSpec):
@@ -321,10 +348,13 @@ def _windowed(c: _Config, n: int, spec: AttentionSpec) -> list[AttentionSpec]:
 
 def _mixers(c: _Config, n: int, hidden_size: int, rotary: bool, full_qk_layernorm: bool) -> Sequence[Mixer]:
     variant = _variant(c)
-    if variant not in (None, "gated_delta_net", "dsa"):
+    if variant not in (None, "gated_delta_net", "dsa", "dsv4_hybrid"):
         raise c.error(
-            f"experimental_attention_variant is {shown(variant)}, which is not known here; known: gated_delta_net, dsa"
+            f"experimental_attention_variant is {shown(variant)}, which is not known here; known: gated_delta_net, "
+            "dsa, dsv4_hybrid"
         )
+    if variant == "dsv4_hybrid":
+        return [_compressed(c, i) for i in range(n)]
     if c.flag("multi_latent_attention"):
         return _sparse(c, n) if variant == "dsa" else [_mla(c)] * n
     if variant == "dsa":
@@ -363,6 +393,36 @@ def _sparse(c: _Config, n: int) -> Sequence[MLASpec]:
     full = replace(shared, indexer=IndexerSpec(c.size("dsa_indexer_n_heads"), c.size("dsa_indexer_head_dim")))
     every, offset = c.size("dsa_indexer_topk_freq", 1), max(1, int(c.get("dsa_indexer_skip_topk_offset", 0)))
     return [shared if max(i + 1 - offset, 0) % every else full for i in range(n)]
+
+
+def _compressed(c: _Config, layer: int) -> CompressedAttentionSpec:
+    """Source: Megatron-LM ``deepseek_v4_hybrid_attention.py: DSv4HybridAttention.__init__``, ``csa.py:
+    CompressedSparseAttention.__init__``; ``layer`` goes on over MTP depths."""
+    ratios = c.get("csa_compress_ratios")
+    if not isinstance(ratios, list | tuple) or len(ratios) <= layer:
+        raise c.error(f"csa_compress_ratios has no entry for layer {layer}; give one a layer and MTP depth")
+    ratio = ratios[layer]
+    if type(ratio) is not int or not 0 <= ratio <= MAX_SIZE:
+        raise c.error(f"csa_compress_ratios holds {shown(ratio)}; give whole numbers")
+    chooses = ratio == 4 and not c.flag("csa_dense_mode")
+    indexer = None
+    if chooses:
+        indexer = IndexerSpec(
+            c.size("dsa_indexer_n_heads"), c.size("dsa_indexer_head_dim"), c.size("dsa_indexer_topk", 2048)
+        )
+    return CompressedAttentionSpec(
+        num_attention_heads=c.size("num_attention_heads"),
+        head_dim=c.size("v_head_dim"),
+        rope_dim=c.size("qk_pos_emb_head_dim"),
+        q_lora_rank=c.size("q_lora_rank"),
+        output_groups=c.size("o_groups"),
+        output_lora_rank=c.size("o_lora_rank"),
+        window_size=c.size("csa_window_size", 128),
+        compress_ratio=ratio,
+        indexer=indexer,
+        fused=c.flag("apply_dsa_kernel_fusion"),
+        add_output_bias=c.flag("add_bias_linear", True),
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -413,7 +473,9 @@ def _balancing(c: _Config) -> str:
         coefficients = [coefficients] * len(kinds)
     if len(coefficients) != len(kinds):
         raise c.error(f"moe_aux_loss_coeff has {len(coefficients)} numbers for {len(kinds)} balancing types")
-    running = [kind for kind, x in zip(kinds, coefficients, strict=True) if kind not in _AUXILIARY_LOSSES or x]
+    kinds_with = zip(kinds, coefficients, strict=True)
+    # "noaux_tc" is DeepSeek's word for the expert bias alone, and no loss of megatron-core's.
+    running = [kind for kind, x in kinds_with if (kind not in _AUXILIARY_LOSSES or x) and kind != "noaux_tc"]
     return "+".join(running) or "none"
 
 

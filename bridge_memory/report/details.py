@@ -84,7 +84,9 @@ def _saved(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> Iterator[D
 def layer_name(layer: LayerSpec) -> str:
     """"attention + MLP" and the like."""
     short = {
-        "AttentionSpec": "attention", "MLASpec": "MLA", "MambaSpec": "Mamba", "GatedDeltaNetSpec": "gated delta net",
+        "AttentionSpec": "attention", "CompressedAttentionSpec": "compressed attention",
+        "SideBySideSpec": "attention beside Mamba", "MLASpec": "MLA", "MambaSpec": "Mamba",
+        "GatedDeltaNetSpec": "gated delta net",
         "MLPSpec": "MLP", "MoESpec": "MoE",
     }
     parts = [short[type(part).__name__] for part in (layer.mixer, layer.ffn) if part is not None]

@@ -9,6 +9,7 @@ from bridge_memory.spec.engine_options import DDPOptions, DeepSpeedOptions, FSDP
 from bridge_memory.spec.errors import SpecError, divide, show
 from bridge_memory.spec.model import (
     AttentionSpec,
+    CompressedAttentionSpec,
     FeedForward,
     GatedDeltaNetSpec,
     IndexerSpec,
@@ -37,6 +38,7 @@ __all__ = [
     "DTYPE_BYTES",
     "AttentionSpec",
     "BatchSpec",
+    "CompressedAttentionSpec",
     "DDPOptions",
     "DataParallelSpec",
     "DeepSpeedOptions",

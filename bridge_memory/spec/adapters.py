@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.spec.errors import divide
 from bridge_memory.spec.limits import Limits
-from bridge_memory.spec.model import AttentionSpec, MLASpec, ModelSpec
+from bridge_memory.spec.model import AttentionSpec, CompressedAttentionSpec, MLASpec, ModelSpec
 from bridge_memory.spec.parts import ParallelSpec, PeftSpec
 
 #: Linears whose input is split over TP (RowParallelLinear).
@@ -101,6 +101,11 @@ def _linears(model: ModelSpec, limits: Limits) -> Iterator[Linear]:
     for m in limits.mixers:
         if isinstance(m, AttentionSpec):
             yield Linear("linear_qkv")
+            yield Linear("linear_proj", features=hidden)
+        elif isinstance(m, CompressedAttentionSpec):
+            yield Linear("linear_q_down_proj", features=("q_lora_rank", m.q_lora_rank))
+            yield Linear("linear_q_up_proj")
+            yield Linear("linear_kv_proj")
             yield Linear("linear_proj", features=hidden)
         elif isinstance(m, MLASpec):
             if m.q_lora_rank is None:

@@ -14,6 +14,7 @@ from bridge_memory.spec.errors import SpecError, show
 from bridge_memory.spec.fields import MOST, check_fraction, check_ints
 from bridge_memory.spec.model import (
     AttentionSpec,
+    CompressedAttentionSpec,
     GatedDeltaNetSpec,
     LayerSpec,
     MambaSpec,
@@ -86,7 +87,7 @@ def _limits_of(model: ModelSpec) -> Limits:
         groups_gcd=gcd(*groups),
         mixers=mixers,
         moes=moes,
-        mla=any(isinstance(m, MLASpec) for m in mixers),
+        mla=any(isinstance(m, MLASpec | CompressedAttentionSpec) for m in mixers),
         dense=any(isinstance(f, MLPSpec) for f in ffns),
         dense_bias=any(isinstance(f, MLPSpec) and f.add_bias for f in ffns),
         full_qk_norm=any(isinstance(m, AttentionSpec) and m.qk_layernorm == "full" for m in mixers),
@@ -120,6 +121,10 @@ def _divided_by_tp(block: object) -> Iterator[tuple[str, int]]:
 
 _INTS: dict[type, tuple[str, ...]] = {
     AttentionSpec: ("num_attention_heads", "num_query_groups", "kv_channels"),
+    CompressedAttentionSpec: (
+        "num_attention_heads", "head_dim", "rope_dim", "q_lora_rank", "output_groups", "output_lora_rank",
+        "window_size",
+    ),
     MLASpec: ("num_attention_heads", "kv_lora_rank", "qk_head_dim", "v_head_dim"),
     MambaSpec: ("num_heads", "head_dim", "state_dim", "num_groups", "conv_kernel", "chunk_size"),
     GatedDeltaNetSpec: ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel"),
@@ -137,7 +142,7 @@ MOST_VOCAB_PADDING = 2**20
 
 
 def _check_model(model: ModelSpec) -> None:
-    check_ints(model, "hidden_size", "vocab_size")
+    check_ints(model, "hidden_size", "vocab_size", "residual_streams")
     if not model.layers:
         raise SpecError("num_layers (0) is below 1; give a model of one layer or more")
     for name in ("mtp_num_layers", "max_position_embeddings", "rotary_dim", "per_layer_vocab_size"):
@@ -183,6 +188,15 @@ def _check_layer(layer: LayerSpec) -> None:
                 check_ints(block, "q_lora_rank")
             if block.indexer is not None:
                 check_ints(block.indexer, "num_heads", "head_dim")
+        elif isinstance(block, CompressedAttentionSpec):
+            _check_count(block, "compress_ratio")
+            if block.num_attention_heads * block.head_dim % block.output_groups:
+                raise SpecError(
+                    f"num_attention_heads x head_dim ({block.num_attention_heads * block.head_dim}) is not divisible "
+                    f"by o_groups ({block.output_groups}); change o_groups"
+                )
+            if block.indexer is not None:
+                check_ints(block.indexer, "num_heads", "head_dim", "topk")
         elif isinstance(block, MambaSpec):
             _check_divides(block, "num_groups", "num_heads")  # MambaMixer
         elif isinstance(block, GatedDeltaNetSpec):

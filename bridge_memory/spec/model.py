@@ -50,6 +50,29 @@ class IndexerSpec:
 
     num_heads: int
     head_dim: int
+    #: Keys that a query attends to.
+    topk: int = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedAttentionSpec:
+    """DeepSeek-V4's attention over a window and compressed keys (Megatron-LM ``csa.py: CompressedSparseAttention``)."""
+
+    num_attention_heads: int
+    #: Width of queries, of the one key and of its value.
+    head_dim: int
+    rope_dim: int
+    q_lora_rank: int
+    output_groups: int
+    output_lora_rank: int
+    window_size: int
+    #: Tokens a compressed key; 0: the window alone.
+    compress_ratio: int = 0
+    #: What chooses of the compressed keys; None: a query attends to all.
+    indexer: IndexerSpec | None = None
+    #: Whether FlashMLA's and cuDNN's kernels run it (``apply_dsa_kernel_fusion``).
+    fused: bool = False
+    add_output_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +168,12 @@ class SideBySideSpec:
     scaled: bool = True
 
 
-Mixer = AttentionSpec | MLASpec | MambaSpec | GatedDeltaNetSpec | SideBySideSpec
+Mixer = AttentionSpec | CompressedAttentionSpec | MLASpec | MambaSpec | GatedDeltaNetSpec | SideBySideSpec
 FeedForward = MLPSpec | MoESpec
 #: Part of a layer -> what it may be.
 KINDS: dict[str, tuple[type, ...]] = {
-    "mixer": (AttentionSpec, MLASpec, MambaSpec, GatedDeltaNetSpec, SideBySideSpec), "ffn": (MLPSpec, MoESpec),
+    "mixer": (AttentionSpec, CompressedAttentionSpec, MLASpec, MambaSpec, GatedDeltaNetSpec, SideBySideSpec),
+    "ffn": (MLPSpec, MoESpec),
 }  # fmt: skip
 #: Who puts the blocks of a layer together: megatron-core's TransformerLayer or MambaLayer, or one of Megatron Bridge's
 #: own for Gemma 4 without experts, which is of local modules, and for Gemma 4 with experts.
@@ -249,6 +273,9 @@ class ModelSpec:
     #: A hybrid whose layer pattern itself splits the pipeline ("M-M*|M-M-", newer Megatron-LM): chunks come from
     #: ``pipeline_model_parallel_layout`` and may be virtual.
     pattern_splits_pipeline: bool = False
+    #: Hyper-connections: residual streams, each of hidden_size; and whether fused kernels mix them.
+    residual_streams: int = 1
+    fused_hyper_connections: bool = False
     #: Gemma 4: rows of the table of embeddings layer by layer, which is as wide as those of all layers; 0: none.
     per_layer_vocab_size: int = 0
     #: Gemma 2 and 4: a tanh over the logits (``final_logit_softcapping``).

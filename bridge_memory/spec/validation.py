@@ -24,6 +24,7 @@ from bridge_memory.releases import (
     EXPERT_BIASES_CHECKED,
     EXPERT_BIASES_WITHOUT_ETP,
     EXPERT_COMMUNICATION_OVERLAPS,
+    FLEX_OVERLAPS_SHARED_EXPERTS,
     HYBRID_END_STAGES,
     LAYOUT_STRINGS,
     LAYOUT_STRINGS_WITH_MTP,
@@ -42,7 +43,13 @@ from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.layout import Layout, layout
 from bridge_memory.spec.layout_string import parse_layout_string, quote
 from bridge_memory.spec.limits import Limits, divisors, limits_of
-from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec
+from bridge_memory.spec.model import (
+    AttentionSpec,
+    CompressedAttentionSpec,
+    GatedDeltaNetSpec,
+    MambaSpec,
+    MLASpec,
+)
 from bridge_memory.spec.parts import SHARDING_STRATEGIES, ImplementationSpec, ParallelSpec
 from bridge_memory.spec.transformers_checks import check_transformers
 
@@ -611,6 +618,19 @@ def _check_modules(run: RunSpec, limits: Limits) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
+def _check_compressed(run: RunSpec) -> None:
+    """Megatron-LM ``deepseek_v4_hybrid_attention.py: DSv4HybridAttention.__init__, forward``."""
+    p = run.parallel
+    if p.tp > 1:
+        raise SpecError(f"tensor_model_parallel_size ({p.tp}): DeepSeek-V4's attention runs on one rank; set it to 1")
+    if p.cp > 1 and not run.batch.packed_sequences:
+        raise SpecError(
+            f"context_parallel_size ({p.cp}): DeepSeek-V4's attention divides packed sequences alone; set it to 1"
+        )
+    if "core_attn" in run.recompute.modules and run.recompute.granularity == "selective":
+        raise SpecError("recompute_modules (core_attn) is not supported by DeepSeek-V4's attention; drop it")
+
+
 def _check_kernels(run: RunSpec, limits: Limits) -> None:
     """What no attention kernel of Transformer Engine takes (``dot_product_attention/utils.py: get_attention_backend``,
     ``context_parallel.py: attn_forward_func_with_cp``)."""
@@ -618,6 +638,9 @@ def _check_kernels(run: RunSpec, limits: Limits) -> None:
     asked, how = i.attention_backend, i.cp_comm_type
     kernel = i.attention_kernel != "unfused"
     for m in limits.mixers:
+        if isinstance(m, CompressedAttentionSpec):
+            _check_compressed(run)
+            continue
         if isinstance(m, AttentionSpec):
             window, sink, equal_heads = m.window_size is not None, m.learnable_softmax_sink, True
         elif isinstance(m, MLASpec):
@@ -720,7 +743,8 @@ def _check_moe(i: ImplementationSpec, p: ParallelSpec, limits: Limits) -> None:
     """TC, and ``transformer/moe/token_dispatcher.py``."""
     dispatcher = i.moe_token_dispatcher_type
     if dispatcher != "alltoall":
-        if i.moe_shared_expert_overlap and limits.shared_experts:
+        flex = dispatcher == "flex" and FLEX_OVERLAPS_SHARED_EXPERTS(i)
+        if i.moe_shared_expert_overlap and limits.shared_experts and not flex:
             raise SpecError(
                 f"moe_shared_expert_overlap (True) needs moe_token_dispatcher_type alltoall, not {dispatcher}; "
                 "change one of them"

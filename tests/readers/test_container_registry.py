@@ -33,6 +33,14 @@ from bridge_memory.readers.container_registry import (  # noqa: E402
 )
 from bridge_memory.spec import SpecError  # noqa: E402
 
+#: What Bridge 0.6 sets on a model of DeepSeek-V4 for a megatron-core that is yet to come.
+LATER = {
+    "model": {
+        "actual_vocab_size", "apply_dsa_kernel_fusion", "csa_compress_ratios", "csa_compress_rotary_base",
+        "csa_dense_mode", "csa_window_size", "enable_hyper_connections", "mhc_sinkhorn_iterations", "moe_n_hash_layers",
+        "norm_topk_prob", "num_residual_streams", "o_groups", "o_lora_rank", "use_fused_mhc",
+    },
+}  # fmt: skip
 #: Releases up to 0.3.1, of which the registry keeps the fields.
 EARLIER = {
     "model": {
@@ -135,7 +143,7 @@ def test_every_entry_of_the_registry_is_a_field(bridge: Any) -> None:
     gone = {}
     for part in sorted({*READ, *GAPS, *HARMLESS}):
         entries = {*READ.get(part, ()), *GAPS.get(part, {}), *HARMLESS.get(part, {})}
-        gone[part] = sorted(entries - set(fields_of(classes[part])) - EARLIER.get(part, set()))
+        gone[part] = sorted(entries - set(fields_of(classes[part])) - EARLIER.get(part, set()) - LATER.get(part, set()))
     assert not {part: names for part, names in gone.items() if names}
 
 
