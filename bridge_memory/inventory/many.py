@@ -348,9 +348,6 @@ _PASSES = tuple(
 
 def _matrix(structure: Structure, number: int, *, every: bool) -> _Matrix:
     """``every``: all moments, and not only those after which something goes: sizes may be less than zero."""
-    known = structure.matrices.get(every)
-    if known is not None:
-        return known
     pieces: list[np.ndarray] = []
     rows: dict[str, slice] = {}
     at = 0
@@ -362,8 +359,7 @@ def _matrix(structure: Structure, number: int, *, every: bool) -> _Matrix:
             moments = _moments(steps, number, every)
             pieces.append(moments)
             rows[sign + name] = slice(at, at := at + len(moments))
-    known = structure.matrices[every] = _Matrix(np.concatenate(pieces).astype(float), rows)
-    return known
+    return _Matrix(np.concatenate(pieces).astype(float), rows)
 
 
 def _moments(steps: Sequence[int], number: int, every: bool) -> np.ndarray:

@@ -274,6 +274,11 @@ class Passes:
         self._layers.clear()
         self._chunks.clear()
 
+    def let_go(self) -> None:
+        """Of all chunks so far."""
+        self._chunks.clear()
+        self._elements.clear()
+
     def chunk(self, shape: ChunkShape) -> _Pass:
         """The passes of one chunk."""
         found = self._chunks.get(shape)
