@@ -220,6 +220,12 @@ class StageHolds:
         self._units: dict[ChunkShape, list[Unit]] = {}
         self._of_shapes: dict[StageShape, _Held] = {}
 
+    def let_go(self) -> None:
+        """Of all shapes so far."""
+        self._chunks.clear()
+        self._units.clear()
+        self._of_shapes.clear()
+
     def held(self, shapes: StageShape) -> _Held:
         """What a stage of these shapes holds."""
         held = self._of_shapes.get(shapes)

@@ -19,7 +19,7 @@ from bridge_memory.schedule.events import (
     walk,
     walked_peak,
 )
-from bridge_memory.schedule.peak import dynamic_peak
+from bridge_memory.schedule.peak import dynamic_peak, few_microbatches, peak_moments
 
 # --------------------------------------------------------------------------------------------------
 # megatron-core's schedules, one rank of them, with storages that tell when they go
@@ -345,3 +345,18 @@ def test_the_closed_form_is_the_walk_over_every_event(case):
         peak = running.backward_peak if closed.phase == "backward" else running.forward_peak
         assert passing == peak - running.saved
     assert (closed.phase, closed.chunk, closed.forward_chunk, tuple(counted)) in named
+
+
+def test_more_groups_of_microbatches_repeat_the_same_moments() -> None:
+    """What ``few_microbatches`` leaves out: the moments of longer schedules are those of shorter ones."""
+    chance = random.Random(5)
+    for _ in range(400):
+        pp, v = chance.choice((2, 3, 4, 6, 8, 12)), chance.randint(2, 8)
+        group = pp + chance.choice((0, 0, 1, pp, 2 * pp, chance.randint(0, 9)))
+        rest = chance.choice((0, 0, *range(pp, group)))
+        rank, extra, overlap = chance.randrange(pp), chance.random() < 0.3, chance.random() < 0.7
+        m = chance.randint(5, 12) * group + rest
+        few = few_microbatches(pp, m, v, group, extra)
+        assert few <= 5 * group + rest + (0 if extra else -group)
+        ours, theirs = (set(peak_moments(pp, rank, n, v, group, extra, overlap)) for n in (few, m))
+        assert ours == theirs, (pp, rank, m, v, group, extra, overlap)

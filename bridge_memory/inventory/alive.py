@@ -194,14 +194,12 @@ class Structure:
     """What is alive when on one tape, whatever its sizes are."""
 
     __slots__ = (
-        "backward", "backward_held", "forward", "input_retained", "inputs", "matrices", "no_grad", "no_grad_retained",
+        "backward", "backward_held", "forward", "input_retained", "inputs", "no_grad", "no_grad_retained",
         "offloaded", "output_reached", "outputs", "retained", "tensors",
     )
 
     def __init__(self, tape: Tape, atoms: Atoms, *, without_gradients: bool = True) -> None:
         """``without_gradients``: also of a forward pass that saves nothing, which full recomputation runs first."""
-        #: The same counts as matrices, for whoever evaluates many runs at once.
-        self.matrices: dict[Any, Any] = {}
         plan = _Plan(tape, atoms)
         run = _Run(plan)
         run.forward(save=True)

@@ -147,6 +147,9 @@ class ManyBlocks(Protocol):
     def bare(self) -> BlockContext:
         """As ``BlockContext.bare``."""
 
+    def by_recompute(self, number: Callable[[RecomputeSpec], int]) -> Any:
+        """As ``BlockContext.by_recompute``."""
+
 
 class BlockContext:
     """Local sizes and settings of one rank, for every block of a run.
@@ -230,6 +233,10 @@ class BlockContext:
                 found = self.many.bare()
             self.evaluated["bare"] = found
         return found
+
+    def by_recompute(self, number: Callable[[RecomputeSpec], int]) -> Any:
+        """A number that the run's recomputation decides."""
+        return number(self.recompute) if self.many is None else self.many.by_recompute(number)
 
     def switch(self, module: str) -> Any:
         """``recomputes``, without asking."""

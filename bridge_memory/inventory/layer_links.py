@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from bridge_memory.components import Part, Provenance
 from bridge_memory.inventory.alive import BlockCost
@@ -17,7 +18,7 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.inventory.sizes import largest
 from bridge_memory.releases import HYBRID_LAYERS_RECOMPUTED
-from bridge_memory.spec import LayerSpec, ModelSpec, MoESpec
+from bridge_memory.spec import LayerSpec, ModelSpec, MoESpec, RecomputeSpec
 from bridge_memory.spec.layout import ChunkShape
 
 
@@ -29,8 +30,16 @@ def ignores_full_recompute(model: ModelSpec, ctx: BlockContext) -> bool:
 
 def fully_recomputed(layers: int, ctx: BlockContext, *, ignored: bool = False) -> tuple[int, int]:
     """How many of a chunk's ``layers`` are recomputed as a whole, from the first on, and how many together."""
-    rc = ctx.recompute
-    if rc.granularity != "full" or ignored:
+    return (0, 1) if ignored else _fully(ctx.recompute, layers)
+
+
+def recomputed_layers(layers: int, ctx: BlockContext, *, ignored: bool = False) -> Any:
+    """Of these how many; of many runs an array, where ``fully_recomputed`` asks."""
+    return 0 if ignored else ctx.by_recompute(lambda rc: _fully(rc, layers)[0])
+
+
+def _fully(rc: RecomputeSpec, layers: int) -> tuple[int, int]:
+    if rc.granularity != "full":
         return 0, 1
     if rc.method == "block":
         return min(rc.num_layers or 0, layers), 1

@@ -1,7 +1,8 @@
 """Blocks of many runs at once: the recordings that serve them, with arrays put in where numbers go.
 
 A ``Grid`` is all combinations of some parallel sizes, micro batches and sets of recomputation of one model. Its
-contexts are those of ``context``, with arrays for sizes; ``blocks.block`` asks the grid where it would work out numbers.
+contexts are those of ``context``, with arrays for sizes; ``blocks.block`` asks the grid for what it works out itself of
+one run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from bridge_memory.inventory.alive import Structure
 from bridge_memory.inventory.blocks import recorded
 from bridge_memory.inventory.context import BlockContext, Shelf
-from bridge_memory.inventory.lanes import AXES, Differs, Part, collapsed, lanes_of, step, whole
+from bridge_memory.inventory.lanes import AXES, Differs, Part, along, collapsed, lanes_of, step, whole
 from bridge_memory.inventory.parameters import Column, Parameter, ParameterList, Repeated
 from bridge_memory.inventory.recorder import Scratch
 from bridge_memory.inventory.sizes import SIZES
@@ -176,6 +177,9 @@ class _OfPart:
 
     def bare(self) -> BlockContext:
         return self._grid.bare(self._part)
+
+    def by_recompute(self, number: Callable[[RecomputeSpec], int]) -> Any:
+        return along(2, [number(self._grid.recomputes[i]) for i in self._part.positions[2]])
 
 
 _BATCH = SIZES.index("batch")
@@ -344,9 +348,6 @@ _PASSES = tuple(
 
 def _matrix(structure: Structure, number: int, *, every: bool) -> _Matrix:
     """``every``: all moments, and not only those after which something goes: sizes may be less than zero."""
-    known = structure.matrices.get(every)
-    if known is not None:
-        return known
     pieces: list[np.ndarray] = []
     rows: dict[str, slice] = {}
     at = 0
@@ -358,8 +359,7 @@ def _matrix(structure: Structure, number: int, *, every: bool) -> _Matrix:
             moments = _moments(steps, number, every)
             pieces.append(moments)
             rows[sign + name] = slice(at, at := at + len(moments))
-    known = structure.matrices[every] = _Matrix(np.concatenate(pieces).astype(float), rows)
-    return known
+    return _Matrix(np.concatenate(pieces).astype(float), rows)
 
 
 def _moments(steps: Sequence[int], number: int, every: bool) -> np.ndarray:

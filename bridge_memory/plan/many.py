@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,15 @@ def expressible(run: RunSpec) -> bool:
     """Whether arrays say all of its memory: not where an engine's bytes beside a layer depend on the stage, nor where
     two chunks run beside each other."""
     return not run.data_parallel.fsdp and not run.implementation.overlap_moe_expert_parallel_comm
+
+
+#: The fields of a ParallelSpec that say how a run is cut into stages, and over how many GPUs.
+_PIPELINE = (
+    "world_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
+    "microbatch_group_size_per_vp_stage",
+)  # fmt: skip
 
 
 class Runs:
@@ -122,6 +132,10 @@ class Sheet:
                 self.pipelines.append(Pipeline(number, split, pp, np.array(order), np.array(places), choices))
                 self.most_splits = max(self.most_splits, number + 1)
                 self.most_recomputes = max(self.most_recomputes, len(choices))
+        #: All sets of recomputation of any pipeline, and where each is.
+        self.recomputes = tuple(dict.fromkeys(r for p in self.pipelines for r in p.recomputes))
+        self.number = {r: i for i, r in enumerate(self.recomputes)}
+        self._errors: list[SpecError | None] = [None]
 
     def run(self, pipeline: Pipeline, size: int, batch: int, recompute: int) -> RunSpec:
         """One of its layouts, by its places."""
@@ -155,6 +169,15 @@ class Sheet:
             self.batch(batches), few[0] if len(few) == 1 else Same(few),
         )  # fmt: skip
 
+    def without_pipeline(self, part: Part) -> Runs:
+        """Runs of these sizes, micro batches and sets of recomputation; a pipeline's fields are not there to be asked
+        for."""
+        parallel = self.parallel(part.positions[0])
+        for name in _PIPELINE:
+            object.__delattr__(parallel, name)
+        few = [self.recomputes[i] for i in part.positions[2]]
+        return Runs(self.base, parallel, self.batch(part.positions[1]), few[0] if len(few) == 1 else Same(few))
+
     def batch(self, batches: np.ndarray) -> BatchSpec:
         return _unchecked(
             self.base.batch, micro_batch_size=along(1, [self.batches[i] for i in batches]),
@@ -167,7 +190,6 @@ class Sheet:
         """Which of a pipeline's layouts megatron-core runs; the others are counted as ``space.layouts`` counts them."""
         shape = len(pipeline.at), len(self.batches), len(pipeline.recomputes)
         legal = np.ones(shape, bool)
-        limits = limits_of(self.base.model)
         if self.total is not None:
             sizes = [self.sizes[i] for i in pipeline.at]
             dp = np.array([self.space.num_gpus // (s.tp * pipeline.pp * s.cp) for s in sizes])
@@ -175,38 +197,64 @@ class Sheet:
             refused["global_batch_size"] += int((~whole_steps).sum()) * shape[2]
             legal &= whole_steps[:, :, None]
             refused += Refused()  # without what was counted as none
-        #: Which rule refuses a layout, as numbers of ``errors``.
-        errors: list[SpecError | None] = [None]
+        #: Why a layout is refused, as a number of ``errors``.
         reasons = np.zeros(shape, np.int32)
         todo = legal.copy()
-        for rule in RULES:
-            for part, refusal in self._refusals(pipeline, rule, limits, todo):
-                inside = np.ix_(*part.positions)
-                reasons[inside] = np.where(todo[inside], len(errors), reasons[inside])
-                todo[inside] = False
-                errors.append(refusal)
+        choices = np.array([self.number[r] for r in pipeline.recomputes])
+        for rule, everywhere in zip(RULES, self._everywhere, strict=True):
+            if everywhere is None:
+                numbers = np.zeros(shape, np.int32)
+                for part, number in self._refusals(rule, _around(todo), lambda part: self.runs(pipeline, part)):
+                    numbers[np.ix_(*part.positions)] = number
+            else:
+                numbers = _spread(everywhere, (pipeline.at, np.arange(shape[1]), choices))
+            reasons = np.where(todo, numbers, reasons)
+            todo &= numbers == 0
+            if not todo.any():
+                break
         # Where nothing is recomputed first, and that is refused, so are the others.
         first = reasons[:, :, :1]
         reasons = np.where(first > 0, first, reasons)
-        numbers = np.bincount(reasons[legal], minlength=len(errors))
-        for error, number in zip(errors, numbers.tolist(), strict=True):
+        for at, number in enumerate(np.bincount(reasons[legal]).tolist()):
+            error = self._errors[at]
             if number and error is not None:
                 refused.add(error, number)
         return legal & (reasons == 0)
 
+    @cached_property
+    def _everywhere(self) -> list[np.ndarray | None]:
+        """Of every rule why it refuses what, over all sizes, micro batches and sets of recomputation; None of a rule
+        that asks for the pipeline."""
+        every = whole((len(self.sizes), len(self.batches), len(self.recomputes)))
+        out: list[np.ndarray | None] = []
+        for rule in RULES:
+            numbers = np.zeros(every.shape, np.int32)
+            try:
+                for part, number in self._refusals(rule, every, self.without_pipeline):
+                    part.put(numbers, number)
+            except AttributeError:
+                out.append(None)
+            else:
+                out.append(collapsed(numbers))
+        return out
+
     def _refusals(
-        self, pipeline: Pipeline, rule: Callable[[Any, Any], None], limits: Any, todo: np.ndarray
-    ) -> Iterator[tuple[Part, SpecError]]:
+        self, rule: Callable[[Any, Any], None], of: Part, runs: Callable[[Part], Runs]
+    ) -> Iterator[tuple[Part, int]]:
+        """Parts that a rule refuses, and why, as a number of ``errors``."""
+        limits = limits_of(self.base.model)
+
         def refusal(part: Part) -> SpecError | None:
             try:
-                rule(self.runs(pipeline, part), limits)
+                rule(runs(part), limits)
             except SpecError as error:
                 return error
             return None
 
-        for part, error in parts(_around(todo), refusal):
+        for part, error in parts(of, refusal):
             if error is not None:
-                yield part, error
+                self._errors.append(error)
+                yield part, len(self._errors) - 1
 
 
 def _around(some: np.ndarray) -> Part:
@@ -218,15 +266,6 @@ def _around(some: np.ndarray) -> Part:
 
 
 # ---- memory ----
-
-#: The fields of a ParallelSpec that say how a run is cut into stages, and over how many GPUs.
-_PIPELINE = (
-    "world_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
-    "microbatch_group_size_per_vp_stage",
-)  # fmt: skip
-
 
 class _NoEngine:
     """In the place of an engine: model state depends on the pipeline, and is put beside what does not (``Memory``)."""
@@ -291,6 +330,10 @@ class Pieces:
         self._parts = kept
         return iter(found)
 
+    def made(self) -> Iterator[Any]:
+        """What is kept of every part."""
+        return (made for _, made in self._parts)
+
 
 class Memory:
     """Peaks of the layouts of a sheet."""
@@ -301,30 +344,25 @@ class Memory:
         self._of_pp = of_pp
         needed = np.any(list(of_pp.values()), axis=0)
         base = sheet.base
-        self.recomputes = tuple(dict.fromkeys(r for p in sheet.pipelines for r in p.recomputes))
-        self.number = {r: i for i, r in enumerate(self.recomputes)}
         #: Of the sheet's sizes -> the grid's.
         self.places = np.cumsum(needed) - 1
         self._sizes = np.flatnonzero(needed)
-        of_all = self.runs(None, whole((len(self._sizes), len(sheet.batches), len(self.recomputes))))
-        switches = [switches_of(r, base.implementation) for r in self.recomputes]
+        of_all = self.runs(None, whole((len(self._sizes), len(sheet.batches), len(sheet.recomputes))))
+        switches = [switches_of(r, base.implementation) for r in sheet.recomputes]
         self.grid = Grid(
             LIBRARY.shelf(settings_of(base)), sizes_of(of_all),  # type: ignore[arg-type]
-            [along(2, [row[i] for row in switches]) for i in range(len(switches[0]))], self.recomputes,
+            [along(2, [row[i] for row in switches]) for i in range(len(switches[0]))], sheet.recomputes,
         )
         self._holds = Pieces(self.grid.all, self._held_by)
         self._states: dict[int, Pieces] = {}
 
     def runs(self, pipeline: Pipeline | None, part: Part) -> Runs:
         """Some runs of the grid; without a pipeline its fields are not there to be asked for."""
-        sheet = self.sheet
-        fields = {} if pipeline is None else {"pipeline_model_parallel_size": pipeline.pp, **pipeline.fields}
-        parallel = sheet.parallel(self._sizes[part.positions[0]], **fields)
-        if pipeline is None:
-            for name in _PIPELINE:
-                object.__delattr__(parallel, name)
-        few = [self.recomputes[i] for i in part.positions[2]]
-        return Runs(sheet.base, parallel, sheet.batch(part.positions[1]), few[0] if len(few) == 1 else Same(few))
+        sheet, sizes = self.sheet, self._sizes[part.positions[0]]
+        runs = sheet.without_pipeline(Part((sizes, *part.positions[1:])))
+        if pipeline is not None:
+            runs.parallel = sheet.parallel(sizes, pipeline_model_parallel_size=pipeline.pp, **pipeline.fields)
+        return runs
 
     def _held_by(self, part: Part) -> StageHolds:
         return StageHolds(self.runs(None, part), self.grid.context(part), _NoEngine())  # type: ignore[arg-type]
@@ -367,7 +405,7 @@ class Memory:
         return _State(*map(collapsed, out))
 
     def peaks(self, pipeline: Pipeline, legal: np.ndarray, allowed: Callable[[np.ndarray], np.ndarray]) -> Peaks:
-        """Of a pipeline's ``legal`` layouts. ``allowed``: which peaks the card holds."""
+        """Of those of a pipeline's ``legal`` layouts that fit. ``allowed``: which peaks the card holds."""
         model, part = self.sheet.base.model, _around(legal)
         parallel = self.sheet.runs(pipeline, Part(tuple(at[:1] for at in part.positions))).parallel
         ranks: dict[StageShape, list[int]] = {}
@@ -380,20 +418,25 @@ class Memory:
         kept = allowed(most)
         without_activations = int((~kept).sum())
         found = tuple(at[kept] for at in found)
-        cells = tuple(at[kept] for at in cells)
         peaks = np.zeros(len(found[0]), np.int64)
-        if len(peaks):
-            used = np.zeros(self.grid.shape, bool)
-            used[cells] = True
+        for shapes, of_shape in ranks.items():
+            if not len(peaks):
+                break
+            cells = self.cells(pipeline, found)
             microbatches = self._microbatches(pipeline, found)
-            for shapes, of_shape in ranks.items():
-                peak = self._peak(pipeline, parallel, shapes, of_shape, states[shapes], cells, used, microbatches)
-                np.maximum(peaks, peak, out=peaks)
+            np.maximum(peaks, self._peak(pipeline, parallel, shapes, of_shape, states[shapes], cells, microbatches),
+                       out=peaks)  # fmt: skip
+            # What one stage is too large for is looked at no further.
+            kept = allowed(peaks)
+            found, peaks = tuple(at[kept] for at in found), peaks[kept]
+        # Few shapes come again in other pipelines, and each is a dozen arrays.
+        for holds in self._holds.made():
+            holds.let_go()
         return Peaks(found[0], found[1], found[2], peaks, without_activations)
 
     def cells(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Places of a pipeline's layouts in the grid."""
-        choices = np.array([self.number[r] for r in pipeline.recomputes])
+        choices = np.array([self.sheet.number[r] for r in pipeline.recomputes])
         return self.places[pipeline.at][found[0]], found[1], choices[found[2]]
 
     def _microbatches(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> np.ndarray:
@@ -404,10 +447,12 @@ class Memory:
 
     def _peak(
         self, pipeline: Pipeline, parallel: ParallelSpec, shapes: StageShape, ranks: Sequence[int], state: _State,
-        cells: tuple[np.ndarray, ...], used: np.ndarray, microbatches: np.ndarray,
+        cells: tuple[np.ndarray, ...], microbatches: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
         """The highest peak of the stages of one shape."""
         out = np.zeros(len(cells[0]), np.int64)
+        used = np.zeros(self.grid.shape, bool)
+        used[cells] = True
         pp, v = pipeline.pp, len(shapes)
         group = parallel.microbatch_group_size_per_vp_stage or pp
         todo: dict[tuple[int, ...], list[tuple[Part, _Stage]]] = {}
@@ -441,7 +486,7 @@ class Memory:
 
 
 class Peaks(NamedTuple):
-    """Layouts of one pipeline whose model state the card holds, one entry each, and how many others there are."""
+    """Layouts of one pipeline that fit, one entry each, and of how many the model state alone does not."""
 
     sizes: np.ndarray
     batch: np.ndarray
@@ -449,6 +494,14 @@ class Peaks(NamedTuple):
     #: Of the fullest stage, bytes.
     peaks: np.ndarray
     without_activations: int
+
+
+def _spread(values: np.ndarray, positions: Sequence[np.ndarray]) -> np.ndarray:
+    """An array over a grid at some positions along each axis."""
+    for axis, at in enumerate(positions):
+        if values.shape[axis] > 1:
+            values = values.take(at, axis)
+    return values
 
 
 def _at(values: np.ndarray, cells: tuple[np.ndarray, ...]) -> np.ndarray:
@@ -485,6 +538,8 @@ class Times:
         with np.errstate(divide="ignore", invalid="ignore"):  # of sizes that this pipeline does not go with
             for part, values in self._passes.each(seconds, used):
                 part.put(out, values)
+        for _, passes in self._passes.made():
+            passes.let_go()
         return out[cells]
 
 
@@ -509,13 +564,9 @@ def fitting(
         if not which.any():
             continue
         found = memory.peaks(pipeline, which, lambda values: _held(values, fits))
-        kept = _held(found.peaks, fits)
-        sizes, batch, recompute = found.sizes[kept], found.batch[kept], found.recompute[kept]
-        cells = memory.cells(pipeline, (sizes, batch, recompute))
-        seconds = times.seconds(pipeline, cells) if kept.any() else np.zeros(0)
-        yield Fitting(
-            pipeline, sizes, batch, recompute, found.peaks[kept], seconds, int(which.sum()), found.without_activations
-        )
+        places = found.sizes, found.batch, found.recompute
+        seconds = times.seconds(pipeline, memory.cells(pipeline, places)) if len(found.peaks) else np.zeros(0)
+        yield Fitting(pipeline, *places, found.peaks, seconds, int(which.sum()), found.without_activations)
 
 
 def _held(peaks: np.ndarray, fits: Callable[[int], bool]) -> np.ndarray:

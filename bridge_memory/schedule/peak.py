@@ -31,18 +31,21 @@ def dynamic_peak(
     state as it travels between stages, 2 s b h / cp, over tp too under sequence parallelism (bf16).
     """
     v, group = len(chunks), group_size or pp
-    m = few_microbatches(pp, num_microbatches, v, group)
+    m = few_microbatches(pp, num_microbatches, v, group, overlap_moe_expert_parallel_comm)
     moments = peak_moments(pp, rank, m, v, group, overlap_moe_expert_parallel_comm, overlap_p2p_comm)
     return highest(moments, chunks, hidden_bytes)
 
 
-def few_microbatches(pp: int, m: int, v: int, group: int) -> int:
-    """The smallest number of microbatches with which the schedule has the same moments as with ``m``."""
-    # More groups repeat the same round: warm-up and cool-down are over within two each, and between them every round
-    # is like the last.
+def few_microbatches(pp: int, m: int, v: int, group: int, extra: bool = False) -> int:
+    """A small number of microbatches with which the schedule has the same moments as with ``m``.
+
+    More groups repeat the same round: warm-up and cool-down are over within two each, and between them every round is
+    like the last; where chunks are overlapped one round more is of its own (``tests/test_schedule.py``).
+    """
     if v == 1 or pp == 1:
         return min(m, pp + 2)
-    return 6 * group + m % group if m >= 7 * group else m
+    few = 5 if extra else 4
+    return few * group + m % group if m >= (few + 1) * group else m
 
 
 @lru_cache(maxsize=8192)

@@ -36,7 +36,9 @@ def peak_rows(pp: int, ranks: Sequence[int], m: int, group: int, costs: Sequence
         out[at, which + np.where(backward, BACKWARD, FORWARD)] += 1
         out[:, -1] = hidden
         rows.append(out)
-    return np.unique(np.concatenate(rows), axis=0)
+    table = np.concatenate(rows)
+    distinct = {row.tobytes(): i for i, row in enumerate(table)}
+    return table[list(distinct.values())]
 
 
 @lru_cache(maxsize=4096)

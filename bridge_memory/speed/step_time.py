@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 from bridge_memory.engines.megatron_ddp import BUCKET_MINIMUM, BUCKET_PER_RANK
 from bridge_memory.engines.optimizer_states import gradient_width
 from bridge_memory.inventory.context import BlockContext, context_of
-from bridge_memory.inventory.layer_links import fully_recomputed, ignores_full_recompute
+from bridge_memory.inventory.layer_links import ignores_full_recompute, recomputed_layers
 from bridge_memory.inventory.parameters import elements
-from bridge_memory.inventory.sizes import chosen, largest, smallest
+from bridge_memory.inventory.sizes import chosen, largest, smallest, somewhere
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.spec import LayerSpec, MLASpec, MoESpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
@@ -218,6 +218,8 @@ class Step:
         for numel, ranks, beside in (
             (dense, p.data_parallel_size * p.cp, p.tp), (experts, p.expert_data_parallel_size, p.etp * p.ep),
         ):
+            if not somewhere(numel):
+                continue
             sharing = largest(1, ranks // instances)
             moves = (sharing > 1) & (numel > 0)
             reduce = reduce + chosen(moves, self._ring(numel, out, sharing, beside), 0.0)
@@ -261,6 +263,7 @@ class Passes:
         self._slower = 2.0 if kernels.first_flash_attention else 1.0
         self._halves: dict[int, tuple[Work, tuple[Parts, Parts]]] = {}
         self._chunks: dict[ChunkShape, _Pass] = {}
+        self._layers: dict[tuple[LayerSpec, str], _Pass] = {}
         self._work: dict[Any, Any] = {}
         self._elements: dict[StageShape, tuple[Any, Any]] = {}
 
@@ -268,7 +271,13 @@ class Passes:
         """Take other constants; the work is not counted again."""
         self.c, self.rates = c, _Rates(self.run, self.hardware, c)
         self._halves.clear()
+        self._layers.clear()
         self._chunks.clear()
+
+    def let_go(self) -> None:
+        """Of all chunks so far."""
+        self._chunks.clear()
+        self._elements.clear()
 
     def chunk(self, shape: ChunkShape) -> _Pass:
         """The passes of one chunk."""
@@ -323,11 +332,20 @@ class Passes:
         ring = self.rates.exchange(w.context_parallel * (p.cp - 1), p.cp - 1, p.tp * p.cp)
         return tensor, expert, largest(0.0, ring - attention)
 
-    def _layer(self, layer: LayerSpec, *, recomputed: bool) -> _Pass:
+    def _layer(self, layer: LayerSpec, how: str) -> _Pass:
+        """``how``: "whole" and "not at all" say what runs again, else the switch of that name does."""
+        found = self._layers.get((layer, how))
+        if found is None:
+            recomputed = how == "whole" if how in ("whole", "not at all") else self.ctx.switch(how)
+            found = self._layers[layer, how] = self._of_layer(layer, recomputed)
+        return found
+
+    def _of_layer(self, layer: LayerSpec, recomputed: Any) -> _Pass:
         mixer, ffn = self._once(layer, lambda: layer_work(layer, self.run, self.ctx, self.kernels))
         (mixer_forward, mixer_backward), (ffn_forward, ffn_backward) = self._half(mixer), self._half(ffn)
         forward, backward = mixer_forward.plus(ffn_forward), mixer_backward.plus(ffn_backward)
-        again = forward if recomputed else self._again(layer, mixer_forward, ffn_forward)
+        again = self._again(layer, mixer_forward, ffn_forward)
+        again = Parts(*[chosen(recomputed, a, b) for a, b in zip(forward, again, strict=True)])
         return _Pass(forward, backward.plus(again), again.total)
 
     def _again(self, layer: LayerSpec, mixer_forward: Parts, ffn_forward: Parts) -> Parts:
@@ -358,25 +376,25 @@ class Passes:
 
     def _passes(self, shape: ChunkShape) -> _Pass:
         model, ctx = self.run.model, self.ctx
-        recomputed, _ = fully_recomputed(shape.num_layers, ctx, ignored=self.ignored)
+        recomputed = recomputed_layers(shape.num_layers, ctx, ignored=self.ignored)
         again: Any
         forward, backward, again = Parts(), Parts(), 0.0
 
-        def add(one: _Pass, times: int) -> None:
+        def add(one: _Pass, times: Any) -> None:
             nonlocal forward, backward, again
             forward, backward = forward.plus(one.forward, times), backward.plus(one.backward, times)
             again = again + times * one.again
 
         for kind, count in shape.layers:
-            first = max(0, min(count, recomputed))
-            if first:
-                add(self._layer(kind, recomputed=True), first)
-            if count > first:
-                add(self._layer(kind, recomputed=False), count - first)
-            recomputed -= count
+            first = largest(0, smallest(count, recomputed))
+            if somewhere(first):
+                add(self._layer(kind, "whole"), first)
+            if somewhere(count - first):
+                add(self._layer(kind, "not at all"), count - first)
+            recomputed = recomputed - count
         losses = int(shape.output)
         if shape.num_depths and model.mtp_layer is not None:
-            add(self._layer(model.mtp_layer, recomputed=ctx.mtp_recomputed), shape.num_depths)
+            add(self._layer(model.mtp_layer, "mtp_recomputed"), shape.num_depths)
             joined = self._half(self._once("joined", lambda: mtp_work(model, ctx)))
             add(_Pass(*joined, 0.0), shape.num_depths)
             losses += shape.num_depths
