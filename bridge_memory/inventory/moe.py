@@ -99,7 +99,7 @@ def record_moe(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
 
 
 def _moe_layer(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
-    ctx, tape = r.ctx, r.tape
+    ctx, tape, first = r.ctx, r.tape, len(r.rows)
     shared = None
     if spec.shared_expert_intermediate_size:
         recompute = ctx.recomputes("shared_experts") and not ctx.impl.moe_shared_expert_overlap
@@ -123,7 +123,12 @@ def _moe_layer(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
         y = r.plain_linear("mlp.fc2_latent_proj", y, n.entering, width, ctx.hidden_size)
     if shared is not None:
         y = tape.make("routed + shared output", (y, shared), ctx.tokens_sp * ctx.hidden_size * ctx.act, alias=True)
+    r.arrange(first, *(f"mlp.{m}" for m in _MODULES))
     return y
+
+
+#: In the order in which they are registered.
+_MODULES = ("router", "fc1_latent_proj", "fc2_latent_proj", "experts", "shared_experts")
 
 
 def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, Tensor]:
@@ -488,12 +493,25 @@ def _expert_parameters(
         return
     owner, n = ("mlp.experts.", EXPERT_NUMBER) if grouped else (f"mlp.experts.local_experts.{EXPERT_NUMBER}.", "")
     fc1, fc2 = f"{owner}linear_fc1.", f"{owner}linear_fc2."
-    with r.repeated(local_experts):
+
+    def of_fc1() -> None:
         r.parameter(f"{fc1}weight{n}", (fc1_width, width), expert=True, sharded=sharded)
-        r.parameter(f"{fc2}weight{n}", (width, f), expert=True, sharded=sharded)
         if spec.add_bias:
             r.parameter(f"{fc1}bias{n}", (fc1_width,), expert=True, sharded=sharded)
+
+    def of_fc2() -> None:
+        r.parameter(f"{fc2}weight{n}", (width, f), expert=True, sharded=sharded)
+        if spec.add_bias:
             r.parameter(f"{fc2}bias{n}", (width,), expert=True)
+
+    if grouped:
+        for parameters in (of_fc1, of_fc2):
+            with r.repeated(local_experts):
+                parameters()
+        return
+    with r.repeated(local_experts):
+        of_fc1()
+        of_fc2()
 
 
 def _combine(
@@ -560,9 +578,10 @@ def _shared_experts(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
     # SharedExpertMLP.__init__``, ``moe_layer.py: set_for_recompute_pre_mlp_layernorm``).
     delayed = ctx.fp8_recipe == "delayed" or not SHARED_INPUT_KEPT(ctx.impl)
     original = (ctx.recomputes("layernorm") or not delayed) and not ctx.recomputes("shared_experts")
-    y = dense_mlp(r, "mlp.shared_experts", source, ctx.hidden_size, f, mlp, original=original)
     if spec.shared_expert_gate:
         r.parameter("mlp.shared_experts.gate_weight", (1, ctx.hidden_size), use=Use.ROUTER)
+    y = dense_mlp(r, "mlp.shared_experts", source, ctx.hidden_size, f, mlp, original=original)
+    if spec.shared_expert_gate:
         # The product keeps its input for the weight alone.
         kept = () if r.frozen else (x,)
         gate = tape.make("shared expert gate", x, ctx.tokens_sp * ctx.act, saves=kept, save_output=True)
