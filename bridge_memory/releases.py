@@ -213,6 +213,14 @@ DELTA_NET_TOKENS_FIRST = since(core=(0, 18))
 #: The MoE router multiplies with Transformer Engine's GEMM in both implementations (``moe_utils.py:
 #: RouterGatingLinearFunction``).
 ROUTER_USES_TE_GEMM = since(core=(0, 14))
+#: Beside mxfp8 parameters, which are gathered in the buffer of gradients, others lie in a buffer of their own; before,
+#: that buffer was there and they were not in it (``param_and_grad_buffer.py: _ParamAndGradBuffer.__init__``).
+OTHERS_MAPPED_BESIDE_MXFP8 = since(core=(0, 17))
+#: ``MoELayer`` knows no alltoall_seq dispatcher any more (``transformer/moe/moe_layer.py``).
+SEQUENCE_DISPATCHER_GONE = since(core=(0, 13))
+#: Hybrid models have MTP depths (``models/mamba/mamba_model.py``, later ``models/hybrid/hybrid_model.py``); before, the
+#: option is taken and none is built.
+HYBRID_MTP = since(core=(0, 17))
 #: Linears of megatron-core's own use the stand-in gradient of ``DUMMY_WEIGHT_GRADIENTS_KEPT`` too
 #: (``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``).
 OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS = since(core=(0, 14))

@@ -46,7 +46,6 @@ def said(lines: tuple[str, ...], *words: str) -> bool:
     ("model", "module", "wants"),
     [
         (DENSE, "moe", "a model with experts"),
-        (DENSE, "moe_act", "a model with experts"),
         (DENSE, "shared_experts", "a model with shared experts"),
         (EXPERTS, "shared_experts", "a model with shared experts"),
         (EXPERTS, "mlp", "a model with dense MLP layers"),

@@ -8,7 +8,7 @@ distributed_data_parallel.py`` (buffers by group). Every figure is bytes on one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import add
 from typing import NamedTuple
 
@@ -32,13 +32,15 @@ from bridge_memory.inventory.parameters import (
     aligned_elements,
     elements,
     gemm_elements,
+    gemm_tensors,
     matrix_elements,
     pad,
     rounded_bytes,
+    rounded_bytes_of_others,
 )
 from bridge_memory.inventory.sizes import common_multiple, somewhere
 from bridge_memory.inventory.stack import Unit
-from bridge_memory.releases import EXPERTS_APART_WITH_ETP
+from bridge_memory.releases import EXPERTS_APART_WITH_ETP, OTHERS_MAPPED_BESIDE_MXFP8
 from bridge_memory.spec import DTYPE_BYTES, PrecisionSpec, RunSpec
 from bridge_memory.spec.ranks import place_in_data_parallel
 from bridge_memory.workspaces.allocator import block_rest
@@ -70,6 +72,10 @@ class MegatronDDP:
         # Adapters train like any parameter, in the dtype of the activations.
         self.frozen = run.peft.freezes and not adapters
         self.fp8 = precision.fp8 is not None and run.implementation.te and not adapters
+        #: Weights are fp8 tensors, which have buffers of their own (``_allocate_buffers_for_parameters``: by dtype).
+        self.fp8_parameters = self.fp8 and precision.fp8_param
+        #: Whether other parameters are there beside their buffer.
+        self.twice = not OTHERS_MAPPED_BESIDE_MXFP8(run.implementation)
         #: MTP depths run forward alone.
         self.forward_depths = self.fp8 and context_of(run).mtp_without_gradients
         self.states = () if self.frozen else optimizer_states(run)
@@ -83,6 +89,7 @@ class MegatronDDP:
         self.lines = tuple(line for experts in (False, True) for line in self._lines(experts, adapters))
         self.columns, at = self._columns()
         self._weights_at = at.get((rounded_bytes, self.width), 0)
+        self._unmapped_at = at.get((rounded_bytes_of_others, self.width), 0)
         self._weight_rests_at = at.get((_rest, self.width), 0)
         self._copies_at = at.get((_rest, 4), 0)
         #: (of which parameters, bytes an element, share on the GPU, where its rounded bytes are).
@@ -109,9 +116,12 @@ class MegatronDDP:
         """What is summed over parameters, and where each sum is."""
         columns: list[Column] = [
             (elements, 0), (aligned_elements, PARAM_ALIGNMENT), (gemm_elements, 0), (matrix_elements, 0),
+            (gemm_tensors, 0),
         ]
         if not self.distributed or self.frozen:
             columns.append((rounded_bytes, self.width))
+        if self.fp8_parameters and self.distributed:
+            columns.append((rounded_bytes_of_others, self.width))
         if not self.sharded:
             columns += [(rounded_bytes, state.width) for state in self.states]
         if self.rests and not self.distributed:
@@ -164,15 +174,21 @@ class MegatronDDP:
             if not sums[0]:
                 continue
             world = self.worlds[kinds[0]]
-            padded = self._padded(units, kinds, sums, world, in_buckets) if self.distributed else sums[0]
+            others = 0
+            if self.fp8_parameters and self.distributed:
+                padded, others = self._padded_by_dtype(units, kinds, world, in_buckets)
+            else:
+                padded = self._padded(units, kinds, sums, world, in_buckets) if self.distributed else sums[0]
             dealt = {kind: (of[0], of[3]) for kind, of in ((False, dense), (True, experts))}
+            of_rank = self._of_rank(units, kinds, dealt, world, in_buckets) if self.distributed else {}
             if self.layer_wise and not self.distributed:
                 dealt = dealt_share(units, kinds, world, None if self.place is None else self.place[kinds[0]])
             numel, matrices = (sum(dealt[kind][i] for kind in kinds) for i in (0, 1))
-            whole = list(self._amounts(sums, padded, world, numel, matrices))
+            held = sum(of_rank.values()) if of_rank else None
+            whole = list(self._amounts(sums, padded, world, numel, matrices, held, others))
             if len(kinds) > 1 and experts[0]:
                 # Of one buffer what is not of experts, padding among it, is dense.
-                of_kind[True] = list(self._amounts(experts, experts[1], world, *dealt[True]))
+                of_kind[True] = list(self._amounts(experts, experts[1], world, *dealt[True], of_rank.get(True)))
                 whole = [n - m for n, m in zip(whole, of_kind[True], strict=True)]
             of_kind[kinds[0]] = whole
             if self.rests:
@@ -210,22 +226,71 @@ class MegatronDDP:
         filled = pad(others, end) if bucket is None else _bucketed(units, kinds, bucket, end, without=shared)
         return filled + pad(shared.numel, end)
 
+    def _of_rank(
+        self, units: Sequence[Unit], kinds: tuple[bool, ...], dealt: Mapping[bool, tuple[int, int]], world: int,
+        in_buckets: bool,
+    ) -> dict[bool, int]:  # fmt: skip
+        """Elements of each kind whose states the rank has: what of its shards is no padding. Empty where no rank is
+        asked for: the fullest may have none.
+
+        Source: ``distrib_optimizer.py: DistributedOptimizer._build_model_gbuf_param_range_map``.
+        """
+        if world == 1:
+            return {kind: dealt[kind][0] for kind in kinds}
+        if self.place is None:
+            return {}
+        found = dict.fromkeys(kinds, 0)
+        place = self.place[kinds[0]] % world
+        for gemm in (False, True) if self.fp8_parameters else (None,):
+            for parameters, start, end in self._buckets(units, kinds, world, in_buckets, gemm=gemm):
+                shard = (end - start) // world
+                low = start + place * shard
+                for at, p in parameters:
+                    found[p.expert] += max(0, min(at + p.numel, low + shard) - max(at, low))
+        return found
+
+    def _padded_by_dtype(
+        self, units: Sequence[Unit], kinds: tuple[bool, ...], world: int, in_buckets: bool
+    ) -> tuple[int, int]:
+        """As ``_padded``, of both buffers where weights are fp8 tensors, and of the one of the others."""
+        filled = {False: 0, True: 0}
+        for gemm in filled:
+            for _, start, end in self._buckets(units, kinds, world, in_buckets, gemm=gemm):
+                filled[gemm] += end - start
+        return filled[False] + filled[True], filled[False]
+
+    def _buckets(
+        self, units: Sequence[Unit], kinds: tuple[bool, ...], world: int, in_buckets: bool, *, gemm: bool | None
+    ) -> Iterator[Bucket]:
+        bucket = bucket_elements(self.run) if in_buckets else None
+        shared = _shared_embedding(units, self.run) if False in kinds else None
+        yield from _buckets(units, kinds, bucket, common_multiple(world, BUCKET_ALIGNMENT), shared, gemm=gemm)
+
     def _amounts(
-        self, sums: Sequence[int], padded: int, world: int, numel: int, matrices: int
-    ) -> Iterator[int]:
+        self, sums: Sequence[int], padded: int, world: int, numel: int, matrices: int, held: int | None = None,
+        others: int = 0,
+    ) -> Iterator[int]:  # fmt: skip
         """Bytes of one buffer's lines, in their order; ``numel``, of which ``matrices``: elements whose states are
-        divided, or all of those whose states one rank has."""
-        _, _, gemm, *_ = sums
+        divided, or all of those whose states one rank has. ``held``: elements of its shards, where they are known.
+        ``others``: of ``padded``, those that are no fp8 tensors."""
+        _, _, gemm, _, tensors, *_ = sums
         # Weights: views of one buffer under the distributed optimizer, else tensors of their own.
         # Frozen weights are in no buffer (DistributedDataParallel takes what requires a gradient).
         in_buffer = self.distributed and not self.frozen
         weights = padded * self.width if in_buffer else sums[self._weights_at]
         precision = self.run.precision
-        if self.fp8 and precision.fp8_param:
-            weights -= gemm * (self.width - 1)
-        yield weights
+        if not self.fp8_parameters:
+            yield weights
+        elif not in_buffer:
+            yield weights - gemm * (self.width - 1)
+        elif precision.fp8_recipe == "mxfp8":
+            # They can be in no buffer: tensors of their own, gathered in the buffer of gradients
+            # (``param_and_grad_buffer.py: _ParamAndGradBuffer.__init__``: reuse_grad_buf_for_mxfp8_param_ag).
+            yield gemm + others * self.width + sums[self._unmapped_at] * self.twice
+        else:
+            yield padded - others + others * self.width
         if self.fp8:
-            yield fp8_copies(precision, gemm, self.run.implementation.gpu_arch)
+            yield fp8_copies(precision, gemm, self.run.implementation.gpu_arch, tensors)
         if self.frozen:
             return
         # Gradients: one contiguous buffer (main_grad views).
@@ -236,6 +301,8 @@ class MegatronDDP:
             n = numel if over is Over.ALL else matrices if over is Over.MATRICES else numel - matrices
             if n == numel and not self.sharded:
                 nbytes = n * width if self.layer_wise else sums[rounded_at]
+            elif n == numel and held is not None:
+                nbytes = held * width
             else:
                 nbytes = -(-(padded if n == numel else n) // (world if self.sharded else 1)) * width
             yield nbytes if on_gpu == 1.0 else round(nbytes * on_gpu)
@@ -315,6 +382,43 @@ def _bucketed(
     return walk.start + pad(walk.offset, end)
 
 
+class Bucket(NamedTuple):
+    """A bucket of a buffer: its parameters with their places in the buffer, its start and its end, in elements."""
+
+    parameters: list[tuple[int, Parameter]]
+    start: int
+    end: int
+
+
+def _buckets(
+    units: Sequence[Unit], kinds: tuple[bool, ...], bucket: int | None, end: int, shared: Parameter | None, *,
+    gemm: bool | None = None,
+) -> Iterator[Bucket]:  # fmt: skip
+    """Every bucket of a buffer; ``gemm``: of that of fp8 weights, or of that of the others.
+
+    Source: ``param_and_grad_buffer.py: _ParamAndGradBuffer.__init__``.
+    """
+    held: list[tuple[int, Parameter]] = []
+    start = at = 0
+    for unit in reversed(units):
+        for _ in range(unit.times):
+            for few, times in reversed(list(unit.parameters.runs(*kinds))):
+                for p in tuple(p for p in reversed(few) if gemm in (None, p.is_gemm)) * times:
+                    at = pad(at, PARAM_ALIGNMENT)
+                    if p is shared and held:
+                        at = pad(at, end)
+                        yield Bucket(held, start, at)
+                        held, start = [], at
+                    held.append((at, p))
+                    at += p.numel
+                    if p is shared or (bucket is not None and at - start >= bucket):
+                        at = pad(at, end)
+                        yield Bucket(held, start, at)
+                        held, start = [], at
+    if held:
+        yield Bucket(held, start, pad(at, end))
+
+
 class _Walk:
     """Parameters laid one after the other. What is repeated is followed until it repeats itself."""
 
@@ -384,14 +488,16 @@ def dealt_share(
     }
 
 
-def fp8_copies(precision: PrecisionSpec, gemm: int, gpu_arch: str) -> int:
-    """fp8 data beside the weights of ``gemm`` elements: the row-wise copy (unless it is the parameter itself), the
-    column-wise one that backward needs, and block scales. Blackwell multiplies per-tensor fp8 in any layout and keeps
-    no column-wise copy (``utils.py: is_non_tn_fp8_gemm_supported``).
+def fp8_copies(precision: PrecisionSpec, gemm: int, gpu_arch: str, tensors: int = 0) -> int:
+    """fp8 data beside the weights of ``gemm`` elements in so many ``tensors``: the row-wise copy (unless it is the
+    parameter itself), the column-wise one that backward needs, and scales, of blocks or of a whole tensor. Blackwell
+    multiplies per-tensor fp8 in any layout and keeps no column-wise copy (``utils.py: is_non_tn_fp8_gemm_supported``).
     Source: TE ``tensor/{float8,float8_blockwise,mxfp8}_tensor.py``."""
     copies = _has_column_wise_copies(precision, gpu_arch) + (not precision.fp8_param)
     # Weights have one fp32 scale a block of 128 x 128 (``common/recipe: Float8BlockScaling.w_block_scaling_dim``).
-    scales = {"mxfp8": 2 / 32, "blockwise": 2 * 4 / 128**2}.get(precision.fp8_recipe, 0.0)
+    scales = {"mxfp8": 2 / 32, "blockwise": 2 * 4 / 128**2}.get(precision.fp8_recipe)
+    if scales is None:
+        return gemm * copies + 4 * tensors
     return round(gemm * (copies + scales))
 
 

@@ -23,7 +23,7 @@ from bridge_memory.spec import AttentionSpec, divide
 
 def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
     """From the residual stream [T_sp, h] to the output of linear_proj [T_sp, h] (input norm included)."""
-    ctx, tape = r.ctx, r.tape
+    ctx, tape, first = r.ctx, r.tape, len(r.rows)
     a = divide(spec.num_attention_heads, ctx.tp, "num_attention_heads", "tensor_model_parallel_size")
     d = spec.kv_channels
     # With fewer groups than ranks every rank computes one group's worth after a gather.
@@ -105,7 +105,12 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
     tape.keep_alive(*before_rope, *inputs)  # variables of Attention.forward
     if region is not None:
         tape.discard(*region)
+    r.arrange(first, *(f"self_attention.{m}" for m in _MODULES))
     return y
+
+
+#: In the order in which they are registered.
+_MODULES = ("core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm")
 
 
 def _input_projection(
@@ -233,7 +238,12 @@ def core_attention(
     if ctx.attention_dropout:
         kept = tape.tensor("attention dropout mask", scores_elements, grad=False)
         probs = tape.make("dropped probabilities", probs, scores_bytes, saves=(kept,), also=(kept,))
-    context = tape.make("attention context", (probs, qkv[-1]), out_bytes, saves=(probs, qkv[-1]))
+    # Recomputed, the local code's value is a view of which autograd keeps a gradient in the order of the view: a copy
+    # of the transposed one (torch ``accumulate_grad.h: AccumulateGrad::accumulateGrad``). Repeated ones are summed.
+    own = 0 if ctx.te or grouped or not ctx.recomputes("core_attn") else qkv[-1].grad_bytes
+    context = tape.make(
+        "attention context", (probs, qkv[-1]), out_bytes, saves=(probs, qkv[-1]), backward_workspace=own
+    )
     out = tape.make("core_attention output", context, out_bytes, alias=True)
     tape.keep_alive(scores, probs, context, *qkv, *variables, *([made] if made else []))
     return out

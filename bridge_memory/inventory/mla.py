@@ -24,7 +24,7 @@ from bridge_memory.spec import IndexerSpec, MLASpec, divide
 
 def record_mla(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
     """From the residual stream [T_sp, h] to the output of linear_proj [T_sp, h] (input norm included)."""
-    ctx, tape = r.ctx, r.tape
+    ctx, tape, first = r.ctx, r.tape, len(r.rows)
     a = divide(spec.num_attention_heads, ctx.tp, "num_attention_heads", "tensor_model_parallel_size")
     q_head = spec.qk_head_dim + spec.qk_pos_emb_head_dim
     q_width, v_width = a * q_head, a * spec.v_head_dim
@@ -69,7 +69,15 @@ def record_mla(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
         tape.keep_alive(*latents)
     if recompute_norm:
         tape.discard(norm_region, normed)
+    r.arrange(first, "input_layernorm", *(f"self_attention.{m}" for m in _MODULES))
     return y
+
+
+#: In the order in which they are registered.
+_MODULES = (
+    "core_attention", "linear_proj", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj",
+    "linear_kv_up_proj", "q_layernorm", "kv_layernorm",
+)
 
 
 def _query_key_value(

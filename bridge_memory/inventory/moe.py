@@ -103,7 +103,7 @@ def moe_layer(r: Recorder, spec: MoESpec, x: Tensor, *, shared_input: Tensor | N
     """The layer without its norm; shared experts and router may have inputs of their own, as Gemma 4's have, which
     norms the router's input, scales its probabilities, and norms both outputs (megatron-bridge
     ``models/gemma/modeling_gemma4.py: Gemma4MoELayer, Gemma4TopKRouter``)."""
-    ctx, tape = r.ctx, r.tape
+    ctx, tape, first = r.ctx, r.tape, len(r.rows)
     shared, hidden = None, ctx.tokens_sp * ctx.hidden_size * ctx.act
     gemma = router_input is not None
     if spec.shared_expert_intermediate_size:
@@ -151,7 +151,12 @@ def moe_layer(r: Recorder, spec: MoESpec, x: Tensor, *, shared_input: Tensor | N
     if gemma:
         # Variables of ``forward_with_separate_inputs``, which the norms are part of.
         tape.keep_alive(*shared_output, combined, *dispatched[1:-1])
+    r.arrange(first, *(f"mlp.{m}" for m in _MODULES))
     return y
+
+
+#: In the order in which they are registered.
+_MODULES = ("router", "fc1_latent_proj", "fc2_latent_proj", "experts", "shared_experts")
 
 
 def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, Tensor]:
@@ -516,12 +521,25 @@ def _expert_parameters(
         return
     owner, n = ("mlp.experts.", EXPERT_NUMBER) if grouped else (f"mlp.experts.local_experts.{EXPERT_NUMBER}.", "")
     fc1, fc2 = f"{owner}linear_fc1.", f"{owner}linear_fc2."
-    with r.repeated(local_experts):
+
+    def of_fc1() -> None:
         r.parameter(f"{fc1}weight{n}", (fc1_width, width), expert=True, sharded=sharded)
-        r.parameter(f"{fc2}weight{n}", (width, f), expert=True, sharded=sharded)
         if spec.add_bias:
             r.parameter(f"{fc1}bias{n}", (fc1_width,), expert=True, sharded=sharded)
+
+    def of_fc2() -> None:
+        r.parameter(f"{fc2}weight{n}", (width, f), expert=True, sharded=sharded)
+        if spec.add_bias:
             r.parameter(f"{fc2}bias{n}", (width,), expert=True)
+
+    if grouped:
+        for parameters in (of_fc1, of_fc2):
+            with r.repeated(local_experts):
+                parameters()
+        return
+    with r.repeated(local_experts):
+        of_fc1()
+        of_fc2()
 
 
 def _combine(
@@ -589,9 +607,10 @@ def _shared_experts(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
     # SharedExpertMLP.__init__``, ``moe_layer.py: set_for_recompute_pre_mlp_layernorm``).
     delayed = ctx.fp8_recipe == "delayed" or not SHARED_INPUT_KEPT(ctx.impl)
     original = (ctx.recomputes("layernorm") or not delayed) and not ctx.recomputes("shared_experts")
-    y = dense_mlp(r, "mlp.shared_experts", source, ctx.hidden_size, f, mlp, original=original)
     if spec.shared_expert_gate:
         r.parameter("mlp.shared_experts.gate_weight", (1, ctx.hidden_size), use=Use.ROUTER)
+    y = dense_mlp(r, "mlp.shared_experts", source, ctx.hidden_size, f, mlp, original=original)
+    if spec.shared_expert_gate:
         # The product keeps its input for the weight alone.
         kept = () if r.frozen else (x,)
         gate = tape.make("shared expert gate", x, ctx.tokens_sp * ctx.act, saves=kept, save_output=True)

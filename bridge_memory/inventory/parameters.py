@@ -135,6 +135,10 @@ def gemm_elements(parameter: Parameter, _: int) -> int:
     return parameter.numel if parameter.is_gemm else 0
 
 
+def gemm_tensors(parameter: Parameter, _: int) -> int:
+    return 1 if parameter.is_gemm else 0
+
+
 def matrix_elements(parameter: Parameter, _: int) -> int:
     return parameter.numel if parameter.is_matrix else 0
 
@@ -142,6 +146,11 @@ def matrix_elements(parameter: Parameter, _: int) -> int:
 def rounded_bytes(parameter: Parameter, width: int) -> int:
     """Bytes of a tensor of its own in torch's allocator, ``width`` bytes an element."""
     return pad(parameter.numel * width, ALLOCATION_UNIT)
+
+
+def rounded_bytes_of_others(parameter: Parameter, width: int) -> int:
+    """As ``rounded_bytes``, of what is no weight of a GEMM."""
+    return 0 if parameter.is_gemm else rounded_bytes(parameter, width)
 
 
 def pad(n: int, to: int) -> int:

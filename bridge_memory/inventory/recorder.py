@@ -87,6 +87,16 @@ class Recorder:
             Repeated(tuple(p.under(prefix) for p in parameters), count) for parameters, count in self.rows[first:]
         ]
 
+    def arrange(self, first: int, *modules: str) -> None:
+        """Parameters from the ``first`` row on, in the order in which the real module registers its ``modules`` (by
+        which DDP fills its buffers) and not that in which they run; of no module named: before them."""
+
+        def place(row: Repeated) -> int:
+            name = row.parameters[0].name
+            return next((i for i, m in enumerate(modules) if name.startswith(f"{m}.")), -1)
+
+        self.rows[first:] = sorted(self.rows[first:], key=place)
+
     def keep(self, kind: Scratch, nbytes: Any, shape: tuple[Any, ...] = ()) -> None:
         """A buffer that stays for the process."""
         self.lasting.append((kind, shape, nbytes))
@@ -117,7 +127,7 @@ class Recorder:
             nbytes *= n
         impl = self.ctx.impl
         kept = (te or OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS(impl)) and DUMMY_WEIGHT_GRADIENTS_KEPT(impl)
-        if impl.gradient_accumulation_fusion and self.ctx.te and kept:
+        if impl.gradient_accumulation_fusion and kept:
             self.keep(Scratch.WEIGHT_GRADIENT, nbytes, shape)
             return 0
         return nbytes
@@ -282,13 +292,13 @@ class Recorder:
         """
         ctx = self.ctx
         shape = (out_features, in_features)
+        if fused_norm:
+            self.norm_parameters(name, in_features, ".layer_norm_")
         self.parameter(f"{name}.weight", shape, expert=expert, sharded=ctx.tp > 1)
         if bias:
             self.parameter(f"{name}.bias", (out_features,), expert=expert, sharded=ctx.tp > 1)
         out_label = out_name or f"{name} output"
         if self.frozen:
-            if fused_norm:
-                self.norm_parameters(name, in_features, ".layer_norm_")
             return frozen.column_linear(
                 self, name, x, in_features, out_features, fused_norm=fused_norm, gather=gather, label=out_label
             )
@@ -300,7 +310,6 @@ class Recorder:
         kept, entering = ctx.tokens_sp * in_features, ctx.tokens * in_features
         backward = self.quantized_gradient(ctx.tokens * out_features) + wgrad
         if fused_norm:
-            self.norm_parameters(name, in_features, ".layer_norm_")
             stats = self.norm_statistics(name, ctx.tokens_sp)
             layouts = self.quantized_input(kept, gathered=sp)
             normed = self.tape.tensor(

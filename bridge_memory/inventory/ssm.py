@@ -21,7 +21,7 @@ DELTA_CHUNK = 64
 
 def record_mamba(r: Recorder, spec: MambaSpec, x: Tensor) -> Tensor:
     """From the residual stream [T_sp, h] to out_proj's output [T_sp, h] (norm included)."""
-    ctx, tape = r.ctx, r.tape
+    ctx, tape, first = r.ctx, r.tape, len(r.rows)
     heads = divide(spec.num_heads, ctx.tp, "mamba_num_heads", "tensor_model_parallel_size")
     groups = divide(spec.num_groups, ctx.tp, "mamba_num_groups", "tensor_model_parallel_size")
     inner = heads * spec.head_dim
@@ -74,12 +74,13 @@ def record_mamba(r: Recorder, spec: MambaSpec, x: Tensor) -> Tensor:
         y = tape.make("mixer norm output", y, inner_bytes, saves=(y, stats), also=(stats,))
     out = r.row_linear("mixer.out_proj", y, inner, ctx.hidden_size, bias=spec.proj_bias)
     tape.keep_alive(projected)  # a variable of MambaMixer.forward
+    r.arrange(first, "mixer.in_proj", "mixer.conv1d", "mixer.norm", "mixer.out_proj", "norm")
     return out
 
 
 def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: Tensor) -> Tensor:
     """From the residual stream [T_sp, h] to out_proj's output [T_sp, h] (norm included)."""
-    ctx, tape = r.ctx, r.tape
+    ctx, tape, first = r.ctx, r.tape, len(r.rows)
     k_heads = divide(spec.num_key_heads, ctx.tp, "linear_num_key_heads", "tensor_model_parallel_size")
     v_heads = divide(spec.num_value_heads, ctx.tp, "linear_num_value_heads", "tensor_model_parallel_size")
     qk, v = k_heads * spec.key_head_dim, v_heads * spec.value_head_dim
@@ -136,6 +137,8 @@ def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: Tensor) -> T
         gated = tape.make("gated norm output, sequence first", gated, gated.bytes)
     projected = r.row_linear(prefix + "out_proj", gated, v, ctx.hidden_size)
     tape.keep_alive(mixed, conv, query, key, value, gate, decay, *more, out)  # variables of GatedDeltaNet.forward
+    r.arrange(first, *(prefix + m for m in ("in_proj", "conv1d", "out_norm", "out_proj")))
+    r.arrange(first, "input_layernorm", "self_attention")
     return projected
 
 

@@ -172,6 +172,8 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
             "cp_comm_type (a2a+p2p) is not rehearsed: a run does not say how its ranks are grouped "
             "(hierarchical_context_parallel_sizes); p2p is"
         )
+    if run.implementation.moe_router_fusion and run.model.has_experts and not patches.has_te():
+        raise RehearsalUnavailable("moe_router_fusion (True) takes its kernels from Transformer Engine; add that here")
     _check_loss(run)
     moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
     with (
@@ -264,6 +266,8 @@ def distributed(run: RunSpec, chunk: torch.nn.Module, index: int) -> Any:
         "use_distributed_optimizer": ddp.use_distributed_optimizer,
         "bucket_size": ddp.bucket_size,
         "num_distributed_optimizer_instances": run.parallel.num_distributed_optimizer_instances,
+        "fp8_param_gather": run.precision.fp8_param,
+        "reuse_grad_buf_for_mxfp8_param_ag": gathers_in_gradients(run),
     }
     known = {f.name for f in fields(DistributedDataParallelConfig)}
     config = DistributedDataParallelConfig(**{k: v for k, v in wanted.items() if k in known})
@@ -273,6 +277,13 @@ def distributed(run: RunSpec, chunk: torch.nn.Module, index: int) -> Any:
     return DistributedDataParallel(
         config=chunk.config, ddp_config=config, module=model, disable_bucketing=index > 0
     )
+
+
+def gathers_in_gradients(run: RunSpec) -> bool:
+    """Whether parameters are gathered in the buffer of gradients: mxfp8 ones can be in no buffer, and training loops
+    ask for it (Megatron-LM ``arguments.py: validate_args``; Bridge ``mixed_precision.py: bf16_with_mxfp8_mixed``)."""
+    p = run.precision
+    return p.fp8 is not None and p.fp8_param and p.fp8_recipe == "mxfp8" and run.data_parallel.use_distributed_optimizer
 
 
 def allocated(nbytes: int) -> int:
@@ -285,14 +296,19 @@ def _buffers(ddp: Any) -> list[BufferLayout]:
     out = []
     for experts, group in ((False, ddp.buffers), (True, ddp.expert_parallel_buffers)):
         for buffer in group:
-            weights = buffer.param_data
-            own = sum(allocated(p.numel() * p.element_size()) for p in buffer.params)
+            weights = None if getattr(buffer, "shared_buffer", None) is not None else buffer.param_data
+            storage = None if weights is None else weights.untyped_storage()._cdata
+            own = sum(
+                allocated(part.nbytes)
+                for part in (parts_of(p)[0] for p in buffer.params)
+                if part.untyped_storage()._cdata != storage
+            )
             out.append(
                 BufferLayout(
                     experts=experts,
                     elements=buffer.numel,
                     unpadded_elements=buffer.numel_unpadded,
-                    parameter_bytes=own if weights is None else weights.numel() * weights.element_size(),
+                    parameter_bytes=own + (0 if weights is None else weights.numel() * weights.element_size()),
                     gradient_bytes=buffer.grad_data.numel() * buffer.grad_data.element_size(),
                     shard_size=buffer.data_parallel_world_size,
                 )
@@ -325,6 +341,7 @@ def optimizer(run: RunSpec, wrapped: list[Any]) -> Any:
         "overlap_param_gather": ddp.overlap_param_gather,
         "optimizer_cpu_offload": opt.optimizer_cpu_offload,
         "optimizer_offload_fraction": opt.optimizer_offload_fraction,
+        "reuse_grad_buf_for_mxfp8_param_ag": gathers_in_gradients(run),
     }
     known = {f.name for f in fields(OptimizerConfig)}
     config = OptimizerConfig(**{k: v for k, v in wanted.items() if k in known})
@@ -343,6 +360,8 @@ def _optimizer_state(run: RunSpec, wrapped: list[Any]) -> int | None:
     if opt.use_precision_aware_optimizer and not te_kernels.loaded():
         return None
     weights = {p.untyped_storage()._cdata for ddp in wrapped for p in ddp.parameters()}
+    if not weights:
+        return 0  # a stage without layers
     found: dict[int, int] = {}
     with patches.tensors_call_themselves_cuda():
         top = optimizer(run, wrapped)
@@ -356,7 +375,7 @@ def _optimizer_state(run: RunSpec, wrapped: list[Any]) -> int | None:
                 for tensor in state.values():
                     _count(tensor, weights, found)
     if run.data_parallel.use_distributed_optimizer:
-        return sum(found.values())  # Of shards, whose ends differ by rank, the estimate has the sum.
+        return sum(found.values())  # Of shards the estimate has the sum.
     return sum(map(allocated, found.values()))
 
 
@@ -370,6 +389,7 @@ def _beside_buffers(wrapped: list[Any]) -> int:
     """Bytes of fp8 parameters that lie in no buffer of DDP: their other layout, and scales."""
     buffers = [b for ddp in wrapped for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
     mapped = {b.param_data.untyped_storage()._cdata for b in buffers if b.param_data is not None}
+    mapped |= {parts_of(p)[0].untyped_storage()._cdata for b in buffers for p in b.params}
     quantized = [p for ddp in wrapped for p in ddp.parameters() if len(parts_of(p)) > 1]
     found = {s._cdata: s.nbytes() for p in quantized for part in parts_of(p) if (s := part.untyped_storage())}
     return sum(nbytes for key, nbytes in found.items() if key not in mapped)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from bridge_memory.components import Part, Role, State
-from bridge_memory.estimate import estimate, stage_costs
+from bridge_memory.estimate import estimate, explain, stage_costs
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.rehearse.run import Rehearsal
@@ -68,13 +68,15 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
     """
     run, stage = rehearsal.run, rehearsal.stage
     predicted = estimate(run).stages[stage]
+    # Its shards; the fullest rank's, which the peak is of, may have less padding in them.
+    state = explain(run, stage, rank=rehearsal.rank).optimizer_bytes
     copies = sum(c.bytes for c in predicted.components if c.state is State.FP8_COPIES)
     out = [
         Row(Quantity.PARAMETERS, predicted.parameters, rehearsal.parameters),
         Row(Quantity.WEIGHTS, predicted.weights_bytes - copies, rehearsal.weights_bytes),
         *([Row(Quantity.FP8_COPIES, copies, rehearsal.fp8_copies_bytes)] if run.precision.fp8 else []),
         Row(Quantity.GRADIENTS, predicted.gradients_bytes, rehearsal.gradients_bytes),
-        Row(Quantity.OPTIMIZER, predicted.optimizer_bytes, rehearsal.optimizer_bytes),
+        Row(Quantity.OPTIMIZER, state, rehearsal.optimizer_bytes),
     ]
     routing = sum(c.bytes for c in predicted.components if c.name in (ROUTING, RECOMPUTED_ORDER))
     held = sum(c.passes.held_bytes for c in rehearsal.chunks)

@@ -26,12 +26,14 @@ from bridge_memory.releases import (
     EXPERT_COMMUNICATION_OVERLAPS,
     FLEX_OVERLAPS_SHARED_EXPERTS,
     HYBRID_END_STAGES,
+    HYBRID_MTP,
     LAYOUT_STRINGS,
     LAYOUT_STRINGS_WITH_MTP,
     LAYOUT_STRINGS_WITH_MTP_ANYWHERE,
     MTP_DEPTHS_RECOMPUTED,
     MUON_SHARDED,
     QUERY_GROUPS_REPLICATED,
+    SEQUENCE_DISPATCHER_GONE,
     SHARED_EXPERTS_RECOMPUTED,
     UNEQUAL_HEADS_EXCHANGED,
     UNIFORM_GROUPS_MAY_END_SHORT,
@@ -299,6 +301,11 @@ def _check_split_release(run: RunSpec) -> None:
                 f"pipeline_model_parallel_layout ({text[:40]}) has m (MTP) before the last stage, which needs "
                 f"{LAYOUT_STRINGS_WITH_MTP_ANYWHERE} or later, not {release_words(core)}; put it into the last stage"
             )
+    if run.model.hybrid and run.model.mtp_num_layers and not HYBRID_MTP(i):
+        raise SpecError(
+            f"mtp_num_layers ({run.model.mtp_num_layers}) builds nothing in hybrid (Mamba) models of megatron_core "
+            f"{release_words(core)}; set it to 0, or use {HYBRID_MTP.number} or later"
+        )
     if run.model.hybrid and not HYBRID_END_STAGES(i):
         for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
             if getattr(p, name) is not None:
@@ -595,6 +602,11 @@ def _check_modules(run: RunSpec, limits: Limits) -> None:
             )
     if "moe_act" in r.modules and not i.moe_grouped_gemm:
         raise SpecError("recompute_modules (moe_act) needs moe_grouped_gemm; set that to True or drop moe_act")
+    if "moe_act" in r.modules and not limits.experts:
+        raise SpecError(
+            "recompute_modules (moe_act) needs a model with experts: megatron-core refuses it without their grouped "
+            "GEMM; drop it"
+        )
     if "mlp" in r.modules and limits.dense_bias:
         # ``mlp.py: MLP.forward`` returns linear_fc2's bias, which becomes an output of the checkpoint (``random.py:
         # CheckpointFunction``, TE ``distributed.py: _CheckpointFunction``): recomputed, its gradient leads back to the
@@ -636,6 +648,12 @@ def _check_kernels(run: RunSpec, limits: Limits) -> None:
     ``context_parallel.py: attn_forward_func_with_cp``)."""
     i, cp, fp32 = run.implementation, run.parallel.context_parallel_size, run.precision.params_dtype == "fp32"
     asked, how = i.attention_backend, i.cp_comm_type
+    if asked == "local" and i.te and any(isinstance(m, AttentionSpec | MLASpec) for m in limits.mixers):
+        # models/common/language_module/language_module.py: LanguageModule._set_attention_backend switches off all
+        # three of Transformer Engine's, whose attention then refuses to run.
+        raise SpecError(
+            "attention_backend (local) leaves Transformer Engine no attention; use auto, or transformer_impl local"
+        )
     kernel = i.attention_kernel != "unfused"
     for m in limits.mixers:
         if isinstance(m, CompressedAttentionSpec):
@@ -742,6 +760,11 @@ def _check_offload_modules(i: ImplementationSpec) -> None:
 def _check_moe(i: ImplementationSpec, p: ParallelSpec, limits: Limits) -> None:
     """TC, and ``transformer/moe/token_dispatcher.py``."""
     dispatcher = i.moe_token_dispatcher_type
+    if dispatcher == "alltoall_seq" and SEQUENCE_DISPATCHER_GONE(i):
+        raise SpecError(
+            f"moe_token_dispatcher_type (alltoall_seq) is none of megatron_core {release_words(i.megatron_core)}; use "
+            "alltoall"
+        )
     if dispatcher != "alltoall":
         flex = dispatcher == "flex" and FLEX_OVERLAPS_SHARED_EXPERTS(i)
         if i.moe_shared_expert_overlap and limits.shared_experts and not flex:

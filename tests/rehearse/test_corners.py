@@ -1,0 +1,83 @@
+"""Corners that random layouts found: each beside megatron-core itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from bridge_memory.inventory.stack import stage_parameters
+from bridge_memory.readers import resolve_model
+from bridge_memory.readers.presets import list_presets
+from bridge_memory.rehearse.model import NotBuildable, build_chunks
+from bridge_memory.rehearse.run import on_rank, rehearse
+from bridge_memory.rehearse.summary import Quantity, Row, rows
+from bridge_memory.rehearse.world import installed_release
+from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RecomputeSpec, RunSpec
+from bridge_memory.spec.model import ModelSpec
+
+LOCAL = ImplementationSpec(
+    transformer_impl="local", moe_grouped_gemm=False, megatron_core=installed_release() or (0, 16)
+)
+
+
+def first_layers(name: str, number: int) -> ModelSpec:
+    model = resolve_model(name)
+    return replace(model, layers=model.layers[:number], mtp_num_layers=0, mtp_layer=None)
+
+
+def table(run: RunSpec, stage: int = 0) -> dict[Quantity, Row]:
+    return {row.quantity: row for row in rows(rehearse(run, stage))}
+
+
+@pytest.mark.parametrize("name", list_presets())
+def test_parameters_come_in_the_order_in_which_modules_register_them(name: str) -> None:
+    """By which DDP fills its buffers and cuts them into buckets and shards."""
+    model = first_layers(name, 6)
+    experts = max((layer.ffn.num_experts for layer in model.layers if hasattr(layer.ffn, "num_experts")), default=1)
+    parallel = ParallelSpec(world_size=experts, expert_model_parallel_size=experts)
+    run = RunSpec(model=model, parallel=parallel, batch=BatchSpec(seq_length=256), implementation=LOCAL)
+    with on_rank(run, 0):
+        try:
+            real = [name for chunk in build_chunks(run) for name, _ in chunk.named_parameters()]
+        except NotBuildable as error:
+            pytest.skip(str(error))
+    assert [p.name for chunk in stage_parameters(run, 0) for p in chunk] == real
+
+
+@pytest.mark.parametrize(("gpus", "ep", "tp"), [(2, 2, 1), (8, 2, 4), (32, 16, 4)])
+def test_padding_between_parameters_has_no_optimizer_state(gpus: int, ep: int, tp: int) -> None:
+    """Softmax offsets, 16 on a rank of 4: the gap after them is in the buffer and in nobody's state."""
+    run = RunSpec(
+        model=first_layers("openai/gpt-oss-20b", 1), implementation=LOCAL, batch=BatchSpec(seq_length=256),
+        parallel=ParallelSpec(
+            world_size=gpus, tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1
+        ),
+    )  # fmt: skip
+    found = table(run)
+    for quantity in (Quantity.WEIGHTS, Quantity.GRADIENTS, Quantity.OPTIMIZER):
+        assert found[quantity].difference == 0, quantity
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-2-7b-hf", "meta-llama/Llama-3.1-8B", "deepseek-ai/DeepSeek-V3"])
+def test_recomputed_attention_copies_the_gradient_of_its_values(name: str) -> None:
+    """Not where keys and values are repeated. 4,096 tokens, so that attention is the highest in backward."""
+    run = RunSpec(
+        model=first_layers(name, 1), implementation=LOCAL, batch=BatchSpec(seq_length=4096),
+        parallel=ParallelSpec(world_size=1), recompute=RecomputeSpec("selective", modules=("core_attn",)),
+    )  # fmt: skip
+    backward = table(run)[Quantity.BACKWARD]
+    assert backward.found is not None and abs(backward.predicted / backward.found - 1) < 1e-4
+
+
+def test_a_stage_without_layers_has_no_optimizer() -> None:
+    run = RunSpec(
+        model=first_layers("meta-llama/Llama-3.2-1B", 2), implementation=LOCAL, batch=BatchSpec(seq_length=256),
+        parallel=ParallelSpec(
+            world_size=4, pipeline_model_parallel_size=4, pipeline_model_parallel_layout="Et||t|L"
+        ),
+    )  # fmt: skip
+    assert table(run, 1)[Quantity.OPTIMIZER] == Row(Quantity.OPTIMIZER, 0, 0)
