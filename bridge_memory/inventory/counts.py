@@ -8,7 +8,8 @@ from bridge_memory.inventory.blocks import Block
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.tail import final_norm_name
-from bridge_memory.spec import BatchSpec, ModelSpec, MoESpec, ParallelSpec, RunSpec
+from bridge_memory.releases import RELEASES
+from bridge_memory.spec import BatchSpec, ImplementationSpec, ModelSpec, MoESpec, ParallelSpec, RunSpec
 
 
 def model_parameters(model: ModelSpec) -> tuple[int, int]:
@@ -31,10 +32,13 @@ def _numel(block: Block) -> int:
 
 
 def _whole(model: ModelSpec) -> BlockContext:
-    """A context that shards nothing and pads no vocabulary."""
+    """A context that shards nothing and pads no vocabulary, of the newest megatron-core: it builds what others refuse."""
     plain = replace(model, make_vocab_size_divisible_by=0)
     length = min(128, plain.max_position_embeddings or 128)
-    return context_of(RunSpec(model=plain, parallel=ParallelSpec(), batch=BatchSpec(seq_length=length)))
+    newest = ImplementationSpec(megatron_core=RELEASES[-1])
+    return context_of(
+        RunSpec(model=plain, parallel=ParallelSpec(), batch=BatchSpec(seq_length=length), implementation=newest)
+    )
 
 
 def _decoder(model: ModelSpec, ctx: BlockContext) -> int:

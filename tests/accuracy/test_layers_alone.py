@@ -15,7 +15,7 @@ from bridge_memory.accuracy.records import Record
 from bridge_memory.engines.megatron_ddp import fp8_copies
 from bridge_memory.inventory.blocks import block
 from bridge_memory.inventory.context import context_of
-from bridge_memory.inventory.moe import _moe_layer
+from bridge_memory.inventory.moe import moe_layer
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
@@ -60,7 +60,7 @@ def peak(record: Record, *, gated: bool = False) -> int:
 
     def record_layer(r: Recorder) -> None:
         x = r.tape.input("hidden_states", r.ctx.hidden_bytes)
-        r.tape.output(_moe_layer(r, experts, x))
+        r.tape.output(moe_layer(r, experts, x))
         r.tape.keep_alive(x)
 
     cost = block(context_of(run), ("MoE layer alone", experts), record_layer).cost
