@@ -26,7 +26,7 @@ from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.fields import called, rules_of
 from bridge_memory.spec.release import read_release
 
-_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+_HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 #: What a question may hold.
 KEYS = ("model", "config", "name", "megatron_args", "gpu", "options", "stage")
 DEFAULT_GPU = "H100"
@@ -143,7 +143,10 @@ def asked(question: Mapping[str, Any], *, hub: bool = False) -> Asked:
     args, gpu = arguments(question, hub=hub)
     run = run_on_gpus(args, [gpu])
     name = question.get("name")
-    if args.custom_config is not None and isinstance(name, str) and name.strip():
+    if args.custom_config is not None and question.get("model"):  # of the Hub: the command line takes its id
+        args.model, args.custom_config = question["model"].strip(), None
+        run = replace(run, model=replace(run.model, name=args.model))
+    elif args.custom_config is not None and isinstance(name, str) and name.strip():
         run = replace(run, model=replace(run.model, name=name.strip()[:100]))
     return Asked(run, gpu, args)
 

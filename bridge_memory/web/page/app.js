@@ -11,6 +11,8 @@ import { State } from "./state.js";
 // Milliseconds: changes of one field that are one step back, and quiet ones before the what-if is asked for.
 const ONE_STEP = 900;
 const QUIET = 120;
+// Milliseconds after which an answer that is not there yet is said to be on its way.
+const SLOW = 300;
 
 class Page {
   constructor(facts, models) {
@@ -117,6 +119,16 @@ class Page {
   }
 
   async estimate(asked, more) {
+    const late = setTimeout(() => $("results").setAttribute("aria-busy", "true"), SLOW);
+    try {
+      await this.answer(asked, more);
+    } finally {
+      clearTimeout(late);
+      $("results").removeAttribute("aria-busy");
+    }
+  }
+
+  async answer(asked, more) {
     try {
       const answer = await post("/api/estimate", asked.question);
       this.alive();
