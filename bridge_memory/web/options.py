@@ -79,7 +79,7 @@ def options() -> dict[str, Option]:
     for flag_name, package in PACKAGES.items():
         name = flag_name[2:]
         found.append(Option(name, name.replace("-", "_"), name.replace("-", "_"), "model", "release", (),
-                            f"{package} release whose rules apply, such as 0.16", None))  # fmt: skip
+                            f"{package} release whose rules apply", None))  # fmt: skip
     return {option.name: option for option in found}
 
 
@@ -210,7 +210,7 @@ def _model(args: argparse.Namespace, name: str, hub: bool) -> None:
 #: Kind -> the types of its values in JSON, and what to give.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "integer": ((int,), "an integer"), "number": ((int, float), "a number"), "switch": ((bool,), "true or false"),
-    "choice": ((str,), "a name"), "text": ((str,), "a text"), "release": ((str,), 'a release such as "0.16"'),
+    "choice": ((str,), "a name"), "text": ((str,), "a text"), "release": ((str,), 'a release as text, "X.Y"'),
     "names": ((list,), "a list of names"),
 }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 import { get, Gone, Latest, post, Refusal } from "./api.js";
 import { $, button, fill, h, toast } from "./dom.js";
-import { Form } from "./form.js";
+import { changeWords, Form } from "./form.js";
 import { Measured } from "./measured.js";
 import * as results from "./results.js";
 import { Search } from "./search.js";
@@ -145,7 +145,7 @@ class Page {
       if (more()) return;
       const refusal = error.document;
       const fixes = () => [
-        ...refusal.changes.map((change) => button(change.label, () => this.apply(change.options), { class: "fix" })),
+        ...refusal.changes.map((change) => button(changeWords(change), () => this.apply(change.options), { class: "fix" })),
         this.shown && this.shown.address !== asked.address && button("Undo", () => this.undo(), { class: "fix quiet" }),
       ].filter(Boolean);
       this.form.refused(refusal, this.last, fixes());
