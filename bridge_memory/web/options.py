@@ -50,11 +50,13 @@ class Option(NamedTuple):
     default: Any
 
     def as_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "choices": list(self.choices), "default": _plain(self.default)}
+        return {**self._asdict(), "choices": list(self.choices), "default": self.plain(self.default)}
 
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    def plain(self, value: Any) -> Any:
+        """A value as JSON has it: a release as text."""
+        if isinstance(value, tuple):
+            return ".".join(map(str, value)) if self.kind == "release" else list(value)
+        return value
 
 
 @cache
@@ -97,7 +99,7 @@ def _kind(rule: Any) -> str:
     if bool in rule.types:
         return "switch"
     if tuple in rule.types:
-        return "names"
+        return "release" if rule.release else "names"
     if float in rule.types:
         return "number"
     if int in rule.types:
@@ -118,7 +120,7 @@ def option_values(changed: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in changed.items():
         option = by_called().get(name)
         if option is not None:
-            found[option] = _plain(value)
+            found[option] = options()[option].plain(value)
     return found
 
 
@@ -224,5 +226,6 @@ def _value(option: Option, value: Any) -> Any:
     if not fine:
         raise SpecError(f"{option.called} ({show(value)}) is not {give}; give {give}")
     if option.kind == "release":
-        read_release(value, option.called)
+        release = read_release(value, option.called)
+        return release if "." in option.field else value  # those of packages are read with the other flags
     return tuple(value) if option.kind == "names" else value

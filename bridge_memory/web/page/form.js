@@ -19,7 +19,8 @@ const DOUBLES = ["num-gpus", "tp", "pp", "vpp", "cp", "ep", "etp", "seq-length",
 const TITLES = {
   model: "Model", parallel: "Parallelism", batch: "Batch", precision: "Precision", optimizer: "Optimizer",
   data_parallel: "Gradients and data parallelism", peft: "Adapters", recompute: "Recomputation",
-  implementation: "Implementation",
+  implementation: "Implementation", transformers: "Hugging Face transformers", ddp: "PyTorch DDP", fsdp: "PyTorch FSDP",
+  deepspeed: "DeepSpeed",
 };
 const OTHER = "\u0000other";
 const PASTED = "\u0000pasted";
