@@ -18,19 +18,21 @@ from bridge_memory.estimate import Estimate, estimate
 from bridge_memory.plan.changes import Effect, WhatIf, changes
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.report.answer import answer_of
-from bridge_memory.report.gpus import GPUS, Fit, common_gpus, fits, margin_bytes, margin_words
+from bridge_memory.report.gpus import GPUS, Fit, Gpu, common_gpus, fits, margin_bytes, margin_words
 from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.page.data import timeline_data, treemap_data
 from bridge_memory.report.page.one_file import estimate_page
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.parts import ENGINES
-from bridge_memory.speed.hardware import HARDWARE
+from bridge_memory.speed.hardware import HARDWARE, Hardware
 from bridge_memory.speed.step_time import not_timed, step_time
 from bridge_memory.web.fixes import Refuses, label, refusal, untried
 from bridge_memory.web.options import DEFAULT_GPU, KEYS, Asked, asked, option_values, options
 from bridge_memory.web.words import title
 
 Question = Mapping[str, Any]
+#: ``transformer_impl`` whose layers the time model knows.
+_TIMED = ("transformer_engine", "local")
 
 
 class Refused(Exception):
@@ -117,7 +119,7 @@ class Api:
         Refused."""
         with self._desk.turn():
             run, gpu, _ = self.asked(question)
-            whatif = _answered(question, lambda _: WhatIf(run, HARDWARE.get(gpu.name)))
+            whatif = _answered(question, lambda _: WhatIf(run, hardware_for(run, gpu)))
         effects: list[Effect] = []
         fitting: set[object] = set()
         for change in dict.fromkeys(changes(run)):
@@ -231,7 +233,7 @@ def _effective(run: RunSpec) -> dict[str, Any]:
         group, dot, field = option.field.partition(".")
         if dot:
             value = getattr(getattr(run, group), field)
-            found[option.name] = list(value) if isinstance(value, tuple) else value
+            found[option.name] = option.plain(value)
     p, b, m = run.parallel, run.batch, run.model
     found |= {
         "etp": p.etp, "sequence-parallel": p.sp, "dp": p.data_parallel_size, "microbatches": run.num_microbatches,
@@ -242,10 +244,15 @@ def _effective(run: RunSpec) -> dict[str, Any]:
     return found
 
 
+def hardware_for(run: RunSpec, gpu: Gpu) -> Hardware | None:
+    """What the time model takes of a card; None where it knows nothing of the card, or of what runs."""
+    return HARDWARE.get(gpu.name) if run.implementation.transformer_impl in _TIMED else None
+
+
 def _step(one: Asked) -> dict[str, Any] | None:
     """Seconds of a step by the time model, and tokens a second and GPU; None for a card without figures."""
     run, gpu, _ = one
-    hardware = HARDWARE.get(gpu.name)
+    hardware = hardware_for(run, gpu)
     if hardware is None:
         return None
     try:

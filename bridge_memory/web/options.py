@@ -26,7 +26,7 @@ from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.fields import called, rules_of
 from bridge_memory.spec.release import read_release
 
-_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+_HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 #: What a question may hold.
 KEYS = ("model", "config", "name", "megatron_args", "gpu", "options", "stage")
 DEFAULT_GPU = "H100"
@@ -50,11 +50,13 @@ class Option(NamedTuple):
     default: Any
 
     def as_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "choices": list(self.choices), "default": _plain(self.default)}
+        return {**self._asdict(), "choices": list(self.choices), "default": self.plain(self.default)}
 
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    def plain(self, value: Any) -> Any:
+        """A value as JSON has it: a release as text."""
+        if isinstance(value, tuple):
+            return ".".join(map(str, value)) if self.kind == "release" else list(value)
+        return value
 
 
 @cache
@@ -79,7 +81,7 @@ def options() -> dict[str, Option]:
     for flag_name, package in PACKAGES.items():
         name = flag_name[2:]
         found.append(Option(name, name.replace("-", "_"), name.replace("-", "_"), "model", "release", (),
-                            f"{package} release whose rules apply, such as 0.16", None))  # fmt: skip
+                            f"{package} release whose rules apply", None))  # fmt: skip
     return {option.name: option for option in found}
 
 
@@ -97,7 +99,7 @@ def _kind(rule: Any) -> str:
     if bool in rule.types:
         return "switch"
     if tuple in rule.types:
-        return "names"
+        return "release" if rule.release else "names"
     if float in rule.types:
         return "number"
     if int in rule.types:
@@ -118,7 +120,7 @@ def option_values(changed: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in changed.items():
         option = by_called().get(name)
         if option is not None:
-            found[option] = _plain(value)
+            found[option] = options()[option].plain(value)
     return found
 
 
@@ -143,7 +145,10 @@ def asked(question: Mapping[str, Any], *, hub: bool = False) -> Asked:
     args, gpu = arguments(question, hub=hub)
     run = run_on_gpus(args, [gpu])
     name = question.get("name")
-    if args.custom_config is not None and isinstance(name, str) and name.strip():
+    if args.custom_config is not None and question.get("model"):  # of the Hub: the command line takes its id
+        args.model, args.custom_config = question["model"].strip(), None
+        run = replace(run, model=replace(run.model, name=args.model))
+    elif args.custom_config is not None and isinstance(name, str) and name.strip():
         run = replace(run, model=replace(run.model, name=name.strip()[:100]))
     return Asked(run, gpu, args)
 
@@ -207,7 +212,7 @@ def _model(args: argparse.Namespace, name: str, hub: bool) -> None:
 #: Kind -> the types of its values in JSON, and what to give.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "integer": ((int,), "an integer"), "number": ((int, float), "a number"), "switch": ((bool,), "true or false"),
-    "choice": ((str,), "a name"), "text": ((str,), "a text"), "release": ((str,), 'a release such as "0.16"'),
+    "choice": ((str,), "a name"), "text": ((str,), "a text"), "release": ((str,), 'a release as text, "X.Y"'),
     "names": ((list,), "a list of names"),
 }  # fmt: skip
 
@@ -221,5 +226,6 @@ def _value(option: Option, value: Any) -> Any:
     if not fine:
         raise SpecError(f"{option.called} ({show(value)}) is not {give}; give {give}")
     if option.kind == "release":
-        read_release(value, option.called)
+        release = read_release(value, option.called)
+        return release if "." in option.field else value  # those of packages are read with the other flags
     return tuple(value) if option.kind == "names" else value

@@ -55,6 +55,7 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     from bridge_memory.report.gpus import margin_bytes
     from bridge_memory.speed.hardware import hardware_of
     from bridge_memory.speed.step_time import not_timed
+    from bridge_memory.web.api import hardware_for
     from bridge_memory.web.options import arguments
 
     args, gpu = arguments(asked["question"], hub=asked.get("hub", False))
@@ -66,6 +67,11 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     if "split" not in vary and "pp" in vary:
         raise SpecError("vary (pp) needs split beside it, how layers are dealt out; vary both")
     given, run = template(args, gpu, ("parallel.world_size", "batch.global_batch_size"))
+    if hardware_for(run, gpu) is None:
+        raise SpecError(
+            f"engine ({run.data_parallel.engine}) runs modules whose time is not modelled, and layouts are ranked by "
+            "time; use megatron_ddp"
+        )
     gpus, sequences = given.get("parallel.world_size"), given.get("batch.global_batch_size")
     if gpus is None:
         raise SpecError("--num-gpus is missing; say on how many GPUs the layout has to run")

@@ -484,3 +484,29 @@ def test_it_runs_beside_nothing_of_the_hub(server: Server, client: Client) -> No
     """Without --hub a Hub id is refused by name, and the page does not offer one."""
     assert client.get("/api/options")[1]["hub"] is False
     refused(*client.post("/api/estimate", {"model": "someone/something"}), "--hub")
+
+
+def test_with_the_hub_a_models_id_is_fetched_and_never_a_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from bridge_memory.readers import hub
+    from bridge_memory.readers.presets import preset_path
+    from bridge_memory.web.api import Api, Refused
+
+    fetched: list[str] = []
+
+    def fetch(repo: str, suggestions: str = "") -> str:
+        fetched.append(repo)
+        return preset_path("meta-llama/Llama-3.2-1B")
+
+    monkeypatch.setattr(hub, "fetch_config", fetch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "someone").mkdir()
+    (tmp_path / "someone" / "model").write_text("{}")
+    answer = Api(hub=True).estimate({"model": "someone/model", "options": LLAMA["options"]})
+    assert fetched == ["someone/model"] and answer["estimate"]["model"]["name"] == "someone/model"
+    assert answer["exports"]["command"].startswith("bridge-memory estimate someone/model ")
+    for path in ("/etc/passwd", "../x/y", "./x"):
+        with pytest.raises(Refused):
+            Api(hub=True).estimate({"model": path})
+    assert fetched == ["someone/model"]

@@ -2,7 +2,7 @@
 
 import { get, Gone, Latest, post, Refusal } from "./api.js";
 import { $, button, fill, h, toast } from "./dom.js";
-import { Form } from "./form.js";
+import { changeWords, Form } from "./form.js";
 import { Measured } from "./measured.js";
 import * as results from "./results.js";
 import { Search } from "./search.js";
@@ -11,6 +11,8 @@ import { State } from "./state.js";
 // Milliseconds: changes of one field that are one step back, and quiet ones before the what-if is asked for.
 const ONE_STEP = 900;
 const QUIET = 120;
+// Milliseconds after which an answer that is not there yet is said to be on its way.
+const SLOW = 300;
 
 class Page {
   constructor(facts, models) {
@@ -117,6 +119,16 @@ class Page {
   }
 
   async estimate(asked, more) {
+    const late = setTimeout(() => $("results").setAttribute("aria-busy", "true"), SLOW);
+    try {
+      await this.answer(asked, more);
+    } finally {
+      clearTimeout(late);
+      $("results").removeAttribute("aria-busy");
+    }
+  }
+
+  async answer(asked, more) {
     try {
       const answer = await post("/api/estimate", asked.question);
       this.alive();
@@ -133,7 +145,7 @@ class Page {
       if (more()) return;
       const refusal = error.document;
       const fixes = () => [
-        ...refusal.changes.map((change) => button(change.label, () => this.apply(change.options), { class: "fix" })),
+        ...refusal.changes.map((change) => button(changeWords(change), () => this.apply(change.options), { class: "fix" })),
         this.shown && this.shown.address !== asked.address && button("Undo", () => this.undo(), { class: "fix quiet" }),
       ].filter(Boolean);
       this.form.refused(refusal, this.last, fixes());

@@ -19,10 +19,21 @@ const DOUBLES = ["num-gpus", "tp", "pp", "vpp", "cp", "ep", "etp", "seq-length",
 const TITLES = {
   model: "Model", parallel: "Parallelism", batch: "Batch", precision: "Precision", optimizer: "Optimizer",
   data_parallel: "Gradients and data parallelism", peft: "Adapters", recompute: "Recomputation",
-  implementation: "Implementation",
+  implementation: "Implementation", transformers: "Hugging Face transformers", ddp: "PyTorch DDP", fsdp: "PyTorch FSDP",
+  deepspeed: "DeepSpeed",
 };
 const OTHER = "\u0000other";
 const PASTED = "\u0000pasted";
+
+// A change of options in a few words: the short names of sizes, else the flags as the server says them.
+export function changeWords(change) {
+  const names = Object.keys(change.options);
+  const [name] = names;
+  const value = change.options[name];
+  if (names.length !== 1 || value === null) return change.label;
+  if (SHORT[name]) return `${SHORT[name]} ${value}`;
+  return name === "num-gpus" ? `${value} GPUs` : change.label;
+}
 
 export class Form {
   // `change(question parts, what)`: called with what the user changed.
@@ -167,7 +178,8 @@ export class Form {
     }
     const row = h("div", { class: `field kind-${option.kind}`, "data-option": name },
       h("label", { for: option.kind === "names" && option.choices.length ? null : id },
-        label, SHORT[name] && h("abbr", {}, ` ${SHORT[name]}`)), body, this.errorOf(name));
+        label, SHORT[name] && h("abbr", {}, ` ${SHORT[name]}`)), body,
+      name in MAIN ? null : h("small", { class: "hint" }, option.help), this.errorOf(name));
     this.fields[name] = { input, row, show };
     return row;
   }
