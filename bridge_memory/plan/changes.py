@@ -62,6 +62,9 @@ def _change(kind: str, **fields: Any) -> Change:
 
 def changes(run: RunSpec) -> Iterator[Change]:
     """Every change of one option that keeps the model, the GPUs and the batch of a step. Not all are legal."""
+    if not run.data_parallel.of_megatron:
+        yield from _outside_of_megatron(run)
+        return
     p, b, o, r, i, d = run.parallel, run.batch, run.optimizer, run.recompute, run.implementation, run.data_parallel
     modules = r.modules if r.granularity == "selective" else ()
     for module in useful_modules(run):
@@ -110,6 +113,32 @@ def changes(run: RunSpec) -> Iterator[Change]:
         yield _change("activation offload", offload_modules=("core_attn",))
 
 
+def _outside_of_megatron(run: RunSpec) -> Iterator[Change]:
+    """Those of the engines that shard over data-parallel ranks alone."""
+    b, o, i, engine, hf = run.batch, run.optimizer, run.implementation, run.data_parallel.engine, run.transformers
+    if b.micro_batch_size > 1:
+        yield _change("micro batch", micro_batch_size=b.micro_batch_size // 2)
+    if i.hugging_face:
+        if not hf.gradient_checkpointing:
+            yield _change("gradient checkpointing", gradient_checkpointing=True)
+        if hf.attn_implementation != "flash_attention_2":
+            yield _change("attention", attn_implementation="flash_attention_2")
+        for kernel in ("fused_linear_cross_entropy", "swiglu", "rms_norm"):
+            if kernel not in hf.liger_kernel:
+                yield _change("Liger kernels", liger_kernel=(*hf.liger_kernel, kernel))
+    if o.optimizer in ("adam", "adamw"):
+        if o.torch_implementation == "foreach":
+            yield _change("optimizer kernels", torch_implementation="fused")
+        yield _change("optimizer dtypes", **{"optimizer.optimizer": "adamw_8bit"})
+    for other in ("zero2", "zero3") if engine.startswith("zero") else ("fsdp2",):
+        if other > engine or not engine.startswith("zero"):
+            yield _change("engine", engine=other) if other != engine else _change("offload", fsdp_offload_params=True)
+    if engine.startswith("zero"):
+        yield _change("offload", offload_optimizer_device="cpu")
+    if engine == "zero3":
+        yield _change("offload", offload_param_device="cpu")
+
+
 def _sizes(run: RunSpec) -> Iterator[Change]:
     """Parallel sizes twice and half as large, and other splits of the layers."""
     p = run.parallel
@@ -140,7 +169,7 @@ class WhatIf:
         self.run, self.hardware = run, hardware
         #: Highest peak of all stages, bytes.
         self.before = max(s.peak_bytes for s in peaks(run))
-        self._seconds = _seconds(run, hardware) if hardware else 0.0
+        self._seconds = _seconds(run, hardware) if hardware and not not_timed(run) else 0.0
         self._applied: dict[tuple[Change, ...], Effect | None] = {}
 
     @cached_property
@@ -196,7 +225,7 @@ class WhatIf:
         except SpecError:
             return None
         slowdown = None
-        if self.hardware is not None and not not_timed(changed):
+        if self.hardware is not None and self._seconds and not not_timed(changed):
             slowdown = _seconds(changed, self.hardware) / self._seconds
         return Effect(chosen, changed, peak, self.before - peak, slowdown)
 

@@ -125,7 +125,8 @@ def not_timed(run: RunSpec) -> tuple[str, ...]:
     """What of ``run`` moves its step time and is not in the model, by the names of its fields."""
     impl = run.implementation
     asked = {
-        "engine": run.data_parallel.fsdp, "peft": run.peft.freezes,
+        "engine": run.data_parallel.engine != "megatron_ddp", "transformer_impl": impl.hugging_face,
+        "peft": run.peft.freezes,
         "optimizer_cpu_offload": run.optimizer.optimizer_cpu_offload, "offload_modules": bool(impl.offload_modules),
         "cpu_offloading_num_layers": bool(impl.cpu_offloading_num_layers),
         "cuda_graph_impl": impl.cuda_graph_impl != "none",

@@ -6,7 +6,17 @@ import json
 
 import pytest
 
-from bridge_memory import BatchSpec, ParallelSpec, PeftSpec, RecomputeSpec, RunSpec, SpecError, estimate
+from bridge_memory import (
+    BatchSpec,
+    DataParallelSpec,
+    ImplementationSpec,
+    ParallelSpec,
+    PeftSpec,
+    RecomputeSpec,
+    RunSpec,
+    SpecError,
+    estimate,
+)
 from bridge_memory.cli import main
 from bridge_memory.plan.changes import Change, WhatIf, changes
 from bridge_memory.speed.hardware import hardware_of
@@ -135,3 +145,32 @@ def test_no_time_is_said_where_the_model_has_none() -> None:
     frozen = RUN.with_(peft=PeftSpec(scheme="lora", dim=16))
     assert not_timed(frozen) == ("peft",)
     assert all(effect.slowdown is None for effect in WhatIf(frozen, H100).singles)
+
+
+def outside(engine: str, **fields: object) -> RunSpec:
+    run = RunSpec(
+        model="meta-llama/Llama-3.1-8B", parallel=ParallelSpec(world_size=8),
+        data_parallel=DataParallelSpec(engine=engine),
+        implementation=ImplementationSpec(transformer_impl="transformers"),
+    )  # fmt: skip
+    return run.with_fields(**fields)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
+def test_engines_outside_of_megatron_have_changes_of_their_own(engine: str) -> None:
+    """What each frees is what estimates of both runs differ by; nobody claims to know its time."""
+    what_if = WhatIf(outside(engine), H100)
+    assert what_if.singles
+    for e in what_if.singles:
+        assert e.freed == what_if.before - peak(e.run) > 0
+        assert e.slowdown is None
+    kinds = {e.changes[0].kind for e in what_if.singles}
+    assert kinds & {"gradient checkpointing", "engine"}
+
+
+def test_checkpoints_under_ddp_free_most_with_a_fused_step() -> None:
+    """8.03 B parameters in bf16, twice their gradients and two moments: 75 GiB. A foreach step adds a copy, 15 GiB."""
+    checkpoints = outside("ddp", gradient_checkpointing=True)
+    step = 8_030_261_248 * 2
+    fused = WhatIf(checkpoints).effect((Change("optimizer kernels", (("torch_implementation", "fused"),)),))
+    assert fused is not None and 0.5 * step < fused.freed < 1.05 * step
