@@ -314,6 +314,9 @@ TE_GROUPED_GEMM = since(te=(1, 9))
 #: One stand-in for a fused weight gradient is kept per shape (``module/base.py: get_dummy_wgrad``); before, each
 #: backward makes a new one.
 DUMMY_WEIGHT_GRADIENTS_KEPT = since(te=(2, 3))
+#: Before FlashAttention 2 values are padded to the width of keys, which it takes then (``dot_product_attention.py:
+#: _pad_qkv_head_dim``, ``utils.py: get_attention_backend``: fa2_padded_head_dim).
+FLASH_PADS_VALUES = since(te=(2, 17))
 #: linear_proj keeps attention's output and no fp8 copy of it, but for the delayed recipe (megatron-core
 #: ``attention.py: Attention.__init__``).
 PROJ_KEEPS_ORIGINAL = since(core=(0, 14), te=(2, 6))

@@ -162,10 +162,10 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
         raise NotBuildable(
             "fp32_residual_connection needs norms that change the dtype, of Apex or Transformer Engine"
         )
-    if run.implementation.te and run.implementation.attention_backend == "flash":
+    if run.implementation.attention_kernel == "flash" and run.parallel.cp > 1:
         raise RehearsalUnavailable(
-            "attention_backend (flash) runs the kernels of flash-attn, which are not rehearsed; fused runs cuDNN's, "
-            "which keep as much for backward"
+            f"context_parallel_size ({run.parallel.cp}) with FlashAttention 2 is not rehearsed; attention_backend fused "
+            "is, with which cuDNN's attention runs"
         )
     if run.parallel.cp > 1 and run.implementation.cp_comm_type == "a2a+p2p":
         raise RehearsalUnavailable(
@@ -228,7 +228,8 @@ def _transformer_engine(run: RunSpec) -> Any:
     if not te_kernels.loaded():
         return nullcontext()
     fp8_parameters = run.precision.fp8 is not None and run.precision.fp8_param
-    return te_kernels.running(run.implementation.gpu_arch, fp8_parameters=fp8_parameters)
+    flash = run.implementation.attention_kernel == "flash"
+    return te_kernels.running(run.implementation.gpu_arch, fp8_parameters=fp8_parameters, flash=flash)
 
 
 @contextmanager
