@@ -27,10 +27,10 @@ class Fitted:
     moves: Callable[[RunSpec], bool]
 
 
-#: Bytes an element [T_sp, h] that a compiled dropout-add without a bias keeps beside its mask: its input
-#: (``releases.COMPILED_DROPOUT_KEEPS_INPUT``); not found in a traced graph (torch 2.13 on a CPU keeps the mask only),
-#: so the holder is unknown.
-COMPILED_DROPOUT_INPUT_BYTES = 2
+#: Bytes an element [T_sp, h] that a compiled dropout-add without a bias keeps beside its mask
+#: (``releases.COMPILED_DROPOUT_KEEPS_INPUT``): none, as torch's partitioner has it. It was 2 for runs that were all
+#: deterministic, with experts: what they keep is the rows of ``releases.ROWS_ADDED_DETERMINISTICALLY``.
+COMPILED_DROPOUT_INPUT_BYTES = 0
 
 
 def _has_compiled_dropout_without_bias(run: RunSpec) -> bool:

@@ -216,6 +216,10 @@ ROUTER_USES_TE_GEMM = since(core=(0, 14))
 #: Beside mxfp8 parameters, which are gathered in the buffer of gradients, others lie in a buffer of their own; before,
 #: that buffer was there and they were not in it (``param_and_grad_buffer.py: _ParamAndGradBuffer.__init__``).
 OTHERS_MAPPED_BESIDE_MXFP8 = since(core=(0, 17))
+#: Deterministic, the unfused unpermutation adds rows up with ``index_add_``, whose backward keeps what it adds, and the
+#: router's tables are filled with ``index_put_`` (``moe_utils.py: unpermute, topk_routing_with_score_function``; in
+#: 0.15.3 too, but not in most of the 0.15 before it).
+ROWS_ADDED_DETERMINISTICALLY = since(core=(0, 16))
 #: ``MoELayer`` knows no alltoall_seq dispatcher any more (``transformer/moe/moe_layer.py``).
 SEQUENCE_DISPATCHER_GONE = since(core=(0, 13))
 #: Hybrid models have MTP depths (``models/mamba/mamba_model.py``, later ``models/hybrid/hybrid_model.py``); before, the

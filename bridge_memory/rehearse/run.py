@@ -177,7 +177,7 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
     _check_loss(run)
     moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
     with (
-        quiet(), _collecting_only_what_is_new(), _environment(run), fake_world(run.parallel, rank),
+        quiet(), _collecting_only_what_is_new(), _environment(run), _determinism(run), fake_world(run.parallel, rank),
         patches.running(*((moe.topk, moe.num_experts) if moe else ()), odd=run.precision.fp8 is not None),
         _transformer_engine(run), refusals_named(),
     ):  # fmt: skip
@@ -222,6 +222,18 @@ def _environment(run: RunSpec) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def _determinism(run: RunSpec) -> Iterator[None]:
+    """torch's deterministic algorithms, as ``--deterministic-mode`` asks for (Megatron-LM ``arguments.py:
+    validate_args``). What has none is let be: nothing is computed."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(run.implementation.deterministic_mode or before[0], warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _transformer_engine(run: RunSpec) -> Any:
