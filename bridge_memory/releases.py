@@ -228,10 +228,6 @@ HYBRID_MTP = since(core=(0, 17))
 #: Linears of megatron-core's own use the stand-in gradient of ``DUMMY_WEIGHT_GRADIENTS_KEPT`` too
 #: (``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``).
 OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS = since(core=(0, 14))
-#: A compiled dropout-add without a bias keeps its input: fitted (``fitted.COMPILED_DROPOUT_INPUT_BYTES``). Measured
-#: runs have it from 0.16 on, whose containers bring torch 2.9, and ``fusions/fused_bias_dropout.py`` is the same in
-#: 0.15: with an older torch it is taken not to.
-COMPILED_DROPOUT_KEEPS_INPUT = since(core=(0, 16), torch=(2, 9))
 
 #: Where expert communication overlaps, the nodes of a layer go when it has run backward; before, they hold inputs and
 #: gradients until the chunk is done (``model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan.run``).

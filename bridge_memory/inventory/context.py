@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from threading import RLock
 from typing import Any, NamedTuple
 
-from bridge_memory import fitted
 from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Recordings, Size
 from bridge_memory.releases import MTP_CHECKPOINT_DIFFERENTIATES, MTP_DEPTHS_RECOMPUTED
 from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec
@@ -40,8 +39,6 @@ class Settings(NamedTuple):
     rotary: bool
     #: Width of a head that is rotated; 0 where the source does not say (then the whole head is).
     rotary_dim: int
-    #: ``fitted.COMPILED_DROPOUT_INPUT_BYTES``.
-    compiled_dropout_input: int
     #: Adapters beside frozen weights; None where every weight trains, or is counted as if it did.
     adapters: PeftSpec | None
     #: Sequences packed into one row of tokens.
@@ -127,7 +124,6 @@ class BlockContext:
     impl: ImplementationSpec
     rotary: bool
     rotary_dim: int
-    compiled_dropout_input: int
     adapters: PeftSpec | None
     packed: bool
     #: s after context parallelism, b: the micro batch.
@@ -148,7 +144,7 @@ class BlockContext:
         (
             self.hidden_size, self.act, self.residual, self.normalization, self.hidden_dropout,
             self.attention_dropout, self.params_dtype, self.fp8, self.fp8_recipe, self.fp8_param,
-            self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim, self.compiled_dropout_input,
+            self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim,
             self.adapters, self.packed,
         ) = shelf.settings
         (
@@ -223,7 +219,6 @@ def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
         run.implementation,
         m.position_embedding_type == "rope",
         m.rotary_dim,
-        fitted.COMPILED_DROPOUT_INPUT_BYTES,
         run.peft if run.peft.trains_adapters else None,
         b.packed_sequences,
     )

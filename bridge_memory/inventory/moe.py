@@ -25,8 +25,8 @@ from bridge_memory.releases import (
     COMBINED_IN_TWO_STEPS,
     FC1_OUTPUT_HELD,
     PERMUTED_BY_ARGSORT,
-    ROWS_ADDED_DETERMINISTICALLY,
     ROUTER_SCORES_IN_FP32,
+    ROWS_ADDED_DETERMINISTICALLY,
     SHARED_INPUT_KEPT,
 )
 from bridge_memory.spec import DTYPE_BYTES, MLPSpec, MoESpec, divide

@@ -164,8 +164,8 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
         )
     if run.implementation.attention_kernel == "flash" and run.parallel.cp > 1:
         raise RehearsalUnavailable(
-            f"context_parallel_size ({run.parallel.cp}) with FlashAttention 2 is not rehearsed; attention_backend fused "
-            "is, with which cuDNN's attention runs"
+            f"context_parallel_size ({run.parallel.cp}) with FlashAttention 2 is not rehearsed; attention_backend "
+            "fused is, with which cuDNN's attention runs"
         )
     if run.parallel.cp > 1 and run.implementation.cp_comm_type == "a2a+p2p":
         raise RehearsalUnavailable(
