@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from bridge_memory import fitted
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import Engine, StageState
@@ -448,7 +447,6 @@ def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:
         )
     if impl.deterministic_mode or impl.nvte_deterministic:
         out.append("deterministic_mode: attention's backward needs no more scratch than it does otherwise")
-    out += fitted.assumptions(run)
     if run.model.mtp_num_layers and ctx.mtp_without_gradients:
         out.append(
             f"mtp_num_layers ({run.model.mtp_num_layers}) with fp8 and full recomputation: depths get no gradients, "

@@ -216,6 +216,10 @@ ROUTER_USES_TE_GEMM = since(core=(0, 14))
 #: Beside mxfp8 parameters, which are gathered in the buffer of gradients, others lie in a buffer of their own; before,
 #: that buffer was there and they were not in it (``param_and_grad_buffer.py: _ParamAndGradBuffer.__init__``).
 OTHERS_MAPPED_BESIDE_MXFP8 = since(core=(0, 17))
+#: Deterministic, the unfused unpermutation adds rows up with ``index_add_``, whose backward keeps what it adds, and the
+#: router's tables are filled with ``index_put_`` (``moe_utils.py: unpermute, topk_routing_with_score_function``; in
+#: 0.15.3 too, but not in most of the 0.15 before it).
+ROWS_ADDED_DETERMINISTICALLY = since(core=(0, 16))
 #: ``MoELayer`` knows no alltoall_seq dispatcher any more (``transformer/moe/moe_layer.py``).
 SEQUENCE_DISPATCHER_GONE = since(core=(0, 13))
 #: Hybrid models have MTP depths (``models/mamba/mamba_model.py``, later ``models/hybrid/hybrid_model.py``); before, the
@@ -224,10 +228,6 @@ HYBRID_MTP = since(core=(0, 17))
 #: Linears of megatron-core's own use the stand-in gradient of ``DUMMY_WEIGHT_GRADIENTS_KEPT`` too
 #: (``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``).
 OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS = since(core=(0, 14))
-#: A compiled dropout-add without a bias keeps its input: fitted (``fitted.COMPILED_DROPOUT_INPUT_BYTES``). Measured
-#: runs have it from 0.16 on, whose containers bring torch 2.9, and ``fusions/fused_bias_dropout.py`` is the same in
-#: 0.15: with an older torch it is taken not to.
-COMPILED_DROPOUT_KEEPS_INPUT = since(core=(0, 16), torch=(2, 9))
 
 #: Where expert communication overlaps, the nodes of a layer go when it has run backward; before, they hold inputs and
 #: gradients until the chunk is done (``model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan.run``).
@@ -317,6 +317,9 @@ TE_GROUPED_GEMM = since(te=(1, 9))
 #: One stand-in for a fused weight gradient is kept per shape (``module/base.py: get_dummy_wgrad``); before, each
 #: backward makes a new one.
 DUMMY_WEIGHT_GRADIENTS_KEPT = since(te=(2, 3))
+#: Before FlashAttention 2 values are padded to the width of keys, which it takes then (``dot_product_attention.py:
+#: _pad_qkv_head_dim``, ``utils.py: get_attention_backend``: fa2_padded_head_dim).
+FLASH_PADS_VALUES = since(te=(2, 17))
 #: linear_proj keeps attention's output and no fp8 copy of it, but for the delayed recipe (megatron-core
 #: ``attention.py: Attention.__init__``).
 PROJ_KEEPS_ORIGINAL = since(core=(0, 14), te=(2, 6))

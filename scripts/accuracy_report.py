@@ -99,9 +99,9 @@ And of the toys:
 {toy_misses}
 ## What is fitted
 
-One constant (`bridge_memory/fitted.py`). All others are sizes in the source of torch, Transformer Engine or
-megatron-core; `bridge_memory/workspaces` lists those that are not tensors of the model. With the constant chosen again
-while a fifth of the families is left out, and those families predicted (`bridge-memory accuracy --folds 5`):
+Nothing (`bridge_memory/fitted.py` lists what is, and is empty). Sizes are those in the source of torch, Transformer
+Engine or megatron-core; `bridge_memory/workspaces` lists those that are not tensors of the model. With a fifth of the
+families left out, and those families predicted (`bridge-memory accuracy --folds 5`):
 
 ```
 {folds}

@@ -12,6 +12,7 @@ from bridge_memory.inventory.sizes import largest, smallest
 from bridge_memory.inventory.tape import Region, Tensor
 from bridge_memory.releases import (
     ALL_GATHER_MAKES_TWO_OUTPUTS,
+    FLASH_PADS_VALUES,
     MASK_MADE_BY_EACH_LAYER,
     QKV_OUTPUT_HELD,
     RING_SUMS_AS_IT_GOES,
@@ -195,6 +196,11 @@ def core_attention(
     rows = ctx.tokens * heads
     kernel = attention_kernel(r, sink=sink, equal_heads=kv_width == v_width)
     if kernel != "unfused":
+        padded = kernel == "flash" and kv_width != v_width
+        whole = qkv
+        if padded:
+            qkv = (*qkv[:-1], tape.make("padded value", qkv[-1], ctx.tokens * kv_width * ctx.act))
+            v_width, out_bytes = kv_width, ctx.tokens * q_width * ctx.act
         q_bytes, kv_bytes = (ctx.tokens * w * ctx.act for w in (q_width, kv_width + v_width))
         transposed = kernel == "flash" and ctx.batch > 1
         if transposed or (len(qkv) == 1 and (ctx.cp > 1 or kernel == "flash")):
@@ -203,11 +209,20 @@ def core_attention(
             out = _context_parallel(r, qkv, rows=rows, q_width=q_width, kv_bytes=kv_bytes, out_bytes=out_bytes)
         else:
             lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False)
+            # FlashAttention makes gradients of keys and values for every head, and sums those of a group.
+            expanded = 2 * q_bytes if grouped and kernel == "flash" else 0
             out = tape.make(
                 "core_attention output", qkv, out_bytes, saves=(*qkv, lse), save_output=True, also=(lse,),
-                backward_workspace=4 * ctx.tokens * q_width + 4 * rows,
+                backward_workspace=4 * ctx.tokens * q_width + 4 * rows + expanded,
             )
-        return tape.make("core_attention output [s, b]", out, out_bytes, alias=True) if transposed else out
+        if transposed:
+            out = tape.make("core_attention output [s, b]", out, out_bytes, alias=True)
+        if padded:
+            cut = ctx.tokens * out_width * ctx.act
+            (part,) = tape.views("cut", out, ("core_attention output, cut", cut))
+            out = tape.make("core_attention output without padding", part, cut)
+            tape.keep_alive(*whole, *qkv)  # variables of DotProductAttention.forward
+        return out
     scores_elements = rows * ctx.seq * ctx.cp
     scores_bytes = scores_elements * ctx.act
     made = _full_mask(r) if ctx.te else None
@@ -333,12 +348,14 @@ def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = Tru
 
     Source: TE ``dot_product_attention/utils.py: get_attention_backend``. Neither FlashAttention nor cuDNN takes fp32;
     FlashAttention takes no sink; FlashAttention 2, before Hopper, wants values as wide as keys
-    (``equal_heads``). Where nothing is left the run is refused (``spec.validation: _check_kernels``).
+    (``equal_heads``), to which later releases pad them (``dot_product_attention.py: _pad_qkv_head_dim``). Where nothing
+    is left the run is refused (``spec.validation: _check_kernels``).
     """
     ctx, chosen = r.ctx, r.ctx.impl.attention_kernel
     if chosen == "unfused" or ctx.params_dtype == "fp32":
         return "unfused"
-    if sink or (ctx.impl.attention_backend == "auto" and ctx.impl.prefers_flash and not equal_heads):
+    by_choice = ctx.impl.attention_backend == "auto" and ctx.impl.prefers_flash
+    if sink or (by_choice and not equal_heads and not FLASH_PADS_VALUES(ctx.impl)):
         return "fused"
     return chosen
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from threading import RLock
 from typing import Any, NamedTuple, Protocol
 
-from bridge_memory import fitted
 from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Recordings, Size, chosen
 from bridge_memory.releases import MTP_CHECKPOINT_DIFFERENTIATES, MTP_DEPTHS_RECOMPUTED
 from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec
@@ -72,8 +71,6 @@ class Settings(NamedTuple):
     rotary: bool
     #: Width of a head that is rotated; 0 where the source does not say (then the whole head is).
     rotary_dim: int
-    #: ``fitted.COMPILED_DROPOUT_INPUT_BYTES``.
-    compiled_dropout_input: int
     #: Adapters beside frozen weights; None where every weight trains, or is counted as if it did.
     adapters: PeftSpec | None
     #: Sequences packed into one row of tokens.
@@ -177,7 +174,6 @@ class BlockContext:
     impl: ImplementationSpec
     rotary: bool
     rotary_dim: int
-    compiled_dropout_input: int
     adapters: PeftSpec | None
     packed: bool
     hugging_face: HuggingFace | None
@@ -201,7 +197,7 @@ class BlockContext:
         (
             self.hidden_size, self.act, self.residual, self.normalization, self.hidden_dropout,
             self.attention_dropout, self.params_dtype, self.fp8, self.fp8_recipe, self.fp8_param,
-            self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim, self.compiled_dropout_input,
+            self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim,
             self.adapters, self.packed, self.hugging_face, self.residual_streams, self.fused_hyper_connections,
         ) = shelf.settings
         (
@@ -321,7 +317,6 @@ def settings_of(run: RunSpec) -> Settings:
         run.implementation,
         m.position_embedding_type == "rope",
         m.rotary_dim,
-        fitted.COMPILED_DROPOUT_INPUT_BYTES,
         run.peft if run.peft.trains_adapters else None,
         b.packed_sequences,
         _hugging_face(run) if run.implementation.hugging_face else None,

@@ -26,6 +26,7 @@ from bridge_memory.releases import (
     FC1_OUTPUT_HELD,
     PERMUTED_BY_ARGSORT,
     ROUTER_SCORES_IN_FP32,
+    ROWS_ADDED_DETERMINISTICALLY,
     SHARED_INPUT_KEPT,
 )
 from bridge_memory.spec import DTYPE_BYTES, MLPSpec, MoESpec, divide
@@ -183,6 +184,8 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
         tape.op("top-k", logits, (probs, routing_map, scores), saves=(routing_map, scores))
     else:
         chosen, kept = _scores(r, spec, logits, n, width)
+        if _adds_rows(r):
+            kept = (*kept, tape.tensor("rows of the router's tables", 8 * n.entering, grad=False))
         tape.op(
             "top-k", chosen, (probs, routing_map, index, *kept), saves=(index, *kept),
             workspace=n.entering * experts * 4 + table,
@@ -551,7 +554,7 @@ def _combine(
     row = width * ctx.act
     if impl.moe_token_dispatcher_type == "allgather":
         everyone, taken = ctx.tokens_sp * ctx.ep * ctx.etp, y
-        y = tape.make("unpermuted tokens", y, everyone * row, saves=(row_map,))
+        y = _unpermuted(r, "unpermuted tokens", y, row_map, everyone * row)
         if ctx.ep * ctx.etp > 1:
             taken = y
             y = _reduced(r, "reduce-scattered tokens", y, everyone * width, n.entering * width)
@@ -576,9 +579,22 @@ def _combine(
     sent = y
     if ctx.ep > 1:
         y = tape.make("outputs after all-to-all", y, n.permuted * row)
-    unpermuted = tape.make("unpermuted output", y, n.entering * row, saves=(row_map,))
+    unpermuted = _unpermuted(r, "unpermuted output", y, row_map, n.entering * row)
     tape.keep_alive(*(() if COMBINED_IN_TWO_STEPS(impl) else (sent,)), *dispatched[:-1])
     return unpermuted, y
+
+
+def _adds_rows(r: Recorder) -> bool:
+    """Whether rows are put back one by one in an order of their own (``releases.ROWS_ADDED_DETERMINISTICALLY``)."""
+    impl = r.ctx.impl
+    return impl.deterministic_mode and ROWS_ADDED_DETERMINISTICALLY(impl)
+
+
+def _unpermuted(r: Recorder, name: str, y: Tensor, row_map: Tensor, nbytes: Any) -> Tensor:
+    """Deterministic and unfused, the rows themselves are kept, and zeros are made twice."""
+    if r.ctx.impl.moe_permute_fusion or not _adds_rows(r):
+        return r.tape.make(name, y, nbytes, saves=(row_map,))
+    return r.tape.make(name, y, nbytes, saves=(row_map, y), workspace=nbytes)
 
 
 def _reduced(r: Recorder, name: str, y: Tensor, whole: int, part: int) -> Tensor:

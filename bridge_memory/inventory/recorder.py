@@ -13,13 +13,11 @@ from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any
 
-from bridge_memory.components import Provenance
 from bridge_memory.inventory import frozen
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Parameter, Repeated, Use
 from bridge_memory.inventory.tape import Tape, Tensor
 from bridge_memory.releases import (
-    COMPILED_DROPOUT_KEEPS_INPUT,
     DUMMY_WEIGHT_GRADIENTS_KEPT,
     OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS,
     PROJ_KEEPS_ORIGINAL,
@@ -413,14 +411,8 @@ class Recorder:
         if ctx.hidden_dropout:
             mask = tape.tensor(f"{name} dropout mask", size, grad=False)
             dropped = tape.tensor(f"{name} dropped", 0 if fused else size * ctx.act, grad_bytes=size * ctx.act)
-            kept = [mask]
-            if fused and not bias and COMPILED_DROPOUT_KEEPS_INPUT(ctx.impl):
-                kept.append(
-                    tape.tensor(f"{name} dropout input", size * ctx.compiled_dropout_input, grad=False,
-                                provenance=Provenance.MEASURED)
-                )
             # ``TransformerLayer.bias_dropout_add_exec_handler`` is torch.enable_grad.
-            tape.op(f"{name} dropout", x, (dropped, *kept), saves=kept, always_saves=True)
+            tape.op(f"{name} dropout", x, (dropped, mask), saves=(mask,), always_saves=True)
             on_the_way.append(x)
             x = dropped
         out = tape.make(f"{name} output", (x, residual), ctx.hidden_bytes, alias=True)

@@ -162,10 +162,10 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
         raise NotBuildable(
             "fp32_residual_connection needs norms that change the dtype, of Apex or Transformer Engine"
         )
-    if run.implementation.te and run.implementation.attention_backend == "flash":
+    if run.implementation.attention_kernel == "flash" and run.parallel.cp > 1:
         raise RehearsalUnavailable(
-            "attention_backend (flash) runs the kernels of flash-attn, which are not rehearsed; fused runs cuDNN's, "
-            "which keep as much for backward"
+            f"context_parallel_size ({run.parallel.cp}) with FlashAttention 2 is not rehearsed; attention_backend "
+            "fused is, with which cuDNN's attention runs"
         )
     if run.parallel.cp > 1 and run.implementation.cp_comm_type == "a2a+p2p":
         raise RehearsalUnavailable(
@@ -177,7 +177,7 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
     _check_loss(run)
     moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
     with (
-        quiet(), _collecting_only_what_is_new(), _environment(run), fake_world(run.parallel, rank),
+        quiet(), _collecting_only_what_is_new(), _environment(run), _determinism(run), fake_world(run.parallel, rank),
         patches.running(*((moe.topk, moe.num_experts) if moe else ()), odd=run.precision.fp8 is not None),
         _transformer_engine(run), refusals_named(),
     ):  # fmt: skip
@@ -224,11 +224,24 @@ def _environment(run: RunSpec) -> Iterator[None]:
         os.environ.update(before)
 
 
+@contextmanager
+def _determinism(run: RunSpec) -> Iterator[None]:
+    """torch's deterministic algorithms, as ``--deterministic-mode`` asks for (Megatron-LM ``arguments.py:
+    validate_args``). What has none is let be: nothing is computed."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(run.implementation.deterministic_mode or before[0], warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 def _transformer_engine(run: RunSpec) -> Any:
     if not te_kernels.loaded():
         return nullcontext()
     fp8_parameters = run.precision.fp8 is not None and run.precision.fp8_param
-    return te_kernels.running(run.implementation.gpu_arch, fp8_parameters=fp8_parameters)
+    flash = run.implementation.attention_kernel == "flash"
+    return te_kernels.running(run.implementation.gpu_arch, fp8_parameters=fp8_parameters, flash=flash)
 
 
 @contextmanager

@@ -446,6 +446,68 @@ def fused_attn_bwd(*args: Any) -> list[Any]:
     return [*made, None, _empty([1, heads, 1, 1], torch.float32) if learnable else None]
 
 
+class _FlashAttention(torch.autograd.Function):
+    """flash-attn 2.8 ``flash_attn_interface.py: FlashAttnFunc``, ``csrc/flash_attn/flash_api.cpp: mha_fwd, mha_bwd``:
+    the output, fp32 log-sum-exps [b, a, s], the random state. Backward sums the query's gradient in fp32, takes one
+    fp32 sum a row, and has gradients of keys and values for every head of the queries before it sums those of a group.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out = _empty(query.shape, query.dtype)
+        rows = _empty([*query.shape[:-3], query.shape[-2], query.shape[-3]], torch.float32)
+        ctx.save_for_backward(query, key, value, out, rows, _empty([2], torch.int64))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, ...]:
+        query, key, value, *_ = ctx.saved_tensors
+        made = tuple(_empty(t.shape, t.dtype) for t in (query, key, value))
+        held = [_empty([4 * (prod(query.shape) + prod(query.shape[:-1]))], torch.uint8)]
+        if key.shape[-2] != query.shape[-2]:
+            held += [_empty(query.shape, query.dtype) for _ in (key, value)]
+        return made
+
+
+def fa_prepare_fwd(mixed: torch.Tensor) -> torch.Tensor:
+    """``attention.cpp``: query, key and value of [s, b, a, 3 d] as [3, b, s, a, d]."""
+    s, b, heads, width = mixed.shape
+    return _empty([3, b, s, heads, width], mixed.dtype)
+
+
+def fa_prepare_bwd(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``attention.cpp``: their gradients, each [b, s, a, d], as [s, b, a, 3 d]."""
+    b, s, heads, width = query.shape
+    return _empty([s, b, heads, 3 * width], query.dtype)
+
+
+def flash_attn_func(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """FlashAttention 2, of sequences of one length or packed ones."""
+    out: torch.Tensor = _FlashAttention.apply(query, key, value)
+    return out
+
+
+#: Of flash-attn; every release of Transformer Engine that is known here takes it.
+FLASH_ATTENTION = "2.8.3"
+
+
+@contextmanager
+def flash_attention() -> Iterator[None]:
+    """flash-attn as Transformer Engine finds it (``backends.py``, ``utils.py: FlashAttentionUtils``)."""
+    backends = _module("attention.dot_product_attention.backends")
+    utils = getattr(_module("attention.dot_product_attention.utils"), "FlashAttentionUtils", None)
+    with ExitStack() as stack:
+        if utils is not None:
+            before = {name: value for name, value in vars(utils).items() if isinstance(value, bool)}
+            for name, value in {**before, "version": utils.version}.items():
+                stack.enter_context(replaced(utils, name, value))
+            utils.version = type(utils.max_version)(FLASH_ATTENTION)
+            utils.set_flash_attention_version()
+        for name in ("flash_attn_func", "flash_attn_varlen_func"):
+            stack.enter_context(replaced(backends, name, flash_attn_func))
+        yield
+
+
 def get_fused_attn_backend(asked: Any, *rest: Any) -> Any:
     """cuDNN's attention for any length; in fp8 where query, key and value are.
 
@@ -584,7 +646,8 @@ class _Kernels(types.ModuleType):
             (f.__name__, f)
             for f in (
                 generic_gemm, te_general_grouped_gemm, rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd,
-                fused_attn_fwd, fused_attn_bwd, get_fused_attn_backend, fused_qkv_rope_forward,
+                fused_attn_fwd, fused_attn_bwd, fa_prepare_fwd, fa_prepare_bwd, get_fused_attn_backend,
+                fused_qkv_rope_forward,
                 fused_qkv_rope_backward, fused_topk_with_score_function_fwd, fused_topk_with_score_function_bwd,
                 fused_score_for_moe_aux_loss_bwd, fused_moe_aux_loss_fwd, fused_moe_aux_loss_bwd, quantize,
                 split_quantize, bgrad_quantize, thd_read_half_tensor, thd_read_second_half_lse, dequantize,
@@ -638,14 +701,17 @@ def _module(name: str) -> Any:
 
 
 @contextmanager
-def running(arch: str = "hopper", *, fp8_parameters: bool = False) -> Iterator[None]:
+def running(arch: str = "hopper", *, fp8_parameters: bool = False, flash: bool = False) -> Iterator[None]:
     """What Transformer Engine asks of torch.cuda, answered; its workspaces and caches gone afterwards.
 
     ``fp8_parameters``: modules quantize their parameters as they are built (``module/base.py: reset_parameters``).
+    ``flash``: flash-attn is there beside cuDNN.
     """
     gemm = _module("cpp_extensions.gemm")
     with ExitStack() as stack:
         stack.enter_context(_gpu(arch))
+        if flash:
+            stack.enter_context(flash_attention())
         if fp8_parameters:
             stack.enter_context(_parameters_made_at_once())
         for owner, name, value in (

@@ -67,7 +67,7 @@ def test_recomputed_attention_copies_the_gradient_of_its_values(name: str) -> No
     """Not where keys and values are repeated. 4,096 tokens, so that attention is the highest in backward."""
     run = RunSpec(
         model=first_layers(name, 1), implementation=LOCAL, batch=BatchSpec(seq_length=4096),
-        parallel=ParallelSpec(world_size=1), recompute=RecomputeSpec("selective", modules=("core_attn",)),
+        parallel=ParallelSpec(world_size=1), recompute=RecomputeSpec(granularity="selective", modules=("core_attn",)),
     )  # fmt: skip
     backward = table(run)[Quantity.BACKWARD]
     assert backward.found is not None and abs(backward.predicted / backward.found - 1) < 1e-4

@@ -188,45 +188,17 @@ class Known:
     quantities: frozenset[str] = frozenset()
 
 
-WITH_SCANS = [
-    "Qwen/Qwen3-Next-80B-A3B-Instruct", "nvidia/Nemotron-H-56B-Base-8K", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
-]  # fmt: skip
 PASSES = frozenset({"SAVED", "FORWARD", "BACKWARD", "PEAK"})
 KNOWN = (
     Known(
-        "what a compiled bias-dropout-add keeps is a measured constant, and torch's partitioner keeps less",
-        lambda case: ("--hidden-dropout", "0.1") in case.options, PASSES,
-    ),
-    Known(
         "a chunk without layers hands on what it received, and is predicted to hold nothing",
         lambda case: "||" in dict(case.options).get("--pipeline-model-parallel-layout", ""), PASSES,
-    ),
-    Known(
-        "shards of A_log and dt_bias, a few hundred bytes each: rounded to blocks in the estimate alone",
-        lambda case: case.model in WITH_SCANS, frozenset({"OPTIMIZER"}),
-    ),
-    Known(
-        "megatron-core 0.16 has no alltoall_seq dispatcher any more, and the estimate takes it",
-        lambda case: ("--moe-token-dispatcher-type", "alltoall_seq") in case.options,
-    ),
-    Known(
-        "a fused router needs Transformer Engine, with local modules too",
-        lambda case: ("--moe-router-fusion", "") in case.options,
-    ),
-    Known(
-        "moe_act without grouped experts: the estimate says that it finds nothing, megatron-core refuses it",
-        lambda case: "moe_act" in dict(case.options).get("--recompute-modules", ""),
     ),
     Known(
         "the causal mask [s, s] of unfused attention, which a cache keeps: the rehearsal counts it in the pass that "
         "makes it first, which shows where little else is kept",
         lambda case: "full" in dict(case.options).values()
         or "core_attn" in dict(case.options).get("--recompute-modules", ""), frozenset({"FORWARD"}),
-    ),
-    Known(
-        "MTP depths that are given to a hybrid without any are another model here and there",
-        lambda case: case.model in WITH_SCANS and "--mtp-num-layers" in dict(case.options),
-        PASSES | {"PARAMETERS", "WEIGHTS", "GRADIENTS", "OPTIMIZER"},
     ),
     Known(
         "Muon beside the distributed optimizer is refused, and the rehearsal, which builds what is described, runs it",
