@@ -205,7 +205,7 @@ class Sheet:
             if everywhere is None:
                 numbers = np.zeros(shape, np.int32)
                 for part, number in self._refusals(rule, _around(todo), lambda part: self.runs(pipeline, part)):
-                    numbers[np.ix_(*part.positions)] = number
+                    numbers[part.index] = number
             else:
                 numbers = _spread(everywhere, (pipeline.at, np.arange(shape[1]), choices))
             reasons = np.where(todo, numbers, reasons)
@@ -231,7 +231,7 @@ class Sheet:
             numbers = np.zeros(every.shape, np.int32)
             try:
                 for part, number in self._refusals(rule, every, self.without_pipeline):
-                    part.put(numbers, number)
+                    numbers[part.index] = number
             except AttributeError:
                 out.append(None)
             else:
@@ -316,7 +316,7 @@ class Pieces:
         found = []
         while todo:
             part, made = todo.pop()
-            if needed is not None and not needed[np.ix_(*part.positions)].any():
+            if needed is not None and not needed[part.index].any():
                 kept.append((part, made))
                 continue
             try:
@@ -401,7 +401,7 @@ class Memory:
         out = [np.zeros(self.grid.shape, np.int64) for _ in _State._fields]
         for part, values in pieces.each(state):
             for into, value in zip(out, values, strict=True):
-                part.put(into, value)
+                into[part.index] = value
         return _State(*map(collapsed, out))
 
     def peaks(self, pipeline: Pipeline, legal: np.ndarray, allowed: Callable[[np.ndarray], np.ndarray]) -> Peaks:
@@ -463,7 +463,7 @@ class Memory:
             table = np.zeros((columns + 3, *self.grid.shape))
             here = np.zeros(self.grid.shape, bool)
             for part, stage in pieces:
-                inside = np.ix_(*part.positions)
+                inside = part.index
                 here[inside] = True
                 for at, values in enumerate((*stage.costs, stage.hidden, stage.static, stage.between, stage.batch)):
                     table[at][inside] = values
@@ -537,7 +537,7 @@ class Times:
         out = np.zeros(grid.shape)
         with np.errstate(divide="ignore", invalid="ignore"):  # of sizes that this pipeline does not go with
             for part, values in self._passes.each(seconds, used):
-                part.put(out, values)
+                out[part.index] = values
         for _, passes in self._passes.made():
             passes.let_go()
         return out[cells]
