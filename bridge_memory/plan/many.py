@@ -22,6 +22,7 @@ from bridge_memory.estimate import StageHolds, by_lifetime
 from bridge_memory.inventory.context import LIBRARY, settings_of, sizes_of, switches_of
 from bridge_memory.inventory.lanes import Differs, Part, along, collapsed, parts, whole
 from bridge_memory.inventory.many import Grid, Same
+from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.space import Refused, Sizes, Space, micro_batches, parallel_sizes, recomputations, split_choices
 from bridge_memory.schedule.peak import few_microbatches
 from bridge_memory.schedule.rows import peak_rows
@@ -547,8 +548,9 @@ class Times:
 
 
 def fitting(
-    sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused
-) -> Iterator[Fitting]:
+    sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused,
+    jobs: int = 1,
+) -> Iterator[Fitting]:  # fmt: skip
     """The layouts that fit, pipeline by pipeline, with their peaks and step times; others are counted. ``fits``:
     whether the card holds a peak, and so all lower ones."""
     legal = [sheet.legal(pipeline, refused) for pipeline in sheet.pipelines]
@@ -560,13 +562,18 @@ def fitting(
         return
     memory = Memory(sheet, of_pp)
     times = Times(memory, hardware, constants)
-    for pipeline, which in zip(sheet.pipelines, legal, strict=True):
-        if not which.any():
-            continue
+
+    def work(number: int) -> Fitting:
+        pipeline, which = sheet.pipelines[number], legal[number]
         found = memory.peaks(pipeline, which, lambda values: _held(values, fits))
         places = found.sizes, found.batch, found.recompute
         seconds = times.seconds(pipeline, memory.cells(pipeline, places)) if len(found.peaks) else np.zeros(0)
-        yield Fitting(pipeline, *places, found.peaks, seconds, int(which.sum()), found.without_activations)
+        return Fitting(pipeline, *places, found.peaks, seconds, int(which.sum()), found.without_activations)
+
+    todo = [number for number, which in enumerate(legal) if which.any()]
+    # What all pipelines share is worked out with the first, before processes part.
+    yield work(todo[0])
+    yield from spread(jobs, work, todo[1:])
 
 
 def _held(peaks: np.ndarray, fits: Callable[[int], bool]) -> np.ndarray:

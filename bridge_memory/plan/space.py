@@ -66,7 +66,11 @@ class Refused(Counter[str]):
     """Layouts that are refused, by the field that the refusal begins with."""
 
     def add(self, error: SpecError, number: int = 1) -> None:
-        self[str(error).split(" ", 1)[0].rstrip(":,")] += number
+        text = str(error)
+        name, bracket, _ = text.partition(" (")
+        if not bracket or name.count(" ") > 3:
+            name = text.split(" ", 1)[0].rstrip(":,")
+        self[name] += number
 
 
 def layouts(space: Space, refused: Refused) -> Iterator[list[RunSpec]]:
