@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge_memory import BatchSpec, RunSpec, peaks
+from bridge_memory import BatchSpec, RunSpec, SpecError, peaks
 from bridge_memory.inventory.lanes import Differs, along, parts, whole
 from bridge_memory.inventory.sizes import chosen, largest, smallest
 from bridge_memory.plan.many import Sheet, expressible, fitting, sorted_together
@@ -166,3 +166,15 @@ def test_parts_go_the_way_that_each_run_would_go() -> None:
             for j, b in enumerate(part.positions[1]):
                 ours = np.broadcast_to(value, part.shape)[i, j, 0]
                 assert ours == collatz(int(sizes[a, 0, 0]), int(others[0, b, 0]))
+
+
+def test_a_refusal_is_counted_under_what_it_is_about() -> None:
+    refused = Refused()
+    for text in (
+        "the number of microbatches (4 = global_batch_size / 2) is smaller than 8; set it", "num_layers (61) is not 62",
+        "pipeline_model_parallel_layout 'tt' has 2 (of 4) layers", "sequence_parallel: drop it",
+    ):  # fmt: skip
+        refused.add(SpecError(text), 2)
+    assert set(refused) == {
+        "the number of microbatches", "num_layers", "pipeline_model_parallel_layout", "sequence_parallel",
+    } and set(refused.values()) == {2}  # fmt: skip
