@@ -67,10 +67,9 @@ class Refused(Counter[str]):
 
     def add(self, error: SpecError, number: int = 1) -> None:
         text = str(error)
-        name, bracket, _ = text.partition(" (")
-        if not bracket or name.count(" ") > 3:
-            name = text.split(" ", 1)[0].rstrip(":,")
-        self[name] += number
+        field = text.split(" ", 1)[0].rstrip(":,")
+        words, value, _ = text.partition(" (")
+        self[words if value and "_" not in field and words.count(" ") < 4 else field] += number
 
 
 def layouts(space: Space, refused: Refused) -> Iterator[list[RunSpec]]:
