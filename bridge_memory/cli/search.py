@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.cli.measured import measured_steps
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.cli.templates import template
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 PROGRESS_EVERY = 0.5
 #: Axis -> the flag of its size, which also takes a range.
 RANGED = {axis: AXES[axis][0] for axis in ("tp", "pp", "vpp", "cp", "ep", "mbs")}
+MOST_JOBS = 256
 EMITTED = ("estimate", "megatron-args", "bridge")
 
 
@@ -42,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",
                        help="GiB that must be left on the card beside the margin (default: 0)")
     group.add_argument("--exhaustive", action="store_true", help="every layout that divides, not the usual grid")
+    group.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
+    group.add_argument("--measured-step-time", action="append", default=[], metavar="LAYOUT=SECONDS",
+                       help="a measured step, such as tp2,pp8,mbs1=58.2, sets the time model right; may be repeated")
     group.add_argument("--top", type=int, default=20, metavar="N", help="layouts to show (default: 20)")
     group.add_argument("--emit", choices=EMITTED, help="print the flags of one row in this form instead")
     group.add_argument("--row", type=int, default=1, metavar="N", help="the row that --emit prints (default: 1)")
@@ -51,27 +56,34 @@ def run(args: argparse.Namespace) -> int:
     """Search and print. Returns 0, or 1 where nothing fits."""
     from bridge_memory.plan.search import search
     from bridge_memory.report.gpus import find_gpu, margin_bytes
+    from bridge_memory.speed.constants import DEFAULT
     from bridge_memory.speed.hardware import hardware_of
+    from bridge_memory.speed.measured import calibrated
 
     gpu = find_gpu(args.gpu)
     hardware = hardware_of(gpu.name)
     space = _space(args, gpu, hardware, _ranges(args))
     if args.top < 1 or args.row < 1:
         raise SpecError("--top and --row count from 1; give a positive number")
+    if not 1 <= args.jobs <= MOST_JOBS:
+        raise SpecError(f"--jobs ({args.jobs}) is not a number of processes; give 1 to {MOST_JOBS}")
     if args.headroom < 0 or args.headroom != args.headroom:
         raise SpecError(f"--headroom ({args.headroom}) is not a size; give GiB of 0 or more")
+    steps = calibrated(measured_steps(args.measured_step_time, space), hardware) if args.measured_step_time else None
     found = search(
         space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * 2**30),
-        margin=lambda peak: margin_bytes(peak, space.num_gpus), progress=_progress(),
+        margin=lambda peak: margin_bytes(peak, space.num_gpus), progress=_progress(), jobs=args.jobs,
+        constants=steps.constants if steps else DEFAULT,
     )  # fmt: skip
+    calibration = steps.words if steps else ""
     if args.emit:
         print(_emitted(found, args, gpu))
     elif args.format in ("text", "html"):
         from bridge_memory.report.printing import print_blocks
 
-        print_blocks(_blocks(found, args, space, gpu))
+        print_blocks(_blocks(found, args, space, gpu, calibration))
     else:
-        print(_written(found, args))
+        print(_written(found, args, calibration))
     return 0 if found.rows else 1
 
 
@@ -173,7 +185,7 @@ def _recompute(r: Any) -> str:
     return f"full {r.method} {r.num_layers}" if r.granularity == "full" else "none"
 
 
-def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu) -> list[Block]:
+def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu, calibration: str) -> list[Block]:
     from bridge_memory.plan.search import TIE, ties
     from bridge_memory.report.document import Bullets, Column, Grid
     from bridge_memory.spec.gaps import gaps
@@ -213,6 +225,8 @@ def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu) -> l
         "step s is a model's, for ranking: work over rates fitted on measured runs; compute, sent (all communication "
         "that nothing hides), bubble and again (recomputation) are its parts"
     )
+    if calibration:
+        notes.append(calibration)
     untimed, unknown = not_timed(best[0].run), gaps(best[0].run)
     if untimed:
         notes.append(f"the time model does not know {', '.join(untimed)}: times are those of the run without")
@@ -239,7 +253,7 @@ def _record(row: Row) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _written(found: Found, args: argparse.Namespace) -> str:
+def _written(found: Found, args: argparse.Namespace, calibration: str) -> str:
     records = [_record(row) for row in found.best(args.top)]
     if args.format == "json":
         import json
@@ -248,6 +262,7 @@ def _written(found: Found, args: argparse.Namespace) -> str:
             {
                 "schema": "bridge-memory/search/1", "looked_at": found.looked_at, "fit": len(found.rows),
                 "too_large": found.too_large, "refused": dict(found.refused), "stopped": found.stopped,
+                **({"calibration": calibration} if calibration else {}),
                 "best": records, "front": [_record(row) for row in found.front()],
             },
             indent=2,

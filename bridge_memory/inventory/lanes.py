@@ -169,9 +169,12 @@ class Part(NamedTuple):
                 else:
                     yield part, answer, inside
 
-    def put(self, into: np.ndarray, values: Any) -> None:
-        """These runs' ``values`` into an array of the whole grid."""
-        into[np.ix_(*self.positions)] = values
+    @property
+    def index(self) -> Any:
+        """What takes these runs out of an array of the whole grid, or puts them in."""
+        if all(len(at) and at[-1] - at[0] == len(at) - 1 for at in self.positions):
+            return tuple(slice(at[0], at[-1] + 1) for at in self.positions)
+        return np.ix_(*self.positions)
 
     def divided(self, answers: np.ndarray) -> list[Part]:
         """Parts of it along the axis on which ``answers`` differ in the fewest ways."""

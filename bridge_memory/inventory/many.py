@@ -241,23 +241,22 @@ class Grid:
         which = np.zeros(self.shape, np.int64)
         lasting: list[list[np.ndarray]] = []
         for part, recording, sizes in self._leaves(key, record):
-            s, atoms = recording.structure, recording.atoms
+            s, atoms, here = recording.structure, recording.atoms, part.index
             for name, values in evaluated(s, sizes[:atoms]).items():
-                part.put(cost[name], values)
+                cost[name][here] = values
             for name in _FLAGS:
-                part.put(cost[name], getattr(s, name))
+                cost[name][here] = getattr(s, name)
             end = atoms + recording.parameter_sizes
-            part.put(which, _lists(recording.parameters, sizes[atoms:end], lists))
+            which[here] = _lists(recording.parameters, sizes[atoms:end], lists)
             for i, (kind, dimensions) in enumerate(recording.lasting):
                 if i == len(lasting):
                     lasting.append([np.zeros(self.shape, np.int64) for _ in range(3 + _SHAPE)])
                 assert dimensions <= _SHAPE
                 request = lasting[i]
-                part.put(request[0], _KINDS.index(kind))
-                part.put(request[1], dimensions)
+                request[0][here], request[1][here] = _KINDS.index(kind), dimensions
                 for at, values in enumerate(sizes[end : end + dimensions]):
-                    part.put(request[2 + at], values)
-                part.put(request[-1], sizes[end + dimensions])
+                    request[2 + at][here] = values
+                request[-1][here] = sizes[end + dimensions]
                 end += dimensions + 1
         return _Columns(
             {name: collapsed(values) for name, values in cost.items()},

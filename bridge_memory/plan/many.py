@@ -22,6 +22,7 @@ from bridge_memory.estimate import StageHolds, by_lifetime
 from bridge_memory.inventory.context import LIBRARY, settings_of, sizes_of, switches_of
 from bridge_memory.inventory.lanes import Differs, Part, along, collapsed, parts, whole
 from bridge_memory.inventory.many import Grid, Same
+from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.space import Refused, Sizes, Space, micro_batches, parallel_sizes, recomputations, split_choices
 from bridge_memory.schedule.peak import few_microbatches
 from bridge_memory.schedule.rows import peak_rows
@@ -205,7 +206,7 @@ class Sheet:
             if everywhere is None:
                 numbers = np.zeros(shape, np.int32)
                 for part, number in self._refusals(rule, _around(todo), lambda part: self.runs(pipeline, part)):
-                    numbers[np.ix_(*part.positions)] = number
+                    numbers[part.index] = number
             else:
                 numbers = _spread(everywhere, (pipeline.at, np.arange(shape[1]), choices))
             reasons = np.where(todo, numbers, reasons)
@@ -231,7 +232,7 @@ class Sheet:
             numbers = np.zeros(every.shape, np.int32)
             try:
                 for part, number in self._refusals(rule, every, self.without_pipeline):
-                    part.put(numbers, number)
+                    numbers[part.index] = number
             except AttributeError:
                 out.append(None)
             else:
@@ -316,7 +317,7 @@ class Pieces:
         found = []
         while todo:
             part, made = todo.pop()
-            if needed is not None and not needed[np.ix_(*part.positions)].any():
+            if needed is not None and not needed[part.index].any():
                 kept.append((part, made))
                 continue
             try:
@@ -401,7 +402,7 @@ class Memory:
         out = [np.zeros(self.grid.shape, np.int64) for _ in _State._fields]
         for part, values in pieces.each(state):
             for into, value in zip(out, values, strict=True):
-                part.put(into, value)
+                into[part.index] = value
         return _State(*map(collapsed, out))
 
     def peaks(self, pipeline: Pipeline, legal: np.ndarray, allowed: Callable[[np.ndarray], np.ndarray]) -> Peaks:
@@ -463,7 +464,7 @@ class Memory:
             table = np.zeros((columns + 3, *self.grid.shape))
             here = np.zeros(self.grid.shape, bool)
             for part, stage in pieces:
-                inside = np.ix_(*part.positions)
+                inside = part.index
                 here[inside] = True
                 for at, values in enumerate((*stage.costs, stage.hidden, stage.static, stage.between, stage.batch)):
                     table[at][inside] = values
@@ -537,7 +538,7 @@ class Times:
         out = np.zeros(grid.shape)
         with np.errstate(divide="ignore", invalid="ignore"):  # of sizes that this pipeline does not go with
             for part, values in self._passes.each(seconds, used):
-                part.put(out, values)
+                out[part.index] = values
         for _, passes in self._passes.made():
             passes.let_go()
         return out[cells]
@@ -547,8 +548,9 @@ class Times:
 
 
 def fitting(
-    sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused
-) -> Iterator[Fitting]:
+    sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused,
+    jobs: int = 1,
+) -> Iterator[Fitting]:  # fmt: skip
     """The layouts that fit, pipeline by pipeline, with their peaks and step times; others are counted. ``fits``:
     whether the card holds a peak, and so all lower ones."""
     legal = [sheet.legal(pipeline, refused) for pipeline in sheet.pipelines]
@@ -560,13 +562,18 @@ def fitting(
         return
     memory = Memory(sheet, of_pp)
     times = Times(memory, hardware, constants)
-    for pipeline, which in zip(sheet.pipelines, legal, strict=True):
-        if not which.any():
-            continue
+
+    def work(number: int) -> Fitting:
+        pipeline, which = sheet.pipelines[number], legal[number]
         found = memory.peaks(pipeline, which, lambda values: _held(values, fits))
         places = found.sizes, found.batch, found.recompute
         seconds = times.seconds(pipeline, memory.cells(pipeline, places)) if len(found.peaks) else np.zeros(0)
-        yield Fitting(pipeline, *places, found.peaks, seconds, int(which.sum()), found.without_activations)
+        return Fitting(pipeline, *places, found.peaks, seconds, int(which.sum()), found.without_activations)
+
+    todo = [number for number, which in enumerate(legal) if which.any()]
+    # What all pipelines share is worked out with the first, before processes part.
+    yield work(todo[0])
+    yield from spread(jobs, work, todo[1:])
 
 
 def _held(peaks: np.ndarray, fits: Callable[[int], bool]) -> np.ndarray:

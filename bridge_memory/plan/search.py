@@ -7,10 +7,11 @@ and arrays can say all of their memory, else one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.estimate import model_state, peaks
+from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.space import Refused, Space, layouts
 from bridge_memory.spec import RunSpec
 from bridge_memory.speed.constants import DEFAULT, Constants
@@ -120,20 +121,21 @@ def search(
     constants: Constants = DEFAULT,
     progress: Callable[[int, int], None] | None = None,
     together: bool | None = None,
+    jobs: int = 1,
 ) -> Found:
     """Look at every layout of ``space``. Raises SpecError where the space is empty.
 
     ``capacity``: bytes of the card; ``margin``: of a peak, what the card must hold beyond it, never less of a higher
     one; ``progress`` is told how many were looked at and how many fit; ``together``: whether layouts are evaluated as
-    arrays (None: where they can be). KeyboardInterrupt ends the search with what was found so far.
+    arrays (None: where they can be); ``jobs``: processes. KeyboardInterrupt ends the search with what was found so far.
     """
     card = Card(capacity, margin)
     tell = progress or (lambda looked_at, fitting: None)
     if together is None:
         together = _can_be_together(space)
     if together:
-        return _together(space, hardware, card, constants, tell)
-    return _one_by_one(space, hardware, card, constants, tell)
+        return _together(space, hardware, card, constants, tell, jobs)
+    return _one_by_one(space, hardware, card, constants, tell, jobs)
 
 
 def _can_be_together(space: Space) -> bool:
@@ -145,25 +147,46 @@ def _can_be_together(space: Space) -> bool:
 
 
 def _one_by_one(
-    space: Space, hardware: Hardware, card: Card, constants: Constants, progress: Callable[[int, int], None]
+    space: Space, hardware: Hardware, card: Card, constants: Constants, progress: Callable[[int, int], None], jobs: int
 ) -> Found:
     refused = Refused()
     rows: list[Row] = []
     looked_at = too_large = without_activations = 0
     stopped = False
+
+    def evaluated() -> Iterator[tuple[Sequence[RunSpec], Sequence[Any] | None]]:
+        """Some runs, and their rows (None for what does not fit), or None where model state alone is too large."""
+        if jobs == 1:
+            for alike in layouts(space, refused):
+                if card.headroom(max(model_state(alike[0]))) < 0:
+                    yield alike, None
+                else:
+                    yield from (([run], [_row(run, hardware, card, constants)]) for run in alike)
+            return
+        groups = list(layouts(space, refused))
+        # Runs are not sent to other processes: their model would be each time.
+        tasks = [[(run.parallel, run.batch, run.recompute) for run in alike] for alike in groups]
+
+        def work(task: Sequence[Any]) -> list[Any] | None:
+            runs = [space.base.with_(parallel=p, batch=b, recompute=r) for p, b, r in task]
+            if card.headroom(max(model_state(runs[0]))) < 0:
+                return None
+            found = (_row(run, hardware, card, constants) for run in runs)
+            return [None if row is None else row[1:] for row in found]
+
+        for alike, found in zip(groups, spread(jobs, work, tasks), strict=True):
+            yield alike, found and [values and Row(run, *values) for run, values in zip(alike, found, strict=True)]
+
     try:
-        for alike in layouts(space, refused):
-            if card.headroom(max(model_state(alike[0]))) < 0:
+        for alike, found in evaluated():
+            if found is None:
                 without_activations += len(alike)
                 continue
-            for run in alike:
-                looked_at += 1
-                row = _row(run, hardware, card, constants)
-                if row is None:
-                    too_large += 1
-                else:
-                    rows.append(row)
-                progress(looked_at + without_activations, len(rows))
+            looked_at += len(alike)
+            fit = [row for row in found if row is not None]
+            too_large += len(alike) - len(fit)
+            rows += fit
+            progress(looked_at + without_activations, len(rows))
     except KeyboardInterrupt:
         stopped = True
     rows.sort(key=lambda row: (row.time.seconds, row.peak))
@@ -184,7 +207,7 @@ def _row(run: RunSpec, hardware: Hardware, card: Card, constants: Constants) -> 
 
 
 def _together(
-    space: Space, hardware: Hardware, card: Card, constants: Constants, progress: Callable[[int, int], None]
+    space: Space, hardware: Hardware, card: Card, constants: Constants, progress: Callable[[int, int], None], jobs: int
 ) -> Found:
     from bridge_memory.plan.many import Sheet, fitting
 
@@ -194,7 +217,7 @@ def _together(
     looked_at = without_activations = fit = 0
     stopped = False
     try:
-        for few in fitting(sheet, hardware, constants, lambda peak: card.headroom(peak) >= 0, refused):
+        for few in fitting(sheet, hardware, constants, lambda peak: card.headroom(peak) >= 0, refused, jobs):
             found.append(few)
             looked_at += few.looked_at
             without_activations += few.without_activations

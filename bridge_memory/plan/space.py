@@ -66,7 +66,10 @@ class Refused(Counter[str]):
     """Layouts that are refused, by the field that the refusal begins with."""
 
     def add(self, error: SpecError, number: int = 1) -> None:
-        self[str(error).split(" ", 1)[0].rstrip(":,")] += number
+        text = str(error)
+        field = text.split(" ", 1)[0].rstrip(":,")
+        words, value, _ = text.partition(" (")
+        self[words if value and "_" not in field and words.count(" ") < 4 else field] += number
 
 
 def layouts(space: Space, refused: Refused) -> Iterator[list[RunSpec]]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
-from bridge_memory import BatchSpec, RunSpec, peaks
+from bridge_memory import BatchSpec, RunSpec, SpecError, peaks
+from bridge_memory.inventory.lanes import Differs, along, parts, whole
+from bridge_memory.inventory.sizes import chosen, largest, smallest
 from bridge_memory.plan.many import Sheet, expressible, fitting, sorted_together
 from bridge_memory.plan.search import Found, search
 from bridge_memory.plan.space import Refused, Space, layouts
@@ -113,3 +117,64 @@ def test_what_is_legal_and_why_not(name: str) -> None:
         for place in chance.sample(places, min(5, len(places))):
             run = sheet.run(pipeline, *place)
             assert (run.parallel, run.batch, run.recompute) in known
+
+
+@pytest.mark.parametrize("together", (True, False))
+def test_more_processes_find_the_same(together: bool) -> None:
+    of = space("meta-llama/Llama-3.2-1B", 4, "cp", "vpp")
+    card = {"capacity": find_gpu("A100-40GB").capacity_bytes, "margin": lambda peak: margin_bytes(peak, 4)}
+    one, two = (search(of, H100, together=together, jobs=jobs, **card) for jobs in (1, 2))  # type: ignore[arg-type]
+    assert list(one.rows) == list(two.rows) and one._replace(rows=two.rows) == two and len(one.rows) > 9
+
+
+def test_without_numpy_layouts_are_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = space("meta-llama/Llama-3.2-1B", 2, "vpp", "mbs")
+    ours = found(of, "H100", together=True)
+    for name in ("numpy", "bridge_memory.plan.many"):
+        monkeypatch.setitem(sys.modules, name, None)
+    theirs = search(of, H100, capacity=find_gpu("H100").capacity_bytes, margin=lambda peak: margin_bytes(peak, 2))
+    assert not theirs.together and list(theirs.rows) == list(ours.rows)
+
+
+# ---- arrays in the place of numbers ----
+
+
+def test_an_array_answers_a_question_only_as_one() -> None:
+    size = along(0, [1, 2, 4])
+    assert size > 0 and not size > 4 and int(along(1, [3, 3])) == 3
+    with pytest.raises(Differs) as differs:
+        bool(size > 1)
+    pieces = whole((3, 2, 1)).divided(differs.value.answers)
+    assert sorted(tuple(part.positions[0]) for part in pieces) == [(0,), (1, 2)]
+    with pytest.raises(Differs):
+        range(size)
+    kept = size
+    size += 1  # makes another, as of a number
+    assert kept.ravel().tolist() == [1, 2, 4] and size.ravel().tolist() == [2, 3, 5]
+
+
+def test_parts_go_the_way_that_each_run_would_go() -> None:
+    sizes, others = along(0, [1, 2, 3, 4, 5]), along(1, [1, 2, 3])
+
+    def collatz(a: Any, b: Any) -> Any:
+        if a % 2:
+            return 3 * a + (b if b > 2 else -b)
+        return largest(a // 2, b) if a > b else smallest(a, b) + chosen(b == 2, 10, 20)
+
+    for part, value in parts(whole((5, 3, 1)), lambda part: collatz(part.take(sizes), part.take(others))):
+        for i, a in enumerate(part.positions[0]):
+            for j, b in enumerate(part.positions[1]):
+                ours = np.broadcast_to(value, part.shape)[i, j, 0]
+                assert ours == collatz(int(sizes[a, 0, 0]), int(others[0, b, 0]))
+
+
+def test_a_refusal_is_counted_under_what_it_is_about() -> None:
+    refused = Refused()
+    for text in (
+        "the number of microbatches (4 = global_batch_size / 2) is smaller than 8; set it", "num_layers (61) is not 62",
+        "pipeline_model_parallel_layout 'tt' has 2 (of 4) layers", "sequence_parallel: drop it",
+    ):  # fmt: skip
+        refused.add(SpecError(text), 2)
+    assert set(refused) == {
+        "the number of microbatches", "num_layers", "pipeline_model_parallel_layout", "sequence_parallel",
+    } and set(refused.values()) == {2}  # fmt: skip
