@@ -191,10 +191,19 @@ def build(config: dict[str, Any], *, attention: str = "sdpa", dtype: torch.dtype
     return model.train()
 
 
-def measure(model: Any, batch: int, seq: int, spec: TransformersSpec) -> Measured:
+def measure(
+    model: Any, batch: int, seq: int, spec: TransformersSpec, targets: tuple[str, ...] = ()
+) -> Measured:
     """One step's forward and backward pass, gradients of parameters being there before."""
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": spec.reentrant})
+    if targets:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(
+            model, LoraConfig(r=16, target_modules=list(targets), lora_dropout=spec.lora_dropout),
+            autocast_adapter_dtype=spec.autocast_adapter_dtype,
+        )
     if spec.autocast:
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):

@@ -30,7 +30,7 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
         r.parameter(f"{t.hf.family.prefix}embed_tokens.weight", (v, h), use=Use.EMBEDDING)
         ids = t.input("token ids", tokens, 8, grad=False, counted=False)
         x = t.make(
-            "input embeddings", (ids,), tokens * h, t.parameter_width, trains=True, saves=(ids.tensor,),
+            "input embeddings", (ids,), tokens * h, t.parameter_width, trains=not r.frozen, saves=(ids.tensor,),
             backward_workspace=v * h * t.parameter_width,
         )
         if t.hf.family.scaled_embeddings:
@@ -38,7 +38,7 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
         for name in _table_names(t) if rotary else ():
             table = t.constant(name, r.ctx.seq * rotary, table_width(t))
             # Layers keep it.
-            t.tape.op(f"{name}, kept by layers", table.tensor, (), saves=(table.tensor,))
+            t.tape.op(f"{name}, kept by layers", table.tensor, (), saves=(table.tensor,), trains=True)
         t.tape.output(x.tensor)
 
     return block(ctx, ("transformers embedding", rotary), record)
