@@ -41,6 +41,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmo": {"model_type": "olmo", **TINY},
     "olmo2": {"model_type": "olmo2", **TINY},
     "olmo3": {"model_type": "olmo3", **TINY, "sliding_window": 4096, "num_hidden_layers": 4},
-    "glm": {"model_type": "glm", **TINY, "head_dim": 32, "pad_token_id": 0},
-    "glm4": {"model_type": "glm4", **TINY, "head_dim": 32, "pad_token_id": 0},
+    "glm": {"model_type": "glm", **TINY, "head_dim": 32, "pad_token_id": 0, "attention_bias": True},
+    "glm4": {"model_type": "glm4", **TINY, "head_dim": 32, "pad_token_id": 0, "attention_bias": True},
 }
