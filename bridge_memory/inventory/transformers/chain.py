@@ -13,7 +13,8 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import matrix_elements
 from bridge_memory.inventory.transformers.attention import needs_mask
 from bridge_memory.inventory.transformers.blocks import embedding_block, final_norm_block, layer_block, output_block
-from bridge_memory.spec import AttentionSpec, LayerSpec, ModelSpec
+from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
+from bridge_memory.spec.adapters import in_any_layer, is_target
 from bridge_memory.spec.layout import ChunkShape
 
 
@@ -39,8 +40,13 @@ def hugging_face_chunk(
     # ``inputs_embeds`` is a variable of the model's forward, from which scaled embeddings are apart.
     unscaled = ctx.hidden_bytes if family.scaled_embeddings == "model" else 0
     layers = [(_layer_link(kind, ctx), count) for kind, count in shape.layers]
+    if ctx.adapters is not None and not spec.gradient_checkpointing:
+        # Embeddings are frozen: nothing before the first adapter is kept.
+        (first, kind), count = (layers[0][0], shape.layers[0][0]), layers[0][1]
+        layers[:1] = [(plain_link(layer_block(kind, ctx, reached=False), Label.LAYER), 1), (first, count - 1)]
     # Weights that autocast has cast stay to the end of its region, whether or not a checkpoint keeps them.
     cast = [_cast_weights(kind, ctx) if spec.gradient_checkpointing else 0 for kind, _ in shape.layers]
+    cast += [0] * (len(layers) - len(cast))
     kept = spec.gradient_checkpointing or layer_block(shape.layers[0][0], ctx).cost.input_retained
     held = masks + (unscaled or (0 if kept else ctx.hidden_bytes))
     for i, (link, count) in enumerate(layers):
@@ -59,7 +65,7 @@ def hugging_face_chunk(
         links = [(link.with_concurrent(logits), count) for link, count in links]
         loss, _ = links[-1]
         links[-1] = loss._replace(retained=loss.retained + logits, more=(((Part.LOSS, Provenance.FORMULA), logits),)), 1
-    if tied:
+    if tied and ctx.adapters is None:
         links = _with_tied_gradient(links, ctx)
     if concurrent is not None:
         links = with_engine(links, concurrent)
@@ -102,10 +108,23 @@ def _layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
     found = layer_block(layer, ctx)
     if not spec.gradient_checkpointing:
         return plain_link(found, Label.LAYER)
-    return _checkpointed(found.cost, reentrant=spec.reentrant)
+    return _checkpointed(found.cost, _gradients_before(layer, ctx), reentrant=spec.reentrant)
 
 
-def _checkpointed(cost: BlockCost, *, reentrant: bool) -> Link:
+def _gradients_before(layer: LayerSpec, ctx: BlockContext) -> int:
+    """Gradients that are made of a layer's output's before its backward asks for anything that is kept: of the last
+    linear's output, and in the adapter's dtype of that of an adapter beside it."""
+    assert ctx.hugging_face is not None
+    hf = ctx.hugging_face
+    if ctx.adapters is None or hf.family.norms[-1] or not isinstance(layer.ffn, MLPSpec):
+        return 0
+    if not is_target(in_any_layer(ctx.adapters), "down_proj", "model.layers.0.mlp.down_proj"):
+        return 0
+    wide = 4 if hf.spec.autocast_adapter_dtype else ctx.act
+    return ctx.tokens * ctx.hidden_size * (wide + (ctx.act if wide != ctx.act else 0))
+
+
+def _checkpointed(cost: BlockCost, before: int, *, reentrant: bool) -> Link:
     """A layer that keeps its input and runs again in backward (torch ``utils/checkpoint.py``).
 
     Reentrant: a forward pass without gradients; the output made again, and its gradient, are variables of
@@ -117,7 +136,7 @@ def _checkpointed(cost: BlockCost, *, reentrant: bool) -> Link:
     if reentrant:
         again, back = cost.forward_peak + out, beside + cost.backward_peak_held + out
     else:
-        again, back = (cost.before_landmark_forward or cost.forward_peak) + out, beside + cost.backward_peak
+        again, back = (cost.before_landmark_forward or cost.forward_peak) + out + before, beside + cost.backward_peak
     back_name = cost.backward_name if back >= again else _recomputed
     return Link(
         Label.RECOMPUTED, kept, cost.no_grad_peak, max(again, back), max(again, back), cost.forward_name, back_name,
