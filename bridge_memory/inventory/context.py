@@ -36,6 +36,21 @@ class HuggingFace(NamedTuple):
     def autocast(self) -> bool:
         return self.spec.autocast is not None
 
+    @property
+    def packing_is_supposed(self) -> bool:
+        """Whether a batch without a mask may be packed, of which the positions tell (``masking_utils.py:
+        find_packed_sequence_indices``); from 5 on they are looked at."""
+        return (4, 54) <= self.spec.transformers_version < (5, 0)
+
+    @property
+    def fused_experts(self) -> bool:
+        """Whether experts' weights are one parameter of three dimensions each."""
+        return self.spec.transformers_version >= (5, 0)
+
+    @property
+    def grouped_experts(self) -> bool:
+        return self.fused_experts and self.spec.experts_implementation in (None, "grouped_mm")
+
 
 class Settings(NamedTuple):
     """What a recording depends on beside its block and the dimensions."""

@@ -207,6 +207,11 @@ def _of_transformers(run: RunSpec) -> Iterator[Gap]:
     if spec.torch_compile:
         # What it fuses is not kept, and what it recomputes is its partitioner's choice.
         yield Gap("torch_compile: fused operations keep less; counted as they run without it", Effect.DOWN)
+    if spec.liger_kernel:
+        yield Gap(
+            f"liger_kernel ({', '.join(spec.liger_kernel)}): fused kernels keep less; counted as the class's operations",
+            Effect.DOWN,
+        )
     if spec.attn_implementation == "flash_attention_2" and spec.attention_mask == "padded":
         yield Gap(
             "attention_mask (padded) with flash_attention_2: padding is taken out of queries, keys and values; counted "

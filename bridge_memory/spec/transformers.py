@@ -79,6 +79,14 @@ class Family(NamedTuple):
     scaled_residuals: bool = False
     #: Scores of eager attention, and logits, through tanh (Gemma 2).
     softcapped: bool = False
+    #: Masks are made in the model's dtype, and none is made of positions (``_update_causal_mask``); sdpa is given keys
+    #: and values of every query head.
+    own_masks: bool = False
+    #: "mixtral": a loop over experts, called after Mixtral's; "qwen": the same, called after Qwen's; "deepseek": sums
+    #: in fp32, sigmoid scores.
+    moe: str = "qwen"
+    #: Weights of the chosen experts sum to one.
+    normalized_router: bool = True
     #: The prefix of decoder layers' and embeddings' names.
     prefix: str = "model."
 
@@ -94,6 +102,12 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(),
     "qwen3": Family(),
     "smollm3": Family(),
+    "mixtral": Family(moe="mixtral"),
+    "qwen2_moe": Family(normalized_router=False, own_masks=True),
+    "qwen3_moe": Family(),
+    "olmoe": Family(norm="llama", normalized_router=False, own_masks=True),
+    "deepseek_v3": Family(moe="deepseek", rotary="deepseek"),
+    "glm4_moe": Family(moe="deepseek"),
     "gemma": Family(norm="gemma", scaled_embeddings="model"),
     "gemma2": Family(norm="gemma", norms=_SANDWICH, scaled_embeddings="model", softcapped=True),
     "gemma3_text": Family(norm="gemma", norms=_SANDWICH, scaled_embeddings="embedding", local_rotary=True),
@@ -114,12 +128,18 @@ _FROM_5: dict[str, dict[str, Any]] = {
     "gemma": {"scaled_embeddings": "embedding"},
     "gemma2": {"scaled_embeddings": "embedding"},
     "olmo3": {"rotary_in_fp32": False},
+    "qwen2_moe": {"own_masks": False},
+    "olmoe": {"own_masks": False},
 }
+#: ``masking_utils.py`` makes the masks of most classes; before, each class does.
+_SHARED_MASKS = (4, 53)
 
 
 def family_of(model_type: str, spec: TransformersSpec) -> Family:
     """The family of a model type that is known, as the release has it."""
     family = FAMILIES[model_type]
+    if spec.transformers_version < _SHARED_MASKS:
+        return family._replace(own_masks=True)
     return family._replace(**_FROM_5.get(model_type, {})) if spec.transformers_version >= (5, 0) else family
 
 

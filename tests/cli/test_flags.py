@@ -19,6 +19,7 @@ PIPED = f"{DENSE} --pp 2"
 EXPERTS = "Qwen3-30B-A3B --num-gpus 16 --ep 4 --global-batch-size 32"
 SHARED = "DeepSeek-V2-Lite --num-gpus 16 --tp 2 --ep 4 --global-batch-size 32"
 AWARE = f"{DENSE} --use-precision-aware-optimizer"
+HUGGING = "Llama-3.2-1B --num-gpus 1 --implementation transformers"
 SHARDED = f"{DENSE} --engine megatron_fsdp --data-parallel-sharding-strategy optim_grads_params"
 
 #: Flag -> (the rest of the command line, what the flag is given).
@@ -74,6 +75,14 @@ CASES = {
     "--moe-pad-expert-input-to-capacity": (f"{EXPERTS} --moe-expert-capacity-factor 1.5", ""),
     "--moe-shared-expert-overlap": (SHARED, ""),
     "--overlap-moe-expert-parallel-comm": (f"{EXPERTS} --pp 2 --vpp 2", ""),
+    "--transformers-version": (HUGGING.replace("Llama-3.2-1B", "Qwen3-30B-A3B --num-layers 2"), "5.0"),
+    "--attn-implementation": (HUGGING, "eager"),
+    "--sdpa-kernel": (HUGGING, "efficient"), "--gradient-checkpointing": (HUGGING, ""),
+    "--use-reentrant": (f"{HUGGING} --gradient-checkpointing".replace("Llama-3.2-1B", "Llama-2-70b-hf"), "no"), "--autocast": (f"{HUGGING} --precision fp32", "bf16"),
+    "--attention-mask": (HUGGING, "padded"), "--use-cache": (f"{HUGGING} --attention-mask none", ""), "--keeps-outputs": (HUGGING, ""),
+    "--liger-kernel": (HUGGING, "swiglu"), "--torch-compile": (HUGGING, ""),
+    "--experts-implementation": (
+        f"{HUGGING} --transformers-version 5.0".replace("Llama-3.2-1B", "Qwen3-30B-A3B --num-layers 2"), "eager"),
     "--cpu-offloading-num-layers": (DENSE, "4"), "--offload-modules": (DENSE, "core_attn"),
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Use
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.transformers.attention import Shared, record_attention
+from bridge_memory.inventory.transformers.experts import last_saver, record_moe
 from bridge_memory.inventory.transformers.loss import record_output
 from bridge_memory.inventory.transformers.mlp import record_mlp
 from bridge_memory.inventory.transformers.norms import norm
@@ -62,18 +63,20 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
         x = t.input("hidden_states", r.ctx.tokens * r.ctx.hidden_size, r.ctx.residual, grad=reached)
         shared = _shared(t)
         if t.hf.spec.gradient_checkpointing and not t.hf.spec.reentrant:
-            t.last_saver = _last_saver(t)
+            t.last_saver = _last_saver(t, layer)
         r.tape.output(_record_layer(t, layer, x, shared).tensor)
+        t.keep_cast_weights()
         t.keep_alive(x)
 
     return block(ctx, ("transformers layer", layer, reached), record)
 
 
-def _last_saver(t: Torch) -> str:
+def _last_saver(t: Torch, layer: LayerSpec) -> str:
     """The operation of a layer after which nothing is kept."""
     last = t.hf.family.norms[-1]
     if not last:
-        return "mlp.down_proj output"
+        assert layer.ffn is not None
+        return "mlp.down_proj output" if isinstance(layer.ffn, MLPSpec) else last_saver(t, layer.ffn)
     return f"{last} output" if t.hf.family.norm == "llama" else f"{last} times weight in fp32"
 
 
@@ -90,16 +93,16 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
     """``LlamaDecoderLayer.forward``, with the norms of the family."""
     r = t.r
     mixer, ffn = layer.mixer, layer.ffn
-    assert isinstance(mixer, AttentionSpec) and isinstance(ffn, MLPSpec)
+    assert isinstance(mixer, AttentionSpec) and ffn is not None
     before, after, before_ffn, after_ffn = t.hf.family.norms
     r.tape.part = Part.ATTENTION
     y = _normed(t, before, x)
     y, entered = record_attention(t, mixer, y, shared), y
     t.keep_alive(entered)
     x = _added(t, "hidden states after attention", x, _normed(t, after, y))
-    r.tape.part = Part.MLP
+    r.tape.part = Part.MLP if isinstance(ffn, MLPSpec) else Part.MOE
     y = _normed(t, before_ffn, x)
-    y, entered = record_mlp(t, ffn, y), y
+    y, entered = record_mlp(t, ffn, y) if isinstance(ffn, MLPSpec) else record_moe(t, ffn, y), y
     t.keep_alive(entered)
     return _added(t, "hidden states after the MLP", x, _normed(t, after_ffn, y))
 

@@ -1,0 +1,268 @@
+"""Mixtures of experts: a loop over experts one by one, or, from transformers 5 on, one grouped product.
+
+Source: ``models/mixtral/modeling_mixtral.py: MixtralSparseMoeBlock`` (4.57), ``models/deepseek_v3/
+modeling_deepseek_v3.py: DeepseekV3MoE``, ``integrations/moe.py`` (5). Tokens are spread evenly: n = T k / E rows an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bridge_memory.inventory.parameters import EXPERT_NUMBER, Use
+from bridge_memory.inventory.tape import Tensor
+from bridge_memory.inventory.transformers.mlp import gated_mlp
+from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
+from bridge_memory.spec import MoESpec
+
+INT64 = 8
+
+
+def last_saver(t: Torch, spec: MoESpec) -> str:
+    """The operation of a block after which nothing is kept; "mlp": the last sum over experts."""
+    if spec.shared_expert_intermediate_size:
+        return "shared expert, gated" if spec.shared_expert_gate else "mlp.shared_experts.down_proj output"
+    return "experts' output in order" if t.hf.grouped_experts else "mlp"
+
+
+def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
+    """[T, h] -> [T, h]."""
+    # Qwen2MoeSparseMoeBlock of 5 begins with its shared expert.
+    first = spec.shared_expert_gate and t.hf.fused_experts
+    early = _mlp_of_shared(t, spec, x) if first else None
+    with t.tape.assumed():
+        if t.hf.family.moe == "deepseek":
+            weights, chosen = _sigmoid_router(t, spec, x)
+        else:
+            weights, chosen = _softmax_router(t, spec, x)
+        if t.hf.grouped_experts:
+            out, variables = _grouped(t, spec, x, weights, chosen), ()
+        else:
+            out, variables = _loop(t, spec, x, weights, chosen)
+    if spec.shared_expert_intermediate_size:
+        shared = early if early is not None else _mlp_of_shared(t, spec, x)
+        if spec.shared_expert_gate:
+            shared = _gated(t, x, shared)
+        t.keep_alive(out)
+        out, before = t.add("mlp routed and shared", out, shared), out
+        t.keep_alive(before, shared)
+        if spec.shared_expert_gate and not t.hf.fused_experts:
+            t.keep_alive(*variables)  # of one function with the loop
+    t.keep_alive(x, weights, chosen)
+    return out
+
+
+def _softmax_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array]:
+    """(weights of the chosen experts [T, k] in the model's dtype, the experts chosen)."""
+    ctx = t.r.ctx
+    tokens, e, k = ctx.tokens, spec.num_experts, spec.topk
+    logits = t.linear(f"{_module(t)}.gate", x, tokens, ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
+    wide = t.cast("router logits in fp32", logits, FP32)
+    scores = t.saves_output("router probabilities", wide)
+    chosen = t.tape.tensor("chosen experts", INT64 * tokens * k, grad=False)
+    weights = t.make("router weights", (scores,), tokens * k, FP32, saves=(chosen,), also=(chosen,))
+    if t.hf.family.normalized_router:
+        total = t.mean("sum of the router weights", weights, tokens)
+        before = t.constant("router weights before they are divided", tokens * k, FP32)
+        weights = t.make(
+            "router weights, divided", (weights, total), tokens * k, FP32, saves=(before.tensor, total.tensor)
+        )
+    if not (t.hf.fused_experts and t.hf.family.moe == "mixtral"):
+        narrow = t.cast("router weights in the model's dtype", weights, x.width)
+        t.keep_alive(logits, weights)
+        weights = narrow
+    t.keep_alive(logits)
+    return weights, Array(chosen, tokens * k, INT64)
+
+
+def _sigmoid_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array]:
+    """``DeepseekV3TopkRouter.forward``: in fp32, hidden states and weight too."""
+    ctx = t.r.ctx
+    tokens, e, k, h = ctx.tokens, spec.num_experts, spec.topk, ctx.hidden_size
+    module = f"{_module(t)}.gate"
+    t.r.parameter(f"{module}.weight", (e, h), use=Use.ROUTER)
+    wide = t.cast("hidden states of the router in fp32", x, FP32)
+    trains = t.trains(f"{module}.weight")
+    weight = t.constant("router weight in fp32", e * h, FP32)
+    logits = t.make(
+        "router logits", (wide,), tokens * e, FP32, trains=trains, backward_workspace=e * h * FP32,
+        saves=(*((wide.tensor,) if trains else ()), *((weight.tensor,) if wide.differentiable else ())),
+    )
+    scores = t.saves_output("router scores", logits)
+    chosen = t.tape.tensor("chosen experts", INT64 * tokens * k, grad=False)
+    weights = t.make("router weights", (scores,), tokens * k, FP32, saves=(chosen,), also=(chosen,))
+    if t.hf.family.normalized_router:
+        total = t.mean("sum of the router weights", weights, tokens)
+        before = t.constant("router weights before they are divided", tokens * k, FP32)
+        weights = t.make(
+            "router weights, divided", (weights, total), tokens * k, FP32, saves=(before.tensor, total.tensor)
+        )
+    scaled = t.scale("router weights, scaled", weights)
+    t.keep_alive(logits, scores)
+    return scaled, Array(chosen, tokens * k, INT64)
+
+
+def _loop(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> tuple[Array, Sequence[Array]]:
+    """(The sum, variables to the end of the function.) Experts one by one: each takes its tokens out of all and adds its weighted output to theirs."""
+    ctx = t.r.ctx
+    tokens, h, e, k = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk
+    rows = tokens * k // e
+    out_width = FP32 if t.hf.family.moe == "deepseek" else x.width
+    total = t.constant("mlp sum over experts", tokens * h, out_width)
+    mask = t.constant("experts by token, one-hot", tokens * k * e, INT64)
+    _declare(t, spec)
+    fused = _fused_parameters(t, spec)
+    variables: list[Array] = []
+    for number in range(e):
+        where = t.constant("tokens of an expert", 2 * rows, INT64)
+        taken = t.make("expert input", (x,), rows * h, x.width, saves=(where.tensor,))
+        done = _expert(t, spec, taken, rows, fused, number)
+        share = t.make("router weights of an expert", (weights,), rows, weights.width, saves=(where.tensor,))
+        weighted = t.mul("expert output, weighted", done, share, broadcast=True)
+        if t.hf.family.moe != "deepseek":
+            weighted = t.cast("expert output, weighted, cast", weighted, x.width)
+        t.keep_alive(*variables)
+        variables = [taken, weighted, where, share]
+        if number == e - 1 and t.last_saver == "mlp":
+            t.tape.landmark("the last expert's tokens, the last to be kept")
+        total = _added_rows(t, total, weighted, where, tokens * h)
+    t.keep_alive(mask, chosen, *variables)
+    return t.cast("mlp output", total, x.width), (mask, *variables)
+
+
+def _added_rows(t: Torch, total: Array, rows: Array, where: Array, elements: Any) -> Array:
+    """``index_add_``: in place; keeps the rows, of whose gradient it wants the shape (``derivatives.yaml``), which is
+    taken out of the whole's."""
+    spread = Tensor("rows in their places", 0, elements * total.width * rows.differentiable, t.tape.part)
+    kept = (rows.tensor, where.tensor) if rows.differentiable else ()
+    t.tape.op("rows in their places", rows.tensor, spread, saves=kept)
+    summed = t.tape.tensor("mlp sum over experts", 0, grad_bytes=elements * total.width * rows.differentiable)
+    summed.whole = total.tensor.whole or total.tensor
+    t.tape.op("mlp sum over experts", (total.tensor, spread), summed, alias=True)
+    return Array(summed, elements, total.width)
+
+
+def _expert(
+    t: Torch, spec: MoESpec, x: Array, rows: Any, fused: tuple[Array, Array] | None, number: int
+) -> Array:
+    h, f = t.r.ctx.hidden_size, spec.moe_ffn_hidden_size
+    if fused is None:
+        gate = t.linear("mlp.experts.gate_proj", x, rows, h, f, declare=False, number=number)
+        act = t.activation("expert activation of the gate", gate)
+        up = t.linear("mlp.experts.up_proj", x, rows, h, f, declare=False, number=number)
+        product = t.mul("expert product", act, up)
+        down = t.linear("mlp.experts.down_proj", product, rows, f, h, declare=False, number=number)
+        t.keep_alive(x, product)
+        return down
+    both = _times(t, "expert gate and up", x, fused[0], rows * 2 * f, 2 * f * h)
+    gate, up = t.split("expert gate and up", both, rows * f, rows * f)
+    act = t.activation("expert activation of the gate", gate)
+    product = t.mul("expert product", act, up)
+    t.keep_alive(both)
+    down = _times(t, "expert output", product, fused[1], rows * h, h * f)
+    t.keep_alive(x, both, product)
+    return down
+
+
+def _times(t: Torch, name: str, x: Array, weights: Array, out: Any, elements: Any) -> Array:
+    """One expert's part of a parameter of all: its gradient is put into zeros of the whole, and these are summed."""
+    part = t.slice(f"{name}: weight", weights, elements)
+    return t.make(
+        name, (x, part), out, t.compute_width, saves=(x.tensor,) if weights.differentiable else (),
+        trains=weights.differentiable,
+    )
+
+
+def _fused_parameters(t: Torch, spec: MoESpec) -> tuple[Array, Array] | None:
+    if not t.hf.fused_experts:
+        return None
+    h, f, e = t.r.ctx.hidden_size, spec.moe_ffn_hidden_size, spec.num_experts
+    return _parameter(t, "experts.gate_up_proj", e * 2 * f * h), _parameter(t, "experts.down_proj", e * h * f)
+
+
+def _parameter(t: Torch, name: str, elements: Any) -> Array:
+    trains = t.trains(name)
+    leaf = t.tape.tensor(f"{name}.weight", 0, grad_bytes=elements * t.parameter_width * trains)
+    t.tape.op(f"{name} gradient", (), leaf, trains=trains)
+    return Array(leaf, elements, t.parameter_width)
+
+
+def _declare(t: Torch, spec: MoESpec) -> None:
+    """Parameters of the experts."""
+    r, h, f, e = t.r, t.r.ctx.hidden_size, spec.moe_ffn_hidden_size, spec.num_experts
+    module = f"{_module(t)}.experts"
+    if t.hf.fused_experts:
+        r.parameter(f"{module}.gate_up_proj", (e, 2 * f, h), expert=True)
+        r.parameter(f"{module}.down_proj", (e, h, f), expert=True)
+        return
+    gate, down, up = ("w1", "w2", "w3") if t.hf.family.moe == "mixtral" else ("gate_proj", "down_proj", "up_proj")
+    with r.repeated(e):
+        for name, shape in ((gate, (f, h)), (up, (f, h)), (down, (h, f))):
+            r.parameter(f"{module}.{EXPERT_NUMBER}.{name}.weight", shape, expert=True)
+
+
+def _module(t: Torch) -> str:
+    return "block_sparse_moe" if t.hf.family.moe == "mixtral" and not t.hf.fused_experts else "mlp"
+
+
+def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> Array:
+    """``grouped_mm_experts_forward``: every token k times, sorted by expert; S = T k rows."""
+    ctx = t.r.ctx
+    tokens, h, e, k, f = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk, spec.moe_ffn_hidden_size
+    rows = tokens * k
+    _declare(t, spec)
+    experts = t.constant("experts, sorted", rows, INT64)
+    order = t.constant("order of tokens by expert", rows, INT64)
+    places = t.constant("tokens by expert", rows, INT64)
+    taken = t.make("tokens sorted by expert", (x,), rows * h, x.width, saves=(places.tensor,))
+    share = t.make("router weights sorted by expert", (weights,), rows, weights.width, saves=(order.tensor,))
+    offsets = t.constant("ends of the experts' rows", e, 4)
+    sentinel = t.constant("rows of no expert", rows, 1)
+    # masked_fill_ in place keeps its mask; its gradient is another tensor.
+    filled = t.tape.tensor("tokens sorted by expert, filled", 0, grad_bytes=rows * h * x.width * x.differentiable)
+    filled.whole = taken.tensor
+    t.tape.op("tokens sorted by expert, filled", taken.tensor, filled, saves=(sentinel.tensor,))
+    taken = Array(filled, rows * h, x.width)
+    both = _grouped_product(t, "experts' gate and up", taken, e * 2 * f * h, rows * 2 * f, offsets)
+    gate, up = t.split("experts' gate and up", both, rows * f, rows * f)
+    act = t.activation("experts' activation of the gate", gate)
+    product = t.mul("experts' product", act, up)
+    t.keep_alive(both)
+    done = _grouped_product(t, "experts' output", product, e * h * f, rows * h, offsets)
+    t.keep_alive(product)
+    weighted = t.mul("experts' output, weighted", done, share, broadcast=True)
+    cleared = t.tape.tensor("experts' output, cleared", 0, grad_bytes=weighted.bytes * weighted.differentiable)
+    cleared.whole = weighted.tensor
+    t.tape.op("experts' output, cleared", weighted.tensor, cleared, saves=(sentinel.tensor,))
+    weighted = Array(cleared, weighted.elements, weighted.width)
+    back = t.constant("order of tokens as they came", rows, INT64)
+    restored = t.make("experts' output in order", (weighted,), rows * h, weighted.width, saves=(back.tensor,))
+    t.keep_alive(weighted)
+    total = t.make("mlp sum over experts", (restored,), tokens * h, restored.width)
+    out = t.cast("mlp output", total, x.width)
+    t.keep_alive(experts, order, taken, share, sentinel, done, restored, total)
+    return out
+
+
+def _grouped_product(t: Torch, name: str, x: Array, weights: Any, out: Any, offsets: Array) -> Array:
+    """By a parameter of so many elements."""
+    trains = t.trains(name)
+    return t.make(
+        name, (x,), out, t.compute_width, trains=trains, saves=(*((x.tensor,) if trains else ()), offsets.tensor),
+        backward_workspace=weights * t.parameter_width * trains,
+    )
+
+
+def _mlp_of_shared(t: Torch, spec: MoESpec, x: Array) -> Array:
+    module = "mlp.shared_expert" if spec.shared_expert_gate else "mlp.shared_experts"
+    ctx = t.r.ctx
+    return gated_mlp(t, module, x, ctx.tokens, ctx.hidden_size, spec.shared_expert_intermediate_size)
+
+
+def _gated(t: Torch, x: Array, shared: Array) -> Array:
+    """Shared experts times a sigmoid of their gate (``Qwen2MoeSparseMoeBlock``)."""
+    gate = t.linear("mlp.shared_expert_gate", x, t.r.ctx.tokens, t.r.ctx.hidden_size, 1)
+    gate = t.saves_output("shared expert's gate", gate)
+    gated = t.mul("shared expert, gated", shared, gate, broadcast=True)
+    t.keep_alive(shared, gate)
+    return gated
