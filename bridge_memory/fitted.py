@@ -1,6 +1,6 @@
 """Every constant of the estimate that was fitted on measured runs instead of read in a source.
 
-Each has a name, a unit, the runs behind it and the values it was chosen from: ``bridge-memory validate --folds K``
+Each has a name, a unit, the runs behind it and the values it was chosen from: ``bridge-memory accuracy --folds K``
 chooses again with whole families left out and predicts those. Sizes of libraries are in ``workspaces``.
 """
 

@@ -3,7 +3,7 @@
 
     python scripts/convert_described.py RUNS.jsonl OUT.jsonl
 
-Each such record is read once, here, and written in a form that ``bridge-memory validate`` reads:
+Each such record is read once, here, and written in a form that ``bridge-memory accuracy`` reads:
 
 * Megatron-LM arguments: a ``megatron_args`` record with the same arguments;
 * a Megatron Bridge recipe with its Hugging Face model and its overrides: a ``run_spec`` record with the exact RunSpec;

@@ -263,7 +263,7 @@ class Line:
 
 
 def line_of(name: str, record: dict[str, Any]) -> Line:
-    """Predict a record as ``bridge-memory validate`` does."""
+    """Predict a record as ``bridge-memory accuracy`` does."""
     from bridge_memory.accuracy.corpus import Row
     from bridge_memory.accuracy.predictions import predict
     from bridge_memory.accuracy.records import read_record

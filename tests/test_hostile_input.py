@@ -157,7 +157,10 @@ def test_closed_streams_are_no_fault_of_the_program(closed: str) -> None:
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
 @pytest.mark.parametrize(
-    "argv", [["compare", "/dev/zero"], ["validate", "/dev/zero"], ["estimate", MODEL, "--calibration", "/dev/zero"]]
+    "argv", [
+        *([command, "/dev/zero"] for command in ("compare", "validate", "accuracy", "calculate")),
+        *(["estimate", MODEL, flag, "/dev/zero"] for flag in ("--calibration", "--deepspeed", "--accelerate")),
+    ],
 )
 def test_a_file_without_end_is_read_to_a_bound(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     """Each once read until memory was full."""
@@ -166,7 +169,7 @@ def test_a_file_without_end_is_read_to_a_bound(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("name", ["none", ".", "a\0b", "x" * 5000])
 def test_what_cannot_be_read_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
-    for argv in (["compare"], ["validate"], ["estimate", MODEL, "--calibration"]):
+    for argv in (["compare"], ["validate"], ["accuracy"], ["calculate"], ["estimate", MODEL, "--calibration"]):
         assert "cannot be read" in refused(capsys, *argv, str(tmp_path / name))
 
 
@@ -207,7 +210,7 @@ def test_what_is_no_regular_file_is_not_replaced(capsys: pytest.CaptureFixture[s
     pipe, runs = tmp_path / "pipe", tmp_path / "runs.jsonl"
     os.mkfifo(pipe)
     runs.write_text("")
-    assert "not a regular file" in refused(capsys, "validate", str(runs), "--json", str(pipe), "--force")
+    assert "not a regular file" in refused(capsys, "accuracy", str(runs), "--json", str(pipe), "--force")
     with pytest.raises(SpecError, match="not a regular file"):
         calibration.save(pipe, [])
     assert pipe.is_fifo() and len(list(tmp_path.iterdir())) == 2
@@ -388,14 +391,14 @@ def test_no_field_of_a_corpus_is_a_fault(
     path = tmp_path / "runs.jsonl"
     record = {"id": "a", "world_size": 1, "config": {"kind": "megatron_args", "args": MEGATRON}, "measured": []}
     path.write_text(json.dumps(record | changed) + "\n")
-    refused(capsys, "validate", str(path))
+    refused(capsys, "accuracy", str(path))
 
 
 @pytest.mark.parametrize("line", [DEEP, HUGE, '{"id":' * 100_000, "\x00", "[]", "3"], ids=lambda line: line[:5])
 def test_no_line_of_a_corpus_is_a_fault(capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str) -> None:
     path = tmp_path / "runs.jsonl"
     path.write_text(line + "\n")
-    refused(capsys, "validate", str(path))
+    refused(capsys, "accuracy", str(path))
 
 
 # ---- snapshots ----

@@ -22,12 +22,14 @@ from bridge_memory.spec.errors import LONGEST_LINE, bounded
 #: Command -> (module, what it does). A new command is one line here and its module.
 COMMANDS = {
     "estimate": ("bridge_memory.cli.estimate", "memory of every pipeline stage of a training run"),
+    "quick": ("bridge_memory.cli.quick", "from parameters in billions to a table, in one line of input"),
+    "calculate": ("bridge_memory.cli.calculate", "a run described in a GPU memory calculator's JSON"),
+    "validate": ("bridge_memory.cli.validate", "everything that is wrong with a configuration file"),
     "search": ("bridge_memory.cli.search", "layouts that fit a GPU, the fastest first"),
     "whatif": ("bridge_memory.cli.whatif", "what changing one option frees, and what it costs"),
     "balance": ("bridge_memory.cli.balance", "the split of the layers over stages with the lowest peak"),
     "models": ("bridge_memory.cli.models", "the embedded models and their parameters"),
     "accuracy": ("bridge_memory.cli.accuracy", "predicted memory or speed beside measured runs"),
-    "validate": ("bridge_memory.cli.validate", "predictions against measured runs"),
     "compare": ("bridge_memory.cli.compare", "a run's logs or snapshots against its prediction"),
     "rehearse": ("bridge_memory.cli.rehearse", "run the real megatron-core for one rank, on one GPU or on none"),
     "gpus": ("bridge_memory.cli.gpus", "the known GPUs and their usable memory"),

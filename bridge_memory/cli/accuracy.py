@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.cli import validate
+from bridge_memory.cli import memory_scores as validate
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.spec import SpecError
 

@@ -7,7 +7,7 @@ import json
 import shlex
 from typing import Any
 
-from bridge_memory.cli.run_flags import FLAGS, MODEL_FLAGS, PACKAGES, spelling
+from bridge_memory.cli.run_flags import FLAG_OF, FLAGS, MODEL_FLAGS, PACKAGES, spelling
 from bridge_memory.plan.space import AXES
 from bridge_memory.releases import release_words
 from bridge_memory.spec import RunSpec
@@ -58,7 +58,7 @@ def estimate_command(run: RunSpec, args: argparse.Namespace, gpu: str) -> str:
     layout = layout_fields(run)
     source = ["--custom-config", args.custom_config] if args.model is None else [args.model]
     words = ["bridge-memory", "estimate", *source, "--gpu", gpu, "--num-gpus", str(run.parallel.world_size)]
-    others = {**MODEL_FLAGS, **{flag.removeprefix("--").replace("-", "_"): flag for flag in PACKAGES},
+    others = {**MODEL_FLAGS, **FLAG_OF, **{flag.removeprefix("--").replace("-", "_"): flag for flag in PACKAGES},
               "mapping": "--mapping"}  # fmt: skip
     given = {flag: getattr(args, name) for name, flag in others.items()}
     given |= {

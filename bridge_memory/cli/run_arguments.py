@@ -11,9 +11,11 @@ from dataclasses import replace
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.cli.engine_files import model_of_files, with_files
 from bridge_memory.cli.run_flags import (
     DEFAULT_LORA_DIM,
     DEFAULT_SEQ_LENGTH,
+    FLAG_OF,
     MODEL_FLAGS,
     PACKAGES,
     SPECS,
@@ -26,6 +28,7 @@ from bridge_memory.spec.errors import divide
 from bridge_memory.spec.fields import MOST_GPUS, called
 from bridge_memory.spec.parts import WITH_TRANSFORMERS
 from bridge_memory.spec.release import read_release
+from bridge_memory.spec.run import GROUPS
 
 if TYPE_CHECKING:
     from bridge_memory.report.gpus import Gpu
@@ -41,6 +44,8 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
         group, dot, name = key.partition(".")
         if dot and group in given:
             given[group][name] = value
+    if args.model is None and args.custom_config is None:
+        args.model = model_of_files(args)
     sources = [x for x in (args.model, args.custom_config, args.megatron_args) if x is not None]
     if len(sources) != 1:
         raise SpecError(
@@ -51,6 +56,8 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
         return _run_from_megatron(args, given, gpu_arch)
     assumptions: list[str] = []
     model = _model(args)
+    of_files, not_modelled = with_files(args, given, model)
+    assumptions += of_files
     if "seq_length" not in given["batch"]:
         # No longer than a table of learned positions.
         positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
@@ -72,8 +79,10 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
     if given["precision"].get("fp8") and "fp8_recipe" in given["precision"]:
         given["optimizer"].setdefault("fp8_recipe", given["precision"]["fp8_recipe"])
     parallel = _parallel(given["parallel"], assumptions)
-    groups = {name: spec(**given[name]) for name, spec in SPECS.items() if name != "parallel"}
-    return RunSpec(model=model, parallel=parallel, assumptions=tuple(assumptions), **groups)
+    groups = {name: GROUPS[name](**fields) for name, fields in given.items() if name != "parallel"}
+    return RunSpec(
+        model=model, parallel=parallel, assumptions=tuple(assumptions), not_modelled=not_modelled, **groups
+    )
 
 
 def run_on_gpus(args: argparse.Namespace, gpus: Sequence[Gpu]) -> RunSpec:
@@ -117,7 +126,7 @@ def _run_from_megatron(
     from bridge_memory.readers.megatron_args.parsing import read_arguments
 
     extra = [called(SPECS[group], name) for group, values in given.items() for name in values if name != "world_size"]
-    beside = {**MODEL_FLAGS, **{name: flag for flag, (name, _) in SWITCHES.items()}}
+    beside = {**MODEL_FLAGS, **FLAG_OF, **{name: flag for flag, (name, _) in SWITCHES.items()}}
     extra += [flag for name, flag in beside.items() if getattr(args, name) is not None]
     if extra:
         raise SpecError(f"{extra[0]} belongs inside --megatron-args; beside it only --num-gpus may stand")

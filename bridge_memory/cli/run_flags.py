@@ -254,6 +254,15 @@ MODEL_FLAGS = {
 #: The flag of each package whose releases have rules -> the package's name. Its field is argparse's.
 PACKAGES = {"--megatron-core": "megatron-core", "--transformer-engine": "Transformer Engine", "--torch": "PyTorch"}
 
+#: Keyword of ``settings_from_files`` and argparse's name -> the flag, its help.
+FILES = {
+    "deepspeed": ("--deepspeed", "DeepSpeed's JSON; \"auto\" as the HF Trainer fills it in"),
+    "accelerate": ("--accelerate", "accelerate's YAML (`accelerate config`)"),
+    "training_args": ("--training-args", "Hugging Face TrainingArguments, as JSON or YAML"),
+    "torchtitan": ("--torchtitan", "torchtitan's TOML; MODEL may be left out where it names one that is known"),
+}  # fmt: skip
+FLAG_OF = {name: flag for name, (flag, _) in FILES.items()}
+
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare MODEL and every flag of a run on ``parser``."""
@@ -267,6 +276,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--megatron-args", metavar="ARGS",
         help="Megatron-LM's arguments in place of MODEL: the text, or a file (launch script or YAML)",
     )
+    files = parser.add_argument_group("configuration files, beside MODEL")
+    for name, (spelled, text) in FILES.items():
+        files.add_argument(spelled, dest=name, metavar="FILE", help=text)
     model.add_argument(
         "--mapping", choices=("builtin", "mbridge", "bridge"), default="builtin",
         help="who reads the config: this package, or mbridge or Megatron Bridge where it is installed",
@@ -300,6 +312,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def spelling(field: str) -> str:
     """The first spelling of the flag of "group.field"."""
     return next(flag.names.split()[0] for flag in FLAGS if flag.field == field)
+
+
+def spelling_or_name(group: str, field: str) -> str:
+    """The first spelling of the flag of a field; the field's name where it has none."""
+    return next((flag.names.split()[0] for flag in FLAGS if flag.field == f"{group}.{field}"), field)
 
 
 def _add(group: Any, flag: Flag, rule: Rule) -> None:

@@ -1,156 +1,273 @@
-"""``bridge-memory validate RUNS.jsonl``: predict measured runs, and say how far off the estimate is."""
+"""``bridge-memory validate FILE``: everything that is wrong with a configuration, each with its field and its fix.
+
+The file may be a DeepSpeed config, accelerate's YAML, TrainingArguments, torchtitan's TOML, a calculator's JSON, a
+Megatron Bridge YAML, Megatron-LM's arguments (text or launch script) or a model's config.json.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.report.write import check_target, write_text
+from bridge_memory.cli.run_flags import _integer
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.accuracy.corpus import Row
-    from bridge_memory.accuracy.errors import Errors, GroupAccuracy
-    from bridge_memory.accuracy.predictions import Outcome
-    from bridge_memory.accuracy.records import Record
+    from bridge_memory.readers.engines.sections import Notes, Problem
 
-SCHEMA = "bridge-memory/validate/1"
-GIB = 1 << 30
+SCHEMA = "bridge-memory/validate/2"
+EXIT_PROBLEMS = 2
+
+#: Kind -> what it is, for people.
+KINDS = {
+    "deepspeed": "a DeepSpeed config", "accelerate": "accelerate's YAML", "training_args": "TrainingArguments",
+    "torchtitan": "torchtitan's TOML", "calculator": "a calculator's JSON", "bridge": "a Megatron Bridge YAML",
+    "megatron": "Megatron-LM's arguments", "model": "a model's config.json",
+}  # fmt: skip
+#: Kind -> keys of which its files have some.
+_KEYS = {
+    "accelerate": ("distributed_type", "compute_environment", "fsdp_config", "deepspeed_config", "num_machines"),
+    "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size",
+                  "gradient_clipping", "steps_per_print", "zero_allow_untested_optimizer"),
+    "training_args": ("per_device_train_batch_size", "output_dir", "gradient_checkpointing", "learning_rate", "optim",
+                      "num_train_epochs", "deepspeed", "fsdp"),
+    "calculator": ("training", "parallelism", "engine", "hardware"),
+    "bridge": ("ddp", "train", "mixed_precision", "dataset", "tokenizer", "dist", "comm_overlap", "checkpoint",
+               "logger"),
+    "model": ("model_type", "architectures", "num_hidden_layers"),
+}  # fmt: skip
+_GIVE = "give a configuration file"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUNS.jsonl", nargs="?", help="measured runs, one JSON record a line")
-    add_output_arguments(parser, f"every record and the summary, by the schema {SCHEMA}", beside=True)
-    add_tables(parser)
+    """Declare the command's arguments."""
+    parser.add_argument("file", nargs="?", metavar="FILE", help="the configuration")
+    parser.add_argument("--kind", choices=tuple(KINDS), metavar="|".join(KINDS),
+                        help="what it is, where the file does not show it")
+    parser.add_argument("--num-gpus", "--world-size", type=_integer, metavar="N", dest="num_gpus",
+                        help="GPUs of the job, for what must agree with them")
+    add_output_arguments(parser, f"by the schema {SCHEMA}")
 
 
-def add_tables(parser: argparse.ArgumentParser) -> None:
-    """Declare which tables of records of memory are shown."""
-    parser.add_argument("--summary", action="store_true", help="the table by tier (the default)")
-    parser.add_argument("--by", choices=("tier", "family", "scale", "gpu", "feature"), help="a table by this")
-    parser.add_argument("--worst", type=int, metavar="N", help="the N largest misses, explained")
-    parser.add_argument("--folds", type=int, metavar="K", help="refit constants with families left out")
-
-
-def run(args: argparse.Namespace, rows_of_file: list[Row] | None = None) -> int:
-    """Score and print. ``rows_of_file``: where the corpus was read already."""
-    from bridge_memory.accuracy.errors import accuracy, by_group, summary
-    from bridge_memory.accuracy.predictions import predict_all
-    from bridge_memory.accuracy.records import load_runs, read_record
-
-    for name in ("worst", "folds"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise SpecError(f"--{name} is {value}; give 1 or more")
-    runs, beside = args.runs, args.json if isinstance(args.json, str) and args.json != "-" else None
-    if runs is None and beside:  # "--json RUNS.jsonl": the only file that is named holds the runs.
-        runs, beside = beside, None
-    if runs is None:
-        raise SpecError("RUNS.jsonl is missing; name a file of measured runs")
-    if beside:
-        check_target(beside, force=args.force, flag="--json")
-    records = load_runs(runs) if rows_of_file is None else list(map(read_record, rows_of_file))
-    outcomes = predict_all(records)
-    rows = summary(outcomes)
+def run(args: argparse.Namespace) -> int:
+    """Check and print. Returns 2 where anything is wrong, else 0."""
+    if args.file is None:
+        raise SpecError("FILE is missing; name a configuration file")
+    if args.num_gpus is not None and args.num_gpus < 1:
+        raise SpecError(f"--num-gpus ({args.num_gpus}) is below 1; give 1 or more")
+    kind, notes = checked(args.file, args.kind, args.num_gpus)
+    problems = [*notes.problems, *notes.ignored]
     if args.json:
-        document = {
-            "schema": SCHEMA,
-            "records": [o.as_json() for o in outcomes],
-            "summary": {row.group: row.as_json() for row in rows},
-        }
-        if args.by:
-            document["by"] = {row.group: row.as_json() for row in by_group(outcomes, args.by)}
-        text = json.dumps(document, indent=1) + "\n"
-        if beside is None:
-            sys.stdout.write(text)
-            return 0
-        write_text(beside, text, force=args.force, flag="--json")
-    if args.summary or not (args.by or args.worst or args.folds):
-        print(table(rows))
-        print(_statuses(outcomes))
-    if args.by:
-        print(table(by_group(outcomes, args.by)))
-    if args.worst:
-        print(worst(records, outcomes, args.worst))
-    if args.folds:
-        from bridge_memory.accuracy.folds import refit
-
-        left_out = refit(records, outcomes, args.folds)
-        print(f"Fitted constants chosen again with each of {args.folds} groups of families left out:")
-        print(table([*by_group(left_out, "tier"), accuracy("all", left_out)]))
-    return 0
+        json.dump(_document(args.file, kind, notes, problems), sys.stdout, indent=2)
+        print()
+    else:
+        _print(args.file, kind, notes, problems)
+    return EXIT_PROBLEMS if problems else 0
 
 
-def table(rows: Sequence[GroupAccuracy]) -> str:
-    """Percent errors: median, 90th percentile and worst of the absolute, then the signed mean."""
-    width = max([18, *(min(len(r.group), 44) for r in rows)])
-    head = f"{'':<{width}} {'':>11}  {'allocated, % off':^26}  {'max_allocated, % off':^26}"
-    names = f"{'':<{width}} {'':>11}" + 2 * f"  {'med':>5} {'p90':>6} {'worst':>6} {'bias':>6}"
-    lines = [head, names]
-    for r in rows:
-        for title, count, errors in (
-            (r.group, f"{r.ok}/{r.records} runs", r.per_record),
-            ("", f"{r.families} fam.", r.per_family),
-        ):
-            if not title and r.families == 1:
-                continue
-            lines.append(
-                f"{title[:width]:<{width}} {count:>11}"
-                + "".join(_cells(errors.get(metric)) for metric in ("allocated", "max_allocated"))
-            )
-    return "\n".join(line.rstrip() for line in lines)
+def checked(path: str, kind: str | None = None, world_size: int | None = None) -> tuple[str, Notes]:
+    """(kind of file, what is wrong with it). Raises SpecError for a file that cannot be read or is no configuration."""
+    from bridge_memory.files import read_text
+    from bridge_memory.readers.engines.files import table_of
+    from bridge_memory.readers.engines.sections import Notes
+
+    text = read_text(path, _GIVE)
+    kind = kind or kind_of(text, path)
+    notes = Notes(os.path.basename(path))
+    try:
+        if kind == "megatron":
+            _megatron(text, notes, world_size)
+        elif kind == "model":
+            from bridge_memory.readers.resolve import model_from_json_text
+
+            model_from_json_text(text, os.path.basename(path))
+        elif kind == "calculator":
+            _calculator(table_of(text, path), notes)
+        elif kind == "bridge":
+            _bridge(table_of(text, path), notes, world_size)
+        else:
+            notes = _engine_file(path, kind, world_size)
+    except SpecError as error:
+        notes.problems.append(_as_problem(str(error)))
+    return kind, notes
 
 
-def _cells(e: Errors | None) -> str:
-    if e is None:
-        return f"  {'-':>5} {'-':>6} {'-':>6} {'-':>6}"
-    return f"  {e.median:5.2%} {e.p90:6.2%} {e.worst:6.1%} {e.bias:+6.2%}".replace("%", "")
+def kind_of(text: str, path: str) -> str:
+    """What a file is, by its keys. Raises SpecError where it is no configuration that is known."""
+    from bridge_memory.readers.engines.files import table_of
+
+    name = os.path.basename(path)
+    if path.endswith(".jsonl") or _is_corpus(text):
+        raise SpecError(f"{name} holds measured runs; `bridge-memory accuracy` compares them with their predictions")
+    if path.endswith(".toml"):
+        return "torchtitan"
+    if "MODEL_ARGS:" in text or (not text.lstrip().startswith(("{", "[")) and "--" in text and _options(text)):
+        return "megatron"
+    table = table_of(text, path)
+    if "model" in table and not isinstance(table["model"], Mapping) and "training" not in table:
+        pass
+    elif "model" in table and any(key in table for key in _KEYS["calculator"]):
+        return "calculator"
+    elif isinstance(table.get("model"), Mapping):
+        return "bridge"
+    scores = {kind: sum(key in table for key in keys) for kind, keys in _KEYS.items()}
+    for dtype in ("bf16", "fp16"):  # a table in DeepSpeed's, a switch in the Trainer's
+        scores["deepspeed"] += isinstance(table.get(dtype), Mapping)
+        scores["training_args"] += isinstance(table.get(dtype), bool)
+    best = max(scores, key=lambda kind: scores[kind])
+    if not scores[best]:
+        raise SpecError(f"{name} looks like no configuration that is known; say what it is with --kind, or give one")
+    return best
 
 
-def _statuses(outcomes: Sequence[Outcome]) -> str:
-    lines, seen = [], set()
-    for o in outcomes:
-        if o.status != "ok" and o.id not in seen:
-            seen.add(o.id)
-            lines.append(f"{o.status}: {o.id}: {o.reason}")
-    return "\n".join(lines) or "every record was predicted"
+def _options(text: str) -> bool:
+    import re
+
+    return len(re.findall(r"(?m)(?:^|\s)--[a-z][a-z0-9-]+", text)) >= 2
 
 
-def worst(records: Sequence[Record], outcomes: Sequence[Outcome], count: int) -> str:
-    """The largest misses of both numbers with the stage's components and what is unusual about the run."""
-    from bridge_memory.accuracy.errors import METRICS
-    from bridge_memory.accuracy.features import non_default_options
-    from bridge_memory.accuracy.runs import run_of
-
-    by_id = {r.id: r for r in records}
-    blocks = []
-    for metric, error in METRICS.items():
-        ranked = sorted(
-            (o for o in outcomes if o.status == "ok" and error(o) is not None),
-            key=lambda o: -abs(error(o) or 0.0),
-        )
-        blocks.append(f"Largest misses of {metric}")
-        for o in _first_of_each_record(ranked)[:count]:
-            predicted = getattr(o, f"predicted_{metric}_bytes")
-            measured = getattr(o, f"measured_{metric}_bytes")
-            assert predicted is not None and measured is not None and o.stage is not None
-            blocks.append(
-                f"  {error(o):+.1%}  {o.id}  rank {o.rank}, stage {o.stage.stage}: predicted "
-                f"{predicted / GIB:.3f} GiB, measured {measured / GIB:.3f} GiB "
-                f"({(measured - predicted) / 2**20:+.1f} MiB unexplained); peak in {o.stage.peak_phase}"
-            )
-            parts = sorted(o.stage.components, key=lambda c: -c.bytes)[:12]
-            blocks.extend(f"      {c.bytes / 2**20:12.2f} MiB  {c.role!s:<10} {c.name}" for c in parts)
-            blocks.append("      options: " + " ".join(non_default_options(run_of(by_id[o.id]))))
-    return "\n".join(blocks)
+def _is_corpus(text: str) -> bool:
+    """JSON records, one a line."""
+    lines = text.split("\n", 2)
+    if len(lines) < 2 or not lines[0].startswith("{"):
+        return False
+    try:
+        return isinstance(json.loads(lines[0]), dict) and (not lines[1].strip() or lines[1].startswith("{"))
+    except (ValueError, RecursionError):
+        return False
 
 
-def _first_of_each_record(ranked: Sequence[Outcome]) -> list[Outcome]:
-    first: dict[str, Outcome] = {}
-    for o in ranked:
-        first.setdefault(o.id, o)
-    return list(first.values())
+def _engine_file(path: str, kind: str, world_size: int | None) -> Notes:
+    from bridge_memory.readers.engines.run import fields_of, settings_from_files
+    from bridge_memory.readers.engines.settings import Told
+    from bridge_memory.spec.run import GROUPS
+
+    settings = settings_from_files(**{kind: path}, told=Told(world_size=world_size))  # type: ignore[arg-type]
+    notes = settings.notes
+    if not notes.problems:
+        for group, fields in fields_of(settings).items():
+            try:
+                GROUPS[group](**fields)
+            except SpecError as error:
+                notes.problems.append(_as_problem(str(error)))
+    return notes
+
+
+def _calculator(table: Mapping[str, Any], notes: Notes) -> None:
+    from bridge_memory.calculator.form import read_form
+    from bridge_memory.calculator.runs import run_of
+
+    form = read_form(table, notes)
+    if not notes.problems:
+        run_of(form, notes)
+
+
+def _megatron(text: str, notes: Notes, world_size: int | None) -> None:
+    """What Megatron-LM's parser would not know, then what the run that the arguments describe is refused for."""
+    from difflib import get_close_matches
+
+    from bridge_memory.readers.megatron_args import read_arguments, run_from_megatron_args
+    from bridge_memory.readers.megatron_args.arguments import KNOWN, by_destination
+
+    raw = read_arguments(text)
+    for name in by_destination(dict(raw.values)):
+        if name not in KNOWN:
+            option = "--" + name.replace("_", "-")
+            near = get_close_matches(name, KNOWN, n=1, cutoff=0.75)
+            fix = f"did you mean --{near[0].replace('_', '-')}?" if near else "remove it"
+            notes.problem(option, "is no argument of Megatron-LM", fix)
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    least = 1
+    for name in sizes:
+        value = str(raw.values.get(name, 1))
+        least *= int(value) if value.isdecimal() and len(value) < 7 else 1
+    world = world_size or raw.world_size
+    if world is None:
+        world = least
+        notes.assume(f"{least} GPUs, the fewest that the parallel sizes allow (--num-gpus)")
+    found = run_from_megatron_args(text, world_size=world)
+    notes.not_modelled.extend(gap for gap in map(_gap, found.not_modelled) if "not an argument" not in gap)
+
+
+def _gap(sentence: str) -> Any:
+    from bridge_memory.spec.gaps import as_gap
+
+    return as_gap(sentence)
+
+
+def _bridge(table: Mapping[str, Any], notes: Notes, world_size: int | None) -> None:
+    """Fields that no part of a ConfigContainer has; and, where the file holds a whole container, what the run is
+    refused for."""
+    from difflib import get_close_matches
+
+    from bridge_memory.readers.config_container import run_from_config_container
+    from bridge_memory.readers.container_gaps import PARTS
+    from bridge_memory.readers.container_registry import HARMLESS, READ, known
+
+    for part, fields in table.items():
+        if not isinstance(fields, Mapping) or part not in PARTS:
+            continue
+        names = {*READ.get(part, ()), *HARMLESS.get(part, {})}
+        for name in fields:
+            if not name.startswith("_") and not known(part, name):
+                near = get_close_matches(name, names, n=1, cutoff=0.75)
+                notes.problem(f"{part}.{name}", "is no field that is known of a ConfigContainer",
+                              f"did you mean {part}.{near[0]}?" if near else "remove it")
+    model = table.get("model")
+    if isinstance(model, Mapping) and all(model.get(name) for name in ("hidden_size", "num_layers")):
+        run_from_config_container(_as_objects(table), world_size=world_size)
+    else:
+        notes.assume("a partial file: its fields are checked by name, not what they give together")
+
+
+def _as_objects(value: Any) -> Any:
+    """Tables as objects with attributes; what a YAML of Bridge writes by its import path as its last word."""
+    from types import SimpleNamespace
+
+    if isinstance(value, Mapping):
+        target = value.get("_target_")
+        if isinstance(target, str) and set(value) <= {"_target_", "_call_", "_args_"}:
+            arguments = value.get("_args_")
+            return arguments[0] if isinstance(arguments, list) and arguments else target.rsplit(".", 1)[-1]
+        return SimpleNamespace(**{k: _as_objects(v) for k, v in value.items() if not k.startswith("_")})
+    return [_as_objects(one) for one in value] if isinstance(value, list) else value
+
+
+def _as_problem(message: str) -> Problem:
+    """A refusal of one line as its field, what is wrong, and the fix."""
+    from bridge_memory.readers.engines.sections import Problem
+
+    what, semicolon, fix = message.rpartition("; ")
+    if not semicolon:
+        what, fix = message, "correct it"
+    field, _, rest = what.partition(" ")
+    return Problem(field.rstrip(":"), rest or "is wrong", fix)
+
+
+def _document(path: str, kind: str, notes: Notes, problems: list[Problem]) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA, "file": path, "kind": kind, "problems": [p._asdict() for p in problems],
+        "not_estimated": [p._asdict() for p in notes.refusals],
+        "not_modelled": [str(gap) for gap in notes.not_modelled], "assumptions": list(notes.assumptions),
+    }  # fmt: skip
+
+
+def _print(path: str, kind: str, notes: Notes, problems: list[Problem]) -> None:
+    from bridge_memory.report.document import Block, Bullets
+    from bridge_memory.report.printing import print_blocks
+
+    count = len(problems)
+    said = "nothing wrong" if not count else f"{count} problem{'s' * (count > 1)}"
+    blocks: list[Block] = [Bullets(f"{path}, {KINDS[kind]}: {said}", tuple(map(str, problems)))]
+    for title, items in (
+        ("Right, and not estimated here", tuple(map(str, notes.refusals))),
+        ("Not modelled", tuple(map(str, notes.not_modelled))), ("Assumed", tuple(notes.assumptions)),
+    ):  # fmt: skip
+        if items:
+            blocks.append(Bullets(title, items))
+    print_blocks(blocks)

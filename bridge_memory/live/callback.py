@@ -1,9 +1,16 @@
-"""``MemoryReport``, a callback of Megatron Bridge's training loop.
+"""``MemoryReport``, a callback of Megatron Bridge's training loop, and of loops of one's own.
 
     pretrain(config, forward_step, callbacks=[MemoryReport()])
 
-Bridge looks its events up by name (``training/callbacks.py: CallbackManager.add``), so nothing of Bridge is imported
-here. Its exceptions would end training, so every method is guarded.
+    with MemoryReport(run=run) as report:       # plain PyTorch, accelerate, DeepSpeed, torchtitan: see live/runs.py
+        for batch in loader:
+            ...
+            optimizer.step()
+            report.step()
+
+The Trainer of Hugging Face has ``live/hugging_face.py``. Bridge looks its events up by name
+(``training/callbacks.py: CallbackManager.add``), so nothing of Bridge is imported here. Its exceptions would end
+training, so every method is guarded.
 """
 
 from __future__ import annotations
@@ -14,10 +21,11 @@ from typing import Any
 
 from bridge_memory.live import gather, oom
 from bridge_memory.live.cuda import Reading, read_cuda
-from bridge_memory.live.guard import never_raises
+from bridge_memory.live.guard import never_raises, warn_once
 from bridge_memory.live.prediction import BUILT, FIRST_STEP, STEADY
 from bridge_memory.live.reporter import Reporter
 from bridge_memory.live.table import THRESHOLD
+from bridge_memory.spec import RunSpec
 
 
 class MemoryReport:
@@ -25,15 +33,18 @@ class MemoryReport:
     then every ``every`` steps (None: the container's ``logger.log_interval``).
 
     ``path``: the JSON-lines file, None for none. ``calibration``: where residuals are kept, None for nowhere.
-    ``threshold``: the share of a measured figure beyond which a stage gets a line of explanation. ``deadline``: seconds
-    that rank 0 waits for the readings of the others, until two reports in a row were without some of them. ``read``
-    takes (rank, stage) and gives a Reading.
+    ``run``: what is trained, a RunSpec or a function that gives one when the first report is due (what it raises is one
+    warning: the report then has torch's figures alone); for ``start``, ``step`` and ``end``, which are called after the
+    optimizer's steps. ``threshold``: the share of a measured figure beyond which a stage gets a line of explanation.
+    ``deadline``: seconds that rank 0 waits for the readings of the others, until two reports in a row were without
+    some of them. ``read`` takes (rank, stage) and gives a Reading.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str] | None = "memory_report.jsonl",
         *,
+        run: RunSpec | Callable[[], RunSpec] | None = None,
         every: int | None = None,
         calibration: str | os.PathLike[str] | None = None,
         threshold: float = THRESHOLD,
@@ -44,7 +55,9 @@ class MemoryReport:
         self._reporter = Reporter(
             path, calibration_path=calibration, threshold=threshold, deadline=deadline, emit=emit, read=read
         )
-        self._every = every
+        #: Steps from report to report; None: as the container says, or 100.
+        self.every = every
+        self._run = run
         self._optimizer_steps = 0
         self._config: Any = None
         self._watch = oom.Watch(self._tell_out_of_memory)
@@ -72,7 +85,61 @@ class MemoryReport:
     def on_train_end(self, context: Any) -> None:
         self._watch.stop()
 
+    # ---- a loop of one's own ----
+
+    @never_raises
+    def start(self) -> None:
+        """The model and the optimizer are built; no step is done."""
+        self._config = self._run_given()
+        self._optimizer_steps = 0
+        self._watch.start()
+        self._reporter.report(self._config, BUILT, 0)
+
+    @never_raises
+    def step(self) -> None:
+        """An optimizer step is done, on this rank and so on all of them."""
+        self._optimizer_steps += 1
+        moment = self._moment(self._optimizer_steps, self.every or 100)
+        if moment is not None:
+            if self._config is None:
+                self._config = self._run_given()
+            self._reporter.report(self._config, moment, self._optimizer_steps)
+
+    @never_raises
+    def end(self) -> None:
+        self._watch.stop()
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        return self._optimizer_steps
+
+    def forget(self) -> None:
+        """What is trained has changed, or is known better: the next report asks for it, and predicts, anew."""
+        self._config = None
+        self._reporter.forget()
+
+    def __enter__(self) -> MemoryReport:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:  # what ends training is told of where it ends the process
+            self.end()
+
+    def _run_given(self) -> Any:
+        try:
+            return self._run() if callable(self._run) else self._run
+        except Exception as error:
+            warn_once("reading what is trained", error)
+            return None
+
     # ---- what is due ----
+
+    def _moment(self, iteration: int, every: int) -> str | None:
+        if self._optimizer_steps in (1, 2):
+            return FIRST_STEP if self._optimizer_steps == 1 else STEADY
+        return STEADY if iteration % every == 0 else None
 
     def _due(self, context: Any, iteration: int) -> str | None:
         """The same on every rank: it depends on counters and the container alone."""
@@ -83,7 +150,7 @@ class MemoryReport:
             return FIRST_STEP
         if self._optimizer_steps == 2 and not skipped:
             return STEADY
-        every = self._every or getattr(getattr(self._config, "logger", None), "log_interval", None) or 100
+        every = self.every or getattr(getattr(self._config, "logger", None), "log_interval", None) or 100
         return STEADY if self._optimizer_steps > 2 and iteration % every == 0 else None
 
     def _tell_out_of_memory(self, wanted: int | None) -> None:

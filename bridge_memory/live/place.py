@@ -28,6 +28,11 @@ def place(stages: int) -> Place:
     return Place(rank, world, stage)
 
 
+def world_size() -> int:
+    """Ranks of the job."""
+    return _rank_and_world()[1]
+
+
 def _rank_and_world() -> tuple[int, int]:
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)

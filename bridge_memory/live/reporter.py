@@ -22,6 +22,7 @@ from bridge_memory.live.prediction import FIRST_STEP, STEADY, Prediction, predic
 from bridge_memory.live.table import THRESHOLD, notes, stage_records, text_table
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.report.units import ranges
+from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.theoretical_memory_utils import remarks, theoretical_memory_line
 
 _serial = itertools.count()
@@ -77,15 +78,25 @@ class Reporter:
         if not self._predicted:
             self._predicted = True
             try:
+                if config is None:
+                    raise SpecError("what is trained is not known; give MemoryReport a run")
                 machine = self.machine(config)
-                made = predict(run_from_config_container(config, implementation=machine.overrides()))
+                made = predict(
+                    _on_machine(config, machine) if isinstance(config, RunSpec)
+                    else run_from_config_container(config, implementation=machine.overrides())
+                )
                 self._prediction = replace(made, assumptions=(*made.assumptions, *machine.notes))
             except Exception as error:
                 warn_once("the prediction", error)
         return self._prediction
 
+    def forget(self) -> None:
+        """Predict anew at the next report."""
+        self._predicted, self._prediction = False, None
+
     def place(self, config: Any) -> Place:
-        stages = getattr(getattr(config, "model", None), "pipeline_model_parallel_size", 1) or 1
+        parallel = config.parallel if isinstance(config, RunSpec) else getattr(config, "model", None)
+        stages = getattr(parallel, "pipeline_model_parallel_size", 1) or 1
         return place(stages)
 
     def reading(self, where: Place) -> Reading:
@@ -196,7 +207,9 @@ class Reporter:
         )  # fmt: skip
 
     def _say_line(self, config: Any, num_microbatches: int | None) -> bool:
-        """Bridge's own line, for whoever parses logs; whether there is one."""
+        """Bridge's own line, for whoever parses logs; whether there is one. Loops that are not Bridge's have none."""
+        if config is None or isinstance(config, RunSpec):
+            return False
         try:
             line = theoretical_memory_line(config, num_microbatches)
         except Exception as error:
@@ -235,6 +248,13 @@ def _predicted(prediction: Prediction) -> list[PredictedStage]:
         )
         for s in prediction.stages
     ]  # fmt: skip
+
+
+def _on_machine(run: RunSpec, machine: Machine) -> RunSpec:
+    """``run`` with what this process has of torch and the GPU."""
+    names = ("gpu_arch", "torch", "expandable_segments", "cublas_workspace_bytes")
+    found = {name: fact.value for name, fact in machine.facts.items() if name in names}
+    return run.with_(implementation=replace(run.implementation, **found))
 
 
 def _has_logger(state: Any) -> bool:

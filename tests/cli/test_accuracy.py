@@ -28,14 +28,20 @@ def test_a_corpus_of_speed(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert "aa|13B|8192|128" in text and "median Spearman" in text and "precision" in text and "recall" in text
 
 
-def test_a_corpus_of_memory_is_validates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_corpus_of_memory_is_told_by_its_fields(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     some = tmp_path / "runs.jsonl"
     some.write_text("\n".join(MEMORY.read_text().splitlines()[100:104]) + "\n")
-    shown = []
-    for command in ("accuracy", "validate"):
-        assert main([command, str(some), "--by", "gpu"]) == 0
-        shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1]
+    assert main(["accuracy", str(some), "--by", "gpu"]) == 0
+    assert "max_allocated, % off" in capsys.readouterr().out
+
+
+def test_validate_of_measured_runs_answers_with_the_new_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    some = tmp_path / "runs.jsonl"
+    some.write_text("\n".join(MEMORY.read_text().splitlines()[100:104]) + "\n")
+    assert main(["validate", str(some)]) == 2
+    assert "bridge-memory accuracy" in capsys.readouterr().err
 
 
 def test_rows_that_cannot_be_read_are_counted_by_reason(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -132,17 +132,17 @@ def test_validate_takes_its_json_as_every_command_and_as_a_file(
     runs.write_text(corpus.read_text().splitlines()[100] + "\n")
     answers = []
     for flags in (["--json"], ["--format", "json"], ["--json", "-"]):
-        assert main(["validate", str(runs), *flags]) == 0
+        assert main(["accuracy", str(runs), *flags]) == 0
         answers.append(capsys.readouterr().out)
-    assert main(["validate", "--json", str(runs)]) == 0
+    assert main(["accuracy", "--json", str(runs)]) == 0
     answers.append(capsys.readouterr().out)
-    assert main(["validate", str(runs), "--output", str(out)]) == 0
+    assert main(["accuracy", str(runs), "--output", str(out)]) == 0
     answers.append(out.read_text())
-    assert main(["validate", "--json", str(out), "--force", str(runs)]) == 0
+    assert main(["accuracy", "--json", str(out), "--force", str(runs)]) == 0
     assert "max_allocated" in capsys.readouterr().out
     answers.append(out.read_text())
-    assert len(set(answers)) == 1 and json.loads(answers[0])["schema"] == "bridge-memory/validate/1"
-    refused(capsys, "validate", "--json")
+    assert len(set(answers)) == 1 and json.loads(answers[0])["schema"] == "bridge-memory/accuracy-memory/1"
+    refused(capsys, "accuracy", "--json")
 
 
 def test_an_output_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

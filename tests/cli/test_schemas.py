@@ -17,12 +17,13 @@ jsonschema = pytest.importorskip("jsonschema")
 
 SCHEMAS = Path(bridge_memory.__file__).parent / "report"
 SPEEDS = Path(__file__).parents[1] / "data" / "throughput" / "runs.jsonl"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 RUNS = Path(__file__).parents[1] / "data" / "measurements" / "runs.jsonl"
 LOG = "[Rank 0] (after 2 iterations) memory (MB) | allocated: 1000.0 | max allocated: 2000.0 | reserved: 2100.0"
 
 
-def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
-    assert main([*argv, "--format", "json"]) == 0
+def printed(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> Any:
+    assert main([*argv, "--format", "json"]) == code
     return json.loads(capsys.readouterr().out)
 
 
@@ -40,9 +41,14 @@ def of_every_kind(capsys: pytest.CaptureFixture[str], command: str, tmp_path: Pa
             printed(capsys, command, str(snapshot)), printed(capsys, command, str(snapshot), *model),
         ]
     if command == "validate":
-        runs = tmp_path / "runs.jsonl"
-        runs.write_text("\n".join(RUNS.read_text().splitlines()[100:110]) + "\n")
-        return [printed(capsys, command, str(runs), "--by", "gpu")]
+        good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+        good.write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
+        bad.write_text('{"zero_optimization": {"stage": 7}, "steps_per_prnt": 3}')
+        return [printed(capsys, command, str(good)), printed(capsys, command, str(bad), code=2)]
+    if command == "calculate":
+        return [printed(capsys, command, "--config", str(EXAMPLES / "megatron_lm.json"))]
+    if command == "quick":
+        return [printed(capsys, command, "1", "--engine", "megatron_lm", "--gpus", "2")]
     if command == "rehearse":
         pytest.importorskip("megatron.core")
         local = [command, *model, "--transformer-impl", "local"]

@@ -216,7 +216,7 @@ def test_the_record_of_a_loop_is_read_by_validate(tmp_path: Path, capsys: pytest
     assert outcome.stage is not None and outcome.stage.stage == 3
     assert outcome.measured_max_allocated_bytes == found.peak
     assert record.framework["torch"] and record.framework["megatron_core"]
-    assert main(["validate", str(path), "--summary"]) == 0
+    assert main(["accuracy", str(path), "--summary"]) == 0
     assert "every record was predicted" in capsys.readouterr().out
     text = "\n".join(found.lines())
     assert "peak of step 2" in text and "meaningless" in text

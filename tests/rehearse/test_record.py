@@ -1,4 +1,4 @@
-"""Records of rehearsals are read by ``bridge-memory validate``, and predicted at the rank that was measured."""
+"""Records of rehearsals are read by ``bridge-memory accuracy``, and predicted at the rank that was measured."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_measured_rank_is_predicted(corpus: Path) -> None:
 
 
 def test_validate_reads_the_file(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", str(corpus), "--worst", "1", "--summary"]) == 0
+    assert main(["accuracy", str(corpus), "--worst", "1", "--summary"]) == 0
     text = capsys.readouterr().out
     assert "every record was predicted" in text
     assert "3/3 runs" in text

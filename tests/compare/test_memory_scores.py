@@ -1,4 +1,4 @@
-"""``bridge-memory validate``: what the command prints and writes."""
+"""``bridge-memory accuracy`` of memory: what the command prints and writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_memory.cli import validate
+from bridge_memory.cli import memory_scores as validate
 from bridge_memory.spec import SpecError
 
 CORPUS = Path(__file__).parents[1] / "data" / "measurements" / "runs.jsonl"
@@ -30,7 +30,7 @@ def run(*argv: str) -> int:
 def test_the_json_lists_every_rank_and_the_summary(tmp_path: Path, capsys) -> None:
     assert run(str(record(tmp_path)), "--json", "-") == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["schema"] == "bridge-memory/validate/1"
+    assert document["schema"] == "bridge-memory/accuracy-memory/1"
     (entry,) = document["records"]
     assert set(entry) == {
         "id", "family", "tier", "rank", "status", "reason", "predicted_allocated_bytes",

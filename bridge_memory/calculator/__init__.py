@@ -1,0 +1,182 @@
+"""The names that users of GPU memory calculators know, over this package's estimate.
+
+    from bridge_memory.calculator import EngineConfig, GPUConfig, GPUMemoryCalculator, ModelConfig, TrainingConfig
+
+    result = GPUMemoryCalculator(
+        ModelConfig(name="meta-llama/Llama-3.1-8B"), TrainingConfig(batch_size=1, dtype="bf16"),
+        engine_config=EngineConfig(type="deepspeed", zero_stage=3), gpu_config=GPUConfig(num_gpus=8, gpu_memory_gb=80),
+    ).calculate()
+    result.total_memory_per_gpu_gb, result.fits_on_gpu, result.estimate
+
+Nothing is computed here: ``result.estimate`` is the whole answer, with every tensor, assumption and gap. Figures that
+end in ``_gb`` are in GiB (2**30 bytes).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from bridge_memory.calculator.form import (
+    EngineConfig,
+    Form,
+    GPUConfig,
+    ModelConfig,
+    ParallelismConfig,
+    TrainingConfig,
+    as_mapping,
+    read_form,
+)
+from bridge_memory.calculator.runs import card_of, run_of
+from bridge_memory.components import Role
+from bridge_memory.estimate import estimate, peaks
+from bridge_memory.readers.engines.files import read_table
+from bridge_memory.readers.engines.sections import Notes
+from bridge_memory.report.gpus import GIB, Fit, Gpu, Verdict, fits, margin_bytes
+from bridge_memory.result import Estimate
+from bridge_memory.spec import RunSpec, SpecError
+
+__all__ = [
+    "EngineConfig",
+    "Form",
+    "GPUConfig",
+    "GPUMemoryCalculator",
+    "MemoryBreakdown",
+    "MemoryResult",
+    "ModelConfig",
+    "ParallelismConfig",
+    "TrainingConfig",
+]
+
+#: A batch beyond this is not looked for.
+MOST_BATCH = 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBreakdown:
+    """What the peak of the fullest GPU is made of, GiB; they add up to it."""
+
+    model_params_gb: float
+    gradients_gb: float
+    optimizer_states_gb: float
+    activations_gb: float
+    #: Lasting workspaces and tables, and what an operation needs in passing.
+    overhead_gb: float
+
+    @property
+    def total_memory_gb(self) -> float:
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryResult:
+    """The answer. ``_gb`` is GiB; the peak is what torch reports as max_memory_allocated."""
+
+    total_memory_per_gpu_gb: float
+    #: Of all GPUs, each at the peak of its pipeline stage.
+    total_memory_all_gpus_gb: float
+    #: Host memory of offloaded states, on all GPUs together.
+    cpu_memory_gb: float
+    breakdown: MemoryBreakdown
+    #: False also where something that is not modelled may decide it; see ``fit.verdict``.
+    fits_on_gpu: bool
+    #: The peak and its margin (context, NCCL, fragmentation) over what the card has.
+    memory_utilization_percent: float
+    #: The largest ``batch_size`` that fits; None where not even 1 does.
+    recommended_batch_size: int | None
+    estimate: Estimate = field(repr=False)
+    fit: Fit = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, without the estimate."""
+        out: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("total_memory_per_gpu_gb", "total_memory_all_gpus_gb", "cpu_memory_gb", "fits_on_gpu",
+                         "memory_utilization_percent", "recommended_batch_size")
+        }  # fmt: skip
+        return {**out, "verdict": str(self.fit.verdict), "breakdown": asdict(self.breakdown)}
+
+
+class GPUMemoryCalculator:
+    """A run in the calculator's words. Raises SpecError, a ValueError of one line, for what is wrong or unknown."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig | None = None,
+        training_config: TrainingConfig | None = None,
+        parallelism_config: ParallelismConfig | None = None,
+        engine_config: EngineConfig | None = None,
+        gpu_config: GPUConfig | None = None,
+    ) -> None:
+        given = {
+            "model": model_config, "training": training_config, "parallelism": parallelism_config,
+            "engine": engine_config, "hardware": gpu_config,
+        }  # fmt: skip
+        form = Form(**{name: part for name, part in given.items() if part is not None})  # type: ignore[arg-type]
+        mapping = as_mapping(form)
+        if gpu_config is None:
+            del mapping["hardware"]
+        self._read(mapping, Notes("calculator"))
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], name: str = "configuration") -> GPUMemoryCalculator:
+        """Of a parsed file of that form."""
+        calculator = cls.__new__(cls)
+        calculator._read(config, Notes(name))
+        return calculator
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> GPUMemoryCalculator:
+        """Of a JSON file of that form."""
+        name = os.fspath(path)
+        return cls.from_dict(read_table(name, "give a calculator's JSON"), os.path.basename(name))
+
+    def _read(self, config: Mapping[str, Any], notes: Notes) -> None:
+        self.form = read_form(config, notes)
+        #: The run that is estimated.
+        self.run: RunSpec = run_of(self.form, notes)
+        #: The card that it is to fit on.
+        self.gpu: Gpu = card_of(self.form.hardware.gpu_memory_gb)
+
+    def calculate(self) -> MemoryResult:
+        """Estimate the run. Raises SpecError for what cannot be estimated."""
+        result = estimate(self.run)
+        (fit,) = fits(result, [self.gpu])
+        worst, parallel = result.peak_stage, self.run.parallel
+        ranks = parallel.world_size // len(result.stages)
+        gib = {role: worst.bytes_of(role) / GIB for role in Role}
+        return MemoryResult(
+            total_memory_per_gpu_gb=worst.peak_bytes / GIB,
+            total_memory_all_gpus_gb=sum(stage.peak_bytes for stage in result.stages) * ranks / GIB,
+            cpu_memory_gb=sum(stage.host_bytes for stage in result.stages) * ranks / GIB,
+            breakdown=MemoryBreakdown(
+                model_params_gb=gib[Role.WEIGHTS], gradients_gb=gib[Role.GRADIENTS],
+                optimizer_states_gb=gib[Role.OPTIMIZER], activations_gb=gib[Role.ACTIVATION],
+                overhead_gb=gib[Role.BUFFERS] + gib[Role.TRANSIENT],
+            ),
+            fits_on_gpu=fit.verdict is Verdict.FITS,
+            memory_utilization_percent=100 * (fit.peak_bytes + fit.margin_bytes) / fit.capacity_bytes,
+            recommended_batch_size=self._largest_batch(), estimate=result, fit=fit,
+        )  # fmt: skip
+
+    def _largest_batch(self) -> int | None:
+        """The largest micro batch whose peak fits with its margin, by doubling and halving."""
+        low, high = 0, 1
+        while high <= MOST_BATCH and self._fits(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(middle) else (low, middle)
+        return low or None
+
+    def _fits(self, batch: int) -> bool:
+        was = self.run.batch
+        steps = (was.global_batch_size or was.micro_batch_size) // was.micro_batch_size
+        try:
+            run = self.run.with_(batch=replace(was, micro_batch_size=batch, global_batch_size=steps * batch))
+        except SpecError:
+            return False
+        peak = max(stage.peak_bytes for stage in peaks(run))
+        return peak + margin_bytes(peak, run.parallel.world_size) <= self.gpu.capacity_bytes

@@ -1,0 +1,156 @@
+"""``bridge-memory accuracy RUNS.jsonl`` of memory: predict measured runs, and say how far off the estimate is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.report.write import check_target, write_text
+from bridge_memory.spec import SpecError
+
+if TYPE_CHECKING:
+    from bridge_memory.accuracy.corpus import Row
+    from bridge_memory.accuracy.errors import Errors, GroupAccuracy
+    from bridge_memory.accuracy.predictions import Outcome
+    from bridge_memory.accuracy.records import Record
+
+SCHEMA = "bridge-memory/accuracy-memory/1"
+GIB = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUNS.jsonl", nargs="?", help="measured runs, one JSON record a line")
+    add_output_arguments(parser, f"every record and the summary, by the schema {SCHEMA}", beside=True)
+    add_tables(parser)
+
+
+def add_tables(parser: argparse.ArgumentParser) -> None:
+    """Declare which tables of records of memory are shown."""
+    parser.add_argument("--summary", action="store_true", help="the table by tier (the default)")
+    parser.add_argument("--by", choices=("tier", "family", "scale", "gpu", "feature"), help="a table by this")
+    parser.add_argument("--worst", type=int, metavar="N", help="the N largest misses, explained")
+    parser.add_argument("--folds", type=int, metavar="K", help="refit constants with families left out")
+
+
+def run(args: argparse.Namespace, rows_of_file: list[Row] | None = None) -> int:
+    """Score and print. ``rows_of_file``: where the corpus was read already."""
+    from bridge_memory.accuracy.errors import accuracy, by_group, summary
+    from bridge_memory.accuracy.predictions import predict_all
+    from bridge_memory.accuracy.records import load_runs, read_record
+
+    for name in ("worst", "folds"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise SpecError(f"--{name} is {value}; give 1 or more")
+    runs, beside = args.runs, args.json if isinstance(args.json, str) and args.json != "-" else None
+    if runs is None and beside:  # "--json RUNS.jsonl": the only file that is named holds the runs.
+        runs, beside = beside, None
+    if runs is None:
+        raise SpecError("RUNS.jsonl is missing; name a file of measured runs")
+    if beside:
+        check_target(beside, force=args.force, flag="--json")
+    records = load_runs(runs) if rows_of_file is None else list(map(read_record, rows_of_file))
+    outcomes = predict_all(records)
+    rows = summary(outcomes)
+    if args.json:
+        document = {
+            "schema": SCHEMA,
+            "records": [o.as_json() for o in outcomes],
+            "summary": {row.group: row.as_json() for row in rows},
+        }
+        if args.by:
+            document["by"] = {row.group: row.as_json() for row in by_group(outcomes, args.by)}
+        text = json.dumps(document, indent=1) + "\n"
+        if beside is None:
+            sys.stdout.write(text)
+            return 0
+        write_text(beside, text, force=args.force, flag="--json")
+    if args.summary or not (args.by or args.worst or args.folds):
+        print(table(rows))
+        print(_statuses(outcomes))
+    if args.by:
+        print(table(by_group(outcomes, args.by)))
+    if args.worst:
+        print(worst(records, outcomes, args.worst))
+    if args.folds:
+        from bridge_memory.accuracy.folds import refit
+
+        left_out = refit(records, outcomes, args.folds)
+        print(f"Fitted constants chosen again with each of {args.folds} groups of families left out:")
+        print(table([*by_group(left_out, "tier"), accuracy("all", left_out)]))
+    return 0
+
+
+def table(rows: Sequence[GroupAccuracy]) -> str:
+    """Percent errors: median, 90th percentile and worst of the absolute, then the signed mean."""
+    width = max([18, *(min(len(r.group), 44) for r in rows)])
+    head = f"{'':<{width}} {'':>11}  {'allocated, % off':^26}  {'max_allocated, % off':^26}"
+    names = f"{'':<{width}} {'':>11}" + 2 * f"  {'med':>5} {'p90':>6} {'worst':>6} {'bias':>6}"
+    lines = [head, names]
+    for r in rows:
+        for title, count, errors in (
+            (r.group, f"{r.ok}/{r.records} runs", r.per_record),
+            ("", f"{r.families} fam.", r.per_family),
+        ):
+            if not title and r.families == 1:
+                continue
+            lines.append(
+                f"{title[:width]:<{width}} {count:>11}"
+                + "".join(_cells(errors.get(metric)) for metric in ("allocated", "max_allocated"))
+            )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cells(e: Errors | None) -> str:
+    if e is None:
+        return f"  {'-':>5} {'-':>6} {'-':>6} {'-':>6}"
+    return f"  {e.median:5.2%} {e.p90:6.2%} {e.worst:6.1%} {e.bias:+6.2%}".replace("%", "")
+
+
+def _statuses(outcomes: Sequence[Outcome]) -> str:
+    lines, seen = [], set()
+    for o in outcomes:
+        if o.status != "ok" and o.id not in seen:
+            seen.add(o.id)
+            lines.append(f"{o.status}: {o.id}: {o.reason}")
+    return "\n".join(lines) or "every record was predicted"
+
+
+def worst(records: Sequence[Record], outcomes: Sequence[Outcome], count: int) -> str:
+    """The largest misses of both numbers with the stage's components and what is unusual about the run."""
+    from bridge_memory.accuracy.errors import METRICS
+    from bridge_memory.accuracy.features import non_default_options
+    from bridge_memory.accuracy.runs import run_of
+
+    by_id = {r.id: r for r in records}
+    blocks = []
+    for metric, error in METRICS.items():
+        ranked = sorted(
+            (o for o in outcomes if o.status == "ok" and error(o) is not None),
+            key=lambda o: -abs(error(o) or 0.0),
+        )
+        blocks.append(f"Largest misses of {metric}")
+        for o in _first_of_each_record(ranked)[:count]:
+            predicted = getattr(o, f"predicted_{metric}_bytes")
+            measured = getattr(o, f"measured_{metric}_bytes")
+            assert predicted is not None and measured is not None and o.stage is not None
+            blocks.append(
+                f"  {error(o):+.1%}  {o.id}  rank {o.rank}, stage {o.stage.stage}: predicted "
+                f"{predicted / GIB:.3f} GiB, measured {measured / GIB:.3f} GiB "
+                f"({(measured - predicted) / 2**20:+.1f} MiB unexplained); peak in {o.stage.peak_phase}"
+            )
+            parts = sorted(o.stage.components, key=lambda c: -c.bytes)[:12]
+            blocks.extend(f"      {c.bytes / 2**20:12.2f} MiB  {c.role!s:<10} {c.name}" for c in parts)
+            blocks.append("      options: " + " ".join(non_default_options(run_of(by_id[o.id]))))
+    return "\n".join(blocks)
+
+
+def _first_of_each_record(ranked: Sequence[Outcome]) -> list[Outcome]:
+    first: dict[str, Outcome] = {}
+    for o in ranked:
+        first.setdefault(o.id, o)
+    return list(first.values())

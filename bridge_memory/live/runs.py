@@ -1,0 +1,231 @@
+"""What training loops hold in their hands -> the RunSpec of a report.
+
+    MemoryReport(run=lambda: run_of_accelerator(accelerator, model, micro_batch_size=4, seq_length=2048))
+    MemoryReport(run=lambda: run_of_deepspeed(engine, seq_length=2048))
+    MemoryReport(run=lambda: run_of_torchtitan(job_config))
+
+Everything is read from the objects by the readers of the files that made them; nothing of accelerate, DeepSpeed or
+torchtitan is imported. Each raises SpecError where the run cannot be estimated, and whatever an object raises that is
+not what it seems: ``MemoryReport`` turns either into one warning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from bridge_memory.live.place import world_size
+from bridge_memory.readers import model_from_hf_config
+from bridge_memory.readers.engines.accelerate import read_accelerate
+from bridge_memory.readers.engines.deepspeed import read_deepspeed
+from bridge_memory.readers.engines.run import fields_of, settle
+from bridge_memory.readers.engines.sections import Notes
+from bridge_memory.readers.engines.settings import Settings, Told
+from bridge_memory.readers.engines.torchtitan import read_torchtitan
+from bridge_memory.readers.engines.training_args import read_training_args
+from bridge_memory.readers.resolve import resolve_model
+from bridge_memory.releases import release_in
+from bridge_memory.spec import ModelSpec, ParallelSpec, RunSpec, SpecError
+from bridge_memory.spec.gaps import Effect
+from bridge_memory.spec.run import GROUPS
+
+#: torch's dtypes by their last word.
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def run_of_trainer(
+    args: Any, model: Any, *, seq_length: int | None = None, micro_batch_size: int | None = None
+) -> RunSpec:
+    """``args``: a TrainingArguments; ``model``: the Trainer's. ``seq_length``, ``micro_batch_size``: of a batch that
+    was seen; None: as ``args`` say."""
+    spec = model_of(model)
+    settings = Settings(Notes("TrainingArguments"))
+    told = _told(spec)
+    given = args.to_dict()
+    # What TrainingArguments made of themselves: lists of words, tables that they read from files.
+    given["fsdp"] = [getattr(word, "value", word) for word in given.get("fsdp") or []]
+    filled = getattr(args, "hf_deepspeed_config", None)
+    if filled is not None:
+        given["deepspeed"] = dict(filled.config)
+    if getattr(args, "n_gpu", 1) > 1 and told.world_size == 1:
+        raise SpecError(f"n_gpu is {args.n_gpu}: DataParallel in one process is not estimated; start it with torchrun")
+    given["use_cpu"] = False
+    read_training_args(given, settings, told, _no_files)
+    if getattr(args, "world_size", 1) > 1 and settings.engine is None:
+        settings.set(data_parallel__engine="ddp")
+    settings.set(batch__seq_length=seq_length, batch__micro_batch_size=micro_batch_size)
+    return _run(spec, settings, model)
+
+
+def run_of_accelerator(
+    accelerator: Any, model: Any, *, micro_batch_size: int, seq_length: int, optimizer: Any = None
+) -> RunSpec:
+    """``accelerator``: an ``accelerate.Accelerator``, ``model``: the Hugging Face model that it prepared."""
+    spec = model_of(model)
+    settings = Settings(Notes("accelerate"))
+    told = _told(spec)
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    precision = str(accelerator.mixed_precision)
+    settings.set(batch__micro_batch_size=micro_batch_size)
+    config: dict[str, Any] = {
+        "distributed_type": kind if told.world_size != 1 or kind in ("FSDP", "DEEPSPEED") else "NO",
+        "mixed_precision": precision, "num_processes": told.world_size,
+    }  # fmt: skip
+    if kind == "DEEPSPEED":
+        read_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, settings, told)
+    else:
+        if kind == "FSDP":
+            config["fsdp_config"] = _fsdp(accelerator.state.fsdp_plugin)
+        read_accelerate(config, settings, told, _no_files)
+    settings.accumulation = settings.accumulation or int(accelerator.gradient_accumulation_steps)
+    settings.set(batch__micro_batch_size=micro_batch_size, batch__seq_length=seq_length)
+    _optimizer(optimizer, settings)
+    return _run(spec, settings, model)
+
+
+def run_of_deepspeed(engine: Any, *, seq_length: int, model: Any = None) -> RunSpec:
+    """``engine``: what ``deepspeed.initialize`` returned; ``model``: the Hugging Face model, if not its module."""
+    model = engine.module if model is None else model
+    spec = model_of(model)
+    settings = Settings(Notes("DeepSpeed"))
+    config = getattr(engine, "config", None)
+    read_deepspeed(config if isinstance(config, Mapping) else engine._config._param_dict, settings, _told(spec))
+    settings.set(batch__seq_length=seq_length)
+    if settings.get("optimizer", "optimizer") is None:
+        _optimizer(getattr(engine, "basic_optimizer", None), settings)
+    return _run(spec, settings, model)
+
+
+def run_of_torchtitan(job_config: Any, model: ModelSpec | str | None = None) -> RunSpec:
+    """``job_config``: torchtitan's JobConfig; ``model``: where it names none that is known here."""
+    settings = Settings(Notes("torchtitan"))
+    table = {k: _written(v) for k, v in dataclasses.asdict(job_config).items()}
+    read_torchtitan({k: v for k, v in table.items() if isinstance(v, Mapping)}, settings, Told(world_size=world_size()))
+    name = model if model is not None else settings.model
+    if name is None:
+        raise SpecError("the model of this job_config is not known here; give model=")
+    return _run(resolve_model(name) if isinstance(name, str) else name, settings, None)
+
+
+def model_of(model: Any) -> ModelSpec:
+    """The spec of a Hugging Face model, wrapped or not, by its config."""
+    for _ in range(8):
+        config = getattr(model, "config", None)
+        if config is not None and hasattr(config, "to_dict"):
+            kind = str(getattr(config, "_name_or_path", "") or type(config).__name__)
+            return model_from_hf_config(config.to_dict(), kind)
+        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+        if inner is None:
+            break
+        model = inner
+    raise SpecError(f"model ({type(model).__name__}) has no Hugging Face config; give MemoryReport a RunSpec as run")
+
+
+def _told(spec: ModelSpec) -> Told:
+    import sys
+
+    release = release_in(getattr(sys.modules.get("transformers"), "__version__", None))
+    told = Told(world_size=world_size(), hidden_size=spec.hidden_size)
+    return told if release is None else dataclasses.replace(told, transformers=release)
+
+
+def _no_files(path: str) -> Mapping[str, Any]:
+    raise SpecError(f"{path} is not read here; give its contents")
+
+
+def _written(value: Any) -> Any:
+    """A dataclass's fields as a TOML would have them."""
+    if not isinstance(value, Mapping):
+        return value
+    return {k: _written(v) for k, v in value.items() if v is not None}
+
+
+def _fsdp(plugin: Any) -> dict[str, Any]:
+    """A FullyShardedDataParallelPlugin as the YAML that would make it."""
+    def name(value: Any) -> Any:
+        return getattr(value, "name", value)
+
+    wrap = plugin.auto_wrap_policy
+    offload = plugin.cpu_offload
+    found = {
+        "fsdp_version": getattr(plugin, "fsdp_version", 1), "fsdp_sharding_strategy": name(plugin.sharding_strategy),
+        "fsdp_reshard_after_forward": plugin.reshard_after_forward, "fsdp_use_orig_params": plugin.use_orig_params,
+        "fsdp_backward_prefetch": name(plugin.backward_prefetch), "fsdp_forward_prefetch": plugin.forward_prefetch,
+        "fsdp_auto_wrap_policy": "NO_WRAP" if wrap is None else (
+            "SIZE_BASED_WRAP" if "size" in getattr(wrap, "__name__", "") else "TRANSFORMER_BASED_WRAP"),
+        "fsdp_offload_params": offload if isinstance(offload, bool) else bool(
+            getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy")),
+        "fsdp_activation_checkpointing": bool(plugin.activation_checkpointing),
+    }  # fmt: skip
+    if found["fsdp_version"] == 1:
+        found["fsdp_reshard_after_forward"] = None
+    return {k: v for k, v in found.items() if v is not None}
+
+
+#: Class of an optimizer -> (spec's name, how it updates where that is not said).
+_OPTIMIZERS = {
+    "AdamW": ("adamw", None), "Adam": ("adam", None), "SGD": ("sgd", None), "FusedAdam": ("adamw", "fused"),
+    "DeepSpeedCPUAdam": ("adamw", None), "Lion": ("lion", "fused"), "FusedLion": ("lion", "fused"),
+    "AdamW8bit": ("adamw_8bit", "fused"), "PagedAdamW8bit": ("adamw_8bit", "fused"),
+    "Adafactor": ("adafactor", "for-loop"),
+}  # fmt: skip
+
+
+def _optimizer(optimizer: Any, settings: Settings) -> None:
+    """The optimizer that runs, behind accelerate's wrapper; one that is not known leaves AdamW, which is said."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    known = _OPTIMIZERS.get(type(inner).__name__)
+    if known is None:
+        settings.set(optimizer__optimizer="adamw")
+        settings.notes.assume(f"torch's AdamW in place of the optimizer ({type(inner).__name__})")
+        return
+    defaults = getattr(inner, "defaults", {})
+    asked = "fused" if defaults.get("fused") else "for-loop" if defaults.get("foreach") is False else "foreach"
+    settings.set(optimizer__optimizer=known[0], optimizer__torch_implementation=known[1] or asked)
+    if known[0] == "sgd":
+        settings.set(optimizer__sgd_momentum=float(defaults.get("momentum", 0.0)))
+    if type(inner).__name__.startswith("Paged"):
+        settings.set(optimizer__paged=True)
+
+
+def _loaded(model: Any, settings: Settings) -> None:
+    """What the model that was built says of itself."""
+    inner = model
+    while getattr(inner, "module", None) is not None:
+        inner = inner.module
+    config = getattr(inner, "config", None)
+    attention = getattr(config, "_attn_implementation", None)
+    if attention in ("eager", "sdpa", "flash_attention_2"):
+        settings.set(transformers__attn_implementation=attention)
+    if getattr(inner, "is_gradient_checkpointing", False):
+        settings.set(transformers__gradient_checkpointing=True)
+    elif getattr(config, "use_cache", False) and settings.get("transformers", "use_cache") is None:
+        settings.set(transformers__use_cache=True)
+    parameters = list(inner.parameters()) if hasattr(inner, "parameters") else []
+    dtypes = {str(p.dtype).rsplit(".", 1)[-1] for p in parameters if p.requires_grad}
+    if settings.engine in ("single", "ddp") and len(dtypes) == 1 and (dtype := _DTYPES.get(*dtypes)):
+        settings.set(precision__params_dtype=dtype)
+        if dtype != "fp32":
+            settings.groups.get("transformers", {}).pop("autocast", None)
+    if getattr(inner, "peft_config", None):
+        settings.notes.gap("peft_config: frozen weights beside adapters, counted as if all trained", Effect.DOWN)
+
+
+def _run(spec: ModelSpec, settings: Settings, model: Any) -> RunSpec:
+    import sys
+
+    world = world_size()
+    if model is not None:
+        _loaded(model, settings)
+    release = release_in(getattr(sys.modules.get("transformers"), "__version__", None))
+    if release is not None:
+        settings.set(transformers__transformers_version=release)
+    settings.notes.check()
+    given = fields_of(settings)
+    settle(given, settings, world)
+    groups: dict[str, Any] = {name: GROUPS[name](**fields) for name, fields in given.items() if name != "parallel"}
+    return RunSpec(
+        model=spec, parallel=ParallelSpec(world_size=world), assumptions=tuple(settings.notes.assumptions),
+        not_modelled=tuple(settings.notes.not_modelled), **groups,
+    )  # fmt: skip

@@ -1,0 +1,173 @@
+"""Configuration files of DeepSpeed, accelerate, the HF Trainer and torchtitan -> settings of one run.
+
+    settings_from_files(deepspeed="ds_config.json", training_args="args.yaml", told=Told(world_size=8))
+    run_from_files("Llama-3.1-8B", deepspeed="ds_config.json", world_size=8)
+
+Several files may speak of one run: TrainingArguments with the DeepSpeed config beside them, started by ``accelerate
+launch``. The Trainer's own words win over accelerate's, as in its code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from bridge_memory.readers.engines.accelerate import ReadFile, read_accelerate
+from bridge_memory.readers.engines.deepspeed import Filler, read_deepspeed
+from bridge_memory.readers.engines.files import read_table
+from bridge_memory.readers.engines.sections import Notes
+from bridge_memory.readers.engines.settings import Settings, Told
+from bridge_memory.readers.engines.torchtitan import read_torchtitan
+from bridge_memory.readers.engines.training_args import read_training_args
+from bridge_memory.readers.resolve import resolve_model
+from bridge_memory.spec import ModelSpec, ParallelSpec, RunSpec, SpecError
+from bridge_memory.spec.parts import ENGINE_OPTIONS, MEGATRON_ENGINES
+from bridge_memory.spec.run import GROUPS
+
+#: Kind of file -> what to give, for messages.
+KINDS = {
+    "deepspeed": "a DeepSpeed config (JSON)", "accelerate": "accelerate's YAML",
+    "training_args": "TrainingArguments as JSON or YAML", "torchtitan": "torchtitan's TOML",
+}  # fmt: skip
+
+
+def settings_from_files(
+    *, deepspeed: str | None = None, accelerate: str | None = None, training_args: str | None = None,
+    torchtitan: str | None = None, told: Told | None = None, micro_batch_size: int | None = None,
+) -> Settings:  # fmt: skip
+    """What the files say of a run. Raises SpecError only for a file that cannot be read: what is wrong with what it
+    says is in ``notes``, see ``Notes.check``. ``micro_batch_size``: as a flag says it, for what is "auto"."""
+    told = told or Told()
+    named = [path for path in (training_args, accelerate, deepspeed, torchtitan) if path is not None]
+    settings = Settings(Notes(os.path.basename(named[0]) if len(named) == 1 else " with ".join(
+        os.path.basename(path) for path in named)))
+    if torchtitan is not None:
+        if len(named) > 1:
+            raise SpecError("--torchtitan says the whole run; drop the other files")
+        read_torchtitan(read_table(torchtitan, f"give {KINDS['torchtitan']}"), settings, told)
+        return settings
+    if micro_batch_size is not None:
+        settings.set(batch__micro_batch_size=micro_batch_size)
+    ds = None if deepspeed is None else read_table(deepspeed, f"give {KINDS['deepspeed']}")
+    args = None if training_args is None else read_table(training_args, f"give {KINDS['training_args']}")
+    if accelerate is not None:
+        table = read_table(accelerate, f"give {KINDS['accelerate']}")
+        ds = _launched(table, accelerate, settings, told, ds, trainer=args is not None)
+    if args is not None:
+        read_file = beside(training_args or "", settings.notes)
+        read_training_args(args, settings, _with_world(told, settings), read_file, deepspeed=ds)
+    elif deepspeed is not None and ds is not None:
+        if '"auto"' in json.dumps(ds):
+            settings.notes.assume(
+                'what is "auto" in the DeepSpeed config as the HF Trainer fills it in with bf16=True and else its '
+                "defaults (--training-args)"
+            )
+        read_deepspeed(ds, settings, _with_world(told, settings), _alone(settings))
+    if settings.engine is not None and settings.get("optimizer", "optimizer") is None and not settings.notes.refusals:
+        settings.set(optimizer__optimizer="adamw")
+        settings.notes.assume("torch's AdamW: the files leave the optimizer to the script (--optimizer)")
+    return settings
+
+
+def beside(path: str, notes: Notes) -> ReadFile:
+    """Reads a file that the one at ``path`` names: as the tools do from the working directory, else beside it. One that
+    cannot be read is a problem, and empty."""
+
+    def read(name: str) -> Mapping[str, Any]:
+        near = os.path.join(os.path.dirname(path), name)
+        try:
+            return read_table(name if os.path.exists(name) or not os.path.exists(near) else near, "give the file")
+        except SpecError as error:
+            what, _, fix = str(error).rpartition("; ")
+            notes.problem(name, what.removeprefix(name).strip(": ") or str(error), fix or "give the file")
+            return {}
+
+    return read
+
+
+def _with_world(told: Told, settings: Settings) -> Told:
+    return told if told.world_size else replace(told, world_size=settings.world_size)
+
+
+def _launched(
+    table: Mapping[str, Any], path: str, settings: Settings, told: Told, ds: Mapping[str, Any] | None, *, trainer: bool
+) -> Mapping[str, Any] | None:
+    """Read accelerate's YAML. Returns the DeepSpeed config that a Trainer under it gets: TrainingArguments start
+    DeepSpeed by their own words, with the launcher's config where they have none (``ACCELERATE_USE_DEEPSPEED``)."""
+    section = table.get("deepspeed_config")
+    named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
+    if trainer and ds is None and isinstance(named, str):
+        ds = beside(path, settings.notes)(named)
+    read_accelerate(table, settings, told, beside(path, settings.notes), deepspeed_read=ds is not None)
+    return ds
+
+
+def _alone(settings: Settings) -> Filler:
+    """A DeepSpeed config by itself. With "auto" in it the HF Trainer or accelerate is to fill it in; their defaults,
+    and what flags say, are supposed."""
+    return Filler(who="the HF Trainer", values={
+        "train_micro_batch_size_per_gpu": settings.get("batch", "micro_batch_size"), "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0, "bf16.enabled": True, "fp16.enabled": False,
+    })  # fmt: skip
+
+
+def fields_of(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Group -> field -> value, without options of engines that do not run; each that is dropped is an assumption."""
+    kept: dict[str, dict[str, Any]] = {}
+    own = ENGINE_OPTIONS.get(settings.engine or "")
+    for group, fields in settings.groups.items():
+        if group in ("ddp", "fsdp", "deepspeed") and group != own:
+            continue
+        if group in GROUPS:
+            kept[group] = dict(fields)
+    if settings.engine is not None and settings.engine not in MEGATRON_ENGINES:
+        kept.setdefault("implementation", {}).setdefault("transformer_impl", "transformers")
+    return kept
+
+
+def run_from_files(
+    model: ModelSpec | str | None = None, *, world_size: int | None = None, seq_length: int | None = None,
+    deepspeed: str | None = None, accelerate: str | None = None, training_args: str | None = None,
+    torchtitan: str | None = None,
+) -> RunSpec:  # fmt: skip
+    """The run that the files describe. ``model``: a ModelSpec or what ``resolve_model`` takes; None where torchtitan's
+    TOML names one that is known. Raises SpecError."""
+    if model is None and torchtitan is not None:
+        model = settings_from_files(torchtitan=torchtitan).model
+    if model is None:
+        raise SpecError("the model is missing; name a preset, a path or a Hub id")
+    spec = resolve_model(model) if isinstance(model, str) else model
+    settings = settings_from_files(
+        deepspeed=deepspeed, accelerate=accelerate, training_args=training_args, torchtitan=torchtitan,
+        told=Told(world_size=world_size, hidden_size=spec.hidden_size),
+    )  # fmt: skip
+    settings.notes.check()
+    given = fields_of(settings)
+    if seq_length is not None:
+        given.setdefault("batch", {})["seq_length"] = seq_length
+    if world_size is None and settings.world_size is None:
+        settings.notes.assume("1 GPU (world_size)")
+    settle(given, settings, world_size or settings.world_size or 1)
+    groups: dict[str, Any] = {name: GROUPS[name](**fields) for name, fields in given.items() if name != "parallel"}
+    parallel = ParallelSpec(**given.get("parallel", {}), world_size=world_size or settings.world_size or 1)
+    return RunSpec(
+        model=spec, parallel=parallel, assumptions=tuple(settings.notes.assumptions),
+        not_modelled=tuple(settings.notes.not_modelled), **groups,
+    )  # fmt: skip
+
+
+def settle(given: dict[str, dict[str, Any]], settings: Settings, world_size: int) -> None:
+    """What is known once the number of GPUs is: the sequences of a step, and what runs on one GPU."""
+    batch, engine = given.setdefault("batch", {}), given.setdefault("data_parallel", {})
+    parallel = given.get("parallel", {})
+    if world_size == 1 and engine.get("engine") == "ddp":
+        engine["engine"] = "single"
+        given.pop("ddp", None)
+    if "global_batch_size" not in batch and settings.accumulation is not None:
+        replicas = world_size // (
+            parallel.get("tensor_model_parallel_size", 1) * parallel.get("pipeline_model_parallel_size", 1)
+        )
+        batch["global_batch_size"] = batch.get("micro_batch_size", 1) * settings.accumulation * max(1, replicas)

@@ -1,0 +1,212 @@
+"""A table of a configuration file as the readers of this room see it.
+
+A reader asks for every key that it knows; what is wrong with a value is noted as a ``Problem`` and reads as the
+default, so that one pass over a file finds everything that is wrong with it. What is not modelled, or supposed, is
+noted beside the problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from bridge_memory.spec import SpecError, show
+from bridge_memory.spec.errors import bounded, finite
+from bridge_memory.spec.fields import MOST
+from bridge_memory.spec.gaps import Effect, Gap
+
+#: What DeepSpeed configs hold where accelerate or the HF Trainer is to fill in a value.
+AUTO = "auto"
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong with a configuration: the field as the file calls it, what is wrong, what to do."""
+
+    field: str
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.field} {self.what}; {self.fix}"
+
+
+@dataclass(slots=True)
+class Notes:
+    """What reading a configuration turns up."""
+
+    #: How the file is called in messages.
+    name: str
+    problems: list[Problem] = field(default_factory=list)
+    #: What is right for the tool whose file it is, and cannot be estimated.
+    refusals: list[Problem] = field(default_factory=list)
+    #: Keys that the tool ignores without a word, which may be typing errors.
+    ignored: list[Problem] = field(default_factory=list)
+    assumptions: list[str] = field(default_factory=list)
+    not_modelled: list[Gap] = field(default_factory=list)
+
+    def problem(self, where: str, what: str, fix: str) -> None:
+        found = Problem(bounded(where, 80), what, fix)
+        if found not in self.problems:
+            self.problems.append(found)
+
+    def refuse(self, where: str, what: str, fix: str) -> None:
+        """Something that the file may say and the estimate cannot."""
+        found = Problem(bounded(where, 80), what, fix)
+        if found not in self.refusals:
+            self.refusals.append(found)
+
+    def assume(self, sentence: str) -> None:
+        if sentence not in self.assumptions:
+            self.assumptions.append(sentence)
+
+    def gap(self, sentence: str, effect: Effect, *, outside: bool = False) -> None:
+        if sentence not in self.not_modelled:
+            self.not_modelled.append(Gap(sentence, effect, outside=outside))
+
+    def check(self) -> None:
+        """Raise SpecError of the first problem, which says how many more there are; what the tool ignores becomes an
+        assumption."""
+        found = [*self.problems, *self.refusals]
+        if found:
+            rest = f" ({len(found) - 1} more: bridge-memory validate lists them)" if len(found) > 1 else ""
+            raise SpecError(f"{bounded(self.name, 120)}: {found[0].field} {found[0].what}{rest}; {found[0].fix}")
+        for one in self.ignored:
+            self.assume(f"{one.field} {one.what} ({one.fix})")
+
+
+class Section:
+    """Typed getters over a table of a file. ``null`` counts as absent."""
+
+    def __init__(self, data: Mapping[str, Any], where: str, notes: Notes) -> None:
+        self.data = data
+        self.where = where
+        self.notes = notes
+        self._read: set[str] = set()
+
+    def named(self, key: str) -> str:
+        """The key with the tables that it is in: "zero_optimization.stage"."""
+        return f"{self.where}.{key}" if self.where else key
+
+    def problem(self, key: str, what: str, fix: str) -> None:
+        self.notes.problem(self.named(key), what, fix)
+
+    def has(self, key: str) -> bool:
+        return self.data.get(key) is not None
+
+    def raw(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        value = self.data.get(key)
+        return default if value is None else value
+
+    def _wrong(self, key: str, value: object, must: str) -> None:
+        self.problem(key, f"is {show(value)}", f"it must be {must}")
+
+    def integer(
+        self, key: str, default: Any = None, *, least: int = 0, below: int = MOST, digits: bool = False
+    ) -> Any:
+        """An int of ``least`` or more. What DeepSpeed and the others take as one is taken: 5e8; with ``digits`` "2"."""
+        value = self.raw(key)
+        if digits and isinstance(value, str) and value.isdecimal() and len(value) < 20:
+            value = int(value)
+        if value is None:
+            return default
+        if isinstance(value, float) and finite(value) and value == int(value):
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            self._wrong(key, value, "an integer")
+            return default
+        if not least <= value < below:
+            self._wrong(key, value, f"an integer of {least} or more" if value < least else f"below {below:.0e}")
+            return default
+        return value
+
+    def number(self, key: str, default: Any = None, *, least: float = 0.0, most: float = float("inf")) -> Any:
+        value = self.raw(key)
+        if value is None:
+            return default
+        if not finite(value):
+            self._wrong(key, value, "a number")
+            return default
+        if not least <= value <= most:
+            self._wrong(key, value, f"a number of {least:g} or more" if most == float("inf") else
+                        f"a number in [{least:g}, {most:g}]")
+            return default
+        return value
+
+    def flag(self, key: str, default: Any = False, *, words: bool = False) -> Any:
+        """True or False; with ``words`` "true" and "false" too, as launchers write them."""
+        value = self.raw(key)
+        if value is None:
+            return default
+        if words and isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        if not isinstance(value, bool):
+            self._wrong(key, value, "true or false")
+            return default
+        return value
+
+    def text(self, key: str, default: Any = None) -> Any:
+        value = self.raw(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            self._wrong(key, value, "a string")
+            return default
+        return value
+
+    def choice(self, key: str, names: Iterable[str], default: Any = None) -> Any:
+        """One of ``names``, in any case; what is not one is a problem that names the nearest."""
+        known = tuple(names)
+        value = self.raw(key)
+        if value is None:
+            return default
+        found = next((name for name in known if isinstance(value, str) and name.lower() == value.lower()), None)
+        if found is None:
+            lower = {name.lower(): name for name in known}
+            near = get_close_matches(value.lower(), lower, n=1) if isinstance(value, str) else []
+            self.problem(key, f"is {show(value)}, which is unknown", _use([lower[name] for name in near], known))
+            return default
+        return found
+
+    def table(self, key: str) -> Section:
+        """The table of that name, empty where there is none."""
+        value = self.raw(key)
+        if value is not None and not isinstance(value, Mapping):
+            self._wrong(key, value, "a table")
+            value = None
+        return Section(value or {}, self.named(key), self.notes)
+
+    def ignore(self, *keys: str) -> None:
+        """These keys were considered and change no byte of a training step."""
+        self._read.update(keys)
+
+    def unmodelled(self, key: str, default: object, effect: Effect, what: str, *, outside: bool = False) -> None:
+        """List ``key`` by name where it is set to something else than its default."""
+        value = self.raw(key)
+        if value is not None and value != default and value != AUTO:
+            told = value if isinstance(value, (str, int, float)) else "set"
+            self.notes.gap(f"{self.named(key)} ({show(told)}): {what}", effect, outside=outside)
+
+    def unread(self) -> list[str]:
+        """Keys that nobody asked for."""
+        return [str(key) for key in self.data if key not in self._read]
+
+    def refuse_unread(self, known: Sequence[str], said: str, fix: str = "remove it") -> None:
+        """Every key that nobody asked for is a problem; ``said``: who refuses it."""
+        for key in self.unread():
+            near = get_close_matches(key, known, n=1, cutoff=0.75)
+            self.problem(key, f"is unknown, and {said}", f"did you mean {near[0]}?" if near else fix)
+
+    def ignored(self, key: str, known: Sequence[str], said: str) -> None:
+        """A key that is unknown and that the tool passes over; ``said``: in its words."""
+        self._read.add(key)
+        near = get_close_matches(key, known, n=1, cutoff=0.75)
+        fix = f"did you mean {near[0]}?" if near else "remove it if it does nothing"
+        self.notes.ignored.append(Problem(bounded(self.named(key), 80), f"is unknown: {said}", fix))
+
+
+def _use(near: Sequence[str], known: Sequence[str]) -> str:
+    listed = ", ".join(known)
+    return f"did you mean {near[0]}?" if near else f"use one of {listed}"

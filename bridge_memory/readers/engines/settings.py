@@ -1,0 +1,58 @@
+"""What configuration files say of a run, before there is one: groups of a RunSpec, and what only a run can settle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from bridge_memory.readers.engines.sections import Notes
+
+#: What accelerate launches and the Trainer call a dtype -> the spec's word.
+DTYPES = {
+    "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16", "fp32": "fp32",
+    "float32": "fp32", "float": "fp32", "no": "fp32",
+}  # fmt: skip
+#: Which of several files says a field: a later one replaces what an earlier one said.
+Groups = dict[str, dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Settings:
+    """Fields by group, as far as files say them."""
+
+    notes: Notes
+    groups: Groups = field(default_factory=dict)
+    #: GPUs of the job; None where no file says it.
+    world_size: int | None = None
+    #: Microbatches that a rank adds up before it steps.
+    accumulation: int | None = None
+    #: What a file calls the model, a name that ``resolve_model`` takes.
+    model: str | None = None
+
+    def set(self, **fields: Any) -> None:
+        """``batch__micro_batch_size=4``: group and field. None leaves the field alone."""
+        for name, value in fields.items():
+            group, _, member = name.partition("__")
+            if value is not None:
+                self.groups.setdefault(group, {})[member] = value
+
+    def get(self, group: str, member: str, default: Any = None) -> Any:
+        return self.groups.get(group, {}).get(member, default)
+
+    @property
+    def engine(self) -> str | None:
+        engine: str | None = self.get("data_parallel", "engine")
+        return engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What is known beside a file."""
+
+    #: GPUs of the job, from a flag or another file; None: unknown.
+    world_size: int | None = None
+    #: The model's hidden size, which sizes DeepSpeed's "auto" buckets.
+    hidden_size: int | None = None
+    #: The release of transformers whose Trainer reads the file.
+    transformers: tuple[int, int] = (4, 57)
+

@@ -1,0 +1,128 @@
+"""The Trainer of transformers, on the CPU, with a tiny model: its report, and that it goes on whatever that does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from bridge_memory.calibration import journal  # noqa: E402
+from bridge_memory.calibration.records import ReportRecord, RunRecord  # noqa: E402
+from bridge_memory.live.cuda import Reading  # noqa: E402
+from bridge_memory.live.hugging_face import MemoryReportCallback  # noqa: E402
+from bridge_memory.live.runs import run_of_trainer  # noqa: E402
+
+GIB = 1 << 30
+
+
+def tiny(**changes: Any) -> Any:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, max_position_embeddings=128, **changes,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+class Sequences(torch.utils.data.Dataset):  # type: ignore[misc,name-defined]
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = torch.arange(48) % 256
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def reading(rank: int, stage: int) -> Reading:
+    return Reading(rank, stage, GIB, 2 * GIB, 3 * GIB, 3 * GIB, 80 * GIB, 4 * GIB)
+
+
+def train(tmp_path: Path, callback: Any, model: Any = None, **args: Any) -> Any:
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "out"), per_device_train_batch_size=2, max_steps=4, use_cpu=True, report_to=[],
+        save_strategy="no", logging_steps=4, disable_tqdm=True, **args,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        tiny() if model is None else model, arguments, train_dataset=Sequences(), callbacks=[callback]
+    )
+    trainer.train()
+    return trainer
+
+
+def test_a_report_when_built_and_after_steps(tmp_path: Path) -> None:
+    """Two sequences of 48 tokens, as the loader gave them; 20 GiB-free figures of torch beside what is predicted."""
+    shown: list[str] = []
+    callback = MemoryReportCallback(tmp_path / "r.jsonl", emit=shown.append, read=reading)
+    trainer = train(tmp_path, callback)
+    assert trainer.state.global_step == 4
+    records = list(journal.read(tmp_path / "r.jsonl"))
+    reports = [r for r in records if isinstance(r, ReportRecord)]
+    assert [r.moment for r in reports] == ["model built", "after step 1", "steady", "steady"]
+    stage = reports[-1].stages[0]
+    assert stage.max_allocated == 2 * GIB and stage.predicted_peak is not None and stage.predicted_peak > 0
+    run = callback._run()
+    assert (run.batch.micro_batch_size, run.batch.seq_length, run.batch.global_batch_size) == (2, 48, 2)
+    assert (run.data_parallel.engine, run.model.hidden_size, run.precision.params_dtype) == ("single", 64, "fp32")
+    assert "predicted" in shown[-1] and not trainer.model._forward_pre_hooks
+    assert any(isinstance(r, RunRecord) for r in records)
+
+
+def test_what_the_model_and_the_arguments_say(tmp_path: Path) -> None:
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=3, gradient_accumulation_steps=2, use_cpu=True,
+        report_to=[], optim="adamw_torch", gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+    )  # fmt: skip
+    model = tiny(attn_implementation="eager")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    run = run_of_trainer(arguments, model, seq_length=32)
+    assert run.optimizer.torch_implementation == "foreach" and run.batch.global_batch_size == 6
+    assert run.transformers.gradient_checkpointing and run.transformers.use_reentrant is False
+    assert run.transformers.attn_implementation == "eager"
+    assert run.transformers.transformers_version == tuple(map(int, transformers.__version__.split(".")[:2]))
+    half = run_of_trainer(arguments, model.to(torch.bfloat16), seq_length=32)
+    assert half.precision.params_dtype == "bf16" and half.transformers.autocast is None
+
+
+class Broken:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def broken(*args: Any) -> Any:
+    raise RuntimeError("broken on purpose")
+
+
+@pytest.mark.parametrize("options", [
+    {"read": broken}, {"emit": broken}, {"path": "/proc/none/r.jsonl"}, {"run": Broken()}, {"seq_length": -3},
+    {"calibration": "/proc/none/c.json"},
+], ids=str)  # fmt: skip
+def test_whatever_fails_training_goes_on(tmp_path: Path, options: dict[str, Any]) -> None:
+    callback = MemoryReportCallback(**{"path": None, "emit": lambda text: None, "read": reading, **options})
+    assert train(tmp_path, callback).state.global_step == 4
+
+
+def test_a_model_without_a_config_gets_torchs_figures(tmp_path: Path) -> None:
+    class Plain(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.out = torch.nn.Embedding(256, 8), torch.nn.Linear(8, 256)
+
+        def forward(self, input_ids: Any, labels: Any) -> Any:
+            logits = self.out(self.embed(input_ids))
+            return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+    shown: list[str] = []
+    callback = MemoryReportCallback(None, emit=shown.append, read=reading)
+    assert train(tmp_path, callback, Plain()).state.global_step == 4
+    assert "2.00" in shown[-1]
+
+
+def test_a_callback_that_breaks_the_hook_leaves_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = MemoryReportCallback(None, emit=lambda text: None, read=reading)
+    monkeypatch.setattr(callback._report, "forget", broken)
+    assert train(tmp_path, callback).state.global_step == 4
