@@ -2,10 +2,10 @@
 some that come next, or again soon, beside them.
 
 For good: the flat partition of the weights, fp32 main parameters and optimizer states of it by sub-group, gradients of
-it, the bucket of ``reduce_bucket_size`` elements, and small parameters whole. A module's parameters are freed after it
-unless they are used again within ``max_reuse_distance``; each fetch gathers ahead what comes next in the order of the
-last step, until ``prefetch_bucket_size`` elements are on their way or ``max_live_parameters`` are whole. What is gathered
-together has one flat buffer, from which each parameter is copied.
+it, the bucket of ``reduce_bucket_size`` elements, and small parameters whole. A module's parameters are freed after
+it unless they are used again within ``max_reuse_distance``; each fetch gathers ahead what comes next in the order of
+the last step, until ``prefetch_bucket_size`` elements are on their way or ``max_live_parameters`` are whole. What is
+gathered together has one flat buffer, from which each parameter is copied.
 
 Source: deepspeed 0.19.8 ``runtime/zero/stage3.py: DeepSpeedZeroOptimizer_Stage3.__init__, _setup_for_real_optimizer,
 __avg_scatter_grads, partition_grads, _prepare_fp32_grad_for_sub_group, step``, ``partitioned_param_coordinator.py:

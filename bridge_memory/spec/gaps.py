@@ -206,7 +206,7 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
 def _of_engines(run: RunSpec) -> Iterator[Gap]:
     engine = run.data_parallel.engine
     if engine == "fsdp1" and not run.fsdp.limit_all_gathers:
-        yield Gap("fsdp_limit_all_gathers (False): units whose gathering the host asks for before others run", Effect.UP)
+        yield Gap("fsdp_limit_all_gathers (False): units that are gathered before others have run", Effect.UP)
     if run.deepspeed.stage3_gather_16bit_weights_on_model_save:
         yield Gap(
             "stage3_gather_16bit_weights_on_model_save: whole weights while a checkpoint is saved", Effect.UP,
