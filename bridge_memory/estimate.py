@@ -413,6 +413,7 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         peak_phase=phase,
         peak_operation=operation,
         leftovers=leftovers,
+        host=held.state.host,
     )
 
 

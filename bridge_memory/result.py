@@ -36,6 +36,13 @@ class StageEstimate:
     #: What lives from the end of one step to the start of the next, and so not at the peak (unless that is
     #: where the peak is: then they are among the components).
     leftovers: tuple[Component, ...] = ()
+    #: What a rank keeps in host memory for its engine: (name, bytes).
+    host: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        """In host memory, which is no part of any other total."""
+        return sum(nbytes for _, nbytes in self.host)
 
     @property
     def in_flight_microbatches(self) -> int:
@@ -222,6 +229,7 @@ def _stage(stage: StageEstimate) -> dict[str, Any]:
         "in_flight": list(stage.in_flight),
         "components": _components(stage.components),
         "leftovers": _components(stage.leftovers),
+        "host": [{"name": name, "bytes": nbytes} for name, nbytes in stage.host],
         "weights_bytes": stage.weights_bytes,
         "gradients_bytes": stage.gradients_bytes,
         "optimizer_bytes": stage.optimizer_bytes,

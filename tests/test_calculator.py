@@ -85,6 +85,19 @@ def test_the_recommended_batch_is_the_largest_that_fits() -> None:
     assert small.recommended_batch_size is None and not small.fits_on_gpu and small.memory_utilization_percent > 100
 
 
+def test_offloaded_states_are_counted_in_host_memory() -> None:
+    """ZeRO-2 with its optimizer on the host: fp32 parameters and two moments, 12 bytes of each of 6,738,415,616
+    parameters over all ranks, with the gradients that it steps by and buffers beside; nothing of it on the GPU."""
+    calculator = GPUMemoryCalculator.from_dict(form(
+        model={"name": "Llama-2-7b-hf", "max_seq_len": 512},
+        engine={"type": "deepspeed", "zero_stage": 2, "offload_optimizer": "cpu"},
+    ))  # fmt: skip
+    result = calculator.calculate()
+    least = 12 * 6_738_415_616 / GIB
+    assert least <= result.cpu_memory_gb <= least * 1.75 and result.breakdown.optimizer_states_gb == 0
+    assert GPUMemoryCalculator.from_dict(form()).calculate().cpu_memory_gb == 0
+
+
 def test_sizes_given_by_numbers_become_a_model() -> None:
     """Llama-2-7B has 6,738,415,616 parameters with its FFN of 11008; asked for 7 B the FFN is what makes them."""
     model, said = model_of(ModelConfig(**{**LLAMA2_7B, "num_parameters": 6_738_415_616}))

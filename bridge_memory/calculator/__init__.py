@@ -150,7 +150,7 @@ class GPUMemoryCalculator:
         return MemoryResult(
             total_memory_per_gpu_gb=worst.peak_bytes / GIB,
             total_memory_all_gpus_gb=sum(stage.peak_bytes for stage in result.stages) * ranks / GIB,
-            cpu_memory_gb=sum(_host_bytes(stage) for stage in result.stages) * ranks / GIB,
+            cpu_memory_gb=sum(stage.host_bytes for stage in result.stages) * ranks / GIB,
             breakdown=MemoryBreakdown(
                 model_params_gb=gib[Role.WEIGHTS], gradients_gb=gib[Role.GRADIENTS],
                 optimizer_states_gb=gib[Role.OPTIMIZER], activations_gb=gib[Role.ACTIVATION],
@@ -180,8 +180,3 @@ class GPUMemoryCalculator:
             return False
         peak = max(stage.peak_bytes for stage in peaks(run))
         return peak + margin_bytes(peak, run.parallel.world_size) <= self.gpu.capacity_bytes
-
-
-def _host_bytes(stage: Any) -> int:
-    """What a rank of a stage keeps in host memory."""
-    return int(sum(nbytes for _, nbytes in getattr(stage, "host", ())))

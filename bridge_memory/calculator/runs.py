@@ -90,8 +90,9 @@ def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> N
             offload = {}
         else:
             ours = f"zero{stage}"
-        if ours.startswith("zero") or kind == "megatron_deepspeed":
+        if ours in ("zero1", "zero2", "zero3", "megatron_deepspeed"):
             groups["deepspeed"] = offload
+            groups["optimizer"]["torch_implementation"] = "fused"  # DeepSpeed's FusedAdam
     else:
         said.append("Megatron's distributed optimizer, as Megatron Bridge turns it on")
     if kind in ("megatron_lm", "megatron_deepspeed"):

@@ -2,10 +2,10 @@
 some that come next, or again soon, beside them.
 
 For good: the flat partition of the weights, fp32 main parameters and optimizer states of it by sub-group, gradients of
-it, the bucket of ``reduce_bucket_size`` elements, and small parameters whole. A module's parameters are freed after it
-unless they are used again within ``max_reuse_distance``; each fetch gathers ahead what comes next in the order of the
-last step, until ``prefetch_bucket_size`` elements are on their way or ``max_live_parameters`` are whole. What is gathered
-together has one flat buffer, from which each parameter is copied.
+it, the bucket of ``reduce_bucket_size`` elements, and small parameters whole. A module's parameters are freed after
+it unless they are used again within ``max_reuse_distance``; each fetch gathers ahead what comes next in the order of
+the last step, until ``prefetch_bucket_size`` elements are on their way or ``max_live_parameters`` are whole. What is
+gathered together has one flat buffer, from which each parameter is copied.
 
 Source: deepspeed 0.19.8 ``runtime/zero/stage3.py: DeepSpeedZeroOptimizer_Stage3.__init__, _setup_for_real_optimizer,
 __avg_scatter_grads, partition_grads, _prepare_fp32_grad_for_sub_group, step``, ``partitioned_param_coordinator.py:
@@ -110,6 +110,9 @@ class ZeRO3:
             yield Line(Role.OPTIMIZER, state, state.value, False, exact, adapters, shard), sum(
                 rounded(n * self.state_width) for n in groups
             )
+        if self.z.zero_hpz_partition_size > 1:
+            second = sum(rounded(-(-w.numel // self.z.zero_hpz_partition_size) * self.width) for w in weights)
+            yield Line(Role.WEIGHTS, State.NONE, "second partition of the weights (hpZ)", False), second
         if self.z.contiguous_gradients:
             bucket = rounded(self.z.reduce_bucket_size * self.communicated_width)
             yield Line(Role.GRADIENTS, State.NONE, "bucket of gradients", False), bucket
@@ -219,7 +222,10 @@ class ZeRO3:
         return copies
 
     def _copied(self, elements: int, number: int) -> int:
-        """``__avg_scatter_grads``: cast where the dtype differs, joined where there are several."""
+        """``__avg_scatter_grads``: cast where the dtype differs, joined where there are several. Without
+        ``reduce_scatter`` the bucket itself is reduced (``__avg_scatter_contiguous_grads``)."""
+        if self.z.contiguous_gradients and not self.z.reduce_scatter:
+            return elements * self.communicated_width if self.communicated_width != self.width else 0
         cast = elements * self.communicated_width if self.communicated_width != self.width else 0
         return cast + (elements * self.communicated_width if number > 1 else 0)
 

@@ -89,6 +89,9 @@ def estimate_blocks(
         blocks += _tensors(index, rows, unit)
     if fits:
         blocks.append(_fits(fits, result, unit))
+    if explained.host:
+        lines = tuple(f"{name}: {format_bytes(nbytes, unit)}" for name, nbytes in explained.host)
+        blocks.append(Bullets("In host memory, of one rank", lines))
     blocks.append(Bullets("Assumed", _once(result.assumptions) or ("nothing beyond the configuration",)))
     gaps = tuple(f"{gap} ({moves_words(gap, unit)})" for gap in result.gaps)
     blocks.append(Bullets("Not modelled", gaps or ("no option in use is known to be left out",)))

@@ -15,7 +15,7 @@ pytest.importorskip("yaml")
 GOOD = {
     "ds.json": ("deepspeed", '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "scheduler": {}}'),
     "acc.yaml": ("accelerate", "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: bf16\n"),
-    "args.yaml": ("training_args", "output_dir: out\nper_device_train_batch_size: 2\nbf16: true\nlearning_rate: 1e-5\n"),
+    "args.yaml": ("training_args", "output_dir: out\nper_device_train_batch_size: 2\nlearning_rate: 1e-5\n"),
     "args.json": ("training_args", '{"output_dir": "out", "gradient_checkpointing": true, "optim": "adamw_torch"}'),
     "train.toml": ("torchtitan", '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 8192\n'),
     "calc.json": ("calculator", '{"model": {"num_parameters": "7B"}, "engine": {"type": "megatron_lm"}}'),
