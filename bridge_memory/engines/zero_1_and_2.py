@@ -76,7 +76,12 @@ class ZeRO12:
         gradients, whole = self._gradients(flat), 0
         if (self.stage_number == 1 and not self.overlaps) or self.of_bf16_optimizer:
             whole = self._whole(model)
-        kept = list(self._amounts(flat, gradients, fresh=not many))
+        kept = list(self._amounts(flat, gradients, fresh=not many or not self.in_hooks))
+        if self.of_bf16_optimizer:
+            own = Line(
+                Role.GRADIENTS, State.GRADIENTS, "gradients in bf16", False, adapters=run.peft.freezes, fresh=not many
+            )
+            kept.append((own, whole))
         host: list[tuple[str, int]] = []
         if self.offloads:
             host = self._host(flat, kept)
@@ -146,17 +151,28 @@ class ZeRO12:
                 sum(times * rounded(p.numel * self.width) for p, times in m.trained_parameters()) for m in model.modules
             ]
             made = made_before(run, model, [0 if many else n for n in sizes])
-            found = [Concurrent(0, n + bucket, n + bucket) for n in made]
-            found[model.places.loss] = Concurrent(0, 0, 0, bucket)
-            if not self.of_bf16_optimizer:
-                found[0] = found[0]._replace(least_backward=(0 if many else whole) + bucket + gradients)
+            # The bucket waits for the last microbatch from the first gradient on.
+            there = bucket if many else 0
+            stay = self.of_bf16_optimizer
+            found = [Concurrent(there, n + bucket, n + bucket, gradients=n if stay else 0) for n in made]
+            found[model.places.loss] = Concurrent(there, there, there, bucket)
+            if stay:  # reduced in the dtype of communication (``engine.py: allreduce_bucket``)
+                width = DTYPE_BYTES[z.communication_data_type or run.precision.params_dtype]
+                copied = rounded(flat.padded * width) if width != 4 else 0
+                found[0] = found[0]._replace(least_backward=(0 if many else whole) + copied)
+            else:
+                # Gradients that are moved into the bucket leave their own tensors; one that is larger stays.
+                first = next((p.numel for m in model.modules for p, _ in m.trained_parameters()), 0)
+                moved = min(one, whole) if first <= z.reduce_bucket_size else 0
+                left = (0 if many else whole) - moved
+                found[0] = found[0]._replace(least_backward=left + bucket + gradients)
             return found
         copies, reduced = self._reductions(model, flat)
         found = []
         own = gradients if many and not self.compact else 0
         for place in range(model.number):
-            there = gradients if place < reduced else 0
-            held = bucket + copies[place] + (there if not many else 0) + (own if place < reduced else 0)
+            there = gradients if place <= reduced else 0
+            held = bucket + copies[place] + (there if not many else 0) + (own if place <= reduced else 0)
             least = 0
             if place == model.places.loss:
                 held, least = 0, held
@@ -192,6 +208,8 @@ class ZeRO12:
         """Bytes that the reduction of a bucket with these parameters makes: slices joined where there are several, and
         in fp32 each that is added to the partition's gradients."""
         several = (top - 1) // flat.partition != end // flat.partition
+        if elements > self.run.deepspeed.reduce_bucket_size:  # One that does not fit stays in its own tensor.
+            return rounded(elements * self.width)
         if self.compact:
             return rounded(elements * self.width) * (largest < elements) + rounded(largest * 4)
         return rounded(elements * self.width) if several else 0
@@ -204,7 +222,7 @@ class ZeRO12:
         roots = 0
         if o.optimizer in ("adam", "adamw"):
             roots = {"foreach": 1, "for-loop": 2, "fused": 0}[o.torch_implementation] * rounded(part * self.state_width)
-        if self.of_bf16_optimizer:
+        if self.of_bf16_optimizer:  # gradients in bf16 are freed after the step
             return roots, "the optimizer's temporaries"
         # Another dtype: flattened, then cast; else flattened alone.
         cast = rounded(part * 4)

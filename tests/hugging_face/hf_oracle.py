@@ -6,7 +6,7 @@ CUDA's attention kernels do not run there: functions that keep and make what the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -14,11 +14,14 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.modeling_attn_mask_utils import AttentionMaskConverter
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from torch.overrides import TorchFunctionMode
 from bridge_memory.rehearse.tracker import SavedRecord, Tracker
 from bridge_memory.spec.transformers import TransformersSpec
 
 META = "meta"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Measured(NamedTuple):
@@ -59,6 +62,8 @@ def scaled_dot_product_attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: Any = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
+    if AutocastOnMeta.active is not None:
+        query, key, value = (AutocastOnMeta.active.cast(x, AutocastOnMeta.active.dtype) for x in (query, key, value))
     if attn_mask is None:
         return FlashAttention.apply(query, key, value, None)
     if attn_mask.dtype == torch.bool:
@@ -70,8 +75,18 @@ def scaled_dot_product_attention(
 class Autocast(torch.autocast):
     """The rotary embedding switches autocast off for its device, of which the meta device has none."""
 
+    off = 0
+
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__("cpu" if device_type == META else device_type, *args, **kwargs)
+
+    def __enter__(self) -> Any:
+        Autocast.off += not self._enabled
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> Any:
+        Autocast.off -= not self._enabled
+        return super().__exit__(*args)
 
 
 class Routed:
@@ -90,6 +105,60 @@ class Routed:
 
 
 WHERE = torch.where
+
+
+class AutocastOnMeta(TorchFunctionMode):
+    """CUDA's autocast (``aten/src/ATen/autocast_mode.cpp``), of which the meta device has none: products in ``dtype``,
+    with copies of weights cached until its end; what must be precise in fp32."""
+
+    LOWER = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.addmm)
+    WIDER = (
+        torch.pow, torch.Tensor.pow, torch.rsqrt, torch.Tensor.rsqrt, F.softmax, torch.softmax, torch.Tensor.softmax,
+        torch.cumsum, torch.Tensor.cumsum, torch.sum, torch.Tensor.sum, F.layer_norm,
+    )  # fmt: skip
+
+    active: AutocastOnMeta | None = None
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.cache: dict[int, torch.Tensor] = {}
+
+    def __enter__(self) -> Any:
+        AutocastOnMeta.active = self
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> Any:
+        AutocastOnMeta.active = None
+        return super().__exit__(*args)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if Autocast.off or not (func in self.LOWER or func in self.WIDER):
+            return func(*args, **kwargs)
+        dtype = torch.float32 if func in self.WIDER else self.dtype
+        return func(*(self.cast(a, dtype) for a in args), **{k: self.cast(a, dtype) for k, a in kwargs.items()})
+
+    def cast(self, x: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return x
+        if x.dtype == dtype:
+            return x
+        if not (dtype == self.dtype and x.requires_grad and x.is_leaf and not x._is_view()):
+            return x.to(dtype)
+        if id(x) not in self.cache:
+            self.cache[id(x)] = x.to(dtype)
+        return self.cache[id(x)]
+
+
+def in_autocast(forward: Any, dtype: torch.dtype) -> Any:
+    """A layer that runs again in backward does so in an autocast of its own (``torch/utils/checkpoint.py``)."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if AutocastOnMeta.active else AutocastOnMeta(dtype):
+            return forward(*args, **kwargs)
+
+    return run
 
 
 @contextmanager
@@ -126,6 +195,10 @@ def measure(model: Any, batch: int, seq: int, spec: TransformersSpec) -> Measure
     """One step's forward and backward pass, gradients of parameters being there before."""
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": spec.reentrant})
+    if spec.autocast:
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.forward = in_autocast(module.forward, DTYPES[spec.autocast])
     ids = torch.zeros(batch, seq, dtype=torch.long, device=META)
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
     if spec.attention_mask != "none":
@@ -139,10 +212,11 @@ def measure(model: Any, batch: int, seq: int, spec: TransformersSpec) -> Measure
     routed = Routed(experts, batch * seq * model.config.num_experts_per_tok // experts) if experts else None
     with as_on_cuda(routed, padded=spec.attention_mask == "padded"), tracker.watching(model):
         tracker.reset_peak()
-        outputs = model(**inputs, use_cache=spec.use_cache)
-        loss = outputs.loss
-        if not spec.keeps_outputs:
-            del outputs
+        with AutocastOnMeta(DTYPES[spec.autocast]) if spec.autocast else nullcontext():
+            outputs = model(**inputs, use_cache=spec.use_cache)
+            loss = outputs.loss
+            if not spec.keeps_outputs:
+                del outputs
         forward = tracker.peak(40)
         saved, retained = tracker.saved(), tracker.live_bytes
         tracker.in_backward = True

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from hf_oracle import Measured, build, measure
+from hf_oracle import DTYPES, Measured, build, measure
 
 from bridge_memory import BatchSpec, ImplementationSpec, RunSpec
 from bridge_memory.inventory.chain import ChunkInventory
@@ -17,7 +17,7 @@ from bridge_memory.spec import PrecisionSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.transformers import TransformersSpec
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 INSTALLED = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 

@@ -8,6 +8,7 @@ select_sdp_backend``). Shapes: T tokens, s b; a heads, g groups, d a head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bridge_memory.inventory.context import HuggingFace
@@ -102,7 +103,7 @@ def _rotated(t: Torch, name: str, x: Array, cos: Array, sin: Array, *, share: fl
     out = t.add(f"rotated {name}", straight, crossed)
     if passing is not None:
         out = t.cat(f"rotated {name} joined", out, passing)
-    return t.cast(f"rotated {name}", out, x.width)
+    return t.cast(f"rotated {name}", out, x.width) if t.hf.family.rotary_in_fp32 else out
 
 
 # ---- attention ----
@@ -114,17 +115,28 @@ def attend(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
     if implementation == "eager":
         return _eager(t, spec, query, key, value)
     if implementation == "flash_attention_2":
+        query, key, value = _cast_for_kernel(t, query, key, value)
+    if implementation == "flash_attention_2":
         return _flash(t, spec, query, key, value)
     masked = needs_mask(t.hf, spec.window_size, t.r.ctx.seq, packed=t.r.ctx.packed)
+    if masked or t.hf.family.own_masks:
+        key, value = _repeated(t, spec, key, value)
+    given = query, key, value
+    query, key, value = _cast_for_kernel(t, *given)
     kernel = t.hf.spec.sdpa_kernel or ("efficient" if masked else "flash")
     if kernel == "flash" and not masked:
-        if not t.hf.family.own_masks:
-            return _flash(t, spec, query, key, value)
-        variables = key, value = _repeated(t, spec, key, value)
-        out = _flash(t, spec, query, key, value, shared=False)
-        t.keep_alive(*variables)
-        return out
-    return _efficient(t, spec, query, key, value, masked=masked)
+        out = _flash(t, spec, query, key, value, shared=not t.hf.family.own_masks)
+    else:
+        if not masked and not t.hf.family.own_masks:
+            key, value = _repeated(t, spec, key, value)
+        out = _efficient(t, spec, query, key, value, masked=masked)
+    t.keep_alive(*given)
+    return out
+
+
+def _cast_for_kernel(t: Torch, *arrays: Array) -> Sequence[Array]:
+    """Under autocast rotated queries and keys are in fp32 until here."""
+    return [t.cast(f"{array.tensor.name}, cast", array, t.compute_width) for array in arrays]
 
 
 def needs_mask(hf: HuggingFace, window: int | None, seq: Any, *, packed: bool = False) -> bool:
@@ -171,7 +183,6 @@ def _efficient(
     Its backward sums the query's gradient in fp32 (``mem_eff_attention/kernel_backward.h: kNeedsAccumGradQ``).
     """
     ctx = t.r.ctx
-    key, value = _repeated(t, spec, key, value)
     rows = ctx.tokens * spec.num_attention_heads
     lse = t.tape.tensor("softmax log-sum-exp", FP32 * rows, grad=False)
     seeds = t.tape.tensor("seed and offset of dropout", 16, grad=False)
@@ -183,7 +194,6 @@ def _efficient(
         saves=(query.tensor, key.tensor, value.tensor, *mask, lse, seeds), also=(lse, seeds), save_output=True,
         backward_workspace=FP32 * query.elements + FP32 * rows,
     )
-    t.keep_alive(key, value)
     return out
 
 
@@ -207,8 +217,9 @@ def _eager(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
     scores = ctx.tokens * ctx.seq * spec.num_attention_heads
     several = ctx.batch > 1
     shared = spec.num_attention_heads != spec.num_query_groups
-    left = t.copy("contiguous queries", query) if several else query
-    right = t.copy("contiguous keys", key) if several and not shared else key
+    left, right = _cast_for_kernel(t, query, key)
+    left = t.copy("contiguous queries", left) if several else left
+    right = t.copy("contiguous keys", right) if several and not shared else right
     products = t.matmul("products of queries and keys", left, right, scores)
     logits = t.scale("attention scores", products)
     if t.hf.family.softcapped:
@@ -216,16 +227,19 @@ def _eager(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
             before = logits
             logits = (t.saves_output if what == "tanh" else t.scale)(f"attention scores, {what}", logits)
             t.keep_alive(before)
-    masked = t.make("masked scores", (logits,), scores, logits.width, alias=True)
+    mask_width = t.parameter_width
+    logits = t.widened(logits, max(logits.width, mask_width))
+    masked = t.make("masked scores", (logits,), scores, max(logits.width, mask_width), alias=True)
     t.keep_alive(logits)
     wide = t.cast("masked scores in fp32", masked, FP32)
     probabilities = t.saves_output("attention probabilities in fp32", wide)
     narrow = t.cast("attention probabilities", probabilities, query.width)
     t.keep_alive(masked, probabilities)
     narrow = t.dropout("attention dropout", narrow, ctx.attention_dropout)
-    right = t.copy("contiguous values", value) if several and not shared else value
+    (left,), (right,) = _cast_for_kernel(t, narrow), _cast_for_kernel(t, value)
+    right = t.copy("contiguous values", right) if several and not shared else right
     width = spec.num_attention_heads * spec.value_channels
-    out = t.matmul("attention output by head", narrow, right, ctx.tokens * width)
+    out = t.matmul("attention output by head", left, right, ctx.tokens * width)
     done = t.copy("attention output", out)
     t.keep_alive(*variables, narrow)
     return done

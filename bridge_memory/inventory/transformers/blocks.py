@@ -65,6 +65,7 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
         if t.hf.spec.gradient_checkpointing and not t.hf.spec.reentrant:
             t.last_saver = _last_saver(t, layer)
         r.tape.output(_record_layer(t, layer, x, shared).tensor)
+        t.keep_cast_weights()
         t.keep_alive(x)
 
     return block(ctx, ("transformers layer", layer, reached), record)

@@ -10,6 +10,7 @@ from bridge_memory.components import Part, Provenance
 from bridge_memory.inventory.alive import BlockCost
 from bridge_memory.inventory.chain import ChunkInventory, EngineBytes, Label, Link, compose, plain_link, with_engine
 from bridge_memory.inventory.context import BlockContext
+from bridge_memory.inventory.parameters import matrix_elements
 from bridge_memory.inventory.transformers.attention import needs_mask
 from bridge_memory.inventory.transformers.blocks import embedding_block, final_norm_block, layer_block, output_block
 from bridge_memory.spec import AttentionSpec, LayerSpec, ModelSpec
@@ -38,16 +39,21 @@ def hugging_face_chunk(
     # ``inputs_embeds`` is a variable of the model's forward, from which scaled embeddings are apart.
     unscaled = ctx.hidden_bytes if family.scaled_embeddings == "model" else 0
     layers = [(_layer_link(kind, ctx), count) for kind, count in shape.layers]
+    # Weights that autocast has cast stay to the end of its region, whether or not a checkpoint keeps them.
+    cast = [_cast_weights(kind, ctx) if spec.gradient_checkpointing else 0 for kind, _ in shape.layers]
     kept = spec.gradient_checkpointing or layer_block(shape.layers[0][0], ctx).cost.input_retained
     held = masks + (unscaled or (0 if kept else ctx.hidden_bytes))
     for i, (link, count) in enumerate(layers):
         if i == 0:
             links.append((_beside(link, masks + unscaled), 1))
+            held += cast[0]
             count -= 1
-        if count:
-            links.append((_beside(link, held), count))
+        for _ in range(count if cast[i] else bool(count)):
+            links.append((_beside(link, held), 1 if cast[i] else count))
+            held += cast[i]
     links.append((_beside(plain_link(final_norm_block(ctx), Label.FINAL_NORM), held), 1))
-    links.append((plain_link(output_block(model.output_bias, not tied, ctx), Label.LOSS), 1))
+    loss = plain_link(output_block(model.output_bias, not tied, ctx), Label.LOSS)
+    links.append((_beside(loss, sum(n * count for n, (_, count) in zip(cast, layers, strict=True))), 1))
     if spec.keeps_outputs:
         logits = ctx.tokens * ctx.padded_vocab * ctx.hugging_face.compute_width
         links = [(link.with_concurrent(logits), count) for link, count in links]
@@ -58,6 +64,15 @@ def hugging_face_chunk(
     if concurrent is not None:
         links = with_engine(links, concurrent)
     return compose(links)
+
+
+def _cast_weights(layer: LayerSpec, ctx: BlockContext) -> int:
+    """Copies of a layer's matrices in autocast's dtype."""
+    assert ctx.hugging_face is not None
+    if not ctx.hugging_face.autocast:
+        return 0
+    matrices = layer_block(layer, ctx).parameters.sums(((matrix_elements, 0),))
+    return sum(n for (n,) in matrices) * ctx.hugging_face.compute_width
 
 
 def mask_bytes(model: ModelSpec, ctx: BlockContext) -> int:

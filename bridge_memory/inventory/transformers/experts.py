@@ -116,7 +116,7 @@ def _loop(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> t
     for number in range(e):
         where = t.constant("tokens of an expert", 2 * rows, INT64)
         taken = t.make("expert input", (x,), rows * h, x.width, saves=(where.tensor,))
-        done = _expert(t, spec, taken, rows, fused)
+        done = _expert(t, spec, taken, rows, fused, number)
         share = t.make("router weights of an expert", (weights,), rows, weights.width, saves=(where.tensor,))
         weighted = t.mul("expert output, weighted", done, share, broadcast=True)
         if t.hf.family.moe != "deepseek":
@@ -142,14 +142,16 @@ def _added_rows(t: Torch, total: Array, rows: Array, where: Array, elements: Any
     return Array(summed, elements, total.width)
 
 
-def _expert(t: Torch, spec: MoESpec, x: Array, rows: Any, fused: tuple[Array, Array] | None) -> Array:
+def _expert(
+    t: Torch, spec: MoESpec, x: Array, rows: Any, fused: tuple[Array, Array] | None, number: int
+) -> Array:
     h, f = t.r.ctx.hidden_size, spec.moe_ffn_hidden_size
     if fused is None:
-        gate = t.linear("mlp.experts.gate_proj", x, rows, h, f, declare=False)
+        gate = t.linear("mlp.experts.gate_proj", x, rows, h, f, declare=False, number=number)
         act = t.activation("expert activation of the gate", gate)
-        up = t.linear("mlp.experts.up_proj", x, rows, h, f, declare=False)
+        up = t.linear("mlp.experts.up_proj", x, rows, h, f, declare=False, number=number)
         product = t.mul("expert product", act, up)
-        down = t.linear("mlp.experts.down_proj", product, rows, f, h, declare=False)
+        down = t.linear("mlp.experts.down_proj", product, rows, f, h, declare=False, number=number)
         t.keep_alive(x, product)
         return down
     both = _times(t, "expert gate and up", x, fused[0], rows * 2 * f, 2 * f * h)

@@ -51,7 +51,7 @@ class Torch:
         self.compute_width = self.hf.compute_width
         #: The last operation that keeps anything: a checkpoint that is not reentrant runs forward again up to it.
         self.last_saver = ""
-        self._cast_weights: dict[str, Array] = {}
+        self._cast_weights: dict[tuple[str, int], Array] = {}
 
     # ---- arrays ----
 
@@ -204,15 +204,16 @@ class Torch:
 
     def linear(
         self, module: str, x: Array, rows: Any, in_features: Any, out_features: Any, *, bias: bool = False,
-        expert: bool = False, use: Use = Use.LAYER, declare: bool = True, label: str | None = None,
+        expert: bool = False, use: Use = Use.LAYER, declare: bool = True, label: str | None = None, number: int = 0,
     ) -> Array:  # fmt: skip
-        """``nn.Linear``: [rows, in] -> [rows, out]; keeps its input for the weight's gradient."""
+        """``nn.Linear``: [rows, in] -> [rows, out]; keeps its input for the weight's gradient. ``number``: which of
+        several modules of this name."""
         r = self.r
         if declare:
             r.parameter(f"{module}.weight", (out_features, in_features), expert=expert, use=use)
             if bias:
                 r.parameter(f"{module}.bias", (out_features,), expert=expert)
-        x, weight = self.cast_operands(f"{module}.weight", x, in_features * out_features)
+        x, weight = self.cast_operands(f"{module}.weight", x, in_features * out_features, number)
         trains = self.trains(f"{module}.weight")
         inputs = (x,) if weight is None else (x, weight)
         own = in_features * out_features * self.parameter_width if trains and weight is None else 0
@@ -232,18 +233,18 @@ class Torch:
         parameter.grad_bytes = elements * self.parameter_width
         return Array(parameter, elements, self.parameter_width)
 
-    def cast_operands(self, weight: str, x: Array, elements: Any) -> tuple[Array, Array | None]:
+    def cast_operands(self, weight: str, x: Array, elements: Any, number: int = 0) -> tuple[Array, Array | None]:
         """The input, and under autocast the weight's copy in the compute dtype, each cast where it is not; None where
         the weight is taken as it is."""
         if not self.hf.autocast:
             return x, None
         x = self.cast(f"{weight.rpartition('.')[0]} input, cast", x, self.compute_width)
-        return x, self.cast_weight(weight, elements)
+        return x, self.cast_weight(weight, elements, number)
 
-    def cast_weight(self, weight: str, elements: Any) -> Array:
+    def cast_weight(self, weight: str, elements: Any, number: int = 0) -> Array:
         """A parameter's copy in the compute dtype, made once in a region of autocast (``aten/src/ATen/
         autocast_mode.cpp: cached_cast``); its gradient is cast back into one of the parameter's dtype."""
-        known = self._cast_weights.get(weight)
+        known = self._cast_weights.get((weight, number))
         if known is None:
             trains = self.trains(weight)
             if trains and self.hf.gradients_stay:
@@ -252,10 +253,14 @@ class Torch:
                 view = self.tape.tensor(weight, 0, grad_bytes=elements * self.parameter_width * trains)
                 self.tape.op(f"{weight} in the compute dtype", (), view, trains=trains)
                 parameter = Array(view, elements, self.parameter_width)
-            known = self._cast_weights[weight] = self.make(
+            known = self._cast_weights[weight, number] = self.make(
                 f"{weight} in the compute dtype", (parameter,), elements, self.compute_width, trains=trains,
             )
         return known
+
+    def keep_cast_weights(self) -> None:
+        """They stay to the end of the region of autocast, and so of the block."""
+        self.keep_alive(*self._cast_weights.values())
 
     def matmul(self, name: str, a: Array, b: Array, elements: Any) -> Array:
         """``bmm`` of two arrays: each is kept for the other's gradient."""
