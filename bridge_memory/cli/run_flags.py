@@ -171,6 +171,8 @@ FLAGS = (
     Flag("--use-cache", "transformers.use_cache", "keys and values are cached in training too"),
     Flag("--keeps-outputs", "transformers.keeps_outputs", "the loop holds logits until backward is done"),
     Flag("--liger-kernel", "transformers.liger_kernel", "kernels of liger-kernel in use", metavar="A,B"),
+    Flag("--autocast-adapter-dtype", "transformers.autocast_adapter_dtype", "LoRA adapters in fp32 (default: on)"),
+    Flag("--lora-dropout", "transformers.lora_dropout", "dropout before LoRA adapters", metavar="P"),
     Flag("--torch-compile", "transformers.torch_compile", "torch.compile (not modelled)"),
     Flag("--experts-implementation", "transformers.experts_implementation",
          "how experts are multiplied from transformers 5 on"),

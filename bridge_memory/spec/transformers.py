@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from bridge_memory.spec.fields import Checked, choice, choices, flag, release
+from bridge_memory.spec.fields import Checked, choice, choices, flag, fraction, release
 from bridge_memory.spec.model import ModelSpec
 
 #: Where nobody says which transformers runs.
@@ -45,6 +45,10 @@ class TransformersSpec(Checked):
     keeps_outputs: bool = flag(False)
     #: Kernels of liger-kernel that replace those of the class.
     liger_kernel: tuple[str, ...] = choices((), *LIGER_KERNELS)
+    #: LoRA adapters are in fp32 beside weights in bf16 or fp16 (peft ``get_peft_model(autocast_adapter_dtype=)``).
+    autocast_adapter_dtype: bool = flag(True)
+    #: ``LoraConfig.lora_dropout``.
+    lora_dropout: float = fraction(0.0, below_one=True)
     #: ``torch.compile``: not modelled.
     torch_compile: bool = flag(False)
     #: How experts are multiplied, from transformers 5 on ("eager": the loop); None: as the release does.

@@ -20,6 +20,7 @@ EXPERTS = "Qwen3-30B-A3B --num-gpus 16 --ep 4 --global-batch-size 32"
 SHARED = "DeepSeek-V2-Lite --num-gpus 16 --tp 2 --ep 4 --global-batch-size 32"
 AWARE = f"{DENSE} --use-precision-aware-optimizer"
 HUGGING = "Llama-3.2-1B --num-gpus 1 --implementation transformers"
+ADAPTED = f"{HUGGING} --peft lora --lora-target-modules q_proj,v_proj"
 SHARDED = f"{DENSE} --engine megatron_fsdp --data-parallel-sharding-strategy optim_grads_params"
 
 #: Flag -> (the rest of the command line, what the flag is given).
@@ -81,6 +82,7 @@ CASES = {
     "--use-reentrant": (f"{HUGGING} --gradient-checkpointing".replace("Llama-3.2-1B", "Llama-2-70b-hf"), "no"), "--autocast": (f"{HUGGING} --precision fp32", "bf16"),
     "--attention-mask": (HUGGING, "padded"), "--use-cache": (f"{HUGGING} --attention-mask none", ""), "--keeps-outputs": (HUGGING, ""),
     "--liger-kernel": (HUGGING, "swiglu"), "--torch-compile": (HUGGING, ""),
+    "--autocast-adapter-dtype": (ADAPTED, "no"), "--lora-dropout": (ADAPTED, "0.05"),
     "--experts-implementation": (
         f"{HUGGING} --transformers-version 5.0".replace("Llama-3.2-1B", "Qwen3-30B-A3B --num-layers 2"), "eager"),
     "--cpu-offloading-num-layers": (DENSE, "4"), "--offload-modules": (DENSE, "core_attn"),

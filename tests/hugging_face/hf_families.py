@@ -24,6 +24,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"model_type": "glm4_moe", **TINY, "n_routed_experts": 8, "num_experts_per_tok": 2,
                  "moe_intermediate_size": 96, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 32,
                  "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {
+        "model_type": "deepseek_v3", **TINY, "num_key_value_heads": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    },
     "gemma": {"model_type": "gemma", **TINY, "head_dim": 64, "tie_word_embeddings": True},
     "gemma2": {"model_type": "gemma2", **TINY, "head_dim": 64, "tie_word_embeddings": True, "sliding_window": 4096},
     "gemma3": {

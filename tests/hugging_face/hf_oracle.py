@@ -72,6 +72,11 @@ def scaled_dot_product_attention(
     return FlashAttention.apply(query, key, value, attn_mask)
 
 
+def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """CUDA's fused kernel (``aten/src/ATen/native/Dropout.cpp``)."""
+    return torch.native_dropout(input, p, True)[0] if p and training else input
+
+
 class Autocast(torch.autocast):
     """The rotary embedding switches autocast off for its device, of which the meta device has none."""
 
@@ -173,6 +178,7 @@ def as_on_cuda(routed: Routed | None = None, *, padded: bool = False) -> Iterato
         for owner, name, value in (
             (F, "scaled_dot_product_attention", scaled_dot_product_attention),
             (torch, "autocast", Autocast),
+            (F, "dropout", dropout),
             (masking_utils, "_ignore_causal_mask_sdpa", skipped),
             (AttentionMaskConverter, "_ignore_causal_mask_sdpa", staticmethod(skipped_by_class)),
         ):
@@ -191,10 +197,19 @@ def build(config: dict[str, Any], *, attention: str = "sdpa", dtype: torch.dtype
     return model.train()
 
 
-def measure(model: Any, batch: int, seq: int, spec: TransformersSpec) -> Measured:
+def measure(
+    model: Any, batch: int, seq: int, spec: TransformersSpec, targets: tuple[str, ...] = ()
+) -> Measured:
     """One step's forward and backward pass, gradients of parameters being there before."""
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": spec.reentrant})
+    if targets:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(
+            model, LoraConfig(r=16, target_modules=list(targets), lora_dropout=spec.lora_dropout),
+            autocast_adapter_dtype=spec.autocast_adapter_dtype,
+        )
     if spec.autocast:
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):

@@ -13,7 +13,7 @@ from bridge_memory.inventory.chain import ChunkInventory
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.readers.huggingface import model_from_hf_config
-from bridge_memory.spec import PrecisionSpec
+from bridge_memory.spec import PeftSpec, PrecisionSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.transformers import TransformersSpec
 
@@ -21,25 +21,30 @@ from bridge_memory.spec.transformers import TransformersSpec
 INSTALLED = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 
-def recorded(config: dict[str, Any], batch: int, seq: int, dtype: str, spec: TransformersSpec) -> ChunkInventory:
+def recorded(
+    config: dict[str, Any], batch: int, seq: int, dtype: str, spec: TransformersSpec,
+    targets: tuple[str, ...] = (),
+) -> ChunkInventory:
     run = RunSpec(
         model=model_from_hf_config(dict(config), "a small model"),
         batch=BatchSpec(seq_length=seq, micro_batch_size=batch),
         precision=PrecisionSpec(params_dtype=dtype),
         implementation=ImplementationSpec(transformer_impl="transformers"),
         transformers=spec,
+        peft=PeftSpec(scheme="lora", dim=16, target_modules=targets) if targets else PeftSpec(),
     )
     ((shape,),) = layout(run.model, run.parallel).shapes(run.model)
     return chunk_inventory(run.model, shape, context_of(run))
 
 
 def both(
-    config: dict[str, Any], *, batch: int = 2, seq: int = 128, dtype: str = "bf16", **fields: Any
+    config: dict[str, Any], *, batch: int = 2, seq: int = 128, dtype: str = "bf16",
+    targets: tuple[str, ...] = (), **fields: Any
 ) -> tuple[ChunkInventory, Measured]:
     """``fields``: those of a TransformersSpec."""
     spec = TransformersSpec(transformers_version=INSTALLED, **fields)
     model = build(config, attention=spec.attn_implementation, dtype=DTYPES[dtype])
-    return recorded(config, batch, seq, dtype, spec), measure(model, batch, seq, spec)
+    return recorded(config, batch, seq, dtype, spec, targets), measure(model, batch, seq, spec, targets)
 
 
 def errors(config: dict[str, Any], **options: Any) -> tuple[float, float, float]:

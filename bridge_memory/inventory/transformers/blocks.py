@@ -10,10 +10,11 @@ from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.transformers.attention import Shared, record_attention
 from bridge_memory.inventory.transformers.experts import last_saver, record_moe
 from bridge_memory.inventory.transformers.loss import record_output
+from bridge_memory.inventory.transformers.mla import record_mla
 from bridge_memory.inventory.transformers.mlp import record_mlp
 from bridge_memory.inventory.transformers.norms import norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
-from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
+from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec
 
 #: Prefix of a decoder layer's names.
 LAYER_PREFIX = "model.layers.{}."
@@ -30,7 +31,7 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
         r.parameter(f"{t.hf.family.prefix}embed_tokens.weight", (v, h), use=Use.EMBEDDING)
         ids = t.input("token ids", tokens, 8, grad=False, counted=False)
         x = t.make(
-            "input embeddings", (ids,), tokens * h, t.parameter_width, trains=True, saves=(ids.tensor,),
+            "input embeddings", (ids,), tokens * h, t.parameter_width, trains=not r.frozen, saves=(ids.tensor,),
             backward_workspace=v * h * t.parameter_width,
         )
         if t.hf.family.scaled_embeddings:
@@ -38,7 +39,7 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
         for name in _table_names(t) if rotary else ():
             table = t.constant(name, r.ctx.seq * rotary, table_width(t))
             # Layers keep it.
-            t.tape.op(f"{name}, kept by layers", table.tensor, (), saves=(table.tensor,))
+            t.tape.op(f"{name}, kept by layers", table.tensor, (), saves=(table.tensor,), trains=True)
         t.tape.output(x.tensor)
 
     return block(ctx, ("transformers embedding", rotary), record)
@@ -76,7 +77,10 @@ def _last_saver(t: Torch, layer: LayerSpec) -> str:
     last = t.hf.family.norms[-1]
     if not last:
         assert layer.ffn is not None
-        return "mlp.down_proj output" if isinstance(layer.ffn, MLPSpec) else last_saver(t, layer.ffn)
+        if not isinstance(layer.ffn, MLPSpec):
+            return last_saver(t, layer.ffn)
+        adapted = t.r.frozen and t.adapts("mlp.down_proj")
+        return "mlp.down_proj.lora_B output" if adapted else "mlp.down_proj output"
     return f"{last} output" if t.hf.family.norm == "llama" else f"{last} times weight in fp32"
 
 
@@ -93,11 +97,11 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
     """``LlamaDecoderLayer.forward``, with the norms of the family."""
     r = t.r
     mixer, ffn = layer.mixer, layer.ffn
-    assert isinstance(mixer, AttentionSpec) and ffn is not None
+    assert isinstance(mixer, AttentionSpec | MLASpec) and ffn is not None
     before, after, before_ffn, after_ffn = t.hf.family.norms
-    r.tape.part = Part.ATTENTION
+    r.tape.part = Part.ATTENTION if isinstance(mixer, AttentionSpec) else Part.MLA
     y = _normed(t, before, x)
-    y, entered = record_attention(t, mixer, y, shared), y
+    y, entered = (record_attention if isinstance(mixer, AttentionSpec) else record_mla)(t, mixer, y, shared), y
     t.keep_alive(entered)
     x = _added(t, "hidden states after attention", x, _normed(t, after, y))
     r.tape.part = Part.MLP if isinstance(ffn, MLPSpec) else Part.MOE

@@ -39,8 +39,13 @@ def hugging_face_chunk(
     # ``inputs_embeds`` is a variable of the model's forward, from which scaled embeddings are apart.
     unscaled = ctx.hidden_bytes if family.scaled_embeddings == "model" else 0
     layers = [(_layer_link(kind, ctx), count) for kind, count in shape.layers]
+    if ctx.adapters is not None and not spec.gradient_checkpointing:
+        # Embeddings are frozen: nothing before the first adapter is kept.
+        (first, kind), count = (layers[0][0], shape.layers[0][0]), layers[0][1]
+        layers[:1] = [(plain_link(layer_block(kind, ctx, reached=False), Label.LAYER), 1), (first, count - 1)]
     # Weights that autocast has cast stay to the end of its region, whether or not a checkpoint keeps them.
     cast = [_cast_weights(kind, ctx) if spec.gradient_checkpointing else 0 for kind, _ in shape.layers]
+    cast += [0] * (len(layers) - len(cast))
     kept = spec.gradient_checkpointing or layer_block(shape.layers[0][0], ctx).cost.input_retained
     held = masks + (unscaled or (0 if kept else ctx.hidden_bytes))
     for i, (link, count) in enumerate(layers):
@@ -59,7 +64,7 @@ def hugging_face_chunk(
         links = [(link.with_concurrent(logits), count) for link, count in links]
         loss, _ = links[-1]
         links[-1] = loss._replace(retained=loss.retained + logits, more=(((Part.LOSS, Provenance.FORMULA), logits),)), 1
-    if tied:
+    if tied and ctx.adapters is None:
         links = _with_tied_gradient(links, ctx)
     if concurrent is not None:
         links = with_engine(links, concurrent)

@@ -182,6 +182,8 @@ def _fused_parameters(t: Torch, spec: MoESpec) -> tuple[Array, Array] | None:
 
 def _parameter(t: Torch, name: str, elements: Any) -> Array:
     trains = t.trains(name)
+    if trains and t.hf.gradients_stay:
+        return t.waiting(name, elements)
     leaf = t.tape.tensor(f"{name}.weight", 0, grad_bytes=elements * t.parameter_width * trains)
     t.tape.op(f"{name} gradient", (), leaf, trains=trains)
     return Array(leaf, elements, t.parameter_width)
@@ -247,9 +249,11 @@ def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -
 def _grouped_product(t: Torch, name: str, x: Array, weights: Any, out: Any, offsets: Array) -> Array:
     """By a parameter of so many elements."""
     trains = t.trains(name)
+    stays = trains and t.hf.gradients_stay
+    inputs = (x, t.waiting(name, weights)) if stays else (x,)
     return t.make(
-        name, (x,), out, t.compute_width, trains=trains, saves=(*((x.tensor,) if trains else ()), offsets.tensor),
-        backward_workspace=weights * t.parameter_width * trains,
+        name, inputs, out, t.compute_width, trains=trains, saves=(*((x.tensor,) if trains else ()), offsets.tensor),
+        backward_workspace=weights * t.parameter_width * (trains and not stays),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from bridge_memory.inventory.parameters import Use
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import Tensor
+from bridge_memory.spec.adapters import in_any_layer, is_target
 
 FP32 = 4
 
@@ -213,6 +214,7 @@ class Torch:
             r.parameter(f"{module}.weight", (out_features, in_features), expert=expert, use=use)
             if bias:
                 r.parameter(f"{module}.bias", (out_features,), expert=expert)
+        before = x
         x, weight = self.cast_operands(f"{module}.weight", x, in_features * out_features, number)
         trains = self.trains(f"{module}.weight")
         inputs = (x,) if weight is None else (x, weight)
@@ -222,9 +224,51 @@ class Torch:
         saved = [x.tensor] if trains else []
         if weight is not None and x.differentiable:
             saved.append(weight.tensor)
-        return self.make(
+        out = self.make(
             label or f"{module} output", inputs, rows * out_features, self.compute_width, saves=saved,
             backward_workspace=own, trains=trains,
+        )
+        if self.r.frozen and self.adapts(module):
+            return self._adapted(module, before, out, rows, in_features, out_features)
+        return out
+
+    def adapts(self, module: str) -> bool:
+        """Whether a linear has a LoRA adapter."""
+        assert self.r.ctx.adapters is not None
+        name = f"model.layers.0.{module}"
+        return is_target(in_any_layer(self.r.ctx.adapters), module.rpartition(".")[2], name)
+
+    def _adapted(self, module: str, x: Array, base: Array, rows: Any, in_features: Any, out_features: Any) -> Array:
+        """The adapter beside a linear, in fp32 unless ``autocast_adapter_dtype`` is off: its input is cast for it, and
+        sum and product are as wide (peft ``tuners/lora/layer.py: Linear.forward``, ``tuners/tuners_utils.py:
+        cast_adapter_dtype``)."""
+        rank, spec = self.r.rank, self.hf.spec
+        width = FP32 if spec.autocast_adapter_dtype else self.parameter_width
+        x = self.cast(f"{module} LoRA input", x, width)
+        entering = self.dropout(f"{module} LoRA dropout", x, spec.lora_dropout)
+        low = self._adapter(f"{module}.lora_A", entering, rows, in_features, rank, width)
+        wide = self._adapter(f"{module}.lora_B", low, rows, rank, out_features, width)
+        self.keep_alive(low)
+        scaled = self.scale(f"{module} LoRA output, scaled", wide)
+        summed = self.add(f"{module} output + LoRA", base, scaled)
+        self.keep_alive(base, scaled)
+        out = self.cast(f"{module} output with LoRA", summed, base.width)
+        self.keep_alive(x, summed)
+        return out
+
+    def _adapter(self, module: str, x: Array, rows: Any, in_features: Any, out_features: Any, width: int) -> Array:
+        """One of its two linears."""
+        own = in_features * out_features
+        if not self.hf.autocast:
+            return self.make(
+                f"{module} output", (x,), rows * out_features, width, saves=(x.tensor,), trains=True,
+                backward_workspace=own * width,
+            )
+        x = self.cast(f"{module} input, cast", x, self.compute_width)
+        weight = self.make(f"{module} in the compute dtype", (), own, self.compute_width, trains=True)
+        return self.make(
+            f"{module} output", (x, weight), rows * out_features, self.compute_width, trains=True,
+            saves=(x.tensor, *((weight.tensor,) if x.differentiable else ())),
         )
 
     def waiting(self, weight: str, elements: Any) -> Array:
