@@ -77,7 +77,8 @@ def test_the_same_flags_are_welcome_where_they_count(capsys: pytest.CaptureFixtu
         ("--tensor-parallel-size", "did you mean --tensor-model-parallel-size?"),
         ("--cross-entropy", "--cross-entropy-loss-fusion or --cross-entropy-fusion-impl"),
         ("--hidden-size", "give --megatron-args"), ("--disable-bias-linear", "give --megatron-args"),
-        ("--lr-warmup-iters", "changes no memory; drop it"), ("--wrong", "`bridge-memory estimate --help` lists the flags"),
+        ("--lr-warmup-iters", "changes no memory; drop it"),
+        ("--wrong", "`bridge-memory estimate --help` lists the flags"),
     ],
 )
 def test_an_unknown_flag_is_answered_with_what_was_meant(
