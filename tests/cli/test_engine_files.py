@@ -38,7 +38,8 @@ def test_flags_and_a_file_are_the_same_run(capsys: pytest.CaptureFixture[str], t
     """h = 2048: a bucket of 2048 x 2048 elements."""
     flags = [
         "--engine", "zero2", "--implementation", "transformers", "--reduce-bucket-size", str(2048 * 2048),
-        "--num-gpus", "8", "--micro-batch-size", "2", "--global-batch-size", "64", "--optimizer", "adamw", "--seq-length", "1024",
+        "--num-gpus", "8",
+        "--micro-batch-size", "2", "--global-batch-size", "64", "--optimizer", "adamw", "--seq-length", "1024",
     ]  # fmt: skip
     of_flags = estimated(capsys, *flags)
     of_file = estimated(capsys, "--deepspeed", ds(tmp_path), "--num-gpus", "8", "--seq-length", "1024")
