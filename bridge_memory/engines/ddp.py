@@ -69,20 +69,22 @@ class DDP:
 
 
 def bucket_bytes(run: RunSpec, model: Model, width: int) -> Iterator[int]:
-    """Bytes of every bucket, in the order in which backward fills them: a bucket ends with the parameter that fills it.
+    """Bytes of every bucket, which ends with the parameter that fills it.
 
-    Parameters that find none of their gradients missing are in the order in which they got them, here the model's
-    reversed; otherwise (``find_unused_parameters``) buckets stay as they were built, from the model's end.
+    After the first step buckets are built anew, in the order in which gradients came, here the model's reversed;
+    those of a graph that may change (``find_unused_parameters``) stay as they were built from the model's order.
     """
     cap = FIRST_BUCKET
     filled = 0
-    for module in reversed(model.modules):
-        for p, times in reversed(list(module.trained_parameters())):
-            for _ in range(times):
-                filled += p.numel * width
-                if filled >= cap:
-                    yield filled
-                    filled, cap = 0, int(run.ddp.bucket_cap_mb * (1 << 20))
+    parameters = [(p, times) for module in model.modules for p, times in module.trained_parameters()]
+    if run.ddp.static_graph or not run.ddp.find_unused_parameters:
+        parameters.reverse()
+    for p, times in parameters:
+        for _ in range(times):
+            filled += p.numel * width
+            if filled >= cap:
+                yield filled
+                filled, cap = 0, int(run.ddp.bucket_cap_mb * (1 << 20))
     if filled:
         yield filled
 

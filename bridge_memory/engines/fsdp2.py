@@ -182,9 +182,16 @@ class FSDP2:
                 following = next((g for g in groups if not g.root), None)
                 if following is not None and self.keeps_output:
                     found[0] += following.output + following.cast
+            if self.run.fsdp.forward_prefetch and group is not None and not group.root:
+                found[place] += self._gathered_ahead(groups, group)
             if group is not None and place == group.places[-1] and self._resharded(group):
                 whole -= group.whole
         return found
+
+    def _gathered_ahead(self, groups: Sequence[Group], group: Group) -> int:
+        """What of the unit after ``group`` is there while that runs forward."""
+        following = groups[groups.index(group) + 1 :][:1]
+        return sum(g.output if self.keeps_output else g.whole for g in following if not g.root)
 
     def _backward(
         self, model: Model, groups: Sequence[Group], *, fresh: bool

@@ -115,11 +115,13 @@ class Kept(NamedTuple):
     #: Of the largest parameter: exp_avg_sq, and elements.
     largest_state: int
     largest: int
+    #: Tensors that train.
+    tensors: int = 1
 
 
 def kept(module: Module, states: Sequence[TorchState], width: int, ranks: int = 1) -> Kept:
     """What a module keeps where every parameter's first dimension is divided over ``ranks``, and the first has most."""
-    weights = gradients = largest_state = largest = 0
+    weights = gradients = largest_state = largest = tensors = 0
     sums = [0] * len(states)
     for p, times in module.parameters():
         weights += times * rounded(prod(shard(p.shape, ranks)) * width)
@@ -130,7 +132,8 @@ def kept(module: Module, states: Sequence[TorchState], width: int, ranks: int = 
         sums = [n + times * size for n, size in zip(sums, sizes, strict=True)]
         largest_state = max(largest_state, *sizes[-1:], 0)
         largest = max(largest, prod(shape))
-    return Kept(weights, gradients, tuple(sums), largest_state, largest)
+        tensors += times
+    return Kept(weights, gradients, tuple(sums), largest_state, largest, tensors)
 
 
 def shard(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
@@ -166,7 +169,10 @@ def in_step(run: RunSpec, all_kept: Iterable[Kept]) -> tuple[int, str]:
     together = sum(k.states[-1] for k in them) if made.together and them and them[0].states else 0
     largest_state = max((k.largest_state for k in them), default=0)
     largest = max((k.largest for k in them), default=0)
-    return made.together * together + made.largest * largest_state + made.fp32 * 4 * largest, made.name
+    stepping = made.together * together + made.largest * largest_state + made.fp32 * 4 * largest
+    # Before it, a norm a parameter (``torch/nn/utils/clip_grad.py: _get_total_norm``).
+    norms = ALLOCATION_UNIT * sum(k.tensors for k in them) if run.optimizer.clip_grad else 0
+    return (norms, "norms of gradients") if norms > stepping else (stepping, made.name)
 
 
 def lines(run: RunSpec, *, fresh: bool, shard_name: str, adapters: bool) -> list[Line]:

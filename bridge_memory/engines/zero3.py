@@ -110,6 +110,9 @@ class ZeRO3:
             yield Line(Role.OPTIMIZER, state, state.value, False, exact, adapters, shard), sum(
                 rounded(n * self.state_width) for n in groups
             )
+        if self.z.zero_hpz_partition_size > 1:
+            second = sum(rounded(-(-w.numel // self.z.zero_hpz_partition_size) * self.width) for w in weights)
+            yield Line(Role.WEIGHTS, State.NONE, "second partition of the weights (hpZ)", False), second
         if self.z.contiguous_gradients:
             bucket = rounded(self.z.reduce_bucket_size * self.communicated_width)
             yield Line(Role.GRADIENTS, State.NONE, "bucket of gradients", False), bucket
@@ -219,7 +222,10 @@ class ZeRO3:
         return copies
 
     def _copied(self, elements: int, number: int) -> int:
-        """``__avg_scatter_grads``: cast where the dtype differs, joined where there are several."""
+        """``__avg_scatter_grads``: cast where the dtype differs, joined where there are several. Without
+        ``reduce_scatter`` the bucket itself is reduced (``__avg_scatter_contiguous_grads``)."""
+        if self.z.contiguous_gradients and not self.z.reduce_scatter:
+            return elements * self.communicated_width if self.communicated_width != self.width else 0
         cast = elements * self.communicated_width if self.communicated_width != self.width else 0
         return cast + (elements * self.communicated_width if number > 1 else 0)
 

@@ -71,7 +71,7 @@ class ZeRO12:
         """What every rank keeps."""
         run = self.run
         model = model_of(run, chunks[0])
-        flat = flat_of(model, self.ranks, self.width)
+        flat = flat_of(model, self.ranks, self.width, dealt=run.deepspeed.round_robin_gradients)
         many = accumulates(run)
         gradients, whole = self._gradients(flat), 0
         if (self.stage_number == 1 and not self.overlaps) or self.of_bf16_optimizer:
@@ -210,6 +210,8 @@ class ZeRO12:
         several = (top - 1) // flat.partition != end // flat.partition
         if elements > self.run.deepspeed.reduce_bucket_size:  # One that does not fit stays in its own tensor.
             return rounded(elements * self.width)
+        if not self.run.deepspeed.reduce_scatter:  # reduced in the bucket itself
+            return rounded(largest * 4) if self.compact else 0
         if self.compact:
             return rounded(elements * self.width) * (largest < elements) + rounded(largest * 4)
         return rounded(elements * self.width) if several else 0
@@ -235,10 +237,14 @@ class ZeRO12:
         return most, "fp32 gradients" if most == flattened else "fp32 gradients and the optimizer's temporaries"
 
 
-def flat_of(model: Model, ranks: int, width: int) -> Flat:
-    """Parameters in the order of the model, which is that of the optimizer's only group."""
-    sizes = [(p.numel, times) for m in model.modules for p, times in m.trained_parameters()]
-    numel = sum(n * times for n, times in sizes)
+def flat_of(model: Model, ranks: int, width: int, *, dealt: bool = False) -> Flat:
+    """Parameters in the order of the model, which is that of the optimizer's only group; or ``dealt`` out over the
+    ranks one by one (``_round_robin_reorder``)."""
+    each = [p.numel for m in model.modules for p, times in m.trained_parameters() for _ in range(times)]
+    if dealt:
+        each = [n for rank in range(ranks) for n in each[rank::ranks]]
+    sizes = [(n, 1) for n in each]
+    numel = sum(each)
     padded = -(-numel // (ALIGNMENT * ranks)) * ALIGNMENT * ranks
     partition = padded // ranks
     touched = [0] * ranks

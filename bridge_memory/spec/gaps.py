@@ -148,6 +148,7 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
         yield Gap("moe_apply_probs_on_input: the scaled copy of the tokens", Effect.EITHER)
     if run.implementation.hugging_face:
         yield from _of_transformers(run)
+    yield from _of_engines(run)
     if precision.fp8 and (precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16):
         yield Gap("first_last_layers_bf16: the layers at the ends are counted in fp8 like the rest", Effect.EITHER)
     if optimizer.log_params_norm and optimizer.fused_main_parameters:
@@ -200,6 +201,20 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             "one rank only; counted as divided over the ranks",
             Effect.UNKNOWN,
         )
+
+
+def _of_engines(run: RunSpec) -> Iterator[Gap]:
+    engine = run.data_parallel.engine
+    if engine == "fsdp1" and not run.fsdp.limit_all_gathers:
+        yield Gap("fsdp_limit_all_gathers (False): units whose gathering the host asks for before others run", Effect.UP)
+    if run.deepspeed.stage3_gather_16bit_weights_on_model_save:
+        yield Gap(
+            "stage3_gather_16bit_weights_on_model_save: whole weights while a checkpoint is saved", Effect.UP,
+            outside=True,
+        )
+    if run.deepspeed.zero_hpz_partition_size > 1:
+        yield Gap("zero_hpz_partition_size: whole weights are counted as if gathered from the first partition",
+                  Effect.EITHER)  # fmt: skip
 
 
 def _of_transformers(run: RunSpec) -> Iterator[Gap]:

@@ -69,9 +69,9 @@ class PlaceTracker(Tracker):
 
 
 @contextmanager
-def world(backend: str, size: int) -> Iterator[None]:
+def world(backend: str, size: int, rank: int = 0) -> Iterator[None]:
     store = FakeStore() if backend == "fake" else dist.HashStore()
-    dist.init_process_group(backend, store=store, rank=0, world_size=size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         yield
     finally:
@@ -131,6 +131,7 @@ def expected(run: Any) -> dict[str, int]:
     during = held.static_bytes - held.fresh + held.state.in_passes + held.batch
     return {
         "state": sum(nbytes for _, nbytes in held.state.amounts),
+        "fresh": held.fresh,
         "forward": during + held.inventories[0].forward_peak,
         "backward": during + held.inventories[0].backward_peak,
         "step": stage.static_bytes + held.state.in_step,

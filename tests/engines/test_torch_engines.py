@@ -94,3 +94,32 @@ def test_fsdp2_accumulates_whole_gradients_in_fp32() -> None:
 def test_fsdp2_that_reduces_every_microbatch_keeps_shards() -> None:
     real = measured(fsdp2(4, mixed=True), size=4, microbatches=2)
     check(run_of("fsdp2", ranks=4, microbatches=2, sync_each_batch=True, fsdp=MIXED), real)
+
+
+def fsdp1(*, mixed: bool = False, **kwargs: Any) -> Any:
+    import functools
+
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    layers = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
+    if mixed:
+        kwargs["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return lambda m: FullyShardedDataParallel(m, auto_wrap_policy=layers, device_id=torch.device("cpu"), **kwargs)
+
+
+def test_fsdp1_in_one_dtype() -> None:
+    check(run_of("fsdp1", ranks=2), measured(fsdp1(), size=2))
+
+
+def test_fsdp1_in_mixed_precision() -> None:
+    """The flat gradient, its copy in fp32 and the part that comes of it."""
+    check(run_of("fsdp1", ranks=4, fsdp=MIXED), measured(fsdp1(mixed=True), size=4))
+
+
+def test_fsdp1_that_divides_gradients_and_states_alone() -> None:
+    from torch.distributed.fsdp import ShardingStrategy
+
+    real = measured(fsdp1(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), size=2)
+    check(run_of("fsdp1", ranks=2, fsdp=FSDPOptions(sharding_strategy="SHARD_GRAD_OP")), real)
