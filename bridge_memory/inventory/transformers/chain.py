@@ -13,7 +13,8 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import matrix_elements
 from bridge_memory.inventory.transformers.attention import needs_mask
 from bridge_memory.inventory.transformers.blocks import embedding_block, final_norm_block, layer_block, output_block
-from bridge_memory.spec import AttentionSpec, LayerSpec, ModelSpec
+from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
+from bridge_memory.spec.adapters import in_any_layer, is_target
 from bridge_memory.spec.layout import ChunkShape
 
 
@@ -107,10 +108,23 @@ def _layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
     found = layer_block(layer, ctx)
     if not spec.gradient_checkpointing:
         return plain_link(found, Label.LAYER)
-    return _checkpointed(found.cost, reentrant=spec.reentrant)
+    return _checkpointed(found.cost, _gradients_before(layer, ctx), reentrant=spec.reentrant)
 
 
-def _checkpointed(cost: BlockCost, *, reentrant: bool) -> Link:
+def _gradients_before(layer: LayerSpec, ctx: BlockContext) -> int:
+    """Gradients that are made of a layer's output's before its backward asks for anything that is kept: of the last
+    linear's output, and in the adapter's dtype of that of an adapter beside it."""
+    assert ctx.hugging_face is not None
+    hf = ctx.hugging_face
+    if ctx.adapters is None or hf.family.norms[-1] or not isinstance(layer.ffn, MLPSpec):
+        return 0
+    if not is_target(in_any_layer(ctx.adapters), "down_proj", "model.layers.0.mlp.down_proj"):
+        return 0
+    wide = 4 if hf.spec.autocast_adapter_dtype else ctx.act
+    return ctx.tokens * ctx.hidden_size * (wide + (ctx.act if wide != ctx.act else 0))
+
+
+def _checkpointed(cost: BlockCost, before: int, *, reentrant: bool) -> Link:
     """A layer that keeps its input and runs again in backward (torch ``utils/checkpoint.py``).
 
     Reentrant: a forward pass without gradients; the output made again, and its gradient, are variables of
@@ -122,7 +136,7 @@ def _checkpointed(cost: BlockCost, *, reentrant: bool) -> Link:
     if reentrant:
         again, back = cost.forward_peak + out, beside + cost.backward_peak_held + out
     else:
-        again, back = (cost.before_landmark_forward or cost.forward_peak) + out, beside + cost.backward_peak
+        again, back = (cost.before_landmark_forward or cost.forward_peak) + out + before, beside + cost.backward_peak
     back_name = cost.backward_name if back >= again else _recomputed
     return Link(
         Label.RECOMPUTED, kept, cost.no_grad_peak, max(again, back), max(again, back), cost.forward_name, back_name,

@@ -244,7 +244,7 @@ class Torch:
         cast_adapter_dtype``)."""
         rank, spec = self.r.rank, self.hf.spec
         width = FP32 if spec.autocast_adapter_dtype else self.parameter_width
-        x = self.cast(f"{module} LoRA input", x, width)
+        given, x = x, self.cast(f"{module} LoRA input", x, width)
         entering = self.dropout(f"{module} LoRA dropout", x, spec.lora_dropout)
         low = self._adapter(f"{module}.lora_A", entering, rows, in_features, rank, width)
         wide = self._adapter(f"{module}.lora_B", low, rows, rank, out_features, width)
@@ -253,7 +253,7 @@ class Torch:
         summed = self.add(f"{module} output + LoRA", base, scaled)
         self.keep_alive(base, scaled)
         out = self.cast(f"{module} output with LoRA", summed, base.width)
-        self.keep_alive(x, summed)
+        self.keep_alive(given, x, summed)
         return out
 
     def _adapter(self, module: str, x: Array, rows: Any, in_features: Any, out_features: Any, width: int) -> Array:
