@@ -41,6 +41,8 @@ _KEYS = {
                "logger"),
     "model": ("model_type", "architectures", "num_hidden_layers"),
 }  # fmt: skip
+#: ``megatron.core.transformer.enums.AttnBackend``, as Bridge's YAML writes an enum: by its value.
+_ATTENTION = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}
 _GIVE = "give a configuration file"
 
 
@@ -181,17 +183,19 @@ def _megatron(text: str, notes: Notes, world_size: int | None) -> None:
             near = get_close_matches(name, KNOWN, n=1, cutoff=0.75)
             fix = f"did you mean --{near[0].replace('_', '-')}?" if near else "remove it"
             notes.problem(option, "is no argument of Megatron-LM", fix)
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    least = 1
-    for name in sizes:
-        value = str(raw.values.get(name, 1))
-        least *= int(value) if value.isdecimal() and len(value) < 7 else 1
-    world = world_size or raw.world_size
-    if world is None:
-        world = least
-        notes.assume(f"{least} GPUs, the fewest that the parallel sizes allow (--num-gpus)")
+    world = world_size or raw.world_size or _fewest(raw.values, notes)
     found = run_from_megatron_args(text, world_size=world)
     notes.not_modelled.extend(gap for gap in map(_gap, found.not_modelled) if "not an argument" not in gap)
+
+
+def _fewest(values: Mapping[str, Any], notes: Notes) -> int:
+    """GPUs that the parallel sizes ask for at least, where nobody says how many there are."""
+    least = 1
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        value = str(values.get(name) or 1)
+        least *= int(value) if value.isdecimal() and len(value) < 7 else 1
+    notes.assume(f"{least} GPUs, the fewest that the parallel sizes allow (--num-gpus)")
+    return least
 
 
 def _gap(sentence: str) -> Any:
@@ -220,7 +224,7 @@ def _bridge(table: Mapping[str, Any], notes: Notes, world_size: int | None) -> N
                               f"did you mean {part}.{near[0]}?" if near else "remove it")
     model = table.get("model")
     if isinstance(model, Mapping) and all(model.get(name) for name in ("hidden_size", "num_layers")):
-        run_from_config_container(_as_objects(table), world_size=world_size)
+        run_from_config_container(_as_objects(table), world_size=world_size or _fewest(model, notes))
     else:
         notes.assume("a partial file: its fields are checked by name, not what they give together")
 
@@ -232,8 +236,11 @@ def _as_objects(value: Any) -> Any:
     if isinstance(value, Mapping):
         target = value.get("_target_")
         if isinstance(target, str) and set(value) <= {"_target_", "_call_", "_args_"}:
-            arguments = value.get("_args_")
-            return arguments[0] if isinstance(arguments, list) and arguments else target.rsplit(".", 1)[-1]
+            name, arguments = target.rsplit(".", 1)[-1], value.get("_args_")
+            if not (isinstance(arguments, list) and arguments):
+                return name
+            first = arguments[0]
+            return _ATTENTION.get(first, first) if name == "AttnBackend" and isinstance(first, int) else first
         return SimpleNamespace(**{k: _as_objects(v) for k, v in value.items() if not k.startswith("_")})
     return [_as_objects(one) for one in value] if isinstance(value, list) else value
 

@@ -12,6 +12,7 @@ from typing import Any
 from bridge_memory.calibration.records import FactRecord, MachineRecord
 from bridge_memory.readers import environment
 from bridge_memory.releases import release_in, release_words
+from bridge_memory.spec import RunSpec
 from bridge_memory.spec.gpu_names import DEFAULT_GENERATION, generation_of, taken_as_nvidia
 
 #: Field of ImplementationSpec -> (module, name) of a package whose releases have rules.
@@ -42,6 +43,8 @@ class Machine:
     gpu: str = ""
     #: Assumptions that a prediction for this machine makes.
     notes: tuple[str, ...] = ()
+    #: Fields of packages whose absence is said.
+    expected: tuple[str, ...] = tuple(_PACKAGES)
 
     @classmethod
     def of_process(
@@ -68,7 +71,7 @@ class Machine:
                     facts[name] = Fact(release, f"{words} {release_words(release)}", LOADED)
         with suppress(Exception):
             _variables(environ, config, facts)
-        return cls(facts, gpu, tuple(notes))
+        return cls(facts, gpu, tuple(notes), ("torch",) if _without_megatron(config) else tuple(_PACKAGES))
 
     def overrides(self) -> dict[str, Any]:
         """Fields of ImplementationSpec, for ``run_from_config_container(..., implementation=...)``."""
@@ -76,13 +79,19 @@ class Machine:
 
     def line(self) -> str:
         """One line for people: what was found, and what stays the default."""
-        missing = [f"{words} not imported" for name, (_, words) in _PACKAGES.items() if name not in self.facts]
+        missing = [f"{words} not imported" for name, (_, words) in _PACKAGES.items()
+                   if name in self.expected and name not in self.facts]
         found = [fact.words for fact in self.facts.values() if fact.words]
         return "machine: " + "; ".join((", ".join(filter(None, (self.gpu, *found, *missing))), *self.notes))
 
     def to_json(self) -> MachineRecord:
         facts = {n: FactRecord(value=_word(f.value), source=f.source) for n, f in self.facts.items()}
         return MachineRecord(gpu=self.gpu, facts=facts, notes=list(self.notes))
+
+
+def _without_megatron(config: Any) -> bool:
+    """Whether a run's layers are not megatron-core's."""
+    return isinstance(config, RunSpec) and config.implementation.hugging_face
 
 
 def _device(torch: Any, facts: dict[str, Fact], notes: list[str]) -> str:

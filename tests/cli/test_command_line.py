@@ -71,13 +71,14 @@ def test_the_same_flags_are_welcome_where_they_count(capsys: pytest.CaptureFixtu
     ("typed", "meant"),
     [
         ("--model", "MODEL stands alone"), ("--batch-size", "--micro-batch-size or --global-batch-size"),
-        ("--fsdp", "--engine megatron_fsdp"), ("--zero", "--use-distributed-optimizer"), ("--gpus", "--num-gpus"),
+        ("--fsdp", "--engine megatron_fsdp"), ("--zero", "--engine zero1"), ("--gpus", "--num-gpus"),
         ("--dp", "--num-gpus"), ("--seq-len", "did you mean --seq-length?"), ("--tp_size", "did you mean --tp?"),
         ("--micro_batch_size", "did you mean --micro-batch-size?"), ("--jsn", "did you mean --json?"),
         ("--tensor-parallel-size", "did you mean --tensor-model-parallel-size?"),
         ("--cross-entropy", "--cross-entropy-loss-fusion or --cross-entropy-fusion-impl"),
         ("--hidden-size", "give --megatron-args"), ("--disable-bias-linear", "give --megatron-args"),
-        ("--clip-grad", "changes no memory; drop it"), ("--wrong", "`bridge-memory estimate --help` lists the flags"),
+        ("--lr-warmup-iters", "changes no memory; drop it"),
+        ("--wrong", "`bridge-memory estimate --help` lists the flags"),
     ],
 )
 def test_an_unknown_flag_is_answered_with_what_was_meant(

@@ -68,6 +68,42 @@ def test_everything_that_is_wrong_is_listed_at_once(
     assert all(field in shown for field in fields)
 
 
+BRIDGE = """
+_target_: megatron.bridge.training.config.ConfigContainer
+model:
+  _target_: megatron.bridge.models.llama.llama_provider.Llama3ModelProvider8B
+  num_layers: 32
+  hidden_size: 4096
+  ffn_hidden_size: 14336
+  num_attention_heads: 32
+  num_query_groups: 8
+  seq_length: 8192
+  vocab_size: 128256
+  tensor_model_parallel_size: 2
+  params_dtype: {_target_: torch.bfloat16, _call_: false}
+  bf16: true
+  gated_linear_unit: true
+  normalization: RMSNorm
+  position_embedding_type: rope
+  add_bias_linear: false
+  activation_func: {_target_: torch.nn.functional.silu, _call_: false}
+  attention_backend: {_target_: megatron.core.transformer.enums.AttnBackend, _call_: true, _args_: [5]}
+train: {micro_batch_size: 1, global_batch_size: 128}
+optimizer: {optimizer: adam, use_distributed_optimizer: true}
+ddp: {use_distributed_optimizer: true}
+dataset: {sequence_length: 8192}
+mixed_precision: bf16_mixed
+"""
+
+
+def test_a_whole_container_is_built(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As Bridge writes one: classes, dtypes and enums by their import paths."""
+    assert validated(capsys, tmp_path, "cfg.yaml", BRIDGE)[0] == 0
+    wrong = BRIDGE.replace("tensor_model_parallel_size: 2", "tensor_model_parallel_size: 3")
+    code, found = validated(capsys, tmp_path, "cfg.yaml", wrong)
+    assert code == 2 and "tensor_model_parallel_size (3)" in str(found["problems"][0])
+
+
 def test_gpus_are_held_against_the_batch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 2}, "train_batch_size": 32, "train_micro_batch_size_per_gpu": 3}')

@@ -153,3 +153,29 @@ def test_accelerate_itself_on_the_cpu(tmp_path: Path) -> None:
     assert (run.data_parallel.engine, run.batch.global_batch_size) == ("single", 4)
     assert (run.optimizer.optimizer, run.optimizer.torch_implementation) == ("adamw", "fused")
     assert run.transformers.use_cache  # transformers 4 makes a cache in training too
+
+
+@pytest.mark.parametrize(("options", "engine", "fields"), [
+    ({"fsdp_version": 1, "sharding_strategy": "SHARD_GRAD_OP", "use_orig_params": True, "cpu_offload": True,
+      "auto_wrap_policy": "transformer_based_wrap", "backward_prefetch": "BACKWARD_PRE"}, "fsdp1",
+     {"sharding_strategy": "SHARD_GRAD_OP", "use_orig_params": True, "offload_params": True,
+      "backward_prefetch": "BACKWARD_PRE", "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "param_dtype": "bf16"}),
+    ({"fsdp_version": 2, "reshard_after_forward": False, "auto_wrap_policy": "transformer_based_wrap"}, "fsdp2",
+     {"reshard_after_forward": False, "auto_wrap_policy": "torchtitan", "reduce_dtype": "bf16"}),
+    ({"fsdp_version": 2}, "fsdp2", {"reshard_after_forward": None, "auto_wrap_policy": "NO_WRAP"}),
+], ids=["fsdp1", "kept", "default"])  # fmt: skip
+def test_accelerates_fsdp_plugin(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], engine: str, fields: dict[str, Any]
+) -> None:
+    """The real plugin of a process among eight."""
+    pytest.importorskip("torch")
+    utils = pytest.importorskip("accelerate.utils")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    accelerator = SimpleNamespace(
+        distributed_type="FSDP", mixed_precision="bf16", gradient_accumulation_steps=1,
+        state=SimpleNamespace(fsdp_plugin=utils.FullyShardedDataParallelPlugin(**options)),
+    )
+    optimizer = type("AdamW", (), {"defaults": {}})()
+    run = run_of_accelerator(accelerator, Model(), micro_batch_size=1, seq_length=64, optimizer=optimizer)
+    assert run.data_parallel.engine == engine and run.parallel.world_size == 8
+    assert {name: getattr(run.fsdp, name) for name in fields} == fields

@@ -69,6 +69,8 @@ def settings_from_files(
     if settings.engine is not None and settings.get("optimizer", "optimizer") is None and not settings.notes.refusals:
         settings.set(optimizer__optimizer="adamw")
         settings.notes.assume("torch's AdamW: the files leave the optimizer to the script (--optimizer)")
+    if settings.engine is not None and settings.get("batch", "micro_batch_size") is None:
+        settings.notes.assume("micro batches of 1 sequence: the files leave them to the script (--micro-batch-size)")
     return settings
 
 

@@ -47,13 +47,13 @@ class Notes:
     not_modelled: list[Gap] = field(default_factory=list)
 
     def problem(self, where: str, what: str, fix: str) -> None:
-        found = Problem(bounded(where, 80), what, fix)
+        found = Problem(_name(where), what, fix)
         if found not in self.problems:
             self.problems.append(found)
 
     def refuse(self, where: str, what: str, fix: str) -> None:
         """Something that the file may say and the estimate cannot."""
-        found = Problem(bounded(where, 80), what, fix)
+        found = Problem(_name(where), what, fix)
         if found not in self.refusals:
             self.refusals.append(found)
 
@@ -204,7 +204,12 @@ class Section:
         self._read.add(key)
         near = get_close_matches(key, known, n=1, cutoff=0.75)
         fix = f"did you mean {near[0]}?" if near else "remove it if it does nothing"
-        self.notes.ignored.append(Problem(bounded(self.named(key), 80), f"is unknown: {said}", fix))
+        self.notes.ignored.append(Problem(_name(self.named(key)), f"is unknown: {said}", fix))
+
+
+def _name(key: str) -> str:
+    """A user's key, short and on one line of print."""
+    return bounded(key if key.isprintable() else ascii(key)[1:-1], 80)
 
 
 def _use(near: Sequence[str], known: Sequence[str]) -> str:

@@ -216,17 +216,17 @@ def _unmodelled(top: Section) -> None:
     top.unmodelled("optim_target_modules", None, Effect.EITHER, "which parameters the optimizer updates")
     top.unmodelled("parallelism_config", None, Effect.UNKNOWN, "accelerate's tensor and context parallelism")
     top.unmodelled("debug", "", Effect.UP, "what debugging keeps")
+    batch = top.integer("per_device_eval_batch_size", 8, least=1)
     evaluates = top.raw("eval_strategy", top.raw("evaluation_strategy", "no"))
     if top.flag("do_eval") or str(evaluates).lower() not in ("no", "false"):
         train = top.integer("per_device_train_batch_size", 8, least=1)
-        batch = top.integer("per_device_eval_batch_size", 8, least=1)
         if batch > train:
             what = f"eval_strategy: evaluation, of {batch} sequences a GPU where training has {train}"
             top.notes.gap(what, Effect.UP, outside=True)
         else:
             top.notes.assume("evaluation holds less than training: its batches are no larger and keep nothing for "
                              "backward (no compute_metrics, which gathers logits)")
-    top.ignore("evaluation_strategy", "per_device_eval_batch_size")
+    top.ignore("evaluation_strategy")
     if top.flag("use_cpu"):
         top.notes.refuse("use_cpu", "is true: nothing runs on a GPU", "set it to false")
     accelerator = top.raw("accelerator_config")

@@ -168,6 +168,13 @@ def test_every_field_of_the_cluster_config_has_a_place() -> None:
     assert {f.name for f in fields(ClusterConfig)} <= set(reader._KNOWN)
 
 
+@pytest.mark.parametrize("key", ["a\nb", "x" * 5000, "\x1b[2J", "\u202e"])
+def test_a_key_of_any_letters_stays_on_one_line(tmp_path: Path, key: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        read(tmp_path, distributed_type="MULTI_GPU", **{key: 1})
+    assert str(refused.value).isprintable() and len(str(refused.value)) < 400
+
+
 def test_a_file_of_any_shape_ends_in_one_line(tmp_path: Path) -> None:
     bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         f"{chr(98 + i)}: &{chr(98 + i)} [" + ",".join([f"*{chr(97 + i)}"] * 9) + "]\n" for i in range(8)

@@ -1,0 +1,89 @@
+"""Files of other tools beside MODEL: what they say is estimated, and a flag beside them wins and is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge_memory.cli import main
+
+ZERO2 = {
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, "bf16": {"enabled": "auto"},
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
+}  # fmt: skip
+
+
+def ds(tmp_path: Path, **changes: Any) -> str:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({**ZERO2, **changes}))
+    return str(path)
+
+
+def estimated(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    assert main(["estimate", "Llama-3.2-1B", *argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["estimate", *argv]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    return line
+
+
+def test_flags_and_a_file_are_the_same_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """h = 2048: a bucket of 2048 x 2048 elements."""
+    flags = [
+        "--engine", "zero2", "--implementation", "transformers", "--reduce-bucket-size", str(2048 * 2048),
+        "--num-gpus", "8",
+        "--micro-batch-size", "2", "--global-batch-size", "64", "--optimizer", "adamw", "--seq-length", "1024",
+    ]  # fmt: skip
+    of_flags = estimated(capsys, *flags)
+    of_file = estimated(capsys, "--deepspeed", ds(tmp_path), "--num-gpus", "8", "--seq-length", "1024")
+    assert of_file["stages"] == of_flags["stages"] and of_file["training"] == of_flags["training"]
+    assert any("reduce_bucket_size is 4,194,304" in sentence for sentence in of_file["assumptions"])
+
+
+def test_a_flag_wins_and_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = estimated(capsys, "--deepspeed", ds(tmp_path), "--num-gpus", "8", "--micro-batch-size", "1")
+    assert found["training"]["micro_batch_size"] == 1
+    assert "--micro-batch-size 1, in place of 2 of the file" in found["assumptions"]
+
+
+def test_gpus_of_the_file_and_of_the_flag(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = ds(tmp_path, train_batch_size=32)
+    assert estimated(capsys, "--deepspeed", path)["parallelism"]["world_size"] == 4
+    line = refused(capsys, "Llama-3.2-1B", "--deepspeed", path, "--num-gpus", "8")
+    assert "train_batch_size is 32" in line
+
+
+def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = ds(tmp_path)
+    assert "--engine ddp is not what the file says (zero2)" in refused(
+        capsys, "Llama-3.2-1B", "--deepspeed", path, "--engine", "ddp"
+    )
+    assert "give exactly one of MODEL" in refused(capsys, "--deepspeed", path)
+    assert "beside it only --num-gpus" in refused(capsys, "--megatron-args", "--num-layers 2", "--deepspeed", path)
+    assert "drop the other files" in refused(capsys, "Llama-3.2-1B", "--deepspeed", path, "--torchtitan", path)
+    assert "--tp (2) is not supported" in refused(
+        capsys, "Llama-3.2-1B", "--deepspeed", path, "--num-gpus", "8", "--tp", "2"
+    )
+
+
+def test_training_arguments_under_accelerate_launch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The launcher says how many processes and FSDP; the Trainer says the batch, and its own precision wins."""
+    pytest.importorskip("yaml")
+    launcher, args = tmp_path / "acc.yaml", tmp_path / "args.json"
+    launcher.write_text(
+        "distributed_type: FSDP\nnum_processes: 4\nmixed_precision: 'no'\nfsdp_config:\n  fsdp_version: 2\n"
+        "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+    )
+    args.write_text(json.dumps({"per_device_train_batch_size": 3, "bf16": True, "gradient_accumulation_steps": 2}))
+    found = estimated(capsys, "--accelerate", str(launcher), "--training-args", str(args), "--seq-length", "512")
+    assert found["parallelism"]["world_size"] == 4
+    assert found["training"]["micro_batch_size"] == 3 and found["training"]["global_batch_size"] == 3 * 2 * 4
+    text = json.dumps(found)
+    assert "fsdp2" in text.lower() and "bf16" in text
