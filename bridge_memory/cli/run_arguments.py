@@ -22,7 +22,7 @@ from bridge_memory.cli.run_flags import (
 from bridge_memory.cli.silent_flags import check_silent, drop_idle
 from bridge_memory.files import read_text
 from bridge_memory.spec import LayerSpec, ModelSpec, ParallelSpec, RunSpec, SpecError
-from bridge_memory.spec.errors import divide
+from bridge_memory.spec.errors import bounded, divide
 from bridge_memory.spec.fields import MOST_GPUS, called
 from bridge_memory.spec.release import read_release
 
@@ -40,6 +40,8 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
         group, dot, name = key.partition(".")
         if dot and group in given:
             given[group][name] = value
+    if args.container is not None or args.bridge_recipe is not None:
+        return _run_from_container(args, given, gpu_arch)
     sources = [x for x in (args.model, args.custom_config, args.megatron_args) if x is not None]
     if len(sources) != 1:
         raise SpecError(
@@ -104,6 +106,35 @@ def run_on_gpus(args: argparse.Namespace, gpus: Sequence[Gpu]) -> RunSpec:
         )
         supposed.append(f"library workspaces as on {named}; the peak on each card with its own")
     return replace(spec, assumptions=(*spec.assumptions, *supposed))
+
+
+def _run_from_container(
+    args: argparse.Namespace, given: dict[str, dict[str, Any]], gpu_arch: str | None
+) -> RunSpec:
+    """A container says everything but how many GPUs there are."""
+    from bridge_memory.readers.config_container import run_from_config_container
+    from bridge_memory.readers.container_file import container_from_file, container_from_recipe
+
+    named = {
+        "MODEL": args.model, "--custom-config": args.custom_config, "--megatron-args": args.megatron_args,
+        "--bridge-recipe": args.bridge_recipe, "--container": args.container,
+    }  # fmt: skip
+    sources = [name for name, value in named.items() if value is not None]
+    if len(sources) != 1:
+        raise SpecError(f"{sources[-1]} says everything that {sources[0]} says; give one of them")
+    extra = [called(SPECS[group], name) for group, values in given.items() for name in values if name != "world_size"]
+    extra += [flag for name, flag in MODEL_FLAGS.items() if getattr(args, name) is not None]
+    if extra:
+        raise SpecError(f"{extra[0]} is the container's; change it there: beside {sources[0]} only --num-gpus stands")
+    if args.container is not None:
+        config = container_from_file(args.container)
+    else:
+        config = container_from_recipe(args.bridge_recipe)
+    found = {"gpu_arch": gpu_arch} if gpu_arch else {}
+    return run_from_config_container(
+        config, world_size=given["parallel"].get("world_size"), name=args.bridge_recipe or bounded(args.container, 120),
+        **_releases(args), **found
+    )
 
 
 def _run_from_megatron(

@@ -190,6 +190,14 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="Megatron-LM's arguments in place of MODEL: the text, or a file (launch script or YAML)",
     )
     model.add_argument(
+        "--container", metavar="FILE",
+        help="a Megatron Bridge ConfigContainer in place of MODEL: the run_config.yaml beside a checkpoint",
+    )
+    model.add_argument(
+        "--bridge-recipe", metavar="NAME",
+        help="a recipe of the installed Megatron Bridge in place of MODEL, such as llama3_8b_pretrain_config",
+    )
+    model.add_argument(
         "--mapping", choices=("builtin", "mbridge", "bridge"), default="builtin",
         help="who reads the config: this package, or mbridge or Megatron Bridge where it is installed",
     )
