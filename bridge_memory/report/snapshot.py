@@ -67,7 +67,7 @@ def snapshot(result: Estimate, stage: int) -> bytes:
     ]
     total = sum(block["size"] for block in blocks)
     segment = {
-        "device": 0, "address": 1 << 40, "total_size": max(total, memory._next - (1 << 40)), "stream": 0,
+        "device": 0, "address": 1 << 40, "total_size": total, "stream": 0,
         "segment_type": "large", "allocated_size": total, "active_size": total, "requested_size": total,
         "blocks": blocks, "segment_pool_id": (0, 0), "frames": [], "is_expandable": False,
     }  # fmt: skip
