@@ -130,7 +130,7 @@ def _run_from_container(
         config = container_from_file(args.container)
     else:
         config = container_from_recipe(args.bridge_recipe)
-    found = {"gpu_arch": gpu_arch} if gpu_arch else {}
+    found: dict[str, Any] = {"gpu_arch": gpu_arch} if gpu_arch else {}
     return run_from_config_container(
         config, world_size=given["parallel"].get("world_size"), name=args.bridge_recipe or bounded(args.container, 120),
         **_releases(args), **found

@@ -65,8 +65,9 @@ def _object(value: Any, depth: int) -> Any:
     if module == "torch":
         return target  # a dtype
     if value.get("_args_") and not value.get("_partial_"):
-        member = _MEMBERS.get(name, {}).get(value["_args_"][0] if isinstance(value["_args_"], list) else None)
-        return member if member is not None else value["_args_"][0]
+        given = value["_args_"] if isinstance(value["_args_"], list) else [value["_args_"]]
+        number = given[0] if isinstance(given[0], int) else -1
+        return _MEMBERS.get(name, {}).get(number, given[0])
     of_class = type(name if name.isidentifier() else "Unknown", (SimpleNamespace,), {"__module__": module})
     if value.get("_partial_"):
         return SimpleNamespace(func=of_class, keywords=fields)

@@ -24,7 +24,7 @@ class _Allocator:
 
     def __init__(self) -> None:
         self.trace: list[dict[str, Any]] = []
-        self.alive: dict[Any, tuple[int, int, list[dict[str, Any]]]] = {}
+        self.alive: dict[object, tuple[int, int, list[dict[str, Any]]]] = {}
         self._next = 1 << 40
 
     def alloc(self, key: Any, nbytes: int, name: str, place: str) -> None:
@@ -65,7 +65,7 @@ def snapshot(result: Estimate, stage: int) -> bytes:
         {"address": address, "size": nbytes, "requested_size": nbytes, "state": "active_allocated", "frames": frames}
         for address, nbytes, frames in memory.alive.values()
     ]
-    total = sum(block["size"] for block in blocks)
+    total = sum(nbytes for _, nbytes, _ in memory.alive.values())
     segment = {
         "device": 0, "address": 1 << 40, "total_size": total, "stream": 0,
         "segment_type": "large", "allocated_size": total, "active_size": total, "requested_size": total,
