@@ -17,7 +17,6 @@ from bridge_memory.estimate import StageParts, stage_parts
 from bridge_memory.inventory.chain import ChunkInventory, Label, follow
 from bridge_memory.result import OPTIMIZER_STEP
 from bridge_memory.schedule.events import ChunkCost, overlapped, schedule_table, walk
-from bridge_memory.schedule.peak import enough_microbatches
 from bridge_memory.spec import RunSpec
 
 #: (microbatch, chunk) passes in one direction up to which a step is followed whole.
@@ -179,10 +178,15 @@ def step_timeline(run: RunSpec, stage: int) -> Timeline:
 
 
 def _followed(run: RunSpec, v: int, total: int) -> int:
+    """So many microbatches show all that ``total`` do, as ``schedule.peak.dynamic_peak`` has it: every round between
+    warm-up and cool-down is like the last."""
     if total * v <= MOST_PASSES:
         return total
     pp = run.parallel.pp
-    return enough_microbatches(pp, total, v, run.parallel.microbatch_group_size_per_vp_stage or pp)
+    if v == 1 or pp == 1:
+        return min(total, pp + 2)
+    group = run.parallel.microbatch_group_size_per_vp_stage or pp
+    return min(total, 6 * group + total % group)
 
 
 def _chunks(parts: StageParts) -> Iterator[Chunk]:

@@ -238,6 +238,10 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkIn
     )
 
 
+def _nothing() -> str:
+    return ""
+
+
 class Passing(NamedTuple):
     """One link of a chunk while it runs, in bytes of one microbatch: what the links before it keep, and all that is
     alive at its own peaks, forward and backward, with that."""
@@ -261,7 +265,3 @@ def follow(chunk: ChunkInventory) -> Iterator[Passing]:
         left = residue - (following.residue_gradient if following else 0)
         yield Passing(link, before, before + residue + link.forward_peak, before + left + back)
         before += link.retained
-
-
-def _nothing() -> str:
-    return ""

@@ -30,18 +30,15 @@ def dynamic_peak(
     microbatch_group_size_per_vp_stage (None: ``pp``, megatron-core's default). ``hidden_bytes``: one hidden
     state as it travels between stages, 2 s b h / cp, over tp too under sequence parallelism (bf16).
     """
-    v, group = len(chunks), group_size or pp
-    m = enough_microbatches(pp, num_microbatches, v, group)
+    v, m, group = len(chunks), num_microbatches, group_size or pp
+    # More groups repeat the same round: warm-up and cool-down are over within two each, and between them every round
+    # is like the last.
+    if v == 1 or pp == 1:
+        m = min(m, pp + 2)
+    elif m >= 7 * group:
+        m = 6 * group + m % group
     moments = _moments(pp, rank, m, v, group, overlap_moe_expert_parallel_comm, overlap_p2p_comm)
     return highest(moments, chunks, hidden_bytes)
-
-
-def enough_microbatches(pp: int, num_microbatches: int, v: int, group: int) -> int:
-    """So many microbatches show all that so many do. More groups repeat the same round: warm-up and cool-down are over
-    within two each, and between them every round is like the last."""
-    if v == 1 or pp == 1:
-        return min(num_microbatches, pp + 2)
-    return 6 * group + num_microbatches % group if num_microbatches >= 7 * group else num_microbatches
 
 
 @lru_cache(maxsize=8192)
