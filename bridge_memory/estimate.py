@@ -150,6 +150,13 @@ def stage_parts(run: RunSpec, stage: int) -> StageParts:
     )
 
 
+def _checked(stages: _Stages, stage: int) -> int:
+    number = len(stages.plan.stages)
+    if type(stage) is not int or not 0 <= stage < number:
+        raise SpecError(f"stage ({show(stage)}) is not a stage of the pipeline; give a number from 0 to {number - 1}")
+    return stage
+
+
 def clear_caches() -> None:
     """Let go of everything that estimates of this process share."""
     LIBRARY.clear()
@@ -334,13 +341,6 @@ class _Stages(StageHolds):
         )
         step = held.between_bytes + held.state.in_step
         return _Stage(held, moment, step > moment.bytes + held.batch + held.state.in_passes - held.fresh)
-
-
-def _checked(stages: _Stages, stage: int) -> int:
-    number = len(stages.plan.stages)
-    if type(stage) is not int or not 0 <= stage < number:
-        raise SpecError(f"stage ({show(stage)}) is not a stage of the pipeline; give a number from 0 to {number - 1}")
-    return stage
 
 
 def by_lifetime(buffers: Iterable[Component]) -> tuple[list[Component], list[Component]]:

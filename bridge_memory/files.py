@@ -65,7 +65,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def write_whole(path: str | os.PathLike[str], text: str, *, replace: bool = True) -> None:
+def write_whole(path: str | os.PathLike[str], text: str | bytes, *, replace: bool = True) -> None:
     """Write ``text`` as UTF-8 through a temporary file beside ``path``, so that nobody ever reads half of it and a kill
     leaves the old file or the new one. An existing file keeps its mode; FileExistsError for one without ``replace``.
     Raises OSError, also for what is no regular file."""
@@ -74,8 +74,8 @@ def write_whole(path: str | os.PathLike[str], text: str, *, replace: bool = True
     mode = _mode(target)
     try:
         handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".bridge-memory-")
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(text if isinstance(text, bytes) else text.encode("utf-8", "backslashreplace"))
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, mode)

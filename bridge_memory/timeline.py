@@ -179,6 +179,8 @@ def step_timeline(run: RunSpec, stage: int) -> Timeline:
 
 
 def _followed(run: RunSpec, v: int, total: int) -> int:
+    """So many microbatches show all that ``total`` do, as ``schedule.peak.dynamic_peak`` has it: every round between
+    warm-up and cool-down is like the last."""
     if total * v <= MOST_PASSES:
         return total
     pp = run.parallel.pp

@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _given_run(args: argparse.Namespace) -> RunSpec | None:
-    if args.model is None and args.custom_config is None and args.megatron_args is None:
+    sources = (args.model, args.custom_config, args.megatron_args, args.container, args.bridge_recipe)
+    if all(source is None for source in sources):
         return None
     return run_from_arguments(args)
 

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_run_arguments(parser)
     output = add_output_arguments(
-        parser, f"by the schema {SCHEMA}", formats=(*USUAL, "perfetto"), own=("csv", "html")
+        parser, f"by the schema {SCHEMA}", formats=(*USUAL, "perfetto", "snapshot"), own=("csv", "html")
     )
     output.add_argument("-v", "--verbose", action="count", default=0,
                         help="every table, with --stage N also each parameter and saved tensor of that stage; -vv: of "
@@ -107,6 +107,12 @@ def _print(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], u
         document = estimate_to_json(result, fitting, stage=args.stage, details=details, fix=fix)
         json.dump(document, sys.stdout, indent=2)
         print()
+    elif args.format == "snapshot":
+        from bridge_memory.report.snapshot import snapshot
+        from bridge_memory.report.write import write_text
+
+        stage = result.peak_stage.stage if args.stage is None else args.stage
+        write_text(args.output, snapshot(result, stage), force=args.force)
     elif args.format in ("html", "csv", "perfetto"):
         print(_written(args, result, fitting, unit, fix), end="")
     elif args.verbose or args.format == "md":

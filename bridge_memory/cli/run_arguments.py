@@ -39,6 +39,8 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
 
     ``gpu_arch``: generation of the GPU that was named, for workspace sizes.
     """
+    if args.container is not None or args.bridge_recipe is not None:
+        return _run_from_container(args, gpu_arch)
     given: dict[str, dict[str, Any]] = {name: {} for name in SPECS}
     for key, value in vars(args).items():
         group, dot, name = key.partition(".")
@@ -230,3 +232,32 @@ def _releases(args: argparse.Namespace) -> dict[str, Any]:
     """Field -> release, for the packages whose release was given. Raises SpecError."""
     fields = [flag.removeprefix("--").replace("-", "_") for flag in PACKAGES]
     return {name: read_release(text, name) for name in fields if (text := getattr(args, name)) is not None}
+
+
+def _run_from_container(args: argparse.Namespace, gpu_arch: str | None) -> RunSpec:
+    """A container says everything but how many GPUs there are."""
+    from bridge_memory.readers.config_container import run_from_config_container
+    from bridge_memory.readers.container_file import container_from_file, container_from_recipe
+    from bridge_memory.spec.errors import bounded
+
+    named = {
+        "MODEL": args.model, "--custom-config": args.custom_config, "--megatron-args": args.megatron_args,
+        "--bridge-recipe": args.bridge_recipe, "--container": args.container,
+    }  # fmt: skip
+    sources = [name for name, value in named.items() if value is not None]
+    if len(sources) != 1:
+        raise SpecError(f"{sources[-1]} says everything that {sources[0]} says; give one of them")
+    given = [key.partition(".") for key in vars(args) if key.partition(".")[0] in SPECS and "." in key]
+    extra = [called(SPECS[group], name) for group, _, name in given if name != "world_size"]
+    extra += [flag for name, flag in MODEL_FLAGS.items() if getattr(args, name) is not None]
+    if extra:
+        raise SpecError(f"{extra[0]} is the container's; change it there: beside {sources[0]} only --num-gpus stands")
+    if args.container is not None:
+        config = container_from_file(args.container)
+    else:
+        config = container_from_recipe(args.bridge_recipe)
+    found: dict[str, Any] = {"gpu_arch": gpu_arch} if gpu_arch else {}
+    return run_from_config_container(
+        config, world_size=getattr(args, "parallel.world_size", None),
+        name=args.bridge_recipe or bounded(args.container, 120), **_releases(args), **found,
+    )

@@ -282,6 +282,14 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (spelled, text) in FILES.items():
         files.add_argument(spelled, dest=name, metavar="FILE", help=text)
     model.add_argument(
+        "--container", metavar="FILE",
+        help="a Megatron Bridge ConfigContainer in place of MODEL: the run_config.yaml beside a checkpoint",
+    )
+    model.add_argument(
+        "--bridge-recipe", metavar="NAME",
+        help="a recipe of the installed Megatron Bridge in place of MODEL, such as llama3_8b_pretrain_config",
+    )
+    model.add_argument(
         "--mapping", choices=("builtin", "mbridge", "bridge"), default="builtin",
         help="who reads the config: this package, or mbridge or Megatron Bridge where it is installed",
     )

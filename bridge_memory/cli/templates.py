@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 def template(args: argparse.Namespace, gpu: Gpu, without: Iterable[str]) -> tuple[dict[str, Any], RunSpec]:
     """(fields of ``without``, "group.field", that flags gave; the run that all other flags describe). Raises
     SpecError."""
+    for flag in ("container", "bridge_recipe"):
+        if getattr(args, flag) is not None:
+            raise SpecError(f"--{flag.replace('_', '-')} fixes every option; name the MODEL and what of it to keep")
     if args.megatron_args is not None:
         raise SpecError("--megatron-args says a layout of its own, and here layouts vary; name MODEL and its flags")
     flags = copy.copy(args)

@@ -254,8 +254,12 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkIn
 T = TypeVar("T")
 
 
+def _nothing() -> str:
+    return ""
+
+
 def higher(best: Any, what: T, other: Any, what_else: T) -> tuple[Any, T]:
-    """The higher of two peaks, the first of equals, with what belongs to it; of arrays of peaks ``what`` says nothing."""
+    """The higher of two peaks, the first of equals, and what belongs to it, which says nothing for arrays of peaks."""
     if type(other) is int:
         return (other, what_else) if other > best else (best, what)
     return largest(best, other), what
@@ -284,7 +288,3 @@ def follow(chunk: ChunkInventory) -> Iterator[Passing]:
         left = residue - (following.residue_gradient if following else 0)
         yield Passing(link, before, before + residue + link.forward_peak, before + left + back)
         before += link.retained
-
-
-def _nothing() -> str:
-    return ""

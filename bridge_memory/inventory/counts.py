@@ -32,7 +32,7 @@ def _numel(block: Block) -> int:
 
 
 def _whole(model: ModelSpec) -> BlockContext:
-    """A context that shards nothing and pads no vocabulary, of the newest megatron-core: it builds what others refuse."""
+    """A context that shards nothing and pads no vocabulary, of the newest megatron-core, which builds most."""
     plain = replace(model, make_vocab_size_divisible_by=0)
     length = min(128, plain.max_position_embeddings or 128)
     newest = ImplementationSpec(megatron_core=RELEASES[-1])

@@ -18,9 +18,10 @@ _HEADER = "bold"
 _EMPHASIS = "bold yellow"
 _NOTE = "dim"
 _TONES = {"good": "bold green", "bad": "bold red", "open": "bold yellow"}
-#: Letter of a bar -> colour: ``short.LETTERS``.
+#: Letter of a bar (``short.LETTERS``) -> colour.
 _COLOURS = {
-    "W": "blue", "G": "magenta", "O": "green", "B": "bright_black", "A": "yellow", "T": "red", "|": "bold", ".": "dim",
+    "W": "reverse blue", "G": "reverse magenta", "O": "reverse green", "B": "reverse bright_black",
+    "A": "reverse yellow", "T": "reverse red", "|": "bold", ".": "dim",
 }
 
 
@@ -71,5 +72,5 @@ def _bar(cell: str) -> Text:
     """The letters of a bar in their colours."""
     text = Text()
     for letter in cell:
-        text.append(letter, style=f"bold {_COLOURS.get(letter, '')}".strip())
+        text.append(letter, style=_COLOURS.get(letter, ""))
     return text

@@ -28,7 +28,7 @@ def check_target(path: str, *, force: bool = False, flag: str = "--output") -> N
         raise SpecError(f"{flag} {path} exists; name another file or add --force")
 
 
-def write_text(path: str, text: str, *, force: bool = False, flag: str = "--output") -> None:
+def write_text(path: str, text: str | bytes, *, force: bool = False, flag: str = "--output") -> None:
     """Write ``text`` as UTF-8 to ``path``. Raises SpecError.
 
     Without ``force`` an existing file stays as it is, even one that appeared in between.

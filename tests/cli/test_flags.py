@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bridge_memory.cli import accuracy as accuracy_command
+from bridge_memory.cli import estimate as estimate_command
 from bridge_memory.cli.run_arguments import run_from_arguments
 from bridge_memory.cli.run_flags import FLAGS, add_run_arguments
 from bridge_memory.estimate import Estimate, estimate
@@ -179,9 +181,13 @@ def spelled_in_the_guide() -> list[str]:
 
 @pytest.mark.parametrize("spelling", spelled_in_the_guide())
 def test_every_spelling_in_the_guide_is_taken(spelling: str) -> None:
-    parser = argparse.ArgumentParser()
-    add_run_arguments(parser)
-    assert spelling in parser._option_string_actions
+    """Those of a run by every command that takes one; those of the output by the command beside them."""
+    taken: set[str] = set()
+    for add in (add_run_arguments, estimate_command.add_arguments, accuracy_command.add_arguments):
+        parser = argparse.ArgumentParser()
+        add(parser)
+        taken |= parser._option_string_actions.keys()
+    assert spelling in taken
 
 
 @pytest.mark.parametrize(

@@ -318,3 +318,21 @@ def test_the_text_model_of_a_vision_language_recipe_is_estimated_and_its_tower_l
     run = run_from_config_container(build(getattr(recipes, name)), world_size=8)
     listed = [gap for gap in run.not_modelled if gap.startswith("model.vision_config: a tower")]
     assert len(listed) == 1 and "B parameters" in listed[0]
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("llama3_8b", 64), ("qwen3_30b_a3b", 16), ("deepseek_v3", 1024)])
+def test_the_yaml_that_bridge_writes_is_the_container(recipes: Any, tmp_path: Path, name: str, world_size: int) -> None:
+    """``ConfigContainer.to_yaml`` but for its file system; the same run, read without Bridge's classes."""
+    import yaml
+    from megatron.bridge.utils.yaml_utils import safe_yaml_representers
+
+    from bridge_memory.readers.container_file import container_from_file
+
+    config = container(recipes, name)
+    path = tmp_path / "run_config.yaml"
+    with safe_yaml_representers():
+        path.write_text(yaml.safe_dump(config.to_dict()))
+    theirs = run_from_config_container(config, world_size=world_size)
+    ours = run_from_config_container(container_from_file(path), world_size=world_size)
+    assert estimate(ours).stages == estimate(theirs).stages
+    assert ours.not_modelled == theirs.not_modelled

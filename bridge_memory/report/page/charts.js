@@ -296,10 +296,12 @@ export function stepTimeline(element, timeline, options = {}) {
       // The passes below: forward and backward of which microbatch.
       const strip = svg("g", { "clip-path": `url(#${clip})` });
       const top = margin.top + inner.height + 5;
+      let drawnTo = -1;
       for (const span of all.spans) {
         if (span.end < from || span.begin > to) continue;
         const left = x(span.begin), wide = x(span.end) - left, one = timeline.passes[span.pass];
-        if (wide < 0.4) continue;
+        if (wide < 0.5 && left < drawnTo) continue; // Of several passes on half a pixel one is drawn.
+        drawnTo = left + 0.5;
         strip.append(svg("rect", { class: `bm-pass bm-pass-${PHASES[one[0]]}`, x: left, y: top, width: Math.max(0.5, wide - (wide > 3 ? 1 : 0)), height: 14 }));
         if (wide > 8 * String(one[1]).length + 6) strip.append(svg("text", { class: "bm-pass-text", x: left + wide / 2, y: top + 11, "text-anchor": "middle" }, one[1]));
       }

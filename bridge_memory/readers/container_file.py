@@ -1,0 +1,102 @@
+"""A Megatron Bridge ConfigContainer from where it lies: the YAML that Bridge writes beside its checkpoints
+(``run_config.yaml``), or a recipe of the installed Megatron Bridge.
+
+The YAML is read without Megatron Bridge and nothing that it names is imported or called: an object is its fields under
+the name of its class, a function its name. Source of the format: ``utils/yaml_utils.py: safe_yaml_representers``
+(``_target_``, ``_call_``, ``_partial_``, ``_args_``) and ``training/utils/omegaconf_utils.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from types import SimpleNamespace
+from typing import Any
+
+from bridge_memory.files import read_text
+from bridge_memory.spec import SpecError
+from bridge_memory.spec.errors import bounded
+
+RECIPES = "megatron.bridge.recipes"
+#: Members of megatron-core's enums, which the YAML names by their values (``transformer/enums.py: AttnBackend``).
+_MEMBERS = {"AttnBackend": {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}}
+_MARKS = ("_target_", "_call_", "_partial_", "_args_")
+#: Containers in one another that a config may have.
+_DEEPEST = 40
+
+
+def container_from_file(path: str | os.PathLike[str]) -> Any:
+    """What ``run_from_config_container`` reads. Raises SpecError."""
+    give = "give the run_config.yaml that Megatron Bridge writes"
+    text = read_text(path, give)
+    name = bounded(os.fspath(path), 120)
+    try:
+        import yaml
+    except ImportError:
+        raise SpecError("a container's YAML is read with PyYAML; pip install pyyaml") from None
+    try:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise SpecError(f"{name} is no YAML ({bounded(str(error).splitlines()[0], 120)}); {give}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+        raise SpecError(f"{name} has no model; {give}")
+    return _object(data, 0)
+
+
+def _object(value: Any, depth: int) -> Any:
+    if depth > _DEEPEST:
+        raise SpecError(f"a container of more than {_DEEPEST} levels is none; give the one that Megatron Bridge writes")
+    if isinstance(value, list):
+        return [_object(item, depth + 1) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    target = value.get("_target_")
+    fields = {
+        key: _object(item, depth + 1) for key, item in value.items() if isinstance(key, str) and key not in _MARKS
+    }
+    if not isinstance(target, str):
+        if "_target_" in value:
+            raise SpecError(f"_target_ ({bounded(str(target), 60)}) in a container is the name of a class; correct it")
+        return SimpleNamespace(**fields) if depth == 0 else fields
+    module, _, name = target.rpartition(".")
+    name = name or target
+    if module == "torch":
+        return target  # a dtype
+    if value.get("_args_") and not value.get("_partial_"):
+        given = value["_args_"] if isinstance(value["_args_"], list) else [value["_args_"]]
+        number = given[0] if isinstance(given[0], int) else -1
+        return _MEMBERS.get(name, {}).get(number, given[0])
+    of_class = type(name if name.isidentifier() else "Unknown", (SimpleNamespace,), {"__module__": module})
+    if value.get("_partial_"):
+        return SimpleNamespace(func=of_class, keywords=fields)
+    if value.get("_call_") is False:
+        return of_class  # a function: its name is all that counts
+    return of_class(**fields)
+
+
+def container_from_recipe(name: str) -> Any:
+    """The container that a recipe of the installed Megatron Bridge makes (``llama3_8b_pretrain_config``). Raises
+    SpecError."""
+    try:
+        recipes = importlib.import_module(RECIPES)
+    except Exception as error:  # a package of it may be missing, or refuse this machine
+        raise SpecError(
+            f"--bridge-recipe needs Megatron Bridge, which does not import here ({type(error).__name__}: "
+            f"{bounded(str(error), 120)}); run it in Bridge's container, or give --container run_config.yaml"
+        ) from None
+    known = sorted(n for n in dir(recipes) if n.endswith("_config") and callable(getattr(recipes, n)))
+    found = next((n for n in (name, f"{name}_pretrain_config", f"{name}_config") if n in known), "")
+    if not found:
+        near = get_close_matches(name, known, n=3, cutoff=0.3)
+        raise SpecError(f"--bridge-recipe {name} is none; {'did you mean ' + ' or '.join(near) if near else RECIPES}")
+    try:
+        return getattr(recipes, found)()
+    except SpecError:
+        raise
+    except Exception as error:
+        raise SpecError(
+            f"--bridge-recipe {found} does not build here ({type(error).__name__}: {bounded(str(error), 160)}); give "
+            "--container run_config.yaml of a run of it"
+        ) from None

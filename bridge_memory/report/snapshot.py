@@ -1,0 +1,135 @@
+"""A training step as a memory snapshot that PyTorch's memory_viz (pytorch.org/memory_viz) opens, and ``compare`` reads.
+
+Format: what ``torch.cuda.memory._dump_snapshot`` pickles (``torch/cuda/_memory_viz.py``): segments with the blocks that
+are alive at the end, and a trace of allocations and frees. In place of stack frames stand the names of layers and
+components. What a microbatch saves is one block a layer, not one a tensor.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from bridge_memory.components import STATIC_ROLES, Lifetime
+from bridge_memory.estimate import Estimate
+from bridge_memory.report.page.data import step_name
+from bridge_memory.timeline import Point, Timeline, step_timeline
+
+#: Microseconds between two events.
+_TICK = 10
+
+
+class _Allocator:
+    """Events in order, and what is alive."""
+
+    def __init__(self) -> None:
+        self.trace: list[dict[str, Any]] = []
+        self.alive: dict[object, tuple[int, int, list[dict[str, Any]]]] = {}
+        self._next = 1 << 40
+
+    def alloc(self, key: Any, nbytes: int, name: str, place: str) -> None:
+        if nbytes <= 0:
+            return
+        frames = [{"name": name, "filename": place, "line": 0}]
+        self.alive[key] = self._next, nbytes, frames
+        self._event("alloc", key)
+        self._next += (nbytes + 511) // 512 * 512
+
+    def free(self, key: Any) -> None:
+        if key in self.alive:
+            self._event("free_requested", key)
+            self._event("free_completed", key)
+            del self.alive[key]
+
+    def _event(self, action: str, key: Any) -> None:
+        address, nbytes, frames = self.alive[key]
+        self.trace.append(
+            {"action": action, "addr": address, "size": nbytes, "stream": 0, "frames": frames,
+             "time_us": _TICK * len(self.trace)}
+        )  # fmt: skip
+
+    def once(self, nbytes: int, name: str, place: str) -> None:
+        """Allocated and freed."""
+        self.alloc("in passing", nbytes, name, place)
+        self.free("in passing")
+
+
+def snapshot(result: Estimate, stage: int) -> bytes:
+    """One stage of ``result`` over one step, pickled."""
+    memory = _Allocator()
+    for number, c in enumerate(result.stages[stage].components):
+        if c.role in STATIC_ROLES and c.lifetime is not Lifetime.BETWEEN_STEPS:
+            memory.alloc(("lasting", number), c.bytes, c.name, str(c.role))
+    _follow(memory, step_timeline(result.run, stage))
+    blocks = [
+        {"address": address, "size": nbytes, "requested_size": nbytes, "state": "active_allocated", "frames": frames}
+        for address, nbytes, frames in memory.alive.values()
+    ]
+    total = sum(nbytes for _, nbytes, _ in memory.alive.values())
+    segment = {
+        "device": 0, "address": 1 << 40, "total_size": total, "stream": 0,
+        "segment_type": "large", "allocated_size": total, "active_size": total, "requested_size": total,
+        "blocks": blocks, "segment_pool_id": (0, 0), "frames": [], "is_expandable": False,
+    }  # fmt: skip
+    return pickle.dumps({"segments": [segment], "device_traces": [memory.trace]}, protocol=4)
+
+
+def _follow(memory: _Allocator, timeline: Timeline) -> None:
+    hidden = 0
+    memory.alloc("left", timeline.leftovers, "left by the last step", "left by the last step")
+
+    def hold(count: int) -> None:
+        """So many hidden states of the schedule."""
+        nonlocal hidden
+        while hidden > count:
+            hidden -= 1
+            memory.free(("hidden", hidden))
+        while hidden < count:
+            memory.alloc(("hidden", hidden), timeline.hidden_state, "hidden state of the schedule", "pipeline")
+            hidden += 1
+
+    def kept(chunk: int, microbatch: int, step: int, *, there: bool) -> None:
+        one = timeline.chunks[chunk].steps[step]
+        key = ("kept", chunk, microbatch, step)
+        if there:
+            name = f"{step_name(one)}, microbatch {microbatch}"
+            memory.alloc(key, one.keeps, name, "saved for backward")
+        else:
+            memory.free(key)
+
+    for point in timeline.points():
+        number = point.pass_number
+        if number < 0:
+            continue
+        memory.free("left")
+        if number >= len(timeline.passes):
+            hold(0)
+            if point.step >= 0:
+                memory.alloc("left", timeline.leftovers, "left by the last step", "left by the last step")
+                memory.once(timeline.in_step, "narrow optimizer states in fp32", "optimizer step")
+            continue
+        one = timeline.passes[number]
+        hold(one.hidden)
+        if one.phase == "overlapped":
+            # Where the two chunks trade places layer by layer is not told: their sum is, and then who is left.
+            held = sum(size for _, size, _ in memory.alive.values())
+            memory.once(point.total - held, timeline.operation(point), "forward and backward at the same time")
+            for step in range(len(timeline.chunks[one.chunk].steps)):
+                kept(one.chunk, one.microbatch, step, there=False)
+            for step in range(len(timeline.chunks[one.forward_chunk].steps)):
+                kept(one.forward_chunk, one.forward_microbatch, step, there=True)
+            continue
+        _pass(memory, timeline, point, kept)
+
+
+def _pass(memory: _Allocator, timeline: Timeline, point: Point, kept: Any) -> None:
+    one = timeline.passes[point.pass_number]
+    if point.step < 0:
+        memory.once(point.passing, timeline.operation(point), one.phase)
+        return
+    forward = one.phase == "forward"
+    if forward:
+        kept(one.chunk, one.microbatch, point.step, there=True)
+    memory.once(point.passing, timeline.operation(point), one.phase)
+    if not forward:
+        kept(one.chunk, one.microbatch, point.step, there=False)
