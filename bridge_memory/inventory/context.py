@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from bridge_memory import fitted
 from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Recordings, Size
 from bridge_memory.releases import MTP_CHECKPOINT_DIFFERENTIATES, MTP_DEPTHS_RECOMPUTED
-from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec
+from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec, SideBySideSpec
 from bridge_memory.spec.parts import RECOMPUTE_MODULES
 
 #: Blocks that a library keeps; beyond them it starts anew.
@@ -215,7 +215,8 @@ def context_of(run: RunSpec, library: Library = LIBRARY) -> BlockContext:
     settings = Settings(
         m.hidden_size,
         act,
-        4 if precision.fp32_residual_connection else act,
+        # Falcon-H1's layers make their residual fp32 and cast what enters their blocks.
+        4 if precision.fp32_residual_connection or isinstance(m.layers[0].mixer, SideBySideSpec) else act,
         m.normalization,
         m.hidden_dropout,
         m.attention_dropout,

@@ -92,8 +92,8 @@ def verdict(prediction: Prediction | None, records: Sequence[StageRecord], world
     room = f"{_gib(left)} GiB left" if left >= 0 else f"{_gib(-left)} GiB too much"
     why = "; what is not modelled decides" if answer is Verdict.UNKNOWN else ""
     return [
-        f"verdict: {answer}: stage {stage} is predicted to peak at {_gib(peak)} GiB, with a margin of {_gib(margin)} on "
-        f"a card of {_gib(card)}: {room}{why}"
+        f"verdict: {answer}: stage {stage} is predicted to peak at {_gib(peak)} GiB, with a margin of {_gib(margin)} "
+        f"on a card of {_gib(card)}: {room}{why}"
     ]
 
 
