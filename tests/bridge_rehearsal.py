@@ -18,6 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 
@@ -65,11 +67,25 @@ def gemma4_experts(tp: int, **more: Any) -> Any:
     )  # fmt: skip
 
 
+def falcon_h1(tp: int, scale: float = 0.5, **more: Any) -> Any:
+    from megatron.bridge.models.falcon_h1.falconh1_provider import FalconH1ModelProvider
+
+    return FalconH1ModelProvider(
+        num_layers=3, hidden_size=1024, ffn_hidden_size=2048, num_attention_heads=8, num_query_groups=2,
+        kv_channels=128, mamba_num_heads=24, mamba_head_dim=64, mamba_state_dim=256, mamba_num_groups=2, expand=2,
+        vocab_size=4096, seq_length=1024, tensor_model_parallel_size=tp, sequence_parallel=tp > 1,
+        key_multiplier=scale, ssm_multipliers=(scale,) * 5, gradient_accumulation_fusion=False,
+        perform_initialization=False, activation_func=torch.nn.functional.silu, bias_activation_fusion=False, **more,
+    )  # fmt: skip
+
+
 #: Case -> (provider, its arguments). With embeddings layer by layer, or keys taken over, a layer alone is another.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "Gemma 4, dense": (gemma4_dense, {"tp": 1}),
     "Gemma 4, dense, TP 2": (gemma4_dense, {"tp": 2}),
     "Gemma 4, dense, without embeddings by layer": (gemma4_dense, {"tp": 1, "width": 0}),
+    "Falcon-H1": (falcon_h1, {"tp": 1}),
+    "Falcon-H1, TP 2": (falcon_h1, {"tp": 2}),
     "Gemma 4, experts": (gemma4_experts, {"tp": 1}),
     "Gemma 4, experts, TP 2 EP 4": (gemma4_experts, {"tp": 2, "expert_model_parallel_size": 4}),
 }
@@ -86,6 +102,11 @@ def _tables(rotary: Any, mixer: Any) -> Any:
         return list(found)
 
     return one
+
+
+def _entering(kind: Any) -> dict[str, Any]:
+    """Of what enters a layer; Falcon-H1's, after the first, are given fp32."""
+    return {"bf16": torch.float32 if type(kind.mixer).__name__ == "SideBySideSpec" else torch.bfloat16}
 
 
 def container(model: Any) -> Any:
@@ -105,6 +126,7 @@ def answer(name: str) -> dict[str, Any]:
     from bridge_memory.inventory.layer import layer_block
     from bridge_memory.inventory.stack import chunk_inventory, stage_parameters
     from bridge_memory.readers.config_container import run_from_config_container
+    from bridge_memory.rehearse import patches
     from bridge_memory.rehearse.compare import over_experts, unmatched
     from bridge_memory.spec.layout import layout
 
@@ -165,7 +187,8 @@ def answer(name: str) -> dict[str, Any]:
         if kind.per_layer_width or getattr(kind.mixer, "borrows_keys", False):
             continue
         layer = number
-        alone = rehearsal.rehearse_layer(run, number)
+        with patches.replaced(rehearsal, "TORCH_DTYPES", _entering(kind)):
+            alone = rehearsal.rehearse_layer(run, number)
         for what, peak, found_peak in (
             ("forward", cost.forward_peak, alone.forward_peak), ("backward", cost.backward_peak, alone.backward_peak)
         ):

@@ -22,8 +22,11 @@ from bridge_memory.releases import (
 from bridge_memory.spec import AttentionSpec, divide
 
 
-def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
-    """From the residual stream [T_sp, h] to the output of linear_proj [T_sp, h] (input norm included)."""
+def record_attention(
+    r: Recorder, spec: AttentionSpec, x: Tensor, *, normed: bool = False, scaled_key: bool = False
+) -> Tensor:
+    """From the residual stream [T_sp, h] to the output of linear_proj [T_sp, h] (input norm included, unless ``x`` is
+    ``normed``). ``scaled_key``: the key is multiplied by a constant (Falcon-H1)."""
     ctx, tape, first = r.ctx, r.tape, len(r.rows)
     a = divide(spec.num_attention_heads, ctx.tp, "num_attention_heads", "tensor_model_parallel_size")
     d = spec.kv_channels
@@ -40,7 +43,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
     key_bytes, value_bytes = ctx.tokens * kv_width * ctx.act, ctx.tokens * v_width * ctx.act
 
     with r.offload("qkv_linear"):
-        qkv, region = _input_projection(r, spec, x, qkv_width)
+        qkv, region = _input_projection(r, spec, x, qkv_width, normed)
     if spec.num_query_groups < ctx.tp:
         # q, k and v are views of the whole gathered tensor, which the gather also concatenates from its parts
         # (``SelfAttention.get_query_key_value_tensors``, ``mappings.py: _gather_along_last_dim``).
@@ -48,7 +51,7 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
         qkv = tape.make("gathered qkv", qkv, gathered, workspace=gathered)
 
     query, key, value, gate = qkv, qkv, qkv, qkv
-    if not ctx.te or gate_heads:
+    if not ctx.te or gate_heads or scaled_key:
         parts = [("query", q_bytes), ("gate", q_bytes)][: 1 + bool(gate_heads)]
         query, *gates, key, value = tape.views("split qkv", qkv, *parts, ("key", key_bytes), ("value", value_bytes))
         gate = gates[0] if gates else qkv
@@ -64,6 +67,8 @@ def record_attention(r: Recorder, spec: AttentionSpec, x: Tensor) -> Tensor:
         if not spec.borrows_keys:
             key = _sub_norm(r, "self_attention.k_layernorm", key, width_k, rows_k, copy=ctx.te)
         separate = True
+    if scaled_key:
+        key, separate = tape.make("scaled key", key, key_bytes), True
     if spec.keys_are_values:
         value = raw_key
     if spec.borrows_keys:
@@ -115,18 +120,19 @@ _MODULES = ("core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_lay
 
 
 def _input_projection(
-    r: Recorder, spec: AttentionSpec, x: Tensor, qkv_width: int
+    r: Recorder, spec: AttentionSpec, x: Tensor, qkv_width: int, normed: bool
 ) -> tuple[Tensor, tuple[Region, Tensor] | None]:
     """Input norm and linear_qkv; returns the mixed tensor and what to discard after linear_proj, if anything."""
     ctx, tape = r.ctx, r.tape
     name = "self_attention.linear_qkv"
-    if ctx.te:
-        return r.column_linear(name, x, ctx.hidden_size, qkv_width, bias=spec.add_qkv_bias, fused_norm=True), None
+    if ctx.te or normed:
+        fused_norm = not normed
+        return r.column_linear(name, x, ctx.hidden_size, qkv_width, bias=spec.add_qkv_bias, fused_norm=fused_norm), None
     recompute = ctx.recomputes("layernorm")
     with r.offload("attn_norm"), tape.discardable("input_layernorm", (x,), enabled=recompute) as region:
-        normed = r.hold(r.norm("input_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
-    qkv = r.column_linear(name, normed, ctx.hidden_size, qkv_width, bias=spec.add_qkv_bias)
-    return qkv, (region, normed) if recompute else None
+        held = r.hold(r.norm("input_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
+    qkv = r.column_linear(name, held, ctx.hidden_size, qkv_width, bias=spec.add_qkv_bias)
+    return qkv, (region, held) if recompute else None
 
 
 def _sub_norm(r: Recorder, name: str, x: Tensor, width: int, rows: int, *, copy: bool) -> Tensor:

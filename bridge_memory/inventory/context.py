@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Recordings, Size, chosen
 from bridge_memory.releases import MTP_CHECKPOINT_DIFFERENTIATES, MTP_DEPTHS_RECOMPUTED
-from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec
+from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec, SideBySideSpec
 from bridge_memory.spec.parts import RECOMPUTE_MODULES
 from bridge_memory.spec.transformers import Family, TransformersSpec, family_of
 
@@ -304,7 +304,8 @@ def settings_of(run: RunSpec) -> Settings:
     return Settings(
         m.hidden_size,
         act,
-        4 if precision.fp32_residual_connection else act,
+        # Falcon-H1's layers make their residual fp32 and cast what enters their blocks.
+        4 if precision.fp32_residual_connection or isinstance(m.layers[0].mixer, SideBySideSpec) else act,
         m.normalization,
         m.hidden_dropout,
         m.attention_dropout,

@@ -19,6 +19,7 @@ from bridge_memory.inventory.moe import record_moe
 from bridge_memory.inventory.mtp import record_mtp_inputs, record_next_embedding
 from bridge_memory.inventory.output import record_final_norm, record_output
 from bridge_memory.inventory.recorder import Recorder
+from bridge_memory.inventory.side_by_side import record_side_by_side
 from bridge_memory.inventory.ssm import record_gated_delta_net, record_mamba
 from bridge_memory.inventory.tape import Tensor
 from bridge_memory.inventory.transformers import blocks as hugging_face
@@ -34,6 +35,7 @@ from bridge_memory.spec import (
     MLPSpec,
     ModelSpec,
     MoESpec,
+    SideBySideSpec,
 )
 
 
@@ -138,6 +140,9 @@ def _record_layer(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
     mixer, ffn = layer.mixer, layer.ffn
     if layer.arrangement != "megatron":
         return record_gemma4_layer(r, layer, x)
+    if isinstance(mixer, SideBySideSpec):
+        assert ffn is None or isinstance(ffn, MLPSpec)
+        return record_side_by_side(r, mixer, ffn, x)
     if isinstance(mixer, CompressedAttentionSpec):
         return _record_streams(r, mixer, ffn, x)
     if mixer is not None:

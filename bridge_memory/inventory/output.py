@@ -20,6 +20,9 @@ def record_final_norm(r: Recorder, name: str = "decoder.final_layernorm") -> Non
     x = r.tape.input("hidden_states", r.ctx.hidden_bytes)
     if r.ctx.residual_streams > 1:
         x = contract(r, "decoder.", x)
+    if r.ctx.te and r.ctx.residual != r.ctx.act:
+        # Transformer Engine's norm takes its weight's dtype (``ops/basic/rmsnorm.py: RMSNorm.op_forward``).
+        x = r.tape.make("hidden states in the norm's dtype", x, x.bytes // r.ctx.residual * r.ctx.act)
     r.tape.output(r.norm(name, x, r.ctx.hidden_size, r.ctx.tokens_sp))
 
 

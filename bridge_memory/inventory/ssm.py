@@ -19,8 +19,11 @@ from bridge_memory.spec import GatedDeltaNetSpec, MambaSpec, divide
 DELTA_CHUNK = 64
 
 
-def record_mamba(r: Recorder, spec: MambaSpec, x: Tensor) -> Tensor:
-    """From the residual stream [T_sp, h] to out_proj's output [T_sp, h] (norm included)."""
+def record_mamba(
+    r: Recorder, spec: MambaSpec, x: Tensor, *, name: str = "mixer", normed: bool = False, scaled: bool = False
+) -> Tensor:
+    """From the residual stream [T_sp, h] to out_proj's output [T_sp, h] (norm included, unless ``x`` is ``normed``).
+    ``scaled``: zxBCdt is multiplied by a vector of constants (Falcon-H1)."""
     ctx, tape, first = r.ctx, r.tape, len(r.rows)
     heads = divide(spec.num_heads, ctx.tp, "mamba_num_heads", "tensor_model_parallel_size")
     groups = divide(spec.num_groups, ctx.tp, "mamba_num_groups", "tensor_model_parallel_size")
@@ -28,24 +31,27 @@ def record_mamba(r: Recorder, spec: MambaSpec, x: Tensor) -> Tensor:
     conv_dim = inner + 2 * groups * spec.state_dim
     in_width = 2 * inner + 2 * groups * spec.state_dim + heads
     sharded = ctx.tp > 1
-    for name, shape in (("dt_bias", (heads,)), ("A_log", (heads,)), ("D", (heads,))):
-        r.parameter(f"mixer.{name}", shape, sharded=sharded)
-    convolution = "mixer.conv1d_" if MAMBA_CONVOLUTION_IS_NO_MODULE(ctx.impl) else "mixer.conv1d."
+    for part, shape in (("dt_bias", (heads,)), ("A_log", (heads,)), ("D", (heads,))):
+        r.parameter(f"{name}.{part}", shape, sharded=sharded)
+    convolution = f"{name}.conv1d_" if MAMBA_CONVOLUTION_IS_NO_MODULE(ctx.impl) else f"{name}.conv1d."
     r.parameter(f"{convolution}weight", (conv_dim, 1, spec.conv_kernel), sharded=sharded)
     if spec.conv_bias:
         r.parameter(f"{convolution}bias", (conv_dim,), sharded=sharded)
     if spec.rmsnorm:
-        r.parameter("mixer.norm.weight", (inner,), sharded=sharded)
-    if not ctx.te:
+        r.parameter(f"{name}.norm.weight", (inner,), sharded=sharded)
+    if not ctx.te and not normed:
         x = r.hold(r.norm("norm", x, ctx.hidden_size, ctx.tokens_sp))
     zxbcdt = r.column_linear(
-        "mixer.in_proj", x, ctx.hidden_size, in_width, bias=spec.proj_bias, fused_norm=ctx.te
+        f"{name}.in_proj", x, ctx.hidden_size, in_width, bias=spec.proj_bias, fused_norm=ctx.te and not normed
     )
     inner_bytes = ctx.tokens * inner * ctx.act
     # Rearranged to batch first: a copy when b > 1, else a view.
     projected = zxbcdt
     if ctx.batch > 1:
         zxbcdt = tape.make("zxBCdt", zxbcdt, ctx.tokens * in_width * ctx.act)
+    if scaled:
+        scale = tape.tensor("scale of zxBCdt", in_width * ctx.act, grad=False)
+        zxbcdt = tape.make("scaled zxBCdt", zxbcdt, ctx.tokens * in_width * ctx.act, saves=(scale,), also=(scale,))
     # fp32: the states after each chunk and the last ones, dt and its running sum, C B^T of each chunk.
     chunks = ceil(ctx.seq / spec.chunk_size)
     state = 4 * ctx.batch * inner * spec.state_dim
@@ -72,7 +78,7 @@ def record_mamba(r: Recorder, spec: MambaSpec, x: Tensor) -> Tensor:
     if spec.rmsnorm:
         stats = tape.tensor("mixer norm rstd", 4 * ctx.tokens * groups, grad=False)
         y = tape.make("mixer norm output", y, inner_bytes, saves=(y, stats), also=(stats,))
-    out = r.row_linear("mixer.out_proj", y, inner, ctx.hidden_size, bias=spec.proj_bias)
+    out = r.row_linear(f"{name}.out_proj", y, inner, ctx.hidden_size, bias=spec.proj_bias)
     tape.keep_alive(projected)  # a variable of MambaMixer.forward
     r.arrange(first, "mixer.in_proj", "mixer.conv1d", "mixer.norm", "mixer.out_proj", "norm")
     return out

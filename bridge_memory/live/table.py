@@ -8,6 +8,8 @@ from dataclasses import replace
 from bridge_memory.calibration.records import StageRecord
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.prediction import Prediction, StagePrediction, likely_component
+from bridge_memory.report.gpus import Verdict, margin_bytes, verdict_of
+from bridge_memory.spec.gaps import bounds
 
 GIB = 1 << 30
 
@@ -69,6 +71,30 @@ def notes(
             f"prediction, probably {why}"
         )
     return out
+
+
+def verdict(prediction: Prediction | None, records: Sequence[StageRecord], world_size: int) -> list[str]:
+    """One line: whether every predicted peak fits the cards that the stages run on, with the margin that estimates
+    take; by the stage with the least room. Empty where no card or no prediction is known."""
+    judged = []
+    for record in records:
+        peak, card = record.predicted_peak, record.device_total
+        if prediction is not None and peak is not None and card:
+            margin = margin_bytes(peak, world_size)
+            word = verdict_of(bounds(peak, prediction.not_modelled), card, world_size)
+            judged.append((card - peak - margin, record.stage, peak, margin, card, word))
+    if not judged:
+        return []
+    words = {word for *_, word in judged}
+    order = (Verdict.DOES_NOT_FIT, Verdict.UNKNOWN, Verdict.FITS)
+    answer = next(word for word in order if word in words)
+    left, stage, peak, margin, card, _ = min(one for one in judged if one[-1] is answer)
+    room = f"{_gib(left)} GiB left" if left >= 0 else f"{_gib(-left)} GiB too much"
+    why = "; what is not modelled decides" if answer is Verdict.UNKNOWN else ""
+    return [
+        f"verdict: {answer}: stage {stage} is predicted to peak at {_gib(peak)} GiB, with a margin of {_gib(margin)} "
+        f"on a card of {_gib(card)}: {room}{why}"
+    ]
 
 
 def _gib(value: int | None) -> str:

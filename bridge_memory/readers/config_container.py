@@ -28,7 +28,7 @@ from bridge_memory.readers.container_registry import (
     POST_LAYERNORM_SPECS,
 )
 from bridge_memory.readers.environment import implementation_of
-from bridge_memory.readers.transformer_config import GEMMA4_DENSE, model_from_transformer_config, pattern_of
+from bridge_memory.readers.transformer_config import FALCON_H1, GEMMA4_DENSE, model_from_transformer_config, pattern_of
 from bridge_memory.releases import (
     BRIDGE_EXPERTS_OUTSIDE_TP,
     BRIDGE_SYNCS_PARAM_GATHER,
@@ -504,6 +504,12 @@ def _precision(view: _Views) -> PrecisionSpec:
     )
 
 
+def _transformer_impl(model: Any) -> str:
+    if provider_of(getattr(model, "__wrapped__", model)) == FALCON_H1:
+        return "transformer_engine"
+    return str(_get(model, "transformer_impl", "transformer_engine"))
+
+
 def _optimizer(config: Any, view: _Views) -> OptimizerSpec:
     o = view.optimizer
     name = str(_get(o, "optimizer", "adam"))
@@ -618,7 +624,8 @@ def _implementation(
     comm = _get(m, "cp_comm_type", "p2p")
     backend = _get(m, "attention_backend", "auto")
     return ImplementationSpec(
-        transformer_impl="local" if local else str(_get(m, "transformer_impl", "transformer_engine")),
+        # Falcon-H1's layers are of Transformer Engine's modules, whatever the provider says.
+        transformer_impl="local" if local else _transformer_impl(m),
         megatron_core=running.megatron_core,
         transformer_engine=running.transformer_engine,
         torch=running.torch,

@@ -64,6 +64,8 @@ READ: dict[str, frozenset[str]] = {
         window_attn_skip_freq window_size
         apply_dsa_kernel_fusion csa_compress_ratios csa_dense_mode csa_window_size dsa_indexer_topk
         enable_hyper_connections moe_n_hash_layers num_residual_streams o_groups o_lora_rank use_fused_mhc
+        chunk_size conv_bias d_conv expand falconh1_ratio key_multiplier rmsnorm ssm_multipliers use_attention use_mamba
+        use_mlp
         attention_k_eq_v final_logit_softcapping global_head_dim global_kv_channels interleaved_attn_pattern
         num_global_key_value_heads num_global_query_groups num_kv_shared_layers per_layer_embed_dim
         per_layer_embed_vocab_size use_double_wide_mlp
@@ -209,6 +211,11 @@ REASONS: dict[str, dict[str, str]] = {
         "the values that weights start from": "embedding_init_method init_method output_layer_init_method",
         "the dtype of autocast, which Megatron's models do not use": "autocast_dtype enable_autocast",
         "numbers of hyper-connections and of the router": "actual_vocab_size mhc_sinkhorn_iterations norm_topk_prob",
+        "numbers that Falcon-H1's weights start from, or its tensors are multiplied with": """
+            A_init_dist A_init_range D_has_hdim attention_in_multiplier attention_out_multiplier conv_init d_inner
+            dt_init dt_init_floor dt_max dt_min dt_scale embedding_multiplier falconh1_stack_spec lm_head_multiplier
+            mlp_multipliers norm_before_gate ssm_in_multiplier ssm_out_multiplier use_mamba_mem_eff_path
+        """,
         "a number that Gemma 4's embeddings are multiplied with": "scale_embeddings_by_hidden_size",
         _TOWER: """
             add_decoder add_encoder apply_rotary_pos_emb_in_fp32 audio_config bos_token_id code2wav_config
@@ -400,7 +407,7 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
             Gemma2ModelProvider Gemma3ModelProvider GemmaModelProvider HybridModelConfig HybridModelProvider
             LlamaNemotronHeterogeneousProvider MLAModelProvider MambaModelProvider MiniMaxM3ModelProvider
             MistralModelProvider OlMoEModelProvider SarvamMLAModelProvider SarvamMoEModelProvider
-            Gemma4DenseProvider Gemma4ModelProvider
+            FalconH1ModelProvider Gemma4DenseProvider Gemma4ModelProvider
             """
         ),
         (),
@@ -432,7 +439,6 @@ REFUSED: dict[str, str] = {
     "WanModelProvider": "diffusion models are not estimated",
     "LLaDA15ModelProvider": "diffusion models of language are not estimated",
     "NemotronLabsDiffusionModelProvider": "diffusion models of language are not estimated",
-    "FalconH1ModelProvider": "layers of attention and Mamba side by side are not estimated",
     "MiMoV2FlashModelProvider": "attention of other sizes in sliding layers is not estimated",
     "Step35ModelProvider": "attention of other sizes in sliding layers is not estimated",
     "MegatronMIMOProvider": "models of several parts, each with ranks of its own, are not estimated",

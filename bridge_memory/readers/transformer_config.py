@@ -37,6 +37,7 @@ from bridge_memory.spec import (
     MLPSpec,
     ModelSpec,
     MoESpec,
+    SideBySideSpec,
     SpecError,
 )
 from bridge_memory.spec.gaps import Effect, Gap
@@ -66,6 +67,9 @@ _AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 #: Megatron Bridge's providers that make modules of their own.
 GEMMA4_DENSE = ("Gemma4DenseProvider", "Gemma4DenseVLProvider")
 GEMMA4_WITH_EXPERTS = ("Gemma4ModelProvider", "Gemma4VLModelProvider")
+
+
+FALCON_H1 = "FalconH1ModelProvider"
 
 
 class _Config:
@@ -131,7 +135,7 @@ def model_from_transformer_config(
     Raises SpecError naming the attribute.
     """
     c = _Config(config, name, megatron_core)
-    pattern = pattern_of(config, name)
+    pattern = None if provider == FALCON_H1 else pattern_of(config, name)
     # Bridge's HybridModelProvider.finalize counts an unset number in the pattern.
     n = c.size("num_layers", None if pattern is None else len(pattern.layers))
     if n > MAX_LAYERS:
@@ -166,6 +170,8 @@ def model_from_transformer_config(
             mtp_layer = _hybrid_mtp(pattern, kinds)
             if mtp_layer is None:
                 gaps.append(f"MTP depths with the layers {'/'.join(pattern.mtp)}")
+    elif provider == FALCON_H1:
+        layers = [_side_by_side(c, hidden_size, act, rotary)] * n
     elif provider in GEMMA4_DENSE:
         layers = gemma4_provider.dense_layers(c, n, act)
     elif provider in GEMMA4_WITH_EXPERTS:
@@ -215,7 +221,7 @@ def model_from_transformer_config(
         # gpt_layer_specs.get_gpt_mtp_block_spec: the last decoder layer's spec.
         mtp_layer=(mtp_layer or layers[-1]) if depths else None,
         mtp_use_repeated_layer=c.flag("mtp_use_repeated_layer"),
-        hybrid=pattern is not None,
+        hybrid=pattern is not None or provider == FALCON_H1,
         pattern_splits_pipeline=pattern is not None and pattern.splits_pipeline,
         assumptions=assumptions,
         not_modelled=tuple(gaps),
@@ -285,6 +291,8 @@ def _activation(c: _Config) -> str:
 
 def _rotary_dim(layers: Sequence[LayerSpec], percent: float) -> int:
     for layer in layers:
+        if isinstance(layer.mixer, SideBySideSpec):
+            return int(layer.mixer.attention.kv_channels * percent)
         if isinstance(layer.mixer, CompressedAttentionSpec):
             return layer.mixer.rope_dim
         if isinstance(layer.mixer, MLASpec):
@@ -534,6 +542,34 @@ def _mamba(c: _Config, hidden_size: int) -> MambaSpec:
         state_dim=c.size("mamba_state_dim", 128),
         num_groups=c.size("mamba_num_groups", 8),
         chunk_size=c.size("mamba_chunk_size", 128),  # Bridge's HybridModelProvider
+    )
+
+
+def _side_by_side(c: _Config, hidden_size: int, act: str, rotary: bool) -> LayerSpec:
+    """Source: megatron-bridge ``models/falcon_h1/modeling_falconh1/{falconh1_block,falconh1_model}.py``."""
+    if c.get("hybrid_override_pattern") or c.get("falconh1_ratio", 1.0) != 1.0:
+        raise c.error("falconh1_ratio is not 1: layers of another kind beside Falcon-H1's are not estimated")
+    for name in ("use_mamba", "use_attention", "use_mlp"):
+        if not c.flag(name, True):
+            raise c.error(f"{name} is False; Falcon-H1 without one of its parts is not estimated")
+    if c.flag("add_bias_linear"):
+        raise c.error("add_bias_linear is True; biases of Falcon-H1 are not estimated")
+    inner = c.size("expand", 2) * hidden_size
+    head_dim = c.size("mamba_head_dim", 64)
+    mamba = MambaSpec(
+        num_heads=c.size("mamba_num_heads", inner // head_dim),
+        head_dim=head_dim,
+        state_dim=c.size("mamba_state_dim", 128),
+        num_groups=c.size("mamba_num_groups", 1),
+        conv_kernel=c.size("d_conv", 4),
+        chunk_size=c.size("chunk_size", 128),
+        rmsnorm=c.flag("rmsnorm", True),
+        conv_bias=c.flag("conv_bias", True),
+    )
+    scales = (c.get("key_multiplier", 1.0), *c.get("ssm_multipliers", ()))
+    scaled = any(x != 1 for x in scales)
+    return LayerSpec(
+        SideBySideSpec(_attention(c, hidden_size, rotary), mamba, scaled), _mlp(c, hidden_size, act)
     )
 
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from bridge_memory.live.cuda import Reading, read_cuda
-from bridge_memory.live.prediction import BUILT, FIRST_STEP, STEADY, predict
-from bridge_memory.live.table import notes, stage_records, text_table
+from bridge_memory.live.prediction import BUILT, FIRST_STEP, STEADY, Prediction, predict
+from bridge_memory.live.table import notes, stage_records, text_table, verdict
 from bridge_memory.readers.config_container import run_from_config_container
+from bridge_memory.report.gpus import margin_bytes
 
 GIB = 1 << 30
 
@@ -81,3 +82,21 @@ def test_a_machine_without_a_gpu_gives_a_reading_with_an_error() -> None:
     result = read_cuda(3, 1)
     assert (result.rank, result.stage) == (3, 1)
     assert result.error or result.device_total  # one or the other, never an exception
+
+
+def on_cards(prediction: Prediction, card: int) -> list[str]:
+    readings = [replace(reading(s.stage, s.stage, s.static, s.peak), device_total=card) for s in prediction.stages]
+    return verdict(prediction, stage_records(prediction, readings, STEADY), 32)
+
+
+def test_the_verdict_is_that_of_the_fullest_stage_on_the_card_it_runs_on(container: SimpleNamespace) -> None:
+    """To the byte: capacity = peak + margin fits, one less does not; what is not modelled may decide."""
+    prediction = replace(predict(run_from_config_container(container)), not_modelled=())
+    fullest = max(prediction.stages, key=lambda s: s.peak)
+    needed = fullest.peak + margin_bytes(fullest.peak, 32)
+    (fits,), (over,) = on_cards(prediction, needed), on_cards(prediction, needed - 1)
+    assert fits.startswith(f"verdict: fits: stage {fullest.stage} ") and fits.endswith("0.00 GiB left")
+    assert over.startswith(f"verdict: does not fit: stage {fullest.stage} ")
+    (unknown,) = on_cards(replace(prediction, not_modelled=("some_option: more memory",)), needed)
+    assert unknown.startswith("verdict: unknown") and unknown.endswith("what is not modelled decides")
+    assert verdict(None, [], 32) == [] == verdict(prediction, stage_records(prediction, [], STEADY), 32)
