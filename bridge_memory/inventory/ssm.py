@@ -80,7 +80,7 @@ def record_mamba(
         y = tape.make("mixer norm output", y, inner_bytes, saves=(y, stats), also=(stats,))
     out = r.row_linear(f"{name}.out_proj", y, inner, ctx.hidden_size, bias=spec.proj_bias)
     tape.keep_alive(projected)  # a variable of MambaMixer.forward
-    r.arrange(first, "mixer.in_proj", "mixer.conv1d", "mixer.norm", "mixer.out_proj", "norm")
+    r.arrange(first, *(f"{name}.{m}" for m in ("in_proj", "conv1d", "norm", "out_proj")), "norm")
     return out
 
 
