@@ -261,9 +261,9 @@ def core_attention(
         probs = tape.make("dropped probabilities", probs, scores_bytes, saves=(kept,), also=(kept,))
     # Recomputed, the local code's value is a view of which autograd keeps a gradient in the order of the view: a copy
     # of the transposed one (torch ``accumulate_grad.h: AccumulateGrad::accumulateGrad``). Repeated ones are summed.
-    own = 0 if ctx.te or grouped or not ctx.recomputes("core_attn") else qkv[-1].grad_bytes
+    copied = 0 if ctx.te or grouped or not ctx.recomputes("core_attn") else qkv[-1].grad_bytes
     context = tape.make(
-        "attention context", (probs, qkv[-1]), out_bytes, saves=(probs, qkv[-1]), backward_workspace=own
+        "attention context", (probs, qkv[-1]), out_bytes, saves=(probs, qkv[-1]), backward_workspace=copied
     )
     out = tape.make("core_attention output", context, out_bytes, alias=True)
     tape.keep_alive(scores, probs, context, *qkv, *variables, *([made] if made else []))

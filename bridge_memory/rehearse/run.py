@@ -372,6 +372,8 @@ def _optimizer_state(run: RunSpec, wrapped: list[Any]) -> int | None:
         return None
     if opt.use_precision_aware_optimizer and not te_kernels.loaded():
         return None
+    if opt.use_precision_aware_optimizer and run.precision.fp8 is not None and run.precision.fp8_param:
+        return None  # shards of fp8 parameters are None until an optimizer loads them
     weights = {p.untyped_storage()._cdata for ddp in wrapped for p in ddp.parameters()}
     if not weights:
         return 0  # a stage without layers

@@ -69,7 +69,7 @@ CASES = {
     "--cp-comm-type": (f"{DENSE} --cp 2", "a2a"), "--cross-entropy-loss-fusion": (DENSE, ""),
     "--cross-entropy-fusion-impl": (f"{DENSE} --cross-entropy-loss-fusion", "te"),
     "--gradient-accumulation-fusion": (DENSE, "no"), "--bias-activation-fusion": (DENSE, "no"),
-    "--bias-dropout-fusion": (f"{DENSE} --hidden-dropout 0.1", "no"),
+    "--bias-dropout-fusion": (f"{DENSE} --hidden-dropout 0.1 --pp 4 --tp 8 --num-gpus 32 --no-sequence-parallel", "no"),
     "--masked-softmax-fusion": (f"{DENSE} --transformer-impl local", "no"), "--apply-rope-fusion": (DENSE, "no"),
     "--calculate-per-token-loss": (DENSE, ""), "--deterministic-mode": (DENSE, ""),
     "--moe-imbalance": (EXPERTS, "1.5"), "--moe-token-dispatcher-type": (EXPERTS, "flex"),
