@@ -39,7 +39,10 @@ from bridge_memory.speed.step_time import Passes, Step
 def expressible(run: RunSpec) -> bool:
     """Whether arrays say all of its memory: not where an engine's bytes beside a layer depend on the stage, nor where
     two chunks run beside each other."""
-    return not run.data_parallel.fsdp and not run.implementation.overlap_moe_expert_parallel_comm
+    impl = run.implementation
+    if run.data_parallel.engine != "megatron_ddp" or impl.transformer_impl not in ("transformer_engine", "local"):
+        return False
+    return not impl.overlap_moe_expert_parallel_comm
 
 
 #: The fields of a ParallelSpec that say how a run is cut into stages, and over how many GPUs.
@@ -60,7 +63,13 @@ class Runs:
         self.parallel, self.batch, self.recompute = parallel, batch, recompute
 
     model: Any
-    num_microbatches = RunSpec.num_microbatches
+
+    def __getattr__(self, name: str) -> Any:
+        """What follows from the fields, as a RunSpec has it."""
+        of_run = getattr(RunSpec, name, None)
+        if isinstance(of_run, property) and of_run.fget is not None:
+            return of_run.fget(self)
+        raise AttributeError(name)
 
 
 def _unchecked(base: Any, **values: Any) -> Any:
@@ -442,7 +451,7 @@ class Memory:
 
     def _microbatches(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> np.ndarray:
         runs = self.sheet.runs(pipeline, whole((len(pipeline.at), len(self.sheet.batches), 1)))
-        number = RunSpec.num_microbatches.fget(runs)  # type: ignore[attr-defined]
+        number = runs.num_microbatches
         shape = len(pipeline.at), len(self.sheet.batches), 1
         return np.broadcast_to(np.asarray(number), shape)[found[0], found[1], 0]
 

@@ -131,10 +131,13 @@ def search(
     """
     card = Card(capacity, margin)
     tell = progress or (lambda looked_at, fitting: None)
-    if together is None:
-        together = _can_be_together(space)
-    if together:
-        return _together(space, hardware, card, constants, tell, jobs)
+    if together or (together is None and _can_be_together(space)):
+        try:
+            return _together(space, hardware, card, constants, tell, jobs)
+        except (AttributeError, TypeError):
+            if together:
+                raise
+            # Some rule or formula does not take arrays; it takes numbers.
     return _one_by_one(space, hardware, card, constants, tell, jobs)
 
 
