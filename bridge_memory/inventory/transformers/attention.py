@@ -161,7 +161,7 @@ def _flash(
     and values a query head where groups share them (torch ``native/transformers/cuda/flash_attn/flash_api.cpp:
     mha_bwd``; flash-attn ``csrc/flash_attn/flash_api.cpp``)."""
     rows = t.r.ctx.tokens * spec.num_attention_heads
-    lse = t.tape.tensor("softmax log-sum-exp", FP32 * rows, grad=False)
+    lse = t.tape.tensor("log-sum-exp of the scores", FP32 * rows, grad=False)
     seeds = t.tape.tensor("seed and offset of dropout", 16, grad=False)
     out_elements = rows * spec.value_channels
     scratch: Any = FP32 * query.elements + FP32 * rows
@@ -184,7 +184,7 @@ def _efficient(
     """
     ctx = t.r.ctx
     rows = ctx.tokens * spec.num_attention_heads
-    lse = t.tape.tensor("softmax log-sum-exp", FP32 * rows, grad=False)
+    lse = t.tape.tensor("log-sum-exp of the scores", FP32 * rows, grad=False)
     seeds = t.tape.tensor("seed and offset of dropout", 16, grad=False)
     mask = ()
     if masked and not t.hf.family.own_masks:

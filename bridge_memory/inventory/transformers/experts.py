@@ -1,7 +1,8 @@
 """Mixtures of experts: a loop over experts one by one, or, from transformers 5 on, one grouped product.
 
 Source: ``models/mixtral/modeling_mixtral.py: MixtralSparseMoeBlock`` (4.57), ``models/deepseek_v3/
-modeling_deepseek_v3.py: DeepseekV3MoE``, ``integrations/moe.py`` (5). Tokens are spread evenly: n = T k / E rows an expert.
+modeling_deepseek_v3.py: DeepseekV3MoE``, ``integrations/moe.py`` (5). Tokens are spread evenly: n = T k / E rows
+an expert.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def _sigmoid_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array]:
 
 
 def _loop(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> tuple[Array, Sequence[Array]]:
-    """(The sum, variables to the end of the function.) Experts one by one: each takes its tokens out of all and adds its weighted output to theirs."""
+    """(The sum, variables to the end of the function.) Experts one by one: each takes its tokens out of all and adds its
+    weighted output to theirs."""
     ctx = t.r.ctx
     tokens, h, e, k = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk
     rows = tokens * k // e
