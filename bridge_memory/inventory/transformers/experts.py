@@ -104,7 +104,7 @@ def _sigmoid_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array]:
 
 
 def _loop(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> tuple[Array, Sequence[Array]]:
-    """(The sum, variables to the end of the function.) Experts one by one: each takes its tokens out of all and adds its
+    """(The sum, variables to the end of the function.) Experts one by one: each takes its tokens and adds its
     weighted output to theirs."""
     ctx = t.r.ctx
     tokens, h, e, k = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk
