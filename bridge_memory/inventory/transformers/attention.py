@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bridge_memory.inventory.context import HuggingFace
+from bridge_memory.inventory.tape import Tensor
 from bridge_memory.inventory.transformers.norms import norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 from bridge_memory.spec import AttentionSpec
@@ -186,7 +187,7 @@ def _efficient(
     rows = ctx.tokens * spec.num_attention_heads
     lse = t.tape.tensor("log-sum-exp of the scores", FP32 * rows, grad=False)
     seeds = t.tape.tensor("seed and offset of dropout", 16, grad=False)
-    mask = ()
+    mask: tuple[Tensor, ...] = ()
     if masked and not t.hf.family.own_masks:
         mask = (t.constant("attention bias of the mask", ctx.batch * ctx.seq * ctx.seq, query.width).tensor,)
     out = t.make(

@@ -30,6 +30,7 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
     """[T, h] -> [T, h]."""
     # Qwen2MoeSparseMoeBlock of 5 begins with its shared expert.
     first = spec.shared_expert_gate and t.hf.fused_experts
+    variables: Sequence[Array] = ()
     early = _mlp_of_shared(t, spec, x) if first else None
     with t.tape.assumed():
         if t.hf.family.moe == "deepseek":
@@ -37,7 +38,7 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
         else:
             weights, chosen = _softmax_router(t, spec, x)
         if t.hf.grouped_experts:
-            out, variables = _grouped(t, spec, x, weights, chosen), ()
+            out = _grouped(t, spec, x, weights, chosen)
         else:
             out, variables = _loop(t, spec, x, weights, chosen)
     if spec.shared_expert_intermediate_size:
