@@ -45,6 +45,7 @@ RUNS = {
 def sources(*rooms: str) -> dict[str, str]:
     return {
         str(path.relative_to(PACKAGE)): path.read_text() for room in rooms for path in (PACKAGE / room).rglob("*.py")
+        if path.parent.name != "transformers"  # those of another implementation, under names of their own
     }
 
 

@@ -224,9 +224,12 @@ def _of_transformers(run: RunSpec) -> Iterator[Gap]:
         yield Gap("torch_compile: fused operations keep less; counted as they run without it", Effect.DOWN)
     if spec.liger_kernel:
         yield Gap(
-            f"liger_kernel ({', '.join(spec.liger_kernel)}): fused kernels keep less; counted as the class's operations",
+            f"liger_kernel ({', '.join(spec.liger_kernel)}): its fused kernels; counted as the class's operations",
             Effect.DOWN,
         )
+    if run.model.has_experts and spec.transformers_version >= (5, 0) and run.compute_dtype == "fp32":
+        # integrations/moe.py: _can_use_grouped_mm takes bf16 alone.
+        yield Gap("experts with parameters in fp32: one by one in transformers 5; counted as grouped", Effect.EITHER)
     if spec.attn_implementation == "flash_attention_2" and spec.attention_mask == "padded":
         yield Gap(
             "attention_mask (padded) with flash_attention_2: padding is taken out of queries, keys and values; counted "

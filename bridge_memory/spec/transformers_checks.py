@@ -43,8 +43,8 @@ def check_transformers(run: RunSpec) -> None:
     first, last = KNOWN_TRANSFORMERS
     if not first <= spec.transformers_version <= last:
         raise SpecError(
-            f"transformers_version ({'.'.join(map(str, spec.transformers_version))}) is not one of the releases that were read; use "
-            f"{'.'.join(map(str, first))} to {'.'.join(map(str, last))}"
+            f"transformers_version ({'.'.join(map(str, spec.transformers_version))}) is not one of the "
+            f"releases that were read; use {'.'.join(map(str, first))} to {'.'.join(map(str, last))}"
         )
     if run.recompute.granularity is not None:
         raise SpecError(

@@ -81,8 +81,10 @@ CASES = {
     "--transformers-version": (HUGGING.replace("Llama-3.2-1B", "Qwen3-30B-A3B --num-layers 2"), "5.0"),
     "--attn-implementation": (HUGGING, "eager"),
     "--sdpa-kernel": (HUGGING, "efficient"), "--gradient-checkpointing": (HUGGING, ""),
-    "--use-reentrant": (f"{HUGGING} --gradient-checkpointing".replace("Llama-3.2-1B", "Llama-2-70b-hf"), "no"), "--autocast": (f"{HUGGING} --precision fp32", "bf16"),
-    "--attention-mask": (HUGGING, "padded"), "--use-cache": (f"{HUGGING} --attention-mask none", ""), "--keeps-outputs": (HUGGING, ""),
+    "--use-reentrant": (f"{HUGGING} --gradient-checkpointing".replace("Llama-3.2-1B", "Llama-2-70b-hf"), "no"),
+    "--autocast": (f"{HUGGING} --precision fp32", "bf16"),
+    "--attention-mask": (HUGGING, "padded"), "--use-cache": (f"{HUGGING} --attention-mask none", ""),
+    "--keeps-outputs": (HUGGING, ""),
     "--liger-kernel": (HUGGING, "swiglu"), "--torch-compile": (HUGGING, ""),
     "--autocast-adapter-dtype": (ADAPTED, "no"), "--lora-dropout": (ADAPTED, "0.05"),
     "--experts-implementation": (

@@ -12,11 +12,11 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.modeling_attn_mask_utils import AttentionMaskConverter
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from torch.overrides import TorchFunctionMode
 from bridge_memory.rehearse.tracker import SavedRecord, Tracker
 from bridge_memory.spec.transformers import TransformersSpec
 

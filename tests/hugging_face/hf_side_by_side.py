@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import transformers
 from hf_oracle import DTYPES, Measured, build, measure
 
@@ -16,7 +15,6 @@ from bridge_memory.readers.huggingface import model_from_hf_config
 from bridge_memory.spec import PeftSpec, PrecisionSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.transformers import TransformersSpec
-
 
 INSTALLED = tuple(map(int, transformers.__version__.split(".")[:2]))
 

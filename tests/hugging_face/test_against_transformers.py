@@ -9,15 +9,16 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from hf_families import CONFIGS
+from hf_oracle import build
+from hf_side_by_side import INSTALLED, errors
+
 from bridge_memory import BatchSpec, ImplementationSpec, ParallelSpec, RunSpec, SpecError, estimate
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import stage_parameters
 from bridge_memory.readers.huggingface import model_from_hf_config
 from bridge_memory.spec import PrecisionSpec
 from bridge_memory.spec.transformers import FAMILIES, TransformersSpec
-from hf_families import CONFIGS
-from hf_oracle import build
-from hf_side_by_side import errors
 
 CLOSE = 0.005
 #: Ways to run a model: fields of a TransformersSpec, or of the batch and the dtype.
@@ -40,6 +41,12 @@ OPEN = {
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+def skip_experts_in_fp32(name: str, way: str) -> None:
+    experts = any("experts" in key for key in CONFIGS[name])
+    if experts and WAYS[way].get("dtype") == "fp32" and INSTALLED >= (5, 0):
+        pytest.skip("transformers 5 groups experts in bf16 alone: not modelled, and said so")
+
+
 def close(config: dict[str, Any], **options: Any) -> None:
     found = errors(config, **options)
     assert max(map(abs, found)) < CLOSE, found
@@ -59,6 +66,7 @@ def test_families(name: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_ways_to_run_a_model(name: str, way: str) -> None:
+    skip_experts_in_fp32(name, way)
     close({**CONFIGS[name], "vocab_size": 64}, **WAYS[way])
 
 
@@ -68,6 +76,7 @@ def test_ways_to_run_a_model(name: str, way: str) -> None:
 def test_every_family_in_every_way(name: str, way: str) -> None:
     if (name, way) in OPEN:
         pytest.skip("not met yet")
+    skip_experts_in_fp32(name, way)
     close({**CONFIGS[name], "vocab_size": 64}, **WAYS[way])
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bridge_memory.inventory.context import HuggingFace
+from bridge_memory.inventory.tape import Tensor
 from bridge_memory.inventory.transformers.norms import norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 from bridge_memory.spec import AttentionSpec
@@ -161,7 +162,7 @@ def _flash(
     and values a query head where groups share them (torch ``native/transformers/cuda/flash_attn/flash_api.cpp:
     mha_bwd``; flash-attn ``csrc/flash_attn/flash_api.cpp``)."""
     rows = t.r.ctx.tokens * spec.num_attention_heads
-    lse = t.tape.tensor("softmax log-sum-exp", FP32 * rows, grad=False)
+    lse = t.tape.tensor("log-sum-exp of the scores", FP32 * rows, grad=False)
     seeds = t.tape.tensor("seed and offset of dropout", 16, grad=False)
     out_elements = rows * spec.value_channels
     scratch: Any = FP32 * query.elements + FP32 * rows
@@ -184,9 +185,9 @@ def _efficient(
     """
     ctx = t.r.ctx
     rows = ctx.tokens * spec.num_attention_heads
-    lse = t.tape.tensor("softmax log-sum-exp", FP32 * rows, grad=False)
+    lse = t.tape.tensor("log-sum-exp of the scores", FP32 * rows, grad=False)
     seeds = t.tape.tensor("seed and offset of dropout", 16, grad=False)
-    mask = ()
+    mask: tuple[Tensor, ...] = ()
     if masked and not t.hf.family.own_masks:
         mask = (t.constant("attention bias of the mask", ctx.batch * ctx.seq * ctx.seq, query.width).tensor,)
     out = t.make(

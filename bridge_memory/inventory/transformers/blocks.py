@@ -101,7 +101,8 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
     before, after, before_ffn, after_ffn = t.hf.family.norms
     r.tape.part = Part.ATTENTION if isinstance(mixer, AttentionSpec) else Part.MLA
     y = _normed(t, before, x)
-    y, entered = (record_attention if isinstance(mixer, AttentionSpec) else record_mla)(t, mixer, y, shared), y
+    entered = y
+    y = record_attention(t, mixer, y, shared) if isinstance(mixer, AttentionSpec) else record_mla(t, mixer, y, shared)
     t.keep_alive(entered)
     x = _added(t, "hidden states after attention", x, _normed(t, after, y))
     r.tape.part = Part.MLP if isinstance(ffn, MLPSpec) else Part.MOE

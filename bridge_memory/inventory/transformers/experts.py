@@ -1,7 +1,8 @@
 """Mixtures of experts: a loop over experts one by one, or, from transformers 5 on, one grouped product.
 
 Source: ``models/mixtral/modeling_mixtral.py: MixtralSparseMoeBlock`` (4.57), ``models/deepseek_v3/
-modeling_deepseek_v3.py: DeepseekV3MoE``, ``integrations/moe.py`` (5). Tokens are spread evenly: n = T k / E rows an expert.
+modeling_deepseek_v3.py: DeepseekV3MoE``, ``integrations/moe.py`` (5). Tokens are spread evenly: n = T k / E rows
+an expert.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
     """[T, h] -> [T, h]."""
     # Qwen2MoeSparseMoeBlock of 5 begins with its shared expert.
     first = spec.shared_expert_gate and t.hf.fused_experts
+    variables: Sequence[Array] = ()
     early = _mlp_of_shared(t, spec, x) if first else None
     with t.tape.assumed():
         if t.hf.family.moe == "deepseek":
@@ -36,7 +38,7 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
         else:
             weights, chosen = _softmax_router(t, spec, x)
         if t.hf.grouped_experts:
-            out, variables = _grouped(t, spec, x, weights, chosen), ()
+            out = _grouped(t, spec, x, weights, chosen)
         else:
             out, variables = _loop(t, spec, x, weights, chosen)
     if spec.shared_expert_intermediate_size:
@@ -103,7 +105,8 @@ def _sigmoid_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array]:
 
 
 def _loop(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> tuple[Array, Sequence[Array]]:
-    """(The sum, variables to the end of the function.) Experts one by one: each takes its tokens out of all and adds its weighted output to theirs."""
+    """(The sum, variables to the end of the function.) Experts one by one: each takes its tokens and adds its
+    weighted output to theirs."""
     ctx = t.r.ctx
     tokens, h, e, k = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk
     rows = tokens * k // e

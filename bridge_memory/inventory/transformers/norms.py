@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bridge_memory.inventory.tape import Tensor
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 
 
@@ -23,7 +24,7 @@ def norm(t: Torch, name: str, x: Array, rows: Any, width: Any) -> Array:
         narrow = t.cast(f"{name} normed", normed, x.width)
         out = t.mul_weight(f"{name} output", narrow, f"{name}.weight")
     else:
-        scale = ()
+        scale: tuple[Tensor, ...] = ()
         if kind == "gemma" and normed.differentiable:
             scale = (t.constant(f"{name}: one plus weight in fp32", width, FP32).tensor,)
         wide = t.mul_weight(f"{name} times weight in fp32", normed, f"{name}.weight", width=FP32, also_keeps=scale)
