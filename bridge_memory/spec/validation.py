@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 def validate(run: RunSpec) -> None:
     """Raise SpecError on the first contradiction in ``run``."""
     limits = limits_of(run.model)
+    check_engine(run)
     check_transformers(run)
     # Sizes that no number of GPUs makes right come before those that another number would.
     _check_stages(run.parallel, run.model.num_layers)
@@ -61,7 +62,6 @@ def validate(run: RunSpec) -> None:
     _check_batch(run)
     _check_precision(run)
     _check_data_parallel(run)
-    check_engine(run)
     _check_optimizer(run)
     check_adapters(run.peft, run.parallel, run.model, limits)
     if run.recompute.granularity is not None:
