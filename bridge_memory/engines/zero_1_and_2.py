@@ -19,7 +19,15 @@ from typing import NamedTuple
 
 from bridge_memory.components import Provenance, Role, State
 from bridge_memory.engines.engine import Line, StageState
-from bridge_memory.engines.torch_modules import Model, accumulates, made_before, model_of, parameter_width, rounded
+from bridge_memory.engines.torch_modules import (
+    Model,
+    accumulates,
+    hidden_bytes,
+    made_before,
+    model_of,
+    parameter_width,
+    rounded,
+)
 from bridge_memory.inventory.chain import Concurrent
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
@@ -176,6 +184,9 @@ class ZeRO12:
             least = 0
             if place == model.places.loss:
                 held, least = 0, held
+            elif place == reduced == model.places.norm:  # its one gradient comes last
+                least, held = held + hidden_bytes(run), bucket + copies[place]
+                there = 0
             found.append(Concurrent(0, held, held, least, gradients=0 if many or not held else there))
         return found
 

@@ -858,6 +858,7 @@ def _check_overlap(run: RunSpec, limits: Limits) -> None:
 
 #: What a run is held to, in order: sizes that no number of GPUs makes right before those that another would.
 RULES: tuple[Callable[[RunSpec, Limits], None], ...] = (
+    lambda run, limits: check_engine(run),
     lambda run, limits: check_transformers(run),
     lambda run, limits: _check_stages(run.parallel, run.model.num_layers),
     _check_model_over_ranks,
@@ -866,7 +867,6 @@ RULES: tuple[Callable[[RunSpec, Limits], None], ...] = (
     lambda run, limits: _check_batch(run),
     lambda run, limits: _check_precision(run),
     lambda run, limits: _check_data_parallel(run),
-    lambda run, limits: check_engine(run),
     lambda run, limits: _check_optimizer(run),
     lambda run, limits: check_adapters(run.peft, run.parallel, run.model, limits),
     lambda run, limits: None if run.recompute.granularity is None else _check_recompute(run, limits),

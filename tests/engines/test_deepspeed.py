@@ -16,8 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bridge_memory.spec import DeepSpeedOptions  # noqa: E402
-from tests.engines.real_engines import (  # noqa: E402
+from real_engines import (  # noqa: E402
     BATCH,
     CONFIG,
     SEQ,
@@ -28,6 +27,8 @@ from tests.engines.real_engines import (  # noqa: E402
     transformers,
     world,
 )
+
+from bridge_memory.spec import DeepSpeedOptions  # noqa: E402
 
 BUCKET = 500_000
 #: Scalars of DeepSpeed's own, a block of the allocator each.
@@ -79,14 +80,14 @@ def real(
     pytest.importorskip("deepspeed")
     program = (
         "import warnings; warnings.simplefilter('ignore')\n"
-        "from tests.engines.test_deepspeed import steps\n"
+        "from test_deepspeed import steps\n"
         f"m = steps({stage}, {rank}, {microbatches}, {options!r}, {extra or {}!r})\n"
         "print('MEASURED', m.after_step, m.forward, m.backward, m.step)\n"
     )
-    root = Path(__file__).resolve().parents[2]
+    here = Path(__file__).resolve().parent
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])},
+        [sys.executable, "-c", program], cwd=here, capture_output=True, text=True, timeout=600,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1]), *filter(None, sys.path)])},
     )
     line = next((line for line in done.stdout.splitlines() if line.startswith("MEASURED")), None)
     assert line is not None, done.stderr[-2000:]

@@ -9,8 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from real_engines import LAYERS, Measured, expected, measured, run_of  # noqa: E402
+
 from bridge_memory.spec import DDPOptions, FSDPOptions, OptimizerSpec  # noqa: E402
-from tests.engines.real_engines import LAYERS, Measured, expected, measured, run_of  # noqa: E402
 
 DDP = torch.nn.parallel.DistributedDataParallel
 #: What is not a copy of the parameters: a block of the allocator for each parameter's number of steps (on the CPU,
