@@ -214,7 +214,7 @@ REASONS: dict[str, dict[str, str]] = {
         "numbers that Falcon-H1's weights start from, or its tensors are multiplied with": """
             A_init_dist A_init_range D_has_hdim attention_in_multiplier attention_out_multiplier conv_init d_inner
             dt_init dt_init_floor dt_max dt_min dt_scale embedding_multiplier falconh1_stack_spec lm_head_multiplier
-            mlp_multipliers norm_before_gate ssm_in_multiplier ssm_out_multiplier use_mamba_mem_eff_path
+            mlp_multipliers norm_before_gate ssm_in_multiplier ssm_out_multiplier
         """,
         "a number that Gemma 4's embeddings are multiplied with": "scale_embeddings_by_hidden_size",
         _TOWER: """
