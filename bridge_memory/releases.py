@@ -83,6 +83,25 @@ class Rule(NamedTuple):
         return [(package, release) for package, release in packages if release is not None]
 
 
+class TransformersReleases(Protocol):
+    """Who knows which transformers runs a model."""
+
+    @property
+    def transformers_version(self) -> Release: ...
+
+
+class TransformersRule(NamedTuple):
+    """True from this release of transformers on."""
+
+    first: Release
+
+    def __call__(self, spec: TransformersReleases) -> bool:
+        return spec.transformers_version >= self.first
+
+    def __str__(self) -> str:
+        return f"transformers {release_words(self.first)}"
+
+
 def since(*, core: Release | None = None, te: Release | None = None, torch: Release | None = None) -> Rule:
     """A rule that holds from these releases on, all of them where more than one is named."""
     return Rule(core, te, torch)
@@ -361,3 +380,16 @@ LARGE_CUBLAS_WORKSPACE_ON_BLACKWELL = since(torch=(2, 12))
 #: cuBLAS workspaces are freed after each product (the same file: ``getCurrentCUDABlasHandleWithWorkspace``), unless
 #: TORCH_CUBLAS_WORKSPACE_CACHE asks to keep them; before, they stay for good.
 CUBLAS_WORKSPACES_FREED = since(torch=(2, 15))
+
+# ---- transformers ----
+
+#: A batch without a mask may be packed, of which positions tell (``masking_utils.py: find_packed_sequence_indices``).
+UNMASKED_MAY_BE_PACKED = TransformersRule((4, 54))
+#: Whether it is packed is looked at (the same function).
+PACKING_IS_LOOKED_AT = TransformersRule((5, 0))
+#: Experts' weights are one parameter of three dimensions each, for grouped products (``integrations/moe.py``).
+EXPERTS_IN_ONE_PARAMETER = TransformersRule((5, 0))
+#: Checkpoints are not reentrant unless told (``modeling_utils.py: PreTrainedModel.gradient_checkpointing_enable``).
+CHECKPOINTS_NOT_REENTRANT = TransformersRule((5, 0))
+#: Gemma scales embeddings in a module of its own; OLMo 3 rotates in the dtype of its queries.
+FAMILIES_OF_5 = TransformersRule((5, 0))

@@ -205,7 +205,7 @@ def optimizer(run: RunSpec, parameters: list[Any]) -> Any:
 
 
 def _deepspeed(run: RunSpec, model: Any) -> tuple[Any, Any]:
-    import deepspeed
+    import deepspeed  # type: ignore[import-not-found, unused-ignore]
     import torch
 
     config = {

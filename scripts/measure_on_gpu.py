@@ -201,12 +201,13 @@ def _configurations(impl: ImplementationSpec, seq: int) -> Iterator[Configuratio
 def _of_transformer_engine(llama: Callable[..., Configuration]) -> Iterator[Configuration]:
     """Steps of a precision-aware optimizer with narrow states, fp8 recipes that Hopper has, activations in host
     memory."""
-    for what, narrow in (
+    kinds: tuple[tuple[str, dict[str, Any]], ...] = (
         ("moments in bf16", {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
         ("moments in fp8 and fp16", {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}),
         ("gradients in bf16", {"main_grads_dtype": "bf16"}),
         ("fp16 main parameters", {"main_params_dtype": "fp16"}),
-    ):
+    )
+    for what, narrow in kinds:
         optimizer = OptimizerSpec(use_precision_aware_optimizer=True, **narrow)
         yield llama(f"precision-aware, {what}", optimizer=optimizer)
     for recipe in ("delayed", "tensorwise", "blockwise"):

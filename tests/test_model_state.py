@@ -107,19 +107,21 @@ def test_what_stays_of_a_partly_offloaded_optimizer_is_bounded(fraction: float, 
 
 
 @pytest.mark.parametrize(
-    ("recipe", "arch", "param", "bytes_each"),
+    ("recipe", "arch", "param", "bytes_each", "scales"),
     [
-        ("tensorwise", "hopper", False, 2), ("tensorwise", "hopper", True, 1), ("tensorwise", "blackwell", False, 1),
-        ("blockwise", "hopper", False, 2 * (1 + 4 / 128**2)), ("mxfp8", "blackwell", False, 2 * (1 + 1 / 32)),
+        ("tensorwise", "hopper", False, 2, 1), ("tensorwise", "hopper", True, 1, 1),
+        ("tensorwise", "blackwell", False, 1, 1), ("blockwise", "hopper", False, 2 * (1 + 4 / 128**2), 0),
+        ("mxfp8", "blackwell", False, 2 * (1 + 1 / 32), 0),
     ],
 )  # fmt: skip
-def test_fp8_copies_of_weights(recipe: str, arch: str, param: bool, bytes_each: float) -> None:
+def test_fp8_copies_of_weights(recipe: str, arch: str, param: bool, bytes_each: float, scales: int) -> None:
     """16 layers of Llama-3.2-1B: qkv 3072 x 2048, proj 2048^2, fc1 2 x 8192 x 2048, fc2 8192 x 2048. Row-wise and
-    column-wise fp8, with a scale a block of 32 values (mxfp8, one byte) or of 128 x 128 (blockwise, four)."""
+    column-wise fp8, with a scale a block of 32 values (mxfp8, one byte) or of 128 x 128 (blockwise, four), or one of
+    four bytes for each of the four tensors of a layer."""
     gemm = 16 * 2048 * (3072 + 2048 + 3 * 8192)
     found = stage(fp8=recipe, arch=arch, fp8_param=param)
     copies = sum(c.bytes for c in found.components if c.name == "fp8 weight copies")
-    assert copies == pytest.approx(gemm * bytes_each, abs=1)
+    assert copies == pytest.approx(gemm * bytes_each + 16 * 4 * 4 * scales, abs=1)
     plain = stage().weights_bytes
     assert found.weights_bytes - copies == plain - (gemm if param else 0)
 

@@ -11,7 +11,13 @@ from threading import RLock
 from typing import Any, NamedTuple, Protocol
 
 from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Recordings, Size, chosen
-from bridge_memory.releases import MTP_CHECKPOINT_DIFFERENTIATES, MTP_DEPTHS_RECOMPUTED
+from bridge_memory.releases import (
+    EXPERTS_IN_ONE_PARAMETER,
+    MTP_CHECKPOINT_DIFFERENTIATES,
+    MTP_DEPTHS_RECOMPUTED,
+    PACKING_IS_LOOKED_AT,
+    UNMASKED_MAY_BE_PACKED,
+)
 from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec, SideBySideSpec
 from bridge_memory.spec.parts import RECOMPUTE_MODULES
 from bridge_memory.spec.transformers import Family, TransformersSpec, family_of
@@ -39,12 +45,12 @@ class HuggingFace(NamedTuple):
     def packing_is_supposed(self) -> bool:
         """Whether a batch without a mask may be packed, of which the positions tell (``masking_utils.py:
         find_packed_sequence_indices``); from 5 on they are looked at."""
-        return (4, 54) <= self.spec.transformers_version < (5, 0)
+        return UNMASKED_MAY_BE_PACKED(self.spec) and not PACKING_IS_LOOKED_AT(self.spec)
 
     @property
     def fused_experts(self) -> bool:
         """Whether experts' weights are one parameter of three dimensions each."""
-        return self.spec.transformers_version >= (5, 0)
+        return EXPERTS_IN_ONE_PARAMETER(self.spec)
 
     @property
     def grouped_experts(self) -> bool:

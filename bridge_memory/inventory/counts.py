@@ -8,7 +8,7 @@ from bridge_memory.inventory.blocks import Block
 from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.tail import final_norm_name
-from bridge_memory.releases import RELEASES
+from bridge_memory.releases import HYBRID_MTP, RELEASES
 from bridge_memory.spec import BatchSpec, ImplementationSpec, ModelSpec, MoESpec, ParallelSpec, RunSpec
 
 
@@ -32,12 +32,14 @@ def _numel(block: Block) -> int:
 
 
 def _whole(model: ModelSpec) -> BlockContext:
-    """A context that shards nothing and pads no vocabulary, of the newest megatron-core, which builds most."""
+    """A context that shards nothing and pads no vocabulary, of a megatron-core that builds the model."""
     plain = replace(model, make_vocab_size_divisible_by=0)
     length = min(128, plain.max_position_embeddings or 128)
-    newest = ImplementationSpec(megatron_core=RELEASES[-1])
+    impl = ImplementationSpec()
+    if model.hybrid and model.mtp_num_layers and not HYBRID_MTP(impl):
+        impl = replace(impl, megatron_core=RELEASES[-1])
     return context_of(
-        RunSpec(model=plain, parallel=ParallelSpec(), batch=BatchSpec(seq_length=length), implementation=newest)
+        RunSpec(model=plain, parallel=ParallelSpec(), batch=BatchSpec(seq_length=length), implementation=impl)
     )
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from bridge_memory.releases import (
     CUBLAS_WORKSPACES_FREED,
+    EXPERTS_IN_ONE_PARAMETER,
     LAYER_WISE_LAYOUT,
     known_releases,
     nearest_known,
@@ -227,7 +228,7 @@ def _of_transformers(run: RunSpec) -> Iterator[Gap]:
             f"liger_kernel ({', '.join(spec.liger_kernel)}): its fused kernels; counted as the class's operations",
             Effect.DOWN,
         )
-    if run.model.has_experts and spec.transformers_version >= (5, 0) and run.compute_dtype == "fp32":
+    if run.model.has_experts and EXPERTS_IN_ONE_PARAMETER(spec) and run.compute_dtype == "fp32":
         # integrations/moe.py: _can_use_grouped_mm takes bf16 alone.
         yield Gap("experts with parameters in fp32: one by one in transformers 5; counted as grouped", Effect.EITHER)
     if spec.attn_implementation == "flash_attention_2" and spec.attention_mask == "padded":

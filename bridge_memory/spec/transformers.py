@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from bridge_memory.releases import CHECKPOINTS_NOT_REENTRANT, FAMILIES_OF_5
 from bridge_memory.spec.fields import Checked, choice, choices, flag, fraction, release
 from bridge_memory.spec.model import ModelSpec
 
@@ -57,7 +58,7 @@ class TransformersSpec(Checked):
     @property
     def reentrant(self) -> bool:
         """``modeling_utils.py: PreTrainedModel.gradient_checkpointing_enable``."""
-        return self.transformers_version < (5, 0) if self.use_reentrant is None else self.use_reentrant
+        return not CHECKPOINTS_NOT_REENTRANT(self) if self.use_reentrant is None else self.use_reentrant
 
 
 class Family(NamedTuple):
@@ -144,7 +145,7 @@ def family_of(model_type: str, spec: TransformersSpec) -> Family:
     family = FAMILIES[model_type]
     if spec.transformers_version < _SHARED_MASKS:
         return family._replace(own_masks=True)
-    return family._replace(**_FROM_5.get(model_type, {})) if spec.transformers_version >= (5, 0) else family
+    return family._replace(**_FROM_5.get(model_type, {})) if FAMILIES_OF_5(spec) else family
 
 
 #: What a run has that transformers does not run.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bridge_memory import ParallelSpec, RunSpec
+from bridge_memory import DataParallelSpec, ImplementationSpec, ParallelSpec, RunSpec
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_units
@@ -13,20 +13,26 @@ from bridge_memory.spec.parts import ENGINES
 
 
 def run_under(name: str) -> RunSpec:
-    """Stages of 7 and of 9 layers on three ranks each, which divide no size: buckets have padding."""
+    """Stages of 7 and of 9 layers on three ranks each, which divide no size: buckets have padding. Engines without
+    pipelines: all layers on three ranks, or on the one that there is."""
+    if name not in ("megatron_ddp", "megatron_fsdp", "megatron_deepspeed"):
+        parallel = ParallelSpec(world_size=1 if name == "single" else 3)
+        return RunSpec(
+            model="meta-llama/Llama-3.2-1B", parallel=parallel, data_parallel=DataParallelSpec(engine=name),
+            implementation=ImplementationSpec(transformer_impl="transformers"),
+        )
     strategy = "optim_grads_params" if name == "megatron_fsdp" else None
     parallel = ParallelSpec(world_size=6, pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=7)
     run = RunSpec(model="meta-llama/Llama-3.2-1B", parallel=parallel)
-    return run.with_fields(
-        engine=name, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True, bucket_size=1_000_000
-    )
+    overlapped = {} if name == "megatron_deepspeed" else {"overlap_grad_reduce": True, "bucket_size": 1_000_000}
+    return run.with_fields(engine=name, data_parallel_sharding_strategy=strategy, **overlapped)
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_that_can_be_named_is_there(name: str) -> None:
     run = run_under(name)
-    assert type(engine_of(run)).__module__ == f"bridge_memory.engines.{name}"
-    assert engine_of(run).stage([]).parameters == 0
+    shared = {"zero1": "zero_1_and_2", "zero2": "zero_1_and_2", "megatron_deepspeed": "zero_1_and_2"}
+    assert type(engine_of(run)).__module__ == f"bridge_memory.engines.{shared.get(name, name)}"
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -35,10 +41,10 @@ def test_an_engine_answers_as_one_that_was_never_asked(name: str) -> None:
     gone when the next is made, in its place."""
     run = run_under(name)
     ctx = context_of(run)
-    first, last = (
+    first, *others = (
         chunk_units(run.model, shapes[0], ctx) for shapes in layout(run.model, run.parallel).shapes(run.model)
     )
-    stages = [(first,), (last,), (first, last), (last, first)]
+    stages = [(first,), *(s for last in others for s in ((last,), (first, last), (last, first)))]
     expected = [engine_of(run).stage(chunks) for chunks in stages]
     asked, by_copies = engine_of(run), engine_of(run)
     for _ in range(3):
