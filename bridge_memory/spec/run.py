@@ -27,6 +27,7 @@ from bridge_memory.spec.fields import called
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.model import ModelSpec
 from bridge_memory.spec.parts import (
+    WITH_TRANSFORMERS,
     BatchSpec,
     DataParallelSpec,
     ImplementationSpec,
@@ -57,6 +58,10 @@ GROUPS: dict[str, type] = {
 _TYPES = (ModelSpec, *GROUPS.values(), tuple, tuple)
 
 
+#: An implementation that nobody chose, known by being this very object.
+UNSET_IMPLEMENTATION = ImplementationSpec()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
     """One training run. Building it checks everything that can be checked without laying out layers.
@@ -72,7 +77,8 @@ class RunSpec:
     data_parallel: DataParallelSpec = field(default_factory=DataParallelSpec)
     peft: PeftSpec = field(default_factory=PeftSpec)
     recompute: RecomputeSpec = field(default_factory=RecomputeSpec)
-    implementation: ImplementationSpec = field(default_factory=ImplementationSpec)
+    #: Unset: Megatron's layers with Transformer Engine, or Hugging Face's under an engine that trains those.
+    implementation: ImplementationSpec = UNSET_IMPLEMENTATION
     #: Options of engines outside of megatron-core; those of other engines stay at their defaults.
     ddp: DDPOptions = DEFAULT_DDP_OPTIONS
     fsdp: FSDPOptions = DEFAULT_FSDP_OPTIONS
@@ -114,6 +120,10 @@ class RunSpec:
         ) != _TYPES:  # fmt: skip
             object.__setattr__(self, "model", _model(self.model))
             _check_groups(self)
+        if self.implementation is UNSET_IMPLEMENTATION and self.data_parallel.engine in WITH_TRANSFORMERS:
+            object.__setattr__(self, "implementation", ImplementationSpec(transformer_impl="transformers"))
+            note = f"layers as Hugging Face transformers runs them, since engine is {self.data_parallel.engine}"
+            object.__setattr__(self, "assumptions", (*self.assumptions, note))
         if self.implementation.hugging_face:
             object.__setattr__(self, "model", as_transformers_has_it(self.model))
         validate(self)

@@ -51,3 +51,15 @@ def test_an_engine_answers_as_one_that_was_never_asked(name: str) -> None:
         assert [asked.stage(chunks) for chunks in stages] == expected
         for chunks, answer in zip(stages * 8, expected * 8, strict=True):
             assert by_copies.stage(tuple(map(list, chunks))) == answer
+
+
+def test_an_engine_for_hugging_face_models_runs_their_layers_unless_told() -> None:
+    """In Python as on the command line: what nobody chose follows the engine, what somebody chose stays."""
+    sharded = DataParallelSpec(engine="fsdp2")
+    run = RunSpec(model="meta-llama/Llama-3.2-1B", parallel=ParallelSpec(world_size=8), data_parallel=sharded)
+    assert run.implementation.hugging_face
+    assert any("since engine is fsdp2" in note for note in run.assumptions)
+    told = run.with_(implementation=ImplementationSpec())
+    assert not told.implementation.hugging_face
+    plain = RunSpec(model="meta-llama/Llama-3.2-1B", parallel=ParallelSpec(world_size=8))
+    assert plain.with_fields(engine="fsdp2").implementation == run.implementation
