@@ -25,6 +25,19 @@ HUGGING = "Llama-3.2-1B --num-gpus 1 --implementation transformers"
 ADAPTED = f"{HUGGING} --peft lora --lora-target-modules q_proj,v_proj"
 SHARDED = f"{DENSE} --engine megatron_fsdp --data-parallel-sharding-strategy optim_grads_params"
 
+DDP = "Llama-3.2-1B --num-gpus 8 --seq-length 512 --engine ddp"
+#: Its vectors are no multiples of 512 bytes, so that buckets with other parameters are rounded otherwise.
+ODD_BUCKETS = "Qwen2.5-0.5B --num-gpus 8 --seq-length 512 --engine ddp --ddp-bucket-cap-mb 41"
+FSDP1, FSDP2, ZERO1, ZERO2, ZERO3 = (
+    DDP.replace("ddp", engine) for engine in ("fsdp1", "fsdp2", "zero1", "zero2", "zero3")
+)
+#: Norms of 2,050 bytes, so many in one unit that their alignment to 16 is more than the allocator's rounding.
+UNALIGNED = (
+    '--custom-config {"model_type":"llama","hidden_size":1025,"intermediate_size":2048,"num_hidden_layers":64,'
+    '"num_attention_heads":4,"num_key_value_heads":4,"head_dim":64,"vocab_size":32000,"max_position_embeddings":4096,'
+    '"rms_norm_eps":1e-5} --num-gpus 2 --seq-length 128 --engine fsdp1 --fsdp-auto-wrap-policy NO_WRAP'
+)
+
 #: Flag -> (the rest of the command line, what the flag is given).
 CASES = {
     "--tp": (DENSE, "2"), "--pp": (DENSE, "2"), "--vpp": (PIPED, "2"), "--cp": (DENSE, "2"), "--ep": (EXPERTS, "8"),
@@ -90,6 +103,39 @@ CASES = {
     "--experts-implementation": (
         f"{HUGGING} --transformers-version 5.0".replace("Llama-3.2-1B", "Qwen3-30B-A3B --num-layers 2"), "eager"),
     "--cpu-offloading-num-layers": (DENSE, "4"), "--offload-modules": (DENSE, "core_attn"),
+    "--sync-each-batch": (f"{FSDP2} --global-batch-size 32", ""), "--torch-implementation": (DDP, "fused"),
+    "--paged": (FSDP2, ""),
+    # Norms are seen where the step is the peak and the optimizer's own temporaries are none.
+    "--clip-grad": ("Llama-2-7b-hf --num-gpus 1 --seq-length 16 --engine single --torch-implementation fused", "0"),
+    "--ddp-bucket-cap-mb": (ODD_BUCKETS, "100"), "--gradient-as-bucket-view": (DDP, ""),
+    "--ddp-static-graph": (f"{ODD_BUCKETS} --ddp-find-unused-parameters", ""),
+    "--ddp-find-unused-parameters": (ODD_BUCKETS, ""),
+    "--fsdp-sharding-strategy": (FSDP1, "SHARD_GRAD_OP"), "--fsdp-reshard-after-forward": (FSDP2, "no"),
+    "--fsdp-auto-wrap-policy": (FSDP2, "torchtitan"), "--fsdp-param-dtype": (f"{FSDP2} --precision fp32", "bf16"),
+    "--fsdp-reduce-dtype": (FSDP2, "fp32"),
+    # Forward is the peak where next to nothing trains.
+    "--fsdp-forward-prefetch": (f"{FSDP2} --peft lora".replace("Llama-3.2-1B", "Llama-2-7b-hf"), ""),
+    "--fsdp-backward-prefetch": (FSDP1, "NO_PREFETCH"), "--fsdp-limit-all-gathers": (FSDP1, "no"),
+    "--fsdp-use-orig-params": (UNALIGNED, ""), "--fsdp-offload-params": (FSDP2, ""),
+    "--fsdp-pin-memory": (f"{FSDP2} --fsdp-offload-params", "no"), "--data-parallel-shard-degree": (FSDP2, "4"),
+    "--zero-stage": (f"{DDP} --tp 2".replace("ddp", "megatron_deepspeed"), "2"),
+    "--reduce-bucket-size": (ZERO2, "1000000"), "--allgather-bucket-size": (ZERO1, "1000"),
+    "--overlap-comm": (ZERO2, ""), "--contiguous-gradients": (ZERO2, "no"), "--reduce-scatter": (ZERO2, "no"),
+    "--round-robin-gradients": (ZERO2.replace("Llama-3.2-1B", "Llama-2-7b-hf"), ""),
+    "--stage3-prefetch-bucket-size": (ZERO3, "0"), "--stage3-param-persistence-threshold": (ZERO3, "0"),
+    "--stage3-model-persistence-threshold": (ZERO3, "4096"), "--stage3-max-live-parameters": (ZERO3, "1000"),
+    "--stage3-max-reuse-distance": (ZERO3, "0"),
+    "--sub-group-size": (ZERO3.replace("Llama-3.2-1B", "Llama-2-7b-hf"), "100000000"),
+    "--offload-optimizer-device": (ZERO2, "cpu"),
+    "--offload-optimizer-pin-memory": (f"{ZERO2} --offload-optimizer-device cpu", "no"),
+    "--offload-optimizer-ratio": (f"{ZERO3} --offload-optimizer-device cpu", "0.5"),
+    "--offload-param-device": (ZERO3, "cpu"),
+    "--offload-param-pin-memory": (f"{ZERO3} --offload-param-device cpu", "no"),
+    "--offload-param-buffer-count": (f"{ZERO3} --offload-param-device nvme", "9"),
+    "--offload-param-buffer-size": (f"{ZERO3} --offload-param-device nvme", "1000000"),
+    "--zero-hpz-partition-size": (ZERO3, "2"), "--communication-data-type": (ZERO3, "fp32"),
+    "--grad-accum-dtype": (ZERO2, "fp32"), "--bf16-master-weights-and-grads": (ZERO2, ""),
+    "--bf16-optimizer-states": (ZERO2, ""), "--stage3-gather-16bit-weights-on-model-save": (ZERO3, ""),
 }  # fmt: skip
 
 
@@ -104,7 +150,7 @@ def said(command: str) -> tuple[object, ...]:
         found = estimated(command)
     except SpecError as error:
         return (str(error),)
-    return tuple(s.components for s in found.stages), found.assumptions, found.not_modelled
+    return tuple((s.components, s.host) for s in found.stages), found.assumptions, found.not_modelled
 
 
 @pytest.mark.parametrize("flag", [f.names.split()[0] for f in FLAGS])
@@ -128,6 +174,10 @@ def test_a_flag_moves_a_number_or_a_sentence(flag: str) -> None:
         (f"{DENSE} --lora-target-modules linear_qkv", "lora_target_modules does nothing without --peft lora"),
         (f"{AWARE} --main-grads-dtype bf16 --grad-reduce-in-fp32", "main_grads_dtype "),
         (f"{EXPERTS} --moe-imbalance 4.5", "moe_imbalance (4.5) is more than expert_model_parallel_size (4)"),
+        (
+            f"{DENSE} --recompute-granularity selective --recompute-modules core_attn,moe_act",
+            "recompute_modules (moe_act) needs a model with experts",
+        ),
         ("Qwen3-30B-A3B --moe-imbalance 1.5", "moe_imbalance (1.5) is more than expert_model_parallel_size (1)"),
     ],
 )
@@ -147,8 +197,8 @@ def test_a_flag_that_needs_another_is_refused_by_name(command: str, blamed: str)
         (DENSE, "--moe-pad-expert-input-to-capacity", "--moe-pad-expert-input-to-capacity does nothing"),
         (DENSE, "--moe-shared-expert-overlap", "--moe-shared-expert-overlap does nothing"),
         (EXPERTS, "--moe-shared-expert-overlap", "--moe-shared-expert-overlap does nothing"),
-        (f"{DENSE} --recompute-granularity selective --recompute-modules core_attn", ",moe_act",
-         "recompute_modules (moe_act) does nothing"),
+        (f"{DENSE} --recompute-granularity selective --recompute-modules core_attn", ",moe",
+         "recompute_modules (moe) does nothing"),
         (f"{DENSE} --recompute-granularity selective --recompute-modules core_attn", ",layernorm",
          "recompute_modules (layernorm) does nothing"),
         (f"{EXPERTS} --recompute-granularity selective --recompute-modules core_attn", ",mlp",
