@@ -19,6 +19,7 @@ from bridge_memory.releases import (
 )
 from bridge_memory.spec.adapters import idle_targets, names_layers
 from bridge_memory.spec.dtypes import DTYPE_BYTES
+from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS, DEFAULT_FSDP_OPTIONS
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, ModelSpec
@@ -316,6 +317,16 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
             f"main_grads_dtype ({optimizer.main_grads_dtype}) makes gradient buffers no smaller: grad_reduce_in_fp32 "
             "keeps them in fp32"
         )
+    engine, deepspeed = data_parallel.engine, run.deepspeed
+    if deepspeed.allgather_bucket_size != DEFAULT_DEEPSPEED_OPTIONS.allgather_bucket_size:
+        # deepspeed runtime/utils.py: all_gather_dp_groups, where torch has all_gather_into_tensor.
+        yield "allgather_bucket_size makes no tensor: parameters are gathered in place, in one piece"
+    if engine == "zero3":
+        for name in ("overlap_comm", "round_robin_gradients"):
+            if getattr(deepspeed, name):
+                yield f"{name} makes no tensor that stays with engine zero3"
+    if engine == "fsdp2" and run.fsdp.backward_prefetch != DEFAULT_FSDP_OPTIONS.backward_prefetch:
+        yield "backward_prefetch is FSDP1's: fully_shard always gathers the layer before"
     if run.peft.trains_adapters:
         for target in idle_targets(run.peft, run.model, limits_of(run.model)):
             yield f"peft.target_modules ({target}) names no linear of this model"

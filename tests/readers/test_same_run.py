@@ -21,7 +21,7 @@ from bridge_memory.estimate import estimate
 from bridge_memory.readers.config_container import run_of_container
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.readers.transformer_config import model_from_transformer_config
-from bridge_memory.releases import Running
+from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Running
 from bridge_memory.spec.canonical import canonical
 
 
@@ -37,6 +37,8 @@ class Case:
     global_batch_size: int = 64
     ddp: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    #: The megatron-core that runs, where the default one does not build the model.
+    core: tuple[int, int] = DEFAULT_MEGATRON_CORE
 
 
 #: What a Bridge pretraining recipe says of every model here; the words of Megatron-LM for the same.
@@ -251,6 +253,7 @@ CASES: dict[str, Case] = {
          "moe_token_dispatcher_type": "alltoall", "mamba_num_heads": 32, "mamba_head_dim": 64,
          "mamba_state_dim": 128, "mamba_num_groups": 8, "hybrid_layer_pattern": "MEM*EME/*E",
          "expert_model_parallel_size": 8},
+        core=(0, 17),
     ),
     "GPT-2, its own dropouts": Case(
         RECIPE + "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 "
@@ -279,13 +282,14 @@ CASES: dict[str, Case] = {
 
 
 def from_arguments(case: Case) -> RunSpec:
-    return run_from_megatron_args(case.arguments, world_size=case.world_size)
+    return run_from_megatron_args(case.arguments, world_size=case.world_size, megatron_core=case.core)
 
 
 def from_flags(case: Case) -> RunSpec:
     parser = argparse.ArgumentParser()
     add_run_arguments(parser)
-    return run_from_arguments(parser.parse_args(case.flags.split(" ")))
+    release = ".".join(map(str, case.core))
+    return run_from_arguments(parser.parse_args([*case.flags.split(" "), "--megatron-core", release]))
 
 
 def from_container(case: Case) -> RunSpec:
@@ -296,7 +300,7 @@ def from_container(case: Case) -> RunSpec:
         optimizer=SimpleNamespace(optimizer="adam", **shards, **case.optimizer),
         ddp=SimpleNamespace(**{"grad_reduce_in_fp32": True} | shards | case.ddp),
     )
-    return run_of_container(config, Running(), world_size=case.world_size)
+    return run_of_container(config, Running(megatron_core=case.core), world_size=case.world_size)
 
 
 def same(one: RunSpec, other: RunSpec) -> None:
