@@ -143,33 +143,6 @@ def test_the_first_page_has_an_answer_and_asks_nobody_else(tab: Callable[..., Ta
     assert {urlsplit(asked).netloc for asked in one.asked} == {urlsplit(url).netloc}
 
 
-@pytest.mark.skipif(os.getloadavg()[0] > (os.cpu_count() or 1), reason="the machine has other work to do")
-def test_an_answer_is_shown_within_a_tenth_of_a_second(tab: Callable[..., Tab]) -> None:
-    """The median over changes of a model of 235 B on 256 GPUs, from the key to the page that shows the answer; the best
-    of three rounds, for machines that do something else meanwhile."""
-    one = tab(QWEN)
-    assert min(sorted(_seconds(one))[5] for _ in range(3)) < 0.1
-
-
-def _seconds(one: Tab) -> list[float]:
-    took = one.page.evaluate(
-        """async () => {
-            const field = document.getElementById("f-seq-length"), took = [];
-            for (let length = 2048; length < 2048 + 11 * 256; length += 256) {
-                const start = performance.now();
-                field.value = String(length);
-                field.dispatchEvent(new Event("input", { bubbles: true }));
-                while (document.body.dataset.asked !== document.body.dataset.answered) {
-                    await new Promise((resolve) => setTimeout(resolve, 2));
-                }
-                took.push((performance.now() - start) / 1000);
-            }
-            return took;
-        }"""
-    )
-    return [float(one) for one in took]
-
-
 def newcomer(one: Tab, model: str, gpus: str) -> None:
     """Chooses a model and a number of GPUs, lets the page find a layout, takes the first."""
     one.page.select_option("#f-model", model)
