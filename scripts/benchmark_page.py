@@ -42,6 +42,14 @@ CHANGES = """async () => {
 }"""
 
 
+def settled(page: Any) -> None:
+    """Wait for the first answer. The page's policy lets nothing be evaluated inside of it."""
+    state: dict[str, str] = {}
+    while not state.get("asked") or state["asked"] != state.get("answered"):
+        page.wait_for_timeout(20)
+        state = page.evaluate("({...document.body.dataset})")
+
+
 def medians(page: Any, rounds: int) -> list[float]:
     """The median of each round."""
     return [statistics.median(page.evaluate(CHANGES)) for _ in range(rounds)]
@@ -71,9 +79,7 @@ def main() -> int:
             for name, state in RUNS.items():
                 page = browser.new_page()
                 page.goto(url + state)
-                page.wait_for_function(
-                    "document.body.dataset.asked && document.body.dataset.asked === document.body.dataset.answered"
-                )
+                settled(page)
                 found = medians(page, args.rounds)
                 best = min(found)
                 print(f"{name:<28}{found[0] * 1000:>11.0f} ms{best * 1000:>11.0f} ms{best / AIM:>14.2f}")
