@@ -7,6 +7,7 @@ import time
 import pytest
 
 from bridge_memory import DataParallelSpec, ImplementationSpec, ParallelSpec, RunSpec, estimate
+from bridge_memory.cli import main
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_units
@@ -73,3 +74,11 @@ def test_zero3_of_many_experts_takes_no_time() -> None:
     begun = time.process_time()
     estimate(run)
     assert time.process_time() - begun < 5
+
+
+def test_a_family_that_is_not_recorded_is_refused_with_a_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["estimate", "gpt2", "--engine", "ddp", "--num-gpus", "8"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "more characters" not in error and error.endswith("; use --transformer-impl transformer_engine\n")
+    assert main([*command, "--transformer-impl", "transformer_engine"]) == 0
