@@ -116,6 +116,11 @@ def test_multi_latent_attention_without_transformer_engine_is_not_megatron_cores
     assert not estimate(RunSpec(model=short(DENSE), implementation=local)).not_modelled
 
 
+def test_multi_latent_attention_of_transformers_is_not_taken_for_megatrons_local_one() -> None:
+    run = RunSpec(model="deepseek-ai/DeepSeek-V3", parallel=ParallelSpec(world_size=8)).with_fields(engine="zero3")
+    assert run.implementation.hugging_face and not estimate(run).not_modelled
+
+
 def test_norms_over_all_heads_are_bridges_on_one_tensor_parallel_rank_only() -> None:
     """Megatron Bridge 0.3.1, OLMoESelfAttention: norms of hidden_size on every rank, over its share of heads."""
     one, two = (

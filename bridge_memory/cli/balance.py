@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Balance and print. Returns 0."""
-    from bridge_memory.plan.balance import balance, default_split, described, with_sizes
+    from bridge_memory.plan.balance import balance, check_balanced, default_split, described, with_sizes
     from bridge_memory.plan.published import PUBLISHED
     from bridge_memory.report.gpus import find_gpu, largest_peak
     from bridge_memory.speed.hardware import HARDWARE
@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     hardware = HARDWARE.get(gpu.name)
     given, base = template(args, gpu, (*_SIZES, *AXES["split"]))
     base, own = _runs(base, given)
+    check_balanced(base)
     found: dict[str, Balanced] = {}
     if own is not None:
         found["as given"] = described(own, hardware)

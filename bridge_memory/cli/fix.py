@@ -26,6 +26,8 @@ def cheapest_fix(run: RunSpec, gpu: Gpu) -> str:
         e for e in WhatIf(run, HARDWARE.get(gpu.name)).singles if e.peak <= room and len(gaps(e.run)) <= known
     ]  # fmt: skip
     if not found:
+        if run.implementation.hugging_face:
+            return "no single option makes it fit: `bridge-memory whatif --pairs` looks further"
         return "no single option makes it fit: `bridge-memory whatif` and `search` look further"
     best = min(found, key=lambda e: (e.slowdown is None, e.slowdown or 0.0, e.peak))
     return f"cheapest fix: {fix_words(best)}"

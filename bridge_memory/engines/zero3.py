@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from bridge_memory.components import Provenance, Role, State
@@ -164,16 +165,18 @@ class ZeRO3:
         uses: dict[int, deque[int]] = {}
         for step, (i, _, _) in enumerate(trace):
             uses.setdefault(i, deque()).append(step)
-        live: dict[int, bool] = {}
-        available = 0
+        live: set[int] = set()
+        available = held = 0
+        sizes = [rounded(w.numel * self.width) for w in weights]
+        until = list(accumulate((weights[i].numel for i, _, _ in trace), initial=0))
         forward, backward = [0] * model.number, [0] * model.number
         head = 0
         for step, (i, place, back) in enumerate(trace):
             peak = backward if back else forward
             flat = 0
             if not weights[i].stays and i not in live:
-                live[i] = True
-                available += weights[i].numel
+                live.add(i)
+                available, held = available + weights[i].numel, held + sizes[i]
             head = max(head, step + 1)
             budget = min(z.stage3_max_live_parameters - available, z.stage3_prefetch_bucket_size)
             ahead = several = 0
@@ -181,31 +184,21 @@ class ZeRO3:
                 j = trace[head][0]
                 head += 1
                 if not weights[j].stays and j not in live:
-                    live[j] = True
+                    live.add(j)
                     ahead += weights[j].numel
                     several += 1
-                    available += weights[j].numel
+                    available, held = available + weights[j].numel, held + sizes[j]
             # What is on its way together lies in one buffer, and is copied out of it.
             flat = ahead * self.width if several > 1 else 0
-            held = sum(rounded(weights[k].numel * self.width) for k in live)
             peak[place] = max(peak[place], held + flat)
             uses[i].popleft()
             following = uses[i][0] if uses[i] else None
-            if i in live and not (following is not None and (following < head or self._soon(trace, weights, step, i))):
-                del live[i]
-                available -= weights[i].numel
+            # Within the reuse distance (``__params_to_release``): what runs between is below it.
+            soon = following is not None and until[following] - until[step + 1] < z.stage3_max_reuse_distance
+            if i in live and not soon and (following is None or following >= head):
+                live.remove(i)
+                available, held = available - weights[i].numel, held - sizes[i]
         return forward, backward
-
-    def _soon(self, trace: Sequence[tuple[int, int, bool]], weights: Sequence[Weight], step: int, i: int) -> bool:
-        """Whether a parameter is used again within the reuse distance (``__params_to_release``)."""
-        passed = 0
-        for j, _, _ in trace[step + 1 :]:
-            if passed >= self.z.stage3_max_reuse_distance:
-                return False
-            if j == i:
-                return True
-            passed += weights[j].numel
-        return False
 
     def _reductions(self, model: Model, weights: Sequence[Weight]) -> list[int]:
         """Bytes that the reduction of a full bucket copies, at the place whose gradient does not fit any more."""

@@ -51,10 +51,7 @@ def balance(run: RunSpec, hardware: Hardware | None = None, *, capacity: int | N
     Raises SpecError where there is nothing to balance, and where no split stays within ``capacity``.
     """
     model, p = run.model, run.parallel
-    if p.pp == 1:
-        raise SpecError("pipeline_model_parallel_size (1) leaves nothing to balance; give --pp of 2 or more")
-    if model.hybrid:
-        raise SpecError("a hybrid (Mamba) model takes no layout string; its layer pattern says where stages begin")
+    check_balanced(run)
     some = any_split(run, run.parallel)
     of_memory = stage_peaks(some)
     step = None if hardware is None else Step(some, hardware)
@@ -71,6 +68,14 @@ def balance(run: RunSpec, hardware: Hardware | None = None, *, capacity: int | N
     if sizes is None:
         raise SpecError(f"no split of {model.num_layers} layers over {p.pp} stages stays within {capacity} bytes")
     return described(with_sizes(some, sizes), hardware)
+
+
+def check_balanced(run: RunSpec) -> None:
+    """Raises SpecError where there is nothing to balance."""
+    if run.parallel.pp == 1:
+        raise SpecError("pipeline_model_parallel_size (1) leaves nothing to balance; give --pp of 2 or more")
+    if run.model.hybrid:
+        raise SpecError("a hybrid (Mamba) model takes no layout string; its layer pattern says where stages begin")
 
 
 def described(run: RunSpec, hardware: Hardware | None = None) -> Balanced:

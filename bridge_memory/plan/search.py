@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bridge_memory.estimate import model_state, peaks
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.space import Refused, Space, layouts
-from bridge_memory.spec import RunSpec
+from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.step_time import StepTime, step_time
@@ -123,12 +123,18 @@ def search(
     together: bool | None = None,
     jobs: int = 1,
 ) -> Found:
-    """Look at every layout of ``space``. Raises SpecError where the space is empty.
+    """Look at every layout of ``space``. Raises SpecError where the space is empty or no time is known.
 
     ``capacity``: bytes of the card; ``margin``: of a peak, what the card must hold beyond it, never less of a higher
     one; ``progress`` is told how many were looked at and how many fit; ``together``: whether layouts are evaluated as
     arrays (None: where they can be); ``jobs``: processes. KeyboardInterrupt ends the search with what was found so far.
     """
+    i = space.base.implementation
+    if i.hugging_face:
+        raise SpecError(
+            f"transformer_impl ({i.transformer_impl}) has modules whose time is not modelled, and layouts are ranked "
+            "by time; use transformer_engine, or ask `bridge-memory whatif` for what frees memory"
+        )
     card = Card(capacity, margin)
     tell = progress or (lambda looked_at, fitting: None)
     if together or (together is None and _can_be_together(space)):

@@ -180,7 +180,7 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             f"fp8 ({precision.fp8}) with params_dtype fp32: what stays in fp32 beside the fp8 copies", Effect.UP
         )
     limits = limits_of(run.model)
-    if limits.mla and not impl.te:
+    if limits.mla and not impl.te and not impl.hugging_face:
         # transformer/multi_latent_attention.py: MultiLatentAttention.__init__ hands k_channels to core attention.
         yield Gap(
             "transformer_impl (local) with multi-latent attention: megatron-core builds it with Transformer Engine "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bridge_memory.spec.errors import SpecError, show
+from bridge_memory.spec.errors import SpecError, listed, show
 from bridge_memory.spec.transformers import DEFAULT_TRANSFORMERS_SPEC, FAMILIES, KNOWN_TRANSFORMERS
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def check_transformers(run: RunSpec) -> None:
     kind = run.model.model_type
     if kind not in FAMILIES:
         raise SpecError(
-            f"model_type ({show(kind)}) is not recorded as transformers runs it; use transformer_impl "
-            f"transformer_engine, or one of {', '.join(sorted(FAMILIES))}"
+            f"model_type ({show(kind)}) is none of those recorded as transformers runs them "
+            f"({listed(sorted(FAMILIES))}); use transformer_impl transformer_engine"
         )
     for name in _SIZES:
         size = getattr(run.parallel, name)

@@ -15,6 +15,7 @@ LARGE = [
     "estimate", "deepseek-ai/DeepSeek-V3", "--tp", "4", "--pp", "4", "--ep", "8", "--num-gpus", "128",
     "--num-layers-in-last-pipeline-stage", "16",
 ]
+HUGE = ["estimate", "Mixtral-8x7B-v0.1", "--engine", "zero2", "--num-gpus", "8"]
 SMALL = ["estimate", "Llama-3.1-8B", "--num-gpus", "8", "--tp", "4"]
 OPEN = [
     "estimate", "Qwen/Qwen3-30B-A3B", "--num-gpus", "8", "--ep", "8", "--moe-token-dispatcher-type", "flex", "--gpu",
@@ -40,6 +41,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         ([*SMALL, "--pp", "2", "--gpu", "H100"], r"fits .* to spare; tightest is stage \d, in (forward|backward)"),
         ([*LARGE, "--gpu", "H200"], r"does not fit H200 \(139\.71 GiB\): stage 1 needs [\d.]+ GiB more; cheapest fix"),
         ([*LARGE, "--gpu", "T4"], r"does not fit T4 .* no single option makes it fit"),
+        ([*HUGE, "--gpu", "T4"], r"does not fit T4 .* no single option makes it fit: `bridge-memory whatif --pairs`"),
         ([*SMALL, "--gpu", "T4", "--fp8", "e4m3"], ""),
         ([*SMALL, "--gpu", "H100,L4"], r"fits H100 \([\d.]+ GiB to spare\); does not fit L4 \([\d.]+ GiB missing\)"),
         ([*SMALL], r"fits A100-40GB, .*B300"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from bridge_memory import DataParallelSpec, ImplementationSpec, ParallelSpec, RunSpec
+from bridge_memory import DataParallelSpec, ImplementationSpec, ParallelSpec, RunSpec, estimate
+from bridge_memory.cli import main
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_units
@@ -63,3 +66,19 @@ def test_an_engine_for_hugging_face_models_runs_their_layers_unless_told() -> No
     assert not told.implementation.hugging_face
     plain = RunSpec(model="meta-llama/Llama-3.2-1B", parallel=ParallelSpec(world_size=8))
     assert plain.with_fields(engine="fsdp2").implementation == run.implementation
+
+
+def test_zero3_of_many_experts_takes_no_time() -> None:
+    """18,867 parameters of their own; a replay that adds up what lives at every step took half a minute."""
+    run = RunSpec(model="Qwen/Qwen3-30B-A3B", parallel=ParallelSpec(world_size=8)).with_fields(engine="zero3")
+    begun = time.process_time()
+    estimate(run)
+    assert time.process_time() - begun < 5
+
+
+def test_a_family_that_is_not_recorded_is_refused_with_a_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["estimate", "gpt2", "--engine", "ddp", "--num-gpus", "8"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "more characters" not in error and error.endswith("; use --transformer-impl transformer_engine\n")
+    assert main([*command, "--transformer-impl", "transformer_engine"]) == 0

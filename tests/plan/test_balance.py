@@ -117,7 +117,11 @@ def test_a_given_split_is_shown_beside(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"), (("--num-gpus 8", "leaves nothing to balance"), ("--pp 64 --num-gpus 64", "is too small for"))
+    ("flags", "words"), (
+        ("--num-gpus 8", "leaves nothing to balance"), ("--pp 64 --num-gpus 64", "is too small for"),
+        ("--num-gpus 8 --engine ddp", "leaves nothing to balance"),
+        ("--num-gpus 8 --engine zero3", "leaves nothing to balance"),
+    )
 )
 def test_refusals_are_one_line(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["balance", "meta-llama/Llama-3.2-1B", "--gpu", "H100", *flags.split()]) == 2

@@ -283,3 +283,11 @@ def test_what_is_not_in_the_numbers_is_said(capsys: pytest.CaptureFixture[str]) 
     assert main([*SMALL, *flags]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "the time model does not know cpu_offloading_num_layers" in shown and "not modelled: " in shown
+
+
+@pytest.mark.parametrize("engine", ("ddp", "fsdp2", "zero3"))
+def test_layouts_without_a_step_time_are_refused(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--engine", engine]) == 2
+    error = capsys.readouterr().err
+    assert "ranked by time" in error and error.count("\n") == 1
+    assert main([*SMALL, "--engine", engine, "--transformer-impl", "transformer_engine"]) == 0
