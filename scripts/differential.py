@@ -53,6 +53,7 @@ from bridge_memory.rehearse.world import RehearsalUnavailable  # noqa: E402
 from bridge_memory.report.gpus import find_gpu  # noqa: E402
 from bridge_memory.spec import ModelSpec, SpecError  # noqa: E402
 from bridge_memory.spec.fields import rules_of  # noqa: E402
+from bridge_memory.spec.parts import OPTIMIZERS  # noqa: E402
 
 #: Of saved bytes and peaks; state must be exact.
 BOUND = 0.005
@@ -117,6 +118,12 @@ NOT_DRAWN = frozenset({
     "--engine", "--data-parallel-sharding-strategy", "--suggested-communication-unit-size", "--grad-comm-dtype",
     "--moe-imbalance", "--overlap-moe-expert-parallel-comm", "--cpu-offloading-num-layers", "--offload-modules",
     "--peft", "--lora-dim", "--lora-target-modules",
+    "--torch-implementation", "--paged", "--clip-grad", "--sync-each-batch",
+    # Of engines outside of megatron-core, which is what is rehearsed.
+    *(
+        flag.names.split()[0] for flag in FLAGS
+        if flag.field.partition(".")[0] in ("ddp", "fsdp", "deepspeed", "transformers")
+    ),
 })  # fmt: skip
 _FLAG = {flag.names.split()[0]: flag for flag in FLAGS}
 
@@ -130,7 +137,8 @@ def _values(flag: Flag, rng: Random) -> tuple[str, str]:
         return (name if rng.random() < 0.6 else "--no-" + name.removeprefix("--"), "")
     if tuple in rule.types:
         return name, ",".join(rng.sample(rule.names, rng.randint(1, min(3, len(rule.names)))))
-    return name, str(rng.choice(NUMBERS.get(name) or rule.names))
+    words = OPTIMIZERS if name == "--optimizer" else rule.names
+    return name, str(rng.choice(NUMBERS.get(name) or words))
 
 
 def drawn_alone() -> list[str]:

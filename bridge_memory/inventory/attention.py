@@ -261,7 +261,10 @@ def core_attention(
         probs = tape.make("dropped probabilities", probs, scores_bytes, saves=(kept,), also=(kept,))
     # Recomputed, the local code's value is a view of which autograd keeps a gradient in the order of the view: a copy
     # of the transposed one (torch ``accumulate_grad.h: AccumulateGrad::accumulateGrad``). Repeated ones are summed.
+    # Dropped probabilities are gone by then, which nobody else keeps.
     copied = 0 if ctx.te or grouped or not ctx.recomputes("core_attn") else qkv[-1].grad_bytes
+    if ctx.attention_dropout:
+        copied = largest(0, copied - scores_bytes)
     context = tape.make(
         "attention context", (probs, qkv[-1]), out_bytes, saves=(probs, qkv[-1]), backward_workspace=copied
     )

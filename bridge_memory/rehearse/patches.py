@@ -580,7 +580,7 @@ def compiled_functions_are_kernels() -> Iterator[None]:
 
 
 @contextmanager
-def stand_in_weight_gradients() -> Iterator[None]:
+def stand_in_weight_gradients(device: str) -> Iterator[None]:
     """Where gradients are added to main ones megatron-core takes its stand-ins for them from Transformer Engine
     wherever that is installed, whatever implementation runs (``tensor_parallel/layers.py``; TE ``module/base.py:
     get_dummy_wgrad``). A job that has the fused kernels is taken to have it too."""
@@ -593,7 +593,7 @@ def stand_in_weight_gradients() -> Iterator[None]:
     def stand_in(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
         key = (*shape, dtype)
         if key not in made:
-            made[key] = torch.empty(shape, dtype=dtype, device=META)
+            made[key] = torch.empty(shape, dtype=dtype, device=device)
         return made[key].detach()
 
     with replaced(layers, "get_dummy_wgrad", stand_in, add=True), replaced(layers, "HAVE_TE", True):
@@ -858,7 +858,7 @@ def running(topk: int = 1, experts: int = 1, device: str = META, *, odd: bool = 
             building(device), collectives_move_nothing(), cuda_kernels(), compiled_functions_are_kernels(),
             recomputation_without_te(), fresh_caches(), loss_scales_put_back(), balanced_routing(topk, experts, odd),
             experiments_allowed(), questions_answered(), storage_shared_without_a_compiler(device),
-            stand_in_weight_gradients(),
+            stand_in_weight_gradients(device),
         ):  # fmt: skip
             stack.enter_context(helper)
         yield

@@ -37,6 +37,8 @@ WAYS: dict[str, dict[str, Any]] = {
 OPEN = {
     ("glm4_moe", "autocast"), ("glm4_moe", "autocast, eager"), ("deepseek_v3", "autocast"),
     ("deepseek_v3", "autocast, eager"),
+    # Backward 0.7 and 0.8 % low.
+    ("glm4_moe", "checkpoints"), ("deepseek_v3", "checkpoints"),
 }
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
