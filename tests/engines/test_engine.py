@@ -82,3 +82,9 @@ def test_a_family_that_is_not_recorded_is_refused_with_a_way_out(capsys: pytest.
     error = capsys.readouterr().err
     assert "more characters" not in error and error.endswith("; use --transformer-impl transformer_engine\n")
     assert main([*command, "--transformer-impl", "transformer_engine"]) == 0
+
+
+def test_experts_of_transformers_need_no_workspace_of_transformer_engine() -> None:
+    run = RunSpec(model="Qwen/Qwen3-30B-A3B", parallel=ParallelSpec(world_size=8)).with_fields(engine="fsdp2")
+    names = {c.name for c in estimate(run).stages[0].components}
+    assert not {name for name in names if "Transformer Engine" in name}
