@@ -317,7 +317,9 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
             "keeps them in fp32"
         )
     if run.peft.trains_adapters:
-        for target in idle_targets(run.peft, run.model, limits_of(run.model)):
+        for target in idle_targets(
+            run.peft, run.model, limits_of(run.model), hugging_face=impl.hugging_face
+        ):
             yield f"peft.target_modules ({target}) names no linear of this model"
     if impl.use_legacy_models:
         yield "use_legacy_models: the layers of the removed legacy model are counted as megatron-core's local ones"
