@@ -130,10 +130,12 @@ def _outside_of_megatron(run: RunSpec) -> Iterator[Change]:
         if o.torch_implementation == "foreach":
             yield _change("optimizer kernels", torch_implementation="fused")
         yield _change("optimizer dtypes", **{"optimizer.optimizer": "adamw_8bit"})
-    for other in ("zero2", "zero3") if engine.startswith("zero") else ("fsdp2",):
+    # Megatron's layers stay beside DeepSpeed's ZeRO: another engine would run others.
+    others = () if engine == "megatron_deepspeed" else ("zero2", "zero3") if engine.startswith("zero") else ("fsdp2",)
+    for other in others:
         if other > engine or not engine.startswith("zero"):
             yield _change("engine", engine=other) if other != engine else _change("offload", fsdp_offload_params=True)
-    if engine.startswith("zero"):
+    if engine.startswith("zero") or engine == "megatron_deepspeed":
         yield _change("offload", offload_optimizer_device="cpu")
     if engine == "zero3":
         yield _change("offload", offload_param_device="cpu")

@@ -23,6 +23,12 @@ ROW_PARALLEL = ("linear_proj", "linear_fc2", "out_proj")
 #: Linears that every rank holds whole (TELinear with parallel_mode "duplicated"; TopKRouter).
 DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj", "router", "fc1_latent_proj", "fc2_latent_proj")
 
+#: Linears of the families of transformers that are recorded, any of them.
+OF_TRANSFORMERS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+    "gate_proj", "up_proj", "down_proj", "gate_up_proj", "gate", "shared_expert_gate", "lm_head",
+)  # fmt: skip
+
 
 class Linear(NamedTuple):
     """A kind of linear, by its module's own name."""
@@ -50,9 +56,9 @@ def check_adapters(peft: PeftSpec, parallel: ParallelSpec, model: ModelSpec, lim
                 divide_features(*linear.features, ranks, experts=linear.experts)
 
 
-def idle_targets(peft: PeftSpec, model: ModelSpec, limits: Limits) -> Iterator[str]:
+def idle_targets(peft: PeftSpec, model: ModelSpec, limits: Limits, *, hugging_face: bool) -> Iterator[str]:
     """Targets that are the name of no linear here; those with ``*`` or a full name may be anything."""
-    names = {linear.name for linear in _linears(model, limits)}
+    names = set(OF_TRANSFORMERS) if hugging_face else {linear.name for linear in _linears(model, limits)}
     for target in peft.target_modules:
         if target not in names and "*" not in target and "." not in target:
             yield target

@@ -328,7 +328,9 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
     if engine == "fsdp2" and run.fsdp.backward_prefetch != DEFAULT_FSDP_OPTIONS.backward_prefetch:
         yield "backward_prefetch is FSDP1's: fully_shard always gathers the layer before"
     if run.peft.trains_adapters:
-        for target in idle_targets(run.peft, run.model, limits_of(run.model)):
+        for target in idle_targets(
+            run.peft, run.model, limits_of(run.model), hugging_face=impl.hugging_face
+        ):
             yield f"peft.target_modules ({target}) names no linear of this model"
     if impl.use_legacy_models:
         yield "use_legacy_models: the layers of the removed legacy model are counted as megatron-core's local ones"

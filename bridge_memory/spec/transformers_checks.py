@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bridge_memory.spec.adapters import OF_TRANSFORMERS
 from bridge_memory.spec.errors import SpecError, listed, show
 from bridge_memory.spec.transformers import DEFAULT_TRANSFORMERS_SPEC, FAMILIES, KNOWN_TRANSFORMERS
 
@@ -50,6 +51,12 @@ def check_transformers(run: RunSpec) -> None:
         raise SpecError(
             f"recompute_granularity ({run.recompute.granularity}) is megatron-core's; with transformer_impl "
             "transformers use gradient_checkpointing"
+        )
+    targets = run.peft.target_modules
+    if run.peft.trains_adapters and all("*" not in t and "." not in t and t not in OF_TRANSFORMERS for t in targets):
+        raise SpecError(
+            f"peft.target_modules ({', '.join(targets)}) names no linear of transformers: nothing would train; use its "
+            "names, such as q_proj and v_proj"
         )
     if spec.use_reentrant is not None and not spec.gradient_checkpointing:
         raise SpecError(

@@ -118,7 +118,7 @@ def option_values(changed: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron's names and values (``Change.fields``) as options; None drops one. Names without a flag are left out."""
     found: dict[str, Any] = {}
     for name, value in changed.items():
-        option = by_called().get(name)
+        option = by_called().get(name.rpartition(".")[2])
         if option is not None:
             found[option] = options()[option].plain(value)
     return found

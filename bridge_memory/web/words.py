@@ -26,6 +26,15 @@ def _split(fields: dict[str, Any]) -> str:
     return f"Deal out the layers otherwise, {virtual} virtual stages" if virtual else "Deal out the layers otherwise"
 
 
+def _moments(fields: dict[str, Any]) -> str:
+    dtype = fields.get("exp_avg_dtype")
+    return f"Optimizer moments in {dtype}" if dtype else f"Optimizer: {_size(fields)}"
+
+
+def _offload(fields: dict[str, Any]) -> str:
+    return "Optimizer states in host memory" if "offload_optimizer_device" in fields else "Parameters in host memory"
+
+
 #: Kind of a change -> what it is called.
 _TITLES: dict[str, Callable[[dict[str, Any]], str]] = {
     **{kind: lambda fields, name=name: f"{name} {_size(fields)}" for kind, name in _SIZES.items()},  # type: ignore[misc]
@@ -34,7 +43,13 @@ _TITLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "micro batch": lambda fields: f"Micro batch {_size(fields)}",
     "sequence parallel": lambda _: "Sequence parallel",
     "distributed optimizer": lambda _: "Divide the optimizer over data-parallel ranks",
-    "optimizer dtypes": lambda fields: f"Optimizer moments in {fields['exp_avg_dtype']}",
+    "optimizer dtypes": _moments,
+    "optimizer kernels": lambda _: "The optimizer's update fused",
+    "gradient checkpointing": lambda _: "Gradient checkpointing",
+    "attention": lambda fields: f"Attention: {_size(fields)}",
+    "Liger kernels": lambda fields: f"Liger kernel: {fields['liger_kernel'][-1]}",
+    "engine": lambda fields: f"Engine: {_size(fields)}",
+    "offload": _offload,
     "gradient dtype": lambda _: "Gradient buffers in bf16",
     "optimizer offload": lambda _: "Optimizer states in host memory",
     "loss fusion": lambda _: "Fused cross entropy",

@@ -62,7 +62,7 @@ def library_workspaces(ctx: BlockContext, chunks: Sequence[LibraryUse], *, exper
 def _library_workspaces(ctx: BlockContext, uses: LibraryUse, experts_here: bool) -> Iterator[Component]:
     impl = ctx.impl
     te = TE_WORKSPACE[impl.gpu_arch]
-    if impl.te or (experts_here and ROUTER_USES_TE_GEMM(impl)):
+    if impl.te or (experts_here and not impl.hugging_face and ROUTER_USES_TE_GEMM(impl)):
         # TE get_cublas_workspace
         yield buffer("Transformer Engine's cuBLAS workspace", te)
         if experts_here and impl.te_grouped_gemm:

@@ -126,3 +126,9 @@ def test_the_kind_may_be_said(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert main(["validate", str(tmp_path / "x.json")]) == 2
     assert "--kind" in capsys.readouterr().err
     assert main(["validate", str(tmp_path / "x.json"), "--kind", "deepspeed"]) == 0
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, (kind, text) in GOOD.items() if text[0] == "{"])
+def test_a_configuration_on_one_line_is_no_list_of_measured_runs(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text + "\n")
+    assert main(["validate", str(tmp_path / name)]) == 0

@@ -82,3 +82,21 @@ def test_a_family_that_is_not_recorded_is_refused_with_a_way_out(capsys: pytest.
     error = capsys.readouterr().err
     assert "more characters" not in error and error.endswith("; use --transformer-impl transformer_engine\n")
     assert main([*command, "--transformer-impl", "transformer_engine"]) == 0
+
+
+def test_experts_of_transformers_need_no_workspace_of_transformer_engine() -> None:
+    run = RunSpec(model="Qwen/Qwen3-30B-A3B", parallel=ParallelSpec(world_size=8)).with_fields(engine="fsdp2")
+    names = {c.name for c in estimate(run).stages[0].components}
+    assert not {name for name in names if "Transformer Engine" in name}
+
+
+def test_adapters_beside_layers_of_transformers_go_by_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    """megatron-core's names, the default, are beside none of them: what trained nothing was estimated."""
+    command = ["estimate", "Qwen/Qwen3-0.6B", "--engine", "fsdp2", "--num-gpus", "8", "--peft", "lora"]
+    for targets in ([], ["--lora-target-modules", "foo"]):
+        assert main([*command, *targets]) == 2
+        assert "--lora-target-modules" in capsys.readouterr().err
+    assert main([*command, "--lora-target-modules", "q_proj,foo", "-v"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(foo) names no linear" in shown and "(q_proj) names" not in shown
+    assert main([*command, "--lora-target-modules", "*_proj"]) == 0

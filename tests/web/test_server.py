@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from bridge_memory.cli import main
+from bridge_memory.spec.parts import ENGINES
 from bridge_memory.web.openapi import document
 from bridge_memory.web.options import options
 from bridge_memory.web.server import MOST_JSON, Server, is_loopback
@@ -177,6 +178,19 @@ def test_a_change_of_the_what_if_frees_what_it_says(client: Client) -> None:
         assert status == 200, answer
         assert answer["fit"]["peak_bytes"] == change["peak_bytes"] == found["peak_bytes"] - change["freed_bytes"]
         assert answer["fit"]["fits"] == change["fits"]
+
+
+@pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"megatron_ddp", "megatron_fsdp"}))
+def test_the_what_if_of_every_engine_is_answered(client: Client, engine: str) -> None:
+    asked = {"engine": engine, "num-gpus": 1 if engine == "single" else 8}
+    question: dict[str, Any] = {"model": "Qwen/Qwen3-8B", "gpu": "H100"}
+    status, found = client.post("/api/whatif", {**question, "options": asked})
+    assert status == 200 and found["changes"]
+    for change in found["changes"]:
+        assert change["words"]
+        options = {**asked, **change["options"]}
+        status, changed = client.post("/api/estimate", {**question, "options": options})
+        assert status == 200 and changed["estimate"]["peak"]["bytes"] == change["peak_bytes"]
 
 
 @pytest.mark.parametrize(
