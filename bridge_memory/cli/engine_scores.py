@@ -70,8 +70,8 @@ def blocks(found: Sequence[Outcome], rows: int) -> list[Block]:
         if chosen:
             answer.append(Grid(title, columns, tuple(map(cells, chosen))))
     words = [
-        f"grade {t.grade}: {t.within} of {t.figures} figures within {TARGETS[t.grade]:.0%} ({t.rows} rows, {t.groups} of "
-        f"source and model); mean over source and model {t.mean:.1%}, worst {t.worst:.1%}"
+        f"grade {t.grade}: {t.within} of {t.figures} figures within {TARGETS[t.grade]:.0%} ({t.rows} rows, {t.groups} "
+        f"of source and model); mean over source and model {t.mean:.1%}, worst {t.worst:.1%}"
         for t in totals(found)
     ]
     words.append(f"{rows - len({o.id for o in found})} rows of other grades are not scored")

@@ -245,9 +245,9 @@ class ZeRO3:
         most = max(flattened, stepping, norm)
         if most == norm:
             return most, "the largest gradient in fp64, for the norm"
-        gradients = "fp32 gradients" if self.main_width == 4 else "bf16 gradients"
-        temporary = "" if most == flattened else " and the optimizer's temporaries"
-        return most, f"{gradients}{temporary} of a sub-group"
+        name = "fp32 gradients" if self.main_width == 4 else "bf16 gradients"
+        beside = "" if most == flattened else " and the optimizer's temporaries"
+        return most, f"{name}{beside} of a sub-group"
 
 
 def sub_groups(parts: Sequence[int], most: int) -> list[int]:

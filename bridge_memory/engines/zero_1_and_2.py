@@ -245,8 +245,8 @@ class ZeRO12:
         most = max(flattened, norm, stepping)
         if most == norm:
             return most, "the largest gradient in fp64, for the norm"
-        gradients = "fp32 gradients" if self.main_width == 4 else "bf16 gradients"
-        return most, gradients if most == flattened else f"{gradients} and the optimizer's temporaries"
+        name = "fp32 gradients" if self.main_width == 4 else "bf16 gradients"
+        return most, name if most == flattened else f"{name} and the optimizer's temporaries"
 
 
 def flat_of(model: Model, ranks: int, width: int, *, dealt: bool = False) -> Flat:
