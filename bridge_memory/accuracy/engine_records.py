@@ -216,7 +216,9 @@ def _torchtitan(row: Mapping[str, Any]) -> Reading:
         gaps.append(Gap("selective checkpointing of torchtitan: counted as none", Effect.DOWN))
     if "Float8" in row["precision"]:
         gaps.append(Gap("Float8: counted in bf16", Effect.EITHER))
-    technique = str(row.get("technique"))
+    technique = row.get("technique")
+    if technique is None:
+        gaps.append(Gap("whether it is compiled is not stated: counted as not", Effect.DOWN))
     run = RunSpec(
         model=_preset(row), parallel=ParallelSpec(
             world_size=_gpus(row), tensor_model_parallel_size=degrees.get("tp", 1),
@@ -228,7 +230,7 @@ def _torchtitan(row: Mapping[str, Any]) -> Reading:
         fsdp=FSDPOptions(param_dtype="bf16", reduce_dtype="fp32", auto_wrap_policy="torchtitan"),
         transformers=TransformersSpec(
             attention_mask="none", gradient_checkpointing=row["recompute"] == "full",
-            torch_compile="compile" in technique,
+            torch_compile="compile" in str(technique),
         ),
         assumptions=("torchtitan's layers are counted as those of transformers",), not_modelled=tuple(gaps),
     )  # fmt: skip
@@ -271,7 +273,7 @@ def _torchtune(row: Mapping[str, Any]) -> Reading:
             attention_mask="none", torch_compile="+ Compile" in has,
             gradient_checkpointing="+ Activation Checkpointing" in has,
         ),
-        assumptions=("torchtune's layers are counted as those of transformers",),
+        assumptions=("torchtune's layers are counted as those of transformers", "AdamW is torch's, foreach"),
         not_modelled=tuple(gap for name, gap in gaps.items() if name in has),
     )
     return Reading(run, _figure(row, PEAK))
@@ -349,7 +351,9 @@ def _deepspeed(row: Mapping[str, Any]) -> Reading:
             reduce_bucket_size=50_000_000, allgather_bucket_size=50_000_000, overlap_comm=True, sub_group_size=10**12
         ),
         transformers=TransformersSpec(keeps_outputs=True),
-        assumptions=("kernels on MI300X save what those on NVIDIA's GPUs save",),
+        assumptions=(
+            "kernels on MI300X save what those on NVIDIA's GPUs save", "SDMA's own buffers are not counted",
+        ),
     )  # fmt: skip
     return Reading(run, _figure(row, PEAK))
 

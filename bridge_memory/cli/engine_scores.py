@@ -52,26 +52,26 @@ def blocks(found: Sequence[Outcome], rows: int) -> list[Block]:
     from bridge_memory.report.document import Bullets, Column, Grid
 
     columns = (
-        Column("row"), Column("source", words=True), Column("model", words=True), Column("with", words=True),
-        Column("grade", words=True), Column("figure", words=True), Column("measured GiB"), Column("predicted GiB"),
-        Column("% off"),
+        Column("row"), Column("run", words=True), Column("grade", words=True), Column("figure", words=True),
+        Column("measured"), Column("predicted"), Column("% off"),
     )  # fmt: skip
 
     def cells(o: Outcome) -> tuple[str, ...]:
         assert o.measured_bytes is not None and o.predicted_bytes is not None and o.error is not None
         return (
-            o.id, o.source, o.model, o.what, o.grade, o.meaning, f"{o.measured_bytes / GIB:.2f}",
-            f"{o.predicted_bytes / GIB:.2f}", f"{o.error * 100:+.1f}",
+            o.id, ", ".join(filter(None, (o.source.rpartition("/")[2], o.model, o.what))), o.grade, o.meaning,
+            f"{o.measured_bytes / GIB:.2f}", f"{o.predicted_bytes / GIB:.2f}", f"{o.error * 100:+.1f}",
         )  # fmt: skip
 
     answer: list[Block] = []
-    for title, status in (("Counted", "counted"), ("Predicted without what is named below, not counted", "gaps")):
+    shown = (("Counted, GiB", "counted"), ("Not counted: predicted without what is named below, GiB", "gaps"))
+    for title, status in shown:
         chosen = [o for o in found if o.status == status]
         if chosen:
             answer.append(Grid(title, columns, tuple(map(cells, chosen))))
     words = [
-        f"grade {t.grade}: {t.within} of {t.figures} figures within {TARGETS[t.grade]:.0%} ({t.rows} rows, {t.groups} "
-        f"of source and model); mean over source and model {t.mean:.1%}, worst {t.worst:.1%}"
+        f"grade {t.grade}: {t.within} of {t.figures} figures within {TARGETS[t.grade]:.0%} ({t.rows} of "
+        f"{len({o.id for o in found if o.grade == t.grade})} rows, {t.groups} of source and model); mean over source and model {t.mean:.1%}, worst {t.worst:.1%}"
         for t in totals(found)
     ]
     words.append(f"{rows - len({o.id for o in found})} rows of other grades are not scored")
