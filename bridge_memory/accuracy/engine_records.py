@@ -99,7 +99,7 @@ def is_of_engines(rows: Sequence[Row]) -> bool:
 
 def outcomes(rows: Sequence[Row]) -> list[Outcome]:
     """Every figure of every row whose grade is scored; one outcome for a row that is not read."""
-    return [outcome for row in rows if row.data.get("grade") in TARGETS for outcome in _outcomes(row)]
+    return [outcome for row in rows if str(row.data.get("grade")) in TARGETS for outcome in _outcomes(row)]
 
 
 def totals(found: Sequence[Outcome]) -> list[Total]:
@@ -195,12 +195,16 @@ def _gpus(row: Mapping[str, Any]) -> int:
     return int(row["gpus"])
 
 
-def _figure(row: Mapping[str, Any], meaning: str) -> tuple[Figure, ...]:
+def _figure(row: Mapping[str, Any], meaning: str) -> Figure:
     """GB are decimal, GiB binary, as printed."""
     measured = row["measured"]
-    if "gib" in measured:
-        return (Figure(meaning, round(measured["gib"] * GIB)),)
-    return (Figure(meaning, round(measured["gb"] * GB)),)
+    return _in(GIB, measured["gib"], meaning) if "gib" in measured else _in(GB, measured["gb"], meaning)
+
+
+def _in(unit: int, value: float, meaning: str) -> Figure:
+    if not value > 0:
+        raise SpecError(f"the measured figure ({value}) is not positive")
+    return Figure(meaning, round(value * unit))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,7 +238,7 @@ def _torchtitan(row: Mapping[str, Any]) -> Reading:
         ),
         assumptions=("torchtitan's layers are counted as those of transformers",), not_modelled=tuple(gaps),
     )  # fmt: skip
-    return Reading(run, _figure(row, RESERVED))
+    return Reading(run, (_figure(row, RESERVED),))
 
 
 def _torchao(row: Mapping[str, Any]) -> Reading:
@@ -276,7 +280,7 @@ def _torchtune(row: Mapping[str, Any]) -> Reading:
         assumptions=("torchtune's layers are counted as those of transformers", "AdamW is torch's, foreach"),
         not_modelled=tuple(gap for name, gap in gaps.items() if name in has),
     )
-    return Reading(run, _figure(row, PEAK))
+    return Reading(run, (_figure(row, PEAK),))
 
 
 def _automodel(row: Mapping[str, Any]) -> Reading:
@@ -299,7 +303,7 @@ def _automodel(row: Mapping[str, Any]) -> Reading:
             "installed", "the step holds the model's output until backward is over", "GB are 10^9 bytes",
         ),
     )  # fmt: skip
-    return Reading(run, _figure(row, PEAK))
+    return Reading(run, (_figure(row, PEAK),))
 
 
 def _deepspeed_examples(row: Mapping[str, Any]) -> Reading:
@@ -332,10 +336,8 @@ def _deepspeed_examples(row: Mapping[str, Any]) -> Reading:
         assumptions=("the script's own layers are counted as megatron-core's local ones", "its default vocabulary"),
     )  # fmt: skip
     measured = row["measured"]
-    return Reading(
-        run,
-        (Figure(ALLOCATED, round(measured["allocated_gb"] * GIB)), Figure(PEAK, round(measured["peak_gb"] * GIB))),
-    )
+    figures = ("allocated_gb", ALLOCATED), ("peak_gb", PEAK)
+    return Reading(run, tuple(_in(GIB, measured[name], meaning) for name, meaning in figures))
 
 
 def _deepspeed(row: Mapping[str, Any]) -> Reading:
@@ -355,7 +357,7 @@ def _deepspeed(row: Mapping[str, Any]) -> Reading:
             "kernels on MI300X save what those on NVIDIA's GPUs save", "SDMA's own buffers are not counted",
         ),
     )  # fmt: skip
-    return Reading(run, _figure(row, PEAK))
+    return Reading(run, (_figure(row, PEAK),))
 
 
 def _bigscience(row: Mapping[str, Any]) -> Reading:

@@ -69,11 +69,14 @@ def blocks(found: Sequence[Outcome], rows: int) -> list[Block]:
         chosen = [o for o in found if o.status == status]
         if chosen:
             answer.append(Grid(title, columns, tuple(map(cells, chosen))))
-    words = [
-        f"grade {t.grade}: {t.within} of {t.figures} figures within {TARGETS[t.grade]:.0%} ({t.rows} of "
-        f"{len({o.id for o in found if o.grade == t.grade})} rows, {t.groups} of source and model); mean over source and model {t.mean:.1%}, worst {t.worst:.1%}"
-        for t in totals(found)
-    ]
+    words = []
+    for t in totals(found):
+        rows_of_grade = len({o.id for o in found if o.grade == t.grade})
+        words.append(
+            f"grade {t.grade}: {t.within} of {t.figures} figures within {TARGETS[t.grade]:.0%} ({t.rows} of "
+            f"{rows_of_grade} rows, {t.groups} of source and model); mean over source and model {t.mean:.1%}, "
+            f"worst {t.worst:.1%}"
+        )
     words.append(f"{rows - len({o.id for o in found})} rows of other grades are not scored")
     answer.append(Bullets("In all", tuple(words)))
     for title, status in (("Gaps of rows that are not counted", "gaps"), ("Rows that are not read", "unread")):

@@ -42,6 +42,8 @@ def test_zero3_without_fp32_main_parameters_keeps_ten_bytes_a_parameter_instead_
         (65, {"mbs": None}, "mbs not stated"), (65, {"seq": None, "mbs": None}, "mbs and seq not stated"),
         (65, {"model": "Llama 9"}, "sizes of the model Llama 9"), (92, {"gpus": None}, "gpus not stated"),
         (65, {"source": "somewhere"}, "source somewhere is not read"), (65, {"technique": "LoRA"}, "rank and targets"),
+        (7, {"parallel": None}, "malformed (AttributeError)"), (96, {"model": "GPT 1B"}, "sizes of the model GPT 1B"),
+        (65, {"measured": {"gib": float("nan")}}, "is not positive"), (65, {"measured": {"gb": 0}}, "is not positive"),
         (65, {"measured": {}}, "malformed (KeyError)"), (65, {"measured": 3}, "malformed (TypeError)"),
         (3, {"parallel": {"fsdp": 1, "cp": 8}}, "context_parallel_size (8) is not supported"),
     ),
