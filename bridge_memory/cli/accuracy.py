@@ -1,6 +1,6 @@
 """``bridge-memory accuracy RUNS.jsonl``: a corpus of measured memory or of measured speed beside what is predicted.
 
-Which of the two a corpus holds is told by the fields of its first record.
+Which it holds, and whether of Megatron or of other engines, is told by the fields of its first record.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.cli import engine_scores
 from bridge_memory.cli import memory_scores as validate
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.report.write import check_target, write_text
@@ -28,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("runs", metavar="RUNS.jsonl", nargs="?", help="measured runs, one JSON record a line")
     add_output_arguments(
-        parser, f"of speed by the schema {SCHEMA}, of memory by {validate.SCHEMA}", beside=True
+        parser, f"of speed by the schema {SCHEMA}, of memory by {validate.SCHEMA} or {engine_scores.SCHEMA}",
+        beside=True,
     )
     validate.add_tables(parser)
     parser.add_argument("--evidence", metavar="FILE",
@@ -38,8 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Score and print. Returns 0."""
     from bridge_memory.accuracy.corpus import is_of_speed, read_corpus
+    from bridge_memory.accuracy.engine_records import is_of_engines
 
     rows_of_file = None if args.runs is None else read_corpus(args.runs)
+    if rows_of_file is not None and is_of_engines(rows_of_file):
+        return engine_scores.run(args, rows_of_file)
     if args.evidence is not None:
         check_target(args.evidence, force=args.force, flag="--evidence")
     if rows_of_file is None or not is_of_speed(rows_of_file):

@@ -230,16 +230,17 @@ class ZeRO3:
         temporaries = 0
         if o.optimizer in ("adam", "adamw"):
             temporaries = {"foreach": 1, "for-loop": 2, "fused": 0}[o.torch_implementation]
-        cast = rounded(group * 4)
-        flattened = cast + (rounded(group * self.accumulated_width) if self.accumulated_width != 4 else 0)
+        # _prepare_fp32_grad_for_sub_group: flattened, then cast to the dtype of the main parameters.
+        cast = rounded(group * self.main_width)
+        flattened = cast + (rounded(group * self.accumulated_width) if self.accumulated_width != self.main_width else 0)
         stepping = cast + temporaries * rounded(group * self.state_width)
         norm = rounded(largest * NORM_WIDTH)
         most = max(flattened, stepping, norm)
         if most == norm:
             return most, "the largest gradient in fp64, for the norm"
-        return most, "fp32 gradients of a sub-group" if most == flattened else (
-            "fp32 gradients and the optimizer's temporaries of a sub-group"
-        )
+        name = "fp32 gradients" if self.main_width == 4 else "bf16 gradients"
+        beside = "" if most == flattened else " and the optimizer's temporaries"
+        return most, f"{name}{beside} of a sub-group"
 
 
 def sub_groups(parts: Sequence[int], most: int) -> list[int]:

@@ -238,14 +238,15 @@ class ZeRO12:
         if self.of_bf16_optimizer:  # gradients in bf16 are freed after the step
             return roots, "the optimizer's temporaries"
         # Another dtype: flattened, then cast; else flattened alone.
-        cast = rounded(part * 4)
-        flattened = 0 if self.compact else cast + (rounded(part * self.width) if self.width != 4 else 0)
+        cast = rounded(part * self.main_width)
+        flattened = 0 if self.compact else cast + (rounded(part * self.width) if self.width != self.main_width else 0)
         norm = rounded(flat.largest * NORM_WIDTH)
         stepping = roots if self.compact else cast + roots - gradients
         most = max(flattened, norm, stepping)
         if most == norm:
             return most, "the largest gradient in fp64, for the norm"
-        return most, "fp32 gradients" if most == flattened else "fp32 gradients and the optimizer's temporaries"
+        name = "fp32 gradients" if self.main_width == 4 else "bf16 gradients"
+        return most, name if most == flattened else f"{name} and the optimizer's temporaries"
 
 
 def flat_of(model: Model, ranks: int, width: int, *, dealt: bool = False) -> Flat:

@@ -138,6 +138,15 @@ def test_zero3_that_frees_nothing_near() -> None:
     check(run_of("zero3", ranks=RANKS, dtype="bf16", deepspeed=options(**chosen)), real(3, **chosen))
 
 
+@pytest.mark.parametrize("stage", (2, 3))
+def test_main_parameters_in_bf16_need_no_fp32_gradients(stage: int) -> None:
+    """Gradients are cast to the dtype of the main parameters, which they have already."""
+    low = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    near = {"stage3_param_persistence_threshold": 1000, "stage3_prefetch_bucket_size": 1_000_000} if stage == 3 else {}
+    found = real(stage, rank=1 if stage == 2 else 0, extra={"bf16": {"enabled": True, **low}}, **near)
+    check(run_of(f"zero{stage}", ranks=RANKS, dtype="bf16", deepspeed=options(**low, **near)), found)
+
+
 @pytest.mark.parametrize(("engine", "theirs", "ours"), [("zero2", 4 + 16 / 8, 2 + 12 / 8), ("zero3", 18 / 8, 16 / 8)])
 def test_model_states_beside_deepspeeds_own_estimate(engine: str, theirs: float, ours: float) -> None:
     """``estimate_zero2_model_states_mem_needs``: 4 N + 16 N / d, whole gradients among it; ``estimate_zero3_...``:
