@@ -114,7 +114,9 @@ CASES = {
     "--fsdp-auto-wrap-policy": (FSDP2, "torchtitan"), "--fsdp-param-dtype": (f"{FSDP2} --precision fp32", "bf16"),
     "--fsdp-reduce-dtype": (FSDP2, "fp32"),
     # Forward is the peak where next to nothing trains.
-    "--fsdp-forward-prefetch": (f"{FSDP2} --peft lora".replace("Llama-3.2-1B", "Llama-2-7b-hf"), ""),
+    "--fsdp-forward-prefetch": (
+        f"{FSDP2} --peft lora --lora-target-modules q_proj".replace("Llama-3.2-1B", "Llama-2-7b-hf"), ""
+    ),
     "--fsdp-backward-prefetch": (FSDP1, "NO_PREFETCH"), "--fsdp-limit-all-gathers": (FSDP1, "no"),
     "--fsdp-use-orig-params": (UNALIGNED, ""), "--fsdp-offload-params": (FSDP2, ""),
     "--fsdp-pin-memory": (f"{FSDP2} --fsdp-offload-params", "no"), "--data-parallel-shard-degree": (FSDP2, "4"),
