@@ -85,7 +85,6 @@ def test_one_call_leaves_nothing_for_the_next(capsys: pytest.CaptureFixture[str]
     ("command", "said"),
     [
         (f"{QWEN} --moe-token-dispatcher-type flex", "DeepEP"),
-        (f"{LLAMA} --attention-backend flash", "flash-attn"),
         (f"{LLAMA} --cp 4 --cp-comm-type a2a+p2p", "a2a+p2p"),
     ],
 )

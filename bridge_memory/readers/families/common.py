@@ -53,6 +53,8 @@ class Family(NamedTuple):
     head_dim: int | None = None
     #: A bias on the MLP's linears where no key says so.
     mlp_bias: bool = False
+    #: A tanh over the logits unless final_logit_softcapping is null.
+    softcapped_logits: bool = False
     #: Norm or bias keys of this family that say nothing new.
     ignored: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
@@ -240,6 +242,7 @@ def model(
         mtp_num_layers=mtp_num_layers,
         mtp_layer=mtp_layer,
         hybrid=hybrid,
+        softcapped_logits=family.softcapped_logits and f.config.get("final_logit_softcapping", 30.0) is not None,
         assumptions=tuple(f.assumptions),
         not_modelled=tuple(f.not_modelled),
     )

@@ -37,7 +37,7 @@ DENSE: dict[str, Family] = {
     "gemma": Family(tied=True, activation="gelu_pytorch_tanh", head_dim=256),
     "gemma2": Family(
         tied=True, activation="gelu_pytorch_tanh", head_dim=256, post_layernorms=True, window="alternate",
-        assumptions=(_SOFTCAPPED,),
+        softcapped_logits=True, assumptions=(_SOFTCAPPED,),
     ),
     "vaultgemma": Family(
         tied=True, activation="gelu_pytorch_tanh", head_dim=256, window="alternate",
