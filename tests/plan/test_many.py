@@ -42,7 +42,9 @@ def found(of: Space, gpu: str, *, together: bool) -> Found:
         (space("meta-llama/Llama-3.2-1B", 4), "A100-40GB"),
         (space("meta-llama/Llama-3.1-70B", 32, "recompute", "mbs"), "H200"),
         (space("Qwen/Qwen3-30B-A3B", 8, "split", "vpp"), "A100-80GB"),
-        (space("deepseek-ai/DeepSeek-V2-Lite", 8, "cp", "vpp", total=32), "H100"),
+        pytest.param(
+            space("deepseek-ai/DeepSeek-V2-Lite", 8, "cp", "vpp", total=32), "H100", marks=pytest.mark.slow
+        ),
     ),
     ids=lambda of: of.base.model.name if isinstance(of, Space) else of,
 )
@@ -84,7 +86,11 @@ MANY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MANY)
+#: They take ten seconds each.
+LARGE = {"V3", "fp8"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in MANY])
 def test_random_layouts_are_those_of_peaks_and_step_time(name: str) -> None:
     """To the byte and to the last bit."""
     of = MANY[name]
