@@ -20,14 +20,13 @@ from bridge_memory.engines.torch_modules import (
     Model,
     accumulates,
     amounts_of,
+    beside_made,
     in_step,
     kept_of,
-    made_before,
     model_of,
     parameter_width,
     rounded,
 )
-from bridge_memory.inventory.chain import Concurrent
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import RunSpec
 
@@ -55,11 +54,9 @@ class DDP:
             if stays and not run.data_parallel.sync_each_batch:
                 waiting = sum(k.gradients for k in held)
             held = [k._replace(gradients=0) for k in held]
-        fresh = not stays
-        made = made_before(run, model, [k.gradients if fresh else 0 for k in held])
-        beside = [Concurrent(0, n, n, gradients=n) for n in made]
+        beside = beside_made(run, model, [k.gradients for k in held])
         step, name = in_step(run, held)
-        amounts = amounts_of(run, held, fresh=fresh, shard_name="")
+        amounts = amounts_of(run, held, fresh=not stays, shard_name="")
         buckets = Line(Role.GRADIENTS, State.GRADIENTS, "gradient buckets", False, adapters=run.peft.freezes)
         amounts.insert(2, (buckets, sum(rounded(n) for n in bucket_bytes(run, model, self.width))))
         return StageState(

@@ -14,13 +14,12 @@ from bridge_memory.engines.engine import StageState
 from bridge_memory.engines.torch_modules import (
     accumulates,
     amounts_of,
+    beside_made,
     in_step,
     kept_of,
-    made_before,
     model_of,
     parameter_width,
 )
-from bridge_memory.inventory.chain import Concurrent
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import RunSpec
 
@@ -37,13 +36,12 @@ class Single:
         run = self.run
         model = model_of(run, chunks[0])
         held = kept_of(run, model, self.width)
-        fresh = not accumulates(run)
-        made = made_before(run, model, [k.gradients if fresh else 0 for k in held])
-        beside = [Concurrent(0, n, n, gradients=n) for n in made]
+        beside = beside_made(run, model, [k.gradients for k in held])
         step, name = in_step(run, held)
-        kept = tuple((line, n) for line, n in amounts_of(run, held, fresh=fresh, shard_name="") if n)
+        amounts = amounts_of(run, held, fresh=not accumulates(run), shard_name="")
         return StageState(
-            model.numel, kept, in_step=step, step_name=name, concurrent=(model.engine_bytes(beside),),
+            model.numel, tuple((line, n) for line, n in amounts if n), in_step=step, step_name=name,
+            concurrent=(model.engine_bytes(beside),),
         )
 
 

@@ -106,6 +106,13 @@ def made_before(run: RunSpec, model: Model, sizes: Sequence[int]) -> list[int]:
     return made[1:]
 
 
+def beside_made(run: RunSpec, model: Model, sizes: Sequence[int]) -> list[Concurrent]:
+    """The same beside each place: nothing where gradients accumulate, since all are there from the first microbatch
+    on; ``sizes``: of each module's gradients."""
+    made = made_before(run, model, [0] * len(sizes) if accumulates(run) else sizes)
+    return [Concurrent(0, n, n, gradients=n) for n in made]
+
+
 class Kept(NamedTuple):
     """Bytes of one module's tensors on one rank, each a tensor of its own."""
 

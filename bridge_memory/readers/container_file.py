@@ -42,6 +42,8 @@ def container_from_file(path: str | os.PathLike[str]) -> Any:
         raise SpecError(f"{name} is no YAML ({bounded(str(error).splitlines()[0], 120)}); {give}") from None
     if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
         raise SpecError(f"{name} has no model; {give}")
+    if "_target_" not in data["model"]:
+        raise SpecError(f"the model of {name} has no _target_, the class of its provider; {give}")
     return _object(data, 0)
 
 

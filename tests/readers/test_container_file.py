@@ -83,8 +83,10 @@ def test_the_command_line_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture
     ("text", "words"),
     [
         ("{", "is no YAML"), ("- 1", "has no model"), ("model: 3", "has no model"), ("", "has no model"),
-        ("model: {_target_: 3}", "the name of a class"), ("model: " + "{a: " * 60 + "1" + "}" * 60, "levels"),
-        ("model: !!python/object/apply:os.system [echo]", "is no YAML"), ("model: {num_layers: x}", ""),
+        ("model: {_target_: 3}", "the name of a class"),
+        ("model: {_target_: a.B, a: " + "{a: " * 60 + "1" + "}" * 61, "levels"),
+        ("model: !!python/object/apply:os.system [echo]", "is no YAML"), ("model: {num_layers: x}", "no _target_"),
+        (YAML.replace("num_layers: 4", "num_layers: x"), "num_layers"),
     ],
 )  # fmt: skip
 def test_what_is_no_container_is_refused_in_one_line(tmp_path: Path, text: str, words: str) -> None:

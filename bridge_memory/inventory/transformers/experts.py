@@ -57,30 +57,23 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
 def _softmax_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array]:
     """(weights of the chosen experts [T, k] in the model's dtype, the experts chosen)."""
     ctx = t.r.ctx
-    tokens, e, k = ctx.tokens, spec.num_experts, spec.topk
+    tokens, e = ctx.tokens, spec.num_experts
     logits = t.linear(f"{_module(t)}.gate", x, tokens, ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
     wide = t.cast("router logits in fp32", logits, FP32)
     scores = t.saves_output("router probabilities", wide)
-    chosen = t.tape.tensor("chosen experts", INT64 * tokens * k, grad=False)
-    weights = t.make("router weights", (scores,), tokens * k, FP32, saves=(chosen,), also=(chosen,))
-    if t.hf.family.normalized_router:
-        total = t.mean("sum of the router weights", weights, tokens)
-        before = t.constant("router weights before they are divided", tokens * k, FP32)
-        weights = t.make(
-            "router weights, divided", (weights, total), tokens * k, FP32, saves=(before.tensor, total.tensor)
-        )
+    weights, chosen = _of_the_chosen(t, spec, scores)
     if not (t.hf.fused_experts and t.hf.family.moe == "mixtral"):
         narrow = t.cast("router weights in the model's dtype", weights, x.width)
         t.keep_alive(logits, weights)
         weights = narrow
     t.keep_alive(logits)
-    return weights, Array(chosen, tokens * k, INT64)
+    return weights, chosen
 
 
 def _sigmoid_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array]:
     """``DeepseekV3TopkRouter.forward``: in fp32, hidden states and weight too."""
     ctx = t.r.ctx
-    tokens, e, k, h = ctx.tokens, spec.num_experts, spec.topk, ctx.hidden_size
+    tokens, e, h = ctx.tokens, spec.num_experts, ctx.hidden_size
     module = f"{_module(t)}.gate"
     t.r.parameter(f"{module}.weight", (e, h), use=Use.ROUTER)
     wide = t.cast("hidden states of the router in fp32", x, FP32)
@@ -91,6 +84,16 @@ def _sigmoid_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array]:
         saves=(*((wide.tensor,) if trains else ()), *((weight.tensor,) if wide.differentiable else ())),
     )
     scores = t.saves_output("router scores", logits)
+    weights, chosen = _of_the_chosen(t, spec, scores)
+    scaled = t.scale("router weights, scaled", weights)
+    t.keep_alive(logits, scores)
+    return scaled, chosen
+
+
+def _of_the_chosen(t: Torch, spec: MoESpec, scores: Array) -> tuple[Array, Array]:
+    """(scores of the chosen experts [T, k] in fp32, divided by their sum where the family does so, and which they
+    are)."""
+    tokens, k = t.r.ctx.tokens, spec.topk
     chosen = t.tape.tensor("chosen experts", INT64 * tokens * k, grad=False)
     weights = t.make("router weights", (scores,), tokens * k, FP32, saves=(chosen,), also=(chosen,))
     if t.hf.family.normalized_router:
@@ -99,9 +102,7 @@ def _sigmoid_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array]:
         weights = t.make(
             "router weights, divided", (weights, total), tokens * k, FP32, saves=(before.tensor, total.tensor)
         )
-    scaled = t.scale("router weights, scaled", weights)
-    t.keep_alive(logits, scores)
-    return scaled, Array(chosen, tokens * k, INT64)
+    return weights, Array(chosen, tokens * k, INT64)
 
 
 def _loop(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> tuple[Array, Sequence[Array]]:
