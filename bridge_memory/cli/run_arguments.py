@@ -26,7 +26,7 @@ from bridge_memory.files import read_text
 from bridge_memory.spec import LayerSpec, ModelSpec, ParallelSpec, RunSpec, SpecError
 from bridge_memory.spec.errors import divide
 from bridge_memory.spec.fields import MOST_GPUS, called
-from bridge_memory.spec.parts import WITH_TRANSFORMERS
+from bridge_memory.spec.parts import layers_by_default
 from bridge_memory.spec.release import read_release
 from bridge_memory.spec.run import GROUPS
 
@@ -215,9 +215,10 @@ def _parallel(values: dict[str, Any], assumptions: list[str]) -> ParallelSpec:
 def _complete(given: dict[str, dict[str, Any]], assumptions: list[str]) -> None:
     """What Megatron concludes from a flag."""
     ddp, impl = given["data_parallel"], given["implementation"]
-    if ddp.get("engine") in WITH_TRANSFORMERS and "transformer_impl" not in impl:
-        impl["transformer_impl"] = "transformers"
-        assumptions.append(f"layers as Hugging Face transformers runs them, since --engine is {ddp['engine']}")
+    if "transformer_impl" not in impl:
+        fields, said = layers_by_default(ddp.get("engine"))
+        impl.update(fields)
+        assumptions.extend(said)
     if given["optimizer"].get("main_grads_dtype") == "bf16":  # Megatron-LM arguments.py: validate_args
         if ddp.get("grad_reduce_in_fp32"):
             raise SpecError("main_grads_dtype (bf16) does not go with grad_reduce_in_fp32 (True); drop one of them")

@@ -37,6 +37,16 @@ ENGINES = {
 MEGATRON_ENGINES = ("megatron_ddp", "megatron_fsdp")
 #: Those that train Hugging Face's models: layers are transformers' unless another implementation is asked for.
 WITH_TRANSFORMERS = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
+
+
+def layers_by_default(engine: str | None) -> tuple[dict[str, str], tuple[str, ...]]:
+    """(fields of ImplementationSpec that ``engine`` brings where no implementation is asked for, what that assumes)."""
+    if engine not in WITH_TRANSFORMERS:
+        return {}, ()
+    said = f"layers as Hugging Face transformers runs them, since engine is {engine}"
+    return {"transformer_impl": "transformers"}, (said,)
+
+
 #: Engine -> the group of a RunSpec with its own options.
 ENGINE_OPTIONS = {
     "ddp": "ddp", "fsdp1": "fsdp", "fsdp2": "fsdp", "zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed",

@@ -27,7 +27,6 @@ from bridge_memory.spec.fields import called
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.model import ModelSpec
 from bridge_memory.spec.parts import (
-    WITH_TRANSFORMERS,
     BatchSpec,
     DataParallelSpec,
     ImplementationSpec,
@@ -36,6 +35,7 @@ from bridge_memory.spec.parts import (
     PeftSpec,
     PrecisionSpec,
     RecomputeSpec,
+    layers_by_default,
 )
 from bridge_memory.spec.transformers import DEFAULT_TRANSFORMERS_SPEC, TransformersSpec, as_transformers_has_it
 from bridge_memory.spec.validation import validate
@@ -120,10 +120,11 @@ class RunSpec:
         ) != _TYPES:  # fmt: skip
             object.__setattr__(self, "model", _model(self.model))
             _check_groups(self)
-        if self.implementation is UNSET_IMPLEMENTATION and self.data_parallel.engine in WITH_TRANSFORMERS:
-            object.__setattr__(self, "implementation", ImplementationSpec(transformer_impl="transformers"))
-            note = f"layers as Hugging Face transformers runs them, since engine is {self.data_parallel.engine}"
-            object.__setattr__(self, "assumptions", (*self.assumptions, note))
+        if self.implementation is UNSET_IMPLEMENTATION:
+            fields, said = layers_by_default(self.data_parallel.engine)
+            if fields:
+                object.__setattr__(self, "implementation", ImplementationSpec(**fields))
+                object.__setattr__(self, "assumptions", (*self.assumptions, *said))
         if self.implementation.hugging_face:
             object.__setattr__(self, "model", as_transformers_has_it(self.model))
         validate(self)

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import io
 import json
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -21,7 +22,9 @@ _EVERY = 0.2
 
 
 def main() -> None:
-    """Answer the one question."""
+    """Answer the one question. SIGINT cancels it, also where the server was started in the background, by a shell that
+    lets its jobs ignore the signal."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Whatever else prints (a library's warning) must not stand between the lines.
     out, sys.stdout = sys.stdout, sys.stderr
 

@@ -466,6 +466,8 @@ def started(*flags: str) -> tuple[subprocess.Popen[str], str]:
     process = subprocess.Popen(
         [sys.executable, "-m", "bridge_memory", "serve", "--port", "0", "--json", *flags], stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
+        # A background job of a shell ignores the signal, and so would all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     assert process.stdout is not None
     return process, json.loads(process.stdout.readline())["url"]

@@ -24,7 +24,7 @@ from bridge_memory.readers.engines.torchtitan import read_torchtitan
 from bridge_memory.readers.engines.training_args import read_training_args
 from bridge_memory.readers.resolve import resolve_model
 from bridge_memory.spec import ModelSpec, ParallelSpec, RunSpec, SpecError
-from bridge_memory.spec.parts import ENGINE_OPTIONS, MEGATRON_ENGINES
+from bridge_memory.spec.parts import ENGINE_OPTIONS, layers_by_default
 from bridge_memory.spec.run import GROUPS
 
 #: Kind of file -> what to give, for messages.
@@ -125,8 +125,9 @@ def fields_of(settings: Settings) -> dict[str, dict[str, Any]]:
             continue
         if group in GROUPS:
             kept[group] = dict(fields)
-    if settings.engine is not None and settings.engine not in MEGATRON_ENGINES:
-        kept.setdefault("implementation", {}).setdefault("transformer_impl", "transformers")
+    fields, _ = layers_by_default(settings.engine)
+    if fields:
+        kept["implementation"] = {**fields, **kept.get("implementation", {})}
     return kept
 
 
