@@ -6,7 +6,7 @@ What two groups, or a group and the model, must agree on is in ``validation``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from bridge_memory.releases import DEFAULT_MEGATRON_CORE, TE_GROUPED_GEMM
 from bridge_memory.spec.engine_options import TORCH_IMPLEMENTATIONS
@@ -39,7 +39,7 @@ MEGATRON_ENGINES = ("megatron_ddp", "megatron_fsdp")
 WITH_TRANSFORMERS = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
 
 
-def layers_by_default(engine: str | None) -> tuple[dict[str, str], tuple[str, ...]]:
+def layers_by_default(engine: str | None) -> tuple[dict[str, Any], tuple[str, ...]]:
     """(fields of ImplementationSpec that ``engine`` brings where no implementation is asked for, what that assumes)."""
     if engine not in WITH_TRANSFORMERS:
         return {}, ()
