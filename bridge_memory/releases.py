@@ -393,3 +393,5 @@ EXPERTS_IN_ONE_PARAMETER = TransformersRule((5, 0))
 CHECKPOINTS_NOT_REENTRANT = TransformersRule((5, 0))
 #: Gemma scales embeddings in a module of its own; OLMo 3 rotates in the dtype of its queries.
 FAMILIES_OF_5 = TransformersRule((5, 0))
+#: ``TransformerConfig.cuda_graph_impl`` takes "full_iteration" (before, it was a scope of "local").
+GRAPH_OF_THE_ITERATION = since(core=(0, 18))

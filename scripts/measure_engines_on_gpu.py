@@ -12,10 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +22,15 @@ from typing import Any
 from bridge_memory.estimate import estimate, peaks
 from bridge_memory.files import write_whole
 from bridge_memory.readers.resolve import resolve_config
+from bridge_memory.rehearse.measuring import (
+    Notebook,
+    add_measuring_arguments,
+    in_its_own_process,
+    margins,
+    snapshot_arguments,
+    snapshot_to,
+)
+from bridge_memory.rehearse.record import append_record, installed, record_of
 from bridge_memory.spec import (
     BatchSpec,
     DataParallelSpec,
@@ -273,34 +279,13 @@ def _accumulating(run: RunSpec, called: Any, last: bool) -> Iterator[None]:
 
 def measure_one(c: Configuration, to: Path, snapshot: str | None) -> None:
     """In a process of its own: train, and write the record."""
-    import time
-
     import torch
 
-    from bridge_memory.rehearse.record import Phase, append_record, installed, record_of
-
-    phases: list[Phase] = []
-    last = [time.perf_counter()]
-    if snapshot:
-        torch.cuda.memory._record_memory_history()
-
-    def note(name: str) -> None:
-        torch.cuda.synchronize()
-        now, free = time.perf_counter(), torch.cuda.mem_get_info()
-        cuda = torch.cuda
-        phases.append(
-            Phase(name, cuda.memory_allocated(), cuda.max_memory_allocated(), cuda.memory_reserved(),
-                  free[1] - free[0], now - last[0])
-        )  # fmt: skip
-        last[0] = now
-        cuda.reset_peak_memory_stats()
-
-    try:
-        with world(c.run, "cuda"):
-            train(c.run, "cuda", note)
-    finally:
-        if snapshot:
-            torch.cuda.memory._dump_snapshot(snapshot)
+    notebook = Notebook()
+    with snapshot_to(snapshot), world(c.run, "cuda"):
+        torch.cuda.reset_peak_memory_stats()
+        train(c.run, "cuda", notebook.note)
+    phases = notebook.phases
     record = record_of(c.run, 0, torch.cuda.get_device_name(), STEPS, phases)
     # Peaks of the last step: of its passes and of the optimizer's step.
     of_last = phases[-2:] if c.engine[:4] != "zero" else phases[-1:]
@@ -348,8 +333,6 @@ def dry_run(path: str | None) -> int:
 def measure(args: argparse.Namespace) -> int:
     import torch
 
-    from bridge_memory.rehearse.record import append_record
-
     if not torch.cuda.is_available():
         raise SpecError("there is no GPU here; --dry-run proves the list without one")
     memory = torch.cuda.get_device_properties(0).total_memory
@@ -357,6 +340,7 @@ def measure(args: argparse.Namespace) -> int:
     if not wanted:
         raise SpecError(f"--only {args.only!r} is no configuration; --dry-run lists them")
     errors, failed = [], 0
+    records: list[dict[str, Any]] = []
     for n, c in enumerate(wanted, 1):
         static, peak = predicted(c)
         head = f"[{n}/{len(wanted)}] {c.name}"
@@ -367,12 +351,13 @@ def measure(args: argparse.Namespace) -> int:
         if peak > ROOM * memory:
             print(f"{head}: left out, {peak / GIB:.1f} GiB do not fit", flush=True)
             continue
-        answer = in_its_own_process(c, args.snapshots and str(Path(args.snapshots) / f"{n:02d}.pickle"), args.timeout)
+        answer = in_its_own_process(__file__, c.name, snapshot_arguments(args.snapshots, n), args.timeout)
         if isinstance(answer, str):
             failed += 1
             print(f"{head}: failed, {answer}", flush=True)
             continue
         append_record(args.record, answer)
+        records.append(answer)
         (found,) = answer["measured"]
         off = peak / found["max_allocated_bytes"] - 1
         errors.append(abs(off))
@@ -380,43 +365,17 @@ def measure(args: argparse.Namespace) -> int:
             f"{head}: static {static / GIB:.3f} predicted, {found['allocated_bytes'] / GIB:.3f} measured; "
             f"peak {peak / GIB:.3f}, {found['max_allocated_bytes'] / GIB:.3f} ({off:+.2%})", flush=True,
         )  # fmt: skip
+    for line in margins(records):
+        print(line)
     if errors:
         errors.sort()
         print(f"peak: median {errors[len(errors) // 2]:.2%}, worst {errors[-1]:.2%} of {len(errors)}")
     return int(bool(failed) or not errors or errors[-1] > args.tolerance)
 
 
-def in_its_own_process(c: Configuration, snapshot: str | None, timeout: int) -> dict[str, Any] | str:
-    """The record of one configuration, or why there is none, in one line."""
-    with tempfile.TemporaryDirectory() as folder:
-        to = Path(folder) / "record.json"
-        command = [sys.executable, str(Path(__file__).resolve()), "--one", c.name, "--to", str(to)]
-        command += ["--snapshot", snapshot] if snapshot else []
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout, check=False, env=dict(os.environ)
-            )
-        except subprocess.TimeoutExpired:
-            return f"took longer than {timeout} s"
-        if done.returncode == 0 and to.exists():
-            record: dict[str, Any] = json.loads(to.read_text())
-            return record
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        wrong = [line for line in said if "Error" in line]
-        return f"exit code {done.returncode}: {(wrong or said or ['nothing said'])[-1][:300]}"
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--record", metavar="FILE.jsonl", help="append the records to this file")
-    parser.add_argument("--tolerance", type=float, default=0.05, help="worst relative error of a peak (0.05)")
-    parser.add_argument("--timeout", type=int, default=300, metavar="SECONDS", help="for one configuration")
-    parser.add_argument("--only", default="", metavar="NAME", help="this configuration alone")
-    parser.add_argument("--snapshots", metavar="FOLDER", help="torch's memory snapshot of each, into this folder")
-    parser.add_argument("--dry-run", action="store_true", help="estimate and build everything without a GPU")
-    parser.add_argument("--predictions", metavar="FILE.jsonl", help="with --dry-run: write what is predicted")
-    for hidden in ("--one", "--to", "--snapshot"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    add_measuring_arguments(parser)
     args = parser.parse_args(argv)
     try:
         if args.dry_run:

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +21,7 @@ from typing import Any
 
 from bridge_memory.estimate import estimate
 from bridge_memory.readers import resolve_model
+from bridge_memory.rehearse.measuring import add_measuring_arguments, in_its_own_process, margins, snapshot_arguments
 from bridge_memory.rehearse.record import append_record
 from bridge_memory.rehearse.world import require_megatron
 from bridge_memory.spec import (
@@ -141,6 +139,10 @@ def _configurations(impl: ImplementationSpec, seq: int) -> Iterator[Configuratio
     yield Configuration(
         "llama-1b CUDA graphs of layers",
         run(LLAMA_1B, _parallel(8), implementation=replace(impl, cuda_graph_impl="local")), scored=False,
+    )
+    yield Configuration(
+        "llama-1b CUDA graph of the iteration",
+        run(LLAMA_1B, _parallel(8), implementation=replace(impl, cuda_graph_impl="full_iteration")), scored=False,
     )
     depths = _first_layers(QWEN3_8B, 6)
     depths = replace(depths, mtp_num_layers=2, mtp_layer=depths.layers[-1])
@@ -304,26 +306,6 @@ def measure_one(c: Configuration, to: Path, snapshot: str | None) -> None:
     append_record(to, record)
 
 
-def in_its_own_process(c: Configuration, arguments: list[str], timeout: int) -> dict[str, Any] | str:
-    """The record of one configuration, or why there is none, in one line."""
-    with tempfile.TemporaryDirectory() as folder:
-        to = Path(folder) / "record.json"
-        command = [sys.executable, str(Path(__file__).resolve()), "--one", c.name, "--to", str(to), *arguments]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout, check=False,
-                env={**os.environ, **c.environment},
-            )
-        except subprocess.TimeoutExpired:
-            return f"took longer than {timeout} s"
-        if done.returncode == 0 and to.exists():
-            record: dict[str, Any] = json.loads(to.read_text())
-            return record
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in said if "Error" in line or "error" in line]
-        return f"exit code {done.returncode}: {(errors or said or ['nothing said'])[-1][:300]}"
-
-
 @dataclass(frozen=True, slots=True)
 class Line:
     """One row of the result. ``measured`` and ``predicted``: (static, peak) in bytes."""
@@ -387,21 +369,20 @@ def measure(args: argparse.Namespace, te: bool) -> int:
     lines: list[Line] = []
     unscored: list[str] = []
     failed: list[str] = []
+    records: list[dict[str, Any]] = []
     for n, c in enumerate(wanted, 1):
         peak = estimate(c.run).stages[c.stage].peak_bytes
         if peak > ROOM * memory:
             print(f"[{n}/{len(wanted)}] {c.name}: left out, {peak / GIB:.1f} GiB do not fit", flush=True)
             continue
-        arguments = ["--impl", "te" if te else "local"]
-        if args.snapshots:
-            Path(args.snapshots).mkdir(parents=True, exist_ok=True)
-            arguments += ["--snapshot", str(Path(args.snapshots) / f"{n:02d}.pickle")]
-        answer = in_its_own_process(c, arguments, args.timeout)
+        arguments = ["--impl", "te" if te else "local", *snapshot_arguments(args.snapshots, n)]
+        answer = in_its_own_process(__file__, c.name, arguments, args.timeout, c.environment)
         if isinstance(answer, str):
             failed.append(f"{c.name}: {answer}")
             print(f"[{n}/{len(wanted)}] {failed[-1]}", flush=True)
             continue
         append_record(args.record, answer)
+        records.append(answer)
         if not c.scored:
             (found,) = answer["measured"]
             measured = found["max_allocated_bytes"] / GIB
@@ -414,6 +395,8 @@ def measure(args: argparse.Namespace, te: bool) -> int:
             continue
         print(f"[{n}/{len(wanted)}] {c.name}: peak {lines[-1].errors[1]:+.2%}", flush=True)
     print(table(lines))
+    for line in margins(records):
+        print(line)
     for line in unscored:
         print(f"recorded, not scored: {line}")
     for reason in failed:
@@ -423,18 +406,10 @@ def measure(args: argparse.Namespace, te: bool) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--record", metavar="FILE.jsonl", help="append the records to this file")
+    add_measuring_arguments(parser)
     parser.add_argument("--impl", choices=("auto", "te", "local"), default="auto",
                         help="auto: Transformer Engine where it is importable")
-    parser.add_argument("--tolerance", type=float, default=0.05, help="worst relative error of a peak (0.05)")
     parser.add_argument("--median", type=float, default=0.015, help="median relative error of the peaks (0.015)")
-    parser.add_argument("--timeout", type=int, default=300, metavar="SECONDS", help="for one configuration")
-    parser.add_argument("--only", default="", metavar="NAME", help="this configuration alone")
-    parser.add_argument("--snapshots", metavar="FOLDER", help="torch's memory snapshot of each")
-    parser.add_argument("--dry-run", action="store_true", help="estimate and build everything without a GPU")
-    parser.add_argument("--predictions", metavar="FILE.jsonl", help="with --dry-run: write what is predicted")
-    for hidden in ("--one", "--to", "--snapshot"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     try:
         require_megatron()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,11 +20,12 @@ from bridge_memory.components import State
 from bridge_memory.readers.megatron_args import gpu_architecture
 from bridge_memory.rehearse import patches
 from bridge_memory.rehearse.adapters import adapt
+from bridge_memory.rehearse.measuring import Notebook, snapshot_to
 from bridge_memory.rehearse.model import build_chunks
 from bridge_memory.rehearse.record import Phase, installed, record_of
 from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 from bridge_memory.rehearse.world import RehearsalUnavailable, fake_world
-from bridge_memory.releases import release_in
+from bridge_memory.releases import GRAPH_OF_THE_ITERATION, release_in
 from bridge_memory.spec import MoESpec, RunSpec, SpecError
 from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank
 
@@ -121,27 +121,27 @@ def rehearse_on_gpu(
     ``snapshot`` names a file for torch's memory snapshot, written also when memory runs out. ``architecture``: a
     TransformerConfig of the model from elsewhere, see ``model.transformer_config``.
     """
+    run = run_here(run)
+    rank = rank_of_stage(run.parallel, stage or 0) if rank is None else rank
+    notebook = Notebook()
+    measured = Measured(
+        run, rank, stage_of_rank(run.parallel, rank), torch.cuda.get_device_name(), steps, notebook.phases
+    )
+    with snapshot_to(snapshot):
+        torch.cuda.reset_peak_memory_stats()
+        train(run, rank, steps, notebook.note, architecture)
+    return measured
+
+
+def run_here(run: RunSpec) -> RunSpec:
+    """``run`` as it will be trained on this machine. Raises SpecError, RehearsalUnavailable."""
     if not torch.cuda.is_available():
         raise RehearsalUnavailable(
             "device cuda needs a GPU and torch with CUDA; --device cpu rehearses without either"
         )
-    if steps < 1:
-        raise SpecError(f"steps ({steps}) must be at least 1; 2 shows the peak that counts")
-    gpu = torch.cuda.get_device_name()
-    run = on_this_machine(run, gpu)
+    run = on_this_machine(run, torch.cuda.get_device_name())
     refuse_what_is_not_rehearsed(run)
-    rank = rank_of_stage(run.parallel, stage or 0) if rank is None else rank
-    measured = Measured(run, rank, stage_of_rank(run.parallel, rank), gpu, steps)
-    if snapshot:
-        torch.cuda.memory._record_memory_history()
-    try:
-        with fake_world(run.parallel, rank), patches.loss_scales_put_back(), _helped(run):
-            _train(run, measured, architecture)
-    finally:
-        if snapshot:
-            torch.cuda.memory._dump_snapshot(snapshot)
-            torch.cuda.memory._record_memory_history(enabled=None)
-    return measured
+    return run
 
 
 def on_this_machine(run: RunSpec, gpu: str) -> RunSpec:
@@ -190,10 +190,14 @@ def refuse_what_is_not_rehearsed(run: RunSpec) -> None:
         )
     if run.optimizer.optimizer == "muon":
         raise RehearsalUnavailable("optimizer (muon) is not rehearsed; use adam or sgd")
-    if impl.cuda_graph_impl not in ("none", "local"):
+    if impl.cuda_graph_impl == "transformer_engine":
         raise RehearsalUnavailable(
             f"cuda_graph_impl ({impl.cuda_graph_impl}) is captured by the training loop, which is not Megatron-LM's "
-            "here; local, which layers capture themselves, is rehearsed"
+            "here; local, which layers capture themselves, and full_iteration are rehearsed"
+        )
+    if impl.cuda_graph_impl == "full_iteration" and not GRAPH_OF_THE_ITERATION(impl):
+        raise RehearsalUnavailable(
+            "cuda_graph_impl (full_iteration) is megatron-core's since 0.18; give --cuda-graph-impl local"
         )
     refuse_what_is_ignored(run, _NOT_REHEARSED_HERE, but=_REHEARSED_HERE)
 
@@ -213,15 +217,24 @@ def _helped(run: RunSpec) -> Iterator[None]:
         yield
 
 
-def _train(run: RunSpec, measured: Measured, architecture: Any) -> None:
-    """As ``training/training.py: setup_model_and_optimizer, train_step`` of Megatron-LM, and Bridge's own, do."""
+def train(run: RunSpec, rank: int, steps: int, note: Callable[[str], None], architecture: Any = None) -> None:
+    """``steps`` steps of ``rank``; ``note(name)`` after the model is built, the first forward, the first backward, the
+    first optimizer step and each further step. Raises SpecError.
+
+    As ``training/training.py: setup_model_and_optimizer, train_step`` of Megatron-LM, and Bridge's own, do.
+    """
+    if steps < 1:
+        raise SpecError(f"steps ({steps}) must be at least 1; 2 shows the peak that counts")
+    with fake_world(run.parallel, rank), patches.loss_scales_put_back(), _helped(run):
+        _train(run, steps, note, architecture)
+
+
+def _train(run: RunSpec, steps: int, note: Callable[[str], None], architecture: Any) -> None:
     from megatron.core import tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from bridge_memory.rehearse.run import distributed, optimizer
 
-    torch.cuda.reset_peak_memory_stats()
-    clock = _Clock()
     graphs = run.implementation.cuda_graph_impl != "none"
     # A graph captures random states that are its own (``arguments.py: validate_args`` asks for them).
     tensor_parallel.model_parallel_cuda_manual_seed(1234, **({"use_cudagraphable_rng": True} if graphs else {}))
@@ -232,9 +245,13 @@ def _train(run: RunSpec, measured: Measured, architecture: Any) -> None:
     wrapped = [distributed(run, chunk, i) for i, chunk in enumerate(chunks)]
     adam = optimizer(run, wrapped)
     _configure(run, chunks[0].config, wrapped, adam)
-    _note(measured, clock, "model built")
+    note("model built")
     batch = _batch(run)
     schedule = get_forward_backward_func()
+    if run.implementation.cuda_graph_impl == "full_iteration":  # as training.py: train does
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+        schedule = FullCudaGraphWrapper(schedule, cuda_graph_warmup_steps=1)
 
     def passes() -> None:
         for ddp in wrapped:
@@ -250,15 +267,15 @@ def _train(run: RunSpec, measured: Measured, architecture: Any) -> None:
             forward_only=False,
         )
 
-    with _before_the_first_backward(lambda: _note(measured, clock, "first forward")):
+    with _before_the_first_backward(lambda: note("first forward")):
         passes()
-    _note(measured, clock, "first backward")
+    note("first backward")
     adam.step()
-    _note(measured, clock, "first optimizer step")
-    for step in range(2, measured.steps + 1):
+    note("first optimizer step")
+    for step in range(2, steps + 1):
         passes()
         adam.step()
-        _note(measured, clock, {2: "second step"}.get(step, f"step {step}"))
+        note({2: "second step"}.get(step, f"step {step}"))
 
 
 def _configure(run: RunSpec, config: Any, wrapped: list[Any], adam: Any) -> None:
@@ -293,53 +310,27 @@ def _before_the_first_backward(call: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def _forever(batch: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, ...]]:
+def _forever(batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
     while True:
         yield batch
 
 
 def _forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:
     """Megatron-LM's ``pretrain_gpt.py: forward_step, loss_func`` without data and without its reports."""
-    ids, positions, labels, mask = next(iterator)
+    batch = next(iterator)
+    mask = batch["loss_mask"]
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         value = torch.sum(output.view(-1).float() * mask.view(-1))
         tokens = mask.sum().to(torch.int)
         return value, tokens, {"lm loss": value.detach().clone()}
 
-    return model(ids, positions, None, labels=labels), loss
+    return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]), loss
 
 
-def _batch(run: RunSpec) -> tuple[torch.Tensor, ...]:
+def _batch(run: RunSpec) -> dict[str, torch.Tensor]:
     shape = (run.batch.micro_batch_size, run.batch.seq_length // run.parallel.cp)
     ids = torch.randint(0, run.model.vocab_size, shape, device="cuda")
     positions = torch.arange(shape[1], device="cuda").expand(shape)
-    return ids, positions, ids.clone(), torch.ones(shape, device="cuda")
-
-
-class _Clock:
-    """Seconds between two readings."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def read(self) -> float:
-        last, self._last = self._last, time.perf_counter()
-        return self._last - last
-
-
-def _note(measured: Measured, clock: _Clock, name: str) -> None:
-    """Write torch.cuda's and the driver's figures down, and begin a new peak."""
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    measured.phases.append(
-        Phase(
-            name,
-            torch.cuda.memory_allocated(),
-            torch.cuda.max_memory_allocated(),
-            torch.cuda.memory_reserved(),
-            total - free,
-            clock.read(),
-        )
-    )
-    torch.cuda.reset_peak_memory_stats()
+    mask = torch.ones(shape, device="cuda")
+    return {"tokens": ids, "position_ids": positions, "labels": ids.clone(), "loss_mask": mask}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
+from scripts_of import load_script
 
 from bridge_memory.components import Part
 from bridge_memory.estimate import estimate
@@ -25,13 +24,7 @@ from bridge_memory.rehearse.tracker import Tracker
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "measure_engines_on_gpu.py"
-    spec = importlib.util.spec_from_file_location("measure_engines_on_gpu", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["measure_engines_on_gpu"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("measure_engines_on_gpu")
 
 
 CONFIG: dict[str, Any] = {

@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-_SPEC = util.spec_from_file_location(
-    "differential", Path(__file__).resolve().parents[2] / "scripts" / "differential.py"
-)
-assert _SPEC is not None and _SPEC.loader is not None
-differential = util.module_from_spec(_SPEC)
-sys.modules["differential"] = differential
-_SPEC.loader.exec_module(differential)
+from scripts_of import load_script
 
+differential = load_script("differential")
 Case, Stack, Campaign = differential.Case, differential.Stack, differential.Campaign
 LOCAL = Stack(None, None)
 

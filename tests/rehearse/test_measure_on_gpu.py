@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,9 +13,11 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 import torch
+from scripts_of import load_script
 
 from bridge_memory.accuracy.records import load_runs
 from bridge_memory.estimate import estimate
+from bridge_memory.rehearse.measuring import in_its_own_process, margins
 from bridge_memory.rehearse.record import Phase, record_of
 from bridge_memory.spec import MLASpec
 from bridge_memory.spec.ranks import rank_of_stage
@@ -27,13 +27,7 @@ GIB = 1 << 30
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "measure_on_gpu.py"
-    spec = importlib.util.spec_from_file_location("measure_on_gpu", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["measure_on_gpu"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("measure_on_gpu")
 
 
 @pytest.mark.parametrize("te", [True, False], ids=["te", "local"])
@@ -78,29 +72,47 @@ def test_predictions_are_written_before_measuring(script: ModuleType, tmp_path: 
     assert found.keys() == wanted.keys()
     some = wanted["llama-8b tp2 pp4 stage 3"]
     assert found[some.name]["max_allocated_bytes"] == estimate(some.run).stages[3].peak_bytes
-    assert [x["name"] for x in found.values() if not x["scored"]] == ["llama-1b CUDA graphs of layers"]
+    assert [x["name"] for x in found.values() if not x["scored"]] == [
+        "llama-1b CUDA graphs of layers", "llama-1b CUDA graph of the iteration"
+    ]  # fmt: skip
 
 
 def test_a_process_gets_the_environment_of_its_configuration(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+    script: ModuleType, tmp_path: Path
 ) -> None:
-    seen: list[Any] = []
-
-    def run(command: list[str], **options: Any) -> Any:
-        seen.append(options["env"])
-        raise script.subprocess.TimeoutExpired(command, 1)
-
-    monkeypatch.setattr(script.subprocess, "run", run)
+    """A script in the place of the real one writes its environment down."""
+    asked = tmp_path / "asked.py"
+    asked.write_text(
+        "import json, os, sys\nto = sys.argv[sys.argv.index('--to') + 1]\njson.dump(dict(os.environ), open(to, 'w'))"
+    )
     (c,) = [c for c in script.configurations(False) if c.environment]
-    script.in_its_own_process(c, [], 1)
-    assert seen[0]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    assert seen[0]["PATH"]
+    seen = in_its_own_process(str(asked), c.name, [], 60, c.environment)
+    assert isinstance(seen, dict)
+    assert seen["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert seen["PATH"]
+
+
+def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    asked = tmp_path / "asked.py"
+    asked.write_text("import time\ntime.sleep(60)")
+    assert in_its_own_process(str(asked), "x", [], 0.5) == "took longer than 0.5 s"
+
+
+def test_margins_are_what_lies_outside_and_what_is_reserved_in_vain() -> None:
+    """By hand: 3 GiB used of which 2 reserved; reserved 2 with 1.5 at most allocated."""
+    gib = 1 << 30
+    phase = {"driver_used_bytes": 3 * gib, "reserved_bytes": 2 * gib, "max_allocated_bytes": 3 * gib // 2}
+    assert margins([{"phases": [phase]}, {"phases": []}]) == [
+        "used outside of torch's allocator: 1.00 to 1.00 GiB, median 1.00 (1 runs)",
+        "reserved beyond the highest allocation: 0.50 to 0.50 GiB, median 0.50 (1 runs)",
+    ]
+    assert margins([]) == []
 
 
 def test_a_configuration_that_fails_in_its_process_says_why_in_one_line(script: ModuleType) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    answer = script.in_its_own_process(script.configurations(False)[0], ["--impl", "local"], 120)
+    answer = in_its_own_process(script.__file__ or "", script.configurations(False)[0].name, ["--impl", "local"], 120)
     assert "device cuda needs a GPU" in answer
     assert "\n" not in answer
 
@@ -113,7 +125,8 @@ def pretended(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     class Properties:
         total_memory = 100 * GIB
 
-    def run(c: Any, arguments: list[str], timeout: int) -> dict[str, Any] | str:
+    def run(path: str, name: str, arguments: list[str], timeout: float, environment: Any) -> dict[str, Any] | str:
+        (c,) = [c for c in script.configurations(False) if c.name == name]
         state["asked"].append(c.name)
         if c.name in state["failing"]:
             return "exit code 1: torch.OutOfMemoryError: CUDA out of memory"
