@@ -636,8 +636,12 @@ def _implementation(
         ),
         cp_comm_type=_CP_COMM_TYPES.get(comm := str(comm if isinstance(comm, str) else [*comm, "p2p"][0]), comm),
         cuda_graph_impl=_cuda_graphs(m),
+        # A field whose default in ModelParallelConfig is off.
+        deallocate_pipeline_outputs=bool(_get(m, "deallocate_pipeline_outputs", True)),
         moe_token_dispatcher_type="alltoall" if dispatcher == "alltoall_seq" else dispatcher,
         moe_flex_dispatcher_backend=str(_get(m, "moe_flex_dispatcher_backend", "deepep")),
+        # TransformerConfig.__post_init__ takes the backend's own name where the common one is not set.
+        moe_flex_dispatcher_num_sms=_get(m, "moe_flex_dispatcher_num_sms", _get(m, "moe_deepep_num_sms")),
         moe_router_dtype=_router_dtype(m),
         moe_expert_capacity_factor=_get(m, "moe_expert_capacity_factor"),
         cpu_offloading_num_layers=_get(m, "cpu_offloading_num_layers", 0) if _get(m, "cpu_offloading") else 0,

@@ -35,7 +35,8 @@ READ: dict[str, frozenset[str]] = {
         add_qkv_bias apply_query_key_layer_scaling apply_rope_fusion attention_backend attention_dropout
         attention_output_gate attention_softmax_in_fp32 bf16 bias_activation_fusion bias_dropout_fusion
         calculate_per_token_loss context_parallel_size cp_comm_type cpu_offloading cpu_offloading_num_layers
-        cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_impl defer_embedding_wgrad_compute
+        cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_impl deallocate_pipeline_outputs
+        defer_embedding_wgrad_compute
         delay_wgrad_compute deterministic_mode distribute_saved_activations dsa_indexer_head_dim dsa_indexer_n_heads
         dsa_indexer_skip_topk_offset dsa_indexer_topk_freq enable_cuda_graph experimental_attention_variant
         expert_model_parallel_size expert_tensor_parallel_size external_cuda_graph ffn_hidden_size
@@ -47,7 +48,8 @@ READ: dict[str, frozenset[str]] = {
         linear_value_head_dim make_vocab_size_divisible_by mamba_chunk_size mamba_head_dim mamba_num_groups
         mamba_num_heads mamba_stack_spec mamba_state_dim masked_softmax_fusion microbatch_group_size_per_vp_stage
         moe_apply_probs_on_input moe_aux_loss_coeff moe_enable_deepep moe_expert_capacity_factor moe_ffn_hidden_size
-        moe_flex_dispatcher_backend moe_grouped_gemm moe_latent_size moe_layer_freq moe_layer_recompute
+        moe_deepep_num_sms moe_flex_dispatcher_backend
+        moe_flex_dispatcher_num_sms moe_grouped_gemm moe_latent_size moe_layer_freq moe_layer_recompute
         moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_dtype moe_router_enable_expert_bias
         moe_router_fusion moe_router_group_topk moe_router_load_balancing_type moe_router_num_groups
         moe_router_score_function moe_router_topk moe_shared_expert_gate moe_shared_expert_intermediate_size
@@ -116,10 +118,6 @@ READ: dict[str, frozenset[str]] = {
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def _piped(asked: Asked, value: object) -> bool:
-    return (asked["pipeline_model_parallel_size"] or 1) > 1
-
-
 def _apart(asked: Asked, value: object) -> bool:
     return bool(getattr(value, "use_dist_train", False))
 
@@ -131,7 +129,6 @@ def _divided(asked: Asked, value: object) -> bool:
 #: Part -> field -> what is not counted of it; with those of the arguments of the same name.
 GAPS: dict[str, dict[str, Unmodelled]] = {
     "model": {
-        "deallocate_pipeline_outputs": GAPS_OF_ARGUMENTS["deallocate_pipeline_outputs"]._replace(when=_piped),
         "parallel_output": Unmodelled(True, UP, "logits that are gathered over tensor-parallel ranks"),
         "use_transformer_engine_full_layer_spec": Unmodelled(False, EITHER, "Transformer Engine's whole layer"),
         "restore_modelopt_state": Unmodelled(False, EITHER, "ModelOpt's quantizers"),

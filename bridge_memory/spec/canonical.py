@@ -166,7 +166,13 @@ def _implementation(run: RunSpec) -> ImplementationSpec:
     if not limits.experts:
         idle += _OF_EXPERTS
     elif i.moe_token_dispatcher_type != "flex":
-        idle.append("moe_flex_dispatcher_backend")
+        idle += (
+            "moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms", "moe_hybridep_ranks_per_nvlink_domain"
+        )
+    elif i.moe_flex_dispatcher_backend == "deepep":
+        idle.append("moe_hybridep_ranks_per_nvlink_domain")
+    else:
+        idle.append("moe_flex_dispatcher_num_sms")
     if not limits.shared_experts:
         idle.append("moe_shared_expert_overlap")
     ffns = [kind.ffn for kind in (*dict.fromkeys(model.layers), model.mtp_layer) if kind is not None]
@@ -184,6 +190,8 @@ def _implementation(run: RunSpec) -> ImplementationSpec:
         idle.append("cross_entropy_fusion_impl")
     if run.parallel.cp == 1:
         idle.append("cp_comm_type")
+    if run.parallel.pp == 1:
+        idle.append("deallocate_pipeline_outputs")
     if model.hybrid:
         idle.append("cpu_offloading_num_layers")
     if i.moe_token_dispatcher_type == "alltoall_seq":

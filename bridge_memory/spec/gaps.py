@@ -18,6 +18,7 @@ from bridge_memory.releases import (
     release_words,
 )
 from bridge_memory.spec.adapters import idle_targets, names_layers
+from bridge_memory.spec.driver import driver_buffers
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS, DEFAULT_FSDP_OPTIONS
 from bridge_memory.spec.layout import Layout
@@ -139,10 +140,13 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
         yield Gap(
             "use_transformer_engine_op_fuser: what the fused MLP keeps (estimated as the unfused one)", Effect.EITHER
         )
-    if impl.moe_token_dispatcher_type == "flex" and run.model.has_experts:
-        # transformer/moe/fused_a2a.py: get_buffer; DeepEP and HybridEP allocate them themselves.
+    unsized = impl.moe_token_dispatcher_type == "flex" and run.model.has_experts and not driver_buffers(run)
+    if unsized and not impl.hugging_face:
+        # transformer/moe/fused_a2a.py: get_buffer, which ends with an assertion.
+        n = run.parallel.ep * run.parallel.etp
         yield Gap(
-            f"moe_token_dispatcher_type (flex): the communication buffers of {impl.moe_flex_dispatcher_backend}",
+            f"moe_token_dispatcher_type (flex): the communication buffers of {impl.moe_flex_dispatcher_backend}, which "
+            f"has no configuration for a group of {n} ranks",
             Effect.UP,
             outside=True,
         )
@@ -355,6 +359,12 @@ def _supposed(run: RunSpec) -> Iterator[str]:
     impl = run.implementation
     if impl.hugging_face:
         yield from _supposed_of_transformers(run)
+    for found in driver_buffers(run):
+        with_what = f", {found.supposed}" if found.supposed else ""
+        yield (
+            f"{found.name}'s buffers ({found.nbytes / (1 << 30):.2f} GiB on every rank{with_what}) lie outside of "
+            "torch's allocator: they are in the margin of each GPU and in no peak"
+        )
     if run.batch.packed_sequences:
         yield "packed sequences fill every micro batch: micro_batch_size x seq_length tokens"
     core, nearest = impl.megatron_core, nearest_known(impl.megatron_core)

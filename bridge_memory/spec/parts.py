@@ -319,6 +319,8 @@ class ImplementationSpec(Checked):
     create_attention_mask: bool = flag(False)
     calculate_per_token_loss: bool = flag(False)
     deterministic_mode: bool = flag(False)
+    #: Outputs that were sent to another stage are freed; else they stay until their backward pass is over.
+    deallocate_pipeline_outputs: bool = flag(True)
     defer_embedding_wgrad_compute: bool = flag(False)
     #: Weight gradients run after the data gradients of a layer: their inputs live longer.
     delay_wgrad_compute: bool = flag(False)
@@ -337,6 +339,10 @@ class ImplementationSpec(Checked):
     moe_token_dispatcher_type: str = choice("alltoall", "alltoall", "allgather", "flex", "alltoall_seq")
     #: Backend of the "flex" dispatcher: "deepep" or "hybridep".
     moe_flex_dispatcher_backend: str = choice("deepep", "deepep", "hybridep")
+    #: Multiprocessors that DeepEP sends with, by which its buffers grow; None: megatron-core's 20.
+    moe_flex_dispatcher_num_sms: int | None = positive(None)
+    #: Ranks of HybridEP's NVLink domain (NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN); None: 8 at most.
+    moe_hybridep_ranks_per_nvlink_domain: int | None = positive(None)
     moe_grouped_gemm: bool = flag(True)
     moe_permute_fusion: bool = flag(False)
     moe_router_fusion: bool = flag(False)

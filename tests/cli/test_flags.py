@@ -87,6 +87,11 @@ CASES = {
     "--calculate-per-token-loss": (DENSE, ""), "--deterministic-mode": (DENSE, ""),
     "--moe-imbalance": (EXPERTS, "1.5"), "--moe-token-dispatcher-type": (EXPERTS, "flex"),
     "--moe-grouped-gemm": (EXPERTS, "no"), "--moe-permute-fusion": (EXPERTS, ""), "--moe-router-fusion": (EXPERTS, ""),
+    "--deallocate-pipeline-outputs": (PIPED, "no"),
+    "--moe-flex-dispatcher-backend": (f"{EXPERTS} --moe-token-dispatcher-type flex", "hybridep"),
+    "--moe-flex-dispatcher-num-sms": (f"{EXPERTS} --moe-token-dispatcher-type flex", "40"),
+    "--moe-hybridep-ranks-per-nvlink-domain": (
+        f"{EXPERTS} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep", "2"),
     "--moe-router-dtype": (EXPERTS, "fp32"), "--moe-expert-capacity-factor": (f"{EXPERTS} --moe-imbalance 2", "1.5"),
     "--moe-pad-expert-input-to-capacity": (f"{EXPERTS} --moe-expert-capacity-factor 1.5", ""),
     "--moe-shared-expert-overlap": (SHARED, ""),

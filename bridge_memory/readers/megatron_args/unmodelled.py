@@ -145,7 +145,6 @@ GAPS: dict[str, Unmodelled] = {
     "pipeline_model_parallel_comm_backend": Unmodelled(
         None, EITHER, "pipeline buffers of another backend", also=("nccl",)
     ),
-    "deallocate_pipeline_outputs": Unmodelled(True, UP, "pipeline outputs that are kept"),
     "overlap_p2p_comm_warmup_flush": Unmodelled(
         False, UP, "hidden states that are received ahead", most=_received_ahead
     ),
