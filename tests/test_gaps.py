@@ -19,7 +19,7 @@ from bridge_memory.spec import (
     RecomputeSpec,
     RunSpec,
 )
-from bridge_memory.spec.gaps import Effect, Gap
+from bridge_memory.spec.gaps import Gap
 
 DENSE, EXPERTS, SHARED = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V2-Lite"
 

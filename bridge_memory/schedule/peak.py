@@ -29,8 +29,8 @@ def dynamic_peak(
 
     ``chunks``: one cost a virtual stage of this rank, in order. ``group_size``:
     microbatch_group_size_per_vp_stage (None: ``pp``, megatron-core's default). ``hidden_bytes``: one hidden
-    state as it travels between stages, 2 s b h / cp, over tp too under sequence parallelism (bf16). ``keeps_outputs``: chunks
-    count what they send (no ``deallocate_pipeline_outputs``).
+    state as it travels between stages, 2 s b h / cp, over tp too under sequence parallelism (bf16).
+    ``keeps_outputs``: chunks count what they send (no ``deallocate_pipeline_outputs``).
     """
     v, group = len(chunks), group_size or pp
     m = few_microbatches(pp, num_microbatches, v, group, overlap_moe_expert_parallel_comm)
