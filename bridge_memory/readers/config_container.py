@@ -615,7 +615,7 @@ def _implementation(
             "use_transformer_engine_op_fuser use_legacy_models use_fused_weighted_squared_relu "
             "moe_grouped_gemm moe_permute_fusion moe_router_fusion "
             "moe_pad_expert_input_to_capacity moe_shared_expert_overlap moe_apply_probs_on_input "
-            "overlap_moe_expert_parallel_comm"
+            "overlap_moe_expert_parallel_comm moe_paged_stash"
         )
     }
     dispatcher = str(_get(m, "moe_token_dispatcher_type", "allgather"))
@@ -644,6 +644,10 @@ def _implementation(
         moe_flex_dispatcher_num_sms=_get(m, "moe_flex_dispatcher_num_sms", _get(m, "moe_deepep_num_sms")),
         moe_router_dtype=_router_dtype(m),
         moe_expert_capacity_factor=_get(m, "moe_expert_capacity_factor"),
+        moe_expert_rank_capacity_factor=_get(m, "moe_expert_rank_capacity_factor"),
+        # Its sign says of which tokens the buffer is made, those on average or those that came.
+        moe_paged_stash_buffer_size_factor_cuda=abs(_get(m, "moe_paged_stash_buffer_size_factor_cuda", 1.1)),
+        moe_mlp_glu_interleave_size=_get(m, "moe_mlp_glu_interleave_size"),
         cpu_offloading_num_layers=_get(m, "cpu_offloading_num_layers", 0) if _get(m, "cpu_offloading") else 0,
         offload_modules=tuple(_get(m, "offload_modules", ()))
         if _get(m, "fine_grained_activation_offloading", False)

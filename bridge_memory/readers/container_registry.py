@@ -47,7 +47,9 @@ READ: dict[str, frozenset[str]] = {
         linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
         linear_value_head_dim make_vocab_size_divisible_by mamba_chunk_size mamba_head_dim mamba_num_groups
         mamba_num_heads mamba_stack_spec mamba_state_dim masked_softmax_fusion microbatch_group_size_per_vp_stage
-        moe_apply_probs_on_input moe_aux_loss_coeff moe_enable_deepep moe_expert_capacity_factor moe_ffn_hidden_size
+        moe_apply_probs_on_input moe_aux_loss_coeff moe_enable_deepep moe_expert_capacity_factor
+        moe_expert_rank_capacity_factor moe_ffn_hidden_size moe_mlp_glu_interleave_size moe_paged_stash
+        moe_paged_stash_buffer_size_factor_cuda
         moe_deepep_num_sms moe_flex_dispatcher_backend
         moe_flex_dispatcher_num_sms moe_grouped_gemm moe_latent_size moe_layer_freq moe_layer_recompute
         moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_dtype moe_router_enable_expert_bias

@@ -173,6 +173,10 @@ def _implementation(run: RunSpec) -> ImplementationSpec:
         idle.append("moe_hybridep_ranks_per_nvlink_domain")
     else:
         idle.append("moe_flex_dispatcher_num_sms")
+    if not i.moe_paged_stash:
+        idle.append("moe_paged_stash_buffer_size_factor_cuda")
+    if not i.te:
+        idle.append("use_transformer_engine_op_fuser")
     if not limits.shared_experts:
         idle.append("moe_shared_expert_overlap")
     ffns = [kind.ffn for kind in (*dict.fromkeys(model.layers), model.mtp_layer) if kind is not None]

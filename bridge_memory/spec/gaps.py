@@ -136,10 +136,6 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             "defer_embedding_wgrad_compute: output gradients of the logits that wait for the flush", Effect.UP,
             most=_deferred(run),
         )
-    if impl.use_transformer_engine_op_fuser:
-        yield Gap(
-            "use_transformer_engine_op_fuser: what the fused MLP keeps (estimated as the unfused one)", Effect.EITHER
-        )
     unsized = impl.moe_token_dispatcher_type == "flex" and run.model.has_experts and not driver_buffers(run)
     if unsized and not impl.hugging_face:
         # transformer/moe/fused_a2a.py: get_buffer, which ends with an assertion.

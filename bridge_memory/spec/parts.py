@@ -334,7 +334,7 @@ class ImplementationSpec(Checked):
     cp_comm_type: str = choice("p2p", "p2p", "a2a", "all_gather", "a2a+p2p")
     #: "none", "local", "transformer_engine" or "full_iteration"; graphs keep their buffers in a private pool.
     cuda_graph_impl: str = choice("none", "none", "local", "transformer_engine", "full_iteration")
-    #: Transformer Engine's operation fuser for the MLP (``use_transformer_engine_op_fuser``).
+    #: Transformer Engine's operation fuser for MLPs, those of experts too from megatron-core 0.18 on.
     use_transformer_engine_op_fuser: bool = flag(False)
     moe_token_dispatcher_type: str = choice("alltoall", "alltoall", "allgather", "flex", "alltoall_seq")
     #: Backend of the "flex" dispatcher: "deepep" or "hybridep".
@@ -349,6 +349,13 @@ class ImplementationSpec(Checked):
     moe_router_dtype: str | None = choice(None, "fp32", "fp64")
     moe_expert_capacity_factor: float | None = number(None)
     moe_pad_expert_input_to_capacity: bool = flag(False)
+    #: Rows that HybridEP makes for the experts of a rank, over N k of a balanced routing; what exceeds them is dropped.
+    moe_expert_rank_capacity_factor: float | None = number(None)
+    #: What experts keep of those rows goes to a buffer for as many as tokens come on average, times the factor.
+    moe_paged_stash: bool = flag(False)
+    moe_paged_stash_buffer_size_factor_cuda: float = number(1.1)
+    #: Gates and values of experts alternate in blocks of this width.
+    moe_mlp_glu_interleave_size: int | None = positive(None)
     moe_shared_expert_overlap: bool = flag(False)
     moe_apply_probs_on_input: bool = flag(False)
     #: The most loaded rank's tokens over the balanced number; multiplies routed-expert activations.

@@ -24,6 +24,7 @@ from bridge_memory.releases import (
     EXPERT_BIASES_CHECKED,
     EXPERT_BIASES_WITHOUT_ETP,
     EXPERT_COMMUNICATION_OVERLAPS,
+    EXPERTS_FUSED_BY_OPS,
     FLEX_OVERLAPS_SHARED_EXPERTS,
     HYBRID_END_STAGES,
     HYBRID_MTP,
@@ -783,6 +784,7 @@ def _check_moe(i: ImplementationSpec, p: ParallelSpec, limits: Limits) -> None:
                     "moe_pad_expert_input_to_capacity (True) does not go with moe_flex_dispatcher_backend deepep; "
                     "drop it"
                 )
+    _check_budget(i, p)
     capacity = i.moe_expert_capacity_factor
     if capacity is None:
         if i.moe_pad_expert_input_to_capacity:
@@ -794,6 +796,46 @@ def _check_moe(i: ImplementationSpec, p: ParallelSpec, limits: Limits) -> None:
                 f"moe_expert_capacity_factor ({capacity}) does not go with moe_router_load_balancing_type "
                 f"({moe.router_load_balancing_type}); drop it, or use {', '.join(_CAPACITY_BALANCING)}"
             )
+
+
+def _check_budget(i: ImplementationSpec, p: ParallelSpec) -> None:
+    """TC, and ``transformer/moe/experts.py: TEGroupedMLP._is_fused_impl_supported``."""
+    fuses = i.use_transformer_engine_op_fuser and i.te_grouped_gemm and EXPERTS_FUSED_BY_OPS(i)
+    if fuses:
+        if p.etp > 1:
+            raise SpecError(
+                f"use_transformer_engine_op_fuser (True) does not go with expert_tensor_parallel_size ({p.etp}); set "
+                "it to 1"
+            )
+        for name in ("expert_fc1", "moe_act"):
+            if name in i.offload_modules:
+                raise SpecError(
+                    f"use_transformer_engine_op_fuser (True) does not go with {name} in offload_modules; drop one of "
+                    "them"
+                )
+        if i.moe_apply_probs_on_input:
+            raise SpecError(
+                "use_transformer_engine_op_fuser (True) does not go with moe_apply_probs_on_input; drop one of them"
+            )
+    factor = i.moe_expert_rank_capacity_factor
+    if factor is None:
+        if i.moe_paged_stash:
+            raise SpecError("moe_paged_stash (True) needs moe_expert_rank_capacity_factor; set it")
+        return
+    if factor == 0:
+        raise SpecError("moe_expert_rank_capacity_factor (0) drops every token; give a positive number, or None")
+    if i.moe_token_dispatcher_type != "flex" or i.moe_flex_dispatcher_backend != "hybridep":
+        raise SpecError(
+            f"moe_expert_rank_capacity_factor ({factor}) needs moe_token_dispatcher_type flex and "
+            "moe_flex_dispatcher_backend hybridep; set both, or drop it"
+        )
+    if not fuses:
+        raise SpecError(
+            f"moe_expert_rank_capacity_factor ({factor}) needs use_transformer_engine_op_fuser and grouped experts of "
+            "Transformer Engine in megatron_core 0.18 or later; set them, or drop it"
+        )
+    if i.moe_paged_stash and i.cpu_offloading_num_layers:
+        raise SpecError("moe_paged_stash (True) does not go with cpu_offloading_num_layers; drop one of them")
 
 
 def _check_padding(run: RunSpec, limits: Limits) -> None:

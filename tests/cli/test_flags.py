@@ -39,6 +39,11 @@ UNALIGNED = (
 )
 
 #: Flag -> (the rest of the command line, what the flag is given).
+#: What a budget of rows needs.
+BUDGET = (
+    "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --use-transformer-engine-op-fuser "
+    "--megatron-core 0.19"
+)
 CASES = {
     "--tp": (DENSE, "2"), "--pp": (DENSE, "2"), "--vpp": (PIPED, "2"), "--cp": (DENSE, "2"), "--ep": (EXPERTS, "8"),
     "--etp": (f"{EXPERTS} --tp 2", "1"), "--num-gpus": ("Llama-3.2-1B", "8"),
@@ -92,6 +97,13 @@ CASES = {
     "--moe-flex-dispatcher-num-sms": (f"{EXPERTS} --moe-token-dispatcher-type flex", "40"),
     "--moe-hybridep-ranks-per-nvlink-domain": (
         f"{EXPERTS} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep", "2"),
+    "--use-transformer-engine-op-fuser": (f"{DENSE} --no-bias-activation-fusion", ""),
+    "--moe-expert-rank-capacity-factor": (f"{EXPERTS} {BUDGET}", "1.5"),
+    "--moe-paged-stash": (f"{EXPERTS} {BUDGET} --moe-expert-rank-capacity-factor 1.5", ""),
+    "--moe-paged-stash-buffer-size-factor-cuda": (
+        f"{EXPERTS} {BUDGET} --moe-expert-rank-capacity-factor 1.5 --moe-paged-stash", "1.3"),
+    "--moe-mlp-glu-interleave-size": (
+        f"{EXPERTS} {BUDGET} --moe-imbalance 4 --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear", "32"),
     "--moe-router-dtype": (EXPERTS, "fp32"), "--moe-expert-capacity-factor": (f"{EXPERTS} --moe-imbalance 2", "1.5"),
     "--moe-pad-expert-input-to-capacity": (f"{EXPERTS} --moe-expert-capacity-factor 1.5", ""),
     "--moe-shared-expert-overlap": (SHARED, ""),

@@ -22,7 +22,7 @@ REASONS: dict[str, str] = {
         logits_save_top_p logits_save_top_p_min_k
         moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms
         moe_hybridep_num_sms_preprocessing moe_paged_stash_buffer_size_factor_cpu
-        moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size moe_routing_trace_capture_hidden_states
+        moe_paged_stash_page_size moe_routing_trace_capture_hidden_states
         moe_routing_trace_capture_logits moe_routing_trace_dump_weights moe_routing_trace_max_training_iters
         moe_upcycling_granularity mup_attn_scale_power mup_base_head_dim mup_base_hidden_size mup_embedding_mult
         mup_output_mult mup_width_mult no_dsa_indexer_rotate_activation no_dsa_indexer_scoring_relu no_pin_cpu_grads

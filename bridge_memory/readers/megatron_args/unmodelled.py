@@ -287,7 +287,6 @@ GAPS: dict[str, Unmodelled] = {
     "moe_z_loss_coeff": Unmodelled(None, UP, "what the router's z-loss keeps of the logits"),
     "moe_input_jitter_eps": Unmodelled(None, UP, "the router's noisy copy of the tokens"),
     "moe_router_force_biased": Unmodelled(None, UP, "routing that is made uneven"),
-    "moe_expert_rank_capacity_factor": Unmodelled(None, EITHER, "a token budget a rank"),
     "moe_extended_tp": Unmodelled(False, EITHER, "the removed extended-TP sharding of experts"),
     "moe_input_feature_slicing": Unmodelled(False, EITHER, "the removed sharding of experts' inputs"),
     "moe_use_legacy_grouped_gemm": Unmodelled(False, EITHER, "the removed grouped GEMM's layers"),
@@ -295,8 +294,6 @@ GAPS: dict[str, Unmodelled] = {
     "moe_permute_fusion_into_hybridep": Unmodelled(False, EITHER, "tokens put in order by HybridEP"),
     "moe_ncclep_static_shape": Unmodelled(False, UP, "receive buffers of full size"),
     "moe_ncclep_zero_copy": Unmodelled(False, UP, "buffers in NCCL's symmetric memory"),
-    "moe_paged_stash": Unmodelled(False, EITHER, "expert activations in pages"),
-    "moe_mlp_glu_interleave_size": Unmodelled(None, UP, "copies in the experts' own order of gates and values"),
     "moe_shared_expert_glu_interleave_size": Unmodelled(
         None, UP, "copies in the shared experts' own order of gates and values"
     ),
