@@ -142,7 +142,6 @@ GAPS: dict[str, dict[str, Unmodelled]] = {
             True, UP, "the whole embedding's output beside the scattered one", _divided
         ),
         "dist_train": Unmodelled(None, EITHER, "towers on ranks of their own", _apart),
-        "keep_mtp_spec_in_bf16": Unmodelled(False, EITHER, "MTP depths that stay in bf16"),
         # MiniMax-M3: frozen weights that nothing runs (models/minimax_m3: lightning_indexer_layers)
         "lightning_indexer_layers": Unmodelled(None, UP, "the frozen weights of an indexer that is not run"),
         # models/gemma_vl/modeling_gemma3_vl.py: Gemma3VLModel._compute_attention_biases
@@ -209,6 +208,9 @@ REASONS: dict[str, dict[str, str]] = {
         """,
         "the values that weights start from": "embedding_init_method init_method output_layer_init_method",
         "the dtype of autocast, which Megatron's models do not use": "autocast_dtype enable_autocast",
+        "fields that nothing of Megatron Bridge 0.6.2 or megatron-core 0.19.2 reads": """
+            keep_mtp_spec_in_bf16 moe_a2a_overlap mtp_eval_in_bf16
+        """,
         "numbers of hyper-connections and of the router": "actual_vocab_size mhc_sinkhorn_iterations norm_topk_prob",
         "numbers that Falcon-H1's weights start from, or its tensors are multiplied with": """
             A_init_dist A_init_range D_has_hdim attention_in_multiplier attention_out_multiplier conv_init d_inner

@@ -151,8 +151,6 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
     if run.implementation.hugging_face:
         yield from _of_transformers(run)
     yield from _of_engines(run)
-    if precision.fp8 and (precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16):
-        yield Gap("first_last_layers_bf16: the layers at the ends are counted in fp8 like the rest", Effect.EITHER)
     if optimizer.log_params_norm and optimizer.fused_main_parameters:
         # Megatron-LM training/utils.py: calc_params_l2_norm reads fp32 main parameters where megatron-core has them.
         yield Gap(
