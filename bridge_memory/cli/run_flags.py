@@ -76,6 +76,11 @@ FLAGS = (
     Flag("--fp8 --fp8-format", "precision.fp8", "compute linears in fp8"),
     Flag("--fp8-recipe", "precision.fp8_recipe", "scaling recipe of fp8"),
     Flag("--fp8-param-gather --fp8-param", "precision.fp8_param", "keep parameters in fp8"),
+    Flag("--fp4 --fp4-format", "precision.fp4", "compute linears in NVFP4"),
+    Flag("--fp4-param-gather --fp4-param", "precision.fp4_param", "keep parameters in it"),
+    Flag("--num-layers-at-start-in-bf16", "precision.num_layers_at_start_in_bf16",
+         "layers at the start that stay in bf16 under fp8 or fp4"),
+    Flag("--num-layers-at-end-in-bf16", "precision.num_layers_at_end_in_bf16", "the same at the end"),
     Flag("--fp32-residual-connection", "precision.fp32_residual_connection", "residual stream in fp32"),
     # Optimizer and data parallelism
     Flag("--optimizer", "optimizer.optimizer", "optimizer"),

@@ -92,13 +92,17 @@ def fused_by_ops(ctx: BlockContext) -> bool:
     return fuses and EXPERTS_FUSED_BY_OPS(impl)
 
 
+#: ``fp8_utils.py: get_fp8_align_size``, ``fp4_utils.py: get_fp4_align_size``; others 16.
+_ALIGNED = {"mxfp8": 32, "nvfp4": 128}
+
+
 def _alignment(ctx: BlockContext) -> int:
     """Rows of which quantized experts want multiples (``moe_utils.py: get_align_size_for_quantization``)."""
     if fused_by_ops(ctx):
         return 256
     if not ctx.te or ctx.fp8 is None:
         return 1
-    return 32 if ctx.fp8_recipe == "mxfp8" else 16
+    return _ALIGNED.get(ctx.fp8_recipe, 16)
 
 
 def ranks_per_token(spec: MoESpec, ep: int) -> float:
@@ -406,7 +410,7 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
     # as it permutes, else there is a padded copy before and an unpadded one after (experts.py: TEGroupedMLP.forward,
     # quantization_padding).
     rows = n.received + local_experts * _padding(r)
-    pads = r.fp8 and not (
+    pads = _pads(ctx) and not (
         impl.moe_token_dispatcher_type == "flex" and impl.moe_flex_dispatcher_backend == "hybridep"
     )
     unpadded = x
@@ -486,9 +490,20 @@ def _stashed(r: Recorder, x: Tensor) -> Tensor:
 def _padding(r: Recorder) -> int:
     """Rows that an expert lacks on average to the multiple that fp8 wants; none beyond a budget of rows, where padding
     is in it."""
-    if not r.fp8 or r.ctx.impl.moe_expert_rank_capacity_factor is not None:
+    if not _pads(r.ctx) or r.ctx.impl.moe_expert_rank_capacity_factor is not None:
         return 0
-    return _alignment(r.ctx) // 2
+    alignment = _alignment(r.ctx)
+    if r.unquantized and alignment < 256:
+        # Outside of fp8 the recipe is Transformer Engine's default one of the GPU (``quantization.py:
+        # get_default_fp8_recipe``): mxfp8 on Blackwell.
+        alignment = 32 if r.ctx.impl.gpu_arch == "blackwell" else 16
+    return alignment // 2
+
+
+def _pads(ctx: BlockContext) -> bool:
+    """Whether experts' rows are padded: by the run's precision, whatever the layer computes in (``experts.py``:
+    ``config.fp8``)."""
+    return ctx.te and ctx.fp8 is not None
 
 
 def _sequential_experts(
@@ -512,7 +527,7 @@ def _sequential_experts(
     outputs = []
     for m, part, scale in zip(rows, tokens, scales, strict=True):
         whole = m
-        if r.fp8:
+        if _pads(ctx):
             whole = m + _padding(r)
             part = tape.make("padded tokens", part, whole * width * ctx.act)
             scale = tape.make("padded probabilities", scale, whole * (probs.bytes // n.received))
@@ -522,7 +537,7 @@ def _sequential_experts(
         out = _linear(r, "experts fc2", f"{one}.linear_fc2", act, whole, f, width, wgrad2, row=True)
         if spec.add_bias:
             out = tape.make("experts output with bias", (out, scale), whole * width * ctx.act, saves=(scale,))
-        if r.fp8:
+        if _pads(ctx):
             tape.keep_alive(part)  # ``hidden``
             (out,) = tape.views("outputs without padding", out, ("output of an expert", m * width * ctx.act))
         outputs.append(out)
@@ -530,7 +545,7 @@ def _sequential_experts(
         return outputs[0]
     tape.keep_alive(x)
     joined = tape.make("concatenated expert outputs", outputs, n.received * width * ctx.act, alias=True)
-    if r.fp8:
+    if _pads(ctx):
         tape.keep_alive(part)  # the last expert's ``hidden``
     return joined
 

@@ -157,7 +157,10 @@ class Recorder:
 
     def fp8_bytes(self, elements: int) -> int:
         """One fp8 copy with its scales: a byte an element, and per block of 32 (mxfp8: one byte) or of 128
-        (blockwise: four bytes). Source: TE ``tensor/{mxfp8,float8_blockwise}_tensor.py``."""
+        (blockwise: four bytes); in fp4 half a byte, and one per block of 16. Source: TE
+        ``tensor/{mxfp8,float8_blockwise,nvfp4}_tensor.py``."""
+        if self.ctx.fp8_recipe == "nvfp4":
+            return elements // 2 + elements // 16
         scales = {"mxfp8": elements // 32, "blockwise": elements // 128 * 4}
         return elements + scales.get(self.ctx.fp8_recipe, 0)
 
@@ -213,7 +216,8 @@ class Recorder:
         if not self.fp8:
             return elements * self.ctx.act
         transposed = backward and self.ctx.fp8_recipe != "mxfp8" and self.fp8_copies > 1
-        return self.fp8_bytes(elements) + (elements if transposed else 0)
+        again = elements // 2 if self.ctx.fp8_recipe == "nvfp4" else elements
+        return self.fp8_bytes(elements) + (again if transposed else 0)
 
     @property
     def proj_keeps_original(self) -> bool:

@@ -40,7 +40,8 @@ READ: dict[str, frozenset[str]] = {
         delay_wgrad_compute deterministic_mode distribute_saved_activations dsa_indexer_head_dim dsa_indexer_n_heads
         dsa_indexer_skip_topk_offset dsa_indexer_topk_freq enable_cuda_graph experimental_attention_variant
         expert_model_parallel_size expert_tensor_parallel_size external_cuda_graph ffn_hidden_size
-        fine_grained_activation_offloading first_last_layers_bf16 fp16 fp32_residual_connection fp8 fp8_param
+        fine_grained_activation_offloading first_last_layers_bf16 fp16 fp32_residual_connection fp4 fp4_param fp8
+        fp8_param
         fp8_recipe freeze_language_model freeze_mtp_model gated_linear_unit gradient_accumulation_fusion
         heterogeneous_block_specs hidden_dropout hidden_size hybrid_attention_ratio hybrid_layer_pattern
         hybrid_mlp_ratio hybrid_override_pattern hybrid_stack_spec is_hybrid_model kv_channels kv_lora_rank
@@ -84,8 +85,8 @@ READ: dict[str, frozenset[str]] = {
     ),
     "ddp": _names(
         """
-        bucket_size data_parallel_sharding_strategy fp8_param_gather grad_reduce_in_fp32 megatron_fsdp_grad_comm_dtype
-        megatron_fsdp_main_grads_dtype num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather
+        bucket_size data_parallel_sharding_strategy fp4_param_gather fp8_param_gather grad_reduce_in_fp32
+        megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather
         suggested_communication_unit_size use_custom_fsdp use_distributed_optimizer use_megatron_fsdp
         """
     ),
@@ -102,7 +103,8 @@ READ: dict[str, frozenset[str]] = {
     "peft": _names("dim target_modules"),
     "mixed_precision": _names(
         """
-        bf16 first_last_layers_bf16 fp16 fp32 fp4 fp8 fp8_dot_product_attention fp8_multi_head_attention fp8_param
+        bf16 first_last_layers_bf16 fp16 fp32 fp4 fp4_param fp4_param_gather fp8
+        fp8_dot_product_attention fp8_multi_head_attention fp8_param
         fp8_param_gather fp8_recipe grad_reduce_in_fp32 num_layers_at_end_in_bf16 num_layers_at_start_in_bf16
         params_dtype reuse_grad_buf_for_mxfp8_param_ag
         """
@@ -248,7 +250,7 @@ REASONS: dict[str, dict[str, str]] = {
             seq_len_interpolation_factor yarn_mscale yarn_mscale_all_dim yarn_rotary_scaling_factor
         """,
         _SUPPLIED: """
-            bias_dropout_add_fusion decoder_sparse_step distill_submodule fp4_param fp8_param_gather head_dim
+            bias_dropout_add_fusion decoder_sparse_step distill_submodule fp8_param_gather head_dim
             hf_model_id hf_model_path hf_model_revision hf_text_config index_head_dim index_n_heads
             language_model_type max_position_embeddings mlp_only_layers moe_intermediate_size mtp_enabled
             pipeline_dtype pretrained_model_name tokenizer_type transformer
@@ -266,7 +268,7 @@ REASONS: dict[str, dict[str, str]] = {
         "how and when ranks talk, in buffers that are counted": """
             fsdp_all_gather_in_start_param_sync megatron_fsdp_use_decoupled_grad
         """,
-        _SUPPLIED: "delay_wgrad_compute fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag",
+        _SUPPLIED: "delay_wgrad_compute reuse_grad_buf_for_mxfp8_param_ag",
     },
     "dist": {
         _RANKS: "enable_megatron_core_experimental external_gpu_device_mapping lazy_init use_decentralized_pg",

@@ -191,23 +191,25 @@ def find_gpu(name: str) -> Gpu:
 #: ``quantization.py: check_fp8_support, check_fp8_block_scaling_support, check_mxfp8_support`` (2.11 and 2.20).
 _FP8_NVIDIA: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
     "delayed": ((8, 9), None), "tensorwise": ((8, 9), None), "blockwise": ((9, 0), None), "mxfp8": ((10, 0), (12, 0)),
+    "nvfp4": ((10, 0), None),
 }  # fmt: skip
 #: The same for AMD: fp8 came with CDNA 3 (gfx942), the MX formats with CDNA 4 (gfx950), by AMD's ISA manuals.
 _FP8_AMD: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
     "delayed": ((9, 4), None), "tensorwise": ((9, 4), None), "blockwise": ((9, 4), None), "mxfp8": ((9, 5), None),
+    "nvfp4": ((99, 0), None),
 }  # fmt: skip
 
 
 def lacks(gpu: Gpu, precision: PrecisionSpec) -> str:
     """What ``precision`` computes in and ``gpu`` cannot: "fp8", "blockwise fp8", "mxfp8"; "" where it can."""
-    if precision.fp8 is None:
+    if not precision.quantizes:
         return ""
     known = _FP8_AMD if gpu.vendor == AMD else _FP8_NVIDIA
     if gpu.capability < known["delayed"][0]:
         return "fp8"
-    lowest, beyond = known[precision.fp8_recipe]
+    lowest, beyond = known[precision.recipe]
     if gpu.capability < lowest or (beyond is not None and gpu.capability >= beyond):
-        return "mxfp8" if precision.fp8_recipe == "mxfp8" else f"{precision.fp8_recipe} fp8"
+        return precision.recipe if precision.recipe in ("mxfp8", "nvfp4") else f"{precision.recipe} fp8"
     return ""
 
 
@@ -217,6 +219,8 @@ def check_computes(gpu: Gpu, precision: PrecisionSpec) -> None:
     if not missing:
         return
     field = f"fp8 ({precision.fp8})" if missing == "fp8" else f"fp8_recipe ({precision.fp8_recipe})"
+    if precision.fp4 is not None:
+        field = f"fp4 ({precision.fp4})"
     able = [card.name for card in common_gpus() if not lacks(card, precision)]
     other = "drop fp8" if missing == "fp8" else "use another recipe"
     raise SpecError(

@@ -122,7 +122,9 @@ def _global_batch(run: RunSpec) -> int:
 def _precision(run: RunSpec) -> PrecisionSpec:
     p = run.precision
     if p.fp8 is None:
-        p = _reset(p, "fp8_recipe", "fp8_param", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+        p = _reset(p, "fp8_recipe", "fp8_param")
+    if not p.quantizes:
+        p = _reset(p, "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     i = run.implementation
     if i.attention_kernel != "unfused" or p.params_dtype == "fp32" or i.apply_query_key_layer_scaling:
         p = _reset(p, "attention_softmax_in_fp32")

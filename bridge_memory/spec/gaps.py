@@ -172,10 +172,14 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
         yield from _packed(run)
     if impl.cpu_offloading_num_layers and not run.model.hybrid:
         yield Gap("cpu_offloading_num_layers: the two layers in flight between GPU and host", Effect.UP)
-    if precision.fp8 and precision.params_dtype == "fp32":
+    if precision.fp4_param and run.data_parallel.fsdp:
+        yield Gap("fp4_param with engine megatron_fsdp: weights are counted in the dtype of the others", Effect.DOWN)
+    if precision.quantizes and precision.params_dtype == "fp32":
         # TE module/linear.py: _Linear.forward takes fp32 activations (its bias goes to bf16).
         yield Gap(
-            f"fp8 ({precision.fp8}) with params_dtype fp32: what stays in fp32 beside the fp8 copies", Effect.UP
+            f"{precision.format_words} with params_dtype fp32: what stays in fp32 beside the "
+            f"{precision.format_words[:3]} copies",
+            Effect.UP,
         )
     limits = limits_of(run.model)
     if limits.mla and not impl.te and not impl.hugging_face:

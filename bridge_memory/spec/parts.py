@@ -161,11 +161,35 @@ class PrecisionSpec(Checked):
     fp8_recipe: str = choice("delayed", "delayed", "tensorwise", "blockwise", "mxfp8")
     #: Parameters themselves are kept in fp8 (``fp8_param_gather`` / ``--fp8-param-gather``).
     fp8_param: bool = flag(False)
-    #: ``first_last_layers_bf16``: this many layers at either end stay in bf16 under fp8.
+    #: "e2m1": linears compute in NVFP4, in place of fp8.
+    fp4: str | None = choice(None, "e2m1")
+    #: Parameters themselves are kept in it (``fp4_param_gather``).
+    fp4_param: bool = flag(False)
+    #: ``first_last_layers_bf16``: this many layers at either end stay in bf16 under fp8 or fp4.
     num_layers_at_start_in_bf16: int = count(0)
     num_layers_at_end_in_bf16: int = count(0)
     fp32_residual_connection: bool = flag(False)
     attention_softmax_in_fp32: bool = flag(True)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether linears compute in fp8 or fp4."""
+        return self.fp8 is not None or self.fp4 is not None
+
+    @property
+    def format_words(self) -> str:
+        """For messages: "fp8 (hybrid)" or "fp4 (e2m1)"."""
+        return f"fp8 ({self.fp8})" if self.fp4 is None else f"fp4 ({self.fp4})"
+
+    @property
+    def recipe(self) -> str:
+        """How: ``fp8_recipe``, or "nvfp4"."""
+        return self.fp8_recipe if self.fp4 is None else "nvfp4"
+
+    @property
+    def quantized_param(self) -> bool:
+        """Whether the weights of linears are kept in that alone."""
+        return self.fp8_param or self.fp4_param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

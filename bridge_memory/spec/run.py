@@ -127,8 +127,8 @@ class RunSpec:
         if self.implementation.hugging_face:
             object.__setattr__(self, "model", as_transformers_has_it(self.model))
         precision = self.precision
-        fp8 = precision.fp8 is not None
-        ends = precision.num_layers_at_start_in_bf16 * fp8, precision.num_layers_at_end_in_bf16 * fp8
+        on = precision.quantizes
+        ends = precision.num_layers_at_start_in_bf16 * on, precision.num_layers_at_end_in_bf16 * on
         object.__setattr__(self, "model", self.model.with_unquantized_ends(*ends))
         validate(self)
 

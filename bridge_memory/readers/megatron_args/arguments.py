@@ -36,7 +36,8 @@ OFF = _names(
     attention_softmax_in_fp32 bf16 calculate_per_token_loss cpu_offloading cross_entropy_loss_fusion
     defer_embedding_wgrad_compute delay_wgrad_compute deterministic_mode distribute_saved_activations
     enable_cuda_graph external_cuda_graph fine_grained_activation_offloading first_last_layers_bf16 fp16
-    fp32_residual_connection fp8_param_gather grad_reduce_in_bf16 group_query_attention is_hybrid_model
+    fp32_residual_connection fp4_param fp4_param_gather fp8_param_gather grad_reduce_in_bf16 group_query_attention
+    is_hybrid_model
     legacy_tokenizer log_params_norm moe_apply_probs_on_input moe_enable_deepep moe_grouped_gemm moe_paged_stash
     moe_layer_recompute moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_enable_expert_bias
     moe_router_fusion moe_shared_expert_gate moe_shared_expert_overlap mtp_use_repeated_layer
@@ -96,7 +97,8 @@ NUMBERS: dict[str, float | None] = {
 WORDS: dict[str, str | None] = {
     "attention_backend": "auto", "cross_entropy_fusion_impl": "native", "cuda_graph_impl": "none",
     "data_parallel_sharding_strategy": None, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32",
-    "experimental_attention_variant": None, "fp8": None, "fp8_recipe": "delayed", "hybrid_layer_pattern": None,
+    "experimental_attention_variant": None, "fp4": None, "fp8": None, "fp8_recipe": "delayed",
+    "hybrid_layer_pattern": None,
     "hybrid_override_pattern": None, "linear_attention_type": None, "main_grads_dtype": "fp32",
     "main_params_dtype": "fp32", "megatron_fsdp_grad_comm_dtype": "auto", "megatron_fsdp_main_grads_dtype": "auto",
     "moe_flex_dispatcher_backend": "deepep", "moe_router_dtype": None,

@@ -60,7 +60,7 @@ def same(value: object, default: object) -> bool:
 
 
 def _fp8(args: Asked, value: object) -> bool:
-    return args["fp8"] is not None
+    return args["fp8"] is not None or args["fp4"] is not None
 
 
 def _unfused_activation(args: Asked, value: object) -> bool:
@@ -102,7 +102,7 @@ def _user_buffers(args: Asked) -> int:
     (2 t - 1) / t of that, a ring's chunks; once more for layers that stay in bf16 beside fp8 ones.
     Source: TE ``module/base.py: initialize_ub``, ``comm_gemm_overlap.cpp: CommOverlapP2PBase``."""
     tokens = (args["seq_length"] or args["encoder_seq_length"] or 0) * (args["micro_batch_size"] or 1)
-    modes = 2 if args["fp8"] is not None and args["first_last_layers_bf16"] else 1
+    modes = 2 if _fp8(args, None) and args["first_last_layers_bf16"] else 1
     return int(modes * (8 + 4 * 2) * 2 * tokens // (args["context_parallel_size"] or 1) * (args["hidden_size"] or 0))
 
 
@@ -171,9 +171,6 @@ GAPS: dict[str, Unmodelled] = {
         False, EITHER, "PyTorch FSDP2 shards and gathers parameters its own way"
     ),
     # ---- precision ----
-    "fp4": Unmodelled(None, EITHER, "fp4 activations and weights"),
-    "fp4_param": Unmodelled(False, EITHER, "fp4 parameters"),
-    "fp4_param_gather": Unmodelled(False, EITHER, "fp4 parameters"),
     "fp4_quantizer_factory": Unmodelled(None, UNKNOWN, "quantisation of the user's own"),
     "fp8_quantizer_factory": Unmodelled(None, UNKNOWN, "quantisation of the user's own"),
     "fp8_output_proj": Unmodelled(False, EITHER, "the output layer in fp8"),
