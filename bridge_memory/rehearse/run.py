@@ -589,6 +589,10 @@ def rehearse_layer(run: RunSpec, layer: int, architecture: Any = None) -> PassRe
 
 def _fp8(config: Any, layer: Any) -> Any:
     """What ``transformer_block.py: TransformerBlock.forward`` runs a layer in."""
+    if getattr(config, "fp4", None):
+        from megatron.core.fp4_utils import get_fp4_context
+
+        return get_fp4_context(config, layer.layer_number - 1)
     if not config.fp8:
         return nullcontext()
     from megatron.core.fp8_utils import get_fp8_context
