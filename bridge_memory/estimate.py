@@ -338,6 +338,7 @@ class _Stages(StageHolds):
             group_size=run.parallel.microbatch_group_size_per_vp_stage,
             hidden_bytes=self.ctx.hidden_bytes,
             overlap_moe_expert_parallel_comm=run.implementation.overlap_moe_expert_parallel_comm,
+            keeps_outputs=not run.implementation.deallocate_pipeline_outputs,
         )
         step = held.between_bytes + held.state.in_step
         return _Stage(held, moment, step > moment.bytes + held.batch + held.state.in_passes - held.fresh)

@@ -49,7 +49,7 @@ def kind_of(run: RunSpec, gpu_arch: str | None = None) -> Kind:
         _IMPLEMENTATIONS.get(i.transformer_impl, i.transformer_impl),
         " and ".join(word for word, there in kinds if there) or "dense",
         "no pipeline" if p.pp == 1 else "1F1B" if virtual == 1 else "interleaved 1F1B",
-        "fp8" if run.precision.fp8 else "",
+        "fp8" if run.precision.quantizes else "",
         "" if d.engine == DataParallelSpec().engine else d.engine_title,
         run.peft.scheme or "" if run.peft.freezes else "",
     )

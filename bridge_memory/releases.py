@@ -218,6 +218,8 @@ COMBINED_IN_TWO_STEPS = since(core=(0, 16))
 SHARED_INPUT_KEPT = since(core=(0, 14))
 #: A variable of ``experts.py: TEGroupedMLP.forward`` holds fc1's output.
 FC1_OUTPUT_HELD = since(core=(0, 16))
+#: ``use_transformer_engine_op_fuser`` is of experts too (``experts.py: TEGroupedMLP._fused_forward``).
+EXPERTS_FUSED_BY_OPS = since(core=(0, 18))
 #: The unfused permutation sorts the whole routing map, [E, N], by a stable argsort, and keeps the int64 order of all of
 #: it, of which what is chosen is a view; before, masked_select keeps the map and the probabilities by expert
 #: (``moe_utils.py: permute``).

@@ -48,7 +48,9 @@ def run_schedule(monkeypatch):
     monkeypatch.setattr(utils, "get_pg_size", lambda group: group.size())
     size = 8
 
-    def run(pp: int, rank: int, m: int, v: int, group: int | None, overlap_p2p: bool) -> list[tuple]:
+    def run(
+        pp: int, rank: int, m: int, v: int, group: int | None, overlap_p2p: bool, deallocate: bool = True
+    ) -> list[tuple]:
         alive: weakref.WeakSet = weakref.WeakSet()
 
         class Block:
@@ -122,7 +124,7 @@ def run_schedule(monkeypatch):
         config = TransformerConfig(
             num_layers=pp * v, hidden_size=size, num_attention_heads=1, pipeline_dtype=torch.float32,
             pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=v if v > 1 else None,
-            microbatch_group_size_per_vp_stage=group, deallocate_pipeline_outputs=True,
+            microbatch_group_size_per_vp_stage=group, deallocate_pipeline_outputs=deallocate,
             overlap_p2p_comm=overlap_p2p and v > 1, batch_p2p_comm=not (overlap_p2p and v > 1),
         )  # fmt: skip
         one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -190,6 +192,23 @@ def test_passes_run_in_megatron_cores_order_and_hold_what_it_holds(run_schedule)
         assert [(e[0], e[2], e[3]) for e in real] == wanted, (pp, rank, m, v, group, overlap)
         kinds.add((pp > 1, v > 1, overlap and v > 1, (group or pp) > pp))
     assert len(kinds) == 6
+
+
+def test_outputs_that_are_not_freed_stay_until_their_backward_pass(run_schedule):
+    """Without ``deallocate_pipeline_outputs``, of every microbatch and chunk alive that went to another stage, its
+    output is there too; the one that runs forward has not made its own yet."""
+    for pp, rank, m, v, group, overlap in cases(9, 150):
+        if pp == 1:
+            continue
+        real = run_schedule(pp, rank, m, v, group, overlap, False)
+        wanted = []
+        for moment in walk(pp, rank, m, v, group, False, overlap, True):
+            inputs = sum(n for c, n in enumerate(moment.alive) if not (rank == 0 and c == 0))
+            outputs = sum(n for c, n in enumerate(moment.alive) if not (rank == pp - 1 and c == v - 1))
+            own = not (rank == pp - 1 and moment.chunk == v - 1)
+            own_grad = own if moment.phase == "backward" else -own
+            wanted.append((moment.phase, moment.chunk, moment.hidden + inputs + outputs + own_grad))
+        assert [(e[0], e[2], e[3]) for e in real] == wanted, (pp, rank, m, v, group, overlap)
 
 
 def test_warm_up_and_order_of_chunks_are_megatron_cores():
@@ -320,6 +339,7 @@ def schedules_with_costs(draw):
             "hidden_bytes": draw(st.sampled_from([0, 1, 20, 300])),
             "overlap_moe_expert_parallel_comm": draw(st.booleans()) and (pp == 1 or v > 1),
             "overlap_p2p_comm": draw(st.booleans()),
+            "keeps_outputs": draw(st.booleans()),
         },
     )
 
@@ -332,7 +352,8 @@ def test_the_closed_form_is_the_walk_over_every_event(case):
     closed = dynamic_peak(pp, rank, m, chunks, group, **more)
     assert closed.bytes == walked.bytes
     # The moment it names is one of the schedule, and its parts add up.
-    moments = walk(pp, rank, m, len(chunks), group, more["overlap_moe_expert_parallel_comm"], more["overlap_p2p_comm"])
+    options = (more[name] for name in ("overlap_moe_expert_parallel_comm", "overlap_p2p_comm", "keeps_outputs"))
+    moments = walk(pp, rank, m, len(chunks), group, *options)
     named = {(n.phase, n.chunk, n.forward_chunk, n.alive) for n in moments}
     counted = list(closed.alive)
     passing = closed.bytes - closed.hidden_bytes - sum(n * c.saved for n, c in zip(counted, chunks, strict=True))
@@ -355,8 +376,9 @@ def test_more_groups_of_microbatches_repeat_the_same_moments() -> None:
         group = pp + chance.choice((0, 0, 1, pp, 2 * pp, chance.randint(0, 9)))
         rest = chance.choice((0, 0, *range(pp, group)))
         rank, extra, overlap = chance.randrange(pp), chance.random() < 0.3, chance.random() < 0.7
+        keeps = chance.random() < 0.3
         m = chance.randint(5, 12) * group + rest
         few = few_microbatches(pp, m, v, group, extra)
         assert few <= 5 * group + rest + (0 if extra else -group)
-        ours, theirs = (set(peak_moments(pp, rank, n, v, group, extra, overlap)) for n in (few, m))
+        ours, theirs = (set(peak_moments(pp, rank, n, v, group, extra, overlap, keeps)) for n in (few, m))
         assert ours == theirs, (pp, rank, m, v, group, extra, overlap)

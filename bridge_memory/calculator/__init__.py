@@ -37,6 +37,7 @@ from bridge_memory.readers.engines.sections import Notes
 from bridge_memory.report.gpus import GIB, Fit, Gpu, Verdict, fits, margin_bytes
 from bridge_memory.result import Estimate
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.driver import driver_bytes
 
 __all__ = [
     "EngineConfig",
@@ -179,4 +180,4 @@ class GPUMemoryCalculator:
         except SpecError:
             return False
         peak = max(stage.peak_bytes for stage in peaks(run))
-        return peak + margin_bytes(peak, run.parallel.world_size) <= self.gpu.capacity_bytes
+        return peak + margin_bytes(peak, run.parallel.world_size, driver_bytes(run)) <= self.gpu.capacity_bytes

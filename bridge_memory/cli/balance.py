@@ -12,6 +12,7 @@ from bridge_memory.cli.templates import template
 from bridge_memory.plan.space import AXES
 from bridge_memory.plan.splits import split_fields
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.driver import driver_bytes
 from bridge_memory.spec.layout import layout
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     found["lowest peak"] = balance(base, hardware)
     if hardware is not None:
         try:
-            card = largest_peak(gpu, base.parallel.world_size)
+            card = largest_peak(gpu, base.parallel.world_size, driver_bytes(base))
             found[f"fastest on {gpu.name}"] = balance(base, hardware, capacity=card)
         except SpecError:
             pass  # none fits; the lowest peak says by how much

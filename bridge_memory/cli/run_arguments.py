@@ -102,7 +102,7 @@ def run_on_gpus(args: argparse.Namespace, gpus: Sequence[Gpu]) -> RunSpec:
         check_computes(gpu, spec.precision)
         if gpu.arch is not None:  # It refuses what has no attention kernel there.
             replace(spec, implementation=replace(spec.implementation, gpu_arch=gpu.arch))
-    if first is None and spec.precision.fp8 and spec.precision.fp8_recipe == "mxfp8":
+    if first is None and spec.precision.quantizes and spec.precision.recipe in ("mxfp8", "nvfp4"):
         spec = replace(spec, implementation=replace(spec.implementation, gpu_arch="blackwell"))
     supposed = [words for gpu in gpus for words in supposed_on(gpu, spec)]
     if first is not None and len({gpu.arch for gpu in gpus if gpu.arch is not None}) > 1:

@@ -71,9 +71,9 @@ class MegatronDDP:
         self.layer_wise = run.optimizer.use_layer_wise_distributed_optimizer
         # Adapters train like any parameter, in the dtype of the activations.
         self.frozen = run.peft.freezes and not adapters
-        self.fp8 = precision.fp8 is not None and run.implementation.te and not adapters
+        self.fp8 = precision.quantizes and run.implementation.te and not adapters
         #: Weights are fp8 tensors, which have buffers of their own (``_allocate_buffers_for_parameters``: by dtype).
-        self.fp8_parameters = self.fp8 and precision.fp8_param
+        self.fp8_parameters = self.fp8 and precision.quantized_param
         #: Whether other parameters are there beside their buffer.
         self.twice = not OTHERS_MAPPED_BESIDE_MXFP8(run.implementation)
         #: MTP depths run forward alone.
@@ -282,13 +282,13 @@ class MegatronDDP:
         if not self.fp8_parameters:
             yield weights
         elif not in_buffer:
-            yield weights - gemm * (self.width - 1)
-        elif precision.fp8_recipe == "mxfp8":
+            yield weights - gemm * self.width + _data(precision, gemm)
+        elif precision.recipe == "mxfp8":
             # They can be in no buffer: tensors of their own, gathered in the buffer of gradients
             # (``param_and_grad_buffer.py: _ParamAndGradBuffer.__init__``: reuse_grad_buf_for_mxfp8_param_ag).
             yield gemm + others * self.width + sums[self._unmapped_at] * self.twice
         else:
-            yield padded - others + others * self.width
+            yield _data(precision, padded - others) + others * self.width
         if self.fp8:
             yield fp8_copies(precision, gemm, self.run.implementation.gpu_arch, tensors)
         if self.frozen:
@@ -492,8 +492,11 @@ def fp8_copies(precision: PrecisionSpec, gemm: int, gpu_arch: str, tensors: int 
     """fp8 data beside the weights of ``gemm`` elements in so many ``tensors``: the row-wise copy (unless it is the
     parameter itself), the column-wise one that backward needs, and scales, of blocks or of a whole tensor. Blackwell
     multiplies per-tensor fp8 in any layout and keeps no column-wise copy (``utils.py: is_non_tn_fp8_gemm_supported``).
-    Source: TE ``tensor/{float8,float8_blockwise,mxfp8}_tensor.py``."""
-    copies = _has_column_wise_copies(precision, gpu_arch) + (not precision.fp8_param)
+    Source: TE ``tensor/{float8,float8_blockwise,mxfp8,nvfp4}_tensor.py``."""
+    copies = _has_column_wise_copies(precision, gpu_arch) + (not precision.quantized_param)
+    if precision.fp4 is not None:
+        # Half a byte an element, with a scale of a byte for each block of 16 and the largest value of the whole.
+        return _data(precision, gemm * copies) + gemm * 2 // 16 + 2 * 4 * tensors
     # Weights have one fp32 scale a block of 128 x 128 (``common/recipe: Float8BlockScaling.w_block_scaling_dim``).
     scales = {"mxfp8": 2 / 32, "blockwise": 2 * 4 / 128**2}.get(precision.fp8_recipe)
     if scales is None:
@@ -501,8 +504,13 @@ def fp8_copies(precision: PrecisionSpec, gemm: int, gpu_arch: str, tensors: int 
     return round(gemm * (copies + scales))
 
 
+def _data(precision: PrecisionSpec, elements: int) -> int:
+    """Bytes of so many quantized elements."""
+    return elements if precision.fp4 is None else -(-elements // 2)
+
+
 def _has_column_wise_copies(precision: PrecisionSpec, gpu_arch: str) -> bool:
-    return not (gpu_arch == "blackwell" and precision.fp8_recipe in ("delayed", "tensorwise"))
+    return not (gpu_arch == "blackwell" and precision.recipe in ("delayed", "tensorwise"))
 
 
 def _rest(parameter: Parameter, width: int) -> int:

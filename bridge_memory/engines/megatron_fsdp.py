@@ -61,7 +61,7 @@ class MegatronFSDP:
         """``rank`` changes nothing: all ranks of a stage keep as much."""
         self.run = run
         self.sharding = Sharding(run)
-        self.fp8 = run.precision.fp8 is not None and run.implementation.te
+        self.fp8 = run.precision.quantizes and run.implementation.te
         self.states = fsdp_states(run)
         self.copies_gradients = any(s.state is State.MAIN_PARAMETERS for s in self.states) and _copies_gradients(run)
         self.lines = tuple(
@@ -163,7 +163,7 @@ class MegatronFSDP:
         sharding, precision, arch = self.sharding, self.run.precision, self.run.implementation.gpu_arch
         if not sharding.fp8_param:
             return fp8_copies(precision, _sum(units, experts, (gemm_elements, 0)), arch)
-        if precision.fp8_recipe == "mxfp8":
+        if precision.recipe == "mxfp8":
             copies = fp8_copies(precision, sum(b.fp8 for b in buckets), arch)
             return copies // sharding.ranks("params", experts)
         stay = (b for b in buckets if not sharding.shards["params"] or not b.unit)

@@ -140,6 +140,8 @@ class ChunkInventory(NamedTuple):
     residue: int = 0
     #: Of ``backward_peak``: gradients that the optimizer waits for (``Concurrent.gradients``).
     gradients: int = 0
+    #: Of ``retained``: the output, which was sent.
+    kept: int = 0
 
     @property
     def forward_operation(self) -> str:
@@ -173,6 +175,9 @@ class ChunkInventory(NamedTuple):
         for link, count in self.links:
             for key, nbytes in link.parts():
                 out[key] = out.get(key, 0) + count * nbytes
+        if self.kept:
+            key = (Part.PIPELINE, Provenance.FORMULA)
+            out[key] = out.get(key, 0) + self.kept
         return out
 
 
@@ -214,11 +219,12 @@ def most(held: Sequence[Concurrent]) -> Concurrent:
     return held[0] if len(held) == 1 else Concurrent(*map(max, zip(*held, strict=True)))
 
 
-def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkInventory:
+def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0, *, kept: int = 0) -> ChunkInventory:
     """A chain's retained bytes and peaks.
 
     ``output_bytes``: the chunk's output travels on; the schedule holds its gradient to the end of the chunk's
     backward pass (``schedules.py: backward_step``), beside all links but the last, whose own output it is of.
+    ``kept``: of that output itself, which stays until the chunk's backward pass is over.
     What links leave behind in backward is there while those before them run backward, and in the next forward
     pass until their own routers run.
     """
@@ -245,9 +251,10 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0) -> ChunkIn
         before += count * link.retained
         residue -= count * link.residue
     backward_name, gradients = at_backward
+    retained = before + kept
     return ChunkInventory(
-        before, largest(forward, before), forward_name, largest(backward, before), backward_name, tuple(links),
-        output_bytes, all_residue, gradients,
+        retained, largest(forward, retained), forward_name, largest(backward + kept, retained), backward_name,
+        tuple(links), output_bytes, all_residue, gradients, kept,
     )
 
 
@@ -282,9 +289,9 @@ def follow(chunk: ChunkInventory) -> Iterator[Passing]:
     for position, link in enumerate(every):
         residue -= link.residue
         following = every[position + 1] if position + 1 < len(every) else None
-        back = link.backward_peak + chunk.output_bytes
+        back = link.backward_peak + chunk.output_bytes + chunk.kept
         if following is None and chunk.output_bytes:
-            back = link.backward_peak_held
+            back = link.backward_peak_held + chunk.kept
         left = residue - (following.residue_gradient if following else 0)
         yield Passing(link, before, before + residue + link.forward_peak, before + left + back)
         before += link.retained

@@ -68,6 +68,7 @@ class Settings(NamedTuple):
     hidden_dropout: float
     attention_dropout: float
     params_dtype: str
+    #: What linears compute in, fp8 or fp4, and how.
     fp8: str | None
     fp8_recipe: str
     fp8_param: bool
@@ -316,9 +317,9 @@ def settings_of(run: RunSpec) -> Settings:
         m.hidden_dropout,
         m.attention_dropout,
         precision.params_dtype,
-        precision.fp8,
-        precision.fp8_recipe,
-        precision.fp8_param,
+        precision.fp8 or precision.fp4,
+        precision.recipe,
+        precision.quantized_param,
         # Scaling by the layer number keeps the softmax in fp32 (TransformerConfig.__post_init__).
         precision.attention_softmax_in_fp32 or run.implementation.apply_query_key_layer_scaling,
         run.implementation,

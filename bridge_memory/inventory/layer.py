@@ -138,6 +138,7 @@ _PARTS: dict[type, Part] = {
 
 def _record_layer(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
     mixer, ffn = layer.mixer, layer.ffn
+    r.unquantized = layer.unquantized
     if layer.arrangement != "megatron":
         return record_gemma4_layer(r, layer, x)
     if isinstance(mixer, SideBySideSpec):

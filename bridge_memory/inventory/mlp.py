@@ -53,7 +53,9 @@ def activation(r: Recorder, name: str, x: Tensor, rows: int, f: int, *, gated: b
     """
     ctx, tape = r.ctx, r.tape
     out = rows * f * ctx.act
-    if ctx.impl.bias_activation_fusion and kind in ("silu", "gelu", "quick_gelu"):
+    # Transformer Engine's operations are fused ones (``extensions/transformer_engine.py: TEFusedMLP``).
+    fused = ctx.impl.bias_activation_fusion or (ctx.te and ctx.impl.use_transformer_engine_op_fuser)
+    if fused and kind in ("silu", "gelu", "quick_gelu"):
         return tape.make(name, x, out, saves=(x,), workspace=0)
     if bias:
         x = tape.make(f"{name} input + bias", x, x.bytes, alias=True)

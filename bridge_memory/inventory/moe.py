@@ -23,6 +23,7 @@ from bridge_memory.inventory.tape import Tensor
 from bridge_memory.releases import (
     AUXILIARY_SCORES_IN_FP32,
     COMBINED_IN_TWO_STEPS,
+    EXPERTS_FUSED_BY_OPS,
     FC1_OUTPUT_HELD,
     PERMUTED_BY_ARGSORT,
     ROUTER_SCORES_IN_FP32,
@@ -69,7 +70,39 @@ def routed_tokens(ctx: BlockContext, spec: MoESpec) -> _Tokens:
     once = 0
     if ctx.impl.moe_token_dispatcher_type == "flex":
         once = round(n * computed(partial(ranks_per_token, spec), ctx.ep) * ctx.etp * imbalance)
+    budget = ctx.impl.moe_expert_rank_capacity_factor
+    if budget is not None:
+        received = computed(partial(rank_budget, spec.topk, budget, _alignment(ctx)), n)
+        return _Tokens(n, permuted, received, received, once)
     return _Tokens(n, permuted, round(permuted * imbalance), round(permuted * ctx.etp * imbalance), once)
+
+
+def rank_budget(topk: int, factor: float, alignment: int, tokens: int) -> int:
+    """Rows that HybridEP makes for a rank's experts, however many tokens come (``token_dispatcher.py:
+    _HybridEPManager.setup_metadata``)."""
+    return -(-int(tokens * topk * factor) // alignment) * alignment
+
+
+def fused_by_ops(ctx: BlockContext) -> bool:
+    """Whether fc1, activation and fc2 of experts are operations of Transformer Engine's fuser. They keep what modules
+    keep: fc1's input and output, the probabilities, fc2's input (TE ``ops/fused/grouped_mlp.py``, ``ops/basic/
+    {grouped_linear,swiglu}.py``)."""
+    impl = ctx.impl
+    fuses = impl.use_transformer_engine_op_fuser and impl.te_grouped_gemm
+    return fuses and EXPERTS_FUSED_BY_OPS(impl)
+
+
+#: ``fp8_utils.py: get_fp8_align_size``, ``fp4_utils.py: get_fp4_align_size``; others 16.
+_ALIGNED = {"mxfp8": 32, "nvfp4": 128}
+
+
+def _alignment(ctx: BlockContext) -> int:
+    """Rows of which quantized experts want multiples (``moe_utils.py: get_align_size_for_quantization``)."""
+    if fused_by_ops(ctx):
+        return 256
+    if not ctx.te or ctx.fp8 is None:
+        return 1
+    return _ALIGNED.get(ctx.fp8_recipe, 16)
 
 
 def ranks_per_token(spec: MoESpec, ep: int) -> float:
@@ -377,7 +410,7 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
     # as it permutes, else there is a padded copy before and an unpadded one after (experts.py: TEGroupedMLP.forward,
     # quantization_padding).
     rows = n.received + local_experts * _padding(r)
-    pads = r.fp8 and not (
+    pads = _pads(ctx) and not (
         impl.moe_token_dispatcher_type == "flex" and impl.moe_flex_dispatcher_backend == "hybridep"
     )
     unpadded = x
@@ -393,7 +426,10 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
     )
     if selected:
         tape.discard(region, act)
-    if spec.add_bias:
+    if spec.add_bias and fused_by_ops(ctx):
+        # Added in place, for which the probabilities are kept (TE ``ops/basic/grouped_linear.py``: scale_bias).
+        out = tape.make("experts output with bias", (out, probs), out.bytes, saves=(probs,), alias=True)
+    elif spec.add_bias:
         out = _add_weighted_bias(r, out, probs, rows * width, local_experts)
     if pads:
         out = tape.make("unpadded outputs", out, n.received * width * ctx.act)
@@ -428,17 +464,46 @@ def _linear(
         return frozen.expert_linear(r, module, x, rows, in_features, out_features, row=row, label=f"{name} output")
     kept, also = r.linear_input(name, x, rows * in_features, original=original)
     layouts = r.quantized_input(rows * in_features, original=original)
+    whole = 0
+    if r.ctx.impl.moe_paged_stash:
+        whole = kept[0].bytes
+        layouts += whole if r.fp8 else 0
+        kept = also = (_stashed(r, kept[0]),)
     return r.tape.make(
         f"{name} output", x, rows * out_features * r.ctx.act, saves=kept, also=also, workspace=layouts,
         for_backward=0 if original else layouts,
-        backward_workspace=wgrad + r.quantized_gradient(rows * out_features)
+        backward_workspace=wgrad + r.quantized_gradient(rows * out_features) + whole
         + r.requantized_input(rows * in_features, original=original),
     )
 
 
+def _stashed(r: Recorder, x: Tensor) -> Tensor:
+    """What is kept of a tensor of all rows of the budget: as many as come on average, times the buffer's factor. The
+    buffers of all microbatches in flight are one, for good; here each holds its share (``paged_stash.py:
+    PagedStashManager.allocate_stash_buffers, on_save_for_backward``)."""
+    impl = r.ctx.impl
+    assert impl.moe_expert_rank_capacity_factor is not None
+    share = impl.moe_paged_stash_buffer_size_factor_cuda / impl.moe_expert_rank_capacity_factor
+    return r.tape.tensor(f"{x.name} in the stash", round(x.bytes * share), grad=False)
+
+
 def _padding(r: Recorder) -> int:
-    """Rows that an expert lacks on average to the multiple that fp8 wants (``get_align_size_for_quantization``)."""
-    return (32 if r.ctx.fp8_recipe == "mxfp8" else 16) // 2 if r.fp8 else 0
+    """Rows that an expert lacks on average to the multiple that fp8 wants; none beyond a budget of rows, where padding
+    is in it."""
+    if not _pads(r.ctx) or r.ctx.impl.moe_expert_rank_capacity_factor is not None:
+        return 0
+    alignment = _alignment(r.ctx)
+    if r.unquantized and alignment < 256:
+        # Outside of fp8 the recipe is Transformer Engine's default one of the GPU (``quantization.py:
+        # get_default_fp8_recipe``): mxfp8 on Blackwell.
+        alignment = 32 if r.ctx.impl.gpu_arch == "blackwell" else 16
+    return alignment // 2
+
+
+def _pads(ctx: BlockContext) -> bool:
+    """Whether experts' rows are padded: by the run's precision, whatever the layer computes in (``experts.py``:
+    ``config.fp8``)."""
+    return ctx.te and ctx.fp8 is not None
 
 
 def _sequential_experts(
@@ -462,7 +527,7 @@ def _sequential_experts(
     outputs = []
     for m, part, scale in zip(rows, tokens, scales, strict=True):
         whole = m
-        if r.fp8:
+        if _pads(ctx):
             whole = m + _padding(r)
             part = tape.make("padded tokens", part, whole * width * ctx.act)
             scale = tape.make("padded probabilities", scale, whole * (probs.bytes // n.received))
@@ -472,7 +537,7 @@ def _sequential_experts(
         out = _linear(r, "experts fc2", f"{one}.linear_fc2", act, whole, f, width, wgrad2, row=True)
         if spec.add_bias:
             out = tape.make("experts output with bias", (out, scale), whole * width * ctx.act, saves=(scale,))
-        if r.fp8:
+        if _pads(ctx):
             tape.keep_alive(part)  # ``hidden``
             (out,) = tape.views("outputs without padding", out, ("output of an expert", m * width * ctx.act))
         outputs.append(out)
@@ -480,7 +545,7 @@ def _sequential_experts(
         return outputs[0]
     tape.keep_alive(x)
     joined = tape.make("concatenated expert outputs", outputs, n.received * width * ctx.act, alias=True)
-    if r.fp8:
+    if _pads(ctx):
         tape.keep_alive(part)  # the last expert's ``hidden``
     return joined
 
@@ -493,8 +558,19 @@ def _weighted_activation(r: Recorder, spec: MoESpec, mid: Tensor, probs: Tensor,
     fused = ctx.impl.bias_activation_fusion and spec.gated and spec.activation in ("silu", "quick_gelu")
     if spec.activation == "squared_relu":
         fused = ctx.impl.use_fused_weighted_squared_relu
-    if fused:
-        return tape.make("experts activation", (mid, probs), out, saves=(mid, probs))
+    by_ops = fused_by_ops(ctx)
+    if ctx.impl.moe_mlp_glu_interleave_size is not None and spec.gated and not (by_ops and r.fp8):
+        # Gates and values are put apart; quantized kernels of the fuser take them as they are (``experts.py:
+        # TEGroupedMLP._remove_glu_interleaving``; TE ``ops/basic/swiglu.py``).
+        mid = tape.make("experts fc1 output, gates first", mid, mid.bytes)
+    if fused or by_ops:
+        kept = [mid, probs]
+        if ctx.impl.moe_paged_stash:
+            kept = [_stashed(r, mid), _stashed(r, probs)]
+            return tape.make(
+                "experts activation", (mid, probs), out, saves=kept, also=kept, backward_workspace=mid.bytes
+            )
+        return tape.make("experts activation", (mid, probs), out, saves=kept)
     # The grouped GEMM adds its bias itself.
     plain = activation(
         r, "experts activation", mid, rows, f, gated=spec.gated,

@@ -30,6 +30,8 @@ class Use(str, Enum):
     OUTPUT = "output layer"
     #: A matrix whose product is never one of Transformer Engine's GEMMs in fp8.
     ROUTER = "router"
+    #: Of a layer that stays in the dtype of the parameters where others compute in fp8.
+    UNQUANTIZED = "unquantized"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Parameter:
     @property
     def is_gemm(self) -> bool:
         """A weight of Transformer Engine's GEMMs, which fp8 copies."""
-        return self.is_matrix and self.use is not Use.ROUTER
+        return self.is_matrix and self.use not in (Use.ROUTER, Use.UNQUANTIZED)
 
     def under(self, prefix: str) -> Parameter:
         """The same parameter inside a parent module."""

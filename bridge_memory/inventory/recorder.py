@@ -49,6 +49,8 @@ class Recorder:
         self.lasting: list[tuple[Scratch, tuple[Any, ...], Any]] = []
         #: Whether its forward pass may run without gradients, as that of a recomputed layer first does.
         self.without_gradients = False
+        #: Whether linears stay in the dtype of the parameters where others compute in fp8 (``LayerSpec.unquantized``).
+        self.unquantized = False
         #: Whether norms are written in torch (``torch_norm``).
         self.torch_norms = False
         self._repeated: list[Parameter] | None = None
@@ -60,6 +62,8 @@ class Recorder:
         self, name: str, shape: tuple[Any, ...], *, expert: bool = False, sharded: bool = False, use: Use = Use.LAYER
     ) -> None:
         """One parameter of this rank: its name in ``named_parameters``, relative to the block, and its local shape."""
+        if self.unquantized and use is Use.LAYER:
+            use = Use.UNQUANTIZED
         parameter = Parameter(name, shape, expert, sharded, use)
         if self._repeated is not None:
             self._repeated.append(parameter)
@@ -149,11 +153,14 @@ class Recorder:
     @property
     def fp8(self) -> bool:
         """Whether Transformer Engine's linears run in fp8 here."""
-        return self.ctx.te and self.ctx.fp8 is not None
+        return self.ctx.te and self.ctx.fp8 is not None and not self.unquantized
 
     def fp8_bytes(self, elements: int) -> int:
         """One fp8 copy with its scales: a byte an element, and per block of 32 (mxfp8: one byte) or of 128
-        (blockwise: four bytes). Source: TE ``tensor/{mxfp8,float8_blockwise}_tensor.py``."""
+        (blockwise: four bytes); in fp4 half a byte, and one per block of 16. Source: TE
+        ``tensor/{mxfp8,float8_blockwise,nvfp4}_tensor.py``."""
+        if self.ctx.fp8_recipe == "nvfp4":
+            return elements // 2 + elements // 16
         scales = {"mxfp8": elements // 32, "blockwise": elements // 128 * 4}
         return elements + scales.get(self.ctx.fp8_recipe, 0)
 
@@ -209,7 +216,8 @@ class Recorder:
         if not self.fp8:
             return elements * self.ctx.act
         transposed = backward and self.ctx.fp8_recipe != "mxfp8" and self.fp8_copies > 1
-        return self.fp8_bytes(elements) + (elements if transposed else 0)
+        again = elements // 2 if self.ctx.fp8_recipe == "nvfp4" else elements
+        return self.fp8_bytes(elements) + (again if transposed else 0)
 
     @property
     def proj_keeps_original(self) -> bool:

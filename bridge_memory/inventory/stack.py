@@ -96,7 +96,8 @@ def chunk_inventory(
             change_last_of(links, last, links[last][0].kept_on_gpu())
     if concurrent is not None:
         links = with_engine(links, concurrent)
-    return compose(links, 0 if shape.output else ctx.hidden_bytes)
+    sent = 0 if shape.output else ctx.hidden_bytes
+    return compose(links, sent, kept=0 if ctx.impl.deallocate_pipeline_outputs else sent)
 
 
 def _with_first_input(links: list[tuple[Link, int]], ctx: BlockContext) -> list[tuple[Link, int]]:

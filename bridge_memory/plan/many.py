@@ -482,9 +482,10 @@ class Memory:
             values = table.reshape(len(table), -1)[:, at]
             moments = np.empty(len(at))
             number = microbatches[mine]
+            keeps = not self.sheet.base.implementation.deallocate_pipeline_outputs
             for m in np.unique(number).tolist():
                 few = number == m
-                rows = peak_rows(pp, ranks, few_microbatches(pp, m, v, group), group, which)
+                rows = peak_rows(pp, ranks, few_microbatches(pp, m, v, group), group, which, keeps)
                 moments[few] = (rows @ values[:columns, few]).max(axis=0)
             static, between, batch = values[columns:].astype(np.int64)
             some = tuple(each[mine] for each in cells)

@@ -73,7 +73,8 @@ _RECIPES: dict[str, dict[str, Any]] = {
         "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1,
     },
     "with_fp8_subchannel_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "blockwise", "fp8_param_gather": False},
-    "with_nvfp4_mixed": {"fp4": "e2m1", "fp8_param_gather": False},
+    # As of 0.6; 0.3 keeps parameters in bf16.
+    "with_nvfp4_mixed": {"fp4": "e2m1", "fp4_param": True, "fp8_param_gather": False},
 }  # fmt: skip
 #: Recipes that change another's ends.
 _OTHER_ENDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -293,7 +294,8 @@ def mixed_precision_fields(value: Any) -> dict[str, Any]:
         "fp4_param fp8_dot_product_attention fp8_multi_head_attention reuse_grad_buf_for_mxfp8_param_ag"
     )
     fields = {key: getattr(value, key) for key in keys if hasattr(value, key)}
-    fields["fp8_param"] = bool(getattr(value, "fp8_param", None) or getattr(value, "fp8_param_gather", False))
+    for name in ("fp8_param", "fp4_param"):
+        fields[name] = bool(getattr(value, name, None) or getattr(value, f"{name}_gather", False))
     return fields
 
 
@@ -318,7 +320,7 @@ def _named_precision(text: str) -> dict[str, Any]:
         "fp32": False, "bf16": half == "bf16", "fp16": half == "fp16", "params_dtype": half, "fp8": None,
         # MixedPrecisionConfig's default, fp8 or not; the optimizer looks at it.
         "fp8_recipe": "tensorwise",
-        "fp4": None, "grad_reduce_in_fp32": half == "bf16", "first_last_layers_bf16": False,
+        "fp4": None, "fp4_param": False, "grad_reduce_in_fp32": half == "bf16", "first_last_layers_bf16": False,
         "fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False,
         **recipes[scheme], **ends,
     }  # fmt: skip
@@ -490,6 +492,7 @@ def _params_dtype(view: _Views) -> str:
 def _precision(view: _Views) -> PrecisionSpec:
     m = view.model
     fp8, recipe = _get(m, "fp8") or None, _get(m, "fp8_recipe", "delayed")
+    fp4 = _get(m, "fp4") or None
     ends = 1 if _get(m, "first_last_layers_bf16", False) else 0
     return PrecisionSpec(
         params_dtype=_params_dtype(view),
@@ -497,6 +500,8 @@ def _precision(view: _Views) -> PrecisionSpec:
         # Without fp8 the recipe is whatever the mixed-precision default says, and nobody reads it.
         fp8_recipe=str(getattr(recipe, "value", recipe)) if fp8 else "delayed",
         fp8_param=bool(fp8 and (_get(m, "fp8_param", False) or _get(view.ddp, "fp8_param_gather", False))),
+        fp4=fp4,
+        fp4_param=bool(fp4 and (_get(m, "fp4_param", False) or _get(view.ddp, "fp4_param_gather", False))),
         num_layers_at_start_in_bf16=_get(m, "num_layers_at_start_in_bf16", 1) * ends,
         num_layers_at_end_in_bf16=_get(m, "num_layers_at_end_in_bf16", 1) * ends,
         fp32_residual_connection=bool(_get(m, "fp32_residual_connection", False)),
@@ -615,7 +620,7 @@ def _implementation(
             "use_transformer_engine_op_fuser use_legacy_models use_fused_weighted_squared_relu "
             "moe_grouped_gemm moe_permute_fusion moe_router_fusion "
             "moe_pad_expert_input_to_capacity moe_shared_expert_overlap moe_apply_probs_on_input "
-            "overlap_moe_expert_parallel_comm"
+            "overlap_moe_expert_parallel_comm moe_paged_stash"
         )
     }
     dispatcher = str(_get(m, "moe_token_dispatcher_type", "allgather"))
@@ -636,10 +641,18 @@ def _implementation(
         ),
         cp_comm_type=_CP_COMM_TYPES.get(comm := str(comm if isinstance(comm, str) else [*comm, "p2p"][0]), comm),
         cuda_graph_impl=_cuda_graphs(m),
+        # A field whose default in ModelParallelConfig is off.
+        deallocate_pipeline_outputs=bool(_get(m, "deallocate_pipeline_outputs", True)),
         moe_token_dispatcher_type="alltoall" if dispatcher == "alltoall_seq" else dispatcher,
         moe_flex_dispatcher_backend=str(_get(m, "moe_flex_dispatcher_backend", "deepep")),
+        # TransformerConfig.__post_init__ takes the backend's own name where the common one is not set.
+        moe_flex_dispatcher_num_sms=_get(m, "moe_flex_dispatcher_num_sms", _get(m, "moe_deepep_num_sms")),
         moe_router_dtype=_router_dtype(m),
         moe_expert_capacity_factor=_get(m, "moe_expert_capacity_factor"),
+        moe_expert_rank_capacity_factor=_get(m, "moe_expert_rank_capacity_factor"),
+        # Its sign says of which tokens the buffer is made, those on average or those that came.
+        moe_paged_stash_buffer_size_factor_cuda=abs(_get(m, "moe_paged_stash_buffer_size_factor_cuda", 1.1)),
+        moe_mlp_glu_interleave_size=_get(m, "moe_mlp_glu_interleave_size"),
         cpu_offloading_num_layers=_get(m, "cpu_offloading_num_layers", 0) if _get(m, "cpu_offloading") else 0,
         offload_modules=tuple(_get(m, "offload_modules", ()))
         if _get(m, "fine_grained_activation_offloading", False)

@@ -35,19 +35,24 @@ READ: dict[str, frozenset[str]] = {
         add_qkv_bias apply_query_key_layer_scaling apply_rope_fusion attention_backend attention_dropout
         attention_output_gate attention_softmax_in_fp32 bf16 bias_activation_fusion bias_dropout_fusion
         calculate_per_token_loss context_parallel_size cp_comm_type cpu_offloading cpu_offloading_num_layers
-        cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_impl defer_embedding_wgrad_compute
+        cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_impl deallocate_pipeline_outputs
+        defer_embedding_wgrad_compute
         delay_wgrad_compute deterministic_mode distribute_saved_activations dsa_indexer_head_dim dsa_indexer_n_heads
         dsa_indexer_skip_topk_offset dsa_indexer_topk_freq enable_cuda_graph experimental_attention_variant
         expert_model_parallel_size expert_tensor_parallel_size external_cuda_graph ffn_hidden_size
-        fine_grained_activation_offloading first_last_layers_bf16 fp16 fp32_residual_connection fp8 fp8_param
+        fine_grained_activation_offloading first_last_layers_bf16 fp16 fp32_residual_connection fp4 fp4_param fp8
+        fp8_param
         fp8_recipe freeze_language_model freeze_mtp_model gated_linear_unit gradient_accumulation_fusion
         heterogeneous_block_specs hidden_dropout hidden_size hybrid_attention_ratio hybrid_layer_pattern
         hybrid_mlp_ratio hybrid_override_pattern hybrid_stack_spec is_hybrid_model kv_channels kv_lora_rank
         linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
         linear_value_head_dim make_vocab_size_divisible_by mamba_chunk_size mamba_head_dim mamba_num_groups
         mamba_num_heads mamba_stack_spec mamba_state_dim masked_softmax_fusion microbatch_group_size_per_vp_stage
-        moe_apply_probs_on_input moe_aux_loss_coeff moe_enable_deepep moe_expert_capacity_factor moe_ffn_hidden_size
-        moe_flex_dispatcher_backend moe_grouped_gemm moe_latent_size moe_layer_freq moe_layer_recompute
+        moe_apply_probs_on_input moe_aux_loss_coeff moe_enable_deepep moe_expert_capacity_factor
+        moe_expert_rank_capacity_factor moe_ffn_hidden_size moe_mlp_glu_interleave_size moe_paged_stash
+        moe_paged_stash_buffer_size_factor_cuda
+        moe_deepep_num_sms moe_flex_dispatcher_backend
+        moe_flex_dispatcher_num_sms moe_grouped_gemm moe_latent_size moe_layer_freq moe_layer_recompute
         moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_dtype moe_router_enable_expert_bias
         moe_router_fusion moe_router_group_topk moe_router_load_balancing_type moe_router_num_groups
         moe_router_score_function moe_router_topk moe_shared_expert_gate moe_shared_expert_intermediate_size
@@ -80,8 +85,9 @@ READ: dict[str, frozenset[str]] = {
     ),
     "ddp": _names(
         """
-        bucket_size data_parallel_sharding_strategy fp8_param_gather grad_reduce_in_fp32 megatron_fsdp_grad_comm_dtype
-        megatron_fsdp_main_grads_dtype num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather
+        bucket_size data_parallel_sharding_strategy fp4_param_gather fp8_param_gather grad_reduce_in_fp32
+        megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype
+        num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather
         suggested_communication_unit_size use_custom_fsdp use_distributed_optimizer use_megatron_fsdp
         """
     ),
@@ -98,7 +104,8 @@ READ: dict[str, frozenset[str]] = {
     "peft": _names("dim target_modules"),
     "mixed_precision": _names(
         """
-        bf16 first_last_layers_bf16 fp16 fp32 fp4 fp8 fp8_dot_product_attention fp8_multi_head_attention fp8_param
+        bf16 first_last_layers_bf16 fp16 fp32 fp4 fp4_param fp4_param_gather fp8
+        fp8_dot_product_attention fp8_multi_head_attention fp8_param
         fp8_param_gather fp8_recipe grad_reduce_in_fp32 num_layers_at_end_in_bf16 num_layers_at_start_in_bf16
         params_dtype reuse_grad_buf_for_mxfp8_param_ag
         """
@@ -116,10 +123,6 @@ READ: dict[str, frozenset[str]] = {
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def _piped(asked: Asked, value: object) -> bool:
-    return (asked["pipeline_model_parallel_size"] or 1) > 1
-
-
 def _apart(asked: Asked, value: object) -> bool:
     return bool(getattr(value, "use_dist_train", False))
 
@@ -131,7 +134,6 @@ def _divided(asked: Asked, value: object) -> bool:
 #: Part -> field -> what is not counted of it; with those of the arguments of the same name.
 GAPS: dict[str, dict[str, Unmodelled]] = {
     "model": {
-        "deallocate_pipeline_outputs": GAPS_OF_ARGUMENTS["deallocate_pipeline_outputs"]._replace(when=_piped),
         "parallel_output": Unmodelled(True, UP, "logits that are gathered over tensor-parallel ranks"),
         "use_transformer_engine_full_layer_spec": Unmodelled(False, EITHER, "Transformer Engine's whole layer"),
         "restore_modelopt_state": Unmodelled(False, EITHER, "ModelOpt's quantizers"),
@@ -143,7 +145,6 @@ GAPS: dict[str, dict[str, Unmodelled]] = {
             True, UP, "the whole embedding's output beside the scattered one", _divided
         ),
         "dist_train": Unmodelled(None, EITHER, "towers on ranks of their own", _apart),
-        "keep_mtp_spec_in_bf16": Unmodelled(False, EITHER, "MTP depths that stay in bf16"),
         # MiniMax-M3: frozen weights that nothing runs (models/minimax_m3: lightning_indexer_layers)
         "lightning_indexer_layers": Unmodelled(None, UP, "the frozen weights of an indexer that is not run"),
         # models/gemma_vl/modeling_gemma3_vl.py: Gemma3VLModel._compute_attention_biases
@@ -210,6 +211,9 @@ REASONS: dict[str, dict[str, str]] = {
         """,
         "the values that weights start from": "embedding_init_method init_method output_layer_init_method",
         "the dtype of autocast, which Megatron's models do not use": "autocast_dtype enable_autocast",
+        "fields that nothing of Megatron Bridge 0.6.2 or megatron-core 0.19.2 reads": """
+            keep_mtp_spec_in_bf16 moe_a2a_overlap mtp_eval_in_bf16
+        """,
         "numbers of hyper-connections and of the router": "actual_vocab_size mhc_sinkhorn_iterations norm_topk_prob",
         "numbers that Falcon-H1's weights start from, or its tensors are multiplied with": """
             A_init_dist A_init_range D_has_hdim attention_in_multiplier attention_out_multiplier conv_init d_inner
@@ -247,7 +251,7 @@ REASONS: dict[str, dict[str, str]] = {
             seq_len_interpolation_factor yarn_mscale yarn_mscale_all_dim yarn_rotary_scaling_factor
         """,
         _SUPPLIED: """
-            bias_dropout_add_fusion decoder_sparse_step distill_submodule fp4_param fp8_param_gather head_dim
+            bias_dropout_add_fusion decoder_sparse_step distill_submodule fp8_param_gather head_dim
             hf_model_id hf_model_path hf_model_revision hf_text_config index_head_dim index_n_heads
             language_model_type max_position_embeddings mlp_only_layers moe_intermediate_size mtp_enabled
             pipeline_dtype pretrained_model_name tokenizer_type transformer
@@ -265,7 +269,7 @@ REASONS: dict[str, dict[str, str]] = {
         "how and when ranks talk, in buffers that are counted": """
             fsdp_all_gather_in_start_param_sync megatron_fsdp_use_decoupled_grad
         """,
-        _SUPPLIED: "delay_wgrad_compute fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag",
+        _SUPPLIED: "delay_wgrad_compute reuse_grad_buf_for_mxfp8_param_ag",
     },
     "dist": {
         _RANKS: "enable_megatron_core_experimental external_gpu_device_mapping lazy_init use_decentralized_pg",

@@ -13,6 +13,7 @@ from bridge_memory.spec.gpu_names import GENERATIONS
 VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN",
+    "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN",
 )  # fmt: skip
 
 
@@ -78,6 +79,9 @@ def implementation_of(
         "cublas_workspace_bytes": workspace,
         "expandable_segments": expandable_segments(env),
     }
+    domain = env.get("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", "")
+    if domain.isascii() and domain.isdecimal() and int(domain[:9]):
+        fields["moe_hybridep_ranks_per_nvlink_domain"] = int(domain[:9])
     left = attention_backend(env)
     before_hopper = GENERATIONS[gpu_arch] < GENERATIONS["hopper"]
     if left is None and deterministic and before_hopper and not FLASH_IS_DETERMINISTIC(running):

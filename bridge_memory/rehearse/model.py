@@ -283,11 +283,15 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
 
 def _fp8_fields(run: RunSpec) -> dict[str, Any]:
     precision = run.precision
-    if precision.fp8 is None:
+    if not precision.quantizes:
         return {}
     start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    if precision.fp4 is not None:
+        how: dict[str, Any] = {"fp4": precision.fp4, "fp4_recipe": "nvfp4", "fp4_param": precision.fp4_param}
+    else:
+        how = {"fp8": precision.fp8, "fp8_recipe": precision.fp8_recipe, "fp8_param": precision.fp8_param}
     return {
-        "fp8": precision.fp8, "fp8_recipe": precision.fp8_recipe, "fp8_param": precision.fp8_param,
+        **how,
         "first_last_layers_bf16": bool(start or end), "num_layers_at_start_in_bf16": start,
         "num_layers_at_end_in_bf16": end,
     }  # fmt: skip

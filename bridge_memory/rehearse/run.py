@@ -178,7 +178,7 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
     moe = next((x.ffn for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
     with (
         quiet(), _collecting_only_what_is_new(), _environment(run), _determinism(run), fake_world(run.parallel, rank),
-        patches.running(*((moe.topk, moe.num_experts) if moe else ()), odd=run.precision.fp8 is not None),
+        patches.running(*((moe.topk, moe.num_experts) if moe else ()), odd=run.precision.quantizes),
         _transformer_engine(run), refusals_named(),
     ):  # fmt: skip
         yield
@@ -239,7 +239,7 @@ def _determinism(run: RunSpec) -> Iterator[None]:
 def _transformer_engine(run: RunSpec) -> Any:
     if not te_kernels.loaded():
         return nullcontext()
-    fp8_parameters = run.precision.fp8 is not None and run.precision.fp8_param
+    fp8_parameters = run.precision.quantized_param
     flash = run.implementation.attention_kernel == "flash"
     return te_kernels.running(run.implementation.gpu_arch, fp8_parameters=fp8_parameters, flash=flash)
 
@@ -589,6 +589,10 @@ def rehearse_layer(run: RunSpec, layer: int, architecture: Any = None) -> PassRe
 
 def _fp8(config: Any, layer: Any) -> Any:
     """What ``transformer_block.py: TransformerBlock.forward`` runs a layer in."""
+    if getattr(config, "fp4", None):
+        from megatron.core.fp4_utils import get_fp4_context
+
+        return get_fp4_context(config, layer.layer_number - 1)
     if not config.fp8:
         return nullcontext()
     from megatron.core.fp8_utils import get_fp8_context

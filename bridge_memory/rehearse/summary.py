@@ -74,7 +74,7 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
     out = [
         Row(Quantity.PARAMETERS, predicted.parameters, rehearsal.parameters),
         Row(Quantity.WEIGHTS, predicted.weights_bytes - copies, rehearsal.weights_bytes),
-        *([Row(Quantity.FP8_COPIES, copies, rehearsal.fp8_copies_bytes)] if run.precision.fp8 else []),
+        *([Row(Quantity.FP8_COPIES, copies, rehearsal.fp8_copies_bytes)] if run.precision.quantizes else []),
         Row(Quantity.GRADIENTS, predicted.gradients_bytes, rehearsal.gradients_bytes),
         Row(Quantity.OPTIMIZER, state, rehearsal.optimizer_bytes),
     ]

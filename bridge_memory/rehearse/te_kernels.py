@@ -260,6 +260,10 @@ def _empty(shape: Sequence[int], dtype: Any) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=_dtype(dtype), device=META)
 
 
+#: The matrix of NVFP4's Hadamard transform, one for the process.
+_HADAMARD = torch.empty((16, 16), dtype=torch.bfloat16, device=META)
+
+
 def _quantized(tensor: torch.Tensor, quantizer: Any, shape: Any = None) -> Any:
     """A tensor of this shape as the quantizer lays it out: its own Python makes the buffers.
 
@@ -735,6 +739,11 @@ def running(arch: str = "hopper", *, fp8_parameters: bool = False, flash: bool =
         for name, module in list(sys.modules.items()):
             if name.startswith(f"{PACKAGE}.") and "canonicalize_device" in vars(module):
                 stack.enter_context(replaced(module, "canonicalize_device", lambda device: torch.device(META)))
+        nvfp4 = _module("tensor.nvfp4_tensor")
+        if hasattr(nvfp4, "get_rht_matrix"):
+            # Signs of the Hadamard transform are numbers, of which the rehearsal has none.
+            stack.enter_context(replaced(nvfp4, "get_random_sign_mask_for_rht", lambda *a, **k: 1))
+            stack.enter_context(replaced(nvfp4, "get_rht_matrix", lambda *a, **k: _HADAMARD))
         _forget()
         try:
             yield

@@ -9,6 +9,7 @@ from bridge_memory.evidence import evidence_of
 from bridge_memory.report.gpus import Fit, Verdict, answer, verdict_of
 from bridge_memory.report.units import format_bytes
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate
+from bridge_memory.spec.driver import driver_bytes
 
 #: Names of what is not modelled that one line has room for.
 _GAPS_NAMED = 2
@@ -104,7 +105,9 @@ def _beside(result: Estimate, fit: Fit, unit: str, with_bytes: bool) -> str:
     """A card among several, with what is left or missing; with the peak on its own generation where that decides."""
     if fit.lacks:
         return f"{fit.gpu} (no {fit.lacks})"
-    own = verdict_of(result.peak_bounds, fit.capacity_bytes, result.run.parallel.world_size)
+    own = verdict_of(
+        result.peak_bounds, fit.capacity_bytes, result.run.parallel.world_size, driver=driver_bytes(result.run)
+    )
     there = f"peak {format_bytes(fit.peak_bytes, unit)} there" if (own is not Verdict.DOES_NOT_FIT) != (
         fit.verdict is not Verdict.DOES_NOT_FIT
     ) else ""

@@ -15,6 +15,7 @@ from bridge_memory.evidence import evidence_of
 from bridge_memory.report.units import format_bytes
 from bridge_memory.result import StagePeak
 from bridge_memory.spec import PrecisionSpec, RunSpec, SpecError
+from bridge_memory.spec.driver import driver_buffers, driver_bytes
 from bridge_memory.spec.errors import show
 from bridge_memory.spec.gaps import Bounds, bounds
 from bridge_memory.spec.gpu_names import AMD, gpu_of_name, taken_as_nvidia
@@ -190,23 +191,25 @@ def find_gpu(name: str) -> Gpu:
 #: ``quantization.py: check_fp8_support, check_fp8_block_scaling_support, check_mxfp8_support`` (2.11 and 2.20).
 _FP8_NVIDIA: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
     "delayed": ((8, 9), None), "tensorwise": ((8, 9), None), "blockwise": ((9, 0), None), "mxfp8": ((10, 0), (12, 0)),
+    "nvfp4": ((10, 0), None),
 }  # fmt: skip
 #: The same for AMD: fp8 came with CDNA 3 (gfx942), the MX formats with CDNA 4 (gfx950), by AMD's ISA manuals.
 _FP8_AMD: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
     "delayed": ((9, 4), None), "tensorwise": ((9, 4), None), "blockwise": ((9, 4), None), "mxfp8": ((9, 5), None),
+    "nvfp4": ((99, 0), None),
 }  # fmt: skip
 
 
 def lacks(gpu: Gpu, precision: PrecisionSpec) -> str:
     """What ``precision`` computes in and ``gpu`` cannot: "fp8", "blockwise fp8", "mxfp8"; "" where it can."""
-    if precision.fp8 is None:
+    if not precision.quantizes:
         return ""
     known = _FP8_AMD if gpu.vendor == AMD else _FP8_NVIDIA
     if gpu.capability < known["delayed"][0]:
         return "fp8"
-    lowest, beyond = known[precision.fp8_recipe]
+    lowest, beyond = known[precision.recipe]
     if gpu.capability < lowest or (beyond is not None and gpu.capability >= beyond):
-        return "mxfp8" if precision.fp8_recipe == "mxfp8" else f"{precision.fp8_recipe} fp8"
+        return precision.recipe if precision.recipe in ("mxfp8", "nvfp4") else f"{precision.recipe} fp8"
     return ""
 
 
@@ -216,6 +219,8 @@ def check_computes(gpu: Gpu, precision: PrecisionSpec) -> None:
     if not missing:
         return
     field = f"fp8 ({precision.fp8})" if missing == "fp8" else f"fp8_recipe ({precision.fp8_recipe})"
+    if precision.fp4 is not None:
+        field = f"fp4 ({precision.fp4})"
     able = [card.name for card in common_gpus() if not lacks(card, precision)]
     other = "drop fp8" if missing == "fp8" else "use another recipe"
     raise SpecError(
@@ -243,30 +248,32 @@ def capability_words(gpu: Gpu) -> str:
     return f"{gpu.capability[0]}.{gpu.capability[1]}"
 
 
-def outside_bytes(world_size: int) -> int:
-    """What lies outside torch's allocator: the context, and NCCL's buffers where there is more than one GPU."""
-    return CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0)
+def outside_bytes(world_size: int, driver: int = 0) -> int:
+    """What lies outside torch's allocator: the context, NCCL's buffers where there is more than one GPU, and
+    ``driver``, what libraries of the run allocate themselves (``spec.driver.driver_bytes``)."""
+    return CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0) + driver
 
 
-def margin_bytes(peak_bytes: int, world_size: int) -> int:
+def margin_bytes(peak_bytes: int, world_size: int, driver: int = 0) -> int:
     """What a card must hold beyond a peak: memory outside the allocator, and fragmentation inside it."""
-    return outside_bytes(world_size) + int(peak_bytes * FRAGMENTATION)
+    return outside_bytes(world_size, driver) + int(peak_bytes * FRAGMENTATION)
 
 
-def largest_peak(gpu: Gpu, world_size: int) -> int:
+def largest_peak(gpu: Gpu, world_size: int, driver: int = 0) -> int:
     """Bytes: the highest peak that ``gpu`` holds with its margin."""
-    peak = int((gpu.capacity_bytes - outside_bytes(world_size)) / (1 + FRAGMENTATION))
-    while peak + margin_bytes(peak, world_size) > gpu.capacity_bytes:
+    peak = int((gpu.capacity_bytes - outside_bytes(world_size, driver)) / (1 + FRAGMENTATION))
+    while peak + margin_bytes(peak, world_size, driver) > gpu.capacity_bytes:
         peak -= 1
     return peak
 
 
-def margin_words(world_size: int, unit: str = "GiB") -> str:
+def margin_words(run: RunSpec, unit: str = "GiB") -> str:
     """How the margin is made, for people."""
-    nccl = f" + {format_bytes(NCCL_BYTES, unit)} NCCL" if world_size > 1 else ""
+    nccl = f" + {format_bytes(NCCL_BYTES, unit)} NCCL" if run.parallel.world_size > 1 else ""
+    more = "".join(f" + {format_bytes(found.nbytes, unit)} {found.name}" for found in driver_buffers(run))
     return (
-        f"margin = {format_bytes(CONTEXT_BYTES, unit)} CUDA context{nccl} (assumed) + {FRAGMENTATION:.1%} of the peak "
-        "for fragmentation (measured: 90th percentile of reserved over allocated, 80 ranks on B200)"
+        f"margin = {format_bytes(CONTEXT_BYTES, unit)} CUDA context{nccl} (assumed){more} + {FRAGMENTATION:.1%} of the "
+        "peak for fragmentation (measured: 90th percentile of reserved over allocated, 80 ranks on B200)"
     )
 
 
@@ -279,7 +286,7 @@ def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
     """
     if isinstance(gpus, (str, Gpu)):
         raise SpecError(f"gpus ({show(gpus)}) is one GPU; give a list of them")
-    world_size = result.run.parallel.world_size
+    world_size, driver = result.run.parallel.world_size, driver_bytes(result.run)
     by_arch: dict[str, StagePeak | None] = {result.run.implementation.gpu_arch: _worst(result)}
     out = []
     for gpu in [find_gpu(gpu) if isinstance(gpu, str) else gpu for gpu in gpus] or common_gpus():
@@ -290,12 +297,12 @@ def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
         if worst is None:
             missing, worst = "attention kernel", _worst(result)
         assert worst is not None
-        capacity, margin = gpu.capacity_bytes, margin_bytes(worst.peak_bytes, world_size)
+        capacity, margin = gpu.capacity_bytes, margin_bytes(worst.peak_bytes, world_size, driver)
         within = bounds(worst.peak_bytes, result.not_modelled)
         verdict = Verdict.DOES_NOT_FIT
         if not missing:
             band = evidence_of(result.run, arch).band
-            verdict = verdict_of(within, capacity, world_size, band or 0.0)
+            verdict = verdict_of(within, capacity, world_size, band or 0.0, driver)
         out.append(
             Fit(
                 gpu.name, result.run.implementation.gpu_arch if missing else arch, capacity, worst.stage,
@@ -323,12 +330,14 @@ def _worst_on(arch: str, result: Estimate) -> StagePeak | None:
     return max(peaks(run), key=lambda stage: stage.peak_bytes)
 
 
-def verdict_of(peak: Bounds, capacity_bytes: int, world_size: int, band: float = 0.0) -> Verdict:
+def verdict_of(
+    peak: Bounds, capacity_bytes: int, world_size: int, band: float = 0.0, driver: int = 0
+) -> Verdict:
     """Whether a card takes a peak that lies within ``peak``, with the margin. ``band``: the share of a peak by which
     predictions of such runs are off."""
 
     def room_for(nbytes: int) -> bool:
-        return nbytes + margin_bytes(nbytes, world_size) <= capacity_bytes
+        return nbytes + margin_bytes(nbytes, world_size, driver) <= capacity_bytes
 
     if peak.most is not None and room_for(peak.most):
         return Verdict.FITS if room_for(peak.most + int(peak.most * band)) else Verdict.TIGHT

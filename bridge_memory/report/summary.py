@@ -76,6 +76,7 @@ def _precision(run: RunSpec) -> str:
     p = run.precision
     return _join(
         p.params_dtype,
+        f"fp4 {p.fp4}{' (parameters too)' if p.fp4_param else ''}" if p.fp4 else "",
         f"fp8 {p.fp8} ({p.fp8_recipe}{', parameters too' if p.fp8_param else ''})" if p.fp8 else "",
         f"gradients in {'fp32' if run.data_parallel.grad_reduce_in_fp32 else p.params_dtype}"
         if run.data_parallel.of_megatron else "",

@@ -365,7 +365,7 @@ def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:
     )
     at = {fit.peak_stage for fit in fits}
     title = f"Fits, by the highest peak{f' (stage {at.pop()})' if len(at) == 1 else ''}, {unit}"
-    notes = [margin_words(result.run.parallel.world_size, unit)]
+    notes = [margin_words(result.run, unit)]
     if len({fit.peak_bytes for fit in fits}) > 1:
         notes.append("peak: with the attention kernels, workspaces and fp8 layouts of each card's own generation")
     if result.gaps:

@@ -12,7 +12,9 @@ Source: megatron-core ``pipeline_parallel/schedules.py``: ``get_pp_rank_microbat
 Beside what chunks save, the schedules themselves hold hidden states of [s / cp (/ tp under SP), b, h]:
 received inputs and output gradients that wait for their turn, an output that waits to be sent, gradients that
 a Python name still holds. ``Moment.hidden`` counts them. What each schedule holds, read off the same
-functions with ``deallocate_pipeline_outputs`` (which Megatron-LM and Megatron Bridge both set):
+functions with ``deallocate_pipeline_outputs`` (which Megatron-LM sets, and most recipes of Megatron Bridge; without it
+outputs are there until their backward pass is over, the fresh one among them, and chunks count them themselves; a name
+holds the one that was used last in 1F1B's forward passes, and interleaved that of the last forward pass to the end):
 
 * 1F1B: the sent input gradient of the last backward pass is held until the end of the next one, the received
   output gradient until the next is received; the input until the next forward pass has ended, by the graph of
@@ -167,8 +169,9 @@ def walk(
     group: int | None = None,
     extra: bool = False,
     overlap_p2p_comm: bool = True,
+    keeps_outputs: bool = False,
 ) -> Iterator[Moment]:
-    """What is alive during every pass of one rank, in order.
+    """What is alive during every pass of one rank, in order. ``keeps_outputs``: chunks count theirs.
 
     ``overlap_p2p_comm`` says something only for interleaved schedules, where Megatron-LM and Megatron Bridge
     switch it on; ``overlap_p2p_comm_warmup_flush`` is not followed.
@@ -190,6 +193,7 @@ def walk(
     named: dict[tuple[int, int], int] = {}
     if interleaved and not last:
         named[order[-1]] = 0  # the graph of ``output_tensor``
+    held_output = False  # that of the last forward pass, by ``output_tensor``
     # Likewise, pairs whose output gradient is kept.
     named_grads: dict[tuple[int, int], int] = {}
     slots = group - pp + 1 if overlap_p2p_comm else 1
@@ -234,7 +238,7 @@ def walk(
         steady = x < total
         chunk = v - 1 - table[k]
         forward_chunk, fresh_output = -1, 0
-        kept = sum(named.values()) + sum(named_grads.values())
+        kept = sum(named.values()) + sum(named_grads.values()) + held_output
         if steady:
             forward_chunk = table[x]
             alive[forward_chunk] += 1
@@ -244,7 +248,7 @@ def walk(
                 hidden = inputs + grads + held_input_grad + held_in_forward + kept
                 yield Moment("forward", forward_chunk, tuple(alive), hidden)
             if interleaved:
-                fresh_output = 0 if last and forward_chunk == v - 1 else 1
+                fresh_output = int(not keeps_outputs and not (last and forward_chunk == v - 1))
                 if overlap_p2p_comm and receives_input(x):
                     inputs += 1
         if interleaved and not (last and chunk == v - 1):
@@ -263,6 +267,7 @@ def walk(
                 named[pair] = min(2, n + 1)  # at first the gradient still counts as the sent one
         if done in named_grads:
             named_grads[done] = 1
+        held_output = held_output or (keeps_outputs and interleaved and not last and done == order[-1])
         if interleaved:
             if steady and not overlap_p2p_comm and receives_input(x):
                 inputs += 1
@@ -281,7 +286,7 @@ def walk(
                 named.update({pair: 0 for pair in input_buffer if pair and pair not in named})
                 named_grads = {(n, v - 1 - c): 0 for n, c in filter(None, grad_buffer)}
         else:
-            held_in_forward = (not last) + (not first)
+            held_in_forward = (not last) * (1 + keeps_outputs) + (not first)
 
 
 def walked_peak(
@@ -294,6 +299,7 @@ def walked_peak(
     hidden_bytes: int = 0,
     overlap_moe_expert_parallel_comm: bool = False,
     overlap_p2p_comm: bool = True,
+    keeps_outputs: bool = False,
 ) -> PeakMoment:
     """``dynamic_peak`` by the walk over every event: slow, and the truth that the closed form is held to."""
     moments = walk(
@@ -304,6 +310,7 @@ def walked_peak(
         group_size,
         overlap_moe_expert_parallel_comm,
         overlap_p2p_comm,
+        keeps_outputs,
     )
     return highest(moments, chunks, hidden_bytes)
 

@@ -23,16 +23,18 @@ def dynamic_peak(
     hidden_bytes: int = 0,
     overlap_moe_expert_parallel_comm: bool = False,
     overlap_p2p_comm: bool = True,
+    keeps_outputs: bool = False,
 ) -> PeakMoment:
     """The most activation bytes alive on one pipeline rank during forward and backward passes, and when.
 
     ``chunks``: one cost a virtual stage of this rank, in order. ``group_size``:
     microbatch_group_size_per_vp_stage (None: ``pp``, megatron-core's default). ``hidden_bytes``: one hidden
     state as it travels between stages, 2 s b h / cp, over tp too under sequence parallelism (bf16).
+    ``keeps_outputs``: chunks count what they send (no ``deallocate_pipeline_outputs``).
     """
     v, group = len(chunks), group_size or pp
     m = few_microbatches(pp, num_microbatches, v, group, overlap_moe_expert_parallel_comm)
-    moments = peak_moments(pp, rank, m, v, group, overlap_moe_expert_parallel_comm, overlap_p2p_comm)
+    moments = peak_moments(pp, rank, m, v, group, overlap_moe_expert_parallel_comm, overlap_p2p_comm, keeps_outputs)
     return highest(moments, chunks, hidden_bytes)
 
 
@@ -50,13 +52,14 @@ def few_microbatches(pp: int, m: int, v: int, group: int, extra: bool = False) -
 
 @lru_cache(maxsize=8192)
 def peak_moments(
-    pp: int, rank: int, m: int, v: int, group: int, extra: bool = False, overlap_p2p_comm: bool = True
-) -> tuple[Moment, ...]:
+    pp: int, rank: int, m: int, v: int, group: int, extra: bool = False, overlap_p2p_comm: bool = True,
+    keeps_outputs: bool = False,
+) -> tuple[Moment, ...]:  # fmt: skip
     """The moments of a schedule of which one is the peak, whatever chunks cost."""
     if pp == 1 or v == 1:
-        moments = _moments_of_1f1b(pp, rank, m, v, extra)
+        moments = _moments_of_1f1b(pp, rank, m, v, extra, keeps_outputs)
     else:
-        moments = _Interleaved(pp, rank, m, v, group, extra, overlap_p2p_comm).moments()
+        moments = _Interleaved(pp, rank, m, v, group, extra, overlap_p2p_comm, keeps_outputs).moments()
     return _undominated(moments)
 
 
@@ -76,7 +79,7 @@ def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
     return tuple(out)
 
 
-def _moments_of_1f1b(pp: int, rank: int, m: int, v: int, extra: bool) -> list[Moment]:
+def _moments_of_1f1b(pp: int, rank: int, m: int, v: int, extra: bool, keeps_outputs: bool) -> list[Moment]:
     """No pipelining, and 1F1B: the number alive rises to warm-up + 1, stays, and falls."""
     if v > 1:
         raise ValueError("virtual stages need a pipeline")
@@ -92,7 +95,7 @@ def _moments_of_1f1b(pp: int, rank: int, m: int, v: int, extra: bool) -> list[Mo
             if extra:
                 out.append(Moment("overlapped", 0, (warmup + 1,), held, 0))
             else:
-                out.append(Moment("forward", 0, (warmup + 1,), held + k * (received + sent)))
+                out.append(Moment("forward", 0, (warmup + 1,), held + k * (received + sent * (1 + keeps_outputs))))
                 out.append(Moment("backward", 0, (warmup + 1,), held))
     for k in (steady, steady + 1):
         if k < m:
@@ -108,7 +111,10 @@ class _Interleaved:
     peak is at either end of such a stretch. Once warm, a round of one whole group is like the last.
     """
 
-    def __init__(self, pp: int, rank: int, m: int, v: int, group: int, extra: bool, overlap_p2p: bool) -> None:
+    def __init__(
+        self, pp: int, rank: int, m: int, v: int, group: int, extra: bool, overlap_p2p: bool, keeps_outputs: bool
+    ) -> None:
+        self.keeps_outputs = keeps_outputs
         self.pp, self.v, self.group, self.m = pp, v, group, m
         self.extra, self.overlap_p2p = extra, overlap_p2p
         self.first, self.last = rank == 0, rank == pp - 1
@@ -225,6 +231,8 @@ class _Interleaved:
             n += (k > i) + (k > i + 1)
         for i in self.kept_grads:
             n += k > i
+        if self.keeps_outputs and not self.last:
+            n += k > self._at(self.m - 1, 0)
         return n
 
     def _like_a_round_before(self) -> list[range]:
@@ -272,7 +280,7 @@ class _Interleaved:
             hidden = self.inputs(x, after=False) + self.grads(k, during_forward=True) + held
             out.append(Moment("forward", forward_chunk, alive, hidden))
         hidden = self.inputs(x, after=self.overlap_p2p) + self.grads(k, during_forward=False) + held
-        hidden += not (self.last and forward_chunk == self.v - 1)
+        hidden += not (self.keeps_outputs or (self.last and forward_chunk == self.v - 1))
         if self.extra:
             out.append(Moment("overlapped", chunk, alive, hidden, forward_chunk))
         else:

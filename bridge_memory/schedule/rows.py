@@ -17,7 +17,9 @@ from bridge_memory.schedule.peak import peak_moments
 SAVED, FORWARD, BACKWARD = range(3)
 
 
-def peak_rows(pp: int, ranks: Sequence[int], m: int, group: int, costs: Sequence[int]) -> np.ndarray:
+def peak_rows(
+    pp: int, ranks: Sequence[int], m: int, group: int, costs: Sequence[int], keeps_outputs: bool = False
+) -> np.ndarray:
     """A row for each moment of any of ``ranks`` that may be the highest; of equal ones one.
 
     ``costs``: which of the distinct costs each chunk of a rank has. Columns are three a distinct cost, and the last is
@@ -27,7 +29,7 @@ def peak_rows(pp: int, ranks: Sequence[int], m: int, group: int, costs: Sequence
     of = np.array(costs)
     rows = []
     for rank in ranks:
-        alive, chunk, backward, hidden = _arrays(pp, rank, m, len(costs), group)
+        alive, chunk, backward, hidden = _arrays(pp, rank, m, len(costs), group, keeps_outputs)
         out = np.zeros((len(hidden), 3 * number + 1))
         for cost in range(number):
             out[:, 3 * cost + SAVED] = alive[:, of == cost].sum(axis=1)
@@ -42,8 +44,10 @@ def peak_rows(pp: int, ranks: Sequence[int], m: int, group: int, costs: Sequence
 
 
 @lru_cache(maxsize=4096)
-def _arrays(pp: int, rank: int, m: int, v: int, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    moments = peak_moments(pp, rank, m, v, group)
+def _arrays(
+    pp: int, rank: int, m: int, v: int, group: int, keeps_outputs: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    moments = peak_moments(pp, rank, m, v, group, keeps_outputs=keeps_outputs)
     return (
         np.array([n.alive for n in moments]).reshape(-1, v), np.array([n.chunk for n in moments]),
         np.array([n.phase == "backward" for n in moments]), np.array([n.hidden for n in moments]),

@@ -122,7 +122,9 @@ def _global_batch(run: RunSpec) -> int:
 def _precision(run: RunSpec) -> PrecisionSpec:
     p = run.precision
     if p.fp8 is None:
-        p = _reset(p, "fp8_recipe", "fp8_param", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+        p = _reset(p, "fp8_recipe", "fp8_param")
+    if not p.quantizes:
+        p = _reset(p, "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     i = run.implementation
     if i.attention_kernel != "unfused" or p.params_dtype == "fp32" or i.apply_query_key_layer_scaling:
         p = _reset(p, "attention_softmax_in_fp32")
@@ -166,7 +168,17 @@ def _implementation(run: RunSpec) -> ImplementationSpec:
     if not limits.experts:
         idle += _OF_EXPERTS
     elif i.moe_token_dispatcher_type != "flex":
-        idle.append("moe_flex_dispatcher_backend")
+        idle += (
+            "moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms", "moe_hybridep_ranks_per_nvlink_domain"
+        )
+    elif i.moe_flex_dispatcher_backend == "deepep":
+        idle.append("moe_hybridep_ranks_per_nvlink_domain")
+    else:
+        idle.append("moe_flex_dispatcher_num_sms")
+    if not i.moe_paged_stash:
+        idle.append("moe_paged_stash_buffer_size_factor_cuda")
+    if not i.te:
+        idle.append("use_transformer_engine_op_fuser")
     if not limits.shared_experts:
         idle.append("moe_shared_expert_overlap")
     ffns = [kind.ffn for kind in (*dict.fromkeys(model.layers), model.mtp_layer) if kind is not None]
@@ -184,6 +196,8 @@ def _implementation(run: RunSpec) -> ImplementationSpec:
         idle.append("cross_entropy_fusion_impl")
     if run.parallel.cp == 1:
         idle.append("cp_comm_type")
+    if run.parallel.pp == 1:
+        idle.append("deallocate_pipeline_outputs")
     if model.hybrid:
         idle.append("cpu_offloading_num_layers")
     if i.moe_token_dispatcher_type == "alltoall_seq":

@@ -18,6 +18,7 @@ from bridge_memory.releases import (
     release_words,
 )
 from bridge_memory.spec.adapters import idle_targets, names_layers
+from bridge_memory.spec.driver import driver_buffers
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS, DEFAULT_FSDP_OPTIONS
 from bridge_memory.spec.layout import Layout
@@ -135,14 +136,13 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             "defer_embedding_wgrad_compute: output gradients of the logits that wait for the flush", Effect.UP,
             most=_deferred(run),
         )
-    if impl.use_transformer_engine_op_fuser:
+    unsized = impl.moe_token_dispatcher_type == "flex" and run.model.has_experts and not driver_buffers(run)
+    if unsized and not impl.hugging_face:
+        # transformer/moe/fused_a2a.py: get_buffer, which ends with an assertion.
+        n = run.parallel.ep * run.parallel.etp
         yield Gap(
-            "use_transformer_engine_op_fuser: what the fused MLP keeps (estimated as the unfused one)", Effect.EITHER
-        )
-    if impl.moe_token_dispatcher_type == "flex" and run.model.has_experts:
-        # transformer/moe/fused_a2a.py: get_buffer; DeepEP and HybridEP allocate them themselves.
-        yield Gap(
-            f"moe_token_dispatcher_type (flex): the communication buffers of {impl.moe_flex_dispatcher_backend}",
+            f"moe_token_dispatcher_type (flex): the communication buffers of {impl.moe_flex_dispatcher_backend}, which "
+            f"has no configuration for a group of {n} ranks",
             Effect.UP,
             outside=True,
         )
@@ -151,8 +151,6 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
     if run.implementation.hugging_face:
         yield from _of_transformers(run)
     yield from _of_engines(run)
-    if precision.fp8 and (precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16):
-        yield Gap("first_last_layers_bf16: the layers at the ends are counted in fp8 like the rest", Effect.EITHER)
     if optimizer.log_params_norm and optimizer.fused_main_parameters:
         # Megatron-LM training/utils.py: calc_params_l2_norm reads fp32 main parameters where megatron-core has them.
         yield Gap(
@@ -174,10 +172,14 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
         yield from _packed(run)
     if impl.cpu_offloading_num_layers and not run.model.hybrid:
         yield Gap("cpu_offloading_num_layers: the two layers in flight between GPU and host", Effect.UP)
-    if precision.fp8 and precision.params_dtype == "fp32":
+    if precision.fp4_param and run.data_parallel.fsdp:
+        yield Gap("fp4_param with engine megatron_fsdp: weights are counted in the dtype of the others", Effect.DOWN)
+    if precision.quantizes and precision.params_dtype == "fp32":
         # TE module/linear.py: _Linear.forward takes fp32 activations (its bias goes to bf16).
         yield Gap(
-            f"fp8 ({precision.fp8}) with params_dtype fp32: what stays in fp32 beside the fp8 copies", Effect.UP
+            f"{precision.format_words} with params_dtype fp32: what stays in fp32 beside the "
+            f"{precision.format_words[:3]} copies",
+            Effect.UP,
         )
     limits = limits_of(run.model)
     if limits.mla and not impl.te and not impl.hugging_face:
@@ -355,6 +357,12 @@ def _supposed(run: RunSpec) -> Iterator[str]:
     impl = run.implementation
     if impl.hugging_face:
         yield from _supposed_of_transformers(run)
+    for found in driver_buffers(run):
+        with_what = f", {found.supposed}" if found.supposed else ""
+        yield (
+            f"{found.name}'s buffers ({found.nbytes / (1 << 30):.2f} GiB on every rank{with_what}) lie outside of "
+            "torch's allocator: they are in the margin of each GPU and in no peak"
+        )
     if run.batch.packed_sequences:
         yield "packed sequences fill every micro batch: micro_batch_size x seq_length tokens"
     core, nearest = impl.megatron_core, nearest_known(impl.megatron_core)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -215,6 +215,8 @@ class LayerSpec:
     #: Gemma 4: width of the embedding of its own that a layer adds (0: none), and of those of all layers.
     per_layer_width: int = 0
     all_layers_width: int = 0
+    #: Computes in the dtype of the parameters where others compute in fp8 (``first_last_layers_bf16``).
+    unquantized: bool = False
     #: Hash of the fields, taken once: layers are looked up by their kind all the time.
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
@@ -231,7 +233,9 @@ class LayerSpec:
         if self.arrangement not in ARRANGEMENTS:
             raise SpecError(f"arrangement ({show(self.arrangement)}) is none of {', '.join(ARRANGEMENTS)}; give one")
         object.__setattr__(
-            self, "_hash", hash((self.mixer, self.ffn, self.post_layernorms, self.arrangement, self.per_layer_width))
+            self, "_hash", hash(
+                (self.mixer, self.ffn, self.post_layernorms, self.arrangement, self.per_layer_width, self.unquantized)
+            )
         )
 
     def __hash__(self) -> int:
@@ -313,6 +317,21 @@ class ModelSpec:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def with_unquantized_ends(self, start: int, end: int) -> ModelSpec:
+        """The same model with so many layers at its start and its end, and no others, computing in the dtype of the
+        parameters (``fp8_utils.py: is_first_last_bf16_layer``); MTP depths do not. Itself where it is so already."""
+        if not start and not end and not any(kind.unquantized for kind, _, _ in self.layer_runs):
+            return self
+        beyond = len(self.layers) - end
+        wanted = [i < start or i >= beyond for i in range(len(self.layers))]
+        if wanted == [layer.unquantized for layer in self.layers]:
+            return self
+        other = {kind: replace(kind, unquantized=not kind.unquantized) for kind in dict.fromkeys(self.layers)}
+        layers = [
+            layer if layer.unquantized == on else other[layer] for layer, on in zip(self.layers, wanted, strict=True)
+        ]
+        return replace(self, layers=tuple(layers))
 
     def keep_parameter_counts(self, counts: tuple[int, int]) -> None:
         object.__setattr__(self, "parameter_counts", counts)

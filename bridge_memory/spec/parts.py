@@ -171,11 +171,35 @@ class PrecisionSpec(Checked):
     fp8_recipe: str = choice("delayed", "delayed", "tensorwise", "blockwise", "mxfp8")
     #: Parameters themselves are kept in fp8 (``fp8_param_gather`` / ``--fp8-param-gather``).
     fp8_param: bool = flag(False)
-    #: ``first_last_layers_bf16``: this many layers at either end stay in bf16 under fp8.
+    #: "e2m1": linears compute in NVFP4, in place of fp8.
+    fp4: str | None = choice(None, "e2m1")
+    #: Parameters themselves are kept in it (``fp4_param_gather``).
+    fp4_param: bool = flag(False)
+    #: ``first_last_layers_bf16``: this many layers at either end stay in bf16 under fp8 or fp4.
     num_layers_at_start_in_bf16: int = count(0)
     num_layers_at_end_in_bf16: int = count(0)
     fp32_residual_connection: bool = flag(False)
     attention_softmax_in_fp32: bool = flag(True)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether linears compute in fp8 or fp4."""
+        return self.fp8 is not None or self.fp4 is not None
+
+    @property
+    def format_words(self) -> str:
+        """For messages: "fp8 (hybrid)" or "fp4 (e2m1)"."""
+        return f"fp8 ({self.fp8})" if self.fp4 is None else f"fp4 ({self.fp4})"
+
+    @property
+    def recipe(self) -> str:
+        """How: ``fp8_recipe``, or "nvfp4"."""
+        return self.fp8_recipe if self.fp4 is None else "nvfp4"
+
+    @property
+    def quantized_param(self) -> bool:
+        """Whether the weights of linears are kept in that alone."""
+        return self.fp8_param or self.fp4_param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,6 +353,8 @@ class ImplementationSpec(Checked):
     create_attention_mask: bool = flag(False)
     calculate_per_token_loss: bool = flag(False)
     deterministic_mode: bool = flag(False)
+    #: Outputs that were sent to another stage are freed; else they stay until their backward pass is over.
+    deallocate_pipeline_outputs: bool = flag(True)
     defer_embedding_wgrad_compute: bool = flag(False)
     #: Weight gradients run after the data gradients of a layer: their inputs live longer.
     delay_wgrad_compute: bool = flag(False)
@@ -342,17 +368,28 @@ class ImplementationSpec(Checked):
     cp_comm_type: str = choice("p2p", "p2p", "a2a", "all_gather", "a2a+p2p")
     #: "none", "local", "transformer_engine" or "full_iteration"; graphs keep their buffers in a private pool.
     cuda_graph_impl: str = choice("none", "none", "local", "transformer_engine", "full_iteration")
-    #: Transformer Engine's operation fuser for the MLP (``use_transformer_engine_op_fuser``).
+    #: Transformer Engine's operation fuser for MLPs, those of experts too from megatron-core 0.18 on.
     use_transformer_engine_op_fuser: bool = flag(False)
     moe_token_dispatcher_type: str = choice("alltoall", "alltoall", "allgather", "flex", "alltoall_seq")
     #: Backend of the "flex" dispatcher: "deepep" or "hybridep".
     moe_flex_dispatcher_backend: str = choice("deepep", "deepep", "hybridep")
+    #: Multiprocessors that DeepEP sends with, by which its buffers grow; None: megatron-core's 20.
+    moe_flex_dispatcher_num_sms: int | None = positive(None)
+    #: Ranks of HybridEP's NVLink domain (NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN); None: 8 at most.
+    moe_hybridep_ranks_per_nvlink_domain: int | None = positive(None)
     moe_grouped_gemm: bool = flag(True)
     moe_permute_fusion: bool = flag(False)
     moe_router_fusion: bool = flag(False)
     moe_router_dtype: str | None = choice(None, "fp32", "fp64")
     moe_expert_capacity_factor: float | None = number(None)
     moe_pad_expert_input_to_capacity: bool = flag(False)
+    #: Rows that HybridEP makes for the experts of a rank, over N k of a balanced routing; what exceeds them is dropped.
+    moe_expert_rank_capacity_factor: float | None = number(None)
+    #: What experts keep of those rows goes to a buffer for as many as tokens come on average, times the factor.
+    moe_paged_stash: bool = flag(False)
+    moe_paged_stash_buffer_size_factor_cuda: float = number(1.1)
+    #: Gates and values of experts alternate in blocks of this width.
+    moe_mlp_glu_interleave_size: int | None = positive(None)
     moe_shared_expert_overlap: bool = flag(False)
     moe_apply_probs_on_input: bool = flag(False)
     #: The most loaded rank's tokens over the balanced number; multiplies routed-expert activations.

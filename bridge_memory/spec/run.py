@@ -127,6 +127,10 @@ class RunSpec:
                 object.__setattr__(self, "assumptions", (*self.assumptions, *said))
         if self.implementation.hugging_face:
             object.__setattr__(self, "model", as_transformers_has_it(self.model))
+        precision = self.precision
+        on = precision.quantizes
+        ends = precision.num_layers_at_start_in_bf16 * on, precision.num_layers_at_end_in_bf16 * on
+        object.__setattr__(self, "model", self.model.with_unquantized_ends(*ends))
         validate(self)
 
     @property

@@ -24,6 +24,7 @@ from bridge_memory.releases import (
     EXPERT_BIASES_CHECKED,
     EXPERT_BIASES_WITHOUT_ETP,
     EXPERT_COMMUNICATION_OVERLAPS,
+    EXPERTS_FUSED_BY_OPS,
     FLEX_OVERLAPS_SHARED_EXPERTS,
     HYBRID_END_STAGES,
     HYBRID_MTP,
@@ -415,12 +416,16 @@ def _check_precision(run: RunSpec) -> None:
             f"fp32_residual_connection (True) needs params_dtype fp32, not {precision.params_dtype}, with Transformer "
             "Engine, whose linears refuse an input of another dtype; drop it, or set transformer_impl to local"
         )
-    if precision.fp8 is None:
-        if precision.fp8_param:
-            raise SpecError("fp8_param (True) needs fp8; set fp8 to hybrid or e4m3, or drop fp8_param")
+    if precision.fp8 is not None and precision.fp4 is not None:
+        raise SpecError(f"fp4 ({precision.fp4}) and fp8 ({precision.fp8}) do not go together; drop one of them")
+    if precision.fp8 is None and precision.fp8_param:
+        raise SpecError("fp8_param (True) needs fp8; set fp8 to hybrid or e4m3, or drop fp8_param")
+    if precision.fp4 is None and precision.fp4_param:
+        raise SpecError("fp4_param (True) needs fp4; set fp4 to e2m1, or drop fp4_param")
+    if not precision.quantizes:
         return
     ends = (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16)
-    if any(ends) and precision.fp8_recipe == "delayed":
+    if any(ends) and precision.recipe == "delayed":
         raise SpecError(
             f"num_layers_at_start_in_bf16 ({ends[0]}) and num_layers_at_end_in_bf16 ({ends[1]}) do not go with "
             "fp8_recipe delayed; use another recipe"
@@ -431,22 +436,22 @@ def _check_precision(run: RunSpec) -> None:
             raise SpecError(f"{name} ({n}) is larger than the layers of a pipeline stage ({most}); lower it")
     if not run.implementation.te:  # transformer/fp8_utils.py: get_fp8_context is Transformer Engine's alone
         raise SpecError(
-            f"fp8 ({precision.fp8}) does nothing with transformer_impl local, whose layers do not compute in it; set "
-            "transformer_impl to transformer_engine, or drop fp8"
+            f"{precision.format_words} does nothing with transformer_impl local, whose layers do not compute in it; "
+            f"set transformer_impl to transformer_engine, or drop {precision.format_words[:3]}"
         )
     _check_fp8_tokens(run)
 
 
 #: Rows that Transformer Engine's fp8 linears want in multiples (``utils.py: assert_dim_for_fp8_exec``; of what is
 #: quantized, ``tensor/mxfp8_tensor.py: MXFP8Quantizer.is_quantizable``).
-_FP8_ROWS = {"delayed": 8, "tensorwise": 8, "blockwise": 8, "mxfp8": 32}
+_FP8_ROWS = {"delayed": 8, "tensorwise": 8, "blockwise": 8, "mxfp8": 32, "nvfp4": 16}
 #: And where sequence parallelism gathers their input (``utils.py: assert_dim_for_all_gather``,
 #: ``tensor/float8_blockwise_tensor.py: Float8BlockQuantizer.is_quantizable``).
 _FP8_GATHERED_ROWS = {**_FP8_ROWS, "blockwise": 128}
 
 
 def _check_fp8_tokens(run: RunSpec) -> None:
-    p, b, recipe = run.parallel, run.batch, run.precision.fp8_recipe
+    p, b, recipe = run.parallel, run.batch, run.precision.recipe
     gathers = p.sp and p.tensor_model_parallel_size > 1
     rows = b.seq_length // p.context_parallel_size * b.micro_batch_size
     rows //= p.tensor_model_parallel_size if p.sp else 1
@@ -456,8 +461,9 @@ def _check_fp8_tokens(run: RunSpec) -> None:
         ranks = " and sequence parallelism" * gathers
         raise SpecError(
             f"seq_length ({b.seq_length}) x micro_batch_size ({b.micro_batch_size}) over context_parallel_size "
-            f"({p.context_parallel_size}){ranks} leaves {rows} tokens a rank; fp8 ({recipe}) needs a multiple of "
-            f"{multiple}; use a seq_length such as {_next_multiple(b.seq_length, multiple * sizes)}"
+            f"({p.context_parallel_size}){ranks} leaves {rows} tokens a rank; {run.precision.format_words[:3]} "
+            f"({recipe}) needs a multiple of {multiple}; use a seq_length such as "
+            f"{_next_multiple(b.seq_length, multiple * sizes)}"
         )
 
 
@@ -783,6 +789,7 @@ def _check_moe(i: ImplementationSpec, p: ParallelSpec, limits: Limits) -> None:
                     "moe_pad_expert_input_to_capacity (True) does not go with moe_flex_dispatcher_backend deepep; "
                     "drop it"
                 )
+    _check_budget(i, p)
     capacity = i.moe_expert_capacity_factor
     if capacity is None:
         if i.moe_pad_expert_input_to_capacity:
@@ -794,6 +801,46 @@ def _check_moe(i: ImplementationSpec, p: ParallelSpec, limits: Limits) -> None:
                 f"moe_expert_capacity_factor ({capacity}) does not go with moe_router_load_balancing_type "
                 f"({moe.router_load_balancing_type}); drop it, or use {', '.join(_CAPACITY_BALANCING)}"
             )
+
+
+def _check_budget(i: ImplementationSpec, p: ParallelSpec) -> None:
+    """TC, and ``transformer/moe/experts.py: TEGroupedMLP._is_fused_impl_supported``."""
+    fuses = i.use_transformer_engine_op_fuser and i.te_grouped_gemm and EXPERTS_FUSED_BY_OPS(i)
+    if fuses:
+        if p.etp > 1:
+            raise SpecError(
+                f"use_transformer_engine_op_fuser (True) does not go with expert_tensor_parallel_size ({p.etp}); set "
+                "it to 1"
+            )
+        for name in ("expert_fc1", "moe_act"):
+            if name in i.offload_modules:
+                raise SpecError(
+                    f"use_transformer_engine_op_fuser (True) does not go with {name} in offload_modules; drop one of "
+                    "them"
+                )
+        if i.moe_apply_probs_on_input:
+            raise SpecError(
+                "use_transformer_engine_op_fuser (True) does not go with moe_apply_probs_on_input; drop one of them"
+            )
+    factor = i.moe_expert_rank_capacity_factor
+    if factor is None:
+        if i.moe_paged_stash:
+            raise SpecError("moe_paged_stash (True) needs moe_expert_rank_capacity_factor; set it")
+        return
+    if factor == 0:
+        raise SpecError("moe_expert_rank_capacity_factor (0) drops every token; give a positive number, or None")
+    if i.moe_token_dispatcher_type != "flex" or i.moe_flex_dispatcher_backend != "hybridep":
+        raise SpecError(
+            f"moe_expert_rank_capacity_factor ({factor}) needs moe_token_dispatcher_type flex and "
+            "moe_flex_dispatcher_backend hybridep; set both, or drop it"
+        )
+    if not fuses:
+        raise SpecError(
+            f"moe_expert_rank_capacity_factor ({factor}) needs use_transformer_engine_op_fuser and grouped experts of "
+            "Transformer Engine in megatron_core 0.18 or later; set them, or drop it"
+        )
+    if i.moe_paged_stash and i.cpu_offloading_num_layers:
+        raise SpecError("moe_paged_stash (True) does not go with cpu_offloading_num_layers; drop one of them")
 
 
 def _check_padding(run: RunSpec, limits: Limits) -> None:

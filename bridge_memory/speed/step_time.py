@@ -89,7 +89,7 @@ class _Rates:
 
     def __init__(self, run: RunSpec, hardware: Hardware, c: Constants) -> None:
         self.c, self.hardware = c, hardware
-        eight = run.precision.fp8 is not None and hardware.fp8_flops
+        eight = run.precision.quantizes and hardware.fp8_flops
         share = c.gemm(hardware.generation)
         self.flops = hardware.flops * share
         self.quantized = hardware.fp8_flops * share * c.gemm_fp8 if eight else self.flops

@@ -23,6 +23,7 @@ from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.page.data import timeline_data, treemap_data
 from bridge_memory.report.page.one_file import estimate_page
 from bridge_memory.spec import RunSpec, SpecError, show
+from bridge_memory.spec.driver import driver_bytes
 from bridge_memory.spec.parts import ENGINES
 from bridge_memory.speed.hardware import HARDWARE, Hardware
 from bridge_memory.speed.step_time import not_timed, step_time
@@ -128,7 +129,8 @@ class Api:
                 if effect is None or effect.freed <= 0:
                     continue
                 effects.append(effect)
-                room = gpu.capacity_bytes - effect.peak - margin_bytes(effect.peak, run.parallel.world_size)
+                margin = margin_bytes(effect.peak, run.parallel.world_size, driver_bytes(effect.run))
+                room = gpu.capacity_bytes - effect.peak - margin
                 if room >= 0 and fits(estimate(effect.run), [gpu])[0].fits:
                     fitting.add(effect.changes)
         given = question["options"] if isinstance(question, Mapping) and question.get("options") else {}
@@ -200,7 +202,7 @@ def _estimate(one: Asked, stage: object) -> dict[str, Any]:
     answer = answer_of(result, fitting)
     return {
         "estimate": document, "fit": _fit(fitting[0]), "experts": run.model.has_experts,
-        "answer": answer.words, "evidence": answer.evidence, "margin": margin_words(run.parallel.world_size),
+        "answer": answer.words, "evidence": answer.evidence, "margin": margin_words(run),
         "effective": _effective(run), "step": _step(one), "drawn": _drawn(result, stage),
         "exports": {
             "command": _command(one), "megatron": megatron_arguments(run), "bridge": bridge_overrides(run),

@@ -39,6 +39,11 @@ UNALIGNED = (
 )
 
 #: Flag -> (the rest of the command line, what the flag is given).
+#: What a budget of rows needs.
+BUDGET = (
+    "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --use-transformer-engine-op-fuser "
+    "--megatron-core 0.19"
+)
 CASES = {
     "--tp": (DENSE, "2"), "--pp": (DENSE, "2"), "--vpp": (PIPED, "2"), "--cp": (DENSE, "2"), "--ep": (EXPERTS, "8"),
     "--etp": (f"{EXPERTS} --tp 2", "1"), "--num-gpus": ("Llama-3.2-1B", "8"),
@@ -56,6 +61,9 @@ CASES = {
     "--peft": (DENSE, "lora"), "--lora-dim": (f"{DENSE} --peft lora", "8"),
     "--lora-target-modules": (f"{DENSE} --peft lora", "linear_qkv,linear_proj"),
     "--precision": (DENSE, "fp32"), "--fp8": (DENSE, "e4m3"), "--fp8-recipe": (f"{DENSE} --fp8 e4m3", "mxfp8"),
+    "--fp4": (DENSE, "e2m1"), "--fp4-param-gather": (f"{DENSE} --fp4 e2m1", ""),
+    "--num-layers-at-start-in-bf16": (f"{DENSE} --fp8 e4m3 --fp8-recipe mxfp8", "1"),
+    "--num-layers-at-end-in-bf16": (f"{DENSE} --fp8 e4m3 --fp8-recipe mxfp8", "1"),
     "--fp8-param-gather": (f"{DENSE} --fp8 e4m3", ""),
     "--fp32-residual-connection": (f"{DENSE} --transformer-impl local", ""),
     "--optimizer": (DENSE, "sgd"), "--use-distributed-optimizer": (DENSE, "no"),
@@ -87,6 +95,18 @@ CASES = {
     "--calculate-per-token-loss": (DENSE, ""), "--deterministic-mode": (DENSE, ""),
     "--moe-imbalance": (EXPERTS, "1.5"), "--moe-token-dispatcher-type": (EXPERTS, "flex"),
     "--moe-grouped-gemm": (EXPERTS, "no"), "--moe-permute-fusion": (EXPERTS, ""), "--moe-router-fusion": (EXPERTS, ""),
+    "--deallocate-pipeline-outputs": (PIPED, "no"),
+    "--moe-flex-dispatcher-backend": (f"{EXPERTS} --moe-token-dispatcher-type flex", "hybridep"),
+    "--moe-flex-dispatcher-num-sms": (f"{EXPERTS} --moe-token-dispatcher-type flex", "40"),
+    "--moe-hybridep-ranks-per-nvlink-domain": (
+        f"{EXPERTS} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep", "2"),
+    "--use-transformer-engine-op-fuser": (f"{DENSE} --no-bias-activation-fusion", ""),
+    "--moe-expert-rank-capacity-factor": (f"{EXPERTS} {BUDGET}", "1.5"),
+    "--moe-paged-stash": (f"{EXPERTS} {BUDGET} --moe-expert-rank-capacity-factor 1.5", ""),
+    "--moe-paged-stash-buffer-size-factor-cuda": (
+        f"{EXPERTS} {BUDGET} --moe-expert-rank-capacity-factor 1.5 --moe-paged-stash", "1.3"),
+    "--moe-mlp-glu-interleave-size": (
+        f"{EXPERTS} {BUDGET} --moe-imbalance 4 --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear", "32"),
     "--moe-router-dtype": (EXPERTS, "fp32"), "--moe-expert-capacity-factor": (f"{EXPERTS} --moe-imbalance 2", "1.5"),
     "--moe-pad-expert-input-to-capacity": (f"{EXPERTS} --moe-expert-capacity-factor 1.5", ""),
     "--moe-shared-expert-overlap": (SHARED, ""),

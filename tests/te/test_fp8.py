@@ -17,22 +17,27 @@ RECIPES = [
 ]  # fmt: skip
 
 
+#: NVFP4 among them.
+FORMATS = [*RECIPES, ("blackwell", "nvfp4")]
+
 #: Of the larger of both.
 PEAKS = 0.002
 
 
 def in_fp8(run: RunSpec, recipe: str) -> RunSpec:
+    if recipe == "nvfp4":
+        return run.with_(precision=PrecisionSpec(fp4="e2m1"))
     return run.with_(precision=PrecisionSpec(fp8="e4m3" if recipe == "mxfp8" else "hybrid", fp8_recipe=recipe))
 
 
-@pytest.mark.parametrize(("arch", "recipe"), RECIPES)
+@pytest.mark.parametrize(("arch", "recipe"), FORMATS)
 @pytest.mark.parametrize("model", ["gqa", "mha", "mla", "squared relu"])
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_dense_layers(model: str, tp: int, arch: str, recipe: str) -> None:
     check(in_fp8(run_of(model, tp=tp, gpu_arch=arch), recipe), peaks=PEAKS)
 
 
-@pytest.mark.parametrize(("arch", "recipe"), RECIPES)
+@pytest.mark.parametrize(("arch", "recipe"), FORMATS)
 @pytest.mark.parametrize("model", ["mixtral", "fine experts", "deepseek"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_experts(model: str, tp: int, arch: str, recipe: str) -> None:

@@ -110,3 +110,17 @@ def test_what_attention_exchanges_is_the_peak_where_nothing_else_is_kept(model: 
         implementation=replace(TE, cp_comm_type=how),
     )
     peaks(run, 0, 0)
+
+
+@pytest.mark.parametrize(("arch", "recipe"), [(arch, recipe) for arch, recipe in RECIPES if recipe != "delayed"])
+@pytest.mark.parametrize("model", ["llama 2k", "moe 2k"])
+def test_layers_at_the_ends_stay_in_bf16(model: str, arch: str, recipe: str) -> None:
+    """``first_last_layers_bf16``: the first layer of the first stage, and the last of the last."""
+    case = Case(model, 0, implementation=replace(TE_LOSS, gpu_arch=arch))
+    run = in_fp8(case.run(), recipe)
+    mixed = run.with_fields(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1)
+    for stage in (0, run.parallel.pp - 1):
+        kept(mixed, stage, 0)
+        peaks(mixed, stage, 0)
+        (copies,) = [row for row in rows(rehearse(mixed, stage)) if row.name == "fp8 weight copies"]
+        assert copies.predicted == pytest.approx(copies.found, rel=0.001)

@@ -36,8 +36,9 @@ OFF = _names(
     attention_softmax_in_fp32 bf16 calculate_per_token_loss cpu_offloading cross_entropy_loss_fusion
     defer_embedding_wgrad_compute delay_wgrad_compute deterministic_mode distribute_saved_activations
     enable_cuda_graph external_cuda_graph fine_grained_activation_offloading first_last_layers_bf16 fp16
-    fp32_residual_connection fp8_param_gather grad_reduce_in_bf16 group_query_attention is_hybrid_model
-    legacy_tokenizer log_params_norm moe_apply_probs_on_input moe_enable_deepep moe_grouped_gemm
+    fp32_residual_connection fp4_param fp4_param_gather fp8_param_gather grad_reduce_in_bf16 group_query_attention
+    is_hybrid_model
+    legacy_tokenizer log_params_norm moe_apply_probs_on_input moe_enable_deepep moe_grouped_gemm moe_paged_stash
     moe_layer_recompute moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_enable_expert_bias
     moe_router_fusion moe_shared_expert_gate moe_shared_expert_overlap mtp_use_repeated_layer
     multi_latent_attention optimizer_cpu_offload overlap_grad_reduce overlap_moe_expert_parallel_comm
@@ -60,7 +61,8 @@ _UNSET_INTEGERS = """
     ddp_bucket_size decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers encoder_num_layers
     encoder_seq_length expert_tensor_parallel_size ffn_hidden_size global_batch_size hidden_size kv_channels
     mamba_num_heads max_position_embeddings micro_batch_size microbatch_group_size_per_vp_stage
-    moe_ffn_hidden_size moe_latent_size moe_router_group_topk moe_router_num_groups
+    moe_deepep_num_sms moe_ffn_hidden_size moe_flex_dispatcher_num_sms moe_latent_size moe_router_group_topk
+    moe_mlp_glu_interleave_size moe_router_num_groups
     moe_shared_expert_intermediate_size mtp_num_layers num_attention_heads num_experts num_layers
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank padded_vocab_size q_lora_rank
     recompute_num_layers seq_length suggested_communication_unit_size virtual_pipeline_model_parallel_size vocab_size
@@ -88,12 +90,15 @@ POSITIVE = _names(
 )
 NUMBERS: dict[str, float | None] = {
     "attention_dropout": 0.1, "hidden_dropout": 0.1, "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0,
-    "moe_expert_capacity_factor": None, "optimizer_offload_fraction": 1.0, "rotary_percent": 1.0, "sgd_momentum": 0.9,
+    "moe_expert_capacity_factor": None, "moe_expert_rank_capacity_factor": None,
+    "moe_paged_stash_buffer_size_factor_cuda": 1.1, "optimizer_offload_fraction": 1.0,
+    "rotary_percent": 1.0, "sgd_momentum": 0.9,
 }  # fmt: skip
 WORDS: dict[str, str | None] = {
     "attention_backend": "auto", "cross_entropy_fusion_impl": "native", "cuda_graph_impl": "none",
     "data_parallel_sharding_strategy": None, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32",
-    "experimental_attention_variant": None, "fp8": None, "fp8_recipe": "delayed", "hybrid_layer_pattern": None,
+    "experimental_attention_variant": None, "fp4": None, "fp8": None, "fp8_recipe": "delayed",
+    "hybrid_layer_pattern": None,
     "hybrid_override_pattern": None, "linear_attention_type": None, "main_grads_dtype": "fp32",
     "main_params_dtype": "fp32", "megatron_fsdp_grad_comm_dtype": "auto", "megatron_fsdp_main_grads_dtype": "auto",
     "moe_flex_dispatcher_backend": "deepep", "moe_router_dtype": None,

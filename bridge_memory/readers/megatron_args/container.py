@@ -242,4 +242,5 @@ def _ddp(a: Arguments, running: Running) -> dict[str, Any]:
         "data_parallel_sharding_strategy": a["data_parallel_sharding_strategy"]
         or ("optim_grads_params" if FSDP_SHARDS_ALL(running) else "no_shard"),
         "fp8_param_gather": a["fp8_param_gather"],
+        "fp4_param_gather": a["fp4_param_gather"] or a["fp4_param"],
     }

@@ -19,10 +19,10 @@ REASONS: dict[str, str] = {
         fp8_dot_product_attention_scaling fsdp_manual_registration hierarchical_context_parallel_sizes
         logits_load_decode_threads logits_load_ignore_errors logits_load_kd_loss_alpha
         logits_load_msc_prefetch_depth logits_load_prefetch_factor logits_save_dtype logits_save_top_k
-        logits_save_top_p logits_save_top_p_min_k moe_deepep_num_sms moe_flex_dispatcher_num_sms
+        logits_save_top_p logits_save_top_p_min_k
         moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms
         moe_hybridep_num_sms_preprocessing moe_paged_stash_buffer_size_factor_cpu
-        moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size moe_routing_trace_capture_hidden_states
+        moe_paged_stash_page_size moe_routing_trace_capture_hidden_states
         moe_routing_trace_capture_logits moe_routing_trace_dump_weights moe_routing_trace_max_training_iters
         moe_upcycling_granularity mup_attn_scale_power mup_base_head_dim mup_base_hidden_size mup_embedding_mult
         mup_output_mult mup_width_mult no_dsa_indexer_rotate_activation no_dsa_indexer_scoring_relu no_pin_cpu_grads
@@ -215,6 +215,9 @@ REASONS: dict[str, str] = {
     """,
     "mxfp8 parameters are gathered in the gradient buffer whatever it says (param_and_grad_buffer.py)": """
         reuse_grad_buf_for_mxfp8_param_ag
+    """,
+    "what Megatron-LM switches on whatever is given (core_transformer_config_from_args)": """
+        deallocate_pipeline_outputs
     """,
     "the same weights in fewer tensors": """
         moe_single_grouped_bias moe_single_grouped_weight

@@ -60,7 +60,7 @@ def same(value: object, default: object) -> bool:
 
 
 def _fp8(args: Asked, value: object) -> bool:
-    return args["fp8"] is not None
+    return args["fp8"] is not None or args["fp4"] is not None
 
 
 def _unfused_activation(args: Asked, value: object) -> bool:
@@ -102,7 +102,7 @@ def _user_buffers(args: Asked) -> int:
     (2 t - 1) / t of that, a ring's chunks; once more for layers that stay in bf16 beside fp8 ones.
     Source: TE ``module/base.py: initialize_ub``, ``comm_gemm_overlap.cpp: CommOverlapP2PBase``."""
     tokens = (args["seq_length"] or args["encoder_seq_length"] or 0) * (args["micro_batch_size"] or 1)
-    modes = 2 if args["fp8"] is not None and args["first_last_layers_bf16"] else 1
+    modes = 2 if _fp8(args, None) and args["first_last_layers_bf16"] else 1
     return int(modes * (8 + 4 * 2) * 2 * tokens // (args["context_parallel_size"] or 1) * (args["hidden_size"] or 0))
 
 
@@ -145,7 +145,6 @@ GAPS: dict[str, Unmodelled] = {
     "pipeline_model_parallel_comm_backend": Unmodelled(
         None, EITHER, "pipeline buffers of another backend", also=("nccl",)
     ),
-    "deallocate_pipeline_outputs": Unmodelled(True, UP, "pipeline outputs that are kept"),
     "overlap_p2p_comm_warmup_flush": Unmodelled(
         False, UP, "hidden states that are received ahead", most=_received_ahead
     ),
@@ -172,9 +171,6 @@ GAPS: dict[str, Unmodelled] = {
         False, EITHER, "PyTorch FSDP2 shards and gathers parameters its own way"
     ),
     # ---- precision ----
-    "fp4": Unmodelled(None, EITHER, "fp4 activations and weights"),
-    "fp4_param": Unmodelled(False, EITHER, "fp4 parameters"),
-    "fp4_param_gather": Unmodelled(False, EITHER, "fp4 parameters"),
     "fp4_quantizer_factory": Unmodelled(None, UNKNOWN, "quantisation of the user's own"),
     "fp8_quantizer_factory": Unmodelled(None, UNKNOWN, "quantisation of the user's own"),
     "fp8_output_proj": Unmodelled(False, EITHER, "the output layer in fp8"),
@@ -288,7 +284,6 @@ GAPS: dict[str, Unmodelled] = {
     "moe_z_loss_coeff": Unmodelled(None, UP, "what the router's z-loss keeps of the logits"),
     "moe_input_jitter_eps": Unmodelled(None, UP, "the router's noisy copy of the tokens"),
     "moe_router_force_biased": Unmodelled(None, UP, "routing that is made uneven"),
-    "moe_expert_rank_capacity_factor": Unmodelled(None, EITHER, "a token budget a rank"),
     "moe_extended_tp": Unmodelled(False, EITHER, "the removed extended-TP sharding of experts"),
     "moe_input_feature_slicing": Unmodelled(False, EITHER, "the removed sharding of experts' inputs"),
     "moe_use_legacy_grouped_gemm": Unmodelled(False, EITHER, "the removed grouped GEMM's layers"),
@@ -296,8 +291,6 @@ GAPS: dict[str, Unmodelled] = {
     "moe_permute_fusion_into_hybridep": Unmodelled(False, EITHER, "tokens put in order by HybridEP"),
     "moe_ncclep_static_shape": Unmodelled(False, UP, "receive buffers of full size"),
     "moe_ncclep_zero_copy": Unmodelled(False, UP, "buffers in NCCL's symmetric memory"),
-    "moe_paged_stash": Unmodelled(False, EITHER, "expert activations in pages"),
-    "moe_mlp_glu_interleave_size": Unmodelled(None, UP, "copies in the experts' own order of gates and values"),
     "moe_shared_expert_glu_interleave_size": Unmodelled(
         None, UP, "copies in the shared experts' own order of gates and values"
     ),
