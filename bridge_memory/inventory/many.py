@@ -128,28 +128,50 @@ def _but_sizes(rows: Sequence[Repeated]) -> Any:
 class ManyBlock:
     """As ``blocks.Block``, of many runs."""
 
-    __slots__ = ("_lasting", "cost", "parameters")
+    __slots__ = ("cost", "lasting", "parameters")
 
     def __init__(
-        self, columns: dict[str, Any], parameters: ManyParameters, lasting: Sequence[Sequence[np.ndarray]]
+        self, columns: dict[str, Any], parameters: ManyParameters, lasting: tuple[Request, ...]
     ) -> None:
         self.cost = ManyCost({name: lanes_of(values) for name, values in columns.items()})
         self.parameters = parameters
-        self._lasting = lasting
+        self.lasting = lasting
 
-    @property
-    def lasting(self) -> dict[tuple[Scratch, tuple[Any, ...]], Any]:
-        out: dict[tuple[Scratch, tuple[Any, ...]], Any] = {}
-        for kind, dimensions, *sizes in self._lasting:
-            number = int(lanes_of(dimensions))
-            name = _KINDS[int(lanes_of(kind))]
-            if name is None:
-                continue
-            key = name, tuple(lanes_of(n) for n in sizes[:number])
-            nbytes = lanes_of(sizes[-1])
-            if key not in out or nbytes > out[key]:
-                out[key] = nbytes
-        return out
+
+class Request:
+    """Lasting scratch of many runs: of each run what it is of, as a number, and bytes. Where equal numbers meet, the
+    larger request is the only one."""
+
+    __slots__ = ("nbytes", "what")
+
+    def __init__(self, what: np.ndarray, nbytes: np.ndarray) -> None:
+        #: One of ``_KINDS`` in its last digit, to the base of how many there are, and a number of the shape before it.
+        self.what = what
+        self.nbytes = nbytes
+
+    def of(self, part: Part) -> Request:
+        """That of some runs."""
+        return Request(part.take(self.what), part.take(self.nbytes))
+
+
+def largest_scratch(requests: Sequence[Request]) -> dict[Scratch, Any]:
+    """Bytes by kind; of one kind and shape the largest request."""
+    if not requests:
+        return {}
+    shape = np.broadcast_shapes(*(values.shape for r in requests for values in (r.what, r.nbytes)))
+    what = np.array([np.broadcast_to(r.what, shape) for r in requests])
+    nbytes = np.array([np.broadcast_to(r.nbytes, shape) for r in requests])
+    order = np.lexsort((nbytes, what), axis=0)
+    what, nbytes = np.take_along_axis(what, order, 0), np.take_along_axis(nbytes, order, 0)
+    last = np.ones(what.shape, bool)
+    last[:-1] = what[:-1] != what[1:]
+    kinds, kept = what % len(_KINDS), np.where(last, nbytes, 0)
+    out: dict[Scratch, Any] = {}
+    for number, kind in enumerate(_KINDS):
+        here = kinds == number
+        if kind is not None and here.any():
+            out[kind] = lanes_of(np.where(here, kept, 0).sum(axis=0))
+    return out
 
 
 _KINDS: tuple[Scratch | None, ...] = (None, *Scratch)
@@ -162,8 +184,7 @@ class _Columns(NamedTuple):
 
     cost: dict[str, np.ndarray]
     parameters: ManyParameters
-    #: A request each: its kind, how many dimensions its shape has, these, and its bytes.
-    lasting: tuple[tuple[np.ndarray, ...], ...]
+    lasting: tuple[Request, ...]
 
 
 class _OfPart:
@@ -181,6 +202,12 @@ class _OfPart:
     def by_recompute(self, number: Callable[[RecomputeSpec], int]) -> Any:
         return along(2, [number(self._grid.recomputes[i]) for i in self._part.positions[2]])
 
+    def recompute_says(self, answer: Callable[[RecomputeSpec], Any]) -> Any:
+        return one_of([answer(self._grid.recomputes[i]) for i in self._part.positions[2]])
+
+    def largest_scratch(self, requests: Sequence[Request]) -> dict[Scratch, Any]:
+        return largest_scratch(requests)
+
 
 _BATCH = SIZES.index("batch")
 
@@ -193,6 +220,10 @@ class Grid:
     ) -> None:
         """``sizes`` and ``switches``: DIMENSIONS in order, arrays over the grid, the switches along the last axis."""
         self.shelf = shelf
+        #: Runs whose costs are asked for, all where it is None. What no such run needs is not recorded, and 0.
+        self.needed: np.ndarray | None = None
+        #: Shapes of lasting scratch, numbered.
+        self._shapes: dict[tuple[int, ...], int] = {}
         self.recomputes = tuple(recomputes)
         self.dimensions = [np.asarray(values).reshape((1,) * AXES) if np.ndim(values) == 0 else np.asarray(values)
                            for values in (*sizes, *switches)]
@@ -231,7 +262,7 @@ class Grid:
             found = self._blocks[key] = self._columns(key, record)
         return ManyBlock(
             {name: part.take(values) for name, values in found.cost.items()}, found.parameters.of(part),
-            [tuple(part.take(values) for values in request) for request in found.lasting],
+            tuple([request.of(part) for request in found.lasting]),
         )  # fmt: skip
 
     def _columns(self, key: Hashable, record: Callable[[Any], None]) -> _Columns:
@@ -261,8 +292,20 @@ class Grid:
         return _Columns(
             {name: collapsed(values) for name, values in cost.items()},
             ManyParameters(list(lists), collapsed(which)),
-            tuple(tuple(map(collapsed, request)) for request in lasting),
+            tuple(Request(self._numbered(request[:-1]), collapsed(request[-1])) for request in lasting),
         )  # fmt: skip
+
+    def _numbered(self, of: Sequence[np.ndarray]) -> np.ndarray:
+        """``Request.what``; ``of``: its kind, how many dimensions its shape has, and these."""
+        few = [collapsed(values) for values in of]
+        shape = np.broadcast_shapes(*(values.shape for values in few))
+        rows = np.stack([np.broadcast_to(values, shape).reshape(-1) for values in few], axis=1)
+        distinct, back = np.unique(rows, axis=0, return_inverse=True)
+        numbers = [
+            self._shapes.setdefault(tuple(sizes), len(self._shapes)) * len(_KINDS) + kind
+            for kind, *sizes in distinct.tolist()
+        ]
+        return np.array(numbers)[back.reshape(shape)]
 
     def _leaves(self, key: Hashable, record: Callable[[Any], None]) -> Iterator[tuple[Part, Any, list[Any]]]:
         recordings = self.shelf.recordings(key)
@@ -271,6 +314,8 @@ class Grid:
             asked, todo = todo, []
             for part in asked:
                 for some, recording, sizes in recordings.find_many(self.dimensions, part, step):
+                    if self.needed is not None and not self.needed[some.index].any():
+                        continue
                     if recording is not None:
                         yield some, recording, sizes
                         continue
@@ -382,8 +427,12 @@ class Same:
         self._specs = specs
 
     def __getattr__(self, name: str) -> Any:
-        values = [getattr(spec, name) for spec in self._specs]
-        distinct = list(dict.fromkeys(values))
-        if len(distinct) > 1:
-            raise Differs(np.array([distinct.index(value) for value in values]).reshape((1,) * (AXES - 1) + (-1,)))
-        return values[0]
+        return one_of([getattr(spec, name) for spec in self._specs])
+
+
+def one_of(values: Sequence[Any]) -> Any:
+    """What all say, in the order of the last axis."""
+    distinct = list(dict.fromkeys(values))
+    if len(distinct) > 1:
+        raise Differs(np.array([distinct.index(value) for value in values]).reshape((1,) * (AXES - 1) + (-1,)))
+    return values[0]

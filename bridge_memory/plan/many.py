@@ -9,7 +9,7 @@ recomputation. What of memory does not depend on the pipeline is worked out once
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -349,7 +349,7 @@ class Memory:
     """Peaks of the layouts of a sheet."""
 
     def __init__(self, sheet: Sheet, of_pp: dict[int, np.ndarray]) -> None:
-        """``of_pp``: which of ``sheet.sizes`` any legal layout of a pipeline size has."""
+        """``of_pp``: which of ``sheet.sizes`` any legal layout of a pipeline size has. ``keep`` comes before peaks."""
         self.sheet = sheet
         self._of_pp = of_pp
         needed = np.any(list(of_pp.values()), axis=0)
@@ -363,8 +363,9 @@ class Memory:
             LIBRARY.shelf(settings_of(base)), sizes_of(of_all),  # type: ignore[arg-type]
             [along(2, [row[i] for row in switches]) for i in range(len(switches[0]))], sheet.recomputes,
         )
-        self._holds = Pieces(self.grid.all, self._held_by)
         self._states: dict[int, Pieces] = {}
+        #: Of a pipeline size, what stages of a shape keep of model state.
+        self._of_shapes: dict[tuple[int, StageShape], _State] = {}
 
     def runs(self, pipeline: Pipeline | None, part: Part) -> Runs:
         """Some runs of the grid; without a pipeline its fields are not there to be asked for."""
@@ -390,11 +391,14 @@ class Memory:
     def _state(self, pipeline: Pipeline, shapes: StageShape) -> _State:
         """Model state over the whole grid (along its last axes one entry, where it is the same for all)."""
         pp = pipeline.pp
+        known = self._of_shapes.get((pp, shapes))
+        if known is not None:
+            return known
         pieces = self._states.get(pp)
         if pieces is None:
             def made(part: Part) -> StageHolds:
                 runs: Any = self.runs(pipeline._replace(fields={}), part)
-                return StageHolds(runs, self.grid.context(part), engine_of(runs))
+                return StageHolds(runs, self.grid.context(part).bare(), engine_of(runs))
 
             sizes = np.flatnonzero(self._of_pp[pp][self._sizes])
             pieces = self._states[pp] = Pieces(Part((sizes, *self.grid.all.positions[1:])), made)
@@ -412,22 +416,45 @@ class Memory:
         for part, values in pieces.each(state):
             for into, value in zip(out, values, strict=True):
                 into[part.index] = value
-        return _State(*map(collapsed, out))
+        answer = self._of_shapes[pp, shapes] = _State(*map(collapsed, out))
+        return answer
 
-    def peaks(self, pipeline: Pipeline, legal: np.ndarray, allowed: Callable[[np.ndarray], np.ndarray]) -> Peaks:
-        """Of those of a pipeline's ``legal`` layouts that fit. ``allowed``: which peaks the card holds."""
+    def _ranks(self, pipeline: Pipeline, legal: np.ndarray) -> tuple[ParallelSpec, dict[StageShape, list[int]]]:
+        """The pipeline's own fields, and its stages by what they hold."""
         model, part = self.sheet.base.model, _around(legal)
         parallel = self.sheet.runs(pipeline, Part(tuple(at[:1] for at in part.positions))).parallel
         ranks: dict[StageShape, list[int]] = {}
         for rank, shapes in enumerate(layout(model, parallel).shapes(model)):
             ranks.setdefault(shapes, []).append(rank)
+        return parallel, ranks
+
+    def fit_without_activations(
+        self, pipeline: Pipeline, legal: np.ndarray, allowed: Callable[[np.ndarray], np.ndarray]
+    ) -> np.ndarray:
+        """Those of a pipeline's ``legal`` layouts whose model state alone fits. ``allowed``: which bytes the card
+        holds."""
+        _, ranks = self._ranks(pipeline, legal)
         found = np.nonzero(legal)
         cells = self.cells(pipeline, found)
+        most = np.max([_at(self._state(pipeline, shapes).model, cells) for shapes in ranks], axis=0)
+        kept = legal.copy()
+        kept[found] = allowed(most)
+        return kept
+
+    def keep(self, layouts: Iterable[tuple[Pipeline, np.ndarray]]) -> None:
+        """Of which layouts of each pipeline peaks will be asked for: nothing else is recorded."""
+        needed = np.zeros(self.grid.shape, bool)
+        for pipeline, kept in layouts:
+            needed[self.cells(pipeline, np.nonzero(kept))] = True
+        self.grid.needed = needed
+        self.asked = _around(needed)
+        self._holds = Pieces(self.asked, self._held_by)
+
+    def peaks(self, pipeline: Pipeline, kept: np.ndarray, allowed: Callable[[np.ndarray], np.ndarray]) -> Peaks:
+        """Of those layouts of a pipeline that were kept, and fit. ``allowed``: which peaks the card holds."""
+        parallel, ranks = self._ranks(pipeline, kept)
         states = {shapes: self._state(pipeline, shapes) for shapes in ranks}
-        most = np.max([_at(state.model, cells) for state in states.values()], axis=0)
-        kept = allowed(most)
-        without_activations = int((~kept).sum())
-        found = tuple(at[kept] for at in found)
+        found = np.nonzero(kept)
         peaks = np.zeros(len(found[0]), np.int64)
         for shapes, of_shape in ranks.items():
             if not len(peaks):
@@ -437,12 +464,12 @@ class Memory:
             np.maximum(peaks, self._peak(pipeline, parallel, shapes, of_shape, states[shapes], cells, microbatches),
                        out=peaks)  # fmt: skip
             # What one stage is too large for is looked at no further.
-            kept = allowed(peaks)
-            found, peaks = tuple(at[kept] for at in found), peaks[kept]
+            fit = allowed(peaks)
+            found, peaks = tuple(at[fit] for at in found), peaks[fit]
         # Few shapes come again in other pipelines, and each is a dozen arrays.
         for holds in self._holds.made():
             holds.let_go()
-        return Peaks(found[0], found[1], found[2], peaks, without_activations)
+        return Peaks(found[0], found[1], found[2], peaks)
 
     def cells(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Places of a pipeline's layouts in the grid."""
@@ -496,14 +523,13 @@ class Memory:
 
 
 class Peaks(NamedTuple):
-    """Layouts of one pipeline that fit, one entry each, and of how many the model state alone does not."""
+    """Layouts of one pipeline that fit, one entry each."""
 
     sizes: np.ndarray
     batch: np.ndarray
     recompute: np.ndarray
     #: Of the fullest stage, bytes.
     peaks: np.ndarray
-    without_activations: int
 
 
 def _spread(values: np.ndarray, positions: Sequence[np.ndarray]) -> np.ndarray:
@@ -527,7 +553,7 @@ class Times:
 
     def __init__(self, memory: Memory, hardware: Hardware, constants: Constants) -> None:
         self._memory, self._hardware, self._constants = memory, hardware, constants
-        self._passes = Pieces(memory.grid.all, self._passes_of)
+        self._passes = Pieces(memory.asked, self._passes_of)
 
     def _passes_of(self, part: Part) -> tuple[Part, Passes]:
         runs: Any = self._memory.runs(None, part)
@@ -570,16 +596,26 @@ def fitting(
     if not any(some.any() for some in of_pp.values()):
         return
     memory = Memory(sheet, of_pp)
+
+    def allowed(values: np.ndarray) -> np.ndarray:
+        return _held(values, fits)
+
+    todo = [number for number, which in enumerate(legal) if which.any()]
+    kept = {n: memory.fit_without_activations(sheet.pipelines[n], legal[n], allowed) for n in todo}
+    memory.keep((sheet.pipelines[n], which) for n, which in kept.items())
     times = Times(memory, hardware, constants)
 
     def work(number: int) -> Fitting:
-        pipeline, which = sheet.pipelines[number], legal[number]
-        found = memory.peaks(pipeline, which, lambda values: _held(values, fits))
+        pipeline, looked_at = sheet.pipelines[number], int(legal[number].sum())
+        too_large = looked_at - int(kept[number].sum())
+        if too_large == looked_at:
+            none = np.zeros(0, np.int64)
+            return Fitting(pipeline, none, none, none, none, np.zeros(0), looked_at, too_large)
+        found = memory.peaks(pipeline, kept[number], allowed)
         places = found.sizes, found.batch, found.recompute
         seconds = times.seconds(pipeline, memory.cells(pipeline, places)) if len(found.peaks) else np.zeros(0)
-        return Fitting(pipeline, *places, found.peaks, seconds, int(which.sum()), found.without_activations)
+        return Fitting(pipeline, *places, found.peaks, seconds, looked_at, too_large)
 
-    todo = [number for number, which in enumerate(legal) if which.any()]
     # What all pipelines share is worked out with the first, before processes part.
     yield work(todo[0])
     yield from spread(jobs, work, todo[1:])
