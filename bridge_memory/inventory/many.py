@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bridge_memory.inventory.alive import Structure
-from bridge_memory.inventory.blocks import recorded
+from bridge_memory.inventory.blocks import add_recording
 from bridge_memory.inventory.context import BlockContext, Shelf
 from bridge_memory.inventory.lanes import AXES, Differs, Part, along, collapsed, lanes_of, step, whole
 from bridge_memory.inventory.parameters import Column, Parameter, ParameterList, Repeated
@@ -242,13 +242,18 @@ class Grid:
 
     def bare(self, part: Part) -> BlockContext:
         """As ``BlockContext.bare``."""
+        first = np.zeros(1, np.int64)
+        return self._bare_of().context(Part((part.positions[0], *[first] * (AXES - 1))))
+
+    def _bare_of(self) -> Grid:
+        """The same parallel sizes, with one sequence and nothing recomputed."""
         if self._bare is None:
             end = len(SIZES) + 1
             sizes = [1 if i == _BATCH else values for i, values in enumerate(self.dimensions[:end])]
             none = [False] * (len(self.dimensions) - end)
             self._bare = Grid(self.shelf, sizes, none, [RecomputeSpec()])
-        first = np.zeros(1, np.int64)
-        return self._bare.context(Part((part.positions[0], *[first] * (AXES - 1))))
+            self._bare._bare = self._bare
+        return self._bare
 
     def recompute(self, part: Part) -> Any:
         """Their recomputation."""
@@ -268,6 +273,9 @@ class Grid:
     def _columns(self, key: Hashable, record: Callable[[Any], None]) -> _Columns:
         names = (*ManyCost.__slots__,)
         cost = {name: np.zeros(self.shape, bool if name in _FLAGS else np.int64) for name in names}
+        bare = self._bare_of()
+        # Parameters depend on no micro batch and no recomputation.
+        parameters = bare.block(bare.all, key, record).parameters if bare is not self else None
         lists: dict[ParameterList, int] = {}
         which = np.zeros(self.shape, np.int64)
         lasting: list[list[np.ndarray]] = []
@@ -278,7 +286,8 @@ class Grid:
             for name in _FLAGS:
                 cost[name][here] = getattr(s, name)
             end = atoms + recording.parameter_sizes
-            which[here] = _lists(recording.parameters, sizes[atoms:end], lists)
+            if parameters is None:
+                which[here] = _lists(recording.parameters, sizes[atoms:end], lists)
             for i, (kind, dimensions) in enumerate(recording.lasting):
                 if i == len(lasting):
                     lasting.append([np.zeros(self.shape, np.int64) for _ in range(3 + _SHAPE)])
@@ -291,7 +300,7 @@ class Grid:
                 end += dimensions + 1
         return _Columns(
             {name: collapsed(values) for name, values in cost.items()},
-            ManyParameters(list(lists), collapsed(which)),
+            parameters or ManyParameters(list(lists), collapsed(which)),
             tuple(Request(self._numbered(request[:-1]), collapsed(request[-1])) for request in lasting),
         )  # fmt: skip
 
@@ -308,27 +317,32 @@ class Grid:
         return np.array(numbers)[back.reshape(shape)]
 
     def _leaves(self, key: Hashable, record: Callable[[Any], None]) -> Iterator[tuple[Part, Any, list[Any]]]:
+        """The recordings of a block that serve runs whose costs are needed, with theirs of its sizes."""
         recordings = self.shelf.recordings(key)
-        todo = [self.all]
-        while todo:
-            asked, todo = todo, []
-            for part in asked:
-                for some, recording, sizes in recordings.find_many(self.dimensions, part, step):
-                    if self.needed is not None and not self.needed[some.index].any():
-                        continue
-                    if recording is not None:
-                        yield some, recording, sizes
-                        continue
-                    todo.append(some)
-            for part in todo:
-                first = Part(tuple(at[:1] for at in part.positions))
-                ctx = BlockContext(
-                    self.shelf,
-                    [bool(n) if i >= len(SIZES) else int(n)
-                     for i, n in enumerate(first.take(values).flat[0] for values in self.dimensions)],
-                    self.recompute(first),
-                )  # fmt: skip
-                recorded(ctx, key, recordings, record)
+
+        def needed(part: Part) -> bool:
+            return self.needed is None or bool(self.needed[part.index].any())
+
+        def missing(part: Part) -> bool:
+            if not needed(part):
+                return False
+            with self.shelf.library.lock:
+                add_recording(self._first(part), recordings, record)
+            return True
+
+        for part, recording, sizes in recordings.find_many(self.dimensions, self.all, step, missing):
+            if needed(part):
+                yield part, recording, sizes
+
+    def _first(self, part: Part) -> BlockContext:
+        """The context of the first run of a part, in numbers."""
+        first = Part(tuple(at[:1] for at in part.positions))
+        return BlockContext(
+            self.shelf,
+            [bool(n) if i >= len(SIZES) else int(n)
+             for i, n in enumerate(first.take(values).flat[0] for values in self.dimensions)],
+            self.recompute(first),
+        )  # fmt: skip
 
 
 def _lists(template: Any, sizes: Sequence[Any], lists: dict[ParameterList, int]) -> Any:
