@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bridge_memory.inventory.alive import Structure
+from bridge_memory.inventory.alive import COUNT_BYTES, Structure
 from bridge_memory.inventory.blocks import add_recording
 from bridge_memory.inventory.context import BlockContext, Shelf
 from bridge_memory.inventory.lanes import AXES, Differs, Part, along, collapsed, lanes_of, step, whole
@@ -413,25 +413,25 @@ def _matrix(structure: Structure, number: int, *, every: bool) -> _Matrix:
         pieces.append(np.bincount(positions, minlength=number)[None, :] if positions else np.zeros((1, number)))
         rows[name] = slice(at, at := at + 1)
     for name, passages in structure.passages().items():
-        for sign, steps in zip("<>", passages, strict=True):
-            moments = _moments(steps, number, every)
+        for sign, passage in zip("<>", passages, strict=True):
+            moments = _steps(passage.steps, number) if every else _moments(passage.counts(), number)
             pieces.append(moments)
             rows[sign + name] = slice(at, at := at + len(moments))
     return _Matrix(np.concatenate(pieces).astype(float), rows)
 
 
-def _moments(steps: Sequence[int], number: int, every: bool) -> np.ndarray:
-    """Counts after each step of a walk after which something goes, or after ``every`` one."""
-    if not steps:
-        return np.zeros((0, number))
-    walk = np.array(steps)
-    come = walk < number
+def _moments(counts: bytes, number: int) -> np.ndarray:
+    """Counts at each moment of a passage."""
+    lanes = np.frombuffer(counts, np.uint8).reshape(-1, number, COUNT_BYTES)
+    return lanes @ (1 << 8 * np.arange(COUNT_BYTES))
+
+
+def _steps(steps: Sequence[int], number: int) -> np.ndarray:
+    """Counts after each step of a walk."""
+    walk = np.array(steps, np.int64)
     counts = np.zeros((len(walk), number))
-    counts[np.arange(len(walk)), walk % number] = np.where(come, 1, -1)
-    counts = counts.cumsum(axis=0)
-    if not every:
-        counts = counts[come & ~np.append(come[1:], False)]
-    return counts
+    counts[np.arange(len(walk)), walk % max(1, number)] = np.where(walk < number, 1, -1)
+    return counts.cumsum(axis=0)
 
 
 class Same:

@@ -511,7 +511,7 @@ class Memory:
             number = microbatches[mine]
             for m in np.unique(number).tolist():
                 few = number == m
-                rows = peak_rows(pp, ranks, few_microbatches(pp, m, v, group), group, which)
+                rows = peak_rows(pp, tuple(ranks), few_microbatches(pp, m, v, group), group, which)
                 moments[few] = (rows @ values[:columns, few]).max(axis=0)
             static, between, batch = values[columns:].astype(np.int64)
             some = tuple(each[mine] for each in cells)
