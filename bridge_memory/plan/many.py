@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from threading import Lock
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 
@@ -582,43 +584,88 @@ class Times:
 # ---- all of it ----
 
 
-def fitting(
-    sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused,
-    jobs: int = 1,
-) -> Iterator[Fitting]:  # fmt: skip
-    """The layouts that fit, pipeline by pipeline, with their peaks and step times; others are counted. ``fits``:
-    whether the card holds a peak, and so all lower ones."""
-    legal = [sheet.legal(pipeline, refused) for pipeline in sheet.pipelines]
-    of_pp: dict[int, np.ndarray] = {}
-    for pipeline, which in zip(sheet.pipelines, legal, strict=True):
-        any_of = of_pp.setdefault(pipeline.pp, np.zeros(len(sheet.sizes), bool))
-        any_of[pipeline.at[which.any(axis=(1, 2))]] = True
-    if not any(some.any() for some in of_pp.values()):
-        return
-    memory = Memory(sheet, of_pp)
+class Sweep:
+    """The layouts of a space, with what all its pipelines share worked out."""
 
-    def allowed(values: np.ndarray) -> np.ndarray:
-        return _held(values, fits)
+    def __init__(
+        self, sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused
+    ) -> None:
+        """``fits``: whether the card holds a peak, and so all lower ones."""
+        self.sheet, self._fits = sheet, fits
+        self._legal = [sheet.legal(pipeline, refused) for pipeline in sheet.pipelines]
+        #: Numbers of the pipelines that any layout has.
+        self.todo = [number for number, which in enumerate(self._legal) if which.any()]
+        if not self.todo:
+            return
+        of_pp: dict[int, np.ndarray] = {}
+        for pipeline, which in zip(sheet.pipelines, self._legal, strict=True):
+            any_of = of_pp.setdefault(pipeline.pp, np.zeros(len(sheet.sizes), bool))
+            any_of[pipeline.at[which.any(axis=(1, 2))]] = True
+        self._memory = memory = Memory(sheet, of_pp)
+        self._kept = {
+            n: memory.fit_without_activations(sheet.pipelines[n], self._legal[n], self._allowed) for n in self.todo
+        }
+        memory.keep((sheet.pipelines[n], which) for n, which in self._kept.items())
+        self._times = Times(memory, hardware, constants)
 
-    todo = [number for number, which in enumerate(legal) if which.any()]
-    kept = {n: memory.fit_without_activations(sheet.pipelines[n], legal[n], allowed) for n in todo}
-    memory.keep((sheet.pipelines[n], which) for n, which in kept.items())
-    times = Times(memory, hardware, constants)
+    def _allowed(self, values: np.ndarray) -> np.ndarray:
+        return _held(values, self._fits)
 
-    def work(number: int) -> Fitting:
-        pipeline, looked_at = sheet.pipelines[number], int(legal[number].sum())
-        too_large = looked_at - int(kept[number].sum())
+    def fitting(self, number: int) -> Fitting:
+        """The layouts of one pipeline that fit."""
+        pipeline, kept, memory = self.sheet.pipelines[number], self._kept[number], self._memory
+        looked_at = int(self._legal[number].sum())
+        too_large = looked_at - int(kept.sum())
         if too_large == looked_at:
             none = np.zeros(0, np.int64)
             return Fitting(pipeline, none, none, none, none, np.zeros(0), looked_at, too_large)
-        found = memory.peaks(pipeline, kept[number], allowed)
+        found = memory.peaks(pipeline, kept, self._allowed)
         places = found.sizes, found.batch, found.recompute
-        seconds = times.seconds(pipeline, memory.cells(pipeline, places)) if len(found.peaks) else np.zeros(0)
+        seconds = self._times.seconds(pipeline, memory.cells(pipeline, places)) if len(found.peaks) else np.zeros(0)
         return Fitting(pipeline, *places, found.peaks, seconds, looked_at, too_large)
 
-    # What all pipelines share is worked out with the first, before processes part.
-    yield work(todo[0])
-    yield from spread(jobs, work, todo[1:])
+
+@dataclass(frozen=True, eq=False)
+class _Elsewhere:
+    """One pipeline of a sweep in a process that shares nothing with this one: there the sweep is made once. Dask hashes
+    what it is sent, so that it is equal to itself alone."""
+
+    sweep: str
+    space: Space
+    hardware: Hardware
+    constants: Constants
+    fits: Callable[[int], bool]
+
+    def __call__(self, number: int) -> Fitting:
+        global _swept
+        with _sweeping:
+            known = _swept
+            if known is None or known[0] != self.sweep:
+                sweep = Sweep(Sheet(self.space), self.hardware, self.constants, self.fits, Refused())
+                known = _swept = self.sweep, sweep
+            return known[1].fitting(number)
+
+
+#: The last sweep that was made for another process, by its name there; one thread works at it.
+_swept: tuple[str, Sweep] | None = None
+_sweeping = Lock()
+
+
+def fitting(
+    sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused,
+    jobs: int = 1, backend: str | None = None,
+) -> Iterator[Fitting]:  # fmt: skip
+    """The layouts that fit, pipeline by pipeline, with their peaks and step times; others are counted. ``fits``:
+    whether the card holds a peak, and so all lower ones."""
+    sweep = Sweep(sheet, hardware, constants, fits, refused)
+    if not sweep.todo:
+        return
+    # What blocks cost is worked out with the first, before processes part.
+    yield sweep.fitting(sweep.todo[0])
+    work: Callable[[int], Fitting] = sweep.fitting
+    if backend is not None:
+        work = _Elsewhere(uuid4().hex, sheet.space, hardware, constants, fits)
+    yield from spread(jobs, work, sweep.todo[1:], backend)
 
 
 def _held(peaks: np.ndarray, fits: Callable[[int], bool]) -> np.ndarray:
