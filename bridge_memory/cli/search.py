@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--jobs", type=int, metavar="N", help="processes (default: 1; with --backend all it has)")
     group.add_argument("--backend", metavar="NAME",
                        help="of joblib: loky, dask, dask=ADDRESS or ray, which --jobs processes are of")
+    group.add_argument("--cache", metavar="DIR",
+                       help="folder that keeps what blocks cost, for later searches of the same sizes")
     group.add_argument("--measured-step-time", action="append", default=[], metavar="LAYOUT=SECONDS",
                        help="a measured step, such as tp2,pp8,mbs1=58.2, sets the time model right; may be repeated")
     group.add_argument("--top", type=int, default=20, metavar="N", help="layouts to show (default: 20)")
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     found = search(
         space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * 2**30),
         margin=partial(margin_bytes, world_size=space.num_gpus), progress=_progress(),
-        constants=steps.constants if steps else DEFAULT, backend=args.backend,
+        constants=steps.constants if steps else DEFAULT, backend=args.backend, cache=args.cache,
         jobs=args.jobs or (1 if args.backend is None else -1),
     )  # fmt: skip
     calibration = steps.words if steps else ""

@@ -8,6 +8,7 @@ one run.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from bridge_memory.spec import RecomputeSpec
 
 #: Beyond this a float is not every whole number.
 EXACT = 2**53
-_FLAGS = ("input_retained", "output_reached")
+FLAGS = ("input_retained", "output_reached")
 #: Peaks before the landmark, in the order of ``BlockCost.before_landmark``.
 _BEFORE = ("before_forward", "before_backward", "before_held", "before_no_grad")
 
@@ -58,19 +59,19 @@ class ManyCost:
 class ManyParameters:
     """As ``parameters.ParameterList``, of many runs: a list for each of the few that differ."""
 
-    __slots__ = ("_lists", "_rows", "_sums", "_which")
+    __slots__ = ("_rows", "_sums", "lists", "which")
 
     def __init__(self, lists: Sequence[ParameterList], which: np.ndarray) -> None:
-        self._lists = lists
+        self.lists = lists
         #: Which of them each run has.
-        self._which = which
+        self.which = which
         self._rows: tuple[Repeated, ...] | None = None
         self._sums: dict[tuple[Column, ...], tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
 
     def sums(self, columns: tuple[Column, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         found = self._sums.get(columns)
         if found is None:
-            of_each = [parameters.sums(columns) for parameters in self._lists]
+            of_each = [parameters.sums(columns) for parameters in self.lists]
             found = self._sums[columns] = (  # type: ignore[assignment]
                 *[tuple(self._spread([sums[i][c] for sums in of_each]) for c in range(len(columns))) for i in (0, 1)],
             )
@@ -78,45 +79,45 @@ class ManyParameters:
         return found
 
     def _spread(self, values: list[int]) -> Any:
-        return values[0] if len(set(values)) == 1 else lanes_of(np.array(values)[self._which])
+        return values[0] if len(set(values)) == 1 else lanes_of(np.array(values)[self.which])
 
     @property
     def rows(self) -> tuple[Repeated, ...]:
         """All of them, with arrays for shapes, and for whether they are sharded, where only these differ."""
         if self._rows is not None:
             return self._rows
-        if len(self._lists) == 1:
-            return self._lists[0].rows
+        if len(self.lists) == 1:
+            return self.lists[0].rows
         kinds: dict[Any, int] = {}
-        of_lists = [kinds.setdefault(_but_sizes(one.rows), len(kinds)) for one in self._lists]
+        of_lists = [kinds.setdefault(_but_sizes(one.rows), len(kinds)) for one in self.lists]
         if len(kinds) > 1:
-            raise Differs(np.array(of_lists)[self._which])
-        first = self._lists[0].rows
+            raise Differs(np.array(of_lists)[self.which])
+        first = self.lists[0].rows
         out = []
         for i, (parameters, _) in enumerate(first):
             few = tuple(
                 Parameter(
                     p.name,
-                    tuple(self._spread([of.rows[i].parameters[j].shape[d] for of in self._lists])
+                    tuple(self._spread([of.rows[i].parameters[j].shape[d] for of in self.lists])
                           for d in range(len(p.shape))),
-                    p.expert, self._spread([of.rows[i].parameters[j].sharded for of in self._lists]), p.use,
+                    p.expert, self._spread([of.rows[i].parameters[j].sharded for of in self.lists]), p.use,
                 )
                 for j, p in enumerate(parameters)
             )  # fmt: skip
-            out.append(Repeated(few, self._spread([of.rows[i].times for of in self._lists])))
+            out.append(Repeated(few, self._spread([of.rows[i].times for of in self.lists])))
         self._rows = tuple(out)
         return self._rows
 
     def runs(self, *experts: bool) -> Iterator[tuple[tuple[Parameter, ...], int]]:
-        if len(self._lists) > 1:
-            raise Differs(self._which)
-        return self._lists[0].runs(*experts)
+        if len(self.lists) > 1:
+            raise Differs(self.which)
+        return self.lists[0].runs(*experts)
 
     def of(self, part: Part) -> ManyParameters:
         """Those of some runs."""
-        which = part.take(self._which)
+        which = part.take(self.which)
         kinds, back = np.unique(which, return_inverse=True)
-        return ManyParameters([self._lists[k] for k in kinds], back.reshape(which.shape))
+        return ManyParameters([self.lists[k] for k in kinds], back.reshape(which.shape))
 
 
 def _but_sizes(rows: Sequence[Repeated]) -> Any:
@@ -179,7 +180,7 @@ _KINDS: tuple[Scratch | None, ...] = (None, *Scratch)
 _SHAPE = 3
 
 
-class _Columns(NamedTuple):
+class Columns(NamedTuple):
     """One block over a whole grid."""
 
     cost: dict[str, np.ndarray]
@@ -229,7 +230,9 @@ class Grid:
                            for values in (*sizes, *switches)]
         self.shape = tuple(max(values.shape[axis] for values in self.dimensions) for axis in range(AXES))
         self.all = whole(self.shape)
-        self._blocks: dict[Hashable, _Columns] = {}
+        self._blocks: dict[Hashable, Columns] = {}
+        #: Blocks that were worked out before, by the name of their key (``packed``).
+        self._taken_up: dict[str, Columns] = {}
         self._bare: Grid | None = None
 
     def context(self, part: Part) -> BlockContext:
@@ -243,9 +246,9 @@ class Grid:
     def bare(self, part: Part) -> BlockContext:
         """As ``BlockContext.bare``."""
         first = np.zeros(1, np.int64)
-        return self._bare_of().context(Part((part.positions[0], *[first] * (AXES - 1))))
+        return self.bare_grid().context(Part((part.positions[0], *[first] * (AXES - 1))))
 
-    def _bare_of(self) -> Grid:
+    def bare_grid(self) -> Grid:
         """The same parallel sizes, with one sequence and nothing recomputed."""
         if self._bare is None:
             end = len(SIZES) + 1
@@ -264,16 +267,33 @@ class Grid:
         """One block of some of its runs."""
         found = self._blocks.get(key)
         if found is None:
-            found = self._blocks[key] = self._columns(key, record)
+            found = self._taken_up.get(sha256(repr(key).encode()).hexdigest()) if self._taken_up else None
+            found = self._blocks[key] = found or self._columns(key, record)
         return ManyBlock(
             {name: part.take(values) for name, values in found.cost.items()}, found.parameters.of(part),
             tuple([request.of(part) for request in found.lasting]),
         )  # fmt: skip
 
-    def _columns(self, key: Hashable, record: Callable[[Any], None]) -> _Columns:
+    def known_blocks(self) -> Iterator[tuple[str, Columns]]:
+        """(name of its key, what it costs) of all blocks so far."""
+        named = {sha256(repr(key).encode()).hexdigest(): columns for key, columns in self._blocks.items()}
+        yield from {**self._taken_up, **named}.items()
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of lasting scratch, in order of their numbers (``Request``)."""
+        return tuple(self._shapes)
+
+    def take_up(self, blocks: dict[str, Columns], shapes: Sequence[tuple[int, ...]]) -> None:
+        """Blocks of this grid, by the names of their keys, before any is asked for."""
+        assert not self._blocks
+        self._taken_up = blocks
+        self._shapes = {shape: i for i, shape in enumerate(shapes)}
+
+    def _columns(self, key: Hashable, record: Callable[[Any], None]) -> Columns:
         names = (*ManyCost.__slots__,)
-        cost = {name: np.zeros(self.shape, bool if name in _FLAGS else np.int64) for name in names}
-        bare = self._bare_of()
+        cost = {name: np.zeros(self.shape, bool if name in FLAGS else np.int64) for name in names}
+        bare = self.bare_grid()
         # Parameters depend on no micro batch and no recomputation.
         parameters = bare.block(bare.all, key, record).parameters if bare is not self else None
         lists: dict[ParameterList, int] = {}
@@ -283,7 +303,7 @@ class Grid:
             s, atoms, here = recording.structure, recording.atoms, part.index
             for name, values in evaluated(s, sizes[:atoms]).items():
                 cost[name][here] = values
-            for name in _FLAGS:
+            for name in FLAGS:
                 cost[name][here] = getattr(s, name)
             end = atoms + recording.parameter_sizes
             if parameters is None:
@@ -298,7 +318,7 @@ class Grid:
                     request[2 + at][here] = values
                 request[-1][here] = sizes[end + dimensions]
                 end += dimensions + 1
-        return _Columns(
+        return Columns(
             {name: collapsed(values) for name, values in cost.items()},
             parameters or ManyParameters(list(lists), collapsed(which)),
             tuple(Request(self._numbered(request[:-1]), collapsed(request[-1])) for request in lasting),

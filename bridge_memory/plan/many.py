@@ -25,6 +25,7 @@ from bridge_memory.inventory.context import LIBRARY, settings_of, sizes_of, swit
 from bridge_memory.inventory.lanes import Differs, Part, along, collapsed, parts, whole
 from bridge_memory.inventory.many import Grid, Same
 from bridge_memory.plan.jobs import spread
+from bridge_memory.plan.kept import KeptCosts
 from bridge_memory.plan.space import Refused, Sizes, Space, micro_batches, parallel_sizes, recomputations, split_choices
 from bridge_memory.schedule.peak import few_microbatches
 from bridge_memory.schedule.rows import peak_rows
@@ -350,8 +351,9 @@ class Pieces:
 class Memory:
     """Peaks of the layouts of a sheet."""
 
-    def __init__(self, sheet: Sheet, of_pp: dict[int, np.ndarray]) -> None:
-        """``of_pp``: which of ``sheet.sizes`` any legal layout of a pipeline size has. ``keep`` comes before peaks."""
+    def __init__(self, sheet: Sheet, of_pp: dict[int, np.ndarray], costs: KeptCosts | None = None) -> None:
+        """``of_pp``: which of ``sheet.sizes`` any legal layout of a pipeline size has; ``costs``: of blocks, kept by
+        earlier searches. ``keep`` comes before peaks."""
         self.sheet = sheet
         self._of_pp = of_pp
         needed = np.any(list(of_pp.values()), axis=0)
@@ -365,6 +367,9 @@ class Memory:
             LIBRARY.shelf(settings_of(base)), sizes_of(of_all),  # type: ignore[arg-type]
             [along(2, [row[i] for row in switches]) for i in range(len(switches[0]))], sheet.recomputes,
         )
+        self._costs = costs
+        if costs is not None:
+            costs.take_up(self.grid.bare_grid())
         self._states: dict[int, Pieces] = {}
         #: Of a pipeline size, what stages of a shape keep of model state.
         self._of_shapes: dict[tuple[int, StageShape], _State] = {}
@@ -449,8 +454,16 @@ class Memory:
         for pipeline, kept in layouts:
             needed[self.cells(pipeline, np.nonzero(kept))] = True
         self.grid.needed = needed
+        if self._costs is not None:
+            self._costs.take_up(self.grid)
         self.asked = _around(needed)
         self._holds = Pieces(self.asked, self._held_by)
+
+    def keep_costs(self) -> None:
+        """For later searches, what was worked out of blocks."""
+        if self._costs is not None:
+            self._costs.keep(self.grid.bare_grid())
+            self._costs.keep(self.grid)
 
     def peaks(self, pipeline: Pipeline, kept: np.ndarray, allowed: Callable[[np.ndarray], np.ndarray]) -> Peaks:
         """Of those layouts of a pipeline that were kept, and fit. ``allowed``: which peaks the card holds."""
@@ -588,9 +601,10 @@ class Sweep:
     """The layouts of a space, with what all its pipelines share worked out."""
 
     def __init__(
-        self, sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused
+        self, sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused,
+        costs: KeptCosts | None = None,
     ) -> None:
-        """``fits``: whether the card holds a peak, and so all lower ones."""
+        """``fits``: whether the card holds a peak, and so all lower ones; ``costs``: what earlier searches kept."""
         self.sheet, self._fits = sheet, fits
         self._legal = [sheet.legal(pipeline, refused) for pipeline in sheet.pipelines]
         #: Numbers of the pipelines that any layout has.
@@ -601,15 +615,21 @@ class Sweep:
         for pipeline, which in zip(sheet.pipelines, self._legal, strict=True):
             any_of = of_pp.setdefault(pipeline.pp, np.zeros(len(sheet.sizes), bool))
             any_of[pipeline.at[which.any(axis=(1, 2))]] = True
-        self._memory = memory = Memory(sheet, of_pp)
+        self._memory = memory = Memory(sheet, of_pp, costs)
         self._kept = {
             n: memory.fit_without_activations(sheet.pipelines[n], self._legal[n], self._allowed) for n in self.todo
         }
+        if not any(which.any() for which in self._kept.values()):
+            return
         memory.keep((sheet.pipelines[n], which) for n, which in self._kept.items())
         self._times = Times(memory, hardware, constants)
 
     def _allowed(self, values: np.ndarray) -> np.ndarray:
         return _held(values, self._fits)
+
+    def keep_costs(self) -> None:
+        """For later searches."""
+        self._memory.keep_costs()
 
     def fitting(self, number: int) -> Fitting:
         """The layouts of one pipeline that fit."""
@@ -653,11 +673,11 @@ _sweeping = Lock()
 
 def fitting(
     sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused,
-    jobs: int = 1, backend: str | None = None,
+    jobs: int = 1, backend: str | None = None, costs: KeptCosts | None = None,
 ) -> Iterator[Fitting]:  # fmt: skip
     """The layouts that fit, pipeline by pipeline, with their peaks and step times; others are counted. ``fits``:
     whether the card holds a peak, and so all lower ones."""
-    sweep = Sweep(sheet, hardware, constants, fits, refused)
+    sweep = Sweep(sheet, hardware, constants, fits, refused, costs)
     if not sweep.todo:
         return
     # What blocks cost is worked out with the first, before processes part.
@@ -666,6 +686,7 @@ def fitting(
     if backend is not None:
         work = _Elsewhere(uuid4().hex, sheet.space, hardware, constants, fits)
     yield from spread(jobs, work, sweep.todo[1:], backend)
+    sweep.keep_costs()
 
 
 def _held(peaks: np.ndarray, fits: Callable[[int], bool]) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bridge_memory.estimate import model_state, peaks
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.space import Refused, Space, layouts
-from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
+from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, show
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.step_time import StepTime, step_time
@@ -127,13 +127,15 @@ def search(
     together: bool | None = None,
     jobs: int = 1,
     backend: str | None = None,
+    cache: str | None = None,
 ) -> Found:
     """Look at every layout of ``space``. Raises SpecError where the space is empty or no time is known.
 
     ``capacity``: bytes of the card; ``margin``: of a peak, what the card must hold beyond it, never less of a higher
     one; ``progress`` is told how many were looked at and how many fit; ``together``: whether layouts are evaluated as
     arrays (None: where they can be); ``jobs``: processes, of this machine or of ``backend``, a name that joblib knows
-    (-1: all there are). KeyboardInterrupt ends the search with what was found so far.
+    (-1: all there are); ``cache``: a folder that keeps what blocks cost for later searches. KeyboardInterrupt ends the
+    search with what was found so far.
     """
     i = space.base.implementation
     if i.hugging_face:
@@ -145,7 +147,7 @@ def search(
     tell = progress or (lambda looked_at, fitting: None)
     if together or (together is None and _can_be_together(space)):
         try:
-            return _together(space, hardware, card, constants, tell, jobs, backend)
+            return _together(space, hardware, card, constants, tell, jobs, backend, cache)
         except (AttributeError, TypeError):
             if together:
                 raise
@@ -235,17 +237,19 @@ def _row(run: RunSpec, hardware: Hardware, card: Card, constants: Constants) -> 
 
 def _together(
     space: Space, hardware: Hardware, card: Card, constants: Constants, progress: Callable[[int, int], None],
-    jobs: int, backend: str | None,
+    jobs: int, backend: str | None, cache: str | None,
 ) -> Found:  # fmt: skip
+    from bridge_memory.plan.kept import KeptCosts
     from bridge_memory.plan.many import Sheet, fitting
 
     refused = Refused()
+    costs = None if cache is None else KeptCosts(cache)
     sheet = Sheet(space)
     found: list[Fitting] = []
     looked_at = without_activations = fit = 0
     stopped = False
     try:
-        for few in fitting(sheet, hardware, constants, card.holds, refused, jobs, backend):
+        for few in fitting(sheet, hardware, constants, card.holds, refused, jobs, backend, costs):
             found.append(few)
             looked_at += few.looked_at
             without_activations += few.without_activations
@@ -253,15 +257,20 @@ def _together(
             progress(looked_at, fit)
     except KeyboardInterrupt:
         stopped = True
-    rows = _Together(sheet, found, lambda run: _row(run, hardware, card, constants))
+    rows = _Together(sheet, found, lambda run: _row(run, hardware, card, constants), cache)
     return Found(rows, looked_at, looked_at - fit, without_activations, refused, stopped, True)
 
 
 class _Together(Rows):
     """Rows that are made when they are asked for: of a hundred thousand a few are shown."""
 
-    def __init__(self, sheet: Sheet, found: Sequence[Fitting], make: Callable[[RunSpec], Row | None]) -> None:
+    def __init__(
+        self, sheet: Sheet, found: Sequence[Fitting], make: Callable[[RunSpec], Row | None], cache: str | None
+    ) -> None:
+        """``cache``: the folder that what blocks cost may be from."""
         from bridge_memory.plan.many import sorted_together
+
+        self._cache = cache
 
         self._sheet, self._found, self._make = sheet, found, make
         #: In order: in which of ``found`` a row is, where in it, and its peak.
@@ -281,7 +290,10 @@ class _Together(Rows):
         row = self._made.get(number)
         if row is None:
             made = self._make(self._sheet.run(*self._place(number)))
-            assert made is not None and made.peak == self._peaks[number], "an array of peaks is not that of its runs"
+            same = made is not None and made.peak == self._peaks[number]
+            if not same and self._cache is not None:
+                raise SpecError(f"--cache ({show(self._cache)}) has costs that are not those of this model; delete it")
+            assert made is not None and same, "an array of peaks is not that of its runs"
             row = self._made[number] = made
         return row
 

@@ -23,7 +23,8 @@ def peak_rows(pp: int, ranks: tuple[int, ...], m: int, group: int, costs: tuple[
     ``costs``: which of the distinct costs each chunk of a rank has. Columns are three a distinct cost, and the last is
     of hidden states that the schedule holds. ``m``: ``few_microbatches``.
     """
-    alive, chunk, backward, hidden = map(np.concatenate, zip(*(_arrays(pp, r, m, len(costs), group) for r in ranks)))
+    of_ranks = [_arrays(pp, rank, m, len(costs), group) for rank in ranks]
+    alive, chunk, backward, hidden = map(np.concatenate, zip(*of_ranks, strict=True))
     number, of = max(costs) + 1, np.array(costs)
     table = np.zeros((len(hidden), 3 * number + 1))
     table[:, SAVED : 3 * number : 3] = alive @ (of[:, None] == np.arange(number))
