@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.cli.measured import measured_steps
@@ -44,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",
                        help="GiB that must be left on the card beside the margin (default: 0)")
     group.add_argument("--exhaustive", action="store_true", help="every layout that divides, not the usual grid")
-    group.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
+    group.add_argument("--jobs", type=int, metavar="N", help="processes (default: 1; with --backend all it has)")
+    group.add_argument("--backend", metavar="NAME",
+                       help="of joblib: loky, dask, dask=ADDRESS or ray, which --jobs processes are of")
+    group.add_argument("--cache", metavar="DIR",
+                       help="folder that keeps what blocks cost, for later searches of the same sizes")
     group.add_argument("--measured-step-time", action="append", default=[], metavar="LAYOUT=SECONDS",
                        help="a measured step, such as tp2,pp8,mbs1=58.2, sets the time model right; may be repeated")
     group.add_argument("--top", type=int, default=20, metavar="N", help="layouts to show (default: 20)")
@@ -65,15 +70,16 @@ def run(args: argparse.Namespace) -> int:
     space = _space(args, gpu, hardware, _ranges(args))
     if args.top < 1 or args.row < 1:
         raise SpecError("--top and --row count from 1; give a positive number")
-    if not 1 <= args.jobs <= MOST_JOBS:
+    if args.jobs is not None and not 1 <= args.jobs <= MOST_JOBS:
         raise SpecError(f"--jobs ({args.jobs}) is not a number of processes; give 1 to {MOST_JOBS}")
     if args.headroom < 0 or args.headroom != args.headroom:
         raise SpecError(f"--headroom ({args.headroom}) is not a size; give GiB of 0 or more")
     steps = calibrated(measured_steps(args.measured_step_time, space), hardware) if args.measured_step_time else None
     found = search(
         space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * 2**30),
-        margin=lambda peak: margin_bytes(peak, space.num_gpus), progress=_progress(), jobs=args.jobs,
-        constants=steps.constants if steps else DEFAULT,
+        margin=partial(margin_bytes, world_size=space.num_gpus), progress=_progress(),
+        constants=steps.constants if steps else DEFAULT, backend=args.backend, cache=args.cache,
+        jobs=args.jobs or (1 if args.backend is None else -1),
     )  # fmt: skip
     calibration = steps.words if steps else ""
     if args.emit:

@@ -32,6 +32,7 @@ MINIMUM_OFFLOADED_BYTES = 2 * 1024 * 1024
 #: Bits of one count; no size is there 2^23 times at once.
 _LANE = 24
 _ONE_LANE = (1 << _LANE) - 1
+COUNT_BYTES = _LANE // 8
 #: Moments that every other is held against; what they do not dominate is kept, needlessly at worst.
 _DOMINATORS = 8
 
@@ -49,23 +50,20 @@ class Atoms:
     """The sizes of a tape, each once: a position, and the lane in which it is counted."""
 
     def __init__(self) -> None:
-        self._position: dict[Any, int] = {}
+        #: Units of plain numbers, and of sizes by their register.
+        self._of_numbers: dict[Any, int] = {0: 0}
+        self._of_registers: dict[int, int] = {}
         #: In order of their positions.
         self.sizes: list[Any] = []
 
     def unit(self, size: Any) -> int:
         """One of ``size`` in its lane; 0 of what has no size."""
-        if type(size) is Size:
-            key: Any = ("register", size.register)
-        elif size:
-            key = size
-        else:
-            return 0
-        position = self._position.get(key)
-        if position is None:
-            position = self._position[key] = len(self.sizes)
+        known, key = (self._of_registers, size.register) if type(size) is Size else (self._of_numbers, size)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = 1 << (_LANE * len(self.sizes))
             self.sizes.append(size)
-        return 1 << (_LANE * position)
+        return found
 
     @property
     def highest_bits(self) -> int:
@@ -97,14 +95,24 @@ class _Passage:
     higher than the moments at its ends.
     """
 
-    __slots__ = ("_names", "_order")
+    __slots__ = ("_moments", "_names", "_number", "_order")
 
     def __init__(self, moments: Sequence[Moment], atoms: Atoms) -> None:
-        number = len(atoms.sizes)
+        self._moments = moments
+        #: Of sizes.
+        self._number = len(atoms.sizes)
+        #: The walk, once it is asked for.
+        self._order: list[int] | None = None
+        self._names: list[str] = []
+
+    def _walk(self) -> list[int]:
+        if self._order is not None:
+            return self._order
+        number = self._number
         order: list[int] = []
         names: list[str] = []
         before = 0
-        for name, units in moments:
+        for name, units in self._moments:
             come: list[int] = []
             differ = before ^ units
             while differ:
@@ -119,28 +127,34 @@ class _Passage:
             order += come
             names += [name] * (len(order) - len(names))
             before = units
-        self._order = order
         self._names = names
+        self._order = order
+        return order
 
     def highest(self, signed: Sequence[int]) -> int:
         """Bytes; ``signed``: every atom's size, then every atom's size less than zero."""
-        return max(accumulate(map(signed.__getitem__, self._order)), default=0)
+        return max(accumulate(map(signed.__getitem__, self._walk())), default=0)
 
     def named(self, signed: Sequence[int]) -> tuple[int, str]:
         """(bytes, what runs) at the highest moment, the first of equals."""
-        walk = list(accumulate(map(signed.__getitem__, self._order)))
+        walk = list(accumulate(map(signed.__getitem__, self._walk())))
         if not walk:
             return 0, ""
         highest = max(walk)
         return highest, self._names[walk.index(highest)]
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._moments)
 
     @property
     def steps(self) -> Sequence[int]:
         """The walk: of n sizes, i is one more of the i-th, and n + i one less."""
-        return self._order
+        return self._walk()
+
+    def counts(self) -> bytes:
+        """How often each size is there, moment after moment: ``COUNT_BYTES`` a size, the lowest first."""
+        width = COUNT_BYTES * self._number
+        return b"".join([units.to_bytes(width, "little") for _, units in self._moments])
 
 
 class _Peaks:
@@ -240,13 +254,13 @@ class Structure:
             "output_bytes": self.outputs, "no_grad_retained": self.no_grad_retained,
         }  # fmt: skip
 
-    def passages(self) -> dict[str, tuple[Sequence[int], Sequence[int]]]:
-        """Properties that are peaks -> the walks before the landmark and after it."""
+    def passages(self) -> dict[str, tuple[_Passage, _Passage]]:
+        """Properties that are peaks -> what is alive before the landmark and after it."""
         passes = {
             "forward_peak": self.forward, "backward_peak": self.backward, "backward_peak_held": self.backward_held,
             "no_grad_peak": self.no_grad,
         }  # fmt: skip
-        return {name: (peaks.before.steps, peaks.after.steps) for name, peaks in passes.items()}
+        return {name: (peaks.before, peaks.after) for name, peaks in passes.items()}
 
 
 def _split(moments: Sequence[Moment], landmark: int, atoms: Atoms) -> _Peaks:

@@ -121,13 +121,14 @@ def recorded(
         with ctx.shelf.library.lock:
             found = recordings.find(ctx.dimensions)
             if found is None:
-                _record(ctx, recordings, record)
+                add_recording(ctx, recordings, record)
                 found = recordings.find(ctx.dimensions)
                 assert found is not None, f"{key}: a recording does not answer its own questions"
     return found
 
 
-def _record(ctx: BlockContext, recordings: Recordings, record: Callable[[Recorder], None]) -> None:
+def add_recording(ctx: BlockContext, recordings: Recordings, record: Callable[[Recorder], None]) -> None:
+    """Record the block of one run. The library's lock is held."""
     notes = Notes(ctx.dimensions)
     r = Recorder(BlockContext(ctx.shelf, notes.sizes[: len(DIMENSIONS)]))
     record(r)

@@ -154,6 +154,12 @@ class ManyBlocks(Protocol):
     def by_recompute(self, number: Callable[[RecomputeSpec], int]) -> Any:
         """As ``BlockContext.by_recompute``."""
 
+    def recompute_says(self, answer: Callable[[RecomputeSpec], Any]) -> Any:
+        """As ``BlockContext.recompute_says``."""
+
+    def largest_scratch(self, requests: Sequence[Any]) -> dict[Any, Any]:
+        """As ``stack.stage_scratch``, of requests of chunks."""
+
 
 class BlockContext:
     """Local sizes and settings of one rank, for every block of a run.
@@ -240,6 +246,10 @@ class BlockContext:
     def by_recompute(self, number: Callable[[RecomputeSpec], int]) -> Any:
         """A number that the run's recomputation decides."""
         return number(self.recompute) if self.many is None else self.many.by_recompute(number)
+
+    def recompute_says(self, answer: Callable[[RecomputeSpec], Any]) -> Any:
+        """What the run's recomputation comes to; of many runs all must agree on it, in whatever words."""
+        return answer(self.recompute) if self.many is None else self.many.recompute_says(answer)
 
     def switch(self, module: str) -> Any:
         """``recomputes``, without asking."""

@@ -30,7 +30,8 @@ def ignores_full_recompute(model: ModelSpec, ctx: BlockContext) -> bool:
 
 def fully_recomputed(layers: int, ctx: BlockContext, *, ignored: bool = False) -> tuple[int, int]:
     """How many of a chunk's ``layers`` are recomputed as a whole, from the first on, and how many together."""
-    return (0, 1) if ignored else _fully(ctx.recompute, layers)
+    found: tuple[int, int] = (0, 1) if ignored else ctx.recompute_says(lambda rc: _fully(rc, layers))
+    return found
 
 
 def recomputed_layers(layers: int, ctx: BlockContext, *, ignored: bool = False) -> Any:
@@ -60,7 +61,8 @@ def reached(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> bool:
     """
     if ctx.adapters is None or not shape.embedding:
         return True
-    return ctx.recompute.granularity == "full" and not ignores_full_recompute(model, ctx)
+    full: bool = ctx.recompute_says(lambda rc: rc.granularity == "full")
+    return full and not ignores_full_recompute(model, ctx)
 
 
 def layer_links(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[tuple[Link, int]]:

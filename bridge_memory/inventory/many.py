@@ -8,12 +8,13 @@ one run.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bridge_memory.inventory.alive import Structure
-from bridge_memory.inventory.blocks import recorded
+from bridge_memory.inventory.alive import COUNT_BYTES, Structure
+from bridge_memory.inventory.blocks import add_recording
 from bridge_memory.inventory.context import BlockContext, Shelf
 from bridge_memory.inventory.lanes import AXES, Differs, Part, along, collapsed, lanes_of, step, whole
 from bridge_memory.inventory.parameters import Column, Parameter, ParameterList, Repeated
@@ -23,7 +24,7 @@ from bridge_memory.spec import RecomputeSpec
 
 #: Beyond this a float is not every whole number.
 EXACT = 2**53
-_FLAGS = ("input_retained", "output_reached")
+FLAGS = ("input_retained", "output_reached")
 #: Peaks before the landmark, in the order of ``BlockCost.before_landmark``.
 _BEFORE = ("before_forward", "before_backward", "before_held", "before_no_grad")
 
@@ -58,19 +59,19 @@ class ManyCost:
 class ManyParameters:
     """As ``parameters.ParameterList``, of many runs: a list for each of the few that differ."""
 
-    __slots__ = ("_lists", "_rows", "_sums", "_which")
+    __slots__ = ("_rows", "_sums", "lists", "which")
 
     def __init__(self, lists: Sequence[ParameterList], which: np.ndarray) -> None:
-        self._lists = lists
+        self.lists = lists
         #: Which of them each run has.
-        self._which = which
+        self.which = which
         self._rows: tuple[Repeated, ...] | None = None
         self._sums: dict[tuple[Column, ...], tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
 
     def sums(self, columns: tuple[Column, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         found = self._sums.get(columns)
         if found is None:
-            of_each = [parameters.sums(columns) for parameters in self._lists]
+            of_each = [parameters.sums(columns) for parameters in self.lists]
             found = self._sums[columns] = (  # type: ignore[assignment]
                 *[tuple(self._spread([sums[i][c] for sums in of_each]) for c in range(len(columns))) for i in (0, 1)],
             )
@@ -78,45 +79,45 @@ class ManyParameters:
         return found
 
     def _spread(self, values: list[int]) -> Any:
-        return values[0] if len(set(values)) == 1 else lanes_of(np.array(values)[self._which])
+        return values[0] if len(set(values)) == 1 else lanes_of(np.array(values)[self.which])
 
     @property
     def rows(self) -> tuple[Repeated, ...]:
         """All of them, with arrays for shapes, and for whether they are sharded, where only these differ."""
         if self._rows is not None:
             return self._rows
-        if len(self._lists) == 1:
-            return self._lists[0].rows
+        if len(self.lists) == 1:
+            return self.lists[0].rows
         kinds: dict[Any, int] = {}
-        of_lists = [kinds.setdefault(_but_sizes(one.rows), len(kinds)) for one in self._lists]
+        of_lists = [kinds.setdefault(_but_sizes(one.rows), len(kinds)) for one in self.lists]
         if len(kinds) > 1:
-            raise Differs(np.array(of_lists)[self._which])
-        first = self._lists[0].rows
+            raise Differs(np.array(of_lists)[self.which])
+        first = self.lists[0].rows
         out = []
         for i, (parameters, _) in enumerate(first):
             few = tuple(
                 Parameter(
                     p.name,
-                    tuple(self._spread([of.rows[i].parameters[j].shape[d] for of in self._lists])
+                    tuple(self._spread([of.rows[i].parameters[j].shape[d] for of in self.lists])
                           for d in range(len(p.shape))),
-                    p.expert, self._spread([of.rows[i].parameters[j].sharded for of in self._lists]), p.use,
+                    p.expert, self._spread([of.rows[i].parameters[j].sharded for of in self.lists]), p.use,
                 )
                 for j, p in enumerate(parameters)
             )  # fmt: skip
-            out.append(Repeated(few, self._spread([of.rows[i].times for of in self._lists])))
+            out.append(Repeated(few, self._spread([of.rows[i].times for of in self.lists])))
         self._rows = tuple(out)
         return self._rows
 
     def runs(self, *experts: bool) -> Iterator[tuple[tuple[Parameter, ...], int]]:
-        if len(self._lists) > 1:
-            raise Differs(self._which)
-        return self._lists[0].runs(*experts)
+        if len(self.lists) > 1:
+            raise Differs(self.which)
+        return self.lists[0].runs(*experts)
 
     def of(self, part: Part) -> ManyParameters:
         """Those of some runs."""
-        which = part.take(self._which)
+        which = part.take(self.which)
         kinds, back = np.unique(which, return_inverse=True)
-        return ManyParameters([self._lists[k] for k in kinds], back.reshape(which.shape))
+        return ManyParameters([self.lists[k] for k in kinds], back.reshape(which.shape))
 
 
 def _but_sizes(rows: Sequence[Repeated]) -> Any:
@@ -128,28 +129,50 @@ def _but_sizes(rows: Sequence[Repeated]) -> Any:
 class ManyBlock:
     """As ``blocks.Block``, of many runs."""
 
-    __slots__ = ("_lasting", "cost", "parameters")
+    __slots__ = ("cost", "lasting", "parameters")
 
     def __init__(
-        self, columns: dict[str, Any], parameters: ManyParameters, lasting: Sequence[Sequence[np.ndarray]]
+        self, columns: dict[str, Any], parameters: ManyParameters, lasting: tuple[Request, ...]
     ) -> None:
         self.cost = ManyCost({name: lanes_of(values) for name, values in columns.items()})
         self.parameters = parameters
-        self._lasting = lasting
+        self.lasting = lasting
 
-    @property
-    def lasting(self) -> dict[tuple[Scratch, tuple[Any, ...]], Any]:
-        out: dict[tuple[Scratch, tuple[Any, ...]], Any] = {}
-        for kind, dimensions, *sizes in self._lasting:
-            number = int(lanes_of(dimensions))
-            name = _KINDS[int(lanes_of(kind))]
-            if name is None:
-                continue
-            key = name, tuple(lanes_of(n) for n in sizes[:number])
-            nbytes = lanes_of(sizes[-1])
-            if key not in out or nbytes > out[key]:
-                out[key] = nbytes
-        return out
+
+class Request:
+    """Lasting scratch of many runs: of each run what it is of, as a number, and bytes. Where equal numbers meet, the
+    larger request is the only one."""
+
+    __slots__ = ("nbytes", "what")
+
+    def __init__(self, what: np.ndarray, nbytes: np.ndarray) -> None:
+        #: One of ``_KINDS`` in its last digit, to the base of how many there are, and a number of the shape before it.
+        self.what = what
+        self.nbytes = nbytes
+
+    def of(self, part: Part) -> Request:
+        """That of some runs."""
+        return Request(part.take(self.what), part.take(self.nbytes))
+
+
+def largest_scratch(requests: Sequence[Request]) -> dict[Scratch, Any]:
+    """Bytes by kind; of one kind and shape the largest request."""
+    if not requests:
+        return {}
+    shape = np.broadcast_shapes(*(values.shape for r in requests for values in (r.what, r.nbytes)))
+    what = np.array([np.broadcast_to(r.what, shape) for r in requests])
+    nbytes = np.array([np.broadcast_to(r.nbytes, shape) for r in requests])
+    order = np.lexsort((nbytes, what), axis=0)
+    what, nbytes = np.take_along_axis(what, order, 0), np.take_along_axis(nbytes, order, 0)
+    last = np.ones(what.shape, bool)
+    last[:-1] = what[:-1] != what[1:]
+    kinds, kept = what % len(_KINDS), np.where(last, nbytes, 0)
+    out: dict[Scratch, Any] = {}
+    for number, kind in enumerate(_KINDS):
+        here = kinds == number
+        if kind is not None and here.any():
+            out[kind] = lanes_of(np.where(here, kept, 0).sum(axis=0))
+    return out
 
 
 _KINDS: tuple[Scratch | None, ...] = (None, *Scratch)
@@ -157,13 +180,12 @@ _KINDS: tuple[Scratch | None, ...] = (None, *Scratch)
 _SHAPE = 3
 
 
-class _Columns(NamedTuple):
+class Columns(NamedTuple):
     """One block over a whole grid."""
 
     cost: dict[str, np.ndarray]
     parameters: ManyParameters
-    #: A request each: its kind, how many dimensions its shape has, these, and its bytes.
-    lasting: tuple[tuple[np.ndarray, ...], ...]
+    lasting: tuple[Request, ...]
 
 
 class _OfPart:
@@ -181,6 +203,12 @@ class _OfPart:
     def by_recompute(self, number: Callable[[RecomputeSpec], int]) -> Any:
         return along(2, [number(self._grid.recomputes[i]) for i in self._part.positions[2]])
 
+    def recompute_says(self, answer: Callable[[RecomputeSpec], Any]) -> Any:
+        return one_of([answer(self._grid.recomputes[i]) for i in self._part.positions[2]])
+
+    def largest_scratch(self, requests: Sequence[Request]) -> dict[Scratch, Any]:
+        return largest_scratch(requests)
+
 
 _BATCH = SIZES.index("batch")
 
@@ -193,12 +221,18 @@ class Grid:
     ) -> None:
         """``sizes`` and ``switches``: DIMENSIONS in order, arrays over the grid, the switches along the last axis."""
         self.shelf = shelf
+        #: Runs whose costs are asked for, all where it is None. What no such run needs is not recorded, and 0.
+        self.needed: np.ndarray | None = None
+        #: Shapes of lasting scratch, numbered.
+        self._shapes: dict[tuple[int, ...], int] = {}
         self.recomputes = tuple(recomputes)
         self.dimensions = [np.asarray(values).reshape((1,) * AXES) if np.ndim(values) == 0 else np.asarray(values)
                            for values in (*sizes, *switches)]
         self.shape = tuple(max(values.shape[axis] for values in self.dimensions) for axis in range(AXES))
         self.all = whole(self.shape)
-        self._blocks: dict[Hashable, _Columns] = {}
+        self._blocks: dict[Hashable, Columns] = {}
+        #: Blocks that were worked out before, by the name of their key (``packed``).
+        self._taken_up: dict[str, Columns] = {}
         self._bare: Grid | None = None
 
     def context(self, part: Part) -> BlockContext:
@@ -211,13 +245,18 @@ class Grid:
 
     def bare(self, part: Part) -> BlockContext:
         """As ``BlockContext.bare``."""
+        first = np.zeros(1, np.int64)
+        return self.bare_grid().context(Part((part.positions[0], *[first] * (AXES - 1))))
+
+    def bare_grid(self) -> Grid:
+        """The same parallel sizes, with one sequence and nothing recomputed."""
         if self._bare is None:
             end = len(SIZES) + 1
             sizes = [1 if i == _BATCH else values for i, values in enumerate(self.dimensions[:end])]
             none = [False] * (len(self.dimensions) - end)
             self._bare = Grid(self.shelf, sizes, none, [RecomputeSpec()])
-        first = np.zeros(1, np.int64)
-        return self._bare.context(Part((part.positions[0], *[first] * (AXES - 1))))
+            self._bare._bare = self._bare
+        return self._bare
 
     def recompute(self, part: Part) -> Any:
         """Their recomputation."""
@@ -228,15 +267,35 @@ class Grid:
         """One block of some of its runs."""
         found = self._blocks.get(key)
         if found is None:
-            found = self._blocks[key] = self._columns(key, record)
+            found = self._taken_up.get(sha256(repr(key).encode()).hexdigest()) if self._taken_up else None
+            found = self._blocks[key] = found or self._columns(key, record)
         return ManyBlock(
             {name: part.take(values) for name, values in found.cost.items()}, found.parameters.of(part),
-            [tuple(part.take(values) for values in request) for request in found.lasting],
+            tuple([request.of(part) for request in found.lasting]),
         )  # fmt: skip
 
-    def _columns(self, key: Hashable, record: Callable[[Any], None]) -> _Columns:
+    def known_blocks(self) -> Iterator[tuple[str, Columns]]:
+        """(name of its key, what it costs) of all blocks so far."""
+        named = {sha256(repr(key).encode()).hexdigest(): columns for key, columns in self._blocks.items()}
+        yield from {**self._taken_up, **named}.items()
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of lasting scratch, in order of their numbers (``Request``)."""
+        return tuple(self._shapes)
+
+    def take_up(self, blocks: dict[str, Columns], shapes: Sequence[tuple[int, ...]]) -> None:
+        """Blocks of this grid, by the names of their keys, before any is asked for."""
+        assert not self._blocks
+        self._taken_up = blocks
+        self._shapes = {shape: i for i, shape in enumerate(shapes)}
+
+    def _columns(self, key: Hashable, record: Callable[[Any], None]) -> Columns:
         names = (*ManyCost.__slots__,)
-        cost = {name: np.zeros(self.shape, bool if name in _FLAGS else np.int64) for name in names}
+        cost = {name: np.zeros(self.shape, bool if name in FLAGS else np.int64) for name in names}
+        bare = self.bare_grid()
+        # Parameters depend on no micro batch and no recomputation.
+        parameters = bare.block(bare.all, key, record).parameters if bare is not self else None
         lists: dict[ParameterList, int] = {}
         which = np.zeros(self.shape, np.int64)
         lasting: list[list[np.ndarray]] = []
@@ -244,10 +303,11 @@ class Grid:
             s, atoms, here = recording.structure, recording.atoms, part.index
             for name, values in evaluated(s, sizes[:atoms]).items():
                 cost[name][here] = values
-            for name in _FLAGS:
+            for name in FLAGS:
                 cost[name][here] = getattr(s, name)
             end = atoms + recording.parameter_sizes
-            which[here] = _lists(recording.parameters, sizes[atoms:end], lists)
+            if parameters is None:
+                which[here] = _lists(recording.parameters, sizes[atoms:end], lists)
             for i, (kind, dimensions) in enumerate(recording.lasting):
                 if i == len(lasting):
                     lasting.append([np.zeros(self.shape, np.int64) for _ in range(3 + _SHAPE)])
@@ -258,32 +318,51 @@ class Grid:
                     request[2 + at][here] = values
                 request[-1][here] = sizes[end + dimensions]
                 end += dimensions + 1
-        return _Columns(
+        return Columns(
             {name: collapsed(values) for name, values in cost.items()},
-            ManyParameters(list(lists), collapsed(which)),
-            tuple(tuple(map(collapsed, request)) for request in lasting),
+            parameters or ManyParameters(list(lists), collapsed(which)),
+            tuple(Request(self._numbered(request[:-1]), collapsed(request[-1])) for request in lasting),
         )  # fmt: skip
 
+    def _numbered(self, of: Sequence[np.ndarray]) -> np.ndarray:
+        """``Request.what``; ``of``: its kind, how many dimensions its shape has, and these."""
+        few = [collapsed(values) for values in of]
+        shape = np.broadcast_shapes(*(values.shape for values in few))
+        rows = np.stack([np.broadcast_to(values, shape).reshape(-1) for values in few], axis=1)
+        distinct, back = np.unique(rows, axis=0, return_inverse=True)
+        numbers = [
+            self._shapes.setdefault(tuple(sizes), len(self._shapes)) * len(_KINDS) + kind
+            for kind, *sizes in distinct.tolist()
+        ]
+        return np.array(numbers)[back.reshape(shape)]
+
     def _leaves(self, key: Hashable, record: Callable[[Any], None]) -> Iterator[tuple[Part, Any, list[Any]]]:
+        """The recordings of a block that serve runs whose costs are needed, with theirs of its sizes."""
         recordings = self.shelf.recordings(key)
-        todo = [self.all]
-        while todo:
-            asked, todo = todo, []
-            for part in asked:
-                for some, recording, sizes in recordings.find_many(self.dimensions, part, step):
-                    if recording is not None:
-                        yield some, recording, sizes
-                        continue
-                    todo.append(some)
-            for part in todo:
-                first = Part(tuple(at[:1] for at in part.positions))
-                ctx = BlockContext(
-                    self.shelf,
-                    [bool(n) if i >= len(SIZES) else int(n)
-                     for i, n in enumerate(first.take(values).flat[0] for values in self.dimensions)],
-                    self.recompute(first),
-                )  # fmt: skip
-                recorded(ctx, key, recordings, record)
+
+        def needed(part: Part) -> bool:
+            return self.needed is None or bool(self.needed[part.index].any())
+
+        def missing(part: Part) -> bool:
+            if not needed(part):
+                return False
+            with self.shelf.library.lock:
+                add_recording(self._first(part), recordings, record)
+            return True
+
+        for part, recording, sizes in recordings.find_many(self.dimensions, self.all, step, missing):
+            if needed(part):
+                yield part, recording, sizes
+
+    def _first(self, part: Part) -> BlockContext:
+        """The context of the first run of a part, in numbers."""
+        first = Part(tuple(at[:1] for at in part.positions))
+        return BlockContext(
+            self.shelf,
+            [bool(n) if i >= len(SIZES) else int(n)
+             for i, n in enumerate(first.take(values).flat[0] for values in self.dimensions)],
+            self.recompute(first),
+        )  # fmt: skip
 
 
 def _lists(template: Any, sizes: Sequence[Any], lists: dict[ParameterList, int]) -> Any:
@@ -354,25 +433,25 @@ def _matrix(structure: Structure, number: int, *, every: bool) -> _Matrix:
         pieces.append(np.bincount(positions, minlength=number)[None, :] if positions else np.zeros((1, number)))
         rows[name] = slice(at, at := at + 1)
     for name, passages in structure.passages().items():
-        for sign, steps in zip("<>", passages, strict=True):
-            moments = _moments(steps, number, every)
+        for sign, passage in zip("<>", passages, strict=True):
+            moments = _steps(passage.steps, number) if every else _moments(passage.counts(), number)
             pieces.append(moments)
             rows[sign + name] = slice(at, at := at + len(moments))
     return _Matrix(np.concatenate(pieces).astype(float), rows)
 
 
-def _moments(steps: Sequence[int], number: int, every: bool) -> np.ndarray:
-    """Counts after each step of a walk after which something goes, or after ``every`` one."""
-    if not steps:
-        return np.zeros((0, number))
-    walk = np.array(steps)
-    come = walk < number
+def _moments(counts: bytes, number: int) -> np.ndarray:
+    """Counts at each moment of a passage."""
+    lanes = np.frombuffer(counts, np.uint8).reshape(-1, number, COUNT_BYTES)
+    return lanes @ (1 << 8 * np.arange(COUNT_BYTES))
+
+
+def _steps(steps: Sequence[int], number: int) -> np.ndarray:
+    """Counts after each step of a walk."""
+    walk = np.array(steps, np.int64)
     counts = np.zeros((len(walk), number))
-    counts[np.arange(len(walk)), walk % number] = np.where(come, 1, -1)
-    counts = counts.cumsum(axis=0)
-    if not every:
-        counts = counts[come & ~np.append(come[1:], False)]
-    return counts
+    counts[np.arange(len(walk)), walk % max(1, number)] = np.where(walk < number, 1, -1)
+    return counts.cumsum(axis=0)
 
 
 class Same:
@@ -382,8 +461,12 @@ class Same:
         self._specs = specs
 
     def __getattr__(self, name: str) -> Any:
-        values = [getattr(spec, name) for spec in self._specs]
-        distinct = list(dict.fromkeys(values))
-        if len(distinct) > 1:
-            raise Differs(np.array([distinct.index(value) for value in values]).reshape((1,) * (AXES - 1) + (-1,)))
-        return values[0]
+        return one_of([getattr(spec, name) for spec in self._specs])
+
+
+def one_of(values: Sequence[Any]) -> Any:
+    """What all say, in the order of the last axis."""
+    distinct = list(dict.fromkeys(values))
+    if len(distinct) > 1:
+        raise Differs(np.array([distinct.index(value) for value in values]).reshape((1,) * (AXES - 1) + (-1,)))
+    return values[0]

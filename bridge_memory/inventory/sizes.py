@@ -411,21 +411,26 @@ class Recordings:
         return None
 
     def find_many(
-        self, dimensions: Sequence[Any], of: Any, step: Operation3
+        self, dimensions: Sequence[Any], of: Any, step: Operation3, missing: Callable[[Any], bool]
     ) -> Iterator[tuple[Any, Any, list[Any]]]:
-        """As ``find`` of many runs: (those it is about, their recording or None, its sizes).
+        """As ``find`` of many runs: (those it is about, their recording, its sizes).
 
         ``dimensions``: arrays over a grid of runs; ``of``: those of the grid that are asked about (``lanes.Part``);
-        ``step``: an operation on arrays.
+        ``step``: an operation on arrays. ``missing`` is told of runs for the first of which there is no recording, and
+        adds it; where it says that nobody needs these runs they are left out.
         """
         registers: list[Any] = [None] * self._length
         registers[: len(DIMENSIONS)] = [of.take(values) for values in dimensions]
-        todo = [(self._top.get(None), of, registers)]
+        #: (answers of a question, the one to follow, runs that gave it, their registers)
+        todo: list[tuple[dict[Any, Any], Any, Any, list[Any]]] = [(self._top, None, of, registers)]
         while todo:
-            node, part, registers = todo.pop()
+            answers, answer, part, registers = todo.pop()
+            node = answers.get(answer)
             if node is None:
-                yield part, None, []
-                continue
+                if not missing(part):
+                    continue
+                node = answers[answer]
+                registers += [None] * (self._length - len(registers))
             for register, operation, left, right in zip(*node.steps, strict=True):
                 registers[register] = (
                     left if operation is None else step(operation, registers[left], registers[right])
@@ -434,8 +439,10 @@ class Recordings:
                 yield part, node.recording, list(map(registers.__getitem__, node.registers))
                 continue
             for few, answer, positions in part.answers(registers[node.register]):
-                theirs = registers if positions is None else [positions.take(value) for value in registers]
-                todo.append((node.answers.get(answer), few, theirs))
+                theirs = registers if positions is None else [
+                    value if value is None else positions.take(value) for value in registers
+                ]
+                todo.append((node.answers, answer, few, theirs))
 
     def add(self, notes: Notes, recording: Any, sizes: Sequence[Size]) -> None:
         """Put a recording, and the sizes that it is asked for, where its answers lead."""

@@ -6,7 +6,7 @@ Source: megatron-core ``models/gpt/gpt_model.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bridge_memory.inventory.chain import (
     ChunkInventory,
@@ -190,11 +190,17 @@ def chunk_scratch(
     answer."""
     kinds = tuple([kind for kind, _ in shape.layers])
     key = ("scratch", kinds, shape.output, shape.embedding, shape.num_depths, shape.last_layer)
-    known = ctx.evaluated.get(key)
+    known: Any = ctx.evaluated.get(key)
     if known is None:
         blocks = [layer_block(kind, ctx) for kind in kinds] + [tail for tail, _ in tail_blocks(model, shape, ctx)]
-        known = ctx.evaluated[key] = _largest([block.lasting for block in dict.fromkeys(blocks)])
-    return known
+        lists = [block.lasting for block in dict.fromkeys(blocks)]
+        known = ctx.evaluated[key] = _largest(lists) if ctx.many is None else merged(lists)
+    return known  # type: ignore[no-any-return]
+
+
+def merged(lists: Sequence[Any]) -> tuple[Any, ...]:
+    """Requests of many runs, each once: which are of one shape is another question for each run."""
+    return tuple(dict.fromkeys(request for requests in lists for request in requests))
 
 
 def _largest(
@@ -218,6 +224,8 @@ def stage_scratch(
     distinct = {id(chunk): chunk for chunk in chunks}
     key = ("stage scratch", *distinct)
     known = ctx.evaluated.get(key)
+    if known is None and ctx.many is not None:
+        known = ctx.evaluated[key] = ctx.many.largest_scratch(merged(list(distinct.values())))
     if known is None:
         known = {}
         for (kind, _), nbytes in _largest(list(distinct.values())).items():

@@ -1,7 +1,7 @@
-"""Work spread over processes that share what this one has worked out so far.
+"""Work spread over processes that share what this one has worked out so far, or over whatever joblib reaches.
 
 Processes are forked, so that recordings and models are theirs without being sent; where the system cannot fork, all is
-done here.
+done here. A backend of joblib (its own, or a Dask or Ray cluster) is sent the work, and works out the rest itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
+
+from bridge_memory.spec import SpecError, show
 
 T = TypeVar("T")
 
@@ -23,8 +26,12 @@ def can_fork() -> bool:
     return "fork" in multiprocessing.get_all_start_methods()
 
 
-def spread(jobs: int, work: Callable[[Any], T], tasks: Iterable[Any]) -> Iterator[T]:
-    """``work`` of every task, in order, by ``jobs`` processes. Tasks and results are pickled, ``work`` is not."""
+def spread(jobs: int, work: Callable[[Any], T], tasks: Iterable[Any], backend: str | None = None) -> Iterator[T]:
+    """``work`` of every task, in order, by ``jobs`` processes. Tasks and results are pickled; so is ``work`` where a
+    ``backend`` does it. Raises SpecError for a backend that is not there."""
+    if backend is not None:
+        yield from _by_joblib(backend, jobs, work, tasks)
+        return
     if jobs == 1 or not can_fork():
         yield from map(work, tasks)
         return
@@ -46,3 +53,44 @@ def _deaf() -> None:
 def _do(task: Any) -> Any:
     assert _work is not None
     return _work(task)
+
+
+def _by_joblib(backend: str, jobs: int, work: Callable[[Any], T], tasks: Iterable[Any]) -> Iterator[T]:
+    """``backend``: a name that joblib knows, and after "=" the address of a Dask scheduler."""
+    name, _, address = backend.partition("=")
+    with ExitStack() as stack:
+        try:
+            import joblib
+
+            stack.enter_context(_cluster(name, address))
+            stack.enter_context(joblib.parallel_config(backend=name, n_jobs=jobs))
+            parallel = joblib.Parallel(return_as="generator")
+        except ImportError as error:
+            raise SpecError(
+                f"--backend ({show(backend)}) needs {error.name}, which is not installed; `pip install {error.name}`, "
+                "or drop it"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise SpecError(
+                f"--backend ({show(backend)}) is not to be had ({show(str(error))}); give loky, dask, dask=ADDRESS or "
+                "ray"
+            ) from None
+        yield from parallel(joblib.delayed(work)(task) for task in tasks)
+
+
+def _cluster(name: str, address: str) -> AbstractContextManager[Any]:
+    """The cluster that a backend sends work to, for as long as it does. Raises ImportError, OSError."""
+    if name == "ray":
+        from ray.util.joblib import register_ray
+
+        register_ray()
+    if name != "dask":
+        return nullcontext()
+    from distributed import Client, get_client
+
+    if not address:
+        try:
+            return nullcontext(get_client())
+        except ValueError:  # none yet: that of DASK_SCHEDULER_ADDRESS, or one on this machine
+            return Client()
+    return Client(address, timeout=10)

@@ -9,10 +9,12 @@ recomputation. What of memory does not depend on the pipeline is worked out once
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from threading import Lock
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from bridge_memory.inventory.context import LIBRARY, settings_of, sizes_of, swit
 from bridge_memory.inventory.lanes import Differs, Part, along, collapsed, parts, whole
 from bridge_memory.inventory.many import Grid, Same
 from bridge_memory.plan.jobs import spread
+from bridge_memory.plan.kept import KeptCosts
 from bridge_memory.plan.space import Refused, Sizes, Space, micro_batches, parallel_sizes, recomputations, split_choices
 from bridge_memory.schedule.peak import few_microbatches
 from bridge_memory.schedule.rows import peak_rows
@@ -348,8 +351,9 @@ class Pieces:
 class Memory:
     """Peaks of the layouts of a sheet."""
 
-    def __init__(self, sheet: Sheet, of_pp: dict[int, np.ndarray]) -> None:
-        """``of_pp``: which of ``sheet.sizes`` any legal layout of a pipeline size has."""
+    def __init__(self, sheet: Sheet, of_pp: dict[int, np.ndarray], costs: KeptCosts | None = None) -> None:
+        """``of_pp``: which of ``sheet.sizes`` any legal layout of a pipeline size has; ``costs``: of blocks, kept by
+        earlier searches. ``keep`` comes before peaks."""
         self.sheet = sheet
         self._of_pp = of_pp
         needed = np.any(list(of_pp.values()), axis=0)
@@ -363,8 +367,12 @@ class Memory:
             LIBRARY.shelf(settings_of(base)), sizes_of(of_all),  # type: ignore[arg-type]
             [along(2, [row[i] for row in switches]) for i in range(len(switches[0]))], sheet.recomputes,
         )
-        self._holds = Pieces(self.grid.all, self._held_by)
+        self._costs = costs
+        if costs is not None:
+            costs.take_up(self.grid.bare_grid())
         self._states: dict[int, Pieces] = {}
+        #: Of a pipeline size, what stages of a shape keep of model state.
+        self._of_shapes: dict[tuple[int, StageShape], _State] = {}
 
     def runs(self, pipeline: Pipeline | None, part: Part) -> Runs:
         """Some runs of the grid; without a pipeline its fields are not there to be asked for."""
@@ -390,11 +398,14 @@ class Memory:
     def _state(self, pipeline: Pipeline, shapes: StageShape) -> _State:
         """Model state over the whole grid (along its last axes one entry, where it is the same for all)."""
         pp = pipeline.pp
+        known = self._of_shapes.get((pp, shapes))
+        if known is not None:
+            return known
         pieces = self._states.get(pp)
         if pieces is None:
             def made(part: Part) -> StageHolds:
                 runs: Any = self.runs(pipeline._replace(fields={}), part)
-                return StageHolds(runs, self.grid.context(part), engine_of(runs))
+                return StageHolds(runs, self.grid.context(part).bare(), engine_of(runs))
 
             sizes = np.flatnonzero(self._of_pp[pp][self._sizes])
             pieces = self._states[pp] = Pieces(Part((sizes, *self.grid.all.positions[1:])), made)
@@ -412,22 +423,53 @@ class Memory:
         for part, values in pieces.each(state):
             for into, value in zip(out, values, strict=True):
                 into[part.index] = value
-        return _State(*map(collapsed, out))
+        answer = self._of_shapes[pp, shapes] = _State(*map(collapsed, out))
+        return answer
 
-    def peaks(self, pipeline: Pipeline, legal: np.ndarray, allowed: Callable[[np.ndarray], np.ndarray]) -> Peaks:
-        """Of those of a pipeline's ``legal`` layouts that fit. ``allowed``: which peaks the card holds."""
+    def _ranks(self, pipeline: Pipeline, legal: np.ndarray) -> tuple[ParallelSpec, dict[StageShape, list[int]]]:
+        """The pipeline's own fields, and its stages by what they hold."""
         model, part = self.sheet.base.model, _around(legal)
         parallel = self.sheet.runs(pipeline, Part(tuple(at[:1] for at in part.positions))).parallel
         ranks: dict[StageShape, list[int]] = {}
         for rank, shapes in enumerate(layout(model, parallel).shapes(model)):
             ranks.setdefault(shapes, []).append(rank)
+        return parallel, ranks
+
+    def fit_without_activations(
+        self, pipeline: Pipeline, legal: np.ndarray, allowed: Callable[[np.ndarray], np.ndarray]
+    ) -> np.ndarray:
+        """Those of a pipeline's ``legal`` layouts whose model state alone fits. ``allowed``: which bytes the card
+        holds."""
+        _, ranks = self._ranks(pipeline, legal)
         found = np.nonzero(legal)
         cells = self.cells(pipeline, found)
+        most = np.max([_at(self._state(pipeline, shapes).model, cells) for shapes in ranks], axis=0)
+        kept = legal.copy()
+        kept[found] = allowed(most)
+        return kept
+
+    def keep(self, layouts: Iterable[tuple[Pipeline, np.ndarray]]) -> None:
+        """Of which layouts of each pipeline peaks will be asked for: nothing else is recorded."""
+        needed = np.zeros(self.grid.shape, bool)
+        for pipeline, kept in layouts:
+            needed[self.cells(pipeline, np.nonzero(kept))] = True
+        self.grid.needed = needed
+        if self._costs is not None:
+            self._costs.take_up(self.grid)
+        self.asked = _around(needed)
+        self._holds = Pieces(self.asked, self._held_by)
+
+    def keep_costs(self) -> None:
+        """For later searches, what was worked out of blocks."""
+        if self._costs is not None:
+            self._costs.keep(self.grid.bare_grid())
+            self._costs.keep(self.grid)
+
+    def peaks(self, pipeline: Pipeline, kept: np.ndarray, allowed: Callable[[np.ndarray], np.ndarray]) -> Peaks:
+        """Of those layouts of a pipeline that were kept, and fit. ``allowed``: which peaks the card holds."""
+        parallel, ranks = self._ranks(pipeline, kept)
         states = {shapes: self._state(pipeline, shapes) for shapes in ranks}
-        most = np.max([_at(state.model, cells) for state in states.values()], axis=0)
-        kept = allowed(most)
-        without_activations = int((~kept).sum())
-        found = tuple(at[kept] for at in found)
+        found = np.nonzero(kept)
         peaks = np.zeros(len(found[0]), np.int64)
         for shapes, of_shape in ranks.items():
             if not len(peaks):
@@ -437,12 +479,12 @@ class Memory:
             np.maximum(peaks, self._peak(pipeline, parallel, shapes, of_shape, states[shapes], cells, microbatches),
                        out=peaks)  # fmt: skip
             # What one stage is too large for is looked at no further.
-            kept = allowed(peaks)
-            found, peaks = tuple(at[kept] for at in found), peaks[kept]
+            fit = allowed(peaks)
+            found, peaks = tuple(at[fit] for at in found), peaks[fit]
         # Few shapes come again in other pipelines, and each is a dozen arrays.
         for holds in self._holds.made():
             holds.let_go()
-        return Peaks(found[0], found[1], found[2], peaks, without_activations)
+        return Peaks(found[0], found[1], found[2], peaks)
 
     def cells(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Places of a pipeline's layouts in the grid."""
@@ -485,7 +527,7 @@ class Memory:
             keeps = not self.sheet.base.implementation.deallocate_pipeline_outputs
             for m in np.unique(number).tolist():
                 few = number == m
-                rows = peak_rows(pp, ranks, few_microbatches(pp, m, v, group), group, which, keeps)
+                rows = peak_rows(pp, tuple(ranks), few_microbatches(pp, m, v, group), group, which, keeps)
                 moments[few] = (rows @ values[:columns, few]).max(axis=0)
             static, between, batch = values[columns:].astype(np.int64)
             some = tuple(each[mine] for each in cells)
@@ -497,14 +539,13 @@ class Memory:
 
 
 class Peaks(NamedTuple):
-    """Layouts of one pipeline that fit, one entry each, and of how many the model state alone does not."""
+    """Layouts of one pipeline that fit, one entry each."""
 
     sizes: np.ndarray
     batch: np.ndarray
     recompute: np.ndarray
     #: Of the fullest stage, bytes.
     peaks: np.ndarray
-    without_activations: int
 
 
 def _spread(values: np.ndarray, positions: Sequence[np.ndarray]) -> np.ndarray:
@@ -528,7 +569,7 @@ class Times:
 
     def __init__(self, memory: Memory, hardware: Hardware, constants: Constants) -> None:
         self._memory, self._hardware, self._constants = memory, hardware, constants
-        self._passes = Pieces(memory.grid.all, self._passes_of)
+        self._passes = Pieces(memory.asked, self._passes_of)
 
     def _passes_of(self, part: Part) -> tuple[Part, Passes]:
         runs: Any = self._memory.runs(None, part)
@@ -557,33 +598,96 @@ class Times:
 # ---- all of it ----
 
 
+class Sweep:
+    """The layouts of a space, with what all its pipelines share worked out."""
+
+    def __init__(
+        self, sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused,
+        costs: KeptCosts | None = None,
+    ) -> None:
+        """``fits``: whether the card holds a peak, and so all lower ones; ``costs``: what earlier searches kept."""
+        self.sheet, self._fits = sheet, fits
+        self._legal = [sheet.legal(pipeline, refused) for pipeline in sheet.pipelines]
+        #: Numbers of the pipelines that any layout has.
+        self.todo = [number for number, which in enumerate(self._legal) if which.any()]
+        if not self.todo:
+            return
+        of_pp: dict[int, np.ndarray] = {}
+        for pipeline, which in zip(sheet.pipelines, self._legal, strict=True):
+            any_of = of_pp.setdefault(pipeline.pp, np.zeros(len(sheet.sizes), bool))
+            any_of[pipeline.at[which.any(axis=(1, 2))]] = True
+        self._memory = memory = Memory(sheet, of_pp, costs)
+        self._kept = {
+            n: memory.fit_without_activations(sheet.pipelines[n], self._legal[n], self._allowed) for n in self.todo
+        }
+        if not any(which.any() for which in self._kept.values()):
+            return
+        memory.keep((sheet.pipelines[n], which) for n, which in self._kept.items())
+        self._times = Times(memory, hardware, constants)
+
+    def _allowed(self, values: np.ndarray) -> np.ndarray:
+        return _held(values, self._fits)
+
+    def keep_costs(self) -> None:
+        """For later searches."""
+        self._memory.keep_costs()
+
+    def fitting(self, number: int) -> Fitting:
+        """The layouts of one pipeline that fit."""
+        pipeline, kept, memory = self.sheet.pipelines[number], self._kept[number], self._memory
+        looked_at = int(self._legal[number].sum())
+        too_large = looked_at - int(kept.sum())
+        if too_large == looked_at:
+            none = np.zeros(0, np.int64)
+            return Fitting(pipeline, none, none, none, none, np.zeros(0), looked_at, too_large)
+        found = memory.peaks(pipeline, kept, self._allowed)
+        places = found.sizes, found.batch, found.recompute
+        seconds = self._times.seconds(pipeline, memory.cells(pipeline, places)) if len(found.peaks) else np.zeros(0)
+        return Fitting(pipeline, *places, found.peaks, seconds, looked_at, too_large)
+
+
+@dataclass(frozen=True, eq=False)
+class _Elsewhere:
+    """One pipeline of a sweep in a process that shares nothing with this one: there the sweep is made once. Dask hashes
+    what it is sent, so that it is equal to itself alone."""
+
+    sweep: str
+    space: Space
+    hardware: Hardware
+    constants: Constants
+    fits: Callable[[int], bool]
+
+    def __call__(self, number: int) -> Fitting:
+        global _swept
+        with _sweeping:
+            known = _swept
+            if known is None or known[0] != self.sweep:
+                sweep = Sweep(Sheet(self.space), self.hardware, self.constants, self.fits, Refused())
+                known = _swept = self.sweep, sweep
+            return known[1].fitting(number)
+
+
+#: The last sweep that was made for another process, by its name there; one thread works at it.
+_swept: tuple[str, Sweep] | None = None
+_sweeping = Lock()
+
+
 def fitting(
     sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused,
-    jobs: int = 1,
+    jobs: int = 1, backend: str | None = None, costs: KeptCosts | None = None,
 ) -> Iterator[Fitting]:  # fmt: skip
     """The layouts that fit, pipeline by pipeline, with their peaks and step times; others are counted. ``fits``:
     whether the card holds a peak, and so all lower ones."""
-    legal = [sheet.legal(pipeline, refused) for pipeline in sheet.pipelines]
-    of_pp: dict[int, np.ndarray] = {}
-    for pipeline, which in zip(sheet.pipelines, legal, strict=True):
-        any_of = of_pp.setdefault(pipeline.pp, np.zeros(len(sheet.sizes), bool))
-        any_of[pipeline.at[which.any(axis=(1, 2))]] = True
-    if not any(some.any() for some in of_pp.values()):
+    sweep = Sweep(sheet, hardware, constants, fits, refused, costs)
+    if not sweep.todo:
         return
-    memory = Memory(sheet, of_pp)
-    times = Times(memory, hardware, constants)
-
-    def work(number: int) -> Fitting:
-        pipeline, which = sheet.pipelines[number], legal[number]
-        found = memory.peaks(pipeline, which, lambda values: _held(values, fits))
-        places = found.sizes, found.batch, found.recompute
-        seconds = times.seconds(pipeline, memory.cells(pipeline, places)) if len(found.peaks) else np.zeros(0)
-        return Fitting(pipeline, *places, found.peaks, seconds, int(which.sum()), found.without_activations)
-
-    todo = [number for number, which in enumerate(legal) if which.any()]
-    # What all pipelines share is worked out with the first, before processes part.
-    yield work(todo[0])
-    yield from spread(jobs, work, todo[1:])
+    # What blocks cost is worked out with the first, before processes part.
+    yield sweep.fitting(sweep.todo[0])
+    work: Callable[[int], Fitting] = sweep.fitting
+    if backend is not None:
+        work = _Elsewhere(uuid4().hex, sheet.space, hardware, constants, fits)
+    yield from spread(jobs, work, sweep.todo[1:], backend)
+    sweep.keep_costs()
 
 
 def _held(peaks: np.ndarray, fits: Callable[[int], bool]) -> np.ndarray:

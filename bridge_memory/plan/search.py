@@ -8,12 +8,13 @@ and arrays can say all of their memory, else one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.estimate import model_state, peaks
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.space import Refused, Space, layouts
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, show
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.step_time import StepTime, step_time
@@ -49,6 +50,9 @@ class Card(NamedTuple):
     def headroom(self, peak: int) -> int:
         """Bytes that are left."""
         return self.capacity - peak - self.margin(peak)
+
+    def holds(self, peak: int) -> bool:
+        return self.headroom(peak) >= 0
 
 
 class Rows(Sequence[Row]):
@@ -122,12 +126,16 @@ def search(
     progress: Callable[[int, int], None] | None = None,
     together: bool | None = None,
     jobs: int = 1,
+    backend: str | None = None,
+    cache: str | None = None,
 ) -> Found:
     """Look at every layout of ``space``. Raises SpecError where the space is empty or no time is known.
 
     ``capacity``: bytes of the card; ``margin``: of a peak, what the card must hold beyond it, never less of a higher
     one; ``progress`` is told how many were looked at and how many fit; ``together``: whether layouts are evaluated as
-    arrays (None: where they can be); ``jobs``: processes. KeyboardInterrupt ends the search with what was found so far.
+    arrays (None: where they can be); ``jobs``: processes, of this machine or of ``backend``, a name that joblib knows
+    (-1: all there are); ``cache``: a folder that keeps what blocks cost for later searches. KeyboardInterrupt ends the
+    search with what was found so far.
     """
     i = space.base.implementation
     if i.hugging_face:
@@ -139,12 +147,12 @@ def search(
     tell = progress or (lambda looked_at, fitting: None)
     if together or (together is None and _can_be_together(space)):
         try:
-            return _together(space, hardware, card, constants, tell, jobs)
+            return _together(space, hardware, card, constants, tell, jobs, backend, cache)
         except (AttributeError, TypeError):
             if together:
                 raise
             # Some rule or formula does not take arrays; it takes numbers.
-    return _one_by_one(space, hardware, card, constants, tell, jobs)
+    return _one_by_one(space, hardware, card, constants, tell, jobs, backend)
 
 
 def _can_be_together(space: Space) -> bool:
@@ -155,9 +163,28 @@ def _can_be_together(space: Space) -> bool:
     return expressible(space.base)
 
 
+@dataclass(frozen=True, eq=False)
+class _Alone:
+    """Layouts that differ in micro batch and recomputation alone, one by one: what each row has beside its run, None of
+    what does not fit; None where model state alone is too large."""
+
+    base: RunSpec
+    hardware: Hardware
+    card: Card
+    constants: Constants
+
+    def __call__(self, task: Sequence[tuple[ParallelSpec, BatchSpec, RecomputeSpec]]) -> list[Any] | None:
+        runs = [self.base.with_(parallel=p, batch=b, recompute=r) for p, b, r in task]
+        if not self.card.holds(max(model_state(runs[0]))):
+            return None
+        found = (_row(run, self.hardware, self.card, self.constants) for run in runs)
+        return [None if row is None else row[1:] for row in found]
+
+
 def _one_by_one(
-    space: Space, hardware: Hardware, card: Card, constants: Constants, progress: Callable[[int, int], None], jobs: int
-) -> Found:
+    space: Space, hardware: Hardware, card: Card, constants: Constants, progress: Callable[[int, int], None],
+    jobs: int, backend: str | None,
+) -> Found:  # fmt: skip
     refused = Refused()
     rows: list[Row] = []
     looked_at = too_large = without_activations = 0
@@ -165,9 +192,9 @@ def _one_by_one(
 
     def evaluated() -> Iterator[tuple[Sequence[RunSpec], Sequence[Any] | None]]:
         """Some runs, and their rows (None for what does not fit), or None where model state alone is too large."""
-        if jobs == 1:
+        if jobs == 1 and backend is None:
             for alike in layouts(space, refused):
-                if card.headroom(max(model_state(alike[0]))) < 0:
+                if not card.holds(max(model_state(alike[0]))):
                     yield alike, None
                 else:
                     yield from (([run], [_row(run, hardware, card, constants)]) for run in alike)
@@ -175,15 +202,8 @@ def _one_by_one(
         groups = list(layouts(space, refused))
         # Runs are not sent to other processes: their model would be each time.
         tasks = [[(run.parallel, run.batch, run.recompute) for run in alike] for alike in groups]
-
-        def work(task: Sequence[Any]) -> list[Any] | None:
-            runs = [space.base.with_(parallel=p, batch=b, recompute=r) for p, b, r in task]
-            if card.headroom(max(model_state(runs[0]))) < 0:
-                return None
-            found = (_row(run, hardware, card, constants) for run in runs)
-            return [None if row is None else row[1:] for row in found]
-
-        for alike, found in zip(groups, spread(jobs, work, tasks), strict=True):
+        work = _Alone(space.base, hardware, card, constants)
+        for alike, found in zip(groups, spread(jobs, work, tasks, backend), strict=True):
             yield alike, found and [values and Row(run, *values) for run, values in zip(alike, found, strict=True)]
 
     try:
@@ -216,17 +236,20 @@ def _row(run: RunSpec, hardware: Hardware, card: Card, constants: Constants) -> 
 
 
 def _together(
-    space: Space, hardware: Hardware, card: Card, constants: Constants, progress: Callable[[int, int], None], jobs: int
-) -> Found:
+    space: Space, hardware: Hardware, card: Card, constants: Constants, progress: Callable[[int, int], None],
+    jobs: int, backend: str | None, cache: str | None,
+) -> Found:  # fmt: skip
+    from bridge_memory.plan.kept import KeptCosts
     from bridge_memory.plan.many import Sheet, fitting
 
     refused = Refused()
+    costs = None if cache is None else KeptCosts(cache)
     sheet = Sheet(space)
     found: list[Fitting] = []
     looked_at = without_activations = fit = 0
     stopped = False
     try:
-        for few in fitting(sheet, hardware, constants, lambda peak: card.headroom(peak) >= 0, refused, jobs):
+        for few in fitting(sheet, hardware, constants, card.holds, refused, jobs, backend, costs):
             found.append(few)
             looked_at += few.looked_at
             without_activations += few.without_activations
@@ -234,15 +257,20 @@ def _together(
             progress(looked_at, fit)
     except KeyboardInterrupt:
         stopped = True
-    rows = _Together(sheet, found, lambda run: _row(run, hardware, card, constants))
+    rows = _Together(sheet, found, lambda run: _row(run, hardware, card, constants), cache)
     return Found(rows, looked_at, looked_at - fit, without_activations, refused, stopped, True)
 
 
 class _Together(Rows):
     """Rows that are made when they are asked for: of a hundred thousand a few are shown."""
 
-    def __init__(self, sheet: Sheet, found: Sequence[Fitting], make: Callable[[RunSpec], Row | None]) -> None:
+    def __init__(
+        self, sheet: Sheet, found: Sequence[Fitting], make: Callable[[RunSpec], Row | None], cache: str | None
+    ) -> None:
+        """``cache``: the folder that what blocks cost may be from."""
         from bridge_memory.plan.many import sorted_together
+
+        self._cache = cache
 
         self._sheet, self._found, self._make = sheet, found, make
         #: In order: in which of ``found`` a row is, where in it, and its peak.
@@ -262,7 +290,10 @@ class _Together(Rows):
         row = self._made.get(number)
         if row is None:
             made = self._make(self._sheet.run(*self._place(number)))
-            assert made is not None and made.peak == self._peaks[number], "an array of peaks is not that of its runs"
+            same = made is not None and made.peak == self._peaks[number]
+            if not same and self._cache is not None:
+                raise SpecError(f"--cache ({show(self._cache)}) has costs that are not those of this model; delete it")
+            assert made is not None and same, "an array of peaks is not that of its runs"
             row = self._made[number] = made
         return row
 

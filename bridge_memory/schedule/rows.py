@@ -6,7 +6,6 @@ is alive at a moment is counted in ``peak``; what a moment adds up to is said in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -17,30 +16,25 @@ from bridge_memory.schedule.peak import peak_moments
 SAVED, FORWARD, BACKWARD = range(3)
 
 
+@lru_cache(maxsize=1024)
 def peak_rows(
-    pp: int, ranks: Sequence[int], m: int, group: int, costs: Sequence[int], keeps_outputs: bool = False
+    pp: int, ranks: tuple[int, ...], m: int, group: int, costs: tuple[int, ...], keeps_outputs: bool = False
 ) -> np.ndarray:
     """A row for each moment of any of ``ranks`` that may be the highest; of equal ones one.
 
     ``costs``: which of the distinct costs each chunk of a rank has. Columns are three a distinct cost, and the last is
     of hidden states that the schedule holds. ``m``: ``few_microbatches``.
     """
-    number = max(costs) + 1
-    of = np.array(costs)
-    rows = []
-    for rank in ranks:
-        alive, chunk, backward, hidden = _arrays(pp, rank, m, len(costs), group, keeps_outputs)
-        out = np.zeros((len(hidden), 3 * number + 1))
-        for cost in range(number):
-            out[:, 3 * cost + SAVED] = alive[:, of == cost].sum(axis=1)
-        at, which = np.arange(len(hidden)), 3 * of[chunk]
-        out[at, which + SAVED] -= 1
-        out[at, which + np.where(backward, BACKWARD, FORWARD)] += 1
-        out[:, -1] = hidden
-        rows.append(out)
-    table = np.concatenate(rows)
-    distinct = {row.tobytes(): i for i, row in enumerate(table)}
-    return table[list(distinct.values())]
+    of_ranks = [_arrays(pp, rank, m, len(costs), group, keeps_outputs) for rank in ranks]
+    alive, chunk, backward, hidden = map(np.concatenate, zip(*of_ranks, strict=True))
+    number, of = max(costs) + 1, np.array(costs)
+    table = np.zeros((len(hidden), 3 * number + 1))
+    table[:, SAVED : 3 * number : 3] = alive @ (of[:, None] == np.arange(number))
+    at, which = np.arange(len(hidden)), 3 * of[chunk]
+    table[at, which + SAVED] -= 1
+    table[at, which + np.where(backward, BACKWARD, FORWARD)] += 1
+    table[:, -1] = hidden
+    return np.array(list(dict.fromkeys(map(tuple, table.tolist()))))
 
 
 @lru_cache(maxsize=4096)

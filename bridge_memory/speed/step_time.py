@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -168,17 +169,21 @@ class Step:
         """The time of one step."""
         run, passes = self.run, self.passes
         p, m = run.parallel, run.num_microbatches
-        stages = {shapes: [passes.chunk(shape) for shape in shapes] for shapes in dict.fromkeys(self._shapes)}
-        totals = {shapes: added(x.total for x in of) for shapes, of in stages.items()}
+        # Equal chunks of a stage are counted and not added one by one.
+        stages = {
+            shapes: [(passes.chunk(shape), times) for shape, times in Counter(shapes).items()]
+            for shapes in dict.fromkeys(self._shapes)
+        }
+        totals = {shapes: added(x.total * times for x, times in of) for shapes, of in stages.items()}
         hop = self._hop()
         # 1F1B receives before it can go on; interleaved schedules receive while another chunk runs.
         sends = 0.0 if p.vpp > 1 or p.pp == 1 else 2 * m * hop
         slowest: list[Any] = []
         for shapes, of in stages.items():
             work, again = Parts(), 0.0
-            for x in of:
-                work = work.plus(x.forward, m).plus(x.backward, m)
-                again = again + m * x.again
+            for x, times in of:
+                work = work.plus(x.forward, times * m).plus(x.backward, times * m)
+                again = again + times * m * x.again
             here = [totals[shapes], again, *work]
             later = slowest and here[0] > slowest[0]
             slowest = [chosen(later, a, b) for a, b in zip(here, slowest, strict=True)] if slowest else here
@@ -205,8 +210,9 @@ class Step:
         divided = self.run.data_parallel.use_distributed_optimizer
         return dense / one + experts / other if divided else dense + experts
 
-    def _data_parallel(self, stage: StageShape, passes: Sequence[_Pass]) -> Any:
-        """Gradients reduced and parameters gathered, less what overlaps with the last backward and first forward."""
+    def _data_parallel(self, stage: StageShape, passes: Sequence[tuple[_Pass, int]]) -> Any:
+        """Gradients reduced and parameters gathered, less what overlaps with the last backward and first forward.
+        ``passes``: those of the stage's chunks, and of how many."""
         run, p = self.run, self.run.parallel
         dense, experts = self.passes.elements(stage)
         d = run.data_parallel
@@ -229,9 +235,9 @@ class Step:
                 own = self._ring(numel / sharing, 2 * out, instances, beside * sharing)
                 reduce = reduce + chosen((ranks > 1) & (numel > 0), own, 0.0)
         if d.overlap_grad_reduce:
-            reduce = largest(reduce - added(x.backward.total for x in passes), reduce * LEAST_EXPOSED)
+            reduce = largest(reduce - added(x.backward.total * times for x, times in passes), reduce * LEAST_EXPOSED)
         if d.overlap_param_gather:
-            gather = largest(gather - added(x.forward.total for x in passes), gather * LEAST_EXPOSED)
+            gather = largest(gather - added(x.forward.total * times for x, times in passes), gather * LEAST_EXPOSED)
         return reduce + gather
 
     def _ring(self, numel: Any, width: float, ranks: Any, stride: Any) -> Any:

@@ -1,0 +1,119 @@
+"""Costs of blocks kept in a folder: the same search without recordings, and nothing that is not its own is believed."""
+
+from __future__ import annotations
+
+import io
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bridge_memory import BatchSpec, RunSpec, SpecError
+from bridge_memory.estimate import clear_caches
+from bridge_memory.inventory.context import LIBRARY
+from bridge_memory.plan import kept
+from bridge_memory.plan.many import Sheet, fitting
+from bridge_memory.plan.search import Found, search
+from bridge_memory.plan.space import Refused, Space
+from bridge_memory.report.gpus import find_gpu, margin_bytes
+from bridge_memory.speed.constants import DEFAULT
+from bridge_memory.speed.hardware import hardware_of
+
+
+def space(total: int = 64) -> Space:
+    base = RunSpec(model="Qwen/Qwen3-30B-A3B", batch=BatchSpec(seq_length=4096, global_batch_size=total))
+    return Space(base, 8, 8, frozenset({"vpp", "cp"}), global_batch_size=total)
+
+
+def found(folder: Path, of: Space | None = None) -> Found:
+    clear_caches()
+    return search(
+        of or space(), hardware_of("H100"), capacity=find_gpu("H100").capacity_bytes,
+        margin=partial(margin_bytes, world_size=8), together=True, cache=str(folder),
+    )  # fmt: skip
+
+
+def swept(costs: Any) -> list[Any]:
+    every = fitting(Sheet(space()), hardware_of("H100"), DEFAULT, lambda peak: peak < 2**38, Refused(), costs=costs)
+    return [(few.peaks.tolist(), few.seconds.tolist()) for few in every]
+
+
+def test_a_second_search_records_nothing_and_finds_the_same(tmp_path: Path) -> None:
+    clear_caches()
+    first = swept(kept.KeptCosts(tmp_path))
+    recorded = LIBRARY.recorded
+    clear_caches()
+    second = swept(kept.KeptCosts(tmp_path))
+    assert recorded > 20 and not LIBRARY.recorded
+    assert first == second and sum(len(peaks) for peaks, _ in first) > 99
+
+
+def damage(file: Path, how: str) -> None:
+    data = dict(np.load(file))
+    about = json.loads(data["about"].tobytes())
+    if how == "half":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        return
+    if how == "empty":
+        file.write_bytes(b"")
+        return
+    if how == "pickled":
+        np.savez(file, about=np.array([{}], dtype=object))
+        return
+    if how == "another release":
+        about["code"] = "0" * 64
+    elif how == "no blocks":
+        about["blocks"] = []
+    elif how == "another shape":
+        data["0.which"] = np.zeros((1, 2, 77), np.int64)
+    elif how == "another kind":
+        data["0.retained"] = data["0.retained"].astype(float)
+    elif how == "no such parameters":
+        data["0.which"] = data["0.which"] + 99
+    data["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
+    out = io.BytesIO()
+    np.savez(out, **data)
+    file.write_bytes(out.getvalue())
+
+
+@pytest.mark.parametrize(
+    "how",
+    ("half", "empty", "pickled", "another release", "no blocks", "another shape", "another kind", "no such parameters"),
+)
+def test_what_is_not_its_own_is_worked_out_anew(tmp_path: Path, how: str) -> None:
+    first = swept(kept.KeptCosts(tmp_path))
+    for file in tmp_path.iterdir():
+        damage(file, how)
+    clear_caches()
+    assert swept(kept.KeptCosts(tmp_path)) == first and LIBRARY.recorded
+
+
+def test_other_code_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swept(kept.KeptCosts(tmp_path))
+    files = set(tmp_path.iterdir())
+    monkeypatch.setattr(kept, "code", lambda: "another")
+    clear_caches()
+    swept(kept.KeptCosts(tmp_path))
+    assert LIBRARY.recorded and len(set(tmp_path.iterdir()) - files) == len(files)
+
+
+def test_numbers_that_were_changed_are_refused_where_a_row_is_shown(tmp_path: Path) -> None:
+    assert len(found(tmp_path).rows) > 9
+    for file in tmp_path.iterdir():
+        data = {name: values + (2**20 if name.endswith(".retained") else values.dtype.type(0))
+                for name, values in np.load(file).items()}
+        out = io.BytesIO()
+        np.savez(out, **data)
+        file.write_bytes(out.getvalue())
+    with pytest.raises(SpecError, match=r"^--cache .* has costs that are not those of this model; delete it$"):
+        found(tmp_path).best(3)
+
+
+def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(SpecError, match=r"^--cache .* is no folder"):
+        kept.KeptCosts(file)
