@@ -227,7 +227,7 @@ class _Views:
             or (self.fsdp and bridge is not None)
         )
         overlap = getattr(config, "comm_overlap", None)
-        # Set up once: what it finds in a container that was set up may be another's, such as the synchronised optimizer.
+        # Set up once: a container that was set up has what was done to it since, such as the synchronised optimizer.
         if overlap is not None and getattr(overlap, "data_parallel_size", None) is None:
             self._overlap(overlap, data_parallel)
         if bridge is not None:

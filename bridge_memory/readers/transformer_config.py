@@ -197,6 +197,12 @@ def model_from_transformer_config(
                 "experimental_attention_variant dsv4_hybrid: megatron-core up to 0.19 refuses it; counted as in "
                 "Megatron-LM's main branch of 2026",
             )
+        if not c.flag("apply_dsa_kernel_fusion"):
+            assumptions = (
+                *assumptions,
+                "apply_dsa_kernel_fusion is off: attention gathers the keys of every query, once more in fp32, "
+                "which is most of its memory",
+            )
     if post_layernorms:
         layers = [replace(layer, post_layernorms=True) for layer in layers]
     gemma4 = provider in GEMMA4_DENSE + GEMMA4_WITH_EXPERTS
