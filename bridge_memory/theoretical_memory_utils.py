@@ -2,7 +2,8 @@
 
 The same names, numbers and printed lines, with ``method="table2"``, the default; ``method="inventory"`` gives this
 project's figures in the same shapes. Ours on top: ``estimate_training_memory_by_stage`` (either method, every pipeline
-stage), ``remarks`` (where Bridge's figures are not this container's memory) and ``theoretical_memory_line``.
+stage), ``remarks`` (where Bridge's figures are not this container's memory), ``verdict`` (whether the run fits a card)
+and ``theoretical_memory_line``.
 
 Everywhere ``config`` is a Megatron Bridge ``ConfigContainer``, or any object with its attributes. Memory is in bytes
 unless a name says otherwise; MB and GB are 2^20 and 2^30 bytes, as in Bridge. What Bridge answers is answered; where it
@@ -11,6 +12,7 @@ fails, SpecError (a ValueError) names the field, or what ``validate()`` would se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +44,7 @@ __all__ = [
     "remarks",
     "report_theoretical_memory",
     "theoretical_memory_line",
+    "verdict",
 ]
 
 NUM_BYTES_IN_MEGABYTE: int = 1024 * 1024
@@ -209,6 +212,21 @@ def theoretical_memory_line(config: Any, num_microbatches: int | None = None) ->
         return ""
     applies = activations_are_reported(config)
     return _line(estimate_training_memory(config, num_microbatches, include_activation=applies))
+
+
+def verdict(config: Any, num_microbatches: int | None = None, *, gpus: Sequence[str] = ()) -> str:
+    """Whether the run fits ``gpus`` (names; none: the common ones) by the inventory, in one line: the peak, or between
+    what it lies, then each card. "unknown" where what is not modelled decides it, by name; "" for a
+    MegatronMIMOProvider. Raises SpecError for what cannot be estimated, and for a card that is not known."""
+    from bridge_memory.estimate import estimate
+    from bridge_memory.readers.config_container import run_from_config_container
+    from bridge_memory.report.answer import answer_of, peak_words
+    from bridge_memory.report.gpus import fits
+
+    if is_mimo(config):
+        return ""
+    result = estimate(run_from_config_container(config, num_microbatches=num_microbatches))
+    return f"verdict: {peak_words(result)}; {answer_of(result, fits(result, gpus)).words}"
 
 
 def _line(estimate: TrainingMemoryEstimate) -> str:

@@ -12,18 +12,21 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
+import io
 import json
 import logging
 import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from functools import cache, reduce
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = ROOT / "bridge_memory" / "readers" / "presets"
@@ -53,6 +56,7 @@ _MODEL_TYPES = {
     "EXAONE-4.5": "exaone4_5", "EXAONE-4.0": "exaone4", "K-EXAONE": "exaone_moe",
     "gemma-4": "gemma4", "gemma-3-1b": "gemma3_text", "gemma-3": "gemma3", "gemma-2": "gemma2",
     "NVIDIA-Nemotron-3": "nemotron_h", "MiniMax-M3": "minimax_m3_vl", "Ministral-3": "mistral3",
+    "Step-3.5": "step3p5", "Step-3.7": "step3p7",
 }  # fmt: skip
 #: What their config.json calls the model's class; Megatron Bridge chooses by it.
 _ARCHITECTURES = {
@@ -66,8 +70,20 @@ _ARCHITECTURES = {
     "exaone_moe": "ExaoneMoEForCausalLM", "gemma4": "Gemma4ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration", "gemma2": "Gemma2ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM", "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
-    "mistral3": "Mistral3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration", "step3p5": "Step3p5ForCausalLM",
+    "step3p7": "Step3p7ForConditionalGeneration",
 }  # fmt: skip
+#: Wrappers that neither transformers nor Bridge has a class of: a part of the hub name -> (its class, the key of its
+#: language model, the preset that has that model's sizes; None: Bridge's provider has them, but for the vocabulary).
+_WRAPPERS: dict[str, tuple[str, str, str | None]] = {
+    "Kimi-K2.5": ("KimiK25ForConditionalGeneration", "text_config", "moonshotai/Kimi-K2-Instruct"),
+    "Nano-12B-v2-VL": ("NemotronH_Nano_VL_V2", "llm_config", None),
+    "Nemotron-3-Nano-Omni": (
+        "NemotronH_Nano_Omni_Reasoning_V3", "llm_config", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
+    ),
+}  # fmt: skip
+#: The words that the tokenizer of Nemotron Nano v2 has.
+_NANO_V2_WORDS = 131072
 
 #: What Bridge reads and the class does not set; no size among it.
 _UNSET: dict[str, dict[str, Any]] = {
@@ -78,6 +94,15 @@ _UNSET: dict[str, dict[str, Any]] = {
 
 #: Towers that the models have and the class leaves out: their field, and their config's class.
 _TOWERS: dict[str, dict[str, str]] = {"gemma4": {"vision_config": "gemma4_vision"}}
+
+#: Every fourth layer of Step-3.5 sees all tokens; its MTP depths go on with that (Bridge: step37_bridge.py,
+#: step35_bridge.py).
+_STEP_LAYERS = (["full_attention", *["sliding_attention"] * 3] * 12)[:48]
+_STEP = {
+    "num_hidden_layers": 45, "layer_types": _STEP_LAYERS[:45], "mtp_layer_types": _STEP_LAYERS[45:],
+    "sliding_window": 512, "use_qk_norm": True, "use_moe_router_bias": True, "moe_router_activation": "sigmoid",
+    "tie_word_embeddings": False,
+}  # fmt: skip
 
 #: Published sizes that differ from the class's defaults: a part of the hub name, and what its config.json says. A
 #: preset stands for the text model that has its sizes.
@@ -109,6 +134,8 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
             "moe_intermediate_size": 704, "final_logit_softcapping": 30.0,
         },
     },
+    "Step-3.5": {"": _STEP},
+    "Step-3.7": {"text_config": _STEP},
     "Nemotron-3-Super-120B-A12B": {
         "": {
             "layers_block_type": (
@@ -130,6 +157,28 @@ def model_type_of(name: str) -> str | None:
     if any(part in name for part in _UNPUBLISHED):
         return None
     return next((kind for part, kind in _MODEL_TYPES.items() if part in name), None)
+
+
+def wrapper_of(name: str) -> tuple[str, str, str | None] | None:
+    """Class, key and preset of the language model of a wrapper without a class; None: it is no such wrapper."""
+    return next((found for part, found in _WRAPPERS.items() if part in name), None)
+
+
+def wrapped(architecture: str, key: str, preset: str | None) -> Any:
+    """The config of a wrapper without a class, around the language model of a preset. No size of its towers counts."""
+    from transformers import PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    fields: dict[str, Any] = {"vocab_size": _NANO_V2_WORDS}
+    if preset is not None:
+        fields = json.loads((PRESETS / f"{preset.replace('/', '__')}.json").read_text())
+    cls = CONFIG_MAPPING["deepseek_v3"] if fields.get("model_type") == "kimi_k2" else PretrainedConfig
+    config = PretrainedConfig(architectures=[architecture], vision_config=PretrainedConfig())
+    setattr(config, key, cls(**fields))
+    if "Omni" in architecture:
+        config.sound_config = CONFIG_MAPPING["parakeet_encoder"](projection_hidden_size=4096)
+        config.sound_context_token_id = 27
+    return config
 
 
 def stand_in(name: str, kind: str) -> Any:
@@ -216,6 +265,11 @@ def bridge_on_cpu() -> Iterator[Any]:
     def load(path: Any, *args: Any, **kwargs: Any) -> Any:
         name = _OTHER_NAMES.get(str(path), str(path))
         preset = PRESETS / (name.replace("/", "__") + ".json")
+        wrapper = wrapper_of(name)
+        if wrapper is not None:
+            if wrapper[2] is None:
+                _STOOD_IN.append(name)
+            return wrapped(*wrapper)
         if not preset.exists():
             kind = model_type_of(name)
             if kind is None or kind not in CONFIG_MAPPING:
@@ -340,21 +394,49 @@ def main() -> int:
     return 0
 
 
-def grouped(recipes: Any, names: list[str]) -> list[tuple[list[str], str]]:
-    """(recipes with equal containers, the rest of their row), in the order of the names."""
+class Row(NamedTuple):
+    """One line of the table."""
+
+    names: list[str]
+    kind: str
+    cells: str
+
+
+#: What became of a recipe, in the order in which the table's head counts them -> its words there.
+KINDS = {
+    "estimated": "are estimated as they are",
+    "estimated all the same": (
+        "are refused by Megatron Bridge or megatron-core themselves for what is no size, and estimated as they are"
+    ),
+    "mended": (
+        "are refused by Megatron Bridge or megatron-core themselves, and estimated with the changes that the refusal "
+        "asks for"
+    ),
+    "broken": "are refused by Megatron Bridge itself, which gives the model no sizes",
+    "diffusion": "are diffusion models (Wan) and not estimated",
+    "refused": "are refused by this project",
+    "no config": "need a config that is published on the hub alone and is not at hand",
+    "not built": (
+        "Megatron Bridge does not build here: a gated download (FLUX), or its own refusal (Qwen3-Next with adapters)"
+    ),
+}
+
+
+def grouped(recipes: Any, names: list[str]) -> list[Row]:
+    """One for recipes with equal containers, in the order of the names."""
     groups: dict[str, list[str]] = {}
     # What a group's row is made of: why there is none, or the container and the names of stood-in configs.
-    found: dict[str, str | tuple[Any, tuple[str, ...]]] = {}
+    found: dict[str, Row | tuple[Any, tuple[str, ...]]] = {}
     for name in names:
         _STOOD_IN.clear()
         try:
             config = build(getattr(recipes, name))
         except ConfigNotAtHand as missing:
             key = f"its config `{missing}` is not at hand"
-            found[key] = f"| | | | | {key} |"
+            found[key] = Row([], "no config", f"| | | | | {key} |")
         except (AttributeError, NotImplementedError, OSError) as refusal:
             key = f"Megatron Bridge does not build it: {str(refusal).splitlines()[0]}"
-            found[key] = f"| | | | | {key} |"
+            found[key] = Row([], "not built", f"| | | | | {key} |")
         else:
             # Addresses of functions and hooks say nothing.
             said = " ".join(repr(getattr(config, part, None)) for part in SAME)
@@ -364,9 +446,166 @@ def grouped(recipes: Any, names: list[str]) -> list[tuple[list[str], str]]:
     rows = []
     for key, aliases in groups.items():
         what = found[key]
-        row = what if isinstance(what, str) else estimate_row(what[0], world_of(what[0], aliases), what[1])
-        rows.append((aliases, row))
+        if isinstance(what, Row):
+            rows.append(what._replace(names=aliases))
+            continue
+        recipe = getattr(recipes, aliases[0])
+        kind, cells = row_of(what[0], world_of(what[0], aliases), lambda recipe=recipe: build(recipe), what[1])
+        rows.append(Row(aliases, kind, cells))
     return rows
+
+
+def row_of(config: Any, world: int, again: Callable[[], Any], stood_in: tuple[str, ...]) -> tuple[str, str]:
+    """(what becomes of the recipe, its cells). ``again`` builds it anew: what validates a container changes it."""
+    from bridge_memory.spec import SpecError
+
+    theirs = refusal_of_bridge(again(), world)
+    notes = [] if theirs is None else [f"Megatron Bridge refuses it as it is: {theirs}"]
+    try:
+        row = estimate_row(config, world, stood_in, notes)
+    except SpecError as error:
+        refusal = str(error)
+    else:
+        return "estimated" if theirs is None else "estimated all the same", row
+    if type(config.model).__name__ == "WanModelProvider":
+        return "diffusion", refused_row(config, world, [refusal])
+    changes: list[str] = []
+    mended = again()
+    while theirs is not None:
+        change = mend(mended, world, refusal)
+        if change is None or len(changes) > len(_MENDS):
+            return "broken", refused_row(config, world, [*notes, refusal])
+        changes.append(change)
+        try:
+            notes.append(f"estimated with {', '.join(changes)}")
+            row = estimate_row(mended, world, stood_in, notes)
+        except SpecError as error:
+            refusal = str(error)
+            notes.pop()
+            continue
+        validated = again()
+        for settled in _MENDS.values():
+            copy_settings(mended, validated, settled)
+        still = refusal_of_bridge(validated, world)
+        if still is not None:
+            notes.append(f"and then refuses: {still}")
+            row = estimate_row(mended, world, stood_in, notes)
+        return "mended", row
+    return "refused", refused_row(config, world, [refusal])
+
+
+#: What a change sets, by the words of the refusal that asks for it.
+_MENDS: dict[str, tuple[str, ...]] = {
+    "differs from dataset.seq_length": ("model.seq_length",),
+    "set sequence_parallel to True": ("model.sequence_parallel",),
+    "set num_layers_in_first_pipeline_stage": (
+        "model.num_layers_in_first_pipeline_stage", "model.num_layers_in_last_pipeline_stage",
+    ),
+    "global_batch_size (": ("train.global_batch_size",),
+    "use a2a or all_gather": ("model.cp_comm_type",),
+}  # fmt: skip
+
+
+def mend(config: Any, world: int, refusal: str) -> str | None:
+    """Change what a refusal asks for, in words; None: it asks for nothing that could be changed."""
+    model, train = config.model, config.train
+    found = next((words for words in _MENDS if words in refusal), None)
+    if found == "differs from dataset.seq_length":
+        model.seq_length = config.dataset.seq_length
+    elif found == "set sequence_parallel to True":
+        model.sequence_parallel = True
+    elif found == "set num_layers_in_first_pipeline_stage":
+        numbers = re.search(r"_first_pipeline_stage to (\d+) and num_layers_in_last_pipeline_stage to (\d+)", refusal)
+        if numbers is None:
+            return None
+        model.num_layers_in_first_pipeline_stage, model.num_layers_in_last_pipeline_stage = map(int, numbers.groups())
+    elif found == "global_batch_size (":
+        replicas = replicas_of(config, world)
+        step = train.micro_batch_size * replicas
+        train.global_batch_size = -(-train.global_batch_size // step) * step
+    elif found == "use a2a or all_gather":
+        model.cp_comm_type = "a2a"
+    else:
+        return None
+    return " and ".join(f"{field} {_at(config, field)}" for field in _MENDS[found])
+
+
+def _at(config: Any, field: str) -> Any:
+    part, name = field.split(".")
+    return getattr(getattr(config, part), name)
+
+
+def copy_settings(source: Any, target: Any, fields: Iterable[str]) -> None:
+    for field in fields:
+        part, name = field.split(".")
+        if hasattr(getattr(target, part), name):
+            setattr(getattr(target, part), name, _at(source, field))
+
+
+def replicas_of(config: Any, world: int) -> int:
+    m = config.model
+    return int(world // (m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size))
+
+
+def refusal_of_bridge(config: Any, world: int) -> str | None:
+    """Why training would not begin, in a line of Bridge's or megatron-core's own; None: nothing here says so.
+
+    What Bridge does to a container before it trains, then what megatron-core checks when it lays out its layers, its
+    microbatches and its first pass. Changes ``config``. Paths that a user has to give are given.
+    """
+    import torch
+    from megatron.bridge.training import config as bridge_config
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
+        environment = dict(os.environ)
+        patches.callback(lambda: (os.environ.clear(), os.environ.update(environment)))
+        supply_what_is_elsewhere(config, folder)
+        patches.enter_context(mock.patch.object(bridge_config, "get_world_size_safe", lambda: world))
+        patches.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
+        patches.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        try:
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                bridge_config.runtime_config_update(config)
+                m, train = config.model, config.train
+                ConstantNumMicroBatchesCalculator(
+                    train.global_batch_size, train.micro_batch_size, config.data_parallel_size, False, rank=0
+                )
+                if not getattr(m, "hybrid_layer_pattern", None):
+                    for rank in range(m.pipeline_model_parallel_size):
+                        with mock.patch.object(
+                            parallel_state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank
+                        ):
+                            for chunk in range(m.virtual_pipeline_model_parallel_size or 1):
+                                get_num_layers_to_build(
+                                    m, chunk if m.virtual_pipeline_model_parallel_size else None, rank
+                                )
+        except (AssertionError, ValueError, ZeroDivisionError, NotImplementedError, RuntimeError) as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            # Its first sentence: what follows may be a set, in no order.
+            return f"{type(error).__name__}: {re.split('[.] ', lines[0])[0].rstrip('.') if lines else 'no message'}"
+    if m.num_moe_experts and m.tensor_model_parallel_size > 1 and not m.sequence_parallel:
+        # moe/moe_layer.py: MoELayer.forward
+        return "ValueError: MoE and tensor parallelism are enabled without also enabling sequence parallelism"
+    return None
+
+
+def supply_what_is_elsewhere(config: Any, folder: str) -> None:
+    """The checkpoint and the data that a user names, and kernels of a GPU's packages."""
+    if config.peft is not None:
+        config.checkpoint.pretrained_checkpoint = folder
+    dataset = config.dataset
+    if getattr(dataset, "path", "") is None:
+        dataset.path = folder
+    for name in ("source", "validation_source", "test_source"):
+        arguments = getattr(getattr(dataset, name, None), "load_kwargs", None)
+        if arguments and "data_files" in arguments:
+            arguments["data_files"] = folder
+    if getattr(config.model, "dsa_kernel_backend", "none") != "none":
+        config.model.dsa_kernel_backend = "none"
 
 
 def layout_words(config: Any, world: int) -> str:
@@ -383,35 +622,37 @@ def layout_words(config: Any, world: int) -> str:
     return f"{world} GPUs {' '.join(words)}".strip()
 
 
-def estimate_row(config: Any, world: int, stood_in: tuple[str, ...] = ()) -> str:
-    """Layout, Bridge's total, table2 and inventory by stage, and what is missing of it or why it is refused."""
-    from bridge_memory.spec import SpecError
+def estimate_row(config: Any, world: int, stood_in: tuple[str, ...], said: list[str]) -> str:
+    """Layout, Bridge's total, table2 and inventory by stage, and what is missing of it. Raises SpecError."""
     from bridge_memory.theoretical_memory_utils import estimate_training_memory_by_stage
 
     config.world_size = world
-    batch = config.train.global_batch_size
-    m = config.model
-    replicas = world // (m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size)
+    inventory = estimate_training_memory_by_stage(config, None, method="inventory")
+    notes = [*said, *(f"the config of `{name}` is its class's defaults" for name in dict.fromkeys(stood_in))]
+    found = [a.removeprefix(MISSING) for a in inventory[0].assumptions if a.startswith(MISSING)]
+    if found:
+        notes.append("not modelled: " + ", ".join(dict.fromkeys(f.split(":")[0] for f in found)))
+    return cells(config, world, " ".join(f"{e.total_memory_gb:.1f}" for e in inventory), notes)
+
+
+def refused_row(config: Any, world: int, notes: list[str]) -> str:
+    config.world_size = world
+    return cells(config, world, "refused", notes)
+
+
+def cells(config: Any, world: int, inventory: str, notes: list[str]) -> str:
+    from bridge_memory.spec import SpecError
+    from bridge_memory.theoretical_memory_utils import estimate_training_memory_by_stage
+
+    replicas, batch = replicas_of(config, world), config.train.global_batch_size
     microbatches = batch // (config.train.micro_batch_size * replicas) if batch else None
-    notes = [f"the config of `{name}` is its class's defaults" for name in dict.fromkeys(stood_in)]
-    cells = []
-    for method in ("table2", "inventory"):
-        try:
-            # The inventory divides the recipe's own batch, and refuses what Bridge would.
-            given = microbatches if method == "table2" else None
-            estimates = estimate_training_memory_by_stage(config, given, method=method)
-        except SpecError as error:
-            cells.append("refused")
-            if method == "inventory" or not str(error):
-                notes.insert(0, f"refused: {error}")
-            continue
-        cells.append(" ".join(f"{e.total_memory_gb:.1f}" for e in estimates))
-        if method == "inventory":
-            found = [a.removeprefix(MISSING) for a in estimates[0].assumptions if a.startswith(MISSING)]
-            if found:
-                notes.append("not modelled: " + ", ".join(dict.fromkeys(f.split(":")[0] for f in found)))
+    try:
+        stages = estimate_training_memory_by_stage(config, microbatches, method="table2")
+        table2 = " ".join(f"{e.total_memory_gb:.1f}" for e in stages)
+    except SpecError:
+        table2 = "refused"
     return (
-        f"| {layout_words(config, world)} | {bridge_itself(config, replicas, microbatches)} | {cells[0]} | {cells[1]} "
+        f"| {layout_words(config, world)} | {bridge_itself(config, replicas, microbatches)} | {table2} | {inventory} "
         f"| {'; '.join(notes).replace('|', '/')} |"
     )
 
@@ -437,19 +678,28 @@ def bridge_itself(config: Any, replicas: int, microbatches: int | None) -> str:
     return f"{float(nbytes) / GIB:.1f}"
 
 
-def table(rows: list[tuple[list[str], str]]) -> str:
+def table(rows: list[Row]) -> str:
     import megatron.bridge
     import megatron.core
 
-    recipes = sum(len(names) for names, _ in rows)
-    estimated = sum(len(names) for names, row in rows if re.search(r"[\d.]+ \|[^|]*\|$", row))
+    counted = {kind: sum(len(row.names) for row in rows if row.kind == kind) for kind in KINDS}
+    total = sum(counted.values())
+    built = total - counted["no config"] - counted["not built"]
+    estimated = sum(counted[kind] for kind in ("estimated", "estimated all the same", "mended"))
+    counts = "\n".join(f"- {counted[kind]} {words}" for kind, words in KINDS.items() if counted[kind])
     head = f"""# Megatron Bridge's recipes
 
 Generated by `scripts/bridge_recipes.py --write` from megatron-bridge {megatron.bridge.__version__} and megatron-core
-{megatron.core.__version__}; do not edit. GiB on one GPU. Of {recipes} recipes the inventory estimates {estimated}; the
-others are refused by the name of what is not known, or of what Megatron itself refuses. A recipe runs on the number of
-GPUs that its name says, else on its smallest world (one replica, or what its expert parallelism needs), with its own
-batch.
+{megatron.core.__version__}; do not edit. GiB on one GPU.
+
+Of {total} recipes {built} are built, and {estimated} estimated:
+
+{counts}
+
+A recipe runs on the number of GPUs that its name says, else on its smallest world (one replica, or what its expert
+parallelism needs), with its own batch. "Megatron Bridge refuses it as it is" quotes what stops it on that world:
+Bridge's `runtime_config_update`, which validates the container, and megatron-core's layout of layers and microbatches
+are run; checkpoints and data are taken to be there.
 Recipes with equal containers are one row. "Bridge" is what the release's own functions return, or the error that they
 end with; "table2" are its closed forms by pipeline stage; "inventory" is this project's peak by stage, without the
 sizes of what the last column lists. Fusions that need a GPU's packages are taken as available.
@@ -458,7 +708,7 @@ sizes of what the last column lists. Fusions that need a GPU's packages are take
 |---|---|---:|---|---|---|
 """
     lines = []
-    for names, row in rows:
+    for names, _, row in rows:
         short = sorted((name.removesuffix("_config") for name in names), key=lambda n: (len(n), n))
         lines.append(f"| {', '.join(f'`{name}`' for name in short)} {row}\n")
     return head + "".join(lines)

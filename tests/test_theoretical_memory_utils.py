@@ -470,3 +470,22 @@ def test_the_inventory_in_bridges_shapes_adds_up_to_the_estimate() -> None:
         answer.peak_stage.peak_bytes
     )
     assert stages[0].total_parameters == answer.parameters
+
+
+# ---- the verdict ----
+
+
+def test_the_verdict_says_unknown_where_what_is_not_modelled_decides_it() -> None:
+    """Llama-3-8B with TP 4: a little on a card of 141 GB; a teacher of unknown size beside it may be anything."""
+    config = container(tensor_model_parallel_size=4, add_bias_linear=False, normalization="RMSNorm", num_layers=32)
+    alone = ours.verdict(config, 8, gpus=["H200"])
+    assert alone.startswith("verdict: peak ") and "; fits H200" in alone and "at least" not in alone
+    config.model.teacher = object()
+    beside = ours.verdict(config, 8, gpus=["H200"])
+    assert "peak at least " in beside and "unknown whether it fits H200" in beside and "model.teacher" in beside
+    # What is known to be there does not fit, whatever is beside it.
+    assert "does not fit T4" in ours.verdict(config, 8, gpus=["T4"])
+    with pytest.raises(SpecError, match="gpus"):
+        ours.verdict(config, 8, gpus="H200")
+    with pytest.raises(SpecError, match="H2000"):
+        ours.verdict(config, 8, gpus=["H2000"])

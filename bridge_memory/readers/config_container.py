@@ -19,6 +19,7 @@ from typing import Any
 from bridge_memory.readers.container_fields import container_part, data_parallel_size, vocabulary
 from bridge_memory.readers.container_gaps import PARTS, not_modelled, provider_of, tower_gaps
 from bridge_memory.readers.container_registry import (
+    CP_LOSS_BY_TOKEN,
     DENSE_MTP_SPECS,
     FULL_QK_SPECS,
     LOCAL_LAYER_SPECS,
@@ -26,6 +27,8 @@ from bridge_memory.readers.container_registry import (
     OTHER_LAYER_SPECS,
     PLAIN_LAYER_SPECS,
     POST_LAYERNORM_SPECS,
+    SEQUENCE_PARALLEL_WITH_TP,
+    STAGE_LAYOUTS,
 )
 from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.transformer_config import FALCON_H1, GEMMA4_DENSE, model_from_transformer_config, pattern_of
@@ -225,7 +228,8 @@ class _Views:
             or (self.fsdp and bridge is not None)
         )
         overlap = getattr(config, "comm_overlap", None)
-        if overlap is not None:
+        # Set up once: a container that was set up has what was done to it since, such as the synchronised optimizer.
+        if overlap is not None and getattr(overlap, "data_parallel_size", None) is None:
             self._overlap(overlap, data_parallel)
         if bridge is not None:
             self._validated(config, bridge)
@@ -241,6 +245,7 @@ class _Views:
             self.ddp.lay_over({"overlap_param_gather": True})
         if self.fsdp:
             self.optimizer.lay_over({"reuse_grad_buf_for_mxfp8_param_ag": False})
+        self._finalized_by_its_class()
         in_batch, packed = _packing(dataset)
         if in_batch and _get(model, "pipeline_model_parallel_size", 1) > 1:
             model.lay_over({"variable_seq_lengths": True})
@@ -249,6 +254,21 @@ class _Views:
         )
         if packed and hybridep and _cuda_graphs(model) == "none":
             model.lay_over({"moe_hybridep_pad_uneven_dispatch_inputs": True})
+
+    def _finalized_by_its_class(self) -> None:
+        """What ``finalize`` of the providers themselves sets."""
+        model = self.model
+        provider = provider_of(model.__wrapped__)
+        if provider in CP_LOSS_BY_TOKEN and _get(model, "context_parallel_size", 1) > 1:
+            model.lay_over({"calculate_per_token_loss": True})
+        if provider in SEQUENCE_PARALLEL_WITH_TP and _get(model, "tensor_model_parallel_size", 1) > 1:
+            model.lay_over({"sequence_parallel": True})
+        layouts, pp = STAGE_LAYOUTS.get(provider, {}), _get(model, "pipeline_model_parallel_size", 1)
+        keys = _words(
+            "pipeline_model_parallel_layout num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"
+        )
+        if pp in layouts and _get(model, "num_layers", 1) % pp and all(_get(model, key) is None for key in keys):
+            model.lay_over({"pipeline_model_parallel_layout": layouts[pp]})
 
     def _overlap(self, overlap: Any, data_parallel: int) -> None:
         """``CommOverlapConfig.setup``: its defaults, then what the user gave."""

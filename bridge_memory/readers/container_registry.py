@@ -72,7 +72,8 @@ READ: dict[str, frozenset[str]] = {
         chunk_size conv_bias d_conv expand falconh1_ratio key_multiplier rmsnorm ssm_multipliers use_attention use_mamba
         use_mlp
         attention_k_eq_v final_logit_softcapping global_head_dim global_kv_channels interleaved_attn_pattern
-        num_global_key_value_heads num_global_query_groups num_kv_shared_layers per_layer_embed_dim
+        full_attn_num_query_groups hybrid_attention_pattern layer_types num_global_key_value_heads
+        num_global_query_groups num_kv_shared_layers per_layer_embed_dim sliding_attention_setting swa_num_query_groups
         per_layer_embed_vocab_size use_double_wide_mlp
         """
     ),
@@ -150,6 +151,10 @@ GAPS: dict[str, dict[str, Unmodelled]] = {
         # models/gemma_vl/modeling_gemma3_vl.py: Gemma3VLModel._compute_attention_biases
         "is_vision_language": Unmodelled(
             False, UP, "the attention bias of images, b x s x s, and what attention keeps for it"
+        ),
+        # models/stepfun/step35_provider.py: Step35DecoderLayer, one number a layer
+        **dict.fromkeys(
+            ("swiglu_limits", "swiglu_limits_shared"), GAPS_OF_ARGUMENTS["activation_func_clamp_value"]
         ),
         "attention_chunk_size": Unmodelled(None, DOWN, "attention within chunks"),
         "nope_layer_interval": Unmodelled(None, DOWN, "layers without rotary embeddings"),
@@ -248,12 +253,15 @@ REASONS: dict[str, dict[str, str]] = {
             attn_logit_softcapping csa_compress_rotary_base full_attention_rope_base
             full_attention_rope_partial_factor global_rotary_percent
             persist_layer_norm query_pre_attn_scalar sliding_window_rope_base
+            rotary_base_per_layer rotary_percents
             seq_len_interpolation_factor yarn_mscale yarn_mscale_all_dim yarn_rotary_scaling_factor
         """,
         _SUPPLIED: """
+            attention_other_setting attention_value_scale
             bias_dropout_add_fusion decoder_sparse_step distill_submodule fp8_param_gather head_dim
             hf_model_id hf_model_path hf_model_revision hf_text_config index_head_dim index_n_heads
-            language_model_type max_position_embeddings mlp_only_layers moe_intermediate_size mtp_enabled
+            head_wise_attn_gate language_model_type max_position_embeddings mlp_only_layers moe_intermediate_size
+            mtp_enabled projector_bias understand_projector_stride
             pipeline_dtype pretrained_model_name tokenizer_type transformer
         """,
     },
@@ -411,7 +419,8 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
             Gemma2ModelProvider Gemma3ModelProvider GemmaModelProvider HybridModelConfig HybridModelProvider
             LlamaNemotronHeterogeneousProvider MLAModelProvider MambaModelProvider MiniMaxM3ModelProvider
             MistralModelProvider OlMoEModelProvider SarvamMLAModelProvider SarvamMoEModelProvider
-            FalconH1ModelProvider Gemma4DenseProvider Gemma4ModelProvider
+            FalconH1ModelProvider Gemma4DenseProvider Gemma4ModelProvider MiMoV2FlashModelProvider
+            Step35ModelProvider
             """
         ),
         (),
@@ -421,7 +430,7 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
             """
             Ernie45VLModelProvider Exaone45ModelProvider GLM45VModelProvider Gemma3VLModelProvider
             KimiK25VLModelProvider MiniMaxM3VLModelProvider Qwen25VLModelProvider Qwen35VLMoEModelProvider
-            Qwen35VLModelProvider Qwen3VLMoEModelProvider Qwen3VLModelProvider
+            Qwen35VLModelProvider Qwen3VLMoEModelProvider Qwen3VLModelProvider Step37ModelProvider
             """
         ),
         ("vision_config",),
@@ -443,9 +452,22 @@ REFUSED: dict[str, str] = {
     "WanModelProvider": "diffusion models are not estimated",
     "LLaDA15ModelProvider": "diffusion models of language are not estimated",
     "NemotronLabsDiffusionModelProvider": "diffusion models of language are not estimated",
-    "MiMoV2FlashModelProvider": "attention of other sizes in sliding layers is not estimated",
-    "Step35ModelProvider": "attention of other sizes in sliding layers is not estimated",
     "MegatronMIMOProvider": "models of several parts, each with ranks of its own, are not estimated",
+}
+
+#: What ``finalize`` of a provider sets: the loss by token with context parallelism, ...
+CP_LOSS_BY_TOKEN = _names(
+    "Qwen3VLModelProvider Qwen3VLMoEModelProvider Qwen35VLModelProvider Qwen35VLMoEModelProvider"
+)
+#: ... sequence parallelism with tensor parallelism, ...
+SEQUENCE_PARALLEL_WITH_TP = _names("Qwen3VLMoEModelProvider")
+#: ... and the layers of uneven stages (models/sarvam/sarvam_provider.py: _get_sarvam_moe_pipeline_layout).
+STAGE_LAYOUTS: dict[str, dict[int, str]] = {
+    "SarvamMoEModelProvider": {
+        2: "E" + 10 * "t" + "|" + 9 * "t" + "L",
+        4: "Ettttt|ttttt|ttttt|ttttL",
+        8: "Ettt|ttt|ttt|tt|tt|tt|tt|ttL",
+    },
 }
 
 #: Layer specs whose modules are megatron-core's own.
@@ -453,7 +475,7 @@ PLAIN_LAYER_SPECS = _names(
     """
     _build_exaone_moe_layer_spec default_layer_spec get_default_hybrid_stack_spec get_default_mamba_stack_spec
     get_gpt_decoder_block_spec get_gpt_heterogeneous_layer_spec get_gpt_layer_with_transformer_engine_spec
-    _gemma4_block_spec gemma4_block_spec
+    _gemma4_block_spec gemma4_block_spec build_step35_layer_spec get_step37_text_layer_spec
     get_transformer_block_with_experimental_attention_variant_spec heterogeneous_layer_spec
     transformer_engine_hybrid_stack_spec transformer_engine_layer_spec transformer_engine_mamba_stack_spec
     """
@@ -471,6 +493,8 @@ OTHER_LAYER_SPECS: dict[str, tuple[Effect, str]] = {
     "exaone_45_transformer_layer_spec": (UP, "megatron-core's own attention, which keeps the scores of every head"),
     # models/ministral3/ministral3_provider.py: MinistralTEDotProductAttention scales the queries.
     "ministral_layer_spec": (UP, "scaled copies of the queries"),
+    # models/mimo_v2_flash/modeling_mimo_v2_flash.py: MiMoV2FlashTEDotProductAttention.forward
+    "mimo_v2_flash_layer_spec": (EITHER, "scaled copies of the values, kept in place of the projected ones"),
     # models/minimax_m3/minimax_m3_bridge.py: MiniMaxM3TopKRouter, whose weights and input are fp32.
     "minimax_m3_block_spec": (UP, "the router's weights in fp32, and its fp32 copy of the tokens"),
 }

@@ -12,6 +12,7 @@ from typing import Any
 
 from bridge_memory.readers import gemma4_provider
 from bridge_memory.readers.fields import MAX_LAYERS, MAX_SIZE, shown
+from bridge_memory.readers.layerwise_provider import LAYERWISE
 from bridge_memory.readers.patterns import (
     ATTENTION,
     DELTA_NET,
@@ -179,9 +180,12 @@ def model_from_transformer_config(
     elif c.get("heterogeneous_block_specs"):
         layers = _heterogeneous_layers(c, n, hidden_size, act, rotary)
     else:
-        layers = _gpt_layers(c, n, hidden_size, act, rotary, full_qk_layernorm)
-        if dense_mtp and depths:
-            mtp_layer = LayerSpec(layers[-1].mixer, _mlp(c, hidden_size, act))
+        mixers, depth = _mixers(c, n, hidden_size, rotary, full_qk_layernorm), None
+        if provider in LAYERWISE:
+            mixers, depth = LAYERWISE[provider](c, n, _attention(c, hidden_size, rotary, full_qk_layernorm))
+        layers = _gpt_layers(c, n, hidden_size, act, mixers)
+        if (dense_mtp or depth) and depths:
+            mtp_layer = LayerSpec(depth or layers[-1].mixer, _mlp(c, hidden_size, act))
         elif depths and _variant(c) == "dsv4_hybrid":
             mtp_layer = LayerSpec(_compressed(c, n), layers[-1].ffn)
     streams = c.size("num_residual_streams", 4) if c.flag("enable_hyper_connections") else 1
@@ -192,6 +196,12 @@ def model_from_transformer_config(
                 *assumptions,
                 "experimental_attention_variant dsv4_hybrid: megatron-core up to 0.19 refuses it; counted as in "
                 "Megatron-LM's main branch of 2026",
+            )
+        if not c.flag("apply_dsa_kernel_fusion"):
+            assumptions = (
+                *assumptions,
+                "apply_dsa_kernel_fusion is off: attention gathers the keys of every query, once more in fp32, "
+                "which is most of its memory",
             )
     if post_layernorms:
         layers = [replace(layer, post_layernorms=True) for layer in layers]
@@ -487,10 +497,7 @@ def _balancing(c: _Config) -> str:
     return "+".join(running) or "none"
 
 
-def _gpt_layers(
-    c: _Config, n: int, hidden_size: int, act: str, rotary: bool, full_qk_layernorm: bool
-) -> list[LayerSpec]:
-    mixers = _mixers(c, n, hidden_size, rotary, full_qk_layernorm)
+def _gpt_layers(c: _Config, n: int, hidden_size: int, act: str, mixers: Sequence[Mixer]) -> list[LayerSpec]:
     if c.get("num_moe_experts") is None:
         dense = _mlp(c, hidden_size, act)
         return [LayerSpec(mixer, dense) for mixer in mixers]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from bridge_stubs import require_bridge
+from test_families_by_hand import STEP
 
 from bridge_memory.readers import model_from_hf_config
 from bridge_memory.readers.bridge_mapping import model_from_bridge
@@ -144,6 +145,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "exaone4_5", "text_config": {"model_type": "exaone4", **SIZES, **HEADS, "sliding_window": 8},
         "vision_config": {}, "tie_word_embeddings": False,
     },
+    "Step3p5ForCausalLM": {**STEP, "tie_word_embeddings": False},
     "MiMoForCausalLM": {"model_type": "mimo", **SIZES, "attention_bias": True, "num_nextn_predict_layers": 1},
 }  # fmt: skip
 

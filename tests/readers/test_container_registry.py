@@ -33,13 +33,15 @@ from bridge_memory.readers.container_registry import (  # noqa: E402
 )
 from bridge_memory.spec import SpecError  # noqa: E402
 
-#: What Bridge 0.6 sets on a model of DeepSeek-V4 for a megatron-core that is yet to come, and Falcon-H1 on itself.
+#: What Bridge 0.6 sets on a model of DeepSeek-V4 for a megatron-core that is yet to come, Falcon-H1 on itself, and
+#: Step-3.5 on its provider beside the fields.
 LATER = {
     "model": {
         "actual_vocab_size", "apply_dsa_kernel_fusion", "csa_compress_ratios", "csa_compress_rotary_base",
         "csa_dense_mode", "csa_window_size", "enable_hyper_connections", "mhc_sinkhorn_iterations", "moe_n_hash_layers",
         "d_inner",
-        "norm_topk_prob", "num_residual_streams", "o_groups", "o_lora_rank", "use_fused_mhc",
+        "norm_topk_prob", "num_residual_streams", "o_groups", "o_lora_rank", "rotary_percents", "swiglu_limits",
+        "swiglu_limits_shared", "use_fused_mhc",
     },
 }  # fmt: skip
 #: Releases up to 0.3.1, of which the registry keeps the fields.
@@ -156,7 +158,7 @@ def test_no_field_is_in_two_tables() -> None:
 
 def test_every_field_that_counts_as_read_is_asked_for_somewhere() -> None:
     readers = ROOT / "bridge_memory" / "readers"
-    names = ("config_container", "container_fields", "gemma4_provider", "transformer_config")
+    names = ("config_container", "container_fields", "gemma4_provider", "layerwise_provider", "transformer_config")
     source = " ".join((readers / f"{name}.py").read_text() for name in names)
     words = set(re.findall(r"\w+", source))
     unread = {f"{part}.{name}" for part, names in READ.items() for name in names if name not in words}
