@@ -236,13 +236,14 @@ def _check_query_groups(p: ParallelSpec, i: ImplementationSpec, limits: Limits) 
 def _check_attention_release(run: RunSpec, limits: Limits) -> None:
     """Attention that older releases lack, or fail on."""
     i, b = run.implementation, run.batch.micro_batch_size
+    turned = not ATTENTION_TOKENS_FIRST(i) and not run.batch.packed_sequences
     for m in limits.mixers:
         if isinstance(m, AttentionSpec) and m.window_size is not None and not i.te and not LOCAL_WINDOWS(i):
             raise SpecError(
                 f"transformer_impl (local) takes the sliding windows of this model from {LOCAL_WINDOWS} on, not "
                 f"{release_words(i.megatron_core)}; use transformer_engine"
             )
-        if isinstance(m, MLASpec) and i.te and i.apply_rope_fusion and b > 1 and not ATTENTION_TOKENS_FIRST(i):
+        if isinstance(m, MLASpec) and i.te and i.apply_rope_fusion and b > 1 and turned:
             # fusions/fused_mla_yarn_rope_apply.py: ApplyMLARotaryEmbKV.backward views gradients that lie [b, s].
             raise SpecError(
                 f"apply_rope_fusion (True) with multi-latent attention and micro_batch_size ({b}) needs "
