@@ -191,6 +191,15 @@ EXPERTS_APART_WITH_ETP = since(core=(0, 19))
 #: A variable of ``attention.py: Attention.forward`` (``qkv_output``) holds q, k and v as they were before the rotary
 #: embedding.
 QKV_OUTPUT_HELD = since(core=(0, 15))
+#: The local attention takes sliding windows (``transformer/dot_product_attention.py: DotProductAttention.__init__``).
+LOCAL_WINDOWS = since(core=(0, 15))
+#: The gate over attention's output is shared out where groups of queries are fewer than ranks (``attention.py:
+#: SelfAttention.get_query_key_value_tensors``); before, it is as wide as the group, and ``_apply_output_gate`` fails.
+GATES_WITH_REPLICATED_GROUPS = since(core=(0, 17))
+#: Transformer Engine's attention is given tokens first, [s, b, a, d]; before, with a fused rotary embedding, copies
+#: with sequences first, whose output linear_proj copies back (``extensions/transformer_engine.py:
+#: TEDotProductAttention.forward``).
+ATTENTION_TOKENS_FIRST = since(core=(0, 14))
 #: The local attention's causal mask is made anew by every layer and not cached (``transformer/utils.py:
 #: get_default_causal_mask``).
 MASK_MADE_BY_EACH_LAYER = since(core=(0, 16))

@@ -11,6 +11,10 @@ the installed release runs. ``--transformer-engine`` is a folder with Transforme
 runs local modules and Transformer Engine's by turns, without it local ones alone. The same seed and folders give the
 same cases and the same lines, however many processes work on them.
 
+With ``--jsonl FILE`` every case is written down when it is done, and ``--resume`` goes on with what such a file holds:
+a campaign that was stopped loses the case that ran. A case has ``--timeout`` seconds and ``--memory`` GiB; one that
+takes longer is counted on its own, since a busy machine is no fault.
+
 What fails is made smaller: options are dropped one by one, and numbers lowered, while the failure stays. It is a
 failure when state is not exact, when saved bytes or a peak are further than BOUND from what was rehearsed, when
 something stops with an error that no part of the real stack raises, when the real stack refuses what the estimate
@@ -31,12 +35,13 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import lcm
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -293,9 +298,10 @@ class Stack:
 
 
 #: What came of a case.
-COMPARED, STACK_REFUSES, BOTH_REFUSE, WE_REFUSE, NOT_TRIED, NOT_REHEARSED, CRASH = (
+COMPARED, STACK_REFUSES, BOTH_REFUSE, WE_REFUSE, NOT_TRIED, NOT_REHEARSED, CRASH, LATE = (
     "compared", "accepted by the estimate, refused by the real stack", "refused by both",
     "refused by the estimate, run by the real stack", "refused by the estimate, not tried", "not rehearsed", "crash",
+    "not done in time",
 )  # fmt: skip
 
 
@@ -371,6 +377,11 @@ def work() -> int:
     """A child process: a case a line on standard input, what came of it a line on standard output."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    gib = float(os.environ.get(MEMORY, "0"))
+    if gib:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30),) * 2)
     for line in sys.stdin:
         given = json.loads(line)
         found = judge(Case(given["model"], tuple((flag, value) for flag, value in given["options"])))
@@ -379,14 +390,16 @@ def work() -> int:
     return 0
 
 
+#: The variable by which a child process learns how much memory it may have, in GiB.
+MEMORY = "DIFFERENTIAL_MEMORY_GIB"
 WORK = (sys.executable, str(Path(__file__).resolve()), "--work")
 
 
 class Worker:
     """A child process with a stack on its path. Use ``with``."""
 
-    def __init__(self, stack: Stack, seconds: float, command: Sequence[str] = WORK) -> None:
-        self._stack, self._seconds, self._command = stack, seconds, command
+    def __init__(self, stack: Stack, seconds: float, command: Sequence[str] = WORK, memory: float = 0.0) -> None:
+        self._stack, self._seconds, self._command, self._memory = stack, seconds, command, memory
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Worker:
@@ -405,8 +418,8 @@ class Worker:
         """What came of the case; a process that dies or takes too long is replaced."""
         if self._process is None:
             self._process = subprocess.Popen(
-                self._command, env=self._stack.environment(), text=True, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8",
+                self._command, env={**self._stack.environment(), MEMORY: f"{self._memory:g}"}, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8",
             )  # fmt: skip
         process = self._process
         assert process.stdin is not None and process.stdout is not None
@@ -425,8 +438,9 @@ class Worker:
             found: dict[str, Any] = json.loads(line)
             return found
         self.stop()
-        took = f"took more than {self._seconds:g} seconds" if ran_out else "died"
-        return {"outcome": CRASH, "why": f"the process {took}"}
+        if ran_out:
+            return {"outcome": LATE, "why": f"the process took more than {self._seconds:g} seconds"}
+        return {"outcome": CRASH, "why": "the process died"}
 
 
 # ---- failures --------------------------------------------------------------------------------------
@@ -467,11 +481,11 @@ class Failure:
 
 
 def failure_of(found: dict[str, Any]) -> Failure | None:
-    """None for a case that is right, that both sides refuse, or that nobody can try."""
+    """None for a case that is right, that both sides refuse, that nobody can try, or that was not done in time."""
     if found["outcome"] == COMPARED:
         off = frozenset(row["quantity"] for row in found["rows"] if is_off(row))
         return Failure(COMPARED, quantities=off) if off else None
-    if found["outcome"] in (BOTH_REFUSE, NOT_TRIED, NOT_REHEARSED):
+    if found["outcome"] in (BOTH_REFUSE, NOT_TRIED, NOT_REHEARSED, LATE):
         return None
     return Failure(found["outcome"], re.sub(r"\d+", "N", found["why"]))
 
@@ -563,30 +577,33 @@ class Campaign:
     seconds: float = 300.0
     command: Sequence[str] = WORK
     write: Callable[[dict[str, Any]], None] = field(default=lambda line: None)
+    memory: float = 0.0
 
-    def run(self, cases: Sequence[tuple[Stack, Case]]) -> list[Found]:
-        """Judge every case, and write each down in order. Cases of one stack share processes, always the same ones."""
+    def run(
+        self, cases: Sequence[tuple[Stack, Case]], done: Mapping[int, dict[str, Any]] = MappingProxyType({})
+    ) -> list[Found]:
+        """Judge every case that is not in ``done``, and write each down when it is. Cases of one stack share processes,
+        always the same ones."""
         by_stack: dict[Stack, list[int]] = {}
         for i, (stack, _) in enumerate(cases):
             by_stack.setdefault(stack, []).append(i)
-        tasks = [
+        tasks = sorted(
             numbers[i : i + CASES_A_PROCESS]
             for numbers in by_stack.values()
             for i in range(0, len(numbers), CASES_A_PROCESS)
-        ]
-        results: dict[int, dict[str, Any]] = {}
-        written, lock = 0, threading.Lock()
+        )
+        results: dict[int, dict[str, Any]] = dict(done)
+        lock = threading.Lock()
 
         def one(numbers: list[int]) -> None:
-            nonlocal written
-            with Worker(cases[numbers[0]][0], self.seconds, self.command) as worker:
+            with self._worker(cases[numbers[0]][0]) as worker:
                 for i in numbers:
+                    if i in done:
+                        continue
                     found = worker.judge(cases[i][1])
                     with lock:
                         results[i] = found
-                        while written in results:
-                            self.write(Found(written, *cases[written], results[written]).as_json())
-                            written += 1
+                        self.write(Found(i, *cases[i], found).as_json())
 
         self._spread(tasks, one)
         return [Found(i, *cases[i], results[i]) for i in range(len(cases))]
@@ -610,17 +627,18 @@ class Campaign:
             else:
                 out.append(made)
                 print(f"{made.failure.text()[:150]}: {made.case.text()}", file=sys.stderr, flush=True)
-        for r in out:
-            self.write(r.as_json())
         return out
 
+    def _worker(self, stack: Stack) -> Worker:
+        return Worker(stack, self.seconds, self.command, self.memory)
+
     def _small(self, at: Found, failure: Failure) -> Reproduction:
-        with Worker(at.stack, self.seconds, self.command) as worker:
+        with self._worker(at.stack) as worker:
             alone = worker.judge(at.case)
             if not failure.stays_in(failure_of(alone)):
                 return Reproduction(failure, at.stack, at.case, [at.number], at.result, leaked=True)
             case = shrunk(at.case, failure, worker.judge)
-        with Worker(at.stack, self.seconds, self.command) as worker:
+        with self._worker(at.stack) as worker:
             return Reproduction(failure, at.stack, case, [at.number], worker.judge(case))
 
     def _spread(self, tasks: Sequence[list[int]], one: Callable[[list[int]], None]) -> None:
@@ -678,7 +696,7 @@ def report(found: Sequence[Found], reproductions: Sequence[Reproduction]) -> lis
     """The whole text."""
     out = [f"{title}: {n} cases" for title, n in Counter(f.stack.title() for f in found).items()]
     out += ["", *table(found)]
-    for outcome in (CRASH, STACK_REFUSES, WE_REFUSE, NOT_REHEARSED):
+    for outcome in (CRASH, LATE, STACK_REFUSES, WE_REFUSE, NOT_REHEARSED):
         words: dict[str, list[int]] = {}
         for f in found:
             if f.result["outcome"] == outcome:
@@ -742,21 +760,55 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", metavar="A,B", help="these presets (default: all)")
     parser.add_argument("--shrink", type=int, default=30, metavar="N", help="failures to make small (default 30)")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds for a case (default 300)")
-    parser.add_argument("--jsonl", metavar="FILE", help="write a JSON line for each case and each reproduction")
+    parser.add_argument("--memory", type=float, default=0.0, metavar="GIB",
+                        help="memory of a process; one that asks for more dies, and so its case (default: no bound)")
+    parser.add_argument("--jsonl", metavar="FILE",
+                        help="write a JSON line for each case when it is done; at the end in order, with reproductions")
+    parser.add_argument("--resume", action="store_true", help="go on with the cases that --jsonl FILE holds not yet")
     args = parser.parse_args(argv)
-    for name, lowest in (("cases", 1), ("workers", 1), ("shrink", 0), ("timeout", 1)):
+    for name, lowest in (("cases", 1), ("workers", 1), ("shrink", 0), ("timeout", 1), ("memory", 0)):
         if not getattr(args, name) >= lowest:
             raise SpecError(f"{name} ({getattr(args, name)}) must be at least {lowest}")
+    if args.resume and not args.jsonl:
+        raise SpecError("resume goes on with a file; name it with --jsonl FILE")
     return args
+
+
+def _already_done(path: Path, cases: Sequence[tuple[Stack, Case]]) -> dict[int, dict[str, Any]]:
+    """What an earlier call wrote down, by the number of its case; a last line that was cut off is left out. Raises
+    SpecError where the file is of other cases."""
+    out: dict[int, dict[str, Any]] = {}
+    for n, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
+        try:
+            held = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(held, dict) or "case" not in held:
+            continue
+        i = held.pop("case")
+        same = isinstance(i, int) and 0 <= i < len(cases)
+        if not same or (held.pop("stack", None), held.pop("command", None)) != _heads(*cases[i]):
+            raise SpecError(f"jsonl ({path}), line {n + 1}, is of another campaign; give the same --seed and folders")
+        out[i] = held
+    return out
+
+
+def _heads(stack: Stack, case: Case) -> tuple[str, str]:
+    return stack.title(), case.text()
+
+
+def _lines(objects: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(line) + "\n" for line in objects)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 for a campaign without failures, 1 for one with some, 2 for wrong input."""
     try:
         args = _arguments(argv)
-        stacks, models = _stacks(args), _models(args.models)
+        cases = cases_of(args.seed, args.cases, _stacks(args), _models(args.models))
+        done = _already_done(Path(args.jsonl), cases) if args.resume else {}
         if args.jsonl:
-            write_whole(Path(args.jsonl), "")
+            write_whole(Path(args.jsonl), _lines(Found(i, *cases[i], done[i]).as_json() for i in sorted(done)))
     except (SpecError, OSError) as error:
         print(f"differential.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -764,11 +816,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     def write(line: dict[str, Any]) -> None:
         if args.jsonl:
             with open(args.jsonl, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(_lines([line]))
 
-    campaign = Campaign(args.workers, args.timeout, write=write)
-    found = campaign.run(cases_of(args.seed, args.cases, stacks, models))
+    campaign = Campaign(args.workers, args.timeout, write=write, memory=args.memory)
+    found = campaign.run(cases, done)
     reproductions = campaign.reproduce(found, args.shrink)
+    if args.jsonl:
+        write_whole(Path(args.jsonl), _lines([f.as_json() for f in found] + [r.as_json() for r in reproductions]))
     print(f"seed {args.seed}, {len(found)} cases")
     print("\n".join(report(found, reproductions)))
     return int(any(failure_of(f.result) is not None for f in found))

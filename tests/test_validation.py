@@ -106,6 +106,13 @@ REFUSED = [
                "pipeline_model_parallel_layout": "Et*8|t*8|t*8|t*8L"}, "megatron-core 0.13 or later"),
     ("dense", {"world_size": 4, "pipeline_model_parallel_size": 4, "megatron_core": (0, 15),
                "pipeline_model_parallel_layout": "Et*8|t*8|t*16m|L"}, "put it into the last stage"),
+    # Attention of older releases
+    (resolve_model("Qwen/Qwen3-Next-80B-A3B-Instruct"), {"world_size": 4, "tensor_model_parallel_size": 4},
+     r"tensor_model_parallel_size \(4\) is more than num_query_groups \(2\), .* 0.17 or later .*; use 2 or 1"),
+    (resolve_model("google/gemma-2-2b"), {"transformer_impl": "local", "megatron_core": (0, 14)},
+     r"transformer_impl \(local\) takes the sliding windows of this model from megatron-core 0.15 on"),
+    (resolve_model("moonshotai/Kimi-K2-Instruct"), {"micro_batch_size": 2, "megatron_core": (0, 13)},
+     r"apply_rope_fusion \(True\) with multi-latent attention and micro_batch_size \(2\) needs megatron-core 0.14"),
     ("mamba", {**PP2, "num_layers_in_last_pipeline_stage": 8, "megatron_core": (0, 15)}, "ignored for hybrid"),
     # The model over ranks; sizes that no number of GPUs makes right are blamed before the number of GPUs
     ("dense", {"world_size": 8, "tensor_model_parallel_size": 3}, r"^num_attention_heads .*_size \(3\); use 2 or 1"),

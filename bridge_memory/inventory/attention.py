@@ -12,6 +12,7 @@ from bridge_memory.inventory.sizes import largest, smallest
 from bridge_memory.inventory.tape import Region, Tensor
 from bridge_memory.releases import (
     ALL_GATHER_MAKES_TWO_OUTPUTS,
+    ATTENTION_TOKENS_FIRST,
     FLASH_PADS_VALUES,
     MASK_MADE_BY_EACH_LAYER,
     QKV_OUTPUT_HELD,
@@ -91,7 +92,7 @@ def record_attention(
     inputs = tuple(dict.fromkeys((query, key, value)))
     selected = ctx.recomputes("core_attn")
     with tape.checkpoint("core_attn", inputs, enabled=selected), r.offload("core_attn"):
-        if separate and ctx.te:
+        if separate and ctx.te and not sequences_first(r):
             # q and k are tensors of their own by now; TE makes v contiguous rather than keep the mixed tensor
             # alive (``utils.py: get_qkv_layout``); the local code, and a checkpoint, keep the view.
             value = tape.make("value", value, value_bytes)
@@ -201,6 +202,14 @@ def core_attention(
     out_bytes = ctx.tokens * out_width * ctx.act
     rows = ctx.tokens * heads
     kernel = attention_kernel(r, sink=sink, equal_heads=kv_width == v_width)
+    turned = sequences_first(r)
+    if turned:
+        parts = (("query", q_width), ("key", kv_width), ("value", v_width))
+        given = qkv if len(qkv) == 3 else qkv * 3
+        qkv = tuple(
+            tape.make(f"{name} [b, s]", x, ctx.tokens * width * ctx.act)
+            for x, (name, width) in zip(given, parts, strict=True)
+        )
     if kernel != "unfused":
         padded = kernel == "flash" and kv_width != v_width
         whole = qkv
@@ -208,7 +217,7 @@ def core_attention(
             qkv = (*qkv[:-1], tape.make("padded value", qkv[-1], ctx.tokens * kv_width * ctx.act))
             v_width, out_bytes = kv_width, ctx.tokens * q_width * ctx.act
         q_bytes, kv_bytes = (ctx.tokens * w * ctx.act for w in (q_width, kv_width + v_width))
-        transposed = kernel == "flash" and ctx.batch > 1
+        transposed = kernel == "flash" and ctx.batch > 1 and not turned
         if transposed or (len(qkv) == 1 and (ctx.cp > 1 or kernel == "flash")):
             qkv = _contiguous(r, qkv, q_bytes, kv_bytes)
         if ctx.cp > 1:
@@ -228,6 +237,8 @@ def core_attention(
             (part,) = tape.views("cut", out, ("core_attention output, cut", cut))
             out = tape.make("core_attention output without padding", part, cut)
             tape.keep_alive(*whole, *qkv)  # variables of DotProductAttention.forward
+        if turned:
+            out = tape.make("core_attention output [s, b]", out, ctx.tokens * out_width * ctx.act, alias=True)
         return out
     scores_elements = rows * ctx.seq * ctx.cp
     scores_bytes = scores_elements * ctx.act
@@ -236,6 +247,9 @@ def core_attention(
         parts = [("query", q_width), ("key", kv_width), ("value", v_width)]
         qkv = tape.views("split qkv", qkv[0], *((name, ctx.tokens * width * ctx.act) for name, width in parts))
     variables = qkv if ctx.te else ()  # of DotProductAttention.forward
+    if turned:  # back again, by a reshape of a view; keys and values that are repeated are copied by that
+        copied = qkv[:1] if grouped else qkv
+        qkv = (*(tape.make(f"{x.name} [s, b]", x, x.bytes) for x in copied), *qkv[len(copied) :])
     if grouped:
         repeated = ctx.tokens * q_width * ctx.act
         query, key, value = qkv[0], *qkv[-2:]
@@ -270,6 +284,8 @@ def core_attention(
     )
     out = tape.make("core_attention output", context, out_bytes, alias=True)
     tape.keep_alive(scores, probs, context, *qkv, *variables, *([made] if made else []))
+    if turned:
+        out = tape.make("core_attention output [s, b]", out, out_bytes, alias=True)
     return out
 
 
@@ -378,6 +394,13 @@ def fused_softmax(r: Recorder, heads: int, sink: bool) -> bool:
     if not (ctx.te or ctx.impl.masked_softmax_fusion) or ctx.act != 2 or sink or (ctx.batch * heads) % 4:
         return False
     return 16 < s < 16384 and s % 8 == 0 if ctx.te else 16 < s <= 4096 and s % 4 == 0
+
+
+def sequences_first(r: Recorder) -> bool:
+    """Whether megatron-core copies query, key and value to [b, s, a, d]: with one sequence there is nothing to copy."""
+    ctx = r.ctx
+    fused = ctx.te and ctx.rotary and ctx.impl.apply_rope_fusion
+    return fused and ctx.batch > 1 and not ATTENTION_TOKENS_FIRST(ctx.impl)
 
 
 def _contiguous(r: Recorder, qkv: tuple[Tensor, ...], q_bytes: int, kv_bytes: int) -> tuple[Tensor, Tensor]:

@@ -754,13 +754,20 @@ def running(arch: str = "hopper", *, fp8_parameters: bool = False, flash: bool =
 @contextmanager
 def _parameters_made_at_once() -> Iterator[None]:
     """A module that is told the device "meta", by this word, puts its parameters off; of the device itself it makes
-    them. What it keeps of them on the host, until the optimizer is built, has no data either."""
+    them, but for grouped linears from 2.20 on, which look at its type (``module/grouped_linear.py``). What it keeps of
+    them on the host, until the optimizer is built, has no data either."""
+    grouped: Any = getattr(_module("module.grouped_linear"), "GroupedLinear", None)
     to_host = torch.Tensor.cpu
 
     def cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return tensor if tensor.is_meta else to_host(tensor, *args, **kwargs)
 
-    with replaced(torch.cuda, "current_device", lambda: torch.device(META)), replaced(torch.Tensor, "cpu", cpu):
+    with ExitStack() as stack:
+        stack.enter_context(replaced(torch.cuda, "current_device", lambda: torch.device(META)))
+        stack.enter_context(replaced(torch.Tensor, "cpu", cpu))
+        if grouped is not None:
+            reset = grouped.reset_parameters
+            stack.enter_context(replaced(grouped, "reset_parameters", lambda self, defer_init=False: reset(self)))
         yield
 
 

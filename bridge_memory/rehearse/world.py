@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from bridge_memory.rehearse.imports import import_megatron_core
 from bridge_memory.releases import release_in, release_words
@@ -59,8 +60,8 @@ def refusals_named() -> Iterator[None]:
         raise
     except (*_REFUSALS, ImportError) as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        # What the function modes of the rehearsal pass on, they do not raise.
-        frame = next((f for f in reversed(frames) if f.f_code.co_name != "__torch_function__"), frames[-1])
+        # What torch, and the modes of the rehearsal that pass on to it, raise is the fault of who called torch.
+        frame = next((f for f in reversed(frames) if not _passes_on(f)), frames[-1])
         module = str(frame.f_globals.get("__name__"))
         package = _STACK.get(module.partition(".")[0])
         if package is None:
@@ -70,6 +71,11 @@ def refusals_named() -> Iterator[None]:
         if isinstance(error, ImportError):
             raise RehearsalUnavailable(f"{where} needs what is not installed here: {said[:300]}") from error
         raise StackRefusal(f"{where} refuses this rank: {said[:300]}") from error
+
+
+def _passes_on(frame: FrameType) -> bool:
+    passing = frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__")
+    return passing or str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
 
 
 @contextmanager

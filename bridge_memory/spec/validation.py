@@ -19,6 +19,7 @@ from math import ceil, gcd
 from typing import TYPE_CHECKING
 
 from bridge_memory.releases import (
+    ATTENTION_TOKENS_FIRST,
     DELAYED_FP8_EXCLUDES_RECOMPUTED_PARTS,
     DELTA_NETS_EXCHANGE_HEADS,
     EXPERT_BIASES_CHECKED,
@@ -26,11 +27,13 @@ from bridge_memory.releases import (
     EXPERT_COMMUNICATION_OVERLAPS,
     EXPERTS_FUSED_BY_OPS,
     FLEX_OVERLAPS_SHARED_EXPERTS,
+    GATES_WITH_REPLICATED_GROUPS,
     HYBRID_END_STAGES,
     HYBRID_MTP,
     LAYOUT_STRINGS,
     LAYOUT_STRINGS_WITH_MTP,
     LAYOUT_STRINGS_WITH_MTP_ANYWHERE,
+    LOCAL_WINDOWS,
     MTP_DEPTHS_RECOMPUTED,
     MUON_SHARDED,
     QUERY_GROUPS_REPLICATED,
@@ -221,6 +224,32 @@ def _check_query_groups(p: ParallelSpec, i: ImplementationSpec, limits: Limits) 
             raise SpecError(
                 f"num_query_groups ({groups}) is not divisible by tensor_model_parallel_size ({tp}) in "
                 f"megatron-core {release_words(i.megatron_core)}; {fix}"
+            )
+        gated = any(isinstance(m, AttentionSpec) and m.attention_output_gate for m in limits.mixers)
+        if groups < tp and gated and not GATES_WITH_REPLICATED_GROUPS(i):
+            raise SpecError(
+                f"tensor_model_parallel_size ({tp}) is more than num_query_groups ({groups}), which the gate over "
+                f"attention's output of this model needs {GATES_WITH_REPLICATED_GROUPS} or later for, not "
+                f"{release_words(i.megatron_core)}; use {divisors(gcd(limits.groups_gcd, limits.tp_gcd), tp)}"
+            )
+
+
+def _check_attention_release(run: RunSpec, limits: Limits) -> None:
+    """Attention that older releases lack, or fail on."""
+    i, b = run.implementation, run.batch.micro_batch_size
+    turned = not ATTENTION_TOKENS_FIRST(i) and not run.batch.packed_sequences
+    for m in limits.mixers:
+        if isinstance(m, AttentionSpec) and m.window_size is not None and not i.te and not LOCAL_WINDOWS(i):
+            raise SpecError(
+                f"transformer_impl (local) takes the sliding windows of this model from {LOCAL_WINDOWS} on, not "
+                f"{release_words(i.megatron_core)}; use transformer_engine"
+            )
+        if isinstance(m, MLASpec) and i.te and i.apply_rope_fusion and b > 1 and turned:
+            # fusions/fused_mla_yarn_rope_apply.py: ApplyMLARotaryEmbKV.backward views gradients that lie [b, s].
+            raise SpecError(
+                f"apply_rope_fusion (True) with multi-latent attention and micro_batch_size ({b}) needs "
+                f"{ATTENTION_TOKENS_FIRST} or later, not {release_words(i.megatron_core)}; set it to False, or "
+                "micro_batch_size to 1"
             )
 
 
@@ -918,6 +947,7 @@ RULES: tuple[Callable[[RunSpec, Limits], None], ...] = (
     lambda run, limits: check_adapters(run.peft, run.parallel, run.model, limits),
     lambda run, limits: None if run.recompute.granularity is None else _check_recompute(run, limits),
     _check_implementation,
+    _check_attention_release,
     _check_kernels,
     lambda run, limits: check_layout(run, layout(run.model, run.parallel)),
 )

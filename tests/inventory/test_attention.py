@@ -111,3 +111,19 @@ def test_context_parallelism_refuses_what_transformer_engine_refuses() -> None:
     with pytest.raises(SpecError, match=r"cp_comm_type \(a2a\).*multi-latent.*p2p"):
         layer(mla, cp=2, cp_comm_type="a2a", transformer_engine=(2, 11))
     assert layer(mla, cp=2, transformer_engine=(2, 11)).retained
+
+
+@pytest.mark.parametrize(
+    ("core", "batch", "rope_fusion", "more"),
+    [((0, 13), 2, True, 1), ((0, 13), 2, False, 0), ((0, 13), 1, True, 0), ((0, 14), 2, True, 0)],
+)
+def test_releases_that_give_attention_sequences_first_keep_its_output_twice(
+    core: tuple[int, int], batch: int, rope_fusion: bool, more: int
+) -> None:
+    """Attention keeps what it made, linear_proj the copy of it: 2,048 tokens a sequence, 32 heads of 64, two bytes."""
+    output = batch * 2048 * 32 * 64 * 2
+    made, later = (
+        sum(t.bytes for t in layer(LLAMA, batch=batch, megatron_core=c, apply_rope_fusion=rope_fusion).tensors)
+        for c in (core, (0, 14))
+    )
+    assert made - later == more * output

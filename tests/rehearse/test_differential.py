@@ -114,11 +114,31 @@ def test_a_process_that_dies_or_hangs_loses_its_case_and_no_other() -> None:
         "a", "the process died", "b", "the process took more than 5 seconds", "c"
     ]  # fmt: skip
     assert [line["case"] for line in lines] == [0, 1, 2, 3, 4]
+    assert [f.result["outcome"] for f in found if "process" in f.result["why"]] == [
+        differential.CRASH, differential.LATE
+    ]  # fmt: skip
 
 
-def test_lines_come_in_order_however_many_processes_work() -> None:
+def test_the_same_comes_of_cases_however_many_processes_work() -> None:
     models = [f"m{i}" for i in range(3 * differential.CASES_A_PROCESS)]
-    assert campaign(models, workers=3)[1] == campaign(models)[1]
+    assert [f.as_json() for f in campaign(models, workers=3)[0]] == campaign(models)[1]
+
+
+def test_every_case_is_written_when_it_is_done_and_stacks_take_turns() -> None:
+    """A campaign that is stopped has cases of every stack: none waits for those of another."""
+    other = Stack("/another", None)
+    cases = [((LOCAL, other)[i % 2], Case(f"m{i}", ())) for i in range(4 * differential.CASES_A_PROCESS)]
+    written: list[int] = []
+    run = Campaign(command=(sys.executable, "-c", CHILD), write=lambda line: written.append(line["case"]))
+    run.run(cases)
+    turn = differential.CASES_A_PROCESS
+    assert [cases[i][0] for i in written[::turn]] == [LOCAL, other, LOCAL, other]
+
+
+def test_a_process_has_no_more_memory_than_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MiB do not even import torch, which is a crash of the case and not of the campaign."""
+    with differential.Worker(LOCAL, 60.0, memory=1 / 16) as worker:
+        assert worker.judge(Case("meta-llama/Llama-3.2-1B", ()))["outcome"] == differential.CRASH
 
 
 def test_a_failure_that_a_fresh_process_does_not_show_is_called_a_state_leak() -> None:
@@ -155,6 +175,7 @@ def test_what_comes_of_a_case(options: tuple[tuple[str, str], ...], outcome: str
         (["--cases", "0"], "cases (0)"), (["--cases", "x"], "cases"), (["--megatron-core", "/nowhere"], "/nowhere"),
         (["--models", "nobody/nothing"], "nobody/nothing"), (["--only", "transformer_engine"], "transformer-engine"),
         (["--jsonl", "/nowhere/there/x.jsonl"], "/nowhere"), (["--frobnicate"], "frobnicate"),
+        (["--resume"], "--jsonl"), (["--memory", "-1"], "memory (-1"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,6 +190,21 @@ def test_a_campaign_of_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert differential.main(argv) in (0, 1)
     assert "2 cases" in capsys.readouterr().out
     assert [json.loads(line)["case"] for line in lines.read_text().splitlines()] == [0, 1]
+
+
+def test_a_campaign_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of what is written the first case is believed, the second was cut off and is run."""
+    lines = tmp_path / "found.jsonl"
+    argv = ["--models", "meta-llama/Llama-3.2-1B", "--shrink", "0", "--jsonl", str(lines), "--resume"]
+    ((stack, case), _) = differential.cases_of(1, 2, [LOCAL], ["meta-llama/Llama-3.2-1B"])
+    held = {"case": 0, "stack": stack.title(), "command": case.text(), "outcome": differential.NOT_TRIED, "why": "so"}
+    lines.write_text(json.dumps(held) + '\n{"case": 1, "sta')
+    assert differential.main([*argv, "--cases", "2"]) in (0, 1)
+    first, second = map(json.loads, lines.read_text().splitlines())
+    assert first == held and second["case"] == 1 and second["outcome"] != differential.NOT_TRIED
+    capsys.readouterr()
+    assert differential.main([*argv, "--cases", "2", "--seed", "2"]) == 2
+    assert "another campaign" in capsys.readouterr().err
 
 
 # ---- the campaign ----

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import pytest
+import torch
 
 from bridge_memory.cli import main
 from bridge_memory.estimate import estimate
@@ -47,10 +48,23 @@ QWEN = "Qwen/Qwen3-30B-A3B --num-layers 1 --ep 8 --seq-length 1024"
         # 384 experts, of which each gets 10 or 11 of a rank's 4096 tokens
         "moonshotai/Kimi-K2-Instruct --num-layers 2 --tp 2 --ep 8 --etp 1 --num-gpus 8 --seq-length 1024",
         f"{LLAMA} --precision fp32",
+        # megatron-core 0.13 turns them round
+        f"{LLAMA} --micro-batch-size 2",
+        f"{LLAMA} --micro-batch-size 2 --attention-backend unfused",
     ],
 )
 def test_it_runs_and_agrees(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     held_to(rows(capsys, command))
+
+
+def test_an_error_of_torch_under_megatron_is_a_refusal_of_megatron() -> None:
+    """A shape that does not fit, in a function of megatron-core: no fault of the rehearsal."""
+    from bridge_memory.rehearse.world import StackRefusal, refusals_named
+
+    namespace: dict[str, Any] = {"__name__": "megatron.core.somewhere"}
+    exec("import torch\ndef split(x): return torch.nn.functional.linear(x, x[:, :1])", namespace)
+    with pytest.raises(StackRefusal, match=r"megatron-core \(somewhere.py: split\)"), refusals_named():
+        namespace["split"](torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
