@@ -21,7 +21,6 @@ sys.path.insert(0, str(ROOT))
 
 from bridge_memory.accuracy.errors import METRICS, Errors, GroupAccuracy, accuracy, by_group, summary  # noqa: E402
 from bridge_memory.accuracy.features import SCALES, TOY_HIDDEN_SIZE  # noqa: E402
-from bridge_memory.accuracy.folds import refit  # noqa: E402
 from bridge_memory.accuracy.predictions import Outcome, predict_all  # noqa: E402
 from bridge_memory.accuracy.records import Record, load_runs  # noqa: E402
 from bridge_memory.accuracy.runs import run_of  # noqa: E402
@@ -99,15 +98,9 @@ And of the toys:
 {toy_misses}
 ## What is fitted
 
-Nothing (`bridge_memory/fitted.py` lists what is, and is empty). Sizes are those in the source of torch, Transformer
-Engine or megatron-core; `bridge_memory/workspaces` lists those that are not tensors of the model. With a fifth of the
-families left out, and those families predicted (`bridge-memory accuracy --folds 5`):
-
-```
-{folds}
-```
-
-The runs also served to find which tensors exist, so no table here is a blind test.
+Nothing. Sizes are those in the source of torch, Transformer Engine or megatron-core; `bridge_memory/workspaces` lists
+those that are not tensors of the model. The runs also served to find which tensors exist, so no table here is a blind
+test.
 
 ## What is known of the misses that remain
 
@@ -207,7 +200,6 @@ def report(records: Sequence[Record], outcomes: Sequence[Outcome], families: str
         skipped="".join(f"- {reason}\n" + "".join(f"  - `{i}`\n" for i in ids) for reason, ids in skipped.items()),
         misses=misses(large),
         toy_misses=misses(toys),
-        folds=table(summary(refit(records, outcomes, 5))),
         known="".join(f"- {line}\n" for line in KNOWN),
         features=table(by_group(outcomes, "feature")),
     )

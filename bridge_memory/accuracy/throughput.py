@@ -38,6 +38,8 @@ class Measured(NamedTuple):
     kernels: Kernels
     seconds: float | None
     out_of_memory: bool
+    #: Whether layers, pipeline and optimizer are Megatron's own (of Aleph Alpha and BigScience some of them are not).
+    megatron: bool = True
 
 
 class Unread(NamedTuple):
@@ -58,20 +60,26 @@ _GPUS = {
 #: for eight GPUs (``bigscience/train/tr11-176B-ml/README.md``).
 _JEAN_ZAY = 4 * 12.5e9 / 8
 
-_MODELS = {
-    "LLAMA3_8B": "meta-llama/Meta-Llama-3-8B", "Llama 3 8B": "meta-llama/Meta-Llama-3-8B",
-    "LLAMA3-8B": "meta-llama/Meta-Llama-3-8B", "LLAMA3_70B": "meta-llama/Meta-Llama-3-70B",
-    "LLAMA3-70B": "meta-llama/Meta-Llama-3-70B", "Llama3 70B": "meta-llama/Meta-Llama-3-70B",
-    "Llama 3 70B": "meta-llama/Meta-Llama-3-70B", "LLAMA3.1_405B": "meta-llama/Llama-3.1-405B",
-    "Llama 3.1 405B": "meta-llama/Llama-3.1-405B", "LLAMA2-7B": "meta-llama/Llama-2-7b-hf",
-    "LLAMA2-13B": "meta-llama/Llama-2-13b-hf", "LLAMA2-70B": "meta-llama/Llama-2-70b-hf",
-    "Qwen3_30B_a3B": "Qwen/Qwen3-30B-A3B", "Qwen3-30B-A3B": "Qwen/Qwen3-30B-A3B",
-    "Qwen3_235B_a22B": "Qwen/Qwen3-235B-A22B", "GPT OSS 120B": "openai/gpt-oss-120b",
-    "DeepSeekV3": "deepseek-ai/DeepSeek-V3", "Kimi_K2": "moonshotai/Kimi-K2-Instruct",
-    "Moonlight 16B": "moonshotai/Moonlight-16B-A3B", "GPT3-175B": "openai/GPT-3-175B",
-    "Nemotron 3 Nano 30B-A3B": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
-    "Nemotron_3_Nano": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+#: Names of models by their letters and digits, small.
+_PRESETS = {
+    "llama38b": "meta-llama/Meta-Llama-3-8B", "llama318b": "meta-llama/Meta-Llama-3-8B",
+    "llama370b": "meta-llama/Meta-Llama-3-70B", "llama3170b": "meta-llama/Meta-Llama-3-70B",
+    "llama31405b": "meta-llama/Llama-3.1-405B", "llama3405b": "meta-llama/Llama-3.1-405B",
+    "llama27b": "meta-llama/Llama-2-7b-hf", "llama213b": "meta-llama/Llama-2-13b-hf",
+    "llama270b": "meta-llama/Llama-2-70b-hf", "gpt3175b": "openai/GPT-3-175B",
+    "qwen330ba3b": "Qwen/Qwen3-30B-A3B", "qwen3235ba22b": "Qwen/Qwen3-235B-A22B", "qwen38b": "Qwen/Qwen3-8B",
+    "gptoss120b": "openai/gpt-oss-120b", "gptoss20b": "openai/gpt-oss-20b",
+    "deepseekv3": "deepseek-ai/DeepSeek-V3", "kimik2": "moonshotai/Kimi-K2-Instruct",
+    "moonlight16b": "moonshotai/Moonlight-16B-A3B", "moonlight16ba3b": "moonshotai/Moonlight-16B-A3B",
+    "mixtral8x7b": "mistralai/Mixtral-8x7B-v0.1", "mixtral8x22b": "mistralai/Mixtral-8x22B-v0.1",
+    "nemotron3nano30ba3b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "nemotron3nano": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
 }  # fmt: skip
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())
+
 
 #: Of the first layers of a model: (preset, layers).
 _FIRST_LAYERS = {
@@ -104,7 +112,8 @@ def measured(row: Mapping[str, Any]) -> Measured | Unread:
     out = row.get("status") == "OOM"
     if seconds is None and not out:
         return Unread(number, group, "neither a step time nor tokens a second are stated")
-    return Measured(number, group, str(row.get("source")), run, hardware, kernels, None if out else seconds, out)
+    own = not any(name in str(row.get("framework")) for name in ("AA-Scaling", "DeepSpeed"))
+    return Measured(number, group, str(row.get("source")), run, hardware, kernels, None if out else seconds, out, own)
 
 
 def _seconds(row: Mapping[str, Any], run: RunSpec) -> float | None:
@@ -134,14 +143,20 @@ def _run(row: Mapping[str, Any]) -> tuple[RunSpec, Kernels]:
         virtual_pipeline_model_parallel_size=row["vp"] if (row.get("vp") or 1) > 1 else None,
         context_parallel_size=row.get("cp") or 1, expert_model_parallel_size=row.get("ep") or 1,
         expert_tensor_parallel_size=1 if model.has_experts else None,
-        sequence_parallel=row.get("sequence_parallel") if "AA-Scaling" in framework else _sequence_parallel(row),
+        sequence_parallel=_sequence_parallel(row, framework),
     )  # fmt: skip
     if row["pp"] > 1 and len(model.layers) % (row["pp"] * parallel.vpp):
-        parallel = replace(parallel, **_split(len(model.layers), row["pp"] * parallel.vpp))
+        dealt = _dealt_by_deepspeed if "DeepSpeed" in framework else _split
+        parallel = replace(parallel, **dealt(len(model.layers), row["pp"] * parallel.vpp))
     batch = BatchSpec(seq_length=row["seq"], micro_batch_size=row["mbs"], global_batch_size=row["gbs"])
     implementation, kernels = _implementation(row, framework)
     today = framework.startswith(("megatron-bridge", "NeMo"))
-    data_parallel = DataParallelSpec(overlap_grad_reduce=today, overlap_param_gather=today)
+    data_parallel = DataParallelSpec(
+        overlap_grad_reduce=today, overlap_param_gather=today,
+        use_distributed_optimizer=row.get("optimizer") != "ZeRO stage 0",
+        # Aleph Alpha's 13B fits one 80 GB card with ZeRO-1 alone, so its gradients are as wide as its parameters.
+        grad_reduce_in_fp32="AA-Scaling" not in framework,
+    )  # fmt: skip
     run = RunSpec(
         model=model, parallel=parallel, batch=batch, precision=_precision(row), recompute=_recompute(row),
         implementation=implementation, data_parallel=data_parallel,
@@ -149,8 +164,20 @@ def _run(row: Mapping[str, Any]) -> tuple[RunSpec, Kernels]:
     return run, kernels
 
 
-def _sequence_parallel(row: Mapping[str, Any]) -> bool | None:
+def _sequence_parallel(row: Mapping[str, Any], framework: str) -> bool | None:
+    """Aleph Alpha's sheets have the column where they varied it; without tensor parallelism it means nothing."""
+    if "AA-Scaling" in framework:
+        return bool(row.get("sequence_parallel")) and row["tp"] > 1
     return False if str(row.get("source", "")).startswith("bigscience") else None
+
+
+def _dealt_by_deepspeed(layers: int, chunks: int) -> dict[str, Any]:
+    """``partition_balanced`` of DeepSpeed's ``runtime/utils.py`` over transformer layers alone: every stage takes as
+    many as the largest has to, until none are left."""
+    most = -(-layers // chunks)
+    sizes = [min(most, max(0, layers - i * most)) for i in range(chunks)]
+    texts = ["t" * n for n in sizes]
+    return {"pipeline_model_parallel_layout": "|".join(["E" + texts[0], *texts[1:-1], texts[-1] + "L"])}
 
 
 def _split(layers: int, chunks: int) -> dict[str, Any]:
@@ -164,29 +191,33 @@ def _split(layers: int, chunks: int) -> dict[str, Any]:
 
 def _model(row: Mapping[str, Any]) -> ModelSpec:
     name = str(row.get("model"))
-    if name in _MODELS:
-        return resolve_model(_MODELS[name])
+    known = _PRESETS.get(_plain(name))
+    if known is not None:
+        return resolve_model(known)
     if name in _FIRST_LAYERS:
         preset, layers = _FIRST_LAYERS[name]
         model = resolve_model(preset)
         dense = 1 if model.has_experts else layers
         chosen = model.layers[:1] * dense + model.layers[-1:] * (layers - dense)
         return replace(model, layers=chosen, mtp_num_layers=0, mtp_layer=None)
-    if name == "LLaMA-13B":
-        return replace(resolve_model("meta-llama/Llama-2-13b-hf"), vocab_size=128000)
-    if name == "LLaMA-65B":
-        layer = LayerSpec(AttentionSpec(64, 64, 128), MLPSpec(22016, gated=True))
-        base = resolve_model("meta-llama/Llama-2-13b-hf")
-        return replace(base, hidden_size=8192, vocab_size=128000, layers=(layer,) * 80)
     facts = row.get("model_facts") or {}
-    if name.startswith("GPT") and facts.get("hidden") and facts.get("layers"):
+    if facts.get("hidden") and facts.get("layers"):
         hidden, heads = facts["hidden"], facts.get("heads") or facts["hidden"] // 128
-        layer = LayerSpec(
-            AttentionSpec(heads, heads, hidden // heads, True, True, rotary=False),
-            MLPSpec(4 * hidden, gated=False, activation="gelu", add_bias=True),
+        if name.startswith("LLaMA-") and facts.get("ffn"):
+            # Aleph Alpha's: the vocabulary is the paper's, in all sizes.
+            base, vocabulary = resolve_model("meta-llama/Llama-2-13b-hf"), 128000
+            layer = LayerSpec(AttentionSpec(heads, heads, hidden // heads), MLPSpec(facts["ffn"], gated=True))
+        elif name.lower().startswith(("gpt", "megatron-", "turing-")):
+            base, vocabulary = resolve_model("openai/GPT-3-175B"), None
+            layer = LayerSpec(
+                AttentionSpec(heads, heads, hidden // heads, True, True, rotary=False),
+                MLPSpec(facts.get("ffn") or 4 * hidden, gated=False, activation="gelu", add_bias=True),
+            )
+        else:
+            raise SpecError(f"of the model {name} sizes are stated, but not what its layers are")
+        return replace(
+            base, hidden_size=hidden, layers=(layer,) * facts["layers"], vocab_size=vocabulary or base.vocab_size
         )
-        base = resolve_model("openai/GPT-3-175B")
-        return replace(base, hidden_size=hidden, layers=(layer,) * facts["layers"])
     raise SpecError(f"the model {name} is not known by its sizes")
 
 
@@ -216,11 +247,14 @@ def _implementation(row: Mapping[str, Any], framework: str) -> tuple[Implementat
     if attention is not None:
         flash = attention.startswith("flash")
         kernels = Kernels(
-            fused_norm="RMS" in attention, first_flash_attention="v1" in attention, unfused_attention=not flash
-        )
+            fused_norm="RMS" in attention, first_flash_attention="v1" in attention, unfused_attention=not flash,
+            plain_softmax=attention == "torch",
+        )  # fmt: skip
         backend = "flash" if flash else "unfused"
-        return ImplementationSpec(gpu_arch=arch, attention_backend=backend), kernels
+        impl = ImplementationSpec(gpu_arch=arch, attention_backend=backend, gradient_accumulation_fusion=False)
+        return impl, kernels
     if str(row.get("source", "")).startswith("bigscience"):
-        return ImplementationSpec(gpu_arch=arch, transformer_impl="local"), Kernels(unfused_attention=True)
+        impl = ImplementationSpec(gpu_arch=arch, transformer_impl="local", gradient_accumulation_fusion=False)
+        return impl, Kernels(unfused_attention=True)
     impl = ImplementationSpec(gpu_arch=arch, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
     return impl, Kernels(tensor_parallel_overlap=framework.startswith(("megatron-bridge", "NeMo")))

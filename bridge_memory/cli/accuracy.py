@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,28 +52,35 @@ def run(args: argparse.Namespace) -> int:
         if args.evidence is not None and rows_of_file is not None:
             _write_evidence(args, rows_of_file)
         return validate.run(args, rows_of_file)
-    for name in ("by", "worst", "folds", "evidence"):
+    for name in ("by", "worst", "evidence"):
         if getattr(args, name) is not None:
             raise SpecError(f"--{name} is for records of memory, and these are of speed; drop it")
     if isinstance(args.json, str):
         raise SpecError("--json FILE is for records of memory; use --output FILE")
-    from bridge_memory.accuracy.ranking import score_groups
+    from bridge_memory.accuracy.speed_fit import left_out, scores
     from bridge_memory.accuracy.throughput import Measured, Unread, measured
-    from bridge_memory.speed.step_time import step_time
+    from bridge_memory.speed.constants import DEFAULT
 
     read = [measured(row.data) for row in rows_of_file]
     rows = [r for r in read if isinstance(r, Measured)]
-    scores = score_groups(rows, lambda r: step_time(r.run, r.hardware, kernels=r.kernels).seconds)
+    ranked = scores(rows, DEFAULT)
+    folds = None if args.folds is None else left_out(rows, args.folds, said=_said)
     fits = _out_of_memory(rows)
     unread: dict[str, int] = {}
     for row in read:
         if isinstance(row, Unread):
             unread[row.reason] = unread.get(row.reason, 0) + 1
     if args.json:
-        print(json.dumps(_document(scores, fits, unread), indent=2))
+        print(json.dumps(_document(ranked, folds, fits, unread), indent=2))
     else:
-        _print(scores, fits, unread, len(rows))
+        _print(ranked, folds, fits, unread, len(rows))
     return 0
+
+
+def _said(text: str) -> None:
+    """Progress, on a terminal."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
 
 
 def _write_evidence(args: argparse.Namespace, rows: list[Row]) -> None:
@@ -85,34 +93,44 @@ def _write_evidence(args: argparse.Namespace, rows: list[Row]) -> None:
     write_text(args.evidence, text.replace('{"kind"', '\n{"kind"') + "\n", force=args.force, flag="--evidence")
 
 
-def _out_of_memory(rows: list[Measured]) -> dict[str, int]:
-    """Runs that did or did not run out of memory, and whether their peak was predicted above the card."""
+def _out_of_memory(rows: list[Measured]) -> dict[str, dict[str, int]]:
+    """Runs that did or did not run out of memory, and whether their peak was predicted above the card: by whose the
+    implementation is."""
     from bridge_memory.estimate import peaks
     from bridge_memory.report.gpus import find_gpu
 
-    counts = {"predicted": 0, "predicted and measured": 0, "measured": 0, "rows": 0}
+    names = ("predicted", "predicted and measured", "measured", "rows")
+    found = {"Megatron's implementation": dict.fromkeys(names, 0), "others": dict.fromkeys(names, 0)}
     groups = {row.group for row in rows if row.out_of_memory}
     for row in rows:
         if row.group not in groups:
             continue  # whether a group holds those that failed is the source's choice
+        counts = found["Megatron's implementation" if row.megatron else "others"]
         predicted = max(s.peak_bytes for s in peaks(row.run)) > find_gpu(row.hardware.name).capacity_bytes
         counts["rows"] += 1
         counts["predicted"] += predicted
         counts["measured"] += row.out_of_memory
         counts["predicted and measured"] += predicted and row.out_of_memory
-    return counts
+    return found
 
 
-def _document(scores: list[GroupScore], fits: dict[str, int], unread: dict[str, int]) -> dict[str, Any]:
+def _document(
+    scores: list[GroupScore], folds: list[GroupScore] | None, fits: dict[str, dict[str, int]], unread: dict[str, int]
+) -> dict[str, Any]:
     from bridge_memory.accuracy.ranking import totals
     from bridge_memory.speed.constants import FITTED_ON
 
     unseen = totals([s for s in scores if s.group not in FITTED_ON])
+    apart = totals(folds or [])
+    own, others = ({name.replace(" ", "_"): n for name, n in counts.items()} for counts in fits.values())
+    both = {name: sum(counts[name] for counts in fits.values()) for name in next(iter(fits.values()))}
+    again = {"groups": [s._asdict() for s in folds], "totals": apart._asdict() if apart else None} if folds else None
     return {
         "schema": SCHEMA,
         "groups": [{**s._asdict(), "fitted": s.group in FITTED_ON} for s in scores],
         "not_fitted": unseen._asdict() if unseen else None,
-        "out_of_memory": {name.replace(" ", "_"): n for name, n in fits.items()}, "unread": unread,
+        "left_out": again, "out_of_memory": {name.replace(" ", "_"): n for name, n in both.items()},
+        "out_of_memory_by_implementation": {"megatron": own, "others": others}, "unread": unread,
     }  # fmt: skip
 
 
@@ -135,20 +153,38 @@ def groups(scores: Sequence[GroupScore], fitted: Collection[str]) -> list[Block]
     return [table, *([Bullets("Not fitted", (str(unseen),))] if unseen else [])]
 
 
-def _print(scores: list[GroupScore], fits: dict[str, int], unread: dict[str, int], rows: int) -> None:
+def left_out_groups(folds: Sequence[GroupScore]) -> list[Block]:
+    """Groups in a table, each under constants fitted without it."""
+    from bridge_memory.accuracy.ranking import totals
+    from bridge_memory.report.document import Bullets, Column, Grid
+
+    columns = Column("group", words=True), Column("layouts"), Column("Spearman"), Column("regret"), Column("bias")
+    cells = tuple(
+        (s.group, str(s.layouts), f"{s.spearman:.2f}", f"{s.regret:.1%}", f"{s.bias:+.0%}") for s in folds
+    )  # fmt: skip
+    table = Grid("Each group under constants that were fitted without it", columns, cells)
+    return [table, Bullets("Left out", (str(totals(folds)),))]
+
+
+def _print(
+    scores: list[GroupScore], folds: list[GroupScore] | None, fits: dict[str, dict[str, int]],
+    unread: dict[str, int], rows: int,
+) -> None:
     from bridge_memory.report.document import Bullets
     from bridge_memory.report.printing import print_blocks
     from bridge_memory.speed.constants import FITTED_ON
 
     words = [f"{rows:,} rows are runs; {sum(unread.values()):,} are not read"]
-    if fits["measured"] and fits["predicted"]:
-        both = fits["predicted and measured"]
-        words.append(
-            f"out of memory, {fits['measured']:,} of {fits['rows']:,} rows: precision {both / fits['predicted']:.2f}, "
-            f"recall {both / fits['measured']:.2f}"
-        )
+    for whose, counts in fits.items():
+        if counts["measured"] and counts["predicted"]:
+            both = counts["predicted and measured"]
+            words.append(
+                f"out of memory, {whose}, {counts['measured']:,} of {counts['rows']:,} rows: precision "
+                f"{both / counts['predicted']:.2f}, recall {both / counts['measured']:.2f}"
+            )
     most = sorted(unread.items(), key=lambda item: -item[1])[:5]
-    blocks = [*groups(scores, FITTED_ON), Bullets("In all", tuple(words))]
+    blocks = [*groups(scores, FITTED_ON), *(left_out_groups(folds) if folds else [])]
+    blocks.append(Bullets("In all", tuple(words)))
     if most:
         blocks.append(Bullets("Most rows that are not read", tuple(f"{n:,}: {reason}" for reason, n in most)))
     print_blocks(blocks)

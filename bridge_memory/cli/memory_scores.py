@@ -33,19 +33,21 @@ def add_tables(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--summary", action="store_true", help="the table by tier (the default)")
     parser.add_argument("--by", choices=("tier", "family", "scale", "gpu", "feature"), help="a table by this")
     parser.add_argument("--worst", type=int, metavar="N", help="the N largest misses, explained")
-    parser.add_argument("--folds", type=int, metavar="K", help="refit constants with families left out")
+    parser.add_argument("--folds", type=int, metavar="K",
+                        help="of speed: fit the constants K times more, each time without a part of the groups, and "
+                             "rank those")
 
 
 def run(args: argparse.Namespace, rows_of_file: list[Row] | None = None) -> int:
     """Score and print. ``rows_of_file``: where the corpus was read already."""
-    from bridge_memory.accuracy.errors import accuracy, by_group, summary
+    from bridge_memory.accuracy.errors import by_group, summary
     from bridge_memory.accuracy.predictions import predict_all
     from bridge_memory.accuracy.records import load_runs, read_record
 
-    for name in ("worst", "folds"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise SpecError(f"--{name} is {value}; give 1 or more")
+    if args.worst is not None and args.worst < 1:
+        raise SpecError(f"--worst is {args.worst}; give 1 or more")
+    if args.folds is not None:
+        raise SpecError("--folds is for records of speed: no constant of the memory estimate is fitted; drop it")
     runs, beside = args.runs, args.json if isinstance(args.json, str) and args.json != "-" else None
     if runs is None and beside:  # "--json RUNS.jsonl": the only file that is named holds the runs.
         runs, beside = beside, None
@@ -69,19 +71,13 @@ def run(args: argparse.Namespace, rows_of_file: list[Row] | None = None) -> int:
             sys.stdout.write(text)
             return 0
         write_text(beside, text, force=args.force, flag="--json")
-    if args.summary or not (args.by or args.worst or args.folds):
+    if args.summary or not (args.by or args.worst):
         print(table(rows))
         print(_statuses(outcomes))
     if args.by:
         print(table(by_group(outcomes, args.by)))
     if args.worst:
         print(worst(records, outcomes, args.worst))
-    if args.folds:
-        from bridge_memory.accuracy.folds import refit
-
-        left_out = refit(records, outcomes, args.folds)
-        print(f"Fitted constants chosen again with each of {args.folds} groups of families left out:")
-        print(table([*by_group(left_out, "tier"), accuracy("all", left_out)]))
     return 0
 
 

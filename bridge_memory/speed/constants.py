@@ -17,9 +17,8 @@ class Constants(NamedTuple):
     gemm_blackwell: float = 0.6
     #: What eight-bit products reach of that share of their own peak rate, casts included.
     gemm_fp8: float = 0.8
-    #: A product of dimension n reaches n / (n + this) of it, for each of its dimensions.
-    gemm_half_rows: float = 100.0
-    gemm_half_columns: float = 200.0
+    #: A product whose sums have n terms reaches n / (n + this) of it: a tile's beginning and end cost as much as these.
+    gemm_half_inner: float = 200.0
     #: Fused attention reaches this of that share.
     attention: float = 0.55
     #: Share of the memory's bandwidth that elementwise kernels reach.
@@ -58,18 +57,17 @@ FITTED_ON: tuple[str, ...] = (
 )
 #: As the fit left them; ``network`` at the bound that shares of a rate have there, 0.95.
 DEFAULT = Constants(
-    gemm_ampere=0.757,
-    gemm_hopper=0.788,
-    gemm_blackwell=0.533,
-    gemm_fp8=0.882,
-    gemm_half_rows=130,
-    gemm_half_columns=211,
-    attention=0.702,
-    memory=0.851,
-    layer=5.75e-05,
-    nvlink=0.369,
-    nvlink_latency=2.36e-05,
-    tensor_parallel_exposed=0.403,
-    network=0.947,
-    network_latency=4.24e-05,
+    gemm_ampere=0.79,
+    gemm_hopper=0.833,
+    gemm_blackwell=0.552,
+    gemm_fp8=0.92,
+    gemm_half_inner=211,
+    attention=0.621,
+    memory=0.73,
+    layer=5.51e-05,
+    nvlink=0.39,
+    nvlink_latency=2.25e-05,
+    tensor_parallel_exposed=0.392,
+    network=0.937,
+    network_latency=4.26e-05,
 )

@@ -30,6 +30,8 @@ class Hardware(NamedTuple):
     domain: int
     #: Bytes a second of one GPU's share of the network, each way.
     network: float
+    #: Streaming multiprocessors (AMD: compute units), each of which works on one tile of a product at a time.
+    processors: int
     source: str
 
     @property
@@ -39,11 +41,19 @@ class Hardware(NamedTuple):
         return (known.generation if known else None) or "cdna3"
 
 
+#: The makers' architecture whitepapers: "SMs per GPU" as sold (AMD: compute units of the MI300X).
+_PROCESSORS = {
+    "V100": 80, "A100-40GB": 108, "A100-80GB": 108, "A800": 108, "H100": 132, "H200": 132, "B200": 148, "GB200": 148,
+    "B300": 160, "GB300": 160, "MI300X": 304,
+}  # fmt: skip
+
+
 def _of(
     name: str, bf16: float, fp8: float, memory: float, nvlink: float, domain: int, network: float, source: str
 ) -> Hardware:
     return Hardware(
-        name, bf16 * _TERA, fp8 * _TERA, memory * _GIGA, nvlink * _GIGA, domain, network * _GIGA, source
+        name, bf16 * _TERA, fp8 * _TERA, memory * _GIGA, nvlink * _GIGA, domain, network * _GIGA, _PROCESSORS[name],
+        source,
     )
 
 

@@ -15,6 +15,8 @@ class Kernels(NamedTuple):
     #: FlashAttention 1, about half as fast as its successor; with neither the scores pass through memory.
     first_flash_attention: bool = False
     unfused_attention: bool = False
+    #: Its softmax is plain torch's too: in fp32, scale and mask by themselves.
+    plain_softmax: bool = False
     #: Tensor parallelism's gathers and reductions run beside the products that need them (``tp_comm_overlap``).
     tensor_parallel_overlap: bool = False
 

@@ -36,6 +36,8 @@ _ATTENTION_BACKWARD = 2.5
 _ADAM_BYTES = 4 + 2 * 3 * 4 + 2
 #: Of a reduction or gather that overlaps, what stays to be seen: assumed, a bucket in twenty, the first or last one.
 LEAST_EXPOSED = 0.05
+#: Rows and columns of a result that one processor makes at a time: cuBLAS's most efficient tile, upright or lying.
+_TILE = 256, 128
 
 
 class Parts(NamedTuple):
@@ -99,20 +101,48 @@ class _Rates:
         self.nvlink = hardware.nvlink * c.nvlink
         self.network = hardware.network * c.network
 
-    def product(self, p: Product) -> float:
-        c = self.c
-        reached = (
-            p.rows / (p.rows + c.gemm_half_rows)
-            * p.columns / (p.columns + c.gemm_half_columns)
-            * p.inner / (p.inner + c.gemm_half_columns)
-        )
-        return p.flops / ((self.quantized if p.quantized else self.flops) * reached)
+    def product(self, p: Product) -> Any:
+        """Seconds of [rows, inner] by [inner, columns]."""
+        return self._product(p, p.rows, p.columns, p.inner)
+
+    def gradients(self, p: Product) -> Any:
+        """Seconds of the products that give the gradients of its input and of its weight."""
+        return self._product(p, p.rows, p.inner, p.columns) + self._product(p, p.columns, p.inner, p.rows)
+
+    def _product(self, p: Product, rows: Any, columns: Any, inner: Any) -> Any:
+        """A processor works on one tile of the result at a time, so that the last of several rounds may leave some idle
+        (NVIDIA, "Matrix Multiplication Background User's Guide": tile and wave quantization)."""
+        processors = self.hardware.processors
+        upright = -(-rows // _TILE[0]) * -(-columns // _TILE[1])
+        lying = -(-rows // _TILE[1]) * -(-columns // _TILE[0])
+        rounds = -(-(p.times * smallest(upright, lying)) // processors)
+        flops = 2.0 * _TILE[0] * _TILE[1] * processors * rounds * (inner + self.c.gemm_half_inner)
+        return flops / (self.quantized if p.quantized else self.flops)
 
     def exchange(self, nbytes: Any, times: Any, ranks: Any) -> Any:
         """``nbytes`` out of one rank, in ``times`` collectives of ``ranks`` neighbours."""
         c, inside = self.c, ranks <= self.hardware.domain
         latency = chosen(inside, c.nvlink_latency, c.network_latency)
         return chosen(nbytes > 0, nbytes / chosen(inside, self.nvlink, self.network) + times * latency, 0.0)
+
+    def all_to_all(self, w: Work, ranks: Any, stride: Any) -> Any:
+        """The exchanges with experts on ``ranks`` that are ``stride`` apart: as many bytes to each of them, by NVLink
+        inside of a domain and beside it by the network."""
+        c, domain = self.c, self.hardware.domain
+        near = smallest(ranks, largest(1, domain // stride))
+        nodes = ranks / near
+        far = w.expert_parallel * (ranks - near) / largest(1, ranks - 1)
+        if w.expert_copies:
+            missed: Any = 1.0  # the chance that a node has none of a token's experts
+            for _ in range(w.expert_copies):
+                missed = missed * (1 - 1 / nodes)
+            far = far * nodes * (1 - missed) / w.expert_copies
+            inside = w.expert_parallel * nodes * (near - 1) / largest(1, ranks - 1)
+        else:
+            inside = w.expert_parallel * (near - 1) / largest(1, ranks - 1)
+        latency = chosen(near < ranks, c.network_latency, c.nvlink_latency)
+        seconds = largest(far / self.network, inside / self.nvlink) + w.expert_exchanges * latency
+        return chosen(w.expert_parallel > 0, seconds, 0.0)
 
 
 def step_time(
@@ -325,17 +355,26 @@ class Passes:
     def _backward(self, w: Work) -> Parts:
         r = self.rates
         attention = self._slower * _ATTENTION_BACKWARD * w.attention / r.attention
+        traffic = 2 * w.traffic + self._accumulated(w)
         return Parts(
-            2 * added(map(r.product, w.products)), attention, 2 * w.traffic / r.memory, *self._sends(w, attention / 2),
+            added(map(r.gradients, w.products)), attention, traffic / r.memory, *self._sends(w, attention / 2),
             self.c.layer if w.products else 0.0,
         )
+
+    def _accumulated(self, w: Work) -> Any:
+        """Bytes that are read and written where a microbatch's gradients of matrices are added to those before it,
+        beyond the result that every product writes: the buffer, in place of the product's result
+        (``fused_weight_gradient_mlp_cuda``), or beside it, which is read once more."""
+        fused = self.run.implementation.gradient_accumulation_fusion
+        width = 2 * gradient_width(self.run) + (-self.ctx.act if fused else self.ctx.act)
+        return width * added(p.columns * p.inner * p.times for p in w.products)
 
     def _sends(self, w: Work, attention: float) -> tuple[float, float, float]:
         p = self.run.parallel
         tensor = self.rates.exchange(w.tensor_parallel * (p.tp - 1) / p.tp, w.tensor_collectives, p.tp)
         if self.kernels.tensor_parallel_overlap:
             tensor *= self.c.tensor_parallel_exposed
-        expert = self.rates.exchange(w.expert_parallel, w.expert_exchanges, p.etp * p.ep)
+        expert = self.rates.all_to_all(w, p.ep, p.etp)
         ring = self.rates.exchange(w.context_parallel * (p.cp - 1), p.cp - 1, p.tp * p.cp)
         return tensor, expert, largest(0.0, ring - attention)
 

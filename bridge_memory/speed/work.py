@@ -19,6 +19,9 @@ from bridge_memory.speed.kernels import Kernels
 #: Bytes an element that a norm in plain torch reads and writes beyond those of one kernel: a copy in fp32, its square,
 #: the mean, the product, the cast back and the weight.
 _UNFUSED_NORM = 32
+#: Products of heads whose rows are no multiple of 16 bytes do without tensor cores: an A100's other units reach 78 of
+#: 312 TFLOP/s (data sheet; NVIDIA, "Matrix Multiplication Background User's Guide", 3).
+_UNALIGNED = 4.0
 
 
 class Product(NamedTuple):
@@ -50,6 +53,8 @@ class Work(NamedTuple):
     #: Bytes that one rank sends to other expert-parallel ranks, and how many exchanges.
     expert_parallel: float = 0.0
     expert_exchanges: int = 0
+    #: Experts of one token, of which those on one NVLink domain take one copy; 0: every expert takes its own.
+    expert_copies: int = 0
     #: Bytes of keys and values that context parallelism passes round.
     context_parallel: float = 0.0
 
@@ -92,7 +97,7 @@ def mtp_work(model: ModelSpec, ctx: BlockContext) -> Work:
 def _mixer_work(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kernels) -> Work:
     if layer.mixer is None:
         return Work()
-    attention, kv = _attention(layer, run, ctx)
+    attention, kv = _attention(layer, run, ctx, kernels)
     tensor = chosen(ctx.tp > 1, 2.0 * ctx.tokens * ctx.hidden_size * ctx.act, 0.0)
     half = LayerSpec(layer.mixer, None, layer.post_layernorms)
     return Work(
@@ -117,8 +122,14 @@ def _feed_forward_work(layer: LayerSpec, ctx: BlockContext) -> Work:
     half = LayerSpec(None, ffn, layer.post_layernorms)
     return Work(
         tuple(_products(half, ffn, ctx)), 0.0, _feed_forward_traffic(ffn, ctx), tensor, _two(tensor), exchanged,
-        _two(exchanged),
+        _two(exchanged), _copies(ffn, ctx),
     )  # fmt: skip
+
+
+def _copies(ffn: FeedForward, ctx: BlockContext) -> int:
+    """DeepEP and HybridEP send a token to a node once, however many of its experts are there, and on by NVLink
+    (DeepEP, "Normal kernels with NVLink and RDMA forwarding"); an all-to-all sends a copy to each expert."""
+    return ffn.topk if isinstance(ffn, MoESpec) and ctx.impl.moe_token_dispatcher_type == "flex" else 0
 
 
 def _two(nbytes: Any) -> Any:
@@ -142,8 +153,11 @@ def _products(half: LayerSpec, ffn: FeedForward | None, ctx: BlockContext) -> It
                 yield Product(rows, columns, inner, times, p.is_gemm)
 
 
-def _attention(layer: LayerSpec, run: RunSpec, ctx: BlockContext) -> tuple[float, float]:
-    """(floating-point operations of softmax attention forward, bytes of this rank's keys and values)."""
+def _attention(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kernels) -> tuple[float, float]:
+    """(floating-point operations of softmax attention forward, bytes of this rank's keys and values).
+
+    Unfused attention makes all scores and masks half of them.
+    """
     mixer, length = layer.mixer, run.batch.seq_length
     if isinstance(mixer, AttentionSpec):
         heads, groups = mixer.num_attention_heads / ctx.tp, largest(1.0, mixer.num_query_groups / ctx.tp)
@@ -154,6 +168,10 @@ def _attention(layer: LayerSpec, run: RunSpec, ctx: BlockContext) -> tuple[float
         width, wide, window = mixer.qk_head_dim + mixer.qk_pos_emb_head_dim, mixer.v_head_dim, None
     else:
         return 0.0, 0.0
+    if kernels.unfused_attention:
+        slower = _UNALIGNED if width * ctx.act % 16 else 1.0
+        flops = slower * 2.0 * ctx.tokens * length * heads * (width + wide)
+        return flops, chosen(ctx.cp > 1, ctx.tokens * groups * (width + wide) * ctx.act, 0.0)
     keys = length / 2 if window is None or window >= length else window * (1 - window / (2 * length))
     flops = 2.0 * ctx.tokens * keys * heads * (width + wide)
     return flops, chosen(ctx.cp > 1, ctx.tokens * groups * (width + wide) * ctx.act, 0.0)
@@ -169,6 +187,8 @@ def _mixer_traffic(layer: LayerSpec, ctx: BlockContext, kernels: Kernels) -> flo
         if kernels.unfused_attention:
             scores = ctx.tokens * ctx.seq * ctx.cp * mixer.num_attention_heads / ctx.tp
             traffic += 8 * scores * ctx.act  # scores, scaled and masked, softmax, dropout: each out and in
+            if kernels.plain_softmax:  # scaled, masked and softmax in fp32, and the copies to it and back
+                traffic += scores * (4 * 2 * 4 - 2 * ctx.act)
     elif isinstance(mixer, MLASpec):
         wide = mixer.num_attention_heads * (mixer.qk_head_dim + mixer.qk_pos_emb_head_dim + mixer.v_head_dim)
         traffic += 3 * 2 * ctx.tokens * wide / ctx.tp * ctx.act

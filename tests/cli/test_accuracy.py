@@ -55,9 +55,9 @@ def test_rows_that_cannot_be_read_are_counted_by_reason(capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    ((["--folds", "3"], "--folds is for records of memory"), (["--json", "x.json"], "--json FILE is for records")),
+    ((["--folds", "1"], "--folds is 1, and"), (["--json", "x.json"], "--json FILE is for records")),
 )
-def test_what_is_for_memory_alone_is_refused(
+def test_what_is_no_question_of_speed_is_refused(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["accuracy", str(SPEED), *flags]) == 2

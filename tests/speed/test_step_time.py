@@ -9,13 +9,16 @@ import pytest
 
 from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
 from bridge_memory.accuracy.ranking import score_groups, spearman
+from bridge_memory.accuracy.speed_fit import left_out
 from bridge_memory.accuracy.throughput import Measured, Unread, measured, read_throughput
 from bridge_memory.inventory.context import context_of
+from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec
+from bridge_memory.spec.layout import layout
 from bridge_memory.speed.constants import DEFAULT, FITTED_ON, Constants
 from bridge_memory.speed.hardware import HARDWARE, hardware_of
 from bridge_memory.speed.kernels import kernels_of
 from bridge_memory.speed.step_time import Step, step_time
-from bridge_memory.speed.work import layer_work, output_work
+from bridge_memory.speed.work import Product, Work, layer_work, output_work
 
 CORPUS = Path(__file__).parent.parent / "data" / "throughput" / "runs.jsonl"
 H100 = hardware_of("H100")
@@ -57,6 +60,52 @@ def test_attention_is_half_of_the_square() -> None:
     r = run()
     mixer, _ = layer_work(r.model.layers[0], r, context_of(r), kernels_of(r))
     assert mixer.attention == 2 * 2 * 4096 * 4096 / 2 * 32 * 128
+
+
+def test_products_run_in_whole_rounds_of_tiles() -> None:
+    """By hand: 132 processors of an H100 make 256 x 128 each; a result of 33 x 4 such tiles is one round, one column
+    more is another, and the time of a round is that of all processors' tiles."""
+    rates = Step(run(), H100).passes.rates
+    one, more = Product(33 * 256, 4 * 128, 4096), Product(33 * 256, 4 * 128 + 1, 4096)
+    terms = (4096 + DEFAULT.gemm_half_inner) / 4096
+    assert rates.product(one) == pytest.approx(one.flops * terms / (H100.flops * DEFAULT.gemm_hopper))
+    assert rates.product(more) == pytest.approx(2 * rates.product(one))
+    # Lying tiles: 17 rounds of 128 rows by 2 of 256 columns are 34, upright ones 9 x 4 are 36; both one round.
+    assert rates.product(Product(17 * 128, 512, 4096)) == pytest.approx(rates.product(one))
+    # Of 132 experts with one row each, every one has a tile.
+    assert rates.product(Product(1, 128, 4096, times=132)) == pytest.approx(rates.product(one))
+
+
+def test_gradients_are_added_where_they_are_kept() -> None:
+    """A [4096, 4096] weight, bf16, buffers in fp32: in the product's kernel 4 read and 4 written in place of 2; beside
+    it the result is read once more."""
+    work = Work((Product(4096, 4096, 4096),))
+    for fused, width in ((True, 6), (False, 10)):
+        passes = Step(run(gradient_accumulation_fusion=fused), H100).passes
+        _, backward = passes._half(work)
+        assert backward.traffic == pytest.approx(width * 4096 * 4096 / passes.rates.memory)
+
+
+def test_an_exchange_with_experts_uses_both_links() -> None:
+    """By hand: of 16 ranks 7 others are in the node and 8 beside it, of 15 to which as much is sent; DeepEP sends a
+    token once to the other node however many of its 8 experts are there: 1 - 2^-8 copies in place of 4."""
+    rates = Step(run(), H100).passes.rates
+    sent = 15e9
+    for copies, far, near in ((0, 8e9, 7e9), (8, 8e9 * (1 - 0.5**8) / 4, 14e9)):
+        work = Work(expert_parallel=sent, expert_copies=copies)
+        assert rates.all_to_all(work, 16, 1) == pytest.approx(max(far / rates.network, near / rates.nvlink))
+    assert rates.all_to_all(Work(expert_parallel=sent), 8, 1) == pytest.approx(sent / rates.nvlink)
+
+
+def test_unfused_attention_makes_all_scores_and_wants_aligned_heads() -> None:
+    """Twice the causal half; heads of 108 elements of 2 bytes are no multiple of 16 bytes."""
+    def flops(heads: int, **fields: object) -> float:
+        layer = LayerSpec(AttentionSpec(heads, heads, 13824 // heads), MLPSpec(4 * 13824, gated=False))
+        r = run(**fields)
+        return layer_work(layer, r, context_of(r), kernels_of(r)).mixer.attention
+
+    assert flops(96, attention_backend="unfused") == 2 * flops(96)
+    assert flops(128, attention_backend="unfused") == 4 * 2 * flops(128)
 
 
 def test_the_parts_add_up() -> None:
@@ -134,8 +183,50 @@ def test_groups_that_were_not_fitted_are_ranked(rows: list[Measured]) -> None:
 
 def test_the_constants_are_within_reach_of_the_hardware() -> None:
     shares = [name for name in Constants._fields if name.startswith(("gemm", "attention", "memory", "n"))]
-    for name in (n for n in shares if not n.endswith(("latency", "rows", "columns"))):
+    for name in (n for n in shares if not n.endswith(("latency", "inner"))):
         assert 0.2 < getattr(DEFAULT, name) < 1, name
+
+
+def test_models_are_read_by_their_sizes() -> None:
+    """LLaMA-30B has 60 layers of 6656 with 52 heads and 17920 in the MLP (Touvron et al. 2023, table 2); DeepSpeed
+    deals 78 layers to 12 stages as 11 sevens and a one; sequence parallelism of one rank is none."""
+    row = {
+        "id": 1, "gpu": "A100 80GB", "gpus": 64, "framework": "AA-Scaling (ZeRO-1)", "task": "pretrain",
+        "model": "LLaMA-30B", "model_facts": {"hidden": 6656, "layers": 60, "heads": 52, "ffn": 17920},
+        "tp": 1, "pp": 4, "mbs": 1, "gbs": 2048, "seq": 2048, "step_time_s": 100.0,
+        "attention": "flash_attention2 + RMS kernel", "sequence_parallel": True, "recompute": "none",
+    }  # fmt: skip
+    found = measured(row)
+    assert isinstance(found, Measured)
+    model, ctx = found.run.model, context_of(found.run)
+    mixer, feed_forward = layer_work(model.layers[0], found.run, ctx, found.kernels)
+    flops = sum(p.flops for p in (*mixer.products, *feed_forward.products))
+    assert (len(model.layers), model.vocab_size) == (60, 128000)
+    assert flops == 2 * 2048 * (4 * 6656 * 6656 + 3 * 6656 * 17920)
+    assert not found.run.parallel.sp and not found.run.data_parallel.grad_reduce_in_fp32
+    bloom = {**row, "source": "bigscience", "framework": "Megatron-DeepSpeed", "model": "GPT 182B", "attention": None,
+             "model_facts": {"hidden": 13824, "layers": 78, "heads": 64}, "pp": 12, "tp": 4, "gpus": 384}
+    found = measured(bloom)
+    assert isinstance(found, Measured)
+    stages = layout(found.run.model, found.run.parallel).stages
+    assert [c.num_layers for (c,) in stages] == [7] * 11 + [1]
+    found = measured({**row, "model": "Strange-30B"})
+    assert isinstance(found, Unread) and "not what its layers are" in found.reason
+
+
+def test_groups_left_out_have_no_part_in_the_fit(rows: list[Measured]) -> None:
+    """What was measured of a group does not change its own constants, and those of others it does."""
+    named = sorted({s.group for s in score_groups(rows, lambda row: 1.0)})
+    small = [r for r in rows if r.group in named[-4:] and r.seconds is not None]
+    apart = sorted({r.group for r in small})[0]
+    slower = [r._replace(seconds=1.2 * r.seconds) if r.group == apart and r.seconds else r for r in small]
+    was, now = ({s.group: s for s in left_out(some, 4, rounds=2)} for some in (small, slower))
+    assert was.keys() == now.keys() == set(named[-4:])
+    assert now[apart].bias == pytest.approx((1 + was[apart].bias) / 1.2 - 1)
+    assert any(now[g].bias != was[g].bias for g in was if g != apart)
+    for folds in (1, 5):
+        with pytest.raises(SpecError, match=f"--folds is {folds}"):
+            left_out(small, folds)
 
 
 def test_rows_that_are_no_run_say_why() -> None:
