@@ -377,8 +377,11 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
             operation = held.state.step_name
             components.append(_transient(f"in passing: {operation}", held.state.in_step, Part.RUNNING))
     else:
-        retained: dict[tuple[Part, Provenance], int] = {}
-        for of_chunk, alive in zip(parts, moment.alive, strict=True):
+        # Where two chunks trade places layer by layer, each as if it were whole.
+        one = None if phase == "overlapped" else running.at_peak(backward=phase == "backward")
+        retained: dict[tuple[Part, Provenance], int] = dict(one.retained) if one else {}
+        for chunk, (of_chunk, alive) in enumerate(zip(parts, moment.alive, strict=True)):
+            alive -= chunk == moment.chunk and one is not None
             if alive:
                 for key, nbytes in of_chunk.items():
                     retained[key] = retained.get(key, 0) + alive * nbytes
@@ -396,14 +399,14 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         if held.state.gathered:
             name = f"parameters gathered by {stages.run.data_parallel.engine_title}"
             components.append(_transient(name, held.state.gathered, Part.DATA_PARALLEL))
+        made, gone = (one.gradients, one.gone) if one else (0, 0)
         if held.state.accumulated:
             name = "whole gradients of earlier microbatches"
-            components.append(_transient(name, held.state.accumulated, Part.DATA_PARALLEL))
-        made = running.gradients if phase == "backward" else 0
+            components.append(_transient(name, held.state.accumulated - gone, Part.DATA_PARALLEL))
         if held.fresh:
             components, waiting = _as_far_as_made(components, made)
             leftovers = (*leftovers, *waiting)
-        transient = moment.bytes - moment.hidden_bytes - sum(retained.values()) - made
+        transient = moment.bytes - moment.hidden_bytes - sum(retained.values()) - made + gone
         components.append(_transient(f"in passing: {operation}", transient, Part.RUNNING))
     return StageEstimate(
         stage=rank,

@@ -220,3 +220,6 @@ def test_quick(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in ([], ["seven"], ["7", "--engine", "x"], ["-7"], ["7", "--gpus", "0"]):
         assert main(["quick", *argv]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+    for size in ("seven", "999999999B"):
+        assert main(["quick", size]) == 2
+        assert "SIZE (" in capsys.readouterr().err

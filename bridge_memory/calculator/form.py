@@ -24,7 +24,7 @@ from bridge_memory.spec.errors import finite
 ENGINES = {
     "pytorch_ddp": "pytorch_ddp", "pytorch": "pytorch_ddp", "ddp": "pytorch_ddp", "deepspeed": "deepspeed",
     "megatron_lm": "megatron_lm", "megatron": "megatron_lm", "megatron-lm": "megatron_lm", "fsdp": "fsdp",
-    "megatron_deepspeed": "megatron_deepspeed",
+    "megatron_deepspeed": "megatron_deepspeed", "megatron-deepspeed": "megatron_deepspeed",
 }  # fmt: skip
 DTYPES = {
     "fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16": "bf16",
@@ -35,7 +35,7 @@ DEVICES = ("none", "cpu", "nvme")
 STRATEGIES = ("no_shard", "shard_grad_op", "full_shard")
 INTERCONNECTS = ("infiniband", "nvlink", "ethernet_10g", "ethernet_25g", "ethernet_100g", "ethernet_200g")
 TABLES = ("model", "training", "parallelism", "engine", "hardware")
-_COUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([kmbt]?)\s*", re.IGNORECASE)
+COUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([kmbt]?)\s*", re.IGNORECASE)
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -121,7 +121,7 @@ class Form:
 
 def parameter_count(value: object) -> float:
     """Parameters from 7e9, "7B", "350M", "7e9". Raises SpecError."""
-    if isinstance(value, str) and (found := _COUNT.fullmatch(value)):
+    if isinstance(value, str) and (found := COUNT.fullmatch(value)):
         value = float(found[1]) * _SCALE[found[2].lower()]
     if not finite(value) or isinstance(value, str):
         raise SpecError(f"num_parameters ({show(value)}) is no number of parameters; give one such as 7e9 or \"7B\"")

@@ -16,12 +16,16 @@ def named(args: argparse.Namespace) -> dict[str, str]:
 
 
 def model_of_files(args: argparse.Namespace) -> str | None:
-    """The model that torchtitan's TOML names, where it is known."""
+    """The model that torchtitan's TOML names, if there is one. Raises SpecError where it has no preset."""
     if getattr(args, "torchtitan", None) is None:
         return None
     from bridge_memory.readers.engines.run import settings_from_files
 
-    return settings_from_files(torchtitan=args.torchtitan).model
+    settings = settings_from_files(torchtitan=args.torchtitan)
+    if settings.model is None and args.megatron_args is None:
+        settings.notes.check()
+        raise SpecError(f"{args.torchtitan}: its model has no preset; give MODEL, or its config.json, beside it")
+    return settings.model
 
 
 def with_files(args: argparse.Namespace, given: dict[str, dict[str, Any]], model: ModelSpec) -> tuple[

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from bridge_memory.cli.calculate import add_output, show
+from bridge_memory.cli.calculate import add_output
+from bridge_memory.cli.calculate import show as printed
 from bridge_memory.cli.run_flags import _integer, _number
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import SpecError, show
 
 #: argparse's name -> (table, key) of the form.
 _KEYS = {
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None:
             form.setdefault(table, {})[key] = value
-    return show(GPUMemoryCalculator.from_dict(form, "quick"), args)
+    return printed(GPUMemoryCalculator.from_dict(form, "quick"), args)
 
 
 def _model(size: str) -> dict[str, Any]:
@@ -65,9 +66,18 @@ def _model(size: str) -> dict[str, Any]:
         return {"num_parameters": f"{float(size)!r}B" if "e" not in repr(float(size)) else float(size) * 1e9}
     except ValueError:
         pass
-    from bridge_memory.calculator.form import parameter_count
+    from bridge_memory.calculator.form import COUNT, parameter_count
 
-    try:
-        return {"num_parameters": parameter_count(size)}
-    except SpecError:
-        return {"name": size}
+    if COUNT.fullmatch(size):
+        try:
+            return {"num_parameters": parameter_count(size)}
+        except SpecError as error:
+            raise SpecError(str(error).replace("num_parameters", "SIZE", 1)) from None
+    from bridge_memory.readers.presets import find_presets
+
+    if "/" not in size and not find_presets(size):
+        raise SpecError(
+            f"SIZE ({show(size)}) is neither parameters, such as 7 or 350M, nor a preset; `bridge-memory models` lists "
+            "those"
+        )
+    return {"name": size}

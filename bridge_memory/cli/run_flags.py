@@ -7,6 +7,7 @@ what its field does.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from bridge_memory.releases import parse_release
@@ -366,7 +367,18 @@ def _add(group: Any, flag: Flag, rule: Rule) -> None:
         kwargs |= {"type": _integer, "metavar": flag.metavar}
     else:
         kwargs |= {"choices": rule.names or None, "metavar": "|".join(rule.names) or flag.metavar}
+        if rule.names:
+            kwargs["type"] = _spelled(rule.names)
     group.add_argument(*flag.names.split(), **kwargs)
+
+
+def _spelled(names: Sequence[str]) -> Callable[[str], str]:
+    """A name with hyphens for the one with underscores: megatron-deepspeed. Others are left for argparse to refuse."""
+
+    def name(text: str) -> str:
+        return next((n for n in names if n.replace("_", "-") == text), text)
+
+    return name
 
 
 def _release(text: str) -> tuple[int, int]:

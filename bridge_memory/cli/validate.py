@@ -111,6 +111,11 @@ def kind_of(text: str, path: str) -> str:
     if "MODEL_ARGS:" in text or (not text.lstrip().startswith(("{", "[")) and "--" in text and _options(text)):
         return "megatron"
     table = table_of(text, path)
+    if _is_output(table):
+        raise SpecError(
+            f"{name} is what bridge-memory itself wrote ({table['schema']}), no configuration; give the file that the "
+            "run was read from"
+        )
     if "model" in table and not isinstance(table["model"], Mapping) and "training" not in table:
         pass
     elif "model" in table and any(key in table for key in _KEYS["calculator"]):
@@ -125,6 +130,12 @@ def kind_of(text: str, path: str) -> str:
     if not scores[best]:
         raise SpecError(f"{name} looks like no configuration that is known; say what it is with --kind, or give one")
     return best
+
+
+def _is_output(table: Mapping[str, Any]) -> bool:
+    """JSON of a command of ours names its schema first: "bridge-memory/estimate/2"."""
+    schema = table.get("schema")
+    return isinstance(schema, str) and schema.split("/")[0] == "bridge-memory"
 
 
 def _options(text: str) -> bool:

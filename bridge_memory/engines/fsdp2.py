@@ -154,10 +154,10 @@ class FSDP2:
     def passes(self, model: Model, groups: Sequence[Group], *, fresh: bool) -> list[Concurrent]:
         """What is there beside every place, without the root's whole parameters."""
         forward = self._forward(model, groups)
-        backward, gradients, reducing = self._backward(model, groups, fresh=fresh)
+        backward, gradients, reducing, gone, gone_then = self._backward(model, groups, fresh=fresh)
         return [
-            Concurrent(f, b, b, least, gradients=g)
-            for f, b, least, g in zip(forward, backward, reducing, gradients, strict=True)
+            Concurrent(f, b, b, least, g, *they)
+            for f, b, least, g, *they in zip(forward, backward, reducing, gradients, gone, gone_then, strict=True)
         ]
 
     def _resharded(self, group: Group) -> bool:
@@ -195,9 +195,9 @@ class FSDP2:
 
     def _backward(
         self, model: Model, groups: Sequence[Group], *, fresh: bool
-    ) -> tuple[list[int], list[int], list[int]]:
+    ) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
         """At every place: (everything, of it the gradients that the step waits for, everything while its unit's
-        gradients are reduced)."""
+        gradients are reduced, whole gradients of earlier microbatches that are gone at the one and at the other)."""
         at = {place: g for g in groups for place in g.places}
         units = [g for g in groups if not g.root]
         stays = bool(units) and not self._resharded(units[0])
@@ -211,6 +211,7 @@ class FSDP2:
         of_groups = self._accumulated_of(model)
         entered: set[tuple[int, ...]] = set()
         backward, gradients, reducing = [0] * model.number, [0] * model.number, [0] * model.number
+        gone_at, gone_then = [0] * model.number, [0] * model.number
         input_gradient = hidden_bytes(self.run)
         for place in reversed(range(model.number)):
             group = at.get(place)
@@ -221,9 +222,10 @@ class FSDP2:
                     whole, ahead = whole + group.whole, earlier.output if earlier is not None else 0
             waits = 0 if self.waits else waiting
             backward[place] = whole + ahead + reduced + made * fresh + waits + replicated - gone
-            if self.waits and self.run.num_microbatches > 2:  # one that is reduced neither now nor before
-                backward[place] = max(backward[place], whole + ahead)
-            gradients[place] = made * fresh
+            gradients[place], gone_at[place] = made * fresh, gone
+            if self.waits and self.run.num_microbatches > 2 and backward[place] < whole + ahead:
+                # One that is reduced neither now nor before.
+                backward[place], gradients[place], gone_at[place] = whole + ahead, 0, 0
             waiting += sizes[place]
             if group is not None and not group.root and place == group.places[0] and place:
                 whole -= group.whole
@@ -232,6 +234,7 @@ class FSDP2:
                     whole + ahead + waits + group.reduced + group.reduced_shard + made * fresh + replicated
                     + input_gradient - gone
                 )
+                gone_then[place] = gone
                 gone += sum(of_groups[p] for p in group.places)
                 waiting -= sum(sizes[p] for p in group.places)
                 reduced, made = group.reduced if self.keeps_reduced else 0, made + group.gradients
@@ -243,12 +246,14 @@ class FSDP2:
             freed = group.whole
             whole -= 0 if group.root else freed
             parts = whole + group.reduced + group.reduced_shard + made * fresh + (0 if self.waits else waiting) - gone
-            most = max(most, parts + replicated - (freed if group.root else 0))
+            parts += replicated - (freed if group.root else 0)
+            if parts > most:
+                most, gone_then[0] = parts, gone
             made += group.gradients
             waiting -= sum(sizes[p] for p in group.places)
             gone += sum(of_groups[p] for p in group.places)
-        reducing[0] = max(0, most)
-        return backward, gradients, reducing
+        reducing[0] = most
+        return backward, gradients, reducing, gone_at, gone_then
 
     def _whole_gradients(self, model: Model) -> list[int]:
         """Of every place, as autograd makes them; a tied weight's with the output layer."""

@@ -173,7 +173,9 @@ class ZeRO12:
                 first = next((p.numel for m in model.modules for p, _ in m.trained_parameters()), 0)
                 moved = min(one, whole) if first <= z.reduce_bucket_size else 0
                 left = (0 if many else whole) - moved
-                found[0] = found[0]._replace(least_backward=left + bucket + gradients)
+                found[0] = found[0]._replace(
+                    least_backward=left + bucket + gradients, gone_at_least=moved if many else 0
+                )
             return found
         copies, reduced = self._reductions(model, flat)
         found = []

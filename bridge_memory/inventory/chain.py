@@ -3,7 +3,7 @@ tensors of the blocks before it are alive."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,6 +27,10 @@ class Concurrent(NamedTuple):
     least_backward: int = 0
     #: Of what is there while it runs backward: gradients that stay until the optimizer's step.
     gradients: int = 0
+    #: Of earlier microbatches' whole gradients, which are counted apart: what is not there any more while it runs
+    #: backward, and at the moment of ``least_backward``.
+    gone: int = 0
+    gone_at_least: int = 0
 
 
 NOTHING = Concurrent()
@@ -56,8 +60,10 @@ class Link(NamedTuple):
     residue_gradient: int = 0
     #: Decoder layers that it stands for, 1 where it is none.
     layers: int = 1
-    #: Of ``backward_peak``: gradients that earlier links made and the optimizer waits for.
+    #: Of ``backward_peak``: gradients that earlier links made and the optimizer waits for; and how many of earlier
+    #: microbatches' are gone then (``Concurrent.gone``).
     gradients: int = 0
+    gone: int = 0
 
     def with_concurrent(self, nbytes: int, at_least: int = 0) -> Link:
         """The same element where its backward finds ``nbytes`` more, and has ``at_least`` so many at some moment."""
@@ -82,12 +88,14 @@ class Link(NamedTuple):
         beside, least = held.backward_at_end, held.least_backward
         if at_end:
             beside, least = held.backward, at_end + max(beside, least)
+        gone = held.gone_at_least if least > self.backward_peak + beside else held.gone
         return self._replace(
             forward_peak=self.forward_peak + held.forward,
             backward_peak=max(self.backward_peak + beside, least),
             backward_peak_held=max(self.backward_peak_held + beside, least),
             routed_peak=self.routed_peak + held.forward if self.routed_peak else 0,
             gradients=held.gradients,
+            gone=gone,
         )
 
     def kept_on_gpu(self) -> Link:
@@ -138,8 +146,6 @@ class ChunkInventory(NamedTuple):
     output_bytes: int
     #: What backward leaves behind until the next forward takes its place.
     residue: int = 0
-    #: Of ``backward_peak``: gradients that the optimizer waits for (``Concurrent.gradients``).
-    gradients: int = 0
     #: Of ``retained``: the output, which was sent.
     kept: int = 0
 
@@ -171,14 +177,47 @@ class ChunkInventory(NamedTuple):
 
     def parts(self) -> dict[tuple[Part, Provenance], int]:
         """``retained`` by part of the model and how it is known."""
-        out: dict[tuple[Part, Provenance], int] = {}
-        for link, count in self.links:
-            for key, nbytes in link.parts():
-                out[key] = out.get(key, 0) + count * nbytes
-        if self.kept:
-            key = (Part.PIPELINE, Provenance.FORMULA)
-            out[key] = out.get(key, 0) + self.kept
-        return out
+        return parts_of(self.links, self.kept)
+
+    def at_peak(self, *, backward: bool) -> AtPeak:
+        """What of it is there at its own peak, forward or backward: links that have run forward and not yet backward.
+
+        The running link's is listed where there is room for all that it keeps; else a moment is the peak at which it
+        does not hold it (yet, or any more), and what it holds then counts as in passing.
+        """
+        highest = self.backward_peak if backward else self.forward_peak
+        passed: list[tuple[Link, int]] = []
+        for link, before, forward, back in follow(self):
+            if (back if backward else forward) == highest:
+                gradients, gone = (link.gradients, link.gone) if backward else (0, 0)
+                kept = self.kept if backward else 0
+                if highest - before - kept - gradients + gone >= link.retained:
+                    passed.append((link, 1))
+                return AtPeak(parts_of(passed, kept), gradients, gone)
+            passed.append((link, 1))
+        return AtPeak(self.parts(), 0, 0)  # between two passes, with everything
+
+
+class AtPeak(NamedTuple):
+    """What is there of one microbatch at a peak of its chunk, in bytes."""
+
+    retained: dict[tuple[Part, Provenance], int]
+    #: Made so far, for the optimizer; and those of earlier microbatches that are gone (``Concurrent``).
+    gradients: int
+    gone: int
+
+
+def parts_of(links: Iterable[tuple[Link, int]], kept: int = 0) -> dict[tuple[Part, Provenance], int]:
+    """What so many of each link keep, by part of the model and how it is known; ``kept``: of an output that was
+    sent."""
+    out: dict[tuple[Part, Provenance], int] = {}
+    for link, count in links:
+        for key, nbytes in link.parts():
+            out[key] = out.get(key, 0) + count * nbytes
+    if kept:
+        key = (Part.PIPELINE, Provenance.FORMULA)
+        out[key] = out.get(key, 0) + kept
+    return out
 
 
 def plain_link(found: Block, label: Label) -> Link:
@@ -230,7 +269,7 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0, *, kept: i
     """
     before = 0
     forward = backward = 0
-    forward_name, at_backward = _nothing, (_nothing, 0)
+    forward_name = backward_name = _nothing
     residue = all_residue = sum(count * link.residue for link, count in links)
     number = len(links)
     for position, (link, count) in enumerate(links, 1):
@@ -247,14 +286,13 @@ def compose(links: Sequence[tuple[Link, int]], output_bytes: int = 0, *, kept: i
             back = base + after + link.backward_peak + output_bytes
             if output_bytes and position == number and k == count - 1:
                 back = base + after + link.backward_peak_held
-            backward, at_backward = higher(backward, at_backward, back, (link.backward_name, link.gradients))
+            backward, backward_name = higher(backward, backward_name, back, link.backward_name)
         before += count * link.retained
         residue -= count * link.residue
-    backward_name, gradients = at_backward
     retained = before + kept
     return ChunkInventory(
         retained, largest(forward, retained), forward_name, largest(backward + kept, retained), backward_name,
-        tuple(links), output_bytes, all_residue, gradients, kept,
+        tuple(links), output_bytes, all_residue, kept,
     )
 
 

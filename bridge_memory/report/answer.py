@@ -89,7 +89,9 @@ def _of_one(result: Estimate, fit: Fit, unit: str) -> str:
         # What is not modelled may be what does not fit.
         missing = max(-fit.headroom_bytes, 0)
         need = f"{f'stage {stage.stage}' if several else 'it'} needs {format_bytes(missing, unit)} more"
-        return _sentence(f"does not fit {card}: {need}" if missing else f"does not fit {card}", result)
+        # Without the margin the peak, and what is said to be missing, puzzle beside the card's bytes.
+        less = f"{card[:-1]}, less {format_bytes(fit.margin_bytes, unit)} margin)"
+        return _sentence(f"does not fit {less}: {need}" if missing else f"does not fit {card}", result)
     tightest = f"; tightest is stage {stage.stage}, in {phase_words(stage)}" if several else ""
     spare = f"{format_bytes(fit.headroom_bytes, unit)} to spare{tightest}"
     if fit.verdict is Verdict.TIGHT:

@@ -87,3 +87,17 @@ def test_training_arguments_under_accelerate_launch(capsys: pytest.CaptureFixtur
     assert found["training"]["micro_batch_size"] == 3 and found["training"]["global_batch_size"] == 3 * 2 * 4
     text = json.dumps(found)
     assert "fsdp2" in text.lower() and "bf16" in text
+
+
+def test_a_flavor_without_a_preset_wants_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text('[model]\nname = "llama3"\nflavor = "debugmodel"\n')
+    assert "its model has no preset; give MODEL" in refused(capsys, "--torchtitan", str(path))
+
+
+def test_an_engine_may_be_spelled_with_a_hyphen(capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = ("--num-gpus", "8")
+    assert estimated(capsys, *gpus, "--engine", "megatron-deepspeed") == estimated(
+        capsys, *gpus, "--engine", "megatron_deepspeed"
+    )
+    assert "'megatron-deepsped'" in refused(capsys, "Llama-3.2-1B", *gpus, "--engine", "megatron-deepsped")

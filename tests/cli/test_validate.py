@@ -33,6 +33,7 @@ BAD = {
                  ["distributed_type", "mixed_precision", "colour"]),
     "args.json": ('{"output_dir": "o", "bf16": true, "fp16": true, "optim": "adamw_trch", "gradient_checkpoint": true}',
                   ["fp16", "optim", "gradient_checkpoint"]),
+    "flavor.toml": ('[model]\nname = "llama3"\nflavor = "9B"\n', ["model.flavor"]),
     "train.toml": ('[training]\nseq_length = 1\n[optimizer]\nname = "Lion"\n',
                    ["optimizer.name", "training.seq_length"]),
     "bridge.yaml": ("model:\n  tensor_parallel_size: 2\ntrain:\n  global_batchsize: 8\n",
@@ -132,3 +133,11 @@ def test_the_kind_may_be_said(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_a_configuration_on_one_line_is_no_list_of_measured_runs(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text + "\n")
     assert main(["validate", str(tmp_path / name)]) == 0
+
+
+def test_what_we_wrote_ourselves_is_no_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["estimate", "meta-llama/Llama-3.2-1B", "--num-gpus", "1", "--json"]) == 0
+    (tmp_path / "estimate.json").write_text(capsys.readouterr().out)
+    assert main(["validate", str(tmp_path / "estimate.json")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "bridge-memory itself wrote" in err

@@ -25,6 +25,15 @@ MODELS = {
     ("deepseek_v3", "671B"): "deepseek-ai/DeepSeek-V3", ("gpt_oss", "20b"): "openai/gpt-oss-20b",
     ("gpt_oss", "120b"): "openai/gpt-oss-120b",
 }  # fmt: skip
+#: name -> flavors of it, as the command line and TOML say them (``models/NAME/__init__.py``).
+FLAVORS = {
+    "llama3": ("debugmodel", "debugmodel_flex_attn", "debugmodel_varlen_attn", "8B", "8B_flex", "8B_varlen", "70B",
+               "405B"),
+    "llama4": ("debugmodel", "17bx16e", "17bx128e", "debugmodel_irope", "17bx16e_irope", "17bx128e_irope"),
+    "qwen3": ("debugmodel", "0.6B", "1.7B", "4B", "8B", "14B", "32B", "debugmodel_moe", "30B-A3B", "235B-A22B"),
+    "deepseek_v3": ("debugmodel", "debugmodel_flex_attn", "16B", "236B", "671B"),
+    "gpt_oss": ("debugmodel", "20b", "120b"),
+}  # fmt: skip
 #: Tables that change no byte of a training step.
 HARMLESS = ("job", "profiling", "metrics", "lr_scheduler", "comm", "debug", "experimental", "dataloader")
 TABLES = (
@@ -74,6 +83,9 @@ def read_torchtitan(config: Mapping[str, Any], settings: Settings, told: Told) -
 
 def _model(section: Section, settings: Settings) -> None:
     name, flavor = section.text("name", "llama3"), section.text("flavor", "debugmodel")
+    if flavor not in FLAVORS.get(name, (flavor,)):
+        section.problem("flavor", f"is {show(flavor)}, which {name} does not have",
+                        f"use one of {', '.join(FLAVORS[name])}")
     settings.model = MODELS.get((name, flavor.removesuffix("_flex").removesuffix("_varlen")))
     converters = section.raw("converters", [])
     if not isinstance(converters, list):
