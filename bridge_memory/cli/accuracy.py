@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bridge_memory.accuracy.corpus import Row
     from bridge_memory.accuracy.ranking import GroupScore
     from bridge_memory.accuracy.throughput import Measured
-    from bridge_memory.report.document import Block
+    from bridge_memory.report.document import Block, Chart
 
 SCHEMA = "bridge-memory/accuracy/1"
 
@@ -62,7 +62,14 @@ def run(args: argparse.Namespace) -> int:
 
     read = [measured(row.data) for row in rows_of_file]
     rows = [r for r in read if isinstance(r, Measured)]
-    scores = score_groups(rows, lambda r: step_time(r.run, r.hardware, kernels=r.kernels).seconds)
+    times: list[tuple[Measured, float]] = []
+
+    def predict(row: Measured) -> float:
+        seconds = step_time(row.run, row.hardware, kernels=row.kernels).seconds
+        times.append((row, seconds))
+        return seconds
+
+    scores = score_groups(rows, predict)
     fits = _out_of_memory(rows)
     unread: dict[str, int] = {}
     for row in read:
@@ -71,6 +78,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_document(scores, fits, unread), indent=2))
     else:
+        if args.format == "html":
+            from bridge_memory.report.printing import print_blocks
+
+            print_blocks([_scatter(times)])
         _print(scores, fits, unread, len(rows))
     return 0
 
@@ -101,6 +112,29 @@ def _out_of_memory(rows: list[Measured]) -> dict[str, int]:
         counts["measured"] += row.out_of_memory
         counts["predicted and measured"] += predicted and row.out_of_memory
     return counts
+
+
+#: Points of a chart, at most.
+_POINTS = 1500
+
+
+def _scatter(times: Sequence[tuple[Measured, float]]) -> Chart:
+    """Predicted over measured step times; of many rows some, evenly."""
+    from bridge_memory.report.document import Chart
+    from bridge_memory.speed.constants import FITTED_ON
+
+    every = -(-len(times) // _POINTS) or 1
+    kinds = ((False, "of groups that nothing was fitted on", "predicted"), (True, "of groups that were fitted", "some"))
+    series: dict[bool, dict[str, Any]] = {
+        fitted: {"name": name, "tone": tone, "line": "", "points": []} for fitted, name, tone in kinds
+    }
+    for row, predicted in times[::every]:
+        assert row.seconds is not None
+        words = f"{row.group}, row {row.number}: {predicted / row.seconds - 1:+.0%}"
+        series[row.group in FITTED_ON]["points"].append([row.seconds, predicted, words])
+    x, y = ({"title": title, "unit": "s", "log": True} for title in ("measured", "predicted"))
+    data = {"x": x, "y": y, "diagonal": True, "series": list(series.values())}
+    return Chart("Predicted over measured step times", "plot", data)
 
 
 def _document(scores: list[GroupScore], fits: dict[str, int], unread: dict[str, int]) -> dict[str, Any]:

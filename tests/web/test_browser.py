@@ -7,10 +7,6 @@ axe-core's ``axe.min.js``, named by the variable AXE_CORE.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,16 +14,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from in_browser import needs_axe, needs_browser
+from with_browser import serious, server, settled, start_server
 
 from bridge_memory.web.options import options
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the browser's tests need `pip install playwright`")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-AXE = os.environ.get("AXE_CORE", "")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium; apt-get install chromium")
+pytestmark = needs_browser
 
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-         "--disable-background-networking", "--disable-component-update"]  # fmt: skip
 QWEN = (
     "#model=Qwen/Qwen3-235B-A22B&gpu=H100&num-gpus=256&tp=4&pp=8&ep=8"
     "&account-for-embedding-in-pipeline-split=true&account-for-loss-in-pipeline-split=true"
@@ -35,29 +28,10 @@ QWEN = (
 LOG = "[Rank 0] (after 2 iterations) memory (MB) | allocated: 1000.0 | max allocated: 2000.0 | reserved: 2100.0\n"
 
 
-def _serve(port: int = 0) -> tuple[subprocess.Popen[str], str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bridge_memory", "serve", "--port", str(port), "--json"], stdout=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    return process, json.loads(process.stdout.readline())["url"]
-
-
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    process, at = _serve()
-    yield at
-    process.terminate()
-    process.wait()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        one = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield one
-        one.close()
+    with server() as at:
+        yield at
 
 
 class Tab:
@@ -83,14 +57,7 @@ class Tab:
             self.complaints.append(message.text)
 
     def settled(self, seconds: float = 20.0) -> None:
-        """Waits until what was asked last is answered."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            state = self.page.evaluate("({...document.body.dataset})")
-            if state.get("asked") and state["asked"] == state.get("answered"):
-                return
-            self.page.wait_for_timeout(20)
-        raise AssertionError(f"not answered: {state}")
+        settled(self.page, seconds)
 
     def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
         end = time.monotonic() + seconds
@@ -456,7 +423,7 @@ def test_a_slow_answer_does_not_replace_a_later_one(tab: Callable[..., Tab]) -> 
 
 
 def test_a_server_that_is_killed_and_started_again_is_waited_for(browser: Any) -> None:
-    process, at = _serve()
+    process, at = start_server()
     one = Tab(browser, at)
     try:
         process.kill()
@@ -464,7 +431,7 @@ def test_a_server_that_is_killed_and_started_again_is_waited_for(browser: Any) -
         one.page.fill("#f-tp", "4")
         one.until(lambda: one.page.is_visible("#offline"))
         one.page.fill("#f-tp", "8")
-        process, _ = _serve(urlsplit(at).port or 0)
+        process, _ = start_server(urlsplit(at).port or 0)
         one.until(lambda: not one.page.is_visible("#offline"))
         one.settled()
         assert one.shown["estimate"]["parallelism"]["tensor_model_parallel_size"] == 8
@@ -595,7 +562,7 @@ def test_a_change_is_applied_by_one_click(tab: Callable[..., Tab]) -> None:
 # ---- accessibility ----
 
 
-@pytest.mark.skipif(not os.path.isfile(AXE), reason="AXE_CORE does not name axe-core's axe.min.js")
+@needs_axe
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1300])
 def test_axe_finds_nothing_serious(tab: Callable[..., Tab], scheme: str, width: int) -> None:
@@ -615,10 +582,4 @@ def test_axe_finds_nothing_serious(tab: Callable[..., Tab], scheme: str, width: 
 
 def _axe(one: Tab) -> None:
     one.page.wait_for_timeout(300)
-    one.page.evaluate(Path(AXE).read_text() + "; 0")
-    found = one.page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
-    serious = [
-        f"{v['id']}: {v['help']}: {[node['html'][:160] for node in v['nodes'][:4]]}"
-        for v in found["violations"] if v["impact"] in ("serious", "critical")
-    ]  # fmt: skip
-    assert not serious
+    assert serious(one.page) == []
