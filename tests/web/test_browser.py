@@ -482,7 +482,7 @@ def test_a_search_shows_how_far_it_is_and_stops(tab: Callable[..., Tab]) -> None
     one.page.evaluate("globalThis.page.searching.vary.push('vpp', 'cp')")
     one.page.locator("[data-focus=find]").click()
     one.until(lambda: "looked at" in one.page.inner_text("#search"))
-    one.until(lambda: not one.page.inner_text("#search .progress").startswith("0 "))
+    one.until(lambda: not one.page.inner_text("#search .progress").startswith("0 "), 60)
     one.page.click("text=Stop and show what was found")
     one.until(lambda: "topped" in one.page.inner_text("#search"))
 
@@ -494,6 +494,10 @@ def test_a_log_is_set_beside_the_prediction_chosen_or_dropped(tab: Callable[...,
     one.page.set_input_files("#f-file", str(log))
     one.until(lambda: one.page.is_visible("#measured table"))
     assert "1.95" in one.page.inner_text("#measured table")  # 2000 MB of 2**20
+    one.until(lambda: one.page.locator("#stage .bm-measured").count() == 2)
+    assert "measured peak 1.95 GiB" in one.page.locator("#stage .bm-measured-text").first.text_content()
+    one.type("seq-length", "2048")  # another configuration than the one it was compared with
+    one.until(lambda: one.page.locator("#stage .bm-measured").count() == 0)
     one.page.reload()
     one.settled()
     one.page.evaluate(
@@ -557,6 +561,36 @@ def test_a_change_is_applied_by_one_click(tab: Callable[..., Tab]) -> None:
     one.page.get_by_role("button", name="Apply:").first.click()
     one.settled()
     assert f"{one.shown['fit']['peak_bytes'] / 2**30:.1f}" == promised
+    assert one.page.locator("#verdict .changed").inner_text().startswith("Changed: ")
+
+
+def test_the_peak_the_margin_and_what_is_usable_add_up(tab: Callable[..., Tab]) -> None:
+    """What is missing is not peak less usable, so its parts stand beside it."""
+    one = tab("#model=meta-llama/Llama-3.1-70B&num-gpus=8&tp=8")
+    facts = dict(zip(one.page.locator(".facts dt").all_inner_texts(), one.page.locator(".facts b").all_inner_texts(),
+                     strict=True))  # fmt: skip
+    gib = {name: float(words.split()[0]) for name, words in facts.items() if words.endswith("GiB")}
+    assert gib["Missing"] == pytest.approx(gib["Peak"] + gib["Margin"] - gib["Usable"], abs=0.16)
+    assert "one layout of many (TP 8" in one.page.inner_text("#verdict")
+
+
+def test_a_layout_of_the_chart_is_used_by_a_click_and_undone(tab: Callable[..., Tab]) -> None:
+    one = tab("#model=meta-llama/Llama-3.1-8B&gpu=H100&num-gpus=8&tp=1")
+    address = one.page.evaluate("location.hash")
+    one.page.evaluate("globalThis.page.searching.vary = ['tp', 'recompute']; globalThis.page.search()")
+    one.until(lambda: one.page.is_visible("#search .chart svg"), 60)
+    chart = one.page.locator("#search .chart svg")
+    chart.focus()
+    one.page.keyboard.press("End")  # the slowest, which is the smallest of the front
+    least = float(str(chart.get_attribute("aria-valuetext")).split(" GiB")[0].split()[-1])
+    one.page.keyboard.press("Enter")
+    one.settled()
+    assert one.shown["fit"]["peak_bytes"] / 2**30 == pytest.approx(least, abs=0.01)
+    changed = one.page.locator("#verdict .changed")
+    assert "\u2192" in changed.inner_text()
+    changed.get_by_role("button", name="Undo").click()
+    one.settled()
+    assert one.page.evaluate("location.hash") == address and changed.count() == 0
 
 
 # ---- accessibility ----
