@@ -147,8 +147,8 @@ def _run_from_megatron(
     model = None
     if of_model:
         if args.make_vocab_size_divisible_by is None:  # Megatron-LM pads, whoever describes the model.
-            said = read_arguments(text).values.get("make_vocab_size_divisible_by", MEGATRON_PADDING)
-            args.make_vocab_size_divisible_by = int(said) if str(said).isdecimal() else MEGATRON_PADDING
+            said = str(read_arguments(text).values.get("make_vocab_size_divisible_by", ""))
+            args.make_vocab_size_divisible_by = int(said) if said.isdecimal() else MEGATRON_PADDING
         model = _model(args)
     run = run_from_megatron_args(text, world_size=world_size, model=model, **_releases(args))
     if gpu_arch:
