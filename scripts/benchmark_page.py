@@ -2,19 +2,20 @@
 
     python scripts/benchmark_page.py [--rounds 3]
 
-Prints the median over eleven changes of the sequence length, for several models, beside the aim of 100 ms. Needs
-playwright and a Chromium (Debian: ``apt-get install chromium``).
+Prints the median over eleven changes of the sequence length, for several models, beside the aim of 100 ms, and the
+processor time that the server spends on a change (with what it asks for afterwards), which a busy machine does not
+lengthen. Needs playwright and a Chromium (Debian: ``apt-get install chromium``).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
+import os
 import statistics
-import subprocess
 import sys
 from typing import Any
+
+from with_browser import browser, missing, settled, start_server
 
 AIM = 0.1
 RUNS = {
@@ -24,8 +25,8 @@ RUNS = {
     "DeepSeek-V3 on 128 GPUs": "#model=deepseek-ai/DeepSeek-V3&gpu=H200&num-gpus=128&tp=4&pp=4&ep=8"
     "&num-layers-in-last-pipeline-stage=16",
 }
-FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync")  # fmt: skip
+#: Changes of a round.
+CHANGED = 11
 #: Seconds of each change, from the key to the page that shows the answer.
 CHANGES = """async () => {
     const field = document.getElementById("f-seq-length"), took = [];
@@ -42,12 +43,14 @@ CHANGES = """async () => {
 }"""
 
 
-def settled(page: Any) -> None:
-    """Wait for the first answer. The page's policy lets nothing be evaluated inside of it."""
-    state: dict[str, str] = {}
-    while not state.get("asked") or state["asked"] != state.get("answered"):
-        page.wait_for_timeout(20)
-        state = page.evaluate("({...document.body.dataset})")
+def cpu_seconds(pid: int) -> float | None:
+    """Seconds of processor time that the server has used (Linux); None elsewhere."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+            words = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def medians(page: Any, rounds: int) -> list[float]:
@@ -59,35 +62,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        chromium = None
-    if chromium is None:
-        print("error: this needs playwright and a Chromium", file=sys.stderr)
+    if missing():
+        print(f"error: {missing()}", file=sys.stderr)
         return 2
-    server = subprocess.Popen(
-        [sys.executable, "-m", "bridge_memory", "serve", "--port", "0", "--json"], stdout=subprocess.PIPE, text=True
-    )
+    process, url = start_server()
     try:
-        assert server.stdout is not None
-        url = json.loads(server.stdout.readline())["url"]
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-            print(f"{'':<28}{'first round':>14}{'best round':>14}{'of the aim':>14}")
+        with browser() as one:
+            print(f"{'':<28}{'first round':>14}{'best round':>14}{'of the aim':>14}{'CPU a change':>16}")
             for name, state in RUNS.items():
-                page = browser.new_page()
+                page = one.new_page()
                 page.goto(url + state)
                 settled(page)
+                before = cpu_seconds(process.pid)
                 found = medians(page, args.rounds)
+                page.wait_for_timeout(500)  # what is asked after the last answer
+                busy = None if before is None else (cpu_seconds(process.pid) or before) - before
                 best = min(found)
-                print(f"{name:<28}{found[0] * 1000:>11.0f} ms{best * 1000:>11.0f} ms{best / AIM:>14.2f}")
+                spent = "?" if busy is None else f"{busy / (CHANGED * args.rounds) * 1000:.0f} ms"
+                print(f"{name:<28}{found[0] * 1000:>11.0f} ms{best * 1000:>11.0f} ms{best / AIM:>14.2f}{spent:>16}")
                 page.close()
-            browser.close()
     finally:
-        server.terminate()
-        server.wait()
+        process.terminate()
+        process.wait()
     return 0
 
 

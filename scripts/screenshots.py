@@ -10,7 +10,6 @@ Needs playwright and a Chromium (Debian: ``apt-get install chromium``; or ``play
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
 import threading
@@ -20,6 +19,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from with_browser import browser, missing  # noqa: E402
 
 from bridge_memory.cli import main as bridge_memory  # noqa: E402
 from bridge_memory.web.server import Server  # noqa: E402
@@ -34,13 +35,6 @@ STATE = (
     "#model=Qwen/Qwen3-235B-A22B&gpu=H100&num-gpus=256&tp=4&pp=8&ep=8&num-layers-in-first-pipeline-stage=11"
     "&num-layers-in-last-pipeline-stage=11&global-batch-size=256"
 )
-#: Chromium reaches for nothing.
-FLAGS = (
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-)  # fmt: skip
-
-
 class Picture(NamedTuple):
     name: str
     width: int
@@ -64,29 +58,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the pictures. Returns 1 where a page said something in its console."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / "references")
-    parser.add_argument("--chromium", default=shutil.which("chromium") or shutil.which("chromium-browser"))
+    parser.add_argument("--chromium", help="which one (default: that on the path)")
     parser.add_argument("--all", action="store_true", help="also those that no document shows")
     args = parser.parse_args(argv)
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        print("playwright is missing: pip install playwright", file=sys.stderr)
+    if missing() and not args.chromium:
+        print(missing(), file=sys.stderr)
         return 2
     said: list[str] = []
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+    with tempfile.TemporaryDirectory() as folder, browser(args.chromium) as one:
         report = Path(folder) / "report.html"
         code = bridge_memory([*COMMAND, "--output", str(report)])
         if code:
             return code
-        browser = playwright.chromium.launch(executable_path=args.chromium, args=list(FLAGS))
         with Server("127.0.0.1", 0) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             for picture in PICTURES:
                 if picture.shown or args.all:
                     address = server.url + STATE if picture.served else report.as_uri()
-                    _take(browser, address, picture, args.folder / picture.name, said)
+                    _take(one, address, picture, args.folder / picture.name, said)
             server.shutdown()
-        browser.close()
     for words in said:
         print(words, file=sys.stderr)
     return 1 if said else 0

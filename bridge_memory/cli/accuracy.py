@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bridge_memory.accuracy.corpus import Row
     from bridge_memory.accuracy.ranking import GroupScore
     from bridge_memory.accuracy.throughput import Measured
-    from bridge_memory.report.document import Block
+    from bridge_memory.report.document import Block, Chart
 
 SCHEMA = "bridge-memory/accuracy/1"
 
@@ -73,6 +73,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_document(ranked, folds, fits, unread), indent=2))
     else:
+        if args.format == "html":
+            from bridge_memory.report.printing import print_blocks
+
+            print_blocks([_scatter(rows)])
         _print(ranked, folds, fits, unread, len(rows))
     return 0
 
@@ -112,6 +116,32 @@ def _out_of_memory(rows: list[Measured]) -> dict[str, dict[str, int]]:
         counts["measured"] += row.out_of_memory
         counts["predicted and measured"] += predicted and row.out_of_memory
     return found
+
+
+#: Points of a chart, at most.
+_POINTS = 1500
+
+
+def _scatter(rows: Sequence[Measured]) -> Chart:
+    """Predicted over measured step times; of many rows some, evenly."""
+    from bridge_memory.report.document import Chart
+    from bridge_memory.speed.constants import FITTED_ON
+    from bridge_memory.speed.step_time import step_time
+
+    ran = [row for row in rows if row.seconds is not None]
+    every = -(-len(ran) // _POINTS) or 1
+    kinds = ((False, "of groups that nothing was fitted on", "predicted"), (True, "of groups that were fitted", "some"))
+    series: dict[bool, dict[str, Any]] = {
+        fitted: {"name": name, "tone": tone, "line": "", "points": []} for fitted, name, tone in kinds
+    }
+    for row in ran[::every]:
+        assert row.seconds is not None
+        predicted = step_time(row.run, row.hardware, kernels=row.kernels).seconds
+        words = f"{row.group}, row {row.number}: {predicted / row.seconds - 1:+.0%}"
+        series[row.group in FITTED_ON]["points"].append([row.seconds, predicted, words])
+    x, y = ({"title": title, "unit": "s", "log": True} for title in ("measured", "predicted"))
+    data = {"x": x, "y": y, "diagonal": True, "series": list(series.values())}
+    return Chart("Predicted over measured step times", "plot", data)
 
 
 def _document(

@@ -11,12 +11,15 @@ from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.run_arguments import run_from_arguments
 from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.files import read_bytes, text_of
+from bridge_memory.report.document import Block, Bullets, Chart, Column, Drawn, Grid, Pairs, Words
+from bridge_memory.report.printing import print_blocks
 from bridge_memory.spec import RunSpec, SpecError
 
 if TYPE_CHECKING:
     from bridge_memory.compare.logs import MeasuredRank
     from bridge_memory.compare.residuals import Predicted, StageResidual
     from bridge_memory.compare.snapshot import Attribution
+    from bridge_memory.estimate import Estimate
 
 SCHEMA = "bridge-memory/compare/1"
 EXIT_BEYOND = 1
@@ -31,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="our JSON lines, a Megatron-LM or Megatron Bridge log, or a torch.cuda memory snapshot (.pickle)",
     )  # fmt: skip
     add_run_arguments(parser)
-    add_output_arguments(parser, f"by the schema {SCHEMA}")
+    add_output_arguments(parser, f"by the schema {SCHEMA}", own=("html",))
     output = parser.add_argument_group("comparison")
     output.add_argument("--tolerance", type=float, metavar="PERCENT",
                         help="exit code 1 where a stage's peak is off by more than this share of what was measured")
@@ -74,12 +77,11 @@ def _log(args: argparse.Namespace, text: str, tolerance: float | None) -> int:
     from bridge_memory.compare.residuals import residuals
     from bridge_memory.spec.ranks import stage_of_rank
 
-    given = _given_run(args)
-    predicted, measured, run = _read(args.measured, text, given)
+    predicted, measured, result = _read(args.measured, text, _given_run(args))
 
     def stage_of(rank: int) -> int:
-        assert run is not None
-        return stage_of_rank(run.parallel, rank, pp_before_dp=args.use_tp_pp_dp_mapping)
+        assert result is not None
+        return stage_of_rank(result.run.parallel, rank, pp_before_dp=args.use_tp_pp_dp_mapping)
 
     rows = residuals(predicted, measured, stage_of)
     beyond = [] if tolerance is None else [r.stage for r in rows if r.beyond(tolerance)]
@@ -93,15 +95,56 @@ def _log(args: argparse.Namespace, text: str, tolerance: float | None) -> int:
         }
         json.dump(document, sys.stdout, indent=2)
         print()
+    elif args.format == "html":
+        print(_page(args, text, rows, beyond, result), end="")
     else:
-        _print_rows(rows, beyond, args.tolerance)
+        print_blocks([_table(rows, beyond, args.tolerance)])
     return EXIT_BEYOND if beyond else 0
+
+
+def _page(
+    args: argparse.Namespace, text: str, rows: list[StageResidual], beyond: list[int], result: Estimate | None
+) -> str:
+    """The estimate with what was measured over it; of a journal also its steps, which is all there is without a run."""
+    from bridge_memory.calibration import journal
+    from bridge_memory.report.history import History
+    from bridge_memory.report.page.one_file import Measured, blocks_page, estimate_page
+
+    table = _table(rows, beyond, args.tolerance)
+    history = History(journal.records(text.splitlines()))
+    if result is None:
+        said = [Words("", table.notes, "bad" if beyond else "")] if table.notes else []
+        return blocks_page(history.title, [*said, *history.blocks()], args.command_line, under=history.under())
+    stages = {r.stage: (r.max_allocated, r.allocated) for r in rows if r.ranks}
+    steps = [block for block in history.blocks() if isinstance(block, Chart) and block.kind == "plot"]
+    return estimate_page(
+        result, flags=args.command_line, measured=Measured(_words(rows, bool(beyond)), stages, [table, *steps])
+    )
+
+
+def _words(rows: list[StageResidual], beyond: bool) -> Words:
+    """The comparison in a sentence."""
+    off = [(r.residual / r.max_allocated, r) for r in rows if r.residual is not None and r.max_allocated]
+    if not off:
+        return Words("", ("no measured peak to hold the prediction against",), "open")
+    share, worst = max(off, key=lambda one: abs(one[0]))
+    where = f" of stage {worst.stage}, the furthest off," if len(off) > 1 else f" of stage {worst.stage}"
+    return _sentence(where, worst.predicted_peak, worst.max_allocated or 0, share, beyond)
+
+
+def _sentence(where: str, predicted: int, measured: int, share: float, beyond: bool) -> Words:
+    from bridge_memory.report.history import words_off
+
+    found, said = _gib(measured), _gib(predicted)
+    words = f"Measured: the peak{where} is {found} GiB; {said} GiB were predicted, {words_off(share)}"
+    tone = "bad" if beyond else "good" if abs(share) <= 0.03 else "open"
+    return Words("", (words,), tone)
 
 
 def _read(
     path: str, text: str, given: RunSpec | None
-) -> tuple[list[Predicted], list[MeasuredRank], RunSpec | None]:
-    """(predicted, measured, the run) of a log or of our JSON lines."""
+) -> tuple[list[Predicted], list[MeasuredRank], Estimate | None]:
+    """(predicted, measured, the estimate of the run where it is known) of a log or of our JSON lines."""
     from bridge_memory.calibration.journal import SCHEMA as JOURNAL
     from bridge_memory.compare.logs import arguments_in, latest_of_each_rank
     from bridge_memory.compare.residuals import predicted_of
@@ -110,9 +153,10 @@ def _read(
     lines = text.splitlines()
     if any(JOURNAL in line for line in lines):
         predicted, measured = _journal(path, lines)
-        if given is not None:
-            predicted = predicted_of(estimate(given))
-        return predicted, measured, given
+        if given is None:
+            return predicted, measured, None
+        result = estimate(given)
+        return predicted_of(result), measured, result
     measured = latest_of_each_rank(lines)
     if not measured:
         raise SpecError(
@@ -130,7 +174,8 @@ def _read(
         from bridge_memory.readers.megatron_args import container
 
         given = run_from_config_container(container(printed))
-    return predicted_of(estimate(given)), measured, given
+    result = estimate(given)
+    return predicted_of(result), measured, result
 
 
 def _journal(path: str, lines: list[str]) -> tuple[list[Predicted], list[MeasuredRank]]:
@@ -164,10 +209,7 @@ def _gib(value: int | None, sign: str = "") -> str:
     return "-" if value is None else f"{value / GIB:{sign}.2f}"
 
 
-def _print_rows(rows: list[StageResidual], beyond: list[int], tolerance: float | None) -> None:
-    from bridge_memory.report.document import Column, Grid
-    from bridge_memory.report.printing import print_blocks
-
+def _table(rows: list[StageResidual], beyond: list[int], tolerance: float | None) -> Grid:
     cells = tuple(
         (
             str(r.stage), _gib(r.predicted_static), _gib(r.allocated), _gib(r.static_residual, "+"),
@@ -185,7 +227,7 @@ def _print_rows(rows: list[StageResidual], beyond: list[int], tolerance: float |
     if beyond:
         notes.append(f"beyond {tolerance:g} %: stage {', '.join(map(str, beyond))}")
     columns = tuple(Column(h) for h in heads)
-    print_blocks([Grid("predicted and measured, GiB", columns, cells, notes=tuple(notes))])
+    return Grid("predicted and measured, GiB", columns, cells, notes=tuple(notes))
 
 
 # ---- snapshots ----
@@ -198,13 +240,14 @@ def _snapshot(args: argparse.Namespace, data: bytes, tolerance: float | None) ->
     alive = at_peak(read_snapshot(data, args.measured), args.snapshot_device)
     run = _given_run(args)
     components: Any = ()
-    predicted = None
+    predicted = static = whole = None
     if run is not None:
-        stages = estimate(run).stages
+        whole = estimate(run)
+        stages = whole.stages
         if not 0 <= args.snapshot_stage < len(stages):
             raise SpecError(f"--snapshot-stage {args.snapshot_stage} does not exist; the run has {len(stages)} stages")
         stage = stages[args.snapshot_stage]
-        components, predicted = stage.components, stage.peak_bytes
+        components, predicted, static = stage.components, stage.peak_bytes, stage.static_bytes
     elif tolerance is not None:
         raise SpecError("--tolerance needs a prediction; name the MODEL and its flags, or give --megatron-args")
     result = attribute(alive, components)
@@ -216,9 +259,53 @@ def _snapshot(args: argparse.Namespace, data: bytes, tolerance: float | None) ->
     if args.json:
         json.dump(_snapshot_json(args, result, predicted, tolerance, beyond), sys.stdout, indent=2)
         print()
+        return EXIT_BEYOND if beyond else 0
+    blocks = _snapshot_blocks(result, predicted, beyond, args.tolerance)
+    if args.format != "html":
+        print_blocks(blocks)
+        return EXIT_BEYOND if beyond else 0
+    from bridge_memory.report.page.one_file import Measured, blocks_page, estimate_page
+
+    drawn = [*_snapshot_charts(result, predicted, static), *blocks]
+    if whole is None:
+        page = blocks_page("A memory snapshot at its peak", drawn, args.command_line)
     else:
-        _print_snapshot(result, predicted, beyond, args.tolerance)
+        assert predicted is not None
+        share = (alive.peak_bytes - predicted) / alive.peak_bytes if alive.peak_bytes else 0.0
+        where = f" of stage {args.snapshot_stage}" if len(whole.stages) > 1 else ""
+        words = _sentence(where, predicted, alive.peak_bytes, share, beyond)
+        found = {args.snapshot_stage: (alive.peak_bytes, None)}
+        page = estimate_page(
+            whole, flags=args.command_line, stage=args.snapshot_stage, measured=Measured(words, found, drawn)
+        )
+    print(page, end="")
     return EXIT_BEYOND if beyond else 0
+
+
+def _snapshot_charts(result: Attribution, predicted: int | None, static: int | None) -> list[Drawn]:
+    """What was allocated over the events of the trace, and parts at the peak beside those predicted."""
+    found: list[Drawn] = []
+    curve = result.alive.curve
+    if len(curve) > 1:
+        series: list[dict[str, Any]] = [
+            {"name": "measured", "tone": "measured", "line": "solid", "dots": False,
+             "points": [[event, size / GIB] for event, size in curve]}
+        ]  # fmt: skip
+        levels = (("predicted peak", "predicted", predicted), ("predicted between steps", "other", static))
+        for name, tone, level in levels:
+            if level is not None:
+                ends = (curve[0][0], curve[-1][0])
+                series.append({"name": name, "tone": tone, "line": "dashed", "dots": False,
+                               "points": [[event, level / GIB] for event in ends]})  # fmt: skip
+        y = {"title": "allocated", "unit": "GiB", "zero": True}
+        data = {"x": {"title": "allocations and frees recorded"}, "y": y, "series": series}
+        found.append(Chart("Measured over the snapshot's trace", "plot", data))
+    rows = [
+        {"name": str(g.group), "predicted": None if predicted is None else g.predicted, "measured": g.measured}
+        for g in result.groups
+    ]
+    found.append(Chart("At the peak", "pairs", {"rows": rows}))
+    return found
 
 
 def _snapshot_json(
@@ -247,10 +334,9 @@ def _snapshot_json(
     }
 
 
-def _print_snapshot(result: Attribution, predicted: int | None, beyond: bool, tolerance: float | None) -> None:
-    from bridge_memory.report.document import Block, Bullets, Column, Grid, Pairs
-    from bridge_memory.report.printing import print_blocks
-
+def _snapshot_blocks(
+    result: Attribution, predicted: int | None, beyond: bool, tolerance: float | None
+) -> list[Block]:
     alive = result.alive
     facts = [
         ("peak", f"{_gib(alive.peak_bytes)} GiB allocated, {alive.events_after_peak} events before the snapshot"),
@@ -277,4 +363,4 @@ def _print_snapshot(result: Attribution, predicted: int | None, beyond: bool, to
         lines = tuple(f"{_gib(size)} GiB  {frames}" for frames, size in seen[:10])
         if lines:
             blocks.append(Bullets("unattributed, by frames", lines))
-    print_blocks(blocks)
+    return blocks

@@ -12,7 +12,7 @@ from bridge_memory.spec import SpecError
 if TYPE_CHECKING:
     from bridge_memory.accuracy.corpus import Row
     from bridge_memory.accuracy.engine_records import Outcome
-    from bridge_memory.report.document import Block
+    from bridge_memory.report.document import Chart, Drawn
 
 SCHEMA = "bridge-memory/accuracy-engines/1"
 GIB = 1 << 30
@@ -42,11 +42,30 @@ def run(args: argparse.Namespace, rows: list[Row]) -> int:
     return 0
 
 
+def _scatter(found: Sequence[Outcome]) -> Chart:
+    """Predicted over measured figures, by grade."""
+    from bridge_memory.report.document import Chart
+
+    kinds = {("A", "counted"): "predicted", ("B", "counted"): "warn"}
+    series: dict[str, dict[str, Any]] = {}
+    for o in found:
+        if o.measured_bytes is None or o.predicted_bytes is None or o.error is None:
+            continue
+        name = f"grade {o.grade}" if o.status == "counted" else "with gaps, not counted"
+        one = series.setdefault(name, {"name": name, "tone": kinds.get((o.grade, o.status), "some"), "line": "",
+                                       "points": []})  # fmt: skip
+        words = ", ".join(filter(None, (o.id, o.model, o.what, o.meaning)))
+        one["points"].append([o.measured_bytes / GIB, o.predicted_bytes / GIB, f"{words}: {o.error:+.1%}"])
+    x, y = ({"title": title, "unit": "GiB", "log": True} for title in ("measured", "predicted"))
+    data = {"x": x, "y": y, "diagonal": True, "series": [series[name] for name in sorted(series)]}
+    return Chart("Predicted over measured", "plot", data)
+
+
 def _as_json(o: Outcome) -> dict[str, Any]:
     return {**o._asdict(), "assumptions": list(o.assumptions), "error": o.error}
 
 
-def blocks(found: Sequence[Outcome], rows: int) -> list[Block]:
+def blocks(found: Sequence[Outcome], rows: int) -> list[Drawn]:
     """What is counted, what is predicted with gaps, errors by grade, and rows that are not read by their reasons."""
     from bridge_memory.accuracy.engine_records import TARGETS, totals
     from bridge_memory.report.document import Bullets, Column, Grid
@@ -63,7 +82,7 @@ def blocks(found: Sequence[Outcome], rows: int) -> list[Block]:
             f"{o.measured_bytes / GIB:.2f}", f"{o.predicted_bytes / GIB:.2f}", f"{o.error * 100:+.1f}",
         )  # fmt: skip
 
-    answer: list[Block] = []
+    answer: list[Drawn] = [_scatter(found)]
     shown = (("Counted, GiB", "counted"), ("Not counted: predicted without what is named below, GiB", "gaps"))
     for title, status in shown:
         chosen = [o for o in found if o.status == status]

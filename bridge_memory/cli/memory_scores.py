@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.report.document import Chart
 from bridge_memory.report.write import check_target, write_text
 from bridge_memory.spec import SpecError
 
@@ -71,6 +72,10 @@ def run(args: argparse.Namespace, rows_of_file: list[Row] | None = None) -> int:
             sys.stdout.write(text)
             return 0
         write_text(beside, text, force=args.force, flag="--json")
+    if args.format == "html":
+        from bridge_memory.report.printing import print_blocks
+
+        print_blocks([_scatter(outcomes)])
     if args.summary or not (args.by or args.worst):
         print(table(rows))
         print(_statuses(outcomes))
@@ -99,6 +104,28 @@ def table(rows: Sequence[GroupAccuracy]) -> str:
                 + "".join(_cells(errors.get(metric)) for metric in ("allocated", "max_allocated"))
             )
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _scatter(outcomes: Sequence[Outcome]) -> Chart:
+    """Predicted over measured peaks, the worst rank of each record."""
+    furthest: dict[str, Outcome] = {}
+    for o in outcomes:
+        if o.status == "ok" and o.max_allocated_error is not None:
+            other = furthest.setdefault(o.id, o)
+            if abs(o.max_allocated_error) > abs(other.max_allocated_error or 0.0):
+                furthest[o.id] = o
+    tiers = sorted({o.tier for o in furthest.values()})
+    tones = ("predicted", "warn", "other", "good", "some")
+    series = [
+        {"name": f"tier {tier}", "tone": tones[min(i, len(tones) - 1)], "line": "", "points": [
+            [(o.measured_max_allocated_bytes or 0) / GIB, (o.predicted_max_allocated_bytes or 0) / GIB,
+             f"{o.id}, rank {o.rank}: {o.max_allocated_error or 0.0:+.1%}"]
+            for o in furthest.values() if o.tier == tier
+        ]}
+        for i, tier in enumerate(tiers)
+    ]  # fmt: skip
+    x, y = ({"title": title, "unit": "GiB", "log": True} for title in ("measured", "predicted"))
+    return Chart("Predicted over measured peaks", "plot", {"x": x, "y": y, "diagonal": True, "series": series})
 
 
 def _cells(e: Errors | None) -> str:

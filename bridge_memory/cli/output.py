@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bridge_memory.report.document import Block
+from bridge_memory.report.document import Chart, Drawn
 from bridge_memory.report.printing import collected
 from bridge_memory.report.write import check_target, write_text
 from bridge_memory.spec import SpecError
@@ -85,18 +85,20 @@ def written(args: argparse.Namespace) -> Iterator[None]:
         write_text(args.output, text.getvalue(), force=args.force)
 
 
-def _rendered(blocks: list[Block], text: str, args: argparse.Namespace) -> str:
+def _rendered(blocks: list[Drawn], text: str, args: argparse.Namespace) -> str:
     """``text``: what was printed otherwise."""
     if args.format == "html":
         from bridge_memory.report.page.one_file import blocks_page
 
-        title = next((block.title for block in blocks if block.title), "bridge-memory")
+        titles = [block.title for block in sorted(blocks, key=lambda block: isinstance(block, Chart)) if block.title]
+        title = titles[0] if titles else "bridge-memory"
         return blocks_page(title, blocks, args.command_line, text)
     from bridge_memory.report.markdown import first_table, markdown
 
+    of_text = [block for block in blocks if not isinstance(block, Chart)]
     if args.format == "md":
-        return markdown(blocks, text)
-    table = first_table(blocks)
+        return markdown(of_text, text)
+    table = first_table(of_text)
     if not table:
         raise SpecError("there is no table here to write as CSV; use --format text, json, md or html")
     return table

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from bridge_memory.report.gpus import Gpu
 
 
+#: Megatron-LM's default of --make-vocab-size-divisible-by.
+MEGATRON_PADDING = 128
+
+
 def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None) -> RunSpec:
     """The run that the flags describe. Raises SpecError.
 
@@ -46,12 +50,12 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
         group, dot, name = key.partition(".")
         if dot and group in given:
             given[group][name] = value
-    if args.model is None and args.custom_config is None:
+    if args.model is None and args.custom_config is None and args.megatron_args is None:
         args.model = model_of_files(args)
-    sources = [x for x in (args.model, args.custom_config, args.megatron_args) if x is not None]
-    if len(sources) != 1:
+    sources = [x for x in (args.model, args.custom_config) if x is not None]
+    if len(sources) > 1 or not (sources or args.megatron_args is not None):
         raise SpecError(
-            "give exactly one of MODEL, --custom-config and --megatron-args"
+            "give exactly one of MODEL and --custom-config, or --megatron-args"
             + ("" if sources else "; `bridge-memory models` lists the presets")
         )
     if args.megatron_args is not None:
@@ -121,24 +125,32 @@ def run_on_gpus(args: argparse.Namespace, gpus: Sequence[Gpu]) -> RunSpec:
 def _run_from_megatron(
     args: argparse.Namespace, given: dict[str, dict[str, Any]], gpu_arch: str | None
 ) -> RunSpec:
-    """Megatron-LM's own arguments say everything; beside them only the number of GPUs may be given."""
+    """Megatron-LM's own arguments say everything; beside them only the number of GPUs may be given, and a MODEL, which
+    they then need not say."""
     import os
 
     from bridge_memory.readers.megatron_args import run_from_megatron_args
     from bridge_memory.readers.megatron_args.parsing import read_arguments
 
     extra = [called(SPECS[group], name) for group, values in given.items() for name in values if name != "world_size"]
-    beside = {**MODEL_FLAGS, **FLAG_OF, **{name: flag for flag, (name, _) in SWITCHES.items()}}
+    of_model = args.model is not None or args.custom_config is not None
+    beside = {**({} if of_model else MODEL_FLAGS), **FLAG_OF, **{name: flag for flag, (name, _) in SWITCHES.items()}}
     extra += [flag for name, flag in beside.items() if getattr(args, name) is not None]
     if extra:
-        raise SpecError(f"{extra[0]} belongs inside --megatron-args; beside it only --num-gpus may stand")
+        raise SpecError(f"{extra[0]} belongs inside --megatron-args; beside it only MODEL and --num-gpus may stand")
     text = args.megatron_args
     if os.path.isfile(text):
         text = read_text(text, "give Megatron-LM's arguments to --megatron-args")
     world_size = given["parallel"].get("world_size")
     if world_size is None and read_arguments(text).world_size is None:
         raise SpecError("--megatron-args needs --num-gpus, the GPUs of the job, beside it, or torchrun's options in it")
-    run = run_from_megatron_args(text, world_size=world_size, **_releases(args))
+    model = None
+    if of_model:
+        if args.make_vocab_size_divisible_by is None:  # Megatron-LM pads, whoever describes the model.
+            said = str(read_arguments(text).values.get("make_vocab_size_divisible_by", ""))
+            args.make_vocab_size_divisible_by = int(said) if said.isdecimal() else MEGATRON_PADDING
+        model = _model(args)
+    run = run_from_megatron_args(text, world_size=world_size, model=model, **_releases(args))
     if gpu_arch:
         run = replace(run, implementation=replace(run.implementation, gpu_arch=gpu_arch))
     return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
     from bridge_memory.plan.search import Found, Row
-    from bridge_memory.report.document import Block
+    from bridge_memory.report.document import Chart, Drawn
     from bridge_memory.report.gpus import Gpu
     from bridge_memory.speed.hardware import Hardware
 
@@ -191,7 +191,7 @@ def _recompute(r: Any) -> str:
     return f"full {r.method} {r.num_layers}" if r.granularity == "full" else "none"
 
 
-def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu, calibration: str) -> list[Block]:
+def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu, calibration: str) -> list[Drawn]:
     from bridge_memory.plan.search import TIE, ties
     from bridge_memory.report.document import Bullets, Column, Grid
     from bridge_memory.spec.gaps import gaps
@@ -239,12 +239,45 @@ def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu, cali
     notes += [f"not modelled: {gap}" for gap in unknown]
     if base.model.has_experts:
         notes.append("no measured group varies EP: how layouts with different EP compare rests on the model alone")
-    grids: list[Block] = [
+    grids: list[Drawn] = [] if args.format != "html" else [_chart(found, gpu)]
+    grids += [
         grid(f"Fastest layouts of {base.model.name} on {num_gpus} x {gpu.name}", best, tuple(notes))
     ]
     if len(front) > 1:
         grids.append(grid("Less memory for time: no other layout is both faster and smaller", front))
     return grids
+
+
+#: Layouts that a chart shows, at most.
+_CHARTED = 300
+
+
+def _chart(found: Found, gpu: Gpu) -> Chart:
+    """Peak over step time: the front, and the fastest of the others."""
+    from bridge_memory.report.document import Chart
+
+    front = found.front()
+    others = [row for row in found.best(_CHARTED) if row not in front]
+
+    def points(rows: Sequence[Row]) -> list[list[Any]]:
+        return [[row.time.seconds, row.peak / 2**30, _layout_words(row)] for row in rows]
+
+    series: list[dict[str, Any]] = [
+        {"name": "others that fit", "tone": "some", "line": "", "points": points(others)},
+        {"name": "no other is both faster and smaller", "tone": "predicted", "line": "steps", "dots": True,
+         "points": points(front)},
+    ]  # fmt: skip
+    axes = {"x": {"title": "step by the time model", "unit": "s"}, "y": {"title": f"peak on {gpu.name}", "unit": "GiB"}}
+    return Chart("Memory against time", "plot", {**axes, "series": series})
+
+
+def _layout_words(row: Row) -> str:
+    """"TP 2, PP 4, EP 8, micro batch 1, recompute mlp"."""
+    p = row.run.parallel
+    sizes = (("TP", p.tp), ("PP", p.pp), ("VPP", p.vpp), ("CP", p.cp), ("EP", p.ep), ("ETP", p.etp))
+    words = [f"{name} {size}" for name, size in sizes if size > 1]
+    words += [f"micro batch {row.run.batch.micro_batch_size}", f"split {_split(p)}"]
+    return ", ".join([*words, f"recompute {_recompute(row.run.recompute)}"])
 
 
 def _record(row: Row) -> dict[str, Any]:

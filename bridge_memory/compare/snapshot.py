@@ -98,6 +98,8 @@ class Alive:
     #: Events of the trace, and how many of them come after the peak.
     events: int
     events_after_peak: int
+    #: (event, bytes allocated after it) over the trace, the oldest first; of many events some, the peak among them.
+    curve: tuple[tuple[int, int], ...] = ()
 
 
 def at_peak(snapshot: dict[str, Any], device: int | None = None) -> Alive:
@@ -170,14 +172,32 @@ def _at_peak(snapshot: dict[str, Any], device: int | None) -> Alive:
 
     # First pass: where the peak is. Second pass, from the end again: what is alive there.
     peak, peak_index = total, len(trace)
+    totals = [total]
     for i in range(len(trace) - 1, -1, -1):
         total += undo(i)
+        totals.append(total)
         if total > peak:
             peak, peak_index = total, i
     alive = dict(end)
     for i in range(len(trace) - 1, peak_index - 1, -1):
         undo(i)
-    return Alive(device, peak, tuple(alive.values()), end_bytes, len(trace), len(trace) - peak_index)
+    return Alive(
+        device, peak, tuple(alive.values()), end_bytes, len(trace), len(trace) - peak_index, _thinned(totals[::-1])
+    )
+
+
+#: Points of a curve, about.
+_POINTS = 1200
+
+
+def _thinned(totals: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(place, value) of the lowest and the highest of each of some stretches, in order."""
+    stretch = max(1, 2 * len(totals) // _POINTS)
+    kept = set()
+    for start in range(0, len(totals), stretch):
+        places = range(start, min(start + stretch, len(totals)))
+        kept |= {min(places, key=totals.__getitem__), max(places, key=totals.__getitem__)}
+    return tuple((i, totals[i]) for i in sorted({0, *kept, len(totals) - 1}))
 
 
 def _whole(value: object) -> int:

@@ -33,6 +33,7 @@ class MemoryReport:
     then every ``every`` steps (None: the container's ``logger.log_interval``).
 
     ``path``: the JSON-lines file, None for none. ``calibration``: where residuals are kept, None for nowhere.
+    ``html``: a page that is written anew at every report, and that a browser reads again by itself; None for none.
     ``run``: what is trained, a RunSpec or a function that gives one when the first report is due (what it raises is one
     warning: the report then has torch's figures alone); for ``start``, ``step`` and ``end``, which are called after the
     optimizer's steps. ``threshold``: the share of a measured figure beyond which a stage gets a line of explanation.
@@ -47,13 +48,14 @@ class MemoryReport:
         run: RunSpec | Callable[[], RunSpec] | None = None,
         every: int | None = None,
         calibration: str | os.PathLike[str] | None = None,
+        html: str | os.PathLike[str] | None = None,
         threshold: float = THRESHOLD,
         deadline: float = gather.DEADLINE,
         emit: Callable[[str], None] | None = None,
         read: Callable[[int, int], Reading] = read_cuda,
     ) -> None:
         self._reporter = Reporter(
-            path, calibration_path=calibration, threshold=threshold, deadline=deadline, emit=emit, read=read
+            path, calibration_path=calibration, html=html, threshold=threshold, deadline=deadline, emit=emit, read=read
         )
         #: Steps from report to report; None: as the container says, or 100.
         self.every = every
@@ -84,6 +86,7 @@ class MemoryReport:
     @never_raises
     def on_train_end(self, context: Any) -> None:
         self._watch.stop()
+        self._reporter.finish()
 
     # ---- a loop of one's own ----
 
@@ -108,6 +111,7 @@ class MemoryReport:
     @never_raises
     def end(self) -> None:
         self._watch.stop()
+        self._reporter.finish()
 
     @property
     def steps(self) -> int:

@@ -13,6 +13,8 @@ _FIGURES = (
     "predicted_static", "predicted_peak", "allocated", "max_allocated", "reserved", "outside", "headroom", "residual",
     "spread",
 )  # fmt: skip
+#: Of them in one chart.
+_TOGETHER = ("predicted_static", "predicted_peak", "allocated", "max_allocated", "reserved")
 
 
 def metrics(stages: Sequence[StageRecord]) -> dict[str, float]:
@@ -36,6 +38,8 @@ class Loggers:
 
     def __init__(self) -> None:
         self._attempts = {name: Attempts(name) for name in _SENDERS}
+        self._laying_out = Attempts("the charts of TensorBoard")
+        self._laid_out = False
 
     def log(self, state: Any, values: dict[str, float], iteration: int) -> None:
         """Send ``values`` to each logger that ``state`` has.
@@ -45,6 +49,22 @@ class Loggers:
         """
         for name, attempt in self._attempts.items():
             attempt(_send, name, state, values, iteration)
+        writer = getattr(state, "tensorboard_logger", None)
+        lay_out = getattr(writer, "add_custom_scalars", None)
+        if not self._laid_out and lay_out is not None:
+            self._laid_out = True
+            self._laying_out(lay_out, charts(values))
+
+
+def charts(values: dict[str, float]) -> dict[str, dict[str, list[Any]]]:
+    """TensorBoard's layout of its tab "custom scalars" (``SummaryWriter.add_custom_scalars``): one chart a stage, with
+    what was predicted and what was measured in it."""
+    stages: dict[str, list[Any]] = {}
+    for name in values:
+        _, stage, figure = name.split("/")
+        if figure.removesuffix("_gib") in _TOGETHER:
+            stages.setdefault(stage.replace("_", " "), ["Multiline", []])[1].append(f"^{name}$")
+    return {"GPU memory, predicted and measured": stages}
 
 
 def _send(name: str, state: Any, values: dict[str, float], iteration: int) -> None:

@@ -144,6 +144,7 @@ class Installed:
 def install(
     path: str | os.PathLike[str] | None = "memory_report.jsonl",
     *,
+    html: str | os.PathLike[str] | None = None,
     deadline: float = gather.DEADLINE,
     emit: Callable[[str], None] | None = None,
     read: Callable[[int, int], Reading] = read_cuda,
@@ -158,7 +159,7 @@ def install(
     modules = [_import(source) for source, _ in _SOURCES]
     with _lock:
         if _installed is None:
-            _installed = Installed(Reporter(path, deadline=deadline, emit=emit, read=read))
+            _installed = Installed(Reporter(path, html=html, deadline=deadline, emit=emit, read=read))
             _installed.apply(modules)
         return _installed
 

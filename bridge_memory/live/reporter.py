@@ -7,12 +7,14 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from bridge_memory import calibration
 from bridge_memory.calibration import journal
 from bridge_memory.calibration.records import ComponentRecord, PredictedStage, ReportRecord, RunRecord
 from bridge_memory.calibration.residuals import versions
+from bridge_memory.files import write_whole
 from bridge_memory.live import gather, loggers
 from bridge_memory.live.cuda import Reading, read_cuda
 from bridge_memory.live.guard import Attempts, never_raises, said, warn_once
@@ -21,11 +23,14 @@ from bridge_memory.live.place import Place, place
 from bridge_memory.live.prediction import FIRST_STEP, STEADY, Prediction, predict
 from bridge_memory.live.table import THRESHOLD, notes, stage_records, text_table, verdict
 from bridge_memory.readers.config_container import run_from_config_container
+from bridge_memory.report.history import History
 from bridge_memory.report.units import ranges
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.theoretical_memory_utils import remarks, theoretical_memory_line
 
 _serial = itertools.count()
+#: Seconds after which a browser reads the page of ``html`` again.
+REFRESH = 20
 
 
 class Reporter:
@@ -36,6 +41,7 @@ class Reporter:
         path: str | os.PathLike[str] | None,
         *,
         calibration_path: str | os.PathLike[str] | None = None,
+        html: str | os.PathLike[str] | None = None,
         threshold: float = THRESHOLD,
         deadline: float = gather.DEADLINE,
         emit: Callable[[str], None] | None = None,
@@ -43,6 +49,8 @@ class Reporter:
     ) -> None:
         self.path = path
         self.calibration_path = calibration_path
+        self.html = html
+        self.history = History()
         self.threshold = threshold
         self.deadline = deadline
         self.emit = emit or (lambda text: print(text, flush=True))
@@ -57,6 +65,7 @@ class Reporter:
         self._publishing = Attempts("leaving a reading in the store")
         self._sharing = Attempts("sharing the report")
         self._writing = Attempts(f"writing {path}")
+        self._drawing = Attempts(f"writing {html}")
         self._calibrating = Attempts(f"writing {calibration_path}")
         self._showing = Attempts("showing the report")
         self._machine: Machine | None = None
@@ -238,6 +247,26 @@ class Reporter:
     def _write(self, record: RunRecord | ReportRecord) -> None:
         if self.path is not None:
             self._writing(journal.append, self.path, record)
+        if self.html is not None:
+            self.history.add(record)
+            if isinstance(record, ReportRecord):
+                self._drawing(draw, self.html, self.history, refresh=REFRESH)
+
+    @never_raises
+    def finish(self) -> None:
+        """Training is over: the page is not read again."""
+        if self.html is not None and self.history.reports:
+            self._drawing(draw, self.html, self.history)
+
+
+def draw(path: str | os.PathLike[str], history: History, *, refresh: int = 0) -> None:
+    """The page beside a journal, whole or not at all. ``refresh``: seconds after which a browser reads it again. Raises
+    OSError."""
+    from bridge_memory.report.page.one_file import blocks_page
+
+    under = history.under() + (f"; this page is read again every {refresh} s" if refresh else "; training is over")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, blocks_page(history.title, history.blocks(), under=under, refresh=refresh))
 
 
 def _predicted(prediction: Prediction) -> list[PredictedStage]:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 
 class Column(NamedTuple):
@@ -47,7 +48,18 @@ class Bullets(NamedTuple):
     items: tuple[str, ...]
 
 
+class Chart(NamedTuple):
+    """What a page draws and text leaves to the table beside it: ``kind``, "plot", "pairs" or "stages", is who draws
+    ``data``, JSON, in ``page/plots.js``."""
+
+    title: str
+    kind: str
+    data: Mapping[str, Any]
+
+
 Block = Grid | Pairs | Bullets | Words
+#: What a page is made of.
+Drawn = Block | Chart
 
 
 def one_line(text: str) -> str:

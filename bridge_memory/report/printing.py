@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TextIO
 
-from bridge_memory.report.document import Block, Bullets, Grid, Pairs, Words, one_line
+from bridge_memory.report.document import Block, Bullets, Chart, Drawn, Grid, Pairs, Words, one_line
 from bridge_memory.report.plain import render
 
 #: Characters of a line where nothing says otherwise.
@@ -20,19 +20,20 @@ WIDEST = 10_000
 NARROWEST = 40
 
 
-def print_blocks(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
-    """Write ``blocks`` to ``stream`` (default: stdout): through rich on a terminal, as plain text elsewhere.
+def print_blocks(blocks: Iterable[Drawn], stream: TextIO | None = None) -> None:
+    """Write ``blocks`` to ``stream`` (default: stdout): through rich on a terminal, as plain text elsewhere. Charts are
+    for pages alone.
 
     The width is COLUMNS where it is set, else the terminal's on a terminal, else 80.
     """
     if stream is None and _collected:
-        _collected[-1].extend(map(_clean, blocks))
+        _collected[-1].extend(block if isinstance(block, Chart) else _clean(block) for block in blocks)
         return
     out = sys.stdout if stream is None else stream
     terminal = out.isatty()
     width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else _columns()
     width = min(max(NARROWEST, width), WIDEST)
-    clean = [_clean(block) for block in blocks]
+    clean = [_clean(block) for block in blocks if not isinstance(block, Chart)]
     if terminal and os.environ.get("TERM") != "dumb":
         try:
             from bridge_memory.report.terminal import print_rich  # rich takes its time
@@ -44,13 +45,13 @@ def print_blocks(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
     out.write(render(clean, width))
 
 
-_collected: list[list[Block]] = []
+_collected: list[list[Drawn]] = []
 
 
 @contextlib.contextmanager
-def collected() -> Iterator[list[Block]]:
+def collected() -> Iterator[list[Drawn]]:
     """What is printed inside to standard output, as blocks and not as text."""
-    blocks: list[Block] = []
+    blocks: list[Drawn] = []
     _collected.append(blocks)
     try:
         yield blocks

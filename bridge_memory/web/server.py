@@ -60,7 +60,7 @@ class Server(ThreadingHTTPServer):
         self.hosts = _own_names(host)
         self.assets = {path.relative_to(_PAGE).as_posix(): path.read_bytes() for path in sorted(_PAGE.rglob("*"))
                        if path.suffix in _TYPES}  # fmt: skip
-        self.assets |= {f"report/{name}": asset(name).encode() for name in ("charts.js", "style.css")}
+        self.assets |= {f"report/{name}": asset(name).encode() for name in ("charts.js", "plots.js", "style.css")}
         self._connections = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__((host, port), Handler)
 

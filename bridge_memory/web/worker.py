@@ -17,6 +17,8 @@ from typing import Any
 
 from bridge_memory.spec import SpecError
 
+#: Layouts of the front that are told, at most.
+_FRONT = 60
 #: Seconds between two lines of progress.
 _EVERY = 0.2
 
@@ -97,6 +99,7 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
         "refused": dict(found.refused.most_common(6)), "global_batch_size": sequences,
         "global_batch_size_given": "batch.global_batch_size" in given, "ties": ties(best),
         "not_timed": list(not_timed(best[0].run)) if best else [], "rows": [_row(row) for row in best],
+        "front": [_row(row) for row in found.front()[:_FRONT]],
     }  # fmt: skip
 
 

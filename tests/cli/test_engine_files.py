@@ -66,7 +66,8 @@ def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str], tmp_path:
         capsys, "Llama-3.2-1B", "--deepspeed", path, "--engine", "ddp"
     )
     assert "give exactly one of MODEL" in refused(capsys, "--deepspeed", path)
-    assert "beside it only --num-gpus" in refused(capsys, "--megatron-args", "--num-layers 2", "--deepspeed", path)
+    beside = refused(capsys, "--megatron-args", "--num-layers 2", "--deepspeed", path)
+    assert "beside it only MODEL and --num-gpus" in beside
     assert "drop the other files" in refused(capsys, "Llama-3.2-1B", "--deepspeed", path, "--torchtitan", path)
     assert "--tp (2) is not supported" in refused(
         capsys, "Llama-3.2-1B", "--deepspeed", path, "--num-gpus", "8", "--tp", "2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from bridge_memory.cli import compare
+from bridge_memory.cli import compare, main
 from bridge_memory.estimate import estimate
 from bridge_memory.live import MemoryReport
 from bridge_memory.live.cuda import Reading
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.megatron_args import run_from_megatron_args
+from bridge_memory.report.page.one_file import MOST_BYTES
 from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec, SpecError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -156,3 +158,60 @@ def test_a_megatron_lm_log_says_itself_what_ran(tmp_path: Path, capsys: pytest.C
     assert run(str(path), "--json") == 0
     stages = json.loads(capsys.readouterr().out)["stages"]
     assert stages[0]["max_allocated_bytes"] == 20 * GIB and stages[0]["predicted_peak_bytes"] > 0
+
+
+# ---- as a page ----
+
+
+def page_of(tmp_path: Path, *argv: str) -> dict[str, Any]:
+    """What the scripts of a page hold, by the ids of the elements."""
+    target = tmp_path / "page.html"
+    assert main(["compare", *argv, "--output", str(target), "--force"]) == 0
+    text = target.read_text()
+    assert len(text.encode()) <= MOST_BYTES
+    held = re.findall(r'<script type="application/json" id="(\w+)">(.*?)</script>', text, re.DOTALL)
+    return {"text": text, **{name: json.loads(value) for name, value in held}}
+
+
+def test_a_log_lies_over_the_stages_and_the_step(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    peaks = megatron_log(log, excess=0.04)
+    page = page_of(tmp_path, str(log), "--megatron-args", ARGS, "--num-gpus", "4")
+    assert {n: m["peak_bytes"] for n, m in page["data"]["measured"].items()} == {
+        str(n): int(peak * 1.04) for n, peak in enumerate(peaks)
+    }  # fmt: skip
+    assert page["data"]["timelines"].keys() == page["data"]["measured"].keys()
+    assert "3.8% too low" in page["text"] and "predicted and measured, GiB" in page["text"]
+
+
+def test_a_journal_alone_is_drawn_over_its_steps(tmp_path: Path) -> None:
+    journal = tmp_path / "r.jsonl"
+    report = MemoryReport(journal, run=RunSpec(model="meta-llama/Llama-3.2-1B", parallel=ParallelSpec(world_size=1)),
+                          every=1, emit=lambda text: None,
+                          read=lambda *of: Reading(*of, GIB, 2 * GIB, 3 * GIB, 3 * GIB, 80 * GIB, 0))  # fmt: skip
+    report.start()
+    report.step()
+    report.step()
+    bars, steps = page_of(tmp_path, str(journal))["charts"]
+    assert (bars["kind"], steps["kind"]) == ("stages", "plot")
+    assert [point[:2] for point in steps["data"]["series"][0]["points"]] == [[0, 2.0], [1, 2.0], [2, 2.0]]
+    whole = page_of(tmp_path, str(journal), "meta-llama/Llama-3.2-1B", "--num-gpus", "1")
+    assert whole["data"]["measured"]["0"] == {"peak_bytes": 2 * GIB, "static_bytes": GIB}
+    assert [chart["kind"] for chart in whole["charts"]] == ["plot"]
+
+
+def test_a_snapshot_is_drawn_over_its_trace(tmp_path: Path) -> None:
+    """400 MiB at the peak, 300 at the end: the hand count of ``test_snapshot.snapshot``."""
+    file = tmp_path / "s.pickle"
+    file.write_bytes(pickle.dumps(snapshot()))
+    curve, parts = page_of(tmp_path, str(file))["charts"]
+    points = [point[1] * 1024 for point in curve["data"]["series"][0]["points"]]
+    assert max(points) == pytest.approx(400, abs=1e-3) and points[-1] == 300
+    assert points[:2] == [pytest.approx(300), pytest.approx(330, abs=1e-3)]
+    assert sum(row["measured"] for row in parts["data"]["rows"]) == pytest.approx(400 * 2**20, abs=1000)
+    page = page_of(tmp_path, str(file), "meta-llama/Llama-3.2-1B", "--num-gpus", "1")
+    assert page["data"]["measured"]["0"]["peak_bytes"] == pytest.approx(400 * 2**20, abs=1000)
+    assert {s["name"] for s in page["charts"][0]["data"]["series"]} == {
+        "measured", "predicted peak", "predicted between steps"
+    }  # fmt: skip
+    assert all(row["predicted"] is not None for row in page["charts"][1]["data"]["rows"])

@@ -6,36 +6,22 @@ axe-core's ``axe.min.js``, named by the variable AXE_CORE.
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from in_browser import needs_axe, needs_browser
 from report_runs import NAMES, result
+from with_browser import serious
 
-from bridge_memory.report.document import Bullets, Column, Grid
+from bridge_memory.report.document import Bullets, Chart, Column, Grid, Words
 from bridge_memory.report.gpus import fits
-from bridge_memory.report.page.one_file import blocks_page, estimate_page
+from bridge_memory.report.page.one_file import Measured, blocks_page, estimate_page
 from bridge_memory.report.table import alike
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the browser's tests need `pip install playwright`")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-AXE = os.environ.get("AXE_CORE", "")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium; apt-get install chromium")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-         "--disable-background-networking", "--disable-component-update"]  # fmt: skip
+pytestmark = needs_browser
 BAD = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>"\'&${1}`'
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        one = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield one
-        one.close()
 
 
 class Tab:
@@ -78,13 +64,11 @@ def test_it_draws(browser: Any, tmp_path: Path, name: str, width: int, scheme: s
     tab.done()
 
 
-@pytest.mark.skipif(not AXE, reason="AXE_CORE names no axe.min.js")
+@needs_axe
 @pytest.mark.parametrize(("name", "scheme"), [("one microbatch", "light"), ("uneven", "dark")])
 def test_it_is_accessible(browser: Any, tmp_path: Path, name: str, scheme: str) -> None:
     tab = Tab(browser, tmp_path / "a.html", page_of(name), color_scheme=scheme)
-    tab.page.evaluate(Path(AXE).read_text())
-    found = tab.page.evaluate("axe.run().then((r) => r.violations.map((v) => [v.id, v.impact, v.nodes[0].html]))")
-    assert [v for v in found if v[1] in ("serious", "critical")] == []
+    assert serious(tab.page) == []
     tab.done()
 
 
@@ -158,6 +142,87 @@ def test_names_are_text(browser: Any, tmp_path: Path) -> None:
     tab.page.click("#theme")
     assert tab.page.evaluate("document.documentElement.dataset.theme") == "dark"
     tab.done()
+
+
+PLOT = {
+    "x": {"title": "step", "unit": "s"}, "y": {"title": "peak", "unit": "GiB"},
+    "series": [
+        {"name": "some", "tone": "some", "line": "", "points": [[2.0, 70.0, BAD], [3.0, 60.0, "b"]]},
+        {"name": "front", "tone": "predicted", "line": "steps", "dots": True,
+         "points": [[1.0, 65.0, "c"], [4.0, 40.0]]},
+    ],
+}  # fmt: skip
+LOGS = {**PLOT, "diagonal": True, "x": {"title": "measured", "log": True}, "y": {"title": "predicted", "log": True}}
+NOTHING = {**PLOT, "series": [{"name": "none", "tone": "some", "line": "", "points": []}]}
+ROWS = {"rows": [{"name": BAD, "predicted": 2**30, "measured": 2**31}, {"name": "b", "predicted": 0, "measured": None}]}
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1100, "light"), (360, "dark")])
+def test_charts_of_blocks(browser: Any, tmp_path: Path, width: int, scheme: str) -> None:
+    stages = {
+        "stages": [{"stage": 0, "label": "0", "number": 1, "peak_bytes": 2**31, "peak_phase": "",
+                    "parts": {"weights": 2**31}}],
+        "measured": {"0": {"peak_bytes": 3 * 2**30}},
+    }  # fmt: skip
+    blocks = [Chart("a", "plot", PLOT), Chart("b", "plot", LOGS), Chart("c", "pairs", ROWS),
+              Chart("d", "stages", stages), Chart("e", "plot", NOTHING)]  # fmt: skip
+    context = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
+    tab = Tab(browser, tmp_path / "a.html", blocks_page("charts", blocks), **context)
+    drawn = tab.page.locator(".bm-here")
+    assert drawn.nth(0).locator("circle.bm-dot").count() == 4 and drawn.nth(1).locator("circle.bm-dot").count() == 4
+    assert drawn.nth(1).locator(".bm-limit").count() == 1
+    assert drawn.nth(2).locator(".bm-pair-bar").all_inner_texts() == ["1.00 GiB", "2.00 GiB", "0.00 GiB"]
+    assert drawn.nth(3).locator(".bm-found").count() == 1 and "measured 3.00 GiB" in str(
+        drawn.nth(3).locator("[aria-label]").first.get_attribute("aria-label")
+    )
+    assert "nothing to draw" in drawn.nth(4).inner_text()
+    chart = drawn.nth(0).locator("svg")
+    chart.focus()
+    tab.page.keyboard.press("Home")
+    assert chart.get_attribute("aria-valuetext") == "front: peak 65 GiB, step 1 s; c"
+    tab.page.keyboard.press("ArrowRight")
+    assert BAD in str(chart.get_attribute("aria-valuetext")) and BAD in drawn.nth(0).locator(".bm-tip").inner_text()
+    dot = drawn.nth(0).locator("g.bm-tone-predicted circle").nth(1).bounding_box()
+    tab.page.mouse.move(dot["x"] + 3, dot["y"] + 3)
+    assert "peak 40 GiB" in drawn.nth(0).locator(".bm-tip").inner_text()
+    tab.done()
+
+
+@needs_axe
+def test_charts_of_blocks_are_accessible(browser: Any, tmp_path: Path) -> None:
+    blocks = [Chart("a", "plot", PLOT), Chart("c", "pairs", ROWS)]
+    tab = Tab(browser, tmp_path / "a.html", blocks_page("charts", blocks))
+    assert serious(tab.page) == []
+    tab.done()
+
+
+def test_measured_lies_over_predicted(browser: Any, tmp_path: Path) -> None:
+    answer = result("four stages")
+    stages = {s.stage: (s.peak_bytes + 2**30, s.static_bytes) for s in answer.stages}
+    measured = Measured(Words("", (BAD,), "good"), stages, [Chart("over time", "plot", PLOT)])
+    tab = Tab(browser, tmp_path / "a.html", estimate_page(answer, measured=measured))
+    assert tab.page.locator("#stages .bm-found").count() == len(alike(answer.stages))
+    first = answer.peak_stage
+    said = tab.page.locator("#timeline .bm-measured-text").all_text_contents()
+    assert said == [
+        f"measured peak {(first.peak_bytes + 2**30) / 2**30:.2f} GiB",
+        f"measured between steps {first.static_bytes / 2**30:.2f} GiB",
+    ]
+    assert tab.page.locator(".bm-here circle.bm-dot").count() == 4
+    assert BAD in tab.page.locator(".verdict.fits").inner_text()
+    tab.done()
+
+
+def test_a_page_is_read_again_by_itself(browser: Any, tmp_path: Path) -> None:
+    tab = Tab(browser, tmp_path / "a.html", blocks_page("first", [Bullets("", ("x",))], refresh=1))
+    (tmp_path / "a.html").write_text(blocks_page("second", [Bullets("", ("x",))]), encoding="utf-8")
+    for _ in range(200):
+        if tab.page.title() == "second":
+            break
+        tab.page.wait_for_timeout(50)
+    assert tab.page.title() == "second"
+    assert tab.complaints == [] and len(tab.asked) == 2
+    tab.page.context.close()
 
 
 def test_without_javascript_the_numbers_are_there(browser: Any, tmp_path: Path) -> None:

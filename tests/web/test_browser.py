@@ -7,10 +7,6 @@ axe-core's ``axe.min.js``, named by the variable AXE_CORE.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,16 +14,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from in_browser import needs_axe, needs_browser
+from with_browser import serious, server, settled, start_server
 
 from bridge_memory.web.options import options
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the browser's tests need `pip install playwright`")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-AXE = os.environ.get("AXE_CORE", "")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium; apt-get install chromium")
+pytestmark = needs_browser
 
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-         "--disable-background-networking", "--disable-component-update"]  # fmt: skip
 QWEN = (
     "#model=Qwen/Qwen3-235B-A22B&gpu=H100&num-gpus=256&tp=4&pp=8&ep=8"
     "&account-for-embedding-in-pipeline-split=true&account-for-loss-in-pipeline-split=true"
@@ -35,29 +28,10 @@ QWEN = (
 LOG = "[Rank 0] (after 2 iterations) memory (MB) | allocated: 1000.0 | max allocated: 2000.0 | reserved: 2100.0\n"
 
 
-def _serve(port: int = 0) -> tuple[subprocess.Popen[str], str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bridge_memory", "serve", "--port", str(port), "--json"], stdout=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    return process, json.loads(process.stdout.readline())["url"]
-
-
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    process, at = _serve()
-    yield at
-    process.terminate()
-    process.wait()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        one = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield one
-        one.close()
+    with server() as at:
+        yield at
 
 
 class Tab:
@@ -83,14 +57,7 @@ class Tab:
             self.complaints.append(message.text)
 
     def settled(self, seconds: float = 20.0) -> None:
-        """Waits until what was asked last is answered."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            state = self.page.evaluate("({...document.body.dataset})")
-            if state.get("asked") and state["asked"] == state.get("answered"):
-                return
-            self.page.wait_for_timeout(20)
-        raise AssertionError(f"not answered: {state}")
+        settled(self.page, seconds)
 
     def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
         end = time.monotonic() + seconds
@@ -456,7 +423,7 @@ def test_a_slow_answer_does_not_replace_a_later_one(tab: Callable[..., Tab]) -> 
 
 
 def test_a_server_that_is_killed_and_started_again_is_waited_for(browser: Any) -> None:
-    process, at = _serve()
+    process, at = start_server()
     one = Tab(browser, at)
     try:
         process.kill()
@@ -464,7 +431,7 @@ def test_a_server_that_is_killed_and_started_again_is_waited_for(browser: Any) -
         one.page.fill("#f-tp", "4")
         one.until(lambda: one.page.is_visible("#offline"))
         one.page.fill("#f-tp", "8")
-        process, _ = _serve(urlsplit(at).port or 0)
+        process, _ = start_server(urlsplit(at).port or 0)
         one.until(lambda: not one.page.is_visible("#offline"))
         one.settled()
         assert one.shown["estimate"]["parallelism"]["tensor_model_parallel_size"] == 8
@@ -515,7 +482,7 @@ def test_a_search_shows_how_far_it_is_and_stops(tab: Callable[..., Tab]) -> None
     one.page.evaluate("globalThis.page.searching.vary.push('vpp', 'cp')")
     one.page.locator("[data-focus=find]").click()
     one.until(lambda: "looked at" in one.page.inner_text("#search"))
-    one.until(lambda: not one.page.inner_text("#search .progress").startswith("0 "))
+    one.until(lambda: not one.page.inner_text("#search .progress").startswith("0 "), 60)
     one.page.click("text=Stop and show what was found")
     one.until(lambda: "topped" in one.page.inner_text("#search"))
 
@@ -527,6 +494,10 @@ def test_a_log_is_set_beside_the_prediction_chosen_or_dropped(tab: Callable[...,
     one.page.set_input_files("#f-file", str(log))
     one.until(lambda: one.page.is_visible("#measured table"))
     assert "1.95" in one.page.inner_text("#measured table")  # 2000 MB of 2**20
+    one.until(lambda: one.page.locator("#stage .bm-measured").count() == 2)
+    assert "measured peak 1.95 GiB" in one.page.locator("#stage .bm-measured-text").first.text_content()
+    one.type("seq-length", "2048")  # another configuration than the one it was compared with
+    one.until(lambda: one.page.locator("#stage .bm-measured").count() == 0)
     one.page.reload()
     one.settled()
     one.page.evaluate(
@@ -590,12 +561,42 @@ def test_a_change_is_applied_by_one_click(tab: Callable[..., Tab]) -> None:
     one.page.get_by_role("button", name="Apply:").first.click()
     one.settled()
     assert f"{one.shown['fit']['peak_bytes'] / 2**30:.1f}" == promised
+    assert one.page.locator("#verdict .changed").inner_text().startswith("Changed: ")
+
+
+def test_the_peak_the_margin_and_what_is_usable_add_up(tab: Callable[..., Tab]) -> None:
+    """What is missing is not peak less usable, so its parts stand beside it."""
+    one = tab("#model=meta-llama/Llama-3.1-70B&num-gpus=8&tp=8")
+    facts = dict(zip(one.page.locator(".facts dt").all_inner_texts(), one.page.locator(".facts b").all_inner_texts(),
+                     strict=True))  # fmt: skip
+    gib = {name: float(words.split()[0]) for name, words in facts.items() if words.endswith("GiB")}
+    assert gib["Missing"] == pytest.approx(gib["Peak"] + gib["Margin"] - gib["Usable"], abs=0.16)
+    assert "one layout of many (TP 8" in one.page.inner_text("#verdict")
+
+
+def test_a_layout_of_the_chart_is_used_by_a_click_and_undone(tab: Callable[..., Tab]) -> None:
+    one = tab("#model=meta-llama/Llama-3.1-8B&gpu=H100&num-gpus=8&tp=1")
+    address = one.page.evaluate("location.hash")
+    one.page.evaluate("globalThis.page.searching.vary = ['tp', 'recompute']; globalThis.page.search()")
+    one.until(lambda: one.page.is_visible("#search .chart svg"), 60)
+    chart = one.page.locator("#search .chart svg")
+    chart.focus()
+    one.page.keyboard.press("End")  # the slowest, which is the smallest of the front
+    least = float(str(chart.get_attribute("aria-valuetext")).split(" GiB")[0].split()[-1])
+    one.page.keyboard.press("Enter")
+    one.settled()
+    assert one.shown["fit"]["peak_bytes"] / 2**30 == pytest.approx(least, abs=0.01)
+    changed = one.page.locator("#verdict .changed")
+    assert "\u2192" in changed.inner_text()
+    changed.get_by_role("button", name="Undo").click()
+    one.settled()
+    assert one.page.evaluate("location.hash") == address and changed.count() == 0
 
 
 # ---- accessibility ----
 
 
-@pytest.mark.skipif(not os.path.isfile(AXE), reason="AXE_CORE does not name axe-core's axe.min.js")
+@needs_axe
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1300])
 def test_axe_finds_nothing_serious(tab: Callable[..., Tab], scheme: str, width: int) -> None:
@@ -615,10 +616,4 @@ def test_axe_finds_nothing_serious(tab: Callable[..., Tab], scheme: str, width: 
 
 def _axe(one: Tab) -> None:
     one.page.wait_for_timeout(300)
-    one.page.evaluate(Path(AXE).read_text() + "; 0")
-    found = one.page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
-    serious = [
-        f"{v['id']}: {v['help']}: {[node['html'][:160] for node in v['nodes'][:4]]}"
-        for v in found["violations"] if v["impact"] in ("serious", "critical")
-    ]  # fmt: skip
-    assert not serious
+    assert serious(one.page) == []

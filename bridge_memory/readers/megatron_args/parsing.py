@@ -32,7 +32,11 @@ Value = bool | int | float | str | list[Any]
 _LAUNCHER = {
     "nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "node-rank", "master_addr", "master-addr",
     "master_port", "master-port", "rdzv_id", "rdzv-id", "rdzv_backend", "rdzv-backend", "rdzv_endpoint",
-    "rdzv-endpoint", "max_restarts", "max-restarts", "log_dir", "log-dir", "tee", "redirects",
+    "rdzv-endpoint", "max_restarts", "max-restarts", "log_dir", "log-dir", "tee", "redirects", "standalone",
+    "nodes", "ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "gpus-per-task", "gres", "cpus-per-task", "mpi",
+    "container-image", "container-mounts", "container-workdir", "container-name", "no-container-mount-home",
+    "partition", "account", "job-name", "exclusive",
+    "time", "mem", "output", "error", "label", "kill-on-bad-exit", "cpu-bind",
 }
 
 
@@ -66,7 +70,7 @@ def read_arguments(source: object) -> RawArguments:
         if re.search(r"^[ \t]*(export[ \t]+)?\w+\+?=\(", source, re.MULTILINE):
             return _from_script(source)
         try:
-            return _without_launcher(_from_tokens(shlex.split(source, comments=True)))
+            return _without_launcher(_from_tokens(shlex.split(source, comments=True)), text=source)
         except ValueError as error:
             raise SpecError(f"the arguments cannot be split into words ({error}); check the quotes") from None
     if isinstance(source, Mapping):
@@ -231,17 +235,19 @@ def _from_script(text: str) -> RawArguments:
         position = end
     tokens = list(_script_tokens(joined, arrays, variables))
     values = _from_tokens(tokens)
-    found = _without_launcher(values, env)
+    found = _without_launcher(values, env, joined, variables)
     if not found.values:
         raise SpecError("the script holds no Megatron arguments; give the arrays with the --options in them")
     return found
 
 
-def _without_launcher(values: dict[str, Value], env: Mapping[str, str] | None = None) -> RawArguments:
-    """torchrun's options say how many ranks there are, and are none of Megatron's."""
+def _without_launcher(
+    values: dict[str, Value], env: Mapping[str, str] | None = None, text: str = "", variables: _Variables | None = None
+) -> RawArguments:
+    """The options of torchrun and srun say how many ranks there are, and are none of Megatron's."""
     own = {argument_name(name) for name in _LAUNCHER}
     rest = {name: value for name, value in values.items() if name not in own}
-    return RawArguments(rest, dict(env or {}), _launched_ranks(values))
+    return RawArguments(rest, dict(env or {}), _launched_ranks(values, text, variables or _Variables()))
 
 
 def _script_tokens(text: str, arrays: dict[str, list[str]], variables: _Variables) -> Iterator[str]:
@@ -297,12 +303,69 @@ def _expand(text: str, variables: _Variables) -> str:
 _PRODUCT = re.compile(r"\$\(\(((?:[ \t]*[0-9]{1,18}[ \t]*\*){0,7}[ \t]*[0-9]{1,18}[ \t]*)\)\)")
 
 
-def _launched_ranks(values: Mapping[str, Value]) -> int | None:
-    try:
-        # The last option of torchrun's is followed by the program.
-        return int(words_of(values["nproc_per_node"])[0]) * int(words_of(values.get("nnodes", 1))[0])
-    except (KeyError, ValueError, IndexError):
-        return None
+#: What Slurm calls the numbers that ``#SBATCH`` lines and srun's options give: number -> its spellings.
+_SLURM = {
+    "nodes": r"-N|--nodes", "tasks": r"-n|--ntasks", "tasks_per_node": r"--ntasks-per-node",
+    "gpus_per_node": r"--gpus-per-node|--gres", "gpus": r"-G|--gpus",
+}
+#: Slurm's variables inside of a job that say the same.
+_SLURM_VARIABLES = {
+    "SLURM_NNODES": "nodes", "SLURM_JOB_NUM_NODES": "nodes", "SLURM_NTASKS": "tasks", "SLURM_NPROCS": "tasks",
+    "SLURM_NTASKS_PER_NODE": "tasks_per_node", "SLURM_GPUS_PER_NODE": "gpus_per_node",
+    "SLURM_GPUS_ON_NODE": "gpus_per_node",
+}
+
+
+def _launched_ranks(values: Mapping[str, Value], text: str, variables: _Variables) -> int | None:
+    """Ranks that torchrun starts: its processes a node times its nodes; else srun's tasks. None where neither says."""
+    slurm = _slurm(text, variables)
+    for name, fact in _SLURM_VARIABLES.items():
+        if fact in slurm:
+            variables.setdefault(name, str(slurm[fact]))
+    per_node = _said(values, "nproc_per_node", text, variables)
+    if per_node is not None:
+        nodes = _said(values, "nnodes", text, variables)
+        ranks = slurm.get("gpus_per_node") if per_node in ("gpu", "auto") else _count(per_node)
+        all_nodes = 1 if nodes is None else _count(nodes)
+        return None if ranks is None or all_nodes is None else ranks * all_nodes
+    if "tasks" in slurm:
+        return slurm["tasks"]
+    if "tasks_per_node" in slurm:
+        return slurm["tasks_per_node"] * slurm["nodes"] if "nodes" in slurm else None
+    return None
+
+
+def _said(values: Mapping[str, Value], name: str, text: str, variables: _Variables) -> str | None:
+    """The value of an option of torchrun's, among the words of arrays or where the command itself has it."""
+    found: str | None = None
+    if name in values:
+        words = words_of(values[name])  # the last option is followed by the program
+        found = words[0] if words else None
+    else:
+        spelled = name.replace("_", "[_-]")
+        match = re.search(rf"(?:^|[ \t])--{spelled}[= \t]+[\"']?([^\s\"']{{1,200}})", text, re.MULTILINE)
+        found = match.group(1) if match else None
+    return None if found is None else _expand(found, variables)
+
+
+def _slurm(text: str, variables: _Variables) -> dict[str, int]:
+    """Numbers of a batch script's ``#SBATCH`` lines, and over them those of its srun."""
+    found: dict[str, int] = {}
+    lines = [line.strip() for line in text.splitlines()]
+    batch = [line[len("#SBATCH"):] for line in lines if line.startswith("#SBATCH")]
+    runs = [" " + line.partition("srun")[2] for line in lines if re.match(r"(\w+=\S* )*srun\s", line)]
+    for line in (*batch, *runs[-1:]):
+        for fact, names in _SLURM.items():
+            for match in re.finditer(rf"(?:^|\s)(?:{names})[= \t]+[\"']?(\S{{1,200}})", line):
+                word = _expand(match.group(1).strip("\"'"), variables)
+                number = _count(word.rpartition(":")[2])  # gpu:h100:8
+                if number is not None:
+                    found[fact] = number
+    return found
+
+
+def _count(word: str) -> int | None:
+    return int(word) if word.isascii() and word.isdecimal() and 0 < len(word) < 9 else None
 
 
 def words_of(value: Value) -> list[str]:

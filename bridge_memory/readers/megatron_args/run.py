@@ -8,10 +8,11 @@ from typing import Any
 
 from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.megatron_args.arguments import Arguments
+from bridge_memory.readers.megatron_args.beside_model import beside_model, trained
 from bridge_memory.readers.megatron_args.container import MegatronLM, container_of
 from bridge_memory.readers.megatron_args.parsing import RawArguments, is_namespace, read_arguments
 from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Release, Running
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec import ModelSpec, RunSpec, SpecError
 from bridge_memory.spec.gpu_names import AMD, DEFAULT_GENERATION, gpu_of_name, taken_as_nvidia
 from bridge_memory.spec.release import read_release
 
@@ -25,6 +26,7 @@ def run_from_megatron_args(
     transformer_engine: Release | str | None = None,
     torch: Release | str | None = None,
     env: Mapping[str, object] | None = None,
+    model: ModelSpec | None = None,
 ) -> RunSpec:
     """A RunSpec from Megatron-LM arguments, unset ones at Megatron-LM's defaults for that release.
 
@@ -32,7 +34,8 @@ def run_from_megatron_args(
     script or of a functional test's YAML, or the parsed arguments (``megatron.training.get_args()``).
     ``world_size``: number of ranks; taken from a script's torchrun options or the parsed arguments where they
     have it. ``gpu``: a GPU's name, for workspace sizes. ``env``: its CUBLAS_WORKSPACE_CONFIG,
-    PYTORCH_CUDA_ALLOC_CONF and NVTE_* variables matter. ``megatron_core``, ``transformer_engine``, ``torch``: the
+    PYTORCH_CUDA_ALLOC_CONF and NVTE_* variables matter. ``model``: what is trained, where the arguments need
+    not say it; sizes that both say have to agree. ``megatron_core``, ``transformer_engine``, ``torch``: the
     releases that run, as (0, 16) or "0.16.1".
 
     Raises SpecError for missing or contradictory arguments. Arguments that change memory and are not
@@ -46,7 +49,8 @@ def run_from_megatron_args(
         read_release(transformer_engine, "transformer_engine"),
         read_release(torch, "torch"),
     )
-    config = _container(read_arguments(args), running, world_size, env or {})
+    raw = read_arguments(args)
+    config = _container(raw if model is None else beside_model(raw, model), running, world_size, env or {})
     if config.world_size is None:
         raise SpecError("world_size is unknown; give the number of GPUs (--world-size N)")
     arch = gpu_architecture(gpu)
@@ -57,6 +61,8 @@ def run_from_megatron_args(
     run = run_of_container(
         config, running, world_size=config.world_size, gpu_arch=arch, implementation=decided
     )
+    if model is not None:
+        run = trained(run, raw, model)
     return replace(run, assumptions=(*run.assumptions, *supposed)) if supposed else run
 
 

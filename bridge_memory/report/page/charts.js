@@ -27,7 +27,7 @@ export function html(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-function svg(tag, attributes = {}, ...children) {
+export function svg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
@@ -42,7 +42,7 @@ function fill(element, attributes, children) {
 }
 
 /** Draws again when the width changes. */
-function responsive(element, draw) {
+export function responsive(element, draw) {
   let width = 0;
   const observer = new ResizeObserver(() => {
     const now = Math.floor(element.clientWidth);
@@ -54,7 +54,7 @@ function responsive(element, draw) {
 }
 
 /** One tooltip of a chart, kept inside the chart's width. */
-function tooltip(container) {
+export function tooltip(container) {
   const tip = html("div", { class: "bm-tip", hidden: true, "aria-hidden": "true" });
   container.append(tip);
   return {
@@ -74,7 +74,7 @@ function legend(roles) {
     roles.map((role) => html("li", {}, html("span", { class: `bm-swatch bm-${role}` }), ROLE_TITLES[role])));
 }
 
-function ticks(most, count) {
+export function ticks(most, count) {
   const rough = most / count, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
   const out = [];
@@ -84,10 +84,11 @@ function ticks(most, count) {
 
 // ---- stages as stacked bars ----
 
-/** stages: page.stages; options: {gpus: page.gpus, unit, selected, onSelect(stage)}. */
+/** stages: page.stages; options: {gpus: page.gpus, unit, selected, onSelect(stage), measured: {stage: {peak_bytes}}}. */
 export function stageBars(element, stages, options = {}) {
-  const { gpus = [], unit = "GiB", onSelect = null } = options;
-  const highest = Math.max(...stages.map((s) => s.peak_bytes));
+  const { gpus = [], unit = "GiB", onSelect = null, measured = {} } = options;
+  const found = (stage) => measured[stage.stage]?.peak_bytes ?? null;
+  const highest = Math.max(...stages.map((s) => Math.max(s.peak_bytes, found(s) ?? 0)));
   const near = gpus.filter((g) => g.capacity_bytes < 2.2 * highest);
   const cards = near.length ? near : gpus.slice(0, 1).filter((g) => g.capacity_bytes < 4 * highest);
   const most = Math.max(highest, ...cards.map((g) => g.capacity_bytes)) * 1.02;
@@ -95,6 +96,7 @@ export function stageBars(element, stages, options = {}) {
   const rows = stages.map((stage) => {
     const words = ROLES.filter((r) => stage.parts[r]).map((r) => `${ROLE_TITLES[r]} ${formatBytes(stage.parts[r], unit)}`);
     const name = stages.length > 1 || stage.number > 1 ? `stage ${stage.label}` : "the GPU";
+    const beside = found(stage) === null ? "" : `; measured ${formatBytes(found(stage), unit)}`;
     const bar = html("span", { class: "bm-bar" },
       ROLES.filter((r) => stage.parts[r]).map((role) => html("span", {
         class: `bm-part bm-${role}`, style: `width:${(100 * stage.parts[role]) / most}%`,
@@ -102,16 +104,17 @@ export function stageBars(element, stages, options = {}) {
           const box = element.getBoundingClientRect();
           tip.current.show(event.clientX - box.left, event.clientY - box.top, [
             html("b", {}, name), html("div", {}, `${ROLE_TITLES[role]}: ${formatBytes(stage.parts[role], unit)}`),
-            html("div", {}, `peak: ${formatBytes(stage.peak_bytes, unit)}, in ${stage.peak_phase}`),
+            html("div", {}, `peak: ${formatBytes(stage.peak_bytes, unit)}${stage.peak_phase ? `, in ${stage.peak_phase}` : ""}${beside}`),
           ]);
         },
         onpointerleave: () => tip.current.hide(),
       })),
-      cards.map((g) => html("span", { class: "bm-capacity", style: `left:${(100 * g.capacity_bytes) / most}%` })));
+      cards.map((g) => html("span", { class: "bm-capacity", style: `left:${(100 * g.capacity_bytes) / most}%` })),
+      found(stage) === null ? null : html("span", { class: "bm-found", style: `left:${(100 * found(stage)) / most}%` }));
     return html("li", {}, html(onSelect ? "button" : "div", {
       class: "bm-row", type: onSelect ? "button" : null, "data-stage": stage.stage,
       "aria-pressed": onSelect ? String(stage.stage === options.selected) : null,
-      "aria-label": `${name} ${formatBytes(stage.peak_bytes, unit)} at its peak, in ${stage.peak_phase}: ${words.join(", ")}`,
+      "aria-label": `${name} ${formatBytes(stage.peak_bytes, unit)} at its peak${stage.peak_phase ? `, in ${stage.peak_phase}` : ""}: ${words.join(", ")}${beside}`,
       onclick: onSelect ? () => { select(stage.stage); onSelect(stage.stage); } : null,
     }, html("span", { class: "bm-name" }, name), " ", bar, " ",
       html("span", { class: "bm-value" }, formatBytes(stage.peak_bytes, unit))));
@@ -124,7 +127,9 @@ export function stageBars(element, stages, options = {}) {
     html("span", { class: "bm-scale" }, cards.map((g) =>
       html("span", { class: "bm-card", style: `left:${(100 * g.capacity_bytes) / most}%` }, g.gpu))),
     html("span", { class: "bm-value" }));
-  const chart = html("div", { class: "bm-chart" }, legend(ROLES.filter((r) => stages.some((s) => s.parts[r]))), scale, list);
+  const key = legend(ROLES.filter((r) => stages.some((s) => s.parts[r])));
+  if (stages.some((s) => found(s) !== null)) key.append(html("li", {}, html("span", { class: "bm-swatch bm-found-swatch" }), "measured peak"));
+  const chart = html("div", { class: "bm-chart" }, key, scale, list);
   element.replaceChildren(chart);
   element.classList.add("bm-host");
   tip.current = tooltip(element);
@@ -198,9 +203,10 @@ export function expand(timeline) {
 
 const SERIES = ["weights", "gradients", "optimizer", "buffers", "leftovers", "activation", "pipeline", "transient"];
 
-/** timeline: page.timelines[stage]; options: {gpus, unit, height}. */
+/** timeline: page.timelines[stage]; options: {gpus, unit, height, measured: {peak_bytes, static_bytes}}. */
 export function stepTimeline(element, timeline, options = {}) {
-  const { unit = "GiB", gpus = [] } = options;
+  const { unit = "GiB", gpus = [], measured = null } = options;
+  const found = [["measured peak", measured?.peak_bytes], ["measured between steps", measured?.static_bytes]].filter(([, bytes]) => bytes);
   const all = expand(timeline);
   const { points } = all;
   let peakAt = 1;
@@ -252,7 +258,7 @@ export function stepTimeline(element, timeline, options = {}) {
     const inner = { width: Math.max(60, width - margin.left - margin.right), height: height - margin.top - margin.bottom };
     const card = gpus.filter((g) => g.capacity_bytes < 1.6 * points[peakAt].total)
       .sort((a, b) => b.capacity_bytes - a.capacity_bytes)[0];
-    const most = Math.max(points[peakAt].total, card?.capacity_bytes ?? 0) * 1.04;
+    const most = Math.max(points[peakAt].total, card?.capacity_bytes ?? 0, ...found.map(([, bytes]) => bytes)) * 1.04;
     const y = (bytes) => margin.top + inner.height * (1 - bytes / most);
     const size = UNITS[unit] ?? UNITS.GiB;
 
@@ -309,6 +315,10 @@ export function stepTimeline(element, timeline, options = {}) {
       if (card) {
         root.append(svg("line", { class: "bm-limit", x1: margin.left, x2: margin.left + inner.width, y1: y(card.capacity_bytes), y2: y(card.capacity_bytes) }),
           svg("text", { class: "bm-axis bm-limit-text", x: margin.left + 4, y: y(card.capacity_bytes) - 4 }, `${card.gpu}: ${formatBytes(card.capacity_bytes, unit)}`));
+      }
+      for (const [name, bytes] of found) {
+        root.append(svg("line", { class: "bm-measured", x1: margin.left, x2: margin.left + inner.width, y1: y(bytes), y2: y(bytes) }),
+          svg("text", { class: "bm-peak-text bm-measured-text", x: margin.left + inner.width - 4, y: y(bytes) + 13, "text-anchor": "end" }, `${name} ${formatBytes(bytes, unit)}`));
       }
       const peak = points[peakAt];
       if (peak.x >= from && peak.x <= to) {

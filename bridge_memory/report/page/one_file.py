@@ -10,14 +10,14 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
 from bridge_memory.estimate import Estimate
 from bridge_memory.files import read_text
-from bridge_memory.report.document import Block, Bullets, Pairs, Words
+from bridge_memory.report.document import Bullets, Chart, Drawn, Pairs, Words
 from bridge_memory.report.gpus import Fit
 from bridge_memory.report.page.data import page_data
 from bridge_memory.report.table import alike
@@ -26,7 +26,6 @@ from bridge_memory.report.units import format_bytes, format_count
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 #: Of the whole file.
 MOST_BYTES = 300_000
-_IMPORT = "import { formatBytes, html, peakTreemap, stageBars, stepTimeline } from \"./charts.js\";\n"
 
 
 def asset(name: str) -> str:
@@ -34,51 +33,103 @@ def asset(name: str) -> str:
     return read_text(os.path.join(FOLDER, name), "reinstall the package")
 
 
+def _script(*names: str) -> str:
+    """Modules of this folder as one, each after those that it imports; an import of one is a line that names it."""
+    lines = (line for name in names for line in asset(name).splitlines(keepends=True))
+    return "".join(line for line in lines if not line.startswith("import "))
+
+
+class Measured(NamedTuple):
+    """What was measured of a run, to lie over its estimate."""
+
+    #: How it compares.
+    words: Words
+    #: Stage -> its peak and what is there between steps, bytes, as far as they are known.
+    stages: Mapping[int, tuple[int | None, int | None]]
+    #: What else is shown of it.
+    blocks: Sequence[Drawn] = ()
+
+
 def estimate_page(
     result: Estimate, fits: Sequence[Fit] = (), *, flags: str = "", fix: str = "", unit: str = "GiB",
-    stage: int | None = None,
+    stage: int | None = None, measured: Measured | None = None,
 ) -> str:  # fmt: skip
-    """``result`` as one HTML file. ``stage``: drawn first (default: that of the highest peak). Where the file would
-    grow beyond ``MOST_BYTES``, timelines and treemaps of the stages with the lowest peaks are left out."""
+    """``result`` as one HTML file. ``stage``: drawn first (default: that of the highest peak); ``measured``: drawn over
+    it. Where the file would grow beyond ``MOST_BYTES``, timelines and treemaps of the stages with the lowest peaks are
+    left out."""
     first = result.peak_stage.stage if stage is None else stage
     shown = next(group[0].stage for group in alike(result.stages) if first in [s.stage for s in group])
     data = page_data(result, fits, flags=flags, fix=fix, unit=unit)
     data["shown"] = shown
+    if measured is not None:
+        data["measured"] = {
+            str(group[0].stage): found for group in alike(result.stages)
+            if (found := _highest([measured.stages.get(s.stage, (None, None)) for s in group]))
+        }  # fmt: skip
     lowest_first = sorted(data["stages"], key=lambda s: (s["stage"] == shown, s["peak_bytes"]))
-    page = _estimate_html(data)
+    page = _estimate_html(data, measured)
     for left_out in lowest_first[:-1]:
         if len(page.encode()) <= MOST_BYTES:
             break
         del data["timelines"][str(left_out["stage"])], data["treemaps"][str(left_out["stage"])]
-        page = _estimate_html(data)
+        page = _estimate_html(data, measured)
     return page
 
 
-def blocks_page(title: str, blocks: Iterable[Block], flags: str = "", text: str = "") -> str:
-    """A printed report, block by block, as one HTML file without charts; ``text`` after them, as it is."""
-    parts = [f"<header><div><h1>{escape(title)}</h1></div>{_THEME}</header>", "<main>"]
-    parts += [_block(block) for block in blocks]
+def _highest(found: Sequence[tuple[int | None, int | None]]) -> dict[str, int]:
+    """Of equal stages the one with the most."""
+    names = ("peak_bytes", "static_bytes")
+    columns = ([value for value in column if value is not None] for column in zip(*found, strict=True))
+    return {name: max(column) for name, column in zip(names, columns, strict=True) if column}
+
+
+def blocks_page(
+    title: str, blocks: Iterable[Drawn], flags: str = "", text: str = "", *, under: str = "", refresh: int = 0
+) -> str:
+    """A printed report, block by block, as one HTML file; ``text`` after them, as it is. ``under``: a line under the
+    title; ``refresh``: seconds after which a browser reads the file again."""
+    shown = list(blocks)
+    beneath = f'<p class="sub">{escape(under)}</p>' if under else ""
+    parts = [f"<header><div><h1>{escape(title)}</h1>{beneath}</div>{_THEME}</header>", "<main>"]
+    parts += [_block(block) for block in shown]
     if text:
         parts.append(f"<pre>{escape(text)}</pre>")
     if flags:
         parts.append(f"<section><h2>Reproduce</h2><pre id=\"flags\">{escape(flags)}</pre></section>")
-    return _document(title, "\n".join([*parts, "</main>"]), asset("theme.js"))
+    charts = [block for block in shown if isinstance(block, Chart)]
+    if charts:
+        parts.append("<noscript><p>The charts need JavaScript; the tables do not.</p></noscript>")
+    names = (*_CHARTS, "blocks.js") if charts else ()
+    return _document(
+        title, "\n".join([*parts, "</main>"]), _script(*names, "theme.js"), _held_charts(charts), refresh=refresh
+    )
 
 
-def _document(title: str, body: str, script: str, data: dict[str, Any] | None = None) -> str:
+#: Modules that draw.
+_CHARTS = ("charts.js", "plots.js")
+
+
+def _held_charts(charts: Iterable[Chart]) -> dict[str, Any]:
+    drawn = [{"kind": chart.kind, "data": chart.data} for chart in charts]
+    return {"charts": drawn} if drawn else {}
+
+
+def _document(title: str, body: str, script: str, data: Mapping[str, Any], *, refresh: int = 0) -> str:
+    """``data``: what the script reads, by the id of the element that holds it."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'; "
         "form-action 'none'"
     )
     held = ""
-    if data is not None:
-        text = json.dumps(data, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
-        held = f'<script type="application/json" id="data">{text}</script>\n'
+    for name, value in data.items():
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
+        held += f'<script type="application/json" id="{name}">{text}</script>\n'
+    again = f'<meta http-equiv="refresh" content="{refresh}">\n' if refresh else ""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n{again}'
         f"<title>{escape(title)}</title>\n<style>\n{asset('style.css')}{asset('report.css')}</style>\n</head>\n<body>\n"
         f'{body}\n{held}<script type="module">{script}</script>\n</body>\n</html>\n'
     )
@@ -87,18 +138,15 @@ def _document(title: str, body: str, script: str, data: dict[str, Any] | None = 
 _THEME = '<button type="button" class="bm-tool" id="theme">light / dark</button>'
 
 
-def _estimate_html(data: dict[str, Any]) -> str:
-    charts = asset("charts.js")
-    main = asset("report.js")
-    assert _IMPORT in main, "report.js imports what it uses of charts.js in one line"
-    script = charts + main.replace(_IMPORT, "") + asset("theme.js")
+def _estimate_html(data: dict[str, Any], measured: Measured | None) -> str:
+    script = _script(*_CHARTS, "report.js", "theme.js")
     verdict, title = data["verdict"], data["title"]
     kind = (verdict["answer"] or "none").replace(" ", "-")
     evidence = f'<p class="evidence">{escape(_capital(verdict["evidence"]))}</p>'
     body = Template(asset("report.html")).substitute(
         title=escape(title), peak=escape(data["peak"]["words"]), theme=_THEME, kind=escape(kind),
         words=escape(_capital(verdict["words"])), evidence=evidence, stages=_stage_table(data),
-        components=_component_rows(data), known=_KNOWN, gpus=_gpu_table(data),
+        components=_component_rows(data), known=_KNOWN, gpus=_gpu_section(data),
         configuration=_pairs(data["configuration"]),
         assumptions=_list(data["assumptions"], "nothing beyond the configuration"),
         gaps=_list(
@@ -106,8 +154,10 @@ def _estimate_html(data: dict[str, Any]) -> str:
             "no option in use is known to be left out",
         ),
         flags=_flags(data["flags"]),
+        measured="" if measured is None else "\n".join(map(_block, (measured.words, *measured.blocks))),
     )
-    return _document(f"{title}: GPU memory", body, script, data)
+    held = _held_charts(block for block in (measured.blocks if measured else ()) if isinstance(block, Chart))
+    return _document(f"{title}: GPU memory", body, script, {"data": data, **held})
 
 
 _KNOWN = (
@@ -186,6 +236,13 @@ def _component_rows(data: dict[str, Any]) -> str:
     )
 
 
+def _gpu_section(data: dict[str, Any]) -> str:
+    if not data["gpus"]:
+        return ""
+    head = '<section aria-labelledby="h-gpus"><h2 id="h-gpus">GPUs</h2>'
+    return f'{head}<div class="scroll">{_gpu_table(data)}</div></section>'
+
+
 def _gpu_table(data: dict[str, Any]) -> str:
     heads = [("GPU", False), ("usable", True), ("peak", True), ("margin", True), ("left", True), ("verdict", False)]
     rows = [
@@ -196,13 +253,22 @@ def _gpu_table(data: dict[str, Any]) -> str:
     return _table("margin: CUDA context, NCCL's buffers and fragmentation", heads, rows)
 
 
-def _block(block: Block) -> str:
+#: Tone of words -> the kind of a verdict.
+_TONES = {"good": "fits", "bad": "does-not-fit", "open": "tight"}
+
+
+def _block(block: Drawn) -> str:
     title = f"<h2>{escape(block.title)}</h2>" if block.title else ""
+    if isinstance(block, Chart):
+        return f'<section>{title}<div class="bm-here"></div></section>'
     if isinstance(block, Pairs):
         return f"<section>{title}<dl>{_pairs(block.pairs)}</dl></section>"
     if isinstance(block, Bullets):
         return f"<section>{title}{_list(block.items, '')}</section>"
     if isinstance(block, Words):
+        if block.tone:
+            words = "".join(f"<p>{escape(line)}</p>" for line in block.lines)
+            return f'<section class="verdict {_TONES[block.tone]}">{words}</section>'
         return f"<section>{title}{''.join(f'<p>{escape(line)}</p>' for line in block.lines)}</section>"
     heads = [(column.title, not column.words) for column in block.columns]
     worst = -1 if block.emphasis is None else block.emphasis

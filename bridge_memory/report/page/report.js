@@ -1,5 +1,6 @@
 // The one-file report: puts the charts into a page that Python has written. What it draws is in #data.
 import { formatBytes, html, peakTreemap, stageBars, stepTimeline } from "./charts.js";
+import { drawAll } from "./plots.js";
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const place = (id) => document.getElementById(id);
@@ -13,7 +14,7 @@ function show(stage) {
   for (const heading of document.querySelectorAll(".of-stage")) heading.textContent = name;
   const timeline = data.timelines[stage], tree = data.treemaps[stage];
   const missing = "left out of this file for its size; the command below makes a report of this stage with --stage";
-  if (timeline) drawn.push(stepTimeline(place("timeline"), timeline, { gpus: data.gpus }));
+  if (timeline) drawn.push(stepTimeline(place("timeline"), timeline, { gpus: data.gpus, measured: data.measured?.[group.stage] }));
   else place("timeline").replaceChildren(html("p", {}, missing));
   if (tree) drawn.push(peakTreemap(place("treemap"), tree, {}));
   else place("treemap").replaceChildren(html("p", {}, missing));
@@ -50,10 +51,11 @@ function components(group) {
 }
 
 if (data.stages?.length) {
-  stageBars(place("stages"), data.stages, { gpus: data.gpus, selected: data.shown, onSelect: show });
+  stageBars(place("stages"), data.stages, { gpus: data.gpus, selected: data.shown, onSelect: show, measured: data.measured });
   place("static-stages").open = false;
   show(data.shown);
 }
+drawAll();
 const copy = place("copy");
 copy?.addEventListener("click", async () => {
   try { await navigator.clipboard.writeText(place("flags").textContent); copy.textContent = "copied"; } catch { getSelection().selectAllChildren(place("flags")); }

@@ -92,7 +92,10 @@ class Page {
   }
 
   apply(options) {
+    const before = this.shown && { address: this.shown.address, effective: this.shown.answer.effective };
     this.state.change(options);
+    // The refused question has no answer to have changed from.
+    this.taken = before && { names: Object.keys(options), before: before.effective, back: before.address, address: this.state.address() };
     this.last = null;
     this.push(null);
     this.form.show();
@@ -162,12 +165,17 @@ class Page {
     this.fits = answer.fit.fits;
     results.verdict(answer, this);
     results.stages(answer, this);
-    results.stage(answer);
+    this.drawStage();
     results.notes(answer);
     results.exportsOf(answer, this);
     this.searching.show();
     if (!$("measured").firstChild) this.measured.show();
     document.title = `${answer.fit.verdict}: ${answer.estimate.model.name.split("/").pop()} \u00b7 bridge-memory`;
+  }
+
+  drawStage() {
+    const { answer } = this.shown;
+    results.stage(answer, this.measured.of(answer.drawn.stage, this.shown.address));
   }
 
   choose(stage) {
@@ -188,6 +196,17 @@ class Page {
 
   undo() {
     this.state.read(this.shown.address);
+    this.last = null;
+    this.push(null);
+    this.form.show();
+    this.ask();
+  }
+
+  untake() {
+    const vs = this.state.vs;
+    this.state.read(this.taken.back);
+    this.state.vs = vs;
+    this.taken = null;
     this.last = null;
     this.push(null);
     this.form.show();

@@ -10,6 +10,7 @@ export class Measured {
     this.page = page;
     this.file = null;
     this.own = false;
+    this.found = null;
     this.stage = 0;
     let depth = 0;
     const carries = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
@@ -29,13 +30,28 @@ export class Measured {
     this.file = file;
     if (file.size > MOST) return this.show({ error: `${file.name} is larger than ${MOST / 2 ** 20} MiB; of a long log give its lines about memory` });
     this.show({ busy: true });
+    this.found = null;
     try {
       const question = this.own ? null : this.page.state.question();
-      this.show({ found: await postFile("/api/compare", { question, name: file.name, stage: this.stage }, file) });
+      const address = this.page.state.address();
+      const found = await postFile("/api/compare", { question, name: file.name, stage: this.stage }, file);
+      this.found = { address, found };
+      this.show({ found });
+      if (this.page.shown) this.page.drawStage();
     } catch (error) {
       this.show({ error: error.message });
     }
     $("measured").scrollIntoView({ block: "nearest" });
+  }
+
+  /** What was measured of a stage of this very configuration, to lie over its step; stages may be chosen meanwhile. */
+  of(stage, address) {
+    const same = (one) => one.replace(/&stage=\d+/, "");
+    if (!this.found || same(this.found.address) !== same(address)) return null;
+    const { stages, snapshot } = this.found.found;
+    if (snapshot) return stage === this.stage ? { peak_bytes: snapshot.peak_bytes } : null;
+    const one = stages?.find((s) => s.stage === stage);
+    return one?.max_allocated_bytes ? { peak_bytes: one.max_allocated_bytes, static_bytes: one.allocated_bytes } : null;
   }
 
   show({ busy, error, found } = {}) {

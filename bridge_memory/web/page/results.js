@@ -24,19 +24,49 @@ export function verdict(answer, page) {
     h("h2", {}, h("span", { class: "mark", "aria-hidden": "true" }, fit.verdict === "tight" ? "!" : { yes: "\u2713", no: "\u2715", perhaps: "?" }[tone]),
       `${word} ${count(gpus)} \u00d7 ${fit.gpu}`),
     h("p", { class: "answer" }, sentence(answer.answer)),
+    changed(answer, page),
+    !fit.fits && !fit.lacks && h("p", { class: "hint" }, `This is one layout of many (${layoutWords(answer.effective)}): another may fit the same GPUs.`),
     answer.evidence && h("p", { class: "hint evidence" }, sentence(answer.evidence)),
     worst && bar(worst, scaleOf([worst], fit), fit, `The fullest GPU: ${said(worst)}, of ${gib(fit.capacity_bytes)} GiB`),
     h("dl", { class: "facts" },
       ...fact("Peak", `${gib(fit.peak_bytes)} GiB`, `stage ${fit.peak_stage}, ${estimate.peak.phase}`),
-      ...fact("Usable", `${gib(fit.capacity_bytes)} GiB`, `margin ${gib(fit.margin_bytes)} GiB`),
+      ...fact("Margin", `${gib(fit.margin_bytes)} GiB`, "CUDA, NCCL, fragmentation"),
+      ...fact("Usable", `${gib(fit.capacity_bytes)} GiB`, `of one ${fit.gpu}`),
+      ...fact(fit.headroom_bytes < 0 ? "Missing" : "To spare", `${gib(Math.abs(fit.headroom_bytes))} GiB`,
+        fit.headroom_bytes < 0 ? "peak + margin \u2212 usable" : "usable \u2212 peak \u2212 margin"),
       ...(step ? fact("Step", seconds(step.seconds), "by the time model") : []),
-      ...(step ? fact("Speed", `${count(step.tokens_per_second_per_gpu)}`, "tokens a second and GPU") : [])),
+      ...(step ? fact("Speed", `${count(step.tokens_per_second_per_gpu)}`, "tokens/s and GPU") : [])),
     h("p", { class: "hint", id: "others" }),
     h("div", { class: "buttons" },
       button(fit.fits ? "Find faster layouts" : "Find a layout that fits", () => page.search(),
         { class: fit.fits ? "" : "primary", "data-focus": "find" }),
       h("span", { id: "cheapest" }),
       button("Compare with another", () => page.pin(), { class: "quiet", "data-focus": "pin" })));
+}
+
+const NAMES = { tp: "TP", pp: "PP", vpp: "VPP", cp: "CP", ep: "EP", etp: "ETP", "num-gpus": "GPUs", "micro-batch-size": "micro batch",
+  "global-batch-size": "global batch", "recompute-modules": "recompute", "recompute-granularity": "recompute", "recompute-num-layers": "recompute layers",
+  "account-for-embedding-in-pipeline-split": "embedding counts as a layer", "account-for-loss-in-pipeline-split": "loss counts as a layer" };
+const shown = (value) => (value === null || value === undefined || value === "" || (Array.isArray(value) && !value.length) ? "none"
+  : Array.isArray(value) ? value.join(" + ") : typeof value === "boolean" ? (value ? "on" : "off") : String(value));
+
+function layoutWords(now) {
+  const sizes = ["tp", "pp", "cp", "ep"].map((name) => `${NAMES[name]} ${now[name] ?? 1}`);
+  return [...sizes, `data parallel ${now.dp}`].join(" \u00b7 ");
+}
+
+/** What a click on a layout or a change has changed, in words: the question was what to change. */
+function changed(answer, page) {
+  const taken = page.taken;
+  if (!taken || taken.address !== page.shown.address) return null;
+  // Of recomputation the modules say more than that it is selective.
+  const one = (name) => name !== "recompute-granularity" || !taken.names.includes("recompute-modules") || answer.effective[name] !== "selective";
+  const words = taken.names.filter((name) => JSON.stringify(taken.before[name] ?? null) !== JSON.stringify(answer.effective[name] ?? null))
+    .filter((name) => !(name === "recompute-modules" && answer.effective["recompute-granularity"] !== "selective") && one(name))
+    .map((name) => `${NAMES[name] ?? name} ${shown(name === "recompute-modules" && taken.before["recompute-granularity"] !== "selective" ? null : taken.before[name])} \u2192 ${shown(answer.effective[name])}`);
+  if (!words.length) return null;
+  return h("p", { class: "changed" }, h("b", {}, "Changed: "), words.join(" \u00b7 "), " ",
+    button("Undo", () => page.untake(), { class: "quiet", "data-focus": "untake" }));
 }
 
 // On a narrow screen: the answer in a line that stays in sight.
@@ -96,15 +126,15 @@ let charts = { text: "", drawn: [] };
 let next;
 
 // The charts come after the answer: of many changes in a row the last is drawn.
-export function stage(answer) {
+export function stage(answer, measured = null) {
   clearTimeout(next);
-  next = setTimeout(() => draw(answer), 25);
+  next = setTimeout(() => draw(answer, measured), 25);
 }
 
-function draw(answer) {
+function draw(answer, measured) {
   const { drawn, fit } = answer;
   const one = answer.estimate.stages[drawn.stage];
-  const text = JSON.stringify([drawn, fit.capacity_bytes]);
+  const text = JSON.stringify([drawn, fit.capacity_bytes, measured]);
   if (text === charts.text) {
     $("stage").hidden = false;
     return;
@@ -131,7 +161,7 @@ function draw(answer) {
             h("td", { class: "number meter" }, h("span", { style: { width: `${(100 * c.bytes) / largest}%` } }), gib(c.bytes, 2)),
             h("td", {}, c.provenance))))))));
   charts = { text, drawn: [
-    stepTimeline(timeline, drawn.timeline, { gpus: [fit] }), peakTreemap(treemap, drawn.treemap, {}),
+    stepTimeline(timeline, drawn.timeline, { gpus: [fit], measured }), peakTreemap(treemap, drawn.treemap, {}),
   ] };
 }
 

@@ -1,5 +1,6 @@
 // Layouts that fit: start, progress, cancel, and one click to take one.
 
+import { plot } from "./report/plots.js";
 import { get, Gone, post, Refusal } from "./api.js";
 import { $, button, count, fill, gib, h, seconds } from "./dom.js";
 
@@ -104,7 +105,11 @@ export class Search {
     // Of those that are as fast as the fastest the one with most to spare.
     const tied = found.rows.slice(0, Math.max(1, found.ties));
     const best = tied.reduce((a, b) => (b.headroom_bytes > a.headroom_bytes ? b : a));
-    return fill($("search"), head,
+    const chart = h("div", { class: "chart" });
+    const words = (r) => `TP ${r.tp}, PP ${r.pp}, EP ${r.ep}, micro batch ${r.mbs}, recompute ${r.recompute}`;
+    const points = (rows) => rows.map((r) => [r.step_seconds, r.peak_bytes / 2 ** 30, words(r)]);
+    const front = found.front ?? [];
+    fill($("search"), head,
       h("p", { class: "hint" }, `${on}, ${count(found.global_batch_size)} sequences a step${found.global_batch_size_given ? "" : " (assumed: give a global batch to change it)"}: `
         + `${count(found.looked_at)} layouts looked at, ${count(found.fit)} fit${found.stopped ? "; stopped before the end" : ""}.`
         + (found.ties > 1 ? ` The first ${found.ties} are a tie: the time model cannot tell them apart.` : "")),
@@ -115,6 +120,13 @@ export class Search {
           h("td", {}, button(same(row) ? "In use" : "Use", () => page.apply(row.options), { "aria-label": `Use layout ${i + 1}`, "data-focus": `use-${i}`,
             class: row === best && !same(row) ? "primary" : "" }),
           row === best && tied.length > 1 && h("small", { class: "best" }, " most room of the fastest"))))))),
-      boxes, again);
+      front.length > 1 && h("h2", { class: "second" }, "Less memory for time", h("small", {}, "no other layout is both faster and smaller: choose one to use it")),
+      front.length > 1 && chart, boxes, again);
+    if (front.length < 2) return;
+    plot(chart, {
+      x: { title: "step by the time model", unit: "s" }, y: { title: `peak on ${this.asked.gpu}`, unit: "GiB" },
+      series: [{ name: "the fastest", tone: "some", points: points(found.rows) },
+        { name: "less memory for time", tone: "predicted", line: "steps", dots: true, points: points(front) }],
+    }, { onSelect: (series, p) => page.apply([...front, ...found.rows].find((r) => r.step_seconds === p.x && r.peak_bytes / 2 ** 30 === p.y).options) });
   }
 }

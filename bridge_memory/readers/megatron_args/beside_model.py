@@ -1,0 +1,107 @@
+"""Megatron-LM's arguments beside a model that is known otherwise: they say how it is trained, it says what is.
+
+A script of Megatron-LM that trains from a checkpoint may leave the architecture out (``--use-checkpoint-args``), and
+who tries another model in a script changes one name. What both say has to agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from bridge_memory.readers.megatron_args.parsing import RawArguments, Value
+from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec, SpecError, show
+from bridge_memory.spec.model import AttentionSpec, MLPSpec, MoESpec
+
+#: Arguments that say what is trained (``arguments.py: _add_network_size_args``, ``_add_moe_args``, ``_add_mla_args``,
+#: ``_add_tokenizer_args``), whose values the model has. Dropout and the balancing of experts are none:
+#: they are how one trains.
+_OF_THE_MODEL = frozenset({
+    "add_bias_linear", "add_qkv_bias", "decoder_num_layers", "disable_bias_linear", "encoder_num_layers",
+    "ffn_hidden_size", "group_query_attention", "hidden_size", "kv_channels", "kv_lora_rank",
+    "max_position_embeddings", "merge_file", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_enable_expert_bias",
+    "moe_router_group_topk", "moe_router_num_groups", "moe_router_score_function", "moe_router_topk",
+    "moe_shared_expert_gate", "moe_shared_expert_intermediate_size", "mtp_num_layers", "multi_latent_attention",
+    "normalization", "num_attention_heads", "num_experts", "num_layers", "num_query_groups", "padded_vocab_size",
+    "position_embedding_type", "q_lora_rank", "qk_head_dim", "qk_layernorm", "qk_pos_emb_head_dim", "quick_geglu",
+    "rotary_base", "rotary_percent", "rotary_scaling_factor", "squared_relu", "swiglu", "tokenizer_model",
+    "tokenizer_type", "untie_embeddings_and_output_weights", "use_rope_scaling", "use_rotary_position_embeddings",
+    "v_head_dim", "vocab_file", "vocab_size",
+})  # fmt: skip
+#: Of them those that are one number in both; a vocabulary may be padded, and a script may train on shorter positions.
+_HAVE_TO_AGREE = frozenset({
+    "ffn_hidden_size", "hidden_size", "kv_channels", "moe_ffn_hidden_size", "moe_router_topk", "mtp_num_layers",
+    "num_attention_heads", "num_experts", "num_layers", "num_query_groups",
+})  # fmt: skip
+
+
+def beside_model(raw: RawArguments, model: ModelSpec) -> RawArguments:
+    """``raw`` with the sizes of ``model`` in place of its own. Raises SpecError where both say one and differ."""
+    facts = _facts(model)
+    for name in sorted(_HAVE_TO_AGREE & facts.keys()):
+        said, fact = raw.values.get(name), facts[name]
+        if said is not None and str(said) != str(fact):
+            option = f"--{name.replace('_', '-')}"
+            raise SpecError(
+                f"{option} of the Megatron arguments is {show(said)}, that of {model.name} is {fact}; drop {option} or "
+                "name another model"
+            )
+    kept = {name: value for name, value in raw.values.items() if name not in _OF_THE_MODEL}
+    return replace(raw, values={**kept, **{name: value for name, value in facts.items() if value is not False}})
+
+
+def trained(run: RunSpec, raw: RawArguments, model: ModelSpec) -> RunSpec:
+    """``run``, read with ``beside_model``'s arguments, of ``model``. Dropout and how experts are
+    balanced are the arguments'."""
+    said = sorted(f"--{name.replace('_', '-')}" for name in raw.values if name in _OF_THE_MODEL)
+    assumptions = list(run.assumptions)
+    if said:
+        assumptions.append(f"what is trained is {model.name}; of the Megatron arguments {', '.join(said)} are not read")
+    if not {"hidden_dropout", "attention_dropout"} & raw.values.keys():
+        assumptions.append(
+            f"dropout {run.model.hidden_dropout:g}, Megatron-LM's default (--hidden-dropout, --attention-dropout)"
+        )
+    balancing = next((x.ffn.router_load_balancing_type for x in run.model.layers if isinstance(x.ffn, MoESpec)), None)
+
+    def balanced(layer: LayerSpec) -> LayerSpec:
+        if balancing is None or not isinstance(layer.ffn, MoESpec):
+            return layer
+        return replace(layer, ffn=replace(layer.ffn, router_load_balancing_type=balancing))
+
+    kinds = {layer: balanced(layer) for layer in {*model.layers, *filter(None, [model.mtp_layer])}}
+    own = replace(
+        model, hidden_dropout=run.model.hidden_dropout, attention_dropout=run.model.attention_dropout,
+        layers=tuple(kinds[layer] for layer in model.layers),
+        mtp_layer=None if model.mtp_layer is None else kinds[model.mtp_layer],
+    )  # fmt: skip
+    return replace(run, model=own, assumptions=tuple(assumptions))
+
+
+def _facts(model: ModelSpec) -> dict[str, Value]:
+    """What Megatron-LM's arguments would say of a model's sizes, as far as other arguments are held against them."""
+    ffns = [layer.ffn for layer in model.layers]
+    dense = next((ffn for ffn in ffns if isinstance(ffn, MLPSpec)), None)
+    experts = next((ffn for ffn in ffns if isinstance(ffn, MoESpec)), None)
+    attention = next((layer.mixer for layer in model.layers if isinstance(layer.mixer, AttentionSpec)), None)
+    wide: Any = dense or experts
+    heads = attention.num_attention_heads if attention else 1
+    facts: dict[str, Value] = {
+        "num_layers": model.num_layers, "hidden_size": model.hidden_size, "num_attention_heads": heads,
+        "max_position_embeddings": model.max_position_embeddings or (1 << 20), "vocab_size": model.vocab_size,
+        "swiglu": bool(wide and wide.gated and wide.activation == "silu"),
+        "disable_bias_linear": not (wide and wide.add_bias), "normalization": model.normalization,
+        "position_embedding_type": "rope" if model.position_embedding_type == "rope" else "learned_absolute",
+        "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
+    }  # fmt: skip
+    if dense is not None:
+        facts["ffn_hidden_size"] = dense.ffn_hidden_size
+    if attention is not None:
+        facts["kv_channels"] = attention.kv_channels
+        if attention.num_query_groups != heads:
+            facts |= {"group_query_attention": True, "num_query_groups": attention.num_query_groups}
+    if experts is not None:
+        facts |= {"num_experts": experts.num_experts, "moe_ffn_hidden_size": experts.moe_ffn_hidden_size,
+                  "moe_router_topk": experts.topk}  # fmt: skip
+    if model.mtp_num_layers:
+        facts["mtp_num_layers"] = model.mtp_num_layers
+    return facts

@@ -1,0 +1,24 @@
+"""What tests in a real browser share: they skip without one, saying what there is to install."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+import with_browser
+
+AXE = with_browser.AXE
+needs_browser = pytest.mark.skipif(bool(with_browser.missing()), reason=with_browser.missing())
+needs_axe = pytest.mark.skipif(not Path(AXE).is_file(), reason="AXE_CORE does not name axe-core's axe.min.js")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with with_browser.browser() as one:
+        yield one
