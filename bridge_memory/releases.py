@@ -393,3 +393,6 @@ EXPERTS_IN_ONE_PARAMETER = TransformersRule((5, 0))
 CHECKPOINTS_NOT_REENTRANT = TransformersRule((5, 0))
 #: Gemma scales embeddings in a module of its own; OLMo 3 rotates in the dtype of its queries.
 FAMILIES_OF_5 = TransformersRule((5, 0))
+#: Liger's releases from 0.8 on want transformers 5, and sum the output layer's gradient without an fp32 product
+#: (``ops/fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward``); those beside transformers 4 make one.
+LIGER_ACCUMULATES_IN_PLACE = TransformersRule((5, 0))
