@@ -143,6 +143,8 @@ def known_releases() -> str:
 
 #: Layers are split by a string: ``transformer/pipeline_parallel_layer_layout.py``.
 LAYOUT_STRINGS = since(core=(0, 13))
+#: ``TransformerConfig.cuda_graph_impl`` takes "full_iteration" (before, it was a scope of "local").
+GRAPH_OF_THE_ITERATION = since(core=(0, 18))
 #: MTP in such a string; NotImplementedError before (``PipelineParallelLayerLayout.validate_layer_layout``).
 LAYOUT_STRINGS_WITH_MTP = since(core=(0, 14))
 #: MTP there before the last stage (the same function).
@@ -404,5 +406,6 @@ EXPERTS_IN_ONE_PARAMETER = TransformersRule((5, 0))
 CHECKPOINTS_NOT_REENTRANT = TransformersRule((5, 0))
 #: Gemma scales embeddings in a module of its own; OLMo 3 rotates in the dtype of its queries.
 FAMILIES_OF_5 = TransformersRule((5, 0))
-#: ``TransformerConfig.cuda_graph_impl`` takes "full_iteration" (before, it was a scope of "local").
-GRAPH_OF_THE_ITERATION = since(core=(0, 18))
+#: Liger's releases from 0.8 on want transformers 5, and sum the output layer's gradient without an fp32 product
+#: (``ops/fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward``); those beside transformers 4 make one.
+LIGER_ACCUMULATES_IN_PLACE = TransformersRule((5, 0))

@@ -777,9 +777,9 @@ class _Run:
             for i in saves:
                 self._release(i)
             return
-        if step.in_place:
-            self._release(saves[0])
-            saves = saves[1:]
+        for i in saves[: step.in_place]:
+            self._release(i)
+        saves = saves[step.in_place :]
         if step.alias:
             self._mark(step.name, step.backward_workspace)
             for i in step.inputs:

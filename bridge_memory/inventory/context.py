@@ -41,6 +41,10 @@ class HuggingFace(NamedTuple):
     def autocast(self) -> bool:
         return self.spec.autocast is not None
 
+    def liger(self, *kernels: str) -> bool:
+        """Whether one of these kernels of liger-kernel runs: asked for, and there for the family."""
+        return any(name in self.spec.liger_kernel and name in self.family.liger for name in kernels)
+
     @property
     def packing_is_supposed(self) -> bool:
         """Whether a batch without a mask may be packed, of which the positions tell (``masking_utils.py:

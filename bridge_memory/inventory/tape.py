@@ -82,7 +82,7 @@ class Op:
         workspace: Bytes = 0,
         backward_workspace: Bytes = 0,
         alias: bool = False,
-        in_place: bool = False,
+        in_place: int = False,
         offloaded: bool = False,
         always_saves: bool = False,
         scope: bool = False,
@@ -98,7 +98,7 @@ class Op:
         self.backward_workspace = backward_workspace
         #: Input gradients are the output gradient itself (addition, views that copy nothing backward).
         self.alias = alias
-        #: The input gradient is written over the first saved tensor.
+        #: Input gradients are written over so many of the first saved tensors.
         self.in_place = in_place
         #: What it saves goes to host memory once the block is done and comes back for its backward.
         self.offloaded = offloaded
@@ -189,7 +189,7 @@ class Tape:
         workspace: Bytes = 0,
         backward_workspace: Bytes = 0,
         alias: bool = False,
-        in_place: bool = False,
+        in_place: int = False,
         always_saves: bool = False,
         for_backward: Bytes = 0,
         trains: bool = False,
@@ -220,7 +220,7 @@ class Tape:
         workspace: Bytes = 0,
         backward_workspace: Bytes = 0,
         alias: bool = False,
-        in_place: bool = False,
+        in_place: int = False,
         also: Sequence[Tensor] = (),
         label: str | None = None,
         for_backward: Bytes = 0,

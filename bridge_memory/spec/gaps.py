@@ -25,6 +25,7 @@ from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, ModelSpec
 from bridge_memory.spec.run import RunSpec
+from bridge_memory.spec.transformers import family_of
 
 
 class Effect(str, Enum):
@@ -226,11 +227,9 @@ def _of_transformers(run: RunSpec) -> Iterator[Gap]:
     if spec.torch_compile:
         # What it fuses is not kept, and what it recomputes is its partitioner's choice.
         yield Gap("torch_compile: fused operations keep less; counted as they run without it", Effect.DOWN)
-    if spec.liger_kernel:
-        yield Gap(
-            f"liger_kernel ({', '.join(spec.liger_kernel)}): its fused kernels; counted as the class's operations",
-            Effect.DOWN,
-        )
+    if "swiglu" in spec.liger_kernel and run.model.has_experts and EXPERTS_IN_ONE_PARAMETER(spec):
+        # liger_kernel/transformers/swiglu.py: LigerExperts.
+        yield Gap("liger_kernel (swiglu): its fused experts; counted as transformers' grouped ones", Effect.DOWN)
     if run.model.has_experts and EXPERTS_IN_ONE_PARAMETER(spec) and run.compute_dtype == "fp32":
         # integrations/moe.py: _can_use_grouped_mm takes bf16 alone.
         yield Gap("experts with parameters in fp32: one by one in transformers 5; counted as grouped", Effect.EITHER)
@@ -329,6 +328,11 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
                 yield f"{name} makes no tensor that stays with engine zero3"
     if engine == "fsdp2" and run.fsdp.backward_prefetch != DEFAULT_FSDP_OPTIONS.backward_prefetch:
         yield "backward_prefetch is FSDP1's: fully_shard always gathers the layer before"
+    if impl.hugging_face:
+        has = family_of(run.model.model_type, run.transformers).liger
+        for name in run.transformers.liger_kernel:
+            if name not in has:
+                yield f"liger_kernel ({name}): Liger has none for model_type {run.model.model_type}"
     if run.peft.trains_adapters:
         for target in idle_targets(
             run.peft, run.model, limits_of(run.model), hugging_face=impl.hugging_face

@@ -17,6 +17,9 @@ GENERATIONS: dict[str, Capability] = {
 #: The generation whose rules are taken where nobody says which runs.
 DEFAULT_GENERATION = "hopper"
 
+#: Streaming multiprocessors of the largest card of each for training (V100, T4, A100, L40S, H100, B200).
+MULTIPROCESSORS = {"volta": 80, "turing": 40, "ampere": 108, "ada": 142, "hopper": 132, "blackwell": 148}
+
 NVIDIA, AMD = "NVIDIA", "AMD"
 
 

@@ -17,8 +17,13 @@ from bridge_memory.spec.model import ModelSpec
 DEFAULT_TRANSFORMERS = (4, 57)
 #: Releases whose sources were read.
 KNOWN_TRANSFORMERS = ((4, 51), (5, 12))
-#: ``liger_kernel.transformers.monkey_patch: apply_liger_kernel_to_*``.
-LIGER_KERNELS = ("rope", "rms_norm", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
+#: ``liger_kernel/transformers/monkey_patch.py: apply_liger_kernel_to_*``; Gemma's gated kernel is geglu.
+LIGER_KERNELS = ("rope", "rms_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
+_LIGER = ("rope", "rms_norm", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
+_LIGER_GEMMA = ("rope", "rms_norm", "geglu", "cross_entropy", "fused_linear_cross_entropy")
+_LIGER_WITHOUT_ROPE = _LIGER[1:]
+#: Its cross entropy takes the place of a name that the class does not use.
+_LIGER_OF_MISTRAL = ("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +99,10 @@ class Family(NamedTuple):
     normalized_router: bool = True
     #: The prefix of decoder layers' and embeddings' names.
     prefix: str = "model."
+    #: Kernels that Liger 0.8.5 has for the class (``MODEL_TYPE_TO_APPLY_LIGER_FN``), and whether its norm's gradient
+    #: is written over that of its output.
+    liger: tuple[str, ...] = ()
+    liger_norm_in_place: bool = True
 
 
 _SANDWICH = (
@@ -102,29 +111,41 @@ _SANDWICH = (
 _NORM_AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 #: ``model_type`` -> its family.
 FAMILIES: dict[str, Family] = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(),
-    "smollm3": Family(),
-    "mixtral": Family(moe="mixtral"),
+    "llama": Family(liger=_LIGER),
+    "mistral": Family(liger=_LIGER_OF_MISTRAL),
+    "qwen2": Family(liger=_LIGER),
+    "qwen3": Family(liger=_LIGER),
+    "smollm3": Family(liger=_LIGER),
+    "mixtral": Family(moe="mixtral", liger=_LIGER),
     "qwen2_moe": Family(normalized_router=False, own_masks=True),
-    "qwen3_moe": Family(),
+    "qwen3_moe": Family(liger=_LIGER),
     "olmoe": Family(norm="llama", normalized_router=False, own_masks=True),
     "deepseek_v3": Family(moe="deepseek", rotary="deepseek"),
     "glm4_moe": Family(moe="deepseek"),
-    "gemma": Family(norm="gemma", scaled_embeddings="model"),
-    "gemma2": Family(norm="gemma", norms=_SANDWICH, scaled_embeddings="model", softcapped=True),
-    "gemma3_text": Family(norm="gemma", norms=_SANDWICH, scaled_embeddings="embedding", local_rotary=True),
-    "phi3": Family(fused_qkv=True, fused_gate_up=True),
-    "granite": Family(scaled_embeddings="embedding", scaled_residuals=True),
+    "gemma": Family(norm="gemma", scaled_embeddings="model", liger=_LIGER_GEMMA),
+    "gemma2": Family(
+        norm="gemma", norms=_SANDWICH, scaled_embeddings="model", softcapped=True, liger=_LIGER_GEMMA,
+        liger_norm_in_place=False,
+    ),
+    "gemma3_text": Family(
+        norm="gemma", norms=_SANDWICH, scaled_embeddings="embedding", local_rotary=True, liger=_LIGER_GEMMA,
+        liger_norm_in_place=False,
+    ),
+    "phi3": Family(fused_qkv=True, fused_gate_up=True, liger=_LIGER),
+    "granite": Family(scaled_embeddings="embedding", scaled_residuals=True, liger=_LIGER[:-1]),
     "olmo": Family(norm="olmo", rotary_in_fp32=True),
-    "olmo2": Family(norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True),
-    "olmo3": Family(norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True, local_rotary=True),
+    "olmo2": Family(
+        norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True, liger=_LIGER, liger_norm_in_place=False
+    ),
+    "olmo3": Family(
+        norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True, local_rotary=True, liger=_LIGER,
+        liger_norm_in_place=False,
+    ),
     "glm": Family(fused_gate_up=True, rotary="interleaved"),
     "glm4": Family(
         fused_gate_up=True, rotary="interleaved",
         norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        liger=_LIGER_WITHOUT_ROPE, liger_norm_in_place=False,
     ),
 }
 #: What classes do otherwise from transformers 5 on.
@@ -135,6 +156,7 @@ _FROM_5: dict[str, dict[str, Any]] = {
     "olmo3": {"rotary_in_fp32": False},
     "qwen2_moe": {"own_masks": False},
     "olmoe": {"own_masks": False},
+    "deepseek_v3": {"liger": _LIGER_WITHOUT_ROPE},
 }
 #: ``masking_utils.py`` makes the masks of most classes; before, each class does.
 _SHARED_MASKS = (4, 53)

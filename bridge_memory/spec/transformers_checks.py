@@ -52,6 +52,10 @@ def check_transformers(run: RunSpec) -> None:
             f"recompute_granularity ({run.recompute.granularity}) is megatron-core's; with transformer_impl "
             "transformers use gradient_checkpointing"
         )
+    if {"cross_entropy", "fused_linear_cross_entropy"} <= set(spec.liger_kernel):
+        raise SpecError(
+            "liger_kernel (cross_entropy and fused_linear_cross_entropy): Liger takes one of them; drop cross_entropy"
+        )
     targets = run.peft.target_modules
     if run.peft.trains_adapters and all("*" not in t and "." not in t and t not in OF_TRANSFORMERS for t in targets):
         raise SpecError(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.inventory.context import HuggingFace
 from bridge_memory.inventory.tape import Tensor
+from bridge_memory.inventory.transformers import liger
 from bridge_memory.inventory.transformers.norms import norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 from bridge_memory.spec import AttentionSpec
@@ -31,7 +32,9 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
     a, d, h = spec.num_attention_heads, spec.kv_channels, ctx.hidden_size
     tokens = ctx.tokens
     query, key, value = _projected(t, spec, x)
-    if shared.cos is not None and shared.sin is not None and spec.rotary:
+    if spec.rotary and shared.cos is not None and t.hf.liger("rope"):
+        query, key = liger.rotated(t, "query", query), liger.rotated(t, "key", key)
+    elif shared.cos is not None and shared.sin is not None and spec.rotary:
         before = query, key
         tables = _tables(t, shared.cos, shared.sin)
         query = _rotated(t, "query", query, *tables, share=ctx.rotary_dim / d)

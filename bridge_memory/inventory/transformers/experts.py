@@ -12,6 +12,7 @@ from typing import Any
 
 from bridge_memory.inventory.parameters import EXPERT_NUMBER, Use
 from bridge_memory.inventory.tape import Tensor
+from bridge_memory.inventory.transformers import liger
 from bridge_memory.inventory.transformers.mlp import gated_mlp
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 from bridge_memory.spec import MoESpec
@@ -152,9 +153,11 @@ def _expert(
     h, f = t.r.ctx.hidden_size, spec.moe_ffn_hidden_size
     if fused is None:
         gate = t.linear("mlp.experts.gate_proj", x, rows, h, f, declare=False, number=number)
-        act = t.activation("expert activation of the gate", gate)
+        fused_product = t.hf.liger("swiglu")
+        act = gate if fused_product else t.activation("expert activation of the gate", gate)
         up = t.linear("mlp.experts.up_proj", x, rows, h, f, declare=False, number=number)
-        product = t.mul("expert product", act, up)
+        name = "expert product"
+        product = liger.gated_product(t, name, gate, up) if fused_product else t.mul(name, act, up)
         down = t.linear("mlp.experts.down_proj", product, rows, f, h, declare=False, number=number)
         t.keep_alive(x, product)
         return down

@@ -6,6 +6,7 @@ Source: ``models/llama/modeling_llama.py: LlamaForCausalLM.forward``, ``loss/los
 from __future__ import annotations
 
 from bridge_memory.inventory.parameters import Use
+from bridge_memory.inventory.transformers import liger
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 
 
@@ -17,6 +18,8 @@ def record_output(t: Torch, x: Array, *, output_bias: bool, own_weight: bool) ->
         r.parameter("lm_head.weight", (v, h), use=Use.OUTPUT)
     if output_bias:
         r.parameter("lm_head.bias", (v,))
+    if t.hf.liger("fused_linear_cross_entropy"):
+        return liger.fused_loss(t, x)
     logits = t.linear("lm_head", x, tokens, h, v, declare=False, label="logits")
     raw = logits
     if t.hf.family.softcapped:
@@ -29,6 +32,10 @@ def record_output(t: Torch, x: Array, *, output_bias: bool, own_weight: bool) ->
         t.keep_alive(raw)
     wide = t.cast("logits in fp32", logits, FP32)
     targets = t.constant("shifted labels", tokens, 8)
+    if t.hf.liger("cross_entropy"):
+        loss = liger.loss_of(t, wide, targets)
+        t.keep_alive(x, logits, wide, targets)
+        return loss
     log_probabilities = t.saves_output("log-softmax of the logits", wide)
     loss = t.make(
         "loss", (log_probabilities,), 1, FP32, saves=(log_probabilities.tensor, targets.tensor),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bridge_memory.inventory.transformers import liger
 from bridge_memory.inventory.transformers.ops import Array, Torch
 from bridge_memory.spec import MLPSpec
 
@@ -24,9 +25,10 @@ def gated_mlp(
 ) -> Array:
     """``LlamaMLP.forward``: down(act(gate(x)) up(x)) in one expression."""
     gate = t.linear(f"{module}.gate_proj", x, rows, width, f, bias=bias, expert=expert)
-    act = t.activation(f"{module} activation of the gate", gate)
+    fused = t.hf.liger(*liger.GATED)
+    act = gate if fused else t.activation(f"{module} activation of the gate", gate)
     up = t.linear(f"{module}.up_proj", x, rows, width, f, bias=bias, expert=expert)
-    product = t.mul(f"{module} product", act, up)
+    product = liger.gated_product(t, f"{module} product", gate, up) if fused else t.mul(f"{module} product", act, up)
     down = t.linear(f"{module}.down_proj", product, rows, f, width, bias=bias, expert=expert)
     t.keep_alive(x)
     return down
@@ -38,8 +40,10 @@ def _joined(t: Torch, spec: MLPSpec, x: Array) -> Array:
     h, f, rows = ctx.hidden_size, spec.ffn_hidden_size, ctx.tokens
     both = t.linear("mlp.gate_up_proj", x, rows, h, 2 * f, bias=spec.add_bias)
     gate, up = t.split("mlp gate and up", both, rows * f, rows * f)
-    act = t.activation("mlp activation of the gate", gate)
-    product = t.mul("mlp product", up, act)
+    if t.hf.liger(*liger.GATED):
+        product = liger.gated_product(t, "mlp product", gate, up, halves=True)
+    else:
+        product = t.mul("mlp product", up, t.activation("mlp activation of the gate", gate))
     down = t.linear("mlp.down_proj", product, rows, f, h, bias=spec.add_bias)
     t.keep_alive(x, both, product)
     return down

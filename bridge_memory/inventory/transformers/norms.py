@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from bridge_memory.inventory.tape import Tensor
+from bridge_memory.inventory.transformers import liger
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 
 
@@ -19,6 +20,8 @@ def norm(t: Torch, name: str, x: Array, rows: Any, width: Any) -> Array:
     if kind == "layernorm":
         return layer_norm(t, name, x, rows, width)
     t.r.parameter(f"{name}.weight", (width,))
+    if t.hf.liger("rms_norm"):
+        return liger.rms_norm(t, name, x, rows, width)
     normed = _normed(t, name, x, rows)
     if kind == "llama":
         narrow = t.cast(f"{name} normed", normed, x.width)

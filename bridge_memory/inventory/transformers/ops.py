@@ -66,9 +66,10 @@ class Torch:
     def make(
         self, name: str, inputs: Sequence[Array], elements: Any, width: int, *, saves: Sequence[Tensor] = (),
         save_output: bool = False, workspace: Any = 0, backward_workspace: Any = 0, alias: bool = False,
-        also: Sequence[Tensor] = (), grad: bool | None = None, trains: bool = False,
+        also: Sequence[Tensor] = (), grad: bool | None = None, trains: bool = False, in_place: int = 0,
     ) -> Array:  # fmt: skip
-        """One operation; its output is differentiable where an input is, or ``trains``: it has a weight that is."""
+        """One operation; its output is differentiable where an input is, or ``trains``: it has a weight that is.
+        ``in_place``: gradients of inputs are written over so many of the tensors that it saves."""
         differentiable = (trains or any(a.differentiable for a in inputs)) if grad is None else grad
         if self.last_saver == name:
             self.tape.landmark(f"{name}, the last to keep anything")
@@ -77,6 +78,7 @@ class Torch:
         self.tape.op(
             name, [a.tensor for a in inputs], (out, *also), saves=kept if differentiable else (), workspace=workspace,
             backward_workspace=backward_workspace, alias=alias, trains=trains,
+            in_place=in_place if differentiable else 0,
         )
         return Array(out, elements, width)
 
