@@ -25,6 +25,7 @@ from bridge_memory.releases import (
     COMBINED_IN_TWO_STEPS,
     EXPERTS_FUSED_BY_OPS,
     FC1_OUTPUT_HELD,
+    FP4_PADDED_TO_128,
     PERMUTED_BY_ARGSORT,
     ROUTER_SCORES_IN_FP32,
     ROWS_ADDED_DETERMINISTICALLY,
@@ -410,9 +411,7 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
     # as it permutes, else there is a padded copy before and an unpadded one after (experts.py: TEGroupedMLP.forward,
     # quantization_padding).
     rows = n.received + local_experts * _padding(r)
-    pads = _pads(ctx) and not (
-        impl.moe_token_dispatcher_type == "flex" and impl.moe_flex_dispatcher_backend == "hybridep"
-    )
+    pads = _pads(ctx) and not _pads_in_dispatch(ctx)
     unpadded = x
     if pads:
         x = tape.make("padded tokens", x, rows * width * ctx.act)
@@ -493,11 +492,18 @@ def _padding(r: Recorder) -> int:
     if not _pads(r.ctx) or r.ctx.impl.moe_expert_rank_capacity_factor is not None:
         return 0
     alignment = _alignment(r.ctx)
+    if r.ctx.fp8_recipe == "nvfp4" and alignment == 128 and not _pads_in_dispatch(r.ctx):
+        alignment = 128 if FP4_PADDED_TO_128(r.ctx.impl) else 64
     if r.unquantized and alignment < 256:
         # Outside of fp8 the recipe is Transformer Engine's default one of the GPU (``quantization.py:
         # get_default_fp8_recipe``): mxfp8 on Blackwell.
         alignment = 32 if r.ctx.impl.gpu_arch == "blackwell" else 16
     return alignment // 2
+
+
+def _pads_in_dispatch(ctx: BlockContext) -> bool:
+    """Whether HybridEP pads as it permutes, and experts do not."""
+    return ctx.impl.moe_token_dispatcher_type == "flex" and ctx.impl.moe_flex_dispatcher_backend == "hybridep"
 
 
 def _pads(ctx: BlockContext) -> bool:
