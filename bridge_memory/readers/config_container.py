@@ -653,6 +653,9 @@ def _implementation(
         # Its sign says of which tokens the buffer is made, those on average or those that came.
         moe_paged_stash_buffer_size_factor_cuda=abs(_get(m, "moe_paged_stash_buffer_size_factor_cuda", 1.1)),
         moe_mlp_glu_interleave_size=_get(m, "moe_mlp_glu_interleave_size"),
+        moe_router_padding_for_quantization=bool(
+            _get(m, "moe_router_padding_for_quantization", False) or _get(m, "moe_router_padding_for_fp8", False)
+        ),
         cpu_offloading_num_layers=_get(m, "cpu_offloading_num_layers", 0) if _get(m, "cpu_offloading") else 0,
         offload_modules=tuple(_get(m, "offload_modules", ()))
         if _get(m, "fine_grained_activation_offloading", False)

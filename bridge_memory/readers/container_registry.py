@@ -55,6 +55,7 @@ READ: dict[str, frozenset[str]] = {
         moe_flex_dispatcher_num_sms moe_grouped_gemm moe_latent_size moe_layer_freq moe_layer_recompute
         moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_dtype moe_router_enable_expert_bias
         moe_router_fusion moe_router_group_topk moe_router_load_balancing_type moe_router_num_groups
+        moe_router_padding_for_fp8 moe_router_padding_for_quantization
         moe_router_score_function moe_router_topk moe_shared_expert_gate moe_shared_expert_intermediate_size
         moe_shared_expert_overlap moe_token_dispatcher_type mtp_hybrid_override_pattern mtp_num_layers
         mtp_use_repeated_layer multi_latent_attention normalization num_attention_heads num_layers

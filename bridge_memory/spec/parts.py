@@ -378,6 +378,8 @@ class ImplementationSpec(Checked):
     #: What experts keep of those rows goes to a buffer for as many as tokens come on average, times the factor.
     moe_paged_stash: bool = flag(False)
     moe_paged_stash_buffer_size_factor_cuda: float = number(1.1)
+    #: Routers send more tokens, to fill each expert's rows up to what fp8 or fp4 wants; experts pad none.
+    moe_router_padding_for_quantization: bool = flag(False)
     #: Gates and values of experts alternate in blocks of this width.
     moe_mlp_glu_interleave_size: int | None = positive(None)
     moe_shared_expert_overlap: bool = flag(False)

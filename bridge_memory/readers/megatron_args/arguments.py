@@ -40,7 +40,8 @@ OFF = _names(
     is_hybrid_model
     legacy_tokenizer log_params_norm moe_apply_probs_on_input moe_enable_deepep moe_grouped_gemm moe_paged_stash
     moe_layer_recompute moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_enable_expert_bias
-    moe_router_fusion moe_shared_expert_gate moe_shared_expert_overlap mtp_use_repeated_layer
+    moe_router_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_shared_expert_gate
+    moe_shared_expert_overlap mtp_use_repeated_layer
     multi_latent_attention optimizer_cpu_offload overlap_grad_reduce overlap_moe_expert_parallel_comm
     overlap_param_gather overlap_param_gather_with_optimizer_step
     qk_layernorm quick_geglu recompute_activations sequence_parallel squared_relu swiglu

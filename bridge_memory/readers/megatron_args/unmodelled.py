@@ -182,8 +182,6 @@ GAPS: dict[str, Unmodelled] = {
     ),
     # extensions of TE's recipes: the weight gradient's operands stay in the high precision too.
     "fp8_wgrad": Unmodelled(True, UP, "weight gradients in bf16 beside fp8", _fp8),
-    "moe_router_padding_for_fp8": Unmodelled(False, UP, "tokens that pad each expert's share", _fp8),
-    "moe_router_padding_for_quantization": Unmodelled(False, UP, "tokens that pad each expert's share", _fp8),
     "moe_permute_padding_for_fp8_quantization": Unmodelled(False, UP, "tokens that pad each expert's share", _fp8),
     # extensions/transformer_engine.py: is_first_microbatch is None, so that module/linear.py casts weights in every
     # forward pass and saves the copies for its backward.
