@@ -161,6 +161,7 @@ FLAGS = (
     Flag("--moe-permute-fusion", "implementation.moe_permute_fusion", "fused token permutation"),
     Flag("--moe-router-fusion", "implementation.moe_router_fusion", "fused router"),
     Flag("--moe-router-dtype", "implementation.moe_router_dtype", "dtype of routing"),
+    Flag("--moe-z-loss-coeff", "implementation.moe_z_loss_coeff", "z-loss of routers", metavar="COEFF"),
     Flag("--moe-expert-capacity-factor", "implementation.moe_expert_capacity_factor",
          "token capacity of an expert", metavar="FACTOR"),
     Flag("--moe-pad-expert-input-to-capacity", "implementation.moe_pad_expert_input_to_capacity",

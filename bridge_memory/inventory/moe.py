@@ -219,6 +219,11 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
     )
     if r.frozen:
         logits = frozen.router_logits(r, x, logits, n.entering, experts)
+    if ctx.impl.moe_z_loss_coeff is not None:
+        # The sums keep the logits and themselves, twice over one tensor (``moe_utils.py: z_loss_func``).
+        sums = tape.make("z-loss of the logits", logits, n.entering * width, saves=(logits,), save_output=True)
+        logits = tape.make("router logits with z-loss", (logits, sums), 0, saves=(sums,), alias=True)
+        logits.grad_bytes = 0
     index = tape.tensor("top-k indices", n.entering * spec.topk * 8, grad=False)
     routing_map = tape.tensor("routing map", n.entering * experts, grad=False)
     probs = tape.tensor("routing probabilities", table)

@@ -653,6 +653,7 @@ def _implementation(
         # Its sign says of which tokens the buffer is made, those on average or those that came.
         moe_paged_stash_buffer_size_factor_cuda=abs(_get(m, "moe_paged_stash_buffer_size_factor_cuda", 1.1)),
         moe_mlp_glu_interleave_size=_get(m, "moe_mlp_glu_interleave_size"),
+        moe_z_loss_coeff=_get(m, "moe_z_loss_coeff"),
         moe_router_padding_for_quantization=bool(
             _get(m, "moe_router_padding_for_quantization", False) or _get(m, "moe_router_padding_for_fp8", False)
         ),

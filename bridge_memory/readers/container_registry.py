@@ -57,7 +57,7 @@ READ: dict[str, frozenset[str]] = {
         moe_router_fusion moe_router_group_topk moe_router_load_balancing_type moe_router_num_groups
         moe_router_padding_for_fp8 moe_router_padding_for_quantization
         moe_router_score_function moe_router_topk moe_shared_expert_gate moe_shared_expert_intermediate_size
-        moe_shared_expert_overlap moe_token_dispatcher_type mtp_hybrid_override_pattern mtp_num_layers
+        moe_shared_expert_overlap moe_token_dispatcher_type moe_z_loss_coeff mtp_hybrid_override_pattern mtp_num_layers
         mtp_use_repeated_layer multi_latent_attention normalization num_attention_heads num_layers
         num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 num_layers_in_first_pipeline_stage
         num_layers_in_last_pipeline_stage num_moe_experts num_query_groups offload_modules

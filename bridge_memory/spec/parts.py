@@ -371,6 +371,8 @@ class ImplementationSpec(Checked):
     moe_permute_fusion: bool = flag(False)
     moe_router_fusion: bool = flag(False)
     moe_router_dtype: str | None = choice(None, "fp32", "fp64")
+    #: Of the router's z-loss; None: there is none.
+    moe_z_loss_coeff: float | None = number(None)
     moe_expert_capacity_factor: float | None = number(None)
     moe_pad_expert_input_to_capacity: bool = flag(False)
     #: Rows that HybridEP makes for the experts of a rank, over N k of a balanced routing; what exceeds them is dropped.

@@ -63,6 +63,10 @@ def _fp8(args: Asked, value: object) -> bool:
     return args["fp8"] is not None or args["fp4"] is not None
 
 
+def _casts_weights(args: Asked, value: object) -> bool:
+    return _fp8(args, value) and not args["fp8_param_gather"] and not args["fp4_param_gather"]
+
+
 def _unfused_activation(args: Asked, value: object) -> bool:
     """Fused ones clamp inside of their kernel (``fusions/fused_bias_swiglu.py``, ``fused_bias_geglu.py``)."""
     return not (args["bias_swiglu_fusion"] if args["swiglu"] else args["bias_gelu_fusion"] and args["add_bias_linear"])
@@ -185,8 +189,10 @@ GAPS: dict[str, Unmodelled] = {
     "moe_permute_padding_for_fp8_quantization": Unmodelled(False, UP, "tokens that pad each expert's share", _fp8),
     # extensions/transformer_engine.py: is_first_microbatch is None, so that module/linear.py casts weights in every
     # forward pass and saves the copies for its backward.
+    # Weights that are fp8 tensors themselves are not cast (module/base.py: quantize_weight).
     "disable_parameter_transpose_cache": Unmodelled(
-        False, EITHER, "fp8 copies of weights that live as long as a microbatch does (counted as kept for good)", _fp8
+        False, EITHER, "fp8 copies of weights that live as long as a microbatch does (counted as kept for good)",
+        _casts_weights,
     ),
     "keep_fp8_transpose_cache": Unmodelled(False, UP, "cached transposes of fp8 weights under FSDP"),
     "keep_fp8_transpose_cache_when_using_custom_fsdp": Unmodelled(
@@ -278,8 +284,7 @@ GAPS: dict[str, Unmodelled] = {
     "encoder_pipeline_model_parallel_size": Unmodelled(0, EITHER, _ENCODER),
     "encoder_tensor_model_parallel_size": Unmodelled(0, EITHER, _ENCODER),
     # ---- experts ----
-    # transformer/moe/moe_utils.py: z_loss_func, and router.py: apply_input_jitter
-    "moe_z_loss_coeff": Unmodelled(None, UP, "what the router's z-loss keeps of the logits"),
+    # router.py: apply_input_jitter
     "moe_input_jitter_eps": Unmodelled(None, UP, "the router's noisy copy of the tokens"),
     "moe_router_force_biased": Unmodelled(None, UP, "routing that is made uneven"),
     "moe_extended_tp": Unmodelled(False, EITHER, "the removed extended-TP sharding of experts"),
