@@ -134,6 +134,7 @@ FLAGS = (
          "which modules run: megatron-core's with Transformer Engine or its local ones, or Hugging Face transformers'"),
     Flag("--attention-backend", "implementation.attention_backend", "attention kernels"),
     Flag("--cp-comm-type", "implementation.cp_comm_type", "how context parallelism exchanges"),
+    Flag("--tp-comm-overlap", "implementation.tp_comm_overlap", "tensor-parallel communication beside GEMMs"),
     Flag("--cross-entropy-loss-fusion", "implementation.cross_entropy_loss_fusion", "fused cross entropy"),
     Flag("--cross-entropy-fusion-impl", "implementation.cross_entropy_fusion_impl", "which fused cross entropy"),
     Flag("--gradient-accumulation-fusion", "implementation.gradient_accumulation_fusion",

@@ -620,7 +620,7 @@ def _implementation(
             "use_transformer_engine_op_fuser use_legacy_models use_fused_weighted_squared_relu "
             "moe_grouped_gemm moe_permute_fusion moe_router_fusion "
             "moe_pad_expert_input_to_capacity moe_shared_expert_overlap moe_apply_probs_on_input "
-            "overlap_moe_expert_parallel_comm moe_paged_stash"
+            "overlap_moe_expert_parallel_comm moe_paged_stash tp_comm_overlap"
         )
     }
     dispatcher = str(_get(m, "moe_token_dispatcher_type", "allgather"))

@@ -198,6 +198,8 @@ def _implementation(run: RunSpec) -> ImplementationSpec:
         idle.append("cross_entropy_fusion_impl")
     if run.parallel.cp == 1:
         idle.append("cp_comm_type")
+    if run.parallel.tp == 1 or not run.parallel.sp or not i.te:
+        idle.append("tp_comm_overlap")
     if run.parallel.pp == 1:
         idle.append("deallocate_pipeline_outputs")
     if model.hybrid:

@@ -354,6 +354,8 @@ class ImplementationSpec(Checked):
     use_legacy_models: bool = flag(False)
     #: Scores divided by the layer number, softmax in fp32 (``--apply-query-key-layer-scaling``).
     apply_query_key_layer_scaling: bool = flag(False)
+    #: Tensor-parallel communication beside GEMMs, in Transformer Engine's user buffers.
+    tp_comm_overlap: bool = flag(False)
     #: How context parallelism exchanges keys and values: "p2p", "a2a", "all_gather", "a2a+p2p".
     cp_comm_type: str = choice("p2p", "p2p", "a2a", "all_gather", "a2a+p2p")
     #: "none", "local", "transformer_engine" or "full_iteration"; graphs keep their buffers in a private pool.

@@ -44,7 +44,7 @@ OFF = _names(
     moe_shared_expert_overlap mtp_use_repeated_layer
     multi_latent_attention optimizer_cpu_offload overlap_grad_reduce overlap_moe_expert_parallel_comm
     overlap_param_gather overlap_param_gather_with_optimizer_step
-    qk_layernorm quick_geglu recompute_activations sequence_parallel squared_relu swiglu
+    qk_layernorm quick_geglu recompute_activations sequence_parallel squared_relu swiglu tp_comm_overlap
     untie_embeddings_and_output_weights use_distributed_optimizer use_fused_weighted_squared_relu
     use_layer_wise_distributed_optimizer use_legacy_models use_megatron_fsdp use_precision_aware_optimizer
     use_rotary_position_embeddings use_transformer_engine_op_fuser

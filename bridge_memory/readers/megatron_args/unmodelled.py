@@ -101,15 +101,6 @@ def _received_ahead(args: Asked) -> int:
     return int(2 * (buffer + 1) * 4 * tokens * (args["hidden_size"] or 0))
 
 
-def _user_buffers(args: Asked) -> int:
-    """One of [s b / c, h] for each of twelve GEMMs, in bf16 at most, of which the four that reduce have up to
-    (2 t - 1) / t of that, a ring's chunks; once more for layers that stay in bf16 beside fp8 ones.
-    Source: TE ``module/base.py: initialize_ub``, ``comm_gemm_overlap.cpp: CommOverlapP2PBase``."""
-    tokens = (args["seq_length"] or args["encoder_seq_length"] or 0) * (args["micro_batch_size"] or 1)
-    modes = 2 if _fp8(args, None) and args["first_last_layers_bf16"] else 1
-    return int(modes * (8 + 4 * 2) * 2 * tokens // (args["context_parallel_size"] or 1) * (args["hidden_size"] or 0))
-
-
 _GTP = "weights that are sharded further and gathered (GTP)"
 _KD = "knowledge distillation holds a second (teacher) model"
 _ENCODER = "an encoder-decoder split"
@@ -122,10 +113,6 @@ _DOUBLE_BUFFER = "Megatron-FSDP keeps two persistent communication buffers"
 #: Argument -> what is not counted of it.
 GAPS: dict[str, Unmodelled] = {
     # ---- tensor, context and data parallelism ----
-    "tp_comm_overlap": Unmodelled(
-        False, UP, "user buffers of tensor-parallel overlap, which Transformer Engine allocates itself",
-        most=_user_buffers, outside=True,
-    ),
     "symmetric_ar_type": Unmodelled(None, UP, "all-reduces in symmetric memory"),
     "gtp_weight_remat_size": Unmodelled(1, EITHER, _GTP),
     "expert_gtp_weight_remat_size": Unmodelled(1, EITHER, _GTP),
