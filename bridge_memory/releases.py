@@ -229,6 +229,9 @@ COMBINED_IN_TWO_STEPS = since(core=(0, 16))
 SHARED_INPUT_KEPT = since(core=(0, 14))
 #: A variable of ``experts.py: TEGroupedMLP.forward`` holds fc1's output.
 FC1_OUTPUT_HELD = since(core=(0, 16))
+#: Experts' rows in NVFP4 are multiples of 128 and no longer of 64 (``quantization.py:
+#: get_align_size_for_quantization``).
+FP4_PADDED_TO_128 = since(te=(2, 12))
 #: ``use_transformer_engine_op_fuser`` is of experts too (``experts.py: TEGroupedMLP._fused_forward``).
 EXPERTS_FUSED_BY_OPS = since(core=(0, 18))
 #: The unfused permutation sorts the whole routing map, [E, N], by a stable argsort, and keeps the int64 order of all of

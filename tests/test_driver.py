@@ -93,3 +93,19 @@ def test_a_group_that_deepep_refuses_is_listed() -> None:
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_other_dispatchers_allocate_nothing_beside(dispatcher: str) -> None:
     assert driver_bytes(run_of(8, "deepep").with_fields(moe_token_dispatcher_type=dispatcher)) == 0
+
+
+def test_user_buffers_of_tensor_parallel_overlap() -> None:
+    """Sixteen times 4,096 x 4,096 in bf16, twice that with layers in bf16 beside fp8 ones; none without sequence
+    parallelism."""
+    run = RunSpec(
+        model="meta-llama/Llama-3.1-8B", parallel=ParallelSpec(world_size=2, tensor_model_parallel_size=2)
+    ).with_fields(tp_comm_overlap=True)
+    assert driver_bytes(run) == 16 * 2 * 4096 * 4096
+    mixed = run.with_fields(
+        **{"fp8": "e4m3", "precision.fp8_recipe": "mxfp8", "num_layers_at_end_in_bf16": 1, "gpu_arch": "blackwell"}
+    )
+    assert driver_bytes(mixed) == 2 * driver_bytes(run)
+    assert driver_bytes(run.with_fields(sequence_parallel=False)) == 0
+    (said,) = [line for line in estimate(run).assumptions if "outside of torch's allocator" in line]
+    assert said.startswith("Transformer Engine's user buffers (0.50 GiB")

@@ -25,6 +25,7 @@ from bridge_memory.releases import (
     COMBINED_IN_TWO_STEPS,
     EXPERTS_FUSED_BY_OPS,
     FC1_OUTPUT_HELD,
+    FP4_PADDED_TO_128,
     PERMUTED_BY_ARGSORT,
     ROUTER_SCORES_IN_FP32,
     ROWS_ADDED_DETERMINISTICALLY,
@@ -67,14 +68,23 @@ def routed_tokens(ctx: BlockContext, spec: MoESpec) -> _Tokens:
         else:
             imbalance = smallest(permuted * imbalance, capacity) / smallest(permuted, capacity)
             permuted = smallest(permuted, capacity)
-    once = 0
+    once = padding = 0
+    if _routers_pad(ctx) and not _pads_in_dispatch(ctx):
+        # Half of a multiple on average, of every expert of this rank's tokens before they are sent (``token_dispatcher
+        # .py: MoEAlltoAllTokenDispatcher.dispatch_preprocess``); DeepEP's of what came (``_pad_routing_map``).
+        half = _alignment(ctx) // 2
+        if ctx.impl.moe_token_dispatcher_type == "flex":
+            padding = spec.num_experts // ctx.ep * half
+        else:
+            permuted += spec.num_experts * half
     if ctx.impl.moe_token_dispatcher_type == "flex":
         once = round(n * computed(partial(ranks_per_token, spec), ctx.ep) * ctx.etp * imbalance)
     budget = ctx.impl.moe_expert_rank_capacity_factor
     if budget is not None:
         received = computed(partial(rank_budget, spec.topk, budget, _alignment(ctx)), n)
         return _Tokens(n, permuted, received, received, once)
-    return _Tokens(n, permuted, round(permuted * imbalance), round(permuted * ctx.etp * imbalance), once)
+    received = round(permuted * ctx.etp * imbalance) + padding
+    return _Tokens(n, permuted, round(permuted * imbalance), received, once)
 
 
 def rank_budget(topk: int, factor: float, alignment: int, tokens: int) -> int:
@@ -209,6 +219,11 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
     )
     if r.frozen:
         logits = frozen.router_logits(r, x, logits, n.entering, experts)
+    if ctx.impl.moe_z_loss_coeff is not None:
+        # The sums keep the logits and themselves, twice over one tensor (``moe_utils.py: z_loss_func``).
+        sums = tape.make("z-loss of the logits", logits, n.entering * width, saves=(logits,), save_output=True)
+        logits = tape.make("router logits with z-loss", (logits, sums), 0, saves=(sums,), alias=True)
+        logits.grad_bytes = 0
     index = tape.tensor("top-k indices", n.entering * spec.topk * 8, grad=False)
     routing_map = tape.tensor("routing map", n.entering * experts, grad=False)
     probs = tape.tensor("routing probabilities", table)
@@ -410,9 +425,7 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
     # as it permutes, else there is a padded copy before and an unpadded one after (experts.py: TEGroupedMLP.forward,
     # quantization_padding).
     rows = n.received + local_experts * _padding(r)
-    pads = _pads(ctx) and not (
-        impl.moe_token_dispatcher_type == "flex" and impl.moe_flex_dispatcher_backend == "hybridep"
-    )
+    pads = _pads(ctx) and not _pads_in_dispatch(ctx) and not _routers_pad(ctx)
     unpadded = x
     if pads:
         x = tape.make("padded tokens", x, rows * width * ctx.act)
@@ -492,12 +505,25 @@ def _padding(r: Recorder) -> int:
     is in it."""
     if not _pads(r.ctx) or r.ctx.impl.moe_expert_rank_capacity_factor is not None:
         return 0
+    if _routers_pad(r.ctx) and not _pads_in_dispatch(r.ctx):
+        return 0
     alignment = _alignment(r.ctx)
+    if r.ctx.fp8_recipe == "nvfp4" and alignment == 128 and not _pads_in_dispatch(r.ctx):
+        alignment = 128 if FP4_PADDED_TO_128(r.ctx.impl) else 64
     if r.unquantized and alignment < 256:
         # Outside of fp8 the recipe is Transformer Engine's default one of the GPU (``quantization.py:
         # get_default_fp8_recipe``): mxfp8 on Blackwell.
         alignment = 32 if r.ctx.impl.gpu_arch == "blackwell" else 16
     return alignment // 2
+
+
+def _routers_pad(ctx: BlockContext) -> bool:
+    return ctx.impl.moe_router_padding_for_quantization and _pads(ctx)
+
+
+def _pads_in_dispatch(ctx: BlockContext) -> bool:
+    """Whether HybridEP pads as it permutes, and experts do not."""
+    return ctx.impl.moe_token_dispatcher_type == "flex" and ctx.impl.moe_flex_dispatcher_backend == "hybridep"
 
 
 def _pads(ctx: BlockContext) -> bool:
@@ -524,10 +550,10 @@ def _sequential_experts(
         scales = tape.views(
             "probabilities by expert", probs, *(("probabilities of an expert", m * of_a_token) for m in rows)
         )
-    outputs = []
+    outputs, pads = [], _pads(ctx) and not _routers_pad(ctx)
     for m, part, scale in zip(rows, tokens, scales, strict=True):
         whole = m
-        if _pads(ctx):
+        if pads:
             whole = m + _padding(r)
             part = tape.make("padded tokens", part, whole * width * ctx.act)
             scale = tape.make("padded probabilities", scale, whole * (probs.bytes // n.received))
@@ -537,7 +563,7 @@ def _sequential_experts(
         out = _linear(r, "experts fc2", f"{one}.linear_fc2", act, whole, f, width, wgrad2, row=True)
         if spec.add_bias:
             out = tape.make("experts output with bias", (out, scale), whole * width * ctx.act, saves=(scale,))
-        if _pads(ctx):
+        if pads:
             tape.keep_alive(part)  # ``hidden``
             (out,) = tape.views("outputs without padding", out, ("output of an expert", m * width * ctx.act))
         outputs.append(out)
@@ -545,7 +571,7 @@ def _sequential_experts(
         return outputs[0]
     tape.keep_alive(x)
     joined = tape.make("concatenated expert outputs", outputs, n.received * width * ctx.act, alias=True)
-    if _pads(ctx):
+    if pads:
         tape.keep_alive(part)  # the last expert's ``hidden``
     return joined
 

@@ -216,8 +216,9 @@ class Recorder:
         if not self.fp8:
             return elements * self.ctx.act
         transposed = backward and self.ctx.fp8_recipe != "mxfp8" and self.fp8_copies > 1
-        again = elements // 2 if self.ctx.fp8_recipe == "nvfp4" else elements
-        return self.fp8_bytes(elements) + (again if transposed else 0)
+        if self.ctx.fp8_recipe == "nvfp4" and backward:
+            return 2 * self.fp8_bytes(elements) + elements // 2  # of both layouts, of which one is put in order
+        return self.fp8_bytes(elements) + (elements if transposed else 0)
 
     @property
     def proj_keeps_original(self) -> bool:
@@ -318,9 +319,10 @@ class Recorder:
         if fused_norm:
             stats = self.norm_statistics(name, ctx.tokens_sp)
             layouts = self.quantized_input(kept, gathered=sp)
-            normed = self.tape.tensor(
-                f"{name} norm output", self.fp8_bytes(kept) if self.fp8 else kept * ctx.act, grad=False
-            )
+            own = self.fp8_bytes(kept) if self.fp8 else kept * ctx.act
+            if sp and self.fp8 and ctx.fp8_recipe == "nvfp4":
+                own, layouts = own + layouts, 0  # what is gathered again is kept in both layouts
+            normed = self.tape.tensor(f"{name} norm output", own, grad=False)
             return self.tape.make(
                 name, x, out_bytes,
                 saves=(x, normed, *stats), also=(normed, *stats),

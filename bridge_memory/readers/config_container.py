@@ -640,7 +640,7 @@ def _implementation(
             "use_transformer_engine_op_fuser use_legacy_models use_fused_weighted_squared_relu "
             "moe_grouped_gemm moe_permute_fusion moe_router_fusion "
             "moe_pad_expert_input_to_capacity moe_shared_expert_overlap moe_apply_probs_on_input "
-            "overlap_moe_expert_parallel_comm moe_paged_stash"
+            "overlap_moe_expert_parallel_comm moe_paged_stash tp_comm_overlap"
         )
     }
     dispatcher = str(_get(m, "moe_token_dispatcher_type", "allgather"))
@@ -673,6 +673,10 @@ def _implementation(
         # Its sign says of which tokens the buffer is made, those on average or those that came.
         moe_paged_stash_buffer_size_factor_cuda=abs(_get(m, "moe_paged_stash_buffer_size_factor_cuda", 1.1)),
         moe_mlp_glu_interleave_size=_get(m, "moe_mlp_glu_interleave_size"),
+        moe_z_loss_coeff=_get(m, "moe_z_loss_coeff"),
+        moe_router_padding_for_quantization=bool(
+            _get(m, "moe_router_padding_for_quantization", False) or _get(m, "moe_router_padding_for_fp8", False)
+        ),
         cpu_offloading_num_layers=_get(m, "cpu_offloading_num_layers", 0) if _get(m, "cpu_offloading") else 0,
         offload_modules=tuple(_get(m, "offload_modules", ()))
         if _get(m, "fine_grained_activation_offloading", False)

@@ -55,8 +55,9 @@ READ: dict[str, frozenset[str]] = {
         moe_flex_dispatcher_num_sms moe_grouped_gemm moe_latent_size moe_layer_freq moe_layer_recompute
         moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_dtype moe_router_enable_expert_bias
         moe_router_fusion moe_router_group_topk moe_router_load_balancing_type moe_router_num_groups
+        moe_router_padding_for_fp8 moe_router_padding_for_quantization
         moe_router_score_function moe_router_topk moe_shared_expert_gate moe_shared_expert_intermediate_size
-        moe_shared_expert_overlap moe_token_dispatcher_type mtp_hybrid_override_pattern mtp_num_layers
+        moe_shared_expert_overlap moe_token_dispatcher_type moe_z_loss_coeff mtp_hybrid_override_pattern mtp_num_layers
         mtp_use_repeated_layer multi_latent_attention normalization num_attention_heads num_layers
         num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 num_layers_in_first_pipeline_stage
         num_layers_in_last_pipeline_stage num_moe_experts num_query_groups offload_modules
@@ -64,8 +65,8 @@ READ: dict[str, frozenset[str]] = {
         pipeline_model_parallel_size position_embedding_type q_lora_rank qk_head_dim qk_l2_norm qk_layernorm
         qk_pos_emb_head_dim recompute_granularity recompute_method recompute_modules recompute_num_layers
         rotary_percent seq_length sequence_parallel share_embeddings_and_output_weights should_pad_vocab softmax_type
-        tensor_model_parallel_size transformer_impl transformer_layer_spec use_fused_weighted_squared_relu use_kitchen
-        use_transformer_engine_op_fuser v_head_dim virtual_pipeline_model_parallel_size vocab_size
+        tensor_model_parallel_size tp_comm_overlap transformer_impl transformer_layer_spec
+        use_fused_weighted_squared_relu use_kitchen use_transformer_engine_op_fuser v_head_dim virtual_pipeline_model_parallel_size vocab_size
         window_attn_skip_freq window_size
         apply_dsa_kernel_fusion csa_compress_ratios csa_dense_mode csa_window_size dsa_indexer_topk
         enable_hyper_connections moe_n_hash_layers num_residual_streams o_groups o_lora_rank use_fused_mhc

@@ -382,6 +382,7 @@ def _moe_fields(run: RunSpec, moe: MoESpec) -> dict[str, Any]:
         "moe_apply_probs_on_input": impl.moe_apply_probs_on_input,
         "moe_permute_fusion": impl.moe_permute_fusion,
         "moe_router_fusion": impl.moe_router_fusion,
+        "moe_z_loss_coeff": impl.moe_z_loss_coeff,
         # Without Transformer Engine, grouped GEMM needs a package of its own; `local` has SequentialMLP.
         "moe_grouped_gemm": impl.moe_grouped_gemm and impl.te,
     }

@@ -293,6 +293,8 @@ def create_empty_quantized_tensor(
             data_transpose=_empty([shape[-1], *shape[:-1]], torch.uint8) if columns else None,
             fp8_scale_inv=_empty([1], torch.float32),
         )  # fmt: skip
+    if "NVFP4Quantizer" in kinds:
+        return _nvfp4_tensor(quantizer, shape, dtype)
     blockwise = "Float8BlockQuantizer" in kinds
     if not blockwise and "MXFP8Quantizer" not in kinds:
         raise RehearsalUnavailable(f"Transformer Engine's {type(quantizer).__name__} is not known to the rehearsal")
@@ -311,6 +313,26 @@ def create_empty_quantized_tensor(
         )  # fmt: skip
     return _module("tensor.mxfp8_tensor").MXFP8Tensor(
         shape=shape, dtype=dtype, fp8_dtype=quantizer.dtype, quantizer=quantizer, with_gemm_swizzled_scales=False,
+        **parts,
+    )  # fmt: skip
+
+
+def _nvfp4_tensor(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Two values a byte, a scale of one for each 16, and the largest of all, in either layout."""
+    parts: dict[str, Any] = {}
+    flat = (prod(shape[:-1]), shape[-1])
+    for kind, used, laid_out in (
+        ("rowwise", quantizer.rowwise_usage, shape),
+        ("columnwise", quantizer.columnwise_usage, quantizer.get_columnwise_shape(flat)),
+    ):
+        scales = quantizer.get_scale_shape(shape, kind == "columnwise") if used else ()
+        parts |= {
+            f"{kind}_data": _empty([*laid_out[:-1], laid_out[-1] // 2], torch.uint8) if used else None,
+            f"{kind}_scale_inv": _empty(scales, torch.uint8) if used else None,
+            f"amax_{kind}": _empty([1], torch.float32) if used else None,
+        }
+    return _module("tensor.nvfp4_tensor").NVFP4Tensor(
+        shape=shape, dtype=dtype, fp4_dtype=quantizer.dtype, quantizer=quantizer, with_gemm_swizzled_scales=False,
         **parts,
     )  # fmt: skip
 

@@ -175,6 +175,8 @@ def _implementation(run: RunSpec) -> ImplementationSpec:
         idle.append("moe_hybridep_ranks_per_nvlink_domain")
     else:
         idle.append("moe_flex_dispatcher_num_sms")
+    if not run.precision.quantizes:
+        idle.append("moe_router_padding_for_quantization")
     if not i.moe_paged_stash:
         idle.append("moe_paged_stash_buffer_size_factor_cuda")
     if not i.te:
@@ -196,6 +198,8 @@ def _implementation(run: RunSpec) -> ImplementationSpec:
         idle.append("cross_entropy_fusion_impl")
     if run.parallel.cp == 1:
         idle.append("cp_comm_type")
+    if run.parallel.tp == 1 or not run.parallel.sp or not i.te:
+        idle.append("tp_comm_overlap")
     if run.parallel.pp == 1:
         idle.append("deallocate_pipeline_outputs")
     if model.hybrid:

@@ -13,18 +13,51 @@ from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.model import ModelSpec, MoESpec
 from bridge_memory.spec.run import RunSpec
 
+#: Names of buffers of the flex dispatcher.
+DISPATCHERS = ("DeepEP", "HybridEP")
+
 
 class DriverBuffer(NamedTuple):
-    """Bytes that a library allocates itself on every rank that has experts."""
+    """Bytes that a library allocates itself, on every rank."""
 
     name: str
     nbytes: int
     #: What is supposed of it, in words.
     supposed: str = ""
 
+    @property
+    def of(self) -> str:
+        """In a sentence."""
+        return f"{self.name}'s buffers" if self.name in DISPATCHERS else self.name
+
 
 def driver_buffers(run: RunSpec) -> tuple[DriverBuffer, ...]:
     """Every buffer of a known size, of the fullest rank."""
+    return (*_user_buffers(run), *_dispatchers(run))
+
+
+def _user_buffers(run: RunSpec) -> tuple[DriverBuffer, ...]:
+    p, impl = run.parallel, run.implementation
+    if not impl.tp_comm_overlap or not impl.te or not p.sp or p.tp == 1:
+        return ()
+    length, sequences = run.batch.rows
+    tokens, precision = length * sequences // p.cp, run.precision
+    mixed = precision.quantizes and (precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16)
+    nbytes = user_buffer_bytes(tokens, run.model.hidden_size) * (2 if mixed else 1)
+    return (DriverBuffer("Transformer Engine's user buffers", nbytes, "as many as there can be"),)
+
+
+def user_buffer_bytes(tokens: int, width: int) -> int:
+    """At most: [tokens, width] in bf16 for each of twelve GEMMs, of which the four that reduce have up to
+    (2 t - 1) / t of that, a ring's chunks. Layers that stay in bf16 beside quantized ones have theirs.
+
+    Source: TE ``module/base.py: initialize_ub``, ``comm_gemm_overlap.cpp: CommOverlapP2PBase``, which allocate them in
+    memory that ranks of a node share.
+    """
+    return (8 + 4 * 2) * 2 * tokens * width
+
+
+def _dispatchers(run: RunSpec) -> tuple[DriverBuffer, ...]:
     impl, spec = run.implementation, _experts(run.model)
     if spec is None or impl.hugging_face or impl.moe_token_dispatcher_type != "flex":
         return ()

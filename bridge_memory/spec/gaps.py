@@ -18,7 +18,7 @@ from bridge_memory.releases import (
     release_words,
 )
 from bridge_memory.spec.adapters import idle_targets, names_layers
-from bridge_memory.spec.driver import driver_buffers
+from bridge_memory.spec.driver import DISPATCHERS, driver_buffers
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS, DEFAULT_FSDP_OPTIONS
 from bridge_memory.spec.layout import Layout
@@ -137,8 +137,8 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             "defer_embedding_wgrad_compute: output gradients of the logits that wait for the flush", Effect.UP,
             most=_deferred(run),
         )
-    unsized = impl.moe_token_dispatcher_type == "flex" and run.model.has_experts and not driver_buffers(run)
-    if unsized and not impl.hugging_face:
+    flex = impl.moe_token_dispatcher_type == "flex" and run.model.has_experts and not impl.hugging_face
+    if flex and not any(found.name in DISPATCHERS for found in driver_buffers(run)):
         # transformer/moe/fused_a2a.py: get_buffer, which ends with an assertion.
         n = run.parallel.ep * run.parallel.etp
         yield Gap(
@@ -364,7 +364,7 @@ def _supposed(run: RunSpec) -> Iterator[str]:
     for found in driver_buffers(run):
         with_what = f", {found.supposed}" if found.supposed else ""
         yield (
-            f"{found.name}'s buffers ({found.nbytes / (1 << 30):.2f} GiB on every rank{with_what}) lie outside of "
+            f"{found.of} ({found.nbytes / (1 << 30):.2f} GiB on every rank{with_what}) lie outside of "
             "torch's allocator: they are in the margin of each GPU and in no peak"
         )
     if run.batch.packed_sequences:

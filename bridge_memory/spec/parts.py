@@ -364,6 +364,8 @@ class ImplementationSpec(Checked):
     use_legacy_models: bool = flag(False)
     #: Scores divided by the layer number, softmax in fp32 (``--apply-query-key-layer-scaling``).
     apply_query_key_layer_scaling: bool = flag(False)
+    #: Tensor-parallel communication beside GEMMs, in Transformer Engine's user buffers.
+    tp_comm_overlap: bool = flag(False)
     #: How context parallelism exchanges keys and values: "p2p", "a2a", "all_gather", "a2a+p2p".
     cp_comm_type: str = choice("p2p", "p2p", "a2a", "all_gather", "a2a+p2p")
     #: "none", "local", "transformer_engine" or "full_iteration"; graphs keep their buffers in a private pool.
@@ -381,6 +383,8 @@ class ImplementationSpec(Checked):
     moe_permute_fusion: bool = flag(False)
     moe_router_fusion: bool = flag(False)
     moe_router_dtype: str | None = choice(None, "fp32", "fp64")
+    #: Of the router's z-loss; None: there is none.
+    moe_z_loss_coeff: float | None = number(None)
     moe_expert_capacity_factor: float | None = number(None)
     moe_pad_expert_input_to_capacity: bool = flag(False)
     #: Rows that HybridEP makes for the experts of a rank, over N k of a balanced routing; what exceeds them is dropped.
@@ -388,6 +392,8 @@ class ImplementationSpec(Checked):
     #: What experts keep of those rows goes to a buffer for as many as tokens come on average, times the factor.
     moe_paged_stash: bool = flag(False)
     moe_paged_stash_buffer_size_factor_cuda: float = number(1.1)
+    #: Routers send more tokens, to fill each expert's rows up to what fp8 or fp4 wants; experts pad none.
+    moe_router_padding_for_quantization: bool = flag(False)
     #: Gates and values of experts alternate in blocks of this width.
     moe_mlp_glu_interleave_size: int | None = positive(None)
     moe_shared_expert_overlap: bool = flag(False)

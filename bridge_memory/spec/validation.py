@@ -818,6 +818,11 @@ def _check_moe(i: ImplementationSpec, p: ParallelSpec, limits: Limits) -> None:
                     "moe_pad_expert_input_to_capacity (True) does not go with moe_flex_dispatcher_backend deepep; "
                     "drop it"
                 )
+    if i.moe_router_padding_for_quantization and dispatcher in ("allgather", "alltoall_seq"):
+        raise SpecError(
+            f"moe_router_padding_for_quantization (True) does not go with moe_token_dispatcher_type {dispatcher}; use "
+            "alltoall or flex"
+        )
     _check_budget(i, p)
     capacity = i.moe_expert_capacity_factor
     if capacity is None:

@@ -102,6 +102,9 @@ CASES = {
         f"{EXPERTS} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep", "2"),
     "--use-transformer-engine-op-fuser": (f"{DENSE} --no-bias-activation-fusion", ""),
     "--moe-expert-rank-capacity-factor": (f"{EXPERTS} {BUDGET}", "1.5"),
+    "--moe-router-padding-for-quantization": (f"{EXPERTS} --fp8 e4m3 --fp8-recipe mxfp8", ""),
+    "--moe-z-loss-coeff": (EXPERTS, "0.001"),
+    "--tp-comm-overlap": (f"{DENSE} --tp 2", ""),
     "--moe-paged-stash": (f"{EXPERTS} {BUDGET} --moe-expert-rank-capacity-factor 1.5", ""),
     "--moe-paged-stash-buffer-size-factor-cuda": (
         f"{EXPERTS} {BUDGET} --moe-expert-rank-capacity-factor 1.5 --moe-paged-stash", "1.3"),

@@ -90,3 +90,16 @@ def test_what_megatron_core_refuses(fields: dict[str, object], said: str) -> Non
     with pytest.raises(SpecError) as refusal:
         run_of().with_fields(**fields)
     assert str(refusal.value).startswith(said)
+
+
+def test_routers_that_pad_send_more_rows_and_experts_copy_none() -> None:
+    """mxfp8 wants multiples of 32: 16 rows more on average for each of 128 experts from each of 8 ranks, of which a
+    rank has 16: 2,048. Without, a rank's experts pad 16 rows each, in a copy."""
+    fields = {"fp8": "e4m3", "precision.fp8_recipe": "mxfp8", "gpu_arch": "blackwell"}
+    fields |= {"moe_token_dispatcher_type": "alltoall", "use_transformer_engine_op_fuser": False}
+    # fc1's input and fc2's, with scales of a byte for each 32, fc1's output in bf16.
+    row = (WIDTH + INNER) * 33 // 32 + 2 * INNER * 2
+    assert kept(run_of(**fields)) == (ARRIVING + 16 * 16) * row
+    assert kept(run_of(moe_router_padding_for_quantization=True, **fields)) == (ARRIVING + 128 * 16) * row
+    with pytest.raises(SpecError, match="does not go with moe_token_dispatcher_type allgather"):
+        run_of(moe_router_padding_for_quantization=True, **{**fields, "moe_token_dispatcher_type": "allgather"})

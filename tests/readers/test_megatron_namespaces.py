@@ -92,7 +92,7 @@ def test_a_namespace_whose_tokenizer_is_not_built_has_no_vocabulary() -> None:
 def test_a_plain_namespace_has_no_gap_and_an_unknown_name_only_when_it_is_on() -> None:
     assert not told_twice("llama")[1].not_modelled
     args = namespace("llama")
-    args.my_own, args.my_other, args.tp_comm_overlap = True, None, True
+    args.my_own, args.my_other, args.fp16_lm_cross_entropy = True, None, True
     gaps = run_from_megatron_args(args, megatron_core=CORE).not_modelled
     assert len(gaps) == 2 and any("--my-own" in line for line in gaps)
 

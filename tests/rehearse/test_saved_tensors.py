@@ -307,3 +307,15 @@ def test_a_checkpoint_that_returns_a_parameter_runs_backward_into_itself() -> No
     y, returned = _Checkpoint.apply(lambda x: (x @ weight, bias), x)
     with pytest.raises(RecursionError):
         (y + returned).sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [None, "fp32"])
+@pytest.mark.parametrize("name", ["fine experts", "deepseek"])
+def test_a_z_loss_keeps_the_logits(name: str, dtype: str | None) -> None:
+    """A router's logits, [N, E], and the sums of their exponentials, [N]."""
+    impl = replace(LOCAL, moe_z_loss_coeff=1e-3, moe_router_dtype=dtype)
+    found = compare_layer(Case(name, tp=2, ep=4, implementation=impl).run(), 1)
+    without = compare_layer(Case(name, tp=2, ep=4, implementation=replace(impl, moe_z_loss_coeff=None)).run(), 1)
+    assert found.found.saved_bytes > without.found.saved_bytes
+    errors = (found.saved_error, found.forward_error, found.backward_error)
+    assert max(map(abs, errors)) <= 1e-3, "\n" + "\n".join(found.lines())

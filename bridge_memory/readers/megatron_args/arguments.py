@@ -40,10 +40,11 @@ OFF = _names(
     is_hybrid_model
     legacy_tokenizer log_params_norm moe_apply_probs_on_input moe_enable_deepep moe_grouped_gemm moe_paged_stash
     moe_layer_recompute moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_enable_expert_bias
-    moe_router_fusion moe_shared_expert_gate moe_shared_expert_overlap mtp_use_repeated_layer
+    moe_router_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_shared_expert_gate
+    moe_shared_expert_overlap mtp_use_repeated_layer
     multi_latent_attention optimizer_cpu_offload overlap_grad_reduce overlap_moe_expert_parallel_comm
     overlap_param_gather overlap_param_gather_with_optimizer_step
-    qk_layernorm quick_geglu recompute_activations sequence_parallel squared_relu swiglu
+    qk_layernorm quick_geglu recompute_activations sequence_parallel squared_relu swiglu tp_comm_overlap
     untie_embeddings_and_output_weights use_distributed_optimizer use_fused_weighted_squared_relu
     use_layer_wise_distributed_optimizer use_legacy_models use_megatron_fsdp use_precision_aware_optimizer
     use_rotary_position_embeddings use_transformer_engine_op_fuser
@@ -91,7 +92,7 @@ POSITIVE = _names(
 NUMBERS: dict[str, float | None] = {
     "attention_dropout": 0.1, "hidden_dropout": 0.1, "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0,
     "moe_expert_capacity_factor": None, "moe_expert_rank_capacity_factor": None,
-    "moe_paged_stash_buffer_size_factor_cuda": 1.1, "optimizer_offload_fraction": 1.0,
+    "moe_z_loss_coeff": None,     "moe_paged_stash_buffer_size_factor_cuda": 1.1, "optimizer_offload_fraction": 1.0,
     "rotary_percent": 1.0, "sgd_momentum": 0.9,
 }  # fmt: skip
 WORDS: dict[str, str | None] = {

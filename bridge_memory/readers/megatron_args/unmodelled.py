@@ -63,6 +63,10 @@ def _fp8(args: Asked, value: object) -> bool:
     return args["fp8"] is not None or args["fp4"] is not None
 
 
+def _casts_weights(args: Asked, value: object) -> bool:
+    return _fp8(args, value) and not args["fp8_param_gather"] and not args["fp4_param_gather"]
+
+
 def _unfused_activation(args: Asked, value: object) -> bool:
     """Fused ones clamp inside of their kernel (``fusions/fused_bias_swiglu.py``, ``fused_bias_geglu.py``)."""
     return not (args["bias_swiglu_fusion"] if args["swiglu"] else args["bias_gelu_fusion"] and args["add_bias_linear"])
@@ -97,15 +101,6 @@ def _received_ahead(args: Asked) -> int:
     return int(2 * (buffer + 1) * 4 * tokens * (args["hidden_size"] or 0))
 
 
-def _user_buffers(args: Asked) -> int:
-    """One of [s b / c, h] for each of twelve GEMMs, in bf16 at most, of which the four that reduce have up to
-    (2 t - 1) / t of that, a ring's chunks; once more for layers that stay in bf16 beside fp8 ones.
-    Source: TE ``module/base.py: initialize_ub``, ``comm_gemm_overlap.cpp: CommOverlapP2PBase``."""
-    tokens = (args["seq_length"] or args["encoder_seq_length"] or 0) * (args["micro_batch_size"] or 1)
-    modes = 2 if _fp8(args, None) and args["first_last_layers_bf16"] else 1
-    return int(modes * (8 + 4 * 2) * 2 * tokens // (args["context_parallel_size"] or 1) * (args["hidden_size"] or 0))
-
-
 _GTP = "weights that are sharded further and gathered (GTP)"
 _KD = "knowledge distillation holds a second (teacher) model"
 _ENCODER = "an encoder-decoder split"
@@ -118,10 +113,6 @@ _DOUBLE_BUFFER = "Megatron-FSDP keeps two persistent communication buffers"
 #: Argument -> what is not counted of it.
 GAPS: dict[str, Unmodelled] = {
     # ---- tensor, context and data parallelism ----
-    "tp_comm_overlap": Unmodelled(
-        False, UP, "user buffers of tensor-parallel overlap, which Transformer Engine allocates itself",
-        most=_user_buffers, outside=True,
-    ),
     "symmetric_ar_type": Unmodelled(None, UP, "all-reduces in symmetric memory"),
     "gtp_weight_remat_size": Unmodelled(1, EITHER, _GTP),
     "expert_gtp_weight_remat_size": Unmodelled(1, EITHER, _GTP),
@@ -182,17 +173,13 @@ GAPS: dict[str, Unmodelled] = {
     ),
     # extensions of TE's recipes: the weight gradient's operands stay in the high precision too.
     "fp8_wgrad": Unmodelled(True, UP, "weight gradients in bf16 beside fp8", _fp8),
-    "moe_router_padding_for_fp8": Unmodelled(False, UP, "tokens that pad each expert's share", _fp8),
-    # What the deprecated moe_router_padding_for_fp8 becomes.
-    "moe_router_padding_for_quantization": Unmodelled(
-        False, UP, "tokens that pad each expert's share",
-        lambda a, value: _fp8(a, value) and not a["moe_router_padding_for_fp8"],
-    ),
     "moe_permute_padding_for_fp8_quantization": Unmodelled(False, UP, "tokens that pad each expert's share", _fp8),
     # extensions/transformer_engine.py: is_first_microbatch is None, so that module/linear.py casts weights in every
     # forward pass and saves the copies for its backward.
+    # Weights that are fp8 tensors themselves are not cast (module/base.py: quantize_weight).
     "disable_parameter_transpose_cache": Unmodelled(
-        False, EITHER, "fp8 copies of weights that live as long as a microbatch does (counted as kept for good)", _fp8
+        False, EITHER, "fp8 copies of weights that live as long as a microbatch does (counted as kept for good)",
+        _casts_weights,
     ),
     "keep_fp8_transpose_cache": Unmodelled(False, UP, "cached transposes of fp8 weights under FSDP"),
     "keep_fp8_transpose_cache_when_using_custom_fsdp": Unmodelled(
@@ -284,8 +271,7 @@ GAPS: dict[str, Unmodelled] = {
     "encoder_pipeline_model_parallel_size": Unmodelled(0, EITHER, _ENCODER),
     "encoder_tensor_model_parallel_size": Unmodelled(0, EITHER, _ENCODER),
     # ---- experts ----
-    # transformer/moe/moe_utils.py: z_loss_func, and router.py: apply_input_jitter
-    "moe_z_loss_coeff": Unmodelled(None, UP, "what the router's z-loss keeps of the logits"),
+    # router.py: apply_input_jitter
     "moe_input_jitter_eps": Unmodelled(None, UP, "the router's noisy copy of the tokens"),
     "moe_router_force_biased": Unmodelled(None, UP, "routing that is made uneven"),
     "moe_extended_tp": Unmodelled(False, EITHER, "the removed extended-TP sharding of experts"),
