@@ -239,11 +239,14 @@ def _together(
     space: Space, hardware: Hardware, card: Card, constants: Constants, progress: Callable[[int, int], None],
     jobs: int, backend: str | None, cache: str | None,
 ) -> Found:  # fmt: skip
-    from bridge_memory.plan.kept import KeptCosts
     from bridge_memory.plan.many import Sheet, fitting
 
     refused = Refused()
-    costs = None if cache is None else KeptCosts(cache)
+    costs = None
+    if cache is not None:
+        from bridge_memory.plan.kept import KeptCosts
+
+        costs = KeptCosts(cache)
     sheet = Sheet(space)
     found: list[Fitting] = []
     looked_at = without_activations = fit = 0
