@@ -198,7 +198,7 @@ def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu, cali
     from bridge_memory.speed.step_time import not_timed
 
     base, num_gpus, words = space.base, space.num_gpus, {"split", "recompute"}
-    best, front = found.best(args.top), found.front()[: args.top]
+    best, front = found.best(args.top), found.front(args.top)
     # What says nothing here is left out: sizes of experts where there are none, columns of ones and of even splits.
     idle = set() if base.model.has_experts else {"ep", "etp"}
     rows = [_row(row) for row in (*best, *front)]
