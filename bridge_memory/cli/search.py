@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
         print_blocks(_blocks(found, args, space, gpu, calibration))
     else:
-        print(_written(found, args, calibration))
+        print(_written(found, args, space, calibration))
     return 0 if found.rows else 1
 
 
@@ -198,7 +198,7 @@ def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu, cali
     from bridge_memory.speed.step_time import not_timed
 
     base, num_gpus, words = space.base, space.num_gpus, {"split", "recompute"}
-    best, front = found.best(args.top), found.front()[: args.top]
+    best, front = found.best(args.top), found.front(args.top)
     # What says nothing here is left out: sizes of experts where there are none, columns of ones and of even splits.
     idle = set() if base.model.has_experts else {"ep", "etp"}
     rows = [_row(row) for row in (*best, *front)]
@@ -222,6 +222,7 @@ def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu, cali
         notes.append(
             "refused, by field: " + ", ".join(f"{name} {number:,}" for name, number in found.refused.most_common(6))
         )
+    notes.append(f"the grid: {space.rule()}" + ("" if space.exhaustive else " (--exhaustive: all that divides)"))
     if not found.rows:
         return [Bullets("Nothing fits", tuple(notes))]
     tied = ties(best)
@@ -292,7 +293,7 @@ def _record(row: Row) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _written(found: Found, args: argparse.Namespace, calibration: str) -> str:
+def _written(found: Found, args: argparse.Namespace, space: Space, calibration: str) -> str:
     records = [_record(row) for row in found.best(args.top)]
     if args.format == "json":
         import json
@@ -301,6 +302,7 @@ def _written(found: Found, args: argparse.Namespace, calibration: str) -> str:
             {
                 "schema": "bridge-memory/search/1", "looked_at": found.looked_at, "fit": len(found.rows),
                 "too_large": found.too_large, "refused": dict(found.refused), "stopped": found.stopped,
+                "without_activations": found.without_activations, "grid": space.rule(),
                 **({"calibration": calibration} if calibration else {}),
                 "best": records, "front": [_record(row) for row in found.front()],
             },

@@ -480,24 +480,37 @@ class _Plan:
         self.grad_units: list[int] = []
         self.storage: list[int] = []
         self._parts: dict[int, _Part] = {}
-        self.inputs = [self._of(t) for t in tape.input_tensors]
-        outputs = [self._of(t) for t in tape.output_tensors]
+        self._number_tensors(tape.input_tensors)
+        self._number_tensors(tape.output_tensors)
+        self._number_all(tape.nodes)
+        self.inputs = list(map(self._number.__getitem__, tape.input_tensors))
+        self.outputs = list(map(self._number.__getitem__, tape.output_tensors))
         self.steps, _ = self._steps(tape.nodes)
-        self.outputs = outputs
-        self.output_storages = [self.storage[i] for i in outputs]
+        self.output_storages = [self.storage[i] for i in self.outputs]
 
-    def _of(self, t: Tensor) -> int:
-        number = self._number.get(t)
-        if number is None:
-            number = self._number[t] = len(self.tensors)
-            self.tensors.append(t)
-            t.units = self._atoms.unit(t.bytes)
-            self.units.append(t.units)
-            self.grad_units.append(self._atoms.unit(t.grad_bytes))
-            self.storage.append(number)
+    def _number_all(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            if type(node) is Op:
+                self._number_tensors(node.inputs)
+                self._number_tensors(node.outputs)
+                self._number_tensors(node.saves)
+            elif type(node) is Region:
+                self._number_tensors(node.inputs)
+                self._number_all(node.nodes)
+
+    def _number_tensors(self, tensors: Iterable[Tensor]) -> None:
+        known, unit = self._number, self._atoms.unit
+        for t in tensors:
+            if t in known:
+                continue
             if t.whole is not None:
-                self.storage[number] = self._of(t.whole)
-        return number
+                self._number_tensors((t.whole,))
+            number = known[t] = len(self.tensors)
+            self.tensors.append(t)
+            t.units = unit(t.bytes)
+            self.units.append(t.units)
+            self.grad_units.append(unit(t.grad_bytes))
+            self.storage.append(number if t.whole is None else self.storage[known[t.whole]])
 
     def _steps(self, nodes: Sequence[Node]) -> tuple[list[_Node], list[int]]:
         """(the steps, every storage that they read)."""
@@ -505,12 +518,12 @@ class _Plan:
         reads: list[list[int]] = []
         makes: list[Sequence[int]] = []
         last: dict[int, int] = {}
-        storage, number = self.storage, self._of
+        storage, number = self.storage, self._number.__getitem__
         for at, node in enumerate(nodes):
             read: list[int] = []
             made: Sequence[int] = ()
             if type(node) is Op:
-                read = [storage[number(t)] for t in node.inputs]
+                read = [storage[i] for i in map(number, node.inputs)]
                 if node.scope:
                     out.append(_Scope())
                 else:
@@ -523,7 +536,7 @@ class _Plan:
                 out.append(part)
             elif type(node) is Discard:
                 part = self._parts[id(node.region)]
-                part.outputs = [storage[number(t)] for t in node.region.outputs]
+                part.outputs = [storage[i] for i in map(number, node.region.outputs)]
                 out.append(_Emptied(part))
             elif isinstance(node, Landmark):
                 out.append(node)
@@ -540,15 +553,15 @@ class _Plan:
         return out, [i for read in reads for i in read]
 
     def _step(self, op: Op) -> _Step:
-        number, storage, unit = self._of, self.storage, self._atoms.unit
+        number, storage, unit = self._number.__getitem__, self.storage, self._atoms.unit
         step = _Step()
         step.name = op.name
-        step.outputs = [number(t) for t in op.outputs]
+        step.outputs = list(map(number, op.outputs))
         step.storages = [storage[i] for i in step.outputs]
-        step.saves = [storage[number(t)] for t in op.saves]
-        step.inputs = [i for i in dict.fromkeys([number(t) for t in op.inputs]) if self.grad_units[i]]
+        step.saves = [storage[i] for i in map(number, op.saves)]
+        step.inputs = [i for i in dict.fromkeys(map(number, op.inputs)) if self.grad_units[i]]
         step.workspace, step.backward_workspace = unit(op.workspace), unit(op.backward_workspace)
-        step.dry_workspace = unit(op.dry_workspace)
+        step.dry_workspace = step.workspace if op.dry_workspace is op.workspace else unit(op.dry_workspace)
         step.alias, step.in_place = op.alias, op.in_place
         step.offloaded, step.always_saves = op.offloaded, op.always_saves
         return step
@@ -558,9 +571,10 @@ class _Plan:
         part = self._parts[id(region)] = _Part()
         part.name, part.offloaded = region.name, region.offloaded
         part.discards, part.refills = region.discards, region.refills
-        part.inputs = [self.storage[self._of(t)] for t in region.inputs]
+        number = self._number.__getitem__
+        part.inputs = [self.storage[i] for i in map(number, region.inputs)]
         part.steps, read = self._steps(region.nodes)
-        part.made_tensors = [self._of(t) for t in _made(region)]
+        part.made_tensors = list(map(number, _made(region)))
         part.made = {i for i in part.made_tensors if self.storage[i] == i}
         part.outputs = []
         return part, read

@@ -8,7 +8,6 @@ one run.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -231,7 +230,7 @@ class Grid:
         self.shape = tuple(max(values.shape[axis] for values in self.dimensions) for axis in range(AXES))
         self.all = whole(self.shape)
         self._blocks: dict[Hashable, Columns] = {}
-        #: Blocks that were worked out before, by the name of their key (``packed``).
+        #: Blocks that were worked out before, by what their key prints (``packed``).
         self._taken_up: dict[str, Columns] = {}
         self._bare: Grid | None = None
 
@@ -267,7 +266,7 @@ class Grid:
         """One block of some of its runs."""
         found = self._blocks.get(key)
         if found is None:
-            found = self._taken_up.get(sha256(repr(key).encode()).hexdigest()) if self._taken_up else None
+            found = self._taken_up.get(repr(key)) if self._taken_up else None
             found = self._blocks[key] = found or self._columns(key, record)
         return ManyBlock(
             {name: part.take(values) for name, values in found.cost.items()}, found.parameters.of(part),
@@ -275,8 +274,8 @@ class Grid:
         )  # fmt: skip
 
     def known_blocks(self) -> Iterator[tuple[str, Columns]]:
-        """(name of its key, what it costs) of all blocks so far."""
-        named = {sha256(repr(key).encode()).hexdigest(): columns for key, columns in self._blocks.items()}
+        """(what its key prints, what it costs) of all blocks so far."""
+        named = {repr(key): columns for key, columns in self._blocks.items()}
         yield from {**self._taken_up, **named}.items()
 
     @property
@@ -285,7 +284,7 @@ class Grid:
         return tuple(self._shapes)
 
     def take_up(self, blocks: dict[str, Columns], shapes: Sequence[tuple[int, ...]]) -> None:
-        """Blocks of this grid, by the names of their keys, before any is asked for."""
+        """Blocks of this grid, by what their keys print, before any is asked for."""
         assert not self._blocks
         self._taken_up = blocks
         self._shapes = {shape: i for i, shape in enumerate(shapes)}

@@ -195,7 +195,7 @@ def chunk_scratch(
         blocks = [layer_block(kind, ctx) for kind in kinds] + [tail for tail, _ in tail_blocks(model, shape, ctx)]
         lists = [block.lasting for block in dict.fromkeys(blocks)]
         known = ctx.evaluated[key] = _largest(lists) if ctx.many is None else merged(lists)
-    return known  # type: ignore[no-any-return]
+    return known
 
 
 def merged(lists: Sequence[Any]) -> tuple[Any, ...]:

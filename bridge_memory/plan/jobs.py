@@ -6,10 +6,7 @@ done here. A backend of joblib (its own, or a Dask or Ray cluster) is sent the w
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
@@ -23,6 +20,8 @@ _work: Callable[[Any], Any] | None = None
 
 def can_fork() -> bool:
     """Whether several processes can be had here."""
+    import multiprocessing
+
     return "fork" in multiprocessing.get_all_start_methods()
 
 
@@ -35,6 +34,9 @@ def spread(jobs: int, work: Callable[[Any], T], tasks: Iterable[Any], backend: s
     if jobs == 1 or not can_fork():
         yield from map(work, tasks)
         return
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
     global _work
     _work = work
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), _deaf)
@@ -47,6 +49,8 @@ def spread(jobs: int, work: Callable[[Any], T], tasks: Iterable[Any], backend: s
 
 def _deaf() -> None:
     """Ctrl-C is for the process that shows what was found."""
+    import signal
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

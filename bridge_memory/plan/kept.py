@@ -34,6 +34,8 @@ class KeptCosts:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Raises SpecError where nothing can be written there."""
+        if not os.fspath(folder):
+            raise SpecError("--cache is empty; give a folder")
         self.folder = Path(folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

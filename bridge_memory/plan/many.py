@@ -8,13 +8,13 @@ recomputation. What of memory does not depend on the pipeline is worked out once
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from threading import Lock
-from typing import Any, NamedTuple
-from uuid import uuid4
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from bridge_memory.inventory.context import LIBRARY, settings_of, sizes_of, swit
 from bridge_memory.inventory.lanes import Differs, Part, along, collapsed, parts, whole
 from bridge_memory.inventory.many import Grid, Same
 from bridge_memory.plan.jobs import spread
-from bridge_memory.plan.kept import KeptCosts
 from bridge_memory.plan.space import Refused, Sizes, Space, micro_batches, parallel_sizes, recomputations, split_choices
 from bridge_memory.schedule.peak import few_microbatches
 from bridge_memory.schedule.rows import peak_rows
@@ -37,6 +36,9 @@ from bridge_memory.spec.validation import RULES
 from bridge_memory.speed.constants import Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.step_time import Passes, Step
+
+if TYPE_CHECKING:
+    from bridge_memory.plan.kept import KeptCosts
 
 
 def expressible(run: RunSpec) -> bool:
@@ -685,7 +687,7 @@ def fitting(
     yield sweep.fitting(sweep.todo[0])
     work: Callable[[int], Fitting] = sweep.fitting
     if backend is not None:
-        work = _Elsewhere(uuid4().hex, sheet.space, hardware, constants, fits)
+        work = _Elsewhere(os.urandom(16).hex(), sheet.space, hardware, constants, fits)
     yield from spread(jobs, work, sweep.todo[1:], backend)
     sweep.keep_costs()
 

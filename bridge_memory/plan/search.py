@@ -7,7 +7,7 @@ and arrays can say all of their memory, else one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,9 +64,9 @@ class Rows(Sequence[Row]):
         p = row.run.parallel
         return p.tp, p.pp, p.cp, p.ep, p.etp, row.run.batch.micro_batch_size, row.run.recompute
 
-    def peak(self, number: int) -> int:
-        """The highest of one."""
-        return self[number].peak
+    def peaks(self) -> Iterable[int]:
+        """The highest of each."""
+        return [row.peak for row in self]
 
 
 class _Listed(Rows):
@@ -107,12 +107,16 @@ class Found(NamedTuple):
                 break
         return tuple([self.rows[i] for i in out.values()])
 
-    def front(self) -> tuple[Row, ...]:
-        """Layouts than which no other is both faster and smaller, the fastest first."""
+    def front(self, most: int | None = None) -> tuple[Row, ...]:
+        """Layouts than which no other is both faster and smaller, the fastest first, and no more than ``most``."""
         out: list[int] = []
-        for i in range(len(self.rows)):
-            if not out or self.rows.peak(i) < self.rows.peak(out[-1]):
+        least = None
+        for i, peak in enumerate(self.rows.peaks()):
+            if least is None or peak < least:
                 out.append(i)
+                least = peak
+                if len(out) == most:
+                    break
         return tuple([self.rows[i] for i in out])
 
 
@@ -239,11 +243,14 @@ def _together(
     space: Space, hardware: Hardware, card: Card, constants: Constants, progress: Callable[[int, int], None],
     jobs: int, backend: str | None, cache: str | None,
 ) -> Found:  # fmt: skip
-    from bridge_memory.plan.kept import KeptCosts
     from bridge_memory.plan.many import Sheet, fitting
 
     refused = Refused()
-    costs = None if cache is None else KeptCosts(cache)
+    costs = None
+    if cache is not None:
+        from bridge_memory.plan.kept import KeptCosts
+
+        costs = KeptCosts(cache)
     sheet = Sheet(space)
     found: list[Fitting] = []
     looked_at = without_activations = fit = 0
@@ -305,8 +312,8 @@ class _Together(Rows):
         pipeline, sizes, batch, recompute = self._place(number)
         return pipeline.pp, self._sheet.sizes[pipeline.at[sizes]], batch, pipeline.recomputes[recompute]
 
-    def peak(self, number: int) -> int:
-        return int(self._peaks[number])
+    def peaks(self) -> Iterable[int]:
+        return self._peaks.tolist()  # type: ignore[no-any-return]
 
 
 def ties(rows: Sequence[Row]) -> int:

@@ -62,6 +62,19 @@ class Space(NamedTuple):
         return keep if self.exhaustive else [n for n in keep if n & (n - 1) == 0]
 
 
+    def rule(self) -> str:
+        """Which of all layouts are looked at, in words."""
+        if self.exhaustive:
+            return "every layout that divides"
+        powers = [axis for axis in ("tp", "pp", "cp", "ep", "mbs") if axis not in self.fixed]
+        parts = [f"powers of two of {', '.join(powers)}"] if powers else []
+        if "split" not in self.fixed:
+            parts.append("one or two splits of the layers a number of chunks")
+        if "recompute" not in self.fixed:
+            parts.append("one, two or all modules recomputed, or whole layers")
+        return "; ".join(parts) or "what the flags leave open"
+
+
 class Refused(Counter[str]):
     """Layouts that are refused, by the field that the refusal begins with."""
 

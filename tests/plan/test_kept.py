@@ -117,3 +117,5 @@ def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(SpecError, match=r"^--cache .* is no folder"):
         kept.KeptCosts(file)
+    with pytest.raises(SpecError, match=r"^--cache is empty; give a folder$"):
+        kept.KeptCosts("")

@@ -90,16 +90,20 @@ MANY = {
 LARGE = {"V3", "fp8"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in MANY])
-def test_random_layouts_are_those_of_peaks_and_step_time(name: str) -> None:
-    """To the byte and to the last bit."""
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [pytest.param(n, 60, marks=pytest.mark.slow) if n in LARGE else (n, 60) for n in MANY]
+    + [pytest.param(n, 340, marks=pytest.mark.slow) for n in MANY],
+)
+def test_random_layouts_are_those_of_peaks_and_step_time(name: str, number: int) -> None:
+    """To the byte and to the last bit; with the slow ones 5,100 and more."""
     of = MANY[name]
     assert expressible(of.base)
     sheet, refused = Sheet(of), Refused()
     groups = [few for few in fitting(sheet, H100, DEFAULT, lambda peak: peak < 300 * 2**30, refused) if len(few.peaks)]
-    chance = random.Random(name)
+    chance = random.Random(f"{name} {number}")
     assert sum(few.looked_at for few in groups) > 100 and len({few.pipeline.pp for few in groups}) > 1
-    for _ in range(60):
+    for _ in range(number):
         few = chance.choice(groups)
         i = chance.randrange(len(few.peaks))
         run = sheet.run(few.pipeline, few.sizes[i], few.batch[i], few.recompute[i])
