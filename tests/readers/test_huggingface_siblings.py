@@ -279,7 +279,7 @@ def test_olmo_gains_weights_for_its_norms_and_says_so() -> None:
 
 @pytest.mark.parametrize("model_type", sorted(NESTED_DEFAULTS))
 def test_defaults_of_nested_configs_are_those_of_transformers(model_type: str) -> None:
-    config = transformers.AutoConfig.for_model(model_type)
+    config = config_of(model_type)
     for field, default in zip(_SIZES, NESTED_DEFAULTS[model_type], strict=True):
         if default is not None:
             assert getattr(config, field) == default
