@@ -22,7 +22,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -450,8 +450,8 @@ def grouped(recipes: Any, names: list[str]) -> list[Row]:
             rows.append(what._replace(names=aliases))
             continue
         recipe = getattr(recipes, aliases[0])
-        kind, cells = row_of(what[0], world_of(what[0], aliases), lambda recipe=recipe: build(recipe), what[1])
-        rows.append(Row(aliases, kind, cells))
+        kind, row = row_of(what[0], world_of(what[0], aliases), partial(build, recipe), what[1])
+        rows.append(Row(aliases, kind, row))
     return rows
 
 
@@ -560,8 +560,7 @@ def refusal_of_bridge(config: Any, world: int) -> str | None:
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
-        environment = dict(os.environ)
-        patches.callback(lambda: (os.environ.clear(), os.environ.update(environment)))
+        patches.enter_context(mock.patch.dict(os.environ))
         supply_what_is_elsewhere(config, folder)
         patches.enter_context(mock.patch.object(bridge_config, "get_world_size_safe", lambda: world))
         patches.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))

@@ -28,6 +28,9 @@ def model_from_bridge(
     train = SimpleNamespace(micro_batch_size=1, global_batch_size=1)
     # A run of one rank around it, of which the model alone is kept.
     alone = SimpleNamespace(model=provider, train=train, mixed_precision="bf16_mixed", data_parallel_size=1)
+    if getattr(provider, "moe_token_dispatcher_type", None) == "flex":
+        # No part of the model, and one rank alone has nothing to dispatch to.
+        provider.moe_token_dispatcher_type = "alltoall"
     run = run_from_config_container(alone, name=name)
     model = replace(
         run.model,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bridge_memory.readers.families.bridged import read_deepseek_v4, read_falcon_h1, read_gemma4
 from bridge_memory.readers.families.deepseek import MLA, read_deepseek
 from bridge_memory.readers.families.delta_net import DELTA_NET, read_delta_net
 from bridge_memory.readers.families.dense import DENSE, read_dense
@@ -32,15 +33,14 @@ READERS: dict[str, Callable[[Fields], ModelSpec]] = {
     "bloom": read_bloom,
     "nemotron_h": read_nemotron_h,
     "nemotron-nas": read_nemotron_nas,
+    "gemma4_text": read_gemma4,
+    "falcon_h1": read_falcon_h1,
+    "deepseek_v4": read_deepseek_v4,
 }
 
 #: Model types that are not read as something else: what their layers have that no block of the inventory is.
 UNKNOWN_BLOCKS = {
-    "falcon_h1": "every layer runs attention and a Mamba mixer side by side",
-    "gemma4_text": "per-layer embeddings, layers that share keys and values, and keys that are values",
-    "gemma4_unified_text": "per-layer embeddings, layers that share keys and values, and keys that are values",
     "gemma3n_text": "per-layer embeddings, alternating updates and layers that share keys and values",
-    "deepseek_v4": "compressed sparse attention and hyper-connections",
     "kimi_linear": "Kimi delta attention",
     "ernie4_5_vl_moe_text": "two pools of experts of different widths, for text and for images",
     "ernie4_5_moe_vl": "two pools of experts of different widths, for text and for images",
@@ -62,6 +62,7 @@ ALIASES = {
     "qwen3_omni_moe_text": "qwen3_moe",
     "qwen3_asr_text": "qwen3",
     "minimax_m3": "minimax_m3_vl_text",
+    "gemma4_unified_text": "gemma4_text",
     "glm4v_moe_text": "glm4_moe",
     "Glm4vMoe_text": "glm4_moe",
 }
@@ -83,6 +84,7 @@ NESTED_DEFAULTS = {
     "gemma": (256000, 3072, 24576, 28, 16, 16),
     "gemma2": (256000, 2304, 9216, 26, 8, 4),
     "gemma3_text": (262208, 2304, 9216, 26, 8, 4),
+    "gemma4_text": (262144, 2304, 9216, 30, 8, 4),
     "phi3": (32064, 3072, 8192, 32, 32, None),
 }
 

@@ -42,10 +42,9 @@ def step35(c: Config, n: int, base: AttentionSpec) -> tuple[list[AttentionSpec],
     sliding = replace(
         full,
         window_size=_positive(c, setting, "window_size", window[0] if isinstance(window, list | tuple) else window),
-        **{
-            key: _positive(c, setting, key, setting.get(key))
-            for key in ("num_attention_heads", "num_query_groups", "kv_channels")
-        },
+        num_attention_heads=_positive(c, setting, "num_attention_heads", setting.get("num_attention_heads")),
+        num_query_groups=_positive(c, setting, "num_query_groups", setting.get("num_query_groups")),
+        kv_channels=_positive(c, setting, "kv_channels", setting.get("kv_channels")),
     )
     kinds = {"full_attention": full, "sliding_attention": sliding}
     for kind in types:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from bridge_stubs import require_bridge
-from test_families_by_hand import STEP
+from test_families_by_hand import MIMO, STEP
 
 from bridge_memory.readers import model_from_hf_config
 from bridge_memory.readers.bridge_mapping import model_from_bridge
@@ -146,6 +146,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {}, "tie_word_embeddings": False,
     },
     "Step3p5ForCausalLM": {**STEP, "tie_word_embeddings": False},
+    "MiMoV2FlashForCausalLM": {
+        **MIMO, "tie_word_embeddings": False, "swa_rope_theta": 1e4, "rope_theta": 5e6, "layernorm_epsilon": 1e-5,
+        "attention_value_scale": 0.7, "hidden_act": "silu", "attention_dropout": 0.0,
+    },
+    "FalconH1ForCausalLM": {
+        "model_type": "falcon_h1", **HEADS, **SIZES, "mamba_n_heads": 8, "mamba_d_ssm": 192, "mamba_d_head": 24,
+        "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_rms_norm": True, "key_multiplier": 0.5,
+    },
+    "Gemma4ForCausalLM": {
+        "model_type": "gemma4_text", **HEADS, **SIZES, **GELU, "num_kv_shared_layers": 2, "sliding_window": 8,
+        "final_logit_softcapping": 30.0, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "DeepseekV4ForCausalLM": {
+        "model_type": "deepseek_v4", **{k: v for k, v in SIZES.items() if k != "intermediate_size"}, "head_dim": 64,
+        "num_key_value_heads": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16,
+        "index_topk": 8, "sliding_window": 8, "rope_scaling": {"factor": 16, "original_max_position_embeddings": 64},
+    },
     "MiMoForCausalLM": {"model_type": "mimo", **SIZES, "attention_bias": True, "num_nextn_predict_layers": 1},
 }  # fmt: skip
 
@@ -167,6 +185,8 @@ DIFFERENCES: dict[str, dict[str, str]] = {
         "layers.ffn.router_num_groups": "glm_45v_bridge.py reads no n_group",
         "layers.ffn.router_group_topk": "as above",
     },
+    "MiMoV2FlashForCausalLM": {"hidden_dropout": "mimo_v2_flash_bridge.py leaves megatron-core's default"},
+    "DeepseekV4ForCausalLM": {"max_position_embeddings": "deepseek_v4_bridge.py sets 4096"},
     "DeepseekV2ForCausalLM": {"max_position_embeddings": "deepseek_v2_bridge.py sets 4096"},
     "Ernie4_5_MoeForCausalLM": {"layers.ffn.expert_bias_in_published_count": PUBLISHED},
     "MiniMaxM2ForCausalLM": {

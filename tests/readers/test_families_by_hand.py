@@ -218,17 +218,18 @@ READ: dict[str, tuple[str, dict[str, Any]]] = {
 
 #: Architecture -> (model_type, what the refusal names).
 REFUSED = {
-    "DeepseekV4ForCausalLM": ("deepseek_v4", "hyper-connections"),
     "Ernie4_5_VLMoeForConditionalGeneration": ("ernie4_5_vl_moe", "two pools of experts"),
-    "FalconH1ForCausalLM": ("falcon_h1", "side by side"),
-    "Gemma4ForCausalLM": ("gemma4_text", "per-layer embeddings"),
-    "Gemma4ForConditionalGeneration": ("gemma4", "per-layer embeddings"),
     "NemotronLabsDiffusionModel": ("nemotron_labs_diffusion", "diffusion"),
 }
 #: Models that diffuse, which come with Bridge's recipes: their configs are no decoder's.
 DIFFUSION = {"FluxTransformer2DModel", "LLaDAModelLM", "WanTransformer3DModel"}
 #: Wrappers of what is refused: the model_type of the language model inside.
-INSIDE = {"ernie4_5_vl_moe": "ernie4_5_vl_moe_text", "gemma4": "gemma4_text"}
+INSIDE = {"ernie4_5_vl_moe": "ernie4_5_vl_moe_text"}
+#: Those of Bridge's own modules; their parameters are held against transformers in ``test_huggingface_siblings``.
+BRIDGED = {
+    "DeepseekV4ForCausalLM": "deepseek_v4", "FalconH1ForCausalLM": "falcon_h1", "Gemma4ForCausalLM": "gemma4_text",
+    "Gemma4ForConditionalGeneration": "gemma4",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("architecture", READ)
@@ -252,11 +253,27 @@ def test_what_no_block_describes_is_refused_by_name(architecture: str) -> None:
         model_from_hf_config(config, architecture)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}, "hidden_size_per_layer_input"),
+        ({"enable_moe_block": True, "hidden_size_per_layer_input": 0}, "num_experts is missing"),
+        ({"attention_bias": True}, "attention_bias is true"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ({"layer_types": ["full", *["full_attention"] * 3]}, "layer_types holds 'full'"),
+    ],
+)
+def test_a_gemma_4_that_bridge_would_not_build_is_refused_in_a_line(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said) as caught:
+        model_from_hf_config({"model_type": "gemma4_text", **HEADS, **changes}, "gemma")
+    assert "\n" not in str(caught.value)
+
+
 def test_every_bridge_is_in_one_of_the_tables() -> None:
     require_bridge()
     from megatron.bridge import AutoBridge
 
-    assert set(AutoBridge.list_supported_models()) <= READ.keys() | REFUSED.keys() | DIFFUSION
+    assert set(AutoBridge.list_supported_models()) <= {*READ, *REFUSED, *BRIDGED, *DIFFUSION}
 
 
 def test_indexers_that_megatron_bridge_keeps_frozen_are_counted() -> None:

@@ -266,3 +266,69 @@ def test_an_mtp_depth_is_the_last_layer_again() -> None:
 )
 def test_what_cannot_be_read_is_refused_by_name(change: dict[str, Any], word: str) -> None:
     assert word in refusal(**change)
+
+
+# ---- attention that differs from layer to layer (Step-3.5, MiMo-V2) ----
+
+STEP = dict(
+    num_layers=3, hidden_size=64, num_attention_heads=4, num_query_groups=2, kv_channels=16, ffn_hidden_size=160,
+    gated_linear_unit=True, add_bias_linear=False, normalization="RMSNorm", position_embedding_type="rope",
+    window_size=None, mtp_num_layers=1,
+    layer_types=["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"],
+    sliding_attention_setting={
+        "window_size": [512, 0], "num_attention_heads": 6, "num_query_groups": 3, "kv_channels": 16,
+    },
+)  # fmt: skip
+MIMO = dict(
+    num_layers=3, hidden_size=64, num_attention_heads=4, num_query_groups=1, kv_channels=24, v_head_dim=16,
+    ffn_hidden_size=160, gated_linear_unit=True, add_bias_linear=False, normalization="RMSNorm",
+    position_embedding_type="rope", window_size=128, hybrid_attention_pattern=[0, 1, 1],
+    full_attn_num_query_groups=1, swa_num_query_groups=2, mtp_num_layers=1,
+)  # fmt: skip
+
+
+def layerwise(provider: str, fields: dict[str, Any], **changes: Any) -> ModelSpec:
+    config = SimpleNamespace(**{**fields, **changes})
+    return model_from_transformer_config(config, vocab_size=512, provider=provider)
+
+
+def test_step_slides_with_heads_of_its_own_and_its_mtp_depths_go_on() -> None:
+    model = layerwise("Step35ModelProvider", STEP)
+    full, sliding, _ = (layer.mixer for layer in model.layers)
+    assert isinstance(full, AttentionSpec) and isinstance(sliding, AttentionSpec)
+    assert (full.num_attention_heads, full.num_query_groups, full.window_size) == (4, 2, None)
+    assert (sliding.num_attention_heads, sliding.num_query_groups, sliding.window_size) == (6, 3, 512)
+    assert model.mtp_layer is not None and model.mtp_layer.mixer == sliding
+    # Beyond its end a depth sees all tokens.
+    short = layerwise("Step35ModelProvider", STEP, layer_types=STEP["layer_types"][:3])
+    assert short.mtp_layer is not None and short.mtp_layer.mixer == full
+
+
+def test_mimo_has_narrow_values_and_a_sink_where_it_slides() -> None:
+    model = layerwise("MiMoV2FlashModelProvider", MIMO)
+    full, sliding, _ = (layer.mixer for layer in model.layers)
+    assert isinstance(full, AttentionSpec) and isinstance(sliding, AttentionSpec)
+    assert (full.value_channels, full.num_query_groups, full.window_size) == (16, 1, None)
+    assert (sliding.value_channels, sliding.num_query_groups, sliding.window_size) == (16, 2, 128)
+    assert sliding.learnable_softmax_sink and not full.learnable_softmax_sink
+    assert model.mtp_layer is not None and model.mtp_layer.mixer == sliding
+
+
+@pytest.mark.parametrize(
+    ("provider", "fields", "changes", "said"),
+    [
+        ("Step35ModelProvider", STEP, {"sliding_attention_setting": None}, "sliding_attention_setting is not set"),
+        ("Step35ModelProvider", STEP, {"sliding_attention_setting": [1]}, "it must be a dict"),
+        ("Step35ModelProvider", STEP, {"sliding_attention_setting": {"window_size": 8}}, "'num_attention_heads'"),
+        ("Step35ModelProvider", STEP, {"layer_types": ["chunked"]}, "layer_types holds 'chunked'"),
+        ("Step35ModelProvider", STEP, {"mtp_num_layers": 2}, "MTP depths of both kinds"),
+        ("MiMoV2FlashModelProvider", MIMO, {"hybrid_attention_pattern": [0, 1]}, "a 0 or 1 for each of 3 layers"),
+        ("MiMoV2FlashModelProvider", MIMO, {"swa_num_query_groups": 3}, "is not divisible by the query groups"),
+    ],
+)
+def test_layerwise_attention_that_says_too_little_is_refused_in_a_line(
+    provider: str, fields: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(SpecError, match=said) as caught:
+        layerwise(provider, fields, **changes)
+    assert "\n" not in str(caught.value)
