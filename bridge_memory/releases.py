@@ -307,6 +307,8 @@ MTP_LOSS_OUTSIDE = since(core=(0, 14))
 #: The losses of MTP depths have a function of their own; before, a variable of ``GPTModel._postprocess`` keeps a
 #: depth's logits while the main loss is made.
 MTP_LOGITS_FREED = since(core=(0, 17))
+#: MTP takes packed sequences (``multi_token_prediction.py: MultiTokenPredictionLayer.forward``).
+MTP_TAKES_PACKED_SEQUENCES = since(core=(0, 16))
 #: A model with MTP has its final norm on the stage of its last decoder layer (``transformer_block.py:
 #: has_final_layernorm_in_this_stage``).
 FINAL_NORM_AFTER_LAST_LAYER = since(core=(0, 16))

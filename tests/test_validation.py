@@ -113,6 +113,8 @@ REFUSED = [
      r"transformer_impl \(local\) takes the sliding windows of this model from megatron-core 0.15 on"),
     (resolve_model("moonshotai/Kimi-K2-Instruct"), {"micro_batch_size": 2, "megatron_core": (0, 13)},
      r"apply_rope_fusion \(True\) with multi-latent attention and micro_batch_size \(2\) needs megatron-core 0.14"),
+    (resolve_model("deepseek-ai/DeepSeek-V3"), {"packed_sequences": True, "megatron_core": (0, 15)},
+     r"packed_sequences \(True\) with mtp_num_layers \(1\) needs megatron-core 0.16 or later, not 0.15"),
     ("mamba", {**PP2, "num_layers_in_last_pipeline_stage": 8, "megatron_core": (0, 15)}, "ignored for hybrid"),
     # The model over ranks; sizes that no number of GPUs makes right are blamed before the number of GPUs
     ("dense", {"world_size": 8, "tensor_model_parallel_size": 3}, r"^num_attention_heads .*_size \(3\); use 2 or 1"),

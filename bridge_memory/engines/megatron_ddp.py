@@ -34,9 +34,12 @@ from bridge_memory.inventory.parameters import (
     gemm_elements,
     gemm_tensors,
     matrix_elements,
+    mxfp8_scales,
+    no_scales,
     pad,
     rounded_bytes,
     rounded_bytes_of_others,
+    square_scales,
 )
 from bridge_memory.inventory.sizes import common_multiple, somewhere
 from bridge_memory.inventory.stack import Unit
@@ -116,7 +119,7 @@ class MegatronDDP:
         """What is summed over parameters, and where each sum is."""
         columns: list[Column] = [
             (elements, 0), (aligned_elements, PARAM_ALIGNMENT), (gemm_elements, 0), (matrix_elements, 0),
-            (gemm_tensors, 0),
+            (gemm_tensors, 0), _SCALES.get(self.run.precision.fp8_recipe, (no_scales, 0)),
         ]
         if not self.distributed or self.frozen:
             columns.append((rounded_bytes, self.width))
@@ -208,7 +211,7 @@ class MegatronDDP:
             if unit.label is not Label.MTP or precision.fp8_param:
                 continue
             for kind, sums in zip((False, True), unit.parameters.sums(self.columns), strict=True):
-                both = fp8_copies(precision, sums[2], arch) * unit.times
+                both = fp8_copies(precision, sums[2], arch, scales=sums[5]) * unit.times
                 if _has_column_wise_copies(precision, arch):
                     of_kind[kind][1] -= both // 2
 
@@ -273,7 +276,7 @@ class MegatronDDP:
         """Bytes of one buffer's lines, in their order; ``numel``, of which ``matrices``: elements whose states are
         divided, or all of those whose states one rank has. ``held``: elements of its shards, where they are known.
         ``others``: of ``padded``, those that are no fp8 tensors."""
-        _, _, gemm, _, tensors, *_ = sums
+        _, _, gemm, _, tensors, scales, *_ = sums
         # Weights: views of one buffer under the distributed optimizer, else tensors of their own.
         # Frozen weights are in no buffer (DistributedDataParallel takes what requires a gradient).
         in_buffer = self.distributed and not self.frozen
@@ -290,7 +293,7 @@ class MegatronDDP:
         else:
             yield _data(precision, padded - others) + others * self.width
         if self.fp8:
-            yield fp8_copies(precision, gemm, self.run.implementation.gpu_arch, tensors)
+            yield fp8_copies(precision, gemm, self.run.implementation.gpu_arch, tensors, scales)
         if self.frozen:
             return
         # Gradients: one contiguous buffer (main_grad views).
@@ -488,20 +491,27 @@ def dealt_share(
     }
 
 
-def fp8_copies(precision: PrecisionSpec, gemm: int, gpu_arch: str, tensors: int = 0) -> int:
+def fp8_copies(
+    precision: PrecisionSpec, gemm: int, gpu_arch: str, tensors: int = 0, scales: int | None = None
+) -> int:
     """fp8 data beside the weights of ``gemm`` elements in so many ``tensors``: the row-wise copy (unless it is the
     parameter itself), the column-wise one that backward needs, and scales, of blocks or of a whole tensor. Blackwell
     multiplies per-tensor fp8 in any layout and keeps no column-wise copy (``utils.py: is_non_tn_fp8_gemm_supported``).
-    Source: TE ``tensor/{float8,float8_blockwise,mxfp8,nvfp4}_tensor.py``."""
+    ``scales``: bytes of those of blocks, where shapes are known; else they are counted without padding. Source: TE
+    ``tensor/{float8,float8_blockwise,mxfp8,nvfp4}_tensor.py``."""
     copies = _has_column_wise_copies(precision, gpu_arch) + (not precision.quantized_param)
     if precision.fp4 is not None:
         # Half a byte an element, with a scale of a byte for each block of 16 and the largest value of the whole.
         return _data(precision, gemm * copies) + gemm * 2 // 16 + 2 * 4 * tensors
     # Weights have one fp32 scale a block of 128 x 128 (``common/recipe: Float8BlockScaling.w_block_scaling_dim``).
-    scales = {"mxfp8": 2 / 32, "blockwise": 2 * 4 / 128**2}.get(precision.fp8_recipe)
-    if scales is None:
+    each = {"mxfp8": 2 / 32, "blockwise": 2 * 4 / 128**2}.get(precision.fp8_recipe)
+    if each is None:
         return gemm * copies + 4 * tensors
-    return round(gemm * (copies + scales))
+    return round(gemm * (copies + each)) if scales is None else gemm * copies + scales
+
+
+#: Scales of blocks by recipe: what to sum up, and how long a block is.
+_SCALES: dict[str, Column] = {"mxfp8": (mxfp8_scales, 32), "blockwise": (square_scales, 128)}
 
 
 def _data(precision: PrecisionSpec, elements: int) -> int:

@@ -120,6 +120,8 @@ class Label(str, Enum):
     FINAL_NORM = "final norm"
     MTP = "MTP"
     LOSS = "loss"
+    #: In place of all others, where a chunk has none.
+    PASSED_ON = "passed on"
 
 
 class EngineBytes(NamedTuple):

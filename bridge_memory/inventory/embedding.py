@@ -62,10 +62,12 @@ def embed(r: Recorder, ids: Tensor, *, positions: int = 0, norm: bool = False) -
         out.grad_bytes = 0 if r.frozen else whole
         out = tape.make("masked embeddings", (out, mask), whole, saves=(mask,))
     scattered = ctx.sp and not positions
+    looked_up = [out]  # variables of LanguageModelEmbedding.forward
     if scattered:
         if ctx.batch > 1:
             out = tape.make("transposed embeddings", out, whole)
         out = tape.make("reduce-scattered embeddings", out, ctx.tokens_sp * h * ctx.act)
+        looked_up = [out]
     if positions:
         place = tape.input("position ids", 8 * ctx.tokens, requires_grad=False)
         position = tape.make(
@@ -73,6 +75,7 @@ def embed(r: Recorder, ids: Tensor, *, positions: int = 0, norm: bool = False) -
             backward_workspace=positions * h * ctx.act,
         )
         out = tape.make("embeddings", (out, position), whole, alias=True)
+        looked_up.append(position)
     if not scattered and ctx.batch > 1:
         out = tape.make("transposed embeddings", out, whole)
     if ctx.residual != ctx.act:
@@ -86,6 +89,7 @@ def embed(r: Recorder, ids: Tensor, *, positions: int = 0, norm: bool = False) -
     if ctx.hidden_dropout:
         dropped = tape.tensor("embedding dropout mask", ctx.tokens_sp * h, grad=False)
         out = tape.make("embeddings after dropout", out, ctx.hidden_bytes, saves=(dropped,), also=(dropped,))
+    tape.keep_alive(*looked_up)
     return out
 
 

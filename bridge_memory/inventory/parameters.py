@@ -141,6 +141,28 @@ def gemm_tensors(parameter: Parameter, _: int) -> int:
     return 1 if parameter.is_gemm else 0
 
 
+def mxfp8_scales(parameter: Parameter, block: int) -> int:
+    """Bytes of both layouts' scales, one a ``block`` of a row or a column, padded as cuBLAS reads them (TE
+    ``tensor/mxfp8_tensor.py: MXFP8Quantizer.get_scale_shape``)."""
+    if not parameter.is_gemm:
+        return 0
+    rows, columns = parameter.shape
+    return pad(rows, 128) * pad(columns // block, 4) + pad(rows // block, 4) * pad(columns, 128)
+
+
+def square_scales(parameter: Parameter, block: int) -> int:
+    """Bytes of both layouts' fp32 scales, one a square of ``block`` rows and columns, in rows of fours (TE
+    ``tensor/float8_blockwise_tensor.py: Float8BlockQuantizer.get_scale_shape``)."""
+    if not parameter.is_gemm:
+        return 0
+    rows, columns = (-(-n // block) for n in parameter.shape)
+    return 4 * (rows * pad(columns, 4) + columns * pad(rows, 4))
+
+
+def no_scales(parameter: Parameter, _: int) -> int:
+    return 0
+
+
 def matrix_elements(parameter: Parameter, _: int) -> int:
     return parameter.numel if parameter.is_matrix else 0
 

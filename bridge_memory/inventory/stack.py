@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from bridge_memory.components import Part, Provenance
 from bridge_memory.inventory.chain import (
     ChunkInventory,
     EngineBytes,
@@ -78,6 +79,8 @@ def chunk_inventory(
         links += tail_links(tail, model, shape, ctx, pending[len(links) :])
     elif tail:
         links += tail_links(tail, model, shape, ctx, [NOTHING_WAITS] * len(tail))
+    if not links:
+        return compose([(_passed_on(ctx.hidden_bytes), 1)], ctx.hidden_bytes)
     if not reached(model, shape, ctx):
         # Held to the end likewise, where the first layer keeps nothing of it.
         held = [0 if link.label is Label.EMBEDDING else ctx.hidden_bytes for link, _ in links]
@@ -98,6 +101,17 @@ def chunk_inventory(
         links = with_engine(links, concurrent)
     sent = 0 if shape.output else ctx.hidden_bytes
     return compose(links, sent, kept=0 if ctx.impl.deallocate_pipeline_outputs else sent)
+
+
+def _passed_on(hidden_bytes: int) -> Link:
+    """A chunk without layers: it sends a copy of what it received (``transformer_block.py: TransformerBlock.forward``),
+    which the schedule keeps (``schedules.py``: input_tensors). The gradient that comes is copied for its input; both
+    inputs and the last one's gradient are there when the next comes."""
+    return Link(
+        Label.PASSED_ON, hidden_bytes, 3 * hidden_bytes, 2 * hidden_bytes, 3 * hidden_bytes,
+        lambda: "copy of what was received", lambda: "gradient of what was received",
+        more=(((Part.LAYER_INPUT, Provenance.FORMULA), hidden_bytes),),
+    )
 
 
 def _with_first_input(links: list[tuple[Link, int]], ctx: BlockContext) -> list[tuple[Link, int]]:

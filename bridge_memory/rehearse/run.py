@@ -464,6 +464,11 @@ def _sent(out: torch.Tensor) -> tuple[Any, torch.Tensor]:
     return torch.autograd.graph.get_gradient_edge(out), torch.empty_like(out)
 
 
+#: What another stage sent, by name.
+_INPUT = "received input"
+_RECEIVED = (_INPUT, "empty")
+
+
 def _passes(tracker: Tracker, forward: Any) -> PassRecord:
     """Run ``forward``, which returns what to call backward on, twice; measure the second time."""
     _backward(*_sent(forward()))
@@ -481,6 +486,10 @@ def _passes(tracker: Tracker, forward: Any) -> PassRecord:
         lasting = before & tracker.keys()
         saved = tuple(tracker.saved(lasting))
         held = tuple(tracker.held(lasting))
+        # What no layer keeps, as in a chunk without any, the schedule does (``schedules.py``: input_tensors).
+        received = [a for a in held if (a.module, a.made_by) == _RECEIVED]
+        held = tuple(a for a in held if a not in received)
+        saved += tuple(SavedRecord("", _INPUT, (), "bytes", a.bytes) for a in received)
         tracker.in_backward = True
         tracker.reset_peak()
         _backward(edge, torch.empty(made[0], dtype=made[1], device=patches.META))
@@ -548,7 +557,7 @@ def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
                     received = torch.empty(
                         shape, dtype=TORCH_DTYPES[residual], device=patches.META, requires_grad=True
                     )
-                tracker.name_alive("received input")
+                tracker.name_alive(_INPUT)
                 chunk.set_input_tensor(received)
             out = ddp(ids, positions, causal, labels=labels if chunk.post_process else None, **more)
             if chunk.post_process:

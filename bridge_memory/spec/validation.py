@@ -35,6 +35,7 @@ from bridge_memory.releases import (
     LAYOUT_STRINGS_WITH_MTP_ANYWHERE,
     LOCAL_WINDOWS,
     MTP_DEPTHS_RECOMPUTED,
+    MTP_TAKES_PACKED_SEQUENCES,
     MUON_SHARDED,
     QUERY_GROUPS_REPLICATED,
     SEQUENCE_DISPATCHER_GONE,
@@ -237,6 +238,11 @@ def _check_query_groups(p: ParallelSpec, i: ImplementationSpec, limits: Limits) 
 def _check_attention_release(run: RunSpec, limits: Limits) -> None:
     """Attention that older releases lack, or fail on."""
     i, b = run.implementation, run.batch.micro_batch_size
+    if run.model.mtp_num_layers and run.batch.packed_sequences and not MTP_TAKES_PACKED_SEQUENCES(i):
+        raise SpecError(
+            f"packed_sequences (True) with mtp_num_layers ({run.model.mtp_num_layers}) needs "
+            f"{MTP_TAKES_PACKED_SEQUENCES} or later, not {release_words(i.megatron_core)}; drop one of them"
+        )
     turned = not ATTENTION_TOKENS_FIRST(i) and not run.batch.packed_sequences
     for m in limits.mixers:
         if isinstance(m, AttentionSpec) and m.window_size is not None and not i.te and not LOCAL_WINDOWS(i):

@@ -99,3 +99,29 @@ def test_deterministic_unpermutation_keeps_its_rows(dispatcher: str) -> None:
         saved[deterministic] = row.predicted
     # Two experts a token, two bytes an element; and an index of 8 bytes a token.
     assert saved[True] - saved[False] == 512 * 2 * 4096 * 2 + 512 * 8
+
+
+def test_a_chunk_without_layers_keeps_what_it_received() -> None:
+    """The schedule does; the copy that it sends, the next input and the last one's gradient pass by. 512 tokens."""
+    run = RunSpec(
+        model=first_layers("meta-llama/Llama-3.2-1B", 3), implementation=LOCAL, batch=BatchSpec(seq_length=512),
+        parallel=ParallelSpec(
+            world_size=4, pipeline_model_parallel_size=4, pipeline_model_parallel_layout="Et|tt||L"
+        ),
+    )  # fmt: skip
+    found, hidden = table(run, 2), 512 * 2048 * 2
+    for quantity, states in ((Quantity.SAVED, 1), (Quantity.FORWARD, 3), (Quantity.BACKWARD, 3)):
+        assert found[quantity] == Row(quantity, states * hidden, states * hidden)
+
+
+def test_what_the_embedding_looked_up_stays_to_its_end() -> None:
+    """Variables of ``LanguageModelEmbedding.forward``: words, positions, their sum, and its transpose."""
+    run = RunSpec(
+        model=first_layers("openai/GPT-3-175B", 2), implementation=LOCAL,
+        batch=BatchSpec(seq_length=512, micro_batch_size=3),
+        parallel=ParallelSpec(world_size=16, tensor_model_parallel_size=8, pipeline_model_parallel_size=2),
+        recompute=RecomputeSpec(granularity="full", method="uniform", num_layers=1),
+    )  # fmt: skip
+    forward = table(run)[Quantity.FORWARD]
+    assert forward.found is not None and forward.predicted >= 4 * 3 * 512 * 12288 * 2
+    assert abs(forward.predicted / forward.found - 1) < 0.005

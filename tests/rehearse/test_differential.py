@@ -221,10 +221,6 @@ class Known:
 PASSES = frozenset({"SAVED", "FORWARD", "BACKWARD", "PEAK"})
 KNOWN = (
     Known(
-        "a chunk without layers hands on what it received, and is predicted to hold nothing",
-        lambda case: "||" in dict(case.options).get("--pipeline-model-parallel-layout", ""), PASSES,
-    ),
-    Known(
         "the causal mask [s, s] of unfused attention, which a cache keeps: the rehearsal counts it in the pass that "
         "makes it first, which shows where little else is kept",
         lambda case: "full" in dict(case.options).values()
