@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from math import log, sqrt
 from statistics import fmean, median
 
-from bridge_memory.accuracy.ranking import GroupScore, score_groups
+from bridge_memory.accuracy.ranking import FEWEST_LAYOUTS, GroupScore, score_groups
 from bridge_memory.accuracy.throughput import Measured
 from bridge_memory.spec import SpecError
 from bridge_memory.speed.constants import FITTED_ON, STARTING_POINT, Constants
@@ -82,6 +82,10 @@ def left_out(
     and on the single layouts that ``FITTED_ON`` names. Raises SpecError for more folds than groups, and for one.
     """
     named = sorted({s.group for s in score_groups(rows, lambda row: 1.0)})
+    if len(named) < 2:
+        raise SpecError(
+            f"--folds needs two groups of {FEWEST_LAYOUTS} layouts or more, and {len(named)} can be ranked; drop it"
+        )
     if not 2 <= folds <= len(named):
         raise SpecError(f"--folds is {folds}, and {len(named)} groups can be ranked; give 2 to {len(named)}")
     found: list[GroupScore] = []

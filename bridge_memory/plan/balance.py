@@ -14,16 +14,20 @@ from typing import Any, NamedTuple
 
 from bridge_memory.estimate import peaks, stage_peaks
 from bridge_memory.plan.splits import NO_SPLIT, splits
-from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec, SpecError
-from bridge_memory.spec.layout import Chunk, StageShape, layout
+from bridge_memory.spec import BatchSpec, LayerSpec, ModelSpec, ParallelSpec, RunSpec, SpecError
+from bridge_memory.spec.layout import Chunk, ChunkShape, StageShape, layout
 from bridge_memory.spec.layout_string import short_layout_string
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.step_time import Step
 
-#: Layers by which a chunk may differ from the average, and for virtual stages how many sizes are tried of each chunk.
-WIDEST, SIZES_TRIED = 8, 4
+#: Layers by which a chunk may differ from the average.
+WIDEST = 8
+#: Virtual stages -> how many sizes around the average are tried of each chunk; of more virtual stages four.
+SIZES_TRIED = {2: 12, 3: 6}
 #: Virtual stages of which every combination of sizes is tried.
 MOST_VIRTUAL = 4
+#: Ways in which rows of chunks may begin in a model whose layers are of several kinds.
+MOST_BEGINNINGS = 64
 
 Cost = Callable[[int, StageShape], float]
 
@@ -63,6 +67,11 @@ def balance(run: RunSpec, hardware: Hardware | None = None, *, capacity: int | N
         assert step is not None, "time needs hardware"
         return step.seconds_of(shapes) if peak <= capacity else float("inf")
 
+    if model.hybrid:
+        ends = _hybrid(some, cost)
+        if ends is None:
+            raise SpecError(f"no split of {model.num_layers} layers over {p.pp} stages stays within {capacity} bytes")
+        return described(ends, hardware)
     v = some.parallel.vpp
     sizes = _plain(some, cost) if v == 1 else _interleaved(some, v, cost)
     if sizes is None:
@@ -74,8 +83,6 @@ def check_balanced(run: RunSpec) -> None:
     """Raises SpecError where there is nothing to balance."""
     if run.parallel.pp == 1:
         raise SpecError("pipeline_model_parallel_size (1) leaves nothing to balance; give --pp of 2 or more")
-    if run.model.hybrid:
-        raise SpecError("a hybrid (Mamba) model takes no layout string; its layer pattern says where stages begin")
 
 
 def described(run: RunSpec, hardware: Hardware | None = None) -> Balanced:
@@ -161,38 +168,116 @@ def _sizes(mean: float, left: int, last: bool) -> Iterator[int]:
     yield from range(max(1, int(mean) - WIDEST), min(left, int(mean) + WIDEST + 1) + 1)
 
 
-def _interleaved(run: RunSpec, v: int, cost: Cost) -> list[int] | None:
-    """Layers of every chunk with virtual stages, where layers are of one kind but for the first few, which the first
-    chunk holds: then it does not matter to a stage where its chunks begin."""
-    model, pp = run.model, run.parallel.pp
-    runs = model.layer_runs
-    if len(runs) > 2:
-        raise SpecError(
-            f"virtual_pipeline_model_parallel_size ({v}) with layers that change kind {len(runs) - 1} times cannot be "
-            "balanced yet; drop --vpp"
-        )
-    first = runs[0][2] if len(runs) == 2 else 0
-    layers, chunks = model.num_layers, pp * v
-    base = layers // chunks
-    tried = [n for n in range(max(1, base - 1), base - 1 + SIZES_TRIED + (base < 2))]
+def _hybrid(run: RunSpec, cost: Cost) -> RunSpec | None:
+    """The best of the splits that a hybrid can have: it takes no layout string, and all stages between the first and
+    the last hold as many layers (``MambaStack._select_layers_for_pipeline_parallel``)."""
+    known: dict[tuple[int, StageShape], float] = {}
+    best: tuple[float, int, RunSpec] | None = None
+    some = (None, *range(1, run.model.num_layers))
+    for first, last in product(some, some):
+        try:
+            one = _without_split(
+                run, num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last
+            )
+        except SpecError:
+            continue
+        shapes = layout(one.model, one.parallel).shapes(one.model)
+        for key in enumerate(shapes):
+            if key not in known:
+                known[key] = cost(*key)
+        uneven = sum(sum(c.num_layers for c in stage) ** 2 for stage in shapes)
+        found = max(known[key] for key in enumerate(shapes)), uneven, one
+        if found[0] < float("inf") and (best is None or found[:2] < best[:2]):
+            best = found
+    return None if best is None else best[2]
 
-    def stage(rank: int, sizes: Sequence[int]) -> StageShape:
+
+class _Pattern(NamedTuple):
+    """Kinds of layers by their position: the first ``prefix`` as they come, then ``period`` of them again and again."""
+
+    kinds: tuple[LayerSpec, ...]
+    prefix: int
+    period: int
+
+    def place(self, at: int) -> int:
+        """The first position from which layers go on as from ``at``."""
+        return at if at < self.prefix else self.prefix + (at - self.prefix) % self.period
+
+    def layers(self, at: int, number: int) -> tuple[tuple[LayerSpec, int], ...]:
+        """Kinds of ``number`` layers from ``at`` on, as a ChunkShape has them."""
+        runs: list[tuple[LayerSpec, int]] = []
+        for position in range(at, at + number):
+            kind = self.kinds[self.place(position)]
+            if runs and runs[-1][0] is kind:
+                runs[-1] = kind, runs[-1][1] + 1
+            else:
+                runs.append((kind, 1))
+        return tuple(runs)
+
+
+def _pattern(model: ModelSpec) -> _Pattern:
+    """The shortest that says all layers."""
+    number, one = model.num_layers, {kind: kind for kind, _, _ in model.layer_runs}
+    kinds = tuple([one[layer] for layer in model.layers])
+    best = number, 1
+    for period in range(1, number):
+        differ = [i for i in range(number - period) if kinds[i] is not kinds[i + period]]
+        best = min(best, (differ[-1] + 1 if differ else 0, period), key=lambda found: (sum(found), found[1]))
+    return _Pattern(kinds[: sum(best)], *best)
+
+
+def _interleaved(run: RunSpec, v: int, cost: Cost) -> list[int] | None:
+    """Layers of every chunk with virtual stages, in the order in which a microbatch passes them.
+
+    A chunk's layers depend on where it begins, and so on all chunks before it, most of them on other stages. What is
+    decided stage by stage is therefore kept with the place in the model's pattern at which each of the v rows of
+    chunks goes on, and with the layers given out so far: where the rows begin on the first stage is tried in every way,
+    and after the last stage each row must have come to where the next began.
+    """
+    model, pp = run.model, run.parallel.pp
+    pattern, layers = _pattern(model), model.num_layers
+    base = layers // (pp * v)
+    number = SIZES_TRIED.get(v, 4)
+    low = max(1, base + 1 - number // 2)
+    tried = list(range(low, low + number))
+    begins = list(product(*[
+        [at for at in range(len(pattern.kinds)) if at >= min(pattern.prefix, c * pp)] for c in range(1, v)
+    ]))  # fmt: skip
+    if len(begins) > MOST_BEGINNINGS:
+        raise SpecError(
+            f"virtual_pipeline_model_parallel_size ({v}) with kinds of layers that repeat after {pattern.period} has "
+            f"{len(begins)} ways to begin, more than {MOST_BEGINNINGS}; lower it"
+        )
+    some = _stages(run)
+    known: dict[tuple[int, StageShape], float] = {}
+
+    def price(rank: int, shapes: StageShape) -> float:
+        key = rank, shapes
+        if key not in known:
+            known[key] = cost(rank, shapes)
+        return known[key]
+
+    given = [stage[c].num_layers for c in range(v) for stage in some]
+    highest = max(price(rank, tuple(c.shape(model) for c in stage)) for rank, stage in enumerate(some))
+    best = highest, sum(n * n for n in given), given
+
+    def stage(rank: int, places: Sequence[int], sizes: Sequence[int], bare: bool) -> StageShape:
         shapes = []
-        for c, number in enumerate(sizes):
-            embedding, output = rank == c == 0, rank == pp - 1 and c == v - 1
-            # Any chunk without special layers stands for all of its size.
-            start = 0 if embedding else layers - number if output else first
-            chunk = Chunk(start, number, embedding, output, 0, model.mtp_num_layers if output else 0)
-            shape = chunk.shape(model)
-            shapes.append(shape if output else shape._replace(last_layer=False))
+        for c, (at, number) in enumerate(zip(places, sizes, strict=True)):
+            last = c == v - 1
+            embedding, output = rank == c == 0, rank == pp - 1 and last
+            # The last layer is the output's, or where the loss stands alone that of the stage before.
+            ends = bool(number) and (output or (bare and last and rank == pp - 2))
+            depths = model.mtp_num_layers if output else 0
+            shapes.append(ChunkShape(pattern.layers(at, number), embedding, output, depths, ends))
         return tuple(shapes)
 
-    def options(rank: int) -> Iterator[tuple[int, ...]]:
+    def options(rank: int, bare: bool) -> Iterator[tuple[int, ...]]:
         ends: list[list[int]] = [list(tried) for _ in range(v)]
         if rank == 0:
-            ends[0] = [n for n in range(max(1, first), max(first, base) + 2)]
+            ends[0] = list(range(1, max(pattern.prefix + 2 if pattern.prefix <= WIDEST else 0, tried[-1] + 1)))
         if rank == pp - 1:
-            ends[-1] = list(range(0, base + 3))
+            ends[-1] = [0] if bare else list(range(1, tried[-1] + 1))
         if v <= MOST_VIRTUAL:
             yield from product(*ends)
             return
@@ -204,24 +289,32 @@ def _interleaved(run: RunSpec, v: int, cost: Cost) -> list[int] | None:
                     for tail in ends[-1] if rank == pp - 1 else [middle[-1]]:
                         yield (head, *middle[1:-1], tail)
 
-    best: dict[int, tuple[float, int, list[tuple[int, ...]]]] = {0: (0.0, 0, [])}
-    for rank in range(pp):
-        of_total: dict[int, tuple[float, int, tuple[int, ...]]] = {}
-        for sizes in set(options(rank)):
-            found = cost(rank, stage(rank, sizes)), sum(n * n for n in sizes), sizes
-            total = sum(sizes)
-            if total not in of_total or found < of_total[total]:
-                of_total[total] = found
-        after: dict[int, tuple[float, int, list[tuple[int, ...]]]] = {}
-        for given, (highest, uneven, rows) in best.items():
-            for total, (price, square, sizes) in of_total.items():
-                if given + total > layers:
-                    continue
-                both = max(highest, price), uneven + square, [*rows, sizes]
-                if given + total not in after or both[:2] < after[given + total][:2]:
-                    after[given + total] = both
-        best = after
-    found_all = best.get(layers)
-    if found_all is None or found_all[0] == float("inf"):
-        return None
-    return [found_all[2][rank][c] for c in range(v) for rank in range(pp)]
+    for bare, begin in product((False, True), begins):
+        #: (where each row of chunks goes on, layers given out) -> (highest cost, how uneven, sizes by stage).
+        states: dict[tuple[tuple[int, ...], int], tuple[float, int, list[tuple[int, ...]]]]
+        states = {((0, *begin), 0): (0.0, 0, [])}
+        for rank in range(pp):
+            after: dict[tuple[tuple[int, ...], int], tuple[float, int, list[tuple[int, ...]]]] = {}
+            #: Sizes of one stage that cost no more than the best split so far, by where its chunks begin.
+            at_most: dict[tuple[int, ...], list[tuple[float, int, int, tuple[int, ...], tuple[int, ...]]]] = {}
+            for (places, total), (high, uneven, rows) in states.items():
+                if places not in at_most:
+                    found = at_most[places] = []
+                    for sizes in dict.fromkeys(options(rank, bare)):
+                        here = price(rank, stage(rank, places, sizes, bare))
+                        if here <= best[0]:
+                            on = tuple([pattern.place(at + n) for at, n in zip(places, sizes, strict=True)])
+                            found.append((here, sum(n * n for n in sizes), sum(sizes), sizes, on))
+                left = layers - total - v * (pp - 1 - rank) + bare
+                for here, square, number, sizes, on in at_most[places]:
+                    if number > left:
+                        continue
+                    key = on, total + number
+                    both = max(high, here), uneven + square
+                    if key not in after or both < after[key][:2]:
+                        after[key] = *both, [*rows, sizes]
+            states = after
+        for (places, total), (high, uneven, rows) in states.items():
+            if total == layers and places[:-1] == begin and (high, uneven) < best[:2]:
+                best = high, uneven, [rows[rank][c] for c in range(v) for rank in range(pp)]
+    return best[2] if best[0] < float("inf") else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bridge_memory import BatchSpec, ParallelSpec, RunSpec, SpecError, estimate, resolve_model
+from bridge_memory import BatchSpec, ModelSpec, ParallelSpec, RunSpec, SpecError, estimate, resolve_model
 from bridge_memory.cli import main
 from bridge_memory.plan.balance import balance, default_split, described, with_sizes
 from bridge_memory.plan.published import PUBLISHED
@@ -55,6 +55,40 @@ def test_no_split_over_virtual_stages_has_a_lower_peak(model: str, layers: int) 
     assert balance(base).peak == lowest
 
 
+def kinds(model: str, pattern: str, **fields: Any) -> ModelSpec:
+    """A model of two kinds of layers, the first and the last of ``model``, in this order."""
+    spec = resolve_model(model)
+    first, last = spec.layers[0], spec.layers[-1]
+    return replace(spec, layers=tuple(last if c == "x" else first for c in pattern), **fields)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "by_time"),
+    (("oxoxoxox", False), ("xooxooxo", True), ("ooxxxooo", False), ("oxxoxxxo", True), ("xxxxxxxo", False)),
+)
+def test_many_kinds_over_virtual_stages_are_balanced_as_every_split_says(pattern: str, by_time: bool) -> None:
+    """Dense layers and experts of DeepSeek-V2-Lite, alternating, in threes and in no order."""
+    base = run("deepseek-ai/DeepSeek-V2-Lite", 8, 2, 2)
+    base = base.with_(model=kinds("deepseek-ai/DeepSeek-V2-Lite", pattern))
+    every = [described(with_sizes(base, sizes), H100) for sizes in partitions(8, 4)]
+    if not by_time:
+        assert balance(base).peak == min(b.peak for b in every)
+        return
+    peaks = sorted(b.peak for b in every)
+    for capacity in (peaks[3], peaks[len(peaks) // 2]):
+        found = balance(base, H100, capacity=capacity)
+        fastest = min(max(b.seconds) for b in every if b.peak <= capacity)
+        assert found.peak <= capacity and max(found.seconds) == pytest.approx(fastest)
+
+
+def test_three_virtual_stages_of_two_kinds() -> None:
+    """Sliding and full attention in turn."""
+    base = run("openai/gpt-oss-20b", 7, 2, 3, pipeline_model_parallel_layout="Et|t|t|t|t|ttL")
+    lowest = min(max(described(with_sizes(base, s), H100).seconds) for s in partitions(7, 6))
+    found = balance(base, H100, capacity=1 << 50)
+    assert max(found.seconds) == pytest.approx(lowest)
+
+
 def test_within_the_card_no_split_is_faster() -> None:
     base = run("Qwen/Qwen2.5-0.5B", 10, 3, pipeline_model_parallel_layout="Et*4|t*3|t*3L")
     every = [described(with_sizes(base, sizes), H100) for sizes in partitions(10, 3)]
@@ -83,11 +117,29 @@ def test_published_splits_have_every_layer(name: str) -> None:
 def test_what_cannot_be_balanced_is_refused() -> None:
     with pytest.raises(SpecError, match="leaves nothing to balance"):
         balance(run("meta-llama/Llama-3.2-1B", 8, 1))
-    with pytest.raises(SpecError, match="hybrid"):
-        balance(RunSpec(
-            model="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
-            parallel=ParallelSpec(world_size=2, pipeline_model_parallel_size=2),
-        ))  # fmt: skip
+
+
+@pytest.mark.parametrize("pp", (2, 4))
+def test_hybrids_are_balanced_by_their_ends(pp: int) -> None:
+    """52 layers: of 4 stages, every first and last that leave an even number for the two between; of 2, every first."""
+    base = RunSpec(
+        model="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", batch=BatchSpec(seq_length=4096, global_batch_size=128),
+        parallel=ParallelSpec(world_size=8 * pp, pipeline_model_parallel_size=pp, expert_model_parallel_size=8),
+    )  # fmt: skip
+    peaks = [estimate(base).peak_stage.peak_bytes]
+    for first, last in product(range(1, 52), repeat=2):
+        if (first + last == 52) if pp == 2 else (first + last < 52 and not (first + last) % (pp - 2)):
+            if pp == 4 and not (first in (4, 10) or last in (17, 22)):
+                continue
+            p = replace(
+                base.parallel, num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last
+            )
+            peaks.append(estimate(base.with_(parallel=p)).peak_stage.peak_bytes)
+    found = balance(base)
+    assert found.peak <= min(peaks) and sum(found.layers) == 52
+    assert found.peak == estimate(found.run).peak_stage.peak_bytes < peaks[0]
+    if pp == 2:
+        assert found.peak == min(peaks)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,6 +227,8 @@ def test_groups_left_out_have_no_part_in_the_fit(rows: list[Measured]) -> None:
     for folds in (1, 5):
         with pytest.raises(SpecError, match=f"--folds is {folds}"):
             left_out(small, folds)
+    with pytest.raises(SpecError, match="two groups of 4 layouts or more, and 0 can be ranked"):
+        left_out(small[:3], 2)
 
 
 def test_rows_that_are_no_run_say_why() -> None:
