@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bridge_memory.cli import main
+from bridge_memory.report.page.one_file import MOST_BYTES
 
 DATA = Path(__file__).parents[1] / "data"
 SPEED, MEMORY = DATA / "throughput" / "runs.jsonl", DATA / "measurements" / "runs.jsonl"
@@ -95,3 +97,29 @@ def test_malformed_rows_are_not_read(
     some.write_text("\n".join([*rows, json.dumps({**json.loads(rows[0]), **change})]))
     assert main(["accuracy", str(some), "--json"]) == 0
     assert sum(json.loads(capsys.readouterr().out)["unread"].values()) == 1
+
+
+@pytest.mark.parametrize("kind", ["memory", "engines", "speed"])
+def test_a_page_has_predicted_over_measured(tmp_path: Path, kind: str) -> None:
+    """A point for each record: where both are measured and counted, the very figures of the file's."""
+    source = {"memory": MEMORY, "engines": DATA / "engines" / "runs.jsonl", "speed": SPEED}[kind]
+    lines = source.read_text().splitlines()
+    some = tmp_path / "runs.jsonl"
+    some.write_text("\n".join(lines[100:104] if kind == "memory" else lines[:300]) + "\n")
+    target = tmp_path / "page.html"
+    assert main(["accuracy", str(some), "--output", str(target)]) == 0
+    text = target.read_text()
+    held = re.search(r'<script type="application/json" id="charts">(.*?)</script>', text, re.DOTALL)
+    assert held and len(text.encode()) <= MOST_BYTES
+    (chart,) = json.loads(held[1])
+    points = [point for series in chart["data"]["series"] for point in series["points"]]
+    assert chart["kind"] == "plot" and chart["data"]["diagonal"] and points
+    if kind != "memory":
+        return
+    document = tmp_path / "page.json"
+    assert main(["accuracy", str(some), "--output", str(document)]) == 0
+    figures = {
+        (r["measured_max_allocated_bytes"] / 2**30, r["predicted_max_allocated_bytes"] / 2**30)
+        for r in json.loads(document.read_text())["records"] if r["measured_max_allocated_bytes"]
+    }  # fmt: skip
+    assert {(x, y) for x, y, _ in points} <= figures

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shlex
 from itertools import product
 from typing import Any
@@ -207,7 +208,7 @@ SMALL = ["search", LLAMA, "--num-gpus", "2", "--gpu", "h100", "--global-batch-si
 def test_every_format_says_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     shown = {}
-    for kind in ("text", "json", "csv", "md"):
+    for kind in ("text", "json", "csv", "md", "html"):
         assert main([*SMALL, "--top", "3", "--format", kind]) == 0
         shown[kind] = capsys.readouterr().out
     best = json.loads(shown["json"])["best"]
@@ -217,6 +218,14 @@ def test_every_format_says_the_same(capsys: pytest.CaptureFixture[str], monkeypa
     gib = [f"{r['peak_bytes'] / 2**30:.2f}" for r in best]
     assert [c[10].strip() for c in cells] == gib and all(n in shown["text"] for n in gib)
     assert "Fastest layouts" in shown["text"] and "layouts looked at" in shown["text"]
+    held = re.search(r'id="charts">(.*?)</script>', shown["html"])
+    assert held
+    front = [(r["step_seconds"], r["peak_bytes"] / 2**30) for r in json.loads(shown["json"])["front"]]
+    (chart,) = json.loads(held[1])
+    others, drawn = (series["points"] for series in chart["data"]["series"])
+    assert [(x, y) for x, y, _ in drawn] == front
+    # No other layout of the page is both faster and smaller than one of the front.
+    assert others and all(any(f <= x and g <= y for f, g in front) for x, y, _ in others)
 
 
 def test_given_flags_stay(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,19 @@ def test_the_model_may_be_named_instead_of_written_out(name: str, said_too: bool
     assert any("--swiglu" in a for a in named.assumptions) == said_too
 
 
+@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3", "nvidia/Nemotron-H-56B-Base-8K", "google/gemma-2-9b"])
+def test_any_architecture(name: str) -> None:
+    """Latent attention, Mamba, norms after the blocks: the layers of the preset, whole."""
+    model = resolve_model(name, make_vocab_size_divisible_by=128)
+    how = TRAINED.replace("--pipeline-model-parallel-size 2", "")
+    run = run_from_megatron_args(how, world_size=8, model=model)
+    assert run.model.layers[0].mixer == model.layers[0].mixer and run.model.num_layers == model.num_layers
+    assert run.parallel.tp == 2 and len(peaks(run)) == 1
+    if model.mtp_num_layers:
+        without = run_from_megatron_args(f"{how} --mtp-num-layers 0", world_size=8, model=model)
+        assert run.model.mtp_num_layers == model.mtp_num_layers and without.model.mtp_num_layers == 0
+
+
 def test_dropout_is_megatrons_own() -> None:
     without = TRAINED.replace("--hidden-dropout 0 --attention-dropout 0", "")
     run = run_from_megatron_args(without, world_size=8, model=resolve_model("meta-llama/Llama-3.1-8B"))

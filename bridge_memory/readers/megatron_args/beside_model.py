@@ -11,7 +11,7 @@ from typing import Any
 
 from bridge_memory.readers.megatron_args.parsing import RawArguments, Value
 from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec, SpecError, show
-from bridge_memory.spec.model import AttentionSpec, MLPSpec, MoESpec
+from bridge_memory.spec.model import AttentionSpec, MLASpec, MLPSpec, MoESpec
 
 #: Arguments that say what is trained (``arguments.py: _add_network_size_args``, ``_add_moe_args``, ``_add_mla_args``,
 #: ``_add_tokenizer_args``), whose values the model has. Dropout and the balancing of experts are none:
@@ -30,7 +30,7 @@ _OF_THE_MODEL = frozenset({
 })  # fmt: skip
 #: Of them those that are one number in both; a vocabulary may be padded, and a script may train on shorter positions.
 _HAVE_TO_AGREE = frozenset({
-    "ffn_hidden_size", "hidden_size", "kv_channels", "moe_ffn_hidden_size", "moe_router_topk", "mtp_num_layers",
+    "ffn_hidden_size", "hidden_size", "kv_channels", "moe_ffn_hidden_size", "moe_router_topk",
     "num_attention_heads", "num_experts", "num_layers", "num_query_groups",
 })  # fmt: skip
 
@@ -51,9 +51,10 @@ def beside_model(raw: RawArguments, model: ModelSpec) -> RawArguments:
 
 
 def trained(run: RunSpec, raw: RawArguments, model: ModelSpec) -> RunSpec:
-    """``run``, read with ``beside_model``'s arguments, of ``model``. Dropout and how experts are
-    balanced are the arguments'."""
-    said = sorted(f"--{name.replace('_', '-')}" for name in raw.values if name in _OF_THE_MODEL)
+    """``run``, read with ``beside_model``'s arguments, of ``model``. Dropout, how experts are
+    balanced and, where they say it, the number of MTP depths are the arguments'."""
+    read = {"mtp_num_layers"}
+    said = sorted(f"--{name.replace('_', '-')}" for name in raw.values if name in _OF_THE_MODEL - read)
     assumptions = list(run.assumptions)
     if said:
         assumptions.append(f"what is trained is {model.name}; of the Megatron arguments {', '.join(said)} are not read")
@@ -69,12 +70,20 @@ def trained(run: RunSpec, raw: RawArguments, model: ModelSpec) -> RunSpec:
         return replace(layer, ffn=replace(layer.ffn, router_load_balancing_type=balancing))
 
     kinds = {layer: balanced(layer) for layer in {*model.layers, *filter(None, [model.mtp_layer])}}
+    depths = raw.values.get("mtp_num_layers", model.mtp_num_layers)
+    if not str(depths).isdecimal():
+        raise SpecError(f"--mtp-num-layers of the Megatron arguments is {show(depths)}; give a number of 0 or more")
     own = replace(
-        model, hidden_dropout=run.model.hidden_dropout, attention_dropout=run.model.attention_dropout,
+        model, mtp_num_layers=int(str(depths)),
+        hidden_dropout=run.model.hidden_dropout, attention_dropout=run.model.attention_dropout,
         layers=tuple(kinds[layer] for layer in model.layers),
         mtp_layer=None if model.mtp_layer is None else kinds[model.mtp_layer],
     )  # fmt: skip
     return replace(run, model=own, assumptions=tuple(assumptions))
+
+
+#: A model without attention leaves the number of heads open: what any tensor parallel size divides.
+_NO_ATTENTION = AttentionSpec(num_attention_heads=1 << 10, num_query_groups=1 << 10, kv_channels=1)
 
 
 def _facts(model: ModelSpec) -> dict[str, Value]:
@@ -83,8 +92,9 @@ def _facts(model: ModelSpec) -> dict[str, Value]:
     dense = next((ffn for ffn in ffns if isinstance(ffn, MLPSpec)), None)
     experts = next((ffn for ffn in ffns if isinstance(ffn, MoESpec)), None)
     attention = next((layer.mixer for layer in model.layers if isinstance(layer.mixer, AttentionSpec)), None)
+    latent = next((layer.mixer for layer in model.layers if isinstance(layer.mixer, MLASpec)), None)
     wide: Any = dense or experts
-    heads = attention.num_attention_heads if attention else 1
+    heads = (attention or latent or _NO_ATTENTION).num_attention_heads
     facts: dict[str, Value] = {
         "num_layers": model.num_layers, "hidden_size": model.hidden_size, "num_attention_heads": heads,
         "max_position_embeddings": model.max_position_embeddings or (1 << 20), "vocab_size": model.vocab_size,
@@ -102,6 +112,4 @@ def _facts(model: ModelSpec) -> dict[str, Value]:
     if experts is not None:
         facts |= {"num_experts": experts.num_experts, "moe_ffn_hidden_size": experts.moe_ffn_hidden_size,
                   "moe_router_topk": experts.topk}  # fmt: skip
-    if model.mtp_num_layers:
-        facts["mtp_num_layers"] = model.mtp_num_layers
     return facts

@@ -14,12 +14,15 @@ const SVG = "http://www.w3.org/2000/svg";
 
 // ---- small things ----
 
+// Making a format takes longer than a hundred uses of it.
+const FORMATS = [0, 1, 2].map((digits) => new Intl.NumberFormat("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
+
 export function formatBytes(bytes, unit = "GiB") {
   const size = UNITS[unit] ?? UNITS.GiB;
   const small = bytes !== 0 && Math.abs(bytes) < size / 100;
   if (small && unit === "GiB") return formatBytes(bytes, "MiB");
   const digits = unit === "MiB" || unit === "MB" ? 1 : 2;
-  return `${(bytes / size).toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ${unit}`;
+  return `${FORMATS[digits].format(bytes / size)} ${unit}`;
 }
 
 /** An HTML element with attributes, and children that are elements or text. */

@@ -3,7 +3,8 @@
 // Plain ES module. Data is JSON as Python writes it (report/document.py: Chart); text of it becomes text nodes only.
 import { formatBytes, html, responsive, stageBars, svg, ticks, tooltip } from "./charts.js";
 
-const number = (value) => value.toLocaleString("en-US", { maximumFractionDigits: Math.abs(value) < 10 ? 3 : Math.abs(value) < 1000 ? 2 : 0 });
+const NUMBERS = [0, 2, 3].map((digits) => new Intl.NumberFormat("en-US", { maximumFractionDigits: digits }));
+const number = (value) => NUMBERS[Math.abs(value) < 10 ? 2 : Math.abs(value) < 1000 ? 1 : 0].format(value);
 
 /** Ticks of an axis from `low` to `high`; of a logarithmic one 1, 2 and 5 times powers of ten. */
 function marks(low, high, log, count) {

@@ -60,9 +60,9 @@ class Page {
     if (field === "model" || field === "config") this.forget();
     if (options) this.follow(options);
     this.last = field;
+    this.ask(); // first: an entry of the history takes the browser some milliseconds
     this.push(field);
     this.form.show();
-    this.ask();
   }
 
   // What only another model has goes with it.

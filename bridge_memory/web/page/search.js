@@ -114,12 +114,12 @@ export class Search {
         + `${count(found.looked_at)} layouts looked at, ${count(found.fit)} fit${found.stopped ? "; stopped before the end" : ""}.`
         + (found.ties > 1 ? ` The first ${found.ties} are a tie: the time model cannot tell them apart.` : "")),
       h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Layouts that fit" }, h("table", {},
-        h("thead", {}, h("tr", {}, ...columns.map(([t, , text]) => h("th", { scope: "col", class: text ? "" : "number" }, t)), h("td", {}))),
+        h("thead", {}, h("tr", {}, h("td", {}), ...columns.map(([t, , text]) => h("th", { scope: "col", class: text ? "" : "number" }, t)))),
         h("tbody", {}, ...found.rows.map((row, i) => h("tr", { class: same(row) ? "same" : "" },
-          ...columns.map(([, of, text]) => h("td", { class: text ? "" : "number" }, of(row))),
           h("td", {}, button(same(row) ? "In use" : "Use", () => page.apply(row.options), { "aria-label": `Use layout ${i + 1}`, "data-focus": `use-${i}`,
             class: row === best && !same(row) ? "primary" : "" }),
-          row === best && tied.length > 1 && h("small", { class: "best" }, " most room of the fastest"))))))),
+          row === best && tied.length > 1 && h("small", { class: "best" }, " most room of the fastest")),
+          ...columns.map(([, of, text]) => h("td", { class: text ? "" : "number" }, of(row)))))))),
       front.length > 1 && h("h2", { class: "second" }, "Less memory for time", h("small", {}, "no other layout is both faster and smaller: choose one to use it")),
       front.length > 1 && chart, boxes, again);
     if (front.length < 2) return;
