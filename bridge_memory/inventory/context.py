@@ -34,6 +34,8 @@ class HuggingFace(NamedTuple):
     #: Bytes of an element of what linears make.
     compute_width: int
     tied: bool
+    #: Bytes of an element of LoRA adapters.
+    adapter_width: int
     #: Gradients of a layer's weights are there until its backward pass is over (``RunSpec.layer_gradients_stay``).
     gradients_stay: bool = False
 
@@ -340,5 +342,5 @@ def _hugging_face(run: RunSpec) -> HuggingFace:
     spec = run.transformers
     return HuggingFace(
         spec, family_of(run.model.model_type, spec), DTYPE_BYTES[spec.autocast or run.compute_dtype],
-        run.model.share_embeddings_and_output_weights, run.layer_gradients_stay,
+        run.model.share_embeddings_and_output_weights, DTYPE_BYTES[run.adapters_dtype], run.layer_gradients_stay,
     )

@@ -228,6 +228,12 @@ def _of_transformers(run: RunSpec) -> Iterator[Gap]:
     if "swiglu" in spec.liger_kernel and run.model.has_experts and EXPERTS_IN_ONE_PARAMETER(spec):
         # liger_kernel/transformers/swiglu.py: LigerExperts.
         yield Gap("liger_kernel (swiglu): its fused experts; counted as transformers' grouped ones", Effect.DOWN)
+    if spec.load_in_8bit:
+        # backends/cuda/ops.py: int8_vectorwise_quant; features over llm_int8_threshold go apart, in the input's dtype.
+        yield Gap("load_in_8bit: features with outliers, which are multiplied apart and kept", Effect.UP)
+        if spec.gradient_checkpointing and not spec.reentrant:
+            # autograd/_functions.py: MatMul8bitLt.forward keeps ``ctx.tensors``, which no checkpoint takes away.
+            yield Gap("load_in_8bit with checkpoints that are not reentrant: inputs of its linears stay", Effect.UP)
     if run.model.has_experts and EXPERTS_IN_ONE_PARAMETER(spec) and run.compute_dtype == "fp32":
         # integrations/moe.py: _can_use_grouped_mm takes bf16 alone.
         yield Gap("experts with parameters in fp32: one by one in transformers 5; counted as grouped", Effect.EITHER)

@@ -266,6 +266,8 @@ class PeftSpec(Checked):
     dim: int = count(0)
     #: Linears that get an adapter, by module name or full name with ``*`` wildcards.
     target_modules: tuple[str, ...] = choices(("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
+    #: DoRA: a magnitude a feature of every target's output (``LoraConfig.use_dora``); of transformers' layers.
+    use_dora: bool = flag(False)
 
     @property
     def freezes(self) -> bool:

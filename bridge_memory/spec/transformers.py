@@ -55,10 +55,22 @@ class TransformersSpec(Checked):
     autocast_adapter_dtype: bool = flag(True)
     #: ``LoraConfig.lora_dropout``.
     lora_dropout: float = fraction(0.0, below_one=True)
+    #: ``BitsAndBytesConfig``: frozen linears in NF4 (or FP4, which takes as much), or in int8; scales of scales; the
+    #: dtype of 4-bit products, fp32 unless told.
+    load_in_4bit: bool = flag(False)
+    load_in_8bit: bool = flag(False)
+    bnb_4bit_use_double_quant: bool = flag(False)
+    bnb_4bit_compute_dtype: str = choice("fp32", "fp32", "bf16", "fp16")
+    #: peft's function of that name was called: what is not quantised is in fp32.
+    prepare_model_for_kbit_training: bool = flag(False)
     #: ``torch.compile``: not modelled.
     torch_compile: bool = flag(False)
     #: How experts are multiplied, from transformers 5 on ("eager": the loop); None: as the release does.
     experts_implementation: str | None = choice(None, "eager", "batched_mm", "grouped_mm")
+
+    @property
+    def quantized(self) -> bool:
+        return self.load_in_4bit or self.load_in_8bit
 
     @property
     def reentrant(self) -> bool:

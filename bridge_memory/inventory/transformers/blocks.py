@@ -79,8 +79,11 @@ def _last_saver(t: Torch, layer: LayerSpec) -> str:
         assert layer.ffn is not None
         if not isinstance(layer.ffn, MLPSpec):
             return last_saver(t, layer.ffn)
-        adapted = t.r.frozen and t.adapts("mlp.down_proj")
-        return "mlp.down_proj.lora_B output" if adapted else "mlp.down_proj output"
+        if t.r.frozen and t.adapts("mlp.down_proj"):
+            dora = t.r.ctx.adapters is not None and t.r.ctx.adapters.use_dora
+            return "mlp.down_proj LoRA output times magnitudes" if dora else "mlp.down_proj.lora_B output"
+        # What is in 4 or 8 bits keeps nothing that a checkpoint would see.
+        return "mlp product" if t.quantizes(Use.LAYER) else "mlp.down_proj output"
     return f"{last} output" if t.hf.family.norm == "llama" else f"{last} times weight in fp32"
 
 
