@@ -181,6 +181,8 @@ FLAGS = (
          "dtype of 4-bit products (default: fp32, bitsandbytes')"),
     Flag("--prepare-model-for-kbit-training", "transformers.prepare_model_for_kbit_training",
          "what is not quantised is cast to fp32, as peft's function does"),
+    Flag("--selective-ac-option", "transformers.selective_ac_option",
+         "torchtitan's selective checkpointing: op, or every so many layers"),
     Flag("--torch-compile", "transformers.torch_compile", "torch.compile (not modelled)"),
     Flag("--experts-implementation", "transformers.experts_implementation",
          "how experts are multiplied from transformers 5 on"),

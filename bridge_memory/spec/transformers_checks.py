@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from bridge_memory.spec.adapters import ALL_LINEAR, OF_TRANSFORMERS
 from bridge_memory.spec.errors import SpecError, listed, show
-from bridge_memory.spec.transformers import DEFAULT_TRANSFORMERS_SPEC, FAMILIES, KNOWN_TRANSFORMERS
+from bridge_memory.spec.transformers import DEFAULT_TRANSFORMERS_SPEC, FAMILIES, KNOWN_TRANSFORMERS, OF_TORCHTITAN
 
 if TYPE_CHECKING:
     from bridge_memory.spec.run import RunSpec
@@ -37,6 +37,13 @@ def check_transformers(run: RunSpec) -> None:
         raise SpecError(
             f"model_type ({show(kind)}) is none of those recorded as transformers runs them "
             f"({listed(sorted(FAMILIES))}); use transformer_impl transformer_engine"
+        )
+    if run.implementation.torchtitan:
+        _check_torchtitan(run)
+    elif spec.selective_ac_option is not None:
+        raise SpecError(
+            f"selective_ac_option ({spec.selective_ac_option}) is torchtitan's; set transformer_impl to torchtitan, or "
+            "use gradient_checkpointing"
         )
     for name in _SIZES:
         size = getattr(run.parallel, name)
@@ -114,3 +121,27 @@ def _check_quantized(run: RunSpec) -> None:
 #: Engines that leave frozen weights as they are.
 _KEEP_QUANTIZED = ("single", "ddp")
 _OR_8 = {"bnb_4bit_use_double_quant": "", "prepare_model_for_kbit_training": " or load_in_8bit"}
+
+
+def _check_torchtitan(run: RunSpec) -> None:
+    """torchtitan's own layers of Llama 3."""
+    spec = run.transformers
+    if run.model.model_type not in OF_TORCHTITAN:
+        raise SpecError(
+            f"model_type ({run.model.model_type}) is none whose layers in torchtitan are recorded "
+            f"({listed(OF_TORCHTITAN)}); use transformer_impl transformers"
+        )
+    if spec.selective_ac_option is not None and spec.gradient_checkpointing:
+        raise SpecError(
+            f"selective_ac_option ({spec.selective_ac_option}) is for activation_checkpoint.mode selective, and "
+            "gradient_checkpointing is its mode full; drop one"
+        )
+    if spec.attn_implementation != "sdpa":
+        raise SpecError(
+            f"attn_implementation ({spec.attn_implementation}) is not torchtitan's; drop it (its sdpa is counted)"
+        )
+    for name in ("liger_kernel", "use_cache", "keeps_outputs", "load_in_4bit", "load_in_8bit"):
+        if getattr(spec, name):
+            raise SpecError(f"{name} is for transformer_impl transformers, not torchtitan; drop it")
+    if run.peft.freezes:
+        raise SpecError("peft.scheme (lora) is not counted with transformer_impl torchtitan; set it to none")

@@ -100,6 +100,7 @@ CASES = {
     "--attention-mask": (HUGGING, "padded"), "--use-cache": (f"{HUGGING} --attention-mask none", ""),
     "--keeps-outputs": (HUGGING, ""),
     "--liger-kernel": (HUGGING, "swiglu"), "--torch-compile": (HUGGING, ""),
+    "--selective-ac-option": (HUGGING.replace("transformers", "torchtitan"), "op"),
     "--use-dora": (f"{ADAPTED} --engine single", ""),
     "--load-in-4bit": (f"{ADAPTED} --engine single", ""), "--load-in-8bit": (f"{ADAPTED} --engine single", ""),
     "--bnb-4bit-use-double-quant": (QLORA, ""), "--bnb-4bit-compute-dtype": (QLORA, "bf16"),

@@ -59,11 +59,12 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
 
     def record(r: Recorder) -> None:
         t = Torch(r)
-        r.without_gradients = t.hf.spec.gradient_checkpointing
+        r.without_gradients = t.hf.spec.gradient_checkpointing or t.hf.spec.selective_ac_option is not None
         r.tape.part = Part.LAYER_INPUT
         x = t.input("hidden_states", r.ctx.tokens * r.ctx.hidden_size, r.ctx.residual, grad=reached)
         shared = _shared(t)
-        if t.hf.spec.gradient_checkpointing and not t.hf.spec.reentrant:
+        # torchtitan runs whole layers again (``activation_checkpoint.early_stop`` is False).
+        if t.hf.spec.gradient_checkpointing and not t.hf.spec.reentrant and t.hf.family.norm != "fused":
             t.last_saver = _last_saver(t, layer)
         r.tape.output(_record_layer(t, layer, x, shared).tensor)
         t.keep_cast_weights()
