@@ -39,6 +39,9 @@ TARGETS = {"A": 0.03, "B": 0.08}
 ALLOCATED, PEAK, RESERVED = "allocated", "peak", "reserved"
 
 
+_OF_RESERVED = "reserved: the estimate is of allocated memory, which is a lower bound"
+
+
 class Figure(NamedTuple):
     """One measured number, in bytes."""
 
@@ -143,7 +146,7 @@ def _outcomes(row: Row) -> list[Outcome]:
     stage = answer.stages[0]
     found = []
     for figure in figures:
-        why = [*gaps, "reserved: the estimate is of allocated memory, and a lower bound of it"] if figure.meaning == RESERVED else gaps
+        why = [*gaps, _OF_RESERVED] if figure.meaning == RESERVED else gaps
         predicted = stage.static_bytes if figure.meaning == ALLOCATED else stage.peak_bytes
         found.append(
             head._replace(
@@ -284,8 +287,8 @@ def _torchtune(row: Mapping[str, Any]) -> Reading:
 
 
 def _automodel(row: Mapping[str, Any]) -> Reading:
-    """``FSDP2Manager.mp_policy``: all in bf16. ``auto_model.py: from_pretrained(use_liger_kernel=True)`` is the default:
-    Liger's own defaults, whose fused loss is not reached, since the recipe hands the model no labels."""
+    """``FSDP2Manager.mp_policy``: all in bf16. ``auto_model.py: from_pretrained(use_liger_kernel=True)`` is the
+    default: Liger's own defaults, whose fused loss is not reached, since the recipe hands the model no labels."""
     technique = str(row.get("technique"))
     if technique == "Baseline":
         raise SpecError("the baseline is not FSDP, and what it is is not stated")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bridge_memory.spec.errors import divide
+from bridge_memory.spec.errors import SpecError, divide
 from bridge_memory.spec.limits import Limits
 from bridge_memory.spec.model import AttentionSpec, CompressedAttentionSpec, MLASpec, ModelSpec
 from bridge_memory.spec.parts import ParallelSpec, PeftSpec
@@ -56,6 +56,19 @@ def check_adapters(peft: PeftSpec, parallel: ParallelSpec, model: ModelSpec, lim
                 split_rank(peft.dim, ranks, experts=linear.experts)
             if linear.features:
                 divide_features(*linear.features, ranks, experts=linear.experts)
+
+
+def check_targets(peft: PeftSpec, model: ModelSpec, limits: Limits) -> None:
+    """Raise SpecError where no target is a linear of megatron-core's layers: nothing would train."""
+    if peft.scheme != "lora" or not peft.dim:
+        return
+    targets = peft.target_modules
+    if len(list(idle_targets(peft, model, limits, hugging_face=False))) == len(targets):
+        names = dict.fromkeys(linear.name for linear in _linears(model, limits))
+        raise SpecError(
+            f"peft.target_modules ({', '.join(targets)}) names no linear of this model: nothing would train; use some "
+            f"of {', '.join(names)}"
+        )
 
 
 def idle_targets(peft: PeftSpec, model: ModelSpec, limits: Limits, *, hugging_face: bool) -> Iterator[str]:

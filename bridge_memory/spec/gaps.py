@@ -332,7 +332,10 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
                 yield f"{name} makes no tensor that stays with engine zero3"
     if engine == "fsdp2" and run.fsdp.backward_prefetch != DEFAULT_FSDP_OPTIONS.backward_prefetch:
         yield "backward_prefetch is FSDP1's: fully_shard always gathers the layer before"
-    if impl.hugging_face:
+    if optimizer.paged:
+        # bitsandbytes optim/optimizer.py: get_state_buffer, of 100,000 elements on.
+        yield "paged: optimizer states are unified memory, outside of torch's allocator; counted as if all on the GPU"
+    if impl.hugging_face and not impl.torchtitan:
         has = family_of(run.model.model_type, run.transformers).liger
         for name in run.transformers.liger_kernel:
             if name not in has:

@@ -175,3 +175,16 @@ def test_quantised_weights_are_not_divided() -> None:
             TransformersSpec(load_in_4bit=True), data_parallel=DataParallelSpec(engine="fsdp2"),
             parallel=ParallelSpec(world_size=2),
         )
+
+
+def test_targets_that_match_nothing_are_refused_beside_megatrons_layers_too() -> None:
+    peft = PeftSpec(scheme="lora", dim=8, target_modules=("q_proj", "v_proj"))
+    with pytest.raises(SpecError, match="names no linear of this model: nothing would train; use some of linear_qkv"):
+        RunSpec(model="meta-llama/Llama-3.2-1B", peft=peft)
+
+
+def test_a_rank_of_0_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from bridge_memory.cli import main
+
+    assert main(["estimate", "Llama-3.2-1B", "--num-gpus", "1", "--peft", "lora", "--lora-dim", "0"]) == 2
+    assert capsys.readouterr().err.strip().count("\n") == 0
