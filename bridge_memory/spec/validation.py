@@ -869,7 +869,7 @@ RULES: tuple[Callable[[RunSpec, Limits], None], ...] = (
     lambda run, limits: _check_data_parallel(run),
     lambda run, limits: _check_optimizer(run),
     lambda run, limits: check_adapters(run.peft, run.parallel, run.model, limits),
-    lambda run, limits: run.implementation.hugging_face or check_targets(run.peft, run.model, limits),
+    lambda run, limits: None if run.implementation.hugging_face else check_targets(run.peft, run.model, limits),
     lambda run, limits: None if run.recompute.granularity is None else _check_recompute(run, limits),
     _check_implementation,
     _check_kernels,

@@ -103,7 +103,8 @@ CASES = {
     "--selective-ac-option": (HUGGING.replace("transformers", "torchtitan"), "op"),
     "--use-dora": (f"{ADAPTED} --engine single", ""),
     "--load-in-4bit": (f"{ADAPTED} --engine single", ""), "--load-in-8bit": (f"{ADAPTED} --engine single", ""),
-    "--bnb-4bit-use-double-quant": (QLORA, ""), "--bnb-4bit-compute-dtype": (QLORA, "bf16"),
+    "--bnb-4bit-use-double-quant": (QLORA, ""),
+    "--bnb-4bit-compute-dtype": (f"{QLORA} --liger-kernel fused_linear_cross_entropy", "bf16"),
     "--prepare-model-for-kbit-training": (QLORA, ""),
     "--autocast-adapter-dtype": (ADAPTED, "no"), "--lora-dropout": (ADAPTED, "0.05"),
     "--experts-implementation": (

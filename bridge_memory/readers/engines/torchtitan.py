@@ -90,7 +90,7 @@ def _model(section: Section, settings: Settings) -> str:
         settings.notes.gap(f"model.converters ({show(converter)}): counted in the dtype without it", Effect.EITHER)
     section.ignore("hf_assets_path", "tokenizer_path", "print_after_conversion", "name", "flavor")
     section.refuse_unread(("name", "flavor", "converters", "hf_assets_path"), _REFUSES)
-    return name
+    return str(name)
 
 
 def _parallelism(section: Section, settings: Settings, told: Told) -> dict[str, int]:
