@@ -39,6 +39,9 @@ TARGETS = {"A": 0.03, "B": 0.08}
 ALLOCATED, PEAK, RESERVED = "allocated", "peak", "reserved"
 
 
+_OF_RESERVED = "reserved: the estimate is of allocated memory, which is a lower bound"
+
+
 class Figure(NamedTuple):
     """One measured number, in bytes."""
 
@@ -143,7 +146,7 @@ def _outcomes(row: Row) -> list[Outcome]:
     stage = answer.stages[0]
     found = []
     for figure in figures:
-        why = [*gaps, "reserved: the estimate is of allocated memory"] if figure.meaning == RESERVED else gaps
+        why = [*gaps, _OF_RESERVED] if figure.meaning == RESERVED else gaps
         predicted = stage.static_bytes if figure.meaning == ALLOCATED else stage.peak_bytes
         found.append(
             head._replace(
@@ -216,8 +219,7 @@ def _torchtitan(row: Mapping[str, Any]) -> Reading:
     """fp32 shards, bf16 compute, fp32 reductions, fused AdamW: the row's notes and torchtitan's defaults."""
     degrees = row["parallel"]
     gaps = []
-    if "selective" in row["recompute"]:
-        gaps.append(Gap("selective checkpointing of torchtitan: counted as none", Effect.DOWN))
+    selective = "selective" in row["recompute"]
     if "Float8" in row["precision"]:
         gaps.append(Gap("Float8: counted in bf16", Effect.EITHER))
     technique = row.get("technique")
@@ -234,9 +236,10 @@ def _torchtitan(row: Mapping[str, Any]) -> Reading:
         fsdp=FSDPOptions(param_dtype="bf16", reduce_dtype="fp32", auto_wrap_policy="torchtitan"),
         transformers=TransformersSpec(
             attention_mask="none", gradient_checkpointing=row["recompute"] == "full",
-            torch_compile="compile" in str(technique),
+            selective_ac_option="op" if selective else None, torch_compile="compile" in str(technique),
         ),
-        assumptions=("torchtitan's layers are counted as those of transformers",), not_modelled=tuple(gaps),
+        implementation=ImplementationSpec(transformer_impl="torchtitan"),
+        assumptions=("selective_ac_option op, as llama3_8b.toml has it",) * selective, not_modelled=tuple(gaps),
     )  # fmt: skip
     return Reading(run, (_figure(row, RESERVED),))
 
@@ -284,7 +287,8 @@ def _torchtune(row: Mapping[str, Any]) -> Reading:
 
 
 def _automodel(row: Mapping[str, Any]) -> Reading:
-    """``FSDP2Manager.mp_policy``: all in bf16."""
+    """``FSDP2Manager.mp_policy``: all in bf16. ``auto_model.py: from_pretrained(use_liger_kernel=True)`` is the
+    default: Liger's own defaults, whose fused loss is not reached, since the recipe hands the model no labels."""
     technique = str(row.get("technique"))
     if technique == "Baseline":
         raise SpecError("the baseline is not FSDP, and what it is is not stated")
@@ -296,10 +300,11 @@ def _automodel(row: Mapping[str, Any]) -> Reading:
         optimizer=OptimizerSpec(optimizer="adamw"), data_parallel=DataParallelSpec(engine="fsdp2"),
         fsdp=FSDPOptions(param_dtype="bf16", reduce_dtype="bf16"),
         transformers=TransformersSpec(
-            gradient_checkpointing=technique == "+ Gradient Checkpointing", keeps_outputs=True
+            gradient_checkpointing=technique == "+ Gradient Checkpointing", keeps_outputs=True,
+            liger_kernel=("rope", "rms_norm", "swiglu"),
         ),
         assumptions=(
-            "weights in bf16, as the checkpoint's", "no kernels of Liger's, which Automodel takes where they are "
+            "weights in bf16, as the checkpoint's", "Liger's kernels, Automodel's default where they are "
             "installed", "the step holds the model's output until backward is over", "GB are 10^9 bytes",
         ),
     )  # fmt: skip

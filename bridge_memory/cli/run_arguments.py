@@ -76,6 +76,8 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
     _megatron_spellings(args, given, model)
     assumptions += drop_idle(given, model)
     check_silent(given, model)
+    if given["peft"].get("dim") == 0:
+        raise SpecError("lora_dim is 0: adapters without a rank have no parameters; give it 1 or more, or drop --peft")
     if given["peft"].get("scheme") == "lora" and "dim" not in given["peft"]:
         given["peft"]["dim"] = DEFAULT_LORA_DIM
         assumptions.append(f"adapters of rank {DEFAULT_LORA_DIM} (--lora-dim)")

@@ -26,6 +26,7 @@ from bridge_memory.engines.torch_modules import (
     model_of,
     parameter_width,
     rounded,
+    trained_width,
 )
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import RunSpec
@@ -58,7 +59,7 @@ class DDP:
         step, name = in_step(run, held)
         amounts = amounts_of(run, held, fresh=not stays, shard_name="")
         buckets = Line(Role.GRADIENTS, State.GRADIENTS, "gradient buckets", False, adapters=run.peft.freezes)
-        amounts.insert(2, (buckets, sum(rounded(n) for n in bucket_bytes(run, model, self.width))))
+        amounts.insert(2, (buckets, sum(rounded(n) for n in bucket_bytes(run, model, trained_width(run, self.width)))))
         return StageState(
             model.numel, tuple((line, n) for line, n in amounts if n), in_step=step, step_name=name,
             accumulated=waiting, concurrent=(model.engine_bytes(beside),),

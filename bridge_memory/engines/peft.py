@@ -71,4 +71,6 @@ def lora_parameters(
             shapes = ((split_rank(peft.dim, ranks, experts=p.expert), in_local), (out_local, peft.dim))
         for name, shape in zip(("linear_in", "linear_out"), shapes, strict=True):
             out.append(Parameter(f"{match['module']}.adapter.{name}.weight", shape, p.expert, ranks > 1))
+        if peft.use_dora:
+            out.append(Parameter(f"{match['module']}.adapter.magnitude", shapes[1][:1], p.expert))
     return out

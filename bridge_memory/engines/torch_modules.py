@@ -16,6 +16,7 @@ from bridge_memory.engines.torch_optimizers import TorchState, step_bytes, torch
 from bridge_memory.inventory.chain import Concurrent, EngineBytes, Label
 from bridge_memory.inventory.parameters import ALLOCATION_UNIT, Parameter, ParameterList, Use, pad
 from bridge_memory.inventory.stack import Unit
+from bridge_memory.inventory.transformers.quantized import is_quantized, weight_bytes
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 
 _NONE = ParameterList(())
@@ -126,16 +127,21 @@ class Kept(NamedTuple):
     tensors: int = 1
 
 
-def kept(module: Module, states: Sequence[TorchState], width: int, ranks: int = 1) -> Kept:
+def kept(run: RunSpec, module: Module, states: Sequence[TorchState], width: int, ranks: int = 1) -> Kept:
     """What a module keeps where every parameter's first dimension is divided over ``ranks``, and the first has most."""
+    adapters = run.peft.freezes
+    wide = trained_width(run, width)
     weights = gradients = largest_state = largest = tensors = 0
     sums = [0] * len(states)
-    for p, times in module.parameters():
-        weights += times * rounded(prod(shard(p.shape, ranks)) * width)
+    for parameters, times in module.frozen.rows:
+        for p in parameters:
+            quantized = adapters and is_quantized(run, p)
+            weights += times * (weight_bytes(run, p) if quantized else rounded(prod(shard(p.shape, ranks)) * width))
     for p, times in module.trained_parameters():
         shape = shard(p.shape, ranks)
-        gradients += times * rounded(prod(shape) * width)
-        sizes = [s.nbytes(shape, width, p.use is Use.EMBEDDING) for s in states]
+        weights += times * rounded(prod(shape) * wide)
+        gradients += times * rounded(prod(shape) * wide)
+        sizes = [s.nbytes(shape, wide, p.use is Use.EMBEDDING) for s in states]
         sums = [n + times * size for n, size in zip(sums, sizes, strict=True)]
         largest_state = max(largest_state, *sizes[-1:], 0)
         largest = max(largest, prod(shape))
@@ -156,7 +162,7 @@ def kept_of(run: RunSpec, model: Model, width: int, ranks: int = 1) -> list[Kept
     for module in model.modules:
         key = id(module.trained), id(module.frozen)
         if key not in known:
-            known[key] = kept(module, states, width, ranks)
+            known[key] = kept(run, module, states, width, ranks)
         out.append(known[key])
     return out
 
@@ -197,7 +203,12 @@ def lines(run: RunSpec, *, fresh: bool, shard_name: str, adapters: bool) -> list
 
 def parameter_width(run: RunSpec) -> int:
     """Bytes of an element of parameters as they are kept."""
-    return DTYPE_BYTES[run.precision.params_dtype]
+    return DTYPE_BYTES[run.params_dtype]
+
+
+def trained_width(run: RunSpec, width: int) -> int:
+    """The same of what trains, where parameters have ``width``: adapters may be wider."""
+    return DTYPE_BYTES[run.adapters_dtype] if run.peft.freezes else width
 
 
 def accumulates(run: RunSpec) -> bool:

@@ -423,7 +423,7 @@ class _Step:
     dry_workspace: int
     backward_workspace: int
     alias: bool
-    in_place: bool
+    in_place: int
     offloaded: bool
     always_saves: bool
 

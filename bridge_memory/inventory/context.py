@@ -20,7 +20,7 @@ from bridge_memory.releases import (
 )
 from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec, SideBySideSpec
 from bridge_memory.spec.parts import RECOMPUTE_MODULES
-from bridge_memory.spec.transformers import Family, TransformersSpec, family_of
+from bridge_memory.spec.transformers import TORCHTITAN, Family, TransformersSpec, family_of
 
 #: Blocks that a library keeps; beyond them it starts anew.
 MOST_RECORDINGS = 4096
@@ -34,6 +34,8 @@ class HuggingFace(NamedTuple):
     #: Bytes of an element of what linears make.
     compute_width: int
     tied: bool
+    #: Bytes of an element of LoRA adapters.
+    adapter_width: int
     #: Gradients of a layer's weights are there until its backward pass is over (``RunSpec.layer_gradients_stay``).
     gradients_stay: bool = False
 
@@ -349,7 +351,8 @@ def settings_of(run: RunSpec) -> Settings:
 
 def _hugging_face(run: RunSpec) -> HuggingFace:
     spec = run.transformers
+    family = TORCHTITAN if run.implementation.torchtitan else family_of(run.model.model_type, spec)
     return HuggingFace(
-        spec, family_of(run.model.model_type, spec), DTYPE_BYTES[spec.autocast or run.compute_dtype],
-        run.model.share_embeddings_and_output_weights, run.layer_gradients_stay,
+        spec, family, DTYPE_BYTES[spec.autocast or run.compute_dtype],
+        run.model.share_embeddings_and_output_weights, DTYPE_BYTES[run.adapters_dtype], run.layer_gradients_stay,
     )

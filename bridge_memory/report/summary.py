@@ -119,7 +119,8 @@ def _recompute(run: RunSpec) -> str:
 def _of_transformers(run: RunSpec) -> str:
     i, spec = run.implementation, run.transformers
     return _join(
-        f"transformers {release_words(spec.transformers_version)}",
+        "torchtitan's layers" if i.torchtitan else f"transformers {release_words(spec.transformers_version)}",
+        f"selective checkpoints ({spec.selective_ac_option})" if spec.selective_ac_option else "",
         f"{spec.attn_implementation} attention ({i.gpu_arch})",
         f"autocast to {spec.autocast}" if spec.autocast else "",
         f"liger-kernel: {' '.join(spec.liger_kernel)}" if spec.liger_kernel else "",

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bridge_memory.spec.errors import divide
+from bridge_memory.spec.errors import SpecError, divide
 from bridge_memory.spec.limits import Limits
 from bridge_memory.spec.model import AttentionSpec, CompressedAttentionSpec, MLASpec, ModelSpec
 from bridge_memory.spec.parts import ParallelSpec, PeftSpec
@@ -26,8 +26,10 @@ DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj", "router", "fc1_latent
 #: Linears of the families of transformers that are recorded, any of them.
 OF_TRANSFORMERS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
-    "gate_proj", "up_proj", "down_proj", "gate_up_proj", "gate", "shared_expert_gate", "lm_head",
+    "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj", "gate", "shared_expert_gate", "lm_head",
 )  # fmt: skip
+#: Every linear but the output layer (peft ``utils/constants.py: INCLUDE_LINEAR_LAYERS_SHORTHAND``).
+ALL_LINEAR = "all-linear"
 
 
 class Linear(NamedTuple):
@@ -56,10 +58,25 @@ def check_adapters(peft: PeftSpec, parallel: ParallelSpec, model: ModelSpec, lim
                 divide_features(*linear.features, ranks, experts=linear.experts)
 
 
+def check_targets(peft: PeftSpec, model: ModelSpec, limits: Limits) -> None:
+    """Raise SpecError where no target is a linear of megatron-core's layers: nothing would train."""
+    if peft.scheme != "lora" or not peft.dim:
+        return
+    targets = peft.target_modules
+    if len(list(idle_targets(peft, model, limits, hugging_face=False))) == len(targets):
+        names = dict.fromkeys(linear.name for linear in _linears(model, limits))
+        raise SpecError(
+            f"peft.target_modules ({', '.join(targets)}) names no linear of this model: nothing would train; use some "
+            f"of {', '.join(names)}"
+        )
+
+
 def idle_targets(peft: PeftSpec, model: ModelSpec, limits: Limits, *, hugging_face: bool) -> Iterator[str]:
     """Targets that are the name of no linear here; those with ``*`` or a full name may be anything."""
     names = set(OF_TRANSFORMERS) if hugging_face else {linear.name for linear in _linears(model, limits)}
     for target in peft.target_modules:
+        if hugging_face and target == ALL_LINEAR:
+            continue
         if target not in names and "*" not in target and "." not in target:
             yield target
 
@@ -80,6 +97,8 @@ def _divisor(experts: bool) -> str:
 
 def is_target(peft: PeftSpec, linear: str, module: str) -> bool:
     """Whether ``module``, a full name that ends with the name ``linear``, gets an adapter (``module_matcher.py``)."""
+    if ALL_LINEAR in peft.target_modules:
+        return linear in OF_TRANSFORMERS and linear != "lm_head"
     return any(_matches(target, linear, module) for target in peft.target_modules)
 
 

@@ -230,6 +230,12 @@ def _of_transformers(run: RunSpec) -> Iterator[Gap]:
     if "swiglu" in spec.liger_kernel and run.model.has_experts and EXPERTS_IN_ONE_PARAMETER(spec):
         # liger_kernel/transformers/swiglu.py: LigerExperts.
         yield Gap("liger_kernel (swiglu): its fused experts; counted as transformers' grouped ones", Effect.DOWN)
+    if spec.load_in_8bit:
+        # backends/cuda/ops.py: int8_vectorwise_quant; features over llm_int8_threshold go apart, in the input's dtype.
+        yield Gap("load_in_8bit: features with outliers, which are multiplied apart and kept", Effect.UP)
+        if spec.gradient_checkpointing and not spec.reentrant:
+            # autograd/_functions.py: MatMul8bitLt.forward keeps ``ctx.tensors``, which no checkpoint takes away.
+            yield Gap("load_in_8bit with checkpoints that are not reentrant: inputs of its linears stay", Effect.UP)
     if run.model.has_experts and EXPERTS_IN_ONE_PARAMETER(spec) and run.compute_dtype == "fp32":
         # integrations/moe.py: _can_use_grouped_mm takes bf16 alone.
         yield Gap("experts with parameters in fp32: one by one in transformers 5; counted as grouped", Effect.EITHER)
@@ -328,7 +334,10 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
                 yield f"{name} makes no tensor that stays with engine zero3"
     if engine == "fsdp2" and run.fsdp.backward_prefetch != DEFAULT_FSDP_OPTIONS.backward_prefetch:
         yield "backward_prefetch is FSDP1's: fully_shard always gathers the layer before"
-    if impl.hugging_face:
+    if optimizer.paged:
+        # bitsandbytes optim/optimizer.py: get_state_buffer, of 100,000 elements on.
+        yield "paged: optimizer states are unified memory, outside of torch's allocator; counted as if all on the GPU"
+    if impl.hugging_face and not impl.torchtitan:
         has = family_of(run.model.model_type, run.transformers).liger
         for name in run.transformers.liger_kernel:
             if name not in has:

@@ -300,6 +300,8 @@ class PeftSpec(Checked):
     dim: int = count(0)
     #: Linears that get an adapter, by module name or full name with ``*`` wildcards.
     target_modules: tuple[str, ...] = choices(("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
+    #: DoRA: a magnitude a feature of every target's output (``LoraConfig.use_dora``); of transformers' layers.
+    use_dora: bool = flag(False)
 
     @property
     def freezes(self) -> bool:
@@ -334,8 +336,9 @@ class RecomputeSpec(Checked):
 class ImplementationSpec(Checked):
     """Which code runs: the same mathematics saves different tensors in different implementations."""
 
-    #: "transformer_engine" or "local", megatron-core's; "transformers": Hugging Face's modules (``TransformersSpec``).
-    transformer_impl: str = choice("transformer_engine", "transformer_engine", "local", "transformers")
+    #: "transformer_engine" or "local", megatron-core's; "transformers": Hugging Face's modules (``TransformersSpec``);
+    #: "torchtitan": its own, under the same options.
+    transformer_impl: str = choice("transformer_engine", "transformer_engine", "local", "transformers", "torchtitan")
     #: megatron-core release whose rules apply, as (major, minor).
     megatron_core: tuple[int, int] = release(DEFAULT_MEGATRON_CORE)
     #: "auto", "flash", "fused", "unfused", "local"
@@ -436,8 +439,12 @@ class ImplementationSpec(Checked):
 
     @property
     def hugging_face(self) -> bool:
-        """Whether the modules are those of Hugging Face transformers."""
-        return self.transformer_impl == "transformers"
+        """Whether the modules are plain ones of torch: those of Hugging Face transformers, or torchtitan's."""
+        return self.transformer_impl in ("transformers", "torchtitan")
+
+    @property
+    def torchtitan(self) -> bool:
+        return self.transformer_impl == "torchtitan"
 
     @property
     def te_grouped_gemm(self) -> bool:

@@ -137,7 +137,21 @@ class RunSpec:
     def compute_dtype(self) -> str:
         """The dtype of parameters as modules see them: gathered ones under FSDP's mixed precision, else as kept."""
         mixed = self.fsdp.param_dtype if self.data_parallel.engine in ("fsdp1", "fsdp2") else None
-        return mixed or self.precision.params_dtype
+        return mixed or self.params_dtype
+
+    @property
+    def params_dtype(self) -> str:
+        """The dtype in which parameters are kept, but those that are quantised."""
+        return "fp32" if self.transformers.prepare_model_for_kbit_training else self.precision.params_dtype
+
+    @property
+    def adapters_dtype(self) -> str:
+        """That of adapters; beside quantised weights they stay in fp32 (peft ``tuners/tuners_utils.py:
+        cast_adapter_dtype, _move_adapter_to_device_of_base_layer``)."""
+        hf = self.transformers
+        if not self.implementation.hugging_face:
+            return self.params_dtype
+        return "fp32" if hf.autocast_adapter_dtype or hf.quantized else self.params_dtype
 
     @property
     def layer_gradients_stay(self) -> bool:

@@ -55,10 +55,25 @@ class TransformersSpec(Checked):
     autocast_adapter_dtype: bool = flag(True)
     #: ``LoraConfig.lora_dropout``.
     lora_dropout: float = fraction(0.0, below_one=True)
+    #: ``BitsAndBytesConfig``: frozen linears in NF4 (or FP4, which takes as much), or in int8; scales of scales; the
+    #: dtype of 4-bit products, fp32 unless told.
+    load_in_4bit: bool = flag(False)
+    load_in_8bit: bool = flag(False)
+    bnb_4bit_use_double_quant: bool = flag(False)
+    bnb_4bit_compute_dtype: str = choice("fp32", "fp32", "bf16", "fp16")
+    #: peft's function of that name was called: what is not quantised is in fp32.
+    prepare_model_for_kbit_training: bool = flag(False)
+    #: torchtitan ``activation_checkpoint.mode`` selective and its option: "op" keeps attention's output and every
+    #: second matrix product; a number runs every so many layers again (its default is 2).
+    selective_ac_option: str | None = choice(None, "op", *map(str, range(1, 17)))
     #: ``torch.compile``: not modelled.
     torch_compile: bool = flag(False)
     #: How experts are multiplied, from transformers 5 on ("eager": the loop); None: as the release does.
     experts_implementation: str | None = choice(None, "eager", "batched_mm", "grouped_mm")
+
+    @property
+    def quantized(self) -> bool:
+        return self.load_in_4bit or self.load_in_8bit
 
     @property
     def reentrant(self) -> bool:
@@ -70,7 +85,8 @@ class Family(NamedTuple):
     """What the class of a ``model_type`` does; the defaults are Llama's (``models/llama/modeling_llama.py``)."""
 
     #: "llama": weight times the norm in the input's dtype; "gemma": (1 + weight) times it in fp32; "olmo2": weight
-    #: times it in fp32; "olmo": ``F.layer_norm`` in fp32 without weights; "layernorm": ``nn.LayerNorm``.
+    #: times it in fp32; "olmo": ``F.layer_norm`` in fp32 without weights; "layernorm": ``nn.LayerNorm``; "fused":
+    #: ``nn.RMSNorm``.
     norm: str = "llama"
     #: Names of the norms before and after attention, before and after the feed-forward block; "" where there is none.
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
@@ -92,6 +108,8 @@ class Family(NamedTuple):
     #: Masks are made in the model's dtype, and none is made of positions (``_update_causal_mask``); sdpa is given keys
     #: and values of every query head.
     own_masks: bool = False
+    #: Batches have no mask, whatever they hold.
+    never_masked: bool = False
     #: "mixtral": a loop over experts, called after Mixtral's; "qwen": the same, called after Qwen's; "deepseek": sums
     #: in fp32, sigmoid scores.
     moe: str = "qwen"
@@ -148,6 +166,10 @@ FAMILIES: dict[str, Family] = {
         liger=_LIGER_WITHOUT_ROPE, liger_norm_in_place=False,
     ),
 }
+#: torchtitan 0.2.2 ``models/llama3/model/model.py``: ``nn.RMSNorm``, queries and keys turned as complex numbers.
+TORCHTITAN = Family(norm="fused", rotary="complex", never_masked=True)
+#: ``model_type`` of its models whose layers are these.
+OF_TORCHTITAN = ("llama",)
 #: What classes do otherwise from transformers 5 on.
 _FROM_5: dict[str, dict[str, Any]] = {
     # Gemma*ScaledWordEmbedding takes the place of a variable.

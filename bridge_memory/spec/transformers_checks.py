@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bridge_memory.spec.adapters import OF_TRANSFORMERS
+from bridge_memory.spec.adapters import ALL_LINEAR, OF_TRANSFORMERS
 from bridge_memory.spec.errors import SpecError, listed, show
-from bridge_memory.spec.transformers import DEFAULT_TRANSFORMERS_SPEC, FAMILIES, KNOWN_TRANSFORMERS
+from bridge_memory.spec.transformers import DEFAULT_TRANSFORMERS_SPEC, FAMILIES, KNOWN_TRANSFORMERS, OF_TORCHTITAN
 
 if TYPE_CHECKING:
     from bridge_memory.spec.run import RunSpec
@@ -21,6 +21,10 @@ def check_transformers(run: RunSpec) -> None:
     """Raise SpecError where transformers has no such model, or cannot do what another field asks for."""
     spec = run.transformers
     if not run.implementation.hugging_face:
+        if run.peft.use_dora:
+            raise SpecError(
+                "peft.use_dora (True) is counted for transformers' layers alone; set transformer_impl to transformers"
+            )
         if spec is not DEFAULT_TRANSFORMERS_SPEC and spec != DEFAULT_TRANSFORMERS_SPEC:
             name = next(f for f in spec.__slots__ if getattr(spec, f) != getattr(DEFAULT_TRANSFORMERS_SPEC, f))
             raise SpecError(
@@ -33,6 +37,13 @@ def check_transformers(run: RunSpec) -> None:
         raise SpecError(
             f"model_type ({show(kind)}) is none of those recorded as transformers runs them "
             f"({listed(sorted(FAMILIES))}); use transformer_impl transformer_engine"
+        )
+    if run.implementation.torchtitan:
+        _check_torchtitan(run)
+    elif spec.selective_ac_option is not None:
+        raise SpecError(
+            f"selective_ac_option ({spec.selective_ac_option}) is torchtitan's; set transformer_impl to torchtitan, or "
+            "use gradient_checkpointing"
         )
     for name in _SIZES:
         size = getattr(run.parallel, name)
@@ -52,12 +63,18 @@ def check_transformers(run: RunSpec) -> None:
             f"recompute_granularity ({run.recompute.granularity}) is megatron-core's; with transformer_impl "
             "transformers use gradient_checkpointing"
         )
+    _check_quantized(run)
     if {"cross_entropy", "fused_linear_cross_entropy"} <= set(spec.liger_kernel):
         raise SpecError(
             "liger_kernel (cross_entropy and fused_linear_cross_entropy): Liger takes one of them; drop cross_entropy"
         )
+    if run.peft.use_dora and not run.peft.trains_adapters:
+        raise SpecError("peft.use_dora (True) needs adapters; set peft.scheme to lora and peft.dim to their rank")
+    if run.peft.use_dora and spec.autocast is not None:
+        raise SpecError("peft.use_dora (True) is not counted with autocast; drop autocast and set params_dtype to bf16")
     targets = run.peft.target_modules
-    if run.peft.trains_adapters and all("*" not in t and "." not in t and t not in OF_TRANSFORMERS for t in targets):
+    known = (*OF_TRANSFORMERS, ALL_LINEAR)
+    if run.peft.trains_adapters and all("*" not in t and "." not in t and t not in known for t in targets):
         raise SpecError(
             f"peft.target_modules ({', '.join(targets)}) names no linear of transformers: nothing would train; use its "
             "names, such as q_proj and v_proj"
@@ -72,3 +89,59 @@ def check_transformers(run: RunSpec) -> None:
             f"autocast ({spec.autocast}) is for parameters in fp32, not {run.compute_dtype}; set params_dtype to fp32, "
             "or drop autocast"
         )
+
+
+def _check_quantized(run: RunSpec) -> None:
+    """bitsandbytes' linears are frozen, and in one piece."""
+    spec = run.transformers
+    name = "load_in_8bit" if spec.load_in_8bit else "load_in_4bit"
+    if not spec.quantized:
+        for field in ("bnb_4bit_use_double_quant", "prepare_model_for_kbit_training"):
+            if getattr(spec, field):
+                needs = f"load_in_4bit{_OR_8[field]}"
+                raise SpecError(f"{field} (True) does nothing without {needs}; set it, or drop {field}")
+        return
+    if spec.load_in_4bit and spec.load_in_8bit:
+        raise SpecError("load_in_4bit and load_in_8bit: a model is in one of them; drop load_in_8bit")
+    if spec.load_in_8bit and spec.bnb_4bit_use_double_quant:
+        raise SpecError("bnb_4bit_use_double_quant (True) is for load_in_4bit, not load_in_8bit; drop it")
+    if not run.peft.freezes:
+        raise SpecError(
+            f"{name} (True): quantised weights have no gradient, so that nothing would train; set peft.scheme to lora, "
+            f"or drop {name}"
+        )
+    engine = run.data_parallel.engine
+    if engine not in _KEEP_QUANTIZED:
+        raise SpecError(
+            f"{name} (True) is not supported with engine {engine}, which divides or flattens weights in one dtype; use "
+            f"{listed(_KEEP_QUANTIZED)}"
+        )
+
+
+#: Engines that leave frozen weights as they are.
+_KEEP_QUANTIZED = ("single", "ddp")
+_OR_8 = {"bnb_4bit_use_double_quant": "", "prepare_model_for_kbit_training": " or load_in_8bit"}
+
+
+def _check_torchtitan(run: RunSpec) -> None:
+    """torchtitan's own layers of Llama 3."""
+    spec = run.transformers
+    if run.model.model_type not in OF_TORCHTITAN:
+        raise SpecError(
+            f"model_type ({run.model.model_type}) is none whose layers in torchtitan are recorded "
+            f"({listed(OF_TORCHTITAN)}); use transformer_impl transformers"
+        )
+    if spec.selective_ac_option is not None and spec.gradient_checkpointing:
+        raise SpecError(
+            f"selective_ac_option ({spec.selective_ac_option}) is for activation_checkpoint.mode selective, and "
+            "gradient_checkpointing is its mode full; drop one"
+        )
+    if spec.attn_implementation != "sdpa":
+        raise SpecError(
+            f"attn_implementation ({spec.attn_implementation}) is not torchtitan's; drop it (its sdpa is counted)"
+        )
+    for name in ("liger_kernel", "use_cache", "keeps_outputs", "load_in_4bit", "load_in_8bit"):
+        if getattr(spec, name):
+            raise SpecError(f"{name} is for transformer_impl transformers, not torchtitan; drop it")
+    if run.peft.freezes:
+        raise SpecError("peft.scheme (lora) is not counted with transformer_impl torchtitan; set it to none")

@@ -44,7 +44,7 @@ from bridge_memory.releases import (
     UNIFORM_GROUPS_MAY_END_SHORT,
     release_words,
 )
-from bridge_memory.spec.adapters import check_adapters
+from bridge_memory.spec.adapters import check_adapters, check_targets
 from bridge_memory.spec.engine_checks import check_engine
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.layout import Layout, layout
@@ -956,6 +956,7 @@ RULES: tuple[Callable[[RunSpec, Limits], None], ...] = (
     lambda run, limits: _check_data_parallel(run),
     lambda run, limits: _check_optimizer(run),
     lambda run, limits: check_adapters(run.peft, run.parallel, run.model, limits),
+    lambda run, limits: None if run.implementation.hugging_face else check_targets(run.peft, run.model, limits),
     lambda run, limits: None if run.recompute.granularity is None else _check_recompute(run, limits),
     _check_implementation,
     _check_attention_release,

@@ -23,6 +23,7 @@ SHARED = "DeepSeek-V2-Lite --num-gpus 16 --tp 2 --ep 4 --global-batch-size 32"
 AWARE = f"{DENSE} --use-precision-aware-optimizer"
 HUGGING = "Llama-3.2-1B --num-gpus 1 --implementation transformers"
 ADAPTED = f"{HUGGING} --peft lora --lora-target-modules q_proj,v_proj"
+QLORA = f"{ADAPTED} --engine single --load-in-4bit"
 SHARDED = f"{DENSE} --engine megatron_fsdp --data-parallel-sharding-strategy optim_grads_params"
 
 DDP = "Llama-3.2-1B --num-gpus 8 --seq-length 512 --engine ddp"
@@ -122,6 +123,12 @@ CASES = {
     "--attention-mask": (HUGGING, "padded"), "--use-cache": (f"{HUGGING} --attention-mask none", ""),
     "--keeps-outputs": (HUGGING, ""),
     "--liger-kernel": (HUGGING, "swiglu"), "--torch-compile": (HUGGING, ""),
+    "--selective-ac-option": (HUGGING.replace("transformers", "torchtitan"), "op"),
+    "--use-dora": (f"{ADAPTED} --engine single", ""),
+    "--load-in-4bit": (f"{ADAPTED} --engine single", ""), "--load-in-8bit": (f"{ADAPTED} --engine single", ""),
+    "--bnb-4bit-use-double-quant": (QLORA, ""),
+    "--bnb-4bit-compute-dtype": (f"{QLORA} --liger-kernel fused_linear_cross_entropy", "bf16"),
+    "--prepare-model-for-kbit-training": (QLORA, ""),
     "--autocast-adapter-dtype": (ADAPTED, "no"), "--lora-dropout": (ADAPTED, "0.05"),
     "--experts-implementation": (
         f"{HUGGING} --transformers-version 5.0".replace("Llama-3.2-1B", "Qwen3-30B-A3B --num-layers 2"), "eager"),

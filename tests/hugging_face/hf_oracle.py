@@ -198,7 +198,7 @@ def build(config: dict[str, Any], *, attention: str = "sdpa", dtype: torch.dtype
 
 
 def measure(
-    model: Any, batch: int, seq: int, spec: TransformersSpec, targets: tuple[str, ...] = ()
+    model: Any, batch: int, seq: int, spec: TransformersSpec, targets: tuple[str, ...] = (), *, dora: bool = False
 ) -> Measured:
     """One step's forward and backward pass, gradients of parameters being there before."""
     if spec.gradient_checkpointing:
@@ -207,7 +207,8 @@ def measure(
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(
-            model, LoraConfig(r=16, target_modules=list(targets), lora_dropout=spec.lora_dropout),
+            model,
+            LoraConfig(r=16, target_modules=list(targets), lora_dropout=spec.lora_dropout, use_dora=dora),
             autocast_adapter_dtype=spec.autocast_adapter_dtype,
         )
     if spec.autocast:

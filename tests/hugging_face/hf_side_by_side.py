@@ -21,7 +21,7 @@ INSTALLED = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 def recorded(
     config: dict[str, Any], batch: int, seq: int, dtype: str, spec: TransformersSpec,
-    targets: tuple[str, ...] = (),
+    targets: tuple[str, ...] = (), dora: bool = False,
 ) -> ChunkInventory:
     run = RunSpec(
         model=model_from_hf_config(dict(config), "a small model"),
@@ -29,7 +29,7 @@ def recorded(
         precision=PrecisionSpec(params_dtype=dtype),
         implementation=ImplementationSpec(transformer_impl="transformers"),
         transformers=spec,
-        peft=PeftSpec(scheme="lora", dim=16, target_modules=targets) if targets else PeftSpec(),
+        peft=PeftSpec(scheme="lora", dim=16, target_modules=targets, use_dora=dora) if targets else PeftSpec(),
     )
     ((shape,),) = layout(run.model, run.parallel).shapes(run.model)
     return chunk_inventory(run.model, shape, context_of(run))
@@ -37,12 +37,13 @@ def recorded(
 
 def both(
     config: dict[str, Any], *, batch: int = 2, seq: int = 128, dtype: str = "bf16",
-    targets: tuple[str, ...] = (), **fields: Any
+    targets: tuple[str, ...] = (), dora: bool = False, **fields: Any
 ) -> tuple[ChunkInventory, Measured]:
     """``fields``: those of a TransformersSpec."""
     spec = TransformersSpec(transformers_version=INSTALLED, **fields)
     model = build(config, attention=spec.attn_implementation, dtype=DTYPES[dtype])
-    return recorded(config, batch, seq, dtype, spec, targets), measure(model, batch, seq, spec, targets)
+    ours = recorded(config, batch, seq, dtype, spec, targets, dora)
+    return ours, measure(model, batch, seq, spec, targets, dora=dora)
 
 
 def errors(config: dict[str, Any], **options: Any) -> tuple[float, float, float]:

@@ -34,6 +34,8 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
     query, key, value = _projected(t, spec, x)
     if spec.rotary and shared.cos is not None and t.hf.liger("rope"):
         query, key = liger.rotated(t, "query", query), liger.rotated(t, "key", key)
+    elif t.hf.family.rotary == "complex" and shared.cos is not None:
+        query, key = _turned(t, shared.cos, query, key)
     elif shared.cos is not None and shared.sin is not None and spec.rotary:
         before = query, key
         tables = _tables(t, shared.cos, shared.sin)
@@ -110,6 +112,19 @@ def _rotated(t: Torch, name: str, x: Array, cos: Array, sin: Array, *, share: fl
     return t.cast(f"rotated {name}", out, x.width) if t.hf.family.rotary_in_fp32 else out
 
 
+def _turned(t: Torch, table: Array, query: Array, key: Array) -> tuple[Array, Array]:
+    """torchtitan ``models/llama3/model/model.py: apply_rotary_emb``: copies in fp32, products as complex numbers, cast
+    back; all are variables to the end."""
+    query32, key32 = t.cast("query in fp32", query, FP32), t.cast("key in fp32", key, FP32)
+    turned = []
+    for name, x in (("query", query32), ("key", key32)):
+        kept = (table.tensor,) if x.differentiable else ()
+        turned.append(t.make(f"{name} times the table", (x,), x.elements, FP32, saves=kept))
+    out = t.cast("rotated query", turned[0], query.width), t.cast("rotated key", turned[1], key.width)
+    t.keep_alive(query, key, query32, key32, *turned)
+    return out
+
+
 # ---- attention ----
 
 
@@ -150,6 +165,8 @@ def needs_mask(hf: HuggingFace, window: int | None, seq: Any, *, packed: bool = 
     (``find_packed_sequence_indices``).
     """
     spec = hf.spec
+    if hf.family.never_masked:
+        return False
     if spec.attention_mask == "padded" or packed:
         return True
     if spec.attention_mask == "none" and not spec.use_cache and not hf.family.own_masks and hf.packing_is_supposed:

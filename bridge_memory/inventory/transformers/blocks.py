@@ -59,11 +59,12 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
 
     def record(r: Recorder) -> None:
         t = Torch(r)
-        r.without_gradients = t.hf.spec.gradient_checkpointing
+        r.without_gradients = t.hf.spec.gradient_checkpointing or t.hf.spec.selective_ac_option is not None
         r.tape.part = Part.LAYER_INPUT
         x = t.input("hidden_states", r.ctx.tokens * r.ctx.hidden_size, r.ctx.residual, grad=reached)
         shared = _shared(t)
-        if t.hf.spec.gradient_checkpointing and not t.hf.spec.reentrant:
+        # torchtitan runs whole layers again (``activation_checkpoint.early_stop`` is False).
+        if t.hf.spec.gradient_checkpointing and not t.hf.spec.reentrant and t.hf.family.norm != "fused":
             t.last_saver = _last_saver(t, layer)
         r.tape.output(_record_layer(t, layer, x, shared).tensor)
         t.keep_cast_weights()
@@ -79,8 +80,11 @@ def _last_saver(t: Torch, layer: LayerSpec) -> str:
         assert layer.ffn is not None
         if not isinstance(layer.ffn, MLPSpec):
             return last_saver(t, layer.ffn)
-        adapted = t.r.frozen and t.adapts("mlp.down_proj")
-        return "mlp.down_proj.lora_B output" if adapted else "mlp.down_proj output"
+        if t.r.frozen and t.adapts("mlp.down_proj"):
+            dora = t.r.ctx.adapters is not None and t.r.ctx.adapters.use_dora
+            return "mlp.down_proj LoRA output times magnitudes" if dora else "mlp.down_proj.lora_B output"
+        # What is in 4 or 8 bits keeps nothing that a checkpoint would see.
+        return "mlp product" if t.quantizes(Use.LAYER) else "mlp.down_proj output"
     return f"{last} output" if t.hf.family.norm == "llama" else f"{last} times weight in fp32"
 
 

@@ -39,7 +39,7 @@ def hugging_face_chunk(
     links: list[tuple[Link, int]] = [(embedding, 1)]
     # ``inputs_embeds`` is a variable of the model's forward, from which scaled embeddings are apart.
     unscaled = ctx.hidden_bytes if family.scaled_embeddings == "model" else 0
-    layers = [(_layer_link(kind, ctx), count) for kind, count in shape.layers]
+    layers = _layers(shape, ctx)
     if ctx.adapters is not None and not spec.gradient_checkpointing:
         # Embeddings are frozen: nothing before the first adapter is kept.
         (first, kind), count = (layers[0][0], shape.layers[0][0]), layers[0][1]
@@ -47,7 +47,8 @@ def hugging_face_chunk(
     # Weights that autocast has cast stay to the end of its region, whether or not a checkpoint keeps them.
     cast = [_cast_weights(kind, ctx) if spec.gradient_checkpointing else 0 for kind, _ in shape.layers]
     cast += [0] * (len(layers) - len(cast))
-    kept = spec.gradient_checkpointing or layer_block(shape.layers[0][0], ctx).cost.input_retained
+    checkpointed = spec.gradient_checkpointing or spec.selective_ac_option == "op"
+    kept = checkpointed or layer_block(shape.layers[0][0], ctx).cost.input_retained
     held = masks + (unscaled or (0 if kept else ctx.hidden_bytes))
     for i, (link, count) in enumerate(layers):
         if i == 0:
@@ -70,6 +71,23 @@ def hugging_face_chunk(
     if concurrent is not None:
         links = with_engine(links, concurrent)
     return compose(links)
+
+
+def _layers(shape: ChunkShape, ctx: BlockContext) -> list[tuple[Link, int]]:
+    """The layers' links; one by one where every nth of them runs again (torchtitan
+    ``distributed/activation_checkpoint.py: _apply_layer_sac``)."""
+    assert ctx.hugging_face is not None
+    option = ctx.hugging_face.spec.selective_ac_option
+    if option is None or option == "op":
+        return [(_layer_link(kind, ctx), count) for kind, count in shape.layers]
+    kinds = [kind for kind, count in shape.layers for _ in range(count)]
+    found = []
+    for number, kind in enumerate(kinds, start=1):
+        block = layer_block(kind, ctx)
+        again = number % int(option) == 0
+        link = _checkpointed(block.cost, 0, reentrant=False) if again else plain_link(block, Label.LAYER)
+        found.append((link, 1))
+    return found
 
 
 def _cast_weights(layer: LayerSpec, ctx: BlockContext) -> int:
@@ -106,9 +124,27 @@ def _layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
     assert ctx.hugging_face is not None
     spec = ctx.hugging_face.spec
     found = layer_block(layer, ctx)
+    if spec.selective_ac_option == "op":
+        return _with_products_kept(layer, found.cost, ctx)
     if not spec.gradient_checkpointing:
         return plain_link(found, Label.LAYER)
     return _checkpointed(found.cost, _gradients_before(layer, ctx), reentrant=spec.reentrant)
+
+
+def _with_products_kept(layer: LayerSpec, cost: BlockCost, ctx: BlockContext) -> Link:
+    """torchtitan ``distributed/activation_checkpoint.py: _apply_op_sac``: the forward pass keeps the layer's input and
+    the outputs of attention and of every second matrix product; backward takes them where it runs forward again."""
+    mixer, ffn = layer.mixer, layer.ffn
+    assert isinstance(mixer, AttentionSpec) and isinstance(ffn, MLPSpec)
+    heads, h, width = mixer.num_attention_heads, ctx.hidden_size, ctx.act
+    # wq, wv, w1 and w2 of the seven, in the order in which they run; attention's output and statistics.
+    products = heads * mixer.kv_channels + mixer.num_query_groups * mixer.value_channels + ffn.ffn_hidden_size + h
+    kept = ctx.tokens * ((products + heads * mixer.value_channels) * width + 4 * heads)
+    link = _checkpointed(cost, 0, reentrant=False)
+    return link._replace(
+        retained=link.retained + kept, forward_peak=link.forward_peak + kept,
+        more=(*link.more, ((Part.ATTENTION, Provenance.FORMULA), kept)),
+    )
 
 
 def _gradients_before(layer: LayerSpec, ctx: BlockContext) -> int:

@@ -152,13 +152,14 @@ def _expert(
 ) -> Array:
     h, f = t.r.ctx.hidden_size, spec.moe_ffn_hidden_size
     if fused is None:
-        gate = t.linear("mlp.experts.gate_proj", x, rows, h, f, declare=False, number=number)
+        names = _names(t)
+        gate = t.linear(f"mlp.experts.{names[0]}", x, rows, h, f, declare=False, number=number)
         fused_product = t.hf.liger("swiglu")
         act = gate if fused_product else t.activation("expert activation of the gate", gate)
-        up = t.linear("mlp.experts.up_proj", x, rows, h, f, declare=False, number=number)
+        up = t.linear(f"mlp.experts.{names[1]}", x, rows, h, f, declare=False, number=number)
         name = "expert product"
         product = liger.gated_product(t, name, gate, up) if fused_product else t.mul(name, act, up)
-        down = t.linear("mlp.experts.down_proj", product, rows, f, h, declare=False, number=number)
+        down = t.linear(f"mlp.experts.{names[2]}", product, rows, f, h, declare=False, number=number)
         t.keep_alive(x, product)
         return down
     both = _times(t, "expert gate and up", x, fused[0], rows * 2 * f, 2 * f * h)
@@ -204,10 +205,15 @@ def _declare(t: Torch, spec: MoESpec) -> None:
         r.parameter(f"{module}.gate_up_proj", (e, 2 * f, h), expert=True)
         r.parameter(f"{module}.down_proj", (e, h, f), expert=True)
         return
-    gate, down, up = ("w1", "w2", "w3") if t.hf.family.moe == "mixtral" else ("gate_proj", "down_proj", "up_proj")
+    gate, up, down = _names(t)
     with r.repeated(e):
         for name, shape in ((gate, (f, h)), (up, (f, h)), (down, (h, f))):
             r.parameter(f"{module}.{EXPERT_NUMBER}.{name}.weight", shape, expert=True)
+
+
+def _names(t: Torch) -> tuple[str, str, str]:
+    """Of an expert's linears: gate, up, down."""
+    return ("w1", "w3", "w2") if t.hf.family.moe == "mixtral" else ("gate_proj", "up_proj", "down_proj")
 
 
 def _module(t: Torch) -> str:

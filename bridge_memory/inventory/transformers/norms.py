@@ -20,6 +20,8 @@ def norm(t: Torch, name: str, x: Array, rows: Any, width: Any) -> Array:
     if kind == "layernorm":
         return layer_norm(t, name, x, rows, width)
     t.r.parameter(f"{name}.weight", (width,))
+    if kind == "fused":
+        return fused_rms_norm(t, name, x, rows)
     if t.hf.liger("rms_norm"):
         return liger.rms_norm(t, name, x, rows, width)
     normed = _normed(t, name, x, rows)
@@ -63,5 +65,15 @@ def layer_norm(t: Torch, name: str, x: Array, rows: Any, width: Any) -> Array:
     statistics = tuple(t.tape.tensor(f"{name} {what}", FP32 * rows, grad=False) for what in ("mean", "rstd"))
     return t.make(
         f"{name} output", (x,), x.elements, x.width, saves=(x.tensor, *statistics), also=statistics,
+        trains=t.trains(f"{name}.weight"),
+    )
+
+
+def fused_rms_norm(t: Torch, name: str, x: Array, rows: Any) -> Array:
+    """``nn.RMSNorm`` from torch 2.8 on: one kernel, which keeps its input and reciprocal deviations in fp32
+    (``tools/autograd/derivatives.yaml: _fused_rms_norm``)."""
+    deviations = t.tape.tensor(f"{name} rstd", FP32 * rows, grad=False)
+    return t.make(
+        f"{name} output", (x,), x.elements, x.width, saves=(x.tensor, deviations), also=(deviations,),
         trains=t.trains(f"{name}.weight"),
     )

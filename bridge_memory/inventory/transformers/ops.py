@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from bridge_memory.inventory.parameters import Use
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import Tensor
+from bridge_memory.inventory.transformers import quantized
+from bridge_memory.spec import DTYPE_BYTES
 from bridge_memory.spec.adapters import in_any_layer, is_target
 
 FP32 = 4
@@ -217,6 +219,9 @@ class Torch:
             if bias:
                 r.parameter(f"{module}.bias", (out_features,), expert=expert)
         before = x
+        if self.quantizes(use):
+            out = quantized.product(self, module, x, rows, in_features, out_features)
+            return self._adapted(module, x, out, rows, in_features, out_features) if self.adapts(module) else out
         x, weight = self.cast_operands(f"{module}.weight", x, in_features * out_features, number)
         trains = self.trains(f"{module}.weight")
         inputs = (x,) if weight is None else (x, weight)
@@ -234,6 +239,15 @@ class Torch:
             return self._adapted(module, before, out, rows, in_features, out_features)
         return out
 
+    def quantizes(self, use: Use) -> bool:
+        """Whether a linear's weight is in 4 or 8 bits (``quantized.is_quantized``)."""
+        return self.hf.spec.quantized and (use is Use.LAYER or (use is Use.ROUTER and not self.hf.fused_experts))
+
+    @property
+    def parameter_width_of_weights(self) -> int:
+        """Bytes of an element of a weight before it was quantised."""
+        return DTYPE_BYTES[self.r.ctx.params_dtype]
+
     def adapts(self, module: str) -> bool:
         """Whether a linear has a LoRA adapter."""
         assert self.r.ctx.adapters is not None
@@ -245,18 +259,70 @@ class Torch:
         sum and product are as wide (peft ``tuners/lora/layer.py: Linear.forward``, ``tuners/tuners_utils.py:
         cast_adapter_dtype``)."""
         rank, spec = self.r.rank, self.hf.spec
-        width = FP32 if spec.autocast_adapter_dtype else self.parameter_width
-        given, x = x, self.cast(f"{module} LoRA input", x, width)
+        width = self.hf.adapter_width
+        if spec.load_in_4bit:  # ``tuners/lora/bnb.py: Linear4bit.forward``: ``result.clone()``
+            base = self.copy(f"{module} output, cloned", base)
+        given, x = x, x if spec.quantized and spec.autocast else self.cast(f"{module} LoRA input", x, width)
         entering = self.dropout(f"{module} LoRA dropout", x, spec.lora_dropout)
+        if self.r.ctx.adapters is not None and self.r.ctx.adapters.use_dora:
+            return self._with_magnitudes(module, given, entering, base, rows, in_features, out_features)
         low = self._adapter(f"{module}.lora_A", entering, rows, in_features, rank, width)
         wide = self._adapter(f"{module}.lora_B", low, rows, rank, out_features, width)
         self.keep_alive(low)
         scaled = self.scale(f"{module} LoRA output, scaled", wide)
+        if spec.quantized:
+            narrow = self.cast(f"{module} LoRA output in the base's dtype", scaled, base.width)
+            out = self.add(f"{module} output with LoRA", base, narrow)
+            self.keep_alive(given, x, base, narrow)
+            return out
         summed = self.add(f"{module} output + LoRA", base, scaled)
         self.keep_alive(base, scaled)
         out = self.cast(f"{module} output with LoRA", summed, base.width)
         self.keep_alive(given, x, summed)
         return out
+
+    def _with_magnitudes(
+        self, module: str, given: Array, x: Array, base: Array, rows: Any, in_features: Any, out_features: Any
+    ) -> Array:
+        """DoRA: (m / n - 1) base + m / n (LoRA's output), where m are magnitudes that train and n the norms of the rows
+        of weight and adapter together, for which both are made whole in the adapter's dtype, of an identity of the
+        input's features. With dropout the base is multiplied again, by that copy of its weight, which is kept (peft
+        ``tuners/lora/dora.py: DoraLinearLayer.forward``, ``variants.py: DoraLinearVariant.forward``)."""
+        rank, spec, width = self.r.rank, self.hf.spec, self.hf.adapter_width
+        n = in_features * out_features
+        identity = self.constant(f"{module} DoRA identity", in_features * in_features, width)
+        low = self.constant(f"{module} DoRA identity by lora_A", in_features * rank, width)
+        whole = self.constant(f"{module} DoRA weight of the adapter", n, width)
+        own = self.parameter_width_of_weights if spec.load_in_4bit else FP32 if spec.quantized else self.parameter_width
+        made = self.constant(f"{module} DoRA weight, dequantised", n, own) if spec.quantized else None
+        weight = made
+        if own != width:
+            weight = self.make(f"{module} DoRA weight", () if made is None else (made,), n, width, grad=False)
+        scaled = self.make(f"{module} DoRA weight of the adapter, scaled", (whole,), n, width, grad=False)
+        summed = self.make(f"{module} DoRA weight and adapter", (scaled,), n, width, grad=False)
+        norms = self.make(f"{module} DoRA norms", (summed,), out_features, width, grad=False)
+        scale = self.make(
+            f"{module} magnitudes over norms", (), out_features, width, saves=(norms.tensor,), trains=True
+        )
+        entering = x
+        down = self._adapter(f"{module}.lora_A", entering, rows, in_features, rank, width)
+        wide = self._adapter(f"{module}.lora_B", down, rows, rank, out_features, width)
+        self.keep_alive(down)
+        result = base
+        if spec.lora_dropout:
+            kept = () if weight is None or not entering.differentiable else (weight.tensor,)
+            result = self.make(f"{module} DoRA base output", (entering,), rows * out_features, width, saves=kept)
+        less = self.scale(f"{module} magnitudes over norms, less one", scale)
+        straight = self.mul(f"{module} output times magnitudes", result, less, broadcast=True)
+        turned = self.mul(f"{module} LoRA output times magnitudes", wide, scale, broadcast=True)
+        added = self.scale(f"{module} LoRA output, scaled", turned)
+        dora = self.add(f"{module} DoRA", straight, added)
+        self.keep_alive(identity, low, whole, weight, norms, scale, wide, result)
+        out = self.add(f"{module} output + DoRA", base, dora)
+        self.keep_alive(base, entering)
+        done = self.cast(f"{module} output with DoRA", out, base.width)
+        self.keep_alive(given, x, out)
+        return done
 
     def _adapter(self, module: str, x: Array, rows: Any, in_features: Any, out_features: Any, width: int) -> Array:
         """One of its two linears."""

@@ -34,6 +34,9 @@ FLAVORS = {
     "deepseek_v3": ("debugmodel", "debugmodel_flex_attn", "16B", "236B", "671B"),
     "gpt_oss": ("debugmodel", "20b", "120b"),
 }  # fmt: skip
+#: Models whose layers are recorded as torchtitan has them, and options of its selective checkpointing.
+RECORDED = ("llama3",)
+SELECTIVE = ("op", *map(str, range(1, 17)))
 #: Tables that change no byte of a training step.
 HARMLESS = ("job", "profiling", "metrics", "lr_scheduler", "comm", "debug", "experimental", "dataloader")
 TABLES = (
@@ -57,13 +60,16 @@ def read_torchtitan(config: Mapping[str, Any], settings: Settings, told: Told) -
     notes = settings.notes
     top = Section(config, "", notes)
     top.ignore(*HARMLESS)
-    notes.assume("torchtitan's layers are counted as those of transformers, without a mask")
     settings.set(transformers__attention_mask="none")
-    _model(top.table("model"), settings)
+    own = _model(top.table("model"), settings) in RECORDED
+    if own:
+        settings.set(implementation__transformer_impl="torchtitan")
+    else:
+        notes.assume("torchtitan's layers are counted as those of transformers, without a mask")
     parallel = _parallelism(top.table("parallelism"), settings, told)
     _training(top.table("training"), settings, parallel)
     _optimizer(top.table("optimizer"), settings)
-    _checkpointing(top.table("activation_checkpoint"), settings)
+    _checkpointing(top.table("activation_checkpoint"), settings, own=own)
     compiled = top.table("compile")
     if compiled.flag("enable"):
         settings.set(transformers__torch_compile=True)
@@ -81,7 +87,8 @@ def read_torchtitan(config: Mapping[str, Any], settings: Settings, told: Told) -
     top.refuse_unread(TABLES, _REFUSES)
 
 
-def _model(section: Section, settings: Settings) -> None:
+def _model(section: Section, settings: Settings) -> str:
+    """Its name."""
     name, flavor = section.text("name", "llama3"), section.text("flavor", "debugmodel")
     if flavor not in FLAVORS.get(name, (flavor,)):
         section.problem("flavor", f"is {show(flavor)}, which {name} does not have",
@@ -95,6 +102,7 @@ def _model(section: Section, settings: Settings) -> None:
         settings.notes.gap(f"model.converters ({show(converter)}): counted in the dtype without it", Effect.EITHER)
     section.ignore("hf_assets_path", "tokenizer_path", "print_after_conversion", "name", "flavor")
     section.refuse_unread(("name", "flavor", "converters", "hf_assets_path"), _REFUSES)
+    return str(name)
 
 
 def _parallelism(section: Section, settings: Settings, told: Told) -> dict[str, int]:
@@ -182,12 +190,17 @@ def _optimizer(section: Section, settings: Settings) -> None:
     section.refuse_unread(("name", "lr", "eps", "weight_decay", "implementation", "early_step_in_backward"), _REFUSES)
 
 
-def _checkpointing(section: Section, settings: Settings) -> None:
+def _checkpointing(section: Section, settings: Settings, *, own: bool) -> None:
     """``distributed/activation_checkpoint.py: apply_ac``."""
     mode = section.choice("mode", ("selective", "full", "memory_budget", "none"), "selective")
     option = section.raw("selective_ac_option", "2")
     if mode == "full":
         settings.set(transformers__gradient_checkpointing=True, transformers__use_reentrant=False)
+    elif mode == "selective" and own and str(option) in SELECTIVE:
+        settings.set(transformers__selective_ac_option=str(option))
+        if section.raw("per_op_sac_force_recompute_mm_shapes_by_fqns"):
+            settings.notes.gap("activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns: counted without",
+                               Effect.EITHER)
     elif mode != "none":
         told = f"selective, {show(option)}" if mode == "selective" else mode
         settings.notes.gap(f"activation_checkpoint.mode ({told}): which operations are run again; counted as none",

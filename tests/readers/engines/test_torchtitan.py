@@ -125,9 +125,11 @@ def test_what_is_not_counted_is_named(tmp_path: Path) -> None:
     text = LLAMA3_8B.replace('mode = "full"', 'mode = "selective"\nselective_ac_option = "op"').replace(
         'flavor = "8B"', 'flavor = "8B"\nconverters = ["quantize.linear.float8"]'
     ).replace("enable = false\nfolder", "enable = true\nfolder")
-    gaps = " ".join(read(tmp_path, text).not_modelled)
-    for words in ("quantize.linear.float8", "selective, 'op'"):
-        assert words in gaps
+    run = read(tmp_path, text)
+    assert "quantize.linear.float8" in " ".join(run.not_modelled)
+    assert (run.implementation.transformer_impl, run.transformers.selective_ac_option) == ("torchtitan", "op")
+    others = text.replace('name = "llama3"', 'name = "qwen3"')
+    assert "selective, 'op'" in " ".join(read(tmp_path, others).not_modelled)
 
 
 def test_the_command_takes_the_model_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,83 @@
+"""torchtitan's layers as they are recorded beside torchtitan's own, with its selective and full checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from titan_oracle import available, measure
+
+from bridge_memory import BatchSpec, ImplementationSpec, RunSpec, SpecError
+from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.stack import chunk_inventory
+from bridge_memory.readers.huggingface import model_from_hf_config
+from bridge_memory.spec import PeftSpec, PrecisionSpec
+from bridge_memory.spec.layout import layout
+from bridge_memory.spec.transformers import TransformersSpec
+
+#: Of torchtitan's sizes: the feed-forward block's are 8 h / 3 up to a multiple.
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 640, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def run_of(mode: str = "none", option: str = "op", **fields: Any) -> RunSpec:
+    given: dict[str, Any] = {"gradient_checkpointing": mode == "full"}
+    if mode == "full":
+        given["use_reentrant"] = False
+    if mode == "selective":
+        given["selective_ac_option"] = option
+    return RunSpec(
+        model=model_from_hf_config({**CONFIG, **fields.pop("config", {})}, "small"),
+        batch=BatchSpec(seq_length=128, micro_batch_size=2), precision=PrecisionSpec(params_dtype="bf16"),
+        implementation=ImplementationSpec(transformer_impl="torchtitan"),
+        transformers=TransformersSpec(attention_mask="none", **given, **fields),
+    )
+
+
+@pytest.mark.skipif(not available(), reason="needs torchtitan")
+@pytest.mark.parametrize("vocab_size", [64, 20000])
+@pytest.mark.parametrize(("mode", "option"), [
+    ("none", ""), ("full", ""), ("selective", "op"), ("selective", "2"), ("selective", "3"),
+])  # fmt: skip
+def test_layers_and_checkpoints(mode: str, option: str, vocab_size: int) -> None:
+    """What is kept exactly but for a table."""
+    config = {"vocab_size": vocab_size}
+    run = run_of(mode, option, config=config)
+    ((shape,),) = layout(run.model, run.parallel).shapes(run.model)
+    ours, real = chunk_inventory(run.model, shape, context_of(run)), measure({**CONFIG, **config}, 2, 128, mode, option)
+    # The rotary table is a buffer of the model there.
+    assert 0 <= ours.retained - real.retained - 4 * 128 * 32 <= 3072
+    # Forward what a layer is to keep of all its products is counted from its beginning.
+    assert ours.forward_peak == pytest.approx(real.forward, rel=0.03 if option == "op" else 0.01)
+    assert ours.backward_peak == pytest.approx(real.backward, rel=0.005)
+
+
+def test_op_keeps_attention_and_every_second_product_by_hand() -> None:
+    """256 tokens of a layer: its input, wq, wv, w1 and w2 of 256 + 64 + 768 + 256, attention's 256 in bf16 and 8
+    statistics in fp32; nothing else."""
+    run, whole = run_of("selective", "op"), run_of("full")
+    ((shape,),) = layout(run.model, run.parallel).shapes(run.model)
+    ours, inputs = (chunk_inventory(r.model, shape, context_of(r)).retained for r in (run, whole))
+    assert ours - inputs == 4 * 256 * (2 * (256 + 64 + 768 + 256 + 256) + 4 * 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"transformers": TransformersSpec(selective_ac_option="op", gradient_checkpointing=True)}, "drop one"),
+        ({"transformers": TransformersSpec(liger_kernel=("rope",))}, "liger_kernel"),
+        ({"peft": PeftSpec(scheme="lora", dim=8, target_modules=("q_proj",))}, "peft.scheme"),
+        ({"model": "Qwen/Qwen3-0.6B"}, "model_type .qwen3."),
+        ({"implementation": ImplementationSpec(transformer_impl="transformers"),
+          "transformers": TransformersSpec(selective_ac_option="2")}, "selective_ac_option"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        run_of().with_(**change)

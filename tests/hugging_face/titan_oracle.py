@@ -1,0 +1,137 @@
+"""torchtitan's own Llama on the meta device, with its own checkpointing: what it keeps and peaks at."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from hf_oracle import META, Measured
+
+from bridge_memory.rehearse.tracker import Tracker
+
+#: What torchtitan's packages import beside the modules that are wanted.
+_PACKAGES = ("torchtitan", "torchtitan.models", "torchtitan.models.llama3", "torchtitan.models.llama3.model",
+             "torchtitan.models.llama3.infra", "torchtitan.components", "torchtitan.protocols", "torchtitan.tools",
+             "torchtitan.config", "torchtitan.distributed")  # fmt: skip
+
+
+class _Anything(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__init__": lambda self, *a, **k: None})
+
+
+class _Protocol(torch.nn.Module):
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+
+
+def available() -> bool:
+    return importlib.util.find_spec("torchtitan") is not None
+
+
+def _modules() -> tuple[Any, Any]:
+    """(the model, its checkpointing), without what else their packages import."""
+    spec = importlib.util.find_spec("torchtitan")
+    assert spec is not None and spec.submodule_search_locations
+    root = Path(next(iter(spec.submodule_search_locations))).parent
+    given: dict[str, ModuleType] = {}
+    for name in _PACKAGES:
+        package = _Anything(name)
+        package.__path__ = [str(root.joinpath(*name.split(".")))]
+        given[name] = package
+    for name in ("torchtitan.components.tokenizer", "torchtitan.tools.logging", "torchtitan.tools.utils",
+                 "torchtitan.models.utils", "torchtitan.config.job_config", "torchtitan.models.llama3.model.args",
+                 "torchtitan.protocols.model", "torchtitan.models.attention"):
+        given[name] = _Anything(name)
+    given["torchtitan.tools.logging"].logger = SimpleNamespace(  # type: ignore[attr-defined]
+        info=lambda *a: None, debug=lambda *a: None
+    )
+    given["torchtitan.models.attention"].ScaledDotProductAttentionWrapper = _Attention  # type: ignore[attr-defined]
+    protocol = _Anything("torchtitan.protocols.train_spec")
+    protocol.ModelProtocol = _Protocol  # type: ignore[attr-defined]
+    given["torchtitan.protocols.train_spec"] = protocol
+    kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torchtitan"}
+    for name in kept:
+        del sys.modules[name]
+    sys.modules.update(given)
+    try:
+        return (importlib.import_module("torchtitan.models.llama3.model.model"),
+                importlib.import_module("torchtitan.distributed.activation_checkpoint"))  # fmt: skip
+    finally:
+        for name in [n for n in sys.modules if n.partition(".")[0] == "torchtitan"]:
+            del sys.modules[name]
+        sys.modules.update(kept)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """CUDA's kernel (``aten/src/ATen/native/layer_norm.cpp: rms_norm_symint`` takes ``_fused_rms_norm`` there)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, rstd)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _Attention(torch.nn.Module):
+    """``ScaledDotProductAttentionWrapper``: CUDA's flash kernel, by its name."""
+
+    def forward(self, q: Any, k: Any, v: Any, **kwargs: Any) -> Any:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+
+
+def measure(config: dict[str, Any], batch: int, seq: int, mode: str, option: str = "op") -> Measured:
+    """One forward and backward pass in bf16 of the model of a Hugging Face config; gradients are there before."""
+    model_module, checkpoint = _modules()
+    h, f = config["hidden_size"], config["intermediate_size"]
+    args = SimpleNamespace(
+        dim=h, n_layers=config["num_hidden_layers"], n_heads=config["num_attention_heads"],
+        n_kv_heads=config["num_key_value_heads"], vocab_size=config["vocab_size"], norm_eps=1e-5, depth_init=True,
+        multiple_of=f, ffn_dim_multiplier=None, max_seq_len=seq, rope_theta=1e4, attn_type="sdpa",
+        rope_scaling_args=SimpleNamespace(scaling_factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                          original_max_position_embeddings=seq),
+    )  # fmt: skip
+    with torch.device(META):
+        model = model_module.Transformer(args).to(torch.bfloat16)
+        model.freqs_cis = model._precompute_freqs_cis()
+    for block in model.layers.values():
+        assert block.feed_forward.w1.weight.shape == (f, h)
+    if mode != "none":
+        saved = {torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default}
+        settings = SimpleNamespace(
+            mode=mode, selective_ac_option=option, per_op_sac_force_recompute_mm_shapes_by_fqns=[],
+            preserve_rng_state=False, determinism_check="default", early_stop=False, debug=False,
+        )
+        checkpoint._layer_sac_count = 0
+        with patch.object(torch._C._dynamo.eval_frame, "_set_lru_cache", lambda on: None):
+            checkpoint.apply_ac(model, settings, op_sac_save_list=saved)
+    ids = torch.zeros(batch, seq, dtype=torch.long, device=META)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    tracker = Tracker(static=[ids, model.freqs_cis, *(p.grad for p in model.parameters())])
+    norm = patch.object(torch.nn.functional, "rms_norm", lambda x, shape, weight, eps: _RMSNorm.apply(x, weight))
+    with norm, tracker.watching(model):
+        tracker.reset_peak()
+        pred = model(ids)
+        loss = torch.nn.functional.cross_entropy(pred.flatten(0, 1).float(), ids.flatten(0, 1), reduction="sum")
+        del pred
+        forward = tracker.peak(40)
+        kept, retained = tracker.saved(), tracker.live_bytes
+        tracker.in_backward = True
+        tracker.reset_peak()
+        loss.backward()
+        backward = tracker.peak(40)
+    return Measured(retained, forward.bytes, backward.bytes, kept, (forward, backward))
