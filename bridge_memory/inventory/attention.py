@@ -307,14 +307,15 @@ def _softmax(r: Recorder, scores: Tensor, elements: int, sinks: int, made: Tenso
         x = tape.make("attention scores fp32", x, 4 * elements)
     masked, view = x, not wide and not (sinks and ctx.te)
     causal = not (window or sinks)
-    x = _fill(r, x, _te_mask(r, made, causal=causal) if made else _causal_mask(r, window=window), view)
+    mask = _te_mask(r, made, causal=causal) if made else _causal_mask(r, window=window)
+    x = _fill(r, x, mask, view)
     if sinks and not ctx.te:
         x = tape.make("attention scores with sink", x, whole * width)
     name = "attention probabilities fp32" if wide else "attention probabilities"
     probs = tape.make(name, x, whole * width, save_output=True)
     if wide:
         probs = tape.make("attention probabilities", probs, elements * ctx.act)
-    tape.keep_alive(masked)
+    tape.keep_alive(masked, *([mask] if mask else []))  # a variable, where nothing is kept for backward
     return probs
 
 
