@@ -204,11 +204,11 @@ def core_attention(
     kernel = attention_kernel(r, sink=sink, equal_heads=kv_width == v_width)
     turned = sequences_first(r)
     if turned:
-        parts = (("query", q_width), ("key", kv_width), ("value", v_width))
+        widths = (("query", q_width), ("key", kv_width), ("value", v_width))
         given = qkv if len(qkv) == 3 else qkv * 3
         qkv = tuple(
             tape.make(f"{name} [b, s]", x, ctx.tokens * width * ctx.act)
-            for x, (name, width) in zip(given, parts, strict=True)
+            for x, (name, width) in zip(given, widths, strict=True)
         )
     if kernel != "unfused":
         padded = kernel == "flash" and kv_width != v_width
@@ -248,8 +248,8 @@ def core_attention(
         qkv = tape.views("split qkv", qkv[0], *((name, ctx.tokens * width * ctx.act) for name, width in parts))
     variables = qkv if ctx.te else ()  # of DotProductAttention.forward
     if turned:  # back again, by a reshape of a view; keys and values that are repeated are copied by that
-        copied = qkv[:1] if grouped else qkv
-        qkv = (*(tape.make(f"{x.name} [s, b]", x, x.bytes) for x in copied), *qkv[len(copied) :])
+        again = qkv[:1] if grouped else qkv
+        qkv = (*(tape.make(f"{x.name} [s, b]", x, x.bytes) for x in again), *qkv[len(again) :])
     if grouped:
         repeated = ctx.tokens * q_width * ctx.act
         query, key, value = qkv[0], *qkv[-2:]
@@ -307,14 +307,15 @@ def _softmax(r: Recorder, scores: Tensor, elements: int, sinks: int, made: Tenso
         x = tape.make("attention scores fp32", x, 4 * elements)
     masked, view = x, not wide and not (sinks and ctx.te)
     causal = not (window or sinks)
-    x = _fill(r, x, _te_mask(r, made, causal=causal) if made else _causal_mask(r, window=window), view)
+    mask = _te_mask(r, made, causal=causal) if made else _causal_mask(r, window=window)
+    x = _fill(r, x, mask, view)
     if sinks and not ctx.te:
         x = tape.make("attention scores with sink", x, whole * width)
     name = "attention probabilities fp32" if wide else "attention probabilities"
     probs = tape.make(name, x, whole * width, save_output=True)
     if wide:
         probs = tape.make("attention probabilities", probs, elements * ctx.act)
-    tape.keep_alive(masked)
+    tape.keep_alive(masked, *([mask] if mask else []))  # a variable, where nothing is kept for backward
     return probs
 
 

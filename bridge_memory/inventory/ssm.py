@@ -46,7 +46,13 @@ def record_mamba(
     )
     inner_bytes = ctx.tokens * inner * ctx.act
     # Rearranged to batch first: a copy when b > 1, else a view.
-    projected = zxbcdt
+    projected, shared = zxbcdt, groups
+    if ctx.cp > 1:
+        # Every rank of context parallelism has all tokens of its share of heads, and at least one group of B and C,
+        # put together anew (``ssm/mamba_context_parallel.py: MambaContextParallel.pre_conv_ssm``).
+        shared = largest(groups, ctx.cp)
+        conv_dim, in_width = (n + 2 * (shared - groups) * spec.state_dim for n in (conv_dim, in_width))
+        zxbcdt = projected = tape.make("zxBCdt of all tokens", zxbcdt, ctx.tokens * in_width * ctx.act)
     if ctx.batch > 1:
         zxbcdt = tape.make("zxBCdt", zxbcdt, ctx.tokens * in_width * ctx.act)
     if scaled:
@@ -56,7 +62,8 @@ def record_mamba(
     chunks = ceil(ctx.seq / spec.chunk_size)
     state = 4 * ctx.batch * inner * spec.state_dim
     states, steps = state * chunks, 4 * ctx.tokens * heads
-    products = 4 * ctx.batch * chunks * groups * spec.chunk_size**2
+    state //= ctx.cp  # of a rank's share of heads
+    products = 4 * ctx.batch * chunks * shared * spec.chunk_size**2
     conv = ctx.tokens * conv_dim * ctx.act
     rounded = states // 4 * ctx.act
     # The memory-efficient kernel keeps zxBCdt and the scan's output before its gate z, which is a tensor beside the

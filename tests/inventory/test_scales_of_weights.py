@@ -1,4 +1,4 @@
-"""Scales of fp8 weights in blocks, each tensor padded by itself; shapes as those of Transformer Engine's quantizers."""
+"""Scales of fp8 weights in blocks, each tensor padded by itself; shapes as Transformer Engine gives them."""
 
 from __future__ import annotations
 

@@ -48,6 +48,8 @@ QWEN = "Qwen/Qwen3-30B-A3B --num-layers 1 --ep 8 --seq-length 1024"
         # 384 experts, of which each gets 10 or 11 of a rank's 4096 tokens
         "moonshotai/Kimi-K2-Instruct --num-layers 2 --tp 2 --ep 8 --etp 1 --num-gpus 8 --seq-length 1024",
         f"{LLAMA} --precision fp32",
+        # one group of B and C on a rank, which both ranks of context parallelism need
+        "nvidia/Nemotron-H-56B-Base-8K --num-layers 1 --tp 8 --cp 2 --num-gpus 16 --seq-length 2048",
         # megatron-core 0.13 turns them round
         f"{LLAMA} --micro-batch-size 2",
         f"{LLAMA} --micro-batch-size 2 --attention-backend unfused",
