@@ -66,7 +66,8 @@ READ: dict[str, frozenset[str]] = {
         qk_pos_emb_head_dim recompute_granularity recompute_method recompute_modules recompute_num_layers
         rotary_percent seq_length sequence_parallel share_embeddings_and_output_weights should_pad_vocab softmax_type
         tensor_model_parallel_size tp_comm_overlap transformer_impl transformer_layer_spec
-        use_fused_weighted_squared_relu use_kitchen use_transformer_engine_op_fuser v_head_dim virtual_pipeline_model_parallel_size vocab_size
+        use_fused_weighted_squared_relu use_kitchen use_transformer_engine_op_fuser v_head_dim
+        virtual_pipeline_model_parallel_size vocab_size
         window_attn_skip_freq window_size
         apply_dsa_kernel_fusion csa_compress_ratios csa_dense_mode csa_window_size dsa_indexer_topk
         enable_hyper_connections moe_n_hash_layers num_residual_streams o_groups o_lora_rank use_fused_mhc
