@@ -429,7 +429,8 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
     unpadded = x
     if pads:
         x = tape.make("padded tokens", x, rows * width * ctx.act)
-    selected = ctx.recomputes("moe_act")
+    # Operations of gated units make nothing again (TE ``ops/basic/swiglu.py: _ScaledGLU.__init__``).
+    selected = not fused_by_ops(ctx) and ctx.recomputes("moe_act")
     with r.offload("expert_fc1"):
         mid = _linear(r, "experts fc1", f"{EXPERTS}.linear_fc1", x, rows, width, fc1_width, wgrad1)
     with r.offload("moe_act"), tape.discardable("moe_act", (mid, probs), enabled=selected) as region:

@@ -175,7 +175,8 @@ class Recorder:
         """
         if not self.fp8 or original:
             return (x,), ()
-        copy = self.tape.tensor(f"{name} input in fp8", self.fp8_bytes(elements), grad=False)
+        word = "fp4" if self.ctx.fp8_recipe == "nvfp4" else "fp8"
+        copy = self.tape.tensor(f"{name} input in {word}", self.fp8_bytes(elements), grad=False)
         return (copy,), (copy,)
 
     @property

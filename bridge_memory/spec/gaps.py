@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from bridge_memory.releases import (
     CUBLAS_WORKSPACES_FREED,
+    EXPERTS_FUSED_BY_OPS,
     EXPERTS_IN_ONE_PARAMETER,
     LAYER_WISE_LAYOUT,
     known_releases,
@@ -317,6 +318,9 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
     if data_parallel.overlap_param_gather and not data_parallel.fsdp:
         # distributed/param_and_grad_buffer.py: parameters are gathered where they are kept.
         yield "overlap_param_gather makes no tensor that stays"
+    by_ops = impl.use_transformer_engine_op_fuser and impl.te_grouped_gemm and EXPERTS_FUSED_BY_OPS(impl)
+    if by_ops and run.model.has_experts and run.recompute.selects("moe_act"):
+        yield "recompute_modules (moe_act) does nothing with use_transformer_engine_op_fuser"
     if impl.calculate_per_token_loss:
         yield "calculate_per_token_loss makes no tensor that stays"
     if optimizer.main_grads_dtype != "fp32" and data_parallel.grad_reduce_in_fp32:

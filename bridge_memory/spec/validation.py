@@ -468,7 +468,7 @@ def _check_precision(run: RunSpec) -> None:
     most = run.model.num_layers // run.parallel.pipeline_model_parallel_size
     for name, n in zip(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), ends, strict=True):
         if n > most:
-            raise SpecError(f"{name} ({n}) is larger than the layers of a pipeline stage ({most}); lower it")
+            raise SpecError(f"{name} ({n}) is larger than the {most} layers of a pipeline stage; lower it")
     if not run.implementation.te:  # transformer/fp8_utils.py: get_fp8_context is Transformer Engine's alone
         raise SpecError(
             f"{precision.format_words} does nothing with transformer_impl local, whose layers do not compute in it; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bridge_memory import ParallelSpec, RunSpec, SpecError, explain
+from bridge_memory import ParallelSpec, RunSpec, SpecError, estimate, explain
 from bridge_memory.components import Part, Role
 
 #: Qwen3-30B-A3B: 48 layers, h 2048, experts of 768, 8 of 128 chosen.
@@ -103,3 +103,11 @@ def test_routers_that_pad_send_more_rows_and_experts_copy_none() -> None:
     assert kept(run_of(moe_router_padding_for_quantization=True, **fields)) == (ARRIVING + 128 * 16) * row
     with pytest.raises(SpecError, match="does not go with moe_token_dispatcher_type allgather"):
         run_of(moe_router_padding_for_quantization=True, **{**fields, "moe_token_dispatcher_type": "allgather"})
+
+
+def test_operations_make_no_activation_again() -> None:
+    """``_ScaledGLU.__init__`` refuses it, and releases before do not know the word."""
+    plain = run_of()
+    again = plain.with_fields(recompute_granularity="selective", recompute_modules=("moe_act",))
+    assert kept(again) == kept(plain)
+    assert "recompute_modules (moe_act) does nothing" in " ".join(estimate(again).assumptions)

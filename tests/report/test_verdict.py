@@ -78,7 +78,7 @@ def test_a_gap_is_its_sentence_and_survives_a_copy() -> None:
 
 
 def test_every_gap_of_a_run_says_where_it_moves_the_peak() -> None:
-    run = plain().run.with_fields(cuda_graph_impl="local", use_transformer_engine_op_fuser=True)
+    run = plain().run.with_fields(cuda_graph_impl="local", moe_apply_probs_on_input=True)
     assert [gap.effect for gap in spec_gaps.gaps(run)] == [Effect.UP, Effect.EITHER]
 
 
@@ -227,7 +227,7 @@ ARGUMENTS = (
     ("option", "answer"),
     [
         ("", "fits"), ("--tp-comm-overlap", "fits"), ("--freeze-all-layers", "fits"),
-        ("--moe-paged-stash", "unknown"),
+        ("--fp8-output-proj", "unknown"),
         ("--brand-new-option 3", "unknown"), ("--fp8-amax-history-len 2048", "fits"), ("--log-throughput", "fits"),
     ],
 )  # fmt: skip
