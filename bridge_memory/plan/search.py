@@ -313,7 +313,7 @@ class _Together(Rows):
         return pipeline.pp, self._sheet.sizes[pipeline.at[sizes]], batch, pipeline.recomputes[recompute]
 
     def peaks(self) -> Iterable[int]:
-        return self._peaks.tolist()  # type: ignore[no-any-return]
+        return self._peaks.tolist()
 
 
 def ties(rows: Sequence[Row]) -> int:
