@@ -104,6 +104,9 @@ def _recompute(run: RunSpec) -> str:
     r = run.recompute
     if run.transformers.gradient_checkpointing:
         return f"gradient checkpointing of every layer, {'' if run.transformers.reentrant else 'not '}reentrant"
+    option = run.transformers.selective_ac_option
+    if option:
+        return f"torchtitan's selective checkpointing ({option if option == 'op' else f'every {option} layers'})"
     if r.granularity is None:
         return "none"
     if r.granularity == "selective":
@@ -120,7 +123,6 @@ def _of_transformers(run: RunSpec) -> str:
     i, spec = run.implementation, run.transformers
     return _join(
         "torchtitan's layers" if i.torchtitan else f"transformers {release_words(spec.transformers_version)}",
-        f"selective checkpoints ({spec.selective_ac_option})" if spec.selective_ac_option else "",
         f"{spec.attn_implementation} attention ({i.gpu_arch})",
         f"autocast to {spec.autocast}" if spec.autocast else "",
         f"liger-kernel: {' '.join(spec.liger_kernel)}" if spec.liger_kernel else "",

@@ -123,7 +123,8 @@ def test_weights_of_a_llama_by_hand() -> None:
     """Llama-3.2-1B: 16 layers of 60,817,408 elements in linears, half a byte each; a scale of 4 bytes for 64, or one of
     a byte, and one of 4 bytes for 256 of those."""
     linears = 16 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 8192 * 2048)
-    rest = 2 * (128256 * 2048 + 33 * 2048)
+    adapters = 4 * 16 * 16 * (2048 + 2048 + 2048 + 512)
+    rest = 2 * (128256 * 2048 + 33 * 2048) + adapters
     for double, scales in ((False, 4 / 64), (True, 1 / 64 + 4 / 64 / 256)):
         run = qlora(bnb_4bit_use_double_quant=double)
         from bridge_memory import estimate

@@ -104,7 +104,7 @@ def test_a_rank_that_does_not_divide_is_refused_when_the_run_is_built(
     model: str, target: str, tp: int, etp: int
 ) -> None:
     """Where an adapter of these weights divides its rank of 6 by 4, beside a column-parallel linear; not beside a
-    row-parallel one, nor where there is no such linear."""
+    row-parallel one. Where there is no such linear nothing would train."""
     run = RunSpec(
         model=model,
         parallel=ParallelSpec(world_size=8, tensor_model_parallel_size=tp, expert_tensor_parallel_size=etp),
@@ -118,9 +118,12 @@ def test_a_rank_that_does_not_divide_is_refused_when_the_run_is_built(
     if divided:
         with pytest.raises(SpecError, match=r"peft.dim \(6\) is not divisible by \w*tensor_\w*parallel_size \(4\)"):
             run.with_(peft=peft)
+    elif not beside:
+        with pytest.raises(SpecError, match=rf"peft.target_modules \({target}\) names no linear of this model"):
+            run.with_(peft=peft)
     else:
         (stage,) = estimate(run.with_(peft=peft)).stages
-        assert any(c.adapters for c in stage.components) == bool(beside)
+        assert any(c.adapters for c in stage.components)
 
 
 def test_features_that_an_adapter_divides_and_its_linear_does_not() -> None:
