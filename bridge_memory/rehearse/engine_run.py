@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
@@ -222,10 +223,9 @@ def _model(run: RunSpec, config: Mapping[str, Any]) -> Any:
     if t.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": t.reentrant})
     if run.peft.freezes:
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(
-            model, LoraConfig(r=run.peft.dim, target_modules=list(run.peft.target_modules),
+        peft = import_module("peft")
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=run.peft.dim, target_modules=list(run.peft.target_modules),
                               lora_dropout=t.lora_dropout),
             autocast_adapter_dtype=t.autocast_adapter_dtype,
         )  # fmt: skip
@@ -382,8 +382,9 @@ class _DeepSpeed:
     """DeepSpeed's engine."""
 
     def __init__(self, run: RunSpec, model: Any) -> None:
-        import deepspeed
         import torch
+
+        deepspeed = import_module("deepspeed")
 
         # Its collectives in shared memory are compiled where they are asked for.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
