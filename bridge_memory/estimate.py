@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.engines.by_name import engine_of
-from bridge_memory.engines.engine import Engine, StageState
+from bridge_memory.engines.engine import Engine, Phase, StageState
 from bridge_memory.inventory.chain import ChunkInventory, EngineBytes, Label
 from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters
@@ -48,6 +48,7 @@ __all__ = [
     "stage_costs",
     "stage_parts",
     "stage_peaks",
+    "stage_phases",
 ]  # fmt: skip
 
 
@@ -148,6 +149,36 @@ def stage_parts(run: RunSpec, stage: int) -> StageParts:
         (*held.state.components(), *held.lasting), held.between_steps, held.batch, held.state.gathered,
         held.state.in_step, stages.ctx.hidden_bytes,
     )
+
+
+def stage_phases(run: RunSpec, stage: int) -> dict[Phase, int]:
+    """The most bytes of one pipeline stage in each phase of training that is modelled. Raises SpecError."""
+    stages = _Stages(run)
+    return _phases(stages, _checked(stages, stage))
+
+
+def _phases(stages: _Stages, rank: int) -> dict[Phase, int]:
+    """Forward and backward of the first step are without optimizer states, which its end makes. Where chunks trade
+    places layer by layer both passes are the same. In the order of training."""
+    held = stages[rank].held
+    state = held.state
+    during = held.static_bytes - held.fresh + held.batch + state.in_passes
+    later = sum([nbytes for line, nbytes in state.amounts if line.lifetime is Lifetime.FIRST_STEP])
+    passes = {
+        phase: during + stages.moment(rank, held, words).bytes
+        for phase, words in ((Phase.FORWARD, "forward"), (Phase.BACKWARD, "backward"))
+    }
+    found: dict[Phase, int] = {}
+    if state.building is not None:
+        found[Phase.BUILDING] = state.building
+    if state.first_as_later:
+        found[Phase.FIRST_FORWARD] = passes[Phase.FORWARD] - later
+        found[Phase.FIRST_BACKWARD] = passes[Phase.BACKWARD] - later
+    found |= passes
+    found[Phase.STEP] = held.static_bytes + held.between_bytes + state.in_step
+    if state.saving is not None:
+        found[Phase.SAVING] = held.static_bytes - held.fresh + held.between_bytes + state.saving
+    return found
 
 
 def _checked(stages: _Stages, stage: int) -> int:
@@ -327,10 +358,10 @@ class _Stages(StageHolds):
             )  # fmt: skip
         return found
 
-    def stage(self, rank: int, shapes: StageShape) -> _Stage:
-        """The stage of this rank, if it held this."""
-        run, held = self.run, self.held(shapes)
-        moment = dynamic_peak(
+    def moment(self, rank: int, held: _Held, phase: str | None = None) -> PeakMoment:
+        """The highest moment of a stage; ``phase``: of its forward or backward passes."""
+        run = self.run
+        return dynamic_peak(
             run.parallel.pp,
             rank,
             self._microbatches,
@@ -339,7 +370,13 @@ class _Stages(StageHolds):
             hidden_bytes=self.ctx.hidden_bytes,
             overlap_moe_expert_parallel_comm=run.implementation.overlap_moe_expert_parallel_comm,
             keeps_outputs=not run.implementation.deallocate_pipeline_outputs,
+            phase=phase,
         )
+
+    def stage(self, rank: int, shapes: StageShape) -> _Stage:
+        """The stage of this rank, if it held this."""
+        held = self.held(shapes)
+        moment = self.moment(rank, held)
         step = held.between_bytes + held.state.in_step
         return _Stage(held, moment, step > moment.bytes + held.batch + held.state.in_passes - held.fresh)
 
@@ -418,6 +455,7 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         peak_operation=operation,
         leftovers=leftovers,
         host=held.state.host,
+        phases=tuple((str(phase), nbytes) for phase, nbytes in _phases(stages, rank).items()),
     )
 
 

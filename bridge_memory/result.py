@@ -38,6 +38,8 @@ class StageEstimate:
     leftovers: tuple[Component, ...] = ()
     #: What a rank keeps in host memory for its engine: (name, bytes).
     host: tuple[tuple[str, int], ...] = ()
+    #: The most in each phase of training that is modelled, from making the engine to saving: (its name, bytes).
+    phases: tuple[tuple[str, int], ...] = ()
 
     @property
     def host_bytes(self) -> int:
@@ -229,6 +231,7 @@ def _stage(stage: StageEstimate) -> dict[str, Any]:
         "in_flight": list(stage.in_flight),
         "components": _components(stage.components),
         "leftovers": _components(stage.leftovers),
+        "phases": [{"name": name, "peak_bytes": nbytes} for name, nbytes in stage.phases],
         "host": [{"name": name, "bytes": nbytes} for name, nbytes in stage.host],
         "weights_bytes": stage.weights_bytes,
         "gradients_bytes": stage.gradients_bytes,

@@ -13,6 +13,10 @@ from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.run_arguments import run_on_gpus
 from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.spec import MoESpec, RunSpec, SpecError
+from bridge_memory.spec.parts import WITH_TRANSFORMERS
+
+#: That of a run which names none.
+DEFAULT_ENGINE = "megatron_ddp"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +51,9 @@ def run(args: argparse.Namespace) -> int:
         require_megatron,
     )
 
+    if getattr(args, "data_parallel.engine", DEFAULT_ENGINE) in WITH_TRANSFORMERS:
+        with quiet():
+            return _engine(args)
     with quiet():
         why_not = take_transformer_engine() if args.device == "cpu" else ""
         require_megatron()
@@ -68,6 +75,51 @@ def run(args: argparse.Namespace) -> int:
                 f"{newer}, and this rank does not run without a GPU there ({first_line(error)[:120]}); "
                 f"install the release that does: {INSTALL}"
             ) from error
+
+
+def _engine(args: argparse.Namespace) -> int:
+    """torch's or DeepSpeed's own engine under transformers' model, phase by phase."""
+    from bridge_memory.readers.resolve import parse_config, resolve_config
+    from bridge_memory.rehearse.engine_run import rehearse_engine, require, with_layers
+    from bridge_memory.rehearse.engine_summary import lines, rows
+
+    for flag in ("stage", "layer", "gpu", "snapshot", "record"):
+        if getattr(args, flag) is not None:
+            raise SpecError(f"--{flag} is for megatron-core's engines; drop it")
+    if args.device != "cpu":
+        raise SpecError("--device cuda is for megatron-core's engines; drop it")
+    spec = run_on_gpus(args, [])
+    # What the CPU has not: the workspaces of CUDA's libraries.
+    spec = spec.with_(implementation=replace(spec.implementation, cublas_workspace_bytes=0))
+    require(spec)
+    if args.custom_config is not None:
+        config = parse_config(args.custom_config, "custom config")
+    else:
+        _, config = resolve_config(args.model)
+    config = with_layers(config, args.num_layers)
+    if args.rank is not None and not 0 <= args.rank < spec.parallel.world_size:
+        raise SpecError(f"--rank ({args.rank}) is not one of 0 to {spec.parallel.world_size - 1}")
+    table = rows(spec, rehearse_engine(spec, config, rank=args.rank))
+    notes = ["without the workspaces of CUDA's libraries, which the CPU does not have"]
+    if spec.model.has_experts:
+        notes.append("routers send every expert as many tokens as any other")
+    if args.json:
+        json.dump(
+            {
+                "schema": "bridge-memory/rehearsed-engine/1", "model": spec.model.name,
+                "num_layers": spec.model.num_layers, "engine": spec.data_parallel.engine, "device": "cpu",
+                "notes": notes, "rows": [row.as_json() for row in table],
+            },
+            sys.stdout, indent=2,
+        )  # fmt: skip
+        sys.stdout.write("\n")
+        return 0
+    ranks = spec.parallel.world_size
+    print(f"{spec.model.name}: {spec.model.num_layers} layers, {spec.data_parallel.engine_title}, a rank of {ranks}")
+    for note in notes:
+        print(f"note: {note}")
+    print("\n".join(lines(table)))
+    return 0
 
 
 def described(args: argparse.Namespace) -> RunSpec:
@@ -220,7 +272,7 @@ def _architecture(args: argparse.Namespace) -> Any:
     from bridge_memory.readers.resolve import parse_config, resolve_config
 
     if args.custom_config is not None:
-        name, config = "custom config", parse_config(args.custom_config, "custom config")
+        config = parse_config(args.custom_config, "custom config")
     else:
         name, config = resolve_config(args.model)
     return mbridge_of(config, name).config

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from bridge_memory.components import Role, State
+from bridge_memory.components import Lifetime, Role, State
 from bridge_memory.engines.engine import Line, StageState
 from bridge_memory.engines.torch_modules import (
     Model,
@@ -63,6 +63,7 @@ class DDP:
         return StageState(
             model.numel, tuple((line, n) for line, n in amounts if n), in_step=step, step_name=name,
             accumulated=waiting, concurrent=(model.engine_bytes(beside),),
+            building=sum(n for line, n in amounts if line.lifetime is Lifetime.MODEL), saving=0,
         )
 
 

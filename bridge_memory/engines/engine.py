@@ -7,12 +7,30 @@ the blocks of one kind in a chunk (``inventory.stack.Unit``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from bridge_memory.components import MOMENTS, Component, Lifetime, Part, Provenance, Role, State
 from bridge_memory.inventory.chain import EngineBytes
 from bridge_memory.inventory.sizes import somewhere
 from bridge_memory.inventory.stack import Unit
+
+
+class Phase(str, Enum):
+    """A part of training with a peak of its own, in the order in which they come."""
+
+    #: The engine is made around a model that is on the GPU in its own dtype.
+    BUILDING = "making the engine"
+    FIRST_FORWARD = "first forward"
+    FIRST_BACKWARD = "first backward"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "optimizer step"
+    #: A full checkpoint of the weights is gathered, tensor by tensor, and sent to host memory.
+    SAVING = "saving a full checkpoint"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 class Line(NamedTuple):
@@ -68,6 +86,12 @@ class StageState(NamedTuple):
     step_name: str = "narrow optimizer states in fp32"
     #: In host memory, beside the GPU's: (name, bytes).
     host: tuple[tuple[str, int], ...] = ()
+    #: The most while the engine is made around a model on the GPU; None: not modelled.
+    building: int | None = None
+    #: Beside what is there between steps while a full checkpoint is gathered; None: not modelled.
+    saving: int | None = None
+    #: Whether passes of the first step gather what those of later ones do.
+    first_as_later: bool = True
 
     @property
     def in_passes(self) -> int:

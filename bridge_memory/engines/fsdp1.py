@@ -72,6 +72,10 @@ class FSDP1(FSDP2):
             max(flat + full, cast + shard), 0, rounded(trained * self.width),
         )
 
+    def _building(self, model: Model, groups: Sequence[Group]) -> int | None:
+        """Not modelled."""
+        return None
+
     def _kept(self, model: Model, groups: Sequence[Group]) -> list[Kept]:
         """Of the flat tensors."""
         states = torch_states(self.run)

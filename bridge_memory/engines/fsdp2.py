@@ -103,8 +103,24 @@ class FSDP2:
                                  gradients=0) for b in beside]  # fmt: skip
         return StageState(
             model.numel, tuple(amounts), gathered=root, accumulated=accumulated, in_step=step, step_name=name,
-            concurrent=(model.engine_bytes(beside),), host=host,
+            concurrent=(model.engine_bytes(beside),), host=host, building=self._building(model, groups),
         )
+
+    def _building(self, model: Model, groups: Sequence[Group]) -> int | None:
+        """The model whole, and unit by unit its shards, for which the unit's parameters go; the root comes last."""
+        if self.run.fsdp.offload_params:
+            return None
+        whole, shards = [0] * len(groups), [0] * len(groups)
+        of_place = {place: i for i, g in enumerate(groups) for place in g.places}
+        for module in model.modules:
+            for p, times in module.parameters():
+                whole[of_place[module.place]] += times * rounded(prod(p.shape) * self.width)
+                shards[of_place[module.place]] += times * rounded(prod(shard(p.shape, self.ranks)) * self.width)
+        there = most = sum(whole)
+        for unit, parts in zip(whole, shards, strict=True):
+            most = max(most, there + parts)
+            there += parts - unit
+        return most
 
     def _kept(self, model: Model, groups: Sequence[Group]) -> list[Kept]:
         return kept_of(self.run, model, self.width, self.ranks)

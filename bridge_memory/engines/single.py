@@ -41,7 +41,7 @@ class Single:
         amounts = amounts_of(run, held, fresh=not accumulates(run), shard_name="")
         return StageState(
             model.numel, tuple((line, n) for line, n in amounts if n), in_step=step, step_name=name,
-            concurrent=(model.engine_bytes(beside),),
+            concurrent=(model.engine_bytes(beside),), building=sum(k.weights for k in held), saving=0,
         )
 
 

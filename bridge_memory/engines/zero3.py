@@ -73,7 +73,27 @@ class ZeRO3:
         return StageState(
             model.numel, tuple((line, n) for line, n in gpu if n), in_step=step, step_name=name,
             concurrent=(model.engine_bytes(self._beside(model, weights)),), host=tuple(host),
+            first_as_later=False, building=self._building(weights, groups), saving=self._gathered(weights),
         )
+
+    def _building(self, weights: Sequence[Weight], groups: Sequence[int]) -> int | None:
+        """Whole weights, divided one by one; then, without any, main parameters beside zeros of the largest sub-group
+        (``initialize_optimizer_states``), before gradients and the bucket are there. None where states are offloaded.
+        """
+        if self.offloads or self.offloads_parameters:
+            return None
+        whole = sum(rounded(w.numel * self.width) for w in weights)
+        divided = sum(rounded(w.part * self.width) for w in weights)
+        main = sum(rounded(n * self.main_width) for n in groups)
+        largest = rounded(max((w.part for w in weights), default=0) * self.width)
+        return max(whole + largest, divided + main + rounded(max(groups, default=0) * self.main_width))
+
+    def _gathered(self, weights: Sequence[Weight]) -> int:
+        """The largest parameter, whole (``engine.py: _zero3_consolidated_16bit_state_dict`` gathers those of one module
+        at a time); nothing where none is gathered to save."""
+        if not self.z.stage3_gather_16bit_weights_on_model_save:
+            return 0
+        return rounded(max((w.numel for w in weights if not w.stays), default=0) * self.width)
 
     def weights(self, model: Model) -> list[Weight]:
         """Every parameter in the order of the model."""

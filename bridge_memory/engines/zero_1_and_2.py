@@ -105,8 +105,18 @@ class ZeRO12:
         return StageState(
             model.numel, tuple((line, n) for line, n in kept if n), in_step=step, step_name=name,
             accumulated=whole if many and not self.of_bf16_optimizer else 0,
-            concurrent=(model.engine_bytes(beside),), host=tuple(host),
+            concurrent=(model.engine_bytes(beside),), host=tuple(host), building=self._building(flat), saving=0,
         )
+
+    def _building(self, flat: Flat) -> int | None:
+        """Weights as they were made beside the flat ones, where there is room for both (``flatten_on_accelerator``);
+        then main parameters beside a copy in the weights' dtype, and beside zeros of their size (``initialize_
+        optimizer_states``). None where it was not read: ``BF16_Optimizer``, offloading."""
+        if self.of_bf16_optimizer or self.offloads:
+            return None
+        whole = rounded(flat.padded * self.width)
+        main, copied = rounded(flat.partition * self.main_width), rounded(flat.partition * self.width)
+        return flat.frozen_bytes + whole + max(whole, main + copied, 2 * main)
 
     def _gradients(self, flat: Flat) -> int:
         """Those that the step starts from."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch._compile
 import torch._dynamo.eval_frame
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -214,7 +215,8 @@ class Tracker(TorchDispatchMode):
         name = func._schema.name.split("::")[-1]
         made = False
         for leaf in tree_iter(out):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device:
+            # Of fake tensors DTensor asks for shapes; they are nowhere.
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device and not isinstance(leaf, FakeTensor):
                 # What wraps quantized data has a storage of the size that it stands for, and no bytes.
                 for part in parts_of(leaf):
                     made |= self._note(part, name)

@@ -87,6 +87,9 @@ def estimate_blocks(
         if index != explained.stage:
             blocks.append(components_grid(result.stages[index], parallel, unit, None, f"Stage {index}: all components"))
         blocks += _tensors(index, rows, unit)
+    if listed and explained.phases:
+        lines = tuple(f"{name}: {format_bytes(nbytes, unit)}" for name, nbytes in explained.phases)
+        blocks.append(Bullets(f"Peaks of stage {explained.stage} by phase", lines))
     if fits:
         blocks.append(_fits(fits, result, unit))
     if explained.host:

@@ -24,8 +24,11 @@ def dynamic_peak(
     overlap_moe_expert_parallel_comm: bool = False,
     overlap_p2p_comm: bool = True,
     keeps_outputs: bool = False,
+    phase: str | None = None,
 ) -> PeakMoment:
     """The most activation bytes alive on one pipeline rank during forward and backward passes, and when.
+
+    ``phase``: "forward" or "backward", of these passes alone, and of those in which chunks trade places layer by layer.
 
     ``chunks``: one cost a virtual stage of this rank, in order. ``group_size``:
     microbatch_group_size_per_vp_stage (None: ``pp``, megatron-core's default). ``hidden_bytes``: one hidden
@@ -35,6 +38,8 @@ def dynamic_peak(
     v, group = len(chunks), group_size or pp
     m = few_microbatches(pp, num_microbatches, v, group, overlap_moe_expert_parallel_comm)
     moments = peak_moments(pp, rank, m, v, group, overlap_moe_expert_parallel_comm, overlap_p2p_comm, keeps_outputs)
+    if phase is not None:
+        moments = tuple(moment for moment in moments if moment.phase in (phase, "overlapped"))
     return highest(moments, chunks, hidden_bytes)
 
 

@@ -5,23 +5,25 @@ CUDA's attention kernels do not run there: functions that keep and make what the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
-from transformers.modeling_attn_mask_utils import AttentionMaskConverter
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from bridge_memory.rehearse.hugging_face import (
+    DTYPES,
+    META,
+    AutocastOnMeta,
+    Routed,
+    as_on_cuda,
+    build,
+    in_autocast,
+)
 from bridge_memory.rehearse.tracker import SavedRecord, Tracker
 from bridge_memory.spec.transformers import TransformersSpec
 
-META = "meta"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+__all__ = ["DTYPES", "META", "AutocastOnMeta", "Measured", "Routed", "as_on_cuda", "build", "in_autocast", "measure"]
 
 
 class Measured(NamedTuple):
@@ -32,169 +34,6 @@ class Measured(NamedTuple):
     backward: int
     saved: list[SavedRecord]
     peaks: tuple[Any, Any]
-
-
-class FlashAttention(torch.autograd.Function):
-    """What torch's CUDA kernels keep and make: ``flash_attn/flash_api.cpp: mha_fwd, mha_bwd``; with a bias the
-    memory-efficient ``mem_eff_attention``."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, bias: Any) -> Any:
-        b, heads, s, _ = q.shape
-        out = torch.empty(b, s, heads, v.shape[-1], dtype=q.dtype, device=q.device).transpose(1, 2)
-        lse = torch.empty(b, heads, s, dtype=torch.float32, device=q.device)
-        seeds = torch.empty(2, dtype=torch.int64, device=q.device)
-        ctx.save_for_backward(q, k, v, out, lse, seeds, bias)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        q, k, v, _out, lse, *_ = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        scratch = [torch.empty_like(lse), torch.empty(q.shape, dtype=torch.float32, device=q.device)]
-        if q.shape[1] != k.shape[1]:
-            scratch += [torch.empty_like(q), torch.empty_like(q)]
-        del scratch
-        return dq, dk, dv, None
-
-
-def scaled_dot_product_attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: Any = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
-    if AutocastOnMeta.active is not None:
-        query, key, value = (AutocastOnMeta.active.cast(x, AutocastOnMeta.active.dtype) for x in (query, key, value))
-    if attn_mask is None:
-        return FlashAttention.apply(query, key, value, None)
-    if attn_mask.dtype == torch.bool:
-        bias = torch.zeros_like(attn_mask, dtype=query.dtype)
-        attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
-    return FlashAttention.apply(query, key, value, attn_mask)
-
-
-def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """CUDA's fused kernel (``aten/src/ATen/native/Dropout.cpp``)."""
-    return torch.native_dropout(input, p, True)[0] if p and training else input
-
-
-class Autocast(torch.autocast):
-    """The rotary embedding switches autocast off for its device, of which the meta device has none."""
-
-    off = 0
-
-    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
-        super().__init__("cpu" if device_type == META else device_type, *args, **kwargs)
-
-    def __enter__(self) -> Any:
-        Autocast.off += not self._enabled
-        return super().__enter__()
-
-    def __exit__(self, *args: Any) -> Any:
-        Autocast.off -= not self._enabled
-        return super().__exit__(*args)
-
-
-class Routed:
-    """Every expert has its even share of tokens, whose places are on the meta device."""
-
-    def __init__(self, experts: int, rows: int) -> None:
-        self.experts, self.rows = experts, rows
-
-    def nonzero(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
-        return torch.arange(self.experts)[:, None]
-
-    def where(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) > 1 or kwargs:
-            return WHERE(*args, **kwargs)
-        return torch.empty(self.rows, args[0].dim(), dtype=torch.int64, device=META).unbind(1)
-
-
-WHERE = torch.where
-
-
-class AutocastOnMeta(TorchFunctionMode):
-    """CUDA's autocast (``aten/src/ATen/autocast_mode.cpp``), of which the meta device has none: products in ``dtype``,
-    with copies of weights cached until its end; what must be precise in fp32."""
-
-    LOWER = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.addmm)
-    WIDER = (
-        torch.pow, torch.Tensor.pow, torch.rsqrt, torch.Tensor.rsqrt, F.softmax, torch.softmax, torch.Tensor.softmax,
-        torch.cumsum, torch.Tensor.cumsum, torch.sum, torch.Tensor.sum, F.layer_norm,
-    )  # fmt: skip
-
-    active: AutocastOnMeta | None = None
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-        self.cache: dict[int, torch.Tensor] = {}
-
-    def __enter__(self) -> Any:
-        AutocastOnMeta.active = self
-        return super().__enter__()
-
-    def __exit__(self, *args: Any) -> Any:
-        AutocastOnMeta.active = None
-        return super().__exit__(*args)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if Autocast.off or not (func in self.LOWER or func in self.WIDER):
-            return func(*args, **kwargs)
-        dtype = torch.float32 if func in self.WIDER else self.dtype
-        return func(*(self.cast(a, dtype) for a in args), **{k: self.cast(a, dtype) for k, a in kwargs.items()})
-
-    def cast(self, x: Any, dtype: torch.dtype) -> Any:
-        if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return x
-        if x.dtype == dtype:
-            return x
-        if not (dtype == self.dtype and x.requires_grad and x.is_leaf and not x._is_view()):
-            return x.to(dtype)
-        if id(x) not in self.cache:
-            self.cache[id(x)] = x.to(dtype)
-        return self.cache[id(x)]
-
-
-def in_autocast(forward: Any, dtype: torch.dtype) -> Any:
-    """A layer that runs again in backward does so in an autocast of its own (``torch/utils/checkpoint.py``)."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if AutocastOnMeta.active else AutocastOnMeta(dtype):
-            return forward(*args, **kwargs)
-
-    return run
-
-
-@contextmanager
-def as_on_cuda(routed: Routed | None = None, *, padded: bool = False) -> Iterator[None]:
-    def skipped(padding_mask: Any, query: int, keys: int, offset: int = 0, local: int | None = None, *a: Any) -> bool:
-        return not padded and (local is None or keys < local)
-
-    def skipped_by_class(*args: Any, **kwargs: Any) -> bool:
-        return not padded
-
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (F, "scaled_dot_product_attention", scaled_dot_product_attention),
-            (torch, "autocast", Autocast),
-            (F, "dropout", dropout),
-            (masking_utils, "_ignore_causal_mask_sdpa", skipped),
-            (AttentionMaskConverter, "_ignore_causal_mask_sdpa", staticmethod(skipped_by_class)),
-        ):
-            stack.enter_context(patch.object(owner, name, value))
-        if routed is not None:
-            stack.enter_context(patch.object(torch.Tensor, "nonzero", lambda x, **k: routed.nonzero(x)))
-            stack.enter_context(patch.object(torch, "where", routed.where))
-        yield
-
-
-def build(config: dict[str, Any], *, attention: str = "sdpa", dtype: torch.dtype = torch.bfloat16) -> Any:
-    given = dict(config)
-    cfg = AutoConfig.for_model(given.pop("model_type"), **given)
-    with torch.device(META):
-        model = AutoModelForCausalLM.from_config(cfg, dtype=dtype, attn_implementation=attention)
-    return model.train()
 
 
 def measure(
