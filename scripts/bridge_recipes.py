@@ -406,7 +406,8 @@ class Row(NamedTuple):
 KINDS = {
     "estimated": "are estimated as they are",
     "estimated all the same": (
-        "are refused by Megatron Bridge or megatron-core themselves for what is no size, and estimated as they are"
+        "are refused by Megatron Bridge or megatron-core themselves, for a setting that is no size or for a model that "
+        "this megatron-core has not (DeepSeek-V4), and estimated as they are"
     ),
     "mended": (
         "are refused by Megatron Bridge or megatron-core themselves, and estimated with the changes that the refusal "
@@ -685,6 +686,7 @@ def table(rows: list[Row]) -> str:
     total = sum(counted.values())
     built = total - counted["no config"] - counted["not built"]
     estimated = sum(counted[kind] for kind in ("estimated", "estimated all the same", "mended"))
+    guessed = sum(len(row.names) for row in rows if "is its class's defaults" in row.cells)
     counts = "\n".join(f"- {counted[kind]} {words}" for kind, words in KINDS.items() if counted[kind])
     head = f"""# Megatron Bridge's recipes
 
@@ -695,6 +697,7 @@ Of {total} recipes {built} are built, and {estimated} estimated:
 
 {counts}
 
+The published config of {guessed} of the estimated ones is not at hand: they have the defaults of its class, and say so.
 A recipe runs on the number of GPUs that its name says, else on its smallest world (one replica, or what its expert
 parallelism needs), with its own batch. "Megatron Bridge refuses it as it is" quotes what stops it on that world:
 Bridge's `runtime_config_update`, which validates the container, and megatron-core's layout of layers and microbatches
