@@ -9,6 +9,7 @@ from bridge_memory.calibration.records import StageRecord
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.prediction import Prediction, StagePrediction, likely_component
 from bridge_memory.report.gpus import Verdict, margin_bytes, verdict_of
+from bridge_memory.spec.driver import driver_bytes
 from bridge_memory.spec.gaps import bounds
 
 GIB = 1 << 30
@@ -80,8 +81,9 @@ def verdict(prediction: Prediction | None, records: Sequence[StageRecord], world
     for record in records:
         peak, card = record.predicted_peak, record.device_total
         if prediction is not None and peak is not None and card:
-            margin = margin_bytes(peak, world_size)
-            word = verdict_of(bounds(peak, prediction.not_modelled), card, world_size)
+            driver = driver_bytes(prediction.run) if prediction.run is not None else 0
+            margin = margin_bytes(peak, world_size, driver)
+            word = verdict_of(bounds(peak, prediction.not_modelled), card, world_size, driver=driver)
             judged.append((card - peak - margin, record.stage, peak, margin, card, word))
     if not judged:
         return []

@@ -12,7 +12,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +29,7 @@ from bridge_memory.plan.space import Refused, Sizes, Space, micro_batches, paral
 from bridge_memory.schedule.peak import few_microbatches
 from bridge_memory.schedule.rows import peak_rows
 from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
+from bridge_memory.spec.driver import driver_bytes, may_have_driver_buffers
 from bridge_memory.spec.layout import StageShape, layout
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.run import GROUPS
@@ -600,15 +601,21 @@ class Times:
 # ---- all of it ----
 
 
+#: Whether the card holds a peak, and so all lower ones, beside so many bytes that libraries allocate themselves.
+Fits = Callable[..., bool]
+
+
 class Sweep:
     """The layouts of a space, with what all its pipelines share worked out."""
 
     def __init__(
-        self, sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused,
+        self, sheet: Sheet, hardware: Hardware, constants: Constants, fits: Fits, refused: Refused,
         costs: KeptCosts | None = None,
     ) -> None:
-        """``fits``: whether the card holds a peak, and so all lower ones; ``costs``: what earlier searches kept."""
+        """``costs``: what earlier searches kept."""
         self.sheet, self._fits = sheet, fits
+        #: Of sizes and a micro batch, by their places: bytes beside torch's allocator.
+        self._drivers: dict[tuple[int, ...], int] = {}
         self._legal = [sheet.legal(pipeline, refused) for pipeline in sheet.pipelines]
         #: Numbers of the pipelines that any layout has.
         self.todo = [number for number, which in enumerate(self._legal) if which.any()]
@@ -630,6 +637,26 @@ class Sweep:
     def _allowed(self, values: np.ndarray) -> np.ndarray:
         return _held(values, self._fits)
 
+    def _beside_drivers(self, pipeline: Pipeline, found: Peaks) -> Peaks:
+        """Those of ``found`` that fit beside what their libraries allocate themselves."""
+        if not may_have_driver_buffers(self.sheet.base):
+            return found
+        outside = np.zeros(len(found.peaks), np.int64)
+        places = np.stack([pipeline.at[found.sizes], found.batch])
+        for key in np.unique(places, axis=1).T.tolist():
+            mine = np.flatnonzero((places == np.array(key)[:, None]).all(axis=0))
+            known = self._drivers.get(tuple(key))
+            if known is None:
+                one = int(mine[0])
+                run = self.sheet.run(pipeline, int(found.sizes[one]), key[1], int(found.recompute[one]))
+                known = self._drivers[tuple(key)] = driver_bytes(run)
+            outside[mine] = known
+        kept = np.ones(len(found.peaks), bool)
+        for driver in np.unique(outside).tolist():
+            mine = outside == driver
+            kept[mine] = _held(found.peaks[mine], partial(self._fits, driver=driver))
+        return Peaks(*(each[kept] for each in found))
+
     def keep_costs(self) -> None:
         """For later searches."""
         self._memory.keep_costs()
@@ -642,7 +669,7 @@ class Sweep:
         if too_large == looked_at:
             none = np.zeros(0, np.int64)
             return Fitting(pipeline, none, none, none, none, np.zeros(0), looked_at, too_large)
-        found = memory.peaks(pipeline, kept, self._allowed)
+        found = self._beside_drivers(pipeline, memory.peaks(pipeline, kept, self._allowed))
         places = found.sizes, found.batch, found.recompute
         seconds = self._times.seconds(pipeline, memory.cells(pipeline, places)) if len(found.peaks) else np.zeros(0)
         return Fitting(pipeline, *places, found.peaks, seconds, looked_at, too_large)
@@ -657,7 +684,7 @@ class _Elsewhere:
     space: Space
     hardware: Hardware
     constants: Constants
-    fits: Callable[[int], bool]
+    fits: Fits
 
     def __call__(self, number: int) -> Fitting:
         global _swept
@@ -675,11 +702,10 @@ _sweeping = Lock()
 
 
 def fitting(
-    sheet: Sheet, hardware: Hardware, constants: Constants, fits: Callable[[int], bool], refused: Refused,
+    sheet: Sheet, hardware: Hardware, constants: Constants, fits: Fits, refused: Refused,
     jobs: int = 1, backend: str | None = None, costs: KeptCosts | None = None,
 ) -> Iterator[Fitting]:  # fmt: skip
-    """The layouts that fit, pipeline by pipeline, with their peaks and step times; others are counted. ``fits``:
-    whether the card holds a peak, and so all lower ones."""
+    """The layouts that fit, pipeline by pipeline, with their peaks and step times; others are counted."""
     sweep = Sweep(sheet, hardware, constants, fits, refused, costs)
     if not sweep.todo:
         return

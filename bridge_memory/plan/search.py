@@ -15,6 +15,7 @@ from bridge_memory.estimate import model_state, peaks
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.space import Refused, Space, layouts
 from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, show
+from bridge_memory.spec.driver import driver_bytes
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.step_time import StepTime, step_time
@@ -47,12 +48,12 @@ class Card(NamedTuple):
     #: Of a peak, what the card must hold beyond it; never less of a higher one.
     margin: Callable[[int], int]
 
-    def headroom(self, peak: int) -> int:
-        """Bytes that are left."""
-        return self.capacity - peak - self.margin(peak)
+    def headroom(self, peak: int, driver: int = 0) -> int:
+        """Bytes that are left beside ``driver``, what libraries of the run allocate themselves."""
+        return self.capacity - peak - self.margin(peak) - driver
 
-    def holds(self, peak: int) -> bool:
-        return self.headroom(peak) >= 0
+    def holds(self, peak: int, driver: int = 0) -> bool:
+        return self.headroom(peak, driver) >= 0
 
 
 class Rows(Sequence[Row]):
@@ -232,7 +233,7 @@ def _row(run: RunSpec, hardware: Hardware, card: Card, constants: Constants) -> 
     stages = peaks(run)
     stage = max(range(len(stages)), key=lambda i: stages[i].peak_bytes)
     peak = stages[stage].peak_bytes
-    headroom = card.headroom(peak)
+    headroom = card.headroom(peak, driver_bytes(run))
     return None if headroom < 0 else Row(run, peak, stage, headroom, step_time(run, hardware, constants))
 
 

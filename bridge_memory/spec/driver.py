@@ -77,6 +77,11 @@ def _dispatchers(run: RunSpec) -> tuple[DriverBuffer, ...]:
     return () if nbytes is None else (DriverBuffer("DeepEP", nbytes),)
 
 
+def may_have_driver_buffers(run: RunSpec) -> bool:
+    """Whether any such run, of whatever sizes, can have them."""
+    return run.implementation.tp_comm_overlap or run.implementation.moe_token_dispatcher_type == "flex"
+
+
 def driver_bytes(run: RunSpec) -> int:
     """Bytes of all of them."""
     return sum(found.nbytes for found in driver_buffers(run))

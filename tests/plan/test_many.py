@@ -16,6 +16,7 @@ from bridge_memory.plan.many import Sheet, expressible, fitting, sorted_together
 from bridge_memory.plan.search import Found, search
 from bridge_memory.plan.space import Refused, Space, layouts
 from bridge_memory.report.gpus import find_gpu, margin_bytes
+from bridge_memory.spec.driver import driver_bytes
 from bridge_memory.speed.constants import DEFAULT
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.step_time import step_time
@@ -55,6 +56,23 @@ def test_together_is_one_by_one(of: Space, gpu: str) -> None:
     assert 0 < len(theirs.rows) < theirs.looked_at
     assert list(ours.rows) == list(theirs.rows)
     assert ours.best(7) == theirs.best(7) and ours.front() == theirs.front()
+
+
+def test_what_dispatchers_allocate_themselves_has_to_fit_too() -> None:
+    """HybridEP's buffers grow with the tokens that a rank sends, so that layouts lose room unequally."""
+    flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep", "moe_router_dtype": "fp32"}
+    sizes = {"expert_model_parallel_size": 8, "world_size": 8}
+    of = space("Qwen/Qwen3-30B-A3B", 8, "split", "vpp", "recompute", "ep", **flex, **sizes)
+    ours, theirs = found(of, "H100", together=True), found(of, "H100", together=False)
+    assert ours._replace(rows=theirs.rows, together=False) == theirs and list(ours.rows) == list(theirs.rows)
+    card = find_gpu("H100").capacity_bytes
+    assert all(row.headroom == card - row.peak - margin_bytes(row.peak, 8, driver_bytes(row.run)) for row in ours.rows)
+    assert len({driver_bytes(row.run) for row in ours.rows}) > 1
+    # A card that holds a peak with its margin, to the byte, does not hold the buffers beside it.
+    tight = ours.rows[0].peak + margin_bytes(ours.rows[0].peak, 8)
+    for together in (True, False):
+        few = search(of, H100, capacity=tight, margin=lambda peak: margin_bytes(peak, 8), together=together)
+        assert ours.rows[0].run not in [row.run for row in few.rows]
 
 
 #: Each with another way to differ: MTP, latent attention and pairs of modules; experts; mixers of hybrids; eight bits
