@@ -12,7 +12,7 @@ from typing import NamedTuple
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import Engine, Phase, StageState
-from bridge_memory.inventory.chain import ChunkInventory, EngineBytes, Label
+from bridge_memory.inventory.chain import AtPeak, ChunkInventory, EngineBytes, Label, Links
 from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters
 from bridge_memory.inventory.layer_links import ignores_full_recompute, offloaded_layers
@@ -138,6 +138,26 @@ class StageParts(NamedTuple):
     in_step: int
     #: One hidden state as it travels between stages.
     hidden_state: int
+    #: The highest moment of forward and backward passes.
+    moment: PeakMoment
+
+    def alive_at_peak(self) -> Iterator[tuple[int, Links, int]]:
+        """(virtual stage, links of which all that they keep is there, of so many microbatches) at that moment."""
+        one = _running(self.moment, self.inventories)
+        for number, (chunk, alive) in enumerate(zip(self.inventories, self.moment.alive, strict=True)):
+            runs = one is not None and number == self.moment.chunk
+            if alive > runs:
+                yield number, chunk.links, alive - runs
+            if one is not None and runs:
+                yield number, one.links, 1
+
+
+def _running(moment: PeakMoment, inventories: Sequence[ChunkInventory]) -> AtPeak | None:
+    """What is there of the microbatch whose pass is the highest moment; None where two chunks trade places layer by
+    layer, each as if it were whole."""
+    if moment.phase == "overlapped":
+        return None
+    return inventories[moment.chunk].at_peak(backward=moment.phase == "backward")
 
 
 def stage_parts(run: RunSpec, stage: int) -> StageParts:
@@ -147,7 +167,7 @@ def stage_parts(run: RunSpec, stage: int) -> StageParts:
     return StageParts(
         tuple(chunk.layers for chunk in stages.plan.stages[stage]), held.inventories, held.costs,
         (*held.state.components(), *held.lasting), held.between_steps, held.batch, held.state.gathered,
-        held.state.in_step, stages.ctx.hidden_bytes,
+        held.state.in_step, stages.ctx.hidden_bytes, stages.moment(stage, held),
     )
 
 
@@ -414,9 +434,8 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
             operation = held.state.step_name
             components.append(_transient(f"in passing: {operation}", held.state.in_step, Part.RUNNING))
     else:
-        # Where two chunks trade places layer by layer, each as if it were whole.
-        one = None if phase == "overlapped" else running.at_peak(backward=phase == "backward")
-        retained: dict[tuple[Part, Provenance], int] = dict(one.retained) if one else {}
+        one = _running(moment, held.inventories)
+        retained: dict[tuple[Part, Provenance], int] = one.parts() if one else {}
         for chunk, (of_chunk, alive) in enumerate(zip(parts, moment.alive, strict=True)):
             alive -= chunk == moment.chunk and one is not None
             if alive:

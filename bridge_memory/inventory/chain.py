@@ -136,6 +136,10 @@ class EngineBytes(NamedTuple):
     loss: Concurrent = NOTHING
 
 
+#: Links in order, and how often each comes.
+Links = tuple[tuple[Link, int], ...]
+
+
 class ChunkInventory(NamedTuple):
     """One virtual chunk on one rank, for one microbatch, in bytes."""
 
@@ -144,7 +148,7 @@ class ChunkInventory(NamedTuple):
     forward_name: Callable[[], str]
     backward_peak: int
     backward_name: Callable[[], str]
-    links: tuple[tuple[Link, int], ...]
+    links: Links
     output_bytes: int
     #: What backward leaves behind until the next forward takes its place.
     residue: int = 0
@@ -195,18 +199,25 @@ class ChunkInventory(NamedTuple):
                 kept = self.kept if backward else 0
                 if highest - before - kept - gradients + gone >= link.retained:
                     passed.append((link, 1))
-                return AtPeak(parts_of(passed, kept), gradients, gone)
+                return AtPeak(tuple(passed), kept, gradients, gone)
             passed.append((link, 1))
-        return AtPeak(self.parts(), 0, 0)  # between two passes, with everything
+        return AtPeak(self.links, self.kept, 0, 0)  # between two passes, with everything
 
 
 class AtPeak(NamedTuple):
     """What is there of one microbatch at a peak of its chunk, in bytes."""
 
-    retained: dict[tuple[Part, Provenance], int]
+    #: Those of which all that they keep is there.
+    links: Links
+    #: Of an output that was sent.
+    kept: int
     #: Made so far, for the optimizer; and those of earlier microbatches that are gone (``Concurrent``).
     gradients: int
     gone: int
+
+    def parts(self) -> dict[tuple[Part, Provenance], int]:
+        """What is kept by part of the model and how it is known."""
+        return parts_of(self.links, self.kept)
 
 
 def parts_of(links: Iterable[tuple[Link, int]], kept: int = 0) -> dict[tuple[Part, Provenance], int]:

@@ -49,7 +49,7 @@ def one_by_one(parameters: Sequence[Parameter], *, experts: bool) -> tuple[int, 
     mine = [p for p in parameters if p.expert is experts]
     numels = [prod(p.shape) for p in mine]
     matrices = [len(p.shape) == 2 and p.use not in (Use.EMBEDDING, Use.OUTPUT) for p in mine]
-    gemms = [matrix and p.use is not Use.ROUTER for p, matrix in zip(mine, matrices, strict=True)]
+    gemms = [matrix and p.use not in (Use.ROUTER, Use.UNQUANTIZED) for p, matrix in zip(mine, matrices, strict=True)]
     return (
         sum(numels), sum(ceil(n / 64) * 64 for n in numels),
         sum(n for n, gemm in zip(numels, gemms, strict=True) if gemm),

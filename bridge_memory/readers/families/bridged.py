@@ -15,12 +15,6 @@ from typing import Any
 from bridge_memory.readers.families.common import Family, activation, heads, layer_types, num_layers
 from bridge_memory.readers.families.moe import expert_count
 from bridge_memory.readers.fields import MAX_LAYERS, Fields, shown
-from bridge_memory.readers.transformer_config import (
-    FALCON_H1,
-    GEMMA4_DENSE,
-    GEMMA4_WITH_EXPERTS,
-    model_from_transformer_config,
-)
 from bridge_memory.spec import ModelSpec
 
 #: DeepSeek-V4's kinds of layers -> tokens a compressed key.
@@ -29,6 +23,8 @@ _GELU = Family(activation="gelu_pytorch_tanh")
 
 
 def read_gemma4(f: Fields) -> ModelSpec:
+    from bridge_memory.readers.transformer_config import GEMMA4_DENSE, GEMMA4_WITH_EXPERTS
+
     n, hidden_size = num_layers(f), f.integer("hidden_size", default=2304)
     kinds = layer_types(f, n, ("full_attention", "sliding_attention"))
     sliding = [kind == "sliding_attention" for kind in kinds] if kinds else [(i + 1) % 6 != 0 for i in range(n)]
@@ -81,6 +77,8 @@ def read_gemma4(f: Fields) -> ModelSpec:
 
 
 def read_falcon_h1(f: Fields) -> ModelSpec:
+    from bridge_memory.readers.transformer_config import FALCON_H1
+
     hidden_size = f.integer("hidden_size")
     a, g, d = heads(f, hidden_size, None)
     for key in ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"):
@@ -168,6 +166,8 @@ def _ratios(f: Fields, n: int, depths: int) -> list[int]:
 
 def _told(f: Fields, provider: str, *, tied: bool, **fields: Any) -> ModelSpec:
     """The model of a provider with these fields, with the outer ones, which all families share."""
+    from bridge_memory.readers.transformer_config import model_from_transformer_config
+
     vocab_size = f.integer("vocab_size")
     positions = f.integer("max_position_embeddings", default=0)
     share = f.flag("tie_word_embeddings", default=tied)

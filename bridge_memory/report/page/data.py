@@ -6,7 +6,7 @@ the parts of the treemap add up to the components, to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from math import prod
 from typing import Any
@@ -22,6 +22,7 @@ from bridge_memory.report.gpus import Fit
 from bridge_memory.report.summary import configuration
 from bridge_memory.report.table import alike, moves_words
 from bridge_memory.report.units import ranges
+from bridge_memory.result import OPTIMIZER_STEP
 from bridge_memory.spec import ModelSpec, RunSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.timeline import Step, Timeline, step_timeline
@@ -168,7 +169,7 @@ def treemap_data(result: Estimate, stage: int) -> Node:
     one = result.stages[stage]
     parts = stage_parts(result.run, stage)
     weights = _parameters(result.run, stage)
-    saved = _saved(parts, one.in_flight, result.run.model)
+    saved = {} if one.peak_phase == OPTIMIZER_STEP else _saved(parts, result.run.model)
     children = []
     for c in sorted(one.components, key=lambda c: -c.bytes):
         if not c.bytes:
@@ -227,24 +228,21 @@ def _widened(groups: Groups, nbytes: int) -> Groups:
     return {name: {tensor: n * width for tensor, n in tensors.items()} for name, tensors in groups.items()}
 
 
-def _saved(
-    parts: StageParts, in_flight: Iterable[int], model: ModelSpec
-) -> dict[tuple[Part, Provenance], Groups]:
-    """What microbatches in flight keep: part and provenance -> kind of layer -> tensor -> bytes."""
+def _saved(parts: StageParts, model: ModelSpec) -> dict[tuple[Part, Provenance], Groups]:
+    """What microbatches in flight keep at the highest moment: part and provenance -> kind of layer -> tensor ->
+    bytes."""
     out: dict[tuple[Part, Provenance], Groups] = {}
-    for inventory, layers, alive in zip(parts.inventories, parts.layers, in_flight, strict=True):
-        at = 0
-        for link, count in inventory.links:
+    for chunk, links, times in parts.alive_at_peak():
+        layers, at = parts.layers[chunk], 0
+        for link, count in links:
             of_layers = link.label in (Label.LAYER, Label.RECOMPUTED, Label.OFFLOADED)
             name = _of_label(link.label)
             if of_layers:
                 name = layer_name(model.layers[layers[at]])
                 at += count * link.layers
-            if not alive:
-                continue
             if link.cost is not None:
                 for t in link.cost.tensors:
-                    _add(out.setdefault((t.part, t.provenance), {}), name, t.name, t.bytes * count * alive)
+                    _add(out.setdefault((t.part, t.provenance), {}), name, t.name, t.bytes * count * times)
             for key, nbytes in link.more:
-                _add(out.setdefault(key, {}), name, str(key[0]), nbytes * count * alive)
+                _add(out.setdefault(key, {}), name, str(key[0]), nbytes * count * times)
     return out
