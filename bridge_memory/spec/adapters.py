@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from bridge_memory.spec.errors import SpecError, divide
 from bridge_memory.spec.limits import Limits
 from bridge_memory.spec.model import AttentionSpec, CompressedAttentionSpec, MLASpec, ModelSpec
-from bridge_memory.spec.parts import ParallelSpec, PeftSpec
+from bridge_memory.spec.parts import ALL_LINEAR, ParallelSpec, PeftSpec
 
 #: Linears whose input is split over TP (RowParallelLinear).
 ROW_PARALLEL = ("linear_proj", "linear_fc2", "out_proj")
@@ -28,8 +28,6 @@ OF_TRANSFORMERS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj", "gate", "shared_expert_gate", "lm_head",
 )  # fmt: skip
-#: Every linear but the output layer (peft ``utils/constants.py: INCLUDE_LINEAR_LAYERS_SHORTHAND``).
-ALL_LINEAR = "all-linear"
 
 
 class Linear(NamedTuple):

@@ -289,6 +289,12 @@ class OptimizerSpec(Checked):
         )
 
 
+#: The linears that get an adapter where nobody says which: Megatron Bridge's ``LoRA.target_modules``.
+MEGATRON_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+#: Every linear but the output layer (peft ``utils/constants.py: INCLUDE_LINEAR_LAYERS_SHORTHAND``).
+ALL_LINEAR = "all-linear"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftSpec(Checked):
     """Which parameters train: all ("none"), or adapters beside frozen ones (Megatron Bridge ``peft/``)."""
@@ -299,7 +305,7 @@ class PeftSpec(Checked):
     #: LoRA's rank; 0 where unknown.
     dim: int = count(0)
     #: Linears that get an adapter, by module name or full name with ``*`` wildcards.
-    target_modules: tuple[str, ...] = choices(("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
+    target_modules: tuple[str, ...] = choices(MEGATRON_TARGETS)
     #: DoRA: a magnitude a feature of every target's output (``LoraConfig.use_dora``); of transformers' layers.
     use_dora: bool = flag(False)
 

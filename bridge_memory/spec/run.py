@@ -27,6 +27,8 @@ from bridge_memory.spec.fields import called
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.model import ModelSpec
 from bridge_memory.spec.parts import (
+    ALL_LINEAR,
+    MEGATRON_TARGETS,
     BatchSpec,
     DataParallelSpec,
     ImplementationSpec,
@@ -127,6 +129,10 @@ class RunSpec:
                 object.__setattr__(self, "assumptions", (*self.assumptions, *said))
         if self.implementation.hugging_face:
             object.__setattr__(self, "model", as_transformers_has_it(self.model))
+            if self.peft.scheme == "lora" and self.peft.target_modules == MEGATRON_TARGETS:
+                object.__setattr__(self, "peft", replace(self.peft, target_modules=(ALL_LINEAR,)))
+                note = f"adapters on every linear but the output layer (peft.target_modules {ALL_LINEAR})"
+                object.__setattr__(self, "assumptions", (*self.assumptions, note))
         precision = self.precision
         on = precision.quantizes
         ends = precision.num_layers_at_start_in_bf16 * on, precision.num_layers_at_end_in_bf16 * on

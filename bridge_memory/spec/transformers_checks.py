@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bridge_memory.spec.adapters import ALL_LINEAR, OF_TRANSFORMERS
+from bridge_memory.spec.adapters import OF_TRANSFORMERS
 from bridge_memory.spec.errors import SpecError, listed, show
+from bridge_memory.spec.parts import ALL_LINEAR
 from bridge_memory.spec.transformers import DEFAULT_TRANSFORMERS_SPEC, FAMILIES, KNOWN_TRANSFORMERS, OF_TORCHTITAN
 
 if TYPE_CHECKING:

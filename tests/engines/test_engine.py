@@ -91,11 +91,18 @@ def test_experts_of_transformers_need_no_workspace_of_transformer_engine() -> No
 
 
 def test_adapters_beside_layers_of_transformers_go_by_their_names(capsys: pytest.CaptureFixture[str]) -> None:
-    """megatron-core's names, the default, are beside none of them: what trained nothing was estimated."""
+    """megatron-core's names, the default for its layers, are beside none of them: there it is every linear."""
     command = ["estimate", "Qwen/Qwen3-0.6B", "--engine", "fsdp2", "--num-gpus", "8", "--peft", "lora"]
-    for targets in ([], ["--lora-target-modules", "foo"]):
-        assert main([*command, *targets]) == 2
-        assert "--lora-target-modules" in capsys.readouterr().err
+    assert main([*command, "--lora-target-modules", "foo"]) == 2
+    assert "--lora-target-modules" in capsys.readouterr().err
+    assert main([*command, "--lora-dim", "8", "-v"]) == 0
+    unset = capsys.readouterr().out
+    assert "adapters on every linear but the output layer" in " ".join(unset.split())
+    peaks = []
+    for targets in ("all-linear", "q_proj,v_proj"):
+        assert main([*command, "--lora-dim", "8", "--lora-target-modules", targets]) == 0
+        peaks.append(capsys.readouterr().out.splitlines()[0])
+    assert unset.splitlines()[0] == peaks[0] != peaks[1]
     assert main([*command, "--lora-target-modules", "q_proj,foo", "-v"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "(foo) names no linear" in shown and "(q_proj) names" not in shown
