@@ -21,6 +21,7 @@ from bridge_memory.components import Provenance, Role, State
 from bridge_memory.engines.engine import Line, StageState
 from bridge_memory.engines.torch_modules import (
     Model,
+    Module,
     accumulates,
     hidden_bytes,
     made_before,
@@ -28,9 +29,11 @@ from bridge_memory.engines.torch_modules import (
     parameter_width,
     rounded,
 )
-from bridge_memory.inventory.chain import Concurrent
-from bridge_memory.inventory.stack import Unit
+from bridge_memory.inventory.chain import Concurrent, Label
+from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.stack import Unit, chunk_units
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
+from bridge_memory.spec.layout import layout
 
 #: Elements in multiples of which a partition starts (``nccl_start_alignment_factor``).
 ALIGNMENT = 2
@@ -43,11 +46,12 @@ class Flat(NamedTuple):
 
     numel: int
     padded: int
-    #: Of one partition; of the parameters that lie in it wholly or in part, in the partition that has most; and the
-    #: largest part of one parameter in a partition.
+    #: Of one partition. Of the fullest rank's: the parameters that lie in it wholly or in part, and the largest part of
+    #: one parameter; and which rank that is.
     partition: int
     touched: int
     largest: int
+    fullest: int
     frozen_bytes: int
 
 
@@ -145,7 +149,11 @@ class ZeRO12:
             )
 
     def _whole(self, model: Model) -> int:
-        return sum(times * rounded(p.numel * self.width) for m in model.modules for p, times in m.trained_parameters())
+        return sum(map(self._own_bytes, model.modules))
+
+    def _own_bytes(self, module: Module) -> int:
+        """Of gradients in tensors of their own."""
+        return sum(times * rounded(p.numel * self.width) for p, times in module.trained_parameters())
 
     def _host(self, flat: Flat, kept: Sequence[tuple[Line, int]]) -> list[tuple[str, int]]:
         pinned = "pinned" if self.run.deepspeed.offload_optimizer_pin_memory else "pageable"
@@ -165,9 +173,7 @@ class ZeRO12:
         one = rounded(z.reduce_bucket_size * buffer_width) if z.contiguous_gradients else 0
         bucket = 0 if self.of_bf16_optimizer else one * (2 if self.overlaps else 1)
         if not self.in_hooks:
-            sizes = [
-                sum(times * rounded(p.numel * self.width) for p, times in m.trained_parameters()) for m in model.modules
-            ]
+            sizes = [self._own_bytes(m) for m in model.modules]
             made = made_before(run, model, [0 if many else n for n in sizes])
             # The bucket waits for the last microbatch from the first gradient on.
             there = bucket if many else 0
@@ -187,23 +193,32 @@ class ZeRO12:
                     least_backward=left + bucket + gradients, gone_at_least=moved if many else 0
                 )
             return found
-        copies, reduced = self._reductions(model, flat)
+        copies, reduced, last = self._reductions(model, flat)
+        # What the output layer makes for a table that is the embedding's too is whole with the embedding's gradient.
+        tied = self.run.model.share_embeddings_and_output_weights
+        tables = [m if tied and m.label is Label.EMBEDDING else None for m in model.modules]
+        waits = made_before(run, model, [0 if m is None else self._own_bytes(m) for m in tables])
         found = []
         own = gradients if many and not self.compact else 0
+        new = own if many else gradients
         for place in range(model.number):
             there = gradients if place <= reduced else 0
-            held = bucket + copies[place] + (there if not many else 0) + (own if place <= reduced else 0)
+            held = bucket + copies[place] + (there if not many else 0) + (own if place <= reduced else 0) + waits[place]
             least = 0
             if place == model.places.loss:
                 held, least = 0, held
             elif place == reduced == model.places.norm:  # its one gradient comes last
                 least, held = held + hidden_bytes(run), bucket + copies[place]
                 there = 0
+            if place == 0:
+                # Once all gradients lie in the bucket it is reduced, and the partition's are copied out of it.
+                least = max(least, bucket + max(last + (new if reduced >= 0 else 0), new))
             found.append(Concurrent(0, held, held, least, gradients=0 if many or not held else there))
         return found
 
-    def _reductions(self, model: Model, flat: Flat) -> tuple[list[int], int]:
-        """(at every place what a reduction of the bucket that is full copies, the place of the first reduction).
+    def _reductions(self, model: Model, flat: Flat) -> tuple[list[int], int, int]:
+        """(at every place what a reduction of the bucket that is full copies, the place of the first of them, what the
+        reduction after backward copies). The place is -1 where the bucket is never full before.
 
         A bucket whose gradients belong to more than one partition is joined anew from their slices (``allreduce_
         bucket: self.flatten``).
@@ -223,9 +238,8 @@ class ZeRO12:
                     elements += p.numel
                     end -= p.numel
                     largest = max(largest, p.numel)
-        if elements and flat.partition:
-            copies[0] = max(copies[0], self._copied(flat, elements, end, top, largest))
-        return copies, max(first, 1)
+        last = self._copied(flat, elements, end, top, largest) if elements and flat.partition else 0
+        return copies, first, last
 
     def _copied(self, flat: Flat, elements: int, end: int, top: int, largest: int) -> int:
         """Bytes that the reduction of a bucket with these parameters makes: slices joined where there are several, and
@@ -271,20 +285,30 @@ def flat_of(model: Model, ranks: int, width: int, *, dealt: bool = False) -> Fla
     numel = sum(each)
     padded = -(-numel // (ALIGNMENT * ranks)) * ALIGNMENT * ranks
     partition = padded // ranks
-    touched = [0] * ranks
-    largest = at = 0
+    touched, largest, at = [0] * ranks, [0] * ranks, 0
     for n, times in sizes:
         for _ in range(times):
             low, high = at // partition, (at + n - 1) // partition
             for rank in range(low, high + 1):
                 touched[rank] += n
-                largest = max(largest, min(at + n, (rank + 1) * partition) - max(at, rank * partition))
+                largest[rank] = max(largest[rank], min(at + n, (rank + 1) * partition) - max(at, rank * partition))
             at += n
     frozen = sum(
         times * rounded(p.numel * width) for m in model.modules for parameters, times in m.frozen.rows
         for p in parameters
     )  # fmt: skip
-    return Flat(numel, padded, partition, max(touched), largest, frozen)
+    # In the step a rank has its gradients, and either all of them flattened and in fp32 or the largest in fp64.
+    flattened = partition * (4 + width if width != 4 else 4)
+    fullest = max(range(ranks), key=lambda r: touched[r] * width + max(largest[r] * NORM_WIDTH, flattened))
+    return Flat(numel, padded, partition, touched[fullest], largest[fullest], fullest, frozen)
+
+
+def fullest_rank(run: RunSpec) -> int:
+    """The rank of ZeRO-1 or 2 that an estimate is of."""
+    shape = layout(run.model, run.parallel).shapes(run.model)[0][0]
+    model = model_of(run, chunk_units(run.model, shape, context_of(run)))
+    width = parameter_width(run)
+    return flat_of(model, run.parallel.data_parallel_size, width, dealt=run.deepspeed.round_robin_gradients).fullest
 
 
 def zero_states(run: RunSpec) -> tuple[State, ...]:

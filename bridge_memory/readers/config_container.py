@@ -665,8 +665,10 @@ def _implementation(
         deallocate_pipeline_outputs=bool(_get(m, "deallocate_pipeline_outputs", True)),
         moe_token_dispatcher_type="alltoall" if dispatcher == "alltoall_seq" else dispatcher,
         moe_flex_dispatcher_backend=str(_get(m, "moe_flex_dispatcher_backend", "deepep")),
-        # TransformerConfig.__post_init__ takes the backend's own name where the common one is not set.
-        moe_flex_dispatcher_num_sms=_get(m, "moe_flex_dispatcher_num_sms", _get(m, "moe_deepep_num_sms")),
+        # TransformerConfig.__post_init__ takes the backends' own names where the common one is not set.
+        moe_flex_dispatcher_num_sms=_get(
+            m, "moe_flex_dispatcher_num_sms", _get(m, "moe_deepep_num_sms", _get(m, "moe_hybridep_num_sms"))
+        ),
         moe_router_dtype=_router_dtype(m),
         moe_expert_capacity_factor=_get(m, "moe_expert_capacity_factor"),
         moe_expert_rank_capacity_factor=_get(m, "moe_expert_rank_capacity_factor"),

@@ -51,7 +51,7 @@ READ: dict[str, frozenset[str]] = {
         moe_apply_probs_on_input moe_aux_loss_coeff moe_enable_deepep moe_expert_capacity_factor
         moe_expert_rank_capacity_factor moe_ffn_hidden_size moe_mlp_glu_interleave_size moe_paged_stash
         moe_paged_stash_buffer_size_factor_cuda
-        moe_deepep_num_sms moe_flex_dispatcher_backend
+        moe_deepep_num_sms moe_hybridep_num_sms moe_flex_dispatcher_backend
         moe_flex_dispatcher_num_sms moe_grouped_gemm moe_latent_size moe_layer_freq moe_layer_recompute
         moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_dtype moe_router_enable_expert_bias
         moe_router_fusion moe_router_group_topk moe_router_load_balancing_type moe_router_num_groups

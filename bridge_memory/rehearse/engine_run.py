@@ -20,6 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 from bridge_memory.engines.engine import Phase
+from bridge_memory.engines.zero_1_and_2 import fullest_rank
 from bridge_memory.rehearse.world import RehearsalUnavailable, first_line
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import ENGINE_OPTIONS
@@ -96,8 +97,7 @@ def rehearse_engine(run: RunSpec, config: Mapping[str, Any], *, rank: int | None
     require(run)
     engine = run.data_parallel.engine
     if rank is None:
-        # ZeRO-2's last partition is there from the first reduction on.
-        rank = run.parallel.world_size - 1 if engine == "zero2" else 0
+        rank = fullest_rank(run) if engine in ("zero1", "zero2") else 0
     if _of_deepspeed(run):
         os.environ.update(
             DS_ACCELERATOR="cpu", LOCAL_RANK="0", RANK=str(rank), WORLD_SIZE=str(run.parallel.world_size)

@@ -33,13 +33,13 @@ from bridge_memory.readers.container_registry import (  # noqa: E402
 )
 from bridge_memory.spec import SpecError  # noqa: E402
 
-#: What Bridge 0.6 sets on a model of DeepSeek-V4 for a megatron-core that is yet to come, Falcon-H1 on itself, and
-#: Step-3.5 on its provider beside the fields.
+#: What Bridge 0.6 sets on a model of DeepSeek-V4 for a megatron-core that is yet to come, Falcon-H1 on itself, Step-3.5
+#: on its provider beside the fields, and recipes under names that nothing reads.
 LATER = {
     "model": {
         "actual_vocab_size", "apply_dsa_kernel_fusion", "csa_compress_ratios", "csa_compress_rotary_base",
         "csa_dense_mode", "csa_window_size", "enable_hyper_connections", "mhc_sinkhorn_iterations", "moe_n_hash_layers",
-        "d_inner",
+        "d_inner", "moe_a2a_overlap", "mtp_eval_in_bf16",
         "norm_topk_prob", "num_residual_streams", "o_groups", "o_lora_rank", "rotary_percents", "swiglu_limits",
         "swiglu_limits_shared", "use_fused_mhc",
     },

@@ -62,8 +62,8 @@ _UNSET_INTEGERS = """
     ddp_bucket_size decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers encoder_num_layers
     encoder_seq_length expert_tensor_parallel_size ffn_hidden_size global_batch_size hidden_size kv_channels
     mamba_num_heads max_position_embeddings micro_batch_size microbatch_group_size_per_vp_stage
-    moe_deepep_num_sms moe_ffn_hidden_size moe_flex_dispatcher_num_sms moe_latent_size moe_router_group_topk
-    moe_mlp_glu_interleave_size moe_router_num_groups
+    moe_deepep_num_sms moe_ffn_hidden_size moe_flex_dispatcher_num_sms moe_hybridep_num_sms moe_latent_size
+    moe_router_group_topk moe_mlp_glu_interleave_size moe_router_num_groups
     moe_shared_expert_intermediate_size mtp_num_layers num_attention_heads num_experts num_layers
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank padded_vocab_size q_lora_rank
     recompute_num_layers seq_length suggested_communication_unit_size virtual_pipeline_model_parallel_size vocab_size

@@ -20,7 +20,7 @@ REASONS: dict[str, str] = {
         logits_load_decode_threads logits_load_ignore_errors logits_load_kd_loss_alpha
         logits_load_msc_prefetch_depth logits_load_prefetch_factor logits_save_dtype logits_save_top_k
         logits_save_top_p logits_save_top_p_min_k
-        moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms
+        moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
         moe_hybridep_num_sms_preprocessing moe_paged_stash_buffer_size_factor_cpu
         moe_paged_stash_page_size moe_routing_trace_capture_hidden_states
         moe_routing_trace_capture_logits moe_routing_trace_dump_weights moe_routing_trace_max_training_iters
