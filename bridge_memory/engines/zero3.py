@@ -73,12 +73,15 @@ class ZeRO3:
         return StageState(
             model.numel, tuple((line, n) for line, n in gpu if n), in_step=step, step_name=name,
             concurrent=(model.engine_bytes(self._beside(model, weights)),), host=tuple(host),
-            first_as_later=False, building=self._building(weights, groups), saving=self._gathered(weights),
+            first_as_later=False, building=self._building(weights, groups, kept), saving=self._gathered(weights),
         )
 
-    def _building(self, weights: Sequence[Weight], groups: Sequence[int]) -> int | None:
+    def _building(
+        self, weights: Sequence[Weight], groups: Sequence[int], kept: Sequence[tuple[Line, int]]
+    ) -> int | None:
         """Whole weights, divided one by one; then, without any, main parameters beside zeros of the largest sub-group
-        (``initialize_optimizer_states``), before gradients and the bucket are there. None where states are offloaded.
+        (``initialize_optimizer_states``); at last all that is ``kept`` but the optimizer's states, which the first step
+        makes. None where states are offloaded.
         """
         if self.offloads or self.offloads_parameters:
             return None
@@ -86,7 +89,9 @@ class ZeRO3:
         divided = sum(rounded(w.part * self.width) for w in weights)
         main = sum(rounded(n * self.main_width) for n in groups)
         largest = rounded(max((w.part for w in weights), default=0) * self.width)
-        return max(whole + largest, divided + main + rounded(max(groups, default=0) * self.main_width))
+        states = zero_states(self.run)
+        made = sum([nbytes for line, nbytes in kept if line.state not in states])
+        return max(whole + largest, divided + main + rounded(max(groups, default=0) * self.main_width), made)
 
     def _gathered(self, weights: Sequence[Weight]) -> int:
         """The largest parameter, whole (``engine.py: _zero3_consolidated_16bit_state_dict`` gathers those of one module
@@ -163,15 +168,17 @@ class ZeRO3:
 
     def _beside(self, model: Model, weights: Sequence[Weight]) -> list[Concurrent]:
         """Whole parameters, and the buffers that they are copied from and gradients are reduced in."""
-        forward, backward = self._live(model, weights)
-        copies = self._reductions(model, weights)
+        forward, backward, left = self._live(model, weights)
+        copies, last = self._reductions(model, weights)
         found = [Concurrent(f, b + c, b + c) for f, b, c in zip(forward, backward, copies, strict=True)]
+        # The last reduction comes once all gradients lie in the bucket.
+        found[0] = found[0]._replace(least_backward=left + last)
         loss = model.places.loss
         found[loss] = Concurrent(forward[loss], backward[loss], backward[loss])
         return found
 
-    def _live(self, model: Model, weights: Sequence[Weight]) -> tuple[list[int], list[int]]:
-        """Bytes of gathered parameters at every place, forward and backward: a replay of the coordinator."""
+    def _live(self, model: Model, weights: Sequence[Weight]) -> tuple[list[int], list[int], int]:
+        """Bytes of gathered parameters at every place, forward and backward, and after: a replay of the coordinator."""
         z = self.z
         tied = self.run.model.share_embeddings_and_output_weights
         order = list(range(len(weights)))
@@ -218,10 +225,11 @@ class ZeRO3:
             if i in live and not soon and (following is None or following >= head):
                 live.remove(i)
                 available, held = available - weights[i].numel, held - sizes[i]
-        return forward, backward
+        return forward, backward, held
 
-    def _reductions(self, model: Model, weights: Sequence[Weight]) -> list[int]:
-        """Bytes that the reduction of a full bucket copies, at the place whose gradient does not fit any more."""
+    def _reductions(self, model: Model, weights: Sequence[Weight]) -> tuple[list[int], int]:
+        """Bytes that the reduction of a full bucket copies, at the place whose gradient does not fit any more; and what
+        the last copies, after backward."""
         copies = [0] * model.number
         elements = number = 0
         for w in reversed(weights):
@@ -231,8 +239,7 @@ class ZeRO3:
                 copies[w.place] = max(copies[w.place], self._copied(elements, number))
                 elements = number = 0
             elements, number = elements + w.numel, number + 1
-        copies[0] = max(copies[0], self._copied(elements, number))
-        return copies
+        return copies, self._copied(elements, number)
 
     def _copied(self, elements: int, number: int) -> int:
         """``__avg_scatter_grads``: cast where the dtype differs, joined where there are several. Without
