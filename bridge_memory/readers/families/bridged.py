@@ -12,7 +12,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from bridge_memory.readers.families.common import Family, activation, heads, layer_types, num_layers
+from bridge_memory.readers.families.common import (
+    Family,
+    activation,
+    heads,
+    layer_types,
+    num_layers,
+    vocabulary_multiple,
+)
 from bridge_memory.readers.families.moe import expert_count
 from bridge_memory.readers.fields import MAX_LAYERS, Fields, shown
 from bridge_memory.spec import ModelSpec
@@ -176,13 +183,7 @@ def _told(f: Fields, provider: str, *, tied: bool, **fields: Any) -> ModelSpec:
         "attention_dropout": f.number("attention_dropout", default=0.0, most=1.0),
     }
     f.finish()
-    multiple = f.vocabulary_multiple
-    if multiple is None:
-        multiple = 1
-        f.assume(
-            f"vocab_size {vocab_size} is padded only to a multiple of the tensor parallel size: Megatron Bridge "
-            "and mbridge keep a Hugging Face vocabulary as it is (Megatron-LM pads to a multiple of 128 x TP)"
-        )
+    multiple = vocabulary_multiple(f, vocab_size)
     outer = {"normalization": "RMSNorm", "position_embedding_type": "rope", "rotary_percent": 1.0, **dropouts}
     model = model_from_transformer_config(
         SimpleNamespace(**outer, **fields), vocab_size=vocab_size, name=f.name, model_type=f.model_type,

@@ -214,13 +214,7 @@ def model(
     )
     f.ignore(*family.ignored)
     f.finish()
-    multiple = f.vocabulary_multiple
-    if multiple is None:
-        multiple = 1
-        f.assume(
-            f"vocab_size {vocab_size} is padded only to a multiple of the tensor parallel size: Megatron Bridge "
-            "and mbridge keep a Hugging Face vocabulary as it is (Megatron-LM pads to a multiple of 128 x TP)"
-        )
+    multiple = vocabulary_multiple(f, vocab_size)
     for sentence in family.assumptions:
         f.assume(sentence)
     return ModelSpec(
@@ -246,3 +240,14 @@ def model(
         assumptions=tuple(f.assumptions),
         not_modelled=tuple(f.not_modelled),
     )
+
+
+def vocabulary_multiple(f: Fields, vocab_size: int) -> int:
+    """What the vocabulary is padded to a multiple of, beside the tensor parallel size."""
+    if f.vocabulary_multiple is not None:
+        return f.vocabulary_multiple
+    f.assume(
+        f"vocab_size {vocab_size} is padded only to a multiple of the tensor parallel size: Megatron Bridge "
+        "and mbridge keep a Hugging Face vocabulary as it is (Megatron-LM pads to a multiple of 128 x TP)"
+    )
+    return 1
