@@ -87,6 +87,10 @@ def layouts(model: ModelSpec, *, te: bool) -> dict[str, ParallelSpec]:
         for x in model.layers
     )
     cp = 2 if te and not without else 1  # megatron-core's own attention has none at all
+    # A gate over attention's output has no replicated groups before megatron-core 0.17.
+    gates = [x.mixer.num_query_groups for x in model.layers
+             if isinstance(x.mixer, AttentionSpec) and x.mixer.attention_output_gate]  # fmt: skip
+    four = min(4, *gates) if gates else 4
     pp = next((p for p in (8, 7, 6, 5, 4, 3, 2) if n % p == 0), 1)
     # (tp, stages, more)
     found: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -104,7 +108,7 @@ def layouts(model: ModelSpec, *, te: bool) -> dict[str, ParallelSpec]:
         mtp, q, r = "m" * model.mtp_num_layers, n // 4, (n - 3) // 6
         found |= {
             "embedding and loss alone": (
-                4 if etp is None else 2, 6,
+                four if etp is None else 2, 6,
                 {**alone, "pipeline_model_parallel_layout": f"E|t*{q}|t*{q}|t*{q}|t*{n - 3 * q}|{mtp}L"},
             ),
             "layout string with virtual stages": (
@@ -114,7 +118,7 @@ def layouts(model: ModelSpec, *, te: bool) -> dict[str, ParallelSpec]:
                     "pipeline_model_parallel_layout": f"Ett|{f't*{r}|' * 5}t*{n - 3 - 5 * r}|t{mtp}L",
                 },
             ),
-            "even stages, experts over tp and ep": (4 if etp is None else 1, pp, {
+            "even stages, experts over tp and ep": (four if etp is None else 1, pp, {
                 "expert_model_parallel_size": min(ep, 4) if ep % 4 == 0 else ep,
                 "expert_tensor_parallel_size": 2 if moe is not None and etp is None else 1,
             }),

@@ -140,6 +140,8 @@ def mtp_logits_bytes(ctx: BlockContext) -> int:
     kept = {"linear": True, "te": not LOSS_GRADIENT_IN_FP32(ctx.impl)}
     if ctx.impl.cross_entropy_loss_fusion and kept.get(ctx.impl.cross_entropy_fusion_impl, False):
         return 0
+    if not ctx.impl.cross_entropy_loss_fusion and ctx.act == 4:  # nothing is cast: the loss keeps the logits themselves
+        return 0
     return ctx.tokens * ctx.padded_vocab // ctx.tp * ctx.act
 
 
