@@ -14,7 +14,6 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 from bridge_memory.estimate import estimate, peaks
 from bridge_memory.files import write_whole
 from bridge_memory.readers.resolve import resolve_config
+from bridge_memory.rehearse.engine_jobs import job_of, of_deepspeed, world
 from bridge_memory.rehearse.measuring import (
     Notebook,
     add_measuring_arguments,
@@ -123,26 +123,6 @@ def _wanted() -> Iterator[tuple[str, Callable[[], RunSpec]]]:
 # ---- one rank ------------------------------------------------------------------------------------
 
 
-@contextmanager
-def world(run: RunSpec, device: str) -> Iterator[None]:
-    """torch.distributed with this rank alone."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    engine = run.data_parallel.engine
-    if engine == "single":
-        yield
-        return
-    if engine == "ddp":
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=run.parallel.world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def build(run: RunSpec, device: str) -> Any:
     """The model as transformers makes it from its config, with values, in its training dtype."""
     import torch
@@ -161,79 +141,11 @@ def build(run: RunSpec, device: str) -> Any:
     return model.train()
 
 
-def wrapped(run: RunSpec, model: Any, device: str) -> tuple[Any, Any]:
-    """(what is called, its optimizer), by the engine of ``run``."""
-    import torch
-
-    engine, size = run.data_parallel.engine, run.parallel.world_size
-    layers = model.get_submodule("model.layers")
-    if engine == "ddp":
-        o = run.ddp
-        model = torch.nn.parallel.DistributedDataParallel(
-            model, bucket_cap_mb=o.bucket_cap_mb, gradient_as_bucket_view=o.gradient_as_bucket_view,
-            static_graph=o.static_graph, find_unused_parameters=o.find_unused_parameters,
-        )
-    elif engine == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh(device, (size,))
-        for layer in layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    elif engine == "fsdp1":
-        from functools import partial
-
-        from torch.distributed.fsdp import FullyShardedDataParallel
-        from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-
-        policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={type(layers[0])})
-        model = FullyShardedDataParallel(
-            model, auto_wrap_policy=policy, device_id=torch.device(device, 0) if device == "cuda" else None,
-            use_orig_params=run.fsdp.use_orig_params,
-        )
-    elif engine.startswith("zero"):
-        return _deepspeed(run, model)
-    return model, optimizer(run, [p for p in model.parameters() if p.requires_grad])
-
-
-def optimizer(run: RunSpec, parameters: list[Any]) -> Any:
-    """torch's own, as ``OptimizerSpec`` says; a learning rate that changes nothing."""
-    import torch
-
-    o = run.optimizer
-    how = {"foreach": o.torch_implementation == "foreach"}
-    if o.torch_implementation == "fused":
-        how = {"fused": True}
-    if o.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-9, momentum=o.sgd_momentum, **how)
-    return torch.optim.AdamW(parameters, lr=1e-9, **how)
-
-
-def _deepspeed(run: RunSpec, model: Any) -> tuple[Any, Any]:
-    import deepspeed  # type: ignore[import-not-found, unused-ignore]
-    import torch
-
-    config = {
-        "train_micro_batch_size_per_gpu": run.batch.micro_batch_size,
-        "gradient_accumulation_steps": run.num_microbatches,
-        "gradient_clipping": run.optimizer.clip_grad,
-        "bf16": {"enabled": run.precision.params_dtype == "bf16"},
-        "zero_optimization": {"stage": int(run.data_parallel.engine[-1])},
-    }
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-9, foreach=run.optimizer.torch_implementation == "foreach")
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=adam, config=config, dist_init_required=False,
-    )
-    return engine, None
-
-
 def train(run: RunSpec, device: str, note: Callable[[str], None], steps: int = STEPS) -> None:
     """``steps`` training steps; ``note(name)`` after building, forward and backward of the first, and each step."""
     import torch
 
-    model = build(run, device)
-    called, adam = wrapped(run, model, device)
+    job = job_of(run, build(run, device), device=device)
     note("model built")
     shape = (run.batch.micro_batch_size, run.batch.seq_length)
     ids = torch.randint(0, run.model.vocab_size, shape, device=device)
@@ -241,40 +153,25 @@ def train(run: RunSpec, device: str, note: Callable[[str], None], steps: int = S
     for step in range(1, steps + 1):
         for microbatch in range(run.num_microbatches):
             last = microbatch == run.num_microbatches - 1
-            with _accumulating(run, called, last), torch.autocast(device, autocast, enabled=autocast is not None):
-                loss = called(input_ids=ids, labels=ids, use_cache=run.transformers.use_cache).loss
-            if step == 1 and not microbatch:
-                note("first forward")
-            with _accumulating(run, called, last):
-                loss = loss / run.num_microbatches
-                called.backward(loss) if adam is None else loss.backward()
+            with job.microbatch(last=last):
+                with torch.autocast(device, autocast, enabled=autocast is not None):
+                    loss = job.forward(
+                        {"input_ids": ids, "labels": ids, "use_cache": run.transformers.use_cache}
+                    ).loss
+                if step == 1 and not microbatch:
+                    note("first forward")
+                job.backward(loss / run.num_microbatches)
             del loss
-            if adam is None:
-                called.step()
+            if not last:
+                job.go_on()
         if step == 1:
             note("first backward")
-        if adam is not None:
-            if run.optimizer.clip_grad:
-                torch.nn.utils.clip_grad_norm_(called.parameters(), run.optimizer.clip_grad)
-            adam.step()
-            note(f"step {step}, before zero_grad")
-            adam.zero_grad()
+        if not of_deepspeed(run) and run.optimizer.clip_grad:
+            torch.nn.utils.clip_grad_norm_(job.parameters(), run.optimizer.clip_grad)
+        job.step()
+        note(f"step {step}, before zero_grad")
+        job.zero_grad()
         note(f"step {step}")
-
-
-@contextmanager
-def _accumulating(run: RunSpec, called: Any, last: bool) -> Iterator[None]:
-    """Without reducing gradients but with the last microbatch, as accelerate does it."""
-    if last or run.data_parallel.engine not in ("ddp", "fsdp1", "fsdp2"):
-        if run.data_parallel.engine == "fsdp2":
-            called.set_requires_gradient_sync(True)
-        yield
-    elif run.data_parallel.engine == "fsdp2":
-        called.set_requires_gradient_sync(False)
-        yield
-    else:
-        with called.no_sync():
-            yield
 
 
 def measure_one(c: Configuration, to: Path, snapshot: str | None) -> None:
@@ -282,14 +179,13 @@ def measure_one(c: Configuration, to: Path, snapshot: str | None) -> None:
     import torch
 
     notebook = Notebook()
-    with snapshot_to(snapshot), world(c.run, "cuda"):
+    with snapshot_to(snapshot), world(c.run, device="cuda"):
         torch.cuda.reset_peak_memory_stats()
         train(c.run, "cuda", notebook.note)
     phases = notebook.phases
     record = record_of(c.run, 0, torch.cuda.get_device_name(), STEPS, phases)
     # Peaks of the last step: of its passes and of the optimizer's step.
-    of_last = phases[-2:] if c.engine[:4] != "zero" else phases[-1:]
-    record["measured"][0]["max_allocated_bytes"] = max(p.max_allocated for p in of_last)
+    record["measured"][0]["max_allocated_bytes"] = max(p.max_allocated for p in phases[-2:])
     record["id"] = f"engines/{c.name}"
     record["family"] = f"engines/{c.engine}"
     record["framework"]["name"] = c.engine

@@ -62,7 +62,7 @@ def test_the_loop_peaks_where_the_estimate_says(
         seen[name] = tracker.live_bytes, tracker.peak(0).bytes
         tracker.reset_peak()
 
-    with script.world(run, "cpu"), tracker.following(torch.nn.Module()):
+    with script.world(run), tracker.following(torch.nn.Module()):
         script.train(run, "cpu", note, steps=3)
     peak = max(seen["step 3, before zero_grad"][1], seen["step 3"][1])
     (stage,) = estimate(run).stages
