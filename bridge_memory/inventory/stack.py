@@ -27,7 +27,6 @@ from bridge_memory.inventory.recorder import Scratch
 from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
 from bridge_memory.inventory.sizes import largest
 from bridge_memory.inventory.tail import final_norm_name, holds_final_norm, tail_blocks, tail_links, untied_here
-from bridge_memory.inventory.transformers.blocks import LAYER_PREFIX
 from bridge_memory.inventory.transformers.chain import hugging_face_chunk
 from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
@@ -162,7 +161,10 @@ class Unit(NamedTuple):
 def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[Unit]:
     """The parameters of a chunk by block, in model order."""
     units: list[Unit] = []
-    prefix = "decoder.layers.{}." if ctx.hugging_face is None else LAYER_PREFIX
+    prefix = "decoder.layers.{}."
+    if ctx.hugging_face is not None:
+        family = ctx.hugging_face.family
+        prefix = f"{family.prefix}{family.layers}.{{}}."
     if shape.embedding or shape.num_depths:
         units.append(Unit(Label.EMBEDDING, "", embedding_block(model, ctx).parameters))
     for kind, count in shape.layers:

@@ -115,8 +115,15 @@ class Family(NamedTuple):
     moe: str = "qwen"
     #: Weights of the chosen experts sum to one.
     normalized_router: bool = True
-    #: The prefix of decoder layers' and embeddings' names.
+    #: The prefix of decoder layers' and embeddings' names; what of it the layers, the embeddings and the last norm are.
     prefix: str = "model."
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+    #: Whose decoder layer it is: Llama's, with the differences above, or one recorded in a file of its own.
+    layer: str = "llama"
+    #: Eager attention: "llama"; "gpt2": softmax in the dtype of the scores, and before 5 a mask of its own.
+    eager: str = "llama"
     #: Kernels that Liger 0.8.5 has for the class (``MODEL_TYPE_TO_APPLY_LIGER_FN``), and whether its norm's gradient
     #: is written over that of its output.
     liger: tuple[str, ...] = ()
@@ -166,6 +173,10 @@ FAMILIES: dict[str, Family] = {
         liger=_LIGER_WITHOUT_ROPE, liger_norm_in_place=False,
     ),
 }
+FAMILIES["gpt2"] = Family(
+    norm="layernorm", prefix="transformer.", layers="h", embedding="wte", final_norm="ln_f", layer="gpt2",
+    eager="gpt2",
+)
 #: torchtitan 0.2.2 ``models/llama3/model/model.py``: ``nn.RMSNorm``, queries and keys turned as complex numbers.
 TORCHTITAN = Family(norm="fused", rotary="complex", never_masked=True)
 #: ``model_type`` of its models whose layers are these.

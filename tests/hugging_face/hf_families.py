@@ -29,6 +29,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 96, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
         "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
     },
+    "gpt2": {"model_type": "gpt2", "n_embd": 256, "n_layer": 3, "n_head": 8, "vocab_size": 640, "n_positions": 512},
+    "gpt2 without dropout": {
+        "model_type": "gpt2", "n_embd": 256, "n_layer": 3, "n_head": 8, "vocab_size": 640, "n_positions": 512,
+        "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0,
+    },
     "gemma": {"model_type": "gemma", **TINY, "head_dim": 64, "tie_word_embeddings": True},
     "gemma2": {"model_type": "gemma2", **TINY, "head_dim": 64, "tie_word_embeddings": True, "sliding_window": 4096},
     "gemma3": {

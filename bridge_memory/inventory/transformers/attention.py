@@ -16,6 +16,7 @@ from bridge_memory.inventory.tape import Tensor
 from bridge_memory.inventory.transformers import liger
 from bridge_memory.inventory.transformers.norms import norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
+from bridge_memory.releases import FAMILIES_OF_5
 from bridge_memory.spec import AttentionSpec
 
 
@@ -248,10 +249,9 @@ def _eager(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
             before = logits
             logits = (t.saves_output if what == "tanh" else t.scale)(f"attention scores, {what}", logits)
             t.keep_alive(before)
-    mask_width = t.parameter_width
-    logits = t.widened(logits, max(logits.width, mask_width))
-    masked = t.make("masked scores", (logits,), scores, max(logits.width, mask_width), alias=True)
-    t.keep_alive(logits)
+    if t.hf.family.eager == "gpt2":
+        return _eager_of_gpt2(t, spec, logits, value, variables)
+    masked = _masked(t, logits)
     wide = t.cast("masked scores in fp32", masked, FP32)
     probabilities = t.saves_output("attention probabilities in fp32", wide)
     narrow = t.cast("attention probabilities", probabilities, query.width)
@@ -264,3 +264,34 @@ def _eager(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
     done = t.copy("attention output", out)
     t.keep_alive(*variables, narrow)
     return done
+
+
+def _eager_of_gpt2(t: Torch, spec: AttentionSpec, scores: Array, value: Array, variables: list[Array]) -> Array:
+    """``models/gpt2/modeling_gpt2.py: eager_attention_forward``: before 5 the future is cut off by a buffer of the
+    module first; softmax in the dtype of the scores, under autocast in fp32."""
+    ctx = t.r.ctx
+    if not FAMILIES_OF_5(t.hf.spec):
+        before, scores = scores, t.scale("scores of the past", scores)
+        t.keep_alive(before)
+    masked = _masked(t, scores)
+    wide = t.precise("masked scores in fp32", masked)
+    probabilities = t.saves_output("attention probabilities", wide)
+    t.keep_alive(masked)
+    narrow = t.cast("attention probabilities, cast", probabilities, value.width)
+    t.keep_alive(probabilities)
+    dropped = t.dropout("attention dropout", narrow, ctx.attention_dropout)
+    t.keep_alive(narrow)
+    right = t.copy("contiguous values", value) if ctx.batch > 1 else value
+    width = spec.num_attention_heads * spec.value_channels
+    out = t.matmul("attention output by head", dropped, right, ctx.tokens * width)
+    done = t.copy("attention output", out)
+    t.keep_alive(*variables, dropped)
+    return done
+
+
+def _masked(t: Torch, logits: Array) -> Array:
+    """Scores and a mask in the dtype of the parameters."""
+    before, logits = logits, t.widened(logits, max(logits.width, t.parameter_width))
+    masked = t.make("masked scores", (logits,), logits.elements, logits.width, alias=True)
+    t.keep_alive(before)
+    return masked

@@ -7,6 +7,7 @@ from bridge_memory.inventory.blocks import Block, block
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Use
 from bridge_memory.inventory.recorder import Recorder
+from bridge_memory.inventory.transformers import gpt2
 from bridge_memory.inventory.transformers.attention import Shared, record_attention
 from bridge_memory.inventory.transformers.experts import last_saver, record_moe
 from bridge_memory.inventory.transformers.loss import record_output
@@ -16,25 +17,26 @@ from bridge_memory.inventory.transformers.norms import norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec
 
-#: Prefix of a decoder layer's names.
-LAYER_PREFIX = "model.layers.{}."
-
 
 def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
     """Token embeddings, and the rotary tables, which the model makes once for all layers."""
     rotary = model.rotary_dim if model.position_embedding_type == "rope" else 0
+    positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.EMBEDDING
         t = Torch(r)
         v, h, tokens = r.ctx.padded_vocab, r.ctx.hidden_size, r.ctx.tokens
-        r.parameter(f"{t.hf.family.prefix}embed_tokens.weight", (v, h), use=Use.EMBEDDING)
+        family = t.hf.family
+        r.parameter(f"{family.prefix}{family.embedding}.weight", (v, h), use=Use.EMBEDDING)
         ids = t.input("token ids", tokens, 8, grad=False, counted=False)
         x = t.make(
             "input embeddings", (ids,), tokens * h, t.parameter_width, trains=not r.frozen, saves=(ids.tensor,),
             backward_workspace=v * h * t.parameter_width,
         )
-        if t.hf.family.scaled_embeddings:
+        if positions:
+            x = _with_positions(t, x, positions)
+        if family.scaled_embeddings:
             x = t.scale("input embeddings, scaled", x)
         for name in _table_names(t) if rotary else ():
             table = t.constant(name, r.ctx.seq * rotary, table_width(t))
@@ -42,7 +44,23 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
             t.tape.op(f"{name}, kept by layers", table.tensor, (), saves=(table.tensor,), trains=True)
         t.tape.output(x.tensor)
 
-    return block(ctx, ("transformers embedding", rotary), record)
+    return block(ctx, ("transformers embedding", rotary, positions), record)
+
+
+def _with_positions(t: Torch, x: Array, positions: int) -> Array:
+    """``GPT2Model.forward``: a learned embedding of each position, which all sequences share, and dropout."""
+    ctx = t.r.ctx
+    h, trains = ctx.hidden_size, not t.r.frozen
+    t.r.parameter(f"{t.hf.family.prefix}wpe.weight", (positions, h), use=Use.EMBEDDING)
+    places = t.constant("positions", ctx.seq, 8)
+    found = t.make(
+        "position embeddings", (places,), ctx.seq * h, t.parameter_width, trains=trains, saves=(places.tensor,),
+        backward_workspace=positions * h * t.parameter_width,
+    )
+    both = t.make("embeddings of tokens and positions", (x, found), x.elements, x.width)
+    out = t.dropout("embedding dropout", both, ctx.hidden_dropout)
+    t.keep_alive(x, found, both)
+    return out
 
 
 def _table_names(t: Torch) -> tuple[str, ...]:
@@ -55,7 +73,7 @@ def table_width(t: Torch) -> int:
 
 
 def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) -> Block:
-    """One decoder layer. Names are relative to ``LAYER_PREFIX``."""
+    """One decoder layer. Names are relative to the layer's."""
 
     def record(r: Recorder) -> None:
         t = Torch(r)
@@ -75,6 +93,8 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
 
 def _last_saver(t: Torch, layer: LayerSpec) -> str:
     """The operation of a layer after which nothing is kept."""
+    if t.hf.family.layer == "gpt2":
+        return gpt2.last_saver(t)
     last = t.hf.family.norms[-1]
     if not last:
         assert layer.ffn is not None
@@ -99,6 +119,8 @@ def _shared(t: Torch) -> Shared:
 
 def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array:
     """``LlamaDecoderLayer.forward``, with the norms of the family."""
+    if t.hf.family.layer == "gpt2":
+        return gpt2.record_gpt2_layer(t, layer, x)
     r = t.r
     mixer, ffn = layer.mixer, layer.ffn
     assert isinstance(mixer, AttentionSpec | MLASpec) and ffn is not None
@@ -137,7 +159,7 @@ def final_norm_block(ctx: BlockContext) -> Block:
         r.tape.part = Part.FINAL_NORM
         t = Torch(r)
         x = t.input("hidden_states", r.ctx.tokens * r.ctx.hidden_size, r.ctx.residual)
-        r.tape.output(norm(t, f"{t.hf.family.prefix}norm", x, r.ctx.tokens, r.ctx.hidden_size).tensor)
+        r.tape.output(norm(t, f"{t.hf.family.prefix}{t.hf.family.final_norm}", x, r.ctx.tokens, r.ctx.hidden_size).tensor)
         t.keep_alive(x)
 
     return block(ctx, ("transformers final norm",), record)

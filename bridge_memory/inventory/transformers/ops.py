@@ -88,6 +88,11 @@ class Torch:
         """Variables that are still there at this point."""
         self.tape.keep_alive(*(a.tensor for a in arrays if a is not None))
 
+    def precise(self, name: str, x: Array) -> Array:
+        """What autocast hands to operations that it runs in fp32 (``aten/src/ATen/autocast_mode.h:
+        AT_FORALL_FP32``)."""
+        return self.cast(name, x, FP32) if self.hf.autocast else x
+
     def constant(self, name: str, elements: Any, width: int) -> Array:
         """Made here, without a gradient."""
         return self.make(name, (), elements, width, grad=False)
@@ -210,12 +215,14 @@ class Torch:
     def linear(
         self, module: str, x: Array, rows: Any, in_features: Any, out_features: Any, *, bias: bool = False,
         expert: bool = False, use: Use = Use.LAYER, declare: bool = True, label: str | None = None, number: int = 0,
+        transposed: bool = False,
     ) -> Array:  # fmt: skip
         """``nn.Linear``: [rows, in] -> [rows, out]; keeps its input for the weight's gradient. ``number``: which of
-        several modules of this name."""
+        several modules of this name. ``transposed``: a ``Conv1D`` (``pytorch_utils.py``), whose weight is [in, out]."""
         r = self.r
         if declare:
-            r.parameter(f"{module}.weight", (out_features, in_features), expert=expert, use=use)
+            shape = (in_features, out_features) if transposed else (out_features, in_features)
+            r.parameter(f"{module}.weight", shape, expert=expert, use=use)
             if bias:
                 r.parameter(f"{module}.bias", (out_features,), expert=expert)
         before = x
