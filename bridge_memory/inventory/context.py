@@ -43,6 +43,12 @@ class HuggingFace(NamedTuple):
     def autocast(self) -> bool:
         return self.spec.autocast is not None
 
+    @property
+    def attention(self) -> str:
+        """The attention implementation that runs: classes without sdpa are loaded with their own."""
+        asked = self.spec.attn_implementation
+        return "eager" if asked == "sdpa" and not self.family.has_sdpa else asked
+
     def liger(self, *kernels: str) -> bool:
         """Whether one of these kernels of liger-kernel runs: asked for, and there for the family."""
         return any(name in self.spec.liger_kernel and name in self.family.liger for name in kernels)

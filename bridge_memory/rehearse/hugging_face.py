@@ -180,6 +180,7 @@ def build(
     """The model of a parsed config.json, in training mode."""
     given = dict(config)
     cfg = AutoConfig.for_model(given.pop("model_type"), **given)
+    chosen = None if attention == "sdpa" else attention  # where the class has it; else eager
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(cfg, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(cfg, dtype=dtype, attn_implementation=chosen)
     return model.train()

@@ -409,10 +409,15 @@ def _supposed(run: RunSpec) -> Iterator[str]:
 
 def _supposed_of_transformers(run: RunSpec) -> Iterator[str]:
     spec = run.transformers
-    if spec.attn_implementation == "sdpa" and spec.sdpa_kernel is None:
+    family = family_of(run.model.model_type, spec)
+    if spec.attn_implementation == "sdpa" and not family.has_sdpa:
+        yield f"model_type {run.model.model_type} has no sdpa: eager attention is counted (--attn-implementation)"
+    elif spec.attn_implementation == "sdpa" and spec.sdpa_kernel is None:
         yield (
             "scaled_dot_product_attention runs FlashAttention where it is handed no mask, else the memory-efficient "
             "kernel (--sdpa-kernel)"
         )
+    if spec.attn_implementation == "flash_attention_2" and family.eager == "sinks":
+        yield "flash_attention_2 is counted as the kernels of FlashAttention 3 that take sinks, which keep the same"
     if spec.attention_mask == "ones":
         yield "batches come with an attention mask of ones, of which no mask of scores is made (--attention-mask)"

@@ -93,7 +93,7 @@ class Family(NamedTuple):
     #: q, k and v in one linear, qkv_proj; gate and up in one, gate_up_proj, whose halves are multiplied up first.
     fused_qkv: bool = False
     fused_gate_up: bool = False
-    #: "halves" are turned; "interleaved": pairs, with tables that every layer repeats (GLM).
+    #: "halves" are turned; "half tables": by tables as wide as one of them (gpt-oss); "interleaved": pairs, with tables that every layer repeats (GLM).
     rotary: str = "halves"
     #: Tables are in fp32, and so are rotated queries and keys before they are cast back (OLMo 2).
     rotary_in_fp32: bool = False
@@ -111,7 +111,7 @@ class Family(NamedTuple):
     #: Batches have no mask, whatever they hold.
     never_masked: bool = False
     #: "mixtral": a loop over experts, called after Mixtral's; "qwen": the same, called after Qwen's; "deepseek": sums
-    #: in fp32, sigmoid scores.
+    #: in fp32, sigmoid scores; "gpt_oss": biases and clamped gates (``gpt_oss.py``).
     moe: str = "qwen"
     #: Weights of the chosen experts sum to one.
     normalized_router: bool = True
@@ -123,7 +123,10 @@ class Family(NamedTuple):
     #: Whose decoder layer it is: Llama's, with the differences above, or one recorded in a file of its own.
     layer: str = "llama"
     #: Eager attention: "llama"; "gpt2": softmax in the dtype of the scores, and before 5 a mask of its own.
+    #: "sinks": a logit of its own beside each row (gpt-oss).
     eager: str = "llama"
+    #: Whether the class takes ``attn_implementation="sdpa"``; one that does not is loaded with eager attention.
+    has_sdpa: bool = True
     #: Kernels that Liger 0.8.5 has for the class (``MODEL_TYPE_TO_APPLY_LIGER_FN``), and whether its norm's gradient
     #: is written over that of its output.
     liger: tuple[str, ...] = ()
@@ -176,6 +179,9 @@ FAMILIES: dict[str, Family] = {
 FAMILIES["gpt2"] = Family(
     norm="layernorm", prefix="transformer.", layers="h", embedding="wte", final_norm="ln_f", layer="gpt2",
     eager="gpt2",
+)
+FAMILIES["gpt_oss"] = Family(
+    norm="olmo2", rotary="half tables", eager="sinks", has_sdpa=False, moe="gpt_oss",
 )
 #: torchtitan 0.2.2 ``models/llama3/model/model.py``: ``nn.RMSNorm``, queries and keys turned as complex numbers.
 TORCHTITAN = Family(norm="fused", rotary="complex", never_masked=True)

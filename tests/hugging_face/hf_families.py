@@ -29,6 +29,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 96, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
         "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
     },
+    "gpt_oss": {"model_type": "gpt_oss", **TINY, "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2,
+                "intermediate_size": 96, "attention_bias": True, "num_hidden_layers": 4, "sliding_window": 4096,
+                "rope_theta": 10000.0, "rope_scaling": None, "pad_token_id": 0,
+                "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gpt2": {"model_type": "gpt2", "n_embd": 256, "n_layer": 3, "n_head": 8, "vocab_size": 640, "n_positions": 512},
     "gpt2 without dropout": {
         "model_type": "gpt2", "n_embd": 256, "n_layer": 3, "n_head": 8, "vocab_size": 640, "n_positions": 512,

@@ -39,7 +39,7 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
         if family.scaled_embeddings:
             x = t.scale("input embeddings, scaled", x)
         for name in _table_names(t) if rotary else ():
-            table = t.constant(name, r.ctx.seq * rotary, table_width(t))
+            table = t.constant(name, r.ctx.seq * rotary // table_share(t), table_width(t))
             # Layers keep it.
             t.tape.op(f"{name}, kept by layers", table.tensor, (), saves=(table.tensor,), trains=True)
         t.tape.output(x.tensor)
@@ -57,7 +57,10 @@ def _with_positions(t: Torch, x: Array, positions: int) -> Array:
         "position embeddings", (places,), ctx.seq * h, t.parameter_width, trains=trains, saves=(places.tensor,),
         backward_workspace=positions * h * t.parameter_width,
     )
-    both = t.make("embeddings of tokens and positions", (x, found), x.elements, x.width)
+    # With adapters and checkpoints the embeddings' output is made to want a gradient (peft ``peft_model.py:
+    # _prepare_model_for_gradient_checkpointing``).
+    grad = trains or t.hf.spec.gradient_checkpointing
+    both = t.make("embeddings of tokens and positions", (x, found), x.elements, x.width, grad=grad)
     out = t.dropout("embedding dropout", both, ctx.hidden_dropout)
     t.keep_alive(x, found, both)
     return out
@@ -70,6 +73,11 @@ def _table_names(t: Torch) -> tuple[str, ...]:
 
 def table_width(t: Torch) -> int:
     return FP32 if t.hf.family.rotary_in_fp32 else t.parameter_width
+
+
+def table_share(t: Torch) -> int:
+    """Tables hold each value once, or twice for both halves of a head."""
+    return 2 if t.hf.family.rotary == "half tables" else 1
 
 
 def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) -> Block:
@@ -110,8 +118,9 @@ def _last_saver(t: Torch, layer: LayerSpec) -> str:
 
 def _shared(t: Torch) -> Shared:
     ctx = t.r.ctx
+    elements = ctx.seq * ctx.rotary_dim // table_share(t)
     cos, sin = (
-        t.input(f"rotary table: {name}", ctx.seq * ctx.rotary_dim, table_width(t), grad=False, counted=False)
+        t.input(f"rotary table: {name}", elements, table_width(t), grad=False, counted=False)
         for name in ("cos", "sin")
     )
     return Shared(cos, sin)
@@ -134,7 +143,7 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
     r.tape.part = Part.MLP if isinstance(ffn, MLPSpec) else Part.MOE
     y = _normed(t, before_ffn, x)
     y, entered = record_mlp(t, ffn, y) if isinstance(ffn, MLPSpec) else record_moe(t, ffn, y), y
-    t.keep_alive(entered)
+    t.keep_alive(entered, *t.returned)
     return _added(t, "hidden states after the MLP", x, _normed(t, after_ffn, y))
 
 
@@ -159,7 +168,8 @@ def final_norm_block(ctx: BlockContext) -> Block:
         r.tape.part = Part.FINAL_NORM
         t = Torch(r)
         x = t.input("hidden_states", r.ctx.tokens * r.ctx.hidden_size, r.ctx.residual)
-        r.tape.output(norm(t, f"{t.hf.family.prefix}{t.hf.family.final_norm}", x, r.ctx.tokens, r.ctx.hidden_size).tensor)
+        name = f"{t.hf.family.prefix}{t.hf.family.final_norm}"
+        r.tape.output(norm(t, name, x, r.ctx.tokens, r.ctx.hidden_size).tensor)
         t.keep_alive(x)
 
     return block(ctx, ("transformers final norm",), record)

@@ -13,7 +13,7 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import matrix_elements
 from bridge_memory.inventory.transformers.attention import needs_mask
 from bridge_memory.inventory.transformers.blocks import embedding_block, final_norm_block, layer_block, output_block
-from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
+from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, MoESpec
 from bridge_memory.spec.adapters import in_any_layer, is_target
 from bridge_memory.spec.layout import ChunkShape
 
@@ -27,7 +27,7 @@ def hugging_face_chunk(
     tied = model.share_embeddings_and_output_weights
     masks = mask_bytes(model, ctx)
     embedding = plain_link(embedding_block(model, ctx), Label.EMBEDDING)
-    if masks and (spec.gradient_checkpointing or (family.own_masks and spec.attn_implementation == "sdpa")):
+    if masks and (spec.gradient_checkpointing or (family.own_masks and ctx.hugging_face.attention == "sdpa")):
         # The arguments of every checkpoint hold them, or attention keeps them as they are.
         more = ((Part.ATTENTION, Provenance.FORMULA), masks)
         embedding = embedding._replace(
@@ -105,13 +105,13 @@ def mask_bytes(model: ModelSpec, ctx: BlockContext) -> int:
     """Masks that the model's forward makes and all layers share: booleans [b, 1, s, s], or in the model's dtype for
     eager attention, of every kind of layer that there is (``masking_utils.py: sdpa_mask, eager_mask``)."""
     assert ctx.hugging_face is not None
-    spec = ctx.hugging_face.spec
-    if spec.attn_implementation == "flash_attention_2":
+    if ctx.hugging_face.attention == "flash_attention_2":
         return 0
     windows = {mixer.window_size for mixer in _mixers(model)}
-    if spec.attn_implementation == "eager":
+    if ctx.hugging_face.attention == "eager":
         family = ctx.hugging_face.family  # those whose layers differ make both masks whatever layers there are
-        kinds = 2 if family.softcapped or family.local_rotary else len(windows)
+        both = family.softcapped or family.local_rotary or family.eager == "sinks"
+        kinds = 2 if both else len(windows)
         return kinds * ctx.batch * ctx.seq * ctx.seq * ctx.act
     made = [needs_mask(ctx.hugging_face, window, ctx.seq, packed=ctx.packed) for window in windows]
     width = ctx.act if ctx.hugging_face.family.own_masks else 1
@@ -151,9 +151,12 @@ def _with_products_kept(layer: LayerSpec, cost: BlockCost, ctx: BlockContext) ->
 
 def _gradients_before(layer: LayerSpec, ctx: BlockContext) -> int:
     """Gradients that are made of a layer's output's before its backward asks for anything that is kept: of the last
-    linear's output, and in the adapter's dtype of that of an adapter beside it."""
+    linear's output, and in the adapter's dtype of that of an adapter beside it; of every row of the experts'."""
     assert ctx.hugging_face is not None
     hf = ctx.hugging_face
+    ffn = layer.ffn
+    if isinstance(ffn, MoESpec) and hf.grouped_experts and not ffn.shared_expert_intermediate_size:
+        return ctx.tokens * ffn.topk * ctx.hidden_size * ctx.act  # ``sum(dim=1)``: one for each of the k rows
     if ctx.adapters is None or hf.family.norms[-1] or not isinstance(layer.ffn, MLPSpec):
         return 0
     if not is_target(in_any_layer(ctx.adapters), "down_proj", "model.layers.0.mlp.down_proj"):

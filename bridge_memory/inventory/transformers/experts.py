@@ -12,7 +12,7 @@ from typing import Any
 
 from bridge_memory.inventory.parameters import EXPERT_NUMBER, Use
 from bridge_memory.inventory.tape import Tensor
-from bridge_memory.inventory.transformers import liger
+from bridge_memory.inventory.transformers import gpt_oss, liger
 from bridge_memory.inventory.transformers.mlp import gated_mlp
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 from bridge_memory.spec import MoESpec
@@ -36,6 +36,9 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
     with t.tape.assumed():
         if t.hf.family.moe == "deepseek":
             weights, chosen = _sigmoid_router(t, spec, x)
+        elif t.hf.family.moe == "gpt_oss":
+            weights, which = gpt_oss.router(t, spec, x, scattered=not t.hf.fused_experts)
+            chosen = Array(which, t.r.ctx.tokens * spec.topk, INT64)
         else:
             weights, chosen = _softmax_router(t, spec, x)
         if t.hf.grouped_experts:
@@ -114,20 +117,21 @@ def _loop(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> t
     rows = tokens * k // e
     out_width = FP32 if t.hf.family.moe == "deepseek" else x.width
     total = t.constant("mlp sum over experts", tokens * h, out_width)
-    mask = t.constant("experts by token, one-hot", tokens * k * e, INT64)
+    classes = e + 1 if t.hf.family.moe == "gpt_oss" and not t.hf.fused_experts else e  # one for what is masked
+    mask = t.constant("experts by token, one-hot", tokens * k * classes, INT64)
     _declare(t, spec)
     fused = _fused_parameters(t, spec)
     variables: list[Array] = []
     for number in range(e):
         where = t.constant("tokens of an expert", 2 * rows, INT64)
         taken = t.make("expert input", (x,), rows * h, x.width, saves=(where.tensor,))
-        done = _expert(t, spec, taken, rows, fused, number)
+        done, inside = _expert(t, spec, taken, rows, fused, number)
         share = t.make("router weights of an expert", (weights,), rows, weights.width, saves=(where.tensor,))
         weighted = t.mul("expert output, weighted", done, share, broadcast=True)
         if t.hf.family.moe != "deepseek":
             weighted = t.cast("expert output, weighted, cast", weighted, x.width)
         t.keep_alive(*variables)
-        variables = [taken, weighted, where, share]
+        variables = [taken, weighted, where, *([share] if t.hf.family.moe != "gpt_oss" else []), *inside]
         if number == e - 1 and t.last_saver == "mlp":
             t.tape.landmark("the last expert's tokens, the last to be kept")
         total = _added_rows(t, total, weighted, where, tokens * h)
@@ -149,7 +153,8 @@ def _added_rows(t: Torch, total: Array, rows: Array, where: Array, elements: Any
 
 def _expert(
     t: Torch, spec: MoESpec, x: Array, rows: Any, fused: tuple[Array, Array] | None, number: int
-) -> Array:
+) -> tuple[Array, tuple[Array, ...]]:
+    """(One expert's output, variables until the next one's.)"""
     h, f = t.r.ctx.hidden_size, spec.moe_ffn_hidden_size
     if fused is None:
         names = _names(t)
@@ -161,28 +166,37 @@ def _expert(
         product = liger.gated_product(t, name, gate, up) if fused_product else t.mul(name, act, up)
         down = t.linear(f"mlp.experts.{names[2]}", product, rows, f, h, declare=False, number=number)
         t.keep_alive(x, product)
-        return down
+        return down, ()
     both = _times(t, "expert gate and up", x, fused[0], rows * 2 * f, 2 * f * h)
+    if t.hf.family.moe == "gpt_oss":
+        both = gpt_oss.with_bias(t, "expert gate and up, with bias", both)
+        product, inside = gpt_oss.gated(t, both)
+        down = _times(t, "expert output", product, fused[1], rows * h, h * f)
+        down = gpt_oss.with_bias(t, "expert output, with bias", down)
+        return down, (both, product, down, *inside)
     gate, up = t.split("expert gate and up", both, rows * f, rows * f)
     act = t.activation("expert activation of the gate", gate)
     product = t.mul("expert product", act, up)
     t.keep_alive(both)
     down = _times(t, "expert output", product, fused[1], rows * h, h * f)
     t.keep_alive(x, both, product)
-    return down
+    return down, ()
 
 
 def _times(t: Torch, name: str, x: Array, weights: Array, out: Any, elements: Any) -> Array:
     """One expert's part of a parameter of all: its gradient is put into zeros of the whole, and these are summed."""
     part = t.slice(f"{name}: weight", weights, elements)
-    return t.make(
-        name, (x, part), out, t.compute_width, saves=(x.tensor,) if weights.differentiable else (),
-        trains=weights.differentiable,
-    )
+    saves = []
+    if t.hf.autocast:
+        x = t.cast(f"{name}: input, cast", x, t.compute_width)
+        part = t.cast(f"{name}: weight in the compute dtype", part, t.compute_width)
+        saves = [part.tensor] if x.differentiable else []
+    saves += [x.tensor] if weights.differentiable else []
+    return t.make(name, (x, part), out, t.compute_width, saves=saves, trains=weights.differentiable)
 
 
 def _fused_parameters(t: Torch, spec: MoESpec) -> tuple[Array, Array] | None:
-    if not t.hf.fused_experts:
+    if not t.hf.fused_experts and t.hf.family.moe != "gpt_oss":
         return None
     h, f, e = t.r.ctx.hidden_size, spec.moe_ffn_hidden_size, spec.num_experts
     return _parameter(t, "experts.gate_up_proj", e * 2 * f * h), _parameter(t, "experts.down_proj", e * h * f)
@@ -201,6 +215,11 @@ def _declare(t: Torch, spec: MoESpec) -> None:
     """Parameters of the experts."""
     r, h, f, e = t.r, t.r.ctx.hidden_size, spec.moe_ffn_hidden_size, spec.num_experts
     module = f"{_module(t)}.experts"
+    if t.hf.family.moe == "gpt_oss":
+        for name, wide, out in (("gate_up_proj", h, 2 * f), ("down_proj", f, h)):
+            r.parameter(f"{module}.{name}", (e, wide, out), expert=True)
+            r.parameter(f"{module}.{name}_bias", (e, out), expert=True)
+        return
     if t.hf.fused_experts:
         r.parameter(f"{module}.gate_up_proj", (e, 2 * f, h), expert=True)
         r.parameter(f"{module}.down_proj", (e, h, f), expert=True)
@@ -238,12 +257,21 @@ def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -
     filled.whole = taken.tensor
     t.tape.op("tokens sorted by expert, filled", taken.tensor, filled, saves=(sentinel.tensor,))
     taken = Array(filled, rows * h, x.width)
+    first = _chosen_biases(t, spec, "gate and up", rows * 2 * f, experts)
     both = _grouped_product(t, "experts' gate and up", taken, e * 2 * f * h, rows * 2 * f, offsets)
-    gate, up = t.split("experts' gate and up", both, rows * f, rows * f)
-    act = t.activation("experts' activation of the gate", gate)
-    product = t.mul("experts' product", act, up)
-    t.keep_alive(both)
+    both = _biased(t, both, first)
+    if t.hf.family.moe == "gpt_oss":
+        product, inside = gpt_oss.gated(t, both)
+        t.keep_alive(both, *inside)
+    else:
+        gate, up = t.split("experts' gate and up", both, rows * f, rows * f)
+        act = t.activation("experts' activation of the gate", gate)
+        product = t.mul("experts' product", act, up)
+        t.keep_alive(both)
+    second = _chosen_biases(t, spec, "output", rows * h, experts)
+    t.keep_alive(first)
     done = _grouped_product(t, "experts' output", product, e * h * f, rows * h, offsets)
+    done = _biased(t, done, second)
     t.keep_alive(product)
     weighted = t.mul("experts' output, weighted", done, share, broadcast=True)
     cleared = t.tape.tensor("experts' output, cleared", 0, grad_bytes=weighted.bytes * weighted.differentiable)
@@ -255,8 +283,28 @@ def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -
     t.keep_alive(weighted)
     total = t.make("mlp sum over experts", (restored,), tokens * h, restored.width)
     out = t.cast("mlp output", total, x.width)
-    t.keep_alive(experts, order, taken, share, sentinel, done, restored, total)
+    t.keep_alive(experts, order, taken, share, sentinel, done, restored, total, second)
     return out
+
+
+def _chosen_biases(t: Torch, spec: MoESpec, what: str, elements: Any, experts: Array) -> Array | None:
+    """The bias of its expert for every row."""
+    if not spec.add_bias:
+        return None
+    trains = t.trains("experts")
+    return t.make(
+        f"biases of the experts' {what}", (), elements, t.parameter_width, saves=(experts.tensor,), trains=trains,
+    )
+
+
+def _biased(t: Torch, x: Array, biases: Array | None) -> Array:
+    """``add_``, in place."""
+    if biases is None:
+        return x
+    summed = t.tape.tensor(f"{x.tensor.name}, with biases", 0, grad_bytes=x.bytes * x.differentiable)
+    summed.whole = x.tensor.whole or x.tensor
+    t.tape.op(f"{x.tensor.name}, with biases", (x.tensor, biases.tensor), summed, alias=True)
+    return Array(summed, x.elements, x.width)
 
 
 def _grouped_product(t: Torch, name: str, x: Array, weights: Any, out: Any, offsets: Array) -> Array:

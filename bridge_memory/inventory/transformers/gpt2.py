@@ -28,7 +28,7 @@ def record_gpt2_layer(t: Torch, layer: LayerSpec, x: Array) -> Array:
     fed = _mlp(t, layer.ffn, y)
     t.keep_alive(y)
     out = t.add("hidden states after the MLP", after, fed)
-    t.keep_alive(x, after, attention, fed)
+    t.keep_alive(x, after, attention, fed, *t.returned)
     return out
 
 

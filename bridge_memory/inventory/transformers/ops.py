@@ -54,6 +54,8 @@ class Torch:
         self.compute_width = self.hf.compute_width
         #: The last operation that keeps anything: a checkpoint that is not reentrant runs forward again up to it.
         self.last_saver = ""
+        #: Variables of the layer to its end: what attention returns beside its output.
+        self.returned: list[Array] = []
         self._cast_weights: dict[tuple[str, int], Array] = {}
 
     # ---- arrays ----
@@ -121,6 +123,15 @@ class Torch:
         width = max(a.width, b.width)
         a, b = self.widened(a, width), self.widened(b, width)
         return self.make(name, (a, b), a.elements, width, alias=True)
+
+    def subtract(self, name: str, a: Array, b: Array, *, broadcast: bool = False) -> Array:
+        """Keeps nothing; the gradient of b is the output's negated, as large as it before it is summed where b is
+        ``broadcast``."""
+        view = self.tape.tensor(f"{b.tensor.name}, taken off", 0, grad_bytes=a.bytes * b.differentiable)
+        view.whole = b.tensor.whole or b.tensor
+        spread = a.bytes if broadcast and b.differentiable else 0
+        self.tape.op(f"{name}: gradient negated", b.tensor, view, backward_workspace=spread)
+        return self.make(name, (a, Array(view, a.elements, a.width)), a.elements, max(a.width, b.width), alias=True)
 
     def scale(self, name: str, x: Array) -> Array:
         """By a Python number: keeps nothing."""
