@@ -93,7 +93,8 @@ class Family(NamedTuple):
     #: q, k and v in one linear, qkv_proj; gate and up in one, gate_up_proj, whose halves are multiplied up first.
     fused_qkv: bool = False
     fused_gate_up: bool = False
-    #: "halves" are turned; "half tables": by tables as wide as one of them (gpt-oss); "interleaved": pairs, with tables that every layer repeats (GLM).
+    #: "halves" are turned; "half tables": by tables as wide as one of them (gpt-oss); "interleaved": pairs, with
+    #: tables that every layer repeats (GLM).
     rotary: str = "halves"
     #: Tables are in fp32, and so are rotated queries and keys before they are cast back (OLMo 2).
     rotary_in_fp32: bool = False

@@ -57,10 +57,13 @@ def _with_positions(t: Torch, x: Array, positions: int) -> Array:
         "position embeddings", (places,), ctx.seq * h, t.parameter_width, trains=trains, saves=(places.tensor,),
         backward_workspace=positions * h * t.parameter_width,
     )
-    # With adapters and checkpoints the embeddings' output is made to want a gradient (peft ``peft_model.py:
+    # With adapters and checkpoints the tokens' embeddings are made a leaf, which the graph holds (peft ``peft_model.py:
     # _prepare_model_for_gradient_checkpointing``).
-    grad = trains or t.hf.spec.gradient_checkpointing
-    both = t.make("embeddings of tokens and positions", (x, found), x.elements, x.width, grad=grad)
+    leaf = t.r.frozen and t.hf.spec.gradient_checkpointing
+    both = t.make(
+        "embeddings of tokens and positions", (x, found), x.elements, x.width, trains=leaf,
+        saves=(x.tensor,) if leaf else (),
+    )
     out = t.dropout("embedding dropout", both, ctx.hidden_dropout)
     t.keep_alive(x, found, both)
     return out

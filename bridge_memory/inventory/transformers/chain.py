@@ -40,7 +40,8 @@ def hugging_face_chunk(
     # ``inputs_embeds`` is a variable of the model's forward, from which scaled embeddings are apart.
     unscaled = ctx.hidden_bytes if family.scaled_embeddings == "model" else 0
     if model.position_embedding_type == "learned_absolute":
-        unscaled = ctx.hidden_bytes + ctx.seq * ctx.hidden_size * ctx.act  # those of positions too
+        leaf = ctx.adapters is not None and spec.gradient_checkpointing  # the graph holds it
+        unscaled = ctx.seq * ctx.hidden_size * ctx.act + (0 if leaf else ctx.hidden_bytes)  # of positions, and tokens
     layers = _layers(shape, ctx)
     if ctx.adapters is not None and not spec.gradient_checkpointing:
         # Embeddings are frozen: nothing before the first adapter is kept.
