@@ -93,8 +93,15 @@ class Routed:
             return WHERE(*args, **kwargs)
         return torch.empty(self.rows, args[0].dim(), dtype=torch.int64, device=args[0].device).unbind(1)
 
+    def sum(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Tokens of each expert, where they are counted (``DeepseekV2MoE.moe``)."""
+        total = SUM(x, *args, **kwargs)
+        counted = x.dtype == torch.int64 and x.dim() == 2 and x.shape[1] == self.experts
+        return torch.full((self.experts,), self.rows) if counted else total
+
 
 WHERE = torch.where
+SUM = torch.Tensor.sum
 
 
 class AutocastOnMeta(TorchFunctionMode):
@@ -104,7 +111,7 @@ class AutocastOnMeta(TorchFunctionMode):
     LOWER = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.addmm)
     WIDER = (
         torch.pow, torch.Tensor.pow, torch.rsqrt, torch.Tensor.rsqrt, F.softmax, torch.softmax, torch.Tensor.softmax,
-        torch.cumsum, torch.Tensor.cumsum, torch.sum, torch.Tensor.sum, F.layer_norm,
+        torch.cumsum, torch.Tensor.cumsum, torch.sum, SUM, F.layer_norm,
     )  # fmt: skip
 
     active: AutocastOnMeta | None = None
@@ -171,6 +178,7 @@ def as_on_cuda(routed: Routed | None = None, *, padded: bool = False) -> Iterato
         if routed is not None:
             stack.enter_context(patch.object(torch.Tensor, "nonzero", lambda x, **k: routed.nonzero(x)))
             stack.enter_context(patch.object(torch, "where", routed.where))
+            stack.enter_context(patch.object(torch.Tensor, "sum", lambda x, *a, **k: routed.sum(x, *a, **k)))
         yield
 
 

@@ -94,7 +94,7 @@ class Family(NamedTuple):
     fused_qkv: bool = False
     fused_gate_up: bool = False
     #: "halves" are turned; "half tables": by tables as wide as one of them (gpt-oss); "interleaved": pairs, with
-    #: tables that every layer repeats (GLM).
+    #: tables that every layer repeats (GLM); "polar": as complex numbers (DeepSeek-V2).
     rotary: str = "halves"
     #: Tables are in fp32, and so are rotated queries and keys before they are cast back (OLMo 2).
     rotary_in_fp32: bool = False
@@ -184,6 +184,7 @@ FAMILIES["gpt2"] = Family(
 FAMILIES["gpt_oss"] = Family(
     norm="olmo2", rotary="half tables", eager="sinks", has_sdpa=False, moe="gpt_oss",
 )
+FAMILIES["deepseek_v2"] = Family(moe="deepseek_v2", rotary="polar", normalized_router=False)
 #: torchtitan 0.2.2 ``models/llama3/model/model.py``: ``nn.RMSNorm``, queries and keys turned as complex numbers.
 TORCHTITAN = Family(norm="fused", rotary="complex", never_masked=True)
 #: ``model_type`` of its models whose layers are these.

@@ -70,12 +70,14 @@ def _with_positions(t: Torch, x: Array, positions: int) -> Array:
 
 
 def _table_names(t: Torch) -> tuple[str, ...]:
+    if t.hf.family.rotary == "polar":
+        return ("rotary table: cos",)  # complex64, one number for a pair
     names = ("rotary table: cos", "rotary table: sin")
     return (*names, *(f"{name} of sliding layers" for name in names)) if t.hf.family.local_rotary else names
 
 
 def table_width(t: Torch) -> int:
-    return FP32 if t.hf.family.rotary_in_fp32 else t.parameter_width
+    return FP32 if t.hf.family.rotary_in_fp32 or t.hf.family.rotary == "polar" else t.parameter_width
 
 
 def table_share(t: Torch) -> int:

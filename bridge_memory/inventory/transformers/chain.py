@@ -13,7 +13,7 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import matrix_elements
 from bridge_memory.inventory.transformers.attention import needs_mask
 from bridge_memory.inventory.transformers.blocks import embedding_block, final_norm_block, layer_block, output_block
-from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, MoESpec
+from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 from bridge_memory.spec.adapters import in_any_layer, is_target
 from bridge_memory.spec.layout import ChunkShape
 
@@ -108,7 +108,7 @@ def mask_bytes(model: ModelSpec, ctx: BlockContext) -> int:
     assert ctx.hugging_face is not None
     if ctx.hugging_face.attention == "flash_attention_2":
         return 0
-    windows = {mixer.window_size for mixer in _mixers(model)}
+    windows = _windows(model)
     if ctx.hugging_face.attention == "eager":
         family = ctx.hugging_face.family  # those whose layers differ make both masks whatever layers there are
         both = family.softcapped or family.local_rotary or family.eager == "sinks"
@@ -119,8 +119,11 @@ def mask_bytes(model: ModelSpec, ctx: BlockContext) -> int:
     return sum(made) * width * ctx.batch * ctx.seq * ctx.seq
 
 
-def _mixers(model: ModelSpec) -> list[AttentionSpec]:
-    return [kind.mixer for kind in dict.fromkeys(model.layers) if isinstance(kind.mixer, AttentionSpec)]
+def _windows(model: ModelSpec) -> set[int | None]:
+    """Sliding windows of the layers with attention, None for all tokens."""
+    mixers = [kind.mixer for kind in dict.fromkeys(model.layers)]
+    windows = {mixer.window_size for mixer in mixers if isinstance(mixer, AttentionSpec)}
+    return windows | {None for mixer in mixers if isinstance(mixer, MLASpec)}
 
 
 def _layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:

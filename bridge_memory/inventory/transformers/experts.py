@@ -34,8 +34,8 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
     variables: Sequence[Array] = ()
     early = _mlp_of_shared(t, spec, x) if first else None
     with t.tape.assumed():
-        if t.hf.family.moe == "deepseek":
-            weights, chosen = _sigmoid_router(t, spec, x)
+        if t.hf.family.moe in ("deepseek", "deepseek_v2"):
+            weights, chosen = _router_in_fp32(t, spec, x)
         elif t.hf.family.moe == "gpt_oss":
             weights, which = gpt_oss.router(t, spec, x, scattered=not t.hf.fused_experts)
             chosen = Array(which, t.r.ctx.tokens * spec.topk, INT64)
@@ -43,6 +43,8 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
             weights, chosen = _softmax_router(t, spec, x)
         if t.hf.grouped_experts:
             out = _grouped(t, spec, x, weights, chosen)
+        elif t.hf.family.moe == "deepseek_v2" and not t.hf.fused_experts:
+            out = _sorted_loop(t, spec, x, weights)
         else:
             out, variables = _loop(t, spec, x, weights, chosen)
     if spec.shared_expert_intermediate_size:
@@ -74,20 +76,30 @@ def _softmax_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array]:
     return weights, chosen
 
 
-def _sigmoid_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array]:
-    """``DeepseekV3TopkRouter.forward``: in fp32, hidden states and weight too."""
+def _router_in_fp32(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array]:
+    """``DeepseekV3TopkRouter.forward``, ``DeepseekV2MoEGate.forward``: in fp32, hidden states and weight too, but for
+    autocast, which narrows the product as any other."""
     ctx = t.r.ctx
     tokens, e, h = ctx.tokens, spec.num_experts, ctx.hidden_size
     module = f"{_module(t)}.gate"
-    t.r.parameter(f"{module}.weight", (e, h), use=Use.ROUTER)
     wide = t.cast("hidden states of the router in fp32", x, FP32)
-    trains = t.trains(f"{module}.weight")
-    weight = t.constant("router weight in fp32", e * h, FP32)
-    logits = t.make(
-        "router logits", (wide,), tokens * e, FP32, trains=trains, backward_workspace=e * h * FP32,
-        saves=(*((wide.tensor,) if trains else ()), *((weight.tensor,) if wide.differentiable else ())),
-    )
-    scores = t.saves_output("router scores", logits)
+    if t.hf.autocast:
+        logits = t.linear(module, wide, tokens, h, e, use=Use.ROUTER, label="router logits")
+    else:
+        t.r.parameter(f"{module}.weight", (e, h), use=Use.ROUTER)
+        trains = t.trains(f"{module}.weight")
+        weight = t.constant("router weight in fp32", e * h, FP32)
+        logits = t.make(
+            "router logits", (wide,), tokens * e, FP32, trains=trains, backward_workspace=e * h * FP32,
+            saves=(*((wide.tensor,) if trains else ()), *((weight.tensor,) if wide.differentiable else ())),
+        )
+    softmax = t.hf.family.moe == "deepseek_v2"  # asks for fp32
+    entering = t.cast("router logits in fp32", logits, FP32) if softmax else logits
+    scores = t.saves_output("router scores", entering)
+    if t.hf.family.moe == "deepseek_v2" and (spec.router_num_groups or 1) > 1:
+        # ``masked_fill`` keeps which experts are in groups that are not chosen.
+        others = t.constant("experts of other groups", tokens * e, 1)
+        scores = t.make("router scores of the chosen groups", (scores,), tokens * e, FP32, saves=(others.tensor,))
     weights, chosen = _of_the_chosen(t, spec, scores)
     scaled = t.scale("router weights, scaled", weights)
     t.keep_alive(logits, scores)
@@ -95,16 +107,17 @@ def _sigmoid_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array]:
 
 
 def _of_the_chosen(t: Torch, spec: MoESpec, scores: Array) -> tuple[Array, Array]:
-    """(scores of the chosen experts [T, k] in fp32, divided by their sum where the family does so, and which they
+    """(scores of the chosen experts [T, k], divided by their sum where the family does so, and which they
     are)."""
     tokens, k = t.r.ctx.tokens, spec.topk
     chosen = t.tape.tensor("chosen experts", INT64 * tokens * k, grad=False)
-    weights = t.make("router weights", (scores,), tokens * k, FP32, saves=(chosen,), also=(chosen,))
+    width = scores.width
+    weights = t.make("router weights", (scores,), tokens * k, width, saves=(chosen,), also=(chosen,))
     if t.hf.family.normalized_router:
         total = t.mean("sum of the router weights", weights, tokens)
-        before = t.constant("router weights before they are divided", tokens * k, FP32)
+        before = t.constant("router weights before they are divided", tokens * k, width)
         weights = t.make(
-            "router weights, divided", (weights, total), tokens * k, FP32, saves=(before.tensor, total.tensor)
+            "router weights, divided", (weights, total), tokens * k, width, saves=(before.tensor, total.tensor)
         )
     return weights, Array(chosen, tokens * k, INT64)
 
@@ -115,7 +128,7 @@ def _loop(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> t
     ctx = t.r.ctx
     tokens, h, e, k = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk
     rows = tokens * k // e
-    out_width = FP32 if t.hf.family.moe == "deepseek" else x.width
+    out_width = weights.width if t.hf.family.moe == "deepseek" else x.width
     total = t.constant("mlp sum over experts", tokens * h, out_width)
     classes = e + 1 if t.hf.family.moe == "gpt_oss" and not t.hf.fused_experts else e  # one for what is masked
     mask = t.constant("experts by token, one-hot", tokens * k * classes, INT64)
@@ -135,8 +148,45 @@ def _loop(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> t
         if number == e - 1 and t.last_saver == "mlp":
             t.tape.landmark("the last expert's tokens, the last to be kept")
         total = _added_rows(t, total, weighted, where, tokens * h)
+    out = t.cast("mlp output", total, x.width)
     t.keep_alive(mask, chosen, *variables)
-    return t.cast("mlp output", total, x.width), (mask, *variables)
+    return out, (mask, *variables)
+
+
+def _sorted_loop(t: Torch, spec: MoESpec, x: Array, weights: Array) -> Array:
+    """``DeepseekV2MoE.moe``: tokens sorted by expert, of which each expert takes a part; its outputs are joined, put
+    back in order, and weighted in fp32 in place, for which autograd keeps them as they were."""
+    ctx = t.r.ctx
+    tokens, h, e, k = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk
+    rows = tokens * k
+    _declare(t, spec)
+    counts = t.constant("experts by token, one-hot", tokens * e, INT64)
+    order = t.constant("order of tokens by expert", rows, INT64)
+    places = t.constant("tokens by expert", rows, INT64)
+    taken = t.make("tokens sorted by expert", (x,), rows * h, x.width, saves=(places.tensor,))
+    done = []
+    for number in range(e):
+        part = t.slice("expert input", taken, rows // e * h)
+        done.append(_expert(t, spec, part, rows // e, None, number)[0])
+    joined = t.cat("experts' outputs joined", *done)
+    ordered = t.make("experts' outputs in order", (joined,), rows * h, joined.width, saves=(order.tensor,))
+    wide = t.cast("experts' outputs in fp32", ordered, FP32)
+    kept = t.tape.tensor("experts' outputs in fp32, kept", rows * h * FP32, grad=False)
+    weighted = t.tape.tensor("experts' outputs, weighted", 0, grad_bytes=wide.bytes * wide.differentiable)
+    weighted.whole = wide.tensor.whole or wide.tensor
+    saves = (*((kept,) if weights.differentiable else ()), *((weights.tensor,) if wide.differentiable else ()))
+    # Without gradients they are not kept; a checkpoint that is not reentrant makes them all the same. The weights'
+    # gradient is first as large as the product.
+    made = t.hf.spec.gradient_checkpointing and not t.hf.spec.reentrant
+    outputs = (weighted, kept) if made else (weighted,)
+    t.tape.op(
+        "experts' outputs, weighted", (wide.tensor, weights.tensor), outputs, saves=saves,
+        backward_workspace=wide.bytes - weights.bytes,
+    )
+    total = t.make("mlp sum over experts", (Array(weighted, rows * h, FP32),), tokens * h, FP32)
+    out = t.cast("mlp output", total, x.width)
+    t.keep_alive(counts, order, taken, *done, joined, ordered)
+    return out
 
 
 def _added_rows(t: Torch, total: Array, rows: Array, where: Array, elements: Any) -> Array:
@@ -273,7 +323,7 @@ def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -
     done = _grouped_product(t, "experts' output", product, e * h * f, rows * h, offsets)
     done = _biased(t, done, second)
     t.keep_alive(product)
-    weighted = t.mul("experts' output, weighted", done, share, broadcast=True)
+    weighted = t.mul("experts' output, weighted", done, share, broadcast=True, sole=True)
     cleared = t.tape.tensor("experts' output, cleared", 0, grad_bytes=weighted.bytes * weighted.differentiable)
     cleared.whole = weighted.tensor
     t.tape.op("experts' output, cleared", weighted.tensor, cleared, saves=(sentinel.tensor,))

@@ -137,11 +137,14 @@ class Torch:
         """By a Python number: keeps nothing."""
         return self.make(name, (x,), x.elements, x.width)
 
-    def mul(self, name: str, a: Array, b: Array, *, broadcast: bool = False) -> Array:
+    def mul(self, name: str, a: Array, b: Array, *, broadcast: bool = False, sole: bool = False) -> Array:
         """Keeps each factor for the other's gradient. Where b is ``broadcast``, its gradient is first as large as the
-        product (``torch/csrc/autograd/engine.cpp: validate_outputs`` sums it afterwards)."""
+        product (``torch/csrc/autograd/engine.cpp: validate_outputs`` sums it afterwards). ``sole``: nobody else keeps
+        a; one that a checkpoint made, not a reentrant one, is gone before gradients are narrowed
+        (``torch/utils/checkpoint.py: _checkpoint_hook``)."""
         elements, width = a.elements, max(a.width, b.width)
-        narrowed = self._narrowed(a, width) + self._narrowed(b, width)
+        gone = sole and self.hf.spec.gradient_checkpointing and not self.hf.spec.reentrant
+        narrowed = (0 if gone else self._narrowed(a, width)) + self._narrowed(b, width)
         a, b = self.widened(a, width), self.widened(b, width)
         whole = elements * width
         return self.make(
