@@ -47,7 +47,7 @@ class HuggingFace(NamedTuple):
     def attention(self) -> str:
         """The attention implementation that runs: classes without sdpa are loaded with their own."""
         asked = self.spec.attn_implementation
-        return "eager" if asked == "sdpa" and not self.family.has_sdpa else asked
+        return "eager" if asked == "sdpa" and "sdpa" not in self.family.attention else asked
 
     def liger(self, *kernels: str) -> bool:
         """Whether one of these kernels of liger-kernel runs: asked for, and there for the family."""

@@ -108,7 +108,10 @@ class AutocastOnMeta(TorchFunctionMode):
     """CUDA's autocast (``aten/src/ATen/autocast_mode.cpp``), of which the meta device has none: products in ``dtype``,
     with copies of weights cached until its end; what must be precise in fp32."""
 
-    LOWER = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.addmm)
+    LOWER = (
+        F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.addmm,
+        torch.Tensor.baddbmm,
+    )  # fmt: skip
     WIDER = (
         torch.pow, torch.Tensor.pow, torch.rsqrt, torch.Tensor.rsqrt, F.softmax, torch.softmax, torch.Tensor.softmax,
         torch.cumsum, torch.Tensor.cumsum, torch.sum, SUM, F.layer_norm,

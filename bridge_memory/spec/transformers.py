@@ -109,10 +109,13 @@ class Family(NamedTuple):
     #: Masks are made in the model's dtype, and none is made of positions (``_update_causal_mask``); sdpa is given keys
     #: and values of every query head.
     own_masks: bool = False
+    #: The model makes one more mask [b, 1, s, s], of booleans, which no layer takes.
+    idle_mask: bool = False
     #: Batches have no mask, whatever they hold.
     never_masked: bool = False
     #: "mixtral": a loop over experts, called after Mixtral's; "qwen": the same, called after Qwen's; "deepseek": sums
-    #: in fp32, sigmoid scores; "gpt_oss": biases and clamped gates (``gpt_oss.py``).
+    #: in fp32, sigmoid scores; "gpt_oss": biases and clamped gates (``gpt_oss.py``);
+    #: "minimax": sigmoid scores.
     moe: str = "qwen"
     #: Weights of the chosen experts sum to one.
     normalized_router: bool = True
@@ -126,8 +129,10 @@ class Family(NamedTuple):
     #: Eager attention: "llama"; "gpt2": softmax in the dtype of the scores, and before 5 a mask of its own.
     #: "sinks": a logit of its own beside each row (gpt-oss).
     eager: str = "llama"
-    #: Whether the class takes ``attn_implementation="sdpa"``; one that does not is loaded with eager attention.
-    has_sdpa: bool = True
+    #: What the class takes as ``attn_implementation``; one without sdpa is loaded with eager attention unless told.
+    attention: tuple[str, ...] = ("eager", "sdpa", "flash_attention_2")
+    #: The release in which the class came.
+    since: tuple[int, int] = (4, 51)
     #: Kernels that Liger 0.8.5 has for the class (``MODEL_TYPE_TO_APPLY_LIGER_FN``), and whether its norm's gradient
     #: is written over that of its output.
     liger: tuple[str, ...] = ()
@@ -182,9 +187,17 @@ FAMILIES["gpt2"] = Family(
     eager="gpt2",
 )
 FAMILIES["gpt_oss"] = Family(
-    norm="olmo2", rotary="half tables", eager="sinks", has_sdpa=False, moe="gpt_oss",
+    norm="olmo2", rotary="half tables", eager="sinks", moe="gpt_oss",
+    attention=("eager", "flash_attention_2"), since=(4, 55),
 )
-FAMILIES["deepseek_v2"] = Family(moe="deepseek_v2", rotary="polar", normalized_router=False)
+FAMILIES["bloom"] = Family(
+    norm="layernorm", prefix="transformer.", layers="h", embedding="word_embeddings", final_norm="ln_f", layer="bloom",
+    attention=("eager",),
+)
+#: Its own class is remote code, which was not read; the shapes are DeepSeek-V3's, by whose class it can be run.
+FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]
+FAMILIES["minimax_m2"] = Family(moe="minimax", since=(5, 0))
+FAMILIES["deepseek_v2"] = Family(moe="deepseek_v2", rotary="polar", normalized_router=False, since=(4, 54))
 #: torchtitan 0.2.2 ``models/llama3/model/model.py``: ``nn.RMSNorm``, queries and keys turned as complex numbers.
 TORCHTITAN = Family(norm="fused", rotary="complex", never_masked=True)
 #: ``model_type`` of its models whose layers are these.
@@ -195,7 +208,8 @@ _FROM_5: dict[str, dict[str, Any]] = {
     "gemma": {"scaled_embeddings": "embedding"},
     "gemma2": {"scaled_embeddings": "embedding"},
     "olmo3": {"rotary_in_fp32": False},
-    "qwen2_moe": {"own_masks": False},
+    # A sliding_window of 0, of which no layer makes use.
+    "qwen2_moe": {"own_masks": False, "idle_mask": True},
     "olmoe": {"own_masks": False},
     "deepseek_v3": {"liger": _LIGER_WITHOUT_ROPE},
 }

@@ -7,13 +7,13 @@ from bridge_memory.inventory.blocks import Block, block
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Use
 from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.transformers import gpt2
+from bridge_memory.inventory.transformers import bloom, gpt2
 from bridge_memory.inventory.transformers.attention import Shared, record_attention
 from bridge_memory.inventory.transformers.experts import last_saver, record_moe
 from bridge_memory.inventory.transformers.loss import record_output
 from bridge_memory.inventory.transformers.mla import record_mla
 from bridge_memory.inventory.transformers.mlp import record_mlp
-from bridge_memory.inventory.transformers.norms import norm
+from bridge_memory.inventory.transformers.norms import layer_norm, norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec
 
@@ -22,6 +22,9 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
     """Token embeddings, and the rotary tables, which the model makes once for all layers."""
     rotary = model.rotary_dim if model.position_embedding_type == "rope" else 0
     positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
+
+    heads = {kind.mixer.num_attention_heads for kind in model.layers if isinstance(kind.mixer, AttentionSpec)}
+    alibi = max(heads) if model.position_embedding_type == "alibi" else 0
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.EMBEDDING
@@ -36,15 +39,20 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
         )
         if positions:
             x = _with_positions(t, x, positions)
+        if model.embedding_layernorm:
+            x = layer_norm(t, f"{family.prefix}{family.embedding}_layernorm", x, tokens, h)
         if family.scaled_embeddings:
             x = t.scale("input embeddings, scaled", x)
-        for name in _table_names(t) if rotary else ():
-            table = t.constant(name, r.ctx.seq * rotary // table_share(t), table_width(t))
-            # Layers keep it.
+        tables = [(name, r.ctx.seq * rotary // table_share(t)) for name in (_table_names(t) if rotary else ())]
+        if alibi and t.hf.spec.gradient_checkpointing:
+            tables.append(("slopes of the positions", tokens * alibi))
+        for name, elements in tables:
+            table = t.constant(name, elements, table_width(t))
+            # Layers keep it, or their checkpoints do.
             t.tape.op(f"{name}, kept by layers", table.tensor, (), saves=(table.tensor,), trains=True)
         t.tape.output(x.tensor)
 
-    return block(ctx, ("transformers embedding", rotary, positions), record)
+    return block(ctx, ("transformers embedding", rotary, positions, alibi, model.embedding_layernorm), record)
 
 
 def _with_positions(t: Torch, x: Array, positions: int) -> Array:
@@ -108,6 +116,8 @@ def _last_saver(t: Torch, layer: LayerSpec) -> str:
     """The operation of a layer after which nothing is kept."""
     if t.hf.family.layer == "gpt2":
         return gpt2.last_saver(t)
+    if t.hf.family.layer == "bloom":
+        return bloom.LAST_SAVER_WITH_DROPOUT if t.r.ctx.hidden_dropout else bloom.LAST_SAVER
     last = t.hf.family.norms[-1]
     if not last:
         assert layer.ffn is not None
@@ -135,6 +145,8 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
     """``LlamaDecoderLayer.forward``, with the norms of the family."""
     if t.hf.family.layer == "gpt2":
         return gpt2.record_gpt2_layer(t, layer, x)
+    if t.hf.family.layer == "bloom":
+        return bloom.record_bloom_layer(t, layer, x)
     r = t.r
     mixer, ffn = layer.mixer, layer.ffn
     assert isinstance(mixer, AttentionSpec | MLASpec) and ffn is not None

@@ -42,6 +42,7 @@ def hugging_face_chunk(
     if model.position_embedding_type == "learned_absolute":
         leaf = ctx.adapters is not None and spec.gradient_checkpointing  # the graph holds it
         unscaled = ctx.seq * ctx.hidden_size * ctx.act + (0 if leaf else ctx.hidden_bytes)  # of positions, and tokens
+    idle = ctx.batch * ctx.seq * ctx.seq if family.idle_mask and ctx.hugging_face.attention == "sdpa" else 0
     layers = _layers(shape, ctx)
     if ctx.adapters is not None and not spec.gradient_checkpointing:
         # Embeddings are frozen: nothing before the first adapter is kept.
@@ -52,10 +53,12 @@ def hugging_face_chunk(
     cast += [0] * (len(layers) - len(cast))
     checkpointed = spec.gradient_checkpointing or spec.selective_ac_option == "op"
     kept = checkpointed or layer_block(shape.layers[0][0], ctx).cost.input_retained
-    held = masks + (unscaled or (0 if kept else ctx.hidden_bytes))
+    held = masks + idle + (unscaled or (0 if kept else ctx.hidden_bytes))
+    if spec.gradient_checkpointing:
+        held += _returned(shape.layers[0][0], ctx)  # of the layer before
     for i, (link, count) in enumerate(layers):
         if i == 0:
-            links.append((_beside(link, masks + unscaled), 1))
+            links.append((_beside(link, masks + idle + unscaled), 1))
             held += cast[0]
             count -= 1
         for _ in range(count if cast[i] else bool(count)):
@@ -112,6 +115,7 @@ def mask_bytes(model: ModelSpec, ctx: BlockContext) -> int:
     if ctx.hugging_face.attention == "eager":
         family = ctx.hugging_face.family  # those whose layers differ make both masks whatever layers there are
         both = family.softcapped or family.local_rotary or family.eager == "sinks"
+        both = both or family.idle_mask
         kinds = 2 if both else len(windows)
         return kinds * ctx.batch * ctx.seq * ctx.seq * ctx.act
     made = [needs_mask(ctx.hugging_face, window, ctx.seq, packed=ctx.packed) for window in windows]
@@ -134,7 +138,21 @@ def _layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
         return _with_products_kept(layer, found.cost, ctx)
     if not spec.gradient_checkpointing:
         return plain_link(found, Label.LAYER)
-    return _checkpointed(found.cost, _gradients_before(layer, ctx), reentrant=spec.reentrant)
+    before = _gradients_before(layer, ctx)
+    link = _checkpointed(found.cost, before, reentrant=spec.reentrant)
+    if spec.reentrant:  # made again, and held as the output is
+        more = _returned(layer, ctx)
+        peak = link.backward_peak + more
+        link = link._replace(backward_peak=peak, backward_peak_held=peak)
+    return link
+
+
+def _returned(layer: LayerSpec, ctx: BlockContext) -> int:
+    """What a layer returns beside its output: BLOOM's the probabilities of its attention [b, a, s, s]."""
+    assert ctx.hugging_face is not None
+    if ctx.hugging_face.family.layer != "bloom" or not isinstance(layer.mixer, AttentionSpec):
+        return 0
+    return ctx.tokens * ctx.seq * layer.mixer.num_attention_heads * ctx.hugging_face.compute_width
 
 
 def _with_products_kept(layer: LayerSpec, cost: BlockCost, ctx: BlockContext) -> Link:

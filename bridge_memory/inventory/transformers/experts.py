@@ -32,15 +32,16 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
     # Qwen2MoeSparseMoeBlock of 5 begins with its shared expert.
     first = spec.shared_expert_gate and t.hf.fused_experts
     variables: Sequence[Array] = ()
+    logits: Array | None = None
     early = _mlp_of_shared(t, spec, x) if first else None
     with t.tape.assumed():
         if t.hf.family.moe in ("deepseek", "deepseek_v2"):
-            weights, chosen = _router_in_fp32(t, spec, x)
+            weights, chosen, logits = _router_in_fp32(t, spec, x)
         elif t.hf.family.moe == "gpt_oss":
             weights, which = gpt_oss.router(t, spec, x, scattered=not t.hf.fused_experts)
             chosen = Array(which, t.r.ctx.tokens * spec.topk, INT64)
         else:
-            weights, chosen = _softmax_router(t, spec, x)
+            weights, chosen, logits = _softmax_router(t, spec, x)
         if t.hf.grouped_experts:
             out = _grouped(t, spec, x, weights, chosen)
         elif t.hf.family.moe == "deepseek_v2" and not t.hf.fused_experts:
@@ -56,27 +57,27 @@ def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
         t.keep_alive(before, shared)
         if spec.shared_expert_gate and not t.hf.fused_experts:
             t.keep_alive(*variables)  # of one function with the loop
-    t.keep_alive(x, weights, chosen)
+    t.keep_alive(x, weights, chosen, logits if t.hf.fused_experts else None)
     return out
 
 
-def _softmax_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array]:
-    """(weights of the chosen experts [T, k] in the model's dtype, the experts chosen)."""
+def _softmax_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Array]:
+    """(weights of the chosen experts [T, k] in the model's dtype, the experts chosen, the logits of all)."""
     ctx = t.r.ctx
     tokens, e = ctx.tokens, spec.num_experts
     logits = t.linear(f"{_module(t)}.gate", x, tokens, ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
     wide = t.cast("router logits in fp32", logits, FP32)
-    scores = t.saves_output("router probabilities", wide)
+    scores = t.saves_output("router probabilities", wide)  # softmax or sigmoid
     weights, chosen = _of_the_chosen(t, spec, scores)
-    if not (t.hf.fused_experts and t.hf.family.moe == "mixtral"):
+    if not (t.hf.fused_experts and t.hf.family.moe in ("mixtral", "minimax")):
         narrow = t.cast("router weights in the model's dtype", weights, x.width)
         t.keep_alive(logits, weights)
         weights = narrow
     t.keep_alive(logits)
-    return weights, chosen
+    return weights, chosen, logits
 
 
-def _router_in_fp32(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array]:
+def _router_in_fp32(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Array]:
     """``DeepseekV3TopkRouter.forward``, ``DeepseekV2MoEGate.forward``: in fp32, hidden states and weight too, but for
     autocast, which narrows the product as any other."""
     ctx = t.r.ctx
@@ -103,7 +104,7 @@ def _router_in_fp32(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array]:
     weights, chosen = _of_the_chosen(t, spec, scores)
     scaled = t.scale("router weights, scaled", weights)
     t.keep_alive(logits, scores)
-    return scaled, chosen
+    return scaled, chosen, logits
 
 
 def _of_the_chosen(t: Torch, spec: MoESpec, scores: Array) -> tuple[Array, Array]:
@@ -179,9 +180,12 @@ def _sorted_loop(t: Torch, spec: MoESpec, x: Array, weights: Array) -> Array:
     # gradient is first as large as the product.
     made = t.hf.spec.gradient_checkpointing and not t.hf.spec.reentrant
     outputs = (weighted, kept) if made else (weighted,)
+    # In fp32 it writes over a view of what was put in order: its gradient and a part of it are copied
+    # (``torch/csrc/autograd/functions/tensor.cpp: CopySlices``).
+    over_a_view = 2 * wide.bytes if x.width == FP32 and not t.hf.autocast else 0
     t.tape.op(
         "experts' outputs, weighted", (wide.tensor, weights.tensor), outputs, saves=saves,
-        backward_workspace=wide.bytes - weights.bytes,
+        backward_workspace=wide.bytes - weights.bytes + over_a_view,
     )
     total = t.make("mlp sum over experts", (Array(weighted, rows * h, FP32),), tokens * h, FP32)
     out = t.cast("mlp output", total, x.width)
@@ -295,6 +299,7 @@ def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -
     tokens, h, e, k, f = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk, spec.moe_ffn_hidden_size
     rows = tokens * k
     _declare(t, spec)
+    counted = t.constant("experts, counted", rows, 4)
     experts = t.constant("experts, sorted", rows, INT64)
     order = t.constant("order of tokens by expert", rows, INT64)
     places = t.constant("tokens by expert", rows, INT64)
@@ -333,7 +338,7 @@ def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -
     t.keep_alive(weighted)
     total = t.make("mlp sum over experts", (restored,), tokens * h, restored.width)
     out = t.cast("mlp output", total, x.width)
-    t.keep_alive(experts, order, taken, share, sentinel, done, restored, total, second)
+    t.keep_alive(counted, experts, order, taken, share, sentinel, done, restored, total, second)
     return out
 
 

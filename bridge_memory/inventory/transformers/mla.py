@@ -1,7 +1,7 @@
 """Multi-latent attention of transformers' classes: latents, queries and keys put together of two parts.
 
-Source: ``models/deepseek_v3/modeling_deepseek_v3.py: DeepseekV3Attention``, and that of deepseek_v2. Shapes: T tokens; a heads of n + r queries
-and keys and v values; latents of l.
+Source: ``models/deepseek_v3/modeling_deepseek_v3.py: DeepseekV3Attention``, and that of deepseek_v2. Shapes: T
+tokens; a heads of n + r queries and keys and v values; latents of l.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def record_mla(t: Torch, spec: MLASpec, x: Array, shared: Shared) -> Array:
 
 
 def _turned(t: Torch, shared: Shared, *given: Array) -> list[Array]:
-    """``models/deepseek_v2/modeling_deepseek_v2.py: apply_rotary_emb``: copies in fp32, as complex numbers by a table of
-    them, cast back one after the other."""
+    """``models/deepseek_v2/modeling_deepseek_v2.py: apply_rotary_emb``: copies in fp32, as complex numbers by a table
+    of them, cast back one after the other."""
     assert shared.cos is not None
     wide = [t.cast(f"{x.tensor.name} in fp32", x, FP32) for x in given]
     turned = []
