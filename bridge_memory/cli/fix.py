@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.cli.run_flags import FLAGS, spelling
+from bridge_memory.cli.run_flags import FLAGS, SPECS, spelling
 from bridge_memory.spec import RunSpec
+from bridge_memory.spec.fields import called
 
 if TYPE_CHECKING:
     from bridge_memory.plan.changes import Effect
@@ -47,8 +48,14 @@ def fix_words(effect: Effect) -> str:
     return f"{shlex.join(words)} ({cost})"
 
 
+def _called(field: str) -> str:
+    """What ``RunSpec.with_fields`` takes for "group.field"."""
+    group, _, name = field.partition(".")
+    return called(SPECS[group], name)
+
+
 def _flag(name: str, value: Any) -> list[str]:
-    field = next((flag.field for flag in FLAGS if flag.field.partition(".")[2] == name.rpartition(".")[2]), None)
+    field = next((flag.field for flag in FLAGS if name in (flag.field, _called(flag.field))), None)
     flag = spelling(field) if field else f"--{name.replace('_', '-')}"
     if value is None:
         return []

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.run_arguments import run_on_gpus
 from bridge_memory.cli.run_flags import add_run_arguments
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.speed.engine_time import NOT_FITTED, TIMED
 
 if TYPE_CHECKING:
     from bridge_memory.plan.changes import Effect
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             }, indent=2,
         ))  # fmt: skip
     else:
-        _print(args, spec.model.name, shown, target)
+        _print(args, spec, shown, target)
     return int(args.target_gib is not None and target is None)
 
 
@@ -69,7 +70,7 @@ def _record(effect: Effect) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(args: argparse.Namespace, name: str, shown: dict[str, list[Effect]], target: Effect | None) -> None:
+def _print(args: argparse.Namespace, run: RunSpec, shown: dict[str, list[Effect]], target: Effect | None) -> None:
     from bridge_memory.report.document import Block, Bullets, Column, Grid
     from bridge_memory.report.printing import print_blocks
 
@@ -77,7 +78,7 @@ def _print(args: argparse.Namespace, name: str, shown: dict[str, list[Effect]], 
     blocks: list[Block] = []
     for title, some in (("One change", shown["changes"]), ("Two changes", shown["pairs"])):
         if some:
-            blocks.append(Grid(f"{title} to {name}", columns, tuple(map(_row, some))))
+            blocks.append(Grid(f"{title} to {run.model.name}", columns, tuple(map(_row, some))))
     if not shown["changes"]:
         blocks.append(Bullets("Nothing frees memory", ("no single change lowers the highest peak of all stages",)))
     if args.target_gib is not None:
@@ -87,16 +88,13 @@ def _print(args: argparse.Namespace, name: str, shown: dict[str, list[Effect]], 
             frees, peak, time = _row(target)[1:]
             words = f"{target.words}: peak {peak} GiB, frees {frees} GiB, time {time}"
         blocks.append(Bullets(f"At most {args.target_gib:g} GiB on every stage", (words,)))
-    blocks.append(
-        Bullets(
-            "How to read it",
-            (
-                "frees: of the highest peak of all stages, by the estimate of the changed run",
-                "time: a sequence's, by the time model (references/search.md); ? where it does not know",
-            ),
-        )
-    )
-    print_blocks(blocks)
+    notes = [
+        "frees: of the highest peak of all stages, by the estimate of the changed run",
+        "time: a sequence's, by the time model (references/search.md); ? where it does not know",
+    ]
+    if run.data_parallel.engine in TIMED:
+        notes.append(NOT_FITTED)
+    print_blocks([*blocks, Bullets("How to read it", tuple(notes))])
 
 
 def _row(effect: Effect) -> tuple[str, ...]:

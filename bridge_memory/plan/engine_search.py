@@ -1,0 +1,116 @@
+"""Which ways to run a model under engines outside of megatron-core fit, and which of them is the fastest.
+
+Each is estimated and timed by itself: there are hundreds, and they share their recordings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bridge_memory.estimate import peaks
+from bridge_memory.plan.engine_space import EngineSpace, Fields, Way, ways
+from bridge_memory.plan.jobs import spread
+from bridge_memory.plan.search import TIE, Card
+from bridge_memory.plan.space import Refused
+from bridge_memory.spec import RunSpec
+from bridge_memory.speed.constants import DEFAULT, Constants
+from bridge_memory.speed.engine_time import EngineTime, engine_time
+from bridge_memory.speed.hardware import Hardware
+
+
+class EngineRow(NamedTuple):
+    """One way that fits."""
+
+    run: RunSpec
+    #: As ``Way.fields``.
+    fields: Fields
+    #: Bytes.
+    peak: int
+    #: Bytes of the card that are left, its margin taken off.
+    headroom: int
+    time: EngineTime
+
+
+class EnginesFound(NamedTuple):
+    """What a search found."""
+
+    #: The fastest first.
+    rows: tuple[EngineRow, ...]
+    looked_at: int
+    #: Of those looked at.
+    too_large: int
+    #: Field -> ways that it refused.
+    refused: Refused
+    #: Whether the search was ended before it was through.
+    stopped: bool = False
+
+    def front(self) -> tuple[EngineRow, ...]:
+        """Ways than which no other is both faster and smaller, the fastest first."""
+        out: list[EngineRow] = []
+        for row in self.rows:
+            if not out or row.peak < out[-1].peak:
+                out.append(row)
+        return tuple(out)
+
+    @property
+    def ties(self) -> int:
+        """How many of the first rows are as fast as the first, as far as a time model can tell."""
+        return sum(row.time.seconds <= self.rows[0].time.seconds * (1 + TIE) for row in self.rows)
+
+
+def search_engines(
+    space: EngineSpace,
+    hardware: Hardware,
+    *,
+    capacity: int,
+    margin: Callable[[int], int],
+    constants: Constants = DEFAULT,
+    progress: Callable[[int, int], None] | None = None,
+    jobs: int = 1,
+    backend: str | None = None,
+) -> EnginesFound:
+    """Look at every way of ``space``; arguments as of ``search.search``. Raises SpecError."""
+    refused = Refused()
+    tell = progress or (lambda looked_at, fitting: None)
+    rows: list[EngineRow] = []
+    looked_at = 0
+    stopped = False
+    work = _Some(hardware, Card(capacity, margin), constants)
+
+    def evaluated() -> Iterator[Sequence[EngineRow | None]]:
+        if jobs == 1 and backend is None:
+            yield from ([work.row(way)] for alike in ways(space, refused) for way in alike)
+        else:
+            yield from spread(jobs, work, list(ways(space, refused)), backend)
+
+    try:
+        for found in evaluated():
+            looked_at += len(found)
+            rows += [row for row in found if row is not None]
+            tell(looked_at, len(rows))
+    except KeyboardInterrupt:
+        stopped = True
+    rows.sort(key=lambda row: (row.time.seconds, row.peak))
+    return EnginesFound(tuple(rows), looked_at, looked_at - len(rows), refused, stopped)
+
+
+@dataclass(frozen=True, eq=False)
+class _Some:
+    """The rows of some ways, None of those that do not fit."""
+
+    hardware: Hardware
+    card: Card
+    constants: Constants
+
+    def __call__(self, some: Sequence[Way]) -> list[EngineRow | None]:
+        return list(map(self.row, some))
+
+    def row(self, way: Way) -> EngineRow | None:
+        (stage,) = peaks(way.run)
+        headroom = self.card.headroom(stage.peak_bytes)
+        if headroom < 0:
+            return None
+        time = engine_time(way.run, self.hardware, self.constants)
+        return EngineRow(way.run, way.fields, stage.peak_bytes, headroom, time)
