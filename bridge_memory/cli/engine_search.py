@@ -226,7 +226,7 @@ def cells(row: EngineRow) -> Cells:
     return Cells(
         run.data_parallel.engine, str(run.batch.micro_batch_size), str(run.num_microbatches), checkpointing_words(run),
         divided_words(run), _overlap_words(run), _offload_words(run), run.transformers.attn_implementation,
-        _liger_words(run), f"{row.peak / 2**30:.2f}", f"{row.headroom / 2**30:.2f}", f"{t.seconds:.3g}",
+        _liger_words(run), f"{row.peak / 2**30:.2f}", f"{row.headroom / 2**30:.2f}", f"{t.seconds:#.3g}",
         f"{tokens / t.seconds / run.parallel.world_size:,.0f}", *(f"{share / t.seconds:.0%}" for share in shares),
     )  # fmt: skip
 
@@ -287,7 +287,7 @@ def _blocks(
     from bridge_memory.speed.engine_time import not_timed_here
 
     base = next(iter(space.bases.values()))
-    best, front = found.rows[: args.top], found.front()[: args.top]
+    best, front = found.different[: args.top], found.front()[: args.top]
     notes = [
         f"{found.looked_at:,} ways looked at, {len(found.rows):,} fit {gpu.name}, {found.too_large:,} do not"
         + ("; stopped before the end" if found.stopped else "")
@@ -310,7 +310,10 @@ def _blocks(
         numbered = tuple((str(n), *(cells(row)[i] for i in kept)) for n, row in enumerate(rows, 1))
         return Grid(title, columns, numbered, None, of_grid)
 
-    tied = min(found.ties, len(best))
+    tied = sum(row.time.seconds <= best[0].time.seconds * (1 + TIE) for row in best)
+    same = len(found.rows) - len(found.different)
+    if same:
+        notes.append(f"{same:,} of those that fit take the memory and the time of another, and are not shown")
     if tied > 1:
         notes.append(f"rows 1 to {tied} are a tie: step times that differ by {TIE:.0%} or less cannot be told apart")
     notes.append(
@@ -391,7 +394,7 @@ def record(row: EngineRow) -> dict[str, Any]:
 
 
 def _written(found: EnginesFound, args: argparse.Namespace, space: EngineSpace, left_out: Sequence[str]) -> str:
-    best = found.rows[: args.top]
+    best = found.different[: args.top]
     records = [record(row) for row in best]
     if args.format == "json":
         import json
@@ -427,9 +430,9 @@ def _emit(found: EnginesFound, args: argparse.Namespace, gpu: Gpu) -> None:
 
     if not found.rows:
         raise SpecError("nothing fits; there is no row to emit")
-    if args.row > len(found.rows):
-        raise SpecError(f"--row {args.row} does not exist; {len(found.rows)} ways fit")
-    row = found.rows[args.row - 1]
+    if args.row > len(found.different):
+        raise SpecError(f"--row {args.row} does not exist; {len(found.different)} different ways fit")
+    row = found.different[args.row - 1]
     flags = _without_ranges(args)
     fields = {**row.fields, **_mixed(args, row.run.data_parallel.engine)}
     if args.emit == "estimate":

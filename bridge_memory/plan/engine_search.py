@@ -12,7 +12,7 @@ from typing import NamedTuple
 from bridge_memory.estimate import peaks
 from bridge_memory.plan.engine_space import EngineSpace, Fields, Way, ways
 from bridge_memory.plan.jobs import spread
-from bridge_memory.plan.search import TIE, Card
+from bridge_memory.plan.search import Card
 from bridge_memory.plan.space import Refused
 from bridge_memory.spec import RunSpec
 from bridge_memory.speed.constants import DEFAULT, Constants
@@ -46,6 +46,16 @@ class EnginesFound(NamedTuple):
     #: Whether the search was ended before it was through.
     stopped: bool = False
 
+    @property
+    def different(self) -> tuple[EngineRow, ...]:
+        """The rows without those that take the same memory and time as one before them under the same engine: the other
+        kind of checkpoint, or another name for the same kernel."""
+        found: dict[object, EngineRow] = {}
+        for row in self.rows:
+            same = row.run.data_parallel.engine, row.run.batch.micro_batch_size, row.peak, row.time
+            found.setdefault(same, row)
+        return tuple(found.values())
+
     def front(self) -> tuple[EngineRow, ...]:
         """Ways than which no other is both faster and smaller, the fastest first."""
         out: list[EngineRow] = []
@@ -54,10 +64,6 @@ class EnginesFound(NamedTuple):
                 out.append(row)
         return tuple(out)
 
-    @property
-    def ties(self) -> int:
-        """How many of the first rows are as fast as the first, as far as a time model can tell."""
-        return sum(row.time.seconds <= self.rows[0].time.seconds * (1 + TIE) for row in self.rows)
 
 
 def search_engines(
