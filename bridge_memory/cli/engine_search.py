@@ -7,13 +7,14 @@ import argparse
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import exp, log
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.cli.engine_files import named
 from bridge_memory.cli.run_arguments import run_on_gpus
 from bridge_memory.cli.run_flags import spelling
 from bridge_memory.plan.engine_space import AXES, ON_DEMAND, EngineSpace, engines_of, is_of
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.parts import MEGATRON_ENGINES
 from bridge_memory.speed.engine_time import NOT_FITTED, TIMED
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from bridge_memory.plan.engine_search import EngineRow, EnginesFound
     from bridge_memory.report.document import Chart, Drawn
     from bridge_memory.report.gpus import Gpu
+    from bridge_memory.speed.hardware import Hardware
 
 SCHEMA = "bridge-memory/engine-search/1"
 EMITTED = ("deepspeed", "accelerate", "trainer")
@@ -51,20 +53,20 @@ def run(args: argparse.Namespace, words: Sequence[str], progress: Callable[[int,
     """Search and print. Returns 0, or 1 where nothing fits."""
     from bridge_memory.plan.engine_search import search_engines
     from bridge_memory.report.gpus import find_gpu, margin_bytes
-    from bridge_memory.speed.hardware import hardware_of
+    from bridge_memory.speed.cards import known_card
 
     gpu = find_gpu(args.gpu)
-    hardware = hardware_of(gpu.name)
-    for flag, value in (("--cache", args.cache), ("--measured-step-time", args.measured_step_time)):
-        if value:
-            raise SpecError(f"{flag} is for layouts of megatron-core, not for engine {', '.join(words)}; drop it")
+    hardware = known_card(gpu.name)
+    if args.cache:
+        raise SpecError(f"--cache is for layouts of megatron-core, not for engine {', '.join(words)}; drop it")
     if args.emit not in (None, "estimate", *EMITTED):
         raise SpecError(f"--emit {args.emit} is for layouts of megatron-core; use {', '.join(EMITTED)} or estimate")
     space, left_out = _space(args, gpu, hardware.domain, words)
     num_gpus = getattr(args, _GPUS)
+    slower, said = _measured(args.measured_step_time, space, hardware)
     found = search_engines(
         space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * 2**30),
-        margin=partial(margin_bytes, world_size=num_gpus), progress=progress, backend=args.backend,
+        margin=partial(margin_bytes, world_size=num_gpus), progress=progress, backend=args.backend, slower=slower,
         jobs=args.jobs or (1 if args.backend is None else -1),
     )  # fmt: skip
     if args.emit:
@@ -72,9 +74,9 @@ def run(args: argparse.Namespace, words: Sequence[str], progress: Callable[[int,
     elif args.format in ("text", "html"):
         from bridge_memory.report.printing import print_blocks
 
-        print_blocks(_blocks(found, args, space, gpu, left_out))
+        print_blocks(_blocks(found, args, space, gpu, (*left_out, *said)))
     else:
-        print(_written(found, args, space, left_out))
+        print(_written(found, args, space, (*left_out, *said)))
     return 0 if found.rows else 1
 
 
@@ -181,6 +183,63 @@ def _mixed(args: argparse.Namespace, engine: str) -> dict[str, Any]:
     own = {"auto_wrap_policy": "torchtitan"} if engine == "fsdp2" else {"use_orig_params": True}
     own |= {"param_dtype": dtype, "reduce_dtype": dtype}
     return {**fields, **{f"fsdp.{name}": value for name, value in own.items() if not hasattr(args, f"fsdp.{name}")}}
+
+
+#: A measured step so many times longer or shorter than predicted is a mistake and no measurement.
+_MOST = 10.0
+_HOW = "write it like fsdp2,mbs2,checkpointing:full=3.1 (checkpointing: none or full)"
+
+
+def _measured(texts: Sequence[str], space: EngineSpace, hardware: Hardware) -> tuple[float, tuple[str, ...]]:
+    """(how much slower measured steps are than predicted ones, in words). What a step does not name is as in the flags.
+    One factor for all times: ranks stay."""
+    from bridge_memory.speed.engine_time import engine_time
+
+    logs, shown = [], []
+    for text in texts:
+        name, equals, last = text.rpartition("=")
+        flag = f"--measured-step-time ({show(text)})"
+        try:
+            seconds = float(last)
+        except ValueError:
+            seconds = 0.0
+        if not (equals and 0 < seconds < 1e6):
+            raise SpecError(f"{flag} does not end in = and the seconds of a step; {_HOW}")
+        predicted = engine_time(_named_run(name, flag, space), hardware).seconds
+        if not 1 / _MOST <= seconds / predicted <= _MOST:
+            raise SpecError(
+                f"{flag} is {seconds / predicted:.3g} times the {predicted:.3g} s that the time model gives; give the "
+                f"seconds of a whole step, within {_MOST:g} times"
+            )
+        logs.append(log(seconds / predicted))
+        shown.append(f"{name}: predicted {predicted:.3g} s")
+    if not logs:
+        return 1.0, ()
+    slower = exp(sum(logs) / len(logs))
+    return slower, (f"all times x {slower:.3g} by the measured step times ({', '.join(shown)}); ranks stay",)
+
+
+def _named_run(name: str, flag: str, space: EngineSpace) -> RunSpec:
+    """The run of "fsdp2,mbs2,checkpointing:full"; without an engine that of the only one."""
+    engines = [word for word in name.split(",") if word in space.bases]
+    if len(engines) > 1 or (not engines and len(space.bases) > 1):
+        raise SpecError(f"{flag} names no engine, or several, of {', '.join(space.bases)}; {_HOW}")
+    base = space.bases[engines[0] if engines else next(iter(space.bases))]
+    fields: dict[str, Any] = {}
+    for word in filter(None, name.split(",")):
+        kind, _, mode = word.partition(":")
+        if word in space.bases:
+            continue
+        if word.startswith("mbs") and word[3:].isascii() and word[3:].isdecimal():
+            fields[_MICRO] = int(word[3:])
+        elif kind == "checkpointing" and mode in ("none", "full") and base.implementation.hugging_face:
+            fields["transformers.gradient_checkpointing"] = mode == "full"
+        else:
+            raise SpecError(f"{flag} has {show(word)}, which says nothing here; {_HOW}")
+    try:
+        return base.with_fields(**fields) if fields else base
+    except SpecError as error:
+        raise SpecError(f"{flag}: {error}") from None
 
 
 # ---- what is printed ----
@@ -393,7 +452,7 @@ def record(row: EngineRow) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _written(found: EnginesFound, args: argparse.Namespace, space: EngineSpace, left_out: Sequence[str]) -> str:
+def _written(found: EnginesFound, args: argparse.Namespace, space: EngineSpace, notes: Sequence[str]) -> str:
     best = found.different[: args.top]
     records = [record(row) for row in best]
     if args.format == "json":
@@ -403,7 +462,7 @@ def _written(found: EnginesFound, args: argparse.Namespace, space: EngineSpace, 
             {
                 "schema": SCHEMA, "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
                 "refused": dict(found.refused), "stopped": found.stopped, "grid": space.rule(),
-                "left_out": list(left_out), "best": records, "front": [record(row) for row in found.front()],
+                "notes": list(notes), "best": records, "front": [record(row) for row in found.front()],
             },
             indent=2,
         )  # fmt: skip

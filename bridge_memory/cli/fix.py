@@ -16,16 +16,15 @@ if TYPE_CHECKING:
 
 def cheapest_fix(run: RunSpec, gpu: Gpu) -> str:
     """"cheapest fix: --recompute-granularity full ... (9% slower)", or that no single option makes it fit."""
-    from bridge_memory.plan.changes import WhatIf
+    from bridge_memory.plan.changes import WhatIf, hardware_for
     from bridge_memory.report.gpus import largest_peak
     from bridge_memory.spec.driver import driver_bytes
     from bridge_memory.spec.gaps import gaps
-    from bridge_memory.speed.hardware import HARDWARE
 
     room = largest_peak(gpu, run.parallel.world_size, driver_bytes(run))
     known = len(gaps(run))
     found = [
-        e for e in WhatIf(run, HARDWARE.get(gpu.name)).singles if e.peak <= room and len(gaps(e.run)) <= known
+        e for e in WhatIf(run, hardware_for(run, gpu.name)).singles if e.peak <= room and len(gaps(e.run)) <= known
     ]  # fmt: skip
     if not found:
         if run.implementation.hugging_face:

@@ -144,7 +144,7 @@ def _size(text: str) -> int | tuple[int, int]:
 
 def _engines(text: str) -> str | tuple[str, ...]:
     """One engine of all that there are, or words that mean some outside of megatron-core."""
-    words = tuple(word.replace("-", "_") for word in text.replace(",", " ").split())
+    words = tuple(word.lower().replace("-", "_") for word in text.replace(",", " ").split())
     for word in words or ("",):
         if word not in ENGINES and word not in SEVERAL:
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is unknown; use some of {', '.join((*ENGINES, *SEVERAL))}")

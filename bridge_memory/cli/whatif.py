@@ -31,21 +31,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Try every change and print. Returns 0, or 1 where --target-gib cannot be reached."""
-    from bridge_memory.plan.changes import WhatIf
+    from bridge_memory.plan.changes import WhatIf, hardware_for
     from bridge_memory.report.gpus import find_gpu
-    from bridge_memory.speed.hardware import HARDWARE, hardware_of
+    from bridge_memory.speed.hardware import hardware_of
 
     gpu = find_gpu(args.gpu)
-    hardware = HARDWARE.get(gpu.name)
     if args.top < 1:
         raise SpecError(f"--top ({args.top}) counts from 1; give a positive number")
     spec = run_on_gpus(args, [gpu])
+    hardware = hardware_for(spec, gpu.name)
     whatif = WhatIf(spec, hardware)
     target = None
     if args.target_gib is not None:
         if not 0 < args.target_gib < 1e6:
             raise SpecError(f"--target-gib ({args.target_gib}) is no size; give GiB of more than 0")
-        hardware_of(gpu.name)  # the cheapest takes a time
+        if hardware is None:
+            hardware_of(gpu.name)  # the cheapest takes a time: this refuses
         target = whatif.cheapest(int(args.target_gib * 2**30))
     shown = {"changes": whatif.singles[: args.top], "pairs": whatif.pairs()[: args.top] if args.pairs else []}
     if args.json:

@@ -11,8 +11,9 @@ from bridge_memory.estimate import peaks
 from bridge_memory.plan.space import useful_modules
 from bridge_memory.plan.splits import NO_SPLIT, splits
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.speed.cards import card_of
 from bridge_memory.speed.engine_time import TIMED, engine_time, not_timed_here
-from bridge_memory.speed.hardware import Hardware
+from bridge_memory.speed.hardware import HARDWARE, Hardware
 from bridge_memory.speed.step_time import not_timed, step_time
 
 #: Changes that stand a chance in a pair or a set: the rest frees less than the best of these alone.
@@ -288,6 +289,11 @@ def _seconds(run: RunSpec, hardware: Hardware) -> float:
     sequences = run.num_microbatches * run.batch.micro_batch_size * run.parallel.data_parallel_size
     time = engine_time if run.data_parallel.engine in TIMED else step_time
     return time(run, hardware).seconds / sequences
+
+
+def hardware_for(run: RunSpec, gpu: str) -> Hardware | None:
+    """The figures of a card as far as the run's time model has them."""
+    return card_of(gpu) if run.data_parallel.engine in TIMED else HARDWARE.get(gpu)
 
 
 def untimed(run: RunSpec) -> tuple[str, ...]:

@@ -73,17 +73,19 @@ def search_engines(
     capacity: int,
     margin: Callable[[int], int],
     constants: Constants = DEFAULT,
+    slower: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
     jobs: int = 1,
     backend: str | None = None,
 ) -> EnginesFound:
-    """Look at every way of ``space``; arguments as of ``search.search``. Raises SpecError."""
+    """Look at every way of ``space``; arguments as of ``search.search``. ``slower``: what a measured step says of all
+    times. Raises SpecError."""
     refused = Refused()
     tell = progress or (lambda looked_at, fitting: None)
     rows: list[EngineRow] = []
     looked_at = 0
     stopped = False
-    work = _Some(hardware, Card(capacity, margin), constants)
+    work = _Some(hardware, Card(capacity, margin), constants, slower)
 
     def evaluated() -> Iterator[Sequence[EngineRow | None]]:
         if jobs == 1 and backend is None:
@@ -109,6 +111,7 @@ class _Some:
     hardware: Hardware
     card: Card
     constants: Constants
+    slower: float
 
     def __call__(self, some: Sequence[Way]) -> list[EngineRow | None]:
         return list(map(self.row, some))
@@ -118,5 +121,5 @@ class _Some:
         headroom = self.card.headroom(stage.peak_bytes)
         if headroom < 0:
             return None
-        time = engine_time(way.run, self.hardware, self.constants)
+        time = engine_time(way.run, self.hardware, self.constants).times(self.slower)
         return EngineRow(way.run, way.fields, stage.peak_bytes, headroom, time)

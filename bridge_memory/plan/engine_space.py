@@ -71,15 +71,14 @@ class EngineSpace(NamedTuple):
 
     def rule(self) -> str:
         """Which of all ways are looked at, in words."""
-        varies = [axis for axis in AXES if axis not in self.fixed]
-        if len(self.bases) == 1 and "engine" in varies:
-            varies.remove("engine")
+        several = {axis for axis in _OF_AXIS if any(len(_values(self, axis, b)) > 1 for b in self.bases.values())}
+        several |= {"mbs"} - self.fixed | ({"engine"} if len(self.bases) > 1 else set())
+        varies = [axis for axis in AXES if axis in several]
         if not varies:
             return "what the flags leave open"
         often = "every micro batch that divides" if self.exhaustive else "powers of two of mbs"
-        return f"{often}; all of {', '.join(v for v in varies if v != 'mbs')}" if "mbs" in varies else (
-            f"all of {', '.join(varies)}"
-        )
+        others = f"all of {', '.join(axis for axis in varies if axis != 'mbs')}" if varies != ["mbs"] else ""
+        return "; ".join(words for words in (often * ("mbs" in varies), others) if words)
 
 
 def engines_of(words: Sequence[str], num_gpus: int) -> tuple[str, ...]:
@@ -142,7 +141,7 @@ def _micro_batches(space: EngineSpace, base: RunSpec) -> list[int]:
     if "mbs" in space.fixed:
         return [base.batch.micro_batch_size]
     low, high = space.micro_batches
-    sizes = range(low, min(high, MOST_SEQUENCES) + 1)
+    sizes = range(low, high + 1)
     return list(sizes) if space.exhaustive else [n for n in sizes if n & (n - 1) == 0]
 
 

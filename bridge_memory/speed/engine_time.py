@@ -16,6 +16,7 @@ from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 from bridge_memory.spec.layout import layout
+from bridge_memory.speed.cards import FP32, HOST
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.engine_work import BlockWork, model_work
 from bridge_memory.speed.hardware import Hardware
@@ -33,21 +34,6 @@ NOT_FITTED = (
 #: Seconds that the host takes to start one operation forward (Python, dispatcher, autograd), and backward (C++ alone).
 #: Judgement: an eager operation of torch is usually told to take 5 to 10 microseconds.
 HOST_FORWARD, HOST_BACKWARD = 1e-5, 5e-6
-#: Operations a second in fp32 without TF32, which torch leaves off (``torch.backends.cuda.matmul.allow_tf32``): the
-#: data sheets of ``hardware``; Blackwell's are of HGX B200 and GB200 NVL72, divided.
-FP32 = {
-    "V100": 15.7e12, "A100-40GB": 19.5e12, "A100-80GB": 19.5e12, "A800": 19.5e12, "H100": 67e12, "H200": 67e12,
-    "B200": 75e12, "GB200": 80e12, "B300": 75e12, "GB300": 80e12, "MI300X": 163.4e12,
-}  # fmt: skip
-#: (bytes a second to host memory each way, bytes a second of host memory), a GPU's share. PCIe's generation by the
-#: data sheet: 3 (16 GB/s), 4 (32), 5 (64); GB200's and GB300's half of a Grace's NVLink-C2C. Host memory: channels of
-#: both processors of DGX-1, DGX A100, DGX H100, DGX B200 (DDR4-2400, DDR4-3200, DDR5-4800, DDR5-5600) over eight GPUs,
-#: Grace's LPDDR5X over two, two EPYC 9004 over eight.
-HOST = {
-    "V100": (16e9, 19e9), "A100-40GB": (32e9, 51e9), "A100-80GB": (32e9, 51e9), "A800": (32e9, 51e9),
-    "H100": (64e9, 77e9), "H200": (64e9, 77e9), "B200": (64e9, 90e9), "GB200": (225e9, 256e9), "B300": (64e9, 90e9),
-    "GB300": (225e9, 256e9), "MI300X": (64e9, 115e9),
-}  # fmt: skip
 #: Times an element of a state or a parameter is read or written in a step of torch's optimizers, by optimizer and
 #: kind of update: gradient in, parameter and states in and out (fused, one kernel: ``aten/src/ATen/native/cuda/
 #: fused_adam_utils.cuh``); each of ``_multi_tensor_adamw``'s ten kernels by itself (``torch/optim/adam.py``), or
@@ -86,6 +72,10 @@ class EngineTime(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.forward + self.backward + self.sent + self.optimizer + self.host
+
+    def times(self, factor: float) -> EngineTime:
+        """Every part so many times as long."""
+        return EngineTime(*[factor * part for part in self])
 
 
 def not_timed_here(run: RunSpec) -> tuple[str, ...]:

@@ -213,6 +213,32 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Nothing fits" in shown and "--vary all" in shown
 
 
+def test_a_measured_step_moves_all_times_and_no_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(capsys, *SMALL, "--engine", "fsdp2,zero3")
+    named = ("fsdp2", 2, "none", "all")
+    row = next(r for r in rows if (r["engine"], r["mbs"], r["checkpointing"], r["divided"]) == named)
+    step = f"fsdp2,mbs2,checkpointing:none={1.5 * row['step_seconds']}"
+    again = rows_of(capsys, *SMALL, "--engine", "fsdp2,zero3", "--measured-step-time", step)
+    assert [r["step_seconds"] for r in again] == pytest.approx([1.5 * r["step_seconds"] for r in rows])
+    assert [r["peak_bytes"] for r in again] == [r["peak_bytes"] for r in rows]
+
+
+def test_cards_of_fine_tuners_have_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every card that computes bf16 or fp16 fast enough to be rented for it, of AMD's the MI300X alone."""
+    from bridge_memory.report.gpus import GPUS
+    from bridge_memory.speed.cards import FP32, HOST, OTHERS, card_of
+    from bridge_memory.speed.hardware import HARDWARE
+
+    assert {name for name in GPUS if card_of(name) is None} == {
+        "T4", "H20-141GB", "GH200-96GB", "GH200-144GB", "RTX-PRO-6000", "MI250X", "MI325X", "MI355X",
+    }  # fmt: skip
+    assert FP32.keys() == HOST.keys() == {*HARDWARE, *OTHERS} and not HARDWARE.keys() & OTHERS.keys()
+    flags = "--num-gpus 1 --gpu RTX-4090 --global-batch-size 16 --seq-length 1024 --engine single --peft lora"
+    assert main(["search", LLAMA, *flags.split()]) == 0
+    shown = capsys.readouterr().out
+    assert "RTX-4090" in shown and "reshard" not in shown
+
+
 def test_dtypes_that_differ_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--engine", "any"]) == 0
     assert "--mixed-precision bf16 sets all of them up" in " ".join(capsys.readouterr().out.split())
@@ -240,6 +266,11 @@ def test_dtypes_that_differ_are_said(capsys: pytest.CaptureFixture[str]) -> None
         ([*MIXED], "--mixed-precision is for engines outside of megatron-core"),
         ([*SMALL, "--engine", "zero3", "--emit", "deepspeed", "--row", "9999"], "--row 9999 does not exist"),
         ([*SMALL, "--engine", "ddp", "--cache", "x"], "--cache is for layouts of megatron-core"),
+        ([*SMALL, "--engine", "ddp", "--measured-step-time", "mbs2"], "does not end in = and the seconds"),
+        ([*SMALL, "--engine", "ddp", "--measured-step-time", "tp2=3"], "which says nothing here; write it like"),
+        ([*SMALL, "--engine", "ddp", "--measured-step-time", "mbs2=900"], "times the"),
+        ([*SMALL, "--engine", "any", "--measured-step-time", "mbs2=3"], "names no engine, or several"),
+        ([*SMALL, "--engine", "ddp", "--measured-step-time", "mbs3=3"], "--global-batch-size (64)"),
         ([*SMALL[:2], "--gpu", GPU, "--engine", "ddp", "--global-batch-size", "8"], "--num-gpus is missing"),
         ([*SMALL[:4], "--gpu", GPU, "--engine", "ddp"], "--global-batch-size is missing"),
         (["search", LLAMA, "--num-gpus", "8", "--gpu", GPU, "--engine", "ddp", "--global-batch-size", "9"],
