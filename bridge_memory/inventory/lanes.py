@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from math import lcm
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -133,10 +133,14 @@ def collapsed(values: np.ndarray) -> np.ndarray:
     return values
 
 
-class Part(NamedTuple):
+class Part:
     """Some runs of a grid: positions along each axis."""
 
-    positions: tuple[np.ndarray, ...]
+    __slots__ = ("_index", "positions")
+
+    def __init__(self, positions: tuple[np.ndarray, ...]) -> None:
+        self.positions = positions
+        self._index: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -172,9 +176,12 @@ class Part(NamedTuple):
     @property
     def index(self) -> Any:
         """What takes these runs out of an array of the whole grid, or puts them in."""
-        if all(len(at) and at[-1] - at[0] == len(at) - 1 for at in self.positions):
-            return tuple(slice(at[0], at[-1] + 1) for at in self.positions)
-        return np.ix_(*self.positions)
+        if self._index is None:
+            if all([len(at) and at[-1] - at[0] == len(at) - 1 for at in self.positions]):
+                self._index = tuple([slice(at[0], at[-1] + 1) for at in self.positions])
+            else:
+                self._index = np.ix_(*self.positions)
+        return self._index
 
     def divided(self, answers: np.ndarray) -> list[Part]:
         """Parts of it along the axis on which ``answers`` differ in the fewest ways."""

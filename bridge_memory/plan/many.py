@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from math import prod
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -351,6 +352,10 @@ class Pieces:
         return (made for _, made in self._parts)
 
 
+#: Of all chunks that are kept from one pipeline to the next the most entries of one array; a chunk is a few dozen.
+_MOST_ENTRIES = 100_000
+
+
 class Memory:
     """Peaks of the layouts of a sheet."""
 
@@ -370,6 +375,8 @@ class Memory:
             LIBRARY.shelf(settings_of(base)), sizes_of(of_all),  # type: ignore[arg-type]
             [along(2, [row[i] for row in switches]) for i in range(len(switches[0]))], sheet.recomputes,
         )
+        #: Chunks that are kept from one pipeline to the next.
+        self.few_chunks = _MOST_ENTRIES // max(1, prod(self.grid.shape))
         self._costs = costs
         if costs is not None:
             costs.take_up(self.grid.bare_grid())
@@ -474,19 +481,19 @@ class Memory:
         states = {shapes: self._state(pipeline, shapes) for shapes in ranks}
         found = np.nonzero(kept)
         peaks = np.zeros(len(found[0]), np.int64)
+        microbatches = self._microbatches(pipeline, found)
         for shapes, of_shape in ranks.items():
             if not len(peaks):
                 break
             cells = self.cells(pipeline, found)
-            microbatches = self._microbatches(pipeline, found)
             np.maximum(peaks, self._peak(pipeline, parallel, shapes, of_shape, states[shapes], cells, microbatches),
                        out=peaks)  # fmt: skip
             # What one stage is too large for is looked at no further.
             fit = allowed(peaks)
-            found, peaks = tuple(at[fit] for at in found), peaks[fit]
-        # Few shapes come again in other pipelines, and each is a dozen arrays.
+            if not fit.all():
+                found, peaks, microbatches = tuple(at[fit] for at in found), peaks[fit], microbatches[fit]
         for holds in self._holds.made():
-            holds.let_go()
+            holds.let_go(self.few_chunks)
         return Peaks(found[0], found[1], found[2], peaks)
 
     def cells(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -580,13 +587,13 @@ class Times:
 
     def seconds(self, pipeline: Pipeline, cells: tuple[np.ndarray, ...]) -> np.ndarray:
         """Of a pipeline's layouts at ``cells`` of the grid."""
-        grid = self._memory.grid
+        memory, grid = self._memory, self._memory.grid
         used = np.zeros(grid.shape, bool)
         used[cells] = True
 
         def seconds(of: tuple[Part, Passes]) -> Any:
             part, passes = of
-            runs: Any = self._memory.runs(pipeline, part)
+            runs: Any = memory.runs(pipeline, part)
             return Step(runs, self._hardware, self._constants, passes=passes).time().seconds
 
         out = np.zeros(grid.shape)
@@ -594,7 +601,7 @@ class Times:
             for part, values in self._passes.each(seconds, used):
                 out[part.index] = values
         for _, passes in self._passes.made():
-            passes.let_go()
+            passes.let_go(memory.few_chunks)
         return out[cells]
 
 

@@ -311,9 +311,10 @@ class Passes:
         self._layers.clear()
         self._chunks.clear()
 
-    def let_go(self) -> None:
-        """Of all chunks so far."""
-        self._chunks.clear()
+    def let_go(self, few: int) -> None:
+        """Of all chunks so far, where there are more than ``few``."""
+        if len(self._chunks) > few:
+            self._chunks.clear()
         self._elements.clear()
 
     def chunk(self, shape: ChunkShape) -> _Pass:
