@@ -107,10 +107,38 @@ def _ceiled(value: np.ndarray) -> np.ndarray:
     return value if value.dtype.kind in "iu" else np.ceil(value).astype(np.int64)
 
 
+def distinct(values: np.ndarray) -> np.ndarray:
+    """Every number once, the smallest first: ``np.unique``, which would import masked arrays for it."""
+    ordered = np.sort(values, axis=None)
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])] if ordered.size else ordered
+
+
+def numbered(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(every number once, the smallest first; which of them each value is)."""
+    few = distinct(values)
+    return few, np.searchsorted(few, values)
+
+
+def numbered_rows(rows: np.ndarray) -> tuple[list[tuple[Any, ...]], np.ndarray]:
+    """(every row once, in order; which of them each row is)."""
+    known: dict[bytes, int] = {}
+    kinds: list[tuple[Any, ...]] = []
+    back = []
+    for row in rows:
+        number = known.setdefault(row.tobytes(), len(kinds))
+        if number == len(kinds):
+            kinds.append(tuple(row.tolist()))
+        back.append(number)
+    order = sorted(range(len(kinds)), key=kinds.__getitem__)
+    places = np.empty(len(kinds), np.int64)
+    places[order] = np.arange(len(kinds))
+    return [kinds[i] for i in order], places[back]
+
+
 def one_by_one(function: Callable[[Any], Any], values: np.ndarray) -> np.ndarray:
     """``function`` of every distinct number."""
-    distinct, back = np.unique(values, return_inverse=True)
-    return np.array([function(value) for value in distinct.tolist()])[back].reshape(values.shape)
+    numbers, back = numbered(values)
+    return np.array([function(value) for value in numbers.tolist()])[back]
 
 
 def _apply(name: str, left: Any, right: Any) -> Any:
@@ -189,9 +217,9 @@ class Part:
         for axis in range(AXES):
             if answers.shape[axis] > 1:
                 rows = np.moveaxis(answers, axis, 0).reshape(answers.shape[axis], -1)
-                kinds, back = np.unique(rows, axis=0, return_inverse=True)
+                kinds, back = numbered_rows(rows)
                 if len(kinds) > 1 and (best is None or len(kinds) < best[0]):
-                    best = len(kinds), axis, back.reshape(-1)
+                    best = len(kinds), axis, back
         assert best is not None, "answers that do not differ"
         number, axis, back = best
         out = []

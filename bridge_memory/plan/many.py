@@ -23,7 +23,7 @@ from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
 from bridge_memory.estimate import StageHolds, by_lifetime
 from bridge_memory.inventory.context import LIBRARY, settings_of, sizes_of, switches_of
-from bridge_memory.inventory.lanes import Differs, Part, along, collapsed, parts, whole
+from bridge_memory.inventory.lanes import Differs, Part, along, collapsed, distinct, numbered_rows, parts, whole
 from bridge_memory.inventory.many import Grid, Same
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.space import Refused, Sizes, Space, micro_batches, parallel_sizes, recomputations, split_choices
@@ -535,7 +535,7 @@ class Memory:
             moments = np.empty(len(at))
             number = microbatches[mine]
             keeps = not self.sheet.base.implementation.deallocate_pipeline_outputs
-            for m in np.unique(number).tolist():
+            for m in distinct(number).tolist():
                 few = number == m
                 rows = peak_rows(pp, tuple(ranks), few_microbatches(pp, m, v, group), group, which, keeps)
                 moments[few] = (rows @ values[:columns, few]).max(axis=0)
@@ -650,16 +650,16 @@ class Sweep:
             return found
         outside = np.zeros(len(found.peaks), np.int64)
         places = np.stack([pipeline.at[found.sizes], found.batch])
-        for key in np.unique(places, axis=1).T.tolist():
+        for key in numbered_rows(places.T)[0]:
             mine = np.flatnonzero((places == np.array(key)[:, None]).all(axis=0))
-            known = self._drivers.get(tuple(key))
+            known = self._drivers.get(key)
             if known is None:
                 one = int(mine[0])
                 run = self.sheet.run(pipeline, int(found.sizes[one]), key[1], int(found.recompute[one]))
-                known = self._drivers[tuple(key)] = driver_bytes(run)
+                known = self._drivers[key] = driver_bytes(run)
             outside[mine] = known
         kept = np.ones(len(found.peaks), bool)
-        for driver in np.unique(outside).tolist():
+        for driver in distinct(outside).tolist():
             mine = outside == driver
             kept[mine] = _held(found.peaks[mine], partial(self._fits, driver=driver))
         return Peaks(*(each[kept] for each in found))
@@ -727,9 +727,9 @@ def fitting(
 
 def _held(peaks: np.ndarray, fits: Callable[[int], bool]) -> np.ndarray:
     """Which of ``peaks`` fit: asked of a few, since what is lower fits too."""
-    distinct = np.unique(peaks)
-    number = bisect_left(range(len(distinct)), True, key=lambda i: not fits(int(distinct[i])))
-    return peaks < distinct[number] if number < len(distinct) else np.ones(len(peaks), bool)
+    few = distinct(peaks)
+    number = bisect_left(range(len(few)), True, key=lambda i: not fits(int(few[i])))
+    return peaks < few[number] if number < len(few) else np.ones(len(peaks), bool)
 
 
 def sorted_together(sheet: Sheet, found: Sequence[Fitting]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

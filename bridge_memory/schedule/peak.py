@@ -75,7 +75,7 @@ def kinds_of(chunks: Sequence[Cost]) -> tuple[Sequence[Cost], tuple[int, ...] | 
     """(what chunks cost, which of these each does), where of many chunks no more than two differ from all others, as
     the first and the last mostly do. Else all of them are counted apart (None), which serves whatever they cost."""
     kinds = list(dict.fromkeys(chunks))
-    if len(chunks) <= FEW_CHUNKS or len(kinds) > 3:
+    if (len(kinds) > 1 and len(chunks) <= FEW_CHUNKS) or len(kinds) > 3:
         return chunks, None
     which = tuple(map(kinds.index, chunks))
     if max(map(which.count, range(len(kinds)))) < len(which) - 2:
