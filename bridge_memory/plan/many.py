@@ -217,18 +217,21 @@ class Sheet:
         #: Why a layout is refused, as a number of ``errors``.
         reasons = np.zeros(shape, np.int32)
         todo = legal.copy()
+        around, runs = _around(todo), _kept_of(lambda part: self.runs(pipeline, part))
         choices = np.array([self.number[r] for r in pipeline.recomputes])
         for rule, everywhere in zip(RULES, self._everywhere, strict=True):
             if everywhere is None:
                 numbers = np.zeros(shape, np.int32)
-                for part, number in self._refusals(rule, _around(todo), lambda part: self.runs(pipeline, part)):
+                for part, number in self._refusals(rule, around, runs):
                     numbers[part.index] = number
             else:
                 numbers = _spread(everywhere, (pipeline.at, np.arange(shape[1]), choices))
-            reasons = np.where(todo, numbers, reasons)
-            todo &= numbers == 0
-            if not todo.any():
-                break
+            if (numbers[todo] if numbers.any() else numbers).any():
+                reasons = np.where(todo, numbers, reasons)
+                todo &= numbers == 0
+                if not todo.any():
+                    break
+                around = _around(todo)
         # Where nothing is recomputed first, and that is refused, so are the others.
         first = reasons[:, :, :1]
         reasons = np.where(first > 0, first, reasons)
@@ -243,11 +246,12 @@ class Sheet:
         """Of every rule why it refuses what, over all sizes, micro batches and sets of recomputation; None of a rule
         that asks for the pipeline."""
         every = whole((len(self.sizes), len(self.batches), len(self.recomputes)))
+        runs = _kept_of(self.without_pipeline)
         out: list[np.ndarray | None] = []
         for rule in RULES:
             numbers = np.zeros(every.shape, np.int32)
             try:
-                for part, number in self._refusals(rule, every, self.without_pipeline):
+                for part, number in self._refusals(rule, every, runs):
                     numbers[part.index] = number
             except AttributeError:
                 out.append(None)
@@ -272,6 +276,19 @@ class Sheet:
             if error is not None:
                 self._errors.append(error)
                 yield part, len(self._errors) - 1
+
+
+def _kept_of(runs: Callable[[Part], Runs]) -> Callable[[Part], Runs]:
+    """``runs``, made once of a part, of which many rules ask."""
+    known: dict[int, tuple[Part, Runs]] = {}
+
+    def of(part: Part) -> Runs:
+        found = known.get(id(part))
+        if found is None:
+            found = known[id(part)] = part, runs(part)
+        return found[1]
+
+    return of
 
 
 def _around(some: np.ndarray) -> Part:

@@ -330,10 +330,11 @@ class Passes:
         if found is None:
             dense: Any = 0
             experts: Any = 0
-            for shape in stage:
+            for shape, chunks in Counter(stage).items():
                 for unit in chunk_units(self.run.model, shape, self.ctx):
                     (of_dense,), (of_experts,) = unit.parameters.sums(((elements, 0),))
-                    dense, experts = dense + unit.times * of_dense, experts + unit.times * of_experts
+                    times = chunks * unit.times
+                    dense, experts = dense + times * of_dense, experts + times * of_experts
             found = self._elements[stage] = dense, experts
         return found
 
