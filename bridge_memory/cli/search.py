@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -91,22 +93,34 @@ def run(args: argparse.Namespace) -> int:
     hardware = hardware_of(gpu.name)
     space = _space(args, gpu, hardware, _ranges(args))
     steps = calibrated(measured_steps(args.measured_step_time, space), hardware) if args.measured_step_time else None
-    found = search(
-        space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * 2**30),
-        margin=partial(margin_bytes, world_size=space.num_gpus), progress=_progress(),
-        constants=steps.constants if steps else DEFAULT, backend=args.backend, cache=args.cache,
-        jobs=args.jobs or (1 if args.backend is None else -1),
-    )  # fmt: skip
-    calibration = steps.words if steps else ""
-    if args.emit:
-        print(_emitted(found, args, gpu))
-    elif args.format in ("text", "html"):
-        from bridge_memory.report.printing import print_blocks
+    with _few_collections():
+        found = search(
+            space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * 2**30),
+            margin=partial(margin_bytes, world_size=space.num_gpus), progress=_progress(),
+            constants=steps.constants if steps else DEFAULT, backend=args.backend, cache=args.cache,
+            jobs=args.jobs or (1 if args.backend is None else -1),
+        )  # fmt: skip
+        calibration = steps.words if steps else ""
+        if args.emit:
+            print(_emitted(found, args, gpu))
+        elif args.format in ("text", "html"):
+            from bridge_memory.report.printing import print_blocks
 
-        print_blocks(_blocks(found, args, space, gpu, calibration))
-    else:
-        print(_written(found, args, space, calibration))
+            print_blocks(_blocks(found, args, space, gpu, calibration))
+        else:
+            print(_written(found, args, space, calibration))
     return 0 if found.rows else 1
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Python looks for cycles seldom meanwhile: a search makes a hundred thousand small objects and few cycles."""
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _space(

@@ -141,12 +141,11 @@ class MegatronDDP:
         parameters = rests = copies = 0
         # Of later stages and chunks a buffer is one bucket (``DistributedDataParallel.__init__``: disable_bucketing).
         starts = bool(chunks) and _starts_the_model(chunks[0], self.run)
-        for index, units in enumerate(chunks):
-            found = self._chunks.get(units, starts and index == 0, self.chunk)
-            parameters += found.parameters
-            rests += found.rests
-            copies += found.gradient_copies
-            amounts = list(map(add, amounts, found.amounts))
+        for found, times in self._counted(chunks, starts):
+            parameters += times * found.parameters
+            rests += times * found.rests
+            copies += times * found.gradient_copies
+            amounts = [n + times * more for n, more in zip(amounts, found.amounts, strict=True)]
         lines, whole = self.lines, amounts
         if self.adapters is not None:
             of_adapters = [0] * len(self.adapters.lines)
@@ -158,6 +157,19 @@ class MegatronDDP:
             lines, whole = (*lines, *self.adapters.lines), [*amounts, *of_adapters]
         kept = tuple((line, n) for line, n in zip(lines, whole, strict=True) if somewhere(n))
         return StageState(parameters, kept, rests, copies, in_step=copies_in_step(self.run, self.states, kept))
+
+    def _counted(self, chunks: Sequence[Sequence[Unit]], starts: bool) -> Iterator[tuple[ChunkState, int]]:
+        """What chunks of a stage keep, and how many of them do."""
+        times: dict[int, int] = {}
+        first = id(chunks[0]) if starts else None
+        if starts:
+            yield self._chunks.get(chunks[0], True, self.chunk), 1
+        for units in chunks:
+            times[id(units)] = times.get(id(units), 0) + 1
+        for units in {id(units): units for units in chunks}.values():
+            number = times[id(units)] - (id(units) == first)
+            if number:
+                yield self._chunks.get(units, False, self.chunk), number
 
     def chunk(self, units: Sequence[Unit], in_buckets: bool) -> ChunkState:
         """What one chunk keeps; ``in_buckets``: its buffers may have more than one bucket."""

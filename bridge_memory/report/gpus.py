@@ -172,8 +172,6 @@ def _key(name: str) -> str:
 
 def find_gpu(name: str) -> Gpu:
     """The card called ``name`` ("H100", "a100-80gb", "NVIDIA H100 80GB"). Raises SpecError with close matches."""
-    import difflib
-
     key = _key(name)
     by_key = {_key(g.name): g for g in _CARDS}
     if key in by_key:
@@ -182,6 +180,8 @@ def find_gpu(name: str) -> Gpu:
         return GPUS[_ALIASES[key]]
     close = [g.name for k, g in by_key.items() if key and k.startswith(key)]
     if not close:
+        import difflib
+
         close = [by_key[k].name for k in difflib.get_close_matches(key, by_key, n=3, cutoff=0.5)]
     hint = f"did you mean {' or '.join(close)}?" if close else "`bridge-memory gpus` lists them"
     raise SpecError(f"gpu ({name!r}) is not one that is known here; {hint}")
