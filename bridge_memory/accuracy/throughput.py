@@ -270,16 +270,15 @@ def _model(row: Mapping[str, Any]) -> ModelSpec:
             base, vocabulary = resolve_model("meta-llama/Llama-2-13b-hf"), 128000
             layer = LayerSpec(AttentionSpec(heads, heads, hidden // heads), MLPSpec(facts["ffn"], gated=True))
         elif name.lower().startswith(("gpt", "megatron-", "turing-")):
-            base, vocabulary = resolve_model("openai/GPT-3-175B"), _BLOOM_VOCABULARY if _rebalanced(row) else None
+            base = resolve_model("openai/GPT-3-175B")
+            vocabulary = _BLOOM_VOCABULARY if _rebalanced(row) else base.vocab_size
             layer = LayerSpec(
                 AttentionSpec(heads, heads, hidden // heads, True, True, rotary=False),
                 MLPSpec(facts.get("ffn") or 4 * hidden, gated=False, activation="gelu", add_bias=True),
             )
         else:
             raise SpecError(f"of the model {name} sizes are stated, but not what its layers are")
-        return replace(
-            base, hidden_size=hidden, layers=(layer,) * facts["layers"], vocab_size=vocabulary or base.vocab_size
-        )
+        return replace(base, hidden_size=hidden, layers=(layer,) * facts["layers"], vocab_size=vocabulary)
     raise SpecError(f"the model {name} is not known by its sizes")
 
 
