@@ -9,8 +9,8 @@ the layout are the recipe's; the space is the grid of ``bridge-memory search``. 
 ``scripts/bridge_recipes.py`` does. Recipes of one layout (equal model, GPU, batch and precision) are one row.
 
 A recipe is no run: some were derived from others (half of the GPUs) and stand in no table of what was measured.
-``--published`` takes a corpus of throughput with the rows of Bridge's performance tables, and counts those recipes apart
-whose layout a table lists with its speed. ``--fit`` leaves the search out.
+``--published`` takes a corpus of throughput with the rows of Bridge's performance tables, and counts those recipes
+apart whose layout a table lists with its speed. ``--fit`` leaves the search out.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def plain(name: str) -> str:
 
 def published(path: Path) -> set[tuple[str, ...]]:
     """(model, GPUs, GPU, precision, layout in short) of every row of Bridge's performance tables that pretrains."""
-    found = set()
+    found: set[tuple[str, ...]] = set()
     for line in path.read_text().splitlines():
         row = json.loads(line)
         if not str(row.get("framework")).startswith("megatron-bridge") or row.get("task") != "pretrain":

@@ -230,10 +230,10 @@ def test_the_constants_are_within_reach_of_the_hardware() -> None:
 
 
 def test_models_are_read_by_their_sizes() -> None:
-    """LLaMA-30B has 60 layers of 6656 with 52 heads and 17920 in the MLP (Touvron et al. 2023, table 2); an embedding of
-    128,000 rows weighs as much as 1.6 of its layers, so that four stages of 15.8 are 14, 16, 16 and 14 layers at best,
-    the heaviest of 16; DeepSpeed deals 78 layers to 12 stages as 11 sevens and a one; sequence parallelism of one rank
-    is none."""
+    """LLaMA-30B has 60 layers of 6656 with 52 heads and 17920 in the MLP (Touvron et al. 2023, table 2); an embedding
+    of 128,000 rows weighs as much as 1.6 of its layers, so that four stages of 15.8 are 14, 16, 16 and 14 layers at
+    best, the heaviest of 16; DeepSpeed deals 78 layers to 12 stages as 11 sevens and a one; sequence parallelism of one
+    rank is none."""
     row = {
         "id": 1, "gpu": "A100 80GB", "gpus": 64, "framework": "AA-Scaling (ZeRO-1)", "task": "pretrain",
         "model": "LLaMA-30B", "model_facts": {"hidden": 6656, "layers": 60, "heads": 52, "ffn": 17920},
