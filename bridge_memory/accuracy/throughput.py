@@ -165,8 +165,8 @@ def _run(row: Mapping[str, Any]) -> tuple[RunSpec, Kernels]:
         overlap_grad_reduce=today, overlap_param_gather=today,
         use_distributed_optimizer=row.get("optimizer") != "ZeRO stage 0",
         # Aleph Alpha's 13B fits one 80 GB card with ZeRO-1 alone, so its gradients are as wide as its parameters, as
-        # those of DeepSpeed's ZeRO in fp16 are.
-        grad_reduce_in_fp32=not any(name in framework for name in ("AA-Scaling", "DeepSpeed")),
+        # those of DeepSpeed's ZeRO in fp16 are. BLOOM's training, in bf16, adds them up in fp32.
+        grad_reduce_in_fp32=_rebalanced(row) or not any(name in framework for name in ("AA-Scaling", "DeepSpeed")),
     )  # fmt: skip
     run = RunSpec(
         model=model, parallel=parallel, batch=batch, precision=_precision(row), recompute=_recompute(row),
@@ -182,8 +182,8 @@ def _of_bigscience(row: Mapping[str, Any]) -> bool:
 def _rebalanced(row: Mapping[str, Any]) -> bool:
     """Whether embedding and output layer count as layers where stages are made, as in BLOOM's own training
     (``tr11-176B-ml.slurm``: ``--pp-partition-method 'type:transformer|embedding'``). The source tells its runs of that
-    kind, which are those with BLOOM's vocabulary, in a section of their own; all of them have two layers less than
-    their stages hold."""
+    kind, which have BLOOM's vocabulary, in a section of their own; all of them have two layers less than their stages
+    hold, and hold 15 GB a GPU more than those before them, as bf16 with gradients added up in fp32 beside would."""
     return _of_bigscience(row) and "Rebalancing layers" in str(row.get("ref"))
 
 
@@ -206,23 +206,30 @@ def _dealt_by_deepspeed(layers: int, chunks: int) -> dict[str, Any]:
 def _dealt_by_scaling(model: ModelSpec, chunks: int) -> dict[str, Any]:
     """``pipe_partition_balanced`` of Aleph Alpha's ``scaling`` (``core/nn/parallel_module/pipeline_partitioning.py``)
     over the parameters of the embedding, the layers, the last norm and the output layer: as many to each stage as the
-    largest has to take. Assumed: the runs name no method, and ``pipe_partition_uniform``, over things instead of
-    parameters, would differ on two stages alone, where the times of the 13B speak against it."""
+    largest has to take. Assumed: the runs name no method. ``pipe_partition_uniform``, over things instead of
+    parameters, differs on two stages alone, where the times of the 13B speak against it; it is taken where the other
+    would leave a stage empty."""
     ffn = model.layers[0].ffn
     assert isinstance(ffn, MLPSpec)
     hidden, words = model.hidden_size, model.vocab_size * model.hidden_size
     layer = hidden * (4 * hidden + 3 * ffn.ffn_hidden_size + 2)
     weights = (words, *[layer] * len(model.layers), hidden, words)
-    stages = _smallest_bottleneck(weights, chunks)
+    stages = _smallest_bottleneck(weights, chunks) or _uniform(len(weights), chunks)
     last = len(model.layers) + 1
     texts = ["t" * max(0, min(stop, last) - max(start, 1)) for start, stop in pairwise(stages)]
     return {"pipeline_model_parallel_layout": "|".join(["E" + texts[0], *texts[1:-1], texts[-1] + "L"])}
 
 
+def _uniform(things: int, chunks: int) -> list[int]:
+    """The first thing of every stage, and how many there are: as many each, what is left one by one to the first."""
+    each, left = divmod(things, chunks)
+    return [i * each + min(i, left) for i in range(chunks + 1)]
+
+
 @cache
-def _smallest_bottleneck(weights: tuple[int, ...], chunks: int) -> list[int]:
-    """The first thing of every stage, and how many there are, where the heaviest stage is as light as can be. Raises
-    SpecError where that leaves a stage with nothing."""
+def _smallest_bottleneck(weights: tuple[int, ...], chunks: int) -> list[int] | None:
+    """The first thing of every stage, and how many there are, where the heaviest stage is as light as can be; None
+    where that leaves a stage with nothing."""
 
     def firsts(most: int) -> list[int]:
         found, held = [0], 0
@@ -236,9 +243,7 @@ def _smallest_bottleneck(weights: tuple[int, ...], chunks: int) -> list[int]:
     sums = {sum(weights[i:j]) for i in range(len(weights)) for j in range(i + 1, len(weights) + 1)}
     tried = map(firsts, sorted(x for x in sums if x >= max(weights)))
     found = next(stages for stages in tried if len(stages) <= chunks + 1)
-    if len(found) <= chunks:
-        raise SpecError("how its layers are split over stages is not stated")
-    return found
+    return found if len(found) == chunks + 1 else None
 
 
 def _split(layers: int, chunks: int) -> dict[str, Any]:

@@ -248,6 +248,11 @@ def test_models_are_read_by_their_sizes() -> None:
     assert (len(model.layers), model.vocab_size) == (60, 128000)
     assert flops == 2 * 2048 * (4 * 6656 * 6656 + 3 * 6656 * 17920)
     assert [c.num_layers for (c,) in layout(model, found.run.parallel).stages] == [14, 16, 16, 14]
+    # Twenty stages of four layers at most would leave some empty: 63 things are three fours and 17 threes.
+    many = measured({**row, "pp": 20, "gpus": 80})
+    assert isinstance(many, Measured)
+    stages = layout(model, many.run.parallel).stages
+    assert [c.num_layers for (c,) in stages] == [3, 4, 4, *[3] * 16, 1]
     assert not found.run.parallel.sp and not found.run.data_parallel.grad_reduce_in_fp32
     bloom = {**row, "source": "bigscience", "framework": "Megatron-DeepSpeed", "model": "GPT 182B", "attention": None,
              "model_facts": {"hidden": 13824, "layers": 78, "heads": 64}, "pp": 12, "tp": 4, "gpus": 384}
