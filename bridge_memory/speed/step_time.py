@@ -220,7 +220,8 @@ class Step:
         totals = {shapes: added(x.total * times for x, times in of) for shapes, of in stages.items()}
         hop = self._hop()
         # 1F1B receives before it can go on; interleaved schedules receive while another chunk runs.
-        sends = 0.0 if p.vpp > 1 or p.pp == 1 else 2 * m * hop
+        messages = 4 if passes.kernels.separate_sends and p.pp > 2 else 2
+        sends = 0.0 if p.vpp > 1 or p.pp == 1 else messages * m * hop
         slowest: list[Any] = []
         for shapes, of in stages.items():
             work, again = Parts(), 0.0
@@ -244,8 +245,14 @@ class Step:
 
     def _hop(self) -> Any:
         """A hidden state from one stage to the next."""
-        p = self.run.parallel
-        return self.passes.rates.exchange(self.passes.ctx.hidden_bytes, 1, p.world_size) if p.pp > 1 else 0.0
+        p, rates = self.run.parallel, self.passes.rates
+        nbytes = self.passes.ctx.hidden_bytes
+        if p.pp == 1:
+            return 0.0
+        if not self.passes.kernels.pipeline_in_parts or p.sp:
+            return rates.exchange(nbytes, 1, p.world_size)
+        gathered = rates.exchange(nbytes * (p.tp - 1) / p.tp, 1, p.tp)
+        return rates.exchange(nbytes / p.tp, 1, p.world_size) + gathered
 
     def _own_elements(self, stage: StageShape) -> Any:
         """Elements of a rank whose optimizer state is its own."""
@@ -365,7 +372,7 @@ class Passes:
         attention = self._slower * w.attention / r.attention
         return Parts(
             added(map(r.product, w.products)), attention, w.traffic / r.memory, *self._sends(w, attention),
-            self.c.layer / 2 if w.products else 0.0,
+            self._host() / 2 if w.products else 0.0,
         )
 
     def _backward(self, w: Work) -> Parts:
@@ -374,8 +381,11 @@ class Passes:
         traffic = 2 * w.traffic + self._accumulated(w)
         return Parts(
             added(map(r.gradients, w.products)), attention, traffic / r.memory, *self._sends(w, attention / 2),
-            self.c.layer if w.products else 0.0,
+            self._host() if w.products else 0.0,
         )
+
+    def _host(self) -> float:
+        return self.c.layer_blocking if self.kernels.blocking_launches else self.c.layer
 
     def _accumulated(self, w: Work) -> Any:
         """Bytes that are read and written where a microbatch's gradients of matrices are added to those before it,
@@ -424,10 +434,15 @@ class Passes:
         if isinstance(layer.mixer, MLASpec):
             up = added(map(rates.product, _up_projections(layer.mixer, ctx)))
             products = chosen(ctx.switch("mla_up_proj"), up, 0.0)
-        inside = Parts(products, attention, traffic)
-        whole = Parts(attention=attention).plus(ffn_forward)
+        names = ["core_attn", "layernorm", *["moe_act"] * routed, *["mla_up_proj"] * isinstance(layer.mixer, MLASpec)]
+        regions = {name: chosen(ctx.switch(name), self._host() / 2, 0.0) for name in names}
+        # Two norms; every region is entered again by the host.
+        host = added(regions.values()) + regions["layernorm"]
+        inside = Parts(products, attention, traffic, host=host)
         all_of_it = ctx.switch("moe" if routed else "mlp")
-        return Parts(*[chosen(all_of_it, a, b) for a, b in zip(whole, inside, strict=True)])
+        return Parts(*[
+            chosen(all_of_it, a, b) for a, b in zip(inside.plus(ffn_forward), inside, strict=True)
+        ])  # fmt: skip
 
     def _once(self, what: Any, count: Callable[[], T]) -> T:
         """The work of one thing, counted once."""

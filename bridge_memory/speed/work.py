@@ -19,9 +19,10 @@ from bridge_memory.speed.kernels import Kernels
 #: Bytes an element that a norm in plain torch reads and writes beyond those of one kernel: a copy in fp32, its square,
 #: the mean, the product, the cast back and the weight.
 _UNFUSED_NORM = 32
-#: Products of heads whose rows are no multiple of 16 bytes do without tensor cores: an A100's other units reach 78 of
-#: 312 TFLOP/s (data sheet; NVIDIA, "Matrix Multiplication Background User's Guide", 3).
-_UNALIGNED = 4.0
+#: Products of heads whose rows are no multiple of 16 bytes do without tensor cores. They add up in fp32 (PyTorch's
+#: ``bgemm`` asks for ``CUBLAS_COMPUTE_32F``), for which an A100's other units reach 19.5 of 312 TFLOP/s (data sheet;
+#: NVIDIA, "Matrix Multiplication Background User's Guide", 3).
+_UNALIGNED = 16.0
 
 
 class Product(NamedTuple):
@@ -187,8 +188,8 @@ def _mixer_traffic(layer: LayerSpec, ctx: BlockContext, kernels: Kernels) -> flo
         if kernels.unfused_attention:
             scores = ctx.tokens * ctx.seq * ctx.cp * mixer.num_attention_heads / ctx.tp
             traffic += 8 * scores * ctx.act  # scores, scaled and masked, softmax, dropout: each out and in
-            if kernels.plain_softmax:  # scaled, masked and softmax in fp32, and the copies to it and back
-                traffic += scores * (4 * 2 * 4 - 2 * ctx.act)
+            if kernels.plain_softmax:  # copied and then masked in place, by a mask of a byte an element
+                traffic += scores * (2 * 2 * ctx.act + 1)
     elif isinstance(mixer, MLASpec):
         wide = mixer.num_attention_heads * (mixer.qk_head_dim + mixer.qk_pos_emb_head_dim + mixer.v_head_dim)
         traffic += 3 * 2 * ctx.tokens * wide / ctx.tp * ctx.act
