@@ -201,7 +201,7 @@ def core_attention(
     ctx, tape = r.ctx, r.tape
     out_bytes = ctx.tokens * out_width * ctx.act
     rows = ctx.tokens * heads
-    kernel = attention_kernel(r, sink=sink, equal_heads=kv_width == v_width)
+    kernel = attention_kernel(r, sink=sink, equal_heads=kv_width == v_width, window=window)
     turned = sequences_first(r)
     if turned:
         widths = (("query", q_width), ("key", kv_width), ("value", v_width))
@@ -369,20 +369,22 @@ def _fill(r: Recorder, scores: Tensor, mask: Tensor | None, view: bool) -> Tenso
     return filled
 
 
-def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = True) -> str:
+def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = True, window: bool = False) -> str:
     """ "flash", "fused" or "unfused": what Transformer Engine is left with for these tensors.
 
     Source: TE ``dot_product_attention/utils.py: get_attention_backend``. Neither FlashAttention nor cuDNN takes fp32;
     FlashAttention takes no sink; FlashAttention 2, before Hopper, wants values as wide as keys
-    (``equal_heads``), to which later releases pad them (``dot_product_attention.py: _pad_qkv_head_dim``). Where nothing
-    is left the run is refused (``spec.validation: _check_kernels``).
+    (``equal_heads``), to which later releases pad them (``dot_product_attention.py: _pad_qkv_head_dim``). cuDNN takes
+    no ``window`` with dropout. Where nothing is left the run is refused (``spec.validation: _check_kernels``).
     """
     ctx, chosen = r.ctx, r.ctx.impl.attention_kernel
     if chosen == "unfused" or ctx.params_dtype == "fp32":
         return "unfused"
     by_choice = ctx.impl.attention_backend == "auto" and ctx.impl.prefers_flash
     if sink or (by_choice and not equal_heads and not FLASH_PADS_VALUES(ctx.impl)):
-        return "fused"
+        chosen = "fused"
+    if chosen == "fused" and window and ctx.attention_dropout:
+        return "unfused" if sink else "flash"
     return chosen
 
 
