@@ -472,15 +472,20 @@ def _context_parallel(
         )
     kv = tape.make("key and value ring buffer", keys_values, kv_bytes)
     step = out_bytes + 4 * rows
-    around = (c - 1) * kv_bytes + c * step + 4 * out_bytes // ctx.act
+    # Packed, the sum is in the output's dtype, and each step attends to copies of halves of keys and values; statistics
+    # are copied to be summed, and each step's are turned.
+    halves = kv_bytes // 2 if ctx.packed else 0
+    around = (c - 1) * kv_bytes + c * step + (16 * rows if ctx.packed else 4 * out_bytes // ctx.act + 4 * rows)
     if RING_SUMS_AS_IT_GOES(ctx.impl):
         buffers = smallest(c, 4)
         around = (buffers - 1) * kv_bytes + 2 * step
         if c > 2:
             around = largest(around, (buffers - 2) * kv_bytes + 3 * step)
         else:
-            # The last step is added to the first: the sum's statistics before and after, and what it is scaled by.
-            around += 3 * 4 * rows
+            # The last step is added to the first: the sum's statistics before and after, and what is made of them and
+            # of those of both steps.
+            around += 5 * 4 * rows
+    around += halves
     out = tape.make(
         "core_attention output", (query, kv), out_bytes, saves=(query, kv, lse), save_output=True, also=(lse,),
         workspace=around,
