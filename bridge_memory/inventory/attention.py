@@ -201,7 +201,7 @@ def core_attention(
     ctx, tape = r.ctx, r.tape
     out_bytes = ctx.tokens * out_width * ctx.act
     rows = ctx.tokens * heads
-    kernel = attention_kernel(r, sink=sink, equal_heads=kv_width == v_width)
+    kernel = attention_kernel(r, sink=sink, equal_heads=kv_width == v_width, window=window)
     turned = sequences_first(r)
     if turned:
         widths = (("query", q_width), ("key", kv_width), ("value", v_width))
@@ -369,20 +369,22 @@ def _fill(r: Recorder, scores: Tensor, mask: Tensor | None, view: bool) -> Tenso
     return filled
 
 
-def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = True) -> str:
+def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = True, window: bool = False) -> str:
     """ "flash", "fused" or "unfused": what Transformer Engine is left with for these tensors.
 
     Source: TE ``dot_product_attention/utils.py: get_attention_backend``. Neither FlashAttention nor cuDNN takes fp32;
     FlashAttention takes no sink; FlashAttention 2, before Hopper, wants values as wide as keys
-    (``equal_heads``), to which later releases pad them (``dot_product_attention.py: _pad_qkv_head_dim``). Where nothing
-    is left the run is refused (``spec.validation: _check_kernels``).
+    (``equal_heads``), to which later releases pad them (``dot_product_attention.py: _pad_qkv_head_dim``). cuDNN takes
+    no ``window`` with dropout. Where nothing is left the run is refused (``spec.validation: _check_kernels``).
     """
     ctx, chosen = r.ctx, r.ctx.impl.attention_kernel
     if chosen == "unfused" or ctx.params_dtype == "fp32":
         return "unfused"
     by_choice = ctx.impl.attention_backend == "auto" and ctx.impl.prefers_flash
     if sink or (by_choice and not equal_heads and not FLASH_PADS_VALUES(ctx.impl)):
-        return "fused"
+        chosen = "fused"
+    if chosen == "fused" and window and ctx.attention_dropout:
+        return "unfused" if sink else "flash"
     return chosen
 
 
@@ -470,15 +472,20 @@ def _context_parallel(
         )
     kv = tape.make("key and value ring buffer", keys_values, kv_bytes)
     step = out_bytes + 4 * rows
-    around = (c - 1) * kv_bytes + c * step + 4 * out_bytes // ctx.act
+    # Packed, the sum is in the output's dtype, and each step attends to copies of halves of keys and values; statistics
+    # are copied to be summed, and each step's are turned.
+    halves = kv_bytes // 2 if ctx.packed else 0
+    around = (c - 1) * kv_bytes + c * step + (16 * rows if ctx.packed else 4 * out_bytes // ctx.act + 4 * rows)
     if RING_SUMS_AS_IT_GOES(ctx.impl):
         buffers = smallest(c, 4)
         around = (buffers - 1) * kv_bytes + 2 * step
         if c > 2:
             around = largest(around, (buffers - 2) * kv_bytes + 3 * step)
         else:
-            # The last step is added to the first: the sum's statistics before and after, and what it is scaled by.
-            around += 3 * 4 * rows
+            # The last step is added to the first: the sum's statistics before and after, and what is made of them and
+            # of those of both steps.
+            around += 5 * 4 * rows
+    around += halves
     out = tape.make(
         "core_attention output", (query, kv), out_bytes, saves=(query, kv, lse), save_output=True, also=(lse,),
         workspace=around,

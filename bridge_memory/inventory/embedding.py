@@ -6,6 +6,7 @@ Source: megatron-core ``models/common/embeddings/language_model_embedding.py: La
 
 from __future__ import annotations
 
+from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.hyper_connections import expand
 from bridge_memory.inventory.parameters import Use
 from bridge_memory.inventory.recorder import Recorder
@@ -25,7 +26,7 @@ def record_embedding(r: Recorder, rows: int | None, norm: bool, *, scaled: bool 
     ``norm``: BLOOM's, on the embeddings; ``scaled``: times a number, in a tensor of its own."""
     ctx, h = r.ctx, r.ctx.hidden_size
     r.parameter("embedding.word_embeddings.weight", (_rows(r), h), sharded=ctx.tp > 1, use=Use.EMBEDDING)
-    positions = ctx.seq * ctx.cp if rows is None else rows
+    positions = position_rows(ctx, rows)
     if rows != 0:
         r.parameter("embedding.position_embeddings.weight", (positions, h), use=Use.EMBEDDING)
     if norm:
@@ -40,8 +41,20 @@ def record_embedding(r: Recorder, rows: int | None, norm: bool, *, scaled: bool 
     return out
 
 
-def embed(r: Recorder, ids: Tensor, *, positions: int = 0, norm: bool = False) -> Tensor:
-    """The module's forward pass; ``positions``: rows of its position table, 0 without."""
+def position_rows(ctx: BlockContext, rows: int | None) -> int:
+    """Rows of the table, where ``rows`` are of ``learned_positions``."""
+    return ctx.seq * ctx.cp if rows is None else rows
+
+
+def embed(
+    r: Recorder, ids: Tensor, *, positions: int = 0, norm: bool = False, place: Tensor | None = None,
+    waits: bool = False,
+) -> Tensor:
+    """The module's forward pass; ``positions``: rows of its position table, 0 without.
+
+    ``place``: position ids, where they are not the batch's. ``waits``: the gradient of the positions is there while
+    that of the words is made.
+    """
     ctx, tape = r.ctx, r.tape
     h = ctx.hidden_size
     whole = ctx.tokens * h * ctx.act
@@ -55,7 +68,7 @@ def embed(r: Recorder, ids: Tensor, *, positions: int = 0, norm: bool = False) -
     # The weight's gradient is dense, of the parameter's size and dtype.
     out = tape.make(
         "word embeddings", (ids, weight), whole if mask is None else 0, saves=(ids,),
-        backward_workspace=_rows(r) * h * ctx.act,
+        backward_workspace=_rows(r) * h * ctx.act + (positions * h * ctx.act if waits else 0),
     )
     if mask is not None:
         # In place; the gradient is not.
@@ -69,7 +82,8 @@ def embed(r: Recorder, ids: Tensor, *, positions: int = 0, norm: bool = False) -
         out = tape.make("reduce-scattered embeddings", out, ctx.tokens_sp * h * ctx.act)
         looked_up = [out]
     if positions:
-        place = tape.input("position ids", 8 * ctx.tokens, requires_grad=False)
+        if place is None:
+            place = tape.input("position ids", 8 * ctx.tokens, requires_grad=False)
         position = tape.make(
             "position embeddings", (place, weight), whole, saves=(place,),
             backward_workspace=positions * h * ctx.act,

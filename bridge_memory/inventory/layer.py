@@ -57,13 +57,16 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
     return block(ctx, ("layer", layer, reached), record)
 
 
-def mtp_block(layer: LayerSpec, ctx: BlockContext) -> Block:
-    """One MTP depth without its output layer. Names are relative to ``mtp.layers.<i>.``."""
+def mtp_block(layer: LayerSpec, ctx: BlockContext, positions: int | None = 0, *, waits: bool = False) -> Block:
+    """One MTP depth without its output layer. Names are relative to ``mtp.layers.<i>.``.
+
+    ``positions`` and ``waits`` as for ``mtp.record_next_embedding``.
+    """
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.MTP
         x = r.tape.input("hidden_states", r.ctx.hidden_bytes)
-        embedded = record_next_embedding(r)
+        embedded = record_next_embedding(r, positions, waits=waits)
         cut_off = r.ctx.mtp_without_gradients
         with r.tape.checkpoint("MTP depth", () if cut_off else (x, embedded), enabled=r.ctx.mtp_recomputed):
             streams = r.ctx.residual_streams > 1
@@ -78,7 +81,7 @@ def mtp_block(layer: LayerSpec, ctx: BlockContext) -> Block:
         r.tape.output(out)
         r.tape.keep_alive(x)
 
-    return block(ctx, ("MTP", layer), record)
+    return block(ctx, ("MTP", layer, positions, waits), record)
 
 
 def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:

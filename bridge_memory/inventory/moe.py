@@ -424,7 +424,7 @@ def _experts(r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, w
     # fp8 GEMMs want every expert's rows in multiples of 16 or 32, half of which are missing on average: HybridEP pads
     # as it permutes, else there is a padded copy before and an unpadded one after (experts.py: TEGroupedMLP.forward,
     # quantization_padding).
-    rows = n.received + local_experts * _padding(r)
+    rows = _padded(r, n.received, local_experts)
     pads = _pads(ctx) and not _pads_in_dispatch(ctx) and not _routers_pad(ctx)
     unpadded = x
     if pads:
@@ -501,9 +501,17 @@ def _stashed(r: Recorder, x: Tensor) -> Tensor:
     return r.tape.tensor(f"{x.name} in the stash", round(x.bytes * share), grad=False)
 
 
-def _padding(r: Recorder) -> int:
-    """Rows that an expert lacks on average to the multiple that fp8 wants; none beyond a budget of rows, where padding
-    is in it."""
+def _padded(r: Recorder, rows: Any, experts: Any) -> Any:
+    """``rows`` of so many experts with those that each lacks to the multiple that fp8 wants: half of it on average, and
+    what an expert with a row at all lacks to one multiple. None beyond a budget of rows, where padding is in it."""
+    multiple = _multiple(r)
+    if not multiple:
+        return rows
+    return smallest(largest(rows + experts * (multiple // 2), experts * multiple), rows * multiple)
+
+
+def _multiple(r: Recorder) -> int:
+    """Of rows, to which an expert's are padded; 0 for none."""
     if not _pads(r.ctx) or r.ctx.impl.moe_expert_rank_capacity_factor is not None:
         return 0
     if _routers_pad(r.ctx) and not _pads_in_dispatch(r.ctx):
@@ -515,7 +523,7 @@ def _padding(r: Recorder) -> int:
         # Outside of fp8 the recipe is Transformer Engine's default one of the GPU (``quantization.py:
         # get_default_fp8_recipe``): mxfp8 on Blackwell.
         alignment = 32 if r.ctx.impl.gpu_arch == "blackwell" else 16
-    return alignment // 2
+    return alignment
 
 
 def _routers_pad(ctx: BlockContext) -> bool:
@@ -555,7 +563,7 @@ def _sequential_experts(
     for m, part, scale in zip(rows, tokens, scales, strict=True):
         whole = m
         if pads:
-            whole = m + _padding(r)
+            whole = _padded(r, m, 1)
             part = tape.make("padded tokens", part, whole * width * ctx.act)
             scale = tape.make("padded probabilities", scale, whole * (probs.bytes // n.received))
         one = f"{EXPERTS}.local_experts.0"

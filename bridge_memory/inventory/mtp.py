@@ -6,16 +6,24 @@ of each depth are ``output.record_output``; the stage that runs MTP without hold
 
 from __future__ import annotations
 
-from bridge_memory.inventory.embedding import embed
+from bridge_memory.inventory.embedding import embed, position_rows
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import Tensor
 
 
-def record_next_embedding(r: Recorder) -> Tensor:
-    """The embedding of the next token, [T_sp, h]; it is made outside of what is recomputed."""
+def record_next_embedding(r: Recorder, positions: int | None = 0, *, waits: bool = False) -> Tensor:
+    """The embedding of the next token, [T_sp, h]; it is made outside of what is recomputed.
+
+    ``positions``: rows of a table of learned positions (``embedding.learned_positions``), whose ids are rolled
+    as tokens are; ``waits``: its gradient of that table is the first of several.
+    """
     ids = r.tape.tensor("next token ids", 8 * r.ctx.tokens, grad=False)
     r.tape.op("roll", (), ids)
-    return embed(r, ids)
+    if positions == 0:
+        return embed(r, ids)
+    place = r.tape.tensor("next position ids", 8 * r.ctx.tokens, grad=False)
+    r.tape.op("roll", (), place)
+    return embed(r, ids, positions=position_rows(r.ctx, positions), place=place, waits=waits)
 
 
 def record_mtp_inputs(r: Recorder, x: Tensor, embedded: Tensor) -> Tensor:

@@ -422,8 +422,11 @@ class Recorder:
         if ctx.hidden_dropout:
             mask = tape.tensor(f"{name} dropout mask", size, grad=False)
             dropped = tape.tensor(f"{name} dropped", 0 if fused else size * ctx.act, grad_bytes=size * ctx.act)
-            # ``TransformerLayer.bias_dropout_add_exec_handler`` is torch.enable_grad.
-            tape.op(f"{name} dropout", x, (dropped, mask), saves=(mask,), always_saves=True)
+            # ``TransformerLayer.bias_dropout_add_exec_handler`` is torch.enable_grad. In a pass without gradients what
+            # comes has none, and only a bias's asks for the mask.
+            tape.op(
+                f"{name} dropout", x, (dropped, mask), saves=(mask,), always_saves=bias and not self.frozen
+            )
             on_the_way.append(x)
             x = dropped
         out = tape.make(f"{name} output", (x, residual), ctx.hidden_bytes, alias=True)

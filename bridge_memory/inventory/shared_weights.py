@@ -1,7 +1,8 @@
 """Gradients of a weight that one chunk uses more than once.
 
 The embedding's weight serves the embedding, every MTP depth and, tied, the output layer; an untied output layer's
-weight serves the main loss and those of the MTP depths. Autograd hands a weight its gradient when all uses have
+weight serves the main loss and those of the MTP depths. A table of learned positions serves the embedding and every
+depth. Autograd hands a weight its gradient when all uses have
 given theirs. Until then the sum so far waits: with tied embeddings on one stage, through the whole backward pass.
 
 Source: PyTorch ``torch/csrc/autograd/input_buffer.cpp: accumulate`` (in place where nobody else holds the first),
@@ -16,7 +17,9 @@ from typing import NamedTuple
 
 from bridge_memory.inventory.chain import Label, Link
 from bridge_memory.inventory.context import BlockContext
+from bridge_memory.inventory.embedding import position_rows
 from bridge_memory.inventory.recorder import Recorder
+from bridge_memory.inventory.sizes import largest
 from bridge_memory.spec import divide
 
 
@@ -29,6 +32,8 @@ class PendingGradients(NamedTuple):
     own: int = 0
     #: The tensor of the sum, where it is neither of the two it is of.
     total: int = 0
+    #: Of positions, at the embedding: what waits and its own, with the gradient of the embeddings that both are of.
+    positions: int = 0
 
     @property
     def at_the_sum(self) -> int:
@@ -39,12 +44,15 @@ class PendingGradients(NamedTuple):
 NOTHING_WAITS = PendingGradients()
 
 
-def pending_gradients(blocks: Sequence[Label], ctx: BlockContext, *, tied: bool) -> list[PendingGradients]:
+def pending_gradients(
+    blocks: Sequence[Label], ctx: BlockContext, *, tied: bool, positions: int | None = 0
+) -> list[PendingGradients]:
     """For each of ``blocks``, by label and in forward order.
 
     ``tied``: their output layers use the embedding's weight. The embedding's gradient is a dense [V / t, h]. So is the
     output layer's; but where the GEMM adds into the main gradient, a stand-in that Transformer Engine keeps for good
-    takes its place (``Recorder.weight_grad``), which a sum may not be written over.
+    takes its place (``Recorder.weight_grad``), which a sum may not be written over. ``positions``: rows of a table of
+    learned ones (``embedding.learned_positions``), whose gradient is dense too.
     """
     shape = (divide(ctx.padded_vocab, ctx.tp, "padded vocab_size", "tensor_model_parallel_size"), ctx.hidden_size)
     dense = shape[0] * shape[1] * ctx.act
@@ -52,9 +60,18 @@ def pending_gradients(blocks: Sequence[Label], ctx: BlockContext, *, tied: bool)
     weights = [_weight(label, tied) for label in blocks]
     uses = {name: weights.count(name) for name in ("embedding", "output")}
     waiting: dict[str, int] = {}
+    of_positions = position_rows(ctx, positions) * ctx.hidden_size * ctx.act
+    uses_of_positions, positions_wait = sum(label in _EMBEDS for label in blocks), 0
     out: list[PendingGradients] = []
     for label, name in zip(reversed(blocks), reversed(weights), strict=True):
-        before = sum(waiting.values())
+        before, at_positions = sum(waiting.values()) + positions_wait, 0
+        if label in _EMBEDS:
+            uses_of_positions -= 1
+            if label is Label.EMBEDDING and positions_wait:
+                # It has both before it makes the words' gradient, and then neither.
+                before -= positions_wait
+                at_positions = before + 2 * positions_wait + ctx.tokens * ctx.hidden_size * ctx.act
+            positions_wait = of_positions if uses_of_positions else 0
         if not name:
             out.append(PendingGradients(before))
             continue
@@ -67,7 +84,7 @@ def pending_gradients(blocks: Sequence[Label], ctx: BlockContext, *, tied: bool)
             waiting[name] = dense
         else:
             waiting[name] = own
-        out.append(PendingGradients(before, own, total))
+        out.append(PendingGradients(before, own, total, at_positions))
     return out[::-1]
 
 
@@ -79,13 +96,17 @@ def shares_weights(blocks: Sequence[Label], *, tied: bool) -> bool:
 
 def with_pending(link: Link, pending: PendingGradients) -> Link:
     """A link whose backward finds gradients of weights waiting, to which the embedding adds its own at its end."""
-    if not pending.before and not pending.total:
+    if not pending.before and not pending.total and not pending.positions:
         return link
-    summed = link.retained + pending.at_the_sum if link.label is Label.EMBEDDING else 0
+    summed = largest(pending.at_the_sum, pending.positions) if link.label is Label.EMBEDDING else 0
     return link.with_concurrent(pending.before, summed)
 
 
+#: What looks up words, and learned positions where there are any.
+_EMBEDS = (Label.EMBEDDING, Label.MTP)
+
+
 def _weight(label: Label, tied: bool) -> str:
-    if label in (Label.EMBEDDING, Label.MTP) or (label is Label.LOSS and tied):
+    if label in _EMBEDS or (label is Label.LOSS and tied):
         return "embedding"
     return "output" if label is Label.LOSS else ""

@@ -10,13 +10,15 @@ from __future__ import annotations
 from math import ceil
 
 from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.sizes import largest
+from bridge_memory.inventory.sizes import largest, smallest
 from bridge_memory.inventory.tape import Tensor
 from bridge_memory.releases import DELTA_NET_TOKENS_FIRST, MAMBA_CONVOLUTION_IS_NO_MODULE
 from bridge_memory.spec import GatedDeltaNetSpec, MambaSpec, divide
 
 #: Tokens a chunk of flash-linear-attention's gated delta rule.
 DELTA_CHUNK = 64
+#: Streaming multiprocessors of an H100 or H200, over which mamba_ssm spreads the heads of a group.
+MULTIPROCESSORS = 132
 
 
 def record_mamba(
@@ -49,10 +51,12 @@ def record_mamba(
     projected, shared = zxbcdt, groups
     if ctx.cp > 1:
         # Every rank of context parallelism has all tokens of its share of heads, and at least one group of B and C,
-        # put together anew (``ssm/mamba_context_parallel.py: MambaContextParallel.pre_conv_ssm``).
+        # put together anew (``ssm/mamba_context_parallel.py: MambaContextParallel.pre_conv_ssm``): the parts are
+        # variables while they are joined, and what was joined while it is put in order.
         shared = largest(groups, ctx.cp)
         conv_dim, in_width = (n + 2 * (shared - groups) * spec.state_dim for n in (conv_dim, in_width))
-        zxbcdt = projected = tape.make("zxBCdt of all tokens", zxbcdt, ctx.tokens * in_width * ctx.act)
+        joined = ctx.tokens * in_width * ctx.act
+        zxbcdt = projected = tape.make("zxBCdt of all tokens", zxbcdt, joined, workspace=2 * joined)
     if ctx.batch > 1:
         zxbcdt = tape.make("zxBCdt", zxbcdt, ctx.tokens * in_width * ctx.act)
     if scaled:
@@ -72,16 +76,27 @@ def record_mamba(
     # and their gradients are there in fp32 and rounded (ssd_combined.py: _mamba_chunk_scan_combined_bwd,
     # ssd_state_passing.py: _state_passing_bwd), beside the convolution again, dxBC, ddt, the ungated output's gradient
     # and the decays' as partial sums of 64 elements of a state.
+    # Gradients of B, C and C B^T come in parts that are added up, one of so many heads of a group as fill the GPU
+    # (``_chunk_state_bwd_db, _chunk_scan_bwd_dC, _chunk_scan_bwd_dcb``): then the states in fp32 are gone already.
     decays = 4 * ctx.batch * chunks * heads * (ceil(spec.head_dim * spec.state_dim / 64) + 1)
+    together = largest(smallest(ceil(ctx.batch * chunks * heads / MULTIPROCESSORS), heads // shared), 1)
+    parts = 1 + ceil(heads // shared / together)
+    of_group = 4 * ctx.tokens * shared * spec.state_dim
+    with_states = 2 * states + decays
+    summed = 4 * ctx.batch * chunks * heads + largest(
+        2 * steps + (1 + parts) * of_group, 3 * steps + 2 * of_group + parts * products
+    )
     ungated = tape.tensor("scan output before the gate", inner_bytes, grad=False)
     y = tape.make(
         "scan output", zxbcdt, inner_bytes, saves=(zxbcdt, ungated), also=(ungated,),
         workspace=conv + 2 * steps + state + rounded + largest(states - 2 * inner_bytes, products),
         backward_workspace=2 * conv + steps // 4 * ctx.act + 2 * steps + products + state
-        + 2 * (states + rounded) + inner_bytes + decays,
+        + 2 * rounded + inner_bytes + largest(with_states, summed),
     )
     if ctx.batch > 1:
         y = tape.make("scan output, sequence first", y, inner_bytes)
+    if ctx.cp > 1:  # put in order, exchanged, and joined (``MambaContextParallel.post_conv_ssm``)
+        y = tape.make("scan output of the rank's tokens", y, inner_bytes, workspace=2 * inner_bytes)
     if spec.rmsnorm:
         stats = tape.tensor("mixer norm rstd", 4 * ctx.tokens * groups, grad=False)
         y = tape.make("mixer norm output", y, inner_bytes, saves=(y, stats), also=(stats,))

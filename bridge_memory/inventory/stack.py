@@ -20,6 +20,7 @@ from bridge_memory.inventory.chain import (
     with_engine,
 )
 from bridge_memory.inventory.context import BlockContext, context_of
+from bridge_memory.inventory.embedding import learned_positions
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import layer_links, reached
 from bridge_memory.inventory.parameters import Parameter, ParameterList
@@ -73,7 +74,7 @@ def chunk_inventory(
     tail = tail_blocks(model, shape, ctx)
     labels = [link.label for link, _ in links] + [label for _, label in tail]
     if ctx.adapters is None and shares_weights(labels, tied=tied):
-        pending = pending_gradients(labels, ctx, tied=tied)
+        pending = pending_gradients(labels, ctx, tied=tied, positions=learned_positions(model))
         links = [(with_pending(link, found), count) for (link, count), found in zip(links, pending, strict=False)]
         links += tail_links(tail, model, shape, ctx, pending[len(links) :])
     elif tail:

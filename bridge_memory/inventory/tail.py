@@ -12,6 +12,7 @@ from bridge_memory.inventory.alive import BlockCost
 from bridge_memory.inventory.blocks import Block
 from bridge_memory.inventory.chain import Label, Link, plain_link
 from bridge_memory.inventory.context import BlockContext
+from bridge_memory.inventory.embedding import learned_positions
 from bridge_memory.inventory.layer import final_norm_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import dispatches, layer_link, with_residue
 from bridge_memory.inventory.shared_weights import PendingGradients, with_pending
@@ -31,11 +32,12 @@ def tail_blocks(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
     tail: list[tuple[Block, Label]] = []
     if holds_final_norm(model, shape, ctx):
         tail.append((final_norm_block(final_norm_name(model), ctx), Label.FINAL_NORM))
-    own = untied_here(model, shape)
+    own, positions = untied_here(model, shape), learned_positions(model)
     outside = mtp_loss_is_outside(ctx)
     for n in range(1, shape.num_depths + 1):
         assert model.mtp_layer is not None
-        tail.append((mtp_block(model.mtp_layer, ctx), Label.MTP))
+        waits = positions != 0 and n == shape.num_depths and (shape.embedding or n > 1)
+        tail.append((mtp_block(model.mtp_layer, ctx, positions, waits=waits), Label.MTP))
         if not outside:  # its input is the next depth's, which counts it
             counted = n < shape.num_depths
             tail.append((output_block(model.output_bias, own, ctx, counted, model.softcapped_logits), Label.LOSS))

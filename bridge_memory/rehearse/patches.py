@@ -707,9 +707,8 @@ def balanced_routing(topk: int, experts: int, odd: bool = False) -> Iterator[Non
 
     ``moe/token_dispatcher.py`` counts tokens a rank on the GPU and copies the counts to the host; on the meta
     device the same code counts a balanced map on the host. Real tensors get their router's map overwritten.
-    Every rank of the group is taken to send the same. ``odd``: but for this one, which sends one token more or less to
-    each, so that the experts of an fp8 GEMM, which wants multiples of 16 or 32, are padded as they are where routing is
-    natural.
+    ``odd``: but for one token more or less, so that the experts of an fp8 GEMM, which wants multiples of 16 or 32, are
+    padded as they are where routing is natural.
     """
     module = _module("megatron.core.transformer.moe.token_dispatcher")
     counts: list[list[int]] = []
@@ -734,12 +733,14 @@ def balanced_routing(topk: int, experts: int, odd: bool = False) -> Iterator[Non
             known, sent[tokens * columns] = _BalancedMap(tokens, sums), sum(sums)
 
         def of_all_ranks(sums: torch.Tensor, group: Any = None, **_: object) -> torch.Tensor:
-            gathered = sums.repeat(group.size())
-            if odd and routing_map.is_meta:
-                # Of the peers evenly: the same one more of 16 ranks would be a multiple of 16 again.
-                of_peer = sent_to_experts(tokens, topk, columns, self.config)
-                gathered = torch.tensor(of_peer, device="cpu").repeat(group.size())
-                gathered.view(group.size(), -1)[group.rank()] = sums
+            ranks = group.size()
+            gathered = sums.repeat(ranks)
+            if routing_map.is_meta and ranks > 1 and self.config.moe_expert_capacity_factor is None:
+                # What this rank sends more or less than its share the others make up for, in whole.
+                table = gathered.view(ranks, -1)
+                others = [rank for rank in range(ranks) if rank != group.rank()]
+                for i, whole in enumerate(spread(ranks * tokens * topk, columns, odd=odd)):
+                    table[others, i] = torch.tensor(spread(whole - int(sums[i]), ranks - 1), device="cpu")
             return gathered
 
         with replaced(module, "gather_from_sequence_parallel_region", of_all_ranks):

@@ -23,7 +23,8 @@ from bridge_memory.rehearse.model import TORCH_DTYPES, NotBuildable, build_chunk
 from bridge_memory.rehearse.refusals import refuse_what_is_ignored
 from bridge_memory.rehearse.tracker import Alive, Peak, SavedRecord, Tracker, parts_of
 from bridge_memory.rehearse.world import RehearsalUnavailable, fake_world, quiet, refusals_named
-from bridge_memory.spec import MoESpec, RunSpec, SpecError
+from bridge_memory.spec import AttentionSpec, MoESpec, RunSpec, SpecError
+from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.ranks import rank_of_stage, stage_of_rank
 
 
@@ -162,7 +163,7 @@ def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
         raise NotBuildable(
             "fp32_residual_connection needs norms that change the dtype, of Apex or Transformer Engine"
         )
-    if run.implementation.attention_kernel == "flash" and run.parallel.cp > 1:
+    if _runs_flash(run) and run.parallel.cp > 1:
         raise RehearsalUnavailable(
             f"context_parallel_size ({run.parallel.cp}) with FlashAttention 2 is not rehearsed; attention_backend "
             "fused is, with which cuDNN's attention runs"
@@ -236,11 +237,18 @@ def _determinism(run: RunSpec) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+def _runs_flash(run: RunSpec) -> bool:
+    """Whether FlashAttention has to be there: chosen, or left where cuDNN takes no windows with dropout."""
+    chosen, model = run.implementation.attention_kernel, run.model
+    windows = any(isinstance(m, AttentionSpec) and m.window_size is not None for m in limits_of(model).mixers)
+    return chosen == "flash" or (chosen == "fused" and bool(model.attention_dropout) and windows)
+
+
 def _transformer_engine(run: RunSpec) -> Any:
     if not te_kernels.loaded():
         return nullcontext()
     fp8_parameters = run.precision.quantized_param
-    flash = run.implementation.attention_kernel == "flash"
+    flash = _runs_flash(run)
     return te_kernels.running(run.implementation.gpu_arch, fp8_parameters=fp8_parameters, flash=flash)
 
 
@@ -505,14 +513,17 @@ def _passes(tracker: Tracker, forward: Any) -> PassRecord:
 
 
 def _packed(run: RunSpec) -> dict[str, Any]:
-    """What a forward pass over packed sequences is given besides: here of two sequences of equal length."""
+    """What a forward pass over packed sequences is given besides: here of two sequences of equal length; of one where
+    attention is unfused, which pads all to the longest and is estimated for the longest that there can be."""
     if not run.batch.packed_sequences:
         return {}
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    longest = run.batch.rows[0] // 2
+    unfused = run.implementation.attention_kernel == "unfused" or run.precision.params_dtype == "fp32"
+    number = 1 if unfused else 2
+    longest = run.batch.rows[0] // number
     # Unfused, the rotation splits the tokens by these numbers.
-    ends = torch.tensor([0, longest, 2 * longest], dtype=torch.int32)
+    ends = torch.tensor([longest * i for i in range(number + 1)], dtype=torch.int32)
     params = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
     )

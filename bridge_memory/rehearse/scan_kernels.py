@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-#: Streaming multiprocessors of an H100 or H200, over which mamba_ssm spreads the heads of a group.
-MULTIPROCESSORS = 132
+from bridge_memory.inventory.ssm import MULTIPROCESSORS
+
 #: Tokens a chunk of flash-linear-attention's gated delta rule.
 DELTA_CHUNK = 64
 

@@ -721,6 +721,11 @@ def _check_kernels(run: RunSpec, limits: Limits) -> None:
         if kernel and fp32 and (asked != "auto" or cp > 1):
             what = f"context_parallel_size ({cp})" if cp > 1 else f"attention_backend ({asked})"
             raise SpecError(f"{what} needs params_dtype bf16 or fp16: Transformer Engine has no such kernel for fp32")
+        if asked == "fused" and window and run.model.attention_dropout and i.te and not fp32:
+            raise SpecError(
+                f"attention_backend (fused) does not go with sliding windows and attention_dropout "
+                f"({run.model.attention_dropout}), which cuDNN does not take together; use auto"
+            )
         if kernel and sink and not fp32:
             if asked == "flash":
                 raise SpecError(

@@ -113,10 +113,10 @@ def test_a_layer_finds_what_waits() -> None:
 @pytest.mark.parametrize(
     ("waits", "peak"),
     [
-        # 40 + 100 while it runs; its own 100 beside the 100 that wait, and the 10 it keeps.
-        (PendingGradients(before=100, own=100), 10 + 100 + 100),
+        # 40 + 100 while it runs; its own 100 beside the 100 that wait, when nothing is left of the 10 that it keeps.
+        (PendingGradients(before=100, own=100), 100 + 100),
         # Nothing waits but a stand-in: its own and the sum.
-        (PendingGradients(own=100, total=100), 10 + 100 + 100),
+        (PendingGradients(own=100, total=100), 100 + 100),
         # Its own is part of its own peak; alone it adds nothing.
         (PendingGradients(own=100), 40),
     ],
