@@ -49,7 +49,7 @@ def pending_gradients(blocks: Sequence[Label], ctx: BlockContext, *, tied: bool)
     shape = (divide(ctx.padded_vocab, ctx.tp, "padded vocab_size", "tensor_model_parallel_size"), ctx.hidden_size)
     dense = shape[0] * shape[1] * ctx.act
     of_output = Recorder(ctx).weight_grad(shape, te=False)
-    weights = [_weight(label, tied) for label in blocks]
+    weights = [_weight(label, ctx, tied=tied) for label in blocks]
     uses = {name: weights.count(name) for name in ("embedding", "output")}
     waiting: dict[str, int] = {}
     out: list[PendingGradients] = []
@@ -71,9 +71,9 @@ def pending_gradients(blocks: Sequence[Label], ctx: BlockContext, *, tied: bool)
     return out[::-1]
 
 
-def shares_weights(blocks: Sequence[Label], *, tied: bool) -> bool:
+def shares_weights(blocks: Sequence[Label], ctx: BlockContext, *, tied: bool) -> bool:
     """Whether two of ``blocks`` use one weight; nothing waits where none do. ``tied`` as in ``pending_gradients``."""
-    weights = [name for label in blocks if (name := _weight(label, tied))]
+    weights = [name for label in blocks if (name := _weight(label, ctx, tied=tied))]
     return len(set(weights)) < len(weights)
 
 
@@ -85,7 +85,11 @@ def with_pending(link: Link, pending: PendingGradients) -> Link:
     return link.with_concurrent(pending.before, summed)
 
 
-def _weight(label: Label, tied: bool) -> str:
+def _weight(label: Label, ctx: BlockContext, *, tied: bool) -> str:
+    """The weight to which the block's backward gives a gradient that others may wait for; a depth without a backward
+    gives the embedding none."""
+    if label is Label.MTP and ctx.mtp_without_gradients:
+        return ""
     if label in (Label.EMBEDDING, Label.MTP) or (label is Label.LOSS and tied):
         return "embedding"
     return "output" if label is Label.LOSS else ""
