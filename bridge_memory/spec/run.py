@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.spec.engine_options import (
@@ -208,10 +209,10 @@ class RunSpec:
 # What may be given
 # --------------------------------------------------------------------------------------------------
 
-_resolve: Callable[[str], ModelSpec] | None = None
+_resolve: Callable[[str | PathLike[str]], ModelSpec] | None = None
 
 
-def read_names_with(resolve: Callable[[str], ModelSpec]) -> None:
+def read_names_with(resolve: Callable[[str | PathLike[str]], ModelSpec]) -> None:
     """Let a RunSpec take a model's name. ``bridge_memory.readers`` does this when it is imported; this room knows no
     source of models."""
     global _resolve
@@ -221,7 +222,7 @@ def read_names_with(resolve: Callable[[str], ModelSpec]) -> None:
 def _model(given: object) -> ModelSpec:
     if isinstance(given, ModelSpec):
         return given
-    if isinstance(given, str):
+    if isinstance(given, (str, PathLike)):
         if _resolve is None:
             raise SpecError(f"model ({show(given)}) is a name, and nothing here reads it; import bridge_memory.readers")
         return _resolve(given)
@@ -235,7 +236,8 @@ def _check_groups(run: RunSpec) -> None:
     for name, cls in GROUPS.items():
         given = getattr(run, name)
         if not isinstance(given, cls):
-            raise SpecError(f"{name} ({show(given)}) is not a {cls.__name__}; give {_written(cls, given)}")
+            article = "an" if cls.__name__[0] in "AEIO" else "a"
+            raise SpecError(f"{name} ({show(given)}) is not {article} {cls.__name__}; give {_written(cls, given)}")
     for name in ("assumptions", "not_modelled"):
         given = getattr(run, name)
         if not isinstance(given, tuple):
