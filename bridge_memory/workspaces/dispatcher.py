@@ -14,6 +14,7 @@ from bridge_memory.spec import ModelSpec, MoESpec
 from bridge_memory.spec.layout import ChunkShape
 from bridge_memory.workspaces.libraries import buffer
 
+
 class ExpertLayers(NamedTuple):
     """MoE layers of one kind on a stage, and whether they dispatch again in backward."""
 
