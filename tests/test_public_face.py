@@ -70,3 +70,23 @@ def test_a_group_of_one_rank_divides_nothing() -> None:
     assert {c.name: c.shard for c in stage.components if c.state} == {
         "weights": "", "gradients": "", "main parameters": "dp", "exp_avg": "dp", "exp_avg_sq": "dp",
     }  # fmt: skip
+
+
+def test_what_is_no_estimate_and_no_card_is_refused_in_one_line() -> None:
+    run = RunSpec(model="meta-llama/Llama-3.2-1B")
+    with pytest.raises(SpecError, match=r"^result \(RunSpec.*\) is not an Estimate; give estimate\(run\)$"):
+        fits(run)  # type: ignore[arg-type]
+    for given in (3, None, ["H100"]):
+        with pytest.raises(SpecError, match=r"^gpu \(.*\) is no name; "):
+            find_gpu(given)  # type: ignore[arg-type]
+        with pytest.raises(SpecError, match=r"^gpu \(.*\) is no name; "):
+            fits(estimate(run), [given])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("short", ["tp", "pp", "vpp", "cp", "ep", "etp", "sp"])
+def test_a_short_name_is_answered_with_the_field(short: str) -> None:
+    run = RunSpec(model="meta-llama/Llama-3.2-1B")
+    with pytest.raises(SpecError) as refusal:
+        run.with_fields(**{short: 2})
+    name = str(refusal.value).removeprefix(f"{short} is no field of a RunSpec; use ")
+    assert hasattr(ParallelSpec(), short) and hasattr(ParallelSpec(), name)

@@ -268,6 +268,14 @@ def _owners() -> dict[str, tuple[tuple[str, str], ...]]:
     return {name: tuple(owners) for name, owners in found.items()}
 
 
+#: Short names of sizes, which a ParallelSpec answers to and is not built with.
+_SHORT = {
+    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size", "cp": "context_parallel_size", "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size", "sp": "sequence_parallel",
+}  # fmt: skip
+
+
 def _owner(name: str) -> tuple[str, str]:
     owners = _owners().get(name, ())
     if len(owners) == 1:
@@ -277,6 +285,6 @@ def _owner(name: str) -> tuple[str, str]:
         raise SpecError(f"{name} is a field of {len(owners)} groups; write {ways}")
     from difflib import get_close_matches
 
-    near = get_close_matches(name, _owners(), n=3, cutoff=0.6)
+    near = [_SHORT[name]] if name in _SHORT else get_close_matches(name, _owners(), n=3, cutoff=0.6)
     hint = f"use {' or '.join(near)}" if near else f"the groups are model, {', '.join(GROUPS)}"
     raise SpecError(f"{name if name.isidentifier() else show(name)} is no field of a RunSpec; {hint}")
