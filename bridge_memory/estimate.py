@@ -166,7 +166,7 @@ def stage_parts(run: RunSpec, stage: int) -> StageParts:
     held = stages[_checked(stages, stage)]
     return StageParts(
         tuple(chunk.layers for chunk in stages.plan.stages[stage]), held.inventories, held.costs,
-        (*held.state.components(), *held.lasting), held.between_steps, held.batch, held.state.gathered,
+        (*held.state.components(run.parallel), *held.lasting), held.between_steps, held.batch, held.state.gathered,
         held.state.in_step, stages.ctx.hidden_bytes, stages.moment(stage, held),
     )
 
@@ -356,7 +356,8 @@ class _Stages(StageHolds):
         found = self._explained.get(id(held))
         if found is None:
             found = self._explained[id(held)] = (
-                [*held.state.components(), *held.lasting], [inventory.parts() for inventory in held.inventories],
+                [*held.state.components(self.run.parallel), *held.lasting],
+                [inventory.parts() for inventory in held.inventories],
             )  # fmt: skip
         return found
 

@@ -74,7 +74,7 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     ]
     needs += [
-        (f"lora_{name}", name in given["peft"], given["peft"].get("scheme") == "lora", "--peft lora")
+        (f"peft.{name}", name in given["peft"], given["peft"].get("scheme") == "lora", "--peft lora")
         for name in ("dim", "target_modules")
     ]
     needs += _of_engines(given)

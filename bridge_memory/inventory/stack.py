@@ -73,7 +73,7 @@ def chunk_inventory(
     tied = model.share_embeddings_and_output_weights and (shape.embedding or bool(shape.num_depths))
     tail = tail_blocks(model, shape, ctx)
     labels = [link.label for link, _ in links] + [label for _, label in tail]
-    if ctx.adapters is None and shares_weights(labels, tied=tied):
+    if ctx.adapters is None and shares_weights(labels, ctx, tied=tied):
         pending = pending_gradients(labels, ctx, tied=tied, positions=learned_positions(model))
         links = [(with_pending(link, found), count) for (link, count), found in zip(links, pending, strict=False)]
         links += tail_links(tail, model, shape, ctx, pending[len(links) :])

@@ -202,8 +202,9 @@ def test_a_flag_moves_a_number_or_a_sentence(flag: str) -> None:
         (f"{DENSE} --no-masked-softmax-fusion", "masked_softmax_fusion "),
         (f"{DENSE} --cp-comm-type a2a", "cp_comm_type "),
         (f"{AWARE} --optimizer-cpu-offload --exp-avg-dtype bf16", "exp_avg_dtype "),
-        (f"{DENSE} --lora-dim 8", "lora_dim does nothing without --peft lora"),
-        (f"{DENSE} --lora-target-modules linear_qkv", "lora_target_modules does nothing without --peft lora"),
+        (f"{DENSE} --peft lora --lora-dim 0", "peft.dim (0) leaves adapters without parameters"),
+        (f"{DENSE} --lora-dim 8", "peft.dim does nothing without --peft lora"),
+        (f"{DENSE} --lora-target-modules linear_qkv", "peft.target_modules does nothing without --peft lora"),
         (f"{AWARE} --main-grads-dtype bf16 --grad-reduce-in-fp32", "main_grads_dtype "),
         (f"{EXPERTS} --moe-imbalance 4.5", "moe_imbalance (4.5) is more than expert_model_parallel_size (4)"),
         (
