@@ -702,6 +702,9 @@ def _check_kernels(run: RunSpec, limits: Limits) -> None:
             continue
         if isinstance(m, AttentionSpec):
             window, sink, equal_heads = m.window_size is not None, m.learnable_softmax_sink, True
+        elif isinstance(m, MLASpec) and m.sparse is not None:
+            _check_sparse(run, cp, how)
+            continue
         elif isinstance(m, MLASpec):
             window, sink, equal_heads = False, False, m.qk_head_dim + m.qk_pos_emb_head_dim == m.v_head_dim
         else:
@@ -731,6 +734,27 @@ def _check_kernels(run: RunSpec, limits: Limits) -> None:
                     f"cp_comm_type ({how}) does not go with the softmax sinks of this model and "
                     f"context_parallel_size ({cp}); use a2a"
                 )
+
+
+def _check_sparse(run: RunSpec, cp: int, how: str) -> None:
+    """TC; ``absorbed_mla.py: AbsorbedMLASelfAttention.__init__``."""
+    i, p = run.implementation, run.parallel
+    if i.hugging_face:
+        return
+    if cp > 1 and how != "all_gather":
+        raise SpecError(
+            f"cp_comm_type ({how}) does not go with sparse attention and context_parallel_size ({cp}); use all_gather"
+        )
+    if p.tp > 1 and not p.sp:
+        raise SpecError(
+            f"sequence_parallel (False) with tensor_model_parallel_size ({p.tp}) is refused by sparse attention; set "
+            "sequence_parallel to True"
+        )
+    if run.recompute.selects("mla_up_proj") and run.precision.quantizes:
+        raise SpecError(
+            f"recompute_modules (mla_up_proj) with {run.precision.format_words} is refused by sparse attention; leave "
+            "it out"
+        )
 
 
 #: TC: balancing types that take a capacity factor.

@@ -104,7 +104,6 @@ def _received_ahead(args: Asked) -> int:
 _GTP = "weights that are sharded further and gathered (GTP)"
 _KD = "knowledge distillation holds a second (teacher) model"
 _ENCODER = "an encoder-decoder split"
-_DSA = "sparse attention's indexer"
 _OTHER_LAYERS = "layers of different shapes"
 _VARYING = "sequences of varying length"
 _RL = "reinforcement learning with inference in between"
@@ -256,10 +255,6 @@ GAPS: dict[str, Unmodelled] = {
     "use_mamba_mem_eff_path": Unmodelled(True, UP, "Mamba's convolution and scan apart, with what each keeps"),
     "mamba_training_ssm_states_dtype": Unmodelled(None, EITHER, "Mamba's states between chunks of another dtype"),
     "mamba_expand": Unmodelled(2, EITHER, "another Mamba expansion factor"),
-    "dsa_indexer_n_heads": Unmodelled(None, UP, _DSA),
-    "dsa_indexer_head_dim": Unmodelled(None, UP, _DSA),
-    "dsa_indexer_topk": Unmodelled(None, EITHER, _DSA),
-    "dsa_indexer_use_sparse_loss": Unmodelled(False, EITHER, _DSA),
     "mtp_detach_heads": Unmodelled(False, EITHER, "MTP without gradients to the main model"),
     "mtp_hybrid_override_pattern": Unmodelled(None, EITHER, "MTP depths with layers of their own"),
     "mtp_standalone": Unmodelled(False, EITHER, "MTP on a pipeline stage of its own"),
