@@ -41,7 +41,7 @@ READ: dict[str, frozenset[str]] = {
         dsa_indexer_skip_topk_offset dsa_indexer_topk_freq enable_cuda_graph experimental_attention_variant
         expert_model_parallel_size expert_tensor_parallel_size external_cuda_graph ffn_hidden_size
         fine_grained_activation_offloading first_last_layers_bf16 fp16 fp32_residual_connection fp4 fp4_param fp8
-        fp8_param
+        fp8_dot_product_attention fp8_param
         fp8_recipe freeze_language_model freeze_mtp_model gated_linear_unit gradient_accumulation_fusion
         heterogeneous_block_specs hidden_dropout hidden_size hybrid_attention_ratio hybrid_layer_pattern
         hybrid_mlp_ratio hybrid_override_pattern hybrid_stack_spec is_hybrid_model kv_channels kv_lora_rank

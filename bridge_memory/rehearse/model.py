@@ -324,7 +324,10 @@ def _fp8_fields(run: RunSpec) -> dict[str, Any]:
     if precision.fp4 is not None:
         how: dict[str, Any] = {"fp4": precision.fp4, "fp4_recipe": "nvfp4", "fp4_param": precision.fp4_param}
     else:
-        how = {"fp8": precision.fp8, "fp8_recipe": precision.fp8_recipe, "fp8_param": precision.fp8_param}
+        how = {
+            "fp8": precision.fp8, "fp8_recipe": precision.fp8_recipe, "fp8_param": precision.fp8_param,
+            "fp8_dot_product_attention": precision.fp8_dot_product_attention,
+        }  # fmt: skip
     return {
         **how,
         "first_last_layers_bf16": bool(start or end), "num_layers_at_start_in_bf16": start,

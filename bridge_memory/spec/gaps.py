@@ -192,6 +192,12 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             "only; counted as if the local attention took values of another width than keys",
             Effect.UNKNOWN,
         )
+    if precision.fp8_dot_product_attention and precision.fp8 and run.parallel.cp > 1:
+        yield Gap(
+            f"fp8_dot_product_attention with context_parallel_size ({run.parallel.cp}): attention is counted as in "
+            f"{precision.params_dtype}, whose queries, keys and values are twice as large (mxfp8: as large)",
+            Effect.EITHER,
+        )
     yield from _of_sparse_attention(run)
     if run.parallel.cp > 1 and any(isinstance(m, GatedDeltaNetSpec) for m in limits.mixers):
         # ssm/gated_delta_net.py: GatedDeltaNet.forward permutes in_proj's output before and after the exchange.

@@ -37,7 +37,8 @@ OFF = _names(
     defer_embedding_wgrad_compute delay_wgrad_compute deterministic_mode distribute_saved_activations
     dsa_indexer_use_sparse_loss
     enable_cuda_graph external_cuda_graph fine_grained_activation_offloading first_last_layers_bf16 fp16
-    fp32_residual_connection fp4_param fp4_param_gather fp8_param_gather grad_reduce_in_bf16 group_query_attention
+    fp32_residual_connection fp4_param fp4_param_gather fp8_dot_product_attention fp8_param_gather grad_reduce_in_bf16
+    group_query_attention
     is_hybrid_model
     legacy_tokenizer log_params_norm moe_apply_probs_on_input moe_enable_deepep moe_grouped_gemm moe_paged_stash
     moe_layer_recompute moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_enable_expert_bias

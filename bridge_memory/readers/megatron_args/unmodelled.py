@@ -163,9 +163,14 @@ GAPS: dict[str, Unmodelled] = {
     # ---- precision ----
     "fp4_quantizer_factory": Unmodelled(None, UNKNOWN, "quantisation of the user's own"),
     "fp8_quantizer_factory": Unmodelled(None, UNKNOWN, "quantisation of the user's own"),
-    "fp8_output_proj": Unmodelled(False, EITHER, "the output layer in fp8"),
-    "fp8_dot_product_attention": Unmodelled(False, EITHER, "attention in fp8"),
-    "fp8_multi_head_attention": Unmodelled(False, EITHER, "attention in fp8"),
+    "fp8_output_proj": Unmodelled(
+        False, EITHER,
+        "the output layer in mxfp8, which on the last stage adds two bytes for each of its weights (none where "
+        "parameters are in fp8) and for each logit of a microbatch, and saves one for each of its inputs",
+    ),
+    "fp8_multi_head_attention": Unmodelled(
+        False, DOWN, "what attention's linears hand on in fp8: up to a byte for each element of its inputs and output"
+    ),
     # TransformerConfig's default is 1, that of Transformer Engine's recipe 1024.
     "fp8_amax_history_len": Unmodelled(
         1, UP, "the amax history of delayed scaling, under 1 MiB", _fp8, also=("1024",), most=lambda _: 1 << 20
