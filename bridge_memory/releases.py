@@ -214,6 +214,13 @@ NORMS_BEFORE_UP_PROJECTIONS = since(core=(0, 16))
 #: Without a query latent, qk_layernorm norms the hidden states once more in Transformer Engine's linear_q_proj
 #: (``mla_qk_norm_config.py: QKNormConfigResolver``); before, the query has no norm then.
 QUERY_NORM_WITHOUT_LATENT = since(core=(0, 19))
+#: mxfp8's recipe is told of fp8_dot_product_attention (``fp8_utils.py: get_fp8_recipe``); tensorwise's was before.
+MXFP8_ATTENTION = since(core=(0, 18), te=(2, 15))
+#: Attention in fp8 keeps one statistic of the softmax (TE ``cpp_extensions/fused_attn.py: fused_attn_fwd``).
+FP8_ATTENTION_KEEPS_ONE_STATISTIC = since(te=(2, 15))
+#: Sparse attention is absorbed multi-latent attention with kernels of its own to choose from
+#: (``transformer/experimental_attention_variant/dsa.py, dsa_kernels.py``); before, other operations run it.
+SPARSE_ATTENTION_KERNELS = since(core=(0, 19))
 #: ``multi_latent_attention.py: MultiLatentAttention.forward`` has the latents as variables.
 LATENTS_HELD = since(core=(0, 16))
 #: Values of packed sequences are padded to the width of keys (``multi_latent_attention.py:

@@ -77,6 +77,7 @@ FLAGS = (
     Flag("--fp8 --fp8-format", "precision.fp8", "compute linears in fp8"),
     Flag("--fp8-recipe", "precision.fp8_recipe", "scaling recipe of fp8"),
     Flag("--fp8-param-gather --fp8-param", "precision.fp8_param", "keep parameters in fp8"),
+    Flag("--fp8-dot-product-attention", "precision.fp8_dot_product_attention", "compute attention in fp8 too"),
     Flag("--fp4 --fp4-format", "precision.fp4", "compute linears in NVFP4"),
     Flag("--fp4-param-gather --fp4-param", "precision.fp4_param", "keep parameters in it"),
     Flag("--num-layers-at-start-in-bf16", "precision.num_layers_at_start_in_bf16",

@@ -35,6 +35,7 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
     needs = [
         ("fp8_recipe", "fp8_recipe" in precision, "fp8" in precision, "--fp8"),
         ("fp8_param", precision.get("fp8_param", False), "fp8" in precision, "--fp8"),
+        ("fp8_dot_product_attention", precision.get("fp8_dot_product_attention", False), "fp8" in precision, "--fp8"),
         ("recompute_method", "method" in recompute, recompute.get("granularity") == "full",
          "--recompute-granularity full"),
         ("recompute_num_layers", "num_layers" in recompute, recompute.get("granularity") == "full",

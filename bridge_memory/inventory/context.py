@@ -15,6 +15,7 @@ from bridge_memory.releases import (
     EXPERTS_IN_ONE_PARAMETER,
     MTP_CHECKPOINT_DIFFERENTIATES,
     MTP_DEPTHS_RECOMPUTED,
+    MXFP8_ATTENTION,
     PACKING_IS_LOOKED_AT,
     UNMASKED_MAY_BE_PACKED,
 )
@@ -84,6 +85,8 @@ class Settings(NamedTuple):
     fp8: str | None
     fp8_recipe: str
     fp8_param: bool
+    #: Whether attention computes in fp8 too.
+    fp8_attention: bool
     attention_softmax_in_fp32: bool
     impl: ImplementationSpec
     #: Whether layers rotate queries and keys.
@@ -195,6 +198,7 @@ class BlockContext:
     fp8: str | None
     fp8_recipe: str
     fp8_param: bool
+    fp8_attention: bool
     attention_softmax_in_fp32: bool
     impl: ImplementationSpec
     rotary: bool
@@ -222,7 +226,7 @@ class BlockContext:
         (
             self.hidden_size, self.act, self.residual, self.normalization, self.hidden_dropout,
             self.attention_dropout, self.params_dtype, self.fp8, self.fp8_recipe, self.fp8_param,
-            self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim,
+            self.fp8_attention, self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim,
             self.adapters, self.packed, self.hugging_face, self.residual_streams, self.fused_hyper_connections,
         ) = shelf.settings
         (
@@ -342,6 +346,7 @@ def settings_of(run: RunSpec) -> Settings:
         precision.fp8 or precision.fp4,
         precision.recipe,
         precision.quantized_param,
+        _fp8_attention(run),
         # Scaling by the layer number keeps the softmax in fp32 (TransformerConfig.__post_init__).
         precision.attention_softmax_in_fp32 or run.implementation.apply_query_key_layer_scaling,
         run.implementation,
@@ -353,6 +358,14 @@ def settings_of(run: RunSpec) -> Settings:
         m.residual_streams,
         m.fused_hyper_connections,
     )
+
+
+def _fp8_attention(run: RunSpec) -> bool:
+    """Of the recipes that are told of it (``fp8_utils.py: get_fp8_recipe``)."""
+    p, impl = run.precision, run.implementation
+    if not p.fp8_dot_product_attention or p.fp8 is None or not impl.te:
+        return False
+    return p.fp8_recipe in ("delayed", "tensorwise") or (p.fp8_recipe == "mxfp8" and MXFP8_ATTENTION(impl))
 
 
 def _hugging_face(run: RunSpec) -> HuggingFace:

@@ -520,6 +520,7 @@ def _precision(view: _Views) -> PrecisionSpec:
         # Without fp8 the recipe is whatever the mixed-precision default says, and nobody reads it.
         fp8_recipe=str(getattr(recipe, "value", recipe)) if fp8 else "delayed",
         fp8_param=bool(fp8 and (_get(m, "fp8_param", False) or _get(view.ddp, "fp8_param_gather", False))),
+        fp8_dot_product_attention=bool(fp8 and _get(m, "fp8_dot_product_attention", False)),
         fp4=fp4,
         fp4_param=bool(fp4 and (_get(m, "fp4_param", False) or _get(view.ddp, "fp4_param_gather", False))),
         num_layers_at_start_in_bf16=_get(m, "num_layers_at_start_in_bf16", 1) * ends,

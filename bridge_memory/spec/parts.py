@@ -171,6 +171,8 @@ class PrecisionSpec(Checked):
     fp8_recipe: str = choice("delayed", "delayed", "tensorwise", "blockwise", "mxfp8")
     #: Parameters themselves are kept in fp8 (``fp8_param_gather`` / ``--fp8-param-gather``).
     fp8_param: bool = flag(False)
+    #: Attention computes in fp8 too.
+    fp8_dot_product_attention: bool = flag(False)
     #: "e2m1": linears compute in NVFP4, in place of fp8.
     fp4: str | None = choice(None, "e2m1")
     #: Parameters themselves are kept in it (``fp4_param_gather``).

@@ -57,7 +57,7 @@ def container_of(a: Arguments, running: Running, world_size: int | None) -> Mega
     vocabulary, supposed = _vocabulary(a, running)
     values.update(vocabulary)
     gaps = list(a.not_modelled())
-    if values["experimental_attention_variant"] not in (None, "gated_delta_net"):
+    if values["experimental_attention_variant"] not in (None, "gated_delta_net", "dsa"):
         variant = f"--experimental-attention-variant {values['experimental_attention_variant']}"
         gaps.append(Gap(f"{variant}: another attention", Effect.UNKNOWN))
         values["experimental_attention_variant"] = None
