@@ -215,23 +215,21 @@ class ZeRO12:
         flats = [flat_of(model, self.ranks, self.width, dealt=dealt, rank=rank) for rank in ranks]
         return max(flats, key=lambda flat: self._most_reducing(model, flat))
 
-    def _most_reducing(self, model: Model, flat: Flat) -> tuple[int, int, int]:
-        """(the most of the step and of reductions, of reductions alone, and what they leave, summed up: of two that are
-        equal the one whose gradients come first)."""
+    def _most_reducing(self, model: Model, flat: Flat) -> tuple[int, int]:
+        """(what reductions in hooks leave of this rank's, summed up: those are there longest beside activations;
+        the most that reductions have)."""
         gradients = self._gradients(flat)
-        step = gradients + self._step(flat, gradients)[0]
         if self.of_bf16_optimizer:
-            return step, 0, 0
+            return 0, gradients
         if not self.in_hooks:
             one = rounded(self.run.deepspeed.reduce_bucket_size) if self.run.deepspeed.contiguous_gradients else 0
-            most = self._at_end(model, flat, gradients, self._whole(model), one)[0]
-            return max(step, most), most, 0
+            return 0, self._at_end(model, flat, gradients, self._whole(model), one)[0]
         own = most = left = 0
         for r in replay(self.run, flat, self.widths, reversed(self._gradients_of(model))).reductions:
             after = gradients if r.own else own
             most = max(most, r.waiting + r.trigger + max(r.copied + own, after))
             own, left = after, left + after
-        return max(step, most), most, left
+        return left, most
 
     def _in_hooks(
         self, model: Model, flat: Flat, gradients: int, bucket: int, gone: Sequence[int]
