@@ -197,7 +197,7 @@ def _phases(stages: _Stages, rank: int) -> dict[Phase, int]:
     found |= passes
     found[Phase.STEP] = held.static_bytes + held.between_bytes + state.in_step
     if state.saving is not None:
-        found[Phase.SAVING] = held.static_bytes - held.fresh + held.between_bytes + state.saving
+        found[Phase.SAVING] = held.static_bytes - state.gone_between_steps + held.between_bytes + state.saving
     return found
 
 

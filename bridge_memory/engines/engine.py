@@ -47,6 +47,8 @@ class Line(NamedTuple):
     shard: str = ""
     #: Every step makes it anew in its backward pass, and frees it once the optimizer has stepped.
     fresh: bool = False
+    #: ``zero_grad`` frees it after every step, also where several microbatches add to it.
+    zeroed: bool = False
 
     @property
     def lifetime(self) -> Lifetime:
@@ -105,6 +107,11 @@ class StageState(NamedTuple):
     def fresh(self) -> int:
         """Of ``amounts``, what is not there before the backward pass has made it."""
         return sum([nbytes for line, nbytes in self.amounts if line.fresh])
+
+    @property
+    def gone_between_steps(self) -> int:
+        """Of ``amounts``, what is not there between two steps."""
+        return sum([nbytes for line, nbytes in self.amounts if line.fresh or line.zeroed])
 
     def components(self, parallel: ParallelSpec) -> list[Component]:
         """The lines of model state."""

@@ -39,6 +39,11 @@ class HuggingFace(NamedTuple):
     adapter_width: int
     #: Gradients of a layer's weights are there until its backward pass is over (``RunSpec.layer_gradients_stay``).
     gradients_stay: bool = False
+    #: A weight's gradient is a tensor of its own, not the view that torch's linear gives (deepspeed ``runtime/zero/
+    #: linear.py: LinearFunctionForZeroStage3.backward``, which takes its place under ZeRO-3).
+    plain_gradients: bool = False
+    #: What the model returns is cloned (torch ``nn/parallel/distributed.py: _DDPSink.forward``).
+    clones_outputs: bool = False
 
     @property
     def autocast(self) -> bool:
@@ -374,4 +379,6 @@ def _hugging_face(run: RunSpec) -> HuggingFace:
     return HuggingFace(
         spec, family, DTYPE_BYTES[spec.autocast or run.compute_dtype],
         run.model.share_embeddings_and_output_weights, DTYPE_BYTES[run.adapters_dtype], run.layer_gradients_stay,
+        run.data_parallel.engine == "zero3",
+        run.data_parallel.engine == "ddp" and run.ddp.find_unused_parameters and not run.ddp.static_graph,
     )

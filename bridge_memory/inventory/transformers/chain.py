@@ -11,6 +11,7 @@ from bridge_memory.inventory.alive import BlockCost
 from bridge_memory.inventory.chain import ChunkInventory, EngineBytes, Label, Link, compose, plain_link, with_engine
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import matrix_elements
+from bridge_memory.inventory.sizes import largest
 from bridge_memory.inventory.transformers.attention import needs_mask
 from bridge_memory.inventory.transformers.blocks import embedding_block, final_norm_block, layer_block, output_block
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
@@ -67,6 +68,10 @@ def hugging_face_chunk(
     links.append((_beside(plain_link(final_norm_block(ctx), Label.FINAL_NORM), held), 1))
     loss = plain_link(output_block(model.output_bias, not tied, ctx), Label.LOSS)
     links.append((_beside(loss, sum(n * count for n, (_, count) in zip(cast, layers, strict=True))), 1))
+    if ctx.hugging_face.clones_outputs and not ctx.hugging_face.liger("fused_linear_cross_entropy"):
+        logits = ctx.tokens * ctx.padded_vocab * ctx.hugging_face.compute_width
+        loss, _ = links[-1]
+        links[-1] = loss._replace(forward_peak=largest(loss.forward_peak, loss.retained + 2 * logits)), 1
     if spec.keeps_outputs and not ctx.hugging_face.liger("fused_linear_cross_entropy"):
         logits = ctx.tokens * ctx.padded_vocab * ctx.hugging_face.compute_width
         links = [(link.with_concurrent(logits), count) for link, count in links]
@@ -217,10 +222,11 @@ def _beside(link: Link, held: int) -> Link:
 
 
 def _with_tied_gradient(links: list[tuple[Link, int]], ctx: BlockContext) -> list[tuple[Link, int]]:
-    """The gradient of a tied weight as the output layer gives it waits for that of the embedding
-    (``inventory/shared_weights.py``)."""
+    """The gradient of a tied weight as the output layer gives it waits for that of the embedding; autograd adds them in
+    a third tensor where the first is a view (``inventory/shared_weights.py``). Engines count none of the three."""
     dense = ctx.padded_vocab * ctx.hidden_size * ctx.act
     (embedding, _), *middle, last = links
-    summed = embedding.retained + 2 * dense
+    assert ctx.hugging_face is not None
+    summed = embedding.retained + (2 if ctx.hugging_face.plain_gradients else 3) * dense
     waiting = [(link.with_concurrent(dense), count) for link, count in middle]
     return [(embedding.with_concurrent(dense, summed), 1), *waiting, last]
