@@ -166,6 +166,30 @@ def test_given_flags_stay(capsys: pytest.CaptureFixture[str]) -> None:
     assert {r["engine"] for r in rows} == set(OPTIONS)
 
 
+def test_a_file_says_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    zero = {"stage": 2, "reduce_bucket_size": 1000}
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero,
+                                "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}))
+    rows = rows_of(capsys, *SMALL, "--deepspeed", str(path))
+    assert {(r["engine"], r["mbs"]) for r in rows} == {("zero2", 4)} and len(rows) == 2
+    rows = rows_of(capsys, *SMALL, "--deepspeed", str(path), "--vary", "mbs,overlap")
+    assert len({r["mbs"] for r in rows}) > 2 and {r["options"] for r in rows} == {"", "overlap_comm"}
+    search = [*SMALL, "--deepspeed", str(path), "--vary", "mbs,overlap"]
+    assert main([*search, "--emit", "estimate", "--row", "3"]) == 0
+    line = shlex.split(capsys.readouterr().out)
+    assert main([*line[1:], "--json"]) == 0
+    (stage,) = json.loads(capsys.readouterr().out)["stages"]
+    assert stage["peak_bytes"] == rows[2]["peak_bytes"]
+    for flags, words in (
+        (["--engine", "fsdp2"], "is not what the file says"), (["--engine", "zero"], "does not go with --deepspeed"),
+        (["--mixed-precision", "bf16"], "does not go with --deepspeed"),
+    ):  # fmt: skip
+        assert main([*SMALL, "--deepspeed", str(path), *flags]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+
+
 def test_every_format_says_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "250")
     shown = {}
@@ -383,6 +407,8 @@ def test_accelerate_takes_its_yaml(tmp_path: Path) -> None:
     """By the class that ``accelerate launch`` reads it with."""
     pytest.importorskip("yaml")
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
     for engine in OPTIONS:
         run = mixed(engine)
         found = said("accelerate", run)
@@ -394,6 +420,16 @@ def test_accelerate_takes_its_yaml(tmp_path: Path) -> None:
         assert config.distributed_type == kind and config.mixed_precision == "bf16" and config.num_processes == 16
         if kind == "FSDP":
             assert config.fsdp_config["fsdp_version"] == int(engine[-1])
+        # The launcher's own parser, and its check of the file.
+        typed = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+        args, _, _ = _validate_launch_command(typed)
+        assert args.num_processes == 16 and args.mixed_precision == "bf16"
+        asked = args.use_fsdp, args.use_deepspeed, args.multi_gpu
+        assert asked == (kind == "FSDP", kind == "DEEPSPEED", kind == "MULTI_GPU")
+        if kind == "DEEPSPEED":
+            assert args.zero_stage == int(engine[-1]) and args.gradient_accumulation_steps == run.num_microbatches
+        elif kind == "FSDP":
+            assert args.fsdp_offload_params in (False, "false") and int(args.fsdp_version) == int(engine[-1])
 
 
 def test_the_trainer_takes_its_arguments(tmp_path: Path) -> None:
