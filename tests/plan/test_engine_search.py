@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -286,6 +287,7 @@ def test_dtypes_that_differ_are_said(capsys: pytest.CaptureFixture[str]) -> None
         ([*SMALL, "--engine", "fsdp2", "--emit", "bridge"], "--emit bridge is for layouts of megatron-core"),
         ([*SMALL, "--emit", "accelerate"], "--emit accelerate is for engines outside of megatron-core"),
         ([*SMALL, "--engine", "fsdp2", "--emit", "accelerate"], "has no word for"),
+        ([*MIXED, "--engine", "fsdp2", "--emit", "trainer"], "cannot ask for FSDP2; use --transformers-version 5.0"),
         ([*MIXED, "--engine", "fsdp2", "--bf16"], "is said by --mixed-precision bf16 too"),
         ([*MIXED], "--mixed-precision is for engines outside of megatron-core"),
         ([*SMALL, "--engine", "zero3", "--emit", "deepspeed", "--row", "9999"], "--row 9999 does not exist"),
@@ -356,7 +358,7 @@ def test_what_is_emitted_reads_back_as_the_same_run(how: str, engine: str) -> No
     if how == "deepspeed" and not engine.startswith("zero"):
         assert said(how, mixed(engine)) is None
         return
-    runs = list(every_way(engine))
+    runs = [on_5(run) for run in every_way(engine)] if how == "trainer" else list(every_way(engine))
     again = {key(run): said(how, run) for run in runs}
     assert len(runs) > 5 and sum(found is not None for found in again.values()) >= len(runs) / 5
     for run, found in again.items():
@@ -369,7 +371,7 @@ def test_the_flags_beside_a_file_are_a_command(tmp_path: Path, capsys: pytest.Ca
     pytest.importorskip("yaml")
     for how, engine, suffix in (
         ("deepspeed", "zero2", ".json"), ("accelerate", "zero3", ".yaml"), ("accelerate", "fsdp2", ".yaml"),
-        ("accelerate", "fsdp1", ".yaml"), ("accelerate", "ddp", ".yaml"), ("trainer", "fsdp2", ".json"),
+        ("accelerate", "fsdp1", ".yaml"), ("accelerate", "ddp", ".yaml"), ("trainer", "fsdp1", ".json"),
         ("trainer", "ddp", ".json"), ("trainer", "zero3", ".json"),
     ):  # fmt: skip
         search = [*MIXED, "--engine", engine, "--vary", "mbs,checkpointing,attention"]
@@ -432,15 +434,95 @@ def test_accelerate_takes_its_yaml(tmp_path: Path) -> None:
             assert args.fsdp_offload_params in (False, "false") and int(args.fsdp_version) == int(engine[-1])
 
 
-def test_the_trainer_takes_its_arguments(tmp_path: Path) -> None:
-    """Every key is a field of TrainingArguments."""
+@pytest.mark.parametrize("engine", ("fsdp1", "fsdp2"))
+@pytest.mark.parametrize("offload", (False, True))
+def test_accelerate_starts_fsdp_as_the_row_has_it(
+    engine: str, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plugin of a process that ``accelerate launch`` started by the file."""
+    pytest.importorskip("yaml")
+    utils = pytest.importorskip("accelerate.utils")
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    for options in OPTIONS[engine]:
+        run = mixed(engine).with_fields(**options, fsdp_offload_params=offload, gradient_checkpointing=True,
+                                        use_reentrant=False)  # fmt: skip
+        found = said("accelerate", run)
+        assert found is not None
+        path = tmp_path / "accelerate.yaml"
+        path.write_text(found[0])
+        args, _, _ = _validate_launch_command(
+            launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+        )
+        with monkeypatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith("FSDP_")]:
+                patch.delenv(name)
+            for name, value in prepare_multi_gpu_env(args).items():
+                if name.startswith("FSDP_") and name not in (
+                    "FSDP_SYNC_MODULE_STATES", "FSDP_CPU_RAM_EFFICIENT_LOADING"
+                ):
+                    patch.setenv(name, value)  # those two look for a GPU
+            theirs = utils.FullyShardedDataParallelPlugin()
+        assert theirs.fsdp_version == int(engine[-1]) and theirs.activation_checkpointing
+        if engine == "fsdp1":
+            assert theirs.sharding_strategy.name == run.fsdp.sharding_strategy
+            assert theirs.use_orig_params and theirs.backward_prefetch.name == "BACKWARD_PRE"
+            assert theirs.cpu_offload.offload_params == offload
+        else:
+            assert theirs.reshard_after_forward == (run.fsdp.reshard_after_forward is not False)
+            assert type(theirs.cpu_offload).__name__ == ("CPUOffloadPolicy" if offload else "OffloadPolicy")
+            sizes = [args.parallelism_config_dp_replicate_size, args.parallelism_config_dp_shard_size]
+            degree = run.fsdp.shard_degree
+            assert [int(n) for n in sizes] == ([16 // degree, degree] if degree else [1, 1])
+
+
+def test_the_trainer_takes_its_arguments() -> None:
+    """Every key is a field of TrainingArguments, every optimizer one of theirs."""
     transformers = pytest.importorskip("transformers")
     known = {f.name for f in fields(transformers.TrainingArguments)}
     for engine in OPTIONS:
-        found = said("trainer", mixed(engine))
+        found = said("trainer", on_5(mixed(engine)))
         assert found is not None
         table = json.loads(found[0])
         assert set(table) <= known and table["optim"] in set(transformers.training_args.OptimizerNames), engine
+
+
+def on_5(run: RunSpec) -> RunSpec:
+    return run.with_fields(transformers_version=(5, 0)) if run.data_parallel.engine == "fsdp2" else run
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("offload", (False, True))
+def test_the_trainer_hands_fsdp1_over_as_the_row_has_it(
+    number: int, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TrainingArguments of transformers 4 made of the file, and accelerate's plugin of the environment they set."""
+    utils = pytest.importorskip("accelerate.utils")
+    transformers = pytest.importorskip("transformers")
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        pytest.skip("transformers 5 hands a table over")
+    run = mixed("fsdp1").with_fields(**OPTIONS["fsdp1"][number], fsdp_offload_params=offload)
+    found = said("trainer", run)
+    assert found is not None
+    table = {k: v for k, v in json.loads(found[0]).items() if k != "bf16"} | {"output_dir": str(tmp_path)}
+    before = set(os.environ)
+    for name in [name for name in os.environ if name.startswith("FSDP_")]:
+        monkeypatch.delenv(name)
+    try:
+        transformers.TrainingArguments(use_cpu=True, report_to=[], **table)
+        os.environ["FSDP_SYNC_MODULE_STATES"] = "false"  # true looks for a GPU
+        theirs = utils.FullyShardedDataParallelPlugin()
+    finally:
+        for name in set(os.environ) - before:
+            del os.environ[name]
+        from accelerate.state import AcceleratorState, PartialState
+
+        AcceleratorState._reset_state()
+        PartialState._reset_state()
+    assert run.fsdp.sharding_strategy == theirs.sharding_strategy.name
+    assert run.fsdp.use_orig_params == theirs.use_orig_params and theirs.cpu_offload.offload_params == offload
+    assert theirs.backward_prefetch.name == run.fsdp.backward_prefetch and theirs.auto_wrap_policy is not None
 
 
 # ---- what to change ----
