@@ -19,6 +19,7 @@ from bridge_memory.plan.engine_space import is_of
 from bridge_memory.readers.engines.run import fields_of, settings_from_files, settle
 from bridge_memory.readers.engines.settings import Told
 from bridge_memory.readers.engines.training_args import OPTIMIZERS
+from bridge_memory.releases import release_words
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS
 from bridge_memory.spec.fields import called
@@ -302,15 +303,39 @@ def trainer_arguments(run: RunSpec) -> Table:
     if engine.startswith("zero"):
         table["deepspeed"] = deepspeed_config(run)
     elif engine in ("fsdp1", "fsdp2"):
-        config = {name: value for name, value in _fsdp(run).items() if name != "activation_checkpointing"}
-        config.setdefault("reshard_after_forward", config.get("sharding_strategy"))
-        table |= {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
+        table |= _trainers_fsdp(run)
     elif engine == "ddp":
         d = run.ddp
         table |= {"ddp_find_unused_parameters": d.find_unused_parameters, "ddp_bucket_cap_mb": int(d.bucket_cap_mb)}
         if d.static_graph:
             table["ddp_static_graph"] = True
     return table
+
+
+def _trainers_fsdp(run: RunSpec) -> Table:
+    """Words and a table beside them. Before transformers 5 the words say the strategy, wrapping and offloading, and
+    nothing says FSDP2 (``training_args.py: TrainingArguments.__post_init__``)."""
+    f, version = run.fsdp, run.transformers.transformers_version
+    two, newer = run.data_parallel.engine == "fsdp2", version >= (5, 0)
+    if two and not newer:
+        raise SpecError(
+            f"--emit trainer: TrainingArguments of transformers {release_words(version)} cannot ask for FSDP2; use "
+            "--transformers-version 5.0, or --emit accelerate"
+        )
+    words = "full_shard" if two else f.sharding_strategy.lower().removeprefix("_")
+    words += "" if f.auto_wrap_policy == "NO_WRAP" else " auto_wrap"
+    words += " offload" if f.offload_params else ""
+    config: Table = {"version": 2 if two else 1} if newer else {}
+    if two:
+        config["reshard_after_forward"] = f.reshard_after_forward is not False
+    else:
+        config |= {
+            "backward_prefetch": f.backward_prefetch.lower(), "forward_prefetch": f.forward_prefetch,
+            "use_orig_params": f.use_orig_params,
+        }  # fmt: skip
+        if not f.limit_all_gathers:
+            config["limit_all_gathers"] = False
+    return {"fsdp": words, "fsdp_config": config}
 
 
 def _yaml(table: Table, indent: str = "") -> str:

@@ -29,8 +29,6 @@ EMITTED = ("deepspeed", "accelerate", "trainer")
 _ENGINE, _MICRO, _GPUS, _BATCH = (
     "data_parallel.engine", "batch.micro_batch_size", "parallel.world_size", "batch.global_batch_size"
 )  # fmt: skip
-#: What a file may say of the engine, too.
-_OF_FILES = ("--deepspeed", "--accelerate", "--training-args", "--torchtitan")
 
 
 def asked_engines(args: argparse.Namespace) -> tuple[str, ...] | None:
@@ -110,8 +108,9 @@ def _space(
 def _fixed(args: argparse.Namespace, engines: Sequence[str]) -> frozenset[str]:
     given = {name for name, value in vars(args).items() if not (name == _MICRO and isinstance(value, tuple))}
     fixed = {axis for axis, fields in AXES.items() if given & set(fields)} - {"engine"}
-    if named(args):
-        fixed |= {"mbs", "checkpointing", "shard", "reshard", "overlap"}
+    files = named(args).keys()
+    if files:  # what they say, or leave at its default
+        fixed |= {"mbs", "shard", "reshard", "overlap"} | ({"checkpointing"} if files - {"deepspeed"} else set())
     if args.vary is None:
         return frozenset(fixed | set(ON_DEMAND))
     asked = [name for name in args.vary.replace(",", " ").split() if name]
@@ -139,7 +138,10 @@ def _bases(
     args: argparse.Namespace, engines: Sequence[str], gpu: Gpu
 ) -> tuple[dict[str, RunSpec], tuple[str, ...]]:
     """The run of every engine. Options of the other engines' own are not its; one that no engine has is refused."""
-    plain = _without_ranges(args)
+    plain, files = _without_ranges(args), named(args)
+    if files and (len(engines) > 1 or args.mixed_precision is not None):
+        flag = "--mixed-precision" if args.mixed_precision is not None else "--engine of several"
+        raise SpecError(f"{flag} does not go with --{next(iter(files)).replace('_', '-')}, which says it; drop one")
     for name in list(vars(plain)):
         if "." in name and not any(is_of(engine, name) for engine in engines):
             raise SpecError(f"{spelling(name)} is no option of engine {' or '.join(engines)}; drop it")
@@ -149,10 +151,8 @@ def _bases(
         flags = copy.copy(plain)
         for name in [name for name in vars(flags) if "." in name and not is_of(engine, name)]:
             delattr(flags, name)
-        if not named(args):
+        if hasattr(flags, _ENGINE) or not files:
             setattr(flags, _ENGINE, engine)
-        elif hasattr(flags, _ENGINE):
-            delattr(flags, _ENGINE)
         for name, value in _mixed(args, engine).items():
             setattr(flags, name, value)
         try:

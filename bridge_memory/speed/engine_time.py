@@ -272,14 +272,16 @@ class _Step:
         replicas = self.ranks // ranks
         reduce_width = DTYPE_BYTES[f.reduce_dtype or run.compute_dtype]
         whole = f.auto_wrap_policy == "NO_WRAP"
-        pieces = 1 if whole else self.layers + 1
+        pieces = 1 if whole else self.layers + (2 if f.auto_wrap_policy == "torchtitan" else 1)
         unit = self.numel if whole else max(self.layer_numel, self.root_numel)
         width = self.compute_width
         gathered = self._ring(self.numel * width, ranks, pieces)
         stays = f.sharding_strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2") if one else (
             f.reshard_after_forward is False
         )
-        again = 0.0 if stays or whole else self._ring((self.numel - self.root_numel) * width, ranks, self.layers)
+        # The root's parameters stay; torchtitan's policy leaves it none.
+        root = 0.0 if f.auto_wrap_policy == "torchtitan" else self.root_numel
+        again = 0.0 if stays or whole else self._ring((self.numel - root) * width, ranks, self.layers + 2 * (not root))
         reduced = self._ring(self.trained * reduce_width, ranks, pieces)
         reduced += 2 * self._ring(self.trained * reduce_width / ranks, replicas, pieces, ranks)
         share = self.trained / self.numel
@@ -304,12 +306,8 @@ class _Step:
         embedding = 0 if self.run.peft.freezes else self.run.model.vocab_size * self.run.model.hidden_size * width
         last = min(nbytes, max(bucket, embedding))
         copied = 0.0 if ddp.gradient_as_bucket_view else 4.0 * nbytes
-        if ddp.static_graph or not ddp.find_unused_parameters:
-            pieces = max(1.0, nbytes / bucket)
-        else:
-            pieces, last = max(1.0, nbytes / bucket), min(nbytes, max(bucket, embedding))
         return _Sent(
-            reduced=2 * self._ring(nbytes, self.ranks, pieces), each=d.sync_each_batch,
+            reduced=2 * self._ring(nbytes, self.ranks, max(1.0, nbytes / bucket)), each=d.sync_each_batch,
             least_reduced=2 * self._ring(last, self.ranks), copied_reduced=copied,
         )  # fmt: skip
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -166,6 +167,30 @@ def test_given_flags_stay(capsys: pytest.CaptureFixture[str]) -> None:
     assert {r["engine"] for r in rows} == set(OPTIONS)
 
 
+def test_a_file_says_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    zero = {"stage": 2, "reduce_bucket_size": 1000}
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero,
+                                "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}))
+    rows = rows_of(capsys, *SMALL, "--deepspeed", str(path))
+    assert {(r["engine"], r["mbs"]) for r in rows} == {("zero2", 4)} and len(rows) == 2
+    rows = rows_of(capsys, *SMALL, "--deepspeed", str(path), "--vary", "mbs,overlap")
+    assert len({r["mbs"] for r in rows}) > 2 and {r["options"] for r in rows} == {"", "overlap_comm"}
+    search = [*SMALL, "--deepspeed", str(path), "--vary", "mbs,overlap"]
+    assert main([*search, "--emit", "estimate", "--row", "3"]) == 0
+    line = shlex.split(capsys.readouterr().out)
+    assert main([*line[1:], "--json"]) == 0
+    (stage,) = json.loads(capsys.readouterr().out)["stages"]
+    assert stage["peak_bytes"] == rows[2]["peak_bytes"]
+    for flags, words in (
+        (["--engine", "fsdp2"], "is not what the file says"), (["--engine", "zero"], "does not go with --deepspeed"),
+        (["--mixed-precision", "bf16"], "does not go with --deepspeed"),
+    ):  # fmt: skip
+        assert main([*SMALL, "--deepspeed", str(path), *flags]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+
+
 def test_every_format_says_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "250")
     shown = {}
@@ -262,6 +287,7 @@ def test_dtypes_that_differ_are_said(capsys: pytest.CaptureFixture[str]) -> None
         ([*SMALL, "--engine", "fsdp2", "--emit", "bridge"], "--emit bridge is for layouts of megatron-core"),
         ([*SMALL, "--emit", "accelerate"], "--emit accelerate is for engines outside of megatron-core"),
         ([*SMALL, "--engine", "fsdp2", "--emit", "accelerate"], "has no word for"),
+        ([*MIXED, "--engine", "fsdp2", "--emit", "trainer"], "cannot ask for FSDP2; use --transformers-version 5.0"),
         ([*MIXED, "--engine", "fsdp2", "--bf16"], "is said by --mixed-precision bf16 too"),
         ([*MIXED], "--mixed-precision is for engines outside of megatron-core"),
         ([*SMALL, "--engine", "zero3", "--emit", "deepspeed", "--row", "9999"], "--row 9999 does not exist"),
@@ -332,7 +358,7 @@ def test_what_is_emitted_reads_back_as_the_same_run(how: str, engine: str) -> No
     if how == "deepspeed" and not engine.startswith("zero"):
         assert said(how, mixed(engine)) is None
         return
-    runs = list(every_way(engine))
+    runs = [on_5(run) for run in every_way(engine)] if how == "trainer" else list(every_way(engine))
     again = {key(run): said(how, run) for run in runs}
     assert len(runs) > 5 and sum(found is not None for found in again.values()) >= len(runs) / 5
     for run, found in again.items():
@@ -345,7 +371,7 @@ def test_the_flags_beside_a_file_are_a_command(tmp_path: Path, capsys: pytest.Ca
     pytest.importorskip("yaml")
     for how, engine, suffix in (
         ("deepspeed", "zero2", ".json"), ("accelerate", "zero3", ".yaml"), ("accelerate", "fsdp2", ".yaml"),
-        ("accelerate", "fsdp1", ".yaml"), ("accelerate", "ddp", ".yaml"), ("trainer", "fsdp2", ".json"),
+        ("accelerate", "fsdp1", ".yaml"), ("accelerate", "ddp", ".yaml"), ("trainer", "fsdp1", ".json"),
         ("trainer", "ddp", ".json"), ("trainer", "zero3", ".json"),
     ):  # fmt: skip
         search = [*MIXED, "--engine", engine, "--vary", "mbs,checkpointing,attention"]
@@ -383,6 +409,8 @@ def test_accelerate_takes_its_yaml(tmp_path: Path) -> None:
     """By the class that ``accelerate launch`` reads it with."""
     pytest.importorskip("yaml")
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
     for engine in OPTIONS:
         run = mixed(engine)
         found = said("accelerate", run)
@@ -394,17 +422,107 @@ def test_accelerate_takes_its_yaml(tmp_path: Path) -> None:
         assert config.distributed_type == kind and config.mixed_precision == "bf16" and config.num_processes == 16
         if kind == "FSDP":
             assert config.fsdp_config["fsdp_version"] == int(engine[-1])
+        # The launcher's own parser, and its check of the file.
+        typed = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+        args, _, _ = _validate_launch_command(typed)
+        assert args.num_processes == 16 and args.mixed_precision == "bf16"
+        asked = args.use_fsdp, args.use_deepspeed, args.multi_gpu
+        assert asked == (kind == "FSDP", kind == "DEEPSPEED", kind == "MULTI_GPU")
+        if kind == "DEEPSPEED":
+            assert args.zero_stage == int(engine[-1]) and args.gradient_accumulation_steps == run.num_microbatches
+        elif kind == "FSDP":
+            assert args.fsdp_offload_params in (False, "false") and int(args.fsdp_version) == int(engine[-1])
 
 
-def test_the_trainer_takes_its_arguments(tmp_path: Path) -> None:
-    """Every key is a field of TrainingArguments."""
+@pytest.mark.parametrize("engine", ("fsdp1", "fsdp2"))
+@pytest.mark.parametrize("offload", (False, True))
+def test_accelerate_starts_fsdp_as_the_row_has_it(
+    engine: str, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plugin of a process that ``accelerate launch`` started by the file."""
+    pytest.importorskip("yaml")
+    utils = pytest.importorskip("accelerate.utils")
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    for options in OPTIONS[engine]:
+        run = mixed(engine).with_fields(**options, fsdp_offload_params=offload, gradient_checkpointing=True,
+                                        use_reentrant=False)  # fmt: skip
+        found = said("accelerate", run)
+        assert found is not None
+        path = tmp_path / "accelerate.yaml"
+        path.write_text(found[0])
+        args, _, _ = _validate_launch_command(
+            launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+        )
+        with monkeypatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith("FSDP_")]:
+                patch.delenv(name)
+            for name, value in prepare_multi_gpu_env(args).items():
+                if name.startswith("FSDP_") and name not in (
+                    "FSDP_SYNC_MODULE_STATES", "FSDP_CPU_RAM_EFFICIENT_LOADING"
+                ):
+                    patch.setenv(name, value)  # those two look for a GPU
+            theirs = utils.FullyShardedDataParallelPlugin()
+        assert theirs.fsdp_version == int(engine[-1]) and theirs.activation_checkpointing
+        if engine == "fsdp1":
+            assert theirs.sharding_strategy.name == run.fsdp.sharding_strategy
+            assert theirs.use_orig_params and theirs.backward_prefetch.name == "BACKWARD_PRE"
+            assert theirs.cpu_offload.offload_params == offload
+        else:
+            assert theirs.reshard_after_forward == (run.fsdp.reshard_after_forward is not False)
+            assert type(theirs.cpu_offload).__name__ == ("CPUOffloadPolicy" if offload else "OffloadPolicy")
+            sizes = [args.parallelism_config_dp_replicate_size, args.parallelism_config_dp_shard_size]
+            degree = run.fsdp.shard_degree
+            assert [int(n) for n in sizes] == ([16 // degree, degree] if degree else [1, 1])
+
+
+def test_the_trainer_takes_its_arguments() -> None:
+    """Every key is a field of TrainingArguments, every optimizer one of theirs."""
     transformers = pytest.importorskip("transformers")
     known = {f.name for f in fields(transformers.TrainingArguments)}
     for engine in OPTIONS:
-        found = said("trainer", mixed(engine))
+        found = said("trainer", on_5(mixed(engine)))
         assert found is not None
         table = json.loads(found[0])
         assert set(table) <= known and table["optim"] in set(transformers.training_args.OptimizerNames), engine
+
+
+def on_5(run: RunSpec) -> RunSpec:
+    return run.with_fields(transformers_version=(5, 0)) if run.data_parallel.engine == "fsdp2" else run
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("offload", (False, True))
+def test_the_trainer_hands_fsdp1_over_as_the_row_has_it(
+    number: int, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TrainingArguments of transformers 4 made of the file, and accelerate's plugin of the environment they set."""
+    utils = pytest.importorskip("accelerate.utils")
+    transformers = pytest.importorskip("transformers")
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        pytest.skip("transformers 5 hands a table over")
+    run = mixed("fsdp1").with_fields(**OPTIONS["fsdp1"][number], fsdp_offload_params=offload)
+    found = said("trainer", run)
+    assert found is not None
+    table = {k: v for k, v in json.loads(found[0]).items() if k != "bf16"} | {"output_dir": str(tmp_path)}
+    before = set(os.environ)
+    for name in [name for name in os.environ if name.startswith("FSDP_")]:
+        monkeypatch.delenv(name)
+    try:
+        transformers.TrainingArguments(use_cpu=True, report_to=[], **table)
+        os.environ["FSDP_SYNC_MODULE_STATES"] = "false"  # true looks for a GPU
+        theirs = utils.FullyShardedDataParallelPlugin()
+    finally:
+        for name in set(os.environ) - before:
+            del os.environ[name]
+        from accelerate.state import AcceleratorState, PartialState
+
+        AcceleratorState._reset_state()
+        PartialState._reset_state()
+    assert run.fsdp.sharding_strategy == theirs.sharding_strategy.name
+    assert run.fsdp.use_orig_params == theirs.use_orig_params and theirs.cpu_offload.offload_params == offload
+    assert theirs.backward_prefetch.name == run.fsdp.backward_prefetch and theirs.auto_wrap_policy is not None
 
 
 # ---- what to change ----

@@ -106,6 +106,9 @@ def test_what_engines_send() -> None:
     assert moved(fsdp) == pytest.approx(5 * a_pass + 4 * again + (5 * 17 + 4 * 16) * LATENCY)
     kept = time("fsdp2", fsdp_reshard_after_forward=False)
     assert moved(fsdp) - moved(kept) == pytest.approx(4 * again + 4 * 16 * LATENCY)
+    # Embedding, and final norm with output layer, in units of their own are gathered again too.
+    units = time("fsdp2", fsdp_auto_wrap_policy="torchtitan")
+    assert moved(units) == pytest.approx(9 * a_pass + 9 * 18 * LATENCY)
     synced = time("fsdp2", sync_each_batch=True)
     assert moved(synced) - moved(fsdp) == pytest.approx(3 * (a_pass + 17 * LATENCY))
     # ZeRO-1 reduces once and waits for it, ZeRO-2 in each of four microbatches; both gather after the step.
