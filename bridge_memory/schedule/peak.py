@@ -14,6 +14,8 @@ from typing import TypeVar
 from bridge_memory.schedule.events import ChunkCost, Moment, PeakMoment, highest, num_warmup
 
 Cost = TypeVar("Cost")
+#: Those of a ``Moment``, which is one of them.
+_Fields = tuple[str, int, tuple[int, ...], int, int]
 
 #: Chunks of which ``kinds_of`` counts each apart.
 FEW_CHUNKS = 4
@@ -106,13 +108,13 @@ def peak_moments(
     kind, and their chunks are kinds.
     """
     if pp == 1 or v == 1:
-        moments = _moments_of_1f1b(pp, rank, m, v, extra, keeps_outputs)
+        moments: Sequence[_Fields] = _moments_of_1f1b(pp, rank, m, v, extra, keeps_outputs)
     else:
         moments = _Interleaved(pp, rank, m, v, group, extra, overlap_p2p_comm, keeps_outputs, which).moments()
     return _undominated(moments)
 
 
-def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
+def _undominated(moments: Sequence[_Fields]) -> tuple[Moment, ...]:
     """Without those that another of the same kind holds at least as much of everything as."""
     #: Phase and chunks -> what is alive -> the most hidden states beside it, and where they are.
     kinds: dict[tuple[str, int, int], dict[tuple[int, ...], tuple[int, int]]] = {}
@@ -125,12 +127,15 @@ def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
             same[alive] = hidden, i
     out = []
     for same in kinds.values():
+        if len(same) == 1:
+            out += [Moment(*moments[i]) for _, i in same.values()]
+            continue
         ordered = sorted([(-sum(alive), -hidden, i) for alive, (hidden, i) in same.items()])
         kept: list[Moment] = []
         more: list[Moment] = []  # of these, with more alive than the one that is looked at
         before = 0
         for number, _, i in ordered:
-            n = moments[i]
+            n = Moment(*moments[i])
             if number != before:
                 more, before = kept[:], number
             if not any([k.hidden >= n.hidden and all(map(ge, k.alive, n.alive)) for k in more]):
@@ -333,8 +338,8 @@ class _Interleaved:
         w, ends = self.which, (0, 1, self.v - 1) if self.first or self.last else ()
         return [c for c in range(self.v) if c in ends or w[c - 1] != w[c] or w[-c] != w[-1 - c]]
 
-    def moments(self) -> list[Moment]:
-        out = []
+    def moments(self) -> list[_Fields]:
+        out: list[_Fields] = []
         which = self.which
         span = self.group * self.v
         steady = self.total - self.warmup
@@ -349,7 +354,7 @@ class _Interleaved:
         for x in sorted(ends | {self.warmup - 1}):
             if max(0, self.warmup - span - 1) <= x < self.warmup:
                 hidden = self.inputs(x, after=False)
-                out.append(Moment("forward", which[self.chunk(x)], self.alive(x + 1, 0), hidden))
+                out.append(("forward", which[self.chunk(x)], self.alive(x + 1, 0), hidden, -1))
         # The last forward pass receives nothing more.
         within = {k for k in ends | {x - self.warmup for x in ends} if not any([k in few for few in alike])}
         for k in sorted(within | kept | {0, steady - 2, steady - 1}):
@@ -358,10 +363,10 @@ class _Interleaved:
         for k in sorted(ends | kept | {steady, steady + 1}):
             if steady <= k < self.total:
                 hidden = self.grads(k, during_forward=False) + self.held_input_grad(k) + self.kept(k)
-                out.append(Moment("backward", which[-1 - self.chunk(k)], self.alive(self.total, k), hidden))
+                out.append(("backward", which[-1 - self.chunk(k)], self.alive(self.total, k), hidden, -1))
         return out
 
-    def _steady(self, k: int, out: list[Moment]) -> None:
+    def _steady(self, k: int, out: list[_Fields]) -> None:
         x = self.warmup + k
         forward_chunk = self.chunk(x)
         kind, forward_kind = self.which[-1 - self.chunk(k)], self.which[forward_chunk]
@@ -369,10 +374,10 @@ class _Interleaved:
         held = self.held_input_grad(k) + self.kept(k)
         if not self.extra:
             hidden = self.inputs(x, after=False) + self.grads(k, during_forward=True) + held
-            out.append(Moment("forward", forward_kind, alive, hidden))
+            out.append(("forward", forward_kind, alive, hidden, -1))
         hidden = self.inputs(x, after=self.overlap_p2p) + self.grads(k, during_forward=False) + held
         hidden += not (self.keeps_outputs or (self.last and forward_chunk == self.v - 1))
         if self.extra:
-            out.append(Moment("overlapped", kind, alive, hidden, forward_kind))
+            out.append(("overlapped", kind, alive, hidden, forward_kind))
         else:
-            out.append(Moment("backward", kind, alive, hidden))
+            out.append(("backward", kind, alive, hidden, -1))

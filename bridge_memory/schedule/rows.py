@@ -27,7 +27,8 @@ def peak_rows(
     """
     number = max(costs) + 1
     kinds, which = kinds_of(costs)
-    end, rows = 3 * number, {}
+    end = 3 * number
+    rows: dict[tuple[int, ...], None] = {}
     for rank in ranks:
         for moment in peak_moments(pp, rank, m, len(costs), group, False, True, keeps_outputs, which):
             row = [0] * (end + 1)
