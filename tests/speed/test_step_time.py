@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
-from bridge_memory.accuracy.ranking import score_groups, spearman
+from bridge_memory.accuracy.ranking import pairs_in_order, score_groups, spearman
 from bridge_memory.accuracy.speed_fit import left_out
 from bridge_memory.accuracy.throughput import Measured, Unread, measured, read_throughput
 from bridge_memory.inventory.context import context_of
@@ -304,3 +304,11 @@ def test_spearman_by_hand() -> None:
     """1 - 6 sum d^2 / (n (n^2 - 1)) for ranks without ties: d = (0, 1, -1, 0) gives 0.8."""
     assert spearman([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8)
     assert spearman([1, 2, 3], [3, 2, 1]) == -1 and spearman([1, 1, 1], [1, 2, 3]) == 0
+
+
+def test_pairs_that_are_a_tie_are_not_counted() -> None:
+    """100 and 104 are one; 100 and 106, 104 and 110, 100 and 110 are apart, 106 and 110 are not."""
+    assert pairs_in_order([1, 2, 3, 4], [100, 104, 106, 110]) == (3, 3)
+    assert pairs_in_order([4, 2, 3, 1], [100, 104, 106, 110]) == (3, 0)
+    assert pairs_in_order([2, 1, 3, 4], [100, 104, 106, 110]) == (3, 3)
+    assert pairs_in_order([1, 1], [1, 2]) == (1, 0)
