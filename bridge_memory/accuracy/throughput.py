@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,7 +210,8 @@ def _dealt_by_scaling(model: ModelSpec, chunks: int) -> dict[str, Any]:
     parameters, differs on two stages alone, where the times of the 13B speak against it; it is taken where the other
     would leave a stage empty."""
     ffn = model.layers[0].ffn
-    assert isinstance(ffn, MLPSpec)
+    if not isinstance(ffn, MLPSpec):
+        raise SpecError("how its layers are split over stages is not stated")
     hidden, words = model.hidden_size, model.vocab_size * model.hidden_size
     layer = hidden * (4 * hidden + 3 * ffn.ffn_hidden_size + 2)
     weights = (words, *[layer] * len(model.layers), hidden, words)
@@ -240,7 +241,8 @@ def _smallest_bottleneck(weights: tuple[int, ...], chunks: int) -> list[int] | N
             held += weight
         return [*found, len(weights)]
 
-    sums = {sum(weights[i:j]) for i in range(len(weights)) for j in range(i + 1, len(weights) + 1)}
+    to = [0, *accumulate(weights)]
+    sums = {to[j] - to[i] for i in range(len(weights)) for j in range(i + 1, len(weights) + 1)}
     tried = map(firsts, sorted(x for x in sums if x >= max(weights)))
     found = next(stages for stages in tried if len(stages) <= chunks + 1)
     return found if len(found) == chunks + 1 else None
