@@ -297,6 +297,14 @@ def test_rows_that_are_no_run_say_why() -> None:
     found = measured(known)
     assert isinstance(found, Measured) and found.seconds == 8.0
     assert isinstance(measured({**known, "gpu": "TPU v5"}), Unread)
+    # 6 FLOPs a token and weight of a matrix, and 6 x 4096 x 8192 x 32 of causal attention, at 400 TFLOP/s a GPU.
+    found = measured({**known, "task": "sft", "tokens_per_s_per_gpu": None, "tflops_per_gpu": 400.0})
+    assert isinstance(found, Measured) and found.seconds is not None
+    matrices = 8_030_261_248 - 128256 * 4096 - 65 * 4096
+    token = 6 * matrices + 6 * 4096 * 8192 * 32
+    assert found.seconds == pytest.approx(token * 8192 * 128 / (400e12 * 8), rel=1e-3)
+    found = measured({**known, "task": "lora"})
+    assert isinstance(found, Unread) and found.reason == "task lora"
     assert isinstance(measured({**known, "status": "OOM"}), Measured)
 
 
