@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from bridge_memory.spec import (
 )
 from bridge_memory.speed.hardware import HARDWARE, Hardware
 from bridge_memory.speed.kernels import Kernels
+from bridge_memory.speed.work import model_flops
 
 
 class Measured(NamedTuple):
@@ -119,7 +120,7 @@ def measured(row: Mapping[str, Any]) -> Measured | Unread:
         return Unread(number, group, f"malformed ({type(error).__name__})")
     out = row.get("status") == "OOM"
     if seconds is None and not out:
-        return Unread(number, group, "neither a step time nor tokens a second are stated")
+        return Unread(number, group, "neither a step time nor tokens a second nor, of a dense model, FLOPS are stated")
     own = not any(name in str(row.get("framework")) for name in ("AA-Scaling", "DeepSpeed"))
     return Measured(number, group, str(row.get("source")), run, hardware, kernels, None if out else seconds, out, own)
 
@@ -127,11 +128,13 @@ def measured(row: Mapping[str, Any]) -> Measured | Unread:
 def _seconds(row: Mapping[str, Any], run: RunSpec) -> float | None:
     if row.get("step_time_s"):
         return float(row["step_time_s"])
-    rate = row.get("tokens_per_s_per_gpu")
-    batch = run.batch
-    if not rate or not batch.global_batch_size:
-        return None
-    return batch.global_batch_size * batch.seq_length / (float(rate) * run.parallel.world_size)
+    rate, batch = row.get("tokens_per_s_per_gpu"), run.batch
+    if batch.global_batch_size and rate:
+        return batch.global_batch_size * batch.seq_length / (float(rate) * run.parallel.world_size)
+    rate = row.get("tflops_per_gpu")
+    if batch.global_batch_size and rate and not run.model.has_experts:
+        return model_flops(run) / (float(rate) * 1e12 * run.parallel.world_size)
+    return None
 
 
 def _run(row: Mapping[str, Any]) -> tuple[RunSpec, Kernels]:
@@ -140,7 +143,7 @@ def _run(row: Mapping[str, Any]) -> tuple[RunSpec, Kernels]:
         raise SpecError(f"{' and '.join(missing)} not stated")
     if row.get("fsdp"):
         raise SpecError("Megatron-FSDP or FSDP: no time is modelled for it")
-    if str(row.get("task")) != "pretrain":
+    if str(row.get("task")) not in ("pretrain", "sft"):  # the same step; adapters leave most weights without gradients
         raise SpecError(f"task {row.get('task')}")
     framework = str(row.get("framework"))
     if not any(name in framework for name in ("Megatron", "megatron", "AA-Scaling", "NeMo")):
@@ -210,7 +213,8 @@ def _dealt_by_scaling(model: ModelSpec, chunks: int) -> dict[str, Any]:
     parameters, differs on two stages alone, where the times of the 13B speak against it; it is taken where the other
     would leave a stage empty."""
     ffn = model.layers[0].ffn
-    assert isinstance(ffn, MLPSpec)
+    if not isinstance(ffn, MLPSpec):
+        raise SpecError("how its layers are split over stages is not stated")
     hidden, words = model.hidden_size, model.vocab_size * model.hidden_size
     layer = hidden * (4 * hidden + 3 * ffn.ffn_hidden_size + 2)
     weights = (words, *[layer] * len(model.layers), hidden, words)
@@ -240,7 +244,8 @@ def _smallest_bottleneck(weights: tuple[int, ...], chunks: int) -> list[int] | N
             held += weight
         return [*found, len(weights)]
 
-    sums = {sum(weights[i:j]) for i in range(len(weights)) for j in range(i + 1, len(weights) + 1)}
+    to = [0, *accumulate(weights)]
+    sums = {to[j] - to[i] for i in range(len(weights)) for j in range(i + 1, len(weights) + 1)}
     tried = map(firsts, sorted(x for x in sums if x >= max(weights)))
     found = next(stages for stages in tried if len(stages) <= chunks + 1)
     return found if len(found) == chunks + 1 else None

@@ -6,13 +6,24 @@ Products are read off the parameters that ``inventory`` lists, so that every fam
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bridge_memory.inventory.context import BlockContext
+from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.inventory.parameters import Use
 from bridge_memory.inventory.sizes import chosen, largest
-from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec, RunSpec
+from bridge_memory.spec import (
+    AttentionSpec,
+    LayerSpec,
+    MLASpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    ParallelSpec,
+    RecomputeSpec,
+    RunSpec,
+)
 from bridge_memory.spec.model import FeedForward
 from bridge_memory.speed.kernels import Kernels
 
@@ -86,6 +97,18 @@ def output_work(model: ModelSpec, ctx: BlockContext) -> Work:
         (Product(ctx.tokens, ctx.padded_vocab // ctx.tp, model.hidden_size, quantized=False),), traffic=logits * passes,
         tensor_parallel=2.0 * gathered, tensor_collectives=_two(gathered),
     )  # fmt: skip
+
+
+def model_flops(run: RunSpec) -> float:
+    """Floating-point operations of one step as frameworks count them (Megatron-LM's ``num_floating_point_operations``):
+    forward and twice as much backward, whatever is recomputed, and causal attention by half. The batch is given, and
+    MTP not counted."""
+    alone = replace(run, parallel=ParallelSpec(world_size=1), recompute=RecomputeSpec())
+    ctx, kernels = context_of(alone), Kernels()
+    work = [half for layer in run.model.layers for half in layer_work(layer, alone, ctx, kernels)]
+    forward = sum(sum(p.flops for p in w.products) + w.attention for w in [*work, output_work(run.model, ctx)])
+    batch = run.batch
+    return 3.0 * forward * (batch.global_batch_size or batch.micro_batch_size) / batch.micro_batch_size
 
 
 def mtp_work(model: ModelSpec, ctx: BlockContext) -> Work:

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
-from bridge_memory.accuracy.ranking import score_groups, spearman
+from bridge_memory.accuracy.ranking import pairs_in_order, score_groups, spearman
 from bridge_memory.accuracy.speed_fit import left_out
 from bridge_memory.accuracy.throughput import Measured, Unread, measured, read_throughput
 from bridge_memory.inventory.context import context_of
@@ -297,6 +297,14 @@ def test_rows_that_are_no_run_say_why() -> None:
     found = measured(known)
     assert isinstance(found, Measured) and found.seconds == 8.0
     assert isinstance(measured({**known, "gpu": "TPU v5"}), Unread)
+    # 6 FLOPs a token and weight of a matrix, and 6 x 4096 x 8192 x 32 of causal attention, at 400 TFLOP/s a GPU.
+    found = measured({**known, "task": "sft", "tokens_per_s_per_gpu": None, "tflops_per_gpu": 400.0})
+    assert isinstance(found, Measured) and found.seconds is not None
+    matrices = 8_030_261_248 - 128256 * 4096 - 65 * 4096
+    token = 6 * matrices + 6 * 4096 * 8192 * 32
+    assert found.seconds == pytest.approx(token * 8192 * 128 / (400e12 * 8), rel=1e-3)
+    found = measured({**known, "task": "lora"})
+    assert isinstance(found, Unread) and found.reason == "task lora"
     assert isinstance(measured({**known, "status": "OOM"}), Measured)
 
 
@@ -304,3 +312,11 @@ def test_spearman_by_hand() -> None:
     """1 - 6 sum d^2 / (n (n^2 - 1)) for ranks without ties: d = (0, 1, -1, 0) gives 0.8."""
     assert spearman([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8)
     assert spearman([1, 2, 3], [3, 2, 1]) == -1 and spearman([1, 1, 1], [1, 2, 3]) == 0
+
+
+def test_pairs_that_are_a_tie_are_not_counted() -> None:
+    """100 and 104 are one; 100 and 106, 104 and 110, 100 and 110 are apart, 106 and 110 are not."""
+    assert pairs_in_order([1, 2, 3, 4], [100, 104, 106, 110]) == (3, 3)
+    assert pairs_in_order([4, 2, 3, 1], [100, 104, 106, 110]) == (3, 0)
+    assert pairs_in_order([2, 1, 3, 4], [100, 104, 106, 110]) == (3, 3)
+    assert pairs_in_order([1, 1], [1, 2]) == (1, 0)
