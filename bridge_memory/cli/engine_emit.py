@@ -36,7 +36,8 @@ _ENGINES_OWN = ("ddp", "fsdp", "deepspeed")
 #: What TrainingArguments decide beside.
 _TRAINERS_OWN = (
     "optimizer.optimizer", "optimizer.torch_implementation", "optimizer.paged", "optimizer.clip_grad",
-    "batch.micro_batch_size", "batch.global_batch_size", "transformers.gradient_checkpointing",
+    "batch.micro_batch_size", "batch.global_batch_size", "data_parallel.sync_each_batch",
+    "transformers.gradient_checkpointing",
     "transformers.use_reentrant", "transformers.liger_kernel", "transformers.autocast",
 )  # fmt: skip
 #: ``zero_optimization``'s tables of offloading, and how their keys are called here.

@@ -110,7 +110,8 @@ def _fixed(args: argparse.Namespace, engines: Sequence[str]) -> frozenset[str]:
     fixed = {axis for axis, fields in AXES.items() if given & set(fields)} - {"engine"}
     files = named(args).keys()
     if files:  # what they say, or leave at its default
-        fixed |= {"mbs", "shard", "reshard", "overlap"} | ({"checkpointing"} if files - {"deepspeed"} else set())
+        fixed |= {"mbs", "shard", "reshard", "accumulation", "overlap"}
+        fixed |= {"checkpointing"} if files - {"deepspeed"} else set()
     if args.vary is None:
         return frozenset(fixed | set(ON_DEMAND))
     asked = [name for name in args.vary.replace(",", " ").split() if name]
@@ -318,6 +319,8 @@ def divided_words(run: RunSpec) -> str:
 def _overlap_words(run: RunSpec) -> str:
     if run.data_parallel.engine == "ddp" and run.ddp.gradient_as_bucket_view:
         return "bucket views"
+    if run.data_parallel.sync_each_batch and run.num_microbatches > 1:
+        return "sync each batch"
     z = run.deepspeed
     if run.data_parallel.engine.startswith("zero") and z.overlap_comm is not None:
         return "overlap_comm" if z.overlap_comm else "no overlap_comm"

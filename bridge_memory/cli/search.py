@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gpu", required=True, metavar="NAME", help="the GPU (`bridge-memory gpus` lists them)")
     group.add_argument("--vary", metavar="A,B",
                        help="vary only these of tp, pp, vpp, cp, ep, etp, mbs, split, recompute; under engines outside "
-                            "of megatron-core of engine, mbs, checkpointing, reshard, shard, overlap, and of offload, "
-                            "attention and liger, which else stay (all: of all)")
+                            "of megatron-core of engine, mbs, checkpointing, reshard, shard, accumulation, overlap, "
+                            "and of offload, attention and liger, which else stay (all: of all)")
     group.add_argument("--mixed-precision", choices=("bf16", "fp16"),
                        help="dtypes of every engine outside of megatron-core as accelerate's mixed_precision sets them")
     group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",

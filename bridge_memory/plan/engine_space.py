@@ -27,6 +27,7 @@ AXES: dict[str, tuple[str, ...]] = {
     ),
     "reshard": ("fsdp.reshard_after_forward", "fsdp.sharding_strategy"),
     "shard": ("fsdp.shard_degree", "fsdp.sharding_strategy", "deepspeed.zero_hpz_partition_size"),
+    "accumulation": ("data_parallel.sync_each_batch",),
     "overlap": ("ddp.gradient_as_bucket_view", "deepspeed.overlap_comm"),
     "offload": ("fsdp.offload_params", "deepspeed.offload_optimizer_device", "deepspeed.offload_param_device"),
     "attention": ("transformers.attn_implementation",),
@@ -35,7 +36,7 @@ AXES: dict[str, tuple[str, ...]] = {
 #: Axes that vary only where they are named (``--vary``): what they change is a choice of its own.
 ON_DEMAND = ("offload", "attention", "liger")
 #: Axes of the engine itself, and of what one GPU runs.
-_OF_ENGINE = ("shard", "reshard", "overlap", "offload")
+_OF_ENGINE = ("shard", "reshard", "accumulation", "overlap", "offload")
 _OF_PASSES = ("checkpointing", "attention", "liger")
 #: Words that mean several engines.
 SEVERAL = {"any": TIMED, "fsdp": ("fsdp1", "fsdp2"), "zero": ("zero1", "zero2", "zero3")}
@@ -203,6 +204,13 @@ def _shard(space: EngineSpace, base: RunSpec) -> list[Fields]:
     return [{}]
 
 
+def _accumulation(space: EngineSpace, base: RunSpec) -> list[Fields]:
+    """FSDP keeps whole gradients from one microbatch to the next unless it reduces them in each."""
+    if base.data_parallel.engine not in ("fsdp1", "fsdp2"):
+        return [{}]
+    return [{"data_parallel.sync_each_batch": value} for value in (False, True)]
+
+
 def _overlap(space: EngineSpace, base: RunSpec) -> list[Fields]:
     engine = base.data_parallel.engine
     if engine == "ddp":
@@ -241,6 +249,7 @@ def _liger(space: EngineSpace, base: RunSpec) -> list[Fields]:
 
 
 _OF_AXIS = {
-    "checkpointing": _checkpointing, "reshard": _reshard, "shard": _shard, "overlap": _overlap, "offload": _offload,
+    "checkpointing": _checkpointing, "reshard": _reshard, "shard": _shard,
+    "accumulation": _accumulation, "overlap": _overlap, "offload": _offload,
     "attention": _attention, "liger": _liger,
 }  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 
 from bridge_memory.cli import accuracy as accuracy_command
 from bridge_memory.cli import estimate as estimate_command
+from bridge_memory.cli import search as search_command
 from bridge_memory.cli.run_arguments import run_from_arguments
 from bridge_memory.cli.run_flags import FLAGS, add_run_arguments
 from bridge_memory.estimate import Estimate, estimate
@@ -268,7 +269,8 @@ def spelled_in_the_guide() -> list[str]:
 def test_every_spelling_in_the_guide_is_taken(spelling: str) -> None:
     """Those of a run by every command that takes one; those of the output by the command beside them."""
     taken: set[str] = set()
-    for add in (add_run_arguments, estimate_command.add_arguments, accuracy_command.add_arguments):
+    of_commands = [command.add_arguments for command in (estimate_command, accuracy_command, search_command)]
+    for add in (add_run_arguments, *of_commands):
         parser = argparse.ArgumentParser()
         add(parser)
         taken |= parser._option_string_actions.keys()

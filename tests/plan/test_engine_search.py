@@ -47,10 +47,12 @@ CHECKPOINTS: tuple[tuple[bool, bool | None], ...] = ((False, None), (True, True)
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ddp": [{"ddp_gradient_as_bucket_view": v} for v in (False, True)],
     "fsdp2": [
-        {"fsdp_reshard_after_forward": r, "fsdp_shard_degree": n} for r, n in product((None, False), (None, 8))
+        {"fsdp_reshard_after_forward": r, "fsdp_shard_degree": n, "sync_each_batch": each}
+        for r, n, each in product((None, False), (None, 8), (False, True))
     ],
     "fsdp1": [
-        {"fsdp_sharding_strategy": name, "fsdp_shard_degree": n}
+        {"fsdp_sharding_strategy": name, "fsdp_shard_degree": n, "sync_each_batch": each}
+        for each in (False, True)
         for name, n in (("FULL_SHARD", None), ("SHARD_GRAD_OP", None), ("HYBRID_SHARD", 8), ("_HYBRID_SHARD_ZERO2", 8))
     ],
     "zero1": [{"overlap_comm": v} for v in (None, True)],
