@@ -218,6 +218,8 @@ QUERY_NORM_WITHOUT_LATENT = since(core=(0, 19))
 MXFP8_ATTENTION = since(core=(0, 18), te=(2, 15))
 #: Attention in fp8 keeps one statistic of the softmax (TE ``cpp_extensions/fused_attn.py: fused_attn_fwd``).
 FP8_ATTENTION_KEEPS_ONE_STATISTIC = since(te=(2, 15))
+#: With double buffers, Megatron-FSDP gathers no unit ahead beside what is in no unit (PGB: ``AllGatherPipeline``).
+FSDP_ROOT_ALONE = since(core=(0, 19))
 #: Sparse attention is absorbed multi-latent attention with kernels of its own to choose from
 #: (``transformer/experimental_attention_variant/dsa.py, dsa_kernels.py``); before, other operations run it.
 SPARSE_ATTENTION_KERNELS = since(core=(0, 19))

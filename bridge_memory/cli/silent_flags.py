@@ -67,7 +67,8 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
     needs += [
         (name, name in given["data_parallel"], given["data_parallel"].get("engine") == "megatron_fsdp",
          "--engine megatron_fsdp")
-        for name in ("data_parallel_sharding_strategy", "suggested_communication_unit_size", "grad_comm_dtype")
+        for name in ("data_parallel_sharding_strategy", "suggested_communication_unit_size", "grad_comm_dtype",
+                     "fsdp_double_buffer")
     ]
     needs += [
         (name, name in optimizer, optimizer.get("use_precision_aware_optimizer", False),

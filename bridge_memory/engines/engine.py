@@ -97,6 +97,8 @@ class StageState(NamedTuple):
     saving: int | None = None
     #: Whether passes of the first step gather what those of later ones do.
     first_as_later: bool = True
+    #: Buffers in which units are gathered and reduced one after the other, from the first pass on.
+    pools: int = 0
 
     @property
     def in_passes(self) -> int:
@@ -129,6 +131,13 @@ class StageState(NamedTuple):
                 Component(
                     "unsplit rests of allocator blocks", self.rests, Role.BUFFERS, Provenance.FORMULA,
                     lifetime=Lifetime.FIRST_PASS, part=Part.ALLOCATOR,
+                )
+            )
+        if somewhere(self.pools):
+            out.append(
+                Component(
+                    "double buffers of units", self.pools, Role.BUFFERS, Provenance.FORMULA,
+                    lifetime=Lifetime.FIRST_PASS, part=Part.DATA_PARALLEL,
                 )
             )
         if somewhere(self.gradient_copies):

@@ -575,7 +575,16 @@ def _data_parallel_spec(config: Any, view: _Views, running: Running) -> DataPara
         data_parallel_sharding_strategy=_get(d, "data_parallel_sharding_strategy", "no_shard") if fsdp else None,
         suggested_communication_unit_size=_get(d, "suggested_communication_unit_size") if fsdp else None,
         grad_comm_dtype=_dtype_or_none(d, "megatron_fsdp_grad_comm_dtype") if fsdp else None,
+        **_double_buffer(d, fsdp),
     )
+
+
+def _double_buffer(ddp: Any, fsdp: bool) -> dict[str, bool]:
+    """``param_and_grad_buffer.py: ParamAndGradBuffer.__init__``: NCCL's user buffers bring it about."""
+    if not fsdp or not (_get(ddp, "fsdp_double_buffer", False) or _get(ddp, "nccl_ub", False)):
+        return {}
+    names = ("fsdp_db_use_persist_buf_on_alloc_fail", "megatron_fsdp_max_pool_double_buffer")
+    return {"fsdp_double_buffer": True, **{name: bool(_get(ddp, name, False)) for name in names}}
 
 
 def _dtype_or_none(ddp: Any, name: str) -> str | None:

@@ -90,8 +90,9 @@ READ: dict[str, frozenset[str]] = {
     ),
     "ddp": _names(
         """
-        bucket_size data_parallel_sharding_strategy fp4_param_gather fp8_param_gather grad_reduce_in_fp32
-        megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype
+        bucket_size data_parallel_sharding_strategy fp4_param_gather fp8_param_gather
+        fsdp_db_use_persist_buf_on_alloc_fail fsdp_double_buffer grad_reduce_in_fp32
+        megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_max_pool_double_buffer nccl_ub
         num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather
         suggested_communication_unit_size use_custom_fsdp use_distributed_optimizer use_megatron_fsdp
         """

@@ -715,7 +715,8 @@ class _Kernels(types.ModuleType):
             "multi_tensor_compute_scale_and_scale_inv", "multi_tensor_compute_scale_inv_e8m0",
             "fused_amax_and_scale_update_after_reduction", "compute_amax", "fused_multi_row_padding",
             "fused_multi_row_unpadding",
-            "multi_tensor_swizzle_scales_for_gemm_unchecked_", "thd_out_correction", "thd_grad_correction", "thd_second_half_lse_correction",
+            "multi_tensor_swizzle_scales_for_gemm_unchecked_",
+            "thd_out_correction", "thd_grad_correction", "thd_second_half_lse_correction",
         ):  # fmt: skip
             known[name] = _nothing
         for name, value in known.items():

@@ -174,7 +174,11 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
     if run.batch.packed_sequences:
         yield from _packed(run)
     if impl.cpu_offloading_num_layers and not run.model.hybrid:
-        yield Gap("cpu_offloading_num_layers: the two layers in flight between GPU and host", Effect.UP)
+        # TE cpu_offload.py: one layer on its way to the host, one ahead of its backward pass on its way back.
+        yield Gap(
+            "cpu_offloading_num_layers: the two layers in flight between GPU and host", Effect.UP,
+            most=None if needs.layer is None else 2 * needs.layer,
+        )
     if precision.fp4_param and run.data_parallel.fsdp:
         yield Gap("fp4_param with engine megatron_fsdp: weights are counted in the dtype of the others", Effect.DOWN)
     if precision.quantizes and precision.params_dtype == "fp32":

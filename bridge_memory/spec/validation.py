@@ -510,13 +510,17 @@ def _check_data_parallel(run: RunSpec) -> None:
     """Options of Megatron-FSDP: MLM; ``distributed/fsdp/mcore_fsdp_adapter.py: FullyShardedDataParallel.__init__``."""
     d = run.data_parallel
     if not d.fsdp:
-        for name in ("data_parallel_sharding_strategy", "suggested_communication_unit_size", "grad_comm_dtype"):
-            if getattr(d, name) is not None:
+        for name in ("data_parallel_sharding_strategy", "suggested_communication_unit_size", "grad_comm_dtype",
+                     "fsdp_double_buffer"):  # fmt: skip
+            if getattr(d, name) not in (None, False):
                 raise SpecError(
                     f"{name} ({getattr(d, name)}) is for engine megatron_fsdp, not {d.engine}; drop it, or set engine "
                     "to megatron_fsdp"
                 )
         return
+    for name in ("fsdp_db_use_persist_buf_on_alloc_fail", "megatron_fsdp_max_pool_double_buffer"):
+        if getattr(d, name) and not d.fsdp_double_buffer:
+            raise SpecError(f"{name} (True) does nothing without fsdp_double_buffer; set that to True, or drop it")
     if d.data_parallel_sharding_strategy is None:
         raise SpecError(
             "engine (megatron_fsdp) needs data_parallel_sharding_strategy; set it to optim_grads_params, which divides "

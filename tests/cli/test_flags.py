@@ -25,6 +25,7 @@ AWARE = f"{DENSE} --use-precision-aware-optimizer"
 HUGGING = "Llama-3.2-1B --num-gpus 1 --implementation transformers"
 ADAPTED = f"{HUGGING} --peft lora --lora-target-modules q_proj,v_proj"
 QLORA = f"{ADAPTED} --engine single --load-in-4bit"
+EXPERTS_AFTER_ONE = "DeepSeek-V2-Lite --num-gpus 16 --ep 4 --global-batch-size 32"
 SHARDED = f"{DENSE} --engine megatron_fsdp --data-parallel-sharding-strategy optim_grads_params"
 
 DDP = "Llama-3.2-1B --num-gpus 8 --seq-length 512 --engine ddp"
@@ -66,6 +67,12 @@ CASES = {
     "--fp4": (DENSE, "e2m1"), "--fp4-param-gather": (f"{DENSE} --fp4 e2m1", ""),
     "--num-layers-at-start-in-bf16": (f"{DENSE} --fp8 e4m3 --fp8-recipe mxfp8", "1"),
     "--num-layers-at-end-in-bf16": (f"{DENSE} --fp8 e4m3 --fp8-recipe mxfp8", "1"),
+    "--fp8-dot-product-attention": (f"{DENSE} --fp8 e4m3", ""),
+    "--fsdp-double-buffer": (SHARDED, ""),
+    "--fsdp-db-use-persist-buf-on-alloc-fail": (f"{SHARDED} --fsdp-double-buffer", ""),
+    "--megatron-fsdp-max-pool-double-buffer": (
+        f"{SHARDED.replace(DENSE, EXPERTS_AFTER_ONE)} --fsdp-double-buffer", ""
+    ),
     "--fp8-param-gather": (f"{DENSE} --fp8 e4m3", ""),
     "--fp32-residual-connection": (f"{DENSE} --transformer-impl local", ""),
     "--optimizer": (DENSE, "sgd"), "--use-distributed-optimizer": (DENSE, "no"),

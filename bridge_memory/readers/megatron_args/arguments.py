@@ -39,11 +39,12 @@ OFF = _names(
     enable_cuda_graph external_cuda_graph fine_grained_activation_offloading first_last_layers_bf16 fp16
     fp32_residual_connection fp4_param fp4_param_gather fp8_dot_product_attention fp8_param_gather grad_reduce_in_bf16
     group_query_attention
-    is_hybrid_model
+    fsdp_db_use_persist_buf_on_alloc_fail fsdp_double_buffer is_hybrid_model
     legacy_tokenizer log_params_norm moe_apply_probs_on_input moe_enable_deepep moe_grouped_gemm moe_paged_stash
+    megatron_fsdp_max_pool_double_buffer
     moe_layer_recompute moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_enable_expert_bias
     moe_router_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_shared_expert_gate
-    moe_shared_expert_overlap mtp_use_repeated_layer
+    moe_shared_expert_overlap mtp_use_repeated_layer nccl_ub
     multi_latent_attention optimizer_cpu_offload overlap_grad_reduce overlap_moe_expert_parallel_comm
     overlap_param_gather overlap_param_gather_with_optimizer_step
     qk_layernorm quick_geglu recompute_activations sequence_parallel squared_relu swiglu tp_comm_overlap

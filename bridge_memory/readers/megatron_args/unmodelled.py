@@ -107,7 +107,6 @@ _ENCODER = "an encoder-decoder split"
 _OTHER_LAYERS = "layers of different shapes"
 _VARYING = "sequences of varying length"
 _RL = "reinforcement learning with inference in between"
-_DOUBLE_BUFFER = "Megatron-FSDP keeps two persistent communication buffers"
 
 #: Argument -> what is not counted of it.
 GAPS: dict[str, Unmodelled] = {
@@ -119,7 +118,6 @@ GAPS: dict[str, Unmodelled] = {
     "tensor_parallel_num_weight_shards": Unmodelled(None, EITHER, _GTP, _told_elsewhere),
     "expert_tensor_parallel_num_weight_shards": Unmodelled(None, EITHER, _GTP, _told_elsewhere),
     "hybrid_context_parallel": Unmodelled(False, EITHER, "sequences of different context-parallel sizes"),
-    "nccl_ub": Unmodelled(False, UP, "gradient and parameter buffers come from NCCL's own memory pool"),
     "nccl_communicator_config_path": Unmodelled(None, EITHER, "NCCL's buffers, by its settings", outside=True),
     "use_sharp": Unmodelled(False, UP, "SHARP's buffers", outside=True),
     "create_all_gather_group": Unmodelled(False, UP, "the buffers of one more communicator", outside=True),
@@ -144,9 +142,6 @@ GAPS: dict[str, Unmodelled] = {
     "outer_dp_sharding_strategy": Unmodelled(
         "no_shard", EITHER, "hybrid sharding over an outer data-parallel group"
     ),
-    "fsdp_double_buffer": Unmodelled(False, UP, _DOUBLE_BUFFER),
-    "fsdp_db_use_persist_buf_on_alloc_fail": Unmodelled(False, UP, "Megatron-FSDP keeps more persistent buffers"),
-    "megatron_fsdp_max_pool_double_buffer": Unmodelled(False, UP, _DOUBLE_BUFFER),
     "megatron_fsdp_enable_fine_grained_param_gather": Unmodelled(
         False, EITHER, "Megatron-FSDP gathers parameters module by module"
     ),
