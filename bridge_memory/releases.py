@@ -410,6 +410,19 @@ CUBLAS_WORKSPACES_FREED = since(torch=(2, 15))
 
 # ---- transformers ----
 
+#: OLMo's classes rotate in fp32, and OLMo 2's norm multiplies in it (``models/olmo2/modeling_olmo2.py: Olmo2RMSNorm``).
+OLMO_IN_FP32 = TransformersRule((4, 52))
+#: ``masking_utils.py`` makes the masks of most classes; before, each class does.
+SHARED_MASKS = TransformersRule((4, 53))
+#: ``models/gpt2/modeling_gpt2.py: GPT2Model.forward`` has its masks from there too.
+SHARED_MASKS_OF_GPT2 = TransformersRule((4, 54))
+#: ``integrations/sdpa_attention.py: sdpa_attention_forward`` no longer copies what is not contiguous.
+SDPA_TAKES_VIEWS = TransformersRule((4, 56))
+#: ``GptOssExperts.forward`` takes an expert's weights by a number, of which they are views; before, by a tensor of one,
+#: which copies them.
+EXPERTS_BY_NUMBER = TransformersRule((4, 56))
+#: ``use_gqa_in_sdpa``: keys and values are no longer repeated for every query head.
+SDPA_SHARES_KEYS = TransformersRule((4, 54))
 #: A batch without a mask may be packed, of which positions tell (``masking_utils.py: find_packed_sequence_indices``).
 UNMASKED_MAY_BE_PACKED = TransformersRule((4, 54))
 #: Whether it is packed is looked at (the same function).

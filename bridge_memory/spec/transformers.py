@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from bridge_memory.releases import CHECKPOINTS_NOT_REENTRANT, FAMILIES_OF_5
+from bridge_memory.releases import (
+    CHECKPOINTS_NOT_REENTRANT,
+    FAMILIES_OF_5,
+    OLMO_IN_FP32,
+    SHARED_MASKS,
+    SHARED_MASKS_OF_GPT2,
+)
 from bridge_memory.spec.fields import Checked, choice, choices, flag, fraction, release
 from bridge_memory.spec.model import ModelSpec
 
@@ -100,6 +106,10 @@ class Family(NamedTuple):
     rotary_in_fp32: bool = False
     #: Sliding layers have tables of their own (Gemma 3).
     local_rotary: bool = False
+    #: A mask is made whatever the batch holds, and sliding layers make one of their own of it.
+    always_masked: bool = False
+    #: The model makes masks for full and for sliding layers, whichever it has.
+    both_masks: bool = False
     #: What the input embeddings are multiplied by, or "": a "model" variable still holds what it was; "embedding".
     scaled_embeddings: str = ""
     #: Outputs of attention and MLP are multiplied before the residual sum, and logits divided (Granite).
@@ -149,21 +159,21 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(liger=_LIGER_OF_MISTRAL),
     "qwen2": Family(liger=_LIGER),
     "qwen3": Family(liger=_LIGER),
-    "smollm3": Family(liger=_LIGER),
+    "smollm3": Family(liger=_LIGER, since=(4, 53)),
     "mixtral": Family(moe="mixtral", liger=_LIGER),
     "qwen2_moe": Family(normalized_router=False, own_masks=True),
     "qwen3_moe": Family(liger=_LIGER),
     "olmoe": Family(norm="llama", normalized_router=False, own_masks=True),
     "deepseek_v3": Family(moe="deepseek", rotary="deepseek"),
-    "glm4_moe": Family(moe="deepseek"),
+    "glm4_moe": Family(moe="deepseek", since=(4, 54)),
     "gemma": Family(norm="gemma", scaled_embeddings="model", liger=_LIGER_GEMMA),
     "gemma2": Family(
-        norm="gemma", norms=_SANDWICH, scaled_embeddings="model", softcapped=True, liger=_LIGER_GEMMA,
+        norm="gemma", norms=_SANDWICH, scaled_embeddings="model", softcapped=True, both_masks=True, liger=_LIGER_GEMMA,
         liger_norm_in_place=False,
     ),
     "gemma3_text": Family(
-        norm="gemma", norms=_SANDWICH, scaled_embeddings="embedding", local_rotary=True, liger=_LIGER_GEMMA,
-        liger_norm_in_place=False,
+        norm="gemma", norms=_SANDWICH, scaled_embeddings="embedding", local_rotary=True, both_masks=True,
+        liger=_LIGER_GEMMA, liger_norm_in_place=False,
     ),
     "phi3": Family(fused_qkv=True, fused_gate_up=True, liger=_LIGER),
     "granite": Family(scaled_embeddings="embedding", scaled_residuals=True, liger=_LIGER[:-1]),
@@ -172,8 +182,8 @@ FAMILIES: dict[str, Family] = {
         norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True, liger=_LIGER, liger_norm_in_place=False
     ),
     "olmo3": Family(
-        norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True, local_rotary=True, liger=_LIGER,
-        liger_norm_in_place=False,
+        norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True, local_rotary=True, both_masks=True,
+        liger=_LIGER, liger_norm_in_place=False, since=(4, 57),
     ),
     "glm": Family(fused_gate_up=True, rotary="interleaved"),
     "glm4": Family(
@@ -187,7 +197,7 @@ FAMILIES["gpt2"] = Family(
     eager="gpt2",
 )
 FAMILIES["gpt_oss"] = Family(
-    norm="olmo2", rotary="half tables", eager="sinks", moe="gpt_oss",
+    norm="olmo2", rotary="half tables", eager="sinks", moe="gpt_oss", both_masks=True,
     attention=("eager", "flash_attention_2"), since=(4, 55),
 )
 FAMILIES["bloom"] = Family(
@@ -207,21 +217,29 @@ _FROM_5: dict[str, dict[str, Any]] = {
     # Gemma*ScaledWordEmbedding takes the place of a variable.
     "gemma": {"scaled_embeddings": "embedding"},
     "gemma2": {"scaled_embeddings": "embedding"},
-    "olmo3": {"rotary_in_fp32": False},
+    "olmo3": {"rotary_in_fp32": False, "local_rotary": False},
     # A sliding_window of 0, of which no layer makes use.
     "qwen2_moe": {"own_masks": False, "idle_mask": True},
     "olmoe": {"own_masks": False},
     "deepseek_v3": {"liger": _LIGER_WITHOUT_ROPE},
 }
-#: ``masking_utils.py`` makes the masks of most classes; before, each class does.
-_SHARED_MASKS = (4, 53)
+#: Before 4.52 OLMo's classes rotated in the model's dtype, and OLMo 2's norm was Llama's.
+_BEFORE_4_52: dict[str, dict[str, Any]] = {
+    "olmo": {"rotary_in_fp32": False}, "olmo2": {"rotary_in_fp32": False, "norm": "llama"},
+}
+#: Before classes shared their masks, Gemma 2 and 3 always made one.
+_BEFORE_SHARED_MASKS: dict[str, dict[str, Any]] = {
+    "gemma2": {"always_masked": True, "both_masks": False}, "gemma3_text": {"always_masked": True, "both_masks": False},
+}
 
 
 def family_of(model_type: str, spec: TransformersSpec) -> Family:
     """The family of a model type that is known, as the release has it."""
     family = FAMILIES[model_type]
-    if spec.transformers_version < _SHARED_MASKS:
-        return family._replace(own_masks=True)
+    shared_masks = SHARED_MASKS_OF_GPT2 if model_type == "gpt2" else SHARED_MASKS
+    if not shared_masks(spec):
+        family = family._replace(own_masks=True, **_BEFORE_SHARED_MASKS.get(model_type, {}))
+        return family if OLMO_IN_FP32(spec) else family._replace(**_BEFORE_4_52.get(model_type, {}))
     return family._replace(**_FROM_5.get(model_type, {})) if FAMILIES_OF_5(spec) else family
 
 

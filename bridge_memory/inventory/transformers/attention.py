@@ -16,7 +16,7 @@ from bridge_memory.inventory.tape import Tensor
 from bridge_memory.inventory.transformers import gpt_oss, liger
 from bridge_memory.inventory.transformers.norms import norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
-from bridge_memory.releases import FAMILIES_OF_5
+from bridge_memory.releases import FAMILIES_OF_5, SDPA_SHARES_KEYS, SDPA_TAKES_VIEWS
 from bridge_memory.spec import AttentionSpec
 
 
@@ -146,15 +146,18 @@ def attend(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
     if implementation == "flash_attention_2":
         return _flash(t, spec, query, key, value)
     masked = needs_mask(t.hf, spec.window_size, t.r.ctx.seq, packed=t.r.ctx.packed)
-    if masked or t.hf.family.own_masks:
+    repeats = t.hf.family.own_masks or not (SDPA_SHARES_KEYS(t.hf.spec) or t.hf.family.never_masked)
+    if masked or repeats:
         key, value = _repeated(t, spec, key, value)
+    elif t.hf.family.fused_qkv and not SDPA_TAKES_VIEWS(t.hf.spec):
+        value = t.copy("contiguous values", value)
     given = query, key, value
     query, key, value = _cast_for_kernel(t, *given)
     kernel = t.hf.spec.sdpa_kernel or ("efficient" if masked else "flash")
     if kernel == "flash" and not masked:
-        out = _flash(t, spec, query, key, value, shared=not t.hf.family.own_masks)
+        out = _flash(t, spec, query, key, value, shared=not repeats)
     else:
-        if not masked and not t.hf.family.own_masks:
+        if not masked and not repeats:
             key, value = _repeated(t, spec, key, value)
         out = _efficient(t, spec, query, key, value, masked=masked)
     t.keep_alive(*given)
@@ -175,6 +178,8 @@ def needs_mask(hf: HuggingFace, window: int | None, seq: Any, *, packed: bool = 
     spec = hf.spec
     if hf.family.never_masked:
         return False
+    if hf.family.always_masked:
+        return True
     if spec.attention_mask == "padded" or packed:
         return True
     if spec.attention_mask == "none" and not spec.use_cache and not hf.family.own_masks and hf.packing_is_supposed:
@@ -216,7 +221,8 @@ def _efficient(
     lse = t.tape.tensor("log-sum-exp of the scores", FP32 * rows, grad=False)
     seeds = t.tape.tensor("seed and offset of dropout", 16, grad=False)
     mask: tuple[Tensor, ...] = ()
-    if masked and not t.hf.family.own_masks:
+    made_here = not t.hf.family.own_masks or (t.hf.family.always_masked and spec.window_size is not None)
+    if masked and made_here:
         mask = (t.constant("attention bias of the mask", ctx.batch * ctx.seq * ctx.seq, query.width).tensor,)
     out = t.make(
         "attention output", (query, key, value), rows * spec.value_channels, query.width,

@@ -117,12 +117,16 @@ def mask_bytes(model: ModelSpec, ctx: BlockContext) -> int:
     if ctx.hugging_face.attention == "flash_attention_2":
         return 0
     windows = _windows(model)
+    if ctx.hugging_face.family.both_masks:
+        windows = windows | {None}
     if ctx.hugging_face.attention == "eager":
         family = ctx.hugging_face.family  # those whose layers differ make both masks whatever layers there are
-        both = family.softcapped or family.local_rotary or family.eager == "sinks"
-        both = both or family.idle_mask
-        kinds = 2 if both else len(windows)
+        if family.own_masks and family.eager == "gpt2":
+            return ctx.batch * ctx.seq * ctx.act  # the module's own buffer cuts off the future
+        kinds = 2 if family.both_masks or family.idle_mask else len(windows)
         return kinds * ctx.batch * ctx.seq * ctx.seq * ctx.act
+    if ctx.hugging_face.family.always_masked:
+        windows = {None}
     made = [needs_mask(ctx.hugging_face, window, ctx.seq, packed=ctx.packed) for window in windows]
     width = ctx.act if ctx.hugging_face.family.own_masks else 1
     return sum(made) * width * ctx.batch * ctx.seq * ctx.seq

@@ -15,6 +15,7 @@ from bridge_memory.inventory.tape import Tensor
 from bridge_memory.inventory.transformers import gpt_oss, liger
 from bridge_memory.inventory.transformers.mlp import gated_mlp
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
+from bridge_memory.releases import EXPERTS_BY_NUMBER
 from bridge_memory.spec import MoESpec
 
 INT64 = 8
@@ -239,8 +240,12 @@ def _expert(
 
 def _times(t: Torch, name: str, x: Array, weights: Array, out: Any, elements: Any) -> Array:
     """One expert's part of a parameter of all: its gradient is put into zeros of the whole, and these are summed."""
-    part = t.slice(f"{name}: weight", weights, elements)
     saves = []
+    if t.hf.family.moe == "gpt_oss" and not EXPERTS_BY_NUMBER(t.hf.spec):
+        part = t.make(f"{name}: weight copied", (weights,), elements, weights.width)
+        saves = [part.tensor] if x.differentiable and not t.hf.autocast else []
+    else:
+        part = t.slice(f"{name}: weight", weights, elements)
     if t.hf.autocast:
         x = t.cast(f"{name}: input, cast", x, t.compute_width)
         part = t.cast(f"{name}: weight in the compute dtype", part, t.compute_width)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bridge_memory.inventory.transformers.attention import Shared, attend
 from bridge_memory.inventory.transformers.norms import norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
+from bridge_memory.releases import SDPA_TAKES_VIEWS
 from bridge_memory.spec import AttentionSpec, MLASpec
 
 
@@ -45,10 +46,13 @@ def record_mla(t: Torch, spec: MLASpec, x: Array, shared: Shared) -> Array:
     spread.tensor.whole = k_turned.tensor
     query = t.cat("queries put together", q_pass, q_turned)
     key = t.cat("keys put together", k_pass, spread)
+    parts = value
+    if t.hf.attention == "sdpa" and not SDPA_TAKES_VIEWS(t.hf.spec):
+        value = t.copy("contiguous values", value)
     heads = AttentionSpec(a, a, n + r, v_channels=v)
     out = attend(t, heads, query, key, value)
     y = t.linear("self_attn.o_proj", out, tokens, a * v, h, bias=spec.add_output_bias)
-    t.keep_alive(x, queries, compressed, k_pass, value, q_turned, k_turned, query, key, out)
+    t.keep_alive(x, queries, compressed, k_pass, parts, q_turned, k_turned, query, key, out)
     return y
 
 
