@@ -103,6 +103,7 @@ class FSDP2:
         return StageState(
             model.numel, tuple(amounts), gathered=root, accumulated=accumulated, in_step=step, step_name=name,
             concurrent=(model.engine_bytes(beside),), host=host, building=self._building(model, groups),
+            saving=self._saving(model),
         )
 
     def _building(self, model: Model, groups: Sequence[Group]) -> int | None:
@@ -120,6 +121,14 @@ class FSDP2:
             most = max(most, there + parts)
             there += parts - unit
         return most
+
+    def _saving(self, model: Model) -> int | None:
+        """The largest parameter, gathered whole in its own dtype before it goes to the host (``checkpoint/state_dict.py:
+        get_model_state_dict``, as accelerate ``utils/fsdp_utils.py: save_fsdp_model`` asks for it)."""
+        if self.run.fsdp.offload_params:
+            return None
+        each = (prod(shard(p.shape, self.ranks)) * self.ranks for m in model.modules for p, _ in m.parameters())
+        return rounded(max(each, default=0) * self.width) if self.ranks > 1 else 0
 
     def _kept(self, model: Model, groups: Sequence[Group]) -> list[Kept]:
         return kept_of(self.run, model, self.width, self.ranks)
