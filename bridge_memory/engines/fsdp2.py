@@ -123,8 +123,8 @@ class FSDP2:
         return most
 
     def _saving(self, model: Model) -> int | None:
-        """The largest parameter, gathered whole in its own dtype before it goes to the host (``checkpoint/state_dict.py:
-        get_model_state_dict``, as accelerate ``utils/fsdp_utils.py: save_fsdp_model`` asks for it)."""
+        """The largest parameter, gathered whole in its own dtype before it goes to the host (torch ``checkpoint/state_
+        dict.py: get_model_state_dict``, as accelerate ``utils/fsdp_utils.py: save_fsdp_model`` asks for it)."""
         if self.run.fsdp.offload_params:
             return None
         each = (prod(shard(p.shape, self.ranks)) * self.ranks for m in model.modules for p, _ in m.parameters())
