@@ -180,8 +180,8 @@ class FSDP2:
         forward, entering = self._forward(model, groups)
         backward, gradients, reducing, gone, gone_then = self._backward(model, groups, fresh=fresh)
         return [
-            Concurrent(f, b, b, least, g, *they, first)
-            for f, b, least, g, *they, first in zip(
+            Concurrent(f, b, b, least, g, there, then, first)
+            for f, b, least, g, there, then, first in zip(
                 forward, backward, reducing, gradients, gone, gone_then, entering, strict=True
             )
         ]
