@@ -307,6 +307,7 @@ FILES = {
     "accelerate": ("--accelerate", "accelerate's YAML (`accelerate config`)"),
     "training_args": ("--training-args", "Hugging Face TrainingArguments, as JSON or YAML"),
     "torchtitan": ("--torchtitan", "torchtitan's TOML; MODEL may be left out where it names one that is known"),
+    "peft_config": ("--peft-config", "peft's adapter_config.json: LoRA's rank, targets and dropout"),
 }  # fmt: skip
 FLAG_OF = {name: flag for name, (flag, _) in FILES.items()}
 

@@ -103,6 +103,7 @@ class FSDP2:
         return StageState(
             model.numel, tuple(amounts), gathered=root, accumulated=accumulated, in_step=step, step_name=name,
             concurrent=(model.engine_bytes(beside),), host=host, building=self._building(model, groups),
+            saving=self._saving(model),
         )
 
     def _building(self, model: Model, groups: Sequence[Group]) -> int | None:
@@ -120,6 +121,14 @@ class FSDP2:
             most = max(most, there + parts)
             there += parts - unit
         return most
+
+    def _saving(self, model: Model) -> int | None:
+        """The largest parameter, gathered whole in its own dtype before it goes to the host (torch ``checkpoint/state_
+        dict.py: get_model_state_dict``, as accelerate ``utils/fsdp_utils.py: save_fsdp_model`` asks for it)."""
+        if self.run.fsdp.offload_params:
+            return None
+        each = (prod(shard(p.shape, self.ranks)) * self.ranks for m in model.modules for p, _ in m.parameters())
+        return rounded(max(each, default=0) * self.width) if self.ranks > 1 else 0
 
     def _kept(self, model: Model, groups: Sequence[Group]) -> list[Kept]:
         return kept_of(self.run, model, self.width, self.ranks)
@@ -171,8 +180,8 @@ class FSDP2:
         forward, entering = self._forward(model, groups)
         backward, gradients, reducing, gone, gone_then = self._backward(model, groups, fresh=fresh)
         return [
-            Concurrent(f, b, b, least, g, *they, first)
-            for f, b, least, g, *they, first in zip(
+            Concurrent(f, b, b, least, g, there, then, first)
+            for f, b, least, g, there, then, first in zip(
                 forward, backward, reducing, gradients, gone, gone_then, entering, strict=True
             )
         ]

@@ -29,6 +29,7 @@ from bridge_memory.spec.layout import layout
 from bridge_memory.spec.model import ModelSpec
 from bridge_memory.spec.parts import (
     ALL_LINEAR,
+    ENGINE_OPTIONS,
     MEGATRON_TARGETS,
     BatchSpec,
     DataParallelSpec,
@@ -154,9 +155,10 @@ class RunSpec:
     @property
     def adapters_dtype(self) -> str:
         """That of adapters; beside quantised weights they stay in fp32 (peft ``tuners/tuners_utils.py:
-        cast_adapter_dtype, _move_adapter_to_device_of_base_layer``)."""
+        cast_adapter_dtype, _move_adapter_to_device_of_base_layer``). DeepSpeed casts the whole model (``runtime/
+        engine.py: _configure_distributed_model``)."""
         hf = self.transformers
-        if not self.implementation.hugging_face:
+        if not self.implementation.hugging_face or ENGINE_OPTIONS.get(self.data_parallel.engine) == "deepspeed":
             return self.params_dtype
         return "fp32" if hf.autocast_adapter_dtype or hf.quantized else self.params_dtype
 
