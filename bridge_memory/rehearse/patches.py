@@ -469,8 +469,8 @@ def recomputation_without_te() -> Iterator[None]:
 
 @contextmanager
 def gradients_of_checkpoints() -> Iterator[None]:
-    """Before 0.16 ``CheckpointWithoutOutputFunction.backward`` reads gradients of what autograd saved. What went through
-    hooks, by which saved tensors are seen here, comes back as another object without one: read those of the leaves."""
+    """Before 0.16 ``CheckpointWithoutOutputFunction.backward`` reads gradients of what autograd saved. What went
+    through hooks, by which saved tensors are seen here, comes back as another object without one: read those of the leaves."""
     random = _module("megatron.core.tensor_parallel.random")
     function, detach = random.CheckpointWithoutOutputFunction, random.detach_variable
     forward, backward = function.forward, function.backward
@@ -894,7 +894,8 @@ def running(topk: int = 1, experts: int = 1, device: str = META, *, odd: bool = 
     with ExitStack() as stack:
         for helper in (
             building(device), collectives_move_nothing(), cuda_kernels(), compiled_functions_are_kernels(),
-            recomputation_without_te(), gradients_of_checkpoints(), fresh_caches(), loss_scales_put_back(), balanced_routing(topk, experts, odd),
+            recomputation_without_te(), gradients_of_checkpoints(), fresh_caches(), loss_scales_put_back(),
+            balanced_routing(topk, experts, odd),
             experiments_allowed(), questions_answered(), storage_shared_without_a_compiler(device),
             stand_in_weight_gradients(device),
         ):  # fmt: skip
