@@ -108,8 +108,8 @@ def _with_held_states(link: Link, states: int, ctx: BlockContext) -> Link:
 
 def _with_joined_states(link: Link, model: ModelSpec, number: int, depths: int, ctx: BlockContext) -> Link:
     """MTP depth ``number`` of so many, whose backward runs while the gradient of all hidden states joined,
-    [(1 + depths) T_sp, h], waits as that of the first of them, of which it is a part. So is the gradient of the last depth's output.
-    The first depth adds its own to it, in another tensor, before the embedding's gradient is made."""
+    [(1 + depths) T_sp, h], waits as that of the first of them, of which it is a part. So is the gradient of the last
+    depth's output. The first depth adds its own to it, in another tensor, before the embedding's gradient is made."""
     assert model.mtp_layer is not None
     hidden, alone, until_then = hidden_states_bytes(ctx), 0, link
     if number == 1:

@@ -470,7 +470,8 @@ def recomputation_without_te() -> Iterator[None]:
 @contextmanager
 def gradients_of_checkpoints() -> Iterator[None]:
     """Before 0.16 ``CheckpointWithoutOutputFunction.backward`` reads gradients of what autograd saved. What went
-    through hooks, by which saved tensors are seen here, comes back as another object without one: read those of the leaves."""
+    through hooks, by which saved tensors are seen here, comes back as another object without one: read those of the
+    leaves."""
     random = _module("megatron.core.tensor_parallel.random")
     function, detach = random.CheckpointWithoutOutputFunction, random.detach_variable
     forward, backward = function.forward, function.backward
