@@ -526,7 +526,7 @@ def _context_parallel(
     step = out_bytes + 4 * rows
     # Packed, the sum is in the output's dtype, and each step attends to copies of halves of keys and values; statistics
     # are copied to be summed, and each step's are turned.
-    halves = kv_bytes // 2 if ctx.packed else 0
+    copies = kv_bytes // 2 if ctx.packed else 0
     around = (c - 1) * kv_bytes + c * step + (16 * rows if ctx.packed else 4 * out_bytes // ctx.act + 4 * rows)
     if RING_SUMS_AS_IT_GOES(ctx.impl):
         buffers = smallest(c, 4)
@@ -537,7 +537,7 @@ def _context_parallel(
             # The last step is added to the first: the sum's statistics before and after, and what is made of them and
             # of those of both steps.
             around += 5 * 4 * rows
-    around += halves
+    around += copies
     out = tape.make(
         "core_attention output", (query, kv), out_bytes, saves=(query, kv, lse), save_output=True, also=(lse,),
         workspace=around,

@@ -48,12 +48,12 @@ def position_rows(ctx: BlockContext, rows: int | None) -> int:
 
 def embed(
     r: Recorder, ids: Tensor, *, positions: int = 0, norm: bool = False, place: Tensor | None = None,
-    waits: bool = False,
+    waits: bool = False, tables: bool = True,
 ) -> Tensor:
     """The module's forward pass; ``positions``: rows of its position table, 0 without.
 
     ``place``: position ids, where they are not the batch's. ``waits``: the gradient of the positions is there while
-    that of the words is made.
+    that of the words is made. ``tables``: gradients of the tables are made.
     """
     ctx, tape = r.ctx, r.tape
     h = ctx.hidden_size
@@ -68,7 +68,7 @@ def embed(
     # The weight's gradient is dense, of the parameter's size and dtype.
     out = tape.make(
         "word embeddings", (ids, weight), whole if mask is None else 0, saves=(ids,),
-        backward_workspace=_rows(r) * h * ctx.act + (positions * h * ctx.act if waits else 0),
+        backward_workspace=(_rows(r) + (positions if waits else 0)) * h * ctx.act if tables else 0,
     )
     if mask is not None:
         # In place; the gradient is not.
@@ -86,7 +86,7 @@ def embed(
             place = tape.input("position ids", 8 * ctx.tokens, requires_grad=False)
         position = tape.make(
             "position embeddings", (place, weight), whole, saves=(place,),
-            backward_workspace=positions * h * ctx.act,
+            backward_workspace=positions * h * ctx.act if tables else 0,
         )
         out = tape.make("embeddings", (out, position), whole, alias=True)
         looked_up.append(position)

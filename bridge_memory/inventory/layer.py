@@ -57,16 +57,18 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
     return block(ctx, ("layer", layer, reached), record)
 
 
-def mtp_block(layer: LayerSpec, ctx: BlockContext, positions: int | None = 0, *, waits: bool = False) -> Block:
+def mtp_block(
+    layer: LayerSpec, ctx: BlockContext, positions: int | None = 0, *, waits: bool = False, tables: bool = True
+) -> Block:
     """One MTP depth without its output layer. Names are relative to ``mtp.layers.<i>.``.
 
-    ``positions`` and ``waits`` as for ``mtp.record_next_embedding``.
+    ``positions``, ``waits`` and ``tables`` as for ``mtp.record_next_embedding``.
     """
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.MTP
         x = r.tape.input("hidden_states", r.ctx.hidden_bytes)
-        embedded = record_next_embedding(r, positions, waits=waits)
+        embedded = record_next_embedding(r, positions, waits=waits, tables=tables)
         cut_off = r.ctx.mtp_without_gradients
         with r.tape.checkpoint("MTP depth", () if cut_off else (x, embedded), enabled=r.ctx.mtp_recomputed):
             streams = r.ctx.residual_streams > 1
@@ -81,7 +83,7 @@ def mtp_block(layer: LayerSpec, ctx: BlockContext, positions: int | None = 0, *,
         r.tape.output(out)
         r.tape.keep_alive(x)
 
-    return block(ctx, ("MTP", layer, positions, waits), record)
+    return block(ctx, ("MTP", layer, positions, waits, tables), record)
 
 
 def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:

@@ -11,19 +11,21 @@ from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.tape import Tensor
 
 
-def record_next_embedding(r: Recorder, positions: int | None = 0, *, waits: bool = False) -> Tensor:
+def record_next_embedding(
+    r: Recorder, positions: int | None = 0, *, waits: bool = False, tables: bool = True
+) -> Tensor:
     """The embedding of the next token, [T_sp, h]; it is made outside of what is recomputed.
 
     ``positions``: rows of a table of learned positions (``embedding.learned_positions``), whose ids are rolled
-    as tokens are; ``waits``: its gradient of that table is the first of several.
+    as tokens are; ``waits``: its gradient of that table is the first of several. ``tables`` as for ``embed``.
     """
     ids = r.tape.tensor("next token ids", 8 * r.ctx.tokens, grad=False)
     r.tape.op("roll", (), ids)
     if positions == 0:
-        return embed(r, ids)
+        return embed(r, ids, tables=tables)
     place = r.tape.tensor("next position ids", 8 * r.ctx.tokens, grad=False)
     r.tape.op("roll", (), place)
-    return embed(r, ids, positions=position_rows(r.ctx, positions), place=place, waits=waits)
+    return embed(r, ids, positions=position_rows(r.ctx, positions), place=place, waits=waits, tables=tables)
 
 
 def record_mtp_inputs(r: Recorder, x: Tensor, embedded: Tensor) -> Tensor:

@@ -63,7 +63,9 @@ def tail_links(
         if label is Label.MTP:
             depths -= 1
             link = _mtp_with_residue(link, found.cost, model, ctx)
-            link = _with_joined_states(link, shape.num_depths, ctx, last=not depths)
+            if mtp_loss_is_outside(ctx):
+                number = shape.num_depths - depths
+                link = _with_joined_states(link, model, number, shape.num_depths, ctx)
         elif label is Label.LOSS:
             if ctx.adapters is not None and mtp_loss_is_outside(ctx):
                 # A variable holds the hidden states of all depths joined, of which frozen output layers keep nothing.
@@ -104,13 +106,19 @@ def _with_held_states(link: Link, states: int, ctx: BlockContext) -> Link:
     return link._replace(forward_peak=link.forward_peak + states * ctx.hidden_bytes)
 
 
-def _with_joined_states(link: Link, depths: int, ctx: BlockContext, *, last: bool) -> Link:
-    """An MTP depth whose backward runs while the gradient of all hidden states joined, [(1 + depths) T_sp, h], waits as
-    that of the first of them, of which it is a part. So is the gradient of the ``last`` depth's output."""
-    if not mtp_loss_is_outside(ctx):
-        return link
-    hidden = hidden_states_bytes(ctx)
-    peak = link.backward_peak_held + depths * hidden if last else link.backward_peak + (1 + depths) * hidden
+def _with_joined_states(link: Link, model: ModelSpec, number: int, depths: int, ctx: BlockContext) -> Link:
+    """MTP depth ``number`` of so many, whose backward runs while the gradient of all hidden states joined,
+    [(1 + depths) T_sp, h], waits as that of the first of them, of which it is a part. So is the gradient of the last
+    depth's output. The first depth adds its own to it, in another tensor, before the embedding's gradient is made."""
+    assert model.mtp_layer is not None
+    hidden, alone, until_then = hidden_states_bytes(ctx), 0, link
+    if number == 1:
+        found = mtp_block(model.mtp_layer, ctx, learned_positions(model), tables=False)
+        alone, until_then = link.backward_peak, _mtp_with_residue(plain_link(found, Label.MTP), found.cost, model, ctx)
+    peak = until_then.backward_peak + (1 + depths) * hidden
+    if number == depths:
+        peak = until_then.backward_peak_held + depths * hidden
+    peak = largest(peak, alone)
     return link._replace(backward_peak=peak, backward_peak_held=peak)
 
 

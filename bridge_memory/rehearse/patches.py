@@ -20,6 +20,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import zip_longest
 from math import gcd
 from typing import Any
 
@@ -466,6 +467,43 @@ def recomputation_without_te() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def gradients_of_checkpoints() -> Iterator[None]:
+    """Before 0.16 ``CheckpointWithoutOutputFunction.backward`` reads gradients of what autograd saved. What went
+    through hooks, by which saved tensors are seen here, comes back as another object without one: read those of the
+    leaves."""
+    random = _module("megatron.core.tensor_parallel.random")
+    function, detach = random.CheckpointWithoutOutputFunction, random.detach_variable
+    forward, backward = function.forward, function.backward
+    made: list[Any] = []
+
+    def detached(inputs: Any) -> Any:
+        made.append(detach(inputs))
+        return made[-1]
+
+    def with_leaves(ctx: Any, *args: Any) -> Any:
+        made.clear()
+        outputs = forward(ctx, *args)
+        ctx.leaves = made.pop() if made else ()
+        made.clear()
+        return outputs
+
+    def of_leaves(ctx: Any, *args: Any) -> Any:
+        leaves, ctx.leaves = ctx.leaves, ()
+        first, second, *found = backward(ctx, *args)
+        given = (
+            leaf.grad if gradient is None and isinstance(leaf, torch.Tensor) else gradient
+            for leaf, gradient in zip_longest(leaves, found)
+        )
+        return first, second, *given
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(random, "detach_variable", detached))
+        stack.enter_context(replaced(function, "forward", staticmethod(with_leaves)))
+        stack.enter_context(replaced(function, "backward", staticmethod(of_leaves)))
+        yield
+
+
 class _Kernel:
     """How deep we are inside functions that run as one kernel, and who wants to know when the last one ends."""
 
@@ -868,7 +906,8 @@ def running(topk: int = 1, experts: int = 1, device: str = META, *, odd: bool = 
     with ExitStack() as stack:
         for helper in (
             building(device), collectives_move_nothing(), cuda_kernels(), compiled_functions_are_kernels(),
-            recomputation_without_te(), fresh_caches(), loss_scales_put_back(), balanced_routing(topk, experts, odd),
+            recomputation_without_te(), gradients_of_checkpoints(), fresh_caches(), loss_scales_put_back(),
+            balanced_routing(topk, experts, odd),
             experiments_allowed(), questions_answered(), storage_shared_without_a_compiler(device),
             stand_in_weight_gradients(device),
         ):  # fmt: skip

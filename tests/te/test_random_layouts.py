@@ -33,6 +33,9 @@ MAMBA = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
         f"openai/GPT-3-175B {FIRST} --tp 8 --num-gpus 16 --seq-length 1024 --hidden-dropout 0.1 {FULL}",
         # Gradients of learned positions, of the embedding and of each depth.
         "openai/GPT-3-175B --tp 4 --num-gpus 4 --num-layers 1 --mtp-num-layers 2 --seq-length 512",
+        # The gradient of all depths' hidden states is gone when the first depth makes the embedding's.
+        "openai/GPT-3-175B --tp 8 --num-gpus 8 --num-layers 1 --mtp-num-layers 1 --seq-length 512",
+        "meta-llama/Llama-2-70b-hf --tp 2 --num-gpus 2 --num-layers 3 --mtp-num-layers 2 --seq-length 256",
         # The embedding's dropout mask is gone when its gradient is added to the output layer's.
         "openai/GPT-3-175B --tp 4 --num-gpus 4 --num-layers 2 --seq-length 1024 --hidden-dropout 0.1",
         # cuDNN takes no windows with dropout: FlashAttention is left.
