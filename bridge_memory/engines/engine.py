@@ -57,9 +57,9 @@ class Line(NamedTuple):
         return Lifetime.FIRST_STEP if self.state in MOMENTS else Lifetime.MODEL
 
     def component(self, nbytes: int, ranks: Mapping[str, int]) -> Component:
-        """``ranks``: in each group of ``shard``; one of a single rank divides nothing."""
+        """``ranks``: in each group of Megatron's; one of a single rank divides nothing."""
         name = f"LoRA {self.name}" if self.adapters else self.name
-        shard = " x ".join([group for group in self.shard.split(" x ") if group and ranks[group] > 1])
+        shard = " x ".join([group for group in self.shard.split(" x ") if group and ranks.get(group) != 1])
         return Component(
             f"{name} (routed experts)" if self.experts else name, nbytes, self.role, self.provenance, shard,
             self.lifetime, Part.NONE, self.state, experts=self.experts, adapters=self.adapters,

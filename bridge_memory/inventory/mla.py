@@ -59,13 +59,15 @@ def record_mla(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
             (out,) = tape.views("cut", out, ("core_attention output, cut", ctx.tokens * v_width * ctx.act))
     if padded:
         out = tape.make("core_attention output without padding", out, ctx.tokens * v_width * ctx.act)
-    tape.keep_alive(*qkv)  # variables of ``MultiLatentAttention.forward``
     if recompute_up:
+        tape.keep_alive(*qkv)
         tape.discard(up_region, *qkv)
     with r.offload("attn_proj"):
         y = r.row_linear(
             "self_attention.linear_proj", out, v_width, h, bias=spec.add_output_bias, original=r.proj_keeps_original
         )
+    if not recompute_up:
+        tape.keep_alive(*qkv)  # variables of ``MultiLatentAttention.forward``
     if LATENTS_HELD(ctx.impl):
         tape.keep_alive(*latents)
     if recompute_norm:

@@ -18,7 +18,7 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.mlp import activation, dense_mlp
 from bridge_memory.inventory.parameters import EXPERT_NUMBER, Use
 from bridge_memory.inventory.recorder import Recorder, Scratch
-from bridge_memory.inventory.sizes import computed, largest, smallest
+from bridge_memory.inventory.sizes import chosen, computed, largest, smallest
 from bridge_memory.inventory.tape import Tensor
 from bridge_memory.releases import (
     AUXILIARY_SCORES_IN_FP32,
@@ -286,30 +286,34 @@ def held_routing_bytes(ctx: BlockContext, spec: MoESpec) -> int:
     and experts; the map of the local experts with allgather (``token_dispatcher.py``: ``self.probs``,
     ``self.routing_map``, ``self.local_map``). A map that backward keeps is in ``held_order_bytes``."""
     impl = ctx.impl
-    kept = backward_keeps_map(ctx, spec)
-    if impl.moe_token_dispatcher_type == "allgather":
-        return 0 if kept else _local_map_bytes(ctx, spec)
     if impl.moe_token_dispatcher_type == "flex":
         return 0
-    return ctx.tokens_sp * spec.num_experts * (_probability_width(ctx) + (0 if kept else 1))
+    held = _map_bytes(ctx, spec) - _map_kept_bytes(ctx, spec)
+    if impl.moe_token_dispatcher_type != "allgather":
+        held += ctx.tokens_sp * spec.num_experts * _probability_width(ctx)
+    return held
 
 
-def _local_map_bytes(ctx: BlockContext, spec: MoESpec) -> int:
-    return ctx.tokens_sp * ctx.ep * ctx.etp * (spec.num_experts // ctx.ep)
+def _map_bytes(ctx: BlockContext, spec: MoESpec) -> int:
+    """The map that a dispatcher holds."""
+    if ctx.impl.moe_token_dispatcher_type == "allgather":
+        return ctx.tokens_sp * ctx.ep * ctx.etp * (spec.num_experts // ctx.ep)
+    return ctx.tokens_sp * spec.num_experts
 
 
-def backward_keeps_map(ctx: BlockContext, spec: MoESpec) -> bool:
-    """Whether the very tensor that the dispatcher holds as its map is one that backward keeps.
+def _map_kept_bytes(ctx: BlockContext, spec: MoESpec) -> int:
+    """The same where backward keeps that very tensor, else 0.
 
-    With alltoall the router's map, which a fused top-k keeps (Transformer Engine ``router.py: FusedTopkScoreFunction``)
-    and so does the product with what capacity leaves; with allgather the map of the local experts, which a selection of
-    probabilities keeps turned around: the same tensor where there is one expert (``token_dispatcher.py:
-    MoEAllGatherTokenDispatcher.dispatch_postprocess``).
+    With alltoall it is the router's map, which a fused top-k keeps (Transformer Engine ``router.py:
+    FusedTopkScoreFunction``) and so does the product with what capacity leaves; with allgather the map of the local
+    experts, which a selection of probabilities keeps turned around: the same tensor where there is one expert
+    (``token_dispatcher.py: MoEAllGatherTokenDispatcher.dispatch_postprocess``).
     """
     impl = ctx.impl
     if impl.moe_token_dispatcher_type == "allgather":
-        return spec.num_experts == ctx.ep
-    return impl.moe_router_fusion or impl.moe_expert_capacity_factor is not None
+        return chosen(ctx.ep == spec.num_experts, _map_bytes(ctx, spec), 0)
+    kept = impl.moe_router_fusion or impl.moe_expert_capacity_factor is not None
+    return _map_bytes(ctx, spec) if kept else 0
 
 
 def held_order_bytes(ctx: BlockContext, spec: MoESpec) -> int:
@@ -321,9 +325,7 @@ def held_order_bytes(ctx: BlockContext, spec: MoESpec) -> int:
     alltoall = impl.moe_token_dispatcher_type != "allgather"
     received = ctx.tokens_sp * spec.topk * (1 if alltoall else ctx.etp)
     width = _probability_width(ctx)
-    more = 0 if alltoall else received * width
-    if backward_keeps_map(ctx, spec):
-        more += ctx.tokens_sp * spec.num_experts if alltoall else _local_map_bytes(ctx, spec)
+    more = _map_kept_bytes(ctx, spec) + (0 if alltoall else received * width)
     if not impl.moe_permute_fusion:
         return more + 8 * received
     rows, columns = (ctx.tokens_sp, spec.num_experts) if alltoall else (

@@ -887,6 +887,11 @@ def _check_moe(i: ImplementationSpec, p: ParallelSpec, limits: Limits) -> None:
             f"moe_router_padding_for_quantization (True) does not go with moe_token_dispatcher_type {dispatcher}; use "
             "alltoall or flex"
         )
+    if i.moe_router_fusion and i.moe_router_dtype == "fp64":  # Transformer Engine router.py
+        raise SpecError(
+            "moe_router_fusion (True) does not go with moe_router_dtype fp64, which Transformer Engine's fused "
+            "router refuses; use fp32"
+        )
     _check_budget(i, p)
     capacity = i.moe_expert_capacity_factor
     if capacity is None:

@@ -100,6 +100,9 @@ MANY = {
         "Qwen/Qwen3-30B-A3B", 64, "vpp", "etp", num_distributed_optimizer_instances=2, world_size=64, total=256
     ),
     "allgather": space("Qwen/Qwen3-30B-A3B", 16, "vpp", moe_token_dispatcher_type="allgather"),
+    # One expert a rank, whose map backward keeps; a router that keeps its own.
+    "local expert": space("mistralai/Mixtral-8x7B-v0.1", 16, "vpp", moe_token_dispatcher_type="allgather"),
+    "fused router": space("mistralai/Mixtral-8x7B-v0.1", 16, "vpp", moe_router_fusion=True),
     "sequence parallel off": space("meta-llama/Llama-3.1-8B", 8, "split", sequence_parallel=False),
 }  # fmt: skip
 

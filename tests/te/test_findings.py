@@ -54,6 +54,9 @@ COMMANDS = {
     "a fused router keeps the map that the dispatcher holds": f"{QWEN} --ep 8 --moe-router-fusion",
     "recomputed": f"{QWEN} --ep 8 --moe-router-fusion {FULL}",
     "and capacity leaves another": f"{QWEN} --ep 8 --moe-router-fusion {CAPACITY}",
+    "queries, keys and values of latent attention stay to its end": f"{DEEPSEEK} --num-layers 4 --tp 8 --ep 8 --pp 2 "
+    f"{FULL}",
+    "in fp8": f"{DEEPSEEK} --num-layers 4 --tp 4 --ep 8 --pp 2 --fp8 hybrid {FULL}",
     "of the product with it": f"{QWEN} --ep 8 {CAPACITY}",
 }
 
