@@ -475,17 +475,17 @@ def gradients_of_checkpoints() -> Iterator[None]:
     random = _module("megatron.core.tensor_parallel.random")
     function, detach = random.CheckpointWithoutOutputFunction, random.detach_variable
     forward, backward = function.forward, function.backward
-    made: list[Any] = []
-
-    def detached(inputs: Any) -> Any:
-        made.append(detach(inputs))
-        return made[-1]
 
     def with_leaves(ctx: Any, *args: Any) -> Any:
-        made.clear()
-        outputs = forward(ctx, *args)
-        ctx.leaves = made.pop() if made else ()
-        made.clear()
+        made: list[Any] = []  # of this pass alone: whole layers' checkpoints detach too
+
+        def detached(inputs: Any) -> Any:
+            made.append(detach(inputs))
+            return made[-1]
+
+        with replaced(random, "detach_variable", detached):
+            outputs = forward(ctx, *args)
+        ctx.leaves = made[-1] if made else ()
         return outputs
 
     def of_leaves(ctx: Any, *args: Any) -> Any:
@@ -498,7 +498,6 @@ def gradients_of_checkpoints() -> Iterator[None]:
         return first, second, *given
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(random, "detach_variable", detached))
         stack.enter_context(replaced(function, "forward", staticmethod(with_leaves)))
         stack.enter_context(replaced(function, "backward", staticmethod(of_leaves)))
         yield
