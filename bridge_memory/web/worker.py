@@ -74,8 +74,8 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     given, run = template(args, gpu, ("parallel.world_size", "batch.global_batch_size"))
     if hardware_for(run, gpu) is None:
         raise SpecError(
-            f"engine ({run.data_parallel.engine}) runs modules whose time is not modelled, and layouts are ranked by "
-            "time; use megatron_ddp"
+            f"engine ({run.data_parallel.engine}) is not searched on the page; use `bridge-memory search --engine "
+            f"{run.data_parallel.engine}`, or megatron_ddp here"
         )
     gpus, sequences = given.get("parallel.world_size"), given.get("batch.global_batch_size")
     if gpus is None:
