@@ -57,7 +57,7 @@ from bridge_memory.spec import (
     divide,
 )
 from bridge_memory.spec.dtypes import dtype_name
-from bridge_memory.spec.gaps import Effect, Gap
+from bridge_memory.spec.gaps import ADAPTERS, UNKNOWN_SIZE, Effect, Gap
 from bridge_memory.spec.gpu_names import DEFAULT_GENERATION
 from bridge_memory.spec.layout_string import layout_string
 
@@ -421,13 +421,14 @@ def _layer_spec(model: Any) -> tuple[str, bool]:
 def _layer_spec_gaps(model: Any) -> Iterator[Gap]:
     name, _ = _layer_spec(model)
     if name in OTHER_LAYER_SPECS:
-        effect, what = OTHER_LAYER_SPECS[name]
-        yield Gap(f"model.transformer_layer_spec ({name}): {what}", effect)
+        effect, what, order = OTHER_LAYER_SPECS[name]
+        yield Gap(f"model.transformer_layer_spec ({name}): {what}", effect, order=order)
     elif name and name not in PLAIN_LAYER_SPECS | LOCAL_LAYER_SPECS | POST_LAYERNORM_SPECS | FULL_QK_SPECS:
         yield Gap(
             f"model.transformer_layer_spec ({name}): modules that are not known here, counted as those that the "
             "config describes",
             Effect.UNKNOWN,
+            order=UNKNOWN_SIZE,
         )
 
 
@@ -772,20 +773,43 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
     parts |= {"model": view.model, "optimizer": view.optimizer, "ddp": view.ddp}
     out = [*not_modelled(parts), *tower_gaps(model), *_layer_spec_gaps(view.model)]
     if _get(model, "freeze_language_model", False):
-        out.append(Gap("model.freeze_language_model: the language model is counted as if it trained", Effect.DOWN))
+        out.append(
+            Gap(
+                "model.freeze_language_model: the language model is counted as if it trained", Effect.DOWN,
+                order="gradients, optimizer state and part of the activations: all but the weights",
+            )
+        )
     if _get(model, "freeze_mtp_model", False):
-        out.append(Gap("model.freeze_mtp_model: the MTP depths are counted as if they trained", Effect.DOWN))
+        out.append(
+            Gap(
+                "model.freeze_mtp_model: the MTP depths are counted as if they trained", Effect.DOWN,
+                order="gradients and optimizer state of the MTP depths",
+            )
+        )
     for name in _get(model, "recompute_modules", ()):
         if name in _RECOMPUTED_ELSEWHERE:
-            out.append(Gap(f"model.recompute_modules ({name}): {_RECOMPUTED_ELSEWHERE[name]}", Effect.DOWN))
+            out.append(
+                Gap(
+                    f"model.recompute_modules ({name}): {_RECOMPUTED_ELSEWHERE[name]}", Effect.DOWN,
+                    order="as large as what these modules save, in every layer",
+                )
+            )
     dataset = getattr(config, "dataset", None)
     packs = _pack_size(dataset)
     if packs not in (0, _get(view.model, "seq_length")):
-        out.append(Gap(f"dataset: packs of {packs} tokens, counted as seq_length tokens", Effect.EITHER))
+        out.append(
+            Gap(
+                f"dataset: packs of {packs} tokens, counted as seq_length tokens", Effect.EITHER,
+                order="activations in proportion to the tokens of a pack",
+            )
+        )
     peft = getattr(config, "peft", None)
     if peft is not None and type(peft).__name__ not in ("LoRA", "VLMLoRA"):
         out.append(
-            Gap(f"peft: {type(peft).__name__}, of which only the frozen weights are counted", Effect.UP)
+            Gap(
+                f"peft: {type(peft).__name__}, of which only the frozen weights are counted", Effect.UP,
+                order=ADAPTERS,
+            )
         )
     return tuple(out)
 

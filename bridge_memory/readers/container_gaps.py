@@ -9,7 +9,7 @@ from typing import Any
 from bridge_memory.readers.container_registry import PROVIDERS, REFUSED, gap_of, known
 from bridge_memory.readers.fields import shown
 from bridge_memory.spec import SpecError
-from bridge_memory.spec.gaps import Effect, Gap
+from bridge_memory.spec.gaps import TOWER, UNKNOWN_SIZE, Effect, Gap
 
 #: Parts of the container whose fields are looked through.
 PARTS = (
@@ -70,11 +70,11 @@ def tower_gaps(model: Any) -> Iterator[Gap]:
         if tower is None:
             continue
         what = f"a tower of another modality{_size(tower)}; the text model alone is counted"
-        yield Gap(f"model.{path}: {what}", Effect.UP)
+        yield Gap(f"model.{path}: {what}", Effect.UP, order=TOWER)
     if not provider:
         for path in ("vision_config", "vision_transformer_config"):
             if getattr(model, path, None):
-                yield Gap(f"model.{path}: the vision tower", Effect.UP)
+                yield Gap(f"model.{path}: the vision tower", Effect.UP, order=TOWER)
 
 
 def _size(tower: Any) -> str:
@@ -111,7 +111,8 @@ def not_modelled(parts: Mapping[str, Any]) -> Iterator[Gap]:
                 if gap.applies(asked, value):
                     yield gap.gap(asked, _told(part, name, value))
             elif defaults and not known(part, name) and value is not None and not _same(value, defaults.get(name)):
-                yield Gap(f"{_told(part, name, value)}: a field that is not known here", Effect.UNKNOWN)
+                yield Gap(f"{_told(part, name, value)}: a field that is not known here", Effect.UNKNOWN,
+                          order=UNKNOWN_SIZE)  # fmt: skip
 
 
 def _attributes(holder: Any) -> list[str]:

@@ -19,7 +19,7 @@ from bridge_memory.readers.megatron_args.parsing import RawArguments, Value, wor
 from bridge_memory.readers.megatron_args.unmodelled import GAPS
 from bridge_memory.spec import SpecError, show
 from bridge_memory.spec.errors import finite
-from bridge_memory.spec.gaps import Effect, Gap
+from bridge_memory.spec.gaps import UNKNOWN_SIZE, Effect, Gap
 
 
 def _names(text: str) -> frozenset[str]:
@@ -194,7 +194,8 @@ class Arguments:
                     told = f"{_option(name)} {'' if value is True else value}".rstrip()
                     lines.append(GAPS[name].gap(self, told))
             elif name not in KNOWN and not (self.parsed and not value):
-                lines.append(Gap(f"{_option(name)}: not an argument this reader knows", Effect.UNKNOWN))
+                what = f"{_option(name)}: not an argument this reader knows"
+                lines.append(Gap(what, Effect.UNKNOWN, order=UNKNOWN_SIZE))
         return tuple(lines)
 
 
