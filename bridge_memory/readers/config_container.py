@@ -60,6 +60,7 @@ from bridge_memory.spec.dtypes import dtype_name
 from bridge_memory.spec.gaps import ADAPTERS, UNKNOWN_SIZE, Effect, Gap
 from bridge_memory.spec.gpu_names import DEFAULT_GENERATION
 from bridge_memory.spec.layout_string import layout_string
+from bridge_memory.spec.parts import GRAPHED_MODULES
 
 #: Elements of a gradient bucket that CommOverlapConfig sets (``_get_optimizer_overlap_cfgs``).
 COMM_OVERLAP_BUCKET = 128 * 1024 * 1024
@@ -672,6 +673,7 @@ def _implementation(
         ),
         cp_comm_type=_CP_COMM_TYPES.get(comm := str(comm if isinstance(comm, str) else [*comm, "p2p"][0]), comm),
         cuda_graph_impl=_cuda_graphs(m),
+        cuda_graph_modules=_graphed_modules(m),
         # A field whose default in ModelParallelConfig is off.
         deallocate_pipeline_outputs=bool(_get(m, "deallocate_pipeline_outputs", True)),
         moe_token_dispatcher_type="alltoall" if dispatcher == "alltoall_seq" else dispatcher,
@@ -709,6 +711,16 @@ def _cuda_graphs(model: Any) -> str:
     if _get(model, "external_cuda_graph", False):
         return "transformer_engine"
     return str(_get(model, "cuda_graph_impl", "none"))
+
+
+def _graphed_modules(model: Any) -> tuple[str, ...]:
+    """The fields of ``TransformerConfig`` hold a list, or words in one text, of names or of an enum's members; "full",
+    and what is no module of a layer, mean whole layers (``cuda_graph_config.py: normalize_cuda_graph_modules``)."""
+    keys = _words("cuda_graph_modules cuda_graph_scope cuda_graph_scope_deprecated")
+    given: Any = next((found for key in keys if (found := _get(model, key))), ())
+    items = given.split(",") if isinstance(given, str) else given if isinstance(given, (list, tuple)) else [given]
+    names = [str(getattr(item, "name", item)).rpartition(".")[2].strip() for item in items]
+    return tuple(dict.fromkeys(name for name in names if name in GRAPHED_MODULES))
 
 
 def _router_dtype(model: Any) -> str | None:

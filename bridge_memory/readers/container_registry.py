@@ -36,7 +36,8 @@ READ: dict[str, frozenset[str]] = {
         add_qkv_bias apply_query_key_layer_scaling apply_rope_fusion attention_backend attention_dropout
         attention_output_gate attention_softmax_in_fp32 bf16 bias_activation_fusion bias_dropout_fusion
         calculate_per_token_loss context_parallel_size cp_comm_type cpu_offloading cpu_offloading_num_layers
-        cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_impl deallocate_pipeline_outputs
+        cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_impl cuda_graph_modules
+        cuda_graph_scope deallocate_pipeline_outputs
         defer_embedding_wgrad_compute
         delay_wgrad_compute deterministic_mode distribute_saved_activations dsa_indexer_head_dim dsa_indexer_n_heads
         dsa_indexer_skip_topk_offset dsa_indexer_topk_freq enable_cuda_graph experimental_attention_variant

@@ -23,6 +23,7 @@ from bridge_memory.spec.adapters import idle_targets, names_layers
 from bridge_memory.spec.driver import DISPATCHERS, driver_buffers
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS, DEFAULT_FSDP_OPTIONS
+from bridge_memory.spec.graphs import static_masks
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec, ModelSpec
@@ -131,11 +132,13 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
     if impl.cuda_graph_impl != "none":
         # A graph's pool is apart from what runs outside of it, static inputs and outputs among it: at most, what the
         # passes need is there twice (TE graph.py: _make_graphed_callables; core transformer/cuda_graphs.py,
-        # full_cuda_graph.py).
+        # full_cuda_graph.py). Hidden states are no more than without graphs: an input is the output before it or takes
+        # its place, and outputs go when they are copied (_reuse_graph_input_output_buffers, CudagraphBufferMetadata).
+        masks = static_masks(run)
         yield Gap(
             f"cuda_graph_impl ({impl.cuda_graph_impl}): the private memory pools of CUDA graphs", Effect.UP,
-            order="static inputs and outputs of every graph, up to what forward and backward passes need",
-            most=needs.passes,
+            order="static inputs of every graph, up to what forward and backward passes need",
+            least=masks.least, most=None if needs.passes is None else needs.passes + masks.most,
         )
     if impl.delay_wgrad_compute:
         # Those of one layer: its weight gradients are made before the next layer goes backward

@@ -119,7 +119,8 @@ WORDS: dict[str, str | None] = {
 }  # fmt: skip
 #: Lists of words, or of numbers where they are patterns of layers, windows and coefficients.
 LISTS: dict[str, tuple[str, ...] | None] = {
-    "cp_comm_type": ("p2p",), "moe_router_load_balancing_type": ("aux_loss",), "offload_modules": (),
+    "cp_comm_type": ("p2p",), "cuda_graph_modules": (), "cuda_graph_scope": None, "cuda_graph_scope_deprecated": None,
+    "moe_router_load_balancing_type": ("aux_loss",), "offload_modules": (),
     "recompute_modules": None,
 }  # fmt: skip
 PATTERNS: dict[str, Any] = {
@@ -134,6 +135,7 @@ KNOWN = READ | HARMLESS.keys() | GAPS.keys()
 
 #: Options whose destination is not their name. (``--no-x`` and ``--disable-x`` of a known x need no entry.)
 DESTINATIONS = {
+    "cuda_graph_scope": "cuda_graph_scope_deprecated",
     "ddp_reduce_scatter_with_fp32_accumulation": "reduce_scatter_with_fp32_accumulation",
     "fp4_format": "fp4",
     "fp8_format": "fp8",
