@@ -120,7 +120,7 @@ ORDERS: dict[str, str] = {
     "(1 - fraction) of the activations that offload_modules would take from the GPU": """
         activation_offload_fraction
     """,
-    "as many bytes as it says, times the pipeline rank": """
+    "as many bytes as it says, times the pipeline rank, and up to one module's saved inputs more": """
         delta_offload_bytes_across_pp_ranks
     """,
     "as large as what the graphed layers of one microbatch would send to the host": """

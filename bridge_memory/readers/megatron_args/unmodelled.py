@@ -211,7 +211,8 @@ _GAPS: dict[str, Unmodelled] = {
         None, EITHER, "recomputation of some microbatches only"
     ),
     "activation_offload_fraction": Unmodelled(1.0, UP, "a part of the activations in host memory"),
-    "delta_offload_bytes_across_pp_ranks": Unmodelled(0, EITHER, "offloading that differs by pipeline rank"),
+    # fine_grained_activation_offload.py: post_warmup_callback, which takes groups back that would go.
+    "delta_offload_bytes_across_pp_ranks": Unmodelled(0, UP, "offloading that differs by pipeline rank"),
     "delay_offload_until_cuda_graph": Unmodelled(False, UP, "offloading that waits for the CUDA graph"),
     "fine_grained_offloading_max_inflight_offloads": Unmodelled(
         None, EITHER, "offloaded tensors that wait for their copy"
