@@ -211,6 +211,7 @@ def _gap(gap: Gap) -> dict[str, Any]:
     return {
         "what": str(gap),
         "effect": str(gap.effect),
+        "order": gap.order,
         "at_least_bytes": gap.least,
         "at_most_bytes": gap.most,
         "outside": gap.outside,

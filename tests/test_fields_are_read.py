@@ -17,7 +17,7 @@ PACKAGE = Path(spec.__file__).parents[1]
 COUNTING = ("engines/*.py", "inventory/*.py", "inventory/transformers/*.py", "schedule/*.py", "workspaces/*.py",
             "estimate.py", "spec/driver.py", "spec/layout.py", "releases.py")  # fmt: skip
 #: Every field that is read there yields a sentence: under "not modelled", or among the assumptions.
-SPEAKING = ("spec/gaps.py",)
+SPEAKING = ("spec/gaps.py", "spec/graphs.py")
 BLOCKS = (
     spec.LayerSpec, spec.AttentionSpec, spec.MLASpec, spec.MambaSpec, spec.GatedDeltaNetSpec, spec.MLPSpec, spec.MoESpec
 )

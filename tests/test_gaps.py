@@ -22,6 +22,7 @@ from bridge_memory.spec import (
     RunSpec,
 )
 from bridge_memory.spec.gaps import Gap
+from bridge_memory.spec.graphs import static_masks
 
 DENSE, EXPERTS, SHARED = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V2-Lite"
 
@@ -241,3 +242,56 @@ def test_layers_in_flight_to_the_host_are_two() -> None:
     assert found is not None
     assert found == bound(2)
     assert 2 * saved <= found <= 4 * saved
+
+
+def graphed(model: ModelSpec, *modules: str, **fields: object) -> RunSpec:
+    run = RunSpec(model=model, batch=BatchSpec(seq_length=4096, micro_batch_size=2, global_batch_size=32))
+    impl = ImplementationSpec(cuda_graph_impl="transformer_engine", cuda_graph_modules=modules)
+    return replace(run, implementation=impl).with_fields(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "least"),
+    [
+        # Without stages one microbatch is captured; each of 16 layers has its mask.
+        ({"world_size": 1}, 16),
+        # The last stage has one microbatch in flight and 4 layers, the first four.
+        ({"world_size": 4, "pipeline_model_parallel_size": 4}, 4),
+        ({"world_size": 2, "context_parallel_size": 2}, 16 / 2),
+        # Two chunks of 4 layers: 2 microbatches have been through the first, one through the second.
+        (
+            {"world_size": 2, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            2 * 4 + 4,
+        ),
+    ],
+)
+def test_graphs_of_transformer_engine_keep_a_mask_for_every_layer_and_microbatch(
+    fields: dict[str, object], least: float
+) -> None:
+    """[2, 1, 4096, 4096] in bool each: ``TransformerLayer.get_layer_static_inputs``."""
+    found = gap_of(estimate(graphed(resolve_model(DENSE), **fields)), "cuda_graph_impl")
+    assert found.least == least * 2 * 4096 * 4096
+    assert found.most is not None
+    assert found.most > found.least
+
+
+@pytest.mark.parametrize(("rank", "masks"), [(0, 4), (3, 1)])
+def test_the_first_stage_has_most_masks(rank: int, masks: int) -> None:
+    """As many microbatches as there are stages behind it, itself among them."""
+    fields = {"world_size": 4, "pipeline_model_parallel_size": 4}
+    found = static_masks(graphed(resolve_model(DENSE), **fields))
+    assert (found.most, found.least)[rank == 3] == masks * 4 * 2 * 4096 * 4096
+
+
+@pytest.mark.parametrize(
+    ("run", "masks"),
+    [
+        (graphed(resolve_model(DENSE), "attn"), 16), (graphed(resolve_model(DENSE), "mlp"), 0),
+        (graphed(resolve_model(DENSE), cuda_graph_impl="local"), 0),
+        # Of a hybrid the layers of attention alone.
+        (graphed(resolve_model("nvidia/Nemotron-H-56B-Base-8K")), 10),
+    ],
+)  # fmt: skip
+def test_masks_are_those_of_graphed_attention(run: RunSpec, masks: int) -> None:
+    found = static_masks(run)
+    assert found.least == found.most == masks * 2 * 4096 * 4096

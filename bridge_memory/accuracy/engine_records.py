@@ -221,10 +221,11 @@ def _torchtitan(row: Mapping[str, Any]) -> Reading:
     gaps = []
     selective = "selective" in row["recompute"]
     if "Float8" in row["precision"]:
-        gaps.append(Gap("Float8: counted in bf16", Effect.EITHER))
+        gaps.append(Gap("Float8: counted in bf16", Effect.EITHER, order="a byte for each element that linears save"))
     technique = row.get("technique")
     if technique is None:
-        gaps.append(Gap("whether it is compiled is not stated: counted as not", Effect.DOWN))
+        gaps.append(Gap("whether it is compiled is not stated: counted as not", Effect.DOWN,
+                        order="what element-wise operations save"))
     run = RunSpec(
         model=_preset(row), parallel=ParallelSpec(
             world_size=_gpus(row), tensor_model_parallel_size=degrees.get("tp", 1),
@@ -269,9 +270,12 @@ def _torchtune(row: Mapping[str, Any]) -> Reading:
         raise SpecError("samples are not packed, and their lengths are not stated")
     has = _LADDER[: _LADDER.index(technique) + 1]
     gaps = {
-        "+ Chunked Cross Entropy": Gap("chunked cross entropy: counted whole", Effect.DOWN),
-        "+ Fuse optimizer step into backward": Gap("optimizer steps in backward: counted after it", Effect.DOWN),
-        "+ Activation Offloading": Gap("offloaded activations: counted on the GPU", Effect.DOWN),
+        "+ Chunked Cross Entropy": Gap("chunked cross entropy: counted whole", Effect.DOWN,
+                                         order="the logits and their copies"),
+        "+ Fuse optimizer step into backward": Gap("optimizer steps in backward: counted after it", Effect.DOWN,
+                                                   order="the gradients"),
+        "+ Activation Offloading": Gap("offloaded activations: counted on the GPU", Effect.DOWN,
+                                       order="what all layers save"),
     }
     run = RunSpec(
         model=_preset(row), batch=_batch(row, 1), data_parallel=DataParallelSpec(engine="single"),

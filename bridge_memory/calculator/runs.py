@@ -121,7 +121,7 @@ def _checkpointing(
     else:
         gaps.append(Gap(
             f"training.activation_checkpointing ({level}): levels 1 to 3 are no option of the engine; counted as 0 "
-            "(4: every layer)", Effect.DOWN,
+            "(4: every layer)", Effect.DOWN, order="up to what all layers save, less their inputs",
         ))  # fmt: skip
 
 

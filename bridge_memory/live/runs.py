@@ -209,7 +209,8 @@ def _loaded(model: Any, settings: Settings) -> None:
         if dtype != "fp32":
             settings.groups.get("transformers", {}).pop("autocast", None)
     if getattr(inner, "peft_config", None):
-        settings.notes.gap("peft_config: frozen weights beside adapters, counted as if all trained", Effect.DOWN)
+        settings.notes.gap("peft_config: frozen weights beside adapters, counted as if all trained", Effect.DOWN,
+                           order="gradients and optimizer state: all but the weights and part of the activations")
 
 
 def _run(spec: ModelSpec, settings: Settings, model: Any) -> RunSpec:

@@ -57,9 +57,10 @@ from bridge_memory.spec import (
     divide,
 )
 from bridge_memory.spec.dtypes import dtype_name
-from bridge_memory.spec.gaps import Effect, Gap
+from bridge_memory.spec.gaps import ADAPTERS, UNKNOWN_SIZE, Effect, Gap
 from bridge_memory.spec.gpu_names import DEFAULT_GENERATION
 from bridge_memory.spec.layout_string import layout_string
+from bridge_memory.spec.parts import GRAPHED_MODULES
 
 #: Elements of a gradient bucket that CommOverlapConfig sets (``_get_optimizer_overlap_cfgs``).
 COMM_OVERLAP_BUCKET = 128 * 1024 * 1024
@@ -421,13 +422,14 @@ def _layer_spec(model: Any) -> tuple[str, bool]:
 def _layer_spec_gaps(model: Any) -> Iterator[Gap]:
     name, _ = _layer_spec(model)
     if name in OTHER_LAYER_SPECS:
-        effect, what = OTHER_LAYER_SPECS[name]
-        yield Gap(f"model.transformer_layer_spec ({name}): {what}", effect)
+        effect, what, order = OTHER_LAYER_SPECS[name]
+        yield Gap(f"model.transformer_layer_spec ({name}): {what}", effect, order=order)
     elif name and name not in PLAIN_LAYER_SPECS | LOCAL_LAYER_SPECS | POST_LAYERNORM_SPECS | FULL_QK_SPECS:
         yield Gap(
             f"model.transformer_layer_spec ({name}): modules that are not known here, counted as those that the "
             "config describes",
             Effect.UNKNOWN,
+            order=UNKNOWN_SIZE,
         )
 
 
@@ -671,6 +673,7 @@ def _implementation(
         ),
         cp_comm_type=_CP_COMM_TYPES.get(comm := str(comm if isinstance(comm, str) else [*comm, "p2p"][0]), comm),
         cuda_graph_impl=_cuda_graphs(m),
+        cuda_graph_modules=_graphed_modules(m),
         # A field whose default in ModelParallelConfig is off.
         deallocate_pipeline_outputs=bool(_get(m, "deallocate_pipeline_outputs", True)),
         moe_token_dispatcher_type="alltoall" if dispatcher == "alltoall_seq" else dispatcher,
@@ -708,6 +711,16 @@ def _cuda_graphs(model: Any) -> str:
     if _get(model, "external_cuda_graph", False):
         return "transformer_engine"
     return str(_get(model, "cuda_graph_impl", "none"))
+
+
+def _graphed_modules(model: Any) -> tuple[str, ...]:
+    """The fields of ``TransformerConfig`` hold a list, or words in one text, of names or of an enum's members; "full",
+    and what is no module of a layer, mean whole layers (``cuda_graph_config.py: normalize_cuda_graph_modules``)."""
+    keys = _words("cuda_graph_modules cuda_graph_scope cuda_graph_scope_deprecated")
+    given: Any = next((found for key in keys if (found := _get(model, key))), ())
+    items = given.split(",") if isinstance(given, str) else given if isinstance(given, (list, tuple)) else [given]
+    names = [str(getattr(item, "name", item)).rpartition(".")[2].strip() for item in items]
+    return tuple(dict.fromkeys(name for name in names if name in GRAPHED_MODULES))
 
 
 def _router_dtype(model: Any) -> str | None:
@@ -772,20 +785,43 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
     parts |= {"model": view.model, "optimizer": view.optimizer, "ddp": view.ddp}
     out = [*not_modelled(parts), *tower_gaps(model), *_layer_spec_gaps(view.model)]
     if _get(model, "freeze_language_model", False):
-        out.append(Gap("model.freeze_language_model: the language model is counted as if it trained", Effect.DOWN))
+        out.append(
+            Gap(
+                "model.freeze_language_model: the language model is counted as if it trained", Effect.DOWN,
+                order="gradients, optimizer state and part of the activations: all but the weights",
+            )
+        )
     if _get(model, "freeze_mtp_model", False):
-        out.append(Gap("model.freeze_mtp_model: the MTP depths are counted as if they trained", Effect.DOWN))
+        out.append(
+            Gap(
+                "model.freeze_mtp_model: the MTP depths are counted as if they trained", Effect.DOWN,
+                order="gradients and optimizer state of the MTP depths",
+            )
+        )
     for name in _get(model, "recompute_modules", ()):
         if name in _RECOMPUTED_ELSEWHERE:
-            out.append(Gap(f"model.recompute_modules ({name}): {_RECOMPUTED_ELSEWHERE[name]}", Effect.DOWN))
+            out.append(
+                Gap(
+                    f"model.recompute_modules ({name}): {_RECOMPUTED_ELSEWHERE[name]}", Effect.DOWN,
+                    order="as large as what these modules save, in every layer",
+                )
+            )
     dataset = getattr(config, "dataset", None)
     packs = _pack_size(dataset)
     if packs not in (0, _get(view.model, "seq_length")):
-        out.append(Gap(f"dataset: packs of {packs} tokens, counted as seq_length tokens", Effect.EITHER))
+        out.append(
+            Gap(
+                f"dataset: packs of {packs} tokens, counted as seq_length tokens", Effect.EITHER,
+                order="activations in proportion to the tokens of a pack",
+            )
+        )
     peft = getattr(config, "peft", None)
     if peft is not None and type(peft).__name__ not in ("LoRA", "VLMLoRA"):
         out.append(
-            Gap(f"peft: {type(peft).__name__}, of which only the frozen weights are counted", Effect.UP)
+            Gap(
+                f"peft: {type(peft).__name__}, of which only the frozen weights are counted", Effect.UP,
+                order=ADAPTERS,
+            )
         )
     return tuple(out)
 

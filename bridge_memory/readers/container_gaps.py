@@ -8,8 +8,11 @@ from typing import Any
 
 from bridge_memory.readers.container_registry import PROVIDERS, REFUSED, gap_of, known
 from bridge_memory.readers.fields import shown
+from bridge_memory.readers.megatron_args.sizes import ORDER_OF
+from bridge_memory.readers.megatron_args.unmodelled import Asked
 from bridge_memory.spec import SpecError
-from bridge_memory.spec.gaps import Effect, Gap
+from bridge_memory.spec.fields import MOST
+from bridge_memory.spec.gaps import TOWER, UNKNOWN_SIZE, Effect, Gap
 
 #: Parts of the container whose fields are looked through.
 PARTS = (
@@ -70,11 +73,11 @@ def tower_gaps(model: Any) -> Iterator[Gap]:
         if tower is None:
             continue
         what = f"a tower of another modality{_size(tower)}; the text model alone is counted"
-        yield Gap(f"model.{path}: {what}", Effect.UP)
+        yield Gap(f"model.{path}: {what}", Effect.UP, order=TOWER)
     if not provider:
         for path in ("vision_config", "vision_transformer_config"):
             if getattr(model, path, None):
-                yield Gap(f"model.{path}: the vision tower", Effect.UP)
+                yield Gap(f"model.{path}: the vision tower", Effect.UP, order=TOWER)
 
 
 def _size(tower: Any) -> str:
@@ -90,6 +93,39 @@ def _size(tower: Any) -> str:
     if not layers or not width:
         return ""
     return f" of about {layers * (4 * width * width + 2 * width * inner) / 1e9:.1f} B parameters"
+
+
+def _teacher(teacher: Any, asked: Asked) -> str:
+    """The order of a distillation's teacher, a frozen model on the student's tensor- and pipeline-parallel ranks:
+    linears of its layers and ends, in bf16, and the logits of its loss.
+
+    Source: Megatron Bridge ``models/distillation_provider.py: DistillationProvider``, which keeps the teacher beside
+    the student and refuses virtual stages.
+    """
+
+    def size(key: str, default: int = 1) -> int:
+        value = getattr(teacher, key, None)
+        value = asked[key] if value is None else value
+        return value if type(value) is int and 0 < value <= MOST else default
+
+    if any(type(getattr(teacher, key, None)) is not int for key in ("num_layers", "hidden_size", "vocab_size")):
+        return ORDER_OF["export_kd_teacher_load"]
+    t, layers, h = size("tensor_model_parallel_size"), size("num_layers"), size("hidden_size")
+    gated = 3 if getattr(teacher, "gated_linear_unit", False) else 2
+    experts = size("num_moe_experts", 0)
+    expert = gated * h * size("moe_ffn_hidden_size", size("ffn_hidden_size", 4 * h)) * experts
+    dense = 4 * h * h + (0 if experts else gated * h * size("ffn_hidden_size", 4 * h))
+    ends = 2 * size("vocab_size") * h
+    over_experts = size("expert_model_parallel_size") * size("expert_tensor_parallel_size", t)
+    on_rank = (layers * (dense / t + expert / over_experts) + ends / t) / size("pipeline_model_parallel_size")
+    tokens = size("seq_length") * size("micro_batch_size") / size("context_parallel_size")
+    logits = 4 * tokens * size("vocab_size") / t
+    billions = (layers * (dense + expert) + ends) / 1e9
+    return (
+        f"about {2 * on_rank / 2**30:.1f} GiB of its weights on a rank ({billions:.1f} B parameters in bf16, divided "
+        f"as the student's), and on the last stage {logits / 2**30:.1f} GiB each time its logits or the student's are "
+        "held in fp32"
+    )
 
 
 def not_modelled(parts: Mapping[str, Any]) -> Iterator[Gap]:
@@ -109,9 +145,12 @@ def not_modelled(parts: Mapping[str, Any]) -> Iterator[Gap]:
             gap = gap_of(part, name)
             if gap is not None:
                 if gap.applies(asked, value):
-                    yield gap.gap(asked, _told(part, name, value))
+                    found = gap.gap(asked, _told(part, name, value))
+                    teaches = part == "model" and name == "teacher"
+                    yield Gap(found, found.effect, order=_teacher(value, asked)) if teaches else found
             elif defaults and not known(part, name) and value is not None and not _same(value, defaults.get(name)):
-                yield Gap(f"{_told(part, name, value)}: a field that is not known here", Effect.UNKNOWN)
+                yield Gap(f"{_told(part, name, value)}: a field that is not known here", Effect.UNKNOWN,
+                          order=UNKNOWN_SIZE)  # fmt: skip
 
 
 def _attributes(holder: Any) -> list[str]:

@@ -8,6 +8,7 @@ once, in ``megatron_args/harmless.py`` and ``megatron_args/unmodelled.py``. Here
 from __future__ import annotations
 
 from bridge_memory.readers.megatron_args.harmless import HARMLESS as HARMLESS_ARGUMENTS
+from bridge_memory.readers.megatron_args.sizes import ORDER_OF
 from bridge_memory.readers.megatron_args.unmodelled import GAPS as GAPS_OF_ARGUMENTS
 from bridge_memory.readers.megatron_args.unmodelled import Asked, Unmodelled
 from bridge_memory.spec.gaps import Effect
@@ -35,7 +36,8 @@ READ: dict[str, frozenset[str]] = {
         add_qkv_bias apply_query_key_layer_scaling apply_rope_fusion attention_backend attention_dropout
         attention_output_gate attention_softmax_in_fp32 bf16 bias_activation_fusion bias_dropout_fusion
         calculate_per_token_loss context_parallel_size cp_comm_type cpu_offloading cpu_offloading_num_layers
-        cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_impl deallocate_pipeline_outputs
+        cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_impl cuda_graph_modules
+        cuda_graph_scope deallocate_pipeline_outputs
         defer_embedding_wgrad_compute
         delay_wgrad_compute deterministic_mode distribute_saved_activations dsa_indexer_head_dim dsa_indexer_n_heads
         dsa_indexer_skip_topk_offset dsa_indexer_topk_freq enable_cuda_graph experimental_attention_variant
@@ -140,33 +142,46 @@ def _divided(asked: Asked, value: object) -> bool:
 #: Part -> field -> what is not counted of it; with those of the arguments of the same name.
 GAPS: dict[str, dict[str, Unmodelled]] = {
     "model": {
-        "parallel_output": Unmodelled(True, UP, "logits that are gathered over tensor-parallel ranks"),
-        "use_transformer_engine_full_layer_spec": Unmodelled(False, EITHER, "Transformer Engine's whole layer"),
-        "restore_modelopt_state": Unmodelled(False, EITHER, "ModelOpt's quantizers"),
-        "teacher": Unmodelled(None, UP, "the teacher of a distillation"),
-        "kd_config": Unmodelled(None, UP, "the losses of a distillation"),
-        "dense_grouped_gemm": Unmodelled(False, EITHER, "a dense MLP through the grouped GEMM"),
+        "parallel_output": Unmodelled(True, UP, "logits that are gathered over tensor-parallel ranks",
+                                      order="s b V elements beside the s b V / t that are counted"),
+        "use_transformer_engine_full_layer_spec": Unmodelled(False, EITHER, "Transformer Engine's whole layer",
+                                                             order="as large as what a layer saves, in every layer"),
+        "restore_modelopt_state": Unmodelled(False, EITHER, "ModelOpt's quantizers",
+                                             order="a copy of the largest quantized tensor, and what is clipped of it"),
+        "teacher": Unmodelled(None, UP, "the teacher of a distillation", order=ORDER_OF["export_kd_teacher_load"]),
+        "kd_config": Unmodelled(None, UP, "the losses of a distillation",
+                                order="fp32 logits of teacher and student, 4 s b V / t bytes each, some three times"),
+        "dense_grouped_gemm": Unmodelled(False, EITHER, "a dense MLP through the grouped GEMM",
+                                         order=ORDER_OF["use_grouped_gemm_for_dense_mlp"]),
         # models/*/modeling_*.py: the embedding's output stays whole until images are put in, then it is scattered
         "scatter_embedding_sequence_parallel": Unmodelled(
-            True, UP, "the whole embedding's output beside the scattered one", _divided
+            True, UP, "the whole embedding's output beside the scattered one", _divided,
+            order="s b h elements, of the first stage",
         ),
-        "dist_train": Unmodelled(None, EITHER, "towers on ranks of their own", _apart),
+        "dist_train": Unmodelled(None, EITHER, "towers on ranks of their own", _apart,
+                                 order="as large as the tower's weights, their states and activations"),
         # MiniMax-M3: frozen weights that nothing runs (models/minimax_m3: lightning_indexer_layers)
-        "lightning_indexer_layers": Unmodelled(None, UP, "the frozen weights of an indexer that is not run"),
+        "lightning_indexer_layers": Unmodelled(None, UP, "the frozen weights of an indexer that is not run",
+                                               order="2 h (heads + 1) width bytes for each of these layers"),
         # models/gemma_vl/modeling_gemma3_vl.py: Gemma3VLModel._compute_attention_biases
         "is_vision_language": Unmodelled(
-            False, UP, "the attention bias of images, b x s x s, and what attention keeps for it"
+            False, UP, "the attention bias of images, b x s x s, and what attention keeps for it",
+            order="2 b s s bytes, and b n s s / t elements in every layer where attention keeps the scores",
         ),
         # models/stepfun/step35_provider.py: Step35DecoderLayer, one number a layer
         **dict.fromkeys(
             ("swiglu_limits", "swiglu_limits_shared"), GAPS_OF_ARGUMENTS["activation_func_clamp_value"]
         ),
-        "attention_chunk_size": Unmodelled(None, DOWN, "attention within chunks"),
-        "nope_layer_interval": Unmodelled(None, DOWN, "layers without rotary embeddings"),
-        "use_arbitrary_attention_mask": Unmodelled(None, UP, "attention masks of any form"),
+        "attention_chunk_size": Unmodelled(None, DOWN, "attention within chunks",
+                                           order="what attention saves of the tokens beyond a chunk, in every layer"),
+        "nope_layer_interval": Unmodelled(None, DOWN, "layers without rotary embeddings",
+                                           order=ORDER_OF["no_rope_freq"]),
+        "use_arbitrary_attention_mask": Unmodelled(None, UP, "attention masks of any form",
+                                                   order="b s s bytes, and the scores, b n s s / t elements a layer"),
     },
     "optimizer": {
-        "overlap_param_gather_with_optimizer_step": Unmodelled(False, EITHER, "parameters gathered during the step"),
+        "overlap_param_gather_with_optimizer_step": Unmodelled(False, EITHER, "parameters gathered during the step",
+                                                               order="as large as one bucket of parameters"),
     },
     "ddp": {
         "num_buckets": GAPS_OF_ARGUMENTS["ddp_num_buckets"],
@@ -174,29 +189,41 @@ GAPS: dict[str, dict[str, Unmodelled]] = {
         "param_name_patterns_for_fp32_local_accumulation": GAPS_OF_ARGUMENTS[
             "ddp_param_name_patterns_for_fp32_local_accumulation"
         ]._replace(also=("()",)),
-        "megatron_fsdp_cuda_graph_mode": Unmodelled(False, UP, "Megatron-FSDP's buffers under CUDA graphs"),
+        "megatron_fsdp_cuda_graph_mode": Unmodelled(False, UP, "Megatron-FSDP's buffers under CUDA graphs",
+                                                    order=ORDER_OF["megatron_fsdp_cuda_graph_mode"]),
         "preserve_fp32_weights": GAPS_OF_ARGUMENTS["preserve_fp32_weights"],
     },
     "dist": {
-        "eval_context_parallel_size": Unmodelled(None, EITHER, "evaluation with another context-parallel size"),
+        "eval_context_parallel_size": Unmodelled(None, EITHER, "evaluation with another context-parallel size",
+                                                 order="as large as evaluation's activations in one layer"),
     },
     "dataset": {
         "inter_document_masking": GAPS_OF_ARGUMENTS["dataloader_inter_document_masking"],
     },
     "peft": {
-        "exclude_modules": Unmodelled(None, DOWN, "linears that get no adapter"),
-        "lora_dtype": Unmodelled(None, EITHER, "adapters of another dtype"),
-        "sequence_parallel_input_regather": Unmodelled(False, EITHER, "adapter inputs that are gathered again"),
-        "share_expert_adapters": Unmodelled(True, UP, "adapters expert by expert"),
-        "experts_shared_outer_loras": Unmodelled(False, EITHER, "adapters that experts share"),
-        "normalize_moe_lora": Unmodelled(False, DOWN, "adapters of experts of a lower rank"),
-        "dropout": Unmodelled(0.0, UP, "dropout of the adapters' inputs"),
-        "freeze_language_model": Unmodelled(True, UP, "a language model that trains beside its adapters"),
+        "exclude_modules": Unmodelled(None, DOWN, "linears that get no adapter",
+                                      order="some 18 bytes for each weight of those adapters, and their inputs"),
+        "lora_dtype": Unmodelled(None, EITHER, "adapters of another dtype",
+                                 order="2 bytes for each weight of the adapters, and as many for their gradients"),
+        "sequence_parallel_input_regather": Unmodelled(False, EITHER, "adapter inputs that are gathered again",
+                                                        order="s b h elements for each linear with an adapter"),
+        "share_expert_adapters": Unmodelled(True, UP, "adapters expert by expert",
+                                             order="as many times the experts' adapters as a rank has experts"),
+        "experts_shared_outer_loras": Unmodelled(False, EITHER, "adapters that experts share",
+                                                   order="half of the experts' adapters, and their states"),
+        "normalize_moe_lora": Unmodelled(False, DOWN, "adapters of experts of a lower rank",
+                                         order="the experts' adapters and their states, over a token's experts"),
+        "dropout": Unmodelled(0.0, UP, "dropout of the adapters' inputs",
+                              order="a byte for each element of those inputs, and a scaled copy"),
+        "freeze_language_model": Unmodelled(True, UP, "a language model that trains beside its adapters",
+                                            order="16 bytes or less for each weight that is counted as frozen"),
     },
     "profiling": {
-        "use_pytorch_profiler": Unmodelled(False, UP, "what PyTorch's profiler keeps on the GPU", outside=True),
+        "use_pytorch_profiler": Unmodelled(False, UP, "what PyTorch's profiler keeps on the GPU", outside=True,
+                                           order="as large as CUPTI's buffers, which grow with the steps"),
     },
-    "tensor_inspect": {"enabled": Unmodelled(False, UP, "statistics of tensors that are inspected")},
+    "tensor_inspect": {"enabled": Unmodelled(False, UP, "statistics of tensors that are inspected",
+                                                order="a few numbers for each tensor, and a copy while it is read")},
 }  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -488,20 +515,31 @@ PLAIN_LAYER_SPECS = _names(
 LOCAL_LAYER_SPECS = _names("local_layer_spec get_gpt_layer_local_spec")
 POST_LAYERNORM_SPECS = _names("gemma2_layer_spec gemma3_layer_spec")
 FULL_QK_SPECS = _names("olmoe_layer_spec")
-#: Layer specs that hold megatron-core's weights in their places, or in others -> what else they do.
-OTHER_LAYER_SPECS: dict[str, tuple[Effect, str]] = {
+#: Layer specs that hold megatron-core's weights in their places, or in others -> what else they do, and its order.
+_SCORES = "b n s s / t elements of each step that attention makes of the scores, in every layer"
+OTHER_LAYER_SPECS: dict[str, tuple[Effect, str, str]] = {
     # models/gemma/gemma2_provider.py: Gemma2DotProductAttention keeps the scores of every head where FlexAttention
     # does not run.
-    "gemma2_layer_spec": (EITHER, "Gemma 2's own attention, which may keep the scores of every head"),
+    "gemma2_layer_spec": (EITHER, "Gemma 2's own attention, which may keep the scores of every head",
+                          _SCORES),
     # models/exaone/exaone4/exaone4_provider.py: DotProductAttention of megatron-core.
-    "exaone4_layer_spec": (UP, "megatron-core's own attention, which keeps the scores of every head"),
-    "exaone_45_transformer_layer_spec": (UP, "megatron-core's own attention, which keeps the scores of every head"),
+    "exaone4_layer_spec": (
+        UP, "megatron-core's own attention, which keeps the scores of every head", _SCORES
+    ),
+    "exaone_45_transformer_layer_spec": (
+        UP, "megatron-core's own attention, which keeps the scores of every head", _SCORES
+    ),
     # models/ministral3/ministral3_provider.py: MinistralTEDotProductAttention scales the queries.
-    "ministral_layer_spec": (UP, "scaled copies of the queries"),
+    "ministral_layer_spec": (UP, "scaled copies of the queries", "as large as the queries, in every layer"),
     # models/mimo_v2_flash/modeling_mimo_v2_flash.py: MiMoV2FlashTEDotProductAttention.forward
-    "mimo_v2_flash_layer_spec": (EITHER, "scaled copies of the values, kept in place of the projected ones"),
+    "mimo_v2_flash_layer_spec": (
+        EITHER, "scaled copies of the values, kept in place of the projected ones",
+        "as large as the values, in every layer",
+    ),
     # models/minimax_m3/minimax_m3_bridge.py: MiniMaxM3TopKRouter, whose weights and input are fp32.
-    "minimax_m3_block_spec": (UP, "the router's weights in fp32, and its fp32 copy of the tokens"),
+    "minimax_m3_block_spec": (
+        UP, "the router's weights in fp32, and its fp32 copy of the tokens", "4 s b h / t bytes in every layer"
+    ),
 }
 #: Of those, the ones whose norms follow the linears instead of going before them.
 NORM_AFTER_SPECS = _names("exaone4_layer_spec exaone_45_transformer_layer_spec")

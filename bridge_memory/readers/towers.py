@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.readers.fields import Fields, shown
 from bridge_memory.spec import SpecError
-from bridge_memory.spec.gaps import Effect, Gap
+from bridge_memory.spec.gaps import TOWER, Effect, Gap
 
 #: Where wrappers keep the language model, outermost first (an omni model's "thinker" is a wrapper of its own).
 _INNER = ("thinker_config", "text_config", "llm_config", "language_config")
@@ -69,7 +69,8 @@ def take_apart(config: Mapping[str, Any], name: str) -> Towers:
         assumptions.append("Megatron Bridge builds this model without MTP layers; mtp_num_layers 0")
     count = tower_parameters(config, name)
     held = f"{count} parameters" if count else "parameters"
-    missing = (Gap(f"{names}: {held} with their gradients and optimizer state, and activations", Effect.UP),)
+    what = f"{names}: {held} with their gradients and optimizer state, and activations"
+    missing = (Gap(what, Effect.UP, order=TOWER),)
     return Towers(text, key, tuple(assumptions), missing)
 
 

@@ -42,7 +42,7 @@ from bridge_memory.spec import (
     SparseSpec,
     SpecError,
 )
-from bridge_memory.spec.gaps import Effect, Gap
+from bridge_memory.spec.gaps import UNKNOWN_SIZE, Effect, Gap
 from bridge_memory.spec.model import SPARSE_KERNELS
 
 #: ``activation_func.__name__`` -> our name (megatron.core.activations, torch.nn.functional).
@@ -147,10 +147,27 @@ def model_from_transformer_config(
     act = activation or _activation(c)
     kind = _position(c, position_embedding_type, pattern)
     rotary = kind == "rope"
-    gaps = [f"{key} of the TransformerConfig" for key in ("qk_l2_norm", "use_kitchen") if c.flag(key)]
+    gaps: list[Gap] = []
+    if c.flag("qk_l2_norm"):
+        gaps.append(
+            Gap(
+                "qk_l2_norm of the TransformerConfig: a weightless norm of queries and keys", Effect.UP,
+                order="as large as queries and keys, in every layer",
+            )
+        )
+    if c.flag("use_kitchen"):
+        gaps.append(
+            Gap(
+                "use_kitchen of the TransformerConfig: another quantisation library", Effect.UNKNOWN,
+                order=UNKNOWN_SIZE,
+            )
+        )
     if c.get("num_moe_experts") and c.get("moe_router_score_function") == "sqrtsoftplus":
         gaps.append(
-            Gap("moe_router_score_function (sqrtsoftplus): one more fp32 copy of the router's scores", Effect.UP)
+            Gap(
+                "moe_router_score_function (sqrtsoftplus): one more fp32 copy of the router's scores", Effect.UP,
+                order="4 bytes for each token and expert, in every layer",
+            )
         )
     depths = c.get("mtp_num_layers", 0)
     mtp_layer: LayerSpec | None = None
@@ -164,7 +181,8 @@ def model_from_transformer_config(
             depths = depths or len(pattern.mtp)
             mtp_layer = _hybrid_mtp(pattern, kinds)
             if mtp_layer is None:
-                gaps.append(f"MTP depths with the layers {'/'.join(pattern.mtp)}")
+                what = f"MTP depths with the layers {'/'.join(pattern.mtp)}"
+                gaps.append(Gap(what, Effect.UNKNOWN, order="as large as one MTP depth"))
     elif provider == FALCON_H1:
         layers = [_side_by_side(c, hidden_size, act, rotary)] * n
     elif provider in GEMMA4_DENSE:
@@ -238,9 +256,11 @@ def _gaps_of_compressed(c: _Config, megatron_core: Release) -> Iterator[Gap]:
             f"moe_n_hash_layers ({c.get('moe_n_hash_layers')}): layers whose router looks experts up by the token, "
             "counted as one that chooses them",
             Effect.DOWN,
+            order="what the router saves: some 4 bytes for each token and expert, in these layers",
         )
     if c.flag("apply_dsa_kernel_fusion"):
-        yield Gap("apply_dsa_kernel_fusion: scratch of FlashMLA's and cuDNN's kernels", Effect.UP)
+        yield Gap("apply_dsa_kernel_fusion: scratch of FlashMLA's and cuDNN's kernels", Effect.UP,
+                  order="up to 2 GiB, and the key's gradient in fp32, of one layer")  # fmt: skip
 
 
 def pattern_of(config: object, name: str = "TransformerConfig") -> HybridPattern | None:

@@ -18,6 +18,7 @@ NOT_REHEARSED: dict[str, tuple[str, ...]] = {
     "peft": (),
     "implementation": (
         "defer_embedding_wgrad_compute", "delay_wgrad_compute", "use_legacy_models", "cuda_graph_impl",
+        "cuda_graph_modules",
         "use_transformer_engine_op_fuser", "use_fused_weighted_squared_relu", "overlap_moe_expert_parallel_comm",
         "cpu_offloading_num_layers", "offload_modules", "moe_imbalance",
     ),

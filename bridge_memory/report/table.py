@@ -117,8 +117,10 @@ _MOVES = {
 
 
 def moves_words(gap: Gap, unit: str) -> str:
-    """Where it can move the peak, and by how much where that is known."""
+    """Where it can move the peak, and by how much: between bounds where those are known, else the order."""
     words = _MOVES[gap.effect]
+    if not gap.least and not gap.most:
+        words += f": {gap.order}"
     if gap.least:
         words += f", {format_bytes(gap.least, unit)} at least"
     if gap.most:

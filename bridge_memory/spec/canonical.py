@@ -181,6 +181,8 @@ def _implementation(run: RunSpec) -> ImplementationSpec:
         idle.append("moe_paged_stash_buffer_size_factor_cuda")
     if not i.te:
         idle.append("use_transformer_engine_op_fuser")
+    if i.cuda_graph_impl == "none":
+        idle.append("cuda_graph_modules")
     if not limits.shared_experts:
         idle.append("moe_shared_expert_overlap")
     ffns = [kind.ffn for kind in (*dict.fromkeys(model.layers), model.mtp_layer) if kind is not None]

@@ -23,6 +23,7 @@ from bridge_memory.spec.adapters import idle_targets, names_layers
 from bridge_memory.spec.driver import DISPATCHERS, driver_buffers
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS, DEFAULT_FSDP_OPTIONS
+from bridge_memory.spec.graphs import static_masks
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec, ModelSpec
@@ -48,12 +49,14 @@ class Gap(str):
 
     Lists of what is not modelled are lists of sentences; a sentence that is none of these may move the peak anywhere.
 
-    ``least``, ``most``: bytes, on every rank, between which it moves the peak; None where no bound is known. What can
-    only add moves it by 0 at least, what can only save by 0 at most. ``outside``: it is not in what torch reports of
-    training steps: memory outside its allocator, or of a checkpoint that is saved.
+    ``order``: how large it is, in words: its formula, or what is about as large. ``least``, ``most``: bytes, on every
+    rank, between which it moves the peak; None where no bound is known. What can only add moves it by 0 at least, what
+    can only save by 0 at most. ``outside``: it is not in what torch reports of training steps: memory outside its
+    allocator, or of a checkpoint that is saved.
     """
 
     effect: Effect
+    order: str
     least: int | None
     most: int | None
     outside: bool
@@ -63,26 +66,34 @@ class Gap(str):
         sentence: str,
         effect: Effect,
         *,
+        order: str,
         least: int | None = None,
         most: int | None = None,
         outside: bool = False,
     ) -> Gap:
         gap = super().__new__(cls, sentence)
         gap.effect = effect
+        gap.order = order
         gap.least = 0 if least is None and effect is Effect.UP else least
         gap.most = 0 if most is None and effect is Effect.DOWN else most
         gap.outside = outside
         return gap
 
-    def __getnewargs_ex__(self) -> tuple[tuple[str, Effect], dict[str, int | bool | None]]:
+    def __getnewargs_ex__(self) -> tuple[tuple[str, Effect], dict[str, str | int | bool | None]]:
         """What a copy is made of."""
-        bounds: dict[str, int | bool | None] = {"least": self.least, "most": self.most, "outside": self.outside}
-        return (str(self), self.effect), bounds
+        names = ("order", "least", "most", "outside")
+        return (str(self), self.effect), {name: getattr(self, name) for name in names}
+
+
+#: The order of what nobody here knows, or of what is of the user's own making; of what several lists name.
+UNKNOWN_SIZE = "nobody here knows how large"
+TOWER = "some 18 bytes for each of its parameters that train, 2 for the others, and its activations"
+ADAPTERS = "some 18 bytes for each weight of the adapters, and their inputs"
 
 
 def as_gap(sentence: str) -> Gap:
     """``sentence`` itself where it says how it moves the peak; else a gap of unknown effect."""
-    return sentence if isinstance(sentence, Gap) else Gap(sentence, Effect.UNKNOWN)
+    return sentence if isinstance(sentence, Gap) else Gap(sentence, Effect.UNKNOWN, order=UNKNOWN_SIZE)
 
 
 class Bounds(NamedTuple):
@@ -121,10 +132,13 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
     if impl.cuda_graph_impl != "none":
         # A graph's pool is apart from what runs outside of it, static inputs and outputs among it: at most, what the
         # passes need is there twice (TE graph.py: _make_graphed_callables; core transformer/cuda_graphs.py,
-        # full_cuda_graph.py).
+        # full_cuda_graph.py). Hidden states are no more than without graphs: an input is the output before it or takes
+        # its place, and outputs go when they are copied (_reuse_graph_input_output_buffers, CudagraphBufferMetadata).
+        masks = static_masks(run)
         yield Gap(
             f"cuda_graph_impl ({impl.cuda_graph_impl}): the private memory pools of CUDA graphs", Effect.UP,
-            most=needs.passes,
+            order="static inputs of every graph, up to what forward and backward passes need",
+            least=masks.least, most=None if needs.passes is None else needs.passes + masks.most,
         )
     if impl.delay_wgrad_compute:
         # Those of one layer: its weight gradients are made before the next layer goes backward
@@ -132,11 +146,13 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
         # WeightGradStore).
         yield Gap(
             "delay_wgrad_compute: inputs and output gradients that wait for the weight gradients", Effect.UP,
+            order="up to the backward pass of one layer, with what it saved",
             most=needs.layer,
         )
     if impl.defer_embedding_wgrad_compute:
         yield Gap(
             "defer_embedding_wgrad_compute: output gradients of the logits that wait for the flush", Effect.UP,
+            order="inputs of the output layer and gradients of the logits, of every microbatch",
             most=_deferred(run),
         )
     flex = impl.moe_token_dispatcher_type == "flex" and run.model.has_experts and not impl.hugging_face
@@ -147,10 +163,12 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             f"moe_token_dispatcher_type (flex): the communication buffers of {impl.moe_flex_dispatcher_backend}, which "
             f"has no configuration for a group of {n} ranks",
             Effect.UP,
+            order="some hundred MiB up to a few GiB",
             outside=True,
         )
     if impl.moe_apply_probs_on_input:
-        yield Gap("moe_apply_probs_on_input: the scaled copy of the tokens", Effect.EITHER)
+        yield Gap("moe_apply_probs_on_input: the scaled copy of the tokens", Effect.EITHER,
+                  order="as large as the dispatched tokens, in every layer")  # fmt: skip
     if run.implementation.hugging_face:
         yield from _of_transformers(run)
     yield from _of_engines(run)
@@ -159,17 +177,20 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
         yield Gap(
             "log_params_norm with use_precision_aware_optimizer: fp32 copies of the parameters in steps that log it",
             Effect.UP,
+            order="4 bytes for each parameter of the rank",
         )
     if run.peft.freezes and not run.peft.trains_adapters:
         yield Gap(
-            f"peft ({run.peft.scheme}): activations, which are counted as if every weight trained", Effect.EITHER
+            f"peft ({run.peft.scheme}): activations, which are counted as if every weight trained", Effect.EITHER,
+            order="the saved inputs of frozen linears, in every layer",
         )
-        yield Gap(f"peft ({run.peft.scheme}): adapters, their gradients and optimizer state", Effect.UP)
+        yield Gap(f"peft ({run.peft.scheme}): adapters, their gradients and optimizer state", Effect.UP, order=ADAPTERS)
     if run.peft.trains_adapters and names_layers(run.peft):
         yield Gap(
             "peft.target_modules with the number of a layer: activations, counted as if its adapters were in every "
             "layer",
             Effect.EITHER,
+            order="the inputs of the adapters, in the layers that have none",
         )
     if run.batch.packed_sequences:
         yield from _packed(run)
@@ -177,16 +198,19 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
         # TE cpu_offload.py: one layer on its way to the host, one ahead of its backward pass on its way back.
         yield Gap(
             "cpu_offloading_num_layers: the two layers in flight between GPU and host", Effect.UP,
+            order="up to what two layers save, and the backward pass of one",
             most=None if needs.layer is None else 2 * needs.layer,
         )
     if precision.fp4_param and run.data_parallel.fsdp:
-        yield Gap("fp4_param with engine megatron_fsdp: weights are counted in the dtype of the others", Effect.DOWN)
+        yield Gap("fp4_param with engine megatron_fsdp: weights are counted in the dtype of the others", Effect.DOWN,
+                  order="up to 1.4 bytes for each weight of linears")  # fmt: skip
     if precision.quantizes and precision.params_dtype == "fp32":
         # TE module/linear.py: _Linear.forward takes fp32 activations (its bias goes to bf16).
         yield Gap(
             f"{precision.format_words} with params_dtype fp32: what stays in fp32 beside the "
             f"{precision.format_words[:3]} copies",
             Effect.UP,
+            order="2 to 4 bytes for each element that linears save",
         )
     limits = limits_of(run.model)
     if limits.mla and not impl.te and not impl.hugging_face:
@@ -195,12 +219,14 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             "transformer_impl (local) with multi-latent attention: megatron-core builds it with Transformer Engine "
             "only; counted as if the local attention took values of another width than keys",
             Effect.UNKNOWN,
+            order="as large as what attention saves, the scores among it, in every layer",
         )
     if precision.fp8_dot_product_attention and precision.fp8 and run.parallel.cp > 1:
         yield Gap(
             f"fp8_dot_product_attention with context_parallel_size ({run.parallel.cp}): attention is counted as in "
             f"{precision.params_dtype}, whose queries, keys and values are twice as large (mxfp8: as large)",
             Effect.EITHER,
+            order="a byte for each element of queries, keys and values, in every layer",
         )
     yield from _of_sparse_attention(run)
     if run.parallel.cp > 1 and any(isinstance(m, GatedDeltaNetSpec) for m in limits.mixers):
@@ -209,6 +235,7 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             f"context_parallel_size ({run.parallel.cp}) with gated delta nets: copies of the projected tokens on their "
             "way between ranks",
             Effect.UP,
+            order="two copies of in_proj's output, of one layer",
         )
     tp = run.parallel.tp
     if limits.full_qk_norm and tp > 1:
@@ -218,6 +245,7 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             f"q and k norms over all heads with tensor_model_parallel_size ({tp}): Megatron Bridge 0.3.1 runs them on "
             "one rank only; counted as divided over the ranks",
             Effect.UNKNOWN,
+            order="a few KiB of weights and t times what q and k norms save, in every layer",
         )
 
 
@@ -232,51 +260,61 @@ def _of_sparse_attention(run: RunSpec) -> Iterator[Gap]:
         yield Gap(
             f"dsa_kernel_backend ({kernels}): scratch of its kernels (up to 2 GiB while keys are chosen){like}",
             Effect.UP,
+            order="up to 2 GiB, and the key's gradient in fp32, of one layer",
         )
     if not SPARSE_ATTENTION_KERNELS(run.implementation):
         yield Gap(
             f"sparse attention with megatron-core {release_words(run.implementation.megatron_core)}: counted as in "
             f"{SPARSE_ATTENTION_KERNELS.number}",
             Effect.EITHER,
+            order="the scores of the indexer and of attention, b n s s / t elements, in every layer",
         )
 
 
 def _of_engines(run: RunSpec) -> Iterator[Gap]:
     engine = run.data_parallel.engine
     if engine == "fsdp1" and not run.fsdp.limit_all_gathers:
-        yield Gap("fsdp_limit_all_gathers (False): units that are gathered before others have run", Effect.UP)
+        yield Gap("fsdp_limit_all_gathers (False): units that are gathered before others have run", Effect.UP,
+                  order="the whole weights of the units gathered ahead, up to all of the model's")  # fmt: skip
     if run.deepspeed.stage3_gather_16bit_weights_on_model_save:
         yield Gap(
             "stage3_gather_16bit_weights_on_model_save: whole weights while a checkpoint is saved", Effect.UP,
+            order="2 bytes for each weight of one module at a time",
             outside=True,
         )
     if run.deepspeed.zero_hpz_partition_size > 1:
         yield Gap("zero_hpz_partition_size: whole weights are counted as if gathered from the first partition",
-                  Effect.EITHER)  # fmt: skip
+                  Effect.EITHER, order="as large as the whole weights of one module")  # fmt: skip
 
 
 def _of_transformers(run: RunSpec) -> Iterator[Gap]:
     spec = run.transformers
     if spec.torch_compile:
         # What it fuses is not kept, and what it recomputes is its partitioner's choice.
-        yield Gap("torch_compile: fused operations keep less; counted as they run without it", Effect.DOWN)
+        yield Gap("torch_compile: fused operations keep less; counted as they run without it", Effect.DOWN,
+                  order="up to what its element-wise operations save, in every layer")  # fmt: skip
     if "swiglu" in spec.liger_kernel and run.model.has_experts and EXPERTS_IN_ONE_PARAMETER(spec):
         # liger_kernel/transformers/swiglu.py: LigerExperts.
-        yield Gap("liger_kernel (swiglu): its fused experts; counted as transformers' grouped ones", Effect.DOWN)
+        yield Gap("liger_kernel (swiglu): its fused experts; counted as transformers' grouped ones", Effect.DOWN,
+                  order="as large as the experts' activations once, in every layer")  # fmt: skip
     if spec.load_in_8bit:
         # backends/cuda/ops.py: int8_vectorwise_quant; features over llm_int8_threshold go apart, in the input's dtype.
-        yield Gap("load_in_8bit: features with outliers, which are multiplied apart and kept", Effect.UP)
+        yield Gap("load_in_8bit: features with outliers, which are multiplied apart and kept", Effect.UP,
+                  order="2 bytes for each token and feature with outliers")  # fmt: skip
         if spec.gradient_checkpointing and not spec.reentrant:
             # autograd/_functions.py: MatMul8bitLt.forward keeps ``ctx.tensors``, which no checkpoint takes away.
-            yield Gap("load_in_8bit with checkpoints that are not reentrant: inputs of its linears stay", Effect.UP)
+            yield Gap("load_in_8bit with checkpoints that are not reentrant: inputs of its linears stay", Effect.UP,
+                      order="3 bytes for each element of the linears' inputs, in every layer")  # fmt: skip
     if run.model.has_experts and EXPERTS_IN_ONE_PARAMETER(spec) and run.compute_dtype == "fp32":
         # integrations/moe.py: _can_use_grouped_mm takes bf16 alone.
-        yield Gap("experts with parameters in fp32: one by one in transformers 5; counted as grouped", Effect.EITHER)
+        yield Gap("experts with parameters in fp32: one by one in transformers 5; counted as grouped", Effect.EITHER,
+                  order="as large as the experts' activations once, in every layer")  # fmt: skip
     if spec.attn_implementation == "flash_attention_2" and spec.attention_mask == "padded":
         yield Gap(
             "attention_mask (padded) with flash_attention_2: padding is taken out of queries, keys and values; counted "
             "as if there were none",
             Effect.EITHER,
+            order="as large as queries, keys and values, in every layer",
         )
 
 
@@ -304,21 +342,25 @@ def _packed(run: RunSpec) -> Iterator[Gap]:
             f"packed_sequences with context_parallel_size ({run.parallel.cp}): what attention makes in passing of "
             "halves of sequences, counted as for whole ones",
             Effect.EITHER,
+            order="as large as keys and values of one layer",
         )
     if impl.attention_kernel == "unfused" or run.precision.params_dtype == "fp32":
         # TE backends.py: UnfusedDotProductAttention.forward, which puts every sequence into a row of the longest.
-        yield Gap("packed_sequences with unfused attention: scores of the whole pack are counted", Effect.DOWN)
+        yield Gap("packed_sequences with unfused attention: scores of the whole pack are counted", Effect.DOWN,
+                  order="b n s s / t elements less those of each sequence, in every layer")  # fmt: skip
     elif any(isinstance(m, AttentionSpec) and m.learnable_softmax_sink for m in limits.mixers):
         # TE dot_product_attention/utils.py: get_attention_backend
         yield Gap(
             "packed_sequences with a learnable softmax sink: cuDNN before 9.18 leaves them to unfused attention, whose "
             "scores are not counted",
             Effect.UP,
+            order="b n s s / t elements of each step that attention makes of the scores, in every layer",
         )
     if any(isinstance(m, (MambaSpec, GatedDeltaNetSpec)) for m in limits.mixers):
         yield Gap(
             "packed_sequences in Mamba and gated delta net layers: chunks and states of every sequence of a pack",
             Effect.EITHER,
+            order="as large as a state and a padded chunk for each sequence of a pack, in every such layer",
         )
 
 

@@ -63,6 +63,8 @@ SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 #: ``TransformerConfig.offload_modules`` of fine-grained activation offloading.
 OFFLOAD_MODULES = ("core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "mlp_norm", "qkv_linear")
+#: ``TransformerConfig.cuda_graph_modules`` (``transformer/enums.py: CudaGraphModule``).
+GRAPHED_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 #: GPU generations, oldest first.
 GPU_ARCHITECTURES = tuple(GENERATIONS)
 #: Those for which Transformer Engine has neither FlashAttention nor cuDNN's attention.
@@ -387,6 +389,8 @@ class ImplementationSpec(Checked):
     cp_comm_type: str = choice("p2p", "p2p", "a2a", "all_gather", "a2a+p2p")
     #: "none", "local", "transformer_engine" or "full_iteration"; graphs keep their buffers in a private pool.
     cuda_graph_impl: str = choice("none", "none", "local", "transformer_engine", "full_iteration")
+    #: Parts of layers that graphs cover; none: whole layers (``cuda_graph_scope`` before megatron-core 0.18).
+    cuda_graph_modules: tuple[str, ...] = choices((), *GRAPHED_MODULES)
     #: Transformer Engine's operation fuser for MLPs, those of experts too from megatron-core 0.18 on.
     use_transformer_engine_op_fuser: bool = flag(False)
     moe_token_dispatcher_type: str = choice("alltoall", "alltoall", "allgather", "flex", "alltoall_seq")

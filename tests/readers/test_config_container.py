@@ -12,6 +12,7 @@ import pytest
 from bridge_memory.estimate import estimate
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.spec import SpecError
+from bridge_memory.spec.gaps import Effect, as_gap
 
 
 def namespace(**changes: Any) -> SimpleNamespace:
@@ -123,3 +124,33 @@ def test_neither_torch_nor_megatron_is_imported() -> None:
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "modules"),
+    [
+        ({}, ()), ({"cuda_graph_modules": "full"}, ()),
+        ({"cuda_graph_modules": "attn,moe_router"}, ("attn", "moe_router")),
+        ({"cuda_graph_scope": [SimpleNamespace(name="mlp")]}, ("mlp",)), ({"cuda_graph_scope": "attn"}, ("attn",)),
+    ],
+)  # fmt: skip
+def test_the_modules_that_graphs_cover_are_read(fields: dict[str, object], modules: tuple[str, ...]) -> None:
+    """Words or members of an enum, under the name of either release."""
+    config = namespace(**{f"model__{name}": value for name, value in fields.items()})
+    assert run_from_config_container(config, world_size=8).implementation.cuda_graph_modules == modules
+
+
+def test_the_order_of_a_teacher_is_that_of_its_weights_and_logits() -> None:
+    """Llama 3.1 8B, without its norms 8.03 B parameters (4 KiB of keys' and values' width count as whole heads: 8.8 B):
+    over 2 x 2 ranks 4.1 GiB in bf16; 8192 x 128,256 / 2 fp32 logits are 1.96 GiB."""
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "seq_length": 8192}
+    teacher = SimpleNamespace(
+        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, vocab_size=128_256, gated_linear_unit=True, **sizes
+    )
+    config = namespace(model__teacher=teacher, **{f"model__{name}": value for name, value in sizes.items()})
+    run = run_from_config_container(config, world_size=8)
+    (found,) = (gap for gap in map(as_gap, run.not_modelled) if gap.startswith("model.teacher"))
+    assert found.effect is Effect.UP
+    weights = (32 * (4 * 4096**2 + 3 * 4096 * 14336) + 2 * 128_256 * 4096) * 2 / 4
+    assert f"{weights / 2**30:.1f} GiB of its weights" in found.order
+    assert "2.0 GiB each time" in found.order

@@ -35,8 +35,12 @@ def with_gaps(*gaps: str) -> Estimate:
     return replace(plain(), not_modelled=gaps)
 
 
-UP, DOWN = Gap("a: more", Effect.UP), Gap("b: less", Effect.DOWN)
-EITHER, WORDS = Gap("c: either", Effect.EITHER), "d: a sentence of somebody else's"
+def gap_of(sentence: str, effect: Effect, **known: Any) -> Gap:
+    return Gap(sentence, effect, order="as large as it is", **known)
+
+
+UP, DOWN = gap_of("a: more", Effect.UP), gap_of("b: less", Effect.DOWN)
+EITHER, WORDS = gap_of("c: either", Effect.EITHER), "d: a sentence of somebody else's"
 
 
 # ---- gaps and bounds ----
@@ -52,13 +56,13 @@ EITHER, WORDS = Gap("c: either", Effect.EITHER), "d: a sentence of somebody else
         ((WORDS,), None, None),
         ((UP, DOWN), None, None),
         ((UP, WORDS), None, None),
-        ((Gap("e", Effect.UP, least=20),), 120, None),
-        ((Gap("e", Effect.UP, most=5),), 100, 105),
-        ((Gap("e", Effect.UP, least=3, most=5), Gap("f", Effect.UP, least=10, most=20)), 113, 125),
-        ((Gap("e", Effect.DOWN, least=-30),), 70, 100),
-        ((Gap("e", Effect.EITHER, least=-30, most=7),), 70, 107),
-        ((Gap("e", Effect.DOWN, least=-300),), 0, 100),
-        ((Gap("e", Effect.UP, least=20), Gap("e", Effect.UP, least=20)), 120, None),
+        ((gap_of("e", Effect.UP, least=20),), 120, None),
+        ((gap_of("e", Effect.UP, most=5),), 100, 105),
+        ((gap_of("e", Effect.UP, least=3, most=5), gap_of("f", Effect.UP, least=10, most=20)), 113, 125),
+        ((gap_of("e", Effect.DOWN, least=-30),), 70, 100),
+        ((gap_of("e", Effect.EITHER, least=-30, most=7),), 70, 107),
+        ((gap_of("e", Effect.DOWN, least=-300),), 0, 100),
+        ((gap_of("e", Effect.UP, least=20), gap_of("e", Effect.UP, least=20)), 120, None),
     ],
 )
 def test_gaps_move_a_number_within_bounds(gaps: tuple[str, ...], least: int | None, most: int | None) -> None:
@@ -70,10 +74,11 @@ def test_a_gap_is_its_sentence_and_survives_a_copy() -> None:
     import copy
     import pickle
 
-    gap = Gap("x: y", Effect.UP, least=1, most=2, outside=True)
+    gap = gap_of("x: y", Effect.UP, least=1, most=2, outside=True)
     assert gap == "x: y" and hash(gap) == hash("x: y") and json.dumps(gap) == '"x: y"'
     for made in (copy.deepcopy(gap), pickle.loads(pickle.dumps(gap)), as_gap(gap)):
         assert (made, made.effect, made.least, made.most, made.outside) == ("x: y", Effect.UP, 1, 2, True)
+        assert made.order == gap.order
     assert as_gap("z").effect is Effect.UNKNOWN
 
 
@@ -116,8 +121,8 @@ def test_what_can_only_add_leaves_does_not_fit_and_what_can_only_save_leaves_fit
         ((DOWN,), "fits", "unknown"),
         ((EITHER,), "unknown", "unknown"),
         ((WORDS,), "unknown", "unknown"),
-        ((Gap("e", Effect.UP, most=1 << 20),), "fits", "does not fit"),
-        ((Gap("e", Effect.UP, least=500 * GIB),), "does not fit", "does not fit"),
+        ((gap_of("e", Effect.UP, most=1 << 20),), "fits", "does not fit"),
+        ((gap_of("e", Effect.UP, least=500 * GIB),), "does not fit", "does not fit"),
     ):
         found = fits(with_gaps(*gaps), [GPUS["H100"], small])
         assert [str(fit.verdict) for fit in found] == [large_card, small_card], gaps
@@ -172,18 +177,19 @@ def test_the_verdict_is_the_first_thing_that_is_printed(stream: Any) -> None:
 
 def test_a_bound_of_both_sides_is_printed_as_a_range() -> None:
     low = plain().peak_stage.peak_bytes
-    text = printed(with_gaps(Gap("x: y", Effect.UP, least=GIB, most=2 * GIB)), io.StringIO(), "H100", "T4")
+    text = printed(with_gaps(gap_of("x: y", Effect.UP, least=GIB, most=2 * GIB)), io.StringIO(), "H100", "T4")
     assert f": peak {(low + GIB) / GIB:.2f} GiB to {(low + 2 * GIB) / GIB:.2f} GiB fits H100 (" in text
     assert "x: y (adds memory, 1.00 GiB at least, 2,048.0 MiB at most)" in text
 
 
 def test_every_gap_says_where_it_moves_the_peak() -> None:
-    text = printed(with_gaps(UP, DOWN, EITHER, WORDS, Gap("e: f", Effect.UP, outside=True)), io.StringIO())
+    text = printed(with_gaps(UP, DOWN, EITHER, WORDS, gap_of("e: f", Effect.UP, outside=True)), io.StringIO())
     for words in (
-        "a: more (adds memory)", "b: less (saves memory)", "c: either (may add or save memory)",
-        f"{WORDS} (its effect is not known)",
-        "e: f (adds memory, outside of what torch reports of training steps)",
-    ):  # fmt: skip
+        "a: more (adds memory: as large as it is)", "b: less (saves memory: as large as it is)",
+            "c: either (may add or save memory: as large as it is)",
+            f"{WORDS} (its effect is not known: nobody here knows how large)",
+            "e: f (adds memory: as large as it is, outside of what torch reports of training steps)",
+        ):  # fmt: skip
         assert words in text
 
 
@@ -193,7 +199,7 @@ def test_json_has_the_verdict_and_the_schema_knows_it() -> None:
     peak = plain().peak_stage.peak_bytes
     for gaps, answer, least, most in (
         ((), "fits", peak, peak), ((UP,), "unknown", peak, None), ((DOWN,), "fits", None, peak),
-        ((Gap("e", Effect.UP, least=500 * GIB),), "does not fit", peak + 500 * GIB, None),
+        ((gap_of("e", Effect.UP, least=500 * GIB),), "does not fit", peak + 500 * GIB, None),
     ):  # fmt: skip
         result = with_gaps(*gaps)
         doc = json.loads(json.dumps(estimate_to_json(result, fits(result, [GPUS["H100"]]))))

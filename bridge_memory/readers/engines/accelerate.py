@@ -85,7 +85,8 @@ def read_accelerate(
     elif kind is not None:
         notes.refuse("distributed_type", f"is {kind}, which is not counted here", f"use one of {', '.join(TYPES[:4])}")
     if precision == "fp8":
-        notes.gap("mixed_precision (fp8): linears in fp8, counted in bf16", Effect.EITHER)
+        notes.gap("mixed_precision (fp8): linears in fp8, counted in bf16", Effect.EITHER,
+                  order="a byte for each element that linears save, and for each weight")
     top.refuse_unread(_KNOWN, "accelerate refuses it")
 
 

@@ -40,24 +40,46 @@ HARMLESS = {
 }  # fmt: skip
 #: Blocks that change memory in a way that is not counted, on when ``enabled`` is true (None: when they are there).
 UNMODELLED = {
-    "flops_profiler": (Effect.UP, "what the profiler keeps while it runs", "enabled"),
-    "data_efficiency": (Effect.EITHER, "sequences and layers that it leaves out", "enabled"),
-    "curriculum_learning": (Effect.DOWN, "shorter sequences at the start of training", "enabled"),
-    "progressive_layer_drop": (Effect.DOWN, "layers that it leaves out", "enabled"),
-    "hybrid_engine": (Effect.UP, "inference containers and their workspace", "enabled"),
-    "compression_training": (Effect.UNKNOWN, "compressed weights", None),
-    "quantize_training": (Effect.UNKNOWN, "quantised weights", "enabled"),
-    "weight_quantization": (Effect.UNKNOWN, "quantised weights", None),
-    "sparse_attention": (Effect.EITHER, "another attention", None),
-    "eigenvalue": (Effect.UP, "products with the Hessian", "enabled"),
-    "amp": (Effect.UNKNOWN, "Apex keeps weights and casts its own way", "enabled"),
-    "msamp": (Effect.UNKNOWN, "weights, gradients and states in fp8", "enabled"),
-    "compile": (Effect.EITHER, "what the compiler keeps in place of eager operations", "deepcompile"),
-    "expert_parallel": (Effect.UNKNOWN, "experts divided over ranks", None),
-    "graph_harvesting": (Effect.UP, "the private pool of a CUDA graph", None),
-    "elasticity": (Effect.EITHER, "batch sizes that it chooses", "enabled"),
-    "tensor_parallel": (Effect.UNKNOWN, "linears divided over ranks", None),
-    "torch_autocast": (Effect.UNKNOWN, "parameters in fp32, cast where they are used", "enabled"),
+    "flops_profiler": (Effect.UP, "what the profiler keeps while it runs", "enabled", "a few numbers for each module"),
+    "data_efficiency": (
+        Effect.EITHER, "sequences and layers that it leaves out", "enabled", "activations of what it leaves out",
+    ),
+    "curriculum_learning": (
+        Effect.DOWN, "shorter sequences at the start of training", "enabled",
+        "none at the full length, which is counted",
+    ),
+    "progressive_layer_drop": (Effect.DOWN, "layers that it leaves out", "enabled", "activations of those layers"),
+    "hybrid_engine": (
+        Effect.UP, "inference containers and their workspace", "enabled", "2 bytes for each weight, and a workspace",
+    ),
+    "compression_training": (Effect.UNKNOWN, "compressed weights", None, "up to a copy of the weights"),
+    "quantize_training": (Effect.UNKNOWN, "quantised weights", "enabled", "up to a copy of the weights"),
+    "weight_quantization": (Effect.UNKNOWN, "quantised weights", None, "up to a copy of the weights"),
+    "sparse_attention": (Effect.EITHER, "another attention", None, "the scores of every head, in every layer"),
+    "eigenvalue": (Effect.UP, "products with the Hessian", "enabled", "as large as the gradients, twice"),
+    "amp": (Effect.UNKNOWN, "Apex keeps weights and casts its own way", "enabled", "up to 6 bytes for each weight"),
+    "msamp": (
+        Effect.UNKNOWN, "weights, gradients and states in fp8", "enabled",
+        "up to half of weights, gradients and states",
+    ),
+    "compile": (
+        Effect.EITHER, "what the compiler keeps in place of eager operations", "deepcompile",
+        "what element-wise operations save, and parameters gathered ahead",
+    ),
+    "expert_parallel": (Effect.UNKNOWN, "experts divided over ranks", None, "the experts' weights and states"),
+    "graph_harvesting": (
+        Effect.UP, "the private pool of a CUDA graph", None, "up to what forward and backward passes need",
+    ),
+    "elasticity": (
+        Effect.EITHER, "batch sizes that it chooses", "enabled", "activations in proportion to the micro batch",
+    ),
+    "tensor_parallel": (
+        Effect.UNKNOWN, "linears divided over ranks", None, "weights, states and activations, divided over the ranks",
+    ),
+    "torch_autocast": (
+        Effect.UNKNOWN, "parameters in fp32, cast where they are used", "enabled",
+        "2 bytes for each weight, and its cast copies",
+    ),
 }
 _DEEPSPEED_IGNORES = "DeepSpeed ignores it"
 #: Keys of ``zero_optimization`` that are counted, and called so in ``DeepSpeedOptions`` -> (kind, least).
@@ -87,16 +109,33 @@ _ZERO_HARMLESS = (
     "save_muon_momentum_buffer_in_memory", "leaf_module",
 )  # fmt: skip
 _ZERO_UNMODELLED = {
-    "zero_quantized_weights": (False, Effect.EITHER, "weights gathered in int8"),
-    "zero_quantized_nontrainable_weights": (False, Effect.DOWN, "frozen weights kept in int8"),
-    "zero_quantized_gradients": (False, Effect.EITHER, "gradients exchanged in int4"),
-    "zeropp_loco_param": (None, Effect.UP, "error feedback of quantised gradients"),
-    "mics_shard_size": (-1, Effect.UP, "parameters divided over fewer ranks (MiCS)"),
-    "mics_hierarchical_params_gather": (False, Effect.UP, "a second copy of gathered parameters"),
-    "zenflow": (None, Effect.UNKNOWN, "which gradients stay on the GPU"),
-    "parameter_alignment": (False, Effect.UP, "padding between parameters"),
-    "stage3_allgather_sequential": (False, Effect.DOWN, "no flattening buffer of gathered parameters"),
-    "allgather_sequential": (False, Effect.DOWN, "no flattening buffer of gathered parameters"),
+    "zero_quantized_weights": (
+        False, Effect.EITHER, "weights gathered in int8", "as large as the gathered weights of one module",
+    ),
+    "zero_quantized_nontrainable_weights": (
+        False, Effect.DOWN, "frozen weights kept in int8", "half of the frozen weights",
+    ),
+    "zero_quantized_gradients": (
+        False, Effect.EITHER, "gradients exchanged in int4", "as large as one bucket of gradients",
+    ),
+    "zeropp_loco_param": (None, Effect.UP, "error feedback of quantised gradients", "as large as the gradients"),
+    "mics_shard_size": (
+        -1, Effect.UP, "parameters divided over fewer ranks (MiCS)",
+        "16 bytes for each parameter that is not divided further",
+    ),
+    "mics_hierarchical_params_gather": (
+        False, Effect.UP, "a second copy of gathered parameters", "as large as the gathered weights of one module",
+    ),
+    "zenflow": (None, Effect.UNKNOWN, "which gradients stay on the GPU", "up to all gradients"),
+    "parameter_alignment": (False, Effect.UP, "padding between parameters", "a few bytes for each parameter tensor"),
+    "stage3_allgather_sequential": (
+        False, Effect.DOWN, "no flattening buffer of gathered parameters",
+        "as large as the gathered weights of one module",
+    ),
+    "allgather_sequential": (
+        False, Effect.DOWN, "no flattening buffer of gathered parameters",
+        "as large as the gathered weights of one module",
+    ),
 }
 _OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "lion": "lion", "sgd": "sgd"}
 
@@ -168,12 +207,12 @@ def read_deepspeed(
     top = Section(filled(config, filler, told, notes), where, notes)
     for keys in HARMLESS.values():
         top.ignore(*keys)
-    for key, (effect, what, switch) in UNMODELLED.items():
+    for key, (effect, what, switch, order) in UNMODELLED.items():
         block = top.raw(key)
         if isinstance(block, Mapping):
             block = block.get(switch, False) if switch else bool(block)
         if block and block != AUTO:
-            notes.gap(f"{top.named(key)}: {what}", effect)
+            notes.gap(f"{top.named(key)}: {what}", effect, order=order)
     if not any(key in top.data for key in _known()):
         notes.problem(where or "the file", "holds no key of a DeepSpeed config", "give one, with zero_optimization")
         return
@@ -235,8 +274,8 @@ def _zero(top: Section, settings: Settings) -> int:
             options[name] = min(options[name], (1 << 40) - 1)  # as good as no limit
     _offload(zero, stage, options, notes)
     zero.ignore(*_ZERO_HARMLESS)
-    for name, (default, effect, what) in _ZERO_UNMODELLED.items():
-        zero.unmodelled(name, default, effect, what)
+    for name, (default, effect, what, order) in _ZERO_UNMODELLED.items():
+        zero.unmodelled(name, default, effect, what, order=order)
     if isinstance(zero.data.get("offload_optimizer"), Mapping) and zero.flag("round_robin_gradients") and stage == 3:
         zero.ignore("round_robin_gradients")
     zero.refuse_unread(
@@ -264,7 +303,8 @@ def _offload(zero: Section, stage: int, options: dict[str, Any], notes: Notes) -
         if device == "nvme" and stage != 3:
             optimizer.problem("device", "is 'nvme'", 'NVMe is for stage 3; use "cpu", or set stage to 3')
         if optimizer.flag("super_offload"):
-            notes.gap(f"{optimizer.named('super_offload')}: what it keeps on the GPU", Effect.EITHER)
+            notes.gap(f"{optimizer.named('super_offload')}: what it keeps on the GPU", Effect.EITHER,
+                      order="gradients of a bucket or two, up to all optimizer states of the GPU's share")
     optimizer.ignore("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init", "pin_memory", "ratio",
                      "cpuadam_cores_perc", "super_offload", "buffer_size")
     optimizer.refuse_unread(("device", "nvme_path", "buffer_count", "pin_memory", "ratio"), "DeepSpeed refuses it")
@@ -301,7 +341,8 @@ def _precision(top: Section, settings: Settings) -> None:
             deepspeed__bf16_optimizer_states=bf16.flag("bf16_optimizer_states", None),
         )
     if both[1]:
-        fp16.unmodelled("fp16_master_weights_and_grads", False, Effect.DOWN, "fp16 master weights and gradients")
+        fp16.unmodelled("fp16_master_weights_and_grads", False, Effect.DOWN, "fp16 master weights and gradients",
+                        order="4 bytes for each parameter of the rank's share")
     bf16.ignore("immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads",
                 "bf16_optimizer_states")
     fp16.ignore("auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",

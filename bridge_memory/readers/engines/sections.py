@@ -61,9 +61,9 @@ class Notes:
         if sentence not in self.assumptions:
             self.assumptions.append(sentence)
 
-    def gap(self, sentence: str, effect: Effect, *, outside: bool = False) -> None:
+    def gap(self, sentence: str, effect: Effect, *, order: str, outside: bool = False) -> None:
         if sentence not in self.not_modelled:
-            self.not_modelled.append(Gap(sentence, effect, outside=outside))
+            self.not_modelled.append(Gap(sentence, effect, order=order, outside=outside))
 
     def check(self) -> None:
         """Raise SpecError of the first problem, which says how many more there are; what the tool ignores becomes an
@@ -182,12 +182,14 @@ class Section:
         """These keys were considered and change no byte of a training step."""
         self._read.update(keys)
 
-    def unmodelled(self, key: str, default: object, effect: Effect, what: str, *, outside: bool = False) -> None:
+    def unmodelled(
+        self, key: str, default: object, effect: Effect, what: str, *, order: str, outside: bool = False
+    ) -> None:
         """List ``key`` by name where it is set to something else than its default."""
         value = self.raw(key)
         if value is not None and value != default and value != AUTO:
             told = value if isinstance(value, (str, int, float)) else "set"
-            self.notes.gap(f"{self.named(key)} ({show(told)}): {what}", effect, outside=outside)
+            self.notes.gap(f"{self.named(key)} ({show(told)}): {what}", effect, order=order, outside=outside)
 
     def unread(self) -> list[str]:
         """Keys that nobody asked for."""

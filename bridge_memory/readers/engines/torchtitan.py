@@ -80,7 +80,8 @@ def read_torchtitan(config: Mapping[str, Any], settings: Settings, told: Told) -
         notes.assume("checkpoints are saved shard by shard through host memory (checkpoint.enable)")
     for name, what in (("validation", "validation steps"), ("fault_tolerance", "what torchft keeps")):
         if top.table(name).flag("enable"):
-            notes.gap(f"{name}.enable: {what}, apart from training steps", Effect.UP, outside=True)
+            notes.gap(f"{name}.enable: {what}, apart from training steps", Effect.UP, outside=True,
+                      order="activations of one layer and the logits; with torchft, a copy of the rank's share")
     if top.table("memory_estimation").flag("enable"):
         notes.refuse("memory_estimation.enable", "is true: nothing trains", "set it to false")
     top.ignore("quantize", "float8", "mx")  # switched on by model.converters
@@ -99,7 +100,8 @@ def _model(section: Section, settings: Settings) -> str:
         section.problem("converters", f"is {show(converters)}", "it must be a list")
         converters = []
     for converter in converters:
-        settings.notes.gap(f"model.converters ({show(converter)}): counted in the dtype without it", Effect.EITHER)
+        settings.notes.gap(f"model.converters ({show(converter)}): counted in the dtype without it", Effect.EITHER,
+                           order="a byte for each element that linears save, and for each gathered weight")
     section.ignore("hf_assets_path", "tokenizer_path", "print_after_conversion", "name", "flavor")
     section.refuse_unread(("name", "flavor", "converters", "hf_assets_path"), _REFUSES)
     return str(name)
@@ -149,7 +151,8 @@ def _parallelism(section: Section, settings: Settings, told: Told) -> dict[str, 
         settings.set(data_parallel__engine="ddp" if replicate > 1 else "single")
         if replicate > 1:
             settings.set(ddp__bucket_cap_mb=100)  # apply_ddp
-    section.unmodelled("enable_fsdp_symm_mem", False, Effect.UP, "symmetric memory of collectives", outside=True)
+    section.unmodelled("enable_fsdp_symm_mem", False, Effect.UP, "symmetric memory of collectives", outside=True,
+                       order="as large as two gathered units")
     section.ignore(*_PARALLELISM_HARMLESS)
     section.refuse_unread(("data_parallel_shard_degree", "data_parallel_replicate_degree", *_PARALLELISM_HARMLESS,
                            *(f"{name}_degree" for name in degrees), "fsdp_reshard_after_forward"), _REFUSES)
@@ -185,7 +188,8 @@ def _optimizer(section: Section, settings: Settings) -> None:
     name = section.choice("name", ("Adam", "AdamW"), "AdamW")
     how = section.choice("implementation", ("for-loop", "foreach", "fused"), "fused")
     settings.set(optimizer__optimizer=name.lower(), optimizer__torch_implementation=how)
-    section.unmodelled("early_step_in_backward", False, Effect.DOWN, "gradients that end with each parameter's step")
+    section.unmodelled("early_step_in_backward", False, Effect.DOWN, "gradients that end with each parameter's step",
+                       order="the gradients of the rank's share")
     section.ignore("lr", "beta1", "beta2", "eps", "weight_decay", "fused")
     section.refuse_unread(("name", "lr", "eps", "weight_decay", "implementation", "early_step_in_backward"), _REFUSES)
 
@@ -200,11 +204,11 @@ def _checkpointing(section: Section, settings: Settings, *, own: bool) -> None:
         settings.set(transformers__selective_ac_option=str(option))
         if section.raw("per_op_sac_force_recompute_mm_shapes_by_fqns"):
             settings.notes.gap("activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns: counted without",
-                               Effect.EITHER)
+                               Effect.EITHER, order="what those products save, in every layer")
     elif mode != "none":
         told = f"selective, {show(option)}" if mode == "selective" else mode
         settings.notes.gap(f"activation_checkpoint.mode ({told}): which operations are run again; counted as none",
-                           Effect.DOWN)
+                           Effect.DOWN, order="up to what all layers save, less their inputs")
     section.ignore("selective_ac_option", "per_op_sac_force_recompute_mm_shapes_by_fqns", "early_stop", "memory_budget",
                    "visualize_memory_budget_pareto", "preserve_rng_state", "determinism_check", "debug")
     section.refuse_unread(("mode", "selective_ac_option"), _REFUSES)

@@ -210,19 +210,25 @@ def _liger(top: Section, settings: Settings) -> None:
 
 
 def _unmodelled(top: Section) -> None:
-    top.unmodelled("neftune_noise_alpha", None, Effect.UP, "noise of the size of the embeddings' output")
-    top.unmodelled("label_smoothing_factor", 0.0, Effect.UP, "log-probabilities of all tokens")
-    top.unmodelled("auto_find_batch_size", False, Effect.DOWN, "a smaller batch where the first one does not fit")
-    top.unmodelled("optim_target_modules", None, Effect.EITHER, "which parameters the optimizer updates")
-    top.unmodelled("parallelism_config", None, Effect.UNKNOWN, "accelerate's tensor and context parallelism")
-    top.unmodelled("debug", "", Effect.UP, "what debugging keeps")
+    top.unmodelled("neftune_noise_alpha", None, Effect.UP, "noise of the size of the embeddings' output",
+                   order="two times s b h elements")
+    top.unmodelled("label_smoothing_factor", 0.0, Effect.UP, "log-probabilities of all tokens",
+                   order="4 s b V bytes, once or twice")
+    top.unmodelled("auto_find_batch_size", False, Effect.DOWN, "a smaller batch where the first one does not fit",
+                   order="half of the activations, a quarter and so on")
+    top.unmodelled("optim_target_modules", None, Effect.EITHER, "which parameters the optimizer updates",
+                   order="up to all gradients and optimizer states")
+    top.unmodelled("parallelism_config", None, Effect.UNKNOWN, "accelerate's tensor and context parallelism",
+                   order="weights, states and activations, divided over the ranks")
+    top.unmodelled("debug", "", Effect.UP, "what debugging keeps",
+                   order="a few numbers for each module")
     batch = top.integer("per_device_eval_batch_size", 8, least=1)
     evaluates = top.raw("eval_strategy", top.raw("evaluation_strategy", "no"))
     if top.flag("do_eval") or str(evaluates).lower() not in ("no", "false"):
         train = top.integer("per_device_train_batch_size", 8, least=1)
         if batch > train:
             what = f"eval_strategy: evaluation, of {batch} sequences a GPU where training has {train}"
-            top.notes.gap(what, Effect.UP, outside=True)
+            top.notes.gap(what, Effect.UP, outside=True, order="activations of one layer and the logits, of that batch")
         else:
             top.notes.assume("evaluation holds less than training: its batches are no larger and keep nothing for "
                              "backward (no compute_metrics, which gathers logits)")
@@ -238,7 +244,7 @@ def _unmodelled(top: Section) -> None:
         kwargs = section.table("gradient_accumulation_kwargs")
         if kwargs.flag("sync_each_batch"):
             top.notes.gap("accelerator_config.gradient_accumulation_kwargs.sync_each_batch: gradients reduced in every "
-                          "step of accumulation", Effect.DOWN)
+                          "step of accumulation", Effect.DOWN, order="up to the whole gradients")
 
 
 def _as_launched(top: Section, settings: Settings, mixed: str | None, checkpointing: bool) -> None:

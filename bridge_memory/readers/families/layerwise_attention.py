@@ -34,7 +34,7 @@ def llama4(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[Atte
         raise f.error(f"no_rope_layers has {len(rotates)} entries for num_hidden_layers {n}; give one a layer")
     if f.flag("use_qk_norm", default=True):
         norms = "use_qk_norm (qk_l2_norm): queries and keys before and after their norm without weights"
-        f.not_modelled.append(Gap(norms, Effect.UP))
+        f.not_modelled.append(Gap(norms, Effect.UP, order="as large as queries and keys, in every layer"))
     without = replace(spec, rotary=False)
     return [spec if one else without for one in rotates]
 
@@ -58,7 +58,12 @@ def minimax_m3(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[
         # transformers modeling_minimax_m3_vl.py: MiniMaxM3VLIndexer.
         weights = indexers * (hidden_size * (number + 1) * width + 2 * width)
         held = f"{weights} frozen weights, whole on every rank; Megatron Bridge does not run them"
-        f.not_modelled.append(Gap(f"indexers of {indexers} layers: {held}", Effect.UP))
+        f.not_modelled.append(
+            Gap(
+                f"indexers of {indexers} layers: {held}", Effect.UP, order="2 bytes for each of them",
+                most=4 * weights,
+            )
+        )
     return [spec] * n
 
 

@@ -19,7 +19,7 @@ from bridge_memory.readers.megatron_args.parsing import RawArguments, Value, wor
 from bridge_memory.readers.megatron_args.unmodelled import GAPS
 from bridge_memory.spec import SpecError, show
 from bridge_memory.spec.errors import finite
-from bridge_memory.spec.gaps import Effect, Gap
+from bridge_memory.spec.gaps import UNKNOWN_SIZE, Effect, Gap
 
 
 def _names(text: str) -> frozenset[str]:
@@ -119,7 +119,8 @@ WORDS: dict[str, str | None] = {
 }  # fmt: skip
 #: Lists of words, or of numbers where they are patterns of layers, windows and coefficients.
 LISTS: dict[str, tuple[str, ...] | None] = {
-    "cp_comm_type": ("p2p",), "moe_router_load_balancing_type": ("aux_loss",), "offload_modules": (),
+    "cp_comm_type": ("p2p",), "cuda_graph_modules": (), "cuda_graph_scope": None, "cuda_graph_scope_deprecated": None,
+    "moe_router_load_balancing_type": ("aux_loss",), "offload_modules": (),
     "recompute_modules": None,
 }  # fmt: skip
 PATTERNS: dict[str, Any] = {
@@ -134,6 +135,7 @@ KNOWN = READ | HARMLESS.keys() | GAPS.keys()
 
 #: Options whose destination is not their name. (``--no-x`` and ``--disable-x`` of a known x need no entry.)
 DESTINATIONS = {
+    "cuda_graph_scope": "cuda_graph_scope_deprecated",
     "ddp_reduce_scatter_with_fp32_accumulation": "reduce_scatter_with_fp32_accumulation",
     "fp4_format": "fp4",
     "fp8_format": "fp8",
@@ -194,7 +196,8 @@ class Arguments:
                     told = f"{_option(name)} {'' if value is True else value}".rstrip()
                     lines.append(GAPS[name].gap(self, told))
             elif name not in KNOWN and not (self.parsed and not value):
-                lines.append(Gap(f"{_option(name)}: not an argument this reader knows", Effect.UNKNOWN))
+                what = f"{_option(name)}: not an argument this reader knows"
+                lines.append(Gap(what, Effect.UNKNOWN, order=UNKNOWN_SIZE))
         return tuple(lines)
 
 

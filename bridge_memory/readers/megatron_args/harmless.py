@@ -8,8 +8,8 @@ from __future__ import annotations
 #: Reason -> the arguments that are harmless for it.
 REASONS: dict[str, str] = {
     "the details of an option that is read, or listed where it is set": """
-        cpu_offloading_retain_pinned_cpu_buffers cuda_graph_modules cuda_graph_retain_backward_graph
-        cuda_graph_scope cuda_graph_scope_deprecated cuda_graph_use_single_mempool cuda_graph_warmup_steps
+        cpu_offloading_retain_pinned_cpu_buffers cuda_graph_retain_backward_graph
+        cuda_graph_use_single_mempool cuda_graph_warmup_steps
         decode_only_cuda_graphs disable_symmetric_registration disable_tp_comm_bulk_dgrad disable_tp_comm_bulk_wgrad
         disable_tp_comm_overlap_ag disable_tp_comm_overlap_rs disable_tp_comm_split_ag disable_tp_comm_split_rs
         distrib_optim_fully_reshardable_mem_efficient dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from bridge_memory.readers.megatron_args.sizes import ORDER_OF
 from bridge_memory.spec.gaps import Effect, Gap
 
 UP, DOWN, EITHER, UNKNOWN = Effect.UP, Effect.DOWN, Effect.EITHER, Effect.UNKNOWN
@@ -25,7 +26,8 @@ class Asked(Protocol):
 
 class Unmodelled(NamedTuple):
     """One argument. ``when``: what else must hold for it to have an effect, beside a value that is not the default;
-    ``also``: values that mean what the default does; ``most`` and ``outside`` as in ``Gap``."""
+    ``also``: values that mean what the default does; ``most``, ``outside`` and ``order`` as in ``Gap``; the
+    orders of arguments are in ``sizes.py``."""
 
     default: object
     effect: Effect
@@ -34,6 +36,7 @@ class Unmodelled(NamedTuple):
     also: tuple[str, ...] = ()
     most: Callable[[Asked], int] | None = None
     outside: bool = False
+    order: str = ""
 
     def applies(self, args: Asked, value: object) -> bool:
         """Whether ``value`` asks for something that is not counted."""
@@ -44,7 +47,7 @@ class Unmodelled(NamedTuple):
     def gap(self, args: Asked, told: str) -> Gap:
         """The sentence, beginning with the argument as it was ``told``."""
         most = None if self.most is None else self.most(args)
-        return Gap(f"{told}: {self.what}", self.effect, most=most, outside=self.outside)
+        return Gap(f"{told}: {self.what}", self.effect, order=self.order, most=most, outside=self.outside)
 
 
 def same(value: object, default: object) -> bool:
@@ -108,8 +111,8 @@ _OTHER_LAYERS = "layers of different shapes"
 _VARYING = "sequences of varying length"
 _RL = "reinforcement learning with inference in between"
 
-#: Argument -> what is not counted of it.
-GAPS: dict[str, Unmodelled] = {
+#: Argument -> what is not counted of it, without its order.
+_GAPS: dict[str, Unmodelled] = {
     # ---- tensor, context and data parallelism ----
     "symmetric_ar_type": Unmodelled(None, UP, "all-reduces in symmetric memory"),
     "gtp_weight_remat_size": Unmodelled(1, EITHER, _GTP),
@@ -208,7 +211,8 @@ GAPS: dict[str, Unmodelled] = {
         None, EITHER, "recomputation of some microbatches only"
     ),
     "activation_offload_fraction": Unmodelled(1.0, UP, "a part of the activations in host memory"),
-    "delta_offload_bytes_across_pp_ranks": Unmodelled(0, EITHER, "offloading that differs by pipeline rank"),
+    # fine_grained_activation_offload.py: post_warmup_callback, which takes groups back that would go.
+    "delta_offload_bytes_across_pp_ranks": Unmodelled(0, UP, "offloading that differs by pipeline rank"),
     "delay_offload_until_cuda_graph": Unmodelled(False, UP, "offloading that waits for the CUDA graph"),
     "fine_grained_offloading_max_inflight_offloads": Unmodelled(
         None, EITHER, "offloaded tensors that wait for their copy"
@@ -322,3 +326,5 @@ GAPS: dict[str, Unmodelled] = {
     "save_params_interval": Unmodelled(None, UP, "parameters that are kept to be saved, in some steps"),
     "gpu_sniff_test_interval": Unmodelled(None, UP, "the matrices of the GPU's test", outside=True),
 }
+#: Argument -> what is not counted of it.
+GAPS: dict[str, Unmodelled] = {name: entry._replace(order=ORDER_OF[name]) for name, entry in _GAPS.items()}
