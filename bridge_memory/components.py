@@ -8,6 +8,14 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+#: Bytes: smallest block of torch's caching allocator (``c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize``).
+ALLOCATION_UNIT = 512
+
+
+def allocated(nbytes: int) -> int:
+    """What torch's allocator counts for a tensor of its own: whole blocks (``CUDACachingAllocator: round_size``)."""
+    return -(-nbytes // ALLOCATION_UNIT) * ALLOCATION_UNIT
+
 
 class _Word(str, Enum):
     """An enum whose members are their words, in JSON and in print."""

@@ -26,7 +26,7 @@ from bridge_memory.inventory.stack import (
 )
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate, StagePeak
 from bridge_memory.schedule.events import Apart, ChunkCost, PeakMoment
-from bridge_memory.schedule.peak import dynamic_peak
+from bridge_memory.schedule.peak import dynamic_peak, peak_bytes
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.gaps import Needs, gaps, ignored
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
@@ -54,7 +54,8 @@ __all__ = [
 
 def peaks(run: RunSpec) -> tuple[StagePeak, ...]:
     """Static memory and peak of every pipeline stage: ``estimate`` without its explanations. Raises SpecError."""
-    return tuple(StagePeak(rank, s.static_bytes, s.peak) for rank, s in enumerate(_Stages(run)))
+    stages = _Stages(run)
+    return tuple([stages.peak(rank, held) for rank, held in enumerate(stages)])
 
 
 def estimate(run: RunSpec) -> Estimate:
@@ -66,7 +67,7 @@ def estimate(run: RunSpec) -> Estimate:
     needs = Needs(
         max(stage.activation_bytes + stage.transient_bytes for stage in explained),
         max(
-            (link.backward_peak for s in stages for chunk in s.held.inventories for link, _ in chunk.links
+            (link.backward_peak for held in stages for chunk in held.inventories for link, _ in chunk.links
              if link.label not in (Label.EMBEDDING, Label.LOSS)),
             default=None,
         ),
@@ -114,8 +115,7 @@ def stage_peaks(run: RunSpec) -> Callable[[int, StageShape], StagePeak]:
     stages = _Stages(run)
 
     def peak(rank: int, shapes: StageShape) -> StagePeak:
-        stage = stages.stage(rank, shapes)
-        return StagePeak(rank, stage.static_bytes, stage.peak)
+        return stages.peak(rank, stages.held(shapes))
 
     return peak
 
@@ -163,10 +163,10 @@ def _running(moment: PeakMoment, inventories: Sequence[ChunkInventory]) -> AtPea
 def stage_parts(run: RunSpec, stage: int) -> StageParts:
     """The parts of one pipeline stage, of which ``peaks`` takes the highest moment. Raises SpecError."""
     stages = _Stages(run)
-    held = stages[_checked(stages, stage)].held
+    held = stages[_checked(stages, stage)]
     return StageParts(
         tuple(chunk.layers for chunk in stages.plan.stages[stage]), held.inventories, held.costs,
-        (*held.state.components(), *held.lasting), held.between_steps, held.batch, held.state.gathered,
+        (*held.state.components(run.parallel), *held.lasting), held.between_steps, held.batch, held.state.gathered,
         held.state.in_step, stages.ctx.hidden_bytes, stages.moment(stage, held),
     )
 
@@ -180,7 +180,7 @@ def stage_phases(run: RunSpec, stage: int) -> dict[Phase, int]:
 def _phases(stages: _Stages, rank: int) -> dict[Phase, int]:
     """Forward and backward of the first step are without optimizer states, which its end makes. Where chunks trade
     places layer by layer both passes are the same. In the order of training."""
-    held = stages[rank].held
+    held = stages[rank]
     state = held.state
     during = held.static_bytes - held.fresh + held.batch + state.in_passes
     later = sum([nbytes for line, nbytes in state.amounts if line.lifetime is Lifetime.FIRST_STEP])
@@ -197,7 +197,7 @@ def _phases(stages: _Stages, rank: int) -> dict[Phase, int]:
     found |= passes
     found[Phase.STEP] = held.static_bytes + held.between_bytes + state.in_step
     if state.saving is not None:
-        found[Phase.SAVING] = held.static_bytes - held.fresh + held.between_bytes + state.saving
+        found[Phase.SAVING] = held.static_bytes - state.gone_between_steps + held.between_bytes + state.saving
     return found
 
 
@@ -247,25 +247,6 @@ class _Chunk:
         self.inventory: ChunkInventory | None = None
 
 
-class _Stage(NamedTuple):
-    """A stage in its place: what it holds, and the moment of its peak."""
-
-    held: _Held
-    moment: PeakMoment
-    #: The optimizer's step makes and leaves more than forward and backward ever need.
-    in_step: bool
-
-    @property
-    def static_bytes(self) -> int:
-        """Allocated after a step."""
-        return self.held.static_bytes + self.held.between_bytes
-
-    @property
-    def peak(self) -> int:
-        held = self.held
-        return held.static_bytes + held.beyond_static(self.moment.bytes)
-
-
 class StageHolds:
     """What stages of one run hold, by their shapes, or those of many runs at once (``run`` and ``ctx`` have arrays)."""
 
@@ -277,9 +258,10 @@ class StageHolds:
         self._units: dict[ChunkShape, list[Unit]] = {}
         self._of_shapes: dict[StageShape, _Held] = {}
 
-    def let_go(self) -> None:
-        """Of all shapes so far."""
-        self._chunks.clear()
+    def let_go(self, few: int) -> None:
+        """Of all shapes so far, but for chunks where there are no more than ``few``."""
+        if len(self._chunks) > few:
+            self._chunks.clear()
         self._units.clear()
         self._of_shapes.clear()
 
@@ -361,12 +343,12 @@ class _Stages(StageHolds):
         self.plan = layout(run.model, run.parallel)
         self._explained: dict[int, tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]] = {}
         self._microbatches = run.num_microbatches
-        self._stages = [self.stage(rank, shapes) for rank, shapes in enumerate(self.plan.shapes(run.model))]
+        self._stages = [self.held(shapes) for shapes in self.plan.shapes(run.model)]
 
-    def __iter__(self) -> Iterator[_Stage]:
+    def __iter__(self) -> Iterator[_Held]:
         return iter(self._stages)
 
-    def __getitem__(self, rank: int) -> _Stage:
+    def __getitem__(self, rank: int) -> _Held:
         return self._stages[rank]
 
     def explained(self, held: _Held) -> tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]:
@@ -374,7 +356,8 @@ class _Stages(StageHolds):
         found = self._explained.get(id(held))
         if found is None:
             found = self._explained[id(held)] = (
-                [*held.state.components(), *held.lasting], [inventory.parts() for inventory in held.inventories],
+                [*held.state.components(self.run.parallel), *held.lasting],
+                [inventory.parts() for inventory in held.inventories],
             )  # fmt: skip
         return found
 
@@ -393,12 +376,21 @@ class _Stages(StageHolds):
             phase=phase,
         )
 
-    def stage(self, rank: int, shapes: StageShape) -> _Stage:
-        """The stage of this rank, if it held this."""
-        held = self.held(shapes)
-        moment = self.moment(rank, held)
-        step = held.between_bytes + held.state.in_step
-        return _Stage(held, moment, step > moment.bytes + held.batch + held.state.in_passes - held.fresh)
+    def peak(self, rank: int, held: _Held) -> StagePeak:
+        """Of the stage of this rank, if it held this."""
+        run = self.run
+        moment = peak_bytes(
+            run.parallel.pp,
+            rank,
+            self._microbatches,
+            held.costs,
+            group_size=run.parallel.microbatch_group_size_per_vp_stage,
+            hidden_bytes=self.ctx.hidden_bytes,
+            overlap_moe_expert_parallel_comm=run.implementation.overlap_moe_expert_parallel_comm,
+            keeps_outputs=not run.implementation.deallocate_pipeline_outputs,
+        )
+        static = held.static_bytes
+        return StagePeak(rank, static + held.between_bytes, static + held.beyond_static(moment))
 
 
 def by_lifetime(buffers: Iterable[Component]) -> tuple[list[Component], list[Component]]:
@@ -413,20 +405,25 @@ def by_lifetime(buffers: Iterable[Component]) -> tuple[list[Component], list[Com
 def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
     """The chunks of a stage for the schedule. What the others leave behind in backward is counted beside a running
     chunk, whether or not they have run forward since: an upper bound where there are virtual stages."""
-    residue = sum(i.residue for i in inventories)
-    return [
-        ChunkCost(i.retained, i.forward_peak + residue - i.residue, i.backward_peak + residue - i.residue)
-        for i in inventories
-    ]
+    residue = sum([i.residue for i in inventories])
+    distinct = {id(i): i for i in inventories}
+    costs = {
+        key: ChunkCost(i.retained, i.forward_peak + residue - i.residue, i.backward_peak + residue - i.residue)
+        for key, i in distinct.items()
+    }
+    return [costs[id(i)] for i in inventories]
 
 
 def _explained(stages: _Stages, rank: int) -> StageEstimate:
-    held, moment, in_step = stages[rank]
+    held = stages[rank]
+    moment = stages.moment(rank, held)
     static, parts = stages.explained(held)
     components, leftovers = [*static], held.between_steps
     running = held.inventories[moment.chunk]
     phase = moment.phase
     operation = running.forward_operation if phase == "forward" else running.backward_operation
+    # The optimizer's step makes and leaves more than forward and backward ever need.
+    in_step = held.beyond_static(moment.bytes) > moment.bytes - held.fresh + held.batch + held.state.in_passes
     if in_step:
         components += leftovers
         leftovers, phase, operation = (), OPTIMIZER_STEP, "main gradients in fp32"

@@ -214,6 +214,15 @@ NORMS_BEFORE_UP_PROJECTIONS = since(core=(0, 16))
 #: Without a query latent, qk_layernorm norms the hidden states once more in Transformer Engine's linear_q_proj
 #: (``mla_qk_norm_config.py: QKNormConfigResolver``); before, the query has no norm then.
 QUERY_NORM_WITHOUT_LATENT = since(core=(0, 19))
+#: mxfp8's recipe is told of fp8_dot_product_attention (``fp8_utils.py: get_fp8_recipe``); tensorwise's was before.
+MXFP8_ATTENTION = since(core=(0, 18), te=(2, 15))
+#: Attention in fp8 keeps one statistic of the softmax (TE ``cpp_extensions/fused_attn.py: fused_attn_fwd``).
+FP8_ATTENTION_KEEPS_ONE_STATISTIC = since(te=(2, 15))
+#: With double buffers, Megatron-FSDP gathers no unit ahead beside what is in no unit (PGB: ``AllGatherPipeline``).
+FSDP_ROOT_ALONE = since(core=(0, 19))
+#: Sparse attention is absorbed multi-latent attention with kernels of its own to choose from
+#: (``transformer/experimental_attention_variant/dsa.py, dsa_kernels.py``); before, other operations run it.
+SPARSE_ATTENTION_KERNELS = since(core=(0, 19))
 #: ``multi_latent_attention.py: MultiLatentAttention.forward`` has the latents as variables.
 LATENTS_HELD = since(core=(0, 16))
 #: Values of packed sequences are padded to the width of keys (``multi_latent_attention.py:
@@ -401,6 +410,19 @@ CUBLAS_WORKSPACES_FREED = since(torch=(2, 15))
 
 # ---- transformers ----
 
+#: OLMo's classes rotate in fp32, and OLMo 2's norm multiplies in it (``models/olmo2/modeling_olmo2.py: Olmo2RMSNorm``).
+OLMO_IN_FP32 = TransformersRule((4, 52))
+#: ``masking_utils.py`` makes the masks of most classes; before, each class does.
+SHARED_MASKS = TransformersRule((4, 53))
+#: ``models/gpt2/modeling_gpt2.py: GPT2Model.forward`` has its masks from there too.
+SHARED_MASKS_OF_GPT2 = TransformersRule((4, 54))
+#: ``integrations/sdpa_attention.py: sdpa_attention_forward`` no longer copies what is not contiguous.
+SDPA_TAKES_VIEWS = TransformersRule((4, 56))
+#: ``GptOssExperts.forward`` takes an expert's weights by a number, of which they are views; before, by a tensor of one,
+#: which copies them.
+EXPERTS_BY_NUMBER = TransformersRule((4, 56))
+#: ``use_gqa_in_sdpa``: keys and values are no longer repeated for every query head.
+SDPA_SHARES_KEYS = TransformersRule((4, 54))
 #: A batch without a mask may be packed, of which positions tell (``masking_utils.py: find_packed_sequence_indices``).
 UNMASKED_MAY_BE_PACKED = TransformersRule((4, 54))
 #: Whether it is packed is looked at (the same function).

@@ -120,8 +120,10 @@ WITH_SIZES = frozenset({
 })  # fmt: skip
 #: Never drawn: the rehearsal refuses all but the default (``rehearse/refusals.py``); adapters need Megatron Bridge.
 NOT_DRAWN = frozenset({
+    "--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail", "--megatron-fsdp-max-pool-double-buffer",
     "--engine", "--data-parallel-sharding-strategy", "--suggested-communication-unit-size", "--grad-comm-dtype",
-    "--moe-imbalance", "--overlap-moe-expert-parallel-comm", "--cpu-offloading-num-layers", "--offload-modules",
+    "--fp8-dot-product-attention", "--moe-imbalance",
+    "--overlap-moe-expert-parallel-comm", "--cpu-offloading-num-layers", "--offload-modules",
     "--peft", "--lora-dim", "--lora-target-modules",
     "--torch-implementation", "--paged", "--clip-grad", "--sync-each-batch", "--use-dora",
     # Dispatchers whose packages are kernels for a GPU, and options of theirs; buffers beside torch's allocator.

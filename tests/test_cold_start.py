@@ -26,8 +26,8 @@ COMMANDS = {
 
 
 def imported_by(code: str, *arguments: str) -> set[str]:
-    """Top-level modules that are loaded once ``code`` has run in a fresh interpreter, its output in a pipe."""
-    report = "\nimport sys; print(*sorted(m.split('.')[0] for m in sys.modules), sep='\\n', file=sys.stderr)"
+    """Modules, and their packages, that are loaded once ``code`` has run in a fresh interpreter, output in a pipe."""
+    report = "\nimport sys; print(*sorted({n for m in sys.modules for n in (m, m.split('.')[0])}), file=sys.stderr)"
     process = subprocess.run(
         [sys.executable, "-c", code + report, *arguments], capture_output=True, text=True, cwd=ROOT, check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -41,6 +41,14 @@ def test_a_command_imports_nothing_heavy(command: str) -> None:
     loaded = imported_by(code, *COMMANDS[command])
     assert "bridge_memory" in loaded
     assert not loaded & set(HEAVY)
+
+
+def test_a_search_imports_no_more_than_numpy() -> None:
+    pytest.importorskip("numpy")
+    code = "import sys; from bridge_memory.cli import main; main(sys.argv[1:])"
+    search = ["search", "meta-llama/Llama-3.2-1B", "--num-gpus", "2", "--gpu", "H100", "--global-batch-size", "8"]
+    loaded = imported_by(code, *search) - imported_by("import numpy")  # some of its releases import all of it
+    assert not loaded & {"numpy.ma", *HEAVY}
 
 
 def test_the_package_imports_nothing_heavy() -> None:

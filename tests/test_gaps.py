@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from bridge_memory.estimate import Estimate, estimate
+from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.layer import layer_block
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
     BatchSpec,
@@ -224,3 +226,18 @@ def test_delayed_weight_gradients_are_those_of_one_layer() -> None:
 
     assert bound(4) == bound(8)
     assert bound(4) is not None
+
+
+def test_layers_in_flight_to_the_host_are_two() -> None:
+    """The bound is twice that of one layer, which delayed weight gradients have, however many are offloaded."""
+    run = RunSpec(model=short(DENSE), batch=BatchSpec(seq_length=2048), parallel=ParallelSpec(world_size=1))
+
+    def bound(layers: int) -> int | None:
+        moved = replace(run, implementation=ImplementationSpec(cpu_offloading_num_layers=layers))
+        return gap_of(estimate(moved), "cpu_offloading_num_layers").most
+
+    saved = layer_block(run.model.layers[0], context_of(run)).cost.retained
+    found = bound(1)
+    assert found is not None
+    assert found == bound(2)
+    assert 2 * saved <= found <= 4 * saved

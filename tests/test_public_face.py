@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
 import bridge_memory
-from bridge_memory import ParallelSpec, RunSpec, SpecError, estimate, explain, find_gpu, fits, peaks
+from bridge_memory import ParallelSpec, RunSpec, SpecError, estimate, explain, find_gpu, fits, peaks, resolve_model
 
 
 def test_every_name_is_there_and_is_listed() -> None:
@@ -49,3 +51,42 @@ def test_the_verbs_agree_on_a_run() -> None:
     assert explain(run, 1) == answer.stages[1]
     (fit,) = fits(answer, [find_gpu("H100")])
     assert fit.fits is (answer.peak_stage.peak_bytes + fit.margin_bytes <= fit.capacity_bytes)
+
+
+def test_a_model_is_named_by_a_path_too_and_by_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text((files("bridge_memory.readers") / "presets" / "meta-llama__Llama-3.1-8B.json").read_text())
+    run = RunSpec(model=path)  # type: ignore[arg-type]
+    assert peaks(run) == peaks(RunSpec(model=str(tmp_path)))
+    assert resolve_model(path) == run.model
+    for given in (5, None, b"x", ["meta-llama/Llama-3.1-8B"], {"hidden_size": 64}):
+        with pytest.raises(SpecError, match=r"^the model \(.*\) is no name; give a preset, a path or a Hub id"):
+            resolve_model(given)  # type: ignore[arg-type]
+
+
+def test_a_group_of_one_rank_divides_nothing() -> None:
+    """Optimizer states are divided over the two data-parallel ranks, and TP 1 and CP 1 divide nothing."""
+    stage = explain(RunSpec(model="meta-llama/Llama-3.1-8B", parallel=ParallelSpec(world_size=2)), 0)
+    assert {c.name: c.shard for c in stage.components if c.state} == {
+        "weights": "", "gradients": "", "main parameters": "dp", "exp_avg": "dp", "exp_avg_sq": "dp",
+    }  # fmt: skip
+
+
+def test_what_is_no_estimate_and_no_card_is_refused_in_one_line() -> None:
+    run = RunSpec(model="meta-llama/Llama-3.2-1B")
+    with pytest.raises(SpecError, match=r"^result \(RunSpec.*\) is not an Estimate; give estimate\(run\)$"):
+        fits(run)  # type: ignore[arg-type]
+    for given in (3, None, ["H100"]):
+        with pytest.raises(SpecError, match=r"^gpu \(.*\) is no name; "):
+            find_gpu(given)  # type: ignore[arg-type]
+        with pytest.raises(SpecError, match=r"^gpu \(.*\) is no name; "):
+            fits(estimate(run), [given])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("short", ["tp", "pp", "vpp", "cp", "ep", "etp", "sp"])
+def test_a_short_name_is_answered_with_the_field(short: str) -> None:
+    run = RunSpec(model="meta-llama/Llama-3.2-1B")
+    with pytest.raises(SpecError) as refusal:
+        run.with_fields(**{short: 2})
+    name = str(refusal.value).removeprefix(f"{short} is no field of a RunSpec; use ")
+    assert hasattr(ParallelSpec(), short) and hasattr(ParallelSpec(), name)

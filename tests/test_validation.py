@@ -97,6 +97,7 @@ REFUSED = [
      r"expert_tensor_parallel_size \(4\) x expert_model_parallel_size \(4\)"),
     ("dense", EP2, r"expert_model_parallel_size \(2\) needs a model with experts; set it to 1"),
     ("moe", {"world_size": 3, "expert_model_parallel_size": 3}, r"num_moe_experts \(64\).*; use 2 or 1"),
+    ("moe", {"moe_router_fusion": True, "moe_router_dtype": "fp64"}, "moe_router_fusion .* fp64.*; use fp32"),
     ("dense", {"sequence_parallel": True}, "sequence_parallel .*tensor_model_parallel_size.*; drop it"),
     ("dense", {"sequence_parallel": "no"}, "sequence_parallel .* give True, False or None"),
     ("dense", {"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline.* needs pipeline"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
 from math import ceil
 from statistics import fmean, median
 from typing import NamedTuple
@@ -11,6 +12,9 @@ from bridge_memory.accuracy.throughput import Measured
 
 #: Layouts with a time that a group needs before its ranking says anything.
 FEWEST_LAYOUTS = 4
+#: Measured times that differ by no more are a tie: what a search shows as one (``plan/search.py: TIE``), and about
+#: what the same run differs by from one time to another.
+TIED = 0.05
 
 
 class GroupScore(NamedTuple):
@@ -24,6 +28,9 @@ class GroupScore(NamedTuple):
     regret: float
     #: Predicted over measured time, less 1: the median of the group.
     bias: float
+    #: Pairs of layouts whose measured times differ by more than TIED, and how many of them are predicted in order.
+    pairs: int
+    ordered: int
 
 
 def score_groups(rows: Iterable[Measured], predict: Callable[[Measured], float]) -> list[GroupScore]:
@@ -50,7 +57,8 @@ def score_groups(rows: Iterable[Measured], predict: Callable[[Measured], float])
         ratios = [p / m for p, m in zip(predicted, measured, strict=True)]
         scores.append(
             GroupScore(
-                group, len(layouts), spearman(predicted, measured), chosen / min(measured) - 1, median(ratios) - 1
+                group, len(layouts), spearman(predicted, measured), chosen / min(measured) - 1, median(ratios) - 1,
+                *pairs_in_order(predicted, measured),
             )
         )
     return sorted(scores, key=lambda s: -s.layouts)
@@ -64,12 +72,17 @@ class Totals(NamedTuple):
     median_regret: float
     #: The 90th percentile, by nearest rank.
     p90_regret: float
+    pairs: int
+    ordered: int
 
     def __str__(self) -> str:
-        return (
+        words = (
             f"{self.groups} groups: median Spearman {self.median_spearman:.2f}, median regret "
             f"{self.median_regret:.1%}, 90th percentile {self.p90_regret:.1%}"
         )
+        if not self.pairs:
+            return words
+        return f"{words}; of {self.pairs:,} pairs more than {TIED:.0%} apart {self.ordered / self.pairs:.0%} in order"
 
 
 def totals(scores: Sequence[GroupScore]) -> Totals | None:
@@ -78,8 +91,19 @@ def totals(scores: Sequence[GroupScore]) -> Totals | None:
         return None
     regrets = sorted(s.regret for s in scores)
     return Totals(
-        len(scores), median(s.spearman for s in scores), median(regrets), regrets[ceil(0.9 * len(regrets)) - 1]
-    )
+        len(scores), median(s.spearman for s in scores), median(regrets), regrets[ceil(0.9 * len(regrets)) - 1],
+        sum(s.pairs for s in scores), sum(s.ordered for s in scores),
+    )  # fmt: skip
+
+
+def pairs_in_order(predicted: Sequence[float], measured: Sequence[float]) -> tuple[int, int]:
+    """Pairs whose measured times differ by more than TIED, and how many of them are predicted in that order."""
+    pairs = ordered = 0
+    for (p, fast), (q, slow) in combinations(sorted(zip(predicted, measured, strict=True), key=lambda x: x[1]), 2):
+        if slow > fast * (1 + TIED):
+            pairs += 1
+            ordered += q > p
+    return pairs, ordered
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:

@@ -68,7 +68,7 @@ class MemoryBreakdown:
 
     @property
     def total_memory_gb(self) -> float:
-        return sum(asdict(self).values())
+        return float(sum(asdict(self).values()))
 
 
 @dataclass(frozen=True, kw_only=True)

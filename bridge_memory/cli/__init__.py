@@ -12,7 +12,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from bridge_memory.cli.output import command_line, written
 from bridge_memory.report.document import one_line
@@ -62,6 +62,15 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise SpecError(message)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        from bridge_memory.cli.suggest import MEANT_VALUES
+
+        known = action.choices is None or value in action.choices
+        for flag in () if known else action.option_strings:
+            if meant := MEANT_VALUES.get((flag, value)):
+                self.error(f"argument {flag}: invalid choice: {value!r}; {meant}")
+        super()._check_value(action, value)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         args, unknown = self.parse_known_args(argv)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.cli.run_flags import FLAGS, spelling
+from bridge_memory.cli.run_flags import FLAGS, SPECS, spelling
 from bridge_memory.spec import RunSpec
+from bridge_memory.spec.fields import called
 
 if TYPE_CHECKING:
     from bridge_memory.plan.changes import Effect
@@ -15,16 +16,15 @@ if TYPE_CHECKING:
 
 def cheapest_fix(run: RunSpec, gpu: Gpu) -> str:
     """"cheapest fix: --recompute-granularity full ... (9% slower)", or that no single option makes it fit."""
-    from bridge_memory.plan.changes import WhatIf
+    from bridge_memory.plan.changes import WhatIf, hardware_for
     from bridge_memory.report.gpus import largest_peak
     from bridge_memory.spec.driver import driver_bytes
     from bridge_memory.spec.gaps import gaps
-    from bridge_memory.speed.hardware import HARDWARE
 
     room = largest_peak(gpu, run.parallel.world_size, driver_bytes(run))
     known = len(gaps(run))
     found = [
-        e for e in WhatIf(run, HARDWARE.get(gpu.name)).singles if e.peak <= room and len(gaps(e.run)) <= known
+        e for e in WhatIf(run, hardware_for(run, gpu.name)).singles if e.peak <= room and len(gaps(e.run)) <= known
     ]  # fmt: skip
     if not found:
         if run.implementation.hugging_face:
@@ -47,8 +47,14 @@ def fix_words(effect: Effect) -> str:
     return f"{shlex.join(words)} ({cost})"
 
 
+def _called(field: str) -> str:
+    """What ``RunSpec.with_fields`` takes for "group.field"."""
+    group, _, name = field.partition(".")
+    return called(SPECS[group], name)
+
+
 def _flag(name: str, value: Any) -> list[str]:
-    field = next((flag.field for flag in FLAGS if flag.field.partition(".")[2] == name.rpartition(".")[2]), None)
+    field = next((flag.field for flag in FLAGS if name in (flag.field, _called(flag.field))), None)
     flag = spelling(field) if field else f"--{name.replace('_', '-')}"
     if value is None:
         return []

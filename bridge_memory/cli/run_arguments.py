@@ -77,7 +77,7 @@ def run_from_arguments(args: argparse.Namespace, *, gpu_arch: str | None = None)
     assumptions += drop_idle(given, model)
     check_silent(given, model)
     if given["peft"].get("dim") == 0:
-        raise SpecError("lora_dim is 0: adapters without a rank have no parameters; give it 1 or more, or drop --peft")
+        raise SpecError("peft.dim (0) leaves adapters without parameters; give it 1 or more, or drop --peft")
     if given["peft"].get("scheme") == "lora" and "dim" not in given["peft"]:
         given["peft"]["dim"] = DEFAULT_LORA_DIM
         assumptions.append(f"adapters of rank {DEFAULT_LORA_DIM} (--lora-dim)")

@@ -77,6 +77,7 @@ FLAGS = (
     Flag("--fp8 --fp8-format", "precision.fp8", "compute linears in fp8"),
     Flag("--fp8-recipe", "precision.fp8_recipe", "scaling recipe of fp8"),
     Flag("--fp8-param-gather --fp8-param", "precision.fp8_param", "keep parameters in fp8"),
+    Flag("--fp8-dot-product-attention", "precision.fp8_dot_product_attention", "compute attention in fp8 too"),
     Flag("--fp4 --fp4-format", "precision.fp4", "compute linears in NVFP4"),
     Flag("--fp4-param-gather --fp4-param", "precision.fp4_param", "keep parameters in it"),
     Flag("--num-layers-at-start-in-bf16", "precision.num_layers_at_start_in_bf16",
@@ -90,6 +91,12 @@ FLAGS = (
     Flag("--engine", "data_parallel.engine", "who keeps model state over data-parallel ranks"),
     Flag("--data-parallel-sharding-strategy", "data_parallel.data_parallel_sharding_strategy",
          "what Megatron-FSDP divides over data-parallel ranks"),
+    Flag("--fsdp-double-buffer", "data_parallel.fsdp_double_buffer",
+         "gather and reduce with megatron_fsdp in two buffers that stay"),
+    Flag("--fsdp-db-use-persist-buf-on-alloc-fail", "data_parallel.fsdp_db_use_persist_buf_on_alloc_fail",
+         "what has no place in these has buffers of its own that stay"),
+    Flag("--megatron-fsdp-max-pool-double-buffer", "data_parallel.megatron_fsdp_max_pool_double_buffer",
+         "as large as the largest unit, and for all units"),
     Flag("--suggested-communication-unit-size", "data_parallel.suggested_communication_unit_size",
          "elements that Megatron-FSDP lets wait to be reduced, twice what it gathers ahead"),
     Flag("--grad-comm-dtype --megatron-fsdp-grad-comm-dtype", "data_parallel.grad_comm_dtype",
@@ -300,6 +307,7 @@ FILES = {
     "accelerate": ("--accelerate", "accelerate's YAML (`accelerate config`)"),
     "training_args": ("--training-args", "Hugging Face TrainingArguments, as JSON or YAML"),
     "torchtitan": ("--torchtitan", "torchtitan's TOML; MODEL may be left out where it names one that is known"),
+    "peft_config": ("--peft-config", "peft's adapter_config.json: LoRA's rank, targets and dropout"),
 }  # fmt: skip
 FLAG_OF = {name: flag for name, (flag, _) in FILES.items()}
 

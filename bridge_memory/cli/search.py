@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.cli import engine_search
 from bridge_memory.cli.measured import measured_steps
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.cli.templates import template
+from bridge_memory.plan.engine_space import SEVERAL
 from bridge_memory.plan.space import AXES, Space
 from bridge_memory.plan.splits import split_fields
 from bridge_memory.spec import SpecError
+from bridge_memory.spec.parts import ENGINES
 
 if TYPE_CHECKING:
     from bridge_memory.plan.search import Found, Row
@@ -28,7 +33,7 @@ PROGRESS_EVERY = 0.5
 #: Axis -> the flag of its size, which also takes a range.
 RANGED = {axis: AXES[axis][0] for axis in ("tp", "pp", "vpp", "cp", "ep", "mbs")}
 MOST_JOBS = 256
-EMITTED = ("estimate", "megatron-args", "bridge")
+EMITTED = ("estimate", "megatron-args", "bridge", *engine_search.EMITTED)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,11 +42,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         if action.dest in RANGED.values():
             action.type, action.metavar = _size, "N|A..B"
+        elif action.dest == "data_parallel.engine" and action.nargs != 0:
+            action.type, action.choices, action.metavar = _engines, None, f"{action.metavar}|any|A,B"
+            action.help = f"{action.help}; some of those outside of megatron-core are searched together"
     add_output_arguments(parser, "by the schema bridge-memory/search/1", own=("csv", "md"))
     group = parser.add_argument_group("search")
     group.add_argument("--gpu", required=True, metavar="NAME", help="the GPU (`bridge-memory gpus` lists them)")
     group.add_argument("--vary", metavar="A,B",
-                       help="vary only these of tp, pp, vpp, cp, ep, etp, mbs, split, recompute")
+                       help="vary only these of tp, pp, vpp, cp, ep, etp, mbs, split, recompute; under engines outside "
+                            "of megatron-core of engine, mbs, checkpointing, reshard, shard, accumulation, overlap, "
+                            "and of offload, attention and liger, which else stay (all: of all)")
+    group.add_argument("--mixed-precision", choices=("bf16", "fp16"),
+                       help="dtypes of every engine outside of megatron-core as accelerate's mixed_precision sets them")
     group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",
                        help="GiB that must be left on the card beside the margin (default: 0)")
     group.add_argument("--exhaustive", action="store_true", help="every layout that divides, not the usual grid")
@@ -65,32 +77,50 @@ def run(args: argparse.Namespace) -> int:
     from bridge_memory.speed.hardware import hardware_of
     from bridge_memory.speed.measured import calibrated
 
-    gpu = find_gpu(args.gpu)
-    hardware = hardware_of(gpu.name)
-    space = _space(args, gpu, hardware, _ranges(args))
     if args.top < 1 or args.row < 1:
         raise SpecError("--top and --row count from 1; give a positive number")
     if args.jobs is not None and not 1 <= args.jobs <= MOST_JOBS:
         raise SpecError(f"--jobs ({args.jobs}) is not a number of processes; give 1 to {MOST_JOBS}")
     if args.headroom < 0 or args.headroom != args.headroom:
         raise SpecError(f"--headroom ({args.headroom}) is not a size; give GiB of 0 or more")
+    engines = engine_search.asked_engines(args)
+    if engines is not None:
+        return engine_search.run(args, engines, _progress())
+    if args.emit in engine_search.EMITTED or args.mixed_precision is not None:
+        flag = "--mixed-precision" if args.mixed_precision is not None else f"--emit {args.emit}"
+        raise SpecError(f"{flag} is for engines outside of megatron-core; add --engine, such as --engine fsdp2")
+    gpu = find_gpu(args.gpu)
+    hardware = hardware_of(gpu.name)
+    space = _space(args, gpu, hardware, _ranges(args))
     steps = calibrated(measured_steps(args.measured_step_time, space), hardware) if args.measured_step_time else None
-    found = search(
-        space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * 2**30),
-        margin=partial(margin_bytes, world_size=space.num_gpus), progress=_progress(),
-        constants=steps.constants if steps else DEFAULT, backend=args.backend, cache=args.cache,
-        jobs=args.jobs or (1 if args.backend is None else -1),
-    )  # fmt: skip
-    calibration = steps.words if steps else ""
-    if args.emit:
-        print(_emitted(found, args, gpu))
-    elif args.format in ("text", "html"):
-        from bridge_memory.report.printing import print_blocks
+    with _few_collections():
+        found = search(
+            space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * 2**30),
+            margin=partial(margin_bytes, world_size=space.num_gpus), progress=_progress(),
+            constants=steps.constants if steps else DEFAULT, backend=args.backend, cache=args.cache,
+            jobs=args.jobs or (1 if args.backend is None else -1),
+        )  # fmt: skip
+        calibration = steps.words if steps else ""
+        if args.emit:
+            print(_emitted(found, args, gpu))
+        elif args.format in ("text", "html"):
+            from bridge_memory.report.printing import print_blocks
 
-        print_blocks(_blocks(found, args, space, gpu, calibration))
-    else:
-        print(_written(found, args, space, calibration))
+            print_blocks(_blocks(found, args, space, gpu, calibration))
+        else:
+            print(_written(found, args, space, calibration))
     return 0 if found.rows else 1
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Python looks for cycles seldom meanwhile: a search makes a hundred thousand small objects and few cycles."""
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _space(
@@ -124,6 +154,15 @@ def _size(text: str) -> int | tuple[int, int]:
     if not all(n.isascii() and n.isdecimal() and len(n) < 7 for n in numbers) or int(numbers[0]) > int(numbers[-1]):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is neither a size nor a range; write it like 8 or 1..8")
     return (int(numbers[0]), int(numbers[1])) if dots else int(low)
+
+
+def _engines(text: str) -> str | tuple[str, ...]:
+    """One engine of all that there are, or words that mean some outside of megatron-core."""
+    words = tuple(word.lower().replace("-", "_") for word in text.replace(",", " ").split())
+    for word in words or ("",):
+        if word not in ENGINES and word not in SEVERAL:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is unknown; use some of {', '.join((*ENGINES, *SEVERAL))}")
+    return words[0] if len(words) == 1 and words[0] in ENGINES else words
 
 
 def _ranges(args: argparse.Namespace) -> dict[str, tuple[int, int]]:

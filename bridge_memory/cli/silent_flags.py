@@ -35,6 +35,7 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
     needs = [
         ("fp8_recipe", "fp8_recipe" in precision, "fp8" in precision, "--fp8"),
         ("fp8_param", precision.get("fp8_param", False), "fp8" in precision, "--fp8"),
+        ("fp8_dot_product_attention", precision.get("fp8_dot_product_attention", False), "fp8" in precision, "--fp8"),
         ("recompute_method", "method" in recompute, recompute.get("granularity") == "full",
          "--recompute-granularity full"),
         ("recompute_num_layers", "num_layers" in recompute, recompute.get("granularity") == "full",
@@ -66,7 +67,8 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
     needs += [
         (name, name in given["data_parallel"], given["data_parallel"].get("engine") == "megatron_fsdp",
          "--engine megatron_fsdp")
-        for name in ("data_parallel_sharding_strategy", "suggested_communication_unit_size", "grad_comm_dtype")
+        for name in ("data_parallel_sharding_strategy", "suggested_communication_unit_size", "grad_comm_dtype",
+                     "fsdp_double_buffer")
     ]
     needs += [
         (name, name in optimizer, optimizer.get("use_precision_aware_optimizer", False),
@@ -74,7 +76,7 @@ def check_silent(given: dict[str, dict[str, Any]], model: ModelSpec) -> None:
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     ]
     needs += [
-        (f"lora_{name}", name in given["peft"], given["peft"].get("scheme") == "lora", "--peft lora")
+        (f"peft.{name}", name in given["peft"], given["peft"].get("scheme") == "lora", "--peft lora")
         for name in ("dim", "target_modules")
     ]
     needs += _of_engines(given)

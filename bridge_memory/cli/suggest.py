@@ -11,7 +11,8 @@ MEANT = {
     "model-name-or-path": "MODEL stands alone, without a flag", "model-path": "MODEL stands alone, without a flag",
     "hf-model": "MODEL stands alone, without a flag", "hf-path": "MODEL stands alone, without a flag",
     "config": "MODEL, without a flag, may be a config.json; --custom-config takes its text",
-    "lora": "use --peft lora", "lora-rank": "use --lora-dim", "lora-r": "use --lora-dim",
+    "lora": "use --peft lora", "qlora": "use --load-in-4bit beside --peft lora", "attention": "use --attention-backend",
+    "lora-rank": "use --lora-dim", "lora-r": "use --lora-dim",
     "dp": "the data-parallel size follows from --num-gpus and the other sizes",
     "data-parallel-size": "the data-parallel size follows from --num-gpus and the other sizes",
     "gpus": "use --num-gpus for how many, --gpu for which", "nproc": "use --num-gpus",
@@ -40,6 +41,13 @@ MEANT = {
     "layers": "use --num-layers", "offload": "use --optimizer-cpu-offload or --offload-modules",
     "cpu-offload": "use --optimizer-cpu-offload or --offload-modules",
 }  # fmt: skip
+#: A flag and a value that it does not take -> what says it here.
+MEANT_VALUES = {
+    ("--precision", "fp8"): "use --fp8 hybrid beside it", ("--precision", "fp4"): "use --fp4 e2m1 beside it",
+    ("--engine", "fsdp"): "use fsdp2 or fsdp1 (PyTorch's), or megatron_fsdp",
+    ("--engine", "deepspeed"): "use zero1, zero2 or zero3", ("--engine", "zero"): "use zero1, zero2 or zero3",
+    ("--engine", "megatron"): "use megatron_ddp or megatron_fsdp",
+}
 #: Of two spellings, how alike they must be: "--seq-len" and "--seq-length", not "--zero" and "--verbose".
 ALIKE = 0.8
 

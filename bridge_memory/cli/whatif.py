@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.run_arguments import run_on_gpus
 from bridge_memory.cli.run_flags import add_run_arguments
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.speed.engine_time import NOT_FITTED, TIMED
 
 if TYPE_CHECKING:
     from bridge_memory.plan.changes import Effect
@@ -30,21 +31,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Try every change and print. Returns 0, or 1 where --target-gib cannot be reached."""
-    from bridge_memory.plan.changes import WhatIf
+    from bridge_memory.plan.changes import WhatIf, hardware_for
     from bridge_memory.report.gpus import find_gpu
-    from bridge_memory.speed.hardware import HARDWARE, hardware_of
+    from bridge_memory.speed.hardware import hardware_of
 
     gpu = find_gpu(args.gpu)
-    hardware = HARDWARE.get(gpu.name)
     if args.top < 1:
         raise SpecError(f"--top ({args.top}) counts from 1; give a positive number")
     spec = run_on_gpus(args, [gpu])
+    hardware = hardware_for(spec, gpu.name)
     whatif = WhatIf(spec, hardware)
     target = None
     if args.target_gib is not None:
         if not 0 < args.target_gib < 1e6:
             raise SpecError(f"--target-gib ({args.target_gib}) is no size; give GiB of more than 0")
-        hardware_of(gpu.name)  # the cheapest takes a time
+        if hardware is None:
+            hardware_of(gpu.name)  # the cheapest takes a time: this refuses
         target = whatif.cheapest(int(args.target_gib * 2**30))
     shown = {"changes": whatif.singles[: args.top], "pairs": whatif.pairs()[: args.top] if args.pairs else []}
     if args.json:
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             }, indent=2,
         ))  # fmt: skip
     else:
-        _print(args, spec.model.name, shown, target)
+        _print(args, spec, shown, target)
     return int(args.target_gib is not None and target is None)
 
 
@@ -69,7 +71,7 @@ def _record(effect: Effect) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(args: argparse.Namespace, name: str, shown: dict[str, list[Effect]], target: Effect | None) -> None:
+def _print(args: argparse.Namespace, run: RunSpec, shown: dict[str, list[Effect]], target: Effect | None) -> None:
     from bridge_memory.report.document import Block, Bullets, Column, Grid
     from bridge_memory.report.printing import print_blocks
 
@@ -77,7 +79,7 @@ def _print(args: argparse.Namespace, name: str, shown: dict[str, list[Effect]], 
     blocks: list[Block] = []
     for title, some in (("One change", shown["changes"]), ("Two changes", shown["pairs"])):
         if some:
-            blocks.append(Grid(f"{title} to {name}", columns, tuple(map(_row, some))))
+            blocks.append(Grid(f"{title} to {run.model.name}", columns, tuple(map(_row, some))))
     if not shown["changes"]:
         blocks.append(Bullets("Nothing frees memory", ("no single change lowers the highest peak of all stages",)))
     if args.target_gib is not None:
@@ -87,16 +89,13 @@ def _print(args: argparse.Namespace, name: str, shown: dict[str, list[Effect]], 
             frees, peak, time = _row(target)[1:]
             words = f"{target.words}: peak {peak} GiB, frees {frees} GiB, time {time}"
         blocks.append(Bullets(f"At most {args.target_gib:g} GiB on every stage", (words,)))
-    blocks.append(
-        Bullets(
-            "How to read it",
-            (
-                "frees: of the highest peak of all stages, by the estimate of the changed run",
-                "time: a sequence's, by the time model (references/search.md); ? where it does not know",
-            ),
-        )
-    )
-    print_blocks(blocks)
+    notes = [
+        "frees: of the highest peak of all stages, by the estimate of the changed run",
+        "time: a sequence's, by the time model (references/search.md); ? where it does not know",
+    ]
+    if run.data_parallel.engine in TIMED:
+        notes.append(NOT_FITTED)
+    print_blocks([*blocks, Bullets("How to read it", tuple(notes))])
 
 
 def _row(effect: Effect) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ def _resolution(number: str, unit: str) -> int:
     value = abs(float(number))
     if value == 0:
         return 0
-    return math.ceil(GB * 10 ** (math.floor(math.log10(value)) - 4) / 2)
+    return math.ceil(GB * 10.0 ** (math.floor(math.log10(value)) - 4) / 2)
 
 
 def arguments_in(lines: Iterable[str]) -> SimpleNamespace | None:

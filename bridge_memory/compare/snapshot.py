@@ -18,14 +18,11 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
-from bridge_memory.components import Component, Part, Role
+from bridge_memory.components import Component, Part, Role, allocated
 from bridge_memory.files import read_bytes
 from bridge_memory.spec import SpecError, show
 from bridge_memory.spec.errors import bounded
 
-#: Bytes: the allocator hands out multiples of this (``CUDACachingAllocator.cpp: kMinBlockSize``). Traces hold the
-#: sizes that were asked for, segments those that were given.
-BLOCK = 512
 #: Bytes of a file, blocks in it, and characters of a frame's file (its end) and function (its beginning).
 MOST_OF_A_SNAPSHOT = 2 << 30
 MOST_BLOCKS = 2_000_000
@@ -164,7 +161,7 @@ def _at_peak(snapshot: dict[str, Any], device: int | None) -> Alive:
             return -gone.size if gone else 0
         if event["action"] == "free_requested" and event["addr"] not in alive:
             source = trace[origin[i]] if i in origin else None
-            size = -(-_whole(event["size"]) // BLOCK) * BLOCK
+            size = allocated(_whole(event["size"]))  # what was asked for; segments hold what was given
             block = Block(size, frames.of(source) if source else (), traced=source is not None)
             alive[event["addr"]] = block
             return block.size

@@ -23,11 +23,13 @@ from bridge_memory.engines.torch_modules import (
     beside_made,
     in_step,
     kept_of,
+    made_before,
     model_of,
     parameter_width,
     rounded,
     trained_width,
 )
+from bridge_memory.inventory.chain import Concurrent
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import RunSpec
 
@@ -50,12 +52,17 @@ class DDP:
         in_buckets = run.ddp.gradient_as_bucket_view
         stays = accumulates(run)
         # Views of buckets take nothing, but for gradients of microbatches that are not reduced, until the last is.
-        waiting = 0
+        waiting, own = 0, list[int]()
         if in_buckets:
             if stays and not run.data_parallel.sync_each_batch:
-                waiting = sum(k.gradients for k in held)
+                own = [k.gradients for k in held]
+                waiting = sum(own)
             held = [k._replace(gradients=0) for k in held]
         beside = beside_made(run, model, [k.gradients for k in held])
+        if waiting and run.num_microbatches == 2:
+            # The last microbatch's backward frees each once it is in its bucket.
+            gone = made_before(model, own)
+            beside = [Concurrent(0, -n, -n, gone=n) for n in gone]
         step, name = in_step(run, held)
         amounts = amounts_of(run, held, fresh=not stays, shard_name="")
         buckets = Line(Role.GRADIENTS, State.GRADIENTS, "gradient buckets", False, adapters=run.peft.freezes)
@@ -63,7 +70,7 @@ class DDP:
         return StageState(
             model.numel, tuple((line, n) for line, n in amounts if n), in_step=step, step_name=name,
             accumulated=waiting, concurrent=(model.engine_bytes(beside),),
-            building=sum(n for line, n in amounts if line.lifetime is Lifetime.MODEL), saving=0,
+            building=sum(n for line, n in amounts if line.lifetime is Lifetime.MODEL and not line.zeroed), saving=0,
         )
 
 

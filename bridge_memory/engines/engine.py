@@ -6,7 +6,7 @@ the blocks of one kind in a chunk (``inventory.stack.Unit``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -14,6 +14,7 @@ from bridge_memory.components import MOMENTS, Component, Lifetime, Part, Provena
 from bridge_memory.inventory.chain import EngineBytes
 from bridge_memory.inventory.sizes import somewhere
 from bridge_memory.inventory.stack import Unit
+from bridge_memory.spec import ParallelSpec
 
 
 class Phase(str, Enum):
@@ -46,6 +47,8 @@ class Line(NamedTuple):
     shard: str = ""
     #: Every step makes it anew in its backward pass, and frees it once the optimizer has stepped.
     fresh: bool = False
+    #: ``zero_grad`` frees it after every step, also where several microbatches add to it.
+    zeroed: bool = False
 
     @property
     def lifetime(self) -> Lifetime:
@@ -53,10 +56,12 @@ class Line(NamedTuple):
             return Lifetime.BACKWARD
         return Lifetime.FIRST_STEP if self.state in MOMENTS else Lifetime.MODEL
 
-    def component(self, nbytes: int) -> Component:
+    def component(self, nbytes: int, ranks: Mapping[str, int]) -> Component:
+        """``ranks``: in each group of Megatron's; one of a single rank divides nothing."""
         name = f"LoRA {self.name}" if self.adapters else self.name
+        shard = " x ".join([group for group in self.shard.split(" x ") if group and ranks.get(group) != 1])
         return Component(
-            f"{name} (routed experts)" if self.experts else name, nbytes, self.role, self.provenance, self.shard,
+            f"{name} (routed experts)" if self.experts else name, nbytes, self.role, self.provenance, shard,
             self.lifetime, Part.NONE, self.state, experts=self.experts, adapters=self.adapters,
         )
 
@@ -92,6 +97,8 @@ class StageState(NamedTuple):
     saving: int | None = None
     #: Whether passes of the first step gather what those of later ones do.
     first_as_later: bool = True
+    #: Buffers in which units are gathered and reduced one after the other, from the first pass on.
+    pools: int = 0
 
     @property
     def in_passes(self) -> int:
@@ -103,9 +110,18 @@ class StageState(NamedTuple):
         """Of ``amounts``, what is not there before the backward pass has made it."""
         return sum([nbytes for line, nbytes in self.amounts if line.fresh])
 
-    def components(self) -> list[Component]:
+    @property
+    def gone_between_steps(self) -> int:
+        """Of ``amounts``, what is not there between two steps."""
+        return sum([nbytes for line, nbytes in self.amounts if line.fresh or line.zeroed])
+
+    def components(self, parallel: ParallelSpec) -> list[Component]:
         """The lines of model state."""
-        return [line.component(nbytes) for line, nbytes in self.amounts]
+        ranks = {
+            "tp": parallel.tp, "cp": parallel.cp, "dp": parallel.data_parallel_size, "ep": parallel.ep,
+            "etp": parallel.etp, "edp": parallel.expert_data_parallel_size,
+        }  # fmt: skip
+        return [line.component(nbytes, ranks) for line, nbytes in self.amounts]
 
     def buffers(self) -> list[Component]:
         """What is allocated beside it."""
@@ -115,6 +131,13 @@ class StageState(NamedTuple):
                 Component(
                     "unsplit rests of allocator blocks", self.rests, Role.BUFFERS, Provenance.FORMULA,
                     lifetime=Lifetime.FIRST_PASS, part=Part.ALLOCATOR,
+                )
+            )
+        if somewhere(self.pools):
+            out.append(
+                Component(
+                    "double buffers of units", self.pools, Role.BUFFERS, Provenance.FORMULA,
+                    lifetime=Lifetime.FIRST_PASS, part=Part.DATA_PARALLEL,
                 )
             )
         if somewhere(self.gradient_copies):

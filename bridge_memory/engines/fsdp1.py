@@ -76,6 +76,10 @@ class FSDP1(FSDP2):
         """Not modelled."""
         return None
 
+    def _saving(self, model: Model) -> int | None:
+        """Not modelled."""
+        return None
+
     def _kept(self, model: Model, groups: Sequence[Group]) -> list[Kept]:
         """Of the flat tensors."""
         states = torch_states(self.run)

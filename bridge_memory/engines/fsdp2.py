@@ -29,7 +29,6 @@ from bridge_memory.engines.torch_modules import (
     hidden_bytes,
     in_step,
     kept_of,
-    made_at,
     model_of,
     parameter_width,
     rounded,
@@ -104,6 +103,7 @@ class FSDP2:
         return StageState(
             model.numel, tuple(amounts), gathered=root, accumulated=accumulated, in_step=step, step_name=name,
             concurrent=(model.engine_bytes(beside),), host=host, building=self._building(model, groups),
+            saving=self._saving(model),
         )
 
     def _building(self, model: Model, groups: Sequence[Group]) -> int | None:
@@ -121,6 +121,14 @@ class FSDP2:
             most = max(most, there + parts)
             there += parts - unit
         return most
+
+    def _saving(self, model: Model) -> int | None:
+        """The largest parameter, gathered whole in its own dtype before it goes to the host (torch ``checkpoint/state_
+        dict.py: get_model_state_dict``, as accelerate ``utils/fsdp_utils.py: save_fsdp_model`` asks for it)."""
+        if self.run.fsdp.offload_params:
+            return None
+        each = (prod(shard(p.shape, self.ranks)) * self.ranks for m in model.modules for p, _ in m.parameters())
+        return rounded(max(each, default=0) * self.width) if self.ranks > 1 else 0
 
     def _kept(self, model: Model, groups: Sequence[Group]) -> list[Kept]:
         return kept_of(self.run, model, self.width, self.ranks)
@@ -169,40 +177,43 @@ class FSDP2:
 
     def passes(self, model: Model, groups: Sequence[Group], *, fresh: bool) -> list[Concurrent]:
         """What is there beside every place, without the root's whole parameters."""
-        forward = self._forward(model, groups)
+        forward, entering = self._forward(model, groups)
         backward, gradients, reducing, gone, gone_then = self._backward(model, groups, fresh=fresh)
         return [
-            Concurrent(f, b, b, least, g, *they)
-            for f, b, least, g, *they in zip(forward, backward, reducing, gradients, gone, gone_then, strict=True)
+            Concurrent(f, b, b, least, g, there, then, first)
+            for f, b, least, g, there, then, first in zip(
+                forward, backward, reducing, gradients, gone, gone_then, entering, strict=True
+            )
         ]
 
     def _resharded(self, group: Group) -> bool:
         """After forward; of the root it does not matter, since backward starts with it."""
         return not group.root and self.run.fsdp.reshard_after_forward is not False
 
-    def _forward(self, model: Model, groups: Sequence[Group]) -> list[int]:
+    def _forward(self, model: Model, groups: Sequence[Group]) -> tuple[list[int], list[int]]:
+        """At every place: what is there while it runs, and when its unit is gathered: then the output before is still
+        there, which a variable holds to the end of the copy (``wait_for_unshard: prev_all_gather_state``)."""
         at = {place: g for g in groups for place in g.places}
         whole = 0
         last = next((g.output for g in groups if g.root), 0) if self.keeps_output else 0
         entered: set[int] = set()
         found = []
+        entering = [0] * model.number
         for place in range(model.number):
             group = at.get(place)
             if group is not None and not group.root and group.places[0] not in entered:
                 entered.add(group.places[0])
+                if self.keeps_output:
+                    gathered = whole + last + group.output + max(group.whole, group.cast)
+                    entering[place] = gathered + hidden_bytes(self.run)
                 whole, last = whole + group.whole, group.output if self.keeps_output else 0
             loss_outside = place == model.places.loss and (group is None or not group.root)
             found.append(whole + (0 if loss_outside else last))
-            if place == 0 and (group is None or group.root):
-                # The first unit is gathered, from a copy of its shard where that is cast, before the root's goes.
-                following = next((g for g in groups if not g.root), None)
-                if following is not None and self.keeps_output:
-                    found[0] += following.output + following.cast
             if self.run.fsdp.forward_prefetch and group is not None and not group.root:
                 found[place] += self._gathered_ahead(groups, group)
             if group is not None and place == group.places[-1] and self._resharded(group):
                 whole -= group.whole
-        return found
+        return found, entering
 
     def _gathered_ahead(self, groups: Sequence[Group], group: Group) -> int:
         """What of the unit after ``group`` is there while that runs forward."""
@@ -272,11 +283,11 @@ class FSDP2:
         return backward, gradients, reducing, gone_at, gone_then
 
     def _whole_gradients(self, model: Model) -> list[int]:
-        """Of every place, as autograd makes them; a tied weight's with the output layer."""
+        """Of every place, as autograd makes them."""
         sizes = [0] * model.number
         for module in model.modules:
             nbytes = sum(times * rounded(p.numel * self.compute_width) for p, times in module.trained_parameters())
-            sizes[made_at(self.run, model, module)] += nbytes
+            sizes[module.place] += nbytes
         return sizes
 
     def _all_reduced(self, group: Group) -> int:

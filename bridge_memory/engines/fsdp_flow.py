@@ -22,6 +22,7 @@ from bridge_memory.releases import (
     FSDP_PREFETCH_FITS_UNITS,
     FSDP_PREFETCHES_AHEAD,
     FSDP_REDUCES_EACH_PARAMETER,
+    FSDP_ROOT_ALONE,
 )
 from bridge_memory.workspaces.allocator import block_rest
 
@@ -55,6 +56,12 @@ class Flow:
                 low, _ = self.of_place.get(b.first, (i, i))
                 self.of_place[b.first] = low, i + 1
         self.budget, self.capacity = self._budget(units, limit)
+        self.pools = 0
+        #: Buckets with a buffer that stays.
+        self.pooled: frozenset[int] = frozenset()
+        self.double = sharding.run.data_parallel.fsdp_double_buffer and bool(self.of_place)
+        if self.double:
+            self._in_pools()
 
     def _budget(self, units: Sequence[Unit], limit: int | None) -> tuple[int | None, int | None]:
         """Elements gathered ahead (before ``FSDP_PREFETCHES_AHEAD``: at once), and elements that wait to be reduced.
@@ -73,6 +80,64 @@ class Flow:
             size = max(size, two or limit or 0)
         return size // 2, size
 
+    def _in_pools(self) -> None:
+        """Two buffers for each bucket of a unit, of weights, of what fp8 weights are beside in backward, and of
+        gradients (``FixedPoolAllocator``: of the units that are most alike; ``MaxPoolAllocator``: as large as the
+        largest, for all). With buffers for what does not fit, everything else has its own."""
+        options, sharding = self.sharding.run.data_parallel, self.sharding
+        kinds: dict[tuple[int, ...], list[int]] = {}
+        for place, (low, high) in self.of_place.items():
+            kinds.setdefault(tuple(b.numel for b in self.buckets[low:high]), []).append(place)
+
+        def sizes(place: int) -> list[int]:
+            low, high = self.of_place[place]
+            return [
+                sharding.whole_weights(b, backward=True) + sharding.whole_gradients(b) for b in self.buckets[low:high]
+            ]
+
+        if options.megatron_fsdp_max_pool_double_buffer:
+            places = list(self.of_place)
+            ordered = [sorted(sizes(place), reverse=True) for place in places]
+            most = max(map(len, ordered))
+            self.pools = 2 * sum(max(one[i] for one in ordered if i < len(one)) for i in range(most))
+        else:
+            places = max(kinds.values(), key=len)
+            self.pools = 2 * sum(sizes(places[0]))
+        pooled = {i for place in places for i in range(*self.of_place[place])}
+        if options.fsdp_db_use_persist_buf_on_alloc_fail:
+            for i, b in enumerate(self.buckets):
+                if i not in pooled:
+                    # Whole weights outside of units stay in any case.
+                    self.pools += sharding.whole_gradients(b)
+                    self.pools += sharding.whole_weights(b, backward=True) if b.unit else 0
+            pooled = set(range(len(self.buckets)))
+        self.pooled = frozenset(pooled)
+        for backward in (False, True):
+            self.bytes[backward] = [
+                0,
+                *accumulate(
+                    sharding.whole_weights(b, backward) if b.unit and i not in self.pooled else 0
+                    for i, b in enumerate(self.buckets)
+                ),
+            ]
+
+    def _two_units(self, low: int, high: int, backward: bool) -> tuple[int, int]:
+        """At most one unit beside that which runs; beside what is in no unit none, or two (``AllGatherPipeline``)."""
+        if not self.buckets[low].unit:
+            places: set[int | None] = set()
+            while not FSDP_ROOT_ALONE(self.impl) and high < len(self.buckets):
+                b = self.buckets[high]
+                places.add(b.first if b.unit else None)
+                if len(places) > 2:
+                    break
+                high += 1
+            return low, high
+        ranges = [self.of_place[place] for place in sorted(self.of_place)]
+        at = next(i for i, (first, _) in enumerate(ranges) if first == low)
+        if backward:
+            return (ranges[at - 1][0] if at else low), high
+        return low, (ranges[at + 1][1] if at + 1 < len(ranges) else high)
+
     def engine_bytes(self) -> EngineBytes:
         """What is there beside each link of the chunk."""
         forward, backward = self.gathered(backward=False), self.gathered(backward=True)
@@ -86,6 +151,13 @@ class Flow:
 
     def _window(self, low: int, high: int, backward: bool) -> tuple[int, int]:
         """The buckets that are whole while ``low`` to ``high`` are needed: these, and what is gathered ahead."""
+        first, last = self._ahead(low, high, backward)
+        if self.double:
+            least, most = self._two_units(low, high, backward)
+            return max(first, least), min(last, most)
+        return first, last
+
+    def _ahead(self, low: int, high: int, backward: bool) -> tuple[int, int]:
         budget = self.budget
         if budget is None:
             return (max(0, low - 1), high) if backward else (low, min(len(self.buckets), high + 1))
@@ -141,8 +213,8 @@ class Flow:
         sharding = self.sharding
         each = FSDP_REDUCES_EACH_PARAMETER(self.impl)
         at_place: list[list[Bucket]] = [[] for _ in range(self.places.loss + 1)]
-        for b in reversed(self.buckets):
-            if not b.frozen:
+        for i, b in reversed(list(enumerate(self.buckets))):
+            if not b.frozen and i not in self.pooled:
                 for place in {b.first, b.last}:
                     at_place[place].append(b)
         found: list[Concurrent] = []

@@ -9,12 +9,14 @@ distributed_data_parallel.py`` (buffers by group). Every figure is bytes on one 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from operator import add
 from typing import NamedTuple
 
 from bridge_memory.components import Provenance, Role, State
 from bridge_memory.engines.engine import Line, OfChunks, StageState
 from bridge_memory.engines.optimizer_states import (
+    OptimizerState,
     Over,
     copies_in_step,
     gradient_width,
@@ -89,8 +91,16 @@ class MegatronDDP:
         self.rest_states = self.states if rests and not offloaded else ()
         self.rests = rests
         self.copies_gradients = keeps_fp32_gradient_copies(run)
-        self.lines = tuple(line for experts in (False, True) for line in self._lines(experts, adapters))
-        self.columns, at = self._columns()
+        divided = tuple([self.distributed and somewhere(world > 1) for world in self.worlds])
+        self.lines = (
+            *_lines(False, adapters, self.fp8, self.frozen, divided[False], "dp x cp", self.states),
+            *_lines(True, adapters, self.fp8, self.frozen, divided[True],
+                    "edp" if self.own_expert_buffers else "dp x cp", self.states),
+        )  # fmt: skip
+        self.columns, at = _columns(
+            precision.fp8_recipe, self.width, self.distributed, self.frozen, self.fp8_parameters and self.distributed,
+            self.states, self.rest_states, self.rests, self.copies_gradients and not self.expandable,
+        )  # fmt: skip
         self._weights_at = at.get((rounded_bytes, self.width), 0)
         self._unmapped_at = at.get((rounded_bytes_of_others, self.width), 0)
         self._weight_rests_at = at.get((_rest, self.width), 0)
@@ -103,50 +113,17 @@ class MegatronDDP:
         self._chunks: OfChunks[ChunkState] = OfChunks()
         self.adapters = MegatronDDP(run, adapters=True) if self.frozen else None
 
-    def _lines(self, experts: bool, adapters: bool) -> Iterator[Line]:
-        exact, base = Provenance.EXACT, "etp x ep" if experts else "tp"
-        yield Line(Role.WEIGHTS, State.PARAMETERS, "weights", experts, exact, adapters, base)
-        if self.fp8:
-            yield Line(Role.WEIGHTS, State.FP8_COPIES, "fp8 weight copies", experts, exact, adapters, base)
-        if not self.frozen:
-            yield Line(Role.GRADIENTS, State.GRADIENTS, "gradients", experts, exact, adapters, base)
-        if self.distributed and somewhere(self.worlds[experts] > 1):
-            base = f"{base} x {'edp' if experts and self.own_expert_buffers else 'dp x cp'}"
-        for state in self.states:
-            yield Line(Role.OPTIMIZER, state.state, state.name, experts, state.provenance, adapters, base)
-
-    def _columns(self) -> tuple[tuple[Column, ...], dict[Column, int]]:
-        """What is summed over parameters, and where each sum is."""
-        columns: list[Column] = [
-            (elements, 0), (aligned_elements, PARAM_ALIGNMENT), (gemm_elements, 0), (matrix_elements, 0),
-            (gemm_tensors, 0), _SCALES.get(self.run.precision.fp8_recipe, (no_scales, 0)),
-        ]
-        if not self.distributed or self.frozen:
-            columns.append((rounded_bytes, self.width))
-        if self.fp8_parameters and self.distributed:
-            columns.append((rounded_bytes_of_others, self.width))
-        if not self.sharded:
-            columns += [(rounded_bytes, state.width) for state in self.states]
-        if self.rests and not self.distributed:
-            columns.append((_rest, self.width))
-        columns += [(_RESTS[state.over], state.width) for state in self.rest_states]
-        if self.copies_gradients and not self.expandable:
-            columns.append((_rest, 4))
-        distinct = tuple(dict.fromkeys(columns))
-        return distinct, {column: i for i, column in enumerate(distinct)}
-
     def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
         """What a stage of ``chunks`` keeps."""
         amounts = [0] * len(self.lines)
         parameters = rests = copies = 0
         # Of later stages and chunks a buffer is one bucket (``DistributedDataParallel.__init__``: disable_bucketing).
         starts = bool(chunks) and _starts_the_model(chunks[0], self.run)
-        for index, units in enumerate(chunks):
-            found = self._chunks.get(units, starts and index == 0, self.chunk)
-            parameters += found.parameters
-            rests += found.rests
-            copies += found.gradient_copies
-            amounts = list(map(add, amounts, found.amounts))
+        for found, times in self._counted(chunks, starts):
+            parameters += times * found.parameters
+            rests += times * found.rests
+            copies += times * found.gradient_copies
+            amounts = [n + times * more for n, more in zip(amounts, found.amounts, strict=True)]
         lines, whole = self.lines, amounts
         if self.adapters is not None:
             of_adapters = [0] * len(self.adapters.lines)
@@ -158,6 +135,19 @@ class MegatronDDP:
             lines, whole = (*lines, *self.adapters.lines), [*amounts, *of_adapters]
         kept = tuple((line, n) for line, n in zip(lines, whole, strict=True) if somewhere(n))
         return StageState(parameters, kept, rests, copies, in_step=copies_in_step(self.run, self.states, kept))
+
+    def _counted(self, chunks: Sequence[Sequence[Unit]], starts: bool) -> Iterator[tuple[ChunkState, int]]:
+        """What chunks of a stage keep, and how many of them do."""
+        times: dict[int, int] = {}
+        first = id(chunks[0]) if starts else None
+        if starts:
+            yield self._chunks.get(chunks[0], True, self.chunk), 1
+        for units in chunks:
+            times[id(units)] = times.get(id(units), 0) + 1
+        for units in {id(units): units for units in chunks}.values():
+            number = times[id(units)] - (id(units) == first)
+            if number:
+                yield self._chunks.get(units, False, self.chunk), number
 
     def chunk(self, units: Sequence[Unit], in_buckets: bool) -> ChunkState:
         """What one chunk keeps; ``in_buckets``: its buffers may have more than one bucket."""
@@ -318,6 +308,54 @@ class MegatronDDP:
         total += block_rest(numel * self.width) if self.distributed else sums[self._weight_rests_at]
         shards = world if self.distributed else 1
         return total + sum([sums[at] // shards for at in self._rests_at])
+
+
+@lru_cache(maxsize=256)
+def _lines(
+    experts: bool, adapters: bool, fp8: bool, frozen: bool, divided: bool, group: str,
+    states: tuple[OptimizerState, ...],
+) -> tuple[Line, ...]:  # fmt: skip
+    """Lines of model state; ``divided``: states are, over ``group``."""
+    exact, base = Provenance.EXACT, "etp x ep" if experts else "tp"
+    out = [Line(Role.WEIGHTS, State.PARAMETERS, "weights", experts, exact, adapters, base)]
+    if fp8:
+        out.append(Line(Role.WEIGHTS, State.FP8_COPIES, "fp8 weight copies", experts, exact, adapters, base))
+    if not frozen:
+        out.append(Line(Role.GRADIENTS, State.GRADIENTS, "gradients", experts, exact, adapters, base))
+    if divided:
+        base = f"{base} x {group}"
+    out += [Line(Role.OPTIMIZER, s.state, s.name, experts, s.provenance, adapters, base) for s in states]
+    return tuple(out)
+
+
+@lru_cache(maxsize=256)
+def _columns(
+    recipe: str, width: int, distributed: bool, frozen: bool, others: bool, states: tuple[OptimizerState, ...],
+    rest_states: tuple[OptimizerState, ...], rests: bool, copies: bool,
+) -> tuple[tuple[Column, ...], dict[Column, int]]:  # fmt: skip
+    """What is summed over parameters, and where each sum is.
+
+    ``width``: bytes of a parameter. ``others``: parameters that are no fp8 tensors have a buffer of their own;
+    ``rest_states``: of these the allocator adds rests, where there are ``rests``; ``copies``: gradients have some in
+    fp32.
+    """
+    columns: list[Column] = [
+        (elements, 0), (aligned_elements, PARAM_ALIGNMENT), (gemm_elements, 0), (matrix_elements, 0),
+        (gemm_tensors, 0), _SCALES.get(recipe, (no_scales, 0)),
+    ]
+    if not distributed or frozen:
+        columns.append((rounded_bytes, width))
+    if others:
+        columns.append((rounded_bytes_of_others, width))
+    if not distributed:
+        columns += [(rounded_bytes, state.width) for state in states]
+    if rests and not distributed:
+        columns.append((_rest, width))
+    columns += [(_RESTS[state.over], state.width) for state in rest_states]
+    if copies:
+        columns.append((_rest, 4))
+    distinct = tuple(dict.fromkeys(columns))
+    return distinct, {column: i for i, column in enumerate(distinct)}
 
 
 class ChunkState(NamedTuple):

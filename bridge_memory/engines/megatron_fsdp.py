@@ -49,6 +49,8 @@ class ChunkState(NamedTuple):
     gathered: int
     gathered_between_steps: int
     gradient_copies: int
+    #: Buffers of units that stay; all chunks share them.
+    pools: int
     #: What the allocator adds to buffers.
     rests: int
     concurrent: EngineBytes
@@ -92,6 +94,7 @@ class MegatronFSDP:
             in_step=copies_in_step(self.run, self.states, kept),
             rests=sum(chunk.rests for chunk in found),
             gradient_copies=sum(chunk.gradient_copies for chunk in found),
+            pools=max((chunk.pools for chunk in found), default=0),
             gathered=sum(chunk.gathered for chunk in found),
             gathered_between_steps=sum(chunk.gathered_between_steps for chunk in found),
             concurrent=tuple(chunk.concurrent for chunk in found),
@@ -113,7 +116,7 @@ class MegatronFSDP:
         flow = Flow(sharding, buckets, units, places, limit)
         return ChunkState(
             sum(b.numel for b in buckets), tuple(amounts), flow.root_bytes, flow.between_steps(), copies,
-            self._rests([*buckets, *adapters]), flow.engine_bytes(),
+            flow.pools, self._rests([*buckets, *adapters]), flow.engine_bytes(),
         )
 
     def _amounts(self, buckets: Sequence[Bucket], units: Sequence[Unit], adapters: bool) -> Iterator[int]:

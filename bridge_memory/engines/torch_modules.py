@@ -88,20 +88,13 @@ def rounded(nbytes: int) -> int:
     return pad(nbytes, ALLOCATION_UNIT)
 
 
-def made_at(run: RunSpec, model: Model, module: Module) -> int:
-    """The place in whose backward pass the first gradient of a module's parameters is made: the output layer's where
-    that is tied to the embedding."""
-    if module.label is Label.EMBEDDING and run.model.share_embeddings_and_output_weights:
-        return model.places.loss
-    return module.place
-
-
-def made_before(run: RunSpec, model: Model, sizes: Sequence[int]) -> list[int]:
+def made_before(model: Model, sizes: Sequence[int]) -> list[int]:
     """At every place what its backward finds of the gradients that later places have made; ``sizes``: of each
-    module."""
+    module. What the output layer makes of a tied weight is no gradient yet: it waits in autograd, and the chain of
+    blocks counts it (``inventory/transformers/chain.py``)."""
     made = [0] * (model.number + 1)
     for module, nbytes in zip(model.modules, sizes, strict=True):
-        made[made_at(run, model, module)] += nbytes
+        made[module.place] += nbytes
     for place in reversed(range(model.number)):
         made[place] += made[place + 1]
     return made[1:]
@@ -110,7 +103,7 @@ def made_before(run: RunSpec, model: Model, sizes: Sequence[int]) -> list[int]:
 def beside_made(run: RunSpec, model: Model, sizes: Sequence[int]) -> list[Concurrent]:
     """The same beside each place: nothing where gradients accumulate, since all are there from the first microbatch
     on; ``sizes``: of each module's gradients."""
-    made = made_before(run, model, [0] * len(sizes) if accumulates(run) else sizes)
+    made = made_before(model, [0] * len(sizes) if accumulates(run) else sizes)
     return [Concurrent(0, n, n, gradients=n) for n in made]
 
 
@@ -193,7 +186,7 @@ def lines(run: RunSpec, *, fresh: bool, shard_name: str, adapters: bool) -> list
     exact = Provenance.EXACT
     return [
         Line(Role.WEIGHTS, State.PARAMETERS, "weights", False, exact, False, shard_name),
-        Line(Role.GRADIENTS, State.GRADIENTS, "gradients", False, exact, adapters, shard_name, fresh),
+        Line(Role.GRADIENTS, State.GRADIENTS, "gradients", False, exact, adapters, shard_name, fresh, True),
         *(
             Line(Role.OPTIMIZER, s.state, s.state.value, False, exact, adapters, shard_name)
             for s in torch_states(run)

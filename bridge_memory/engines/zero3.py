@@ -81,7 +81,8 @@ class ZeRO3:
     ) -> int | None:
         """Whole weights, divided one by one; then, without any, main parameters beside zeros of the largest sub-group
         (``initialize_optimizer_states``); at last all that is ``kept`` but the optimizer's states, which the first step
-        makes. None where states are offloaded.
+        makes, and beside it each trained parameter whole in turn (``create_reduce_and_remove_grad_hooks``). None where
+        states are offloaded.
         """
         if self.offloads or self.offloads_parameters:
             return None
@@ -91,6 +92,7 @@ class ZeRO3:
         largest = rounded(max((w.part for w in weights), default=0) * self.width)
         states = zero_states(self.run)
         made = sum([nbytes for line, nbytes in kept if line.state not in states])
+        made += rounded(max((w.numel for w in weights if w.trains and not w.stays), default=0) * self.width)
         return max(whole + largest, divided + main + rounded(max(groups, default=0) * self.main_width), made)
 
     def _gathered(self, weights: Sequence[Weight]) -> int:

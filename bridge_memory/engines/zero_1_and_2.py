@@ -15,7 +15,6 @@ with bf16 parameters and fp32 gradients), ``runtime/engine.py: _do_optimizer_san
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from bridge_memory.components import Provenance, Role, State
 from bridge_memory.engines.engine import Line, StageState
@@ -29,7 +28,8 @@ from bridge_memory.engines.torch_modules import (
     parameter_width,
     rounded,
 )
-from bridge_memory.inventory.chain import Concurrent, Label
+from bridge_memory.engines.zero_buckets import Flat, Gradient, Widths, replay
+from bridge_memory.inventory.chain import Concurrent
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import Unit, chunk_units
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
@@ -39,20 +39,6 @@ from bridge_memory.spec.layout import layout
 ALIGNMENT = 2
 #: Bytes of an element in which norms are taken (``zero/utils.py: get_norm_dtype``).
 NORM_WIDTH = 8
-
-
-class Flat(NamedTuple):
-    """The trained parameters of a model, one after the other, in elements."""
-
-    numel: int
-    padded: int
-    #: Of one partition. Of the fullest rank's: the parameters that lie in it wholly or in part, and the largest part of
-    #: one parameter; and which rank that is.
-    partition: int
-    touched: int
-    largest: int
-    fullest: int
-    frozen_bytes: int
 
 
 class ZeRO12:
@@ -74,6 +60,8 @@ class ZeRO12:
         )
         #: fp32 partition of gradients into which reductions are added.
         self.compact = self.accumulated_width == 4 != self.width
+        communicated = DTYPE_BYTES[z.communication_data_type] if z.communication_data_type else self.width
+        self.widths = Widths(self.width, communicated, self.compact)
         self.main_width = 2 if z.bf16_master_weights_and_grads else 4
         self.state_width = 2 if z.bf16_optimizer_states else 4
 
@@ -83,15 +71,16 @@ class ZeRO12:
         """What every rank keeps."""
         run = self.run
         model = model_of(run, chunks[0])
-        flat = flat_of(model, self.ranks, self.width, dealt=run.deepspeed.round_robin_gradients)
+        flat = self.flat(model)
         many = accumulates(run)
         gradients, whole = self._gradients(flat), 0
-        if (self.stage_number == 1 and not self.overlaps) or self.of_bf16_optimizer:
+        if self.stage_number == 1 and (many or not self.overlaps or self.of_bf16_optimizer):
             whole = self._whole(model)
-        kept = list(self._amounts(flat, gradients, fresh=not many or not self.in_hooks))
+        kept = list(self._amounts(flat, gradients, fresh=self._is_fresh(many=many)))
         if self.of_bf16_optimizer:
             own = Line(
-                Role.GRADIENTS, State.GRADIENTS, "gradients in bf16", False, adapters=run.peft.freezes, fresh=not many
+                Role.GRADIENTS, State.GRADIENTS, "gradients in bf16", False, adapters=run.peft.freezes, fresh=not many,
+                zeroed=True,
             )
             kept.append((own, whole))
         host: list[tuple[str, int]] = []
@@ -138,7 +127,7 @@ class ZeRO12:
         stays = self.of_bf16_optimizer
         yield Line(
             Role.GRADIENTS, State.GRADIENTS, "gradients" if stays else "gradients of the partition", False, exact,
-            adapters, "" if stays else shard, fresh and not stays,
+            adapters, "" if stays else shard, fresh and not stays, not stays,
         ), gradients
         yield Line(
             Role.OPTIMIZER, State.MAIN_PARAMETERS, "main parameters", False, exact, adapters, shard
@@ -174,7 +163,7 @@ class ZeRO12:
         bucket = 0 if self.of_bf16_optimizer else one * (2 if self.overlaps else 1)
         if not self.in_hooks:
             sizes = [self._own_bytes(m) for m in model.modules]
-            made = made_before(run, model, [0 if many else n for n in sizes])
+            made = made_before(model, [0 if many else n for n in sizes])
             # The bucket waits for the last microbatch from the first gradient on.
             there = bucket if many else 0
             stay = self.of_bf16_optimizer
@@ -185,73 +174,101 @@ class ZeRO12:
                 copied = rounded(flat.padded * width) if width != 4 else 0
                 found[0] = found[0]._replace(least_backward=(0 if many else whole) + copied)
             else:
-                # Gradients that are moved into the bucket leave their own tensors; one that is larger stays.
-                first = next((p.numel for m in model.modules for p, _ in m.trained_parameters()), 0)
-                moved = min(one, whole) if first <= z.reduce_bucket_size else 0
-                left = (0 if many else whole) - moved
+                least, gone = self._at_end(model, flat, gradients, whole, one)
                 found[0] = found[0]._replace(
-                    least_backward=left + bucket + gradients, gone_at_least=moved if many else 0
+                    least_backward=least + bucket - (whole if many else 0), gone_at_least=gone if many else 0
                 )
             return found
-        copies, reduced, last = self._reductions(model, flat)
-        # What the output layer makes for a table that is the embedding's too is whole with the embedding's gradient.
-        tied = self.run.model.share_embeddings_and_output_weights
-        tables = [m if tied and m.label is Label.EMBEDDING else None for m in model.modules]
-        waits = made_before(run, model, [0 if m is None else self._own_bytes(m) for m in tables])
-        found = []
-        own = gradients if many and not self.compact else 0
-        new = own if many else gradients
-        for place in range(model.number):
-            there = gradients if place <= reduced else 0
-            held = bucket + copies[place] + (there if not many else 0) + (own if place <= reduced else 0) + waits[place]
-            least = 0
-            if place == model.places.loss:
-                held, least = 0, held
-            elif place == reduced == model.places.norm:  # its one gradient comes last
-                least, held = held + hidden_bytes(run), bucket + copies[place]
-                there = 0
-            if place == 0:
-                # Once all gradients lie in the bucket it is reduced, and the partition's are copied out of it.
-                least = max(least, bucket + max(last + (new if reduced >= 0 else 0), new))
-            found.append(Concurrent(0, held, held, least, gradients=0 if many or not held else there))
+        waits = [self._own_bytes(m) if many and self.stage_number == 1 else 0 for m in model.modules]
+        return self._in_hooks(model, flat, gradients, bucket, made_before(model, waits))
+
+    def _at_end(self, model: Model, flat: Flat, gradients: int, whole: int, one: int) -> tuple[int, int]:
+        """(the most beside the bucket while whole gradients are reduced after backward, what of them is gone then).
+        Those that are moved into the bucket leave their own tensors; one that is larger stays."""
+        least, gone, own = 0, 0, 0
+        for r in replay(self.run, flat, self.widths, self._gradients_of(model)).reductions:
+            moved = min(rounded(r.elements * self.width), whole) if one and not r.waiting else gone
+            there = whole - moved + max(r.copied + own, gradients if r.own else own)
+            own = gradients if r.own else own
+            if there > least:
+                least, gone = there, moved
+            else:
+                gone = moved
+        return least, gone
+
+    def _gradients_of(self, model: Model) -> list[Gradient]:
+        """In the order of the model."""
+        found, at = [], 0
+        for module in model.modules:
+            for p, times in module.trained_parameters():
+                for _ in range(times):
+                    found.append(Gradient(module.place, at, p.numel))
+                    at += p.numel
         return found
 
-    def _reductions(self, model: Model, flat: Flat) -> tuple[list[int], int, int]:
-        """(at every place what a reduction of the bucket that is full copies, the place of the first of them, what the
-        reduction after backward copies). The place is -1 where the bucket is never full before.
+    def flat(self, model: Model) -> Flat:
+        """Of the fullest rank: the one with most in its partition, the first, or the last, whichever has most when a
+        bucket is reduced. The order in which gradients are reduced may make it the first or the last."""
+        dealt = self.run.deepspeed.round_robin_gradients
+        found = flat_of(model, self.ranks, self.width, dealt=dealt)
+        ranks = dict.fromkeys((found.fullest, 0, self.ranks - 1))
+        flats = [flat_of(model, self.ranks, self.width, dealt=dealt, rank=rank) for rank in ranks]
+        return max(flats, key=lambda flat: self._most_reducing(model, flat))
 
-        A bucket whose gradients belong to more than one partition is joined anew from their slices (``allreduce_
-        bucket: self.flatten``).
-        """
-        z = self.run.deepspeed
-        copies = [0] * model.number
-        end = flat.numel
-        elements, first, top, largest = 0, -1, end, 0
-        for module in reversed(model.modules):
-            for p, times in reversed(list(module.trained_parameters())):
-                for _ in range(times):
-                    if elements and elements + p.numel > z.reduce_bucket_size:
-                        copied = self._copied(flat, elements, end, top, largest)
-                        copies[module.place] = max(copies[module.place], copied)
-                        first = max(first, module.place)
-                        elements, top, largest = 0, end, 0
-                    elements += p.numel
-                    end -= p.numel
-                    largest = max(largest, p.numel)
-        last = self._copied(flat, elements, end, top, largest) if elements and flat.partition else 0
-        return copies, first, last
+    def _most_reducing(self, model: Model, flat: Flat) -> tuple[int, int]:
+        """(what reductions in hooks leave of this rank's, summed up: those are there longest beside activations;
+        the most that reductions have)."""
+        gradients = self._gradients(flat)
+        if self.of_bf16_optimizer:
+            return 0, gradients
+        if not self.in_hooks:
+            one = rounded(self.run.deepspeed.reduce_bucket_size) if self.run.deepspeed.contiguous_gradients else 0
+            return 0, self._at_end(model, flat, gradients, self._whole(model), one)[0]
+        own = most = left = 0
+        for r in replay(self.run, flat, self.widths, reversed(self._gradients_of(model))).reductions:
+            after = gradients if r.own else own
+            most = max(most, r.waiting + r.trigger + max(r.copied + own, after))
+            own, left = after, left + after
+        return left, most
 
-    def _copied(self, flat: Flat, elements: int, end: int, top: int, largest: int) -> int:
-        """Bytes that the reduction of a bucket with these parameters makes: slices joined where there are several, and
-        in fp32 each that is added to the partition's gradients."""
-        several = (top - 1) // flat.partition != end // flat.partition
-        if elements > self.run.deepspeed.reduce_bucket_size:  # One that does not fit stays in its own tensor.
-            return rounded(elements * self.width)
-        if not self.run.deepspeed.reduce_scatter:  # reduced in the bucket itself
-            return rounded(largest * 4) if self.compact else 0
-        if self.compact:
-            return rounded(elements * self.width) * (largest < elements) + rounded(largest * 4)
-        return rounded(elements * self.width) if several else 0
+    def _in_hooks(
+        self, model: Model, flat: Flat, gradients: int, bucket: int, gone: Sequence[int]
+    ) -> list[Concurrent]:  # fmt: skip
+        """Buckets, and what reductions during backward make and leave; ``gone``: at every place, of the gradients of
+        earlier microbatches, what the last backward has taken into buckets."""
+        fresh, last_alone = self._is_fresh(many=accumulates(self.run)), self.run.num_microbatches == 2
+        #: Gradients of the partition, beyond those that are there throughout.
+        new = gradients if fresh or not self.compact else 0
+        contiguous = self.run.deepspeed.contiguous_gradients
+        events, pending = replay(self.run, flat, self.widths, reversed(self._gradients_of(model)))
+        #: Stage 1 has its buckets from the first microbatch on.
+        waits = bucket if accumulates(self.run) and self.stage_number == 1 else 0
+        own, found = 0, []
+        for place in reversed(range(model.number)):
+            beside = own + pending.get(place, 0)
+            here = [r for r in events if r.place == place]
+            for r in here:
+                left = (new if r.own else own) if contiguous else own + r.kept
+                beside = max(beside, r.waiting + max(r.copied + own, left if contiguous else 0))
+                own = left
+            moved = min(gone[place], gone[place] if last_alone else beside)
+            held, least = bucket + beside - moved, 0
+            if place == model.places.loss:
+                held, least = waits, held
+            elif place == model.places.norm and here:  # its one gradient comes last
+                held, least = bucket - moved, held + hidden_bytes(self.run)
+            if place == 0:
+                # Once all gradients lie in the bucket it is reduced, and the partition's are copied out of it.
+                for r in events:
+                    if r.place == -1:
+                        least = max(least, bucket + r.waiting - moved + max(r.copied + own, new if contiguous else 0))
+            there = own if fresh else 0
+            found.append(Concurrent(waits, held, held, least, max(0, min(there, held)), moved, moved))
+        return found[::-1]
+
+    def _is_fresh(self, *, many: bool) -> bool:
+        """Whether gradients of the partition are made anew by every backward pass."""
+        return not many or self.stage_number == 1
 
     def _step(self, flat: Flat, gradients: int) -> tuple[int, str]:
         """(bytes, name) of the most that the step has beyond what is kept and the gradients of the partition."""
@@ -275,9 +292,9 @@ class ZeRO12:
         return most, name if most == flattened else f"{name} and the optimizer's temporaries"
 
 
-def flat_of(model: Model, ranks: int, width: int, *, dealt: bool = False) -> Flat:
+def flat_of(model: Model, ranks: int, width: int, *, dealt: bool = False, rank: int | None = None) -> Flat:
     """Parameters in the order of the model, which is that of the optimizer's only group; or ``dealt`` out over the
-    ranks one by one (``_round_robin_reorder``)."""
+    ranks one by one (``_round_robin_reorder``). ``rank``: the one that is meant, else the fullest."""
     each = [p.numel for m in model.modules for p, times in m.trained_parameters() for _ in range(times)]
     if dealt:
         each = [n for rank in range(ranks) for n in each[rank::ranks]]
@@ -289,9 +306,9 @@ def flat_of(model: Model, ranks: int, width: int, *, dealt: bool = False) -> Fla
     for n, times in sizes:
         for _ in range(times):
             low, high = at // partition, (at + n - 1) // partition
-            for rank in range(low, high + 1):
-                touched[rank] += n
-                largest[rank] = max(largest[rank], min(at + n, (rank + 1) * partition) - max(at, rank * partition))
+            for r in range(low, high + 1):
+                touched[r] += n
+                largest[r] = max(largest[r], min(at + n, (r + 1) * partition) - max(at, r * partition))
             at += n
     frozen = sum(
         times * rounded(p.numel * width) for m in model.modules for parameters, times in m.frozen.rows
@@ -299,7 +316,9 @@ def flat_of(model: Model, ranks: int, width: int, *, dealt: bool = False) -> Fla
     )  # fmt: skip
     # In the step a rank has its gradients, and either all of them flattened and in fp32 or the largest in fp64.
     flattened = partition * (4 + width if width != 4 else 4)
-    fullest = max(range(ranks), key=lambda r: touched[r] * width + max(largest[r] * NORM_WIDTH, flattened))
+    fullest = rank
+    if fullest is None:
+        fullest = max(range(ranks), key=lambda r: touched[r] * width + max(largest[r] * NORM_WIDTH, flattened))
     return Flat(numel, padded, partition, touched[fullest], largest[fullest], fullest, frozen)
 
 
@@ -307,8 +326,7 @@ def fullest_rank(run: RunSpec) -> int:
     """The rank of ZeRO-1 or 2 that an estimate is of."""
     shape = layout(run.model, run.parallel).shapes(run.model)[0][0]
     model = model_of(run, chunk_units(run.model, shape, context_of(run)))
-    width = parameter_width(run)
-    return flat_of(model, run.parallel.data_parallel_size, width, dealt=run.deepspeed.round_robin_gradients).fullest
+    return ZeRO12(run).flat(model).fullest
 
 
 def zero_states(run: RunSpec) -> tuple[State, ...]:

@@ -14,6 +14,7 @@ from bridge_memory.releases import (
     ALL_GATHER_MAKES_TWO_OUTPUTS,
     ATTENTION_TOKENS_FIRST,
     FLASH_PADS_VALUES,
+    FP8_ATTENTION_KEEPS_ONE_STATISTIC,
     MASK_MADE_BY_EACH_LAYER,
     QKV_OUTPUT_HELD,
     RING_SUMS_AS_IT_GOES,
@@ -224,6 +225,8 @@ def core_attention(
             out = _context_parallel(r, qkv, rows=rows, q_width=q_width, kv_bytes=kv_bytes, out_bytes=out_bytes)
         else:
             lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False)
+            if fp8_attention(r):
+                return _in_fp8(r, qkv, lse, heads, q_width, kv_width, v_width, out_bytes, turned=turned)
             # FlashAttention makes gradients of keys and values for every head, and sums those of a group.
             expanded = 2 * q_bytes if grouped and kernel == "flash" else 0
             out = tape.make(
@@ -287,6 +290,53 @@ def core_attention(
     if turned:
         out = tape.make("core_attention output [s, b]", out, out_bytes, alias=True)
     return out
+
+
+def fp8_attention(r: Recorder) -> bool:
+    """Whether attention of this layer computes in fp8, which cuDNN's alone does (TE ``utils.py:
+    get_attention_backend``). Under context parallelism it is counted as if it did not."""
+    return r.ctx.fp8_attention and r.fp8 and r.ctx.cp == 1
+
+
+def _in_fp8(
+    r: Recorder, qkv: tuple[Tensor, ...], lse: Tensor, heads: int, q_width: int, kv_width: int, v_width: int,
+    out_bytes: int, *, turned: bool,
+) -> Tensor:  # fmt: skip
+    """cuDNN's attention in fp8: it keeps queries, keys and values in fp8, and of the output what its backward takes.
+
+    Of mxfp8 both layouts, whose scales are of heads and padded; the other recipes keep one. The delayed recipe's output
+    is quantized and made anew in 16 bits, and so are its gradients. Source: TE ``backends.py:
+    _fused_attn_forward_impl, _fused_attn_backward_impl``, ``utils.py: combine_and_quantize, mxfp8_transpose_swizzle``.
+    """
+    ctx, tape = r.ctx, r.tape
+    mxfp8, delayed = ctx.fp8_recipe == "mxfp8", ctx.fp8_recipe == "delayed"
+    d = q_width // heads
+    groups = kv_width // d
+
+    def quantized(width: int, n: int) -> int:
+        elements = ctx.tokens * width
+        if not mxfp8:
+            return elements
+        one = width // n
+        rows, columns = -(-(one // 32) // 4) * 4, -(-one // 128) * 128
+        return 2 * elements + ctx.tokens * n * rows + ctx.tokens // 32 * n * columns
+
+    value_head = v_width // groups
+    nbytes = quantized(q_width, heads) + quantized(kv_width, groups) + quantized(v_width, groups)
+    copy = tape.tensor("query, key and value in fp8", nbytes, grad=False)
+    statistics = [lse]
+    if not FP8_ATTENTION_KEEPS_ONE_STATISTIC(ctx.impl):
+        statistics.append(tape.tensor("softmax reciprocal sums", lse.bytes, grad=False))
+    small = tape.tensor("attention output in fp8", ctx.tokens * heads * value_head, grad=False)
+    also = (copy, *statistics, *((small,) if delayed else ()))
+    backward = 4 * ctx.tokens * q_width + 4 * ctx.tokens * heads + quantized(heads * value_head, heads)
+    if delayed:
+        backward += ctx.tokens * (q_width + kv_width + v_width)
+    out = tape.make(
+        "core_attention output", qkv, out_bytes, saves=also, save_output=not delayed, also=also,
+        backward_workspace=backward,
+    )
+    return tape.make("core_attention output [s, b]", out, out_bytes, alias=True) if turned else out
 
 
 def _softmax(r: Recorder, scores: Tensor, elements: int, sinks: int, made: Tensor | None, *, window: bool) -> Tensor:
@@ -378,6 +428,8 @@ def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = Tru
     no ``window`` with dropout. Where nothing is left the run is refused (``spec.validation: _check_kernels``).
     """
     ctx, chosen = r.ctx, r.ctx.impl.attention_kernel
+    if fp8_attention(r):
+        return "fused"
     if chosen == "unfused" or ctx.params_dtype == "fp32":
         return "unfused"
     by_choice = ctx.impl.attention_backend == "auto" and ctx.impl.prefers_flash

@@ -31,6 +31,8 @@ class Concurrent(NamedTuple):
     #: backward, and at the moment of ``least_backward``.
     gone: int = 0
     gone_at_least: int = 0
+    #: At some moment of its forward, without anything else of the link.
+    least_forward: int = 0
 
 
 NOTHING = Concurrent()
@@ -90,7 +92,7 @@ class Link(NamedTuple):
             beside, least = held.backward, at_end + max(beside, least)
         gone = held.gone_at_least if least > self.backward_peak + beside else held.gone
         return self._replace(
-            forward_peak=self.forward_peak + held.forward,
+            forward_peak=max(self.forward_peak + held.forward, held.least_forward),
             backward_peak=max(self.backward_peak + beside, least),
             backward_peak_held=max(self.backward_peak_held + beside, least),
             routed_peak=self.routed_peak + held.forward if self.routed_peak else 0,

@@ -15,6 +15,7 @@ from bridge_memory.releases import (
     EXPERTS_IN_ONE_PARAMETER,
     MTP_CHECKPOINT_DIFFERENTIATES,
     MTP_DEPTHS_RECOMPUTED,
+    MXFP8_ATTENTION,
     PACKING_IS_LOOKED_AT,
     UNMASKED_MAY_BE_PACKED,
 )
@@ -38,10 +39,21 @@ class HuggingFace(NamedTuple):
     adapter_width: int
     #: Gradients of a layer's weights are there until its backward pass is over (``RunSpec.layer_gradients_stay``).
     gradients_stay: bool = False
+    #: A weight's gradient is a tensor of its own, not the view that torch's linear gives (deepspeed ``runtime/zero/
+    #: linear.py: LinearFunctionForZeroStage3.backward``, which takes its place under ZeRO-3).
+    plain_gradients: bool = False
+    #: What the model returns is cloned (torch ``nn/parallel/distributed.py: _DDPSink.forward``).
+    clones_outputs: bool = False
 
     @property
     def autocast(self) -> bool:
         return self.spec.autocast is not None
+
+    @property
+    def attention(self) -> str:
+        """The attention implementation that runs: classes without sdpa are loaded with their own."""
+        asked = self.spec.attn_implementation
+        return "eager" if asked == "sdpa" and "sdpa" not in self.family.attention else asked
 
     def liger(self, *kernels: str) -> bool:
         """Whether one of these kernels of liger-kernel runs: asked for, and there for the family."""
@@ -78,6 +90,8 @@ class Settings(NamedTuple):
     fp8: str | None
     fp8_recipe: str
     fp8_param: bool
+    #: Whether attention computes in fp8 too.
+    fp8_attention: bool
     attention_softmax_in_fp32: bool
     impl: ImplementationSpec
     #: Whether layers rotate queries and keys.
@@ -189,6 +203,7 @@ class BlockContext:
     fp8: str | None
     fp8_recipe: str
     fp8_param: bool
+    fp8_attention: bool
     attention_softmax_in_fp32: bool
     impl: ImplementationSpec
     rotary: bool
@@ -216,7 +231,7 @@ class BlockContext:
         (
             self.hidden_size, self.act, self.residual, self.normalization, self.hidden_dropout,
             self.attention_dropout, self.params_dtype, self.fp8, self.fp8_recipe, self.fp8_param,
-            self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim,
+            self.fp8_attention, self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim,
             self.adapters, self.packed, self.hugging_face, self.residual_streams, self.fused_hyper_connections,
         ) = shelf.settings
         (
@@ -336,6 +351,7 @@ def settings_of(run: RunSpec) -> Settings:
         precision.fp8 or precision.fp4,
         precision.recipe,
         precision.quantized_param,
+        _fp8_attention(run),
         # Scaling by the layer number keeps the softmax in fp32 (TransformerConfig.__post_init__).
         precision.attention_softmax_in_fp32 or run.implementation.apply_query_key_layer_scaling,
         run.implementation,
@@ -349,10 +365,20 @@ def settings_of(run: RunSpec) -> Settings:
     )
 
 
+def _fp8_attention(run: RunSpec) -> bool:
+    """Of the recipes that are told of it (``fp8_utils.py: get_fp8_recipe``)."""
+    p, impl = run.precision, run.implementation
+    if not p.fp8_dot_product_attention or p.fp8 is None or not impl.te:
+        return False
+    return p.fp8_recipe in ("delayed", "tensorwise") or (p.fp8_recipe == "mxfp8" and MXFP8_ATTENTION(impl))
+
+
 def _hugging_face(run: RunSpec) -> HuggingFace:
     spec = run.transformers
     family = TORCHTITAN if run.implementation.torchtitan else family_of(run.model.model_type, spec)
     return HuggingFace(
         spec, family, DTYPE_BYTES[spec.autocast or run.compute_dtype],
         run.model.share_embeddings_and_output_weights, DTYPE_BYTES[run.adapters_dtype], run.layer_gradients_stay,
+        run.data_parallel.engine == "zero3",
+        run.data_parallel.engine == "ddp" and run.ddp.find_unused_parameters and not run.ddp.static_graph,
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from math import lcm
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -107,10 +107,38 @@ def _ceiled(value: np.ndarray) -> np.ndarray:
     return value if value.dtype.kind in "iu" else np.ceil(value).astype(np.int64)
 
 
+def distinct(values: np.ndarray) -> np.ndarray:
+    """Every number once, the smallest first: ``np.unique``, which would import masked arrays for it."""
+    ordered = np.sort(values, axis=None)
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])] if ordered.size else ordered
+
+
+def numbered(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(every number once, the smallest first; which of them each value is)."""
+    few = distinct(values)
+    return few, np.searchsorted(few, values)
+
+
+def numbered_rows(rows: np.ndarray) -> tuple[list[tuple[Any, ...]], np.ndarray]:
+    """(every row once, in order; which of them each row is)."""
+    known: dict[bytes, int] = {}
+    kinds: list[tuple[Any, ...]] = []
+    back = []
+    for row in rows:
+        number = known.setdefault(row.tobytes(), len(kinds))
+        if number == len(kinds):
+            kinds.append(tuple(row.tolist()))
+        back.append(number)
+    order = sorted(range(len(kinds)), key=kinds.__getitem__)
+    places = np.empty(len(kinds), np.int64)
+    places[order] = np.arange(len(kinds))
+    return [kinds[i] for i in order], places[back]
+
+
 def one_by_one(function: Callable[[Any], Any], values: np.ndarray) -> np.ndarray:
     """``function`` of every distinct number."""
-    distinct, back = np.unique(values, return_inverse=True)
-    return np.array([function(value) for value in distinct.tolist()])[back].reshape(values.shape)
+    numbers, back = numbered(values)
+    return np.array([function(value) for value in numbers.tolist()])[back]
 
 
 def _apply(name: str, left: Any, right: Any) -> Any:
@@ -133,10 +161,14 @@ def collapsed(values: np.ndarray) -> np.ndarray:
     return values
 
 
-class Part(NamedTuple):
+class Part:
     """Some runs of a grid: positions along each axis."""
 
-    positions: tuple[np.ndarray, ...]
+    __slots__ = ("_index", "positions")
+
+    def __init__(self, positions: tuple[np.ndarray, ...]) -> None:
+        self.positions = positions
+        self._index: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -172,9 +204,12 @@ class Part(NamedTuple):
     @property
     def index(self) -> Any:
         """What takes these runs out of an array of the whole grid, or puts them in."""
-        if all(len(at) and at[-1] - at[0] == len(at) - 1 for at in self.positions):
-            return tuple(slice(at[0], at[-1] + 1) for at in self.positions)
-        return np.ix_(*self.positions)
+        if self._index is None:
+            if all([len(at) and at[-1] - at[0] == len(at) - 1 for at in self.positions]):
+                self._index = tuple([slice(at[0], at[-1] + 1) for at in self.positions])
+            else:
+                self._index = np.ix_(*self.positions)
+        return self._index
 
     def divided(self, answers: np.ndarray) -> list[Part]:
         """Parts of it along the axis on which ``answers`` differ in the fewest ways."""
@@ -182,9 +217,9 @@ class Part(NamedTuple):
         for axis in range(AXES):
             if answers.shape[axis] > 1:
                 rows = np.moveaxis(answers, axis, 0).reshape(answers.shape[axis], -1)
-                kinds, back = np.unique(rows, axis=0, return_inverse=True)
+                kinds, back = numbered_rows(rows)
                 if len(kinds) > 1 and (best is None or len(kinds) < best[0]):
-                    best = len(kinds), axis, back.reshape(-1)
+                    best = len(kinds), axis, back
         assert best is not None, "answers that do not differ"
         number, axis, back = best
         out = []

@@ -15,7 +15,18 @@ import numpy as np
 from bridge_memory.inventory.alive import COUNT_BYTES, Structure
 from bridge_memory.inventory.blocks import add_recording
 from bridge_memory.inventory.context import BlockContext, Shelf
-from bridge_memory.inventory.lanes import AXES, Differs, Part, along, collapsed, lanes_of, step, whole
+from bridge_memory.inventory.lanes import (
+    AXES,
+    Differs,
+    Part,
+    along,
+    collapsed,
+    lanes_of,
+    numbered,
+    numbered_rows,
+    step,
+    whole,
+)
 from bridge_memory.inventory.parameters import Column, Parameter, ParameterList, Repeated
 from bridge_memory.inventory.recorder import Scratch
 from bridge_memory.inventory.sizes import SIZES
@@ -115,8 +126,8 @@ class ManyParameters:
     def of(self, part: Part) -> ManyParameters:
         """Those of some runs."""
         which = part.take(self.which)
-        kinds, back = np.unique(which, return_inverse=True)
-        return ManyParameters([self.lists[k] for k in kinds], back.reshape(which.shape))
+        kinds, back = numbered(which)
+        return ManyParameters([self.lists[k] for k in kinds.tolist()], back)
 
 
 def _but_sizes(rows: Sequence[Repeated]) -> Any:
@@ -328,10 +339,10 @@ class Grid:
         few = [collapsed(values) for values in of]
         shape = np.broadcast_shapes(*(values.shape for values in few))
         rows = np.stack([np.broadcast_to(values, shape).reshape(-1) for values in few], axis=1)
-        distinct, back = np.unique(rows, axis=0, return_inverse=True)
+        distinct, back = numbered_rows(rows)
         numbers = [
             self._shapes.setdefault(tuple(sizes), len(self._shapes)) * len(_KINDS) + kind
-            for kind, *sizes in distinct.tolist()
+            for kind, *sizes in distinct
         ]
         return np.array(numbers)[back.reshape(shape)]
 
@@ -373,9 +384,9 @@ def _lists(template: Any, sizes: Sequence[Any], lists: dict[ParameterList, int])
         return lists.setdefault(found, len(lists))
     whole_shape = np.broadcast_shapes(*(values.shape for _, values in arrays))
     rows = np.stack([np.broadcast_to(values, whole_shape).reshape(-1) for _, values in arrays], axis=1)
-    kinds, back = np.unique(rows, axis=0, return_inverse=True)
+    kinds, back = numbered_rows(rows)
     numbers = []
-    for kind in kinds.tolist():
+    for kind in kinds:
         for (i, _), value in zip(arrays, kind, strict=True):
             few[i] = value
         numbers.append(lists.setdefault(template.filled(tuple(few)), len(lists)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bridge_memory.inventory.attention import core_attention, cosine_and_sine
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.recorder import Recorder
+from bridge_memory.inventory.sparse_attention import record_sparse_attention
 from bridge_memory.inventory.tape import Region, Tensor
 from bridge_memory.releases import (
     LATENTS_HELD,
@@ -19,19 +20,19 @@ from bridge_memory.releases import (
     QUERY_NORM_WITHOUT_LATENT,
     WHOLE_DOWN_PROJECTIONS,
 )
-from bridge_memory.spec import IndexerSpec, MLASpec, divide
+from bridge_memory.spec import MLASpec, divide
 
 
 def record_mla(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
     """From the residual stream [T_sp, h] to the output of linear_proj [T_sp, h] (input norm included)."""
+    if spec.sparse is not None:
+        return record_sparse_attention(r, spec, x)
     ctx, tape, first = r.ctx, r.tape, len(r.rows)
     a = divide(spec.num_attention_heads, ctx.tp, "num_attention_heads", "tensor_model_parallel_size")
     q_head = spec.qk_head_dim + spec.qk_pos_emb_head_dim
     q_width, v_width = a * q_head, a * spec.v_head_dim
     h = ctx.hidden_size
 
-    if spec.indexer is not None:
-        _indexer_parameters(r, spec, spec.indexer)
     recompute_norm = ctx.recomputes("layernorm")
     with r.offload("attn_norm"), tape.discardable("input_layernorm", (x,), enabled=recompute_norm) as norm_region:
         normed = r.hold(r.norm("input_layernorm", x, h, ctx.tokens_sp))
@@ -58,13 +59,15 @@ def record_mla(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
             (out,) = tape.views("cut", out, ("core_attention output, cut", ctx.tokens * v_width * ctx.act))
     if padded:
         out = tape.make("core_attention output without padding", out, ctx.tokens * v_width * ctx.act)
-    tape.keep_alive(*qkv)  # variables of ``MultiLatentAttention.forward``
     if recompute_up:
+        tape.keep_alive(*qkv)
         tape.discard(up_region, *qkv)
     with r.offload("attn_proj"):
         y = r.row_linear(
             "self_attention.linear_proj", out, v_width, h, bias=spec.add_output_bias, original=r.proj_keeps_original
         )
+    if not recompute_up:
+        tape.keep_alive(*qkv)  # variables of ``MultiLatentAttention.forward``
     if LATENTS_HELD(ctx.impl):
         tape.keep_alive(*latents)
     if recompute_norm:
@@ -95,9 +98,7 @@ def _query_key_value(
     kv_in, k_rope = _down_projection(
         r, "self_attention.linear_kv_down_proj", normed, spec.kv_lora_rank, spec.qk_pos_emb_head_dim
     )
-    # The indexer reads the normalized query latent, which therefore has a norm of its own
-    # (``experimental_attention_variant_module_specs.py: get_dsa_module_spec_for_backend``).
-    fused_norm = ctx.te and spec.qk_layernorm and spec.indexer is None
+    fused_norm = ctx.te and spec.qk_layernorm
     own_norms = spec.qk_layernorm and not fused_norm
     norms_first = NORMS_BEFORE_UP_PROJECTIONS(ctx.impl)
     if own_norms and norms_first:
@@ -132,17 +133,6 @@ def _query_key_value(
         key = tape.make("key", (kv, k_rope), q_bytes, saves=angles[1:], also=angles[1:])
         value = tape.make("value", kv, v_bytes)
     return (query, key, value), latents, up_region
-
-
-def _indexer_parameters(r: Recorder, spec: MLASpec, indexer: IndexerSpec) -> None:
-    """Source: ``experimental_attention_variant/dsa.py: DSAIndexer.__init__``, every linear "duplicated"."""
-    h, heads, d = r.ctx.hidden_size, indexer.num_heads, indexer.head_dim
-    prefix = "self_attention.core_attention.indexer."
-    r.parameter(prefix + "linear_wq_b.weight", (heads * d, spec.q_lora_rank or h))
-    r.parameter(prefix + "linear_wk.weight", (d, h))
-    r.parameter(prefix + "k_norm.weight", (d,))
-    r.parameter(prefix + "k_norm.bias", (d,))
-    r.parameter(prefix + "linear_weights_proj.weight", (heads, h))
 
 
 def _norms(r: Recorder, spec: MLASpec, q_in: Tensor, kv_in: Tensor) -> tuple[Tensor, Tensor]:

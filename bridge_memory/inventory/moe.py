@@ -18,7 +18,7 @@ from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.mlp import activation, dense_mlp
 from bridge_memory.inventory.parameters import EXPERT_NUMBER, Use
 from bridge_memory.inventory.recorder import Recorder, Scratch
-from bridge_memory.inventory.sizes import computed, largest, smallest
+from bridge_memory.inventory.sizes import chosen, computed, largest, smallest
 from bridge_memory.inventory.tape import Tensor
 from bridge_memory.releases import (
     AUXILIARY_SCORES_IN_FP32,
@@ -239,7 +239,11 @@ def _router(r: Recorder, spec: MoESpec, x: Tensor, n: _Tokens) -> tuple[Tensor, 
             workspace=n.entering * experts * 4 + table,
         )
     if ctx.impl.moe_expert_capacity_factor is not None:
-        # Times a map of what is not dropped (``moe_utils.py: apply_router_token_dropping``).
+        # Times a map of what is not dropped, which takes the place of the router's (``moe_utils.py:
+        # apply_router_token_dropping``).
+        within = tape.tensor("routing map within capacity", n.entering * experts, grad=False)
+        tape.op("tokens within capacity", routing_map, within)
+        routing_map = within
         probs = tape.make("routing probabilities within capacity", probs, table, saves=(routing_map,))
     if spec.router_load_balancing_type not in ("none", "sinkhorn"):
         wide = spec.router_score_function == "softmax" or AUXILIARY_SCORES_IN_FP32(ctx.impl)
@@ -280,26 +284,48 @@ def _probability_width(ctx: BlockContext) -> int:
 def held_routing_bytes(ctx: BlockContext, spec: MoESpec) -> int:
     """What a layer's dispatcher holds from one microbatch to the next: probabilities and map, [N, E], of all tokens
     and experts; the map of the local experts with allgather (``token_dispatcher.py``: ``self.probs``,
-    ``self.routing_map``, ``self.local_map``)."""
+    ``self.routing_map``, ``self.local_map``). A map that backward keeps is in ``held_order_bytes``."""
     impl = ctx.impl
-    if impl.moe_token_dispatcher_type == "allgather":
-        return ctx.tokens_sp * ctx.ep * ctx.etp * (spec.num_experts // ctx.ep)
     if impl.moe_token_dispatcher_type == "flex":
         return 0
-    width = _probability_width(ctx)
-    return ctx.tokens_sp * spec.num_experts * (width + 1)
+    held = _map_bytes(ctx, spec) - _map_kept_bytes(ctx, spec)
+    if impl.moe_token_dispatcher_type != "allgather":
+        held += ctx.tokens_sp * spec.num_experts * _probability_width(ctx)
+    return held
+
+
+def _map_bytes(ctx: BlockContext, spec: MoESpec) -> int:
+    """The map that a dispatcher holds."""
+    if ctx.impl.moe_token_dispatcher_type == "allgather":
+        return ctx.tokens_sp * ctx.ep * ctx.etp * (spec.num_experts // ctx.ep)
+    return ctx.tokens_sp * spec.num_experts
+
+
+def _map_kept_bytes(ctx: BlockContext, spec: MoESpec) -> int:
+    """The same where backward keeps that very tensor, else 0.
+
+    With alltoall it is the router's map, which a fused top-k keeps (Transformer Engine ``router.py:
+    FusedTopkScoreFunction``) and so does the product with what capacity leaves; with allgather the map of the local
+    experts, which a selection of probabilities keeps turned around: the same tensor where there is one expert
+    (``token_dispatcher.py: MoEAllGatherTokenDispatcher.dispatch_postprocess``).
+    """
+    impl = ctx.impl
+    if impl.moe_token_dispatcher_type == "allgather":
+        return chosen(ctx.ep == spec.num_experts, _map_bytes(ctx, spec), 0)
+    kept = impl.moe_router_fusion or impl.moe_expert_capacity_factor is not None
+    return _map_bytes(ctx, spec) if kept else 0
 
 
 def held_order_bytes(ctx: BlockContext, spec: MoESpec) -> int:
     """The row map of ``_dispatch``, which the dispatcher holds when backward no longer keeps it; with allgather also
-    the probabilities of the tokens received."""
+    the probabilities of the tokens received; and the map that backward keeps."""
     impl = ctx.impl
     if impl.moe_token_dispatcher_type == "flex":
         return 0
     alltoall = impl.moe_token_dispatcher_type != "allgather"
     received = ctx.tokens_sp * spec.topk * (1 if alltoall else ctx.etp)
     width = _probability_width(ctx)
-    more = 0 if alltoall else received * width
+    more = _map_kept_bytes(ctx, spec) + (0 if alltoall else received * width)
     if not impl.moe_permute_fusion:
         return more + 8 * received
     rows, columns = (ctx.tokens_sp, spec.num_experts) if alltoall else (

@@ -13,13 +13,13 @@ from enum import Enum
 from math import prod
 from typing import Any, NamedTuple
 
+from bridge_memory.components import ALLOCATION_UNIT as ALLOCATION_UNIT
+
 #: Stands in a name for the number of an expert.
 EXPERT_NUMBER = "*"
 #: Elements: start of every parameter in a distributed-optimizer buffer (128-byte alignment of 16-bit values;
 #: ``distributed/param_and_grad_buffer.py: _ParamAndGradBuffer.__init__``).
 PARAM_ALIGNMENT = 64
-#: Bytes: smallest block of torch's caching allocator (``c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize``).
-ALLOCATION_UNIT = 512
 
 
 class Use(str, Enum):

@@ -57,15 +57,15 @@ def pending_gradients(
     shape = (divide(ctx.padded_vocab, ctx.tp, "padded vocab_size", "tensor_model_parallel_size"), ctx.hidden_size)
     dense = shape[0] * shape[1] * ctx.act
     of_output = Recorder(ctx).weight_grad(shape, te=False)
-    weights = [_weight(label, tied) for label in blocks]
+    weights = [_weight(label, ctx, tied=tied) for label in blocks]
     uses = {name: weights.count(name) for name in ("embedding", "output")}
     waiting: dict[str, int] = {}
     of_positions = position_rows(ctx, positions) * ctx.hidden_size * ctx.act
-    uses_of_positions, positions_wait = sum(label in _EMBEDS for label in blocks), 0
+    uses_of_positions, positions_wait = sum(_embeds(label, ctx) for label in blocks), 0
     out: list[PendingGradients] = []
     for label, name in zip(reversed(blocks), reversed(weights), strict=True):
         before, at_positions = sum(waiting.values()) + positions_wait, 0
-        if label in _EMBEDS:
+        if _embeds(label, ctx):
             uses_of_positions -= 1
             if label is Label.EMBEDDING and positions_wait:
                 # It has both before it makes the words' gradient, and then neither.
@@ -88,9 +88,9 @@ def pending_gradients(
     return out[::-1]
 
 
-def shares_weights(blocks: Sequence[Label], *, tied: bool) -> bool:
+def shares_weights(blocks: Sequence[Label], ctx: BlockContext, *, tied: bool) -> bool:
     """Whether two of ``blocks`` use one weight; nothing waits where none do. ``tied`` as in ``pending_gradients``."""
-    weights = [name for label in blocks if (name := _weight(label, tied))]
+    weights = [name for label in blocks if (name := _weight(label, ctx, tied=tied))]
     return len(set(weights)) < len(weights)
 
 
@@ -102,11 +102,14 @@ def with_pending(link: Link, pending: PendingGradients) -> Link:
     return link.with_concurrent(pending.before, summed)
 
 
-#: What looks up words, and learned positions where there are any.
-_EMBEDS = (Label.EMBEDDING, Label.MTP)
+def _embeds(label: Label, ctx: BlockContext) -> bool:
+    """Whether the block looks up words (and learned positions, where there are any) and its backward gives them a
+    gradient; a depth without a backward gives none."""
+    return label is Label.EMBEDDING or (label is Label.MTP and not ctx.mtp_without_gradients)
 
 
-def _weight(label: Label, tied: bool) -> str:
-    if label in _EMBEDS or (label is Label.LOSS and tied):
+def _weight(label: Label, ctx: BlockContext, *, tied: bool) -> str:
+    """The weight to which the block's backward gives a gradient that others may wait for."""
+    if _embeds(label, ctx) or (label is Label.LOSS and tied):
         return "embedding"
     return "output" if label is Label.LOSS else ""

@@ -28,7 +28,6 @@ from bridge_memory.inventory.recorder import Scratch
 from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
 from bridge_memory.inventory.sizes import largest
 from bridge_memory.inventory.tail import final_norm_name, holds_final_norm, tail_blocks, tail_links, untied_here
-from bridge_memory.inventory.transformers.blocks import LAYER_PREFIX
 from bridge_memory.inventory.transformers.chain import hugging_face_chunk
 from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
@@ -74,7 +73,7 @@ def chunk_inventory(
     tied = model.share_embeddings_and_output_weights and (shape.embedding or bool(shape.num_depths))
     tail = tail_blocks(model, shape, ctx)
     labels = [link.label for link, _ in links] + [label for _, label in tail]
-    if ctx.adapters is None and shares_weights(labels, tied=tied):
+    if ctx.adapters is None and shares_weights(labels, ctx, tied=tied):
         pending = pending_gradients(labels, ctx, tied=tied, positions=learned_positions(model))
         links = [(with_pending(link, found), count) for (link, count), found in zip(links, pending, strict=False)]
         links += tail_links(tail, model, shape, ctx, pending[len(links) :])
@@ -163,7 +162,10 @@ class Unit(NamedTuple):
 def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[Unit]:
     """The parameters of a chunk by block, in model order."""
     units: list[Unit] = []
-    prefix = "decoder.layers.{}." if ctx.hugging_face is None else LAYER_PREFIX
+    prefix = "decoder.layers.{}."
+    if ctx.hugging_face is not None:
+        family = ctx.hugging_face.family
+        prefix = f"{family.prefix}{family.layers}.{{}}."
     if shape.embedding or shape.num_depths:
         units.append(Unit(Label.EMBEDDING, "", embedding_block(model, ctx).parameters))
     for kind, count in shape.layers:

@@ -18,7 +18,7 @@ from bridge_memory.live.runs import run_of_trainer
 from bridge_memory.spec import RunSpec
 
 
-class MemoryReportCallback(TrainerCallback):
+class MemoryReportCallback(TrainerCallback):  # type: ignore[misc]  # Any to mypy, which does not read transformers
     """``MemoryReport`` in the Trainer's events; ``options`` are its own.
 
     ``run``: what is trained, where TrainingArguments and the model do not say it (a model without a Hugging Face

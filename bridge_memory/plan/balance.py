@@ -17,6 +17,7 @@ from bridge_memory.plan.splits import NO_SPLIT, splits
 from bridge_memory.spec import BatchSpec, LayerSpec, ModelSpec, ParallelSpec, RunSpec, SpecError
 from bridge_memory.spec.layout import Chunk, ChunkShape, StageShape, layout
 from bridge_memory.spec.layout_string import short_layout_string
+from bridge_memory.spec.parts import WITH_TRANSFORMERS
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.step_time import Step
 
@@ -81,6 +82,12 @@ def balance(run: RunSpec, hardware: Hardware | None = None, *, capacity: int | N
 
 def check_balanced(run: RunSpec) -> None:
     """Raises SpecError where there is nothing to balance."""
+    engine = run.data_parallel.engine
+    if engine in WITH_TRANSFORMERS:
+        raise SpecError(
+            f"engine ({engine}) has no pipeline stages, so that there is nothing to balance; use engine megatron_ddp, "
+            "or ask `bridge-memory search` for what fits"
+        )
     if run.parallel.pp == 1:
         raise SpecError("pipeline_model_parallel_size (1) leaves nothing to balance; give --pp of 2 or more")
 

@@ -11,7 +11,9 @@ from bridge_memory.estimate import peaks
 from bridge_memory.plan.space import useful_modules
 from bridge_memory.plan.splits import NO_SPLIT, splits
 from bridge_memory.spec import RunSpec, SpecError
-from bridge_memory.speed.hardware import Hardware
+from bridge_memory.speed.cards import card_of
+from bridge_memory.speed.engine_time import TIMED, engine_time, not_timed_here
+from bridge_memory.speed.hardware import HARDWARE, Hardware
 from bridge_memory.speed.step_time import not_timed, step_time
 
 #: Changes that stand a chance in a pair or a set: the rest frees less than the best of these alone.
@@ -115,30 +117,80 @@ def changes(run: RunSpec) -> Iterator[Change]:
 
 def _outside_of_megatron(run: RunSpec) -> Iterator[Change]:
     """Those of the engines that shard over data-parallel ranks alone."""
-    b, o, i, engine, hf = run.batch, run.optimizer, run.implementation, run.data_parallel.engine, run.transformers
+    b, o, i, engine = run.batch, run.optimizer, run.implementation, run.data_parallel.engine
     if b.micro_batch_size > 1:
         yield _change("micro batch", micro_batch_size=b.micro_batch_size // 2)
-    if i.hugging_face:
-        if not hf.gradient_checkpointing:
-            yield _change("gradient checkpointing", gradient_checkpointing=True)
-        if hf.attn_implementation != "flash_attention_2":
-            yield _change("attention", attn_implementation="flash_attention_2")
-        for kernel in ("fused_linear_cross_entropy", "swiglu", "rms_norm"):
-            if kernel not in hf.liger_kernel:
-                yield _change("Liger kernels", liger_kernel=(*hf.liger_kernel, kernel))
+    if i.torchtitan:
+        yield from _of_torchtitan(run)
+    elif i.hugging_face:
+        yield from _of_transformers(run)
     if o.optimizer in ("adam", "adamw"):
         if o.torch_implementation == "foreach":
             yield _change("optimizer kernels", torch_implementation="fused")
         yield _change("optimizer dtypes", **{"optimizer.optimizer": "adamw_8bit"})
+    yield from _of_engine(run)
     # Megatron's layers stay beside DeepSpeed's ZeRO: another engine would run others.
     others = () if engine == "megatron_deepspeed" else ("zero2", "zero3") if engine.startswith("zero") else ("fsdp2",)
     for other in others:
-        if other > engine or not engine.startswith("zero"):
-            yield _change("engine", engine=other) if other != engine else _change("offload", fsdp_offload_params=True)
+        if (other > engine or not engine.startswith("zero")) and other != engine:
+            yield _change("engine", engine=other)
+
+
+def _of_transformers(run: RunSpec) -> Iterator[Change]:
+    hf = run.transformers
+    if not hf.gradient_checkpointing:
+        yield _change("gradient checkpointing", gradient_checkpointing=True)
+    elif hf.reentrant:
+        yield _change("gradient checkpointing", use_reentrant=False)
+    if hf.attn_implementation != "flash_attention_2":
+        yield _change("attention", attn_implementation="flash_attention_2")
+    if hf.attn_implementation == "eager":
+        yield _change("attention", attn_implementation="sdpa")
+    for kernel in ("fused_linear_cross_entropy", "swiglu", "rms_norm"):
+        if kernel not in hf.liger_kernel:
+            yield _change("Liger kernels", liger_kernel=(*hf.liger_kernel, kernel))
+
+
+def _of_torchtitan(run: RunSpec) -> Iterator[Change]:
+    hf = run.transformers
+    if not hf.gradient_checkpointing:
+        yield _change("gradient checkpointing", gradient_checkpointing=True, selective_ac_option=None)
+        if hf.selective_ac_option is None:
+            for option in ("op", "2"):
+                yield _change("gradient checkpointing", selective_ac_option=option)
+
+
+def _of_engine(run: RunSpec) -> Iterator[Change]:
+    """Options of the engine itself: what it divides and when, its buckets, its dtypes, what it keeps on the host."""
+    engine, f, z = run.data_parallel.engine, run.fsdp, run.deepspeed
+    if engine == "ddp" and not run.ddp.gradient_as_bucket_view:
+        yield _change("buckets", ddp_gradient_as_bucket_view=True)
+    if engine in ("fsdp1", "fsdp2"):
+        if engine == "fsdp2" and f.reshard_after_forward is False:
+            yield _change("sharding", fsdp_reshard_after_forward=True)
+        if engine == "fsdp1" and f.sharding_strategy != "FULL_SHARD":
+            yield _change("sharding", fsdp_sharding_strategy="FULL_SHARD", fsdp_shard_degree=None)
+        if engine == "fsdp2" and f.shard_degree is not None:
+            yield _change("shard degree", fsdp_shard_degree=None)
+        if (f.reduce_dtype or run.compute_dtype) == "fp32" and run.compute_dtype != "fp32":
+            yield _change("gradient dtype", fsdp_reduce_dtype=run.compute_dtype)
+        if run.num_microbatches > 1 and not run.data_parallel.sync_each_batch:
+            yield _change("accumulation", sync_each_batch=True)
+        if not f.offload_params:
+            yield _change("offload", fsdp_offload_params=True)
     if engine.startswith("zero") or engine == "megatron_deepspeed":
-        yield _change("offload", offload_optimizer_device="cpu")
+        if z.overlap_comm is not True and engine in ("zero1", "zero2"):
+            yield _change("overlap", overlap_comm=True)
+        if z.overlap_comm is not False and engine == "zero3":
+            yield _change("overlap", overlap_comm=False)
+        if z.reduce_bucket_size > 100_000_000:
+            yield _change("buckets", reduce_bucket_size=100_000_000)
+        if z.offload_optimizer_device == "none":
+            yield _change("offload", offload_optimizer_device="cpu")
     if engine == "zero3":
         yield _change("offload", offload_param_device="cpu")
+        if z.offload_optimizer_device == "none":
+            yield _change("offload", offload_optimizer_device="cpu", offload_param_device="cpu")
 
 
 def _sizes(run: RunSpec) -> Iterator[Change]:
@@ -171,7 +223,7 @@ class WhatIf:
         self.run, self.hardware = run, hardware
         #: Highest peak of all stages, bytes.
         self.before = max(s.peak_bytes for s in peaks(run))
-        self._seconds = _seconds(run, hardware) if hardware and not not_timed(run) else 0.0
+        self._seconds = _seconds(run, hardware) if hardware and not untimed(run) else 0.0
         self._applied: dict[tuple[Change, ...], Effect | None] = {}
 
     @cached_property
@@ -227,7 +279,7 @@ class WhatIf:
         except SpecError:
             return None
         slowdown = None
-        if self.hardware is not None and self._seconds and not not_timed(changed):
+        if self.hardware is not None and self._seconds and not untimed(changed):
             slowdown = _seconds(changed, self.hardware) / self._seconds
         return Effect(chosen, changed, peak, self.before - peak, slowdown)
 
@@ -235,4 +287,15 @@ class WhatIf:
 def _seconds(run: RunSpec, hardware: Hardware) -> float:
     """Seconds a sequence: where no global batch size is given, a step's sequences vary with the sizes."""
     sequences = run.num_microbatches * run.batch.micro_batch_size * run.parallel.data_parallel_size
-    return step_time(run, hardware).seconds / sequences
+    time = engine_time if run.data_parallel.engine in TIMED else step_time
+    return time(run, hardware).seconds / sequences
+
+
+def hardware_for(run: RunSpec, gpu: str) -> Hardware | None:
+    """The figures of a card as far as the run's time model has them."""
+    return card_of(gpu) if run.data_parallel.engine in TIMED else HARDWARE.get(gpu)
+
+
+def untimed(run: RunSpec) -> tuple[str, ...]:
+    """What of ``run`` moves its step time and is in no time model, by the names of its fields."""
+    return not_timed_here(run) if run.data_parallel.engine in TIMED else not_timed(run)

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from math import prod
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +23,7 @@ from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
 from bridge_memory.estimate import StageHolds, by_lifetime
 from bridge_memory.inventory.context import LIBRARY, settings_of, sizes_of, switches_of
-from bridge_memory.inventory.lanes import Differs, Part, along, collapsed, parts, whole
+from bridge_memory.inventory.lanes import Differs, Part, along, collapsed, distinct, numbered_rows, parts, whole
 from bridge_memory.inventory.many import Grid, Same
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.space import Refused, Sizes, Space, micro_batches, parallel_sizes, recomputations, split_choices
@@ -216,18 +217,21 @@ class Sheet:
         #: Why a layout is refused, as a number of ``errors``.
         reasons = np.zeros(shape, np.int32)
         todo = legal.copy()
+        around, runs = _around(todo), _kept_of(lambda part: self.runs(pipeline, part))
         choices = np.array([self.number[r] for r in pipeline.recomputes])
         for rule, everywhere in zip(RULES, self._everywhere, strict=True):
             if everywhere is None:
                 numbers = np.zeros(shape, np.int32)
-                for part, number in self._refusals(rule, _around(todo), lambda part: self.runs(pipeline, part)):
+                for part, number in self._refusals(rule, around, runs):
                     numbers[part.index] = number
             else:
                 numbers = _spread(everywhere, (pipeline.at, np.arange(shape[1]), choices))
-            reasons = np.where(todo, numbers, reasons)
-            todo &= numbers == 0
-            if not todo.any():
-                break
+            if (numbers[todo] if numbers.any() else numbers).any():
+                reasons = np.where(todo, numbers, reasons)
+                todo &= numbers == 0
+                if not todo.any():
+                    break
+                around = _around(todo)
         # Where nothing is recomputed first, and that is refused, so are the others.
         first = reasons[:, :, :1]
         reasons = np.where(first > 0, first, reasons)
@@ -242,11 +246,12 @@ class Sheet:
         """Of every rule why it refuses what, over all sizes, micro batches and sets of recomputation; None of a rule
         that asks for the pipeline."""
         every = whole((len(self.sizes), len(self.batches), len(self.recomputes)))
+        runs = _kept_of(self.without_pipeline)
         out: list[np.ndarray | None] = []
         for rule in RULES:
             numbers = np.zeros(every.shape, np.int32)
             try:
-                for part, number in self._refusals(rule, every, self.without_pipeline):
+                for part, number in self._refusals(rule, every, runs):
                     numbers[part.index] = number
             except AttributeError:
                 out.append(None)
@@ -271,6 +276,19 @@ class Sheet:
             if error is not None:
                 self._errors.append(error)
                 yield part, len(self._errors) - 1
+
+
+def _kept_of(runs: Callable[[Part], Runs]) -> Callable[[Part], Runs]:
+    """``runs``, made once of a part, of which many rules ask."""
+    known: dict[int, tuple[Part, Runs]] = {}
+
+    def of(part: Part) -> Runs:
+        found = known.get(id(part))
+        if found is None:
+            found = known[id(part)] = part, runs(part)
+        return found[1]
+
+    return of
 
 
 def _around(some: np.ndarray) -> Part:
@@ -351,6 +369,10 @@ class Pieces:
         return (made for _, made in self._parts)
 
 
+#: Of all chunks that are kept from one pipeline to the next the most entries of one array; a chunk is a few dozen.
+_MOST_ENTRIES = 100_000
+
+
 class Memory:
     """Peaks of the layouts of a sheet."""
 
@@ -370,6 +392,8 @@ class Memory:
             LIBRARY.shelf(settings_of(base)), sizes_of(of_all),  # type: ignore[arg-type]
             [along(2, [row[i] for row in switches]) for i in range(len(switches[0]))], sheet.recomputes,
         )
+        #: Chunks that are kept from one pipeline to the next.
+        self.few_chunks = _MOST_ENTRIES // max(1, prod(self.grid.shape))
         self._costs = costs
         if costs is not None:
             costs.take_up(self.grid.bare_grid())
@@ -474,19 +498,19 @@ class Memory:
         states = {shapes: self._state(pipeline, shapes) for shapes in ranks}
         found = np.nonzero(kept)
         peaks = np.zeros(len(found[0]), np.int64)
+        microbatches = self._microbatches(pipeline, found)
         for shapes, of_shape in ranks.items():
             if not len(peaks):
                 break
             cells = self.cells(pipeline, found)
-            microbatches = self._microbatches(pipeline, found)
             np.maximum(peaks, self._peak(pipeline, parallel, shapes, of_shape, states[shapes], cells, microbatches),
                        out=peaks)  # fmt: skip
             # What one stage is too large for is looked at no further.
             fit = allowed(peaks)
-            found, peaks = tuple(at[fit] for at in found), peaks[fit]
-        # Few shapes come again in other pipelines, and each is a dozen arrays.
+            if not fit.all():
+                found, peaks, microbatches = tuple(at[fit] for at in found), peaks[fit], microbatches[fit]
         for holds in self._holds.made():
-            holds.let_go()
+            holds.let_go(self.few_chunks)
         return Peaks(found[0], found[1], found[2], peaks)
 
     def cells(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -528,7 +552,7 @@ class Memory:
             moments = np.empty(len(at))
             number = microbatches[mine]
             keeps = not self.sheet.base.implementation.deallocate_pipeline_outputs
-            for m in np.unique(number).tolist():
+            for m in distinct(number).tolist():
                 few = number == m
                 rows = peak_rows(pp, tuple(ranks), few_microbatches(pp, m, v, group), group, which, keeps)
                 moments[few] = (rows @ values[:columns, few]).max(axis=0)
@@ -580,13 +604,13 @@ class Times:
 
     def seconds(self, pipeline: Pipeline, cells: tuple[np.ndarray, ...]) -> np.ndarray:
         """Of a pipeline's layouts at ``cells`` of the grid."""
-        grid = self._memory.grid
+        memory, grid = self._memory, self._memory.grid
         used = np.zeros(grid.shape, bool)
         used[cells] = True
 
         def seconds(of: tuple[Part, Passes]) -> Any:
             part, passes = of
-            runs: Any = self._memory.runs(pipeline, part)
+            runs: Any = memory.runs(pipeline, part)
             return Step(runs, self._hardware, self._constants, passes=passes).time().seconds
 
         out = np.zeros(grid.shape)
@@ -594,7 +618,7 @@ class Times:
             for part, values in self._passes.each(seconds, used):
                 out[part.index] = values
         for _, passes in self._passes.made():
-            passes.let_go()
+            passes.let_go(memory.few_chunks)
         return out[cells]
 
 
@@ -643,16 +667,16 @@ class Sweep:
             return found
         outside = np.zeros(len(found.peaks), np.int64)
         places = np.stack([pipeline.at[found.sizes], found.batch])
-        for key in np.unique(places, axis=1).T.tolist():
+        for key in numbered_rows(places.T)[0]:
             mine = np.flatnonzero((places == np.array(key)[:, None]).all(axis=0))
-            known = self._drivers.get(tuple(key))
+            known = self._drivers.get(key)
             if known is None:
                 one = int(mine[0])
                 run = self.sheet.run(pipeline, int(found.sizes[one]), key[1], int(found.recompute[one]))
-                known = self._drivers[tuple(key)] = driver_bytes(run)
+                known = self._drivers[key] = driver_bytes(run)
             outside[mine] = known
         kept = np.ones(len(found.peaks), bool)
-        for driver in np.unique(outside).tolist():
+        for driver in distinct(outside).tolist():
             mine = outside == driver
             kept[mine] = _held(found.peaks[mine], partial(self._fits, driver=driver))
         return Peaks(*(each[kept] for each in found))
@@ -720,9 +744,9 @@ def fitting(
 
 def _held(peaks: np.ndarray, fits: Callable[[int], bool]) -> np.ndarray:
     """Which of ``peaks`` fit: asked of a few, since what is lower fits too."""
-    distinct = np.unique(peaks)
-    number = bisect_left(range(len(distinct)), True, key=lambda i: not fits(int(distinct[i])))
-    return peaks < distinct[number] if number < len(distinct) else np.ones(len(peaks), bool)
+    few = distinct(peaks)
+    number = bisect_left(range(len(few)), True, key=lambda i: not fits(int(few[i])))
+    return peaks < few[number] if number < len(few) else np.ones(len(peaks), bool)
 
 
 def sorted_together(sheet: Sheet, found: Sequence[Fitting]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -145,8 +145,8 @@ def search(
     i = space.base.implementation
     if i.hugging_face:
         raise SpecError(
-            f"transformer_impl ({i.transformer_impl}) has modules whose time is not modelled, and layouts are ranked "
-            "by time; use transformer_engine, or ask `bridge-memory whatif` for what frees memory"
+            f"transformer_impl ({i.transformer_impl}) has no layouts of megatron-core; search it under an engine of "
+            "its own, `bridge-memory search --engine any`, or use transformer_engine"
         )
     card = Card(capacity, margin)
     tell = progress or (lambda looked_at, fitting: None)

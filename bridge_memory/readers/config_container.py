@@ -520,6 +520,7 @@ def _precision(view: _Views) -> PrecisionSpec:
         # Without fp8 the recipe is whatever the mixed-precision default says, and nobody reads it.
         fp8_recipe=str(getattr(recipe, "value", recipe)) if fp8 else "delayed",
         fp8_param=bool(fp8 and (_get(m, "fp8_param", False) or _get(view.ddp, "fp8_param_gather", False))),
+        fp8_dot_product_attention=bool(fp8 and _get(m, "fp8_dot_product_attention", False)),
         fp4=fp4,
         fp4_param=bool(fp4 and (_get(m, "fp4_param", False) or _get(view.ddp, "fp4_param_gather", False))),
         num_layers_at_start_in_bf16=_get(m, "num_layers_at_start_in_bf16", 1) * ends,
@@ -574,7 +575,16 @@ def _data_parallel_spec(config: Any, view: _Views, running: Running) -> DataPara
         data_parallel_sharding_strategy=_get(d, "data_parallel_sharding_strategy", "no_shard") if fsdp else None,
         suggested_communication_unit_size=_get(d, "suggested_communication_unit_size") if fsdp else None,
         grad_comm_dtype=_dtype_or_none(d, "megatron_fsdp_grad_comm_dtype") if fsdp else None,
+        **_double_buffer(d, fsdp),
     )
+
+
+def _double_buffer(ddp: Any, fsdp: bool) -> dict[str, bool]:
+    """``param_and_grad_buffer.py: ParamAndGradBuffer.__init__``: NCCL's user buffers bring it about."""
+    if not fsdp or not (_get(ddp, "fsdp_double_buffer", False) or _get(ddp, "nccl_ub", False)):
+        return {}
+    names = ("fsdp_db_use_persist_buf_on_alloc_fail", "megatron_fsdp_max_pool_double_buffer")
+    return {"fsdp_double_buffer": True, **{name: bool(_get(ddp, name, False)) for name in names}}
 
 
 def _dtype_or_none(ddp: Any, name: str) -> str | None:

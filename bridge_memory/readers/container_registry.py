@@ -41,7 +41,7 @@ READ: dict[str, frozenset[str]] = {
         dsa_indexer_skip_topk_offset dsa_indexer_topk_freq enable_cuda_graph experimental_attention_variant
         expert_model_parallel_size expert_tensor_parallel_size external_cuda_graph ffn_hidden_size
         fine_grained_activation_offloading first_last_layers_bf16 fp16 fp32_residual_connection fp4 fp4_param fp8
-        fp8_param
+        fp8_dot_product_attention fp8_param
         fp8_recipe freeze_language_model freeze_mtp_model gated_linear_unit gradient_accumulation_fusion
         heterogeneous_block_specs hidden_dropout hidden_size hybrid_attention_ratio hybrid_layer_pattern
         hybrid_mlp_ratio hybrid_override_pattern hybrid_stack_spec is_hybrid_model kv_channels kv_lora_rank
@@ -69,7 +69,9 @@ READ: dict[str, frozenset[str]] = {
         use_fused_weighted_squared_relu use_kitchen use_transformer_engine_op_fuser v_head_dim
         virtual_pipeline_model_parallel_size vocab_size
         window_attn_skip_freq window_size
-        apply_dsa_kernel_fusion csa_compress_ratios csa_dense_mode csa_window_size dsa_indexer_topk
+        apply_dsa_kernel_fusion csa_compress_ratios csa_dense_mode csa_window_size dsa_indexer_loss_coeff
+        dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_topk dsa_indexer_use_sparse_loss
+        dsa_kernel_backend
         enable_hyper_connections moe_n_hash_layers num_residual_streams o_groups o_lora_rank use_fused_mhc
         chunk_size conv_bias d_conv expand falconh1_ratio key_multiplier rmsnorm ssm_multipliers use_attention use_mamba
         use_mlp
@@ -88,8 +90,9 @@ READ: dict[str, frozenset[str]] = {
     ),
     "ddp": _names(
         """
-        bucket_size data_parallel_sharding_strategy fp4_param_gather fp8_param_gather grad_reduce_in_fp32
-        megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype
+        bucket_size data_parallel_sharding_strategy fp4_param_gather fp8_param_gather
+        fsdp_db_use_persist_buf_on_alloc_fail fsdp_double_buffer grad_reduce_in_fp32
+        megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_max_pool_double_buffer nccl_ub
         num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather
         suggested_communication_unit_size use_custom_fsdp use_distributed_optimizer use_megatron_fsdp
         """

@@ -24,7 +24,7 @@ _MAX_CONFIG_BYTES = 16 * 2**20
 
 
 def resolve_model(
-    source: str, mapping: str = "builtin", *, make_vocab_size_divisible_by: int | None = None
+    source: str | os.PathLike[str], mapping: str = "builtin", *, make_vocab_size_divisible_by: int | None = None
 ) -> ModelSpec:
     """The model that ``source`` names; its vocabulary as in ``model_from_hf_config``.
 
@@ -67,8 +67,15 @@ def model_from_config(
     return model_from_hf_config(config, name, make_vocab_size_divisible_by=make_vocab_size_divisible_by)
 
 
-def resolve_config(source: str) -> tuple[str, Mapping[str, Any]]:
+def resolve_config(source: str | os.PathLike[str]) -> tuple[str, Mapping[str, Any]]:
     """(name, parsed config) of what ``source`` names; see ``resolve_model``."""
+    if isinstance(source, os.PathLike):
+        source = os.fspath(source)
+    if not isinstance(source, str):
+        raise SpecError(
+            f"the model ({shown(source)}) is no name; give a preset, a path or a Hub id, or a parsed config to "
+            "model_from_hf_config"
+        )
     if not source.strip():
         raise SpecError("the model is empty; give a preset (see bridge-memory models), a path or a Hub id")
     if "/" in source and (presets := find_presets(source)):

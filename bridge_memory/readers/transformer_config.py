@@ -39,9 +39,11 @@ from bridge_memory.spec import (
     ModelSpec,
     MoESpec,
     SideBySideSpec,
+    SparseSpec,
     SpecError,
 )
 from bridge_memory.spec.gaps import Effect, Gap
+from bridge_memory.spec.model import SPARSE_KERNELS
 
 #: ``activation_func.__name__`` -> our name (megatron.core.activations, torch.nn.functional).
 ACTIVATION_FUNCTIONS = {
@@ -146,14 +148,6 @@ def model_from_transformer_config(
     kind = _position(c, position_embedding_type, pattern)
     rotary = kind == "rope"
     gaps = [f"{key} of the TransformerConfig" for key in ("qk_l2_norm", "use_kitchen") if c.flag(key)]
-    if _variant(c) == "dsa":
-        gaps.append(
-            Gap(
-                "sparse attention (experimental_attention_variant dsa): activations of the indexer and of its loss, "
-                "and of attention over the chosen keys; counted as multi-latent attention over all of them",
-                Effect.EITHER,
-            )
-        )
     if c.get("num_moe_experts") and c.get("moe_router_score_function") == "sqrtsoftplus":
         gaps.append(
             Gap("moe_router_score_function (sqrtsoftplus): one more fp32 copy of the router's scores", Effect.UP)
@@ -407,9 +401,21 @@ def _sparse(c: _Config, n: int) -> Sequence[MLASpec]:
 
     Source: ``experimental_attention_variant/dsa.py: is_dsa_skip_topk_layer, DSAttention.__init__``.
     """
-    shared = _mla(c)
-    full = replace(shared, indexer=IndexerSpec(c.size("dsa_indexer_n_heads"), c.size("dsa_indexer_head_dim")))
     every, offset = c.size("dsa_indexer_topk_freq", 1), max(1, int(c.get("dsa_indexer_skip_topk_offset", 0)))
+    kernels = c.get("dsa_kernel_backend", "none")
+    if kernels not in SPARSE_KERNELS:
+        raise c.error(f"dsa_kernel_backend is {shown(kernels)}; known: {', '.join(SPARSE_KERNELS)}")
+    sparse = SparseSpec(
+        topk=c.size("dsa_indexer_topk"),
+        kernels=kernels,
+        indexer_loss=float(c.get("dsa_indexer_loss_coeff", 0.0)) > 0,
+        sparse_loss=c.flag("dsa_indexer_use_sparse_loss"),
+        rotate_activation=c.flag("dsa_indexer_rotate_activation", True),
+        scoring_relu=c.flag("dsa_indexer_scoring_relu", True),
+        shares_choice=every > 1,
+    )
+    shared = replace(_mla(c), sparse=sparse)
+    full = replace(shared, indexer=IndexerSpec(c.size("dsa_indexer_n_heads"), c.size("dsa_indexer_head_dim")))
     return [shared if max(i + 1 - offset, 0) % every else full for i in range(n)]
 
 

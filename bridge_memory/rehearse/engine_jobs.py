@@ -189,6 +189,9 @@ class _DeepSpeed:
 
         # Its collectives in shared memory are compiled where they are asked for.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+        here = deepspeed.accelerator.get_accelerator()
+        if here.device_name() == "cpu":  # Nothing large is computed.
+            here.is_fp16_supported = lambda: True
         self.run = run
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer_of(run, model), config=deepspeed_config(run)

@@ -21,6 +21,7 @@ from bridge_memory.engines.zero_1_and_2 import fullest_rank
 from bridge_memory.rehearse.engine_jobs import job_of, of_deepspeed, world
 from bridge_memory.rehearse.world import RehearsalUnavailable, first_line
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.parts import ALL_LINEAR
 
 _STEPS = 3
 
@@ -195,8 +196,10 @@ def _model(run: RunSpec, config: Mapping[str, Any]) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": t.reentrant})
     if run.peft.freezes:
         peft = import_module("peft")
+        asked = run.peft.target_modules
+        targets = ALL_LINEAR if ALL_LINEAR in asked else list(asked)
         model = peft.get_peft_model(
-            model, peft.LoraConfig(r=run.peft.dim, target_modules=list(run.peft.target_modules),
+            model, peft.LoraConfig(r=run.peft.dim, target_modules=targets,
                               lora_dropout=t.lora_dropout),
             autocast_adapter_dtype=t.autocast_adapter_dtype,
         )  # fmt: skip

@@ -11,10 +11,18 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_attn_mask_utils import AttentionMaskConverter
 
+try:
+    from transformers import masking_utils
+except ImportError:  # before 4.53 each class makes its masks
+    masking_utils = None
+
+#: ``from_config(dtype=)``, which was torch_dtype before.
+TAKES_DTYPE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56)
 META = "meta"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -85,26 +93,36 @@ class Routed:
     def __init__(self, experts: int, rows: int) -> None:
         self.experts, self.rows = experts, rows
 
-    def nonzero(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
-        return torch.arange(self.experts)[:, None]
+    def nonzero(self, x: torch.Tensor, *, as_tuple: bool = False) -> Any:
+        return (torch.arange(self.experts),) if as_tuple else torch.arange(self.experts)[:, None]
 
     def where(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) > 1 or kwargs:
             return WHERE(*args, **kwargs)
         return torch.empty(self.rows, args[0].dim(), dtype=torch.int64, device=args[0].device).unbind(1)
 
+    def sum(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Tokens of each expert, where they are counted (``DeepseekV2MoE.moe``)."""
+        total = SUM(x, *args, **kwargs)
+        counted = x.dtype == torch.int64 and x.dim() == 2 and x.shape[1] == self.experts
+        return torch.full((self.experts,), self.rows) if counted else total
+
 
 WHERE = torch.where
+SUM = torch.Tensor.sum
 
 
 class AutocastOnMeta(TorchFunctionMode):
     """CUDA's autocast (``aten/src/ATen/autocast_mode.cpp``), of which the meta device has none: products in ``dtype``,
     with copies of weights cached until its end; what must be precise in fp32."""
 
-    LOWER = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.addmm)
+    LOWER = (
+        F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.addmm,
+        torch.Tensor.baddbmm,
+    )  # fmt: skip
     WIDER = (
         torch.pow, torch.Tensor.pow, torch.rsqrt, torch.Tensor.rsqrt, F.softmax, torch.softmax, torch.Tensor.softmax,
-        torch.cumsum, torch.Tensor.cumsum, torch.sum, torch.Tensor.sum, F.layer_norm,
+        torch.cumsum, torch.Tensor.cumsum, torch.sum, SUM, F.layer_norm,
     )  # fmt: skip
 
     active: AutocastOnMeta | None = None
@@ -160,17 +178,19 @@ def as_on_cuda(routed: Routed | None = None, *, padded: bool = False) -> Iterato
         return not padded
 
     with ExitStack() as stack:
+        if masking_utils is not None:
+            stack.enter_context(patch.object(masking_utils, "_ignore_causal_mask_sdpa", skipped))
         for owner, name, value in (
             (F, "scaled_dot_product_attention", scaled_dot_product_attention),
             (torch, "autocast", Autocast),
             (F, "dropout", dropout),
-            (masking_utils, "_ignore_causal_mask_sdpa", skipped),
             (AttentionMaskConverter, "_ignore_causal_mask_sdpa", staticmethod(skipped_by_class)),
         ):
             stack.enter_context(patch.object(owner, name, value))
         if routed is not None:
-            stack.enter_context(patch.object(torch.Tensor, "nonzero", lambda x, **k: routed.nonzero(x)))
+            stack.enter_context(patch.object(torch.Tensor, "nonzero", lambda x, **k: routed.nonzero(x, **k)))
             stack.enter_context(patch.object(torch, "where", routed.where))
+            stack.enter_context(patch.object(torch.Tensor, "sum", lambda x, *a, **k: routed.sum(x, *a, **k)))
         yield
 
 
@@ -180,6 +200,8 @@ def build(
     """The model of a parsed config.json, in training mode."""
     given = dict(config)
     cfg = AutoConfig.for_model(given.pop("model_type"), **given)
+    chosen = None if attention == "sdpa" else attention  # where the class has it; else eager
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(cfg, dtype=dtype, attn_implementation=attention)
+        word = "dtype" if TAKES_DTYPE else "torch_dtype"
+        model = AutoModelForCausalLM.from_config(cfg, attn_implementation=chosen, **{word: dtype})
     return model.train()

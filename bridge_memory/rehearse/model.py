@@ -10,7 +10,7 @@ import copy
 import warnings
 from collections.abc import Iterable
 from contextlib import redirect_stdout
-from dataclasses import fields
+from dataclasses import fields, replace
 from io import StringIO
 from typing import Any
 
@@ -30,6 +30,7 @@ from bridge_memory.spec import (
     MLPSpec,
     MoESpec,
     RunSpec,
+    SparseSpec,
 )
 from bridge_memory.spec.dtypes import TORCH_NAMES
 
@@ -146,10 +147,8 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         raise NotBuildable("a bias on the output layer is not in megatron-core's GPTModel")
     if any(isinstance(x.mixer, AttentionSpec) and x.mixer.v_channels for x in layers):
         raise NotBuildable("values of another width than keys (MiMo-V2) are in Megatron Bridge's own module")
-    if any(isinstance(x.mixer, MLASpec) and x.mixer.indexer for x in layers):
-        raise NotBuildable("sparse attention (DeepSeek-V3.2, GLM-5) is not rehearsed")
     attentions = [x.mixer for x in layers if isinstance(x.mixer, AttentionSpec)]
-    mla = _only("MLA", (x.mixer for x in layers if isinstance(x.mixer, MLASpec)))
+    mla = _only("MLA", (replace(x.mixer, indexer=None) for x in layers if isinstance(x.mixer, MLASpec)))
     mamba = _only("Mamba mixer", (x.mixer for x in layers if isinstance(x.mixer, MambaSpec)))
     delta = _only("gated delta net", (x.mixer for x in layers if isinstance(x.mixer, GatedDeltaNetSpec)))
     mlp = _only("MLP", (x.ffn for x in layers if isinstance(x.ffn, MLPSpec)))
@@ -241,6 +240,8 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
             # The fused rotation of MLA exists for YaRN alone (``MLATransformerConfig.__post_init__``).
             rope_type="yarn" if config["apply_rope_fusion"] else "rope",
         )
+    if mla and mla.sparse:
+        config.update(_sparse_fields(run, mla.sparse))
     if mamba:
         config.update(
             mamba_state_dim=mamba.state_dim, mamba_head_dim=mamba.head_dim,
@@ -281,6 +282,40 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         raise StackRefusal(f"megatron-core refuses this run: {_one_line(refusal)}") from refusal
 
 
+def _sparse_fields(run: RunSpec, sparse: SparseSpec) -> dict[str, Any]:
+    """Which layers take over another's choice of keys is a rule of two numbers (``dsa.py: is_dsa_skip_topk_layer``)."""
+    if not run.implementation.te:
+        raise NotBuildable("sparse attention (DeepSeek-V3.2, GLM-5) needs Transformer Engine in megatron-core")
+    if sparse.kernels != "none":
+        raise NotBuildable(f"dsa_kernel_backend ({sparse.kernels}): its kernels are not rehearsed")
+    if (installed_release() or (0, 0)) < (0, 19):
+        raise NotBuildable(f"sparse attention is rehearsed with megatron-core 0.19 or later, not {_installed()}")
+    mixers = [x.mixer for x in run.model.layers if isinstance(x.mixer, MLASpec)]
+    chooses = [mixer.indexer is not None for mixer in mixers]
+    indexer = _only("indexer", (mixer.indexer for mixer in mixers if mixer.indexer is not None))
+    found = next(
+        ((every, offset) for every in range(1, len(mixers) + 1) for offset in range(1, len(mixers) + 1)
+         if chooses == [max(i + 1 - offset, 0) % every == 0 for i in range(len(mixers))]),
+        None,
+    )  # fmt: skip
+    if found is None or indexer is None:
+        raise NotBuildable("layers choose keys, or take over a choice, by no rule of dsa_indexer_topk_freq")
+    return {
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": indexer.num_heads,
+        "dsa_indexer_head_dim": indexer.head_dim,
+        "dsa_indexer_topk": sparse.topk,
+        "dsa_indexer_topk_freq": found[0],
+        "dsa_indexer_skip_topk_offset": found[1],
+        "dsa_indexer_loss_coeff": 1e-3 if sparse.indexer_loss else 0.0,
+        "dsa_indexer_use_sparse_loss": sparse.sparse_loss,
+        "dsa_indexer_rotate_activation": sparse.rotate_activation,
+        "dsa_indexer_scoring_relu": sparse.scoring_relu,
+        "apply_rope_fusion": False,
+        "rope_type": "rope",
+    }
+
+
 def _fp8_fields(run: RunSpec) -> dict[str, Any]:
     precision = run.precision
     if not precision.quantizes:
@@ -289,7 +324,10 @@ def _fp8_fields(run: RunSpec) -> dict[str, Any]:
     if precision.fp4 is not None:
         how: dict[str, Any] = {"fp4": precision.fp4, "fp4_recipe": "nvfp4", "fp4_param": precision.fp4_param}
     else:
-        how = {"fp8": precision.fp8, "fp8_recipe": precision.fp8_recipe, "fp8_param": precision.fp8_param}
+        how = {
+            "fp8": precision.fp8, "fp8_recipe": precision.fp8_recipe, "fp8_param": precision.fp8_param,
+            "fp8_dot_product_attention": precision.fp8_dot_product_attention,
+        }  # fmt: skip
     return {
         **how,
         "first_last_layers_bf16": bool(start or end), "num_layers_at_start_in_bf16": start,
@@ -318,8 +356,6 @@ def _bias_activation_fusion_allowed(config: dict[str, Any]) -> bool:
 
 
 def _attention_fields(run: RunSpec, attentions: list[AttentionSpec], add_bias: bool) -> dict[str, Any]:
-    from dataclasses import replace
-
     if not attentions:
         return {}
     # The window is the one thing that may differ by layer; megatron-core's skip list says where it is off.
@@ -399,6 +435,12 @@ def _gpt_block_spec(run: RunSpec, config: Any, vp_stage: int | None) -> tuple[An
     delta = any(isinstance(x.mixer, GatedDeltaNetSpec) for x in run.model.layers)
     if delta and te:
         return _experimental_block_spec(config, vp_stage)
+    if getattr(config, "experimental_attention_variant", None) == "dsa":
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as experimental
+
+        block = experimental.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
+        # Megatron-LM gpt_builders.py: MTP depths are as the last layer.
+        return block, experimental.get_transformer_layer_with_experimental_attention_variant_spec(config)[-1]
     if delta:
         # 0.18 and later make these specs for layers with attention only.
         config = copy.copy(config)

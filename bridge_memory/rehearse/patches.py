@@ -668,7 +668,13 @@ def loss_scales_put_back() -> Iterator[None]:
     mtp = getattr(_module("megatron.core.transformer.multi_token_prediction"), "MTPLossAutoScaler", None)
     name = "main_loss_backward_scale"
     logged = getattr(_module("megatron.core.transformer.multi_token_prediction"), "MTPLossLoggingHelper", None)
-    with replaced(moe, name, None), replaced(mtp, name, getattr(mtp, name, None)), replaced(logged, "tracker", {}):
+    dsa = _module("megatron.core.transformer.experimental_attention_variant.dsa")
+    of_indexer = getattr(dsa, "DSAIndexerLossAutoScaler", None)
+    of_indexers = getattr(dsa, "DSAIndexerLossLoggingHelper", None)
+    with (
+        replaced(moe, name, None), replaced(mtp, name, getattr(mtp, name, None)), replaced(logged, "tracker", {}),
+        replaced(of_indexer, name, None), replaced(of_indexers, "tracker", {}),
+    ):  # fmt: skip
         yield
 
 
@@ -846,7 +852,7 @@ def _shared(output: torch.Tensor, recomputed: torch.Tensor) -> None:
     weakref.finalize(storage, _nothing_to_do, source)
 
 
-def _nothing_to_do(*_: object) -> None:
+def _nothing_to_do(*_: object, **__: object) -> None:
     pass
 
 
@@ -872,8 +878,13 @@ _BOOL = torch.Tensor.__bool__
 @contextmanager
 def questions_answered() -> Iterator[None]:
     """0.17 and later log the loss of an MTP depth where ``num_tokens > 0`` (``multi_token_prediction.py:
-    process_mtp_loss``)."""
-    with replaced(torch.Tensor, "__bool__", _true_without_data):
+    process_mtp_loss``). Sparse attention asks how long the sequences of other ranks are (``dsa.py:
+    _validate_nonpacked_cp_uniform_length``)."""
+    dsa = _module("megatron.core.transformer.experimental_attention_variant.dsa")
+    with (
+        replaced(torch.Tensor, "__bool__", _true_without_data),
+        replaced(dsa, "_validate_nonpacked_cp_uniform_length", _nothing_to_do),
+    ):
         yield
 
 

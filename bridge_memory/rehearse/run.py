@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bridge_memory.inventory.parameters import ALLOCATION_UNIT, pad
+from bridge_memory.components import allocated
 from bridge_memory.rehearse import patches, te_kernels
 from bridge_memory.rehearse.adapters import adapt
 from bridge_memory.rehearse.model import TORCH_DTYPES, NotBuildable, build_chunks
@@ -137,7 +137,7 @@ def rehearse(
         )
         buffers = tuple(b for ddp in wrapped for b in _buffers(ddp))
         copies = sum(map(_fp8_copies, chunks)) + _beside_buffers(wrapped)
-        frozen = sum(pad(p.nbytes, ALLOCATION_UNIT) for c in chunks for p in c.parameters() if not p.requires_grad)
+        frozen = sum(allocated(p.nbytes) for c in chunks for p in c.parameters() if not p.requires_grad)
         state = _optimizer_state(run, wrapped)
     return Rehearsal(run, rank, stage_of_rank(run.parallel, rank), done, buffers, state, copies, frozen)
 
@@ -305,12 +305,6 @@ def gathers_in_gradients(run: RunSpec) -> bool:
     ask for it (Megatron-LM ``arguments.py: validate_args``; Bridge ``mixed_precision.py: bf16_with_mxfp8_mixed``)."""
     p = run.precision
     return p.fp8 is not None and p.fp8_param and p.fp8_recipe == "mxfp8" and run.data_parallel.use_distributed_optimizer
-
-
-def allocated(nbytes: int) -> int:
-    """What torch's allocator counts for a tensor of its own: whole blocks of 512 bytes (``CUDACachingAllocator.cpp:
-    round_size``)."""
-    return -(-nbytes // 512) * 512
 
 
 def _buffers(ddp: Any) -> list[BufferLayout]:

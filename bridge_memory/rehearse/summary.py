@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from bridge_memory.components import Part, Role, State
+from bridge_memory.components import Component, Lifetime, Part, Role, State
 from bridge_memory.estimate import estimate, explain, stage_costs
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
@@ -14,7 +14,6 @@ from bridge_memory.result import OPTIMIZER_STEP
 from bridge_memory.schedule.events import ChunkCost
 from bridge_memory.schedule.peak import dynamic_peak
 from bridge_memory.spec.layout import layout
-from bridge_memory.workspaces.dispatcher import RECOMPUTED_ORDER, ROUTING
 
 
 class Quantity(str, Enum):
@@ -78,7 +77,7 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
         Row(Quantity.GRADIENTS, predicted.gradients_bytes, rehearsal.gradients_bytes),
         Row(Quantity.OPTIMIZER, state, rehearsal.optimizer_bytes),
     ]
-    routing = sum(c.bytes for c in predicted.components if c.name in (ROUTING, RECOMPUTED_ORDER))
+    routing = sum(c.bytes for c in predicted.components if _held_by_dispatchers(c))
     held = sum(c.passes.held_bytes for c in rehearsal.chunks)
     if routing or held:
         out.append(Row(Quantity.DISPATCHERS, routing, held))
@@ -128,6 +127,11 @@ SHARED = (
 )
 
 
+def _held_by_dispatchers(component: Component) -> bool:
+    """At all times; what is there between steps alone is in no peak of a pass."""
+    return component.part is Part.DISPATCHER and component.lifetime is not Lifetime.BETWEEN_STEPS
+
+
 def shared(rehearsal: Rehearsal) -> list[str]:
     """What the two columns have in common, in sentences."""
     stage = estimate(rehearsal.run).stages[rehearsal.stage]
@@ -135,7 +139,7 @@ def shared(rehearsal: Rehearsal) -> list[str]:
     names = [
         c.name
         for c in sorted((*stage.components, *stage.leftovers), key=lambda c: -c.bytes)
-        if c.bytes and c.role not in here and c.part is not Part.RUNNING and c.name not in (ROUTING, RECOMPUTED_ORDER)
+        if c.bytes and c.role not in here and c.part is not Part.RUNNING and not _held_by_dispatchers(c)
     ]
     return [text.format(buffers=", ".join(dict.fromkeys(names)) or "no buffers") for text in SHARED]
 

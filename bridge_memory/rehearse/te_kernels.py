@@ -38,6 +38,8 @@ PACKAGE = "transformer_engine"
 COMPILED = "transformer_engine_torch"
 #: Releases whose calls of its compiled half are known, as tests/te passed with them.
 OLDEST, NEWEST = (2, 10), (2, 20)
+#: From here on attention in fp8 keeps one statistic of the softmax as any other does.
+_ONE_STATISTIC = (2, 15)
 #: From here on the kernels' choice is told whether they must be deterministic.
 _TOLD_DETERMINISM = (2, 12)
 #: From here on there is no kernel of its own for attention over 512 tokens and fewer.
@@ -46,7 +48,7 @@ _NO_SHORT_ATTENTION = (2, 16)
 INSTALL = 'pip install --no-deps "transformer_engine==2.20.2" && pip install pydantic packaging'
 #: What Transformer Engine chooses its paths by: the GPU, and the versions of its libraries.
 COMPUTE_CAPABILITY = GENERATIONS
-CUDNN_VERSION = 91400
+CUDNN_VERSION = 92100
 CUBLAS_VERSION = 130000
 CUDA_VERSION = "13.0"
 #: ``common/util/multi_stream.cpp``: streams that grouped GEMMs are spread over.
@@ -428,7 +430,8 @@ def _enum_among(args: Sequence[Any], kind: str) -> Any:
 def fused_attn_fwd(*args: Any) -> list[Any]:
     """``attention.cpp``: the output, fp32 statistics of the softmax a query and head, the random state.
 
-    fp8 keeps two statistics (maximum and reciprocal sum) and quantizes its output where it has a quantizer.
+    fp8 keeps two statistics (maximum and reciprocal sum) before 2.15, and quantizes its output where it has a
+    quantizer.
     """
     layout = _enum_among(args, "NVTE_QKV_Layout").name
     query, _, value = _heads(args)
@@ -448,7 +451,8 @@ def fused_attn_fwd(*args: Any) -> list[Any]:
         rows = [shape[1], shape[2], shape[0], 1]
     else:
         rows = [shape[0], shape[2], shape[1], 1]
-    statistics = [_empty(rows, torch.float32) for _ in range(2 if fp8 else 1)]
+    two = fp8 and (release_in(version()) or NEWEST) < _ONE_STATISTIC
+    statistics = [_empty(rows, torch.float32) for _ in range(1 + two)]
     random = _empty([2], torch.int64)
     offset = []
     if _enum_among(args, "NVTE_Softmax_Type").name != "NVTE_VANILLA_SOFTMAX":
@@ -637,6 +641,16 @@ def swap_first_dims(tensor: torch.Tensor, *, out: Any = None) -> torch.Tensor:
     return _empty([tensor.shape[1], tensor.shape[0], *tensor.shape[2:]], tensor.dtype) if out is None else out
 
 
+def multi_tensor_transpose_to_bhsd(tensors: Any, original_format: str, outputs: Any = None) -> list[Any]:
+    """``multi_tensor/``: [b, heads, s, d] of each, in ``outputs`` where they are given."""
+    order = (1, 2, 0, 3) if original_format == "sbhd" else (0, 2, 1, 3)
+    given = outputs or [None] * len(tensors)
+    return [
+        out if out is not None or t is None else _empty([t.shape[i] for i in order], t.dtype)
+        for t, out in zip(tensors, given, strict=True)
+    ]
+
+
 def multi_tensor_l2norm(chunk: int, noop: Any, lists: Any, per_tensor: Any = False, *rest: Any) -> tuple[Any, Any]:
     count = len(lists[0]) if per_tensor else 0
     return _empty([1], torch.float32), _empty([count], torch.float32)
@@ -677,7 +691,8 @@ class _Kernels(types.ModuleType):
                 fused_qkv_rope_backward, fused_topk_with_score_function_fwd, fused_topk_with_score_function_bwd,
                 fused_score_for_moe_aux_loss_bwd, fused_moe_aux_loss_fwd, fused_moe_aux_loss_bwd, quantize,
                 split_quantize, bgrad_quantize, thd_read_half_tensor, thd_read_second_half_lse, dequantize,
-                fp8_transpose, swap_first_dims, multi_tensor_l2norm, create_empty_quantized_tensor,
+                fp8_transpose, multi_tensor_transpose_to_bhsd,
+                swap_first_dims, multi_tensor_l2norm, create_empty_quantized_tensor,
             )
         )  # fmt: skip
         known.update(
@@ -699,7 +714,9 @@ class _Kernels(types.ModuleType):
             "multi_tensor_adam_capturable_master", "multi_tensor_adam_param_remainder", "multi_tensor_sgd",
             "multi_tensor_compute_scale_and_scale_inv", "multi_tensor_compute_scale_inv_e8m0",
             "fused_amax_and_scale_update_after_reduction", "compute_amax", "fused_multi_row_padding",
-            "fused_multi_row_unpadding", "thd_out_correction", "thd_grad_correction", "thd_second_half_lse_correction",
+            "fused_multi_row_unpadding",
+            "multi_tensor_swizzle_scales_for_gemm_unchecked_",
+            "thd_out_correction", "thd_grad_correction", "thd_second_half_lse_correction",
         ):  # fmt: skip
             known[name] = _nothing
         for name, value in known.items():

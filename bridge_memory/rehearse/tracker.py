@@ -19,6 +19,7 @@ import torch
 import torch._compile
 import torch._dynamo.eval_frame
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -72,7 +73,9 @@ class _Storage:
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A tensor, or those that Transformer Engine's quantized tensor wraps."""
+    """A tensor, or those that Transformer Engine's quantized tensor wraps, or a collective that is waited for."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return (tensor.elem,)
     data = getattr(tensor, "get_data_tensors", None)
     if data is None:
         return (tensor,)

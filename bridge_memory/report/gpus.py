@@ -172,8 +172,8 @@ def _key(name: str) -> str:
 
 def find_gpu(name: str) -> Gpu:
     """The card called ``name`` ("H100", "a100-80gb", "NVIDIA H100 80GB"). Raises SpecError with close matches."""
-    import difflib
-
+    if not isinstance(name, str):
+        raise SpecError(f"gpu ({show(name)}) is no name; `bridge-memory gpus` lists them")
     key = _key(name)
     by_key = {_key(g.name): g for g in _CARDS}
     if key in by_key:
@@ -182,6 +182,8 @@ def find_gpu(name: str) -> Gpu:
         return GPUS[_ALIASES[key]]
     close = [g.name for k, g in by_key.items() if key and k.startswith(key)]
     if not close:
+        import difflib
+
         close = [by_key[k].name for k in difflib.get_close_matches(key, by_key, n=3, cutoff=0.5)]
     hint = f"did you mean {' or '.join(close)}?" if close else "`bridge-memory gpus` lists them"
     raise SpecError(f"gpu ({name!r}) is not one that is known here; {hint}")
@@ -284,12 +286,16 @@ def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
     A card of another generation than that of ``result`` is judged by the peaks of the same run on its own. One that
     cannot compute the run fits nothing, whatever its memory.
     """
+    from bridge_memory.result import Estimate
+
+    if not isinstance(result, Estimate):
+        raise SpecError(f"result ({show(result)}) is not an Estimate; give estimate(run)")
     if isinstance(gpus, (str, Gpu)):
         raise SpecError(f"gpus ({show(gpus)}) is one GPU; give a list of them")
     world_size, driver = result.run.parallel.world_size, driver_bytes(result.run)
     by_arch: dict[str, StagePeak | None] = {result.run.implementation.gpu_arch: _worst(result)}
     out = []
-    for gpu in [find_gpu(gpu) if isinstance(gpu, str) else gpu for gpu in gpus] or common_gpus():
+    for gpu in [gpu if isinstance(gpu, Gpu) else find_gpu(gpu) for gpu in gpus] or common_gpus():
         missing, arch = lacks(gpu, result.run.precision), gpu.arch or result.run.implementation.gpu_arch
         if not missing and arch not in by_arch:
             by_arch[arch] = _worst_on(arch, result)

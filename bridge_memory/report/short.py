@@ -16,7 +16,7 @@ from bridge_memory.report.summary import configuration
 from bridge_memory.report.table import alike, components_grid, head, stage_span
 from bridge_memory.report.units import check_unit, format_bytes, format_ticks, ticks
 from bridge_memory.result import Estimate, StageEstimate
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import DataParallelSpec, SpecError
 
 #: Components of the tightest stage that are listed.
 LARGEST = 5
@@ -46,10 +46,12 @@ def short_blocks(
     shown = result.stages if stage is None else (explained,)
     of = f" of stage {explained.stage}" if len(result.stages) > 1 else ""
     moment = f"{phase_words(explained)}: {explained.peak_operation}".removesuffix(": ")
-    largest = components_grid(
-        explained, result.run.parallel, unit, LARGEST, f"The largest parts{of} at its peak, in {moment}"
-    )
-    wanted = ("model", "parallelism", "batch", "recompute")
+    largest = components_grid(explained, unit, LARGEST, f"The largest parts{of} at its peak, in {moment}")
+    wanted = ["model", "parallelism", "batch", "recompute"]
+    if result.run.precision.quantizes:
+        wanted.append("precision")
+    if result.run.data_parallel.engine != DataParallelSpec().engine or result.run.peft.freezes:
+        wanted.append("optimizer")
     run = Pairs("The run", tuple(pair for pair in configuration(result) if pair[0] in wanted))
     answer = answer_of(result, fits, unit=unit, fix=fix)
     blocks: list[Block] = [head(result, answer, unit), _stages(result, shown, fits, unit), largest, run]

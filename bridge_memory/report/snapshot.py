@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from bridge_memory.components import STATIC_ROLES, Lifetime
+from bridge_memory.components import STATIC_ROLES, Lifetime, allocated
 from bridge_memory.estimate import Estimate
 from bridge_memory.report.page.data import step_name
 from bridge_memory.timeline import Point, Timeline, step_timeline
@@ -33,7 +33,7 @@ class _Allocator:
         frames = [{"name": name, "filename": place, "line": 0}]
         self.alive[key] = self._next, nbytes, frames
         self._event("alloc", key)
-        self._next += (nbytes + 511) // 512 * 512
+        self._next += allocated(nbytes)
 
     def free(self, key: Any) -> None:
         if key in self.alive:

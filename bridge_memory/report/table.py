@@ -21,7 +21,7 @@ from bridge_memory.report.units import (
     share,
     ticks,
 )
-from bridge_memory.spec import ParallelSpec, SpecError
+from bridge_memory.spec import SpecError
 from bridge_memory.spec.gaps import Effect, Gap
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def estimate_blocks(
     unit = check_unit(unit)
     if stage is not None and not 0 <= stage < len(result.stages):
         raise SpecError(f"--stage is {stage}; the stages of this run are 0 to {len(result.stages) - 1}")
-    worst, parallel = result.peak_stage, result.run.parallel
+    worst = result.peak_stage
     shown = result.stages if stage is None else (result.stages[stage],)
     explained = worst if stage is None else shown[0]
     groups = alike(shown)
@@ -82,10 +82,10 @@ def estimate_blocks(
     ]
     listed = {i: rows for i, rows in (details or {}).items() if stage in (None, i)}
     limit = None if explained.stage in listed else LARGEST
-    blocks.append(components_grid(explained, parallel, unit, limit, _why(explained, worst, result, unit)))
+    blocks.append(components_grid(explained, unit, limit, _why(explained, worst, result, unit)))
     for index, rows in listed.items():
         if index != explained.stage:
-            blocks.append(components_grid(result.stages[index], parallel, unit, None, f"Stage {index}: all components"))
+            blocks.append(components_grid(result.stages[index], unit, None, f"Stage {index}: all components"))
         blocks += _tensors(index, rows, unit)
     if listed and explained.phases:
         lines = tuple(f"{name}: {format_bytes(nbytes, unit)}" for name, nbytes in explained.phases)
@@ -262,13 +262,13 @@ def _why(stage: StageEstimate, worst: StageEstimate, result: Estimate, unit: str
 
 
 def components_grid(
-    stage: StageEstimate, parallel: ParallelSpec, unit: str, limit: int | None, title: str
+    stage: StageEstimate, unit: str, limit: int | None, title: str
 ) -> Grid:
     cells = _Cells(stage, unit)
     listed = cells.components(stage, unit)
     head = listed if limit is None or len(listed) <= limit + 1 else listed[:limit]
     rows = [
-        (format_ticks(value, unit), _percent(c.bytes, stage.peak_bytes), str(c.provenance), _named(c, parallel))
+        (format_ticks(value, unit), _percent(c.bytes, stage.peak_bytes), str(c.provenance), _named(c))
         for value, c in head
     ]
     rest = listed[len(head):]
@@ -298,14 +298,9 @@ def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f}" if whole else "0.0"
 
 
-def _named(component: Component, parallel: ParallelSpec) -> str:
-    """With the groups that divide it, of those that have more than one rank."""
-    ranks = {
-        "tp": parallel.tp, "cp": parallel.cp, "dp": parallel.data_parallel_size, "ep": parallel.ep,
-        "etp": parallel.etp, "edp": parallel.expert_data_parallel_size,
-    }  # fmt: skip
-    groups = [group for group in component.shard.split(" x ") if group and ranks[group] > 1]
-    return f"{component.name} (over {' x '.join(groups)})" if groups else component.name
+def _named(component: Component) -> str:
+    """With the groups that divide it."""
+    return f"{component.name} (over {component.shard})" if component.shard else component.name
 
 
 def _tensors(stage: int, rows: Sequence[DetailRow], unit: str) -> list[Block]:

@@ -24,7 +24,7 @@ def check_unit(unit: str) -> str:
 
 def ticks(nbytes: int, unit: str) -> int:
     """``nbytes`` in units of the last digit shown, rounded half up (ints: sums of ticks are exact)."""
-    size, scale = UNITS[unit], 10 ** DECIMALS[unit]
+    size, scale = UNITS[unit], int(10 ** DECIMALS[unit])
     return (2 * nbytes * scale + size) // (2 * size)
 
 

@@ -9,8 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import ge, sub
+from typing import TypeVar
 
 from bridge_memory.schedule.events import ChunkCost, Moment, PeakMoment, highest, num_warmup
+
+Cost = TypeVar("Cost")
+#: Those of a ``Moment``, which is one of them.
+_Fields = tuple[str, int, tuple[int, ...], int, int]
+
+#: Chunks of which ``kinds_of`` counts each apart.
+FEW_CHUNKS = 4
 
 
 def dynamic_peak(
@@ -43,6 +51,40 @@ def dynamic_peak(
     return highest(moments, chunks, hidden_bytes)
 
 
+def peak_bytes(
+    pp: int,
+    rank: int,
+    num_microbatches: int,
+    chunks: Sequence[ChunkCost],
+    group_size: int | None = None,
+    *,
+    hidden_bytes: int = 0,
+    overlap_moe_expert_parallel_comm: bool = False,
+    overlap_p2p_comm: bool = True,
+    keeps_outputs: bool = False,
+) -> int:
+    """``dynamic_peak(...).bytes`` alone: virtual stages that cost the same are counted together."""
+    kinds, which = kinds_of(chunks)
+    v, group = len(chunks), group_size or pp
+    m = few_microbatches(pp, num_microbatches, v, group, overlap_moe_expert_parallel_comm)
+    moments = peak_moments(
+        pp, rank, m, v, group, overlap_moe_expert_parallel_comm, overlap_p2p_comm, keeps_outputs, which
+    )
+    return highest(moments, kinds, hidden_bytes).bytes
+
+
+def kinds_of(chunks: Sequence[Cost]) -> tuple[Sequence[Cost], tuple[int, ...] | None]:
+    """(what chunks cost, which of these each does), where of many chunks no more than two differ from all others, as
+    the first and the last mostly do. Else all of them are counted apart (None), which serves whatever they cost."""
+    kinds = list(dict.fromkeys(chunks))
+    if (len(kinds) > 1 and len(chunks) <= FEW_CHUNKS) or len(kinds) > 3:
+        return chunks, None
+    which = tuple(map(kinds.index, chunks))
+    if max(map(which.count, range(len(kinds)))) < len(which) - 2:
+        return chunks, None
+    return kinds, which
+
+
 def few_microbatches(pp: int, m: int, v: int, group: int, extra: bool = False) -> int:
     """A small number of microbatches with which the schedule has the same moments as with ``m``.
 
@@ -58,27 +100,45 @@ def few_microbatches(pp: int, m: int, v: int, group: int, extra: bool = False) -
 @lru_cache(maxsize=8192)
 def peak_moments(
     pp: int, rank: int, m: int, v: int, group: int, extra: bool = False, overlap_p2p_comm: bool = True,
-    keeps_outputs: bool = False,
+    keeps_outputs: bool = False, which: tuple[int, ...] | None = None,
 ) -> tuple[Moment, ...]:  # fmt: skip
-    """The moments of a schedule of which one is the peak, whatever chunks cost."""
+    """The moments of a schedule of which one is the peak, whatever chunks cost.
+
+    ``which``: of which kind each chunk is, from 0 on, where chunks of a kind cost the same. Moments then count alive by
+    kind, and their chunks are kinds.
+    """
     if pp == 1 or v == 1:
-        moments = _moments_of_1f1b(pp, rank, m, v, extra, keeps_outputs)
+        moments: Sequence[_Fields] = _moments_of_1f1b(pp, rank, m, v, extra, keeps_outputs)
     else:
-        moments = _Interleaved(pp, rank, m, v, group, extra, overlap_p2p_comm, keeps_outputs).moments()
+        moments = _Interleaved(pp, rank, m, v, group, extra, overlap_p2p_comm, keeps_outputs, which).moments()
     return _undominated(moments)
 
 
-def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
+def _undominated(moments: Sequence[_Fields]) -> tuple[Moment, ...]:
     """Without those that another of the same kind holds at least as much of everything as."""
-    kinds: dict[tuple[str, int, int], list[Moment]] = {}
-    for moment in dict.fromkeys(moments):
-        kinds.setdefault((moment.phase, moment.chunk, moment.forward_chunk), []).append(moment)
+    #: Phase and chunks -> what is alive -> the most hidden states beside it, and where they are.
+    kinds: dict[tuple[str, int, int], dict[tuple[int, ...], tuple[int, int]]] = {}
+    for i, (phase, chunk, alive, hidden, forward_chunk) in enumerate(moments):
+        same = kinds.get((phase, chunk, forward_chunk))
+        if same is None:
+            same = kinds[phase, chunk, forward_chunk] = {}
+        known = same.get(alive)
+        if known is None or known[0] < hidden:
+            same[alive] = hidden, i
     out = []
     for same in kinds.values():
-        same.sort(key=lambda n: (-sum(n.alive), -n.hidden))
+        if len(same) == 1:
+            out += [Moment(*moments[i]) for _, i in same.values()]
+            continue
+        ordered = sorted([(-sum(alive), -hidden, i) for alive, (hidden, i) in same.items()])
         kept: list[Moment] = []
-        for n in same:
-            if not any([k.hidden >= n.hidden and all(map(ge, k.alive, n.alive)) for k in kept]):
+        more: list[Moment] = []  # of these, with more alive than the one that is looked at
+        before = 0
+        for number, _, i in ordered:
+            n = Moment(*moments[i])
+            if number != before:
+                more, before = kept[:], number
+            if not any([k.hidden >= n.hidden and all(map(ge, k.alive, n.alive)) for k in more]):
                 kept.append(n)
         out += kept
     return tuple(out)
@@ -117,26 +177,38 @@ class _Interleaved:
     """
 
     def __init__(
-        self, pp: int, rank: int, m: int, v: int, group: int, extra: bool, overlap_p2p: bool, keeps_outputs: bool
+        self, pp: int, rank: int, m: int, v: int, group: int, extra: bool, overlap_p2p: bool, keeps_outputs: bool,
+        which: tuple[int, ...] | None = None,
     ) -> None:
         self.keeps_outputs = keeps_outputs
         self.pp, self.v, self.group, self.m = pp, v, group, m
         self.extra, self.overlap_p2p = extra, overlap_p2p
         self.first, self.last = rank == 0, rank == pp - 1
         whole, self.rest = divmod(m, group)
+        self.span = group * v
         self.whole = whole * group * v  # passes in whole groups
         self.whole_microbatches = whole * group
         self.total = m * v
         self.warmup = num_warmup(pp, rank, m, v, group, extra)
         self._counts: dict[int, tuple[int, ...]] = {}
+        self.which = which or tuple(range(v))
+        self.kinds = max(self.which) + 1
+        #: The kind of most chunks, and the others' chunks with their kinds.
+        self.most = max(range(self.kinds), key=self.which.count)
+        self.others = [(chunk, kind) for chunk, kind in enumerate(self.which) if kind != self.most]
         self.kept_inputs, self.kept_grads = self._kept()
 
     def done(self, x: int, chunk: int) -> int:
         """Of the first x forward passes, those of ``chunk``; of x backward ones, of ``v - 1 - chunk``."""
+        size = self.group
         if x <= self.whole:
-            groups, i = divmod(x, self.group * self.v)
-            return groups * self.group + min(max(i - chunk * self.group, 0), self.group)
-        return self.whole_microbatches + min(max(x - self.whole - chunk * self.rest, 0), self.rest)
+            groups, x = divmod(x, self.span)
+            before = groups * size
+        else:
+            x -= self.whole
+            before, size = self.whole_microbatches, self.rest
+        x -= chunk * size
+        return before if x <= 0 else before + size if x >= size else before + x
 
     def chunk(self, x: int) -> int:
         """The chunk of forward pass x."""
@@ -161,7 +233,16 @@ class _Interleaved:
         return known
 
     def alive(self, forwards: int, backwards: int) -> tuple[int, ...]:
-        return tuple(map(sub, self.counts(forwards), self.counts(backwards)[::-1]))
+        """Of every kind."""
+        if self.kinds == self.v:
+            return tuple(map(sub, self.counts(forwards), self.counts(backwards)[::-1]))
+        out, rest = [0] * self.kinds, forwards - backwards
+        for chunk, kind in self.others:
+            n = self.done(forwards, chunk) - self.done(backwards, self.v - 1 - chunk)
+            out[kind] += n
+            rest -= n
+        out[self.most] = rest
+        return tuple(out)
 
     def waiting(self, received: int, used: int) -> int:
         """Early arrivals at the leading rank, after ``received`` and ``used`` passes.
@@ -249,11 +330,20 @@ class _Interleaved:
         # What names keep changes in the two passes after one of these.
         return [range(start + 2 + span, end) for start, end in zip([first, *ends], ends, strict=False)]
 
-    def moments(self) -> list[Moment]:
-        out = []
+    def _turns(self) -> list[int]:
+        """Chunks, in the order of passes, whose turn changes what a pass adds: where another kind begins, forward or
+        backward, and where a leading rank begins or ends to receive what its first and last chunk are for."""
+        if self.kinds == self.v:
+            return list(range(self.v))
+        w, ends = self.which, (0, 1, self.v - 1) if self.first or self.last else ()
+        return [c for c in range(self.v) if c in ends or w[c - 1] != w[c] or w[-c] != w[-1 - c]]
+
+    def moments(self) -> list[_Fields]:
+        out: list[_Fields] = []
+        which = self.which
         span = self.group * self.v
         steady = self.total - self.warmup
-        turns = {c * self.group + g for g in range(0, self.whole, span) for c in range(self.v)}
+        turns = {c * self.group + g for g in range(0, self.whole, span) for c in self._turns()}
         turns |= {self.whole + c * self.rest for c in range(self.v + 1)}
         if self.group > self.pp:
             turns |= {t + self.pp - 1 for t in turns}
@@ -264,7 +354,7 @@ class _Interleaved:
         for x in sorted(ends | {self.warmup - 1}):
             if max(0, self.warmup - span - 1) <= x < self.warmup:
                 hidden = self.inputs(x, after=False)
-                out.append(Moment("forward", self.chunk(x), self.alive(x + 1, 0), hidden))
+                out.append(("forward", which[self.chunk(x)], self.alive(x + 1, 0), hidden, -1))
         # The last forward pass receives nothing more.
         within = {k for k in ends | {x - self.warmup for x in ends} if not any([k in few for few in alike])}
         for k in sorted(within | kept | {0, steady - 2, steady - 1}):
@@ -273,20 +363,21 @@ class _Interleaved:
         for k in sorted(ends | kept | {steady, steady + 1}):
             if steady <= k < self.total:
                 hidden = self.grads(k, during_forward=False) + self.held_input_grad(k) + self.kept(k)
-                out.append(Moment("backward", self.v - 1 - self.chunk(k), self.alive(self.total, k), hidden))
+                out.append(("backward", which[-1 - self.chunk(k)], self.alive(self.total, k), hidden, -1))
         return out
 
-    def _steady(self, k: int, out: list[Moment]) -> None:
+    def _steady(self, k: int, out: list[_Fields]) -> None:
         x = self.warmup + k
-        forward_chunk, chunk = self.chunk(x), self.v - 1 - self.chunk(k)
+        forward_chunk = self.chunk(x)
+        kind, forward_kind = self.which[-1 - self.chunk(k)], self.which[forward_chunk]
         alive = self.alive(x + 1, k)
         held = self.held_input_grad(k) + self.kept(k)
         if not self.extra:
             hidden = self.inputs(x, after=False) + self.grads(k, during_forward=True) + held
-            out.append(Moment("forward", forward_chunk, alive, hidden))
+            out.append(("forward", forward_kind, alive, hidden, -1))
         hidden = self.inputs(x, after=self.overlap_p2p) + self.grads(k, during_forward=False) + held
         hidden += not (self.keeps_outputs or (self.last and forward_chunk == self.v - 1))
         if self.extra:
-            out.append(Moment("overlapped", chunk, alive, hidden, forward_chunk))
+            out.append(("overlapped", kind, alive, hidden, forward_kind))
         else:
-            out.append(Moment("backward", chunk, alive, hidden))
+            out.append(("backward", kind, alive, hidden, -1))

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from bridge_memory.schedule.peak import peak_moments
+from bridge_memory.schedule.peak import kinds_of, peak_moments
 
 #: Columns of a chunk's cost: what it saves, and its peaks forward and backward.
 SAVED, FORWARD, BACKWARD = range(3)
@@ -25,24 +25,18 @@ def peak_rows(
     ``costs``: which of the distinct costs each chunk of a rank has. Columns are three a distinct cost, and the last is
     of hidden states that the schedule holds. ``m``: ``few_microbatches``.
     """
-    of_ranks = [_arrays(pp, rank, m, len(costs), group, keeps_outputs) for rank in ranks]
-    alive, chunk, backward, hidden = map(np.concatenate, zip(*of_ranks, strict=True))
-    number, of = max(costs) + 1, np.array(costs)
-    table = np.zeros((len(hidden), 3 * number + 1))
-    table[:, SAVED : 3 * number : 3] = alive @ (of[:, None] == np.arange(number))
-    at, which = np.arange(len(hidden)), 3 * of[chunk]
-    table[at, which + SAVED] -= 1
-    table[at, which + np.where(backward, BACKWARD, FORWARD)] += 1
-    table[:, -1] = hidden
-    return np.array(list(dict.fromkeys(map(tuple, table.tolist()))))
-
-
-@lru_cache(maxsize=4096)
-def _arrays(
-    pp: int, rank: int, m: int, v: int, group: int, keeps_outputs: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    moments = peak_moments(pp, rank, m, v, group, keeps_outputs=keeps_outputs)
-    return (
-        np.array([n.alive for n in moments]).reshape(-1, v), np.array([n.chunk for n in moments]),
-        np.array([n.phase == "backward" for n in moments]), np.array([n.hidden for n in moments]),
-    )  # fmt: skip
+    number = max(costs) + 1
+    kinds, which = kinds_of(costs)
+    end = 3 * number
+    rows: dict[tuple[int, ...], None] = {}
+    for rank in ranks:
+        for moment in peak_moments(pp, rank, m, len(costs), group, False, True, keeps_outputs, which):
+            row = [0] * (end + 1)
+            for kind, alive in zip(kinds, moment.alive, strict=True):
+                row[3 * kind + SAVED] += alive
+            kind = 3 * kinds[moment.chunk]
+            row[kind + SAVED] -= 1
+            row[kind + (BACKWARD if moment.phase == "backward" else FORWARD)] += 1
+            row[end] = moment.hidden
+            rows[tuple(row)] = None
+    return np.array(list(rows), float)

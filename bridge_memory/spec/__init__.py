@@ -21,6 +21,7 @@ from bridge_memory.spec.model import (
     ModelSpec,
     MoESpec,
     SideBySideSpec,
+    SparseSpec,
 )
 from bridge_memory.spec.parts import (
     BatchSpec,
@@ -61,6 +62,7 @@ __all__ = [
     "RecomputeSpec",
     "RunSpec",
     "SideBySideSpec",
+    "SparseSpec",
     "SpecError",
     "divide",
     "show",

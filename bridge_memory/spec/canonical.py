@@ -122,7 +122,7 @@ def _global_batch(run: RunSpec) -> int:
 def _precision(run: RunSpec) -> PrecisionSpec:
     p = run.precision
     if p.fp8 is None:
-        p = _reset(p, "fp8_recipe", "fp8_param")
+        p = _reset(p, "fp8_recipe", "fp8_param", "fp8_dot_product_attention")
     if not p.quantizes:
         p = _reset(p, "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     i = run.implementation

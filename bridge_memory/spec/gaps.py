@@ -14,6 +14,7 @@ from bridge_memory.releases import (
     EXPERTS_FUSED_BY_OPS,
     EXPERTS_IN_ONE_PARAMETER,
     LAYER_WISE_LAYOUT,
+    SPARSE_ATTENTION_KERNELS,
     known_releases,
     nearest_known,
     release_words,
@@ -24,7 +25,7 @@ from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS, DEFAULT_FSDP_OPTIONS
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
-from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, ModelSpec
+from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec, ModelSpec
 from bridge_memory.spec.run import RunSpec
 from bridge_memory.spec.transformers import family_of
 
@@ -173,7 +174,11 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
     if run.batch.packed_sequences:
         yield from _packed(run)
     if impl.cpu_offloading_num_layers and not run.model.hybrid:
-        yield Gap("cpu_offloading_num_layers: the two layers in flight between GPU and host", Effect.UP)
+        # TE cpu_offload.py: one layer on its way to the host, one ahead of its backward pass on its way back.
+        yield Gap(
+            "cpu_offloading_num_layers: the two layers in flight between GPU and host", Effect.UP,
+            most=None if needs.layer is None else 2 * needs.layer,
+        )
     if precision.fp4_param and run.data_parallel.fsdp:
         yield Gap("fp4_param with engine megatron_fsdp: weights are counted in the dtype of the others", Effect.DOWN)
     if precision.quantizes and precision.params_dtype == "fp32":
@@ -191,6 +196,13 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             "only; counted as if the local attention took values of another width than keys",
             Effect.UNKNOWN,
         )
+    if precision.fp8_dot_product_attention and precision.fp8 and run.parallel.cp > 1:
+        yield Gap(
+            f"fp8_dot_product_attention with context_parallel_size ({run.parallel.cp}): attention is counted as in "
+            f"{precision.params_dtype}, whose queries, keys and values are twice as large (mxfp8: as large)",
+            Effect.EITHER,
+        )
+    yield from _of_sparse_attention(run)
     if run.parallel.cp > 1 and any(isinstance(m, GatedDeltaNetSpec) for m in limits.mixers):
         # ssm/gated_delta_net.py: GatedDeltaNet.forward permutes in_proj's output before and after the exchange.
         yield Gap(
@@ -206,6 +218,26 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             f"q and k norms over all heads with tensor_model_parallel_size ({tp}): Megatron Bridge 0.3.1 runs them on "
             "one rank only; counted as divided over the ranks",
             Effect.UNKNOWN,
+        )
+
+
+def _of_sparse_attention(run: RunSpec) -> Iterator[Gap]:
+    found = [m.sparse for m in limits_of(run.model).mixers if isinstance(m, MLASpec) and m.sparse is not None]
+    if not found or run.implementation.hugging_face:
+        return
+    for kernels in sorted({sparse.kernels for sparse in found if sparse.kernels != "none"}):
+        # dsa_cudnn_kernels.py: _TOPK_WRAPPER_MAX_SCRATCH_BYTES, for the choice; FlashMLA's backward sums the key's
+        # gradient in fp32.
+        like = "" if kernels == "cudnn" else ", counted as cuDNN's"
+        yield Gap(
+            f"dsa_kernel_backend ({kernels}): scratch of its kernels (up to 2 GiB while keys are chosen){like}",
+            Effect.UP,
+        )
+    if not SPARSE_ATTENTION_KERNELS(run.implementation):
+        yield Gap(
+            f"sparse attention with megatron-core {release_words(run.implementation.megatron_core)}: counted as in "
+            f"{SPARSE_ATTENTION_KERNELS.number}",
+            Effect.EITHER,
         )
 
 
@@ -261,6 +293,11 @@ def _deferred(run: RunSpec) -> int:
 def _packed(run: RunSpec) -> Iterator[Gap]:
     """What depends on how long the sequences of a pack are, which a run does not say."""
     impl, limits = run.implementation, limits_of(run.model)
+    sparse_alone = not any(
+        isinstance(m, AttentionSpec) or (isinstance(m, MLASpec) and m.sparse is None) for m in limits.mixers
+    )
+    if sparse_alone:
+        return
     if run.parallel.cp > 1:
         # TE context_parallel.py: thd_read_half_tensor, thd_second_half_lse_correction.
         yield Gap(
@@ -409,10 +446,17 @@ def _supposed(run: RunSpec) -> Iterator[str]:
 
 def _supposed_of_transformers(run: RunSpec) -> Iterator[str]:
     spec = run.transformers
-    if spec.attn_implementation == "sdpa" and spec.sdpa_kernel is None:
+    family = family_of(run.model.model_type, spec)
+    if run.model.model_type == "kimi_k2":
+        yield "kimi_k2's own class is remote code: counted as transformers' deepseek_v3, whose shapes it has"
+    if spec.attn_implementation == "sdpa" and "sdpa" not in family.attention:
+        yield f"model_type {run.model.model_type} has no sdpa: eager attention is counted (--attn-implementation)"
+    elif spec.attn_implementation == "sdpa" and spec.sdpa_kernel is None:
         yield (
             "scaled_dot_product_attention runs FlashAttention where it is handed no mask, else the memory-efficient "
             "kernel (--sdpa-kernel)"
         )
+    if spec.attn_implementation == "flash_attention_2" and family.eager == "sinks":
+        yield "flash_attention_2 is counted as the kernels of FlashAttention 3 that take sinks, which keep the same"
     if spec.attention_mask == "ones":
         yield "batches come with an attention mask of ones, of which no mask of scores is made (--attention-mask)"

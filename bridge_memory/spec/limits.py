@@ -13,6 +13,7 @@ from typing import NamedTuple
 from bridge_memory.spec.errors import SpecError, show
 from bridge_memory.spec.fields import MOST, check_fraction, check_ints
 from bridge_memory.spec.model import (
+    SPARSE_KERNELS,
     AttentionSpec,
     CompressedAttentionSpec,
     GatedDeltaNetSpec,
@@ -188,6 +189,13 @@ def _check_layer(layer: LayerSpec) -> None:
                 check_ints(block, "q_lora_rank")
             if block.indexer is not None:
                 check_ints(block.indexer, "num_heads", "head_dim")
+            if block.sparse is not None:
+                check_ints(block.sparse, "topk")
+                if block.sparse.kernels not in SPARSE_KERNELS:
+                    known = ", ".join(SPARSE_KERNELS)
+                    raise SpecError(f"dsa_kernel_backend ({show(block.sparse.kernels)}) is unknown; use one of {known}")
+            elif block.indexer is not None:
+                raise SpecError("MLASpec has an indexer and no sparse attention; set sparse too")
         elif isinstance(block, CompressedAttentionSpec):
             _check_count(block, "compress_ratio")
             if block.num_attention_heads * block.head_dim % block.output_groups:

@@ -45,12 +45,12 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class IndexerSpec:
-    """What chooses the keys of sparse attention (``experimental_attention_variant/dsa.py: DSAIndexer``). Only its
-    parameters are modelled; every rank of a tensor-parallel group holds them whole."""
+    """What chooses the keys of sparse attention (``experimental_attention_variant/dsa.py: DSAIndexer``). Every rank of
+    a tensor-parallel group holds its parameters whole."""
 
     num_heads: int
     head_dim: int
-    #: Keys that a query attends to.
+    #: Compressed keys that a query attends to; for multi-latent attention ``SparseSpec`` says it.
     topk: int = 2048
 
 
@@ -75,6 +75,30 @@ class CompressedAttentionSpec:
     add_output_bias: bool = False
 
 
+#: dsa_kernel_backend (``experimental_attention_variant/dsa_kernels.py``); none: torch's operations.
+SPARSE_KERNELS = ("none", "tilelang", "cudnn")
+
+
+@dataclass(frozen=True, slots=True)
+class SparseSpec:
+    """How DeepSeek Sparse Attention runs over the chosen keys (``experimental_attention_variant/dsa.py: DSAttention``).
+    """
+
+    #: Keys that a token attends to.
+    topk: int = 2048
+    #: dsa_kernel_backend, one of ``SPARSE_KERNELS``.
+    kernels: str = "none"
+    #: Whether the indexer learns (dsa_indexer_loss_coeff above 0).
+    indexer_loss: bool = True
+    #: Whether its loss is over the chosen keys alone.
+    sparse_loss: bool = False
+    #: Whether a Hadamard transform turns its queries and keys.
+    rotate_activation: bool = False
+    scoring_relu: bool = True
+    #: Whether other layers take its choice over, which is then kept to the next forward pass.
+    shares_choice: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class MLASpec:
     """Multi-latent attention (``megatron.core.transformer.multi_latent_attention.MLASelfAttention``)."""
@@ -88,8 +112,10 @@ class MLASpec:
     qk_layernorm: bool = True
     #: On linear_proj, the only linear of MLA that can have one.
     add_output_bias: bool = False
-    #: DeepSeek Sparse Attention; None for full attention, and where a layer takes over another's choice of keys.
+    #: None for full attention, and where a layer takes over another's choice of keys.
     indexer: IndexerSpec | None = None
+    #: DeepSeek Sparse Attention; None for full attention.
+    sparse: SparseSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,8 @@ class PrecisionSpec(Checked):
     fp8_recipe: str = choice("delayed", "delayed", "tensorwise", "blockwise", "mxfp8")
     #: Parameters themselves are kept in fp8 (``fp8_param_gather`` / ``--fp8-param-gather``).
     fp8_param: bool = flag(False)
+    #: Attention computes in fp8 too.
+    fp8_dot_product_attention: bool = flag(False)
     #: "e2m1": linears compute in NVFP4, in place of fp8.
     fp4: str | None = choice(None, "e2m1")
     #: Parameters themselves are kept in it (``fp4_param_gather``).
@@ -221,6 +223,12 @@ class DataParallelSpec(Checked):
     data_parallel_sharding_strategy: str | None = choice(None, *SHARDING_STRATEGIES)
     #: Elements that Megatron-FSDP lets wait to be reduced, twice what it gathers ahead; None: its default.
     suggested_communication_unit_size: int | None = positive(None)
+    #: Megatron-FSDP gathers and reduces in two buffers a kind, which stay, of units that are alike in all sizes.
+    fsdp_double_buffer: bool = flag(False)
+    #: What has no place in these has a buffer of its own that stays.
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = flag(False)
+    #: The two are as large as the largest unit, and for all units.
+    megatron_fsdp_max_pool_double_buffer: bool = flag(False)
     #: dtype in which Megatron-FSDP reduces gradients (``megatron_fsdp_grad_comm_dtype``); None: as they are kept.
     grad_comm_dtype: str | None = choice(None, "fp32", "bf16", "fp16")
     #: DDP and FSDP reduce gradients in every step of accumulation and not in the last alone (accelerate

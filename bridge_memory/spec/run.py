@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.spec.engine_options import (
@@ -28,6 +29,7 @@ from bridge_memory.spec.layout import layout
 from bridge_memory.spec.model import ModelSpec
 from bridge_memory.spec.parts import (
     ALL_LINEAR,
+    ENGINE_OPTIONS,
     MEGATRON_TARGETS,
     BatchSpec,
     DataParallelSpec,
@@ -153,9 +155,10 @@ class RunSpec:
     @property
     def adapters_dtype(self) -> str:
         """That of adapters; beside quantised weights they stay in fp32 (peft ``tuners/tuners_utils.py:
-        cast_adapter_dtype, _move_adapter_to_device_of_base_layer``)."""
+        cast_adapter_dtype, _move_adapter_to_device_of_base_layer``). DeepSpeed casts the whole model (``runtime/
+        engine.py: _configure_distributed_model``)."""
         hf = self.transformers
-        if not self.implementation.hugging_face:
+        if not self.implementation.hugging_face or ENGINE_OPTIONS.get(self.data_parallel.engine) == "deepspeed":
             return self.params_dtype
         return "fp32" if hf.autocast_adapter_dtype or hf.quantized else self.params_dtype
 
@@ -208,10 +211,10 @@ class RunSpec:
 # What may be given
 # --------------------------------------------------------------------------------------------------
 
-_resolve: Callable[[str], ModelSpec] | None = None
+_resolve: Callable[[str | PathLike[str]], ModelSpec] | None = None
 
 
-def read_names_with(resolve: Callable[[str], ModelSpec]) -> None:
+def read_names_with(resolve: Callable[[str | PathLike[str]], ModelSpec]) -> None:
     """Let a RunSpec take a model's name. ``bridge_memory.readers`` does this when it is imported; this room knows no
     source of models."""
     global _resolve
@@ -221,7 +224,7 @@ def read_names_with(resolve: Callable[[str], ModelSpec]) -> None:
 def _model(given: object) -> ModelSpec:
     if isinstance(given, ModelSpec):
         return given
-    if isinstance(given, str):
+    if isinstance(given, (str, PathLike)):
         if _resolve is None:
             raise SpecError(f"model ({show(given)}) is a name, and nothing here reads it; import bridge_memory.readers")
         return _resolve(given)
@@ -235,7 +238,8 @@ def _check_groups(run: RunSpec) -> None:
     for name, cls in GROUPS.items():
         given = getattr(run, name)
         if not isinstance(given, cls):
-            raise SpecError(f"{name} ({show(given)}) is not a {cls.__name__}; give {_written(cls, given)}")
+            article = "an" if cls.__name__[0] in "AEIO" else "a"
+            raise SpecError(f"{name} ({show(given)}) is not {article} {cls.__name__}; give {_written(cls, given)}")
     for name in ("assumptions", "not_modelled"):
         given = getattr(run, name)
         if not isinstance(given, tuple):
@@ -266,6 +270,14 @@ def _owners() -> dict[str, tuple[tuple[str, str], ...]]:
     return {name: tuple(owners) for name, owners in found.items()}
 
 
+#: Short names of sizes, which a ParallelSpec answers to and is not built with.
+_SHORT = {
+    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size", "cp": "context_parallel_size", "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size", "sp": "sequence_parallel",
+}  # fmt: skip
+
+
 def _owner(name: str) -> tuple[str, str]:
     owners = _owners().get(name, ())
     if len(owners) == 1:
@@ -275,6 +287,6 @@ def _owner(name: str) -> tuple[str, str]:
         raise SpecError(f"{name} is a field of {len(owners)} groups; write {ways}")
     from difflib import get_close_matches
 
-    near = get_close_matches(name, _owners(), n=3, cutoff=0.6)
+    near = [_SHORT[name]] if name in _SHORT else get_close_matches(name, _owners(), n=3, cutoff=0.6)
     hint = f"use {' or '.join(near)}" if near else f"the groups are model, {', '.join(GROUPS)}"
     raise SpecError(f"{name if name.isidentifier() else show(name)} is no field of a RunSpec; {hint}")

@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from bridge_memory.releases import CHECKPOINTS_NOT_REENTRANT, FAMILIES_OF_5
+from bridge_memory.releases import (
+    CHECKPOINTS_NOT_REENTRANT,
+    FAMILIES_OF_5,
+    OLMO_IN_FP32,
+    SHARED_MASKS,
+    SHARED_MASKS_OF_GPT2,
+)
 from bridge_memory.spec.fields import Checked, choice, choices, flag, fraction, release
 from bridge_memory.spec.model import ModelSpec
 
@@ -93,12 +99,17 @@ class Family(NamedTuple):
     #: q, k and v in one linear, qkv_proj; gate and up in one, gate_up_proj, whose halves are multiplied up first.
     fused_qkv: bool = False
     fused_gate_up: bool = False
-    #: "halves" are turned; "interleaved": pairs, with tables that every layer repeats (GLM).
+    #: "halves" are turned; "half tables": by tables as wide as one of them (gpt-oss); "interleaved": pairs, with
+    #: tables that every layer repeats (GLM); "polar": as complex numbers (DeepSeek-V2).
     rotary: str = "halves"
     #: Tables are in fp32, and so are rotated queries and keys before they are cast back (OLMo 2).
     rotary_in_fp32: bool = False
     #: Sliding layers have tables of their own (Gemma 3).
     local_rotary: bool = False
+    #: A mask is made whatever the batch holds, and sliding layers make one of their own of it.
+    always_masked: bool = False
+    #: The model makes masks for full and for sliding layers, whichever it has.
+    both_masks: bool = False
     #: What the input embeddings are multiplied by, or "": a "model" variable still holds what it was; "embedding".
     scaled_embeddings: str = ""
     #: Outputs of attention and MLP are multiplied before the residual sum, and logits divided (Granite).
@@ -108,15 +119,30 @@ class Family(NamedTuple):
     #: Masks are made in the model's dtype, and none is made of positions (``_update_causal_mask``); sdpa is given keys
     #: and values of every query head.
     own_masks: bool = False
+    #: The model makes one more mask [b, 1, s, s], of booleans, which no layer takes.
+    idle_mask: bool = False
     #: Batches have no mask, whatever they hold.
     never_masked: bool = False
     #: "mixtral": a loop over experts, called after Mixtral's; "qwen": the same, called after Qwen's; "deepseek": sums
-    #: in fp32, sigmoid scores.
+    #: in fp32, sigmoid scores; "gpt_oss": biases and clamped gates (``gpt_oss.py``);
+    #: "minimax": sigmoid scores.
     moe: str = "qwen"
     #: Weights of the chosen experts sum to one.
     normalized_router: bool = True
-    #: The prefix of decoder layers' and embeddings' names.
+    #: The prefix of decoder layers' and embeddings' names; what of it the layers, the embeddings and the last norm are.
     prefix: str = "model."
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+    #: Whose decoder layer it is: Llama's, with the differences above, or one recorded in a file of its own.
+    layer: str = "llama"
+    #: Eager attention: "llama"; "gpt2": softmax in the dtype of the scores, and before 5 a mask of its own.
+    #: "sinks": a logit of its own beside each row (gpt-oss).
+    eager: str = "llama"
+    #: What the class takes as ``attn_implementation``; one without sdpa is loaded with eager attention unless told.
+    attention: tuple[str, ...] = ("eager", "sdpa", "flash_attention_2")
+    #: The release in which the class came.
+    since: tuple[int, int] = (4, 51)
     #: Kernels that Liger 0.8.5 has for the class (``MODEL_TYPE_TO_APPLY_LIGER_FN``), and whether its norm's gradient
     #: is written over that of its output.
     liger: tuple[str, ...] = ()
@@ -133,21 +159,21 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(liger=_LIGER_OF_MISTRAL),
     "qwen2": Family(liger=_LIGER),
     "qwen3": Family(liger=_LIGER),
-    "smollm3": Family(liger=_LIGER),
+    "smollm3": Family(liger=_LIGER, since=(4, 53)),
     "mixtral": Family(moe="mixtral", liger=_LIGER),
     "qwen2_moe": Family(normalized_router=False, own_masks=True),
     "qwen3_moe": Family(liger=_LIGER),
     "olmoe": Family(norm="llama", normalized_router=False, own_masks=True),
     "deepseek_v3": Family(moe="deepseek", rotary="deepseek"),
-    "glm4_moe": Family(moe="deepseek"),
+    "glm4_moe": Family(moe="deepseek", since=(4, 54)),
     "gemma": Family(norm="gemma", scaled_embeddings="model", liger=_LIGER_GEMMA),
     "gemma2": Family(
-        norm="gemma", norms=_SANDWICH, scaled_embeddings="model", softcapped=True, liger=_LIGER_GEMMA,
+        norm="gemma", norms=_SANDWICH, scaled_embeddings="model", softcapped=True, both_masks=True, liger=_LIGER_GEMMA,
         liger_norm_in_place=False,
     ),
     "gemma3_text": Family(
-        norm="gemma", norms=_SANDWICH, scaled_embeddings="embedding", local_rotary=True, liger=_LIGER_GEMMA,
-        liger_norm_in_place=False,
+        norm="gemma", norms=_SANDWICH, scaled_embeddings="embedding", local_rotary=True, both_masks=True,
+        liger=_LIGER_GEMMA, liger_norm_in_place=False,
     ),
     "phi3": Family(fused_qkv=True, fused_gate_up=True, liger=_LIGER),
     "granite": Family(scaled_embeddings="embedding", scaled_residuals=True, liger=_LIGER[:-1]),
@@ -156,8 +182,8 @@ FAMILIES: dict[str, Family] = {
         norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True, liger=_LIGER, liger_norm_in_place=False
     ),
     "olmo3": Family(
-        norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True, local_rotary=True, liger=_LIGER,
-        liger_norm_in_place=False,
+        norm="olmo2", norms=_NORM_AFTER, rotary_in_fp32=True, local_rotary=True, both_masks=True,
+        liger=_LIGER, liger_norm_in_place=False, since=(4, 57),
     ),
     "glm": Family(fused_gate_up=True, rotary="interleaved"),
     "glm4": Family(
@@ -166,6 +192,22 @@ FAMILIES: dict[str, Family] = {
         liger=_LIGER_WITHOUT_ROPE, liger_norm_in_place=False,
     ),
 }
+FAMILIES["gpt2"] = Family(
+    norm="layernorm", prefix="transformer.", layers="h", embedding="wte", final_norm="ln_f", layer="gpt2",
+    eager="gpt2",
+)
+FAMILIES["gpt_oss"] = Family(
+    norm="olmo2", rotary="half tables", eager="sinks", moe="gpt_oss", both_masks=True,
+    attention=("eager", "flash_attention_2"), since=(4, 55),
+)
+FAMILIES["bloom"] = Family(
+    norm="layernorm", prefix="transformer.", layers="h", embedding="word_embeddings", final_norm="ln_f", layer="bloom",
+    attention=("eager",),
+)
+#: Its own class is remote code, which was not read; the shapes are DeepSeek-V3's, by whose class it can be run.
+FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]
+FAMILIES["minimax_m2"] = Family(moe="minimax", since=(5, 0))
+FAMILIES["deepseek_v2"] = Family(moe="deepseek_v2", rotary="polar", normalized_router=False, since=(4, 54))
 #: torchtitan 0.2.2 ``models/llama3/model/model.py``: ``nn.RMSNorm``, queries and keys turned as complex numbers.
 TORCHTITAN = Family(norm="fused", rotary="complex", never_masked=True)
 #: ``model_type`` of its models whose layers are these.
@@ -175,20 +217,29 @@ _FROM_5: dict[str, dict[str, Any]] = {
     # Gemma*ScaledWordEmbedding takes the place of a variable.
     "gemma": {"scaled_embeddings": "embedding"},
     "gemma2": {"scaled_embeddings": "embedding"},
-    "olmo3": {"rotary_in_fp32": False},
-    "qwen2_moe": {"own_masks": False},
+    "olmo3": {"rotary_in_fp32": False, "local_rotary": False},
+    # A sliding_window of 0, of which no layer makes use.
+    "qwen2_moe": {"own_masks": False, "idle_mask": True},
     "olmoe": {"own_masks": False},
     "deepseek_v3": {"liger": _LIGER_WITHOUT_ROPE},
 }
-#: ``masking_utils.py`` makes the masks of most classes; before, each class does.
-_SHARED_MASKS = (4, 53)
+#: Before 4.52 OLMo's classes rotated in the model's dtype, and OLMo 2's norm was Llama's.
+_BEFORE_4_52: dict[str, dict[str, Any]] = {
+    "olmo": {"rotary_in_fp32": False}, "olmo2": {"rotary_in_fp32": False, "norm": "llama"},
+}
+#: Before classes shared their masks, Gemma 2 and 3 always made one.
+_BEFORE_SHARED_MASKS: dict[str, dict[str, Any]] = {
+    "gemma2": {"always_masked": True, "both_masks": False}, "gemma3_text": {"always_masked": True, "both_masks": False},
+}
 
 
 def family_of(model_type: str, spec: TransformersSpec) -> Family:
     """The family of a model type that is known, as the release has it."""
     family = FAMILIES[model_type]
-    if spec.transformers_version < _SHARED_MASKS:
-        return family._replace(own_masks=True)
+    shared_masks = SHARED_MASKS_OF_GPT2 if model_type == "gpt2" else SHARED_MASKS
+    if not shared_masks(spec):
+        family = family._replace(own_masks=True, **_BEFORE_SHARED_MASKS.get(model_type, {}))
+        return family if OLMO_IN_FP32(spec) else family._replace(**_BEFORE_4_52.get(model_type, {}))
     return family._replace(**_FROM_5.get(model_type, {})) if FAMILIES_OF_5(spec) else family
 
 

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 from bridge_memory.spec.adapters import OF_TRANSFORMERS
 from bridge_memory.spec.errors import SpecError, listed, show
 from bridge_memory.spec.parts import ALL_LINEAR
-from bridge_memory.spec.transformers import DEFAULT_TRANSFORMERS_SPEC, FAMILIES, KNOWN_TRANSFORMERS, OF_TORCHTITAN
+from bridge_memory.spec.transformers import (
+    DEFAULT_TRANSFORMERS_SPEC,
+    FAMILIES,
+    KNOWN_TRANSFORMERS,
+    OF_TORCHTITAN,
+    family_of,
+)
 
 if TYPE_CHECKING:
     from bridge_memory.spec.run import RunSpec
@@ -58,6 +64,17 @@ def check_transformers(run: RunSpec) -> None:
         raise SpecError(
             f"transformers_version ({'.'.join(map(str, spec.transformers_version))}) is not one of the "
             f"releases that were read; use {'.'.join(map(str, first))} to {'.'.join(map(str, last))}"
+        )
+    family = family_of(kind, spec)
+    if spec.transformers_version < family.since:
+        raise SpecError(
+            f"transformers_version ({'.'.join(map(str, spec.transformers_version))}) has no {kind}; give "
+            f"{'.'.join(map(str, family.since))} or later"
+        )
+    asked = spec.attn_implementation
+    if asked != "sdpa" and asked not in family.attention:
+        raise SpecError(
+            f"attn_implementation ({asked}) is not known to the class of {kind}; use {listed(family.attention)}"
         )
     if run.recompute.granularity is not None:
         raise SpecError(

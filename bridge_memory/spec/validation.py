@@ -455,6 +455,10 @@ def _check_precision(run: RunSpec) -> None:
         raise SpecError(f"fp4 ({precision.fp4}) and fp8 ({precision.fp8}) do not go together; drop one of them")
     if precision.fp8 is None and precision.fp8_param:
         raise SpecError("fp8_param (True) needs fp8; set fp8 to hybrid or e4m3, or drop fp8_param")
+    if precision.fp8 is None and precision.fp8_dot_product_attention:
+        raise SpecError(
+            "fp8_dot_product_attention (True) needs fp8; set fp8 to hybrid or e4m3, or drop fp8_dot_product_attention"
+        )
     if precision.fp4 is None and precision.fp4_param:
         raise SpecError("fp4_param (True) needs fp4; set fp4 to e2m1, or drop fp4_param")
     if not precision.quantizes:
@@ -506,13 +510,17 @@ def _check_data_parallel(run: RunSpec) -> None:
     """Options of Megatron-FSDP: MLM; ``distributed/fsdp/mcore_fsdp_adapter.py: FullyShardedDataParallel.__init__``."""
     d = run.data_parallel
     if not d.fsdp:
-        for name in ("data_parallel_sharding_strategy", "suggested_communication_unit_size", "grad_comm_dtype"):
-            if getattr(d, name) is not None:
+        for name in ("data_parallel_sharding_strategy", "suggested_communication_unit_size", "grad_comm_dtype",
+                     "fsdp_double_buffer"):  # fmt: skip
+            if getattr(d, name) not in (None, False):
                 raise SpecError(
                     f"{name} ({getattr(d, name)}) is for engine megatron_fsdp, not {d.engine}; drop it, or set engine "
                     "to megatron_fsdp"
                 )
         return
+    for name in ("fsdp_db_use_persist_buf_on_alloc_fail", "megatron_fsdp_max_pool_double_buffer"):
+        if getattr(d, name) and not d.fsdp_double_buffer:
+            raise SpecError(f"{name} (True) does nothing without fsdp_double_buffer; set that to True, or drop it")
     if d.data_parallel_sharding_strategy is None:
         raise SpecError(
             "engine (megatron_fsdp) needs data_parallel_sharding_strategy; set it to optim_grads_params, which divides "
@@ -695,6 +703,7 @@ def _check_kernels(run: RunSpec, limits: Limits) -> None:
         raise SpecError(
             "attention_backend (local) leaves Transformer Engine no attention; use auto, or transformer_impl local"
         )
+    _check_fp8_attention(run, limits)
     kernel = i.attention_kernel != "unfused"
     for m in limits.mixers:
         if isinstance(m, CompressedAttentionSpec):
@@ -702,6 +711,9 @@ def _check_kernels(run: RunSpec, limits: Limits) -> None:
             continue
         if isinstance(m, AttentionSpec):
             window, sink, equal_heads = m.window_size is not None, m.learnable_softmax_sink, True
+        elif isinstance(m, MLASpec) and m.sparse is not None:
+            _check_sparse(run, cp, how)
+            continue
         elif isinstance(m, MLASpec):
             window, sink, equal_heads = False, False, m.qk_head_dim + m.qk_pos_emb_head_dim == m.v_head_dim
         else:
@@ -736,6 +748,47 @@ def _check_kernels(run: RunSpec, limits: Limits) -> None:
                     f"cp_comm_type ({how}) does not go with the softmax sinks of this model and "
                     f"context_parallel_size ({cp}); use a2a"
                 )
+
+
+def _check_fp8_attention(run: RunSpec, limits: Limits) -> None:
+    """TE ``get_attention_backend``, for the recipes that are told of it (``fp8_utils.py: get_fp8_recipe``)."""
+    p, i = run.precision, run.implementation
+    told = p.fp8_recipe in ("delayed", "tensorwise", "mxfp8")
+    if not (p.fp8_dot_product_attention and p.fp8 and i.te and told):
+        return
+    if not any(isinstance(m, AttentionSpec | MLASpec) for m in limits.mixers):
+        return
+    if i.attention_backend not in ("auto", "fused"):
+        raise SpecError(
+            f"attention_backend ({i.attention_backend}) does not compute in fp8, which fp8_dot_product_attention asks "
+            "for; use fused or auto"
+        )
+    if p.fp8_recipe != "delayed" and i.gpu_arch != "blackwell":
+        raise SpecError(
+            f"fp8_dot_product_attention with fp8_recipe {p.fp8_recipe} runs on Blackwell alone, not on gpu_arch "
+            f"{i.gpu_arch}; use fp8_recipe delayed or drop fp8_dot_product_attention"
+        )
+
+
+def _check_sparse(run: RunSpec, cp: int, how: str) -> None:
+    """TC; ``absorbed_mla.py: AbsorbedMLASelfAttention.__init__``."""
+    i, p = run.implementation, run.parallel
+    if i.hugging_face:
+        return
+    if cp > 1 and how != "all_gather":
+        raise SpecError(
+            f"cp_comm_type ({how}) does not go with sparse attention and context_parallel_size ({cp}); use all_gather"
+        )
+    if p.tp > 1 and not p.sp:
+        raise SpecError(
+            f"sequence_parallel (False) with tensor_model_parallel_size ({p.tp}) is refused by sparse attention; set "
+            "sequence_parallel to True"
+        )
+    if run.recompute.selects("mla_up_proj") and run.precision.quantizes:
+        raise SpecError(
+            f"recompute_modules (mla_up_proj) with {run.precision.format_words} is refused by sparse attention; leave "
+            "it out"
+        )
 
 
 #: TC: balancing types that take a capacity factor.
@@ -833,6 +886,11 @@ def _check_moe(i: ImplementationSpec, p: ParallelSpec, limits: Limits) -> None:
         raise SpecError(
             f"moe_router_padding_for_quantization (True) does not go with moe_token_dispatcher_type {dispatcher}; use "
             "alltoall or flex"
+        )
+    if i.moe_router_fusion and i.moe_router_dtype == "fp64":  # Transformer Engine router.py
+        raise SpecError(
+            "moe_router_fusion (True) does not go with moe_router_dtype fp64, which Transformer Engine's fused "
+            "router refuses; use fp32"
         )
     _check_budget(i, p)
     capacity = i.moe_expert_capacity_factor

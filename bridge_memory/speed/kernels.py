@@ -15,8 +15,17 @@ class Kernels(NamedTuple):
     #: FlashAttention 1, about half as fast as its successor; with neither the scores pass through memory.
     first_flash_attention: bool = False
     unfused_attention: bool = False
-    #: Its softmax is plain torch's too: in fp32, scale and mask by themselves.
+    #: Its softmax is plain torch's too: the scores are copied and masked by kernels of their own.
     plain_softmax: bool = False
+    #: A hidden state goes to the next stage in as many parts as there are tensor-parallel ranks, one from each, and is
+    #: gathered there (DeepSpeed's ``PipelineEngine``: ``pipe_partitioned`` and ``grad_partitioned``).
+    pipeline_in_parts: bool = False
+    #: Between stages every message is a call of its own that waits, four a microbatch in the middle of a pipeline
+    #: (DeepSpeed's ``TrainSchedule``), and not two in which one is sent while another is received (Megatron's
+    #: ``send_forward_recv_backward``).
+    separate_sends: bool = False
+    #: The host waits for every kernel that it launches (``CUDA_LAUNCH_BLOCKING=1``).
+    blocking_launches: bool = False
     #: Tensor parallelism's gathers and reductions run beside the products that need them (``tp_comm_overlap``).
     tensor_parallel_overlap: bool = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from bridge_memory.engines.megatron_ddp import BUCKET_MINIMUM, BUCKET_PER_RANK
@@ -52,7 +53,10 @@ class Parts(NamedTuple):
     host: float = 0.0
 
     def plus(self, other: Parts, times: float = 1.0) -> Parts:
-        return Parts(*[a + times * b for a, b in zip(self, other, strict=True)])
+        # A zero is not added to arrays.
+        return Parts(*[
+            a if type(b) is float and not b else a + times * b for a, b in zip(self, other, strict=True)
+        ])  # fmt: skip
 
     @property
     def total(self) -> float:
@@ -128,6 +132,8 @@ class _Rates:
     def all_to_all(self, w: Work, ranks: Any, stride: Any) -> Any:
         """The exchanges with experts on ``ranks`` that are ``stride`` apart: as many bytes to each of them, by NVLink
         inside of a domain and beside it by the network."""
+        if not somewhere(w.expert_parallel):
+            return 0.0
         c, domain = self.c, self.hardware.domain
         near = smallest(ranks, largest(1, domain // stride))
         nodes = ranks / near
@@ -166,16 +172,23 @@ def not_timed(run: RunSpec) -> tuple[str, ...]:
     return tuple(name for name, is_asked in asked.items() if is_asked)
 
 
-class _Pass(NamedTuple):
-    """Forward and backward of one chunk for one microbatch."""
+class _Pass:
+    """Forward and backward of one chunk for one microbatch, and of backward what runs again."""
 
-    forward: Parts
-    backward: Parts
-    again: float
+    def __init__(self, forward: Parts, backward: Parts, again: float) -> None:
+        self.forward, self.backward, self.again = forward, backward, again
+
+    @cached_property
+    def forward_total(self) -> float:
+        return self.forward.total
+
+    @cached_property
+    def backward_total(self) -> float:
+        return self.backward.total
 
     @property
     def total(self) -> float:
-        return self.forward.total + self.backward.total
+        return self.forward_total + self.backward_total
 
 
 class Step:
@@ -207,13 +220,15 @@ class Step:
         totals = {shapes: added(x.total * times for x, times in of) for shapes, of in stages.items()}
         hop = self._hop()
         # 1F1B receives before it can go on; interleaved schedules receive while another chunk runs.
-        sends = 0.0 if p.vpp > 1 or p.pp == 1 else 2 * m * hop
+        messages = 4 if passes.kernels.separate_sends and p.pp > 2 else 2
+        sends = 0.0 if p.vpp > 1 or p.pp == 1 else messages * m * hop
         slowest: list[Any] = []
         for shapes, of in stages.items():
             work, again = Parts(), 0.0
             for x, times in of:
-                work = work.plus(x.forward, times * m).plus(x.backward, times * m)
-                again = again + times * m * x.again
+                number = times * m
+                work = work.plus(x.forward, number).plus(x.backward, number)
+                again = again + number * x.again
             here = [totals[shapes], again, *work]
             later = slowest and here[0] > slowest[0]
             slowest = [chosen(later, a, b) for a, b in zip(here, slowest, strict=True)] if slowest else here
@@ -230,8 +245,14 @@ class Step:
 
     def _hop(self) -> Any:
         """A hidden state from one stage to the next."""
-        p = self.run.parallel
-        return self.passes.rates.exchange(self.passes.ctx.hidden_bytes, 1, p.world_size) if p.pp > 1 else 0.0
+        p, rates = self.run.parallel, self.passes.rates
+        nbytes = self.passes.ctx.hidden_bytes
+        if p.pp == 1:
+            return 0.0
+        if not self.passes.kernels.pipeline_in_parts or p.sp:
+            return rates.exchange(nbytes, 1, p.world_size)
+        gathered = rates.exchange(nbytes * (p.tp - 1) / p.tp, 1, p.tp)
+        return rates.exchange(nbytes / p.tp, 1, p.world_size) + gathered
 
     def _own_elements(self, stage: StageShape) -> Any:
         """Elements of a rank whose optimizer state is its own."""
@@ -265,9 +286,9 @@ class Step:
                 own = self._ring(numel / sharing, 2 * out, instances, beside * sharing)
                 reduce = reduce + chosen((ranks > 1) & (numel > 0), own, 0.0)
         if d.overlap_grad_reduce:
-            reduce = largest(reduce - added(x.backward.total * times for x, times in passes), reduce * LEAST_EXPOSED)
+            reduce = largest(reduce - added(x.backward_total * times for x, times in passes), reduce * LEAST_EXPOSED)
         if d.overlap_param_gather:
-            gather = largest(gather - added(x.forward.total * times for x, times in passes), gather * LEAST_EXPOSED)
+            gather = largest(gather - added(x.forward_total * times for x, times in passes), gather * LEAST_EXPOSED)
         return reduce + gather
 
     def _ring(self, numel: Any, width: float, ranks: Any, stride: Any) -> Any:
@@ -311,9 +332,10 @@ class Passes:
         self._layers.clear()
         self._chunks.clear()
 
-    def let_go(self) -> None:
-        """Of all chunks so far."""
-        self._chunks.clear()
+    def let_go(self, few: int) -> None:
+        """Of all chunks so far, where there are more than ``few``."""
+        if len(self._chunks) > few:
+            self._chunks.clear()
         self._elements.clear()
 
     def chunk(self, shape: ChunkShape) -> _Pass:
@@ -329,10 +351,11 @@ class Passes:
         if found is None:
             dense: Any = 0
             experts: Any = 0
-            for shape in stage:
+            for shape, chunks in Counter(stage).items():
                 for unit in chunk_units(self.run.model, shape, self.ctx):
                     (of_dense,), (of_experts,) = unit.parameters.sums(((elements, 0),))
-                    dense, experts = dense + unit.times * of_dense, experts + unit.times * of_experts
+                    times = chunks * unit.times
+                    dense, experts = dense + times * of_dense, experts + times * of_experts
             found = self._elements[stage] = dense, experts
         return found
 
@@ -349,7 +372,7 @@ class Passes:
         attention = self._slower * w.attention / r.attention
         return Parts(
             added(map(r.product, w.products)), attention, w.traffic / r.memory, *self._sends(w, attention),
-            self.c.layer / 2 if w.products else 0.0,
+            self._host() / 2 if w.products else 0.0,
         )
 
     def _backward(self, w: Work) -> Parts:
@@ -358,8 +381,11 @@ class Passes:
         traffic = 2 * w.traffic + self._accumulated(w)
         return Parts(
             added(map(r.gradients, w.products)), attention, traffic / r.memory, *self._sends(w, attention / 2),
-            self.c.layer if w.products else 0.0,
+            self._host() if w.products else 0.0,
         )
+
+    def _host(self) -> float:
+        return self.c.layer_blocking if self.kernels.blocking_launches else self.c.layer
 
     def _accumulated(self, w: Work) -> Any:
         """Bytes that are read and written where a microbatch's gradients of matrices are added to those before it,
@@ -408,10 +434,15 @@ class Passes:
         if isinstance(layer.mixer, MLASpec):
             up = added(map(rates.product, _up_projections(layer.mixer, ctx)))
             products = chosen(ctx.switch("mla_up_proj"), up, 0.0)
-        inside = Parts(products, attention, traffic)
-        whole = Parts(attention=attention).plus(ffn_forward)
+        names = ["core_attn", "layernorm", *["moe_act"] * routed, *["mla_up_proj"] * isinstance(layer.mixer, MLASpec)]
+        regions = {name: chosen(ctx.switch(name), self._host() / 2, 0.0) for name in names}
+        # Two norms; every region is entered again by the host.
+        host = added(regions.values()) + regions["layernorm"]
+        inside = Parts(products, attention, traffic, host=host)
         all_of_it = ctx.switch("moe" if routed else "mlp")
-        return Parts(*[chosen(all_of_it, a, b) for a, b in zip(whole, inside, strict=True)])
+        return Parts(*[
+            chosen(all_of_it, a, b) for a, b in zip(inside.plus(ffn_forward), inside, strict=True)
+        ])  # fmt: skip
 
     def _once(self, what: Any, count: Callable[[], T]) -> T:
         """The work of one thing, counted once."""

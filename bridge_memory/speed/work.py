@@ -6,22 +6,34 @@ Products are read off the parameters that ``inventory`` lists, so that every fam
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bridge_memory.inventory.context import BlockContext
+from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.inventory.parameters import Use
 from bridge_memory.inventory.sizes import chosen, largest
-from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec, RunSpec
+from bridge_memory.spec import (
+    AttentionSpec,
+    LayerSpec,
+    MLASpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    ParallelSpec,
+    RecomputeSpec,
+    RunSpec,
+)
 from bridge_memory.spec.model import FeedForward
 from bridge_memory.speed.kernels import Kernels
 
 #: Bytes an element that a norm in plain torch reads and writes beyond those of one kernel: a copy in fp32, its square,
 #: the mean, the product, the cast back and the weight.
 _UNFUSED_NORM = 32
-#: Products of heads whose rows are no multiple of 16 bytes do without tensor cores: an A100's other units reach 78 of
-#: 312 TFLOP/s (data sheet; NVIDIA, "Matrix Multiplication Background User's Guide", 3).
-_UNALIGNED = 4.0
+#: Products of heads whose rows are no multiple of 16 bytes do without tensor cores. They add up in fp32 (PyTorch's
+#: ``bgemm`` asks for ``CUBLAS_COMPUTE_32F``), for which an A100's other units reach 19.5 of 312 TFLOP/s (data sheet;
+#: NVIDIA, "Matrix Multiplication Background User's Guide", 3).
+_UNALIGNED = 16.0
 
 
 class Product(NamedTuple):
@@ -85,6 +97,18 @@ def output_work(model: ModelSpec, ctx: BlockContext) -> Work:
         (Product(ctx.tokens, ctx.padded_vocab // ctx.tp, model.hidden_size, quantized=False),), traffic=logits * passes,
         tensor_parallel=2.0 * gathered, tensor_collectives=_two(gathered),
     )  # fmt: skip
+
+
+def model_flops(run: RunSpec) -> float:
+    """Floating-point operations of one step as frameworks count them (Megatron-LM's ``num_floating_point_operations``):
+    forward and twice as much backward, whatever is recomputed, and causal attention by half. The batch is given, and
+    MTP not counted."""
+    alone = replace(run, parallel=ParallelSpec(world_size=1), recompute=RecomputeSpec())
+    ctx, kernels = context_of(alone), Kernels()
+    work = [half for layer in run.model.layers for half in layer_work(layer, alone, ctx, kernels)]
+    forward = sum(sum(p.flops for p in w.products) + w.attention for w in [*work, output_work(run.model, ctx)])
+    batch = run.batch
+    return 3.0 * forward * (batch.global_batch_size or batch.micro_batch_size) / batch.micro_batch_size
 
 
 def mtp_work(model: ModelSpec, ctx: BlockContext) -> Work:
@@ -187,8 +211,8 @@ def _mixer_traffic(layer: LayerSpec, ctx: BlockContext, kernels: Kernels) -> flo
         if kernels.unfused_attention:
             scores = ctx.tokens * ctx.seq * ctx.cp * mixer.num_attention_heads / ctx.tp
             traffic += 8 * scores * ctx.act  # scores, scaled and masked, softmax, dropout: each out and in
-            if kernels.plain_softmax:  # scaled, masked and softmax in fp32, and the copies to it and back
-                traffic += scores * (4 * 2 * 4 - 2 * ctx.act)
+            if kernels.plain_softmax:  # copied and then masked in place, by a mask of a byte an element
+                traffic += scores * (2 * 2 * ctx.act + 1)
     elif isinstance(mixer, MLASpec):
         wide = mixer.num_attention_heads * (mixer.qk_head_dim + mixer.qk_pos_emb_head_dim + mixer.v_head_dim)
         traffic += 3 * 2 * ctx.tokens * wide / ctx.tp * ctx.act

@@ -14,14 +14,6 @@ from bridge_memory.spec import ModelSpec, MoESpec
 from bridge_memory.spec.layout import ChunkShape
 from bridge_memory.workspaces.libraries import buffer
 
-#: The names under which an estimate lists what MoE dispatchers hold at all times.
-ROUTING = "routing of every MoE layer's last microbatch"
-RECOMPUTED_ORDER = "order of every recomputed MoE layer's last microbatch"
-
-
-#: The same, of expert communication that overlaps.
-INPUTS = "inputs of every MoE layer's last microbatch and their gradients"
-
 
 class ExpertLayers(NamedTuple):
     """MoE layers of one kind on a stage, and whether they dispatch again in backward."""
@@ -65,15 +57,18 @@ def held_by_dispatchers(layers: Sequence[ExpertLayers], ctx: BlockContext, resid
         # Of an offloaded input the gradient alone stays (transformer_layer.py: _forward_attention, group_offload).
         each = ctx.hidden_bytes * (1 if "attn_norm" in impl.offload_modules else 2)
         nbytes = each * sum(kind.number for kind in layers)
-        yield buffer(INPUTS, nbytes, Part.DISPATCHER, Lifetime.BETWEEN_STEPS)
+        yield buffer(
+            "inputs of every MoE layer's last microbatch and their gradients", nbytes, Part.DISPATCHER,
+            Lifetime.BETWEEN_STEPS,
+        )  # fmt: skip
     routing = sum(n * held_routing_bytes(ctx, ffn) for ffn, _, n in layers)
     if routing:
         # token_dispatcher.py: probs and routing_map stay attributes of the dispatcher
-        yield buffer(ROUTING, routing, Part.DISPATCHER)
+        yield buffer("routing of every MoE layer's last microbatch", routing, Part.DISPATCHER)
     again = sum(n * held_order_bytes(ctx, ffn) for ffn, recomputed, n in layers if recomputed)
     if again:
         # token_dispatcher.py: reversed_local_input_permutation_mapping stays an attribute of the dispatcher
-        yield buffer(RECOMPUTED_ORDER, again, Part.DISPATCHER)
+        yield buffer("order of every recomputed MoE layer's last microbatch", again, Part.DISPATCHER)
     once = sum(n * held_order_bytes(ctx, ffn) for ffn, recomputed, n in layers if not recomputed)
     if once:
         # the same, which backward keeps until it has run

@@ -72,6 +72,23 @@ def test_it_fits_one_screen(
     assert len(full) > len(lines) and "Assumed" in full
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--engine", "fsdp2"], r"optimizer +\w+, PyTorch FSDP2"),
+        (["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim"], r"optimizer +.*Megatron-FSDP"),
+        (["--peft", "lora"], r"optimizer +.*PEFT lora"),
+        (["--fp8", "hybrid"], r"precision +.*fp8 hybrid \(delayed\)"),
+    ],
+)
+def test_what_is_not_the_default_is_said_without_v(
+    capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    plain = run(capsys, "estimate", "Qwen/Qwen3-8B", "--num-gpus", "8")[1]
+    assert not re.search(words, plain)
+    assert re.search(words, run(capsys, "estimate", "Qwen/Qwen3-8B", "--num-gpus", "8", *flags)[1])
+
+
 def test_an_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, *SMALL, "--gpu", "H100", "--require-fit")[0] == 0
     assert run(capsys, *LARGE, "--gpu", "H100", "--require-fit", "--brief")[0] == 3

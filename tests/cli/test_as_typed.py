@@ -6,9 +6,10 @@ import re
 
 import pytest
 
+from bridge_memory.cli import main
 from bridge_memory.cli.as_typed import as_typed
-from bridge_memory.cli.run_flags import FLAGS, SPECS
-from bridge_memory.spec.fields import called
+from bridge_memory.cli.run_flags import FLAGS, SPECS, Flag
+from bridge_memory.spec.fields import called, rules_of
 
 
 def name_of(field: str) -> str:
@@ -65,3 +66,21 @@ def test_no_fields_name_is_another_ones_flag() -> None:
     assert as_typed(every, []) == every
     names = {name_of(flag.field) for flag in FLAGS}
     assert not names & set(re.findall(r"(?<!-)\b[a-z]+(?:_[a-z0-9]+)+\b", as_typed(" (1); ".join(names), [])))
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.field)
+def test_a_flag_on_its_own_is_refused_as_a_flag(flag: Flag, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the other flags leave it without effect, or it does not fit the model."""
+    group, _, field = flag.field.partition(".")
+    rule = rules_of(SPECS[group])[field]
+    spelling = flag.names.split()[0]
+    if bool in rule.types:
+        given = [spelling]
+    elif rule.names:
+        given = [spelling, rule.names[-1]]
+    else:
+        given = [spelling, "1"]
+    code = main(["estimate", "meta-llama/Llama-3.2-1B", "--num-gpus", "1", *given, "--brief"])
+    refusal = capsys.readouterr().err
+    assert code == (2 if refusal else 0)
+    assert not re.match(r"bridge-memory: error: [a-z]+[._]", refusal), refusal

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bridge_memory.cli import COMMANDS, main
-from bridge_memory.cli.suggest import suggestion
+from bridge_memory.cli.suggest import MEANT_VALUES, suggestion
 
 ESTIMATE = ["estimate", "Llama-3.1-8B"]
 
@@ -67,9 +67,25 @@ def test_the_same_flags_are_welcome_where_they_count(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(("typed", "meant"), MEANT_VALUES.items())
+def test_a_value_that_is_said_otherwise_is_answered_with_what_was_meant(
+    capsys: pytest.CaptureFixture[str], typed: tuple[str, str], meant: str
+) -> None:
+    """What is named is a flag with its value, or a choice of the flag."""
+    assert main([*ESTIMATE, *typed]) == 2
+    err = capsys.readouterr().err
+    assert err == f"bridge-memory: error: argument {typed[0]}: invalid choice: {typed[1]!r}; {meant}\n"
+    words = meant.removeprefix("use ").removesuffix(" beside it").replace(" (PyTorch's)", "").replace(", or ", ", ")
+    values = words.replace(" or ", ", ").split(", ")
+    for named in [words] if words.startswith("--") else [f"{typed[0]} {value}" for value in values]:
+        main([*ESTIMATE, *named.split()])
+        assert "invalid choice" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
+        ("--qlora", "--load-in-4bit beside --peft lora"), ("--attention", "use --attention-backend"),
         ("--model", "MODEL stands alone"), ("--batch-size", "--micro-batch-size or --global-batch-size"),
         ("--fsdp", "--engine megatron_fsdp"), ("--zero", "--engine zero1"), ("--gpus", "--num-gpus"),
         ("--dp", "--num-gpus"), ("--seq-len", "did you mean --seq-length?"), ("--tp_size", "did you mean --tp?"),

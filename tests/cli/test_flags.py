@@ -11,6 +11,7 @@ import pytest
 
 from bridge_memory.cli import accuracy as accuracy_command
 from bridge_memory.cli import estimate as estimate_command
+from bridge_memory.cli import search as search_command
 from bridge_memory.cli.run_arguments import run_from_arguments
 from bridge_memory.cli.run_flags import FLAGS, add_run_arguments
 from bridge_memory.estimate import Estimate, estimate
@@ -24,6 +25,7 @@ AWARE = f"{DENSE} --use-precision-aware-optimizer"
 HUGGING = "Llama-3.2-1B --num-gpus 1 --implementation transformers"
 ADAPTED = f"{HUGGING} --peft lora --lora-target-modules q_proj,v_proj"
 QLORA = f"{ADAPTED} --engine single --load-in-4bit"
+EXPERTS_AFTER_ONE = "DeepSeek-V2-Lite --num-gpus 16 --ep 4 --global-batch-size 32"
 SHARDED = f"{DENSE} --engine megatron_fsdp --data-parallel-sharding-strategy optim_grads_params"
 
 DDP = "Llama-3.2-1B --num-gpus 8 --seq-length 512 --engine ddp"
@@ -65,6 +67,12 @@ CASES = {
     "--fp4": (DENSE, "e2m1"), "--fp4-param-gather": (f"{DENSE} --fp4 e2m1", ""),
     "--num-layers-at-start-in-bf16": (f"{DENSE} --fp8 e4m3 --fp8-recipe mxfp8", "1"),
     "--num-layers-at-end-in-bf16": (f"{DENSE} --fp8 e4m3 --fp8-recipe mxfp8", "1"),
+    "--fp8-dot-product-attention": (f"{DENSE} --fp8 e4m3", ""),
+    "--fsdp-double-buffer": (SHARDED, ""),
+    "--fsdp-db-use-persist-buf-on-alloc-fail": (f"{SHARDED} --fsdp-double-buffer", ""),
+    "--megatron-fsdp-max-pool-double-buffer": (
+        f"{SHARDED.replace(DENSE, EXPERTS_AFTER_ONE)} --fsdp-double-buffer", ""
+    ),
     "--fp8-param-gather": (f"{DENSE} --fp8 e4m3", ""),
     "--fp32-residual-connection": (f"{DENSE} --transformer-impl local", ""),
     "--optimizer": (DENSE, "sgd"), "--use-distributed-optimizer": (DENSE, "no"),
@@ -147,7 +155,8 @@ CASES = {
     "--fsdp-forward-prefetch": (
         f"{FSDP2} --peft lora --lora-target-modules q_proj".replace("Llama-3.2-1B", "Llama-2-7b-hf"), ""
     ),
-    "--fsdp-backward-prefetch": (FSDP1, "NO_PREFETCH"), "--fsdp-limit-all-gathers": (FSDP1, "no"),
+    "--fsdp-backward-prefetch": (FSDP1.replace("Llama-3.2-1B", "Llama-2-7b-hf"), "NO_PREFETCH"),
+    "--fsdp-limit-all-gathers": (FSDP1, "no"),
     "--fsdp-use-orig-params": (UNALIGNED, ""), "--fsdp-offload-params": (FSDP2, ""),
     "--fsdp-pin-memory": (f"{FSDP2} --fsdp-offload-params", "no"), "--data-parallel-shard-degree": (FSDP2, "4"),
     "--zero-stage": (f"{DDP} --tp 2".replace("ddp", "megatron_deepspeed"), "2"),
@@ -202,8 +211,9 @@ def test_a_flag_moves_a_number_or_a_sentence(flag: str) -> None:
         (f"{DENSE} --no-masked-softmax-fusion", "masked_softmax_fusion "),
         (f"{DENSE} --cp-comm-type a2a", "cp_comm_type "),
         (f"{AWARE} --optimizer-cpu-offload --exp-avg-dtype bf16", "exp_avg_dtype "),
-        (f"{DENSE} --lora-dim 8", "lora_dim does nothing without --peft lora"),
-        (f"{DENSE} --lora-target-modules linear_qkv", "lora_target_modules does nothing without --peft lora"),
+        (f"{DENSE} --peft lora --lora-dim 0", "peft.dim (0) leaves adapters without parameters"),
+        (f"{DENSE} --lora-dim 8", "peft.dim does nothing without --peft lora"),
+        (f"{DENSE} --lora-target-modules linear_qkv", "peft.target_modules does nothing without --peft lora"),
         (f"{AWARE} --main-grads-dtype bf16 --grad-reduce-in-fp32", "main_grads_dtype "),
         (f"{EXPERTS} --moe-imbalance 4.5", "moe_imbalance (4.5) is more than expert_model_parallel_size (4)"),
         (
@@ -267,7 +277,8 @@ def spelled_in_the_guide() -> list[str]:
 def test_every_spelling_in_the_guide_is_taken(spelling: str) -> None:
     """Those of a run by every command that takes one; those of the output by the command beside them."""
     taken: set[str] = set()
-    for add in (add_run_arguments, estimate_command.add_arguments, accuracy_command.add_arguments):
+    of_commands = [command.add_arguments for command in (estimate_command, accuracy_command, search_command)]
+    for add in (add_run_arguments, *of_commands):
         parser = argparse.ArgumentParser()
         add(parser)
         taken |= parser._option_string_actions.keys()

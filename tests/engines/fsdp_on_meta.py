@@ -41,6 +41,8 @@ class FsdpPasses:
     static_bytes: int
     #: What stays whole from the first forward pass on.
     root_bytes: int
+    #: Alive between the two microbatches.
+    between_bytes: int
     forward_bytes: int
     backward_bytes: int
     forward_at: str
@@ -77,6 +79,7 @@ def _no_gpu_for_fsdp() -> Iterator[None]:
             stack.enter_context(replaced(torch.distributed, name, lambda *a, **k: _Done()))
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron.core.distributed") and "fsdp" in name:
+                stack.enter_context(replaced(module, "_GLOBAL_MEMORY_BUFFER", None))
                 stack.enter_context(replaced(module, "_coalescing_manager", coalesced))
                 for check in ("validate_uneven_dtensor", "update_uneven_dtensor_chunk_metadata"):
                     stack.enter_context(replaced(module, check, lambda *a, **k: None))
@@ -98,6 +101,9 @@ def _wrapped(run: RunSpec, chunk: torch.nn.Module, index: int) -> Any:
         "data_parallel_sharding_strategy": d.data_parallel_sharding_strategy, "use_megatron_fsdp": True,
         "use_custom_fsdp": True, "preserve_fp32_weights": True, "megatron_fsdp_main_grads_dtype": main,
         "suggested_communication_unit_size": d.suggested_communication_unit_size,
+        "fsdp_double_buffer": d.fsdp_double_buffer,
+        "fsdp_db_use_persist_buf_on_alloc_fail": d.fsdp_db_use_persist_buf_on_alloc_fail,
+        "megatron_fsdp_max_pool_double_buffer": d.megatron_fsdp_max_pool_double_buffer,
         "megatron_fsdp_grad_comm_dtype": TORCH_DTYPES[d.grad_comm_dtype] if d.grad_comm_dtype else None,
     }  # fmt: skip
     known = {f.name for f in fields(DistributedDataParallelConfig)}
@@ -179,6 +185,6 @@ def fsdp_passes(run: RunSpec, rank: int = 0) -> FsdpPasses:
                 found = [forward, backward]
     forward, backward = found
     return FsdpPasses(
-        buckets, static, root, forward.bytes - before, backward.bytes - before,
+        buckets, static, root, before, forward.bytes - before, backward.bytes - before,
         f"{forward.module}: {forward.operation}", f"{backward.module}: {backward.operation}",
     )

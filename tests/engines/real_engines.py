@@ -126,15 +126,14 @@ def expected(run: Any) -> dict[str, int]:
     """Bytes of the estimate, phase by phase, where a step has one chunk."""
     from bridge_memory.estimate import _Stages
 
-    stage = _Stages(run)[0]
-    held = stage.held
+    held = _Stages(run)[0]
     during = held.static_bytes - held.fresh + held.state.in_passes + held.batch
     return {
         "state": sum(nbytes for _, nbytes in held.state.amounts),
         "fresh": held.fresh,
         "forward": during + held.inventories[0].forward_peak,
         "backward": during + held.inventories[0].backward_peak,
-        "step": stage.static_bytes + held.state.in_step,
+        "step": held.static_bytes + held.between_bytes + held.state.in_step,
     }
 
 

@@ -103,7 +103,7 @@ def test_experts_and_the_rest_of_one_buffer_are_said_apart() -> None:
     lines = [c for c in stage.components if c.experts and c.role.value == "optimizer"]
     elements = 3 * 8 * (152 * 200 + 238 * 64)
     assert sum(c.bytes for c in lines) == elements * 12 // 8
-    assert {c.shard for c in lines} == {"etp x ep x dp x cp"}
+    assert {c.shard for c in lines} == {"etp x dp"}
 
 
 def test_newer_releases_divide_experts_over_their_own_ranks_where_etp_differs() -> None:

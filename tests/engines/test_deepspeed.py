@@ -154,7 +154,7 @@ def test_model_states_beside_deepspeeds_own_estimate(engine: str, theirs: float,
     from bridge_memory.estimate import _Stages
 
     run = run_of(engine, ranks=8, dtype="bf16", deepspeed=DeepSpeedOptions(stage3_param_persistence_threshold=0))
-    state = _Stages(run)[0].held.state
+    state = _Stages(run)[0].state
     bucket = sum(n for line, n in state.amounts if line.name == "bucket of gradients")
     kept = sum(n for _, n in state.amounts) - bucket - state.fresh
     assert kept / state.parameters == pytest.approx(ours, rel=0.002)

@@ -363,3 +363,56 @@ def test_megatron_cores_own_fsdp(name: str) -> None:
     assert inventory.forward_peak == pytest.approx(found.forward_bytes, rel=0.002), found.forward_at
     margin = 0.002 if not run.model.has_experts else 0.03
     assert inventory.backward_peak == pytest.approx(found.backward_bytes, rel=margin), found.backward_at
+
+
+DOUBLE = [
+    {},
+    {"fsdp_db_use_persist_buf_on_alloc_fail": True},
+    {"megatron_fsdp_max_pool_double_buffer": True},
+]
+
+
+@pytest.mark.parametrize("name", ["weights", "both"])
+@pytest.mark.parametrize("options", DOUBLE, ids=str)
+def test_megatron_cores_own_double_buffers(name: str, options: dict[str, bool]) -> None:
+    """What stays after the first microbatch beyond what stays without them, and the peaks of both passes."""
+    pytest.importorskip("megatron.core")
+    from fsdp_on_meta import fsdp_passes
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from bridge_memory.inventory.stack import chunk_inventory
+    from bridge_memory.rehearse.world import installed_release
+
+    if any(not hasattr(DistributedDataParallelConfig, option) for option in ("fsdp_double_buffer", *options)):
+        pytest.skip("a release without this option")
+    run = _oracle_cases()[name]
+    plain = replace(run, implementation=replace(run.implementation, megatron_core=installed_release() or (0, 16)))
+    run = replace(plain, data_parallel=replace(plain.data_parallel, fsdp_double_buffer=True, **options))
+    before, found = fsdp_passes(plain), fsdp_passes(run)
+    shape = layout(run.model, run.parallel).shapes(run.model)[0][0]
+    ctx = context_of(run)
+    stage = engine_of(run).stage([chunk_units(run.model, shape, ctx)])
+    assert stage.pools == pytest.approx(found.between_bytes - before.between_bytes, rel=1e-6)
+    inventory = chunk_inventory(run.model, shape, ctx, True, stage.concurrent[0])
+    assert inventory.forward_peak == pytest.approx(found.forward_bytes, rel=0.002), found.forward_at
+    assert inventory.backward_peak == pytest.approx(found.backward_bytes, rel=0.002), found.backward_at
+
+
+def test_the_bytes_of_the_double_buffers() -> None:
+    """Two layers' worth of weights in bf16 and of gradients in fp32: of 4096 x (4096 + 2 x 1024) + 4096 x 4096 +
+    3 x 4096 x 11008 + 2 x 4096 parameters each, and biases; gradients in bf16 have two bytes."""
+    layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096
+    run = _oracle_cases()["weights"]
+    for wide, width in ((True, 4), (False, 2)):
+        options = replace(run.data_parallel, fsdp_double_buffer=True, grad_reduce_in_fp32=wide)
+        stage = estimate(replace(run, data_parallel=options)).stages[0]
+        (pools,) = [c.bytes for c in stage.components if c.name == "double buffers of units"]
+        assert pools == pytest.approx(2 * layer * (2 + width), rel=0.003)
+
+
+def test_double_buffers_are_refused_where_they_do_nothing() -> None:
+    run = _oracle_cases()["weights"]
+    with pytest.raises(SpecError, match="does nothing without fsdp_double_buffer"):
+        replace(run, data_parallel=replace(run.data_parallel, megatron_fsdp_max_pool_double_buffer=True))
+    with pytest.raises(SpecError, match="is for engine megatron_fsdp"):
+        replace(run, data_parallel=DataParallelSpec(fsdp_double_buffer=True))

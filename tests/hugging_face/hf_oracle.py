@@ -5,11 +5,11 @@ CUDA's attention kernels do not run there: functions that keep and make what the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bridge_memory.rehearse.hugging_face import (
     DTYPES,
@@ -23,7 +23,9 @@ from bridge_memory.rehearse.hugging_face import (
 from bridge_memory.rehearse.tracker import SavedRecord, Tracker
 from bridge_memory.spec.transformers import TransformersSpec
 
-__all__ = ["DTYPES", "META", "AutocastOnMeta", "Measured", "Routed", "as_on_cuda", "build", "in_autocast", "measure"]
+__all__ = [
+    "DTYPES", "META", "AutocastOnMeta", "Measured", "Routed", "as_on_cuda", "build", "in_autocast", "measure", "passes",
+]  # fmt: skip
 
 
 class Measured(NamedTuple):
@@ -52,7 +54,7 @@ def measure(
         )
     if spec.autocast:
         for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
+            if type(module).__name__ in (model._no_split_modules or ()):
                 module.forward = in_autocast(module.forward, DTYPES[spec.autocast])
     ids = torch.zeros(batch, seq, dtype=torch.long, device=META)
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
@@ -65,17 +67,27 @@ def measure(
     experts = getattr(model.config, "num_local_experts", None) or getattr(model.config, "num_experts", None)
     experts = experts or getattr(model.config, "n_routed_experts", None)
     routed = Routed(experts, batch * seq * model.config.num_experts_per_tok // experts) if experts else None
-    with as_on_cuda(routed, padded=spec.attention_mask == "padded"), tracker.watching(model):
-        tracker.reset_peak()
+    held: list[Any] = []
+
+    def loss() -> Any:
         with AutocastOnMeta(DTYPES[spec.autocast]) if spec.autocast else nullcontext():
             outputs = model(**inputs, use_cache=spec.use_cache)
-            loss = outputs.loss
-            if not spec.keeps_outputs:
-                del outputs
-        forward = tracker.peak(40)
-        saved, retained = tracker.saved(), tracker.live_bytes
-        tracker.in_backward = True
-        tracker.reset_peak()
-        loss.backward()
-        backward = tracker.peak(40)
+        if spec.keeps_outputs:
+            held.append(outputs)
+        return outputs.loss
+
+    with as_on_cuda(routed, padded=spec.attention_mask == "padded"), tracker.watching(model):
+        return passes(tracker, loss)
+
+
+def passes(tracker: Tracker, loss_of: Callable[[], Any]) -> Measured:
+    """A forward pass, which gives the loss, and its backward pass."""
+    tracker.reset_peak()
+    loss = loss_of()
+    forward = tracker.peak(40)
+    saved, retained = tracker.saved(), tracker.live_bytes
+    tracker.in_backward = True
+    tracker.reset_peak()
+    loss.backward()
+    backward = tracker.peak(40)
     return Measured(retained, forward.bytes, backward.bytes, saved, (forward, backward))

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from hf_oracle import META, Measured
+from hf_oracle import META, Measured, passes
 
 from bridge_memory.rehearse.tracker import Tracker
 
@@ -123,15 +123,9 @@ def measure(config: dict[str, Any], batch: int, seq: int, mode: str, option: str
         p.grad = torch.zeros_like(p)
     tracker = Tracker(static=[ids, model.freqs_cis, *(p.grad for p in model.parameters())])
     norm = patch.object(torch.nn.functional, "rms_norm", lambda x, shape, weight, eps: _RMSNorm.apply(x, weight))
-    with norm, tracker.watching(model):
-        tracker.reset_peak()
+    def loss() -> Any:
         pred = model(ids)
-        loss = torch.nn.functional.cross_entropy(pred.flatten(0, 1).float(), ids.flatten(0, 1), reduction="sum")
-        del pred
-        forward = tracker.peak(40)
-        kept, retained = tracker.saved(), tracker.live_bytes
-        tracker.in_backward = True
-        tracker.reset_peak()
-        loss.backward()
-        backward = tracker.peak(40)
-    return Measured(retained, forward.bytes, backward.bytes, kept, (forward, backward))
+        return torch.nn.functional.cross_entropy(pred.flatten(0, 1).float(), ids.flatten(0, 1), reduction="sum")
+
+    with norm, tracker.watching(model):
+        return passes(tracker, loss)

@@ -171,8 +171,8 @@ def test_a_given_split_is_shown_beside(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("flags", "words"), (
         ("--num-gpus 8", "leaves nothing to balance"), ("--pp 64 --num-gpus 64", "is too small for"),
-        ("--num-gpus 8 --engine ddp", "leaves nothing to balance"),
-        ("--num-gpus 8 --engine zero3", "leaves nothing to balance"),
+        ("--num-gpus 8 --engine ddp", "has no pipeline stages"),
+        ("--num-gpus 8 --engine zero3", "has no pipeline stages"),
     )
 )
 def test_refusals_are_one_line(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,12 +158,12 @@ def outside(engine: str, **fields: object) -> RunSpec:
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
 def test_engines_outside_of_megatron_have_changes_of_their_own(engine: str) -> None:
-    """What each frees is what estimates of both runs differ by; nobody claims to know its time."""
+    """What each frees is what estimates of both runs differ by."""
     what_if = WhatIf(outside(engine), H100)
     assert what_if.singles
     for e in what_if.singles:
         assert e.freed == what_if.before - peak(e.run) > 0
-        assert e.slowdown is None
+        assert e.slowdown is not None and 0.5 < e.slowdown < 3
     kinds = {e.changes[0].kind for e in what_if.singles}
     assert kinds & {"gradient checkpointing", "engine"}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bridge_memory import BatchSpec, RunSpec, SpecError, peaks
-from bridge_memory.inventory.lanes import Differs, along, parts, whole
+from bridge_memory.inventory.lanes import Differs, along, distinct, numbered, numbered_rows, parts, whole
 from bridge_memory.inventory.sizes import chosen, largest, smallest
 from bridge_memory.plan.many import Sheet, expressible, fitting, sorted_together
 from bridge_memory.plan.search import Found, search
@@ -100,6 +100,9 @@ MANY = {
         "Qwen/Qwen3-30B-A3B", 64, "vpp", "etp", num_distributed_optimizer_instances=2, world_size=64, total=256
     ),
     "allgather": space("Qwen/Qwen3-30B-A3B", 16, "vpp", moe_token_dispatcher_type="allgather"),
+    # One expert a rank, whose map backward keeps; a router that keeps its own.
+    "local expert": space("mistralai/Mixtral-8x7B-v0.1", 16, "vpp", moe_token_dispatcher_type="allgather"),
+    "fused router": space("mistralai/Mixtral-8x7B-v0.1", 16, "vpp", moe_router_fusion=True),
     "sequence parallel off": space("meta-llama/Llama-3.1-8B", 8, "split", sequence_parallel=False),
 }  # fmt: skip
 
@@ -179,6 +182,17 @@ def test_an_array_answers_a_question_only_as_one() -> None:
     kept = size
     size += 1  # makes another, as of a number
     assert kept.ravel().tolist() == [1, 2, 4] and size.ravel().tolist() == [2, 3, 5]
+
+
+@pytest.mark.parametrize("shape", ((0, 3), (1, 1), (40, 2), (300, 4)))
+def test_distinct_numbers_are_those_of_numpy(shape: tuple[int, int]) -> None:
+    values = np.random.default_rng(3).integers(-3, 4, shape)
+    assert distinct(values).tolist() == np.unique(values).tolist()
+    few, which = numbered(values)
+    assert (few[which] == values).all() and which.shape == shape
+    rows, back = numbered_rows(values)
+    theirs, their_back = np.unique(values, axis=0, return_inverse=True)
+    assert rows == [tuple(row) for row in theirs.tolist()] and back.tolist() == their_back.ravel().tolist()
 
 
 def test_parts_go_the_way_that_each_run_would_go() -> None:

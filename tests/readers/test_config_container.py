@@ -89,10 +89,10 @@ def test_a_dataset_says_whether_sequences_are_packed(dataset: dict[str, Any], pa
 
 def test_what_changes_memory_and_is_not_modelled_is_listed_by_name() -> None:
     run = run_from_config_container(
-        namespace(model__fp8_output_proj=True, ddp__nccl_ub=True, peft=SimpleNamespace(dim=16))
+        namespace(model__fp8_output_proj=True, ddp__megatron_fsdp_cuda_graph_mode=True, peft=SimpleNamespace(dim=16))
     )
     listed = " ".join(run.not_modelled)
-    for name in ("model.fp8_output_proj", "ddp.nccl_ub", "peft"):
+    for name in ("model.fp8_output_proj", "ddp.megatron_fsdp_cuda_graph_mode", "peft"):
         assert name in listed
 
 

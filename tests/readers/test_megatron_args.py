@@ -297,7 +297,7 @@ def test_an_unknown_argument_is_listed_and_a_harmless_one_is_not() -> None:
     run = gpt("--lr 0.1 --log-throughput --brand-new-option 3 --fp8-output-proj")
     assert len(run.not_modelled) == 2
     assert any(line.startswith("--brand-new-option") for line in run.not_modelled)
-    assert any("the output layer in fp8" in line for line in run.not_modelled)
+    assert any("the output layer in mxfp8" in line for line in run.not_modelled)
 
 
 def test_the_measured_corpus_holds_no_unknown_argument() -> None:

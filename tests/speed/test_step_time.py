@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from math import ceil
 from pathlib import Path
 from statistics import median
 
 import pytest
 
 from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
-from bridge_memory.accuracy.ranking import score_groups, spearman
+from bridge_memory.accuracy.ranking import pairs_in_order, score_groups, spearman
 from bridge_memory.accuracy.speed_fit import left_out
 from bridge_memory.accuracy.throughput import Measured, Unread, measured, read_throughput
 from bridge_memory.inventory.context import context_of
@@ -16,7 +17,7 @@ from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.speed.constants import DEFAULT, FITTED_ON, Constants
 from bridge_memory.speed.hardware import HARDWARE, hardware_of
-from bridge_memory.speed.kernels import kernels_of
+from bridge_memory.speed.kernels import Kernels, kernels_of
 from bridge_memory.speed.step_time import Step, step_time
 from bridge_memory.speed.work import Product, Work, layer_work, output_work
 
@@ -98,14 +99,56 @@ def test_an_exchange_with_experts_uses_both_links() -> None:
 
 
 def test_unfused_attention_makes_all_scores_and_wants_aligned_heads() -> None:
-    """Twice the causal half; heads of 108 elements of 2 bytes are no multiple of 16 bytes."""
+    """Twice the causal half; heads of 108 elements of 2 bytes are no multiple of 16 bytes, and an A100 has a sixteenth
+    of its tensor cores' rate for them (19.5 of 312 TFLOP/s)."""
     def flops(heads: int, **fields: object) -> float:
         layer = LayerSpec(AttentionSpec(heads, heads, 13824 // heads), MLPSpec(4 * 13824, gated=False))
         r = run(**fields)
         return layer_work(layer, r, context_of(r), kernels_of(r)).mixer.attention
 
     assert flops(96, attention_backend="unfused") == 2 * flops(96)
-    assert flops(128, attention_backend="unfused") == 4 * 2 * flops(128)
+    assert flops(128, attention_backend="unfused") == 16 * 2 * flops(128)
+
+
+def test_messages_between_stages() -> None:
+    """Of two stages each waits for two messages a microbatch, of four the middle ones for four where a call sends or
+    receives; in parts of tensor-parallel ranks a quarter of the bytes goes over the network, and is gathered."""
+    def hops(kernels: Kernels, pp: int) -> float:
+        r = run(pipeline_model_parallel_size=pp, tensor_model_parallel_size=4, sequence_parallel=False)
+        step = Step(r, H100, kernels=kernels)
+        return step.time().pipeline / step._hop() / r.num_microbatches
+
+    assert [hops(Kernels(), pp) for pp in (2, 4)] == pytest.approx([2, 2])
+    assert [hops(Kernels(separate_sends=True), pp) for pp in (2, 4)] == pytest.approx([2, 4])
+    r = run(pipeline_model_parallel_size=4, tensor_model_parallel_size=4, sequence_parallel=False)
+    whole, parts = (Step(r, H100, kernels=k) for k in (Kernels(), Kernels(pipeline_in_parts=True)))
+    rates, nbytes = whole.passes.rates, 4096 * 4096 * 2
+    network, nvlink = DEFAULT.network_latency, DEFAULT.nvlink_latency
+    assert whole._hop() == pytest.approx(nbytes / rates.network + network)
+    assert parts._hop() == pytest.approx(nbytes / 4 / rates.network + network + 0.75 * nbytes / rates.nvlink + nvlink)
+
+
+def test_a_host_that_waits_for_every_kernel() -> None:
+    """Llama-3.1-8B, 32 layers: one pass forward, two backward, once more where layers are recomputed."""
+    for fields, passes in (({}, 3), ({"recompute_granularity": "full", "recompute_method": "uniform",
+                                      "recompute_num_layers": 1}, 4)):  # fmt: skip
+        t = step_time(run(**fields), H100, kernels=Kernels(blocking_launches=True))
+        # The output layer counts as one half of a layer.
+        assert t.passes.host == pytest.approx(8 * (32 * passes + 1.5) * DEFAULT.layer_blocking)
+
+
+def test_what_is_recomputed_is_entered_again() -> None:
+    """Half of a layer's host time for each region: the attention; both norms; an MoE layer's activation."""
+    def host(*modules: str) -> float:
+        r = run("Qwen/Qwen3-30B-A3B", expert_model_parallel_size=8, **(
+            {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}))
+        return step_time(r, H100).passes.host / (48 * r.num_microbatches * DEFAULT.layer / 2)
+
+    assert host("core_attn") - host() == pytest.approx(1)
+    assert host("layernorm") - host() == pytest.approx(2)
+    assert host("moe_act") - host() == pytest.approx(1)
+    assert host("layernorm", "moe_act") - host() == pytest.approx(3)
+    assert host("moe") - host() == pytest.approx(1)
 
 
 def test_the_parts_add_up() -> None:
@@ -172,13 +215,12 @@ def rows() -> list[Measured]:
 
 
 def test_groups_that_were_not_fitted_are_ranked(rows: list[Measured]) -> None:
-    """Targets of the project: median Spearman 0.85, median regret 2 %. The first is met on groups of ten layouts and
-    more; small ones hold hardly more differences than one layout has from run to run."""
+    """Targets of the project: median Spearman 0.85, median regret 2 %, 90th percentile 10 %."""
     scores = score_groups(rows, lambda r: step_time(r.run, r.hardware, DEFAULT, r.kernels).seconds)
     unseen = [s for s in scores if s.group not in FITTED_ON]
     assert len(unseen) >= 10
-    assert median(s.spearman for s in unseen) > 0.75 and median(s.regret for s in unseen) <= 0.02
-    assert median(s.spearman for s in unseen if s.layouts >= 10) >= 0.85
+    assert median(s.spearman for s in unseen) >= 0.85 and median(s.regret for s in unseen) <= 0.02
+    assert sorted(s.regret for s in unseen)[ceil(0.9 * len(unseen)) - 1] <= 0.10
 
 
 def test_the_constants_are_within_reach_of_the_hardware() -> None:
@@ -188,8 +230,10 @@ def test_the_constants_are_within_reach_of_the_hardware() -> None:
 
 
 def test_models_are_read_by_their_sizes() -> None:
-    """LLaMA-30B has 60 layers of 6656 with 52 heads and 17920 in the MLP (Touvron et al. 2023, table 2); DeepSpeed
-    deals 78 layers to 12 stages as 11 sevens and a one; sequence parallelism of one rank is none."""
+    """LLaMA-30B has 60 layers of 6656 with 52 heads and 17920 in the MLP (Touvron et al. 2023, table 2); an embedding
+    of 128,000 rows weighs as much as 1.6 of its layers, so that four stages of 15.8 are 14, 16, 16 and 14 layers at
+    best, the heaviest of 16; DeepSpeed deals 78 layers to 12 stages as 11 sevens and a one; sequence parallelism of one
+    rank is none."""
     row = {
         "id": 1, "gpu": "A100 80GB", "gpus": 64, "framework": "AA-Scaling (ZeRO-1)", "task": "pretrain",
         "model": "LLaMA-30B", "model_facts": {"hidden": 6656, "layers": 60, "heads": 52, "ffn": 17920},
@@ -203,6 +247,12 @@ def test_models_are_read_by_their_sizes() -> None:
     flops = sum(p.flops for p in (*mixer.products, *feed_forward.products))
     assert (len(model.layers), model.vocab_size) == (60, 128000)
     assert flops == 2 * 2048 * (4 * 6656 * 6656 + 3 * 6656 * 17920)
+    assert [c.num_layers for (c,) in layout(model, found.run.parallel).stages] == [14, 16, 16, 14]
+    # Twenty stages of four layers at most would leave some empty: 63 things are three fours and 17 threes.
+    many = measured({**row, "pp": 20, "gpus": 80})
+    assert isinstance(many, Measured)
+    stages = layout(model, many.run.parallel).stages
+    assert [c.num_layers for (c,) in stages] == [3, 4, 4, *[3] * 16, 1]
     assert not found.run.parallel.sp and not found.run.data_parallel.grad_reduce_in_fp32
     bloom = {**row, "source": "bigscience", "framework": "Megatron-DeepSpeed", "model": "GPT 182B", "attention": None,
              "model_facts": {"hidden": 13824, "layers": 78, "heads": 64}, "pp": 12, "tp": 4, "gpus": 384}
@@ -210,6 +260,14 @@ def test_models_are_read_by_their_sizes() -> None:
     assert isinstance(found, Measured)
     stages = layout(found.run.model, found.run.parallel).stages
     assert [c.num_layers for (c,) in stages] == [7] * 11 + [1]
+    # In the section on rebalancing the embedding and the output layer, of BLOOM's vocabulary, are dealt as layers.
+    facts = {"hidden": 14336, "layers": 70}
+    found = measured({**bloom, "model": "GPT 176B", "model_facts": facts, "ref": "L947 (Rebalancing layers)"})
+    assert isinstance(found, Measured)
+    stages = layout(found.run.model, found.run.parallel).stages
+    assert [c.num_layers for (c,) in stages] == [5] + [6] * 10 + [5] and found.run.model.vocab_size == 250880
+    attention = found.run.model.layers[0].mixer
+    assert isinstance(attention, AttentionSpec) and attention.num_attention_heads == 64
     found = measured({**row, "model": "Strange-30B"})
     assert isinstance(found, Unread) and "not what its layers are" in found.reason
 
@@ -239,6 +297,14 @@ def test_rows_that_are_no_run_say_why() -> None:
     found = measured(known)
     assert isinstance(found, Measured) and found.seconds == 8.0
     assert isinstance(measured({**known, "gpu": "TPU v5"}), Unread)
+    # 6 FLOPs a token and weight of a matrix, and 6 x 4096 x 8192 x 32 of causal attention, at 400 TFLOP/s a GPU.
+    found = measured({**known, "task": "sft", "tokens_per_s_per_gpu": None, "tflops_per_gpu": 400.0})
+    assert isinstance(found, Measured) and found.seconds is not None
+    matrices = 8_030_261_248 - 128256 * 4096 - 65 * 4096
+    token = 6 * matrices + 6 * 4096 * 8192 * 32
+    assert found.seconds == pytest.approx(token * 8192 * 128 / (400e12 * 8), rel=1e-3)
+    found = measured({**known, "task": "lora"})
+    assert isinstance(found, Unread) and found.reason == "task lora"
     assert isinstance(measured({**known, "status": "OOM"}), Measured)
 
 
@@ -246,3 +312,11 @@ def test_spearman_by_hand() -> None:
     """1 - 6 sum d^2 / (n (n^2 - 1)) for ranks without ties: d = (0, 1, -1, 0) gives 0.8."""
     assert spearman([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8)
     assert spearman([1, 2, 3], [3, 2, 1]) == -1 and spearman([1, 1, 1], [1, 2, 3]) == 0
+
+
+def test_pairs_that_are_a_tie_are_not_counted() -> None:
+    """100 and 104 are one; 100 and 106, 104 and 110, 100 and 110 are apart, 106 and 110 are not."""
+    assert pairs_in_order([1, 2, 3, 4], [100, 104, 106, 110]) == (3, 3)
+    assert pairs_in_order([4, 2, 3, 1], [100, 104, 106, 110]) == (3, 0)
+    assert pairs_in_order([2, 1, 3, 4], [100, 104, 106, 110]) == (3, 3)
+    assert pairs_in_order([1, 1], [1, 2]) == (1, 0)

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from bridge_memory.inventory.context import HuggingFace
 from bridge_memory.inventory.tape import Tensor
-from bridge_memory.inventory.transformers import liger
+from bridge_memory.inventory.transformers import gpt_oss, liger
 from bridge_memory.inventory.transformers.norms import norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
+from bridge_memory.releases import FAMILIES_OF_5, SDPA_SHARES_KEYS, SDPA_TAKES_VIEWS
 from bridge_memory.spec import AttentionSpec
 
 
@@ -31,9 +32,16 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
     ctx = t.r.ctx
     a, d, h = spec.num_attention_heads, spec.kv_channels, ctx.hidden_size
     tokens = ctx.tokens
+    if spec.learnable_softmax_sink:
+        t.r.parameter("self_attn.sinks", (a,))
     query, key, value = _projected(t, spec, x)
     if spec.rotary and shared.cos is not None and t.hf.liger("rope"):
         query, key = liger.rotated(t, "query", query), liger.rotated(t, "key", key)
+    elif t.hf.family.rotary == "half tables" and shared.cos is not None and shared.sin is not None:
+        before = query, key
+        query = gpt_oss.rotated(t, "query", query, shared.cos, shared.sin)
+        key = gpt_oss.rotated(t, "key", key, shared.cos, shared.sin)
+        t.keep_alive(*before)
     elif t.hf.family.rotary == "complex" and shared.cos is not None:
         query, key = _turned(t, shared.cos, query, key)
     elif shared.cos is not None and shared.sin is not None and spec.rotary:
@@ -130,7 +138,7 @@ def _turned(t: Torch, table: Array, query: Array, key: Array) -> tuple[Array, Ar
 
 def attend(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array) -> Array:
     """The attention interface: [b, a, s, d] each, as the model's ``attn_implementation`` has it."""
-    implementation = t.hf.spec.attn_implementation
+    implementation = t.hf.attention
     if implementation == "eager":
         return _eager(t, spec, query, key, value)
     if implementation == "flash_attention_2":
@@ -138,15 +146,18 @@ def attend(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
     if implementation == "flash_attention_2":
         return _flash(t, spec, query, key, value)
     masked = needs_mask(t.hf, spec.window_size, t.r.ctx.seq, packed=t.r.ctx.packed)
-    if masked or t.hf.family.own_masks:
+    repeats = t.hf.family.own_masks or not (SDPA_SHARES_KEYS(t.hf.spec) or t.hf.family.never_masked)
+    if masked or repeats:
         key, value = _repeated(t, spec, key, value)
+    elif t.hf.family.fused_qkv and not SDPA_TAKES_VIEWS(t.hf.spec):
+        value = t.copy("contiguous values", value)
     given = query, key, value
     query, key, value = _cast_for_kernel(t, *given)
     kernel = t.hf.spec.sdpa_kernel or ("efficient" if masked else "flash")
     if kernel == "flash" and not masked:
-        out = _flash(t, spec, query, key, value, shared=not t.hf.family.own_masks)
+        out = _flash(t, spec, query, key, value, shared=not repeats)
     else:
-        if not masked and not t.hf.family.own_masks:
+        if not masked and not repeats:
             key, value = _repeated(t, spec, key, value)
         out = _efficient(t, spec, query, key, value, masked=masked)
     t.keep_alive(*given)
@@ -167,6 +178,8 @@ def needs_mask(hf: HuggingFace, window: int | None, seq: Any, *, packed: bool = 
     spec = hf.spec
     if hf.family.never_masked:
         return False
+    if hf.family.always_masked:
+        return True
     if spec.attention_mask == "padded" or packed:
         return True
     if spec.attention_mask == "none" and not spec.use_cache and not hf.family.own_masks and hf.packing_is_supposed:
@@ -208,7 +221,8 @@ def _efficient(
     lse = t.tape.tensor("log-sum-exp of the scores", FP32 * rows, grad=False)
     seeds = t.tape.tensor("seed and offset of dropout", 16, grad=False)
     mask: tuple[Tensor, ...] = ()
-    if masked and not t.hf.family.own_masks:
+    made_here = not t.hf.family.own_masks or (t.hf.family.always_masked and spec.window_size is not None)
+    if masked and made_here:
         mask = (t.constant("attention bias of the mask", ctx.batch * ctx.seq * ctx.seq, query.width).tensor,)
     out = t.make(
         "attention output", (query, key, value), rows * spec.value_channels, query.width,
@@ -239,7 +253,8 @@ def _eager(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
     several = ctx.batch > 1
     shared = spec.num_attention_heads != spec.num_query_groups
     left, right = _cast_for_kernel(t, query, key)
-    left = t.copy("contiguous queries", left) if several else left
+    # Queries put together of two halves are contiguous.
+    left = t.copy("contiguous queries", left) if several and t.hf.family.eager != "sinks" else left
     right = t.copy("contiguous keys", right) if several and not shared else right
     products = t.matmul("products of queries and keys", left, right, scores)
     logits = t.scale("attention scores", products)
@@ -248,19 +263,54 @@ def _eager(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
             before = logits
             logits = (t.saves_output if what == "tanh" else t.scale)(f"attention scores, {what}", logits)
             t.keep_alive(before)
-    mask_width = t.parameter_width
-    logits = t.widened(logits, max(logits.width, mask_width))
-    masked = t.make("masked scores", (logits,), scores, max(logits.width, mask_width), alias=True)
-    t.keep_alive(logits)
+    if t.hf.family.eager == "gpt2":
+        return _eager_of_gpt2(t, spec, logits, value, variables)
+    masked = _masked(t, logits)
+    if t.hf.family.eager == "sinks":
+        narrow, less = gpt_oss.probabilities(t, masked, ctx.tokens * spec.num_attention_heads)
+        return _weighted(t, spec, narrow, value, (*variables, less), copied=several and not shared)
     wide = t.cast("masked scores in fp32", masked, FP32)
     probabilities = t.saves_output("attention probabilities in fp32", wide)
     narrow = t.cast("attention probabilities", probabilities, query.width)
     t.keep_alive(masked, probabilities)
-    narrow = t.dropout("attention dropout", narrow, ctx.attention_dropout)
+    return _weighted(t, spec, narrow, value, variables, copied=several and not shared)
+
+
+def _weighted(
+    t: Torch, spec: AttentionSpec, probabilities: Array, value: Array, variables: Sequence[Array], *, copied: bool
+) -> Array:
+    """Values, ``copied`` where they are not contiguous, by their probabilities, which are returned to the layer."""
+    ctx = t.r.ctx
+    if t.hf.family.eager != "llama":
+        probabilities = t.cast("attention probabilities, cast", probabilities, value.width)
+    narrow = t.dropout("attention dropout", probabilities, ctx.attention_dropout)
+    t.keep_alive(probabilities)
     (left,), (right,) = _cast_for_kernel(t, narrow), _cast_for_kernel(t, value)
-    right = t.copy("contiguous values", right) if several and not shared else right
+    right = t.copy("contiguous values", right) if copied else right
     width = spec.num_attention_heads * spec.value_channels
     out = t.matmul("attention output by head", left, right, ctx.tokens * width)
     done = t.copy("attention output", out)
     t.keep_alive(*variables, narrow)
+    t.returned.append(narrow)
     return done
+
+
+def _eager_of_gpt2(t: Torch, spec: AttentionSpec, scores: Array, value: Array, variables: list[Array]) -> Array:
+    """``models/gpt2/modeling_gpt2.py: eager_attention_forward``: before 5 the future is cut off by a buffer of the
+    module first; softmax in the dtype of the scores, under autocast in fp32."""
+    if not FAMILIES_OF_5(t.hf.spec):
+        before, scores = scores, t.scale("scores of the past", scores)
+        t.keep_alive(before)
+    masked = _masked(t, scores)
+    wide = t.precise("masked scores in fp32", masked)
+    probabilities = t.saves_output("attention probabilities", wide)
+    t.keep_alive(masked)
+    return _weighted(t, spec, probabilities, value, variables, copied=bool(t.r.ctx.batch > 1))
+
+
+def _masked(t: Torch, logits: Array) -> Array:
+    """Scores and a mask in the dtype of the parameters."""
+    before, logits = logits, t.widened(logits, max(logits.width, t.parameter_width))
+    masked = t.make("masked scores", (logits,), logits.elements, logits.width, alias=True)
+    t.keep_alive(before)
+    return masked

@@ -7,55 +7,94 @@ from bridge_memory.inventory.blocks import Block, block
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Use
 from bridge_memory.inventory.recorder import Recorder
+from bridge_memory.inventory.transformers import bloom, gpt2
 from bridge_memory.inventory.transformers.attention import Shared, record_attention
 from bridge_memory.inventory.transformers.experts import last_saver, record_moe
 from bridge_memory.inventory.transformers.loss import record_output
 from bridge_memory.inventory.transformers.mla import record_mla
 from bridge_memory.inventory.transformers.mlp import record_mlp
-from bridge_memory.inventory.transformers.norms import norm
+from bridge_memory.inventory.transformers.norms import layer_norm, norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec
-
-#: Prefix of a decoder layer's names.
-LAYER_PREFIX = "model.layers.{}."
 
 
 def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
     """Token embeddings, and the rotary tables, which the model makes once for all layers."""
     rotary = model.rotary_dim if model.position_embedding_type == "rope" else 0
+    positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
+
+    heads = {kind.mixer.num_attention_heads for kind in model.layers if isinstance(kind.mixer, AttentionSpec)}
+    alibi = max(heads) if model.position_embedding_type == "alibi" else 0
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.EMBEDDING
         t = Torch(r)
         v, h, tokens = r.ctx.padded_vocab, r.ctx.hidden_size, r.ctx.tokens
-        r.parameter(f"{t.hf.family.prefix}embed_tokens.weight", (v, h), use=Use.EMBEDDING)
+        family = t.hf.family
+        r.parameter(f"{family.prefix}{family.embedding}.weight", (v, h), use=Use.EMBEDDING)
         ids = t.input("token ids", tokens, 8, grad=False, counted=False)
         x = t.make(
             "input embeddings", (ids,), tokens * h, t.parameter_width, trains=not r.frozen, saves=(ids.tensor,),
             backward_workspace=v * h * t.parameter_width,
         )
-        if t.hf.family.scaled_embeddings:
+        if positions:
+            x = _with_positions(t, x, positions)
+        if model.embedding_layernorm:
+            x = layer_norm(t, f"{family.prefix}{family.embedding}_layernorm", x, tokens, h)
+        if family.scaled_embeddings:
             x = t.scale("input embeddings, scaled", x)
-        for name in _table_names(t) if rotary else ():
-            table = t.constant(name, r.ctx.seq * rotary, table_width(t))
-            # Layers keep it.
+        tables = [(name, r.ctx.seq * rotary // table_share(t)) for name in (_table_names(t) if rotary else ())]
+        if alibi and t.hf.spec.gradient_checkpointing:
+            tables.append(("slopes of the positions", tokens * alibi))
+        for name, elements in tables:
+            table = t.constant(name, elements, table_width(t))
+            # Layers keep it, or their checkpoints do.
             t.tape.op(f"{name}, kept by layers", table.tensor, (), saves=(table.tensor,), trains=True)
         t.tape.output(x.tensor)
 
-    return block(ctx, ("transformers embedding", rotary), record)
+    return block(ctx, ("transformers embedding", rotary, positions, alibi, model.embedding_layernorm), record)
+
+
+def _with_positions(t: Torch, x: Array, positions: int) -> Array:
+    """``GPT2Model.forward``: a learned embedding of each position, which all sequences share, and dropout."""
+    ctx = t.r.ctx
+    h, trains = ctx.hidden_size, not t.r.frozen
+    t.r.parameter(f"{t.hf.family.prefix}wpe.weight", (positions, h), use=Use.EMBEDDING)
+    places = t.constant("positions", ctx.seq, 8)
+    found = t.make(
+        "position embeddings", (places,), ctx.seq * h, t.parameter_width, trains=trains, saves=(places.tensor,),
+        backward_workspace=positions * h * t.parameter_width,
+    )
+    # With adapters and checkpoints the tokens' embeddings are made a leaf, which the graph holds (peft ``peft_model.py:
+    # _prepare_model_for_gradient_checkpointing``).
+    leaf = t.r.frozen and t.hf.spec.gradient_checkpointing
+    both = t.make(
+        "embeddings of tokens and positions", (x, found), x.elements, x.width, trains=leaf,
+        saves=(x.tensor,) if leaf else (),
+    )
+    out = t.dropout("embedding dropout", both, ctx.hidden_dropout)
+    t.keep_alive(x, found, both)
+    return out
 
 
 def _table_names(t: Torch) -> tuple[str, ...]:
+    if t.hf.family.rotary == "polar":
+        return ("rotary table: cos",)  # complex64, one number for a pair
     names = ("rotary table: cos", "rotary table: sin")
     return (*names, *(f"{name} of sliding layers" for name in names)) if t.hf.family.local_rotary else names
 
 
 def table_width(t: Torch) -> int:
-    return FP32 if t.hf.family.rotary_in_fp32 else t.parameter_width
+    return FP32 if t.hf.family.rotary_in_fp32 or t.hf.family.rotary == "polar" else t.parameter_width
+
+
+def table_share(t: Torch) -> int:
+    """Tables hold each value once, or twice for both halves of a head."""
+    return 2 if t.hf.family.rotary == "half tables" else 1
 
 
 def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) -> Block:
-    """One decoder layer. Names are relative to ``LAYER_PREFIX``."""
+    """One decoder layer. Names are relative to the layer's."""
 
     def record(r: Recorder) -> None:
         t = Torch(r)
@@ -75,6 +114,10 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
 
 def _last_saver(t: Torch, layer: LayerSpec) -> str:
     """The operation of a layer after which nothing is kept."""
+    if t.hf.family.layer == "gpt2":
+        return gpt2.last_saver(t)
+    if t.hf.family.layer == "bloom":
+        return bloom.LAST_SAVER_WITH_DROPOUT if t.r.ctx.hidden_dropout else bloom.LAST_SAVER
     last = t.hf.family.norms[-1]
     if not last:
         assert layer.ffn is not None
@@ -90,8 +133,9 @@ def _last_saver(t: Torch, layer: LayerSpec) -> str:
 
 def _shared(t: Torch) -> Shared:
     ctx = t.r.ctx
+    elements = ctx.seq * ctx.rotary_dim // table_share(t)
     cos, sin = (
-        t.input(f"rotary table: {name}", ctx.seq * ctx.rotary_dim, table_width(t), grad=False, counted=False)
+        t.input(f"rotary table: {name}", elements, table_width(t), grad=False, counted=False)
         for name in ("cos", "sin")
     )
     return Shared(cos, sin)
@@ -99,6 +143,10 @@ def _shared(t: Torch) -> Shared:
 
 def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array:
     """``LlamaDecoderLayer.forward``, with the norms of the family."""
+    if t.hf.family.layer == "gpt2":
+        return gpt2.record_gpt2_layer(t, layer, x)
+    if t.hf.family.layer == "bloom":
+        return bloom.record_bloom_layer(t, layer, x)
     r = t.r
     mixer, ffn = layer.mixer, layer.ffn
     assert isinstance(mixer, AttentionSpec | MLASpec) and ffn is not None
@@ -112,7 +160,7 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
     r.tape.part = Part.MLP if isinstance(ffn, MLPSpec) else Part.MOE
     y = _normed(t, before_ffn, x)
     y, entered = record_mlp(t, ffn, y) if isinstance(ffn, MLPSpec) else record_moe(t, ffn, y), y
-    t.keep_alive(entered)
+    t.keep_alive(entered, *t.returned)
     return _added(t, "hidden states after the MLP", x, _normed(t, after_ffn, y))
 
 
@@ -137,7 +185,8 @@ def final_norm_block(ctx: BlockContext) -> Block:
         r.tape.part = Part.FINAL_NORM
         t = Torch(r)
         x = t.input("hidden_states", r.ctx.tokens * r.ctx.hidden_size, r.ctx.residual)
-        r.tape.output(norm(t, f"{t.hf.family.prefix}norm", x, r.ctx.tokens, r.ctx.hidden_size).tensor)
+        name = f"{t.hf.family.prefix}{t.hf.family.final_norm}"
+        r.tape.output(norm(t, name, x, r.ctx.tokens, r.ctx.hidden_size).tensor)
         t.keep_alive(x)
 
     return block(ctx, ("transformers final norm",), record)

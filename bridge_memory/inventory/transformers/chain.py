@@ -11,9 +11,10 @@ from bridge_memory.inventory.alive import BlockCost
 from bridge_memory.inventory.chain import ChunkInventory, EngineBytes, Label, Link, compose, plain_link, with_engine
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import matrix_elements
+from bridge_memory.inventory.sizes import largest
 from bridge_memory.inventory.transformers.attention import needs_mask
 from bridge_memory.inventory.transformers.blocks import embedding_block, final_norm_block, layer_block, output_block
-from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
+from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 from bridge_memory.spec.adapters import in_any_layer, is_target
 from bridge_memory.spec.layout import ChunkShape
 
@@ -27,7 +28,7 @@ def hugging_face_chunk(
     tied = model.share_embeddings_and_output_weights
     masks = mask_bytes(model, ctx)
     embedding = plain_link(embedding_block(model, ctx), Label.EMBEDDING)
-    if masks and (spec.gradient_checkpointing or (family.own_masks and spec.attn_implementation == "sdpa")):
+    if masks and (spec.gradient_checkpointing or (family.own_masks and ctx.hugging_face.attention == "sdpa")):
         # The arguments of every checkpoint hold them, or attention keeps them as they are.
         more = ((Part.ATTENTION, Provenance.FORMULA), masks)
         embedding = embedding._replace(
@@ -39,6 +40,10 @@ def hugging_face_chunk(
     links: list[tuple[Link, int]] = [(embedding, 1)]
     # ``inputs_embeds`` is a variable of the model's forward, from which scaled embeddings are apart.
     unscaled = ctx.hidden_bytes if family.scaled_embeddings == "model" else 0
+    if model.position_embedding_type == "learned_absolute":
+        leaf = ctx.adapters is not None and spec.gradient_checkpointing  # the graph holds it
+        unscaled = ctx.seq * ctx.hidden_size * ctx.act + (0 if leaf else ctx.hidden_bytes)  # of positions, and tokens
+    idle = ctx.batch * ctx.seq * ctx.seq if family.idle_mask and ctx.hugging_face.attention == "sdpa" else 0
     layers = _layers(shape, ctx)
     if ctx.adapters is not None and not spec.gradient_checkpointing:
         # Embeddings are frozen: nothing before the first adapter is kept.
@@ -49,10 +54,12 @@ def hugging_face_chunk(
     cast += [0] * (len(layers) - len(cast))
     checkpointed = spec.gradient_checkpointing or spec.selective_ac_option == "op"
     kept = checkpointed or layer_block(shape.layers[0][0], ctx).cost.input_retained
-    held = masks + (unscaled or (0 if kept else ctx.hidden_bytes))
+    held = masks + idle + (unscaled or (0 if kept else ctx.hidden_bytes))
+    if spec.gradient_checkpointing:
+        held += _returned(shape.layers[0][0], ctx)  # of the layer before
     for i, (link, count) in enumerate(layers):
         if i == 0:
-            links.append((_beside(link, masks + unscaled), 1))
+            links.append((_beside(link, masks + idle + unscaled), 1))
             held += cast[0]
             count -= 1
         for _ in range(count if cast[i] else bool(count)):
@@ -61,6 +68,10 @@ def hugging_face_chunk(
     links.append((_beside(plain_link(final_norm_block(ctx), Label.FINAL_NORM), held), 1))
     loss = plain_link(output_block(model.output_bias, not tied, ctx), Label.LOSS)
     links.append((_beside(loss, sum(n * count for n, (_, count) in zip(cast, layers, strict=True))), 1))
+    if ctx.hugging_face.clones_outputs and not ctx.hugging_face.liger("fused_linear_cross_entropy"):
+        logits = ctx.tokens * ctx.padded_vocab * ctx.hugging_face.compute_width
+        loss, _ = links[-1]
+        links[-1] = loss._replace(forward_peak=largest(loss.forward_peak, loss.retained + 2 * logits)), 1
     if spec.keeps_outputs and not ctx.hugging_face.liger("fused_linear_cross_entropy"):
         logits = ctx.tokens * ctx.padded_vocab * ctx.hugging_face.compute_width
         links = [(link.with_concurrent(logits), count) for link, count in links]
@@ -103,21 +114,29 @@ def mask_bytes(model: ModelSpec, ctx: BlockContext) -> int:
     """Masks that the model's forward makes and all layers share: booleans [b, 1, s, s], or in the model's dtype for
     eager attention, of every kind of layer that there is (``masking_utils.py: sdpa_mask, eager_mask``)."""
     assert ctx.hugging_face is not None
-    spec = ctx.hugging_face.spec
-    if spec.attn_implementation == "flash_attention_2":
+    if ctx.hugging_face.attention == "flash_attention_2":
         return 0
-    windows = {mixer.window_size for mixer in _mixers(model)}
-    if spec.attn_implementation == "eager":
+    windows = _windows(model)
+    if ctx.hugging_face.family.both_masks:
+        windows = windows | {None}
+    if ctx.hugging_face.attention == "eager":
         family = ctx.hugging_face.family  # those whose layers differ make both masks whatever layers there are
-        kinds = 2 if family.softcapped or family.local_rotary else len(windows)
+        if family.own_masks and family.eager == "gpt2":
+            return ctx.batch * ctx.seq * ctx.act  # the module's own buffer cuts off the future
+        kinds = 2 if family.both_masks or family.idle_mask else len(windows)
         return kinds * ctx.batch * ctx.seq * ctx.seq * ctx.act
+    if ctx.hugging_face.family.always_masked:
+        windows = {None}
     made = [needs_mask(ctx.hugging_face, window, ctx.seq, packed=ctx.packed) for window in windows]
     width = ctx.act if ctx.hugging_face.family.own_masks else 1
     return sum(made) * width * ctx.batch * ctx.seq * ctx.seq
 
 
-def _mixers(model: ModelSpec) -> list[AttentionSpec]:
-    return [kind.mixer for kind in dict.fromkeys(model.layers) if isinstance(kind.mixer, AttentionSpec)]
+def _windows(model: ModelSpec) -> set[int | None]:
+    """Sliding windows of the layers with attention, None for all tokens."""
+    mixers = [kind.mixer for kind in dict.fromkeys(model.layers)]
+    windows = {mixer.window_size for mixer in mixers if isinstance(mixer, AttentionSpec)}
+    return windows | {None for mixer in mixers if isinstance(mixer, MLASpec)}
 
 
 def _layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
@@ -128,7 +147,21 @@ def _layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
         return _with_products_kept(layer, found.cost, ctx)
     if not spec.gradient_checkpointing:
         return plain_link(found, Label.LAYER)
-    return _checkpointed(found.cost, _gradients_before(layer, ctx), reentrant=spec.reentrant)
+    before = _gradients_before(layer, ctx)
+    link = _checkpointed(found.cost, before, reentrant=spec.reentrant)
+    if spec.reentrant:  # made again, and held as the output is
+        more = _returned(layer, ctx)
+        peak = link.backward_peak + more
+        link = link._replace(backward_peak=peak, backward_peak_held=peak)
+    return link
+
+
+def _returned(layer: LayerSpec, ctx: BlockContext) -> int:
+    """What a layer returns beside its output: BLOOM's the probabilities of its attention [b, a, s, s]."""
+    assert ctx.hugging_face is not None
+    if ctx.hugging_face.family.layer != "bloom" or not isinstance(layer.mixer, AttentionSpec):
+        return 0
+    return ctx.tokens * ctx.seq * layer.mixer.num_attention_heads * ctx.hugging_face.compute_width
 
 
 def _with_products_kept(layer: LayerSpec, cost: BlockCost, ctx: BlockContext) -> Link:
@@ -149,9 +182,12 @@ def _with_products_kept(layer: LayerSpec, cost: BlockCost, ctx: BlockContext) ->
 
 def _gradients_before(layer: LayerSpec, ctx: BlockContext) -> int:
     """Gradients that are made of a layer's output's before its backward asks for anything that is kept: of the last
-    linear's output, and in the adapter's dtype of that of an adapter beside it."""
+    linear's output, and in the adapter's dtype of that of an adapter beside it; of every row of the experts'."""
     assert ctx.hugging_face is not None
     hf = ctx.hugging_face
+    ffn = layer.ffn
+    if isinstance(ffn, MoESpec) and hf.grouped_experts and not ffn.shared_expert_intermediate_size:
+        return ctx.tokens * ffn.topk * ctx.hidden_size * ctx.act  # ``sum(dim=1)``: one for each of the k rows
     if ctx.adapters is None or hf.family.norms[-1] or not isinstance(layer.ffn, MLPSpec):
         return 0
     if not is_target(in_any_layer(ctx.adapters), "down_proj", "model.layers.0.mlp.down_proj"):
@@ -190,10 +226,11 @@ def _beside(link: Link, held: int) -> Link:
 
 
 def _with_tied_gradient(links: list[tuple[Link, int]], ctx: BlockContext) -> list[tuple[Link, int]]:
-    """The gradient of a tied weight as the output layer gives it waits for that of the embedding
-    (``inventory/shared_weights.py``)."""
+    """The gradient of a tied weight as the output layer gives it waits for that of the embedding; autograd adds them in
+    a third tensor where the first is a view (``inventory/shared_weights.py``). Engines count none of the three."""
     dense = ctx.padded_vocab * ctx.hidden_size * ctx.act
     (embedding, _), *middle, last = links
-    summed = embedding.retained + 2 * dense
+    assert ctx.hugging_face is not None
+    summed = embedding.retained + (2 if ctx.hugging_face.plain_gradients else 3) * dense
     waiting = [(link.with_concurrent(dense), count) for link, count in middle]
     return [(embedding.with_concurrent(dense, summed), 1), *waiting, last]

@@ -54,6 +54,8 @@ class Torch:
         self.compute_width = self.hf.compute_width
         #: The last operation that keeps anything: a checkpoint that is not reentrant runs forward again up to it.
         self.last_saver = ""
+        #: Variables of the layer to its end: what attention returns beside its output.
+        self.returned: list[Array] = []
         self._cast_weights: dict[tuple[str, int], Array] = {}
 
     # ---- arrays ----
@@ -88,6 +90,11 @@ class Torch:
         """Variables that are still there at this point."""
         self.tape.keep_alive(*(a.tensor for a in arrays if a is not None))
 
+    def precise(self, name: str, x: Array) -> Array:
+        """What autocast hands to operations that it runs in fp32 (``aten/src/ATen/autocast_mode.h:
+        AT_FORALL_FP32``)."""
+        return self.cast(name, x, FP32) if self.hf.autocast else x
+
     def constant(self, name: str, elements: Any, width: int) -> Array:
         """Made here, without a gradient."""
         return self.make(name, (), elements, width, grad=False)
@@ -117,15 +124,27 @@ class Torch:
         a, b = self.widened(a, width), self.widened(b, width)
         return self.make(name, (a, b), a.elements, width, alias=True)
 
+    def subtract(self, name: str, a: Array, b: Array, *, broadcast: bool = False) -> Array:
+        """Keeps nothing; the gradient of b is the output's negated, as large as it before it is summed where b is
+        ``broadcast``."""
+        view = self.tape.tensor(f"{b.tensor.name}, taken off", 0, grad_bytes=a.bytes * b.differentiable)
+        view.whole = b.tensor.whole or b.tensor
+        spread = a.bytes if broadcast and b.differentiable else 0
+        self.tape.op(f"{name}: gradient negated", b.tensor, view, backward_workspace=spread)
+        return self.make(name, (a, Array(view, a.elements, a.width)), a.elements, max(a.width, b.width), alias=True)
+
     def scale(self, name: str, x: Array) -> Array:
         """By a Python number: keeps nothing."""
         return self.make(name, (x,), x.elements, x.width)
 
-    def mul(self, name: str, a: Array, b: Array, *, broadcast: bool = False) -> Array:
+    def mul(self, name: str, a: Array, b: Array, *, broadcast: bool = False, sole: bool = False) -> Array:
         """Keeps each factor for the other's gradient. Where b is ``broadcast``, its gradient is first as large as the
-        product (``torch/csrc/autograd/engine.cpp: validate_outputs`` sums it afterwards)."""
+        product (``torch/csrc/autograd/engine.cpp: validate_outputs`` sums it afterwards). ``sole``: nobody else keeps
+        a; one that a checkpoint made, not a reentrant one, is gone before gradients are narrowed
+        (``torch/utils/checkpoint.py: _checkpoint_hook``)."""
         elements, width = a.elements, max(a.width, b.width)
-        narrowed = self._narrowed(a, width) + self._narrowed(b, width)
+        gone = sole and self.hf.spec.gradient_checkpointing and not self.hf.spec.reentrant
+        narrowed = (0 if gone else self._narrowed(a, width)) + self._narrowed(b, width)
         a, b = self.widened(a, width), self.widened(b, width)
         whole = elements * width
         return self.make(
@@ -210,12 +229,14 @@ class Torch:
     def linear(
         self, module: str, x: Array, rows: Any, in_features: Any, out_features: Any, *, bias: bool = False,
         expert: bool = False, use: Use = Use.LAYER, declare: bool = True, label: str | None = None, number: int = 0,
+        transposed: bool = False,
     ) -> Array:  # fmt: skip
         """``nn.Linear``: [rows, in] -> [rows, out]; keeps its input for the weight's gradient. ``number``: which of
-        several modules of this name."""
+        several modules of this name. ``transposed``: a ``Conv1D`` (``pytorch_utils.py``), whose weight is [in, out]."""
         r = self.r
         if declare:
-            r.parameter(f"{module}.weight", (out_features, in_features), expert=expert, use=use)
+            shape = (in_features, out_features) if transposed else (out_features, in_features)
+            r.parameter(f"{module}.weight", shape, expert=expert, use=use)
             if bias:
                 r.parameter(f"{module}.bias", (out_features,), expert=expert)
         before = x

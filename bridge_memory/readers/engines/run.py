@@ -18,6 +18,7 @@ from typing import Any
 from bridge_memory.readers.engines.accelerate import ReadFile, read_accelerate
 from bridge_memory.readers.engines.deepspeed import Filler, read_deepspeed
 from bridge_memory.readers.engines.files import read_table
+from bridge_memory.readers.engines.peft import read_peft
 from bridge_memory.readers.engines.sections import Notes
 from bridge_memory.readers.engines.settings import Settings, Told
 from bridge_memory.readers.engines.torchtitan import read_torchtitan
@@ -31,17 +32,19 @@ from bridge_memory.spec.run import GROUPS
 KINDS = {
     "deepspeed": "a DeepSpeed config (JSON)", "accelerate": "accelerate's YAML",
     "training_args": "TrainingArguments as JSON or YAML", "torchtitan": "torchtitan's TOML",
+    "peft_config": "peft's adapter_config.json",
 }  # fmt: skip
 
 
 def settings_from_files(
     *, deepspeed: str | None = None, accelerate: str | None = None, training_args: str | None = None,
-    torchtitan: str | None = None, told: Told | None = None, micro_batch_size: int | None = None,
+    torchtitan: str | None = None, peft_config: str | None = None, told: Told | None = None,
+    micro_batch_size: int | None = None,
 ) -> Settings:  # fmt: skip
     """What the files say of a run. Raises SpecError only for a file that cannot be read: what is wrong with what it
     says is in ``notes``, see ``Notes.check``. ``micro_batch_size``: as a flag says it, for what is "auto"."""
     told = told or Told()
-    named = [path for path in (training_args, accelerate, deepspeed, torchtitan) if path is not None]
+    named = [path for path in (training_args, accelerate, deepspeed, torchtitan, peft_config) if path is not None]
     settings = Settings(Notes(os.path.basename(named[0]) if len(named) == 1 else " with ".join(
         os.path.basename(path) for path in named)))
     if torchtitan is not None:
@@ -49,6 +52,8 @@ def settings_from_files(
             raise SpecError("--torchtitan says the whole run; drop the other files")
         read_torchtitan(read_table(torchtitan, f"give {KINDS['torchtitan']}"), settings, told)
         return settings
+    if peft_config is not None:
+        read_peft(read_table(peft_config, f"give {KINDS['peft_config']}"), settings)
     if micro_batch_size is not None:
         settings.set(batch__micro_batch_size=micro_batch_size)
     ds = None if deepspeed is None else read_table(deepspeed, f"give {KINDS['deepspeed']}")
@@ -134,7 +139,7 @@ def fields_of(settings: Settings) -> dict[str, dict[str, Any]]:
 def run_from_files(
     model: ModelSpec | str | None = None, *, world_size: int | None = None, seq_length: int | None = None,
     deepspeed: str | None = None, accelerate: str | None = None, training_args: str | None = None,
-    torchtitan: str | None = None,
+    torchtitan: str | None = None, peft_config: str | None = None,
 ) -> RunSpec:  # fmt: skip
     """The run that the files describe. ``model``: a ModelSpec or what ``resolve_model`` takes; None where torchtitan's
     TOML names one that is known. Raises SpecError."""
@@ -145,6 +150,7 @@ def run_from_files(
     spec = resolve_model(model) if isinstance(model, str) else model
     settings = settings_from_files(
         deepspeed=deepspeed, accelerate=accelerate, training_args=training_args, torchtitan=torchtitan,
+        peft_config=peft_config,
         told=Told(world_size=world_size, hidden_size=spec.hidden_size),
     )  # fmt: skip
     settings.notes.check()

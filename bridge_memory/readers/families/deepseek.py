@@ -9,8 +9,7 @@ from typing import NamedTuple
 from bridge_memory.readers.families.common import Family, activation, mlp, model, num_layers
 from bridge_memory.readers.families.moe import expert_count, first_dense
 from bridge_memory.readers.fields import Fields, shown
-from bridge_memory.spec import IndexerSpec, LayerSpec, MLASpec, ModelSpec, MoESpec
-from bridge_memory.spec.gaps import Effect, Gap
+from bridge_memory.spec import IndexerSpec, LayerSpec, MLASpec, ModelSpec, MoESpec, SparseSpec
 
 FAMILY = Family()
 
@@ -98,15 +97,11 @@ def _sparse_attention(f: Fields, mixer: MLASpec, n: int) -> Sequence[MLASpec]:
     Source: transformers ``configuration_glm_moe_dsa.py: GlmMoeDsaConfig.__post_init__``; megatron-core
     ``experimental_attention_variant/dsa.py: DSAttention.__init__``.
     """
-    full = replace(mixer, indexer=IndexerSpec(f.integer("index_n_heads"), f.integer("index_head_dim")))
-    f.ignore("layer_types", "index_topk", "indexer_rope_interleave")
-    counted = "counted as multi-latent attention over all of them"
-    f.not_modelled.append(
-        Gap(
-            "sparse attention (experimental_attention_variant dsa): activations of the indexer and of its loss, and of "
-            f"attention over the chosen keys; {counted}",
-            Effect.EITHER,
-        )
+    f.ignore("layer_types", "indexer_rope_interleave")
+    f.assume(
+        "sparse attention is trained as Megatron Bridge's GLM-5: the indexer learns from the chosen keys "
+        "(dsa_indexer_use_sparse_loss), and torch's operations run it (dsa_kernel_backend none), which make scores of "
+        "all queries and keys"
     )
     types = f.items("indexer_types")
     _, pattern = f.raw("index_topk_pattern")
@@ -116,7 +111,11 @@ def _sparse_attention(f: Fields, mixer: MLASpec, n: int) -> Sequence[MLASpec]:
         types = [letters.get(one, one) for one in pattern] if isinstance(pattern, (str, list)) else [pattern]
     if types is None:
         types = ["full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(n)]
-    kinds = {"full": full, "shared": mixer}
+    # Bridge: models/glm_moe_dsa/glm5_bridge.py.
+    sparse = SparseSpec(topk=f.integer("index_topk", default=2048), sparse_loss=True, shares_choice="shared" in types)
+    shared = replace(mixer, sparse=sparse)
+    full = replace(shared, indexer=IndexerSpec(f.integer("index_n_heads"), f.integer("index_head_dim")))
+    kinds = {"full": full, "shared": shared}
     if len(types) != n:
         raise f.error(f"indexer_types has {len(types)} entries for num_hidden_layers {n}; give one a layer")
     for kind in types:

@@ -35,13 +35,16 @@ OFF = _names(
     accumulate_allreduce_grads_in_fp32 add_qkv_bias apply_query_key_layer_scaling attention_output_gate
     attention_softmax_in_fp32 bf16 calculate_per_token_loss cpu_offloading cross_entropy_loss_fusion
     defer_embedding_wgrad_compute delay_wgrad_compute deterministic_mode distribute_saved_activations
+    dsa_indexer_use_sparse_loss
     enable_cuda_graph external_cuda_graph fine_grained_activation_offloading first_last_layers_bf16 fp16
-    fp32_residual_connection fp4_param fp4_param_gather fp8_param_gather grad_reduce_in_bf16 group_query_attention
-    is_hybrid_model
+    fp32_residual_connection fp4_param fp4_param_gather fp8_dot_product_attention fp8_param_gather grad_reduce_in_bf16
+    group_query_attention
+    fsdp_db_use_persist_buf_on_alloc_fail fsdp_double_buffer is_hybrid_model
     legacy_tokenizer log_params_norm moe_apply_probs_on_input moe_enable_deepep moe_grouped_gemm moe_paged_stash
+    megatron_fsdp_max_pool_double_buffer
     moe_layer_recompute moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_enable_expert_bias
     moe_router_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_shared_expert_gate
-    moe_shared_expert_overlap mtp_use_repeated_layer
+    moe_shared_expert_overlap mtp_use_repeated_layer nccl_ub
     multi_latent_attention optimizer_cpu_offload overlap_grad_reduce overlap_moe_expert_parallel_comm
     overlap_param_gather overlap_param_gather_with_optimizer_step
     qk_layernorm quick_geglu recompute_activations sequence_parallel squared_relu swiglu tp_comm_overlap
@@ -54,12 +57,14 @@ OFF = _names(
 ON = _names(
     """
     add_bias_linear apply_rope_fusion bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion
-    create_attention_mask_in_dataloader gradient_accumulation_fusion masked_softmax_fusion pad_vocab_size
+    create_attention_mask_in_dataloader dsa_indexer_rotate_activation dsa_indexer_scoring_relu
+    gradient_accumulation_fusion masked_softmax_fusion pad_vocab_size
     store_param_remainders
     """
 )
 _UNSET_INTEGERS = """
-    ddp_bucket_size decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers encoder_num_layers
+    ddp_bucket_size decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers dsa_indexer_head_dim
+    dsa_indexer_n_heads dsa_indexer_topk encoder_num_layers
     encoder_seq_length expert_tensor_parallel_size ffn_hidden_size global_batch_size hidden_size kv_channels
     mamba_num_heads max_position_embeddings micro_batch_size microbatch_group_size_per_vp_stage
     moe_deepep_num_sms moe_ffn_hidden_size moe_flex_dispatcher_num_sms moe_hybridep_num_sms moe_latent_size
@@ -71,7 +76,8 @@ _UNSET_INTEGERS = """
     """
 INTEGERS: dict[str, int | None] = {
     **dict.fromkeys(_UNSET_INTEGERS.split()),
-    "context_parallel_size": 1, "cpu_offloading_num_layers": 0, "expert_model_parallel_size": 1, "kv_lora_rank": 32,
+    "context_parallel_size": 1, "cpu_offloading_num_layers": 0, "dsa_indexer_skip_topk_offset": 0,
+    "dsa_indexer_topk_freq": 1, "expert_model_parallel_size": 1, "kv_lora_rank": 32,
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     "linear_value_head_dim": 128, "log_interval": 100,
     "make_vocab_size_divisible_by": 128, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128,
@@ -82,7 +88,8 @@ INTEGERS: dict[str, int | None] = {
 #: Of these 0 is no size: something is divided by it.
 POSITIVE = _names(
     """
-    context_parallel_size encoder_num_layers encoder_seq_length expert_model_parallel_size expert_tensor_parallel_size
+    context_parallel_size dsa_indexer_head_dim dsa_indexer_n_heads dsa_indexer_topk dsa_indexer_topk_freq
+    encoder_num_layers encoder_seq_length expert_model_parallel_size expert_tensor_parallel_size
     hidden_size linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim log_interval
     make_vocab_size_divisible_by mamba_head_dim mamba_num_groups micro_batch_size num_attention_heads
     num_distributed_optimizer_instances num_layers num_layers_per_virtual_pipeline_stage num_query_groups
@@ -90,14 +97,16 @@ POSITIVE = _names(
     """
 )
 NUMBERS: dict[str, float | None] = {
-    "attention_dropout": 0.1, "hidden_dropout": 0.1, "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0,
+    "attention_dropout": 0.1, "dsa_indexer_loss_coeff": None, "hidden_dropout": 0.1,
+    "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0,
     "moe_expert_capacity_factor": None, "moe_expert_rank_capacity_factor": None,
     "moe_z_loss_coeff": None,     "moe_paged_stash_buffer_size_factor_cuda": 1.1, "optimizer_offload_fraction": 1.0,
     "rotary_percent": 1.0, "sgd_momentum": 0.9,
 }  # fmt: skip
 WORDS: dict[str, str | None] = {
     "attention_backend": "auto", "cross_entropy_fusion_impl": "native", "cuda_graph_impl": "none",
-    "data_parallel_sharding_strategy": None, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32",
+    "data_parallel_sharding_strategy": None, "dsa_kernel_backend": "none",
+    "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32",
     "experimental_attention_variant": None, "fp4": None, "fp8": None, "fp8_recipe": "delayed",
     "hybrid_layer_pattern": None,
     "hybrid_override_pattern": None, "linear_attention_type": None, "main_grads_dtype": "fp32",

@@ -57,7 +57,7 @@ def container_of(a: Arguments, running: Running, world_size: int | None) -> Mega
     vocabulary, supposed = _vocabulary(a, running)
     values.update(vocabulary)
     gaps = list(a.not_modelled())
-    if values["experimental_attention_variant"] not in (None, "gated_delta_net"):
+    if values["experimental_attention_variant"] not in (None, "gated_delta_net", "dsa"):
         variant = f"--experimental-attention-variant {values['experimental_attention_variant']}"
         gaps.append(Gap(f"{variant}: another attention", Effect.UNKNOWN))
         values["experimental_attention_variant"] = None
@@ -239,6 +239,11 @@ def _ddp(a: Arguments, running: Running) -> dict[str, Any]:
             "bf16" if a["grad_reduce_in_bf16"] else _unless_auto(a["megatron_fsdp_grad_comm_dtype"])
         ),
         "suggested_communication_unit_size": a["suggested_communication_unit_size"],
+        **{
+            name: a[name]
+            for name in ("fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail",
+                         "megatron_fsdp_max_pool_double_buffer", "nccl_ub")
+        },
         "data_parallel_sharding_strategy": a["data_parallel_sharding_strategy"]
         or ("optim_grads_params" if FSDP_SHARDS_ALL(running) else "no_shard"),
         "fp8_param_gather": a["fp8_param_gather"],

@@ -10,12 +10,10 @@ REASONS: dict[str, str] = {
     "the details of an option that is read, or listed where it is set": """
         cpu_offloading_retain_pinned_cpu_buffers cuda_graph_modules cuda_graph_retain_backward_graph
         cuda_graph_scope cuda_graph_scope_deprecated cuda_graph_use_single_mempool cuda_graph_warmup_steps
-        decode_only_cuda_graphs disable_dsa_indexer_rotate_activation disable_dsa_indexer_scoring_relu
-        disable_symmetric_registration disable_tp_comm_bulk_dgrad disable_tp_comm_bulk_wgrad
+        decode_only_cuda_graphs disable_symmetric_registration disable_tp_comm_bulk_dgrad disable_tp_comm_bulk_wgrad
         disable_tp_comm_overlap_ag disable_tp_comm_overlap_rs disable_tp_comm_split_ag disable_tp_comm_split_rs
         distrib_optim_fully_reshardable_mem_efficient dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32
-        dsa_indexer_loss_coeff dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
-        dsa_indexer_skip_topk_offset dsa_indexer_topk_freq dsa_kernel_backend fp4_recipe
+        dsa_indexer_rope_interleaved fp4_recipe
         fp8_dot_product_attention_scaling fsdp_manual_registration hierarchical_context_parallel_sizes
         logits_load_decode_threads logits_load_ignore_errors logits_load_kd_loss_alpha
         logits_load_msc_prefetch_depth logits_load_prefetch_factor logits_save_dtype logits_save_top_k
@@ -25,7 +23,7 @@ REASONS: dict[str, str] = {
         moe_paged_stash_page_size moe_routing_trace_capture_hidden_states
         moe_routing_trace_capture_logits moe_routing_trace_dump_weights moe_routing_trace_max_training_iters
         moe_upcycling_granularity mup_attn_scale_power mup_base_head_dim mup_base_hidden_size mup_embedding_mult
-        mup_output_mult mup_width_mult no_dsa_indexer_rotate_activation no_dsa_indexer_scoring_relu no_pin_cpu_grads
+        mup_output_mult mup_width_mult no_pin_cpu_grads
         no_pin_cpu_params no_tp_comm_bulk_dgrad no_tp_comm_bulk_wgrad no_tp_comm_overlap_ag no_tp_comm_overlap_rs
         no_tp_comm_split_ag no_tp_comm_split_rs pin_cpu_grads pin_cpu_params qk_clip_alpha qk_clip_threshold
         replication_factor replication_jump sharp_enabled_group torch_fsdp2_no_reshard_after_forward

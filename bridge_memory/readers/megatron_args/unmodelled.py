@@ -104,11 +104,9 @@ def _received_ahead(args: Asked) -> int:
 _GTP = "weights that are sharded further and gathered (GTP)"
 _KD = "knowledge distillation holds a second (teacher) model"
 _ENCODER = "an encoder-decoder split"
-_DSA = "sparse attention's indexer"
 _OTHER_LAYERS = "layers of different shapes"
 _VARYING = "sequences of varying length"
 _RL = "reinforcement learning with inference in between"
-_DOUBLE_BUFFER = "Megatron-FSDP keeps two persistent communication buffers"
 
 #: Argument -> what is not counted of it.
 GAPS: dict[str, Unmodelled] = {
@@ -120,7 +118,6 @@ GAPS: dict[str, Unmodelled] = {
     "tensor_parallel_num_weight_shards": Unmodelled(None, EITHER, _GTP, _told_elsewhere),
     "expert_tensor_parallel_num_weight_shards": Unmodelled(None, EITHER, _GTP, _told_elsewhere),
     "hybrid_context_parallel": Unmodelled(False, EITHER, "sequences of different context-parallel sizes"),
-    "nccl_ub": Unmodelled(False, UP, "gradient and parameter buffers come from NCCL's own memory pool"),
     "nccl_communicator_config_path": Unmodelled(None, EITHER, "NCCL's buffers, by its settings", outside=True),
     "use_sharp": Unmodelled(False, UP, "SHARP's buffers", outside=True),
     "create_all_gather_group": Unmodelled(False, UP, "the buffers of one more communicator", outside=True),
@@ -145,9 +142,6 @@ GAPS: dict[str, Unmodelled] = {
     "outer_dp_sharding_strategy": Unmodelled(
         "no_shard", EITHER, "hybrid sharding over an outer data-parallel group"
     ),
-    "fsdp_double_buffer": Unmodelled(False, UP, _DOUBLE_BUFFER),
-    "fsdp_db_use_persist_buf_on_alloc_fail": Unmodelled(False, UP, "Megatron-FSDP keeps more persistent buffers"),
-    "megatron_fsdp_max_pool_double_buffer": Unmodelled(False, UP, _DOUBLE_BUFFER),
     "megatron_fsdp_enable_fine_grained_param_gather": Unmodelled(
         False, EITHER, "Megatron-FSDP gathers parameters module by module"
     ),
@@ -164,9 +158,14 @@ GAPS: dict[str, Unmodelled] = {
     # ---- precision ----
     "fp4_quantizer_factory": Unmodelled(None, UNKNOWN, "quantisation of the user's own"),
     "fp8_quantizer_factory": Unmodelled(None, UNKNOWN, "quantisation of the user's own"),
-    "fp8_output_proj": Unmodelled(False, EITHER, "the output layer in fp8"),
-    "fp8_dot_product_attention": Unmodelled(False, EITHER, "attention in fp8"),
-    "fp8_multi_head_attention": Unmodelled(False, EITHER, "attention in fp8"),
+    "fp8_output_proj": Unmodelled(
+        False, EITHER,
+        "the output layer in mxfp8, which on the last stage adds two bytes for each of its weights (none where "
+        "parameters are in fp8) and for each logit of a microbatch, and saves one for each of its inputs",
+    ),
+    "fp8_multi_head_attention": Unmodelled(
+        False, DOWN, "what attention's linears hand on in fp8: up to a byte for each element of its inputs and output"
+    ),
     # TransformerConfig's default is 1, that of Transformer Engine's recipe 1024.
     "fp8_amax_history_len": Unmodelled(
         1, UP, "the amax history of delayed scaling, under 1 MiB", _fp8, also=("1024",), most=lambda _: 1 << 20
@@ -256,10 +255,6 @@ GAPS: dict[str, Unmodelled] = {
     "use_mamba_mem_eff_path": Unmodelled(True, UP, "Mamba's convolution and scan apart, with what each keeps"),
     "mamba_training_ssm_states_dtype": Unmodelled(None, EITHER, "Mamba's states between chunks of another dtype"),
     "mamba_expand": Unmodelled(2, EITHER, "another Mamba expansion factor"),
-    "dsa_indexer_n_heads": Unmodelled(None, UP, _DSA),
-    "dsa_indexer_head_dim": Unmodelled(None, UP, _DSA),
-    "dsa_indexer_topk": Unmodelled(None, EITHER, _DSA),
-    "dsa_indexer_use_sparse_loss": Unmodelled(False, EITHER, _DSA),
     "mtp_detach_heads": Unmodelled(False, EITHER, "MTP without gradients to the main model"),
     "mtp_hybrid_override_pattern": Unmodelled(None, EITHER, "MTP depths with layers of their own"),
     "mtp_standalone": Unmodelled(False, EITHER, "MTP on a pipeline stage of its own"),

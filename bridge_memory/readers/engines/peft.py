@@ -1,0 +1,69 @@
+"""peft's ``adapter_config.json`` (the fields of ``LoraConfig``) -> settings of a run.
+
+Source: peft ``tuners/lora/config.py: LoraConfig``, ``tuners/tuners_utils.py: check_target_module_exists`` (0.21).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bridge_memory.readers.engines.sections import Section
+from bridge_memory.readers.engines.settings import Settings
+from bridge_memory.spec.parts import ALL_LINEAR
+
+#: Scales, first values, and where the adapter came from: no byte of a training step.
+HARMLESS = (
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "lora_alpha",
+    "fan_in_fan_out", "use_rslora", "init_lora_weights", "alpha_pattern", "megatron_core", "layers_pattern",
+    "qalora_group_size", "runtime_config", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+)  # fmt: skip
+#: What trains more, less or other parameters than two matrices of rank r beside each target.
+OTHER_PARAMETERS = (
+    "exclude_modules", "modules_to_save", "layers_to_transform", "rank_pattern", "trainable_token_indices",
+    "layer_replication", "lora_bias", "target_parameters", "use_qalora", "use_bdlora", "velora_config",
+    "monteclora_config", "arrow_config", "kasa_config", "alora_invocation_tokens", "megatron_config",
+    "ensure_weight_tying",
+)  # fmt: skip
+_KNOWN = (*HARMLESS, *OTHER_PARAMETERS, "peft_type", "r", "target_modules", "lora_dropout", "bias", "use_dora")
+
+
+def read_peft(config: Mapping[str, Any], settings: Settings) -> None:
+    """Read a parsed file. What is wrong with it, or not counted, is in ``settings.notes``."""
+    notes = settings.notes
+    top = Section(config, "", notes)
+    kind = top.text("peft_type", "LORA")
+    if kind.upper() != "LORA":
+        notes.refuse("peft_type", f"is {kind}, which is not counted here", "only LORA is")
+    bias = top.text("bias", "none")
+    if bias != "none":
+        notes.refuse("bias", f"is {bias}: biases that train are not counted here", 'set it to "none"')
+    for name in OTHER_PARAMETERS:
+        if top.raw(name):
+            notes.refuse(name, "trains other parameters, which are not counted here", "leave it out")
+    settings.set(
+        peft__scheme="lora", peft__dim=top.integer("r", 8, least=1), peft__target_modules=_targets(top),
+        peft__use_dora=top.flag("use_dora") or None,
+        transformers__lora_dropout=top.number("lora_dropout", most=1.0) or None,
+    )  # fmt: skip
+    top.ignore(*HARMLESS)
+    top.refuse_unread(_KNOWN, "peft refuses it")
+
+
+def _targets(top: Section) -> tuple[str, ...] | None:
+    """Names of linears; None, and a problem, where the file says something else."""
+    value = top.raw("target_modules")
+    if value is None:
+        top.problem("target_modules", "is missing: peft picks by the kind of model", "name the linears, or all-linear")
+    elif isinstance(value, str):
+        if value.lower() == ALL_LINEAR:
+            return (ALL_LINEAR,)
+        top.problem("target_modules", f"is {value!r}, a regular expression", "give a list of linears, or all-linear")
+    elif not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
+        top.problem("target_modules", "is no list of names", "give a list of linears, or all-linear")
+    elif any("." in name for name in value):
+        name = next(name for name in value if "." in name)
+        top.problem("target_modules", f"holds {name!r}, the end of a full name", "give the linear's own name")
+    else:
+        return tuple(sorted(value))
+    return None
