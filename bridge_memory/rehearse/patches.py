@@ -35,8 +35,9 @@ _ABSENT = object()
 
 @contextmanager
 def replaced(owner: object, name: str, value: object, *, add: bool = False) -> Iterator[None]:
-    """Set ``owner.name`` for this block; without ``add``, skipped where the release has no such name."""
-    own = vars(owner).get(name, _ABSENT)
+    """Set ``owner.name`` for this block; without ``add``, skipped where the release has no such name, or not
+    the owner either (None)."""
+    own = _ABSENT if owner is None else vars(owner).get(name, _ABSENT)
     if own is _ABSENT and not add and not hasattr(owner, name):
         yield
         return
