@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from bridge_memory.inventory.stack import stage_parameters
@@ -154,5 +154,5 @@ def test_recomputed_norms_give_their_inputs_gradients(stage: int) -> None:
 
 def test_what_a_release_has_not_is_not_replaced() -> None:
     """Where a whole module is missing, what would be in it is None."""
-    with patches.replaced(None, "tracker", {}), patches.replaced(torch, "no_such_name", 1):
-        assert not hasattr(torch, "no_such_name")
+    with patches.replaced(None, "tracker", {}), patches.replaced(pytest, "no_such_name", 1):
+        assert not hasattr(pytest, "no_such_name")
