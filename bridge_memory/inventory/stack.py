@@ -81,6 +81,10 @@ def chunk_inventory(
         links += tail_links(tail, model, shape, ctx, [NOTHING_WAITS] * len(tail))
     if not links:
         return compose([(_passed_on(ctx.hidden_bytes), 1)], ctx.hidden_bytes)
+    alone = not (shape.layers or shape.embedding or model.hybrid)
+    if alone and not holds_final_norm(model, shape, ctx):
+        # Depths and losses take the copy.
+        links.insert(0, (_passed_on(ctx.hidden_bytes), 1))
     if not reached(model, shape, ctx):
         # Held to the end likewise, where the first layer keeps nothing of it.
         held = [0 if link.label is Label.EMBEDDING else ctx.hidden_bytes for link, _ in links]

@@ -49,6 +49,11 @@ MAMBA = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
         f"Qwen/Qwen3-1.7B {FIRST} --tp 2 --cp 2 --num-gpus 8 --packed-sequences {FULL}",
         f"Qwen/Qwen3-1.7B {FIRST} --tp 2 --cp 4 --num-gpus 16 --packed-sequences {FULL}",
         f"Qwen/Qwen3-1.7B {FIRST} --tp 2 --cp 4 --num-gpus 16 {FULL}",
+        # Multi-head attention, where the ring's backward is the highest.
+        "meta-llama/Llama-2-7b-hf --tp 2 --pp 2 --stage 0 --num-layers 4 --cp 4 --num-gpus 16 --packed-sequences",
+        # A chunk of a depth and losses alone: the schedule keeps its input, the depth a copy.
+        "meta-llama/Llama-3.2-1B --num-layers 4 --mtp-num-layers 1 --pipeline-model-parallel-layout Et|tt|t|mL --pp 4 "
+        "--num-gpus 4 --stage 3 --seq-length 512",
         # 6.4 rows an expert, which fp8 pads to 16.
         "zai-org/GLM-4.5 --tp 8 --etp 2 --cp 4 --num-gpus 32 --num-layers 4 --seq-length 2048 --fp8 e4m3",
         # 62.5 tokens of a rank to each expert.
