@@ -541,3 +541,13 @@ def test_a_run_whose_layers_do_not_divide_is_refused_when_it_is_built():
     """61 layers over 4 stages: as Megatron would at launch, with a split that works."""
     with pytest.raises(SpecError, match="num_layers_in_last_pipeline_stage to 16"):
         run(model(num_layers=61), world_size=4, pipeline_model_parallel_size=4)
+
+
+def test_local_experts_with_biases_need_expert_parallelism():
+    """Without it autograd stops the forward pass: ``mlp.py: MLP.forward`` adds in place to a view."""
+    experts = MoESpec(num_experts=32, topk=4, moe_ffn_hidden_size=2880, add_bias=True)
+    some = {"transformer_impl": "local", "moe_grouped_gemm": False}
+    with pytest.raises(SpecError, match=r"expert_model_parallel_size \(1\) does not go with experts with biases"):
+        run(model(ffn=experts), **some, world_size=8)
+    assert run(model(ffn=experts), world_size=8)
+    assert run(model(ffn=experts), **some, world_size=8, expert_model_parallel_size=2)

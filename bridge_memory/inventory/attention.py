@@ -222,7 +222,10 @@ def core_attention(
         if transposed or (len(qkv) == 1 and (ctx.cp > 1 or kernel == "flash")):
             qkv = _contiguous(r, qkv, q_bytes, kv_bytes)
         if ctx.cp > 1:
-            out = _context_parallel(r, qkv, rows=rows, q_width=q_width, kv_bytes=kv_bytes, out_bytes=out_bytes)
+            out = _context_parallel(
+                r, qkv, rows=rows, q_width=q_width, kv_bytes=kv_bytes, out_bytes=out_bytes, kernel=kernel,
+                turned=turned,
+            )
         else:
             lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False)
             if fp8_attention(r):
@@ -466,9 +469,11 @@ def _contiguous(r: Recorder, qkv: tuple[Tensor, ...], q_bytes: int, kv_bytes: in
 
 
 def _context_parallel(
-    r: Recorder, qkv: tuple[Tensor, ...], *, rows: int, q_width: int, kv_bytes: int, out_bytes: int
-) -> Tensor:
-    """Flash or fused attention over a sequence divided by c ranks (TE ``context_parallel.py``); ``kv_bytes`` of both.
+    r: Recorder, qkv: tuple[Tensor, ...], *, rows: int, q_width: int, kv_bytes: int, out_bytes: int,
+    kernel: str, turned: bool,
+) -> Tensor:  # fmt: skip
+    """Flash or fused attention over a sequence divided by c ranks (TE ``context_parallel.py``); ``kv_bytes`` of both;
+    ``turned``: they are [b, s, a, d], and the gradient that comes is copied into that order for cuDNN.
 
     a2a (``AttnFuncWithCPAndQKVOA2A``): q, k and v are exchanged for whole sequences of a / c heads and kept so;
     the output is exchanged back, and both forms of it are kept (the second by linear_proj).
@@ -538,10 +543,11 @@ def _context_parallel(
             # of those of both steps.
             around += 5 * 4 * rows
     around += copies
+    turned_back = out_bytes if turned and kernel == "fused" else 0
     out = tape.make(
         "core_attention output", (query, kv), out_bytes, saves=(query, kv, lse), save_output=True, also=(lse,),
         workspace=around,
-        backward_workspace=accumulate + 4 * kv_bytes + q_bytes,
+        backward_workspace=accumulate + 4 * kv_bytes + q_bytes + turned_back + (4 * rows if ctx.packed else 0),
     )
     tape.keep_alive(*keys_values)
     return out

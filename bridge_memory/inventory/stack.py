@@ -81,6 +81,10 @@ def chunk_inventory(
         links += tail_links(tail, model, shape, ctx, [NOTHING_WAITS] * len(tail))
     if not links:
         return compose([(_passed_on(ctx.hidden_bytes), 1)], ctx.hidden_bytes)
+    alone = not (shape.layers or shape.embedding or model.hybrid)
+    if alone and not holds_final_norm(model, shape, ctx):
+        # Depths and losses take the copy.
+        links.insert(0, (_passed_on(ctx.hidden_bytes), 1))
     if not reached(model, shape, ctx):
         # Held to the end likewise, where the first layer keeps nothing of it.
         held = [0 if link.label is Label.EMBEDDING else ctx.hidden_bytes for link, _ in links]
@@ -88,10 +92,12 @@ def chunk_inventory(
             (link._replace(forward_peak=link.forward_peak + more), count)
             for (link, count), more in zip(links, held, strict=True)
         ]
+    left = 0
     if shape.embedding:
         links = _with_first_input(links, ctx)
     else:
         _with_last_input(links, ctx)
+        left = _last_input_left(links, ctx)
     if backward_next:
         # The last offloading group of each name stays (``should_bulk_offload``).
         last = max((i for i, (link, _) in enumerate(links) if link.offloaded), default=None)
@@ -100,7 +106,8 @@ def chunk_inventory(
     if concurrent is not None:
         links = with_engine(links, concurrent)
     sent = 0 if shape.output else ctx.hidden_bytes
-    return compose(links, sent, kept=0 if ctx.impl.deallocate_pipeline_outputs else sent)
+    found = compose(links, sent, kept=0 if ctx.impl.deallocate_pipeline_outputs else sent)
+    return found._replace(residue=found.residue + left) if left else found
 
 
 def _passed_on(hidden_bytes: int) -> Link:
@@ -143,6 +150,15 @@ def _with_last_input(links: list[tuple[Link, int]], ctx: BlockContext) -> None:
         link, _ = links[last]
         peak = largest(link.forward_peak, link.routed_peak + 2 * ctx.hidden_bytes)
         change_last_of(links, last, link._replace(forward_peak=peak))
+
+
+def _last_input_left(links: list[tuple[Link, int]], ctx: BlockContext) -> int:
+    """The same, beside the passes of other chunks and the optimizer's step. A group of recomputed layers leaves its
+    input itself, and the gradient of its own copy (``random.py: CheckpointFunction.forward`` detaches)."""
+    first, _ = links[0]
+    if first.label is Label.RECOMPUTED and first.residue:
+        return ctx.hidden_bytes
+    return 2 * ctx.hidden_bytes if any(link.routed_peak or link.residue for link, _ in links) else 0
 
 
 # ---- parameters ----

@@ -35,8 +35,9 @@ _ABSENT = object()
 
 @contextmanager
 def replaced(owner: object, name: str, value: object, *, add: bool = False) -> Iterator[None]:
-    """Set ``owner.name`` for this block; without ``add``, skipped where the release has no such name."""
-    own = vars(owner).get(name, _ABSENT)
+    """Set ``owner.name`` for this block; without ``add``, skipped where the release has no such name, or not
+    the owner either (None)."""
+    own = _ABSENT if owner is None else vars(owner).get(name, _ABSENT)
     if own is _ABSENT and not add and not hasattr(owner, name):
         yield
         return
@@ -681,19 +682,21 @@ def loss_scales_put_back() -> Iterator[None]:
 # ---- routing -------------------------------------------------------------------------------------
 
 
-def spread(total: int, parts: int, *, odd: bool = False) -> list[int]:
+def spread(total: int, parts: int, *, multiple: int = 0, together: int = 1) -> list[int]:
     """``total`` over ``parts`` as evenly as whole numbers allow, any run of them too: the experts of one rank get as
-    many as those of another. ``odd``: every second part gives one to the part before."""
+    many as those of another. ``multiple``: of which rows are padded to; so many parts ``together`` differ by as much,
+    at equal distances, so that they lack half of it on average, as where routing is natural; their sum stays."""
     even = [(i + 1) * total // parts - i * total // parts for i in range(parts)]
-    if not odd or parts < 2:
-        return even
-    return [n + (1, -1)[i % 2] if i < parts - parts % 2 else n for i, n in enumerate(even)]
+    width = min(multiple, min(even))
+    return [n + int((2 * (i % together) + 1 - together) * width / (2 * together)) for i, n in enumerate(even)]
 
 
-def sent_to_experts(tokens: int, topk: int, experts: int, config: Any, *, odd: bool = False) -> list[int]:
+def sent_to_experts(
+    tokens: int, topk: int, experts: int, config: Any, *, multiple: int = 0, together: int = 1
+) -> list[int]:
     """How many of a rank's ``tokens`` each expert gets: evenly, and with a capacity at most that many, or just as many
-    where inputs are padded to it (``moe_utils.py: apply_router_token_dropping``)."""
-    even = spread(tokens * topk, experts, odd=odd)
+    where inputs are padded to it (``moe_utils.py: apply_router_token_dropping``). Others as for ``spread``."""
+    even = spread(tokens * topk, experts, multiple=multiple, together=together)
     factor = config.moe_expert_capacity_factor
     if factor is None:
         return even
@@ -745,13 +748,13 @@ class _MaskedSelect(torch.autograd.Function):
 
 
 @contextmanager
-def balanced_routing(topk: int, experts: int, odd: bool = False) -> Iterator[None]:
+def balanced_routing(topk: int, experts: int, multiple: int = 0) -> Iterator[None]:
     """Every expert gets the same number of tokens, so that shapes are known without values.
 
     ``moe/token_dispatcher.py`` counts tokens a rank on the GPU and copies the counts to the host; on the meta
     device the same code counts a balanced map on the host. Real tensors get their router's map overwritten.
-    ``odd``: but for one token more or less, so that the experts of an fp8 GEMM, which wants multiples of 16 or 32, are
-    padded as they are where routing is natural.
+    ``multiple``: of rows, which the experts' quantized GEMMs want: they are padded as where routing is natural
+    (``spread``).
     """
     module = _module("megatron.core.transformer.moe.token_dispatcher")
     counts: list[list[int]] = []
@@ -772,7 +775,11 @@ def balanced_routing(topk: int, experts: int, odd: bool = False) -> Iterator[Non
         tokens, columns = routing_map.shape
         known: Any = routing_map
         if routing_map.is_meta:
-            sums = sent_to_experts(tokens, topk, columns, self.config, odd=odd)
+            # Of several ranks' tokens the sum is what is spread, below; but for those that capacity leaves of each.
+            own = self.ep_size * self.tp_size == 1 or self.config.moe_expert_capacity_factor is not None
+            sums = sent_to_experts(
+                tokens, topk, columns, self.config, multiple=multiple if own else 0, together=self.num_local_experts
+            )
             known, sent[tokens * columns] = _BalancedMap(tokens, sums), sum(sums)
 
         def of_all_ranks(sums: torch.Tensor, group: Any = None, **_: object) -> torch.Tensor:
@@ -782,7 +789,10 @@ def balanced_routing(topk: int, experts: int, odd: bool = False) -> Iterator[Non
                 # What this rank sends more or less than its share the others make up for, in whole.
                 table = gathered.view(ranks, -1)
                 others = [rank for rank in range(ranks) if rank != group.rank()]
-                for i, whole in enumerate(spread(ranks * tokens * topk, columns, odd=odd)):
+                everywhere = spread(
+                    ranks * tokens * topk, columns, multiple=multiple, together=self.num_local_experts
+                )
+                for i, whole in enumerate(everywhere):
                     table[others, i] = torch.tensor(spread(whole - int(sums[i]), ranks - 1), device="cpu")
             return gathered
 
@@ -797,7 +807,9 @@ def balanced_routing(topk: int, experts: int, odd: bool = False) -> Iterator[Non
         of_a_rank = sent_to_experts(hidden_states.shape[0] // ranks, topk, experts, self.config)
         everywhere = [ranks * n for n in of_a_rank]
         if self.config.moe_expert_capacity_factor is None:
-            everywhere = spread(hidden_states.shape[0] * topk, experts, odd=odd)
+            everywhere = spread(
+                hidden_states.shape[0] * topk, experts, multiple=multiple, together=last - first + 1
+            )
         counts.append(everywhere[first : last + 1])
         try:
             return postprocess(self, hidden_states, probs)
@@ -900,13 +912,13 @@ def experiments_allowed() -> Iterator[None]:
 
 
 @contextmanager
-def running(topk: int = 1, experts: int = 1, device: str = META, *, odd: bool = False) -> Iterator[None]:
+def running(topk: int = 1, experts: int = 1, device: str = META, *, multiple: int = 0) -> Iterator[None]:
     """All that is needed to run a rank's forward and backward without CUDA, on the meta device as a rule."""
     with ExitStack() as stack:
         for helper in (
             building(device), collectives_move_nothing(), cuda_kernels(), compiled_functions_are_kernels(),
             recomputation_without_te(), gradients_of_checkpoints(), fresh_caches(), loss_scales_put_back(),
-            balanced_routing(topk, experts, odd),
+            balanced_routing(topk, experts, multiple),
             experiments_allowed(), questions_answered(), storage_shared_without_a_compiler(device),
             stand_in_weight_gradients(device),
         ):  # fmt: skip

@@ -336,11 +336,12 @@ def _packed(run: RunSpec) -> Iterator[Gap]:
     )
     if sparse_alone:
         return
-    if run.parallel.cp > 1:
-        # TE context_parallel.py: thd_read_half_tensor, thd_second_half_lse_correction.
+    if run.parallel.cp > 1 and impl.cp_comm_type != "p2p":
+        # TE context_parallel.py: thd_cp_rank_order_to_sequence_order, reorder_seq_chunks_after_a2a_before_attn_thd.
         yield Gap(
-            f"packed_sequences with context_parallel_size ({run.parallel.cp}): what attention makes in passing of "
-            "halves of sequences, counted as for whole ones",
+            f"packed_sequences with cp_comm_type ({impl.cp_comm_type}) and context_parallel_size ({run.parallel.cp}): "
+            "what attention makes in passing to put the sequences' parts in order, counted as for one that is not "
+            "packed",
             Effect.EITHER,
             order="as large as keys and values of one layer",
         )

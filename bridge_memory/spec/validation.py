@@ -184,7 +184,7 @@ def _check_model_over_ranks(run: RunSpec, limits: Limits) -> None:
                 + divisors(limits.etp_gcd, etp)
             )
         if limits.expert_bias:
-            _check_expert_bias(etp, i)
+            _check_expert_bias(etp, ep, i)
         if tp > 1 and not p.sp:  # transformer/moe/moe_layer.py: MoELayer.forward
             raise SpecError(
                 f"sequence_parallel (False) with tensor_model_parallel_size ({tp}) is refused by megatron-core "
@@ -200,8 +200,10 @@ def _check_model_over_ranks(run: RunSpec, limits: Limits) -> None:
         _check_context_parallel(p, i, limits)
 
 
-def _check_expert_bias(etp: int, i: ImplementationSpec) -> None:
-    """TC."""
+def _check_expert_bias(etp: int, ep: int, i: ImplementationSpec) -> None:
+    """TC; and what autograd refuses: without expert parallelism local experts hand their output to a reduction over
+    one rank, which returns it as it is, and add their bias to that in place (``tensor_parallel/layers.py:
+    RowParallelLinear.forward``, ``transformer/mlp.py: MLP.forward``)."""
     if EXPERT_BIASES_CHECKED(i) and not EXPERT_BIASES_WITHOUT_ETP(i):
         raise SpecError(
             "experts with biases (add_bias_linear) are not supported by megatron_core "
@@ -211,6 +213,11 @@ def _check_expert_bias(etp: int, i: ImplementationSpec) -> None:
         raise SpecError(
             f"expert_tensor_parallel_size ({etp}) is not supported for experts with biases (add_bias_linear); set "
             "expert_tensor_parallel_size to 1"
+        )
+    if ep == 1 and not i.te and EXPERT_BIASES_WITHOUT_ETP(i):
+        raise SpecError(
+            "expert_model_parallel_size (1) does not go with experts with biases (add_bias_linear) and the local "
+            "transformer_impl, whose sum in place autograd refuses; use 2 or more, or transformer_engine"
         )
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("megatron.core")
 from bridge_memory.inventory.stack import stage_parameters
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.presets import list_presets
+from bridge_memory.rehearse import patches
 from bridge_memory.rehearse.model import NotBuildable, build_chunks
 from bridge_memory.rehearse.run import on_rank, rehearse
 from bridge_memory.rehearse.summary import Quantity, Row, rows
@@ -149,3 +150,9 @@ def test_recomputed_norms_give_their_inputs_gradients(stage: int) -> None:
     )  # fmt: skip
     backward = table(run, stage)[Quantity.BACKWARD]
     assert backward.found is not None and abs(backward.predicted / backward.found - 1) < 1e-3
+
+
+def test_what_a_release_has_not_is_not_replaced() -> None:
+    """Where a whole module is missing, what would be in it is None."""
+    with patches.replaced(None, "tracker", {}), patches.replaced(pytest, "no_such_name", 1):
+        assert not hasattr(pytest, "no_such_name")

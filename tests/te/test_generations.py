@@ -7,8 +7,19 @@ import torch
 from installed import HERE
 from test_layers import check, run_of
 
+from bridge_memory.inventory.attention import attention_kernel
+from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.rehearse import patches, te_kernels
-from bridge_memory.spec import ImplementationSpec
+from bridge_memory.spec import (
+    AttentionSpec,
+    ImplementationSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    ParallelSpec,
+    RunSpec,
+)
 from bridge_memory.spec.gpu_names import GENERATIONS
 from bridge_memory.workspaces.gpu_generations import TE_WORKSPACE
 
@@ -52,6 +63,47 @@ def test_attention_kernels_are_transformer_engines(
     ours = ImplementationSpec(
         transformer_engine=HERE, gpu_arch=arch, nvte_deterministic=nondeterministic == "0"
     ).attention_kernel
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("sink", [False, True])
+def test_kernels_of_windows_sinks_and_dropout_are_transformer_engines(
+    sink: bool, window: int | None, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss's heads on Hopper with cuDNN 9.20 and FlashAttention 2 installed, as its layers ask: FlashAttention takes
+    no sinks, cuDNN no windows with dropout (its own rules in ``fused_attn.cpp: nvte_get_fused_attn_backend`` say the
+    same of windows, and take sinks with dropout)."""
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    here = utils.FlashAttentionUtils
+    for name, value in vars(here).items():
+        if isinstance(value, bool):
+            monkeypatch.setattr(here, name, value)
+    monkeypatch.setattr(here, "version", utils.PkgVersion("2.7.4"))
+    here.set_flash_attention_version()
+    with patches.running(), te_kernels.running("hopper"):
+        flash, _, fused, _, unfused, _ = utils.get_attention_backend(
+            utils.AttentionParams(
+                qkv_type=torch.Tensor, qkv_dtype=torch.bfloat16, qkv_layout="sbhd_sbhd_sbhd", batch_size=1,
+                num_heads=64, num_gqa_groups=8, max_seqlen_q=4096, max_seqlen_kv=4096, head_dim_qk=64, head_dim_v=64,
+                core_attention_bias_shape=None, core_attention_bias_requires_grad=False, attn_mask_type="causal",
+                window_size=(-1 if window is None else window, 0), is_training=True, attention_dropout=dropout,
+                softmax_type="learnable" if sink else "vanilla",
+            )
+        )  # fmt: skip
+    theirs = "flash" if flash else "fused" if fused else "unfused" if unfused else "none"
+    mixer = AttentionSpec(64, 8, 64, window_size=window, learnable_softmax_sink=sink)
+    model = ModelSpec(
+        name="m", model_type="m", hidden_size=2880, vocab_size=1024, attention_dropout=dropout,
+        layers=(LayerSpec(mixer, MLPSpec(2880, gated=True)),),
+    )  # fmt: skip
+    run = RunSpec(
+        model=model, parallel=ParallelSpec(world_size=1),
+        implementation=ImplementationSpec(transformer_engine=HERE, gpu_arch="hopper"),
+    )
+    ours = attention_kernel(Recorder(context_of(run)), sink=sink, window=window is not None)
     assert ours == theirs
 
 

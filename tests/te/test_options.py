@@ -129,3 +129,15 @@ def test_experts_of_every_rank_get_their_share_of_a_rest() -> None:
     counts = spread(32_768, 384)
     assert sum(counts) == 32_768 and set(counts) == {85, 86}
     assert {sum(counts[i : i + 128]) for i in (0, 128, 256)} <= {10_922, 10_923}
+
+
+def test_experts_of_quantized_gemms_lack_half_a_multiple_on_average() -> None:
+    """128 experts of 100 rows, 16 a rank: as many on every rank, and padded to 16 by 7 to 8 rows each."""
+    counts = spread(12_800, 128, multiple=16, together=16)
+    assert {sum(counts[i : i + 16]) for i in range(0, 128, 16)} == {1_600}
+    assert 7 <= sum(-n % 16 for n in counts) / 128 <= 8
+
+
+def test_experts_of_few_rows_never_get_less_than_none() -> None:
+    counts = spread(30, 8, multiple=32, together=4)
+    assert sum(counts) == 30 and min(counts) >= 0
