@@ -87,6 +87,18 @@ def test_fsdp2_in_mixed_precision() -> None:
     check(run_of("fsdp2", ranks=4, fsdp=MIXED), measured(fsdp2(4, mixed=True), size=4))
 
 
+def test_fsdp2_with_gradient_checkpointing() -> None:
+    """Layers run again in backward, beside their unit's whole parameters."""
+    wrap = fsdp2(4, mixed=True)
+
+    def checkpointed(model: Any) -> Any:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return wrap(model)
+
+    run = run_of("fsdp2", ranks=4, fsdp=MIXED, transformers_options={"gradient_checkpointing": True})
+    check(run, measured(checkpointed, size=4), within=0.001)
+
+
 def test_fsdp2_accumulates_whole_gradients_in_fp32() -> None:
     real = measured(fsdp2(4, mixed=True), size=4, microbatches=2, no_sync=gradient_sync)
     check(run_of("fsdp2", ranks=4, microbatches=2, fsdp=MIXED), real)
