@@ -95,8 +95,8 @@ def test_fsdp2_with_gradient_checkpointing() -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return wrap(model)
 
-    run = run_of("fsdp2", ranks=4, fsdp=MIXED, transformers_options={"gradient_checkpointing": True})
-    check(run, measured(checkpointed, size=4), within=0.001)
+    options = {"gradient_checkpointing": True, "use_reentrant": False}
+    check(run_of("fsdp2", ranks=4, fsdp=MIXED, transformers_options=options), measured(checkpointed, size=4), within=0.001)
 
 
 def test_fsdp2_accumulates_whole_gradients_in_fp32() -> None:
@@ -124,6 +124,17 @@ def fsdp1(*, mixed: bool = False, **kwargs: Any) -> Any:
 
 def test_fsdp1_in_one_dtype() -> None:
     check(run_of("fsdp1", ranks=2), measured(fsdp1(), size=2))
+
+
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "NO_PREFETCH"])
+def test_fsdp1_with_a_tied_table(prefetch: str) -> None:
+    """What the output layer gives of the table's gradient waits while the gradients of a layer are joined."""
+    from torch.distributed.fsdp import BackwardPrefetch
+
+    tied = {"tie_word_embeddings": True, "vocab_size": 1024}
+    real = measured(fsdp1(backward_prefetch=getattr(BackwardPrefetch, prefetch, None)), size=2, config=tied)
+    run = run_of("fsdp1", ranks=2, config=tied, fsdp=FSDPOptions(backward_prefetch=prefetch))
+    check(run, real, within=0.001)
 
 
 def test_fsdp1_in_mixed_precision() -> None:
