@@ -96,7 +96,8 @@ def test_fsdp2_with_gradient_checkpointing() -> None:
         return wrap(model)
 
     options = {"gradient_checkpointing": True, "use_reentrant": False}
-    check(run_of("fsdp2", ranks=4, fsdp=MIXED, transformers_options=options), measured(checkpointed, size=4), within=0.001)
+    run = run_of("fsdp2", ranks=4, fsdp=MIXED, transformers_options=options)
+    check(run, measured(checkpointed, size=4), within=0.001)
 
 
 def test_fsdp2_accumulates_whole_gradients_in_fp32() -> None:
