@@ -5,6 +5,9 @@ A unit's whole flat parameter is there in ``param_dtype`` while the unit runs, t
 backward; with ``BACKWARD_PRE`` that of the unit before is gathered ahead. Autograd joins the gradients of a unit's
 parameters in one flat gradient, beside them; it is cast to ``reduce_dtype``, padded where it must be, and reduced.
 
+Adapters are units of their own, as the Trainer wraps them (peft ``utils/other.py: fsdp_auto_wrap_policy``). The layer
+before is then gathered with a layer's first adapter, late in its backward; it is counted from its beginning.
+
 Source: torch 2.13 ``distributed/fsdp/_flat_param.py: FlatParamHandle._init_flat_param_and_metadata, unshard,
 _alloc_padded_unsharded_flat_param``, ``_runtime_utils.py: _pre_forward, _post_forward_reshard, _pre_backward_hook,
 _post_backward_hook, _reduce_grad, _should_free_in_backward``, ``_limiter_utils.py``.
@@ -15,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bridge_memory.engines.fsdp2 import FSDP2, Group
-from bridge_memory.engines.torch_modules import Kept, Model, Module, rounded
+from bridge_memory.engines.torch_modules import Kept, Model, Module, rounded, trained_width
 from bridge_memory.engines.torch_optimizers import torch_states
 from bridge_memory.spec import RunSpec
 
@@ -90,10 +93,13 @@ class FSDP1(FSDP2):
         found = []
         for group in modules:
             every, trained = self._shard(group, trained=False), self._shard(group, trained=True)
-            sizes = [s.nbytes((trained,), self.width, False) if trained else 0 for s in states]
+            wide = trained_width(self.run, self.width)
+            sizes = [s.nbytes((trained,), wide, False) if trained else 0 for s in states]
+            weights = rounded(every * self.width)
+            if wide != self.width:
+                weights = rounded((every - trained) * self.width) + rounded(trained * wide)
             found.append(
-                Kept(rounded(every * self.width), rounded(trained * self.width), tuple(sizes), max([0, *sizes[-1:]]),
-                     trained)
+                Kept(weights, rounded(trained * wide), tuple(sizes), max([0, *sizes[-1:]]), trained)
             )  # fmt: skip
         return found
 

@@ -26,6 +26,7 @@ from bridge_memory.engines.engine import Line, StageState
 from bridge_memory.engines.torch_modules import Model, model_of, parameter_width, rounded
 from bridge_memory.engines.zero_1_and_2 import NORM_WIDTH, zero_states
 from bridge_memory.inventory.chain import Concurrent
+from bridge_memory.inventory.context import LIBRARY
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 
@@ -40,6 +41,14 @@ class Weight(NamedTuple):
     trains: bool
     #: Whole for good.
     stays: bool
+
+
+class Live(NamedTuple):
+    """Bytes of gathered parameters at every place, forward and backward, and after."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    after: int
 
 
 class ZeRO3:
@@ -64,7 +73,7 @@ class ZeRO3:
         """What every rank keeps and moves."""
         run, z = self.run, self.z
         model = model_of(run, chunks[0])
-        weights = self.weights(model)
+        weights, live = self._followed(model)
         trained = [w.part for w in weights if w.trains]
         groups = sub_groups(trained, z.sub_group_size)
         kept = list(self._amounts(weights, groups))
@@ -72,7 +81,7 @@ class ZeRO3:
         step, name = self._step(groups, max(trained, default=0))
         return StageState(
             model.numel, tuple((line, n) for line, n in gpu if n), in_step=step, step_name=name,
-            concurrent=(model.engine_bytes(self._beside(model, weights)),), host=tuple(host),
+            concurrent=(model.engine_bytes(self._beside(model, weights, live)),), host=tuple(host),
             first_as_later=False, building=self._building(weights, groups, kept), saving=self._gathered(weights),
         )
 
@@ -168,9 +177,9 @@ class ZeRO3:
 
     # ---- what moves ----
 
-    def _beside(self, model: Model, weights: Sequence[Weight]) -> list[Concurrent]:
+    def _beside(self, model: Model, weights: Sequence[Weight], live: Live) -> list[Concurrent]:
         """Whole parameters, and the buffers that they are copied from and gradients are reduced in."""
-        forward, backward, left = self._live(model, weights)
+        forward, backward, left = live
         copies, last = self._reductions(model, weights)
         found = [Concurrent(f, b + c, b + c) for f, b, c in zip(forward, backward, copies, strict=True)]
         # The last reduction comes once all gradients lie in the bucket.
@@ -179,8 +188,33 @@ class ZeRO3:
         found[loss] = Concurrent(forward[loss], backward[loss], backward[loss])
         return found
 
-    def _live(self, model: Model, weights: Sequence[Weight]) -> tuple[list[int], list[int], int]:
-        """Bytes of gathered parameters at every place, forward and backward, and after: a replay of the coordinator."""
+    def _followed(self, model: Model) -> tuple[tuple[Weight, ...], Live]:
+        """Weights and their replay, which a search meets again with every micro batch and with checkpoints: kept by all
+        that ``weights`` and ``_live`` read."""
+        z = self.z
+        of_modules = tuple([
+            (module.place, *[
+                (p.numel, times, trains)
+                for trains, held in ((True, module.trained), (False, module.frozen))
+                for parameters, times in held.rows for p in parameters
+            ])
+            for module in model.modules
+        ])  # fmt: skip
+        key = (
+            "zero3", of_modules, model.number, self.ranks, self.width, z.stage3_param_persistence_threshold,
+            z.stage3_model_persistence_threshold, z.stage3_max_live_parameters, z.stage3_prefetch_bucket_size,
+            z.stage3_max_reuse_distance, self.run.model.share_embeddings_and_output_weights,
+        )  # fmt: skip
+        found: tuple[tuple[Weight, ...], Live] | None = LIBRARY.replays.get(key)
+        if found is None:
+            weights = tuple(self.weights(model))
+            found = weights, self._live(model, weights)
+            LIBRARY.count_recording()
+            LIBRARY.replays[key] = found
+        return found
+
+    def _live(self, model: Model, weights: Sequence[Weight]) -> Live:
+        """A replay of the coordinator."""
         z = self.z
         tied = self.run.model.share_embeddings_and_output_weights
         order = list(range(len(weights)))
@@ -227,7 +261,7 @@ class ZeRO3:
             if i in live and not soon and (following is None or following >= head):
                 live.remove(i)
                 available, held = available - weights[i].numel, held - sizes[i]
-        return forward, backward, held
+        return Live(tuple(forward), tuple(backward), held)
 
     def _reductions(self, model: Model, weights: Sequence[Weight]) -> tuple[list[int], int]:
         """Bytes that the reduction of a full bucket copies, at the place whose gradient does not fit any more; and what

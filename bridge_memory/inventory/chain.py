@@ -66,6 +66,8 @@ class Link(NamedTuple):
     #: microbatches' are gone then (``Concurrent.gone``).
     gradients: int = 0
     gone: int = 0
+    #: Of ``backward_peak``: what others wait for, which is there at an engine's ``least_backward`` too.
+    waiting: int = 0
 
     def with_concurrent(self, nbytes: int, at_least: int = 0) -> Link:
         """The same element where its backward finds ``nbytes`` more, and has ``at_least`` so many at some moment."""
@@ -73,6 +75,11 @@ class Link(NamedTuple):
             backward_peak=largest(self.backward_peak + nbytes, at_least),
             backward_peak_held=largest(self.backward_peak_held + nbytes, at_least),
         )
+
+    def with_waiting(self, nbytes: int) -> Link:
+        """The same element where its backward finds ``nbytes`` more, from its beginning to what an engine does after
+        it."""
+        return self.with_concurrent(nbytes)._replace(waiting=self.waiting + nbytes)
 
     def with_gradients(self, nbytes: int) -> Link:
         """The same element beside gradients that wait all through its backward."""
@@ -88,6 +95,7 @@ class Link(NamedTuple):
     def with_engine(self, held: Concurrent, at_end: int) -> Link:
         """The same element where a data-parallel engine holds so much beside it; ``at_end``: its own."""
         beside, least = held.backward_at_end, held.least_backward
+        least += self.waiting if least else 0
         if at_end:
             beside, least = held.backward, at_end + max(beside, least)
         gone = held.gone_at_least if least > self.backward_peak + beside else held.gone

@@ -136,6 +136,8 @@ class Library:
         self._shelves: dict[Settings, Shelf] = {}
         #: Lists of parameters that are alike in all but their sizes, with what was counted of them.
         self.parameter_lists: dict[Any, Any] = {}
+        #: What depends on parameters and an engine's options, but on no tokens, by whoever worked it out.
+        self.replays: dict[Any, Any] = {}
         self.recorded = 0
 
     def shelf(self, settings: Settings) -> Shelf:
@@ -155,6 +157,7 @@ class Library:
         with self.lock:
             self._shelves = {}
             self.parameter_lists = {}
+            self.replays = {}
             self.recorded = 0
 
 

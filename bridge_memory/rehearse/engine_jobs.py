@@ -123,7 +123,7 @@ class _Torch:
     def _fsdp1(self, model: Any) -> Any:
         import torch
         from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-        from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+        from torch.distributed.fsdp.wrap import _or_policy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
 
         f = self.run.fsdp
         given: dict[str, Any] = {
@@ -135,7 +135,11 @@ class _Torch:
         }  # fmt: skip
         if f.auto_wrap_policy != "NO_WRAP":
             kinds = {type(layer) for layer in self._layers(model)}
-            given["auto_wrap_policy"] = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=kinds)
+            layers = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=kinds)
+            given["auto_wrap_policy"] = layers
+            if self.run.peft.freezes:  # peft ``utils/other.py: fsdp_auto_wrap_policy``, which the Trainer sets
+                adapters = functools.partial(lambda_auto_wrap_policy, lambda_fn=_trains_alone)
+                given["auto_wrap_policy"] = functools.partial(_or_policy, policies=[adapters, layers])
         return FullyShardedDataParallel(model, **given)
 
     @contextmanager
@@ -179,6 +183,12 @@ class _Torch:
             get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         else:
             self.model.state_dict()
+
+
+def _trains_alone(module: Any) -> bool:
+    """A linear of an adapter."""
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.requires_grad and not any(True for _ in module.children())
 
 
 class _DeepSpeed:

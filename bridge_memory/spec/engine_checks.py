@@ -121,6 +121,13 @@ def _check_fsdp(run: RunSpec) -> None:
             raise SpecError(
                 f"{called(type(f), name)} ({show(getattr(f, name))}) is for engine {other}, not {engine}; drop it"
             )
+    if engine == "fsdp1" and run.peft.freezes and f.auto_wrap_policy == "NO_WRAP":
+        # ``_flat_param.py: _validate_tensors_to_flatten``; with use_orig_params gradients of frozen weights are made
+        # and kept, since the flat parameter that they are views of trains.
+        raise SpecError(
+            "fsdp_auto_wrap_policy (NO_WRAP) puts frozen and trained weights in one flat parameter, which trains as a "
+            "whole; wrap layers with TRANSFORMER_BASED_WRAP, or use engine fsdp2"
+        )
     if not f.pin_memory and not f.offload_params:
         raise SpecError("fsdp_pin_memory (False) does nothing without fsdp_offload_params; drop it")
     if f.shard_degree is None:

@@ -155,8 +155,7 @@ CASES = {
     "--fsdp-forward-prefetch": (
         f"{FSDP2} --peft lora --lora-target-modules q_proj".replace("Llama-3.2-1B", "Llama-2-7b-hf"), ""
     ),
-    "--fsdp-backward-prefetch": (FSDP1.replace("Llama-3.2-1B", "Llama-2-7b-hf"), "NO_PREFETCH"),
-    "--fsdp-limit-all-gathers": (FSDP1, "no"),
+    "--fsdp-backward-prefetch": (FSDP1, "NO_PREFETCH"), "--fsdp-limit-all-gathers": (FSDP1, "no"),
     "--fsdp-use-orig-params": (UNALIGNED, ""), "--fsdp-offload-params": (FSDP2, ""),
     "--fsdp-pin-memory": (f"{FSDP2} --fsdp-offload-params", "no"), "--data-parallel-shard-degree": (FSDP2, "4"),
     "--zero-stage": (f"{DDP} --tp 2".replace("ddp", "megatron_deepspeed"), "2"),

@@ -68,6 +68,30 @@ def test_an_engine_for_hugging_face_models_runs_their_layers_unless_told() -> No
     assert plain.with_fields(engine="fsdp2").implementation == run.implementation
 
 
+def test_zero3_follows_its_parameters_once_for_all_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are whole when depends on neither tokens nor checkpoints, but on its own options."""
+    from dataclasses import replace
+
+    from bridge_memory import BatchSpec, clear_caches
+    from bridge_memory.engines.zero3 import ZeRO3
+
+    run, followed = run_under("zero3"), []
+    live = ZeRO3._live
+    monkeypatch.setattr(ZeRO3, "_live", lambda *args: followed.append(1) or live(*args))
+    clear_caches()
+    many = [
+        replace(run, batch=BatchSpec(micro_batch_size=n, global_batch_size=3 * n), deepspeed=options)
+        for options in (run.deepspeed, replace(run.deepspeed, stage3_prefetch_bucket_size=0)) for n in (1, 2, 4)
+    ]
+    together = [estimate(one).peak_stage.peak_bytes for one in many]
+    assert len(followed) == 2
+    apart = []
+    for one in many:
+        clear_caches()
+        apart.append(estimate(one).peak_stage.peak_bytes)
+    assert together == apart
+
+
 def test_zero3_of_many_experts_takes_no_time() -> None:
     """18,867 parameters of their own; a replay that adds up what lives at every step took half a minute."""
     run = RunSpec(model="Qwen/Qwen3-30B-A3B", parallel=ParallelSpec(world_size=8)).with_fields(engine="zero3")

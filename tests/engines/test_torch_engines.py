@@ -87,6 +87,19 @@ def test_fsdp2_in_mixed_precision() -> None:
     check(run_of("fsdp2", ranks=4, fsdp=MIXED), measured(fsdp2(4, mixed=True), size=4))
 
 
+def test_fsdp2_with_gradient_checkpointing() -> None:
+    """Layers run again in backward, beside their unit's whole parameters."""
+    wrap = fsdp2(4, mixed=True)
+
+    def checkpointed(model: Any) -> Any:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return wrap(model)
+
+    options = {"gradient_checkpointing": True, "use_reentrant": False}
+    run = run_of("fsdp2", ranks=4, fsdp=MIXED, transformers_options=options)
+    check(run, measured(checkpointed, size=4), within=0.001)
+
+
 def test_fsdp2_accumulates_whole_gradients_in_fp32() -> None:
     real = measured(fsdp2(4, mixed=True), size=4, microbatches=2, no_sync=gradient_sync)
     check(run_of("fsdp2", ranks=4, microbatches=2, fsdp=MIXED), real)
@@ -112,6 +125,17 @@ def fsdp1(*, mixed: bool = False, **kwargs: Any) -> Any:
 
 def test_fsdp1_in_one_dtype() -> None:
     check(run_of("fsdp1", ranks=2), measured(fsdp1(), size=2))
+
+
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "NO_PREFETCH"])
+def test_fsdp1_with_a_tied_table(prefetch: str) -> None:
+    """What the output layer gives of the table's gradient waits while the gradients of a layer are joined."""
+    from torch.distributed.fsdp import BackwardPrefetch
+
+    tied = {"tie_word_embeddings": True, "vocab_size": 1024}
+    real = measured(fsdp1(backward_prefetch=getattr(BackwardPrefetch, prefetch, None)), size=2, config=tied)
+    run = run_of("fsdp1", ranks=2, config=tied, fsdp=FSDPOptions(backward_prefetch=prefetch))
+    check(run, real, within=0.001)
 
 
 def test_fsdp1_in_mixed_precision() -> None:

@@ -84,12 +84,25 @@ def test_every_phase_is_within_a_hundredth(argv: tuple[str, ...]) -> None:
         assert row["predicted"] == pytest.approx(row["found"], rel=0.01), row
 
 
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+def test_fsdp1_keeps_adapters_apart_in_their_own_dtype() -> None:
+    """fp32 adapters beside bf16 weights, as peft has FSDP1 wrap them; backward is an upper bound."""
+    rows = rehearsed("--engine", "fsdp1", "--num-gpus", "2", "--peft", "lora")
+    for name in ("first forward", "forward", "optimizer step"):
+        assert rows[name]["predicted"] == pytest.approx(rows[name]["found"], rel=0.01), rows[name]
+    assert 0.99 <= rows["backward"]["predicted"] / rows["backward"]["found"] <= 1.05
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (("--engine", "fsdp2", "--stage", "0"), "--stage is for megatron-core's engines"),
         (("--engine", "ddp", "--device", "cuda"), "--device cuda is for megatron-core's engines"),
         (("--engine", "single", "--attn-implementation", "flash_attention_2"), "runs on a GPU alone"),
+        (
+            ("--engine", "fsdp1", "--num-gpus", "2", "--peft", "lora", "--fsdp-auto-wrap-policy", "NO_WRAP"),
+            "--fsdp-auto-wrap-policy (NO_WRAP) puts frozen and trained weights in one flat parameter",
+        ),
         (("--engine", "zero3", "--num-gpus", "2", "--rank", "2"), "--rank (2) is not one of 0 to 1"),
     ],
 )

@@ -74,7 +74,7 @@ def hugging_face_chunk(
         links[-1] = loss._replace(forward_peak=largest(loss.forward_peak, loss.retained + 2 * logits)), 1
     if spec.keeps_outputs and not ctx.hugging_face.liger("fused_linear_cross_entropy"):
         logits = ctx.tokens * ctx.padded_vocab * ctx.hugging_face.compute_width
-        links = [(link.with_concurrent(logits), count) for link, count in links]
+        links = [(link.with_waiting(logits), count) for link, count in links]
         loss, _ = links[-1]
         links[-1] = loss._replace(retained=loss.retained + logits, more=(((Part.LOSS, Provenance.FORMULA), logits),)), 1
     if tied and ctx.adapters is None:
@@ -232,5 +232,6 @@ def _with_tied_gradient(links: list[tuple[Link, int]], ctx: BlockContext) -> lis
     (embedding, _), *middle, last = links
     assert ctx.hugging_face is not None
     summed = embedding.retained + (2 if ctx.hugging_face.plain_gradients else 3) * dense
-    waiting = [(link.with_concurrent(dense), count) for link, count in middle]
+    waiting = [(link.with_waiting(dense), count) for link, count in middle]
+    # What the output layer gave is in the sum by the time an engine reduces that.
     return [(embedding.with_concurrent(dense, summed), 1), *waiting, last]
