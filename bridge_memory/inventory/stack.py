@@ -92,12 +92,10 @@ def chunk_inventory(
             (link._replace(forward_peak=link.forward_peak + more), count)
             for (link, count), more in zip(links, held, strict=True)
         ]
-    left = 0
     if shape.embedding:
         links = _with_first_input(links, ctx)
     else:
         _with_last_input(links, ctx)
-        left = _last_input_left(links, ctx)
     if backward_next:
         # The last offloading group of each name stays (``should_bulk_offload``).
         last = max((i for i, (link, _) in enumerate(links) if link.offloaded), default=None)
@@ -106,8 +104,7 @@ def chunk_inventory(
     if concurrent is not None:
         links = with_engine(links, concurrent)
     sent = 0 if shape.output else ctx.hidden_bytes
-    found = compose(links, sent, kept=0 if ctx.impl.deallocate_pipeline_outputs else sent)
-    return found._replace(residue=found.residue + left) if left else found
+    return compose(links, sent, kept=0 if ctx.impl.deallocate_pipeline_outputs else sent)
 
 
 def _passed_on(hidden_bytes: int) -> Link:
@@ -150,15 +147,6 @@ def _with_last_input(links: list[tuple[Link, int]], ctx: BlockContext) -> None:
         link, _ = links[last]
         peak = largest(link.forward_peak, link.routed_peak + 2 * ctx.hidden_bytes)
         change_last_of(links, last, link._replace(forward_peak=peak))
-
-
-def _last_input_left(links: list[tuple[Link, int]], ctx: BlockContext) -> int:
-    """The same, beside the passes of other chunks and the optimizer's step. A group of recomputed layers leaves its
-    input itself, and the gradient of its own copy (``random.py: CheckpointFunction.forward`` detaches)."""
-    first, _ = links[0]
-    if first.label is Label.RECOMPUTED and first.residue:
-        return ctx.hidden_bytes
-    return 2 * ctx.hidden_bytes if any(link.routed_peak or link.residue for link, _ in links) else 0
 
 
 # ---- parameters ----

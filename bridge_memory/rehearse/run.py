@@ -63,11 +63,6 @@ class PassRecord:
         return sum(r.bytes for r in self.saved)
 
     @property
-    def left_bytes(self) -> int:
-        """Less what is held, which is there between the passes already."""
-        return max(0, sum(r.bytes for r in self.left) - self.held_bytes)
-
-    @property
     def held_bytes(self) -> int:
         return sum(r.bytes for r in self.held)
 

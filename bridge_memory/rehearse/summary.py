@@ -92,13 +92,9 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
             Row(Quantity.FORWARD, ours.forward_peak, passes.forward_bytes, chunk),
             Row(Quantity.BACKWARD, ours.backward_peak, passes.backward_bytes, chunk),
         ]
-    # What the other chunks left behind, as ``stage_costs`` takes it.
-    left = [chunk.passes.left_bytes for chunk in rehearsal.chunks]
     found = [
-        ChunkCost(passes.saved_bytes, passes.forward_bytes + others, passes.backward_bytes + others)
-        for passes, others in zip(
-            (chunk.passes for chunk in rehearsal.chunks), (sum(left) - own for own in left), strict=True
-        )
+        ChunkCost(passes.saved_bytes, passes.forward_bytes, passes.backward_bytes)
+        for passes in (chunk.passes for chunk in rehearsal.chunks)
     ]
     peaks = [
         dynamic_peak(
