@@ -28,7 +28,7 @@ from bridge_memory.engines.torch_modules import (
     parameter_width,
     rounded,
 )
-from bridge_memory.engines.zero_buckets import Flat, Gradient, Widths, replay
+from bridge_memory.engines.zero_buckets import Flat, Gradient, Widths, contiguous, replay
 from bridge_memory.inventory.chain import Concurrent
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import Unit, chunk_units
@@ -159,7 +159,7 @@ class ZeRO12:
         """Buckets, and gradients as they are made."""
         run, z = self.run, self.run.deepspeed
         buffer_width = self.accumulated_width if self.stage_number == 1 and self.compact else self.width
-        one = rounded(z.reduce_bucket_size * buffer_width) if z.contiguous_gradients else 0
+        one = rounded(z.reduce_bucket_size * buffer_width) if contiguous(run) else 0
         bucket = 0 if self.of_bf16_optimizer else one * (2 if self.overlaps else 1)
         if not self.in_hooks:
             sizes = [self._own_bytes(m) for m in model.modules]
@@ -222,7 +222,7 @@ class ZeRO12:
         if self.of_bf16_optimizer:
             return 0, gradients
         if not self.in_hooks:
-            one = rounded(self.run.deepspeed.reduce_bucket_size) if self.run.deepspeed.contiguous_gradients else 0
+            one = rounded(self.run.deepspeed.reduce_bucket_size) if contiguous(self.run) else 0
             return 0, self._at_end(model, flat, gradients, self._whole(model), one)[0]
         own = most = left = 0
         for r in replay(self.run, flat, self.widths, reversed(self._gradients_of(model))).reductions:
@@ -239,7 +239,7 @@ class ZeRO12:
         fresh, last_alone = self._is_fresh(many=accumulates(self.run)), self.run.num_microbatches == 2
         #: Gradients of the partition, beyond those that are there throughout.
         new = gradients if fresh or not self.compact else 0
-        contiguous = self.run.deepspeed.contiguous_gradients
+        copied_in = contiguous(self.run)
         events, pending = replay(self.run, flat, self.widths, reversed(self._gradients_of(model)))
         #: Stage 1 has its buckets from the first microbatch on.
         waits = bucket if accumulates(self.run) and self.stage_number == 1 else 0
@@ -248,8 +248,8 @@ class ZeRO12:
             beside = own + pending.get(place, 0)
             here = [r for r in events if r.place == place]
             for r in here:
-                left = (new if r.own else own) if contiguous else own + r.kept
-                beside = max(beside, r.waiting + max(r.copied + own, left if contiguous else 0))
+                left = (new if r.own else own) if copied_in else own + r.kept
+                beside = max(beside, r.waiting + max(r.copied + own, left if copied_in else 0))
                 own = left
             moved = min(gone[place], gone[place] if last_alone else beside)
             held, least = bucket + beside - moved, 0
@@ -261,7 +261,7 @@ class ZeRO12:
                 # Once all gradients lie in the bucket it is reduced, and the partition's are copied out of it.
                 for r in events:
                     if r.place == -1:
-                        least = max(least, bucket + r.waiting - moved + max(r.copied + own, new if contiguous else 0))
+                        least = max(least, bucket + r.waiting - moved + max(r.copied + own, new if copied_in else 0))
             there = own if fresh else 0
             found.append(Concurrent(waits, held, held, least, max(0, min(there, held)), moved, moved))
         return found[::-1]

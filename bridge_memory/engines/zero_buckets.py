@@ -85,6 +85,12 @@ class Replay(NamedTuple):
     pending: dict[int, int]
 
 
+def contiguous(run: RunSpec) -> bool:
+    """Whether gradients are copied into a buffer; always where the optimizer is on the host
+    (``DeepSpeedZeroOptimizer.__init__``)."""
+    return run.deepspeed.contiguous_gradients or run.deepspeed.offload_optimizer_device != "none"
+
+
 def replay(run: RunSpec, flat: Flat, widths: Widths, gradients: Iterable[Gradient]) -> Replay:
     """All of one backward pass, in order; ``gradients`` in the order in which they come."""
     z = run.deepspeed
@@ -94,7 +100,7 @@ def replay(run: RunSpec, flat: Flat, widths: Widths, gradients: Iterable[Gradien
     elements = done = 0
 
     def alone() -> int:
-        of_their_own = not z.contiguous_gradients or elements > z.reduce_bucket_size
+        of_their_own = not contiguous(run) or elements > z.reduce_bucket_size
         return sum(rounded(g.numel * widths.gradient) for g in bucket) if of_their_own else 0
 
     def reduce(place: int, trigger: int) -> None:
@@ -102,7 +108,7 @@ def replay(run: RunSpec, flat: Flat, widths: Widths, gradients: Iterable[Gradien
         parts = [flat.own_part(g.start, g.numel) for g in bucket]
         own = z.round_robin_gradients or any(parts)
         kept = 0
-        if not z.contiguous_gradients and not widths.compact:
+        if not contiguous(run) and not widths.compact:
             kept = sum(rounded(g.numel * widths.gradient) for g, n in zip(bucket, parts, strict=True) if n)
         largest = max(parts) if any(parts) or not own else max(min(g.numel, flat.partition) for g in bucket)
         copied = _copied(run, flat, widths, bucket, elements, largest)
@@ -127,7 +133,7 @@ def _copied(
     """Bytes: the joined gradients and their cast; then, in place of the first, what is added in fp32."""
     z = run.deepspeed
     cast = rounded(elements * widths.communicated) if widths.communicated != widths.gradient else 0
-    if not z.contiguous_gradients:
+    if not contiguous(run):
         slices = len(bucket)
     elif not z.reduce_scatter:
         slices = 1

@@ -131,3 +131,17 @@ def test_adapters_beside_layers_of_transformers_go_by_their_names(capsys: pytest
     shown = " ".join(capsys.readouterr().out.split())
     assert "(foo) names no linear" in shown and "(q_proj) names" not in shown
     assert main([*command, "--lora-target-modules", "*_proj"]) == 0
+
+
+def test_gradients_are_contiguous_where_the_optimizer_is_on_the_host() -> None:
+    """DeepSpeed's ``DeepSpeedZeroOptimizer.__init__``: ``contiguous_gradients or self.cpu_offload``."""
+
+    def peak(run: RunSpec) -> int:
+        return estimate(run).stages[0].peak_bytes
+
+    run = RunSpec(model="Qwen/Qwen2.5-0.5B", parallel=ParallelSpec(world_size=2)).with_fields(
+        engine="zero2", params_dtype="bf16", offload_optimizer_device="cpu", contiguous_gradients=False
+    )
+    assert peak(run) == peak(run.with_fields(contiguous_gradients=True))
+    on_the_gpu = run.with_fields(offload_optimizer_device="none")
+    assert peak(on_the_gpu) != peak(on_the_gpu.with_fields(contiguous_gradients=True))
