@@ -140,7 +140,8 @@ def test_gradients_are_contiguous_where_the_optimizer_is_on_the_host() -> None:
         return estimate(run).stages[0].peak_bytes
 
     run = RunSpec(model="Qwen/Qwen2.5-0.5B", parallel=ParallelSpec(world_size=2)).with_fields(
-        engine="zero2", params_dtype="bf16", offload_optimizer_device="cpu", contiguous_gradients=False
+        engine="zero2", params_dtype="bf16", offload_optimizer_device="cpu", contiguous_gradients=False,
+        seq_length=128,
     )
     assert peak(run) == peak(run.with_fields(contiguous_gradients=True))
     on_the_gpu = run.with_fields(offload_optimizer_device="none")
