@@ -80,7 +80,10 @@ def found_in(name: str, *rooms: str) -> set[str]:
 @pytest.fixture(scope="module", params=[(m, kind) for m in MODELS for kind in RUNS], ids=" ".join)
 def result(request: pytest.FixtureRequest) -> Estimate:
     model, kind = request.param
-    return estimate(RunSpec(model=model, batch=BatchSpec(seq_length=1024), **RUNS[kind]))
+    fields = RUNS[kind]
+    if (model, kind) == ("openai/gpt-oss-20b", "local"):  # its experts have biases, and are refused on one rank
+        fields = {**fields, "parallel": ParallelSpec(world_size=2, expert_model_parallel_size=2)}
+    return estimate(RunSpec(model=model, batch=BatchSpec(seq_length=1024), **fields))
 
 
 def test_the_page_names_a_file_for_every_part_that_is_retained(result: Estimate) -> None:

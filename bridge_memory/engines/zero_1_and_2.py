@@ -53,11 +53,12 @@ class ZeRO12:
         self.ranks = run.parallel.data_parallel_size
         self.offloads = z.offload_optimizer_device != "none"
         self.overlaps = bool(z.overlap_comm)
-        self.in_hooks = self.stage_number == 2 or self.overlaps
         half = run.precision.params_dtype == "bf16"
         self.of_bf16_optimizer = (
             self.stage_number == 1 and half and self.accumulated_width == 4 and not self.offloads
         )
+        # ``BF16_Optimizer`` has none: the engine reduces after the last backward (``engine.py: allreduce_gradients``).
+        self.in_hooks = self.stage_number == 2 or (self.overlaps and not self.of_bf16_optimizer)
         #: fp32 partition of gradients into which reductions are added.
         self.compact = self.accumulated_width == 4 != self.width
         communicated = DTYPE_BYTES[z.communication_data_type] if z.communication_data_type else self.width
