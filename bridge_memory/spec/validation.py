@@ -214,7 +214,7 @@ def _check_expert_bias(etp: int, ep: int, i: ImplementationSpec) -> None:
             f"expert_tensor_parallel_size ({etp}) is not supported for experts with biases (add_bias_linear); set "
             "expert_tensor_parallel_size to 1"
         )
-    if ep == 1 and not i.te and EXPERT_BIASES_WITHOUT_ETP(i):
+    if ep == 1 and i.transformer_impl == "local" and EXPERT_BIASES_WITHOUT_ETP(i):
         raise SpecError(
             "expert_model_parallel_size (1) does not go with experts with biases (add_bias_linear) and the local "
             "transformer_impl, whose sum in place autograd refuses; use 2 or more, or transformer_engine"
