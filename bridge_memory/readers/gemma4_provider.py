@@ -8,24 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
 
-from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, MoESpec, SpecError
-
-
-class Config(Protocol):
-    """What ``transformer_config`` reads a provider with."""
-
-    def get(self, key: str, default: Any = None) -> Any: ...
-
-    def flag(self, key: str, default: bool = False) -> bool: ...
-
-    def size(self, key: str, default: int | None = None) -> int: ...
-
-    def error(self, message: str) -> SpecError: ...
+from bridge_memory.readers.config_attributes import ConfigAttributes
+from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec, MoESpec
 
 
-def dense_layers(c: Config, n: int, activation: str) -> list[LayerSpec]:
+def dense_layers(c: ConfigAttributes, n: int, activation: str) -> list[LayerSpec]:
     """Those of ``Gemma4DenseProvider``: the last ones take over keys and values of the last before them of their kind
     (``Gemma4DenseSelfAttention.__init__``), and may have MLPs twice as wide."""
     sliding = _windows(c, n)
@@ -49,7 +37,7 @@ def dense_layers(c: Config, n: int, activation: str) -> list[LayerSpec]:
     return layers
 
 
-def layers_with_experts(c: Config, n: int, activation: str, moe: Callable[[], MoESpec]) -> list[LayerSpec]:
+def layers_with_experts(c: ConfigAttributes, n: int, activation: str, moe: Callable[[], MoESpec]) -> list[LayerSpec]:
     """Those of ``Gemma4ModelProvider``."""
     pattern = c.get("interleaved_attn_pattern")
     if not (isinstance(pattern, tuple | list) and len(pattern) == 2 and sum(pattern) > 0):
@@ -62,7 +50,7 @@ def layers_with_experts(c: Config, n: int, activation: str, moe: Callable[[], Mo
     return [LayerSpec(attention[kind], experts, arrangement="gemma4") for kind in kinds]
 
 
-def _attention(c: Config, sliding: bool, channels: int | None, groups: int | None) -> AttentionSpec:
+def _attention(c: ConfigAttributes, sliding: bool, channels: int | None, groups: int | None) -> AttentionSpec:
     window = c.get("window_size")
     window = window[0] + 1 if isinstance(window, tuple | list) else window
     heads, a, g = c.size("kv_channels"), c.size("num_attention_heads"), c.size("num_query_groups")
@@ -77,7 +65,7 @@ def _attention(c: Config, sliding: bool, channels: int | None, groups: int | Non
     )
 
 
-def _windows(c: Config, n: int) -> list[bool]:
+def _windows(c: ConfigAttributes, n: int) -> list[bool]:
     """Which layers slide (``_is_gemma4_sliding_layer``)."""
     if not c.get("window_size"):
         return [False] * n

@@ -8,23 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
+from bridge_memory.readers.config_attributes import ConfigAttributes
 from bridge_memory.readers.fields import shown
-from bridge_memory.spec import AttentionSpec, SpecError
+from bridge_memory.spec import AttentionSpec
 
 
-class Config(Protocol):
-    """What ``transformer_config`` reads a provider with."""
-
-    def get(self, key: str, default: Any = None) -> Any: ...
-
-    def size(self, key: str, default: int | None = None) -> int: ...
-
-    def error(self, message: str) -> SpecError: ...
-
-
-def step35(c: Config, n: int, base: AttentionSpec) -> tuple[list[AttentionSpec], AttentionSpec]:
+def step35(c: ConfigAttributes, n: int, base: AttentionSpec) -> tuple[list[AttentionSpec], AttentionSpec]:
     """(mixers of the decoder, that of the MTP depths): sliding layers have heads of their own.
 
     ``layer_types`` goes on over the MTP depths; a layer beyond its end is a full one.
@@ -55,7 +46,7 @@ def step35(c: Config, n: int, base: AttentionSpec) -> tuple[list[AttentionSpec],
     return stack[:n], _one_of(c, stack[n:] or [stack[-1]])
 
 
-def mimo_v2(c: Config, n: int, base: AttentionSpec) -> tuple[list[AttentionSpec], AttentionSpec]:
+def mimo_v2(c: ConfigAttributes, n: int, base: AttentionSpec) -> tuple[list[AttentionSpec], AttentionSpec]:
     """(mixers of the decoder, that of the MTP depths, which slide): values narrower than keys; sliding layers have
     query groups of their own and a sink."""
     pattern = c.get("hybrid_attention_pattern")
@@ -80,20 +71,20 @@ def mimo_v2(c: Config, n: int, base: AttentionSpec) -> tuple[list[AttentionSpec]
 
 
 #: Provider -> the function that reads its attention.
-LAYERWISE: dict[str, Callable[[Config, int, AttentionSpec], tuple[list[AttentionSpec], AttentionSpec]]] = {
+LAYERWISE: dict[str, Callable[[ConfigAttributes, int, AttentionSpec], tuple[list[AttentionSpec], AttentionSpec]]] = {
     "Step35ModelProvider": step35,
     "Step37ModelProvider": step35,
     "MiMoV2FlashModelProvider": mimo_v2,
 }
 
 
-def _positive(c: Config, setting: dict[str, Any], key: str, value: object) -> int:
+def _positive(c: ConfigAttributes, setting: dict[str, Any], key: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise c.error(f"sliding_attention_setting[{key!r}] is {shown(setting.get(key))}; it must be a positive integer")
     return value
 
 
-def _one_of(c: Config, depths: Sequence[AttentionSpec]) -> AttentionSpec:
+def _one_of(c: ConfigAttributes, depths: Sequence[AttentionSpec]) -> AttentionSpec:
     if any(one != depths[0] for one in depths):
         raise c.error("layer_types has MTP depths of both kinds, which is not estimated; make them alike")
     return depths[0]

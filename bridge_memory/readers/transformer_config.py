@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from bridge_memory.readers import gemma4_provider
+from bridge_memory.readers.config_attributes import ConfigAttributes
 from bridge_memory.readers.fields import MAX_LAYERS, MAX_SIZE, shown
 from bridge_memory.readers.layerwise_provider import LAYERWISE
 from bridge_memory.readers.patterns import (
@@ -21,7 +22,6 @@ from bridge_memory.readers.patterns import (
     MLP,
     HybridPattern,
     hybrid_pattern,
-    layer_pattern,
     pattern_of_ratios,
 )
 from bridge_memory.releases import DEFAULT_MEGATRON_CORE, ROUTER_BIAS, Release
@@ -40,7 +40,6 @@ from bridge_memory.spec import (
     MoESpec,
     SideBySideSpec,
     SparseSpec,
-    SpecError,
 )
 from bridge_memory.spec.gaps import UNKNOWN_SIZE, Effect, Gap
 from bridge_memory.spec.model import SPARSE_KERNELS
@@ -75,39 +74,6 @@ GEMMA4_WITH_EXPERTS = ("Gemma4ModelProvider", "Gemma4VLModelProvider")
 FALCON_H1 = "FalconH1ModelProvider"
 
 
-class _Config:
-    """Attribute access with one-line refusals; for rules of releases, what runs."""
-
-    transformer_engine: Release | None = None
-    torch: Release | None = None
-
-    def __init__(self, config: object, name: str, megatron_core: Release) -> None:
-        self.config = config
-        self.name = name
-        self.megatron_core = megatron_core
-
-    def error(self, message: str) -> SpecError:
-        return SpecError(f"{self.name}: {message}")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = getattr(self.config, key, None)
-        return default if value is None else value
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        return bool(self.get(key, default))
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if value is None:
-            raise self.error(f"{key} is not set on {type(self.config).__name__}")
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_SIZE:
-            raise self.error(f"{key} is {shown(value)}; it must be a positive integer")
-        return value
-
-    def pattern(self, key: str, layers: int, *, sparse: bool = False) -> tuple[bool, ...]:
-        return layer_pattern(self.get(key), layers, f"{self.name}: {key}", sparse=sparse)
-
-
 def model_from_transformer_config(
     config: object,
     *,
@@ -137,7 +103,7 @@ def model_from_transformer_config(
     "gpt" or "mamba" where not given.
     Raises SpecError naming the attribute.
     """
-    c = _Config(config, name, megatron_core)
+    c = ConfigAttributes(config, name, megatron_core)
     pattern = None if provider == FALCON_H1 else pattern_of(config, name)
     # Bridge's HybridModelProvider.finalize counts an unset number in the pattern.
     n = c.size("num_layers", None if pattern is None else len(pattern.layers))
@@ -250,7 +216,7 @@ def model_from_transformer_config(
     )
 
 
-def _gaps_of_compressed(c: _Config, megatron_core: Release) -> Iterator[Gap]:
+def _gaps_of_compressed(c: ConfigAttributes, megatron_core: Release) -> Iterator[Gap]:
     if c.get("moe_n_hash_layers", 0):
         yield Gap(
             f"moe_n_hash_layers ({c.get('moe_n_hash_layers')}): layers whose router looks experts up by the token, "
@@ -273,7 +239,7 @@ def pattern_of(config: object, name: str = "TransformerConfig") -> HybridPattern
     ratios = [getattr(config, key, None) or 0.0 for key in ("hybrid_attention_ratio", "hybrid_mlp_ratio")]
     if not (getattr(config, "is_hybrid_model", None) or any(ratios)):
         return None
-    return pattern_of_ratios(_Config(config, name, DEFAULT_MEGATRON_CORE).size("num_layers"), *ratios)
+    return pattern_of_ratios(ConfigAttributes(config, name, DEFAULT_MEGATRON_CORE).size("num_layers"), *ratios)
 
 
 def _with_mtp(config: object, text: str) -> str:
@@ -286,7 +252,7 @@ def _with_mtp(config: object, text: str) -> str:
     return "/".join([text.split("/")[0], *[mtp] * copies])
 
 
-def _position(c: _Config, given: str | None, pattern: HybridPattern | None) -> str:
+def _position(c: ConfigAttributes, given: str | None, pattern: HybridPattern | None) -> str:
     default = "none" if pattern is not None else "rope" if c.flag("multi_latent_attention") else "learned_absolute"
     kind = given or c.get("position_embedding_type", default)
     if kind == "relative":
@@ -296,14 +262,14 @@ def _position(c: _Config, given: str | None, pattern: HybridPattern | None) -> s
     return POSITIONS[kind]
 
 
-def _normalization(c: _Config) -> str:
+def _normalization(c: ConfigAttributes) -> str:
     kind = c.get("normalization", "LayerNorm")
     if kind not in ("LayerNorm", "RMSNorm"):
         raise c.error(f"normalization is {shown(kind)}; known: LayerNorm, RMSNorm")
     return str(kind)
 
 
-def _activation(c: _Config) -> str:
+def _activation(c: ConfigAttributes) -> str:
     function = c.get("activation_func", "gelu")
     word = function if isinstance(function, str) else getattr(function, "__name__", None)
     word = word or getattr(function, "name", "")  # torch.jit.ScriptFunction
@@ -331,7 +297,7 @@ def _rotary_dim(layers: Sequence[LayerSpec], percent: float) -> int:
 # --------------------------------------------------------------------------------------------------
 
 
-def _attention(c: _Config, hidden_size: int, rotary: bool, full_qk_layernorm: bool = False) -> AttentionSpec:
+def _attention(c: ConfigAttributes, hidden_size: int, rotary: bool, full_qk_layernorm: bool = False) -> AttentionSpec:
     a = c.size("num_attention_heads")
     g = c.size("num_query_groups", a)
     if a % g:
@@ -352,7 +318,7 @@ def _attention(c: _Config, hidden_size: int, rotary: bool, full_qk_layernorm: bo
     )
 
 
-def _mla(c: _Config) -> MLASpec:
+def _mla(c: ConfigAttributes) -> MLASpec:
     """Of its linears only linear_proj has a bias (``multi_latent_attention.py: MultiLatentAttention.__init__``)."""
     return MLASpec(
         num_attention_heads=c.size("num_attention_heads"),
@@ -366,7 +332,7 @@ def _mla(c: _Config) -> MLASpec:
     )
 
 
-def _windowed(c: _Config, n: int, spec: AttentionSpec) -> list[AttentionSpec]:
+def _windowed(c: ConfigAttributes, n: int, spec: AttentionSpec) -> list[AttentionSpec]:
     """Source: transformer/utils.py is_layer_window_attention."""
     window = c.get("window_size")
     left = window[0] if isinstance(window, tuple | list) and window else window
@@ -378,7 +344,7 @@ def _windowed(c: _Config, n: int, spec: AttentionSpec) -> list[AttentionSpec]:
     return [sliding if one else spec for one in c.pattern("window_attn_skip_freq", n, sparse=True)]
 
 
-def _mixers(c: _Config, n: int, hidden_size: int, rotary: bool, full_qk_layernorm: bool) -> Sequence[Mixer]:
+def _mixers(c: ConfigAttributes, n: int, hidden_size: int, rotary: bool, full_qk_layernorm: bool) -> Sequence[Mixer]:
     variant = _variant(c)
     if variant not in (None, "gated_delta_net", "dsa", "dsv4_hybrid"):
         raise c.error(
@@ -399,14 +365,14 @@ def _mixers(c: _Config, n: int, hidden_size: int, rotary: bool, full_qk_layernor
     return [linear if one else softmax for one, softmax in zip(is_linear, attention, strict=True)]
 
 
-def _variant(c: _Config) -> Any:
+def _variant(c: ConfigAttributes) -> Any:
     variant = c.get("experimental_attention_variant")
     if variant is None and c.get("linear_attention_type") not in (None, "none"):
         variant = c.get("linear_attention_type")  # its name before megatron-core 0.16
     return variant
 
 
-def _gated_delta_net(c: _Config) -> GatedDeltaNetSpec:
+def _gated_delta_net(c: ConfigAttributes) -> GatedDeltaNetSpec:
     return GatedDeltaNetSpec(
         num_key_heads=c.size("linear_num_key_heads"),
         num_value_heads=c.size("linear_num_value_heads"),
@@ -416,7 +382,7 @@ def _gated_delta_net(c: _Config) -> GatedDeltaNetSpec:
     )
 
 
-def _sparse(c: _Config, n: int) -> Sequence[MLASpec]:
+def _sparse(c: ConfigAttributes, n: int) -> Sequence[MLASpec]:
     """Multi-latent attention with an indexer, but for layers that take over another's choice of keys.
 
     Source: ``experimental_attention_variant/dsa.py: is_dsa_skip_topk_layer, DSAttention.__init__``.
@@ -439,7 +405,7 @@ def _sparse(c: _Config, n: int) -> Sequence[MLASpec]:
     return [shared if max(i + 1 - offset, 0) % every else full for i in range(n)]
 
 
-def _compressed(c: _Config, layer: int) -> CompressedAttentionSpec:
+def _compressed(c: ConfigAttributes, layer: int) -> CompressedAttentionSpec:
     """Source: Megatron-LM ``deepseek_v4_hybrid_attention.py: DSv4HybridAttention.__init__``, ``csa.py:
     CompressedSparseAttention.__init__``; ``layer`` goes on over MTP depths."""
     ratios = c.get("csa_compress_ratios")
@@ -474,7 +440,7 @@ def _compressed(c: _Config, layer: int) -> CompressedAttentionSpec:
 # --------------------------------------------------------------------------------------------------
 
 
-def _mlp(c: _Config, hidden_size: int, act: str) -> MLPSpec:
+def _mlp(c: ConfigAttributes, hidden_size: int, act: str) -> MLPSpec:
     return MLPSpec(
         ffn_hidden_size=c.size("ffn_hidden_size", 4 * hidden_size),
         gated=c.flag("gated_linear_unit"),
@@ -483,7 +449,7 @@ def _mlp(c: _Config, hidden_size: int, act: str) -> MLPSpec:
     )
 
 
-def _moe(c: _Config, hidden_size: int, act: str) -> MoESpec:
+def _moe(c: ConfigAttributes, hidden_size: int, act: str) -> MoESpec:
     experts, topk = c.size("num_moe_experts"), c.size("moe_router_topk", 2)
     if topk > experts:
         raise c.error(f"moe_router_topk ({topk}) is larger than num_moe_experts ({experts})")
@@ -508,7 +474,7 @@ def _moe(c: _Config, hidden_size: int, act: str) -> MoESpec:
     )
 
 
-def _balancing(c: _Config) -> str:
+def _balancing(c: ConfigAttributes) -> str:
     """The kinds of balancing that run: an auxiliary loss with a coefficient of 0 is not computed (``router.py:
     TopKRouter.is_aux_loss_enabled``; before 0.14 its scores are, and nothing keeps them)."""
     given, coefficients = c.get("moe_router_load_balancing_type", "aux_loss"), c.get("moe_aux_loss_coeff", 0.0)
@@ -523,7 +489,7 @@ def _balancing(c: _Config) -> str:
     return "+".join(running) or "none"
 
 
-def _gpt_layers(c: _Config, n: int, hidden_size: int, act: str, mixers: Sequence[Mixer]) -> list[LayerSpec]:
+def _gpt_layers(c: ConfigAttributes, n: int, hidden_size: int, act: str, mixers: Sequence[Mixer]) -> list[LayerSpec]:
     if c.get("num_moe_experts") is None:
         dense = _mlp(c, hidden_size, act)
         return [LayerSpec(mixer, dense) for mixer in mixers]
@@ -536,7 +502,7 @@ def _gpt_layers(c: _Config, n: int, hidden_size: int, act: str, mixers: Sequence
 
 
 def _hybrid_kinds(
-    c: _Config, pattern: HybridPattern, hidden_size: int, act: str, rotary: bool
+    c: ConfigAttributes, pattern: HybridPattern, hidden_size: int, act: str, rotary: bool
 ) -> dict[str, LayerSpec]:
     """Letter -> layer. Source: models/mamba/mamba_layer_specs.py."""
     kinds: dict[str, LayerSpec] = {}
@@ -564,7 +530,7 @@ def _hybrid_mtp(pattern: HybridPattern, kinds: dict[str, LayerSpec]) -> LayerSpe
     return LayerSpec(kinds[depth[0]].mixer, kinds[depth[1]].ffn)
 
 
-def _mamba(c: _Config, hidden_size: int) -> MambaSpec:
+def _mamba(c: ConfigAttributes, hidden_size: int) -> MambaSpec:
     """Source: ssm/mamba_mixer.py MambaMixer: expand 2, d_conv 4, chunk 128, RMSNorm, a conv bias only."""
     head_dim = c.size("mamba_head_dim", 64)
     if c.get("mamba_num_heads") is None and 2 * hidden_size % head_dim:
@@ -578,7 +544,7 @@ def _mamba(c: _Config, hidden_size: int) -> MambaSpec:
     )
 
 
-def _side_by_side(c: _Config, hidden_size: int, act: str, rotary: bool) -> LayerSpec:
+def _side_by_side(c: ConfigAttributes, hidden_size: int, act: str, rotary: bool) -> LayerSpec:
     """Source: megatron-bridge ``models/falcon_h1/modeling_falconh1/{falconh1_block,falconh1_model}.py``."""
     if c.get("hybrid_override_pattern") or c.get("falconh1_ratio", 1.0) != 1.0:
         raise c.error("falconh1_ratio is not 1: layers of another kind beside Falcon-H1's are not estimated")
@@ -606,7 +572,7 @@ def _side_by_side(c: _Config, hidden_size: int, act: str, rotary: bool) -> Layer
     )
 
 
-def _heterogeneous_layers(c: _Config, n: int, hidden_size: int, act: str, rotary: bool) -> list[LayerSpec]:
+def _heterogeneous_layers(c: ConfigAttributes, n: int, hidden_size: int, act: str, rotary: bool) -> list[LayerSpec]:
     """Source: transformer/heterogeneous/heterogeneous_config.py (per_block_parameters)."""
     blocks = c.get("per_block_parameters")
     if blocks is None or len(blocks) != n:
