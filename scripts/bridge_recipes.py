@@ -563,6 +563,8 @@ def refusal_of_bridge(config: Any, world: int) -> str | None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
         patches.enter_context(mock.patch.dict(os.environ))
         supply_what_is_elsewhere(config, folder)
+        if getattr(config.model, "dsa_kernel_backend", "none") != "none":  # kernels of a GPU's packages
+            patches.enter_context(mock.patch.object(config.model, "dsa_kernel_backend", "none"))
         patches.enter_context(mock.patch.object(bridge_config, "get_world_size_safe", lambda: world))
         patches.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
         patches.enter_context(warnings.catch_warnings())
@@ -594,7 +596,7 @@ def refusal_of_bridge(config: Any, world: int) -> str | None:
 
 
 def supply_what_is_elsewhere(config: Any, folder: str) -> None:
-    """The checkpoint and the data that a user names, and kernels of a GPU's packages."""
+    """The checkpoint and the data that a user names."""
     if config.peft is not None:
         config.checkpoint.pretrained_checkpoint = folder
     dataset = config.dataset
@@ -604,8 +606,6 @@ def supply_what_is_elsewhere(config: Any, folder: str) -> None:
         arguments = getattr(getattr(dataset, name, None), "load_kwargs", None)
         if arguments and "data_files" in arguments:
             arguments["data_files"] = folder
-    if getattr(config.model, "dsa_kernel_backend", "none") != "none":
-        config.model.dsa_kernel_backend = "none"
 
 
 def layout_words(config: Any, world: int) -> str:

@@ -715,8 +715,11 @@ def _cuda_graphs(model: Any) -> str:
 
 def _graphed_modules(model: Any) -> tuple[str, ...]:
     """The fields of ``TransformerConfig`` hold a list, or words in one text, of names or of an enum's members; "full",
-    and what is no module of a layer, mean whole layers (``cuda_graph_config.py: normalize_cuda_graph_modules``)."""
-    keys = _words("cuda_graph_modules cuda_graph_scope cuda_graph_scope_deprecated")
+    and what is no module of a layer, mean whole layers (``cuda_graph_config.py: normalize_cuda_graph_modules``).
+    The older name, where it is set, is what becomes of the newer one. Without graphs they do nothing."""
+    if _cuda_graphs(model) == "none":
+        return ()
+    keys = _words("cuda_graph_scope cuda_graph_scope_deprecated cuda_graph_modules")
     given: Any = next((found for key in keys if (found := _get(model, key))), ())
     items = given.split(",") if isinstance(given, str) else given if isinstance(given, (list, tuple)) else [given]
     names = [str(getattr(item, "name", item)).rpartition(".")[2].strip() for item in items]
