@@ -69,10 +69,12 @@ def test_it_is_what_the_real_code_does(command: str, capsys: pytest.CaptureFixtu
     table: list[dict[str, Any]] = json.loads(out)["rows"]
     names = {row["name"].split(": ")[-1] for row in table}
     assert {"parameters (elements)", "optimizer state", "forward peak", "backward peak", "peak"} <= names
+    # The rows of a few experts are padded in fp8 by about half a multiple each, which is what is counted.
+    share = 0.005 if "--fp8" in command else 0.0005
     for row in table:
         allowed = {
             "parameters (elements)": 0.0, "weights": 0.0, "gradients": 0.0, "optimizer state": 0.0,
             # Amaxes of delayed scaling, a few bytes a linear, are in no table of ours.
             "held by MoE dispatchers": 4096.0,
-        }.get(row["name"], max(0.0005 * row["found"], 200_000.0))  # fmt: skip
+        }.get(row["name"], max(share * row["found"], 200_000.0))  # fmt: skip
         assert abs(row["difference"]) <= allowed, row
