@@ -132,10 +132,14 @@ def test_neither_torch_nor_megatron_is_imported() -> None:
         ({}, ()), ({"cuda_graph_modules": "full"}, ()),
         ({"cuda_graph_modules": "attn,moe_router"}, ("attn", "moe_router")),
         ({"cuda_graph_scope": [SimpleNamespace(name="mlp")]}, ("mlp",)), ({"cuda_graph_scope": "attn"}, ("attn",)),
+        # As Megatron Bridge's recipes set it: the newer name has its default.
+        ({"cuda_graph_scope": ["moe_router"], "cuda_graph_modules": "full"}, ("moe_router",)),
+        ({"cuda_graph_scope": ["moe_router"], "cuda_graph_impl": "none"}, ()),
     ],
 )  # fmt: skip
 def test_the_modules_that_graphs_cover_are_read(fields: dict[str, object], modules: tuple[str, ...]) -> None:
     """Words or members of an enum, under the name of either release."""
+    fields = {"cuda_graph_impl": "transformer_engine", **fields}
     config = namespace(**{f"model__{name}": value for name, value in fields.items()})
     assert run_from_config_container(config, world_size=8).implementation.cuda_graph_modules == modules
 
