@@ -7,7 +7,7 @@ made of both, is the whole product in one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.engines.by_name import engine_of
@@ -343,6 +343,12 @@ class _Stages(StageHolds):
         self.plan = layout(run.model, run.parallel)
         self._explained: dict[int, tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]] = {}
         self._microbatches = run.num_microbatches
+        #: Of ``dynamic_peak`` and ``peak_bytes``, the same for every stage.
+        self._of_schedule: dict[str, Any] = {
+            "group_size": run.parallel.microbatch_group_size_per_vp_stage, "hidden_bytes": self.ctx.hidden_bytes,
+            "overlap_moe_expert_parallel_comm": run.implementation.overlap_moe_expert_parallel_comm,
+            "keeps_outputs": not run.implementation.deallocate_pipeline_outputs,
+        }  # fmt: skip
         self._stages = [self.held(shapes) for shapes in self.plan.shapes(run.model)]
 
     def __iter__(self) -> Iterator[_Held]:
@@ -363,32 +369,13 @@ class _Stages(StageHolds):
 
     def moment(self, rank: int, held: _Held, phase: str | None = None) -> PeakMoment:
         """The highest moment of a stage; ``phase``: of its forward or backward passes."""
-        run = self.run
         return dynamic_peak(
-            run.parallel.pp,
-            rank,
-            self._microbatches,
-            held.costs,
-            group_size=run.parallel.microbatch_group_size_per_vp_stage,
-            hidden_bytes=self.ctx.hidden_bytes,
-            overlap_moe_expert_parallel_comm=run.implementation.overlap_moe_expert_parallel_comm,
-            keeps_outputs=not run.implementation.deallocate_pipeline_outputs,
-            phase=phase,
+            self.run.parallel.pp, rank, self._microbatches, held.costs, phase=phase, **self._of_schedule
         )
 
     def peak(self, rank: int, held: _Held) -> StagePeak:
         """Of the stage of this rank, if it held this."""
-        run = self.run
-        moment = peak_bytes(
-            run.parallel.pp,
-            rank,
-            self._microbatches,
-            held.costs,
-            group_size=run.parallel.microbatch_group_size_per_vp_stage,
-            hidden_bytes=self.ctx.hidden_bytes,
-            overlap_moe_expert_parallel_comm=run.implementation.overlap_moe_expert_parallel_comm,
-            keeps_outputs=not run.implementation.deallocate_pipeline_outputs,
-        )
+        moment = peak_bytes(self.run.parallel.pp, rank, self._microbatches, held.costs, **self._of_schedule)
         static = held.static_bytes
         return StagePeak(rank, static + held.between_bytes, static + held.beyond_static(moment))
 

@@ -11,6 +11,17 @@ from math import exp, log
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.cli.engine_files import named
+from bridge_memory.cli.measured import named_seconds
+from bridge_memory.cli.ranked import (
+    CHARTED,
+    as_csv,
+    as_markdown,
+    memory_against_time,
+    refused_by_field,
+    row_to_emit,
+    tie_of_rows,
+    without_times,
+)
 from bridge_memory.cli.run_arguments import run_on_gpus
 from bridge_memory.cli.run_flags import spelling
 from bridge_memory.plan.engine_space import AXES, ON_DEMAND, EngineSpace, engines_of, is_of
@@ -198,14 +209,7 @@ def _measured(texts: Sequence[str], space: EngineSpace, hardware: Hardware) -> t
 
     logs, shown = [], []
     for text in texts:
-        name, equals, last = text.rpartition("=")
-        flag = f"--measured-step-time ({show(text)})"
-        try:
-            seconds = float(last)
-        except ValueError:
-            seconds = 0.0
-        if not (equals and 0 < seconds < 1e6):
-            raise SpecError(f"{flag} does not end in = and the seconds of a step; {_HOW}")
+        name, flag, seconds = named_seconds(text, _HOW)
         predicted = engine_time(_named_run(name, flag, space), hardware).seconds
         if not 1 / _MOST <= seconds / predicted <= _MOST:
             raise SpecError(
@@ -354,10 +358,7 @@ def _blocks(
         f"{found.looked_at:,} ways looked at, {len(found.rows):,} fit {gpu.name}, {found.too_large:,} do not"
         + ("; stopped before the end" if found.stopped else "")
     ]
-    if found.refused:
-        notes.append(
-            "refused, by field: " + ", ".join(f"{name} {number:,}" for name, number in found.refused.most_common(6))
-        )
+    notes += refused_by_field(found.refused)
     notes += [f"the grid: {space.rule()}", *left_out]
     if not found.rows:
         return [Bullets("Nothing fits", (*notes, *_hint(args)))]
@@ -376,16 +377,13 @@ def _blocks(
     same = len(found.rows) - len(found.different)
     if same:
         notes.append(f"{same:,} of those that fit take the memory and the time of another, and are not shown")
-    if tied > 1:
-        notes.append(f"rows 1 to {tied} are a tie: step times that differ by {TIE:.0%} or less cannot be told apart")
+    notes += tie_of_rows(tied)
     notes.append(
         f"step s: {NOT_FITTED} (references/search.md); compute, sent (what no pass hides), again (checkpoints), optim "
         "and host (offloading) are its parts"
     )
     notes += _dtype_notes(space, args)
-    untimed = tuple(dict.fromkeys(name for row in best for name in not_timed_here(row.run)))
-    if untimed:
-        notes.append(f"the time model does not know {', '.join(untimed)}: times are those of the run without")
+    notes += without_times(tuple(dict.fromkeys(name for row in best for name in not_timed_here(row.run))))
     notes += [f"not modelled: {gap}" for gap in gaps(best[0].run)]
     grids: list[Drawn] = [] if args.format != "html" else [_chart(found, gpu)]
     number = base.parallel.world_size
@@ -412,27 +410,10 @@ def _dtype_notes(space: EngineSpace, args: argparse.Namespace) -> list[str]:
     ]
 
 
-#: Rows that a chart shows, at most.
-_CHARTED = 300
-
-
 def _chart(found: EnginesFound, gpu: Gpu) -> Chart:
-    """Peak over step time: the front, and the fastest of the others."""
-    from bridge_memory.report.document import Chart
-
     front = found.front()
-    others = [row for row in found.rows[:_CHARTED] if row not in front]
-
-    def points(rows: Sequence[EngineRow]) -> list[list[Any]]:
-        return [[row.time.seconds, row.peak / 2**30, row_words(row)] for row in rows]
-
-    series: list[dict[str, Any]] = [
-        {"name": "others that fit", "tone": "some", "line": "", "points": points(others)},
-        {"name": "no other is both faster and smaller", "tone": "predicted", "line": "steps", "dots": True,
-         "points": points(front)},
-    ]  # fmt: skip
-    axes = {"x": {"title": "step by the time model", "unit": "s"}, "y": {"title": f"peak on {gpu.name}", "unit": "GiB"}}
-    return Chart("Memory against time", "plot", {**axes, "series": series})
+    others = [row for row in found.rows[:CHARTED] if row not in front]
+    return memory_against_time(front, others, row_words, gpu)
 
 
 def row_words(row: EngineRow) -> str:
@@ -470,17 +451,8 @@ def _written(found: EnginesFound, args: argparse.Namespace, space: EngineSpace, 
             indent=2,
         )  # fmt: skip
     if args.format == "csv":
-        import csv
-        import io
-
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(records[0]) if records else list(_HEADINGS), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
-        return text.getvalue().rstrip("\n")
-    lines = ["| " + " | ".join(_HEADINGS) + " |", "|" + " --- |" * len(_HEADINGS)]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in best]
-    return "\n".join(lines)
+        return as_csv(records, _HEADINGS)
+    return as_markdown(_HEADINGS, map(cells, best))
 
 
 def _emit(found: EnginesFound, args: argparse.Namespace, gpu: Gpu) -> None:
@@ -490,11 +462,7 @@ def _emit(found: EnginesFound, args: argparse.Namespace, gpu: Gpu) -> None:
 
     from bridge_memory.cli.engine_emit import emitted, engine_command
 
-    if not found.rows:
-        raise SpecError("nothing fits; there is no row to emit")
-    if args.row > len(found.different):
-        raise SpecError(f"--row {args.row} does not exist; {len(found.different)} different ways fit")
-    row = found.different[args.row - 1]
+    row = row_to_emit(found.different, args.row, "different ways")
     flags = _without_ranges(args)
     fields = {**row.fields, **_mixed(args, row.run.data_parallel.engine)}
     if args.emit == "estimate":

@@ -23,9 +23,9 @@ def measured_steps(texts: list[str], space: Space) -> list[Measured]:
     return [_measured(text, space) for text in texts]
 
 
-def _measured(text: str, space: Space) -> Measured:
-    from bridge_memory.speed.measured import Measured
-
+def named_seconds(text: str, how: str) -> tuple[str, str, float]:
+    """(what ``LAYOUT=SECONDS`` names, the flag with its value for messages, the seconds). Raises SpecError, which says
+    ``how`` to write it."""
     flag = f"--measured-step-time ({show(text)})"
     name, equals, last = text.rpartition("=")
     try:
@@ -33,7 +33,14 @@ def _measured(text: str, space: Space) -> Measured:
     except ValueError:
         seconds = 0.0
     if not (equals and 0 < seconds < 1e6):
-        raise SpecError(f"{flag} does not end in = and the seconds of a step; {HOW}")
+        raise SpecError(f"{flag} does not end in = and the seconds of a step; {how}")
+    return name, flag, seconds
+
+
+def _measured(text: str, space: Space) -> Measured:
+    from bridge_memory.speed.measured import Measured
+
+    name, flag, seconds = named_seconds(text, HOW)
     base = space.base
     parallel: dict[str, Any] = {"world_size": space.num_gpus}
     batch: dict[str, Any] = {"global_batch_size": space.global_batch_size or base.batch.global_batch_size}

@@ -6,7 +6,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,16 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.cli import engine_search
 from bridge_memory.cli.measured import measured_steps
 from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.cli.ranked import (
+    CHARTED,
+    as_csv,
+    as_markdown,
+    memory_against_time,
+    refused_by_field,
+    row_to_emit,
+    tie_of_rows,
+    without_times,
+)
 from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.cli.templates import template
 from bridge_memory.plan.engine_space import SEVERAL
@@ -231,7 +241,7 @@ def _recompute(r: Any) -> str:
 
 
 def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu, calibration: str) -> list[Drawn]:
-    from bridge_memory.plan.search import TIE, ties
+    from bridge_memory.plan.search import ties
     from bridge_memory.report.document import Bullets, Column, Grid
     from bridge_memory.spec.gaps import gaps
     from bridge_memory.speed.step_time import not_timed
@@ -257,26 +267,19 @@ def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu, cali
         f"({found.without_activations:,} of them by their model state alone)"
         + ("; stopped before the end" if found.stopped else ""),
     ]
-    if found.refused:
-        notes.append(
-            "refused, by field: " + ", ".join(f"{name} {number:,}" for name, number in found.refused.most_common(6))
-        )
+    notes += refused_by_field(found.refused)
     notes.append(f"the grid: {space.rule()}" + ("" if space.exhaustive else " (--exhaustive: all that divides)"))
     if not found.rows:
         return [Bullets("Nothing fits", tuple(notes))]
-    tied = ties(best)
-    if tied > 1:
-        notes.append(f"rows 1 to {tied} are a tie: step times that differ by {TIE:.0%} or less cannot be told apart")
+    notes += tie_of_rows(ties(best))
     notes.append(
         "step s is a model's, for ranking: work over rates fitted on measured runs; compute, sent (all communication "
         "that nothing hides), bubble and again (recomputation) are its parts"
     )
     if calibration:
         notes.append(calibration)
-    untimed, unknown = not_timed(best[0].run), gaps(best[0].run)
-    if untimed:
-        notes.append(f"the time model does not know {', '.join(untimed)}: times are those of the run without")
-    notes += [f"not modelled: {gap}" for gap in unknown]
+    notes += without_times(not_timed(best[0].run))
+    notes += [f"not modelled: {gap}" for gap in gaps(best[0].run)]
     if base.model.has_experts:
         notes.append("no measured group varies EP: how layouts with different EP compare rests on the model alone")
     grids: list[Drawn] = [] if args.format != "html" else [_chart(found, gpu)]
@@ -288,27 +291,10 @@ def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu, cali
     return grids
 
 
-#: Layouts that a chart shows, at most.
-_CHARTED = 300
-
-
 def _chart(found: Found, gpu: Gpu) -> Chart:
-    """Peak over step time: the front, and the fastest of the others."""
-    from bridge_memory.report.document import Chart
-
     front = found.front()
-    others = [row for row in found.best(_CHARTED) if row not in front]
-
-    def points(rows: Sequence[Row]) -> list[list[Any]]:
-        return [[row.time.seconds, row.peak / 2**30, _layout_words(row)] for row in rows]
-
-    series: list[dict[str, Any]] = [
-        {"name": "others that fit", "tone": "some", "line": "", "points": points(others)},
-        {"name": "no other is both faster and smaller", "tone": "predicted", "line": "steps", "dots": True,
-         "points": points(front)},
-    ]  # fmt: skip
-    axes = {"x": {"title": "step by the time model", "unit": "s"}, "y": {"title": f"peak on {gpu.name}", "unit": "GiB"}}
-    return Chart("Memory against time", "plot", {**axes, "series": series})
+    others = [row for row in found.best(CHARTED) if row not in front]
+    return memory_against_time(front, others, _layout_words, gpu)
 
 
 def _layout_words(row: Row) -> str:
@@ -348,29 +334,15 @@ def _written(found: Found, args: argparse.Namespace, space: Space, calibration: 
             indent=2,
         )  # fmt: skip
     if args.format == "csv":
-        import csv
-        import io
-
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(records[0]) if records else list(_HEADINGS), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
-        return text.getvalue().rstrip("\n")
-    lines = ["| " + " | ".join(_HEADINGS) + " |", "|" + " --- |" * len(_HEADINGS)]
-    for row in found.best(args.top):
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in _row(row)) + " |")
-    return "\n".join(lines)
+        return as_csv(records, _HEADINGS)
+    return as_markdown(_HEADINGS, map(_row, found.best(args.top)))
 
 
 def _emitted(found: Found, args: argparse.Namespace, gpu: Gpu) -> str:
     from bridge_memory.cli.emit import bridge_overrides, estimate_command, megatron_arguments
 
     best = found.best(max(args.top, args.row))
-    if not best:
-        raise SpecError("nothing fits; there is no row to emit")
-    if args.row > len(best):
-        raise SpecError(f"--row {args.row} does not exist; {len(best)} layouts fit")
-    run = best[args.row - 1].run
+    run = row_to_emit(best, args.row, "layouts").run
     if args.emit == "megatron-args":
         return megatron_arguments(run)
     return bridge_overrides(run) if args.emit == "bridge" else estimate_command(run, args, gpu.name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bridge_memory.inventory.attention import core_attention, cosine_and_sine
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.sparse_attention import record_sparse_attention
+from bridge_memory.inventory.sparse_attention import MODULES, record_sparse_attention
 from bridge_memory.inventory.tape import Region, Tensor
 from bridge_memory.releases import (
     LATENTS_HELD,
@@ -72,15 +72,8 @@ def record_mla(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
         tape.keep_alive(*latents)
     if recompute_norm:
         tape.discard(norm_region, normed)
-    r.arrange(first, "input_layernorm", *(f"self_attention.{m}" for m in _MODULES))
+    r.arrange(first, "input_layernorm", *(f"self_attention.{m}" for m in MODULES))
     return y
-
-
-#: In the order in which they are registered.
-_MODULES = (
-    "core_attention", "linear_proj", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj",
-    "linear_kv_up_proj", "q_layernorm", "kv_layernorm",
-)
 
 
 def _query_key_value(

@@ -18,6 +18,11 @@ from bridge_memory.inventory.tape import Tensor
 from bridge_memory.spec import IndexerSpec, MLASpec, SparseSpec, divide
 
 CORE = "self_attention.core_attention."
+#: In the order in which latent attention registers them, absorbed or not (``mla``).
+MODULES = (
+    "core_attention", "linear_proj", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj",
+    "linear_kv_up_proj", "q_layernorm", "kv_layernorm",
+)
 INDEXER = CORE + "indexer."
 #: Width of values that FlashMLA's sparse kernel takes; bytes of scores that are made at a time.
 FLASH_MLA_VALUE = 512
@@ -79,15 +84,8 @@ def record_sparse_attention(r: Recorder, spec: MLASpec, x: Tensor) -> Tensor:
         )
     if recompute_norm:
         tape.discard(norm_region, normed)
-    r.arrange(first, "input_layernorm", *(f"self_attention.{m}" for m in _MODULES))
+    r.arrange(first, "input_layernorm", *(f"self_attention.{m}" for m in MODULES))
     return y
-
-
-#: In the order in which they are registered.
-_MODULES = (
-    "core_attention", "linear_proj", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj",
-    "linear_kv_up_proj", "q_layernorm", "kv_layernorm",
-)
 
 
 def _query_and_key(

@@ -100,7 +100,7 @@ def broken(*args: Any) -> Any:
 @pytest.mark.parametrize("options", [
     {"read": broken}, {"emit": broken}, {"path": "/proc/none/r.jsonl"}, {"run": Broken()}, {"seq_length": -3},
     {"calibration": "/proc/none/c.json"},
-], ids=str)  # fmt: skip
+], ids=lambda options: ",".join(options))  # fmt: skip
 def test_whatever_fails_training_goes_on(tmp_path: Path, options: dict[str, Any]) -> None:
     callback = MemoryReportCallback(**{"path": None, "emit": lambda text: None, "read": reading, **options})
     assert train(tmp_path, callback).state.global_step == 4
