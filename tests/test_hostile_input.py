@@ -40,9 +40,10 @@ SECONDS = 20.0
 
 @pytest.fixture(autouse=True)
 def in_time() -> Any:
-    started = time.monotonic()
+    """Of this process's CPU: other work on the machine does not count."""
+    started = time.process_time()
     yield
-    assert time.monotonic() - started < SECONDS
+    assert time.process_time() - started < SECONDS
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

@@ -214,17 +214,6 @@ def test_a_refusal_names_its_field_and_every_change_that_it_offers_is_answered(
         assert client.post("/api/estimate", {**QWEN, "options": fixed})[0] == 200, offered
 
 
-def test_an_answer_takes_no_longer_than_a_tenth_of_a_second(client: Client) -> None:
-    """The median of changes of a model of 235 B on 256 GPUs, once the first is answered."""
-    client.post("/api/estimate", QWEN)
-    took = []
-    for length in range(1024, 1024 + 15 * 256, 256):
-        start = time.perf_counter()
-        assert client.post("/api/estimate", {**QWEN, "options": {**QWEN["options"], "seq-length": length}})[0] == 200
-        took.append(time.perf_counter() - start)
-    assert sorted(took)[len(took) // 2] < 0.1
-
-
 # ---- searches ----
 
 
