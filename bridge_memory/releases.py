@@ -182,6 +182,9 @@ ROUTER_BIAS = since(core=(0, 15))
 #: The convolution of a Mamba mixer is two parameters of the mixer, conv1d_weight and conv1d_bias, and no module conv1d
 #: (``ssm/mamba_mixer.py: MambaMixer.__init__``).
 MAMBA_CONVOLUTION_IS_NO_MODULE = since(core=(0, 19))
+#: A variable of ``ssm/mamba_mixer.py: MambaMixer.forward`` holds zxBCdt [s, b, .] to its end; before, its copy
+#: [b, s, .] takes its name.
+MAMBA_PROJECTION_HELD = since(core=(0, 15))
 
 #: Routed experts are data-parallel over their own ranks also where EP is 1 and only ETP differs from TP
 #: (``extensions/transformer_engine.py``, ``tensor_parallel/layers.py``: ``use_expert_pgs``; before, ``allreduce`` is

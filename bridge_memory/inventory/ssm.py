@@ -12,7 +12,7 @@ from math import ceil
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.sizes import largest, smallest
 from bridge_memory.inventory.tape import Tensor
-from bridge_memory.releases import DELTA_NET_TOKENS_FIRST, MAMBA_CONVOLUTION_IS_NO_MODULE
+from bridge_memory.releases import DELTA_NET_TOKENS_FIRST, MAMBA_CONVOLUTION_IS_NO_MODULE, MAMBA_PROJECTION_HELD
 from bridge_memory.spec import GatedDeltaNetSpec, MambaSpec, divide
 
 #: Tokens a chunk of flash-linear-attention's gated delta rule.
@@ -101,7 +101,8 @@ def record_mamba(
         stats = tape.tensor("mixer norm rstd", 4 * ctx.tokens * groups, grad=False)
         y = tape.make("mixer norm output", y, inner_bytes, saves=(y, stats), also=(stats,))
     out = r.row_linear(f"{name}.out_proj", y, inner, ctx.hidden_size, bias=spec.proj_bias)
-    tape.keep_alive(projected)  # a variable of MambaMixer.forward
+    if MAMBA_PROJECTION_HELD(ctx.impl):
+        tape.keep_alive(projected)  # a variable of MambaMixer.forward
     r.arrange(first, *(f"{name}.{m}" for m in ("in_proj", "conv1d", "norm", "out_proj")), "norm")
     return out
 

@@ -124,11 +124,13 @@ def _with_joined_states(link: Link, model: ModelSpec, number: int, depths: int, 
 
 def _before_losses(link: Link, others: int, ctx: BlockContext, waiting: PendingGradients, *, first: bool) -> Link:
     """A loss whose backward finds what ``others`` after it left: gradients of their hidden states, and the tensor of
-    all hidden states while a loss before it keeps a part."""
+    all hidden states while a loss before it keeps a part. Where each loss follows its depth, the depth after it gave
+    its input's gradient, and that input, which the depth counted, is there for the loss still."""
     hidden = hidden_states_bytes(ctx)
     joined = mtp_loss_is_outside(ctx)
-    gradients = (others if joined else 1) * hidden
-    kept = others * hidden if joined else 0
+    before_a_depth = others > 1 and not joined
+    gradients = (others if joined else 1 + before_a_depth) * hidden
+    kept = others * hidden if joined else before_a_depth * hidden
     summed = waiting.own + waiting.total + gradients + hidden
     if joined and not first:
         summed += kept + hidden

@@ -353,6 +353,18 @@ def test_a_mamba_layer_keeps_what_a_hand_counts() -> None:
     assert rehearse_layer(run, first).saved_bytes == count
 
 
+def test_a_mamba_layer_of_two_sequences_holds_its_projection_or_not() -> None:
+    """zxBCdt is copied, sequence by sequence; from 0.15 on a variable holds it beside its copy all through the scan:
+    9.5 MB at the forward peak."""
+    model = resolve_model(HYBRID[0])
+    first = next(i for i, layer in enumerate(model.layers) if isinstance(layer.mixer, MambaSpec))
+    run = RunSpec(
+        model=model, parallel=parallel(8, 8), batch=BatchSpec(seq_length=512, micro_batch_size=2), implementation=LOCAL
+    )
+    found = compare_layer(run, first)
+    assert abs(found.forward_error) <= 0.002, "\n" + "\n".join(found.lines())
+
+
 #: What came later than 0.13: model, release, in which layout.
 LATER: dict[str, tuple[ModelSpec, tuple[int, int], ParallelSpec]] = {
     "softmax sink": (
