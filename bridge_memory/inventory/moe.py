@@ -175,6 +175,7 @@ def moe_layer(r: Recorder, spec: MoESpec, x: Tensor, *, shared_input: Tensor | N
     tokens = x
     if spec.latent_size:
         tokens = r.plain_linear("mlp.fc1_latent_proj", x, n.entering, ctx.hidden_size, width)
+    later = tape.delaying
     with tape.assumed(not ctx.impl.moe_pad_expert_input_to_capacity):
         dispatched, dispatched_probs, row_map = _dispatch(r, spec, tokens, probs, routing_map, n, width)
         tape.part = Part.MOE_EXPERTS
@@ -183,6 +184,8 @@ def moe_layer(r: Recorder, spec: MoESpec, x: Tensor, *, shared_input: Tensor | N
         y, combined = _combine(r, spec, expert_out, row_map, n, width, dispatched)
     if spec.latent_size:
         y = r.plain_linear("mlp.fc2_latent_proj", y, n.entering, width, ctx.hidden_size)
+    if later:
+        tape.delay_ends()
     shared_output: tuple[Tensor, ...] = ()
     if gemma:
         y = r.norm("mlp.post_moe_layernorm", y, ctx.hidden_size, ctx.tokens_sp)
@@ -392,12 +395,14 @@ def _dispatch(
                          also=(row_map, *by_expert, permuted_probs))
     tape.keep_alive(routing_map)
     if not alltoall:
+        _node_of_experts(r)
         return [x, probs, permuted], permuted_probs, row_map
     steps = [permuted]
     if ctx.ep > 1:
         permuted = tape.make("tokens after all-to-all", permuted, n.arrived * row)
         permuted_probs = tape.make("probabilities after all-to-all", permuted_probs, n.arrived * prob_bytes)
     steps.append(permuted)
+    _node_of_experts(r)
     if ctx.etp > 1:
         permuted = tape.make("tokens gathered over ETP", permuted, n.received * row)
         permuted_probs = tape.make("probabilities gathered over ETP", permuted_probs, n.received * prob_bytes)
@@ -406,6 +411,13 @@ def _dispatch(
         permuted = tape.make("tokens sorted by expert", permuted, n.received * row, saves=order, also=order)
         permuted_probs = tape.make("sorted probabilities", permuted_probs, n.received * prob_bytes)
     return [*steps, permuted], permuted_probs, row_map
+
+
+def _node_of_experts(r: Recorder) -> None:
+    """After the exchange: weight gradients of experts wait until what follows, up to the exchange back, has run
+    backward (megatron-core ``models/common/model_chunk_schedule_plan.py``: the node ``mlp``)."""
+    if r.tape.delaying:
+        r.tape.delay("experts' weight gradients")
 
 
 def _sort_order(r: Recorder, n: _Tokens) -> tuple[Tensor, ...]:
@@ -427,11 +439,14 @@ def _flex_dispatch(
     if r.ctx.impl.moe_flex_dispatcher_backend == "deepep":
         x = tape.make("dispatched tokens", (x, probs), n.arriving_once * row)
         steps.append(x)
+        _node_of_experts(r)
     row_map = tape.tensor("permutation row map", n.arriving_once * (2 * spec.topk + 1) * 4, grad=False)
     permuted_probs = tape.tensor("permuted probabilities", n.received * 4)
     permuted = tape.make(
         "permuted tokens", (x, probs), n.received * row, saves=(row_map,), also=(row_map, permuted_probs)
     )
+    if r.ctx.impl.moe_flex_dispatcher_backend != "deepep":
+        _node_of_experts(r)
     return [*steps, permuted], permuted_probs, row_map
 
 
@@ -509,11 +524,16 @@ def _linear(
         whole = kept[0].bytes
         layouts += whole if r.fp8 else 0
         kept = also = (_stashed(r, kept[0]),)
+    again = whole + r.requantized_input(rows * in_features, original=original)
+    later = None
+    if r.tape.delaying:
+        # Gradients of grouped weights are there from their backward on (``grouped_linear.py``: wgrad_packed).
+        later = r.delayed(kept, rows * out_features, 0, gathered=again)
+        later = later._replace(made=later.made + wgrad)
     return r.tape.make(
         f"{name} output", x, rows * out_features * r.ctx.act, saves=kept, also=also, workspace=layouts,
         for_backward=0 if original else layouts,
-        backward_workspace=wgrad + r.quantized_gradient(rows * out_features) + whole
-        + r.requantized_input(rows * in_features, original=original),
+        backward_workspace=wgrad + r.quantized_gradient(rows * out_features) + again, delayed=later,
     )
 
 
