@@ -511,9 +511,10 @@ def _add_weighted_bias(r: Recorder, x: Tensor, probs: Tensor, elements: int, exp
 
 def _linear(
     r: Recorder, name: str, module: str, x: Tensor, rows: Any, in_features: Any, out_features: Any, wgrad: Any, *,
-    row: bool = False, original: bool = False,
+    row: bool = False, original: bool = False, grouped: bool = True,
 ) -> Tensor:  # fmt: skip
-    """fc1 or (``row``) fc2 of experts, [rows, in] -> [rows, out]; ``wgrad``: scratch for its weight's gradient.
+    """fc1 or (``row``) fc2 of experts, [rows, in] -> [rows, out], of all of them (``grouped``) or of one; ``wgrad``:
+    scratch for its weight's gradient.
     ``original``: it keeps its input as it is, where that is made again for backward."""
     if r.frozen:
         return frozen.expert_linear(r, module, x, rows, in_features, out_features, row=row, label=f"{name} output")
@@ -527,13 +528,16 @@ def _linear(
     again = whole + r.requantized_input(rows * in_features, original=original)
     later = None
     if r.tape.delaying:
-        # Gradients of grouped weights are there from their backward on (``grouped_linear.py``: wgrad_packed).
-        later = r.delayed(kept, rows * out_features, 0, gathered=again)
-        later = later._replace(made=later.made + wgrad)
+        later = r.delayed(kept, rows * out_features, 0 if grouped else wgrad, gathered=again)
+        if grouped:
+            # Gradients of grouped weights are there from their backward on, and returned: autograd makes a copy of what
+            # the store holds too (``grouped_linear.py``: wgrad_packed; torch ``accumulate_grad.h``).
+            later = later._replace(made=later.made + 2 * wgrad)
     return r.tape.make(
         f"{name} output", x, rows * out_features * r.ctx.act, saves=kept, also=also, workspace=layouts,
         for_backward=0 if original else layouts,
-        backward_workspace=wgrad + r.quantized_gradient(rows * out_features) + again, delayed=later,
+        backward_workspace=(0 if later and not grouped else wgrad) + r.quantized_gradient(rows * out_features) + again,
+        delayed=later,
     )
 
 
@@ -613,9 +617,9 @@ def _sequential_experts(
             part = tape.make("padded tokens", part, whole * width * ctx.act)
             scale = tape.make("padded probabilities", scale, whole * (probs.bytes // n.received))
         one = f"{EXPERTS}.local_experts.0"
-        mid = _linear(r, "experts fc1", f"{one}.linear_fc1", part, whole, width, fc1_width, wgrad1)
+        mid = _linear(r, "experts fc1", f"{one}.linear_fc1", part, whole, width, fc1_width, wgrad1, grouped=False)
         act = _weighted_activation(r, spec, mid, scale, whole, f)
-        out = _linear(r, "experts fc2", f"{one}.linear_fc2", act, whole, f, width, wgrad2, row=True)
+        out = _linear(r, "experts fc2", f"{one}.linear_fc2", act, whole, f, width, wgrad2, row=True, grouped=False)
         if spec.add_bias:
             out = tape.make("experts output with bias", (out, scale), whole * width * ctx.act, saves=(scale,))
         if pads:

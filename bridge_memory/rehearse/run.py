@@ -301,6 +301,7 @@ def distributed(run: RunSpec, chunk: torch.nn.Module, index: int) -> Any:
         "num_distributed_optimizer_instances": run.parallel.num_distributed_optimizer_instances,
         "fp8_param_gather": run.precision.fp8_param,
         "reuse_grad_buf_for_mxfp8_param_ag": gathers_in_gradients(run),
+        "delay_wgrad_compute": run.implementation.delay_wgrad_compute,
     }
     known = {f.name for f in fields(DistributedDataParallelConfig)}
     config = DistributedDataParallelConfig(**{k: v for k, v in wanted.items() if k in known})
@@ -370,6 +371,7 @@ def optimizer(run: RunSpec, wrapped: list[Any]) -> Any:
         "optimizer_cpu_offload": opt.optimizer_cpu_offload,
         "optimizer_offload_fraction": opt.optimizer_offload_fraction,
         "reuse_grad_buf_for_mxfp8_param_ag": gathers_in_gradients(run),
+        "delay_wgrad_compute": run.implementation.delay_wgrad_compute,
     }
     known = {f.name for f in fields(OptimizerConfig)}
     config = OptimizerConfig(**{k: v for k, v in wanted.items() if k in known})

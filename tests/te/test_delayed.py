@@ -12,8 +12,6 @@ from dataclasses import replace
 import pytest
 from test_layers import check, run_of
 
-from bridge_memory.inventory.context import context_of
-from bridge_memory.inventory.layer import layer_block
 from bridge_memory.spec import PrecisionSpec, RunSpec
 
 
@@ -28,3 +26,17 @@ def test_what_waits_is_what_the_real_store_holds(model: str, tp: int, fused: boo
     plain = run_of(model, tp=tp, ep=4, gradient_accumulation_fusion=fused)
     check(plain, saved=1e-4, peaks=1e-4)
     check(delayed(plain), saved=1e-4, peaks=1e-4)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("recompute", ["moe_act", "shared_experts", "layernorm,moe_act", "core_attn"])
+def test_beside_recomputation(recompute: str, tp: int) -> None:
+    check(delayed(run_of("shared experts", tp=tp, ep=4, recompute=recompute)), saved=1e-4, peaks=1e-4)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("model", ["shared experts", "deepseek"])
+def test_in_fp8_quantized_gradients_wait(model: str, recipe: str, tp: int) -> None:
+    run = replace(run_of(model, tp=tp, ep=4), precision=PrecisionSpec(fp8="hybrid", fp8_recipe=recipe))
+    check(delayed(run))
