@@ -189,6 +189,8 @@ FLAGS = (
          "overlap shared experts with dispatch"),
     Flag("--overlap-moe-expert-parallel-comm", "implementation.overlap_moe_expert_parallel_comm",
          "overlap expert communication over microbatches"),
+    Flag("--delay-wgrad-compute", "implementation.delay_wgrad_compute",
+         "weight gradients wait until a layer, or its experts, have run backward"),
     Flag("--cpu-offloading-num-layers", "implementation.cpu_offloading_num_layers",
          "layers whose activations go to host memory"),
     Flag("--offload-modules", "implementation.offload_modules",

@@ -125,9 +125,12 @@ class Recorder:
     def delayed(
         self, inputs: tuple[Tensor, ...], outputs: Any, weight: Any, *, gathered: Any = 0, gradient: Any = 0
     ) -> Delayed:
-        """What Transformer Engine's linear puts into its store (``module/linear.py``: ``wgrad_store.put``): what it kept
-        of its input, or what it ``gathered`` or requantized of that, and the gradient of its output, of so many
-        elements (``outputs``): as it came, quantized, or gathered (``gradient``, bytes)."""
+        """What Transformer Engine's linear puts into its store (``module/linear.py``: ``wgrad_store.put``).
+
+        What it kept of its input, or what it ``gathered`` or requantized of that; and the gradient of its output, of so
+        many elements (``outputs``): as it came, quantized, or gathered (``gradient``, bytes). ``weight``: bytes of the
+        weight's gradient, as ``weight_grad``.
+        """
         made = self.quantized_gradient(outputs) if self.fp8 else gradient
         as_kept, as_came = (type(n) is int and n == 0 for n in (gathered, made))
         return Delayed(inputs if as_kept else (), as_came, made + gathered, weight)

@@ -123,6 +123,7 @@ CASES = {
     "--moe-pad-expert-input-to-capacity": (f"{EXPERTS} --moe-expert-capacity-factor 1.5", ""),
     "--moe-shared-expert-overlap": (SHARED, ""),
     "--overlap-moe-expert-parallel-comm": (f"{EXPERTS} --pp 2 --vpp 2", ""),
+    "--delay-wgrad-compute": (f"{EXPERTS} --pp 2 --vpp 2 --overlap-moe-expert-parallel-comm", ""),
     "--transformers-version": (HUGGING.replace("Llama-3.2-1B", "Qwen3-30B-A3B --num-layers 2"), "5.0"),
     "--attn-implementation": (HUGGING, "eager"),
     "--sdpa-kernel": (HUGGING, "efficient"), "--gradient-checkpointing": (HUGGING, ""),

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from test_layers import check, run_of
 
-from bridge_memory.spec import PrecisionSpec, RunSpec
+from bridge_memory.spec import MLPSpec, PrecisionSpec, RunSpec
 
 
 def delayed(run: RunSpec) -> RunSpec:
@@ -38,5 +38,14 @@ def test_beside_recomputation(recompute: str, tp: int) -> None:
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("model", ["shared experts", "deepseek"])
 def test_in_fp8_quantized_gradients_wait(model: str, recipe: str, tp: int) -> None:
-    run = replace(run_of(model, tp=tp, ep=4), precision=PrecisionSpec(fp8="hybrid", fp8_recipe=recipe))
+    card = "blackwell" if recipe == "mxfp8" else "hopper"
+    run = replace(run_of(model, tp=tp, ep=4, gpu_arch=card), precision=PrecisionSpec(fp8="hybrid", fp8_recipe=recipe))
     check(delayed(run))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_dense_layers_of_a_mixture(tp: int) -> None:
+    run = delayed(run_of("deepseek", tp=tp, ep=4))
+    experts = run.model.layers[1]
+    dense = replace(experts, ffn=MLPSpec(18432, gated=True))
+    check(replace(run, model=replace(run.model, layers=(experts, dense))), saved=1e-4, peaks=1e-4)
