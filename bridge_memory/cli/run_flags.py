@@ -195,6 +195,8 @@ FLAGS = (
          "layers whose activations go to host memory"),
     Flag("--offload-modules", "implementation.offload_modules",
          "modules whose saved tensors go to host memory (fine-grained offloading)", metavar="A,B"),
+    Flag("--min-offloaded-tensor-size", "implementation.min_offloaded_tensor_size",
+         "of them those with fewer elements stay (default: 1048576)", metavar="ELEMENTS"),
     # Hugging Face transformers
     Flag("--transformers-version", "transformers.transformers_version", "release of transformers", metavar="X.Y"),
     Flag("--attn-implementation", "transformers.attn_implementation", "attention of transformers' classes"),

@@ -26,9 +26,6 @@ from bridge_memory.components import Part, Provenance
 from bridge_memory.inventory.sizes import Size
 from bridge_memory.inventory.tape import Discard, Flush, Landmark, Node, Op, Region, Tape, Tensor
 
-#: Bytes: smaller tensors stay on the GPU (``TransformerConfig.min_offloaded_tensor_size``: 2^20 elements of bf16).
-MINIMUM_OFFLOADED_BYTES = 2 * 1024 * 1024
-
 #: Bits of one count; no size is there 2^23 times at once.
 _LANE = 24
 _ONE_LANE = (1 << _LANE) - 1
@@ -486,6 +483,7 @@ class _Plan:
 
     def __init__(self, tape: Tape, atoms: Atoms) -> None:
         self.tensors: list[Tensor] = []
+        self.least_offloaded = tape.least_offloaded
         self._number: dict[Tensor, int] = {}
         self._atoms = atoms
         #: By the number of a tensor: its bytes and those of its gradient in units, and its storage.
@@ -664,11 +662,12 @@ class _Run:
                 self.alive -= self.plan.units[i]
 
     def offloaded_tensors(self) -> set[int]:
-        """Storages that only offloading operations keep, large enough to be worth the copy."""
+        """Storages that only offloading operations keep, of enough elements to be worth the copy
+        (``fine_grained_activation_offload.py: ChunkOffloadHandler.tensor_need_offloading_checker``)."""
         return {
             i for i, n in self._offloaded.items()
-            if n == self.refs[i] - self.scope[i]
-            and self.plan.tensors[i].bytes >= MINIMUM_OFFLOADED_BYTES and i not in self.emptied
+            if n == self.refs[i] - self.scope[i] and i not in self.emptied
+            and (t := self.plan.tensors[i]).bytes >= self.plan.least_offloaded * t.item
         }
 
     def _enter_scope(self, storages: Iterable[int]) -> None:

@@ -42,7 +42,10 @@ class Recorder:
         self.ctx = ctx
         #: Whether no weight but those of adapters has a gradient.
         self.frozen = ctx.adapters is not None
-        self.tape = Tape(refills=not RECOMPUTED_IN_PLACE(ctx.impl), frozen=self.frozen)
+        self.tape = Tape(
+            refills=not RECOMPUTED_IN_PLACE(ctx.impl), frozen=self.frozen, item=ctx.act,
+            least_offloaded=ctx.impl.min_offloaded_tensor_size,
+        )
         #: Parameters in order, those of experts once with their number.
         self.rows: list[Repeated] = []
         #: (kind, shape, bytes) of lasting scratch, as often as it was asked for.
@@ -199,7 +202,7 @@ class Recorder:
         if not self.fp8 or original:
             return (x,), ()
         word = "fp4" if self.ctx.fp8_recipe == "nvfp4" else "fp8"
-        copy = self.tape.tensor(f"{name} input in {word}", self.fp8_bytes(elements), grad=False)
+        copy = self.tape.tensor(f"{name} input in {word}", self.fp8_bytes(elements), grad=False, item=1)
         return (copy,), (copy,)
 
     @property
@@ -295,9 +298,9 @@ class Recorder:
 
     def norm_statistics(self, name: str, rows: int) -> tuple[Tensor, ...]:
         """fp32 reciprocal deviations, and means for LayerNorm: 4 bytes a row each."""
-        stats = [self.tape.tensor(f"{name} rstd", 4 * rows, grad=False)]
+        stats = [self.tape.tensor(f"{name} rstd", 4 * rows, grad=False, item=4)]
         if self.ctx.normalization == "LayerNorm":
-            stats.append(self.tape.tensor(f"{name} mean", 4 * rows, grad=False))
+            stats.append(self.tape.tensor(f"{name} mean", 4 * rows, grad=False, item=4))
         return tuple(stats)
 
     def column_linear(
@@ -347,7 +350,7 @@ class Recorder:
             own = self.fp8_bytes(kept) if self.fp8 else kept * ctx.act
             if sp and self.fp8 and ctx.fp8_recipe == "nvfp4":
                 own, layouts = own + layouts, 0  # what is gathered again is kept in both layouts
-            normed = self.tape.tensor(f"{name} norm output", own, grad=False)
+            normed = self.tape.tensor(f"{name} norm output", own, grad=False, item=1 if self.fp8 else None)
             return self.tape.make(
                 name, x, out_bytes,
                 saves=(x, normed, *stats), also=(normed, *stats),

@@ -43,17 +43,19 @@ class Tensor:
     A view has no bytes of its own: whoever holds it holds ``whole``, the tensor that it is a part of.
     """
 
-    __slots__ = ("bytes", "grad_bytes", "name", "part", "provenance", "units", "whole")
+    __slots__ = ("bytes", "grad_bytes", "item", "name", "part", "provenance", "units", "whole")
 
     def __init__(
         self, name: str, nbytes: Bytes, grad_bytes: Bytes, part: Part = Part.NONE,
-        provenance: Provenance = Provenance.FORMULA,
+        provenance: Provenance = Provenance.FORMULA, item: int = 2,
     ) -> None:
         self.name = name
         self.part = part
         self.provenance = provenance
         self.bytes = nbytes
         self.grad_bytes = grad_bytes
+        #: Bytes of an element.
+        self.item = item
         self.whole: Tensor | None = None
         #: ``bytes`` in the units of ``alive``.
         self.units = 0
@@ -181,8 +183,14 @@ Node = Op | Region | Discard | Landmark | Flush
 class Tape:
     """Records one block's forward pass. See the module docstring for the words."""
 
-    def __init__(self, *, refills: bool = False, frozen: bool = False) -> None:
-        """``frozen``: weights have no gradients, but for those of operations that say that they train."""
+    def __init__(
+        self, *, refills: bool = False, frozen: bool = False, item: int = 2, least_offloaded: int = 1 << 20
+    ) -> None:
+        """``frozen``: weights have no gradients, but for those of operations that say that they train. ``item``: bytes
+        of an element of tensors that do not say it. ``least_offloaded``: elements; smaller tensors stay on the GPU
+        (``TransformerConfig.min_offloaded_tensor_size``)."""
+        self.item = item
+        self.least_offloaded = least_offloaded
         self._root = Region("root")
         self._refills = refills
         self._frozen = frozen
@@ -198,17 +206,18 @@ class Tape:
 
     def input(self, name: str, nbytes: Bytes, *, requires_grad: bool = True) -> Tensor:
         """A tensor handed in by the caller; its storage is counted here."""
-        t = Tensor(name, nbytes, nbytes if requires_grad else 0, self.part, self.provenance)
+        t = Tensor(name, nbytes, nbytes if requires_grad else 0, self.part, self.provenance, self.item)
         self.input_tensors.append(t)
         return t
 
     def tensor(
         self, name: str, nbytes: Bytes, *, grad: bool = True, grad_bytes: Bytes | None = None,
-        provenance: Provenance | None = None,
+        provenance: Provenance | None = None, item: int | None = None,
     ) -> Tensor:
-        """A storage to be made by an ``op``; ``grad=False`` for masks, indices and statistics."""
+        """A storage to be made by an ``op``; ``grad=False`` for masks, indices and statistics. ``item``: bytes of an
+        element, where it is not in the dtype of activations."""
         gradient = (nbytes if grad else 0) if grad_bytes is None else grad_bytes
-        return Tensor(name, nbytes, gradient, self.part, provenance or self.provenance)
+        return Tensor(name, nbytes, gradient, self.part, provenance or self.provenance, item or self.item)
 
     def op(
         self,

@@ -696,6 +696,7 @@ def _implementation(
         offload_modules=tuple(_get(m, "offload_modules", ()))
         if _get(m, "fine_grained_activation_offloading", False)
         else (),
+        min_offloaded_tensor_size=_get(m, "min_offloaded_tensor_size", 1 << 20),
         gpu_arch=gpu_arch,
         **on,
     )
