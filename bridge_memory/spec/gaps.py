@@ -162,6 +162,7 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
                   order="as large as the dispatched tokens, in every layer")  # fmt: skip
     if run.implementation.hugging_face:
         yield from _of_transformers(run)
+    yield from _of_towers(run)
     yield from _of_engines(run)
     if optimizer.log_params_norm and optimizer.fused_main_parameters:
         # Megatron-LM training/utils.py: calc_params_l2_norm reads fp32 main parameters where megatron-core has them.
@@ -238,6 +239,21 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             Effect.UNKNOWN,
             order="a few KiB of weights and t times what q and k norms save, in every layer",
         )
+
+
+def _of_towers(run: RunSpec) -> Iterator[Gap]:
+    for tower in run.model.towers:
+        if run.implementation.hugging_face:
+            yield Gap(
+                f"{tower.name}: {tower.parameters} parameters with their gradients and optimizer state, and "
+                "activations", Effect.UP, order=TOWER,
+            )
+        else:
+            yield Gap(
+                f"{tower.name}: activations, of images and sounds", Effect.UP,
+                order="on the first stage; some 17 elements of its width for each patch of a microbatch in every layer "
+                "of it, and with torch's attention scores of patches by patches",
+            )
 
 
 def _of_sparse_attention(run: RunSpec) -> Iterator[Gap]:
