@@ -338,7 +338,7 @@ def test_the_containers_environment_is_read_where_the_process_names_no_other(
 
 
 def test_the_tower_of_a_vision_language_recipe_is_counted(recipes: Any) -> None:
-    """Qwen2.5-VL-7B: its tower has 676,550,144 parameters, transformers' own module, whole on each rank."""
+    """Qwen2.5-VL's tower is transformers' own module, whole on each rank; frozen, it is listed."""
     name = "qwen25_vl_7b_sft_config"
     if not hasattr(recipes, name):
         pytest.skip("a recipe of 0.6")
