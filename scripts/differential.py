@@ -123,7 +123,8 @@ NOT_DRAWN = frozenset({
     "--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail", "--megatron-fsdp-max-pool-double-buffer",
     "--engine", "--data-parallel-sharding-strategy", "--suggested-communication-unit-size", "--grad-comm-dtype",
     "--fp8-dot-product-attention", "--moe-imbalance",
-    "--overlap-moe-expert-parallel-comm", "--cpu-offloading-num-layers", "--offload-modules",
+    "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute", "--cpu-offloading-num-layers", "--offload-modules",
+    "--min-offloaded-tensor-size",
     "--peft", "--lora-dim", "--lora-target-modules",
     "--torch-implementation", "--paged", "--clip-grad", "--sync-each-batch", "--use-dora",
     # Dispatchers whose packages are kernels for a GPU, and options of theirs; buffers beside torch's allocator.

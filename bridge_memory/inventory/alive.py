@@ -8,7 +8,7 @@ The rules, with their source:
   are alive together; then saved tensors and output gradients go.
 * A tensor used twice gets two gradients which are summed in place when the first is nobody else's, else into a
   third (``torch/csrc/autograd/input_buffer.cpp: accumulate``).
-* Checkpoints and discarding regions as in ``tape``.
+* Checkpoints, discarding regions and delayed weight gradients as in ``tape``.
 
 Following the tape (``Structure``) and putting in the numbers (``BlockCost``) are two steps. Which tensors are alive at
 which moment depends on the tape alone, so a structure counts how often each size is there; the moments that can be the
@@ -24,10 +24,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.components import Part, Provenance
 from bridge_memory.inventory.sizes import Size
-from bridge_memory.inventory.tape import Discard, Landmark, Node, Op, Region, Tape, Tensor
-
-#: Bytes: smaller tensors stay on the GPU (``TransformerConfig.min_offloaded_tensor_size``: 2^20 elements of bf16).
-MINIMUM_OFFLOADED_BYTES = 2 * 1024 * 1024
+from bridge_memory.inventory.tape import Discard, Flush, Landmark, Node, Op, Region, Tape, Tensor
 
 #: Bits of one count; no size is there 2^23 times at once.
 _LANE = 24
@@ -407,7 +404,7 @@ class _Step:
     """An operation in numbers of tensors, and what it is the last to use among its neighbours."""
 
     __slots__ = (
-        "alias", "always_saves", "backward_workspace", "dry_workspace", "gone", "in_place", "inputs", "name",
+        "alias", "always_saves", "backward_workspace", "delayed", "dry_workspace", "gone", "in_place", "inputs", "name",
         "offloaded", "outputs", "saves", "storages", "workspace",
     )
 
@@ -426,6 +423,19 @@ class _Step:
     in_place: int
     offloaded: bool
     always_saves: bool
+    #: What its weight's gradient waits with.
+    delayed: _Delayed | None
+
+
+class _Delayed(NamedTuple):
+    """``tape.Delayed`` in numbers of tensors and units."""
+
+    flush: Flush
+    #: Storages.
+    inputs: list[int]
+    gradient: bool
+    made: int
+    weight: int
 
 
 class _Part:
@@ -465,7 +475,7 @@ class _Emptied(NamedTuple):
     part: _Part
 
 
-_Node = _Step | _Part | _Scope | _Emptied | Landmark
+_Node = _Step | _Part | _Scope | _Emptied | Landmark | Flush
 
 
 class _Plan:
@@ -473,6 +483,7 @@ class _Plan:
 
     def __init__(self, tape: Tape, atoms: Atoms) -> None:
         self.tensors: list[Tensor] = []
+        self.least_offloaded = tape.least_offloaded
         self._number: dict[Tensor, int] = {}
         self._atoms = atoms
         #: By the number of a tensor: its bytes and those of its gradient in units, and its storage.
@@ -538,7 +549,7 @@ class _Plan:
                 part = self._parts[id(node.region)]
                 part.outputs = [storage[i] for i in map(number, node.region.outputs)]
                 out.append(_Emptied(part))
-            elif isinstance(node, Landmark):
+            elif isinstance(node, (Landmark, Flush)):
                 out.append(node)
             for i in read:
                 last[i] = at
@@ -564,6 +575,13 @@ class _Plan:
         step.dry_workspace = step.workspace if op.dry_workspace is op.workspace else unit(op.dry_workspace)
         step.alias, step.in_place = op.alias, op.in_place
         step.offloaded, step.always_saves = op.offloaded, op.always_saves
+        step.delayed = None
+        if op.delayed is not None and op.flush is not None:
+            waits = op.delayed
+            step.delayed = _Delayed(
+                op.flush, [storage[i] for i in map(number, waits.inputs)], waits.gradient, unit(waits.made),
+                unit(waits.weight),
+            )
         return step
 
     def _part(self, region: Region) -> tuple[_Part, list[int]]:
@@ -612,6 +630,8 @@ class _Run:
         #: Outputs that discarding regions made anew, and the one of them that is running forward again.
         self._anew: dict[int, list[int]] = {}
         self._making = -1
+        #: What waits for weight gradients, by the point at which they are made: what runs there, and what goes then.
+        self._waiting: dict[int, list[tuple[_Step, list[_Grad]]]] = {}
 
     def copy(self) -> _Run:
         """The same moment between the passes."""
@@ -620,6 +640,7 @@ class _Run:
         other.refs, other.scope, other.emptied = self.refs.copy(), self.scope.copy(), self.emptied.copy()
         other.order, other._offloaded = self.order, self._offloaded
         other._grads, other._grad_units, other._anew, other._making = {}, 0, {}, -1
+        other._waiting = {}
         other.moments, other.landmark = [], 0
         return other
 
@@ -641,11 +662,12 @@ class _Run:
                 self.alive -= self.plan.units[i]
 
     def offloaded_tensors(self) -> set[int]:
-        """Storages that only offloading operations keep, large enough to be worth the copy."""
+        """Storages that only offloading operations keep, of enough elements to be worth the copy
+        (``fine_grained_activation_offload.py: ChunkOffloadHandler.tensor_need_offloading_checker``)."""
         return {
             i for i, n in self._offloaded.items()
-            if n == self.refs[i] - self.scope[i]
-            and self.plan.tensors[i].bytes >= MINIMUM_OFFLOADED_BYTES and i not in self.emptied
+            if n == self.refs[i] - self.scope[i] and i not in self.emptied
+            and (t := self.plan.tensors[i]).bytes >= self.plan.least_offloaded * t.item
         }
 
     def _enter_scope(self, storages: Iterable[int]) -> None:
@@ -706,6 +728,8 @@ class _Run:
                         if self.refs[i] and i not in self.emptied:
                             self.emptied.add(i)
                             self.alive -= self.plan.units[i]
+                continue
+            elif kind is Flush:
                 continue
             else:
                 self.landmark = len(self.moments)
@@ -778,6 +802,8 @@ class _Run:
                 passed = passed if inner is None else inner
             elif kind is _Emptied:
                 self._refill(step.part)  # type: ignore[union-attr]
+            elif kind is Flush:
+                self._flush(step)  # type: ignore[arg-type]
             else:
                 passed = len(self.moments)
                 self._mark(step.name)  # type: ignore[union-attr]
@@ -807,10 +833,36 @@ class _Run:
             self._mark(step.name, step.backward_workspace)
             for i in step.inputs:
                 self._add_grad(i, _Grad(units[i]), step.name)
+        if step.delayed is not None:
+            self._delay(step, grads)
         for i in saves:
             self._release(i)
         for i in grads:
             self._let_go(found.pop(i))
+
+    def _delay(self, step: _Step, grads: Sequence[int]) -> None:
+        """Its weight's gradient is not made yet: what it is made of stays."""
+        waits = step.delayed
+        assert waits is not None
+        for i in waits.inputs:
+            self._acquire(i)
+        held = [self._grads[i] for i in grads] if waits.gradient else []
+        for g in held:
+            g.refs += 1
+        self._grad_units += waits.made
+        self._waiting.setdefault(id(waits.flush), []).append((step, held))
+
+    def _flush(self, point: Flush) -> None:
+        """The weight gradients that wait for this point are made, in the order in which they came."""
+        for step, held in self._waiting.pop(id(point), ()):
+            waits = step.delayed
+            assert waits is not None
+            self._mark(f"{step.name} ({point.name})", waits.weight)
+            for i in waits.inputs:
+                self._release(i)
+            for g in held:
+                self._let_go(g)
+            self._grad_units -= waits.made
 
     def _refill(self, part: _Part) -> None:
         """Recompute a discarded region when its consumer's gradient arrives."""

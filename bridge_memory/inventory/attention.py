@@ -227,7 +227,7 @@ def core_attention(
                 turned=turned,
             )
         else:
-            lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False)
+            lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False, item=4)
             if fp8_attention(r):
                 return _in_fp8(r, qkv, lse, heads, q_width, kv_width, v_width, out_bytes, turned=turned)
             # FlashAttention makes gradients of keys and values for every head, and sums those of a group.
@@ -277,7 +277,7 @@ def core_attention(
     else:
         probs = _softmax(r, scores, scores_elements, rows if sink else 0, made, window=window)
     if ctx.attention_dropout:
-        kept = tape.tensor("attention dropout mask", scores_elements, grad=False)
+        kept = tape.tensor("attention dropout mask", scores_elements, grad=False, item=1)
         probs = tape.make("dropped probabilities", probs, scores_bytes, saves=(kept,), also=(kept,))
     # Recomputed, the local code's value is a view of which autograd keeps a gradient in the order of the view: a copy
     # of the transposed one (torch ``accumulate_grad.h: AccumulateGrad::accumulateGrad``). Repeated ones are summed.
@@ -326,11 +326,11 @@ def _in_fp8(
 
     value_head = v_width // groups
     nbytes = quantized(q_width, heads) + quantized(kv_width, groups) + quantized(v_width, groups)
-    copy = tape.tensor("query, key and value in fp8", nbytes, grad=False)
+    copy = tape.tensor("query, key and value in fp8", nbytes, grad=False, item=1)
     statistics = [lse]
     if not FP8_ATTENTION_KEEPS_ONE_STATISTIC(ctx.impl):
-        statistics.append(tape.tensor("softmax reciprocal sums", lse.bytes, grad=False))
-    small = tape.tensor("attention output in fp8", ctx.tokens * heads * value_head, grad=False)
+        statistics.append(tape.tensor("softmax reciprocal sums", lse.bytes, grad=False, item=4))
+    small = tape.tensor("attention output in fp8", ctx.tokens * heads * value_head, grad=False, item=1)
     also = (copy, *statistics, *((small,) if delayed else ()))
     backward = 4 * ctx.tokens * q_width + 4 * ctx.tokens * heads + quantized(heads * value_head, heads)
     if delayed:
@@ -490,7 +490,7 @@ def _context_parallel(
     ctx, tape = r.ctx, r.tape
     c = ctx.cp
     q_bytes = ctx.tokens * q_width * ctx.act
-    lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False)
+    lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False, item=4)
     accumulate = 4 * ctx.tokens * q_width + 4 * rows
     query, keys_values = qkv[0], qkv[1:]
     if ctx.impl.cp_comm_type == "a2a":

@@ -72,9 +72,10 @@ def mtp_block(
         cut_off = r.ctx.mtp_without_gradients
         with r.tape.checkpoint("MTP depth", () if cut_off else (x, embedded), enabled=r.ctx.mtp_recomputed):
             streams = r.ctx.residual_streams > 1
-            joined = join(r, x, embedded) if streams else record_mtp_inputs(r, x, embedded)
-            with r.within("mtp_model_layer." if MTP_MODEL_LAYER(r.ctx.impl) else "transformer_layer."):
-                y = _record_layer(r, layer, joined)
+            with r.delays("weight gradients"):
+                joined = join(r, x, embedded) if streams else record_mtp_inputs(r, x, embedded)
+                with r.within("mtp_model_layer." if MTP_MODEL_LAYER(r.ctx.impl) else "transformer_layer."):
+                    y = _record_layer(r, layer, joined)
             r.tape.keep_alive(joined)  # a variable of ``_proj_and_transformer_layer`` until the layer has returned
             y = contract(r, "", y) if streams else y
             out = r.norm("final_layernorm", y, r.ctx.hidden_size, r.ctx.tokens_sp)
@@ -142,6 +143,11 @@ _PARTS: dict[type, Part] = {
 
 
 def _record_layer(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
+    with r.delays("weight gradients"):
+        return _record_parts(r, layer, x)
+
+
+def _record_parts(r: Recorder, layer: LayerSpec, x: Tensor) -> Tensor:
     mixer, ffn = layer.mixer, layer.ffn
     r.unquantized = layer.unquantized
     if layer.arrangement != "megatron":

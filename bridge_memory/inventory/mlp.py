@@ -17,6 +17,9 @@ def record_mlp(r: Recorder, spec: MLPSpec, x: Tensor) -> Tensor:
     ctx, tape = r.ctx, r.tape
     f = divide(spec.ffn_hidden_size, ctx.tp, "ffn_hidden_size", "tensor_model_parallel_size")
     recompute_norm = ctx.recomputes("layernorm") and not ctx.te
+    later = tape.delaying
+    if later:
+        tape.delay("the MLP's weight gradients")
     if ctx.te:
         normed, region = x, None
     else:
@@ -24,6 +27,8 @@ def record_mlp(r: Recorder, spec: MLPSpec, x: Tensor) -> Tensor:
             normed = r.hold(r.norm("pre_mlp_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
     with tape.checkpoint("mlp", (normed,), enabled=ctx.recomputes("mlp")):
         y = dense_mlp(r, "mlp", normed, ctx.hidden_size, f, spec, fused_norm=ctx.te)
+    if later:
+        tape.delay_ends()
     if region is not None:
         tape.discard(region, normed)
     return y

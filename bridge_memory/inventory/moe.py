@@ -175,6 +175,7 @@ def moe_layer(r: Recorder, spec: MoESpec, x: Tensor, *, shared_input: Tensor | N
     tokens = x
     if spec.latent_size:
         tokens = r.plain_linear("mlp.fc1_latent_proj", x, n.entering, ctx.hidden_size, width)
+    later = tape.delaying
     with tape.assumed(not ctx.impl.moe_pad_expert_input_to_capacity):
         dispatched, dispatched_probs, row_map = _dispatch(r, spec, tokens, probs, routing_map, n, width)
         tape.part = Part.MOE_EXPERTS
@@ -183,6 +184,8 @@ def moe_layer(r: Recorder, spec: MoESpec, x: Tensor, *, shared_input: Tensor | N
         y, combined = _combine(r, spec, expert_out, row_map, n, width, dispatched)
     if spec.latent_size:
         y = r.plain_linear("mlp.fc2_latent_proj", y, n.entering, width, ctx.hidden_size)
+    if later:
+        tape.delay_ends()
     shared_output: tuple[Tensor, ...] = ()
     if gemma:
         y = r.norm("mlp.post_moe_layernorm", y, ctx.hidden_size, ctx.tokens_sp)
@@ -392,12 +395,14 @@ def _dispatch(
                          also=(row_map, *by_expert, permuted_probs))
     tape.keep_alive(routing_map)
     if not alltoall:
+        _node_of_experts(r)
         return [x, probs, permuted], permuted_probs, row_map
     steps = [permuted]
     if ctx.ep > 1:
         permuted = tape.make("tokens after all-to-all", permuted, n.arrived * row)
         permuted_probs = tape.make("probabilities after all-to-all", permuted_probs, n.arrived * prob_bytes)
     steps.append(permuted)
+    _node_of_experts(r)
     if ctx.etp > 1:
         permuted = tape.make("tokens gathered over ETP", permuted, n.received * row)
         permuted_probs = tape.make("probabilities gathered over ETP", permuted_probs, n.received * prob_bytes)
@@ -406,6 +411,13 @@ def _dispatch(
         permuted = tape.make("tokens sorted by expert", permuted, n.received * row, saves=order, also=order)
         permuted_probs = tape.make("sorted probabilities", permuted_probs, n.received * prob_bytes)
     return [*steps, permuted], permuted_probs, row_map
+
+
+def _node_of_experts(r: Recorder) -> None:
+    """After the exchange: weight gradients of experts wait until what follows, up to the exchange back, has run
+    backward (megatron-core ``models/common/model_chunk_schedule_plan.py``: the node ``mlp``)."""
+    if r.tape.delaying:
+        r.tape.delay("experts' weight gradients")
 
 
 def _sort_order(r: Recorder, n: _Tokens) -> tuple[Tensor, ...]:
@@ -427,11 +439,14 @@ def _flex_dispatch(
     if r.ctx.impl.moe_flex_dispatcher_backend == "deepep":
         x = tape.make("dispatched tokens", (x, probs), n.arriving_once * row)
         steps.append(x)
+        _node_of_experts(r)
     row_map = tape.tensor("permutation row map", n.arriving_once * (2 * spec.topk + 1) * 4, grad=False)
     permuted_probs = tape.tensor("permuted probabilities", n.received * 4)
     permuted = tape.make(
         "permuted tokens", (x, probs), n.received * row, saves=(row_map,), also=(row_map, permuted_probs)
     )
+    if r.ctx.impl.moe_flex_dispatcher_backend != "deepep":
+        _node_of_experts(r)
     return [*steps, permuted], permuted_probs, row_map
 
 
@@ -496,9 +511,10 @@ def _add_weighted_bias(r: Recorder, x: Tensor, probs: Tensor, elements: int, exp
 
 def _linear(
     r: Recorder, name: str, module: str, x: Tensor, rows: Any, in_features: Any, out_features: Any, wgrad: Any, *,
-    row: bool = False, original: bool = False,
+    row: bool = False, original: bool = False, grouped: bool = True,
 ) -> Tensor:  # fmt: skip
-    """fc1 or (``row``) fc2 of experts, [rows, in] -> [rows, out]; ``wgrad``: scratch for its weight's gradient.
+    """fc1 or (``row``) fc2 of experts, [rows, in] -> [rows, out], of all of them (``grouped``) or of one; ``wgrad``:
+    scratch for its weight's gradient.
     ``original``: it keeps its input as it is, where that is made again for backward."""
     if r.frozen:
         return frozen.expert_linear(r, module, x, rows, in_features, out_features, row=row, label=f"{name} output")
@@ -509,11 +525,19 @@ def _linear(
         whole = kept[0].bytes
         layouts += whole if r.fp8 else 0
         kept = also = (_stashed(r, kept[0]),)
+    again = whole + r.requantized_input(rows * in_features, original=original)
+    later = None
+    if r.tape.delaying:
+        later = r.delayed(kept, rows * out_features, 0 if grouped else wgrad, gathered=again)
+        if grouped:
+            # Gradients of grouped weights are there from their backward on, and returned: autograd makes a copy of what
+            # the store holds too (``grouped_linear.py``: wgrad_packed; torch ``accumulate_grad.h``).
+            later = later._replace(made=later.made + 2 * wgrad)
     return r.tape.make(
         f"{name} output", x, rows * out_features * r.ctx.act, saves=kept, also=also, workspace=layouts,
         for_backward=0 if original else layouts,
-        backward_workspace=wgrad + r.quantized_gradient(rows * out_features) + whole
-        + r.requantized_input(rows * in_features, original=original),
+        backward_workspace=(0 if later and not grouped else wgrad) + r.quantized_gradient(rows * out_features) + again,
+        delayed=later,
     )
 
 
@@ -593,9 +617,9 @@ def _sequential_experts(
             part = tape.make("padded tokens", part, whole * width * ctx.act)
             scale = tape.make("padded probabilities", scale, whole * (probs.bytes // n.received))
         one = f"{EXPERTS}.local_experts.0"
-        mid = _linear(r, "experts fc1", f"{one}.linear_fc1", part, whole, width, fc1_width, wgrad1)
+        mid = _linear(r, "experts fc1", f"{one}.linear_fc1", part, whole, width, fc1_width, wgrad1, grouped=False)
         act = _weighted_activation(r, spec, mid, scale, whole, f)
-        out = _linear(r, "experts fc2", f"{one}.linear_fc2", act, whole, f, width, wgrad2, row=True)
+        out = _linear(r, "experts fc2", f"{one}.linear_fc2", act, whole, f, width, wgrad2, row=True, grouped=False)
         if spec.add_bias:
             out = tape.make("experts output with bias", (out, scale), whole * width * ctx.act, saves=(scale,))
         if pads:

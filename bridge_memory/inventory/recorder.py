@@ -16,7 +16,7 @@ from typing import Any
 from bridge_memory.inventory import frozen
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Parameter, Repeated, Use
-from bridge_memory.inventory.tape import Tape, Tensor
+from bridge_memory.inventory.tape import Delayed, Tape, Tensor
 from bridge_memory.releases import (
     DUMMY_WEIGHT_GRADIENTS_KEPT,
     OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS,
@@ -42,7 +42,10 @@ class Recorder:
         self.ctx = ctx
         #: Whether no weight but those of adapters has a gradient.
         self.frozen = ctx.adapters is not None
-        self.tape = Tape(refills=not RECOMPUTED_IN_PLACE(ctx.impl), frozen=self.frozen)
+        self.tape = Tape(
+            refills=not RECOMPUTED_IN_PLACE(ctx.impl), frozen=self.frozen, item=ctx.act,
+            least_offloaded=ctx.impl.min_offloaded_tensor_size,
+        )
         #: Parameters in order, those of experts once with their number.
         self.rows: list[Repeated] = []
         #: (kind, shape, bytes) of lasting scratch, as often as it was asked for.
@@ -112,6 +115,29 @@ class Recorder:
         """Fine-grained offloading of what is saved inside, where ``offload_modules`` names ``module``."""
         return self.tape.offload(module in self.ctx.impl.offload_modules)
 
+    def delays(self, node: str) -> AbstractContextManager[None]:
+        """With ``delay_wgrad_compute`` weight gradients of what is inside wait until it has run backward; inside of
+        another one, that one's end.
+
+        Source: megatron-core ``models/common/model_chunk_schedule_plan.py: TransformerLayerSchedulePlan.run``: those of
+        experts or the MLP are made when that node has run backward, those of all before when attention has.
+        """
+        asked = self.ctx.impl.delay_wgrad_compute and self.ctx.te
+        return self.tape.delays(node, enabled=asked and not self.tape.delaying)
+
+    def delayed(
+        self, inputs: tuple[Tensor, ...], outputs: Any, weight: Any, *, gathered: Any = 0, gradient: Any = 0
+    ) -> Delayed:
+        """What Transformer Engine's linear puts into its store (``module/linear.py``: ``wgrad_store.put``).
+
+        What it kept of its input, or what it ``gathered`` or requantized of that; and the gradient of its output, of so
+        many elements (``outputs``): as it came, quantized, or gathered (``gradient``, bytes). ``weight``: bytes of the
+        weight's gradient, as ``weight_grad``.
+        """
+        made = self.quantized_gradient(outputs) if self.fp8 else gradient
+        as_kept, as_came = (type(n) is int and n == 0 for n in (gathered, made))
+        return Delayed(inputs if as_kept else (), as_came, made + gathered, weight)
+
     def weight_grad(self, shape: tuple[Any, ...], *, te: bool, trains: bool = False) -> Any:
         """Scratch bytes of a weight's gradient during its backward, before DDP adds it to the main gradient.
 
@@ -176,7 +202,7 @@ class Recorder:
         if not self.fp8 or original:
             return (x,), ()
         word = "fp4" if self.ctx.fp8_recipe == "nvfp4" else "fp8"
-        copy = self.tape.tensor(f"{name} input in {word}", self.fp8_bytes(elements), grad=False)
+        copy = self.tape.tensor(f"{name} input in {word}", self.fp8_bytes(elements), grad=False, item=1)
         return (copy,), (copy,)
 
     @property
@@ -272,9 +298,9 @@ class Recorder:
 
     def norm_statistics(self, name: str, rows: int) -> tuple[Tensor, ...]:
         """fp32 reciprocal deviations, and means for LayerNorm: 4 bytes a row each."""
-        stats = [self.tape.tensor(f"{name} rstd", 4 * rows, grad=False)]
+        stats = [self.tape.tensor(f"{name} rstd", 4 * rows, grad=False, item=4)]
         if self.ctx.normalization == "LayerNorm":
-            stats.append(self.tape.tensor(f"{name} mean", 4 * rows, grad=False))
+            stats.append(self.tape.tensor(f"{name} mean", 4 * rows, grad=False, item=4))
         return tuple(stats)
 
     def column_linear(
@@ -316,23 +342,29 @@ class Recorder:
         wgrad = self.weight_grad(shape, te=ctx.te)
         out_bytes = ctx.tokens * out_features * ctx.act
         kept, entering = ctx.tokens_sp * in_features, ctx.tokens * in_features
-        backward = self.quantized_gradient(ctx.tokens * out_features) + wgrad
+        later = self.tape.delaying
+        backward = self.quantized_gradient(ctx.tokens * out_features) + (0 if later else wgrad)
         if fused_norm:
             stats = self.norm_statistics(name, ctx.tokens_sp)
             layouts = self.quantized_input(kept, gathered=sp)
             own = self.fp8_bytes(kept) if self.fp8 else kept * ctx.act
             if sp and self.fp8 and ctx.fp8_recipe == "nvfp4":
                 own, layouts = own + layouts, 0  # what is gathered again is kept in both layouts
-            normed = self.tape.tensor(f"{name} norm output", own, grad=False)
+            normed = self.tape.tensor(f"{name} norm output", own, grad=False, item=1 if self.fp8 else None)
             return self.tape.make(
                 name, x, out_bytes,
                 saves=(x, normed, *stats), also=(normed, *stats),
                 workspace=layouts + (self.gathered(entering) if sp else 0), for_backward=layouts,
                 # SP: gathered norm output and whole input gradient. Else the norm's output goes (``clear_tensor_data``)
                 # before the input's gradient is made of the norm output's, which is as large in bf16.
+                # A delayed weight gradient keeps it.
                 backward_workspace=backward
-                + (self.gathered(entering, backward=True) + whole if sp else shard - normed.bytes),
+                + (self.gathered(entering, backward=True) + whole if sp else shard - (0 if later else normed.bytes)),
                 label=out_label,
+                delayed=self.delayed(
+                    (normed,), ctx.tokens * out_features, wgrad,
+                    gathered=self.gathered(entering, backward=True) if sp else 0,
+                ) if later else None,
             )
         if sp and not ctx.te:
             self.keep(Scratch.MPU, whole)
@@ -345,6 +377,12 @@ class Recorder:
             out_label, x, out_bytes, saves=kept_input, also=also,
             workspace=layouts + (self.gathered(entering) if sp and ctx.te else 0),
             for_backward=0 if original else layouts, backward_workspace=backward,
+            delayed=self.delayed(
+                kept_input, ctx.tokens * out_features, wgrad,
+                gathered=self.gathered(entering, backward=True) if sp else self.requantized_input(
+                    kept, original=original
+                ),
+            ) if later else None,
         )
 
     def row_linear(
@@ -383,10 +421,16 @@ class Recorder:
         if ctx.sp and not self.fp8:
             gradient += whole
         layouts = self.quantized_input(ctx.tokens * in_features, original=original)
+        later = tape.delaying
         return tape.make(
             label, x, ctx.tokens_sp * out_features * ctx.act, saves=kept_input, also=also,
             workspace=layouts + (whole if ctx.sp else 0), for_backward=0 if original else layouts,
-            backward_workspace=gradient + wgrad,
+            backward_workspace=gradient + (0 if later else wgrad),
+            delayed=self.delayed(
+                kept_input, ctx.tokens * out_features, wgrad,
+                gathered=self.requantized_input(ctx.tokens * in_features, original=original),
+                gradient=whole if ctx.sp else 0,
+            ) if later else None,
         )
 
     def plain_linear(
@@ -399,11 +443,13 @@ class Recorder:
             return frozen.plain_linear(self, name, x, rows, in_features, out_features)
         kept_input, also = self.linear_input(name, x, rows * in_features, original=original)
         layouts = self.quantized_input(rows * in_features, original=original)
+        again = self.requantized_input(rows * in_features, original=original)
+        wgrad, later = self.weight_grad(shape, te=self.ctx.te), self.tape.delaying
         return self.tape.make(
             f"{name} output", x, rows * out_features * self.ctx.act, saves=kept_input, also=also,
             workspace=layouts, for_backward=0 if original else layouts,
-            backward_workspace=self.weight_grad(shape, te=self.ctx.te) + self.quantized_gradient(rows * out_features)
-            + self.requantized_input(rows * in_features, original=original),
+            backward_workspace=(0 if later else wgrad) + self.quantized_gradient(rows * out_features) + again,
+            delayed=self.delayed(kept_input, rows * out_features, wgrad, gathered=again) if later else None,
         )
 
     def bias_dropout_add(self, name: str, x: Tensor, residual: Tensor, *, bias: bool) -> Tensor:

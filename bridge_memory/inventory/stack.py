@@ -23,7 +23,7 @@ from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.embedding import learned_positions
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import layer_links, reached
-from bridge_memory.inventory.parameters import Parameter, ParameterList
+from bridge_memory.inventory.parameters import Parameter, ParameterList, Repeated, Use
 from bridge_memory.inventory.recorder import Scratch
 from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
 from bridge_memory.inventory.sizes import largest
@@ -171,7 +171,10 @@ def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
         family = ctx.hugging_face.family
         prefix = f"{family.prefix}{family.layers}.{{}}."
     if shape.embedding or shape.num_depths:
-        units.append(Unit(Label.EMBEDDING, "", embedding_block(model, ctx).parameters))
+        parameters = embedding_block(model, ctx).parameters
+        if shape.embedding and model.towers and ctx.hugging_face is None:
+            parameters = _beside_towers(parameters, model, ctx)
+        units.append(Unit(Label.EMBEDDING, "", parameters))
     for kind, count in shape.layers:
         units.append(Unit(Label.LAYER, prefix, layer_block(kind, ctx).parameters, count, kind))
     if holds_final_norm(model, shape, ctx):
@@ -185,6 +188,21 @@ def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
         output = output_block(model.output_bias, untied_here(model, shape), ctx, softcapped=model.softcapped_logits)
         units.append(Unit(Label.LOSS, "", output.parameters))
     return units
+
+
+def _beside_towers(embedding: ParameterList, model: ModelSpec, ctx: BlockContext) -> ParameterList:
+    """The embedding's parameters and those of towers, each of which counts as one: they are on the first stage as the
+    embedding is, and stay in the dtype of the parameters (Megatron Bridge ``models/*_vl/modeling_*.py``: pre_process).
+    """
+    key = ("towers", embedding, model.towers)
+    known: Any = ctx.evaluated.get(key)
+    if known is None:
+        held = [
+            Parameter(tower.name, (tower.parameters - tower.sharded + tower.sharded // ctx.tp,), use=Use.ROUTER)
+            for tower in model.towers
+        ]
+        known = ctx.evaluated[key] = ParameterList([*embedding.rows, Repeated(tuple(held))])
+    return known
 
 
 def named_parameters(units: Sequence[Unit]) -> Iterator[Parameter]:

@@ -14,6 +14,8 @@ The words of the recording, with their source:
   the consumer arrives they are made again, and stay until the consumer and the region have run backward (``random.py:
   CheckpointWithoutOutput``). Releases that copy what is made again into the old storage (``refills``) have both.
 * ``keep_alive``: a Python variable still holds tensors here.
+* ``delays``: an operation's weight gradient is made only when all inside has run backward; what it is made of waits
+  until then (Transformer Engine ``module/_common.py: WeightGradStore``).
 * ``landmark``: peaks before it and after it are found apart.
 
 Units are bytes: numbers, or ``sizes.Size``s, which are numbers that remember how they were worked out. Nothing here
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.components import Part, Provenance
 
@@ -41,17 +43,19 @@ class Tensor:
     A view has no bytes of its own: whoever holds it holds ``whole``, the tensor that it is a part of.
     """
 
-    __slots__ = ("bytes", "grad_bytes", "name", "part", "provenance", "units", "whole")
+    __slots__ = ("bytes", "grad_bytes", "item", "name", "part", "provenance", "units", "whole")
 
     def __init__(
         self, name: str, nbytes: Bytes, grad_bytes: Bytes, part: Part = Part.NONE,
-        provenance: Provenance = Provenance.FORMULA,
+        provenance: Provenance = Provenance.FORMULA, item: int = 2,
     ) -> None:
         self.name = name
         self.part = part
         self.provenance = provenance
         self.bytes = nbytes
         self.grad_bytes = grad_bytes
+        #: Bytes of an element.
+        self.item = item
         self.whole: Tensor | None = None
         #: ``bytes`` in the units of ``alive``.
         self.units = 0
@@ -65,12 +69,34 @@ class Tensor:
         return f"Tensor({self.name}, {self.bytes})"
 
 
+class Flush:
+    """The point of the forward pass at which, backward, weight gradients are made that operations after it delayed."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Delayed(NamedTuple):
+    """What a weight gradient that is made later waits with."""
+
+    #: Of what the operation saved.
+    inputs: tuple[Tensor, ...] = ()
+    #: Whether the gradient of its output waits as it came.
+    gradient: bool = True
+    #: Bytes that its backward made: inputs that were gathered, gradients in another dtype, or gathered.
+    made: Bytes = 0
+    #: Bytes of the weight's gradient, where it is not added to the main gradient at once.
+    weight: Bytes = 0
+
+
 class Op:
     """One operation of the forward pass, with what its backward will need."""
 
     __slots__ = (
-        "alias", "always_saves", "backward_workspace", "dry_workspace", "in_place", "inputs", "name", "offloaded",
-        "outputs", "saves", "scope", "workspace",
+        "alias", "always_saves", "backward_workspace", "delayed", "dry_workspace", "flush", "in_place", "inputs",
+        "name", "offloaded", "outputs", "saves", "scope", "workspace",
     )
 
     def __init__(
@@ -87,6 +113,8 @@ class Op:
         always_saves: bool = False,
         scope: bool = False,
         for_backward: Bytes = 0,
+        delayed: Delayed | None = None,
+        flush: Flush | None = None,
     ) -> None:
         self.name = name
         self.inputs = inputs
@@ -107,6 +135,9 @@ class Op:
         self.always_saves = always_saves
         #: It only keeps its inputs alive to this point.
         self.scope = scope
+        #: What waits for its weight's gradient, and the point at which that is made.
+        self.delayed = delayed
+        self.flush = flush
 
 
 class Region:
@@ -146,14 +177,20 @@ class Landmark:
         self.name = name
 
 
-Node = Op | Region | Discard | Landmark
+Node = Op | Region | Discard | Landmark | Flush
 
 
 class Tape:
     """Records one block's forward pass. See the module docstring for the words."""
 
-    def __init__(self, *, refills: bool = False, frozen: bool = False) -> None:
-        """``frozen``: weights have no gradients, but for those of operations that say that they train."""
+    def __init__(
+        self, *, refills: bool = False, frozen: bool = False, item: int = 2, least_offloaded: int = 1 << 20
+    ) -> None:
+        """``frozen``: weights have no gradients, but for those of operations that say that they train. ``item``: bytes
+        of an element of tensors that do not say it. ``least_offloaded``: elements; smaller tensors stay on the GPU
+        (``TransformerConfig.min_offloaded_tensor_size``)."""
+        self.item = item
+        self.least_offloaded = least_offloaded
         self._root = Region("root")
         self._refills = refills
         self._frozen = frozen
@@ -161,23 +198,26 @@ class Tape:
         self.input_tensors: list[Tensor] = []
         self.output_tensors: list[Tensor] = []
         self._offloading = False
+        #: Of the weight gradients that are delayed here, the innermost last.
+        self._flushes: list[Flush] = []
         #: Where in the model everything recorded from here on belongs, and how its sizes are known.
         self.part = Part.NONE
         self.provenance = Provenance.FORMULA
 
     def input(self, name: str, nbytes: Bytes, *, requires_grad: bool = True) -> Tensor:
         """A tensor handed in by the caller; its storage is counted here."""
-        t = Tensor(name, nbytes, nbytes if requires_grad else 0, self.part, self.provenance)
+        t = Tensor(name, nbytes, nbytes if requires_grad else 0, self.part, self.provenance, self.item)
         self.input_tensors.append(t)
         return t
 
     def tensor(
         self, name: str, nbytes: Bytes, *, grad: bool = True, grad_bytes: Bytes | None = None,
-        provenance: Provenance | None = None,
+        provenance: Provenance | None = None, item: int | None = None,
     ) -> Tensor:
-        """A storage to be made by an ``op``; ``grad=False`` for masks, indices and statistics."""
+        """A storage to be made by an ``op``; ``grad=False`` for masks, indices and statistics. ``item``: bytes of an
+        element, where it is not in the dtype of activations."""
         gradient = (nbytes if grad else 0) if grad_bytes is None else grad_bytes
-        return Tensor(name, nbytes, gradient, self.part, provenance or self.provenance)
+        return Tensor(name, nbytes, gradient, self.part, provenance or self.provenance, item or self.item)
 
     def op(
         self,
@@ -193,8 +233,10 @@ class Tape:
         always_saves: bool = False,
         for_backward: Bytes = 0,
         trains: bool = False,
+        delayed: Delayed | None = None,
     ) -> None:
-        """``trains``: it has a weight with a gradient though the others are frozen."""
+        """``trains``: it has a weight with a gradient though the others are frozen. ``delayed``: what its weight's
+        gradient waits with, inside of ``delays``."""
         ins = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         outs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         if self._frozen and not trains and not any(t.has_gradient for t in ins):
@@ -204,7 +246,8 @@ class Tape:
         self._stack[-1].nodes.append(
             Op(
                 name, ins, outs, tuple(saves), workspace, backward_workspace, alias, in_place, self._offloading,
-                always_saves, for_backward=for_backward,
+                always_saves, for_backward=for_backward, delayed=delayed if self._flushes else None,
+                flush=self._flushes[-1] if self._flushes else None,
             )
         )
 
@@ -225,6 +268,7 @@ class Tape:
         label: str | None = None,
         for_backward: Bytes = 0,
         trains: bool = False,
+        delayed: Delayed | None = None,
     ) -> Tensor:
         """``op`` with one main output, which is returned, called ``label`` (default: as the operation).
 
@@ -235,7 +279,7 @@ class Tape:
         self.op(
             name, inputs, (out, *also), saves=kept, workspace=workspace,
             backward_workspace=backward_workspace, alias=alias, in_place=in_place, for_backward=for_backward,
-            trains=trains,
+            trains=trains, delayed=delayed,
         )
         return out
 
@@ -261,6 +305,31 @@ class Tape:
     def output(self, *tensors: Tensor) -> None:
         """What the block returns to its caller."""
         self.output_tensors.extend(tensors)
+
+    @property
+    def delaying(self) -> bool:
+        """Whether weight gradients wait here."""
+        return bool(self._flushes)
+
+    def delay(self, name: str) -> None:
+        """From here on to ``delay_ends`` weight gradients wait until everything between has run backward."""
+        self._flushes.append(Flush(name))
+        self._stack[-1].nodes.append(self._flushes[-1])
+
+    def delay_ends(self) -> None:
+        self._flushes.pop()
+
+    @contextmanager
+    def delays(self, name: str, *, enabled: bool = True) -> Iterator[None]:
+        """Weight gradients of what is recorded inside wait until all of it has run backward."""
+        if not enabled:
+            yield
+            return
+        self.delay(name)
+        try:
+            yield
+        finally:
+            self.delay_ends()
 
     @contextmanager
     def offload(self, enabled: bool) -> Iterator[None]:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from bridge_memory.readers.container_fields import container_part, data_parallel_size, vocabulary
-from bridge_memory.readers.container_gaps import PARTS, not_modelled, provider_of, tower_gaps
+from bridge_memory.readers.container_gaps import PARTS, not_modelled, provider_of, tower_gaps, towers_of
 from bridge_memory.readers.container_registry import (
     CP_LOSS_BY_TOKEN,
     DENSE_MTP_SPECS,
@@ -31,6 +31,7 @@ from bridge_memory.readers.container_registry import (
     STAGE_LAYOUTS,
 )
 from bridge_memory.readers.environment import implementation_of
+from bridge_memory.readers.towers import held_by
 from bridge_memory.readers.transformer_config import FALCON_H1, GEMMA4_DENSE, model_from_transformer_config, pattern_of
 from bridge_memory.releases import (
     BRIDGE_EXPERTS_OUTSIDE_TP,
@@ -389,7 +390,9 @@ def _model(config: Any, view: _Views, name: str | None, core: Release) -> ModelS
     heterogeneous = _get(model, "heterogeneous_block_specs") or "HeterogeneousTransformerConfig" in kinds
     if heterogeneous and not _get(model, "per_block_parameters"):
         provider = _finalized(model)
-    return model_from_transformer_config(
+    towers = towers_of(container_part(config, "model"))
+    assumptions += [f"{held_by(tower)}, on the first stage" for tower in towers]
+    found = model_from_transformer_config(
         provider,
         vocab_size=vocab,
         name=name or getattr(config, "name", None) or type(container_part(config, "model")).__name__,
@@ -403,6 +406,7 @@ def _model(config: Any, view: _Views, name: str | None, core: Release) -> ModelS
         megatron_core=core,
         assumptions=tuple(assumptions),
     )
+    return replace(found, towers=towers) if towers else found
 
 
 def _layer_spec(model: Any) -> tuple[str, bool]:
@@ -696,6 +700,7 @@ def _implementation(
         offload_modules=tuple(_get(m, "offload_modules", ()))
         if _get(m, "fine_grained_activation_offloading", False)
         else (),
+        min_offloaded_tensor_size=_get(m, "min_offloaded_tensor_size", 1 << 20),
         gpu_arch=gpu_arch,
         **on,
     )

@@ -10,7 +10,8 @@ from bridge_memory.readers.container_registry import PROVIDERS, REFUSED, gap_of,
 from bridge_memory.readers.fields import shown
 from bridge_memory.readers.megatron_args.sizes import ORDER_OF
 from bridge_memory.readers.megatron_args.unmodelled import Asked
-from bridge_memory.spec import SpecError
+from bridge_memory.readers.towers import tower_of
+from bridge_memory.spec import SpecError, TowerSpec
 from bridge_memory.spec.fields import MOST
 from bridge_memory.spec.gaps import TOWER, UNKNOWN_SIZE, Effect, Gap
 
@@ -63,14 +64,58 @@ def provider_of(model: Any) -> str:
     )
 
 
-def tower_gaps(model: Any) -> Iterator[Gap]:
-    """One for each tower of another modality: the text model alone is estimated."""
+#: Providers with a tower whose parameters are counted -> the model_type of their wrapper, as transformers has it.
+_WRAPPERS = {
+    "Exaone45ModelProvider": "exaone4_5",
+    "GLM45VModelProvider": "glm4v_moe",
+    "Gemma3VLModelProvider": "gemma3",
+    "Ministral3ModelProvider": "mistral3",
+    "Qwen25VLModelProvider": "qwen2_5_vl",
+    "Qwen2AudioModelProvider": "qwen2_audio",
+    "Qwen35VLMoEModelProvider": "qwen3_5_moe",
+    "Qwen35VLModelProvider": "qwen3_5",
+    "Qwen3VLMoEModelProvider": "qwen3_vl_moe",
+    "Qwen3VLModelProvider": "qwen3_vl",
+}
+
+
+def towers_of(model: Any) -> tuple[TowerSpec, ...]:
+    """The provider's tower of another modality and what joins it to the language model, where its size is known."""
     provider = provider_of(model)
+    if provider not in _WRAPPERS or getattr(model, "freeze_vision_model", False):
+        return ()
+    (path,) = PROVIDERS[provider]
+    *_, key = path.split(".")
+    outer = getattr(model, "hf_config", None)
+    config = {
+        **_as_mapping(outer), "model_type": _WRAPPERS[provider],
+        "text_config": {"hidden_size": getattr(model, "hidden_size", None)}, key: _as_mapping(_at(model, path)),
+    }
+    found = tower_of(config, f"model.{path}")
+    return () if found is None else (found,)
+
+
+def _as_mapping(config: Any) -> dict[str, Any]:
+    """A Hugging Face config, or a part of one, as it would be saved, class defaults included."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    written = getattr(config, "to_dict", None)
+    return dict(written()) if callable(written) else {}
+
+
+def _at(model: Any, path: str) -> Any:
+    for key in path.split("."):
+        model = getattr(model, key, None)
+    return model
+
+
+def tower_gaps(model: Any) -> Iterator[Gap]:
+    """One for each tower of another modality whose size is not known or that is frozen: it is not counted."""
+    provider = provider_of(model)
+    counted = {tower.name for tower in towers_of(model)}
     for path in PROVIDERS.get(provider, ()):
-        tower: Any = model
-        for key in path.split("."):
-            tower = getattr(tower, key, None)
-        if tower is None:
+        tower = _at(model, path)
+        if tower is None or f"model.{path}" in counted:
             continue
         what = f"a tower of another modality{_size(tower)}; the text model alone is counted"
         yield Gap(f"model.{path}: {what}", Effect.UP, order=TOWER)

@@ -62,7 +62,7 @@ READ: dict[str, frozenset[str]] = {
         moe_shared_expert_overlap moe_token_dispatcher_type moe_z_loss_coeff mtp_hybrid_override_pattern mtp_num_layers
         mtp_use_repeated_layer multi_latent_attention normalization num_attention_heads num_layers
         num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 num_layers_in_first_pipeline_stage
-        num_layers_in_last_pipeline_stage num_moe_experts num_query_groups offload_modules
+        num_layers_in_last_pipeline_stage num_moe_experts num_query_groups min_offloaded_tensor_size offload_modules
         overlap_moe_expert_parallel_comm params_dtype per_block_parameters pipeline_model_parallel_layout
         pipeline_model_parallel_size position_embedding_type q_lora_rank qk_head_dim qk_l2_norm qk_layernorm
         qk_pos_emb_head_dim recompute_granularity recompute_method recompute_modules recompute_num_layers

@@ -7,6 +7,7 @@ refused when its name speaks of a size or a structure (``fields.Fields.finish``)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from bridge_memory.readers.families.bridged import read_deepseek_v4, read_falcon_h1, read_gemma4
@@ -116,7 +117,8 @@ def model_from_hf_config(
     for sentence in (*towers.assumptions, *defaults):
         f.assume(sentence)
     f.not_modelled += towers.not_modelled
-    return READERS.get(f.model_type, read_generic)(f)
+    model = READERS.get(f.model_type, read_generic)(f)
+    return replace(model, towers=towers.counted) if towers.counted else model
 
 
 def _fill_defaults(text: dict[str, Any], key: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Multimodal configs: the language model inside, and what stands beside it, counted where the config says enough.
 
-Shapes after transformers' ``modeling_<model_type>.py``. What a tower holds while it trains is not modelled: it depends
-on images and sounds, of which a run says nothing.
+Shapes after transformers' ``modeling_<model_type>.py``. Parameters of what is counted are the model's ``TowerSpec``s.
+What a tower keeps while it trains is not modelled: it depends on images and sounds, of which a run says nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from bridge_memory.readers.fields import Fields, shown
-from bridge_memory.spec import SpecError
+from bridge_memory.spec import SpecError, TowerSpec
 from bridge_memory.spec.gaps import TOWER, Effect, Gap
 
 #: Where wrappers keep the language model, outermost first (an omni model's "thinker" is a wrapper of its own).
@@ -36,6 +36,7 @@ class Towers(NamedTuple):
     key: str
     assumptions: tuple[str, ...]
     not_modelled: tuple[str, ...]
+    counted: tuple[TowerSpec, ...] = ()
 
 
 def take_apart(config: Mapping[str, Any], name: str) -> Towers:
@@ -62,16 +63,38 @@ def take_apart(config: Mapping[str, Any], name: str) -> Towers:
         return Towers(config, "", (), ())
     text = {k: v for k, v in text.items() if k not in beside}
     names = " and ".join(beside) or "other towers"
-    assumptions = [f"text tower only: the parameters and activations of {names} are left out"]
+    tower = tower_of(config, names, name)
+    if tower is None:
+        assumptions = [f"text tower only: the parameters and activations of {names} are left out"]
+    else:
+        assumptions = [f"{held_by(tower)}, on the first stage; activations are those of the text tower only"]
     if left:
         assumptions.append(f"{' and '.join(left)}: Megatron Bridge builds the thinker alone")
     if config.get("model_type") in _WITHOUT_MTP and text.pop("num_nextn_predict_layers", None):
         assumptions.append("Megatron Bridge builds this model without MTP layers; mtp_num_layers 0")
+    if tower is not None:
+        return Towers(text, key, tuple(assumptions), (), (tower,))
     count = tower_parameters(config, name)
     held = f"{count} parameters" if count else "parameters"
     what = f"{names}: {held} with their gradients and optimizer state, and activations"
-    missing = (Gap(what, Effect.UP, order=TOWER),)
-    return Towers(text, key, tuple(assumptions), missing)
+    return Towers(text, key, tuple(assumptions), (Gap(what, Effect.UP, order=TOWER),))
+
+
+def tower_of(config: Mapping[str, Any], names: str, name: str = "config") -> TowerSpec | None:
+    """What stands beside the language model, as Megatron Bridge 0.6 builds it; None where its size is not known."""
+    kind, count = str(config.get("model_type")), tower_parameters(config, name)
+    if not count or kind in _NO_BRIDGE:
+        return None
+    sharded = _SHARDED[kind](Fields(config["vision_config"], name, kind)) if kind in _SHARDED else 0
+    return TowerSpec(names, count, sharded)
+
+
+def held_by(tower: TowerSpec) -> str:
+    """What ranks hold of it, in words."""
+    how = "whole on every tensor-parallel rank"
+    if tower.sharded:
+        how = f"of which tensor-parallel ranks share {tower.sharded} out"
+    return f"{tower.name}: {tower.parameters} parameters, {how}"
 
 
 def tower_parameters(config: Mapping[str, Any], name: str = "config") -> int | None:
@@ -125,6 +148,26 @@ def _qwen3(v: Fields, text: int, outer: Fields) -> int:
         _patches(v, h, bias=True) + _of(v, "num_position_embeddings") * h + _of(v, "depth") * block
         + 2 * h + merger + deep * (2 * merged + merger)
     )
+
+
+def _qwen3_sharded(v: Fields) -> int:
+    """Of ``_qwen3``'s: linears of megatron-core's blocks and of the mergers, but for the biases of those that are
+    row-parallel (Megatron Bridge ``models/qwen_vl/modelling_qwen3_vl/{vision_model,utils}.py``)."""
+    h, f, merge = _of(v, "hidden_size"), _of(v, "intermediate_size"), _of(v, "spatial_merge_size")
+    block = _linear(h, 3 * h) + h * h + _linear(h, f) + f * h
+    merged = h * merge**2
+    merger = _linear(merged, merged) + merged * _of(v, "out_hidden_size")
+    return _of(v, "depth") * block + (1 + len(v.items("deepstack_visual_indexes") or ())) * merger
+
+
+def _qwen2_5_sharded(v: Fields) -> int:
+    """Of EXAONE 4.5's likewise (``models/exaone/exaone45/modelling_exaone45/vision_model.py``)."""
+    h, f = _of(v, "hidden_size"), _of(v, "intermediate_size")
+    heads = _of(v, "num_heads")
+    kv = h // heads * _of(v, "num_key_value_heads", heads)
+    block = _linear(h, h + 2 * kv) + h * h + 2 * _linear(h, f) + f * h
+    merged = h * _of(v, "spatial_merge_size") ** 2
+    return _of(v, "depth") * block + _linear(merged, merged) + merged * _of(v, "out_hidden_size")
 
 
 def _glm4v(v: Fields, text: int, outer: Fields) -> int:
@@ -210,4 +253,14 @@ _COUNTS: dict[str, Callable[[Fields, int, Fields], int]] = {
     "llama4": _llama4,
     "minimax_m3_vl": _minimax_m3,
     "qwen2_audio": _qwen2_audio,
+}
+#: Wrappers whose towers are known and that Megatron Bridge does not build.
+_NO_BRIDGE = ("glm4v", "llama4")
+#: Of wrappers whose tower Megatron Bridge builds of megatron-core's modules: parameters that are divided.
+_SHARDED: dict[str, Callable[[Fields], int]] = {
+    "qwen3_vl": _qwen3_sharded,
+    "qwen3_vl_moe": _qwen3_sharded,
+    "qwen3_5": _qwen3_sharded,
+    "qwen3_5_moe": _qwen3_sharded,
+    "exaone4_5": _qwen2_5_sharded,
 }

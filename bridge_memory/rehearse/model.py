@@ -225,6 +225,8 @@ def transformer_config(run: RunSpec, *, initialize: bool = False, architecture: 
         config["cp_comm_type"] = impl.cp_comm_type
     if impl.cuda_graph_impl != "none":
         config["cuda_graph_impl"] = impl.cuda_graph_impl
+    if impl.delay_wgrad_compute:
+        config.update(delay_wgrad_compute=True, overlap_moe_expert_parallel_comm=True)
     if impl.cpu_offloading_num_layers:
         config.update(cpu_offloading=True, cpu_offloading_num_layers=impl.cpu_offloading_num_layers)
     config.update(_attention_fields(run, attentions, add_bias))

@@ -154,9 +154,10 @@ def saved_tensors(run: RunSpec, stage: int, chunk: int = 0) -> list[SavedRecord]
 
 
 @contextmanager
-def on_rank(run: RunSpec, rank: int) -> Iterator[None]:
-    """Be this rank, with everything needed to run on the meta device, and leave no trace."""
-    refuse_what_is_ignored(run)
+def on_rank(run: RunSpec, rank: int, brought: tuple[str, ...] = ()) -> Iterator[None]:
+    """Be this rank, with everything needed to run on the meta device, and leave no trace. ``brought``: options that
+    are refused elsewhere, which the caller brings about."""
+    refuse_what_is_ignored(run, but=brought)
     if run.implementation.te:
         te_kernels.load()
     if run.precision.fp32_residual_connection and not run.implementation.te:
@@ -300,6 +301,7 @@ def distributed(run: RunSpec, chunk: torch.nn.Module, index: int) -> Any:
         "num_distributed_optimizer_instances": run.parallel.num_distributed_optimizer_instances,
         "fp8_param_gather": run.precision.fp8_param,
         "reuse_grad_buf_for_mxfp8_param_ag": gathers_in_gradients(run),
+        "delay_wgrad_compute": run.implementation.delay_wgrad_compute,
     }
     known = {f.name for f in fields(DistributedDataParallelConfig)}
     config = DistributedDataParallelConfig(**{k: v for k, v in wanted.items() if k in known})
@@ -369,6 +371,7 @@ def optimizer(run: RunSpec, wrapped: list[Any]) -> Any:
         "optimizer_cpu_offload": opt.optimizer_cpu_offload,
         "optimizer_offload_fraction": opt.optimizer_offload_fraction,
         "reuse_grad_buf_for_mxfp8_param_ag": gathers_in_gradients(run),
+        "delay_wgrad_compute": run.implementation.delay_wgrad_compute,
     }
     known = {f.name for f in fields(OptimizerConfig)}
     config = OptimizerConfig(**{k: v for k, v in wanted.items() if k in known})
@@ -585,6 +588,11 @@ def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
         return _passes(tracker, forward)
 
 
+#: What one layer shows and a whole pass of one microbatch does not: that expert communication overlaps moves nothing
+#: inside of a layer.
+_OF_ONE_LAYER = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+
+
 def rehearse_layer(run: RunSpec, layer: int, architecture: Any = None) -> PassRecord:
     """One decoder layer (0-based, of the whole model) on its own; selective recomputation as configured.
 
@@ -603,7 +611,7 @@ def rehearse_layer(run: RunSpec, layer: int, architecture: Any = None) -> PassRe
     if not where:
         raise SpecError(f"layer ({layer}) is not one of the {run.model.num_layers} decoder layers")
     stage, index = where[0]
-    with on_rank(run, rank_in_stage(run, stage)):
+    with on_rank(run, rank_in_stage(run, stage), _OF_ONE_LAYER):
         chunks = build_chunks(run, architecture=architecture)
         adapt(run, chunks)
         ddp = distributed(run, chunks[index], index)
@@ -624,6 +632,40 @@ def _fp8(config: Any, layer: Any) -> Any:
     from megatron.core.fp8_utils import get_fp8_context
 
     return get_fp8_context(config, layer.layer_number - 1)
+
+
+def _delay_weight_gradients(run: RunSpec, layer: Any, x: torch.Tensor) -> None:
+    """Have a layer's delayed weight gradients made where the schedule makes them: those of experts when their node, up
+    to the exchange of tokens, has run backward, an MLP's likewise, all others when its input ``x`` has its gradient
+    (``models/common/model_chunk_schedule_plan.py: TransformerLayerSchedulePlan.run``). Backward runs a layer's nodes
+    one by one there; here it is one pass, and a hook of the tensor at the node's beginning stands for its end."""
+    if not run.implementation.delay_wgrad_compute:
+        return
+    experts = hasattr(layer.mlp, "token_dispatcher")
+
+    def of_node(tensor: torch.Tensor, *callables: Any) -> None:
+        def made(_: torch.Tensor) -> None:
+            for call in callables:
+                call()
+
+        tensor.register_hook(made)
+
+    def entering(module: Any, name: str) -> None:
+        original = getattr(type(module), name)
+
+        def watched(first: torch.Tensor, *args: Any, **more: Any) -> Any:
+            of_node(first, layer.mlp.backward_dw)
+            return original(module, first, *args, **more)
+
+        setattr(module, name, watched)
+
+    if experts:
+        entering(layer.mlp.token_dispatcher, "dispatch_postprocess")
+        shared = [layer.mlp.shared_experts.backward_dw] if layer.mlp.use_shared_expert else []
+    else:
+        entering(layer, "_forward_mlp")
+        shared = []
+    of_node(x, *shared, layer.self_attention.backward_dw)
 
 
 def _run_layer(run: RunSpec, chunk: Any, module: Any, ddp: Any) -> PassRecord:
@@ -647,6 +689,7 @@ def _run_layer(run: RunSpec, chunk: Any, module: Any, ddp: Any) -> PassRecord:
 
         def forward() -> torch.Tensor:
             x = _Enter.apply(anchor, shape, dtype)
+            _delay_weight_gradients(run, module, x)
             with _fp8(chunk.config, module):
                 out = module(hidden_states=x, attention_mask=None, **more)
             del x

@@ -22,6 +22,7 @@ from bridge_memory.spec.model import (
     MoESpec,
     SideBySideSpec,
     SparseSpec,
+    TowerSpec,
 )
 from bridge_memory.spec.parts import (
     BatchSpec,
@@ -64,6 +65,7 @@ __all__ = [
     "SideBySideSpec",
     "SparseSpec",
     "SpecError",
+    "TowerSpec",
     "divide",
     "show",
 ]

@@ -140,15 +140,6 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             order="static inputs of every graph, up to what forward and backward passes need",
             least=masks.least, most=None if needs.passes is None else needs.passes + masks.most,
         )
-    if impl.delay_wgrad_compute:
-        # Those of one layer: its weight gradients are made before the next layer goes backward
-        # (models/common/model_chunk_schedule_plan.py: TransformerLayerSchedulePlan.run; TE module/_common.py:
-        # WeightGradStore).
-        yield Gap(
-            "delay_wgrad_compute: inputs and output gradients that wait for the weight gradients", Effect.UP,
-            order="up to the backward pass of one layer, with what it saved",
-            most=needs.layer,
-        )
     if impl.defer_embedding_wgrad_compute:
         yield Gap(
             "defer_embedding_wgrad_compute: output gradients of the logits that wait for the flush", Effect.UP,
@@ -171,6 +162,7 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
                   order="as large as the dispatched tokens, in every layer")  # fmt: skip
     if run.implementation.hugging_face:
         yield from _of_transformers(run)
+    yield from _of_towers(run)
     yield from _of_engines(run)
     if optimizer.log_params_norm and optimizer.fused_main_parameters:
         # Megatron-LM training/utils.py: calc_params_l2_norm reads fp32 main parameters where megatron-core has them.
@@ -247,6 +239,21 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             Effect.UNKNOWN,
             order="a few KiB of weights and t times what q and k norms save, in every layer",
         )
+
+
+def _of_towers(run: RunSpec) -> Iterator[Gap]:
+    for tower in run.model.towers:
+        if run.implementation.hugging_face:
+            yield Gap(
+                f"{tower.name}: {tower.parameters} parameters with their gradients and optimizer state, and "
+                "activations", Effect.UP, order=TOWER,
+            )
+        else:
+            yield Gap(
+                f"{tower.name}: activations, of images and sounds", Effect.UP,
+                order="on the first stage; some 17 elements of its width for each patch of a microbatch in every layer "
+                "of it, and with torch's attention scores of patches by patches",
+            )
 
 
 def _of_sparse_attention(run: RunSpec) -> Iterator[Gap]:
@@ -401,6 +408,9 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
     by_ops = impl.use_transformer_engine_op_fuser and impl.te_grouped_gemm and EXPERTS_FUSED_BY_OPS(impl)
     if by_ops and run.model.has_experts and run.recompute.selects("moe_act"):
         yield "recompute_modules (moe_act) does nothing with use_transformer_engine_op_fuser"
+    if impl.delay_wgrad_compute and not impl.te:
+        # tensor_parallel/layers.py: backward_dw, which does nothing.
+        yield "delay_wgrad_compute delays nothing with transformer_impl local"
     if impl.calculate_per_token_loss:
         yield "calculate_per_token_loss makes no tensor that stays"
     if optimizer.main_grads_dtype != "fp32" and data_parallel.grad_reduce_in_fp32:

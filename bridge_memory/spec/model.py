@@ -269,6 +269,27 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TowerSpec:
+    """An encoder of images or sounds beside the language model, and what joins it to that: its parameters alone.
+
+    ``sharded``: of them those of which tensor-parallel ranks have a share each; a tower of transformers' own modules is
+    whole on every rank.
+    """
+
+    name: str
+    parameters: int
+    sharded: int = 0
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if not 0 <= self.sharded <= self.parameters:
+            raise SpecError(
+                f"sharded ({self.sharded}) is not a part of the tower's parameters ({self.parameters}); give 0 to "
+                f"{max(0, self.parameters)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """The architecture. ``layers`` lists the decoder layers in order (MTP depths apart)."""
 
@@ -313,6 +334,8 @@ class ModelSpec:
     #: What the reader had to suppose, one sentence each; shown with the estimate.
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
+    #: Of other modalities, on the first pipeline stage.
+    towers: tuple[TowerSpec, ...] = ()
 
     #: Hash of the layers, taken once: caches keyed by a model are looked up for every stage of every estimate.
     _hash: int = field(default=0, init=False, repr=False, compare=False)
@@ -330,6 +353,8 @@ class ModelSpec:
         for name, layers in (("layers", self.layers), ("mtp_layer", (self.mtp_layer,) if self.mtp_layer else ())):
             if type(layers) is not tuple or not all(type(layer) is LayerSpec for layer in layers):
                 raise SpecError(f"{name} ({show(getattr(self, name))}) is not made of LayerSpecs; give them in a tuple")
+        if type(self.towers) is not tuple or not all(type(tower) is TowerSpec for tower in self.towers):
+            raise SpecError(f"towers ({show(self.towers)}) is not made of TowerSpecs; give them in a tuple")
         kinds = tuple(dict.fromkeys(self.layers))
         runs: list[tuple[LayerSpec, int, int]] = []
         for i, layer in enumerate(self.layers):

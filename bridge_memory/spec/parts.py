@@ -426,6 +426,8 @@ class ImplementationSpec(Checked):
     cpu_offloading_num_layers: int = count(0)
     #: Fine-grained offloading (``offload_modules``), by module name.
     offload_modules: tuple[str, ...] = choices((), *OFFLOAD_MODULES)
+    #: Elements; tensors with fewer stay on the GPU.
+    min_offloaded_tensor_size: int = count(1 << 20)
     #: GPU generation, for workspace sizes, attention kernels and fp8 layouts (``gpu_names.GENERATIONS``).
     gpu_arch: str = choice(DEFAULT_GENERATION, *GPU_ARCHITECTURES)
     #: Transformer Engine and PyTorch releases, as (major, minor); None where unknown (``releases``).

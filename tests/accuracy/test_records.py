@@ -90,5 +90,5 @@ def test_a_gap_that_torch_did_not_measure_or_that_is_bounded_leaves_a_record_com
     assert o.status == "ok"
     (o,) = changed(config=with_option("--overlap-p2p-comm-warmup-flush"))
     assert o.status == "ok"
-    (o,) = changed(config=with_option("--delay-wgrad-compute"))
-    assert o.status == "not_modelled" and "delay_wgrad_compute" in o.reason
+    (o,) = changed(config=with_option("--fp8-output-proj"))
+    assert o.status == "not_modelled" and "fp8-output-proj" in o.reason

@@ -123,6 +123,7 @@ CASES = {
     "--moe-pad-expert-input-to-capacity": (f"{EXPERTS} --moe-expert-capacity-factor 1.5", ""),
     "--moe-shared-expert-overlap": (SHARED, ""),
     "--overlap-moe-expert-parallel-comm": (f"{EXPERTS} --pp 2 --vpp 2", ""),
+    "--delay-wgrad-compute": (f"{EXPERTS} --pp 2 --vpp 2 --overlap-moe-expert-parallel-comm", ""),
     "--transformers-version": (HUGGING.replace("Llama-3.2-1B", "Qwen3-30B-A3B --num-layers 2"), "5.0"),
     "--attn-implementation": (HUGGING, "eager"),
     "--sdpa-kernel": (HUGGING, "efficient"), "--gradient-checkpointing": (HUGGING, ""),
@@ -141,6 +142,7 @@ CASES = {
     "--experts-implementation": (
         f"{HUGGING} --transformers-version 5.0".replace("Llama-3.2-1B", "Qwen3-30B-A3B --num-layers 2"), "eager"),
     "--cpu-offloading-num-layers": (DENSE, "4"), "--offload-modules": (DENSE, "core_attn"),
+    "--min-offloaded-tensor-size": (f"{DENSE} --offload-modules core_attn", "8388609"),
     "--sync-each-batch": (f"{FSDP2} --global-batch-size 32", ""), "--torch-implementation": (DDP, "fused"),
     "--paged": (FSDP2, ""),
     # Norms are seen where the step is the peak and the optimizer's own temporaries are none.

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from bridge_memory.estimate import StageEstimate, estimate
+from bridge_memory.inventory.context import context_of
+from bridge_memory.inventory.layer import layer_block
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
 
@@ -93,3 +95,22 @@ def test_no_layer_of_a_hybrid_is_sent_to_the_host(core: tuple[int, int]) -> None
     found = estimate(run)
     assert [a for a in found.assumptions if "cpu_offloading_num_layers (4) does nothing" in a]
     assert not [gap for gap in found.not_modelled if "cpu_offloading" in str(gap)]
+
+
+def test_offloading_counts_elements_in_their_own_dtype() -> None:
+    """Llama-3.2-1B (32 heads of 64), 16384 tokens: of what core attention keeps the log-sum-exps are 16384 x 32 =
+    524288 elements of 4 bytes, fewer than 2^20 though 2 MiB; queries and the output are 16384 x 2048 elements, keys and
+    values a quarter."""
+    model = resolve_model("meta-llama/Llama-3.2-1B")
+
+    def sent(**options: object) -> int:
+        impl = ImplementationSpec(offload_modules=("core_attn", "attn_proj"), **options)
+        run = RunSpec(model=model, batch=BatchSpec(seq_length=16384), implementation=impl)
+        return layer_block(model.layers[0], context_of(run)).cost.offloaded
+
+    wide = 16384 * 2048
+    of_attention = 2 * (wide + wide + wide // 4 + wide // 4)
+    assert sent() == of_attention
+    assert sent(min_offloaded_tensor_size=524288) == of_attention + 4 * 524288
+    assert sent(min_offloaded_tensor_size=wide // 4 + 1) == 2 * 2 * wide
+    assert sent(min_offloaded_tensor_size=wide + 1) == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bridge_memory.inventory.tape import Tape
+from bridge_memory.inventory.tape import Delayed, Tape
 
 
 def _linear_chain(*, checkpoint: bool = False) -> Tape:
@@ -126,3 +126,52 @@ def test_workspaces_count_only_while_their_operation_runs() -> None:
     assert cost.retained == 20
     assert cost.forward_peak == 520
     assert cost.backward_peak == 10 + 10 + 10 + 900  # x, grad a, grad x, scratch
+
+
+def test_a_delayed_weight_gradient_waits_with_what_it_is_made_of() -> None:
+    """x(100) -> a(300) -> y(100); both keep their inputs, and both weight gradients wait to the end.
+
+    At the end are x and a, the gradients of y and a, what a's backward gathered (50) and the gradient of x: 100 + 300
+    + 100 + 300 + 50 + 100, and y's weight gradient of 7. Without delay the highest is backward of y: 400 saved, 100
+    and 300."""
+    def tape(enabled: bool) -> Tape:
+        t = Tape()
+        with t.delays("later", enabled=enabled):
+            x = t.input("x", 100)
+            a = t.make("a", x, 300, saves=(x,), delayed=Delayed((x,), made=50))
+            y = t.make("y", a, 100, saves=(a,), delayed=Delayed((a,), weight=7))
+        t.output(y)
+        return t
+
+    assert tape(False).cost().backward_peak == 800
+    cost = tape(True).cost()
+    assert cost.backward_peak == 957
+    assert cost.backward_name() == "y (later)"
+    assert cost.retained == tape(False).cost().retained
+
+
+def test_what_waits_inside_goes_before_what_is_outside_runs_backward() -> None:
+    """x(100) -> a(100) -> [b(100)] -> y(100): b's weight gradient waits for its own node alone, and is made when b has
+    run: x, a and the gradients of b and a. Backward of a then has x and two gradients, of a and of x."""
+    t = Tape()
+    x = t.input("x", 100)
+    a = t.make("a", x, 100, saves=(x,), delayed=Delayed((x,)))
+    with t.delays("inner"):
+        b = t.make("b", a, 100, saves=(a,), delayed=Delayed((a,), weight=900))
+    t.output(t.make("y", b, 100))
+    cost = t.cost()
+    assert cost.backward_peak == 400 + 900
+    assert cost.backward_name() == "b (inner)"
+
+
+def test_what_waits_is_not_added_into() -> None:
+    """x has two gradients, of which each is another's that waits: the sum is a third tensor. Two saved x of 100, four
+    gradients of 100 of which two wait, and the sum."""
+    t = Tape()
+    with t.delays("later"):
+        x = t.input("x", 100)
+        a = t.make("a", x, 100, saves=(x,), alias=True, delayed=Delayed((x,)))
+        b = t.make("b", x, 100, saves=(x,), alias=True, delayed=Delayed((x,)))
+        t.output(a, b)
+    # x; the gradients of a and b, which are x's; their sum.
+    assert t.cost().backward_peak == 400

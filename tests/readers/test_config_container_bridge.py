@@ -337,15 +337,25 @@ def test_the_containers_environment_is_read_where_the_process_names_no_other(
     assert not run_from_config_container(config, world_size=8).implementation.expandable_segments
 
 
-def test_the_text_model_of_a_vision_language_recipe_is_estimated_and_its_tower_listed(recipes: Any) -> None:
+def test_the_tower_of_a_vision_language_recipe_is_counted(recipes: Any) -> None:
+    """Qwen2.5-VL's tower is transformers' own module, whole on each rank; frozen, it is listed."""
     name = "qwen25_vl_7b_sft_config"
     if not hasattr(recipes, name):
         pytest.skip("a recipe of 0.6")
     from bridge_recipes import build
 
-    run = run_from_config_container(build(getattr(recipes, name)), world_size=8)
-    listed = [gap for gap in run.not_modelled if gap.startswith("model.vision_config: a tower")]
-    assert len(listed) == 1 and "B parameters" in listed[0]
+    config = build(getattr(recipes, name))
+    run = run_from_config_container(config, world_size=8)
+    (tower,) = run.model.towers
+    assert tower.sharded == 0
+    assert not [gap for gap in run.not_modelled if gap.startswith("model.vision_config")]
+    without = dataclasses.replace(run, model=dataclasses.replace(run.model, towers=()))
+    more = estimate(run).stages[0].parameters - estimate(without).stages[0].parameters
+    assert more == tower.parameters
+    config.model.freeze_vision_model = True
+    frozen = run_from_config_container(config, world_size=8)
+    assert not frozen.model.towers
+    assert [gap for gap in frozen.not_modelled if gap.startswith("model.vision_config: a tower")]
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("llama3_8b", 64), ("qwen3_30b_a3b", 16), ("deepseek_v3", 1024)])

@@ -129,9 +129,6 @@ ORDERS: dict[str, str] = {
     "so many of the offloaded groups, each the saved inputs of one module in one layer": """
         fine_grained_offloading_max_inflight_offloads
     """,
-    "what offloaded modules save in tensors between the two sizes, in elements": """
-        min_offloaded_tensor_size
-    """,
     "up to the activations of the layers that are offloaded": """
         cpu_offloading_activations
     """,

@@ -217,7 +217,6 @@ _GAPS: dict[str, Unmodelled] = {
     "fine_grained_offloading_max_inflight_offloads": Unmodelled(
         None, EITHER, "offloaded tensors that wait for their copy"
     ),
-    "min_offloaded_tensor_size": Unmodelled(1 << 20, EITHER, "which tensors go to host memory"),
     "cpu_offloading_activations": Unmodelled(True, EITHER, "which tensors go to host memory"),
     "cpu_offloading_weights": Unmodelled(False, DOWN, "weights in host memory"),
     "cpu_offloading_double_buffering": Unmodelled(
