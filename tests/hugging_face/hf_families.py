@@ -20,6 +20,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
                   "moe_intermediate_size": 96, "shared_expert_intermediate_size": 384},
     "qwen3_moe": {"model_type": "qwen3_moe", **TINY, "num_experts": 8, "num_experts_per_tok": 2,
                   "moe_intermediate_size": 96, "head_dim": 64, "norm_topk_prob": True},
+    "qwen3_next": {
+        "model_type": "qwen3_next", **TINY, "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96, "shared_expert_intermediate_size": 384, "head_dim": 64, "norm_topk_prob": True,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32,
+        "linear_value_head_dim": 48, "partial_rotary_factor": 0.25,
+    },
     "olmoe": {"model_type": "olmoe", **TINY, "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96},
     "glm4_moe": {"model_type": "glm4_moe", **TINY, "n_routed_experts": 8, "num_experts_per_tok": 2,
                  "moe_intermediate_size": 96, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 32,
