@@ -154,7 +154,7 @@ class AutocastOnMeta(TorchFunctionMode):
     )  # fmt: skip
     WIDER = (
         torch.pow, torch.Tensor.pow, torch.rsqrt, torch.Tensor.rsqrt, F.softmax, torch.softmax, torch.Tensor.softmax,
-        torch.cumsum, torch.Tensor.cumsum, torch.sum, SUM, F.layer_norm,
+        torch.cumsum, torch.Tensor.cumsum, torch.sum, SUM, F.layer_norm, F.softplus, torch.exp, torch.Tensor.exp,
     )  # fmt: skip
 
     active: AutocastOnMeta | None = None

@@ -125,19 +125,21 @@ def _chunks(
     attn = t.mul("products of keys, decayed", attn, mask)
     attn = t.scale("products of keys of the past", attn)
     attn = t.scale("products of keys, negated", attn)
-    attn = _inverted(t, attn, rows // CHUNK)
+    attn, *loop = _inverted(t, attn, rows // CHUNK)
     attn = t.make("inverse and one", (attn,), square, FP32, alias=True)
-    values, old = t.scaled_product("values of chunks", attn, v_beta, rows * v, CHUNK), value
+    values = t.scaled_product("values of chunks", attn, v_beta, rows * v, CHUNK)
+    t.keep_alive(value)
     turned = t.mul("key times beta, decayed", k_beta, t.saves_output("exp of the summed decay", g), broadcast=True)
     k_decay = t.scaled_product("keys of chunks, decayed", attn, turned, rows * k, CHUNK)
-    state = t.constant("state", ctx.batch * heads * k * v, FP32)
-    out = t.constant("output of all chunks", rows * v, FP32)
-    run = _Walk(t, query, key, values, k_decay, mask, g, chunks, k, v)
+    # In the dtype of a product, which autocast narrows.
+    state = t.constant("state", ctx.batch * heads * k * v, values.width)
+    out = t.constant("output of all chunks", rows * v, values.width)
+    run = _Walk(t, query, key, values, k_decay, mask, g, attn, chunks, k, v)
     out, state, variables = run.whole(out, state)
-    t.keep_alive(old, beta, v_beta, k_beta, attn, state, *variables)
+    t.keep_alive(beta, v_beta, k_beta, state, *loop, *variables)
     whole = t.slice("output of the tokens", out, ctx.tokens * heads * v)
     done = t.cast("output in the model's dtype", t.copy("output, contiguous", whole), width)
-    t.keep_alive(query, key, values, k_decay, mask, g, v_beta, k_beta, out, *variables, *before)
+    t.keep_alive(query, key, values, k_decay, mask, g, v_beta, k_beta, out, *loop, *variables, *before)
     return done
 
 
@@ -154,40 +156,41 @@ def l2norm(t: Torch, name: str, x: Array, rows: Any) -> Array:
     return out
 
 
-def _inverted(t: Torch, attn: Array, chunks: Any) -> Array:
-    """Row by row of a chunk, in place: clones of a row and of what is above it are kept; ``chunks``: of all heads.
+def _inverted(t: Torch, attn: Array, chunks: Any) -> tuple[Array, Array, Array]:
+    """(The product, the last row and what was above it, variables to the end.) Row by row of a chunk, in place: clones of a row and of what is above it are kept; ``chunks``: of all heads.
 
     Each row is written into a view, of which autograd copies the whole gradient, and the part
     (``torch/csrc/autograd/functions/tensor.cpp: CopySlices::apply``).
     """
-    row = sub = None
+    row = sub = attn
     for i in range(1, CHUNK):
         part = t.slice("row of a chunk, its beginning", t.slice("row of a chunk", attn, chunks * CHUNK), chunks * i)
         above = t.slice("rows above, their beginning", t.slice("rows above", attn, chunks * i * CHUNK), chunks * i * i)
         new_row = t.copy("row of a chunk, cloned", part)
-        t.keep_alive(row)
+        if i > 1:
+            t.keep_alive(row)
         row = new_row
         new_sub = t.copy("rows above, cloned", above)
-        t.keep_alive(sub)
+        if i > 1:
+            t.keep_alive(sub)
         sub = new_sub
         product = t.mul("rows above times the row", sub, row, broadcast=True)
         more = t.summed("rows above times the row, summed", product, chunks * i)
         attn = t.written("row of a chunk, replaced", attn, t.add("row of a chunk, new", row, more))
-    t.keep_alive(row, sub)
-    return attn
+    return attn, row, sub
 
 
 class _Walk:
     """Chunk after chunk, with a state from one to the next."""
 
     def __init__(
-        self, t: Torch, query: Array, key: Array, value: Array, k_decay: Array, mask: Array, g: Array, chunks: Any,
-        k: int, v: int,
+        self, t: Torch, query: Array, key: Array, value: Array, k_decay: Array, mask: Array, g: Array,
+        attn: Array, chunks: Any, k: int, v: int,
     ) -> None:  # fmt: skip
         self.t, self.query, self.key, self.value, self.k_decay = t, query, key, value, k_decay
         self.mask, self.g, self.chunks, self.k, self.v = mask, g, chunks, k, v
         #: Variables of the loop, to the next time round.
-        self.variables: dict[str, Array] = {}
+        self.variables: dict[str, Array] = {"attn": attn}
 
     def whole(self, out: Array, state: Array) -> tuple[Array, Array, Sequence[Array]]:
         """All chunks: (output, state, variables). Those in between keep what the second does: nothing of them is a peak
@@ -263,10 +266,9 @@ class _Walk:
         straight = t.constant("last state, decayed", nbytes, FP32)
         turned = t.constant("last key, decayed", rows * self.k, FP32)
         added = t.constant("last state of a chunk", nbytes, FP32)
-        t.keep_alive(straight)
+        t.keep_alive(straight, turned)
         after = t.constant("last state", nbytes, FP32)
         t.keep_alive(added)
-        self.variables["turned"] = turned
         t.keep_alive(state)
         return after
 
