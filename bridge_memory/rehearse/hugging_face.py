@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,8 @@ except ImportError:  # before 4.53 each class makes its masks
 #: ``from_config(dtype=)``, which was torch_dtype before.
 TAKES_DTYPE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56)
 META = "meta"
+#: Classes whose model looks into the mask of the batch -> their function that does.
+MASK_OF = {"Qwen3NextModel": "_update_linear_attn_mask", "NemotronHModel": "_update_mamba_mask"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -203,11 +206,11 @@ def in_autocast(forward: Any, dtype: torch.dtype) -> Any:
 
 def _models_with_linear_masks() -> Iterator[Any]:
     """Classes whose model looks into the mask of the batch."""
-    try:
-        from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextModel
-    except ImportError:
-        return
-    yield Qwen3NextModel
+    for kind, name in (("qwen3_next", "Qwen3NextModel"), ("nemotron_h", "NemotronHModel")):
+        try:
+            yield getattr(import_module(f"transformers.models.{kind}.modeling_{kind}"), name)
+        except ImportError:  # its release has none
+            continue
 
 
 @contextmanager
@@ -225,7 +228,7 @@ def as_on_cuda(routed: Routed | None = None, *, padded: bool = False) -> Iterato
         if masking_utils is not None:
             stack.enter_context(patch.object(masking_utils, "_ignore_causal_mask_sdpa", skipped))
         for model in _models_with_linear_masks():
-            stack.enter_context(patch.object(model, "_update_linear_attn_mask", linear_mask))
+            stack.enter_context(patch.object(model, MASK_OF[model.__name__], linear_mask))
         for owner, name, value in (
             (F, "scaled_dot_product_attention", scaled_dot_product_attention),
             (torch, "autocast", Autocast),

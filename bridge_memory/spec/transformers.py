@@ -207,6 +207,9 @@ FAMILIES["bloom"] = Family(
 #: Its own class is remote code, which was not read; the shapes are DeepSeek-V3's, by whose class it can be run.
 FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]
 FAMILIES["qwen3_next"] = Family(norm="gemma", since=(4, 57))
+FAMILIES["nemotron_h"] = Family(
+    embedding="embeddings", final_norm="norm_f", layer="nemotron_h", moe="deepseek", since=(5, 3),
+)
 FAMILIES["minimax_m2"] = Family(moe="minimax", since=(5, 0))
 FAMILIES["deepseek_v2"] = Family(moe="deepseek_v2", rotary="polar", normalized_router=False, since=(4, 54))
 #: torchtitan 0.2.2 ``models/llama3/model/model.py``: ``nn.RMSNorm``, queries and keys turned as complex numbers.

@@ -7,7 +7,7 @@ from bridge_memory.inventory.blocks import Block, block
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Use
 from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.transformers import bloom, gpt2
+from bridge_memory.inventory.transformers import bloom, gpt2, nemotron_h
 from bridge_memory.inventory.transformers.attention import Shared, record_attention
 from bridge_memory.inventory.transformers.delta_net import record_delta_net
 from bridge_memory.inventory.transformers.experts import last_saver, record_moe
@@ -128,6 +128,8 @@ def _last_saver(t: Torch, layer: LayerSpec) -> str:
         return gpt2.last_saver(t)
     if t.hf.family.layer == "bloom":
         return bloom.LAST_SAVER_WITH_DROPOUT if t.r.ctx.hidden_dropout else bloom.LAST_SAVER
+    if t.hf.family.layer == "nemotron_h":
+        return nemotron_h.last_saver(t, layer)
     last = t.hf.family.norms[-1]
     if not last:
         assert layer.ffn is not None
@@ -157,6 +159,8 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
         return gpt2.record_gpt2_layer(t, layer, x)
     if t.hf.family.layer == "bloom":
         return bloom.record_bloom_layer(t, layer, x)
+    if t.hf.family.layer == "nemotron_h":
+        return nemotron_h.record_nemotron_layer(t, layer, x)
     r = t.r
     mixer, ffn = layer.mixer, layer.ffn
     assert ffn is not None

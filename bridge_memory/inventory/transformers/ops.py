@@ -56,6 +56,8 @@ class Torch:
         self.last_saver = ""
         #: Variables of the layer to its end: what attention returns beside its output.
         self.returned: list[Array] = []
+        #: Variables of the function that is recorded, to its end.
+        self.variables: list[Array] = []
         self._cast_weights: dict[tuple[str, int], Array] = {}
 
     # ---- arrays ----
@@ -150,6 +152,16 @@ class Torch:
         return self.make(
             name, (a, b), elements, width, saves=_where((a, b.differentiable), (b, a.differentiable)),
             backward_workspace=narrowed + (whole - b.bytes if broadcast and b.differentiable else 0),
+        )
+
+    def mul_spread(self, name: str, a: Array, b: Array, elements: Any) -> Array:
+        """A product larger than either: their gradients are as large as it first, and both are there while the first is
+        summed, by when a is gone that a checkpoint made which is not reentrant (as in ``mul``)."""
+        width = max(a.width, b.width)
+        gone = a.bytes if self.hf.spec.gradient_checkpointing and not self.hf.spec.reentrant else 0
+        return self.make(
+            name, (a, b), elements, width, saves=_where((a, b.differentiable), (b, a.differentiable)),
+            backward_workspace=2 * elements * width - b.bytes - gone,
         )
 
     def mul_weight(
