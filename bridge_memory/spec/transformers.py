@@ -212,6 +212,8 @@ FAMILIES["nemotron_h"] = Family(
 )
 FAMILIES["minimax_m2"] = Family(moe="minimax", since=(5, 0))
 FAMILIES["deepseek_v2"] = Family(moe="deepseek_v2", rotary="polar", normalized_router=False, since=(4, 54))
+#: ``model_type`` whose class comes with its checkpoint (``trust_remote_code``) and was not read -> what it is.
+REMOTE_CODE = {"nemotron-nas": "modeling_decilm.py, whose layers were searched one by one"}
 #: torchtitan 0.2.2 ``models/llama3/model/model.py``: ``nn.RMSNorm``, queries and keys turned as complex numbers.
 TORCHTITAN = Family(norm="fused", rotary="complex", never_masked=True)
 #: ``model_type`` of its models whose layers are these.

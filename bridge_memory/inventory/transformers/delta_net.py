@@ -157,7 +157,8 @@ def l2norm(t: Torch, name: str, x: Array, rows: Any) -> Array:
 
 
 def _inverted(t: Torch, attn: Array, chunks: Any) -> tuple[Array, Array, Array]:
-    """(The product, the last row and what was above it, variables to the end.) Row by row of a chunk, in place: clones of a row and of what is above it are kept; ``chunks``: of all heads.
+    """(The product, the last row and what was above it, variables to the end.) Row by row of a chunk, in place: clones
+    of a row and of what is above it are kept; ``chunks``: of all heads.
 
     Each row is written into a view, of which autograd copies the whole gradient, and the part
     (``torch/csrc/autograd/functions/tensor.cpp: CopySlices::apply``).

@@ -54,9 +54,9 @@ def _gated_norm(t: Torch, name: str, x: Array, gate: Array, tokens: Any, width: 
 def _scan(t: Torch, spec: MambaSpec, mixed: Array, steps: Array) -> Array:
     """What begins with "ssd naive implementation": [S, n p] in fp32."""
     ctx = t.r.ctx
-    tokens, heads, p, n, l = ctx.tokens, spec.num_heads, spec.head_dim, spec.state_dim, spec.chunk_size
-    chunks = -(-ctx.seq // l)
-    rows = chunks * l * ctx.batch
+    tokens, heads, p, n, size = ctx.tokens, spec.num_heads, spec.head_dim, spec.state_dim, spec.chunk_size
+    chunks = -(-ctx.seq // size)
+    rows = chunks * size * ctx.batch
     x, b, c = t.split(
         "convolved", mixed, tokens * heads * p, tokens * spec.num_groups * n, tokens * spec.num_groups * n
     )
@@ -81,14 +81,14 @@ def _scan(t: Torch, spec: MambaSpec, mixed: Array, steps: Array) -> Array:
     rate = t.mul("decay by steps", dt, decay, broadcast=True)
     given = discrete, rate, *many
     chunked = [
-        t.make(f"{name} in chunks", (each,), rows * size, FP32)
-        for name, each, size in zip(("states", "decay", "B", "C"), given, (heads * p, heads, heads * n, heads * n),
+        t.make(f"{name} in chunks", (each,), rows * width, FP32)
+        for name, each, width in zip(("states", "decay", "B", "C"), given, (heads * p, heads, heads * n, heads * n),
                                     strict=True)
     ]
     t.keep_alive(*given)
     x, a, b, c = chunked
     summed = t.cumulated("decay, summed up", a)
-    square = rows * heads * l
+    square = rows * heads * size
     within = t.saves_output("exp of the decay between tokens", _segments(t, "decay", a, square))
     # Scores: all pairs of a chunk's tokens, for each state; of both factors the gradients are as large first.
     pairs = square * n
@@ -127,7 +127,7 @@ def _scan(t: Torch, spec: MambaSpec, mixed: Array, steps: Array) -> Array:
     ]
     done = t.add("output and states by D", y, skip)
     t.keep_alive(y)
-    if ctx.seq % l:
+    if ctx.seq % size:
         done = t.slice("output of the tokens", done, tokens * heads * p)
     return done
 
