@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,8 @@ except ImportError:  # before 4.53 each class makes its masks
 #: ``from_config(dtype=)``, which was torch_dtype before.
 TAKES_DTYPE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56)
 META = "meta"
+#: Classes whose model looks into the mask of the batch -> their function that does.
+MASK_OF = {"Qwen3NextModel": "_update_linear_attn_mask", "NemotronHModel": "_update_mamba_mask"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -63,6 +66,38 @@ def scaled_dot_product_attention(
         bias = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
     return FlashAttention.apply(query, key, value, attn_mask)
+
+
+class Conv1d(torch.autograd.Function):
+    """CUDA's takes a contiguous copy of its input, forward and backward (``aten/src/ATen/native/Convolution.cpp:
+    _convolution, convolution_backward``)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> Any:
+        copy = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.options, ctx.biased = options, bias is not None
+        out = torch.empty_like(CONV1D(x, weight, bias, *options))
+        del copy
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        copy = x.contiguous()
+        out = torch.empty_like(copy), torch.empty_like(weight)
+        bias = torch.empty(weight.shape[0], dtype=weight.dtype, device=weight.device) if ctx.biased else None
+        return *out, bias, None
+
+
+CONV1D = F.conv1d
+
+
+def conv1d(input: Any, weight: Any, bias: Any = None, *options: Any) -> Any:
+    if AutocastOnMeta.active is not None:
+        active = AutocastOnMeta.active
+        input, weight, bias = (active.cast(x, active.dtype) for x in (input, weight, bias))
+    return Conv1d.apply(input, weight, bias, options)
 
 
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -122,7 +157,7 @@ class AutocastOnMeta(TorchFunctionMode):
     )  # fmt: skip
     WIDER = (
         torch.pow, torch.Tensor.pow, torch.rsqrt, torch.Tensor.rsqrt, F.softmax, torch.softmax, torch.Tensor.softmax,
-        torch.cumsum, torch.Tensor.cumsum, torch.sum, SUM, F.layer_norm,
+        torch.cumsum, torch.Tensor.cumsum, torch.sum, SUM, F.layer_norm, F.softplus, torch.exp, torch.Tensor.exp,
     )  # fmt: skip
 
     active: AutocastOnMeta | None = None
@@ -169,6 +204,15 @@ def in_autocast(forward: Any, dtype: torch.dtype) -> Any:
     return run
 
 
+def _models_with_linear_masks() -> Iterator[Any]:
+    """Classes whose model looks into the mask of the batch."""
+    for kind, name in (("qwen3_next", "Qwen3NextModel"), ("nemotron_h", "NemotronHModel")):
+        try:
+            yield getattr(import_module(f"transformers.models.{kind}.modeling_{kind}"), name)
+        except ImportError:  # its release has none
+            continue
+
+
 @contextmanager
 def as_on_cuda(routed: Routed | None = None, *, padded: bool = False) -> Iterator[None]:
     def skipped(padding_mask: Any, query: int, keys: int, offset: int = 0, local: int | None = None, *a: Any) -> bool:
@@ -177,13 +221,19 @@ def as_on_cuda(routed: Routed | None = None, *, padded: bool = False) -> Iterato
     def skipped_by_class(*args: Any, **kwargs: Any) -> bool:
         return not padded
 
+    def linear_mask(model: Any, attention_mask: Any, *args: Any) -> Any:
+        return attention_mask if padded else None
+
     with ExitStack() as stack:
         if masking_utils is not None:
             stack.enter_context(patch.object(masking_utils, "_ignore_causal_mask_sdpa", skipped))
+        for model in _models_with_linear_masks():
+            stack.enter_context(patch.object(model, MASK_OF[model.__name__], linear_mask))
         for owner, name, value in (
             (F, "scaled_dot_product_attention", scaled_dot_product_attention),
             (torch, "autocast", Autocast),
             (F, "dropout", dropout),
+            (F, "conv1d", conv1d),
             (AttentionMaskConverter, "_ignore_causal_mask_sdpa", staticmethod(skipped_by_class)),
         ):
             stack.enter_context(patch.object(owner, name, value))

@@ -206,8 +206,14 @@ FAMILIES["bloom"] = Family(
 )
 #: Its own class is remote code, which was not read; the shapes are DeepSeek-V3's, by whose class it can be run.
 FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]
+FAMILIES["qwen3_next"] = Family(norm="gemma", since=(4, 57))
+FAMILIES["nemotron_h"] = Family(
+    embedding="embeddings", final_norm="norm_f", layer="nemotron_h", moe="deepseek", since=(5, 3),
+)
 FAMILIES["minimax_m2"] = Family(moe="minimax", since=(5, 0))
 FAMILIES["deepseek_v2"] = Family(moe="deepseek_v2", rotary="polar", normalized_router=False, since=(4, 54))
+#: ``model_type`` whose class comes with its checkpoint (``trust_remote_code``) and was not read -> what it is.
+REMOTE_CODE = {"nemotron-nas": "modeling_decilm.py, whose layers were searched one by one"}
 #: torchtitan 0.2.2 ``models/llama3/model/model.py``: ``nn.RMSNorm``, queries and keys turned as complex numbers.
 TORCHTITAN = Family(norm="fused", rotary="complex", never_masked=True)
 #: ``model_type`` of its models whose layers are these.

@@ -12,6 +12,7 @@ from bridge_memory.spec.transformers import (
     FAMILIES,
     KNOWN_TRANSFORMERS,
     OF_TORCHTITAN,
+    REMOTE_CODE,
     family_of,
 )
 
@@ -40,6 +41,11 @@ def check_transformers(run: RunSpec) -> None:
             )
         return
     kind = run.model.model_type
+    if kind in REMOTE_CODE:
+        raise SpecError(
+            f"model_type ({kind}) is no class of transformers: its checkpoint brings its own ({REMOTE_CODE[kind]}), "
+            "which is not recorded; use transformer_impl transformer_engine"
+        )
     if kind not in FAMILIES:
         raise SpecError(
             f"model_type ({show(kind)}) is none of those recorded as transformers runs them "

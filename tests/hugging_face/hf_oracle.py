@@ -38,6 +38,15 @@ class Measured(NamedTuple):
     peaks: tuple[Any, Any]
 
 
+class Graph(Tracker):
+    """What an operation keeps of its output does not hold the operation: else a graph that nothing leads to, such as
+    that of a last state, would stay."""
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
+        packed, module = super()._pack(tensor)
+        return packed.detach(), module
+
+
 def measure(
     model: Any, batch: int, seq: int, spec: TransformersSpec, targets: tuple[str, ...] = (), *, dora: bool = False
 ) -> Measured:
@@ -63,7 +72,7 @@ def measure(
     for p in model.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None
     static = [*inputs.values(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    tracker = Tracker(static=static)
+    tracker = Graph(static=static)
     experts = getattr(model.config, "num_local_experts", None) or getattr(model.config, "num_experts", None)
     experts = experts or getattr(model.config, "n_routed_experts", None)
     routed = Routed(experts, batch * seq * model.config.num_experts_per_tok // experts) if experts else None

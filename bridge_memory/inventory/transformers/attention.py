@@ -34,7 +34,7 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
     tokens = ctx.tokens
     if spec.learnable_softmax_sink:
         t.r.parameter("self_attn.sinks", (a,))
-    query, key, value = _projected(t, spec, x)
+    query, key, value, gate = _projected(t, spec, x)
     if spec.rotary and shared.cos is not None and t.hf.liger("rope"):
         query, key = liger.rotated(t, "query", query), liger.rotated(t, "key", key)
     elif t.hf.family.rotary == "half tables" and shared.cos is not None and shared.sin is not None:
@@ -56,13 +56,16 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
         t.keep_alive(key, value)
         key, value = cached
     out = attend(t, spec, query, key, value)
+    if gate is not None:
+        out, before_gate = t.mul("attention output, gated", out, t.saves_output("attention gate", gate)), out
+        t.keep_alive(before_gate)
     y = t.linear("self_attn.o_proj", out, tokens, a * spec.value_channels, h, bias=spec.add_output_bias)
-    t.keep_alive(x, query, key, value, out)
+    t.keep_alive(x, query, key, value, out, gate)
     return y
 
 
-def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, Array]:
-    """Queries, keys and values, normed where the class does that."""
+def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, Array, Array | None]:
+    """Queries, keys and values, normed where the class does that, and a gate of the output where it has one."""
     ctx = t.r.ctx
     a, g, d, h = spec.num_attention_heads, spec.num_query_groups, spec.kv_channels, ctx.hidden_size
     tokens, bias = ctx.tokens, spec.add_qkv_bias
@@ -72,11 +75,18 @@ def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, A
             t.slice(f"{name} part of qkv", joined, tokens * heads * d)
             for name, heads in (("query", a), ("key", g), ("value", g))
         )
-        return query, key, value
+        return query, key, value, None
     rows = {"head": (tokens * a, tokens * g), "full": (tokens, tokens)}
     width = {"head": (d, d), "full": (a * d, g * d)}
-    query = t.linear("self_attn.q_proj", x, tokens, h, a * d, bias=bias)
-    after = t.hf.family.norm == "gemma"  # in the order of the class
+    gate: Array | None = None
+    if spec.attention_output_gate:
+        both = t.linear("self_attn.q_proj", x, tokens, h, 2 * a * d, bias=bias)
+        query, gate = t.split("queries and gates", both, tokens * a * d, tokens * a * d)
+        gate = t.copy("gates by head", gate)
+    else:
+        query = t.linear("self_attn.q_proj", x, tokens, h, a * d, bias=bias)
+    # In the order of the class.
+    after = t.hf.family.norm == "gemma" and not spec.attention_output_gate
     if spec.qk_layernorm and not after:
         query = norm(t, "self_attn.q_norm", query, rows[spec.qk_layernorm][0], width[spec.qk_layernorm][0])
     key = t.linear("self_attn.k_proj", x, tokens, h, g * d, bias=bias)
@@ -86,7 +96,7 @@ def _projected(t: Torch, spec: AttentionSpec, x: Array) -> tuple[Array, Array, A
     if spec.qk_layernorm and after:
         query = norm(t, "self_attn.q_norm", query, rows[spec.qk_layernorm][0], width[spec.qk_layernorm][0])
         key = norm(t, "self_attn.k_norm", key, rows[spec.qk_layernorm][1], width[spec.qk_layernorm][1])
-    return query, key, value
+    return query, key, value, gate
 
 
 # ---- rotary embedding ----

@@ -7,15 +7,25 @@ from bridge_memory.inventory.blocks import Block, block
 from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.parameters import Use
 from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.transformers import bloom, gpt2
+from bridge_memory.inventory.transformers import bloom, gpt2, nemotron_h
 from bridge_memory.inventory.transformers.attention import Shared, record_attention
+from bridge_memory.inventory.transformers.delta_net import record_delta_net
 from bridge_memory.inventory.transformers.experts import last_saver, record_moe
 from bridge_memory.inventory.transformers.loss import record_output
 from bridge_memory.inventory.transformers.mla import record_mla
 from bridge_memory.inventory.transformers.mlp import record_mlp
 from bridge_memory.inventory.transformers.norms import layer_norm, norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
-from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec
+from bridge_memory.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    MambaSpec,
+    Mixer,
+    MLASpec,
+    MLPSpec,
+    ModelSpec,
+)
 
 
 def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
@@ -118,6 +128,8 @@ def _last_saver(t: Torch, layer: LayerSpec) -> str:
         return gpt2.last_saver(t)
     if t.hf.family.layer == "bloom":
         return bloom.LAST_SAVER_WITH_DROPOUT if t.r.ctx.hidden_dropout else bloom.LAST_SAVER
+    if t.hf.family.layer == "nemotron_h":
+        return nemotron_h.last_saver(t, layer)
     last = t.hf.family.norms[-1]
     if not last:
         assert layer.ffn is not None
@@ -147,14 +159,16 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
         return gpt2.record_gpt2_layer(t, layer, x)
     if t.hf.family.layer == "bloom":
         return bloom.record_bloom_layer(t, layer, x)
+    if t.hf.family.layer == "nemotron_h":
+        return nemotron_h.record_nemotron_layer(t, layer, x)
     r = t.r
     mixer, ffn = layer.mixer, layer.ffn
-    assert isinstance(mixer, AttentionSpec | MLASpec) and ffn is not None
+    assert ffn is not None
     before, after, before_ffn, after_ffn = t.hf.family.norms
-    r.tape.part = Part.ATTENTION if isinstance(mixer, AttentionSpec) else Part.MLA
+    r.tape.part = part_of(mixer)
     y = _normed(t, before, x)
     entered = y
-    y = record_attention(t, mixer, y, shared) if isinstance(mixer, AttentionSpec) else record_mla(t, mixer, y, shared)
+    y = _mixed(t, mixer, y, shared)
     t.keep_alive(entered)
     x = _added(t, "hidden states after attention", x, _normed(t, after, y))
     r.tape.part = Part.MLP if isinstance(ffn, MLPSpec) else Part.MOE
@@ -162,6 +176,25 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
     y, entered = record_mlp(t, ffn, y) if isinstance(ffn, MLPSpec) else record_moe(t, ffn, y), y
     t.keep_alive(entered, *t.returned)
     return _added(t, "hidden states after the MLP", x, _normed(t, after_ffn, y))
+
+
+def part_of(mixer: Mixer | None) -> Part:
+    """The part of memory that a mixer is."""
+    if isinstance(mixer, MLASpec):
+        return Part.MLA
+    if isinstance(mixer, GatedDeltaNetSpec):
+        return Part.GATED_DELTA_NET
+    return Part.MAMBA if isinstance(mixer, MambaSpec) else Part.ATTENTION
+
+
+def _mixed(t: Torch, mixer: Mixer | None, x: Array, shared: Shared) -> Array:
+    """[T, h] -> [T, h]."""
+    if isinstance(mixer, AttentionSpec):
+        return record_attention(t, mixer, x, shared)
+    if isinstance(mixer, GatedDeltaNetSpec):
+        return record_delta_net(t, mixer, x)
+    assert isinstance(mixer, MLASpec)
+    return record_mla(t, mixer, x, shared)
 
 
 def _normed(t: Torch, name: str, x: Array) -> Array:

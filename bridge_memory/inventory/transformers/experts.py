@@ -13,7 +13,7 @@ from typing import Any
 from bridge_memory.inventory.parameters import EXPERT_NUMBER, Use
 from bridge_memory.inventory.tape import Tensor
 from bridge_memory.inventory.transformers import gpt_oss, liger
-from bridge_memory.inventory.transformers.mlp import gated_mlp
+from bridge_memory.inventory.transformers.mlp import gated_mlp, plain_mlp, relu_squared
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 from bridge_memory.releases import EXPERTS_BY_NUMBER
 from bridge_memory.spec import MoESpec
@@ -24,7 +24,7 @@ INT64 = 8
 def last_saver(t: Torch, spec: MoESpec) -> str:
     """The operation of a block after which nothing is kept; "mlp": the last sum over experts."""
     if spec.shared_expert_intermediate_size:
-        return "shared expert, gated" if spec.shared_expert_gate else "mlp.shared_experts.down_proj output"
+        return "shared expert, gated" if spec.shared_expert_gate else f"{_module(t)}.shared_experts.down_proj output"
     return "experts' output in order" if t.hf.grouped_experts else "mlp"
 
 
@@ -222,13 +222,20 @@ def _expert(
         down = t.linear(f"mlp.experts.{names[2]}", product, rows, f, h, declare=False, number=number)
         t.keep_alive(x, product)
         return down, ()
-    both = _times(t, "expert gate and up", x, fused[0], rows * 2 * f, 2 * f * h)
+    wide = 2 * f if spec.gated else f
+    both = _times(t, "expert gate and up", x, fused[0], rows * wide, wide * h)
     if t.hf.family.moe == "gpt_oss":
         both = gpt_oss.with_bias(t, "expert gate and up, with bias", both)
         product, inside = gpt_oss.gated(t, both)
         down = _times(t, "expert output", product, fused[1], rows * h, h * f)
         down = gpt_oss.with_bias(t, "expert output, with bias", down)
         return down, (both, product, down, *inside)
+    if not spec.gated:
+        product = relu_squared(t, "expert activation", both)
+        t.keep_alive(both)
+        down = _times(t, "expert output", product, fused[1], rows * h, h * f)
+        t.keep_alive(x, product)
+        return down, ()
     gate, up = t.split("expert gate and up", both, rows * f, rows * f)
     act = t.activation("expert activation of the gate", gate)
     product = t.mul("expert product", act, up)
@@ -258,7 +265,8 @@ def _fused_parameters(t: Torch, spec: MoESpec) -> tuple[Array, Array] | None:
     if not t.hf.fused_experts and t.hf.family.moe != "gpt_oss":
         return None
     h, f, e = t.r.ctx.hidden_size, spec.moe_ffn_hidden_size, spec.num_experts
-    return _parameter(t, "experts.gate_up_proj", e * 2 * f * h), _parameter(t, "experts.down_proj", e * h * f)
+    wide = 2 * f if spec.gated else f
+    return _parameter(t, "experts.gate_up_proj", e * wide * h), _parameter(t, "experts.down_proj", e * h * f)
 
 
 def _parameter(t: Torch, name: str, elements: Any) -> Array:
@@ -279,6 +287,10 @@ def _declare(t: Torch, spec: MoESpec) -> None:
             r.parameter(f"{module}.{name}", (e, wide, out), expert=True)
             r.parameter(f"{module}.{name}_bias", (e, out), expert=True)
         return
+    if not spec.gated:
+        r.parameter(f"{module}.up_proj", (e, f, h), expert=True)
+        r.parameter(f"{module}.down_proj", (e, h, f), expert=True)
+        return
     if t.hf.fused_experts:
         r.parameter(f"{module}.gate_up_proj", (e, 2 * f, h), expert=True)
         r.parameter(f"{module}.down_proj", (e, h, f), expert=True)
@@ -295,6 +307,8 @@ def _names(t: Torch) -> tuple[str, str, str]:
 
 
 def _module(t: Torch) -> str:
+    if t.hf.family.layer == "nemotron_h":
+        return "mixer"
     return "block_sparse_moe" if t.hf.family.moe == "mixtral" and not t.hf.fused_experts else "mlp"
 
 
@@ -317,12 +331,16 @@ def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -
     filled.whole = taken.tensor
     t.tape.op("tokens sorted by expert, filled", taken.tensor, filled, saves=(sentinel.tensor,))
     taken = Array(filled, rows * h, x.width)
-    first = _chosen_biases(t, spec, "gate and up", rows * 2 * f, experts)
-    both = _grouped_product(t, "experts' gate and up", taken, e * 2 * f * h, rows * 2 * f, offsets)
+    wide = 2 * f if spec.gated else f
+    first = _chosen_biases(t, spec, "gate and up", rows * wide, experts)
+    both = _grouped_product(t, "experts' gate and up", taken, e * wide * h, rows * wide, offsets)
     both = _biased(t, both, first)
     if t.hf.family.moe == "gpt_oss":
         product, inside = gpt_oss.gated(t, both)
         t.keep_alive(both, *inside)
+    elif not spec.gated:
+        product = relu_squared(t, "experts' activation", both)
+        t.keep_alive(both)
     else:
         gate, up = t.split("experts' gate and up", both, rows * f, rows * f)
         act = t.activation("experts' activation of the gate", gate)
@@ -379,8 +397,10 @@ def _grouped_product(t: Torch, name: str, x: Array, weights: Any, out: Any, offs
 
 
 def _mlp_of_shared(t: Torch, spec: MoESpec, x: Array) -> Array:
-    module = "mlp.shared_expert" if spec.shared_expert_gate else "mlp.shared_experts"
+    module = "mlp.shared_expert" if spec.shared_expert_gate else f"{_module(t)}.shared_experts"
     ctx = t.r.ctx
+    if not spec.gated:
+        return plain_mlp(t, module, x, spec.shared_expert_intermediate_size, bias=spec.add_bias)
     return gated_mlp(t, module, x, ctx.tokens, ctx.hidden_size, spec.shared_expert_intermediate_size)
 
 

@@ -34,6 +34,26 @@ def gated_mlp(
     return down
 
 
+def plain_mlp(
+    t: Torch, module: str, x: Array, f: Any, *, bias: bool = False, expert: bool = False
+) -> Array:  # fmt: skip
+    """``NemotronHMLP.forward``: down(relu(up(x)) squared)."""
+    rows, width = t.r.ctx.tokens, t.r.ctx.hidden_size
+    up = t.linear(f"{module}.up_proj", x, rows, width, f, bias=bias, expert=expert)
+    product = relu_squared(t, f"{module} activation", up)
+    down = t.linear(f"{module}.down_proj", product, rows, f, width, bias=bias, expert=expert)
+    t.keep_alive(x)
+    return down
+
+
+def relu_squared(t: Torch, name: str, x: Array) -> Array:
+    """``activations.py: ReLUSquaredActivation``: relu, which keeps its output, squared in fp32 under autocast."""
+    relu = t.saves_output(f"{name}: relu", x)
+    out = t.square(name, t.precise(f"{name}: relu in fp32", relu))
+    t.keep_alive(relu)
+    return out
+
+
 def _joined(t: Torch, spec: MLPSpec, x: Array) -> Array:
     """``Phi3MLP.forward``: gate and up are views of one output, which stays a variable's."""
     ctx = t.r.ctx

@@ -24,7 +24,7 @@ def norm(t: Torch, name: str, x: Array, rows: Any, width: Any) -> Array:
         return fused_rms_norm(t, name, x, rows)
     if t.hf.liger("rms_norm"):
         return liger.rms_norm(t, name, x, rows, width)
-    normed = _normed(t, name, x, rows)
+    normed = norm_before_weight(t, name, x, rows)
     if kind == "llama":
         narrow = t.cast(f"{name} normed", normed, x.width)
         out = t.mul_weight(f"{name} output", narrow, f"{name}.weight")
@@ -38,7 +38,23 @@ def norm(t: Torch, name: str, x: Array, rows: Any, width: Any) -> Array:
     return out
 
 
-def _normed(t: Torch, name: str, x: Array, rows: Any) -> Array:
+def gated_norm(t: Torch, name: str, x: Array, gate: Array, rows: Any, width: Any) -> Array:
+    """``models/qwen3_next/modeling_qwen3_next.py: Qwen3NextRMSNormGated``: the norm as Llama's, times silu of the gate
+    in fp32, of [rows, width]."""
+    t.r.parameter(f"{name}.weight", (width,))
+    normed = norm_before_weight(t, name, x, rows)
+    narrow = t.cast(f"{name} normed", normed, x.width)
+    t.keep_alive(normed)
+    weighted = t.mul_weight(f"{name} weighted", narrow, f"{name}.weight")
+    act = t.activation(f"{name} activation of the gate", t.cast(f"{name} gate in fp32", gate, FP32))
+    wide = t.mul(f"{name} gated in fp32", act, weighted)
+    t.keep_alive(weighted)
+    out = t.cast(f"{name} output", wide, x.width)
+    t.keep_alive(x, wide, gate)
+    return out
+
+
+def norm_before_weight(t: Torch, name: str, x: Array, rows: Any) -> Array:
     """x over its root mean square, in fp32."""
     x32 = t.cast(f"{name} input in fp32", x, FP32)
     variance = t.mean(f"{name} variance", t.square(f"{name} squares", x32), rows)

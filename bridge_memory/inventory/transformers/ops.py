@@ -56,6 +56,8 @@ class Torch:
         self.last_saver = ""
         #: Variables of the layer to its end: what attention returns beside its output.
         self.returned: list[Array] = []
+        #: Variables of the function that is recorded, to its end.
+        self.variables: list[Array] = []
         self._cast_weights: dict[tuple[str, int], Array] = {}
 
     # ---- arrays ----
@@ -152,6 +154,16 @@ class Torch:
             backward_workspace=narrowed + (whole - b.bytes if broadcast and b.differentiable else 0),
         )
 
+    def mul_spread(self, name: str, a: Array, b: Array, elements: Any) -> Array:
+        """A product larger than either: their gradients are as large as it first, and both are there while the first is
+        summed, by when a is gone that a checkpoint made which is not reentrant (as in ``mul``)."""
+        width = max(a.width, b.width)
+        gone = a.bytes if self.hf.spec.gradient_checkpointing and not self.hf.spec.reentrant else 0
+        return self.make(
+            name, (a, b), elements, width, saves=_where((a, b.differentiable), (b, a.differentiable)),
+            backward_workspace=2 * elements * width - b.bytes - gone,
+        )
+
     def mul_weight(
         self, name: str, x: Array, weight: str, *, width: int | None = None, also_keeps: tuple[Tensor, ...] = (),
     ) -> Array:  # fmt: skip
@@ -187,6 +199,49 @@ class Torch:
     def saves_output(self, name: str, x: Array) -> Array:
         """One kernel that keeps its output (tanh, sigmoid, softmax, exp)."""
         return self.make(name, (x,), x.elements, x.width, save_output=True)
+
+    def summed(self, name: str, x: Array, rows: Any) -> Array:
+        """``sum`` over a dimension: x's gradient is the sum's, expanded in a view."""
+        x.tensor.grad_bytes = rows * x.width * x.differentiable
+        return self.make(name, (x,), rows, x.width, alias=True)
+
+    def spread(self, name: str, x: Array, elements: Any) -> Array:
+        """x broadcast by what takes it: its gradient is as large as the result first, then summed."""
+        view = self.tape.tensor(name, 0, grad_bytes=elements * x.width * x.differentiable)
+        view.whole = x.tensor.whole or x.tensor
+        self.tape.op(name, x.tensor, view)
+        return Array(view, elements, x.width)
+
+    def cumulated(self, name: str, x: Array) -> Array:
+        """``cumsum``: backward the gradient is turned, summed up and turned back (``FunctionsManual.cpp:
+        cumsum_backward``)."""
+        return self.make(name, (x,), x.elements, x.width, backward_workspace=x.bytes)
+
+    def repeat(self, name: str, x: Array, times: int) -> Array:
+        """``repeat_interleave``: a copy of an expanded view."""
+        return self.make(name, (x,), x.elements * times, x.width)
+
+    def in_place(self, name: str, x: Array) -> Array:
+        """Written over x; its gradient is another tensor."""
+        view = self.tape.tensor(name, 0, grad_bytes=x.bytes * x.differentiable)
+        view.whole = x.tensor.whole or x.tensor
+        self.tape.op(name, x.tensor, view)
+        return Array(view, x.elements, x.width)
+
+    def written(self, name: str, whole: Array, part: Array) -> Array:
+        """``whole[...] = part``: the whole's gradient is copied, a part of it too, and zeros are written there
+        (``torch/csrc/autograd/functions/tensor.cpp: CopySlices::apply``)."""
+        view = self.tape.tensor(name, 0, grad_bytes=whole.bytes * part.differentiable)
+        view.whole = whole.tensor.whole or whole.tensor
+        copied = 0 if whole.differentiable else whole.bytes
+        self.tape.op(name, (whole.tensor, part.tensor), view, backward_workspace=part.bytes + copied)
+        return Array(view, whole.elements, whole.width)
+
+    def scaled_product(self, name: str, a: Array, b: Array, elements: Any, inner: int) -> Array:
+        """``a @ b`` in batches, each kept for the other's gradient; under autocast of copies in its dtype."""
+        if self.hf.autocast:
+            a, b = (self.cast(f"{name}: {x.tensor.name}, cast", x, self.compute_width) for x in (a, b))
+        return self.matmul(name, a, b, elements)
 
     def slice(self, name: str, x: Array, elements: Any) -> Array:
         """A part of ``x``: its gradient is put into zeros of the whole."""
