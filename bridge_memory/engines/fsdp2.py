@@ -15,7 +15,7 @@ final_callback``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -33,8 +33,10 @@ from bridge_memory.engines.torch_modules import (
     parameter_width,
     rounded,
     shard,
+    trained_width,
 )
 from bridge_memory.inventory.chain import Concurrent, Label
+from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 
@@ -68,7 +70,10 @@ class FSDP2:
         self.run = run
         self.width = parameter_width(run)
         self.compute_width = DTYPE_BYTES[run.compute_dtype]
-        self.reduce_width = DTYPE_BYTES[f.reduce_dtype or run.compute_dtype]
+        #: The same of what trains: adapters may be wider.
+        self.trained_width = trained_width(run, self.width)
+        self.gradient_width = DTYPE_BYTES[run.adapters_compute_dtype] if run.peft.freezes else self.compute_width
+        self.reduce_width = DTYPE_BYTES[f.reduce_dtype] if f.reduce_dtype else self.gradient_width
         self.ranks = f.shard_degree or run.parallel.data_parallel_size
         self.replicated = self.ranks < run.parallel.data_parallel_size
         #: Whole gradients wait for the last microbatch.
@@ -113,9 +118,9 @@ class FSDP2:
         whole, shards = [0] * len(groups), [0] * len(groups)
         of_place = {place: i for i, g in enumerate(groups) for place in g.places}
         for module in model.modules:
-            for p, times in module.parameters():
-                whole[of_place[module.place]] += times * rounded(prod(p.shape) * self.width)
-                shards[of_place[module.place]] += times * rounded(prod(shard(p.shape, self.ranks)) * self.width)
+            for p, times, width, _ in self._wide(module):
+                whole[of_place[module.place]] += times * rounded(prod(p.shape) * width)
+                shards[of_place[module.place]] += times * rounded(prod(shard(p.shape, self.ranks)) * width)
         there = most = sum(whole)
         for unit, parts in zip(whole, shards, strict=True):
             most = max(most, there + parts)
@@ -127,8 +132,8 @@ class FSDP2:
         dict.py: get_model_state_dict``, as accelerate ``utils/fsdp_utils.py: save_fsdp_model`` asks for it)."""
         if self.run.fsdp.offload_params:
             return None
-        each = (prod(shard(p.shape, self.ranks)) * self.ranks for m in model.modules for p, _ in m.parameters())
-        return rounded(max(each, default=0) * self.width) if self.ranks > 1 else 0
+        each = (prod(shard(p.shape, self.ranks)) * width for m in model.modules for p, _, width, _ in self._wide(m))
+        return rounded(max(each, default=0) * self.ranks) if self.ranks > 1 else 0
 
     def _kept(self, model: Model, groups: Sequence[Group]) -> list[Kept]:
         return kept_of(self.run, model, self.width, self.ranks)
@@ -150,19 +155,30 @@ class FSDP2:
         return found
 
     def _group(self, modules: Sequence[Module], *, root: bool) -> Group:
-        ranks, width = self.ranks, self.compute_width
-        whole = shards = trained = 0
+        ranks = self.ranks
+        whole = shards = cast = trained = 0
         for module in modules:
-            for p, times in module.parameters():
-                whole += times * rounded(prod(shard(p.shape, ranks)) * ranks * width)
-                shards += times * prod(shard(p.shape, ranks))
+            for p, times, kept, computed in self._wide(module):
+                n = prod(shard(p.shape, ranks))
+                whole += times * rounded(n * ranks * computed)
+                shards += times * n * computed
+                cast += times * n * computed * (computed != kept)
             trained += sum(times * prod(shard(p.shape, ranks)) for p, times in module.trained_parameters())
         return Group(
-            tuple(m.place for m in modules), root, whole, rounded(shards * ranks * width) if ranks > 1 else 0,
-            rounded(shards * width) if width != self.width and ranks > 1 else 0,
+            tuple(m.place for m in modules), root, whole, rounded(shards * ranks) if ranks > 1 else 0,
+            rounded(cast) if ranks > 1 else 0,
             rounded(trained * ranks * self.reduce_width), rounded(trained * self.reduce_width),
-            rounded(trained * self.width),
+            rounded(trained * self.trained_width),
         )
+
+    def _wide(self, module: Module) -> Iterator[tuple[Parameter, int, int, int]]:
+        """(parameter, how many of them, bytes of an element as it is kept, and as it is gathered). A gathering of
+        several dtypes is one of bytes (``_get_param_all_gather_inputs``)."""
+        for p, times in module.trained_parameters():
+            yield p, times, self.trained_width, self.gradient_width
+        for parameters, times in module.frozen.rows:
+            for p in parameters:
+                yield p, times, self.width, self.compute_width
 
     def _accumulated_of(self, model: Model) -> list[int]:
         """Whole gradients of earlier microbatches at every place, in the dtype in which they will be reduced."""
@@ -178,11 +194,11 @@ class FSDP2:
     def passes(self, model: Model, groups: Sequence[Group], *, fresh: bool) -> list[Concurrent]:
         """What is there beside every place, without the root's whole parameters."""
         forward, entering = self._forward(model, groups)
-        backward, gradients, reducing, gone, gone_then = self._backward(model, groups, fresh=fresh)
+        backward, gradients, reducing, gone, gone_then, begins = self._backward(model, groups, fresh=fresh)
         return [
-            Concurrent(f, b, b, least, g, there, then, first)
-            for f, b, least, g, there, then, first in zip(
-                forward, backward, reducing, gradients, gone, gone_then, entering, strict=True
+            Concurrent(f, b, b, least, g, there, then, first, back)
+            for f, b, least, g, there, then, first, back in zip(
+                forward, backward, reducing, gradients, gone, gone_then, entering, begins, strict=True
             )
         ]
 
@@ -222,9 +238,10 @@ class FSDP2:
 
     def _backward(
         self, model: Model, groups: Sequence[Group], *, fresh: bool
-    ) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+    ) -> tuple[list[int], list[int], list[int], list[int], list[int], list[int]]:
         """At every place: (everything, of it the gradients that the step waits for, everything while its unit's
-        gradients are reduced, whole gradients of earlier microbatches that are gone at the one and at the other)."""
+        gradients are reduced, whole gradients of earlier microbatches that are gone at the one and at the other,
+        everything while its unit's parameters are copied out of what gathered them)."""
         at = {place: g for g in groups for place in g.places}
         units = [g for g in groups if not g.root]
         stays = bool(units) and not self._resharded(units[0])
@@ -238,6 +255,7 @@ class FSDP2:
         of_groups = self._accumulated_of(model)
         entered: set[tuple[int, ...]] = set()
         backward, gradients, reducing = [0] * model.number, [0] * model.number, [0] * model.number
+        begins = [0] * model.number
         gone_at, gone_then = [0] * model.number, [0] * model.number
         input_gradient = hidden_bytes(self.run)
         for place in reversed(range(model.number)):
@@ -246,9 +264,12 @@ class FSDP2:
                 entered.add(group.places)
                 if not stays:
                     earlier = before[group.places]
-                    whole, ahead = whole + group.whole, earlier.output if earlier is not None else 0
+                    whole, gathered, ahead = whole + group.whole, ahead, earlier.output if earlier is not None else 0
+                    if self.keeps_output and gathered > ahead:
+                        begins[place] = gathered - ahead + input_gradient
             waits = 0 if self.waits else waiting
             backward[place] = whole + ahead + reduced + made * fresh + waits + replicated - gone
+            begins[place] += backward[place] if begins[place] else 0
             gradients[place], gone_at[place] = made * fresh, gone
             if self.waits and self.run.num_microbatches > 2 and backward[place] < whole + ahead:
                 # One that is reduced neither now nor before.
@@ -280,20 +301,20 @@ class FSDP2:
             waiting -= sum(sizes[p] for p in group.places)
             gone += sum(of_groups[p] for p in group.places)
         reducing[0] = most
-        return backward, gradients, reducing, gone_at, gone_then
+        return backward, gradients, reducing, gone_at, gone_then, begins
 
     def _whole_gradients(self, model: Model) -> list[int]:
         """Of every place, as autograd makes them."""
         sizes = [0] * model.number
         for module in model.modules:
-            nbytes = sum(times * rounded(p.numel * self.compute_width) for p, times in module.trained_parameters())
+            nbytes = sum(times * rounded(p.numel * self.gradient_width) for p, times in module.trained_parameters())
             sizes[module.place] += nbytes
         return sizes
 
     def _all_reduced(self, group: Group) -> int:
         """With replicas the output of a reduce-scatter in another dtype than the parameters' stays until backward ends
         (``FSDPParamGroup._all_reduce_state``)."""
-        return group.reduced_shard if self.replicated and self.reduce_width != self.width else 0
+        return group.reduced_shard if self.replicated and self.reduce_width != self.trained_width else 0
 
 
 ENGINE = FSDP2

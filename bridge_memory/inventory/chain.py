@@ -33,6 +33,8 @@ class Concurrent(NamedTuple):
     gone_at_least: int = 0
     #: At some moment of its forward, without anything else of the link.
     least_forward: int = 0
+    #: When its backward begins, beside all that it keeps; 0 where that is less than while it runs.
+    entering_backward: int = 0
 
 
 NOTHING = Concurrent()
@@ -98,6 +100,8 @@ class Link(NamedTuple):
         least += self.waiting if least else 0
         if at_end:
             beside, least = held.backward, at_end + max(beside, least)
+        if held.entering_backward:
+            least = max(least, self.retained + self.waiting + held.entering_backward)
         gone = held.gone_at_least if least > self.backward_peak + beside else held.gone
         return self._replace(
             forward_peak=max(self.forward_peak + held.forward, held.least_forward),

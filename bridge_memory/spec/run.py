@@ -163,6 +163,12 @@ class RunSpec:
         return "fp32" if hf.autocast_adapter_dtype or hf.quantized else self.params_dtype
 
     @property
+    def adapters_compute_dtype(self) -> str:
+        """That in which adapters compute, and their gradients are made: FSDP's mixed precision casts them too."""
+        mixed = self.fsdp.param_dtype if self.data_parallel.engine in ("fsdp1", "fsdp2") else None
+        return mixed or self.adapters_dtype
+
+    @property
     def layer_gradients_stay(self) -> bool:
         """Whether the gradients of a layer's weights are all there until its backward pass is over: those that no hook
         takes away one by one, and that are not added to earlier ones."""

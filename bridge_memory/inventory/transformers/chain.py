@@ -192,7 +192,7 @@ def _gradients_before(layer: LayerSpec, ctx: BlockContext) -> int:
         return 0
     if not is_target(in_any_layer(ctx.adapters), "down_proj", "model.layers.0.mlp.down_proj"):
         return 0
-    wide = 4 if hf.spec.autocast_adapter_dtype else ctx.act
+    wide = hf.adapter_width
     return ctx.tokens * ctx.hidden_size * (wide + (ctx.act if wide != ctx.act else 0))
 
 
