@@ -82,6 +82,8 @@ def _engine(args: argparse.Namespace) -> int:
     from bridge_memory.readers.resolve import parse_config, resolve_config
     from bridge_memory.rehearse.engine_run import rehearse_engine, require, with_layers
     from bridge_memory.rehearse.engine_summary import lines, rows
+    from bridge_memory.rehearse.reserved import lines as reserved_lines
+    from bridge_memory.rehearse.reserved import why_not
 
     for flag in ("stage", "layer", "gpu", "snapshot", "record"):
         if getattr(args, flag) is not None:
@@ -99,16 +101,20 @@ def _engine(args: argparse.Namespace) -> int:
     config = with_layers(config, args.num_layers)
     if args.rank is not None and not 0 <= args.rank < spec.parallel.world_size:
         raise SpecError(f"--rank ({args.rank}) is not one of 0 to {spec.parallel.world_size - 1}")
-    table = rows(spec, rehearse_engine(spec, config, rank=args.rank))
+    found = rehearse_engine(spec, config, rank=args.rank)
+    table = rows(spec, found.phases)
     notes = ["without the workspaces of CUDA's libraries, which the CPU does not have"]
     if spec.model.has_experts:
         notes.append("routers send every expert as many tokens as any other")
+    if found.reserved is None:
+        notes.append(why_not(spec) or "")
     if args.json:
         json.dump(
             {
                 "schema": "bridge-memory/rehearsed-engine/1", "model": spec.model.name,
                 "num_layers": spec.model.num_layers, "engine": spec.data_parallel.engine, "device": "cpu",
                 "notes": notes, "rows": [row.as_json() for row in table],
+                "reserved": found.reserved.as_json() if found.reserved is not None else None,
             },
             sys.stdout, indent=2,
         )  # fmt: skip
@@ -119,6 +125,8 @@ def _engine(args: argparse.Namespace) -> int:
     for note in notes:
         print(f"note: {note}")
     print("\n".join(lines(table)))
+    if found.reserved is not None:
+        print("\n".join(reserved_lines(found.reserved)))
     return 0
 
 

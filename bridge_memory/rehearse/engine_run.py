@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 from bridge_memory.engines.engine import Phase
@@ -22,6 +22,9 @@ from bridge_memory.rehearse.engine_jobs import job_of, of_deepspeed, world
 from bridge_memory.rehearse.world import RehearsalUnavailable, first_line
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import ALL_LINEAR
+
+if TYPE_CHECKING:
+    from bridge_memory.rehearse.reserved import Reserved
 
 _STEPS = 3
 
@@ -81,8 +84,16 @@ def with_layers(config: Mapping[str, Any], number: int | None) -> dict[str, Any]
     return out
 
 
-def rehearse_engine(run: RunSpec, config: Mapping[str, Any], *, rank: int | None = None) -> dict[Phase, int]:
-    """The most bytes of one rank in each phase of three steps of ``run``, whose model ``config`` (a config.json) is.
+class Rehearsed(NamedTuple):
+    """The most bytes of one rank in each phase, and what torch's allocator reserves for them where the engine's streams
+    are known."""
+
+    phases: dict[Phase, int]
+    reserved: Reserved | None = None
+
+
+def rehearse_engine(run: RunSpec, config: Mapping[str, Any], *, rank: int | None = None) -> Rehearsed:
+    """Three steps of ``run``, whose model ``config`` (a config.json) is.
 
     ``rank``: the fullest if not said.
 
@@ -106,11 +117,12 @@ def rehearse_engine(run: RunSpec, config: Mapping[str, Any], *, rank: int | None
         logging.disable(level)
 
 
-def _rehearsed(run: RunSpec, config: Mapping[str, Any], rank: int) -> dict[Phase, int]:
+def _rehearsed(run: RunSpec, config: Mapping[str, Any], rank: int) -> Rehearsed:
     import torch
 
     from bridge_memory.inventory.parameters import ALLOCATION_UNIT
     from bridge_memory.rehearse.hugging_face import as_on_cuda
+    from bridge_memory.rehearse.reserved import Follower, why_not
     from bridge_memory.rehearse.tracker import Tracker
     from bridge_memory.rehearse.uncomputed import Uncomputed
 
@@ -128,6 +140,7 @@ def _rehearsed(run: RunSpec, config: Mapping[str, Any], rank: int) -> dict[Phase
         wrapping = tracker.peak(1).bytes
         inputs = _inputs(run)
         found = {Phase.BUILDING: wrapping}
+        follower = Follower(tracker) if why_not(run) is None else None
         for step in range(_STEPS):
             most = {Phase.FORWARD: 0, Phase.BACKWARD: 0}
             for number in range(run.num_microbatches):
@@ -156,12 +169,13 @@ def _rehearsed(run: RunSpec, config: Mapping[str, Any], rank: int) -> dict[Phase
                     Phase.FIRST_FORWARD: most[Phase.FORWARD], Phase.FIRST_BACKWARD: most[Phase.BACKWARD]
                 }  # fmt: skip
             job.zero_grad()
+        reserved = follower.done(getattr(job, "model", None)) if follower is not None else None
         if engine != "fsdp1":  # whose flat parameters take no tensors of another device in their place
             tracker.reset_peak()
             with _to_host():
                 job.save()
             found[Phase.SAVING] = tracker.peak(1).bytes
-        return found
+        return Rehearsed(found, reserved)
 
 
 @contextmanager

@@ -185,6 +185,8 @@ class Tracker(TorchDispatchMode):
         self._path: list[str] = [""]
         self._module_saving: dict[int, str] = {}
         self.live_bytes = 0
+        #: Told of every storage that comes (its number and bytes) and goes (its number and None).
+        self.heard: Callable[[int, int | None], None] | None = None
         self._peak = 0
         self._peak_at: tuple[str, str] = ("", "")
         self._peak_state: tuple[_Storage, ...] = ()
@@ -237,6 +239,8 @@ class Tracker(TorchDispatchMode):
         made.ref = weakref.ref(storage, self._forget(key))
         self._live[key] = made
         self.live_bytes += nbytes
+        if self.heard is not None:
+            self.heard(made.serial, nbytes)
         return True
 
     def _given(self, nbytes: int) -> int:
@@ -247,6 +251,8 @@ class Tracker(TorchDispatchMode):
             storage = self._live.pop(key, None)
             if storage is not None:
                 self.live_bytes -= storage.nbytes
+                if self.heard is not None:
+                    self.heard(storage.serial, None)
 
         return gone
 
@@ -255,6 +261,9 @@ class Tracker(TorchDispatchMode):
         if known is not None:
             nbytes = self._given(nbytes)
             self.live_bytes += nbytes - known.nbytes
+            if self.heard is not None and nbytes != known.nbytes:
+                self.heard(known.serial, None)
+                self.heard(known.serial, nbytes)
             known.nbytes = nbytes
             self._mark("resize_")
 
@@ -279,6 +288,10 @@ class Tracker(TorchDispatchMode):
     def keys(self) -> frozenset[int]:
         """The storages alive now, by serial number."""
         return frozenset(s.serial for s in self._live.values())
+
+    def present(self) -> list[tuple[int, int]]:
+        """(number, bytes) of every storage alive now, in the order in which they were made."""
+        return sorted((s.serial, s.nbytes) for s in self._live.values())
 
     def alive(self, among: frozenset[int]) -> list[Alive]:
         return [

@@ -1,0 +1,300 @@
+"""torch's caching allocator, block by block: what it reserves when tensors come and go in a given order.
+
+Every stream has pools of its own, one for blocks of up to 1 MiB and one for larger ones, and no block goes from one to
+another. A request takes the smallest free block of its pool that is large enough and leaves what remains of it.
+Where there is none, a segment is asked of the device: a whole one, or with expandable segments so many pages at the end
+of the stream's address range. Nothing is given back before the device is full.
+
+Source: ``c10/cuda/CUDACachingAllocator.cpp: DeviceCachingAllocator`` of torch 2.5 to 2.13 (``malloc``,
+``get_free_block``, ``alloc_found_block``, ``should_split``, ``find_expandable_block``, ``map_block``, ``free_block``,
+``try_merge_blocks``, ``release_cached_blocks``, ``unmap_block``). Not followed: ``max_split_size_mb``,
+``garbage_collection_threshold`` and ``roundup_power2_divisions``, which are off unless asked for, private pools of
+CUDA graphs, and ``record_stream``, which FSDP2 does without.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+MIB = 1 << 20
+#: ``kMinBlockSize``, ``kSmallSize``, ``kSmallBuffer``, ``kMinLargeAlloc``, ``kLargeBuffer``, ``kRoundLarge``.
+BLOCK = 512
+SMALL = MIB
+SMALL_SEGMENT = 2 * MIB
+OWN_SEGMENT = 10 * MIB
+LARGE_SEGMENT = 20 * MIB
+SEGMENT_UNIT = 2 * MIB
+
+
+class Event(NamedTuple):
+    """A tensor that comes (``nbytes`` not None) or goes, on ``stream``. ``tensor`` tells those that are there apart."""
+
+    tensor: int
+    nbytes: int | None
+    stream: Hashable = 0
+
+
+class DeviceFull(Exception):
+    """A request that no device of this capacity can meet."""
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    pool: _Pool
+    address: int
+    size: int
+    mapped: bool = True
+    allocated: bool = False
+    prev: _Block | None = None
+    next: _Block | None = None
+
+    @property
+    def room(self) -> int:
+        """Bytes up to which it can grow (``expandable_size``)."""
+        after = self.next
+        return self.size + (after.size if after is not None and not after.mapped else 0)
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """Free blocks of a stream and a size class, smallest and lowest first, and those without memory, lowest first."""
+
+    page: int
+    free: list[tuple[int, int, _Block]] = field(default_factory=list)
+    unmapped: list[tuple[int, _Block]] = field(default_factory=list)
+
+    def add(self, block: _Block) -> None:
+        # No two blocks have one address, so that blocks themselves are never compared.
+        if block.mapped:
+            insort(self.free, (block.size, block.address, block))
+        else:
+            insort(self.unmapped, (block.address, block))
+
+    def drop(self, block: _Block) -> None:
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.size, block.address))]  # type: ignore[type-var]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]  # type: ignore[type-var]
+
+
+class CachingAllocator:
+    """``capacity``: bytes of the device that it can reserve; without it there is no end to them.
+
+    ``expandable_segments`` as in ``PYTORCH_CUDA_ALLOC_CONF``.
+    """
+
+    def __init__(self, *, expandable_segments: bool = False, capacity: int | None = None) -> None:
+        self.expandable = expandable_segments
+        self.capacity = capacity
+        self.reserved = self.allocated = 0
+        self.peak_reserved = self.peak_allocated = 0
+        #: How often everything that was free was given back to the device, because it was full.
+        self.retries = 0
+        self._pools: dict[tuple[Hashable, bool], _Pool] = {}
+        self._blocks: dict[int, _Block] = {}
+        self._next_address = 0
+
+    def replay(self, events: Iterable[Event]) -> None:
+        """Raises DeviceFull, and KeyError for a tensor that goes and never came."""
+        for event in events:
+            if event.nbytes is None:
+                self.free(event.tensor)
+            else:
+                self.allocate(event.tensor, event.nbytes, event.stream)
+
+    def by_stream(self) -> dict[Hashable, int]:
+        """Bytes reserved now for each stream."""
+        found: dict[Hashable, int] = {}
+        held = [(b.pool, b.size) for b in self._blocks.values()]
+        held += [(pool, size) for pool in self._pools.values() for size, _, _ in pool.free]
+        streams = {id(pool): stream for (stream, _), pool in self._pools.items()}
+        for pool, size in held:
+            found[streams[id(pool)]] = found.get(streams[id(pool)], 0) + size
+        return found
+
+    # ---- tensors ----
+
+    def allocate(self, tensor: int, nbytes: int, stream: Hashable = 0) -> None:
+        """No bytes take no block. Raises DeviceFull, and ValueError for a tensor that is there."""
+        if tensor in self._blocks:
+            raise ValueError(f"tensor {tensor} is there already")
+        if nbytes <= 0:
+            return
+        size = max(BLOCK, -(-nbytes // BLOCK) * BLOCK)
+        small = size <= SMALL
+        pool = self._pools.setdefault((stream, small), _Pool(SMALL_SEGMENT if small else LARGE_SEGMENT))
+        block = self._best(pool, size) or self._fresh(pool, size)
+        if block is None:
+            self.retries += 1
+            self._give_back()
+            block = self._fresh(pool, size)
+        if block is None:
+            raise DeviceFull(f"{size} bytes more than {self.reserved} do not fit {self.capacity}")
+        rest = block.size - size
+        if rest >= BLOCK if small or self.expandable else rest > SMALL:
+            block = self._split(block, size)
+        block.allocated = True
+        self._blocks[tensor] = block
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+
+    def free(self, tensor: int) -> None:
+        """Raises KeyError for one that is not there; one without bytes never is."""
+        block = self._blocks.pop(tensor)
+        self.allocated -= block.size
+        block.allocated = False
+        self._merge(block)
+        block.pool.add(block)
+
+    def holds(self, tensor: int) -> bool:
+        return tensor in self._blocks
+
+    # ---- blocks ----
+
+    def _best(self, pool: _Pool, size: int) -> _Block | None:
+        """The smallest free block; one at the end of a range counts with what it can grow to."""
+        at = bisect_left(pool.free, (size,))  # type: ignore[type-var]
+        if at == len(pool.free):
+            return None
+        if self.expandable:
+            while at + 1 < len(pool.free) and pool.free[at + 1][2].room < pool.free[at][2].room:
+                at += 1
+        return pool.free.pop(at)[2]
+
+    def _split(self, block: _Block, size: int) -> _Block:
+        """The first ``size`` bytes of a block; the rest goes to its pool."""
+        rest = block
+        first = _Block(block.pool, block.address, size, prev=block.prev, next=rest)
+        if first.prev is not None:
+            first.prev.next = first
+        rest.prev, rest.address, rest.size = first, rest.address + size, rest.size - size
+        rest.pool.add(rest)
+        return first
+
+    def _merge(self, block: _Block) -> None:
+        """With free neighbours that have memory, or have none, as it."""
+        for other in (block.prev, block.next):
+            if other is None or other.allocated or other.mapped != block.mapped:
+                continue
+            block.pool.drop(other)
+            if other is block.prev:
+                block.address, block.prev = other.address, other.prev
+                if block.prev is not None:
+                    block.prev.next = block
+            else:
+                block.next = other.next
+                if block.next is not None:
+                    block.next.prev = block
+            block.size += other.size
+
+    # ---- the device ----
+
+    def _take(self, nbytes: int) -> bool:
+        if self.capacity is not None and self.reserved + nbytes > self.capacity:
+            return False
+        self.reserved += nbytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return True
+
+    def _fresh(self, pool: _Pool, size: int) -> _Block | None:
+        """A block of a segment that is asked of the device; None where it is full."""
+        if self.expandable:
+            return self._grown(pool, size)
+        if size <= SMALL:
+            segment = SMALL_SEGMENT
+        elif size < OWN_SEGMENT:
+            segment = LARGE_SEGMENT
+        else:
+            segment = -(-size // SEGMENT_UNIT) * SEGMENT_UNIT
+        return _Block(pool, self._addresses(segment), segment) if self._take(segment) else None
+
+    def _addresses(self, nbytes: int) -> int:
+        # Blocks of two segments are never neighbours: they are linked within one.
+        address = self._next_address
+        self._next_address += nbytes
+        return address
+
+    def _grown(self, pool: _Pool, size: int) -> _Block | None:
+        """The lowest place of an address range with room, where pages are mapped."""
+        block = self._place(pool, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            after = block.next
+            assert after is not None
+            if not self._map(after, min(size - block.size, after.size)):
+                return None
+            block = after
+        pool.drop(block)
+        return block
+
+    def _place(self, pool: _Pool, size: int) -> _Block:
+        for _, block in pool.unmapped:
+            first = block.prev if block.prev is not None and not block.prev.allocated else block
+            room, at = 0, first
+            while room < size and at is not None and not at.allocated:
+                room += at.size
+                at = at.next
+            if room >= size:
+                return first
+        # Address space of 1 1/8 of the device; without an end where the device has none.
+        length = max((self.capacity or 1 << 60) * 9 // 8, size)
+        length = -(-length // pool.page) * pool.page
+        block = _Block(pool, self._addresses(length), length, False)
+        pool.add(block)
+        return block
+
+    def _map(self, block: _Block, nbytes: int) -> bool:
+        """Give whole pages to the beginning of a block without memory."""
+        pool = block.pool
+        nbytes = min(-(-nbytes // pool.page) * pool.page, block.size)
+        if not self._take(nbytes):
+            return False
+        pool.drop(block)
+        if nbytes < block.size:
+            rest = _Block(pool, block.address + nbytes, block.size - nbytes, False, prev=block, next=block.next)
+            if rest.next is not None:
+                rest.next.prev = rest
+            block.next, block.size = rest, nbytes
+            pool.add(rest)
+        block.mapped = True
+        self._merge(block)
+        pool.add(block)
+        return True
+
+    def _give_back(self) -> None:
+        """Segments of which nothing is used, or with expandable segments all whole pages of free blocks."""
+        for pool in self._pools.values():
+            for _, _, block in list(pool.free):
+                if self.expandable:
+                    self._unmap(block)
+                elif block.prev is None and block.next is None:
+                    pool.drop(block)
+                    self.reserved -= block.size
+
+    def _unmap(self, block: _Block) -> None:
+        pool = block.pool
+        first = -(-block.address // pool.page) * pool.page
+        last = (block.address + block.size) // pool.page * pool.page
+        if last <= first:
+            return
+        pool.drop(block)
+        if first > block.address:
+            before = _Block(pool, block.address, first - block.address, prev=block.prev, next=block)
+            if before.prev is not None:
+                before.prev.next = before
+            block.prev = before
+            pool.add(before)
+        if block.address + block.size > last:
+            after = _Block(pool, last, block.address + block.size - last, prev=block, next=block.next)
+            if after.next is not None:
+                after.next.prev = after
+            block.next = after
+            pool.add(after)
+        block.address, block.size, block.mapped = first, last - first, False
+        self.reserved -= block.size
+        self._merge(block)
+        pool.add(block)
