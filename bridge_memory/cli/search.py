@@ -140,6 +140,8 @@ def _space(
     given, run = template(args, gpu, ("parallel.world_size", "batch.global_batch_size"))
     if "parallel.world_size" not in given:
         raise SpecError("--num-gpus is missing; say on how many GPUs the layout has to run")
+    if given["parallel.world_size"] < 1:
+        raise SpecError(f"--num-gpus ({given['parallel.world_size']}) is no number of GPUs; give 1 or more")
     if "batch.global_batch_size" not in given:
         raise SpecError("--global-batch-size is missing; layouts are compared at one number of sequences a step")
     fixed = {axis for axis, fields in AXES.items() if vars(args).keys() & set(fields)}
@@ -150,7 +152,7 @@ def _space(
                 raise SpecError(f"--vary {name} is none of {', '.join(AXES)}; name some of these")
             if name in fixed:
                 raise SpecError(f"--vary {name} does not go with a flag that fixes it; drop one of them")
-        fixed |= AXES.keys() - set(asked)
+        fixed |= AXES.keys() - set(asked) - ranges.keys()  # a range varies too
     return Space(
         run, given["parallel.world_size"], hardware.domain, frozenset(fixed), ranges, args.exhaustive,
         given["batch.global_batch_size"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.cli.fix import changed_flags, flag_words
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.run_arguments import run_on_gpus
 from bridge_memory.cli.run_flags import add_run_arguments
@@ -52,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         import json
 
-        reached = {} if args.target_gib is None else {"target": _record(target) if target else None}
+        reached = {} if args.target_gib is None else {"target": _record(target, spec) if target else None}
         print(json.dumps(
             {
                 "schema": "bridge-memory/whatif/1", "peak_bytes": whatif.before,
-                **{name: [_record(e) for e in some] for name, some in shown.items()}, **reached,
+                **{name: [_record(e, spec) for e in some] for name, some in shown.items()}, **reached,
             }, indent=2,
         ))  # fmt: skip
     else:
@@ -64,10 +65,12 @@ def run(args: argparse.Namespace) -> int:
     return int(args.target_gib is not None and target is None)
 
 
-def _record(effect: Effect) -> dict[str, Any]:
+def _record(effect: Effect, run: RunSpec) -> dict[str, Any]:
     fields = {name: value for change in effect.changes for name, value in change.fields}
+    add, drop = changed_flags(effect, run)
     return {
-        "fields": fields, "freed_bytes": effect.freed, "peak_bytes": effect.peak, "step_time_factor": effect.slowdown,
+        "fields": fields, "flags": add, "without": drop, "freed_bytes": effect.freed, "peak_bytes": effect.peak,
+        "step_time_factor": effect.slowdown,
     }  # fmt: skip
 
 
@@ -79,15 +82,16 @@ def _print(args: argparse.Namespace, run: RunSpec, shown: dict[str, list[Effect]
     blocks: list[Block] = []
     for title, some in (("One change", shown["changes"]), ("Two changes", shown["pairs"])):
         if some:
-            blocks.append(Grid(f"{title} to {run.model.name}", columns, tuple(map(_row, some))))
+            rows = tuple((_words(effect, args, run), *_numbers(effect)) for effect in some)
+            blocks.append(Grid(f"{title} to {run.model.name}", columns, rows))
     if not shown["changes"]:
         blocks.append(Bullets("Nothing frees memory", ("no single change lowers the highest peak of all stages",)))
     if args.target_gib is not None:
         if target is None:
             words = "no three changes reach it"
         else:
-            frees, peak, time = _row(target)[1:]
-            words = f"{target.words}: peak {peak} GiB, frees {frees} GiB, time {time}"
+            frees, peak, time = _numbers(target)
+            words = f"{_words(target, args, run)}: peak {peak} GiB, frees {frees} GiB, time {time}"
         blocks.append(Bullets(f"At most {args.target_gib:g} GiB on every stage", (words,)))
     notes = [
         "frees: of the highest peak of all stages, by the estimate of the changed run",
@@ -98,6 +102,13 @@ def _print(args: argparse.Namespace, run: RunSpec, shown: dict[str, list[Effect]
     print_blocks([*blocks, Bullets("How to read it", tuple(notes))])
 
 
-def _row(effect: Effect) -> tuple[str, ...]:
+def _words(effect: Effect, args: argparse.Namespace, run: RunSpec) -> str:
+    """In flags; in fields where the run is a ConfigContainer's, beside which none stand."""
+    if args.container is not None or args.bridge_recipe is not None:
+        return effect.words
+    return flag_words(effect, run, megatrons=args.megatron_args is not None)
+
+
+def _numbers(effect: Effect) -> tuple[str, ...]:
     time = "?" if effect.slowdown is None else f"{effect.slowdown - 1:+.1%}"
-    return effect.words, f"{effect.freed / 2**30:.2f}", f"{effect.peak / 2**30:.2f}", time
+    return f"{effect.freed / 2**30:.2f}", f"{effect.peak / 2**30:.2f}", time

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from bridge_memory.estimate import peaks
 from bridge_memory.plan.space import useful_modules
 from bridge_memory.plan.splits import NO_SPLIT, splits
 from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.parts import OFFLOAD_MODULES
 from bridge_memory.speed.cards import card_of
 from bridge_memory.speed.engine_time import TIMED, engine_time, not_timed_here
 from bridge_memory.speed.hardware import HARDWARE, Hardware
@@ -18,6 +19,12 @@ from bridge_memory.speed.step_time import not_timed, step_time
 
 #: Changes that stand a chance in a pair or a set: the rest frees less than the best of these alone.
 MOST_COMBINED = 12
+#: Beside them those that cost least time are tried in a set that has to reach a target.
+CHEAPEST_COMBINED = 4
+#: Kind of changes to what the optimizer keeps: offloaded states are fp32 whatever their dtypes.
+OPTIMIZER_STATES = "optimizer dtypes"
+#: GPU generation that has fp8 -> the recipe that NVIDIA's own recipes take there.
+_FP8_RECIPES = {"hopper": "tensorwise", "blackwell": "mxfp8"}
 
 
 class Change(NamedTuple):
@@ -93,15 +100,15 @@ def changes(run: RunSpec) -> Iterator[Change]:
         if not o.use_precision_aware_optimizer:
             sharded = {} if d.use_distributed_optimizer else {"use_distributed_optimizer": True}
             yield _change(
-                "optimizer dtypes", use_precision_aware_optimizer=True, **sharded, exp_avg_dtype="bf16",
+                OPTIMIZER_STATES, use_precision_aware_optimizer=True, **sharded, exp_avg_dtype="bf16",
                 exp_avg_sq_dtype="bf16",
             )
         if o.use_precision_aware_optimizer and (o.exp_avg_dtype, o.exp_avg_sq_dtype) != ("fp8", "fp8"):
-            yield _change("optimizer dtypes", exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8")
+            yield _change(OPTIMIZER_STATES, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8")
     if d.grad_reduce_in_fp32 and run.precision.params_dtype == "bf16":
         yield _change("gradient dtype", grad_reduce_in_fp32=False)
     if not o.optimizer_cpu_offload:
-        yield _change("optimizer offload", optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
+        yield _change(OPTIMIZER_STATES, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
     if not i.cross_entropy_loss_fusion:
         fused = "te" if i.te else "native"
         yield _change("loss fusion", cross_entropy_loss_fusion=True, cross_entropy_fusion_impl=fused)
@@ -112,7 +119,14 @@ def changes(run: RunSpec) -> Iterator[Change]:
         if not i.moe_permute_fusion and i.te:
             yield _change("permute fusion", moe_permute_fusion=True)
     if i.te and not i.offload_modules:
-        yield _change("activation offload", offload_modules=("core_attn",))
+        for module in OFFLOAD_MODULES:
+            yield _change("activation offload", offload_modules=(module,))
+    precision = run.precision
+    if i.te and precision.params_dtype == "bf16" and not precision.quantizes and i.gpu_arch in _FP8_RECIPES:
+        recipe = _FP8_RECIPES[i.gpu_arch]
+        eight = {"fp8": "hybrid", "precision.fp8_recipe": recipe, "optimizer.fp8_recipe": recipe}
+        yield _change("fp8", **eight)
+        yield _change("fp8", **eight, **{"precision.fp8_param": True})
 
 
 def _outside_of_megatron(run: RunSpec) -> Iterator[Change]:
@@ -127,7 +141,7 @@ def _outside_of_megatron(run: RunSpec) -> Iterator[Change]:
     if o.optimizer in ("adam", "adamw"):
         if o.torch_implementation == "foreach":
             yield _change("optimizer kernels", torch_implementation="fused")
-        yield _change("optimizer dtypes", **{"optimizer.optimizer": "adamw_8bit"})
+        yield _change(OPTIMIZER_STATES, **{"optimizer.optimizer": "adamw_8bit"})
     yield from _of_engine(run)
     # Megatron's layers stay beside DeepSpeed's ZeRO: another engine would run others.
     others = () if engine == "megatron_deepspeed" else ("zero2", "zero3") if engine.startswith("zero") else ("fsdp2",)
@@ -204,16 +218,23 @@ def _sizes(run: RunSpec) -> Iterator[Change]:
             continue
         for changed in {2 * size, size // 2} - {0}:
             yield _change(kind, **{field: changed})
+            if kind == "PP":  # with a split that so many stages can have, where the run's own is none
+                yield from _splits(run, changed, p.vpp if changed > 1 else 1, kind, **{field: changed})
     if run.model.has_experts and p.tp > 1:
         yield _change("ETP", expert_tensor_parallel_size=1 if p.etp > 1 else p.tp)
     if p.pp == 1 or run.model.hybrid:
         return
     for vpp in {1, p.vpp, 2 * p.vpp, p.vpp // 2} - {0}:
-        for fields in splits(run.model, p.pp, vpp):
-            asked = {**NO_SPLIT, **fields, "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None}
-            differ = {name: value for name, value in asked.items() if getattr(p, name) != value}
-            if differ:
-                yield Change("split", tuple(differ.items()))
+        yield from _splits(run, p.pp, vpp, "split")
+
+
+def _splits(run: RunSpec, pp: int, vpp: int, kind: str, **fields: Any) -> Iterator[Change]:
+    """``fields`` with the splits of the layers over ``pp`` stages of ``vpp`` chunks that the run has not."""
+    for split in splits(run.model, pp, vpp):
+        asked = {**NO_SPLIT, **split, "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None}
+        differ = {name: value for name, value in asked.items() if getattr(run.parallel, name) != value}
+        if differ:
+            yield _change(kind, **fields, **differ)
 
 
 class WhatIf:
@@ -234,29 +255,30 @@ class WhatIf:
 
     def pairs(self, most: int = MOST_COMBINED) -> list[Effect]:
         """Pairs of the ``most`` singles that free most, likewise."""
-        found = map(self.effect, self._sets(2, most))
+        found = map(self.effect, _sets(self.singles[:most], 2))
         return sorted([e for e in found if e is not None and e.freed > 0], key=lambda e: -e.freed)
 
     def cheapest(self, target: int, *, largest: int = 3) -> Effect | None:
         """The set of at most ``largest`` changes with which no stage exceeds ``target`` bytes and a sequence takes
         least time; one whose cost is unknown only where no other reaches it. None where none does.
 
-        Sets of three are made of the MOST_COMBINED changes that free most, those of two of three times as many.
+        Sets of three are made of the MOST_COMBINED changes that free most and the CHEAPEST_COMBINED that then cost
+        least, sets of two of three times as many; what has no time only where nothing else reaches it.
         """
-        found = [*self.singles]
+        timed = [e for e in self.singles if e.slowdown is not None]
+        return self._cheapest(timed, target, largest) or self._cheapest(self.singles, target, largest)
+
+    def _cheapest(self, singles: Sequence[Effect], target: int, largest: int) -> Effect | None:
+        found = [*singles]
         for number in range(2, largest + 1):
-            sets = self._sets(number, MOST_COMBINED * (3 if number == 2 else 1))
+            most = MOST_COMBINED * (3 if number == 2 else 1)
+            rest = sorted(singles[most:], key=lambda e: e.slowdown or 0.0)[:CHEAPEST_COMBINED]
+            sets = _sets([*singles[:most], *rest], number)
             found += [e for e in map(self.effect, sets) if e is not None]
         return min(
             [e for e in found if e.peak <= target],
             key=lambda e: (e.slowdown is None, e.slowdown or 0.0, len(e.changes), e.peak), default=None,
         )  # fmt: skip
-
-    def _sets(self, number: int, most: int) -> Iterator[tuple[Change, ...]]:
-        """Sets of different kinds of the ``most`` singles that free most."""
-        for chosen in combinations([e.changes[0] for e in self.singles[:most]], number):
-            if len({change.kind for change in chosen}) == number:
-                yield chosen
 
     def effect(self, chosen: tuple[Change, ...]) -> Effect | None:
         """What these do together; None where the run cannot have them."""
@@ -282,6 +304,13 @@ class WhatIf:
         if self.hardware is not None and self._seconds and not untimed(changed):
             slowdown = _seconds(changed, self.hardware) / self._seconds
         return Effect(chosen, changed, peak, self.before - peak, slowdown)
+
+
+def _sets(singles: Sequence[Effect], number: int) -> Iterator[tuple[Change, ...]]:
+    """Sets of changes of different kinds."""
+    for chosen in combinations([e.changes[0] for e in singles], number):
+        if len({change.kind for change in chosen}) == number:
+            yield chosen
 
 
 def _seconds(run: RunSpec, hardware: Hardware) -> float:

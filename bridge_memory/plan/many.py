@@ -214,6 +214,8 @@ class Sheet:
             refused["global_batch_size"] += int((~whole_steps).sum()) * shape[2]
             legal &= whole_steps[:, :, None]
             refused += Refused()  # without what was counted as none
+        if not legal.any():
+            return legal
         #: Why a layout is refused, as a number of ``errors``.
         reasons = np.zeros(shape, np.int32)
         todo = legal.copy()
@@ -226,7 +228,7 @@ class Sheet:
                     numbers[part.index] = number
             else:
                 numbers = _spread(everywhere, (pipeline.at, np.arange(shape[1]), choices))
-            if (numbers[todo] if numbers.any() else numbers).any():
+            if numbers.any() and (todo & (numbers > 0)).any():
                 reasons = np.where(todo, numbers, reasons)
                 todo &= numbers == 0
                 if not todo.any():

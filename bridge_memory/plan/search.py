@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge_memory.estimate import model_state, peaks
 from bridge_memory.plan.jobs import spread
-from bridge_memory.plan.space import Refused, Space, layouts
+from bridge_memory.plan.space import AXES, Refused, Space, layouts, parallel_sizes
 from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, show
 from bridge_memory.spec.driver import driver_bytes
 from bridge_memory.speed.constants import DEFAULT, Constants
@@ -148,6 +148,8 @@ def search(
             f"transformer_impl ({i.transformer_impl}) has no layouts of megatron-core; search it under an engine of "
             "its own, `bridge-memory search --engine any`, or use transformer_engine"
         )
+    if not any(True for _ in parallel_sizes(space)):
+        raise SpecError(f"world_size ({space.num_gpus}) is divided by no layout of the space{_bounds(space)}")
     card = Card(capacity, margin)
     tell = progress or (lambda looked_at, fitting: None)
     if together or (together is None and _can_be_together(space)):
@@ -158,6 +160,18 @@ def search(
                 raise
             # Some rule or formula does not take arrays; it takes numbers.
     return _one_by_one(space, hardware, card, constants, tell, jobs, backend)
+
+
+def _bounds(space: Space) -> str:
+    """Of a space without layouts, what narrows it: "; change tensor_model_parallel_size (16) or ..."."""
+    p = space.base.parallel
+    given = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "ep": p.ep}
+    bounds = [f"{AXES[axis][0].partition('.')[2]} ({given[axis]})" for axis in given if axis in space.fixed]
+    bounds += [
+        f"{AXES[axis][0].partition('.')[2]} ({low} to {high})" for axis, (low, high) in space.ranges.items()
+        if axis in given
+    ]
+    return f"; change {' or '.join(bounds)}" if bounds else ""
 
 
 def _can_be_together(space: Space) -> bool:

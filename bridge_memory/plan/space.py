@@ -1,9 +1,9 @@
 """The layouts that a search looks at: every combination of parallel sizes, split, micro batch and recomputation that
 megatron-core would run, around a run whose other settings stay.
 
-The grid keeps to what people use: powers of two for TP, CP, EP and the micro batch, TP inside of one NVLink domain,
-one or two splits of the layers for each number of chunks, a dozen sets of recomputed modules. ``exhaustive`` drops
-these rules and keeps what divides.
+The grid keeps to what people use: powers of two for TP, CP and the micro batch, TP inside of one NVLink domain, one or
+two splits of the layers for each number of chunks, a dozen sets of recomputed modules. ``exhaustive`` drops these rules
+and keeps what divides. Of PP and EP it has every divisor: GPUs that are no power of two (BLOOM's 384) need them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ AXES: dict[str, tuple[str, ...]] = {
     "split": tuple(f"parallel.{name}" for name in NO_SPLIT),
     "recompute": ("recompute.granularity", "recompute.method", "recompute.num_layers", "recompute.modules"),
 }
-#: Largest micro batch and context parallel size of the grid.
+#: Axes of which the grid has powers of two alone.
+POWERS = ("tp", "cp", "mbs")
+#: Largest micro batch and context parallel size of the grid, where no range says another.
 MOST_SEQUENCES, MOST_CP = 8, 16
+#: Largest micro batch of a range.
+MOST_RANGE = 1024
 
 
 class Space(NamedTuple):
@@ -52,22 +56,27 @@ class Space(NamedTuple):
     #: Sequences of a step; None: those of ``base``.
     global_batch_size: int | None = None
 
-    def sizes(self, axis: str, given: int, most: int, *, among: Sequence[int] | None = None) -> list[int]:
-        """Values of an axis, up to ``most``."""
+    def sizes(
+        self, axis: str, given: int, most: int, *, usual: int | None = None, among: Sequence[int] | None = None
+    ) -> list[int]:
+        """Values of an axis: up to ``usual``, or to where its range ends, and never above ``most``."""
         if axis in self.fixed:
             return [given]
-        low, high = self.ranges.get(axis, (1, most))
+        low, high = self.ranges.get(axis, (1, most if usual is None else usual))
         known = among if among is not None else range(1, most + 1)
         keep = [n for n in known if low <= n <= min(high, most)]
-        return keep if self.exhaustive else [n for n in keep if n & (n - 1) == 0]
-
+        return keep if self.exhaustive or axis not in POWERS else [n for n in keep if n & (n - 1) == 0]
 
     def rule(self) -> str:
         """Which of all layouts are looked at, in words."""
         if self.exhaustive:
             return "every layout that divides"
-        powers = [axis for axis in ("tp", "pp", "cp", "ep", "mbs") if axis not in self.fixed]
+        idle = set() if self.base.model.has_experts else {"ep"}
+        powers = [axis for axis in POWERS if axis not in self.fixed]
+        divisors = [axis for axis in ("pp", "ep") if axis not in self.fixed | idle]
         parts = [f"powers of two of {', '.join(powers)}"] if powers else []
+        if divisors:
+            parts.append(f"every {' and '.join(divisors)} that divides")
         if "split" not in self.fixed:
             parts.append("one or two splits of the layers a number of chunks")
         if "recompute" not in self.fixed:
@@ -112,7 +121,9 @@ def layouts(space: Space, refused: Refused) -> Iterator[list[RunSpec]]:
 
 def micro_batches(space: Space) -> list[int]:
     """Sequences of a micro batch."""
-    return space.sizes("mbs", space.base.batch.micro_batch_size, MOST_SEQUENCES)
+    total = space.global_batch_size or space.base.batch.global_batch_size
+    most = max(MOST_SEQUENCES, min(total or MOST_RANGE, MOST_RANGE))
+    return space.sizes("mbs", space.base.batch.micro_batch_size, most, usual=MOST_SEQUENCES)
 
 
 class Sizes(NamedTuple):
@@ -149,9 +160,9 @@ def parallel_sizes(space: Space) -> Iterator[Sizes]:
     model, p = base.model, base.parallel
     experts = limits_of(model).experts_gcd
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    for tp in space.sizes("tp", p.tp, min(gpus, space.domain), among=divisors):
+    for tp in space.sizes("tp", p.tp, gpus, usual=space.domain, among=divisors):
         for pp in space.sizes("pp", p.pp, min(gpus // tp, model.num_layers), among=divisors):
-            for cp in space.sizes("cp", p.cp, min(MOST_CP, gpus // (tp * pp)), among=divisors):
+            for cp in space.sizes("cp", p.cp, gpus // (tp * pp), usual=MOST_CP, among=divisors):
                 if gpus % (tp * pp * cp):
                     continue
                 for ep in space.sizes("ep", p.ep, max(1, experts), among=divisors):

@@ -26,6 +26,7 @@ from bridge_memory.speed.work import (
     layer_work,
     mtp_work,
     output_work,
+    shared_experts_work,
 )
 
 T = TypeVar("T")
@@ -129,11 +130,25 @@ class _Rates:
         latency = chosen(inside, c.nvlink_latency, c.network_latency)
         return chosen(nbytes > 0, nbytes / chosen(inside, self.nvlink, self.network) + times * latency, 0.0)
 
-    def all_to_all(self, w: Work, ranks: Any, stride: Any) -> Any:
-        """The exchanges with experts on ``ranks`` that are ``stride`` apart: as many bytes to each of them, by NVLink
-        inside of a domain and beside it by the network."""
+    def gathered(self, nbytes: Any, times: Any, ranks: Any) -> Any:
+        """``nbytes`` out of one rank, in ``times`` gathers or reductions over ``ranks`` neighbours. Where they are more
+        than a domain, a ring leaves each domain once, by all of its network adapters."""
+        c, domain = self.c, self.hardware.domain
+        rate = smallest(self.network * domain, self.nvlink)
+        far = nbytes / rate + times * ranks / domain * c.network_latency
+        near = nbytes / self.nvlink + times * c.nvlink_latency
+        return chosen(nbytes > 0, chosen(ranks <= domain, near, far), 0.0)
+
+    def experts(self, w: Work, ranks: Any, stride: Any) -> Any:
+        """The exchanges with experts on ``ranks`` that are ``stride`` apart."""
         if not somewhere(w.expert_parallel):
             return 0.0
+        if w.expert_gathers:
+            return self.gathered(w.expert_parallel, w.expert_exchanges, ranks * stride)
+        return self.all_to_all(w, ranks, stride)
+
+    def all_to_all(self, w: Work, ranks: Any, stride: Any) -> Any:
+        """As many bytes to each of them, by NVLink inside of a domain and beside it by the network."""
         c, domain = self.c, self.hardware.domain
         near = smallest(ranks, largest(1, domain // stride))
         nodes = ranks / near
@@ -371,7 +386,7 @@ class Passes:
         r = self.rates
         attention = self._slower * w.attention / r.attention
         return Parts(
-            added(map(r.product, w.products)), attention, w.traffic / r.memory, *self._sends(w, attention),
+            added(map(r.product, w.products)), attention, w.traffic / r.memory, *self._sends(w, attention, 1),
             self._host() / 2 if w.products else 0.0,
         )
 
@@ -380,7 +395,7 @@ class Passes:
         attention = self._slower * _ATTENTION_BACKWARD * w.attention / r.attention
         traffic = 2 * w.traffic + self._accumulated(w)
         return Parts(
-            added(map(r.gradients, w.products)), attention, traffic / r.memory, *self._sends(w, attention / 2),
+            added(map(r.gradients, w.products)), attention, traffic / r.memory, *self._sends(w, attention, 2),
             self._host() if w.products else 0.0,
         )
 
@@ -395,14 +410,27 @@ class Passes:
         width = 2 * gradient_width(self.run) + (-self.ctx.act if fused else self.ctx.act)
         return width * added(p.columns * p.inner * p.times for p in w.products)
 
-    def _sends(self, w: Work, attention: float) -> tuple[float, float, float]:
+    def _sends(self, w: Work, attention: Any, passed: int) -> tuple[Any, Any, Any]:
+        """``passed``: how often keys and values go round, or their gradients."""
         p = self.run.parallel
-        tensor = self.rates.exchange(w.tensor_parallel * (p.tp - 1) / p.tp, w.tensor_collectives, p.tp)
+        tensor = self.rates.gathered(w.tensor_parallel * (p.tp - 1) / p.tp, w.tensor_collectives, p.tp)
         if self.kernels.tensor_parallel_overlap:
             tensor *= self.c.tensor_parallel_exposed
-        expert = self.rates.all_to_all(w, p.ep, p.etp)
-        ring = self.rates.exchange(w.context_parallel * (p.cp - 1), p.cp - 1, p.tp * p.cp)
-        return tensor, expert, largest(0.0, ring - attention)
+        return tensor, self.rates.experts(w, p.ep, p.etp), self._context(w, attention, passed)
+
+    def _context(self, w: Work, attention: Any, passed: int) -> Any:
+        """Context parallelism's communication that nothing hides (Transformer Engine's ``context_parallel.py``)."""
+        p, how = self.run.parallel, self.run.implementation.cp_comm_type
+        if not somewhere(w.context_parallel):
+            return 0.0
+        if how == "a2a":  # queries, keys and values by heads, and back by tokens
+            nbytes = (w.context_parallel + w.context_queries) * (p.cp - 1) / p.cp
+            return self.rates.exchange(nbytes, 2, p.tp * p.cp)
+        ring = passed * self.rates.exchange(w.context_parallel * (p.cp - 1), p.cp - 1, p.tp * p.cp)
+        if how == "all_gather":
+            return ring
+        # Each step's attention but the last runs while the next keys and values come.
+        return largest(0.0, ring - attention * (p.cp - 1) / p.cp)
 
     def _layer(self, layer: LayerSpec, how: str) -> _Pass:
         """``how``: "whole" and "not at all" say what runs again, else the switch of that name does."""
@@ -435,6 +463,12 @@ class Passes:
             up = added(map(rates.product, _up_projections(layer.mixer, ctx)))
             products = chosen(ctx.switch("mla_up_proj"), up, 0.0)
         names = ["core_attn", "layernorm", *["moe_act"] * routed, *["mla_up_proj"] * isinstance(layer.mixer, MLASpec)]
+        overlaps = self.run.implementation.moe_shared_expert_overlap  # no recomputation (``moe_layer.py``)
+        if isinstance(layer.ffn, MoESpec) and layer.ffn.shared_expert_intermediate_size and not overlaps:
+            shared = shared_experts_work(layer.ffn, ctx)
+            products = chosen(ctx.switch("shared_experts"), added(map(rates.product, shared.products)), 0.0) + products
+            traffic = chosen(ctx.switch("shared_experts"), shared.traffic / rates.memory, 0.0) + traffic
+            names.append("shared_experts")
         regions = {name: chosen(ctx.switch(name), self._host() / 2, 0.0) for name in names}
         # Two norms; every region is entered again by the host.
         host = added(regions.values()) + regions["layernorm"]

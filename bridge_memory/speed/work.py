@@ -67,8 +67,11 @@ class Work(NamedTuple):
     expert_exchanges: int = 0
     #: Experts of one token, of which those on one NVLink domain take one copy; 0: every expert takes its own.
     expert_copies: int = 0
-    #: Bytes of keys and values that context parallelism passes round.
+    #: Whether these are gathers and reductions of all tokens (``allgather``), and not an exchange of those routed.
+    expert_gathers: bool = False
+    #: Bytes of keys and values that context parallelism passes round, and of queries and what attention makes of them.
     context_parallel: float = 0.0
+    context_queries: float = 0.0
 
 
 class LayerWork(NamedTuple):
@@ -121,12 +124,12 @@ def mtp_work(model: ModelSpec, ctx: BlockContext) -> Work:
 def _mixer_work(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kernels) -> Work:
     if layer.mixer is None:
         return Work()
-    attention, kv = _attention(layer, run, ctx, kernels)
+    attention, kv, queries = _attention(layer, run, ctx, kernels)
     tensor = chosen(ctx.tp > 1, 2.0 * ctx.tokens * ctx.hidden_size * ctx.act, 0.0)
     half = LayerSpec(layer.mixer, None, layer.post_layernorms)
     return Work(
         tuple(_products(half, None, ctx)), attention, _mixer_traffic(layer, ctx, kernels), tensor, _two(tensor),
-        context_parallel=kv,
+        context_parallel=kv, context_queries=queries,
     )  # fmt: skip
 
 
@@ -136,18 +139,33 @@ def _feed_forward_work(layer: LayerSpec, ctx: BlockContext) -> Work:
         return Work()
     tensor: Any = 0.0
     exchanged: Any = 0.0
+    gathers = isinstance(ffn, MoESpec) and ctx.impl.moe_token_dispatcher_type == "allgather"
     if isinstance(ffn, MoESpec):
-        routed = ctx.tokens_sp * ffn.topk * (ffn.latent_size or ctx.hidden_size) * ctx.act
-        exchanged = 2.0 * routed * (ctx.ep - 1) / ctx.ep
-        tensor = chosen(ctx.etp > 1, 2.0 * routed * ctx.etp, 0.0)
+        token = (ffn.latent_size or ctx.hidden_size) * ctx.act
+        if gathers:  # every rank takes the tokens of all others (``MoEAllGatherTokenDispatcher``)
+            exchanged = 2.0 * ctx.tokens_sp * token * (ctx.ep * ctx.etp - 1)
+        else:
+            routed = ctx.tokens_sp * ffn.topk * token
+            exchanged = 2.0 * routed * (ctx.ep - 1) / ctx.ep
+            tensor = chosen(ctx.etp > 1, 2.0 * routed * ctx.etp, 0.0)
     else:
         # An all-reduce forward, or a gather and a reduce-scatter of as much in all.
         tensor = chosen(ctx.tp > 1, 2.0 * ctx.tokens * ctx.hidden_size * ctx.act, 0.0)
     half = LayerSpec(None, ffn, layer.post_layernorms)
     return Work(
         tuple(_products(half, ffn, ctx)), 0.0, _feed_forward_traffic(ffn, ctx), tensor, _two(tensor), exchanged,
-        _two(exchanged), _copies(ffn, ctx),
+        _two(exchanged), _copies(ffn, ctx), gathers,
     )  # fmt: skip
+
+
+def shared_experts_work(ffn: MoESpec, ctx: BlockContext) -> Work:
+    """Of an MoE layer, its shared experts alone (``SharedExpertMLP``), which selective recomputation can run again."""
+    wide = ffn.shared_expert_intermediate_size // ctx.tp
+    products = (
+        Product(ctx.tokens, wide * (2 if ffn.gated else 1), ctx.hidden_size),
+        Product(ctx.tokens, ctx.hidden_size, wide),
+    )
+    return Work(products, traffic=_shared_experts_traffic(ffn, ctx))
 
 
 def _copies(ffn: FeedForward, ctx: BlockContext) -> int:
@@ -177,8 +195,9 @@ def _products(half: LayerSpec, ffn: FeedForward | None, ctx: BlockContext) -> It
                 yield Product(rows, columns, inner, times, p.is_gemm)
 
 
-def _attention(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kernels) -> tuple[float, float]:
-    """(floating-point operations of softmax attention forward, bytes of this rank's keys and values).
+def _attention(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kernels) -> tuple[float, float, float]:
+    """(floating-point operations of softmax attention forward; bytes of this rank's keys and values, and of its queries
+    and outputs, both 0 without context parallelism).
 
     Unfused attention makes all scores and masks half of them.
     """
@@ -191,14 +210,15 @@ def _attention(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kerne
         heads = groups = mixer.num_attention_heads / ctx.tp
         width, wide, window = mixer.qk_head_dim + mixer.qk_pos_emb_head_dim, mixer.v_head_dim, None
     else:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
+    sent = [chosen(ctx.cp > 1, ctx.tokens * of * (width + wide) * ctx.act, 0.0) for of in (groups, heads)]
     if kernels.unfused_attention:
         slower = _UNALIGNED if width * ctx.act % 16 else 1.0
         flops = slower * 2.0 * ctx.tokens * length * heads * (width + wide)
-        return flops, chosen(ctx.cp > 1, ctx.tokens * groups * (width + wide) * ctx.act, 0.0)
+        return flops, sent[0], sent[1]
     keys = length / 2 if window is None or window >= length else window * (1 - window / (2 * length))
     flops = 2.0 * ctx.tokens * keys * heads * (width + wide)
-    return flops, chosen(ctx.cp > 1, ctx.tokens * groups * (width + wide) * ctx.act, 0.0)
+    return flops, sent[0], sent[1]
 
 
 def _mixer_traffic(layer: LayerSpec, ctx: BlockContext, kernels: Kernels) -> float:
@@ -218,7 +238,19 @@ def _mixer_traffic(layer: LayerSpec, ctx: BlockContext, kernels: Kernels) -> flo
         traffic += 3 * 2 * ctx.tokens * wide / ctx.tp * ctx.act
     else:
         traffic += 12 * stream
-    return traffic
+    return traffic + _merged(layer, ctx)
+
+
+def _merged(layer: LayerSpec, ctx: BlockContext) -> Any:
+    """Bytes with which what attention makes of the keys of other context-parallel ranks is added up: the first part is
+    copied, every other read, and the sum read and written (Transformer Engine's ``context_parallel.py:
+    flash_attn_fwd_incremental_out_correction``). Backward adds gradients of queries, keys and values likewise."""
+    mixer = layer.mixer
+    if not isinstance(mixer, AttentionSpec | MLASpec) or "p2p" not in ctx.impl.cp_comm_type:
+        return 0.0
+    wide = mixer.value_channels if isinstance(mixer, AttentionSpec) else mixer.v_head_dim
+    made = ctx.tokens * mixer.num_attention_heads / ctx.tp * wide * ctx.act
+    return chosen(ctx.cp > 1, (2 + 3 * (ctx.cp - 1)) * made, 0.0)
 
 
 def _feed_forward_traffic(ffn: FeedForward, ctx: BlockContext) -> float:
@@ -232,7 +264,11 @@ def _feed_forward_traffic(ffn: FeedForward, ctx: BlockContext) -> float:
     moves = chosen(ctx.ep > 1, 4, 2)  # permute and put back, once more by local expert after an exchange
     traffic += moves * 2 * routed * ctx.etp * (ffn.latent_size or ctx.hidden_size) * ctx.act
     traffic += 4 * ctx.tokens_sp * ffn.num_experts * 4  # the router's scores in fp32
-    return traffic + passes * ctx.tokens * ffn.shared_expert_intermediate_size / ctx.tp * ctx.act
+    return traffic + _shared_experts_traffic(ffn, ctx)
+
+
+def _shared_experts_traffic(ffn: MoESpec, ctx: BlockContext) -> Any:
+    return _activation_passes(ffn) * ctx.tokens * ffn.shared_expert_intermediate_size / ctx.tp * ctx.act
 
 
 def experts_activation_traffic(ffn: MoESpec, ctx: BlockContext) -> float:

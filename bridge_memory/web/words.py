@@ -27,6 +27,8 @@ def _split(fields: dict[str, Any]) -> str:
 
 
 def _moments(fields: dict[str, Any]) -> str:
+    if "optimizer_cpu_offload" in fields:
+        return "Optimizer states in host memory"
     dtype = fields.get("exp_avg_dtype")
     return f"Optimizer moments in {dtype}" if dtype else f"Optimizer: {_size(fields)}"
 
@@ -51,11 +53,11 @@ _TITLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "engine": lambda fields: f"Engine: {_size(fields)}",
     "offload": _offload,
     "gradient dtype": lambda _: "Gradient buffers in bf16",
-    "optimizer offload": lambda _: "Optimizer states in host memory",
     "loss fusion": lambda _: "Fused cross entropy",
     "dispatcher": lambda fields: f"Token dispatcher: {_size(fields)}",
     "permute fusion": lambda _: "Fused token permutation",
-    "activation offload": lambda _: "Attention's tensors in host memory",
+    "activation offload": lambda fields: f"Activations of {fields['offload_modules'][0]} in host memory",
+    "fp8": lambda fields: f"Linears{' and parameters' * ('precision.fp8_param' in fields)} in fp8",
 }
 
 

@@ -18,7 +18,8 @@ from bridge_memory import (
     estimate,
 )
 from bridge_memory.cli import main
-from bridge_memory.plan.changes import Change, WhatIf, changes
+from bridge_memory.cli.fix import changed_flags
+from bridge_memory.plan.changes import Change, Effect, WhatIf, changes
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.step_time import not_timed, step_time
 
@@ -129,6 +130,62 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, words in ((["--target-gib", "-3"], "--target-gib (-3.0) is no size"), (["--top", "0"], "--top (0)")):
         assert main([*arguments, *wrong]) == 2
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", (
+    "meta-llama/Llama-3.1-70B --tp 8 --pp 4 --num-gpus 64 --num-layers-in-first-pipeline-stage 17 "
+    "--num-layers-in-last-pipeline-stage 19",
+    "Qwen/Qwen3-30B-A3B --num-gpus 16 --ep 8 --global-batch-size 64 --micro-batch-size 2",
+    "meta-llama/Llama-3.1-8B --engine fsdp1 --num-gpus 8 --global-batch-size 64 --micro-batch-size 2",
+    "meta-llama/Llama-3.1-8B --engine zero1 --num-gpus 8",
+), ids=lambda flags: flags.partition(" ")[0].rpartition("/")[2] + "-" + flags.split()[2])  # fmt: skip
+def test_flags_that_are_named_make_the_change(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """``estimate`` with the flags of each change has its peak; a flag that has to go is named, and not forgotten."""
+    arguments = [*flags.split(), "--gpu", "H100", "--json"]
+    assert main(["whatif", *arguments, "--top", "100", "--target-gib", "40"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    dropped = 0
+    for record in (*shown["changes"], shown["target"]):
+        words = [*arguments, *record["flags"]]
+        for flag in record["without"]:
+            dropped += 1
+            at = words.index(flag)
+            del words[at : at + 2]
+        assert main(["estimate", *words]) in (0, 1), record
+        estimated = json.loads(capsys.readouterr().out)
+        assert max(stage["peak_bytes"] for stage in estimated["stages"]) == record["peak_bytes"], record
+    assert bool(dropped) == ("--pp 4" in flags)
+
+
+def test_every_change_has_flags() -> None:
+    """A field without a flag could not be asked for."""
+    some = (RUN, *map(outside, ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")))
+    for run in some:
+        for change in changes(run):
+            changed_flags(Effect((change,), run, 0, 0, None), run)
+
+
+def test_a_megatron_command_line_is_answered_in_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 1 --bf16"
+    theirs += " --max-position-embeddings 4096 --tensor-model-parallel-size 2 --vocab-size 32000"
+    assert main(["whatif", f"--megatron-args={theirs}", "--num-gpus", "8", "--gpu", "H100"]) == 0
+    assert "--tensor-model-parallel-size 4 " in capsys.readouterr().out
+
+
+def test_more_stages_take_a_split_that_they_can_have() -> None:
+    """17 + 2 x 22 + 19 layers over 4 stages: on 8 stages the ends that were given leave no even middle."""
+    run = RunSpec(model="meta-llama/Llama-3.1-70B", parallel=ParallelSpec(
+        world_size=64, tensor_model_parallel_size=8, pipeline_model_parallel_size=4,
+        num_layers_in_first_pipeline_stage=17, num_layers_in_last_pipeline_stage=19,
+    ))  # fmt: skip
+    assert any(dict(e.changes[0].fields).get("pipeline_model_parallel_size") == 8 for e in WhatIf(run).singles)
+
+
+def test_offloaded_states_and_dtypes_are_no_pair() -> None:
+    """An offloaded optimizer keeps fp32 states, whatever dtypes are asked for."""
+    for effect in WhatIf(RUN, H100).pairs():
+        fields = {name for change in effect.changes for name, _ in change.fields}
+        assert not {"optimizer_cpu_offload", "exp_avg_dtype"} <= fields
 
 
 def test_words_are_megatrons() -> None:

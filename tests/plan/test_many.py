@@ -43,6 +43,10 @@ def found(of: Space, gpu: str, *, together: bool) -> Found:
         (space("meta-llama/Llama-3.2-1B", 4), "A100-40GB"),
         (space("meta-llama/Llama-3.1-70B", 32, "recompute", "mbs"), "H200"),
         (space("Qwen/Qwen3-30B-A3B", 8, "split", "vpp"), "A100-80GB"),
+        # Pipelines of which no layout is left: 3 x 4 replicas do not divide 64 sequences; and a rule that refuses by
+        # sizes alone, before others.
+        (space("meta-llama/Llama-3.1-8B", 12, "recompute"), "A100-40GB"),
+        (space("Qwen/Qwen2.5-7B", 32, "recompute"), "A100-40GB"),
         pytest.param(
             space("deepseek-ai/DeepSeek-V2-Lite", 8, "cp", "vpp", total=32), "H100", marks=pytest.mark.slow
         ),

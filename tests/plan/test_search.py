@@ -16,7 +16,7 @@ from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecE
 from bridge_memory.cli import main
 from bridge_memory.cli.emit import bridge_overrides, layout_fields, megatron_arguments
 from bridge_memory.plan.search import Found, search, ties
-from bridge_memory.plan.space import Refused, Space, layouts, useful_modules
+from bridge_memory.plan.space import Refused, Space, layouts, parallel_sizes, useful_modules
 from bridge_memory.plan.splits import balanced_layout, splits
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.report.gpus import find_gpu, margin_bytes
@@ -237,6 +237,42 @@ def test_given_flags_stay(capsys: pytest.CaptureFixture[str]) -> None:
     assert {r["tp"] for r in best} == {1} and len({r["mbs"] for r in best}) > 1
     assert main([*SMALL, "--tp", "2..2", "--json"]) == 0
     assert {r["tp"] for r in json.loads(capsys.readouterr().out)["best"]} == {2}
+    # A range is kept beside --vary, and goes as far as it says.
+    assert main([*SMALL, "--tp", "2..2", "--vary", "mbs", "--json"]) == 0
+    assert {r["tp"] for r in json.loads(capsys.readouterr().out)["best"]} == {2}
+    wide = ["--micro-batch-size", "4..16", "--vary", "mbs"]
+    assert main([*SMALL, *wide, "--global-batch-size", "128", "--gpu", "B200", "--json"]) == 0
+    assert {r["mbs"] for r in json.loads(capsys.readouterr().out)["best"]} == {4, 8, 16}
+
+
+def test_gpus_that_are_no_power_of_two_have_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    """BLOOM ran on 384 A100s with TP 4 and PP 12, 2,048 sequences a step: with powers of two alone no layout divides
+    them. The grid's layouts are those of ``--exhaustive`` with powers of two where it says so."""
+    flags = "--num-gpus 384 --gpu A100-80GB --global-batch-size 2048 --vary tp,pp,split,recompute --json --top 1000"
+    assert main(["search", "bigscience/bloom", *flags.split()]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert (4, 12) in {(row["tp"], row["pp"]) for row in best}
+    base = RunSpec(model="Qwen/Qwen1.5-MoE-A2.7B", batch=BatchSpec(global_batch_size=48))
+    grid, whole = (
+        set(parallel_sizes(Space(base, 24, 8, exhaustive=exhaustive, global_batch_size=48)))
+        for exhaustive in (False, True)
+    )
+    powers = 1, 2, 4, 8, 16
+    assert grid == {sizes for sizes in whole if sizes.tp in powers and sizes.cp in powers}
+    assert {sizes.pp for sizes in grid} == {1, 2, 3, 4, 6, 8, 12, 24} and 12 in {sizes.ep for sizes in grid}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    (
+        ("--num-gpus 8 --tp 16", "--num-gpus (8) is divided by no layout of the space; change --tp (16)"),
+        ("--num-gpus 8 --pp 3..3", "is divided by no layout of the space; change --pp (3 to 3)"),
+        ("--num-gpus 0", "--num-gpus (0) is no number of GPUs"),
+    ),
+)
+def test_an_empty_space_is_said(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", LLAMA, "--gpu", "H100", "--global-batch-size", "8", *flags.split()]) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

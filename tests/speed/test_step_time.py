@@ -13,6 +13,7 @@ from bridge_memory.accuracy.ranking import pairs_in_order, score_groups, spearma
 from bridge_memory.accuracy.speed_fit import left_out
 from bridge_memory.accuracy.throughput import Measured, Unread, measured, read_throughput
 from bridge_memory.inventory.context import context_of
+from bridge_memory.plan.space import useful_modules
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.speed.constants import DEFAULT, FITTED_ON, Constants
@@ -96,6 +97,92 @@ def test_an_exchange_with_experts_uses_both_links() -> None:
         work = Work(expert_parallel=sent, expert_copies=copies)
         assert rates.all_to_all(work, 16, 1) == pytest.approx(max(far / rates.network, near / rates.nvlink))
     assert rates.all_to_all(Work(expert_parallel=sent), 8, 1) == pytest.approx(sent / rates.nvlink)
+
+
+def test_a_gather_over_several_domains_leaves_each_by_all_adapters() -> None:
+    """16 ranks on two H100 nodes: a ring passes each node's border once, which eight adapters of 50 GB/s share, faster
+    than NVLink is fitted to be; each of its collectives waits for the network twice."""
+    rates = Step(run(), H100).passes.rates
+    assert 8 * rates.network > rates.nvlink
+    assert rates.gathered(8e9, 3, 16) == pytest.approx(8e9 / rates.nvlink + 3 * 2 * DEFAULT.network_latency)
+    slow = Step(run(), H100._replace(network=1e9)).passes.rates
+    assert slow.gathered(8e9, 3, 16) == pytest.approx(8e9 / (8 * slow.network) + 6 * DEFAULT.network_latency)
+    assert rates.gathered(8e9, 3, 8) == pytest.approx(8e9 / rates.nvlink + 3 * DEFAULT.nvlink_latency)
+
+
+def test_an_allgather_dispatcher_sends_every_token_to_every_rank() -> None:
+    """Qwen3-30B-A3B on 64 ranks: 63 times 2,048 elements of 4,096 tokens there and back, where an all-to-all sends 8
+    copies of 63/64 of them."""
+    def exchanged(dispatcher: str) -> float:
+        r = experts(moe_token_dispatcher_type=dispatcher)
+        return layer_work(r.model.layers[0], r, context_of(r), kernels_of(r)).feed_forward.expert_parallel
+
+    tokens = 2 * 4096 * 2048 * 2
+    assert exchanged("allgather") == 63 * tokens and exchanged("alltoall") == pytest.approx(8 * 63 / 64 * tokens)
+
+
+def experts(**fields: object) -> RunSpec:
+    parallel = ParallelSpec(world_size=64, expert_model_parallel_size=64)
+    batch = BatchSpec(seq_length=4096, global_batch_size=256)
+    return RunSpec(model="Qwen/Qwen3-30B-A3B", parallel=parallel, batch=batch).with_fields(**fields)
+
+
+def test_no_recomputation_is_free() -> None:
+    """Of every module that frees something, and most of what holds the others."""
+    base = RunSpec(model="deepseek-ai/DeepSeek-V2-Lite", parallel=ParallelSpec(world_size=8),
+                   batch=BatchSpec(global_batch_size=32))  # fmt: skip
+    times = {
+        module: step_time(base.with_fields(recompute_granularity="selective", recompute_modules=(module,)), H100)
+        for module in (*useful_modules(base), "core_attn")
+    }
+    plain = step_time(base, H100).seconds
+    for module, time in times.items():
+        assert time.recomputation > 0 and time.seconds - plain == pytest.approx(time.recomputation), module
+    assert times["moe"].seconds > times["shared_experts"].seconds
+    # Two experts of 1,408, of a model of 2,048, 4,096 tokens, in 26 of 27 layers, 4 microbatches: three products.
+    flops = 2 * 3 * 4096 * 2048 * 2816 * 26 * 4
+    rates = Step(base, H100).passes.rates
+    assert times["shared_experts"].recomputation > flops / rates.flops
+
+
+def test_context_parallelism_is_not_free() -> None:
+    """Half of a sequence of twice the micro batch is as many tokens: what is left are the parts of attention that are
+    added up, by hand: the first copied, the second read, the sum read and written."""
+    one = run(micro_batch_size=1)
+    two = run(micro_batch_size=2, context_parallel_size=2)
+    works = [layer_work(r.model.layers[0], r, context_of(r), kernels_of(r)).mixer for r in (one, two)]
+    assert works[1].traffic - works[0].traffic == (2 + 3) * 4096 * 32 * 128 * 2
+    assert step_time(two, H100).seconds > step_time(one, H100).seconds
+
+
+def test_what_context_parallelism_shows_by_how_it_sends() -> None:
+    """Llama-3.1-8B at 32k over 4 ranks of a node: a ring of keys and values that attention hides; their gather, which
+    nothing hides, and in backward twice; queries, keys and values, and back, by heads."""
+    def shown(how: str) -> float:
+        r = run(context_parallel_size=4, seq_length=32768, cp_comm_type=how)
+        return step_time(r, H100).passes.context_parallel / r.num_microbatches / 32
+
+    rates, tokens = Step(run(), H100).passes.rates, 32768 // 4
+    kv, queries = tokens * 8 * 256 * 2, tokens * 32 * 256 * 2
+    assert shown("p2p") == 0
+    assert shown("all_gather") == pytest.approx(3 * (3 * kv / rates.nvlink + 3 * DEFAULT.nvlink_latency))
+    assert shown("a2a") == pytest.approx(2 * (0.75 * (kv + queries) / rates.nvlink + 2 * DEFAULT.nvlink_latency))
+
+
+@pytest.mark.parametrize("gpu", ("A100-80GB", "H100", "B200", "GB200"))
+def test_more_ranks_of_communication_take_no_less(gpu: str) -> None:
+    """Seconds of sending alone, over a node and beyond it, never fall as a group grows."""
+    def sent(**fields: object) -> list[float]:
+        name, sizes = next(iter(fields.items()))
+        assert isinstance(sizes, tuple)
+        base = experts(expert_model_parallel_size=1) if name.startswith("expert") else run(world_size=64)
+        times = [step_time(base.with_fields(global_batch_size=256, **{name: n}), hardware_of(gpu)) for n in sizes]
+        return [t.passes.tensor_parallel + t.passes.expert_parallel + t.passes.context_parallel for t in times]
+
+    for fields in ({"tensor_model_parallel_size": (1, 2, 4, 8, 16, 32)}, {"context_parallel_size": (1, 2, 4, 8, 16)},
+                   {"expert_model_parallel_size": (1, 2, 4, 8, 16, 32, 64)}):  # fmt: skip
+        found = sent(**fields)
+        assert found == sorted(found) and found[0] == 0
 
 
 def test_unfused_attention_makes_all_scores_and_wants_aligned_heads() -> None:
