@@ -148,7 +148,9 @@ class ZeRO3:
                 rounded(n * self.state_width) for n in groups
             )
         if self.z.zero_hpz_partition_size > 1:
-            second = sum(rounded(-(-w.numel // self.z.zero_hpz_partition_size) * self.width) for w in weights)
+            # groups.py: _create_zero_param_parallel_group has no group larger than the job.
+            group = min(self.z.zero_hpz_partition_size, self.ranks)
+            second = sum(rounded(-(-w.numel // group) * self.width) for w in weights)
             yield Line(Role.WEIGHTS, State.NONE, "second partition of the weights (hpZ)", False), second
         if self.z.contiguous_gradients:
             bucket = rounded(self.z.reduce_bucket_size * self.communicated_width)
