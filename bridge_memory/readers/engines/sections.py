@@ -118,7 +118,8 @@ class Section:
             self._wrong(key, value, "an integer")
             return default
         if not least <= value < below:
-            self._wrong(key, value, f"an integer of {least} or more" if value < least else f"below {below:.0e}")
+            must = f"an integer of {least} or more" if value < least else f"below {below:.0e}"
+            self._wrong(key, value, f"an integer from {least} to {below - 1}" if below <= 1000 else must)
             return default
         return value
 
