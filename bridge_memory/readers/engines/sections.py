@@ -188,7 +188,7 @@ class Section:
     ) -> None:
         """List ``key`` by name where it is set to something else than its default."""
         value = self.raw(key)
-        if value is not None and value != default and value != AUTO:
+        if value not in (None, default, AUTO, "", [], {}):
             told = value if isinstance(value, (str, int, float)) else "set"
             self.notes.gap(f"{self.named(key)} ({show(told)}): {what}", effect, order=order, outside=outside)
 

@@ -78,6 +78,7 @@ HARMLESS: dict[str, str] = {
         train_sampling_strategy
     """,
     "how processes start": """
+        fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap
         local_rank ddp_backend ddp_timeout ddp_broadcast_buffers ray_scope tpu_num_cores tpu_metrics_debug _n_gpu
         mp_parameters no_cuda use_mps_device
     """,
@@ -140,7 +141,8 @@ def read_training_args(
     elif sharded is not None:
         _fsdp(top, settings, told, read_file, sharded, mixed, _weights(loaded, told, settings))
     else:
-        if top.has("fsdp_config") and top.raw("fsdp_config"):
+        table = top.raw("fsdp_config")
+        if any(table.values()) if isinstance(table, Mapping) else table:
             notes.assume("fsdp_config does nothing without fsdp")
         _as_launched(top, settings, mixed, checkpointing, loaded, told)
     top.ignore("fsdp_config", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_static_graph")
