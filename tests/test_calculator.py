@@ -124,7 +124,7 @@ def test_the_nearest_published_shape_is_itself(name: str) -> None:
     from bridge_memory.readers import resolve_model
 
     model, said = nearest(model_parameters(resolve_model(name))[0] * 1.01)
-    assert model.name == name and name in said[0] and "layers" not in said[0]
+    assert model.name.endswith(f"B like {name}") and name in said[0] and "layers" not in said[0]
 
 
 def test_between_published_shapes_layers_are_added() -> None:
@@ -132,6 +132,25 @@ def test_between_published_shapes_layers_are_added() -> None:
 
     model, said = nearest(20e9)
     assert model_parameters(model)[0] == pytest.approx(20e9, rel=0.02) and f"with {model.num_layers} layers" in said[0]
+
+
+@pytest.mark.parametrize(("parameters", "published"), [(134_515_008, "SmolLM2-135M"), (361_821_120, "SmolLM2-360M")])
+def test_small_models_have_shapes_of_their_own(parameters: int, published: str) -> None:
+    """Counts as the Hub has them."""
+    from bridge_memory.inventory.counts import model_parameters
+
+    model, _ = nearest(parameters)
+    assert model_parameters(model)[0] == parameters and published in model.name
+
+
+def test_every_size_that_is_answered_is_about_the_size_asked_for() -> None:
+    from bridge_memory.inventory.counts import model_parameters
+
+    for size in (5e7, 1e8, 2e8, 3e8, 5e8, 1e9, 2e9, 5e9, 1e10, 3e10, 6e10, 1e11, 3e11, 1e12):
+        assert model_parameters(nearest(size)[0])[0] == pytest.approx(size, rel=0.1)
+    with pytest.raises(SpecError, match="give hidden_size and num_layers"):
+        nearest(1e6)
+    assert nearest(2e8, "mine")[0].name == "mine"
 
 
 @pytest.mark.parametrize(("text", "count"), [("7B", 7e9), ("350M", 350e6), ("7e9", 7e9), ("1.5 t", 1.5e12), (7e9, 7e9)])
@@ -210,6 +229,31 @@ def test_the_classes_have_the_fields_of_the_files() -> None:
     assert {f.name for f in fields(ModelConfig)} >= {*LLAMA2_7B, "name", "largest_layer_params", "moe_enabled", "top_k"}
     assert TrainingConfig().batch_size == 1 and ModelConfig().vocab_size == 32000 and GPUConfig().gpu_memory_gb == 80
     assert ModelConfig().num_experts == 8 and ModelConfig().top_k == 2 and ModelConfig().max_seq_len == 2048
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["0"], "SIZE (0.0) is not within"), (["nan"], "SIZE (nan) is no number"), (["1e6"], "SIZE (1e+06) is unlike"),
+        (["7", "--zero-stage", "3"], "--zero-stage is 3, which engine pytorch_ddp has not"),
+        (["7", "--activation-checkpointing", "5"], "--activation-checkpointing is 5; it must be an integer from 0"),
+        (["7", "--dtype", "int4"], "--peft lora --load-in-4bit"),
+        (["7", "--engine", "zero3"], "--engine is 'zero3'"),
+    ],
+    ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_quick_refuses_in_its_own_words(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
+    assert main(["quick", *argv]) == 2
+    line = capsys.readouterr().err
+    assert words in line and line.count("\n") == 1
+
+
+def test_a_number_of_parameters_in_quick(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for size in ("7", "7B", "7e9", "7000M"):
+        assert main(["quick", size, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert all(one["result"] == found[0]["result"] for one in found)
 
 
 def test_quick(capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,7 +203,7 @@ def _training(section: Section) -> TrainingConfig:
     )
     if found.dtype in ("int8", "int4"):
         section.problem("dtype", f"is {found.dtype}, in which nothing trains: it is a format of frozen weights",
-                        "use bf16, or estimate with --peft qlora")
+                        f"use bf16, or estimate with --peft lora --load-in-{found.dtype.removeprefix('int')}bit")
     section.ignore("gradient_clipping")
     section.refuse_unread([f.name for f in fields(TrainingConfig)], "nothing reads it")
     return found

@@ -19,6 +19,17 @@ PUBLISHED = (
     "meta-llama/Llama-2-7b-hf", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-2-13b-hf", "Qwen/Qwen2.5-14B",
     "Qwen/Qwen2.5-32B", "meta-llama/Llama-2-70b-hf", "openai/GPT-3-175B", "meta-llama/Llama-3.1-405B",
 )  # fmt: skip
+#: Smaller ones, as their config.json has them; they are no presets.
+SMALL: dict[str, dict[str, Any]] = {
+    name: {
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": heads // 3, "vocab_size": 49152,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    }
+    for name, hidden, ffn, layers, heads in (
+        ("HuggingFaceTB/SmolLM2-135M", 576, 1536, 30, 9), ("HuggingFaceTB/SmolLM2-360M", 960, 2560, 32, 15),
+    )
+}  # fmt: skip
 #: Share of the parameters by which a published model may differ before its number of layers is changed.
 ALIKE = 0.1
 
@@ -40,7 +51,7 @@ def model_of(config: ModelConfig) -> tuple[ModelSpec, list[str]]:
     if config.hidden_size and config.num_layers:
         model, more = _of_sizes(config)
     elif config.num_parameters:
-        model, more = nearest(parameter_count(config.num_parameters))
+        model, more = nearest(parameter_count(config.num_parameters), config.name)
     else:
         raise SpecError(
             "model: it has neither num_parameters nor hidden_size and num_layers; give them, or a preset as name "
@@ -50,21 +61,32 @@ def model_of(config: ModelConfig) -> tuple[ModelSpec, list[str]]:
 
 
 @cache
-def _published() -> tuple[tuple[str, int], ...]:
-    return tuple((name, model_parameters(resolve_model(name))[0]) for name in PUBLISHED)
+def _published() -> tuple[tuple[str, ModelSpec, int], ...]:
+    models = [(name, model_from_hf_config(config, name)) for name, config in SMALL.items()]
+    models += [(name, resolve_model(name)) for name in PUBLISHED]
+    return tuple((name, model, model_parameters(model)[0]) for name, model in models)
 
 
-def nearest(parameters: float) -> tuple[ModelSpec, list[str]]:
-    """The published shape nearest to so many parameters; where none is near, with more or fewer of its layers."""
-    name, count = min(_published(), key=lambda row: abs(log(row[1] / parameters)))
-    model = resolve_model(name)
-    if abs(count - parameters) <= ALIKE * parameters:
-        return model, [f"the shape of {name}, the nearest published ({count / 1e9:.2f} B parameters)"]
-    layer = (count - model_parameters(replace(model, layers=model.layers[:1]))[0]) / max(1, model.num_layers - 1)
-    layers = max(1, model.num_layers + round((parameters - count) / layer))
-    model = replace(model, layers=model.layers[:1] * layers)
-    count = model_parameters(model)[0]
-    return model, [f"the shape of {name}, the nearest published, with {layers} layers ({count / 1e9:.2f} B parameters)"]
+def nearest(parameters: float, called: str = "custom") -> tuple[ModelSpec, list[str]]:
+    """The published shape nearest to so many parameters; where none is near, with more or fewer of its layers.
+    ``called``: the model's own name. Raises SpecError where one layer is more than that."""
+    name, model, count = min(_published(), key=lambda row: abs(log(row[2] / parameters)))
+    changed = ""
+    if abs(count - parameters) > ALIKE * parameters:
+        layer = (count - model_parameters(replace(model, layers=model.layers[:1]))[0]) / max(1, model.num_layers - 1)
+        layers = max(1, model.num_layers + round((parameters - count) / layer))
+        model = replace(model, layers=model.layers[:1] * layers)
+        count, changed = model_parameters(model)[0], f" with {layers} layer{'s' * (layers > 1)}"
+        if abs(count - parameters) > ALIKE * parameters:
+            raise SpecError(
+                f"num_parameters ({parameters:.4g}) is unlike any published shape: {name}{changed} has {count:.4g}; "
+                "give hidden_size and num_layers (calculate --config)"
+            )
+    size = f"{count / 1e9:.2f} B parameters"
+    if called == "custom":
+        called = f"{count / 1e9:.3g}B like {name}"
+    said = f"the shape of {name}, the nearest published{changed and ','}{changed} ({size})"
+    return replace(model, name=called), [said]
 
 
 def _of_sizes(config: ModelConfig) -> tuple[ModelSpec, list[str]]:

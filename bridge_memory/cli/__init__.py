@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from bridge_memory.cli.output import command_line, written
 from bridge_memory.report.document import one_line
 from bridge_memory.spec import SpecError
-from bridge_memory.spec.errors import LONGEST_LINE, bounded
+from bridge_memory.spec.errors import LONGEST_LINE, FileError, bounded
 
 #: Command -> (module, what it does). A new command is one line here and its module.
 COMMANDS = {
@@ -100,9 +100,10 @@ def _usage() -> str:
     return "\n".join(lines)
 
 
-def _in_flags(message: str, argv: Sequence[str]) -> str:
-    """A refusal of a command that takes the flags of a run, in those flags."""
-    if not argv or argv[0] not in _WITH_A_RUN:
+def _in_flags(error: SpecError, argv: Sequence[str]) -> str:
+    """A refusal of a command that takes the flags of a run, in those flags; of a file, in the file's words."""
+    message = str(error)
+    if not argv or argv[0] not in _WITH_A_RUN or isinstance(error, FileError):
         return message
     from bridge_memory.cli.as_typed import as_typed
 
@@ -164,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except SpecError as error:
-        _complain("error", _in_flags(str(error), given))
+        _complain("error", _in_flags(error, given))
         return EXIT_USAGE
     except SystemExit as exit_:  # argparse's --help
         return exit_.code if isinstance(exit_.code, int) else 0

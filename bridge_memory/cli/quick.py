@@ -57,20 +57,31 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None:
             form.setdefault(table, {})[key] = value
-    return printed(GPUMemoryCalculator.from_dict(form, "quick"), args)
+    try:
+        calculator = GPUMemoryCalculator.from_dict(form, "quick")
+    except SpecError as error:
+        raise SpecError(_in_flags(str(error))) from None
+    return printed(calculator, args)
+
+
+def _in_flags(message: str) -> str:
+    """A refusal of the form, in the words that were typed."""
+    message = message.removeprefix("quick: ")
+    for name, (table, key) in _KEYS.items():
+        message = message.replace(f"{table}.{key}", "--" + name.replace("_", "-"))
+    if message.startswith("num_parameters"):
+        message = message.replace("num_parameters", "SIZE", 1)
+    return message
 
 
 def _model(size: str) -> dict[str, Any]:
-    """7 is 7 billion; "7B" and "350M" say themselves; anything else is a model's name."""
-    try:
-        return {"num_parameters": f"{float(size)!r}B" if "e" not in repr(float(size)) else float(size) * 1e9}
-    except ValueError:
-        pass
+    """7 is 7 billion, 7e9 and what has a letter say themselves; anything else is a model's name."""
     from bridge_memory.calculator.form import COUNT, parameter_count
 
-    if COUNT.fullmatch(size):
+    number = _plain_number(size)
+    if number is not None or COUNT.fullmatch(size):
         try:
-            return {"num_parameters": parameter_count(size)}
+            return {"num_parameters": parameter_count(size if number is None else _parameters(number))}
         except SpecError as error:
             raise SpecError(str(error).replace("num_parameters", "SIZE", 1)) from None
     from bridge_memory.readers.presets import find_presets
@@ -81,3 +92,15 @@ def _model(size: str) -> dict[str, Any]:
             "those"
         )
     return {"name": size}
+
+
+def _plain_number(size: str) -> float | None:
+    try:
+        return float(size)
+    except ValueError:
+        return None
+
+
+def _parameters(number: float) -> float:
+    """Billions up to 100,000, parameters beyond."""
+    return number * 1e9 if number < 1e5 else number

@@ -1,7 +1,8 @@
 """``bridge-memory validate FILE``: everything that is wrong with a configuration, each with its field and its fix.
 
 The file may be a DeepSpeed config, accelerate's YAML, TrainingArguments, torchtitan's TOML, a calculator's JSON, a
-Megatron Bridge YAML, Megatron-LM's arguments (text or launch script) or a model's config.json.
+Megatron Bridge YAML, Megatron-LM's arguments (text or launch script), a model's config.json or peft's
+adapter_config.json.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ KINDS = {
     "deepspeed": "a DeepSpeed config", "accelerate": "accelerate's YAML", "training_args": "TrainingArguments",
     "torchtitan": "torchtitan's TOML", "calculator": "a calculator's JSON", "bridge": "a Megatron Bridge YAML",
     "megatron": "Megatron-LM's arguments", "model": "a model's config.json",
+    "peft": "peft's adapter_config.json",
 }  # fmt: skip
 #: Kind -> keys of which its files have some.
 _KEYS = {
@@ -40,6 +42,7 @@ _KEYS = {
     "bridge": ("ddp", "train", "mixed_precision", "dataset", "tokenizer", "dist", "comm_overlap", "checkpoint",
                "logger"),
     "model": ("model_type", "architectures", "num_hidden_layers"),
+    "peft": ("peft_type", "target_modules", "lora_alpha", "lora_dropout", "base_model_name_or_path"),
 }  # fmt: skip
 #: ``megatron.core.transformer.enums.AttnBackend``, as Bridge's YAML writes an enum: by its value.
 _ATTENTION = {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}
@@ -101,7 +104,7 @@ def checked(path: str, kind: str | None = None, world_size: int | None = None) -
 
 def kind_of(text: str, path: str) -> str:
     """What a file is, by its keys. Raises SpecError where it is no configuration that is known."""
-    from bridge_memory.readers.engines.files import table_of
+    from bridge_memory.readers.engines.files import table_of, without_comments
 
     name = os.path.basename(path)
     if path.endswith(".jsonl") or _is_corpus(text):
@@ -110,7 +113,13 @@ def kind_of(text: str, path: str) -> str:
         return "torchtitan"
     if "MODEL_ARGS:" in text or (not text.lstrip().startswith(("{", "[")) and "--" in text and _options(text)):
         return "megatron"
-    table = table_of(text, path)
+    try:
+        table = table_of(text, path)
+    except SpecError:
+        # Comments are for DeepSpeed to read.
+        table = {} if path.endswith((".yaml", ".yml")) else _or_empty(without_comments(text), path)
+        if not table:
+            raise
     if _is_output(table):
         raise SpecError(
             f"{name} is what bridge-memory itself wrote ({table['schema']}), no configuration; give the file that the "
@@ -130,6 +139,15 @@ def kind_of(text: str, path: str) -> str:
     if not scores[best]:
         raise SpecError(f"{name} looks like no configuration that is known; say what it is with --kind, or give one")
     return best
+
+
+def _or_empty(text: str, path: str) -> Mapping[str, Any]:
+    from bridge_memory.readers.engines.files import table_of
+
+    try:
+        return table_of(text, path)
+    except SpecError:
+        return {}
 
 
 def _is_output(table: Mapping[str, Any]) -> bool:
@@ -160,6 +178,7 @@ def _engine_file(path: str, kind: str, world_size: int | None) -> Notes:
     from bridge_memory.readers.engines.settings import Told
     from bridge_memory.spec.run import GROUPS
 
+    kind = "peft_config" if kind == "peft" else kind
     settings = settings_from_files(**{kind: path}, told=Told(world_size=world_size))  # type: ignore[arg-type]
     notes = settings.notes
     if not notes.problems:

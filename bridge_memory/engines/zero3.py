@@ -77,7 +77,7 @@ class ZeRO3:
         trained = [w.part for w in weights if w.trains]
         groups = sub_groups(trained, z.sub_group_size)
         kept = list(self._amounts(weights, groups))
-        gpu, host = self._placed(kept)
+        gpu, host = self._placed(kept, groups)
         step, name = self._step(groups, max(trained, default=0))
         return StageState(
             model.numel, tuple((line, n) for line, n in gpu if n), in_step=step, step_name=name,
@@ -148,15 +148,21 @@ class ZeRO3:
                 rounded(n * self.state_width) for n in groups
             )
         if self.z.zero_hpz_partition_size > 1:
-            second = sum(rounded(-(-w.numel // self.z.zero_hpz_partition_size) * self.width) for w in weights)
+            # groups.py: _create_zero_param_parallel_group has no group larger than the job.
+            group = min(self.z.zero_hpz_partition_size, self.ranks)
+            second = sum(rounded(-(-w.numel // group) * self.width) for w in weights)
             yield Line(Role.WEIGHTS, State.NONE, "second partition of the weights (hpZ)", False), second
         if self.z.contiguous_gradients:
             bucket = rounded(self.z.reduce_bucket_size * self.communicated_width)
             yield Line(Role.GRADIENTS, State.NONE, "bucket of gradients", False), bucket
 
-    def _placed(self, kept: Sequence[tuple[Line, int]]) -> tuple[list[tuple[Line, int]], list[tuple[str, int]]]:
-        """(on the GPU, in host memory): optimizer states, main parameters and gradients go together."""
+    def _placed(
+        self, kept: Sequence[tuple[Line, int]], groups: Sequence[int]
+    ) -> tuple[list[tuple[Line, int]], list[tuple[str, int]]]:
+        """(on the GPU, in host memory): optimizer states, main parameters and gradients go together; with a ratio the
+        last of the sub-groups, whole ones (``_create_fp32_partitions``)."""
         z, gpu, host = self.z, [], []
+        stay = int((1 - z.offload_optimizer_ratio) * len(groups))
         for line, nbytes in kept:
             of_optimizer = line.role is Role.OPTIMIZER
             divided = bool(line.shard) or self.ranks == 1
@@ -164,12 +170,21 @@ class ZeRO3:
             pinned = z.offload_optimizer_pin_memory
             if line.state is State.PARAMETERS and divided and line.shard:
                 away, pinned = z.offload_param_device, z.offload_param_pin_memory
-            share = z.offload_optimizer_ratio if of_optimizer and away != "none" else 1.0 if away != "none" else 0.0
-            moved = round(nbytes * share)
+            moved = nbytes if away != "none" else 0
+            if moved and of_optimizer:
+                width = self.main_width if line.state is State.MAIN_PARAMETERS else self.state_width
+                moved = sum(rounded(n * width) for n in groups[stay:])
             if moved:
                 how = "NVMe" if away == "nvme" else "pinned" if pinned else "pageable"
                 host.append((f"{line.name} ({how})", moved))
             gpu.append((line, nbytes - moved))
+        if z.offload_optimizer_device == "cpu":
+            # initialize_optimizer_states: the gradient that the optimizer takes, which _release_sub_group leaves.
+            here, there = (sum(rounded(n * self.main_width) for n in part) for part in (groups[:stay], groups[stay:]))
+            how = "pinned" if z.offload_optimizer_pin_memory else "pageable"
+            if there:
+                host.append((f"main gradients ({how})", there))
+            gpu.append((Line(Role.GRADIENTS, State.NONE, "main gradients of sub-groups that stay", False), here))
         if z.offload_param_device == "nvme":
             buffers = z.offload_param_buffer_count * z.offload_param_buffer_size * self.width
             host.append(("buffers of weights from NVMe (pinned)", buffers))

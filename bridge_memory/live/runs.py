@@ -12,13 +12,14 @@ not what it seems: ``MemoryReport`` turns either into one warning.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bridge_memory.live.place import world_size
 from bridge_memory.readers import model_from_hf_config
 from bridge_memory.readers.engines.accelerate import read_accelerate
 from bridge_memory.readers.engines.deepspeed import read_deepspeed
+from bridge_memory.readers.engines.peft import read_peft
 from bridge_memory.readers.engines.run import fields_of, settle
 from bridge_memory.readers.engines.sections import Notes
 from bridge_memory.readers.engines.settings import Settings, Told
@@ -27,7 +28,6 @@ from bridge_memory.readers.engines.training_args import read_training_args
 from bridge_memory.readers.resolve import resolve_model
 from bridge_memory.releases import release_in
 from bridge_memory.spec import ModelSpec, ParallelSpec, RunSpec, SpecError
-from bridge_memory.spec.gaps import Effect
 from bridge_memory.spec.run import GROUPS
 
 #: torch's dtypes by their last word.
@@ -51,6 +51,7 @@ def run_of_trainer(
     if getattr(args, "n_gpu", 1) > 1 and told.world_size == 1:
         raise SpecError(f"n_gpu is {args.n_gpu}: DataParallel in one process is not estimated; start it with torchrun")
     given["use_cpu"] = False
+    given["dtype"] = _adapted(_inner(model), settings)
     read_training_args(given, settings, told, _no_files)
     if getattr(args, "world_size", 1) > 1 and settings.engine is None:
         settings.set(data_parallel__engine="ddp")
@@ -189,11 +190,16 @@ def _optimizer(optimizer: Any, settings: Settings) -> None:
         settings.set(optimizer__paged=True)
 
 
+def _inner(model: Any) -> Any:
+    """The model behind what an engine wrapped it in."""
+    while getattr(model, "module", None) is not None:
+        model = model.module
+    return model
+
+
 def _loaded(model: Any, settings: Settings) -> None:
     """What the model that was built says of itself."""
-    inner = model
-    while getattr(inner, "module", None) is not None:
-        inner = inner.module
+    inner = _inner(model)
     config = getattr(inner, "config", None)
     attention = getattr(config, "_attn_implementation", None)
     if attention in ("eager", "sdpa", "flash_attention_2"):
@@ -202,15 +208,46 @@ def _loaded(model: Any, settings: Settings) -> None:
         settings.set(transformers__gradient_checkpointing=True)
     elif getattr(config, "use_cache", False) and settings.get("transformers", "use_cache") is None:
         settings.set(transformers__use_cache=True)
-    parameters = list(inner.parameters()) if hasattr(inner, "parameters") else []
-    dtypes = {str(p.dtype).rsplit(".", 1)[-1] for p in parameters if p.requires_grad}
-    if settings.engine in ("single", "ddp") and len(dtypes) == 1 and (dtype := _DTYPES.get(*dtypes)):
+    dtype = _DTYPES.get(str(_adapted(inner, settings)))
+    if dtype is not None and settings.engine in ("single", "ddp"):
         settings.set(precision__params_dtype=dtype)
         if dtype != "fp32":
             settings.groups.get("transformers", {}).pop("autocast", None)
-    if getattr(inner, "peft_config", None):
-        settings.notes.gap("peft_config: frozen weights beside adapters, counted as if all trained", Effect.DOWN,
-                           order="gradients and optimizer state: all but the weights and part of the activations")
+
+
+def _adapted(model: Any, settings: Settings) -> str | None:
+    """Read what peft and bitsandbytes made of the model. Returns torch's dtype of its own weights, those that are
+    frozen where adapters train; None where they are of several."""
+    parameters = list(model.parameters()) if hasattr(model, "parameters") else []
+    adapters = getattr(model, "peft_config", None)
+    if not adapters:
+        return _one_dtype(p for p in parameters if p.requires_grad)
+    (config, *others) = adapters.values()
+    if others:
+        settings.notes.refuse("peft_config", f"has {len(adapters)} adapters", "train one")
+    read_peft({k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}, settings)
+    own = _one_dtype(p for p in parameters if not p.requires_grad and p.is_floating_point())
+    told: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    if hasattr(told, "to_dict"):
+        told = told.to_dict()
+    if isinstance(told, Mapping) and (told.get("load_in_4bit") or told.get("load_in_8bit")):
+        four = bool(told.get("load_in_4bit"))
+        settings.set(
+            transformers__load_in_4bit=four or None, transformers__load_in_8bit=None if four else True,
+            transformers__bnb_4bit_use_double_quant=(bool(told.get("bnb_4bit_use_double_quant")) and four) or None,
+            transformers__prepare_model_for_kbit_training=True if own == "float32" else None,
+        )
+        if four:
+            compute = str(told.get("bnb_4bit_compute_dtype")).rsplit(".", 1)[-1]
+            settings.set(transformers__bnb_4bit_compute_dtype=_DTYPES.get(compute))
+    elif own != "float32" and _one_dtype(p for p in parameters if p.requires_grad) == own:
+        settings.set(transformers__autocast_adapter_dtype=False)
+    return own
+
+
+def _one_dtype(parameters: Iterable[Any]) -> str | None:
+    found = {str(p.dtype).rsplit(".", 1)[-1] for p in parameters}
+    return found.pop() if len(found) == 1 else None
 
 
 def _run(spec: ModelSpec, settings: Settings, model: Any) -> RunSpec:

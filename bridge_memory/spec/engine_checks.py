@@ -169,6 +169,12 @@ def _check_deepspeed(run: RunSpec) -> None:
             raise SpecError(
                 f"offload_optimizer_ratio ({z.offload_optimizer_ratio}) needs engine zero3, not {engine}; drop it"
             )
+    ranks = run.parallel.data_parallel_size
+    if z.zero_hpz_partition_size < ranks and ranks % z.zero_hpz_partition_size:  # groups.py: _ensure_divisibility
+        raise SpecError(
+            f"zero_hpz_partition_size ({z.zero_hpz_partition_size}) does not divide the data-parallel size ({ranks}); "
+            "use the GPUs of a node"
+        )
     if stage == 0 and z.offload_optimizer_device != "none":
         raise SpecError(
             f"offload_optimizer_device ({z.offload_optimizer_device}) needs stage 1 or more, not 0; drop it"

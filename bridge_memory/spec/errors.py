@@ -17,6 +17,10 @@ class SpecError(ValueError):
         super().__init__(bounded(message))
 
 
+class FileError(SpecError):
+    """A refusal in the words of the file that is wrong: its fields have no other names there."""
+
+
 def bounded(text: str, most: int = LONGEST) -> str:
     """``text`` in at most ``most`` characters: how it begins, its fix (behind the last semicolon) or how else it ends,
     and how many are left out between."""

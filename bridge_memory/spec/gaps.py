@@ -283,12 +283,6 @@ def _of_engines(run: RunSpec) -> Iterator[Gap]:
     if engine == "fsdp1" and not run.fsdp.limit_all_gathers:
         yield Gap("fsdp_limit_all_gathers (False): units that are gathered before others have run", Effect.UP,
                   order="the whole weights of the units gathered ahead, up to all of the model's")  # fmt: skip
-    if run.deepspeed.stage3_gather_16bit_weights_on_model_save:
-        yield Gap(
-            "stage3_gather_16bit_weights_on_model_save: whole weights while a checkpoint is saved", Effect.UP,
-            order="2 bytes for each weight of one module at a time",
-            outside=True,
-        )
     if run.deepspeed.zero_hpz_partition_size > 1:
         yield Gap("zero_hpz_partition_size: whole weights are counted as if gathered from the first partition",
                   Effect.EITHER, order="as large as the whole weights of one module")  # fmt: skip

@@ -74,6 +74,26 @@ def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str], tmp_path:
     )
 
 
+def test_a_field_of_a_file_is_called_as_the_file_calls_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = ds(tmp_path, zero_optimization={"stage": 2, "offload_optimizer": {"device": "nvme"}})
+    line = refused(capsys, "Llama-3.2-1B", "--deepspeed", path, "--num-gpus", "8")
+    assert "zero_optimization.offload_optimizer.device is 'nvme'" in line and "set stage to 3" in line
+    args = tmp_path / "args.json"
+    args.write_text('{"load_in_4bit": true}')
+    assert "load_in_4bit is true without" in refused(capsys, "Llama-3.2-1B", "--training-args", str(args))
+
+
+def test_options_of_stage_3_in_a_file_of_stage_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Flags that do nothing are refused; a file is as people have it."""
+    of_3 = {"sub_group_size": 1e9, "stage3_max_live_parameters": 1e9, "reduce_bucket_size": "auto"}
+    path = ds(tmp_path, zero_optimization={"stage": 2, **of_3})
+    found = estimated(capsys, "--deepspeed", path, "--num-gpus", "8", "--seq-length", "1024")
+    assert found["stages"] == estimated(
+        capsys, "--deepspeed", ds(tmp_path), "--num-gpus", "8", "--seq-length", "1024")["stages"]
+    assert "--sub-group-size does nothing without --engine zero3" in refused(
+        capsys, "Llama-3.2-1B", "--engine", "zero2", "--num-gpus", "8", "--sub-group-size", "7")
+
+
 def test_training_arguments_under_accelerate_launch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The launcher says how many processes and FSDP; the Trainer says the batch, and its own precision wins."""
     pytest.importorskip("yaml")

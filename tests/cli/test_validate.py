@@ -22,6 +22,10 @@ GOOD = {
     "bridge.yaml": ("bridge", "model:\n  tensor_model_parallel_size: 2\ntrain:\n  global_batch_size: 8\n"),
     "config.json": ("model", '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, '
                     '"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}'),
+    "commented.json": ("deepspeed", '{"zero_optimization": {"stage": 2}, // of ours\n "train_batch_size": 8,}'),
+    "adapter_config.json": ("peft", '{"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"], "lora_alpha": 16}'),
+    "sft.yaml": ("training_args", "torch_dtype: bfloat16\nuse_peft: true\nlora_target_modules: all-linear\n"
+                 "output_dir: out\n"),
     "run.sh": ("megatron", "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
                "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --vocab-size 128 --bf16"),
 }  # fmt: skip
@@ -33,6 +37,7 @@ BAD = {
                  ["distributed_type", "mixed_precision", "colour"]),
     "args.json": ('{"output_dir": "o", "bf16": true, "fp16": true, "optim": "adamw_trch", "gradient_checkpoint": true}',
                   ["fp16", "optim", "gradient_checkpoint"]),
+    "adapter_config.json": ('{"peft_type": "LORA", "r": 0, "target_modules": ["q_proj"], "rank": 8}', ["r", "rank"]),
     "flavor.toml": ('[model]\nname = "llama3"\nflavor = "9B"\n', ["model.flavor"]),
     "train.toml": ('[training]\nseq_length = 1\n[optimizer]\nname = "Lion"\n',
                    ["optimizer.name", "training.seq_length"]),

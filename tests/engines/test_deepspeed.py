@@ -161,3 +161,37 @@ def test_model_states_beside_deepspeeds_own_estimate(engine: str, theirs: float,
     assert kept < theirs * state.parameters
     if engine == "zero3":
         assert kept + state.in_step > theirs * state.parameters
+
+
+def test_zero3_with_the_optimizer_on_the_host_keeps_fp32_gradients() -> None:
+    """On the CPU both are one memory: what is on the GPU and what is in host memory add up to what the real one has."""
+    near = {"stage3_param_persistence_threshold": 1000, "sub_group_size": 150_000}
+    found = real(3, extra={"zero_force_ds_cpu_optimizer": False}, **near,
+                 offload_optimizer={"device": "cpu", "pin_memory": False})
+    run = run_of("zero3", ranks=RANKS, dtype="bf16", deepspeed=options(
+        **near, offload_optimizer_device="cpu", offload_optimizer_pin_memory=False))
+    assert 0 <= found.after_step - expected(run)["state"] - sum(n for _, n in zero3_host(run)) <= BESIDE
+
+
+def zero3_host(run: Any) -> tuple[tuple[str, int], ...]:
+    from bridge_memory.estimate import _Stages
+
+    host: tuple[tuple[str, int], ...] = _Stages(run)[0].state.host
+    return host
+
+
+@pytest.mark.parametrize(("ratio", "size", "stay"), [(0.3, 10**9, 0), (0.5, 10**8, 2 / 5), (0.3, 10**8, 3 / 5)])
+def test_a_ratio_of_zero3s_optimizer_is_of_whole_sub_groups(ratio: float, size: int, stay: float) -> None:
+    """``stage3.py: _create_fp32_partitions``: int((1 - ratio) n) of n sub-groups stay, with an fp32 gradient each
+    (``initialize_optimizer_states``). One sub-group is on the host whatever the ratio."""
+    from bridge_memory.spec import ParallelSpec, RunSpec
+
+    run = RunSpec(model="meta-llama/Llama-3.1-8B", parallel=ParallelSpec(world_size=16)).with_fields(
+        engine="zero3", params_dtype="bf16", offload_optimizer_device="cpu", offload_optimizer_ratio=ratio,
+        sub_group_size=size,
+    )
+    mains = 16 * 8_030_261_248 / 16
+    there = sum(n for name, n in zero3_host(run) if not name.startswith("gradients"))
+    assert there == pytest.approx((1 - stay) * mains, rel=0.1 if stay else 0.001)
+    here = expected(run)["state"] - expected(run.with_fields(offload_optimizer_ratio=1.0))["state"]
+    assert here + there == pytest.approx(mains, rel=0.001) and bool(here) is bool(stay)

@@ -126,3 +126,40 @@ def test_a_callback_that_breaks_the_hook_leaves_the_model(tmp_path: Path, monkey
     callback = MemoryReportCallback(None, emit=lambda text: None, read=reading)
     monkeypatch.setattr(callback._report, "forget", broken)
     assert train(tmp_path, callback).state.global_step == 4
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=("whole", "adapters"))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mixed", [False, True], ids=("plain", "autocast"))
+def test_weights_and_states_are_those_of_the_model_that_was_built(
+    tmp_path: Path, adapted: bool, dtype: str, mixed: bool
+) -> None:
+    """Every parameter of the real model in its own dtype, in blocks of 512 bytes; moments of those that train."""
+    from bridge_memory.components import Role
+    from bridge_memory.estimate import estimate
+
+    model = tiny().to(getattr(torch, dtype))
+    if adapted:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], use_dora=False))
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], bf16=mixed)
+    run = run_of_trainer(args, model, seq_length=48, micro_batch_size=2)
+    assert run.peft.trains_adapters is adapted and (run.transformers.autocast is None) is not (
+        mixed and dtype == "float32"
+    )
+    stage = estimate(run).peak_stage
+
+    def blocks(parameters: Any) -> int:
+        return sum(-(-p.numel() * p.element_size() // 512) * 512 for p in parameters)
+
+    assert stage.bytes_of(Role.WEIGHTS) == blocks(model.parameters())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    steps = 512 * len(trained)  # a counter of the fused kernel each
+    assert 0 <= stage.bytes_of(Role.OPTIMIZER) - 2 * blocks(trained) <= steps
+    assert not [gap for gap in run.not_modelled if "debug" in gap or "all trained" in gap]
+
+
+def test_what_no_one_set_of_training_arguments_is_neither_a_gap_nor_an_assumption(tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    run = run_of_trainer(args, tiny(), seq_length=48)
+    assert not run.not_modelled and not any("fsdp" in s or "transformers 4" in s for s in run.assumptions)

@@ -100,6 +100,12 @@ _ALIASES = {
     "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }  # fmt: skip
+#: What the reader knows of options that stages below 3 read past.
+_OF_STAGE_3 = (
+    "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size", "zero_hpz_partition_size",
+    "stage3_gather_16bit_weights_on_model_save",
+)  # fmt: skip
 _ZERO_HARMLESS = (
     "allgather_partitions", "use_multi_rank_bucket_allreduce", "load_from_fp32_weights", "elastic_checkpoint",
     "ignore_unused_parameters", "legacy_stage1", "compute_grad_norm", "module_granularity_threshold",
@@ -272,6 +278,11 @@ def _zero(top: Section, settings: Settings) -> int:
                  "stage3_max_reuse_distance", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
         if name in options:
             options[name] = min(options[name], (1 << 40) - 1)  # as good as no limit
+    if stage < 3:
+        # engine.py: _configure_zero_optimizer hands them to stage 3 alone. One file serves several stages.
+        idle = [name for name in _OF_STAGE_3 if options.pop(name, None) is not None]
+        if idle and stage:
+            notes.assume(f"{', '.join(idle)} of the DeepSpeed config: nothing at stage {stage} reads them")
     _offload(zero, stage, options, notes)
     zero.ignore(*_ZERO_HARMLESS)
     for name, (default, effect, what, order) in _ZERO_UNMODELLED.items():
@@ -313,7 +324,9 @@ def _offload(zero: Section, stage: int, options: dict[str, Any], notes: Notes) -
     if zero.flag("cpu_offload_param"):
         device = "cpu"
     if device != "none" and stage != 3:
-        parameters.problem("device", f"is '{device}'", "parameters are offloaded with stage 3 alone; drop it")
+        # engine.py: _configure_zero_optimizer hands it to stage 3 alone; accelerate asks for it whatever the stage.
+        if stage:
+            notes.assume(f"{zero.named('offload_param')} does nothing: parameters are offloaded with stage 3 alone")
     elif device != "none":
         options["offload_param_device"] = device
         options["offload_param_pin_memory"] = parameters.flag("pin_memory", True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,9 @@ MOST_BYTES = 1 << 20
 #: Values of a configuration, after what a YAML names and repeats is written out.
 MOST_VALUES = 20_000
 MOST_DEPTH = 40
+_STRING = r'("(?:[^"\\\n]|\\.)*")'
+_COMMENT = re.compile(_STRING + r"|//[^\n]*|#[^\n]*|/\*[\s\S]*?\*/")
+_COMMA = re.compile(_STRING + r"|,(\s*[}\]])")
 
 
 def read_table(path: str, give: str) -> Mapping[str, Any]:
@@ -36,6 +40,13 @@ def table_of(text: str, name: str) -> Mapping[str, Any]:
         raise SpecError(f"{name}: it holds {held}; it must be a table of names and values")
     plain: Mapping[str, Any] = _plain(value, name)
     return plain
+
+
+def without_comments(text: str) -> str:
+    """JSON of what DeepSpeed reads besides: ``//``, ``#`` and ``/* */`` outside of strings, and a comma before a
+    closing bracket (``runtime/config.py: DeepSpeedConfig.__init__`` takes Hjson). Lines stay where they are."""
+    text = _COMMENT.sub(lambda found: found[1] or "\n" * found[0].count("\n"), text)
+    return _COMMA.sub(lambda found: found[1] or found[2], text)
 
 
 def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -42,7 +42,8 @@ def read_peft(config: Mapping[str, Any], settings: Settings) -> None:
         if top.raw(name):
             notes.refuse(name, "trains other parameters, which are not counted here", "leave it out")
     settings.set(
-        peft__scheme="lora", peft__dim=top.integer("r", 8, least=1), peft__target_modules=_targets(top),
+        peft__scheme="lora", peft__dim=top.integer("r", 8, least=1),
+        peft__target_modules=targets_of(top, "target_modules", top.raw("target_modules")),
         peft__use_dora=top.flag("use_dora") or None,
         transformers__lora_dropout=top.number("lora_dropout", most=1.0) or None,
     )  # fmt: skip
@@ -50,20 +51,19 @@ def read_peft(config: Mapping[str, Any], settings: Settings) -> None:
     top.refuse_unread(_KNOWN, "peft refuses it")
 
 
-def _targets(top: Section) -> tuple[str, ...] | None:
-    """Names of linears; None, and a problem, where the file says something else."""
-    value = top.raw("target_modules")
+def targets_of(top: Section, key: str, value: Any) -> tuple[str, ...] | None:
+    """Names of linears that ``value`` says under ``key``; None, and a problem, where it says something else."""
     if value is None:
-        top.problem("target_modules", "is missing: peft picks by the kind of model", "name the linears, or all-linear")
+        top.problem(key, "is missing: peft picks by the kind of model", "name the linears, or all-linear")
     elif isinstance(value, str):
         if value.lower() == ALL_LINEAR:
             return (ALL_LINEAR,)
-        top.problem("target_modules", f"is {value!r}, a regular expression", "give a list of linears, or all-linear")
+        top.problem(key, f"is {value!r}, a regular expression", "give a list of linears, or all-linear")
     elif not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
-        top.problem("target_modules", "is no list of names", "give a list of linears, or all-linear")
+        top.problem(key, "is no list of names", "give a list of linears, or all-linear")
     elif any("." in name for name in value):
         name = next(name for name in value if "." in name)
-        top.problem("target_modules", f"holds {name!r}, the end of a full name", "give the linear's own name")
+        top.problem(key, f"holds {name!r}, the end of a full name", "give the linear's own name")
     else:
         return tuple(sorted(value))
     return None

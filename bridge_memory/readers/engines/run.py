@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from bridge_memory.files import read_text
 from bridge_memory.readers.engines.accelerate import ReadFile, read_accelerate
 from bridge_memory.readers.engines.deepspeed import Filler, read_deepspeed
-from bridge_memory.readers.engines.files import read_table
+from bridge_memory.readers.engines.files import MOST_BYTES, read_table, table_of, without_comments
 from bridge_memory.readers.engines.peft import read_peft
 from bridge_memory.readers.engines.sections import Notes
 from bridge_memory.readers.engines.settings import Settings, Told
@@ -56,7 +57,7 @@ def settings_from_files(
         read_peft(read_table(peft_config, f"give {KINDS['peft_config']}"), settings)
     if micro_batch_size is not None:
         settings.set(batch__micro_batch_size=micro_batch_size)
-    ds = None if deepspeed is None else read_table(deepspeed, f"give {KINDS['deepspeed']}")
+    ds = None if deepspeed is None else _deepspeed_table(deepspeed, settings, alone=len(named) == 1)
     args = None if training_args is None else read_table(training_args, f"give {KINDS['training_args']}")
     if accelerate is not None:
         table = read_table(accelerate, f"give {KINDS['accelerate']}")
@@ -77,6 +78,25 @@ def settings_from_files(
     if settings.engine is not None and settings.get("batch", "micro_batch_size") is None:
         settings.notes.assume("micro batches of 1 sequence: the files leave them to the script (--micro-batch-size)")
     return settings
+
+
+def _deepspeed_table(path: str, settings: Settings, *, alone: bool) -> Mapping[str, Any]:
+    """A DeepSpeed config. Comments in it are DeepSpeed's alone to read: whoever fills in "auto" reads JSON."""
+    text = read_text(path, f"give {KINDS['deepspeed']}", MOST_BYTES)
+    try:
+        return table_of(text, path)
+    except SpecError:
+        if not alone or path.endswith((".yaml", ".yml", ".toml")):
+            raise
+        try:
+            table = table_of(without_comments(text), path)
+        except SpecError:
+            table = {}
+        if not table or '"auto"' in json.dumps(table):
+            raise
+    settings.notes.assume("comments in the DeepSpeed config, which DeepSpeed reads past; accelerate and the HF Trainer "
+                          "refuse them")
+    return table
 
 
 def beside(path: str, notes: Notes) -> ReadFile:

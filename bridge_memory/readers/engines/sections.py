@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from bridge_memory.spec import SpecError, show
-from bridge_memory.spec.errors import bounded, finite
+from bridge_memory.spec import show
+from bridge_memory.spec.errors import FileError, bounded, finite
 from bridge_memory.spec.fields import MOST
 from bridge_memory.spec.gaps import Effect, Gap
 
@@ -66,12 +66,12 @@ class Notes:
             self.not_modelled.append(Gap(sentence, effect, order=order, outside=outside))
 
     def check(self) -> None:
-        """Raise SpecError of the first problem, which says how many more there are; what the tool ignores becomes an
-        assumption."""
+        """Raise FileError, a SpecError, of the first problem, which says how many more there are; what the tool ignores
+        becomes an assumption."""
         found = [*self.problems, *self.refusals]
         if found:
             rest = f" ({len(found) - 1} more: bridge-memory validate lists them)" if len(found) > 1 else ""
-            raise SpecError(f"{bounded(self.name, 120)}: {found[0].field} {found[0].what}{rest}; {found[0].fix}")
+            raise FileError(f"{bounded(self.name, 120)}: {found[0].field} {found[0].what}{rest}; {found[0].fix}")
         for one in self.ignored:
             self.assume(f"{one.field} {one.what} ({one.fix})")
 
@@ -118,7 +118,8 @@ class Section:
             self._wrong(key, value, "an integer")
             return default
         if not least <= value < below:
-            self._wrong(key, value, f"an integer of {least} or more" if value < least else f"below {below:.0e}")
+            must = f"an integer of {least} or more" if value < least else f"below {below:.0e}"
+            self._wrong(key, value, f"an integer from {least} to {below - 1}" if below <= 1000 else must)
             return default
         return value
 
@@ -187,7 +188,7 @@ class Section:
     ) -> None:
         """List ``key`` by name where it is set to something else than its default."""
         value = self.raw(key)
-        if value is not None and value != default and value != AUTO:
+        if value not in (None, default, AUTO, "", [], {}):
             told = value if isinstance(value, (str, int, float)) else "set"
             self.notes.gap(f"{self.named(key)} ({show(told)}): {what}", effect, order=order, outside=outside)
 

@@ -14,6 +14,7 @@ from bridge_memory.readers.engines.accelerate import ReadFile
 from bridge_memory.readers.engines.deepspeed import Filler, read_deepspeed
 from bridge_memory.readers.engines.fsdp import KNOWN as FSDP_KNOWN
 from bridge_memory.readers.engines.fsdp import STRATEGIES, read_fsdp
+from bridge_memory.readers.engines.scripts import Loaded, read_script
 from bridge_memory.readers.engines.sections import Section
 from bridge_memory.readers.engines.settings import Settings, Told
 from bridge_memory.spec import show
@@ -77,6 +78,7 @@ HARMLESS: dict[str, str] = {
         train_sampling_strategy
     """,
     "how processes start": """
+        fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap
         local_rank ddp_backend ddp_timeout ddp_broadcast_buffers ray_scope tpu_num_cores tpu_metrics_debug _n_gpu
         mp_parameters no_cuda use_mps_device
     """,
@@ -120,7 +122,8 @@ def read_training_args(
         transformers__use_cache=top.flag("use_cache", None),
     )
     top.ignore("torch_compile_backend", "torch_compile_mode")
-    checkpointing = _checkpointing(top, settings)
+    loaded = read_script(top, settings, mixed)
+    checkpointing = _checkpointing(top, settings, loaded)
     _liger(top, settings)
     _unmodelled(top)
     own = top.raw("deepspeed")
@@ -136,11 +139,12 @@ def read_training_args(
     if table:
         _deepspeed(table, top, settings, told, mixed, optimizer)
     elif sharded is not None:
-        _fsdp(top, settings, told, read_file, sharded, mixed)
+        _fsdp(top, settings, told, read_file, sharded, mixed, _weights(loaded, told, settings))
     else:
-        if top.has("fsdp_config") and top.raw("fsdp_config"):
+        table = top.raw("fsdp_config")
+        if any(table.values()) if isinstance(table, Mapping) else table:
             notes.assume("fsdp_config does nothing without fsdp")
-        _as_launched(top, settings, mixed, checkpointing)
+        _as_launched(top, settings, mixed, checkpointing, loaded, told)
     top.ignore("fsdp_config", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_static_graph")
     known = [*_READ, *(name for names in HARMLESS.values() for name in names.split())]
     top.ignore(*OF_SCRIPTS.split())
@@ -182,8 +186,8 @@ def _optimizer(top: Section, settings: Settings, told: Told) -> str:
     return str(word)
 
 
-def _checkpointing(top: Section, settings: Settings) -> bool:
-    on: bool = top.flag("gradient_checkpointing")
+def _checkpointing(top: Section, settings: Settings, loaded: Loaded) -> bool:
+    on: bool = top.flag("gradient_checkpointing", bool(loaded.checkpointing))
     kwargs = top.table("gradient_checkpointing_kwargs")
     if on:
         settings.set(transformers__gradient_checkpointing=True,
@@ -247,19 +251,58 @@ def _unmodelled(top: Section) -> None:
                           "step of accumulation", Effect.DOWN, order="up to the whole gradients")
 
 
-def _as_launched(top: Section, settings: Settings, mixed: str | None, checkpointing: bool) -> None:
+def _weights(loaded: Loaded, told: Told, settings: Settings) -> str:
+    """The dtype in which a script loads weights (``modeling_utils.py: PreTrainedModel.from_pretrained``)."""
+    if loaded.weights is not None:
+        return loaded.weights
+    if told.transformers >= (5, 0):
+        settings.notes.assume("weights loaded in bf16, the checkpoint's own dtype, as transformers 5 does unless told "
+                              "(--precision)")
+        return "bf16"
+    settings.notes.assume("weights loaded in fp32, as transformers 4 does unless told (--precision)")
+    return "fp32"
+
+
+def _autocast(mixed: str | None, weights: str, settings: Settings) -> str | None:
+    """The dtype of torch.autocast, where it has weights to cast."""
+    if mixed is None or weights == "fp32":
+        return mixed
+    if weights != mixed:
+        settings.notes.refuse(mixed, f"is true, and weights are in {weights}: autocast from one to the other is not "
+                              "counted here", f"set {weights} to true, or load the model in fp32")
+    elif settings.get("peft", "scheme") is not None:
+        settings.notes.gap(f"{mixed}: inputs of adapters, which autocast narrows; counted in the adapters' fp32",
+                           Effect.DOWN, order="2 bytes for each element that enters an adapter, in every layer")
+    settings.notes.assume(f"autocast to {mixed} over weights in {weights} is counted as without it")
+    # What a launcher's file said of weights in fp32.
+    settings.groups.get("transformers", {}).pop("autocast", None)
+    return None
+
+
+def _sharded_weights(loaded: str, mixed: str | None, settings: Settings) -> str:
+    """accelerate upcasts what trains under mixed precision; frozen weights stay as they were loaded."""
+    return "fp32" if mixed is not None and settings.get("peft", "scheme") is None else loaded
+
+
+def _as_launched(
+    top: Section, settings: Settings, mixed: str | None, checkpointing: bool, loaded: Loaded, told: Told
+) -> None:
     """Neither DeepSpeed nor FSDP by their own words: what ``accelerate launch`` started, else DDP. The Trainer's mixed
     precision wins over the launcher's. DDP looks for unused parameters unless layers are checkpointed, or the user says
     (``trainer.py``)."""
     if settings.engine in ("fsdp1", "fsdp2"):
-        settings.set(fsdp__param_dtype=mixed, fsdp__reduce_dtype=mixed)
+        # A launcher's mixed precision stands where the Trainer has none of its own.
+        narrow = mixed or settings.get("fsdp", "param_dtype")
+        shards = _sharded_weights(_weights(loaded, told, settings), narrow, settings)
+        settings.set(fsdp__param_dtype=mixed, fsdp__reduce_dtype=mixed, precision__params_dtype=shards)
         return
     if settings.engine in ("zero1", "zero2", "zero3"):
         settings.set(precision__params_dtype=mixed)
         return
-    settings.notes.assume("weights loaded in fp32, as transformers 4 does unless told (--precision)")
+    weights = _weights(loaded, told, settings)
     settings.set(
-        data_parallel__engine=settings.engine or "ddp", precision__params_dtype="fp32", transformers__autocast=mixed,
+        data_parallel__engine=settings.engine or "ddp", precision__params_dtype=weights,
+        transformers__autocast=_autocast(mixed, weights, settings),
         ddp__find_unused_parameters=top.flag("ddp_find_unused_parameters", not checkpointing),
         ddp__bucket_cap_mb=top.number("ddp_bucket_cap_mb"), ddp__static_graph=top.flag("ddp_static_graph", None),
     )  # fmt: skip
@@ -288,7 +331,7 @@ def _fsdp_words(top: Section) -> list[str] | None:
 
 
 def _fsdp(
-    top: Section, settings: Settings, told: Told, read_file: ReadFile, words: list[str], mixed: str | None
+    top: Section, settings: Settings, told: Told, read_file: ReadFile, words: list[str], mixed: str | None, weights: str
 ) -> None:
     """``TrainingArguments.__post_init__`` of 4.57 and ``_process_fsdp_args`` of 5: words beside a table."""
     given = top.raw("fsdp_config", {})
@@ -317,7 +360,7 @@ def _fsdp(
         config.setdefault("auto_wrap_policy", "NO_WRAP" if not wraps else (
             "SIZE_BASED_WRAP" if config.get("min_num_params") else "TRANSFORMER_BASED_WRAP"))
     section = Section(config, "fsdp_config", settings.notes)
-    settings.set(precision__params_dtype="fp32")
+    settings.set(precision__params_dtype=_sharded_weights(weights, mixed, settings))
     read_fsdp(section, settings, mixed_precision=mixed, version=version, wrap="TRANSFORMER_BASED_WRAP",
               use_orig_params=True)
     for key in section.unread():

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from bridge_memory.estimate import estimate
+from bridge_memory.readers.engines.files import without_comments
 from bridge_memory.readers.engines.run import run_from_files
 from bridge_memory.readers.engines.sections import AUTO
 from bridge_memory.spec import RunSpec, SpecError
@@ -133,6 +135,69 @@ def test_a_config_is_read_as_deepspeed_reads_it(tmp_path: Path, name: str) -> No
     assert run.batch.micro_batch_size == theirs.train_micro_batch_size_per_gpu
     assert run.batch.global_batch_size == theirs.train_batch_size
     assert options.grad_accum_dtype == theirs.grad_accum_dtype
+
+
+def test_one_file_serves_several_stages(tmp_path: Path) -> None:
+    """Below stage 3 DeepSpeed takes the options of stage 3 and does nothing with them."""
+    zero = {
+        "stage": 2, "sub_group_size": 1e9, "stage3_max_live_parameters": 1e9, "stage3_prefetch_bucket_size": AUTO,
+        "stage3_gather_16bit_weights_on_model_save": True, "offload_param": {"device": "cpu", "pin_memory": True},
+        "zero_hpz_partition_size": 4,
+    }  # fmt: skip
+    assert of_the_trainer({"zero_optimization": zero, "bf16": {"enabled": True}}).zero_config.stage == 2
+    run = ours(tmp_path, {"zero_optimization": zero, "bf16": {"enabled": True}})
+    alone = ours(tmp_path, {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
+    assert run.deepspeed == alone.deepspeed and run.data_parallel.engine == "zero2"
+    assert any("sub_group_size" in s and "stage 2" in s for s in run.assumptions)
+    assert any("offload_param does nothing" in s for s in run.assumptions)
+
+
+COMMENTS = """{
+  // one, with "a string"
+  "zero_optimization": {"stage": 2, /* and
+    another */ "reduce_bucket_size": 5e8,},
+  # a third
+  "bf16": {"enabled": true}, "aio": {"nvme_path": "http://x#y/*z*/"},
+  "train_micro_batch_size_per_gpu": 2,
+}"""
+
+
+def test_comments_are_read_past_where_deepspeed_does(tmp_path: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    path, args = tmp_path / "ds.json", tmp_path / "args.json"
+    path.write_text(COMMENTS)
+    theirs = DeepSpeedConfig(str(path))
+    assert json.loads(without_comments(COMMENTS)) == theirs._param_dict
+    run = run_from_files("meta-llama/Llama-3.2-1B", deepspeed=str(path), world_size=GPUS)
+    assert run.deepspeed.reduce_bucket_size == theirs.zero_config.reduce_bucket_size
+    assert run.batch.micro_batch_size == theirs.train_micro_batch_size_per_gpu
+    # transformers/integrations/deepspeed.py: HfDeepSpeedConfig reads JSON.
+    args.write_text(json.dumps({**ARGS, "deepspeed": str(path)}))
+    with pytest.raises(SpecError, match="not valid JSON"):
+        run_from_files("meta-llama/Llama-3.2-1B", training_args=str(args), world_size=GPUS)
+
+
+@pytest.mark.parametrize(("size", "bytes_each"), [(4, 2 / 4), (8, 2 / 8), (16, 2 / 8)], ids=str)
+def test_the_second_partition_is_within_the_job(tmp_path: Path, size: int, bytes_each: float) -> None:
+    """``groups.py: _create_zero_param_parallel_group`` takes no group larger than the job."""
+    zero = {"stage": 3, "zero_hpz_partition_size": size, "stage3_param_persistence_threshold": 0}
+    run = ours(tmp_path, {"zero_optimization": zero, "bf16": {"enabled": True}})
+    (line,) = [c for c in estimate(run).peak_stage.components if "second partition" in c.name]
+    assert line.bytes == pytest.approx(1_235_814_400 * bytes_each, rel=1e-3)
+    with pytest.raises(SpecError, match=r"zero_hpz_partition_size \(3\) does not divide"):
+        ours(tmp_path, {"zero_optimization": {**zero, "zero_hpz_partition_size": 3}, "bf16": {"enabled": True}})
+
+
+def test_whole_weights_that_are_saved_do_not_leave_the_verdict_open(tmp_path: Path) -> None:
+    """The phase is counted: a module's weights are whole in its forward pass too."""
+    found = {save: estimate(ours(tmp_path, {
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": save}, "bf16": {"enabled": True}
+    })) for save in (True, False)}  # fmt: skip
+    phases = {save: dict(result.peak_stage.phases) for save, result in found.items()}
+    saving = {save: rows[next(name for name in rows if "saving" in str(name))] for save, rows in phases.items()}
+    assert saving[True] - saving[False] == 128256 * 2048 * 2 and saving[True] < found[True].peak_stage.peak_bytes
+    assert not found[True].not_modelled
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
