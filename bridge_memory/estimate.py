@@ -34,6 +34,7 @@ from bridge_memory.spec.ranks import stage_of_rank
 from bridge_memory.workspaces.batch import batch_bytes
 from bridge_memory.workspaces.dispatcher import held_by_nodes
 from bridge_memory.workspaces.lasting import ChunkFacts, chunk_facts, lasting_buffers
+from bridge_memory.workspaces.teacher import teacher_buffers
 
 __all__ = [
     "Estimate",
@@ -289,7 +290,10 @@ class StageHolds:
         inventories = self._inventories(chunks, shapes, state.concurrent)
         residue = sum([inventory.residue for inventory in inventories])
         lasting, between = by_lifetime(
-            (*lasting_buffers(run, [chunk.facts for chunk in chunks], ctx, residue), *state.buffers())
+            (
+                *lasting_buffers(run, [chunk.facts for chunk in chunks], ctx, residue), *teacher_buffers(run, shapes),
+                *state.buffers(),
+            )
         )
         static_bytes = sum([nbytes for _, nbytes in state.amounts]) + sum([b.bytes for b in lasting])
         return _Held(

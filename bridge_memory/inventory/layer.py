@@ -116,19 +116,22 @@ def final_norm_block(name: str, ctx: BlockContext) -> Block:
 
 
 def output_block(
-    output_bias: bool, own_weight: bool, ctx: BlockContext, input_counted: bool = False, softcapped: bool = False
+    output_bias: bool, own_weight: bool, ctx: BlockContext, input_counted: bool = False, softcapped: bool = False,
+    distilled: bool = False,
 ) -> Block:
-    """Output layer and loss; ``own_weight``, ``input_counted`` and ``softcapped`` as in ``output.record_output``."""
+    """Output layer and loss; ``own_weight``, ``input_counted``, ``softcapped`` and ``distilled`` as in
+    ``output.record_output``."""
     if ctx.hugging_face is not None:
         return hugging_face.output_block(output_bias, own_weight, ctx)
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.LOSS
         record_output(
-            r, output_bias=output_bias, own_weight=own_weight, input_counted=input_counted, softcapped=softcapped
+            r, output_bias=output_bias, own_weight=own_weight, input_counted=input_counted, softcapped=softcapped,
+            distilled=distilled,
         )
 
-    return block(ctx, ("output", output_bias, own_weight, input_counted, softcapped), record)
+    return block(ctx, ("output", output_bias, own_weight, input_counted, softcapped, distilled), record)
 
 
 _PARTS: dict[type, Part] = {

@@ -7,6 +7,7 @@ L = T V / t logits of this rank.
 
 from __future__ import annotations
 
+from bridge_memory.inventory.distillation import record_divergence, teachers_logits
 from bridge_memory.inventory.hyper_connections import contract
 from bridge_memory.inventory.parameters import Use
 from bridge_memory.inventory.recorder import Recorder, Scratch
@@ -27,14 +28,16 @@ def record_final_norm(r: Recorder, name: str = "decoder.final_layernorm") -> Non
 
 
 def record_output(
-    r: Recorder, *, output_bias: bool, own_weight: bool, input_counted: bool = False, softcapped: bool = False
+    r: Recorder, *, output_bias: bool, own_weight: bool, input_counted: bool = False, softcapped: bool = False,
+    distilled: bool = False,
 ) -> None:
     """Output layer and loss, from normed hidden states [T_sp, h] to a scalar.
 
     ``own_weight``: this block holds an output weight (untied, or a tied copy on another stage than the
     embedding's); False where it uses a weight counted elsewhere. ``input_counted``: another block keeps the hidden
-    states too, and counts them. ``softcapped``: c tanh(logits / c) follows, which keeps the tanh (megatron-bridge
-    ``models/gemma/gemma2_provider.py: logit_softcapping``).
+    states too, and counts them. ``distilled``: the loss is that of ``ImplementationSpec.distillation``. ``softcapped``:
+    c tanh(logits / c) follows, which keeps the tanh (megatron-bridge ``models/gemma/gemma2_provider.py:
+    logit_softcapping``).
     """
     ctx, tape = r.ctx, r.tape
     rows = divide(ctx.padded_vocab, ctx.tp, "padded vocab_size", "tensor_model_parallel_size")
@@ -58,6 +61,7 @@ def record_output(
                          workspace=whole if ctx.sp else 0, backward_workspace=2 * whole + wgrad)
         tape.output(loss)
         return
+    teacher = teachers_logits(r, elements) if distilled else None
     # ColumnParallelLinear of megatron-core itself, also under Transformer Engine.
     if r.frozen:
         entering = tape.make("gathered hidden states", x, whole) if ctx.sp else x
@@ -73,9 +77,12 @@ def record_output(
         tanh = tape.make("tanh of the logits", divided, elements * ctx.act, save_output=True)
         tape.keep_alive(logits)
         logits = tape.make("softcapped logits", tanh, elements * ctx.act)
-    loss = _cross_entropy(r, logits, elements)
+    if teacher is None or impl.distillation != "logits":
+        loss = _cross_entropy(r, logits, elements)
+        tape.output(loss)
     tape.keep_alive(logits, x)  # variables of ``_postprocess``
-    tape.output(loss)
+    if teacher is not None:
+        tape.output(record_divergence(r, logits, teacher, elements))
 
 
 def _cross_entropy(r: Recorder, logits: Tensor, elements: int) -> Tensor:

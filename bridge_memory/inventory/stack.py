@@ -92,6 +92,12 @@ def chunk_inventory(
             (link._replace(forward_peak=link.forward_peak + more), count)
             for (link, count), more in zip(links, held, strict=True)
         ]
+    if shape.output and ctx.impl.distillation != "none":
+        # The teacher has run: its logits are there until the loss, which counts them itself.
+        theirs = ctx.tokens * (ctx.padded_vocab // ctx.tp) * ctx.act
+        links = [
+            (link._replace(forward_peak=link.forward_peak + theirs), count) for link, count in links[:-1]
+        ] + links[-1:]
     if shape.embedding:
         links = _with_first_input(links, ctx)
     else:

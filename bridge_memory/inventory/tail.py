@@ -43,10 +43,12 @@ def tail_blocks(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
             tail.append((output_block(model.output_bias, own, ctx, counted, model.softcapped_logits), Label.LOSS))
     if shape.output:
         losses = 1 + (model.mtp_num_layers if model.mtp_layer is not None and outside else 0)
-        loss = output_block(
-            model.output_bias, own, ctx, bool(shape.num_depths) and not outside, model.softcapped_logits
-        )
-        tail += [(loss, Label.LOSS)] * losses
+        counted = bool(shape.num_depths) and not outside
+        loss = output_block(model.output_bias, own, ctx, counted, model.softcapped_logits)
+        tail += [(loss, Label.LOSS)] * (losses - 1)
+        if ctx.impl.distillation != "none":  # of the main head alone, which comes last
+            loss = output_block(model.output_bias, own, ctx, counted, model.softcapped_logits, distilled=True)
+        tail.append((loss, Label.LOSS))
     return tail
 
 

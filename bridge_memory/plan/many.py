@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 
 
 def expressible(run: RunSpec) -> bool:
-    """Whether arrays say all of its memory: not where an engine's bytes beside a layer depend on the stage, nor where
-    two chunks run beside each other."""
+    """Whether arrays say all of its memory: not where an engine's bytes beside a layer depend on the stage, where
+    two chunks run beside each other, or a teacher is there."""
     impl = run.implementation
     if run.data_parallel.engine != "megatron_ddp" or impl.transformer_impl not in ("transformer_engine", "local"):
         return False
-    return not impl.overlap_moe_expert_parallel_comm
+    return not impl.overlap_moe_expert_parallel_comm and run.teacher is None
 
 
 #: The fields of a ParallelSpec that say how a run is cut into stages, and over how many GPUs.
@@ -70,6 +70,8 @@ class Runs:
         self.parallel, self.batch, self.recompute = parallel, batch, recompute
 
     model: Any
+    #: ``expressible`` knows none.
+    teacher = None
 
     def __getattr__(self, name: str) -> Any:
         """What follows from the fields, as a RunSpec has it."""

@@ -17,7 +17,15 @@ from dataclasses import replace
 from typing import Any
 
 from bridge_memory.readers.container_fields import container_part, data_parallel_size, vocabulary
-from bridge_memory.readers.container_gaps import PARTS, not_modelled, provider_of, tower_gaps, towers_of
+from bridge_memory.readers.container_gaps import (
+    PARTS,
+    distillation_of,
+    not_modelled,
+    provider_of,
+    teacher_of,
+    tower_gaps,
+    towers_of,
+)
 from bridge_memory.readers.container_registry import (
     CP_LOSS_BY_TOKEN,
     DENSE_MTP_SPECS,
@@ -155,6 +163,15 @@ def run_of_container(
         _get(model, f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")
     )
     model_spec = _model(config, view, name, running.megatron_core)
+    teacher = teacher_of(container_part(config, "model"))
+    if teacher is not None:
+        try:
+            teacher = run_of_container(
+                _WithModel(config, teacher), running, world_size=tp * pp * cp * data_parallel,
+                num_microbatches=num_microbatches, gpu_arch=gpu_arch, implementation=implementation, bridge=bridge,
+            )
+        except SpecError as error:
+            raise SpecError(f"model.teacher: {error}") from error
     batch = _batch(config, view, data_parallel, num_microbatches)
     return RunSpec(
         model=model_spec,
@@ -169,10 +186,22 @@ def run_of_container(
             _implementation(config, view, gpu_arch, running),
             {**_environment(config, gpu_arch, running), **(implementation or {})},
         ),
+        teacher=teacher,
         assumptions=_assumptions(config),
         # Megatron-LM's arguments, told as a container, bring a list of their own.
         not_modelled=(*getattr(config, "not_modelled", ()), *_not_modelled(config, view)),
     )
+
+
+class _WithModel:
+    """A container with another model: what a distillation's teacher is built from. What is said of adapters is not of
+    it."""
+
+    def __init__(self, config: Any, model: Any) -> None:
+        self._config, self.model, self.peft = config, model, None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -672,6 +701,7 @@ def _implementation(
         torch=running.torch,
         attention_backend=str(getattr(backend, "name", backend)).rsplit(".", 1)[-1],
         cross_entropy_fusion_impl=str(_get(m, "cross_entropy_fusion_impl", "native")),
+        distillation=distillation_of(container_part(config, "model")),
         create_attention_mask=not _get(
             getattr(config, "dataset", None), "skip_getting_attention_mask_from_dataset", True
         ),

@@ -140,6 +140,31 @@ def _size(tower: Any) -> str:
     return f" of about {layers * (4 * width * width + 2 * width * inner) / 1e9:.1f} B parameters"
 
 
+def teacher_of(model: Any) -> Any:
+    """A distillation's teacher, a provider with sizes of its own; None where there is none, or none that is known."""
+    teacher = getattr(model, "teacher", None)
+    sizes = ("num_layers", "hidden_size", "num_attention_heads")
+    return teacher if all(type(getattr(teacher, name, None)) is int for name in sizes) else None
+
+
+def distillation_of(model: Any) -> str:
+    """The loss that modelopt sets up (``distill/plugins/megatron.py: setup_distillation_config``), as
+    ``ImplementationSpec.distillation``: "none" where it is another than that of the logits."""
+    kd = getattr(model, "kd_config", None)
+    another = any(getattr(kd, name, None) for name in ("logit_kl_topk", "criterion"))
+    if teacher_of(model) is None or another:
+        return "none"
+    return "logits" if getattr(kd, "skip_lm_loss", True) else "logits and lm"
+
+
+def _counted_of_distillation(name: str, model: Any) -> bool:
+    """Whether a field of a distillation is in the estimate."""
+    if name == "teacher":
+        return teacher_of(model) is not None
+    pairs = getattr(getattr(model, "kd_config", None), "intermediate_layer_pairs", None)
+    return distillation_of(model) != "none" and not pairs
+
+
 def _teacher(teacher: Any, asked: Asked) -> str:
     """The order of a distillation's teacher, a frozen model on the student's tensor- and pipeline-parallel ranks:
     linears of its layers and ends, in bf16, and the logits of its loss.
@@ -189,6 +214,8 @@ def not_modelled(parts: Mapping[str, Any]) -> Iterator[Gap]:
             value = getattr(holder, name, None)
             gap = gap_of(part, name)
             if gap is not None:
+                if part == "model" and name in ("teacher", "kd_config") and _counted_of_distillation(name, holder):
+                    continue
                 if gap.applies(asked, value):
                     found = gap.gap(asked, _told(part, name, value))
                     teaches = part == "model" and name == "teacher"

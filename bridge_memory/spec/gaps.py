@@ -163,6 +163,12 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
     if run.implementation.hugging_face:
         yield from _of_transformers(run)
     yield from _of_towers(run)
+    if run.teacher is not None:
+        yield Gap(
+            f"teacher ({run.teacher.model.name}): its forward pass, of which only the logits are counted", Effect.UP,
+            order="what one of its layers makes in a pass without gradients; between stages 2 s b h bytes of its own "
+            "for each microbatch in flight",
+        )
     yield from _of_engines(run)
     if optimizer.log_params_norm and optimizer.fused_main_parameters:
         # Megatron-LM training/utils.py: calc_params_l2_norm reads fp32 main parameters where megatron-core has them.

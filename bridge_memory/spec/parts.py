@@ -369,6 +369,8 @@ class ImplementationSpec(Checked):
     cross_entropy_loss_fusion: bool = flag(False)
     #: "native", "te" or "linear"
     cross_entropy_fusion_impl: str = choice("native", "native", "te", "linear")
+    #: ModelOpt's loss of a distillation: of the logits, in place of the language model's or beside it.
+    distillation: str = choice("none", "none", "logits", "logits and lm")
     create_attention_mask: bool = flag(False)
     calculate_per_token_loss: bool = flag(False)
     deterministic_mode: bool = flag(False)

@@ -89,6 +89,8 @@ class RunSpec:
     deepspeed: DeepSpeedOptions = DEFAULT_DEEPSPEED_OPTIONS
     #: How transformers runs the model, of ``transformer_impl`` transformers alone.
     transformers: TransformersSpec = DEFAULT_TRANSFORMERS_SPEC
+    #: A distillation's teacher, as a run of its own: frozen, on the student's ranks.
+    teacher: RunSpec | None = None
     #: Assumptions and gaps that the source of the run added (on top of the model's own).
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
@@ -111,6 +113,7 @@ class RunSpec:
             fsdp: FSDPOptions = ...,
             deepspeed: DeepSpeedOptions = ...,
             transformers: TransformersSpec = ...,
+            teacher: RunSpec | None = ...,
             assumptions: tuple[str, ...] = ...,
             not_modelled: tuple[str, ...] = ...,
         ) -> None: ...
@@ -124,6 +127,8 @@ class RunSpec:
         ) != _TYPES:  # fmt: skip
             object.__setattr__(self, "model", _model(self.model))
             _check_groups(self)
+        if self.teacher is not None:
+            check_teacher(self)
         if self.implementation is UNSET_IMPLEMENTATION:
             fields, said = layers_by_default(self.data_parallel.engine)
             if fields:
@@ -186,6 +191,20 @@ class RunSpec:
             split = p.pipeline_model_parallel_layout
             return p.pp * (p.vpp if split is None else layout(self.model, p).virtual_pipeline_model_parallel_size)
         return b.global_batch_size // (b.micro_batch_size * p.data_parallel_size)
+
+    @property
+    def teacher_here(self) -> RunSpec | None:
+        """The teacher, divided as this run is; its layers are split over stages in its own way."""
+        if self.teacher is None:
+            return None
+        p = self.parallel
+        sizes = {
+            name: getattr(p, name)
+            for name in ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+                         "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+                         "sequence_parallel")
+        }
+        return replace(self.teacher, parallel=replace(self.teacher.parallel, **sizes))
 
     def with_(self, **groups: Any) -> RunSpec:
         """A copy with whole groups replaced, validated again."""
@@ -250,6 +269,23 @@ def _check_groups(run: RunSpec) -> None:
         given = getattr(run, name)
         if not isinstance(given, tuple):
             raise SpecError(f"{name} ({show(given)}) is not a tuple of sentences; give one")
+
+
+def check_teacher(run: RunSpec) -> None:
+    """Megatron Bridge ``models/distillation_provider.py: DistillationProvider.__post_init__, provide``."""
+    if type(run.teacher) is not RunSpec:
+        raise SpecError(f"teacher ({show(run.teacher)}) is not a RunSpec; give RunSpec(model=...)")
+    if run.teacher.teacher is not None:
+        raise SpecError("teacher has a teacher of its own; drop that")
+    if run.implementation.hugging_face or run.teacher.implementation.hugging_face:
+        raise SpecError("teacher: distillation is estimated with megatron-core's layers alone; drop it")
+    if run.parallel.vpp > 1:
+        raise SpecError(
+            f"virtual_pipeline_model_parallel_size ({run.parallel.vpp}) does not go with a teacher; drop it"
+        )
+    ours, theirs = (r.model.padded_vocab_size(run.parallel.tp) for r in (run, run.teacher))
+    if run.implementation.distillation != "none" and ours != theirs:
+        raise SpecError(f"teacher has {theirs} logits where the student has {ours}; distil from one of its vocabulary")
 
 
 def _written(cls: type, given: object) -> str:
