@@ -222,6 +222,8 @@ FLAGS = (
          "what is not quantised is cast to fp32, as peft's function does"),
     Flag("--selective-ac-option", "transformers.selective_ac_option",
          "torchtitan's selective checkpointing: op, or every so many layers"),
+    Flag("--mixer-kernels", "transformers.mixer_kernels",
+         "causal_conv1d and flash-linear-attention, or mamba_ssm, are installed"),
     Flag("--torch-compile", "transformers.torch_compile", "torch.compile (not modelled)"),
     Flag("--experts-implementation", "transformers.experts_implementation",
          "how experts are multiplied from transformers 5 on"),

@@ -8,6 +8,7 @@ MambaSplitConv1dScanCombinedFn``; megatron-core ``ssm/gated_delta_net.py: GatedD
 from __future__ import annotations
 
 from math import ceil
+from typing import Any, NamedTuple
 
 from bridge_memory.inventory.recorder import Recorder
 from bridge_memory.inventory.sizes import largest, smallest
@@ -62,36 +63,15 @@ def record_mamba(
     if scaled:
         scale = tape.tensor("scale of zxBCdt", in_width * ctx.act, grad=False)
         zxbcdt = tape.make("scaled zxBCdt", zxbcdt, ctx.tokens * in_width * ctx.act, saves=(scale,), also=(scale,))
-    # fp32: the states after each chunk and the last ones, dt and its running sum, C B^T of each chunk.
-    chunks = ceil(ctx.seq / spec.chunk_size)
-    state = 4 * ctx.batch * inner * spec.state_dim
-    states, steps = state * chunks, 4 * ctx.tokens * heads
-    state //= ctx.cp  # of a rank's share of heads
-    products = 4 * ctx.batch * chunks * shared * spec.chunk_size**2
-    conv = ctx.tokens * conv_dim * ctx.act
-    rounded = states // 4 * ctx.act
-    # The memory-efficient kernel keeps zxBCdt and the scan's output before its gate z, which is a tensor beside the
-    # gated one that it returns (megatron-core gives it no norm to fuse: MambaMixer._ssm_training); convolution and
-    # chunk states are recomputed. Forward the states are rounded before the outputs are made; backward both states
-    # and their gradients are there in fp32 and rounded (ssd_combined.py: _mamba_chunk_scan_combined_bwd,
-    # ssd_state_passing.py: _state_passing_bwd), beside the convolution again, dxBC, ddt, the ungated output's gradient
-    # and the decays' as partial sums of 64 elements of a state.
-    # Gradients of B, C and C B^T come in parts that are added up, one of so many heads of a group as fill the GPU
-    # (``_chunk_state_bwd_db, _chunk_scan_bwd_dC, _chunk_scan_bwd_dcb``): then the states in fp32 are gone already.
-    decays = 4 * ctx.batch * chunks * heads * (ceil(spec.head_dim * spec.state_dim / 64) + 1)
-    together = largest(smallest(ceil(ctx.batch * chunks * heads / MULTIPROCESSORS), heads // shared), 1)
-    parts = 1 + ceil(heads // shared / together)
-    of_group = 4 * ctx.tokens * shared * spec.state_dim
-    with_states = 2 * states + decays
-    summed = 4 * ctx.batch * chunks * heads + largest(
-        2 * steps + (1 + parts) * of_group, 3 * steps + 2 * of_group + parts * products
+    scratch = scan_scratch(
+        spec, batch=ctx.batch, seq=ctx.seq, tokens=ctx.tokens, heads=heads, groups=shared, conv_dim=conv_dim,
+        act=ctx.act, ranks=ctx.cp,
     )
     ungated = tape.tensor("scan output before the gate", inner_bytes, grad=False)
     y = tape.make(
         "scan output", zxbcdt, inner_bytes, saves=(zxbcdt, ungated), also=(ungated,),
-        workspace=conv + 2 * steps + state + rounded + largest(states - 2 * inner_bytes, products),
-        backward_workspace=2 * conv + steps // 4 * ctx.act + 2 * steps + products + state
-        + 2 * rounded + inner_bytes + largest(with_states, summed),
+        workspace=scratch.forward + largest(scratch.states - 2 * inner_bytes, scratch.products),
+        backward_workspace=scratch.backward + inner_bytes,
     )
     if ctx.batch > 1:
         y = tape.make("scan output, sequence first", y, inner_bytes)
@@ -105,6 +85,55 @@ def record_mamba(
         tape.keep_alive(projected)  # a variable of MambaMixer.forward
     r.arrange(first, *(f"{name}.{m}" for m in ("in_proj", "conv1d", "norm", "out_proj")), "norm")
     return out
+
+
+class ScanScratch(NamedTuple):
+    """What a scan has in passing, in bytes: ``forward`` beside its outputs and, before they are made, ``states``, or
+    beside them ``products``; ``backward`` beside gradients of what it was given."""
+
+    forward: Any
+    states: Any
+    products: Any
+    backward: Any
+
+
+def scan_scratch(
+    spec: MambaSpec, *, batch: Any, seq: Any, tokens: Any, heads: Any, groups: Any, conv_dim: Any, act: int,
+    ranks: Any = 1,
+) -> ScanScratch:  # fmt: skip
+    """mamba_ssm ``ssd_combined.py: _mamba_chunk_scan_combined_fwd, _mamba_chunk_scan_combined_bwd`` beside the
+    convolution, where ``ranks`` of context parallelism divide the heads."""
+    shared = groups
+    inner = heads * spec.head_dim
+    # fp32: the states after each chunk and the last ones, dt and its running sum, C B^T of each chunk.
+    chunks = ceil(seq / spec.chunk_size)
+    state = 4 * batch * inner * spec.state_dim
+    states, steps = state * chunks, 4 * tokens * heads
+    state //= ranks  # of a rank's share of heads
+    products = 4 * batch * chunks * shared * spec.chunk_size**2
+    conv = tokens * conv_dim * act
+    rounded = states // 4 * act
+    # The memory-efficient kernel keeps zxBCdt and the scan's output before its gate z, which is a tensor beside the
+    # gated one that it returns (megatron-core gives it no norm to fuse: MambaMixer._ssm_training); convolution and
+    # chunk states are recomputed. Forward the states are rounded before the outputs are made; backward both states
+    # and their gradients are there in fp32 and rounded (ssd_combined.py: _mamba_chunk_scan_combined_bwd,
+    # ssd_state_passing.py: _state_passing_bwd), beside the convolution again, dxBC, ddt, the ungated output's gradient
+    # and the decays' as partial sums of 64 elements of a state.
+    # Gradients of B, C and C B^T come in parts that are added up, one of so many heads of a group as fill the GPU
+    # (``_chunk_state_bwd_db, _chunk_scan_bwd_dC, _chunk_scan_bwd_dcb``): then the states in fp32 are gone already.
+    decays = 4 * batch * chunks * heads * (ceil(spec.head_dim * spec.state_dim / 64) + 1)
+    together = largest(smallest(ceil(batch * chunks * heads / MULTIPROCESSORS), heads // shared), 1)
+    parts = 1 + ceil(heads // shared / together)
+    of_group = 4 * tokens * shared * spec.state_dim
+    with_states = 2 * states + decays
+    summed = 4 * batch * chunks * heads + largest(
+        2 * steps + (1 + parts) * of_group, 3 * steps + 2 * of_group + parts * products
+    )
+    return ScanScratch(
+        forward=conv + 2 * steps + state + rounded, states=states, products=products,
+        backward=2 * conv + steps // 4 * act + 2 * steps + products + state + 2 * rounded
+        + largest(with_states, summed),
+    )
 
 
 def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: Tensor) -> Tensor:

@@ -316,6 +316,11 @@ def _of_transformers(run: RunSpec) -> Iterator[Gap]:
         # integrations/moe.py: _can_use_grouped_mm takes bf16 alone.
         yield Gap("experts with parameters in fp32: one by one in transformers 5; counted as grouped", Effect.EITHER,
                   order="as large as the experts' activations once, in every layer")  # fmt: skip
+    if spec.mixer_kernels and spec.attention_mask == "padded" and run.model.hybrid:
+        # modeling_nemotron_h.py: cuda_kernels_forward runs convolution, scan, norm and projection apart.
+        yield Gap("attention_mask (padded) with mixer_kernels: Mamba's convolution, norm and projection run apart; "
+                  "counted as one kernel", Effect.UP,
+                  order="6 bytes for each inner feature of a token, in every Mamba layer")  # fmt: skip
     if spec.attn_implementation == "flash_attention_2" and spec.attention_mask == "padded":
         yield Gap(
             "attention_mask (padded) with flash_attention_2: padding is taken out of queries, keys and values; counted "
@@ -511,5 +516,13 @@ def _supposed_of_transformers(run: RunSpec) -> Iterator[str]:
         )
     if spec.attn_implementation == "flash_attention_2" and family.eager == "sinks":
         yield "flash_attention_2 is counted as the kernels of FlashAttention 3 that take sinks, which keep the same"
+    if run.model.hybrid or any(isinstance(layer.mixer, GatedDeltaNetSpec) for layer in run.model.layers):
+        packages = "mamba_ssm" if run.model.hybrid else "flash-linear-attention"
+        runs = (
+            f"run in the kernels of causal_conv1d and {packages}" if spec.mixer_kernels else
+            f"run in torch's operations, as without causal_conv1d and {packages}, whose kernels keep far less "
+            "(--mixer-kernels)"
+        )
+        yield f"{'Mamba layers' if run.model.hybrid else 'gated delta nets'} {runs}"
     if spec.attention_mask == "ones":
         yield "batches come with an attention mask of ones, of which no mask of scores is made (--attention-mask)"

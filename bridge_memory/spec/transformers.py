@@ -72,6 +72,9 @@ class TransformersSpec(Checked):
     #: torchtitan ``activation_checkpoint.mode`` selective and its option: "op" keeps attention's output and every
     #: second matrix product; a number runs every so many layers again (its default is 2).
     selective_ac_option: str | None = choice(None, "op", *map(str, range(1, 17)))
+    #: Gated delta nets and Mamba run in kernels of causal_conv1d and flash-linear-attention or mamba_ssm, which
+    #: transformers takes where they are installed; else in torch's operations.
+    mixer_kernels: bool = flag(False)
     #: ``torch.compile``: not modelled.
     torch_compile: bool = flag(False)
     #: How experts are multiplied, from transformers 5 on ("eager": the loop); None: as the release does.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from bridge_memory.spec.adapters import OF_TRANSFORMERS
 from bridge_memory.spec.errors import SpecError, listed, show
+from bridge_memory.spec.model import GatedDeltaNetSpec, MambaSpec
 from bridge_memory.spec.parts import ALL_LINEAR
 from bridge_memory.spec.transformers import (
     DEFAULT_TRANSFORMERS_SPEC,
@@ -86,6 +87,11 @@ def check_transformers(run: RunSpec) -> None:
         raise SpecError(
             f"recompute_granularity ({run.recompute.granularity}) is megatron-core's; with transformer_impl "
             "transformers use gradient_checkpointing"
+        )
+    mixers = {type(layer.mixer) for layer in run.model.layers}
+    if spec.mixer_kernels and not mixers & {GatedDeltaNetSpec, MambaSpec}:
+        raise SpecError(
+            f"mixer_kernels (True) does nothing: {kind} has no gated delta net and no Mamba layer; drop it"
         )
     _check_quantized(run)
     if {"cross_entropy", "fused_linear_cross_entropy"} <= set(spec.liger_kernel):

@@ -139,6 +139,7 @@ CASES = {
     "--bnb-4bit-compute-dtype": (f"{QLORA} --liger-kernel fused_linear_cross_entropy", "bf16"),
     "--prepare-model-for-kbit-training": (QLORA, ""),
     "--autocast-adapter-dtype": (ADAPTED, "no"), "--lora-dropout": (ADAPTED, "0.05"),
+    "--mixer-kernels": (HUGGING.replace("Llama-3.2-1B", "Qwen3-Next-80B-A3B-Instruct --num-layers 4"), ""),
     "--experts-implementation": (
         f"{HUGGING} --transformers-version 5.0".replace("Llama-3.2-1B", "Qwen3-30B-A3B --num-layers 2"), "eager"),
     "--cpu-offloading-num-layers": (DENSE, "4"), "--offload-modules": (DENSE, "core_attn"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import transformers
 from hf_oracle import DTYPES, Measured, build, measure
+from mixers_on_meta import mixers_on_meta
 
 from bridge_memory import BatchSpec, ImplementationSpec, RunSpec
 from bridge_memory.inventory.chain import ChunkInventory
@@ -41,9 +43,10 @@ def both(
 ) -> tuple[ChunkInventory, Measured]:
     """``fields``: those of a TransformersSpec."""
     spec = TransformersSpec(transformers_version=INSTALLED, **fields)
-    model = build(config, attention=spec.attn_implementation, dtype=DTYPES[dtype])
-    ours = recorded(config, batch, seq, dtype, spec, targets, dora)
-    return ours, measure(model, batch, seq, spec, targets, dora=dora)
+    with mixers_on_meta(config["model_type"]) if spec.mixer_kernels else nullcontext():
+        model = build(config, attention=spec.attn_implementation, dtype=DTYPES[dtype])
+        real = measure(model, batch, seq, spec, targets, dora=dora)
+    return recorded(config, batch, seq, dtype, spec, targets, dora), real
 
 
 def errors(config: dict[str, Any], **options: Any) -> tuple[float, float, float]:

@@ -103,6 +103,23 @@ def test_magnitudes(way: dict[str, Any]) -> None:
     assert checkpoints or abs(forward) < (0.025 if "lora_dropout" in way else CLOSE)
 
 
+@pytest.mark.parametrize("way", [{}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+def test_mixers_in_kernels(name: str, way: dict[str, Any]) -> None:
+    """As where causal_conv1d, flash-linear-attention and mamba_ssm are installed."""
+    skip_what_does_not_run(name)
+    close({**CONFIGS[name], "vocab_size": 64}, mixer_kernels=True, **way)
+
+
+@pytest.mark.parametrize("way", [{"gradient_checkpointing": True, "use_reentrant": True}, {"seq": 130},
+                                 {"gradient_checkpointing": True, "use_reentrant": False, "seq": 448}])
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+def test_mixers_chunk_by_chunk(name: str, way: dict[str, Any]) -> None:
+    """Of a length that is no multiple of a chunk, and of more chunks than are recorded one by one."""
+    skip_what_does_not_run(name)
+    close({**CONFIGS[name], "vocab_size": 64}, **way)
+
+
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_parameters_are_called_as_the_model_calls_them(name: str) -> None:
     skip_what_does_not_run(name)
@@ -142,6 +159,7 @@ def test_the_vocabulary_is_as_the_model_has_it() -> None:
         ({"transformers": TransformersSpec(autocast="bf16")}, "autocast"),
         ({"transformers": TransformersSpec(use_reentrant=True)}, "use_reentrant"),
         ({"transformers": TransformersSpec(transformers_version=(4, 40))}, "transformers_version"),
+        ({"transformers": TransformersSpec(mixer_kernels=True)}, "mixer_kernels"),
     ],
 )
 def test_what_it_cannot_do_is_refused(groups: dict[str, Any], field: str) -> None:
@@ -161,12 +179,22 @@ def test_an_unknown_family_is_refused_by_name() -> None:
     ("name", "fields", "word"),
     [
         ("minimax_m2", {"transformers_version": (4, 57)}, "transformers_version"),
+        ("nemotron_h", {"transformers_version": (4, 57)}, "transformers_version"),
+        ("qwen3_next", {"transformers_version": (4, 56)}, "transformers_version"),
         ("bloom", {"attn_implementation": "flash_attention_2"}, "attn_implementation"),
     ],
 )
 def test_what_a_class_does_not_have_is_refused(name: str, fields: dict[str, Any], word: str) -> None:
     with pytest.raises(SpecError, match=word):
         small_run(CONFIGS[name], transformers=TransformersSpec(**fields))
+
+
+def test_which_way_hybrids_run_is_said() -> None:
+    found = {kernels: estimate(small_run(
+        CONFIGS["qwen3_next"], transformers=TransformersSpec(transformers_version=(4, 57), mixer_kernels=kernels)
+    )).assumptions for kernels in (False, True)}
+    assert any("--mixer-kernels" in note for note in found[False])
+    assert any("in the kernels of causal_conv1d" in note for note in found[True])
 
 
 def test_a_class_without_sdpa_is_counted_eager_and_said_so() -> None:

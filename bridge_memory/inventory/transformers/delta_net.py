@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bridge_memory.inventory.tape import Op, Tensor
-from bridge_memory.inventory.transformers.norms import gated_norm
+from bridge_memory.inventory.transformers.norms import fused_gated_norm, gated_norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 from bridge_memory.releases import FAMILIES_OF_5
 from bridge_memory.spec import GatedDeltaNetSpec
@@ -36,15 +36,17 @@ def record_delta_net(t: Torch, spec: GatedDeltaNetSpec, x: Array) -> Array:
     b, a = t.copy("rates by head", b), t.copy("decays by head", a)
     query, key = t.copy("queries by head", parts[0]), t.copy("keys by head", parts[1])
     mixed = t.cat("queries, keys and values", query, key, value)
-    mixed = convolved(t, "linear_attn.conv1d", mixed, 2 * keys + values, spec.conv_kernel, held=(query, key, value))
+    convolve = convolved_by_kernel if t.hf.spec.mixer_kernels else convolved
+    mixed = convolve(t, "linear_attn.conv1d", mixed, 2 * keys + values, spec.conv_kernel, held=(query, key, value))
     query, key, value = t.split("convolved", mixed, tokens * keys, tokens * keys, tokens * values)
     beta = t.saves_output("beta", b)
     decay = _decay(t, a, heads)
     if heads > groups:
         query, key = (t.repeat(f"{name} of every head", each, heads // groups)
                       for name, each in (("queries", query), ("keys", key)))
-    core = _chunks(t, spec, query, key, value, decay, beta)
-    y = gated_norm(t, "linear_attn.norm", core, z, tokens * heads, v)
+    rule, gate_and_norm = (_rule, fused_gated_norm) if t.hf.spec.mixer_kernels else (_chunks, gated_norm)
+    core = rule(t, spec, query, key, value, decay, beta)
+    y = gate_and_norm(t, "linear_attn.norm", core, z, tokens * heads, v)
     out = t.linear("linear_attn.out_proj", y, tokens, values, h)
     t.keep_alive(x, both, rates, z, b, a, mixed, query, key, value, beta, decay, y)
     return out
@@ -72,6 +74,45 @@ def convolved(
     done = t.activation(f"{module} activated", kept)
     t.keep_alive(x, *held)
     return done
+
+
+def convolved_by_kernel(
+    t: Torch, module: str, x: Array, channels: int, kernel: int, *, bias: bool = False, held: Sequence[Array] = ()
+) -> Array:
+    """causal_conv1d ``cpp_functions.py: CausalConv1dFn``: keeps its input."""
+    t.r.parameter(f"{module}.weight", (channels, 1, kernel))
+    if bias:
+        t.r.parameter(f"{module}.bias", (channels,))
+    done = t.make(f"{module} activated", (x,), x.elements, x.width, saves=(x.tensor,), trains=t.trains(module))
+    t.keep_alive(x, *held)
+    return done
+
+
+def _rule(
+    t: Torch, spec: GatedDeltaNetSpec, query: Array, key: Array, value: Array, decay: Array, beta: Array
+) -> Array:
+    """fla ``ops/gated_delta_rule/chunk.py: ChunkGatedDeltaRuleFunction``: of contiguous copies, queries and keys of
+    unit length; keeps these and a deviation a row, values, the decay summed up, beta and the inverse of each chunk."""
+    ctx = t.r.ctx
+    rows, k, v = ctx.tokens * spec.num_value_heads, spec.key_head_dim, spec.value_head_dim
+    value = t.copy("values, contiguous", value)
+    given = []
+    for name, x in (("query", query), ("key", key)):
+        if spec.num_value_heads == spec.num_key_heads:
+            x = t.copy(f"{name}, contiguous", x)
+        rstd = t.tape.tensor(f"{name} rstd", FP32 * rows, grad=False)
+        given.append(t.make(f"{name} of unit length", (x,), x.elements, x.width, saves=(rstd,), save_output=True,
+                            also=(rstd,)))
+    query, key = given
+    summed = t.tape.tensor("decay, summed up", decay.bytes, grad=False)
+    inverse = t.tape.tensor("inverse of chunks", rows * CHUNK * key.width, grad=False)
+    states = ctx.batch * -(-ctx.seq // CHUNK) * spec.num_value_heads * k * v * key.width
+    return t.make(
+        "output of all chunks", (query, key, value, decay, beta), rows * v, query.width,
+        saves=(query.tensor, key.tensor, value.tensor, summed, beta.tensor, inverse), also=(summed, inverse),
+        workspace=states + key.bytes + 2 * value.bytes,
+        backward_workspace=2 * states + 3 * key.bytes + 3 * value.bytes + 2 * FP32 * rows,
+    )
 
 
 def _decay(t: Torch, a: Array, heads: int) -> Array:

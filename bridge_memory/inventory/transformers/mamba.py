@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bridge_memory.inventory.sizes import largest
+from bridge_memory.inventory.ssm import scan_scratch
 from bridge_memory.inventory.transformers.delta_net import convolved
 from bridge_memory.inventory.transformers.norms import norm_before_weight
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
@@ -25,6 +27,8 @@ def record_mamba(t: Torch, spec: MambaSpec, x: Array) -> Array:
     if padded:
         x = t.scale("hidden states without padding", x)
     both = t.linear("mixer.in_proj", x, tokens, h, inner + mixed_width + heads, bias=spec.proj_bias)
+    if t.hf.spec.mixer_kernels:
+        return _by_kernels(t, spec, x, both)
     gate, mixed, steps = t.split("gates, states and steps", both, tokens * inner, tokens * mixed_width, tokens * heads)
     mixed = convolved(t, "mixer.conv1d", mixed, mixed_width, spec.conv_kernel, bias=spec.conv_bias)
     if padded:
@@ -36,6 +40,47 @@ def record_mamba(t: Torch, spec: MambaSpec, x: Array) -> Array:
     out = t.linear("mixer.out_proj", narrow, tokens, inner, h, bias=spec.proj_bias)
     t.keep_alive(x, both, gate, steps, y, *t.variables)
     t.variables.clear()
+    return out
+
+
+def _by_kernels(t: Torch, spec: MambaSpec, x: Array, both: Array) -> Array:
+    """mamba_ssm ``ssd_combined.py: MambaSplitConv1dScanCombinedFn`` with norm and output projection: keeps what it is
+    given, the scan's output and deviations of its groups; what it multiplied by is made again in backward."""
+    ctx = t.r.ctx
+    tokens, heads, h = ctx.tokens, spec.num_heads, ctx.hidden_size
+    inner = heads * spec.head_dim
+    conv_dim = inner + 2 * spec.num_groups * spec.state_dim
+    shapes: list[tuple[str, tuple[int, ...]]] = [
+        ("conv1d.weight", (conv_dim, 1, spec.conv_kernel)), ("dt_bias", (heads,)), ("A_log", (heads,)), ("D", (heads,)),
+        ("norm.weight", (inner,)), ("out_proj.weight", (h, inner)),
+    ]
+    shapes += [("conv1d.bias", (conv_dim,))] if spec.conv_bias else []
+    shapes += [("out_proj.bias", (h,))] if spec.proj_bias else []
+    for name, shape in shapes:
+        t.r.parameter(f"mixer.{name}", shape)
+    width = both.width
+    scratch = scan_scratch(
+        spec, batch=ctx.batch, seq=ctx.seq, tokens=tokens, heads=heads, groups=spec.num_groups, conv_dim=conv_dim,
+        act=width,
+    )
+    scanned = t.tape.tensor("scan output", tokens * inner * width, grad=False)
+    deviations = t.tape.tensor("mixer.norm rstd", FP32 * tokens * spec.num_groups, grad=False)
+    last = t.tape.tensor("last states", FP32 * ctx.batch * inner * spec.state_dim, grad=False)
+    done = tokens * inner * width
+    weight, trains = h * inner * t.parameter_width, t.trains("mixer.out_proj.weight")
+    stays = trains and t.hf.gradients_stay
+    inputs = (both, t.waiting("mixer.out_proj.weight", h * inner)) if stays else (both,)
+    # States in fp32 and products are gone before the scan's output is normed. Backward: the normed output again, its
+    # gradient, that of the scan's output and zeros for the last states; the projection's own comes after the scratch.
+    before = largest(scratch.states - done, scratch.products) - tokens * h * width
+    out = t.make(
+        "mixer.out_proj output", inputs, tokens * h, width, saves=(both.tensor, scanned, deviations),
+        also=(scanned, deviations, last), trains=trains,
+        workspace=scratch.forward - last.bytes + largest(before, done),
+        backward_workspace=largest(scratch.backward + 3 * done + last.bytes, weight * (trains and not stays)),
+    )
+    t.tape.keep_alive(last)
+    t.keep_alive(x, both)
     return out
 
 

@@ -54,6 +54,16 @@ def gated_norm(t: Torch, name: str, x: Array, gate: Array, rows: Any, width: Any
     return out
 
 
+def fused_gated_norm(t: Torch, name: str, x: Array, gate: Array, rows: Any, width: Any) -> Array:
+    """fla ``modules/fused_norm_gate.py: LayerNormGatedFunction``: keeps its input, the gate and deviations in fp32."""
+    t.r.parameter(f"{name}.weight", (width,))
+    deviations = t.tape.tensor(f"{name} rstd", FP32 * rows, grad=False)
+    return t.make(
+        f"{name} output", (x, gate), x.elements, x.width, saves=(x.tensor, gate.tensor, deviations), also=(deviations,),
+        trains=t.trains(f"{name}.weight"),
+    )
+
+
 def norm_before_weight(t: Torch, name: str, x: Array, rows: Any) -> Array:
     """x over its root mean square, in fp32."""
     x32 = t.cast(f"{name} input in fp32", x, FP32)

@@ -1,0 +1,134 @@
+"""Kernels of mixers that transformers calls where causal_conv1d, flash-linear-attention or mamba_ssm are installed:
+functions that make and keep what theirs do (read in fla-core 0.4.2, mamba_ssm 2.2.5).
+
+What megatron-core calls of them is ``bridge_memory/rehearse/scan_kernels.py``'s; here is what it does not call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from bridge_memory.rehearse import scan_kernels
+from bridge_memory.rehearse.scan_kernels import _convolved, _fp32, _Mamba2, _rows
+
+SMS = 132
+
+
+class _GatedNorm(torch.autograd.Function):
+    """``modules/fused_norm_gate.py: LayerNormGatedFunction``: keeps input, gate and deviations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, gate: Any, weight: Any) -> Any:
+        y, rstd = torch.empty_like(x), _fp32(x, x.shape[0])
+        ctx.save_for_backward(x, gate, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, gate, weight, _ = ctx.saved_tensors
+        dx, dgate = torch.empty_like(x), torch.empty_like(gate)
+        return dx, dgate, _fp32(x, SMS, *weight.shape).sum(0).to(weight.dtype)
+
+
+class FusedRMSNormGated(torch.nn.Module):
+    def __init__(self, hidden_size: int, eps: float, activation: str, device: Any, dtype: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x: Any, gate: Any) -> Any:
+        return _GatedNorm.apply(x, gate, self.weight)
+
+
+def chunk_gated_delta_rule(query: Any, key: Any, value: Any, g: Any, beta: Any, **_: object) -> tuple[Any, None]:
+    """``ChunkGatedDeltaRuleFunction`` with ``use_qk_l2norm_in_kernel``, of contiguous copies (``utils.py:
+    input_guard``)."""
+    query, key, value, g, beta = (x.contiguous() for x in (query, key, value, g, beta))
+    out, _none = scan_kernels.chunk_gated_delta_rule(
+        scan_kernels.l2norm(query), scan_kernels.l2norm(key), value, g, beta
+    )
+    return out, None
+
+
+class _WholeMamba(torch.autograd.Function):
+    """``MambaSplitConv1dScanCombinedFn`` with norm and output projection: keeps zxBCdt and the scan's output; the
+    normed one is made again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, zxbcdt: Any, conv_weight: Any, conv_bias: Any, dt_bias: Any, a: Any, d: Any, chunk: int,
+        head_dim: int, groups: int, norm_weight: Any, out_weight: Any,
+    ) -> Any:  # fmt: skip
+        b, s, _ = zxbcdt.shape
+        heads = a.shape[0]
+        inner, width = heads * head_dim, conv_weight.shape[0]
+        state = (width - inner) // groups // 2
+        chunks = -(-s // chunk)
+        x = _convolved(zxbcdt[..., inner : inner + width])
+        rows = [_rows(part) for part in x[..., inner:].split(groups * state, -1)]
+        dt, cumulated = (_fp32(x, b, heads, chunks, chunk) for _ in range(2))
+        states = _fp32(x, b, chunks, heads, head_dim, state)
+        states, final = x.new_empty(states.shape), _fp32(x, b, heads, head_dim, state)
+        products = _fp32(x, b, chunks, groups, chunk, chunk)
+        out = x.new_empty(b, s, heads, head_dim)
+        del products
+        normed, rstd = torch.empty_like(out).view(b, s, inner), _fp32(x, groups * b * s)
+        y = torch.nn.functional.linear(normed, out_weight)
+        ctx.save_for_backward(zxbcdt, conv_weight, conv_bias, out, a, d, dt_bias, norm_weight, rstd, out_weight)
+        ctx.sizes = b, s, heads, head_dim, groups, state, chunk, chunks
+        del dt, cumulated, rows, states
+        return y, final
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        zxbcdt, conv_weight, conv_bias, out, a, d, dt_bias, norm_weight, _rstd, out_weight = ctx.saved_tensors
+        b, s, heads, head_dim, *_ = ctx.sizes
+        again = torch.empty(b, s, heads * head_dim, dtype=out.dtype, device=out.device)
+        dy = torch.nn.functional.linear(grads[0], out_weight.t())
+        # ``_layer_norm_bwd`` makes the gradient of the scan's output, which ``_Mamba2`` counts as that before the gate.
+        of_norm = _fp32(out, SMS, *norm_weight.shape).sum(0).to(norm_weight.dtype)
+        fake = SimpleNamespace(
+            saved_tensors=(zxbcdt, conv_weight, conv_bias, out, a, d, dt_bias), sizes=ctx.sizes
+        )
+        found = _Mamba2.backward(fake, grads[0])[:6]
+        of_out = torch.empty_like(out_weight)
+        del dy, again
+        return *found, None, None, None, of_norm, of_out
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Any, weight: Any, bias: Any, dt_bias: Any, A: Any, D: Any, chunk_size: int, rmsnorm_weight: Any,
+    outproj_weight: Any, headdim: int, ngroups: int, **_: object,
+) -> Any:  # fmt: skip
+    return _WholeMamba.apply(
+        zxbcdt, weight, bias, dt_bias, A, D, chunk_size, headdim, ngroups, rmsnorm_weight, outproj_weight
+    )
+
+
+@contextmanager
+def mixers_on_meta(kind: str) -> Iterator[None]:
+    """transformers as it is where the packages are installed, for building a model of this type and running it."""
+    module: Any = import_module(f"transformers.models.{kind}.modeling_{kind}")
+    with ExitStack() as stack:
+        if kind == "qwen3_next":
+            stack.enter_context(patch.object(module, "causal_conv1d_fn", scan_kernels.causal_conv1d_fn))
+            stack.enter_context(patch.object(module, "chunk_gated_delta_rule", chunk_gated_delta_rule))
+            stack.enter_context(patch.object(module, "FusedRMSNormGated", FusedRMSNormGated))
+            stack.enter_context(patch.object(torch.cuda, "current_device", lambda: "meta"))
+            # Which 4.57 asks for where the config says no dtype, and torch does not have.
+            stack.enter_context(patch.object(torch, "get_current_dtype", torch.get_default_dtype, create=True))
+        else:
+            mixer = module.NemotronHMamba2Mixer
+
+            def forward(self: Any, hidden_states: Any, cache_params: Any = None, **_: object) -> Any:
+                with patch.object(module, "mamba_split_conv1d_scan_combined", mamba_split_conv1d_scan_combined):
+                    return self.cuda_kernels_forward(hidden_states, cache_params, None)
+
+            stack.enter_context(patch.object(mixer, "forward", forward))
+        yield
