@@ -55,7 +55,7 @@ def balance(run: RunSpec, hardware: Hardware | None = None, *, capacity: int | N
     With ``capacity``, bytes that no stage may exceed, the one whose slowest stage is fastest (needs ``hardware``).
     Raises SpecError where there is nothing to balance, and where no split stays within ``capacity``.
     """
-    model, p = run.model, run.parallel
+    model = run.model
     check_balanced(run)
     some = any_split(run, run.parallel)
     of_memory = stage_peaks(some)
@@ -71,13 +71,20 @@ def balance(run: RunSpec, hardware: Hardware | None = None, *, capacity: int | N
     if model.hybrid:
         ends = _hybrid(some, cost)
         if ends is None:
-            raise SpecError(f"no split of {model.num_layers} layers over {p.pp} stages stays within {capacity} bytes")
+            raise SpecError(_no_split(run, capacity))
         return described(ends, hardware)
     v = some.parallel.vpp
     sizes = _plain(some, cost) if v == 1 else _interleaved(some, v, cost)
     if sizes is None:
-        raise SpecError(f"no split of {model.num_layers} layers over {p.pp} stages stays within {capacity} bytes")
+        raise SpecError(_no_split(run, capacity))
     return described(with_sizes(some, sizes), hardware)
+
+
+def _no_split(run: RunSpec, capacity: int | None) -> str:
+    over = f"num_layers ({run.model.num_layers}) over pipeline_model_parallel_size ({run.parallel.pp})"
+    if capacity is not None:
+        return f"{over}: every split needs more than {capacity / 2**30:.2f} GiB on some stage"
+    return f"{over}: fewer layers than stages; lower pipeline_model_parallel_size"
 
 
 def check_balanced(run: RunSpec) -> None:
@@ -296,22 +303,32 @@ def _interleaved(run: RunSpec, v: int, cost: Cost) -> list[int] | None:
                     for tail in ends[-1] if rank == pp - 1 else [middle[-1]]:
                         yield (head, *middle[1:-1], tail)
 
+    #: Sizes of one stage, and what they cost, by rank, whether the loss stands alone, and where its chunks begin.
+    of_stage: dict[tuple[int, bool, tuple[int, ...]], list[tuple[float, int, int, tuple[int, ...], tuple[int, ...]]]]
+    of_stage = {}
+
+    def sizes_of(rank: int, bare: bool, places: tuple[int, ...]) -> Sequence[Any]:
+        key = rank, bare, places
+        found = of_stage.get(key)
+        if found is None:
+            found = of_stage[key] = []
+            for sizes in dict.fromkeys(options(rank, bare)):
+                on = tuple([pattern.place(at + n) for at, n in zip(places, sizes, strict=True)])
+                here = price(rank, stage(rank, places, sizes, bare))
+                found.append((here, sum(n * n for n in sizes), sum(sizes), sizes, on))
+        return found
+
     for bare, begin in product((False, True), begins):
         #: (where each row of chunks goes on, layers given out) -> (highest cost, how uneven, sizes by stage).
         states: dict[tuple[tuple[int, ...], int], tuple[float, int, list[tuple[int, ...]]]]
         states = {((0, *begin), 0): (0.0, 0, [])}
         for rank in range(pp):
             after: dict[tuple[tuple[int, ...], int], tuple[float, int, list[tuple[int, ...]]]] = {}
-            #: Sizes of one stage that cost no more than the best split so far, by where its chunks begin.
-            at_most: dict[tuple[int, ...], list[tuple[float, int, int, tuple[int, ...], tuple[int, ...]]]] = {}
+            #: Those that cost no more than the best split so far.
+            at_most: dict[tuple[int, ...], list[Any]] = {}
             for (places, total), (high, uneven, rows) in states.items():
                 if places not in at_most:
-                    found = at_most[places] = []
-                    for sizes in dict.fromkeys(options(rank, bare)):
-                        here = price(rank, stage(rank, places, sizes, bare))
-                        if here <= best[0]:
-                            on = tuple([pattern.place(at + n) for at, n in zip(places, sizes, strict=True)])
-                            found.append((here, sum(n * n for n in sizes), sum(sizes), sizes, on))
+                    at_most[places] = [one for one in sizes_of(rank, bare, places) if one[0] <= best[0]]
                 left = layers - total - v * (pp - 1 - rank) + bare
                 for here, square, number, sizes, on in at_most[places]:
                     if number > left:

@@ -100,13 +100,15 @@ class Found(NamedTuple):
     together: bool = False
 
     def best(self, number: int) -> tuple[Row, ...]:
-        """The fastest, one for every choice of sizes, micro batch and recomputation: of several splits the best."""
+        """The fastest, one for every choice of sizes, micro batch and recomputation: of several splits the best. Where
+        nothing else varied, splits are shown."""
         out: dict[object, int] = {}
         for i in range(len(self.rows)):
             out.setdefault(self.rows.choice(i), i)
             if len(out) == number:
                 break
-        return tuple([self.rows[i] for i in out.values()])
+        shown = range(min(number, len(self.rows))) if len(out) == 1 else out.values()
+        return tuple([self.rows[i] for i in shown])
 
     def front(self, most: int | None = None) -> tuple[Row, ...]:
         """Layouts than which no other is both faster and smaller, the fastest first, and no more than ``most``."""
@@ -166,11 +168,9 @@ def _bounds(space: Space) -> str:
     """Of a space without layouts, what narrows it: "; change tensor_model_parallel_size (16) or ..."."""
     p = space.base.parallel
     given = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "ep": p.ep}
-    bounds = [f"{AXES[axis][0].partition('.')[2]} ({given[axis]})" for axis in given if axis in space.fixed]
-    bounds += [
-        f"{AXES[axis][0].partition('.')[2]} ({low} to {high})" for axis, (low, high) in space.ranges.items()
-        if axis in given
-    ]
+    fields = {axis: AXES[axis][0].partition(".")[2] for axis in given}
+    bounds = [f"{fields[axis]} ({size})" for axis, size in given.items() if axis in space.fixed and size > 1]
+    bounds += [f"{fields[axis]} ({low} to {high})" for axis, (low, high) in space.ranges.items() if axis in given]
     return f"; change {' or '.join(bounds)}" if bounds else ""
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
+from math import isqrt
 from typing import Any, NamedTuple
 
 from bridge_memory.plan.splits import NO_SPLIT, splits
@@ -159,7 +160,8 @@ def parallel_sizes(space: Space) -> Iterator[Sizes]:
     base, gpus = space.base, space.num_gpus
     model, p = base.model, base.parallel
     experts = limits_of(model).experts_gcd
-    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    small = [n for n in range(1, isqrt(gpus) + 1) if gpus % n == 0]
+    divisors = sorted({*small, *(gpus // n for n in small)})
     for tp in space.sizes("tp", p.tp, gpus, usual=space.domain, among=divisors):
         for pp in space.sizes("pp", p.pp, min(gpus // tp, model.num_layers), among=divisors):
             for cp in space.sizes("cp", p.cp, gpus // (tp * pp), usual=MOST_CP, among=divisors):
@@ -175,13 +177,16 @@ def parallel_sizes(space: Space) -> Iterator[Sizes]:
 def split_choices(space: Space, pp: int) -> Iterator[dict[str, Any]]:
     """Fields of a ParallelSpec that say how many virtual stages there are, and how layers are split over them."""
     model, vpp_given = space.base.model, space.base.parallel.vpp
-    if "split" in space.fixed:
-        yield {}
+    if "split" in space.fixed and ("vpp" in space.fixed or space.base.parallel.pipeline_model_parallel_layout):
+        yield {}  # a layout string says how many virtual stages there are
         return
     most = max(1, model.num_layers // pp) if pp > 1 and not model.hybrid else 1
     low, high = space.ranges.get("vpp", (1, most))
     numbers = (vpp_given,) if "vpp" in space.fixed else [n for n in range(1, most + 1) if low <= n <= high]
     for vpp in numbers:
+        if "split" in space.fixed:
+            yield {"virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None}
+            continue
         for fields in splits(model, pp, vpp, exhaustive=space.exhaustive):
             yield {"virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None, **fields}
 

@@ -236,7 +236,7 @@ class Step:
         hop = self._hop()
         # 1F1B receives before it can go on; interleaved schedules receive while another chunk runs.
         messages = 4 if passes.kernels.separate_sends and p.pp > 2 else 2
-        sends = 0.0 if p.vpp > 1 or p.pp == 1 else messages * m * hop
+        sends: Any = 0.0 if p.vpp > 1 or p.pp == 1 else messages * m * hop
         slowest: list[Any] = []
         for shapes, of in stages.items():
             work, again = Parts(), 0.0
@@ -249,6 +249,8 @@ class Step:
             slowest = [chosen(later, a, b) for a, b in zip(here, slowest, strict=True)] if slowest else here
         total, again, *parts = slowest
         bubble = (added(totals[shapes] for shapes in self._shapes) - total) / p.vpp + 2 * (p.pp - 1) * hop
+        if p.vpp > 1 and p.pp > 1:  # what one direction of a link takes longer than the chunks beside it
+            sends = m * largest(0.0, p.vpp * hop - total)
         data_parallel = largest(*[self._data_parallel(shapes, of) for shapes, of in stages.items()])
         own = largest(*[self._own_elements(shapes) for shapes in stages])
         optimizer = own * _ADAM_BYTES / passes.rates.memory

@@ -262,6 +262,14 @@ def test_gpus_that_are_no_power_of_two_have_layouts(capsys: pytest.CaptureFixtur
     assert {sizes.pp for sizes in grid} == {1, 2, 3, 4, 6, 8, 12, 24} and 12 in {sizes.ep for sizes in grid}
 
 
+def test_virtual_stages_vary_without_the_split(capsys: pytest.CaptureFixture[str]) -> None:
+    """16 layers over 4 stages, evenly: 1, 2 or 4 chunks each; 3 do not divide them."""
+    for flags in ("--vary vpp --pp 4", "--vpp 1..8 --vary vpp --pp 4", "--vary vpp,pp --pp 4..4"):
+        flags += " --num-gpus 4"
+        assert main([*SMALL, *flags.split(), "--json"]) == 0
+        assert {row["vpp"] for row in json.loads(capsys.readouterr().out)["best"]} == {1, 2, 4}, flags
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     (

@@ -215,6 +215,15 @@ def test_messages_between_stages() -> None:
     assert parts._hop() == pytest.approx(nbytes / 4 / rates.network + network + 0.75 * nbytes / rates.nvlink + nvlink)
 
 
+def test_messages_of_virtual_stages_are_hidden_as_far_as_a_link_goes() -> None:
+    """16 chunks of one layer send as often; on a network a thousand times slower the link is the limit."""
+    r = run(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=16)
+    assert step_time(r, H100).pipeline == 0
+    slow = H100._replace(network=H100.network / 1000)
+    t, hop = step_time(r, slow), Step(r, slow)._hop()
+    assert t.pipeline + t.passes.total == pytest.approx(r.num_microbatches * 16 * hop)
+
+
 def test_a_host_that_waits_for_every_kernel() -> None:
     """Llama-3.1-8B, 32 layers: one pass forward, two backward, once more where layers are recomputed."""
     for fields, passes in (({}, 3), ({"recompute_granularity": "full", "recompute_method": "uniform",
