@@ -122,10 +122,15 @@ def _recompute(run: RunSpec) -> str:
 def _of_transformers(run: RunSpec) -> str:
     i, spec = run.implementation, run.transformers
     return _join(
-        "torchtitan's layers" if i.torchtitan else f"transformers {release_words(spec.transformers_version)}",
+        f"{i.transformer_impl}'s layers" if i.own_layers
+        else f"transformers {release_words(spec.transformers_version)}",
         f"{spec.attn_implementation} attention ({i.gpu_arch})",
         f"autocast to {spec.autocast}" if spec.autocast else "",
         f"liger-kernel: {' '.join(spec.liger_kernel)}" if spec.liger_kernel else "",
+        "torch.compile" if spec.torch_compile else "",
+        f"logits in {spec.num_output_chunks} chunks" if spec.num_output_chunks else "",
+        "optimizer steps in backward" if spec.optimizer_in_bwd else "",
+        "activations offloaded" if spec.enable_activation_offloading else "",
         f"torch {release_words(i.torch)}" if i.torch else "",
     )
 

@@ -16,7 +16,7 @@ from bridge_memory.releases import (
     SHARED_MASKS,
     SHARED_MASKS_OF_GPT2,
 )
-from bridge_memory.spec.fields import Checked, choice, choices, flag, fraction, release
+from bridge_memory.spec.fields import Checked, choice, choices, count, flag, fraction, release
 from bridge_memory.spec.model import ModelSpec
 
 #: Where nobody says which transformers runs.
@@ -72,8 +72,19 @@ class TransformersSpec(Checked):
     #: torchtitan ``activation_checkpoint.mode`` selective and its option: "op" keeps attention's output and every
     #: second matrix product; a number runs every so many layers again (its default is 2).
     selective_ac_option: str | None = choice(None, "op", *map(str, range(1, 17)))
-    #: ``torch.compile``: not modelled.
+    #: ``torch.compile``: of the whole model with its loss; of each layer, and of the loss, as torchtitan and torchtune
+    #: do it themselves.
     torch_compile: bool = flag(False)
+    #: Whether torchtitan or torchtune compiles the loss; None: with the layers, but of torchtune the loss in chunks
+    #: alone (what ``training.compile_loss`` returns of another its full recipes drop).
+    compile_loss: bool | None = flag(None)
+    #: torchtune ``CEWithChunkedOutputLoss(num_output_chunks=)``: logits in so many chunks of tokens, cast to fp32 one
+    #: by one; 0: in one piece.
+    num_output_chunks: int = count(0)
+    #: torchtune's recipes: an optimizer a parameter, which steps as soon as backward has made the gradient.
+    optimizer_in_bwd: bool = flag(False)
+    #: torchtune ``OffloadActivations``: what checkpoints keep is in pinned host memory between the passes.
+    enable_activation_offloading: bool = flag(False)
     #: How experts are multiplied, from transformers 5 on ("eager": the loop); None: as the release does.
     experts_implementation: str | None = choice(None, "eager", "batched_mm", "grouped_mm")
 
@@ -100,7 +111,7 @@ class Family(NamedTuple):
     fused_qkv: bool = False
     fused_gate_up: bool = False
     #: "halves" are turned; "half tables": by tables as wide as one of them (gpt-oss); "interleaved": pairs, with
-    #: tables that every layer repeats (GLM); "polar": as complex numbers (DeepSeek-V2).
+    #: tables that every layer repeats (GLM); "polar": as complex numbers (DeepSeek-V2); "torchtune": pairs in fp32.
     rotary: str = "halves"
     #: Tables are in fp32, and so are rotated queries and keys before they are cast back (OLMo 2).
     rotary_in_fp32: bool = False
@@ -212,6 +223,13 @@ FAMILIES["deepseek_v2"] = Family(moe="deepseek_v2", rotary="polar", normalized_r
 TORCHTITAN = Family(norm="fused", rotary="complex", never_masked=True)
 #: ``model_type`` of its models whose layers are these.
 OF_TORCHTITAN = ("llama",)
+#: torchtune ``modules/{attention,feed_forward,position_embeddings,rms_norm}.py``: pairs are turned in fp32, keys and
+#: values copied to every query head; packed sequences are told apart by flex attention, without a mask.
+TORCHTUNE = Family(rotary="torchtune", never_masked=True)
+#: ``model_type`` of its models whose layers are these.
+OF_TORCHTUNE = ("llama",)
+#: Families of transformers whose compiled layers were recorded (``inventory/transformers/compiled.py``).
+COMPILED = ("llama", "mistral", "qwen2", "qwen3")
 #: What classes do otherwise from transformers 5 on.
 _FROM_5: dict[str, dict[str, Any]] = {
     # Gemma*ScaledWordEmbedding takes the place of a variable.
