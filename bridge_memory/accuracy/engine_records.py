@@ -297,27 +297,29 @@ def _torchtune(row: Mapping[str, Any]) -> Reading:
 
 def _automodel(row: Mapping[str, Any]) -> Reading:
     """``FSDP2Manager.mp_policy``: all in bf16. ``auto_model.py: from_pretrained(use_liger_kernel=True)`` is the
-    default: Liger's own defaults, whose fused loss is not reached, since the recipe hands the model no labels."""
+    default: Liger's own defaults, whose fused loss is not reached, since the recipe hands the model no labels.
+    Checkpoints are of norms, attention and MLP (``components/distributed/parallelizer.py``)."""
     technique = str(row.get("technique"))
     if technique == "Baseline":
         raise SpecError("the baseline is not FSDP, and what it is is not stated")
-    if "LC-CE" in technique:
-        raise SpecError("linear cut cross entropy is not modelled, and makes the peak another")
+    cut = "LC-CE" in technique
     ranks = _gpus(row)
     run = RunSpec(
         model=_preset(row), parallel=ParallelSpec(world_size=ranks), batch=_batch(row, ranks),
         optimizer=OptimizerSpec(optimizer="adamw"), data_parallel=DataParallelSpec(engine="fsdp2"),
         fsdp=FSDPOptions(param_dtype="bf16", reduce_dtype="bf16"),
         transformers=TransformersSpec(
-            gradient_checkpointing=technique == "+ Gradient Checkpointing", keeps_outputs=True,
+            checkpoint_submodules="Checkpointing" in technique or cut, cut_cross_entropy=cut, keeps_outputs=True,
             liger_kernel=("rope", "rms_norm", "swiglu"),
         ),
         assumptions=(
             "weights in bf16, as the checkpoint's", "Liger's kernels, Automodel's default where they are "
-            "installed", "the step holds the model's output until backward is over", "GB are 10^9 bytes",
+            "installed", "the step holds the model's output until backward is over", "GB are 2^30 bytes, as its "
+            "recipe divides",
         ),
     )  # fmt: skip
-    return Reading(run, (_figure(row, PEAK),))
+    # ``recipes/llm/train_ft.py``: ``torch.cuda.max_memory_allocated() / 1024**3``.
+    return Reading(run, (_in(GIB, row["measured"]["gb"], PEAK),))
 
 
 def _deepspeed_examples(row: Mapping[str, Any]) -> Reading:

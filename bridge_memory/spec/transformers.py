@@ -45,6 +45,9 @@ class TransformersSpec(Checked):
     sdpa_kernel: str | None = choice(None, "flash", "efficient", "math")
     #: ``model.gradient_checkpointing_enable()``: decoder layers run again in backward, each by itself.
     gradient_checkpointing: bool = flag(False)
+    #: NeMo Automodel ``components/distributed/parallelizer.py``: norms, attention and MLP of a layer run again each by
+    #: itself, in place of ``gradient_checkpointing``.
+    checkpoint_submodules: bool = flag(False)
     #: ``torch.utils.checkpoint(use_reentrant=)``; None: as the release does unless told.
     use_reentrant: bool | None = flag(None)
     #: Compute dtype of torch.autocast around the forward pass; None: without. Parameters are in ``params_dtype``.
@@ -81,6 +84,8 @@ class TransformersSpec(Checked):
     #: torchtune ``CEWithChunkedOutputLoss(num_output_chunks=)``: logits in so many chunks of tokens, cast to fp32 one
     #: by one; 0: in one piece.
     num_output_chunks: int = count(0)
+    #: cut-cross-entropy's ``linear_cross_entropy`` in place of the output layer and the loss: no logits are made.
+    cut_cross_entropy: bool = flag(False)
     #: torchtune's recipes: an optimizer a parameter, which steps as soon as backward has made the gradient.
     optimizer_in_bwd: bool = flag(False)
     #: torchtune ``OffloadActivations``: what checkpoints keep is in pinned host memory between the passes.

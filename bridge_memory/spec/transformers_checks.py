@@ -158,6 +158,26 @@ def _check_loop(run: RunSpec) -> None:
             f"num_output_chunks ({spec.num_output_chunks}) is more than seq_length ({run.batch.seq_length}); "
             "torchtune's default is 8"
         )
+    if spec.checkpoint_submodules:
+        if spec.gradient_checkpointing or spec.selective_ac_option is not None:
+            raise SpecError("checkpoint_submodules (True) and checkpoints of whole layers: drop one")
+        if family_of(run.model.model_type, spec).layer != "llama" or run.peft.freezes or spec.autocast is not None:
+            raise SpecError(
+                "checkpoint_submodules (True) is counted for layers like Llama's without adapters and autocast; use "
+                "gradient_checkpointing"
+            )
+        if spec.torch_compile:
+            raise SpecError("checkpoint_submodules (True) is not counted with torch_compile; drop one")
+    if spec.cut_cross_entropy:
+        other = "num_output_chunks" if spec.num_output_chunks else "" if not spec.liger_kernel else next(
+            (name for name in spec.liger_kernel if "cross_entropy" in name), ""
+        )
+        if other:
+            raise SpecError(f"cut_cross_entropy (True) and {other}: each is the loss; drop one")
+        if spec.autocast is not None:
+            raise SpecError("cut_cross_entropy (True) is not counted with autocast; drop one")
+        if spec.torch_compile:
+            raise SpecError("cut_cross_entropy (True) is not counted with torch_compile; drop one")
     if spec.compile_loss is not None and not run.implementation.own_layers:
         raise SpecError(
             f"compile_loss ({spec.compile_loss}) is for transformer_impl torchtitan or torchtune; transformers' loss "

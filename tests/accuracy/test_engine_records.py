@@ -70,8 +70,9 @@ def test_a_full_checkpointing_run_is_predicted_below_what_it_reserved() -> None:
 
 
 def test_gb_are_decimal_unless_the_script_divides_by_two_to_the_thirtieth() -> None:
-    """``train_qwen3_zero3.py`` divides by 1e9, ``bf16_master_weight/train.py`` by 1024 ** 3."""
+    """``train_qwen3_zero3.py`` divides by 1e9, ``bf16_master_weight/train.py`` and Automodel's recipe by 1024 ** 3."""
     assert read(ROWS[100].data).figures[0].nbytes == 96_450_000_000
+    assert read(ROWS[91].data).figures[0].nbytes == round(47.59 * GIB)
     assert [f.nbytes for f in read(ROWS[95].data).figures] == [round(25.74 * GIB), round(31.38 * GIB)]
 
 

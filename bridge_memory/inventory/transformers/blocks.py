@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 from bridge_memory.components import Part
 from bridge_memory.inventory.blocks import Block, block
 from bridge_memory.inventory.context import BlockContext
@@ -162,18 +164,31 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
     r.tape.part = Part.ATTENTION if isinstance(mixer, AttentionSpec) else Part.MLA
     y = _normed(t, before, x)
     entered = y
-    y = record_attention(t, mixer, y, shared) if isinstance(mixer, AttentionSpec) else record_mla(t, mixer, y, shared)
+    with _again(t, "attention", y, *(table for table in shared if table is not None)):
+        attended = isinstance(mixer, AttentionSpec)
+        y = record_attention(t, mixer, y, shared) if attended else record_mla(t, mixer, y, shared)
     t.keep_alive(entered)
     x = _added(t, "hidden states after attention", x, _normed(t, after, y))
     r.tape.part = Part.MLP if isinstance(ffn, MLPSpec) else Part.MOE
     y = _normed(t, before_ffn, x)
-    y, entered = record_mlp(t, ffn, y) if isinstance(ffn, MLPSpec) else record_moe(t, ffn, y), y
+    entered = y
+    with _again(t, "MLP", y):
+        y = record_mlp(t, ffn, y) if isinstance(ffn, MLPSpec) else record_moe(t, ffn, y)
     t.keep_alive(entered, *t.returned)
     return _added(t, "hidden states after the MLP", x, _normed(t, after_ffn, y))
 
 
 def _normed(t: Torch, name: str, x: Array) -> Array:
-    return norm(t, name, x, t.r.ctx.tokens, t.r.ctx.hidden_size) if name else x
+    if not name:
+        return x
+    with _again(t, name, x):
+        return norm(t, name, x, t.r.ctx.tokens, t.r.ctx.hidden_size)
+
+
+def _again(t: Torch, name: str, *given: Array) -> AbstractContextManager[None]:
+    """A module that keeps what it is given and runs again in backward, where each does so by itself."""
+    inputs = [array.tensor for array in given]
+    return t.tape.checkpoint(name, inputs, enabled=t.hf.spec.checkpoint_submodules)
 
 
 def _added(t: Torch, name: str, residual: Array, y: Array) -> Array:

@@ -71,11 +71,12 @@ def hugging_face_chunk(
     links.append((_beside(plain_link(final_norm_block(ctx), Label.FINAL_NORM), held), 1))
     loss = plain_link(output_block(model.output_bias, not tied, ctx), Label.LOSS)
     links.append((_beside(loss, sum(n * count for n, (_, count) in zip(cast, layers, strict=True))), 1))
-    if ctx.hugging_face.clones_outputs and not ctx.hugging_face.liger("fused_linear_cross_entropy"):
+    makes_logits = not (ctx.hugging_face.liger("fused_linear_cross_entropy") or spec.cut_cross_entropy)
+    if ctx.hugging_face.clones_outputs and makes_logits:
         logits = ctx.tokens * ctx.padded_vocab * ctx.hugging_face.compute_width
         loss, _ = links[-1]
         links[-1] = loss._replace(forward_peak=largest(loss.forward_peak, loss.retained + 2 * logits)), 1
-    if spec.keeps_outputs and not ctx.hugging_face.liger("fused_linear_cross_entropy"):
+    if spec.keeps_outputs and makes_logits:
         logits = ctx.tokens * ctx.padded_vocab * ctx.hugging_face.compute_width
         links = [(link.with_waiting(logits), count) for link, count in links]
         loss, _ = links[-1]
