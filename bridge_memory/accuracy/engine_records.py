@@ -238,9 +238,13 @@ def _torchtitan(row: Mapping[str, Any]) -> Reading:
         transformers=TransformersSpec(
             attention_mask="none", gradient_checkpointing=row["recompute"] == "full",
             selective_ac_option="op" if selective else None, torch_compile="compile" in str(technique),
+            compile_loss=False if "_2024" in str(row.get("ref")) else None,
         ),
         implementation=ImplementationSpec(transformer_impl="torchtitan"),
-        assumptions=("selective_ac_option op, as llama3_8b.toml has it",) * selective, not_modelled=tuple(gaps),
+        assumptions=(
+            *("selective_ac_option op, as llama3_8b.toml has it",) * selective,
+            *("the loss is not compiled in releases of 2024",) * ("compile" in str(technique)),
+        ), not_modelled=tuple(gaps),
     )  # fmt: skip
     return Reading(run, (_figure(row, RESERVED),))
 
@@ -269,50 +273,53 @@ def _torchtune(row: Mapping[str, Any]) -> Reading:
     if technique not in _LADDER:
         raise SpecError("samples are not packed, and their lengths are not stated")
     has = _LADDER[: _LADDER.index(technique) + 1]
-    gaps = {
-        "+ Chunked Cross Entropy": Gap("chunked cross entropy: counted whole", Effect.DOWN,
-                                         order="the logits and their copies"),
-        "+ Fuse optimizer step into backward": Gap("optimizer steps in backward: counted after it", Effect.DOWN,
-                                                   order="the gradients"),
-        "+ Activation Offloading": Gap("offloaded activations: counted on the GPU", Effect.DOWN,
-                                       order="what all layers save"),
-    }
     run = RunSpec(
         model=_preset(row), batch=_batch(row, 1), data_parallel=DataParallelSpec(engine="single"),
-        optimizer=OptimizerSpec(optimizer="adamw_8bit" if "+ 8-bit AdamW" in has else "adamw"),
+        optimizer=OptimizerSpec(
+            optimizer="adamw_8bit" if "+ 8-bit AdamW" in has else "adamw", torch_implementation="fused", clip_grad=0.0,
+        ),
         transformers=TransformersSpec(
             attention_mask="none", torch_compile="+ Compile" in has,
+            num_output_chunks=8 if "+ Chunked Cross Entropy" in has else 0,
             gradient_checkpointing="+ Activation Checkpointing" in has,
+            optimizer_in_bwd="+ Fuse optimizer step into backward" in has,
+            enable_activation_offloading="+ Activation Offloading" in has,
         ),
-        assumptions=("torchtune's layers are counted as those of transformers", "AdamW is torch's, foreach"),
-        not_modelled=tuple(gap for name, gap in gaps.items() if name in has),
+        implementation=ImplementationSpec(transformer_impl="torchtune"),
+        not_modelled=(
+            Gap("whose 8-bit AdamW is not stated: counted as bitsandbytes', whose step makes nothing", Effect.UP,
+                order="copies of the largest parameter and its states in fp32, as torchao's compiled step makes them"),
+        ) * ("+ 8-bit AdamW" in has),
+        assumptions=("AdamW is torch's, fused, as torchtune's own configurations of it",),
     )
     return Reading(run, (_figure(row, PEAK),))
 
 
 def _automodel(row: Mapping[str, Any]) -> Reading:
     """``FSDP2Manager.mp_policy``: all in bf16. ``auto_model.py: from_pretrained(use_liger_kernel=True)`` is the
-    default: Liger's own defaults, whose fused loss is not reached, since the recipe hands the model no labels."""
+    default: Liger's own defaults, whose fused loss is not reached, since the recipe hands the model no labels.
+    Checkpoints are of norms, attention and MLP (``components/distributed/parallelizer.py``)."""
     technique = str(row.get("technique"))
     if technique == "Baseline":
         raise SpecError("the baseline is not FSDP, and what it is is not stated")
-    if "LC-CE" in technique:
-        raise SpecError("linear cut cross entropy is not modelled, and makes the peak another")
+    cut = "LC-CE" in technique
     ranks = _gpus(row)
     run = RunSpec(
         model=_preset(row), parallel=ParallelSpec(world_size=ranks), batch=_batch(row, ranks),
         optimizer=OptimizerSpec(optimizer="adamw"), data_parallel=DataParallelSpec(engine="fsdp2"),
         fsdp=FSDPOptions(param_dtype="bf16", reduce_dtype="bf16"),
         transformers=TransformersSpec(
-            gradient_checkpointing=technique == "+ Gradient Checkpointing", keeps_outputs=True,
+            checkpoint_submodules="Checkpointing" in technique or cut, cut_cross_entropy=cut, keeps_outputs=True,
             liger_kernel=("rope", "rms_norm", "swiglu"),
         ),
         assumptions=(
             "weights in bf16, as the checkpoint's", "Liger's kernels, Automodel's default where they are "
-            "installed", "the step holds the model's output until backward is over", "GB are 10^9 bytes",
+            "installed", "the step holds the model's output until backward is over", "GB are 2^30 bytes, as its "
+            "recipe divides",
         ),
     )  # fmt: skip
-    return Reading(run, (_figure(row, PEAK),))
+    # ``recipes/llm/train_ft.py``: ``torch.cuda.max_memory_allocated() / 1024**3``.
+    return Reading(run, (_in(GIB, row["measured"]["gb"], PEAK),))
 
 
 def _deepspeed_examples(row: Mapping[str, Any]) -> Reading:

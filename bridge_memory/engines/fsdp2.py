@@ -30,6 +30,7 @@ from bridge_memory.engines.torch_modules import (
     in_step,
     kept_of,
     model_of,
+    offloaded_activations,
     parameter_width,
     rounded,
     shard,
@@ -99,9 +100,10 @@ class FSDP2:
         ]
         root = sum(g.whole for g in groups if g.root)
         beside, accumulated = self.passes(model, groups, fresh=fresh), sum(self._accumulated_of(model))
-        host: tuple[tuple[str, int], ...] = ()
+        host = offloaded_activations(run, model)
         if run.fsdp.offload_params:
-            host = tuple((f"{line.name} ({'pinned' if run.fsdp.pin_memory else 'pageable'})", n) for line, n in amounts)
+            how = "pinned" if run.fsdp.pin_memory else "pageable"
+            host += tuple((f"{line.name} ({how})", n) for line, n in amounts)
             amounts, step = [], 0
             beside = [b._replace(backward=b.backward - b.gradients, backward_at_end=b.backward - b.gradients,
                                  gradients=0) for b in beside]  # fmt: skip

@@ -12,14 +12,20 @@ from collections.abc import Sequence
 
 from bridge_memory.engines.engine import StageState
 from bridge_memory.engines.torch_modules import (
+    Kept,
+    Model,
     accumulates,
     amounts_of,
     beside_made,
     in_step,
     kept_of,
     model_of,
+    offloaded_activations,
     parameter_width,
+    step_of_one,
+    trained_width,
 )
+from bridge_memory.inventory.chain import Concurrent
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import RunSpec
 
@@ -36,12 +42,32 @@ class Single:
         run = self.run
         model = model_of(run, chunks[0])
         held = kept_of(run, model, self.width)
+        if run.transformers.optimizer_in_bwd:
+            return self._stepping_in_backward(model, held)
         beside = beside_made(run, model, [k.gradients for k in held])
         step, name = in_step(run, held)
         amounts = amounts_of(run, held, fresh=not accumulates(run), shard_name="")
         return StageState(
             model.numel, tuple((line, n) for line, n in amounts if n), in_step=step, step_name=name,
             concurrent=(model.engine_bytes(beside),), building=sum(k.weights for k in held), saving=0,
+            host=offloaded_activations(run, model),
+        )
+
+    def _stepping_in_backward(self, model: Model, held: Sequence[Kept]) -> StageState:
+        """An optimizer for every parameter, which a hook runs and whose gradient it frees (torch ``csrc/autograd/
+        functions/accumulate_grad.cpp``, torchtune ``training/memory.py: register_optim_in_bwd_hooks``): the gradient of
+        the largest, or all of a compiled layer's, beside what its step makes."""
+        run = self.run
+        beside = [Concurrent()] * model.number
+        for module, kept in zip(model.modules, held, strict=True):
+            largest = trained_width(run, self.width) * kept.largest
+            there = kept.gradients if run.layers_compiled else largest
+            beside[module.place] = Concurrent(least_backward=there + step_of_one(run, kept))
+        without = [kept._replace(gradients=0) for kept in held]
+        amounts = amounts_of(run, without, fresh=True, shard_name="")
+        return StageState(
+            model.numel, tuple((line, n) for line, n in amounts if n), concurrent=(model.engine_bytes(beside),),
+            building=sum(k.weights for k in held), saving=0, host=offloaded_activations(run, model),
         )
 
 

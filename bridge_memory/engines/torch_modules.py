@@ -134,7 +134,9 @@ def kept(run: RunSpec, module: Module, states: Sequence[TorchState], width: int,
         shape = shard(p.shape, ranks)
         weights += times * rounded(prod(shape) * wide)
         gradients += times * rounded(prod(shape) * wide)
-        sizes = [s.nbytes(shape, wide, p.use is Use.EMBEDDING) for s in states]
+        # The Trainer's, not that of others who call bitsandbytes.
+        embedding = p.use is Use.EMBEDDING and not run.implementation.own_layers
+        sizes = [s.nbytes(shape, wide, embedding) for s in states]
         sums = [n + times * size for n, size in zip(sums, sizes, strict=True)]
         largest_state = max(largest_state, *sizes[-1:], 0)
         largest = max(largest, prod(shape))
@@ -179,6 +181,20 @@ def in_step(run: RunSpec, all_kept: Iterable[Kept]) -> tuple[int, str]:
     # Before it, a norm a parameter (``torch/nn/utils/clip_grad.py: _get_total_norm``).
     norms = ALLOCATION_UNIT * sum(k.tensors for k in them) if run.optimizer.clip_grad else 0
     return (norms, "norms of gradients") if norms > stepping else (stepping, made.name)
+
+
+def step_of_one(run: RunSpec, kept: Kept) -> int:
+    """Bytes that the step of an optimizer of a module's largest parameter alone makes."""
+    made = step_bytes(run)
+    return (made.together + made.largest) * kept.largest_state + made.fp32 * 4 * kept.largest
+
+
+def offloaded_activations(run: RunSpec, model: Model) -> tuple[tuple[str, int], ...]:
+    """Inputs of layers that wait in pinned host memory for backward."""
+    if not run.transformers.enable_activation_offloading:
+        return ()
+    layers = sum(module.label is Label.LAYER for module in model.modules)
+    return (("inputs of layers (pinned)", layers * hidden_bytes(run)),)
 
 
 def lines(run: RunSpec, *, fresh: bool, shard_name: str, adapters: bool) -> list[Line]:

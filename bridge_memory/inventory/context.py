@@ -21,7 +21,7 @@ from bridge_memory.releases import (
 )
 from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec, SideBySideSpec
 from bridge_memory.spec.parts import RECOMPUTE_MODULES
-from bridge_memory.spec.transformers import TORCHTITAN, Family, TransformersSpec, family_of
+from bridge_memory.spec.transformers import TORCHTITAN, TORCHTUNE, Family, TransformersSpec, family_of
 
 #: Blocks that a library keeps; beyond them it starts anew.
 MOST_RECORDINGS = 4096
@@ -44,6 +44,23 @@ class HuggingFace(NamedTuple):
     plain_gradients: bool = False
     #: What the model returns is cloned (torch ``nn/parallel/distributed.py: _DDPSink.forward``).
     clones_outputs: bool = False
+    #: Layers run as torch.compile makes them (``compiled.py``).
+    compiled: bool = False
+    #: Whose modules they are.
+    modules: str = "transformers"
+
+    @property
+    def compiled_loss(self) -> bool:
+        """Whether the loss is compiled too: of torchtune's unless told the chunked one alone (``recipes/
+        full_finetune_single_device.py: setup``)."""
+        if self.spec.compile_loss is not None:
+            return self.spec.compile_loss
+        return self.compiled and (self.modules != "torchtune" or self.spec.num_output_chunks > 0)
+
+    @property
+    def compiled_whole(self) -> bool:
+        """Whether the model is compiled as one, its last norm and embedding too."""
+        return self.compiled and self.modules == "transformers"
 
     @property
     def autocast(self) -> bool:
@@ -378,10 +395,12 @@ def _fp8_attention(run: RunSpec) -> bool:
 
 def _hugging_face(run: RunSpec) -> HuggingFace:
     spec = run.transformers
-    family = TORCHTITAN if run.implementation.torchtitan else family_of(run.model.model_type, spec)
+    own = {"torchtitan": TORCHTITAN, "torchtune": TORCHTUNE}
+    family = own.get(run.implementation.transformer_impl) or family_of(run.model.model_type, spec)
     return HuggingFace(
         spec, family, DTYPE_BYTES[spec.autocast or run.compute_dtype],
         run.model.share_embeddings_and_output_weights, DTYPE_BYTES[run.adapters_compute_dtype], run.layer_gradients_stay,
         run.data_parallel.engine == "zero3",
         run.data_parallel.engine == "ddp" and run.ddp.find_unused_parameters and not run.ddp.static_graph,
+        run.layers_compiled, run.implementation.transformer_impl,
     )

@@ -136,6 +136,8 @@ def _outside_of_megatron(run: RunSpec) -> Iterator[Change]:
         yield _change("micro batch", micro_batch_size=b.micro_batch_size // 2)
     if i.torchtitan:
         yield from _of_torchtitan(run)
+    elif i.torchtune:
+        yield from _of_torchtune(run)
     elif i.hugging_face:
         yield from _of_transformers(run)
     if o.optimizer in ("adam", "adamw"):
@@ -172,6 +174,20 @@ def _of_torchtitan(run: RunSpec) -> Iterator[Change]:
         if hf.selective_ac_option is None:
             for option in ("op", "2"):
                 yield _change("gradient checkpointing", selective_ac_option=option)
+
+
+def _of_torchtune(run: RunSpec) -> Iterator[Change]:
+    hf = run.transformers
+    if not hf.gradient_checkpointing:
+        yield _change("gradient checkpointing", gradient_checkpointing=True)
+    elif not hf.enable_activation_offloading:
+        yield _change("activation offloading", enable_activation_offloading=True)
+    if not hf.torch_compile:
+        yield _change("torch.compile", torch_compile=True)
+    if not hf.num_output_chunks:
+        yield _change("chunked loss", num_output_chunks=8)
+    if not hf.optimizer_in_bwd and run.data_parallel.engine == "single" and run.num_microbatches == 1:
+        yield _change("optimizer in backward", optimizer_in_bwd=True)
 
 
 def _of_engine(run: RunSpec) -> Iterator[Change]:

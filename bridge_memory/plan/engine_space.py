@@ -168,6 +168,8 @@ def _checkpointing(space: EngineSpace, base: RunSpec) -> list[Fields]:
     if base.implementation.torchtitan:
         options = ("op", "2", *(map(str, range(3, 17)) if space.exhaustive else ()))
         return [{on: False, part: None}, {on: True, part: None}, *({on: False, part: option} for option in options)]
+    if base.implementation.torchtune:
+        return [{on: False, kind: None}, {on: True, kind: False}]
     return [{on: False, kind: None}, {on: True, kind: True}, {on: True, kind: False}]
 
 
@@ -233,14 +235,14 @@ def _offload(space: EngineSpace, base: RunSpec) -> list[Fields]:
 
 
 def _attention(space: EngineSpace, base: RunSpec) -> list[Fields]:
-    if not base.implementation.hugging_face or base.implementation.torchtitan:
+    if not base.implementation.hugging_face or base.implementation.own_layers:
         return [{}]
     return [{"transformers.attn_implementation": name} for name in ("sdpa", "flash_attention_2", "eager")]
 
 
 def _liger(space: EngineSpace, base: RunSpec) -> list[Fields]:
     """None, the fused loss alone, and what ``use_liger_kernel`` means for the family."""
-    if not base.implementation.hugging_face or base.implementation.torchtitan:
+    if not base.implementation.hugging_face or base.implementation.own_layers:
         return [{}]
     there = family_of(base.model.model_type, base.transformers).liger
     usual = tuple(name for name in LIGER_DEFAULTS if name in there)

@@ -104,6 +104,8 @@ def _recompute(run: RunSpec) -> str:
     r = run.recompute
     if run.transformers.gradient_checkpointing:
         return f"gradient checkpointing of every layer, {'' if run.transformers.reentrant else 'not '}reentrant"
+    if run.transformers.checkpoint_submodules:
+        return "checkpoints of norms, attention and MLP, each by itself"
     option = run.transformers.selective_ac_option
     if option:
         return f"torchtitan's selective checkpointing ({option if option == 'op' else f'every {option} layers'})"
@@ -122,10 +124,16 @@ def _recompute(run: RunSpec) -> str:
 def _of_transformers(run: RunSpec) -> str:
     i, spec = run.implementation, run.transformers
     return _join(
-        "torchtitan's layers" if i.torchtitan else f"transformers {release_words(spec.transformers_version)}",
+        f"{i.transformer_impl}'s layers" if i.own_layers
+        else f"transformers {release_words(spec.transformers_version)}",
         f"{spec.attn_implementation} attention ({i.gpu_arch})",
         f"autocast to {spec.autocast}" if spec.autocast else "",
         f"liger-kernel: {' '.join(spec.liger_kernel)}" if spec.liger_kernel else "",
+        "torch.compile" if spec.torch_compile else "",
+        f"logits in {spec.num_output_chunks} chunks" if spec.num_output_chunks else "",
+        "cut cross entropy" if spec.cut_cross_entropy else "",
+        "optimizer steps in backward" if spec.optimizer_in_bwd else "",
+        "activations offloaded" if spec.enable_activation_offloading else "",
         f"torch {release_words(i.torch)}" if i.torch else "",
     )
 

@@ -296,7 +296,7 @@ def _of_engines(run: RunSpec) -> Iterator[Gap]:
 
 def _of_transformers(run: RunSpec) -> Iterator[Gap]:
     spec = run.transformers
-    if spec.torch_compile:
+    if spec.torch_compile and not run.layers_compiled:
         # What it fuses is not kept, and what it recomputes is its partitioner's choice.
         yield Gap("torch_compile: fused operations keep less; counted as they run without it", Effect.DOWN,
                   order="up to what its element-wise operations save, in every layer")  # fmt: skip
@@ -436,7 +436,7 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
     if optimizer.paged:
         # bitsandbytes optim/optimizer.py: get_state_buffer, of 100,000 elements on.
         yield "paged: optimizer states are unified memory, outside of torch's allocator; counted as if all on the GPU"
-    if impl.hugging_face and not impl.torchtitan:
+    if impl.hugging_face and not impl.own_layers:
         has = family_of(run.model.model_type, run.transformers).liger
         for name in run.transformers.liger_kernel:
             if name not in has:

@@ -353,8 +353,10 @@ class ImplementationSpec(Checked):
     """Which code runs: the same mathematics saves different tensors in different implementations."""
 
     #: "transformer_engine" or "local", megatron-core's; "transformers": Hugging Face's modules (``TransformersSpec``);
-    #: "torchtitan": its own, under the same options.
-    transformer_impl: str = choice("transformer_engine", "transformer_engine", "local", "transformers", "torchtitan")
+    #: "torchtitan", "torchtune": their own, under the same options.
+    transformer_impl: str = choice(
+        "transformer_engine", "transformer_engine", "local", "transformers", "torchtitan", "torchtune"
+    )
     #: megatron-core release whose rules apply, as (major, minor).
     megatron_core: tuple[int, int] = release(DEFAULT_MEGATRON_CORE)
     #: "auto", "flash", "fused", "unfused", "local"
@@ -461,12 +463,21 @@ class ImplementationSpec(Checked):
 
     @property
     def hugging_face(self) -> bool:
-        """Whether the modules are plain ones of torch: those of Hugging Face transformers, or torchtitan's."""
-        return self.transformer_impl in ("transformers", "torchtitan")
+        """Whether the modules are plain ones of torch: those of Hugging Face transformers, torchtitan or torchtune."""
+        return self.transformer_impl in ("transformers", "torchtitan", "torchtune")
 
     @property
     def torchtitan(self) -> bool:
         return self.transformer_impl == "torchtitan"
+
+    @property
+    def torchtune(self) -> bool:
+        return self.transformer_impl == "torchtune"
+
+    @property
+    def own_layers(self) -> bool:
+        """Whether a trainer brings the layers, which are not transformers'."""
+        return self.transformer_impl in ("torchtitan", "torchtune")
 
     @property
     def te_grouped_gemm(self) -> bool:

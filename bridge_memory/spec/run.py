@@ -26,7 +26,7 @@ from bridge_memory.spec.engine_options import (
 from bridge_memory.spec.errors import SpecError, show
 from bridge_memory.spec.fields import called
 from bridge_memory.spec.layout import layout
-from bridge_memory.spec.model import ModelSpec
+from bridge_memory.spec.model import ModelSpec, MoESpec
 from bridge_memory.spec.parts import (
     ALL_LINEAR,
     ENGINE_OPTIONS,
@@ -41,7 +41,12 @@ from bridge_memory.spec.parts import (
     RecomputeSpec,
     layers_by_default,
 )
-from bridge_memory.spec.transformers import DEFAULT_TRANSFORMERS_SPEC, TransformersSpec, as_transformers_has_it
+from bridge_memory.spec.transformers import (
+    COMPILED,
+    DEFAULT_TRANSFORMERS_SPEC,
+    TransformersSpec,
+    as_transformers_has_it,
+)
 from bridge_memory.spec.validation import validate
 
 #: Group of a RunSpec -> its class.
@@ -134,6 +139,10 @@ class RunSpec:
             if fields:
                 object.__setattr__(self, "implementation", ImplementationSpec(**fields))
                 object.__setattr__(self, "assumptions", (*self.assumptions, *said))
+        hf = self.transformers
+        if self.implementation.own_layers and hf.gradient_checkpointing and hf.use_reentrant is None:
+            # torch ``checkpoint_wrapper``: NO_REENTRANT, in torchtitan and torchtune.
+            object.__setattr__(self, "transformers", replace(hf, use_reentrant=False))
         if self.implementation.hugging_face:
             object.__setattr__(self, "model", as_transformers_has_it(self.model))
             if self.peft.scheme == "lora" and self.peft.target_modules == MEGATRON_TARGETS:
@@ -176,12 +185,29 @@ class RunSpec:
     @property
     def layer_gradients_stay(self) -> bool:
         """Whether the gradients of a layer's weights are all there until its backward pass is over: those that no hook
-        takes away one by one, and that are not added to earlier ones."""
+        takes away one by one, and that are not added to earlier ones. A compiled layer gives all of them at its end."""
         engine = self.data_parallel.engine
-        if engine in ("fsdp1", "fsdp2"):
+        if engine in ("fsdp1", "fsdp2") or self.layers_compiled:
             return True
+        if self.transformers.optimizer_in_bwd:
+            return False
         taken = self.ddp.gradient_as_bucket_view if engine == "ddp" else bool(self.deepspeed.overlap_comm)
         return engine in ("single", "ddp", "zero1") and not taken and self.num_microbatches == 1
+
+    @property
+    def layers_compiled(self) -> bool:
+        """Whether layers are counted as torch.compile makes them: dense ones of the families that were recorded so,
+        without what else takes part (adapters, autocast, Liger, eager attention), where no hook of an engine breaks
+        them up."""
+        spec, impl = self.transformers, self.implementation
+        return (
+            spec.torch_compile and impl.hugging_face
+            and (impl.own_layers or self.model.model_type in COMPILED)
+            and self.data_parallel.engine in ("single", "ddp", "fsdp1", "fsdp2")
+            and not self.peft.freezes and spec.autocast is None and not spec.liger_kernel and not spec.use_cache
+            and spec.attn_implementation != "eager" and spec.attention_mask != "padded"
+            and not any(isinstance(kind.ffn, MoESpec) for kind in dict.fromkeys(self.model.layers))
+        )
 
     @property
     def num_microbatches(self) -> int:

@@ -16,7 +16,7 @@ from bridge_memory.releases import (
     SHARED_MASKS,
     SHARED_MASKS_OF_GPT2,
 )
-from bridge_memory.spec.fields import Checked, choice, choices, flag, fraction, release
+from bridge_memory.spec.fields import Checked, choice, choices, count, flag, fraction, release
 from bridge_memory.spec.model import ModelSpec
 
 #: Where nobody says which transformers runs.
@@ -45,6 +45,9 @@ class TransformersSpec(Checked):
     sdpa_kernel: str | None = choice(None, "flash", "efficient", "math")
     #: ``model.gradient_checkpointing_enable()``: decoder layers run again in backward, each by itself.
     gradient_checkpointing: bool = flag(False)
+    #: NeMo Automodel ``components/distributed/parallelizer.py``: norms, attention and MLP of a layer run again each by
+    #: itself, in place of ``gradient_checkpointing``.
+    checkpoint_submodules: bool = flag(False)
     #: ``torch.utils.checkpoint(use_reentrant=)``; None: as the release does unless told.
     use_reentrant: bool | None = flag(None)
     #: Compute dtype of torch.autocast around the forward pass; None: without. Parameters are in ``params_dtype``.
@@ -75,8 +78,21 @@ class TransformersSpec(Checked):
     #: Gated delta nets and Mamba run in kernels of causal_conv1d and flash-linear-attention or mamba_ssm, which
     #: transformers takes where they are installed; else in torch's operations.
     mixer_kernels: bool = flag(False)
-    #: ``torch.compile``: not modelled.
+    #: ``torch.compile``: of the whole model with its loss; of each layer, and of the loss, as torchtitan and torchtune
+    #: do it themselves.
     torch_compile: bool = flag(False)
+    #: Whether torchtitan or torchtune compiles the loss; None: with the layers, but of torchtune the loss in chunks
+    #: alone (what ``training.compile_loss`` returns of another its full recipes drop).
+    compile_loss: bool | None = flag(None)
+    #: torchtune ``CEWithChunkedOutputLoss(num_output_chunks=)``: logits in so many chunks of tokens, cast to fp32 one
+    #: by one; 0: in one piece.
+    num_output_chunks: int = count(0)
+    #: cut-cross-entropy's ``linear_cross_entropy`` in place of the output layer and the loss: no logits are made.
+    cut_cross_entropy: bool = flag(False)
+    #: torchtune's recipes: an optimizer a parameter, which steps as soon as backward has made the gradient.
+    optimizer_in_bwd: bool = flag(False)
+    #: torchtune ``OffloadActivations``: what checkpoints keep is in pinned host memory between the passes.
+    enable_activation_offloading: bool = flag(False)
     #: How experts are multiplied, from transformers 5 on ("eager": the loop); None: as the release does.
     experts_implementation: str | None = choice(None, "eager", "batched_mm", "grouped_mm")
 
@@ -103,7 +119,7 @@ class Family(NamedTuple):
     fused_qkv: bool = False
     fused_gate_up: bool = False
     #: "halves" are turned; "half tables": by tables as wide as one of them (gpt-oss); "interleaved": pairs, with
-    #: tables that every layer repeats (GLM); "polar": as complex numbers (DeepSeek-V2).
+    #: tables that every layer repeats (GLM); "polar": as complex numbers (DeepSeek-V2); "torchtune": pairs in fp32.
     rotary: str = "halves"
     #: Tables are in fp32, and so are rotated queries and keys before they are cast back (OLMo 2).
     rotary_in_fp32: bool = False
@@ -221,6 +237,13 @@ REMOTE_CODE = {"nemotron-nas": "modeling_decilm.py, whose layers were searched o
 TORCHTITAN = Family(norm="fused", rotary="complex", never_masked=True)
 #: ``model_type`` of its models whose layers are these.
 OF_TORCHTITAN = ("llama",)
+#: torchtune ``modules/{attention,feed_forward,position_embeddings,rms_norm}.py``: pairs are turned in fp32, keys and
+#: values copied to every query head; packed sequences are told apart by flex attention, without a mask.
+TORCHTUNE = Family(rotary="torchtune", never_masked=True)
+#: ``model_type`` of its models whose layers are these.
+OF_TORCHTUNE = ("llama",)
+#: Families of transformers whose compiled layers were recorded (``inventory/transformers/compiled.py``).
+COMPILED = ("llama", "mistral", "qwen2", "qwen3")
 #: What classes do otherwise from transformers 5 on.
 _FROM_5: dict[str, dict[str, Any]] = {
     # Gemma*ScaledWordEmbedding takes the place of a variable.

@@ -13,6 +13,7 @@ from bridge_memory.spec.transformers import (
     FAMILIES,
     KNOWN_TRANSFORMERS,
     OF_TORCHTITAN,
+    OF_TORCHTUNE,
     REMOTE_CODE,
     family_of,
 )
@@ -52,6 +53,9 @@ def check_transformers(run: RunSpec) -> None:
             f"model_type ({show(kind)}) is none of those recorded as transformers runs them "
             f"({listed(sorted(FAMILIES))}); use transformer_impl transformer_engine"
         )
+    _check_loop(run)
+    if run.implementation.torchtune:
+        _check_torchtune(run)
     if run.implementation.torchtitan:
         _check_torchtitan(run)
     elif spec.selective_ac_option is not None:
@@ -151,6 +155,91 @@ def _check_quantized(run: RunSpec) -> None:
 #: Engines that leave frozen weights as they are.
 _KEEP_QUANTIZED = ("single", "ddp")
 _OR_8 = {"bnb_4bit_use_double_quant": "", "prepare_model_for_kbit_training": " or load_in_8bit"}
+
+
+def _check_loop(run: RunSpec) -> None:
+    """What the loop around the modules does."""
+    spec, engine = run.transformers, run.data_parallel.engine
+    if spec.num_output_chunks and not run.implementation.torchtune:
+        raise SpecError(
+            f"num_output_chunks ({spec.num_output_chunks}) is torchtune's loss in chunks; set transformer_impl to "
+            "torchtune, or use liger_kernel fused_linear_cross_entropy"
+        )
+    if spec.num_output_chunks > run.batch.seq_length:
+        raise SpecError(
+            f"num_output_chunks ({spec.num_output_chunks}) is more than seq_length ({run.batch.seq_length}); "
+            "torchtune's default is 8"
+        )
+    if spec.checkpoint_submodules:
+        if spec.gradient_checkpointing or spec.selective_ac_option is not None:
+            raise SpecError("checkpoint_submodules (True) and checkpoints of whole layers: drop one")
+        if family_of(run.model.model_type, spec).layer != "llama" or run.peft.freezes or spec.autocast is not None:
+            raise SpecError(
+                "checkpoint_submodules (True) is counted for layers like Llama's without adapters and autocast; use "
+                "gradient_checkpointing"
+            )
+        if spec.torch_compile:
+            raise SpecError("checkpoint_submodules (True) is not counted with torch_compile; drop one")
+    if spec.cut_cross_entropy:
+        other = "num_output_chunks" if spec.num_output_chunks else "" if not spec.liger_kernel else next(
+            (name for name in spec.liger_kernel if "cross_entropy" in name), ""
+        )
+        if other:
+            raise SpecError(f"cut_cross_entropy (True) and {other}: each is the loss; drop one")
+        if spec.autocast is not None:
+            raise SpecError("cut_cross_entropy (True) is not counted with autocast; drop one")
+        if spec.torch_compile:
+            raise SpecError("cut_cross_entropy (True) is not counted with torch_compile; drop one")
+    if spec.compile_loss is not None and not run.implementation.own_layers:
+        raise SpecError(
+            f"compile_loss ({spec.compile_loss}) is for transformer_impl torchtitan or torchtune; transformers' loss "
+            "is a part of the model that torch_compile compiles; drop it"
+        )
+    if spec.optimizer_in_bwd and engine != "single":
+        raise SpecError(f"optimizer_in_bwd (True) is counted with engine single alone, not {engine}; drop it")
+    if spec.optimizer_in_bwd and run.num_microbatches > 1:
+        raise SpecError(
+            f"optimizer_in_bwd (True) steps after one microbatch, and a step has {run.num_microbatches}; set "
+            "global_batch_size to micro_batch_size, or drop it"
+        )
+    if not spec.enable_activation_offloading:
+        return
+    if not spec.gradient_checkpointing:
+        raise SpecError(
+            "enable_activation_offloading (True) needs gradient_checkpointing, whose inputs it sends to host memory; "
+            "set gradient_checkpointing to True, or drop it"
+        )
+    if spec.reentrant:
+        raise SpecError(
+            "enable_activation_offloading (True) takes what autograd saves, and reentrant checkpoints are counted "
+            "without it; set use_reentrant to False"
+        )
+    if engine not in ("single", "fsdp2"):
+        raise SpecError(
+            f"enable_activation_offloading (True) is counted with engine single or fsdp2, not {engine}; drop it"
+        )
+
+
+def _check_torchtune(run: RunSpec) -> None:
+    """torchtune's own layers of Llama."""
+    spec = run.transformers
+    if run.model.model_type not in OF_TORCHTUNE:
+        raise SpecError(
+            f"model_type ({run.model.model_type}) is none whose layers in torchtune are recorded "
+            f"({listed(OF_TORCHTUNE)}); use transformer_impl transformers"
+        )
+    if spec.attn_implementation != "sdpa":
+        raise SpecError(
+            f"attn_implementation ({spec.attn_implementation}) is not torchtune's; drop it (its flex attention is "
+            "counted)"
+        )
+    if spec.gradient_checkpointing and spec.reentrant:
+        raise SpecError("use_reentrant (True): torchtune's checkpoints are not reentrant; drop it")
+    for name in ("liger_kernel", "use_cache", "keeps_outputs", "load_in_4bit", "load_in_8bit", "autocast"):
+        if getattr(spec, name):
+            raise SpecError(f"{name} is for transformer_impl transformers, not torchtune; drop it")
+    if run.peft.freezes:
+        raise SpecError("peft.scheme (lora) is not counted with transformer_impl torchtune; set it to none")
 
 
 def _check_torchtitan(run: RunSpec) -> None:

@@ -86,6 +86,9 @@ def not_timed_here(run: RunSpec) -> tuple[str, ...]:
         "offload_optimizer_device (nvme)": z.offload_optimizer_device == "nvme",
         "offload_param_device (nvme)": z.offload_param_device == "nvme", "peft.use_dora": run.peft.use_dora,
         "paged": run.optimizer.paged,
+        "enable_activation_offloading": hf.enable_activation_offloading, "optimizer_in_bwd": hf.optimizer_in_bwd,
+        "num_output_chunks": hf.num_output_chunks > 0, "cut_cross_entropy": hf.cut_cross_entropy,
+        "checkpoint_submodules": hf.checkpoint_submodules,
     }  # fmt: skip
     return tuple([name for name, is_asked in asked.items() if is_asked])
 

@@ -23,6 +23,7 @@ EXPERTS = "Qwen3-30B-A3B --num-gpus 16 --ep 4 --global-batch-size 32"
 SHARED = "DeepSeek-V2-Lite --num-gpus 16 --tp 2 --ep 4 --global-batch-size 32"
 AWARE = f"{DENSE} --use-precision-aware-optimizer"
 HUGGING = "Llama-3.2-1B --num-gpus 1 --implementation transformers"
+TUNE = "Llama-3.2-1B --num-gpus 1 --engine single --implementation torchtune --torch-implementation fused"
 ADAPTED = f"{HUGGING} --peft lora --lora-target-modules q_proj,v_proj"
 QLORA = f"{ADAPTED} --engine single --load-in-4bit"
 EXPERTS_AFTER_ONE = "DeepSeek-V2-Lite --num-gpus 16 --ep 4 --global-batch-size 32"
@@ -127,11 +128,16 @@ CASES = {
     "--transformers-version": (HUGGING.replace("Llama-3.2-1B", "Qwen3-30B-A3B --num-layers 2"), "5.0"),
     "--attn-implementation": (HUGGING, "eager"),
     "--sdpa-kernel": (HUGGING, "efficient"), "--gradient-checkpointing": (HUGGING, ""),
+    "--checkpoint-submodules": (HUGGING, ""),
     "--use-reentrant": (f"{HUGGING} --gradient-checkpointing".replace("Llama-3.2-1B", "Llama-2-70b-hf"), "no"),
     "--autocast": (f"{HUGGING} --precision fp32", "bf16"),
     "--attention-mask": (HUGGING, "padded"), "--use-cache": (f"{HUGGING} --attention-mask none", ""),
     "--keeps-outputs": (HUGGING, ""),
     "--liger-kernel": (HUGGING, "swiglu"), "--torch-compile": (HUGGING, ""),
+    "--compile-loss": (TUNE, ""),
+    "--cut-cross-entropy": (HUGGING, ""),
+    "--num-output-chunks": (TUNE, "8"), "--optimizer-in-bwd": (f"{TUNE} --seq-length 16", ""),
+    "--enable-activation-offloading": (f"{TUNE} --gradient-checkpointing --optimizer-in-bwd", ""),
     "--selective-ac-option": (HUGGING.replace("transformers", "torchtitan"), "op"),
     "--use-dora": (f"{ADAPTED} --engine single", ""),
     "--load-in-4bit": (f"{ADAPTED} --engine single", ""), "--load-in-8bit": (f"{ADAPTED} --engine single", ""),

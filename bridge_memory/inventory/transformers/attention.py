@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.inventory.context import HuggingFace
 from bridge_memory.inventory.tape import Tensor
-from bridge_memory.inventory.transformers import gpt_oss, liger
+from bridge_memory.inventory.transformers import compiled, gpt_oss, liger, torchtune
 from bridge_memory.inventory.transformers.norms import norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 from bridge_memory.releases import FAMILIES_OF_5, SDPA_SHARES_KEYS, SDPA_TAKES_VIEWS
@@ -42,6 +42,10 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
         query = gpt_oss.rotated(t, "query", query, shared.cos, shared.sin)
         key = gpt_oss.rotated(t, "key", key, shared.cos, shared.sin)
         t.keep_alive(*before)
+    elif t.hf.compiled and shared.cos is not None:
+        query, key = compiled.rotated(t, query, key)
+    elif t.hf.family.rotary == "torchtune" and shared.cos is not None:
+        query, key = torchtune.rotated(t, query, key)
     elif t.hf.family.rotary == "complex" and shared.cos is not None:
         query, key = _turned(t, shared.cos, query, key)
     elif shared.cos is not None and shared.sin is not None and spec.rotary:
@@ -55,6 +59,8 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
         cached = t.copy("cached keys", key), t.copy("cached values", value)
         t.keep_alive(key, value)
         key, value = cached
+    if t.hf.modules == "torchtune":
+        key, value = _repeated(t, spec, key, value)
     out = attend(t, spec, query, key, value)
     if gate is not None:
         out, before_gate = t.mul("attention output, gated", out, t.saves_output("attention gate", gate)), out
@@ -157,6 +163,7 @@ def attend(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
         return _flash(t, spec, query, key, value)
     masked = needs_mask(t.hf, spec.window_size, t.r.ctx.seq, packed=t.r.ctx.packed)
     repeats = t.hf.family.own_masks or not (SDPA_SHARES_KEYS(t.hf.spec) or t.hf.family.never_masked)
+    repeats = repeats and t.hf.modules != "torchtune"
     if masked or repeats:
         key, value = _repeated(t, spec, key, value)
     elif t.hf.family.fused_qkv and not SDPA_TAKES_VIEWS(t.hf.spec):
@@ -165,7 +172,7 @@ def attend(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array
     query, key, value = _cast_for_kernel(t, *given)
     kernel = t.hf.spec.sdpa_kernel or ("efficient" if masked else "flash")
     if kernel == "flash" and not masked:
-        out = _flash(t, spec, query, key, value, shared=not repeats)
+        out = _flash(t, spec, query, key, value, shared=not repeats and t.hf.modules != "torchtune")
     else:
         if not masked and not repeats:
             key, value = _repeated(t, spec, key, value)
@@ -209,6 +216,9 @@ def _flash(
     seeds = t.tape.tensor("seed and offset of dropout", 16, grad=False)
     out_elements = rows * spec.value_channels
     scratch: Any = FP32 * query.elements + FP32 * rows
+    if t.hf.modules == "torchtune":
+        # Flex attention sums each gradient in its own kernel (torch ``_inductor/kernel/flex/flex_attention.py``).
+        scratch = 2 * FP32 * rows
     if shared and spec.num_query_groups != spec.num_attention_heads:
         scratch = scratch + 2 * query.elements * query.width
     return t.make(

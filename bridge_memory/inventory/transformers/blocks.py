@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 from bridge_memory.components import Part
 from bridge_memory.inventory.blocks import Block, block
 from bridge_memory.inventory.context import BlockContext
@@ -53,7 +55,9 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
             x = layer_norm(t, f"{family.prefix}{family.embedding}_layernorm", x, tokens, h)
         if family.scaled_embeddings:
             x = t.scale("input embeddings, scaled", x)
-        tables = [(name, r.ctx.seq * rotary // table_share(t)) for name in (_table_names(t) if rotary else ())]
+        # torchtune's is a buffer of all positions that the model knows.
+        length = model.max_position_embeddings if family.rotary == "torchtune" else r.ctx.seq
+        tables = [(name, length * rotary // table_share(t)) for name in (_table_names(t) if rotary else ())]
         if alibi and t.hf.spec.gradient_checkpointing:
             tables.append(("slopes of the positions", tokens * alibi))
         for name, elements in tables:
@@ -88,6 +92,8 @@ def _with_positions(t: Torch, x: Array, positions: int) -> Array:
 
 
 def _table_names(t: Torch) -> tuple[str, ...]:
+    if t.hf.family.rotary == "torchtune":
+        return ("rotary table",)
     if t.hf.family.rotary == "polar":
         return ("rotary table: cos",)  # complex64, one number for a pair
     names = ("rotary table: cos", "rotary table: sin")
@@ -95,7 +101,7 @@ def _table_names(t: Torch) -> tuple[str, ...]:
 
 
 def table_width(t: Torch) -> int:
-    return FP32 if t.hf.family.rotary_in_fp32 or t.hf.family.rotary == "polar" else t.parameter_width
+    return FP32 if t.hf.family.rotary_in_fp32 or t.hf.family.rotary in ("polar", "torchtune") else t.parameter_width
 
 
 def table_share(t: Torch) -> int:
@@ -112,8 +118,9 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
         r.tape.part = Part.LAYER_INPUT
         x = t.input("hidden_states", r.ctx.tokens * r.ctx.hidden_size, r.ctx.residual, grad=reached)
         shared = _shared(t)
-        # torchtitan runs whole layers again (``activation_checkpoint.early_stop`` is False).
-        if t.hf.spec.gradient_checkpointing and not t.hf.spec.reentrant and t.hf.family.norm != "fused":
+        # torchtitan runs whole layers again (``activation_checkpoint.early_stop`` is False); a compiled one is whole.
+        whole = t.hf.family.norm == "fused" or t.compiled
+        if t.hf.spec.gradient_checkpointing and not t.hf.spec.reentrant and not whole:
             t.last_saver = _last_saver(t, layer)
         r.tape.output(_record_layer(t, layer, x, shared).tensor)
         t.keep_cast_weights()
@@ -146,6 +153,9 @@ def _last_saver(t: Torch, layer: LayerSpec) -> str:
 def _shared(t: Torch) -> Shared:
     ctx = t.r.ctx
     elements = ctx.seq * ctx.rotary_dim // table_share(t)
+    if t.hf.family.rotary == "torchtune":
+        table = t.input("rotary table", elements, FP32, grad=False, counted=False)
+        return Shared(table, table)
     cos, sin = (
         t.input(f"rotary table: {name}", elements, table_width(t), grad=False, counted=False)
         for name in ("cos", "sin")
@@ -168,12 +178,15 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
     r.tape.part = part_of(mixer)
     y = _normed(t, before, x)
     entered = y
-    y = _mixed(t, mixer, y, shared)
+    with _again(t, "attention", y, *(table for table in shared if table is not None)):
+        y = _mixed(t, mixer, y, shared)
     t.keep_alive(entered)
     x = _added(t, "hidden states after attention", x, _normed(t, after, y))
     r.tape.part = Part.MLP if isinstance(ffn, MLPSpec) else Part.MOE
     y = _normed(t, before_ffn, x)
-    y, entered = record_mlp(t, ffn, y) if isinstance(ffn, MLPSpec) else record_moe(t, ffn, y), y
+    entered = y
+    with _again(t, "MLP", y):
+        y = record_mlp(t, ffn, y) if isinstance(ffn, MLPSpec) else record_moe(t, ffn, y)
     t.keep_alive(entered, *t.returned)
     return _added(t, "hidden states after the MLP", x, _normed(t, after_ffn, y))
 
@@ -198,7 +211,16 @@ def _mixed(t: Torch, mixer: Mixer | None, x: Array, shared: Shared) -> Array:
 
 
 def _normed(t: Torch, name: str, x: Array) -> Array:
-    return norm(t, name, x, t.r.ctx.tokens, t.r.ctx.hidden_size) if name else x
+    if not name:
+        return x
+    with _again(t, name, x):
+        return norm(t, name, x, t.r.ctx.tokens, t.r.ctx.hidden_size)
+
+
+def _again(t: Torch, name: str, *given: Array) -> AbstractContextManager[None]:
+    """A module that keeps what it is given and runs again in backward, where each does so by itself."""
+    inputs = [array.tensor for array in given]
+    return t.tape.checkpoint(name, inputs, enabled=t.hf.spec.checkpoint_submodules)
 
 
 def _added(t: Torch, name: str, residual: Array, y: Array) -> Array:
@@ -217,6 +239,7 @@ def final_norm_block(ctx: BlockContext) -> Block:
     def record(r: Recorder) -> None:
         r.tape.part = Part.FINAL_NORM
         t = Torch(r)
+        t.compiled = t.hf.compiled_whole
         x = t.input("hidden_states", r.ctx.tokens * r.ctx.hidden_size, r.ctx.residual)
         name = f"{t.hf.family.prefix}{t.hf.family.final_norm}"
         r.tape.output(norm(t, name, x, r.ctx.tokens, r.ctx.hidden_size).tensor)

@@ -18,6 +18,9 @@ from bridge_memory.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, Model
 from bridge_memory.spec.adapters import in_any_layer, is_target
 from bridge_memory.spec.layout import ChunkShape
 
+#: torchtune ``OffloadActivations(max_fwd_stash_size=)``: its default, which recipes leave.
+STASHED = 5
+
 
 def hugging_face_chunk(
     model: ModelSpec, shape: ChunkShape, ctx: BlockContext, concurrent: EngineBytes | None
@@ -68,11 +71,12 @@ def hugging_face_chunk(
     links.append((_beside(plain_link(final_norm_block(ctx), Label.FINAL_NORM), held), 1))
     loss = plain_link(output_block(model.output_bias, not tied, ctx), Label.LOSS)
     links.append((_beside(loss, sum(n * count for n, (_, count) in zip(cast, layers, strict=True))), 1))
-    if ctx.hugging_face.clones_outputs and not ctx.hugging_face.liger("fused_linear_cross_entropy"):
+    makes_logits = not (ctx.hugging_face.liger("fused_linear_cross_entropy") or spec.cut_cross_entropy)
+    if ctx.hugging_face.clones_outputs and makes_logits:
         logits = ctx.tokens * ctx.padded_vocab * ctx.hugging_face.compute_width
         loss, _ = links[-1]
         links[-1] = loss._replace(forward_peak=largest(loss.forward_peak, loss.retained + 2 * logits)), 1
-    if spec.keeps_outputs and not ctx.hugging_face.liger("fused_linear_cross_entropy"):
+    if spec.keeps_outputs and makes_logits:
         logits = ctx.tokens * ctx.padded_vocab * ctx.hugging_face.compute_width
         links = [(link.with_waiting(logits), count) for link, count in links]
         loss, _ = links[-1]
@@ -153,7 +157,18 @@ def _layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
         more = _returned(layer, ctx)
         peak = link.backward_peak + more
         link = link._replace(backward_peak=peak, backward_peak_held=peak)
-    return link
+    return _offloaded(link) if spec.enable_activation_offloading else link
+
+
+def _offloaded(link: Link) -> Link:
+    """A checkpoint whose input is in host memory meanwhile (torchtune ``training/_activation_offloading.py:
+    OffloadActivations``). Forward the last five are still on their way (``max_fwd_stash_size``), this layer's among
+    them; backward that of the layer after stays until this one's backward is queued (``bwd_tensor_stash``)."""
+    kept = link.retained
+    return link._replace(
+        retained=0, more=(), forward_peak=link.forward_peak + (STASHED - 1) * kept,
+        backward_peak=link.backward_peak + kept, backward_peak_held=link.backward_peak_held + kept,
+    )
 
 
 def _returned(layer: LayerSpec, ctx: BlockContext) -> int:
@@ -231,7 +246,8 @@ def _with_tied_gradient(links: list[tuple[Link, int]], ctx: BlockContext) -> lis
     dense = ctx.padded_vocab * ctx.hidden_size * ctx.act
     (embedding, _), *middle, last = links
     assert ctx.hugging_face is not None
-    summed = embedding.retained + (2 if ctx.hugging_face.plain_gradients else 3) * dense
+    in_place = ctx.hugging_face.plain_gradients or ctx.hugging_face.spec.num_output_chunks > 1
+    summed = embedding.retained + (2 if in_place else 3) * dense
     waiting = [(link.with_waiting(dense), count) for link, count in middle]
     # What the output layer gave is in the sum by the time an engine reduces that.
     return [(embedding.with_concurrent(dense, summed), 1), *waiting, last]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bridge_memory.inventory.transformers import liger
+from bridge_memory.inventory.transformers import compiled, liger
 from bridge_memory.inventory.transformers.ops import Array, Torch
 from bridge_memory.spec import MLPSpec
 
@@ -24,6 +24,8 @@ def gated_mlp(
     t: Torch, module: str, x: Array, rows: Any, width: Any, f: Any, *, bias: bool = False, expert: bool = False
 ) -> Array:
     """``LlamaMLP.forward``: down(act(gate(x)) up(x)) in one expression."""
+    if t.compiled:
+        return compiled.gated_mlp(t, module, x, rows, width, f, bias=bias)
     gate = t.linear(f"{module}.gate_proj", x, rows, width, f, bias=bias, expert=expert)
     fused = t.hf.liger(*liger.GATED)
     act = gate if fused else t.activation(f"{module} activation of the gate", gate)

@@ -20,6 +20,8 @@ def norm(t: Torch, name: str, x: Array, rows: Any, width: Any) -> Array:
     if kind == "layernorm":
         return layer_norm(t, name, x, rows, width)
     t.r.parameter(f"{name}.weight", (width,))
+    if t.compiled:
+        return fused_rms_norm(t, name, x, rows)
     if kind == "fused":
         return fused_rms_norm(t, name, x, rows)
     if t.hf.liger("rms_norm"):

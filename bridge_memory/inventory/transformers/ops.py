@@ -52,6 +52,8 @@ class Torch:
         #: Bytes of an element of parameters, and of what linears make.
         self.parameter_width = r.ctx.act
         self.compute_width = self.hf.compute_width
+        #: Whether what is recorded is compiled: layers, and the last norm where the model is compiled as one.
+        self.compiled = self.hf.compiled
         #: The last operation that keeps anything: a checkpoint that is not reentrant runs forward again up to it.
         self.last_saver = ""
         #: Variables of the layer to its end: what attention returns beside its output.

@@ -72,7 +72,13 @@ def read_torchtitan(config: Mapping[str, Any], settings: Settings, told: Told) -
     _checkpointing(top.table("activation_checkpoint"), settings, own=own)
     compiled = top.table("compile")
     if compiled.flag("enable"):
-        settings.set(transformers__torch_compile=True)
+        parts = compiled.raw("components", ["model", "loss"])
+        if not isinstance(parts, list) or not {"model", "loss"}.issuperset(map(str, parts)):
+            compiled.problem("components", "is not a list of model and loss", 'give ["model", "loss"], or drop it')
+            parts = []
+        settings.set(transformers__torch_compile="model" in parts)
+        if own:
+            settings.set(transformers__compile_loss="loss" in parts)
     compiled.ignore("components", "backend", "enable_async_tensor_parallel", "model_backend_override")
     compiled.refuse_unread(("enable", "components", "backend"), _REFUSES)
     checkpoint = top.table("checkpoint")

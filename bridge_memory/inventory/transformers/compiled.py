@@ -1,0 +1,34 @@
+"""Layers as torch.compile runs them: what AOTAutograd keeps for backward, and what its kernels make.
+
+What is kept is the min-cut partitioner's choice (torch ``_functorch/partitioners.py:
+min_cut_rematerialization_partition``), which the tests ask it for at full sizes: operations beside matrix products are
+fused, what they can be recomputed from is kept. A norm keeps its input and one number a row (the input to the second
+norm stands for the attention's projection, from which it is made again); rotary embedding and the copies of keys and
+values keep nothing of their own; the gated product is kept as the down projection's input, beside gate and up.
+
+Not known here: buffers that Inductor makes between kernels that it could not fuse, such as partial sums of the norms'
+weights, and what it writes over buffers that are of no more use. Both are small beside a product's output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bridge_memory.inventory.transformers.ops import Array, Torch
+
+
+def rotated(t: Torch, query: Array, key: Array) -> tuple[Array, Array]:
+    """One kernel each; tables are the model's."""
+    return tuple(  # type: ignore[return-value]
+        t.make(f"rotated {name}", (x,), x.elements, x.width) for name, x in (("query", query), ("key", key))
+    )
+
+
+def gated_mlp(t: Torch, module: str, x: Array, rows: Any, width: Any, f: Any, *, bias: bool) -> Array:
+    """``down(act(gate(x)) up(x))``."""
+    gate = t.linear(f"{module}.gate_proj", x, rows, width, f, bias=bias)
+    up = t.linear(f"{module}.up_proj", x, rows, width, f, bias=bias)
+    product = t.make(
+        f"{module} product", (gate, up), gate.elements, gate.width, saves=(gate.tensor, up.tensor),
+    )
+    return t.linear(f"{module}.down_proj", product, rows, f, width, bias=bias)
