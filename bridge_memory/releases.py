@@ -236,6 +236,9 @@ GLU_OFFSET = since(core=(0, 15))
 #: The exchange back and the unpermutation are methods of their own, so that no variable holds what was sent while it
 #: is put in order (``moe_layer.py: MoELayer.combine, postprocess``).
 COMBINED_IN_TWO_STEPS = since(core=(0, 16))
+#: fc2 of shared experts that overlap the exchange runs where what was sent is a variable (``token_dispatcher.py:
+#: MoEAlltoAllTokenDispatcher.token_combine``), not in ``combine_postprocess``.
+SHARED_EXPERTS_FINISH_WITH_THE_EXCHANGE = since(core=(0, 18))
 #: fc1 of shared experts keeps its input under fp8, but for the delayed recipe (``shared_experts.py:
 #: SharedExpertMLP.__init__``, ``moe_layer.py: set_for_recompute_pre_mlp_layernorm``).
 SHARED_INPUT_KEPT = since(core=(0, 14))

@@ -1,6 +1,6 @@
 """Mixture of experts: router, dispatch, routed and shared experts, combine.
 
-Source: megatron-core ``transformer/moe/{moe_layer,router,token_dispatcher,experts,shared_experts,moe_utils}.py``;
+Source: megatron-core ``transformer/moe/{moe_layer,router,token_dispatcher,experts,moe_utils}.py``;
 TE ``module/grouped_linear.py``, ``permutation.py``. Shapes: N = T_sp tokens enter, each goes to k experts; P = N k
 permuted tokens leave, R arrive at this rank's E / e experts (R = P x ETP when routing is balanced), f is the
 expert's local inner width, w its model width (h, or the latent size).
@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from bridge_memory.components import Part
 from bridge_memory.inventory import frozen
 from bridge_memory.inventory.context import BlockContext
-from bridge_memory.inventory.mlp import activation, dense_mlp
+from bridge_memory.inventory.mlp import activation
 from bridge_memory.inventory.parameters import EXPERT_NUMBER, Use
 from bridge_memory.inventory.recorder import Recorder, Scratch
+from bridge_memory.inventory.shared_experts import Overlapped, record_shared_experts
 from bridge_memory.inventory.sizes import chosen, computed, largest, smallest
 from bridge_memory.inventory.tape import Tensor
 from bridge_memory.releases import (
@@ -29,9 +30,9 @@ from bridge_memory.releases import (
     PERMUTED_BY_ARGSORT,
     ROUTER_SCORES_IN_FP32,
     ROWS_ADDED_DETERMINISTICALLY,
-    SHARED_INPUT_KEPT,
+    SHARED_EXPERTS_FINISH_WITH_THE_EXCHANGE,
 )
-from bridge_memory.spec import DTYPE_BYTES, MLPSpec, MoESpec, divide
+from bridge_memory.spec import DTYPE_BYTES, MoESpec, divide
 
 #: Module of the routed experts.
 EXPERTS = "mlp.experts"
@@ -150,12 +151,12 @@ def moe_layer(r: Recorder, spec: MoESpec, x: Tensor, *, shared_input: Tensor | N
     ctx, tape, first = r.ctx, r.tape, len(r.rows)
     shared, hidden = None, ctx.tokens_sp * ctx.hidden_size * ctx.act
     gemma = router_input is not None
-    if spec.shared_expert_intermediate_size:
-        recompute = ctx.recomputes("shared_experts") and not ctx.impl.moe_shared_expert_overlap
+    overlaps = spec.shared_expert_intermediate_size and ctx.impl.moe_shared_expert_overlap and not gemma
+    if spec.shared_expert_intermediate_size and not overlaps:
         tape.part = Part.MOE_SHARED_EXPERTS
         entering = shared_input or x
-        with tape.checkpoint("shared_experts", (entering,), enabled=recompute):
-            shared = _shared_experts(r, spec, entering)
+        with tape.checkpoint("shared_experts", (entering,), enabled=ctx.recomputes("shared_experts")):
+            shared = record_shared_experts(r, spec, entering)
     n = routed_tokens(ctx, spec)
     tape.part = Part.MOE_ROUTER
     entering = x
@@ -176,12 +177,13 @@ def moe_layer(r: Recorder, spec: MoESpec, x: Tensor, *, shared_input: Tensor | N
     if spec.latent_size:
         tokens = r.plain_linear("mlp.fc1_latent_proj", x, n.entering, ctx.hidden_size, width)
     later = tape.delaying
+    overlapped = Overlapped(r, spec, x) if overlaps else None
     with tape.assumed(not ctx.impl.moe_pad_expert_input_to_capacity):
-        dispatched, dispatched_probs, row_map = _dispatch(r, spec, tokens, probs, routing_map, n, width)
+        dispatched, dispatched_probs, row_map = _dispatch(r, spec, tokens, probs, routing_map, n, width, overlapped)
         tape.part = Part.MOE_EXPERTS
         expert_out = _experts(r, spec, dispatched[-1], dispatched_probs, n, width)
         tape.part = Part.MOE_ROUTER
-        y, combined = _combine(r, spec, expert_out, row_map, n, width, dispatched)
+        y, combined = _combine(r, spec, expert_out, row_map, n, width, dispatched, overlapped)
     if spec.latent_size:
         y = r.plain_linear("mlp.fc2_latent_proj", y, n.entering, width, ctx.hidden_size)
     if later:
@@ -345,9 +347,11 @@ def routed_gradients(ctx: BlockContext, spec: MoESpec) -> int:
 
 
 def _dispatch(
-    r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, routing_map: Tensor, n: _Tokens, width: int
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Permute, exchange and sort tokens: [N, w] -> [R, w], with their probabilities and the row map.
+    r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, routing_map: Tensor, n: _Tokens, width: int,
+    overlapped: Overlapped | None,
+) -> tuple[list[Tensor], Tensor, Tensor]:  # fmt: skip
+    """Permute, exchange and sort tokens: [N, w] -> [R, w], with their probabilities and the row map. Shared experts
+    that are ``overlapped`` run their first half when tokens are exchanged.
 
     Returns the tokens after each of the three steps of ``moe_layer.py: MoELayer.forward``: its local variables
     hold the first two until the layer is done.
@@ -368,7 +372,7 @@ def _dispatch(
             )
     prob_bytes = _probability_width(ctx)
     if impl.moe_token_dispatcher_type == "flex":
-        return _flex_dispatch(r, spec, x, probs, n, row)
+        return _flex_dispatch(r, spec, x, probs, n, row, overlapped)
     alltoall = impl.moe_token_dispatcher_type != "allgather"
     first = n.permuted if alltoall else n.received
     rows, columns = (n.entering, spec.num_experts) if alltoall else (everyone, local_experts)
@@ -398,6 +402,8 @@ def _dispatch(
         _node_of_experts(r)
         return [x, probs, permuted], permuted_probs, row_map
     steps = [permuted]
+    if overlapped is not None:
+        overlapped.first_half()
     if ctx.ep > 1:
         permuted = tape.make("tokens after all-to-all", permuted, n.arrived * row)
         permuted_probs = tape.make("probabilities after all-to-all", permuted_probs, n.arrived * prob_bytes)
@@ -428,7 +434,7 @@ def _sort_order(r: Recorder, n: _Tokens) -> tuple[Tensor, ...]:
 
 
 def _flex_dispatch(
-    r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, row: int
+    r: Recorder, spec: MoESpec, x: Tensor, probs: Tensor, n: _Tokens, row: int, overlapped: Overlapped | None
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """DeepEP sends a token once to a rank and sorts it there; HybridEP's exchange puts it in place at once.
 
@@ -447,6 +453,8 @@ def _flex_dispatch(
     )
     if r.ctx.impl.moe_flex_dispatcher_backend != "deepep":
         _node_of_experts(r)
+    if overlapped is not None:
+        overlapped.first_half()
     return [*steps, permuted], permuted_probs, row_map
 
 
@@ -707,10 +715,12 @@ def _expert_parameters(
 
 
 def _combine(
-    r: Recorder, spec: MoESpec, y: Tensor, row_map: Tensor, n: _Tokens, width: int, dispatched: list[Tensor]
-) -> tuple[Tensor, Tensor]:
+    r: Recorder, spec: MoESpec, y: Tensor, row_map: Tensor, n: _Tokens, width: int, dispatched: list[Tensor],
+    overlapped: Overlapped | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Unsort, exchange back and unpermute: [R, w] -> [N, w], and what the last step took. ``dispatched``: the tokens of
-    each step before."""
+    each step before. Shared experts that are ``overlapped`` run their second half when tokens are exchanged, and are
+    added."""
     ctx, tape, impl = r.ctx, r.tape, r.ctx.impl
     row = width * ctx.act
     if impl.moe_token_dispatcher_type == "allgather":
@@ -725,7 +735,12 @@ def _combine(
     if impl.moe_token_dispatcher_type == "flex":
         if impl.moe_flex_dispatcher_backend == "deepep":
             y = tape.make("unpermuted tokens", y, n.arriving_once * row, saves=(row_map,))
+        if overlapped is not None:
+            overlapped.second_half()
         combined = tape.make("combined tokens", y, n.entering * row, saves=(row_map,))
+        if overlapped is not None:
+            overlapped.finish()
+            combined = overlapped.add_to(combined)
         tape.keep_alive(*dispatched[:-1])
         return combined, y
     experts_out = y
@@ -738,9 +753,18 @@ def _combine(
     # Variables of ``MoELayer.routed_experts_compute``, which ends here.
     tape.keep_alive(experts_out, unsorted, dispatched[-1])
     sent = y
+    if overlapped is not None:
+        overlapped.second_half()
     if ctx.ep > 1:
         y = tape.make("outputs after all-to-all", y, n.permuted * row)
+    if overlapped is not None:
+        overlapped.finish()
+        if SHARED_EXPERTS_FINISH_WITH_THE_EXCHANGE(impl):
+            tape.keep_alive(sent)  # an argument of ``token_combine``
     unpermuted = _unpermuted(r, "unpermuted output", y, row_map, n.entering * row)
+    if overlapped is not None:
+        unpermuted = overlapped.add_to(unpermuted)
+        tape.keep_alive(y)  # an argument of ``combine_postprocess``
     tape.keep_alive(*(() if COMBINED_IN_TWO_STEPS(impl) else (sent,)), *dispatched[:-1])
     return unpermuted, y
 
@@ -767,29 +791,3 @@ def _reduced(r: Recorder, name: str, y: Tensor, whole: int, part: int) -> Tensor
     y = tape.make(f"{name}, cast before", y, whole * wide)
     y = tape.make(f"{name} in the router's dtype", y, part * wide)
     return tape.make(name, y, part * act)
-
-
-def _shared_experts(r: Recorder, spec: MoESpec, x: Tensor) -> Tensor:
-    """Shared experts: a dense MLP over all tokens, optionally scaled by a sigmoid gate."""
-    ctx, tape = r.ctx, r.tape
-    f = divide(spec.shared_expert_intermediate_size, ctx.tp, "moe_shared_expert_intermediate_size",
-               "tensor_model_parallel_size")
-    mlp = MLPSpec(f, spec.gated, spec.activation)
-    source = x
-    if ctx.impl.moe_shared_expert_overlap and ctx.sp:
-        # The overlapped path gathers by hand, and fc1 keeps the gathered input
-        # (shared_experts.py: pre_forward_comm).
-        source = tape.make("shared experts input", x, ctx.tokens * ctx.hidden_size * ctx.act)
-    # Their input is the router's too: in fp8 fc1 keeps that and no copy (``shared_experts.py:
-    # SharedExpertMLP.__init__``, ``moe_layer.py: set_for_recompute_pre_mlp_layernorm``).
-    delayed = ctx.fp8_recipe == "delayed" or not SHARED_INPUT_KEPT(ctx.impl)
-    original = (ctx.recomputes("layernorm") or not delayed) and not ctx.recomputes("shared_experts")
-    if spec.shared_expert_gate:
-        r.parameter("mlp.shared_experts.gate_weight", (1, ctx.hidden_size), use=Use.ROUTER)
-    y = dense_mlp(r, "mlp.shared_experts", source, ctx.hidden_size, f, mlp, original=original)
-    if spec.shared_expert_gate:
-        # The product keeps its input for the weight alone.
-        kept = () if r.frozen else (x,)
-        gate = tape.make("shared expert gate", x, ctx.tokens_sp * ctx.act, saves=kept, save_output=True)
-        y = tape.make("gated shared output", (y, gate), ctx.tokens_sp * ctx.hidden_size * ctx.act, saves=(y, gate))
-    return y

@@ -321,7 +321,8 @@ class Recorder:
 
         ``fused_norm``: Transformer Engine's LayerNormLinear, which keeps the norm's input and its output.
         Under sequence parallelism the input is gathered for the forward GEMM and again for the weight
-        gradient; the input gradient is made whole and then reduce-scattered. Source: TE
+        gradient; the input gradient is made whole and then reduce-scattered. Without ``gather`` the input is [T, in]
+        already, and so is its gradient. Source: TE
         ``module/{linear,layernorm_linear}.py``, megatron-core ``tensor_parallel/layers.py``.
         """
         ctx = self.ctx
@@ -341,7 +342,7 @@ class Recorder:
         whole = ctx.tokens * in_features * ctx.act
         wgrad = self.weight_grad(shape, te=ctx.te)
         out_bytes = ctx.tokens * out_features * ctx.act
-        kept, entering = ctx.tokens_sp * in_features, ctx.tokens * in_features
+        kept, entering = (ctx.tokens_sp if gather else ctx.tokens) * in_features, ctx.tokens * in_features
         later = self.tape.delaying
         backward = self.quantized_gradient(ctx.tokens * out_features) + (0 if later else wgrad)
         if fused_norm:
@@ -395,11 +396,12 @@ class Recorder:
         bias: bool = False,
         out_name: str | None = None,
         original: bool = False,
+        scatter: bool = True,
     ) -> Tensor:
         """Row-parallel linear, [T, in / t] -> [T_sp, out] (``in_features`` is already local).
 
         Under sequence parallelism the partial output is made whole and reduce-scattered, and the output
-        gradient is gathered in backward. Source as ``column_linear``.
+        gradient is gathered in backward; without ``scatter`` the output is [T, out]. Source as ``column_linear``.
         """
         ctx, tape = self.ctx, self.tape
         shape = (out_features, in_features)
@@ -412,15 +414,18 @@ class Recorder:
         whole = ctx.tokens * out_features * ctx.act
         kept_input, also = self.linear_input(name, x, ctx.tokens * in_features, original=original)
         wgrad = self.weight_grad(shape, te=ctx.te)
-        if ctx.sp and not ctx.te:
-            # A node of its own reduce-scatters; backward, the shard's gradient goes once the whole is gathered.
-            x = tape.make(f"{name} partial output", x, whole, saves=kept_input, also=also, backward_workspace=wgrad)
-            return tape.make(label, x, ctx.tokens_sp * out_features * ctx.act)
         gradient = self.quantized_gradient(ctx.tokens * out_features)
         gradient += self.requantized_input(ctx.tokens * in_features, original=original)
+        layouts = self.quantized_input(ctx.tokens * in_features, original=original)
+        if ctx.sp and not (scatter and ctx.te):
+            # A node of its own reduce-scatters; backward, the shard's gradient goes once the whole is gathered.
+            x = tape.make(
+                f"{name} partial output", x, whole, saves=kept_input, also=also, workspace=layouts,
+                for_backward=0 if original else layouts, backward_workspace=gradient + wgrad,
+            )
+            return tape.make(label, x, ctx.tokens_sp * out_features * ctx.act) if scatter else x
         if ctx.sp and not self.fp8:
             gradient += whole
-        layouts = self.quantized_input(ctx.tokens * in_features, original=original)
         later = tape.delaying
         return tape.make(
             label, x, ctx.tokens_sp * out_features * ctx.act, saves=kept_input, also=also,

@@ -342,6 +342,15 @@ class Tape:
             self._offloading = before
 
     @contextmanager
+    def of(self, part: Part) -> Iterator[None]:
+        """What is made inside belongs to ``part``."""
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
+
+    @contextmanager
     def assumed(self, enabled: bool = True) -> Iterator[None]:
         """Sizes of what is made inside rest on an assumption: balanced routing."""
         before = self.provenance

@@ -61,6 +61,12 @@ MAMBA = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
         "--fp8-recipe tensorwise",
         # 6.4 rows an expert, which fp8 pads to 16.
         "zai-org/GLM-4.5 --tp 8 --etp 2 --cp 4 --num-gpus 32 --num-layers 4 --seq-length 2048 --fp8 e4m3",
+        # Shared experts beside the exchanges: their linears gather and scatter nothing themselves.
+        "deepseek-ai/DeepSeek-V3 --num-layers 4 --pp 4 --stage 3 --tp 4 --etp 1 --ep 8 --num-gpus 128 --seq-length 512 "
+        "--moe-shared-expert-overlap",
+        "Qwen/Qwen3-Next-80B-A3B-Instruct --pp 2 --ep 2 --num-gpus 16 --num-layers 2 --stage 0 --seq-length 2048 "
+        "--pipeline-model-parallel-layout Et|tL --recompute-granularity selective --recompute-modules moe_act "
+        "--moe-shared-expert-overlap",
         # 62.5 tokens of a rank to each expert.
         f"mistralai/Mixtral-8x7B-v0.1 {FIRST} --etp 1 --tp 8 --ep 8 --num-gpus 64 --seq-length 1000 "
         "--micro-batch-size 2",
