@@ -21,7 +21,6 @@ from bridge_memory.releases import (
 )
 from bridge_memory.spec.adapters import idle_targets, names_layers
 from bridge_memory.spec.driver import DISPATCHERS, driver_buffers
-from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS, DEFAULT_FSDP_OPTIONS
 from bridge_memory.spec.graphs import static_masks
 from bridge_memory.spec.layout import Layout
@@ -139,12 +138,6 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             f"cuda_graph_impl ({impl.cuda_graph_impl}): the private memory pools of CUDA graphs", Effect.UP,
             order="static inputs of every graph, up to what forward and backward passes need",
             least=masks.least, most=None if needs.passes is None else needs.passes + masks.most,
-        )
-    if impl.defer_embedding_wgrad_compute:
-        yield Gap(
-            "defer_embedding_wgrad_compute: output gradients of the logits that wait for the flush", Effect.UP,
-            order="inputs of the output layer and gradients of the logits, of every microbatch",
-            most=_deferred(run),
         )
     flex = impl.moe_token_dispatcher_type == "flex" and run.model.has_experts and not impl.hugging_face
     if flex and not any(found.name in DISPATCHERS for found in driver_buffers(run)):
@@ -329,16 +322,6 @@ def _of_transformers(run: RunSpec) -> Iterator[Gap]:
             Effect.EITHER,
             order="as large as queries, keys and values, in every layer",
         )
-
-
-def _deferred(run: RunSpec) -> int:
-    """Inputs of the output layer, [s b / c, h] (over t under sequence parallelism), and the gradients of its outputs,
-    [s b / c, V / t], of all microbatches: as many as wgrad_deferral_limit (0, its default) lets wait at most.
-    Source: ``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``."""
-    p, model = run.parallel, run.model
-    tokens = run.batch.seq_length * run.batch.micro_batch_size // p.cp
-    width = model.hidden_size // (p.tp if p.sp else 1) + model.padded_vocab_size(p.tp) // p.tp
-    return run.num_microbatches * tokens * width * DTYPE_BYTES[run.precision.params_dtype]
 
 
 def _packed(run: RunSpec) -> Iterator[Gap]:
