@@ -26,6 +26,7 @@ from bridge_memory.spec.graphs import static_masks
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec, ModelSpec
+from bridge_memory.spec.parts import ImplementationSpec
 from bridge_memory.spec.run import RunSpec
 from bridge_memory.spec.transformers import family_of
 
@@ -397,6 +398,8 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
     by_ops = impl.use_transformer_engine_op_fuser and impl.te_grouped_gemm and EXPERTS_FUSED_BY_OPS(impl)
     if by_ops and run.model.has_experts and run.recompute.selects("moe_act"):
         yield "recompute_modules (moe_act) does nothing with use_transformer_engine_op_fuser"
+    if impl.min_offloaded_tensor_size != ImplementationSpec().min_offloaded_tensor_size and not impl.offload_modules:
+        yield f"min_offloaded_tensor_size ({impl.min_offloaded_tensor_size}) does nothing without offload_modules"
     if impl.delay_wgrad_compute and not impl.te:
         # tensor_parallel/layers.py: backward_dw, which does nothing.
         yield "delay_wgrad_compute delays nothing with transformer_impl local"
