@@ -15,6 +15,7 @@ from bridge_memory.engines.engine import Engine, Phase, StageState
 from bridge_memory.inventory.chain import AtPeak, ChunkInventory, EngineBytes, Label, Links
 from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters
+from bridge_memory.inventory.deferred import of_earlier_microbatches
 from bridge_memory.inventory.layer_links import ignores_full_recompute, offloaded_layers
 from bridge_memory.inventory.sizes import largest
 from bridge_memory.inventory.stack import (
@@ -135,6 +136,8 @@ class StageParts(NamedTuple):
     #: There during forward and backward passes: the batch, and parameters gathered for all of them.
     batch: int
     gathered: int
+    #: What waits for weight gradients of the output layer, as the last microbatch finds it.
+    deferred: int
     #: Made for the optimizer's step alone.
     in_step: int
     #: One hidden state as it travels between stages.
@@ -168,7 +171,7 @@ def stage_parts(run: RunSpec, stage: int) -> StageParts:
     return StageParts(
         tuple(chunk.layers for chunk in stages.plan.stages[stage]), held.inventories, held.costs,
         (*held.state.components(run.parallel), *held.lasting), held.between_steps, held.batch, held.state.gathered,
-        held.state.in_step, stages.ctx.hidden_bytes, stages.moment(stage, held),
+        held.deferred, held.state.in_step, stages.ctx.hidden_bytes, stages.moment(stage, held),
     )
 
 
@@ -183,7 +186,7 @@ def _phases(stages: _Stages, rank: int) -> dict[Phase, int]:
     places layer by layer both passes are the same. In the order of training."""
     held = stages[rank]
     state = held.state
-    during = held.static_bytes - held.fresh + held.batch + state.in_passes
+    during = held.static_bytes - held.fresh + held.batch + held.deferred + state.in_passes
     later = sum([nbytes for line, nbytes in state.amounts if line.lifetime is Lifetime.FIRST_STEP])
     passes = {
         phase: during + stages.moment(rank, held, words).bytes
@@ -229,12 +232,13 @@ class _Held(NamedTuple):
     between_bytes: int
     #: Of ``static_bytes``: gradients that the backward pass makes anew.
     fresh: int = 0
+    #: What waits for the weight gradients of the output layer, of earlier microbatches.
+    deferred: int = 0
 
     def beyond_static(self, moment: int) -> int:
         """The most beyond ``static_bytes``: in the optimizer's step, or where the chunks need most, ``moment``."""
-        most: int = largest(
-            moment - self.fresh + self.batch + self.state.in_passes, self.between_bytes + self.state.in_step
-        )
+        passes = moment - self.fresh + self.batch + self.deferred + self.state.in_passes
+        most: int = largest(passes, self.between_bytes + self.state.in_step)
         return most
 
 
@@ -299,7 +303,14 @@ class StageHolds:
         return _Held(
             state, tuple(lasting), tuple(between), batch_bytes(run, shapes), inventories,
             tuple(self._costs(inventories, chunks)), static_bytes, sum([b.bytes for b in between]), state.fresh,
+            self._deferred(shapes),
         )
+
+    def _deferred(self, shapes: StageShape) -> int:
+        if not (self.ctx.impl.defer_embedding_wgrad_compute and any(shape.output for shape in shapes)):
+            return 0
+        nbytes: int = of_earlier_microbatches(self.run.model, self.run.num_microbatches, self.ctx)
+        return nbytes
 
     def _costs(self, inventories: Sequence[ChunkInventory], chunks: Sequence[_Chunk]) -> list[ChunkCost]:
         costs = stage_costs(inventories)
@@ -414,7 +425,8 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
     phase = moment.phase
     operation = running.forward_operation if phase == "forward" else running.backward_operation
     # The optimizer's step makes and leaves more than forward and backward ever need.
-    in_step = held.beyond_static(moment.bytes) > moment.bytes - held.fresh + held.batch + held.state.in_passes
+    passes = moment.bytes - held.fresh + held.batch + held.deferred + held.state.in_passes
+    in_step = held.beyond_static(moment.bytes) > passes
     if in_step:
         components += leftovers
         leftovers, phase, operation = (), OPTIMIZER_STEP, "main gradients in fp32"
@@ -440,6 +452,9 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
             components.append(_transient("pipeline sends and receives", moment.hidden_bytes, Part.PIPELINE))
         if held.batch:
             components.append(_transient("batch: tokens, labels, masks", held.batch, Part.BATCH))
+        if held.deferred:
+            name = "output layer's inputs and gradients of logits that wait for its weight gradients"
+            components.append(_transient(name, held.deferred, Part.LOSS))
         if held.state.gathered:
             name = f"parameters gathered by {stages.run.data_parallel.engine_title}"
             components.append(_transient(name, held.state.gathered, Part.DATA_PARALLEL))

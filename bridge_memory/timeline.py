@@ -168,7 +168,7 @@ def step_timeline(run: RunSpec, stage: int) -> Timeline:
         stage=stage,
         lasting={role: nbytes for role, nbytes in lasting.items() if nbytes},
         leftovers=sum(c.bytes for c in parts.between_steps),
-        always=parts.batch + parts.gathered,
+        always=parts.batch + parts.gathered + parts.deferred,
         in_step=parts.in_step,
         hidden_state=parts.hidden_state,
         microbatches=total,

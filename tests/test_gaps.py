@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bridge_memory.estimate import Estimate, estimate
+from bridge_memory.estimate import Estimate, estimate, peaks
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.readers import resolve_model
@@ -202,16 +202,48 @@ def test_a_graphs_pool_holds_at_most_what_the_passes_need() -> None:
     assert answer.peak_bounds.most == answer.peak_stage.peak_bytes + found.most
 
 
-def test_deferred_weight_gradients_of_the_logits_are_bounded_by_all_microbatches() -> None:
-    """8 microbatches of 2048 tokens: hidden states of 2048 / 2, and 128,256 / 2 gradients of logits, in bf16."""
+def deferring(limit: int, **fields: object) -> RunSpec:
+    """Two stages of TP 2, 8 microbatches of 2048 tokens."""
     run = RunSpec(
         model=short(DENSE), batch=BatchSpec(seq_length=2048, global_batch_size=8),
         parallel=ParallelSpec(
             world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True
         ),
-        implementation=ImplementationSpec(defer_embedding_wgrad_compute=True),
+        implementation=ImplementationSpec(defer_embedding_wgrad_compute=True, wgrad_deferral_limit=limit),
     )  # fmt: skip
-    assert gap_of(estimate(run), "defer_embedding").most == 8 * 2048 * (2048 // 2 + 128_256 // 2) * 2
+    return run.with_fields(**fields)
+
+
+@pytest.mark.parametrize(("limit", "waiting"), [(0, 7), (5, 5), (22, 8)])
+def test_deferred_weight_gradients_of_the_logits_are_counted(limit: int, waiting: int) -> None:
+    """A microbatch's hidden states, 2048 x 2048 / 2, and gradients of its 2048 x 128,256 / 2 logits, in bf16: of seven
+    when the last runs, of five at most, of all eight. On the last stage alone; two buffers more gather hidden states.
+    """
+    one = 2048 * (2048 // 2 + 128_256 // 2) * 2
+    run = deferring(limit)
+    answer = estimate(run)
+    assert not [gap for gap in answer.gaps if "defer_embedding" in gap]
+    first, last = answer.stages
+    found = [sum(c.bytes for c in stage.components if "wait for its weight gradients" in c.name)
+             for stage in (first, last)]
+    assert found == [0, waiting * one]
+    assert sum(c.bytes for c in last.components) == last.peak_bytes
+    plain = estimate(run.with_fields(defer_embedding_wgrad_compute=False)).stages
+    assert first.peak_bytes == plain[0].peak_bytes
+    gathered = [sum(c.bytes for c in stage.components if c.name == "global memory buffer (mpu)")
+                for stage in (last, plain[1])]
+    assert gathered[0] - gathered[1] == 2 * 2048 * 2048 * 2
+    assert [p.peak_bytes for p in peaks(run)] == [first.peak_bytes, last.peak_bytes]
+
+
+def test_what_waits_of_the_last_microbatch_is_there_while_its_layers_run_backward() -> None:
+    """One microbatch: nothing waits of earlier ones, but its own does."""
+    run = deferring(0, global_batch_size=1)
+    more = {}
+    for deferred in (True, False):
+        stage = estimate(run.with_fields(defer_embedding_wgrad_compute=deferred)).stages[1]
+        more[deferred] = dict(stage.phases)["backward"]
+    assert more[True] > more[False]
 
 
 def test_delayed_weight_gradients_are_counted_and_not_listed() -> None:

@@ -51,6 +51,14 @@ def test_stages_hold_their_own_layers_of_it() -> None:
     assert [p.peak_bytes for p in peaks(run)] == [s.peak_bytes for s in estimate(run).stages]
 
 
+def test_a_dense_teacher_has_no_experts_to_divide() -> None:
+    """Qwen3-8B, 8,190,735,360 parameters, beside a mixture over 8 ranks: whole on each."""
+    mixture, dense = map(resolve_model, ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B"))
+    run = RunSpec(model=mixture, parallel=ParallelSpec(world_size=8, expert_model_parallel_size=8))
+    run = replace(run, teacher=RunSpec(model=dense, parallel=ParallelSpec(world_size=8)))
+    assert named(run, 0, "the teacher's weights") == pytest.approx(2 * 8_190_735_360, rel=1e-5)
+
+
 @pytest.mark.parametrize(("tp", "peak", "kept"), [(1, 32, 8), (2, 36, 8)])
 def test_the_loss_by_hand(tp: int, peak: int, kept: int) -> None:
     """``LogitsKLLoss.forward``, bytes a logit. Both logits in bf16, 4; both in fp32 over the temperature, 8; both log

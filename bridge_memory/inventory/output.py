@@ -51,8 +51,8 @@ def record_output(
     x.grad_bytes = hidden
     elements = ctx.tokens * rows
     whole = ctx.tokens * h * ctx.act
-    wgrad = r.weight_grad((rows, h), te=False)
     impl = ctx.impl
+    wgrad = r.weight_grad((rows, h), te=False)
     if impl.cross_entropy_loss_fusion and impl.cross_entropy_fusion_impl == "linear":
         # The logits are never whole: chunks of the vocabulary are made, used and dropped; the log-sum-exp of
         # each token stays (fusions/linear_cross_entropy/).
@@ -69,6 +69,9 @@ def record_output(
     else:
         if ctx.sp:
             r.keep(Scratch.MPU, whole)
+        if ctx.sp and impl.defer_embedding_wgrad_compute:
+            for buffer in (1, 2):  # mpu_0 and mpu_1, of which one gathers while the other is multiplied
+                r.keep(Scratch.MPU, whole, (buffer,))
         logits = tape.make(
             "logits", x, elements * ctx.act, saves=(x,), backward_workspace=(whole if ctx.sp else 0) + wgrad
         )

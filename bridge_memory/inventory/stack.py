@@ -20,6 +20,7 @@ from bridge_memory.inventory.chain import (
     with_engine,
 )
 from bridge_memory.inventory.context import BlockContext, context_of
+from bridge_memory.inventory.deferred import calls, of_one_call
 from bridge_memory.inventory.embedding import learned_positions
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import layer_links, reached
@@ -98,6 +99,12 @@ def chunk_inventory(
         links = [
             (link._replace(forward_peak=link.forward_peak + theirs), count) for link, count in links[:-1]
         ] + links[-1:]
+    if shape.output and ctx.impl.defer_embedding_wgrad_compute and not ctx.impl.wgrad_deferral_limit:
+        # Those of the running microbatch, once its losses have run backward.
+        waiting = calls(model) * of_one_call(ctx)
+        links = [
+            (link if link.label is Label.LOSS else link.with_gradients(waiting), count) for link, count in links
+        ]
     if shape.embedding:
         links = _with_first_input(links, ctx)
     else:

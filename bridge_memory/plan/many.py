@@ -49,6 +49,8 @@ def expressible(run: RunSpec) -> bool:
     impl = run.implementation
     if run.data_parallel.engine != "megatron_ddp" or impl.transformer_impl not in ("transformer_engine", "local"):
         return False
+    if impl.defer_embedding_wgrad_compute:  # by the number of microbatches
+        return False
     return not impl.overlap_moe_expert_parallel_comm and run.teacher is None
 
 

@@ -315,6 +315,7 @@ class _Views:
             {
                 "tp_comm_overlap": bool(chosen("tp_comm_overlap", False) and enough),
                 "defer_embedding_wgrad_compute": chosen("defer_embedding_wgrad_compute", False),
+                "wgrad_deferral_limit": chosen("wgrad_deferral_limit", -1),
                 "overlap_moe_expert_parallel_comm": chosen("overlap_moe_expert_parallel_comm", False),
                 "delay_wgrad_compute": chosen("delay_wgrad_compute", False),
             }
@@ -726,6 +727,7 @@ def _implementation(
         moe_router_padding_for_quantization=bool(
             _get(m, "moe_router_padding_for_quantization", False) or _get(m, "moe_router_padding_for_fp8", False)
         ),
+        wgrad_deferral_limit=max(0, _get(m, "wgrad_deferral_limit", 0)),
         cpu_offloading_num_layers=_get(m, "cpu_offloading_num_layers", 0) if _get(m, "cpu_offloading") else 0,
         offload_modules=tuple(_get(m, "offload_modules", ()))
         if _get(m, "fine_grained_activation_offloading", False)

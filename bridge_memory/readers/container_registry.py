@@ -70,7 +70,7 @@ READ: dict[str, frozenset[str]] = {
         tensor_model_parallel_size tp_comm_overlap transformer_impl transformer_layer_spec
         use_fused_weighted_squared_relu use_kitchen use_transformer_engine_op_fuser v_head_dim
         virtual_pipeline_model_parallel_size vocab_size
-        window_attn_skip_freq window_size
+        wgrad_deferral_limit window_attn_skip_freq window_size
         apply_dsa_kernel_fusion csa_compress_ratios csa_dense_mode csa_window_size dsa_indexer_loss_coeff
         dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_topk dsa_indexer_use_sparse_loss
         dsa_kernel_backend
@@ -122,6 +122,7 @@ READ: dict[str, frozenset[str]] = {
         """
         bucket_size defer_embedding_wgrad_compute delay_wgrad_compute overlap_grad_reduce
         overlap_moe_expert_parallel_comm overlap_param_gather overlap_param_gather_with_optimizer_step tp_comm_overlap
+        wgrad_deferral_limit
         """
     ),
 }

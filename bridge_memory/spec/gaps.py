@@ -21,12 +21,12 @@ from bridge_memory.releases import (
 )
 from bridge_memory.spec.adapters import idle_targets, names_layers
 from bridge_memory.spec.driver import DISPATCHERS, driver_buffers
-from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS, DEFAULT_FSDP_OPTIONS
 from bridge_memory.spec.graphs import static_masks
 from bridge_memory.spec.layout import Layout
 from bridge_memory.spec.limits import limits_of
 from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec, ModelSpec
+from bridge_memory.spec.parts import ImplementationSpec
 from bridge_memory.spec.run import RunSpec
 from bridge_memory.spec.transformers import family_of
 
@@ -139,12 +139,6 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             f"cuda_graph_impl ({impl.cuda_graph_impl}): the private memory pools of CUDA graphs", Effect.UP,
             order="static inputs of every graph, up to what forward and backward passes need",
             least=masks.least, most=None if needs.passes is None else needs.passes + masks.most,
-        )
-    if impl.defer_embedding_wgrad_compute:
-        yield Gap(
-            "defer_embedding_wgrad_compute: output gradients of the logits that wait for the flush", Effect.UP,
-            order="inputs of the output layer and gradients of the logits, of every microbatch",
-            most=_deferred(run),
         )
     flex = impl.moe_token_dispatcher_type == "flex" and run.model.has_experts and not impl.hugging_face
     if flex and not any(found.name in DISPATCHERS for found in driver_buffers(run)):
@@ -330,16 +324,6 @@ def _of_transformers(run: RunSpec) -> Iterator[Gap]:
         )
 
 
-def _deferred(run: RunSpec) -> int:
-    """Inputs of the output layer, [s b / c, h] (over t under sequence parallelism), and the gradients of its outputs,
-    [s b / c, V / t], of all microbatches: as many as wgrad_deferral_limit (0, its default) lets wait at most.
-    Source: ``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``."""
-    p, model = run.parallel, run.model
-    tokens = run.batch.seq_length * run.batch.micro_batch_size // p.cp
-    width = model.hidden_size // (p.tp if p.sp else 1) + model.padded_vocab_size(p.tp) // p.tp
-    return run.num_microbatches * tokens * width * DTYPE_BYTES[run.precision.params_dtype]
-
-
 def _packed(run: RunSpec) -> Iterator[Gap]:
     """What depends on how long the sequences of a pack are, which a run does not say."""
     impl, limits = run.implementation, limits_of(run.model)
@@ -413,6 +397,8 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
     by_ops = impl.use_transformer_engine_op_fuser and impl.te_grouped_gemm and EXPERTS_FUSED_BY_OPS(impl)
     if by_ops and run.model.has_experts and run.recompute.selects("moe_act"):
         yield "recompute_modules (moe_act) does nothing with use_transformer_engine_op_fuser"
+    if impl.min_offloaded_tensor_size != ImplementationSpec().min_offloaded_tensor_size and not impl.offload_modules:
+        yield f"min_offloaded_tensor_size ({impl.min_offloaded_tensor_size}) does nothing without offload_modules"
     if impl.delay_wgrad_compute and not impl.te:
         # tensor_parallel/layers.py: backward_dw, which does nothing.
         yield "delay_wgrad_compute delays nothing with transformer_impl local"

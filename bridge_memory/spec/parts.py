@@ -379,6 +379,8 @@ class ImplementationSpec(Checked):
     #: Outputs that were sent to another stage are freed; else they stay until their backward pass is over.
     deallocate_pipeline_outputs: bool = flag(True)
     defer_embedding_wgrad_compute: bool = flag(False)
+    #: How many calls of the output layer wait so; 0: all.
+    wgrad_deferral_limit: int = count(0)
     #: Weight gradients run after the data gradients of a layer: their inputs live longer.
     delay_wgrad_compute: bool = flag(False)
     #: ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``: cuDNN's fused attention backward is not eligible everywhere.

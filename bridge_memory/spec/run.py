@@ -227,9 +227,10 @@ class RunSpec:
         sizes = {
             name: getattr(p, name)
             for name in ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-                         "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
-                         "sequence_parallel")
-        }
+                         "context_parallel_size", "sequence_parallel")
+        }  # fmt: skip
+        if self.teacher.model.has_experts:
+            sizes |= {name: getattr(p, name) for name in ("expert_model_parallel_size", "expert_tensor_parallel_size")}
         return replace(self.teacher, parallel=replace(self.teacher.parallel, **sizes))
 
     def with_(self, **groups: Any) -> RunSpec:

@@ -114,3 +114,5 @@ def test_offloading_counts_elements_in_their_own_dtype() -> None:
     assert sent(min_offloaded_tensor_size=524288) == of_attention + 4 * 524288
     assert sent(min_offloaded_tensor_size=wide // 4 + 1) == 2 * 2 * wide
     assert sent(min_offloaded_tensor_size=wide + 1) == 0
+    alone = RunSpec(model=model, implementation=ImplementationSpec(min_offloaded_tensor_size=5))
+    assert [line for line in estimate(alone).assumptions if "min_offloaded_tensor_size (5) does nothing" in line]

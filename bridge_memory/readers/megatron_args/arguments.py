@@ -81,7 +81,7 @@ INTEGERS: dict[str, int | None] = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     "linear_value_head_dim": 128, "log_interval": 100,
     "make_vocab_size_divisible_by": 128, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128,
-    "min_offloaded_tensor_size": 1 << 20,
+    "min_offloaded_tensor_size": 1 << 20, "wgrad_deferral_limit": 0,
     "moe_router_topk": 2, "num_distributed_optimizer_instances": 1, "num_layers_at_end_in_bf16": 1,
     "num_layers_at_start_in_bf16": 1, "num_query_groups": 1, "pipeline_model_parallel_size": 1, "qk_head_dim": 128,
     "qk_pos_emb_head_dim": 64, "tensor_model_parallel_size": 1, "v_head_dim": 128,
