@@ -170,7 +170,7 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
         yield Gap("moe_apply_probs_on_input: the scaled copy of the tokens", Effect.EITHER,
                   order="as large as the dispatched tokens, in every layer")  # fmt: skip
     if run.implementation.hugging_face:
-        yield from _of_transformers(run)
+        yield from _of_transformers(run, needs)
     yield from _of_engines(run)
     if optimizer.log_params_norm and optimizer.fused_main_parameters:
         # Megatron-LM training/utils.py: calc_params_l2_norm reads fp32 main parameters where megatron-core has them.
@@ -281,8 +281,18 @@ def _of_engines(run: RunSpec) -> Iterator[Gap]:
                   Effect.EITHER, order="as large as the whole weights of one module")  # fmt: skip
 
 
-def _of_transformers(run: RunSpec) -> Iterator[Gap]:
+def _of_transformers(run: RunSpec, needs: Needs) -> Iterator[Gap]:
     spec = run.transformers
+    batch, of_training = spec.eval_micro_batch_size or 0, run.batch.micro_batch_size
+    if batch > of_training:
+        # trainer.py: evaluation_loop, without gradients: no more than the passes of training would need for that batch.
+        # Liger's fused loss makes logits there that it does not in training (``skip_logits``).
+        passes = None if spec.liger_kernel or needs.passes is None else needs.passes
+        yield Gap(
+            f"eval_strategy: evaluation, of {batch} sequences a GPU where training has {of_training}", Effect.UP,
+            order="activations of one layer and the logits, of that batch", outside=True,
+            most=None if passes is None else -(-passes * (batch - of_training) // of_training),
+        )
     if spec.torch_compile:
         # What it fuses is not kept, and what it recomputes is its partitioner's choice.
         yield Gap("torch_compile: fused operations keep less; counted as they run without it", Effect.DOWN,

@@ -125,7 +125,7 @@ def read_training_args(
     loaded = read_script(top, settings, mixed)
     checkpointing = _checkpointing(top, settings, loaded)
     _liger(top, settings)
-    _unmodelled(top)
+    _unmodelled(top, settings)
     own = top.raw("deepspeed")
     table = deepspeed if deepspeed is not None else own
     if isinstance(table, str):
@@ -213,7 +213,7 @@ def _liger(top: Section, settings: Settings) -> None:
     section.refuse_unread(tuple(defaults), "Liger refuses it")
 
 
-def _unmodelled(top: Section) -> None:
+def _unmodelled(top: Section, settings: Settings) -> None:
     top.unmodelled("neftune_noise_alpha", None, Effect.UP, "noise of the size of the embeddings' output",
                    order="two times s b h elements")
     top.unmodelled("label_smoothing_factor", 0.0, Effect.UP, "log-probabilities of all tokens",
@@ -231,8 +231,7 @@ def _unmodelled(top: Section) -> None:
     if top.flag("do_eval") or str(evaluates).lower() not in ("no", "false"):
         train = top.integer("per_device_train_batch_size", 8, least=1)
         if batch > train:
-            what = f"eval_strategy: evaluation, of {batch} sequences a GPU where training has {train}"
-            top.notes.gap(what, Effect.UP, outside=True, order="activations of one layer and the logits, of that batch")
+            settings.set(transformers__eval_micro_batch_size=batch)
         else:
             top.notes.assume("evaluation holds less than training: its batches are no larger and keep nothing for "
                              "backward (no compute_metrics, which gathers logits)")
