@@ -225,7 +225,7 @@ def _adapted(model: Any, settings: Settings) -> str | None:
     (config, *others) = adapters.values()
     if others:
         settings.notes.refuse("peft_config", f"has {len(adapters)} adapters", "train one")
-    read_peft({k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}, settings)
+    read_peft({k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}, settings, Told())
     own = _one_dtype(p for p in parameters if not p.requires_grad and p.is_floating_point())
     told: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     if hasattr(told, "to_dict"):

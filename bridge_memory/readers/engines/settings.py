@@ -53,6 +53,8 @@ class Told:
     world_size: int | None = None
     #: The model's hidden size, which sizes DeepSpeed's "auto" buckets.
     hidden_size: int | None = None
+    #: The ``model_type`` of its config, by which peft picks linears.
+    model_type: str | None = None
     #: The release of transformers whose Trainer reads the file.
     transformers: tuple[int, int] = (4, 57)
 

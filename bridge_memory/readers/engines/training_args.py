@@ -122,7 +122,7 @@ def read_training_args(
         transformers__use_cache=top.flag("use_cache", None),
     )
     top.ignore("torch_compile_backend", "torch_compile_mode")
-    loaded = read_script(top, settings, mixed)
+    loaded = read_script(top, settings, told, mixed)
     checkpointing = _checkpointing(top, settings, loaded)
     _liger(top, settings)
     _unmodelled(top, settings)
