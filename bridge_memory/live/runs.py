@@ -209,7 +209,8 @@ def _loaded(model: Any, settings: Settings) -> None:
     elif getattr(config, "use_cache", False) and settings.get("transformers", "use_cache") is None:
         settings.set(transformers__use_cache=True)
     dtype = _DTYPES.get(str(_adapted(inner, settings)))
-    if dtype is not None and settings.engine in ("single", "ddp"):
+    frozen = settings.engine == "fsdp2" and settings.get("peft", "scheme") is not None
+    if dtype is not None and (settings.engine in ("single", "ddp") or frozen):
         settings.set(precision__params_dtype=dtype)
         if dtype != "fp32":
             settings.groups.get("transformers", {}).pop("autocast", None)

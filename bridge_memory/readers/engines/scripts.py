@@ -68,7 +68,7 @@ def read_script(top: Section, settings: Settings, told: Told, mixed: str | None)
         if name not in ("torch_dtype", "dtype", "attn_implementation", "use_cache", "trust_remote_code", "revision"):
             settings.notes.gap(f"model_init_kwargs.{name}: how the model is loaded", Effect.UNKNOWN,
                                order="nobody here knows how large")
-    weights = _dtype(top) or _dtype(given)
+    weights = told.weights or _dtype(top) or _dtype(given)
     _attention(top, settings)
     _attention(given, settings)
     if any(top.has(name) for name in _FACTORY):

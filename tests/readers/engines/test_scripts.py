@@ -120,7 +120,7 @@ def test_llama_factory(tmp_path: Path) -> None:
         ({"additional_target": "embed_tokens"}, "additional_target trains other parameters"),
         ({"lora_target": 7}, "lora_target is no list of names"), ({"flash_attn": "fa9"}, "flash_attn is 'fa9'"),
         ({"fp16": True, "bf16": False, "torch_dtype": "bfloat16", "finetuning_type": None, "cutoff_len": None,
-          "lora_rank": None, "lora_target": None}, "fp16 is true, and weights are in bf16"),
+          "lora_rank": None, "lora_target": None}, "fp16 is the mixed precision, and weights are in bf16"),
         ({"torch_dtype": "bf61"}, "torch_dtype is 'bf61'"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
