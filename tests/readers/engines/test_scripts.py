@@ -128,3 +128,16 @@ def test_llama_factory(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         read(tmp_path, {**FACTORY, **change})
+
+
+@pytest.mark.parametrize("text", ["{ /* ", '{"\\"', '{"', "{// ", "{, "], ids=range(5))
+def test_comments_that_never_end_are_read_once(text: str) -> None:
+    """A text of a MiB takes no more than its length."""
+    from time import process_time
+
+    from bridge_memory.readers.engines.files import without_comments
+
+    start = process_time()
+    without_comments(text * (1_000_000 // len(text)))
+    without_comments(text[0] + text[1:] * (1_000_000 // (len(text) - 1)))
+    assert process_time() - start < 5
