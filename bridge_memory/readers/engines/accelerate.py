@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from bridge_memory.readers.engines.deepspeed import Filler, read_deepspeed
@@ -66,7 +67,7 @@ def read_accelerate(
     for name in ("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "dynamo_config"):
         top.table(name)
     _dynamo(top, settings)
-    _parallelism(top.table("parallelism_config"), settings, kind)
+    _parallelism(top.table("parallelism_config"), settings, kind, told.world_size or settings.world_size)
     if kind == "MEGATRON_LM":
         notes.refuse("distributed_type", "is MEGATRON_LM", "give Megatron-LM's own arguments with --megatron-args")
     elif kind == "DEEPSPEED":
@@ -109,7 +110,7 @@ def _dynamo(top: Section, settings: Settings) -> None:
         settings.set(transformers__torch_compile=True)
 
 
-def _parallelism(section: Section, settings: Settings, kind: str | None) -> None:
+def _parallelism(section: Section, settings: Settings, kind: str | None, world: int | None) -> None:
     if not section.data:
         return
     prefix = "parallelism_config_"
@@ -123,6 +124,10 @@ def _parallelism(section: Section, settings: Settings, kind: str | None) -> None
         if sizes[name] > 1:
             settings.notes.refuse(section.named(f"{prefix}{name}_size"), f"is {sizes[name]}, which is not counted here",
                                   "set it to 1")
+    product = prod(sizes.values())
+    if world is not None and product not in (1, world):  # parallelism_config.py: _validate_accelerator
+        settings.notes.problem(section.where, f"has sizes of a product of {product}, and there are {world} processes",
+                               "make the product the processes")
     if sizes["dp_replicate"] > 1 and sizes["dp_shard"] > 1:
         settings.set(fsdp__shard_degree=sizes["dp_shard"])
 
