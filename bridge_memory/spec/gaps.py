@@ -179,6 +179,15 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             Effect.UP,
             order="4 bytes for each parameter of the rank",
         )
+    if optimizer.paged:
+        # bitsandbytes optim/optimizer.py: get_state_buffer, of 100,000 elements on; the driver moves pages to the host
+        # where the GPU is full.
+        yield Gap(
+            "paged: optimizer states are unified memory, outside of torch's allocator, and move to the host under "
+            "pressure; counted as if all on the GPU",
+            Effect.DOWN,
+            order="up to all optimizer states",
+        )
     if run.peft.freezes and not run.peft.trains_adapters:
         yield Gap(
             f"peft ({run.peft.scheme}): activations, which are counted as if every weight trained", Effect.EITHER,
@@ -422,9 +431,6 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
                 yield f"{name} makes no tensor that stays with engine zero3"
     if engine == "fsdp2" and run.fsdp.backward_prefetch != DEFAULT_FSDP_OPTIONS.backward_prefetch:
         yield "backward_prefetch is FSDP1's: fully_shard always gathers the layer before"
-    if optimizer.paged:
-        # bitsandbytes optim/optimizer.py: get_state_buffer, of 100,000 elements on.
-        yield "paged: optimizer states are unified memory, outside of torch's allocator; counted as if all on the GPU"
     if impl.hugging_face and not impl.torchtitan:
         has = family_of(run.model.model_type, run.transformers).liger
         for name in run.transformers.liger_kernel:
