@@ -14,6 +14,7 @@ from bridge_memory.calculator import (
     EngineConfig,
     GPUConfig,
     GPUMemoryCalculator,
+    MemoryResult,
     ModelConfig,
     ParallelismConfig,
     TrainingConfig,
@@ -110,6 +111,24 @@ def test_experts() -> None:
                          expert_intermediate_size=14336)  # fmt: skip
     run = GPUMemoryCalculator(config, engine_config=EngineConfig(type="megatron")).run
     assert estimate(run).parameters == 46_702_792_704 + 32 * 2 * 4096 * 3072
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp", "megatron_lm", "pytorch_ddp"])
+def test_the_batch_that_is_recommended_fits_and_one_more_does_not(engine: str) -> None:
+    def calculated(batch: int, level: int = 4) -> MemoryResult:
+        found = form(training={"batch_size": batch, "activation_checkpointing": level}, engine={"type": engine})
+        return GPUMemoryCalculator.from_dict(found).calculate()
+
+    most = calculated(1).recommended_batch_size
+    if most is None:
+        assert not calculated(1).fits_on_gpu
+    else:
+        assert calculated(most).fits_on_gpu and not calculated(most + 1).fits_on_gpu
+
+
+def test_parts_of_another_type_are_one_line() -> None:
+    with pytest.raises(SpecError, match="is no ModelConfig; give one"):
+        GPUMemoryCalculator({"name": "x"})  # type: ignore[arg-type]
 
 
 def test_a_preset_wins_over_numbers() -> None:

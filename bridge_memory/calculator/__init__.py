@@ -36,7 +36,7 @@ from bridge_memory.readers.engines.files import read_table
 from bridge_memory.readers.engines.sections import Notes
 from bridge_memory.report.gpus import GIB, Fit, Gpu, Verdict, fits, margin_bytes
 from bridge_memory.result import Estimate
-from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.driver import driver_bytes
 
 __all__ = [
@@ -51,6 +51,8 @@ __all__ = [
     "TrainingConfig",
 ]
 
+_PARTS = (ModelConfig, TrainingConfig, ParallelismConfig, EngineConfig, GPUConfig)
+_FITS = (Verdict.FITS, Verdict.TIGHT)
 #: A batch beyond this is not looked for.
 MOST_BATCH = 1 << 14
 
@@ -81,11 +83,11 @@ class MemoryResult:
     #: Host memory of offloaded states, on all GPUs together.
     cpu_memory_gb: float
     breakdown: MemoryBreakdown
-    #: False also where something that is not modelled may decide it; see ``fit.verdict``.
+    #: As ``fit.verdict`` says, tightly or not; False also where something that is not modelled may decide it.
     fits_on_gpu: bool
     #: The peak and its margin (context, NCCL, fragmentation) over what the card has.
     memory_utilization_percent: float
-    #: The largest ``batch_size`` that fits; None where not even 1 does.
+    #: The largest ``batch_size`` for which ``fits_on_gpu`` is true; None where it is not even for 1.
     recommended_batch_size: int | None
     estimate: Estimate = field(repr=False)
     fit: Fit = field(repr=False)
@@ -115,6 +117,10 @@ class GPUMemoryCalculator:
             "model": model_config, "training": training_config, "parallelism": parallelism_config,
             "engine": engine_config, "hardware": gpu_config,
         }  # fmt: skip
+        for part, kind in zip(given.values(), _PARTS, strict=True):
+            if part is not None and not isinstance(part, kind):
+                name = kind.__name__
+                raise SpecError(f"{name} ({show(part)}) is no {name}; give one, or tables to from_dict")
         form = Form(**{name: part for name, part in given.items() if part is not None})  # type: ignore[arg-type]
         mapping = as_mapping(form)
         if gpu_config is None:
@@ -157,7 +163,7 @@ class GPUMemoryCalculator:
                 optimizer_states_gb=gib[Role.OPTIMIZER], activations_gb=gib[Role.ACTIVATION],
                 overhead_gb=gib[Role.BUFFERS] + gib[Role.TRANSIENT],
             ),
-            fits_on_gpu=fit.verdict is Verdict.FITS,
+            fits_on_gpu=fit.verdict in _FITS,
             memory_utilization_percent=100 * (fit.peak_bytes + fit.margin_bytes) / fit.capacity_bytes,
             recommended_batch_size=self._largest_batch(), estimate=result, fit=fit,
         )  # fmt: skip
@@ -170,13 +176,20 @@ class GPUMemoryCalculator:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._fits(middle) else (low, middle)
-        return low or None
+        if low == 0:
+            return None
+        # What is not modelled may leave open what the counted bytes do not.
+        (fit,) = fits(estimate(self._with(low)), [self.gpu])
+        return low if fit.verdict in _FITS else None
 
-    def _fits(self, batch: int) -> bool:
+    def _with(self, batch: int) -> RunSpec:
         was = self.run.batch
         steps = (was.global_batch_size or was.micro_batch_size) // was.micro_batch_size
+        return self.run.with_(batch=replace(was, micro_batch_size=batch, global_batch_size=steps * batch))
+
+    def _fits(self, batch: int) -> bool:
         try:
-            run = self.run.with_(batch=replace(was, micro_batch_size=batch, global_batch_size=steps * batch))
+            run = self._with(batch)
         except SpecError:
             return False
         peak = max(stage.peak_bytes for stage in peaks(run))

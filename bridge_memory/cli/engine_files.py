@@ -41,7 +41,9 @@ def with_files(args: argparse.Namespace, given: dict[str, dict[str, Any]], model
 
     world = given["parallel"].get("world_size")
     micro = given["batch"].get("micro_batch_size")
-    told = Told(world_size=world, hidden_size=model.hidden_size)
+    told = Told(world_size=world, hidden_size=model.hidden_size, model_type=model.model_type)
+    if "params_dtype" in given["precision"]:
+        told = replace(told, weights=given["precision"]["params_dtype"])
     if "transformers_version" in given["transformers"]:
         told = replace(told, transformers=given["transformers"]["transformers_version"])
     settings = settings_from_files(**paths, told=told, micro_batch_size=micro)

@@ -209,7 +209,8 @@ def _loaded(model: Any, settings: Settings) -> None:
     elif getattr(config, "use_cache", False) and settings.get("transformers", "use_cache") is None:
         settings.set(transformers__use_cache=True)
     dtype = _DTYPES.get(str(_adapted(inner, settings)))
-    if dtype is not None and settings.engine in ("single", "ddp"):
+    frozen = settings.engine == "fsdp2" and settings.get("peft", "scheme") is not None
+    if dtype is not None and (settings.engine in ("single", "ddp") or frozen):
         settings.set(precision__params_dtype=dtype)
         if dtype != "fp32":
             settings.groups.get("transformers", {}).pop("autocast", None)
@@ -225,7 +226,7 @@ def _adapted(model: Any, settings: Settings) -> str | None:
     (config, *others) = adapters.values()
     if others:
         settings.notes.refuse("peft_config", f"has {len(adapters)} adapters", "train one")
-    read_peft({k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}, settings)
+    read_peft({k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}, settings, Told())
     own = _one_dtype(p for p in parameters if not p.requires_grad and p.is_floating_point())
     told: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     if hasattr(told, "to_dict"):

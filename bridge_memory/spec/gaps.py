@@ -155,7 +155,7 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
         yield Gap("moe_apply_probs_on_input: the scaled copy of the tokens", Effect.EITHER,
                   order="as large as the dispatched tokens, in every layer")  # fmt: skip
     if run.implementation.hugging_face:
-        yield from _of_transformers(run)
+        yield from _of_transformers(run, needs)
     yield from _of_towers(run)
     if run.teacher is not None:
         yield Gap(
@@ -170,6 +170,15 @@ def _gaps(run: RunSpec, needs: Needs) -> Iterator[Gap]:
             "log_params_norm with use_precision_aware_optimizer: fp32 copies of the parameters in steps that log it",
             Effect.UP,
             order="4 bytes for each parameter of the rank",
+        )
+    if optimizer.paged:
+        # bitsandbytes optim/optimizer.py: get_state_buffer, of 100,000 elements on; the driver moves pages to the host
+        # where the GPU is full.
+        yield Gap(
+            "paged: optimizer states are unified memory, outside of torch's allocator, and move to the host under "
+            "pressure; counted as if all on the GPU",
+            Effect.DOWN,
+            order="up to all optimizer states",
         )
     if run.peft.freezes and not run.peft.trains_adapters:
         yield Gap(
@@ -288,8 +297,18 @@ def _of_engines(run: RunSpec) -> Iterator[Gap]:
                   Effect.EITHER, order="as large as the whole weights of one module")  # fmt: skip
 
 
-def _of_transformers(run: RunSpec) -> Iterator[Gap]:
+def _of_transformers(run: RunSpec, needs: Needs) -> Iterator[Gap]:
     spec = run.transformers
+    batch, of_training = spec.eval_micro_batch_size or 0, run.batch.micro_batch_size
+    if batch > of_training:
+        # trainer.py: evaluation_loop, without gradients: no more than the passes of training would need for that batch.
+        # Liger's fused loss makes logits there that it does not in training (``skip_logits``).
+        passes = None if spec.liger_kernel or needs.passes is None else needs.passes
+        yield Gap(
+            f"eval_strategy: evaluation, of {batch} sequences a GPU where training has {of_training}", Effect.UP,
+            order="activations of one layer and the logits, of that batch", outside=True,
+            most=None if passes is None else -(-passes * (batch - of_training) // of_training),
+        )
     if spec.torch_compile and not run.layers_compiled:
         # What it fuses is not kept, and what it recomputes is its partitioner's choice.
         yield Gap("torch_compile: fused operations keep less; counted as they run without it", Effect.DOWN,
@@ -419,9 +438,6 @@ def _without_effect(run: RunSpec) -> Iterator[str]:
                 yield f"{name} makes no tensor that stays with engine zero3"
     if engine == "fsdp2" and run.fsdp.backward_prefetch != DEFAULT_FSDP_OPTIONS.backward_prefetch:
         yield "backward_prefetch is FSDP1's: fully_shard always gathers the layer before"
-    if optimizer.paged:
-        # bitsandbytes optim/optimizer.py: get_state_buffer, of 100,000 elements on.
-        yield "paged: optimizer states are unified memory, outside of torch's allocator; counted as if all on the GPU"
     if impl.hugging_face and not impl.own_layers:
         has = family_of(run.model.model_type, run.transformers).liger
         for name in run.transformers.liger_kernel:

@@ -16,7 +16,7 @@ from bridge_memory.releases import (
     SHARED_MASKS,
     SHARED_MASKS_OF_GPT2,
 )
-from bridge_memory.spec.fields import Checked, choice, choices, count, flag, fraction, release
+from bridge_memory.spec.fields import Checked, choice, choices, count, flag, fraction, positive, release
 from bridge_memory.spec.model import ModelSpec
 
 #: Where nobody says which transformers runs.
@@ -95,6 +95,8 @@ class TransformersSpec(Checked):
     enable_activation_offloading: bool = flag(False)
     #: How experts are multiplied, from transformers 5 on ("eager": the loop); None: as the release does.
     experts_implementation: str | None = choice(None, "eager", "batched_mm", "grouped_mm")
+    #: Sequences of a batch of a GPU in evaluation between steps; None: no more than in training.
+    eval_micro_batch_size: int | None = positive(None)
 
     @property
     def quantized(self) -> bool:

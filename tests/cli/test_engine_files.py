@@ -83,6 +83,25 @@ def test_a_field_of_a_file_is_called_as_the_file_calls_it(capsys: pytest.Capture
     assert "load_in_4bit is true without" in refused(capsys, "Llama-3.2-1B", "--training-args", str(args))
 
 
+def test_weights_in_bf16_under_mixed_precision(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The script loads them, which no file of a launcher says; autocast has nothing to cast then."""
+    launcher = {"distributed_type": "MULTI_GPU", "num_processes": 8, "mixed_precision": "bf16"}
+    (tmp_path / "acc.json").write_text(json.dumps(launcher))
+    (tmp_path / "args.json").write_text('{"bf16": true, "per_device_train_batch_size": 1}')
+    flags = ["--engine", "ddp", "--implementation", "transformers", "--optimizer", "adamw", "--num-gpus", "8"]
+    pure = estimated(capsys, *flags, "--precision", "bf16")
+    launched = estimated(capsys, "--accelerate", str(tmp_path / "acc.json"), "--precision", "bf16")
+    assert launched["stages"] == pure["stages"]
+    assert "autocast to bf16 over weights in bf16 is counted as without it" in launched["assumptions"]
+    trained = estimated(
+        capsys, "--training-args", str(tmp_path / "args.json"), "--precision", "bf16", "--num-gpus", "8")
+    bytes_of = [c["bytes"] for c in trained["stages"][0]["components"] if c["name"] == "weights"]
+    assert bytes_of == [c["bytes"] for c in pure["stages"][0]["components"] if c["name"] == "weights"]
+    line = refused(
+        capsys, "Llama-3.2-1B", "--accelerate", str(tmp_path / "acc.json"), "--precision", "fp16")
+    assert "bf16 is the mixed precision, and weights are in fp16" in line
+
+
 def test_options_of_stage_3_in_a_file_of_stage_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Flags that do nothing are refused; a file is as people have it."""
     of_3 = {"sub_group_size": 1e9, "stage3_max_live_parameters": 1e9, "reduce_bucket_size": "auto"}

@@ -11,8 +11,9 @@ from bridge_memory.cli import main
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_units
+from bridge_memory.report.gpus import fits
 from bridge_memory.spec.layout import layout
-from bridge_memory.spec.parts import ENGINES
+from bridge_memory.spec.parts import ENGINES, OptimizerSpec
 
 
 def run_under(name: str) -> RunSpec:
@@ -146,3 +147,15 @@ def test_gradients_are_contiguous_where_the_optimizer_is_on_the_host() -> None:
     assert peak(run) == peak(run.with_fields(contiguous_gradients=True))
     on_the_gpu = run.with_fields(offload_optimizer_device="none")
     assert peak(on_the_gpu) != peak(on_the_gpu.with_fields(contiguous_gradients=True))
+
+
+def test_a_paged_optimizer_is_never_why_a_run_does_not_fit() -> None:
+    """bitsandbytes' ``get_paged``: managed memory, which the driver moves to the host where the GPU is full."""
+    run = RunSpec(model="meta-llama/Llama-3.1-8B").with_fields(
+        engine="single", params_dtype="bf16", gradient_checkpointing=True, transformer_impl="transformers",
+    )
+    answers = {}
+    for paged in (False, True):
+        found = estimate(run.with_(optimizer=OptimizerSpec(optimizer="adamw_8bit", paged=paged)))
+        answers[paged] = [fit.verdict.value for fit in fits(found, ["A100-40GB", "H100"])]
+    assert answers == {False: ["does not fit", "fits"], True: ["unknown", "fits"]}

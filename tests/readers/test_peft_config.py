@@ -14,8 +14,9 @@ from bridge_memory.cli import main
 from bridge_memory.engines.peft import adapter_units
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_units
-from bridge_memory.readers.engines.peft import _KNOWN
+from bridge_memory.readers.engines.peft import _KNOWN, DEFAULT_TARGETS
 from bridge_memory.readers.engines.run import settings_from_files
+from bridge_memory.readers.engines.settings import Told
 from bridge_memory.spec import ImplementationSpec, PeftSpec, PrecisionSpec, RunSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.parts import DataParallelSpec
@@ -30,6 +31,21 @@ def read(folder: Path, **config: Any) -> dict[str, Any]:
     return settings.groups["peft"]
 
 
+def test_linears_that_nobody_names_are_pefts_own_choice(tmp_path: Path) -> None:
+    """``utils/constants.py``; a type that peft does not know is refused by it too."""
+    path = tmp_path / "adapter_config.json"
+    path.write_text('{"peft_type": "LORA", "r": 8}')
+    for kind, targets in DEFAULT_TARGETS.items():
+        settings = settings_from_files(peft_config=str(path), told=Told(model_type=kind))
+        settings.notes.check()
+        assert settings.groups["peft"]["target_modules"] == targets
+    with pytest.raises(SpecError, match="target_modules is missing, and peft knows none for qwen3_moe"):
+        settings_from_files(peft_config=str(path), told=Told(model_type="qwen3_moe")).notes.check()
+    theirs = pytest.importorskip("peft.utils.constants").TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    assert {kind: theirs[kind] for kind in DEFAULT_TARGETS} == {k: list(v) for k, v in DEFAULT_TARGETS.items()}
+    assert "qwen3_moe" not in theirs
+
+
 def test_what_is_read(tmp_path: Path) -> None:
     found = read(tmp_path, r=16, target_modules=["v_proj", "q_proj"], lora_alpha=32, use_dora=True, bias="none")
     assert found == {"scheme": "lora", "dim": 16, "target_modules": ("q_proj", "v_proj"), "use_dora": True}
@@ -41,7 +57,6 @@ def test_what_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({}, "target_modules is missing"),
         ({"target_modules": ".*proj"}, "a regular expression"),
         ({"target_modules": ["self_attn.q_proj"]}, "the end of a full name"),
         ({"target_modules": ["q_proj"], "r": 0}, "r is 0"),

@@ -7,13 +7,15 @@ Sources: accelerate ``commands/config/config_args.py: ClusterConfig``, ``command
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 from bridge_memory.readers.engines.deepspeed import Filler, read_deepspeed
 from bridge_memory.readers.engines.fsdp import KNOWN as FSDP_KNOWN
 from bridge_memory.readers.engines.fsdp import read_fsdp
 from bridge_memory.readers.engines.sections import Section
-from bridge_memory.readers.engines.settings import Settings, Told
+from bridge_memory.readers.engines.settings import Settings, Told, autocast
 from bridge_memory.spec.gaps import Effect
 
 #: Reads a file that another one names.
@@ -65,7 +67,7 @@ def read_accelerate(
     for name in ("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "dynamo_config"):
         top.table(name)
     _dynamo(top, settings)
-    _parallelism(top.table("parallelism_config"), settings, kind)
+    _parallelism(top.table("parallelism_config"), settings, kind, told.world_size or settings.world_size)
     if kind == "MEGATRON_LM":
         notes.refuse("distributed_type", "is MEGATRON_LM", "give Megatron-LM's own arguments with --megatron-args")
     elif kind == "DEEPSPEED":
@@ -78,7 +80,7 @@ def read_accelerate(
         for key in section.unread():
             section.ignored(key, [f"fsdp_{name}" for name in FSDP_KNOWN], "accelerate passes over it")
     elif kind in ("NO", "MULTI_GPU"):
-        _mixed(settings, precision)
+        _mixed(settings, precision, told)
         settings.set(data_parallel__engine="single" if kind == "NO" else "ddp")
         if kind == "NO":
             settings.world_size = 1
@@ -94,11 +96,11 @@ def _dtype(precision: str) -> str:
     return "bf16" if precision == "fp8" else precision
 
 
-def _mixed(settings: Settings, precision: str) -> None:
+def _mixed(settings: Settings, precision: str, told: Told) -> None:
     """torch.autocast: parameters stay as the script loaded them, in fp32 unless it says otherwise."""
-    if precision != "no":
-        settings.set(transformers__autocast=_dtype(precision))
-    settings.set(precision__params_dtype="fp32")
+    weights = told.weights or "fp32"
+    mixed = None if precision == "no" else _dtype(precision)
+    settings.set(precision__params_dtype=weights, transformers__autocast=autocast(mixed, weights, settings))
 
 
 def _dynamo(top: Section, settings: Settings) -> None:
@@ -108,7 +110,7 @@ def _dynamo(top: Section, settings: Settings) -> None:
         settings.set(transformers__torch_compile=True)
 
 
-def _parallelism(section: Section, settings: Settings, kind: str | None) -> None:
+def _parallelism(section: Section, settings: Settings, kind: str | None, world: int | None) -> None:
     if not section.data:
         return
     prefix = "parallelism_config_"
@@ -122,6 +124,10 @@ def _parallelism(section: Section, settings: Settings, kind: str | None) -> None
         if sizes[name] > 1:
             settings.notes.refuse(section.named(f"{prefix}{name}_size"), f"is {sizes[name]}, which is not counted here",
                                   "set it to 1")
+    product = prod(sizes.values())
+    if world is not None and product not in (1, world):  # parallelism_config.py: _validate_accelerator
+        settings.notes.problem(section.where, f"has sizes of a product of {product}, and there are {world} processes",
+                               "make the product the processes")
     if sizes["dp_replicate"] > 1 and sizes["dp_shard"] > 1:
         settings.set(fsdp__shard_degree=sizes["dp_shard"])
 
@@ -134,7 +140,7 @@ def _deepspeed(
     section.ignore(*_DEEPSPEED_HARMLESS)
     path = section.text("deepspeed_config_file")
     world = settings.world_size or told.world_size
-    told = Told(world_size=world, hidden_size=told.hidden_size, transformers=told.transformers)
+    told = replace(told, world_size=world)
     if path is not None and path != "none":
         for name in _BESIDE_FILE:
             if section.raw(name) is not None:

@@ -347,6 +347,8 @@ def _precision(top: Section, settings: Settings) -> None:
     both = bf16.flag("enabled"), fp16.flag("enabled")
     if all(both):
         top.problem("bf16.enabled", "is true, and so is fp16.enabled", "disable one")
+    if not any(both):
+        top.notes.assume("weights in fp32, since the DeepSpeed config enables neither bf16 nor fp16")
     settings.set(precision__params_dtype="bf16" if both[0] else "fp16" if both[1] else "fp32")
     if both[0]:
         settings.set(

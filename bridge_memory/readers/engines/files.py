@@ -16,8 +16,9 @@ MOST_BYTES = 1 << 20
 #: Values of a configuration, after what a YAML names and repeats is written out.
 MOST_VALUES = 20_000
 MOST_DEPTH = 40
-_STRING = r'("(?:[^"\\\n]|\\.)*")'
-_COMMENT = re.compile(_STRING + r"|//[^\n]*|#[^\n]*|/\*[\s\S]*?\*/")
+#: What is not closed ends with the line, or the text: nothing is looked through twice.
+_STRING = r'("(?:[^"\\\n]|\\.)*"?)'
+_COMMENT = re.compile(_STRING + r"|//[^\n]*|#[^\n]*|/\*[\s\S]*?(?:\*/|\Z)")
 _COMMA = re.compile(_STRING + r"|,(\s*[}\]])")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bridge_memory.readers.engines.sections import Section
-from bridge_memory.readers.engines.settings import Settings
+from bridge_memory.readers.engines.settings import Settings, Told
 from bridge_memory.spec.parts import ALL_LINEAR
 
 #: Scales, first values, and where the adapter came from: no byte of a training step.
@@ -25,10 +25,17 @@ OTHER_PARAMETERS = (
     "monteclora_config", "arrow_config", "kasa_config", "alora_invocation_tokens", "megatron_config",
     "ensure_weight_tying",
 )  # fmt: skip
+#: ``model_type`` -> linears that peft takes where a config names none (``utils/constants.py:
+#: TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING``), of the types that are read here.
+DEFAULT_TARGETS = {
+    **dict.fromkeys(("llama", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text", "qwen2", "qwen3"),
+                    ("q_proj", "v_proj")),
+    "gpt2": ("c_attn",), "bloom": ("query_key_value",),
+}  # fmt: skip
 _KNOWN = (*HARMLESS, *OTHER_PARAMETERS, "peft_type", "r", "target_modules", "lora_dropout", "bias", "use_dora")
 
 
-def read_peft(config: Mapping[str, Any], settings: Settings) -> None:
+def read_peft(config: Mapping[str, Any], settings: Settings, told: Told) -> None:
     """Read a parsed file. What is wrong with it, or not counted, is in ``settings.notes``."""
     notes = settings.notes
     top = Section(config, "", notes)
@@ -43,7 +50,7 @@ def read_peft(config: Mapping[str, Any], settings: Settings) -> None:
             notes.refuse(name, "trains other parameters, which are not counted here", "leave it out")
     settings.set(
         peft__scheme="lora", peft__dim=top.integer("r", 8, least=1),
-        peft__target_modules=targets_of(top, "target_modules", top.raw("target_modules")),
+        peft__target_modules=targets_of(top, "target_modules", top.raw("target_modules"), told),
         peft__use_dora=top.flag("use_dora") or None,
         transformers__lora_dropout=top.number("lora_dropout", most=1.0) or None,
     )  # fmt: skip
@@ -51,11 +58,18 @@ def read_peft(config: Mapping[str, Any], settings: Settings) -> None:
     top.refuse_unread(_KNOWN, "peft refuses it")
 
 
-def targets_of(top: Section, key: str, value: Any) -> tuple[str, ...] | None:
-    """Names of linears that ``value`` says under ``key``; None, and a problem, where it says something else."""
+def targets_of(top: Section, key: str, value: Any, told: Told) -> tuple[str, ...] | None:
+    """Names of linears that ``value`` says under ``key``; None, and a problem, where it says something else. None is
+    peft's own choice by the kind of model."""
     if value is None:
-        top.problem(key, "is missing: peft picks by the kind of model", "name the linears, or all-linear")
-    elif isinstance(value, str):
+        found = DEFAULT_TARGETS.get(told.model_type or "llama")
+        if found is None:
+            what = f"is missing, and peft knows none for {told.model_type}"
+            top.problem(key, what, "name the linears, or all-linear")
+        else:
+            top.notes.assume(f"{', '.join(found)}, which peft takes where {top.named(key)} is missing")
+        return found
+    if isinstance(value, str):
         if value.lower() == ALL_LINEAR:
             return (ALL_LINEAR,)
         top.problem(key, f"is {value!r}, a regular expression", "give a list of linears, or all-linear")

@@ -54,7 +54,7 @@ def settings_from_files(
         read_torchtitan(read_table(torchtitan, f"give {KINDS['torchtitan']}"), settings, told)
         return settings
     if peft_config is not None:
-        read_peft(read_table(peft_config, f"give {KINDS['peft_config']}"), settings)
+        read_peft(read_table(peft_config, f"give {KINDS['peft_config']}"), settings, told)
     if micro_batch_size is not None:
         settings.set(batch__micro_batch_size=micro_batch_size)
     ds = None if deepspeed is None else _deepspeed_table(deepspeed, settings, alone=len(named) == 1)
@@ -171,7 +171,7 @@ def run_from_files(
     settings = settings_from_files(
         deepspeed=deepspeed, accelerate=accelerate, training_args=training_args, torchtitan=torchtitan,
         peft_config=peft_config,
-        told=Told(world_size=world_size, hidden_size=spec.hidden_size),
+        told=Told(world_size=world_size, hidden_size=spec.hidden_size, model_type=spec.model_type),
     )  # fmt: skip
     settings.notes.check()
     given = fields_of(settings)

@@ -9,11 +9,10 @@ none of them is passed over: what is not counted is refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from bridge_memory.readers.engines.peft import targets_of
 from bridge_memory.readers.engines.sections import Section
-from bridge_memory.readers.engines.settings import DTYPES, Settings
+from bridge_memory.readers.engines.settings import DTYPES, Settings, Told
 from bridge_memory.spec import show
 from bridge_memory.spec.gaps import Effect
 from bridge_memory.spec.parts import ALL_LINEAR
@@ -56,7 +55,7 @@ class Loaded:
     checkpointing: bool | None = None
 
 
-def read_script(top: Section, settings: Settings, mixed: str | None) -> Loaded:
+def read_script(top: Section, settings: Settings, told: Told, mixed: str | None) -> Loaded:
     """Read the words of scripts that stand beside TrainingArguments. ``mixed``: their mixed precision."""
     top.ignore(*HARMLESS.split())
     for name in _REFUSED:
@@ -69,11 +68,11 @@ def read_script(top: Section, settings: Settings, mixed: str | None) -> Loaded:
         if name not in ("torch_dtype", "dtype", "attn_implementation", "use_cache", "trust_remote_code", "revision"):
             settings.notes.gap(f"model_init_kwargs.{name}: how the model is loaded", Effect.UNKNOWN,
                                order="nobody here knows how large")
-    weights = _dtype(top) or _dtype(given)
+    weights = told.weights or _dtype(top) or _dtype(given)
     _attention(top, settings)
     _attention(given, settings)
     if any(top.has(name) for name in _FACTORY):
-        return _factory(top, settings, mixed)
+        return _factory(top, settings, told, mixed)
     adapters = bool(top.flag("use_peft"))
     quantised = _quantised(top, settings)
     for name in ("lora_r", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "lora_target_parameters",
@@ -86,7 +85,7 @@ def read_script(top: Section, settings: Settings, mixed: str | None) -> Loaded:
         value = top.raw("lora_target_modules")
         if isinstance(value, list) and len(value) == 1:
             value = value[0] if value[0] == ALL_LINEAR else value
-        _lora(top, settings, "lora_r", 16, "lora_target_modules", value, dropout=0.05)
+        _lora(top, settings, "lora_r", 16, targets_of(top, "lora_target_modules", value, told), dropout=0.05)
     elif quantised:
         top.problem(quantised, "is true without use_peft: quantised weights do not train", "set use_peft to true")
     if quantised:
@@ -143,15 +142,17 @@ def _quantised(top: Section, settings: Settings) -> str | None:
     return "load_in_4bit" if four else "load_in_8bit" if eight else None
 
 
-def _lora(top: Section, settings: Settings, rank: str, default: int, key: str, value: Any, *, dropout: float) -> None:
+def _lora(
+    top: Section, settings: Settings, rank: str, default: int, targets: tuple[str, ...] | None, *, dropout: float
+) -> None:
     settings.set(
         peft__scheme="lora", peft__dim=top.integer(rank, default, least=1),
-        peft__target_modules=targets_of(top, key, value), peft__use_dora=top.flag("use_dora") or None,
+        peft__target_modules=targets, peft__use_dora=top.flag("use_dora") or None,
         transformers__lora_dropout=top.number("lora_dropout", dropout, most=1.0) or None,
     )  # fmt: skip
 
 
-def _factory(top: Section, settings: Settings, mixed: str | None) -> Loaded:
+def _factory(top: Section, settings: Settings, told: Told, mixed: str | None) -> Loaded:
     """LLaMA-Factory: layers are checkpointed unless told, trainable weights are in fp32 unless pure_bf16."""
     notes = settings.notes
     stage = top.choice("stage", ("pt", "sft", "rm", "ppo", "dpo", "kto"), "sft")
@@ -171,7 +172,8 @@ def _factory(top: Section, settings: Settings, mixed: str | None) -> Loaded:
         target = top.raw("lora_target", "all")
         if isinstance(target, str):
             target = [word.strip() for word in target.split(",") if word.strip()]
-        _lora(top, settings, "lora_rank", 8, "lora_target", ALL_LINEAR if target == ["all"] else target, dropout=0.0)
+        targets = targets_of(top, "lora_target", ALL_LINEAR if target == ["all"] else target, told)
+        _lora(top, settings, "lora_rank", 8, targets, dropout=0.0)
         if top.raw("additional_target"):
             notes.refuse("additional_target", "trains other parameters, which are not counted here", "leave it out")
     top.ignore("lora_rank", "lora_target", "lora_dropout", "use_dora", "additional_target")

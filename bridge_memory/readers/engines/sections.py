@@ -167,7 +167,8 @@ class Section:
         if found is None:
             lower = {name.lower(): name for name in known}
             near = get_close_matches(value.lower(), lower, n=1) if isinstance(value, str) else []
-            self.problem(key, f"is {show(value)}, which is unknown", _use([lower[name] for name in near], known))
+            fix = "quote it: 'no'" if value is False and "no" in lower else _use([lower[name] for name in near], known)
+            self.problem(key, f"is {show(value)}, which is unknown", fix)
             return default
         return found
 

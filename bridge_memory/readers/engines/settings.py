@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge_memory.readers.engines.sections import Notes
+from bridge_memory.spec.gaps import Effect
 
 #: What accelerate launches and the Trainer call a dtype -> the spec's word.
 DTYPES = {
@@ -53,6 +54,25 @@ class Told:
     world_size: int | None = None
     #: The model's hidden size, which sizes DeepSpeed's "auto" buckets.
     hidden_size: int | None = None
+    #: Dtype of the weights, from a flag.
+    weights: str | None = None
+    #: The ``model_type`` of its config, by which peft picks linears.
+    model_type: str | None = None
     #: The release of transformers whose Trainer reads the file.
     transformers: tuple[int, int] = (4, 57)
 
+
+def autocast(mixed: str | None, weights: str, settings: Settings) -> str | None:
+    """The dtype of torch.autocast, where it has weights to cast."""
+    if mixed is None or weights == "fp32":
+        return mixed
+    if weights != mixed:
+        settings.notes.refuse(mixed, f"is the mixed precision, and weights are in {weights}: autocast from one to "
+                              "the other is not counted here", f"mix in {weights}, or load the model in fp32")
+    elif settings.get("peft", "scheme") is not None:
+        settings.notes.gap(f"{mixed}: inputs of adapters, which autocast narrows; counted in the adapters' fp32",
+                           Effect.DOWN, order="2 bytes for each element that enters an adapter, in every layer")
+    settings.notes.assume(f"autocast to {mixed} over weights in {weights} is counted as without it")
+    # What a launcher's file said of weights in fp32.
+    settings.groups.get("transformers", {}).pop("autocast", None)
+    return None

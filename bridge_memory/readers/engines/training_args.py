@@ -16,7 +16,7 @@ from bridge_memory.readers.engines.fsdp import KNOWN as FSDP_KNOWN
 from bridge_memory.readers.engines.fsdp import STRATEGIES, read_fsdp
 from bridge_memory.readers.engines.scripts import Loaded, read_script
 from bridge_memory.readers.engines.sections import Section
-from bridge_memory.readers.engines.settings import Settings, Told
+from bridge_memory.readers.engines.settings import Settings, Told, autocast
 from bridge_memory.spec import show
 from bridge_memory.spec.gaps import Effect
 
@@ -122,10 +122,10 @@ def read_training_args(
         transformers__use_cache=top.flag("use_cache", None),
     )
     top.ignore("torch_compile_backend", "torch_compile_mode")
-    loaded = read_script(top, settings, mixed)
+    loaded = read_script(top, settings, told, mixed)
     checkpointing = _checkpointing(top, settings, loaded)
     _liger(top, settings)
-    _unmodelled(top)
+    _unmodelled(top, settings)
     own = top.raw("deepspeed")
     table = deepspeed if deepspeed is not None else own
     if isinstance(table, str):
@@ -213,7 +213,7 @@ def _liger(top: Section, settings: Settings) -> None:
     section.refuse_unread(tuple(defaults), "Liger refuses it")
 
 
-def _unmodelled(top: Section) -> None:
+def _unmodelled(top: Section, settings: Settings) -> None:
     top.unmodelled("neftune_noise_alpha", None, Effect.UP, "noise of the size of the embeddings' output",
                    order="two times s b h elements")
     top.unmodelled("label_smoothing_factor", 0.0, Effect.UP, "log-probabilities of all tokens",
@@ -231,8 +231,7 @@ def _unmodelled(top: Section) -> None:
     if top.flag("do_eval") or str(evaluates).lower() not in ("no", "false"):
         train = top.integer("per_device_train_batch_size", 8, least=1)
         if batch > train:
-            what = f"eval_strategy: evaluation, of {batch} sequences a GPU where training has {train}"
-            top.notes.gap(what, Effect.UP, outside=True, order="activations of one layer and the logits, of that batch")
+            settings.set(transformers__eval_micro_batch_size=batch)
         else:
             top.notes.assume("evaluation holds less than training: its batches are no larger and keep nothing for "
                              "backward (no compute_metrics, which gathers logits)")
@@ -253,6 +252,8 @@ def _unmodelled(top: Section) -> None:
 
 def _weights(loaded: Loaded, told: Told, settings: Settings) -> str:
     """The dtype in which a script loads weights (``modeling_utils.py: PreTrainedModel.from_pretrained``)."""
+    if told.weights is not None:
+        return told.weights
     if loaded.weights is not None:
         return loaded.weights
     if told.transformers >= (5, 0):
@@ -261,22 +262,6 @@ def _weights(loaded: Loaded, told: Told, settings: Settings) -> str:
         return "bf16"
     settings.notes.assume("weights loaded in fp32, as transformers 4 does unless told (--precision)")
     return "fp32"
-
-
-def _autocast(mixed: str | None, weights: str, settings: Settings) -> str | None:
-    """The dtype of torch.autocast, where it has weights to cast."""
-    if mixed is None or weights == "fp32":
-        return mixed
-    if weights != mixed:
-        settings.notes.refuse(mixed, f"is true, and weights are in {weights}: autocast from one to the other is not "
-                              "counted here", f"set {weights} to true, or load the model in fp32")
-    elif settings.get("peft", "scheme") is not None:
-        settings.notes.gap(f"{mixed}: inputs of adapters, which autocast narrows; counted in the adapters' fp32",
-                           Effect.DOWN, order="2 bytes for each element that enters an adapter, in every layer")
-    settings.notes.assume(f"autocast to {mixed} over weights in {weights} is counted as without it")
-    # What a launcher's file said of weights in fp32.
-    settings.groups.get("transformers", {}).pop("autocast", None)
-    return None
 
 
 def _sharded_weights(loaded: str, mixed: str | None, settings: Settings) -> str:
@@ -302,7 +287,7 @@ def _as_launched(
     weights = _weights(loaded, told, settings)
     settings.set(
         data_parallel__engine=settings.engine or "ddp", precision__params_dtype=weights,
-        transformers__autocast=_autocast(mixed, weights, settings),
+        transformers__autocast=autocast(mixed, weights, settings),
         ddp__find_unused_parameters=top.flag("ddp_find_unused_parameters", not checkpointing),
         ddp__bucket_cap_mb=top.number("ddp_bucket_cap_mb"), ddp__static_graph=top.flag("ddp_static_graph", None),
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,3 +185,26 @@ def test_a_file_of_any_shape_ends_in_one_line(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(SpecError):
             settings_from_files(accelerate=str(path), told=Told()).notes.check()
+
+
+def test_sizes_of_parallelism_make_the_processes(tmp_path: Path) -> None:
+    """``ParallelismConfig._validate_accelerator``, which asks an Accelerator of three things."""
+    theirs = pytest.importorskip("accelerate.parallelism_config")
+    for shard, fits in ((4, True), (2, False)):
+        sizes = {"dp_replicate_size": 2, "dp_shard_size": shard}
+        changes = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2},
+                   "parallelism_config": {f"parallelism_config_{k}": v for k, v in sizes.items()}}  # fmt: skip
+        job = SimpleNamespace(multi_device=True, num_processes=8, is_fsdp2=True, distributed_type="FSDP")
+        if fits:
+            theirs.ParallelismConfig(**sizes)._validate_accelerator(job)
+            assert read(tmp_path, **changes).fsdp.shard_degree == 4
+        else:
+            with pytest.raises(ValueError, match="does not match num_processes"):
+                theirs.ParallelismConfig(**sizes)._validate_accelerator(job)
+            with pytest.raises(SpecError, match="parallelism_config has sizes of a product of 4, and there are 8 proc"):
+                read(tmp_path, **changes)
+
+
+def test_a_word_that_yaml_reads_as_false(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="distributed_type is False, which is unknown; quote it: 'no'"):
+        read(tmp_path, distributed_type=False)

@@ -120,7 +120,7 @@ def test_llama_factory(tmp_path: Path) -> None:
         ({"additional_target": "embed_tokens"}, "additional_target trains other parameters"),
         ({"lora_target": 7}, "lora_target is no list of names"), ({"flash_attn": "fa9"}, "flash_attn is 'fa9'"),
         ({"fp16": True, "bf16": False, "torch_dtype": "bfloat16", "finetuning_type": None, "cutoff_len": None,
-          "lora_rank": None, "lora_target": None}, "fp16 is true, and weights are in bf16"),
+          "lora_rank": None, "lora_target": None}, "fp16 is the mixed precision, and weights are in bf16"),
         ({"torch_dtype": "bf61"}, "torch_dtype is 'bf61'"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
@@ -128,3 +128,16 @@ def test_llama_factory(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         read(tmp_path, {**FACTORY, **change})
+
+
+@pytest.mark.parametrize("text", ["{ /* ", '{"\\"', '{"', "{// ", "{, "], ids=range(5))
+def test_comments_that_never_end_are_read_once(text: str) -> None:
+    """A text of a MiB takes no more than its length."""
+    from time import process_time
+
+    from bridge_memory.readers.engines.files import without_comments
+
+    start = process_time()
+    without_comments(text * (1_000_000 // len(text)))
+    without_comments(text[0] + text[1:] * (1_000_000 // (len(text) - 1)))
+    assert process_time() - start < 5

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bridge_memory.estimate import estimate
 from bridge_memory.readers.engines import training_args as reader
 from bridge_memory.readers.engines.run import run_from_files, settings_from_files
 from bridge_memory.readers.engines.settings import Told
@@ -178,9 +179,22 @@ def test_a_field_that_is_none_of_theirs_is_listed(tmp_path: Path) -> None:
 
 def test_evaluation_and_noise_are_named(tmp_path: Path) -> None:
     args = {"eval_strategy": "steps", "per_device_train_batch_size": 2}
-    gaps = read(tmp_path, **args, neftune_noise_alpha=5).not_modelled
-    assert [gap.split(":")[0].split(" ")[0] for gap in gaps] == ["neftune_noise_alpha", "eval_strategy"]
-    assert not read(tmp_path, **args, per_device_eval_batch_size=2).not_modelled
+    gaps = estimate(read(tmp_path, **args, neftune_noise_alpha=5)).not_modelled
+    assert sorted(gap.split(":")[0].split(" ")[0] for gap in gaps) == ["eval_strategy", "neftune_noise_alpha"]
+    assert not estimate(read(tmp_path, **args, per_device_eval_batch_size=2)).not_modelled
+
+
+def test_evaluation_needs_no_more_than_training_at_its_batch(tmp_path: Path) -> None:
+    """Its batch is four times as large: what training needs there is the bound, beside weights and states."""
+    args = {"eval_strategy": "steps", "per_device_train_batch_size": 2, "bf16": True}
+    found = estimate(read(tmp_path, **args))
+    (gap,) = found.gaps
+    larger = estimate(read(tmp_path, **{**args, "per_device_train_batch_size": 8}))
+    assert gap.outside and gap.least == 0 and gap.most is not None
+    assert larger.peak_stage.peak_bytes <= found.peak_stage.peak_bytes + gap.most
+    assert found.peak_stage.peak_bytes + gap.most <= 1.2 * larger.peak_stage.peak_bytes
+    (of_liger,) = estimate(read(tmp_path, **args, use_liger_kernel=True)).gaps
+    assert of_liger.most is None
 
 
 def test_yaml_and_files_that_it_names(tmp_path: Path) -> None:
