@@ -165,8 +165,10 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
     y = _normed(t, before, x)
     entered = y
     with _again(t, "attention", y, *(table for table in shared if table is not None)):
-        attended = isinstance(mixer, AttentionSpec)
-        y = record_attention(t, mixer, y, shared) if attended else record_mla(t, mixer, y, shared)
+        if isinstance(mixer, AttentionSpec):
+            y = record_attention(t, mixer, y, shared)
+        else:
+            y = record_mla(t, mixer, y, shared)
     t.keep_alive(entered)
     x = _added(t, "hidden states after attention", x, _normed(t, after, y))
     r.tape.part = Part.MLP if isinstance(ffn, MLPSpec) else Part.MOE
