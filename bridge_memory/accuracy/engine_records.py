@@ -300,14 +300,14 @@ def _automodel(row: Mapping[str, Any]) -> Reading:
     default: Liger's own defaults, whose fused loss is not reached, since the recipe hands the model no labels.
     Checkpoints are of norms, attention and MLP (``components/distributed/parallelizer.py``)."""
     technique = str(row.get("technique"))
-    if technique == "Baseline":
-        raise SpecError("the baseline is not FSDP, and what it is is not stated")
     cut = "LC-CE" in technique
-    ranks = _gpus(row)
+    alone = technique == "Baseline"
+    ranks = 1 if alone else _gpus(row)
     run = RunSpec(
         model=_preset(row), parallel=ParallelSpec(world_size=ranks), batch=_batch(row, ranks),
-        optimizer=OptimizerSpec(optimizer="adamw"), data_parallel=DataParallelSpec(engine="fsdp2"),
-        fsdp=FSDPOptions(param_dtype="bf16", reduce_dtype="bf16"),
+        optimizer=OptimizerSpec(optimizer="adamw"),
+        data_parallel=DataParallelSpec(engine="single" if alone else "fsdp2"),
+        fsdp=FSDPOptions() if alone else FSDPOptions(param_dtype="bf16", reduce_dtype="bf16"),
         transformers=TransformersSpec(
             checkpoint_submodules="Checkpointing" in technique or cut, cut_cross_entropy=cut, keeps_outputs=True,
             liger_kernel=("rope", "rms_norm", "swiglu"),
@@ -315,7 +315,7 @@ def _automodel(row: Mapping[str, Any]) -> Reading:
         assumptions=(
             "weights in bf16, as the checkpoint's", "Liger's kernels, Automodel's default where they are "
             "installed", "the step holds the model's output until backward is over", "GB are 2^30 bytes, as its "
-            "recipe divides",
+            "recipe divides", *("the row below adds FSDP with dp_size 8: the baseline is one GPU",) * alone,
         ),
     )  # fmt: skip
     # ``recipes/llm/train_ft.py``: ``torch.cuda.max_memory_allocated() / 1024**3``.

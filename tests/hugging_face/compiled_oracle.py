@@ -4,6 +4,7 @@ Inductor, at full size, on tensors without data. Only the making of kernels is l
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,6 +56,21 @@ class Kept:
                     seen.add(storage)
                     found[node.name] = value.numel() * value.element_size()
         return found
+
+
+@contextmanager
+def importable(modules: dict[str, Any]) -> Iterator[None]:
+    """Modules under the names by which the compiler asks for them."""
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module
 
 
 def flash(module: Any, q: Any, k: Any, v: Any, mask: Any, **more: Any) -> tuple[Any, None]:

@@ -8,11 +8,12 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from titan_oracle import available, measure
+from titan_oracle import available, kept_by_layer, measure
 
-from bridge_memory import BatchSpec, ImplementationSpec, RunSpec, SpecError
+from bridge_memory import BatchSpec, DataParallelSpec, ImplementationSpec, RunSpec, SpecError
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
+from bridge_memory.inventory.transformers.blocks import layer_block
 from bridge_memory.readers.huggingface import model_from_hf_config
 from bridge_memory.spec import PeftSpec, PrecisionSpec
 from bridge_memory.spec.layout import layout
@@ -34,7 +35,8 @@ def run_of(mode: str = "none", option: str = "op", **fields: Any) -> RunSpec:
         given["selective_ac_option"] = option
     return RunSpec(
         model=model_from_hf_config({**CONFIG, **fields.pop("config", {})}, "small"),
-        batch=BatchSpec(seq_length=128, micro_batch_size=2), precision=PrecisionSpec(params_dtype="bf16"),
+        batch=fields.pop("batch", None) or BatchSpec(seq_length=128, micro_batch_size=2),
+        precision=PrecisionSpec(params_dtype="bf16"),
         implementation=ImplementationSpec(transformer_impl="torchtitan"),
         transformers=TransformersSpec(attention_mask="none", **given, **fields),
     )
@@ -56,6 +58,18 @@ def test_layers_and_checkpoints(mode: str, option: str, vocab_size: int) -> None
     # Forward what a layer is to keep of all its products is counted from its beginning.
     assert ours.forward_peak == pytest.approx(real.forward, rel=0.03 if option == "op" else 0.01)
     assert ours.backward_peak == pytest.approx(real.backward, rel=0.005)
+
+
+@pytest.mark.skipif(not available(), reason="needs torchtitan")
+@pytest.mark.parametrize("groups", [2, 8])
+def test_a_compiled_layer(groups: int) -> None:
+    """Beside a counter of the kernel's."""
+    config = {**CONFIG, "num_key_value_heads": groups}
+    run = run_of(torch_compile=True, config={"num_key_value_heads": groups}, batch=BatchSpec(seq_length=512))
+    run = run.with_(data_parallel=DataParallelSpec(engine="single"))
+    kept = kept_by_layer(config, 1, 512)
+    ours = layer_block(run.model.layers[0], context_of(run)).cost.retained
+    assert abs(ours - sum(kept.values())) <= 24, kept
 
 
 def test_op_keeps_attention_and_every_second_product_by_hand() -> None:

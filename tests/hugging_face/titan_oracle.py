@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from compiled_oracle import Kept, importable, without_data
 from hf_oracle import META, Measured, passes
 
 from bridge_memory.rehearse.tracker import Tracker
@@ -93,19 +94,38 @@ class _Attention(torch.nn.Module):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
 
+def kept_by_layer(config: dict[str, Any], batch: int, seq: int) -> dict[str, int]:
+    """Of a layer compiled by itself (``models/llama3/infra/parallelize.py: apply_compile``)."""
+    module, _ = _modules()
+    h, heads = config["hidden_size"], config["num_attention_heads"]
+    with importable({module.__name__: module}), without_data():
+        layer = next(iter(module.Transformer(_arguments(config, seq)).layers.values()))
+        kept = Kept()
+        layer.compile(backend=kept.backend)
+        x = torch.empty(batch, seq, h, requires_grad=True)
+        table = torch.empty(seq, h // heads // 2, dtype=torch.complex64)
+        out = layer(x, table, None)
+        out.backward(torch.empty_like(out))
+        return kept.saved(table, *layer.parameters())
+
+
+def _arguments(config: dict[str, Any], seq: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        dim=config["hidden_size"], n_layers=config["num_hidden_layers"], n_heads=config["num_attention_heads"],
+        n_kv_heads=config["num_key_value_heads"], vocab_size=config["vocab_size"], norm_eps=1e-5, depth_init=True,
+        multiple_of=config["intermediate_size"], ffn_dim_multiplier=None, max_seq_len=seq, rope_theta=1e4,
+        attn_type="sdpa",
+        rope_scaling_args=SimpleNamespace(scaling_factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                          original_max_position_embeddings=seq),
+    )  # fmt: skip
+
+
 def measure(config: dict[str, Any], batch: int, seq: int, mode: str, option: str = "op") -> Measured:
     """One forward and backward pass in bf16 of the model of a Hugging Face config; gradients are there before."""
     model_module, checkpoint = _modules()
     h, f = config["hidden_size"], config["intermediate_size"]
-    args = SimpleNamespace(
-        dim=h, n_layers=config["num_hidden_layers"], n_heads=config["num_attention_heads"],
-        n_kv_heads=config["num_key_value_heads"], vocab_size=config["vocab_size"], norm_eps=1e-5, depth_init=True,
-        multiple_of=f, ffn_dim_multiplier=None, max_seq_len=seq, rope_theta=1e4, attn_type="sdpa",
-        rope_scaling_args=SimpleNamespace(scaling_factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                                          original_max_position_embeddings=seq),
-    )  # fmt: skip
     with torch.device(META):
-        model = model_module.Transformer(args).to(torch.bfloat16)
+        model = model_module.Transformer(_arguments(config, seq)).to(torch.bfloat16)
         model.freqs_cis = model._precompute_freqs_cis()
     for block in model.layers.values():
         assert block.feed_forward.w1.weight.shape == (f, h)

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from compiled_oracle import Kept, without_data
+from compiled_oracle import Kept, importable, without_data
 from hf_oracle import META, Measured, passes
 from torch import nn
 
@@ -160,7 +159,7 @@ def kept_by_layer(config: dict[str, Any], batch: int, seq: int) -> dict[str, int
         layer.compile(backend=kept.backend)
         x = torch.empty(batch, seq, config["hidden_size"], requires_grad=True)
         places = torch.zeros(batch, seq, dtype=torch.long)
-        with patch.dict(sys.modules, m["loaded"]):
+        with importable(m["loaded"]):
             out = layer(x, input_pos=places)
         out.backward(torch.empty_like(out))
         return kept.saved(*layer.parameters(), *layer.buffers(), places)

@@ -14,13 +14,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from bridge_memory.inventory.transformers.ops import Array, Torch
+from bridge_memory.inventory.tape import Tensor
+from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
 
 
 def rotated(t: Torch, query: Array, key: Array) -> tuple[Array, Array]:
-    """One kernel each; tables are the model's."""
-    return tuple(  # type: ignore[return-value]
-        t.make(f"rotated {name}", (x,), x.elements, x.width) for name, x in (("query", query), ("key", key))
+    """One kernel each; tables are the model's. Complex numbers Inductor leaves to torch (``_inductor/lowering.py:
+    warn_complex``): fp32 copies and products of them are made, and the layer keeps the conjugate of the table."""
+    if t.hf.family.rotary != "complex":
+        return _turned(t, "query", query), _turned(t, "key", key)
+    conjugate = t.constant("conjugate of the rotary table", t.r.ctx.seq * t.r.ctx.rotary_dim, FP32)
+    kept = (conjugate.tensor,)
+    return _turned(t, "query", query, kept, 2 * FP32), _turned(t, "key", key, kept, 2 * FP32)
+
+
+def _turned(t: Torch, name: str, x: Array, kept: tuple[Tensor, ...] = (), scratch: int = 0) -> Array:
+    """``scratch``: bytes an element, in both passes."""
+    nbytes = scratch * x.elements
+    return t.make(
+        f"rotated {name}", (x,), x.elements, x.width, saves=kept if x.differentiable else (), workspace=nbytes,
+        backward_workspace=nbytes,
     )
 
 
