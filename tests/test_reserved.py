@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import bridge_memory
 from bridge_memory import BatchSpec, ParallelSpec, RunSpec
+from bridge_memory.cli import main
 from bridge_memory.estimate import estimate
 from bridge_memory.inventory.comings import Passes, Storages
 from bridge_memory.inventory.tape import Tape
@@ -146,3 +150,40 @@ def test_what_a_checkpoint_keeps_is_not_made_again() -> None:
     forward, backward = _told(again=True, keeps=True)
     assert forward == [("+", 4), ("+", 8), ("+", 2), ("-", 8)]
     assert backward[:3] == [("+", 2), ("+", 8), ("-", 8)]
+
+
+# ---- the command ----
+
+ARGV = ("estimate", "meta-llama/Llama-3.1-8B", "--engine", "fsdp2", "--num-gpus", "8", "--global-batch-size", "8")
+
+
+def test_the_command_prints_it_beside_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGV, "--reserved"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Reserved, stream by stream" in text and "GiB with expandable_segments:True (compute" in text
+    assert main([*ARGV, "--reserved", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    reserved = found["reserved"]
+    assert reserved["segments"] == sum(reserved["streams"].values())
+    assert reserved["allocated"] == pytest.approx(found["peak"]["bytes"], rel=0.002)
+    schema = json.loads((Path(bridge_memory.__file__).parent / "report" / "estimate.schema.json").read_text())
+    pytest.importorskip("jsonschema").Draft202012Validator(schema).validate(found)
+    assert main([*ARGV, "--json"]) == 0
+    assert "reserved" not in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--engine", "zero3"), "--reserved: reserved memory of --engine zero3 is not replayed; drop it"),
+        (("--brief",), "--reserved is shown as text, md and json"),
+        (("--global-batch-size", "16"), "with more than one microbatch a step is not replayed"),
+    ],
+    ids=["engine", "brief", "accumulation"],
+)
+def test_where_there_is_none_it_is_one_line(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], words: str
+) -> None:
+    assert main([*ARGV, "--reserved", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and words in err

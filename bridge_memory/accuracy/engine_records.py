@@ -242,8 +242,8 @@ def _torchtitan(row: Mapping[str, Any]) -> Reading:
     selective = "selective" in row["recompute"]
     technique = row.get("technique")
     # A table's precision is of all its rows; one whose technique is a rung of a ladder has what it names.
-    ladder = technique is not None and selective
-    if "Float8" in row["precision"] and not (ladder and "Float8" not in technique):
+    without = technique is not None and selective and "Float8" not in technique
+    if "Float8" in row["precision"] and not without:
         gaps.append(Gap("Float8: counted in bf16", Effect.EITHER, order="a byte for each element that linears save"))
     if technique is None:
         gaps.append(Gap("whether it is compiled is not stated: counted as not", Effect.DOWN,

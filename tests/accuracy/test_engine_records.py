@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import bridge_memory
-from bridge_memory.accuracy.corpus import Row, read_corpus
 from bridge_memory.accuracy import engine_records
+from bridge_memory.accuracy.corpus import Row, read_corpus
 from bridge_memory.accuracy.engine_records import Outcome, outcomes, read, totals
 from bridge_memory.cli import main
 from bridge_memory.estimate import estimate
