@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import fields
 from math import prod
 from typing import NamedTuple
 
@@ -39,10 +40,17 @@ from bridge_memory.inventory.transformers.blocks import embedding_block, final_n
 from bridge_memory.inventory.transformers.chain import mask_bytes
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 from bridge_memory.spec.layout import layout
+from bridge_memory.spec.transformers import TransformersSpec
 from bridge_memory.workspaces.caching_allocator import CachingAllocator
 
 #: Training steps that are followed: nothing new is reserved after the second but by chance.
 STEPS = 4
+#: Options of transformers' modules that the tapes of blocks show, or that are looked at here; any other is refused.
+_FOLLOWED = frozenset({
+    "attn_implementation", "attention_mask", "sdpa_kernel", "gradient_checkpointing", "checkpoint_submodules",
+    "use_reentrant", "liger_kernel", "selective_ac_option", "torch_compile", "compile_loss", "num_output_chunks",
+    "cut_cross_entropy", "experts_implementation", "transformers_version", "use_cache",
+})  # fmt: skip
 COMPUTE, ALL_GATHER, REDUCE_SCATTER = "compute", "all-gather", "reduce-scatter"
 
 
@@ -73,9 +81,9 @@ def why_not(run: RunSpec) -> str | None:
         "layers other than transformers' and torchtitan's": not run.implementation.hugging_face,
         "more than one microbatch a step": run.num_microbatches > 1,
         "adapters": run.peft.trains_adapters or run.peft.freezes,
-        "autocast": bool(t.autocast), "reentrant checkpoints": t.gradient_checkpointing and t.reentrant,
+        "reentrant checkpoints": t.gradient_checkpointing and t.reentrant,
         "checkpoints of every nth layer": t.selective_ac_option not in (None, "op"),
-        "outputs that are held": t.keeps_outputs, "offloading": f.offload_params,
+        "offloading": f.offload_params,
         "an optimizer that is not torch's": run.optimizer.optimizer not in ("adam", "adamw", "sgd")
         or run.optimizer.paged,
     }  # fmt: skip
@@ -84,6 +92,9 @@ def why_not(run: RunSpec) -> str | None:
             "replicas of shards": (f.shard_degree or run.parallel.data_parallel_size) < run.parallel.data_parallel_size,
             "forward prefetching": f.forward_prefetch,
         }
+    plain = TransformersSpec()
+    other = [field.name for field in fields(t) if field.name not in _FOLLOWED]
+    asked |= {name: getattr(t, name) != getattr(plain, name) for name in other}
     missing = [name for name, given in asked.items() if given]
     return f"reserved memory with {', '.join(missing)} is not replayed" if missing else None
 

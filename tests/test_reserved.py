@@ -83,7 +83,7 @@ def test_every_stream_of_fsdp2_has_memory_of_its_own() -> None:
             run_of().with_(batch=BatchSpec(seq_length=8192, micro_batch_size=1, global_batch_size=16)),
             "with more than one microbatch a step is not replayed",
         ),
-        (run_of(keeps_outputs=True), "with outputs that are held is not replayed"),
+        (run_of(keeps_outputs=True), "reserved memory with keeps_outputs is not replayed"),
     ],
     ids=["zero3", "reentrant", "accumulation", "outputs"],
 )
