@@ -1,8 +1,9 @@
-"""torch's caching allocator, block by block: every number worked out by hand from ``c10/cuda/CUDACachingAllocator.cpp``."""
+"""torch's caching allocator, block by block: numbers worked out by hand from ``c10/cuda/CUDACachingAllocator.cpp``."""
 
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -221,6 +222,6 @@ def test_no_two_tensors_overlap_and_nothing_is_lost(seed: int, expandable: bool)
     for event in _random_events(seed, 500):
         allocator.replay([event])
         used = sorted((b.address, b.size) for b in allocator._blocks.values())
-        assert all(a + n <= b for (a, n), (b, _) in zip(used, used[1:], strict=False))
+        assert all(a + n <= b for (a, n), (b, _) in pairwise(used))
         free = sum(size for pool in allocator._pools.values() for size, _, _ in pool.free)
         assert free + allocator.allocated == allocator.reserved

@@ -19,7 +19,9 @@ from bridge_memory.spec.release import read_release
 
 if TYPE_CHECKING:
     from bridge_memory.estimate import Estimate
+    from bridge_memory.report.document import Block
     from bridge_memory.report.gpus import Fit
+    from bridge_memory.reserved import Reserved
 
 EXIT_DOES_NOT_FIT = 3
 
@@ -34,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="every table, with --stage N also each parameter and saved tensor of that stage; -vv: of "
                              "all stages")
     output.add_argument("--brief", action="store_true", help="print the answer alone, in one line")
+    output.add_argument("--reserved", action="store_true",
+                        help="also what torch's allocator reserves, by a replay of every tensor of some steps (engines "
+                             "fsdp2 and single)")
     output.add_argument("--require-fit", action="store_true",
                         help=f"exit code {EXIT_DOES_NOT_FIT} unless it fits every --gpu; a tight fit is one")
     output.add_argument("--unit", default="GiB", metavar="UNIT",
@@ -61,16 +66,21 @@ def run(args: argparse.Namespace) -> int:
     from bridge_memory.estimate import estimate
     from bridge_memory.report.gpus import Verdict, find_gpu, fits
     from bridge_memory.report.units import check_unit
+    from bridge_memory.reserved import why_not
 
     unit = check_unit(args.unit)
     if args.require_fit and not args.gpu:
         raise SpecError("--require-fit needs a GPU to fit; add --gpu NAME (`bridge-memory gpus` lists them)")
     if args.brief and (args.verbose or args.format != "text"):
         raise SpecError("--brief prints one line; drop --verbose and other formats")
+    if args.reserved and (args.brief or args.format not in ("text", "md", "json")):
+        raise SpecError("--reserved is shown as text, md and json; drop it, or --brief and other formats")
     gpus = [find_gpu(name.strip()) for names in args.gpu for name in names.split(",")]
     _check_release(args.megatron_core)
     spec = run_on_gpus(args, gpus)
     result = estimate(spec)
+    if args.reserved and (reason := why_not(spec)) is not None:
+        raise SpecError(f"--reserved: {reason}; drop it")
     if args.calibration is not None:
         from bridge_memory.calibration import calibrated, load
 
@@ -91,7 +101,11 @@ def run(args: argparse.Namespace) -> int:
 def _print(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], unit: str, fix: str) -> None:
     from bridge_memory.report.printing import print_blocks
 
-    details = None
+    details = reserved = None
+    if args.reserved:
+        from bridge_memory.reserved import replayed
+
+        reserved = replayed(result.run)
     if args.verbose > 1 or (args.verbose and (args.json or args.stage is not None)):
         from bridge_memory.report.details import stage_details
 
@@ -105,6 +119,8 @@ def _print(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], u
         from bridge_memory.report.json import estimate_to_json
 
         document = estimate_to_json(result, fitting, stage=args.stage, details=details, fix=fix)
+        if reserved is not None:
+            document["reserved"] = reserved.as_json()
         json.dump(document, sys.stdout, indent=2)
         print()
     elif args.format == "snapshot":
@@ -119,12 +135,34 @@ def _print(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], u
         from bridge_memory.report.table import estimate_blocks
 
         blocks = estimate_blocks(result, fitting, unit=unit, stage=args.stage, details=details, fix=fix)
-        print_blocks(blocks)
+        print_blocks([*blocks, *_reserved_blocks(reserved, unit)])
     else:
         from bridge_memory.report.short import short_blocks
 
         more = "-v shows them, and every table"
-        print_blocks(short_blocks(result, fitting, unit=unit, stage=args.stage, fix=fix, more=more))
+        blocks = short_blocks(result, fitting, unit=unit, stage=args.stage, fix=fix, more=more)
+        print_blocks([*blocks, *_reserved_blocks(reserved, unit)])
+
+
+def _reserved_blocks(found: Reserved | None, unit: str) -> list[Block]:
+    """What ``torch.cuda.max_memory_reserved`` would give, as the allocator is set."""
+    from bridge_memory.report.document import Bullets
+    from bridge_memory.report.units import format_bytes
+
+    if found is None:
+        return []
+    ways = (
+        ("as torch's allocator is by default", found.segments, found.segments_of),
+        ("with expandable_segments:True", found.expandable, found.expandable_of),
+    )
+    lines = [
+        f"{format_bytes(total, unit)} {way} ("
+        + ", ".join(f"{name} {format_bytes(nbytes, unit)}" for name, nbytes in streams) + ")"
+        for way, total, streams in ways
+    ]
+    lines.append(f"of which {format_bytes(found.allocated, unit)} are allocated at the most")
+    lines.append("what no tensor is in is given back before the device is full")
+    return [Bullets("Reserved, stream by stream", tuple(lines))]
 
 
 def _written(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], unit: str, fix: str) -> str:

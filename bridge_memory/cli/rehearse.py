@@ -84,6 +84,8 @@ def _engine(args: argparse.Namespace) -> int:
     from bridge_memory.rehearse.engine_summary import lines, rows
     from bridge_memory.rehearse.reserved import lines as reserved_lines
     from bridge_memory.rehearse.reserved import why_not
+    from bridge_memory.reserved import replayed
+    from bridge_memory.reserved import why_not as not_replayed
 
     for flag in ("stage", "layer", "gpu", "snapshot", "record"):
         if getattr(args, flag) is not None:
@@ -106,6 +108,7 @@ def _engine(args: argparse.Namespace) -> int:
     notes = ["without the workspaces of CUDA's libraries, which the CPU does not have"]
     if spec.model.has_experts:
         notes.append("routers send every expert as many tokens as any other")
+    predicted = replayed(spec) if found.reserved is not None and not_replayed(spec) is None else None
     if found.reserved is None:
         notes.append(why_not(spec) or "")
     if args.json:
@@ -115,6 +118,7 @@ def _engine(args: argparse.Namespace) -> int:
                 "num_layers": spec.model.num_layers, "engine": spec.data_parallel.engine, "device": "cpu",
                 "notes": notes, "rows": [row.as_json() for row in table],
                 "reserved": found.reserved.as_json() if found.reserved is not None else None,
+                "predicted_reserved": predicted.as_json() if predicted is not None else None,
             },
             sys.stdout, indent=2,
         )  # fmt: skip
@@ -126,7 +130,8 @@ def _engine(args: argparse.Namespace) -> int:
         print(f"note: {note}")
     print("\n".join(lines(table)))
     if found.reserved is not None:
-        print("\n".join(reserved_lines(found.reserved)))
+        both = (predicted.segments, predicted.expandable) if predicted is not None else (None, None)
+        print("\n".join(reserved_lines(found.reserved, *both)))
     return 0
 
 

@@ -197,6 +197,8 @@ class Tape:
         self._stack: list[Region] = [self._root]
         self.input_tensors: list[Tensor] = []
         self.output_tensors: list[Tensor] = []
+        #: What a checkpoint around the block keeps of it where it keeps some of what operations make (torchtitan's).
+        self.kept_by_checkpoint: list[Tensor] = []
         self._offloading = False
         #: Of the weight gradients that are delayed here, the innermost last.
         self._flushes: list[Flush] = []

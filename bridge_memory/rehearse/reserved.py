@@ -1,5 +1,5 @@
-"""What torch's caching allocator would reserve for the tensors that a real engine makes, in the order and on the streams
-on which it makes them.
+"""What torch's caching allocator would reserve for the tensors that a real engine makes, in the order in which it makes
+them and on its streams.
 
 The CPU has no streams, but torch's engines ask for them there as on a GPU (``torch/cpu/__init__.py: Stream``), and
 make tensors inside of them. Every allocator (``workspaces.caching_allocator``) follows as the engine runs.
@@ -104,8 +104,23 @@ def _named(of_streams: dict[Hashable, int], names: dict[Hashable, str]) -> tuple
     return tuple(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def lines(found: Reserved) -> Sequence[str]:
-    """As people read them."""
-    out = ["", f"{'reserved by torch, replayed':28}{'':>18}{found.segments:>18,}"]
-    out.append(f"{'with expandable_segments':28}{'':>18}{found.expandable:>18,}")
-    return [*out, *(f"  {name:26}{'':>18}{nbytes:>18,}" for name, nbytes in found.of_streams_expandable)]
+def lines(found: Reserved, segments: int | None, expandable: int | None) -> Sequence[str]:
+    """As people read them, beside the two that the estimate's own storages give where those can be followed."""
+    table = [Line("reserved, replayed", segments, found.segments),
+             Line("with expandable_segments", expandable, found.expandable)]
+    return ["", *(str(line) for line in table),
+            *(f"  {name:26}{'':>18}{nbytes:>18,}" for name, nbytes in found.of_streams_expandable)]  # fmt: skip
+
+
+class Line(NamedTuple):
+    """One figure: of the estimate's storages, and of the real engine's."""
+
+    name: str
+    predicted: int | None
+    found: int
+
+    def __str__(self) -> str:
+        if self.predicted is None:
+            return f"{self.name:28}{'-':>18}{self.found:>18,}"
+        off = self.predicted - self.found
+        return f"{self.name:28}{self.predicted:>18,}{self.found:>18,}{off:>16,}{100 * off / self.found:+8.2f}"

@@ -75,9 +75,9 @@ class _Pool:
 
     def drop(self, block: _Block) -> None:
         if block.mapped:
-            del self.free[bisect_left(self.free, (block.size, block.address))]  # type: ignore[type-var]
+            del self.free[bisect_left(self.free, (block.size, block.address))]
         else:
-            del self.unmapped[bisect_left(self.unmapped, (block.address,))]  # type: ignore[type-var]
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
 
 class CachingAllocator:
@@ -156,7 +156,7 @@ class CachingAllocator:
 
     def _best(self, pool: _Pool, size: int) -> _Block | None:
         """The smallest free block; one at the end of a range counts with what it can grow to."""
-        at = bisect_left(pool.free, (size,))  # type: ignore[type-var]
+        at = bisect_left(pool.free, (size,))
         if at == len(pool.free):
             return None
         if self.expandable:
@@ -234,7 +234,8 @@ class CachingAllocator:
     def _place(self, pool: _Pool, size: int) -> _Block:
         for _, block in pool.unmapped:
             first = block.prev if block.prev is not None and not block.prev.allocated else block
-            room, at = 0, first
+            room = 0
+            at: _Block | None = first
             while room < size and at is not None and not at.allocated:
                 room += at.size
                 at = at.next

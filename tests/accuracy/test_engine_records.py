@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 import bridge_memory
+from bridge_memory.accuracy import engine_records
 from bridge_memory.accuracy.corpus import Row, read_corpus
 from bridge_memory.accuracy.engine_records import Outcome, outcomes, read, totals
 from bridge_memory.cli import main
+from bridge_memory.estimate import estimate
 
 RUNS = Path(__file__).parents[1] / "data" / "engines" / "runs.jsonl"
 ROWS = {row.data["id"]: row for row in read_corpus(RUNS)}
@@ -53,20 +55,27 @@ def test_a_row_that_is_not_read_says_why(number: int, fields: dict[str, Any], re
     assert found.status == "unread" and reason in found.reason and found.error is None
 
 
-def test_reserved_memory_and_what_is_not_modelled_do_not_count() -> None:
-    (reserved,) = changed(7, recompute="full")
+@pytest.mark.parametrize("number", [0, 7])
+def test_reserved_memory_is_held_against_reserved_memory(number: int) -> None:
+    """torchtitan's figure: 8 and 128 GPUs, nothing compiled, all in bf16. What is allocated is 14 % and more below."""
+    (found,) = outcomes([ROWS[number]])
+    assert found.status == "counted" and found.error == pytest.approx(0, abs=0.08)
+    assert found.predicted_bytes is not None
+    allocated = estimate(read(ROWS[number].data).run).stages[0].peak_bytes
+    assert allocated < 0.87 * found.predicted_bytes
+    assert any("expandable_segments" in line for line in found.assumptions)
+
+
+def test_what_is_not_replayed_or_not_modelled_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    (unknown,) = outcomes([ROWS[18]])
+    assert unknown.status == "gaps" and "whether it is compiled is not stated" in unknown.reason
+    monkeypatch.setattr(engine_records, "why_not", lambda run: "reserved memory of this is not replayed")
+    (reserved,) = outcomes([ROWS[7]])
     assert reserved.status == "gaps"
-    assert reserved.reason == "reserved: the estimate is of allocated memory, which is a lower bound"
-    (unknown,) = outcomes([ROWS[71]])
-    assert unknown.status == "gaps" and "8-bit AdamW" in unknown.reason
+    assert reserved.reason == (
+        "reserved memory of this is not replayed: the estimate is of allocated memory, which is a lower bound"
+    )
     assert totals([reserved, unknown]) == []
-
-
-def test_a_full_checkpointing_run_is_predicted_below_what_it_reserved() -> None:
-    """Row 3: allocated memory is never above reserved memory."""
-    (found,) = outcomes([ROWS[3]])
-    assert found.predicted_bytes is not None and found.measured_bytes == round(83.9 * GIB)
-    assert found.predicted_bytes < found.measured_bytes
 
 
 def test_gb_are_decimal_unless_the_script_divides_by_two_to_the_thirtieth() -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
-from titan_oracle import available, kept_by_layer, measure
+from titan_oracle import available, kept_by_layer, measure, reserved
 
-from bridge_memory import BatchSpec, DataParallelSpec, ImplementationSpec, RunSpec, SpecError
+from bridge_memory import BatchSpec, ImplementationSpec, ParallelSpec, RunSpec, SpecError
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.inventory.transformers.blocks import layer_block
 from bridge_memory.readers.huggingface import model_from_hf_config
-from bridge_memory.spec import PeftSpec, PrecisionSpec
+from bridge_memory.reserved import replayed
+from bridge_memory.spec import DataParallelSpec, OptimizerSpec, PeftSpec, PrecisionSpec
+from bridge_memory.spec.engine_options import FSDPOptions
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.transformers import TransformersSpec
 
@@ -95,3 +98,27 @@ def test_op_keeps_attention_and_every_second_product_by_hand() -> None:
 def test_what_it_cannot_do_is_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         run_of().with_(**change)
+
+
+@pytest.mark.skipif(not available(), reason="needs torchtitan")
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_reserved_memory_under_fsdp2(mode: str) -> None:
+    """torchtitan's own model and checkpoints under the real engine, and the estimate's storages: both replayed through
+    torch's allocator. Nothing but the real sizes of a model makes more than the pages that any has."""
+    config = {
+        **CONFIG, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "num_hidden_layers": 3, "vocab_size": 64000,
+    }  # fmt: skip
+    small = run_of(mode, config=config)
+    run = small.with_(
+        parallel=ParallelSpec(world_size=8), batch=BatchSpec(seq_length=4096, micro_batch_size=2, global_batch_size=16),
+        precision=PrecisionSpec(params_dtype="fp32"), data_parallel=DataParallelSpec(engine="fsdp2"),
+        optimizer=OptimizerSpec(optimizer="adamw", torch_implementation="fused"),
+        fsdp=FSDPOptions(param_dtype="bf16", reduce_dtype="fp32", auto_wrap_policy="torchtitan"),
+        implementation=replace(small.implementation, cublas_workspace_bytes=0),
+    )
+    ours, real = replayed(run), reserved(config, 2, 4096, 8, mode)
+    assert ours.segments == pytest.approx(real.segments, rel=0.015)
+    assert ours.expandable == pytest.approx(real.expandable, rel=0.015)
+    for name, nbytes in real.of_streams_expandable:
+        assert dict(ours.expandable_of)[name] == pytest.approx(nbytes, rel=0.02, abs=2 * (20 << 20))

@@ -13,8 +13,13 @@ from unittest.mock import patch
 import torch
 from compiled_oracle import Kept, importable, without_data
 from hf_oracle import META, Measured, passes
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from bridge_memory.rehearse.engine_jobs import world
+from bridge_memory.rehearse.reserved import Follower, Reserved
 from bridge_memory.rehearse.tracker import Tracker
+from bridge_memory.rehearse.uncomputed import Uncomputed
 
 #: What torchtitan's packages import beside the modules that are wanted.
 _PACKAGES = ("torchtitan", "torchtitan.models", "torchtitan.models.llama3", "torchtitan.models.llama3.model",
@@ -120,12 +125,12 @@ def _arguments(config: dict[str, Any], seq: int) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def measure(config: dict[str, Any], batch: int, seq: int, mode: str, option: str = "op") -> Measured:
-    """One forward and backward pass in bf16 of the model of a Hugging Face config; gradients are there before."""
+def _built(config: dict[str, Any], seq: int, mode: str, option: str, dtype: torch.dtype) -> Any:
+    """The model of a Hugging Face config on the meta device, with its checkpoints."""
     model_module, checkpoint = _modules()
-    h, f = config["hidden_size"], config["intermediate_size"]
+    f, h = config["intermediate_size"], config["hidden_size"]
     with torch.device(META):
-        model = model_module.Transformer(_arguments(config, seq)).to(torch.bfloat16)
+        model = model_module.Transformer(_arguments(config, seq)).to(dtype)
         model.freqs_cis = model._precompute_freqs_cis()
     for block in model.layers.values():
         assert block.feed_forward.w1.weight.shape == (f, h)
@@ -138,14 +143,49 @@ def measure(config: dict[str, Any], batch: int, seq: int, mode: str, option: str
         checkpoint._layer_sac_count = 0
         with patch.object(torch._C._dynamo.eval_frame, "_set_lru_cache", lambda on: None):
             checkpoint.apply_ac(model, settings, op_sac_save_list=saved)
+    return model
+
+
+def _fused_norms() -> Any:
+    return patch.object(torch.nn.functional, "rms_norm", lambda x, shape, weight, eps: _RMSNorm.apply(x, weight))
+
+
+def _loss(model: Any, ids: Any) -> Any:
+    """``train.py``: what the model gave is let go before backward."""
+    pred = model(ids)
+    return torch.nn.functional.cross_entropy(pred.flatten(0, 1).float(), ids.flatten(0, 1), reduction="sum")
+
+
+def measure(config: dict[str, Any], batch: int, seq: int, mode: str, option: str = "op") -> Measured:
+    """One forward and backward pass in bf16; gradients are there before."""
+    model = _built(config, seq, mode, option, torch.bfloat16)
     ids = torch.zeros(batch, seq, dtype=torch.long, device=META)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     tracker = Tracker(static=[ids, model.freqs_cis, *(p.grad for p in model.parameters())])
-    norm = patch.object(torch.nn.functional, "rms_norm", lambda x, shape, weight, eps: _RMSNorm.apply(x, weight))
-    def loss() -> Any:
-        pred = model(ids)
-        return torch.nn.functional.cross_entropy(pred.flatten(0, 1).float(), ids.flatten(0, 1), reduction="sum")
+    with _fused_norms(), tracker.watching(model):
+        return passes(tracker, lambda: _loss(model, ids))
 
-    with norm, tracker.watching(model):
-        return passes(tracker, loss)
+
+def reserved(config: dict[str, Any], batch: int, seq: int, ranks: int, mode: str, steps: int = 3) -> Reserved:
+    """What torch's allocator reserves in so many steps under FSDP2: fp32 shards, bf16, gradients reduced in fp32, fused
+    AdamW; the embedding, every layer and the end of the model are units (``parallelize.py: apply_fsdp``)."""
+    model = _built(config, seq, mode, "op", torch.float32)
+    run = SimpleNamespace(parallel=SimpleNamespace(world_size=ranks), data_parallel=SimpleNamespace(engine="fsdp2"))
+    given = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+    with world(run), _fused_norms(), Uncomputed():  # type: ignore[arg-type]
+        mesh = init_device_mesh("cpu", (ranks,))
+        for unit in (model.tok_embeddings, *model.layers.values(), [model.norm, model.output], model):
+            fully_shard(unit, mesh=mesh, **given)
+        tracker = Tracker(device="cpu", unit=512)
+        with tracker.following(torch.nn.Module()):
+            model.to_empty(device="cpu")
+            model.freqs_cis = model._precompute_freqs_cis()
+            follower = Follower(tracker)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)
+            for _ in range(steps):
+                ids = torch.zeros(batch, seq, dtype=torch.long)
+                optimizer.zero_grad()
+                _loss(model, ids).backward()
+                optimizer.step()
+            return follower.done(model)

@@ -25,16 +25,22 @@ MODEL = ("Qwen/Qwen2.5-0.5B", "--num-layers", "2", "--seq-length", "128")
 
 
 def rehearsed(*argv: str) -> dict[str, Any]:
-    """Name of a phase -> its row; in a process of its own, since DeepSpeed keeps its groups."""
+    """Name of a phase -> its row."""
+    return {row["name"]: row for row in answered(*MODEL, *argv)["rows"]}
+
+
+def answered(*argv: str) -> dict[str, Any]:
+    """The command's JSON; in a process of its own, since DeepSpeed keeps its groups."""
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "bridge_memory", "rehearse", *MODEL, *argv, "--json"],
+        [sys.executable, "-W", "ignore", "-m", "bridge_memory", "rehearse", *argv, "--json"],
         capture_output=True, text=True, timeout=900, cwd=root,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     text = done.stdout
-    return {row["name"]: row for row in json.loads(text[text.index("{\n"):])["rows"]}
+    found: dict[str, Any] = json.loads(text[text.index("{\n"):])
+    return found
 
 
 @pytest.mark.parametrize(
@@ -114,3 +120,27 @@ def test_what_it_cannot_do_is_one_line(
     assert main(["rehearse", MODEL[0], *argv]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and words in err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--engine", "fsdp2", "--num-gpus", "8", "--precision", "fp32", "--fsdp-param-dtype", "bf16",
+         "--fsdp-reduce-dtype", "fp32"),
+        pytest.param(("--engine", "single"), marks=pytest.mark.slow),
+    ],
+    ids=("fsdp2", "single"),
+)  # fmt: skip
+def test_reserved_memory_of_the_estimate_is_that_of_the_real_engine(argv: tuple[str, ...]) -> None:
+    """Both replayed through torch's allocator: storages that the estimate counts, and those that the engine makes."""
+    found = answered("meta-llama/Llama-3.2-3B", "--num-layers", "3", "--seq-length", "2048", *argv)
+    real, predicted = found["reserved"], found["predicted_reserved"]
+    for kind in ("segments", "expandable_segments"):
+        assert predicted[kind] == pytest.approx(real[kind], rel=0.01)
+    assert predicted["streams_expandable_segments"].keys() == real["streams_expandable_segments"].keys()
+
+
+def test_an_engine_whose_streams_are_unknown_is_not_replayed() -> None:
+    found = answered(*MODEL, "--engine", "fsdp1", "--num-gpus", "2")
+    assert found["reserved"] is None and found["predicted_reserved"] is None
+    assert any("record_stream" in note for note in found["notes"])

@@ -221,11 +221,13 @@ def _flash(
         scratch = 2 * FP32 * rows
     if shared and spec.num_query_groups != spec.num_attention_heads:
         scratch = scratch + 2 * query.elements * query.width
-    return t.make(
+    out = t.make(
         "attention output", (query, key, value), out_elements, query.width,
         saves=(query.tensor, key.tensor, value.tensor, lse, seeds), also=(lse, seeds), save_output=True,
         backward_workspace=scratch,
     )
+    t.tape.kept_by_checkpoint += [out.tensor, lse]
+    return out
 
 
 def _efficient(

@@ -60,6 +60,7 @@ class Torch:
         self.returned: list[Array] = []
         #: Variables of the function that is recorded, to its end.
         self.variables: list[Array] = []
+        self._products = 0
         self._cast_weights: dict[tuple[str, int], Array] = {}
 
     # ---- arrays ----
@@ -313,6 +314,10 @@ class Torch:
             label or f"{module} output", inputs, rows * out_features, self.compute_width, saves=saved,
             backward_workspace=own, trains=trains,
         )
+        # torchtitan's checkpointing of operations keeps every second product, from the first on.
+        self._products += 1
+        if self._products % 2:
+            self.tape.kept_by_checkpoint.append(out.tensor)
         if self.r.frozen and self.adapts(module):
             return self._adapted(module, before, out, rows, in_features, out_features)
         return out
