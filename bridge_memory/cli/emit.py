@@ -9,6 +9,7 @@ from typing import Any
 
 from bridge_memory.cli.run_flags import FLAG_OF, FLAGS, MODEL_FLAGS, PACKAGES, spelling
 from bridge_memory.plan.space import AXES
+from bridge_memory.plan.splits import NO_SPLIT
 from bridge_memory.releases import release_words
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.fields import called
@@ -17,6 +18,10 @@ from bridge_memory.spec.run import GROUPS
 #: "group.field" of what makes a layout.
 _FIELDS = (*(field for fields in AXES.values() for field in fields), "parallel.sequence_parallel")
 _ONE_UNLESS_GIVEN = frozenset(AXES[axis][0] for axis in ("tp", "pp", "vpp", "cp", "ep"))
+#: Switches of a layout, which are off unless something turns them on.
+_SWITCHES = {
+    "parallel.sequence_parallel": False, **{f"parallel.{n}": off for n, off in NO_SPLIT.items() if off is False}
+}  # fmt: skip
 #: The last spelling of a flag is Megatron-LM's.
 _MEGATRONS = {flag.field: flag.names.split()[-1] for flag in FLAGS}
 
@@ -82,13 +87,22 @@ def megatron_arguments(run: RunSpec) -> str:
 
 
 def bridge_overrides(run: RunSpec) -> str:
-    """The layout as assignments to Megatron Bridge's ConfigContainer ``cfg``, one a line."""
+    """The layout as assignments to Megatron Bridge's ConfigContainer ``cfg``, one a line: all of it, since a recipe has
+    a layout of its own that is not the default."""
     lines = []
-    for name, value in layout_fields(run).items():
+    # Said where it is tensor parallelism too: a provider may have resolved its own None before.
+    found = {**dict.fromkeys(_FIELDS), **layout_fields(run), AXES["etp"][0]: run.parallel.etp}
+    if not run.model.has_experts:
+        found = {name: value for name, value in found.items() if name not in (*AXES["ep"], *AXES["etp"])}
+    if run.recompute.granularity != "selective":
+        del found["recompute.modules"]  # means nothing then
+    for name, value in found.items():
         group, _, field = name.partition(".")
+        if value is None:
+            value = {**dict.fromkeys(_ONE_UNLESS_GIVEN - set(AXES["vpp"]), 1), **_SWITCHES}.get(name)
         owner = "train" if group == "batch" else "model"
         shown = list(value) if isinstance(value, tuple) else value
-        text = json.dumps(shown) if not isinstance(shown, bool) else str(shown)
+        text = str(shown) if shown is None or isinstance(shown, bool) else json.dumps(shown)
         lines.append(f"cfg.{owner}.{called(GROUPS[group], field)} = {text}")
     if run.batch.global_batch_size:
         lines.append(f"cfg.train.global_batch_size = {run.batch.global_batch_size}")

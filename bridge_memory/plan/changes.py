@@ -279,10 +279,12 @@ class WhatIf:
         least time; one whose cost is unknown only where no other reaches it. None where none does.
 
         Sets of three are made of the MOST_COMBINED changes that free most and the CHEAPEST_COMBINED that then cost
-        least, sets of two of three times as many; what has no time only where nothing else reaches it.
+        least, sets of two of three times as many; fp8, and what has no time, only where nothing else reaches it.
         """
         timed = [e for e in self.singles if e.slowdown is not None]
-        return self._cheapest(timed, target, largest) or self._cheapest(self.singles, target, largest)
+        usual = [e for e in timed if e.changes[0].kind != "fp8"]
+        tried = (self._cheapest(singles, target, largest) for singles in (usual, timed, self.singles))
+        return next((found for found in tried if found is not None), None)
 
     def _cheapest(self, singles: Sequence[Effect], target: int, largest: int) -> Effect | None:
         found = [*singles]

@@ -181,6 +181,16 @@ def test_more_stages_take_a_split_that_they_can_have() -> None:
     assert any(dict(e.changes[0].fields).get("pipeline_model_parallel_size") == 8 for e in WhatIf(run).singles)
 
 
+def test_fp8_is_offered_but_is_no_first_fix() -> None:
+    """It changes what is computed: it is among the changes, and in a set only where nothing else reaches the target."""
+    tried = WhatIf(RUN, H100)
+    fp8 = [e for e in tried.singles if e.changes[0].kind == "fp8"]
+    assert fp8 and all(e.slowdown is not None and e.slowdown < 1 for e in fp8)
+    found = tried.cheapest(tried.before - 1)
+    assert found is not None and all(change.kind != "fp8" for change in found.changes)
+    assert not any(c.kind == "fp8" for c in changes(RUN.with_fields(gpu_arch="ampere")))
+
+
 def test_offloaded_states_and_dtypes_are_no_pair() -> None:
     """An offloaded optimizer keeps fp32 states, whatever dtypes are asked for."""
     for effect in WhatIf(RUN, H100).pairs():

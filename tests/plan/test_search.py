@@ -198,6 +198,16 @@ def test_bridge_overrides_are_python() -> None:
     assert cfg.model.pipeline_model_parallel_layout == "Et*3|(t*4|)*14ttmL"
     assert cfg.model.recompute_modules == ["mla_up_proj", "mlp"] and cfg.model.sequence_parallel is True
     assert cfg.model.expert_tensor_parallel_size == 1 and cfg.train.global_batch_size == 8192
+    alike = AWKWARD.with_fields(expert_tensor_parallel_size=AWKWARD.parallel.tp, expert_model_parallel_size=8)
+    assert f"expert_tensor_parallel_size = {AWKWARD.parallel.tp}\n" in bridge_overrides(alike)
+    # A recipe's own layout does not stay beside it.
+    plain = RunSpec(model=LLAMA, parallel=ParallelSpec(world_size=2), batch=BatchSpec(global_batch_size=4))
+    exec(bridge_overrides(plain), {"cfg": cfg})
+    assert cfg.model.tensor_model_parallel_size == cfg.model.pipeline_model_parallel_size == 1
+    assert cfg.model.context_parallel_size == cfg.train.micro_batch_size == 1
+    assert cfg.model.recompute_granularity is cfg.model.pipeline_model_parallel_layout is None
+    assert cfg.model.virtual_pipeline_model_parallel_size is None and cfg.model.sequence_parallel is False
+    assert cfg.model.account_for_embedding_in_pipeline_split is False
 
 
 # ---- the command ----
