@@ -472,10 +472,18 @@ def recomputation_without_te() -> Iterator[None]:
 def gradients_of_checkpoints() -> Iterator[None]:
     """Before 0.16 ``CheckpointWithoutOutputFunction.backward`` reads gradients of what autograd saved. What went
     through hooks, by which saved tensors are seen here, comes back as another object without one: read those of the
-    leaves."""
+    leaves. A pass without gradients, as of a checkpoint around it, saves nothing."""
     random = _module("megatron.core.tensor_parallel.random")
     function, detach = random.CheckpointWithoutOutputFunction, random.detach_variable
-    forward, backward = function.forward, function.backward
+    forward, backward, checkpoint = function.forward, function.backward, random.CheckpointWithoutOutput.checkpoint
+    saves: list[bool] = []
+
+    def noticing_gradients(*args: Any, **kwargs: Any) -> Any:
+        saves.append(torch.is_grad_enabled())
+        try:
+            return checkpoint(*args, **kwargs)
+        finally:
+            saves.pop()
 
     def with_leaves(ctx: Any, *args: Any) -> Any:
         made: list[Any] = []  # of this pass alone: whole layers' checkpoints detach too
@@ -486,7 +494,7 @@ def gradients_of_checkpoints() -> Iterator[None]:
 
         with replaced(random, "detach_variable", detached):
             outputs = forward(ctx, *args)
-        ctx.leaves = made[-1] if made else ()
+        ctx.leaves = made[-1] if made and saves[-1] else ()
         return outputs
 
     def of_leaves(ctx: Any, *args: Any) -> Any:
@@ -501,6 +509,7 @@ def gradients_of_checkpoints() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(function, "forward", staticmethod(with_leaves)))
         stack.enter_context(replaced(function, "backward", staticmethod(of_leaves)))
+        stack.enter_context(replaced(random.CheckpointWithoutOutput, "checkpoint", noticing_gradients))
         yield
 
 
