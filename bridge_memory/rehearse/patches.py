@@ -18,7 +18,7 @@ import importlib.util
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import zip_longest
 from math import gcd
@@ -700,6 +700,18 @@ def spread(total: int, parts: int, *, multiple: int = 0, together: int = 1) -> l
     return [n + int((2 * (i % together) + 1 - together) * width / (2 * together)) for i, n in enumerate(even)]
 
 
+def dealt(totals: Sequence[int], ranks: int) -> list[list[int]]:
+    """Each of ``totals`` over ``ranks`` as evenly as whole numbers allow, and so the sum of any run of them: what is
+    left of one goes to the ranks after those that got what was left of the one before. [rank][total]."""
+    out = [[n // ranks for n in totals] for _ in range(ranks)]
+    at = 0
+    for i, n in enumerate(totals):
+        for _ in range(n % ranks):
+            out[at % ranks][i] += 1
+            at += 1
+    return out
+
+
 def sent_to_experts(
     tokens: int, topk: int, experts: int, config: Any, *, multiple: int = 0, together: int = 1
 ) -> list[int]:
@@ -801,8 +813,8 @@ def balanced_routing(topk: int, experts: int, multiple: int = 0) -> Iterator[Non
                 everywhere = spread(
                     ranks * tokens * topk, columns, multiple=multiple, together=self.num_local_experts
                 )
-                for i, whole in enumerate(everywhere):
-                    table[others, i] = torch.tensor(spread(whole - int(sums[i]), ranks - 1), device="cpu")
+                rest = [whole - n for whole, n in zip(everywhere, sums.tolist(), strict=True)]
+                table[others] = torch.tensor(dealt(rest, ranks - 1), device="cpu")
             return gathered
 
         with replaced(module, "gather_from_sequence_parallel_region", of_all_ranks):
