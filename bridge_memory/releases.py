@@ -319,6 +319,9 @@ MAMBA_LAYERS_ARE_UNITS = since(core=(0, 19))
 #: ``GPTModel._postprocess`` makes the losses of the MTP depths, of the hidden states of all depths joined in one
 #: tensor; before, ``MultiTokenPredictionBlock.forward`` makes each after its depth.
 MTP_LOSS_OUTSIDE = since(core=(0, 14))
+#: MTP depths are built in fp8 where parameters are gathered in it (``multi_token_prediction.py:
+#: MultiTokenPredictionBlock._build_layers``); before, their weights are in the parameters' dtype and have copies.
+MTP_BUILT_IN_FP8 = since(core=(0, 15))
 #: The losses of MTP depths have a function of their own; before, a variable of ``GPTModel._postprocess`` keeps a
 #: depth's logits while the main loss is made.
 MTP_LOGITS_FREED = since(core=(0, 17))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from bridge_memory.estimate import StageEstimate, estimate, explain
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.readers import resolve_model
-from bridge_memory.spec import ImplementationSpec, ParallelSpec, PrecisionSpec, RunSpec, SpecError
+from bridge_memory.spec import DataParallelSpec, ImplementationSpec, ParallelSpec, PrecisionSpec, RunSpec, SpecError
 from bridge_memory.spec.layout import layout
 
 LLAMA = "meta-llama/Llama-3.2-1B"
@@ -178,3 +179,23 @@ def test_muon_keeps_one_state_for_every_matrix_but_embedding_and_output() -> Non
     momentum = sum(c.bytes for c in found.components if c.name == "Muon momentum")
     router, attention = 64 * 2048, (3 + 1) * 2048 * 2048
     assert momentum == 4 * 16 * (router + attention)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_mtp_depths_are_not_built_in_fp8_before_0_15(distributed: bool) -> None:
+    """Gathered in fp8, a weight has two bytes an element, row-wise and column-wise; an MTP depth's has two of
+    bf16 and both copies beside them. The depth of Llama-3.1-8B: h = 4096, f = 14336, 48 x 128 rows of qkv, and eh_proj
+    [h, 2 h]."""
+    h, f = 4096, 14336
+    depth = 48 * 128 * h + h * h + 3 * f * h + 2 * h * h
+    llama = resolve_model("meta-llama/Llama-3.1-8B")
+    found = []
+    for release in ((0, 14), (0, 15)):
+        run = RunSpec(
+            model=replace(llama, layers=llama.layers[:2], mtp_num_layers=1, mtp_layer=llama.layers[0]),
+            precision=PrecisionSpec(fp8="hybrid", fp8_param=True),
+            data_parallel=DataParallelSpec(use_distributed_optimizer=distributed),
+            implementation=ImplementationSpec(megatron_core=release),
+        )
+        found.append(estimate(run).stages[0].weights_bytes)
+    assert found[0] - found[1] == 2 * depth

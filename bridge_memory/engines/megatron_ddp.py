@@ -9,6 +9,7 @@ distributed_data_parallel.py`` (buffers by group). Every figure is bytes on one 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from operator import add
 from typing import NamedTuple
@@ -45,7 +46,7 @@ from bridge_memory.inventory.parameters import (
 )
 from bridge_memory.inventory.sizes import common_multiple, somewhere
 from bridge_memory.inventory.stack import Unit
-from bridge_memory.releases import EXPERTS_APART_WITH_ETP, OTHERS_MAPPED_BESIDE_MXFP8
+from bridge_memory.releases import EXPERTS_APART_WITH_ETP, MTP_BUILT_IN_FP8, OTHERS_MAPPED_BESIDE_MXFP8
 from bridge_memory.spec import DTYPE_BYTES, PrecisionSpec, RunSpec
 from bridge_memory.spec.ranks import place_in_data_parallel
 from bridge_memory.workspaces.allocator import block_rest
@@ -79,6 +80,9 @@ class MegatronDDP:
         self.fp8 = precision.quantizes and run.implementation.te and not adapters
         #: Weights are fp8 tensors, which have buffers of their own (``_allocate_buffers_for_parameters``: by dtype).
         self.fp8_parameters = self.fp8 and precision.quantized_param
+        #: Units whose weights are none for all that, but quantized for each microbatch as without gathering in fp8.
+        late = self.fp8_parameters and not MTP_BUILT_IN_FP8(run.implementation)
+        self.late = frozenset((Label.MTP,)) if late else frozenset()
         #: Whether other parameters are there beside their buffer.
         self.twice = not OTHERS_MAPPED_BESIDE_MXFP8(run.implementation)
         #: MTP depths run forward alone.
@@ -157,6 +161,7 @@ class MegatronDDP:
             dense = [x + times * y for x, y in zip(dense, a, strict=True)]
             if b[0]:
                 experts = [x + times * y for x, y in zip(experts, b, strict=True)]
+        late = self._late(units)
         buffers: list[tuple[tuple[bool, ...], list[int]]] = [((False,), dense), ((True,), experts)]
         if not self.own_expert_buffers:
             buffers = [((False, True), list(map(add, dense, experts)))]
@@ -178,10 +183,13 @@ class MegatronDDP:
                 dealt = dealt_share(units, kinds, world, None if self.place is None else self.place[kinds[0]])
             numel, matrices = (sum(dealt[kind][i] for kind in kinds) for i in (0, 1))
             held = sum(of_rank.values()) if of_rank else None
-            whole = list(self._amounts(sums, padded, world, numel, matrices, held, others))
+            quantized_late = [sum(of) for of in zip(*(late[kind] for kind in kinds), strict=True)]
+            whole = list(self._amounts(sums, padded, world, numel, matrices, held, others, quantized_late))
             if len(kinds) > 1 and experts[0]:
                 # Of one buffer what is not of experts, padding among it, is dense.
-                of_kind[True] = list(self._amounts(experts, experts[1], world, *dealt[True], of_rank.get(True)))
+                of_kind[True] = list(
+                    self._amounts(experts, experts[1], world, *dealt[True], of_rank.get(True), late=late[True])
+                )
                 whole = [n - m for n, m in zip(whole, of_kind[True], strict=True)]
             of_kind[kinds[0]] = whole
             if self.rests:
@@ -192,6 +200,15 @@ class MegatronDDP:
         if self.forward_depths:
             self._without_layouts_of_depths(units, of_kind)
         return ChunkState(dense[0] + experts[0], of_kind[False] + of_kind[True], rests, copies)
+
+    def _late(self, units: Sequence[Unit]) -> dict[bool, list[int]]:
+        """Of dense weights and of experts', those of ``late`` units: elements, tensors, bytes of blocks' scales."""
+        found = {False: [0, 0, 0], True: [0, 0, 0]}
+        for unit in units:
+            if unit.label in self.late:
+                for kind, sums in zip((False, True), unit.parameters.sums(self.columns), strict=True):
+                    found[kind] = [n + unit.times * sums[i] for n, i in zip(found[kind], (2, 4, 5), strict=True)]
+        return found
 
     def _without_layouts_of_depths(self, units: Sequence[Unit], of_kind: dict[bool, list[int]]) -> None:
         """Weights of MTP depths that run forward alone are quantized row-wise (``linear.py: _Linear.forward``:
@@ -257,16 +274,18 @@ class MegatronDDP:
     ) -> Iterator[Bucket]:
         bucket = bucket_elements(self.run) if in_buckets else None
         shared = _shared_embedding(units, self.run) if False in kinds else None
-        yield from _buckets(units, kinds, bucket, common_multiple(world, BUCKET_ALIGNMENT), shared, gemm=gemm)
+        end = common_multiple(world, BUCKET_ALIGNMENT)
+        yield from _buckets(units, kinds, bucket, end, shared, gemm=gemm, late=self.late)
 
     def _amounts(
         self, sums: Sequence[int], padded: int, world: int, numel: int, matrices: int, held: int | None = None,
-        others: int = 0,
+        others: int = 0, late: Sequence[int] = (0, 0, 0),
     ) -> Iterator[int]:  # fmt: skip
         """Bytes of one buffer's lines, in their order; ``numel``, of which ``matrices``: elements whose states are
         divided, or all of those whose states one rank has. ``held``: elements of its shards, where they are known.
-        ``others``: of ``padded``, those that are no fp8 tensors."""
+        ``others``: of ``padded``, those that are no fp8 tensors. ``late`` as ``_late`` has it."""
         _, _, gemm, _, tensors, scales, *_ = sums
+        later, later_tensors, later_scales = late
         # Weights: views of one buffer under the distributed optimizer, else tensors of their own.
         # Frozen weights are in no buffer (DistributedDataParallel takes what requires a gradient).
         in_buffer = self.distributed and not self.frozen
@@ -275,15 +294,21 @@ class MegatronDDP:
         if not self.fp8_parameters:
             yield weights
         elif not in_buffer:
-            yield weights - gemm * self.width + _data(precision, gemm)
+            yield weights - (gemm - later) * self.width + _data(precision, gemm - later)
         elif precision.recipe == "mxfp8":
             # They can be in no buffer: tensors of their own, gathered in the buffer of gradients
             # (``param_and_grad_buffer.py: _ParamAndGradBuffer.__init__``: reuse_grad_buf_for_mxfp8_param_ag).
-            yield gemm + others * self.width + sums[self._unmapped_at] * self.twice
+            unmapped = sums[self._unmapped_at] + later * self.width
+            yield gemm - later + others * self.width + unmapped * self.twice
         else:
             yield _data(precision, padded - others) + others * self.width
         if self.fp8:
-            yield fp8_copies(precision, gemm, self.run.implementation.gpu_arch, tensors, scales)
+            arch = self.run.implementation.gpu_arch
+            copies = fp8_copies(precision, gemm - later, arch, tensors - later_tensors, scales - later_scales)
+            if later:
+                both = replace(precision, fp8_param=False)
+                copies += fp8_copies(both, later, arch, later_tensors, later_scales)
+            yield copies
         if self.frozen:
             return
         # Gradients: one contiguous buffer (main_grad views).
@@ -433,18 +458,19 @@ class Bucket(NamedTuple):
 
 def _buckets(
     units: Sequence[Unit], kinds: tuple[bool, ...], bucket: int | None, end: int, shared: Parameter | None, *,
-    gemm: bool | None = None,
+    gemm: bool | None = None, late: frozenset[Label] = frozenset(),
 ) -> Iterator[Bucket]:  # fmt: skip
-    """Every bucket of a buffer; ``gemm``: of that of fp8 weights, or of that of the others.
+    """Every bucket of a buffer; ``gemm``: of that of fp8 weights, or of that of the others, ``late`` units' among them.
 
     Source: ``param_and_grad_buffer.py: _ParamAndGradBuffer.__init__``.
     """
     held: list[tuple[int, Parameter]] = []
     start = at = 0
     for unit in reversed(units):
+        quantized = unit.label not in late
         for _ in range(unit.times):
             for few, times in reversed(list(unit.parameters.runs(*kinds))):
-                for p in tuple(p for p in reversed(few) if gemm in (None, p.is_gemm)) * times:
+                for p in tuple(p for p in reversed(few) if gemm in (None, p.is_gemm and quantized)) * times:
                     at = pad(at, PARAM_ALIGNMENT)
                     if p is shared and held:
                         at = pad(at, end)

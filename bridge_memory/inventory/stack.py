@@ -28,7 +28,14 @@ from bridge_memory.inventory.parameters import Parameter, ParameterList, Repeate
 from bridge_memory.inventory.recorder import Scratch
 from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
 from bridge_memory.inventory.sizes import largest
-from bridge_memory.inventory.tail import final_norm_name, holds_final_norm, tail_blocks, tail_links, untied_here
+from bridge_memory.inventory.tail import (
+    final_norm_name,
+    holds_final_norm,
+    received_states,
+    tail_blocks,
+    tail_links,
+    untied_here,
+)
 from bridge_memory.inventory.transformers.chain import hugging_face_chunk
 from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape, StageShape, layout
@@ -85,7 +92,7 @@ def chunk_inventory(
     alone = not (shape.layers or shape.embedding or model.hybrid)
     if alone and not holds_final_norm(model, shape, ctx):
         # Depths and losses take the copy.
-        links.insert(0, (_passed_on(ctx.hidden_bytes), 1))
+        links.insert(0, (_passed_on(received_states(model, shape) * ctx.hidden_bytes), 1))
     if not reached(model, shape, ctx):
         # Held to the end likewise, where the first layer keeps nothing of it.
         held = [0 if link.label is Label.EMBEDDING else ctx.hidden_bytes for link, _ in links]
@@ -116,7 +123,7 @@ def chunk_inventory(
             change_last_of(links, last, links[last][0].kept_on_gpu())
     if concurrent is not None:
         links = with_engine(links, concurrent)
-    sent = 0 if shape.output else ctx.hidden_bytes
+    sent = 0 if shape.output else (1 + shape.num_depths) * ctx.hidden_bytes
     return compose(links, sent, kept=0 if ctx.impl.deallocate_pipeline_outputs else sent)
 
 

@@ -65,7 +65,11 @@ def tail_links(
         if label is Label.MTP:
             depths -= 1
             link = _mtp_with_residue(link, found.cost, model, ctx)
-            if mtp_loss_is_outside(ctx):
+            if not shape.output:
+                # The gradient of its output is a part of that of all that is sent, which the schedule holds.
+                own = hidden_states_bytes(ctx)
+                link = link if depths else link._replace(backward_peak=link.backward_peak_held - own)
+            elif mtp_loss_is_outside(ctx):
                 number = shape.num_depths - depths
                 link = _with_joined_states(link, model, number, shape.num_depths, ctx)
         elif label is Label.LOSS:
@@ -79,6 +83,8 @@ def tail_links(
             states = shape.num_depths - depths - 1 if label is Label.MTP else 1
             link = _with_held_states(link, states, ctx)
         links.append((with_pending(link, waiting), 1))
+    if shape.num_depths and not shape.output:
+        links.append((_joined(shape.num_depths, ctx), 1))
     if shape.output and model.mtp_layer is not None and mtp_loss_is_outside(ctx) and not MTP_LOGITS_FREED(ctx.impl):
         # A variable of ``_postprocess`` keeps an MTP depth's logits while the main loss is made.
         loss, _ = links[-1]
@@ -122,6 +128,23 @@ def _with_joined_states(link: Link, model: ModelSpec, number: int, depths: int, 
         peak = until_then.backward_peak_held + depths * hidden
     peak = largest(peak, alone)
     return link._replace(backward_peak=peak, backward_peak_held=peak)
+
+
+def _joined(depths: int, ctx: BlockContext) -> Link:
+    """Hidden states of the decoder and of so many depths joined, to be sent to the stage of the losses
+    (``multi_token_prediction.py: MultiTokenPredictionBlock.forward``); nobody else keeps the last depth's. Backward
+    they are parts of the gradient that comes."""
+    hidden = hidden_states_bytes(ctx)
+    whole = (1 + depths) * hidden
+    return Link(
+        Label.PASSED_ON, 0, whole + hidden, whole, whole, lambda: "joined hidden states",
+        lambda: "gradient of joined hidden states",
+    )
+
+
+def received_states(model: ModelSpec, shape: ChunkShape) -> int:
+    """How many hidden states a chunk without layers receives: of every depth too where the losses alone are here."""
+    return 1 + model.mtp_num_layers if shape.output and not shape.num_depths and not shape.last_layer else 1
 
 
 def _before_losses(link: Link, others: int, ctx: BlockContext, waiting: PendingGradients, *, first: bool) -> Link:

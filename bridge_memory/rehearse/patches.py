@@ -18,7 +18,7 @@ import importlib.util
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import zip_longest
 from math import gcd
@@ -472,10 +472,18 @@ def recomputation_without_te() -> Iterator[None]:
 def gradients_of_checkpoints() -> Iterator[None]:
     """Before 0.16 ``CheckpointWithoutOutputFunction.backward`` reads gradients of what autograd saved. What went
     through hooks, by which saved tensors are seen here, comes back as another object without one: read those of the
-    leaves."""
+    leaves. A pass without gradients, as of a checkpoint around it, saves nothing."""
     random = _module("megatron.core.tensor_parallel.random")
     function, detach = random.CheckpointWithoutOutputFunction, random.detach_variable
-    forward, backward = function.forward, function.backward
+    forward, backward, checkpoint = function.forward, function.backward, random.CheckpointWithoutOutput.checkpoint
+    saves: list[bool] = []
+
+    def noticing_gradients(*args: Any, **kwargs: Any) -> Any:
+        saves.append(torch.is_grad_enabled())
+        try:
+            return checkpoint(*args, **kwargs)
+        finally:
+            saves.pop()
 
     def with_leaves(ctx: Any, *args: Any) -> Any:
         made: list[Any] = []  # of this pass alone: whole layers' checkpoints detach too
@@ -486,7 +494,7 @@ def gradients_of_checkpoints() -> Iterator[None]:
 
         with replaced(random, "detach_variable", detached):
             outputs = forward(ctx, *args)
-        ctx.leaves = made[-1] if made else ()
+        ctx.leaves = made[-1] if made and saves[-1] else ()
         return outputs
 
     def of_leaves(ctx: Any, *args: Any) -> Any:
@@ -501,6 +509,7 @@ def gradients_of_checkpoints() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(function, "forward", staticmethod(with_leaves)))
         stack.enter_context(replaced(function, "backward", staticmethod(of_leaves)))
+        stack.enter_context(replaced(random.CheckpointWithoutOutput, "checkpoint", noticing_gradients))
         yield
 
 
@@ -691,6 +700,18 @@ def spread(total: int, parts: int, *, multiple: int = 0, together: int = 1) -> l
     return [n + int((2 * (i % together) + 1 - together) * width / (2 * together)) for i, n in enumerate(even)]
 
 
+def dealt(totals: Sequence[int], ranks: int) -> list[list[int]]:
+    """Each of ``totals`` over ``ranks`` as evenly as whole numbers allow, and so the sum of any run of them: what is
+    left of one goes to the ranks after those that got what was left of the one before. [rank][total]."""
+    out = [[n // ranks for n in totals] for _ in range(ranks)]
+    at = 0
+    for i, n in enumerate(totals):
+        for _ in range(n % ranks):
+            out[at % ranks][i] += 1
+            at += 1
+    return out
+
+
 def sent_to_experts(
     tokens: int, topk: int, experts: int, config: Any, *, multiple: int = 0, together: int = 1
 ) -> list[int]:
@@ -792,8 +813,8 @@ def balanced_routing(topk: int, experts: int, multiple: int = 0) -> Iterator[Non
                 everywhere = spread(
                     ranks * tokens * topk, columns, multiple=multiple, together=self.num_local_experts
                 )
-                for i, whole in enumerate(everywhere):
-                    table[others, i] = torch.tensor(spread(whole - int(sums[i]), ranks - 1), device="cpu")
+                rest = [whole - n for whole, n in zip(everywhere, sums.tolist(), strict=True)]
+                table[others] = torch.tensor(dealt(rest, ranks - 1), device="cpu")
             return gathered
 
         with replaced(module, "gather_from_sequence_parallel_region", of_all_ranks):

@@ -567,7 +567,7 @@ def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
 
         def forward() -> torch.Tensor:
             if not chunk.pre_process:
-                shape = (rows, b, run.model.hidden_size)
+                shape = (rows * _states_received(chunk), b, run.model.hidden_size)
                 if run.recompute.distribute_saved_activations:
                     # A leaf's gradient would be checked against its data, which is shared out meanwhile.
                     received = _Enter.apply(anchor, shape, TORCH_DTYPES[residual])
@@ -586,6 +586,14 @@ def _run_chunk(run: RunSpec, chunk: Any, ddp: Any) -> PassRecord:
             return sent
 
         return _passes(tracker, forward)
+
+
+def _states_received(chunk: Any) -> int:
+    """Hidden states that come together: those of every MTP depth too where the depths are on a stage before
+    (``p2p_communication.py``: config.mtp_standalone)."""
+    inner = getattr(chunk, "module", chunk)
+    depths = getattr(chunk.config, "mtp_num_layers", None) or 0
+    return 1 + depths if chunk.post_process and not getattr(inner, "mtp_process", True) else 1
 
 
 #: What one layer shows and a whole pass of one microbatch does not: that expert communication overlaps moves nothing

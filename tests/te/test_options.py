@@ -11,7 +11,7 @@ import torch
 
 from bridge_memory.cli import main
 from bridge_memory.estimate import estimate
-from bridge_memory.rehearse.patches import spread
+from bridge_memory.rehearse.patches import dealt, spread
 from bridge_memory.rehearse.run import rehearse
 from bridge_memory.spec import ParallelSpec, RunSpec
 
@@ -136,6 +136,14 @@ def test_experts_of_quantized_gemms_lack_half_a_multiple_on_average() -> None:
     counts = spread(12_800, 128, multiple=16, together=16)
     assert {sum(counts[i : i + 16]) for i in range(0, 128, 16)} == {1_600}
     assert 7 <= sum(-n % 16 for n in counts) / 128 <= 8
+
+
+def test_what_other_ranks_send_is_as_much_from_each() -> None:
+    """512 experts that get 8 or 9 rows from 7 ranks, 4,480 in all: 640 from each, and as many to either half."""
+    rows = dealt([8, 9, 9, 9] * 128, 7)
+    assert [sum(column) for column in zip(*rows, strict=True)] == [8, 9, 9, 9] * 128
+    assert {sum(row) for row in rows} == {640}
+    assert {sum(row[:256]) for row in rows} == {320}
 
 
 def test_experts_of_few_rows_never_get_less_than_none() -> None:

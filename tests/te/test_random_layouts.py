@@ -67,6 +67,14 @@ MAMBA = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
         "Qwen/Qwen3-Next-80B-A3B-Instruct --pp 2 --ep 2 --num-gpus 16 --num-layers 2 --stage 0 --seq-length 2048 "
         "--pipeline-model-parallel-layout Et|tL --recompute-granularity selective --recompute-modules moe_act "
         "--moe-shared-expert-overlap",
+        # A stage of depths alone sends all hidden states on, joined; the one of the losses receives them.
+        "meta-llama/Llama-3.2-1B --num-layers 4 --mtp-num-layers 1 --pp 4 --num-gpus 4 --seq-length 1024 "
+        "--pipeline-model-parallel-layout Ett|tt|m|L --stage 2",
+        "meta-llama/Llama-3.2-1B --num-layers 4 --mtp-num-layers 2 --pp 4 --tp 2 --num-gpus 8 --seq-length 512 "
+        "--pipeline-model-parallel-layout Ett|tt|mm|L --stage 3",
+        # Experts' activations are recomputed inside of recomputed experts: the first pass keeps no input of theirs.
+        "moonshotai/Moonlight-16B-A3B --etp 2 --tp 4 --pp 4 --ep 8 --num-gpus 128 --num-layers 4 --stage 2 "
+        "--seq-length 256 --recompute-granularity selective --recompute-modules moe_act,moe",
         # 62.5 tokens of a rank to each expert.
         f"mistralai/Mixtral-8x7B-v0.1 {FIRST} --etp 1 --tp 8 --ep 8 --num-gpus 64 --seq-length 1000 "
         "--micro-batch-size 2",
