@@ -227,11 +227,13 @@ def _beside(link: Link, held: int) -> Link:
 
 def _with_tied_gradient(links: list[tuple[Link, int]], ctx: BlockContext) -> list[tuple[Link, int]]:
     """The gradient of a tied weight as the output layer gives it waits for that of the embedding; autograd adds them in
-    a third tensor where the first is a view (``inventory/shared_weights.py``). Engines count none of the three."""
+    a third tensor where the first is a view (``inventory/shared_weights.py``), which that of a weight's copy in
+    autocast's dtype is not. Engines count none of the three."""
     dense = ctx.padded_vocab * ctx.hidden_size * ctx.act
     (embedding, _), *middle, last = links
     assert ctx.hugging_face is not None
-    summed = embedding.retained + (2 if ctx.hugging_face.plain_gradients else 3) * dense
+    whole = ctx.hugging_face.plain_gradients or ctx.hugging_face.autocast
+    summed = embedding.retained + (2 if whole else 3) * dense
     waiting = [(link.with_waiting(dense), count) for link, count in middle]
     # What the output layer gave is in the sum by the time an engine reduces that.
     return [(embedding.with_concurrent(dense, summed), 1), *waiting, last]
