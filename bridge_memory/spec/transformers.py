@@ -122,6 +122,9 @@ class Family(NamedTuple):
     #: Masks are made in the model's dtype, and none is made of positions (``_update_causal_mask``); sdpa is given keys
     #: and values of every query head.
     own_masks: bool = False
+    #: The class has attention of its own for each implementation: one function, to the end of which keys and values of
+    #: every head, and probabilities, are variables.
+    own_attention: bool = False
     #: The model makes one more mask [b, 1, s, s], of booleans, which no layer takes.
     idle_mask: bool = False
     #: Batches have no mask, whatever they hold.
@@ -164,9 +167,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(liger=_LIGER),
     "smollm3": Family(liger=_LIGER, since=(4, 53)),
     "mixtral": Family(moe="mixtral", liger=_LIGER),
-    "qwen2_moe": Family(normalized_router=False, own_masks=True),
+    "qwen2_moe": Family(normalized_router=False, own_masks=True, own_attention=True),
     "qwen3_moe": Family(liger=_LIGER),
-    "olmoe": Family(norm="llama", normalized_router=False, own_masks=True),
+    "olmoe": Family(norm="llama", normalized_router=False, own_masks=True, own_attention=True),
     "deepseek_v3": Family(moe="deepseek", rotary="deepseek"),
     "glm4_moe": Family(moe="deepseek", since=(4, 54)),
     "gemma": Family(norm="gemma", scaled_embeddings="model", liger=_LIGER_GEMMA),
@@ -228,8 +231,8 @@ _FROM_5: dict[str, dict[str, Any]] = {
     "gemma2": {"scaled_embeddings": "embedding"},
     "olmo3": {"rotary_in_fp32": False, "local_rotary": False},
     # A sliding_window of 0, of which no layer makes use.
-    "qwen2_moe": {"own_masks": False, "idle_mask": True},
-    "olmoe": {"own_masks": False},
+    "qwen2_moe": {"own_masks": False, "own_attention": False, "idle_mask": True},
+    "olmoe": {"own_masks": False, "own_attention": False},
     "deepseek_v3": {"liger": _LIGER_WITHOUT_ROPE},
 }
 #: Before 4.52 OLMo's classes rotated in the model's dtype, and OLMo 2's norm was Llama's.

@@ -124,6 +124,8 @@ def mask_bytes(model: ModelSpec, ctx: BlockContext) -> int:
         if family.own_masks and family.eager == "gpt2":
             return ctx.batch * ctx.seq * ctx.act  # the module's own buffer cuts off the future
         kinds = 2 if family.both_masks or family.idle_mask else len(windows)
+        if family.own_attention and ctx.hugging_face.spec.attention_mask == "none":
+            return kinds * ctx.seq * ctx.seq * ctx.act  # which all sequences share
         return kinds * ctx.batch * ctx.seq * ctx.seq * ctx.act
     if ctx.hugging_face.family.always_masked:
         windows = {None}
