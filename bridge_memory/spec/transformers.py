@@ -107,6 +107,8 @@ class Family(NamedTuple):
     rotary: str = "halves"
     #: Tables are in fp32, and so are rotated queries and keys before they are cast back (OLMo 2).
     rotary_in_fp32: bool = False
+    #: They are cast back, whatever the tables are in.
+    rotary_cast_back: bool = False
     #: Sliding layers have tables of their own (Gemma 3).
     local_rotary: bool = False
     #: A mask is made whatever the batch holds, and sliding layers make one of their own of it.
@@ -229,7 +231,7 @@ _FROM_5: dict[str, dict[str, Any]] = {
     # Gemma*ScaledWordEmbedding takes the place of a variable.
     "gemma": {"scaled_embeddings": "embedding"},
     "gemma2": {"scaled_embeddings": "embedding"},
-    "olmo3": {"rotary_in_fp32": False, "local_rotary": False},
+    "olmo3": {"rotary_in_fp32": False, "rotary_cast_back": True, "local_rotary": False},
     # A sliding_window of 0, of which no layer makes use.
     "qwen2_moe": {"own_masks": False, "own_attention": False, "idle_mask": True},
     "olmoe": {"own_masks": False, "own_attention": False},
@@ -253,6 +255,15 @@ def family_of(model_type: str, spec: TransformersSpec) -> Family:
         family = family._replace(own_masks=True, **_BEFORE_SHARED_MASKS.get(model_type, {}))
         return family if OLMO_IN_FP32(spec) else family._replace(**_BEFORE_4_52.get(model_type, {}))
     return family._replace(**_FROM_5.get(model_type, {})) if FAMILIES_OF_5(spec) else family
+
+
+def usable_attention(model_type: str, spec: TransformersSpec) -> tuple[str, ...]:
+    """Implementations that a class trains well with: FlashAttention 2 takes no sinks, which transformers 4 then leaves
+    out in silence (``modeling_flash_attention_utils.py: _process_flash_attention_kwargs``); 5 takes a kernel that has
+    them in its place (``modeling_utils.py: _compatible_flash_implementations``)."""
+    family = family_of(model_type, spec)
+    drops = family.eager == "sinks" and not FAMILIES_OF_5(spec)
+    return tuple(name for name in family.attention if not (drops and name == "flash_attention_2"))
 
 
 #: What a run has that transformers does not run.

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bridge_memory.inventory.context import HuggingFace
-from bridge_memory.inventory.tape import Tensor
 from bridge_memory.inventory.transformers import gpt_oss, liger
 from bridge_memory.inventory.transformers.norms import norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
@@ -131,7 +130,8 @@ def _rotated(t: Torch, name: str, x: Array, cos: Array, sin: Array, *, share: fl
     out = t.add(f"rotated {name}", straight, crossed)
     if passing is not None:
         out = t.cat(f"rotated {name} joined", out, passing)
-    return t.cast(f"rotated {name}", out, x.width) if t.hf.family.rotary_in_fp32 else out
+    back = t.hf.family.rotary_in_fp32 or t.hf.family.rotary_cast_back
+    return t.cast(f"rotated {name}", out, x.width) if back else out
 
 
 def _turned(t: Torch, table: Array, query: Array, key: Array) -> tuple[Array, Array]:
@@ -238,9 +238,10 @@ def _efficient(
     made_here = not t.hf.family.own_masks or (t.hf.family.always_masked and spec.window_size is not None)
     if masked and made_here:
         mask = (t.constant("attention bias of the mask", ctx.batch * ctx.seq * ctx.seq, query.width),)
+    given = query, key, value, *mask
     out = t.make(
-        "attention output", (query, key, value, *mask), rows * spec.value_channels, query.width,
-        saves=(query.tensor, key.tensor, value.tensor, *(each.tensor for each in mask), lse, seeds), also=(lse, seeds), save_output=True,
+        "attention output", given, rows * spec.value_channels, query.width,
+        saves=(*(each.tensor for each in given), lse, seeds), also=(lse, seeds), save_output=True,
         backward_workspace=FP32 * query.elements + FP32 * rows,
     )
     return out
