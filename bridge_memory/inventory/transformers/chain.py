@@ -47,8 +47,13 @@ def hugging_face_chunk(
     layers = _layers(shape, ctx)
     if ctx.adapters is not None and not spec.gradient_checkpointing:
         # Embeddings are frozen: nothing before the first adapter is kept.
-        (first, kind), count = (layers[0][0], shape.layers[0][0]), layers[0][1]
-        layers[:1] = [(plain_link(layer_block(kind, ctx, reached=False), Label.LAYER), 1), (first, count - 1)]
+        for i, (kind, count) in enumerate(shape.layers):
+            unreached = layer_block(kind, ctx, reached=False)
+            link = plain_link(unreached, Label.LAYER)
+            if unreached.cost.output_reached:  # it has an adapter
+                layers[i : i + 1] = [(link, 1), (layers[i][0], count - 1)]
+                break
+            layers[i] = link, count
     # Weights that autocast has cast stay to the end of its region, whether or not a checkpoint keeps them.
     cast = [_cast_weights(kind, ctx) if spec.gradient_checkpointing else 0 for kind, _ in shape.layers]
     cast += [0] * (len(layers) - len(cast))
