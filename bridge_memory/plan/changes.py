@@ -12,6 +12,7 @@ from bridge_memory.plan.space import useful_modules
 from bridge_memory.plan.splits import NO_SPLIT, splits
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import OFFLOAD_MODULES
+from bridge_memory.spec.transformers import usable_attention
 from bridge_memory.speed.cards import card_of
 from bridge_memory.speed.engine_time import TIMED, engine_time, not_timed_here
 from bridge_memory.speed.hardware import HARDWARE, Hardware
@@ -158,9 +159,10 @@ def _of_transformers(run: RunSpec) -> Iterator[Change]:
         yield _change("gradient checkpointing", gradient_checkpointing=True)
     elif hf.reentrant:
         yield _change("gradient checkpointing", use_reentrant=False)
-    if hf.attn_implementation != "flash_attention_2":
+    usable = usable_attention(run.model.model_type, hf)
+    if hf.attn_implementation != "flash_attention_2" and "flash_attention_2" in usable:
         yield _change("attention", attn_implementation="flash_attention_2")
-    if hf.attn_implementation == "eager":
+    if hf.attn_implementation == "eager" and "sdpa" in usable:
         yield _change("attention", attn_implementation="sdpa")
     for kernel in ("fused_linear_cross_entropy", "swiglu", "rms_norm"):
         if kernel not in hf.liger_kernel:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from bridge_memory.plan.space import Refused
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import ENGINE_OPTIONS, ENGINES
-from bridge_memory.spec.transformers import family_of
+from bridge_memory.spec.transformers import family_of, usable_attention
 from bridge_memory.speed.engine_time import TIMED
 
 #: Axis -> "group.field" of what fixes it when it is given.
@@ -237,7 +237,9 @@ def _offload(space: EngineSpace, base: RunSpec) -> list[Fields]:
 def _attention(space: EngineSpace, base: RunSpec) -> list[Fields]:
     if not base.implementation.hugging_face or base.implementation.own_layers:
         return [{}]
-    return [{"transformers.attn_implementation": name} for name in ("sdpa", "flash_attention_2", "eager")]
+    usable = usable_attention(base.model.model_type, base.transformers)
+    names = [name for name in ("sdpa", "flash_attention_2", "eager") if name in usable]
+    return [{"transformers.attn_implementation": name} for name in names]
 
 
 def _liger(space: EngineSpace, base: RunSpec) -> list[Fields]:

@@ -517,7 +517,11 @@ def _supposed_of_transformers(run: RunSpec) -> Iterator[str]:
             "kernel (--sdpa-kernel)"
         )
     if spec.attn_implementation == "flash_attention_2" and family.eager == "sinks":
-        yield "flash_attention_2 is counted as the kernels of FlashAttention 3 that take sinks, which keep the same"
+        yield (
+            "flash_attention_2 is counted as the kernels of FlashAttention 3 that take sinks, which keep the same; "
+            "transformers 5 takes these in its place, 4 runs without the sinks unless "
+            "attn_implementation=\"kernels-community/vllm-flash-attn3\" is asked for"
+        )
     if run.model.hybrid or any(isinstance(layer.mixer, GatedDeltaNetSpec) for layer in run.model.layers):
         packages = "mamba_ssm" if run.model.hybrid else "flash-linear-attention"
         runs = (

@@ -125,6 +125,8 @@ class Family(NamedTuple):
     rotary: str = "halves"
     #: Tables are in fp32, and so are rotated queries and keys before they are cast back (OLMo 2).
     rotary_in_fp32: bool = False
+    #: They are cast back, whatever the tables are in.
+    rotary_cast_back: bool = False
     #: Sliding layers have tables of their own (Gemma 3).
     local_rotary: bool = False
     #: A mask is made whatever the batch holds, and sliding layers make one of their own of it.
@@ -140,6 +142,9 @@ class Family(NamedTuple):
     #: Masks are made in the model's dtype, and none is made of positions (``_update_causal_mask``); sdpa is given keys
     #: and values of every query head.
     own_masks: bool = False
+    #: The class has attention of its own for each implementation: one function, to the end of which keys and values of
+    #: every head, and probabilities, are variables.
+    own_attention: bool = False
     #: The model makes one more mask [b, 1, s, s], of booleans, which no layer takes.
     idle_mask: bool = False
     #: Batches have no mask, whatever they hold.
@@ -182,9 +187,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(liger=_LIGER),
     "smollm3": Family(liger=_LIGER, since=(4, 53)),
     "mixtral": Family(moe="mixtral", liger=_LIGER),
-    "qwen2_moe": Family(normalized_router=False, own_masks=True),
+    "qwen2_moe": Family(normalized_router=False, own_masks=True, own_attention=True),
     "qwen3_moe": Family(liger=_LIGER),
-    "olmoe": Family(norm="llama", normalized_router=False, own_masks=True),
+    "olmoe": Family(norm="llama", normalized_router=False, own_masks=True, own_attention=True),
     "deepseek_v3": Family(moe="deepseek", rotary="deepseek"),
     "glm4_moe": Family(moe="deepseek", since=(4, 54)),
     "gemma": Family(norm="gemma", scaled_embeddings="model", liger=_LIGER_GEMMA),
@@ -251,10 +256,10 @@ _FROM_5: dict[str, dict[str, Any]] = {
     # Gemma*ScaledWordEmbedding takes the place of a variable.
     "gemma": {"scaled_embeddings": "embedding"},
     "gemma2": {"scaled_embeddings": "embedding"},
-    "olmo3": {"rotary_in_fp32": False, "local_rotary": False},
+    "olmo3": {"rotary_in_fp32": False, "rotary_cast_back": True, "local_rotary": False},
     # A sliding_window of 0, of which no layer makes use.
-    "qwen2_moe": {"own_masks": False, "idle_mask": True},
-    "olmoe": {"own_masks": False},
+    "qwen2_moe": {"own_masks": False, "own_attention": False, "idle_mask": True},
+    "olmoe": {"own_masks": False, "own_attention": False},
     "deepseek_v3": {"liger": _LIGER_WITHOUT_ROPE},
 }
 #: Before 4.52 OLMo's classes rotated in the model's dtype, and OLMo 2's norm was Llama's.
@@ -275,6 +280,15 @@ def family_of(model_type: str, spec: TransformersSpec) -> Family:
         family = family._replace(own_masks=True, **_BEFORE_SHARED_MASKS.get(model_type, {}))
         return family if OLMO_IN_FP32(spec) else family._replace(**_BEFORE_4_52.get(model_type, {}))
     return family._replace(**_FROM_5.get(model_type, {})) if FAMILIES_OF_5(spec) else family
+
+
+def usable_attention(model_type: str, spec: TransformersSpec) -> tuple[str, ...]:
+    """Implementations that a class trains well with: FlashAttention 2 takes no sinks, which transformers 4 then leaves
+    out in silence (``modeling_flash_attention_utils.py: _process_flash_attention_kwargs``); 5 takes a kernel that has
+    them in its place (``modeling_utils.py: _compatible_flash_implementations``)."""
+    family = family_of(model_type, spec)
+    drops = family.eager == "sinks" and not FAMILIES_OF_5(spec)
+    return tuple(name for name in family.attention if not (drops and name == "flash_attention_2"))
 
 
 #: What a run has that transformers does not run.

@@ -22,7 +22,9 @@ CLOSE = 0.005
 
 def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
     """A family's config and a way to run it that the installed release has."""
-    name = rng.choice([n for n in sorted(CONFIGS) if FAMILIES[CONFIGS[n]["model_type"]].since <= INSTALLED])
+    fails = {"deepseek_v2"} if INSTALLED >= (5, 0) else set()  # its group_limited_greedy, in transformers itself
+    there = [n for n in sorted(CONFIGS) if FAMILIES[CONFIGS[n]["model_type"]].since <= INSTALLED and n not in fails]
+    name = rng.choice(there)
     options: dict[str, Any] = {
         "batch": rng.choice([1, 2, 3]), "seq": rng.choice([64, 128, 192, 320]),
         "attn_implementation": rng.choice(["eager", "sdpa", "sdpa"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +13,7 @@ pytest.importorskip("transformers")
 from hf_families import CONFIGS
 from hf_oracle import build
 from hf_side_by_side import INSTALLED, errors
+from hf_sweep import draw, off
 
 from bridge_memory import BatchSpec, ImplementationSpec, ParallelSpec, RunSpec, SpecError, estimate
 from bridge_memory.inventory.context import context_of
@@ -61,6 +63,17 @@ def test_where_the_peak_is_in_a_layer_and_where_it_is_in_the_loss(tied: bool, vo
     close({**CONFIGS["llama"], "tie_word_embeddings": tied, "vocab_size": vocab_size})
 
 
+def test_a_tied_table_under_autocast() -> None:
+    close({**CONFIGS["llama"], "tie_word_embeddings": True, "vocab_size": 5000}, dtype="fp32", autocast="bf16",
+          gradient_checkpointing=True, seq=64)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "gemma2"])
+def test_a_mask_and_repeated_keys_during_attention(name: str) -> None:
+    close({**CONFIGS[name], "vocab_size": 64}, dtype="bf16", attention_mask="padded", seq=320,
+          gradient_checkpointing=True, use_reentrant=True)
+
+
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_families(name: str) -> None:
     skip_what_does_not_run(name)
@@ -83,6 +96,16 @@ def test_every_family_in_every_way(name: str, way: str) -> None:
     close({**CONFIGS[name], "vocab_size": 64}, **WAYS[way])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_random_ways(number: int) -> None:
+    """The first draws of ``hf_sweep.py --seed 2``; a hundred more are in its own command."""
+    rng = random.Random(2)
+    for _ in range(number + 1):
+        name, options = draw(rng)
+    assert max(map(abs, off(name, options))) < CLOSE, (name, options)
+
+
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 @pytest.mark.parametrize("way", [{}, {"gradient_checkpointing": True}, {"lora_dropout": 0.1},
                                  {"autocast_adapter_dtype": False}])
@@ -90,6 +113,17 @@ def test_every_family_in_every_way(name: str, way: str) -> None:
 def test_adapters(name: str, way: dict[str, Any]) -> None:
     targets = ("c_attn", "c_proj", "c_fc") if name == "gpt2" else LINEARS
     close({**CONFIGS[name], "vocab_size": 64}, targets=targets, **way)
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("q_proj", "in_proj_qkvz", "in_proj", "out_proj")])
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+def test_adapters_of_some_layers(name: str, targets: tuple[str, ...]) -> None:
+    """Nothing is kept before the first layer that has one: attention is the fourth."""
+    skip_what_does_not_run(name)
+    if name == "nemotron_h" and "out_proj" in targets:
+        targets = targets[:-1]  # which peft refuses beside Mamba's kernel
+    close({**CONFIGS[name], "vocab_size": 64}, targets=targets)
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")

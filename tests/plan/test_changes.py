@@ -20,6 +20,7 @@ from bridge_memory import (
 from bridge_memory.cli import main
 from bridge_memory.cli.fix import changed_flags
 from bridge_memory.plan.changes import Change, Effect, WhatIf, changes
+from bridge_memory.spec.transformers import TransformersSpec
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.step_time import not_timed, step_time
 
@@ -241,3 +242,14 @@ def test_checkpoints_under_ddp_free_most_with_a_fused_step() -> None:
     step = 8_030_261_248 * 2
     fused = WhatIf(checkpoints).effect((Change("optimizer kernels", (("torch_implementation", "fused"),)),))
     assert fused is not None and 0.5 * step < fused.freed < 1.05 * step
+
+
+@pytest.mark.parametrize(("release", "offered"), [((4, 57), False), ((5, 12), True)])
+def test_flash_attention_is_not_offered_where_it_leaves_sinks_out(release: tuple[int, int], offered: bool) -> None:
+    """gpt-oss: FlashAttention 2 has no sinks; transformers 5 takes another kernel in its place, 4 runs without them."""
+    run = RunSpec(
+        model="openai/gpt-oss-20b", implementation=ImplementationSpec(transformer_impl="transformers"),
+        data_parallel=DataParallelSpec(engine="single"), transformers=TransformersSpec(transformers_version=release),
+    )
+    found = {value for change in changes(run) for name, value in change.fields if name == "attn_implementation"}
+    assert ("flash_attention_2" in found) is offered and "sdpa" not in found

@@ -303,7 +303,7 @@ def test_dtypes_that_differ_are_said(capsys: pytest.CaptureFixture[str]) -> None
         ([*SMALL[:4], "--gpu", GPU, "--engine", "ddp"], "--global-batch-size is missing"),
         (["search", LLAMA, "--num-gpus", "8", "--gpu", GPU, "--engine", "ddp", "--global-batch-size", "9"],
          "--global-batch-size (9)"),
-        (["search", "Qwen/Qwen3-Next-80B-A3B-Instruct", *SMALL[2:], "--engine", "any"], "none of those recorded"),
+        (["search", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", *SMALL[2:], "--engine", "any"], "give 5.3 or later"),
         (["balance", LLAMA, "--num-gpus", "8", "--gpu", GPU, "--engine", "zero3"], "has no pipeline stages"),
         (["balance", LLAMA, "--num-gpus", "8", "--gpu", GPU, "--engine", "fsdp2", "--pp", "2"], "--pp (2)"),
     ),

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bridge_memory.inventory.context import HuggingFace
-from bridge_memory.inventory.tape import Tensor
 from bridge_memory.inventory.transformers import compiled, gpt_oss, liger, torchtune
 from bridge_memory.inventory.transformers.norms import norm
 from bridge_memory.inventory.transformers.ops import FP32, Array, Torch
@@ -66,6 +65,10 @@ def record_attention(t: Torch, spec: AttentionSpec, x: Array, shared: Shared) ->
         out, before_gate = t.mul("attention output, gated", out, t.saves_output("attention gate", gate)), out
         t.keep_alive(before_gate)
     y = t.linear("self_attn.o_proj", out, tokens, a * spec.value_channels, h, bias=spec.add_output_bias)
+    if t.hf.family.own_attention:
+        t.keep_alive(x, query, out, *t.variables)
+        t.variables.clear()
+        return y
     t.keep_alive(x, query, key, value, out, gate)
     return y
 
@@ -133,7 +136,8 @@ def _rotated(t: Torch, name: str, x: Array, cos: Array, sin: Array, *, share: fl
     out = t.add(f"rotated {name}", straight, crossed)
     if passing is not None:
         out = t.cat(f"rotated {name} joined", out, passing)
-    return t.cast(f"rotated {name}", out, x.width) if t.hf.family.rotary_in_fp32 else out
+    back = t.hf.family.rotary_in_fp32 or t.hf.family.rotary_cast_back
+    return t.cast(f"rotated {name}", out, x.width) if back else out
 
 
 def _turned(t: Torch, table: Array, query: Array, key: Array) -> tuple[Array, Array]:
@@ -242,13 +246,14 @@ def _efficient(
     rows = ctx.tokens * spec.num_attention_heads
     lse = t.tape.tensor("log-sum-exp of the scores", FP32 * rows, grad=False)
     seeds = t.tape.tensor("seed and offset of dropout", 16, grad=False)
-    mask: tuple[Tensor, ...] = ()
+    mask: tuple[Array, ...] = ()
     made_here = not t.hf.family.own_masks or (t.hf.family.always_masked and spec.window_size is not None)
     if masked and made_here:
-        mask = (t.constant("attention bias of the mask", ctx.batch * ctx.seq * ctx.seq, query.width).tensor,)
+        mask = (t.constant("attention bias of the mask", ctx.batch * ctx.seq * ctx.seq, query.width),)
+    given = query, key, value, *mask
     out = t.make(
-        "attention output", (query, key, value), rows * spec.value_channels, query.width,
-        saves=(query.tensor, key.tensor, value.tensor, *mask, lse, seeds), also=(lse, seeds), save_output=True,
+        "attention output", given, rows * spec.value_channels, query.width,
+        saves=(*(each.tensor for each in given), lse, seeds), also=(lse, seeds), save_output=True,
         backward_workspace=FP32 * query.elements + FP32 * rows,
     )
     return out
@@ -258,8 +263,11 @@ def _repeated(t: Torch, spec: AttentionSpec, key: Array, value: Array) -> tuple[
     """``repeat_kv``: a copy for every query head, where groups share keys and values."""
     times = spec.num_attention_heads // spec.num_query_groups
     if times == 1:
+        t.variables += [key, value] if t.hf.family.own_attention else []
         return key, value
-    return t.copy("keys of every head", key, times), t.copy("values of every head", value, times)
+    key, value = t.copy("keys of every head", key, times), t.copy("values of every head", value, times)
+    t.variables += [key, value] if t.hf.family.own_attention else []
+    return key, value
 
 
 def _eager(t: Torch, spec: AttentionSpec, query: Array, key: Array, value: Array) -> Array:
@@ -313,7 +321,7 @@ def _weighted(
     out = t.matmul("attention output by head", left, right, ctx.tokens * width)
     done = t.copy("attention output", out)
     t.keep_alive(*variables, narrow)
-    t.returned.append(narrow)
+    (t.variables if t.hf.family.own_attention else t.returned).append(narrow)
     return done
 
 

@@ -50,8 +50,13 @@ def hugging_face_chunk(
     layers = _layers(shape, ctx)
     if ctx.adapters is not None and not spec.gradient_checkpointing:
         # Embeddings are frozen: nothing before the first adapter is kept.
-        (first, kind), count = (layers[0][0], shape.layers[0][0]), layers[0][1]
-        layers[:1] = [(plain_link(layer_block(kind, ctx, reached=False), Label.LAYER), 1), (first, count - 1)]
+        for i, (kind, count) in enumerate(shape.layers):
+            unreached = layer_block(kind, ctx, reached=False)
+            link = plain_link(unreached, Label.LAYER)
+            if unreached.cost.output_reached:  # it has an adapter
+                layers[i : i + 1] = [(link, 1), (layers[i][0], count - 1)]
+                break
+            layers[i] = link, count
     # Weights that autocast has cast stay to the end of its region, whether or not a checkpoint keeps them.
     cast = [_cast_weights(kind, ctx) if spec.gradient_checkpointing else 0 for kind, _ in shape.layers]
     cast += [0] * (len(layers) - len(cast))
@@ -128,6 +133,8 @@ def mask_bytes(model: ModelSpec, ctx: BlockContext) -> int:
         if family.own_masks and family.eager == "gpt2":
             return ctx.batch * ctx.seq * ctx.act  # the module's own buffer cuts off the future
         kinds = 2 if family.both_masks or family.idle_mask else len(windows)
+        if family.own_attention and ctx.hugging_face.spec.attention_mask == "none":
+            return kinds * ctx.seq * ctx.seq * ctx.act  # which all sequences share
         return kinds * ctx.batch * ctx.seq * ctx.seq * ctx.act
     if ctx.hugging_face.family.always_masked:
         windows = {None}
@@ -242,12 +249,14 @@ def _beside(link: Link, held: int) -> Link:
 
 def _with_tied_gradient(links: list[tuple[Link, int]], ctx: BlockContext) -> list[tuple[Link, int]]:
     """The gradient of a tied weight as the output layer gives it waits for that of the embedding; autograd adds them in
-    a third tensor where the first is a view (``inventory/shared_weights.py``). Engines count none of the three."""
+    a third tensor where the first is a view (``inventory/shared_weights.py``), which that of a weight's copy in
+    autocast's dtype is not. Engines count none of the three."""
     dense = ctx.padded_vocab * ctx.hidden_size * ctx.act
     (embedding, _), *middle, last = links
     assert ctx.hugging_face is not None
-    in_place = ctx.hugging_face.plain_gradients or ctx.hugging_face.spec.num_output_chunks > 1
-    summed = embedding.retained + (2 if in_place else 3) * dense
+    hf = ctx.hugging_face
+    whole = hf.plain_gradients or hf.autocast or hf.spec.num_output_chunks > 1
+    summed = embedding.retained + (2 if whole else 3) * dense
     waiting = [(link.with_waiting(dense), count) for link, count in middle]
     # What the output layer gave is in the sum by the time an engine reduces that.
     return [(embedding.with_concurrent(dense, summed), 1), *waiting, last]

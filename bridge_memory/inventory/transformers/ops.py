@@ -205,7 +205,8 @@ class Torch:
 
     def summed(self, name: str, x: Array, rows: Any) -> Array:
         """``sum`` over a dimension: x's gradient is the sum's, expanded in a view."""
-        x.tensor.grad_bytes = rows * x.width * x.differentiable
+        if x.differentiable:
+            x.tensor.grad_bytes = rows * x.width
         return self.make(name, (x,), rows, x.width, alias=True)
 
     def spread(self, name: str, x: Array, elements: Any) -> Array:
