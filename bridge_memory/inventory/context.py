@@ -381,7 +381,8 @@ def _hugging_face(run: RunSpec) -> HuggingFace:
     family = TORCHTITAN if run.implementation.torchtitan else family_of(run.model.model_type, spec)
     return HuggingFace(
         spec, family, DTYPE_BYTES[spec.autocast or run.compute_dtype],
-        run.model.share_embeddings_and_output_weights, DTYPE_BYTES[run.adapters_compute_dtype], run.layer_gradients_stay,
+        run.model.share_embeddings_and_output_weights, DTYPE_BYTES[run.adapters_compute_dtype],
+        run.layer_gradients_stay,
         run.data_parallel.engine == "zero3",
         run.data_parallel.engine == "ddp" and run.ddp.find_unused_parameters and not run.ddp.static_graph,
     )

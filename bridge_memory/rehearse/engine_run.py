@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from bridge_memory.engines.engine import Phase
@@ -22,6 +22,9 @@ from bridge_memory.rehearse.engine_jobs import job_of, of_deepspeed, world
 from bridge_memory.rehearse.world import RehearsalUnavailable, first_line
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import ALL_LINEAR
+
+if TYPE_CHECKING:
+    from bridge_memory.rehearse.tracker import Tracker
 
 _STEPS = 3
 
@@ -156,12 +159,31 @@ def _rehearsed(run: RunSpec, config: Mapping[str, Any], rank: int) -> dict[Phase
                     Phase.FIRST_FORWARD: most[Phase.FORWARD], Phase.FIRST_BACKWARD: most[Phase.BACKWARD]
                 }  # fmt: skip
             job.zero_grad()
-        if engine != "fsdp1":  # whose flat parameters take no tensors of another device in their place
-            tracker.reset_peak()
-            with _to_host():
-                job.save()
-            found[Phase.SAVING] = tracker.peak(1).bytes
+        tracker.reset_peak()
+        with _flat_to_host(tracker) if engine == "fsdp1" else _to_host():
+            job.save()
+        found[Phase.SAVING] = tracker.peak(1).bytes
         return found
+
+
+@contextmanager
+def _flat_to_host(tracker: Tracker) -> Iterator[None]:
+    """FSDP1's flat parameter while it is in host memory, where each tensor of it is cloned: nowhere, as all that is in
+    host memory is here (``FlatParamHandle.to_cpu``; ``_state_dict_utils.py: _full_post_state_dict_hook``)."""
+    import torch
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    @contextmanager
+    def to_cpu(handle: Any) -> Iterator[None]:
+        storage = handle._get_padded_unsharded_flat_param().untyped_storage()
+        tracker.resized(storage, 0)
+        try:
+            yield
+        finally:
+            tracker.resized(storage, storage.nbytes())
+
+    with patch.object(FlatParamHandle, "to_cpu", to_cpu), patch.object(torch.Tensor, "clone", lambda x, **_: x):
+        yield
 
 
 @contextmanager
