@@ -56,9 +56,14 @@ class FSDP1(FSDP2):
             self.ranks = 1
         #: Gradients of microbatches that are not reduced stay in the dtype in which they are computed.
         self.waiting_width = self.gradient_width
+        #: A layer's first adapter has the layer before gathered.
+        self.late = run.peft.freezes and self.strategy != "NO_SHARD" and run.fsdp.backward_prefetch != "NO_PREFETCH"
 
     def _resharded(self, group: Group) -> bool:
-        return not group.root and self.strategy in ("FULL_SHARD", "HYBRID_SHARD")
+        """After forward; what is not divided has a copy in ``param_dtype``, which goes too (``_flat_param.py:
+        FlatParamHandle.post_reshard``)."""
+        copied = self.strategy == "NO_SHARD" and self.compute_width != self.width
+        return not group.root and (copied or self.strategy in ("FULL_SHARD", "HYBRID_SHARD"))
 
     @property
     def _prefetches(self) -> bool:
@@ -102,16 +107,16 @@ class FSDP1(FSDP2):
 
     def _reduced(self, flat: Flat) -> int:
         """Beside the gradients one by one, of which the flat one is made: it and the whole parameters; then, in their
-        place, it and what it is cast to, and the part that comes of it."""
+        place, it and what it is cast to, and the part that comes of it; of one that is not divided, what it is cast
+        back to (``_runtime_utils.py: _reduce_grad_no_shard``)."""
         whole = flat.shard * self.ranks
         cast = rounded(whole * self.reduce_width) if self.reduce_width != flat.computed else 0
-        return max(rounded(whole * flat.computed) + self._whole(flat), cast + rounded(flat.shard * self.reduce_width))
-
-    @property
-    def late(self) -> bool:
-        """Whether a layer's first adapter, late in its backward, has the layer before gathered."""
-        f = self.run.fsdp
-        return self.run.peft.freezes and f.auto_wrap_policy != "NO_WRAP" and f.backward_prefetch != "NO_PREFETCH"
+        part = rounded(flat.shard * self.reduce_width)
+        if self.strategy == "NO_SHARD":
+            part = rounded(whole * flat.width) if flat.width != self.reduce_width else 0
+            # Beside the sum with those of earlier microbatches.
+            part += rounded(whole * flat.computed) if self.waits else 0
+        return max(rounded(whole * flat.computed) + self._whole(flat), cast + part)
 
     def _building(self, model: Model, groups: Sequence[Group]) -> int | None:
         """The model whole; then unit by unit, those within others first, a flat tensor of it beside it, of which this

@@ -421,14 +421,14 @@ class _Coordinator:
 
     def _ahead(self, queue: deque[tuple[int, int]], taken: dict[int, int]) -> None:
         budget = min(self.most_live - self.available, self.bucket)
-        elements, chosen = 0, []
+        elements, chosen = 0, dict[int, None]()
         while queue and elements < budget:
             i, at = queue.popleft()
             taken[i] = at
             if i not in self.there and i not in self.coming and i not in chosen:
-                chosen.append(i)
+                chosen[i] = None
                 elements += self.weights[i].numel
-        self._gather(chosen)
+        self._gather(list(chosen))
 
     def _gather(self, chosen: Sequence[int]) -> None:
         """One has a tensor of its own, several one flat buffer, in multiples of the ranks."""
