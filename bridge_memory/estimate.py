@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
 from bridge_memory.engines.by_name import engine_of
-from bridge_memory.engines.engine import Engine, Phase, StageState
+from bridge_memory.engines.engine import BeginsOtherwise, Engine, Phase, StageState
 from bridge_memory.inventory.chain import AtPeak, ChunkInventory, EngineBytes, Label, Links
 from bridge_memory.inventory.context import LIBRARY, BlockContext, context_of
 from bridge_memory.inventory.counts import model_parameters
@@ -186,23 +186,26 @@ def _phases(stages: _Stages, rank: int) -> dict[Phase, int]:
     places layer by layer both passes are the same. In the order of training."""
     held = stages[rank]
     state = held.state
-    during = held.static_bytes - held.fresh + held.batch + held.deferred + state.in_passes
-    later = sum([nbytes for line, nbytes in state.amounts if line.lifetime is Lifetime.FIRST_STEP])
-    passes = {
-        phase: during + stages.moment(rank, held, words).bytes
-        for phase, words in ((Phase.FORWARD, "forward"), (Phase.BACKWARD, "backward"))
-    }
+    forward, backward = _passes(stages, rank)
     found: dict[Phase, int] = {}
     if state.building is not None:
         found[Phase.BUILDING] = state.building
-    if state.first_as_later:
-        found[Phase.FIRST_FORWARD] = passes[Phase.FORWARD] - later
-        found[Phase.FIRST_BACKWARD] = passes[Phase.BACKWARD] - later
-    found |= passes
+    first = stages.of_first_step()
+    later = sum([nbytes for line, nbytes in first[rank].state.amounts if line.lifetime is Lifetime.FIRST_STEP])
+    first_forward, first_backward = (forward, backward) if first is stages else _passes(first, rank)
+    found |= {Phase.FIRST_FORWARD: first_forward - later, Phase.FIRST_BACKWARD: first_backward - later}
+    found |= {Phase.FORWARD: forward, Phase.BACKWARD: backward}
     found[Phase.STEP] = held.static_bytes + held.between_bytes + state.in_step
     if state.saving is not None:
         found[Phase.SAVING] = held.static_bytes - state.gone_between_steps + held.between_bytes + state.saving
     return found
+
+
+def _passes(stages: _Stages, rank: int) -> tuple[int, int]:
+    """The most bytes of a stage in its forward and in its backward passes."""
+    held = stages[rank]
+    forward, backward = (held.in_passes(stages.moment(rank, held, phase).bytes) for phase in ("forward", "backward"))
+    return held.static_bytes + forward, held.static_bytes + backward
 
 
 def _checked(stages: _Stages, stage: int) -> int:
@@ -235,10 +238,13 @@ class _Held(NamedTuple):
     #: What waits for the weight gradients of the output layer, of earlier microbatches.
     deferred: int = 0
 
+    def in_passes(self, moment: int) -> int:
+        """Beyond ``static_bytes`` where the chunks need ``moment``."""
+        return moment - self.fresh + self.batch + self.deferred + self.state.in_passes
+
     def beyond_static(self, moment: int) -> int:
         """The most beyond ``static_bytes``: in the optimizer's step, or where the chunks need most, ``moment``."""
-        passes = moment - self.fresh + self.batch + self.deferred + self.state.in_passes
-        most: int = largest(passes, self.between_bytes + self.state.in_step)
+        most: int = largest(self.in_passes(moment), self.between_bytes + self.state.in_step)
         return most
 
 
@@ -350,11 +356,12 @@ class StageHolds:
 class _Stages(StageHolds):
     """Every stage of one run."""
 
-    def __init__(self, run: RunSpec, rank: int | None = None) -> None:
+    def __init__(self, run: RunSpec, rank: int | None = None, engine: Engine | None = None) -> None:
+        """``engine``: in place of the one that ``run`` names."""
         if type(run) is not RunSpec:
             inside = f"model={show(run)}" if isinstance(run, str) else "model=..."
             raise SpecError(f"run ({show(run)}) is not a RunSpec; give RunSpec({inside}, parallel=ParallelSpec(...))")
-        super().__init__(run, context_of(run), engine_of(run, rank))
+        super().__init__(run, context_of(run), engine or engine_of(run, rank))
         self.plan = layout(run.model, run.parallel)
         self._explained: dict[int, tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]] = {}
         self._microbatches = run.num_microbatches
@@ -365,6 +372,10 @@ class _Stages(StageHolds):
             "keeps_outputs": not run.implementation.deallocate_pipeline_outputs,
         }  # fmt: skip
         self._stages = [self.held(shapes) for shapes in self.plan.shapes(run.model)]
+
+    def of_first_step(self) -> _Stages:
+        """The same stages in the passes of the first step, which some engines begin otherwise."""
+        return _Stages(self.run, engine=self.engine.first_step()) if isinstance(self.engine, BeginsOtherwise) else self
 
     def __iter__(self) -> Iterator[_Held]:
         return iter(self._stages)
@@ -425,8 +436,7 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
     phase = moment.phase
     operation = running.forward_operation if phase == "forward" else running.backward_operation
     # The optimizer's step makes and leaves more than forward and backward ever need.
-    passes = moment.bytes - held.fresh + held.batch + held.deferred + held.state.in_passes
-    in_step = held.beyond_static(moment.bytes) > passes
+    in_step = held.beyond_static(moment.bytes) > held.in_passes(moment.bytes)
     if in_step:
         components += leftovers
         leftovers, phase, operation = (), OPTIMIZER_STEP, "main gradients in fp32"

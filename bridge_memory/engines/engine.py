@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from bridge_memory.components import MOMENTS, Component, Lifetime, Part, Provenance, Role, State
 from bridge_memory.inventory.chain import EngineBytes
@@ -95,8 +95,6 @@ class StageState(NamedTuple):
     building: int | None = None
     #: Beside what is there between steps while a full checkpoint is gathered; None: not modelled.
     saving: int | None = None
-    #: Whether passes of the first step gather what those of later ones do.
-    first_as_later: bool = True
     #: Buffers in which units are gathered and reduced one after the other, from the first pass on.
     pools: int = 0
 
@@ -185,3 +183,11 @@ class Engine(Protocol):
 
     def stage(self, chunks: Sequence[Sequence[Unit]]) -> StageState:
         """What a stage of ``chunks`` keeps, and what moves beside its units."""
+
+
+@runtime_checkable
+class BeginsOtherwise(Protocol):
+    """An engine whose first step gathers otherwise than later ones."""
+
+    def first_step(self) -> Engine:
+        """The engine as it is in the passes of the first step."""

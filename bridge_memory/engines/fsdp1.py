@@ -6,7 +6,7 @@ backward; with ``BACKWARD_PRE`` that of the unit before is gathered ahead. Autog
 parameters in one flat gradient, beside them; it is cast to ``reduce_dtype``, padded where it must be, and reduced.
 
 Adapters are units of their own, as the Trainer wraps them (peft ``utils/other.py: fsdp_auto_wrap_policy``). The layer
-before is then gathered with a layer's first adapter, late in its backward; it is counted from its beginning.
+before is then gathered with a layer's first adapter, late in its backward.
 
 Source: torch 2.13 ``distributed/fsdp/_flat_param.py: FlatParamHandle._init_flat_param_and_metadata, unshard,
 _alloc_padded_unsharded_flat_param``, ``_runtime_utils.py: _pre_forward, _post_forward_reshard, _pre_backward_hook,
@@ -16,15 +16,29 @@ _post_backward_hook, _reduce_grad, _should_free_in_backward``, ``_limiter_utils.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from bridge_memory.engines.fsdp2 import FSDP2, Group
-from bridge_memory.engines.torch_modules import Kept, Model, Module, rounded, trained_width
+from bridge_memory.engines.torch_modules import Kept, Model, Module, rounded
 from bridge_memory.engines.torch_optimizers import torch_states
 from bridge_memory.spec import RunSpec
 
 #: Bytes to which parameters of a flat tensor are aligned with ``use_orig_params`` (``_flat_param.py:
 #: _get_aligned_numel``).
 ALIGNMENT = 16
+
+
+class Flat(NamedTuple):
+    """The flat tensor of one unit."""
+
+    #: Elements of a rank's part.
+    shard: int
+    #: Bytes of an element as it is kept, and as it is gathered.
+    width: int
+    computed: int
+    trains: bool
+    #: Bytes of the tensors of which it is made.
+    tensors: int
 
 
 class FSDP1(FSDP2):
@@ -41,67 +55,115 @@ class FSDP1(FSDP2):
         if self.strategy == "NO_SHARD":
             self.ranks = 1
         #: Gradients of microbatches that are not reduced stay in the dtype in which they are computed.
-        self.waiting_width = self.compute_width
+        self.waiting_width = self.gradient_width
+        #: A layer's first adapter has the layer before gathered.
+        self.late = run.peft.freezes and self.strategy != "NO_SHARD" and run.fsdp.backward_prefetch != "NO_PREFETCH"
 
     def _resharded(self, group: Group) -> bool:
-        return not group.root and self.strategy in ("FULL_SHARD", "HYBRID_SHARD")
+        """After forward; what is not divided has a copy in ``param_dtype``, which goes too (``_flat_param.py:
+        FlatParamHandle.post_reshard``)."""
+        copied = self.strategy == "NO_SHARD" and self.compute_width != self.width
+        return not group.root and (copied or self.strategy in ("FULL_SHARD", "HYBRID_SHARD"))
 
     @property
     def _prefetches(self) -> bool:
         return self.run.fsdp.backward_prefetch == "BACKWARD_PRE"
 
-    def _shard(self, modules: Sequence[Module], *, trained: bool) -> int:
-        """Elements of a rank's part of the flat tensor of these modules."""
-        align = ALIGNMENT // self.width if self.run.fsdp.use_orig_params else 1
-        numel = 0
+    def _units(self, modules: Sequence[Module]) -> list[Flat]:
+        """The flat tensors of a group's modules: one of all that they have, but for adapters, of which each parameter
+        is one by itself, after that of the frozen ones."""
+        run, flats, numel, tensors = self.run, list[Flat](), 0, 0
+        align = ALIGNMENT // self.width if run.fsdp.use_orig_params else 1
         for module in modules:
-            for p, times in module.trained_parameters() if trained else module.parameters():
-                numel += times * (-(-p.numel // align) * align)
-        return -(-numel // self.ranks)
+            trained = {id(p) for p, _ in module.trained_parameters()}
+            for p, times, width, computed in self._wide(module):
+                if run.peft.freezes and id(p) in trained:
+                    own = rounded(p.numel * width)
+                    flats += [Flat(-(-p.numel // self.ranks), width, computed, True, own)] * times
+                else:
+                    tensors += times * rounded(p.numel * width)
+                    numel += times * (-(-p.numel // align) * align)
+        if numel:
+            shard = -(-numel // self.ranks)
+            one = Flat(shard, self.width, self.compute_width, not run.peft.freezes, tensors)
+            flats.insert(0, one)
+        return flats
+
+    def _whole(self, flat: Flat) -> int:
+        """Bytes of a flat tensor that was gathered; 0 where it is whole as it is kept."""
+        gathers = self.ranks > 1 or flat.computed != flat.width
+        return rounded(flat.shard * self.ranks * flat.computed) if gathers else 0
 
     def _group(self, modules: Sequence[Module], *, root: bool) -> Group:
-        whole = self._shard(modules, trained=False) * self.ranks
-        trained = self._shard(modules, trained=True)
-        gathers = self.ranks > 1 or self.compute_width != self.width
-        full = rounded(whole * self.compute_width) if gathers else 0
-        flat = rounded(trained * self.ranks * self.compute_width)
-        shard = rounded(trained * self.reduce_width)
-        # Beside the gradients one by one, of which the flat one is made: it and the whole parameters; then, in their
-        # place, it and what it is cast to, and the part that comes of it.
-        cast = rounded(trained * self.ranks * self.reduce_width) if self.reduce_width != self.compute_width else 0
+        flats = self._units(modules)
+        frozen = [flat for flat in flats if not flat.trains]
+        trained = [flat for flat in flats if flat.trains]
+        full = sum(map(self._whole, frozen)) + max(map(self._whole, trained), default=0)
+        casts = [rounded(flat.shard * flat.computed) for flat in flats if flat.computed != flat.width]
         return Group(
-            tuple(m.place for m in modules), root, full, full if self._prefetches else 0,
-            rounded(whole // self.ranks * self.compute_width) if self.compute_width != self.width else 0,
-            max(flat + full, cast + shard), 0, rounded(trained * self.width),
+            tuple(m.place for m in modules), root, full, full if self._prefetches else 0, max(casts, default=0),
+            max(map(self._reduced, trained), default=0), 0, sum(rounded(f.shard * f.width) for f in trained),
         )
 
+    def _reduced(self, flat: Flat) -> int:
+        """Beside the gradients one by one, of which the flat one is made: it and the whole parameters; then, in their
+        place, it and what it is cast to, and the part that comes of it; of one that is not divided, what it is cast
+        back to (``_runtime_utils.py: _reduce_grad_no_shard``)."""
+        whole = flat.shard * self.ranks
+        cast = rounded(whole * self.reduce_width) if self.reduce_width != flat.computed else 0
+        part = rounded(flat.shard * self.reduce_width)
+        if self.strategy == "NO_SHARD":
+            part = rounded(whole * flat.width) if flat.width != self.reduce_width else 0
+            # Beside the sum with those of earlier microbatches.
+            part += rounded(whole * flat.computed) if self.waits else 0
+        return max(rounded(whole * flat.computed) + self._whole(flat), cast + part)
+
     def _building(self, model: Model, groups: Sequence[Group]) -> int | None:
-        """Not modelled."""
-        return None
+        """The model whole; then unit by unit, those within others first, a flat tensor of it beside it, of which this
+        rank's part is copied before either goes (``FlatParamHandle.flatten_tensors_into_flat_param, shard``)."""
+        if self.run.fsdp.offload_params:
+            return None
+        there = most = sum(
+            times * rounded(p.numel * width) for m in model.modules for p, times, width, _ in self._wide(m)
+        )
+        for modules in self._of_groups(model, groups):
+            for flat in reversed(self._units(modules)):
+                shard, whole = rounded(flat.shard * flat.width), rounded(flat.shard * self.ranks * flat.width)
+                copied = shard if self.strategy != "NO_SHARD" else 0
+                most = max(most, there + whole + copied)
+                there += shard - flat.tensors
+        return most
 
     def _saving(self, model: Model) -> int | None:
-        """Not modelled."""
-        return None
+        """The largest unit, gathered whole in the parameters' own dtype before it goes to the host (torch ``_state_
+        dict_utils.py: _full_pre_state_dict_hook``, with ``offload_to_cpu`` and ``rank0_only``, as accelerate
+        ``utils/dataclasses.py: FullyShardedDataParallelPlugin.set_state_dict_type`` has them); on rank 0."""
+        if self.run.fsdp.offload_params:
+            return None
+        if self.ranks == 1:
+            return 0
+        groups = self.groups(model)
+        flats = [f for modules in self._of_groups(model, groups) for f in self._units(modules)]
+        return max((rounded(f.shard * self.ranks * f.width) for f in flats), default=0)
 
-    def _kept(self, model: Model, groups: Sequence[Group]) -> list[Kept]:
-        """Of the flat tensors."""
-        states = torch_states(self.run)
+    def _of_groups(self, model: Model, groups: Sequence[Group]) -> list[list[Module]]:
         of_place = {place: i for i, g in enumerate(groups) for place in g.places}
         modules: list[list[Module]] = [[] for _ in groups]
         for module in model.modules:
             modules[of_place[module.place]].append(module)
-        found = []
-        for group in modules:
-            every, trained = self._shard(group, trained=False), self._shard(group, trained=True)
-            wide = trained_width(self.run, self.width)
-            sizes = [s.nbytes((trained,), wide, False) if trained else 0 for s in states]
-            weights = rounded(every * self.width)
-            if wide != self.width:
-                weights = rounded((every - trained) * self.width) + rounded(trained * wide)
-            found.append(
-                Kept(weights, rounded(trained * wide), tuple(sizes), max([0, *sizes[-1:]]), trained)
-            )  # fmt: skip
-        return found
+        return modules
 
+    def _kept(self, model: Model, groups: Sequence[Group]) -> list[Kept]:
+        """Of the flat tensors."""
+        states = torch_states(self.run)
+        found = []
+        for modules in self._of_groups(model, groups):
+            for flat in self._units(modules):
+                nbytes = rounded(flat.shard * flat.width)
+                sizes = [s.nbytes((flat.shard,), flat.width, False) if flat.trains else 0 for s in states]
+                held = flat.shard if flat.trains else 0
+                own = nbytes if flat.trains else 0
+                found.append(Kept(nbytes, own, tuple(sizes), max([0, *sizes[-1:]]), held, int(flat.trains)))
+        return found
 
 ENGINE = FSDP1

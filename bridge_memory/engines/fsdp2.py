@@ -41,6 +41,10 @@ from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 
+#: Of what a layer hands on: an RMS norm's input in fp32, which is kept, two gradients and a product of that size, and
+#: the gradient that goes around the norm (transformers ``LlamaRMSNorm.forward``).
+NORM_BACKWARD = 9
+
 
 class Group(NamedTuple):
     """Parameters that are gathered and reduced together, in bytes on one rank."""
@@ -64,6 +68,8 @@ class FSDP2:
     #: The flat output of a gathering is there until the next copy-out; the flat input of a reduction until the next.
     keeps_output = True
     keeps_reduced = True
+    #: Whether a unit is gathered late in the backward of the one after it.
+    late = False
 
     def __init__(self, run: RunSpec, *, rank: int | None = None) -> None:
         """``rank`` changes nothing: the first one, whose shards are never shorter than others', is meant."""
@@ -277,6 +283,15 @@ class FSDP2:
                 # One that is reduced neither now nor before.
                 backward[place], gradients[place], gone_at[place] = whole + ahead, 0, 0
             waiting += sizes[place]
+            if self.late and group is not None and not group.root:
+                # Found while its first norm runs backward, beside what that makes in fp32.
+                earlier = before[group.places]
+                backward[place] -= ahead
+                gathered = earlier.whole if earlier is not None and not stays else 0
+                late = backward[place] + gathered + NORM_BACKWARD * input_gradient
+                ahead = gathered
+            else:
+                late = 0
             if group is not None and not group.root and place == group.places[0] and place:
                 whole -= group.whole
                 waits = 0 if self.waits else waiting
@@ -284,6 +299,7 @@ class FSDP2:
                     whole + ahead + waits + group.reduced + group.reduced_shard + made * fresh + replicated
                     + input_gradient - gone
                 )
+                reducing[place] = max(reducing[place], late)
                 gone_then[place] = gone
                 gone += sum(of_groups[p] for p in group.places)
                 waiting -= sum(sizes[p] for p in group.places)

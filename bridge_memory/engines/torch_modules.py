@@ -29,6 +29,8 @@ class Module(NamedTuple):
     label: Label
     trained: ParameterList
     frozen: ParameterList
+    #: Of the names of its frozen parameters, which those of adapters beside them begin with.
+    prefix: str = ""
 
     def trained_parameters(self) -> Iterator[tuple[Parameter, int]]:
         """(parameter, how many of them), in the order of the model."""
@@ -77,7 +79,7 @@ def model_of(run: RunSpec, units: Sequence[Unit]) -> Model:
     for unit, place, beside_it in zip(units, places.first, adapters, strict=True):
         for position in range(place, place + unit.times):
             if run.peft.freezes:
-                modules.append(Module(position, unit.label, beside_it or _NONE, unit.parameters))
+                modules.append(Module(position, unit.label, beside_it or _NONE, unit.parameters, unit.prefix))
             else:
                 modules.append(Module(position, unit.label, unit.parameters, _NONE))
     return Model(places, tuple(modules), sum(unit.times * unit.parameters.numel for unit in units))

@@ -23,12 +23,16 @@ from typing import NamedTuple
 
 from bridge_memory.components import Provenance, Role, State
 from bridge_memory.engines.engine import Line, StageState
-from bridge_memory.engines.torch_modules import Model, model_of, parameter_width, rounded
+from bridge_memory.engines.torch_modules import Model, Module, hidden_bytes, model_of, parameter_width, rounded
 from bridge_memory.engines.zero_1_and_2 import NORM_WIDTH, zero_states
 from bridge_memory.inventory.chain import Concurrent
 from bridge_memory.inventory.context import LIBRARY
+from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
+
+#: What follows the name of a linear in those of its adapter's parameters (``peft.py: lora_parameters``).
+ADAPTER = ".adapter."
 
 
 class Weight(NamedTuple):
@@ -41,13 +45,27 @@ class Weight(NamedTuple):
     trains: bool
     #: Whole for good.
     stays: bool
+    #: Its module's number, which is fetched with all that it has.
+    module: int
+
+
+class Fetch(NamedTuple):
+    """A module that is about to run."""
+
+    place: int
+    back: bool
+    #: Numbers of its parameters.
+    weights: tuple[int, ...]
 
 
 class Live(NamedTuple):
-    """Bytes of gathered parameters at every place, forward and backward, and after."""
+    """Bytes of gathered parameters at every place, forward and backward, between the two, and after."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    #: While the last module runs forward, and backward.
+    last: tuple[int, int]
+    between: int
     after: int
 
 
@@ -66,6 +84,14 @@ class ZeRO3:
         self.state_width = 2 if z.bf16_optimizer_states else 4
         self.offloads = z.offload_optimizer_device != "none"
         self.offloads_parameters = z.offload_param_device != "none"
+        #: Meant is the first step: there is no trace yet, and small parameters are divided as others are.
+        self.first = False
+
+    def first_step(self) -> ZeRO3:
+        """The same engine in the passes of the first step."""
+        engine = ZeRO3(self.run)
+        engine.first = True
+        return engine
 
     # ---- what is kept ----
 
@@ -82,7 +108,7 @@ class ZeRO3:
         return StageState(
             model.numel, tuple((line, n) for line, n in gpu if n), in_step=step, step_name=name,
             concurrent=(model.engine_bytes(self._beside(model, weights, live)),), host=tuple(host),
-            first_as_later=False, building=self._building(weights, groups, kept), saving=self._gathered(weights),
+            building=self._building(weights, groups, kept), saving=self._gathered(weights),
         )
 
     def _building(
@@ -112,19 +138,19 @@ class ZeRO3:
         return rounded(max((w.numel for w in weights if not w.stays), default=0) * self.width)
 
     def weights(self, model: Model) -> list[Weight]:
-        """Every parameter in the order of the model."""
+        """Every parameter in the order in which modules run forward."""
         found = []
         threshold = self.z.stage3_param_persistence_threshold
         left = self.z.stage3_model_persistence_threshold
-        for module in model.modules:
-            trained = [(p, times, True) for p, times in module.trained_parameters()]
-            frozen = [(p, times, False) for parameters, times in module.frozen.rows for p in parameters]
-            for p, times, trains in (*trained, *frozen):
-                for _ in range(times):
+        module = 0
+        for block in model.modules:
+            for parameters, trains in in_order(block):
+                for p in parameters:
                     stays = p.numel <= threshold and (left is None or p.numel <= left)
                     if stays and left is not None:
                         left -= p.numel
-                    found.append(Weight(module.place, p.numel, -(-p.numel // self.ranks), trains, stays))
+                    found.append(Weight(block.place, p.numel, -(-p.numel // self.ranks), trains, stays, module))
+                module += 1
         return found
 
     def _amounts(self, weights: Sequence[Weight], groups: Sequence[int]) -> Iterator[tuple[Line, int]]:
@@ -135,7 +161,7 @@ class ZeRO3:
         yield Line(Role.WEIGHTS, State.PARAMETERS, "weights", False, exact, False, shard), (
             rounded(trained * self.width) + frozen
         )
-        whole = sum(rounded(w.numel * self.width) for w in weights if w.stays)
+        whole = 0 if self.first else sum(rounded(w.numel * self.width) for w in weights if w.stays)
         yield Line(Role.WEIGHTS, State.PARAMETERS, "small weights, whole", False), whole
         yield Line(Role.GRADIENTS, State.GRADIENTS, "gradients", False, exact, adapters, shard), rounded(
             trained * self.accumulated_width
@@ -194,13 +220,20 @@ class ZeRO3:
 
     def _beside(self, model: Model, weights: Sequence[Weight], live: Live) -> list[Concurrent]:
         """Whole parameters, and the buffers that they are copied from and gradients are reduced in."""
-        forward, backward, left = live
+        forward, backward, last_running, between, left = live
         copies, last = self._reductions(model, weights)
         found = [Concurrent(f, b + c, b + c) for f, b, c in zip(forward, backward, copies, strict=True)]
         # The last reduction comes once all gradients lie in the bucket.
         found[0] = found[0]._replace(least_backward=left + last)
         loss = model.places.loss
-        found[loss] = Concurrent(forward[loss], backward[loss], backward[loss])
+        # The output layer's weight is asked for beside the logits, or their gradient, alone.
+        table = next((w for w in reversed(weights) if w.place == loss), weights[0])
+        logits = table.numel // self.run.model.hidden_size * hidden_bytes(self.run) // self.run.model.hidden_size
+        own, hidden = rounded(table.numel * self.width) * table.trains, hidden_bytes(self.run)
+        found[loss] = Concurrent(
+            between, between, between, max(backward[loss] + logits, last_running[1] + logits + hidden + own),
+            least_forward=max(forward[loss], last_running[0] + logits) + hidden,
+        )
         return found
 
     def _followed(self, model: Model) -> tuple[tuple[Weight, ...], Live]:
@@ -208,8 +241,8 @@ class ZeRO3:
         that ``weights`` and ``_live`` read."""
         z = self.z
         of_modules = tuple([
-            (module.place, *[
-                (p.numel, times, trains)
+            (module.place, module.prefix, *[
+                (p.name, p.numel, times, trains)
                 for trains, held in ((True, module.trained), (False, module.frozen))
                 for parameters, times in held.rows for p in parameters
             ])
@@ -219,6 +252,8 @@ class ZeRO3:
             "zero3", of_modules, model.number, self.ranks, self.width, z.stage3_param_persistence_threshold,
             z.stage3_model_persistence_threshold, z.stage3_max_live_parameters, z.stage3_prefetch_bucket_size,
             z.stage3_max_reuse_distance, self.run.model.share_embeddings_and_output_weights,
+            self.run.transformers.gradient_checkpointing, self.run.peft.freezes,
+            (self.first, self.first and self.run.num_microbatches > 1),
         )  # fmt: skip
         found: tuple[tuple[Weight, ...], Live] | None = LIBRARY.replays.get(key)
         if found is None:
@@ -229,54 +264,45 @@ class ZeRO3:
         return found
 
     def _live(self, model: Model, weights: Sequence[Weight]) -> Live:
-        """A replay of the coordinator."""
-        z = self.z
-        tied = self.run.model.share_embeddings_and_output_weights
-        order = list(range(len(weights)))
-        places = [w.place for w in weights]
-        if tied:  # The output layer takes the embedding's weight.
-            order += [i for i, w in enumerate(weights) if w.place == 0][:1]
-            places += [model.places.loss] * (len(order) - len(weights))
-        number = len(order)
-        trace = [(order[i], places[i], False) for i in range(number)]
-        trace += [(order[i], places[i], True) for i in reversed(range(number))]
-        uses: dict[int, deque[int]] = {}
-        for step, (i, _, _) in enumerate(trace):
-            uses.setdefault(i, deque()).append(step)
-        live: set[int] = set()
-        available = held = 0
-        sizes = [rounded(w.numel * self.width) for w in weights]
-        until = list(accumulate((weights[i].numel for i, _, _ in trace), initial=0))
-        forward, backward = [0] * model.number, [0] * model.number
-        head = 0
-        for step, (i, place, back) in enumerate(trace):
-            peak = backward if back else forward
-            flat = 0
-            if not weights[i].stays and i not in live:
-                live.add(i)
-                available, held = available + weights[i].numel, held + sizes[i]
-            head = max(head, step + 1)
-            budget = min(z.stage3_max_live_parameters - available, z.stage3_prefetch_bucket_size)
-            ahead = several = 0
-            while head < len(trace) and ahead < budget:
-                j = trace[head][0]
-                head += 1
-                if not weights[j].stays and j not in live:
-                    live.add(j)
-                    ahead += weights[j].numel
-                    several += 1
-                    available, held = available + weights[j].numel, held + sizes[j]
-            # What is on its way together lies in one buffer, and is copied out of it.
-            flat = ahead * self.width if several > 1 else 0
-            peak[place] = max(peak[place], held + flat)
-            uses[i].popleft()
-            following = uses[i][0] if uses[i] else None
-            # Within the reuse distance (``__params_to_release``): what runs between is below it.
-            soon = following is not None and until[following] - until[step + 1] < z.stage3_max_reuse_distance
-            if i in live and not soon and (following is None or following >= head):
-                live.remove(i)
-                available, held = available - weights[i].numel, held - sizes[i]
-        return Live(tuple(forward), tuple(backward), held)
+        """A replay of the coordinator over one forward and backward pass."""
+        fetches = self._fetches(model, weights)
+        if not self.first:
+            return _Coordinator(self, model.number, weights, fetches, traced=True, whole=True).live()
+        # A trace is there from the second microbatch on; what stays whole does so from the first step's end on.
+        untraced = _Coordinator(self, model.number, weights, fetches, traced=False, whole=False).live()
+        if self.run.num_microbatches == 1:
+            return untraced
+        traced = _Coordinator(self, model.number, weights, fetches, traced=True, whole=False).live()
+        return Live(
+            tuple(map(max, untraced.forward, traced.forward)), tuple(map(max, untraced.backward, traced.backward)),
+            (max(untraced.last[0], traced.last[0]), max(untraced.last[1], traced.last[1])),
+            max(untraced.between, traced.between), max(untraced.after, traced.after),
+        )
+
+    def _fetches(self, model: Model, weights: Sequence[Weight]) -> list[Fetch]:
+        """Modules in the order in which they run: forward, and backward, where those of a checkpointed layer run
+        forward again. Backward does not reach what is before the first adapter."""
+        modules: dict[int, list[int]] = {}
+        for i, w in enumerate(weights):
+            modules.setdefault(w.module, []).append(i)
+        forward = [Fetch(weights[held[0]].place, False, tuple(held)) for held in modules.values()]
+        if self.run.model.share_embeddings_and_output_weights:  # the output layer takes the embedding's weight
+            table = [i for i, w in enumerate(weights) if w.place == 0][:1]
+            forward.append(Fetch(model.places.loss, False, tuple(table)))
+        reached = 0
+        if self.run.peft.freezes:
+            reached = next((n for n, f in enumerate(forward) if any(weights[i].trains for i in f.weights)), 0)
+        backward = [fetch._replace(back=True) for fetch in forward[reached:]][::-1]
+        if self.run.transformers.gradient_checkpointing:
+            layers = set(model.places.layers)
+            again = {place: [f._replace(back=True) for f in forward if f.place == place] for place in layers}
+            twice: list[Fetch] = []
+            for fetch in backward:
+                if fetch.place in again:
+                    twice += again.pop(fetch.place)
+                twice.append(fetch)
+            backward = twice
+        return [*forward, *backward]
 
     def _reductions(self, model: Model, weights: Sequence[Weight]) -> tuple[list[int], int]:
         """Bytes that the reduction of a full bucket copies, at the place whose gradient does not fit any more; and what
@@ -319,6 +345,149 @@ class ZeRO3:
         name = "fp32 gradients" if self.main_width == 4 else "bf16 gradients"
         beside = "" if most == flattened else " and the optimizer's temporaries"
         return most, f"{name}{beside} of a sub-group"
+
+
+def in_order(block: Module) -> Iterator[tuple[tuple[Parameter, ...], bool]]:
+    """The parameters of every module of a block in the order of the model, and whether they train: those of an adapter
+    after the linear that it is beside."""
+    adapters: dict[str, list[Parameter]] = {}
+    for parameters, _ in block.trained.rows if block.frozen.rows else ():
+        for p in parameters:
+            adapters.setdefault(p.name.rpartition(ADAPTER)[0], []).append(p)
+    met: set[str] = set()
+    for parameters, times in block.frozen.rows or block.trained.rows:
+        of_module: dict[str, list[Parameter]] = {}
+        for p in parameters:
+            of_module.setdefault(p.name.rpartition(".")[0], []).append(p)
+        beside = {path: p.numbered(0).under(block.prefix).name.rpartition(".")[0]
+                  for path, (p, *_) in of_module.items()}  # fmt: skip
+        for _ in range(times):
+            for path, held in of_module.items():
+                yield tuple(held), not block.frozen.rows
+                met.add(beside[path])
+                for adapter in adapters.get(beside[path], ()):
+                    yield (adapter,), True
+    for path, others in adapters.items():
+        if path not in met:  # asked for by full names
+            for adapter in others:
+                yield (adapter,), True
+
+
+class _Coordinator:
+    """``PartitionedParameterCoordinator`` over one forward and backward pass, in bytes."""
+
+    def __init__(
+        self, engine: ZeRO3, places: int, weights: Sequence[Weight], fetches: Sequence[Fetch], *, traced: bool,
+        whole: bool,
+    ) -> None:  # fmt: skip
+        """``traced``: the order of modules is known, so that they are gathered ahead; ``whole``: small parameters are
+        whole already."""
+        z = engine.z
+        self.weights, self.fetches, self.traced = weights, fetches, traced
+        self.places, self.width, self.ranks = places, engine.width, engine.ranks
+        self.bucket, self.most_live = z.stage3_prefetch_bucket_size, z.stage3_max_live_parameters
+        self.reuse = z.stage3_max_reuse_distance
+        #: Whole; gathered and not yet asked for; bytes of each.
+        self.there = {i for i, w in enumerate(weights) if w.stays and whole}
+        self.coming: dict[int, _Gathering] = {}
+        self.sizes: dict[int, int] = {}
+        self.available = self.held = 0
+
+    def live(self) -> Live:
+        fetches, weights = self.fetches, self.weights
+        queue: deque[tuple[int, int]] = deque()
+        if self.traced:
+            queue.extend((i, step) for step, fetch in enumerate(fetches) for i in fetch.weights)
+        #: Elements of all modules before each.
+        until = list(accumulate((sum(weights[i].numel for i in f.weights) for f in fetches), initial=0))
+        uses: dict[int, deque[int]] = {}
+        for step, fetch in enumerate(fetches):
+            for i in fetch.weights:
+                uses.setdefault(i, deque()).append(step)
+        taken = dict.fromkeys(uses, -1)  # the step for which each was taken from the queue last
+        most = [0] * self.places, [0] * self.places
+        between, last = 0, [0, 0]
+        for step, (place, back, own) in enumerate(fetches):
+            peak = most[back]
+            self._gather([i for i in own if i not in self.there and i not in self.coming])
+            peak[place] = max(peak[place], self.held)
+            for i in own:
+                if i in self.coming:
+                    peak[place] = max(peak[place], self._wait(i))
+            missing = {i for i in own if taken[i] < step} if self.traced else set()
+            while queue and missing:
+                i, at = queue.popleft()
+                taken[i] = at
+                missing.discard(i)
+            self._ahead(queue, taken)
+            peak[place] = max(peak[place], self.held)
+            if place == self.places - 1:
+                last[back] = self.held
+            for i in own:
+                uses[i].popleft()
+                following = uses[i][0] if uses[i] else None
+                soon = following is not None and until[following] - until[step + 1] < self.reuse
+                passed = following is not None and taken[i] >= following
+                if not self.traced or not (weights[i].stays or soon or passed):
+                    self._release(i)
+            if not back:
+                between = self.held
+        return Live(tuple(most[0]), tuple(most[1]), (last[0], last[1]), between, self.held)
+
+    def _ahead(self, queue: deque[tuple[int, int]], taken: dict[int, int]) -> None:
+        budget = min(self.most_live - self.available, self.bucket)
+        elements, chosen = 0, dict[int, None]()
+        while queue and elements < budget:
+            i, at = queue.popleft()
+            taken[i] = at
+            if i not in self.there and i not in self.coming and i not in chosen:
+                chosen[i] = None
+                elements += self.weights[i].numel
+        self._gather(list(chosen))
+
+    def _gather(self, chosen: Sequence[int]) -> None:
+        """One has a tensor of its own, several one flat buffer, in multiples of the ranks."""
+        if not chosen:
+            return
+        nbytes = rounded(sum(self.weights[i].part * self.ranks for i in chosen) * self.width)
+        self.available += sum(self.weights[i].numel for i in chosen)
+        self.held += nbytes
+        gathering = _Gathering(tuple(chosen), nbytes)
+        for i in chosen:
+            self.coming[i] = gathering
+            self.sizes[i] = nbytes if len(chosen) == 1 else rounded(self.weights[i].numel * self.width)
+
+    def _wait(self, i: int) -> int:
+        """With the first that is asked for all are copied out of their buffer, which goes with the last; the most."""
+        gathering = self.coming.pop(i)
+        several = len(gathering.weights) > 1
+        if not gathering.copied:
+            gathering.copied = True
+            self.there.update(gathering.weights)
+            self.held += sum(self.sizes[other] for other in gathering.weights) if several else 0
+        most = self.held
+        gathering.left -= 1
+        if several and not gathering.left:
+            self.held -= gathering.nbytes
+        return most
+
+    def _release(self, i: int) -> None:
+        if i in self.there:
+            self.there.discard(i)
+            self.available -= self.weights[i].numel
+            self.held -= self.sizes[i]
+
+
+class _Gathering:
+    """Parameters that are on their way together."""
+
+    __slots__ = ("copied", "left", "nbytes", "weights")
+
+    def __init__(self, weights: tuple[int, ...], nbytes: int) -> None:
+        self.weights, self.nbytes = weights, nbytes
+        self.copied = False
+        #: Not yet asked for.
+        self.left = len(weights)
 
 
 def sub_groups(parts: Sequence[int], most: int) -> list[int]:

@@ -181,6 +181,12 @@ class _Torch:
             from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
             get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        elif engine == "fsdp1":
+            from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+
+            kept = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+            with FullyShardedDataParallel.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, kept):
+                self.model.state_dict()
         else:
             self.model.state_dict()
 

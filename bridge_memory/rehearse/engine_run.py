@@ -25,6 +25,7 @@ from bridge_memory.spec.parts import ALL_LINEAR
 
 if TYPE_CHECKING:
     from bridge_memory.rehearse.reserved import Reserved
+    from bridge_memory.rehearse.tracker import Tracker
 
 _STEPS = 3
 
@@ -170,12 +171,31 @@ def _rehearsed(run: RunSpec, config: Mapping[str, Any], rank: int) -> Rehearsed:
                 }  # fmt: skip
             job.zero_grad()
         reserved = follower.done(getattr(job, "model", None)) if follower is not None else None
-        if engine != "fsdp1":  # whose flat parameters take no tensors of another device in their place
-            tracker.reset_peak()
-            with _to_host():
-                job.save()
-            found[Phase.SAVING] = tracker.peak(1).bytes
+        tracker.reset_peak()
+        with _flat_to_host(tracker) if engine == "fsdp1" else _to_host():
+            job.save()
+        found[Phase.SAVING] = tracker.peak(1).bytes
         return Rehearsed(found, reserved)
+
+
+@contextmanager
+def _flat_to_host(tracker: Tracker) -> Iterator[None]:
+    """FSDP1's flat parameter while it is in host memory, where each tensor of it is cloned: nowhere, as all that is in
+    host memory is here (``FlatParamHandle.to_cpu``; ``_state_dict_utils.py: _full_post_state_dict_hook``)."""
+    import torch
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    @contextmanager
+    def to_cpu(handle: Any) -> Iterator[None]:
+        storage = handle._get_padded_unsharded_flat_param().untyped_storage()
+        tracker.resized(storage, 0)
+        try:
+            yield
+        finally:
+            tracker.resized(storage, storage.nbytes())
+
+    with patch.object(FlatParamHandle, "to_cpu", to_cpu), patch.object(torch.Tensor, "clone", lambda x, **_: x):
+        yield
 
 
 @contextmanager

@@ -256,7 +256,8 @@ class Tracker(TorchDispatchMode):
 
         return gone
 
-    def _resized(self, storage: Any, nbytes: int) -> None:
+    def resized(self, storage: Any, nbytes: int) -> None:
+        """A storage has so many bytes from now on."""
         known = self._live.get(storage._cdata)
         if known is not None:
             nbytes = self._given(nbytes)
@@ -391,7 +392,7 @@ class Tracker(TorchDispatchMode):
 
         def resized(storage: Any, nbytes: int) -> Any:
             done = resize(storage, nbytes)
-            self._resized(storage, nbytes)
+            self.resized(storage, nbytes)
             return done
 
         with ExitStack() as stack:

@@ -56,12 +56,12 @@ class _Everything(Tracker):
         # A DTensor is as large as the whole parameter and has no storage of its own.
         return type(tensor).__name__ != "DTensor" and super()._note(tensor, name)
 
-    def _resized(self, storage: Any, nbytes: int) -> None:
+    def resized(self, storage: Any, nbytes: int) -> None:
         key = storage._cdata
         if key not in self._live and nbytes:
             made = self._live[key] = _Storage(0, "bucket", "resize_", None, next(self._serial))
             made.ref = weakref.ref(storage, self._forget(key))
-        super()._resized(storage, nbytes)
+        super().resized(storage, nbytes)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from real_engines import LAYERS, Measured, expected, measured, run_of  # noqa: E402
+from real_engines import BATCH, CONFIG, LAYERS, SEQ, Measured, expected, measured, run_of, world  # noqa: E402
 
 from bridge_memory.spec import DDPOptions, FSDPOptions, OptimizerSpec  # noqa: E402
 
@@ -148,3 +148,31 @@ def test_fsdp1_that_divides_gradients_and_states_alone() -> None:
 
     real = measured(fsdp1(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), size=2)
     check(run_of("fsdp1", ranks=2, fsdp=FSDPOptions(sharding_strategy="SHARD_GRAD_OP")), real)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
+def test_fsdp2_beside_torchs_own_tracker(mixed: bool) -> None:
+    """A second opinion on the peak of a step: ``FSDPMemTracker`` counts storages by its own hooks."""
+    tools = pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = LlamaConfig(**CONFIG)
+    settings._attn_implementation = "eager"
+    with world("fake", 4):
+        model = fsdp2(4, mixed=mixed)(LlamaForCausalLM(settings))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, foreach=True)
+        tracker = tools.FSDPMemTracker(model, optimizer)
+        tracker.track_inputs(())
+        tokens = torch.zeros(BATCH, SEQ, dtype=torch.long)
+        tracker.track_external(tokens)
+        for _ in range(2):
+            tracker.reset_mod_stats()
+            with tracker:
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+                loss.backward()
+                del loss
+                optimizer.step()
+                optimizer.zero_grad()
+    (found,) = tracker.get_tracker_snapshot("peak").values()
+    ours = expected(run_of("fsdp2", ranks=4, fsdp=MIXED if mixed else FSDPOptions()))
+    assert max(ours[phase] for phase in ("forward", "backward", "step")) == pytest.approx(found["Total"], rel=0.01)
