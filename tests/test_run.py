@@ -60,7 +60,7 @@ def test_one_sentence_is_not_a_tuple_of_sentences() -> None:
 
 
 def test_every_group_of_a_run_is_named_once() -> None:
-    assert [f.name for f in fields(RunSpec)] == ["model", *GROUPS, "assumptions", "not_modelled"]
+    assert [f.name for f in fields(RunSpec)] == ["model", *GROUPS, "teacher", "assumptions", "not_modelled"]
 
 
 # ---- single fields ----

@@ -80,11 +80,14 @@ def _of_megatron(flag: str) -> str:
 
 
 def _near(flag: str, known: Sequence[str]) -> list[str]:
-    """The spellings that are like ``flag``; failing those, up to three that have all of its words."""
-    likeness = {name: SequenceMatcher(None, flag.strip("-"), name.strip("-")).ratio() for name in known}
+    """The spelling that is like ``flag``, or several that it is a part of; failing those, up to three
+    that have all of its words."""
+    text = flag.strip("-")
+    longer = [name for name in known if text in name and not name.startswith("--no-")]
+    likeness = {name: SequenceMatcher(None, text, name.strip("-")).ratio() for name in known}
     best = max(likeness.values(), default=0)
-    if best >= ALIKE:
+    if best >= ALIKE and len(longer) < 2:
         return [next(name for name, ratio in likeness.items() if ratio == best)]
-    words = set(flag.strip("-").split("-"))
+    words = set(text.split("-"))
     having = [name for name in known if words <= set(name.strip("-").split("-")) and not name.startswith("--no-")]
     return sorted(having, key=len)[:3]

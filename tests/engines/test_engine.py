@@ -102,7 +102,7 @@ def test_zero3_of_many_experts_takes_no_time() -> None:
 
 
 def test_a_family_that_is_not_recorded_is_refused_with_a_way_out(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["estimate", "Qwen/Qwen3-Next-80B-A3B-Instruct", "--engine", "ddp", "--num-gpus", "8"]
+    command = ["estimate", "nvidia/Llama-3_3-Nemotron-Super-49B-v1", "--engine", "ddp", "--num-gpus", "8"]
     assert main(command) == 2
     error = capsys.readouterr().err
     assert "more characters" not in error and error.endswith("; use --transformer-impl transformer_engine\n")
