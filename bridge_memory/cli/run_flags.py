@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from bridge_memory.releases import parse_release
 from bridge_memory.spec.fields import Rule, rules_of
+from bridge_memory.spec.parts import ENGINE_OF_FRAMEWORK
 from bridge_memory.spec.run import GROUPS
 
 DEFAULT_SEQ_LENGTH = 4096
@@ -413,10 +414,11 @@ def _add(group: Any, flag: Flag, rule: Rule) -> None:
 
 
 def _spelled(names: Sequence[str]) -> Callable[[str], str]:
-    """A name with hyphens for the one with underscores: megatron-deepspeed. Others are left for argparse to refuse."""
+    """A name with hyphens for the one with underscores: megatron-deepspeed; a framework's for its engine's. Others are
+    left for argparse to refuse."""
 
     def name(text: str) -> str:
-        return next((n for n in names if n.replace("_", "-") == text), text)
+        return next((n for n in names if n.replace("_", "-") == text), ENGINE_OF_FRAMEWORK.get(text, text))
 
     return name
 

@@ -30,7 +30,7 @@ from bridge_memory.plan.engine_space import SEVERAL
 from bridge_memory.plan.space import AXES, Space
 from bridge_memory.plan.splits import split_fields
 from bridge_memory.spec import SpecError
-from bridge_memory.spec.parts import ENGINES
+from bridge_memory.spec.parts import ENGINE_OF_FRAMEWORK, ENGINES
 
 if TYPE_CHECKING:
     from bridge_memory.plan.search import Found, Row
@@ -170,7 +170,8 @@ def _size(text: str) -> int | tuple[int, int]:
 
 def _engines(text: str) -> str | tuple[str, ...]:
     """One engine of all that there are, or words that mean some outside of megatron-core."""
-    words = tuple(word.lower().replace("-", "_") for word in text.replace(",", " ").split())
+    typed = (word.lower().replace("-", "_") for word in text.replace(",", " ").split())
+    words = tuple(ENGINE_OF_FRAMEWORK.get(word, word) for word in typed)
     for word in words or ("",):
         if word not in ENGINES and word not in SEVERAL:
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is unknown; use some of {', '.join((*ENGINES, *SEVERAL))}")

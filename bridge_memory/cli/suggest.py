@@ -46,7 +46,6 @@ MEANT_VALUES = {
     ("--precision", "fp8"): "use --fp8 hybrid beside it", ("--precision", "fp4"): "use --fp4 e2m1 beside it",
     ("--engine", "fsdp"): "use fsdp2 or fsdp1 (PyTorch's), or megatron_fsdp",
     ("--engine", "deepspeed"): "use zero1, zero2 or zero3", ("--engine", "zero"): "use zero1, zero2 or zero3",
-    ("--engine", "megatron"): "use megatron_ddp or megatron_fsdp",
 }
 #: Of two spellings, how alike they must be: "--seq-len" and "--seq-length", not "--zero" and "--verbose".
 ALIKE = 0.8

@@ -33,6 +33,8 @@ ENGINES = {
     "ddp": "PyTorch DDP", "fsdp1": "PyTorch FSDP1", "fsdp2": "PyTorch FSDP2", "zero1": "DeepSpeed ZeRO-1",
     "zero2": "DeepSpeed ZeRO-2", "zero3": "DeepSpeed ZeRO-3", "megatron_deepspeed": "Megatron with DeepSpeed ZeRO",
 }  # fmt: skip
+#: The engine that a framework uses where nobody names one.
+ENGINE_OF_FRAMEWORK = {"megatron": "megatron_ddp"}
 #: Those of megatron-core, whose flags and options they follow.
 MEGATRON_ENGINES = ("megatron_ddp", "megatron_fsdp")
 #: Those that train Hugging Face's models: layers are transformers' unless another implementation is asked for.

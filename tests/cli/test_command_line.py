@@ -215,3 +215,12 @@ def test_a_full_disk_is_no_fault_of_the_program() -> None:
         )
     assert done.returncode == 74
     assert done.stderr.startswith("bridge-memory: error: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("spelled", ["megatron", "megatron-ddp", "megatron_ddp"])
+def test_megatron_is_the_engine_that_is_there_by_default(capsys: pytest.CaptureFixture[str], spelled: str) -> None:
+    command = ["estimate", "Qwen/Qwen3-0.6B", "--num-gpus", "8", "--json"]
+    assert main(command) == 0
+    alone = capsys.readouterr().out
+    assert main([*command, "--engine", spelled]) == 0
+    assert capsys.readouterr().out == alone
