@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def counts(config: Any) -> list[int]:
     config.train.global_batch_size = config.train.micro_batch_size
     model.vocab_size = model.vocab_size or 32000
     run = run_from_config_container(config, world_size=1)
+    run = replace(run, model=replace(run.model, towers=()))
     ours = sum(p.numel for chunk in stage_parameters(run, 0) for p in chunk)
     with fake_world(run.parallel, 0), building(), torch.device("meta"):
         model._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
