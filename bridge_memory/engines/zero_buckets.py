@@ -138,11 +138,12 @@ class Reductions:
         return Held(self.loose + self.kept + more, self.kept + self.staying, self.gone)
 
     def _reduce(self, place: int, trigger: int) -> None:
+        made = self._held(trigger)
         self.loose -= self.lingering
         self.lingering = 0
         mine = [self.flat.own_part(g.start, g.numel) > 0 for g in self.bucket]
         copied = self._copied()
-        found = self._held(trigger + copied)
+        found = max(made, self._held(trigger + copied))
         if any(mine) and (self.contiguous or self.widths.compact):
             self.kept = self.own
             # The buffer that is added to is there before what is added is.
