@@ -62,7 +62,10 @@ class ZeRO12:
         #: fp32 partition of gradients into which reductions are added.
         self.compact = self.accumulated_width == 4 != self.width
         communicated = DTYPE_BYTES[z.communication_data_type] if z.communication_data_type else self.width
-        self.widths = Widths(self.width, communicated, self.compact)
+        #: Stage 1 has each gradient cast into one of its own, which the bucket takes (``use_grad_accum_attribute``).
+        self.copies = self.stage_number == 1 and self.compact and not self.of_bf16_optimizer
+        self.own_width = self.accumulated_width if self.copies else self.width
+        self.widths = Widths(self.own_width, communicated, self.compact)
         self.main_width = 2 if z.bf16_master_weights_and_grads else 4
         self.state_width = 2 if z.bf16_optimizer_states else 4
 
@@ -90,7 +93,7 @@ class ZeRO12:
             kept = [(line, n) for line, n in kept if line.role is Role.WEIGHTS]
             gradients = 0
         beside = self._beside(model, flat, gradients, whole, many=many)
-        step, name = self._step(flat, gradients)
+        step, name = self._step(flat, gradients, self._left_to_step(model, flat))
         largest = max((p.numel for m in model.modules for p, _ in m.trained_parameters()), default=0)
         if self.offloads:
             buffer = Line(Role.BUFFERS, State.NONE, "buffer of one gradient on its way to the host", False)
@@ -143,7 +146,25 @@ class ZeRO12:
 
     def _own_bytes(self, module: Module) -> int:
         """Of gradients in tensors of their own."""
-        return sum(times * rounded(p.numel * self.width) for p, times in module.trained_parameters())
+        return sum(times * rounded(p.numel * self.own_width) for p, times in module.trained_parameters())
+
+    def _copied(self, module: Module) -> int:
+        """Of a gradient that is cast as it is made."""
+        largest = max((p.numel for p, _ in module.trained_parameters()), default=0)
+        return rounded(largest * self.own_width) if self.copies else 0
+
+    def _left_to_step(self, model: Model, flat: Flat) -> int:
+        """Cast gradients of other ranks, which nothing clears before the step, and the buckets of which they
+        are views (``copy_grads_in_partition`` clears this rank's)."""
+        if not self.copies or self.offloads:
+            return 0
+        if not contiguous(self.run):
+            return self._whole(model)
+        size = self.run.deepspeed.reduce_bucket_size
+        others = [g.numel for g in self._gradients_of(model) if not flat.own_part(g.start, g.numel)]
+        small = sum(n for n in others if n <= size)
+        buckets = min(-(-small // size), 2 if self.overlaps else 1)
+        return buckets * rounded(size * self.own_width) + sum(rounded(n * self.own_width) for n in others if n > size)
 
     def _host(self, flat: Flat, kept: Sequence[tuple[Line, int]]) -> list[tuple[str, int]]:
         pinned = "pinned" if self.run.deepspeed.offload_optimizer_pin_memory else "pageable"
@@ -169,6 +190,8 @@ class ZeRO12:
             there = bucket if many else 0
             stay = self.of_bf16_optimizer
             found = [Concurrent(there, n + bucket, n + bucket, gradients=n if stay else 0) for n in made]
+            if self.copies:
+                self._with_casts(model, found, many=many)
             found[model.places.loss] = Concurrent(there, there, there, bucket)
             if stay:  # reduced in the dtype of communication (``engine.py: allreduce_bucket``)
                 width = DTYPE_BYTES[z.communication_data_type or run.precision.params_dtype]
@@ -176,12 +199,25 @@ class ZeRO12:
                 found[0] = found[0]._replace(least_backward=(0 if many else whole) + copied)
             else:
                 held = self._at_end(model, flat, gradients)
-                found[0] = found[0]._replace(
-                    least_backward=(0 if many else whole) + bucket + held.most - held.gone,
-                    gone_at_least=held.gone if many else 0,
-                )
+                most = (0 if many else whole) + bucket + held.most - held.gone
+                if most > found[0].least_backward:
+                    found[0] = found[0]._replace(least_backward=most, gone_at_least=held.gone if many else 0)
             return found
         return self._in_hooks(model, flat, gradients, bucket)
+
+    def _with_casts(self, model: Model, found: list[Concurrent], *, many: bool) -> None:
+        """Gradients are cast as they are made: those of a layer stay so, that of the embedding comes after its sum."""
+        for module in model.modules:
+            place, copied = module.place, self._copied(module)
+            held = found[place]
+            more = copied if many else self._own_bytes(module) * (self.own_width - self.width) // self.own_width
+            if place in (0, model.places.loss):
+                made = copied + copied * self.width // self.own_width
+                found[place] = held._replace(least_backward=max(held.least_backward, held.backward + made))
+            else:
+                found[place] = held._replace(
+                    backward=held.backward + more, backward_at_end=held.backward_at_end + more
+                )
 
     def _at_end(self, model: Model, flat: Flat, gradients: int) -> Held:
         """While whole gradients, which are counted apart, are reduced after backward. Those that are moved into the
@@ -264,7 +300,11 @@ class ZeRO12:
                 least += hidden_bytes(self.run) if least and place else 0
             else:
                 # Its own peak has a gradient that is being made already.
-                inside = [net(r.held._replace(most=r.held.most - r.trigger)) for r in events if r.place == place]
+                inside = [
+                    net(r.held._replace(most=r.held.most - (0 if self.copies else r.trigger)))
+                    for r in events if r.place == place
+                ]  # fmt: skip
+                held += max((self._copied(m) for m in model.modules if m.place == place), default=0)
                 held, gone = max([(held, gone), *inside])
             there = first.stays if fresh else 0
             found.append(Concurrent(waits, held, held, least, max(0, min(there, held)), gone, gone_at_least))
@@ -274,8 +314,9 @@ class ZeRO12:
         """Whether gradients of the partition are made anew by every backward pass."""
         return not many or self.stage_number == 1
 
-    def _step(self, flat: Flat, gradients: int) -> tuple[int, str]:
-        """(bytes, name) of the most that the step has beyond what is kept and the gradients of the partition."""
+    def _step(self, flat: Flat, gradients: int, left: int) -> tuple[int, str]:
+        """(bytes, name) of the most that the step has beyond what is kept and the gradients of the partition; ``left``:
+        of others' gradients, which go once the norm is there (``free_grad_in_param_list``)."""
         if self.offloads:
             return 0, "optimizer step on the host"
         part, o = flat.partition, self.run.optimizer
@@ -287,7 +328,7 @@ class ZeRO12:
         # Another dtype: flattened, then cast; else flattened alone.
         cast = rounded(part * self.main_width)
         flattened = 0 if self.compact else cast + (rounded(part * self.width) if self.width != self.main_width else 0)
-        norm = rounded(flat.largest * NORM_WIDTH)
+        norm = left + rounded(flat.largest * NORM_WIDTH)
         stepping = roots if self.compact else cast + roots - gradients
         most = max(flattened, norm, stepping)
         if most == norm:

@@ -142,12 +142,15 @@ class Reductions:
         self.loose -= self.lingering
         self.lingering = 0
         mine = [self.flat.own_part(g.start, g.numel) > 0 for g in self.bucket]
-        copied = self._copied()
-        found = max(made, self._held(trigger + copied))
+        joined, added = self._copied()
+        found = max(made, self._held(trigger + joined))
         if any(mine) and (self.contiguous or self.widths.compact):
             self.kept = self.own
-            # The buffer that is added to is there before what is added is.
-            found = max(found, self._held(trigger + (copied if self.widths.compact else 0)))
+            if not self.widths.compact:
+                added = 0
+            elif self.contiguous and self.run.deepspeed.reduce_scatter:
+                added = max(joined, added)  # the buffer is there before what is added to it
+            found = max(found, self._held(trigger + added))
         self.found.append(Reduction(place, trigger, found))
         for g, own in zip(self.bucket, mine, strict=True):
             if not self.contiguous or g.numel > self.limit:
@@ -171,12 +174,13 @@ class Reductions:
         elif freed:
             self.loose -= nbytes
 
-    def _copied(self) -> int:
+    def _copied(self) -> tuple[int, int]:
         """Bytes: the joined gradients and their cast; then, in place of the first, what is added in fp32."""
-        return max(
+        each = [
             _copied(self.widths, sum(n for n, _ in group), len(group) > 1, max(added for _, added in group))
             for group in self._collectives()
-        )
+        ]
+        return max(joined for joined, _ in each), max(added for _, added in each)
 
     def _collectives(self) -> Iterable[list[tuple[int, int]]]:
         """(elements, of them this rank's that are added at once) of each slice, by collective. Slices go one after the
@@ -217,9 +221,9 @@ class Reductions:
         yield elements, last == self.flat.fullest
 
 
-def _copied(widths: Widths, elements: int, joined: bool, added: int) -> int:
+def _copied(widths: Widths, elements: int, joined: bool, added: int) -> tuple[int, int]:
     """Of gradients that one collective reduces; ``added``: elements of the largest that is added in fp32."""
     cast = rounded(elements * widths.communicated) if widths.communicated != widths.gradient else 0
     whole = rounded(elements * widths.gradient) if joined else 0
     sums = rounded(added * 4) if widths.compact and widths.communicated != 4 else 0
-    return max(whole + cast, (cast or whole) + sums)
+    return whole + cast, (cast or whole) + sums

@@ -68,6 +68,15 @@ def answered(*argv: str) -> dict[str, Any]:
             ("--engine", "zero2", "--num-gpus", "4", "--reduce-bucket-size", "20000000"), marks=DEEPSPEED_SLOW
         ),
         pytest.param(("--engine", "zero2", "--num-gpus", "4", "--no-contiguous-gradients"), marks=DEEPSPEED_SLOW),
+        pytest.param(
+            ("--engine", "zero1", "--num-gpus", "4", "--precision", "fp16", "--grad-accum-dtype", "fp32"),
+            marks=DEEPSPEED,
+        ),
+        pytest.param(
+            ("--engine", "zero1", "--num-gpus", "2", *TWO_MICROBATCHES, "--precision", "fp16", "--grad-accum-dtype",
+             "fp32", "--overlap-comm"),
+            marks=DEEPSPEED_SLOW,
+        ),
         pytest.param(("--engine", "ddp", "--num-gpus", "2", *TWO_MICROBATCHES), marks=pytest.mark.slow),
         pytest.param(
             ("--engine", "ddp", "--num-gpus", "2", *TWO_MICROBATCHES, "--gradient-as-bucket-view"),
