@@ -28,7 +28,7 @@ from bridge_memory.engines.torch_modules import (
     parameter_width,
     rounded,
 )
-from bridge_memory.engines.zero_buckets import Flat, Gradient, Widths, contiguous, replay
+from bridge_memory.engines.zero_buckets import Flat, Gradient, Held, Reductions, Replay, Widths, contiguous
 from bridge_memory.inventory.chain import Concurrent
 from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import Unit, chunk_units
@@ -62,7 +62,10 @@ class ZeRO12:
         #: fp32 partition of gradients into which reductions are added.
         self.compact = self.accumulated_width == 4 != self.width
         communicated = DTYPE_BYTES[z.communication_data_type] if z.communication_data_type else self.width
-        self.widths = Widths(self.width, communicated, self.compact)
+        #: Stage 1 has each gradient cast into one of its own, which the bucket takes (``use_grad_accum_attribute``).
+        self.copies = self.stage_number == 1 and self.compact and not self.of_bf16_optimizer
+        self.own_width = self.accumulated_width if self.copies else self.width
+        self.widths = Widths(self.own_width, communicated, self.compact)
         self.main_width = 2 if z.bf16_master_weights_and_grads else 4
         self.state_width = 2 if z.bf16_optimizer_states else 4
 
@@ -90,7 +93,7 @@ class ZeRO12:
             kept = [(line, n) for line, n in kept if line.role is Role.WEIGHTS]
             gradients = 0
         beside = self._beside(model, flat, gradients, whole, many=many)
-        step, name = self._step(flat, gradients)
+        step, name = self._step(flat, gradients, self._left_to_step(model, flat))
         largest = max((p.numel for m in model.modules for p, _ in m.trained_parameters()), default=0)
         if self.offloads:
             buffer = Line(Role.BUFFERS, State.NONE, "buffer of one gradient on its way to the host", False)
@@ -143,7 +146,25 @@ class ZeRO12:
 
     def _own_bytes(self, module: Module) -> int:
         """Of gradients in tensors of their own."""
-        return sum(times * rounded(p.numel * self.width) for p, times in module.trained_parameters())
+        return sum(times * rounded(p.numel * self.own_width) for p, times in module.trained_parameters())
+
+    def _copied(self, module: Module) -> int:
+        """Of a gradient that is cast as it is made."""
+        largest = max((p.numel for p, _ in module.trained_parameters()), default=0)
+        return rounded(largest * self.own_width) if self.copies else 0
+
+    def _left_to_step(self, model: Model, flat: Flat) -> int:
+        """Cast gradients of other ranks, which nothing clears before the step, and the buckets of which they
+        are views (``copy_grads_in_partition`` clears this rank's)."""
+        if not self.copies or self.offloads:
+            return 0
+        if not contiguous(self.run):
+            return self._whole(model)
+        size = self.run.deepspeed.reduce_bucket_size
+        others = [g.numel for g in self._gradients_of(model) if not flat.own_part(g.start, g.numel)]
+        small = sum(n for n in others if n <= size)
+        buckets = min(-(-small // size), 2 if self.overlaps else 1)
+        return buckets * rounded(size * self.own_width) + sum(rounded(n * self.own_width) for n in others if n > size)
 
     def _host(self, flat: Flat, kept: Sequence[tuple[Line, int]]) -> list[tuple[str, int]]:
         pinned = "pinned" if self.run.deepspeed.offload_optimizer_pin_memory else "pageable"
@@ -169,43 +190,52 @@ class ZeRO12:
             there = bucket if many else 0
             stay = self.of_bf16_optimizer
             found = [Concurrent(there, n + bucket, n + bucket, gradients=n if stay else 0) for n in made]
+            if self.copies:
+                self._with_casts(model, found, many=many)
             found[model.places.loss] = Concurrent(there, there, there, bucket)
             if stay:  # reduced in the dtype of communication (``engine.py: allreduce_bucket``)
                 width = DTYPE_BYTES[z.communication_data_type or run.precision.params_dtype]
                 copied = rounded(flat.padded * width) if width != 4 else 0
                 found[0] = found[0]._replace(least_backward=(0 if many else whole) + copied)
             else:
-                least, gone = self._at_end(model, flat, gradients, whole, one)
-                found[0] = found[0]._replace(
-                    least_backward=least + bucket - (whole if many else 0), gone_at_least=gone if many else 0
-                )
+                held = self._at_end(model, flat, gradients)
+                most = (0 if many else whole) + bucket + held.most - held.gone
+                if most > found[0].least_backward:
+                    found[0] = found[0]._replace(least_backward=most, gone_at_least=held.gone if many else 0)
             return found
-        waits = [self._own_bytes(m) if many and self.stage_number == 1 else 0 for m in model.modules]
-        return self._in_hooks(model, flat, gradients, bucket, made_before(model, waits))
+        return self._in_hooks(model, flat, gradients, bucket)
 
-    def _at_end(self, model: Model, flat: Flat, gradients: int, whole: int, one: int) -> tuple[int, int]:
-        """(the most beside the bucket while whole gradients are reduced after backward, what of them is gone then).
-        Those that are moved into the bucket leave their own tensors; one that is larger stays."""
-        least, gone, own = 0, 0, 0
-        for r in replay(self.run, flat, self.widths, self._gradients_of(model)).reductions:
-            moved = min(rounded(r.elements * self.width), whole) if one and not r.waiting else gone
-            there = whole - moved + max(r.copied + own, gradients if r.own else own)
-            own = gradients if r.own else own
-            if there > least:
-                least, gone = there, moved
+    def _with_casts(self, model: Model, found: list[Concurrent], *, many: bool) -> None:
+        """Gradients are cast as they are made: those of a layer stay so, that of the embedding comes after its sum."""
+        for module in model.modules:
+            place, copied = module.place, self._copied(module)
+            held = found[place]
+            more = copied if many else self._own_bytes(module) * (self.own_width - self.width) // self.own_width
+            if place in (0, model.places.loss):
+                made = copied + copied * self.width // self.own_width
+                found[place] = held._replace(least_backward=max(held.least_backward, held.backward + made))
             else:
-                gone = moved
-        return least, gone
+                found[place] = held._replace(
+                    backward=held.backward + more, backward_at_end=held.backward_at_end + more
+                )
+
+    def _at_end(self, model: Model, flat: Flat, gradients: int) -> Held:
+        """While whole gradients, which are counted apart, are reduced after backward. Those that are moved into the
+        bucket leave their own tensors; one that is larger stays, unless it is this rank's."""
+        found = Reductions(self.run, flat, self.widths, partitioned=False, apart=True, own=gradients)
+        reductions = found.replay(self._gradients_of(model), hooks=False).reductions
+        return max((r.held for r in reductions), key=lambda held: held.most - held.gone, default=Held())
 
     def _gradients_of(self, model: Model) -> list[Gradient]:
-        """In the order of the model."""
-        found, at = [], 0
-        for module in model.modules:
-            for p, times in module.trained_parameters():
-                for _ in range(times):
-                    found.append(Gradient(module.place, at, p.numel))
-                    at += p.numel
-        return found
+        """In the order of the model; each starts where it lies among the flat parameters (``_round_robin_reorder``)."""
+        each = [
+            (module.place, p.numel) for module in model.modules for p, times in module.trained_parameters()
+            for _ in range(times)
+        ]  # fmt: skip
+        starts, at = [0] * len(each), 0
+        for i in order_of(len(each), self.ranks if self.run.deepspeed.round_robin_gradients else 1):
+            starts[i], at = at, at + each[i][1]
+        return [Gradient(place, start, numel) for (place, numel), start in zip(each, starts, strict=True)]
 
     def flat(self, model: Model) -> Flat:
         """Of the fullest rank: the one with most in its partition, the first, or the last, whichever has most when a
@@ -223,56 +253,70 @@ class ZeRO12:
         if self.of_bf16_optimizer:
             return 0, gradients
         if not self.in_hooks:
-            one = rounded(self.run.deepspeed.reduce_bucket_size) if contiguous(self.run) else 0
-            return 0, self._at_end(model, flat, gradients, self._whole(model), one)[0]
-        own = most = left = 0
-        for r in replay(self.run, flat, self.widths, reversed(self._gradients_of(model))).reductions:
-            after = gradients if r.own else own
-            most = max(most, r.waiting + r.trigger + max(r.copied + own, after))
-            own, left = after, left + after
-        return left, most
+            held = self._at_end(model, flat, gradients)
+            return 0, held.most - held.gone
+        events = self._hooked(model, flat, gradients).reductions
+        return sum(r.held.stays for r in events), max((r.held.most - r.held.gone for r in events), default=0)
 
-    def _in_hooks(
-        self, model: Model, flat: Flat, gradients: int, bucket: int, gone: Sequence[int]
-    ) -> list[Concurrent]:  # fmt: skip
-        """Buckets, and what reductions during backward make and leave; ``gone``: at every place, of the gradients of
-        earlier microbatches, what the last backward has taken into buckets."""
-        fresh, last_alone = self._is_fresh(many=accumulates(self.run)), self.run.num_microbatches == 2
+    def _hooked(self, model: Model, flat: Flat, gradients: int) -> Replay:
+        """Reductions during the last microbatch's backward."""
+        many = accumulates(self.run)
         #: Gradients of the partition, beyond those that are there throughout.
-        new = gradients if fresh or not self.compact else 0
-        copied_in = contiguous(self.run)
-        events, pending = replay(self.run, flat, self.widths, reversed(self._gradients_of(model)))
+        new = gradients if self._is_fresh(many=many) or not self.compact else 0
+        found = Reductions(
+            self.run, flat, self.widths, partitioned=self.stage_number == 2, apart=many and self.stage_number == 1,
+            own=new,
+        )  # fmt: skip
+        return found.replay(reversed(self._gradients_of(model)))
+
+    def _in_hooks(self, model: Model, flat: Flat, gradients: int, bucket: int) -> list[Concurrent]:
+        """Buckets, and what reductions during backward make and leave."""
+        many = accumulates(self.run)
+        fresh, last_alone = self._is_fresh(many=many), self.run.num_microbatches == 2
         #: Stage 1 has its buckets from the first microbatch on.
-        waits = bucket if accumulates(self.run) and self.stage_number == 1 else 0
-        own, found = 0, []
+        waits = bucket if many and self.stage_number == 1 else 0
+        events, before = self._hooked(model, flat, gradients)
+
+        def net(held: Held) -> tuple[int, int]:
+            """(bytes beside what is counted apart, and how much of that is gone). Before the last of several
+            microbatches nothing is gone."""
+            gone = held.gone if last_alone else min(held.gone, held.most)
+            return bucket + held.most - gone, gone
+
+        first = Held()
+        found = []
         for place in reversed(range(model.number)):
-            beside = own + pending.get(place, 0)
-            here = [r for r in events if r.place == place]
-            for r in here:
-                left = (new if r.own else own) if copied_in else own + r.kept
-                beside = max(beside, r.waiting + max(r.copied + own, left if copied_in else 0))
-                own = left
-            moved = min(gone[place], gone[place] if last_alone else beside)
-            held, least = bucket + beside - moved, 0
+            first = before.get(place, first)
+            held, gone = net(first)
+            moments = [net(r.held) for r in events if r.place == place]
+            least = gone_at_least = 0
             if place == model.places.loss:
-                held, least = waits, held
-            elif place == model.places.norm and here:  # its one gradient comes last
-                held, least = bucket - moved, held + hidden_bytes(self.run)
-            if place == 0:
-                # Once all gradients lie in the bucket it is reduced, and the partition's are copied out of it.
-                for r in events:
-                    if r.place == -1:
-                        least = max(least, bucket + r.waiting - moved + max(r.copied + own, new if copied_in else 0))
-            there = own if fresh else 0
-            found.append(Concurrent(waits, held, held, least, max(0, min(there, held)), moved, moved))
+                least, gone_at_least = max([(held, gone), *moments])
+                held, gone = waits, 0
+            elif place in (model.places.norm, 0):  # its one gradient comes last
+                if place == 0:  # and those that are in the bucket then are reduced
+                    moments += [net(r.held) for r in events if r.place == -1]
+                least, gone_at_least = max(moments, default=(0, 0))
+                least += hidden_bytes(self.run) if least and place else 0
+            else:
+                # Its own peak has a gradient that is being made already.
+                inside = [
+                    net(r.held._replace(most=r.held.most - (0 if self.copies else r.trigger)))
+                    for r in events if r.place == place
+                ]  # fmt: skip
+                held += max((self._copied(m) for m in model.modules if m.place == place), default=0)
+                held, gone = max([(held, gone), *inside])
+            there = first.stays if fresh else 0
+            found.append(Concurrent(waits, held, held, least, max(0, min(there, held)), gone, gone_at_least))
         return found[::-1]
 
     def _is_fresh(self, *, many: bool) -> bool:
         """Whether gradients of the partition are made anew by every backward pass."""
         return not many or self.stage_number == 1
 
-    def _step(self, flat: Flat, gradients: int) -> tuple[int, str]:
-        """(bytes, name) of the most that the step has beyond what is kept and the gradients of the partition."""
+    def _step(self, flat: Flat, gradients: int, left: int) -> tuple[int, str]:
+        """(bytes, name) of the most that the step has beyond what is kept and the gradients of the partition; ``left``:
+        of others' gradients, which go once the norm is there (``free_grad_in_param_list``)."""
         if self.offloads:
             return 0, "optimizer step on the host"
         part, o = flat.partition, self.run.optimizer
@@ -284,7 +328,7 @@ class ZeRO12:
         # Another dtype: flattened, then cast; else flattened alone.
         cast = rounded(part * self.main_width)
         flattened = 0 if self.compact else cast + (rounded(part * self.width) if self.width != self.main_width else 0)
-        norm = rounded(flat.largest * NORM_WIDTH)
+        norm = left + rounded(flat.largest * NORM_WIDTH)
         stepping = roots if self.compact else cast + roots - gradients
         most = max(flattened, norm, stepping)
         if most == norm:
@@ -293,12 +337,17 @@ class ZeRO12:
         return most, name if most == flattened else f"{name} and the optimizer's temporaries"
 
 
+def order_of(number: int, ranks: int) -> list[int]:
+    """Which parameter comes when, where they are dealt out over ``ranks`` one by one."""
+    return [i for rank in range(ranks) for i in range(rank, number, ranks)]
+
+
 def flat_of(model: Model, ranks: int, width: int, *, dealt: bool = False, rank: int | None = None) -> Flat:
     """Parameters in the order of the model, which is that of the optimizer's only group; or ``dealt`` out over the
     ranks one by one (``_round_robin_reorder``). ``rank``: the one that is meant, else the fullest."""
     each = [p.numel for m in model.modules for p, times in m.trained_parameters() for _ in range(times)]
     if dealt:
-        each = [n for rank in range(ranks) for n in each[rank::ranks]]
+        each = [each[i] for i in order_of(len(each), ranks)]
     sizes = [(n, 1) for n in each]
     numel = sum(each)
     padded = -(-numel // (ALIGNMENT * ranks)) * ALIGNMENT * ranks

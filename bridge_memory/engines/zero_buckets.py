@@ -37,10 +37,6 @@ class Flat(NamedTuple):
         low = self.fullest * self.partition
         return max(0, min(start + numel, low + self.partition) - max(start, low))
 
-    def parts(self, start: int, numel: int) -> int:
-        """How many partitions share it."""
-        return (start + numel - 1) // self.partition - start // self.partition + 1
-
 
 class Widths(NamedTuple):
     """Bytes of an element."""
@@ -55,34 +51,37 @@ class Gradient(NamedTuple):
     """One that takes part in a reduction, in elements."""
 
     place: int
+    #: Where it lies among the flat parameters.
     start: int
     numel: int
 
 
-class Reduction(NamedTuple):
-    """One reduction, in bytes."""
+class Held(NamedTuple):
+    """Of gradients, in bytes, beyond the buckets and beyond those of earlier microbatches that are counted apart."""
 
-    #: Of the module whose gradient had it happen, and that gradient; -1 once all are there.
+    #: All that is there.
+    most: int = 0
+    #: Of it what is there until the optimizer's step.
+    stays: int = 0
+    #: Of what is counted apart: gone by now.
+    gone: int = 0
+
+
+class Reduction(NamedTuple):
+    """One reduction."""
+
+    #: Of the module whose gradient had it happen, and the bytes of that gradient; -1 once all are there.
     place: int
     trigger: int
-    #: Gradients of it that are in tensors of their own.
-    waiting: int
-    #: What it makes.
-    copied: int
-    #: Whether some of it is this rank's.
-    own: bool
-    #: Gradients in tensors of their own that stay after it, since they are this rank's.
-    kept: int
-    #: Elements that were taken up before it, and by it.
-    elements: int
+    #: At its worst, that gradient among it.
+    held: Held
 
 
 class Replay(NamedTuple):
-    """The reductions of one backward pass."""
+    """The reductions of one backward pass; and what is there when a place begins."""
 
     reductions: list[Reduction]
-    #: Bytes of gradients in tensors of their own that wait for a reduction when a place begins.
-    pending: dict[int, int]
+    before: dict[int, Held]
 
 
 def contiguous(run: RunSpec) -> bool:
@@ -91,58 +90,140 @@ def contiguous(run: RunSpec) -> bool:
     return run.deepspeed.contiguous_gradients or run.deepspeed.offload_optimizer_device != "none"
 
 
-def replay(run: RunSpec, flat: Flat, widths: Widths, gradients: Iterable[Gradient]) -> Replay:
-    """All of one backward pass, in order; ``gradients`` in the order in which they come."""
-    z = run.deepspeed
-    found: list[Reduction] = []
-    pending: dict[int, int] = {}
-    bucket: list[Gradient] = []
-    elements = done = 0
+class Reductions:
+    """All of one backward pass, in the order in which gradients come.
 
-    def alone() -> int:
-        of_their_own = not contiguous(run) or elements > z.reduce_bucket_size
-        return sum(rounded(g.numel * widths.gradient) for g in bucket) if of_their_own else 0
+    ``partitioned``: stage 2, which frees what is not this rank's. ``apart``: gradients are those of earlier
+    microbatches, or made before the first is reduced, and counted apart. ``own``: bytes that this rank's take once the
+    first of them is reduced.
+    """
 
-    def reduce(place: int, trigger: int) -> None:
-        waiting = alone()
-        parts = [flat.own_part(g.start, g.numel) for g in bucket]
-        own = z.round_robin_gradients or any(parts)
-        kept = 0
-        if not contiguous(run) and not widths.compact:
-            kept = sum(rounded(g.numel * widths.gradient) for g, n in zip(bucket, parts, strict=True) if n)
-        largest = max(parts) if any(parts) or not own else max(min(g.numel, flat.partition) for g in bucket)
-        copied = _copied(run, flat, widths, bucket, elements, largest)
-        found.append(Reduction(place, trigger, waiting, copied, own, kept, done))
+    def __init__(
+        self, run: RunSpec, flat: Flat, widths: Widths, *, partitioned: bool, apart: bool, own: int
+    ) -> None:  # fmt: skip
+        self.run, self.flat, self.widths = run, flat, widths
+        self.partitioned, self.apart, self.own = partitioned, apart, own
+        self.contiguous = contiguous(run)
+        self.limit = run.deepspeed.reduce_bucket_size
+        self.bucket: list[Gradient] = []
+        self.elements = 0
+        #: In tensors of their own; of them those that go at the next reduction, and those that stay until the step.
+        self.loose = self.lingering = self.staying = 0
+        #: In this rank's buffer; gone of what is counted apart.
+        self.kept = self.gone = 0
+        self.found: list[Reduction] = []
 
-    for g in gradients:
-        if g.place not in pending:
-            pending[g.place] = alone()
-        if elements and elements + g.numel > z.reduce_bucket_size:
-            reduce(g.place, rounded(g.numel * widths.gradient))
-            bucket, elements = [], 0
-        bucket.append(g)
-        elements, done = elements + g.numel, done + g.numel
-    if elements:
-        reduce(-1, 0)
-    return Replay(found, pending)
+    def replay(self, gradients: Iterable[Gradient], *, hooks: bool = True) -> Replay:
+        """``hooks``: each gradient has just been made when it is looked at."""
+        before: dict[int, Held] = {}
+        for g in gradients:
+            before.setdefault(g.place, self._held(0))
+            nbytes = self._bytes(g)
+            if self.elements and self.elements + g.numel > self.limit:
+                self._reduce(g.place, nbytes if hooks else 0)
+            self.bucket.append(g)
+            self.elements += g.numel
+            if self.contiguous and g.numel <= self.limit:
+                self.gone += nbytes if self.apart else 0
+            elif not self.apart:
+                self.loose += nbytes
+        if self.elements:
+            self._reduce(-1, 0)
+        return Replay(self.found, before)
+
+    def _bytes(self, gradient: Gradient) -> int:
+        return rounded(gradient.numel * self.widths.gradient)
+
+    def _held(self, more: int) -> Held:
+        return Held(self.loose + self.kept + more, self.kept + self.staying, self.gone)
+
+    def _reduce(self, place: int, trigger: int) -> None:
+        made = self._held(trigger)
+        self.loose -= self.lingering
+        self.lingering = 0
+        mine = [self.flat.own_part(g.start, g.numel) > 0 for g in self.bucket]
+        joined, added = self._copied()
+        found = max(made, self._held(trigger + joined))
+        if any(mine) and (self.contiguous or self.widths.compact):
+            self.kept = self.own
+            if not self.widths.compact:
+                added = 0
+            elif self.contiguous and self.run.deepspeed.reduce_scatter:
+                added = max(joined, added)  # the buffer is there before what is added to it
+            found = max(found, self._held(trigger + added))
+        self.found.append(Reduction(place, trigger, found))
+        for g, own in zip(self.bucket, mine, strict=True):
+            if not self.contiguous or g.numel > self.limit:
+                self._let_go(self._bytes(g), own=own)
+        self.bucket, self.elements = [], 0
+
+    def _let_go(self, nbytes: int, *, own: bool) -> None:
+        """What becomes of a gradient in a tensor of its own once it is reduced."""
+        if own and self.contiguous and (not self.widths.compact or not self.partitioned):
+            freed = True  # moved into this rank's buffer, or added to it and cleared
+        elif own:
+            freed = False
+            self.staying += 0 if self.widths.compact or self.apart else nbytes
+        elif self.partitioned and self.run.deepspeed.overlap_comm and not self.contiguous:
+            freed = False
+            self.lingering += nbytes
+        else:
+            freed = self.partitioned
+        if freed and self.apart:
+            self.gone += nbytes
+        elif freed:
+            self.loose -= nbytes
+
+    def _copied(self) -> tuple[int, int]:
+        """Bytes: the joined gradients and their cast; then, in place of the first, what is added in fp32."""
+        each = [
+            _copied(self.widths, sum(n for n, _ in group), len(group) > 1, max(added for _, added in group))
+            for group in self._collectives()
+        ]
+        return max(joined for joined, _ in each), max(added for _, added in each)
+
+    def _collectives(self) -> Iterable[list[tuple[int, int]]]:
+        """(elements, of them this rank's that are added at once) of each slice, by collective. Slices go one after the
+        other into one, which is done as soon as it has more elements than a bucket may have
+        (``allreduce_and_scatter``): a parameter that is larger has some of its partitions reduced by themselves, and
+        one slice alone is not copied."""
+        if not self.contiguous:
+            yield [(g.numel, self.flat.own_part(g.start, g.numel)) for g in self.bucket]
+            return
+        if not self.run.deepspeed.reduce_scatter:
+            yield [(self.elements, max(self.flat.own_part(g.start, g.numel) for g in self.bucket))]
+            return
+        group: list[tuple[int, int]] = []
+        for elements, own in self._slices():
+            group.append((elements, elements if own else 0))
+            if sum(n for n, _ in group) > self.limit:
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def _slices(self) -> Iterable[tuple[int, bool]]:
+        """Of each gradient by partition; those of one partition that follow each other are one, unless each is added to
+        this rank's buffer by itself."""
+        last, elements = -1, 0
+        for g in self.bucket:
+            low, end = g.start, g.start + g.numel
+            while low < end:
+                rank = low // self.flat.partition
+                high = min(end, (rank + 1) * self.flat.partition)
+                if rank == last and not (self.widths.compact and rank == self.flat.fullest):
+                    elements += high - low
+                else:
+                    if elements:
+                        yield elements, last == self.flat.fullest
+                    last, elements = rank, high - low
+                low = high
+        yield elements, last == self.flat.fullest
 
 
-def _copied(
-    run: RunSpec, flat: Flat, widths: Widths, bucket: list[Gradient], elements: int, largest: int
-) -> int:  # fmt: skip
-    """Bytes: the joined gradients and their cast; then, in place of the first, what is added in fp32."""
-    z = run.deepspeed
+def _copied(widths: Widths, elements: int, joined: bool, added: int) -> tuple[int, int]:
+    """Of gradients that one collective reduces; ``added``: elements of the largest that is added in fp32."""
     cast = rounded(elements * widths.communicated) if widths.communicated != widths.gradient else 0
-    if not contiguous(run):
-        slices = len(bucket)
-    elif not z.reduce_scatter:
-        slices = 1
-    else:
-        first, last = bucket[0], bucket[-1]
-        low, high = min(first.start, last.start), max(first.start + first.numel, last.start + last.numel)
-        slices = flat.parts(low, high - low)
-        if widths.compact:
-            slices = max(slices, len(bucket))
-    joined = rounded(elements * widths.gradient) if slices > 1 else 0
-    added = rounded(largest * 4) if widths.compact and widths.communicated != 4 else 0
-    return max(joined + cast, (cast or joined) + added)
+    whole = rounded(elements * widths.gradient) if joined else 0
+    sums = rounded(added * 4) if widths.compact and widths.communicated != 4 else 0
+    return whole + cast, (cast or whole) + sums
