@@ -130,10 +130,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Mistral3ForConditionalGeneration": {
         "model_type": "mistral3", "text_config": {"model_type": "ministral3", **SIZES, **HEADS}, "vision_config": {},
     },
-    "Qwen3VLMoeForConditionalGeneration": {"towers": "its provider freezes them unless told"},
-    "Gemma3ForConditionalGeneration": {
-        "towers.parameters": "modeling_gemma3_vl.py switches SigLIP's pooling head off, as published configs do",
-    },
     "Glm4vMoeForConditionalGeneration": {
         "model_type": "glm4v_moe",
         "text_config": {
@@ -182,6 +178,10 @@ DIFFERENCES: dict[str, dict[str, str]] = {
         "layers.mixer.window_size": WINDOW,
         "layers.mixer.rotary": "no_rope_freq, which the reader of providers does not follow",
         "mtp_layer.mixer.rotary": "as above",
+    },
+    "Qwen3VLMoeForConditionalGeneration": {"towers": "its provider freezes them unless told"},
+    "Gemma3ForConditionalGeneration": {
+        "towers.parameters": "modeling_gemma3_vl.py switches SigLIP's pooling head off, as published configs do",
     },
     "KimiK2ForCausalLM": {"max_position_embeddings": "kimi_bridge.py sets 4096"},
     "Exaone4_5_ForConditionalGeneration": {"layers.mixer.window_size": WINDOW},
