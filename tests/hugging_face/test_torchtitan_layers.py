@@ -75,6 +75,21 @@ def test_a_compiled_layer(groups: int) -> None:
     assert abs(ours - sum(kept.values())) <= 24, kept
 
 
+@pytest.mark.skipif(not available(), reason="needs torchtitan")
+@pytest.mark.parametrize("groups", [2, 8])
+def test_a_compiled_layer_whose_operations_are_kept(groups: int) -> None:
+    """Backward asks for the layer's input, wq's, wv's and w1's products, and attention's output: not for w2's."""
+    config = {**CONFIG, "num_key_value_heads": groups}
+    given: dict[str, Any] = {"config": {"num_key_value_heads": groups}, "batch": BatchSpec(seq_length=512)}
+    compiled = {"data_parallel": DataParallelSpec(engine="single")}
+    whole, run = (run_of(mode, torch_compile=True, **given).with_(**compiled) for mode in ("full", "selective"))
+    kept = kept_by_layer(config, 1, 512, "selective")
+    ((shape,),) = layout(run.model, run.parallel).shapes(run.model)
+    ours, inputs = (chunk_inventory(r.model, shape, context_of(r)).retained for r in (run, whole))
+    # The layer's input, which both keep; a counter of the kernel's.
+    assert abs((ours - inputs) / 4 + 512 * 256 * 2 - sum(kept.values())) <= 24, kept
+
+
 def test_op_keeps_attention_and_every_second_product_by_hand() -> None:
     """256 tokens of a layer: its input, wq, wv, w1 and w2 of 256 + 64 + 768 + 256, attention's 256 in bf16 and 8
     statistics in fp32; nothing else."""

@@ -99,12 +99,14 @@ class _Attention(torch.nn.Module):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
 
-def kept_by_layer(config: dict[str, Any], batch: int, seq: int) -> dict[str, int]:
-    """Of a layer compiled by itself (``models/llama3/infra/parallelize.py: apply_compile``)."""
-    module, _ = _modules()
+def kept_by_layer(config: dict[str, Any], batch: int, seq: int, mode: str = "none") -> dict[str, int]:
+    """Of a layer compiled by itself (``models/llama3/infra/parallelize.py: apply_compile``), around its checkpoint."""
+    module, checkpoint = _modules()
     h, heads = config["hidden_size"], config["num_attention_heads"]
     with importable({module.__name__: module}), without_data():
-        layer = next(iter(module.Transformer(_arguments(config, seq)).layers.values()))
+        model = module.Transformer(_arguments(config, seq))
+        _checkpointed(model, checkpoint, mode, "op")
+        layer = next(iter(model.layers.values()))
         kept = Kept()
         layer.compile(backend=kept.backend)
         x = torch.empty(batch, seq, h, requires_grad=True)
@@ -112,6 +114,19 @@ def kept_by_layer(config: dict[str, Any], batch: int, seq: int) -> dict[str, int
         out = layer(x, table, None)
         out.backward(torch.empty_like(out))
         return kept.saved(table, *layer.parameters())
+
+
+def _checkpointed(model: Any, checkpoint: Any, mode: str, option: str) -> None:
+    if mode == "none":
+        return
+    saved = {torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default}
+    settings = SimpleNamespace(
+        mode=mode, selective_ac_option=option, per_op_sac_force_recompute_mm_shapes_by_fqns=[],
+        preserve_rng_state=False, determinism_check="default", early_stop=False, debug=False,
+    )
+    checkpoint._layer_sac_count = 0
+    with patch.object(torch._C._dynamo.eval_frame, "_set_lru_cache", lambda on: None):
+        checkpoint.apply_ac(model, settings, op_sac_save_list=saved)
 
 
 def _arguments(config: dict[str, Any], seq: int) -> SimpleNamespace:
@@ -134,15 +149,7 @@ def _built(config: dict[str, Any], seq: int, mode: str, option: str, dtype: torc
         model.freqs_cis = model._precompute_freqs_cis()
     for block in model.layers.values():
         assert block.feed_forward.w1.weight.shape == (f, h)
-    if mode != "none":
-        saved = {torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default}
-        settings = SimpleNamespace(
-            mode=mode, selective_ac_option=option, per_op_sac_force_recompute_mm_shapes_by_fqns=[],
-            preserve_rng_state=False, determinism_check="default", early_stop=False, debug=False,
-        )
-        checkpoint._layer_sac_count = 0
-        with patch.object(torch._C._dynamo.eval_frame, "_set_lru_cache", lambda on: None):
-            checkpoint.apply_ac(model, settings, op_sac_save_list=saved)
+    _checkpointed(model, checkpoint, mode, option)
     return model
 
 

@@ -187,6 +187,8 @@ def _record_layer(t: Torch, layer: LayerSpec, x: Array, shared: Shared) -> Array
     entered = y
     with _again(t, "MLP", y):
         y = record_mlp(t, ffn, y) if isinstance(ffn, MLPSpec) else record_moe(t, ffn, y)
+    if t.hf.compiled and y.tensor in r.tape.kept_by_checkpoint:
+        r.tape.kept_by_checkpoint.remove(y.tensor)  # as ``chain.py: _with_products_kept`` says
     t.keep_alive(entered, *t.returned)
     return _added(t, "hidden states after the MLP", x, _normed(t, after_ffn, y))
 

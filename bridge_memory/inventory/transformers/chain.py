@@ -188,12 +188,17 @@ def _returned(layer: LayerSpec, ctx: BlockContext) -> int:
 
 def _with_products_kept(layer: LayerSpec, cost: BlockCost, ctx: BlockContext) -> Link:
     """torchtitan ``distributed/activation_checkpoint.py: _apply_op_sac``: the forward pass keeps the layer's input and
-    the outputs of attention and of every second matrix product; backward takes them where it runs forward again."""
+    the outputs of attention and of every second matrix product; backward takes them where it runs forward again.
+
+    Compiled, a product is kept only if backward asks for it, and nothing asks for that of w2 (torch ``_functorch/
+    partitioners.py: min_cut_rematerialization_partition``: MUST_SAVE forbids to make it again).
+    """
     mixer, ffn = layer.mixer, layer.ffn
-    assert isinstance(mixer, AttentionSpec) and isinstance(ffn, MLPSpec)
+    assert isinstance(mixer, AttentionSpec) and isinstance(ffn, MLPSpec) and ctx.hugging_face is not None
     heads, h, width = mixer.num_attention_heads, ctx.hidden_size, ctx.act
     # wq, wv, w1 and w2 of the seven, in the order in which they run; attention's output and statistics.
-    products = heads * mixer.kv_channels + mixer.num_query_groups * mixer.value_channels + ffn.ffn_hidden_size + h
+    products = heads * mixer.kv_channels + mixer.num_query_groups * mixer.value_channels + ffn.ffn_hidden_size
+    products += 0 if ctx.hugging_face.compiled else h
     kept = ctx.tokens * ((products + heads * mixer.value_channels) * width + 4 * heads)
     link = _checkpointed(cost, 0, reentrant=False)
     return link._replace(
