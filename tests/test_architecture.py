@@ -116,3 +116,9 @@ def test_no_circle_inside_a_room(room: str) -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as circle:
         pytest.fail(" -> ".join(circle.args[1]))
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by that name alone: of two the second is an error, in environments where both are run."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
