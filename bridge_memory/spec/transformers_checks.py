@@ -54,11 +54,9 @@ def check_transformers(run: RunSpec) -> None:
             f"({listed(sorted(FAMILIES))}); use transformer_impl transformer_engine"
         )
     _check_loop(run)
-    if run.implementation.torchtune:
-        _check_torchtune(run)
-    if run.implementation.torchtitan:
-        _check_torchtitan(run)
-    elif spec.selective_ac_option is not None:
+    if run.implementation.own_layers:
+        _check_own_layers(run)
+    if spec.selective_ac_option is not None and not run.implementation.torchtitan:
         raise SpecError(
             f"selective_ac_option ({spec.selective_ac_option}) is torchtitan's; set transformer_impl to torchtitan, or "
             "use gradient_checkpointing"
@@ -220,47 +218,40 @@ def _check_loop(run: RunSpec) -> None:
         )
 
 
-def _check_torchtune(run: RunSpec) -> None:
-    """torchtune's own layers of Llama."""
-    spec = run.transformers
-    if run.model.model_type not in OF_TORCHTUNE:
-        raise SpecError(
-            f"model_type ({run.model.model_type}) is none whose layers in torchtune are recorded "
-            f"({listed(OF_TORCHTUNE)}); use transformer_impl transformers"
-        )
-    if spec.attn_implementation != "sdpa":
-        raise SpecError(
-            f"attn_implementation ({spec.attn_implementation}) is not torchtune's; drop it (its flex attention is "
-            "counted)"
-        )
-    if spec.gradient_checkpointing and spec.reentrant:
-        raise SpecError("use_reentrant (True): torchtune's checkpoints are not reentrant; drop it")
-    for name in ("liger_kernel", "use_cache", "keeps_outputs", "load_in_4bit", "load_in_8bit", "autocast"):
-        if getattr(spec, name):
-            raise SpecError(f"{name} is for transformer_impl transformers, not torchtune; drop it")
-    if run.peft.freezes:
-        raise SpecError("peft.scheme (lora) is not counted with transformer_impl torchtune; set it to none")
+#: Of trainers that bring layers of their own: families, what they count for attention, options that are transformers'.
+_OWN_LAYERS = {
+    "torchtune": (
+        OF_TORCHTUNE, "flex attention",
+        ("liger_kernel", "use_cache", "keeps_outputs", "load_in_4bit", "load_in_8bit", "autocast"),
+    ),
+    "torchtitan": (
+        OF_TORCHTITAN, "sdpa", ("liger_kernel", "use_cache", "keeps_outputs", "load_in_4bit", "load_in_8bit"),
+    ),
+}  # fmt: skip
 
 
-def _check_torchtitan(run: RunSpec) -> None:
-    """torchtitan's own layers of Llama 3."""
-    spec = run.transformers
-    if run.model.model_type not in OF_TORCHTITAN:
+def _check_own_layers(run: RunSpec) -> None:
+    """Layers of Llama as torchtune or torchtitan has them."""
+    spec, trainer = run.transformers, run.implementation.transformer_impl
+    families, attention, of_transformers = _OWN_LAYERS[trainer]
+    if run.model.model_type not in families:
         raise SpecError(
-            f"model_type ({run.model.model_type}) is none whose layers in torchtitan are recorded "
-            f"({listed(OF_TORCHTITAN)}); use transformer_impl transformers"
+            f"model_type ({run.model.model_type}) is none whose layers in {trainer} are recorded ({listed(families)}); "
+            "use transformer_impl transformers"
         )
-    if spec.selective_ac_option is not None and spec.gradient_checkpointing:
+    if run.implementation.torchtitan and spec.selective_ac_option is not None and spec.gradient_checkpointing:
         raise SpecError(
             f"selective_ac_option ({spec.selective_ac_option}) is for activation_checkpoint.mode selective, and "
             "gradient_checkpointing is its mode full; drop one"
         )
     if spec.attn_implementation != "sdpa":
         raise SpecError(
-            f"attn_implementation ({spec.attn_implementation}) is not torchtitan's; drop it (its sdpa is counted)"
+            f"attn_implementation ({spec.attn_implementation}) is not {trainer}'s; drop it (its {attention} is counted)"
         )
-    for name in ("liger_kernel", "use_cache", "keeps_outputs", "load_in_4bit", "load_in_8bit"):
+    if run.implementation.torchtune and spec.gradient_checkpointing and spec.reentrant:
+        raise SpecError("use_reentrant (True): torchtune's checkpoints are not reentrant; drop it")
+    for name in of_transformers:
         if getattr(spec, name):
-            raise SpecError(f"{name} is for transformer_impl transformers, not torchtitan; drop it")
+            raise SpecError(f"{name} is for transformer_impl transformers, not {trainer}; drop it")
     if run.peft.freezes:
-        raise SpecError("peft.scheme (lora) is not counted with transformer_impl torchtitan; set it to none")
+        raise SpecError(f"peft.scheme (lora) is not counted with transformer_impl {trainer}; set it to none")
