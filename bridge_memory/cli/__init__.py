@@ -151,6 +151,15 @@ def _dispatch(argv: Sequence[str]) -> int:
     return code
 
 
+def _let_go_of_stdout() -> None:
+    """Where what is still to be written cannot be: keep the interpreter's last flush from failing, which would change
+    the exit code to 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for wrong input, 74 for a device that fails, 70 for our fault."""
     if sys.stdout is None:
@@ -169,14 +178,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except SystemExit as exit_:  # argparse's --help
         return exit_.code if isinstance(exit_.code, int) else 0
-    except BrokenPipeError:
-        # The reader went away (`| head`): keep the interpreter's last flush from complaining about it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # The reader went away (`| head`).
+        _let_go_of_stdout()
         return 141  # 128 + SIGPIPE, as a shell reports it
     except OSError as error:  # A full disk behind stdout, say: nobody's wrong input, and no fault of the program.
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
         _complain("error", str(error))
+        _let_go_of_stdout()
         return EXIT_IO
     except KeyboardInterrupt:
         return 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -208,11 +209,14 @@ def test_a_reader_that_leaves_ends_it_quietly() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_no_fault_of_the_program() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_no_fault_of_the_program(unbuffered: str) -> None:
+    """What Python holds back is written at its end."""
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "bridge_memory", *ESTIMATE], stdout=full, stderr=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-m", "bridge_memory", *ESTIMATE], stdout=full, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
     assert done.returncode == 74
     assert done.stderr.startswith("bridge-memory: error: ") and done.stderr.count("\n") == 1
 
