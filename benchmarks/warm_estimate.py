@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bridge_memory import BatchSpec, ParallelSpec, RunSpec, estimate, peaks, resolve_model
-from bridge_memory.estimate import clear_caches
+from bridge_memory.estimation import clear_caches
 
 GOAL_US = 500
 #: NVIDIA's recipe: embedding and four layers, then four layers a chunk, the last with the MTP depth and the loss.

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.components import Component
-from bridge_memory.estimate import Estimate, StageEstimate, StagePeak, clear_caches, estimate, explain, peaks
+from bridge_memory.estimation import Estimate, StageEstimate, StagePeak, clear_caches, estimate, explain, peaks
 from bridge_memory.readers import list_presets, model_from_hf_config, resolve_model
 from bridge_memory.spec import (
     BatchSpec,

@@ -30,17 +30,17 @@ from bridge_memory.components import Role
 from bridge_memory.engines.fsdp2 import FSDP2, Group
 from bridge_memory.engines.torch_modules import Model, Module, model_of, shard
 from bridge_memory.engines.torch_optimizers import step_bytes, torch_states
-from bridge_memory.estimate import stage_parts
-from bridge_memory.inventory.chain import Label
-from bridge_memory.inventory.comings import Passes, Storages, tape_of
-from bridge_memory.inventory.context import context_of
-from bridge_memory.inventory.parameters import Use
+from bridge_memory.estimation import stage_parts
 from bridge_memory.inventory.stack import chunk_units
-from bridge_memory.inventory.transformers.blocks import embedding_block, final_norm_block, layer_block, output_block
-from bridge_memory.inventory.transformers.chain import mask_bytes
+from bridge_memory.inventory.torch.blocks import embedding_block, final_norm_block, layer_block, output_block
+from bridge_memory.inventory.torch.chain import mask_bytes
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.transformers import TransformersSpec
+from bridge_memory.tapes.allocation_trace import Passes, Storages, tape_of
+from bridge_memory.tapes.chain import Label
+from bridge_memory.tapes.context import context_of
+from bridge_memory.tapes.parameters import Use
 from bridge_memory.workspaces.caching_allocator import CachingAllocator
 
 #: Training steps that are followed: nothing new is reserved after the second but by chance.
@@ -78,7 +78,7 @@ def why_not(run: RunSpec) -> str | None:
     if engine not in ("fsdp2", "single"):
         return f"reserved memory of engine {engine} is not replayed"
     asked = {
-        "layers other than transformers' and torchtitan's": not run.implementation.hugging_face,
+        "layers other than transformers' and torchtitan's": not run.implementation.torch_layers,
         "more than one microbatch a step": run.num_microbatches > 1,
         "adapters": run.peft.trains_adapters or run.peft.freezes,
         "reentrant checkpoints": t.gradient_checkpointing and t.reentrant,
@@ -194,7 +194,7 @@ class _Job:
                 for _ in range(times):
                     self._make(prod(shard(p.shape, self.ranks)) * self.width)
         parts = stage_parts(self.run, 0)
-        for component in parts.lasting:
+        for component in parts.persistent:
             if component.role is Role.BUFFERS:
                 self._make(component.bytes)
         for step in range(STEPS):

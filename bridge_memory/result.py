@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from bridge_memory.components import STATIC_ROLES, Component, Role
 from bridge_memory.spec import RunSpec
-from bridge_memory.spec.gaps import Bounds, Gap, as_gap, bounds
 from bridge_memory.spec.parts import ENGINE_OPTIONS
+from bridge_memory.spec.unmodelled import Bounds, Unmodelled, as_feature, bounds
 
 #: Of ``Estimate.to_dict``.
-SCHEMA = "bridge-memory/estimate/2"
+SCHEMA = "bridge-memory/estimate/3"
 GIB = 1 << 30
 #: The phase in which a stage's peak lies when forward and backward need less than the optimizer.
 OPTIMIZER_STEP = "optimizer step"
@@ -35,7 +35,7 @@ class StageEstimate:
     peak_operation: str = ""
     #: What lives from the end of one step to the start of the next, and so not at the peak (unless that is
     #: where the peak is: then they are among the components).
-    leftovers: tuple[Component, ...] = ()
+    carried_over: tuple[Component, ...] = ()
     #: What a rank keeps in host memory for its engine: (name, bytes).
     host: tuple[tuple[str, int], ...] = ()
     #: The most in each phase of training that is modelled, from making the engine to saving: (its name, bytes).
@@ -74,7 +74,7 @@ class StageEstimate:
     @property
     def static_bytes(self) -> int:
         """What torch reports as allocated after an optimizer step."""
-        return self.bytes_of(*STATIC_ROLES) + sum(c.bytes for c in self.leftovers)
+        return self.bytes_of(*STATIC_ROLES) + sum(c.bytes for c in self.carried_over)
 
     @property
     def activation_bytes(self) -> int:
@@ -108,9 +108,9 @@ class Estimate:
         return max(self.stages, key=lambda s: s.peak_bytes)
 
     @property
-    def gaps(self) -> tuple[Gap, ...]:
+    def unmodelled(self) -> tuple[Unmodelled, ...]:
         """What is not modelled, each sentence once, with how it can move the peak."""
-        return tuple(map(as_gap, dict.fromkeys(self.not_modelled)))
+        return tuple(map(as_feature, dict.fromkeys(self.not_modelled)))
 
     @property
     def peak_bounds(self) -> Bounds:
@@ -145,8 +145,8 @@ class Estimate:
                 "operation": worst.peak_operation,
             },
             "assumptions": list(dict.fromkeys(self.assumptions)),
-            "not_modelled": [str(gap) for gap in self.gaps],
-            "gaps": [_gap(gap) for gap in self.gaps],
+            "not_modelled": [str(feature) for feature in self.unmodelled],
+            "unmodelled": [_feature(feature) for feature in self.unmodelled],
         }
 
     def __str__(self) -> str:
@@ -203,18 +203,18 @@ def _training(run: RunSpec) -> dict[str, Any]:
         "recompute": _plain(run.recompute),
         "implementation": _plain(run.implementation),
         **({ENGINE_OPTIONS[engine]: _plain(getattr(run, ENGINE_OPTIONS[engine]))} if engine in ENGINE_OPTIONS else {}),
-        **({"transformers": _plain(run.transformers)} if run.implementation.hugging_face else {}),
+        **({"transformers": _plain(run.transformers)} if run.implementation.torch_layers else {}),
     }
 
 
-def _gap(gap: Gap) -> dict[str, Any]:
+def _feature(feature: Unmodelled) -> dict[str, Any]:
     return {
-        "what": str(gap),
-        "effect": str(gap.effect),
-        "order": gap.order,
-        "at_least_bytes": gap.least,
-        "at_most_bytes": gap.most,
-        "outside": gap.outside,
+        "what": str(feature),
+        "effect": str(feature.effect),
+        "order": feature.order,
+        "at_least_bytes": feature.least,
+        "at_most_bytes": feature.most,
+        "outside": feature.outside,
     }
 
 
@@ -231,7 +231,7 @@ def _stage(stage: StageEstimate) -> dict[str, Any]:
         "in_flight_microbatches": stage.in_flight_microbatches,
         "in_flight": list(stage.in_flight),
         "components": _components(stage.components),
-        "leftovers": _components(stage.leftovers),
+        "carried_over": _components(stage.carried_over),
         "phases": [{"name": name, "peak_bytes": nbytes} for name, nbytes in stage.phases],
         "host": [{"name": name, "bytes": nbytes} for name, nbytes in stage.host],
         "weights_bytes": stage.weights_bytes,

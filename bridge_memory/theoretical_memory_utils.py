@@ -218,7 +218,7 @@ def verdict(config: Any, num_microbatches: int | None = None, *, gpus: Sequence[
     """Whether the run fits ``gpus`` (names; none: the common ones) by the inventory, in one line: the peak, or between
     what it lies, then each card. "unknown" where what is not modelled decides it, by name; "" for a
     MegatronMIMOProvider. Raises SpecError for what cannot be estimated, and for a card that is not known."""
-    from bridge_memory.estimate import estimate
+    from bridge_memory.estimation import estimate
     from bridge_memory.readers.config_container import run_from_config_container
     from bridge_memory.report.answer import answer_of, peak_words
     from bridge_memory.report.gpus import fits
@@ -294,7 +294,7 @@ def _inventory_by_stage(
     config: Any, num_microbatches: int | None, include_activation: bool
 ) -> tuple[TrainingMemoryEstimate, ...]:
     from bridge_memory.components import STATIC_ROLES, Role
-    from bridge_memory.estimate import estimate
+    from bridge_memory.estimation import estimate
     from bridge_memory.readers.config_container import run_from_config_container
 
     run = run_from_config_container(config, num_microbatches=num_microbatches)
@@ -313,7 +313,7 @@ def _inventory_by_stage(
             for c in stage.components
             if c.role in STATIC_ROLES
         )
-        # At the peak: what lives only between steps (``StageEstimate.leftovers``) is not part of it.
+        # At the peak: what lives only between steps (``StageEstimate.carried_over``) is not part of it.
         moving = float(stage.peak_bytes - stage.bytes_of(*STATIC_ROLES))
         stages.append(
             TrainingMemoryEstimate(

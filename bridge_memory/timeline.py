@@ -13,12 +13,12 @@ from operator import mul
 from typing import NamedTuple
 
 from bridge_memory.components import Role
-from bridge_memory.estimate import StageParts, stage_parts
-from bridge_memory.inventory.chain import ChunkInventory, Label, follow
+from bridge_memory.estimation import StageParts, stage_parts
 from bridge_memory.result import OPTIMIZER_STEP
 from bridge_memory.schedule.events import ChunkCost, overlapped, schedule_table, walk
 from bridge_memory.schedule.peak import few_microbatches
 from bridge_memory.spec import RunSpec
+from bridge_memory.tapes.chain import ChunkInventory, Label, follow
 
 #: (microbatch, chunk) passes in one direction up to which a step is followed whole.
 MOST_PASSES = 128
@@ -80,7 +80,7 @@ class Point(NamedTuple):
     #: What is there until the link, or the optimizer's step, is done, the batch among it.
     passing: int
     #: What the last step leaves until the first forward pass.
-    leftovers: int
+    carried_over: int
     total: int
 
 
@@ -90,8 +90,8 @@ class Timeline:
 
     stage: int
     #: Bytes of weights, gradients, optimizer state and buffers, which are there all the time.
-    lasting: dict[Role, int]
-    leftovers: int
+    persistent: dict[Role, int]
+    carried_over: int
     #: The batch, and parameters gathered for all passes.
     always: int
     #: Made for the optimizer's step.
@@ -105,9 +105,9 @@ class Timeline:
 
     def points(self) -> Iterator[Point]:
         """From the start of the step to its end."""
-        floor = sum(self.lasting.values())
+        floor = sum(self.persistent.values())
         saved = [chunk.saved for chunk in self.chunks]
-        yield Point(-1, -1, 0, 0, 0, self.leftovers, floor + self.leftovers)
+        yield Point(-1, -1, 0, 0, 0, self.carried_over, floor + self.carried_over)
 
         def point(number: int, step: int, kept: int, held: int, passing: int) -> Point:
             return Point(number, step, kept, held, passing, 0, floor + kept + held + passing)
@@ -135,7 +135,7 @@ class Timeline:
                 yield point(number, -1, alive, held, beside)
         end = len(self.passes)
         yield Point(end, -1, 0, 0, 0, 0, floor)
-        yield Point(end, 0, 0, 0, self.in_step, self.leftovers, floor + self.leftovers + self.in_step)
+        yield Point(end, 0, 0, 0, self.in_step, self.carried_over, floor + self.carried_over + self.in_step)
 
     def peak(self) -> Point:
         """The highest point, the first of equals. At the start of the step is what the optimizer's step has too."""
@@ -161,13 +161,13 @@ class Timeline:
 def step_timeline(run: RunSpec, stage: int) -> Timeline:
     """Follow one stage of ``run`` through a training step, the second or a later one. Raises SpecError."""
     parts = stage_parts(run, stage)
-    lasting = {role: sum(c.bytes for c in parts.lasting if c.role is role) for role in Role}
+    persistent = {role: sum(c.bytes for c in parts.persistent if c.role is role) for role in Role}
     total = run.num_microbatches
     followed = _followed(run, len(parts.costs), total)
     return Timeline(
         stage=stage,
-        lasting={role: nbytes for role, nbytes in lasting.items() if nbytes},
-        leftovers=sum(c.bytes for c in parts.between_steps),
+        persistent={role: nbytes for role, nbytes in persistent.items() if nbytes},
+        carried_over=sum(c.bytes for c in parts.between_steps),
         always=parts.batch + parts.gathered + parts.deferred,
         in_step=parts.in_step,
         hidden_state=parts.hidden_state,

@@ -24,7 +24,7 @@ from bridge_memory.accuracy.features import SCALES, TOY_HIDDEN_SIZE  # noqa: E40
 from bridge_memory.accuracy.predictions import Outcome, predict_all  # noqa: E402
 from bridge_memory.accuracy.records import Record, load_runs  # noqa: E402
 from bridge_memory.accuracy.runs import run_of  # noqa: E402
-from bridge_memory.cli.memory_scores import table  # noqa: E402
+from bridge_memory.cli.megatron.scores import table  # noqa: E402
 from bridge_memory.spec import MambaSpec, MLASpec, MoESpec, RunSpec  # noqa: E402
 
 CORPUS = ROOT / "tests" / "data" / "measurements" / "runs.jsonl"

@@ -51,9 +51,9 @@ ONE_BY_ONE = 300
 
 def together(case: Case) -> dict[str, Any]:
     """The search as arrays, and what it gave for some layouts."""
-    from bridge_memory.plan.many import Sheet, fitting
-    from bridge_memory.plan.search import search
-    from bridge_memory.plan.space import Refused
+    from bridge_memory.plan.megatron.many import Sheet, fitting
+    from bridge_memory.plan.megatron.search import search
+    from bridge_memory.plan.megatron.space import Refused
     from bridge_memory.report.gpus import find_gpu, margin_bytes
     from bridge_memory.speed.constants import DEFAULT
     from bridge_memory.speed.hardware import hardware_of
@@ -83,7 +83,7 @@ def together(case: Case) -> dict[str, Any]:
 def whole(case: Case, cache: str | None) -> dict[str, Any]:
     """What the process takes, imports included, to search and to explain the best 20 rows."""
     start = time.perf_counter() - time.process_time()
-    from bridge_memory.plan.search import search
+    from bridge_memory.plan.megatron.search import search
     from bridge_memory.report.gpus import find_gpu, margin_bytes
     from bridge_memory.speed.hardware import hardware_of
 
@@ -110,7 +110,7 @@ def one_by_one(case: Case, drawn: list[Any]) -> dict[str, Any]:
     """The same numbers of single runs."""
     from bridge_memory import peaks
     from bridge_memory.speed.hardware import hardware_of
-    from bridge_memory.speed.step_time import step_time
+    from bridge_memory.speed.megatron.step_time import step_time
 
     base, hardware = _space(case).base, hardware_of(case.gpu)
     start, unequal = time.process_time(), 0
@@ -126,7 +126,7 @@ def one_by_one(case: Case, drawn: list[Any]) -> dict[str, Any]:
 
 def _space(case: Case) -> Any:
     from bridge_memory import BatchSpec, RunSpec
-    from bridge_memory.plan.space import Space
+    from bridge_memory.plan.megatron.space import Space
     from bridge_memory.speed.hardware import hardware_of
 
     batch = BatchSpec(seq_length=case.length, global_batch_size=case.global_batch)

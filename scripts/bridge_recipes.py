@@ -93,7 +93,7 @@ _UNSET: dict[str, dict[str, Any]] = {
 }
 
 #: Towers that the models have and the class leaves out: their field, and their config's class.
-_TOWERS: dict[str, dict[str, str]] = {"gemma4": {"vision_config": "gemma4_vision"}}
+_ENCODERS: dict[str, dict[str, str]] = {"gemma4": {"vision_config": "gemma4_vision"}}
 
 #: Every fourth layer of Step-3.5 sees all tokens; its MTP depths go on with that (Bridge: step37_bridge.py,
 #: step35_bridge.py).
@@ -187,8 +187,8 @@ def stand_in(name: str, kind: str) -> Any:
 
     config = CONFIG_MAPPING[kind]()
     config.architectures = [_ARCHITECTURES[kind]]
-    for key, tower in _TOWERS.get(kind, {}).items():
-        setattr(config, key, CONFIG_MAPPING[tower]())
+    for key, encoder in _ENCODERS.get(kind, {}).items():
+        setattr(config, key, CONFIG_MAPPING[encoder]())
     for key, value in _UNSET.get(kind, {}).items():
         *path, last = key.split(".")
         setattr(reduce(getattr, path, config), last, value)

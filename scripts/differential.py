@@ -47,14 +47,14 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bridge_memory.arguments.flags import FLAGS, SPECS, Flag  # noqa: E402
+from bridge_memory.arguments.run import run_on_gpus  # noqa: E402
 from bridge_memory.cli import rehearse as command  # noqa: E402
-from bridge_memory.cli.run_arguments import run_on_gpus  # noqa: E402
-from bridge_memory.cli.run_flags import FLAGS, SPECS, Flag  # noqa: E402
 from bridge_memory.files import write_whole  # noqa: E402
 from bridge_memory.readers import resolve_model  # noqa: E402
 from bridge_memory.readers.presets import list_presets  # noqa: E402
-from bridge_memory.rehearse.refusals import refuse_what_is_ignored  # noqa: E402
-from bridge_memory.rehearse.world import RehearsalUnavailable  # noqa: E402
+from bridge_memory.rehearsal.refusals import refuse_what_is_ignored  # noqa: E402
+from bridge_memory.rehearsal.world import RehearsalUnavailable  # noqa: E402
 from bridge_memory.report.gpus import find_gpu  # noqa: E402
 from bridge_memory.spec import ModelSpec, SpecError  # noqa: E402
 from bridge_memory.spec.fields import rules_of  # noqa: E402
@@ -118,7 +118,7 @@ WITH_SIZES = frozenset({
     "--microbatch-group-size-per-vp-stage", "--recompute-granularity", "--recompute-method", "--recompute-num-layers",
     "--recompute-modules", "--distribute-saved-activations",
 })  # fmt: skip
-#: Never drawn: the rehearsal refuses all but the default (``rehearse/refusals.py``); adapters need Megatron Bridge.
+#: Never drawn: the rehearsal refuses all but the default (``rehearsal/refusals.py``); adapters need Megatron Bridge.
 NOT_DRAWN = frozenset({
     "--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail", "--megatron-fsdp-max-pool-double-buffer",
     "--engine", "--data-parallel-sharding-strategy", "--suggested-communication-unit-size", "--grad-comm-dtype",
@@ -331,7 +331,7 @@ def _nothing_validated() -> Iterator[None]:
 
 def judge(case: Case) -> dict[str, Any]:
     """Run a case in this process: what came of it, why, and the two columns."""
-    from bridge_memory.rehearse.world import StackRefusal, quiet, require_megatron
+    from bridge_memory.rehearsal.world import StackRefusal, quiet, require_megatron
 
     try:
         with quiet():
@@ -359,8 +359,8 @@ def judge(case: Case) -> dict[str, Any]:
 
 
 def _rows(spec: Any, stage: int | None) -> list[dict[str, Any]]:
-    from bridge_memory.rehearse.run import rehearse
-    from bridge_memory.rehearse.summary import rows
+    from bridge_memory.rehearsal.run import rehearse
+    from bridge_memory.rehearsal.summary import rows
 
     table = [row for row in rows(rehearse(spec, stage)) if row.found is not None]
     return [
@@ -370,8 +370,8 @@ def _rows(spec: Any, stage: int | None) -> list[dict[str, Any]]:
 
 def _without_validation(case: Case, why_not: str) -> str:
     """Whether the real stack refuses what a RunSpec's validation does; other refusals are not tried."""
-    from bridge_memory.rehearse.run import rehearse
-    from bridge_memory.rehearse.world import StackRefusal
+    from bridge_memory.rehearsal.run import rehearse
+    from bridge_memory.rehearsal.world import StackRefusal
 
     try:
         with _nothing_validated():

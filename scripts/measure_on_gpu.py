@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.readers import resolve_model
-from bridge_memory.rehearse.measuring import add_measuring_arguments, in_its_own_process, margins, snapshot_arguments
-from bridge_memory.rehearse.record import append_record
-from bridge_memory.rehearse.world import require_megatron
+from bridge_memory.rehearsal.measuring import add_measuring_arguments, in_its_own_process, margins, snapshot_arguments
+from bridge_memory.rehearsal.record import append_record
+from bridge_memory.rehearsal.world import require_megatron
 from bridge_memory.spec import (
     BatchSpec,
     DataParallelSpec,
@@ -271,10 +271,10 @@ def write_predictions(te: bool, path: str) -> None:
 
 
 def _built(wanted: list[Configuration], te: bool) -> list[Any]:
-    from bridge_memory.rehearse.model import NotBuildable, build_chunks, parameter_shapes
-    from bridge_memory.rehearse.patches import building
-    from bridge_memory.rehearse.te_shapes import parameter_shapes_with_te
-    from bridge_memory.rehearse.world import fake_world
+    from bridge_memory.rehearsal.model import NotBuildable, build_chunks, parameter_shapes
+    from bridge_memory.rehearsal.patches import building
+    from bridge_memory.rehearsal.te_shapes import parameter_shapes_with_te
+    from bridge_memory.rehearsal.world import fake_world
     from bridge_memory.spec.ranks import rank_of_stage
 
     if te:
@@ -294,7 +294,7 @@ def _built(wanted: list[Configuration], te: bool) -> list[Any]:
 
 def measure_one(c: Configuration, to: Path, snapshot: str | None) -> None:
     """In a process of its own: rehearse and write the record."""
-    from bridge_memory.rehearse.gpu import rehearse_on_gpu
+    from bridge_memory.rehearsal.gpu import rehearse_on_gpu
 
     measured = rehearse_on_gpu(c.run, c.stage, steps=STEPS, snapshot=snapshot)
     record = measured.as_record()
@@ -358,7 +358,7 @@ def verdict(lines: list[Line], failed: list[str], tolerance: float, median: floa
 def measure(args: argparse.Namespace, te: bool) -> int:
     import torch
 
-    from bridge_memory.rehearse.gpu import missing_kernels
+    from bridge_memory.rehearsal.gpu import missing_kernels
 
     if not torch.cuda.is_available():
         raise SpecError("there is no GPU here; --dry-run proves the list without one")
@@ -413,8 +413,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         require_megatron()
-        from bridge_memory.rehearse.gpu import missing_kernels
-        from bridge_memory.rehearse.patches import has_te
+        from bridge_memory.rehearsal.gpu import missing_kernels
+        from bridge_memory.rehearsal.patches import has_te
 
         te = has_te() if args.impl == "auto" else args.impl == "te"
         if args.predictions and not args.dry_run:

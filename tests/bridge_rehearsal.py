@@ -29,8 +29,8 @@ def start() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from bridge_stubs import STUBBED, _Finder
 
-    from bridge_memory.rehearse import te_kernels
-    from bridge_memory.rehearse.imports import import_megatron_core, supply_typing_override
+    from bridge_memory.rehearsal import te_kernels
+    from bridge_memory.rehearsal.imports import import_megatron_core, supply_typing_override
 
     supply_typing_override()
     te_kernels.load()
@@ -121,14 +121,14 @@ def container(model: Any) -> Any:
 
 
 def answer(name: str) -> dict[str, Any]:
-    import bridge_memory.rehearse.run as rehearsal
-    from bridge_memory.inventory.context import context_of
+    import bridge_memory.rehearsal.run as rehearsal
     from bridge_memory.inventory.layer import layer_block
     from bridge_memory.inventory.stack import chunk_inventory, stage_parameters
     from bridge_memory.readers.config_container import run_from_config_container
-    from bridge_memory.rehearse import patches
-    from bridge_memory.rehearse.compare import over_experts, unmatched
+    from bridge_memory.rehearsal import patches
+    from bridge_memory.rehearsal.compare import over_experts, unmatched
     from bridge_memory.spec.layout import layout
+    from bridge_memory.tapes.context import context_of
 
     make, arguments = CASES[name]
     provider = make(**arguments)

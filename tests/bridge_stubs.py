@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bridge_memory.rehearse.imports import supply_typing_override
+from bridge_memory.rehearsal.imports import supply_typing_override
 
 STUBBED = (
     "transformer_engine", "transformer_engine_torch", "mamba_ssm", "causal_conv1d", "fla", "nvidia_resiliency_ext",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_memory.estimate import Estimate, estimate
+from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.inventory.counts import model_parameters
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.spec import (

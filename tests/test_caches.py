@@ -10,8 +10,8 @@ from itertools import product
 import pytest
 
 from bridge_memory import clear_caches, estimate, peaks, resolve_model
-from bridge_memory.inventory import context
 from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec
+from bridge_memory.tapes import context
 
 MODELS = ("meta-llama/Llama-3.2-1B", "deepseek-ai/DeepSeek-V2-Lite")
 RUNS = [
@@ -49,28 +49,28 @@ def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the bound everything is let go, runs at work keep what they hold, and answers stay what they are."""
     expected = [peaks(run) for run in RUNS]
     clear_caches()
-    monkeypatch.setattr(context, "MOST_RECORDINGS", 5)
+    monkeypatch.setattr(context, "MOST_TRACES", 5)
     for run, stages in zip(RUNS, expected, strict=True):
         assert peaks(run) == stages
-        assert context.LIBRARY.recorded <= 5
+        assert context.TRACE_CACHE.recorded <= 5
 
 
 def test_what_is_kept_is_let_go_on_demand() -> None:
-    assert context.LIBRARY.recorded == 0
+    assert context.TRACE_CACHE.recorded == 0
     estimate(RUNS[0])
-    assert context.LIBRARY.recorded > 0
+    assert context.TRACE_CACHE.recorded > 0
     clear_caches()
-    assert context.LIBRARY.recorded == 0
+    assert context.TRACE_CACHE.recorded == 0
 
 
 def test_equal_layouts_record_nothing_new() -> None:
     """A longer sequence, another pipeline, another data-parallel size: the sizes differ, the recordings do not."""
     estimate(RUNS[0])
-    before = context.LIBRARY.recorded
+    before = context.TRACE_CACHE.recorded
     for parallel, seq in (
         (ParallelSpec(world_size=64), 512), (ParallelSpec(world_size=8, pipeline_model_parallel_size=4), 8192),
         (ParallelSpec(world_size=4, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=4), 1024),
     ):  # fmt: skip
         estimate(RunSpec(model=resolve_model(MODELS[0]), parallel=parallel, batch=BatchSpec(seq_length=seq)))
     # The last of several stages owns a copy of the tied embedding: its output layer is another block.
-    assert context.LIBRARY.recorded <= before + 1
+    assert context.TRACE_CACHE.recorded <= before + 1

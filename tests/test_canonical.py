@@ -26,8 +26,8 @@ def test_it_has_the_same_estimate(asked: Asked) -> None:
     assert canonical(plain) == plain
     again = estimate(plain)
     assert [s.components for s in again.stages] == [s.components for s in found.stages]
-    assert [(s.peak_phase, s.layers, s.leftovers) for s in again.stages] == [
-        (s.peak_phase, s.layers, s.leftovers) for s in found.stages
+    assert [(s.peak_phase, s.layers, s.carried_over) for s in again.stages] == [
+        (s.peak_phase, s.layers, s.carried_over) for s in found.stages
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.report.details import stage_details
 from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec

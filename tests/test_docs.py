@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_memory.cli.run_flags import FLAGS
+from bridge_memory.arguments.flags import FLAGS
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -6,7 +6,7 @@ import pytest
 
 from bridge_memory import ParallelSpec, RunSpec, estimate
 from bridge_memory.report.gpus import fits, margin_words
-from bridge_memory.spec.driver import deepep_bytes, driver_buffers, driver_bytes, hybridep_bytes
+from bridge_memory.workspaces.driver import deepep_bytes, driver_buffers, driver_bytes, hybridep_bytes
 
 MIB = 1 << 20
 
@@ -77,7 +77,7 @@ def test_they_are_in_the_margin_and_in_no_peak() -> None:
     assert a.headroom_bytes == a.capacity_bytes - a.peak_bytes - a.margin_bytes
     assert "HybridEP" in margin_words(with_buffers.run)
     assert any(line.startswith("HybridEP's buffers") for line in with_buffers.assumptions)
-    assert not [gap for gap in with_buffers.gaps if "flex" in gap]
+    assert not [feature for feature in with_buffers.unmodelled if "flex" in feature]
 
 
 def test_a_group_that_deepep_refuses_is_listed() -> None:
@@ -85,8 +85,8 @@ def test_a_group_that_deepep_refuses_is_listed() -> None:
     run = run_of(8, "deepep").with_fields(
         parallel=ParallelSpec(world_size=512, expert_model_parallel_size=256)
     )
-    (gap,) = [gap for gap in estimate(run).gaps if "flex" in gap]
-    assert "a group of 256 ranks" in gap
+    (feature,) = [feature for feature in estimate(run).unmodelled if "flex" in feature]
+    assert "a group of 256 ranks" in feature
     assert driver_bytes(run) == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import bridge_memory.evidence as evidence
 from bridge_memory.cli import main
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.evidence import Evidence, Kind, evidence_of, kind_of
 from bridge_memory.report.answer import answer_of
 from bridge_memory.report.gpus import GPUS, Verdict, fits, largest_peak

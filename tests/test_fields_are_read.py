@@ -14,10 +14,10 @@ from bridge_memory.spec.run import GROUPS
 
 PACKAGE = Path(spec.__file__).parents[1]
 #: Where memory is counted; of ``spec``, how layers are laid out, and what it says of itself (properties).
-COUNTING = ("engines/*.py", "inventory/*.py", "inventory/transformers/*.py", "schedule/*.py", "workspaces/*.py",
-            "estimate.py", "spec/driver.py", "spec/layout.py", "releases.py")  # fmt: skip
+COUNTING = ("engines/*.py", "inventory/**/*.py", "tapes/*.py", "schedule/*.py", "workspaces/*.py",
+            "estimation.py", "spec/layout.py", "releases.py")  # fmt: skip
 #: Every field that is read there yields a sentence: under "not modelled", or among the assumptions.
-SPEAKING = ("spec/gaps.py", "spec/graphs.py")
+SPEAKING = ("caveats/*.py", "spec/graphs.py")
 BLOCKS = (
     spec.LayerSpec, spec.AttentionSpec, spec.MLASpec, spec.MambaSpec, spec.GatedDeltaNetSpec, spec.MLPSpec, spec.MoESpec
 )

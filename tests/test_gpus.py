@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bridge_memory.cli import main
-from bridge_memory.estimate import Estimate, estimate
+from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.report import gpus

@@ -21,8 +21,8 @@ from bridge_memory import calibration, files
 from bridge_memory.calibration import journal
 from bridge_memory.calibration.records import ReportRecord, RunRecord, StageRecord
 from bridge_memory.cli import main
-from bridge_memory.compare.logs import arguments_in, parse_memory_lines
-from bridge_memory.compare.snapshot import at_peak, attribute
+from bridge_memory.comparison.logs import arguments_in, parse_memory_lines
+from bridge_memory.comparison.snapshot import at_peak, attribute
 from bridge_memory.readers import model_from_hf_config
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.spec import SpecError, show

@@ -9,12 +9,12 @@ import pytest
 from spec_groups import groups_of
 
 from bridge_memory.engines.megatron_ddp import dealt_share
-from bridge_memory.estimate import StageEstimate, estimate, explain
-from bridge_memory.inventory.context import context_of
+from bridge_memory.estimation import StageEstimate, estimate, explain
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import DataParallelSpec, ImplementationSpec, ParallelSpec, PrecisionSpec, RunSpec, SpecError
 from bridge_memory.spec.layout import layout
+from bridge_memory.tapes.context import context_of
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from spec_groups import groups_of
 
-from bridge_memory.estimate import Estimate, estimate, stage_parts
+from bridge_memory.estimation import Estimate, estimate, stage_parts
 from bridge_memory.inventory.stack import stage_parameters
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (

@@ -1,7 +1,7 @@
 """Every rank's parameters, name by name and shape by shape, are those that megatron-core itself builds.
 
 megatron-core builds the rank's real model chunks on the meta device in a fake world of the job's full size
-(see ``bridge_memory.rehearse``); the inventory must list the same names with the same local shapes, no more,
+(see ``bridge_memory.rehearsal``); the inventory must list the same names with the same local shapes, no more,
 no less.
 """
 
@@ -18,10 +18,10 @@ pytest.importorskip("megatron.core")
 
 from bridge_memory.inventory.stack import stage_parameters
 from bridge_memory.readers import resolve_model
-from bridge_memory.rehearse.model import build_chunks, parameter_shapes
-from bridge_memory.rehearse.patches import building
-from bridge_memory.rehearse.te_shapes import parameter_shapes_with_te
-from bridge_memory.rehearse.world import fake_world
+from bridge_memory.rehearsal.model import build_chunks, parameter_shapes
+from bridge_memory.rehearsal.patches import building
+from bridge_memory.rehearsal.te_shapes import parameter_shapes_with_te
+from bridge_memory.rehearsal.world import fake_world
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,

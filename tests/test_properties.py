@@ -76,7 +76,7 @@ def check_estimate(run: RunSpec) -> None:
     assert sorted(i for s in result.stages for i in s.layers) == list(range(run.model.num_layers))
     for stage in result.stages:
         assert type(stage.parameters) is int and stage.parameters >= 0
-        for component in (*stage.components, *stage.leftovers):
+        for component in (*stage.components, *stage.carried_over):
             assert type(component.bytes) is int and component.bytes >= 0, component
         assert stage.static_bytes <= stage.peak_bytes
 

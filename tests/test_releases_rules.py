@@ -12,7 +12,7 @@ import pytest
 import bridge_memory
 from bridge_memory import releases
 from bridge_memory.cli import main
-from bridge_memory.estimate import estimate, explain
+from bridge_memory.estimation import estimate, explain
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.releases import RELEASES, Rule, Running, parse_release, release_in, since
 from bridge_memory.spec import ImplementationSpec, RunSpec, SpecError

@@ -1,5 +1,5 @@
 """Reserved memory: the estimate's storages one by one, replayed through torch's allocator. Held to the real engines in
-``tests/rehearse/test_engine_run.py``."""
+``tests/rehearse/test_torch_run.py``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 import bridge_memory
 from bridge_memory import BatchSpec, ParallelSpec, RunSpec
 from bridge_memory.cli import main
-from bridge_memory.estimate import estimate
-from bridge_memory.inventory.comings import Passes, Storages
-from bridge_memory.inventory.tape import Tape
+from bridge_memory.estimation import estimate
 from bridge_memory.reserved import ALL_GATHER, COMPUTE, REDUCE_SCATTER, replayed, why_not
 from bridge_memory.spec import DataParallelSpec, ImplementationSpec, OptimizerSpec, PrecisionSpec
 from bridge_memory.spec.engine_options import FSDPOptions
 from bridge_memory.spec.transformers import TransformersSpec
+from bridge_memory.tapes.allocation_trace import Passes, Storages
+from bridge_memory.tapes.tape import Tape
 
 MIB, PAGE = 1 << 20, 20 << 20
 

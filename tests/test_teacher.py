@@ -10,13 +10,13 @@ import pytest
 
 from bridge_memory.accuracy.records import load_runs
 from bridge_memory.accuracy.runs import run_of
-from bridge_memory.estimate import estimate, peaks
-from bridge_memory.inventory.context import context_of
+from bridge_memory.estimation import estimate, peaks
 from bridge_memory.inventory.layer import output_block
-from bridge_memory.plan.many import expressible
+from bridge_memory.plan.megatron.many import expressible
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RunSpec, SpecError
+from bridge_memory.tapes.context import context_of
 
 CORPUS = Path(__file__).parent / "data" / "measurements" / "runs.jsonl"
 STUDENT, TEACHER = map(resolve_model, ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B"))
@@ -103,8 +103,10 @@ def test_a_container_with_a_teacher_is_read() -> None:
     assert run.teacher is not None
     assert (run.model.num_layers, run.teacher.model.num_layers) == (2, 6)
     assert run.implementation.distillation == "logits"
-    assert not [gap for gap in run.not_modelled if gap.startswith(("model.teacher", "model.kd_config"))]
-    assert [gap for gap in estimate(run).gaps if gap.startswith("teacher (") and "forward pass" in gap]
+    assert not [feature for feature in run.not_modelled if feature.startswith(("model.teacher", "model.kd_config"))]
+    assert [
+        feature for feature in estimate(run).unmodelled if feature.startswith("teacher (") and "forward pass" in feature
+    ]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_a_container_with_a_teacher_is_read() -> None:
 def test_other_losses(kd: dict[str, object], loss: str, listed: bool) -> None:
     run = run_from_config_container(container(**kd), world_size=1)
     assert run.implementation.distillation == loss
-    assert bool([gap for gap in run.not_modelled if gap.startswith("model.kd_config")]) == listed
+    assert bool([feature for feature in run.not_modelled if feature.startswith("model.kd_config")]) == listed
 
 
 def test_what_cannot_teach_is_refused_in_one_line() -> None:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "bridge_memory"
 PAGE = ROOT / "references" / "architecture.md"
 #: What of a layer is the same in every block: linears, norms, residual sums.
-SHARED = {"inventory/recorder.py", "inventory/layer.py"}
+SHARED = {"tapes/recorder.py", "inventory/layer.py"}
 MODELS = (
     "deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-Next-80B-A3B-Instruct", "openai/gpt-oss-20b",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "meta-llama/Llama-3.1-8B", "bigscience/bloom", "MiniMaxAI/MiniMax-M2",
@@ -45,7 +45,7 @@ RUNS = {
 def sources(*rooms: str) -> dict[str, str]:
     return {
         str(path.relative_to(PACKAGE)): path.read_text() for room in rooms for path in (PACKAGE / room).rglob("*.py")
-        if path.parent.name != "transformers"  # those of another implementation, under names of their own
+        if path.parent.name != "torch"  # those of another implementation, under names of their own
     }
 
 
@@ -54,7 +54,7 @@ def files_of_parts() -> dict[str, str]:
     found = {}
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if len(cells) == 2 and (file := re.fullmatch(r"`(inventory/\w+\.py)`", cells[1])):
+        if len(cells) == 2 and (file := re.fullmatch(r"`(inventory/[\w/]+\.py)`", cells[1])):
             found.update(dict.fromkeys(re.sub(r", and .*", "", cells[0]).split(", "), file[1]))
     return found
 
@@ -102,8 +102,8 @@ def test_a_saved_tensor_is_found_at_once_or_in_the_file_of_its_component(result:
 def test_everything_else_is_found_by_its_name(result: Estimate) -> None:
     stage = result.stages[0]
     assert found_in(stage.peak_operation, "inventory")
-    texts = [*sources("engines", "workspaces", "inventory").values(), (PACKAGE / "components.py").read_text()]
-    for c in (*stage.components, *stage.leftovers):
+    texts = [*sources("engines", "workspaces", "inventory", "tapes").values(), (PACKAGE / "components.py").read_text()]
+    for c in (*stage.components, *stage.carried_over):
         if c.role not in (Role.ACTIVATION, Role.TRANSIENT):
             name = c.name.removesuffix(" (routed experts)")
             assert any(name in text for text in texts), name

@@ -456,7 +456,7 @@ def test_an_unknown_method_is_refused() -> None:
 
 def test_the_inventory_in_bridges_shapes_adds_up_to_the_estimate() -> None:
     """Each stage's parts are the estimate's components; the most loaded stage is the estimate's peak stage."""
-    from bridge_memory.estimate import estimate
+    from bridge_memory.estimation import estimate
     from bridge_memory.readers.config_container import run_from_config_container
 
     config = container(8, pipeline_model_parallel_size=4, tensor_model_parallel_size=2, bf16=True)

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from random_runs import Asked, asked_runs
 
 from bridge_memory.components import Role
-from bridge_memory.estimate import estimate, peaks
-from bridge_memory.inventory.chain import Label, Link, compose, follow
+from bridge_memory.estimation import estimate, peaks
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec, SpecError
+from bridge_memory.tapes.chain import Label, Link, compose, follow
 from bridge_memory.timeline import step_timeline
 
 sys.path.insert(0, str(Path(__file__).parent / "report"))
@@ -95,7 +95,7 @@ def test_what_lasts_is_what_the_estimate_says() -> None:
     timeline = step_timeline(answer.run, 1)
     stage = answer.stages[1]
     for role in (Role.WEIGHTS, Role.GRADIENTS, Role.OPTIMIZER, Role.BUFFERS):
-        assert timeline.lasting[role] == stage.bytes_of(role)
+        assert timeline.persistent[role] == stage.bytes_of(role)
     start = next(timeline.points())
     assert start.total == stage.static_bytes
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from bridge_memory.estimate import estimate, explain, peaks
+from bridge_memory.estimation import estimate, explain, peaks
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.spec import (
     AttentionSpec,
@@ -501,7 +501,7 @@ def test_groups_of_recomputed_layers_that_megatron_core_cannot_make_are_refused(
     """Its own TransformerBlock, forward and backward on the meta device: six layers make no group of four."""
     pytest.importorskip("torch")
     pytest.importorskip("megatron.core")
-    from bridge_memory.rehearse.run import rehearse
+    from bridge_memory.rehearsal.run import rehearse
 
     llama = resolve_model("meta-llama/Llama-3.2-1B")
 

@@ -9,10 +9,10 @@ from bridge_memory.accuracy.features import features_of, scale_of
 from bridge_memory.accuracy.records import Measurement, Record
 from bridge_memory.accuracy.runs import NotARun, NotComparable, run_of
 from bridge_memory.components import MOMENTS
-from bridge_memory.estimate import StageEstimate, estimate, explain
+from bridge_memory.estimation import StageEstimate, estimate, explain
 from bridge_memory.spec import RunSpec, SpecError
-from bridge_memory.spec.gaps import as_gap
 from bridge_memory.spec.ranks import stage_of_rank
+from bridge_memory.spec.unmodelled import as_feature
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ def predict(record: Record) -> list[Outcome]:
         return _unpredicted(record, run, "error", f"{type(error).__name__}: {error}")
     # What torch did not measure in training steps, and what is known to be small, leave the two comparable.
     small = _SMALL * max(stage.peak_bytes for stage in answer.stages)
-    listed = [g for g in map(as_gap, dict.fromkeys(answer.not_modelled)) if not g.outside]
-    gaps = [g for g in listed if g.most is None or g.most > small]
+    listed = [g for g in map(as_feature, dict.fromkeys(answer.not_modelled)) if not g.outside]
+    unmodelled = [g for g in listed if g.most is None or g.most > small]
     pp_before_dp = "--use-tp-pp-dp-mapping" in record.arguments
     features, scale = features_of(run), scale_of(run, record.measured)
     outcomes = []
@@ -98,7 +98,7 @@ def predict(record: Record) -> list[Outcome]:
         outcomes.append(
             Outcome(
                 record.id, record.family, record.tier, record.gpu, m.rank,
-                "not_modelled" if gaps else "ok", "; ".join(gaps),
+                "not_modelled" if unmodelled else "ok", "; ".join(unmodelled),
                 stage.static_bytes, m.allocated_bytes, peak_after(stage, run, record, m.after_step),
                 m.max_allocated_bytes,
                 features, scale, stage,

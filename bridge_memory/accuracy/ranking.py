@@ -12,8 +12,8 @@ from bridge_memory.accuracy.throughput import Measured
 
 #: Layouts with a time that a group needs before its ranking says anything.
 FEWEST_LAYOUTS = 4
-#: Measured times that differ by no more are a tie: what a search shows as one (``plan/search.py: TIE``), and about
-#: what the same run differs by from one time to another.
+#: Measured times that differ by no more are a tie: what a search shows as one (``plan/megatron/search.py: TIE``), and
+#: about what the same run differs by from one time to another.
 TIED = 0.05
 
 

@@ -15,7 +15,7 @@ from bridge_memory.accuracy.ranking import FEWEST_LAYOUTS, GroupScore, score_gro
 from bridge_memory.accuracy.throughput import Measured
 from bridge_memory.spec import SpecError
 from bridge_memory.speed.constants import FITTED_ON, STARTING_POINT, Constants
-from bridge_memory.speed.step_time import Step
+from bridge_memory.speed.megatron.step_time import Step
 
 #: Shares of a peak rate, and the most that one can be.
 SHARES, MOST = ("network", "nvlink", "memory", "attention"), 0.95

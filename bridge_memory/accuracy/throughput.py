@@ -26,8 +26,8 @@ from bridge_memory.spec import (
     SpecError,
 )
 from bridge_memory.speed.hardware import HARDWARE, Hardware
-from bridge_memory.speed.kernels import Kernels
-from bridge_memory.speed.work import model_flops
+from bridge_memory.speed.megatron.kernels import Kernels
+from bridge_memory.speed.megatron.work import model_flops
 
 
 class Measured(NamedTuple):

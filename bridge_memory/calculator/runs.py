@@ -10,9 +10,9 @@ from bridge_memory.calculator.shapes import model_of
 from bridge_memory.readers.engines.sections import Notes
 from bridge_memory.report.gpus import GPUS, Gpu
 from bridge_memory.spec import ModelSpec, ParallelSpec, RunSpec
-from bridge_memory.spec.gaps import Effect, Gap
 from bridge_memory.spec.gpu_names import NVIDIA
 from bridge_memory.spec.run import GROUPS
+from bridge_memory.spec.unmodelled import Effect, Unmodelled
 
 
 def run_of(form: Form, notes: Notes) -> RunSpec:
@@ -25,7 +25,7 @@ def run_of(form: Form, notes: Notes) -> RunSpec:
 def run_with(model: ModelSpec, form: Form, supposed: tuple[str, ...] = ()) -> RunSpec:
     """The run of ``model`` under the rest of the form. Raises SpecError."""
     training, parallel, gpus = form.training, form.parallelism, form.hardware.num_gpus
-    said, gaps = list(supposed), list[Gap]()
+    said, unmodelled = list(supposed), list[Unmodelled]()
     groups: dict[str, dict[str, Any]] = {
         "batch": {
             "micro_batch_size": training.batch_size, "seq_length": form.model.max_seq_len,
@@ -37,14 +37,14 @@ def run_with(model: ModelSpec, form: Form, supposed: tuple[str, ...] = ()) -> Ru
     if model.position_embedding_type == "learned_absolute" and model.max_position_embeddings:
         groups["batch"]["seq_length"] = min(form.model.max_seq_len, model.max_position_embeddings)
     _engine(form, groups, said)
-    _checkpointing(form, groups, said, gaps)
+    _checkpointing(form, groups, said, unmodelled)
     specs = {name: GROUPS[name](**fields) for name, fields in groups.items()}
     sizes = ParallelSpec(
         world_size=gpus, tensor_model_parallel_size=parallel.tensor_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_parallel_size,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor_parallel_size > 1,
     )  # fmt: skip
-    return RunSpec(model=model, parallel=sizes, assumptions=tuple(said), not_modelled=tuple(gaps), **specs)
+    return RunSpec(model=model, parallel=sizes, assumptions=tuple(said), not_modelled=tuple(unmodelled), **specs)
 
 
 def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> None:
@@ -104,7 +104,7 @@ def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> N
 
 
 def _checkpointing(
-    form: Form, groups: dict[str, dict[str, Any]], said: list[str], gaps: list[Gap]
+    form: Form, groups: dict[str, dict[str, Any]], said: list[str], unmodelled: list[Unmodelled]
 ) -> None:
     """0 is none, 4 is every layer. Between them the form has levels that no engine has."""
     level = form.training.activation_checkpointing
@@ -119,7 +119,7 @@ def _checkpointing(
     elif level == 4:
         groups.setdefault("transformers", {})["gradient_checkpointing"] = True
     else:
-        gaps.append(Gap(
+        unmodelled.append(Unmodelled(
             f"training.activation_checkpointing ({level}): levels 1 to 3 are no option of the engine; counted as 0 "
             "(4: every layer)", Effect.DOWN, order="up to what all layers save, less their inputs",
         ))  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 
 from bridge_memory.calibration.records import StageRecord, is_figure, is_time
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
-from bridge_memory.estimate import Estimate
+from bridge_memory.estimation import Estimate
 from bridge_memory.files import parse_json, read_text, write_whole
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.canonical import canonical

@@ -105,7 +105,7 @@ def _in_flags(error: SpecError, argv: Sequence[str]) -> str:
     message = str(error)
     if not argv or argv[0] not in _WITH_A_RUN or isinstance(error, FileError):
         return message
-    from bridge_memory.cli.as_typed import as_typed
+    from bridge_memory.arguments.as_typed import as_typed
 
     return as_typed(message, argv[1:])
 

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.cli import engine_scores
-from bridge_memory.cli import memory_scores as validate
+from bridge_memory.cli.megatron import scores as validate
 from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.cli.torch import scores as engine_scores
 from bridge_memory.report.write import check_target, write_text
 from bridge_memory.spec import SpecError
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Score and print. Returns 0."""
     from bridge_memory.accuracy.corpus import is_of_speed, read_corpus
-    from bridge_memory.accuracy.engine_records import is_of_engines
+    from bridge_memory.accuracy.torch.records import is_of_engines
 
     rows_of_file = None if args.runs is None else read_corpus(args.runs)
     if rows_of_file is not None and is_of_engines(rows_of_file):
@@ -100,7 +100,7 @@ def _write_evidence(args: argparse.Namespace, rows: list[Row]) -> None:
 def _out_of_memory(rows: list[Measured]) -> dict[str, dict[str, int]]:
     """Runs that did or did not run out of memory, and whether their peak was predicted above the card: by whose the
     implementation is."""
-    from bridge_memory.estimate import peaks
+    from bridge_memory.estimation import peaks
     from bridge_memory.report.gpus import find_gpu
 
     names = ("predicted", "predicted and measured", "measured", "rows")
@@ -126,7 +126,7 @@ def _scatter(rows: Sequence[Measured]) -> Chart:
     """Predicted over measured step times; of many rows some, evenly."""
     from bridge_memory.report.document import Chart
     from bridge_memory.speed.constants import FITTED_ON
-    from bridge_memory.speed.step_time import step_time
+    from bridge_memory.speed.megatron.step_time import step_time
 
     ran = [row for row in rows if row.seconds is not None]
     every = -(-len(ran) // _POINTS) or 1

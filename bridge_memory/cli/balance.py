@@ -6,17 +6,17 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.arguments.flags import add_run_arguments
+from bridge_memory.arguments.template import template
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.cli.run_flags import add_run_arguments
-from bridge_memory.cli.templates import template
-from bridge_memory.plan.space import AXES
-from bridge_memory.plan.splits import split_fields
+from bridge_memory.plan.megatron.space import AXES
+from bridge_memory.plan.megatron.splits import split_fields
 from bridge_memory.spec import RunSpec, SpecError
-from bridge_memory.spec.driver import driver_bytes
 from bridge_memory.spec.layout import layout
+from bridge_memory.workspaces.driver import driver_bytes
 
 if TYPE_CHECKING:
-    from bridge_memory.plan.balance import Balanced
+    from bridge_memory.plan.megatron.balance import Balanced
 
 _SIZES = (
     "parallel.world_size", "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size",
@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Balance and print. Returns 0."""
-    from bridge_memory.plan.balance import balance, check_balanced, default_split, described, with_sizes
-    from bridge_memory.plan.published import PUBLISHED
+    from bridge_memory.plan.megatron.balance import balance, check_balanced, default_split, described, with_sizes
+    from bridge_memory.plan.megatron.published import PUBLISHED
     from bridge_memory.report.gpus import find_gpu, largest_peak
     from bridge_memory.speed.hardware import HARDWARE
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _runs(base: RunSpec, given: dict[str, Any]) -> tuple[RunSpec, RunSpec | None]:
     """(the run with some split that it can have, the run with the split that was given)."""
-    from bridge_memory.plan.balance import any_split
+    from bridge_memory.plan.megatron.balance import any_split
 
     pp = given.get("parallel.pipeline_model_parallel_size", 1)
     sizes = {

@@ -7,19 +7,19 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.arguments.flags import add_run_arguments
+from bridge_memory.arguments.run import run_from_arguments
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.cli.run_arguments import run_from_arguments
-from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.files import read_bytes, text_of
 from bridge_memory.report.document import Block, Bullets, Chart, Column, Drawn, Grid, Pairs, Words
 from bridge_memory.report.printing import print_blocks
 from bridge_memory.spec import RunSpec, SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.compare.logs import MeasuredRank
-    from bridge_memory.compare.residuals import Predicted, StageResidual
-    from bridge_memory.compare.snapshot import Attribution
-    from bridge_memory.estimate import Estimate
+    from bridge_memory.comparison.logs import MeasuredRank
+    from bridge_memory.comparison.residuals import Predicted, StageResidual
+    from bridge_memory.comparison.snapshot import Attribution
+    from bridge_memory.estimation import Estimate
 
 SCHEMA = "bridge-memory/compare/1"
 EXIT_BEYOND = 1
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print. 0, or 1 where --tolerance is exceeded."""
-    from bridge_memory.compare.snapshot import MOST_OF_A_SNAPSHOT, is_snapshot
+    from bridge_memory.comparison.snapshot import MOST_OF_A_SNAPSHOT, is_snapshot
 
     if args.tolerance is not None and not 0 <= args.tolerance < float("inf"):
         raise SpecError(f"--tolerance is {args.tolerance}; give a percentage of 0 or more")
@@ -74,7 +74,7 @@ def _given_run(args: argparse.Namespace) -> RunSpec | None:
 
 
 def _log(args: argparse.Namespace, text: str, tolerance: float | None) -> int:
-    from bridge_memory.compare.residuals import residuals
+    from bridge_memory.comparison.residuals import residuals
     from bridge_memory.spec.ranks import stage_of_rank
 
     predicted, measured, result = _read(args.measured, text, _given_run(args))
@@ -146,9 +146,9 @@ def _read(
 ) -> tuple[list[Predicted], list[MeasuredRank], Estimate | None]:
     """(predicted, measured, the estimate of the run where it is known) of a log or of our JSON lines."""
     from bridge_memory.calibration.journal import SCHEMA as JOURNAL
-    from bridge_memory.compare.logs import arguments_in, latest_of_each_rank
-    from bridge_memory.compare.residuals import predicted_of
-    from bridge_memory.estimate import estimate
+    from bridge_memory.comparison.logs import arguments_in, latest_of_each_rank
+    from bridge_memory.comparison.residuals import predicted_of
+    from bridge_memory.estimation import estimate
 
     lines = text.splitlines()
     if any(JOURNAL in line for line in lines):
@@ -182,8 +182,8 @@ def _journal(path: str, lines: list[str]) -> tuple[list[Predicted], list[Measure
     """The last run of the file and its last report."""
     from bridge_memory.calibration import journal
     from bridge_memory.calibration.records import ReportRecord
-    from bridge_memory.compare.logs import MeasuredRank
-    from bridge_memory.compare.residuals import Predicted
+    from bridge_memory.comparison.logs import MeasuredRank
+    from bridge_memory.comparison.residuals import Predicted
 
     report: ReportRecord | None = None
     for record in journal.records(lines):
@@ -234,8 +234,8 @@ def _table(rows: list[StageResidual], beyond: list[int], tolerance: float | None
 
 
 def _snapshot(args: argparse.Namespace, data: bytes, tolerance: float | None) -> int:
-    from bridge_memory.compare.snapshot import at_peak, attribute, read_snapshot
-    from bridge_memory.estimate import estimate
+    from bridge_memory.comparison.snapshot import at_peak, attribute, read_snapshot
+    from bridge_memory.estimation import estimate
 
     alive = at_peak(read_snapshot(data, args.measured), args.snapshot_device)
     run = _given_run(args)

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from bridge_memory.arguments.flags import add_run_arguments
+from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import USUAL, add_output_arguments
-from bridge_memory.cli.run_arguments import run_on_gpus
-from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.releases import known_releases, nearest_known, release_words
 from bridge_memory.report.document import one_line
 from bridge_memory.report.json import SCHEMA
@@ -18,7 +18,7 @@ from bridge_memory.spec import SpecError
 from bridge_memory.spec.release import read_release
 
 if TYPE_CHECKING:
-    from bridge_memory.estimate import Estimate
+    from bridge_memory.estimation import Estimate
     from bridge_memory.report.document import Block
     from bridge_memory.report.gpus import Fit
     from bridge_memory.reserved import Reserved
@@ -62,8 +62,8 @@ def _check_release(text: str | None) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Estimate and print. Returns the exit code."""
-    from bridge_memory.cli.fix import cheapest_fix
-    from bridge_memory.estimate import estimate
+    from bridge_memory.emit.fixes import cheapest_fix
+    from bridge_memory.estimation import estimate
     from bridge_memory.report.gpus import Verdict, find_gpu, fits
     from bridge_memory.report.units import check_unit
     from bridge_memory.reserved import why_not

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.plan.space import AXES, Space
+from bridge_memory.plan.megatron.space import AXES, Space
 from bridge_memory.spec import SpecError, show
 
 if TYPE_CHECKING:

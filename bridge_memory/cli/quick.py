@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from bridge_memory.arguments.flags import _integer, _number
 from bridge_memory.cli.calculate import add_output
 from bridge_memory.cli.calculate import show as printed
-from bridge_memory.cli.run_flags import _integer, _number
 from bridge_memory.spec import SpecError, show
 
 #: argparse's name -> (table, key) of the form.

@@ -9,9 +9,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
+from bridge_memory.arguments.flags import add_run_arguments
+from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.cli.run_arguments import run_on_gpus
-from bridge_memory.cli.run_flags import add_run_arguments
 from bridge_memory.spec import MoESpec, RunSpec, SpecError
 from bridge_memory.spec.parts import WITH_TRANSFORMERS
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Rehearse and print. Returns the exit code."""
-    from bridge_memory.rehearse.world import (
+    from bridge_memory.rehearsal.world import (
         INSTALL,
         RehearsalUnavailable,
         first_line,
@@ -80,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
 def _engine(args: argparse.Namespace) -> int:
     """torch's or DeepSpeed's own engine under transformers' model, phase by phase."""
     from bridge_memory.readers.resolve import parse_config, resolve_config
-    from bridge_memory.rehearse.engine_run import rehearse_engine, require, with_layers
-    from bridge_memory.rehearse.engine_summary import lines, rows
-    from bridge_memory.rehearse.reserved import lines as reserved_lines
-    from bridge_memory.rehearse.reserved import why_not
+    from bridge_memory.rehearsal.torch.reserved import lines as reserved_lines
+    from bridge_memory.rehearsal.torch.reserved import why_not
+    from bridge_memory.rehearsal.torch.run import rehearse_engine, require, with_layers
+    from bridge_memory.rehearsal.torch.summary import lines, rows
     from bridge_memory.reserved import replayed
     from bridge_memory.reserved import why_not as not_replayed
 
@@ -137,7 +137,7 @@ def _engine(args: argparse.Namespace) -> int:
 
 def described(args: argparse.Namespace) -> RunSpec:
     """The run, by the rules of the megatron-core that is installed, which is the one that will run."""
-    from bridge_memory.rehearse.world import installed_release
+    from bridge_memory.rehearsal.world import installed_release
     from bridge_memory.report.gpus import find_gpu
 
     if args.gpu is not None and args.device == "cuda":
@@ -160,7 +160,7 @@ def described(args: argparse.Namespace) -> RunSpec:
 
 def _with_the_release_here(spec: RunSpec) -> RunSpec:
     """By the rules of the Transformer Engine that runs."""
-    from bridge_memory.rehearse import te_kernels
+    from bridge_memory.rehearsal import te_kernels
     from bridge_memory.releases import release_in, release_words
 
     here, asked = release_in(te_kernels.version()), spec.implementation.transformer_engine
@@ -188,7 +188,7 @@ def take_transformer_engine() -> str:
     """Its Python, over kernels that compute nothing; megatron-core looks for it only once. Returns why it cannot be."""
     if find_spec("torch") is None:
         return ""
-    from bridge_memory.rehearse import te_kernels
+    from bridge_memory.rehearsal import te_kernels
 
     why_not = te_kernels.why_not()
     if why_not:
@@ -203,8 +203,8 @@ def on_meta(spec: RunSpec, why_not: str, notes: list[str]) -> RunSpec:
 
     ``why_not``: why Transformer Engine cannot be rehearsed here, or empty.
     """
-    from bridge_memory.rehearse import te_kernels
-    from bridge_memory.rehearse.refusals import refuse_what_is_ignored
+    from bridge_memory.rehearsal import te_kernels
+    from bridge_memory.rehearsal.refusals import refuse_what_is_ignored
 
     refuse_what_is_ignored(spec)
     if spec.implementation.te and why_not:
@@ -230,8 +230,8 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[
     spec = on_meta(spec, why_not, notes)
     if args.layer is not None:
         return _one_layer(args, spec, notes)
-    from bridge_memory.rehearse.run import rehearse
-    from bridge_memory.rehearse.summary import lines, rows, shared
+    from bridge_memory.rehearsal.run import rehearse
+    from bridge_memory.rehearsal.summary import lines, rows, shared
 
     done = rehearse(spec, args.stage, rank=args.rank, architecture=_architecture(args))
     table = rows(done)
@@ -256,7 +256,7 @@ def _on_meta(args: argparse.Namespace, spec: RunSpec, why_not: str, notes: list[
 
 
 def _one_layer(args: argparse.Namespace, spec: RunSpec, notes: list[str]) -> int:
-    from bridge_memory.rehearse.compare import compare_layer
+    from bridge_memory.rehearsal.compare import compare_layer
 
     for flag in ("stage", "rank", "verbose"):
         if getattr(args, flag) is not None and getattr(args, flag) is not False:
@@ -297,7 +297,7 @@ def _print_details(done: Any) -> None:
         print(f"\nchunk {chunk.chunk}: saved for backward")
         for record in passes.saved:
             print(f"  {record}")
-        for title, alive in (("held by variables", passes.held), ("lasting", passes.lasting)):
+        for title, alive in (("held by variables", passes.held), ("lasting", passes.persistent)):
             print(f"chunk {chunk.chunk}: {title}")
             for a in alive:
                 print(f"  {a.module}: {a.made_by}, {a.bytes:,} bytes")
@@ -308,7 +308,7 @@ def _print_details(done: Any) -> None:
 
 
 def _on_gpu(args: argparse.Namespace, spec: RunSpec) -> int:
-    from bridge_memory.rehearse.gpu import rehearse_on_gpu
+    from bridge_memory.rehearsal.gpu import rehearse_on_gpu
 
     if args.layer is not None:
         raise SpecError("--layer is rehearsed with --device cpu")
@@ -319,7 +319,7 @@ def _on_gpu(args: argparse.Namespace, spec: RunSpec) -> int:
         architecture=_architecture(args),
     )  # fmt: skip
     if args.record:
-        from bridge_memory.rehearse.record import append_record
+        from bridge_memory.rehearsal.record import append_record
 
         append_record(args.record, measured.as_record())
     if args.json:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.cli import engine_search
+from bridge_memory.arguments.flags import add_run_arguments
+from bridge_memory.arguments.template import template
 from bridge_memory.cli.measured import measured_steps
 from bridge_memory.cli.output import add_output_arguments
 from bridge_memory.cli.ranked import (
@@ -24,16 +25,15 @@ from bridge_memory.cli.ranked import (
     tie_of_rows,
     without_times,
 )
-from bridge_memory.cli.run_flags import add_run_arguments
-from bridge_memory.cli.templates import template
-from bridge_memory.plan.engine_space import SEVERAL
-from bridge_memory.plan.space import AXES, Space
-from bridge_memory.plan.splits import split_fields
+from bridge_memory.cli.torch import search as engine_search
+from bridge_memory.plan.megatron.space import AXES, Space
+from bridge_memory.plan.megatron.splits import split_fields
+from bridge_memory.plan.torch.space import SEVERAL
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.parts import ENGINE_OF_FRAMEWORK, ENGINES
 
 if TYPE_CHECKING:
-    from bridge_memory.plan.search import Found, Row
+    from bridge_memory.plan.megatron.search import Found, Row
     from bridge_memory.report.document import Chart, Drawn
     from bridge_memory.report.gpus import Gpu
     from bridge_memory.speed.hardware import Hardware
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search and print. Returns 0, or 1 where nothing fits."""
-    from bridge_memory.plan.search import search
+    from bridge_memory.plan.megatron.search import search
     from bridge_memory.report.gpus import find_gpu, margin_bytes
     from bridge_memory.speed.constants import DEFAULT
     from bridge_memory.speed.hardware import hardware_of
@@ -244,10 +244,10 @@ def _recompute(r: Any) -> str:
 
 
 def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu, calibration: str) -> list[Drawn]:
-    from bridge_memory.plan.search import ties
+    from bridge_memory.caveats.unmodelled import unmodelled_features
+    from bridge_memory.plan.megatron.search import ties
     from bridge_memory.report.document import Bullets, Column, Grid
-    from bridge_memory.spec.gaps import gaps
-    from bridge_memory.speed.step_time import not_timed
+    from bridge_memory.speed.megatron.step_time import not_timed
 
     base, num_gpus, words = space.base, space.num_gpus, {"split", "recompute"}
     best, front = found.best(args.top), found.front(args.top)
@@ -282,7 +282,7 @@ def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu, cali
     if calibration:
         notes.append(calibration)
     notes += without_times(not_timed(best[0].run))
-    notes += [f"not modelled: {gap}" for gap in gaps(best[0].run)]
+    notes += [f"not modelled: {feature}" for feature in unmodelled_features(best[0].run)]
     if base.model.has_experts:
         notes.append("no measured group varies EP: how layouts with different EP compare rests on the model alone")
     grids: list[Drawn] = [] if args.format != "html" else [_chart(found, gpu)]
@@ -342,7 +342,7 @@ def _written(found: Found, args: argparse.Namespace, space: Space, calibration: 
 
 
 def _emitted(found: Found, args: argparse.Namespace, gpu: Gpu) -> str:
-    from bridge_memory.cli.emit import bridge_overrides, estimate_command, megatron_arguments
+    from bridge_memory.emit.megatron import bridge_overrides, estimate_command, megatron_arguments
 
     best = found.best(max(args.top, args.row))
     run = row_to_emit(best, args.row, "layouts").run

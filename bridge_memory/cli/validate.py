@@ -14,8 +14,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.arguments.flags import _integer
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.cli.run_flags import _integer
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _or_empty(text: str, path: str) -> Mapping[str, Any]:
 
 
 def _is_output(table: Mapping[str, Any]) -> bool:
-    """JSON of a command of ours names its schema first: "bridge-memory/estimate/2"."""
+    """JSON of a command of ours names its schema first: "bridge-memory/estimate/3"."""
     schema = table.get("schema")
     return isinstance(schema, str) and schema.split("/")[0] == "bridge-memory"
 
@@ -175,11 +175,11 @@ def _is_corpus(text: str) -> bool:
 
 def _engine_file(path: str, kind: str, world_size: int | None) -> Notes:
     from bridge_memory.readers.engines.run import fields_of, settings_from_files
-    from bridge_memory.readers.engines.settings import Told
+    from bridge_memory.readers.engines.settings import Specified
     from bridge_memory.spec.run import GROUPS
 
     kind = "peft_config" if kind == "peft" else kind
-    settings = settings_from_files(**{kind: path}, told=Told(world_size=world_size))  # type: ignore[arg-type]
+    settings = settings_from_files(**{kind: path}, told=Specified(world_size=world_size))  # type: ignore[arg-type]
     notes = settings.notes
     if not notes.problems:
         for group, fields in fields_of(settings).items():
@@ -215,7 +215,9 @@ def _megatron(text: str, notes: Notes, world_size: int | None) -> None:
             notes.problem(option, "is no argument of Megatron-LM", fix)
     world = world_size or raw.world_size or _fewest(raw.values, notes)
     found = run_from_megatron_args(text, world_size=world)
-    notes.not_modelled.extend(gap for gap in map(_gap, found.not_modelled) if "not an argument" not in gap)
+    notes.not_modelled.extend(
+        feature for feature in map(_feature, found.not_modelled) if "not an argument" not in feature
+    )
 
 
 def _fewest(values: Mapping[str, Any], notes: Notes) -> int:
@@ -228,10 +230,10 @@ def _fewest(values: Mapping[str, Any], notes: Notes) -> int:
     return least
 
 
-def _gap(sentence: str) -> Any:
-    from bridge_memory.spec.gaps import as_gap
+def _feature(sentence: str) -> Any:
+    from bridge_memory.spec.unmodelled import as_feature
 
-    return as_gap(sentence)
+    return as_feature(sentence)
 
 
 def _bridge(table: Mapping[str, Any], notes: Notes, world_size: int | None) -> None:
@@ -290,7 +292,7 @@ def _document(path: str, kind: str, notes: Notes, problems: list[Problem]) -> di
     return {
         "schema": SCHEMA, "file": path, "kind": kind, "problems": [p._asdict() for p in problems],
         "not_estimated": [p._asdict() for p in notes.refusals],
-        "not_modelled": [str(gap) for gap in notes.not_modelled], "assumptions": list(notes.assumptions),
+        "not_modelled": [str(feature) for feature in notes.not_modelled], "assumptions": list(notes.assumptions),
     }  # fmt: skip
 
 

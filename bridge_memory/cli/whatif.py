@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from bridge_memory.cli.fix import changed_flags, flag_words
+from bridge_memory.arguments.flags import add_run_arguments
+from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.cli.run_arguments import run_on_gpus
-from bridge_memory.cli.run_flags import add_run_arguments
+from bridge_memory.emit.fixes import changed_flags, flag_words
 from bridge_memory.spec import RunSpec, SpecError
-from bridge_memory.speed.engine_time import NOT_FITTED, TIMED
+from bridge_memory.speed.torch.step_time import NOT_FITTED, TIMED
 
 if TYPE_CHECKING:
     from bridge_memory.plan.changes import Effect

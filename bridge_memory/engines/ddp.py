@@ -29,9 +29,9 @@ from bridge_memory.engines.torch_modules import (
     rounded,
     trained_width,
 )
-from bridge_memory.inventory.chain import Concurrent
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import RunSpec
+from bridge_memory.tapes.chain import Concurrent
 
 #: Bytes of the first bucket (``csrc/distributed/c10d/reducer.hpp: kDefaultFirstBucketBytes``).
 FIRST_BUCKET = 1 << 20

@@ -11,10 +11,10 @@ from enum import Enum
 from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from bridge_memory.components import MOMENTS, Component, Lifetime, Part, Provenance, Role, State
-from bridge_memory.inventory.chain import EngineBytes
-from bridge_memory.inventory.sizes import somewhere
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import ParallelSpec
+from bridge_memory.tapes.chain import EngineBytes
+from bridge_memory.tapes.symbolic import somewhere
 
 
 class Phase(str, Enum):

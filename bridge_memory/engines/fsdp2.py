@@ -36,10 +36,10 @@ from bridge_memory.engines.torch_modules import (
     shard,
     trained_width,
 )
-from bridge_memory.inventory.chain import Concurrent, Label
-from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
+from bridge_memory.tapes.chain import Concurrent, Label
+from bridge_memory.tapes.parameters import Parameter
 
 #: Of what a layer hands on: an RMS norm's input in fp32, which is kept, two gradients and a product of that size, and
 #: the gradient that goes around the norm (transformers ``LlamaRMSNorm.forward``).

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from bridge_memory.engines.megatron_ddp import fp8_copies
 from bridge_memory.engines.optimizer_states import gradient_width
 from bridge_memory.engines.peft import adapter_units
-from bridge_memory.inventory.chain import NOTHING, Concurrent, EngineBytes, Label, most
-from bridge_memory.inventory.parameters import PARAM_ALIGNMENT, Parameter, Use, pad
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.releases import FSDP_ALIGNS_ROWS, FSDP_MAIN_DTYPES, MAMBA_LAYERS_ARE_UNITS
 from bridge_memory.spec import DTYPE_BYTES, LayerSpec, MambaSpec, RunSpec
+from bridge_memory.tapes.chain import NOTHING, Concurrent, EngineBytes, Label, most
+from bridge_memory.tapes.parameters import PARAM_ALIGNMENT, Parameter, Use, pad
 
 #: Elements: end of every bucket before ``FSDP_ALIGNS_ROWS``, together with the data-parallel size.
 BUCKET_ALIGNMENT = 2 * PARAM_ALIGNMENT

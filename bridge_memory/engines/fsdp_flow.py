@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from bridge_memory.engines.fsdp_buckets import Bucket, Places, Sharding
-from bridge_memory.inventory.chain import Concurrent, EngineBytes
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.releases import (
     FSDP_KEEPS_ROOT,
@@ -24,6 +23,7 @@ from bridge_memory.releases import (
     FSDP_REDUCES_EACH_PARAMETER,
     FSDP_ROOT_ALONE,
 )
+from bridge_memory.tapes.chain import Concurrent, EngineBytes
 from bridge_memory.workspaces.allocator import block_rest
 
 #: Elements that wait to be reduced, twice the elements gathered ahead, where nobody says otherwise.

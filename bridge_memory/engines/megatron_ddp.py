@@ -25,9 +25,13 @@ from bridge_memory.engines.optimizer_states import (
     optimizer_states,
 )
 from bridge_memory.engines.peft import adapter_units
-from bridge_memory.inventory.chain import Label
-from bridge_memory.inventory.context import context_of
-from bridge_memory.inventory.parameters import (
+from bridge_memory.inventory.stack import Unit
+from bridge_memory.releases import EXPERTS_APART_WITH_ETP, MTP_BUILT_IN_FP8, OTHERS_MAPPED_BESIDE_MXFP8
+from bridge_memory.spec import DTYPE_BYTES, PrecisionSpec, RunSpec
+from bridge_memory.spec.ranks import place_in_data_parallel
+from bridge_memory.tapes.chain import Label
+from bridge_memory.tapes.context import context_of
+from bridge_memory.tapes.parameters import (
     PARAM_ALIGNMENT,
     Column,
     Parameter,
@@ -44,11 +48,7 @@ from bridge_memory.inventory.parameters import (
     rounded_bytes_of_others,
     square_scales,
 )
-from bridge_memory.inventory.sizes import common_multiple, somewhere
-from bridge_memory.inventory.stack import Unit
-from bridge_memory.releases import EXPERTS_APART_WITH_ETP, MTP_BUILT_IN_FP8, OTHERS_MAPPED_BESIDE_MXFP8
-from bridge_memory.spec import DTYPE_BYTES, PrecisionSpec, RunSpec
-from bridge_memory.spec.ranks import place_in_data_parallel
+from bridge_memory.tapes.symbolic import common_multiple, somewhere
 from bridge_memory.workspaces.allocator import block_rest
 
 #: Elements: end of every bucket, together with the data-parallel size.

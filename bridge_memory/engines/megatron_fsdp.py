@@ -31,11 +31,11 @@ from bridge_memory.engines.optimizer_states import (
     gradient_width,
     optimizer_states,
 )
-from bridge_memory.inventory.chain import EngineBytes
-from bridge_memory.inventory.parameters import Column, gemm_elements, rounded_bytes
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.releases import FSDP_MAIN_DTYPES
 from bridge_memory.spec import RunSpec
+from bridge_memory.tapes.chain import EngineBytes
+from bridge_memory.tapes.parameters import Column, gemm_elements, rounded_bytes
 from bridge_memory.workspaces.allocator import block_rest
 
 

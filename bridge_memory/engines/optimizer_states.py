@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from bridge_memory.components import Provenance, State
 from bridge_memory.engines.engine import Line
-from bridge_memory.inventory.sizes import largest
 from bridge_memory.releases import BF16_MOMENTS_UPDATED_IN_PLACE
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
+from bridge_memory.tapes.symbolic import largest
 
 
 class Over(Enum):

@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from bridge_memory.inventory.chain import Label
-from bridge_memory.inventory.parameters import EXPERT_NUMBER, Parameter, ParameterList, Repeated
 from bridge_memory.inventory.stack import Unit, named_parameters
 from bridge_memory.spec import ParallelSpec, PeftSpec, RunSpec
 from bridge_memory.spec.adapters import DUPLICATED, ROW_PARALLEL, divide_features, is_target, split_rank
+from bridge_memory.tapes.chain import Label
+from bridge_memory.tapes.parameters import EXPERT_NUMBER, Parameter, ParameterList, Repeated
 
 #: One rank.
 ALONE = ParallelSpec()

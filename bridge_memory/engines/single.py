@@ -25,9 +25,9 @@ from bridge_memory.engines.torch_modules import (
     step_of_one,
     trained_width,
 )
-from bridge_memory.inventory.chain import Concurrent
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import RunSpec
+from bridge_memory.tapes.chain import Concurrent
 
 
 class Single:

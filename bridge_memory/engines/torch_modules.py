@@ -13,11 +13,11 @@ from bridge_memory.engines.engine import Line
 from bridge_memory.engines.fsdp_buckets import Places, places_of
 from bridge_memory.engines.peft import adapter_units
 from bridge_memory.engines.torch_optimizers import TorchState, step_bytes, torch_states
-from bridge_memory.inventory.chain import Concurrent, EngineBytes, Label
-from bridge_memory.inventory.parameters import ALLOCATION_UNIT, Parameter, ParameterList, Use, pad
 from bridge_memory.inventory.stack import Unit
-from bridge_memory.inventory.transformers.quantized import is_quantized, weight_bytes
+from bridge_memory.inventory.torch.quantized import is_quantized, weight_bytes
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
+from bridge_memory.tapes.chain import Concurrent, EngineBytes, Label
+from bridge_memory.tapes.parameters import ALLOCATION_UNIT, Parameter, ParameterList, Use, pad
 
 _NONE = ParameterList(())
 
@@ -93,7 +93,7 @@ def rounded(nbytes: int) -> int:
 def made_before(model: Model, sizes: Sequence[int]) -> list[int]:
     """At every place what its backward finds of the gradients that later places have made; ``sizes``: of each
     module. What the output layer makes of a tied weight is no gradient yet: it waits in autograd, and the chain of
-    blocks counts it (``inventory/transformers/chain.py``)."""
+    blocks counts it (``inventory/torch/chain.py``)."""
     made = [0] * (model.number + 1)
     for module, nbytes in zip(model.modules, sizes, strict=True):
         made[module.place] += nbytes

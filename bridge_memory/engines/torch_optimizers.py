@@ -12,8 +12,8 @@ from math import prod
 from typing import NamedTuple
 
 from bridge_memory.components import State
-from bridge_memory.inventory.parameters import ALLOCATION_UNIT, pad
 from bridge_memory.spec import RunSpec
+from bridge_memory.tapes.parameters import ALLOCATION_UNIT, pad
 
 #: bitsandbytes: elements that share a scale, and of parameters below which states stay in fp32
 #: (``Optimizer2State.init_state``: blocksize 256; ``min_8bit_size``).

@@ -25,11 +25,11 @@ from bridge_memory.components import Provenance, Role, State
 from bridge_memory.engines.engine import Line, StageState
 from bridge_memory.engines.torch_modules import Model, Module, hidden_bytes, model_of, parameter_width, rounded
 from bridge_memory.engines.zero_1_and_2 import NORM_WIDTH, zero_states
-from bridge_memory.inventory.chain import Concurrent
-from bridge_memory.inventory.context import LIBRARY
-from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.stack import Unit
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
+from bridge_memory.tapes.chain import Concurrent
+from bridge_memory.tapes.context import TRACE_CACHE
+from bridge_memory.tapes.parameters import Parameter
 
 #: What follows the name of a linear in those of its adapter's parameters (``peft.py: lora_parameters``).
 ADAPTER = ".adapter."
@@ -255,12 +255,12 @@ class ZeRO3:
             self.run.transformers.gradient_checkpointing, self.run.peft.freezes,
             (self.first, self.first and self.run.num_microbatches > 1),
         )  # fmt: skip
-        found: tuple[tuple[Weight, ...], Live] | None = LIBRARY.replays.get(key)
+        found: tuple[tuple[Weight, ...], Live] | None = TRACE_CACHE.replays.get(key)
         if found is None:
             weights = tuple(self.weights(model))
             found = weights, self._live(model, weights)
-            LIBRARY.count_recording()
-            LIBRARY.replays[key] = found
+            TRACE_CACHE.count_trace()
+            TRACE_CACHE.replays[key] = found
         return found
 
     def _live(self, model: Model, weights: Sequence[Weight]) -> Live:

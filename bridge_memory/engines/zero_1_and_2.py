@@ -29,11 +29,11 @@ from bridge_memory.engines.torch_modules import (
     rounded,
 )
 from bridge_memory.engines.zero_buckets import Flat, Gradient, Held, Reductions, Replay, Widths, contiguous
-from bridge_memory.inventory.chain import Concurrent
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import Unit, chunk_units
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 from bridge_memory.spec.layout import layout
+from bridge_memory.tapes.chain import Concurrent
+from bridge_memory.tapes.context import context_of
 
 #: Elements in multiples of which a partition starts (``nccl_start_alignment_factor``).
 ALIGNMENT = 2

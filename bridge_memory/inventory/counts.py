@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bridge_memory.inventory.blocks import Block
-from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
 from bridge_memory.inventory.tail import final_norm_name
 from bridge_memory.releases import HYBRID_MTP, RELEASES
 from bridge_memory.spec import BatchSpec, ImplementationSpec, ModelSpec, MoESpec, ParallelSpec, RunSpec
+from bridge_memory.tapes.blocks import Block
+from bridge_memory.tapes.context import BlockContext, context_of
 
 
 def model_parameters(model: ModelSpec) -> tuple[int, int]:

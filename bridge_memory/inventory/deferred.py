@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bridge_memory.inventory.context import BlockContext
 from bridge_memory.spec import ModelSpec
+from bridge_memory.tapes.context import BlockContext
 
 
 def of_one_call(ctx: BlockContext) -> Any:

@@ -6,23 +6,19 @@ Source: megatron-core ``transformer/transformer_layer.py: TransformerLayer.forwa
 from __future__ import annotations
 
 from bridge_memory.components import Part
-from bridge_memory.inventory.attention import record_attention
-from bridge_memory.inventory.blocks import Block, block
-from bridge_memory.inventory.compressed_attention import record_compressed_attention
-from bridge_memory.inventory.context import BlockContext
-from bridge_memory.inventory.embedding import learned_positions, record_embedding
-from bridge_memory.inventory.gemma4 import record_gemma4_layer, record_layer_embeddings
-from bridge_memory.inventory.hyper_connections import contract, join, through_streams
-from bridge_memory.inventory.mla import record_mla
-from bridge_memory.inventory.mlp import record_mlp
-from bridge_memory.inventory.moe import record_moe
-from bridge_memory.inventory.mtp import record_mtp_inputs, record_next_embedding
-from bridge_memory.inventory.output import record_final_norm, record_output
-from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.side_by_side import record_side_by_side
-from bridge_memory.inventory.ssm import record_gated_delta_net, record_mamba
-from bridge_memory.inventory.tape import Tensor
-from bridge_memory.inventory.transformers import blocks as hugging_face
+from bridge_memory.inventory.megatron.attention import record_attention
+from bridge_memory.inventory.megatron.compressed_attention import record_compressed_attention
+from bridge_memory.inventory.megatron.embedding import learned_positions, record_embedding
+from bridge_memory.inventory.megatron.gemma4 import record_gemma4_layer, record_layer_embeddings
+from bridge_memory.inventory.megatron.hyper_connections import contract, join, through_streams
+from bridge_memory.inventory.megatron.mla import record_mla
+from bridge_memory.inventory.megatron.mlp import record_mlp
+from bridge_memory.inventory.megatron.moe import record_moe
+from bridge_memory.inventory.megatron.mtp import record_mtp_inputs, record_next_embedding
+from bridge_memory.inventory.megatron.output import record_final_norm, record_output
+from bridge_memory.inventory.megatron.side_by_side import record_side_by_side
+from bridge_memory.inventory.megatron.ssm import record_gated_delta_net, record_mamba
+from bridge_memory.inventory.torch import blocks as torch_layers
 from bridge_memory.releases import MTP_MODEL_LAYER
 from bridge_memory.spec import (
     AttentionSpec,
@@ -37,6 +33,10 @@ from bridge_memory.spec import (
     MoESpec,
     SideBySideSpec,
 )
+from bridge_memory.tapes.blocks import Block, block
+from bridge_memory.tapes.context import BlockContext
+from bridge_memory.tapes.recorder import Recorder
+from bridge_memory.tapes.tape import Tensor
 
 
 def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) -> Block:
@@ -44,8 +44,8 @@ def layer_block(layer: LayerSpec, ctx: BlockContext, *, reached: bool = True) ->
 
     ``reached``: its input has a gradient; not where everything before it is frozen.
     """
-    if ctx.hugging_face is not None:
-        return hugging_face.layer_block(layer, ctx, reached=reached)
+    if ctx.torch_layers is not None:
+        return torch_layers.layer_block(layer, ctx, reached=reached)
 
     def record(r: Recorder) -> None:
         r.without_gradients = r.ctx.recomputes_fully
@@ -89,8 +89,8 @@ def mtp_block(
 
 def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
     """Token and position embeddings."""
-    if ctx.hugging_face is not None:
-        return hugging_face.embedding_block(model, ctx)
+    if ctx.torch_layers is not None:
+        return torch_layers.embedding_block(model, ctx)
     positions, norm = learned_positions(model), model.embedding_layernorm
     rows, width = model.per_layer_vocab_size, model.layers[0].all_layers_width if model.layers else 0
 
@@ -105,8 +105,8 @@ def embedding_block(model: ModelSpec, ctx: BlockContext) -> Block:
 
 def final_norm_block(name: str, ctx: BlockContext) -> Block:
     """The norm after the last decoder layer."""
-    if ctx.hugging_face is not None:
-        return hugging_face.final_norm_block(ctx)
+    if ctx.torch_layers is not None:
+        return torch_layers.final_norm_block(ctx)
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.FINAL_NORM
@@ -121,8 +121,8 @@ def output_block(
 ) -> Block:
     """Output layer and loss; ``own_weight``, ``input_counted``, ``softcapped`` and ``distilled`` as in
     ``output.record_output``."""
-    if ctx.hugging_face is not None:
-        return hugging_face.output_block(output_bias, own_weight, ctx)
+    if ctx.torch_layers is not None:
+        return torch_layers.output_block(output_bias, own_weight, ctx)
 
     def record(r: Recorder) -> None:
         r.tape.part = Part.LOSS

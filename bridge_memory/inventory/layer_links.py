@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 from bridge_memory.components import Part, Provenance
-from bridge_memory.inventory.alive import BlockCost
-from bridge_memory.inventory.chain import Label, Link, higher, plain_link
-from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.layer import layer_block
-from bridge_memory.inventory.sizes import largest
 from bridge_memory.releases import HYBRID_LAYERS_RECOMPUTED
 from bridge_memory.spec import LayerSpec, ModelSpec, MoESpec, RecomputeSpec
 from bridge_memory.spec.layout import ChunkShape
+from bridge_memory.tapes.alive import BlockCost
+from bridge_memory.tapes.chain import Label, Link, higher, plain_link
+from bridge_memory.tapes.context import BlockContext
+from bridge_memory.tapes.symbolic import largest
 
 
 def ignores_full_recompute(model: ModelSpec, ctx: BlockContext) -> bool:

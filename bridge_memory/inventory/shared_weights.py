@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bridge_memory.inventory.chain import Label, Link
-from bridge_memory.inventory.context import BlockContext
-from bridge_memory.inventory.embedding import position_rows
-from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.sizes import largest
+from bridge_memory.inventory.megatron.embedding import position_rows
 from bridge_memory.spec import divide
+from bridge_memory.tapes.chain import Label, Link
+from bridge_memory.tapes.context import BlockContext
+from bridge_memory.tapes.recorder import Recorder
+from bridge_memory.tapes.symbolic import largest
 
 
 class PendingGradients(NamedTuple):

@@ -9,7 +9,23 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from bridge_memory.components import Part, Provenance
-from bridge_memory.inventory.chain import (
+from bridge_memory.inventory.deferred import calls, of_one_call
+from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
+from bridge_memory.inventory.layer_links import layer_links, reached
+from bridge_memory.inventory.megatron.embedding import learned_positions
+from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
+from bridge_memory.inventory.tail import (
+    final_norm_name,
+    holds_final_norm,
+    received_states,
+    tail_blocks,
+    tail_links,
+    untied_here,
+)
+from bridge_memory.inventory.torch.chain import torch_chunk
+from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec
+from bridge_memory.spec.layout import ChunkShape, StageShape, layout
+from bridge_memory.tapes.chain import (
     ChunkInventory,
     EngineBytes,
     Label,
@@ -19,26 +35,10 @@ from bridge_memory.inventory.chain import (
     plain_link,
     with_engine,
 )
-from bridge_memory.inventory.context import BlockContext, context_of
-from bridge_memory.inventory.deferred import calls, of_one_call
-from bridge_memory.inventory.embedding import learned_positions
-from bridge_memory.inventory.layer import embedding_block, final_norm_block, layer_block, mtp_block, output_block
-from bridge_memory.inventory.layer_links import layer_links, reached
-from bridge_memory.inventory.parameters import Parameter, ParameterList, Repeated, Use
-from bridge_memory.inventory.recorder import Scratch
-from bridge_memory.inventory.shared_weights import NOTHING_WAITS, pending_gradients, shares_weights, with_pending
-from bridge_memory.inventory.sizes import largest
-from bridge_memory.inventory.tail import (
-    final_norm_name,
-    holds_final_norm,
-    received_states,
-    tail_blocks,
-    tail_links,
-    untied_here,
-)
-from bridge_memory.inventory.transformers.chain import hugging_face_chunk
-from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec
-from bridge_memory.spec.layout import ChunkShape, StageShape, layout
+from bridge_memory.tapes.context import BlockContext, context_of
+from bridge_memory.tapes.parameters import Parameter, ParameterList, Repeated, Use
+from bridge_memory.tapes.recorder import Scratch
+from bridge_memory.tapes.symbolic import largest
 
 
 def stage_inventories(
@@ -68,8 +68,8 @@ def chunk_inventory(
     ``backward_next``: no other chunk of the rank runs between its forward and its backward. ``concurrent``: what a
     data-parallel engine holds beside each link.
     """
-    if ctx.hugging_face is not None:
-        return hugging_face_chunk(model, shape, ctx, concurrent)
+    if ctx.torch_layers is not None:
+        return torch_chunk(model, shape, ctx, concurrent)
     links: list[tuple[Link, int]] = []
     if shape.embedding:
         links.append((plain_link(embedding_block(model, ctx), Label.EMBEDDING), 1))
@@ -187,13 +187,13 @@ def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
     """The parameters of a chunk by block, in model order."""
     units: list[Unit] = []
     prefix = "decoder.layers.{}."
-    if ctx.hugging_face is not None:
-        family = ctx.hugging_face.family
+    if ctx.torch_layers is not None:
+        family = ctx.torch_layers.family
         prefix = f"{family.prefix}{family.layers}.{{}}."
     if shape.embedding or shape.num_depths:
         parameters = embedding_block(model, ctx).parameters
-        if shape.embedding and model.towers and ctx.hugging_face is None:
-            parameters = _beside_towers(parameters, model, ctx)
+        if shape.embedding and model.encoders and ctx.torch_layers is None:
+            parameters = _beside_encoders(parameters, model, ctx)
         units.append(Unit(Label.EMBEDDING, "", parameters))
     for kind, count in shape.layers:
         units.append(Unit(Label.LAYER, prefix, layer_block(kind, ctx).parameters, count, kind))
@@ -210,16 +210,16 @@ def chunk_units(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[
     return units
 
 
-def _beside_towers(embedding: ParameterList, model: ModelSpec, ctx: BlockContext) -> ParameterList:
+def _beside_encoders(embedding: ParameterList, model: ModelSpec, ctx: BlockContext) -> ParameterList:
     """The embedding's parameters and those of towers, each of which counts as one: they are on the first stage as the
     embedding is, and stay in the dtype of the parameters (Megatron Bridge ``models/*_vl/modeling_*.py``: pre_process).
     """
-    key = ("towers", embedding, model.towers)
+    key = ("encoders", embedding, model.encoders)
     known: Any = ctx.evaluated.get(key)
     if known is None:
         held = [
-            Parameter(tower.name, (tower.parameters - tower.sharded + tower.sharded // ctx.tp,), use=Use.ROUTER)
-            for tower in model.towers
+            Parameter(encoder.name, (encoder.parameters - encoder.sharded + encoder.sharded // ctx.tp,), use=Use.ROUTER)
+            for encoder in model.encoders
         ]
         known = ctx.evaluated[key] = ParameterList([*embedding.rows, Repeated(tuple(held))])
     return known
@@ -252,7 +252,7 @@ def chunk_scratch(
     known: Any = ctx.evaluated.get(key)
     if known is None:
         blocks = [layer_block(kind, ctx) for kind in kinds] + [tail for tail, _ in tail_blocks(model, shape, ctx)]
-        lists = [block.lasting for block in dict.fromkeys(blocks)]
+        lists = [block.persistent for block in dict.fromkeys(blocks)]
         known = ctx.evaluated[key] = _largest(lists) if ctx.many is None else merged(lists)
     return known
 

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bridge_memory.inventory.alive import BlockCost
-from bridge_memory.inventory.blocks import Block
-from bridge_memory.inventory.chain import Label, Link, plain_link
-from bridge_memory.inventory.context import BlockContext
-from bridge_memory.inventory.embedding import learned_positions
 from bridge_memory.inventory.layer import final_norm_block, mtp_block, output_block
 from bridge_memory.inventory.layer_links import dispatches, layer_link, with_residue
+from bridge_memory.inventory.megatron.embedding import learned_positions
 from bridge_memory.inventory.shared_weights import PendingGradients, with_pending
-from bridge_memory.inventory.sizes import largest
 from bridge_memory.releases import (
     FINAL_NORM_AFTER_LAST_LAYER,
     LOSS_GRADIENT_IN_FP32,
@@ -25,6 +20,11 @@ from bridge_memory.releases import (
 )
 from bridge_memory.spec import ModelSpec
 from bridge_memory.spec.layout import ChunkShape
+from bridge_memory.tapes.alive import BlockCost
+from bridge_memory.tapes.blocks import Block
+from bridge_memory.tapes.chain import Label, Link, plain_link
+from bridge_memory.tapes.context import BlockContext
+from bridge_memory.tapes.symbolic import largest
 
 
 def tail_blocks(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> list[tuple[Block, Label]]:

@@ -91,7 +91,7 @@ class Machine:
 
 def _without_megatron(config: Any) -> bool:
     """Whether a run's layers are not megatron-core's."""
-    return isinstance(config, RunSpec) and config.implementation.hugging_face
+    return isinstance(config, RunSpec) and config.implementation.torch_layers
 
 
 def _device(torch: Any, facts: dict[str, Fact], notes: list[str]) -> str:

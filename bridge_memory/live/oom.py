@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from bridge_memory.estimate import peaks
+from bridge_memory.estimation import peaks
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.guard import never_raises
 from bridge_memory.live.prediction import Prediction, StagePrediction

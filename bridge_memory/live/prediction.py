@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bridge_memory.calibration import config_digest
 from bridge_memory.components import STATIC_ROLES, Component, Lifetime, Role
-from bridge_memory.estimate import Estimate, StageEstimate, estimate
+from bridge_memory.estimation import Estimate, StageEstimate, estimate
 from bridge_memory.spec import RunSpec
 
 #: Moments of a report, in order.

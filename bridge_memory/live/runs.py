@@ -22,7 +22,7 @@ from bridge_memory.readers.engines.deepspeed import read_deepspeed
 from bridge_memory.readers.engines.peft import read_peft
 from bridge_memory.readers.engines.run import fields_of, settle
 from bridge_memory.readers.engines.sections import Notes
-from bridge_memory.readers.engines.settings import Settings, Told
+from bridge_memory.readers.engines.settings import Settings, Specified
 from bridge_memory.readers.engines.torchtitan import read_torchtitan
 from bridge_memory.readers.engines.training_args import read_training_args
 from bridge_memory.readers.resolve import resolve_model
@@ -102,7 +102,9 @@ def run_of_torchtitan(job_config: Any, model: ModelSpec | str | None = None) -> 
     """``job_config``: torchtitan's JobConfig; ``model``: where it names none that is known here."""
     settings = Settings(Notes("torchtitan"))
     table = {k: _written(v) for k, v in dataclasses.asdict(job_config).items()}
-    read_torchtitan({k: v for k, v in table.items() if isinstance(v, Mapping)}, settings, Told(world_size=world_size()))
+    read_torchtitan(
+        {k: v for k, v in table.items() if isinstance(v, Mapping)}, settings, Specified(world_size=world_size())
+    )
     name = model if model is not None else settings.model
     if name is None:
         raise SpecError("the model of this job_config is not known here; give model=")
@@ -123,11 +125,11 @@ def model_of(model: Any) -> ModelSpec:
     raise SpecError(f"model ({type(model).__name__}) has no Hugging Face config; give MemoryReport a RunSpec as run")
 
 
-def _told(spec: ModelSpec) -> Told:
+def _told(spec: ModelSpec) -> Specified:
     import sys
 
     release = release_in(getattr(sys.modules.get("transformers"), "__version__", None))
-    told = Told(world_size=world_size(), hidden_size=spec.hidden_size)
+    told = Specified(world_size=world_size(), hidden_size=spec.hidden_size)
     return told if release is None else dataclasses.replace(told, transformers=release)
 
 
@@ -226,7 +228,7 @@ def _adapted(model: Any, settings: Settings) -> str | None:
     (config, *others) = adapters.values()
     if others:
         settings.notes.refuse("peft_config", f"has {len(adapters)} adapters", "train one")
-    read_peft({k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}, settings, Told())
+    read_peft({k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}, settings, Specified())
     own = _one_dtype(p for p in parameters if not p.requires_grad and p.is_floating_point())
     told: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     if hasattr(told, "to_dict"):

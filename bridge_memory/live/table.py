@@ -9,8 +9,8 @@ from bridge_memory.calibration.records import StageRecord
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.prediction import Prediction, StagePrediction, likely_component
 from bridge_memory.report.gpus import Verdict, margin_bytes, verdict_of
-from bridge_memory.spec.driver import driver_bytes
-from bridge_memory.spec.gaps import bounds
+from bridge_memory.spec.unmodelled import bounds
+from bridge_memory.workspaces.driver import driver_bytes
 
 GIB = 1 << 30
 

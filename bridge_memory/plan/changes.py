@@ -7,16 +7,16 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from bridge_memory.estimate import peaks
-from bridge_memory.plan.space import useful_modules
-from bridge_memory.plan.splits import NO_SPLIT, splits
+from bridge_memory.estimation import peaks
+from bridge_memory.plan.megatron.space import useful_modules
+from bridge_memory.plan.megatron.splits import NO_SPLIT, splits
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import OFFLOAD_MODULES
 from bridge_memory.spec.transformers import usable_attention
 from bridge_memory.speed.cards import card_of
-from bridge_memory.speed.engine_time import TIMED, engine_time, not_timed_here
 from bridge_memory.speed.hardware import HARDWARE, Hardware
-from bridge_memory.speed.step_time import not_timed, step_time
+from bridge_memory.speed.megatron.step_time import not_timed, step_time
+from bridge_memory.speed.torch.step_time import TIMED, engine_time, not_timed_here
 
 #: Changes that stand a chance in a pair or a set: the rest frees less than the best of these alone.
 MOST_COMBINED = 12
@@ -139,7 +139,7 @@ def _outside_of_megatron(run: RunSpec) -> Iterator[Change]:
         yield from _of_torchtitan(run)
     elif i.torchtune:
         yield from _of_torchtune(run)
-    elif i.hugging_face:
+    elif i.torch_layers:
         yield from _of_transformers(run)
     if o.optimizer in ("adam", "adamw"):
         if o.torch_implementation == "foreach":

@@ -20,11 +20,11 @@ from bridge_memory.readers.container_fields import container_part, data_parallel
 from bridge_memory.readers.container_gaps import (
     PARTS,
     distillation_of,
+    encoder_gaps,
+    encoders_of,
     not_modelled,
     provider_of,
     teacher_of,
-    tower_gaps,
-    towers_of,
 )
 from bridge_memory.readers.container_registry import (
     CP_LOSS_BY_TOKEN,
@@ -38,8 +38,8 @@ from bridge_memory.readers.container_registry import (
     SEQUENCE_PARALLEL_WITH_TP,
     STAGE_LAYOUTS,
 )
+from bridge_memory.readers.encoders import held_by
 from bridge_memory.readers.environment import implementation_of
-from bridge_memory.readers.towers import held_by
 from bridge_memory.readers.transformer_config import FALCON_H1, GEMMA4_DENSE, model_from_transformer_config, pattern_of
 from bridge_memory.releases import (
     BRIDGE_EXPERTS_OUTSIDE_TP,
@@ -66,10 +66,10 @@ from bridge_memory.spec import (
     divide,
 )
 from bridge_memory.spec.dtypes import dtype_name
-from bridge_memory.spec.gaps import ADAPTERS, UNKNOWN_SIZE, Effect, Gap
 from bridge_memory.spec.gpu_names import DEFAULT_GENERATION
 from bridge_memory.spec.layout_string import layout_string
 from bridge_memory.spec.parts import GRAPHED_MODULES
+from bridge_memory.spec.unmodelled import ADAPTERS, UNKNOWN_SIZE, Effect, Unmodelled
 
 #: Elements of a gradient bucket that CommOverlapConfig sets (``_get_optimizer_overlap_cfgs``).
 COMM_OVERLAP_BUCKET = 128 * 1024 * 1024
@@ -420,8 +420,8 @@ def _model(config: Any, view: _Views, name: str | None, core: Release) -> ModelS
     heterogeneous = _get(model, "heterogeneous_block_specs") or "HeterogeneousTransformerConfig" in kinds
     if heterogeneous and not _get(model, "per_block_parameters"):
         provider = _finalized(model)
-    towers = towers_of(container_part(config, "model"))
-    assumptions += [f"{held_by(tower)}, on the first stage" for tower in towers]
+    encoders = encoders_of(container_part(config, "model"))
+    assumptions += [f"{held_by(encoder)}, on the first stage" for encoder in encoders]
     found = model_from_transformer_config(
         provider,
         vocab_size=vocab,
@@ -436,7 +436,7 @@ def _model(config: Any, view: _Views, name: str | None, core: Release) -> ModelS
         megatron_core=core,
         assumptions=tuple(assumptions),
     )
-    return replace(found, towers=towers) if towers else found
+    return replace(found, encoders=encoders) if encoders else found
 
 
 def _layer_spec(model: Any) -> tuple[str, bool]:
@@ -453,13 +453,13 @@ def _layer_spec(model: Any) -> tuple[str, bool]:
     return name, name in LOCAL_LAYER_SPECS
 
 
-def _layer_spec_gaps(model: Any) -> Iterator[Gap]:
+def _layer_spec_gaps(model: Any) -> Iterator[Unmodelled]:
     name, _ = _layer_spec(model)
     if name in OTHER_LAYER_SPECS:
         effect, what, order = OTHER_LAYER_SPECS[name]
-        yield Gap(f"model.transformer_layer_spec ({name}): {what}", effect, order=order)
+        yield Unmodelled(f"model.transformer_layer_spec ({name}): {what}", effect, order=order)
     elif name and name not in PLAIN_LAYER_SPECS | LOCAL_LAYER_SPECS | POST_LAYERNORM_SPECS | FULL_QK_SPECS:
-        yield Gap(
+        yield Unmodelled(
             f"model.transformer_layer_spec ({name}): modules that are not known here, counted as those that the "
             "config describes",
             Effect.UNKNOWN,
@@ -823,17 +823,17 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
     model = container_part(config, "model")
     parts = {part: getattr(config, part, None) for part in PARTS}
     parts |= {"model": view.model, "optimizer": view.optimizer, "ddp": view.ddp}
-    out = [*not_modelled(parts), *tower_gaps(model), *_layer_spec_gaps(view.model)]
+    out = [*not_modelled(parts), *encoder_gaps(model), *_layer_spec_gaps(view.model)]
     if _get(model, "freeze_language_model", False):
         out.append(
-            Gap(
+            Unmodelled(
                 "model.freeze_language_model: the language model is counted as if it trained", Effect.DOWN,
                 order="gradients, optimizer state and part of the activations: all but the weights",
             )
         )
     if _get(model, "freeze_mtp_model", False):
         out.append(
-            Gap(
+            Unmodelled(
                 "model.freeze_mtp_model: the MTP depths are counted as if they trained", Effect.DOWN,
                 order="gradients and optimizer state of the MTP depths",
             )
@@ -841,7 +841,7 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
     for name in _get(model, "recompute_modules", ()):
         if name in _RECOMPUTED_ELSEWHERE:
             out.append(
-                Gap(
+                Unmodelled(
                     f"model.recompute_modules ({name}): {_RECOMPUTED_ELSEWHERE[name]}", Effect.DOWN,
                     order="as large as what these modules save, in every layer",
                 )
@@ -850,7 +850,7 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
     packs = _pack_size(dataset)
     if packs not in (0, _get(view.model, "seq_length")):
         out.append(
-            Gap(
+            Unmodelled(
                 f"dataset: packs of {packs} tokens, counted as seq_length tokens", Effect.EITHER,
                 order="activations in proportion to the tokens of a pack",
             )
@@ -858,7 +858,7 @@ def _not_modelled(config: Any, view: _Views) -> tuple[str, ...]:
     peft = getattr(config, "peft", None)
     if peft is not None and type(peft).__name__ not in ("LoRA", "VLMLoRA"):
         out.append(
-            Gap(
+            Unmodelled(
                 f"peft: {type(peft).__name__}, of which only the frozen weights are counted", Effect.UP,
                 order=ADAPTERS,
             )

@@ -7,13 +7,13 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from bridge_memory.readers.container_registry import PROVIDERS, REFUSED, gap_of, known
+from bridge_memory.readers.encoders import encoder_of
 from bridge_memory.readers.fields import shown
 from bridge_memory.readers.megatron_args.sizes import ORDER_OF
 from bridge_memory.readers.megatron_args.unmodelled import Asked
-from bridge_memory.readers.towers import tower_of
-from bridge_memory.spec import SpecError, TowerSpec
+from bridge_memory.spec import EncoderSpec, SpecError
 from bridge_memory.spec.fields import MOST
-from bridge_memory.spec.gaps import TOWER, UNKNOWN_SIZE, Effect, Gap
+from bridge_memory.spec.unmodelled import ENCODER, UNKNOWN_SIZE, Effect, Unmodelled
 
 #: Parts of the container whose fields are looked through.
 PARTS = (
@@ -79,7 +79,7 @@ _WRAPPERS = {
 }
 
 
-def towers_of(model: Any) -> tuple[TowerSpec, ...]:
+def encoders_of(model: Any) -> tuple[EncoderSpec, ...]:
     """The provider's tower of another modality and what joins it to the language model, where its size is known."""
     provider = provider_of(model)
     if provider not in _WRAPPERS or getattr(model, "freeze_vision_model", False):
@@ -91,7 +91,7 @@ def towers_of(model: Any) -> tuple[TowerSpec, ...]:
         **_as_mapping(outer), "model_type": _WRAPPERS[provider],
         "text_config": {"hidden_size": getattr(model, "hidden_size", None)}, key: _as_mapping(_at(model, path)),
     }
-    found = tower_of(config, f"model.{path}")
+    found = encoder_of(config, f"model.{path}")
     return () if found is None else (found,)
 
 
@@ -109,27 +109,27 @@ def _at(model: Any, path: str) -> Any:
     return model
 
 
-def tower_gaps(model: Any) -> Iterator[Gap]:
+def encoder_gaps(model: Any) -> Iterator[Unmodelled]:
     """One for each tower of another modality whose size is not known or that is frozen: it is not counted."""
     provider = provider_of(model)
-    counted = {tower.name for tower in towers_of(model)}
+    counted = {encoder.name for encoder in encoders_of(model)}
     for path in PROVIDERS.get(provider, ()):
-        tower = _at(model, path)
-        if tower is None or f"model.{path}" in counted:
+        encoder = _at(model, path)
+        if encoder is None or f"model.{path}" in counted:
             continue
-        what = f"a tower of another modality{_size(tower)}; the text model alone is counted"
-        yield Gap(f"model.{path}: {what}", Effect.UP, order=TOWER)
+        what = f"a tower of another modality{_size(encoder)}; the text model alone is counted"
+        yield Unmodelled(f"model.{path}: {what}", Effect.UP, order=ENCODER)
     if not provider:
         for path in ("vision_config", "vision_transformer_config"):
             if getattr(model, path, None):
-                yield Gap(f"model.{path}: the vision tower", Effect.UP, order=TOWER)
+                yield Unmodelled(f"model.{path}: the vision tower", Effect.UP, order=ENCODER)
 
 
-def _size(tower: Any) -> str:
+def _size(encoder: Any) -> str:
     """In words, the parameters of a transformer of these sizes: its linears, without its ends."""
 
     def first(*keys: str) -> int:
-        found = (tower.get(key) if isinstance(tower, dict) else getattr(tower, key, None) for key in keys)
+        found = (encoder.get(key) if isinstance(encoder, dict) else getattr(encoder, key, None) for key in keys)
         return next((value for value in found if isinstance(value, int) and value > 0), 0)
 
     layers = first("num_hidden_layers", "depth", "encoder_layers", "num_layers")
@@ -198,7 +198,7 @@ def _teacher(teacher: Any, asked: Asked) -> str:
     )
 
 
-def not_modelled(parts: Mapping[str, Any]) -> Iterator[Gap]:
+def not_modelled(parts: Mapping[str, Any]) -> Iterator[Unmodelled]:
     """Fields that change memory and that nothing here counts, and those that nobody here knows: "part.field: what".
 
     ``parts``: part -> the part as Bridge will have changed it, a view or the part itself. Fields of a release that is
@@ -212,16 +212,16 @@ def not_modelled(parts: Mapping[str, Any]) -> Iterator[Gap]:
         attributes = _attributes(holder) if part == "model" or not defaults else ()
         for name in dict.fromkeys((*defaults, *attributes)):
             value = getattr(holder, name, None)
-            gap = gap_of(part, name)
-            if gap is not None:
+            feature = gap_of(part, name)
+            if feature is not None:
                 if part == "model" and name in ("teacher", "kd_config") and _counted_of_distillation(name, holder):
                     continue
-                if gap.applies(asked, value):
-                    found = gap.gap(asked, _told(part, name, value))
+                if feature.applies(asked, value):
+                    found = feature.feature(asked, _told(part, name, value))
                     teaches = part == "model" and name == "teacher"
-                    yield Gap(found, found.effect, order=_teacher(value, asked)) if teaches else found
+                    yield Unmodelled(found, found.effect, order=_teacher(value, asked)) if teaches else found
             elif defaults and not known(part, name) and value is not None and not _same(value, defaults.get(name)):
-                yield Gap(f"{_told(part, name, value)}: a field that is not known here", Effect.UNKNOWN,
+                yield Unmodelled(f"{_told(part, name, value)}: a field that is not known here", Effect.UNKNOWN,
                           order=UNKNOWN_SIZE)  # fmt: skip
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from bridge_memory.readers.megatron_args.harmless import HARMLESS as HARMLESS_ARGUMENTS
 from bridge_memory.readers.megatron_args.sizes import ORDER_OF
 from bridge_memory.readers.megatron_args.unmodelled import GAPS as GAPS_OF_ARGUMENTS
-from bridge_memory.readers.megatron_args.unmodelled import Asked, Unmodelled
-from bridge_memory.spec.gaps import Effect
+from bridge_memory.readers.megatron_args.unmodelled import Asked, Listed
+from bridge_memory.spec.unmodelled import Effect
 
 UP, DOWN, EITHER, UNKNOWN = Effect.UP, Effect.DOWN, Effect.EITHER, Effect.UNKNOWN
 
@@ -141,31 +141,31 @@ def _divided(asked: Asked, value: object) -> bool:
 
 
 #: Part -> field -> what is not counted of it; with those of the arguments of the same name.
-GAPS: dict[str, dict[str, Unmodelled]] = {
+GAPS: dict[str, dict[str, Listed]] = {
     "model": {
-        "parallel_output": Unmodelled(True, UP, "logits that are gathered over tensor-parallel ranks",
+        "parallel_output": Listed(True, UP, "logits that are gathered over tensor-parallel ranks",
                                       order="s b V elements beside the s b V / t that are counted"),
-        "use_transformer_engine_full_layer_spec": Unmodelled(False, EITHER, "Transformer Engine's whole layer",
+        "use_transformer_engine_full_layer_spec": Listed(False, EITHER, "Transformer Engine's whole layer",
                                                              order="as large as what a layer saves, in every layer"),
-        "restore_modelopt_state": Unmodelled(False, EITHER, "ModelOpt's quantizers",
+        "restore_modelopt_state": Listed(False, EITHER, "ModelOpt's quantizers",
                                              order="a copy of the largest quantized tensor, and what is clipped of it"),
-        "teacher": Unmodelled(None, UP, "the teacher of a distillation", order=ORDER_OF["export_kd_teacher_load"]),
-        "kd_config": Unmodelled(None, UP, "the losses of a distillation",
+        "teacher": Listed(None, UP, "the teacher of a distillation", order=ORDER_OF["export_kd_teacher_load"]),
+        "kd_config": Listed(None, UP, "the losses of a distillation",
                                 order="fp32 logits of teacher and student, 4 s b V / t bytes each, some three times"),
-        "dense_grouped_gemm": Unmodelled(False, EITHER, "a dense MLP through the grouped GEMM",
+        "dense_grouped_gemm": Listed(False, EITHER, "a dense MLP through the grouped GEMM",
                                          order=ORDER_OF["use_grouped_gemm_for_dense_mlp"]),
         # models/*/modeling_*.py: the embedding's output stays whole until images are put in, then it is scattered
-        "scatter_embedding_sequence_parallel": Unmodelled(
+        "scatter_embedding_sequence_parallel": Listed(
             True, UP, "the whole embedding's output beside the scattered one", _divided,
             order="s b h elements, of the first stage",
         ),
-        "dist_train": Unmodelled(None, EITHER, "towers on ranks of their own", _apart,
+        "dist_train": Listed(None, EITHER, "towers on ranks of their own", _apart,
                                  order="as large as the tower's weights, their states and activations"),
         # MiniMax-M3: frozen weights that nothing runs (models/minimax_m3: lightning_indexer_layers)
-        "lightning_indexer_layers": Unmodelled(None, UP, "the frozen weights of an indexer that is not run",
+        "lightning_indexer_layers": Listed(None, UP, "the frozen weights of an indexer that is not run",
                                                order="2 h (heads + 1) width bytes for each of these layers"),
         # models/gemma_vl/modeling_gemma3_vl.py: Gemma3VLModel._compute_attention_biases
-        "is_vision_language": Unmodelled(
+        "is_vision_language": Listed(
             False, UP, "the attention bias of images, b x s x s, and what attention keeps for it",
             order="2 b s s bytes, and b n s s / t elements in every layer where attention keeps the scores",
         ),
@@ -173,15 +173,15 @@ GAPS: dict[str, dict[str, Unmodelled]] = {
         **dict.fromkeys(
             ("swiglu_limits", "swiglu_limits_shared"), GAPS_OF_ARGUMENTS["activation_func_clamp_value"]
         ),
-        "attention_chunk_size": Unmodelled(None, DOWN, "attention within chunks",
+        "attention_chunk_size": Listed(None, DOWN, "attention within chunks",
                                            order="what attention saves of the tokens beyond a chunk, in every layer"),
-        "nope_layer_interval": Unmodelled(None, DOWN, "layers without rotary embeddings",
+        "nope_layer_interval": Listed(None, DOWN, "layers without rotary embeddings",
                                            order=ORDER_OF["no_rope_freq"]),
-        "use_arbitrary_attention_mask": Unmodelled(None, UP, "attention masks of any form",
+        "use_arbitrary_attention_mask": Listed(None, UP, "attention masks of any form",
                                                    order="b s s bytes, and the scores, b n s s / t elements a layer"),
     },
     "optimizer": {
-        "overlap_param_gather_with_optimizer_step": Unmodelled(False, EITHER, "parameters gathered during the step",
+        "overlap_param_gather_with_optimizer_step": Listed(False, EITHER, "parameters gathered during the step",
                                                                order="as large as one bucket of parameters"),
     },
     "ddp": {
@@ -190,40 +190,40 @@ GAPS: dict[str, dict[str, Unmodelled]] = {
         "param_name_patterns_for_fp32_local_accumulation": GAPS_OF_ARGUMENTS[
             "ddp_param_name_patterns_for_fp32_local_accumulation"
         ]._replace(also=("()",)),
-        "megatron_fsdp_cuda_graph_mode": Unmodelled(False, UP, "Megatron-FSDP's buffers under CUDA graphs",
+        "megatron_fsdp_cuda_graph_mode": Listed(False, UP, "Megatron-FSDP's buffers under CUDA graphs",
                                                     order=ORDER_OF["megatron_fsdp_cuda_graph_mode"]),
         "preserve_fp32_weights": GAPS_OF_ARGUMENTS["preserve_fp32_weights"],
     },
     "dist": {
-        "eval_context_parallel_size": Unmodelled(None, EITHER, "evaluation with another context-parallel size",
+        "eval_context_parallel_size": Listed(None, EITHER, "evaluation with another context-parallel size",
                                                  order="as large as evaluation's activations in one layer"),
     },
     "dataset": {
         "inter_document_masking": GAPS_OF_ARGUMENTS["dataloader_inter_document_masking"],
     },
     "peft": {
-        "exclude_modules": Unmodelled(None, DOWN, "linears that get no adapter",
+        "exclude_modules": Listed(None, DOWN, "linears that get no adapter",
                                       order="some 18 bytes for each weight of those adapters, and their inputs"),
-        "lora_dtype": Unmodelled(None, EITHER, "adapters of another dtype",
+        "lora_dtype": Listed(None, EITHER, "adapters of another dtype",
                                  order="2 bytes for each weight of the adapters, and as many for their gradients"),
-        "sequence_parallel_input_regather": Unmodelled(False, EITHER, "adapter inputs that are gathered again",
+        "sequence_parallel_input_regather": Listed(False, EITHER, "adapter inputs that are gathered again",
                                                         order="s b h elements for each linear with an adapter"),
-        "share_expert_adapters": Unmodelled(True, UP, "adapters expert by expert",
+        "share_expert_adapters": Listed(True, UP, "adapters expert by expert",
                                              order="as many times the experts' adapters as a rank has experts"),
-        "experts_shared_outer_loras": Unmodelled(False, EITHER, "adapters that experts share",
+        "experts_shared_outer_loras": Listed(False, EITHER, "adapters that experts share",
                                                    order="half of the experts' adapters, and their states"),
-        "normalize_moe_lora": Unmodelled(False, DOWN, "adapters of experts of a lower rank",
+        "normalize_moe_lora": Listed(False, DOWN, "adapters of experts of a lower rank",
                                          order="the experts' adapters and their states, over a token's experts"),
-        "dropout": Unmodelled(0.0, UP, "dropout of the adapters' inputs",
+        "dropout": Listed(0.0, UP, "dropout of the adapters' inputs",
                               order="a byte for each element of those inputs, and a scaled copy"),
-        "freeze_language_model": Unmodelled(True, UP, "a language model that trains beside its adapters",
+        "freeze_language_model": Listed(True, UP, "a language model that trains beside its adapters",
                                             order="16 bytes or less for each weight that is counted as frozen"),
     },
     "profiling": {
-        "use_pytorch_profiler": Unmodelled(False, UP, "what PyTorch's profiler keeps on the GPU", outside=True,
+        "use_pytorch_profiler": Listed(False, UP, "what PyTorch's profiler keeps on the GPU", outside=True,
                                            order="as large as CUPTI's buffers, which grow with the steps"),
     },
-    "tensor_inspect": {"enabled": Unmodelled(False, UP, "statistics of tensors that are inspected",
+    "tensor_inspect": {"enabled": Listed(False, UP, "statistics of tensors that are inspected",
                                                 order="a few numbers for each tensor, and a copy while it is read")},
 }  # fmt: skip
 
@@ -232,7 +232,7 @@ GAPS: dict[str, dict[str, Unmodelled]] = {
 # ---------------------------------------------------------------------------------------------------------------
 
 _CALLED = "what the training loop calls, set by itself"
-_TOWER = "the tower of another modality, which is listed where the model has one"
+_ENCODER = "the tower of another modality, which is listed where the model has one"
 _TOKENS = "ids of tokens"
 _ROTARY = "numbers in a kernel whose tensors are the same"
 _SUPPLIED = "what a field that is read or listed was made from, or says once more"
@@ -259,7 +259,7 @@ REASONS: dict[str, dict[str, str]] = {
             mlp_multipliers norm_before_gate ssm_in_multiplier ssm_out_multiplier
         """,
         "a number that Gemma 4's embeddings are multiplied with": "scale_embeddings_by_hidden_size",
-        _TOWER: """
+        _ENCODER: """
             add_decoder add_encoder apply_rotary_pos_emb_in_fp32 audio_config bos_token_id code2wav_config
             deepstack_visual_indexes
             dynamic_resolution eos_token_id freeze_audio_model freeze_audio_projection freeze_sound_encoder
@@ -389,7 +389,7 @@ REASONS: dict[str, dict[str, str]] = {
         _SUPPLIED: """
             _alias_matches _alias_to_pattern _pattern_to_alias a2a_experimental canonical_mapping params_to_save
         """,
-        _TOWER: "freeze_vision_model freeze_vision_projection",
+        _ENCODER: "freeze_vision_model freeze_vision_projection",
     },
     "mixed_precision": {
         "the dtype of autocast, which Megatron's models do not use": "autocast_dtype autocast_enabled",
@@ -420,7 +420,7 @@ HARMLESS: dict[str, dict[str, str]] = {
 _NOT_THE_ARGUMENT = _names("use_checkpoint_args use_mp_args_from_checkpoint_args")
 
 
-def gap_of(part: str, field: str) -> Unmodelled | None:
+def gap_of(part: str, field: str) -> Listed | None:
     """What is not counted of a field; None where it is read, harmless or not known."""
     if field in READ.get(part, ()) or field in HARMLESS.get(part, ()) or field in _NOT_THE_ARGUMENT:
         return None

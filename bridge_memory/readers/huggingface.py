@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from bridge_memory.readers.encoders import take_apart
 from bridge_memory.readers.families.bridged import read_deepseek_v4, read_falcon_h1, read_gemma4
 from bridge_memory.readers.families.deepseek import MLA, read_deepseek
 from bridge_memory.readers.families.delta_net import DELTA_NET, read_delta_net
@@ -20,7 +21,6 @@ from bridge_memory.readers.families.hybrid import read_nemotron_h, read_nemotron
 from bridge_memory.readers.families.moe import MOE, read_moe
 from bridge_memory.readers.families.sparse import SPARSE, read_sparse
 from bridge_memory.readers.fields import Fields, shown
-from bridge_memory.readers.towers import take_apart
 from bridge_memory.spec import ModelSpec, SpecError
 
 READERS: dict[str, Callable[[Fields], ModelSpec]] = {
@@ -103,9 +103,9 @@ def model_from_hf_config(
     """
     if not isinstance(config, Mapping):
         raise SpecError(f"{name}: the config is {shown(config)}; it must be a JSON object")
-    towers = take_apart(config, name)
-    config = dict(towers.text)
-    defaults = _fill_defaults(config, towers.key) if towers.key else []
+    encoders = take_apart(config, name)
+    config = dict(encoders.text)
+    defaults = _fill_defaults(config, encoders.key) if encoders.key else []
     model_type = config.get("model_type")
     if model_type is None:
         raise SpecError(f"{name}: model_type is missing; add it (llama, qwen3_moe, deepseek_v3, ...)")
@@ -114,11 +114,11 @@ def model_from_hf_config(
     if model_type in UNKNOWN_BLOCKS:
         raise SpecError(f"{name}: model_type {shown(model_type)} is not estimated: {UNKNOWN_BLOCKS[model_type]}")
     f = Fields(config, name, ALIASES.get(model_type, model_type), make_vocab_size_divisible_by)
-    for sentence in (*towers.assumptions, *defaults):
+    for sentence in (*encoders.assumptions, *defaults):
         f.assume(sentence)
-    f.not_modelled += towers.not_modelled
+    f.not_modelled += encoders.not_modelled
     model = READERS.get(f.model_type, read_generic)(f)
-    return replace(model, towers=towers.counted) if towers.counted else model
+    return replace(model, encoders=encoders.counted) if encoders.counted else model
 
 
 def _fill_defaults(text: dict[str, Any], key: str) -> list[str]:

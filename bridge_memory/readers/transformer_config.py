@@ -41,8 +41,8 @@ from bridge_memory.spec import (
     SideBySideSpec,
     SparseSpec,
 )
-from bridge_memory.spec.gaps import UNKNOWN_SIZE, Effect, Gap
 from bridge_memory.spec.model import SPARSE_KERNELS
+from bridge_memory.spec.unmodelled import UNKNOWN_SIZE, Effect, Unmodelled
 
 #: ``activation_func.__name__`` -> our name (megatron.core.activations, torch.nn.functional).
 ACTIVATION_FUNCTIONS = {
@@ -113,24 +113,24 @@ def model_from_transformer_config(
     act = activation or _activation(c)
     kind = _position(c, position_embedding_type, pattern)
     rotary = kind == "rope"
-    gaps: list[Gap] = []
+    unmodelled: list[Unmodelled] = []
     if c.flag("qk_l2_norm"):
-        gaps.append(
-            Gap(
+        unmodelled.append(
+            Unmodelled(
                 "qk_l2_norm of the TransformerConfig: a weightless norm of queries and keys", Effect.UP,
                 order="as large as queries and keys, in every layer",
             )
         )
     if c.flag("use_kitchen"):
-        gaps.append(
-            Gap(
+        unmodelled.append(
+            Unmodelled(
                 "use_kitchen of the TransformerConfig: another quantisation library", Effect.UNKNOWN,
                 order=UNKNOWN_SIZE,
             )
         )
     if c.get("num_moe_experts") and c.get("moe_router_score_function") == "sqrtsoftplus":
-        gaps.append(
-            Gap(
+        unmodelled.append(
+            Unmodelled(
                 "moe_router_score_function (sqrtsoftplus): one more fp32 copy of the router's scores", Effect.UP,
                 order="4 bytes for each token and expert, in every layer",
             )
@@ -148,7 +148,7 @@ def model_from_transformer_config(
             mtp_layer = _hybrid_mtp(pattern, kinds)
             if mtp_layer is None:
                 what = f"MTP depths with the layers {'/'.join(pattern.mtp)}"
-                gaps.append(Gap(what, Effect.UNKNOWN, order="as large as one MTP depth"))
+                unmodelled.append(Unmodelled(what, Effect.UNKNOWN, order="as large as one MTP depth"))
     elif provider == FALCON_H1:
         layers = [_side_by_side(c, hidden_size, act, rotary)] * n
     elif provider in GEMMA4_DENSE:
@@ -168,7 +168,7 @@ def model_from_transformer_config(
             mtp_layer = LayerSpec(_compressed(c, n), layers[-1].ffn)
     streams = c.size("num_residual_streams", 4) if c.flag("enable_hyper_connections") else 1
     if _variant(c) == "dsv4_hybrid":
-        gaps += list(_gaps_of_compressed(c, megatron_core))
+        unmodelled += list(_gaps_of_compressed(c, megatron_core))
         if megatron_core <= (0, 19):
             assumptions = (
                 *assumptions,
@@ -212,20 +212,20 @@ def model_from_transformer_config(
         hybrid=pattern is not None or provider == FALCON_H1,
         pattern_splits_pipeline=pattern is not None and pattern.splits_pipeline,
         assumptions=assumptions,
-        not_modelled=tuple(gaps),
+        not_modelled=tuple(unmodelled),
     )
 
 
-def _gaps_of_compressed(c: ConfigAttributes, megatron_core: Release) -> Iterator[Gap]:
+def _gaps_of_compressed(c: ConfigAttributes, megatron_core: Release) -> Iterator[Unmodelled]:
     if c.get("moe_n_hash_layers", 0):
-        yield Gap(
+        yield Unmodelled(
             f"moe_n_hash_layers ({c.get('moe_n_hash_layers')}): layers whose router looks experts up by the token, "
             "counted as one that chooses them",
             Effect.DOWN,
             order="what the router saves: some 4 bytes for each token and expert, in these layers",
         )
     if c.flag("apply_dsa_kernel_fusion"):
-        yield Gap("apply_dsa_kernel_fusion: scratch of FlashMLA's and cuDNN's kernels", Effect.UP,
+        yield Unmodelled("apply_dsa_kernel_fusion: scratch of FlashMLA's and cuDNN's kernels", Effect.UP,
                   order="up to 2 GiB, and the key's gradient in fp32, of one layer")  # fmt: skip
 
 

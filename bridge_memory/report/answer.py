@@ -9,7 +9,7 @@ from bridge_memory.evidence import evidence_of
 from bridge_memory.report.gpus import Fit, Verdict, answer, verdict_of
 from bridge_memory.report.units import format_bytes
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate
-from bridge_memory.spec.driver import driver_bytes
+from bridge_memory.workspaces.driver import driver_bytes
 
 #: Names of what is not modelled that one line has room for.
 _GAPS_NAMED = 2
@@ -100,7 +100,7 @@ def _of_one(result: Estimate, fit: Fit, unit: str) -> str:
 
 
 def _sentence(words: str, result: Estimate) -> str:
-    return f"{words}; not modelled: {gap_names(result)}" if result.gaps else words
+    return f"{words}; not modelled: {gap_names(result)}" if result.unmodelled else words
 
 
 def _beside(result: Estimate, fit: Fit, unit: str, with_bytes: bool) -> str:
@@ -123,6 +123,6 @@ def _beside(result: Estimate, fit: Fit, unit: str, with_bytes: bool) -> str:
 
 def gap_names(result: Estimate) -> str:
     """What is not modelled, by the names that its sentences begin with."""
-    names = list(dict.fromkeys(str(gap).partition(":")[0] for gap in result.gaps))
+    names = list(dict.fromkeys(str(feature).partition(":")[0] for feature in result.unmodelled))
     more = len(names) - _GAPS_NAMED
     return ", ".join(names[:_GAPS_NAMED]) + (f" and {more} more" if more > 0 else "")

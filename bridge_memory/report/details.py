@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from bridge_memory.estimate import Estimate
-from bridge_memory.inventory.blocks import Block
-from bridge_memory.inventory.chain import Label
-from bridge_memory.inventory.context import BlockContext, context_of
+from bridge_memory.estimation import Estimate
 from bridge_memory.inventory.layer import embedding_block, layer_block
 from bridge_memory.inventory.stack import Unit, chunk_units
 from bridge_memory.inventory.tail import tail_blocks
 from bridge_memory.spec import LayerSpec, ModelSpec
 from bridge_memory.spec.layout import ChunkShape, layout
+from bridge_memory.tapes.blocks import Block
+from bridge_memory.tapes.chain import Label
+from bridge_memory.tapes.context import BlockContext, context_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ from bridge_memory.evidence import evidence_of
 from bridge_memory.report.units import format_bytes
 from bridge_memory.result import StagePeak
 from bridge_memory.spec import PrecisionSpec, RunSpec, SpecError
-from bridge_memory.spec.driver import driver_buffers, driver_bytes
 from bridge_memory.spec.errors import show
-from bridge_memory.spec.gaps import Bounds, bounds
 from bridge_memory.spec.gpu_names import AMD, gpu_of_name, taken_as_nvidia
+from bridge_memory.spec.unmodelled import Bounds, bounds
+from bridge_memory.workspaces.driver import driver_buffers, driver_bytes
 
 if TYPE_CHECKING:
-    from bridge_memory.estimate import Estimate
+    from bridge_memory.estimation import Estimate
 
 GIB = 1 << 30
 
@@ -326,7 +326,7 @@ def _worst(result: Estimate) -> StagePeak:
 
 def _worst_on(arch: str, result: Estimate) -> StagePeak | None:
     """The highest peak of the run on another generation; None where its attention has no kernel there."""
-    from bridge_memory.estimate import peaks
+    from bridge_memory.estimation import peaks
 
     implementation = result.run.implementation
     try:

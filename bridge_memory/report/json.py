@@ -1,4 +1,4 @@
-"""An Estimate as JSON, schema ``bridge-memory/estimate/2`` (``estimate.schema.json`` beside this file).
+"""An Estimate as JSON, schema ``bridge-memory/estimate/3`` (``estimate.schema.json`` beside this file).
 
 Other commands' schemas stand beside it. Keys may be added to a version of the schema; none is renamed or dropped
 without a new version. Bytes are ints on one rank; parameters are elements.
@@ -69,4 +69,4 @@ def _verdict(result: Estimate, fits: Sequence[Fit], fix: str) -> dict[str, Any]:
     }
 
 
-_LAST = ("assumptions", "not_modelled", "gaps")
+_LAST = ("assumptions", "not_modelled", "unmodelled")

@@ -56,8 +56,10 @@ def short_blocks(
     answer = answer_of(result, fits, unit=unit, fix=fix)
     blocks: list[Block] = [head(result, answer, unit), _stages(result, shown, fits, unit), largest, run]
     assumed = len(dict.fromkeys(result.assumptions))
-    words = f"{assumed} assumption{'s' * (assumed != 1)}, {len(result.gaps)} not modelled" if result.gaps else (
-        f"{assumed} assumption{'s' * (assumed != 1)}, nothing known to be left out"
+    words = (
+        f"{assumed} assumption{'s' * (assumed != 1)}, {len(result.unmodelled)} not modelled"
+        if result.unmodelled
+        else (f"{assumed} assumption{'s' * (assumed != 1)}, nothing known to be left out")
     )
     blocks.append(Words("", (f"{words}{f': {more}' if more else ''}",)))
     return blocks

@@ -11,7 +11,7 @@ import pickle
 from typing import Any
 
 from bridge_memory.components import STATIC_ROLES, Lifetime, allocated
-from bridge_memory.estimate import Estimate
+from bridge_memory.estimation import Estimate
 from bridge_memory.report.page.data import step_name
 from bridge_memory.timeline import Point, Timeline, step_timeline
 
@@ -76,7 +76,7 @@ def snapshot(result: Estimate, stage: int) -> bytes:
 
 def _follow(memory: _Allocator, timeline: Timeline) -> None:
     hidden = 0
-    memory.alloc("left", timeline.leftovers, "left by the last step", "left by the last step")
+    memory.alloc("left", timeline.carried_over, "left by the last step", "left by the last step")
 
     def hold(count: int) -> None:
         """So many hidden states of the schedule."""
@@ -105,7 +105,7 @@ def _follow(memory: _Allocator, timeline: Timeline) -> None:
         if number >= len(timeline.passes):
             hold(0)
             if point.step >= 0:
-                memory.alloc("left", timeline.leftovers, "left by the last step", "left by the last step")
+                memory.alloc("left", timeline.carried_over, "left by the last step", "left by the last step")
                 memory.once(timeline.in_step, "narrow optimizer states in fp32", "optimizer step")
             continue
         one = timeline.passes[number]

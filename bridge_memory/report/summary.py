@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bridge_memory.estimate import Estimate
+from bridge_memory.estimation import Estimate
 from bridge_memory.releases import release_words
 from bridge_memory.report.units import format_count
 from bridge_memory.spec import RunSpec
@@ -140,7 +140,7 @@ def _of_transformers(run: RunSpec) -> str:
 
 def _kernels(run: RunSpec) -> str:
     i = run.implementation
-    if i.hugging_face:
+    if i.torch_layers:
         return _of_transformers(run)
     fused = f"{i.cross_entropy_fusion_impl} fused" if i.cross_entropy_loss_fusion else "unfused"
     away = 0 if run.model.hybrid else i.cpu_offloading_num_layers

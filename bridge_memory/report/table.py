@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from bridge_memory.components import STATIC_ROLES, Component, Role
-from bridge_memory.estimate import Estimate, StageEstimate
+from bridge_memory.estimation import Estimate, StageEstimate
 from bridge_memory.report.answer import Answer, answer_of, bounded_peak
 from bridge_memory.report.document import Block, Bullets, Column, Grid, Pairs, Words
 from bridge_memory.report.printing import print_blocks
@@ -22,7 +22,7 @@ from bridge_memory.report.units import (
     ticks,
 )
 from bridge_memory.spec import SpecError
-from bridge_memory.spec.gaps import Effect, Gap
+from bridge_memory.spec.unmodelled import Effect, Unmodelled
 
 if TYPE_CHECKING:
     from bridge_memory.report.details import DetailRow
@@ -96,8 +96,8 @@ def estimate_blocks(
         lines = tuple(f"{name}: {format_bytes(nbytes, unit)}" for name, nbytes in explained.host)
         blocks.append(Bullets("In host memory, of one rank", lines))
     blocks.append(Bullets("Assumed", _once(result.assumptions) or ("nothing beyond the configuration",)))
-    gaps = tuple(f"{gap} ({moves_words(gap, unit)})" for gap in result.gaps)
-    blocks.append(Bullets("Not modelled", gaps or ("no option in use is known to be left out",)))
+    unmodelled = tuple(f"{feature} ({moves_words(feature, unit)})" for feature in result.unmodelled)
+    blocks.append(Bullets("Not modelled", unmodelled or ("no option in use is known to be left out",)))
     return blocks
 
 
@@ -116,16 +116,16 @@ _MOVES = {
 }  # fmt: skip
 
 
-def moves_words(gap: Gap, unit: str) -> str:
+def moves_words(feature: Unmodelled, unit: str) -> str:
     """Where it can move the peak, and by how much: between bounds where those are known, else the order."""
-    words = _MOVES[gap.effect]
-    if not gap.least and not gap.most:
-        words += f": {gap.order}"
-    if gap.least:
-        words += f", {format_bytes(gap.least, unit)} at least"
-    if gap.most:
-        words += f", {format_bytes(gap.most, FINER.get(unit, unit))} at most"
-    return words + ", outside of what torch reports of training steps" * gap.outside
+    words = _MOVES[feature.effect]
+    if not feature.least and not feature.most:
+        words += f": {feature.order}"
+    if feature.least:
+        words += f", {format_bytes(feature.least, unit)} at least"
+    if feature.most:
+        words += f", {format_bytes(feature.most, FINER.get(unit, unit))} at most"
+    return words + ", outside of what torch reports of training steps" * feature.outside
 
 
 def _once(sentences: Sequence[str]) -> tuple[str, ...]:
@@ -139,11 +139,11 @@ class _Cells:
         by_role = [stage.bytes_of(role) for role in Role]
         split = len(STATIC_ROLES)
         self.peak = ticks(stage.peak_bytes, unit)
-        lasting = ticks(sum(by_role[:split]), unit)
-        cells = share(by_role[:split], unit, lasting) + share(by_role[split:], unit, self.peak - lasting)
+        persistent = ticks(sum(by_role[:split]), unit)
+        cells = share(by_role[:split], unit, persistent) + share(by_role[split:], unit, self.peak - persistent)
         self.roles = dict(zip(Role, cells, strict=True))
-        self.leftovers = ticks(sum(c.bytes for c in stage.leftovers), unit)
-        self.static = lasting + self.leftovers
+        self.carried_over = ticks(sum(c.bytes for c in stage.carried_over), unit)
+        self.static = persistent + self.carried_over
 
     def components(self, stage: StageEstimate, unit: str) -> list[tuple[int, Component]]:
         """Every component with its ticks, which add up to those of its role."""
@@ -164,7 +164,7 @@ def alike(stages: Sequence[StageEstimate]) -> list[tuple[StageEstimate, ...]]:
 
     def numbers(s: StageEstimate) -> tuple[object, ...]:
         return (
-            len(s.layers), s.parameters, s.in_flight, s.components, s.leftovers, s.peak_phase,
+            len(s.layers), s.parameters, s.in_flight, s.components, s.carried_over, s.peak_phase,
             s.peak_operation,
         )
 
@@ -191,7 +191,7 @@ def _marked(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | 
 
 def _stages(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | None, unit: str) -> Grid:
     rows = []
-    leftovers: dict[str, list[int]] = {}
+    carried_over: dict[str, list[int]] = {}
     for group in groups:
         cells, one = _Cells(group[0], unit), group[0]
         rows.append(
@@ -200,8 +200,8 @@ def _stages(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | 
                 format_ticks(cells.static, unit), _moment(one),
             )
         )
-        if cells.leftovers:
-            leftovers.setdefault(format_ticks(cells.leftovers, unit), []).extend(s.stage for s in group)
+        if cells.carried_over:
+            carried_over.setdefault(format_ticks(cells.carried_over, unit), []).extend(s.stage for s in group)
     columns = (
         Column("stage", words=True), Column("layers", words=True), Column("parameters"), Column("in flight"),
         Column("static"), Column("peak in", words=True),
@@ -216,7 +216,7 @@ def _stages(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | 
     notes.append(
         "parameters: of one rank's shard; in flight: microbatches whose activations are held at the peak"
         f"{', summed over its virtual stages' * virtual}; static: allocated after a step, weights + gradients "
-        f"+ optimizer + buffers{_extra(leftovers, unit)}"
+        f"+ optimizer + buffers{_extra(carried_over, unit)}"
     )
     return Grid(f"Pipeline stages, {unit}", columns, tuple(rows), marked, tuple(notes))
 
@@ -242,12 +242,12 @@ def _memory(groups: Sequence[tuple[StageEstimate, ...]], worst: StageEstimate | 
     return Grid(f"Memory of one rank at its peak, {unit}", columns, tuple(rows), _marked(groups, worst), (note,))
 
 
-def _extra(leftovers: Mapping[str, Sequence[int]], unit: str) -> str:
+def _extra(carried_over: Mapping[str, Sequence[int]], unit: str) -> str:
     """What a step leaves until the next one begins; dead by the time of the peak, so in no column."""
-    if not leftovers:
+    if not carried_over:
         return ""
     said = "; ".join(
-        f"{amount} {unit} on stage{'s' * (len(stages) > 1)} {ranges(stages)}" for amount, stages in leftovers.items()
+        f"{amount} {unit} on stage{'s' * (len(stages) > 1)} {ranges(stages)}" for amount, stages in carried_over.items()
     )
     return f" + what a step leaves behind until the next ({said})"
 
@@ -368,6 +368,6 @@ def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:
     notes = [margin_words(result.run, unit)]
     if len({fit.peak_bytes for fit in fits}) > 1:
         notes.append("peak: with the attention kernels, workspaces and fp8 layouts of each card's own generation")
-    if result.gaps:
+    if result.unmodelled:
         notes.append("unknown: what is not modelled, of which nothing is in these numbers, can decide it")
     return Grid(title, columns, tuple(rows), None, tuple(notes))

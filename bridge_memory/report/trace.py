@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bridge_memory.estimate import Estimate
+from bridge_memory.estimation import Estimate
 from bridge_memory.report.page.data import step_name
 from bridge_memory.timeline import Timeline, step_timeline
 
@@ -36,7 +36,7 @@ def _stage(timeline: Timeline) -> list[dict[str, Any]]:
         {"ph": "M", "name": "thread_name", "pid": pid, "tid": passes, "args": {"name": "passes"}},
         {"ph": "M", "name": "thread_name", "pid": pid, "tid": links, "args": {"name": "layers"}},
     ]
-    lasting = {str(role): nbytes for role, nbytes in timeline.lasting.items()}
+    persistent = {str(role): nbytes for role, nbytes in timeline.persistent.items()}
     begins: dict[int, int] = {}
     ends: dict[int, int] = {}
     now = 0
@@ -59,8 +59,8 @@ def _stage(timeline: Timeline) -> list[dict[str, Any]]:
             begins.setdefault(number, now)
             ends[number] = now + length
         parts = {
-            **lasting, "activations": point.activations, "pipeline": point.pipeline, "in passing": point.passing,
-            "left by the last step": point.leftovers,
+            **persistent, "activations": point.activations, "pipeline": point.pipeline, "in passing": point.passing,
+            "left by the last step": point.carried_over,
         }  # fmt: skip
         # The moment of an operation's peak is somewhere inside of it.
         at = now + length // 2

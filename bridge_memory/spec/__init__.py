@@ -1,7 +1,7 @@
 """What is trained and how, with Megatron's own field names. Imports nothing of the package's other rooms but releases.
 
 ``errors`` <- ``release``, ``fields`` <- ``model``, ``engine_options`` <- ``parts`` <- ``limits``, ``layout`` <-
-``validation`` <- ``run`` <- ``gaps``.
+``validation`` <- ``run`` <- ``unmodelled``.
 """
 
 from bridge_memory.spec.dtypes import DTYPE_BYTES
@@ -10,6 +10,7 @@ from bridge_memory.spec.errors import SpecError, divide, show
 from bridge_memory.spec.model import (
     AttentionSpec,
     CompressedAttentionSpec,
+    EncoderSpec,
     FeedForward,
     GatedDeltaNetSpec,
     IndexerSpec,
@@ -22,7 +23,6 @@ from bridge_memory.spec.model import (
     MoESpec,
     SideBySideSpec,
     SparseSpec,
-    TowerSpec,
 )
 from bridge_memory.spec.parts import (
     BatchSpec,
@@ -44,6 +44,7 @@ __all__ = [
     "DDPOptions",
     "DataParallelSpec",
     "DeepSpeedOptions",
+    "EncoderSpec",
     "FSDPOptions",
     "FeedForward",
     "GatedDeltaNetSpec",
@@ -65,7 +66,6 @@ __all__ = [
     "SideBySideSpec",
     "SparseSpec",
     "SpecError",
-    "TowerSpec",
     "divide",
     "show",
 ]

@@ -62,7 +62,7 @@ def check_targets(peft: PeftSpec, model: ModelSpec, limits: Limits) -> None:
     if peft.scheme != "lora" or not peft.dim:
         return
     targets = peft.target_modules
-    if len(list(idle_targets(peft, model, limits, hugging_face=False))) == len(targets):
+    if len(list(idle_targets(peft, model, limits, torch_layers=False))) == len(targets):
         names = dict.fromkeys(linear.name for linear in _linears(model, limits))
         raise SpecError(
             f"peft.target_modules ({', '.join(targets)}) names no linear of this model: nothing would train; use some "
@@ -70,11 +70,11 @@ def check_targets(peft: PeftSpec, model: ModelSpec, limits: Limits) -> None:
         )
 
 
-def idle_targets(peft: PeftSpec, model: ModelSpec, limits: Limits, *, hugging_face: bool) -> Iterator[str]:
+def idle_targets(peft: PeftSpec, model: ModelSpec, limits: Limits, *, torch_layers: bool) -> Iterator[str]:
     """Targets that are the name of no linear here; those with ``*`` or a full name may be anything."""
-    names = set(OF_TRANSFORMERS) if hugging_face else {linear.name for linear in _linears(model, limits)}
+    names = set(OF_TRANSFORMERS) if torch_layers else {linear.name for linear in _linears(model, limits)}
     for target in peft.target_modules:
-        if hugging_face and target == ALL_LINEAR:
+        if torch_layers and target == ALL_LINEAR:
             continue
         if target not in names and "*" not in target and "." not in target:
             yield target

@@ -70,7 +70,7 @@ def _model(run: RunSpec) -> ModelSpec:
         model,
         name="",
         # The class that transformers runs.
-        model_type=model.model_type if run.implementation.hugging_face else "",
+        model_type=model.model_type if run.implementation.torch_layers else "",
         # Rows of the embedding; how they came about does not matter.
         vocab_size=model.padded_vocab_size(run.parallel.tp),
         make_vocab_size_divisible_by=0,

@@ -269,7 +269,7 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class TowerSpec:
+class EncoderSpec:
     """An encoder of images or sounds beside the language model, and what joins it to that: its parameters alone.
 
     ``sharded``: of them those of which tensor-parallel ranks have a share each; a tower of transformers' own modules is
@@ -335,7 +335,7 @@ class ModelSpec:
     assumptions: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
     #: Of other modalities, on the first pipeline stage.
-    towers: tuple[TowerSpec, ...] = ()
+    encoders: tuple[EncoderSpec, ...] = ()
 
     #: Hash of the layers, taken once: caches keyed by a model are looked up for every stage of every estimate.
     _hash: int = field(default=0, init=False, repr=False, compare=False)
@@ -353,8 +353,8 @@ class ModelSpec:
         for name, layers in (("layers", self.layers), ("mtp_layer", (self.mtp_layer,) if self.mtp_layer else ())):
             if type(layers) is not tuple or not all(type(layer) is LayerSpec for layer in layers):
                 raise SpecError(f"{name} ({show(getattr(self, name))}) is not made of LayerSpecs; give them in a tuple")
-        if type(self.towers) is not tuple or not all(type(tower) is TowerSpec for tower in self.towers):
-            raise SpecError(f"towers ({show(self.towers)}) is not made of TowerSpecs; give them in a tuple")
+        if type(self.encoders) is not tuple or not all(type(encoder) is EncoderSpec for encoder in self.encoders):
+            raise SpecError(f"towers ({show(self.encoders)}) is not made of TowerSpecs; give them in a tuple")
         kinds = tuple(dict.fromkeys(self.layers))
         runs: list[tuple[LayerSpec, int, int]] = []
         for i, layer in enumerate(self.layers):

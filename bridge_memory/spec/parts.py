@@ -466,7 +466,7 @@ class ImplementationSpec(Checked):
         return self.transformer_impl == "transformer_engine"
 
     @property
-    def hugging_face(self) -> bool:
+    def torch_layers(self) -> bool:
         """Whether the modules are plain ones of torch: those of Hugging Face transformers, torchtitan or torchtune."""
         return self.transformer_impl in ("transformers", "torchtitan", "torchtune")
 

@@ -143,7 +143,7 @@ class RunSpec:
         if self.implementation.own_layers and hf.gradient_checkpointing and hf.use_reentrant is None:
             # torch ``checkpoint_wrapper``: NO_REENTRANT, in torchtitan and torchtune.
             object.__setattr__(self, "transformers", replace(hf, use_reentrant=False))
-        if self.implementation.hugging_face:
+        if self.implementation.torch_layers:
             object.__setattr__(self, "model", as_transformers_has_it(self.model))
             if self.peft.scheme == "lora" and self.peft.target_modules == MEGATRON_TARGETS:
                 object.__setattr__(self, "peft", replace(self.peft, target_modules=(ALL_LINEAR,)))
@@ -172,7 +172,7 @@ class RunSpec:
         cast_adapter_dtype, _move_adapter_to_device_of_base_layer``). DeepSpeed casts the whole model (``runtime/
         engine.py: _configure_distributed_model``)."""
         hf = self.transformers
-        if not self.implementation.hugging_face or ENGINE_OPTIONS.get(self.data_parallel.engine) == "deepspeed":
+        if not self.implementation.torch_layers or ENGINE_OPTIONS.get(self.data_parallel.engine) == "deepspeed":
             return self.params_dtype
         return "fp32" if hf.autocast_adapter_dtype or hf.quantized else self.params_dtype
 
@@ -201,7 +201,7 @@ class RunSpec:
         them up."""
         spec, impl = self.transformers, self.implementation
         return (
-            spec.torch_compile and impl.hugging_face
+            spec.torch_compile and impl.torch_layers
             and (impl.own_layers or self.model.model_type in COMPILED)
             and self.data_parallel.engine in ("single", "ddp", "fsdp1", "fsdp2")
             and not self.peft.freezes and spec.autocast is None and not spec.liger_kernel and not spec.use_cache
@@ -304,7 +304,7 @@ def check_teacher(run: RunSpec) -> None:
         raise SpecError(f"teacher ({show(run.teacher)}) is not a RunSpec; give RunSpec(model=...)")
     if run.teacher.teacher is not None:
         raise SpecError("teacher has a teacher of its own; drop that")
-    if run.implementation.hugging_face or run.teacher.implementation.hugging_face:
+    if run.implementation.torch_layers or run.teacher.implementation.torch_layers:
         raise SpecError("teacher: distillation is estimated with megatron-core's layers alone; drop it")
     if run.parallel.vpp > 1:
         raise SpecError(

@@ -249,7 +249,7 @@ OF_TORCHTITAN = ("llama",)
 TORCHTUNE = Family(rotary="torchtune", never_masked=True)
 #: ``model_type`` of its models whose layers are these.
 OF_TORCHTUNE = ("llama",)
-#: Families of transformers whose compiled layers were recorded (``inventory/transformers/compiled.py``).
+#: Families of transformers whose compiled layers were recorded (``inventory/torch/compiled.py``).
 COMPILED = ("llama", "mistral", "qwen2", "qwen3")
 #: What classes do otherwise from transformers 5 on.
 _FROM_5: dict[str, dict[str, Any]] = {

@@ -45,7 +45,6 @@ from bridge_memory.releases import (
     release_words,
 )
 from bridge_memory.spec.adapters import check_adapters, check_targets
-from bridge_memory.spec.engine_checks import check_engine
 from bridge_memory.spec.errors import SpecError
 from bridge_memory.spec.layout import Layout, layout
 from bridge_memory.spec.layout_string import parse_layout_string, quote
@@ -58,7 +57,8 @@ from bridge_memory.spec.model import (
     MLASpec,
 )
 from bridge_memory.spec.parts import SHARDING_STRATEGIES, ImplementationSpec, ParallelSpec
-from bridge_memory.spec.transformers_checks import check_transformers
+from bridge_memory.spec.rules.engine_options import check_engine
+from bridge_memory.spec.rules.transformers import check_transformers
 
 if TYPE_CHECKING:
     from bridge_memory.spec.run import RunSpec
@@ -781,7 +781,7 @@ def _check_fp8_attention(run: RunSpec, limits: Limits) -> None:
 def _check_sparse(run: RunSpec, cp: int, how: str) -> None:
     """TC; ``absorbed_mla.py: AbsorbedMLASelfAttention.__init__``."""
     i, p = run.implementation, run.parallel
-    if i.hugging_face:
+    if i.torch_layers:
         return
     if cp > 1 and how != "all_gather":
         raise SpecError(
@@ -805,7 +805,7 @@ _CAPACITY_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 def _check_implementation(run: RunSpec, limits: Limits) -> None:
     i, p = run.implementation, run.parallel
-    if run.batch.packed_sequences and not i.te and not i.hugging_face:
+    if run.batch.packed_sequences and not i.te and not i.torch_layers:
         # transformer/dot_product_attention.py: DotProductAttention.forward
         raise SpecError(
             f"packed_sequences (True) does not go with transformer_impl ({i.transformer_impl}), whose attention takes "
@@ -1027,7 +1027,7 @@ RULES: tuple[Callable[[RunSpec, Limits], None], ...] = (
     lambda run, limits: _check_data_parallel(run),
     lambda run, limits: _check_optimizer(run),
     lambda run, limits: check_adapters(run.peft, run.parallel, run.model, limits),
-    lambda run, limits: None if run.implementation.hugging_face else check_targets(run.peft, run.model, limits),
+    lambda run, limits: None if run.implementation.torch_layers else check_targets(run.peft, run.model, limits),
     lambda run, limits: None if run.recompute.granularity is None else _check_recompute(run, limits),
     _check_implementation,
     _check_attention_release,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
-from bridge_memory.speed.step_time import Step, StepTime
+from bridge_memory.speed.megatron.step_time import Step, StepTime
 
 #: Shares of a rate, which a faster machine raises, and seconds, which it lowers.
 _COMPUTING = ("gemm_ampere", "gemm_hopper", "gemm_blackwell", "memory"), ("layer",)

@@ -1,6 +1,6 @@
 """The Megatron paper's closed forms, as Megatron Bridge 0.6.2 states them: the method "table2".
 
-Estimates of another kind than the inventory's (see ``bridge_memory.estimate``); they exist because people compare
+Estimates of another kind than the inventory's (see ``bridge_memory.estimation``); they exist because people compare
 against them. ``closed_forms`` knows numbers, ``container`` reads them, ``stages`` and ``remarks`` are ours on top;
 ``theoretical_memory_utils`` is their face.
 """

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-from bridge_memory.cli.emit import bridge_overrides, estimate_command, megatron_arguments
-from bridge_memory.estimate import Estimate, estimate
+from bridge_memory.emit.megatron import bridge_overrides, estimate_command, megatron_arguments
+from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.plan.changes import Effect, WhatIf, changes
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.report.answer import answer_of
@@ -23,13 +23,13 @@ from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.page.data import timeline_data, treemap_data
 from bridge_memory.report.page.one_file import estimate_page
 from bridge_memory.spec import RunSpec, SpecError, show
-from bridge_memory.spec.driver import driver_bytes
 from bridge_memory.spec.parts import ENGINES
 from bridge_memory.speed.hardware import HARDWARE, Hardware
-from bridge_memory.speed.step_time import not_timed, step_time
+from bridge_memory.speed.megatron.step_time import not_timed, step_time
 from bridge_memory.web.fixes import Refuses, label, refusal, untried
 from bridge_memory.web.options import DEFAULT_GPU, KEYS, Asked, asked, option_values, options
 from bridge_memory.web.words import title
+from bridge_memory.workspaces.driver import driver_bytes
 
 Question = Mapping[str, Any]
 #: ``transformer_impl`` whose layers the time model knows.

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
-from bridge_memory.cli.as_typed import as_typed
-from bridge_memory.plan.splits import NO_SPLIT
+from bridge_memory.arguments.as_typed import as_typed
+from bridge_memory.plan.megatron.splits import NO_SPLIT
 from bridge_memory.spec import SpecError
 from bridge_memory.web.options import Option, by_called, options
 

@@ -17,8 +17,8 @@ from dataclasses import MISSING, fields, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from bridge_memory.cli.run_arguments import run_on_gpus
-from bridge_memory.cli.run_flags import FLAGS, MODEL_FLAGS, PACKAGES, SPECS, add_run_arguments
+from bridge_memory.arguments.flags import FLAGS, MODEL_FLAGS, PACKAGES, SPECS, add_run_arguments
+from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.files import read_text
 from bridge_memory.readers.presets import find_presets
 from bridge_memory.report.gpus import Gpu, find_gpu

@@ -244,7 +244,7 @@ class Handler(BaseHTTPRequestHandler):
         return self._refuse(f"nothing is asked at {show(path)}; /api/openapi.json lists what is", 404)
 
     def _search(self, asked: Any) -> dict[str, Any]:
-        from bridge_memory.plan.space import AXES
+        from bridge_memory.plan.megatron.space import AXES
 
         if not isinstance(asked, dict) or not isinstance(asked.get("question"), dict):
             self._refuse("question is missing; give {question, vary, top}", 400)

@@ -54,12 +54,12 @@ def main() -> None:
 
 def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     """Layouts that fit, the fastest first."""
-    from bridge_memory.cli.templates import template
-    from bridge_memory.plan.search import search, ties
-    from bridge_memory.plan.space import AXES, Space
+    from bridge_memory.arguments.template import template
+    from bridge_memory.plan.megatron.search import search, ties
+    from bridge_memory.plan.megatron.space import AXES, Space
     from bridge_memory.report.gpus import margin_bytes
     from bridge_memory.speed.hardware import hardware_of
-    from bridge_memory.speed.step_time import not_timed
+    from bridge_memory.speed.megatron.step_time import not_timed
     from bridge_memory.web.api import hardware_for
     from bridge_memory.web.options import arguments
 
@@ -104,8 +104,8 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
 
 
 def _row(row: Any) -> dict[str, Any]:
-    from bridge_memory.cli.emit import layout_fields
-    from bridge_memory.plan.space import AXES
+    from bridge_memory.emit.megatron import layout_fields
+    from bridge_memory.plan.megatron.space import AXES
     from bridge_memory.web.options import options
 
     run, p = row.run, row.run.parallel

@@ -1,4 +1,4 @@
 """Workspaces: buffers that outlive a step and belong to no parameter, and what torch's allocator adds to a tensor.
 
-Libraries, MoE dispatchers, rotary tables, the pipeline's last input: ``lasting.lasting_buffers``.
+Libraries, MoE dispatchers, rotary tables, the pipeline's last input: ``persistent.persistent_buffers``.
 """

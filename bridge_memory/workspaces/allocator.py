@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bridge_memory.inventory.parameters import ALLOCATION_UNIT, pad
-from bridge_memory.inventory.sizes import chosen, largest
+from bridge_memory.tapes.parameters import ALLOCATION_UNIT, pad
+from bridge_memory.tapes.symbolic import chosen, largest
 
 MIB = 1 << 20
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Part
-from bridge_memory.inventory.context import BlockContext
 from bridge_memory.inventory.layer_links import fully_recomputed, ignores_full_recompute
-from bridge_memory.inventory.moe import held_order_bytes, held_routing_bytes, routed_gradients
+from bridge_memory.inventory.megatron.moe import held_order_bytes, held_routing_bytes, routed_gradients
 from bridge_memory.releases import OVERLAPPED_LAYERS_LET_GO
 from bridge_memory.spec import ModelSpec, MoESpec
 from bridge_memory.spec.layout import ChunkShape
+from bridge_memory.tapes.context import BlockContext
 from bridge_memory.workspaces.libraries import buffer
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
-from bridge_memory.inventory.context import BlockContext
 from bridge_memory.releases import (
     CUBLAS_WORKSPACES_ALLOCATED,
     CUBLAS_WORKSPACES_FREED,
@@ -20,6 +19,7 @@ from bridge_memory.releases import (
 )
 from bridge_memory.spec import ImplementationSpec, MambaSpec
 from bridge_memory.spec.layout import ChunkShape
+from bridge_memory.tapes.context import BlockContext
 from bridge_memory.workspaces.gpu_generations import TE_WORKSPACE, TORCH_CUBLAS_WORKSPACE
 
 #: Streams of a grouped GEMM, each with a workspace of its own (``get_cublas_workspace(grouped_gemm=True)``;
@@ -53,16 +53,16 @@ def library_use(shape: ChunkShape) -> LibraryUse:
 def library_workspaces(ctx: BlockContext, chunks: Sequence[LibraryUse], *, experts_here: bool) -> tuple[Component, ...]:
     """Workspaces of Transformer Engine and of torch on a stage that holds ``chunks``."""
     uses = LibraryUse(*map(any, zip(*chunks, strict=True)))
-    known = ctx.shelf.kept.get((uses, experts_here))
+    known = ctx.cache.kept.get((uses, experts_here))
     if known is None:
-        known = ctx.shelf.kept[uses, experts_here] = tuple(_library_workspaces(ctx, uses, experts_here))
+        known = ctx.cache.kept[uses, experts_here] = tuple(_library_workspaces(ctx, uses, experts_here))
     return known
 
 
 def _library_workspaces(ctx: BlockContext, uses: LibraryUse, experts_here: bool) -> Iterator[Component]:
     impl = ctx.impl
     te = TE_WORKSPACE[impl.gpu_arch]
-    if impl.te or (experts_here and not impl.hugging_face and ROUTER_USES_TE_GEMM(impl)):
+    if impl.te or (experts_here and not impl.torch_layers and ROUTER_USES_TE_GEMM(impl)):
         # TE get_cublas_workspace
         yield buffer("Transformer Engine's cuBLAS workspace", te)
         if experts_here and impl.te_grouped_gemm:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bridge_memory.components import Component, Lifetime, Part
-from bridge_memory.inventory.context import context_of
-from bridge_memory.inventory.parameters import rounded_bytes
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.dtypes import DTYPE_BYTES
 from bridge_memory.spec.layout import StageShape, layout
+from bridge_memory.tapes.context import context_of
+from bridge_memory.tapes.parameters import rounded_bytes
 from bridge_memory.workspaces.libraries import buffer
 
 

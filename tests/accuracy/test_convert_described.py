@@ -1,4 +1,4 @@
-"""scripts/convert_described.py: records that a source describes in words become records that can be read."""
+"""scripts/maintain/convert_described.py: records that a source describes in words become records that can be read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bridge_memory.accuracy.records import load_runs
 from bridge_memory.accuracy.runs import run_of
 from bridge_memory.spec import RecomputeSpec
 
-SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "convert_described.py"))
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "maintain" / "convert_described.py"))
 
 
 def words(**changes) -> dict:

@@ -13,10 +13,7 @@ import pytest
 
 from bridge_memory.accuracy.records import Record
 from bridge_memory.engines.megatron_ddp import fp8_copies
-from bridge_memory.inventory.blocks import block
-from bridge_memory.inventory.context import context_of
-from bridge_memory.inventory.moe import moe_layer
-from bridge_memory.inventory.recorder import Recorder
+from bridge_memory.inventory.megatron.moe import moe_layer
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
     BatchSpec,
@@ -27,6 +24,9 @@ from bridge_memory.spec import (
     PrecisionSpec,
     RunSpec,
 )
+from bridge_memory.tapes.blocks import block
+from bridge_memory.tapes.context import context_of
+from bridge_memory.tapes.recorder import Recorder
 from bridge_memory.workspaces.gpu_generations import TE_WORKSPACE, TORCH_CUBLAS_WORKSPACE
 from bridge_memory.workspaces.libraries import TE_GROUPED_GEMM_STREAMS
 

@@ -43,7 +43,7 @@ def test_a_contradiction_is_reported_not_raised(changed) -> None:
 def test_a_record_in_words_names_the_script_that_reads_words(changed) -> None:
     (o,) = changed(config={"kind": "described", "args": {"hf_model": "org/name"}})
     assert (o.status, o.predicted_max_allocated_bytes) == ("not_modelled", None)
-    assert o.reason.startswith("skipped: ") and "scripts/convert_described.py" in o.reason
+    assert o.reason.startswith("skipped: ") and "scripts/maintain/convert_described.py" in o.reason
     assert o.measured_max_allocated_bytes
 
 

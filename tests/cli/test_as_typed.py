@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from bridge_memory.arguments.as_typed import as_typed
+from bridge_memory.arguments.flags import FLAGS, SPECS, Flag
 from bridge_memory.cli import main
-from bridge_memory.cli.as_typed import as_typed
-from bridge_memory.cli.run_flags import FLAGS, SPECS, Flag
 from bridge_memory.spec.fields import called, rules_of
 
 

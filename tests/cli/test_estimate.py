@@ -48,7 +48,7 @@ def test_the_main_job(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json_says_what_the_issue_asks(capsys: pytest.CaptureFixture[str]) -> None:
     result = as_json(capsys, *DEEPSEEK)
-    assert result["schema"] == "bridge-memory/estimate/2"
+    assert result["schema"] == "bridge-memory/estimate/3"
     assert result["model"]["parameters"] == 671_026_404_352
     assert [len(s["layers"]) for s in result["stages"]] == [15, 15, 15, 16]
     for stage in result["stages"]:
@@ -247,7 +247,7 @@ def test_output_is_whole_and_never_overwritten(capsys: pytest.CaptureFixture[str
     argv = ["estimate", "Llama-3.1-8B", "--json", "--output", str(path)]
     assert run(capsys, *argv) == (0, "", "")
     before = path.read_text()
-    assert json.loads(before)["schema"] == "bridge-memory/estimate/2"
+    assert json.loads(before)["schema"] == "bridge-memory/estimate/3"
     assert "--force" in refused(capsys, *argv, "--tp", "2")
     assert path.read_text() == before
     assert run(capsys, *argv, "--tp", "2", "--force")[0] == 0
@@ -259,7 +259,7 @@ def test_output_is_whole_and_never_overwritten(capsys: pytest.CaptureFixture[str
 def test_residuals_of_the_very_run_are_added_and_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """One measured GiB beyond the prediction of stage 0 becomes a component with its provenance."""
     from bridge_memory.calibration import Residual, config_digest, save
-    from bridge_memory.estimate import estimate
+    from bridge_memory.estimation import estimate
     from bridge_memory.readers import resolve_model
     from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec
 

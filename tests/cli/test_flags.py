@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from bridge_memory.arguments.flags import FLAGS, add_run_arguments
+from bridge_memory.arguments.run import run_from_arguments
 from bridge_memory.cli import accuracy as accuracy_command
 from bridge_memory.cli import estimate as estimate_command
 from bridge_memory.cli import search as search_command
-from bridge_memory.cli.run_arguments import run_from_arguments
-from bridge_memory.cli.run_flags import FLAGS, add_run_arguments
-from bridge_memory.estimate import Estimate, estimate
+from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.spec import SpecError
 
 DENSE = "Llama-3.2-1B --num-gpus 16 --global-batch-size 48"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bridge_memory.cli import compare, main
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.live import MemoryReport
 from bridge_memory.live.cuda import Reading
 from bridge_memory.readers import resolve_model

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_memory.compare.logs import arguments_in, latest_of_each_rank, parse_memory_lines
+from bridge_memory.comparison.logs import arguments_in, latest_of_each_rank, parse_memory_lines
 
 RUNS = Path(__file__).resolve().parents[1] / "data" / "measurements" / "runs.jsonl"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_memory.cli import memory_scores as validate
+from bridge_memory.cli.megatron import scores as validate
 from bridge_memory.spec import SpecError
 
 CORPUS = Path(__file__).parents[1] / "data" / "measurements" / "runs.jsonl"

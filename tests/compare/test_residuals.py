@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bridge_memory.compare.logs import MeasuredRank
-from bridge_memory.compare.residuals import Predicted, residuals
+from bridge_memory.comparison.logs import MeasuredRank
+from bridge_memory.comparison.residuals import Predicted, residuals
 from bridge_memory.spec import SpecError
 
 GIB = 1 << 30

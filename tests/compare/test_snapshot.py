@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bridge_memory.compare.snapshot import Frame, Group, at_peak, attribute, group_of, load_snapshot
+from bridge_memory.comparison.snapshot import Frame, Group, at_peak, attribute, group_of, load_snapshot
 from bridge_memory.components import Component, Part, Provenance, Role, State
 from bridge_memory.spec import SpecError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_memory.compare.snapshot import at_peak, attribute, load_snapshot
+from bridge_memory.comparison.snapshot import at_peak, attribute, load_snapshot
 
 
 @pytest.fixture(scope="module")

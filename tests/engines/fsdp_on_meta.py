@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from bridge_memory.rehearse.model import TORCH_DTYPES, build_chunks
-from bridge_memory.rehearse.patches import META, _Done, replaced
-from bridge_memory.rehearse.run import _backward, _sent, on_rank
-from bridge_memory.rehearse.tracker import Tracker, _Storage
+from bridge_memory.rehearsal.model import TORCH_DTYPES, build_chunks
+from bridge_memory.rehearsal.patches import META, _Done, replaced
+from bridge_memory.rehearsal.run import _backward, _sent, on_rank
+from bridge_memory.rehearsal.tracker import Tracker, _Storage
 from bridge_memory.spec import DataParallelSpec, RunSpec
 
 

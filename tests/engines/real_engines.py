@@ -19,8 +19,8 @@ transformers = pytest.importorskip("transformers")
 import torch.distributed as dist  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from bridge_memory.inventory.parameters import ALLOCATION_UNIT  # noqa: E402
-from bridge_memory.rehearse.tracker import Tracker  # noqa: E402
+from bridge_memory.rehearsal.tracker import Tracker  # noqa: E402
+from bridge_memory.tapes.parameters import ALLOCATION_UNIT  # noqa: E402
 
 LAYERS, SEQ, BATCH = 4, 64, 2
 #: Sizes whose shards over two or four ranks are whole blocks of the allocator.
@@ -124,7 +124,7 @@ def measured(
 
 def expected(run: Any) -> dict[str, int]:
     """Bytes of the estimate, phase by phase, where a step has one chunk."""
-    from bridge_memory.estimate import _Stages
+    from bridge_memory.estimation import _Stages
 
     held = _Stages(run)[0]
     during = held.static_bytes - held.fresh + held.state.in_passes + held.batch

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from bridge_memory.estimate import estimate, explain
-from bridge_memory.rehearse.run import rehearse
-from bridge_memory.rehearse.world import installed_release
+from bridge_memory.estimation import estimate, explain
+from bridge_memory.rehearsal.run import rehearse
+from bridge_memory.rehearsal.world import installed_release
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,

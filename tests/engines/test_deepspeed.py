@@ -151,7 +151,7 @@ def test_main_parameters_in_bf16_need_no_fp32_gradients(stage: int) -> None:
 def test_model_states_beside_deepspeeds_own_estimate(engine: str, theirs: float, ours: float) -> None:
     """``estimate_zero2_model_states_mem_needs``: 4 N + 16 N / d, whole gradients among it; ``estimate_zero3_...``:
     18 N / d. What is counted here between steps is below, and with the step's fp32 gradients ZeRO-3 is above."""
-    from bridge_memory.estimate import _Stages
+    from bridge_memory.estimation import _Stages
 
     run = run_of(engine, ranks=8, dtype="bf16", deepspeed=DeepSpeedOptions(stage3_param_persistence_threshold=0))
     state = _Stages(run)[0].state
@@ -174,7 +174,7 @@ def test_zero3_with_the_optimizer_on_the_host_keeps_fp32_gradients() -> None:
 
 
 def zero3_host(run: Any) -> tuple[tuple[str, int], ...]:
-    from bridge_memory.estimate import _Stages
+    from bridge_memory.estimation import _Stages
 
     host: tuple[tuple[str, int], ...] = _Stages(run)[0].state.host
     return host

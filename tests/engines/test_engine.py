@@ -9,11 +9,11 @@ import pytest
 from bridge_memory import DataParallelSpec, ImplementationSpec, ParallelSpec, RunSpec, estimate
 from bridge_memory.cli import main
 from bridge_memory.engines.by_name import engine_of
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.report.gpus import fits
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.parts import ENGINES, OptimizerSpec
+from bridge_memory.tapes.context import context_of
 
 
 def run_under(name: str) -> RunSpec:
@@ -61,10 +61,10 @@ def test_an_engine_for_hugging_face_models_runs_their_layers_unless_told() -> No
     """In Python as on the command line: what nobody chose follows the engine, what somebody chose stays."""
     sharded = DataParallelSpec(engine="fsdp2")
     run = RunSpec(model="meta-llama/Llama-3.2-1B", parallel=ParallelSpec(world_size=8), data_parallel=sharded)
-    assert run.implementation.hugging_face
+    assert run.implementation.torch_layers
     assert any("since engine is fsdp2" in note for note in run.assumptions)
     told = run.with_(implementation=ImplementationSpec())
-    assert not told.implementation.hugging_face
+    assert not told.implementation.torch_layers
     plain = RunSpec(model="meta-llama/Llama-3.2-1B", parallel=ParallelSpec(world_size=8))
     assert plain.with_fields(engine="fsdp2").implementation == run.implementation
 

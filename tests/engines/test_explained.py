@@ -117,7 +117,7 @@ def test_components_of_any_engine_are_its_peak(run: RunSpec | None) -> None:
     (stage,) = estimate(run).stages
     (numbers,) = peaks(run)
     assert stage.peak_bytes == numbers.peak_bytes
-    for component in (*stage.components, *stage.leftovers):
+    for component in (*stage.components, *stage.carried_over):
         assert component.bytes >= 0, component
 
 

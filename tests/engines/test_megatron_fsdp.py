@@ -13,9 +13,7 @@ from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
 from bridge_memory.engines.fsdp_buckets import Sharding, aligned_to_rows, places_of
 from bridge_memory.engines.megatron_fsdp import fsdp_states
-from bridge_memory.estimate import estimate
-from bridge_memory.inventory.chain import Concurrent, EngineBytes, Label, Link, with_engine
-from bridge_memory.inventory.context import context_of
+from bridge_memory.estimation import estimate
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.spec import (
@@ -34,6 +32,8 @@ from bridge_memory.spec import (
     SpecError,
 )
 from bridge_memory.spec.layout import layout
+from bridge_memory.tapes.chain import Concurrent, EngineBytes, Label, Link, with_engine
+from bridge_memory.tapes.context import context_of
 
 MIB = 1 << 20
 FSDP = DataParallelSpec(engine="megatron_fsdp", data_parallel_sharding_strategy="optim_grads_params")
@@ -204,7 +204,7 @@ def test_what_is_whole_between_steps(core: tuple[int, int], logged: bool, whole:
     run = small(DENSE, DENSE, core=core)
     run = replace(run, optimizer=OptimizerSpec(log_params_norm=logged))
     assert state(run).gathered_between_steps == pytest.approx(2 * whole, rel=0.01)
-    names = [c.name for c in estimate(run).stages[0].leftovers if c.part is Part.DATA_PARALLEL]
+    names = [c.name for c in estimate(run).stages[0].carried_over if c.part is Part.DATA_PARALLEL]
     assert names == (["parameters gathered between steps"] if whole else [])
 
 
@@ -212,7 +212,7 @@ def test_gradients_in_bf16_leave_fp32_copies_until_the_next_step() -> None:
     """``update_main_grads`` casts this rank's part for the optimizer; zero_grad frees it."""
     run = small(DENSE, grad_reduce_in_fp32=False)
     assert state(run).gradient_copies == pytest.approx(4 * (LAYER + OUTSIDE) / 4, rel=0.01)
-    left = {c.name: c.lifetime for c in estimate(run).stages[0].leftovers}
+    left = {c.name: c.lifetime for c in estimate(run).stages[0].carried_over}
     assert left["main gradients in fp32"] is Lifetime.BETWEEN_STEPS
 
 
@@ -342,7 +342,7 @@ def test_megatron_cores_own_fsdp(name: str) -> None:
 
     from bridge_memory.engines.megatron_ddp import bucket_elements
     from bridge_memory.inventory.stack import chunk_inventory
-    from bridge_memory.rehearse.world import installed_release
+    from bridge_memory.rehearsal.world import installed_release
 
     run = _oracle_cases()[name]
     release = installed_release() or (0, 16)
@@ -381,7 +381,7 @@ def test_megatron_cores_own_double_buffers(name: str, options: dict[str, bool]) 
     from megatron.core.distributed import DistributedDataParallelConfig
 
     from bridge_memory.inventory.stack import chunk_inventory
-    from bridge_memory.rehearse.world import installed_release
+    from bridge_memory.rehearsal.world import installed_release
 
     if any(not hasattr(DistributedDataParallelConfig, option) for option in ("fsdp_double_buffer", *options)):
         pytest.skip("a release without this option")

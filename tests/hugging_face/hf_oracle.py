@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bridge_memory.rehearse.hugging_face import (
+from bridge_memory.rehearsal.torch.modules import (
     DTYPES,
     META,
     AutocastOnMeta,
@@ -20,7 +20,7 @@ from bridge_memory.rehearse.hugging_face import (
     build,
     in_autocast,
 )
-from bridge_memory.rehearse.tracker import SavedRecord, Tracker
+from bridge_memory.rehearsal.tracker import SavedRecord, Tracker
 from bridge_memory.spec.transformers import TransformersSpec
 
 __all__ = [

@@ -10,13 +10,13 @@ from hf_oracle import DTYPES, Measured, build, measure
 from mixers_on_meta import mixers_on_meta
 
 from bridge_memory import BatchSpec, ImplementationSpec, RunSpec
-from bridge_memory.inventory.chain import ChunkInventory
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.readers.huggingface import model_from_hf_config
 from bridge_memory.spec import PeftSpec, PrecisionSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.transformers import TransformersSpec
+from bridge_memory.tapes.chain import ChunkInventory
+from bridge_memory.tapes.context import context_of
 
 INSTALLED = tuple(map(int, transformers.__version__.split(".")[:2]))
 

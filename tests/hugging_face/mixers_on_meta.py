@@ -1,7 +1,7 @@
 """Kernels of mixers that transformers calls where causal_conv1d, flash-linear-attention or mamba_ssm are installed:
 functions that make and keep what theirs do (read in fla-core 0.4.2, mamba_ssm 2.2.5).
 
-What megatron-core calls of them is ``bridge_memory/rehearse/scan_kernels.py``'s; here is what it does not call.
+What megatron-core calls of them is ``bridge_memory/rehearsal/scan_kernels.py``'s; here is what it does not call.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 import torch
 
-from bridge_memory.rehearse import scan_kernels
-from bridge_memory.rehearse.scan_kernels import _convolved, _fp32, _Mamba2, _rows
+from bridge_memory.rehearsal import scan_kernels
+from bridge_memory.rehearsal.scan_kernels import _convolved, _fp32, _Mamba2, _rows
 
 SMS = 132
 

@@ -16,11 +16,11 @@ from hf_side_by_side import INSTALLED, errors
 from hf_sweep import draw, off
 
 from bridge_memory import BatchSpec, ImplementationSpec, ParallelSpec, RunSpec, SpecError, estimate
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import stage_parameters
 from bridge_memory.readers.huggingface import model_from_hf_config
 from bridge_memory.spec import PrecisionSpec
 from bridge_memory.spec.transformers import FAMILIES, TransformersSpec
+from bridge_memory.tapes.context import context_of
 
 CLOSE = 0.005
 #: Ways to run a model: fields of a TransformersSpec, or of the batch and the dtype.

@@ -13,13 +13,13 @@ import torch
 import tune_oracle
 
 from bridge_memory import BatchSpec, DataParallelSpec, ImplementationSpec, OptimizerSpec, RunSpec, estimate
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
-from bridge_memory.inventory.transformers.blocks import layer_block
+from bridge_memory.inventory.torch.blocks import layer_block
 from bridge_memory.readers.huggingface import model_from_hf_config
 from bridge_memory.spec import PrecisionSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.transformers import COMPILED, TransformersSpec
+from bridge_memory.tapes.context import context_of
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2,
@@ -91,7 +91,7 @@ def test_a_compiled_loss_keeps_its_input_and_two_numbers_a_row() -> None:
 def test_what_was_not_recorded_stays_a_gap(change: dict[str, Any]) -> None:
     run = run_of(torch_compile=True, **change)
     assert not run.layers_compiled
-    assert any("torch_compile" in str(gap) for gap in estimate(run).not_modelled)
+    assert any("torch_compile" in str(feature) for feature in estimate(run).not_modelled)
 
 
 # ---- torchtune ----

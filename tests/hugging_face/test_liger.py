@@ -14,7 +14,7 @@ from hf_side_by_side import INSTALLED, errors
 from liger_on_meta import available, liger
 
 from bridge_memory import ImplementationSpec, RunSpec, SpecError, clear_caches, estimate
-from bridge_memory.inventory.transformers.liger import chunk_of_tokens
+from bridge_memory.inventory.torch.liger import chunk_of_tokens
 from bridge_memory.spec import gpu_names
 from bridge_memory.spec.transformers import FAMILIES, TransformersSpec, family_of
 

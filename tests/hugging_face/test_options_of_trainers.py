@@ -14,13 +14,13 @@ from hf_oracle import META, as_on_cuda, build, passes
 
 from bridge_memory import BatchSpec, DataParallelSpec, ImplementationSpec, OptimizerSpec, RunSpec, SpecError, estimate
 from bridge_memory.components import State
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.readers.huggingface import model_from_hf_config
-from bridge_memory.rehearse.tracker import Tracker
+from bridge_memory.rehearsal.tracker import Tracker
 from bridge_memory.spec import ParallelSpec, PrecisionSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.transformers import TransformersSpec
+from bridge_memory.tapes.context import context_of
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,

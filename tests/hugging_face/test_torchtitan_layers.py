@@ -12,15 +12,15 @@ pytest.importorskip("transformers")
 from titan_oracle import available, kept_by_layer, measure, reserved
 
 from bridge_memory import BatchSpec, ImplementationSpec, ParallelSpec, RunSpec, SpecError
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
-from bridge_memory.inventory.transformers.blocks import layer_block
+from bridge_memory.inventory.torch.blocks import layer_block
 from bridge_memory.readers.huggingface import model_from_hf_config
 from bridge_memory.reserved import replayed
 from bridge_memory.spec import DataParallelSpec, OptimizerSpec, PeftSpec, PrecisionSpec
 from bridge_memory.spec.engine_options import FSDPOptions
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.transformers import TransformersSpec
+from bridge_memory.tapes.context import context_of
 
 #: Of torchtitan's sizes: the feed-forward block's are 8 h / 3 up to a multiple.
 CONFIG: dict[str, Any] = {

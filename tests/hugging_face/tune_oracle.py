@@ -14,7 +14,7 @@ from compiled_oracle import Kept, importable, without_data
 from hf_oracle import META, Measured, passes
 from torch import nn
 
-from bridge_memory.rehearse.tracker import Tracker
+from bridge_memory.rehearsal.tracker import Tracker
 
 _PACKAGES = ("torchtune", "torchtune.modules", "torchtune.utils", "torchtune.utils._logging",
              "torchtune.modules.kv_cache", "torchtune.modules.attention_utils", "torchtune.models",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from bridge_memory.inventory.tape import Tape, Tensor
+from bridge_memory.tapes.tape import Tape, Tensor
 
 #: Kinds of nodes, those of plain tapes first.
 KINDS = ("make", "make", "make", "keep_alive", "alias", "views", "checkpoint", "discardable", "offload")

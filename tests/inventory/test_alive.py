@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_tapes import Writer
 
-from bridge_memory.inventory.alive import Atoms, BlockCost, Moment, Structure, _Passage, _undominated, cost_of
-from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Notes, Recordings, Size
-from bridge_memory.inventory.tape import Op, Tape, Tensor
+from bridge_memory.tapes.alive import Atoms, BlockCost, Moment, Structure, _Passage, _undominated, cost_of
+from bridge_memory.tapes.symbolic import DIMENSIONS, SIZES, ShapeEnv, SymInt, Traces
+from bridge_memory.tapes.tape import Op, Tape, Tensor
 
 MIB = 1 << 20
 SEEDS = st.integers(0, 1 << 32)
@@ -127,12 +127,12 @@ def test_a_structure_serves_every_size_that_answers_alike(seed: int, numbers: li
 
         return Writer(Random(seed), size).write()
 
-    notes, atoms = Notes(here), Atoms()
-    structure = Structure(written(notes.sizes), atoms)
-    recordings = Recordings()
-    recordings.add(notes, structure, [n if type(n) is Size else notes.constant(n) for n in atoms.sizes])
+    env, atoms = ShapeEnv(here), Atoms()
+    structure = Structure(written(env.sizes), atoms)
+    traces = Traces()
+    traces.add(env, structure, [n if type(n) is SymInt else env.constant(n) for n in atoms.sizes])
     for run in (here, there):
-        found = recordings.find(run)
+        found = traces.find(run)
         assert found is not None or run is there
         if found is not None:
             assert numbers_of(BlockCost(*found)) == numbers_of(cost_of(written(run)))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from bridge_memory.inventory.alive import BlockCost
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
@@ -16,6 +14,8 @@ from bridge_memory.spec import (
     RunSpec,
     SpecError,
 )
+from bridge_memory.tapes.alive import BlockCost
+from bridge_memory.tapes.context import context_of
 
 SINKS = "openai/gpt-oss-20b"
 LLAMA = "meta-llama/Llama-3.2-1B"

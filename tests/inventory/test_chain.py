@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_memory.inventory.chain import Concurrent, EngineBytes, Label, Link, change_last_of, compose, with_engine
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory, stage_inventories
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import BatchSpec, ImplementationSpec, RunSpec
 from bridge_memory.spec.layout import layout
+from bridge_memory.tapes.chain import Concurrent, EngineBytes, Label, Link, change_last_of, compose, with_engine
+from bridge_memory.tapes.context import context_of
 
 MIB = 1 << 20
 

@@ -13,12 +13,12 @@ import pytest
 
 from bridge_memory import BatchSpec, ImplementationSpec, ParallelSpec, PeftSpec, RunSpec, SpecError
 from bridge_memory.engines.peft import adapter_units, lora_parameters
-from bridge_memory.estimate import estimate
-from bridge_memory.inventory.context import context_of
+from bridge_memory.estimation import estimate
 from bridge_memory.inventory.layer import layer_block
-from bridge_memory.inventory.parameters import Parameter
 from bridge_memory.inventory.stack import chunk_units, named_parameters
 from bridge_memory.spec.layout import layout
+from bridge_memory.tapes.context import context_of
+from bridge_memory.tapes.parameters import Parameter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -204,10 +204,10 @@ def test_what_a_layer_with_adapters_keeps_by_hand() -> None:
 
 def test_targets_that_name_a_layer_or_nothing_are_said() -> None:
     named = estimate(LLAMA.with_(peft=lora(16, "*.layers.0.*.linear_qkv")))
-    assert any("number of a layer" in str(gap) for gap in named.not_modelled)
+    assert any("number of a layer" in str(feature) for feature in named.not_modelled)
     nothing = estimate(LLAMA.with_(peft=lora(16, "linear_qkv", "linear_foo")))
     assert any("linear_foo" in sentence for sentence in nothing.assumptions)
-    assert not any("peft" in str(gap) for gap in estimate(LLAMA).not_modelled)
+    assert not any("peft" in str(feature) for feature in estimate(LLAMA).not_modelled)
 
 
 def test_packed_sequences_need_transformer_engine() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bridge_memory.inventory.alive import BlockCost
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.layer import layer_block
-from bridge_memory.inventory.recorder import Scratch
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RunSpec
+from bridge_memory.tapes.alive import BlockCost
+from bridge_memory.tapes.context import context_of
+from bridge_memory.tapes.recorder import Scratch
 
 #: h 2048, 128 experts of width 768, 8 a token.
 QWEN = resolve_model("Qwen/Qwen3-30B-A3B")
@@ -57,8 +57,8 @@ def test_the_allgather_dispatcher_gathers_over_the_experts_own_group() -> None:
     )
     run = RunSpec(model=QWEN, parallel=parallel, batch=BatchSpec(seq_length=TOKENS),
                   implementation=ImplementationSpec(moe_token_dispatcher_type="allgather"))
-    lasting = layer_block(QWEN.layers[0], context_of(run)).lasting
-    assert lasting[Scratch.MPU, ()] == 1000 * 2048 * 2
+    persistent = layer_block(QWEN.layers[0], context_of(run)).persistent
+    assert persistent[Scratch.MPU, ()] == 1000 * 2048 * 2
     whole = replace(parallel, world_size=16, expert_tensor_parallel_size=4)
-    lasting = layer_block(QWEN.layers[0], context_of(replace(run, parallel=whole))).lasting
-    assert lasting[Scratch.MPU, ()] == 4 * 1000 * 2048 * 2
+    persistent = layer_block(QWEN.layers[0], context_of(replace(run, parallel=whole))).persistent
+    assert persistent[Scratch.MPU, ()] == 4 * 1000 * 2048 * 2

@@ -7,11 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from bridge_memory.inventory.alive import BlockCost
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.layer import layer_block, output_block
 from bridge_memory.inventory.stack import stage_parameters
-from bridge_memory.inventory.tape import Tape
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
     AttentionSpec,
@@ -28,6 +25,9 @@ from bridge_memory.spec import (
     RecomputeSpec,
     RunSpec,
 )
+from bridge_memory.tapes.alive import BlockCost, cost_of
+from bridge_memory.tapes.context import context_of
+from bridge_memory.tapes.tape import Tape
 
 TOKENS, EXPERTS, TOPK = 1024, 64, 6
 Release = tuple[int, int]
@@ -94,7 +94,7 @@ def test_what_is_recomputed_takes_the_place_of_what_was_discarded(refills: bool,
     out = tape.make("out", made, 10, saves=(made,))
     tape.discard(region, made)
     tape.output(out)
-    found = tape.cost()
+    found = cost_of(tape)
     assert found.retained == 1000
     assert found.backward_peak == peak
 

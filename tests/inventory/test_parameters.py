@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 
 from bridge_memory.components import Role
 from bridge_memory.engines.megatron_ddp import MegatronDDP
-from bridge_memory.inventory.chain import Label
-from bridge_memory.inventory.context import context_of
-from bridge_memory.inventory.parameters import (
+from bridge_memory.inventory.stack import Unit, chunk_units, named_parameters, stage_parameters
+from bridge_memory.readers import resolve_model
+from bridge_memory.spec import BatchSpec, DataParallelSpec, ParallelSpec, RunSpec
+from bridge_memory.spec.layout import layout
+from bridge_memory.tapes.chain import Label
+from bridge_memory.tapes.context import context_of
+from bridge_memory.tapes.parameters import (
     Column,
     Parameter,
     ParameterList,
@@ -25,10 +29,6 @@ from bridge_memory.inventory.parameters import (
     matrix_elements,
     rounded_bytes,
 )
-from bridge_memory.inventory.stack import Unit, chunk_units, named_parameters, stage_parameters
-from bridge_memory.readers import resolve_model
-from bridge_memory.spec import BatchSpec, DataParallelSpec, ParallelSpec, RunSpec
-from bridge_memory.spec.layout import layout
 
 COLUMNS: tuple[Column, ...] = (
     (elements, 0), (aligned_elements, 64), (gemm_elements, 0), (matrix_elements, 0), (rounded_bytes, 2),

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from bridge_memory.estimate import StageEstimate, estimate
-from bridge_memory.inventory.context import context_of
+from bridge_memory.estimation import StageEstimate, estimate
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
+from bridge_memory.tapes.context import context_of
 
 MIB = 1 << 20
 NONE = RecomputeSpec()
@@ -94,7 +94,7 @@ def test_no_layer_of_a_hybrid_is_sent_to_the_host(core: tuple[int, int]) -> None
     run = RunSpec(model=model, implementation=ImplementationSpec(megatron_core=core, cpu_offloading_num_layers=4))
     found = estimate(run)
     assert [a for a in found.assumptions if "cpu_offloading_num_layers (4) does nothing" in a]
-    assert not [gap for gap in found.not_modelled if "cpu_offloading" in str(gap)]
+    assert not [feature for feature in found.not_modelled if "cpu_offloading" in str(feature)]
 
 
 def test_offloading_counts_elements_in_their_own_dtype() -> None:

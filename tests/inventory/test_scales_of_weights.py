@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bridge_memory.inventory.parameters import Parameter, Use, mxfp8_scales, square_scales
+from bridge_memory.tapes.parameters import Parameter, Use, mxfp8_scales, square_scales
 
 
 @pytest.mark.parametrize(

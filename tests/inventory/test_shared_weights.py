@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import pytest
 
-from bridge_memory.inventory.chain import Label, Link
-from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.shared_weights import PendingGradients, pending_gradients, with_pending
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import ImplementationSpec, ParallelSpec, RunSpec
+from bridge_memory.tapes.chain import Label, Link
+from bridge_memory.tapes.context import BlockContext, context_of
 
 MODEL = replace(resolve_model("meta-llama/Llama-3.2-1B"), vocab_size=32768)
 D = 32768 * 2048 * 2

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_memory.inventory import sizes
-from bridge_memory.inventory.blocks import block
-from bridge_memory.inventory.context import Library, context_of
-from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.inventory.sizes import DIMENSIONS, SIZES, Notes, Recordings, computed, largest, smallest
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec
+from bridge_memory.tapes import symbolic as sizes
+from bridge_memory.tapes.blocks import block
+from bridge_memory.tapes.context import TraceCache, context_of
+from bridge_memory.tapes.recorder import Recorder
+from bridge_memory.tapes.symbolic import DIMENSIONS, SIZES, ShapeEnv, Traces, computed, largest, smallest
 
 #: A sentence of arithmetic: leaves are positions in DIMENSIONS or numbers, nodes (operation, left, right).
 Expression = Any
@@ -61,17 +61,17 @@ def worked_out(expression: Expression, dimensions: Any, operations: dict[str, Ca
 def test_arithmetic_is_that_of_ints_there_and_in_any_run_it_serves(
     expression: Expression, recorded: list[int], asked: list[int]
 ) -> None:
-    notes = Notes(recorded)
+    env = ShapeEnv(recorded)
     try:
-        size = round(worked_out(expression, notes.sizes, OPERATIONS))
+        size = round(worked_out(expression, env.sizes, OPERATIONS))
         expected = round(worked_out(expression, recorded, OF_INTS))
     except (ZeroDivisionError, OverflowError):
         return
     assert int(getattr(size, "value", size)) == expected
     if isinstance(size, int):  # a constant, or a product with 0
         return
-    found = Recordings()
-    found.add(notes, "recording", [size])
+    found = Traces()
+    found.add(env, "recording", [size])
     try:
         expected = round(worked_out(expression, asked, OF_INTS))
     except (ZeroDivisionError, OverflowError):
@@ -81,24 +81,24 @@ def test_arithmetic_is_that_of_ints_there_and_in_any_run_it_serves(
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 9))
 def test_every_comparison_is_that_of_ints(few: list[int], bound: int) -> None:
-    notes = Notes([*few, *plain(0)[len(few) :]])
+    env = ShapeEnv([*few, *plain(0)[len(few) :]])
     for i, n in enumerate(few):
         for compare in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne):
-            assert compare(notes.sizes[i], bound) is compare(n, bound)
-        assert bool(notes.sizes[i]) is bool(n)
+            assert compare(env.sizes[i], bound) is compare(n, bound)
+        assert bool(env.sizes[i]) is bool(n)
 
 
 def test_a_step_is_noted_once() -> None:
-    notes = Notes(plain(3))
-    seq, batch = notes.sizes[:2]
+    env = ShapeEnv(plain(3))
+    seq, batch = env.sizes[:2]
     assert seq * batch is seq * batch
     assert computed(isqrt, seq) is not computed(isqrt, batch)
-    assert notes.formula((seq * batch + 1) // 2) == "(((seq * batch) + 1) // 2)"
+    assert env.formula((seq * batch + 1) // 2) == "(((seq * batch) + 1) // 2)"
 
 
 def test_nothing_stays_a_plain_nothing() -> None:
     """What is not there has no size: 0 times anything is 0, and adding 0 notes no step."""
-    seq = Notes(plain(3)).sizes[0]
+    seq = ShapeEnv(plain(3)).sizes[0]
     assert seq * 0 == 0 and type(seq * 0) is int
     assert seq + 0 is seq and seq - 0 is seq and seq * 1 is seq and seq // 1 is seq
 
@@ -106,14 +106,14 @@ def test_nothing_stays_a_plain_nothing() -> None:
 # ---- recordings and their questions ----
 
 
-def recorded(recordings: Recordings, dimensions: list[int], record: Callable[..., Any]) -> str:
+def recorded(traces: Traces, dimensions: list[int], record: Callable[..., Any]) -> str:
     """Record under ``dimensions`` unless something serves; what was found, or what was recorded."""
-    found = recordings.find(dimensions)
+    found = traces.find(dimensions)
     if found is None:
-        notes = Notes(dimensions)
-        name, size = record(*notes.sizes)
-        recordings.add(notes, name, [size])
-        found = recordings.find(dimensions)
+        env = ShapeEnv(dimensions)
+        name, size = record(*env.sizes)
+        traces.add(env, name, [size])
+        found = traces.find(dimensions)
         assert found is not None
     return found[0]
 
@@ -139,16 +139,16 @@ def a_layer(asked: list[str]) -> Callable[..., Any]:
 
 def test_a_recording_serves_whoever_answers_its_questions_alike() -> None:
     asked: list[str] = []
-    recordings, record = Recordings(), a_layer(asked)
-    assert recorded(recordings, at(4096), record) == "long"
-    assert recorded(recordings, at(8192), record) == "long"
-    assert recorded(recordings, at(512), record) == "short"
-    assert recorded(recordings, at(8192, tp=2), record) == "long, divided"
+    traces, record = Traces(), a_layer(asked)
+    assert recorded(traces, at(4096), record) == "long"
+    assert recorded(traces, at(8192), record) == "long"
+    assert recorded(traces, at(512), record) == "short"
+    assert recorded(traces, at(8192, tp=2), record) == "long, divided"
     # A short one never asked for tp, so that whatever it is, the recording serves.
-    assert recorded(recordings, at(256, tp=8), record) == "short"
+    assert recorded(traces, at(256, tp=8), record) == "short"
     assert asked == ["long", "short", "long, divided"]
-    assert recordings.find(at(2048)) == ("long", [2048])
-    assert recordings.find(at(256, tp=8)) == ("short", [32])
+    assert traces.find(at(2048)) == ("long", [2048])
+    assert traces.find(at(256, tp=8)) == ("short", [32])
 
 
 def test_a_number_taken_out_serves_that_number_only() -> None:
@@ -157,10 +157,10 @@ def test_a_number_taken_out_serves_that_number_only() -> None:
     def record(seq: Any, batch: Any, tp: Any, *_: Any) -> tuple[str, Any]:
         return f"{len(range(tp))} shards", seq
 
-    recordings = Recordings()
-    assert recorded(recordings, at(10, tp=2), record) == "2 shards"
-    assert recordings.find(at(99, tp=2)) == ("2 shards", [99])
-    assert recordings.find(at(10, tp=4)) is None
+    traces = Traces()
+    assert recorded(traces, at(10, tp=2), record) == "2 shards"
+    assert traces.find(at(99, tp=2)) == ("2 shards", [99])
+    assert traces.find(at(10, tp=4)) is None
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=8), st.data())
@@ -179,46 +179,46 @@ def test_what_is_found_is_what_would_have_been_recorded(runs: list[tuple[int, in
                 size = size * tp
         return ", ".join(path), size
 
-    recordings = Recordings()
+    traces = Traces()
     for seq, tp in runs:
-        recorded(recordings, at(seq, tp), record)
+        recorded(traces, at(seq, tp), record)
     for seq, tp in runs:
         name, size = record(*at(seq, tp))
-        assert recordings.find(at(seq, tp)) == (name, [size])
+        assert traces.find(at(seq, tp)) == (name, [size])
     # Kept as they come: a later recording may depend on what no earlier one did.
-    recordings = Recordings()
+    traces = Traces()
     for seq, tp in runs:
-        answer = recordings.kept(at(seq, tp))
+        answer = traces.kept(at(seq, tp))
         if answer is None:
-            recorded(recordings, at(seq, tp), record)
-            answer = recordings.find(at(seq, tp))
-            recordings.keep(at(seq, tp), answer)
+            recorded(traces, at(seq, tp), record)
+            answer = traces.find(at(seq, tp))
+            traces.keep(at(seq, tp), answer)
         name, size = record(*at(seq, tp))
         assert answer == (name, [size])
 
 
 def test_an_answer_serves_whatever_its_recordings_do_not_depend_on() -> None:
     """The block of one sequence length is one for every tp, until a recording asks for tp."""
-    recordings, record = Recordings(), a_layer([])
+    traces, record = Traces(), a_layer([])
     short = at(512)
-    recordings.add(notes := Notes(short), "short", [notes.sizes[0] * 2])
-    recordings.keep(short, "1024 of whoever asks")
-    assert recordings.kept(at(512, tp=4)) == "1024 of whoever asks"
-    assert recordings.kept(at(513)) is None
-    recordings = Recordings()
-    assert recorded(recordings, at(512, tp=2), record) == "short"
-    recordings.keep(at(512, tp=2), "of two ranks")
-    assert recordings.kept(at(512, tp=2)) == "of two ranks" and recordings.kept(at(512, tp=4)) is None
+    traces.add(env := ShapeEnv(short), "short", [env.sizes[0] * 2])
+    traces.keep(short, "1024 of whoever asks")
+    assert traces.kept(at(512, tp=4)) == "1024 of whoever asks"
+    assert traces.kept(at(513)) is None
+    traces = Traces()
+    assert recorded(traces, at(512, tp=2), record) == "short"
+    traces.keep(at(512, tp=2), "of two ranks")
+    assert traces.kept(at(512, tp=2)) == "of two ranks" and traces.kept(at(512, tp=4)) is None
 
 
 def test_so_many_answers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "MOST_KEPT", 3)
-    recordings = Recordings()
-    recordings.add(notes := Notes(at(1)), "any", [notes.sizes[0] * 2])
+    traces = Traces()
+    traces.add(env := ShapeEnv(at(1)), "any", [env.sizes[0] * 2])
     for seq in range(1, 8):
-        recordings.keep(at(seq), seq)
-        assert recordings.kept(at(seq)) == seq
-    assert sum(recordings.kept(at(seq)) is not None for seq in range(1, 8)) <= 3
+        traces.keep(at(seq), seq)
+        assert traces.kept(at(seq)) == seq
+    assert sum(traces.kept(at(seq)) is not None for seq in range(1, 8)) <= 3
 
 
 # ---- the same of a real block ----
@@ -246,10 +246,10 @@ def test_a_block_is_recorded_again_only_where_it_decides_otherwise() -> None:
         r.tape.output(r.tape.make("y", x, ctx.tokens * ctx.hidden_size * ctx.act, saves=(x,)))
         r.parameter("weight", (ctx.hidden_size // ctx.tp, ctx.hidden_size))
 
-    library = Library()
+    owner = TraceCache()
 
     def cost(run: RunSpec) -> tuple[int, int]:
-        found = block(context_of(run, library), "a linear", record)
+        found = block(context_of(run, owner), "a linear", record)
         return found.cost.retained, reduce(operator.mul, next(found.parameters.expanded()).shape)
 
     # 2048 wide in bf16; without sequence parallelism tp 1 keeps x, with it tp 2 and 4 the gathered input.
@@ -258,30 +258,30 @@ def test_a_block_is_recorded_again_only_where_it_decides_otherwise() -> None:
     assert cost(run_of(100, tp=2)) == (100 * 2048 * 2, 2048 * 1024) and len(calls) == 2
     assert cost(run_of(400, tp=4)) == (400 * 2048 * 2, 2048 * 512) and len(calls) == 2
     # Another library records for itself, and one that lets go starts anew.
-    library.clear()
+    owner.clear()
     assert cost(run_of(100)) == (100 * 2048 * 2, 2048 * 2048) and len(calls) == 3
 
 
 def test_settings_that_decide_are_apart() -> None:
     """A block recorded in bf16 is not that of fp32, whatever its sizes are."""
-    library = Library()
+    owner = TraceCache()
     bf16, fp32 = run_of(128), replace(run_of(128), precision=replace(run_of(128).precision, params_dtype="fp32"))
-    assert context_of(bf16, library).shelf is context_of(run_of(256), library).shelf
-    assert context_of(bf16, library).shelf is not context_of(fp32, library).shelf
+    assert context_of(bf16, owner).cache is context_of(run_of(256), owner).cache
+    assert context_of(bf16, owner).cache is not context_of(fp32, owner).cache
 
 
 def test_a_recording_that_another_thread_adds_meanwhile_is_not_found_yet():
     """A walk counts its registers first; here a longer recording is put where the walk will come by, in between."""
-    recordings = Recordings()
+    traces = Traces()
     for_one, for_many = plain(1), plain(2)
 
     def add(dimensions: list[int]) -> None:
-        notes = Notes(dimensions)
-        batch = notes.sizes[SIZES.index("batch")]
+        env = ShapeEnv(dimensions)
+        batch = env.sizes[SIZES.index("batch")]
         size = batch + 1
         if batch > 1:
             size = reduce(operator.mul, range(2, 50), size)
-        recordings.add(notes, "one" if batch.value == 1 else "many", [size])
+        traces.add(env, "one" if batch.value == 1 else "many", [size])
 
     class Meanwhile(list[int]):
         def __iter__(self) -> Any:
@@ -289,6 +289,6 @@ def test_a_recording_that_another_thread_adds_meanwhile_is_not_found_yet():
             return super().__iter__()
 
     add(for_one)
-    assert recordings.find(Meanwhile(for_many)) is None
-    found = recordings.find(for_many)
-    assert found is not None and found[0] == "many" and recordings.find(for_one) == ("one", [2])
+    assert traces.find(Meanwhile(for_many)) is None
+    found = traces.find(for_many)
+    assert found is not None and found[0] == "many" and traces.find(for_one) == ("one", [2])

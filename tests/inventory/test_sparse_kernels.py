@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bridge_memory import SpecError
-from bridge_memory.inventory.context import context_of
+from bridge_memory.caveats.unmodelled import unmodelled_features
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.spec import (
     BatchSpec,
@@ -21,7 +21,7 @@ from bridge_memory.spec import (
     RunSpec,
     SparseSpec,
 )
-from bridge_memory.spec.gaps import gaps
+from bridge_memory.tapes.context import context_of
 
 T, HEADS, TOPK = 4096, 64, 2048
 CUDNN = SparseSpec(topk=TOPK, kernels="cudnn", sparse_loss=True)
@@ -89,9 +89,9 @@ def test_what_the_kernels_decline_torch_runs(mixer: MLASpec, fields: dict[str, A
 
 
 def test_what_is_not_counted_is_listed() -> None:
-    assert any("dsa_kernel_backend (cudnn)" in gap for gap in gaps(run_of(GLM)))
+    assert any("dsa_kernel_backend (cudnn)" in feature for feature in unmodelled_features(run_of(GLM)))
     old = replace(run_of(GLM), implementation=ImplementationSpec(megatron_core=(0, 18)))
-    assert any("megatron-core 0.18" in gap for gap in gaps(old))
+    assert any("megatron-core 0.18" in feature for feature in unmodelled_features(old))
 
 
 def test_refusals() -> None:

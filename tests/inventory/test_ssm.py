@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.layer import layer_block
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import BatchSpec, GatedDeltaNetSpec, LayerSpec, MambaSpec, RunSpec
+from bridge_memory.tapes.context import context_of
 
 
 def saved_per_token(name: str, mixer: type, *, batch: int) -> float:

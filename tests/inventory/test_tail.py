@@ -11,8 +11,6 @@ from dataclasses import replace
 
 import pytest
 
-from bridge_memory.inventory.chain import Label, Link
-from bridge_memory.inventory.context import BlockContext, context_of
 from bridge_memory.inventory.layer import mtp_block
 from bridge_memory.inventory.shared_weights import pending_gradients
 from bridge_memory.inventory.stack import chunk_units, named_parameters
@@ -20,6 +18,8 @@ from bridge_memory.inventory.tail import tail_blocks, tail_links
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import BatchSpec, ImplementationSpec, LayerSpec, ModelSpec, RunSpec
 from bridge_memory.spec.layout import ChunkShape
+from bridge_memory.tapes.chain import Label, Link
+from bridge_memory.tapes.context import BlockContext, context_of
 
 MIB = 1 << 20
 H = 4 * MIB

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bridge_memory.inventory.tape import Delayed, Tape
+from bridge_memory.tapes.alive import cost_of
+from bridge_memory.tapes.tape import Delayed, Tape
 
 
 def _linear_chain(*, checkpoint: bool = False) -> Tape:
@@ -18,7 +19,7 @@ def _linear_chain(*, checkpoint: bool = False) -> Tape:
 
 
 def test_saved_tensors_live_and_the_output_is_handed_on() -> None:
-    cost = _linear_chain().cost()
+    cost = cost_of(_linear_chain())
     # x + a + b; y belongs to the next block.
     assert cost.retained == 500
     assert cost.output_bytes == 100
@@ -30,13 +31,13 @@ def test_saved_tensors_live_and_the_output_is_handed_on() -> None:
 def test_backward_frees_as_it_goes() -> None:
     """Backward of y: 500 saved + grad y 100 + grad b 100 = 700; then b goes (500 - 100 = 400 saved).
     Backward of b: 400 + grad b 100 + grad a 300 = 800. Backward of a: 100 + 300 + 100 = 500."""
-    cost = _linear_chain().cost()
+    cost = cost_of(_linear_chain())
     assert cost.backward_peak == 800
     assert cost.backward_name() == "b"
 
 
 def test_a_checkpoint_keeps_its_input_and_pays_in_backward() -> None:
-    cost = _linear_chain(checkpoint=True).cost()
+    cost = cost_of(_linear_chain(checkpoint=True))
     assert cost.retained == 100
     # No-grad forward: x, a and b at once; then a goes before y is made.
     assert cost.forward_peak == 500
@@ -51,7 +52,7 @@ def test_a_storage_saved_twice_counts_once() -> None:
     a = t.make("a", x, 10, saves=(x,))
     b = t.make("b", x, 10, saves=(x,))
     t.output(t.make("y", (a, b), 10))
-    assert t.cost().retained == 100
+    assert cost_of(t).retained == 100
 
 
 def test_what_nobody_saves_goes_at_its_last_use() -> None:
@@ -60,7 +61,7 @@ def test_what_nobody_saves_goes_at_its_last_use() -> None:
     a = t.make("a", x, 1000)
     b = t.make("b", a, 10)
     t.output(t.make("y", b, 10))
-    cost = t.cost()
+    cost = cost_of(t)
     assert cost.retained == 0
     assert cost.forward_peak == 1100  # x and a while a is made; x goes before b comes
 
@@ -73,7 +74,7 @@ def test_a_variable_holds_its_tensor_to_the_end_of_its_scope() -> None:
     c = t.make("c", b, 500)
     t.keep_alive(a)
     t.output(c)
-    assert t.cost().forward_peak == 1510  # a, b and c
+    assert cost_of(t).forward_peak == 1510  # a, b and c
 
 
 def test_discarded_outputs_are_refilled_when_their_consumers_gradient_arrives() -> None:
@@ -86,7 +87,7 @@ def test_discarded_outputs_are_refilled_when_their_consumers_gradient_arrives() 
     y = t.make("y", a, 100, saves=(a,))
     t.discard(region, a)
     t.output(y)
-    cost = t.cost()
+    cost = cost_of(t)
     assert cost.retained == 500  # x and m
     assert cost.forward_peak == 800  # x, m, a, y before the discard
     # Backward of a: x, m, a as it was recomputed (random.py: ctx.outputs holds it), its gradient 200 and m's 400; the
@@ -100,7 +101,7 @@ def test_addition_shares_its_gradient() -> None:
     x = t.input("x", 100)
     f = t.make("f", x, 100, saves=(x,))
     t.output(t.make("y", (f, x), 100, alias=True))
-    cost = t.cost()
+    cost = cost_of(t)
     # Backward of f: x saved 100, the shared gradient 100, f's fresh input gradient 100.
     assert cost.backward_peak == 300
 
@@ -111,7 +112,7 @@ def test_a_gradient_written_over_what_was_saved_needs_no_room() -> None:
     x = t.input("hidden", 10)
     logits = t.make("logits", x, 1000, saves=(x,))
     t.output(t.make("loss", logits, 1, saves=(logits,), in_place=True))
-    cost = t.cost()
+    cost = cost_of(t)
     assert cost.retained == 1010
     # Backward of the logits: hidden, the gradient in the logits' place, hidden's gradient.
     assert cost.backward_peak == 10 + 1000 + 10
@@ -122,7 +123,7 @@ def test_workspaces_count_only_while_their_operation_runs() -> None:
     x = t.input("x", 10)
     a = t.make("a", x, 10, workspace=500, backward_workspace=900, saves=(x,))
     t.output(t.make("y", a, 10, saves=(a,)))
-    cost = t.cost()
+    cost = cost_of(t)
     assert cost.retained == 20
     assert cost.forward_peak == 520
     assert cost.backward_peak == 10 + 10 + 10 + 900  # x, grad a, grad x, scratch
@@ -143,11 +144,11 @@ def test_a_delayed_weight_gradient_waits_with_what_it_is_made_of() -> None:
         t.output(y)
         return t
 
-    assert tape(False).cost().backward_peak == 800
-    cost = tape(True).cost()
+    assert cost_of(tape(False)).backward_peak == 800
+    cost = cost_of(tape(True))
     assert cost.backward_peak == 957
     assert cost.backward_name() == "y (later)"
-    assert cost.retained == tape(False).cost().retained
+    assert cost.retained == cost_of(tape(False)).retained
 
 
 def test_what_waits_inside_goes_before_what_is_outside_runs_backward() -> None:
@@ -159,7 +160,7 @@ def test_what_waits_inside_goes_before_what_is_outside_runs_backward() -> None:
     with t.delays("inner"):
         b = t.make("b", a, 100, saves=(a,), delayed=Delayed((a,), weight=900))
     t.output(t.make("y", b, 100))
-    cost = t.cost()
+    cost = cost_of(t)
     assert cost.backward_peak == 400 + 900
     assert cost.backward_name() == "b (inner)"
 
@@ -174,4 +175,4 @@ def test_what_waits_is_not_added_into() -> None:
         b = t.make("b", x, 100, saves=(x,), alias=True, delayed=Delayed((x,)))
         t.output(a, b)
     # x; the gradients of a and b, which are x's; their sum.
-    assert t.cost().backward_peak == 400
+    assert cost_of(t).backward_peak == 400

@@ -7,14 +7,14 @@ import pytest
 from bridge_memory.components import Component, Lifetime
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_units, stage_inventories
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.layout import layout
+from bridge_memory.tapes.context import context_of
 from bridge_memory.workspaces.allocator import block_rest
 from bridge_memory.workspaces.batch import batch_bytes
-from bridge_memory.workspaces.lasting import chunk_facts, lasting_buffers
+from bridge_memory.workspaces.persistent import chunk_facts, persistent_buffers
 
 MIB = 1 << 20
 GPT = (
@@ -38,7 +38,7 @@ def workspaces(
     state = stage_state(run, stage)
     facts = [chunk_facts(run, shape, ctx) for shape in shapes]
     residue = sum(chunk.residue for chunk in stage_inventories(run.model, shapes, ctx))
-    buffers = lasting_buffers(run, facts, ctx, residue)
+    buffers = persistent_buffers(run, facts, ctx, residue)
     return {w.name: w for w in (*buffers, *state.buffers())}
 
 

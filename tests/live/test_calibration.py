@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from bridge_memory import calibration
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.live import MemoryReport
 from bridge_memory.live.cuda import Reading
 from bridge_memory.readers.config_container import run_from_config_container

@@ -136,7 +136,7 @@ def test_weights_and_states_are_those_of_the_model_that_was_built(
 ) -> None:
     """Every parameter of the real model in its own dtype, in blocks of 512 bytes; moments of those that train."""
     from bridge_memory.components import Role
-    from bridge_memory.estimate import estimate
+    from bridge_memory.estimation import estimate
 
     model = tiny().to(getattr(torch, dtype))
     if adapted:
@@ -156,7 +156,7 @@ def test_weights_and_states_are_those_of_the_model_that_was_built(
     trained = [p for p in model.parameters() if p.requires_grad]
     steps = 512 * len(trained)  # a counter of the fused kernel each
     assert 0 <= stage.bytes_of(Role.OPTIMIZER) - 2 * blocks(trained) <= steps
-    assert not [gap for gap in run.not_modelled if "debug" in gap or "all trained" in gap]
+    assert not [feature for feature in run.not_modelled if "debug" in feature or "all trained" in feature]
 
 
 def test_what_no_one_set_of_training_arguments_is_neither_a_gap_nor_an_assumption(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.live import oom
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.prediction import predict

@@ -14,7 +14,7 @@ from small_jobs import megatron_lm_args
 
 from bridge_memory.calibration import journal
 from bridge_memory.calibration.records import ReportRecord
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.live import install, uninstall
 from bridge_memory.live.cuda import Reading
 from bridge_memory.readers.config_container import run_from_config_container

@@ -11,8 +11,8 @@ import pytest
 
 from bridge_memory import BatchSpec, ModelSpec, ParallelSpec, RunSpec, SpecError, estimate, resolve_model
 from bridge_memory.cli import main
-from bridge_memory.plan.balance import balance, default_split, described, with_sizes
-from bridge_memory.plan.published import PUBLISHED
+from bridge_memory.plan.megatron.balance import balance, default_split, described, with_sizes
+from bridge_memory.plan.megatron.published import PUBLISHED
 from bridge_memory.speed.hardware import hardware_of
 
 H100 = hardware_of("H100")

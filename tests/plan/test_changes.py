@@ -18,11 +18,11 @@ from bridge_memory import (
     estimate,
 )
 from bridge_memory.cli import main
-from bridge_memory.cli.fix import changed_flags
+from bridge_memory.emit.fixes import changed_flags
 from bridge_memory.plan.changes import Change, Effect, WhatIf, changes
 from bridge_memory.spec.transformers import TransformersSpec
 from bridge_memory.speed.hardware import hardware_of
-from bridge_memory.speed.step_time import not_timed, step_time
+from bridge_memory.speed.megatron.step_time import not_timed, step_time
 
 RUN = RunSpec(
     model="Qwen/Qwen3-30B-A3B",

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from bridge_memory import BatchSpec, RunSpec, SpecError, peaks
-from bridge_memory.inventory.lanes import Differs, along, distinct, numbered, numbered_rows, parts, whole
-from bridge_memory.inventory.sizes import chosen, largest, smallest
-from bridge_memory.plan.many import Sheet, expressible, fitting, sorted_together
-from bridge_memory.plan.search import Found, search
-from bridge_memory.plan.space import Refused, Space, layouts
+from bridge_memory.plan.megatron.many import Sheet, expressible, fitting, sorted_together
+from bridge_memory.plan.megatron.search import Found, search
+from bridge_memory.plan.megatron.space import Refused, Space, layouts
 from bridge_memory.report.gpus import find_gpu, margin_bytes
-from bridge_memory.spec.driver import driver_bytes
 from bridge_memory.speed.constants import DEFAULT
 from bridge_memory.speed.hardware import hardware_of
-from bridge_memory.speed.step_time import step_time
+from bridge_memory.speed.megatron.step_time import step_time
+from bridge_memory.tapes.batched import Differs, along, distinct, numbered, numbered_rows, parts, whole
+from bridge_memory.tapes.symbolic import chosen, largest, smallest
+from bridge_memory.workspaces.driver import driver_bytes
 
 H100 = hardware_of("H100")
 
@@ -165,7 +165,7 @@ def test_more_processes_find_the_same(together: bool) -> None:
 def test_without_numpy_layouts_are_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     of = space("meta-llama/Llama-3.2-1B", 2, "vpp", "mbs")
     ours = found(of, "H100", together=True)
-    for name in ("numpy", "bridge_memory.plan.many"):
+    for name in ("numpy", "bridge_memory.plan.megatron.many"):
         monkeypatch.setitem(sys.modules, name, None)
     theirs = search(of, H100, capacity=find_gpu("H100").capacity_bytes, margin=lambda peak: margin_bytes(peak, 2))
     assert not theirs.together and list(theirs.rows) == list(ours.rows)

@@ -14,15 +14,15 @@ import pytest
 
 from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, estimate, resolve_model
 from bridge_memory.cli import main
-from bridge_memory.cli.emit import bridge_overrides, layout_fields, megatron_arguments
-from bridge_memory.plan.search import Found, search, ties
-from bridge_memory.plan.space import Refused, Space, layouts, parallel_sizes, useful_modules
-from bridge_memory.plan.splits import balanced_layout, splits
+from bridge_memory.emit.megatron import bridge_overrides, layout_fields, megatron_arguments
+from bridge_memory.plan.megatron.search import Found, search, ties
+from bridge_memory.plan.megatron.space import Refused, Space, layouts, parallel_sizes, useful_modules
+from bridge_memory.plan.megatron.splits import balanced_layout, splits
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.report.gpus import find_gpu, margin_bytes
 from bridge_memory.spec.layout_string import parse_layout_string, short_layout_string
 from bridge_memory.speed.hardware import hardware_of
-from bridge_memory.speed.step_time import step_time
+from bridge_memory.speed.megatron.step_time import step_time
 
 LLAMA, QWEN = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B"
 
@@ -322,8 +322,8 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    import bridge_memory.plan.many as many
-    import bridge_memory.plan.search as module
+    import bridge_memory.plan.megatron.many as many
+    import bridge_memory.plan.megatron.search as module
 
     for where, name, whole in ((many.Memory, "peaks", ()), (module, "peaks", ("--engine", "megatron_fsdp",
                                "--data-parallel-sharding-strategy", "optim_grads_params"))):

@@ -1,7 +1,7 @@
 """The parameters of recipes' models, as megatron-core builds them through Bridge's providers and as counted here.
 
 A process of its own (``python tests/readers/bridge_parameters.py RECIPE ...``): Transformer Engine's constructors must
-make weights, as in ``bridge_memory/rehearse/te_shapes.py``, before megatron-core is imported. Prints one JSON line a
+make weights, as in ``bridge_memory/rehearsal/te_shapes.py``, before megatron-core is imported. Prints one JSON line a
 recipe: its name and both counts, [inventory, megatron-core]; or why it is not built.
 """
 
@@ -33,7 +33,7 @@ ALONE: dict[str, Any] = {
 def stub_with_weights() -> None:
     import bridge_stubs
 
-    from bridge_memory.rehearse.te_shapes import _constructors
+    from bridge_memory.rehearsal.te_shapes import _constructors
 
     made_empty = bridge_stubs._StubLoader.exec_module
 
@@ -53,8 +53,8 @@ def counts(config: Any) -> list[int]:
 
     from bridge_memory.inventory.stack import stage_parameters
     from bridge_memory.readers.config_container import run_from_config_container
-    from bridge_memory.rehearse.patches import building
-    from bridge_memory.rehearse.world import fake_world
+    from bridge_memory.rehearsal.patches import building
+    from bridge_memory.rehearsal.world import fake_world
 
     model = config.model
     for key, value in ALONE.items():
@@ -66,7 +66,7 @@ def counts(config: Any) -> list[int]:
     config.train.global_batch_size = config.train.micro_batch_size
     model.vocab_size = model.vocab_size or 32000
     run = run_from_config_container(config, world_size=1)
-    run = replace(run, model=replace(run.model, towers=()))
+    run = replace(run, model=replace(run.model, encoders=()))
     ours = sum(p.numel for chunk in stage_parameters(run, 0) for p in chunk)
     with fake_world(run.parallel, 0), building(), torch.device("meta"):
         model._pg_collection = ProcessGroupCollection.use_mpu_process_groups()

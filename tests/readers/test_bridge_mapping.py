@@ -217,7 +217,7 @@ def differences(ours: Any, theirs: Any, path: str = "") -> set[str]:
     return set() if ours == theirs else {path}
 
 
-def towers_written_out(config: dict[str, Any]) -> dict[str, Any]:
+def encoders_written_out(config: dict[str, Any]) -> dict[str, Any]:
     """With the sizes of towers, which an empty config leaves to the defaults of its class."""
     from transformers import AutoConfig
 
@@ -237,7 +237,7 @@ def test_both_read_the_same_model(architecture: str) -> None:
 
     if architecture not in AutoBridge.list_supported_models():
         pytest.skip(f"this Megatron Bridge has no bridge for {architecture}")
-    config = towers_written_out({**CONFIGS[architecture], "architectures": [architecture]})
+    config = encoders_written_out({**CONFIGS[architecture], "architectures": [architecture]})
     ours = model_from_hf_config(config, architecture)
     theirs = model_from_bridge(config, architecture)
     assert differences(ours, theirs) == set(DIFFERENCES.get(architecture, {}))

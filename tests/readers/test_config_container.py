@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.spec import SpecError
-from bridge_memory.spec.gaps import Effect, as_gap
+from bridge_memory.spec.unmodelled import Effect, as_feature
 
 
 def namespace(**changes: Any) -> SimpleNamespace:
@@ -153,7 +153,7 @@ def test_the_order_of_a_teacher_is_that_of_its_weights_and_logits() -> None:
     )
     config = namespace(model__teacher=teacher, **{f"model__{name}": value for name, value in sizes.items()})
     run = run_from_config_container(config, world_size=8)
-    (found,) = (gap for gap in map(as_gap, run.not_modelled) if gap.startswith("model.teacher"))
+    (found,) = (feature for feature in map(as_feature, run.not_modelled) if feature.startswith("model.teacher"))
     assert found.effect is Effect.UP
     weights = (32 * (4 * 4096**2 + 3 * 4096 * 14336) + 2 * 128_256 * 4096) * 2 / 4
     assert f"{weights / 2**30:.1f} GiB of its weights" in found.order

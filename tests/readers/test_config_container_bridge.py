@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.inventory.counts import model_parameters
 from bridge_memory.readers.config_container import mixed_precision_fields, run_from_config_container
 from bridge_memory.releases import release_in
@@ -337,7 +337,7 @@ def test_the_containers_environment_is_read_where_the_process_names_no_other(
     assert not run_from_config_container(config, world_size=8).implementation.expandable_segments
 
 
-def test_the_tower_of_a_vision_language_recipe_is_counted(recipes: Any) -> None:
+def test_the_encoder_of_a_vision_language_recipe_is_counted(recipes: Any) -> None:
     """Qwen2.5-VL's tower is transformers' own module, whole on each rank; frozen, it is listed."""
     name = "qwen25_vl_7b_sft_config"
     if not hasattr(recipes, name):
@@ -346,16 +346,16 @@ def test_the_tower_of_a_vision_language_recipe_is_counted(recipes: Any) -> None:
 
     config = build(getattr(recipes, name))
     run = run_from_config_container(config, world_size=8)
-    (tower,) = run.model.towers
-    assert tower.sharded == 0
-    assert not [gap for gap in run.not_modelled if gap.startswith("model.vision_config")]
-    without = dataclasses.replace(run, model=dataclasses.replace(run.model, towers=()))
+    (encoder,) = run.model.encoders
+    assert encoder.sharded == 0
+    assert not [feature for feature in run.not_modelled if feature.startswith("model.vision_config")]
+    without = dataclasses.replace(run, model=dataclasses.replace(run.model, encoders=()))
     more = estimate(run).stages[0].parameters - estimate(without).stages[0].parameters
-    assert more == tower.parameters
+    assert more == encoder.parameters
     config.model.freeze_vision_model = True
     frozen = run_from_config_container(config, world_size=8)
-    assert not frozen.model.towers
-    assert [gap for gap in frozen.not_modelled if gap.startswith("model.vision_config: a tower")]
+    assert not frozen.model.encoders
+    assert [feature for feature in frozen.not_modelled if feature.startswith("model.vision_config: a tower")]
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("llama3_8b", 64), ("qwen3_30b_a3b", 16), ("deepseek_v3", 1024)])

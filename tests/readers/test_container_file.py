@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bridge_memory.cli import main
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.readers.container_file import container_from_file, container_from_recipe
 from bridge_memory.spec import SpecError

@@ -210,7 +210,7 @@ def test_a_field_of_a_newer_release_is_listed_where_it_is_set() -> None:
         parallel_output: bool = True
 
     newer = NewerConfig(folds_in_time=3, parallel_output=False)
-    listed = [str(gap) for gap in not_modelled({"model": newer})]
+    listed = [str(feature) for feature in not_modelled({"model": newer})]
     assert listed == [
         "model.folds_in_time (3): a field that is not known here",
         "model.parallel_output: logits that are gathered over tensor-parallel ranks",
@@ -222,7 +222,9 @@ def test_details_without_their_option_are_not_listed() -> None:
     model = SimpleNamespace(clone_scatter_output_in_embedding=False, sequence_parallel=False)
     assert not list(not_modelled({"model": model}))
     model.sequence_parallel = True
-    assert [gap.split(":")[0] for gap in not_modelled({"model": model})] == ["model.clone_scatter_output_in_embedding"]
+    assert [feature.split(":")[0] for feature in not_modelled({"model": model})] == [
+        "model.clone_scatter_output_in_embedding"
+    ]
     assert gap_of("ddp", "reuse_grad_buf_for_mxfp8_param_ag") is None  # said once, of the optimizer
 
 

@@ -261,7 +261,7 @@ def test_keys_of_published_files_that_hold_no_memory_are_let_through() -> None:
         assert model_from_hf_config(config_of(preset) | extra, preset) == resolve_model(preset)
 
 
-def test_a_multimodal_wrapper_is_its_text_tower_and_says_so() -> None:
+def test_a_multimodal_wrapper_is_its_text_encoder_and_says_so() -> None:
     text = config_of("google/gemma-3-12b-pt")
     wrapped = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}
     model = model_from_hf_config(wrapped, "x")

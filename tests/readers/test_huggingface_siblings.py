@@ -287,7 +287,7 @@ def test_defaults_of_nested_configs_are_those_of_transformers(model_type: str) -
     assert counted_by(model_from_hf_config(nested, "nested")) == parameters(config)
 
 
-TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl": ("qwen2_5_vl_text", GROUPED),
     "qwen3_vl": ("qwen3_vl_text", GROUPED | {"head_dim": 16}),
     "qwen3_vl_moe": ("qwen3_vl_moe_text", EXPERTS | {"head_dim": 16}),
@@ -307,24 +307,24 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def wrapper_config(wrapper: str) -> Any:
-    model_type, fields = TOWERS[wrapper]
+    model_type, fields = ENCODERS[wrapper]
     config = config_of(wrapper, text_config={"model_type": model_type, **fields})
     if int(transformers.__version__.split(".")[0]) < 5 and wrapper != "llama4":
         config.text_config.rope_scaling = {"rope_type": "default", "mrope_section": [1, 1, 1]}
     return config
 
 
-@pytest.mark.parametrize("wrapper", TOWERS)
-def test_the_text_tower_of_a_wrapper_has_the_parameters_transformers_gives_it(wrapper: str) -> None:
+@pytest.mark.parametrize("wrapper", ENCODERS)
+def test_the_text_encoder_of_a_wrapper_has_the_parameters_transformers_gives_it(wrapper: str) -> None:
     """The wrapper's language model (embedding, layers, norm) plus the head, unless it is tied."""
     from transformers.models.auto.modeling_auto import AutoModel
 
     config = wrapper_config(wrapper)
     with torch.device("meta"):
-        tower = AutoModel.from_config(config.text_config)
+        encoder = AutoModel.from_config(config.text_config)
     model = model_from_hf_config(config.to_dict(), wrapper)
     head = 0 if model.share_embeddings_and_output_weights else 512 * 96
-    assert hf_parameters.main_model(model) == sum(p.numel() for p in tower.parameters()) + head
+    assert hf_parameters.main_model(model) == sum(p.numel() for p in encoder.parameters()) + head
     assert any("text tower only" in line for line in model.assumptions)
 
 
@@ -335,8 +335,8 @@ DIVIDED = (
 )
 
 
-@pytest.mark.parametrize("wrapper", TOWERS)
-def test_what_stands_beside_the_text_tower_is_counted_and_listed(wrapper: str) -> None:
+@pytest.mark.parametrize("wrapper", ENCODERS)
+def test_what_stands_beside_the_text_encoder_is_counted_and_listed(wrapper: str) -> None:
     """The wrapper without its language model: towers and what joins them to it."""
     from transformers.models.auto.modeling_auto import AutoModel
 
@@ -345,15 +345,15 @@ def test_what_stands_beside_the_text_tower_is_counted_and_listed(wrapper: str) -
         pytest.skip(f"transformers {transformers.__version__} makes no model of {wrapper} without its head")
     with torch.device("meta"):
         whole = AutoModel.from_config(config)
-        tower = AutoModel.from_config(config.text_config)
+        encoder = AutoModel.from_config(config.text_config)
     # Llama 4's has its output layer inside.
     beside = sum(p.numel() for name, p in whole.named_parameters() if "lm_head" not in name)
-    beside -= sum(p.numel() for p in tower.parameters())
+    beside -= sum(p.numel() for p in encoder.parameters())
     model = model_from_hf_config(config.to_dict(), wrapper)
     if wrapper in ("glm4v", "llama4"):  # Megatron Bridge builds none
         assert any(f" {beside} parameters" in line for line in model.not_modelled), (beside, model.not_modelled)
         return
-    (found,) = model.towers
+    (found,) = model.encoders
     assert found.parameters == beside
     if wrapper.startswith("qwen3"):
         visual = [(name, p.numel()) for name, p in whole.named_parameters() if "visual" in name]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bridge_memory.cli import main
-from bridge_memory.estimate import peaks
+from bridge_memory.estimation import peaks
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.megatron_args import read_arguments, run_from_megatron_args
 from bridge_memory.readers.megatron_args.beside_model import _OF_THE_MODEL

@@ -1,7 +1,7 @@
 """Megatron-LM's parsed arguments are the words that were parsed.
 
 ``tests/data/megatron_lm_arguments.json`` holds what Megatron-LM 0.19.2 itself makes of command lines: its parser's
-defaults and options, and the namespaces that ``validate_args`` leaves (``scripts/megatron_lm_namespaces.py``).
+defaults and options, and the namespaces that ``validate_args`` leaves (``scripts/maintain/megatron_lm_namespaces.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import bridge_memory.readers
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.readers.config_container import run_from_config_container
 from bridge_memory.readers.megatron_args import container, run_from_megatron_args
 from bridge_memory.readers.megatron_args.arguments import READ, by_destination
@@ -93,8 +93,8 @@ def test_a_plain_namespace_has_no_gap_and_an_unknown_name_only_when_it_is_on() -
     assert not told_twice("llama")[1].not_modelled
     args = namespace("llama")
     args.my_own, args.my_other, args.fp16_lm_cross_entropy = True, None, True
-    gaps = run_from_megatron_args(args, megatron_core=CORE).not_modelled
-    assert len(gaps) == 2 and any("--my-own" in line for line in gaps)
+    unmodelled = run_from_megatron_args(args, megatron_core=CORE).not_modelled
+    assert len(unmodelled) == 2 and any("--my-own" in line for line in unmodelled)
 
 
 @pytest.mark.parametrize("name", [name for name in RECORDED["runs"] if name.startswith("example: ")])

@@ -34,8 +34,8 @@ from bridge_memory.readers.megatron_args.arguments import (
     by_destination,
 )
 from bridge_memory.readers.megatron_args.harmless import REASONS
-from bridge_memory.readers.megatron_args.unmodelled import Unmodelled, same
-from bridge_memory.spec.gaps import Effect
+from bridge_memory.readers.megatron_args.unmodelled import Listed, same
+from bridge_memory.spec.unmodelled import Effect
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "data" / "megatron_lm_arguments.json"
@@ -47,8 +47,8 @@ def holds_the_parser(folder: str) -> bool:
 
 @functools.cache
 def parser_on_the_path(folder: str) -> Any:
-    """What ``scripts/megatron_lm_namespaces.py --parser`` writes of the release in ``folder``."""
-    script = str(ROOT / "scripts" / "megatron_lm_namespaces.py")
+    """What ``scripts/maintain/megatron_lm_namespaces.py --parser`` writes of the release in ``folder``."""
+    script = str(ROOT / "scripts" / "maintain" / "megatron_lm_namespaces.py")
     made = subprocess.run(
         [sys.executable, "-W", "ignore", script, "--parser", "/dev/stdout"],
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": folder}, check=False,
@@ -88,8 +88,8 @@ def test_every_name_that_validate_args_adds_is_known() -> None:
 def test_an_argument_of_a_future_release_is_in_no_class() -> None:
     """The test above would say so, and the reader lists it."""
     assert "brand_new" not in KNOWN
-    (gap,) = Arguments(read_arguments(SimpleNamespace(brand_new=2))).not_modelled()
-    assert gap == "--brand-new: not an argument this reader knows" and gap.effect is Effect.UNKNOWN
+    (feature,) = Arguments(read_arguments(SimpleNamespace(brand_new=2))).not_modelled()
+    assert feature == "--brand-new: not an argument this reader knows" and feature.effect is Effect.UNKNOWN
 
 
 def test_every_option_finds_its_destination(parser: Any) -> None:
@@ -178,10 +178,10 @@ def test_what_is_not_modelled_is_listed_when_it_is_set(name: str) -> None:
     beside, option = _BESIDE.get(name, {}), "--" + name.replace("_", "-")
 
     def listed(**values: Any) -> list[Any]:
-        return [gap for gap in Arguments(read_arguments(values)).not_modelled() if gap.startswith(option)]
+        return [feature for feature in Arguments(read_arguments(values)).not_modelled() if feature.startswith(option)]
 
-    (gap,) = listed(**beside, **{name: other})
-    assert entry.what in gap and gap.effect is entry.effect
+    (feature,) = listed(**beside, **{name: other})
+    assert entry.what in feature and feature.effect is entry.effect
     if entry.default is not None:
         assert not listed(**beside, **{name: entry.default})
     assert bool(beside) is not bool(listed(**{name: other}))
@@ -211,4 +211,4 @@ def test_what_a_file_or_a_checkpoint_says_is_in_parsed_arguments() -> None:
 )  # fmt: skip
 def test_values_are_compared_as_they_are_told(value: object, default: object, alike: bool) -> None:
     assert same(value, default) is alike
-    assert Unmodelled(default, Effect.UP, "").applies(Arguments(read_arguments({})), value) is not alike
+    assert Listed(default, Effect.UP, "").applies(Arguments(read_arguments({})), value) is not alike

@@ -12,14 +12,14 @@ import pytest
 from bridge_memory import SpecError
 from bridge_memory.cli import main
 from bridge_memory.engines.peft import adapter_units
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.readers.engines.peft import _KNOWN, DEFAULT_TARGETS
 from bridge_memory.readers.engines.run import settings_from_files
-from bridge_memory.readers.engines.settings import Told
+from bridge_memory.readers.engines.settings import Specified
 from bridge_memory.spec import ImplementationSpec, PeftSpec, PrecisionSpec, RunSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.parts import DataParallelSpec
+from bridge_memory.tapes.context import context_of
 
 
 def read(folder: Path, **config: Any) -> dict[str, Any]:
@@ -36,11 +36,11 @@ def test_linears_that_nobody_names_are_pefts_own_choice(tmp_path: Path) -> None:
     path = tmp_path / "adapter_config.json"
     path.write_text('{"peft_type": "LORA", "r": 8}')
     for kind, targets in DEFAULT_TARGETS.items():
-        settings = settings_from_files(peft_config=str(path), told=Told(model_type=kind))
+        settings = settings_from_files(peft_config=str(path), told=Specified(model_type=kind))
         settings.notes.check()
         assert settings.groups["peft"]["target_modules"] == targets
     with pytest.raises(SpecError, match="target_modules is missing, and peft knows none for qwen3_moe"):
-        settings_from_files(peft_config=str(path), told=Told(model_type="qwen3_moe")).notes.check()
+        settings_from_files(peft_config=str(path), told=Specified(model_type="qwen3_moe")).notes.check()
     theirs = pytest.importorskip("peft.utils.constants").TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     assert {kind: theirs[kind] for kind in DEFAULT_TARGETS} == {k: list(v) for k, v in DEFAULT_TARGETS.items()}
     assert "qwen3_moe" not in theirs

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from bridge_memory import RunSpec
-from bridge_memory.cli.run_arguments import run_from_arguments
-from bridge_memory.cli.run_flags import add_run_arguments
-from bridge_memory.estimate import estimate
+from bridge_memory.arguments.flags import add_run_arguments
+from bridge_memory.arguments.run import run_from_arguments
+from bridge_memory.estimation import estimate
 from bridge_memory.readers.config_container import run_of_container
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.readers.transformer_config import model_from_transformer_config

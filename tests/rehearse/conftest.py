@@ -6,8 +6,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 
 if find_spec("torch") is not None:
-    from bridge_memory.rehearse.imports import import_megatron_core
-    from bridge_memory.rehearse.world import quiet
+    from bridge_memory.rehearsal.imports import import_megatron_core
+    from bridge_memory.rehearsal.world import quiet
 
     with suppress(ImportError), quiet():
         import_megatron_core()

@@ -17,13 +17,12 @@ pytest.importorskip("megatron.core")
 
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
-from bridge_memory.inventory.context import context_of  # noqa: E402
 from bridge_memory.inventory.layer import layer_block  # noqa: E402
-from bridge_memory.rehearse import compiled  # noqa: E402
-from bridge_memory.rehearse.patches import META, _as_a_kernel  # noqa: E402
-from bridge_memory.rehearse.run import _backward, _Enter, _Leave  # noqa: E402
-from bridge_memory.rehearse.tracker import Tracker  # noqa: E402
-from bridge_memory.rehearse.world import installed_release, quiet  # noqa: E402
+from bridge_memory.rehearsal import compiled  # noqa: E402
+from bridge_memory.rehearsal.patches import META, _as_a_kernel  # noqa: E402
+from bridge_memory.rehearsal.run import _backward, _Enter, _Leave  # noqa: E402
+from bridge_memory.rehearsal.tracker import Tracker  # noqa: E402
+from bridge_memory.rehearsal.world import installed_release, quiet  # noqa: E402
 from bridge_memory.spec import (  # noqa: E402
     BatchSpec,
     CompressedAttentionSpec,
@@ -33,6 +32,7 @@ from bridge_memory.spec import (  # noqa: E402
     ParallelSpec,
     RunSpec,
 )
+from bridge_memory.tapes.context import context_of  # noqa: E402
 
 if (installed_release() or (0, 0)) < (0, 19):
     pytest.skip("the indexer's loss of megatron-core 0.19", allow_module_level=True)

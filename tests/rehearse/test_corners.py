@@ -12,11 +12,11 @@ pytest.importorskip("megatron.core")
 from bridge_memory.inventory.stack import stage_parameters
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.presets import list_presets
-from bridge_memory.rehearse import patches
-from bridge_memory.rehearse.model import NotBuildable, build_chunks
-from bridge_memory.rehearse.run import on_rank, rehearse
-from bridge_memory.rehearse.summary import Quantity, Row, rows
-from bridge_memory.rehearse.world import installed_release
+from bridge_memory.rehearsal import patches
+from bridge_memory.rehearsal.model import NotBuildable, build_chunks
+from bridge_memory.rehearsal.run import on_rank, rehearse
+from bridge_memory.rehearsal.summary import Quantity, Row, rows
+from bridge_memory.rehearsal.world import installed_release
 from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RecomputeSpec, RunSpec
 from bridge_memory.spec.model import ModelSpec
 

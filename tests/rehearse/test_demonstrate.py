@@ -1,4 +1,4 @@
-"""scripts/demonstrate_on_gpu.py without a GPU: its loop over host memory, with a small model."""
+"""scripts/maintain/demonstrate_on_gpu.py without a GPU: its loop over host memory, with a small model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = ["--custom-config", CONFIG, "--num-gpus", "1", "--seq-length", "128", "-
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return load_script("demonstrate_on_gpu")
+    return load_script("maintain/demonstrate_on_gpu")
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_running_out_of_memory_is_reported(
     script: ModuleType, statistics: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third phase asks for a GiB that is not there; torch's observer, which only CUDA has, is called by hand."""
-    from bridge_memory.rehearse import gpu
+    from bridge_memory.rehearsal import gpu
 
     def train(run: Any, rank: int, steps: int, note: Any) -> None:
         note("model built")
@@ -90,7 +90,7 @@ def test_without_a_gpu_or_a_folder_it_says_so(
 
 
 def _run(script: ModuleType) -> Any:
-    from bridge_memory.rehearse import gpu
+    from bridge_memory.rehearsal import gpu
 
     before, gpu.run_here = gpu.run_here, lambda run: run
     try:

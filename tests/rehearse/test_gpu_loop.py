@@ -23,12 +23,12 @@ import torch
 from bridge_memory.accuracy.predictions import predict_all
 from bridge_memory.accuracy.records import load_runs
 from bridge_memory.cli import main
-from bridge_memory.estimate import estimate
-from bridge_memory.rehearse import gpu, patches
-from bridge_memory.rehearse.run import rehearse
-from bridge_memory.rehearse.summary import rows
-from bridge_memory.rehearse.tracker import Tracker
-from bridge_memory.rehearse.world import RehearsalUnavailable
+from bridge_memory.estimation import estimate
+from bridge_memory.rehearsal import gpu, patches
+from bridge_memory.rehearsal.run import rehearse
+from bridge_memory.rehearsal.summary import rows
+from bridge_memory.rehearsal.tracker import Tracker
+from bridge_memory.rehearsal.world import RehearsalUnavailable
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,
@@ -113,7 +113,7 @@ def stand_ins(run: RunSpec, stage: int) -> int:
     return 2 * sum(rows * columns for rows, columns in shapes)
 
 
-def lasting(run: RunSpec, stage: int) -> int:
+def persistent(run: RunSpec, stage: int) -> int:
     """What a step leaves behind that the meta rehearsal leaves out, by hand.
 
     The batch: token ids, labels and positions of 8 bytes, a loss mask of 4; the rotary table in fp32; the scores
@@ -149,7 +149,7 @@ def test_the_real_loop_peaks_where_the_replayed_schedule_does(name: str) -> None
     found = measure(run, stage)
     table = {r.name: r.found for r in rows(rehearse(found.run, stage))}
     # What both columns of the rehearsal take from the estimate is no part of this.
-    expected = table["peak"] - table["buffers, the same in both"] + lasting(run, stage)
+    expected = table["peak"] - table["buffers, the same in both"] + persistent(run, stage)
     assert found.peak == pytest.approx(expected, rel=0.005)
 
 
@@ -165,11 +165,11 @@ def test_a_step_leaves_the_last_received_tensor_and_its_gradient(name: str, rece
     found = measure(run, stage)
     table = {r.name: r.found for r in rows(rehearse(found.run, stage))}
     left = found.allocated - sum(table[part] for part in ("weights", "gradients", "optimizer state"))
-    left -= lasting(run, stage) + 4 * SEQ * 16 * (run.parallel.vpp - 1)
+    left -= persistent(run, stage) + 4 * SEQ * 16 * (run.parallel.vpp - 1)
     shard = run.parallel.tp if run.parallel.sp else 1
     assert left == pytest.approx(received * 2 * 2 * SEQ * 64 // shard, abs=1024)
-    leftovers = {c.name: c.bytes for c in estimate(found.run).stages[stage].leftovers}
-    assert sum(leftovers.values()) == received * 2 * 2 * SEQ * 64 // shard
+    carried_over = {c.name: c.bytes for c in estimate(found.run).stages[stage].carried_over}
+    assert sum(carried_over.values()) == received * 2 * 2 * SEQ * 64 // shard
 
 
 @pytest.mark.parametrize("name", ["one stage", "middle of four", "experts"])

@@ -16,9 +16,9 @@ import torch
 from scripts_of import load_script
 
 from bridge_memory.accuracy.records import load_runs
-from bridge_memory.estimate import estimate
-from bridge_memory.rehearse.measuring import in_its_own_process, margins
-from bridge_memory.rehearse.record import Phase, record_of
+from bridge_memory.estimation import estimate
+from bridge_memory.rehearsal.measuring import in_its_own_process, margins
+from bridge_memory.rehearsal.record import Phase, record_of
 from bridge_memory.spec import MLASpec
 from bridge_memory.spec.ranks import rank_of_stage
 
@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_left_out_and_said(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Small)
     assert script.main(["--record", str(tmp_path / "r.jsonl"), "--impl", "local"]) == 0
     assert "left out" in capsys.readouterr().out
-    from bridge_memory.rehearse.gpu import missing_kernels
+    from bridge_memory.rehearsal.gpu import missing_kernels
 
     fitting = [c for c in script.configurations(False, missing_kernels())
                if estimate(c.run).stages[c.stage].peak_bytes <= script.ROOM * 24 * GIB]  # fmt: skip

@@ -11,9 +11,9 @@ from bridge_memory.accuracy.predictions import predict_all
 from bridge_memory.accuracy.records import load_runs
 from bridge_memory.accuracy.runs import run_of
 from bridge_memory.cli import main
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.readers import resolve_model
-from bridge_memory.rehearse.record import Phase, append_record, record_of
+from bridge_memory.rehearsal.record import Phase, append_record, record_of
 from bridge_memory.spec import ImplementationSpec, ParallelSpec, RunSpec, SpecError
 
 

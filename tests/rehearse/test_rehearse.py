@@ -18,11 +18,11 @@ pytest.importorskip("megatron.core")
 from spec_groups import groups_of
 
 from bridge_memory.cli import main
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.readers import resolve_model
-from bridge_memory.rehearse import run, world
-from bridge_memory.rehearse.run import rehearse
-from bridge_memory.rehearse.world import fake_world
+from bridge_memory.rehearsal import run, world
+from bridge_memory.rehearsal.run import rehearse
+from bridge_memory.rehearsal.world import fake_world
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,
@@ -222,8 +222,8 @@ def test_a_layer_is_built_from_the_architecture_that_is_given() -> None:
     """fc1's output and the activation are twice as wide: 6 bytes a token and inner unit more."""
     from dataclasses import replace as changed
 
-    from bridge_memory.rehearse.model import transformer_config
-    from bridge_memory.rehearse.run import rehearse_layer
+    from bridge_memory.rehearsal.model import transformer_config
+    from bridge_memory.rehearsal.run import rehearse_layer
 
     run = RunSpec(model=resolve_model("meta-llama/Llama-3.2-1B"), implementation=LOCAL)
     wide = changed(transformer_config(run), ffn_hidden_size=16384)
@@ -235,14 +235,14 @@ def test_a_stand_in_of_a_weights_gradient_is_kept_for_ddps_hooks() -> None:
     """fc1's, 2 x 18944 / 2 x 3584 in bf16: the GEMM adds into the main gradient, and hooks get a tensor of that shape,
     one for all layers (``tensor_parallel/layers.py: linear_with_grad_accumulation...``, TE ``module/base.py:
     get_dummy_wgrad``)."""
-    from bridge_memory.rehearse.run import rehearse_layer
+    from bridge_memory.rehearsal.run import rehearse_layer
 
     run = RunSpec(
         model=resolve_model("Qwen/Qwen2-7B"), parallel=ParallelSpec(world_size=2, tensor_model_parallel_size=2),
         batch=BatchSpec(seq_length=512), implementation=LOCAL,
     )  # fmt: skip
     passes = rehearse_layer(run, 3)
-    assert [a.bytes for a in passes.lasting].count(2 * 18944 * 3584) == 1
+    assert [a.bytes for a in passes.persistent].count(2 * 18944 * 3584) == 1
     assert 2 * 18944 * 3584 not in [a.bytes for a in passes.backward_peak.largest]
 
 
@@ -262,7 +262,7 @@ IGNORED = {
 
 @pytest.mark.parametrize("field", IGNORED)
 def test_what_a_rehearsal_would_ignore_is_refused_by_name(field: str) -> None:
-    from bridge_memory.rehearse.refusals import refuse_what_is_ignored
+    from bridge_memory.rehearsal.refusals import refuse_what_is_ignored
 
     class Run:
         precision, optimizer, implementation = PrecisionSpec(), OptimizerSpec(), LOCAL
@@ -289,7 +289,7 @@ def test_what_is_transformer_engines_alone_is_refused_without_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The local modules, which then stand in, would compute in bf16 on both sides and say nothing."""
-    from bridge_memory.rehearse import te_kernels
+    from bridge_memory.rehearsal import te_kernels
 
     monkeypatch.setattr(te_kernels, "loaded", lambda: False)
     monkeypatch.setattr(te_kernels, "leave", lambda: None)
@@ -330,7 +330,7 @@ def test_an_architecture_from_elsewhere_is_what_is_built() -> None:
     """A config with twice the inner width gives the layers that width, whatever the spec says."""
     from dataclasses import replace as changed
 
-    from bridge_memory.rehearse.model import transformer_config
+    from bridge_memory.rehearsal.model import transformer_config
 
     run = RunSpec(model=resolve_model("meta-llama/Llama-3.2-1B"), implementation=LOCAL)
     wide = changed(transformer_config(run), ffn_hidden_size=16384)
@@ -348,7 +348,7 @@ def test_an_address_that_comes_back_is_another_tensor() -> None:
     """The allocator hands a freed storage's address out again; what is alive must not be taken for what was."""
     import torch
 
-    from bridge_memory.rehearse.tracker import Tracker
+    from bridge_memory.rehearsal.tracker import Tracker
 
     tracker, addresses, known = Tracker(), set(), set()
     with tracker.watching(torch.nn.Module()):

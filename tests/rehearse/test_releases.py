@@ -19,17 +19,15 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from bridge_memory.cli import main
-from bridge_memory.estimate import estimate
-from bridge_memory.inventory.chain import ChunkInventory
-from bridge_memory.inventory.context import context_of
+from bridge_memory.estimation import estimate
 from bridge_memory.inventory.stack import chunk_inventory, stage_parameters
 from bridge_memory.readers import resolve_model
-from bridge_memory.rehearse.compare import compare_layer
-from bridge_memory.rehearse.model import NotBuildable, build_chunks, parameter_shapes
-from bridge_memory.rehearse.patches import building
-from bridge_memory.rehearse.run import rehearse, rehearse_layer
-from bridge_memory.rehearse.te_shapes import parameter_shapes_with_te
-from bridge_memory.rehearse.world import fake_world, installed_release, quiet
+from bridge_memory.rehearsal.compare import compare_layer
+from bridge_memory.rehearsal.model import NotBuildable, build_chunks, parameter_shapes
+from bridge_memory.rehearsal.patches import building
+from bridge_memory.rehearsal.run import rehearse, rehearse_layer
+from bridge_memory.rehearsal.te_shapes import parameter_shapes_with_te
+from bridge_memory.rehearsal.world import fake_world, installed_release, quiet
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,
@@ -47,6 +45,8 @@ from bridge_memory.spec import (
 )
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.ranks import rank_of_stage
+from bridge_memory.tapes.chain import ChunkInventory
+from bridge_memory.tapes.context import context_of
 
 HERE = installed_release() or (0, 0)
 LOCAL = ImplementationSpec(transformer_impl="local", moe_grouped_gemm=False, megatron_core=HERE)

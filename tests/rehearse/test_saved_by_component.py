@@ -14,13 +14,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from bridge_memory.inventory.chain import ChunkInventory
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import stage_inventories
-from bridge_memory.rehearse.compare import COMPONENTS, compare_chunk
-from bridge_memory.rehearse.model import NotBuildable
-from bridge_memory.rehearse.run import PassRecord, rehearse
-from bridge_memory.rehearse.summary import rows
+from bridge_memory.rehearsal.compare import COMPONENTS, compare_chunk
+from bridge_memory.rehearsal.model import NotBuildable
+from bridge_memory.rehearsal.run import PassRecord, rehearse
+from bridge_memory.rehearsal.summary import rows
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,
@@ -35,6 +33,8 @@ from bridge_memory.spec import (
     RunSpec,
 )
 from bridge_memory.spec.layout import layout
+from bridge_memory.tapes.chain import ChunkInventory
+from bridge_memory.tapes.context import context_of
 
 NONE = RecomputeSpec()
 LOCAL = ImplementationSpec(transformer_impl="local", moe_grouped_gemm=False)

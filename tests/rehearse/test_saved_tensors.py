@@ -16,9 +16,9 @@ pytest.importorskip("megatron.core")
 
 import torch
 
-from bridge_memory.rehearse.compare import compare_layer
-from bridge_memory.rehearse.model import NotBuildable
-from bridge_memory.rehearse.run import rehearse, rehearse_layer
+from bridge_memory.rehearsal.compare import compare_layer
+from bridge_memory.rehearsal.model import NotBuildable
+from bridge_memory.rehearsal.run import rehearse, rehearse_layer
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,

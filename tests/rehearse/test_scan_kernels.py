@@ -13,9 +13,9 @@ pytest.importorskip("einops")
 import torch
 
 from bridge_memory.cli import main
-from bridge_memory.rehearse import scan_kernels
-from bridge_memory.rehearse.run import PassRecord, _Enter, _Leave, _passes
-from bridge_memory.rehearse.tracker import Tracker
+from bridge_memory.rehearsal import scan_kernels
+from bridge_memory.rehearsal.run import PassRecord, _Enter, _Leave, _passes
+from bridge_memory.rehearsal.tracker import Tracker
 
 B16, F32 = 2, 4
 

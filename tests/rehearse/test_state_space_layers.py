@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("einops")
 
 from bridge_memory.readers import resolve_model
-from bridge_memory.rehearse.compare import compare_layer
+from bridge_memory.rehearsal.compare import compare_layer
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,

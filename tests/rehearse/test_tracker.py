@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bridge_memory.rehearse.tracker import Tracker  # noqa: E402
+from bridge_memory.rehearsal.tracker import Tracker  # noqa: E402
 
 KEPT: list[Any] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from bridge_memory.estimate import Estimate, estimate
+from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.spec import (
     BatchSpec,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from report_runs import NAMES, result
 
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.report.details import stage_details
 from bridge_memory.report.gpus import fits
@@ -33,7 +33,7 @@ def adds_up(doc: dict[str, Any]) -> None:
         static = sum(stage[f"{kind}_bytes"] for kind in ("weights", "gradients", "optimizer", "buffers"))
         assert sum(c["bytes"] for c in stage["components"]) == stage["peak_bytes"]
         assert static + stage["activation_bytes"] + stage["transient_bytes"] == stage["peak_bytes"]
-        assert static + sum(c["bytes"] for c in stage["leftovers"]) == stage["static_bytes"]
+        assert static + sum(c["bytes"] for c in stage["carried_over"]) == stage["static_bytes"]
         assert len(stage["layers"]) == stage["num_layers"]
     assert doc["peak"]["bytes"] == max(stage["peak_bytes"] for stage in doc["stages"])
     assert doc["stages"][doc["peak"]["stage"]]["peak_bytes"] == doc["peak"]["bytes"]

@@ -12,7 +12,7 @@ from decimal import Decimal
 import pytest
 from report_runs import NAMES, result
 
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.report.details import stage_details
 from bridge_memory.report.gpus import fits
 from bridge_memory.report.table import print_estimate
@@ -107,13 +107,13 @@ def test_static_is_what_lasts_of_the_peak_and_what_a_step_leaves(name: str) -> N
     text = printed(name)
     for span, row in by_stage(text, "Pipeline stages").items():
         stage = result(name).stages[expand(span)[0]]
-        lasting = sum(number(by_stage(text, "Memory of one rank")[span][part]) for part in PARTS[:4])
+        persistent = sum(number(by_stage(text, "Memory of one rank")[span][part]) for part in PARTS[:4])
         said = re.findall(r"([\d.]+) GiB on stages? ([\d\-, ]+)", " ".join(text.split()))
         amounts = [Decimal(amount) for amount, spans in said if covers(spans, stage.stage)]
-        left = Decimal(sum(c.bytes for c in stage.leftovers)) / UNITS["GiB"]
+        left = Decimal(sum(c.bytes for c in stage.carried_over)) / UNITS["GiB"]
         assert len(amounts) == (left >= Decimal("0.005"))  # less than half of the last digit is not said
         amount = sum(amounts)
-        assert number(row["static"]) == lasting + amount
+        assert number(row["static"]) == persistent + amount
         assert abs(number(row["static"]) - Decimal(stage.static_bytes) / UNITS["GiB"]) <= Decimal("0.01")
 
 
@@ -204,12 +204,12 @@ def test_headroom_is_what_peak_and_margin_leave_of_the_usable() -> None:
 
 
 def test_what_is_assumed_and_not_modelled_is_listed() -> None:
-    gap = "option_x changes memory and is not modelled"
-    estimate = replace(result("hybrid"), not_modelled=(gap, gap))
+    feature = "option_x changes memory and is not modelled"
+    estimate = replace(result("hybrid"), not_modelled=(feature, feature))
     out = io.StringIO()
     print_estimate(estimate, (), stream=out)
     text = " ".join(out.getvalue().split())
-    assert text.partition("Not modelled")[2].count(gap) == 1
+    assert text.partition("Not modelled")[2].count(feature) == 1
     assert all(" ".join(sentence.split()) in text for sentence in estimate.assumptions)
     assert "Fits by" not in text and "Fits, by" not in text
 

@@ -10,7 +10,7 @@ import pytest
 from report_runs import NAMES, result
 
 from bridge_memory.cli import main
-from bridge_memory.compare.snapshot import at_peak, read_snapshot
+from bridge_memory.comparison.snapshot import at_peak, read_snapshot
 from bridge_memory.report.snapshot import snapshot
 
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-import bridge_memory.spec.gaps as spec_gaps
+import bridge_memory.caveats.unmodelled as caveats
 from bridge_memory.cli import main
-from bridge_memory.estimate import Estimate, estimate
+from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.report.gpus import CONTEXT_BYTES, FRAGMENTATION, GPUS, Verdict, fits, verdict_of
 from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.table import print_estimate
 from bridge_memory.spec import BatchSpec, RunSpec
-from bridge_memory.spec.gaps import Bounds, Effect, Gap, as_gap, bounds
+from bridge_memory.spec.unmodelled import Bounds, Effect, Unmodelled, as_feature, bounds
 
 GIB = 1 << 30
 
@@ -31,12 +31,12 @@ def plain() -> Estimate:
     return estimate(RunSpec(model=resolve_model("openai-community/gpt2"), batch=BatchSpec(seq_length=1024)))
 
 
-def with_gaps(*gaps: str) -> Estimate:
-    return replace(plain(), not_modelled=gaps)
+def with_gaps(*unmodelled: str) -> Estimate:
+    return replace(plain(), not_modelled=unmodelled)
 
 
-def gap_of(sentence: str, effect: Effect, **known: Any) -> Gap:
-    return Gap(sentence, effect, order="as large as it is", **known)
+def gap_of(sentence: str, effect: Effect, **known: Any) -> Unmodelled:
+    return Unmodelled(sentence, effect, order="as large as it is", **known)
 
 
 UP, DOWN = gap_of("a: more", Effect.UP), gap_of("b: less", Effect.DOWN)
@@ -47,7 +47,7 @@ EITHER, WORDS = gap_of("c: either", Effect.EITHER), "d: a sentence of somebody e
 
 
 @pytest.mark.parametrize(
-    ("gaps", "least", "most"),
+    ("unmodelled", "least", "most"),
     [
         ((), 100, 100),
         ((UP,), 100, None),
@@ -65,26 +65,26 @@ EITHER, WORDS = gap_of("c: either", Effect.EITHER), "d: a sentence of somebody e
         ((gap_of("e", Effect.UP, least=20), gap_of("e", Effect.UP, least=20)), 120, None),
     ],
 )
-def test_gaps_move_a_number_within_bounds(gaps: tuple[str, ...], least: int | None, most: int | None) -> None:
-    assert bounds(100, gaps) == Bounds(least, most)
-    assert bounds(100, reversed(gaps)) == Bounds(least, most)
+def test_gaps_move_a_number_within_bounds(unmodelled: tuple[str, ...], least: int | None, most: int | None) -> None:
+    assert bounds(100, unmodelled) == Bounds(least, most)
+    assert bounds(100, reversed(unmodelled)) == Bounds(least, most)
 
 
 def test_a_gap_is_its_sentence_and_survives_a_copy() -> None:
     import copy
     import pickle
 
-    gap = gap_of("x: y", Effect.UP, least=1, most=2, outside=True)
-    assert gap == "x: y" and hash(gap) == hash("x: y") and json.dumps(gap) == '"x: y"'
-    for made in (copy.deepcopy(gap), pickle.loads(pickle.dumps(gap)), as_gap(gap)):
+    feature = gap_of("x: y", Effect.UP, least=1, most=2, outside=True)
+    assert feature == "x: y" and hash(feature) == hash("x: y") and json.dumps(feature) == '"x: y"'
+    for made in (copy.deepcopy(feature), pickle.loads(pickle.dumps(feature)), as_feature(feature)):
         assert (made, made.effect, made.least, made.most, made.outside) == ("x: y", Effect.UP, 1, 2, True)
-        assert made.order == gap.order
-    assert as_gap("z").effect is Effect.UNKNOWN
+        assert made.order == feature.order
+    assert as_feature("z").effect is Effect.UNKNOWN
 
 
 def test_every_gap_of_a_run_says_where_it_moves_the_peak() -> None:
     run = plain().run.with_fields(cuda_graph_impl="local", moe_apply_probs_on_input=True)
-    assert [gap.effect for gap in spec_gaps.gaps(run)] == [Effect.UP, Effect.EITHER]
+    assert [feature.effect for feature in caveats.unmodelled_features(run)] == [Effect.UP, Effect.EITHER]
 
 
 # ---- verdicts ----
@@ -115,7 +115,7 @@ def of_cards(result: Estimate, *names: str) -> list[str]:
 
 def test_what_can_only_add_leaves_does_not_fit_and_what_can_only_save_leaves_fits() -> None:
     small = replace(GPUS["T4"], capacity_bytes=plain().peak_stage.peak_bytes)
-    for gaps, large_card, small_card in (
+    for unmodelled, large_card, small_card in (
         ((), "fits", "does not fit"),
         ((UP,), "unknown", "does not fit"),
         ((DOWN,), "fits", "unknown"),
@@ -124,8 +124,8 @@ def test_what_can_only_add_leaves_does_not_fit_and_what_can_only_save_leaves_fit
         ((gap_of("e", Effect.UP, most=1 << 20),), "fits", "does not fit"),
         ((gap_of("e", Effect.UP, least=500 * GIB),), "does not fit", "does not fit"),
     ):
-        found = fits(with_gaps(*gaps), [GPUS["H100"], small])
-        assert [str(fit.verdict) for fit in found] == [large_card, small_card], gaps
+        found = fits(with_gaps(*unmodelled), [GPUS["H100"], small])
+        assert [str(fit.verdict) for fit in found] == [large_card, small_card], unmodelled
         assert [fit.fits for fit in found] == [large_card == "fits", small_card == "fits"]
 
 
@@ -160,17 +160,17 @@ def test_the_verdict_is_the_first_thing_that_is_printed(stream: Any) -> None:
     (fit,) = fits(plain(), ["H100"])
     spare = f"fits H100 (79.10 GiB) with {fit.headroom_bytes / GIB:.2f} GiB to spare"
     open_ = "unknown whether it fits H100 (79.10 GiB): not modelled:"
-    for gaps, words in (
+    for unmodelled, words in (
         ((), f"{gib} {spare}"),
         ((UP,), f"at least {gib} {open_} a"),
         ((DOWN,), f"at most {gib} {spare}; not modelled: b"),
         ((WORDS,), f"{gib}, higher or lower {open_} d"),
         ((UP, WORDS, EITHER), f"{gib}, higher or lower {open_} a, d and 1 more"),
     ):
-        text = printed(with_gaps(*gaps), stream(), "H100")
+        text = printed(with_gaps(*unmodelled), stream(), "H100")
         assert text.startswith(f"{start} {words} prediction"), text[:200]
         row = text.split("fits ----")[-1] if stream is io.StringIO else text
-        assert ("unknown: what is not modelled" in row) == bool(gaps)
+        assert ("unknown: what is not modelled" in row) == bool(unmodelled)
     alone = f"{start} at least {gib} peak at least {gib}, in forward; not modelled: a prediction"
     assert printed(with_gaps(UP), stream()).startswith(alone)
 
@@ -194,22 +194,24 @@ def test_every_gap_says_where_it_moves_the_peak() -> None:
 
 
 def test_json_has_the_verdict_and_the_schema_knows_it() -> None:
-    schema = Path(spec_gaps.__file__).parents[1] / "report" / "estimate.schema.json"
+    schema = Path(caveats.__file__).parents[1] / "report" / "estimate.schema.json"
     validator = pytest.importorskip("jsonschema").Draft202012Validator(json.loads(schema.read_text()))
     peak = plain().peak_stage.peak_bytes
-    for gaps, answer, least, most in (
+    for unmodelled, answer, least, most in (
         ((), "fits", peak, peak), ((UP,), "unknown", peak, None), ((DOWN,), "fits", None, peak),
         ((gap_of("e", Effect.UP, least=500 * GIB),), "does not fit", peak + 500 * GIB, None),
     ):  # fmt: skip
-        result = with_gaps(*gaps)
+        result = with_gaps(*unmodelled)
         doc = json.loads(json.dumps(estimate_to_json(result, fits(result, [GPUS["H100"]]))))
         validator.validate(doc)
         verdict = doc["verdict"]
         assert list(doc)[:2] == ["schema", "verdict"]
         assert [verdict[k] for k in ("answer", "peak_at_least_bytes", "peak_at_most_bytes")] == [answer, least, most]
         assert verdict[answer.replace(" ", "_")] == ["H100"]
-        assert doc["not_modelled"] == [gap["what"] for gap in doc["gaps"]] == list(gaps)
-        assert [gap["effect"] for gap in doc["gaps"]] == [str(as_gap(gap).effect) for gap in gaps]
+        assert doc["not_modelled"] == [feature["what"] for feature in doc["unmodelled"]] == list(unmodelled)
+        assert [feature["effect"] for feature in doc["unmodelled"]] == [
+            str(as_feature(feature).effect) for feature in unmodelled
+        ]
     without_cards = estimate_to_json(plain(), ())
     validator.validate(json.loads(json.dumps(without_cards)))
     assert without_cards["verdict"]["answer"] is None

@@ -9,7 +9,7 @@ from bridge_memory.cli import main
 from bridge_memory.speed.constants import DEFAULT
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.measured import Measured, calibrated
-from bridge_memory.speed.step_time import step_time
+from bridge_memory.speed.megatron.step_time import step_time
 
 H100 = hardware_of("H100")
 LLAMA = "meta-llama/Llama-3.1-8B"

@@ -12,15 +12,15 @@ from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecE
 from bridge_memory.accuracy.ranking import pairs_in_order, score_groups, spearman
 from bridge_memory.accuracy.speed_fit import left_out
 from bridge_memory.accuracy.throughput import Measured, Unread, measured, read_throughput
-from bridge_memory.inventory.context import context_of
-from bridge_memory.plan.space import useful_modules
+from bridge_memory.plan.megatron.space import useful_modules
 from bridge_memory.spec import AttentionSpec, LayerSpec, MLPSpec
 from bridge_memory.spec.layout import layout
 from bridge_memory.speed.constants import DEFAULT, FITTED_ON, Constants
 from bridge_memory.speed.hardware import HARDWARE, hardware_of
-from bridge_memory.speed.kernels import Kernels, kernels_of
-from bridge_memory.speed.step_time import Step, step_time
-from bridge_memory.speed.work import Product, Work, layer_work, output_work
+from bridge_memory.speed.megatron.kernels import Kernels, kernels_of
+from bridge_memory.speed.megatron.step_time import Step, step_time
+from bridge_memory.speed.megatron.work import Product, Work, layer_work, output_work
+from bridge_memory.tapes.context import context_of
 
 CORPUS = Path(__file__).parent.parent / "data" / "throughput" / "runs.jsonl"
 H100 = hardware_of("H100")

@@ -13,8 +13,8 @@ from pathlib import Path
 HERE = False
 installed = all(find_spec(name) is not None for name in ("torch", "transformer_engine"))
 if installed and "megatron.core" not in sys.modules:
-    from bridge_memory.rehearse import te_kernels
-    from bridge_memory.rehearse.world import quiet
+    from bridge_memory.rehearsal import te_kernels
+    from bridge_memory.rehearsal.world import quiet
 
     if not te_kernels.why_not():
         HERE = True

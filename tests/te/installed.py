@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bridge_memory.rehearse import te_kernels
+from bridge_memory.rehearsal import te_kernels
 from bridge_memory.releases import release_in
 
 HERE = release_in(te_kernels.version())

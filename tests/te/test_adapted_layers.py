@@ -16,12 +16,12 @@ from test_layers import check, run_of
 from test_saved_by_component import Case, full
 from test_stages import TE, TE_LOSS, kept
 
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
-from bridge_memory.rehearse.run import rehearse, rehearse_layer
-from bridge_memory.rehearse.world import installed_release
+from bridge_memory.rehearsal.run import rehearse, rehearse_layer
+from bridge_memory.rehearsal.world import installed_release
 from bridge_memory.spec import PeftSpec, PrecisionSpec, RunSpec
 from bridge_memory.spec.layout import layout
+from bridge_memory.tapes.context import context_of
 
 if find_spec("megatron.bridge") is None:
     pytest.skip("megatron.bridge is not installed", allow_module_level=True)
@@ -160,7 +160,7 @@ def test_a_fused_loss() -> None:
 
 def test_the_state_is_that_of_the_adapters() -> None:
     """megatron-core's buffers and optimizer of the wrapped chunk hold adapters alone."""
-    from bridge_memory.estimate import estimate
+    from bridge_memory.estimation import estimate
 
     run = adapted(Case("llama", 0, pp=2, tp=2, implementation=TE).run())
     found = rehearse(run, 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from test_layers import check, run_of
 
-from bridge_memory.rehearse.run import rehearse_layer
+from bridge_memory.rehearsal.run import rehearse_layer
 from bridge_memory.spec import PrecisionSpec, RunSpec
 
 RECIPES = [
@@ -69,7 +69,7 @@ def test_weights_are_kept_in_two_layouts_on_hopper_and_in_one_on_blackwell() -> 
     elements, a byte each and layout."""
     weights = 3 * 14336 * 4096 + 48 * 128 * 4096 + 4096 * 4096
     for arch, layouts in (("hopper", 2), ("blackwell", 1)):
-        lasting = rehearse_layer(in_fp8(run_of("gqa", gpu_arch=arch), "tensorwise"), 1).lasting
+        persistent = rehearse_layer(in_fp8(run_of("gqa", gpu_arch=arch), "tensorwise"), 1).persistent
         workspace = 32 * 2**20 + 1024  # of cuBLAS, made in the first linear
-        linears = (a.bytes for a in lasting if ".linear_" in a.module and a.bytes not in (4, workspace))
+        linears = (a.bytes for a in persistent if ".linear_" in a.module and a.bytes not in (4, workspace))
         assert sum(linears) == layouts * weights

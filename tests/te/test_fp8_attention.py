@@ -8,13 +8,13 @@ import pytest
 from installed import HERE
 
 from bridge_memory import SpecError, resolve_model
-from bridge_memory.inventory.context import context_of
+from bridge_memory.caveats.unmodelled import unmodelled_features
 from bridge_memory.inventory.layer import layer_block
-from bridge_memory.rehearse.compare import compare_layer
-from bridge_memory.rehearse.world import installed_release, quiet
+from bridge_memory.rehearsal.compare import compare_layer
+from bridge_memory.rehearsal.world import installed_release, quiet
 from bridge_memory.releases import MXFP8_ATTENTION
 from bridge_memory.spec import BatchSpec, ImplementationSpec, PrecisionSpec, RunSpec
-from bridge_memory.spec.gaps import gaps
+from bridge_memory.tapes.context import context_of
 
 CORE = installed_release() or (0, 16)
 
@@ -77,4 +77,4 @@ def test_what_does_not_run_is_refused() -> None:
     for backend in ("flash", "unfused"):
         with pytest.raises(SpecError, match="use fused or auto"):
             replace(run, implementation=replace(run.implementation, attention_backend=backend))
-    assert not any("attention" in gap for gap in gaps(run))
+    assert not any("attention" in feature for feature in unmodelled_features(run))

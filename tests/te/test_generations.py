@@ -7,10 +7,8 @@ import torch
 from installed import HERE
 from test_layers import check, run_of
 
-from bridge_memory.inventory.attention import attention_kernel
-from bridge_memory.inventory.context import context_of
-from bridge_memory.inventory.recorder import Recorder
-from bridge_memory.rehearse import patches, te_kernels
+from bridge_memory.inventory.megatron.attention import attention_kernel
+from bridge_memory.rehearsal import patches, te_kernels
 from bridge_memory.spec import (
     AttentionSpec,
     ImplementationSpec,
@@ -21,6 +19,8 @@ from bridge_memory.spec import (
     RunSpec,
 )
 from bridge_memory.spec.gpu_names import GENERATIONS
+from bridge_memory.tapes.context import context_of
+from bridge_memory.tapes.recorder import Recorder
 from bridge_memory.workspaces.gpu_generations import TE_WORKSPACE
 
 #: Bytes that Transformer Engine 2.11 adds for scales of NVFP4, not counted.

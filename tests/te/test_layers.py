@@ -1,7 +1,7 @@
 """One layer under Transformer Engine: the inventory's tape against the real code, tensor by tensor, peaks included.
 
 megatron-core's TE layer specs and Transformer Engine's autograd functions run for real on meta tensors; only the
-kernels are replaced (``rehearse/te_kernels.py``).
+kernels are replaced (``rehearsal/te_kernels.py``).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 from installed import HERE
 from test_saved_tensors import ALLGATHER, CASES, LOCAL, MODELS, UNFUSED, Case, model
 
-from bridge_memory.rehearse.compare import LayerComparison, compare_layer
-from bridge_memory.rehearse.run import rehearse_layer
+from bridge_memory.rehearsal.compare import LayerComparison, compare_layer
+from bridge_memory.rehearsal.run import rehearse_layer
 from bridge_memory.spec import (
     AttentionSpec,
     BatchSpec,

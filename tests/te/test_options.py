@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bridge_memory.cli import main
-from bridge_memory.estimate import estimate
-from bridge_memory.rehearse.patches import dealt, spread
-from bridge_memory.rehearse.run import rehearse
+from bridge_memory.estimation import estimate
+from bridge_memory.rehearsal.patches import dealt, spread
+from bridge_memory.rehearsal.run import rehearse
 from bridge_memory.spec import ParallelSpec, RunSpec
 
 
@@ -61,7 +61,7 @@ def test_it_runs_and_agrees(command: str, capsys: pytest.CaptureFixture[str]) ->
 
 def test_an_error_of_torch_under_megatron_is_a_refusal_of_megatron() -> None:
     """A shape that does not fit, in a function of megatron-core: no fault of the rehearsal."""
-    from bridge_memory.rehearse.world import StackRefusal, refusals_named
+    from bridge_memory.rehearsal.world import StackRefusal, refusals_named
 
     namespace: dict[str, Any] = {"__name__": "megatron.core.somewhere"}
     exec("import torch\ndef split(x): return torch.nn.functional.linear(x, x[:, :1])", namespace)

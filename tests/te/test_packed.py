@@ -10,8 +10,8 @@ from test_layers import check, run_of
 from test_saved_by_component import Case
 from test_stages import TE, kept, peaks
 
-from bridge_memory.rehearse.run import rehearse_layer
-from bridge_memory.rehearse.world import installed_release
+from bridge_memory.rehearsal.run import rehearse_layer
+from bridge_memory.rehearsal.world import installed_release
 from bridge_memory.spec import RunSpec
 
 CORE = installed_release()

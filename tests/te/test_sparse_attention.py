@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
-from bridge_memory.rehearse.compare import compare_layer
-from bridge_memory.rehearse.run import rehearse
-from bridge_memory.rehearse.world import installed_release, quiet
+from bridge_memory.rehearsal.compare import compare_layer
+from bridge_memory.rehearsal.run import rehearse
+from bridge_memory.rehearsal.world import installed_release, quiet
 from bridge_memory.spec import (
     BatchSpec,
     ImplementationSpec,
@@ -26,6 +25,7 @@ from bridge_memory.spec import (
     SparseSpec,
 )
 from bridge_memory.spec.layout import layout
+from bridge_memory.tapes.context import context_of
 
 if (installed_release() or (0, 0)) < (0, 19):
     pytest.skip("absorbed sparse attention of megatron-core 0.19", allow_module_level=True)

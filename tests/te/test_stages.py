@@ -13,13 +13,13 @@ from test_fp8 import RECIPES, in_fp8
 from test_saved_by_component import CASES, COMPILED_LOSS, LOCAL, SHARDINGS, Case, assert_peaks, full
 
 from bridge_memory import ParallelSpec, resolve_model
-from bridge_memory.inventory.context import context_of
 from bridge_memory.inventory.stack import chunk_inventory
-from bridge_memory.rehearse.compare import compare_chunk
-from bridge_memory.rehearse.run import rehearse
-from bridge_memory.rehearse.summary import rows
+from bridge_memory.rehearsal.compare import compare_chunk
+from bridge_memory.rehearsal.run import rehearse
+from bridge_memory.rehearsal.summary import rows
 from bridge_memory.spec import ImplementationSpec, RecomputeSpec, RunSpec
 from bridge_memory.spec.layout import layout
+from bridge_memory.tapes.context import context_of
 
 TE = ImplementationSpec(transformer_engine=HERE)
 TE_LOSS = replace(TE, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")

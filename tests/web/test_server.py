@@ -121,7 +121,7 @@ def test_the_exported_command_gives_the_same_numbers(client: Client, capsys: pyt
 
 
 def test_every_option_of_the_command_line_is_offered(client: Client) -> None:
-    from bridge_memory.cli.run_flags import FLAGS, MODEL_FLAGS, PACKAGES
+    from bridge_memory.arguments.flags import FLAGS, MODEL_FLAGS, PACKAGES
 
     status, answer = client.get("/api/options")
     assert status == 200

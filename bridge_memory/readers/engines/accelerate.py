@@ -15,8 +15,8 @@ from bridge_memory.readers.engines.deepspeed import Filler, read_deepspeed
 from bridge_memory.readers.engines.fsdp import KNOWN as FSDP_KNOWN
 from bridge_memory.readers.engines.fsdp import read_fsdp
 from bridge_memory.readers.engines.sections import Section
-from bridge_memory.readers.engines.settings import Settings, Told, autocast
-from bridge_memory.spec.gaps import Effect
+from bridge_memory.readers.engines.settings import Settings, Specified, autocast
+from bridge_memory.spec.unmodelled import Effect
 
 #: Reads a file that another one names.
 ReadFile = Callable[[str], Mapping[str, Any]]
@@ -44,7 +44,7 @@ _BESIDE_FILE = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage"
 
 
 def read_accelerate(
-    config: Mapping[str, Any], settings: Settings, told: Told, read_file: ReadFile, *,
+    config: Mapping[str, Any], settings: Settings, told: Specified, read_file: ReadFile, *,
     filler: Filler | None = None, deepspeed_read: bool = False,
 ) -> None:  # fmt: skip
     """Read a parsed YAML. ``filler``: who fills in what its DeepSpeed part leaves open; None: accelerate alone.
@@ -87,7 +87,7 @@ def read_accelerate(
     elif kind is not None:
         notes.refuse("distributed_type", f"is {kind}, which is not counted here", f"use one of {', '.join(TYPES[:4])}")
     if precision == "fp8":
-        notes.gap("mixed_precision (fp8): linears in fp8, counted in bf16", Effect.EITHER,
+        notes.feature("mixed_precision (fp8): linears in fp8, counted in bf16", Effect.EITHER,
                   order="a byte for each element that linears save, and for each weight")
     top.refuse_unread(_KNOWN, "accelerate refuses it")
 
@@ -96,7 +96,7 @@ def _dtype(precision: str) -> str:
     return "bf16" if precision == "fp8" else precision
 
 
-def _mixed(settings: Settings, precision: str, told: Told) -> None:
+def _mixed(settings: Settings, precision: str, told: Specified) -> None:
     """torch.autocast: parameters stay as the script loaded them, in fp32 unless it says otherwise."""
     weights = told.weights or "fp32"
     mixed = None if precision == "no" else _dtype(precision)
@@ -133,7 +133,7 @@ def _parallelism(section: Section, settings: Settings, kind: str | None, world: 
 
 
 def _deepspeed(
-    section: Section, settings: Settings, told: Told, read_file: ReadFile, precision: str,
+    section: Section, settings: Settings, told: Specified, read_file: ReadFile, precision: str,
     filler: Filler | None, elsewhere: bool,
 ) -> None:  # fmt: skip
     notes = settings.notes

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge_memory.readers.engines.sections import AUTO, Notes, Section
-from bridge_memory.readers.engines.settings import Settings, Told
+from bridge_memory.readers.engines.settings import Settings, Specified
 from bridge_memory.spec import show
-from bridge_memory.spec.gaps import Effect
+from bridge_memory.spec.unmodelled import Effect
 
 #: ``runtime/constants.py: GRADIENT_CLIPPING_DEFAULT``.
 DEFAULT_CLIPPING = 1.0
@@ -168,7 +168,7 @@ def hidden_size_values(hidden_size: int, *, stage3: bool = True) -> dict[str, in
     return values
 
 
-def filled(config: Mapping[str, Any], filler: Filler, told: Told, notes: Notes) -> dict[str, Any]:
+def filled(config: Mapping[str, Any], filler: Filler, told: Specified, notes: Notes) -> dict[str, Any]:
     """A copy in which no "auto" is left that ``filler`` fills; those that DeepSpeed itself reads as its default are
     dropped (``config_utils.py: DeepSpeedConfigModel.__init__``)."""
     out: dict[str, Any] = copy.deepcopy(dict(config))
@@ -204,7 +204,7 @@ def _fill(
 
 
 def read_deepspeed(
-    config: Mapping[str, Any], settings: Settings, told: Told, filler: Filler | None = None, *, where: str = ""
+    config: Mapping[str, Any], settings: Settings, told: Specified, filler: Filler | None = None, *, where: str = ""
 ) -> None:
     """Read a parsed DeepSpeed configuration into ``settings``. ``where``: the table that it stands in."""
     notes = settings.notes
@@ -218,7 +218,7 @@ def read_deepspeed(
         if isinstance(block, Mapping):
             block = block.get(switch, False) if switch else bool(block)
         if block and block != AUTO:
-            notes.gap(f"{top.named(key)}: {what}", effect, order=order)
+            notes.feature(f"{top.named(key)}: {what}", effect, order=order)
     if not any(key in top.data for key in _known()):
         notes.problem(where or "the file", "holds no key of a DeepSpeed config", "give one, with zero_optimization")
         return
@@ -314,7 +314,7 @@ def _offload(zero: Section, stage: int, options: dict[str, Any], notes: Notes) -
         if device == "nvme" and stage != 3:
             optimizer.problem("device", "is 'nvme'", 'NVMe is for stage 3; use "cpu", or set stage to 3')
         if optimizer.flag("super_offload"):
-            notes.gap(f"{optimizer.named('super_offload')}: what it keeps on the GPU", Effect.EITHER,
+            notes.feature(f"{optimizer.named('super_offload')}: what it keeps on the GPU", Effect.EITHER,
                       order="gradients of a bucket or two, up to all optimizer states of the GPU's share")
     optimizer.ignore("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init", "pin_memory", "ratio",
                      "cpuadam_cores_perc", "super_offload", "buffer_size")
@@ -394,7 +394,7 @@ def _optimizer(top: Section, settings: Settings, stage: int) -> None:
                        "use gradient_clipping")
 
 
-def _batch(top: Section, settings: Settings, told: Told) -> None:
+def _batch(top: Section, settings: Settings, told: Specified) -> None:
     """``_set_batch_related_parameters``, and ``_batch_assertion``."""
     train = top.integer("train_batch_size", least=1)
     micro = top.integer("train_micro_batch_size_per_gpu", least=1)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bridge_memory.readers.engines.sections import Section
-from bridge_memory.readers.engines.settings import Settings, Told
+from bridge_memory.readers.engines.settings import Settings, Specified
 from bridge_memory.spec.parts import ALL_LINEAR
 
 #: Scales, first values, and where the adapter came from: no byte of a training step.
@@ -35,7 +35,7 @@ DEFAULT_TARGETS = {
 _KNOWN = (*HARMLESS, *OTHER_PARAMETERS, "peft_type", "r", "target_modules", "lora_dropout", "bias", "use_dora")
 
 
-def read_peft(config: Mapping[str, Any], settings: Settings, told: Told) -> None:
+def read_peft(config: Mapping[str, Any], settings: Settings, told: Specified) -> None:
     """Read a parsed file. What is wrong with it, or not counted, is in ``settings.notes``."""
     notes = settings.notes
     top = Section(config, "", notes)
@@ -58,7 +58,7 @@ def read_peft(config: Mapping[str, Any], settings: Settings, told: Told) -> None
     top.refuse_unread(_KNOWN, "peft refuses it")
 
 
-def targets_of(top: Section, key: str, value: Any, told: Told) -> tuple[str, ...] | None:
+def targets_of(top: Section, key: str, value: Any, told: Specified) -> tuple[str, ...] | None:
     """Names of linears that ``value`` says under ``key``; None, and a problem, where it says something else. None is
     peft's own choice by the kind of model."""
     if value is None:

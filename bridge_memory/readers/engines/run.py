@@ -21,7 +21,7 @@ from bridge_memory.readers.engines.deepspeed import Filler, read_deepspeed
 from bridge_memory.readers.engines.files import MOST_BYTES, read_table, table_of, without_comments
 from bridge_memory.readers.engines.peft import read_peft
 from bridge_memory.readers.engines.sections import Notes
-from bridge_memory.readers.engines.settings import Settings, Told
+from bridge_memory.readers.engines.settings import Settings, Specified
 from bridge_memory.readers.engines.torchtitan import read_torchtitan
 from bridge_memory.readers.engines.training_args import read_training_args
 from bridge_memory.readers.resolve import resolve_model
@@ -39,12 +39,12 @@ KINDS = {
 
 def settings_from_files(
     *, deepspeed: str | None = None, accelerate: str | None = None, training_args: str | None = None,
-    torchtitan: str | None = None, peft_config: str | None = None, told: Told | None = None,
+    torchtitan: str | None = None, peft_config: str | None = None, told: Specified | None = None,
     micro_batch_size: int | None = None,
 ) -> Settings:  # fmt: skip
     """What the files say of a run. Raises SpecError only for a file that cannot be read: what is wrong with what it
     says is in ``notes``, see ``Notes.check``. ``micro_batch_size``: as a flag says it, for what is "auto"."""
-    told = told or Told()
+    told = told or Specified()
     named = [path for path in (training_args, accelerate, deepspeed, torchtitan, peft_config) if path is not None]
     settings = Settings(Notes(os.path.basename(named[0]) if len(named) == 1 else " with ".join(
         os.path.basename(path) for path in named)))
@@ -115,12 +115,18 @@ def beside(path: str, notes: Notes) -> ReadFile:
     return read
 
 
-def _with_world(told: Told, settings: Settings) -> Told:
+def _with_world(told: Specified, settings: Settings) -> Specified:
     return told if told.world_size else replace(told, world_size=settings.world_size)
 
 
 def _launched(
-    table: Mapping[str, Any], path: str, settings: Settings, told: Told, ds: Mapping[str, Any] | None, *, trainer: bool
+    table: Mapping[str, Any],
+    path: str,
+    settings: Settings,
+    told: Specified,
+    ds: Mapping[str, Any] | None,
+    *,
+    trainer: bool,
 ) -> Mapping[str, Any] | None:
     """Read accelerate's YAML. Returns the DeepSpeed config that a Trainer under it gets: TrainingArguments start
     DeepSpeed by their own words, with the launcher's config where they have none (``ACCELERATE_USE_DEEPSPEED``)."""
@@ -171,7 +177,7 @@ def run_from_files(
     settings = settings_from_files(
         deepspeed=deepspeed, accelerate=accelerate, training_args=training_args, torchtitan=torchtitan,
         peft_config=peft_config,
-        told=Told(world_size=world_size, hidden_size=spec.hidden_size, model_type=spec.model_type),
+        told=Specified(world_size=world_size, hidden_size=spec.hidden_size, model_type=spec.model_type),
     )  # fmt: skip
     settings.notes.check()
     given = fields_of(settings)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from bridge_memory.readers.engines.peft import targets_of
 from bridge_memory.readers.engines.sections import Section
-from bridge_memory.readers.engines.settings import DTYPES, Settings, Told
+from bridge_memory.readers.engines.settings import DTYPES, Settings, Specified
 from bridge_memory.spec import show
-from bridge_memory.spec.gaps import Effect
 from bridge_memory.spec.parts import ALL_LINEAR
+from bridge_memory.spec.unmodelled import Effect
 
 #: What a model's attention is called where it is loaded -> the spec's word.
 ATTENTION = {
@@ -55,7 +55,7 @@ class Loaded:
     checkpointing: bool | None = None
 
 
-def read_script(top: Section, settings: Settings, told: Told, mixed: str | None) -> Loaded:
+def read_script(top: Section, settings: Settings, told: Specified, mixed: str | None) -> Loaded:
     """Read the words of scripts that stand beside TrainingArguments. ``mixed``: their mixed precision."""
     top.ignore(*HARMLESS.split())
     for name in _REFUSED:
@@ -66,7 +66,7 @@ def read_script(top: Section, settings: Settings, told: Told, mixed: str | None)
     given = top.table("model_init_kwargs")
     for name in given.data:
         if name not in ("torch_dtype", "dtype", "attn_implementation", "use_cache", "trust_remote_code", "revision"):
-            settings.notes.gap(f"model_init_kwargs.{name}: how the model is loaded", Effect.UNKNOWN,
+            settings.notes.feature(f"model_init_kwargs.{name}: how the model is loaded", Effect.UNKNOWN,
                                order="nobody here knows how large")
     weights = told.weights or _dtype(top) or _dtype(given)
     _attention(top, settings)
@@ -152,7 +152,7 @@ def _lora(
     )  # fmt: skip
 
 
-def _factory(top: Section, settings: Settings, told: Told, mixed: str | None) -> Loaded:
+def _factory(top: Section, settings: Settings, told: Specified, mixed: str | None) -> Loaded:
     """LLaMA-Factory: layers are checkpointed unless told, trainable weights are in fp32 unless pure_bf16."""
     notes = settings.notes
     stage = top.choice("stage", ("pt", "sft", "rm", "ppo", "dpo", "kto"), "sft")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from bridge_memory.spec import show
 from bridge_memory.spec.errors import FileError, bounded, finite
 from bridge_memory.spec.fields import MOST
-from bridge_memory.spec.gaps import Effect, Gap
+from bridge_memory.spec.unmodelled import Effect, Unmodelled
 
 #: What DeepSpeed configs hold where accelerate or the HF Trainer is to fill in a value.
 AUTO = "auto"
@@ -44,7 +44,7 @@ class Notes:
     #: Keys that the tool ignores without a word, which may be typing errors.
     ignored: list[Problem] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
-    not_modelled: list[Gap] = field(default_factory=list)
+    not_modelled: list[Unmodelled] = field(default_factory=list)
 
     def problem(self, where: str, what: str, fix: str) -> None:
         found = Problem(_name(where), what, fix)
@@ -61,9 +61,9 @@ class Notes:
         if sentence not in self.assumptions:
             self.assumptions.append(sentence)
 
-    def gap(self, sentence: str, effect: Effect, *, order: str, outside: bool = False) -> None:
+    def feature(self, sentence: str, effect: Effect, *, order: str, outside: bool = False) -> None:
         if sentence not in self.not_modelled:
-            self.not_modelled.append(Gap(sentence, effect, order=order, outside=outside))
+            self.not_modelled.append(Unmodelled(sentence, effect, order=order, outside=outside))
 
     def check(self) -> None:
         """Raise FileError, a SpecError, of the first problem, which says how many more there are; what the tool ignores
@@ -191,7 +191,7 @@ class Section:
         value = self.raw(key)
         if value not in (None, default, AUTO, "", [], {}):
             told = value if isinstance(value, (str, int, float)) else "set"
-            self.notes.gap(f"{self.named(key)} ({show(told)}): {what}", effect, order=order, outside=outside)
+            self.notes.feature(f"{self.named(key)} ({show(told)}): {what}", effect, order=order, outside=outside)
 
     def unread(self) -> list[str]:
         """Keys that nobody asked for."""

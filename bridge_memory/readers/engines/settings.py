@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge_memory.readers.engines.sections import Notes
-from bridge_memory.spec.gaps import Effect
+from bridge_memory.spec.unmodelled import Effect
 
 #: What accelerate launches and the Trainer call a dtype -> the spec's word.
 DTYPES = {
@@ -47,7 +47,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Specified:
     """What is known beside a file."""
 
     #: GPUs of the job, from a flag or another file; None: unknown.
@@ -70,7 +70,7 @@ def autocast(mixed: str | None, weights: str, settings: Settings) -> str | None:
         settings.notes.refuse(mixed, f"is the mixed precision, and weights are in {weights}: autocast from one to "
                               "the other is not counted here", f"mix in {weights}, or load the model in fp32")
     elif settings.get("peft", "scheme") is not None:
-        settings.notes.gap(f"{mixed}: inputs of adapters, which autocast narrows; counted in the adapters' fp32",
+        settings.notes.feature(f"{mixed}: inputs of adapters, which autocast narrows; counted in the adapters' fp32",
                            Effect.DOWN, order="2 bytes for each element that enters an adapter, in every layer")
     settings.notes.assume(f"autocast to {mixed} over weights in {weights} is counted as without it")
     # What a launcher's file said of weights in fp32.

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from bridge_memory.readers.engines.sections import Section
-from bridge_memory.readers.engines.settings import DTYPES, Settings, Told
+from bridge_memory.readers.engines.settings import DTYPES, Settings, Specified
 from bridge_memory.spec import show
-from bridge_memory.spec.gaps import Effect
+from bridge_memory.spec.unmodelled import Effect
 
 #: (name, flavor) -> the preset of that shape.
 MODELS = {
@@ -55,7 +55,7 @@ _PARALLELISM_HARMLESS = (
 )  # fmt: skip
 
 
-def read_torchtitan(config: Mapping[str, Any], settings: Settings, told: Told) -> None:
+def read_torchtitan(config: Mapping[str, Any], settings: Settings, told: Specified) -> None:
     """Read a parsed TOML."""
     notes = settings.notes
     top = Section(config, "", notes)
@@ -86,7 +86,7 @@ def read_torchtitan(config: Mapping[str, Any], settings: Settings, told: Told) -
         notes.assume("checkpoints are saved shard by shard through host memory (checkpoint.enable)")
     for name, what in (("validation", "validation steps"), ("fault_tolerance", "what torchft keeps")):
         if top.table(name).flag("enable"):
-            notes.gap(f"{name}.enable: {what}, apart from training steps", Effect.UP, outside=True,
+            notes.feature(f"{name}.enable: {what}, apart from training steps", Effect.UP, outside=True,
                       order="activations of one layer and the logits; with torchft, a copy of the rank's share")
     if top.table("memory_estimation").flag("enable"):
         notes.refuse("memory_estimation.enable", "is true: nothing trains", "set it to false")
@@ -106,14 +106,14 @@ def _model(section: Section, settings: Settings) -> str:
         section.problem("converters", f"is {show(converters)}", "it must be a list")
         converters = []
     for converter in converters:
-        settings.notes.gap(f"model.converters ({show(converter)}): counted in the dtype without it", Effect.EITHER,
+        settings.notes.feature(f"model.converters ({show(converter)}): counted in the dtype without it", Effect.EITHER,
                            order="a byte for each element that linears save, and for each gathered weight")
     section.ignore("hf_assets_path", "tokenizer_path", "print_after_conversion", "name", "flavor")
     section.refuse_unread(("name", "flavor", "converters", "hf_assets_path"), _REFUSES)
     return str(name)
 
 
-def _parallelism(section: Section, settings: Settings, told: Told) -> dict[str, int]:
+def _parallelism(section: Section, settings: Settings, told: Specified) -> dict[str, int]:
     """``parallel_dims.py: ParallelDims``: the degree that is -1 takes the ranks that are left."""
     degrees = {
         name: section.integer(f"{name}_degree", 1, least=1)
@@ -209,11 +209,14 @@ def _checkpointing(section: Section, settings: Settings, *, own: bool) -> None:
     elif mode == "selective" and own and str(option) in SELECTIVE:
         settings.set(transformers__selective_ac_option=str(option))
         if section.raw("per_op_sac_force_recompute_mm_shapes_by_fqns"):
-            settings.notes.gap("activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns: counted without",
-                               Effect.EITHER, order="what those products save, in every layer")
+            settings.notes.feature(
+                "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns: counted without",
+                Effect.EITHER,
+                order="what those products save, in every layer",
+            )
     elif mode != "none":
         told = f"selective, {show(option)}" if mode == "selective" else mode
-        settings.notes.gap(f"activation_checkpoint.mode ({told}): which operations are run again; counted as none",
+        settings.notes.feature(f"activation_checkpoint.mode ({told}): which operations are run again; counted as none",
                            Effect.DOWN, order="up to what all layers save, less their inputs")
     section.ignore("selective_ac_option", "per_op_sac_force_recompute_mm_shapes_by_fqns", "early_stop", "memory_budget",
                    "visualize_memory_budget_pareto", "preserve_rng_state", "determinism_check", "debug")

@@ -16,9 +16,9 @@ from bridge_memory.readers.engines.fsdp import KNOWN as FSDP_KNOWN
 from bridge_memory.readers.engines.fsdp import STRATEGIES, read_fsdp
 from bridge_memory.readers.engines.scripts import Loaded, read_script
 from bridge_memory.readers.engines.sections import Section
-from bridge_memory.readers.engines.settings import Settings, Told, autocast
+from bridge_memory.readers.engines.settings import Settings, Specified, autocast
 from bridge_memory.spec import show
-from bridge_memory.spec.gaps import Effect
+from bridge_memory.spec.unmodelled import Effect
 
 
 class Optimizer(NamedTuple):
@@ -104,7 +104,7 @@ _READ = (
 
 
 def read_training_args(
-    config: Mapping[str, Any], settings: Settings, told: Told, read_file: ReadFile, *,
+    config: Mapping[str, Any], settings: Settings, told: Specified, read_file: ReadFile, *,
     deepspeed: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Read parsed TrainingArguments. ``deepspeed``: a DeepSpeed config that is given beside them, which their own
@@ -169,7 +169,7 @@ def _precision(top: Section) -> str | None:
     return "bf16" if bf16 else "fp16" if fp16 else None
 
 
-def _optimizer(top: Section, settings: Settings, told: Told) -> str:
+def _optimizer(top: Section, settings: Settings, told: Specified) -> str:
     word = top.choice("optim", (*OPTIMIZERS, *OTHERS), "adamw_torch_fused")
     if top.flag("adafactor"):
         word = "adafactor"
@@ -246,11 +246,15 @@ def _unmodelled(top: Section, settings: Settings) -> None:
                              "set it to false and divide the batch size by the GPUs")
         kwargs = section.table("gradient_accumulation_kwargs")
         if kwargs.flag("sync_each_batch"):
-            top.notes.gap("accelerator_config.gradient_accumulation_kwargs.sync_each_batch: gradients reduced in every "
-                          "step of accumulation", Effect.DOWN, order="up to the whole gradients")
+            top.notes.feature(
+                "accelerator_config.gradient_accumulation_kwargs.sync_each_batch: gradients reduced in every "
+                "step of accumulation",
+                Effect.DOWN,
+                order="up to the whole gradients",
+            )
 
 
-def _weights(loaded: Loaded, told: Told, settings: Settings) -> str:
+def _weights(loaded: Loaded, told: Specified, settings: Settings) -> str:
     """The dtype in which a script loads weights (``modeling_utils.py: PreTrainedModel.from_pretrained``)."""
     if told.weights is not None:
         return told.weights
@@ -270,7 +274,7 @@ def _sharded_weights(loaded: str, mixed: str | None, settings: Settings) -> str:
 
 
 def _as_launched(
-    top: Section, settings: Settings, mixed: str | None, checkpointing: bool, loaded: Loaded, told: Told
+    top: Section, settings: Settings, mixed: str | None, checkpointing: bool, loaded: Loaded, told: Specified
 ) -> None:
     """Neither DeepSpeed nor FSDP by their own words: what ``accelerate launch`` started, else DDP. The Trainer's mixed
     precision wins over the launcher's. DDP looks for unused parameters unless layers are checkpointed, or the user says
@@ -316,7 +320,13 @@ def _fsdp_words(top: Section) -> list[str] | None:
 
 
 def _fsdp(
-    top: Section, settings: Settings, told: Told, read_file: ReadFile, words: list[str], mixed: str | None, weights: str
+    top: Section,
+    settings: Settings,
+    told: Specified,
+    read_file: ReadFile,
+    words: list[str],
+    mixed: str | None,
+    weights: str,
 ) -> None:
     """``TrainingArguments.__post_init__`` of 4.57 and ``_process_fsdp_args`` of 5: words beside a table."""
     given = top.raw("fsdp_config", {})
@@ -353,7 +363,7 @@ def _fsdp(
 
 
 def _deepspeed(
-    table: Mapping[str, Any], top: Section, settings: Settings, told: Told, mixed: str | None, optimizer: str
+    table: Mapping[str, Any], top: Section, settings: Settings, told: Specified, mixed: str | None, optimizer: str
 ) -> None:
     """``HfTrainerDeepSpeedConfig.trainer_config_process``: what it fills in, and what it refuses to differ."""
     micro, steps = settings.get("batch", "micro_batch_size"), settings.accumulation

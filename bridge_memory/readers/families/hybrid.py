@@ -16,7 +16,7 @@ from bridge_memory.readers.families.common import (
 from bridge_memory.readers.families.moe import expert_count
 from bridge_memory.readers.fields import MAX_LAYERS, Fields, shown
 from bridge_memory.spec import AttentionSpec, LayerSpec, MambaSpec, MLPSpec, ModelSpec, MoESpec
-from bridge_memory.spec.gaps import Effect, Gap
+from bridge_memory.spec.unmodelled import Effect, Unmodelled
 
 #: megatron.core.ssm.mamba_hybrid_layer_allocation.Symbols, as Nemotron-H's hybrid_override_pattern uses them.
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
@@ -36,7 +36,7 @@ def read_nemotron_h(f: Fields) -> ModelSpec:
     f.ignore("partial_rotary_factor", "moe_shared_expert_overlap", "num_query_groups")
     if f.flag("residual_in_fp32"):
         f.not_modelled.append(
-            Gap(
+            Unmodelled(
                 "residual_in_fp32 of the config: set fp32_residual_connection in the run", Effect.UP,
                 order="2 s b h / t bytes for each hidden state that a layer saves",
             )

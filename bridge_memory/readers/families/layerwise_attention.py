@@ -11,7 +11,7 @@ from dataclasses import replace
 from bridge_memory.readers.families.common import Family, attention, attentions, heads, layer_types
 from bridge_memory.readers.fields import Fields, shown
 from bridge_memory.spec import AttentionSpec
-from bridge_memory.spec.gaps import Effect, Gap
+from bridge_memory.spec.unmodelled import Effect, Unmodelled
 
 
 def windows_only(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[AttentionSpec]:
@@ -34,7 +34,7 @@ def llama4(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[Atte
         raise f.error(f"no_rope_layers has {len(rotates)} entries for num_hidden_layers {n}; give one a layer")
     if f.flag("use_qk_norm", default=True):
         norms = "use_qk_norm (qk_l2_norm): queries and keys before and after their norm without weights"
-        f.not_modelled.append(Gap(norms, Effect.UP, order="as large as queries and keys, in every layer"))
+        f.not_modelled.append(Unmodelled(norms, Effect.UP, order="as large as queries and keys, in every layer"))
     without = replace(spec, rotary=False)
     return [spec if one else without for one in rotates]
 
@@ -59,7 +59,7 @@ def minimax_m3(f: Fields, family: Family, hidden_size: int, n: int) -> Sequence[
         weights = indexers * (hidden_size * (number + 1) * width + 2 * width)
         held = f"{weights} frozen weights, whole on every rank; Megatron Bridge does not run them"
         f.not_modelled.append(
-            Gap(
+            Unmodelled(
                 f"indexers of {indexers} layers: {held}", Effect.UP, order="2 bytes for each of them",
                 most=4 * weights,
             )

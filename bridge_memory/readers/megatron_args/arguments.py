@@ -19,7 +19,7 @@ from bridge_memory.readers.megatron_args.parsing import RawArguments, Value, wor
 from bridge_memory.readers.megatron_args.unmodelled import GAPS
 from bridge_memory.spec import SpecError, show
 from bridge_memory.spec.errors import finite
-from bridge_memory.spec.gaps import UNKNOWN_SIZE, Effect, Gap
+from bridge_memory.spec.unmodelled import UNKNOWN_SIZE, Effect, Unmodelled
 
 
 def _names(text: str) -> frozenset[str]:
@@ -188,17 +188,17 @@ class Arguments:
                 return value
         raise SpecError(f"{_option(names[-1])} is missing from the Megatron arguments; add it")
 
-    def not_modelled(self) -> tuple[Gap, ...]:
+    def not_modelled(self) -> tuple[Unmodelled, ...]:
         """One line for every argument that changes memory and is not counted, or that nobody here knows; by name."""
         lines = []
         for name, value in sorted(self._values.items()):
             if name in GAPS:
                 if GAPS[name].applies(self, value):
                     told = f"{_option(name)} {'' if value is True else value}".rstrip()
-                    lines.append(GAPS[name].gap(self, told))
+                    lines.append(GAPS[name].feature(self, told))
             elif name not in KNOWN and not (self.parsed and not value):
                 what = f"{_option(name)}: not an argument this reader knows"
-                lines.append(Gap(what, Effect.UNKNOWN, order=UNKNOWN_SIZE))
+                lines.append(Unmodelled(what, Effect.UNKNOWN, order=UNKNOWN_SIZE))
         return tuple(lines)
 
 

@@ -18,8 +18,8 @@ from bridge_memory.readers.patterns import HybridPattern
 from bridge_memory.readers.transformer_config import pattern_of
 from bridge_memory.releases import FSDP_SHARDS_ALL, NULL_TOKENIZER_COUNTS_ALL, Running
 from bridge_memory.spec import SpecError, divide, show
-from bridge_memory.spec.gaps import UNKNOWN_SIZE, Effect, Gap
 from bridge_memory.spec.layout_string import parse_layout_string
+from bridge_memory.spec.unmodelled import UNKNOWN_SIZE, Effect, Unmodelled
 
 #: Tokens of the GPT-2 byte-pair vocabulary (``gpt2-vocab.json``), Megatron-LM's usual tokenizer.
 GPT2_VOCABULARY = 50257
@@ -56,10 +56,10 @@ def container_of(a: Arguments, running: Running, world_size: int | None) -> Mega
     values.update(_position(a))
     vocabulary, supposed = _vocabulary(a, running)
     values.update(vocabulary)
-    gaps = list(a.not_modelled())
+    unmodelled = list(a.not_modelled())
     if values["experimental_attention_variant"] not in (None, "gated_delta_net", "dsa"):
         variant = f"--experimental-attention-variant {values['experimental_attention_variant']}"
-        gaps.append(Gap(f"{variant}: another attention", Effect.UNKNOWN, order=UNKNOWN_SIZE))
+        unmodelled.append(Unmodelled(f"{variant}: another attention", Effect.UNKNOWN, order=UNKNOWN_SIZE))
         values["experimental_attention_variant"] = None
     values.update(_stages(a, values))
     values.update(_implementation(a))
@@ -78,7 +78,7 @@ def container_of(a: Arguments, running: Running, world_size: int | None) -> Mega
         world_size=world_size,
         env=a.env,
         assumptions=(supposed,) if supposed else (),
-        not_modelled=tuple(gaps),
+        not_modelled=tuple(unmodelled),
     )
 
 

@@ -225,7 +225,7 @@ REASONS: dict[str, str] = {
         model_parallel_size moe_router_topk_limited_devices moe_token_dropping no_position_embedding onnx_safe
         openai_gelu params_dtype transformer_pipeline_model_parallel_size use_mcore_models warmup
     """,
-    "how Muon deals parameters out: said with the layer-wise optimizer itself (spec/gaps.py)": """
+    "how Muon deals parameters out: said with the layer-wise optimizer itself (spec/unmodelled.py)": """
         no_use_layer_wise_param_layout use_layer_wise_param_layout
     """,
 }

@@ -7,7 +7,7 @@ const UNITS = { GiB: 2 ** 30, MiB: 2 ** 20, GB: 1e9, MB: 1e6 };
 export const ROLES = ["weights", "gradients", "optimizer", "buffers", "activation", "transient"];
 export const ROLE_TITLES = {
   weights: "weights", gradients: "gradients", optimizer: "optimizer", buffers: "buffers",
-  activation: "activations", transient: "in passing", pipeline: "pipeline", leftovers: "left by the last step",
+  activation: "activations", transient: "temporaries", pipeline: "pipeline", carried_over: "carried over",
 };
 const PHASES = ["forward", "backward", "overlapped"];
 const SVG = "http://www.w3.org/2000/svg";
@@ -143,7 +143,7 @@ export function stageBars(element, stages, options = {}) {
 
 /** The points of a timeline, as bridge_memory.timeline.Timeline.points gives them, with a place on the axis. */
 export function expand(timeline) {
-  const floor = Object.values(timeline.lasting).reduce((a, b) => a + b, 0);
+  const floor = Object.values(timeline.persistent).reduce((a, b) => a + b, 0);
   const { chunks, passes, words } = timeline;
   const alive = chunks.map(() => 0);
   const points = [], spans = [];
@@ -152,12 +152,12 @@ export function expand(timeline) {
     let before = 0;
     return chunk.steps.map((step) => { const at = before; before += step[2]; return at; });
   });
-  const add = (pass, step, width, activations, pipeline, passing, leftovers = 0, held = null) => {
-    points.push({ x: x + width / 2, pass, step, activations, pipeline, passing, leftovers,
-      total: floor + activations + pipeline + passing + leftovers, alive: held });
+  const add = (pass, step, width, activations, pipeline, passing, carried_over = 0, held = null) => {
+    points.push({ x: x + width / 2, pass, step, activations, pipeline, passing, carried_over,
+      total: floor + activations + pipeline + passing + carried_over, alive: held });
     x += width;
   };
-  add(-1, -1, 0, 0, 0, 0, timeline.leftovers);
+  add(-1, -1, 0, 0, 0, 0, timeline.carried_over);
   x += 1;
   passes.forEach((one, number) => {
     const [phase, , chunkNumber, hidden] = one;
@@ -186,7 +186,7 @@ export function expand(timeline) {
     spans.push({ begin, end: x, pass: number });
   });
   add(passes.length, -1, 1, 0, 0, 0);
-  add(passes.length, 0, 1, 0, 0, timeline.in_step, timeline.leftovers);
+  add(passes.length, 0, 1, 0, 0, timeline.in_step, timeline.carried_over);
   const describe = (point) => {
     if (point.pass < 0) return ["start of the step", "what the last step left is still there"];
     if (point.pass === passes.length) return point.step < 0 ? ["end of the passes", ""] : ["optimizer step", ""];
@@ -204,7 +204,7 @@ export function expand(timeline) {
   return { points, spans, width: x, floor, describe };
 }
 
-const SERIES = ["weights", "gradients", "optimizer", "buffers", "leftovers", "activation", "pipeline", "transient"];
+const SERIES = ["weights", "gradients", "optimizer", "buffers", "carried_over", "activation", "pipeline", "transient"];
 
 /** timeline: page.timelines[stage]; options: {gpus, unit, height, measured: {peak_bytes, static_bytes}}. */
 export function stepTimeline(element, timeline, options = {}) {
@@ -216,8 +216,8 @@ export function stepTimeline(element, timeline, options = {}) {
   points.forEach((p, i) => { if (i && p.total > points[peakAt].total) peakAt = i; });
   const state = { from: 0, to: all.width, at: peakAt };
   const value = (point, series) => ({
-    activation: point.activations, pipeline: point.pipeline, transient: point.passing, leftovers: point.leftovers,
-  })[series] ?? timeline.lasting[series] ?? 0;
+    activation: point.activations, pipeline: point.pipeline, transient: point.passing, carried_over: point.carried_over,
+  })[series] ?? timeline.persistent[series] ?? 0;
   const used = SERIES.filter((series) => points.some((p) => value(p, series)));
   const status = html("p", { class: "bm-status", "aria-live": "off" });
   const plot = html("div", { class: "bm-plot" });

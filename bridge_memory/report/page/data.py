@@ -12,9 +12,7 @@ from math import prod
 from typing import Any
 
 from bridge_memory.components import Component, Part, Provenance, Role
-from bridge_memory.estimate import Estimate, StageEstimate, StageParts, stage_parts
-from bridge_memory.inventory.chain import Label
-from bridge_memory.inventory.context import context_of
+from bridge_memory.estimation import Estimate, StageEstimate, StageParts, stage_parts
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.report.answer import answer_of, peak_words
 from bridge_memory.report.details import layer_name
@@ -25,6 +23,8 @@ from bridge_memory.report.units import ranges
 from bridge_memory.result import OPTIMIZER_STEP
 from bridge_memory.spec import ModelSpec, RunSpec
 from bridge_memory.spec.layout import layout
+from bridge_memory.tapes.chain import Label
+from bridge_memory.tapes.context import context_of
 from bridge_memory.timeline import Step, Timeline, step_timeline
 
 SCHEMA = "bridge-memory/page/1"
@@ -63,7 +63,7 @@ def page_data(
         "timelines": {str(n): timeline_data(result, n) for n in sorted(chosen)},
         "treemaps": {str(n): treemap_data(result, n) for n in sorted(chosen)},
         "assumptions": list(dict.fromkeys(result.assumptions)),
-        "not_modelled": [{"what": str(gap), "moves": moves_words(gap, unit)} for gap in result.gaps],
+        "not_modelled": [{"what": str(feature), "moves": moves_words(feature, unit)} for feature in result.unmodelled],
     }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def _stage(group: Sequence[StageEstimate]) -> dict[str, Any]:
         "peak_bytes": one.peak_bytes, "peak_phase": one.peak_phase, "peak_operation": one.peak_operation,
         "parts": {str(role): one.bytes_of(role) for role in Role},
         "components": [_component(c) for c in sorted(one.components, key=lambda c: -c.bytes)],
-        "leftovers": [_component(c) for c in one.leftovers],
+        "carried_over": [_component(c) for c in one.carried_over],
     }  # fmt: skip
 
 
@@ -116,8 +116,8 @@ def timeline_data(result: Estimate, stage: int) -> dict[str, Any]:
     peak = timeline.peak()
     return {
         "stage": stage,
-        "lasting": {str(role): nbytes for role, nbytes in timeline.lasting.items()},
-        "leftovers": timeline.leftovers,
+        "persistent": {str(role): nbytes for role, nbytes in timeline.persistent.items()},
+        "carried_over": timeline.carried_over,
         "always": timeline.always + measured,
         "in_step": timeline.in_step + measured,
         "hidden_state": timeline.hidden_state,

@@ -15,7 +15,7 @@ from html import escape
 from string import Template
 from typing import Any, NamedTuple
 
-from bridge_memory.estimate import Estimate
+from bridge_memory.estimation import Estimate
 from bridge_memory.files import read_text
 from bridge_memory.report.document import Bullets, Chart, Drawn, Pairs, Words
 from bridge_memory.report.gpus import Fit
@@ -149,8 +149,8 @@ def _estimate_html(data: dict[str, Any], measured: Measured | None) -> str:
         components=_component_rows(data), known=_KNOWN, gpus=_gpu_section(data),
         configuration=_pairs(data["configuration"]),
         assumptions=_list(data["assumptions"], "nothing beyond the configuration"),
-        gaps=_list(
-            [f"{gap['what']} ({gap['moves']})" for gap in data["not_modelled"]],
+        unmodelled=_list(
+            [f"{feature['what']} ({feature['moves']})" for feature in data["not_modelled"]],
             "no option in use is known to be left out",
         ),
         flags=_flags(data["flags"]),

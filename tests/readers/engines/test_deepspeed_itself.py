@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.readers.engines.files import without_comments
 from bridge_memory.readers.engines.run import run_from_files
 from bridge_memory.readers.engines.sections import AUTO

@@ -14,7 +14,7 @@ from bridge_memory.cli import main
 from bridge_memory.readers.engines import torchtitan as reader
 from bridge_memory.readers.engines.run import run_from_files
 from bridge_memory.readers.engines.sections import Notes
-from bridge_memory.readers.engines.settings import Settings, Told
+from bridge_memory.readers.engines.settings import Settings, Specified
 from bridge_memory.spec import RunSpec, SpecError
 
 if sys.version_info < (3, 11):
@@ -164,6 +164,6 @@ def test_every_field_of_the_job_config_is_known() -> None:
         for f in fields(config) for part in (getattr(config, f.name),)
     }  # fmt: skip
     settings = Settings(Notes("train.toml"))
-    reader.read_torchtitan(table, settings, Told(world_size=8))
+    reader.read_torchtitan(table, settings, Specified(world_size=8))
     assert [str(p) for p in settings.notes.problems] == []
     assert settings.get("fsdp", "param_dtype") == "bf16" and settings.get("batch", "micro_batch_size") == 8

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from bridge_memory.estimate import estimate
+from bridge_memory.estimation import estimate
 from bridge_memory.readers.engines import training_args as reader
 from bridge_memory.readers.engines.run import run_from_files, settings_from_files
-from bridge_memory.readers.engines.settings import Told
+from bridge_memory.readers.engines.settings import Specified
 from bridge_memory.spec import RunSpec, SpecError
 
 MODEL = "meta-llama/Llama-3.2-1B"
@@ -39,7 +39,7 @@ def test_every_field_has_a_place() -> None:
     from bridge_memory.readers.engines.sections import Notes
     from bridge_memory.readers.engines.settings import Settings
 
-    reader.read_training_args(Asked(), Settings(Notes("args")), Told(world_size=2), lambda path: {})
+    reader.read_training_args(Asked(), Settings(Notes("args")), Specified(world_size=2), lambda path: {})
     harmless = {name for words in reader.HARMLESS.values() for name in words.split()}
     asked = settings.seen | {"fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap", "liger_kernel_config"}
     assert names - harmless - asked == set()
@@ -161,7 +161,7 @@ def test_fsdp_of_transformers_5(fsdp: object, config: dict[str, Any], engine: st
     from bridge_memory.readers.engines.settings import Settings
 
     settings = Settings(Notes("args"))
-    told = Told(world_size=8, transformers=(5, 12))
+    told = Specified(world_size=8, transformers=(5, 12))
     reader.read_training_args({"fsdp": fsdp, "fsdp_config": config, "bf16": True}, settings, told, lambda path: {})
     settings.notes.check()
     assert settings.engine == engine and settings.get("fsdp", "reshard_after_forward") == reshard
@@ -179,8 +179,11 @@ def test_a_field_that_is_none_of_theirs_is_listed(tmp_path: Path) -> None:
 
 def test_evaluation_and_noise_are_named(tmp_path: Path) -> None:
     args = {"eval_strategy": "steps", "per_device_train_batch_size": 2}
-    gaps = estimate(read(tmp_path, **args, neftune_noise_alpha=5)).not_modelled
-    assert sorted(gap.split(":")[0].split(" ")[0] for gap in gaps) == ["eval_strategy", "neftune_noise_alpha"]
+    unmodelled = estimate(read(tmp_path, **args, neftune_noise_alpha=5)).not_modelled
+    assert sorted(feature.split(":")[0].split(" ")[0] for feature in unmodelled) == [
+        "eval_strategy",
+        "neftune_noise_alpha",
+    ]
     assert not estimate(read(tmp_path, **args, per_device_eval_batch_size=2)).not_modelled
 
 
@@ -188,12 +191,12 @@ def test_evaluation_needs_no_more_than_training_at_its_batch(tmp_path: Path) -> 
     """Its batch is four times as large: what training needs there is the bound, beside weights and states."""
     args = {"eval_strategy": "steps", "per_device_train_batch_size": 2, "bf16": True}
     found = estimate(read(tmp_path, **args))
-    (gap,) = found.gaps
+    (feature,) = found.unmodelled
     larger = estimate(read(tmp_path, **{**args, "per_device_train_batch_size": 8}))
-    assert gap.outside and gap.least == 0 and gap.most is not None
-    assert larger.peak_stage.peak_bytes <= found.peak_stage.peak_bytes + gap.most
-    assert found.peak_stage.peak_bytes + gap.most <= 1.2 * larger.peak_stage.peak_bytes
-    (of_liger,) = estimate(read(tmp_path, **args, use_liger_kernel=True)).gaps
+    assert feature.outside and feature.least == 0 and feature.most is not None
+    assert larger.peak_stage.peak_bytes <= found.peak_stage.peak_bytes + feature.most
+    assert found.peak_stage.peak_bytes + feature.most <= 1.2 * larger.peak_stage.peak_bytes
+    (of_liger,) = estimate(read(tmp_path, **args, use_liger_kernel=True)).unmodelled
     assert of_liger.most is None
 
 
@@ -204,5 +207,5 @@ def test_yaml_and_files_that_it_names(tmp_path: Path) -> None:
     path.write_text("bf16: true\nlearning_rate: 1e-5\nper_device_train_batch_size: 1\ndeepspeed: ds.json\n")
     assert run_from_files(MODEL, training_args=str(path), world_size=4).data_parallel.engine == "zero3"
     path.write_text("bf16: true\nfp16: true\ndeepspeed: none.json\noptim: x\n")
-    found = settings_from_files(training_args=str(path), told=Told(world_size=4)).notes.problems
+    found = settings_from_files(training_args=str(path), told=Specified(world_size=4)).notes.problems
     assert [p.field for p in found] == ["fp16", "optim", "none.json"]

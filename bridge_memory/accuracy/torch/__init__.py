@@ -1,0 +1,1 @@
+"""Measured runs and speeds of DDP, FSDP and ZeRO."""

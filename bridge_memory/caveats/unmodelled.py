@@ -1,0 +1,299 @@
+"""Features of a run that no formula covers, by name, each with bounds where any are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from bridge_memory.releases import (
+    EXPERTS_IN_ONE_PARAMETER,
+    SPARSE_ATTENTION_KERNELS,
+    release_words,
+)
+from bridge_memory.spec.adapters import names_layers
+from bridge_memory.spec.graphs import static_masks
+from bridge_memory.spec.limits import limits_of
+from bridge_memory.spec.model import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MLASpec
+from bridge_memory.spec.run import RunSpec
+from bridge_memory.spec.unmodelled import ADAPTERS, ENCODER, Effect, Unmodelled
+from bridge_memory.workspaces.driver import DISPATCHERS, driver_buffers
+
+
+class Needs(NamedTuple):
+    """The most bytes that something needs on any rank, by which a gap is bounded; None where nobody knows."""
+
+    #: Forward and backward passes, beyond what is there between steps.
+    passes: int | None = None
+    #: The backward pass of one layer, with what the layer saved.
+    layer: int | None = None
+
+
+def unmodelled_features(run: RunSpec, needs: Needs | None = None) -> tuple[Unmodelled, ...]:
+    """One sentence a gap, each beginning with the field's name."""
+    return tuple(_unmodelled(run, needs or Needs()))
+
+
+def _unmodelled(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
+    impl, precision, optimizer = run.implementation, run.precision, run.optimizer
+    if impl.cuda_graph_impl != "none":
+        # A graph's pool is apart from what runs outside of it, static inputs and outputs among it: at most, what the
+        # passes need is there twice (TE graph.py: _make_graphed_callables; core transformer/cuda_graphs.py,
+        # full_cuda_graph.py). Hidden states are no more than without graphs: an input is the output before it or takes
+        # its place, and outputs go when they are copied (_reuse_graph_input_output_buffers, CudagraphBufferMetadata).
+        masks = static_masks(run)
+        yield Unmodelled(
+            f"cuda_graph_impl ({impl.cuda_graph_impl}): the private memory pools of CUDA graphs", Effect.UP,
+            order="static inputs of every graph, up to what forward and backward passes need",
+            least=masks.least, most=None if needs.passes is None else needs.passes + masks.most,
+        )
+    flex = impl.moe_token_dispatcher_type == "flex" and run.model.has_experts and not impl.torch_layers
+    if flex and not any(found.name in DISPATCHERS for found in driver_buffers(run)):
+        # transformer/moe/fused_a2a.py: get_buffer, which ends with an assertion.
+        n = run.parallel.ep * run.parallel.etp
+        yield Unmodelled(
+            f"moe_token_dispatcher_type (flex): the communication buffers of {impl.moe_flex_dispatcher_backend}, which "
+            f"has no configuration for a group of {n} ranks",
+            Effect.UP,
+            order="some hundred MiB up to a few GiB",
+            outside=True,
+        )
+    if impl.moe_apply_probs_on_input:
+        yield Unmodelled(
+            "moe_apply_probs_on_input: the scaled copy of the tokens", Effect.EITHER,
+            order="as large as the dispatched tokens, in every layer")  # fmt: skip
+    if run.implementation.torch_layers:
+        yield from _of_transformers(run, needs)
+    yield from _of_encoders(run)
+    if run.teacher is not None:
+        yield Unmodelled(
+            f"teacher ({run.teacher.model.name}): its forward pass, of which only the logits are counted", Effect.UP,
+            order="what one of its layers makes in a pass without gradients; between stages 2 s b h bytes of its own "
+            "for each microbatch in flight",
+        )
+    yield from _of_engines(run)
+    if optimizer.log_params_norm and optimizer.fused_main_parameters:
+        # Megatron-LM training/utils.py: calc_params_l2_norm reads fp32 main parameters where megatron-core has them.
+        yield Unmodelled(
+            "log_params_norm with use_precision_aware_optimizer: fp32 copies of the parameters in steps that log it",
+            Effect.UP,
+            order="4 bytes for each parameter of the rank",
+        )
+    if optimizer.paged:
+        # bitsandbytes optim/optimizer.py: get_state_buffer, of 100,000 elements on; the driver moves pages to the host
+        # where the GPU is full.
+        yield Unmodelled(
+            "paged: optimizer states are unified memory, outside of torch's allocator, and move to the host under "
+            "pressure; counted as if all on the GPU",
+            Effect.DOWN,
+            order="up to all optimizer states",
+        )
+    if run.peft.freezes and not run.peft.trains_adapters:
+        yield Unmodelled(
+            f"peft ({run.peft.scheme}): activations, which are counted as if every weight trained", Effect.EITHER,
+            order="the saved inputs of frozen linears, in every layer",
+        )
+        yield Unmodelled(
+            f"peft ({run.peft.scheme}): adapters, their gradients and optimizer state", Effect.UP, order=ADAPTERS
+        )
+    if run.peft.trains_adapters and names_layers(run.peft):
+        yield Unmodelled(
+            "peft.target_modules with the number of a layer: activations, counted as if its adapters were in every "
+            "layer",
+            Effect.EITHER,
+            order="the inputs of the adapters, in the layers that have none",
+        )
+    if run.batch.packed_sequences:
+        yield from _packed(run)
+    if impl.cpu_offloading_num_layers and not run.model.hybrid:
+        # TE cpu_offload.py: one layer on its way to the host, one ahead of its backward pass on its way back.
+        yield Unmodelled(
+            "cpu_offloading_num_layers: the two layers in flight between GPU and host", Effect.UP,
+            order="up to what two layers save, and the backward pass of one",
+            most=None if needs.layer is None else 2 * needs.layer,
+        )
+    if precision.fp4_param and run.data_parallel.fsdp:
+        yield Unmodelled(
+            "fp4_param with engine megatron_fsdp: weights are counted in the dtype of the others", Effect.DOWN,
+            order="up to 1.4 bytes for each weight of linears")  # fmt: skip
+    if precision.quantizes and precision.params_dtype == "fp32":
+        # TE module/linear.py: _Linear.forward takes fp32 activations (its bias goes to bf16).
+        yield Unmodelled(
+            f"{precision.format_words} with params_dtype fp32: what stays in fp32 beside the "
+            f"{precision.format_words[:3]} copies",
+            Effect.UP,
+            order="2 to 4 bytes for each element that linears save",
+        )
+    limits = limits_of(run.model)
+    if limits.mla and not impl.te and not impl.torch_layers:
+        # transformer/multi_latent_attention.py: MultiLatentAttention.__init__ hands k_channels to core attention.
+        yield Unmodelled(
+            "transformer_impl (local) with multi-latent attention: megatron-core builds it with Transformer Engine "
+            "only; counted as if the local attention took values of another width than keys",
+            Effect.UNKNOWN,
+            order="as large as what attention saves, the scores among it, in every layer",
+        )
+    if precision.fp8_dot_product_attention and precision.fp8 and run.parallel.cp > 1:
+        yield Unmodelled(
+            f"fp8_dot_product_attention with context_parallel_size ({run.parallel.cp}): attention is counted as in "
+            f"{precision.params_dtype}, whose queries, keys and values are twice as large (mxfp8: as large)",
+            Effect.EITHER,
+            order="a byte for each element of queries, keys and values, in every layer",
+        )
+    yield from _of_sparse_attention(run)
+    if run.parallel.cp > 1 and any(isinstance(m, GatedDeltaNetSpec) for m in limits.mixers):
+        # ssm/gated_delta_net.py: GatedDeltaNet.forward permutes in_proj's output before and after the exchange.
+        yield Unmodelled(
+            f"context_parallel_size ({run.parallel.cp}) with gated delta nets: copies of the projected tokens on their "
+            "way between ranks",
+            Effect.UP,
+            order="two copies of in_proj's output, of one layer",
+        )
+    tp = run.parallel.tp
+    if limits.full_qk_norm and tp > 1:
+        # Megatron Bridge 0.3.1 models/olmoe/olmoe_provider.py: OLMoESelfAttention builds norms of all the heads on
+        # every rank and feeds them the rank's own heads, which TE's RMSNorm refuses.
+        yield Unmodelled(
+            f"q and k norms over all heads with tensor_model_parallel_size ({tp}): Megatron Bridge 0.3.1 runs them on "
+            "one rank only; counted as divided over the ranks",
+            Effect.UNKNOWN,
+            order="a few KiB of weights and t times what q and k norms save, in every layer",
+        )
+
+
+def _of_encoders(run: RunSpec) -> Iterator[Unmodelled]:
+    for encoder in run.model.encoders:
+        if run.implementation.torch_layers:
+            yield Unmodelled(
+                f"{encoder.name}: {encoder.parameters} parameters with their gradients and optimizer state, and "
+                "activations", Effect.UP, order=ENCODER,
+            )
+        else:
+            yield Unmodelled(
+                f"{encoder.name}: activations, of images and sounds", Effect.UP,
+                order="on the first stage; some 17 elements of its width for each patch of a microbatch in every layer "
+                "of it, and with torch's attention scores of patches by patches",
+            )
+
+
+def _of_sparse_attention(run: RunSpec) -> Iterator[Unmodelled]:
+    found = [m.sparse for m in limits_of(run.model).mixers if isinstance(m, MLASpec) and m.sparse is not None]
+    if not found or run.implementation.torch_layers:
+        return
+    for kernels in sorted({sparse.kernels for sparse in found if sparse.kernels != "none"}):
+        # dsa_cudnn_kernels.py: _TOPK_WRAPPER_MAX_SCRATCH_BYTES, for the choice; FlashMLA's backward sums the key's
+        # gradient in fp32.
+        like = "" if kernels == "cudnn" else ", counted as cuDNN's"
+        yield Unmodelled(
+            f"dsa_kernel_backend ({kernels}): scratch of its kernels (up to 2 GiB while keys are chosen){like}",
+            Effect.UP,
+            order="up to 2 GiB, and the key's gradient in fp32, of one layer",
+        )
+    if not SPARSE_ATTENTION_KERNELS(run.implementation):
+        yield Unmodelled(
+            f"sparse attention with megatron-core {release_words(run.implementation.megatron_core)}: counted as in "
+            f"{SPARSE_ATTENTION_KERNELS.number}",
+            Effect.EITHER,
+            order="the scores of the indexer and of attention, b n s s / t elements, in every layer",
+        )
+
+
+def _of_engines(run: RunSpec) -> Iterator[Unmodelled]:
+    engine = run.data_parallel.engine
+    if engine == "fsdp1" and not run.fsdp.limit_all_gathers:
+        yield Unmodelled(
+            "fsdp_limit_all_gathers (False): units that are gathered before others have run", Effect.UP,
+            order="the whole weights of the units gathered ahead, up to all of the model's")  # fmt: skip
+    if run.deepspeed.zero_hpz_partition_size > 1:
+        yield Unmodelled("zero_hpz_partition_size: whole weights are counted as if gathered from the first partition",
+                  Effect.EITHER, order="as large as the whole weights of one module")  # fmt: skip
+
+
+def _of_transformers(run: RunSpec, needs: Needs) -> Iterator[Unmodelled]:
+    spec = run.transformers
+    batch, of_training = spec.eval_micro_batch_size or 0, run.batch.micro_batch_size
+    if batch > of_training:
+        # trainer.py: evaluation_loop, without gradients: no more than the passes of training would need for that batch.
+        # Liger's fused loss makes logits there that it does not in training (``skip_logits``).
+        passes = None if spec.liger_kernel or needs.passes is None else needs.passes
+        yield Unmodelled(
+            f"eval_strategy: evaluation, of {batch} sequences a GPU where training has {of_training}", Effect.UP,
+            order="activations of one layer and the logits, of that batch", outside=True,
+            most=None if passes is None else -(-passes * (batch - of_training) // of_training),
+        )
+    if spec.torch_compile and not run.layers_compiled:
+        # What it fuses is not kept, and what it recomputes is its partitioner's choice.
+        yield Unmodelled(
+            "torch_compile: fused operations keep less; counted as they run without it", Effect.DOWN,
+            order="up to what its element-wise operations save, in every layer")  # fmt: skip
+    if "swiglu" in spec.liger_kernel and run.model.has_experts and EXPERTS_IN_ONE_PARAMETER(spec):
+        # liger_kernel/transformers/swiglu.py: LigerExperts.
+        yield Unmodelled(
+            "liger_kernel (swiglu): its fused experts; counted as transformers' grouped ones", Effect.DOWN,
+            order="as large as the experts' activations once, in every layer")  # fmt: skip
+    if spec.load_in_8bit:
+        # backends/cuda/ops.py: int8_vectorwise_quant; features over llm_int8_threshold go apart, in the input's dtype.
+        yield Unmodelled(
+            "load_in_8bit: features with outliers, which are multiplied apart and kept", Effect.UP,
+            order="2 bytes for each token and feature with outliers")  # fmt: skip
+        if spec.gradient_checkpointing and not spec.reentrant:
+            # autograd/_functions.py: MatMul8bitLt.forward keeps ``ctx.tensors``, which no checkpoint takes away.
+            yield Unmodelled(
+                "load_in_8bit with checkpoints that are not reentrant: inputs of its linears stay", Effect.UP,
+                order="3 bytes for each element of the linears' inputs, in every layer")  # fmt: skip
+    if run.model.has_experts and EXPERTS_IN_ONE_PARAMETER(spec) and run.compute_dtype == "fp32":
+        # integrations/moe.py: _can_use_grouped_mm takes bf16 alone.
+        yield Unmodelled(
+            "experts with parameters in fp32: one by one in transformers 5; counted as grouped", Effect.EITHER,
+            order="as large as the experts' activations once, in every layer")  # fmt: skip
+    if spec.mixer_kernels and spec.attention_mask == "padded" and run.model.hybrid:
+        # modeling_nemotron_h.py: cuda_kernels_forward runs convolution, scan, norm and projection apart.
+        yield Unmodelled(
+            "attention_mask (padded) with mixer_kernels: Mamba's convolution, norm and projection run apart; "
+            "counted as one kernel", Effect.UP,
+                  order="6 bytes for each inner feature of a token, in every Mamba layer")  # fmt: skip
+    if spec.attn_implementation == "flash_attention_2" and spec.attention_mask == "padded":
+        yield Unmodelled(
+            "attention_mask (padded) with flash_attention_2: padding is taken out of queries, keys and values; counted "
+            "as if there were none",
+            Effect.EITHER,
+            order="as large as queries, keys and values, in every layer",
+        )
+
+
+def _packed(run: RunSpec) -> Iterator[Unmodelled]:
+    """What depends on how long the sequences of a pack are, which a run does not say."""
+    impl, limits = run.implementation, limits_of(run.model)
+    sparse_alone = not any(
+        isinstance(m, AttentionSpec) or (isinstance(m, MLASpec) and m.sparse is None) for m in limits.mixers
+    )
+    if sparse_alone:
+        return
+    if run.parallel.cp > 1 and impl.cp_comm_type != "p2p":
+        # TE context_parallel.py: thd_cp_rank_order_to_sequence_order, reorder_seq_chunks_after_a2a_before_attn_thd.
+        yield Unmodelled(
+            f"packed_sequences with cp_comm_type ({impl.cp_comm_type}) and context_parallel_size ({run.parallel.cp}): "
+            "what attention makes in passing to put the sequences' parts in order, counted as for one that is not "
+            "packed",
+            Effect.EITHER,
+            order="as large as keys and values of one layer",
+        )
+    if impl.attention_kernel == "unfused" or run.precision.params_dtype == "fp32":
+        # TE backends.py: UnfusedDotProductAttention.forward, which puts every sequence into a row of the longest.
+        yield Unmodelled(
+            "packed_sequences with unfused attention: scores of the whole pack are counted", Effect.DOWN,
+            order="b n s s / t elements less those of each sequence, in every layer")  # fmt: skip
+    elif any(isinstance(m, AttentionSpec) and m.learnable_softmax_sink for m in limits.mixers):
+        # TE dot_product_attention/utils.py: get_attention_backend
+        yield Unmodelled(
+            "packed_sequences with a learnable softmax sink: cuDNN before 9.18 leaves them to unfused attention, whose "
+            "scores are not counted",
+            Effect.UP,
+            order="b n s s / t elements of each step that attention makes of the scores, in every layer",
+        )
+    if any(isinstance(m, (MambaSpec, GatedDeltaNetSpec)) for m in limits.mixers):
+        yield Unmodelled(
+            "packed_sequences in Mamba and gated delta net layers: chunks and states of every sequence of a pack",
+            Effect.EITHER,
+            order="as large as a state and a padded chunk for each sequence of a pack, in every such layer",
+        )
+

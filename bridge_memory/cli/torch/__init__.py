@@ -1,0 +1,1 @@
+"""What commands print of DDP, FSDP and ZeRO alone."""

@@ -1,0 +1,116 @@
+"""``bridge-memory accuracy RUNS.jsonl`` of engines outside of megatron-core: figures beside predictions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from bridge_memory.spec import SpecError
+
+if TYPE_CHECKING:
+    from bridge_memory.accuracy.corpus import Row
+    from bridge_memory.accuracy.torch.records import Outcome
+    from bridge_memory.report.document import Chart, Drawn
+
+SCHEMA = "bridge-memory/accuracy-engines/1"
+GIB = 1 << 30
+
+
+def run(args: argparse.Namespace, rows: list[Row]) -> int:
+    """Score and print. Returns 0."""
+    from bridge_memory.accuracy.torch.records import outcomes, totals
+    from bridge_memory.report.printing import print_blocks
+
+    for name in ("by", "worst", "folds", "evidence"):
+        if getattr(args, name) is not None:
+            raise SpecError(f"--{name} is for records of Megatron's memory, and these are of other engines; drop it")
+    if isinstance(args.json, str):
+        raise SpecError("--json FILE is for records of Megatron's memory; use --output FILE")
+    found = outcomes(rows)
+    if args.json:
+        document = {
+            "schema": SCHEMA,
+            "figures": [_as_json(o) for o in found if o.status != "unread"],
+            "unread": [{"id": o.id, "source": o.source, "reason": o.reason} for o in found if o.status == "unread"],
+            "grades": [t._asdict() for t in totals(found)], "not_scored": len(rows) - len({o.id for o in found}),
+        }  # fmt: skip
+        print(json.dumps(document, indent=1))
+    else:
+        print_blocks(blocks(found, len(rows)))
+    return 0
+
+
+def _scatter(found: Sequence[Outcome]) -> Chart:
+    """Predicted over measured figures, by grade."""
+    from bridge_memory.report.document import Chart
+
+    kinds = {("A", "counted"): "predicted", ("B", "counted"): "warn"}
+    series: dict[str, dict[str, Any]] = {}
+    for o in found:
+        if o.measured_bytes is None or o.predicted_bytes is None or o.error is None:
+            continue
+        name = f"grade {o.grade}" if o.status == "counted" else "with gaps, not counted"
+        one = series.setdefault(name, {"name": name, "tone": kinds.get((o.grade, o.status), "some"), "line": "",
+                                       "points": []})  # fmt: skip
+        words = ", ".join(filter(None, (o.id, o.model, o.what, o.meaning)))
+        one["points"].append([o.measured_bytes / GIB, o.predicted_bytes / GIB, f"{words}: {o.error:+.1%}"])
+    x, y = ({"title": title, "unit": "GiB", "log": True} for title in ("measured", "predicted"))
+    data = {"x": x, "y": y, "diagonal": True, "series": [series[name] for name in sorted(series)]}
+    return Chart("Predicted over measured", "plot", data)
+
+
+def _as_json(o: Outcome) -> dict[str, Any]:
+    return {**o._asdict(), "assumptions": list(o.assumptions), "error": o.error}
+
+
+def blocks(found: Sequence[Outcome], rows: int) -> list[Drawn]:
+    """What is counted, what is predicted with gaps, errors by grade, and rows that are not read by their reasons."""
+    from bridge_memory.accuracy.torch.records import TARGETS, totals
+    from bridge_memory.report.document import Bullets, Column, Grid
+
+    columns = (
+        Column("row"), Column("run", words=True), Column("grade", words=True), Column("figure", words=True),
+        Column("measured"), Column("predicted"), Column("% off"),
+    )  # fmt: skip
+
+    def cells(o: Outcome) -> tuple[str, ...]:
+        assert o.measured_bytes is not None and o.predicted_bytes is not None and o.error is not None
+        return (
+            o.id, ", ".join(filter(None, (o.source.rpartition("/")[2], o.model, o.what))), o.grade, o.meaning,
+            f"{o.measured_bytes / GIB:.2f}", f"{o.predicted_bytes / GIB:.2f}", f"{o.error * 100:+.1f}",
+        )  # fmt: skip
+
+    answer: list[Drawn] = [_scatter(found)]
+    shown = (("Counted, GiB", "counted"), ("Not counted: predicted without what is named below, GiB", "unmodelled"))
+    for title, status in shown:
+        chosen = [o for o in found if o.status == status]
+        if chosen:
+            answer.append(Grid(title, columns, tuple(map(cells, chosen))))
+    words = []
+    for t in totals(found):
+        rows_of_grade = len({o.id for o in found if o.grade == t.grade})
+        words.append(
+            f"grade {t.grade}: {t.within} of {t.figures} figures within {TARGETS[t.grade]:.0%} ({t.rows} of "
+            f"{rows_of_grade} rows, {t.groups} of source and model); mean over source and model {t.mean:.1%}, "
+            f"worst {t.worst:.1%}"
+        )
+    words.append(f"{rows - len({o.id for o in found})} rows of other grades are not scored")
+    answer.append(Bullets("In all", tuple(words)))
+    for title, status in (("Gaps of rows that are not counted", "unmodelled"), ("Rows that are not read", "unread")):
+        reasons: dict[str, list[str]] = {}
+        for o in found:
+            if o.status == status:
+                reasons.setdefault(o.reason, []).append(o.id)
+        if reasons:
+            items = (f"{', '.join(ids)}: {reason}" for reason, ids in reasons.items())
+            answer.append(Bullets(title, tuple(items)))
+    assumed: dict[str, list[str]] = {}
+    for o in found:
+        for sentence in o.assumptions if o.status == "counted" else ():
+            if o.id not in assumed.setdefault(sentence, []):
+                assumed[sentence].append(o.id)
+    if assumed:
+        answer.append(Bullets("Assumed of what is counted", tuple(f"{', '.join(i)}: {s}" for s, i in assumed.items())))
+    return answer

@@ -1,0 +1,473 @@
+"""``bridge-memory search`` under engines outside of megatron-core: ways to run a model that fit a GPU, the fastest
+first."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import exp, log
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bridge_memory.arguments.files import named
+from bridge_memory.arguments.flags import spelling
+from bridge_memory.arguments.run import run_on_gpus
+from bridge_memory.cli.measured import named_seconds
+from bridge_memory.cli.ranked import (
+    CHARTED,
+    as_csv,
+    as_markdown,
+    memory_against_time,
+    refused_by_field,
+    row_to_emit,
+    tie_of_rows,
+    without_times,
+)
+from bridge_memory.plan.torch.space import AXES, ON_DEMAND, EngineSpace, engines_of, is_of
+from bridge_memory.spec import RunSpec, SpecError, show
+from bridge_memory.spec.parts import MEGATRON_ENGINES
+from bridge_memory.speed.torch.step_time import NOT_FITTED, TIMED
+
+if TYPE_CHECKING:
+    from bridge_memory.plan.torch.search import EngineRow, EnginesFound
+    from bridge_memory.report.document import Chart, Drawn
+    from bridge_memory.report.gpus import Gpu
+    from bridge_memory.speed.hardware import Hardware
+
+SCHEMA = "bridge-memory/engine-search/1"
+EMITTED = ("deepspeed", "accelerate", "trainer")
+_ENGINE, _MICRO, _GPUS, _BATCH = (
+    "data_parallel.engine", "batch.micro_batch_size", "parallel.world_size", "batch.global_batch_size"
+)  # fmt: skip
+
+
+def asked_engines(args: argparse.Namespace) -> tuple[str, ...] | None:
+    """The words of ``--engine``, where they or the files beside MODEL, or ``--vary engine``, ask for a search of other
+    engines than Megatron's; None where they do not."""
+    given = getattr(args, _ENGINE, None)
+    if given is not None:
+        words = given if isinstance(given, tuple) else (given,)
+        return None if len(words) == 1 and words[0] in (*MEGATRON_ENGINES, "megatron_deepspeed") else words
+    if args.vary is not None and "engine" in args.vary.replace(",", " ").split():
+        return ("any",)
+    files = named(args)
+    if files:
+        run = run_on_gpus(_without_ranges(args), [])
+        return (run.data_parallel.engine,) if run.data_parallel.engine in TIMED else None
+    return None
+
+
+def run(args: argparse.Namespace, words: Sequence[str], progress: Callable[[int, int], None] | None) -> int:
+    """Search and print. Returns 0, or 1 where nothing fits."""
+    from bridge_memory.plan.torch.search import search_engines
+    from bridge_memory.report.gpus import find_gpu, margin_bytes
+    from bridge_memory.speed.cards import known_card
+
+    gpu = find_gpu(args.gpu)
+    hardware = known_card(gpu.name)
+    if args.cache:
+        raise SpecError(f"--cache is for layouts of megatron-core, not for engine {', '.join(words)}; drop it")
+    if args.emit not in (None, "estimate", *EMITTED):
+        raise SpecError(f"--emit {args.emit} is for layouts of megatron-core; use {', '.join(EMITTED)} or estimate")
+    space, left_out = _space(args, gpu, hardware.domain, words)
+    num_gpus = getattr(args, _GPUS)
+    slower, said = _measured(args.measured_step_time, space, hardware)
+    found = search_engines(
+        space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * 2**30),
+        margin=partial(margin_bytes, world_size=num_gpus), progress=progress, backend=args.backend, slower=slower,
+        jobs=args.jobs or (1 if args.backend is None else -1),
+    )  # fmt: skip
+    if args.emit:
+        _emit(found, args, gpu)
+    elif args.format in ("text", "html"):
+        from bridge_memory.report.printing import print_blocks
+
+        print_blocks(_blocks(found, args, space, gpu, (*left_out, *said)))
+    else:
+        print(_written(found, args, space, (*left_out, *said)))
+    return 0 if found.rows else 1
+
+
+# ---- what is searched ----
+
+
+def _space(
+    args: argparse.Namespace, gpu: Gpu, domain: int, words: Sequence[str]
+) -> tuple[EngineSpace, tuple[str, ...]]:
+    """The ways that the flags leave open, and why an engine has none."""
+    for flag in ("container", "bridge_recipe", "megatron_args"):
+        if getattr(args, flag) is not None:
+            raise SpecError(f"--{flag.replace('_', '-')} is megatron-core's; name the MODEL and an engine's own flags")
+    if not hasattr(args, _GPUS):
+        raise SpecError("--num-gpus is missing; say on how many GPUs the model has to train")
+    if not hasattr(args, _BATCH):
+        raise SpecError("--global-batch-size is missing; ways are compared at one number of sequences a step")
+    ranges = [name for name, value in vars(args).items() if isinstance(value, tuple) and name.startswith("parallel.")]
+    if ranges:
+        raise SpecError(
+            f"{spelling(ranges[0])} takes no range here: engine {', '.join(words)} divides no layer; drop it"
+        )
+    engines = engines_of(words, getattr(args, _GPUS))
+    micro = getattr(args, _MICRO, None)
+    fixed = _fixed(args, engines)
+    bases, left_out = _bases(args, engines, gpu)
+    space = EngineSpace(bases, domain, fixed, exhaustive=args.exhaustive)
+    return (space._replace(micro_batches=micro) if isinstance(micro, tuple) else space), left_out
+
+
+def _fixed(args: argparse.Namespace, engines: Sequence[str]) -> frozenset[str]:
+    given = {name for name, value in vars(args).items() if not (name == _MICRO and isinstance(value, tuple))}
+    fixed = {axis for axis, fields in AXES.items() if given & set(fields)} - {"engine"}
+    files = named(args).keys()
+    if files:  # what they say, or leave at its default
+        fixed |= {"mbs", "shard", "reshard", "accumulation", "overlap"}
+        fixed |= {"checkpointing"} if files - {"deepspeed"} else set()
+    if args.vary is None:
+        return frozenset(fixed | set(ON_DEMAND))
+    asked = [name for name in args.vary.replace(",", " ").split() if name]
+    if asked == ["all"]:
+        return frozenset(fixed)
+    for name in asked:
+        if name not in AXES:
+            raise SpecError(f"--vary {name} is none of {', '.join(AXES)}; name some of these, or all")
+        if {*AXES[name]} & given and name != "engine":
+            raise SpecError(f"--vary {name} does not go with a flag that fixes it; drop one of them")
+    if "engine" in asked and len(engines) == 1:
+        raise SpecError(f"--vary engine does not go with --engine {engines[0]}; drop one, or use --engine any")
+    return frozenset(AXES.keys() - set(asked))
+
+
+def _without_ranges(args: argparse.Namespace) -> argparse.Namespace:
+    """Flags of ``estimate`` alone."""
+    flags = copy.copy(args)
+    if isinstance(getattr(flags, _MICRO, None), tuple):
+        delattr(flags, _MICRO)
+    return flags
+
+
+def _bases(
+    args: argparse.Namespace, engines: Sequence[str], gpu: Gpu
+) -> tuple[dict[str, RunSpec], tuple[str, ...]]:
+    """The run of every engine. Options of the other engines' own are not its; one that no engine has is refused."""
+    plain, files = _without_ranges(args), named(args)
+    if files and (len(engines) > 1 or args.mixed_precision is not None):
+        flag = "--mixed-precision" if args.mixed_precision is not None else "--engine of several"
+        raise SpecError(f"{flag} does not go with --{next(iter(files)).replace('_', '-')}, which says it; drop one")
+    for name in list(vars(plain)):
+        if "." in name and not any(is_of(engine, name) for engine in engines):
+            raise SpecError(f"{spelling(name)} is no option of engine {' or '.join(engines)}; drop it")
+    bases: dict[str, RunSpec] = {}
+    refusals: dict[str, SpecError] = {}
+    for engine in engines:
+        flags = copy.copy(plain)
+        for name in [name for name in vars(flags) if "." in name and not is_of(engine, name)]:
+            delattr(flags, name)
+        if hasattr(flags, _ENGINE) or not files:
+            setattr(flags, _ENGINE, engine)
+        for name, value in _mixed(args, engine).items():
+            setattr(flags, name, value)
+        try:
+            bases[engine] = run_on_gpus(flags, [gpu])
+        except SpecError as error:
+            refusals[engine] = error
+    if not bases:
+        raise next(iter(refusals.values()))
+    return bases, tuple(f"engine {engine} is left out: {error}" for engine, error in refusals.items())
+
+
+def _mixed(args: argparse.Namespace, engine: str) -> dict[str, Any]:
+    """Fields that accelerate's ``mixed_precision`` means to an engine (``accelerator.py: prepare_model``,
+    ``_prepare_fsdp2``, ``_prepare_deepspeed``; ``utils/fsdp_utils.py: fsdp2_prepare_model``), and torch's AdamW, where
+    nobody says another optimizer."""
+    dtype = args.mixed_precision
+    if dtype is None:
+        return {}
+    for name in ("precision.params_dtype", "transformers.autocast", "fsdp.param_dtype", "fsdp.reduce_dtype"):
+        if hasattr(args, name):
+            raise SpecError(f"{spelling(name)} is said by --mixed-precision {dtype} too; drop one of them")
+    fields: dict[str, Any] = {} if hasattr(args, "optimizer.optimizer") else {"optimizer.optimizer": "adamw"}
+    if engine.startswith("zero"):
+        return {**fields, "precision.params_dtype": dtype}
+    fields["precision.params_dtype"] = "fp32"
+    if engine in ("single", "ddp"):
+        return {**fields, "transformers.autocast": dtype}
+    own = {"auto_wrap_policy": "torchtitan"} if engine == "fsdp2" else {"use_orig_params": True}
+    own |= {"param_dtype": dtype, "reduce_dtype": dtype}
+    return {**fields, **{f"fsdp.{name}": value for name, value in own.items() if not hasattr(args, f"fsdp.{name}")}}
+
+
+#: A measured step so many times longer or shorter than predicted is a mistake and no measurement.
+_MOST = 10.0
+_HOW = "write it like fsdp2,mbs2,checkpointing:full=3.1 (checkpointing: none or full)"
+
+
+def _measured(texts: Sequence[str], space: EngineSpace, hardware: Hardware) -> tuple[float, tuple[str, ...]]:
+    """(how much slower measured steps are than predicted ones, in words). What a step does not name is as in the flags.
+    One factor for all times: ranks stay."""
+    from bridge_memory.speed.torch.step_time import engine_time
+
+    logs, shown = [], []
+    for text in texts:
+        name, flag, seconds = named_seconds(text, _HOW)
+        predicted = engine_time(_named_run(name, flag, space), hardware).seconds
+        if not 1 / _MOST <= seconds / predicted <= _MOST:
+            raise SpecError(
+                f"{flag} is {seconds / predicted:.3g} times the {predicted:.3g} s that the time model gives; give the "
+                f"seconds of a whole step, within {_MOST:g} times"
+            )
+        logs.append(log(seconds / predicted))
+        shown.append(f"{name}: predicted {predicted:.3g} s")
+    if not logs:
+        return 1.0, ()
+    slower = exp(sum(logs) / len(logs))
+    return slower, (f"all times x {slower:.3g} by the measured step times ({', '.join(shown)}); ranks stay",)
+
+
+def _named_run(name: str, flag: str, space: EngineSpace) -> RunSpec:
+    """The run of "fsdp2,mbs2,checkpointing:full"; without an engine that of the only one."""
+    engines = [word for word in name.split(",") if word in space.bases]
+    if len(engines) > 1 or (not engines and len(space.bases) > 1):
+        raise SpecError(f"{flag} names no engine, or several, of {', '.join(space.bases)}; {_HOW}")
+    base = space.bases[engines[0] if engines else next(iter(space.bases))]
+    fields: dict[str, Any] = {}
+    for word in filter(None, name.split(",")):
+        kind, _, mode = word.partition(":")
+        if word in space.bases:
+            continue
+        if word.startswith("mbs") and word[3:].isascii() and word[3:].isdecimal():
+            fields[_MICRO] = int(word[3:])
+        elif kind == "checkpointing" and mode in ("none", "full") and base.implementation.torch_layers:
+            fields["transformers.gradient_checkpointing"] = mode == "full"
+        else:
+            raise SpecError(f"{flag} has {show(word)}, which says nothing here; {_HOW}")
+    try:
+        return base.with_fields(**fields) if fields else base
+    except SpecError as error:
+        raise SpecError(f"{flag}: {error}") from None
+
+
+# ---- what is printed ----
+
+
+class Cells(NamedTuple):
+    """One row, in words."""
+
+    engine: str
+    mbs: str
+    steps: str
+    checkpointing: str
+    divided: str
+    overlap: str
+    offload: str
+    attention: str
+    liger: str
+    peak: str
+    left: str
+    step: str
+    rate: str
+    compute: str
+    sent: str
+    again: str
+    optimizer: str
+    host: str
+
+
+_HEADINGS = Cells(
+    "engine", "mbs", "steps", "checkpointing", "divided", "options", "offload", "attention", "liger", "peak GiB",
+    "left GiB", "step s", "tok/s/GPU", "compute", "sent", "again", "optim", "host",
+)  # fmt: skip
+_WORDS = frozenset({"engine", "checkpointing", "divided", "options", "offload", "attention", "liger"})
+#: Cells that say nothing where all rows have them.
+_IDLE = frozenset({"", "none", "0%", "1", "sdpa"})
+
+
+def cells(row: EngineRow) -> Cells:
+    """One row, in words."""
+    run, t = row.run, row.time
+    tokens = (run.batch.global_batch_size or 0) * run.batch.seq_length
+    shares = (t.forward + t.backward - t.recomputation, t.sent, t.recomputation, t.optimizer, t.host)
+    return Cells(
+        run.data_parallel.engine, str(run.batch.micro_batch_size), str(run.num_microbatches), checkpointing_words(run),
+        divided_words(run), _overlap_words(run), _offload_words(run), run.transformers.attn_implementation,
+        _liger_words(run), f"{row.peak / 2**30:.2f}", f"{row.headroom / 2**30:.2f}", f"{t.seconds:#.3g}",
+        f"{tokens / t.seconds / run.parallel.world_size:,.0f}", *(f"{share / t.seconds:.0%}" for share in shares),
+    )  # fmt: skip
+
+
+def checkpointing_words(run: RunSpec) -> str:
+    """Of what runs again in backward."""
+    spec, r = run.transformers, run.recompute
+    if spec.selective_ac_option is not None:
+        return "op" if spec.selective_ac_option == "op" else f"every {spec.selective_ac_option} layers"
+    if spec.gradient_checkpointing and not run.implementation.torchtitan:
+        return "full, reentrant" if spec.reentrant else "full"
+    if r.granularity == "selective":
+        return ",".join(r.modules)
+    return "full" if spec.gradient_checkpointing or r.granularity == "full" else "none"
+
+
+def divided_words(run: RunSpec) -> str:
+    """What an engine divides, and over which ranks where not over all."""
+    engine, f, z = run.data_parallel.engine, run.fsdp, run.deepspeed
+    if engine == "fsdp2":
+        words = "but in backward" if f.reshard_after_forward is False else "all"
+        return words + (f" over {f.shard_degree}" if f.shard_degree else "")
+    if engine == "fsdp1":
+        return f.sharding_strategy + (f" over {f.shard_degree}" if f.shard_degree else "")
+    if engine == "zero3" and z.zero_hpz_partition_size > 1:
+        return f"all, hpZ {z.zero_hpz_partition_size}"
+    return {"zero1": "states", "zero2": "states, gradients", "zero3": "all"}.get(engine, "none")
+
+
+def _overlap_words(run: RunSpec) -> str:
+    if run.data_parallel.engine == "ddp" and run.ddp.gradient_as_bucket_view:
+        return "bucket views"
+    if run.data_parallel.sync_each_batch and run.num_microbatches > 1:
+        return "sync each batch"
+    z = run.deepspeed
+    if run.data_parallel.engine.startswith("zero") and z.overlap_comm is not None:
+        return "overlap_comm" if z.overlap_comm else "no overlap_comm"
+    return ""
+
+
+def _offload_words(run: RunSpec) -> str:
+    z = run.deepspeed
+    words = ["all"] if run.fsdp.offload_params else []
+    words += ["optimizer"] if z.offload_optimizer_device != "none" else []
+    words += ["parameters"] if z.offload_param_device != "none" else []
+    return ", ".join(words) or "none"
+
+
+def _liger_words(run: RunSpec) -> str:
+    names = run.transformers.liger_kernel
+    return {0: "none", 1: names[0] if names else ""}.get(len(names), "on")
+
+
+def _blocks(
+    found: EnginesFound, args: argparse.Namespace, space: EngineSpace, gpu: Gpu, left_out: Sequence[str]
+) -> list[Drawn]:
+    from bridge_memory.caveats.unmodelled import unmodelled_features
+    from bridge_memory.plan.megatron.search import TIE
+    from bridge_memory.report.document import Bullets, Column, Grid
+    from bridge_memory.speed.torch.step_time import not_timed_here
+
+    base = next(iter(space.bases.values()))
+    best, front = found.different[: args.top], found.front()[: args.top]
+    notes = [
+        f"{found.looked_at:,} ways looked at, {len(found.rows):,} fit {gpu.name}, {found.too_large:,} do not"
+        + ("; stopped before the end" if found.stopped else "")
+    ]
+    notes += refused_by_field(found.refused)
+    notes += [f"the grid: {space.rule()}", *left_out]
+    if not found.rows:
+        return [Bullets("Nothing fits", (*notes, *_hint(args)))]
+    shown = [cells(row) for row in (*best, *front)]
+    kept = [
+        i for i, title in enumerate(_HEADINGS)
+        if title in ("engine", "mbs", "step s") or {row[i] for row in shown} - _IDLE
+    ]
+    columns = (Column("#"), *(Column(_HEADINGS[i], words=_HEADINGS[i] in _WORDS) for i in kept))
+
+    def grid(title: str, rows: Sequence[EngineRow], of_grid: tuple[str, ...] = ()) -> Grid:
+        numbered = tuple((str(n), *(cells(row)[i] for i in kept)) for n, row in enumerate(rows, 1))
+        return Grid(title, columns, numbered, None, of_grid)
+
+    tied = sum(row.time.seconds <= best[0].time.seconds * (1 + TIE) for row in best)
+    same = len(found.rows) - len(found.different)
+    if same:
+        notes.append(f"{same:,} of those that fit take the memory and the time of another, and are not shown")
+    notes += tie_of_rows(tied)
+    notes.append(
+        f"step s: {NOT_FITTED} (references/search.md); compute, sent (what no pass hides), again (checkpoints), optim "
+        "and host (offloading) are its parts"
+    )
+    notes += _dtype_notes(space, args)
+    notes += without_times(tuple(dict.fromkeys(name for row in best for name in not_timed_here(row.run))))
+    notes += [f"not modelled: {feature}" for feature in unmodelled_features(best[0].run)]
+    grids: list[Drawn] = [] if args.format != "html" else [_chart(found, gpu)]
+    number = base.parallel.world_size
+    grids.append(grid(f"Fastest ways to train {base.model.name} on {number} x {gpu.name}", best, tuple(notes)))
+    if len(front) > 1:
+        grids.append(grid("Less memory for time: no other way is both faster and smaller", front))
+    return grids
+
+
+def _hint(args: argparse.Namespace) -> tuple[str, ...]:
+    """What else could be tried, where nothing fits."""
+    return () if args.vary is not None else ("--vary all looks at offloading, attention and Liger's kernels too",)
+
+
+def _dtype_notes(space: EngineSpace, args: argparse.Namespace) -> list[str]:
+    """Engines that keep other dtypes are no equals."""
+    zero = [engine for engine in space.bases if engine.startswith("zero")]
+    others = [engine for engine, run in space.bases.items() if engine not in zero and run.params_dtype != "fp32"]
+    if args.mixed_precision is not None or not zero or not others:
+        return []
+    return [
+        f"{', '.join(others)}: parameters and optimizer states in {space.bases[others[0]].params_dtype} alone, where "
+        f"{', '.join(zero)} have fp32 ones; --mixed-precision bf16 sets all of them up as accelerate does"
+    ]
+
+
+def _chart(found: EnginesFound, gpu: Gpu) -> Chart:
+    front = found.front()
+    others = [row for row in found.rows[:CHARTED] if row not in front]
+    return memory_against_time(front, others, row_words, gpu)
+
+
+def row_words(row: EngineRow) -> str:
+    """"fsdp2, micro batch 2, checkpointing full, divided all"."""
+    c = cells(row)
+    words = [c.engine, f"micro batch {c.mbs}", f"checkpointing {c.checkpointing}", f"divided {c.divided}"]
+    return ", ".join([*words, *([c.overlap] if c.overlap else []), f"offload {c.offload}", c.attention])
+
+
+def record(row: EngineRow) -> dict[str, Any]:
+    """One row for programs."""
+    run = row.run
+    c = cells(row)
+    return {
+        "engine": c.engine, "mbs": run.batch.micro_batch_size, "microbatches": run.num_microbatches,
+        "checkpointing": c.checkpointing, "divided": c.divided, "options": c.overlap, "offload": c.offload,
+        "attention": c.attention, "liger_kernel": ",".join(run.transformers.liger_kernel), "peak_bytes": row.peak,
+        "headroom_bytes": row.headroom, "step_seconds": row.time.seconds,
+        **{f"{name}_seconds": value for name, value in row.time._asdict().items()},
+    }  # fmt: skip
+
+
+def _written(found: EnginesFound, args: argparse.Namespace, space: EngineSpace, notes: Sequence[str]) -> str:
+    best = found.different[: args.top]
+    records = [record(row) for row in best]
+    if args.format == "json":
+        import json
+
+        return json.dumps(
+            {
+                "schema": SCHEMA, "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
+                "refused": dict(found.refused), "stopped": found.stopped, "grid": space.rule(),
+                "notes": list(notes), "best": records, "front": [record(row) for row in found.front()],
+            },
+            indent=2,
+        )  # fmt: skip
+    if args.format == "csv":
+        return as_csv(records, _HEADINGS)
+    return as_markdown(_HEADINGS, map(cells, best))
+
+
+def _emit(found: EnginesFound, args: argparse.Namespace, gpu: Gpu) -> None:
+    """Print one row in the words of another tool, or as the ``estimate`` command; what a file leaves to the script is
+    said beside it."""
+    import sys
+
+    from bridge_memory.emit.torch import emitted, engine_command
+
+    row = row_to_emit(found.different, args.row, "different ways")
+    flags = _without_ranges(args)
+    fields = {**row.fields, **_mixed(args, row.run.data_parallel.engine)}
+    if args.emit == "estimate":
+        print(engine_command(row.run, fields, flags, gpu.name))
+        return
+    text, beside = emitted(args.emit, row.run, flags, gpu.name)
+    print(text)
+    print(f"what the file leaves to the script, with the file's name for FILE: {beside}", file=sys.stderr)

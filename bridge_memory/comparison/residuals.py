@@ -1,0 +1,116 @@
+"""Predicted against measured, stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bridge_memory.comparison.logs import MeasuredRank
+from bridge_memory.estimation import Estimate
+from bridge_memory.spec import SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What was predicted for one rank of one stage, in bytes."""
+
+    stage: int
+    static: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageResidual:
+    """One stage's worst measured rank against its prediction, in bytes; None where nothing was measured."""
+
+    stage: int
+    predicted_static: int
+    predicted_peak: int
+    ranks: int = 0
+    worst_rank: int | None = None
+    allocated: int | None = None
+    max_allocated: int | None = None
+    #: Range of the peak over the stage's ranks that were measured.
+    spread: int = 0
+    #: The measured figures may be off by this much.
+    resolution: int = 0
+
+    @property
+    def residual(self) -> int | None:
+        """Measured peak minus predicted peak."""
+        return None if self.max_allocated is None else self.max_allocated - self.predicted_peak
+
+    @property
+    def static_residual(self) -> int | None:
+        return None if self.allocated is None else self.allocated - self.predicted_static
+
+    @property
+    def error(self) -> float | None:
+        """(predicted - measured) / measured of the peak."""
+        if not self.max_allocated:
+            return None
+        return (self.predicted_peak - self.max_allocated) / self.max_allocated
+
+    def beyond(self, tolerance: float) -> bool:
+        """Whether the peak is off by more than ``tolerance`` (a share of what was measured) and its digits."""
+        if self.residual is None or self.max_allocated is None:
+            return False
+        return abs(self.residual) - self.resolution > tolerance * self.max_allocated
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "stage": self.stage,
+            "predicted_static_bytes": self.predicted_static,
+            "predicted_peak_bytes": self.predicted_peak,
+            "ranks": self.ranks,
+            "worst_rank": self.worst_rank,
+            "allocated_bytes": self.allocated,
+            "max_allocated_bytes": self.max_allocated,
+            "spread_bytes": self.spread,
+            "resolution_bytes": self.resolution,
+            "residual_bytes": self.residual,
+            "static_residual_bytes": self.static_residual,
+            "error": self.error,
+        }
+
+
+def predicted_of(estimate: Estimate) -> list[Predicted]:
+    return [Predicted(s.stage, s.static_bytes, s.peak_bytes) for s in estimate.stages]
+
+
+def residuals(
+    predicted: Sequence[Predicted], measured: Sequence[MeasuredRank], stage_of: Callable[[int], int]
+) -> list[StageResidual]:
+    """One entry for each predicted stage. ``stage_of``: pipeline stage of a rank where the record does not say.
+
+    Raises SpecError where a rank lies on a stage that the prediction does not have.
+    """
+    by_stage: dict[int, list[MeasuredRank]] = {p.stage: [] for p in predicted}
+    for m in measured:
+        stage = m.stage if m.stage is not None else stage_of(m.rank)
+        if stage not in by_stage:
+            raise SpecError(
+                f"rank {m.rank} is on pipeline stage {stage} and the prediction has {len(by_stage)} stages; "
+                "give the configuration of this run"
+            )
+        by_stage[stage].append(m)
+    return [_stage(p, by_stage[p.stage]) for p in predicted]
+
+
+def _stage(p: Predicted, ranks: list[MeasuredRank]) -> StageResidual:
+    if not ranks:
+        return StageResidual(p.stage, p.static, p.peak)
+    worst = max(ranks, key=lambda m: (m.max_allocated or 0, m.allocated or 0))
+    peaks = [m.max_allocated for m in ranks if m.max_allocated is not None]
+    return StageResidual(
+        p.stage,
+        p.static,
+        p.peak,
+        ranks=len(ranks),
+        worst_rank=worst.rank,
+        allocated=worst.allocated,
+        max_allocated=worst.max_allocated,
+        spread=max(peaks) - min(peaks) if peaks else 0,
+        resolution=worst.resolution,
+    )

@@ -1,0 +1,1 @@
+"""A run in the words of its trainer: flags, Megatron-LM arguments, Bridge overrides, DeepSpeed, accelerate."""

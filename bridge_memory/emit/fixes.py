@@ -1,0 +1,93 @@
+"""The cheapest single change with which a run fits a GPU, in the flags of the command line."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from bridge_memory.arguments.flags import FLAGS, SPECS, spelling
+from bridge_memory.spec import RunSpec
+from bridge_memory.spec.fields import called
+
+if TYPE_CHECKING:
+    from bridge_memory.plan.changes import Effect
+    from bridge_memory.report.gpus import Gpu
+
+
+#: Fields that the flag of another sets too (``run_arguments.py``).
+_SET_BESIDE = ("optimizer.fp8_recipe",)
+
+
+def cheapest_fix(run: RunSpec, gpu: Gpu) -> str:
+    """"cheapest fix: --recompute-granularity full ... (9% slower)", or that no single option makes it fit."""
+    from bridge_memory.caveats.unmodelled import unmodelled_features
+    from bridge_memory.plan.changes import WhatIf, hardware_for
+    from bridge_memory.report.gpus import largest_peak
+    from bridge_memory.workspaces.driver import driver_bytes
+
+    room = largest_peak(gpu, run.parallel.world_size, driver_bytes(run))
+    known = len(unmodelled_features(run))
+    found = [
+        e for e in WhatIf(run, hardware_for(run, gpu.name)).singles
+        if e.peak <= room and len(unmodelled_features(e.run)) <= known
+    ]  # fmt: skip
+    if not found:
+        if run.implementation.torch_layers:
+            return "no single option makes it fit: `bridge-memory whatif --pairs` looks further"
+        return "no single option makes it fit: `bridge-memory whatif` and `search` look further"
+    # Computing in fp8 is named where nothing else makes it fit in a known time.
+    best = min(found, key=lambda e: (e.slowdown is None, e.changes[0].kind == "fp8", e.slowdown or 0.0, e.peak))
+    return f"cheapest fix: {fix_words(best, run)}"
+
+
+def fix_words(effect: Effect, run: RunSpec) -> str:
+    """Flags that make the changes of ``effect`` to ``run``, and what they cost."""
+    cost = "time unknown"
+    if effect.slowdown is not None:
+        percent = round(100 * (effect.slowdown - 1))
+        cost = f"{abs(percent)}% {'slower' if percent > 0 else 'faster'}" if percent else "as fast"
+    return f"{flag_words(effect, run)} ({cost})"
+
+
+def flag_words(effect: Effect, run: RunSpec, *, megatrons: bool = False) -> str:
+    """"--tp 4 without --num-layers-in-last-pipeline-stage": what has to be typed, or not, beside the flags of ``run``;
+    ``megatrons``: in Megatron-LM's spelling."""
+    add, drop = changed_flags(effect, run, megatrons=megatrons)
+    return " ".join([shlex.join(add)] * bool(add) + [f"without {flag}" for flag in drop])
+
+
+def changed_flags(effect: Effect, run: RunSpec, *, megatrons: bool = False) -> tuple[list[str], list[str]]:
+    """(words to add to the command line of ``run``, flags to take out of it)."""
+    add: dict[str, list[str]] = {}
+    drop: list[str] = []
+    for change in effect.changes:
+        for name, _ in change.fields:
+            if name in _SET_BESIDE:
+                continue
+            field = next((flag.field for flag in FLAGS if name in (flag.field, _called(flag.field))), None)
+            assert field is not None, name  # a test goes through all changes
+            flag = _megatrons(field) if megatrons else spelling(field)
+            group, _, of_group = field.partition(".")
+            # What changes go together for: modules of two of them are one list.
+            value, before = (getattr(getattr(of, group), of_group) for of in (effect.run, run))
+            if value is None:
+                if before is not None and flag not in drop:
+                    drop.append(flag)
+            elif value is True or value is False:
+                add[flag] = [flag if value else flag.replace("--", "--no-", 1)]
+            elif isinstance(value, tuple):
+                add[flag] = [flag, *value] if megatrons else [flag, ",".join(value)]
+            else:
+                add[flag] = [flag, str(value)]
+    return [word for words in add.values() for word in words], drop
+
+
+def _megatrons(field: str) -> str:
+    """Megatron-LM's spelling of a flag is the last one."""
+    return next(flag.names.split()[-1] for flag in FLAGS if flag.field == field)
+
+
+def _called(field: str) -> str:
+    """What ``RunSpec.with_fields`` takes for "group.field"."""
+    group, _, name = field.partition(".")
+    return called(SPECS[group], name)

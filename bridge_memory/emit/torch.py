@@ -1,0 +1,351 @@
+"""A run under DDP, FSDP or ZeRO in the words of those who run it: DeepSpeed's JSON, accelerate's YAML, the HF Trainer's
+arguments. Whatever is written is read back by this package's own readers before it is printed; what they do not find in
+it are flags beside it, and a row that the file would contradict is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import tempfile
+from dataclasses import fields
+from typing import Any
+
+from bridge_memory.arguments.flags import FLAG_OF, FLAGS, MODEL_FLAGS, PACKAGES, spelling
+from bridge_memory.emit.megatron import _words
+from bridge_memory.plan.torch.space import is_of
+from bridge_memory.readers.engines.run import fields_of, settings_from_files, settle
+from bridge_memory.readers.engines.settings import Specified
+from bridge_memory.readers.engines.training_args import OPTIMIZERS
+from bridge_memory.releases import release_words
+from bridge_memory.spec import RunSpec, SpecError
+from bridge_memory.spec.engine_options import DEFAULT_DEEPSPEED_OPTIONS
+from bridge_memory.spec.fields import called
+from bridge_memory.spec.run import GROUPS
+
+Table = dict[str, Any]
+
+#: Format of ``--emit`` -> keyword of ``settings_from_files``, its suffix.
+_READ_AS = {
+    "deepspeed": ("deepspeed", ".json"), "accelerate": ("accelerate", ".yaml"), "trainer": ("training_args", ".json")
+}  # fmt: skip
+#: Groups whose fields a file decides: a run that differs from what it says there is another run.
+_ENGINES_OWN = ("ddp", "fsdp", "deepspeed")
+#: What TrainingArguments decide beside.
+_TRAINERS_OWN = (
+    "optimizer.optimizer", "optimizer.torch_implementation", "optimizer.paged", "optimizer.clip_grad",
+    "batch.micro_batch_size", "batch.global_batch_size", "data_parallel.sync_each_batch",
+    "transformers.gradient_checkpointing",
+    "transformers.use_reentrant", "transformers.liger_kernel", "transformers.autocast",
+)  # fmt: skip
+#: ``zero_optimization``'s tables of offloading, and how their keys are called here.
+_OFFLOADS = {
+    "offload_optimizer": {"device": "offload_optimizer_device", "pin_memory": "offload_optimizer_pin_memory",
+                          "ratio": "offload_optimizer_ratio"},
+    "offload_param": {"device": "offload_param_device", "pin_memory": "offload_param_pin_memory",
+                      "buffer_count": "offload_param_buffer_count", "buffer_size": "offload_param_buffer_size"},
+}  # fmt: skip
+_OUTSIDE_OF_ZERO = ("stage", "communication_data_type", "grad_accum_dtype", "bf16_master_weights_and_grads",
+                    "bf16_optimizer_states")  # fmt: skip
+_WORDS = {"deepspeed": "DeepSpeed's JSON", "accelerate": "accelerate's YAML", "trainer": "TrainingArguments"}
+#: GPUs of a machine, as accelerate counts machines.
+_A_MACHINE = 8
+
+
+def engine_command(run: RunSpec, changed: Table, args: argparse.Namespace, gpu: str) -> str:
+    """The ``estimate`` command that shows this run; ``changed``: what differs from what ``args`` give."""
+    engine = run.data_parallel.engine
+    words = [*_command(args, gpu, run), *([] if _names_files(args) else ["--engine", engine])]
+    given = {
+        flag.field: getattr(args, flag.field) for flag in FLAGS
+        if hasattr(args, flag.field) and is_of(engine, flag.field)
+    }  # fmt: skip
+    given |= changed
+    for name in ("data_parallel.engine", "parallel.world_size"):
+        given.pop(name, None)
+    return shlex.join([*words, *_flags(given)])
+
+
+def _command(args: argparse.Namespace, gpu: str, run: RunSpec, *, files: bool = True) -> list[str]:
+    """The model and where it runs."""
+    source = ["--custom-config", args.custom_config] if args.model is None else [args.model]
+    words = ["bridge-memory", "estimate", *source, "--gpu", gpu, "--num-gpus", str(run.parallel.world_size)]
+    others = {**MODEL_FLAGS, **{flag.removeprefix("--").replace("-", "_"): flag for flag in PACKAGES}}
+    for name, flag in {**others, **(FLAG_OF if files else {})}.items():
+        value = getattr(args, name)
+        if value is not None:
+            words += _words(flag, value, ",")
+    return words if args.mapping == "builtin" else [*words, "--mapping", args.mapping]
+
+
+def _names_files(args: argparse.Namespace) -> bool:
+    return any(getattr(args, name) is not None for name in FLAG_OF)
+
+
+def _flags(given: Table) -> list[str]:
+    words: list[str] = []
+    for name, value in given.items():
+        if value is not None and value != ():
+            words += _words(spelling(name), value, ",")
+    return words
+
+
+# ---- files ----
+
+
+def emitted(how: str, run: RunSpec, args: argparse.Namespace, gpu: str) -> tuple[str, str]:
+    """(the file, the ``estimate`` command with FILE in it and what the file leaves to the script). Raises SpecError
+    where there is no such file for the run."""
+    engine = run.data_parallel.engine
+    if how == "deepspeed" and not engine.startswith("zero"):
+        raise SpecError(f"--emit deepspeed is for engine zero1, zero2 or zero3, not {engine}; use --emit accelerate")
+    if run.implementation.transformer_impl != "transformers":
+        raise SpecError(
+            f"--emit {how} is for models of transformers, not of {run.implementation.transformer_impl}; use --emit "
+            "estimate"
+        )
+    if how == "deepspeed":
+        text = json.dumps(deepspeed_config(run), indent=2)
+    elif how == "trainer":
+        text = json.dumps(trainer_arguments(run), indent=2)
+    else:
+        text = _yaml(accelerate_config(run))
+    beside = left_to_the_script(how, text, run)
+    keyword, _ = _READ_AS[how]
+    return text, shlex.join([*_command(args, gpu, run, files=False), FLAG_OF[keyword], "FILE", *_flags(beside)])
+
+
+def left_to_the_script(how: str, text: str, run: RunSpec) -> Table:
+    """"group.field" -> value of what the file does not say and the run has. Raises SpecError where the file says
+    otherwise of what is its own to say."""
+    read = read_back(how, text, run)
+    found: Table = {}
+    for group, cls in GROUPS.items():
+        if group in ("parallel",):
+            continue
+        for f in fields(cls):
+            value, name = getattr(getattr(run, group), f.name), f"{group}.{f.name}"
+            said = getattr(getattr(read, group), f.name)
+            if value == said or name in ("implementation.gpu_arch", "data_parallel.engine"):
+                continue
+            engines_own = group in _ENGINES_OWN and not _of_the_cluster(run, name)
+            if engines_own or _decides(how, run, name):
+                raise SpecError(
+                    f"--emit {how}: {_WORDS[how]} has no word for {called(cls, f.name)}; {_fix(how, group)}"
+                )
+            found[name] = value
+    return found
+
+
+def _fix(how: str, group: str) -> str:
+    if group == "deepspeed" and how == "accelerate":
+        return "use --emit deepspeed, and name its file in deepspeed_config_file"
+    if group == "fsdp":
+        return "search with --mixed-precision, which sets engines up as accelerate does, or use --emit estimate"
+    return "use --emit estimate"
+
+
+def read_back(how: str, text: str, run: RunSpec) -> RunSpec:
+    """The run that this package's reader makes of a file, with the model and the GPUs of ``run``."""
+    keyword, suffix = _READ_AS[how]
+    handle, path = tempfile.mkstemp(suffix)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        told = Specified(
+            world_size=run.parallel.world_size, hidden_size=run.model.hidden_size,
+            transformers=run.transformers.transformers_version,
+        )  # fmt: skip
+        settings = settings_from_files(told=told, micro_batch_size=None, **{keyword: path})
+    finally:
+        os.unlink(path)
+    settings.notes.check()
+    given = fields_of(settings)
+    settle(given, settings, run.parallel.world_size)
+    groups: Table = {name: GROUPS[name](**values) for name, values in given.items() if name != "parallel"}
+    return RunSpec(model=run.model, parallel=run.parallel, **groups)
+
+
+def _of_the_cluster(run: RunSpec, name: str) -> bool:
+    """FSDP1's hybrid strategies divide over a machine, whatever the file."""
+    return name == "fsdp.shard_degree" and run.data_parallel.engine == "fsdp1"
+
+
+def _decides(how: str, run: RunSpec, name: str) -> bool:
+    if how == "trainer" and name in _TRAINERS_OWN:
+        return True
+    return name == "precision.params_dtype" and run.data_parallel.engine.startswith("zero")
+
+
+def deepspeed_config(run: RunSpec) -> Table:
+    """DeepSpeed's JSON; what is its default is left out."""
+    z, engine, dtype = run.deepspeed, run.data_parallel.engine, run.params_dtype
+    zero: Table = {"stage": int(engine[-1])}
+    nested = {name for keys in _OFFLOADS.values() for name in keys.values()}
+    for f in fields(z):
+        value = getattr(z, f.name)
+        ours = f.name not in nested and f.name not in _OUTSIDE_OF_ZERO
+        if ours and value != getattr(DEFAULT_DEEPSPEED_OPTIONS, f.name):
+            zero[f.name] = value
+    for table, keys in _OFFLOADS.items():
+        if getattr(z, keys["device"]) == "none":
+            continue
+        zero[table] = {
+            key: getattr(z, name) for key, name in keys.items()
+            if key in ("device", "pin_memory") or getattr(z, name) != getattr(DEFAULT_DEEPSPEED_OPTIONS, name)
+        }  # fmt: skip
+    config: Table = {
+        "train_micro_batch_size_per_gpu": run.batch.micro_batch_size,
+        "gradient_accumulation_steps": run.num_microbatches, "gradient_clipping": run.optimizer.clip_grad,
+    }  # fmt: skip
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        if getattr(z, name):
+            config["bf16"][name] = True
+    if z.communication_data_type is not None:
+        config["communication_data_type"] = z.communication_data_type
+    if z.grad_accum_dtype is not None:
+        config["data_types"] = {"grad_accum_dtype": z.grad_accum_dtype}
+    config["zero_optimization"] = zero
+    if z.offload_optimizer_device != "none" and run.optimizer.optimizer in ("adam", "adamw"):
+        # States on the host want DeepSpeed's own Adam, which it makes where the config names the optimizer.
+        config["optimizer"] = {"type": "AdamW" if run.optimizer.optimizer == "adamw" else "Adam", "params": {}}
+    return config
+
+
+def accelerate_config(run: RunSpec) -> Table:
+    """accelerate's YAML as ``accelerate config`` writes it."""
+    engine, gpus, z = run.data_parallel.engine, run.parallel.world_size, run.deepspeed
+    kind = {"single": "NO", "ddp": "MULTI_GPU" if gpus > 1 else "NO"}.get(engine) or (
+        "FSDP" if engine in ("fsdp1", "fsdp2") else "DEEPSPEED"
+    )
+    config: Table = {
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": kind, "mixed_precision": _mixed_precision(run),
+        "num_machines": -(-gpus // _A_MACHINE), "num_processes": gpus, "machine_rank": 0, "main_training_function":
+        "main", "rdzv_backend": "static", "use_cpu": False,
+    }  # fmt: skip
+    if kind == "FSDP":
+        config["fsdp_config"] = {f"fsdp_{name}": value for name, value in _fsdp(run).items()}
+        degree = run.fsdp.shard_degree
+        if engine == "fsdp2" and degree is not None:
+            config["parallelism_config"] = {
+                "parallelism_config_dp_replicate_size": gpus // degree, "parallelism_config_dp_shard_size": degree,
+            }  # fmt: skip
+    elif kind == "DEEPSPEED":
+        config["deepspeed_config"] = {
+            "zero_stage": int(engine[-1]), "gradient_accumulation_steps": run.num_microbatches,
+            "gradient_clipping": run.optimizer.clip_grad, "offload_optimizer_device": z.offload_optimizer_device,
+            "offload_param_device": z.offload_param_device, "zero3_init_flag": engine == "zero3",
+            "zero3_save_16bit_model": z.stage3_gather_16bit_weights_on_model_save,
+        }  # fmt: skip
+    return config
+
+
+def _mixed_precision(run: RunSpec) -> str:
+    engine = run.data_parallel.engine
+    if engine.startswith("zero"):
+        dtype = run.params_dtype
+    else:
+        dtype = (run.fsdp.param_dtype if engine in ("fsdp1", "fsdp2") else run.transformers.autocast) or "fp32"
+    return "no" if dtype == "fp32" else dtype
+
+
+def _fsdp(run: RunSpec) -> Table:
+    """accelerate's names without "fsdp_"."""
+    f, two = run.fsdp, run.data_parallel.engine == "fsdp2"
+    wrap = "NO_WRAP" if f.auto_wrap_policy == "NO_WRAP" else "TRANSFORMER_BASED_WRAP"
+    table: Table = {"version": 2 if two else 1, "auto_wrap_policy": wrap}
+    if two:
+        table["reshard_after_forward"] = f.reshard_after_forward is not False
+    else:
+        table |= {
+            "sharding_strategy": f.sharding_strategy.removeprefix("_"), "use_orig_params": f.use_orig_params,
+            "backward_prefetch": f.backward_prefetch, "forward_prefetch": f.forward_prefetch,
+        }  # fmt: skip
+        if not f.limit_all_gathers:
+            table["limit_all_gathers"] = False
+    table["offload_params"] = f.offload_params
+    table["state_dict_type"] = "SHARDED_STATE_DICT"
+    if run.transformers.gradient_checkpointing and run.transformers.use_reentrant is False:
+        table["activation_checkpointing"] = True
+    return table
+
+
+def trainer_arguments(run: RunSpec) -> Table:
+    """TrainingArguments, as JSON."""
+    engine, o, hf, b = run.data_parallel.engine, run.optimizer, run.transformers, run.batch
+    words = [
+        word for word, optimizer in OPTIMIZERS.items()
+        if (optimizer.name, optimizer.paged) == (o.optimizer, o.paged)
+        and (o.optimizer != "adamw" or o.paged or optimizer.implementation == o.torch_implementation)
+    ]  # fmt: skip
+    if not words:
+        raise SpecError(
+            f"--emit trainer: optimizer ({o.optimizer}, {o.torch_implementation}) is none of the Trainer's; use "
+            "--optimizer adamw"
+        )
+    table: Table = {
+        "output_dir": "output", "per_device_train_batch_size": b.micro_batch_size,
+        "gradient_accumulation_steps": run.num_microbatches, "gradient_checkpointing": hf.gradient_checkpointing,
+    }  # fmt: skip
+    if hf.gradient_checkpointing and hf.use_reentrant is not None:
+        table["gradient_checkpointing_kwargs"] = {"use_reentrant": hf.use_reentrant}
+    mixed = _mixed_precision(run)
+    table |= {"bf16": mixed == "bf16", "fp16": mixed == "fp16", "optim": words[0], "max_grad_norm": o.clip_grad}
+    if hf.liger_kernel:
+        table["use_liger_kernel"] = True
+        table["liger_kernel_config"] = {
+            name: name in hf.liger_kernel
+            for name in ("rope", "rms_norm", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
+        }  # fmt: skip
+    if engine.startswith("zero"):
+        table["deepspeed"] = deepspeed_config(run)
+    elif engine in ("fsdp1", "fsdp2"):
+        table |= _trainers_fsdp(run)
+    elif engine == "ddp":
+        d = run.ddp
+        table |= {"ddp_find_unused_parameters": d.find_unused_parameters, "ddp_bucket_cap_mb": int(d.bucket_cap_mb)}
+        if d.static_graph:
+            table["ddp_static_graph"] = True
+    return table
+
+
+def _trainers_fsdp(run: RunSpec) -> Table:
+    """Words and a table beside them. Before transformers 5 the words say the strategy, wrapping and offloading, and
+    nothing says FSDP2 (``training_args.py: TrainingArguments.__post_init__``)."""
+    f, version = run.fsdp, run.transformers.transformers_version
+    two, newer = run.data_parallel.engine == "fsdp2", version >= (5, 0)
+    if two and not newer:
+        raise SpecError(
+            f"--emit trainer: TrainingArguments of transformers {release_words(version)} cannot ask for FSDP2; use "
+            "--transformers-version 5.0, or --emit accelerate"
+        )
+    words = "full_shard" if two else f.sharding_strategy.lower().removeprefix("_")
+    words += "" if f.auto_wrap_policy == "NO_WRAP" else " auto_wrap"
+    words += " offload" if f.offload_params else ""
+    config: Table = {"version": 2 if two else 1} if newer else {}
+    if two:
+        config["reshard_after_forward"] = f.reshard_after_forward is not False
+    else:
+        config |= {
+            "backward_prefetch": f.backward_prefetch.lower(), "forward_prefetch": f.forward_prefetch,
+            "use_orig_params": f.use_orig_params,
+        }  # fmt: skip
+        if not f.limit_all_gathers:
+            config["limit_all_gathers"] = False
+    return {"fsdp": words, "fsdp_config": config}
+
+
+def _yaml(table: Table, indent: str = "") -> str:
+    """A table of names, words, numbers and tables, in YAML's block style; "no" is a word there, not False."""
+    lines = []
+    for name, value in table.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{name}:", _yaml(value, indent + "  ")]
+        else:
+            shown = str(value).lower() if isinstance(value, bool) else "'no'" if value == "no" else str(value)
+            lines.append(f"{indent}{name}: {shown}")
+    return "\n".join(lines)

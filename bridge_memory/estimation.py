@@ -1,0 +1,538 @@
+"""RunSpec -> Estimate: every stage's bytes, by component, with provenance.
+
+``peaks(run)`` gives the numbers of every stage, ``explain(run, stage)`` the components of one, and ``estimate(run)``,
+made of both, is the whole product in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from bridge_memory.caveats.ignored import ignored
+from bridge_memory.caveats.unmodelled import Needs, unmodelled_features
+from bridge_memory.components import Component, Lifetime, Part, Provenance, Role
+from bridge_memory.engines.by_name import engine_of
+from bridge_memory.engines.engine import BeginsOtherwise, Engine, Phase, StageState
+from bridge_memory.inventory.counts import model_parameters
+from bridge_memory.inventory.deferred import of_earlier_microbatches
+from bridge_memory.inventory.layer_links import ignores_full_recompute, offloaded_layers
+from bridge_memory.inventory.stack import (
+    Unit,
+    chunk_inventory,
+    chunk_units,
+    stage_inventories,
+    straight_into_backward,
+)
+from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate, StagePeak
+from bridge_memory.schedule.events import Apart, ChunkCost, PeakMoment
+from bridge_memory.schedule.peak import dynamic_peak, peak_bytes
+from bridge_memory.spec import RunSpec, SpecError, show
+from bridge_memory.spec.layout import ChunkShape, StageShape, layout
+from bridge_memory.spec.ranks import stage_of_rank
+from bridge_memory.tapes.chain import AtPeak, ChunkInventory, EngineBytes, Label, Links
+from bridge_memory.tapes.context import TRACE_CACHE, BlockContext, context_of
+from bridge_memory.tapes.symbolic import largest
+from bridge_memory.workspaces.batch import batch_bytes
+from bridge_memory.workspaces.dispatcher import held_by_nodes
+from bridge_memory.workspaces.persistent import ChunkFacts, chunk_facts, persistent_buffers
+from bridge_memory.workspaces.teacher import teacher_buffers
+
+__all__ = [
+    "Estimate",
+    "StageEstimate",
+    "StageParts",
+    "StagePeak",
+    "clear_caches",
+    "estimate",
+    "explain",
+    "model_state",
+    "peaks",
+    "stage_costs",
+    "stage_parts",
+    "stage_peaks",
+    "stage_phases",
+]  # fmt: skip
+
+
+def peaks(run: RunSpec) -> tuple[StagePeak, ...]:
+    """Static memory and peak of every pipeline stage: ``estimate`` without its explanations. Raises SpecError."""
+    stages = _Stages(run)
+    return tuple([stages.peak(rank, held) for rank, held in enumerate(stages)])
+
+
+def estimate(run: RunSpec) -> Estimate:
+    """Estimate every pipeline stage of ``run`` with the inventory method. Raises SpecError."""
+    stages = _Stages(run)
+    ctx, plan = stages.ctx, stages.plan
+    parameters, mtp = model_parameters(run.model)
+    explained = tuple(_explained(stages, rank) for rank in range(len(plan.stages)))
+    needs = Needs(
+        max(stage.activation_bytes + stage.transient_bytes for stage in explained),
+        max(
+            (link.backward_peak for held in stages for chunk in held.inventories for link, _ in chunk.links
+             if link.label not in (Label.EMBEDDING, Label.LOSS)),
+            default=None,
+        ),
+    )
+    return Estimate(
+        run=run,
+        stages=explained,
+        parameters=parameters,
+        mtp_parameters=mtp,
+        assumptions=run.model.assumptions + run.assumptions + _assumptions(run, ctx) + ignored(run, plan),
+        not_modelled=run.model.not_modelled + run.not_modelled + unmodelled_features(run, needs),
+    )
+
+
+def explain(run: RunSpec, stage: int, *, rank: int | None = None) -> StageEstimate:
+    """Components of one pipeline stage, as in ``estimate(run).stages[stage]``, without the others. Raises SpecError.
+
+    ``rank``: a global rank of that stage. Ranks of a stage differ where whole parameters are dealt out
+    (``use_layer_wise_distributed_optimizer``); without it the one with most optimizer state is shown.
+    """
+    stages = _Stages(run, rank)
+    _checked(stages, stage)
+    of_rank = stage if rank is None else stage_of_rank(run.parallel, rank)
+    if of_rank != stage:
+        raise SpecError(f"rank ({rank}) is not one of stage {stage} but of stage {of_rank}; give that stage")
+    return _explained(stages, stage)
+
+
+def model_state(run: RunSpec) -> tuple[int, ...]:
+    """Bytes of weights, gradients and optimizer state on every stage: no peak is lower. Raises SpecError."""
+    model, ctx, engine = run.model, context_of(run), engine_of(run)
+    stages = layout(model, run.parallel).shapes(model)
+    known = {
+        shapes: sum([n for _, n in engine.stage([chunk_units(model, shape, ctx) for shape in shapes]).amounts])
+        for shapes in dict.fromkeys(stages)
+    }
+    return tuple([known[shapes] for shapes in stages])
+
+
+def stage_peaks(run: RunSpec) -> Callable[[int, StageShape], StagePeak]:
+    """What a pipeline stage of ``run`` would take if it held other layers: (its rank, what it holds) -> its peak.
+
+    Raises SpecError where the run has no layout of its own.
+    """
+    stages = _Stages(run)
+
+    def peak(rank: int, shapes: StageShape) -> StagePeak:
+        return stages.peak(rank, stages.held(shapes))
+
+    return peak
+
+
+class StageParts(NamedTuple):
+    """What a stage is made of, in bytes, for those who follow a training step in time."""
+
+    #: Of each virtual stage: its decoder layers, what it keeps link by link, and what it costs the schedule.
+    layers: tuple[tuple[int, ...], ...]
+    inventories: tuple[ChunkInventory, ...]
+    costs: tuple[ChunkCost, ...]
+    #: There from the first to the last operation of a step.
+    persistent: tuple[Component, ...]
+    #: There from the optimizer's step to the first forward pass.
+    between_steps: tuple[Component, ...]
+    #: There during forward and backward passes: the batch, and parameters gathered for all of them.
+    batch: int
+    gathered: int
+    #: What waits for weight gradients of the output layer, as the last microbatch finds it.
+    deferred: int
+    #: Made for the optimizer's step alone.
+    in_step: int
+    #: One hidden state as it travels between stages.
+    hidden_state: int
+    #: The highest moment of forward and backward passes.
+    moment: PeakMoment
+
+    def alive_at_peak(self) -> Iterator[tuple[int, Links, int]]:
+        """(virtual stage, links of which all that they keep is there, of so many microbatches) at that moment."""
+        one = _running(self.moment, self.inventories)
+        for number, (chunk, alive) in enumerate(zip(self.inventories, self.moment.alive, strict=True)):
+            runs = one is not None and number == self.moment.chunk
+            if alive > runs:
+                yield number, chunk.links, alive - runs
+            if one is not None and runs:
+                yield number, one.links, 1
+
+
+def _running(moment: PeakMoment, inventories: Sequence[ChunkInventory]) -> AtPeak | None:
+    """What is there of the microbatch whose pass is the highest moment; None where two chunks trade places layer by
+    layer, each as if it were whole."""
+    if moment.phase == "overlapped":
+        return None
+    return inventories[moment.chunk].at_peak(backward=moment.phase == "backward")
+
+
+def stage_parts(run: RunSpec, stage: int) -> StageParts:
+    """The parts of one pipeline stage, of which ``peaks`` takes the highest moment. Raises SpecError."""
+    stages = _Stages(run)
+    held = stages[_checked(stages, stage)]
+    return StageParts(
+        tuple(chunk.layers for chunk in stages.plan.stages[stage]), held.inventories, held.costs,
+        (*held.state.components(run.parallel), *held.persistent), held.between_steps, held.batch, held.state.gathered,
+        held.deferred, held.state.in_step, stages.ctx.hidden_bytes, stages.moment(stage, held),
+    )
+
+
+def stage_phases(run: RunSpec, stage: int) -> dict[Phase, int]:
+    """The most bytes of one pipeline stage in each phase of training that is modelled. Raises SpecError."""
+    stages = _Stages(run)
+    return _phases(stages, _checked(stages, stage))
+
+
+def _phases(stages: _Stages, rank: int) -> dict[Phase, int]:
+    """Forward and backward of the first step are without optimizer states, which its end makes. Where chunks trade
+    places layer by layer both passes are the same. In the order of training."""
+    held = stages[rank]
+    state = held.state
+    forward, backward = _passes(stages, rank)
+    found: dict[Phase, int] = {}
+    if state.building is not None:
+        found[Phase.BUILDING] = state.building
+    first = stages.of_first_step()
+    later = sum([nbytes for line, nbytes in first[rank].state.amounts if line.lifetime is Lifetime.FIRST_STEP])
+    first_forward, first_backward = (forward, backward) if first is stages else _passes(first, rank)
+    found |= {Phase.FIRST_FORWARD: first_forward - later, Phase.FIRST_BACKWARD: first_backward - later}
+    found |= {Phase.FORWARD: forward, Phase.BACKWARD: backward}
+    found[Phase.STEP] = held.static_bytes + held.between_bytes + state.in_step
+    if state.saving is not None:
+        found[Phase.SAVING] = held.static_bytes - state.gone_between_steps + held.between_bytes + state.saving
+    return found
+
+
+def _passes(stages: _Stages, rank: int) -> tuple[int, int]:
+    """The most bytes of a stage in its forward and in its backward passes."""
+    held = stages[rank]
+    forward, backward = (held.in_passes(stages.moment(rank, held, phase).bytes) for phase in ("forward", "backward"))
+    return held.static_bytes + forward, held.static_bytes + backward
+
+
+def _checked(stages: _Stages, stage: int) -> int:
+    number = len(stages.plan.stages)
+    if type(stage) is not int or not 0 <= stage < number:
+        raise SpecError(f"stage ({show(stage)}) is not a stage of the pipeline; give a number from 0 to {number - 1}")
+    return stage
+
+
+def clear_caches() -> None:
+    """Let go of everything that estimates of this process share."""
+    TRACE_CACHE.clear()
+
+
+class _Held(NamedTuple):
+    """What a stage holds whatever its place in the pipeline; stages of one shape share it."""
+
+    state: StageState
+    #: Beside the model state, to the end of training.
+    persistent: tuple[Component, ...]
+    #: From the end of a step to somewhere in the next.
+    between_steps: tuple[Component, ...]
+    batch: int
+    inventories: tuple[ChunkInventory, ...]
+    costs: tuple[ChunkCost, ...]
+    static_bytes: int
+    between_bytes: int
+    #: Of ``static_bytes``: gradients that the backward pass makes anew.
+    fresh: int = 0
+    #: What waits for the weight gradients of the output layer, of earlier microbatches.
+    deferred: int = 0
+
+    def in_passes(self, moment: int) -> int:
+        """Beyond ``static_bytes`` where the chunks need ``moment``."""
+        return moment - self.fresh + self.batch + self.deferred + self.state.in_passes
+
+    def beyond_static(self, moment: int) -> int:
+        """The most beyond ``static_bytes``: in the optimizer's step, or where the chunks need most, ``moment``."""
+        most: int = largest(self.in_passes(moment), self.between_bytes + self.state.in_step)
+        return most
+
+
+class _Chunk:
+    """What chunks of one shape hold; ``inventory`` of one with others after it, once it is asked for."""
+
+    __slots__ = ("facts", "inventory")
+
+    def __init__(self, facts: ChunkFacts) -> None:
+        self.facts = facts
+        self.inventory: ChunkInventory | None = None
+
+
+class StageHolds:
+    """What stages of one run hold, by their shapes, or those of many runs at once (``run`` and ``ctx`` have arrays)."""
+
+    def __init__(self, run: RunSpec, ctx: BlockContext, engine: Engine) -> None:
+        self.run = run
+        self.ctx = ctx
+        self.engine = engine
+        self._chunks: dict[ChunkShape, _Chunk] = {}
+        self._units: dict[ChunkShape, list[Unit]] = {}
+        self._of_shapes: dict[StageShape, _Held] = {}
+
+    def let_go(self, few: int) -> None:
+        """Of all shapes so far, but for chunks where there are no more than ``few``."""
+        if len(self._chunks) > few:
+            self._chunks.clear()
+        self._units.clear()
+        self._of_shapes.clear()
+
+    def held(self, shapes: StageShape) -> _Held:
+        """What a stage of these shapes holds."""
+        held = self._of_shapes.get(shapes)
+        if held is None:
+            held = self._of_shapes[shapes] = self._held(shapes)
+        return held
+
+    def state(self, shapes: StageShape) -> StageState:
+        """What the engine keeps and moves there."""
+        return self.engine.stage([self._units_of(shape) for shape in shapes])
+
+    def _units_of(self, shape: ChunkShape) -> list[Unit]:
+        found = self._units.get(shape)
+        if found is None:
+            found = self._units[shape] = chunk_units(self.run.model, shape, self.ctx)
+        return found
+
+    def _held(self, shapes: StageShape) -> _Held:
+        run, ctx = self.run, self.ctx
+        chunks = [self._chunk(shape) for shape in shapes]
+        state = self.state(shapes)
+        inventories = self._inventories(chunks, shapes, state.concurrent)
+        residue = sum([inventory.residue for inventory in inventories])
+        persistent, between = by_lifetime(
+            (
+                *persistent_buffers(run, [chunk.facts for chunk in chunks], ctx, residue),
+                *teacher_buffers(run, shapes),
+                *state.buffers(),
+            )
+        )
+        static_bytes = sum([nbytes for _, nbytes in state.amounts]) + sum([b.bytes for b in persistent])
+        return _Held(
+            state, tuple(persistent), tuple(between), batch_bytes(run, shapes), inventories,
+            tuple(self._costs(inventories, chunks)), static_bytes, sum([b.bytes for b in between]), state.fresh,
+            self._deferred(shapes),
+        )
+
+    def _deferred(self, shapes: StageShape) -> int:
+        if not (self.ctx.impl.defer_embedding_wgrad_compute and any(shape.output for shape in shapes)):
+            return 0
+        nbytes: int = of_earlier_microbatches(self.run.model, self.run.num_microbatches, self.ctx)
+        return nbytes
+
+    def _costs(self, inventories: Sequence[ChunkInventory], chunks: Sequence[_Chunk]) -> list[ChunkCost]:
+        costs = stage_costs(inventories)
+        if not self.run.implementation.overlap_moe_expert_parallel_comm:
+            return costs
+        apart = [
+            Apart(*inventory.apart(), held_by_nodes(chunk.facts.experts, self.ctx))
+            for inventory, chunk in zip(inventories, chunks, strict=True)
+        ]
+        return [cost._replace(apart=each) for cost, each in zip(costs, apart, strict=True)]
+
+    def _chunk(self, shape: ChunkShape) -> _Chunk:
+        found = self._chunks.get(shape)
+        if found is None:
+            found = self._chunks[shape] = _Chunk(chunk_facts(self.run, shape, self.ctx))
+        return found
+
+    def _inventories(
+        self, chunks: Sequence[_Chunk], shapes: StageShape, concurrent: Sequence[EngineBytes]
+    ) -> tuple[ChunkInventory, ...]:
+        """As ``stage_inventories``; what nothing of the stage changes is shared by all chunks of one shape."""
+        model, ctx = self.run.model, self.ctx
+        if concurrent:
+            return tuple(stage_inventories(model, shapes, ctx, concurrent))
+        found = [self._inventory(chunk, shape) for chunk, shape in zip(chunks, shapes, strict=True)]
+        last = straight_into_backward(shapes)
+        if last >= 0 and found[last].offloads:
+            found[last] = chunk_inventory(model, shapes[last], ctx, backward_next=True)
+        return tuple(found)
+
+    def _inventory(self, chunk: _Chunk, shape: ChunkShape) -> ChunkInventory:
+        if chunk.inventory is None:
+            chunk.inventory = chunk_inventory(self.run.model, shape, self.ctx)
+        return chunk.inventory
+
+
+class _Stages(StageHolds):
+    """Every stage of one run."""
+
+    def __init__(self, run: RunSpec, rank: int | None = None, engine: Engine | None = None) -> None:
+        """``engine``: in place of the one that ``run`` names."""
+        if type(run) is not RunSpec:
+            inside = f"model={show(run)}" if isinstance(run, str) else "model=..."
+            raise SpecError(f"run ({show(run)}) is not a RunSpec; give RunSpec({inside}, parallel=ParallelSpec(...))")
+        super().__init__(run, context_of(run), engine or engine_of(run, rank))
+        self.plan = layout(run.model, run.parallel)
+        self._explained: dict[int, tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]] = {}
+        self._microbatches = run.num_microbatches
+        #: Of ``dynamic_peak`` and ``peak_bytes``, the same for every stage.
+        self._of_schedule: dict[str, Any] = {
+            "group_size": run.parallel.microbatch_group_size_per_vp_stage, "hidden_bytes": self.ctx.hidden_bytes,
+            "overlap_moe_expert_parallel_comm": run.implementation.overlap_moe_expert_parallel_comm,
+            "keeps_outputs": not run.implementation.deallocate_pipeline_outputs,
+        }  # fmt: skip
+        self._stages = [self.held(shapes) for shapes in self.plan.shapes(run.model)]
+
+    def of_first_step(self) -> _Stages:
+        """The same stages in the passes of the first step, which some engines begin otherwise."""
+        return _Stages(self.run, engine=self.engine.first_step()) if isinstance(self.engine, BeginsOtherwise) else self
+
+    def __iter__(self) -> Iterator[_Held]:
+        return iter(self._stages)
+
+    def __getitem__(self, rank: int) -> _Held:
+        return self._stages[rank]
+
+    def explained(self, held: _Held) -> tuple[list[Component], list[dict[tuple[Part, Provenance], int]]]:
+        """(static components of the stages that hold this, what each of their chunks retains by part)."""
+        found = self._explained.get(id(held))
+        if found is None:
+            found = self._explained[id(held)] = (
+                [*held.state.components(self.run.parallel), *held.persistent],
+                [inventory.parts() for inventory in held.inventories],
+            )  # fmt: skip
+        return found
+
+    def moment(self, rank: int, held: _Held, phase: str | None = None) -> PeakMoment:
+        """The highest moment of a stage; ``phase``: of its forward or backward passes."""
+        return dynamic_peak(
+            self.run.parallel.pp, rank, self._microbatches, held.costs, phase=phase, **self._of_schedule
+        )
+
+    def peak(self, rank: int, held: _Held) -> StagePeak:
+        """Of the stage of this rank, if it held this."""
+        moment = peak_bytes(self.run.parallel.pp, rank, self._microbatches, held.costs, **self._of_schedule)
+        static = held.static_bytes
+        return StagePeak(rank, static + held.between_bytes, static + held.beyond_static(moment))
+
+
+def by_lifetime(buffers: Iterable[Component]) -> tuple[list[Component], list[Component]]:
+    """Those that stay to the end of training, and those that are there from one step to somewhere in the next."""
+    persistent: list[Component] = []
+    between: list[Component] = []
+    for b in buffers:
+        (between if b.lifetime is Lifetime.BETWEEN_STEPS else persistent).append(b)
+    return persistent, between
+
+
+def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
+    """The chunks of a stage for the schedule. What the others leave behind in backward is counted beside a running
+    chunk, whether or not they have run forward since: an upper bound where there are virtual stages."""
+    residue = sum([i.residue for i in inventories])
+    distinct = {id(i): i for i in inventories}
+    costs = {
+        key: ChunkCost(i.retained, i.forward_peak + residue - i.residue, i.backward_peak + residue - i.residue)
+        for key, i in distinct.items()
+    }
+    return [costs[id(i)] for i in inventories]
+
+
+def _explained(stages: _Stages, rank: int) -> StageEstimate:
+    held = stages[rank]
+    moment = stages.moment(rank, held)
+    static, parts = stages.explained(held)
+    components, carried_over = [*static], held.between_steps
+    running = held.inventories[moment.chunk]
+    phase = moment.phase
+    operation = running.forward_operation if phase == "forward" else running.backward_operation
+    # The optimizer's step makes and leaves more than forward and backward ever need.
+    in_step = held.beyond_static(moment.bytes) > held.in_passes(moment.bytes)
+    if in_step:
+        components += carried_over
+        carried_over, phase, operation = (), OPTIMIZER_STEP, "main gradients in fp32"
+        if held.state.in_step:
+            operation = held.state.step_name
+            components.append(_transient(f"in passing: {operation}", held.state.in_step, Part.RUNNING))
+    else:
+        one = _running(moment, held.inventories)
+        retained: dict[tuple[Part, Provenance], int] = one.parts() if one else {}
+        for chunk, (of_chunk, alive) in enumerate(zip(parts, moment.alive, strict=True)):
+            alive -= chunk == moment.chunk and one is not None
+            if alive:
+                for key, nbytes in of_chunk.items():
+                    retained[key] = retained.get(key, 0) + alive * nbytes
+        components += [
+            Component(
+                "activations: " + part.value, nbytes, Role.ACTIVATION, provenance, lifetime=Lifetime.RETAINED,
+                part=part, routed=provenance is Provenance.ASSUMED,
+            )
+            for (part, provenance), nbytes in retained.items()
+        ]
+        if moment.hidden_bytes:
+            components.append(_transient("pipeline sends and receives", moment.hidden_bytes, Part.PIPELINE))
+        if held.batch:
+            components.append(_transient("batch: tokens, labels, masks", held.batch, Part.BATCH))
+        if held.deferred:
+            name = "output layer's inputs and gradients of logits that wait for its weight gradients"
+            components.append(_transient(name, held.deferred, Part.LOSS))
+        if held.state.gathered:
+            name = f"parameters gathered by {stages.run.data_parallel.engine_title}"
+            components.append(_transient(name, held.state.gathered, Part.DATA_PARALLEL))
+        made, gone = (one.gradients, one.gone) if one else (0, 0)
+        if held.state.accumulated:
+            name = "whole gradients of earlier microbatches"
+            components.append(_transient(name, held.state.accumulated - gone, Part.DATA_PARALLEL))
+        if held.fresh:
+            components, waiting = _as_far_as_made(components, made)
+            carried_over = (*carried_over, *waiting)
+        transient = moment.bytes - moment.hidden_bytes - sum(retained.values()) - made + gone
+        components.append(_transient(f"in passing: {operation}", transient, Part.RUNNING))
+    return StageEstimate(
+        stage=rank,
+        layers=tuple(i for chunk in stages.plan.stages[rank] for i in chunk.layers),
+        parameters=held.state.parameters,
+        in_flight=(0,) * len(moment.alive) if in_step else tuple(moment.alive),
+        components=tuple(components),
+        peak_phase=phase,
+        peak_operation=operation,
+        carried_over=carried_over,
+        host=held.state.host,
+        phases=tuple((str(phase), nbytes) for phase, nbytes in _phases(stages, rank).items()),
+    )
+
+
+def _as_far_as_made(components: list[Component], made: int) -> tuple[list[Component], list[Component]]:
+    """(``components`` with ``made`` bytes of the gradients that backward makes, the rest of these gradients)."""
+    there: list[Component] = []
+    rest: list[Component] = []
+    for c in components:
+        if c.lifetime is Lifetime.BACKWARD:
+            now = min(c.bytes, made)
+            made -= now
+            if now < c.bytes:
+                rest.append(c._replace(name=f"{c.name} that are not made yet", bytes=c.bytes - now))
+            c = c._replace(bytes=now)
+        if c.bytes or c.lifetime is not Lifetime.BACKWARD:
+            there.append(c)
+    return there, rest
+
+
+def _transient(name: str, nbytes: int, part: Part) -> Component:
+    return Component(name, nbytes, Role.TRANSIENT, Provenance.FORMULA, lifetime=Lifetime.TRANSIENT, part=part)
+
+
+def _assumptions(run: RunSpec, ctx: BlockContext) -> tuple[str, ...]:
+    out = []
+    impl = run.implementation
+    if run.model.has_experts and not impl.moe_pad_expert_input_to_capacity:
+        out.append(
+            "routing is balanced over the experts"
+            if impl.moe_imbalance == 1.0
+            else f"the most loaded rank gets {impl.moe_imbalance:g} times the balanced number of tokens"
+        )
+    if impl.deterministic_mode or impl.nvte_deterministic:
+        out.append("deterministic_mode: attention's backward needs no more scratch than it does otherwise")
+    if run.model.mtp_num_layers and ctx.mtp_without_gradients:
+        out.append(
+            f"mtp_num_layers ({run.model.mtp_num_layers}) with fp8 and full recomputation: depths get no gradients, "
+            "since this megatron-core hands their inputs to Transformer Engine's checkpoint by name"
+        )
+    asked = []
+    if ignores_full_recompute(run.model, ctx) and run.recompute.granularity == "full":
+        asked.append("recompute_granularity (full)")
+    if impl.cpu_offloading_num_layers and not offloaded_layers(run.model, ctx):
+        asked.append(f"cpu_offloading_num_layers ({impl.cpu_offloading_num_layers})")
+    out += [f"{name} does nothing: megatron-core's stack of hybrid models does not ask for it" for name in asked]
+    return tuple(out)

@@ -1,0 +1,1 @@
+"""Blocks of megatron-core and Transformer Engine: what each saves for backward."""

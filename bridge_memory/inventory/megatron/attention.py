@@ -1,0 +1,553 @@
+"""Softmax attention: multi-head, grouped-query, gated, with or without rotary embedding.
+
+Source: megatron-core ``transformer/attention.py: SelfAttention``, ``transformer/dot_product_attention.py`` (local),
+TE ``attention/dot_product_attention/{backends,utils}.py``. Shapes: q = a d / t, kv = g d / t (values: g d_v / t),
+tokens T = s b.
+"""
+
+from __future__ import annotations
+
+from bridge_memory.releases import (
+    ALL_GATHER_MAKES_TWO_OUTPUTS,
+    ATTENTION_TOKENS_FIRST,
+    FLASH_PADS_VALUES,
+    FP8_ATTENTION_KEEPS_ONE_STATISTIC,
+    MASK_MADE_BY_EACH_LAYER,
+    QKV_OUTPUT_HELD,
+    RING_SUMS_AS_IT_GOES,
+    SOFTMAX_MAKES_A_GRADIENT,
+    STEPS_OF_ALL_GATHER_DROPPED,
+)
+from bridge_memory.spec import AttentionSpec, divide
+from bridge_memory.tapes.recorder import Recorder, Scratch
+from bridge_memory.tapes.symbolic import largest, smallest
+from bridge_memory.tapes.tape import Region, Tensor
+
+
+def record_attention(
+    r: Recorder, spec: AttentionSpec, x: Tensor, *, normed: bool = False, scaled_key: bool = False
+) -> Tensor:
+    """From the residual stream [T_sp, h] to the output of linear_proj [T_sp, h] (input norm included, unless ``x`` is
+    ``normed``). ``scaled_key``: the key is multiplied by a constant (Falcon-H1)."""
+    ctx, tape, first = r.ctx, r.tape, len(r.rows)
+    a = divide(spec.num_attention_heads, ctx.tp, "num_attention_heads", "tensor_model_parallel_size")
+    d = spec.kv_channels
+    # With fewer groups than ranks every rank computes one group's worth after a gather.
+    g = largest(1, spec.num_query_groups // ctx.tp)
+    q_width, kv_width, v_width, out_width = a * d, g * d, g * spec.value_channels, a * spec.value_channels
+    gate_heads = spec.num_attention_heads if spec.attention_output_gate else 0
+    qkv_width = divide(
+        (spec.num_attention_heads + gate_heads) * d + spec.num_query_groups * (d + spec.value_channels),
+        ctx.tp, "width of linear_qkv", "tensor_model_parallel_size",
+    )
+    h = ctx.hidden_size
+    q_bytes = ctx.tokens * q_width * ctx.act
+    key_bytes, value_bytes = ctx.tokens * kv_width * ctx.act, ctx.tokens * v_width * ctx.act
+
+    with r.offload("qkv_linear"):
+        qkv, region = _input_projection(r, spec, x, qkv_width, normed)
+    if spec.num_query_groups < ctx.tp:
+        # q, k and v are views of the whole gathered tensor, which the gather also concatenates from its parts
+        # (``SelfAttention.get_query_key_value_tensors``, ``mappings.py: _gather_along_last_dim``).
+        gathered = qkv_width * ctx.tp * ctx.tokens * ctx.act
+        qkv = tape.make("gathered qkv", qkv, gathered, workspace=gathered)
+
+    query, key, value, gate = qkv, qkv, qkv, qkv
+    if not ctx.te or gate_heads or scaled_key:
+        parts = [("query", q_bytes), ("gate", q_bytes)][: 1 + bool(gate_heads)]
+        query, *gates, key, value = tape.views("split qkv", qkv, *parts, ("key", key_bytes), ("value", value_bytes))
+        gate = gates[0] if gates else qkv
+    separate, raw_key = False, key
+    if (not ctx.te or (not spec.qk_layernorm and spec.rotary and ctx.rotary)) and 1 < g < a:
+        # The reshape of a grouped query to [s, b, a, d] is a copy.
+        query = tape.make("query", query, q_bytes)
+    if spec.qk_layernorm:
+        width_q, width_k = (d, d) if spec.qk_layernorm == "head" else (q_width, kv_width)
+        rows_q = ctx.tokens * (a if spec.qk_layernorm == "head" else 1)
+        rows_k = ctx.tokens * (g if spec.qk_layernorm == "head" else 1)
+        query = _sub_norm(r, "self_attention.q_layernorm", query, width_q, rows_q, copy=ctx.te)
+        if not spec.borrows_keys:
+            key = _sub_norm(r, "self_attention.k_layernorm", key, width_k, rows_k, copy=ctx.te)
+        separate = True
+    if scaled_key:
+        key, separate = tape.make("scaled key", key, key_bytes), True
+    if spec.keys_are_values:
+        value = raw_key
+    if spec.borrows_keys:
+        key, value = _borrowed(r, key, d, g, value_bytes)
+    elif spec.value_norm:
+        value = _norm_of_values(r, value, spec.value_channels, ctx.tokens * g)
+    if spec.lends_keys:
+        # ``_stored_kv``, an attribute, holds them to the next forward pass.
+        stored = tape.tensor("key and value for later layers", 0, grad=False)
+        tape.op(stored.name, (key, value), stored, saves=(key, value))
+    if gate_heads and 1 < g < a:  # else a view, with which the whole of q, k and v is kept
+        gate = tape.make("gate", gate, q_bytes)
+    before_rope = (query, key, value, gate) if QKV_OUTPUT_HELD(ctx.impl) else (gate,)
+    if spec.rotary and ctx.rotary:
+        query = _rope(r, "query rope", query, q_bytes, d)
+        key = _rope(r, "key rope", key, key_bytes, d)
+        separate = True
+    if spec.learnable_softmax_sink:
+        r.parameter("self_attention.core_attention.softmax_offset", (a,), sharded=ctx.tp > 1)
+    inputs = tuple(dict.fromkeys((query, key, value)))
+    selected = ctx.recomputes("core_attn")
+    with tape.checkpoint("core_attn", inputs, enabled=selected), r.offload("core_attn"):
+        if separate and ctx.te and not sequences_first(r):
+            # q and k are tensors of their own by now; TE makes v contiguous rather than keep the mixed tensor
+            # alive (``utils.py: get_qkv_layout``); the local code, and a checkpoint, keep the view.
+            value = tape.make("value", value, value_bytes)
+        out = core_attention(
+            r, tuple(dict.fromkeys((query, key, value))), heads=a,
+            q_width=q_width, kv_width=kv_width, v_width=v_width, out_width=out_width,
+            grouped=a != g, sink=spec.learnable_softmax_sink, window=spec.window_size is not None,
+        )
+    if spec.attention_output_gate:
+        # sigmoid(gate.float()) * out, one compiled kernel: keeps its inputs.
+        out = tape.make("gated attention output", (out, gate), q_bytes, saves=(out, gate))
+    with r.offload("attn_proj"):
+        y = r.row_linear(
+            "self_attention.linear_proj", out, out_width, h, bias=spec.add_output_bias,
+            original=r.proj_keeps_original and not spec.attention_output_gate,
+        )
+    tape.keep_alive(*before_rope, *inputs)  # variables of Attention.forward
+    if region is not None:
+        tape.discard(*region)
+    r.arrange(first, *(f"self_attention.{m}" for m in _MODULES))
+    return y
+
+
+#: In the order in which they are registered.
+_MODULES = ("core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm")
+
+
+def _input_projection(
+    r: Recorder, spec: AttentionSpec, x: Tensor, qkv_width: int, normed: bool
+) -> tuple[Tensor, tuple[Region, Tensor] | None]:
+    """Input norm and linear_qkv; returns the mixed tensor and what to discard after linear_proj, if anything."""
+    ctx, tape = r.ctx, r.tape
+    name = "self_attention.linear_qkv"
+    if ctx.te or normed:
+        fused_norm = not normed
+        return r.column_linear(name, x, ctx.hidden_size, qkv_width, bias=spec.add_qkv_bias, fused_norm=fused_norm), None
+    recompute = ctx.recomputes("layernorm")
+    with r.offload("attn_norm"), tape.discardable("input_layernorm", (x,), enabled=recompute) as region:
+        held = r.hold(r.norm("input_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
+    qkv = r.column_linear(name, held, ctx.hidden_size, qkv_width, bias=spec.add_qkv_bias)
+    return qkv, (region, held) if recompute else None
+
+
+def _sub_norm(r: Recorder, name: str, x: Tensor, width: int, rows: int, *, copy: bool) -> Tensor:
+    """Norm over heads. ``copy``: its input is a contiguous copy of the strided slice, kept by the norm."""
+    source = r.tape.make(f"{name} input", x, width * rows * r.ctx.act) if copy else x
+    return r.norm(name, source, width, rows)
+
+
+def _norm_of_values(r: Recorder, x: Tensor, width: int, rows: int) -> Tensor:
+    """A norm without a weight, in torch (megatron-bridge ``models/gemma/modeling_gemma4.py:
+    Gemma4DenseSelfAttention._v_norm, Gemma4SelfAttention.get_query_key_value_tensors``)."""
+    return r.torch_norm("value norm", x, width, rows, scaled=False, copies=1)
+
+
+def _borrowed(r: Recorder, key: Tensor, d: int, heads: int, value_bytes: int) -> tuple[Tensor, Tensor]:
+    """Those of another layer, which counts them, in place of the layer's own: a key is normed, and nothing of it kept
+    (megatron-bridge ``models/gemma/modeling_gemma4.py: Gemma4DenseSelfAttention.get_query_key_value_tensors``)."""
+    rows, tape = r.ctx.tokens * heads, r.tape
+    r.norm_parameters("self_attention.k_layernorm", d)
+    tape.op("own key", (), (), workspace=3 * 4 * rows * d)
+    tape.keep_alive(key)
+    key, value = tape.input("another layer's key", 0), tape.input("another layer's value", 0)
+    key.grad_bytes, value.grad_bytes = rows * d * r.ctx.act, value_bytes
+    return key, value
+
+
+def _rope(r: Recorder, name: str, x: Tensor, nbytes: int, head_dim: int) -> Tensor:
+    """Rotary embedding of q or k. Fused: TE keeps the frequencies only (shared by all layers). Unfused: four
+    temporaries on the way, and the cosine and sine kept."""
+    if r.ctx.impl.apply_rope_fusion and r.ctx.te:
+        return r.tape.make(name, x, nbytes)
+    angles = cosine_and_sine(r, name, r.ctx.rotary_dim or head_dim)
+    return r.tape.make(
+        name, x, nbytes, saves=(angles,), also=(angles,), workspace=3 * nbytes, backward_workspace=2 * nbytes
+    )
+
+
+def cosine_and_sine(r: Recorder, name: str, width: int) -> Tensor:
+    """Two [s, 1, 1, d_rope] tensors in the compute dtype, made anew for each use
+    (``rope_utils.py: _apply_rotary_pos_emb_bshd``)."""
+    return r.tape.tensor(f"{name} cosine and sine", 2 * r.ctx.seq * width * r.ctx.act, grad=False)
+
+
+def core_attention(
+    r: Recorder,
+    qkv: tuple[Tensor, ...],
+    *,
+    heads: int,
+    q_width: int,
+    kv_width: int,
+    v_width: int,
+    out_width: int,
+    grouped: bool,
+    sink: bool = False,
+    window: bool = False,
+) -> Tensor:
+    """softmax(q k^T) v for ``heads`` local heads; widths are local and summed over heads.
+
+    Flash and cuDNN fused attention keep q, k, v, the output and an fp32 log-sum-exp a head and token; their
+    backward needs an fp32 accumulator of dq and an fp32 row sum. FlashAttention works on [b, s, a, d]: with more than
+    one sequence it copies q, k and v into that order and its output out of it (TE ``backends.py:
+    FlashAttention.forward``), and keeps its own. Unfused attention keeps the probabilities
+    [b, a, s, s], and with dropout a one-byte mask and the dropped probabilities.
+    """
+    ctx, tape = r.ctx, r.tape
+    out_bytes = ctx.tokens * out_width * ctx.act
+    rows = ctx.tokens * heads
+    kernel = attention_kernel(r, sink=sink, equal_heads=kv_width == v_width, window=window)
+    turned = sequences_first(r)
+    if turned:
+        widths = (("query", q_width), ("key", kv_width), ("value", v_width))
+        given = qkv if len(qkv) == 3 else qkv * 3
+        qkv = tuple(
+            tape.make(f"{name} [b, s]", x, ctx.tokens * width * ctx.act)
+            for x, (name, width) in zip(given, widths, strict=True)
+        )
+    if kernel != "unfused":
+        padded = kernel == "flash" and kv_width != v_width
+        whole = qkv
+        if padded:
+            qkv = (*qkv[:-1], tape.make("padded value", qkv[-1], ctx.tokens * kv_width * ctx.act))
+            v_width, out_bytes = kv_width, ctx.tokens * q_width * ctx.act
+        q_bytes, kv_bytes = (ctx.tokens * w * ctx.act for w in (q_width, kv_width + v_width))
+        transposed = kernel == "flash" and ctx.batch > 1 and not turned
+        if transposed or (len(qkv) == 1 and (ctx.cp > 1 or kernel == "flash")):
+            qkv = _contiguous(r, qkv, q_bytes, kv_bytes)
+        if ctx.cp > 1:
+            out = _context_parallel(
+                r, qkv, rows=rows, q_width=q_width, kv_bytes=kv_bytes, out_bytes=out_bytes, kernel=kernel,
+                turned=turned,
+            )
+        else:
+            lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False, item=4)
+            if fp8_attention(r):
+                return _in_fp8(r, qkv, lse, heads, q_width, kv_width, v_width, out_bytes, turned=turned)
+            # FlashAttention makes gradients of keys and values for every head, and sums those of a group.
+            expanded = 2 * q_bytes if grouped and kernel == "flash" else 0
+            out = tape.make(
+                "core_attention output", qkv, out_bytes, saves=(*qkv, lse), save_output=True, also=(lse,),
+                backward_workspace=4 * ctx.tokens * q_width + 4 * rows + expanded,
+            )
+        if transposed:
+            out = tape.make("core_attention output [s, b]", out, out_bytes, alias=True)
+        if padded:
+            cut = ctx.tokens * out_width * ctx.act
+            (part,) = tape.views("cut", out, ("core_attention output, cut", cut))
+            out = tape.make("core_attention output without padding", part, cut)
+            tape.keep_alive(*whole, *qkv)  # variables of DotProductAttention.forward
+        if turned:
+            out = tape.make("core_attention output [s, b]", out, ctx.tokens * out_width * ctx.act, alias=True)
+        return out
+    scores_elements = rows * ctx.seq * ctx.cp
+    scores_bytes = scores_elements * ctx.act
+    made = _full_mask(r) if ctx.te else None
+    if len(qkv) == 1:
+        parts = [("query", q_width), ("key", kv_width), ("value", v_width)]
+        qkv = tape.views("split qkv", qkv[0], *((name, ctx.tokens * width * ctx.act) for name, width in parts))
+    variables = qkv if ctx.te else ()  # of DotProductAttention.forward
+    if turned:  # back again, by a reshape of a view; keys and values that are repeated are copied by that
+        again = qkv[:1] if grouped else qkv
+        qkv = (*(tape.make(f"{x.name} [s, b]", x, x.bytes) for x in again), *qkv[len(again) :])
+    if grouped:
+        repeated = ctx.tokens * q_width * ctx.act
+        query, key, value = qkv[0], *qkv[-2:]
+        qkv = (query, tape.make("repeated key", key, repeated), tape.make("repeated value", value, repeated))
+    if not ctx.te:
+        r.keep(Scratch.MPU, scores_bytes)
+    scores = tape.make(
+        "attention scores", qkv[:2], scores_bytes, saves=qkv[:2], workspace=scores_bytes if ctx.te else 0
+    )
+    if sink and made:  # in place of scores and mask
+        scores = tape.make("attention scores with sink", scores, (scores_elements + rows) * ctx.act)
+        wider = tape.tensor("attention mask with sink", made.bytes + ctx.seq * ctx.cp, grad=False)
+        tape.op(wider.name, (made,), wider)
+        made = wider
+    if fused_softmax(r, heads, sink):
+        # Backward is in place on the incoming gradient (scaled_*_masked_softmax_backward), or was.
+        own = ctx.te and SOFTMAX_MAKES_A_GRADIENT(ctx.impl)
+        probs = tape.make("attention probabilities", scores, scores_bytes, save_output=True, alias=not own)
+    else:
+        probs = _softmax(r, scores, scores_elements, rows if sink else 0, made, window=window)
+    if ctx.attention_dropout:
+        kept = tape.tensor("attention dropout mask", scores_elements, grad=False, item=1)
+        probs = tape.make("dropped probabilities", probs, scores_bytes, saves=(kept,), also=(kept,))
+    # Recomputed, the local code's value is a view of which autograd keeps a gradient in the order of the view: a copy
+    # of the transposed one (torch ``accumulate_grad.h: AccumulateGrad::accumulateGrad``). Repeated ones are summed.
+    # Dropped probabilities are gone by then, which nobody else keeps.
+    copied = 0 if ctx.te or grouped or not ctx.recomputes("core_attn") else qkv[-1].grad_bytes
+    if ctx.attention_dropout:
+        copied = largest(0, copied - scores_bytes)
+    context = tape.make(
+        "attention context", (probs, qkv[-1]), out_bytes, saves=(probs, qkv[-1]), backward_workspace=copied
+    )
+    out = tape.make("core_attention output", context, out_bytes, alias=True)
+    tape.keep_alive(scores, probs, context, *qkv, *variables, *([made] if made else []))
+    if turned:
+        out = tape.make("core_attention output [s, b]", out, out_bytes, alias=True)
+    return out
+
+
+def fp8_attention(r: Recorder) -> bool:
+    """Whether attention of this layer computes in fp8, which cuDNN's alone does (TE ``utils.py:
+    get_attention_backend``). Under context parallelism it is counted as if it did not."""
+    return r.ctx.fp8_attention and r.fp8 and r.ctx.cp == 1
+
+
+def _in_fp8(
+    r: Recorder, qkv: tuple[Tensor, ...], lse: Tensor, heads: int, q_width: int, kv_width: int, v_width: int,
+    out_bytes: int, *, turned: bool,
+) -> Tensor:  # fmt: skip
+    """cuDNN's attention in fp8: it keeps queries, keys and values in fp8, and of the output what its backward takes.
+
+    Of mxfp8 both layouts, whose scales are of heads and padded; the other recipes keep one. The delayed recipe's output
+    is quantized and made anew in 16 bits, and so are its gradients. Source: TE ``backends.py:
+    _fused_attn_forward_impl, _fused_attn_backward_impl``, ``utils.py: combine_and_quantize, mxfp8_transpose_swizzle``.
+    """
+    ctx, tape = r.ctx, r.tape
+    mxfp8, delayed = ctx.fp8_recipe == "mxfp8", ctx.fp8_recipe == "delayed"
+    d = q_width // heads
+    groups = kv_width // d
+
+    def quantized(width: int, n: int) -> int:
+        elements = ctx.tokens * width
+        if not mxfp8:
+            return elements
+        one = width // n
+        rows, columns = -(-(one // 32) // 4) * 4, -(-one // 128) * 128
+        return 2 * elements + ctx.tokens * n * rows + ctx.tokens // 32 * n * columns
+
+    value_head = v_width // groups
+    nbytes = quantized(q_width, heads) + quantized(kv_width, groups) + quantized(v_width, groups)
+    copy = tape.tensor("query, key and value in fp8", nbytes, grad=False, item=1)
+    statistics = [lse]
+    if not FP8_ATTENTION_KEEPS_ONE_STATISTIC(ctx.impl):
+        statistics.append(tape.tensor("softmax reciprocal sums", lse.bytes, grad=False, item=4))
+    small = tape.tensor("attention output in fp8", ctx.tokens * heads * value_head, grad=False, item=1)
+    also = (copy, *statistics, *((small,) if delayed else ()))
+    backward = 4 * ctx.tokens * q_width + 4 * ctx.tokens * heads + quantized(heads * value_head, heads)
+    if delayed:
+        backward += ctx.tokens * (q_width + kv_width + v_width)
+    out = tape.make(
+        "core_attention output", qkv, out_bytes, saves=also, save_output=not delayed, also=also,
+        backward_workspace=backward,
+    )
+    return tape.make("core_attention output [s, b]", out, out_bytes, alias=True) if turned else out
+
+
+def _softmax(r: Recorder, scores: Tensor, elements: int, sinks: int, made: Tensor | None, *, window: bool) -> Tensor:
+    """Softmax by torch, of ``elements`` scores and ``sinks``, a column of them (``fused_softmax.py:
+    FusedScaleMaskSoftmax.forward_torch_softmax, SoftmaxOne``, TE ``softmax.py``, ``backends.py:
+    UnfusedDotProductAttention.forward``). ``made``: the mask that Transformer Engine's attention has made.
+
+    16-bit scores are made fp32 first. What is masked in place is then a tensor of its own, else a view of the GEMM's
+    output. Transformer Engine has joined the column to ``scores``, megatron-core does so after masking.
+    """
+    ctx, tape = r.ctx, r.tape
+    wide = ctx.act == 2 and (ctx.te or ctx.attention_softmax_in_fp32)
+    width = 4 if wide else ctx.act
+    x, whole = scores, elements + sinks
+    if ctx.te:
+        elements = whole
+    if wide:
+        x = tape.make("attention scores fp32", x, 4 * elements)
+    masked, view = x, not wide and not (sinks and ctx.te)
+    causal = not (window or sinks)
+    mask = _te_mask(r, made, causal=causal) if made else _causal_mask(r, window=window)
+    x = _fill(r, x, mask, view)
+    if sinks and not ctx.te:
+        x = tape.make("attention scores with sink", x, whole * width)
+    name = "attention probabilities fp32" if wide else "attention probabilities"
+    probs = tape.make(name, x, whole * width, save_output=True)
+    if wide:
+        probs = tape.make("attention probabilities", probs, elements * ctx.act)
+    tape.keep_alive(masked, *([mask] if mask else []))  # a variable, where nothing is kept for backward
+    return probs
+
+
+def _full_mask(r: Recorder) -> Tensor:
+    """The boolean mask [s, s] that Transformer Engine makes of int32 distances, for each layer and whatever softmax
+    follows (``dot_product_attention/utils.py: get_full_mask``)."""
+    nbytes = (r.ctx.seq * r.ctx.cp) ** 2
+    mask = r.tape.tensor("attention mask", nbytes, grad=False)
+    r.tape.op("attention mask", (), mask, workspace=14 * nbytes)
+    return mask
+
+
+def _te_mask(r: Recorder, made: Tensor, *, causal: bool) -> Tensor:
+    """The mask that ``masked_fill_`` keeps: ``made``, joined with the causal one that all layers share unless it is of
+    another kind, as those of windows and sinks are (TE ``softmax.py: forward_torch_softmax``)."""
+    if not causal:
+        return made
+    r.keep(Scratch.CAUSAL_MASK, made.bytes)
+    mask = r.tape.tensor("causal mask", made.bytes, grad=False)
+    r.tape.op(mask.name, (made,), mask)
+    return mask
+
+
+def _causal_mask(r: Recorder, *, window: bool) -> Tensor | None:
+    """The boolean mask [s, s] of the local unfused softmax, or None where it is counted elsewhere.
+
+    Each layer makes one, from fp32 ones (a window's from booleans), and autograd keeps it; before 0.16 all layers
+    shared a cached one. A causal mask that the data loader made is the batch's (``workspaces.batch_bytes``).
+    Source: ``transformer/utils.py: get_default_causal_mask, get_sliding_window_causal_mask``.
+    """
+    ctx, tape = r.ctx, r.tape
+    nbytes = (ctx.seq * ctx.cp) ** 2
+    if not MASK_MADE_BY_EACH_LAYER(ctx.impl):
+        r.keep(Scratch.CAUSAL_MASK, nbytes)
+        return None
+    if ctx.impl.create_attention_mask and not window:
+        return None
+    mask = tape.tensor("causal mask", nbytes, grad=False)
+    tape.op("causal mask", (), mask, workspace=(3 if window else 7) * nbytes)
+    return mask
+
+
+def _fill(r: Recorder, scores: Tensor, mask: Tensor | None, view: bool) -> Tensor:
+    """``masked_fill_``: in place forward, a gradient of its own backward; of a ``view`` two more on the way
+    (PyTorch ``torch/csrc/autograd/functions/tensor.cpp: CopySlices::apply_impl``). None: a mask counted elsewhere."""
+    filled = r.tape.make(
+        "masked scores", scores, 0, saves=(mask,) if mask else (),
+        backward_workspace=2 * scores.grad_bytes if view else 0,
+    )
+    filled.grad_bytes = scores.grad_bytes
+    return filled
+
+
+def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = True, window: bool = False) -> str:
+    """ "flash", "fused" or "unfused": what Transformer Engine is left with for these tensors.
+
+    Source: TE ``dot_product_attention/utils.py: get_attention_backend``. Neither FlashAttention nor cuDNN takes fp32;
+    FlashAttention takes no sink; FlashAttention 2, before Hopper, wants values as wide as keys
+    (``equal_heads``), to which later releases pad them (``dot_product_attention.py: _pad_qkv_head_dim``). cuDNN takes
+    no ``window`` with dropout. Where nothing is left the run is refused (``spec.validation: _check_kernels``).
+    """
+    ctx, chosen = r.ctx, r.ctx.impl.attention_kernel
+    if fp8_attention(r):
+        return "fused"
+    if chosen == "unfused" or ctx.params_dtype == "fp32":
+        return "unfused"
+    by_choice = ctx.impl.attention_backend == "auto" and ctx.impl.prefers_flash
+    if sink or (by_choice and not equal_heads and not FLASH_PADS_VALUES(ctx.impl)):
+        chosen = "fused"
+    if chosen == "fused" and window and ctx.attention_dropout:
+        return "unfused" if sink else "flash"
+    return chosen
+
+
+def fused_softmax(r: Recorder, heads: int, sink: bool) -> bool:
+    """Whether a masked-softmax kernel takes the scores. Source: ``fused_softmax.py:
+    FusedScaleMaskSoftmax.is_kernel_available``, TE ``softmax.py`` (the same name)."""
+    ctx = r.ctx
+    s = ctx.seq * ctx.cp
+    # Transformer Engine's has a switch of its own: NVTE_MASKED_SOFTMAX_FUSION, on unless the environment says 0.
+    if not (ctx.te or ctx.impl.masked_softmax_fusion) or ctx.act != 2 or sink or (ctx.batch * heads) % 4:
+        return False
+    return 16 < s < 16384 and s % 8 == 0 if ctx.te else 16 < s <= 4096 and s % 4 == 0
+
+
+def sequences_first(r: Recorder) -> bool:
+    """Whether megatron-core copies query, key and value to [b, s, a, d]: with one sequence there is nothing to copy."""
+    ctx = r.ctx
+    fused = ctx.te and ctx.rotary and ctx.impl.apply_rope_fusion
+    return fused and ctx.batch > 1 and not ATTENTION_TOKENS_FIRST(ctx.impl)
+
+
+def _contiguous(r: Recorder, qkv: tuple[Tensor, ...], q_bytes: int, kv_bytes: int) -> tuple[Tensor, Tensor]:
+    """Copies: the query, and key and value."""
+    query, rest = r.tape.tensor("contiguous query", q_bytes), r.tape.tensor("contiguous key and value", kv_bytes)
+    r.tape.op("contiguous query, key and value", qkv, (query, rest))
+    return query, rest
+
+
+def _context_parallel(
+    r: Recorder, qkv: tuple[Tensor, ...], *, rows: int, q_width: int, kv_bytes: int, out_bytes: int,
+    kernel: str, turned: bool,
+) -> Tensor:  # fmt: skip
+    """Flash or fused attention over a sequence divided by c ranks (TE ``context_parallel.py``); ``kv_bytes`` of both;
+    ``turned``: they are [b, s, a, d], and the gradient that comes is copied into that order for cuDNN.
+
+    a2a (``AttnFuncWithCPAndQKVOA2A``): q, k and v are exchanged for whole sequences of a / c heads and kept so;
+    the output is exchanged back, and both forms of it are kept (the second by linear_proj).
+    p2p (``AttnFuncWithCPAndKVP2P``): keys and values go round a ring, and the last that came are kept; every step's
+    keys, values, output and statistics stay until the outputs are summed in fp32, and backward holds two pairs of
+    (kv, dkv) buffers. Counted for the last rank of the ring: under a causal mask the others attend with half of
+    their queries in some steps. Later releases sum as they go: while a buffer is made for the next keys and values
+    there are those of this step and the two before, and the outputs of two steps; while a step attends, one buffer
+    fewer and the outputs of three.
+    all_gather (``AttnFuncWithCPAndKVAllGather``): keys and values are gathered and put in order in both passes, and
+    their gradients are as long as the sequence; earlier releases keep the two halves of the output beside the output,
+    later ones make a second, empty output beside it in forward.
+    """
+    ctx, tape = r.ctx, r.tape
+    c = ctx.cp
+    q_bytes = ctx.tokens * q_width * ctx.act
+    lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False, item=4)
+    accumulate = 4 * ctx.tokens * q_width + 4 * rows
+    query, keys_values = qkv[0], qkv[1:]
+    if ctx.impl.cp_comm_type == "a2a":
+        # Beside what an exchange takes and gives: what is sent, contiguous, and the last that came, before it is put
+        # in order. Variables of the function hold what it was given, in backward also all that it had kept.
+        exchanged = q_bytes + kv_bytes + kv_bytes // 2
+        whole = tape.make(
+            "q, k, v of whole sequences", (query, *keys_values), q_bytes + kv_bytes, workspace=exchanged,
+            backward_workspace=exchanged + q_bytes + kv_bytes + 2 * out_bytes,
+        )
+        out = tape.make(
+            "attention output of whole sequences", whole, out_bytes, saves=(whole, lse), save_output=True,
+            also=(lse,), backward_workspace=accumulate,
+        )
+        result = tape.make(
+            "core_attention output", out, out_bytes, workspace=2 * out_bytes, backward_workspace=2 * out_bytes
+        )
+        tape.keep_alive(query, *keys_values, whole)
+        return result
+    if ctx.impl.cp_comm_type == "all_gather":
+        halves = tape.tensor("attention output of each step", out_bytes, grad=False)
+        # Both gathered tensors, one of them copied into order; in backward also their gradients, those of each of
+        # the two steps (2 c + 1 of 2 c chunks in all), and the gradients put in order.
+        gathered, in_order = c * kv_bytes, c * kv_bytes * 3 // 2
+        ordered = q_bytes + (6 * c - 1) * kv_bytes // 2 + largest(c * kv_bytes, accumulate) // 2
+        if STEPS_OF_ALL_GATHER_DROPPED(ctx.impl):
+            outputs = 2 if ALL_GATHER_MAKES_TWO_OUTPUTS(ctx.impl) else 1
+            return tape.make(
+                "core_attention output", (query, *keys_values), out_bytes, saves=(query, *keys_values, lse),
+                save_output=True, also=(lse,), backward_workspace=ordered,
+                workspace=largest(gathered + outputs * out_bytes, in_order - out_bytes),
+            )
+        return tape.make(
+            "core_attention output", (query, *keys_values), out_bytes, saves=(query, *keys_values, halves, lse),
+            also=(halves, lse), workspace=largest(gathered, in_order - 2 * out_bytes), backward_workspace=ordered,
+        )
+    kv = tape.make("key and value ring buffer", keys_values, kv_bytes)
+    step = out_bytes + 4 * rows
+    # Packed, the sum is in the output's dtype, and each step attends to copies of halves of keys and values; statistics
+    # are copied to be summed, and each step's are turned.
+    copies = kv_bytes // 2 if ctx.packed else 0
+    around = (c - 1) * kv_bytes + c * step + (16 * rows if ctx.packed else 4 * out_bytes // ctx.act + 4 * rows)
+    if RING_SUMS_AS_IT_GOES(ctx.impl):
+        buffers = smallest(c, 4)
+        around = (buffers - 1) * kv_bytes + 2 * step
+        if c > 2:
+            around = largest(around, (buffers - 2) * kv_bytes + 3 * step)
+        else:
+            # The last step is added to the first: the sum's statistics before and after, and what is made of them and
+            # of those of both steps.
+            around += 5 * 4 * rows
+    around += copies
+    turned_back = out_bytes if turned and kernel == "fused" else 0
+    out = tape.make(
+        "core_attention output", (query, kv), out_bytes, saves=(query, kv, lse), save_output=True, also=(lse,),
+        workspace=around,
+        backward_workspace=accumulate + 4 * kv_bytes + q_bytes + turned_back + (4 * rows if ctx.packed else 0),
+    )
+    tape.keep_alive(*keys_values)
+    return out

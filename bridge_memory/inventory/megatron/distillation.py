@@ -1,0 +1,46 @@
+"""The loss of a distillation: divergence of the student's logits from the teacher's, in fp32.
+
+Source: modelopt 0.47 ``torch/distill/plugins/megatron.py: LogitsKLLoss.forward``, which a container with a teacher has
+unless its ``kd_config`` says otherwise (Megatron Bridge ``models/distillation_provider.py``). L = T V / t logits.
+"""
+
+from __future__ import annotations
+
+from bridge_memory.tapes.recorder import Recorder
+from bridge_memory.tapes.tape import Tensor
+
+
+def teachers_logits(r: Recorder, elements: int) -> Tensor:
+    """Of the microbatch, [T, V / t]: the teacher runs before the student, and its output layer's hook keeps them."""
+    logits = r.tape.tensor("teacher's logits", elements * r.ctx.act, grad=False)
+    r.tape.op(logits.name, (), logits)
+    return logits
+
+
+def record_divergence(r: Recorder, logits: Tensor, teacher: Tensor, elements: int) -> Tensor:
+    """Loss of each token, fp32 [T]. Both are cast, then divided by the temperature; over tensor-parallel ranks
+    the softmax is written out, else it is torch's. Variables of the function hold all but what is made on the way."""
+    tape, tokens, wide = r.tape, r.ctx.tokens, 4 * elements
+    divided = tape.tensor("teacher's logits over temperature", wide, grad=False)
+    tape.op(divided.name, teacher, divided, workspace=wide)
+    cast = tape.make("student's logits in fp32", logits, wide)
+    student = tape.make("student's logits over temperature", cast, wide)
+    target = tape.tensor("teacher's log probabilities", wide, grad=False)
+    if r.ctx.tp > 1:
+        tape.op("sum of the teacher's exponentials", divided, (), workspace=wide)
+        exponentials = tape.make("student's exponentials", student, wide, save_output=True)
+        total = tape.make("sum of the student's exponentials", exponentials, 4 * tokens)
+        logarithm = tape.make("logarithm of the sum", total, 4 * tokens, saves=(total,))
+        tape.op(target.name, divided, target)
+        own = tape.make("student's log probabilities", (student, logarithm), wide, alias=True)
+    else:
+        own = tape.make("student's log probabilities", student, wide, save_output=True)
+        tape.op(target.name, divided, target)
+    probabilities = tape.tensor("teacher's probabilities", wide, grad=False)
+    tape.op(probabilities.name, target, probabilities)
+    difference = tape.make("difference of log probabilities", (own, target), wide)
+    divergence = tape.make("divergence", (difference, probabilities), wide, saves=(probabilities,))
+    divergence.grad_bytes = 4 * tokens  # one number a token, expanded
+    loss = tape.make("losses", divergence, 4 * tokens)
+    tape.keep_alive(teacher, logits, divided, student, target, own)
+    return loss

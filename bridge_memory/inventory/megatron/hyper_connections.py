@@ -1,0 +1,67 @@
+"""Hyper-connections (mHC): n residual streams, mixed before and after each block by weights that each token makes.
+
+Source: Megatron-LM's main branch of 2026, which megatron-core 0.19 is not yet: ``transformer/hyper_connection.py:
+HyperConnectionModule, learned_output_contract``, ``multi_token_prediction.py``. Streams are [T, n h]. In torch the
+weights are made of a copy in fp32; the fused kernels read the streams themselves. What mixes is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bridge_memory.tapes.recorder import Recorder
+from bridge_memory.tapes.tape import Tensor
+
+
+def through_streams(r: Recorder, name: str, streams: Tensor, block: Callable[[Tensor], Tensor]) -> Tensor:
+    """Aggregate the streams [T, n h] to one [T, h], run ``block`` on it, and add its output to the mixed streams."""
+    ctx, tape = r.ctx, r.tape
+    n, h = ctx.residual_streams, ctx.hidden_size
+    width = n * n + 2 * n
+    r.parameter(f"{name}.mapping_proj.weight", (width, n * h))
+    for alpha in ("alpha_pre", "alpha_post", "alpha_res"):
+        r.parameter(f"{name}.{alpha}", (1,))
+    r.parameter(f"{name}.bias", (width,))
+    tokens, before = ctx.tokens, tape.part
+    source = streams
+    if not ctx.fused_hyper_connections:
+        source = tape.make("streams in fp32", streams, 4 * tokens * n * h)
+    # Projection and norm, then the weights' logits: 4 bytes each, and what their sigmoids keep.
+    small = 4 * tokens * width
+    kept = tape.tensor("projected streams", small + 8 * tokens, grad=False)
+    logits = tape.make("mixing weights in fp32", source, small, saves=(source, kept), also=(kept,), save_output=True)
+    mixing = tape.make("mixing weights", logits, tokens * width * ctx.act)
+    one = tape.make("aggregated streams", (streams, mixing), tokens * h * ctx.act, saves=(streams, mixing))
+    y = block(one)
+    tape.part = before
+    out = tape.make("mixed streams", (streams, mixing, y), ctx.hidden_bytes, saves=(streams, mixing, y))
+    tape.keep_alive(streams, mixing, y)
+    return out
+
+
+def expand(r: Recorder, x: Tensor) -> Tensor:
+    """One stream n times, where the decoder begins."""
+    return r.tape.make("streams", x, r.ctx.hidden_bytes)
+
+
+def contract(r: Recorder, prefix: str, streams: Tensor) -> Tensor:
+    """The streams weighted and added up, where the decoder (or an MTP depth) ends: [T, n h] -> [T, h], one kernel."""
+    ctx, n, h = r.ctx, r.ctx.residual_streams, r.ctx.hidden_size
+    r.parameter(f"{prefix}hc_head_fn", (n, n * h))
+    r.parameter(f"{prefix}hc_head_base", (n,))
+    r.parameter(f"{prefix}hc_head_scale", (1,))
+    kept = r.tape.tensor("weights of the streams", 4 * ctx.tokens * (n + 1), grad=False)
+    return r.tape.make("contracted streams", streams, ctx.tokens * h * ctx.act, saves=(streams, kept), also=(kept,))
+
+
+def join(r: Recorder, streams: Tensor, embedded: Tensor) -> Tensor:
+    """What an MTP depth begins with: both normed and projected, the embedding added to every stream."""
+    ctx, tape = r.ctx, r.tape
+    n, h, rows = ctx.residual_streams, ctx.hidden_size, ctx.tokens
+    e = r.norm("enorm", embedded, h, rows)
+    normed = r.norm("hnorm", streams, h, rows * n)
+    e = r.plain_linear("e_proj", e, rows, h, h)
+    projected = r.plain_linear("h_proj", normed, rows * n, h, h)
+    out = tape.make("joined streams", (e, projected), ctx.hidden_bytes)
+    tape.keep_alive(projected)
+    return out

@@ -1,0 +1,213 @@
+"""State-space mixers: Mamba-2 and the gated delta net.
+
+Source: megatron-core ``ssm/mamba_mixer.py: MambaMixer``, mamba_ssm ``ssd_combined.py:
+MambaSplitConv1dScanCombinedFn``; megatron-core ``ssm/gated_delta_net.py: GatedDeltaNet``, flash-linear-attention
+``ops/gated_delta_rule/chunk.py``. d_inner, groups and heads are divided by t; T = s b.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any, NamedTuple
+
+from bridge_memory.releases import DELTA_NET_TOKENS_FIRST, MAMBA_CONVOLUTION_IS_NO_MODULE, MAMBA_PROJECTION_HELD
+from bridge_memory.spec import GatedDeltaNetSpec, MambaSpec, divide
+from bridge_memory.tapes.recorder import Recorder
+from bridge_memory.tapes.symbolic import largest, smallest
+from bridge_memory.tapes.tape import Tensor
+
+#: Tokens a chunk of flash-linear-attention's gated delta rule.
+DELTA_CHUNK = 64
+#: Streaming multiprocessors of an H100 or H200, over which mamba_ssm spreads the heads of a group.
+MULTIPROCESSORS = 132
+
+
+def record_mamba(
+    r: Recorder, spec: MambaSpec, x: Tensor, *, name: str = "mixer", normed: bool = False, scaled: bool = False
+) -> Tensor:
+    """From the residual stream [T_sp, h] to out_proj's output [T_sp, h] (norm included, unless ``x`` is ``normed``).
+    ``scaled``: zxBCdt is multiplied by a vector of constants (Falcon-H1)."""
+    ctx, tape, first = r.ctx, r.tape, len(r.rows)
+    heads = divide(spec.num_heads, ctx.tp, "mamba_num_heads", "tensor_model_parallel_size")
+    groups = divide(spec.num_groups, ctx.tp, "mamba_num_groups", "tensor_model_parallel_size")
+    inner = heads * spec.head_dim
+    conv_dim = inner + 2 * groups * spec.state_dim
+    in_width = 2 * inner + 2 * groups * spec.state_dim + heads
+    sharded = ctx.tp > 1
+    for part, shape in (("dt_bias", (heads,)), ("A_log", (heads,)), ("D", (heads,))):
+        r.parameter(f"{name}.{part}", shape, sharded=sharded)
+    convolution = f"{name}.conv1d_" if MAMBA_CONVOLUTION_IS_NO_MODULE(ctx.impl) else f"{name}.conv1d."
+    r.parameter(f"{convolution}weight", (conv_dim, 1, spec.conv_kernel), sharded=sharded)
+    if spec.conv_bias:
+        r.parameter(f"{convolution}bias", (conv_dim,), sharded=sharded)
+    if spec.rmsnorm:
+        r.parameter(f"{name}.norm.weight", (inner,), sharded=sharded)
+    if not ctx.te and not normed:
+        x = r.hold(r.norm("norm", x, ctx.hidden_size, ctx.tokens_sp))
+    zxbcdt = r.column_linear(
+        f"{name}.in_proj", x, ctx.hidden_size, in_width, bias=spec.proj_bias, fused_norm=ctx.te and not normed
+    )
+    inner_bytes = ctx.tokens * inner * ctx.act
+    # Rearranged to batch first: a copy when b > 1, else a view.
+    projected, shared = zxbcdt, groups
+    if ctx.cp > 1:
+        # Every rank of context parallelism has all tokens of its share of heads, and at least one group of B and C,
+        # put together anew (``ssm/mamba_context_parallel.py: MambaContextParallel.pre_conv_ssm``): the parts are
+        # variables while they are joined, and what was joined while it is put in order.
+        shared = largest(groups, ctx.cp)
+        conv_dim, in_width = (n + 2 * (shared - groups) * spec.state_dim for n in (conv_dim, in_width))
+        joined = ctx.tokens * in_width * ctx.act
+        zxbcdt = projected = tape.make("zxBCdt of all tokens", zxbcdt, joined, workspace=2 * joined)
+    if ctx.batch > 1:
+        zxbcdt = tape.make("zxBCdt", zxbcdt, ctx.tokens * in_width * ctx.act)
+    if scaled:
+        scale = tape.tensor("scale of zxBCdt", in_width * ctx.act, grad=False)
+        zxbcdt = tape.make("scaled zxBCdt", zxbcdt, ctx.tokens * in_width * ctx.act, saves=(scale,), also=(scale,))
+    scratch = scan_scratch(
+        spec, batch=ctx.batch, seq=ctx.seq, tokens=ctx.tokens, heads=heads, groups=shared, conv_dim=conv_dim,
+        act=ctx.act, ranks=ctx.cp,
+    )
+    ungated = tape.tensor("scan output before the gate", inner_bytes, grad=False)
+    y = tape.make(
+        "scan output", zxbcdt, inner_bytes, saves=(zxbcdt, ungated), also=(ungated,),
+        workspace=scratch.forward + largest(scratch.states - 2 * inner_bytes, scratch.products),
+        backward_workspace=scratch.backward + inner_bytes,
+    )
+    if ctx.batch > 1:
+        y = tape.make("scan output, sequence first", y, inner_bytes)
+    if ctx.cp > 1:  # put in order, exchanged, and joined (``MambaContextParallel.post_conv_ssm``)
+        y = tape.make("scan output of the rank's tokens", y, inner_bytes, workspace=2 * inner_bytes)
+    if spec.rmsnorm:
+        stats = tape.tensor("mixer norm rstd", 4 * ctx.tokens * groups, grad=False)
+        y = tape.make("mixer norm output", y, inner_bytes, saves=(y, stats), also=(stats,))
+    out = r.row_linear(f"{name}.out_proj", y, inner, ctx.hidden_size, bias=spec.proj_bias)
+    if MAMBA_PROJECTION_HELD(ctx.impl):
+        tape.keep_alive(projected)  # a variable of MambaMixer.forward
+    r.arrange(first, *(f"{name}.{m}" for m in ("in_proj", "conv1d", "norm", "out_proj")), "norm")
+    return out
+
+
+class ScanScratch(NamedTuple):
+    """What a scan has in passing, in bytes: ``forward`` beside its outputs and, before they are made, ``states``, or
+    beside them ``products``; ``backward`` beside gradients of what it was given."""
+
+    forward: Any
+    states: Any
+    products: Any
+    backward: Any
+
+
+def scan_scratch(
+    spec: MambaSpec, *, batch: Any, seq: Any, tokens: Any, heads: Any, groups: Any, conv_dim: Any, act: int,
+    ranks: Any = 1,
+) -> ScanScratch:  # fmt: skip
+    """mamba_ssm ``ssd_combined.py: _mamba_chunk_scan_combined_fwd, _mamba_chunk_scan_combined_bwd`` beside the
+    convolution, where ``ranks`` of context parallelism divide the heads."""
+    shared = groups
+    inner = heads * spec.head_dim
+    # fp32: the states after each chunk and the last ones, dt and its running sum, C B^T of each chunk.
+    chunks = ceil(seq / spec.chunk_size)
+    state = 4 * batch * inner * spec.state_dim
+    states, steps = state * chunks, 4 * tokens * heads
+    state //= ranks  # of a rank's share of heads
+    products = 4 * batch * chunks * shared * spec.chunk_size**2
+    conv = tokens * conv_dim * act
+    rounded = states // 4 * act
+    # The memory-efficient kernel keeps zxBCdt and the scan's output before its gate z, which is a tensor beside the
+    # gated one that it returns (megatron-core gives it no norm to fuse: MambaMixer._ssm_training); convolution and
+    # chunk states are recomputed. Forward the states are rounded before the outputs are made; backward both states
+    # and their gradients are there in fp32 and rounded (ssd_combined.py: _mamba_chunk_scan_combined_bwd,
+    # ssd_state_passing.py: _state_passing_bwd), beside the convolution again, dxBC, ddt, the ungated output's gradient
+    # and the decays' as partial sums of 64 elements of a state.
+    # Gradients of B, C and C B^T come in parts that are added up, one of so many heads of a group as fill the GPU
+    # (``_chunk_state_bwd_db, _chunk_scan_bwd_dC, _chunk_scan_bwd_dcb``): then the states in fp32 are gone already.
+    decays = 4 * batch * chunks * heads * (ceil(spec.head_dim * spec.state_dim / 64) + 1)
+    together = largest(smallest(ceil(batch * chunks * heads / MULTIPROCESSORS), heads // shared), 1)
+    parts = 1 + ceil(heads // shared / together)
+    of_group = 4 * tokens * shared * spec.state_dim
+    with_states = 2 * states + decays
+    summed = 4 * batch * chunks * heads + largest(
+        2 * steps + (1 + parts) * of_group, 3 * steps + 2 * of_group + parts * products
+    )
+    return ScanScratch(
+        forward=conv + 2 * steps + state + rounded, states=states, products=products,
+        backward=2 * conv + steps // 4 * act + 2 * steps + products + state + 2 * rounded
+        + largest(with_states, summed),
+    )
+
+
+def record_gated_delta_net(r: Recorder, spec: GatedDeltaNetSpec, x: Tensor) -> Tensor:
+    """From the residual stream [T_sp, h] to out_proj's output [T_sp, h] (norm included)."""
+    ctx, tape, first = r.ctx, r.tape, len(r.rows)
+    k_heads = divide(spec.num_key_heads, ctx.tp, "linear_num_key_heads", "tensor_model_parallel_size")
+    v_heads = divide(spec.num_value_heads, ctx.tp, "linear_num_value_heads", "tensor_model_parallel_size")
+    qk, v = k_heads * spec.key_head_dim, v_heads * spec.value_head_dim
+    conv_dim = 2 * qk + v
+    in_width = 2 * qk + 2 * v + 2 * v_heads
+    sharded = ctx.tp > 1
+    prefix = "self_attention."
+    r.parameter(prefix + "dt_bias", (v_heads,), sharded=sharded)
+    r.parameter(prefix + "A_log", (v_heads,), sharded=sharded)
+    r.parameter(prefix + "conv1d.weight", (conv_dim, 1, spec.conv_kernel), sharded=sharded)
+    r.parameter(prefix + "out_norm.weight", (spec.value_head_dim,))
+    if not ctx.te:
+        x = r.hold(r.norm("input_layernorm", x, ctx.hidden_size, ctx.tokens_sp))
+    act, rows = ctx.act, ctx.tokens
+    mixed = r.column_linear(prefix + "in_proj", x, ctx.hidden_size, in_width, fused_norm=ctx.te)
+    more: tuple[Tensor, ...] = ()
+    if DELTA_NET_TOKENS_FIRST(ctx.impl):
+        conv = tape.make("conv output", mixed, rows * conv_dim * act, saves=(mixed,))
+        both = _unit(r, "query and key", conv, rows, 2 * qk, 2 * k_heads)
+        query, key = (tape.make(name, both, both.bytes // 2 * (v_heads // k_heads)) for name in ("query", "key"))
+        value = tape.make("value", conv, rows * v * act)
+        gate = tape.make("gate", mixed, rows * v * act)
+        # One kernel makes them of a copy of alpha, which it keeps; the rule keeps beta, and g summed up.
+        more = (tape.tensor("g before it is summed up", 4 * rows * v_heads, grad=False),)
+        decay = tape.make("g and beta", mixed, rows * v_heads * (4 + 2 * act), save_output=True, also=more)
+    else:
+        conv_in = tape.make("conv input", mixed, rows * conv_dim * act)
+        gate = tape.make("gate", mixed, rows * v * act)
+        conv = tape.make("conv output", conv_in, rows * conv_dim * act, saves=(conv_in,))
+        query, key = (
+            _repeated(r, name, _unit(r, name, conv, rows, qk, k_heads), v_heads // k_heads) for name in ("query", "key")
+        )
+        value = tape.make("value", conv, rows * v * act)
+        # g and beta are a few eager operations in fp32: softplus keeps its input and output, the rule g summed up.
+        decay = tape.make("g and beta", mixed, rows * v_heads * (12 + act), save_output=True)
+    states = ctx.batch * ceil(ctx.seq / DELTA_CHUNK) * v_heads * spec.key_head_dim * spec.value_head_dim * act
+    # Keeps q, k, v, the decays and the triangular inverse A [T, heads, 64]; w, u and the states are made again, and
+    # backward there are also those of the new values, their gradients, dw, dk twice and dg (fp32) twice.
+    inverse = tape.tensor("A", rows * v_heads * DELTA_CHUNK * act, grad=False)
+    out = tape.make(
+        "gated delta rule output", (query, key, value, decay), rows * v * act,
+        saves=(query, key, value, inverse), also=(inverse,),
+        workspace=states + key.bytes + 2 * value.bytes,
+        backward_workspace=2 * states + 3 * key.bytes + 3 * value.bytes + 8 * rows * v_heads,
+    )
+    stats = tape.tensor("out_norm rstd", 4 * rows * v_heads, grad=False)
+    if ctx.te:
+        # Transformer Engine's norm is a module where the compiled gating around it (_apply_gated_norm) breaks off.
+        normed = tape.make("out_norm output", out, rows * v * act, saves=(out, stats), also=(stats,))
+        gated = tape.make("gated norm output", (normed, gate), rows * v * act, saves=(normed, gate))
+    else:
+        gated = tape.make("gated norm output", (out, gate), rows * v * act, saves=(out, gate, stats), also=(stats,))
+    if ctx.batch > 1:
+        gated = tape.make("gated norm output, sequence first", gated, gated.bytes)
+    projected = r.row_linear(prefix + "out_proj", gated, v, ctx.hidden_size)
+    tape.keep_alive(mixed, conv, query, key, value, gate, decay, *more, out)  # variables of GatedDeltaNet.forward
+    r.arrange(first, *(prefix + m for m in ("in_proj", "conv1d", "out_norm", "out_proj")))
+    r.arrange(first, "input_layernorm", "self_attention")
+    return projected
+
+
+def _unit(r: Recorder, name: str, conv: Tensor, rows: int, width: int, heads: int) -> Tensor:
+    """Queries, keys or both of unit length [T, heads, d]; the norm keeps its output and a deviation a row (fla
+    ``modules/l2norm.py: L2NormFunction``)."""
+    rstd = r.tape.tensor(f"{name} rstd", 4 * rows * heads, grad=False)
+    copied = r.tape.make(f"{name} of the convolution", conv, rows * width * r.ctx.act)
+    return r.tape.make(f"{name} of unit length", copied, copied.bytes, saves=(rstd,), save_output=True, also=(rstd,))
+
+
+def _repeated(r: Recorder, name: str, unit: Tensor, times: int) -> Tensor:
+    """Each head ``times`` times, where there are more value heads."""
+    return r.tape.make(name, unit, unit.bytes * times) if times > 1 else unit

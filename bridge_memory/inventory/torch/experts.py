@@ -1,0 +1,413 @@
+"""Mixtures of experts: a loop over experts one by one, or, from transformers 5 on, one grouped product.
+
+Source: ``models/mixtral/modeling_mixtral.py: MixtralSparseMoeBlock`` (4.57), ``models/deepseek_v3/
+modeling_deepseek_v3.py: DeepseekV3MoE``, ``integrations/moe.py`` (5). Tokens are spread evenly: n = T k / E rows
+an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bridge_memory.inventory.torch import gpt_oss, liger
+from bridge_memory.inventory.torch.mlp import gated_mlp, plain_mlp, relu_squared
+from bridge_memory.inventory.torch.ops import FP32, Array, Torch
+from bridge_memory.releases import EXPERTS_BY_NUMBER
+from bridge_memory.spec import MoESpec
+from bridge_memory.tapes.parameters import EXPERT_NUMBER, Use
+from bridge_memory.tapes.tape import Tensor
+
+INT64 = 8
+
+
+def last_saver(t: Torch, spec: MoESpec) -> str:
+    """The operation of a block after which nothing is kept; "mlp": the last sum over experts."""
+    if spec.shared_expert_intermediate_size:
+        return "shared expert, gated" if spec.shared_expert_gate else f"{_module(t)}.shared_experts.down_proj output"
+    return "experts' output in order" if t.hf.grouped_experts else "mlp"
+
+
+def record_moe(t: Torch, spec: MoESpec, x: Array) -> Array:
+    """[T, h] -> [T, h]."""
+    # Qwen2MoeSparseMoeBlock of 5 begins with its shared expert.
+    first = spec.shared_expert_gate and t.hf.fused_experts
+    variables: Sequence[Array] = ()
+    logits: Array | None = None
+    early = _mlp_of_shared(t, spec, x) if first else None
+    with t.tape.assumed():
+        if t.hf.family.moe in ("deepseek", "deepseek_v2"):
+            weights, chosen, logits = _router_in_fp32(t, spec, x)
+        elif t.hf.family.moe == "gpt_oss":
+            weights, which = gpt_oss.router(t, spec, x, scattered=not t.hf.fused_experts)
+            chosen = Array(which, t.r.ctx.tokens * spec.topk, INT64)
+        else:
+            weights, chosen, logits = _softmax_router(t, spec, x)
+        if t.hf.grouped_experts:
+            out = _grouped(t, spec, x, weights, chosen)
+        elif t.hf.family.moe == "deepseek_v2" and not t.hf.fused_experts:
+            out = _sorted_loop(t, spec, x, weights)
+        else:
+            out, variables = _loop(t, spec, x, weights, chosen)
+    if spec.shared_expert_intermediate_size:
+        shared = early if early is not None else _mlp_of_shared(t, spec, x)
+        if spec.shared_expert_gate:
+            shared = _gated(t, x, shared)
+        t.keep_alive(out)
+        out, before = t.add("mlp routed and shared", out, shared), out
+        t.keep_alive(before, shared)
+        if spec.shared_expert_gate and not t.hf.fused_experts:
+            t.keep_alive(*variables)  # of one function with the loop
+    t.keep_alive(x, weights, chosen, logits if t.hf.fused_experts else None)
+    return out
+
+
+def _softmax_router(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Array]:
+    """(weights of the chosen experts [T, k] in the model's dtype, the experts chosen, the logits of all)."""
+    ctx = t.r.ctx
+    tokens, e = ctx.tokens, spec.num_experts
+    logits = t.linear(f"{_module(t)}.gate", x, tokens, ctx.hidden_size, e, use=Use.ROUTER, label="router logits")
+    wide = t.cast("router logits in fp32", logits, FP32)
+    scores = t.saves_output("router probabilities", wide)  # softmax or sigmoid
+    weights, chosen = _of_the_chosen(t, spec, scores)
+    if not (t.hf.fused_experts and t.hf.family.moe in ("mixtral", "minimax")):
+        narrow = t.cast("router weights in the model's dtype", weights, x.width)
+        t.keep_alive(logits, weights)
+        weights = narrow
+    t.keep_alive(logits)
+    return weights, chosen, logits
+
+
+def _router_in_fp32(t: Torch, spec: MoESpec, x: Array) -> tuple[Array, Array, Array]:
+    """``DeepseekV3TopkRouter.forward``, ``DeepseekV2MoEGate.forward``: in fp32, hidden states and weight too, but for
+    autocast, which narrows the product as any other."""
+    ctx = t.r.ctx
+    tokens, e, h = ctx.tokens, spec.num_experts, ctx.hidden_size
+    module = f"{_module(t)}.gate"
+    wide = t.cast("hidden states of the router in fp32", x, FP32)
+    if t.hf.autocast:
+        logits = t.linear(module, wide, tokens, h, e, use=Use.ROUTER, label="router logits")
+    else:
+        t.r.parameter(f"{module}.weight", (e, h), use=Use.ROUTER)
+        trains = t.trains(f"{module}.weight")
+        weight = t.constant("router weight in fp32", e * h, FP32)
+        logits = t.make(
+            "router logits", (wide,), tokens * e, FP32, trains=trains, backward_workspace=e * h * FP32,
+            saves=(*((wide.tensor,) if trains else ()), *((weight.tensor,) if wide.differentiable else ())),
+        )
+    softmax = t.hf.family.moe == "deepseek_v2"  # asks for fp32
+    entering = t.cast("router logits in fp32", logits, FP32) if softmax else logits
+    scores = t.saves_output("router scores", entering)
+    if t.hf.family.moe == "deepseek_v2" and (spec.router_num_groups or 1) > 1:
+        # ``masked_fill`` keeps which experts are in groups that are not chosen.
+        others = t.constant("experts of other groups", tokens * e, 1)
+        scores = t.make("router scores of the chosen groups", (scores,), tokens * e, FP32, saves=(others.tensor,))
+    weights, chosen = _of_the_chosen(t, spec, scores)
+    scaled = t.scale("router weights, scaled", weights)
+    t.keep_alive(logits, scores)
+    return scaled, chosen, logits
+
+
+def _of_the_chosen(t: Torch, spec: MoESpec, scores: Array) -> tuple[Array, Array]:
+    """(scores of the chosen experts [T, k], divided by their sum where the family does so, and which they
+    are)."""
+    tokens, k = t.r.ctx.tokens, spec.topk
+    chosen = t.tape.tensor("chosen experts", INT64 * tokens * k, grad=False)
+    width = scores.width
+    weights = t.make("router weights", (scores,), tokens * k, width, saves=(chosen,), also=(chosen,))
+    if t.hf.family.normalized_router:
+        total = t.mean("sum of the router weights", weights, tokens)
+        before = t.constant("router weights before they are divided", tokens * k, width)
+        weights = t.make(
+            "router weights, divided", (weights, total), tokens * k, width, saves=(before.tensor, total.tensor)
+        )
+    return weights, Array(chosen, tokens * k, INT64)
+
+
+def _loop(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> tuple[Array, Sequence[Array]]:
+    """(The sum, variables to the end of the function.) Experts one by one: each takes its tokens and adds its
+    weighted output to theirs."""
+    ctx = t.r.ctx
+    tokens, h, e, k = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk
+    rows = tokens * k // e
+    out_width = weights.width if t.hf.family.moe == "deepseek" else x.width
+    total = t.constant("mlp sum over experts", tokens * h, out_width)
+    classes = e + 1 if t.hf.family.moe == "gpt_oss" and not t.hf.fused_experts else e  # one for what is masked
+    mask = t.constant("experts by token, one-hot", tokens * k * classes, INT64)
+    _declare(t, spec)
+    fused = _fused_parameters(t, spec)
+    variables: list[Array] = []
+    for number in range(e):
+        where = t.constant("tokens of an expert", 2 * rows, INT64)
+        taken = t.make("expert input", (x,), rows * h, x.width, saves=(where.tensor,))
+        done, inside = _expert(t, spec, taken, rows, fused, number)
+        share = t.make("router weights of an expert", (weights,), rows, weights.width, saves=(where.tensor,))
+        weighted = t.mul("expert output, weighted", done, share, broadcast=True)
+        if t.hf.family.moe != "deepseek":
+            weighted = t.cast("expert output, weighted, cast", weighted, x.width)
+        t.keep_alive(*variables)
+        variables = [taken, weighted, where, *([share] if t.hf.family.moe != "gpt_oss" else []), *inside]
+        if number == e - 1 and t.last_saver == "mlp":
+            t.tape.landmark("the last expert's tokens, the last to be kept")
+        total = _added_rows(t, total, weighted, where, tokens * h)
+    out = t.cast("mlp output", total, x.width)
+    t.keep_alive(mask, chosen, *variables)
+    return out, (mask, *variables)
+
+
+def _sorted_loop(t: Torch, spec: MoESpec, x: Array, weights: Array) -> Array:
+    """``DeepseekV2MoE.moe``: tokens sorted by expert, of which each expert takes a part; its outputs are joined, put
+    back in order, and weighted in fp32 in place, for which autograd keeps them as they were."""
+    ctx = t.r.ctx
+    tokens, h, e, k = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk
+    rows = tokens * k
+    _declare(t, spec)
+    counts = t.constant("experts by token, one-hot", tokens * e, INT64)
+    order = t.constant("order of tokens by expert", rows, INT64)
+    places = t.constant("tokens by expert", rows, INT64)
+    taken = t.make("tokens sorted by expert", (x,), rows * h, x.width, saves=(places.tensor,))
+    done = []
+    for number in range(e):
+        part = t.slice("expert input", taken, rows // e * h)
+        done.append(_expert(t, spec, part, rows // e, None, number)[0])
+    joined = t.cat("experts' outputs joined", *done)
+    ordered = t.make("experts' outputs in order", (joined,), rows * h, joined.width, saves=(order.tensor,))
+    wide = t.cast("experts' outputs in fp32", ordered, FP32)
+    kept = t.tape.tensor("experts' outputs in fp32, kept", rows * h * FP32, grad=False)
+    weighted = t.tape.tensor("experts' outputs, weighted", 0, grad_bytes=wide.bytes * wide.differentiable)
+    weighted.whole = wide.tensor.whole or wide.tensor
+    saves = (*((kept,) if weights.differentiable else ()), *((weights.tensor,) if wide.differentiable else ()))
+    # Without gradients they are not kept; a checkpoint that is not reentrant makes them all the same. The weights'
+    # gradient is first as large as the product.
+    made = t.hf.spec.gradient_checkpointing and not t.hf.spec.reentrant
+    outputs = (weighted, kept) if made else (weighted,)
+    # In fp32 it writes over a view of what was put in order: its gradient and a part of it are copied
+    # (``torch/csrc/autograd/functions/tensor.cpp: CopySlices``).
+    over_a_view = 2 * wide.bytes if x.width == FP32 and not t.hf.autocast else 0
+    t.tape.op(
+        "experts' outputs, weighted", (wide.tensor, weights.tensor), outputs, saves=saves,
+        backward_workspace=wide.bytes - weights.bytes + over_a_view,
+    )
+    total = t.make("mlp sum over experts", (Array(weighted, rows * h, FP32),), tokens * h, FP32)
+    out = t.cast("mlp output", total, x.width)
+    t.keep_alive(counts, order, taken, *done, joined, ordered)
+    return out
+
+
+def _added_rows(t: Torch, total: Array, rows: Array, where: Array, elements: Any) -> Array:
+    """``index_add_``: in place; keeps the rows, of whose gradient it wants the shape (``derivatives.yaml``), which is
+    taken out of the whole's."""
+    spread = Tensor("rows in their places", 0, elements * total.width * rows.differentiable, t.tape.part)
+    kept = (rows.tensor, where.tensor) if rows.differentiable else ()
+    t.tape.op("rows in their places", rows.tensor, spread, saves=kept)
+    summed = t.tape.tensor("mlp sum over experts", 0, grad_bytes=elements * total.width * rows.differentiable)
+    summed.whole = total.tensor.whole or total.tensor
+    t.tape.op("mlp sum over experts", (total.tensor, spread), summed, alias=True)
+    return Array(summed, elements, total.width)
+
+
+def _expert(
+    t: Torch, spec: MoESpec, x: Array, rows: Any, fused: tuple[Array, Array] | None, number: int
+) -> tuple[Array, tuple[Array, ...]]:
+    """(One expert's output, variables until the next one's.)"""
+    h, f = t.r.ctx.hidden_size, spec.moe_ffn_hidden_size
+    if fused is None:
+        names = _names(t)
+        gate = t.linear(f"mlp.experts.{names[0]}", x, rows, h, f, declare=False, number=number)
+        fused_product = t.hf.liger("swiglu")
+        act = gate if fused_product else t.activation("expert activation of the gate", gate)
+        up = t.linear(f"mlp.experts.{names[1]}", x, rows, h, f, declare=False, number=number)
+        name = "expert product"
+        product = liger.gated_product(t, name, gate, up) if fused_product else t.mul(name, act, up)
+        down = t.linear(f"mlp.experts.{names[2]}", product, rows, f, h, declare=False, number=number)
+        t.keep_alive(x, product)
+        return down, ()
+    wide = 2 * f if spec.gated else f
+    both = _times(t, "expert gate and up", x, fused[0], rows * wide, wide * h)
+    if t.hf.family.moe == "gpt_oss":
+        both = gpt_oss.with_bias(t, "expert gate and up, with bias", both)
+        product, inside = gpt_oss.gated(t, both)
+        down = _times(t, "expert output", product, fused[1], rows * h, h * f)
+        down = gpt_oss.with_bias(t, "expert output, with bias", down)
+        return down, (both, product, down, *inside)
+    if not spec.gated:
+        product = relu_squared(t, "expert activation", both)
+        t.keep_alive(both)
+        down = _times(t, "expert output", product, fused[1], rows * h, h * f)
+        t.keep_alive(x, product)
+        return down, ()
+    gate, up = t.split("expert gate and up", both, rows * f, rows * f)
+    act = t.activation("expert activation of the gate", gate)
+    product = t.mul("expert product", act, up)
+    t.keep_alive(both)
+    down = _times(t, "expert output", product, fused[1], rows * h, h * f)
+    t.keep_alive(x, both, product)
+    return down, ()
+
+
+def _times(t: Torch, name: str, x: Array, weights: Array, out: Any, elements: Any) -> Array:
+    """One expert's part of a parameter of all: its gradient is put into zeros of the whole, and these are summed."""
+    saves = []
+    if t.hf.family.moe == "gpt_oss" and not EXPERTS_BY_NUMBER(t.hf.spec):
+        part = t.make(f"{name}: weight copied", (weights,), elements, weights.width)
+        saves = [part.tensor] if x.differentiable and not t.hf.autocast else []
+    else:
+        part = t.slice(f"{name}: weight", weights, elements)
+    if t.hf.autocast:
+        x = t.cast(f"{name}: input, cast", x, t.compute_width)
+        part = t.cast(f"{name}: weight in the compute dtype", part, t.compute_width)
+        saves = [part.tensor] if x.differentiable else []
+    saves += [x.tensor] if weights.differentiable else []
+    return t.make(name, (x, part), out, t.compute_width, saves=saves, trains=weights.differentiable)
+
+
+def _fused_parameters(t: Torch, spec: MoESpec) -> tuple[Array, Array] | None:
+    if not t.hf.fused_experts and t.hf.family.moe != "gpt_oss":
+        return None
+    h, f, e = t.r.ctx.hidden_size, spec.moe_ffn_hidden_size, spec.num_experts
+    wide = 2 * f if spec.gated else f
+    return _parameter(t, "experts.gate_up_proj", e * wide * h), _parameter(t, "experts.down_proj", e * h * f)
+
+
+def _parameter(t: Torch, name: str, elements: Any) -> Array:
+    trains = t.trains(name)
+    if trains and t.hf.gradients_stay:
+        return t.waiting(name, elements)
+    leaf = t.tape.tensor(f"{name}.weight", 0, grad_bytes=elements * t.parameter_width * trains)
+    t.tape.op(f"{name} gradient", (), leaf, trains=trains)
+    return Array(leaf, elements, t.parameter_width)
+
+
+def _declare(t: Torch, spec: MoESpec) -> None:
+    """Parameters of the experts."""
+    r, h, f, e = t.r, t.r.ctx.hidden_size, spec.moe_ffn_hidden_size, spec.num_experts
+    module = f"{_module(t)}.experts"
+    if t.hf.family.moe == "gpt_oss":
+        for name, wide, out in (("gate_up_proj", h, 2 * f), ("down_proj", f, h)):
+            r.parameter(f"{module}.{name}", (e, wide, out), expert=True)
+            r.parameter(f"{module}.{name}_bias", (e, out), expert=True)
+        return
+    if not spec.gated:
+        r.parameter(f"{module}.up_proj", (e, f, h), expert=True)
+        r.parameter(f"{module}.down_proj", (e, h, f), expert=True)
+        return
+    if t.hf.fused_experts:
+        r.parameter(f"{module}.gate_up_proj", (e, 2 * f, h), expert=True)
+        r.parameter(f"{module}.down_proj", (e, h, f), expert=True)
+        return
+    gate, up, down = _names(t)
+    with r.repeated(e):
+        for name, shape in ((gate, (f, h)), (up, (f, h)), (down, (h, f))):
+            r.parameter(f"{module}.{EXPERT_NUMBER}.{name}.weight", shape, expert=True)
+
+
+def _names(t: Torch) -> tuple[str, str, str]:
+    """Of an expert's linears: gate, up, down."""
+    return ("w1", "w3", "w2") if t.hf.family.moe == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+
+
+def _module(t: Torch) -> str:
+    if t.hf.family.layer == "nemotron_h":
+        return "mixer"
+    return "block_sparse_moe" if t.hf.family.moe == "mixtral" and not t.hf.fused_experts else "mlp"
+
+
+def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -> Array:
+    """``grouped_mm_experts_forward``: every token k times, sorted by expert; S = T k rows."""
+    ctx = t.r.ctx
+    tokens, h, e, k, f = ctx.tokens, ctx.hidden_size, spec.num_experts, spec.topk, spec.moe_ffn_hidden_size
+    rows = tokens * k
+    _declare(t, spec)
+    counted = t.constant("experts, counted", rows, 4)
+    experts = t.constant("experts, sorted", rows, INT64)
+    order = t.constant("order of tokens by expert", rows, INT64)
+    places = t.constant("tokens by expert", rows, INT64)
+    taken = t.make("tokens sorted by expert", (x,), rows * h, x.width, saves=(places.tensor,))
+    share = t.make("router weights sorted by expert", (weights,), rows, weights.width, saves=(order.tensor,))
+    offsets = t.constant("ends of the experts' rows", e, 4)
+    sentinel = t.constant("rows of no expert", rows, 1)
+    # masked_fill_ in place keeps its mask; its gradient is another tensor.
+    filled = t.tape.tensor("tokens sorted by expert, filled", 0, grad_bytes=rows * h * x.width * x.differentiable)
+    filled.whole = taken.tensor
+    t.tape.op("tokens sorted by expert, filled", taken.tensor, filled, saves=(sentinel.tensor,))
+    taken = Array(filled, rows * h, x.width)
+    wide = 2 * f if spec.gated else f
+    first = _chosen_biases(t, spec, "gate and up", rows * wide, experts)
+    both = _grouped_product(t, "experts' gate and up", taken, e * wide * h, rows * wide, offsets)
+    both = _biased(t, both, first)
+    if t.hf.family.moe == "gpt_oss":
+        product, inside = gpt_oss.gated(t, both)
+        t.keep_alive(both, *inside)
+    elif not spec.gated:
+        product = relu_squared(t, "experts' activation", both)
+        t.keep_alive(both)
+    else:
+        gate, up = t.split("experts' gate and up", both, rows * f, rows * f)
+        act = t.activation("experts' activation of the gate", gate)
+        product = t.mul("experts' product", act, up)
+        t.keep_alive(both)
+    second = _chosen_biases(t, spec, "output", rows * h, experts)
+    t.keep_alive(first)
+    done = _grouped_product(t, "experts' output", product, e * h * f, rows * h, offsets)
+    done = _biased(t, done, second)
+    t.keep_alive(product)
+    weighted = t.mul("experts' output, weighted", done, share, broadcast=True, sole=True)
+    cleared = t.tape.tensor("experts' output, cleared", 0, grad_bytes=weighted.bytes * weighted.differentiable)
+    cleared.whole = weighted.tensor
+    t.tape.op("experts' output, cleared", weighted.tensor, cleared, saves=(sentinel.tensor,))
+    weighted = Array(cleared, weighted.elements, weighted.width)
+    back = t.constant("order of tokens as they came", rows, INT64)
+    restored = t.make("experts' output in order", (weighted,), rows * h, weighted.width, saves=(back.tensor,))
+    t.keep_alive(weighted)
+    total = t.make("mlp sum over experts", (restored,), tokens * h, restored.width)
+    out = t.cast("mlp output", total, x.width)
+    t.keep_alive(counted, experts, order, taken, share, sentinel, done, restored, total, second)
+    return out
+
+
+def _chosen_biases(t: Torch, spec: MoESpec, what: str, elements: Any, experts: Array) -> Array | None:
+    """The bias of its expert for every row."""
+    if not spec.add_bias:
+        return None
+    trains = t.trains("experts")
+    return t.make(
+        f"biases of the experts' {what}", (), elements, t.parameter_width, saves=(experts.tensor,), trains=trains,
+    )
+
+
+def _biased(t: Torch, x: Array, biases: Array | None) -> Array:
+    """``add_``, in place."""
+    if biases is None:
+        return x
+    summed = t.tape.tensor(f"{x.tensor.name}, with biases", 0, grad_bytes=x.bytes * x.differentiable)
+    summed.whole = x.tensor.whole or x.tensor
+    t.tape.op(f"{x.tensor.name}, with biases", (x.tensor, biases.tensor), summed, alias=True)
+    return Array(summed, x.elements, x.width)
+
+
+def _grouped_product(t: Torch, name: str, x: Array, weights: Any, out: Any, offsets: Array) -> Array:
+    """By a parameter of so many elements."""
+    trains = t.trains(name)
+    stays = trains and t.hf.gradients_stay
+    inputs = (x, t.waiting(name, weights)) if stays else (x,)
+    return t.make(
+        name, inputs, out, t.compute_width, trains=trains, saves=(*((x.tensor,) if trains else ()), offsets.tensor),
+        backward_workspace=weights * t.parameter_width * (trains and not stays),
+    )
+
+
+def _mlp_of_shared(t: Torch, spec: MoESpec, x: Array) -> Array:
+    module = "mlp.shared_expert" if spec.shared_expert_gate else f"{_module(t)}.shared_experts"
+    ctx = t.r.ctx
+    if not spec.gated:
+        return plain_mlp(t, module, x, spec.shared_expert_intermediate_size, bias=spec.add_bias)
+    return gated_mlp(t, module, x, ctx.tokens, ctx.hidden_size, spec.shared_expert_intermediate_size)
+
+
+def _gated(t: Torch, x: Array, shared: Array) -> Array:
+    """Shared experts times a sigmoid of their gate (``Qwen2MoeSparseMoeBlock``)."""
+    gate = t.linear("mlp.shared_expert_gate", x, t.r.ctx.tokens, t.r.ctx.hidden_size, 1)
+    gate = t.saves_output("shared expert's gate", gate)
+    gated = t.mul("shared expert, gated", shared, gate, broadcast=True)
+    t.keep_alive(shared, gate)
+    return gated

@@ -1,0 +1,71 @@
+"""Dense feed-forward blocks of transformers' classes, unfused: gate, up, activated gate and product are kept.
+
+Source: ``models/llama/modeling_llama.py: LlamaMLP``, ``models/phi3/modeling_phi3.py: Phi3MLP``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bridge_memory.inventory.torch import compiled, liger
+from bridge_memory.inventory.torch.ops import Array, Torch
+from bridge_memory.spec import MLPSpec
+
+
+def record_mlp(t: Torch, spec: MLPSpec, x: Array) -> Array:
+    """[T, h] -> [T, h]."""
+    h = t.r.ctx.hidden_size
+    if t.hf.family.fused_gate_up:
+        return _joined(t, spec, x)
+    return gated_mlp(t, "mlp", x, t.r.ctx.tokens, h, spec.ffn_hidden_size, bias=spec.add_bias)
+
+
+def gated_mlp(
+    t: Torch, module: str, x: Array, rows: Any, width: Any, f: Any, *, bias: bool = False, expert: bool = False
+) -> Array:
+    """``LlamaMLP.forward``: down(act(gate(x)) up(x)) in one expression."""
+    if t.compiled:
+        return compiled.gated_mlp(t, module, x, rows, width, f, bias=bias)
+    gate = t.linear(f"{module}.gate_proj", x, rows, width, f, bias=bias, expert=expert)
+    fused = t.hf.liger(*liger.GATED)
+    act = gate if fused else t.activation(f"{module} activation of the gate", gate)
+    up = t.linear(f"{module}.up_proj", x, rows, width, f, bias=bias, expert=expert)
+    product = liger.gated_product(t, f"{module} product", gate, up) if fused else t.mul(f"{module} product", act, up)
+    down = t.linear(f"{module}.down_proj", product, rows, f, width, bias=bias, expert=expert)
+    t.keep_alive(x)
+    return down
+
+
+def plain_mlp(
+    t: Torch, module: str, x: Array, f: Any, *, bias: bool = False, expert: bool = False
+) -> Array:  # fmt: skip
+    """``NemotronHMLP.forward``: down(relu(up(x)) squared)."""
+    rows, width = t.r.ctx.tokens, t.r.ctx.hidden_size
+    up = t.linear(f"{module}.up_proj", x, rows, width, f, bias=bias, expert=expert)
+    product = relu_squared(t, f"{module} activation", up)
+    down = t.linear(f"{module}.down_proj", product, rows, f, width, bias=bias, expert=expert)
+    t.keep_alive(x)
+    return down
+
+
+def relu_squared(t: Torch, name: str, x: Array) -> Array:
+    """``activations.py: ReLUSquaredActivation``: relu, which keeps its output, squared in fp32 under autocast."""
+    relu = t.saves_output(f"{name}: relu", x)
+    out = t.square(name, t.precise(f"{name}: relu in fp32", relu))
+    t.keep_alive(relu)
+    return out
+
+
+def _joined(t: Torch, spec: MLPSpec, x: Array) -> Array:
+    """``Phi3MLP.forward``: gate and up are views of one output, which stays a variable's."""
+    ctx = t.r.ctx
+    h, f, rows = ctx.hidden_size, spec.ffn_hidden_size, ctx.tokens
+    both = t.linear("mlp.gate_up_proj", x, rows, h, 2 * f, bias=spec.add_bias)
+    gate, up = t.split("mlp gate and up", both, rows * f, rows * f)
+    if t.hf.liger(*liger.GATED):
+        product = liger.gated_product(t, "mlp product", gate, up, halves=True)
+    else:
+        product = t.mul("mlp product", up, t.activation("mlp activation of the gate", gate))
+    down = t.linear("mlp.down_proj", product, rows, f, h, bias=spec.add_bias)
+    t.keep_alive(x, both, product)
+    return down

@@ -1,0 +1,465 @@
+"""torch's operations on a tape: what each makes, what its backward keeps and makes.
+
+Source: torch ``tools/autograd/derivatives.yaml`` and ``torch/csrc/autograd/FunctionsManual.cpp``; what C++ expressions
+of a backward formula make on the way is there until the formula is done. Sizes are bytes; an ``Array`` says its
+elements and their width. A view (``view``, ``transpose``, ``expand``) is the array itself: its gradient is a view too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from bridge_memory.inventory.torch import quantized
+from bridge_memory.spec import DTYPE_BYTES
+from bridge_memory.spec.adapters import in_any_layer, is_target
+from bridge_memory.tapes.parameters import Use
+from bridge_memory.tapes.recorder import Recorder
+from bridge_memory.tapes.tape import Tensor
+
+FP32 = 4
+
+
+class Array(NamedTuple):
+    """A tensor of torch: its storage on the tape, its elements and the bytes of one."""
+
+    tensor: Tensor
+    elements: Any
+    width: int
+
+    @property
+    def bytes(self) -> Any:
+        return self.elements * self.width
+
+    @property
+    def differentiable(self) -> bool:
+        """``requires_grad``."""
+        return self.tensor.has_gradient
+
+
+def _where(*kept: tuple[Array, bool]) -> tuple[Tensor, ...]:
+    return tuple(dict.fromkeys(array.tensor for array, keep in kept if keep))
+
+
+class Torch:
+    """Operations for the recorder of one block."""
+
+    def __init__(self, r: Recorder) -> None:
+        self.r = r
+        self.tape = r.tape
+        assert r.ctx.torch_layers is not None
+        self.hf = r.ctx.torch_layers
+        #: Bytes of an element of parameters, and of what linears make.
+        self.parameter_width = r.ctx.act
+        self.compute_width = self.hf.compute_width
+        #: Whether what is recorded is compiled: layers, and the last norm where the model is compiled as one.
+        self.compiled = self.hf.compiled
+        #: The last operation that keeps anything: a checkpoint that is not reentrant runs forward again up to it.
+        self.last_saver = ""
+        #: Variables of the layer to its end: what attention returns beside its output.
+        self.returned: list[Array] = []
+        #: Variables of the function that is recorded, to its end.
+        self.variables: list[Array] = []
+        self._products = 0
+        self._cast_weights: dict[tuple[str, int], Array] = {}
+
+    # ---- arrays ----
+
+    def input(self, name: str, elements: Any, width: int, *, grad: bool = True, counted: bool = True) -> Array:
+        """What the caller hands in; not ``counted`` where another block, or the batch, counts it."""
+        nbytes = elements * width
+        t = self.tape.input(name, nbytes if counted else 0, requires_grad=grad)
+        t.grad_bytes = nbytes if grad else 0
+        return Array(t, elements, width)
+
+    def make(
+        self, name: str, inputs: Sequence[Array], elements: Any, width: int, *, saves: Sequence[Tensor] = (),
+        save_output: bool = False, workspace: Any = 0, backward_workspace: Any = 0, alias: bool = False,
+        also: Sequence[Tensor] = (), grad: bool | None = None, trains: bool = False, in_place: int = 0,
+    ) -> Array:  # fmt: skip
+        """One operation; its output is differentiable where an input is, or ``trains``: it has a weight that is.
+        ``in_place``: gradients of inputs are written over so many of the tensors that it saves."""
+        differentiable = (trains or any(a.differentiable for a in inputs)) if grad is None else grad
+        if self.last_saver == name:
+            self.tape.landmark(f"{name}, the last to keep anything")
+        out = self.tape.tensor(name, elements * width, grad=differentiable)
+        kept = (*saves, out) if save_output else tuple(saves)
+        self.tape.op(
+            name, [a.tensor for a in inputs], (out, *also), saves=kept if differentiable else (), workspace=workspace,
+            backward_workspace=backward_workspace, alias=alias, trains=trains,
+            in_place=in_place if differentiable else 0,
+        )
+        return Array(out, elements, width)
+
+    def keep_alive(self, *arrays: Array | None) -> None:
+        """Variables that are still there at this point."""
+        self.tape.keep_alive(*(a.tensor for a in arrays if a is not None))
+
+    def precise(self, name: str, x: Array) -> Array:
+        """What autocast hands to operations that it runs in fp32 (``aten/src/ATen/autocast_mode.h:
+        AT_FORALL_FP32``)."""
+        return self.cast(name, x, FP32) if self.hf.autocast else x
+
+    def constant(self, name: str, elements: Any, width: int) -> Array:
+        """Made here, without a gradient."""
+        return self.make(name, (), elements, width, grad=False)
+
+    # ---- elementwise ----
+
+    def cast(self, name: str, x: Array, width: int) -> Array:
+        """``x.to(dtype)``: nothing where it has it already."""
+        return x if x.width == width else self.make(name, (x,), x.elements, width)
+
+    def widened(self, x: Array, width: int) -> Array:
+        """An operand that a kernel widens as it reads; its gradient is narrowed into a tensor of its own."""
+        if x.width == width:
+            return x
+        view = self.tape.tensor(f"{x.tensor.name}, as it is read", 0, grad_bytes=x.elements * width * x.differentiable)
+        view.whole = x.tensor.whole or x.tensor
+        self.tape.op(f"{x.tensor.name}: gradient in its own dtype", x.tensor, view)
+        return Array(view, x.elements, width)
+
+    def _narrowed(self, x: Array, width: int) -> Any:
+        """Bytes of a widened operand's gradient in its own dtype, made beside the wide ones (``validate_outputs``)."""
+        return x.bytes if x.differentiable and x.width != width else 0
+
+    def add(self, name: str, a: Array, b: Array) -> Array:
+        """Keeps nothing; gradients of both are the output's."""
+        width = max(a.width, b.width)
+        a, b = self.widened(a, width), self.widened(b, width)
+        return self.make(name, (a, b), a.elements, width, alias=True)
+
+    def subtract(self, name: str, a: Array, b: Array, *, broadcast: bool = False) -> Array:
+        """Keeps nothing; the gradient of b is the output's negated, as large as it before it is summed where b is
+        ``broadcast``."""
+        view = self.tape.tensor(f"{b.tensor.name}, taken off", 0, grad_bytes=a.bytes * b.differentiable)
+        view.whole = b.tensor.whole or b.tensor
+        spread = a.bytes if broadcast and b.differentiable else 0
+        self.tape.op(f"{name}: gradient negated", b.tensor, view, backward_workspace=spread)
+        return self.make(name, (a, Array(view, a.elements, a.width)), a.elements, max(a.width, b.width), alias=True)
+
+    def scale(self, name: str, x: Array) -> Array:
+        """By a Python number: keeps nothing."""
+        return self.make(name, (x,), x.elements, x.width)
+
+    def mul(self, name: str, a: Array, b: Array, *, broadcast: bool = False, sole: bool = False) -> Array:
+        """Keeps each factor for the other's gradient. Where b is ``broadcast``, its gradient is first as large as the
+        product (``torch/csrc/autograd/engine.cpp: validate_outputs`` sums it afterwards). ``sole``: nobody else keeps
+        a; one that a checkpoint made, not a reentrant one, is gone before gradients are narrowed
+        (``torch/utils/checkpoint.py: _checkpoint_hook``)."""
+        elements, width = a.elements, max(a.width, b.width)
+        gone = sole and self.hf.spec.gradient_checkpointing and not self.hf.spec.reentrant
+        narrowed = (0 if gone else self._narrowed(a, width)) + self._narrowed(b, width)
+        a, b = self.widened(a, width), self.widened(b, width)
+        whole = elements * width
+        return self.make(
+            name, (a, b), elements, width, saves=_where((a, b.differentiable), (b, a.differentiable)),
+            backward_workspace=narrowed + (whole - b.bytes if broadcast and b.differentiable else 0),
+        )
+
+    def mul_spread(self, name: str, a: Array, b: Array, elements: Any) -> Array:
+        """A product larger than either: their gradients are as large as it first, and both are there while the first is
+        summed, by when a is gone that a checkpoint made which is not reentrant (as in ``mul``)."""
+        width = max(a.width, b.width)
+        gone = a.bytes if self.hf.spec.gradient_checkpointing and not self.hf.spec.reentrant else 0
+        return self.make(
+            name, (a, b), elements, width, saves=_where((a, b.differentiable), (b, a.differentiable)),
+            backward_workspace=2 * elements * width - b.bytes - gone,
+        )
+
+    def mul_weight(
+        self, name: str, x: Array, weight: str, *, width: int | None = None, also_keeps: tuple[Tensor, ...] = (),
+    ) -> Array:  # fmt: skip
+        """By a parameter, one value a feature, whose gradient is as large as the product first; ``width``: the
+        parameter's as it is multiplied."""
+        weight_width = self.parameter_width if width is None else width
+        out_width = max(x.width, weight_width)
+        narrowed = self._narrowed(x, out_width)
+        x = self.widened(x, out_width)
+        trains = self.trains(weight)
+        nbytes = x.elements * out_width
+        return self.make(
+            name, (x,), x.elements, out_width, saves=(x.tensor, *also_keeps) if trains else also_keeps,
+            trains=trains, backward_workspace=narrowed + (nbytes if trains else 0),
+        )
+
+    def square(self, name: str, x: Array) -> Array:
+        """``x.pow(2)`` keeps x; backward x to the first power and twice that (``FunctionsManual.cpp: pow_backward``).
+        """
+        return self.make(name, (x,), x.elements, x.width, saves=(x.tensor,), backward_workspace=2 * x.bytes)
+
+    def mean(self, name: str, x: Array, rows: Any) -> Array:
+        """Over the last dimension, which is kept: one element a row."""
+        return self.make(name, (x,), rows, x.width)
+
+    def rsqrt(self, name: str, x: Array) -> Array:
+        return self.make(name, (x,), x.elements, x.width, save_output=True, backward_workspace=2 * x.bytes)
+
+    def activation(self, name: str, x: Array) -> Array:
+        """One kernel that keeps its input (silu, gelu, relu)."""
+        return self.make(name, (x,), x.elements, x.width, saves=(x.tensor,))
+
+    def saves_output(self, name: str, x: Array) -> Array:
+        """One kernel that keeps its output (tanh, sigmoid, softmax, exp)."""
+        return self.make(name, (x,), x.elements, x.width, save_output=True)
+
+    def summed(self, name: str, x: Array, rows: Any) -> Array:
+        """``sum`` over a dimension: x's gradient is the sum's, expanded in a view."""
+        if x.differentiable:
+            x.tensor.grad_bytes = rows * x.width
+        return self.make(name, (x,), rows, x.width, alias=True)
+
+    def spread(self, name: str, x: Array, elements: Any) -> Array:
+        """x broadcast by what takes it: its gradient is as large as the result first, then summed."""
+        view = self.tape.tensor(name, 0, grad_bytes=elements * x.width * x.differentiable)
+        view.whole = x.tensor.whole or x.tensor
+        self.tape.op(name, x.tensor, view)
+        return Array(view, elements, x.width)
+
+    def cumulated(self, name: str, x: Array) -> Array:
+        """``cumsum``: backward the gradient is turned, summed up and turned back (``FunctionsManual.cpp:
+        cumsum_backward``)."""
+        return self.make(name, (x,), x.elements, x.width, backward_workspace=x.bytes)
+
+    def repeat(self, name: str, x: Array, times: int) -> Array:
+        """``repeat_interleave``: a copy of an expanded view."""
+        return self.make(name, (x,), x.elements * times, x.width)
+
+    def in_place(self, name: str, x: Array) -> Array:
+        """Written over x; its gradient is another tensor."""
+        view = self.tape.tensor(name, 0, grad_bytes=x.bytes * x.differentiable)
+        view.whole = x.tensor.whole or x.tensor
+        self.tape.op(name, x.tensor, view)
+        return Array(view, x.elements, x.width)
+
+    def written(self, name: str, whole: Array, part: Array) -> Array:
+        """``whole[...] = part``: the whole's gradient is copied, a part of it too, and zeros are written there
+        (``torch/csrc/autograd/functions/tensor.cpp: CopySlices::apply``)."""
+        view = self.tape.tensor(name, 0, grad_bytes=whole.bytes * part.differentiable)
+        view.whole = whole.tensor.whole or whole.tensor
+        copied = 0 if whole.differentiable else whole.bytes
+        self.tape.op(name, (whole.tensor, part.tensor), view, backward_workspace=part.bytes + copied)
+        return Array(view, whole.elements, whole.width)
+
+    def scaled_product(self, name: str, a: Array, b: Array, elements: Any, inner: int) -> Array:
+        """``a @ b`` in batches, each kept for the other's gradient; under autocast of copies in its dtype."""
+        if self.hf.autocast:
+            a, b = (self.cast(f"{name}: {x.tensor.name}, cast", x, self.compute_width) for x in (a, b))
+        return self.matmul(name, a, b, elements)
+
+    def slice(self, name: str, x: Array, elements: Any) -> Array:
+        """A part of ``x``: its gradient is put into zeros of the whole."""
+        view = self.tape.tensor(name, 0, grad_bytes=elements * x.width * x.differentiable)
+        view.whole = x.tensor.whole or x.tensor
+        self.tape.op(name, x.tensor, view)
+        return Array(view, elements, x.width)
+
+    def split(self, name: str, x: Array, *parts: Any) -> tuple[Array, ...]:
+        """``split`` or ``chunk``: views, whose gradients are joined in one tensor."""
+        views = self.tape.views(
+            name, x.tensor, *((f"{name} {i}", n * x.width * x.differentiable) for i, n in enumerate(parts))
+        )
+        return tuple(Array(view, n, x.width) for view, n in zip(views, parts, strict=True))
+
+    def cat(self, name: str, *parts: Array) -> Array:
+        """A copy; gradients are parts of the output's."""
+        elements: Any = 0
+        for part in parts:
+            elements = elements + part.elements
+        return self.make(name, parts, elements, max(p.width for p in parts), alias=True)
+
+    def copy(self, name: str, x: Array, times: Any = 1) -> Array:
+        """``contiguous`` or ``reshape`` where strides ask for a copy, of an array that may be expanded ``times``."""
+        return self.make(name, (x,), x.elements * times, x.width)
+
+    def dropout(self, name: str, x: Array, p: float) -> Array:
+        """Nothing at 0 (``aten/src/ATen/native/Dropout.cpp``); else a mask of bytes is kept."""
+        if not p:
+            return x
+        mask = self.tape.tensor(f"{name} mask", x.elements, grad=False)
+        return self.make(name, (x,), x.elements, x.width, saves=(mask,), also=(mask,))
+
+    # ---- products ----
+
+    def trains(self, weight: str) -> bool:
+        """Whether a weight has a gradient."""
+        return not self.r.frozen
+
+    def linear(
+        self, module: str, x: Array, rows: Any, in_features: Any, out_features: Any, *, bias: bool = False,
+        expert: bool = False, use: Use = Use.LAYER, declare: bool = True, label: str | None = None, number: int = 0,
+        transposed: bool = False,
+    ) -> Array:  # fmt: skip
+        """``nn.Linear``: [rows, in] -> [rows, out]; keeps its input for the weight's gradient. ``number``: which of
+        several modules of this name. ``transposed``: a ``Conv1D`` (``pytorch_utils.py``), whose weight is [in, out]."""
+        r = self.r
+        if declare:
+            shape = (in_features, out_features) if transposed else (out_features, in_features)
+            r.parameter(f"{module}.weight", shape, expert=expert, use=use)
+            if bias:
+                r.parameter(f"{module}.bias", (out_features,), expert=expert)
+        before = x
+        if self.quantizes(use):
+            out = quantized.product(self, module, x, rows, in_features, out_features)
+            return self._adapted(module, x, out, rows, in_features, out_features) if self.adapts(module) else out
+        x, weight = self.cast_operands(f"{module}.weight", x, in_features * out_features, number)
+        trains = self.trains(f"{module}.weight")
+        inputs = (x,) if weight is None else (x, weight)
+        own = in_features * out_features * self.parameter_width if trains and weight is None else 0
+        if trains and weight is None and self.hf.gradients_stay:
+            inputs, own = (x, self.waiting(f"{module}.weight", in_features * out_features)), 0
+        saved = [x.tensor] if trains else []
+        if weight is not None and x.differentiable:
+            saved.append(weight.tensor)
+        out = self.make(
+            label or f"{module} output", inputs, rows * out_features, self.compute_width, saves=saved,
+            backward_workspace=own, trains=trains,
+        )
+        # torchtitan's checkpointing of operations keeps every second product, from the first on.
+        self._products += 1
+        if self._products % 2:
+            self.tape.kept_by_checkpoint.append(out.tensor)
+        if self.r.frozen and self.adapts(module):
+            return self._adapted(module, before, out, rows, in_features, out_features)
+        return out
+
+    def quantizes(self, use: Use) -> bool:
+        """Whether a linear's weight is in 4 or 8 bits (``quantized.is_quantized``)."""
+        return self.hf.spec.quantized and (use is Use.LAYER or (use is Use.ROUTER and not self.hf.fused_experts))
+
+    @property
+    def parameter_width_of_weights(self) -> int:
+        """Bytes of an element of a weight before it was quantised."""
+        return DTYPE_BYTES[self.r.ctx.params_dtype]
+
+    def adapts(self, module: str) -> bool:
+        """Whether a linear has a LoRA adapter."""
+        assert self.r.ctx.adapters is not None
+        name = f"model.layers.0.{module}"
+        return is_target(in_any_layer(self.r.ctx.adapters), module.rpartition(".")[2], name)
+
+    def _adapted(self, module: str, x: Array, base: Array, rows: Any, in_features: Any, out_features: Any) -> Array:
+        """The adapter beside a linear, in fp32 unless ``autocast_adapter_dtype`` is off: its input is cast for it, and
+        sum and product are as wide (peft ``tuners/lora/layer.py: Linear.forward``, ``tuners/tuners_utils.py:
+        cast_adapter_dtype``)."""
+        rank, spec = self.r.rank, self.hf.spec
+        width = self.hf.adapter_width
+        if spec.load_in_4bit:  # ``tuners/lora/bnb.py: Linear4bit.forward``: ``result.clone()``
+            base = self.copy(f"{module} output, cloned", base)
+        given, x = x, x if spec.quantized and spec.autocast else self.cast(f"{module} LoRA input", x, width)
+        entering = self.dropout(f"{module} LoRA dropout", x, spec.lora_dropout)
+        if self.r.ctx.adapters is not None and self.r.ctx.adapters.use_dora:
+            return self._with_magnitudes(module, given, entering, base, rows, in_features, out_features)
+        low = self._adapter(f"{module}.lora_A", entering, rows, in_features, rank, width)
+        wide = self._adapter(f"{module}.lora_B", low, rows, rank, out_features, width)
+        self.keep_alive(low)
+        scaled = self.scale(f"{module} LoRA output, scaled", wide)
+        if spec.quantized:
+            narrow = self.cast(f"{module} LoRA output in the base's dtype", scaled, base.width)
+            out = self.add(f"{module} output with LoRA", base, narrow)
+            self.keep_alive(given, x, base, narrow)
+            return out
+        summed = self.add(f"{module} output + LoRA", base, scaled)
+        self.keep_alive(base, scaled)
+        out = self.cast(f"{module} output with LoRA", summed, base.width)
+        self.keep_alive(given, x, summed)
+        return out
+
+    def _with_magnitudes(
+        self, module: str, given: Array, x: Array, base: Array, rows: Any, in_features: Any, out_features: Any
+    ) -> Array:
+        """DoRA: (m / n - 1) base + m / n (LoRA's output), where m are magnitudes that train and n the norms of the rows
+        of weight and adapter together, for which both are made whole in the adapter's dtype, of an identity of the
+        input's features. With dropout the base is multiplied again, by that copy of its weight, which is kept (peft
+        ``tuners/lora/dora.py: DoraLinearLayer.forward``, ``variants.py: DoraLinearVariant.forward``)."""
+        rank, spec, width = self.r.rank, self.hf.spec, self.hf.adapter_width
+        n = in_features * out_features
+        identity = self.constant(f"{module} DoRA identity", in_features * in_features, width)
+        low = self.constant(f"{module} DoRA identity by lora_A", in_features * rank, width)
+        whole = self.constant(f"{module} DoRA weight of the adapter", n, width)
+        own = self.parameter_width_of_weights if spec.load_in_4bit else FP32 if spec.quantized else self.parameter_width
+        made = self.constant(f"{module} DoRA weight, dequantised", n, own) if spec.quantized else None
+        weight = made
+        if own != width:
+            weight = self.make(f"{module} DoRA weight", () if made is None else (made,), n, width, grad=False)
+        scaled = self.make(f"{module} DoRA weight of the adapter, scaled", (whole,), n, width, grad=False)
+        summed = self.make(f"{module} DoRA weight and adapter", (scaled,), n, width, grad=False)
+        norms = self.make(f"{module} DoRA norms", (summed,), out_features, width, grad=False)
+        scale = self.make(
+            f"{module} magnitudes over norms", (), out_features, width, saves=(norms.tensor,), trains=True
+        )
+        entering = x
+        down = self._adapter(f"{module}.lora_A", entering, rows, in_features, rank, width)
+        wide = self._adapter(f"{module}.lora_B", down, rows, rank, out_features, width)
+        self.keep_alive(down)
+        result = base
+        if spec.lora_dropout:
+            kept = () if weight is None or not entering.differentiable else (weight.tensor,)
+            result = self.make(f"{module} DoRA base output", (entering,), rows * out_features, width, saves=kept)
+        less = self.scale(f"{module} magnitudes over norms, less one", scale)
+        straight = self.mul(f"{module} output times magnitudes", result, less, broadcast=True)
+        turned = self.mul(f"{module} LoRA output times magnitudes", wide, scale, broadcast=True)
+        added = self.scale(f"{module} LoRA output, scaled", turned)
+        dora = self.add(f"{module} DoRA", straight, added)
+        self.keep_alive(identity, low, whole, weight, norms, scale, wide, result)
+        out = self.add(f"{module} output + DoRA", base, dora)
+        self.keep_alive(base, entering)
+        done = self.cast(f"{module} output with DoRA", out, base.width)
+        self.keep_alive(given, x, out)
+        return done
+
+    def _adapter(self, module: str, x: Array, rows: Any, in_features: Any, out_features: Any, width: int) -> Array:
+        """One of its two linears."""
+        own = in_features * out_features
+        if not self.hf.autocast:
+            return self.make(
+                f"{module} output", (x,), rows * out_features, width, saves=(x.tensor,), trains=True,
+                backward_workspace=own * width,
+            )
+        x = self.cast(f"{module} input, cast", x, self.compute_width)
+        weight = self.make(f"{module} in the compute dtype", (), own, self.compute_width, trains=True)
+        return self.make(
+            f"{module} output", (x, weight), rows * out_features, self.compute_width, trains=True,
+            saves=(x.tensor, *((weight.tensor,) if x.differentiable else ())),
+        )
+
+    def waiting(self, weight: str, elements: Any) -> Array:
+        """A parameter whose gradient is there until the block's backward pass is over, as that of an input is."""
+        parameter = self.tape.input(weight, 0)
+        parameter.grad_bytes = elements * self.parameter_width
+        return Array(parameter, elements, self.parameter_width)
+
+    def cast_operands(self, weight: str, x: Array, elements: Any, number: int = 0) -> tuple[Array, Array | None]:
+        """The input, and under autocast the weight's copy in the compute dtype, each cast where it is not; None where
+        the weight is taken as it is."""
+        if not self.hf.autocast:
+            return x, None
+        x = self.cast(f"{weight.rpartition('.')[0]} input, cast", x, self.compute_width)
+        return x, self.cast_weight(weight, elements, number)
+
+    def cast_weight(self, weight: str, elements: Any, number: int = 0) -> Array:
+        """A parameter's copy in the compute dtype, made once in a region of autocast (``aten/src/ATen/
+        autocast_mode.cpp: cached_cast``); its gradient is cast back into one of the parameter's dtype."""
+        known = self._cast_weights.get((weight, number))
+        if known is None:
+            trains = self.trains(weight)
+            if trains and self.hf.gradients_stay:
+                parameter = self.waiting(weight, elements)
+            else:
+                view = self.tape.tensor(weight, 0, grad_bytes=elements * self.parameter_width * trains)
+                self.tape.op(f"{weight} in the compute dtype", (), view, trains=trains)
+                parameter = Array(view, elements, self.parameter_width)
+            known = self._cast_weights[weight, number] = self.make(
+                f"{weight} in the compute dtype", (parameter,), elements, self.compute_width, trains=trains,
+            )
+        return known
+
+    def keep_cast_weights(self) -> None:
+        """They stay to the end of the region of autocast, and so of the block."""
+        self.keep_alive(*self._cast_weights.values())
+
+    def matmul(self, name: str, a: Array, b: Array, elements: Any) -> Array:
+        """``bmm`` of two arrays: each is kept for the other's gradient."""
+        return self.make(
+            name, (a, b), elements, max(a.width, b.width), saves=_where((a, b.differentiable), (b, a.differentiable)),
+        )

@@ -1,0 +1,344 @@
+"""Layers to stages and virtual chunks, so that the highest peak, or the slowest stage, is as low as can be.
+
+The costs are those of ``estimate`` and of the time model. A stage's cost depends on what it holds and on its rank
+alone, so the best split is found by dynamic programming over stages: of all ways to give the first k layers to the
+first r stages, the one whose highest cost is lowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from bridge_memory.estimation import peaks, stage_peaks
+from bridge_memory.plan.megatron.splits import NO_SPLIT, splits
+from bridge_memory.spec import BatchSpec, LayerSpec, ModelSpec, ParallelSpec, RunSpec, SpecError
+from bridge_memory.spec.layout import Chunk, ChunkShape, StageShape, layout
+from bridge_memory.spec.layout_string import short_layout_string
+from bridge_memory.spec.parts import WITH_TRANSFORMERS
+from bridge_memory.speed.hardware import Hardware
+from bridge_memory.speed.megatron.step_time import Step
+
+#: Layers by which a chunk may differ from the average.
+WIDEST = 8
+#: Virtual stages -> how many sizes around the average are tried of each chunk; of more virtual stages four.
+SIZES_TRIED = {2: 12, 3: 6}
+#: Virtual stages of which every combination of sizes is tried.
+MOST_VIRTUAL = 4
+#: Ways in which rows of chunks may begin in a model whose layers are of several kinds.
+MOST_BEGINNINGS = 64
+
+Cost = Callable[[int, StageShape], float]
+
+
+class Balanced(NamedTuple):
+    """One split, and what it costs."""
+
+    run: RunSpec
+    #: Layers of every chunk, in the order in which a microbatch passes them.
+    layers: tuple[int, ...]
+    #: Highest peak of every stage, bytes.
+    peaks: tuple[int, ...]
+    #: Seconds of one microbatch on every stage; empty without hardware.
+    seconds: tuple[float, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks)
+
+
+def balance(run: RunSpec, hardware: Hardware | None = None, *, capacity: int | None = None) -> Balanced:
+    """The split of ``run``'s layers with the lowest highest peak.
+
+    With ``capacity``, bytes that no stage may exceed, the one whose slowest stage is fastest (needs ``hardware``).
+    Raises SpecError where there is nothing to balance, and where no split stays within ``capacity``.
+    """
+    model = run.model
+    check_balanced(run)
+    some = any_split(run, run.parallel)
+    of_memory = stage_peaks(some)
+    step = None if hardware is None else Step(some, hardware)
+
+    def cost(rank: int, shapes: StageShape) -> float:
+        peak = of_memory(rank, shapes).peak_bytes
+        if capacity is None:
+            return peak
+        assert step is not None, "time needs hardware"
+        return step.seconds_of(shapes) if peak <= capacity else float("inf")
+
+    if model.hybrid:
+        ends = _hybrid(some, cost)
+        if ends is None:
+            raise SpecError(_no_split(run, capacity))
+        return described(ends, hardware)
+    v = some.parallel.vpp
+    sizes = _plain(some, cost) if v == 1 else _interleaved(some, v, cost)
+    if sizes is None:
+        raise SpecError(_no_split(run, capacity))
+    return described(with_sizes(some, sizes), hardware)
+
+
+def _no_split(run: RunSpec, capacity: int | None) -> str:
+    over = f"num_layers ({run.model.num_layers}) over pipeline_model_parallel_size ({run.parallel.pp})"
+    if capacity is not None:
+        return f"{over}: every split needs more than {capacity / 2**30:.2f} GiB on some stage"
+    return f"{over}: fewer layers than stages; lower pipeline_model_parallel_size"
+
+
+def check_balanced(run: RunSpec) -> None:
+    """Raises SpecError where there is nothing to balance."""
+    engine = run.data_parallel.engine
+    if engine in WITH_TRANSFORMERS:
+        raise SpecError(
+            f"engine ({engine}) has no pipeline stages, so that there is nothing to balance; use engine megatron_ddp, "
+            "or ask `bridge-memory search` for what fits"
+        )
+    if run.parallel.pp == 1:
+        raise SpecError("pipeline_model_parallel_size (1) leaves nothing to balance; give --pp of 2 or more")
+
+
+def described(run: RunSpec, hardware: Hardware | None = None) -> Balanced:
+    """A run's own split and what it costs."""
+    stages = _stages(run)
+    layers = tuple(stage[c].num_layers for c in range(len(stages[0])) for stage in stages)
+    seconds: tuple[float, ...] = ()
+    if hardware is not None:
+        step = Step(run, hardware)
+        seconds = tuple(step.seconds_of(tuple(c.shape(run.model) for c in stage)) for stage in stages)
+    return Balanced(run, layers, tuple(s.peak_bytes for s in peaks(run)), seconds)
+
+
+def _stages(run: RunSpec) -> Sequence[Sequence[Chunk]]:
+    return layout(run.model, run.parallel).stages
+
+
+def default_split(run: RunSpec) -> RunSpec | None:
+    """The split that Megatron makes without a layout string: even, or with embedding and loss as layers."""
+    for fields in splits(run.model, run.parallel.pp, run.parallel.vpp):
+        if "pipeline_model_parallel_layout" not in fields:
+            return _without_split(run, **fields)
+    return None
+
+
+def any_split(run: RunSpec, parallel: ParallelSpec, batch: BatchSpec | None = None) -> RunSpec:
+    """The run with these sizes, this batch, and some split that it can have: costs of stages do not depend on which.
+    Raises SpecError."""
+    p = replace(parallel, **NO_SPLIT)
+    for fields in splits(run.model, p.pp, p.vpp, exhaustive=True):
+        return run.with_(parallel=replace(p, **fields), batch=batch or run.batch)
+    raise SpecError(
+        f"num_layers ({run.model.num_layers}) is too small for pipeline_model_parallel_size ({p.pp}) x "
+        f"virtual_pipeline_model_parallel_size ({p.vpp}); lower one of them"
+    )
+
+
+def _without_split(run: RunSpec, **fields: Any) -> RunSpec:
+    return run.with_(parallel=replace(run.parallel, **{**NO_SPLIT, **fields}))
+
+
+def with_sizes(run: RunSpec, sizes: Sequence[int]) -> RunSpec:
+    """``sizes``: layers of every chunk, in the order in which a microbatch passes them."""
+    texts = ["t" * n for n in sizes]
+    texts[0] = "E" + texts[0]
+    texts[-1] += "m" * run.model.mtp_num_layers + "L"
+    return _without_split(run, pipeline_model_parallel_layout=short_layout_string(texts))
+
+
+def _plain(run: RunSpec, cost: Cost) -> list[int] | None:
+    """Layers of every stage without virtual ones: exact, whatever the order of kinds."""
+    model, pp = run.model, run.parallel.pp
+    layers, mean = model.num_layers, model.num_layers / pp
+    known: dict[tuple[int, StageShape], float] = {}
+
+    def of(rank: int, first: int, number: int) -> float:
+        last = rank == pp - 1
+        chunk = Chunk(first, number, rank == 0, last, 0, model.mtp_num_layers if last else 0)
+        key = rank, (chunk.shape(model),)
+        if key not in known:
+            known[key] = cost(*key)
+        return known[key]
+
+    #: Layers given out -> (highest cost, how uneven, sizes).
+    best: dict[int, tuple[float, int, list[int]]] = {0: (0.0, 0, [])}
+    for rank in range(pp):
+        after: dict[int, tuple[float, int, list[int]]] = {}
+        for given, (highest, uneven, sizes) in best.items():
+            for number in _sizes(mean, layers - given, rank == pp - 1):
+                found = max(highest, of(rank, given, number)), uneven + number * number, [*sizes, number]
+                if given + number not in after or found[:2] < after[given + number][:2]:
+                    after[given + number] = found
+        best = after
+    given_out = best.get(layers)
+    return given_out[2] if given_out is not None and given_out[0] < float("inf") else None
+
+
+def _sizes(mean: float, left: int, last: bool) -> Iterator[int]:
+    """Layers that one stage may hold; the last may hold the loss alone."""
+    if last:
+        yield left
+        return
+    yield from range(max(1, int(mean) - WIDEST), min(left, int(mean) + WIDEST + 1) + 1)
+
+
+def _hybrid(run: RunSpec, cost: Cost) -> RunSpec | None:
+    """The best of the splits that a hybrid can have: it takes no layout string, and all stages between the first and
+    the last hold as many layers (``MambaStack._select_layers_for_pipeline_parallel``)."""
+    known: dict[tuple[int, StageShape], float] = {}
+    best: tuple[float, int, RunSpec] | None = None
+    some = (None, *range(1, run.model.num_layers))
+    for first, last in product(some, some):
+        try:
+            one = _without_split(
+                run, num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last
+            )
+        except SpecError:
+            continue
+        shapes = layout(one.model, one.parallel).shapes(one.model)
+        for key in enumerate(shapes):
+            if key not in known:
+                known[key] = cost(*key)
+        uneven = sum(sum(c.num_layers for c in stage) ** 2 for stage in shapes)
+        found = max(known[key] for key in enumerate(shapes)), uneven, one
+        if found[0] < float("inf") and (best is None or found[:2] < best[:2]):
+            best = found
+    return None if best is None else best[2]
+
+
+class _Pattern(NamedTuple):
+    """Kinds of layers by their position: the first ``prefix`` as they come, then ``period`` of them again and again."""
+
+    kinds: tuple[LayerSpec, ...]
+    prefix: int
+    period: int
+
+    def place(self, at: int) -> int:
+        """The first position from which layers go on as from ``at``."""
+        return at if at < self.prefix else self.prefix + (at - self.prefix) % self.period
+
+    def layers(self, at: int, number: int) -> tuple[tuple[LayerSpec, int], ...]:
+        """Kinds of ``number`` layers from ``at`` on, as a ChunkShape has them."""
+        runs: list[tuple[LayerSpec, int]] = []
+        for position in range(at, at + number):
+            kind = self.kinds[self.place(position)]
+            if runs and runs[-1][0] is kind:
+                runs[-1] = kind, runs[-1][1] + 1
+            else:
+                runs.append((kind, 1))
+        return tuple(runs)
+
+
+def _pattern(model: ModelSpec) -> _Pattern:
+    """The shortest that says all layers."""
+    number, one = model.num_layers, {kind: kind for kind, _, _ in model.layer_runs}
+    kinds = tuple([one[layer] for layer in model.layers])
+    best = number, 1
+    for period in range(1, number):
+        differ = [i for i in range(number - period) if kinds[i] is not kinds[i + period]]
+        best = min(best, (differ[-1] + 1 if differ else 0, period), key=lambda found: (sum(found), found[1]))
+    return _Pattern(kinds[: sum(best)], *best)
+
+
+def _interleaved(run: RunSpec, v: int, cost: Cost) -> list[int] | None:
+    """Layers of every chunk with virtual stages, in the order in which a microbatch passes them.
+
+    A chunk's layers depend on where it begins, and so on all chunks before it, most of them on other stages. What is
+    decided stage by stage is therefore kept with the place in the model's pattern at which each of the v rows of
+    chunks goes on, and with the layers given out so far: where the rows begin on the first stage is tried in every way,
+    and after the last stage each row must have come to where the next began.
+    """
+    model, pp = run.model, run.parallel.pp
+    pattern, layers = _pattern(model), model.num_layers
+    base = layers // (pp * v)
+    number = SIZES_TRIED.get(v, 4)
+    low = max(1, base + 1 - number // 2)
+    tried = list(range(low, low + number))
+    begins = list(product(*[
+        [at for at in range(len(pattern.kinds)) if at >= min(pattern.prefix, c * pp)] for c in range(1, v)
+    ]))  # fmt: skip
+    if len(begins) > MOST_BEGINNINGS:
+        raise SpecError(
+            f"virtual_pipeline_model_parallel_size ({v}) with kinds of layers that repeat after {pattern.period} has "
+            f"{len(begins)} ways to begin, more than {MOST_BEGINNINGS}; lower it"
+        )
+    some = _stages(run)
+    known: dict[tuple[int, StageShape], float] = {}
+
+    def price(rank: int, shapes: StageShape) -> float:
+        key = rank, shapes
+        if key not in known:
+            known[key] = cost(rank, shapes)
+        return known[key]
+
+    given = [stage[c].num_layers for c in range(v) for stage in some]
+    highest = max(price(rank, tuple(c.shape(model) for c in stage)) for rank, stage in enumerate(some))
+    best = highest, sum(n * n for n in given), given
+
+    def stage(rank: int, places: Sequence[int], sizes: Sequence[int], bare: bool) -> StageShape:
+        shapes = []
+        for c, (at, number) in enumerate(zip(places, sizes, strict=True)):
+            last = c == v - 1
+            embedding, output = rank == c == 0, rank == pp - 1 and last
+            # The last layer is the output's, or where the loss stands alone that of the stage before.
+            ends = bool(number) and (output or (bare and last and rank == pp - 2))
+            depths = model.mtp_num_layers if output else 0
+            shapes.append(ChunkShape(pattern.layers(at, number), embedding, output, depths, ends))
+        return tuple(shapes)
+
+    def options(rank: int, bare: bool) -> Iterator[tuple[int, ...]]:
+        ends: list[list[int]] = [list(tried) for _ in range(v)]
+        if rank == 0:
+            ends[0] = list(range(1, max(pattern.prefix + 2 if pattern.prefix <= WIDEST else 0, tried[-1] + 1)))
+        if rank == pp - 1:
+            ends[-1] = [0] if bare else list(range(1, tried[-1] + 1))
+        if v <= MOST_VIRTUAL:
+            yield from product(*ends)
+            return
+        # Of many virtual stages: one size, and from some chunk on the next.
+        for size in tried:
+            for at in range(v + 1):
+                middle = [size + (c >= at) for c in range(v)]
+                for head in ends[0] if rank == 0 else [middle[0]]:
+                    for tail in ends[-1] if rank == pp - 1 else [middle[-1]]:
+                        yield (head, *middle[1:-1], tail)
+
+    #: Sizes of one stage, and what they cost, by rank, whether the loss stands alone, and where its chunks begin.
+    of_stage: dict[tuple[int, bool, tuple[int, ...]], list[tuple[float, int, int, tuple[int, ...], tuple[int, ...]]]]
+    of_stage = {}
+
+    def sizes_of(rank: int, bare: bool, places: tuple[int, ...]) -> Sequence[Any]:
+        key = rank, bare, places
+        found = of_stage.get(key)
+        if found is None:
+            found = of_stage[key] = []
+            for sizes in dict.fromkeys(options(rank, bare)):
+                on = tuple([pattern.place(at + n) for at, n in zip(places, sizes, strict=True)])
+                here = price(rank, stage(rank, places, sizes, bare))
+                found.append((here, sum(n * n for n in sizes), sum(sizes), sizes, on))
+        return found
+
+    for bare, begin in product((False, True), begins):
+        #: (where each row of chunks goes on, layers given out) -> (highest cost, how uneven, sizes by stage).
+        states: dict[tuple[tuple[int, ...], int], tuple[float, int, list[tuple[int, ...]]]]
+        states = {((0, *begin), 0): (0.0, 0, [])}
+        for rank in range(pp):
+            after: dict[tuple[tuple[int, ...], int], tuple[float, int, list[tuple[int, ...]]]] = {}
+            #: Those that cost no more than the best split so far.
+            at_most: dict[tuple[int, ...], list[Any]] = {}
+            for (places, total), (high, uneven, rows) in states.items():
+                if places not in at_most:
+                    at_most[places] = [one for one in sizes_of(rank, bare, places) if one[0] <= best[0]]
+                left = layers - total - v * (pp - 1 - rank) + bare
+                for here, square, number, sizes, on in at_most[places]:
+                    if number > left:
+                        continue
+                    key = on, total + number
+                    both = max(high, here), uneven + square
+                    if key not in after or both < after[key][:2]:
+                        after[key] = *both, [*rows, sizes]
+            states = after
+        for (places, total), (high, uneven, rows) in states.items():
+            if total == layers and places[:-1] == begin and (high, uneven) < best[:2]:
+                best = high, uneven, [rows[rank][c] for c in range(v) for rank in range(pp)]
+    return best[2] if best[0] < float("inf") else None

@@ -1,0 +1,777 @@
+"""The layouts of a space evaluated together: legality, memory and step time as arrays.
+
+What decides is written once, for single runs (``spec.validation``, ``estimate.StageHolds``, ``speed.step_time``), and
+evaluated here with arrays in the place of numbers; ``inventory.fields`` says how that cannot go wrong. Layouts of one
+pipeline (its size, virtual stages and split of the layers) stand in a grid of parallel sizes x micro batches x sets of
+recomputation. What of memory does not depend on the pipeline is worked out once for all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
+from math import prod
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from bridge_memory.engines.by_name import engine_of
+from bridge_memory.engines.engine import StageState
+from bridge_memory.estimation import StageHolds, by_lifetime
+from bridge_memory.plan.jobs import spread
+from bridge_memory.plan.megatron.space import (
+    Refused,
+    Sizes,
+    Space,
+    micro_batches,
+    parallel_sizes,
+    recomputations,
+    split_choices,
+)
+from bridge_memory.schedule.peak import few_microbatches
+from bridge_memory.schedule.rows import peak_rows
+from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
+from bridge_memory.spec.layout import StageShape, layout
+from bridge_memory.spec.limits import limits_of
+from bridge_memory.spec.run import GROUPS
+from bridge_memory.spec.validation import RULES
+from bridge_memory.speed.constants import Constants
+from bridge_memory.speed.hardware import Hardware
+from bridge_memory.speed.megatron.step_time import Passes, Step
+from bridge_memory.tapes.batched import Differs, Part, along, collapsed, distinct, numbered_rows, parts, whole
+from bridge_memory.tapes.context import TRACE_CACHE, settings_of, sizes_of, switches_of
+from bridge_memory.tapes.many import Grid, Same
+from bridge_memory.workspaces.driver import driver_bytes, may_have_driver_buffers
+
+if TYPE_CHECKING:
+    from bridge_memory.plan.megatron.kept import KeptCosts
+
+
+def expressible(run: RunSpec) -> bool:
+    """Whether arrays say all of its memory: not where an engine's bytes beside a layer depend on the stage, where
+    two chunks run beside each other, or a teacher is there."""
+    impl = run.implementation
+    if run.data_parallel.engine != "megatron_ddp" or impl.transformer_impl not in ("transformer_engine", "local"):
+        return False
+    if impl.defer_embedding_wgrad_compute:  # by the number of microbatches
+        return False
+    return not impl.overlap_moe_expert_parallel_comm and run.teacher is None
+
+
+#: The fields of a ParallelSpec that say how a run is cut into stages, and over how many GPUs.
+_PIPELINE = (
+    "world_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
+    "microbatch_group_size_per_vp_stage",
+)  # fmt: skip
+
+
+class Runs:
+    """Many runs, with the fields of a RunSpec; arrays stand for what differs."""
+
+    def __init__(self, base: RunSpec, parallel: ParallelSpec, batch: BatchSpec, recompute: Any) -> None:
+        for name in ("model", *GROUPS):
+            setattr(self, name, getattr(base, name))
+        self.parallel, self.batch, self.recompute = parallel, batch, recompute
+
+    model: Any
+    #: ``expressible`` knows none.
+    teacher = None
+
+    def __getattr__(self, name: str) -> Any:
+        """What follows from the fields, as a RunSpec has it."""
+        of_run = getattr(RunSpec, name, None)
+        if isinstance(of_run, property) and of_run.fget is not None:
+            return of_run.fget(self)
+        raise AttributeError(name)
+
+
+def _unchecked(base: Any, **values: Any) -> Any:
+    """A copy of a spec with arrays for some fields."""
+    out = object.__new__(type(base))
+    for f in fields(base):
+        object.__setattr__(out, f.name, values.get(f.name, getattr(base, f.name)))
+    return out
+
+
+class Pipeline(NamedTuple):
+    """Layouts that share their pipeline."""
+
+    #: Where it stands among the splits of its sizes, for the order in which layouts are listed.
+    number: int
+    fields: dict[str, Any]
+    pp: int
+    #: Of the space's sizes, those with this pipeline size: number in the space's order, and in ``Sheet.sizes``.
+    order: np.ndarray
+    at: np.ndarray
+    recomputes: tuple[RecomputeSpec, ...]
+
+
+class Fitting(NamedTuple):
+    """Layouts of one pipeline that fit, one entry each."""
+
+    pipeline: Pipeline
+    #: Places in ``Pipeline.at``, among the micro batches, and in ``Pipeline.recomputes``.
+    sizes: np.ndarray
+    batch: np.ndarray
+    recompute: np.ndarray
+    peaks: np.ndarray
+    seconds: np.ndarray
+    #: How many legal layouts the pipeline has, and of them those whose model state alone is too large.
+    looked_at: int
+    without_activations: int
+
+    def order(self, sheet: Sheet) -> np.ndarray:
+        """Their places in the order in which a space lists its layouts."""
+        p = self.pipeline
+        out = p.order[self.sizes] * sheet.most_splits + p.number
+        return (out * len(sheet.batches) + self.batch) * sheet.most_recomputes + self.recompute
+
+
+class Sheet:
+    """The layouts of a space as arrays."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.base = space.base
+        self.total = space.global_batch_size or space.base.batch.global_batch_size
+        self.batches = micro_batches(space)
+        #: Sizes beside the pipeline's, each once.
+        self.sizes: list[Sizes] = []
+        self.pipelines: list[Pipeline] = []
+        of_pp: dict[int, tuple[list[int], list[int]]] = {}
+        known: dict[Sizes, int] = {}
+        for number, sizes in enumerate(parallel_sizes(space)):
+            rest = sizes._replace(pp=1)
+            at = known.setdefault(rest, len(known))
+            order, places = of_pp.setdefault(sizes.pp, ([], []))
+            order.append(number)
+            places.append(at)
+        self.sizes = list(known)
+        self.most_splits = self.most_recomputes = 1
+        for pp, (order, places) in of_pp.items():
+            for number, split in enumerate(split_choices(space, pp)):
+                vpp = split.get("virtual_pipeline_model_parallel_size", self.base.parallel.vpp) or 1
+                choices = tuple(recomputations(space, pp * vpp))
+                self.pipelines.append(Pipeline(number, split, pp, np.array(order), np.array(places), choices))
+                self.most_splits = max(self.most_splits, number + 1)
+                self.most_recomputes = max(self.most_recomputes, len(choices))
+        #: All sets of recomputation of any pipeline, and where each is.
+        self.recomputes = tuple(dict.fromkeys(r for p in self.pipelines for r in p.recomputes))
+        self.number = {r: i for i, r in enumerate(self.recomputes)}
+        self._errors: list[SpecError | None] = [None]
+
+    def run(self, pipeline: Pipeline, size: int, batch: int, recompute: int) -> RunSpec:
+        """One of its layouts, by its places."""
+        sizes = self.sizes[pipeline.at[size]]._replace(pp=pipeline.pp)
+        base = self.base
+        return base.with_(
+            parallel=replace(base.parallel, world_size=self.space.num_gpus, **sizes.fields(), **pipeline.fields),
+            batch=replace(base.batch, micro_batch_size=self.batches[batch], global_batch_size=self.total),
+            recompute=pipeline.recomputes[recompute],
+        )
+
+    # ---- arrays in the place of runs ----
+
+    def parallel(self, places: np.ndarray, **more: Any) -> ParallelSpec:
+        sizes = [self.sizes[i] for i in places]
+        etp = None if sizes[0].etp is None else along(0, [s.etp for s in sizes])
+        return _unchecked(
+            self.base.parallel, world_size=self.space.num_gpus,
+            tensor_model_parallel_size=along(0, [s.tp for s in sizes]),
+            context_parallel_size=along(0, [s.cp for s in sizes]),
+            expert_model_parallel_size=along(0, [s.ep for s in sizes]), expert_tensor_parallel_size=etp, **more,
+        )  # fmt: skip
+
+    def runs(self, pipeline: Pipeline, part: Part) -> Runs:
+        """Those of a pipeline's layouts."""
+        sizes, batches, choices = part.positions
+        few = [pipeline.recomputes[i] for i in choices]
+        return Runs(
+            self.base,
+            self.parallel(pipeline.at[sizes], pipeline_model_parallel_size=pipeline.pp, **pipeline.fields),
+            self.batch(batches), few[0] if len(few) == 1 else Same(few),
+        )  # fmt: skip
+
+    def without_pipeline(self, part: Part) -> Runs:
+        """Runs of these sizes, micro batches and sets of recomputation; a pipeline's fields are not there to be asked
+        for."""
+        parallel = self.parallel(part.positions[0])
+        for name in _PIPELINE:
+            object.__delattr__(parallel, name)
+        few = [self.recomputes[i] for i in part.positions[2]]
+        return Runs(self.base, parallel, self.batch(part.positions[1]), few[0] if len(few) == 1 else Same(few))
+
+    def batch(self, batches: np.ndarray) -> BatchSpec:
+        return _unchecked(
+            self.base.batch, micro_batch_size=along(1, [self.batches[i] for i in batches]),
+            global_batch_size=self.total,
+        )
+
+    # ---- legality ----
+
+    def legal(self, pipeline: Pipeline, refused: Refused) -> np.ndarray:
+        """Which of a pipeline's layouts megatron-core runs; the others are counted as ``space.layouts`` counts them."""
+        shape = len(pipeline.at), len(self.batches), len(pipeline.recomputes)
+        legal = np.ones(shape, bool)
+        if self.total is not None:
+            sizes = [self.sizes[i] for i in pipeline.at]
+            dp = np.array([self.space.num_gpus // (s.tp * pipeline.pp * s.cp) for s in sizes])
+            whole_steps = self.total % (np.outer(dp, self.batches)) == 0
+            refused["global_batch_size"] += int((~whole_steps).sum()) * shape[2]
+            legal &= whole_steps[:, :, None]
+            refused += Refused()  # without what was counted as none
+        if not legal.any():
+            return legal
+        #: Why a layout is refused, as a number of ``errors``.
+        reasons = np.zeros(shape, np.int32)
+        todo = legal.copy()
+        around, runs = _around(todo), _kept_of(lambda part: self.runs(pipeline, part))
+        choices = np.array([self.number[r] for r in pipeline.recomputes])
+        for rule, everywhere in zip(RULES, self._everywhere, strict=True):
+            if everywhere is None:
+                numbers = np.zeros(shape, np.int32)
+                for part, number in self._refusals(rule, around, runs):
+                    numbers[part.index] = number
+            else:
+                numbers = _spread(everywhere, (pipeline.at, np.arange(shape[1]), choices))
+            if numbers.any() and (todo & (numbers > 0)).any():
+                reasons = np.where(todo, numbers, reasons)
+                todo &= numbers == 0
+                if not todo.any():
+                    break
+                around = _around(todo)
+        # Where nothing is recomputed first, and that is refused, so are the others.
+        first = reasons[:, :, :1]
+        reasons = np.where(first > 0, first, reasons)
+        for at, number in enumerate(np.bincount(reasons[legal]).tolist()):
+            error = self._errors[at]
+            if number and error is not None:
+                refused.add(error, number)
+        return legal & (reasons == 0)
+
+    @cached_property
+    def _everywhere(self) -> list[np.ndarray | None]:
+        """Of every rule why it refuses what, over all sizes, micro batches and sets of recomputation; None of a rule
+        that asks for the pipeline."""
+        every = whole((len(self.sizes), len(self.batches), len(self.recomputes)))
+        runs = _kept_of(self.without_pipeline)
+        out: list[np.ndarray | None] = []
+        for rule in RULES:
+            numbers = np.zeros(every.shape, np.int32)
+            try:
+                for part, number in self._refusals(rule, every, runs):
+                    numbers[part.index] = number
+            except AttributeError:
+                out.append(None)
+            else:
+                out.append(collapsed(numbers))
+        return out
+
+    def _refusals(
+        self, rule: Callable[[Any, Any], None], of: Part, runs: Callable[[Part], Runs]
+    ) -> Iterator[tuple[Part, int]]:
+        """Parts that a rule refuses, and why, as a number of ``errors``."""
+        limits = limits_of(self.base.model)
+
+        def refusal(part: Part) -> SpecError | None:
+            try:
+                rule(runs(part), limits)
+            except SpecError as error:
+                return error
+            return None
+
+        for part, error in parts(of, refusal):
+            if error is not None:
+                self._errors.append(error)
+                yield part, len(self._errors) - 1
+
+
+def _kept_of(runs: Callable[[Part], Runs]) -> Callable[[Part], Runs]:
+    """``runs``, made once of a part, of which many rules ask."""
+    known: dict[int, tuple[Part, Runs]] = {}
+
+    def of(part: Part) -> Runs:
+        found = known.get(id(part))
+        if found is None:
+            found = known[id(part)] = part, runs(part)
+        return found[1]
+
+    return of
+
+
+def _around(some: np.ndarray) -> Part:
+    """The smallest part of a grid that has all of ``some`` in it."""
+    return Part(tuple(
+        np.flatnonzero(some.any(axis=tuple(other for other in range(some.ndim) if other != axis)))
+        for axis in range(some.ndim)
+    ))  # fmt: skip
+
+
+# ---- memory ----
+
+class _NoEngine:
+    """In the place of an engine: model state depends on the pipeline, and is put beside what does not (``Memory``)."""
+
+    def stage(self, chunks: Sequence[Any]) -> StageState:
+        return StageState(0, ())
+
+
+class _Stage(NamedTuple):
+    """What stages of one shape hold beside model state, over some runs."""
+
+    static: Any
+    between: Any
+    batch: Any
+    #: Which of ``costs`` each chunk has.
+    which: tuple[int, ...]
+    #: What a chunk saves and its peaks, one after the other.
+    costs: tuple[Any, ...]
+    hidden: Any
+
+
+class _State(NamedTuple):
+    """Model state of stages of one shape, over some runs."""
+
+    #: Of it the lines alone, and all that stays.
+    model: Any
+    static: Any
+    between: Any
+    in_step: Any
+    gathered: Any
+
+
+class Pieces:
+    """A function of parts of a grid, evaluated on the largest parts that answer every question alike. Parts that had to
+    be divided once stay so for all that is asked later."""
+
+    def __init__(self, of: Part, make: Callable[[Part], Any]) -> None:
+        """``make``: what is kept of a part between evaluations. It may raise Differs."""
+        self._make = make
+        self._parts = list(parts(of, make))
+
+    def each(
+        self, evaluate: Callable[[Any], Any], needed: np.ndarray | None = None
+    ) -> Iterator[tuple[Part, Any]]:
+        """(part, ``evaluate`` of what was made of it), of the parts in which anything is ``needed``."""
+        kept: list[tuple[Part, Any]] = []
+        todo = self._parts[::-1]
+        found = []
+        while todo:
+            part, made = todo.pop()
+            if needed is not None and not needed[part.index].any():
+                kept.append((part, made))
+                continue
+            try:
+                result = evaluate(made)
+            except Differs as differs:
+                for few in part.divided(differs.answers):
+                    todo += list(parts(few, self._make))
+                continue
+            kept.append((part, made))
+            found.append((part, result))
+        self._parts = kept
+        return iter(found)
+
+    def made(self) -> Iterator[Any]:
+        """What is kept of every part."""
+        return (made for _, made in self._parts)
+
+
+#: Of all chunks that are kept from one pipeline to the next the most entries of one array; a chunk is a few dozen.
+_MOST_ENTRIES = 100_000
+
+
+class Memory:
+    """Peaks of the layouts of a sheet."""
+
+    def __init__(self, sheet: Sheet, of_pp: dict[int, np.ndarray], costs: KeptCosts | None = None) -> None:
+        """``of_pp``: which of ``sheet.sizes`` any legal layout of a pipeline size has; ``costs``: of blocks, kept by
+        earlier searches. ``keep`` comes before peaks."""
+        self.sheet = sheet
+        self._of_pp = of_pp
+        needed = np.any(list(of_pp.values()), axis=0)
+        base = sheet.base
+        #: Of the sheet's sizes -> the grid's.
+        self.places = np.cumsum(needed) - 1
+        self._sizes = np.flatnonzero(needed)
+        of_all = self.runs(None, whole((len(self._sizes), len(sheet.batches), len(sheet.recomputes))))
+        switches = [switches_of(r, base.implementation) for r in sheet.recomputes]
+        self.grid = Grid(
+            TRACE_CACHE.cache(settings_of(base)), sizes_of(of_all),  # type: ignore[arg-type]
+            [along(2, [row[i] for row in switches]) for i in range(len(switches[0]))], sheet.recomputes,
+        )
+        #: Chunks that are kept from one pipeline to the next.
+        self.few_chunks = _MOST_ENTRIES // max(1, prod(self.grid.shape))
+        self._costs = costs
+        if costs is not None:
+            costs.take_up(self.grid.bare_grid())
+        self._states: dict[int, Pieces] = {}
+        #: Of a pipeline size, what stages of a shape keep of model state.
+        self._of_shapes: dict[tuple[int, StageShape], _State] = {}
+
+    def runs(self, pipeline: Pipeline | None, part: Part) -> Runs:
+        """Some runs of the grid; without a pipeline its fields are not there to be asked for."""
+        sheet, sizes = self.sheet, self._sizes[part.positions[0]]
+        runs = sheet.without_pipeline(Part((sizes, *part.positions[1:])))
+        if pipeline is not None:
+            runs.parallel = sheet.parallel(sizes, pipeline_model_parallel_size=pipeline.pp, **pipeline.fields)
+        return runs
+
+    def _held_by(self, part: Part) -> StageHolds:
+        return StageHolds(self.runs(None, part), self.grid.context(part), _NoEngine())  # type: ignore[arg-type]
+
+    def _stage(self, holds: StageHolds, shapes: StageShape) -> _Stage:
+        held = holds.held(shapes)
+        distinct = list(dict.fromkeys(map(id, held.inventories)))
+        which = tuple(distinct.index(id(inventory)) for inventory in held.inventories)
+        costs: list[Any] = []
+        for i in range(len(distinct)):
+            cost = held.costs[which.index(i)]
+            costs += [cost.saved, cost.forward_peak, cost.backward_peak]
+        return _Stage(held.static_bytes, held.between_bytes, held.batch, which, tuple(costs), holds.ctx.hidden_bytes)
+
+    def _state(self, pipeline: Pipeline, shapes: StageShape) -> _State:
+        """Model state over the whole grid (along its last axes one entry, where it is the same for all)."""
+        pp = pipeline.pp
+        known = self._of_shapes.get((pp, shapes))
+        if known is not None:
+            return known
+        pieces = self._states.get(pp)
+        if pieces is None:
+            def made(part: Part) -> StageHolds:
+                runs: Any = self.runs(pipeline._replace(fields={}), part)
+                return StageHolds(runs, self.grid.context(part).bare(), engine_of(runs))
+
+            sizes = np.flatnonzero(self._of_pp[pp][self._sizes])
+            pieces = self._states[pp] = Pieces(Part((sizes, *self.grid.all.positions[1:])), made)
+
+        def state(holds: StageHolds) -> tuple[Any, ...]:
+            found = holds.state(shapes)
+            persistent, between = by_lifetime(found.buffers())
+            model = sum([nbytes for _, nbytes in found.amounts])
+            return (
+                model, model + sum([b.bytes for b in persistent]), sum([b.bytes for b in between]), found.in_step,
+                found.gathered,
+            )
+
+        out = [np.zeros(self.grid.shape, np.int64) for _ in _State._fields]
+        for part, values in pieces.each(state):
+            for into, value in zip(out, values, strict=True):
+                into[part.index] = value
+        answer = self._of_shapes[pp, shapes] = _State(*map(collapsed, out))
+        return answer
+
+    def _ranks(self, pipeline: Pipeline, legal: np.ndarray) -> tuple[ParallelSpec, dict[StageShape, list[int]]]:
+        """The pipeline's own fields, and its stages by what they hold."""
+        model, part = self.sheet.base.model, _around(legal)
+        parallel = self.sheet.runs(pipeline, Part(tuple(at[:1] for at in part.positions))).parallel
+        ranks: dict[StageShape, list[int]] = {}
+        for rank, shapes in enumerate(layout(model, parallel).shapes(model)):
+            ranks.setdefault(shapes, []).append(rank)
+        return parallel, ranks
+
+    def fit_without_activations(
+        self, pipeline: Pipeline, legal: np.ndarray, allowed: Callable[[np.ndarray], np.ndarray]
+    ) -> np.ndarray:
+        """Those of a pipeline's ``legal`` layouts whose model state alone fits. ``allowed``: which bytes the card
+        holds."""
+        _, ranks = self._ranks(pipeline, legal)
+        found = np.nonzero(legal)
+        cells = self.cells(pipeline, found)
+        most = np.max([_at(self._state(pipeline, shapes).model, cells) for shapes in ranks], axis=0)
+        kept = legal.copy()
+        kept[found] = allowed(most)
+        return kept
+
+    def keep(self, layouts: Iterable[tuple[Pipeline, np.ndarray]]) -> None:
+        """Of which layouts of each pipeline peaks will be asked for: nothing else is recorded."""
+        needed = np.zeros(self.grid.shape, bool)
+        for pipeline, kept in layouts:
+            needed[self.cells(pipeline, np.nonzero(kept))] = True
+        self.grid.needed = needed
+        if self._costs is not None:
+            self._costs.take_up(self.grid)
+        self.asked = _around(needed)
+        self._holds = Pieces(self.asked, self._held_by)
+
+    def keep_costs(self) -> None:
+        """For later searches, what was worked out of blocks."""
+        if self._costs is not None:
+            self._costs.keep(self.grid.bare_grid())
+            self._costs.keep(self.grid)
+
+    def peaks(self, pipeline: Pipeline, kept: np.ndarray, allowed: Callable[[np.ndarray], np.ndarray]) -> Peaks:
+        """Of those layouts of a pipeline that were kept, and fit. ``allowed``: which peaks the card holds."""
+        parallel, ranks = self._ranks(pipeline, kept)
+        states = {shapes: self._state(pipeline, shapes) for shapes in ranks}
+        found = np.nonzero(kept)
+        peaks = np.zeros(len(found[0]), np.int64)
+        microbatches = self._microbatches(pipeline, found)
+        for shapes, of_shape in ranks.items():
+            if not len(peaks):
+                break
+            cells = self.cells(pipeline, found)
+            np.maximum(peaks, self._peak(pipeline, parallel, shapes, of_shape, states[shapes], cells, microbatches),
+                       out=peaks)  # fmt: skip
+            # What one stage is too large for is looked at no further.
+            fit = allowed(peaks)
+            if not fit.all():
+                found, peaks, microbatches = tuple(at[fit] for at in found), peaks[fit], microbatches[fit]
+        for holds in self._holds.made():
+            holds.let_go(self.few_chunks)
+        return Peaks(found[0], found[1], found[2], peaks)
+
+    def cells(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """Places of a pipeline's layouts in the grid."""
+        choices = np.array([self.sheet.number[r] for r in pipeline.recomputes])
+        return self.places[pipeline.at][found[0]], found[1], choices[found[2]]
+
+    def _microbatches(self, pipeline: Pipeline, found: Sequence[np.ndarray]) -> np.ndarray:
+        runs = self.sheet.runs(pipeline, whole((len(pipeline.at), len(self.sheet.batches), 1)))
+        number = runs.num_microbatches
+        shape = len(pipeline.at), len(self.sheet.batches), 1
+        return np.broadcast_to(np.asarray(number), shape)[found[0], found[1], 0]
+
+    def _peak(
+        self, pipeline: Pipeline, parallel: ParallelSpec, shapes: StageShape, ranks: Sequence[int], state: _State,
+        cells: tuple[np.ndarray, ...], microbatches: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        """The highest peak of the stages of one shape."""
+        out = np.zeros(len(cells[0]), np.int64)
+        used = np.zeros(self.grid.shape, bool)
+        used[cells] = True
+        pp, v = pipeline.pp, len(shapes)
+        group = parallel.microbatch_group_size_per_vp_stage or pp
+        todo: dict[tuple[int, ...], list[tuple[Part, _Stage]]] = {}
+        for part, stage in self._holds.each(lambda holds: self._stage(holds, shapes), used):
+            todo.setdefault(stage.which, []).append((part, stage))
+        for which, pieces in todo.items():
+            columns = 3 * (max(which) + 1) + 1
+            table = np.zeros((columns + 3, *self.grid.shape))
+            here = np.zeros(self.grid.shape, bool)
+            for part, stage in pieces:
+                inside = part.index
+                here[inside] = True
+                for at, values in enumerate((*stage.costs, stage.hidden, stage.static, stage.between, stage.batch)):
+                    table[at][inside] = values
+            mine = here[cells]
+            at = np.ravel_multi_index(tuple(each[mine] for each in cells), self.grid.shape)
+            values = table.reshape(len(table), -1)[:, at]
+            moments = np.empty(len(at))
+            number = microbatches[mine]
+            keeps = not self.sheet.base.implementation.deallocate_pipeline_outputs
+            for m in distinct(number).tolist():
+                few = number == m
+                rows = peak_rows(pp, tuple(ranks), few_microbatches(pp, m, v, group), group, which, keeps)
+                moments[few] = (rows @ values[:columns, few]).max(axis=0)
+            static, between, batch = values[columns:].astype(np.int64)
+            some = tuple(each[mine] for each in cells)
+            out[mine] = static + _at(state.static, some) + np.maximum(
+                moments.astype(np.int64) + batch + _at(state.gathered, some),
+                between + _at(state.between, some) + _at(state.in_step, some),
+            )
+        return out
+
+
+class Peaks(NamedTuple):
+    """Layouts of one pipeline that fit, one entry each."""
+
+    sizes: np.ndarray
+    batch: np.ndarray
+    recompute: np.ndarray
+    #: Of the fullest stage, bytes.
+    peaks: np.ndarray
+
+
+def _spread(values: np.ndarray, positions: Sequence[np.ndarray]) -> np.ndarray:
+    """An array over a grid at some positions along each axis."""
+    for axis, at in enumerate(positions):
+        if values.shape[axis] > 1:
+            values = values.take(at, axis)
+    return values
+
+
+def _at(values: np.ndarray, cells: tuple[np.ndarray, ...]) -> np.ndarray:
+    """The entries of an array over a grid at some of its cells."""
+    return values[tuple(at if values.shape[axis] > 1 else np.zeros_like(at) for axis, at in enumerate(cells))]
+
+
+# ---- time ----
+
+
+class Times:
+    """Step times of the layouts of a sheet, as ``step_time`` gives them."""
+
+    def __init__(self, memory: Memory, hardware: Hardware, constants: Constants) -> None:
+        self._memory, self._hardware, self._constants = memory, hardware, constants
+        self._passes = Pieces(memory.asked, self._passes_of)
+
+    def _passes_of(self, part: Part) -> tuple[Part, Passes]:
+        runs: Any = self._memory.runs(None, part)
+        return part, Passes(runs, self._memory.grid.context(part), self._hardware, self._constants)
+
+    def seconds(self, pipeline: Pipeline, cells: tuple[np.ndarray, ...]) -> np.ndarray:
+        """Of a pipeline's layouts at ``cells`` of the grid."""
+        memory, grid = self._memory, self._memory.grid
+        used = np.zeros(grid.shape, bool)
+        used[cells] = True
+
+        def seconds(of: tuple[Part, Passes]) -> Any:
+            part, passes = of
+            runs: Any = memory.runs(pipeline, part)
+            return Step(runs, self._hardware, self._constants, passes=passes).time().seconds
+
+        out = np.zeros(grid.shape)
+        with np.errstate(divide="ignore", invalid="ignore"):  # of sizes that this pipeline does not go with
+            for part, values in self._passes.each(seconds, used):
+                out[part.index] = values
+        for _, passes in self._passes.made():
+            passes.let_go(memory.few_chunks)
+        return out[cells]
+
+
+# ---- all of it ----
+
+
+#: Whether the card holds a peak, and so all lower ones, beside so many bytes that libraries allocate themselves.
+Fits = Callable[..., bool]
+
+
+class Sweep:
+    """The layouts of a space, with what all its pipelines share worked out."""
+
+    def __init__(
+        self, sheet: Sheet, hardware: Hardware, constants: Constants, fits: Fits, refused: Refused,
+        costs: KeptCosts | None = None,
+    ) -> None:
+        """``costs``: what earlier searches kept."""
+        self.sheet, self._fits = sheet, fits
+        #: Of sizes and a micro batch, by their places: bytes beside torch's allocator.
+        self._drivers: dict[tuple[int, ...], int] = {}
+        self._legal = [sheet.legal(pipeline, refused) for pipeline in sheet.pipelines]
+        #: Numbers of the pipelines that any layout has.
+        self.todo = [number for number, which in enumerate(self._legal) if which.any()]
+        if not self.todo:
+            return
+        of_pp: dict[int, np.ndarray] = {}
+        for pipeline, which in zip(sheet.pipelines, self._legal, strict=True):
+            any_of = of_pp.setdefault(pipeline.pp, np.zeros(len(sheet.sizes), bool))
+            any_of[pipeline.at[which.any(axis=(1, 2))]] = True
+        self._memory = memory = Memory(sheet, of_pp, costs)
+        self._kept = {
+            n: memory.fit_without_activations(sheet.pipelines[n], self._legal[n], self._allowed) for n in self.todo
+        }
+        if not any(which.any() for which in self._kept.values()):
+            return
+        memory.keep((sheet.pipelines[n], which) for n, which in self._kept.items())
+        self._times = Times(memory, hardware, constants)
+
+    def _allowed(self, values: np.ndarray) -> np.ndarray:
+        return _held(values, self._fits)
+
+    def _beside_drivers(self, pipeline: Pipeline, found: Peaks) -> Peaks:
+        """Those of ``found`` that fit beside what their libraries allocate themselves."""
+        if not may_have_driver_buffers(self.sheet.base):
+            return found
+        outside = np.zeros(len(found.peaks), np.int64)
+        places = np.stack([pipeline.at[found.sizes], found.batch])
+        for key in numbered_rows(places.T)[0]:
+            mine = np.flatnonzero((places == np.array(key)[:, None]).all(axis=0))
+            known = self._drivers.get(key)
+            if known is None:
+                one = int(mine[0])
+                run = self.sheet.run(pipeline, int(found.sizes[one]), key[1], int(found.recompute[one]))
+                known = self._drivers[key] = driver_bytes(run)
+            outside[mine] = known
+        kept = np.ones(len(found.peaks), bool)
+        for driver in distinct(outside).tolist():
+            mine = outside == driver
+            kept[mine] = _held(found.peaks[mine], partial(self._fits, driver=driver))
+        return Peaks(*(each[kept] for each in found))
+
+    def keep_costs(self) -> None:
+        """For later searches."""
+        self._memory.keep_costs()
+
+    def fitting(self, number: int) -> Fitting:
+        """The layouts of one pipeline that fit."""
+        pipeline, kept, memory = self.sheet.pipelines[number], self._kept[number], self._memory
+        looked_at = int(self._legal[number].sum())
+        too_large = looked_at - int(kept.sum())
+        if too_large == looked_at:
+            none = np.zeros(0, np.int64)
+            return Fitting(pipeline, none, none, none, none, np.zeros(0), looked_at, too_large)
+        found = self._beside_drivers(pipeline, memory.peaks(pipeline, kept, self._allowed))
+        places = found.sizes, found.batch, found.recompute
+        seconds = self._times.seconds(pipeline, memory.cells(pipeline, places)) if len(found.peaks) else np.zeros(0)
+        return Fitting(pipeline, *places, found.peaks, seconds, looked_at, too_large)
+
+
+@dataclass(frozen=True, eq=False)
+class _Elsewhere:
+    """One pipeline of a sweep in a process that shares nothing with this one: there the sweep is made once. Dask hashes
+    what it is sent, so that it is equal to itself alone."""
+
+    sweep: str
+    space: Space
+    hardware: Hardware
+    constants: Constants
+    fits: Fits
+
+    def __call__(self, number: int) -> Fitting:
+        global _swept
+        with _sweeping:
+            known = _swept
+            if known is None or known[0] != self.sweep:
+                sweep = Sweep(Sheet(self.space), self.hardware, self.constants, self.fits, Refused())
+                known = _swept = self.sweep, sweep
+            return known[1].fitting(number)
+
+
+#: The last sweep that was made for another process, by its name there; one thread works at it.
+_swept: tuple[str, Sweep] | None = None
+_sweeping = Lock()
+
+
+def fitting(
+    sheet: Sheet, hardware: Hardware, constants: Constants, fits: Fits, refused: Refused,
+    jobs: int = 1, backend: str | None = None, costs: KeptCosts | None = None,
+) -> Iterator[Fitting]:  # fmt: skip
+    """The layouts that fit, pipeline by pipeline, with their peaks and step times; others are counted."""
+    sweep = Sweep(sheet, hardware, constants, fits, refused, costs)
+    if not sweep.todo:
+        return
+    # What blocks cost is worked out with the first, before processes part.
+    yield sweep.fitting(sweep.todo[0])
+    work: Callable[[int], Fitting] = sweep.fitting
+    if backend is not None:
+        work = _Elsewhere(os.urandom(16).hex(), sheet.space, hardware, constants, fits)
+    yield from spread(jobs, work, sweep.todo[1:], backend)
+    sweep.keep_costs()
+
+
+def _held(peaks: np.ndarray, fits: Callable[[int], bool]) -> np.ndarray:
+    """Which of ``peaks`` fit: asked of a few, since what is lower fits too."""
+    few = distinct(peaks)
+    number = bisect_left(range(len(few)), True, key=lambda i: not fits(int(few[i])))
+    return peaks < few[number] if number < len(few) else np.ones(len(peaks), bool)
+
+
+def sorted_together(sheet: Sheet, found: Sequence[Fitting]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Layouts by step time, of equal ones by peak, of equal ones as the space lists them: in which of ``found`` each
+    is, where in it, and its peak."""
+    if not found:
+        return (np.zeros(0, np.int64),) * 3
+    of = np.repeat(np.arange(len(found)), [len(few.peaks) for few in found])
+    at = np.concatenate([np.arange(len(few.peaks)) for few in found])
+    peaks = np.concatenate([few.peaks for few in found])
+    order = np.lexsort((
+        np.concatenate([few.order(sheet) for few in found]), peaks, np.concatenate([few.seconds for few in found])
+    ))  # fmt: skip
+    return of[order], at[order], peaks[order]

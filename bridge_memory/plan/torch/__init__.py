@@ -1,0 +1,1 @@
+"""Configurations of DDP, FSDP and ZeRO."""

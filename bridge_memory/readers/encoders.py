@@ -1,0 +1,266 @@
+"""Multimodal configs: the language model inside, and what stands beside it, counted where the config says enough.
+
+Shapes after transformers' ``modeling_<model_type>.py``. Parameters of what is counted are the model's ``EncoderSpec``s.
+What a tower keeps while it trains is not modelled: it depends on images and sounds, of which a run says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from bridge_memory.readers.fields import Fields, shown
+from bridge_memory.spec import EncoderSpec, SpecError
+from bridge_memory.spec.unmodelled import ENCODER, Effect, Unmodelled
+
+#: Where wrappers keep the language model, outermost first (an omni model's "thinker" is a wrapper of its own).
+_INNER = ("thinker_config", "text_config", "llm_config", "language_config")
+#: Parts that no Megatron model has: Megatron Bridge trains the thinker of an omni model alone.
+_NOT_BUILT = ("talker_config", "token2wav_config", "code2wav_config")
+#: Settings that are an object of their own, and no part of the model.
+_NO_PART = ("quantization_config", "compression_config", "sparse_attention_config", "img_token_compression_config",
+            "dual_chunk_attention_config", "preprocessor_config")
+#: Wrappers whose own tie_word_embeddings holds, whatever the language model's config says (Megatron Bridge:
+#: models/qwen_vl/*_bridge.py, exaone45_bridge.py, minimax_m3_bridge.py).
+_OUTER_TIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "exaone4_5", "minimax_m3_vl")
+#: Wrappers whose language model Megatron Bridge builds without MTP layers (models/glm_vl/glm_45v_bridge.py).
+_WITHOUT_MTP = ("glm4v_moe",)
+
+
+class Encoders(NamedTuple):
+    """A config taken apart."""
+
+    #: The language model's config.
+    text: Mapping[str, Any]
+    #: The key under which it was found; "" where the config itself is it.
+    key: str
+    assumptions: tuple[str, ...]
+    not_modelled: tuple[str, ...]
+    counted: tuple[EncoderSpec, ...] = ()
+
+
+def take_apart(config: Mapping[str, Any], name: str) -> Encoders:
+    """The language model of a multimodal wrapper, and what that leaves out."""
+    key, text, outer = "", config, config
+    beside: dict[str, Mapping[str, Any]] = {}
+    left: list[str] = []
+    while True:
+        inner = next((k for k in _INNER if text.get(k) is not None), None)
+        parts = {k: v for k, v in text.items() if k.endswith("_config") and k != inner and isinstance(v, Mapping)}
+        left += [k for k in parts if k in _NOT_BUILT]
+        beside |= {k: v for k, v in parts.items() if k not in (*_NOT_BUILT, *_NO_PART)}
+        if inner is None:
+            break
+        if not isinstance(text[inner], Mapping):
+            raise SpecError(f"{name}: {inner} is {shown(text[inner])}; it must be an object")
+        outer, key, text = text, inner, dict(text[inner])
+        if config.get("model_type") in _OUTER_TIES and outer.get("tie_word_embeddings") is not None:
+            text["tie_word_embeddings"] = outer["tie_word_embeddings"]
+        for shared in ("tie_word_embeddings", "vocab_size"):
+            if outer.get(shared) is not None and text.get(shared) is None:
+                text[shared] = outer[shared]
+    if not key and not isinstance(config.get("vision_config"), Mapping):
+        return Encoders(config, "", (), ())
+    text = {k: v for k, v in text.items() if k not in beside}
+    names = " and ".join(beside) or "other towers"
+    encoder = encoder_of(config, names, name)
+    if encoder is None:
+        assumptions = [f"text tower only: the parameters and activations of {names} are left out"]
+    else:
+        assumptions = [f"{held_by(encoder)}, on the first stage; activations are those of the text tower only"]
+    if left:
+        assumptions.append(f"{' and '.join(left)}: Megatron Bridge builds the thinker alone")
+    if config.get("model_type") in _WITHOUT_MTP and text.pop("num_nextn_predict_layers", None):
+        assumptions.append("Megatron Bridge builds this model without MTP layers; mtp_num_layers 0")
+    if encoder is not None:
+        return Encoders(text, key, tuple(assumptions), (), (encoder,))
+    count = encoder_parameters(config, name)
+    held = f"{count} parameters" if count else "parameters"
+    what = f"{names}: {held} with their gradients and optimizer state, and activations"
+    return Encoders(text, key, tuple(assumptions), (Unmodelled(what, Effect.UP, order=ENCODER),))
+
+
+def encoder_of(config: Mapping[str, Any], names: str, name: str = "config") -> EncoderSpec | None:
+    """What stands beside the language model, as Megatron Bridge 0.6 builds it; None where its size is not known."""
+    kind, count = str(config.get("model_type")), encoder_parameters(config, name)
+    if not count or kind in _NO_BRIDGE:
+        return None
+    sharded = _SHARDED[kind](Fields(config["vision_config"], name, kind)) if kind in _SHARDED else 0
+    return EncoderSpec(names, count, sharded)
+
+
+def held_by(encoder: EncoderSpec) -> str:
+    """What ranks hold of it, in words."""
+    how = "whole on every tensor-parallel rank"
+    if encoder.sharded:
+        how = f"of which tensor-parallel ranks share {encoder.sharded} out"
+    return f"{encoder.name}: {encoder.parameters} parameters, {how}"
+
+
+def encoder_parameters(config: Mapping[str, Any], name: str = "config") -> int | None:
+    """Parameters beside the language model's and the output layer's: towers and what joins them to it.
+
+    None where the wrapper is not known here or its config leaves a size to a class default.
+    """
+    count = _COUNTS.get(str(config.get("model_type")))
+    text, vision = config.get("text_config"), config.get("vision_config", config.get("audio_config"))
+    if count is None or not isinstance(text, Mapping) or not isinstance(vision, Mapping):
+        return None
+    kind = str(config.get("model_type"))
+    try:
+        width = _of(Fields(text, name, kind), "hidden_size")
+        return count(Fields(vision, name, kind), width, Fields(config, name, kind))
+    except SpecError:
+        return None
+
+
+def _of(fields: Fields, key: str, default: int | None = None) -> int:
+    """A size."""
+    value: int = fields.integer(key) if default is None else fields.integer(key, default=default)
+    return value
+
+
+def _linear(inputs: int, outputs: int, bias: bool = True) -> int:
+    return inputs * outputs + (outputs if bias else 0)
+
+
+def _qwen2_5(v: Fields, text: int, outer: Fields) -> int:
+    """Window attention with RMSNorms and a gated MLP; EXAONE 4.5's has fewer key and value heads."""
+    h, f = _of(v, "hidden_size"), _of(v, "intermediate_size")
+    heads = _of(v, "num_heads")
+    kv = h // heads * _of(v, "num_key_value_heads", heads)
+    block = 2 * h + _linear(h, h + 2 * kv) + _linear(h, h) + 2 * _linear(h, f) + _linear(f, h)
+    merged = h * _of(v, "spatial_merge_size") ** 2
+    return (
+        _patches(v, h, bias=False) + _of(v, "depth") * block + h + _linear(merged, merged)
+        + _linear(merged, _of(v, "out_hidden_size"))
+    )
+
+
+def _qwen3(v: Fields, text: int, outer: Fields) -> int:
+    """LayerNorms and a plain MLP; each layer of deepstack_visual_indexes has a merger of its own (not Qwen3.5's)."""
+    h, f, merge = _of(v, "hidden_size"), _of(v, "intermediate_size"), _of(v, "spatial_merge_size")
+    block = 4 * h + _linear(h, 3 * h) + _linear(h, h) + _linear(h, f) + _linear(f, h)
+    merged = h * merge**2
+    merger = _linear(merged, merged) + _linear(merged, _of(v, "out_hidden_size"))
+    deep = len(v.items("deepstack_visual_indexes") or ())
+    return (
+        _patches(v, h, bias=True) + _of(v, "num_position_embeddings") * h + _of(v, "depth") * block
+        + 2 * h + merger + deep * (2 * merged + merger)
+    )
+
+
+def _qwen3_sharded(v: Fields) -> int:
+    """Of ``_qwen3``'s: linears of megatron-core's blocks and of the mergers, but for the biases of those that are
+    row-parallel (Megatron Bridge ``models/qwen_vl/modelling_qwen3_vl/{vision_model,utils}.py``)."""
+    h, f, merge = _of(v, "hidden_size"), _of(v, "intermediate_size"), _of(v, "spatial_merge_size")
+    block = _linear(h, 3 * h) + h * h + _linear(h, f) + f * h
+    merged = h * merge**2
+    merger = _linear(merged, merged) + merged * _of(v, "out_hidden_size")
+    return _of(v, "depth") * block + (1 + len(v.items("deepstack_visual_indexes") or ())) * merger
+
+
+def _qwen2_5_sharded(v: Fields) -> int:
+    """Of EXAONE 4.5's likewise (``models/exaone/exaone45/modelling_exaone45/vision_model.py``)."""
+    h, f = _of(v, "hidden_size"), _of(v, "intermediate_size")
+    heads = _of(v, "num_heads")
+    kv = h // heads * _of(v, "num_key_value_heads", heads)
+    block = _linear(h, h + 2 * kv) + h * h + 2 * _linear(h, f) + f * h
+    merged = h * _of(v, "spatial_merge_size") ** 2
+    return _of(v, "depth") * block + _linear(merged, merged) + merged * _of(v, "out_hidden_size")
+
+
+def _glm4v(v: Fields, text: int, outer: Fields) -> int:
+    h, out, f = _of(v, "hidden_size"), _of(v, "out_hidden_size"), _of(v, "intermediate_size")
+    qkv = _linear(h, 3 * h, v.flag("attention_bias"))
+    block = 2 * h + qkv + _linear(h, h, bias=False) + 3 * h * out  # the blocks' MLP is as wide as the output
+    positions = (_of(v, "image_size") // _of(v, "patch_size")) ** 2
+    downsample = _of(v, "spatial_merge_size") ** 2 * h * out + out
+    merger = out * out + 2 * out + 3 * out * f
+    return _patches(v, h, bias=True) + positions * h + _of(v, "depth") * block + 2 * h + downsample + merger
+
+
+def _gemma3(v: Fields, text: int, outer: Fields) -> int:
+    """SigLIP, with its pooling head unless the config switches it off, and Gemma's projection and norm."""
+    h, f = _of(v, "hidden_size"), _of(v, "intermediate_size")
+    positions = (_of(v, "image_size") // _of(v, "patch_size")) ** 2
+    mlp = _linear(h, f) + _linear(f, h)
+    block = 4 * h + 4 * _linear(h, h) + mlp
+    head = h + _linear(h, 3 * h) + _linear(h, h) + 2 * h + mlp if v.flag("vision_use_head", default=True) else 0
+    patches = _linear(_of(v, "num_channels", 3) * _of(v, "patch_size") ** 2, h)
+    return patches + positions * h + _of(v, "num_hidden_layers") * block + 2 * h + head + h * text + h
+
+
+def _mistral3(v: Fields, text: int, outer: Fields) -> int:
+    """Pixtral, a patch merger and a projector."""
+    h, f = _of(v, "hidden_size"), _of(v, "intermediate_size")
+    block = 2 * h + 4 * h * _of(v, "num_attention_heads") * _of(v, "head_dim") + 3 * h * f
+    layer = outer.raw("vision_feature_layer")[1]
+    features = h * (len(layer) if isinstance(layer, (list, tuple)) else 1)
+    bias = outer.flag("multimodal_projector_bias")
+    merge = _of(outer, "spatial_merge_size", 2) ** 2
+    projector = h + merge * h * h + _linear(features, text, bias) + _linear(text, text, bias)
+    patches = _of(v, "num_channels", 3) * _of(v, "patch_size") ** 2 * h
+    return patches + h + _of(v, "num_hidden_layers") * block + projector
+
+
+def _llama4(v: Fields, text: int, outer: Fields) -> int:
+    h, f, out = _of(v, "hidden_size"), _of(v, "intermediate_size"), _of(v, "projector_output_dim")
+    patch = _of(v, "patch_size")
+    positions = (_of(v, "image_size") // patch) ** 2 + 1
+    block = 4 * h + 4 * _linear(h, h) + _linear(h, f) + _linear(f, h)
+    adapter = f * _of(v, "projector_input_dim") + out * out
+    ends = _of(v, "num_channels", 3) * patch**2 * h + h + positions * h + 4 * h
+    return ends + _of(v, "num_hidden_layers") * block + adapter + _of(v, "vision_output_dim") * text
+
+
+def _minimax_m3(v: Fields, text: int, outer: Fields) -> int:
+    h, f, p = _of(v, "hidden_size"), _of(v, "intermediate_size"), _of(outer, "projector_hidden_size")
+    block = 4 * h + 4 * _linear(h, h) + _linear(h, f) + _linear(f, h)
+    merged = text * _of(v, "spatial_merge_size") ** 2
+    projector = _linear(h, p) + _linear(p, text) + _linear(merged, p) + _linear(p, text)
+    channels = _of(v, "num_channels", 3)
+    patches = channels * _of(v, "temporal_patch_size") * _of(v, "patch_size") ** 2 * h
+    return patches + 2 * h + _of(v, "num_hidden_layers") * block + projector
+
+
+def _qwen2_audio(v: Fields, text: int, outer: Fields) -> int:
+    """Whisper's encoder, whose keys have no bias, and one projection."""
+    h, f = _of(v, "d_model"), _of(v, "encoder_ffn_dim")
+    block = 4 * h + 3 * _linear(h, h) + h * h + _linear(h, f) + _linear(f, h)
+    convolutions = _linear(3 * _of(v, "num_mel_bins"), h) + _linear(3 * h, h)
+    layers = _of(v, "encoder_layers") * block
+    return convolutions + _of(v, "max_source_positions") * h + layers + 2 * h + _linear(h, text)
+
+
+def _patches(v: Fields, h: int, *, bias: bool) -> int:
+    """A convolution over the pixels of a patch in a few frames."""
+    return _linear(_of(v, "in_channels") * _of(v, "temporal_patch_size") * _of(v, "patch_size") ** 2, h, bias)
+
+
+#: A wrapper's model_type -> (the tower's config, width of the language model, the wrapper's config) -> parameters.
+_COUNTS: dict[str, Callable[[Fields, int, Fields], int]] = {
+    "qwen2_5_vl": _qwen2_5,
+    "exaone4_5": _qwen2_5,
+    "qwen3_vl": _qwen3,
+    "qwen3_vl_moe": _qwen3,
+    "qwen3_5": _qwen3,
+    "qwen3_5_moe": _qwen3,
+    "glm4v": _glm4v,
+    "glm4v_moe": _glm4v,
+    "gemma3": _gemma3,
+    "mistral3": _mistral3,
+    "llama4": _llama4,
+    "minimax_m3_vl": _minimax_m3,
+    "qwen2_audio": _qwen2_audio,
+}
+#: Wrappers whose towers are known and that Megatron Bridge does not build.
+_NO_BRIDGE = ("glm4v", "llama4")
+#: Of wrappers whose tower Megatron Bridge builds of megatron-core's modules: parameters that are divided.
+_SHARDED: dict[str, Callable[[Fields], int]] = {
+    "qwen3_vl": _qwen3_sharded,
+    "qwen3_vl_moe": _qwen3_sharded,
+    "qwen3_5": _qwen3_sharded,
+    "qwen3_5_moe": _qwen3_sharded,
+    "exaone4_5": _qwen2_5_sharded,
+}

@@ -1,0 +1,1 @@
+"""DDP, FSDP and ZeRO themselves, run without data."""

@@ -1,0 +1,126 @@
+"""What torch's caching allocator would reserve for the tensors that a real engine makes, in the order in which it makes
+them and on its streams.
+
+The CPU has no streams, but torch's engines ask for them there as on a GPU (``torch/cpu/__init__.py: Stream``), and
+make tensors inside of them. Every allocator (``workspaces.caching_allocator``) follows as the engine runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from bridge_memory.rehearsal.tracker import Tracker
+from bridge_memory.spec import RunSpec
+from bridge_memory.workspaces.caching_allocator import CachingAllocator
+
+#: Engines of which every tensor is made on a stream that is known here, and no block waits for another stream.
+FOLLOWED = ("single", "ddp", "fsdp2")
+_WHY_NOT = {
+    "fsdp1": "reserved memory is not replayed: FSDP1's record_stream keeps blocks until other streams are done, which "
+    "takes time, and none passes here",
+}
+_STREAMS_UNSEEN = "reserved memory is not replayed: DeepSpeed has streams of its own on a GPU alone"
+#: Attributes of ``_fsdp_param_group.py: FSDPCommContext``.
+_OF_FSDP2 = {
+    "all_gather_copy_in_stream": "all-gather", "all_gather_stream": "all-gather (collective)",
+    "reduce_scatter_stream": "reduce-scatter", "all_reduce_stream": "all-reduce",
+}
+
+
+class Reserved(NamedTuple):
+    """Bytes that the allocator reserved at most in the steps of a rehearsal, as it is and with
+    ``expandable_segments:True``; of either what each stream has at the end: (its name, bytes)."""
+
+    segments: int
+    expandable: int
+    of_streams: tuple[tuple[str, int], ...]
+    of_streams_expandable: tuple[tuple[str, int], ...]
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "segments": self.segments, "expandable_segments": self.expandable,
+            "streams": dict(self.of_streams), "streams_expandable_segments": dict(self.of_streams_expandable),
+        }  # fmt: skip
+
+
+def why_not(run: RunSpec) -> str | None:
+    """Why an engine's tensors cannot be followed, in one line; None where they can."""
+    engine = run.data_parallel.engine
+    return None if engine in FOLLOWED else _WHY_NOT.get(engine, _STREAMS_UNSEEN)
+
+
+@dataclass
+class Follower:
+    """Two allocators that follow a tracker from now on. What is there already is allocated first, oldest first: the
+    engine's shards, as a model has them that was made on the meta device and is given memory once it is sharded."""
+
+    tracker: Tracker
+
+    def __post_init__(self) -> None:
+        self._plain, self._expandable = CachingAllocator(), CachingAllocator(expandable_segments=True)
+        for serial, nbytes in self.tracker.present():
+            self._heard(serial, nbytes)
+        self.tracker.heard = self._heard
+
+    def _heard(self, serial: int, nbytes: int | None) -> None:
+        stream = None if nbytes is None else _current_stream()
+        for allocator in (self._plain, self._expandable):
+            if nbytes is not None:
+                allocator.allocate(serial, nbytes, stream)
+            elif allocator.holds(serial):  # one without bytes has no block
+                allocator.free(serial)
+
+    def done(self, model: Any) -> Reserved:
+        """``model``: what the engine made of it. The allocators follow no longer."""
+        self.tracker.heard = None
+        names = _stream_names(model)
+        streams = [_named(a.by_stream(), names) for a in (self._plain, self._expandable)]
+        return Reserved(self._plain.peak_reserved, self._expandable.peak_reserved, *streams)
+
+
+def _current_stream() -> Hashable:
+    import torch
+
+    return torch.cpu.current_stream()
+
+
+def _stream_names(model: Any) -> dict[Hashable, str]:
+    context = getattr(getattr(model, "_get_fsdp_state", lambda: None)(), "_comm_ctx", None)
+    found = {_current_stream(): "compute"}
+    for attribute, name in _OF_FSDP2.items():
+        stream = getattr(context, attribute, None)
+        if stream is not None:
+            found[stream] = name
+    return found
+
+
+def _named(of_streams: dict[Hashable, int], names: dict[Hashable, str]) -> tuple[tuple[str, int], ...]:
+    sums: dict[str, int] = {}
+    for stream, nbytes in of_streams.items():
+        name = names.get(stream, "another stream")
+        sums[name] = sums.get(name, 0) + nbytes
+    return tuple(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def lines(found: Reserved, segments: int | None, expandable: int | None) -> Sequence[str]:
+    """As people read them, beside the two that the estimate's own storages give where those can be followed."""
+    table = [Line("reserved, replayed", segments, found.segments),
+             Line("with expandable_segments", expandable, found.expandable)]
+    return ["", *(str(line) for line in table),
+            *(f"  {name:26}{'':>18}{nbytes:>18,}" for name, nbytes in found.of_streams_expandable)]  # fmt: skip
+
+
+class Line(NamedTuple):
+    """One figure: of the estimate's storages, and of the real engine's."""
+
+    name: str
+    predicted: int | None
+    found: int
+
+    def __str__(self) -> str:
+        if self.predicted is None:
+            return f"{self.name:28}{'-':>18}{self.found:>18,}"
+        off = self.predicted - self.found
+        return f"{self.name:28}{self.predicted:>18,}{self.found:>18,}{off:>16,}{100 * off / self.found:+8.2f}"

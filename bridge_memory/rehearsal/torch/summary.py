@@ -1,0 +1,45 @@
+"""Phase by phase: what the estimate predicts and what the real engine took, in bytes of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from bridge_memory.engines.engine import Phase
+from bridge_memory.estimation import stage_phases
+from bridge_memory.spec import RunSpec
+
+
+class Row(NamedTuple):
+    """``predicted`` is None where a phase is not modelled, ``found`` where it does not run without a GPU."""
+
+    phase: Phase
+    predicted: int | None
+    found: int | None
+
+    @property
+    def difference(self) -> int | None:
+        return None if self.predicted is None or self.found is None else self.predicted - self.found
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "name": str(self.phase), "predicted": self.predicted, "found": self.found, "difference": self.difference
+        }  # fmt: skip
+
+
+def rows(run: RunSpec, found: Mapping[Phase, int]) -> list[Row]:
+    """Every phase that either knows, of a run with one stage."""
+    ours = stage_phases(run, 0)
+    return [Row(phase, ours.get(phase), found.get(phase)) for phase in Phase if phase in ours or phase in found]
+
+
+def lines(table: Sequence[Row]) -> list[str]:
+    """The rows as people read them."""
+    out = [f"{'':28}{'estimate':>18}{'real':>18}{'difference':>16}{'%':>8}"]
+    for row in table:
+        numbers = (row.predicted, row.found, row.difference)
+        line = f"{row.phase!s:28}" + "".join(
+            f"{'-' if n is None else format(n, ','):>{width}}" for n, width in zip(numbers, (18, 18, 16), strict=True)
+        )
+        out.append(line + (f"{100 * row.difference / row.found:+8.2f}" if row.difference and row.found else ""))
+    return out

@@ -1,0 +1,413 @@
+"""Who is alive when: storages of the meta device, counted as PyTorch's allocator would count them.
+
+Every operation passes a dispatch mode; a storage it makes is alive until its last reference goes, which
+PyTorch itself decides. Modules are known by forward hooks, what is saved for backward by saved-tensor hooks.
+Bytes are exact sizes: the CUDA allocator rounds each up to 512. Scratch space inside one kernel is not seen.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import torch
+import torch._compile
+import torch._dynamo.eval_frame
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from bridge_memory.rehearsal.patches import META, after_each_kernel, inside_a_kernel, replaced
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRecord:
+    """One storage kept for backward: the module that saved it first, and the operation that made it."""
+
+    module: str
+    made_by: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    #: The outermost module that was running: "embedding", "decoder", "mtp", "output_layer"; "" for the model itself.
+    part: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.dtype}{list(self.shape)} by {self.made_by}, {self.bytes:,} bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """One storage alive at some moment: the module it was made in and the operation that made it."""
+
+    module: str
+    made_by: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most bytes alive during a phase, where it happened, and the largest storages then."""
+
+    bytes: int
+    module: str
+    operation: str
+    largest: tuple[Alive, ...]
+
+
+@dataclass(slots=True)
+class _Storage:
+    nbytes: int
+    module: str
+    made_by: str
+    ref: Any
+    #: Addresses come back as soon as a storage is gone; this number does not.
+    serial: int
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A tensor, or those that Transformer Engine's quantized tensor wraps, or a collective that is waited for."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return (tensor.elem,)
+    data = getattr(tensor, "get_data_tensors", None)
+    if data is None:
+        return (tensor,)
+    scales = (getattr(tensor, f"_{kind}scale_inv", None) for kind in ("", "rowwise_", "columnwise_"))
+    return tuple(t for t in (*data(), *scales) if t is not None)
+
+
+# ---- sums of gradients ----
+#
+# Autograd adds a second gradient of a tensor to the first in place when nobody else holds the first, and never
+# while a dispatch mode is active (``torch/csrc/autograd/input_buffer.cpp: can_accumulate_inplace``). What the
+# mode prevents is done here.
+
+#: Where torch's own frames around a dispatch mode come from.
+WRAPPERS = (torch._compile.__file__, torch._dynamo.eval_frame.__file__)
+#: Releases that count for us who holds a tensor and a storage.
+COUNTED = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+
+
+#: What backward formulas do to zeros that they have just made: in place, but out of place where a dispatch mode is
+#: active or a tensor has no data (``torch/csrc/autograd/FunctionsManual.cpp: index_backward,
+#: value_selecting_reduction_backward``; ``TensorAdvancedIndexing.cpp: gather_backward, index_select_backward``).
+INTO_ZEROS = {
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+}
+
+
+def _sums_gradients(func: Any) -> bool:
+    """Whether autograd's engine itself asks for a sum, not the backward of a function written in Python. To be called
+    by the mode's ``__torch_dispatch__``."""
+    return func is ADD and COUNTED and _the_engine_asks(3)
+
+
+def _the_engine_asks(depth: int) -> bool:
+    """Whether autograd's engine called what is so many frames up."""
+    if torch.is_grad_enabled():
+        return False
+    frame: Any = sys._getframe(depth)
+    while frame is not None and frame.f_code.co_filename in WRAPPERS:
+        frame = frame.f_back
+    return frame is not None and "run_backward" in frame.f_code.co_names
+
+
+@dataclass(frozen=True, slots=True)
+class _Owners:
+    """How many hold a tensor: references to the tensor, to its storage, and to its Python object."""
+
+    tensor: int
+    storage: int
+    wrapper: int
+
+    def __le__(self, other: _Owners) -> bool:
+        return self.tensor <= other.tensor and self.storage <= other.storage and self.wrapper <= other.wrapper
+
+
+def _owners(args: tuple[Any, ...]) -> _Owners:
+    storage = args[0].untyped_storage()
+    return _Owners(args[0]._use_count(), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(args[0]))
+
+
+class _Watch(TorchDispatchMode):
+    """Sees who holds the first gradient of every sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[_Owners] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _sums_gradients(func):
+            self.seen.append(_owners(args))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.enable_grad()
+def _sole_owner() -> _Owners:
+    """What ``_owners`` says of a gradient that only the engine holds; in a release that does not tell, of none."""
+    x = torch.ones((), device=META, requires_grad=True) * 1
+    loss = x.exp() + x.sin()
+    with _Watch() as watch:
+        loss.backward()
+    return watch.seen[0] if watch.seen else _Owners(0, 0, 0)
+
+
+#: Releases of PyTorch differ. Found out here, where no other mode is active.
+SOLE_OWNER = _sole_owner()
+
+
+class Tracker(TorchDispatchMode):
+    """Use ``with tracker.watching(module):``; storages that exist before are not counted."""
+
+    def __init__(self, static: Iterable[torch.Tensor] = (), device: str = META, unit: int = 1) -> None:
+        """``unit``: bytes in multiples of which the allocator gives them."""
+        super().__init__()
+        self._device = device
+        self._unit = unit
+        self._live: dict[int, _Storage] = {}
+        self._serial = count()
+        self._static: dict[int, Any] = {}
+        self._saved: dict[int, tuple[SavedRecord, Any]] = {}
+        self._names: dict[int, str] = {}
+        self._path: list[str] = [""]
+        self._module_saving: dict[int, str] = {}
+        self.live_bytes = 0
+        #: Told of every storage that comes (its number and bytes) and goes (its number and None).
+        self.heard: Callable[[int, int | None], None] | None = None
+        self._peak = 0
+        self._peak_at: tuple[str, str] = ("", "")
+        self._peak_state: tuple[_Storage, ...] = ()
+        self.in_backward = False
+        for tensor in static:
+            self.ignore(tensor)
+
+    # ---- storages ----
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Leave this tensor's storage out: a parameter, a buffer, a main gradient."""
+        storage = tensor.untyped_storage()
+        self._static[storage._cdata] = storage
+
+    def name_alive(self, name: str) -> None:
+        """Give what is alive and belongs to no module a name: the batch, the input another stage sent."""
+        for storage in self._live.values():
+            if not storage.module:
+                storage.module = name
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # A DTensor asks again for the tensors that it is made of.
+        if _sums_gradients(func) and _owners(args) <= SOLE_OWNER:
+            func = ADD_IN_PLACE
+        elif func in INTO_ZEROS and _the_engine_asks(2):
+            func = INTO_ZEROS[func]
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[-1]
+        made = False
+        for leaf in tree_iter(out):
+            # Of fake tensors DTensor asks for shapes; they are nowhere.
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device and not isinstance(leaf, FakeTensor):
+                # What wraps quantized data has a storage of the size that it stands for, and no bytes.
+                for part in parts_of(leaf):
+                    made |= self._note(part, name)
+        if made:
+            self._mark(name)
+        return out
+
+    def _note(self, tensor: torch.Tensor, name: str) -> bool:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or key in self._static:
+            return False
+        nbytes = self._given(storage.nbytes())
+        made = _Storage(nbytes, self._path[-1], name, None, next(self._serial))
+        made.ref = weakref.ref(storage, self._forget(key))
+        self._live[key] = made
+        self.live_bytes += nbytes
+        if self.heard is not None:
+            self.heard(made.serial, nbytes)
+        return True
+
+    def _given(self, nbytes: int) -> int:
+        return -(-nbytes // self._unit) * self._unit
+
+    def _forget(self, key: int) -> Callable[[Any], None]:
+        def gone(_: Any) -> None:
+            storage = self._live.pop(key, None)
+            if storage is not None:
+                self.live_bytes -= storage.nbytes
+                if self.heard is not None:
+                    self.heard(storage.serial, None)
+
+        return gone
+
+    def resized(self, storage: Any, nbytes: int) -> None:
+        """A storage has so many bytes from now on."""
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            nbytes = self._given(nbytes)
+            self.live_bytes += nbytes - known.nbytes
+            if self.heard is not None and nbytes != known.nbytes:
+                self.heard(known.serial, None)
+                self.heard(known.serial, nbytes)
+            known.nbytes = nbytes
+            self._mark("resize_")
+
+    # ---- peaks ----
+
+    def _mark(self, name: str) -> None:
+        if self.live_bytes > self._peak and not inside_a_kernel():
+            self._peak = self.live_bytes
+            self._peak_at = (self._path[-1], name)
+            self._peak_state = tuple(self._live.values())
+
+    def reset_peak(self) -> None:
+        self._peak = 0
+        self._mark("(start)")
+
+    def peak(self, most: int = 16) -> Peak:
+        largest = sorted(self._peak_state, key=lambda s: -s.nbytes)[:most]
+        return Peak(
+            self._peak, *self._peak_at, tuple(Alive(s.module, s.made_by, s.nbytes) for s in largest)
+        )
+
+    def keys(self) -> frozenset[int]:
+        """The storages alive now, by serial number."""
+        return frozenset(s.serial for s in self._live.values())
+
+    def present(self) -> list[tuple[int, int]]:
+        """(number, bytes) of every storage alive now, in the order in which they were made."""
+        return sorted((s.serial, s.nbytes) for s in self._live.values())
+
+    def alive(self, among: frozenset[int]) -> list[Alive]:
+        return [
+            Alive(s.module, s.made_by, s.nbytes)
+            for s in self._live.values()
+            if s.serial in among and s.nbytes
+        ]
+
+    def without(self, persistent: frozenset[int], *peaks: Peak) -> list[Peak]:
+        """The peaks less what is lasting."""
+        kept = [s for s in self._live.values() if s.serial in persistent]
+        off = sum(s.nbytes for s in kept)
+        names = {(s.module, s.made_by, s.nbytes) for s in kept}
+        return [
+            replace(
+                p,
+                bytes=p.bytes - off,
+                largest=tuple(a for a in p.largest if (a.module, a.made_by, a.bytes) not in names),
+            )
+            for p in peaks
+        ]
+
+    # ---- what is saved for backward ----
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
+        module = self._path[-1]
+        for part in parts_of(tensor):
+            if part.device.type == self._device:
+                self._keep(part, module)
+        return tensor, module
+
+    def _keep(self, tensor: torch.Tensor, module: str) -> None:
+        key = tensor.untyped_storage()._cdata
+        known = self._live.get(key)
+        if known is not None and (key not in self._saved or self._saved[key][1]() is None):
+            record = SavedRecord(
+                module,
+                f"{known.module or 'input'}: {known.made_by}",
+                tuple(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+                known.nbytes,
+                next((p for p in self._path if p), "").split(".")[0],
+            )
+            self._saved[key] = (record, known.ref)
+
+    def _unpack(self, packed: tuple[torch.Tensor, str]) -> torch.Tensor:
+        if self.in_backward:
+            self._path[-1] = packed[1]
+        return packed[0]
+
+    def saved(self, persistent: frozenset[int] = frozenset()) -> list[SavedRecord]:
+        """What is alive now because backward needs it, each storage once, in order of saving.
+
+        Not what is ``persistent`` (a rotary table that is cached), unless it is the batch's, which the next has anew.
+        """
+        found = []
+        for key, (record, ref) in self._saved.items():
+            storage = self._live.get(key)
+            if storage is None or storage.ref is not ref or not storage.nbytes:
+                continue
+            if storage.serial not in persistent or storage.module == "batch":
+                found.append(record)
+        return found
+
+    def held(self, persistent: frozenset[int]) -> list[Alive]:
+        """What is alive now, neither saved nor ``persistent``: a module's attribute or the caller holds it."""
+        saved = {key for key, (_, ref) in self._saved.items() if ref() is not None}
+        return [
+            Alive(s.module, s.made_by, s.nbytes)
+            for key, s in self._live.items()
+            if key not in saved and s.serial not in persistent and s.nbytes
+        ]
+
+    # ---- watching a model ----
+
+    @contextmanager
+    def watching(self, model: torch.nn.Module) -> Iterator[Tracker]:
+        """Track everything done inside but what ``model`` has already, its parameters and buffers."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.ignore(tensor)
+        with self.following(model):
+            yield self
+
+    @contextmanager
+    def following(self, model: torch.nn.Module) -> Iterator[None]:
+        """Track everything done inside, and name it after the modules of ``model``."""
+        self._names = {id(m): name for name, m in model.named_modules()}
+
+        def enter(module: torch.nn.Module, args: Any) -> None:
+            self._path.append(self._names.get(id(module), self._path[-1]))
+
+        def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+            self._path.pop()
+
+        hooks = torch.nn.modules.module
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, nbytes: int) -> Any:
+            done = resize(storage, nbytes)
+            self.resized(storage, nbytes)
+            return done
+
+        with ExitStack() as stack:
+            for handle in (
+                hooks.register_module_forward_pre_hook(enter),
+                hooks.register_module_forward_hook(leave, always_call=True),
+            ):
+                stack.callback(handle.remove)
+            stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
+            # The copy between storages that fills a recomputed output moves no bytes here.
+            stack.enter_context(replaced(torch.UntypedStorage, "copy_", lambda s, *a, **k: s))
+            stack.enter_context(after_each_kernel(lambda: self._mark("fused kernel")))
+            # A weight that went through the hooks is another Python object, without DDP's mark; without it no
+            # gradient is made for its hooks (``tensor_parallel/layers.py``).
+            stack.enter_context(replaced(torch.Tensor, "grad_added_to_main_grad", False, add=True))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+            stack.enter_context(self)
+            yield

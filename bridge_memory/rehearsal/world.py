@@ -1,0 +1,196 @@
+"""A world of the job's full size on one machine: torch's fake process group, megatron-core's parallel state.
+
+Groups know their sizes and ranks; communication does nothing. Everything is torn down on the way out, so that
+one process can visit many ranks of many layouts, one after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from bridge_memory.rehearsal.imports import import_megatron_core
+from bridge_memory.releases import release_in, release_words
+from bridge_memory.spec import ParallelSpec, SpecError
+from bridge_memory.spec.layout_string import parse_layout_string
+from bridge_memory.spec.ranks import stage_of_rank
+
+#: As in pyproject.toml; the token dispatchers of older ones are built otherwise.
+OLDEST_RELEASE = (0, 13)
+#: The newest release that the estimate was held to, tensor by tensor.
+NEWEST_RELEASE = (0, 19)
+
+
+class RehearsalUnavailable(SpecError):
+    """The ``megatron`` extra is missing, or this process cannot host a rehearsal. One line, with the fix."""
+
+
+#: How megatron-core and torch come, since no index has this package.
+INSTALL = "pip install '.[megatron]' in the folder of bridge-memory"
+
+
+class NotBuildable(RehearsalUnavailable):
+    """megatron-core's configuration cannot express this model or run."""
+
+
+class StackRefusal(NotBuildable):
+    """megatron-core or Transformer Engine refuses the run, or fails on it, where the estimate did not refuse it."""
+
+
+#: Packages of the real stack, and what they raise on purpose or when sizes do not go together.
+_STACK = {"megatron": "megatron-core", "transformer_engine": "Transformer Engine"}
+_REFUSALS = (AssertionError, ValueError, NotImplementedError, RuntimeError)
+
+
+@contextmanager
+def refusals_named() -> Iterator[None]:
+    """Raise StackRefusal, in one line, for what megatron-core or Transformer Engine itself raises in this block.
+
+    A package that one of them looks for and does not find is a RehearsalUnavailable. An error that comes out of other
+    code, or is of another kind (a KeyError, say), passes: it may be the rehearsal's.
+    """
+    try:
+        yield
+    except SpecError:
+        raise
+    except (*_REFUSALS, ImportError) as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        # What torch, and the modes of the rehearsal that pass on to it, raise is the fault of who called torch.
+        frame = next((f for f in reversed(frames) if not _passes_on(f)), frames[-1])
+        module = str(frame.f_globals.get("__name__"))
+        package = _STACK.get(module.partition(".")[0])
+        if package is None:
+            raise
+        said = " ".join(str(error).split()) or f"{type(error).__name__} without words"
+        where = f"{package} ({module.rpartition('.')[2]}.py: {frame.f_code.co_name})"
+        if isinstance(error, ImportError):
+            raise RehearsalUnavailable(f"{where} needs what is not installed here: {said[:300]}") from error
+        raise StackRefusal(f"{where} refuses this rank: {said[:300]}") from error
+
+
+def _passes_on(frame: FrameType) -> bool:
+    passing = frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__")
+    return passing or str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep warnings and log lines below ERROR away: on import megatron-core speaks of every package it misses."""
+    level = logging.root.manager.disable
+    logging.disable(max(level, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+def require_megatron() -> None:
+    """Raise RehearsalUnavailable, in one line, when torch or megatron-core is not installed or is too old."""
+    try:
+        import torch  # noqa: F401
+
+        import_megatron_core()
+    except ImportError as missing:
+        raise RehearsalUnavailable(
+            f"rehearse runs the real megatron-core, and {missing.name or missing} is not installed; "
+            f"install it: {INSTALL}"
+        ) from None
+    except (RuntimeError, OSError, AssertionError) as error:  # as of a Transformer Engine without its compiled half
+        why = first_line(error)
+        if "transformer-engine" in why or "transformer_engine" in why:
+            why = (
+                "Transformer Engine's Python is here without its compiled half, which is enough for --device cpu "
+                "alone; install the other half or remove it: pip uninstall transformer_engine"
+            )
+        raise RehearsalUnavailable(
+            f"rehearse runs the real megatron-core, which does not import here: {why[:200]}"
+        ) from None
+    here = installed_release()
+    if here is not None and here < OLDEST_RELEASE:
+        raise RehearsalUnavailable(
+            f"rehearse needs megatron-core {release_words(OLDEST_RELEASE)} or later, not {release_words(here)}; "
+            f"install it: {INSTALL}"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line; its kind where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def installed_release() -> tuple[int, int] | None:
+    """(major, minor) of the megatron-core that is imported here; None where it says something else."""
+    from megatron.core import __version__
+
+    return release_in(__version__)
+
+
+def newer_release() -> str:
+    """In words, that the megatron-core here is newer than ``NEWEST_RELEASE``; else empty."""
+    here = installed_release()
+    if here is None or here <= NEWEST_RELEASE:
+        return ""
+    newest = release_words(NEWEST_RELEASE)
+    return f"megatron-core {release_words(here)} is newer than {newest}, the newest that the estimate was held to"
+
+
+@contextmanager
+def fake_world(parallel: ParallelSpec, rank: int) -> Iterator[None]:
+    """Be ``rank`` of the job inside this block. Raises RehearsalUnavailable inside a real distributed job."""
+    require_megatron()
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RehearsalUnavailable(
+            "torch.distributed is already initialised in this process; run rehearse in a process of its own"
+        )
+    stage_of_rank(parallel, rank)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tp,
+            pipeline_model_parallel_size=parallel.pp,
+            virtual_pipeline_model_parallel_size=virtual_stages(parallel),
+            context_parallel_size=parallel.cp,
+            expert_model_parallel_size=parallel.ep,
+            expert_tensor_parallel_size=parallel.etp,
+            num_distributed_optimizer_instances=parallel.num_distributed_optimizer_instances,
+            create_gloo_process_groups=False,
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        _forget_carried_over(parallel_state)
+        dist.destroy_process_group()
+
+
+def virtual_stages(parallel: ParallelSpec) -> int | None:
+    """As megatron-core takes it: chunks a stage, which a layout string brings by itself (``transformer_config.py:
+    __post_init__``); None for one."""
+    chunks = parallel.vpp
+    if parallel.pipeline_model_parallel_layout is not None:
+        chunks = len(parse_layout_string(parallel.pipeline_model_parallel_layout)) // parallel.pp
+    return chunks if chunks > 1 else None
+
+
+def _forget_carried_over(parallel_state: object) -> None:
+    """What ``destroy_model_parallel`` of 0.13 to 0.19 leaves behind and the next world must not see."""
+    for name in ("_global_process_group_list", "_EMBEDDING_GLOBAL_RANKS", "_PIPELINE_GLOBAL_RANKS"):
+        if hasattr(parallel_state, name):
+            setattr(parallel_state, name, None)
+    # Losses kept for the log: those of a model with many layers do not fit into the table of one with few.
+    moe = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    getattr(moe, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}).clear()
+    logging_of_0_18 = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    getattr(logging_of_0_18, "destroy_moe_metrics_tracker", lambda: None)()
+    mtp = sys.modules.get("megatron.core.transformer.multi_token_prediction")
+    getattr(getattr(mtp, "MTPLossLoggingHelper", None), "tracker", {}).clear()

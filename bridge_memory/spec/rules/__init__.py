@@ -1,0 +1,1 @@
+"""What groups of a RunSpec, or a group and the model, must agree on."""

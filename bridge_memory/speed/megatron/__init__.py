@@ -1,0 +1,1 @@
+"""Step time of megatron-core's layouts."""

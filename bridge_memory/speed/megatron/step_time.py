@@ -1,0 +1,523 @@
+"""Seconds of one training step, with their parts: work over rates, the pipeline's order, what is not overlapped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+from bridge_memory.engines.megatron_ddp import BUCKET_MINIMUM, BUCKET_PER_RANK
+from bridge_memory.engines.optimizer_states import gradient_width
+from bridge_memory.inventory.layer_links import ignores_full_recompute, recomputed_layers
+from bridge_memory.inventory.stack import chunk_units
+from bridge_memory.spec import LayerSpec, MLASpec, MoESpec, RunSpec
+from bridge_memory.spec.layout import ChunkShape, StageShape, layout
+from bridge_memory.speed.constants import DEFAULT, Constants
+from bridge_memory.speed.hardware import Hardware
+from bridge_memory.speed.megatron.kernels import Kernels, kernels_of
+from bridge_memory.speed.megatron.work import (
+    Product,
+    Work,
+    experts_activation_traffic,
+    layer_work,
+    mtp_work,
+    output_work,
+    shared_experts_work,
+)
+from bridge_memory.tapes.context import BlockContext, context_of
+from bridge_memory.tapes.parameters import elements
+from bridge_memory.tapes.symbolic import chosen, largest, smallest, somewhere
+
+T = TypeVar("T")
+
+#: Attention backward runs five products where forward runs two (FlashAttention, section 3: it makes the scores anew).
+_ATTENTION_BACKWARD = 2.5
+#: Bytes of optimizer state and parameters that Adam's kernel reads and writes an element of its shard, fp32 states:
+#: gradient in; main parameter and two moments in and out; the parameter out.
+_ADAM_BYTES = 4 + 2 * 3 * 4 + 2
+#: Of a reduction or gather that overlaps, what stays to be seen: assumed, a bucket in twenty, the first or last one.
+LEAST_EXPOSED = 0.05
+#: Rows and columns of a result that one processor makes at a time: cuBLAS's most efficient tile, upright or lying.
+_TILE = 256, 128
+
+
+class Parts(NamedTuple):
+    """Seconds."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    traffic: float = 0.0
+    tensor_parallel: float = 0.0
+    expert_parallel: float = 0.0
+    context_parallel: float = 0.0
+    host: float = 0.0
+
+    def plus(self, other: Parts, times: float = 1.0) -> Parts:
+        # A zero is not added to arrays.
+        return Parts(*[
+            a if type(b) is float and not b else a + times * b for a, b in zip(self, other, strict=True)
+        ])  # fmt: skip
+
+    @property
+    def total(self) -> float:
+        return added(self)
+
+
+def added(seconds: Iterable[Any]) -> Any:
+    """One after the other: what ``sum`` does to numbers depends on Python's release, to arrays it does this."""
+    total: Any = 0.0
+    for one in seconds:
+        total = total + one
+    return total
+
+
+class StepTime(NamedTuple):
+    """Seconds of one step, and what they are made of."""
+
+    #: The busiest stage's passes over all microbatches.
+    passes: Parts
+    #: Of ``passes``, what runs again for recomputation.
+    recomputation: float
+    #: That stage's waiting for others while the pipeline fills and drains.
+    bubble: float
+    #: Sends and receives between stages that nothing hides.
+    pipeline: float
+    #: Gradients reduced and parameters gathered that nothing hides.
+    data_parallel: float
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        return self.passes.total + self.bubble + self.pipeline + self.data_parallel + self.optimizer
+
+
+class _Rates:
+    """What this run reaches of the hardware."""
+
+    def __init__(self, run: RunSpec, hardware: Hardware, c: Constants) -> None:
+        self.c, self.hardware = c, hardware
+        eight = run.precision.quantizes and hardware.fp8_flops
+        share = c.gemm(hardware.generation)
+        self.flops = hardware.flops * share
+        self.quantized = hardware.fp8_flops * share * c.gemm_fp8 if eight else self.flops
+        self.attention = hardware.flops * share * c.attention
+        self.memory = hardware.memory * c.memory
+        self.nvlink = hardware.nvlink * c.nvlink
+        self.network = hardware.network * c.network
+
+    def product(self, p: Product) -> Any:
+        """Seconds of [rows, inner] by [inner, columns]."""
+        return self._product(p, p.rows, p.columns, p.inner)
+
+    def gradients(self, p: Product) -> Any:
+        """Seconds of the products that give the gradients of its input and of its weight."""
+        return self._product(p, p.rows, p.inner, p.columns) + self._product(p, p.columns, p.inner, p.rows)
+
+    def _product(self, p: Product, rows: Any, columns: Any, inner: Any) -> Any:
+        """A processor works on one tile of the result at a time, so that the last of several rounds may leave some idle
+        (NVIDIA, "Matrix Multiplication Background User's Guide": tile and wave quantization)."""
+        processors = self.hardware.processors
+        upright = -(-rows // _TILE[0]) * -(-columns // _TILE[1])
+        lying = -(-rows // _TILE[1]) * -(-columns // _TILE[0])
+        rounds = -(-(p.times * smallest(upright, lying)) // processors)
+        flops = 2.0 * _TILE[0] * _TILE[1] * processors * rounds * (inner + self.c.gemm_half_inner)
+        return flops / (self.quantized if p.quantized else self.flops)
+
+    def exchange(self, nbytes: Any, times: Any, ranks: Any) -> Any:
+        """``nbytes`` out of one rank, in ``times`` collectives of ``ranks`` neighbours."""
+        c, inside = self.c, ranks <= self.hardware.domain
+        latency = chosen(inside, c.nvlink_latency, c.network_latency)
+        return chosen(nbytes > 0, nbytes / chosen(inside, self.nvlink, self.network) + times * latency, 0.0)
+
+    def gathered(self, nbytes: Any, times: Any, ranks: Any) -> Any:
+        """``nbytes`` out of one rank, in ``times`` gathers or reductions over ``ranks`` neighbours. Where they are more
+        than a domain, a ring leaves each domain once, by all of its network adapters."""
+        c, domain = self.c, self.hardware.domain
+        rate = smallest(self.network * domain, self.nvlink)
+        far = nbytes / rate + times * ranks / domain * c.network_latency
+        near = nbytes / self.nvlink + times * c.nvlink_latency
+        return chosen(nbytes > 0, chosen(ranks <= domain, near, far), 0.0)
+
+    def experts(self, w: Work, ranks: Any, stride: Any) -> Any:
+        """The exchanges with experts on ``ranks`` that are ``stride`` apart."""
+        if not somewhere(w.expert_parallel):
+            return 0.0
+        if w.expert_gathers:
+            return self.gathered(w.expert_parallel, w.expert_exchanges, ranks * stride)
+        return self.all_to_all(w, ranks, stride)
+
+    def all_to_all(self, w: Work, ranks: Any, stride: Any) -> Any:
+        """As many bytes to each of them, by NVLink inside of a domain and beside it by the network."""
+        c, domain = self.c, self.hardware.domain
+        near = smallest(ranks, largest(1, domain // stride))
+        nodes = ranks / near
+        far = w.expert_parallel * (ranks - near) / largest(1, ranks - 1)
+        if w.expert_copies:
+            missed: Any = 1.0  # the chance that a node has none of a token's experts
+            for _ in range(w.expert_copies):
+                missed = missed * (1 - 1 / nodes)
+            far = far * nodes * (1 - missed) / w.expert_copies
+            inside = w.expert_parallel * nodes * (near - 1) / largest(1, ranks - 1)
+        else:
+            inside = w.expert_parallel * (near - 1) / largest(1, ranks - 1)
+        latency = chosen(near < ranks, c.network_latency, c.nvlink_latency)
+        seconds = largest(far / self.network, inside / self.nvlink) + w.expert_exchanges * latency
+        return chosen(w.expert_parallel > 0, seconds, 0.0)
+
+
+def step_time(
+    run: RunSpec, hardware: Hardware, constants: Constants = DEFAULT, kernels: Kernels | None = None
+) -> StepTime:
+    """The time of one step of ``run``; ``kernels``: those that its fields mean."""
+    return Step(run, hardware, constants, kernels).time()
+
+
+def not_timed(run: RunSpec) -> tuple[str, ...]:
+    """What of ``run`` moves its step time and is not in the model, by the names of its fields."""
+    impl = run.implementation
+    asked = {
+        "engine": run.data_parallel.engine != "megatron_ddp", "transformer_impl": impl.torch_layers,
+        "peft": run.peft.freezes,
+        "optimizer_cpu_offload": run.optimizer.optimizer_cpu_offload, "offload_modules": bool(impl.offload_modules),
+        "cpu_offloading_num_layers": bool(impl.cpu_offloading_num_layers),
+        "cuda_graph_impl": impl.cuda_graph_impl != "none",
+        "overlap_moe_expert_parallel_comm": impl.overlap_moe_expert_parallel_comm,
+    }  # fmt: skip
+    return tuple(name for name, is_asked in asked.items() if is_asked)
+
+
+class _Pass:
+    """Forward and backward of one chunk for one microbatch, and of backward what runs again."""
+
+    def __init__(self, forward: Parts, backward: Parts, again: float) -> None:
+        self.forward, self.backward, self.again = forward, backward, again
+
+    @cached_property
+    def forward_total(self) -> float:
+        return self.forward.total
+
+    @cached_property
+    def backward_total(self) -> float:
+        return self.backward.total
+
+    @property
+    def total(self) -> float:
+        return self.forward_total + self.backward_total
+
+
+class Step:
+    """One run's step, or those of many runs at once (``run`` and ``ctx`` have arrays)."""
+
+    def __init__(
+        self, run: RunSpec, hardware: Hardware, c: Constants = DEFAULT, kernels: Kernels | None = None,
+        passes: Passes | None = None,
+    ) -> None:
+        """``passes``: those of a run that differs in pipeline and GPUs alone."""
+        self.run = run
+        self.passes = passes or Passes(run, context_of(run), hardware, c, kernels)
+        self._shapes = layout(run.model, run.parallel).shapes(run.model)
+
+    def at(self, c: Constants) -> StepTime:
+        """The time with other constants; the work is not counted again."""
+        self.passes.at(c)
+        return self.time()
+
+    def time(self) -> StepTime:
+        """The time of one step."""
+        run, passes = self.run, self.passes
+        p, m = run.parallel, run.num_microbatches
+        # Equal chunks of a stage are counted and not added one by one.
+        stages = {
+            shapes: [(passes.chunk(shape), times) for shape, times in Counter(shapes).items()]
+            for shapes in dict.fromkeys(self._shapes)
+        }
+        totals = {shapes: added(x.total * times for x, times in of) for shapes, of in stages.items()}
+        hop = self._hop()
+        # 1F1B receives before it can go on; interleaved schedules receive while another chunk runs.
+        messages = 4 if passes.kernels.separate_sends and p.pp > 2 else 2
+        sends: Any = 0.0 if p.vpp > 1 or p.pp == 1 else messages * m * hop
+        slowest: list[Any] = []
+        for shapes, of in stages.items():
+            work, again = Parts(), 0.0
+            for x, times in of:
+                number = times * m
+                work = work.plus(x.forward, number).plus(x.backward, number)
+                again = again + number * x.again
+            here = [totals[shapes], again, *work]
+            later = slowest and here[0] > slowest[0]
+            slowest = [chosen(later, a, b) for a, b in zip(here, slowest, strict=True)] if slowest else here
+        total, again, *parts = slowest
+        bubble = (added(totals[shapes] for shapes in self._shapes) - total) / p.vpp + 2 * (p.pp - 1) * hop
+        if p.vpp > 1 and p.pp > 1:  # what one direction of a link takes longer than the chunks beside it
+            sends = m * largest(0.0, p.vpp * hop - total)
+        data_parallel = largest(*[self._data_parallel(shapes, of) for shapes, of in stages.items()])
+        own = largest(*[self._own_elements(shapes) for shapes in stages])
+        optimizer = own * _ADAM_BYTES / passes.rates.memory
+        return StepTime(Parts(*parts), again, bubble, sends, data_parallel, optimizer)
+
+    def seconds_of(self, stage: Sequence[ChunkShape]) -> float:
+        """Seconds of all passes of one microbatch through a stage that holds this."""
+        return added(self.passes.chunk(shape).total for shape in stage)
+
+    def _hop(self) -> Any:
+        """A hidden state from one stage to the next."""
+        p, rates = self.run.parallel, self.passes.rates
+        nbytes = self.passes.ctx.hidden_bytes
+        if p.pp == 1:
+            return 0.0
+        if not self.passes.kernels.pipeline_in_parts or p.sp:
+            return rates.exchange(nbytes, 1, p.world_size)
+        gathered = rates.exchange(nbytes * (p.tp - 1) / p.tp, 1, p.tp)
+        return rates.exchange(nbytes / p.tp, 1, p.world_size) + gathered
+
+    def _own_elements(self, stage: StageShape) -> Any:
+        """Elements of a rank whose optimizer state is its own."""
+        dense, experts = self.passes.elements(stage)
+        one, other = self.run.parallel.shard_worlds
+        divided = self.run.data_parallel.use_distributed_optimizer
+        return dense / one + experts / other if divided else dense + experts
+
+    def _data_parallel(self, stage: StageShape, passes: Sequence[tuple[_Pass, int]]) -> Any:
+        """Gradients reduced and parameters gathered, less what overlaps with the last backward and first forward.
+        ``passes``: those of the stage's chunks, and of how many."""
+        run, p = self.run, self.run.parallel
+        dense, experts = self.passes.elements(stage)
+        d = run.data_parallel
+        # Gradients are reduced over all replicas, and parameters gathered from those that share a state; without a
+        # distributed optimizer the second half of the all-reduce moves gradients.
+        out, back = gradient_width(run), self.passes.ctx.act if d.use_distributed_optimizer else gradient_width(run)
+        instances = p.num_distributed_optimizer_instances if d.use_distributed_optimizer else 1
+        reduce: Any = 0.0
+        gather: Any = 0.0
+        for numel, ranks, beside in (
+            (dense, p.data_parallel_size * p.cp, p.tp), (experts, p.expert_data_parallel_size, p.etp * p.ep),
+        ):
+            if not somewhere(numel):
+                continue
+            sharing = largest(1, ranks // instances)
+            moves = (sharing > 1) & (numel > 0)
+            reduce = reduce + chosen(moves, self._ring(numel, out, sharing, beside), 0.0)
+            gather = gather + chosen(moves, self._ring(numel, back, sharing, beside), 0.0)
+            if instances > 1:  # the own part between instances, an all-reduce
+                own = self._ring(numel / sharing, 2 * out, instances, beside * sharing)
+                reduce = reduce + chosen((ranks > 1) & (numel > 0), own, 0.0)
+        if d.overlap_grad_reduce:
+            reduce = largest(reduce - added(x.backward_total * times for x, times in passes), reduce * LEAST_EXPOSED)
+        if d.overlap_param_gather:
+            gather = largest(gather - added(x.forward_total * times for x, times in passes), gather * LEAST_EXPOSED)
+        return reduce + gather
+
+    def _ring(self, numel: Any, width: float, ranks: Any, stride: Any) -> Any:
+        """A reduce-scatter or an all-gather over ``ranks`` that are ``stride`` apart, bucket by bucket. The members of
+        a group in one domain share its network adapters: each has those of the ranks between them."""
+        rates = self.passes.rates
+        domain = rates.hardware.domain
+        sent = numel * width * (ranks - 1) / ranks
+        near = rates.exchange(sent, 1, stride * ranks)
+        inside = largest(1, smallest(ranks, domain // stride))
+        buckets = 1 + numel / largest(BUCKET_MINIMUM, BUCKET_PER_RANK * ranks)
+        steps = ranks / inside  # a ring passes every domain once
+        rate = smallest(rates.network * inside, rates.nvlink)
+        far = sent / rate + buckets * steps * rates.c.network_latency
+        return chosen(stride * ranks <= domain, near, far)
+
+
+class Passes:
+    """Forward and backward of any chunk, for one microbatch: of a run what does not depend on its pipeline."""
+
+    def __init__(
+        self, run: RunSpec, ctx: BlockContext, hardware: Hardware, c: Constants, kernels: Kernels | None = None
+    ) -> None:
+        kernels = kernels or kernels_of(run)
+        self.run, self.ctx, self.c, self.kernels = run, ctx, c, kernels
+        self.hardware = hardware
+        self.rates = _Rates(run, hardware, c)
+        self.ignored = ignores_full_recompute(run.model, self.ctx)
+        #: FlashAttention 1 reaches about half of what its successor does (Dao 2023, figure 4).
+        self._slower = 2.0 if kernels.first_flash_attention else 1.0
+        self._halves: dict[int, tuple[Work, tuple[Parts, Parts]]] = {}
+        self._chunks: dict[ChunkShape, _Pass] = {}
+        self._layers: dict[tuple[LayerSpec, str], _Pass] = {}
+        self._work: dict[Any, Any] = {}
+        self._elements: dict[StageShape, tuple[Any, Any]] = {}
+
+    def at(self, c: Constants) -> None:
+        """Take other constants; the work is not counted again."""
+        self.c, self.rates = c, _Rates(self.run, self.hardware, c)
+        self._halves.clear()
+        self._layers.clear()
+        self._chunks.clear()
+
+    def let_go(self, few: int) -> None:
+        """Of all chunks so far, where there are more than ``few``."""
+        if len(self._chunks) > few:
+            self._chunks.clear()
+        self._elements.clear()
+
+    def chunk(self, shape: ChunkShape) -> _Pass:
+        """The passes of one chunk."""
+        found = self._chunks.get(shape)
+        if found is None:
+            found = self._chunks[shape] = self._passes(shape)
+        return found
+
+    def elements(self, stage: StageShape) -> tuple[Any, Any]:
+        """Elements of a rank's parameters on a stage: dense, and of experts."""
+        found = self._elements.get(stage)
+        if found is None:
+            dense: Any = 0
+            experts: Any = 0
+            for shape, chunks in Counter(stage).items():
+                for unit in chunk_units(self.run.model, shape, self.ctx):
+                    (of_dense,), (of_experts,) = unit.parameters.sums(((elements, 0),))
+                    times = chunks * unit.times
+                    dense, experts = dense + times * of_dense, experts + times * of_experts
+            found = self._elements[stage] = dense, experts
+        return found
+
+    # ---- one chunk ----
+
+    def _half(self, work: Work) -> tuple[Parts, Parts]:
+        found = self._halves.get(id(work))
+        if found is None:
+            found = self._halves[id(work)] = work, (self._forward(work), self._backward(work))
+        return found[1]
+
+    def _forward(self, w: Work) -> Parts:
+        r = self.rates
+        attention = self._slower * w.attention / r.attention
+        return Parts(
+            added(map(r.product, w.products)), attention, w.traffic / r.memory, *self._sends(w, attention, 1),
+            self._host() / 2 if w.products else 0.0,
+        )
+
+    def _backward(self, w: Work) -> Parts:
+        r = self.rates
+        attention = self._slower * _ATTENTION_BACKWARD * w.attention / r.attention
+        traffic = 2 * w.traffic + self._accumulated(w)
+        return Parts(
+            added(map(r.gradients, w.products)), attention, traffic / r.memory, *self._sends(w, attention, 2),
+            self._host() if w.products else 0.0,
+        )
+
+    def _host(self) -> float:
+        return self.c.layer_blocking if self.kernels.blocking_launches else self.c.layer
+
+    def _accumulated(self, w: Work) -> Any:
+        """Bytes that are read and written where a microbatch's gradients of matrices are added to those before it,
+        beyond the result that every product writes: the buffer, in place of the product's result
+        (``fused_weight_gradient_mlp_cuda``), or beside it, which is read once more."""
+        fused = self.run.implementation.gradient_accumulation_fusion
+        width = 2 * gradient_width(self.run) + (-self.ctx.act if fused else self.ctx.act)
+        return width * added(p.columns * p.inner * p.times for p in w.products)
+
+    def _sends(self, w: Work, attention: Any, passed: int) -> tuple[Any, Any, Any]:
+        """``passed``: how often keys and values go round, or their gradients."""
+        p = self.run.parallel
+        tensor = self.rates.gathered(w.tensor_parallel * (p.tp - 1) / p.tp, w.tensor_collectives, p.tp)
+        if self.kernels.tensor_parallel_overlap:
+            tensor *= self.c.tensor_parallel_exposed
+        return tensor, self.rates.experts(w, p.ep, p.etp), self._context(w, attention, passed)
+
+    def _context(self, w: Work, attention: Any, passed: int) -> Any:
+        """Context parallelism's communication that nothing hides (Transformer Engine's ``context_parallel.py``)."""
+        p, how = self.run.parallel, self.run.implementation.cp_comm_type
+        if not somewhere(w.context_parallel):
+            return 0.0
+        if how == "a2a":  # queries, keys and values by heads, and back by tokens
+            nbytes = (w.context_parallel + w.context_queries) * (p.cp - 1) / p.cp
+            return self.rates.exchange(nbytes, 2, p.tp * p.cp)
+        ring = passed * self.rates.exchange(w.context_parallel * (p.cp - 1), p.cp - 1, p.tp * p.cp)
+        if how == "all_gather":
+            return ring
+        # Each step's attention but the last runs while the next keys and values come.
+        return largest(0.0, ring - attention * (p.cp - 1) / p.cp)
+
+    def _layer(self, layer: LayerSpec, how: str) -> _Pass:
+        """``how``: "whole" and "not at all" say what runs again, else the switch of that name does."""
+        found = self._layers.get((layer, how))
+        if found is None:
+            recomputed = how == "whole" if how in ("whole", "not at all") else self.ctx.switch(how)
+            found = self._layers[layer, how] = self._of_layer(layer, recomputed)
+        return found
+
+    def _of_layer(self, layer: LayerSpec, recomputed: Any) -> _Pass:
+        mixer, ffn = self._once(layer, lambda: layer_work(layer, self.run, self.ctx, self.kernels))
+        (mixer_forward, mixer_backward), (ffn_forward, ffn_backward) = self._half(mixer), self._half(ffn)
+        forward, backward = mixer_forward.plus(ffn_forward), mixer_backward.plus(ffn_backward)
+        again = self._again(layer, mixer_forward, ffn_forward)
+        again = Parts(*[chosen(recomputed, a, b) for a, b in zip(forward, again, strict=True)])
+        return _Pass(forward, backward.plus(again), again.total)
+
+    def _again(self, layer: LayerSpec, mixer_forward: Parts, ffn_forward: Parts) -> Parts:
+        """What selective recomputation runs again."""
+        ctx, rates = self.ctx, self.rates
+        routed = isinstance(layer.ffn, MoESpec)
+        attention = chosen(ctx.switch("core_attn"), mixer_forward.attention, 0.0)
+        norms = 4 * ctx.tokens_sp * ctx.hidden_size * ctx.act
+        traffic = chosen(ctx.switch("layernorm"), norms / rates.memory, 0.0)
+        products: Any = 0.0
+        if isinstance(layer.ffn, MoESpec):
+            experts = experts_activation_traffic(layer.ffn, ctx) / rates.memory
+            traffic = chosen(ctx.switch("moe_act"), experts, 0.0) + traffic
+        if isinstance(layer.mixer, MLASpec):
+            up = added(map(rates.product, _up_projections(layer.mixer, ctx)))
+            products = chosen(ctx.switch("mla_up_proj"), up, 0.0)
+        names = ["core_attn", "layernorm", *["moe_act"] * routed, *["mla_up_proj"] * isinstance(layer.mixer, MLASpec)]
+        overlaps = self.run.implementation.moe_shared_expert_overlap  # no recomputation (``moe_layer.py``)
+        if isinstance(layer.ffn, MoESpec) and layer.ffn.shared_expert_intermediate_size and not overlaps:
+            shared = shared_experts_work(layer.ffn, ctx)
+            products = chosen(ctx.switch("shared_experts"), added(map(rates.product, shared.products)), 0.0) + products
+            traffic = chosen(ctx.switch("shared_experts"), shared.traffic / rates.memory, 0.0) + traffic
+            names.append("shared_experts")
+        regions = {name: chosen(ctx.switch(name), self._host() / 2, 0.0) for name in names}
+        # Two norms; every region is entered again by the host.
+        host = added(regions.values()) + regions["layernorm"]
+        inside = Parts(products, attention, traffic, host=host)
+        all_of_it = ctx.switch("moe" if routed else "mlp")
+        return Parts(*[
+            chosen(all_of_it, a, b) for a, b in zip(inside.plus(ffn_forward), inside, strict=True)
+        ])  # fmt: skip
+
+    def _once(self, what: Any, count: Callable[[], T]) -> T:
+        """The work of one thing, counted once."""
+        found = self._work.get(what)
+        if found is None:
+            found = self._work[what] = count()
+        return found
+
+    def _passes(self, shape: ChunkShape) -> _Pass:
+        model, ctx = self.run.model, self.ctx
+        recomputed = recomputed_layers(shape.num_layers, ctx, ignored=self.ignored)
+        again: Any
+        forward, backward, again = Parts(), Parts(), 0.0
+
+        def add(one: _Pass, times: Any) -> None:
+            nonlocal forward, backward, again
+            forward, backward = forward.plus(one.forward, times), backward.plus(one.backward, times)
+            again = again + times * one.again
+
+        for kind, count in shape.layers:
+            first = largest(0, smallest(count, recomputed))
+            if somewhere(first):
+                add(self._layer(kind, "whole"), first)
+            if somewhere(count - first):
+                add(self._layer(kind, "not at all"), count - first)
+            recomputed = recomputed - count
+        losses = int(shape.output)
+        if shape.num_depths and model.mtp_layer is not None:
+            add(self._layer(model.mtp_layer, "mtp_recomputed"), shape.num_depths)
+            joined = self._half(self._once("joined", lambda: mtp_work(model, ctx)))
+            add(_Pass(*joined, 0.0), shape.num_depths)
+            losses += shape.num_depths
+        if losses:
+            add(_Pass(*self._half(self._once("output", lambda: output_work(model, ctx))), 0.0), losses)
+        return _Pass(forward, backward, again)
+
+
+def _up_projections(mixer: MLASpec, ctx: BlockContext) -> tuple[Product, ...]:
+    heads = mixer.num_attention_heads // ctx.tp
+    queries = heads * (mixer.qk_head_dim + mixer.qk_pos_emb_head_dim)
+    keys = Product(ctx.tokens, heads * (mixer.qk_head_dim + mixer.v_head_dim), mixer.kv_lora_rank)
+    return (keys, Product(ctx.tokens, queries, mixer.q_lora_rank)) if mixer.q_lora_rank else (keys,)

@@ -1,0 +1,281 @@
+"""The work of one microbatch on one rank, by block: matrix products, attention, bytes through memory, bytes sent.
+
+Products are read off the parameters that ``inventory`` lists, so that every family is counted by the same lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from bridge_memory.inventory.layer import layer_block
+from bridge_memory.spec import (
+    AttentionSpec,
+    LayerSpec,
+    MLASpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    ParallelSpec,
+    RecomputeSpec,
+    RunSpec,
+)
+from bridge_memory.spec.model import FeedForward
+from bridge_memory.speed.megatron.kernels import Kernels
+from bridge_memory.tapes.context import BlockContext, context_of
+from bridge_memory.tapes.parameters import Use
+from bridge_memory.tapes.symbolic import chosen, largest
+
+#: Bytes an element that a norm in plain torch reads and writes beyond those of one kernel: a copy in fp32, its square,
+#: the mean, the product, the cast back and the weight.
+_UNFUSED_NORM = 32
+#: Products of heads whose rows are no multiple of 16 bytes do without tensor cores. They add up in fp32 (PyTorch's
+#: ``bgemm`` asks for ``CUBLAS_COMPUTE_32F``), for which an A100's other units reach 19.5 of 312 TFLOP/s (data sheet;
+#: NVIDIA, "Matrix Multiplication Background User's Guide", 3).
+_UNALIGNED = 16.0
+
+
+class Product(NamedTuple):
+    """``times`` products of [rows, inner] by [inner, columns]."""
+
+    rows: float
+    columns: int
+    inner: int
+    times: int = 1
+    #: Whether fp8 recipes run it in eight bits.
+    quantized: bool = True
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.columns * self.inner * self.times
+
+
+class Work(NamedTuple):
+    """One block, forward, one microbatch."""
+
+    products: tuple[Product, ...] = ()
+    #: Floating-point operations of fused attention.
+    attention: float = 0.0
+    #: Bytes read and written by kernels that only pass over tensors.
+    traffic: float = 0.0
+    #: Bytes that tensor parallelism gathers and reduces (a whole tensor each), and how many collectives.
+    tensor_parallel: float = 0.0
+    tensor_collectives: int = 0
+    #: Bytes that one rank sends to other expert-parallel ranks, and how many exchanges.
+    expert_parallel: float = 0.0
+    expert_exchanges: int = 0
+    #: Experts of one token, of which those on one NVLink domain take one copy; 0: every expert takes its own.
+    expert_copies: int = 0
+    #: Whether these are gathers and reductions of all tokens (``allgather``), and not an exchange of those routed.
+    expert_gathers: bool = False
+    #: Bytes of keys and values that context parallelism passes round, and of queries and what attention makes of them.
+    context_parallel: float = 0.0
+    context_queries: float = 0.0
+
+
+class LayerWork(NamedTuple):
+    """The two halves of a decoder layer; what is not there has no work."""
+
+    mixer: Work
+    feed_forward: Work
+
+
+def layer_work(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kernels) -> LayerWork:
+    """One decoder layer."""
+    norm = 0.0 if kernels.fused_norm else _UNFUSED_NORM * ctx.tokens_sp * ctx.hidden_size
+    mixer, feed_forward = _mixer_work(layer, run, ctx, kernels), _feed_forward_work(layer, ctx)
+    return LayerWork(*[
+        half._replace(traffic=half.traffic + norm) if half.products else half for half in (mixer, feed_forward)
+    ])
+
+
+def output_work(model: ModelSpec, ctx: BlockContext) -> Work:
+    """Output layer and loss."""
+    logits = ctx.tokens * (ctx.padded_vocab // ctx.tp)
+    # Fused: read for the maximum, the sum and the gradient, which is written; else a copy in fp32 and a softmax more.
+    passes = 4 * ctx.act if ctx.impl.cross_entropy_loss_fusion else 2 * ctx.act + 8 * 4
+    gathered = chosen(ctx.tp > 1, ctx.tokens * model.hidden_size * ctx.act, 0.0)
+    return Work(
+        (Product(ctx.tokens, ctx.padded_vocab // ctx.tp, model.hidden_size, quantized=False),), traffic=logits * passes,
+        tensor_parallel=2.0 * gathered, tensor_collectives=_two(gathered),
+    )  # fmt: skip
+
+
+def model_flops(run: RunSpec) -> float:
+    """Floating-point operations of one step as frameworks count them (Megatron-LM's ``num_floating_point_operations``):
+    forward and twice as much backward, whatever is recomputed, and causal attention by half. The batch is given, and
+    MTP not counted."""
+    alone = replace(run, parallel=ParallelSpec(world_size=1), recompute=RecomputeSpec())
+    ctx, kernels = context_of(alone), Kernels()
+    work = [half for layer in run.model.layers for half in layer_work(layer, alone, ctx, kernels)]
+    forward = sum(sum(p.flops for p in w.products) + w.attention for w in [*work, output_work(run.model, ctx)])
+    batch = run.batch
+    return 3.0 * forward * (batch.global_batch_size or batch.micro_batch_size) / batch.micro_batch_size
+
+
+def mtp_work(model: ModelSpec, ctx: BlockContext) -> Work:
+    """What an MTP depth has beside its layer and its loss: two norms, and the projection of both inputs."""
+    stream = ctx.tokens_sp * model.hidden_size * ctx.act
+    product = Product(ctx.tokens, model.hidden_size // ctx.tp, 2 * model.hidden_size)
+    return Work((product,), traffic=6 * stream)
+
+
+def _mixer_work(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kernels) -> Work:
+    if layer.mixer is None:
+        return Work()
+    attention, kv, queries = _attention(layer, run, ctx, kernels)
+    tensor = chosen(ctx.tp > 1, 2.0 * ctx.tokens * ctx.hidden_size * ctx.act, 0.0)
+    half = LayerSpec(layer.mixer, None, layer.post_layernorms)
+    return Work(
+        tuple(_products(half, None, ctx)), attention, _mixer_traffic(layer, ctx, kernels), tensor, _two(tensor),
+        context_parallel=kv, context_queries=queries,
+    )  # fmt: skip
+
+
+def _feed_forward_work(layer: LayerSpec, ctx: BlockContext) -> Work:
+    ffn = layer.ffn
+    if ffn is None:
+        return Work()
+    tensor: Any = 0.0
+    exchanged: Any = 0.0
+    gathers = isinstance(ffn, MoESpec) and ctx.impl.moe_token_dispatcher_type == "allgather"
+    if isinstance(ffn, MoESpec):
+        token = (ffn.latent_size or ctx.hidden_size) * ctx.act
+        if gathers:  # every rank takes the tokens of all others (``MoEAllGatherTokenDispatcher``)
+            exchanged = 2.0 * ctx.tokens_sp * token * (ctx.ep * ctx.etp - 1)
+        else:
+            routed = ctx.tokens_sp * ffn.topk * token
+            exchanged = 2.0 * routed * (ctx.ep - 1) / ctx.ep
+            tensor = chosen(ctx.etp > 1, 2.0 * routed * ctx.etp, 0.0)
+    else:
+        # An all-reduce forward, or a gather and a reduce-scatter of as much in all.
+        tensor = chosen(ctx.tp > 1, 2.0 * ctx.tokens * ctx.hidden_size * ctx.act, 0.0)
+    half = LayerSpec(None, ffn, layer.post_layernorms)
+    return Work(
+        tuple(_products(half, ffn, ctx)), 0.0, _feed_forward_traffic(ffn, ctx), tensor, _two(tensor), exchanged,
+        _two(exchanged), _copies(ffn, ctx), gathers,
+    )  # fmt: skip
+
+
+def shared_experts_work(ffn: MoESpec, ctx: BlockContext) -> Work:
+    """Of an MoE layer, its shared experts alone (``SharedExpertMLP``), which selective recomputation can run again."""
+    wide = ffn.shared_expert_intermediate_size // ctx.tp
+    products = (
+        Product(ctx.tokens, wide * (2 if ffn.gated else 1), ctx.hidden_size),
+        Product(ctx.tokens, ctx.hidden_size, wide),
+    )
+    return Work(products, traffic=_shared_experts_traffic(ffn, ctx))
+
+
+def _copies(ffn: FeedForward, ctx: BlockContext) -> int:
+    """DeepEP and HybridEP send a token to a node once, however many of its experts are there, and on by NVLink
+    (DeepEP, "Normal kernels with NVLink and RDMA forwarding"); an all-to-all sends a copy to each expert."""
+    return ffn.topk if isinstance(ffn, MoESpec) and ctx.impl.moe_token_dispatcher_type == "flex" else 0
+
+
+def _two(nbytes: Any) -> Any:
+    """Collectives of what is sent there and back."""
+    return chosen(nbytes > 0, 2, 0)
+
+
+def _products(half: LayerSpec, ffn: FeedForward | None, ctx: BlockContext) -> Iterator[Product]:
+    # What is recomputed, and how many sequences there are, changes no parameter.
+    for parameters, times in layer_block(half, ctx.bare()).parameters.rows:
+        for p in parameters:
+            if len(p.shape) != 2 or p.use is Use.EMBEDDING:
+                continue
+            columns, inner = p.shape
+            if p.expert:
+                assert isinstance(ffn, MoESpec)
+                rows = ctx.tokens * ffn.topk * ctx.etp / ctx.tp * ctx.ep / ffn.num_experts
+                yield Product(rows, columns, inner, times)
+            else:
+                rows = chosen(p.sharded, ctx.tokens, ctx.tokens_sp)
+                yield Product(rows, columns, inner, times, p.is_gemm)
+
+
+def _attention(layer: LayerSpec, run: RunSpec, ctx: BlockContext, kernels: Kernels) -> tuple[float, float, float]:
+    """(floating-point operations of softmax attention forward; bytes of this rank's keys and values, and of its queries
+    and outputs, both 0 without context parallelism).
+
+    Unfused attention makes all scores and masks half of them.
+    """
+    mixer, length = layer.mixer, run.batch.seq_length
+    if isinstance(mixer, AttentionSpec):
+        heads, groups = mixer.num_attention_heads / ctx.tp, largest(1.0, mixer.num_query_groups / ctx.tp)
+        width, wide = mixer.kv_channels, mixer.value_channels
+        window = mixer.window_size
+    elif isinstance(mixer, MLASpec):
+        heads = groups = mixer.num_attention_heads / ctx.tp
+        width, wide, window = mixer.qk_head_dim + mixer.qk_pos_emb_head_dim, mixer.v_head_dim, None
+    else:
+        return 0.0, 0.0, 0.0
+    sent = [chosen(ctx.cp > 1, ctx.tokens * of * (width + wide) * ctx.act, 0.0) for of in (groups, heads)]
+    if kernels.unfused_attention:
+        slower = _UNALIGNED if width * ctx.act % 16 else 1.0
+        flops = slower * 2.0 * ctx.tokens * length * heads * (width + wide)
+        return flops, sent[0], sent[1]
+    keys = length / 2 if window is None or window >= length else window * (1 - window / (2 * length))
+    flops = 2.0 * ctx.tokens * keys * heads * (width + wide)
+    return flops, sent[0], sent[1]
+
+
+def _mixer_traffic(layer: LayerSpec, ctx: BlockContext, kernels: Kernels) -> float:
+    """Bytes that elementwise kernels read and write forward."""
+    stream, mixer = ctx.tokens_sp * ctx.hidden_size * ctx.act, layer.mixer
+    traffic: float = (2 + 3) * stream  # norm: in, out; bias, dropout, add: two in, one out
+    if isinstance(mixer, AttentionSpec):
+        qkv = (mixer.num_attention_heads + 2 * mixer.num_query_groups) * mixer.kv_channels / ctx.tp
+        traffic += 2 * 2 * ctx.tokens * qkv * ctx.act  # split and rotate
+        if kernels.unfused_attention:
+            scores = ctx.tokens * ctx.seq * ctx.cp * mixer.num_attention_heads / ctx.tp
+            traffic += 8 * scores * ctx.act  # scores, scaled and masked, softmax, dropout: each out and in
+            if kernels.plain_softmax:  # copied and then masked in place, by a mask of a byte an element
+                traffic += scores * (2 * 2 * ctx.act + 1)
+    elif isinstance(mixer, MLASpec):
+        wide = mixer.num_attention_heads * (mixer.qk_head_dim + mixer.qk_pos_emb_head_dim + mixer.v_head_dim)
+        traffic += 3 * 2 * ctx.tokens * wide / ctx.tp * ctx.act
+    else:
+        traffic += 12 * stream
+    return traffic + _merged(layer, ctx)
+
+
+def _merged(layer: LayerSpec, ctx: BlockContext) -> Any:
+    """Bytes with which what attention makes of the keys of other context-parallel ranks is added up: the first part is
+    copied, every other read, and the sum read and written (Transformer Engine's ``context_parallel.py:
+    flash_attn_fwd_incremental_out_correction``). Backward adds gradients of queries, keys and values likewise."""
+    mixer = layer.mixer
+    if not isinstance(mixer, AttentionSpec | MLASpec) or "p2p" not in ctx.impl.cp_comm_type:
+        return 0.0
+    wide = mixer.value_channels if isinstance(mixer, AttentionSpec) else mixer.v_head_dim
+    made = ctx.tokens * mixer.num_attention_heads / ctx.tp * wide * ctx.act
+    return chosen(ctx.cp > 1, (2 + 3 * (ctx.cp - 1)) * made, 0.0)
+
+
+def _feed_forward_traffic(ffn: FeedForward, ctx: BlockContext) -> float:
+    """As ``_mixer_traffic``."""
+    traffic: float = (2 + 3) * ctx.tokens_sp * ctx.hidden_size * ctx.act
+    passes = _activation_passes(ffn)
+    if isinstance(ffn, MLPSpec):
+        return traffic + passes * ctx.tokens * ffn.ffn_hidden_size / ctx.tp * ctx.act
+    routed = ctx.tokens_sp * ffn.topk
+    traffic += experts_activation_traffic(ffn, ctx)
+    moves = chosen(ctx.ep > 1, 4, 2)  # permute and put back, once more by local expert after an exchange
+    traffic += moves * 2 * routed * ctx.etp * (ffn.latent_size or ctx.hidden_size) * ctx.act
+    traffic += 4 * ctx.tokens_sp * ffn.num_experts * 4  # the router's scores in fp32
+    return traffic + _shared_experts_traffic(ffn, ctx)
+
+
+def _shared_experts_traffic(ffn: MoESpec, ctx: BlockContext) -> Any:
+    return _activation_passes(ffn) * ctx.tokens * ffn.shared_expert_intermediate_size / ctx.tp * ctx.act
+
+
+def experts_activation_traffic(ffn: MoESpec, ctx: BlockContext) -> float:
+    """Of it, the routed experts' activation."""
+    return _activation_passes(ffn) * ctx.tokens_sp * ffn.topk * ffn.moe_ffn_hidden_size * ctx.act
+
+
+def _activation_passes(ffn: FeedForward) -> int:
+    """Tensors of the inner width that an activation reads and writes."""
+    return 3 if ffn.gated else 2

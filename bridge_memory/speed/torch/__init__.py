@@ -1,0 +1,1 @@
+"""Step time under DDP, FSDP and ZeRO."""

@@ -1,0 +1,919 @@
+"""What of a tape is alive when: by reference counting, as in PyTorch itself.
+
+The rules, with their source:
+
+* A tensor made in forward lives until its last use in forward, and as long as an operation saves it.
+* Backward runs the operations in reverse (``torch/csrc/autograd/engine.cpp``: highest sequence number first).
+  While an operation runs backward, its output gradients, its saved tensors, its scratch and its input gradients
+  are alive together; then saved tensors and output gradients go.
+* A tensor used twice gets two gradients which are summed in place when the first is nobody else's, else into a
+  third (``torch/csrc/autograd/input_buffer.cpp: accumulate``).
+* Checkpoints, discarding regions and delayed weight gradients as in ``tape``.
+
+Following the tape (``Structure``) and putting in the numbers (``BlockCost``) are two steps. Which tensors are alive at
+which moment depends on the tape alone, so a structure counts how often each size is there; the moments that can be the
+highest, whatever the sizes are, are few. Counts are kept in one big integer, a lane of bits a size, which makes a sum
+of any sizes one addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from bridge_memory.components import Part, Provenance
+from bridge_memory.tapes.symbolic import SymInt
+from bridge_memory.tapes.tape import Discard, Flush, Landmark, Node, Op, Region, Tape, Tensor
+
+#: Bits of one count; no size is there 2^23 times at once.
+_FIELD = 24
+_ONE_FIELD = (1 << _FIELD) - 1
+COUNT_BYTES = _FIELD // 8
+#: Moments that every other is held against; what they do not dominate is kept, needlessly at worst.
+_DOMINATORS = 8
+
+
+class SavedTensor(NamedTuple):
+    """Storages of one name that stay alive from forward to backward, in bytes."""
+
+    name: str
+    bytes: int
+    part: Part = Part.NONE
+    provenance: Provenance = Provenance.FORMULA
+
+
+class Atoms:
+    """The sizes of a tape, each once: a position, and the lane in which it is counted."""
+
+    def __init__(self) -> None:
+        #: Units of plain numbers, and of sizes by their register.
+        self._of_numbers: dict[Any, int] = {0: 0}
+        self._of_registers: dict[int, int] = {}
+        #: In order of their positions.
+        self.sizes: list[Any] = []
+
+    def unit(self, size: Any) -> int:
+        """One of ``size`` in its lane; 0 of what has no size."""
+        known, key = (self._of_registers, size.register) if type(size) is SymInt else (self._of_numbers, size)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = 1 << (_FIELD * len(self.sizes))
+            self.sizes.append(size)
+        return found
+
+    @property
+    def highest_bits(self) -> int:
+        """The highest bit of every lane."""
+        return ((1 << _FIELD * len(self.sizes)) - 1) // _ONE_FIELD << (_FIELD - 1)
+
+    def positions(self, units: int) -> tuple[int, ...]:
+        """Positions of the sizes in a sum, as often as they count."""
+        out: list[int] = []
+        while units:
+            position = (units & -units).bit_length() // _FIELD
+            at = position * _FIELD
+            out += [position] * (units >> at & _ONE_FIELD)
+            units = units >> (at + _FIELD) << (at + _FIELD)
+        return tuple(out)
+
+
+class Moment(NamedTuple):
+    """Something that runs, and all that is alive beside it and in it."""
+
+    name: str
+    units: int
+
+
+class _Passage:
+    """Moments of a pass of which one is the highest, as a walk from one to the next over sizes that come and go.
+
+    Before a moment first leaves what is no longer there and then comes what is new, so that no step of the walk is
+    higher than the moments at its ends.
+    """
+
+    __slots__ = ("_moments", "_names", "_number", "_order")
+
+    def __init__(self, moments: Sequence[Moment], atoms: Atoms) -> None:
+        self._moments = moments
+        #: Of sizes.
+        self._number = len(atoms.sizes)
+        #: The walk, once it is asked for.
+        self._order: list[int] | None = None
+        self._names: list[str] = []
+
+    def _walk(self) -> list[int]:
+        if self._order is not None:
+            return self._order
+        number = self._number
+        order: list[int] = []
+        names: list[str] = []
+        before = 0
+        for name, units in self._moments:
+            come: list[int] = []
+            differ = before ^ units
+            while differ:
+                position = (differ & -differ).bit_length() // _FIELD
+                at = position * _FIELD
+                was, now = before >> at & _ONE_FIELD, units >> at & _ONE_FIELD
+                if was > now:
+                    order += [number + position] * (was - now)
+                else:
+                    come += [position] * (now - was)
+                differ = differ >> (at + _FIELD) << (at + _FIELD)
+            order += come
+            names += [name] * (len(order) - len(names))
+            before = units
+        self._names = names
+        self._order = order
+        return order
+
+    def highest(self, signed: Sequence[int]) -> int:
+        """Bytes; ``signed``: every atom's size, then every atom's size less than zero."""
+        return max(accumulate(map(signed.__getitem__, self._walk())), default=0)
+
+    def named(self, signed: Sequence[int]) -> tuple[int, str]:
+        """(bytes, what runs) at the highest moment, the first of equals."""
+        walk = list(accumulate(map(signed.__getitem__, self._walk())))
+        if not walk:
+            return 0, ""
+        highest = max(walk)
+        return highest, self._names[walk.index(highest)]
+
+    def __len__(self) -> int:
+        return len(self._moments)
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """The walk: of n sizes, i is one more of the i-th, and n + i one less."""
+        return self._walk()
+
+    def counts(self) -> bytes:
+        """How often each size is there, moment after moment: ``COUNT_BYTES`` a size, the lowest first."""
+        width = COUNT_BYTES * self._number
+        return b"".join([units.to_bytes(width, "little") for _, units in self._moments])
+
+
+class _Peaks:
+    """The moments of a pass before its landmark and after it."""
+
+    __slots__ = ("after", "before")
+
+    def __init__(self, before: Sequence[Moment], after: Sequence[Moment], atoms: Atoms) -> None:
+        self.before = _Passage(_undominated(before, atoms), atoms)
+        self.after = _Passage(_undominated(after, atoms), atoms)
+
+    def highest(self, signed: Sequence[int]) -> int:
+        before = self.before.highest(signed)
+        return max(before, self.after.highest(signed)) if self.after else before
+
+    def named(self, signed: Sequence[int]) -> tuple[int, str]:
+        first, second = self.before.named(signed), self.after.named(signed)
+        return first if first[0] >= second[0] else second
+
+
+def _undominated(moments: Sequence[Moment], atoms: Atoms) -> list[Moment]:
+    """Without those at which another has at least as much of everything."""
+    top = atoms.highest_bits
+    kept: list[Moment] = []
+    for moment in moments:
+        # Neighbours first: while a pass grows, each moment has all of the last.
+        if kept and (kept[-1].units + top - moment.units) & top == top:
+            continue
+        while kept and (moment.units + top - kept[-1].units) & top == top:
+            kept.pop()
+        kept.append(moment)
+    out: list[Moment] = []
+    # Those with most in them first: they are the likeliest to have all of another.
+    largest = sorted({m.units for m in kept}, key=int.bit_count, reverse=True)[:_DOMINATORS]
+    highest = [units + top for units in largest]
+    seen: set[int] = set()
+    for moment in kept:
+        units = moment.units
+        if units in seen:
+            continue
+        seen.add(units)
+        for other, raised in zip(largest, highest, strict=True):
+            if other != units and (raised - units) & top == top:
+                break
+        else:
+            out.append(moment)
+    return out
+
+
+class Structure:
+    """What is alive when on one tape, whatever its sizes are."""
+
+    __slots__ = (
+        "backward", "backward_held", "forward", "input_retained", "inputs", "no_grad", "no_grad_retained",
+        "offloaded", "output_reached", "outputs", "retained", "tensors",
+    )
+
+    def __init__(self, tape: Tape, atoms: Atoms, *, without_gradients: bool = True) -> None:
+        """``without_gradients``: also of a forward pass that saves nothing, which full recomputation runs first."""
+        plan = _Plan(tape, atoms)
+        run = _Run(plan)
+        run.forward(save=True)
+        away = run.offloaded_tensors()
+        away_units = sum(plan.units[i] for i in away)
+        handed_on = sum(plan.units[i] for i in set(plan.output_storages) if run.refs[i] == run.scope[i])
+        self.retained = atoms.positions(run.alive - handed_on - away_units)
+        self.offloaded = atoms.positions(away_units)
+        saved = [i for i in run.order if run.refs[i] > run.scope[i]]
+        self.tensors = tuple(
+            (t.name, t.part, t.provenance, atoms.positions(t.units)[0])
+            for i in saved if i not in run.emptied and i not in away and (t := plan.tensors[i]).units
+        )
+        self.input_retained = bool(plan.inputs) and plan.inputs[0] in saved
+        self.inputs = atoms.positions(sum(t.units for t in tape.input_tensors))
+        self.outputs = atoms.positions(sum(t.units for t in tape.output_tensors))
+        self.output_reached = any(t.has_gradient for t in tape.output_tensors)
+        forward = run.moments, run.landmark
+        backward, held = run, run.copy()
+        backward.backward(hold=False)
+        held.backward(hold=True)
+        dry = _Run(plan)
+        if without_gradients:
+            dry.forward(save=False)
+        self.no_grad_retained = atoms.positions(
+            sum(plan.units[i] for i in dry.order if dry.refs[i] > dry.scope[i])
+        )
+        self.forward = _split(*forward, atoms)
+        self.backward = _split(backward.moments, backward.landmark, atoms)
+        self.backward_held = _split(held.moments, held.landmark, atoms)
+        self.no_grad = _split(dry.moments, dry.landmark, atoms)
+
+
+    def sums(self) -> dict[str, Sequence[int]]:
+        """Properties of a ``BlockCost`` that are sums -> positions of their sizes."""
+        return {
+            "retained": self.retained, "offloaded": self.offloaded, "input_bytes": self.inputs,
+            "output_bytes": self.outputs, "no_grad_retained": self.no_grad_retained,
+        }  # fmt: skip
+
+    def passages(self) -> dict[str, tuple[_Passage, _Passage]]:
+        """Properties that are peaks -> what is alive before the landmark and after it."""
+        passes = {
+            "forward_peak": self.forward, "backward_peak": self.backward, "backward_peak_held": self.backward_held,
+            "no_grad_peak": self.no_grad,
+        }  # fmt: skip
+        return {name: (peaks.before, peaks.after) for name, peaks in passes.items()}
+
+
+def _split(moments: Sequence[Moment], landmark: int, atoms: Atoms) -> _Peaks:
+    return _Peaks(moments[:landmark], moments[landmark:], atoms)
+
+
+class BlockCost:
+    """What one block costs on one rank, in bytes.
+
+    ``retained`` stays alive between forward and backward and includes the block's input where it is saved.
+    Peaks are the most that is alive during a pass, counting the block's own input, saved tensors and gradients, and
+    nothing of its neighbours.
+    """
+
+    __slots__ = ("_backward", "_forward", "_held", "_retained", "_signed", "_structure")
+
+    def __init__(self, structure: Structure, sizes: Sequence[int]) -> None:
+        self._structure = structure
+        self._signed = [*sizes, *(-size for size in sizes)]
+        self._retained = self._forward = self._backward = self._held = -1
+
+    def _sum(self, positions: Sequence[int]) -> int:
+        return sum(map(self._signed.__getitem__, positions))
+
+    @property
+    def retained(self) -> int:
+        if self._retained < 0:
+            self._retained = self._sum(self._structure.retained)
+        return self._retained
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes that leave for host memory between forward and backward; not part of ``retained``."""
+        return self._sum(self._structure.offloaded)
+
+    @property
+    def input_bytes(self) -> int:
+        return self._sum(self._structure.inputs)
+
+    @property
+    def output_bytes(self) -> int:
+        return self._sum(self._structure.outputs)
+
+    @property
+    def input_retained(self) -> bool:
+        return self._structure.input_retained
+
+    @property
+    def output_reached(self) -> bool:
+        """Whether its output has a gradient."""
+        return self._structure.output_reached
+
+    @property
+    def forward_peak(self) -> int:
+        if self._forward < 0:
+            self._forward = self._structure.forward.highest(self._signed)
+        return self._forward
+
+    def forward_name(self) -> str:
+        """What runs at ``forward_peak``."""
+        return self._structure.forward.named(self._signed)[1]
+
+    @property
+    def backward_peak(self) -> int:
+        if self._backward < 0:
+            self._backward = self._structure.backward.highest(self._signed)
+        return self._backward
+
+    def backward_name(self) -> str:
+        """What runs at ``backward_peak``."""
+        return self._structure.backward.named(self._signed)[1]
+
+    @property
+    def backward_peak_held(self) -> int:
+        """``backward_peak`` where the caller holds the gradient of the output until the pass is over."""
+        if self._held < 0:
+            self._held = self._structure.backward_held.highest(self._signed)
+        return self._held
+
+    @property
+    def no_grad_peak(self) -> int:
+        """Peak of a forward pass that saves nothing (the first pass of a checkpointed layer)."""
+        return self._structure.no_grad.highest(self._signed)
+
+    @property
+    def no_grad_retained(self) -> int:
+        """Bytes that such a pass keeps as long as its output lives."""
+        return self._sum(self._structure.no_grad_retained)
+
+    @property
+    def before_landmark_forward(self) -> int:
+        """``forward_peak`` before the landmark; 0 where there is none."""
+        return self._structure.forward.before.highest(self._signed)
+
+    @property
+    def before_landmark(self) -> tuple[int, int, int, int]:
+        """Peaks before the landmark (in backward, from it on): forward, backward, ``backward_peak_held``,
+        ``no_grad_peak``; of all 0 where there is none."""
+        s, signed = self._structure, self._signed
+        return (
+            s.forward.before.highest(signed), s.backward.after.highest(signed), s.backward_held.after.highest(signed),
+            s.no_grad.before.highest(signed),
+        )
+
+    @property
+    def tensors(self) -> tuple[SavedTensor, ...]:
+        """What ``retained`` is made of, storages of one name together."""
+        sums: dict[tuple[str, Part, Provenance], int] = {}
+        for name, part, provenance, position in self._structure.tensors:
+            key = name, part, provenance
+            sums[key] = sums.get(key, 0) + self._signed[position]
+        return tuple(SavedTensor(n, nbytes, part, how) for (n, part, how), nbytes in sums.items() if nbytes)
+
+    def by_part(self) -> dict[tuple[Part, Provenance], int]:
+        """``retained`` by part of the model and how it is known."""
+        sums: dict[tuple[Part, Provenance], int] = {}
+        for _, part, provenance, position in self._structure.tensors:
+            sums[part, provenance] = sums.get((part, provenance), 0) + self._signed[position]
+        return {key: nbytes for key, nbytes in sums.items() if nbytes}
+
+
+def cost_of(tape: Tape) -> BlockCost:
+    """The cost of a tape that was recorded with plain numbers."""
+    atoms = Atoms()
+    return BlockCost(Structure(tape, atoms), atoms.sizes)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Following a tape
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class _Grad:
+    """One gradient storage, shared by every tensor whose gradient it is."""
+
+    __slots__ = ("refs", "units")
+
+    def __init__(self, units: int) -> None:
+        self.units = units
+        self.refs = 1
+
+
+class _Step:
+    """An operation in numbers of tensors, and what it is the last to use among its neighbours."""
+
+    __slots__ = (
+        "alias", "always_saves", "backward_workspace", "delayed", "dry_workspace", "gone", "in_place", "inputs", "name",
+        "offloaded", "outputs", "saves", "storages", "workspace",
+    )
+
+    name: str
+    #: Storages that forward makes, keeps, and no longer uses afterwards.
+    storages: list[int]
+    saves: list[int]
+    gone: list[int]
+    #: Tensors with gradients that backward brings and takes.
+    outputs: list[int]
+    inputs: list[int]
+    workspace: int
+    dry_workspace: int
+    backward_workspace: int
+    alias: bool
+    in_place: int
+    offloaded: bool
+    always_saves: bool
+    #: What its weight's gradient waits with.
+    delayed: _Delayed | None
+
+
+class _Delayed(NamedTuple):
+    """``tape.Delayed`` in numbers of tensors and units."""
+
+    flush: Flush
+    #: Storages.
+    inputs: list[int]
+    gradient: bool
+    made: int
+    weight: int
+
+
+class _Part:
+    """A region in numbers of tensors."""
+
+    __slots__ = (
+        "discards", "gone", "inputs", "later", "made", "made_tensors", "name", "offloaded", "outputs", "refills",
+        "steps",
+    )
+
+    name: str
+    steps: list[_Node]
+    inputs: list[int]
+    #: Storages, and tensors, that it makes; storages of these that are used after it.
+    made: set[int]
+    made_tensors: list[int]
+    later: set[int]
+    gone: list[int]
+    outputs: list[int]
+    discards: bool
+    refills: bool
+    offloaded: bool
+
+
+class _Scope:
+    """What is no longer used after a point at which variables held it."""
+
+    __slots__ = ("gone",)
+
+    def __init__(self) -> None:
+        self.gone: list[int] = []
+
+
+class _Emptied(NamedTuple):
+    """Where a discarding region's outputs lose their storage."""
+
+    part: _Part
+
+
+_Node = _Step | _Part | _Scope | _Emptied | Landmark | Flush
+
+
+class _Plan:
+    """A tape in numbers of its tensors: whatever can be worked out before anything runs is."""
+
+    def __init__(self, tape: Tape, atoms: Atoms) -> None:
+        self.tensors: list[Tensor] = []
+        self.least_offloaded = tape.least_offloaded
+        self._number: dict[Tensor, int] = {}
+        self._atoms = atoms
+        #: By the number of a tensor: its bytes and those of its gradient in units, and its storage.
+        self.units: list[int] = []
+        self.grad_units: list[int] = []
+        self.storage: list[int] = []
+        self._parts: dict[int, _Part] = {}
+        self._number_tensors(tape.input_tensors)
+        self._number_tensors(tape.output_tensors)
+        self._number_all(tape.nodes)
+        self.inputs = list(map(self._number.__getitem__, tape.input_tensors))
+        self.outputs = list(map(self._number.__getitem__, tape.output_tensors))
+        self.steps, _ = self._steps(tape.nodes)
+        self.output_storages = [self.storage[i] for i in self.outputs]
+
+    def _number_all(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            if type(node) is Op:
+                self._number_tensors(node.inputs)
+                self._number_tensors(node.outputs)
+                self._number_tensors(node.saves)
+            elif type(node) is Region:
+                self._number_tensors(node.inputs)
+                self._number_all(node.nodes)
+
+    def _number_tensors(self, tensors: Iterable[Tensor]) -> None:
+        known, unit = self._number, self._atoms.unit
+        for t in tensors:
+            if t in known:
+                continue
+            if t.whole is not None:
+                self._number_tensors((t.whole,))
+            number = known[t] = len(self.tensors)
+            self.tensors.append(t)
+            t.units = unit(t.bytes)
+            self.units.append(t.units)
+            self.grad_units.append(unit(t.grad_bytes))
+            self.storage.append(number if t.whole is None else self.storage[known[t.whole]])
+
+    def _steps(self, nodes: Sequence[Node]) -> tuple[list[_Node], list[int]]:
+        """(the steps, every storage that they read)."""
+        out: list[_Node] = []
+        reads: list[list[int]] = []
+        makes: list[Sequence[int]] = []
+        last: dict[int, int] = {}
+        storage, number = self.storage, self._number.__getitem__
+        for at, node in enumerate(nodes):
+            read: list[int] = []
+            made: Sequence[int] = ()
+            if type(node) is Op:
+                read = [storage[i] for i in map(number, node.inputs)]
+                if node.scope:
+                    out.append(_Scope())
+                else:
+                    step = self._step(node)
+                    made = step.storages
+                    out.append(step)
+            elif type(node) is Region:
+                part, read = self._part(node)
+                made = list(part.made)
+                out.append(part)
+            elif type(node) is Discard:
+                part = self._parts[id(node.region)]
+                part.outputs = [storage[i] for i in map(number, node.region.outputs)]
+                out.append(_Emptied(part))
+            elif isinstance(node, (Landmark, Flush)):
+                out.append(node)
+            for i in read:
+                last[i] = at
+            reads.append(read)
+            makes.append(made)
+        # What is used for the last time, or made and never used, goes.
+        for at, (made_node, read, made) in enumerate(zip(out, reads, makes, strict=True)):
+            if type(made_node) in (_Step, _Part, _Scope):
+                made_node.gone = [i for i in dict.fromkeys([*read, *made]) if last.get(i, -1) <= at]  # type: ignore[union-attr]
+            if type(made_node) is _Part:
+                made_node.later = {i for i in made_node.made if last.get(i, -1) > at}
+        return out, [i for read in reads for i in read]
+
+    def _step(self, op: Op) -> _Step:
+        number, storage, unit = self._number.__getitem__, self.storage, self._atoms.unit
+        step = _Step()
+        step.name = op.name
+        step.outputs = list(map(number, op.outputs))
+        step.storages = [storage[i] for i in step.outputs]
+        step.saves = [storage[i] for i in map(number, op.saves)]
+        step.inputs = [i for i in dict.fromkeys(map(number, op.inputs)) if self.grad_units[i]]
+        step.workspace, step.backward_workspace = unit(op.workspace), unit(op.backward_workspace)
+        step.dry_workspace = step.workspace if op.dry_workspace is op.workspace else unit(op.dry_workspace)
+        step.alias, step.in_place = op.alias, op.in_place
+        step.offloaded, step.always_saves = op.offloaded, op.always_saves
+        step.delayed = None
+        if op.delayed is not None and op.flush is not None:
+            waits = op.delayed
+            step.delayed = _Delayed(
+                op.flush, [storage[i] for i in map(number, waits.inputs)], waits.gradient, unit(waits.made),
+                unit(waits.weight),
+            )
+        return step
+
+    def _part(self, region: Region) -> tuple[_Part, list[int]]:
+        """(the region in numbers, every storage that it reads)."""
+        part = self._parts[id(region)] = _Part()
+        part.name, part.offloaded = region.name, region.offloaded
+        part.discards, part.refills = region.discards, region.refills
+        number = self._number.__getitem__
+        part.inputs = [self.storage[i] for i in map(number, region.inputs)]
+        part.steps, read = self._steps(region.nodes)
+        part.made_tensors = list(map(number, _made(region)))
+        part.made = {i for i in part.made_tensors if self.storage[i] == i}
+        part.outputs = []
+        return part, read
+
+
+def _made(node: Node) -> Iterator[Tensor]:
+    if isinstance(node, Op):
+        yield from node.outputs
+    elif isinstance(node, Region):
+        for inner in node.nodes:
+            yield from _made(inner)
+
+
+class _Run:
+    """One forward pass over a tape and, after it, one backward pass. Tensors are numbers of the plan."""
+
+    def __init__(self, plan: _Plan) -> None:
+        number = len(plan.tensors)
+        self.plan = plan
+        self.refs = [0] * number
+        #: Forward-scope references (0 or 1 a tensor).
+        self.scope = [0] * number
+        self.alive = 0
+        #: Tensors in the order in which they came.
+        self.order: dict[int, None] = {}
+        #: What was alive when, in order; and how many of them are before the landmark.
+        self.moments: list[Moment] = []
+        self.landmark = 0
+        #: Discarded storages: referenced, but without bytes.
+        self.emptied: set[int] = set()
+        #: Saves by offloading operations.
+        self._offloaded: dict[int, int] = {}
+        self._grads: dict[int, _Grad] = {}
+        self._grad_units = 0
+        #: Outputs that discarding regions made anew, and the one of them that is running forward again.
+        self._anew: dict[int, list[int]] = {}
+        self._making = -1
+        #: What waits for weight gradients, by the point at which they are made: what runs there, and what goes then.
+        self._waiting: dict[int, list[tuple[_Step, list[_Grad]]]] = {}
+
+    def copy(self) -> _Run:
+        """The same moment between the passes."""
+        other = _Run.__new__(_Run)
+        other.plan, other.alive = self.plan, self.alive
+        other.refs, other.scope, other.emptied = self.refs.copy(), self.scope.copy(), self.emptied.copy()
+        other.order, other._offloaded = self.order, self._offloaded
+        other._grads, other._grad_units, other._anew, other._making = {}, 0, {}, -1
+        other._waiting = {}
+        other.moments, other.landmark = [], 0
+        return other
+
+    # ---- reference counting ----
+
+    def _acquire(self, i: int) -> None:
+        refs = self.refs
+        if not refs[i]:
+            self.alive += self.plan.units[i]
+        refs[i] += 1
+
+    def _release(self, i: int) -> None:
+        refs = self.refs
+        refs[i] -= 1
+        if not refs[i]:
+            if i in self.emptied:
+                self.emptied.discard(i)
+            else:
+                self.alive -= self.plan.units[i]
+
+    def offloaded_tensors(self) -> set[int]:
+        """Storages that only offloading operations keep, of enough elements to be worth the copy
+        (``fine_grained_activation_offload.py: ChunkOffloadHandler.tensor_need_offloading_checker``)."""
+        return {
+            i for i, n in self._offloaded.items()
+            if n == self.refs[i] - self.scope[i] and i not in self.emptied
+            and (t := self.plan.tensors[i]).bytes >= self.plan.least_offloaded * t.item
+        }
+
+    def _enter_scope(self, storages: Iterable[int]) -> None:
+        refs, scope, units = self.refs, self.scope, self.plan.units
+        for i in storages:
+            if self._making >= 0 and i in self.emptied:
+                # Made again beside the storage without bytes.
+                self.alive += units[i]
+                self._anew[self._making].append(i)
+            if not scope[i]:
+                scope[i] = 1
+                if not refs[i]:
+                    self.alive += units[i]
+                    self.order[i] = None
+                refs[i] += 1
+
+    def _leave_scope(self, i: int) -> None:
+        if self.scope[i]:
+            self.scope[i] = 0
+            self._release(i)
+
+    def _mark(self, name: str, extra: int = 0) -> None:
+        self.moments.append(Moment(name, self.alive + self._grad_units + extra))
+
+    # ---- forward ----
+
+    def forward(self, *, save: bool) -> None:
+        self._enter_scope([self.plan.storage[i] for i in self.plan.inputs])
+        self._mark("input")
+        self._run(self.plan.steps, save, set(self.plan.output_storages), None)
+
+    def _run(self, steps: Sequence[_Node], save: bool, keep: set[int], own: set[int] | None) -> None:
+        """Run steps forward. ``keep``: never leaves scope here; ``own``: all that may (None: everything)."""
+        scope = self.scope
+        for step in steps:
+            kind = type(step)
+            if kind is _Step:
+                assert isinstance(step, _Step)
+                self._enter_scope(step.storages)
+                self._mark(step.name, step.workspace if save else step.dry_workspace)
+                if save or step.always_saves:
+                    self._save(step.saves, step.offloaded)
+                gone = step.gone
+            elif kind is _Scope:
+                assert isinstance(step, _Scope)
+                gone = step.gone
+            elif kind is _Part:
+                assert isinstance(step, _Part)
+                if save:
+                    self._save(step.inputs, step.offloaded)
+                # The first pass of a region saves nothing inside.
+                self._run(step.steps, False, keep | step.later, step.made)
+                gone = step.gone
+            elif kind is _Emptied:
+                assert isinstance(step, _Emptied)
+                if save:
+                    for i in step.part.outputs:
+                        if self.refs[i] and i not in self.emptied:
+                            self.emptied.add(i)
+                            self.alive -= self.plan.units[i]
+                continue
+            elif kind is Flush:
+                continue
+            else:
+                self.landmark = len(self.moments)
+                continue
+            for i in gone:
+                if scope[i] and i not in keep and (own is None or i in own):
+                    scope[i] = 0
+                    self._release(i)
+
+    def _save(self, storages: Sequence[int], offloaded: bool) -> None:
+        for i in storages:
+            self._acquire(i)
+            if offloaded:
+                self._offloaded[i] = self._offloaded.get(i, 0) + 1
+
+    # ---- backward ----
+
+    def backward(self, *, hold: bool) -> None:
+        """The caller has consumed the outputs: only saved references remain. Gradients of outputs arrive.
+
+        ``hold``: a variable of the caller keeps them to the end, so that nothing is added into them either.
+        """
+        for i, inside in enumerate(self.scope):
+            if inside:
+                self._leave_scope(i)
+        for i in self.plan.outputs:
+            if self.plan.grad_units[i]:
+                self._grads[i] = _Grad(self.plan.grad_units[i])
+                self._grad_units += self.plan.grad_units[i]
+                self._grads[i].refs += hold
+        self.moments = []
+        self._mark("grad of output")
+        passed = self._back(self.plan.steps)
+        self.landmark = passed if passed is not None else len(self.moments)
+
+    def _let_go(self, g: _Grad) -> None:
+        g.refs -= 1
+        if g.refs == 0:
+            self._grad_units -= g.units
+
+    def _add_grad(self, i: int, g: _Grad, op: str) -> None:
+        """Accumulate ``g`` (whose reference is handed over) into the gradient of tensor ``i``."""
+        have = self._grads.get(i)
+        if have is None:
+            self._grads[i] = g
+            return
+        if have.refs > 1 and g.refs > 1:  # neither is ours to add into: a third storage
+            units = self.plan.grad_units[i]
+            self._grad_units += units
+            self._mark(op + " (gradient sum)")
+            self._let_go(have)
+            self._grads[i] = _Grad(units)
+            self._let_go(g)
+            return
+        keep, gone = (have, g) if have.refs == 1 else (g, have)
+        self._let_go(gone)
+        self._grads[i] = keep
+
+    def _back(self, steps: Sequence[_Node]) -> int | None:
+        """Run steps backward; the number of moments before the landmark, if it is among them."""
+        passed = None
+        for step in reversed(steps):
+            kind = type(step)
+            if kind is _Step:
+                self._back_step(step)  # type: ignore[arg-type]
+            elif kind is _Scope:
+                pass
+            elif kind is _Part:
+                inner = self._back_part(step)  # type: ignore[arg-type]
+                passed = passed if inner is None else inner
+            elif kind is _Emptied:
+                self._refill(step.part)  # type: ignore[union-attr]
+            elif kind is Flush:
+                self._flush(step)  # type: ignore[arg-type]
+            else:
+                passed = len(self.moments)
+                self._mark(step.name)  # type: ignore[union-attr]
+        return passed
+
+    def _back_step(self, step: _Step) -> None:
+        found = self._grads
+        grads = [i for i in step.outputs if i in found]
+        saves = step.saves
+        if not grads:
+            for i in saves:
+                self._release(i)
+            return
+        for i in saves[: step.in_place]:
+            self._release(i)
+        saves = saves[step.in_place :]
+        if step.alias:
+            self._mark(step.name, step.backward_workspace)
+            for i in step.inputs:
+                g = found[grads[0]]
+                g.refs += 1
+                self._add_grad(i, g, step.name)
+        else:
+            units = self.plan.grad_units
+            for i in step.inputs:
+                self._grad_units += units[i]
+            self._mark(step.name, step.backward_workspace)
+            for i in step.inputs:
+                self._add_grad(i, _Grad(units[i]), step.name)
+        if step.delayed is not None:
+            self._delay(step, grads)
+        for i in saves:
+            self._release(i)
+        for i in grads:
+            self._let_go(found.pop(i))
+
+    def _delay(self, step: _Step, grads: Sequence[int]) -> None:
+        """Its weight's gradient is not made yet: what it is made of stays."""
+        waits = step.delayed
+        assert waits is not None
+        for i in waits.inputs:
+            self._acquire(i)
+        held = [self._grads[i] for i in grads] if waits.gradient else []
+        for g in held:
+            g.refs += 1
+        self._grad_units += waits.made
+        self._waiting.setdefault(id(waits.flush), []).append((step, held))
+
+    def _flush(self, point: Flush) -> None:
+        """The weight gradients that wait for this point are made, in the order in which they came."""
+        for step, held in self._waiting.pop(id(point), ()):
+            waits = step.delayed
+            assert waits is not None
+            self._mark(f"{step.name} ({point.name})", waits.weight)
+            for i in waits.inputs:
+                self._release(i)
+            for g in held:
+                self._let_go(g)
+            self._grad_units -= waits.made
+
+    def _refill(self, part: _Part) -> None:
+        """Recompute a discarded region when its consumer's gradient arrives."""
+        outs = {i for i in part.made_tensors if self.refs[i]}
+        self._making = id(part)
+        anew = self._anew[self._making] = []
+        self._replay(part, outs)
+        self._making = -1
+        for i in part.outputs:
+            if i in self.emptied:
+                self.emptied.discard(i)
+                if part.refills:
+                    self.alive += self.plan.units[i]
+        if not part.refills:
+            for i in anew:
+                self.refs[i] += 1
+        self._mark(part.name + " (recomputed)")
+        for i in outs:
+            self._leave_scope(i)
+
+    def _replay(self, part: _Part, outs: set[int]) -> None:
+        """Run a region's forward again, now saving; storages of ``outs`` stay in scope."""
+        self._enter_scope(part.inputs)
+        self._run(part.steps, True, {self.plan.storage[i] for i in outs} | set(part.inputs), None)
+        for i in part.inputs:
+            self._leave_scope(i)
+
+    def _back_part(self, part: _Part) -> int | None:
+        outs: set[int] = set()
+        grads: list[_Grad] = []
+        if not part.discards:
+            outs = {i for i in part.made_tensors if i in self._grads}
+            if not outs:
+                for i in part.inputs:
+                    self._release(i)
+                return None
+            self._replay(part, outs)
+            grads = [self._grads[i] for i in outs]
+            for g in grads:
+                g.refs += 1
+        passed = self._back(part.steps)
+        # Variables of ``CheckpointFunction.backward`` hold the recomputed outputs and their gradients to its end.
+        for i in outs:
+            self._leave_scope(self.plan.storage[i])
+        for g in grads:
+            self._let_go(g)
+        for i in self._anew.pop(id(part), ()):
+            if part.refills:
+                self.alive -= self.plan.units[i]
+            else:
+                self._release(i)
+        for i in part.inputs:
+            self._release(i)
+        return passed

@@ -1,0 +1,252 @@
+"""A block's storages one by one, in the order in which they come and go: what ``alive`` counts, told apart.
+
+A pass over a tape (``alive``) makes and lets go of storages by reference counting; here each has a number of its own,
+under which it is handed from one block to the next, and every coming and going is told. That is what an allocator sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from bridge_memory.tapes.alive import Atoms, _Grad, _Plan, _Run, _Step
+from bridge_memory.tapes.context import BlockContext
+from bridge_memory.tapes.recorder import Recorder
+from bridge_memory.tapes.tape import Tape
+
+
+class Storages:
+    """References to storages, by number. ``told``: of every storage that comes (its number and bytes) and goes (None);
+    those without bytes are not told of."""
+
+    def __init__(self, told: Callable[[int, int | None], None]) -> None:
+        self._told = told
+        self._refs: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._next = 0
+
+    def make(self, nbytes: int) -> int:
+        """A new one, with one reference."""
+        number = self._next
+        self._next += 1
+        self._refs[number] = 1
+        if nbytes > 0:
+            self._sizes[number] = nbytes
+            self._told(number, nbytes)
+        return number
+
+    def hold(self, number: int) -> int:
+        self._refs[number] += 1
+        return number
+
+    def drop(self, number: int) -> None:
+        self._refs[number] -= 1
+        if not self._refs[number]:
+            del self._refs[number]
+            if self._sizes.pop(number, 0):
+                self._told(number, None)
+
+    def size(self, number: int) -> int:
+        """Bytes of one that is there."""
+        return self._sizes.get(number, 0)
+
+    def drop_all(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.drop(number)
+
+
+class _Tapes:
+    """In the place of blocks of many runs (``context.ManyBlocks``): the tape itself, with this run's numbers."""
+
+    def __init__(self, ctx: BlockContext) -> None:
+        self._ctx = ctx
+
+    def block(self, key: Any, record: Callable[[Recorder], None]) -> Tape:
+        r = Recorder(BlockContext(self._ctx.cache, self._ctx.dimensions))
+        record(r)
+        return r.tape
+
+
+def tape_of(ctx: BlockContext, block: Callable[[BlockContext], Any]) -> Tape:
+    """The tape of a block of one run; ``block`` asks for it (``layer_block(kind, ctx)``)."""
+    own = BlockContext(ctx.cache, ctx.dimensions, ctx.recompute)
+    own.many = _Tapes(own)  # type: ignore[assignment]
+    found = block(own)
+    assert isinstance(found, Tape)
+    return found
+
+
+class _Gradient(_Grad):
+    """A gradient's storage by number."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        super().__init__(0)
+        self.number = number
+
+
+class _Walk(_Run):
+    """One forward pass, and maybe one backward pass, in which every storage is told of. ``given``: numbers of storages
+    that are there already, by their number on the plan."""
+
+    def __init__(self, plan: _Plan, atoms: Atoms, storages: Storages, given: dict[int, int]) -> None:
+        super().__init__(plan)
+        self._atoms, self._storages, self._given = atoms, storages, given
+        self.numbers: dict[int, int] = {}
+        #: To be held from when they are made, beside everything else; and those that are.
+        self.kept: Sequence[int] = ()
+        self.held: dict[int, int] = {}
+        #: Held by a checkpoint until they come again.
+        self.until: dict[int, int] = {}
+
+    # ---- storages ----
+
+    def _came(self, i: int) -> None:
+        given = self._given.get(i)
+        if given is None:
+            self.numbers[i] = self._storages.make(self.plan.tensors[i].bytes)
+        else:
+            self.numbers[i] = self._storages.hold(given)
+            if i in self.until:
+                self._storages.drop(self.until.pop(i))
+        if i in self.kept and i not in self.held:
+            self.held[i] = self._storages.hold(self.numbers[i])
+
+    def _acquire(self, i: int) -> None:
+        if not self.refs[i]:
+            self._came(i)
+        super()._acquire(i)
+
+    def _release(self, i: int) -> None:
+        super()._release(i)
+        if not self.refs[i]:
+            self._storages.drop(self.numbers.pop(i))
+
+    def _enter_scope(self, storages: Iterable[int]) -> None:
+        for i in dict.fromkeys(storages):
+            if not self.scope[i] and not self.refs[i]:
+                self._came(i)
+            super()._enter_scope((i,))
+
+    def leave(self) -> None:
+        """What variables held is theirs no longer."""
+        for i, inside in enumerate(self.scope):
+            if inside:
+                self._leave_scope(i)
+
+    def _mark(self, name: str, extra: int = 0) -> None:
+        """Scratch comes and goes."""
+        sizes = self._atoms.sizes
+        self._storages.drop_all([self._storages.make(sizes[at]) for at in self._atoms.positions(extra)])
+
+    # ---- gradients ----
+
+    def back(self, gradient: int | None) -> dict[int, int]:
+        """``gradient``: of the output, whose reference is handed over. -> gradients of inputs by their place."""
+        self.leave()
+        for i in self.plan.outputs:
+            if self.plan.tensors[i].has_gradient:
+                self._grads[i] = self._gradient(i) if gradient is None else _Gradient(gradient)
+        self._back(self.plan.steps)
+        found = {}
+        for place, i in enumerate(self.plan.inputs):
+            left = self._grads.pop(i, None)
+            if left is not None:
+                assert isinstance(left, _Gradient)
+                found[place] = left.number
+        for left in self._grads.values():
+            self._let_go(left)
+        self._grads = {}
+        return found
+
+    def _gradient(self, i: int) -> _Gradient:
+        return _Gradient(self._storages.make(self.plan.tensors[i].grad_bytes))
+
+    def _let_go(self, g: _Grad) -> None:
+        g.refs -= 1
+        if not g.refs:
+            assert isinstance(g, _Gradient)
+            self._storages.drop(g.number)
+
+    def _add_grad(self, i: int, g: _Grad, op: str) -> None:
+        have = self._grads.get(i)
+        if have is None:
+            self._grads[i] = g
+        elif have.refs > 1 and g.refs > 1:
+            self._grads[i] = self._gradient(i)
+            self._let_go(have)
+            self._let_go(g)
+        else:
+            kept, gone = (have, g) if have.refs == 1 else (g, have)
+            self._let_go(gone)
+            self._grads[i] = kept
+
+    def _back_step(self, step: _Step) -> None:
+        found = self._grads
+        grads = [i for i in step.outputs if i in found]
+        saves = step.saves
+        for i in saves[: step.in_place] if grads else ():
+            self._release(i)
+        saves = saves[step.in_place :] if grads else saves
+        if grads and step.alias:
+            self._mark(step.name, step.backward_workspace)
+            for i in step.inputs:
+                g = found[grads[0]]
+                g.refs += 1
+                self._add_grad(i, g, step.name)
+        elif grads:
+            made = [(i, self._gradient(i)) for i in step.inputs]
+            self._mark(step.name, step.backward_workspace)
+            for i, g in made:
+                self._add_grad(i, g, step.name)
+        for i in saves:
+            self._release(i)
+        for i in grads:
+            self._let_go(found.pop(i))
+
+
+class Passes:
+    """A block that runs forward and backward in turn, as often as it is asked to, each run by itself.
+
+    ``again``: it keeps its input, and if it ``keeps`` what its tape says (``Tape.kept_by_checkpoint``) that, and runs
+    forward once more before it runs backward.
+    """
+
+    def __init__(self, tape: Tape, storages: Storages, *, again: bool = False, keeps: bool = False) -> None:
+        self._storages, self._again = storages, again
+        self._atoms = Atoms()
+        self._plan = _Plan(tape, self._atoms)
+        known = {id(t): i for i, t in enumerate(self._plan.tensors)}
+        asked = tape.kept_by_checkpoint if again and keeps else ()
+        self._kept = [self._plan.storage[known[id(t)]] for t in asked if id(t) in known]
+
+    def _walk(self, given: dict[int, int]) -> _Walk:
+        return _Walk(self._plan, self._atoms, self._storages, given)
+
+    def _given(self, x: int | None) -> dict[int, int]:
+        first = self._plan.inputs[0] if self._plan.inputs else None
+        return {first: x} if first is not None and x is not None else {}
+
+    def forward(self, x: int | None) -> tuple[int, Callable[[int | None], dict[int, int]]]:
+        """``x``: the number of its input, which stays the caller's. -> (its output, whose reference is the caller's;
+        its backward pass, to be called once: see ``_Walk.back``)."""
+        walk = self._walk(self._given(x))
+        walk.kept = self._kept
+        walk.forward(save=not self._again)
+        out = self._storages.hold(walk.numbers[self._plan.output_storages[0]])
+        walk.leave()
+        if not self._again:
+            return out, walk.back
+        if x is not None:
+            self._storages.hold(x)
+
+        def back(gradient: int | None) -> dict[int, int]:
+            second = self._walk({**self._given(x), **walk.held})
+            second.until = dict(walk.held)
+            second.forward(save=True)
+            if x is not None:
+                self._storages.drop(x)
+            return second.back(gradient)
+
+        return out, back

@@ -1,0 +1,272 @@
+"""Many runs at once: numbers that are arrays, one entry a run, and what happens where runs part ways.
+
+The formulas of this project are written for numbers. Most hold for arrays as they stand; where one asks ("is there
+tensor parallelism?") all runs of an array must give the same answer, else ``Differs`` is raised, and whoever evaluates
+divides the runs by it and starts anew with each part (``parts``). So an array never takes a branch that one of its runs
+would not take by itself. Formulas that pick the larger of two, or one of two, do it by ``symbolic.largest`` and
+``symbolic.chosen``, which ask nothing.
+
+Runs stand in a grid of three axes: parallel sizes, micro batches, and switches of recomputation. Arrays have one entry,
+or as many as the axis, along each, so that what depends on parallel sizes alone is worked out once for all others.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from math import lcm
+from typing import Any
+
+import numpy as np
+
+from bridge_memory.tapes.symbolic import ceil_step, elementwise, round_step
+
+AXES = 3
+
+
+class Differs(Exception):
+    """Runs answer a question differently. ``answers``: an array of the grid's axes."""
+
+    def __init__(self, answers: np.ndarray) -> None:
+        self.answers = answers
+
+
+class Batched(np.ndarray):
+    """Numbers of many runs."""
+
+    def _one(self) -> Any:
+        """The number itself, where it is the same for all."""
+        plain = self.view(np.ndarray)
+        first = plain.flat[0]
+        if plain.size > 1 and not (plain == first).all():
+            raise Differs(plain)
+        return first.item()
+
+    def __bool__(self) -> bool:
+        plain = self.view(np.ndarray)
+        if plain.dtype != np.bool_:
+            plain = plain != 0
+        if plain.all():
+            return True
+        if plain.any():
+            raise Differs(plain)
+        return False
+
+    def __index__(self) -> int:
+        return int(self._one())
+
+    __int__ = __index__
+
+    def __float__(self) -> float:
+        return float(self._one())
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return 0  # equality asks
+
+    def __round__(self, digits: None = None) -> Batched:
+        return batched(_rounded(self))
+
+    def __ceil__(self) -> Batched:
+        return batched(_ceiled(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(self.view(np.ndarray).flat[0].item(), spec)  # in a message: that of the first
+
+    def __str__(self) -> str:
+        return format(self, "")
+
+    # ``a += b`` makes a new number of a number; another may hold the array of ``a``.
+    __iadd__ = np.ndarray.__add__  # type: ignore[assignment]
+    __isub__ = np.ndarray.__sub__  # type: ignore[assignment]
+    __imul__ = np.ndarray.__mul__  # type: ignore[assignment]
+    __ifloordiv__ = np.ndarray.__floordiv__  # type: ignore[assignment]
+    __itruediv__ = np.ndarray.__truediv__  # type: ignore[assignment]
+    __imod__ = np.ndarray.__mod__  # type: ignore[assignment]
+
+    def where(self, yes: Any, no: Any) -> Batched:
+        """``yes`` where this holds, else ``no``."""
+        return batched(np.where(self, yes, no))
+
+
+def batched(values: Any) -> Batched:
+    return np.asarray(values).view(Batched)
+
+
+def along(axis: int, values: Sequence[Any]) -> Batched:
+    """``values`` along one axis of the grid."""
+    shape = [1] * AXES
+    shape[axis] = len(values)
+    return batched(np.array(values).reshape(shape))
+
+
+def _rounded(value: np.ndarray) -> np.ndarray:
+    return value if value.dtype.kind in "iu" else np.rint(value).astype(np.int64)
+
+
+def _ceiled(value: np.ndarray) -> np.ndarray:
+    return value if value.dtype.kind in "iu" else np.ceil(value).astype(np.int64)
+
+
+def distinct(values: np.ndarray) -> np.ndarray:
+    """Every number once, the smallest first: ``np.unique``, which would import masked arrays for it."""
+    ordered = np.sort(values, axis=None)
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])] if ordered.size else ordered
+
+
+def numbered(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(every number once, the smallest first; which of them each value is)."""
+    few = distinct(values)
+    return few, np.searchsorted(few, values)
+
+
+def numbered_rows(rows: np.ndarray) -> tuple[list[tuple[Any, ...]], np.ndarray]:
+    """(every row once, in order; which of them each row is)."""
+    known: dict[bytes, int] = {}
+    kinds: list[tuple[Any, ...]] = []
+    back = []
+    for row in rows:
+        number = known.setdefault(row.tobytes(), len(kinds))
+        if number == len(kinds):
+            kinds.append(tuple(row.tolist()))
+        back.append(number)
+    order = sorted(range(len(kinds)), key=kinds.__getitem__)
+    places = np.empty(len(kinds), np.int64)
+    places[order] = np.arange(len(kinds))
+    return [kinds[i] for i in order], places[back]
+
+
+def one_by_one(function: Callable[[Any], Any], values: np.ndarray) -> np.ndarray:
+    """``function`` of every distinct number."""
+    numbers, back = numbered(values)
+    return np.array([function(value) for value in numbers.tolist()])[back]
+
+
+def _apply(name: str, left: Any, right: Any) -> Any:
+    if name == "computed":
+        return batched(one_by_one(left, np.asarray(right)))
+    return batched(_BY_NAME[name](left, right))
+
+
+_BY_NAME: dict[str, Callable[[Any, Any], Any]] = {"max": np.maximum, "min": np.minimum, "lcm": np.lcm}
+elementwise[Batched] = _apply
+
+
+def collapsed(values: np.ndarray) -> np.ndarray:
+    """The same numbers with one entry along each axis on which nothing depends."""
+    for axis in range(values.ndim):
+        if values.shape[axis] > 1:
+            first = values.take([0], axis)
+            if (values == first).all():
+                values = first
+    return values
+
+
+class Part:
+    """Some runs of a grid: positions along each axis."""
+
+    __slots__ = ("_index", "positions")
+
+    def __init__(self, positions: tuple[np.ndarray, ...]) -> None:
+        self.positions = positions
+        self._index: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(map(len, self.positions))
+
+    def take(self, values: Any) -> Any:
+        """Of an array of the whole grid, these runs'; a plain number stays."""
+        if not isinstance(values, np.ndarray) or values.ndim != AXES:
+            return values
+        for axis, at in enumerate(self.positions):
+            if values.shape[axis] > 1 and values.shape[axis] != len(at):
+                values = values.take(at, axis)
+        return values
+
+    def answers(self, values: Any) -> Iterator[tuple[Part, Any, Part | None]]:
+        """Parts that answer a question alike: (part, its answer, where it is in this one; None: all of it)."""
+        if not isinstance(values, np.ndarray):
+            yield self, values, None
+            return
+        first = values.flat[0]
+        if values.size == 1 or (values == first).all():
+            yield self, first.item(), None
+            return
+        for inside in whole(self.shape).divided(values):
+            some = Part(tuple(at[few] for at, few in zip(self.positions, inside.positions, strict=True)))
+            for part, answer, deeper in some.answers(inside.take(values)):
+                if deeper is not None:
+                    inside_of = zip(inside.positions, deeper.positions, strict=True)
+                    yield part, answer, Part(tuple(at[few] for at, few in inside_of))
+                else:
+                    yield part, answer, inside
+
+    @property
+    def index(self) -> Any:
+        """What takes these runs out of an array of the whole grid, or puts them in."""
+        if self._index is None:
+            if all([len(at) and at[-1] - at[0] == len(at) - 1 for at in self.positions]):
+                self._index = tuple([slice(at[0], at[-1] + 1) for at in self.positions])
+            else:
+                self._index = np.ix_(*self.positions)
+        return self._index
+
+    def divided(self, answers: np.ndarray) -> list[Part]:
+        """Parts of it along the axis on which ``answers`` differ in the fewest ways."""
+        best: tuple[int, int, np.ndarray] | None = None
+        for axis in range(AXES):
+            if answers.shape[axis] > 1:
+                rows = np.moveaxis(answers, axis, 0).reshape(answers.shape[axis], -1)
+                kinds, back = numbered_rows(rows)
+                if len(kinds) > 1 and (best is None or len(kinds) < best[0]):
+                    best = len(kinds), axis, back
+        assert best is not None, "answers that do not differ"
+        number, axis, back = best
+        out = []
+        for kind in range(number):
+            positions = list(self.positions)
+            positions[axis] = positions[axis][back == kind]
+            out.append(Part(tuple(positions)))
+        return out
+
+
+def whole(shape: Sequence[int]) -> Part:
+    return Part(tuple(np.arange(n) for n in shape))
+
+
+def parts(of: Part, evaluate: Callable[[Part], Any]) -> Iterator[tuple[Part, Any]]:
+    """``evaluate`` of ``of``, or of parts of it among which no question is answered differently."""
+    todo = [of]
+    while todo:
+        part = todo.pop()
+        try:
+            result = evaluate(part)
+        except Differs as differs:
+            todo += part.divided(differs.answers)[::-1]
+            continue
+        yield part, result
+
+
+# ---- steps of recordings, on plain arrays ----
+
+_STEPS: dict[Any, Callable[[Any, Any], Any]] = {max: np.maximum, min: np.minimum, lcm: np.lcm}
+
+
+def step(operation: Any, left: Any, right: Any) -> Any:
+    """A recorded step on arrays."""
+    if operation in _OPERATORS:
+        return operation(left, right)
+    known = _STEPS.get(operation)
+    if known is not None:
+        return known(left, right)
+    if operation is round_step:
+        return _rounded(np.asarray(left))
+    if operation is ceil_step:
+        return _ceiled(np.asarray(left))
+    return one_by_one(lambda value: operation(value, value), np.asarray(left))
+
+
+_OPERATORS = frozenset((
+    operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod, operator.lt,
+    operator.le, operator.gt, operator.ge, operator.eq, operator.ne,
+))  # fmt: skip

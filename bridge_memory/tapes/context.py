@@ -1,0 +1,418 @@
+"""What a block needs to know about the run: local sizes and which implementation runs. No layers, no pipeline.
+
+``Settings`` are what decides how a block is recorded; the sizes beside them (``DIMENSIONS``) only scale it. Everything
+that was recorded under the same settings is kept with them, by one owner with a bound (``TraceCache``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import RLock
+from typing import Any, NamedTuple, Protocol
+
+from bridge_memory.releases import (
+    EXPERTS_IN_ONE_PARAMETER,
+    MTP_CHECKPOINT_DIFFERENTIATES,
+    MTP_DEPTHS_RECOMPUTED,
+    MXFP8_ATTENTION,
+    PACKING_IS_LOOKED_AT,
+    UNMASKED_MAY_BE_PACKED,
+)
+from bridge_memory.spec import DTYPE_BYTES, ImplementationSpec, PeftSpec, RecomputeSpec, RunSpec, SideBySideSpec
+from bridge_memory.spec.parts import RECOMPUTE_MODULES
+from bridge_memory.spec.transformers import TORCHTITAN, TORCHTUNE, Family, TransformersSpec, family_of
+from bridge_memory.tapes.symbolic import DIMENSIONS, SIZES, SymInt, Traces, chosen
+
+#: Blocks that a library keeps; beyond them it starts anew.
+MOST_TRACES = 4096
+
+
+class TorchLayers(NamedTuple):
+    """What recordings of Hugging Face's modules depend on beside."""
+
+    spec: TransformersSpec
+    family: Family
+    #: Bytes of an element of what linears make.
+    compute_width: int
+    tied: bool
+    #: Bytes of an element of LoRA adapters.
+    adapter_width: int
+    #: Gradients of a layer's weights are there until its backward pass is over (``RunSpec.layer_gradients_stay``).
+    gradients_stay: bool = False
+    #: A weight's gradient is a tensor of its own, not the view that torch's linear gives (deepspeed ``runtime/zero/
+    #: linear.py: LinearFunctionForZeroStage3.backward``, which takes its place under ZeRO-3).
+    plain_gradients: bool = False
+    #: What the model returns is cloned (torch ``nn/parallel/distributed.py: _DDPSink.forward``).
+    clones_outputs: bool = False
+    #: Layers run as torch.compile makes them (``compiled.py``).
+    compiled: bool = False
+    #: Whose modules they are.
+    modules: str = "transformers"
+
+    @property
+    def compiled_loss(self) -> bool:
+        """Whether the loss is compiled too: of torchtune's unless told the chunked one alone (``recipes/
+        full_finetune_single_device.py: setup``)."""
+        if self.spec.compile_loss is not None:
+            return self.spec.compile_loss
+        return self.compiled and (self.modules != "torchtune" or self.spec.num_output_chunks > 0)
+
+    @property
+    def compiled_whole(self) -> bool:
+        """Whether the model is compiled as one, its last norm and embedding too."""
+        return self.compiled and self.modules == "transformers"
+
+    @property
+    def autocast(self) -> bool:
+        return self.spec.autocast is not None
+
+    @property
+    def attention(self) -> str:
+        """The attention implementation that runs: classes without sdpa are loaded with their own."""
+        asked = self.spec.attn_implementation
+        return "eager" if asked == "sdpa" and "sdpa" not in self.family.attention else asked
+
+    def liger(self, *kernels: str) -> bool:
+        """Whether one of these kernels of liger-kernel runs: asked for, and there for the family."""
+        return any(name in self.spec.liger_kernel and name in self.family.liger for name in kernels)
+
+    @property
+    def packing_is_supposed(self) -> bool:
+        """Whether a batch without a mask may be packed, of which the positions tell (``masking_utils.py:
+        find_packed_sequence_indices``); from 5 on they are looked at."""
+        return UNMASKED_MAY_BE_PACKED(self.spec) and not PACKING_IS_LOOKED_AT(self.spec)
+
+    @property
+    def fused_experts(self) -> bool:
+        """Whether experts' weights are one parameter of three dimensions each."""
+        return EXPERTS_IN_ONE_PARAMETER(self.spec)
+
+    @property
+    def grouped_experts(self) -> bool:
+        return self.fused_experts and self.spec.experts_implementation in (None, "grouped_mm")
+
+
+class Settings(NamedTuple):
+    """What a recording depends on beside its block and the dimensions."""
+
+    hidden_size: int
+    #: Bytes of one activation element, and of one element of the residual stream.
+    act: int
+    residual: int
+    normalization: str
+    hidden_dropout: float
+    attention_dropout: float
+    params_dtype: str
+    #: What linears compute in, fp8 or fp4, and how.
+    fp8: str | None
+    fp8_recipe: str
+    fp8_param: bool
+    #: Whether attention computes in fp8 too.
+    fp8_attention: bool
+    attention_softmax_in_fp32: bool
+    impl: ImplementationSpec
+    #: Whether layers rotate queries and keys.
+    rotary: bool
+    #: Width of a head that is rotated; 0 where the source does not say (then the whole head is).
+    rotary_dim: int
+    #: Adapters beside frozen weights; None where every weight trains, or is counted as if it did.
+    adapters: PeftSpec | None
+    #: Sequences packed into one row of tokens.
+    packed: bool
+    #: Of ``transformer_impl`` transformers alone.
+    torch_layers: TorchLayers | None = None
+    #: Residual streams of hyper-connections, and whether fused kernels mix them.
+    residual_streams: int = 1
+    fused_hyper_connections: bool = False
+
+
+class SettingsCache:
+    """Everything recorded under the same settings, by block."""
+
+    __slots__ = ("blocks", "kept", "owner", "settings")
+
+    def __init__(self, owner: TraceCache, settings: Settings) -> None:
+        self.owner = owner
+        self.settings = settings
+        self.blocks: dict[Any, Traces] = {}
+        #: What depends on the settings and a few switches alone, by whoever worked it out.
+        self.kept: dict[Any, Any] = {}
+
+    def traces(self, block: Any) -> Traces:
+        found = self.blocks.get(block)
+        if found is None:
+            found = self.blocks.setdefault(block, Traces())
+        return found
+
+
+class TraceCache:
+    """Owner of all recordings. Safe under threads; ``MOST_TRACES`` bounds it."""
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self._by_settings: dict[Settings, SettingsCache] = {}
+        #: Lists of parameters that are alike in all but their sizes, with what was counted of them.
+        self.parameter_lists: dict[Any, Any] = {}
+        #: What depends on parameters and an engine's options, but on no tokens, by whoever worked it out.
+        self.replays: dict[Any, Any] = {}
+        self.recorded = 0
+
+    def cache(self, settings: Settings) -> SettingsCache:
+        found = self._by_settings.get(settings)
+        if found is None:
+            with self.lock:
+                found = self._by_settings.setdefault(settings, SettingsCache(self, settings))
+        return found
+
+    def count_trace(self) -> None:
+        """One more was recorded; over the bound everything is let go (runs at work keep what they hold)."""
+        self.recorded += 1
+        if self.recorded > MOST_TRACES:
+            self.clear()
+
+    def clear(self) -> None:
+        with self.lock:
+            self._by_settings = {}
+            self.parameter_lists = {}
+            self.replays = {}
+            self.recorded = 0
+
+
+#: What estimates of this process share.
+TRACE_CACHE = TraceCache()
+
+
+class ManyBlocks(Protocol):
+    """The blocks of many runs at once (``many.Grid``)."""
+
+    def block(self, key: Any, record: Callable[[Any], None]) -> Any:
+        """As ``blocks.block``."""
+
+    def bare(self) -> BlockContext:
+        """As ``BlockContext.bare``."""
+
+    def by_recompute(self, number: Callable[[RecomputeSpec], int]) -> Any:
+        """As ``BlockContext.by_recompute``."""
+
+    def recompute_says(self, answer: Callable[[RecomputeSpec], Any]) -> Any:
+        """As ``BlockContext.recompute_says``."""
+
+    def largest_scratch(self, requests: Sequence[Any]) -> dict[Any, Any]:
+        """As ``stack.stage_scratch``, of requests of chunks."""
+
+
+class BlockContext:
+    """Local sizes and settings of one rank, for every block of a run.
+
+    While a block is recorded the sizes are ``symbolic.SymInt``s, and asking for a switch is a question; else they are
+    numbers.
+    """
+
+    __slots__ = (
+        *Settings._fields,
+        *SIZES,
+        "_sp",
+        "_switches",
+        "blocks",
+        "cache",
+        "dimensions",
+        "evaluated",
+        "hidden_bytes",
+        "many",
+        "recompute",
+        "tokens",
+        "tokens_sp",
+    )
+
+    hidden_size: int
+    act: int
+    residual: int
+    normalization: str
+    hidden_dropout: float
+    attention_dropout: float
+    params_dtype: str
+    fp8: str | None
+    fp8_recipe: str
+    fp8_param: bool
+    fp8_attention: bool
+    attention_softmax_in_fp32: bool
+    impl: ImplementationSpec
+    rotary: bool
+    rotary_dim: int
+    adapters: PeftSpec | None
+    packed: bool
+    torch_layers: TorchLayers | None
+    residual_streams: int
+    fused_hyper_connections: bool
+    #: s after context parallelism, b: the micro batch.
+    seq: int
+    batch: int
+    tp: int
+    cp: int
+    ep: int
+    etp: int
+    padded_vocab: int
+    #: Full recomputation is of chunks, not of blocks: None while one is recorded.
+    recompute: RecomputeSpec
+
+    def __init__(self, cache: SettingsCache, dimensions: Sequence[Any], recompute: RecomputeSpec | None = None) -> None:
+        self.cache = cache
+        self.recompute = recompute  # type: ignore[assignment]
+        self.dimensions = tuple(dimensions)
+        (
+            self.hidden_size, self.act, self.residual, self.normalization, self.hidden_dropout,
+            self.attention_dropout, self.params_dtype, self.fp8, self.fp8_recipe, self.fp8_param,
+            self.fp8_attention, self.attention_softmax_in_fp32, self.impl, self.rotary, self.rotary_dim,
+            self.adapters, self.packed, self.torch_layers, self.residual_streams, self.fused_hyper_connections,
+        ) = cache.settings
+        (
+            self.seq, self.batch, self.tp, self.cp, self.ep, self.etp, self.padded_vocab, self._sp, *switches
+        ) = self.dimensions  # fmt: skip
+        self._switches = dict(zip(_SWITCHES, switches, strict=True))
+        #: s b on this context-parallel rank.
+        self.tokens = self.seq * self.batch
+        #: Tokens of the residual stream: s b / t under sequence parallelism.
+        self.tokens_sp = self.tokens // chosen(self._sp, self.tp, 1)
+        #: One residual-stream tensor [s, b, h] (divided by t under SP), of all streams.
+        self.hidden_bytes = self.tokens_sp * self.hidden_size * self.residual * self.residual_streams
+        #: What was found for this run so far, by whoever found it.
+        self.evaluated: dict[Any, Any] = {}
+        #: Blocks with this run's numbers put in.
+        self.blocks: dict[Any, Any] = {}
+        #: Where the sizes are arrays: whom to ask for blocks.
+        self.many: ManyBlocks | None = None
+
+    def bare(self) -> BlockContext:
+        """The same sizes with one sequence and nothing recomputed: for parameters, which depend on neither."""
+        found: BlockContext | None = self.evaluated.get("bare")
+        if found is None:
+            sizes = (self.seq, 1, *self.dimensions[2 : len(SIZES) + 1])
+            switches = (False,) * len(_SWITCHES)
+            if self.many is None:
+                found = BlockContext(self.cache, (*sizes, *switches), RecomputeSpec())
+            else:
+                found = self.many.bare()
+            self.evaluated["bare"] = found
+        return found
+
+    def by_recompute(self, number: Callable[[RecomputeSpec], int]) -> Any:
+        """A number that the run's recomputation decides."""
+        return number(self.recompute) if self.many is None else self.many.by_recompute(number)
+
+    def recompute_says(self, answer: Callable[[RecomputeSpec], Any]) -> Any:
+        """What the run's recomputation comes to; of many runs all must agree on it, in whatever words."""
+        return answer(self.recompute) if self.many is None else self.many.recompute_says(answer)
+
+    def switch(self, module: str) -> Any:
+        """``recomputes``, without asking."""
+        return self._switches[module]
+
+    @property
+    def te(self) -> bool:
+        return self.impl.te
+
+    @property
+    def sp(self) -> bool:
+        """Sequence parallelism."""
+        return _is_on(self._sp)
+
+    @property
+    def mtp_recomputed(self) -> bool:
+        """Whether MTP depths run again in backward as a whole."""
+        return _is_on(self._switches["mtp_recomputed"])
+
+    @property
+    def mtp_without_gradients(self) -> bool:
+        """Whether that recomputation cuts them off the graph, so that they run forward alone."""
+        cut = self.te and self.fp8 is not None and not MTP_CHECKPOINT_DIFFERENTIATES(self.impl)
+        return cut and self.mtp_recomputed
+
+    @property
+    def recomputes_fully(self) -> bool:
+        """Whether whole layers run forward without gradients first."""
+        return _is_on(self._switches["recomputes_fully"])
+
+    def recomputes(self, module: str) -> bool:
+        """Whether selective recomputation covers this module name."""
+        return _is_on(self._switches[module])
+
+
+_SWITCHES = DIMENSIONS[len(SIZES) + 1 :]
+
+
+def _is_on(switch: Any) -> bool:
+    return switch.is_on() if type(switch) is SymInt else bool(switch)
+
+
+def context_of(run: RunSpec, owner: TraceCache = TRACE_CACHE) -> BlockContext:
+    """The context of every block of ``run`` (all its ranks share it)."""
+    dimensions = (*sizes_of(run), *switches_of(run.recompute, run.implementation))
+    return BlockContext(owner.cache(settings_of(run)), dimensions, run.recompute)
+
+
+def sizes_of(run: RunSpec) -> tuple[Any, ...]:
+    """The first of DIMENSIONS, up to sequence parallelism."""
+    p, (length, sequences) = run.parallel, run.batch.rows
+    return length // p.cp, sequences, p.tp, p.cp, p.ep, p.etp, run.model.padded_vocab_size(p.tp), p.sp
+
+
+def switches_of(rc: RecomputeSpec, impl: ImplementationSpec) -> tuple[bool, ...]:
+    """The others."""
+    full = rc.granularity == "full"
+    selected = rc.modules if rc.granularity == "selective" else ()
+    return (
+        full and rc.method == "uniform" and MTP_DEPTHS_RECOMPUTED(impl), full,
+        *[module in selected for module in RECOMPUTE_MODULES],
+    )  # fmt: skip
+
+
+def settings_of(run: RunSpec) -> Settings:
+    """What blocks of ``run`` depend on beside sizes and switches."""
+    b, m, precision = run.batch, run.model, run.precision
+    act = DTYPE_BYTES[run.compute_dtype if run.implementation.torch_layers else precision.params_dtype]
+    return Settings(
+        m.hidden_size,
+        act,
+        # Falcon-H1's layers make their residual fp32 and cast what enters their blocks.
+        4 if precision.fp32_residual_connection or isinstance(m.layers[0].mixer, SideBySideSpec) else act,
+        m.normalization,
+        m.hidden_dropout,
+        m.attention_dropout,
+        precision.params_dtype,
+        precision.fp8 or precision.fp4,
+        precision.recipe,
+        precision.quantized_param,
+        _fp8_attention(run),
+        # Scaling by the layer number keeps the softmax in fp32 (TransformerConfig.__post_init__).
+        precision.attention_softmax_in_fp32 or run.implementation.apply_query_key_layer_scaling,
+        run.implementation,
+        m.position_embedding_type == "rope",
+        m.rotary_dim,
+        run.peft if run.peft.trains_adapters else None,
+        b.packed_sequences,
+        _torch_layers(run) if run.implementation.torch_layers else None,
+        m.residual_streams,
+        m.fused_hyper_connections,
+    )
+
+
+def _fp8_attention(run: RunSpec) -> bool:
+    """Of the recipes that are told of it (``fp8_utils.py: get_fp8_recipe``)."""
+    p, impl = run.precision, run.implementation
+    if not p.fp8_dot_product_attention or p.fp8 is None or not impl.te:
+        return False
+    return p.fp8_recipe in ("delayed", "tensorwise") or (p.fp8_recipe == "mxfp8" and MXFP8_ATTENTION(impl))
+
+
+def _torch_layers(run: RunSpec) -> TorchLayers:
+    spec = run.transformers
+    own = {"torchtitan": TORCHTITAN, "torchtune": TORCHTUNE}
+    family = own.get(run.implementation.transformer_impl) or family_of(run.model.model_type, spec)
+    return TorchLayers(
+        spec, family, DTYPE_BYTES[spec.autocast or run.compute_dtype],
+        run.model.share_embeddings_and_output_weights, DTYPE_BYTES[run.adapters_compute_dtype],
+        run.layer_gradients_stay,
+        run.data_parallel.engine == "zero3",
+        run.data_parallel.engine == "ddp" and run.ddp.find_unused_parameters and not run.ddp.static_graph,
+        run.layers_compiled, run.implementation.transformer_impl,
+    )

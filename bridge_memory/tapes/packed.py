@@ -1,0 +1,89 @@
+"""What blocks of a grid cost, as plain arrays and JSON, so that another process can take it up.
+
+Costs of a grid follow from its settings, sizes and recomputation, and from this package's code: ``name`` says all of
+the former, and whoever keeps them adds the latter. Nothing is executed or unpickled when they are taken up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from bridge_memory.tapes.many import FLAGS, Columns, Grid, ManyCost, ManyParameters, Request
+from bridge_memory.tapes.parameters import Parameter, ParameterList, Repeated, Use
+
+
+def name(grid: Grid) -> str:
+    """Of all that the costs of a grid depend on but for the code."""
+    digest = sha256(repr((grid.cache.settings, grid.recomputes, grid.shape)).encode())
+    for values in (*grid.dimensions, *(() if grid.needed is None else (np.packbits(grid.needed),))):
+        digest.update(repr((values.dtype.str, values.shape)).encode())
+        digest.update(np.ascontiguousarray(values).tobytes())
+    return digest.hexdigest()
+
+
+def pack(grid: Grid) -> tuple[dict[str, np.ndarray], Any]:
+    """(arrays by name, what JSON says of them)."""
+    arrays: dict[str, np.ndarray] = {}
+    blocks: dict[str, Any] = {}
+    for number, (block, columns) in enumerate(grid.known_blocks()):
+        for field in ManyCost.__slots__:
+            arrays[f"{number}.{field}"] = columns.cost[field]
+        for i, request in enumerate(columns.persistent):
+            arrays[f"{number}.what.{i}"], arrays[f"{number}.nbytes.{i}"] = request.what, request.nbytes
+        parameters = columns.parameters
+        arrays[f"{number}.which"] = parameters.which
+        blocks[block] = {
+            "number": number, "requests": len(columns.persistent), "lists": [_plain(one) for one in parameters.lists],
+        }  # fmt: skip
+    return arrays, {"blocks": blocks, "shapes": [list(shape) for shape in grid.shapes]}
+
+
+def _plain(parameters: ParameterList) -> Any:
+    return [
+        [[[p.name, list(p.shape), p.expert, p.sharded, p.use.value] for p in few], times]
+        for few, times in parameters.rows
+    ]
+
+
+def unpack(grid: Grid, arrays: Mapping[str, np.ndarray], about: Any) -> None:
+    """Take up what ``pack`` gave of a grid of the same name. Raises KeyError, TypeError or ValueError where it did not
+    give this, and changes nothing then."""
+    found = {
+        block: _columns(grid, arrays, int(of["number"]), int(of["requests"]), of["lists"])
+        for block, of in about["blocks"].items()
+    }
+    grid.take_up(found, [tuple(map(int, shape)) for shape in about["shapes"]])
+
+
+def _columns(grid: Grid, arrays: Mapping[str, np.ndarray], number: int, requests: int, lists: Any) -> Columns:
+    def array(field: str, kind: str) -> np.ndarray:
+        values = arrays[f"{number}.{field}"]
+        fits = all(n in (1, most) for n, most in zip(values.shape, grid.shape, strict=True))
+        if values.dtype.kind != kind or not fits:
+            raise ValueError(f"{field} is not of this grid")
+        return values
+
+    which = array("which", "i")
+    known = [ParameterList([_repeated(row) for row in rows]) for rows in lists]
+    if not known or which.min() < 0 or which.max() >= len(known):
+        raise ValueError("parameters are not of this grid")
+    return Columns(
+        {field: array(field, "b" if field in FLAGS else "i") for field in ManyCost.__slots__},
+        ManyParameters(known, which),
+        tuple(Request(array(f"what.{i}", "i"), array(f"nbytes.{i}", "i")) for i in range(requests)),
+    )
+
+
+def _repeated(row: Any) -> Repeated:
+    few, times = row
+    return Repeated(
+        tuple(
+            Parameter(str(label), tuple(map(int, shape)), bool(expert), bool(sharded), Use(use))
+            for label, shape, expert, sharded, use in few
+        ),
+        int(times),
+    )

@@ -1,0 +1,486 @@
+"""The recorder: a block describes its modules once; parameters and tape both come from that description.
+
+The module-level operations every block is made of (norm, column- and row-parallel linear, bias-dropout-add) are
+here, for Transformer Engine and for megatron-core's local implementation.
+
+Shapes in bytes: Tensor = tokens on this rank (s b), T_sp = T / t under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
+from typing import Any
+
+from bridge_memory.releases import (
+    DUMMY_WEIGHT_GRADIENTS_KEPT,
+    OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS,
+    PROJ_KEEPS_ORIGINAL,
+    RECOMPUTED_IN_PLACE,
+)
+from bridge_memory.spec.adapters import in_any_layer, is_target
+from bridge_memory.tapes import frozen
+from bridge_memory.tapes.context import BlockContext
+from bridge_memory.tapes.parameters import Parameter, Repeated, Use
+from bridge_memory.tapes.tape import Delayed, Tape, Tensor
+
+
+class Scratch(str, Enum):
+    """Lasting scratch that blocks make the process keep; the largest request of one kind (and shape) wins."""
+
+    MPU = "global memory buffer (mpu)"
+    CAUSAL_MASK = "causal mask"
+    #: One a weight shape.
+    WEIGHT_GRADIENT = "stand-in weight gradients, one a weight shape"
+
+
+class Recorder:
+    """Collects one block. ``ctx`` has the local sizes; ``tape`` the allocations."""
+
+    def __init__(self, ctx: BlockContext) -> None:
+        self.ctx = ctx
+        #: Whether no weight but those of adapters has a gradient.
+        self.frozen = ctx.adapters is not None
+        self.tape = Tape(
+            refills=not RECOMPUTED_IN_PLACE(ctx.impl), frozen=self.frozen, item=ctx.act,
+            least_offloaded=ctx.impl.min_offloaded_tensor_size,
+        )
+        #: Parameters in order, those of experts once with their number.
+        self.rows: list[Repeated] = []
+        #: (kind, shape, bytes) of lasting scratch, as often as it was asked for.
+        self.persistent: list[tuple[Scratch, tuple[Any, ...], Any]] = []
+        #: Whether its forward pass may run without gradients, as that of a recomputed layer first does.
+        self.without_gradients = False
+        #: Whether linears stay in the dtype of the parameters where others compute in fp8 (``LayerSpec.unquantized``).
+        self.unquantized = False
+        #: Whether norms are written in torch (``torch_norm``).
+        self.torch_norms = False
+        self._repeated: list[Parameter] | None = None
+        self._variables: list[Tensor] = []
+
+    # ---- parameters and lasting buffers ----
+
+    def parameter(
+        self, name: str, shape: tuple[Any, ...], *, expert: bool = False, sharded: bool = False, use: Use = Use.LAYER
+    ) -> None:
+        """One parameter of this rank: its name in ``named_parameters``, relative to the block, and its local shape."""
+        if self.unquantized and use is Use.LAYER:
+            use = Use.UNQUANTIZED
+        parameter = Parameter(name, shape, expert, sharded, use)
+        if self._repeated is not None:
+            self._repeated.append(parameter)
+        else:
+            self.rows.append(Repeated((parameter,)))
+
+    @contextmanager
+    def repeated(self, count: Any) -> Iterator[None]:
+        """The parameters named inside are there ``count`` times, their names numbered at ``EXPERT_NUMBER``."""
+        self._repeated = []
+        try:
+            yield
+        finally:
+            self.rows.append(Repeated(tuple(self._repeated), count))
+            self._repeated = None
+
+    @contextmanager
+    def within(self, prefix: str) -> Iterator[None]:
+        """The parameters named inside belong to a submodule."""
+        first = len(self.rows)
+        yield
+        self.rows[first:] = [
+            Repeated(tuple(p.under(prefix) for p in parameters), count) for parameters, count in self.rows[first:]
+        ]
+
+    def arrange(self, first: int, *modules: str) -> None:
+        """Parameters from the ``first`` row on, in the order in which the real module registers its ``modules`` (by
+        which DDP fills its buffers) and not that in which they run; of no module named: before them."""
+
+        def place(row: Repeated) -> int:
+            name = row.parameters[0].name
+            return next((i for i, m in enumerate(modules) if name.startswith(f"{m}.")), -1)
+
+        self.rows[first:] = sorted(self.rows[first:], key=place)
+
+    def keep(self, kind: Scratch, nbytes: Any, shape: tuple[Any, ...] = ()) -> None:
+        """A buffer that stays for the process."""
+        self.persistent.append((kind, shape, nbytes))
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """A variable of the layer's forward function: it lives until the next residual sum is made."""
+        self._variables.append(tensor)
+        return tensor
+
+    def offload(self, module: str) -> AbstractContextManager[None]:
+        """Fine-grained offloading of what is saved inside, where ``offload_modules`` names ``module``."""
+        return self.tape.offload(module in self.ctx.impl.offload_modules)
+
+    def delays(self, node: str) -> AbstractContextManager[None]:
+        """With ``delay_wgrad_compute`` weight gradients of what is inside wait until it has run backward; inside of
+        another one, that one's end.
+
+        Source: megatron-core ``models/common/model_chunk_schedule_plan.py: TransformerLayerSchedulePlan.run``: those of
+        experts or the MLP are made when that node has run backward, those of all before when attention has.
+        """
+        asked = self.ctx.impl.delay_wgrad_compute and self.ctx.te
+        return self.tape.delays(node, enabled=asked and not self.tape.delaying)
+
+    def delayed(
+        self, inputs: tuple[Tensor, ...], outputs: Any, weight: Any, *, gathered: Any = 0, gradient: Any = 0
+    ) -> Delayed:
+        """What Transformer Engine's linear puts into its store (``module/linear.py``: ``wgrad_store.put``).
+
+        What it kept of its input, or what it ``gathered`` or requantized of that; and the gradient of its output, of so
+        many elements (``outputs``): as it came, quantized, or gathered (``gradient``, bytes). ``weight``: bytes of the
+        weight's gradient, as ``weight_grad``.
+        """
+        made = self.quantized_gradient(outputs) if self.fp8 else gradient
+        as_kept, as_came = (type(n) is int and n == 0 for n in (gathered, made))
+        return Delayed(inputs if as_kept else (), as_came, made + gathered, weight)
+
+    def weight_grad(self, shape: tuple[Any, ...], *, te: bool, trains: bool = False) -> Any:
+        """Scratch bytes of a weight's gradient during its backward, before DDP adds it to the main gradient.
+
+        Without gradient accumulation fusion the GEMM writes a fresh gradient in the parameter dtype. With it
+        the GEMM adds straight into the main gradient and autograd gets a stand-in of the weight's shape:
+        Transformer Engine keeps one per shape for good (``module/base.py: get_dummy_wgrad``), which
+        megatron-core uses too; the code before that makes a new one each time
+        (``tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication.backward``). A frozen weight has
+        none; that of an adapter ``trains``.
+        """
+        if self.frozen and not trains:
+            return 0
+        nbytes = self.ctx.act
+        for n in shape:
+            nbytes *= n
+        impl = self.ctx.impl
+        kept = (te or OWN_LINEARS_USE_DUMMY_WEIGHT_GRADIENTS(impl)) and DUMMY_WEIGHT_GRADIENTS_KEPT(impl)
+        if impl.gradient_accumulation_fusion and kept:
+            self.keep(Scratch.WEIGHT_GRADIENT, nbytes, shape)
+            return 0
+        return nbytes
+
+    # ---- adapters ----
+
+    @property
+    def rank(self) -> int:
+        """That of adapters."""
+        assert self.ctx.adapters is not None
+        return self.ctx.adapters.dim
+
+    def adapts(self, name: str) -> bool:
+        """Whether a linear of this block has an adapter; where targets name layers, as if it were in all of them."""
+        assert self.ctx.adapters is not None
+        module = f"decoder.layers.0.{name}"
+        return is_target(in_any_layer(self.ctx.adapters), name.rpartition(".")[2], module)
+
+    # ---- fp8 ----
+
+    @property
+    def fp8(self) -> bool:
+        """Whether Transformer Engine's linears run in fp8 here."""
+        return self.ctx.te and self.ctx.fp8 is not None and not self.unquantized
+
+    def fp8_bytes(self, elements: int) -> int:
+        """One fp8 copy with its scales: a byte an element, and per block of 32 (mxfp8: one byte) or of 128
+        (blockwise: four bytes); in fp4 half a byte, and one per block of 16. Source: TE
+        ``tensor/{mxfp8,float8_blockwise,nvfp4}_tensor.py``."""
+        if self.ctx.fp8_recipe == "nvfp4":
+            return elements // 2 + elements // 16
+        scales = {"mxfp8": elements // 32, "blockwise": elements // 128 * 4}
+        return elements + scales.get(self.ctx.fp8_recipe, 0)
+
+    def linear_input(
+        self, name: str, x: Tensor, elements: int, *, original: bool = False
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """(saved, made): what a linear keeps of its input for the weight gradient.
+
+        In bf16 the input itself. In fp8 a copy in the layout of that GEMM, and the input goes unless another
+        operation keeps it; ``original``: megatron-core asked for the input to be kept instead
+        (``extensions/transformer_engine.py: set_save_original_input``). Source: TE ``module/linear.py``.
+        """
+        if not self.fp8 or original:
+            return (x,), ()
+        word = "fp4" if self.ctx.fp8_recipe == "nvfp4" else "fp8"
+        copy = self.tape.tensor(f"{name} input in {word}", self.fp8_bytes(elements), grad=False, item=1)
+        return (copy,), (copy,)
+
+    @property
+    def fp8_copies(self) -> int:
+        """Layouts in which a tensor is quantized for its two GEMMs, row-wise and column-wise; one alone where the GPU
+        multiplies either (``utils.py: is_non_tn_fp8_gemm_supported``) and the recipe scales whole tensors."""
+        return 1 if self.ctx.impl.gpu_arch == "blackwell" and self.ctx.fp8_recipe in ("delayed", "tensorwise") else 2
+
+    def quantized_input(self, elements: int, *, original: bool = False, gathered: bool = False) -> int:
+        """Scratch bytes of a linear's forward: the fp8 layouts of its input that it does not keep. Without gradients
+        it makes one layout, so that of these only what ``original`` has is there (``linear.py: _Linear.forward``:
+        ``backward_needs_input``)."""
+        if not self.fp8 or (gathered and self.gathers_rows_only):
+            return 0
+        return self.fp8_bytes(elements) * (1 if original else self.fp8_copies - 1)
+
+    def requantized_input(self, elements: int, *, original: bool) -> int:
+        """Scratch bytes of a linear's backward that kept its input as it was: in fp8 for the weight gradient's GEMM,
+        row-wise too where columns are made of rows."""
+        if not self.fp8 or not original:
+            return 0
+        return self.fp8_bytes(elements) * (self.fp8_copies if self.gathers_rows_only else 1)
+
+    @property
+    def gathers_rows_only(self) -> bool:
+        """Recipes that scale whole tensors gather row-wise data and keep it too
+        (``Quantizer.supports_only_rowwise_all_gather``)."""
+        return self.ctx.fp8_recipe in ("delayed", "tensorwise")
+
+    def quantized_gradient(self, elements: int) -> int:
+        """Scratch bytes of a linear's backward: the gradient of its output in fp8, in every layout."""
+        return self.fp8_bytes(elements) * self.fp8_copies if self.fp8 else 0
+
+    def gathered(self, elements: int, *, backward: bool = False) -> int:
+        """Bytes of a linear's input gathered under sequence parallelism, in the dtype of the GEMM. For the weight
+        gradient what was gathered is transposed, but for mxfp8, which gathers columns; scales of blocks stay as they
+        are (``distributed.py: _post_process_fp8_blockwise_gather``)."""
+        if not self.fp8:
+            return elements * self.ctx.act
+        transposed = backward and self.ctx.fp8_recipe != "mxfp8" and self.fp8_copies > 1
+        if self.ctx.fp8_recipe == "nvfp4" and backward:
+            return 2 * self.fp8_bytes(elements) + elements // 2  # of both layouts, of which one is put in order
+        return self.fp8_bytes(elements) + (elements if transposed else 0)
+
+    @property
+    def proj_keeps_original(self) -> bool:
+        """Whether linear_proj keeps attention's output, which attention keeps anyway, and no fp8 copy of it
+        (``attention.py: Attention.__init__``; not for the delayed recipe)."""
+        return self.ctx.fp8_recipe != "delayed" and PROJ_KEEPS_ORIGINAL(self.ctx.impl)
+
+    # ---- modules ----
+
+    def norm(self, name: str, x: Tensor, width: int, rows: int, *, per_module: str | None = None) -> Tensor:
+        """LayerNorm or RMSNorm over ``width`` for ``rows`` rows; keeps its input and fp32 row statistics.
+
+        Source: TE ``ops/basic/{layer_norm,rmsnorm}.py``; Apex ``FusedLayerNormAffineFunction``; torch
+        ``native_layer_norm`` / ``_fused_rms_norm``. [rows, width] in, the same out in the compute dtype.
+        """
+        self.norm_parameters(name, width)
+        if self.torch_norms:
+            return self.torch_norm(name, x, width, rows)
+        stats = self.norm_statistics(name, rows)
+        return self.tape.make(name, x, rows * width * self.ctx.act, saves=(x, *stats), also=stats)
+
+    def torch_norm(
+        self, name: str, x: Tensor, width: int, rows: int, *, scaled: bool = True, copies: int = 2
+    ) -> Tensor:
+        """RMSNorm operation by operation in fp32: one copy of the input is multiplied, the other (``copies``; else the
+        same) squared. Keeps the copies, the means before and after the power, and with a weight the normed copy.
+
+        Source: megatron-bridge ``models/gemma/modeling_gemma4.py: _gemma4_rms_norm, Gemma4DenseSelfAttention._v_norm``.
+        """
+        tape, wide = self.tape, 4 * rows * width
+        copy = tape.make(f"{name} input in fp32", x, wide)
+        squared = tape.make(f"{name} input in fp32, to be squared", x, wide) if copies > 1 else copy
+        squares = tape.make(f"{name} squares", squared, wide, saves=(squared,), backward_workspace=wide)
+        mean = tape.make(f"{name} mean square", squares, 4 * rows)
+        mean = tape.make(f"{name} mean square + epsilon", mean, 4 * rows, alias=True)
+        scale = tape.make(f"{name} scale", mean, 4 * rows, saves=(mean,))
+        out = tape.make(f"{name} in fp32", (copy, scale), wide, saves=(copy, scale), backward_workspace=wide)
+        tape.keep_alive(copy)
+        if scaled:
+            weight = tape.tensor(f"{name} weight in fp32", 4 * width, grad=False)
+            out = tape.make(f"{name} scaled", out, wide, saves=(out, weight), also=(weight,), backward_workspace=wide)
+        out = tape.make(name, out, rows * width * self.ctx.act)
+        tape.keep_alive(x)  # whose dtype it takes
+        return out
+
+    def norm_parameters(self, name: str, width: int, style: str = ".") -> None:
+        self.parameter(f"{name}{style}weight", (width,))
+        if self.ctx.normalization == "LayerNorm":
+            self.parameter(f"{name}{style}bias", (width,))
+
+    def norm_statistics(self, name: str, rows: int) -> tuple[Tensor, ...]:
+        """fp32 reciprocal deviations, and means for LayerNorm: 4 bytes a row each."""
+        stats = [self.tape.tensor(f"{name} rstd", 4 * rows, grad=False, item=4)]
+        if self.ctx.normalization == "LayerNorm":
+            stats.append(self.tape.tensor(f"{name} mean", 4 * rows, grad=False, item=4))
+        return tuple(stats)
+
+    def column_linear(
+        self,
+        name: str,
+        x: Tensor,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        fused_norm: bool = False,
+        expert: bool = False,
+        gather: bool = True,
+        out_name: str | None = None,
+        original: bool = False,
+    ) -> Tensor:
+        """Column-parallel linear, [T_sp, in] -> [T, out / t] (``out_features`` is already local).
+
+        ``fused_norm``: Transformer Engine's LayerNormLinear, which keeps the norm's input and its output.
+        Under sequence parallelism the input is gathered for the forward GEMM and again for the weight
+        gradient; the input gradient is made whole and then reduce-scattered. Without ``gather`` the input is [T, in]
+        already, and so is its gradient. Source: TE
+        ``module/{linear,layernorm_linear}.py``, megatron-core ``tensor_parallel/layers.py``.
+        """
+        ctx = self.ctx
+        shape = (out_features, in_features)
+        if fused_norm:
+            self.norm_parameters(name, in_features, ".layer_norm_")
+        self.parameter(f"{name}.weight", shape, expert=expert, sharded=ctx.tp > 1)
+        if bias:
+            self.parameter(f"{name}.bias", (out_features,), expert=expert, sharded=ctx.tp > 1)
+        out_label = out_name or f"{name} output"
+        if self.frozen:
+            return frozen.column_linear(
+                self, name, x, in_features, out_features, fused_norm=fused_norm, gather=gather, label=out_label
+            )
+        sp = ctx.sp and gather
+        shard = ctx.tokens_sp * in_features * ctx.act
+        whole = ctx.tokens * in_features * ctx.act
+        wgrad = self.weight_grad(shape, te=ctx.te)
+        out_bytes = ctx.tokens * out_features * ctx.act
+        kept, entering = (ctx.tokens_sp if gather else ctx.tokens) * in_features, ctx.tokens * in_features
+        later = self.tape.delaying
+        backward = self.quantized_gradient(ctx.tokens * out_features) + (0 if later else wgrad)
+        if fused_norm:
+            stats = self.norm_statistics(name, ctx.tokens_sp)
+            layouts = self.quantized_input(kept, gathered=sp)
+            own = self.fp8_bytes(kept) if self.fp8 else kept * ctx.act
+            if sp and self.fp8 and ctx.fp8_recipe == "nvfp4":
+                own, layouts = own + layouts, 0  # what is gathered again is kept in both layouts
+            normed = self.tape.tensor(f"{name} norm output", own, grad=False, item=1 if self.fp8 else None)
+            return self.tape.make(
+                name, x, out_bytes,
+                saves=(x, normed, *stats), also=(normed, *stats),
+                workspace=layouts + (self.gathered(entering) if sp else 0), for_backward=layouts,
+                # SP: gathered norm output and whole input gradient. Else the norm's output goes (``clear_tensor_data``)
+                # before the input's gradient is made of the norm output's, which is as large in bf16.
+                # A delayed weight gradient keeps it.
+                backward_workspace=backward
+                + (self.gathered(entering, backward=True) + whole if sp else shard - (0 if later else normed.bytes)),
+                label=out_label,
+                delayed=self.delayed(
+                    (normed,), ctx.tokens * out_features, wgrad,
+                    gathered=self.gathered(entering, backward=True) if sp else 0,
+                ) if later else None,
+            )
+        if sp and not ctx.te:
+            self.keep(Scratch.MPU, whole)
+        kept_input, also = self.linear_input(name, x, kept, original=original)
+        backward += self.requantized_input(kept, original=original)
+        if sp:
+            backward += whole + (self.gathered(entering, backward=True) if ctx.te else 0)
+        layouts = self.quantized_input(kept, original=original, gathered=sp)
+        return self.tape.make(
+            out_label, x, out_bytes, saves=kept_input, also=also,
+            workspace=layouts + (self.gathered(entering) if sp and ctx.te else 0),
+            for_backward=0 if original else layouts, backward_workspace=backward,
+            delayed=self.delayed(
+                kept_input, ctx.tokens * out_features, wgrad,
+                gathered=self.gathered(entering, backward=True) if sp else self.requantized_input(
+                    kept, original=original
+                ),
+            ) if later else None,
+        )
+
+    def row_linear(
+        self,
+        name: str,
+        x: Tensor,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        out_name: str | None = None,
+        original: bool = False,
+        scatter: bool = True,
+    ) -> Tensor:
+        """Row-parallel linear, [T, in / t] -> [T_sp, out] (``in_features`` is already local).
+
+        Under sequence parallelism the partial output is made whole and reduce-scattered, and the output
+        gradient is gathered in backward; without ``scatter`` the output is [T, out]. Source as ``column_linear``.
+        """
+        ctx, tape = self.ctx, self.tape
+        shape = (out_features, in_features)
+        self.parameter(f"{name}.weight", shape, sharded=ctx.tp > 1)
+        if bias:
+            self.parameter(f"{name}.bias", (out_features,))
+        label = out_name or f"{name} output"
+        if self.frozen:
+            return frozen.row_linear(self, name, x, in_features, out_features, label=label)
+        whole = ctx.tokens * out_features * ctx.act
+        kept_input, also = self.linear_input(name, x, ctx.tokens * in_features, original=original)
+        wgrad = self.weight_grad(shape, te=ctx.te)
+        gradient = self.quantized_gradient(ctx.tokens * out_features)
+        gradient += self.requantized_input(ctx.tokens * in_features, original=original)
+        layouts = self.quantized_input(ctx.tokens * in_features, original=original)
+        if ctx.sp and not (scatter and ctx.te):
+            # A node of its own reduce-scatters; backward, the shard's gradient goes once the whole is gathered.
+            x = tape.make(
+                f"{name} partial output", x, whole, saves=kept_input, also=also, workspace=layouts,
+                for_backward=0 if original else layouts, backward_workspace=gradient + wgrad,
+            )
+            return tape.make(label, x, ctx.tokens_sp * out_features * ctx.act) if scatter else x
+        if ctx.sp and not self.fp8:
+            gradient += whole
+        later = tape.delaying
+        return tape.make(
+            label, x, ctx.tokens_sp * out_features * ctx.act, saves=kept_input, also=also,
+            workspace=layouts + (whole if ctx.sp else 0), for_backward=0 if original else layouts,
+            backward_workspace=gradient + (0 if later else wgrad),
+            delayed=self.delayed(
+                kept_input, ctx.tokens * out_features, wgrad,
+                gathered=self.requantized_input(ctx.tokens * in_features, original=original),
+                gradient=whole if ctx.sp else 0,
+            ) if later else None,
+        )
+
+    def plain_linear(
+        self, name: str, x: Tensor, rows: int, in_features: int, out_features: int, *, original: bool = False
+    ) -> Tensor:
+        """A linear whose weight every tensor-parallel rank holds whole (TE ``parallel_mode="duplicated"``)."""
+        shape = (out_features, in_features)
+        self.parameter(f"{name}.weight", shape)
+        if self.frozen:
+            return frozen.plain_linear(self, name, x, rows, in_features, out_features)
+        kept_input, also = self.linear_input(name, x, rows * in_features, original=original)
+        layouts = self.quantized_input(rows * in_features, original=original)
+        again = self.requantized_input(rows * in_features, original=original)
+        wgrad, later = self.weight_grad(shape, te=self.ctx.te), self.tape.delaying
+        return self.tape.make(
+            f"{name} output", x, rows * out_features * self.ctx.act, saves=kept_input, also=also,
+            workspace=layouts, for_backward=0 if original else layouts,
+            backward_workspace=(0 if later else wgrad) + self.quantized_gradient(rows * out_features) + again,
+            delayed=self.delayed(kept_input, rows * out_features, wgrad, gathered=again) if later else None,
+        )
+
+    def bias_dropout_add(self, name: str, x: Tensor, residual: Tensor, *, bias: bool) -> Tensor:
+        """out = residual + dropout(x + bias), [T_sp, h]; keeps a one-byte mask when it drops.
+
+        The fused form (one compiled kernel) makes no intermediate; the eager form makes x + bias and the
+        dropped tensor on the way. Source: megatron-core ``fusions/fused_bias_dropout.py``; torch's dropout
+        returns its input untouched at p = 0 (``aten/src/ATen/native/Dropout.cpp``).
+        """
+        ctx, tape = self.ctx, self.tape
+        fused = ctx.impl.bias_dropout_fusion
+        size = ctx.tokens_sp * ctx.hidden_size
+        on_the_way = [x]
+        if bias and not fused:
+            x = tape.make(f"{name} + bias", x, size * ctx.act, alias=True)
+        if ctx.hidden_dropout:
+            mask = tape.tensor(f"{name} dropout mask", size, grad=False)
+            dropped = tape.tensor(f"{name} dropped", 0 if fused else size * ctx.act, grad_bytes=size * ctx.act)
+            # ``TransformerLayer.bias_dropout_add_exec_handler`` is torch.enable_grad. In a pass without gradients what
+            # comes has none, and only a bias's asks for the mask.
+            tape.op(
+                f"{name} dropout", x, (dropped, mask), saves=(mask,), always_saves=bias and not self.frozen
+            )
+            on_the_way.append(x)
+            x = dropped
+        out = tape.make(f"{name} output", (x, residual), ctx.hidden_bytes, alias=True)
+        tape.keep_alive(*on_the_way, *self._variables)  # variables of ``TransformerLayer.forward`` and of the function
+        self._variables.clear()
+        return out

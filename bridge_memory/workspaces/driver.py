@@ -1,0 +1,170 @@
+"""What a run takes of a GPU beside torch's allocator, by buffers whose sizes their libraries' sources tell.
+
+Nothing of it is in what torch reports, nor in a peak; it is in the margin that a card must hold beyond one. Symbols: T
+tokens of a microbatch on a rank, w the width of what is sent, n ranks of the expert group (ETP x EP), r of them in one
+NVLink domain, e experts of a rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from bridge_memory.spec.dtypes import DTYPE_BYTES
+from bridge_memory.spec.model import ModelSpec, MoESpec
+from bridge_memory.spec.run import RunSpec
+
+#: Names of buffers of the flex dispatcher.
+DISPATCHERS = ("DeepEP", "HybridEP")
+
+
+class DriverBuffer(NamedTuple):
+    """Bytes that a library allocates itself, on every rank."""
+
+    name: str
+    nbytes: int
+    #: What is supposed of it, in words.
+    supposed: str = ""
+
+    @property
+    def of(self) -> str:
+        """In a sentence."""
+        return f"{self.name}'s buffers" if self.name in DISPATCHERS else self.name
+
+
+def driver_buffers(run: RunSpec) -> tuple[DriverBuffer, ...]:
+    """Every buffer of a known size, of the fullest rank."""
+    return (*_user_buffers(run), *_dispatchers(run))
+
+
+def _user_buffers(run: RunSpec) -> tuple[DriverBuffer, ...]:
+    p, impl = run.parallel, run.implementation
+    if not impl.tp_comm_overlap or not impl.te or not p.sp or p.tp == 1:
+        return ()
+    length, sequences = run.batch.rows
+    tokens, precision = length * sequences // p.cp, run.precision
+    mixed = precision.quantizes and (precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16)
+    nbytes = user_buffer_bytes(tokens, run.model.hidden_size) * (2 if mixed else 1)
+    return (DriverBuffer("Transformer Engine's user buffers", nbytes, "as many as there can be"),)
+
+
+def user_buffer_bytes(tokens: int, width: int) -> int:
+    """At most: [tokens, width] in bf16 for each of twelve GEMMs, of which the four that reduce have up to
+    (2 t - 1) / t of that, a ring's chunks. Layers that stay in bf16 beside quantized ones have theirs.
+
+    Source: TE ``module/base.py: initialize_ub``, ``comm_gemm_overlap.cpp: CommOverlapP2PBase``, which allocate them in
+    memory that ranks of a node share.
+    """
+    return (8 + 4 * 2) * 2 * tokens * width
+
+
+def _dispatchers(run: RunSpec) -> tuple[DriverBuffer, ...]:
+    impl, spec = run.implementation, _experts(run.model)
+    if spec is None or impl.torch_layers or impl.moe_token_dispatcher_type != "flex":
+        return ()
+    n = run.parallel.ep * run.parallel.etp
+    width = spec.latent_size or run.model.hidden_size
+    if impl.moe_flex_dispatcher_backend == "hybridep":
+        length, sequences = run.batch.rows
+        tokens = length * sequences // run.parallel.cp // (run.parallel.tp if run.parallel.sp else 1)
+        domain = impl.moe_hybridep_ranks_per_nvlink_domain or HYBRIDEP_DOMAIN
+        r = min(domain, n)
+        supposed = "" if n <= r else f"NVLink domains of {r} ranks"
+        return (DriverBuffer("HybridEP", hybridep_bytes(tokens, width, n, r, spec.num_experts // run.parallel.ep),
+                             supposed),)  # fmt: skip
+    nbytes = deepep_bytes(
+        width * max(DTYPE_BYTES[run.precision.params_dtype], 2), n, impl.moe_flex_dispatcher_num_sms or DEEPEP_SMS
+    )
+    return () if nbytes is None else (DriverBuffer("DeepEP", nbytes),)
+
+
+def may_have_driver_buffers(run: RunSpec) -> bool:
+    """Whether any such run, of whatever sizes, can have them."""
+    return run.implementation.tp_comm_overlap or run.implementation.moe_token_dispatcher_type == "flex"
+
+
+def driver_bytes(run: RunSpec) -> int:
+    """Bytes of all of them."""
+    return sum(found.nbytes for found in driver_buffers(run))
+
+
+def _experts(model: ModelSpec) -> MoESpec | None:
+    """Experts whose tokens are the widest; the process has one buffer for all layers."""
+    kinds = [kind.ffn for kind in (*dict.fromkeys(model.layers), model.mtp_layer) if kind is not None]
+    moes = [ffn for ffn in kinds if isinstance(ffn, MoESpec)]
+    return max(moes, key=lambda ffn: ffn.latent_size or model.hidden_size, default=None)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# DeepEP
+# ---------------------------------------------------------------------------------------------------------------
+
+#: megatron-core's (``token_dispatcher.py``: set_deepep_num_sms).
+DEEPEP_SMS = 20
+#: Ranks of a group -> tokens that a channel receives over NVLink, and over RDMA in whole messages; the larger of
+#: dispatch and combine (DeepEP ``deep_ep/buffer.py: Buffer.get_dispatch_config, get_combine_config``).
+DEEPEP_TOKENS: dict[int, tuple[int, int]] = {
+    2: (256, 128), 4: (256, 128), 8: (256, 128), 16: (288, 140), 24: (288, 128), 32: (288, 128), 48: (288, 128),
+    64: (288, 128), 96: (480, 132), 128: (560, 132), 144: (720, 132), 160: (720, 132),
+}  # fmt: skip
+#: Ranks that reach each other over NVLink (``csrc/kernels/configs.cuh: NUM_MAX_NVL_PEERS``).
+DEEPEP_PEERS = 8
+DEEPEP_WORKSPACE = 32 << 20
+#: NVSHMEM's heap grows by so much (``deep_ep/buffer.py``: NVSHMEM_CUMEM_GRANULARITY).
+NVSHMEM_GRANULARITY = 1 << 29
+#: Of a token, beside its row: indices of up to 128 choices in int64 and their weights, and 128 scales, in fp32; where
+#: it came from (``csrc/config.hpp: kNumMaxTopK, kNumMaxScales``; ``internode.cu: SourceMeta``).
+_DEEPEP_BESIDE = 128 * 8 + 128 * 4 + 128 * 4 + 8
+
+
+def deepep_bytes(row: int, n: int, sms: int = DEEPEP_SMS) -> int | None:
+    """Bytes of DeepEP's buffers for rows of ``row`` bytes; None for a group that DeepEP has no configuration for.
+
+    Source: megatron-core ``transformer/moe/fused_a2a.py: get_buffer``; DeepEP ``csrc/config.hpp:
+    Config.get_nvl_buffer_size_hint, get_rdma_buffer_size_hint``, ``csrc/deep_ep.cpp: Buffer::Buffer``. What goes over
+    NVLink is cudaMalloc's, what goes over RDMA lies in NVSHMEM's heap.
+    """
+    if n not in DEEPEP_TOKENS:
+        return None
+    over_nvlink, over_rdma = DEEPEP_TOKENS[n]
+    channels, peers, nodes = sms // 2, min(n, DEEPEP_PEERS), max(1, n // DEEPEP_PEERS)
+    each = row + _DEEPEP_BESIDE
+    nvlink = channels * peers * ((2 * nodes + 3) * 4 + over_nvlink * each)
+    nbytes = _up(nvlink, 128) + DEEPEP_WORKSPACE
+    if nodes > 1:
+        rdma = channels * nodes * 2 * ((2 * DEEPEP_PEERS + 2) * 4 + over_rdma * (each + 16)) + (1 << 20)
+        nbytes += _up(rdma, NVSHMEM_GRANULARITY)
+    return nbytes
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# HybridEP
+# ---------------------------------------------------------------------------------------------------------------
+
+#: Ranks of a domain where nobody says (``deep_ep/hybrid_ep_buffer.py``: the environment's default).
+HYBRIDEP_DOMAIN = 8
+#: Tokens that it makes room for at least (``deep_ep/hybrid_ep_buffer.py: HybridEPBuffer.__init__``).
+HYBRIDEP_LEAST_TOKENS = 512
+
+
+def hybridep_bytes(tokens: int, width: int, n: int, r: int, experts: int) -> int:
+    """Bytes of HybridEP's buffers: as if every token of the group came to this rank.
+
+    Rows of 2 bytes an element, and fp32 probabilities for the experts of a domain, which dispatch and combine share,
+    with scales for each 128 elements; the routing map of the whole group; between domains, what is sent and received of
+    either. Source: megatron-core ``transformer/moe/fused_a2a.py: init_hybrid_ep_buffer``; DeepEP
+    ``csrc/hybrid_ep/buffer/{intranode,internode}.cu: allocate_dispatch_buffers, allocate_combine_buffers``,
+    ``csrc/hybrid_ep/extension/allgather.cu: allocate_ag_buffer``.
+    """
+    tokens = max(tokens, HYBRIDEP_LEAST_TOKENS)
+    scales, probabilities = width // 128 * 4, experts * r * 4
+    nbytes = tokens * n * (2 * width + probabilities + scales) + tokens * n * experts * n
+    others = n // r - 1
+    if others > 0:
+        row = 2 * width + probabilities
+        sent = tokens * (2 * width + experts * n * 4 + scales)
+        nbytes += sent + tokens * others * (row + scales) + 2 * tokens * others * row
+    return nbytes
+
+
+def _up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple

@@ -1,0 +1,77 @@
+"""Buffers that outlive the step: scratch of blocks, workspaces of libraries, what dispatchers and pipelines hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from bridge_memory.components import Component, Lifetime, Part
+from bridge_memory.inventory.stack import chunk_scratch, stage_scratch
+from bridge_memory.spec import MLASpec, RunSpec
+from bridge_memory.spec.layout import ChunkShape
+from bridge_memory.tapes.context import BlockContext
+from bridge_memory.tapes.recorder import Scratch
+from bridge_memory.workspaces.dispatcher import ExpertLayers, expert_layers, held_by_dispatchers
+from bridge_memory.workspaces.libraries import LibraryUse, buffer, library_use, library_workspaces
+
+
+class ChunkFacts(NamedTuple):
+    """What of a chunk lasting buffers depend on."""
+
+    #: Scratch by kind and shape.
+    scratch: dict[tuple[Scratch, tuple[int, ...]], int]
+    experts: list[ExpertLayers]
+    #: Layers with multi-latent attention.
+    latent: int
+    uses: LibraryUse
+    embedding: bool
+
+
+def chunk_facts(run: RunSpec, shape: ChunkShape, ctx: BlockContext) -> ChunkFacts:
+    return ChunkFacts(
+        chunk_scratch(run.model, shape, ctx), expert_layers(run.model, shape, ctx), _latent_layers(run, shape),
+        library_use(shape), shape.embedding,
+    )
+
+
+def persistent_buffers(
+    run: RunSpec, chunks: Sequence[ChunkFacts], ctx: BlockContext, residue: int
+) -> Iterator[Component]:
+    """What is allocated after a step besides model state: for good, and (by their lifetime) until the next step.
+
+    ``residue``: what recomputed MoE layers leave behind in backward (``ChunkInventory.residue``).
+    """
+    for kind, nbytes in stage_scratch([chunk.scratch for chunk in chunks], ctx).items():
+        yield buffer(kind.value, nbytes)
+    if run.model.rotary_dim:
+        tables = rotary_table(run) * (sum([chunk.latent for chunk in chunks]) or len(chunks))
+        if tables:
+            yield buffer("rotary embedding tables", tables, Part.ROTARY)
+    experts = [layers for chunk in chunks for layers in chunk.experts]
+    yield from library_workspaces(ctx, [chunk.uses for chunk in chunks], experts_here=bool(experts))
+    if experts:
+        yield from held_by_dispatchers(experts, ctx, residue)
+    received = sum([not chunk.embedding for chunk in chunks])
+    if received:
+        # TransformerBlock.set_input_tensor keeps what schedules.py received, retain_grad keeps its gradient
+        yield buffer(
+            "pipeline: the last microbatch's input and its gradient", 2 * received * ctx.hidden_bytes, Part.PIPELINE,
+            Lifetime.BETWEEN_STEPS,
+        )
+
+
+def rotary_table(run: RunSpec) -> int:
+    """Bytes of the cached angles, fp32 [s / c, 1, 1, d_rope]: one a model chunk, and one a layer for MLA.
+
+    Source: megatron-core ``models/common/embeddings/rotary_pos_embedding.py: RotaryEmbedding.forward`` (an
+    ``lru_cache``); ``multi_latent_attention.py`` builds an embedding of its own in every layer.
+    """
+    return 4 * run.model.rotary_dim * run.batch.seq_length // run.parallel.cp
+
+
+def _latent_layers(run: RunSpec, shape: ChunkShape) -> int:
+    model = run.model
+    latent = sum([count for kind, count in shape.layers if isinstance(kind.mixer, MLASpec)])
+    if shape.num_depths and model.mtp_layer is not None and isinstance(model.mtp_layer.mixer, MLASpec):
+        latent += shape.num_depths
+    return latent
