@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from bridge_memory.readers.config_container import run_from_config_container
     from bridge_memory.readers.megatron_args import run_from_megatron_args
     from bridge_memory.readers.transformer_config import model_from_transformer_config
-    from bridge_memory.report.gpus import find_gpu, fits
+    from bridge_memory.spec.gpus import find_gpu
+    from bridge_memory.verdict import fits
 
 __version__ = "0.1.0"
 
@@ -78,8 +79,8 @@ __all__ = [
 #: What an estimate does not need, and the module that has it: imported when it is asked for.
 _ELSEWHERE = {
     "MemoryReport": "bridge_memory.live",
-    "find_gpu": "bridge_memory.report.gpus",
-    "fits": "bridge_memory.report.gpus",
+    "find_gpu": "bridge_memory.spec.gpus",
+    "fits": "bridge_memory.verdict",
     "install": "bridge_memory.live",
     "model_from_transformer_config": "bridge_memory.readers.transformer_config",
     "run_from_config_container": "bridge_memory.readers.config_container",

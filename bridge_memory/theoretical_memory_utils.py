@@ -221,7 +221,7 @@ def verdict(config: Any, num_microbatches: int | None = None, *, gpus: Sequence[
     from bridge_memory.estimation import estimate
     from bridge_memory.readers.config_container import run_from_config_container
     from bridge_memory.report.answer import answer_of, peak_words
-    from bridge_memory.report.gpus import fits
+    from bridge_memory.verdict import fits
 
     if is_mimo(config):
         return ""

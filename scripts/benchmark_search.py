@@ -54,9 +54,10 @@ def together(case: Case) -> dict[str, Any]:
     from bridge_memory.plan.megatron.many import Sheet, fitting
     from bridge_memory.plan.megatron.search import search
     from bridge_memory.plan.megatron.space import Refused
-    from bridge_memory.report.gpus import find_gpu, margin_bytes
+    from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.speed.constants import DEFAULT
     from bridge_memory.speed.hardware import hardware_of
+    from bridge_memory.verdict import margin_bytes
 
     space, hardware = _space(case), hardware_of(case.gpu)
     card = find_gpu(case.gpu).capacity_bytes
@@ -84,8 +85,9 @@ def whole(case: Case, cache: str | None) -> dict[str, Any]:
     """What the process takes, imports included, to search and to explain the best 20 rows."""
     start = time.perf_counter() - time.process_time()
     from bridge_memory.plan.megatron.search import search
-    from bridge_memory.report.gpus import find_gpu, margin_bytes
+    from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.speed.hardware import hardware_of
+    from bridge_memory.verdict import margin_bytes
 
     found = search(
         _space(case), hardware_of(case.gpu), capacity=find_gpu(case.gpu).capacity_bytes,

@@ -55,9 +55,9 @@ from bridge_memory.readers import resolve_model  # noqa: E402
 from bridge_memory.readers.presets import list_presets  # noqa: E402
 from bridge_memory.rehearsal.refusals import refuse_what_is_ignored  # noqa: E402
 from bridge_memory.rehearsal.world import RehearsalUnavailable  # noqa: E402
-from bridge_memory.report.gpus import find_gpu  # noqa: E402
 from bridge_memory.spec import ModelSpec, SpecError  # noqa: E402
 from bridge_memory.spec.fields import rules_of  # noqa: E402
+from bridge_memory.spec.gpus import find_gpu  # noqa: E402
 from bridge_memory.spec.parts import OPTIMIZERS  # noqa: E402
 
 #: Of saved bytes and peaks; state must be exact.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bridge_memory import ParallelSpec, RunSpec, estimate
-from bridge_memory.report.gpus import fits, margin_words
+from bridge_memory.verdict import fits, margin_words
 from bridge_memory.workspaces.driver import deepep_bytes, driver_buffers, driver_bytes, hybridep_bytes
 
 MIB = 1 << 20

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 import bridge_memory.evidence as evidence
+from bridge_memory.cards.rows import GPUS
 from bridge_memory.cli import main
 from bridge_memory.estimation import estimate
 from bridge_memory.evidence import Evidence, Kind, evidence_of, kind_of
 from bridge_memory.report.answer import answer_of
-from bridge_memory.report.gpus import GPUS, Verdict, fits, largest_peak
 from bridge_memory.spec import BatchSpec, ParallelSpec, RunSpec
+from bridge_memory.verdict import Verdict, fits, largest_peak
 
 KIND = Kind("Hopper", "TE", "dense", "1F1B")
 RUNS = Path(__file__).parent / "data" / "measurements" / "runs.jsonl"

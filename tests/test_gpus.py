@@ -8,25 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from bridge_memory.cards.generations import generation_of
+from bridge_memory.cards.names import gpu_of_name
+from bridge_memory.cards.rows import GPUS, common_gpus
 from bridge_memory.cli import main
 from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.report import gpus
-from bridge_memory.report.gpus import (
-    CONTEXT_BYTES,
-    FRAGMENTATION,
-    GIB,
-    GPUS,
-    NCCL_BYTES,
-    check_computes,
-    common_gpus,
-    find_gpu,
-    fits,
-    lacks,
-)
 from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, PrecisionSpec, RunSpec, SpecError
-from bridge_memory.spec.gpu_names import generation_of, gpu_of_name
+from bridge_memory.spec.gpus import check_computes, find_gpu, lacks
+from bridge_memory.verdict import CONTEXT_BYTES, FRAGMENTATION, NCCL_BYTES, fits
+
+GIB = 1 << 30
 
 RUNS = Path(__file__).parent / "data" / "measurements" / "runs.jsonl"
 

@@ -28,7 +28,7 @@ def test_what_an_estimate_does_not_need_is_imported_when_it_is_asked_for() -> No
         "assert not any(m.startswith(('report', 'live', 'cli', 'calibration')) for m in before), before\n"
         "assert not before & {'readers.megatron_args', 'readers.config_container', 'readers.transformer_config'}\n"
         "bridge_memory.run_from_megatron_args, bridge_memory.fits\n"
-        "assert {'readers.megatron_args', 'report.gpus'} <= loaded()\n"
+        "assert {'readers.megatron_args', 'verdict'} <= loaded()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -56,12 +56,13 @@ class Unread(NamedTuple):
 _GPUS = {
     "A100 80GB": "A100-80GB", "a100_80gb": "A100-80GB", "A100 80GB SXM": "A100-80GB", "a100_40gb": "A100-40GB",
     "A800 80GB": "A800", "H100": "H100", "h100_80gb": "H100", "H100 80GB": "H100", "H200": "H200", "B200": "B200",
-    "GB200": "GB200", "GB300": "GB300", "B300": "B300", "V100": "V100", "V100 32GB/16GB": "V100", "MI300": "MI300X",
+    "GB200": "GB200", "GB300": "GB300", "B300": "B300", "V100": "V100-32GB", "V100 32GB/16GB": "V100-32GB",
+    "MI300": "MI300X",
 }  # fmt: skip
 
-#: Bytes a second of one GPU's share of the network of BigScience's A100 nodes: four Omni-Path adapters of 100 Gbit/s
-#: for eight GPUs (``bigscience/train/tr11-176B-ml/README.md``).
-_JEAN_ZAY = 4 * 12.5e9 / 8
+#: Bytes a second of one GPU's share of the network of BigScience's nodes, by generation: four Omni-Path adapters of
+#: 100 Gbit/s for eight A100 (``bigscience/train/tr11-176B-ml/README.md``) or for four V100.
+_JEAN_ZAY = {"ampere": 4 * 12.5e9 / 8, "volta": 4 * 12.5e9 / 4}
 
 #: Heads of BigScience's rows that state none: two runs that its tables list twice have 64 where they have a number.
 _BIGSCIENCE_HEADS = 64
@@ -110,8 +111,8 @@ def measured(row: Mapping[str, Any]) -> Measured | Unread:
         hardware = HARDWARE.get(_GPUS.get(str(row.get("gpu")), ""))
         if hardware is None:
             raise SpecError(f"no figures of the GPU {row.get('gpu')}")
-        if _of_bigscience(row) and hardware.name != "V100":
-            hardware = hardware._replace(network=_JEAN_ZAY)
+        if _of_bigscience(row):
+            hardware = hardware._replace(network=_JEAN_ZAY[hardware.generation])
         run, kernels = _run(row)
         seconds = _seconds(row, run)
     except SpecError as error:

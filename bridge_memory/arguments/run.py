@@ -31,7 +31,7 @@ from bridge_memory.spec.release import read_release
 from bridge_memory.spec.run import GROUPS
 
 if TYPE_CHECKING:
-    from bridge_memory.report.gpus import Gpu
+    from bridge_memory.cards.gpu import Gpu
 
 
 #: Megatron-LM's default of --make-vocab-size-divisible-by.
@@ -100,7 +100,7 @@ def run_on_gpus(args: argparse.Namespace, gpus: Sequence[Gpu]) -> RunSpec:
     workspaces, chooses attention's kernel and lays out fp8; where others are named beside it, that is said. AMD's are
     estimated as if they were of it, which is said too.
     """
-    from bridge_memory.report.gpus import check_computes, supposed_on
+    from bridge_memory.spec.gpus import check_computes, supposed_on
 
     first = next((gpu for gpu in gpus if gpu.arch is not None), None)
     spec = run_from_arguments(args, gpu_arch=first.arch if first else None)

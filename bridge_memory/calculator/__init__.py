@@ -30,14 +30,16 @@ from bridge_memory.calculator.form import (
     read_form,
 )
 from bridge_memory.calculator.runs import card_of, run_of
+from bridge_memory.cards.gpu import Gpu
 from bridge_memory.components import Role
 from bridge_memory.estimation import estimate, peaks
 from bridge_memory.readers.engines.files import read_table
 from bridge_memory.readers.engines.sections import Notes
-from bridge_memory.report.gpus import GIB, Fit, Gpu, Verdict, fits, margin_bytes
 from bridge_memory.result import Estimate
 from bridge_memory.spec import RunSpec, SpecError, show
-from bridge_memory.workspaces.driver import driver_bytes
+from bridge_memory.verdict import Fit, Verdict, fits, headroom
+
+GIB = 1 << 30
 
 __all__ = [
     "EngineConfig",
@@ -193,4 +195,4 @@ class GPUMemoryCalculator:
         except SpecError:
             return False
         peak = max(stage.peak_bytes for stage in peaks(run))
-        return peak + margin_bytes(peak, run.parallel.world_size, driver_bytes(run)) <= self.gpu.capacity_bytes
+        return headroom(self.gpu, peak, run) >= 0

@@ -7,10 +7,11 @@ from typing import Any
 
 from bridge_memory.calculator.form import Form
 from bridge_memory.calculator.shapes import model_of
+from bridge_memory.cards.generations import GENERATIONS
+from bridge_memory.cards.gpu import Gpu
+from bridge_memory.cards.rows import GPUS
 from bridge_memory.readers.engines.sections import Notes
-from bridge_memory.report.gpus import GPUS, Gpu
 from bridge_memory.spec import ModelSpec, ParallelSpec, RunSpec
-from bridge_memory.spec.gpu_names import NVIDIA
 from bridge_memory.spec.run import GROUPS
 from bridge_memory.spec.unmodelled import Effect, Unmodelled
 
@@ -130,6 +131,7 @@ def card_of(memory_gb: float) -> Gpu:
     size = f"{memory_gb:g}GB"
     sold = [gpu for gpu in GPUS.values() if re.search(rf"\b{re.escape(size)}\b", gpu.description)]
     usable = min((gpu.capacity_bytes for gpu in sold), default=int(memory_gb * 10**9))
-    return Gpu(f"{memory_gb:g} GB", f"a GPU of {memory_gb:g} GB", usable, NVIDIA, None, (9, 0))
+    # Of no vendor: the estimate's own generation is taken for it.
+    return Gpu(f"{memory_gb:g} GB", f"a GPU of {memory_gb:g} GB", "", GENERATIONS["hopper"], usable)
 
 

@@ -101,7 +101,7 @@ def _out_of_memory(rows: list[Measured]) -> dict[str, dict[str, int]]:
     """Runs that did or did not run out of memory, and whether their peak was predicted above the card: by whose the
     implementation is."""
     from bridge_memory.estimation import peaks
-    from bridge_memory.report.gpus import find_gpu
+    from bridge_memory.spec.gpus import find_gpu
 
     names = ("predicted", "predicted and measured", "measured", "rows")
     found = {"Megatron's implementation": dict.fromkeys(names, 0), "others": dict.fromkeys(names, 0)}

@@ -13,7 +13,6 @@ from bridge_memory.plan.megatron.space import AXES
 from bridge_memory.plan.megatron.splits import split_fields
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.layout import layout
-from bridge_memory.workspaces.driver import driver_bytes
 
 if TYPE_CHECKING:
     from bridge_memory.plan.megatron.balance import Balanced
@@ -36,8 +35,9 @@ def run(args: argparse.Namespace) -> int:
     """Balance and print. Returns 0."""
     from bridge_memory.plan.megatron.balance import balance, check_balanced, default_split, described, with_sizes
     from bridge_memory.plan.megatron.published import PUBLISHED
-    from bridge_memory.report.gpus import find_gpu, largest_peak
+    from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.speed.hardware import HARDWARE
+    from bridge_memory.verdict import largest_peak
 
     gpu = find_gpu(args.gpu)
     hardware = HARDWARE.get(gpu.name)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     found["lowest peak"] = balance(base, hardware)
     if hardware is not None:
         try:
-            card = largest_peak(gpu, base.parallel.world_size, driver_bytes(base))
+            card = largest_peak(gpu, base)
             found[f"fastest on {gpu.name}"] = balance(base, hardware, capacity=card)
         except SpecError:
             pass  # none fits; the lowest peak says by how much

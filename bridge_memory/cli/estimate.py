@@ -20,8 +20,8 @@ from bridge_memory.spec.release import read_release
 if TYPE_CHECKING:
     from bridge_memory.estimation import Estimate
     from bridge_memory.report.document import Block
-    from bridge_memory.report.gpus import Fit
     from bridge_memory.reserved import Reserved
+    from bridge_memory.verdict import Fit
 
 EXIT_DOES_NOT_FIT = 3
 
@@ -64,9 +64,10 @@ def run(args: argparse.Namespace) -> int:
     """Estimate and print. Returns the exit code."""
     from bridge_memory.emit.fixes import cheapest_fix
     from bridge_memory.estimation import estimate
-    from bridge_memory.report.gpus import Verdict, find_gpu, fits
     from bridge_memory.report.units import check_unit
     from bridge_memory.reserved import why_not
+    from bridge_memory.spec.gpus import find_gpu
+    from bridge_memory.verdict import Verdict, fits
 
     unit = check_unit(args.unit)
     if args.require_fit and not args.gpu:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
+    from bridge_memory.cards.gpu import Gpu
     from bridge_memory.report.document import Chart
-    from bridge_memory.report.gpus import Gpu
 
 Found = TypeVar("Found")
 

@@ -138,7 +138,7 @@ def _engine(args: argparse.Namespace) -> int:
 def described(args: argparse.Namespace) -> RunSpec:
     """The run, by the rules of the megatron-core that is installed, which is the one that will run."""
     from bridge_memory.rehearsal.world import installed_release
-    from bridge_memory.report.gpus import find_gpu
+    from bridge_memory.spec.gpus import find_gpu
 
     if args.gpu is not None and args.device == "cuda":
         raise SpecError("--gpu goes with --device cpu; --device cuda runs on the GPU that is here")

@@ -33,9 +33,9 @@ from bridge_memory.spec import SpecError
 from bridge_memory.spec.parts import ENGINE_OF_FRAMEWORK, ENGINES
 
 if TYPE_CHECKING:
+    from bridge_memory.cards.gpu import Gpu
     from bridge_memory.plan.megatron.search import Found, Row
     from bridge_memory.report.document import Chart, Drawn
-    from bridge_memory.report.gpus import Gpu
     from bridge_memory.speed.hardware import Hardware
 
 #: Seconds between two lines of progress.
@@ -82,10 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Search and print. Returns 0, or 1 where nothing fits."""
     from bridge_memory.plan.megatron.search import search
-    from bridge_memory.report.gpus import find_gpu, margin_bytes
+    from bridge_memory.spec.gpus import find_gpu
     from bridge_memory.speed.constants import DEFAULT
     from bridge_memory.speed.hardware import hardware_of
     from bridge_memory.speed.measured import calibrated
+    from bridge_memory.verdict import margin_bytes
 
     if args.top < 1 or args.row < 1:
         raise SpecError("--top and --row count from 1; give a positive number")

@@ -32,15 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Try every change and print. Returns 0, or 1 where --target-gib cannot be reached."""
-    from bridge_memory.plan.changes import WhatIf, hardware_for
-    from bridge_memory.report.gpus import find_gpu
-    from bridge_memory.speed.hardware import hardware_of
+    from bridge_memory.plan.changes import WhatIf
+    from bridge_memory.spec.gpus import find_gpu
+    from bridge_memory.speed.hardware import HARDWARE, hardware_of
 
     gpu = find_gpu(args.gpu)
     if args.top < 1:
         raise SpecError(f"--top ({args.top}) counts from 1; give a positive number")
     spec = run_on_gpus(args, [gpu])
-    hardware = hardware_for(spec, gpu.name)
+    hardware = HARDWARE.get(gpu.name)
     whatif = WhatIf(spec, hardware)
     target = None
     if args.target_gib is not None:

@@ -10,8 +10,8 @@ from bridge_memory.spec import RunSpec
 from bridge_memory.spec.fields import called
 
 if TYPE_CHECKING:
+    from bridge_memory.cards.gpu import Gpu
     from bridge_memory.plan.changes import Effect
-    from bridge_memory.report.gpus import Gpu
 
 
 #: Fields that the flag of another sets too (``run_arguments.py``).
@@ -21,14 +21,14 @@ _SET_BESIDE = ("optimizer.fp8_recipe",)
 def cheapest_fix(run: RunSpec, gpu: Gpu) -> str:
     """"cheapest fix: --recompute-granularity full ... (9% slower)", or that no single option makes it fit."""
     from bridge_memory.caveats.unmodelled import unmodelled_features
-    from bridge_memory.plan.changes import WhatIf, hardware_for
-    from bridge_memory.report.gpus import largest_peak
-    from bridge_memory.workspaces.driver import driver_bytes
+    from bridge_memory.plan.changes import WhatIf
+    from bridge_memory.speed.hardware import HARDWARE
+    from bridge_memory.verdict import largest_peak
 
-    room = largest_peak(gpu, run.parallel.world_size, driver_bytes(run))
+    room = largest_peak(gpu, run)
     known = len(unmodelled_features(run))
     found = [
-        e for e in WhatIf(run, hardware_for(run, gpu.name)).singles
+        e for e in WhatIf(run, HARDWARE.get(gpu.name)).singles
         if e.peak <= room and len(unmodelled_features(e.run)) <= known
     ]  # fmt: skip
     if not found:

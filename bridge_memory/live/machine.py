@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge_memory.calibration.records import FactRecord, MachineRecord
+from bridge_memory.cards.generations import DEFAULT_GENERATION, generation_of
 from bridge_memory.readers import environment
 from bridge_memory.releases import release_in, release_words
 from bridge_memory.spec import RunSpec
-from bridge_memory.spec.gpu_names import DEFAULT_GENERATION, generation_of, taken_as_nvidia
+from bridge_memory.spec.gpus import taken_as_nvidia
 
 #: Field of ImplementationSpec -> (module, name) of a package whose releases have rules.
 _PACKAGES = {

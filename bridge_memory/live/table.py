@@ -8,8 +8,8 @@ from dataclasses import replace
 from bridge_memory.calibration.records import StageRecord
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.prediction import Prediction, StagePrediction, likely_component
-from bridge_memory.report.gpus import Verdict, margin_bytes, verdict_of
 from bridge_memory.spec.unmodelled import bounds
+from bridge_memory.verdict import Verdict, card_of, margin_bytes, verdict_of
 from bridge_memory.workspaces.driver import driver_bytes
 
 GIB = 1 << 30
@@ -82,9 +82,9 @@ def verdict(prediction: Prediction | None, records: Sequence[StageRecord], world
         peak, card = record.predicted_peak, record.device_total
         if prediction is not None and peak is not None and card:
             driver = driver_bytes(prediction.run) if prediction.run is not None else 0
-            margin = margin_bytes(peak, world_size, driver)
+            margin, left = margin_bytes(peak, world_size, driver), card_of(card, world_size).headroom(peak, driver)
             word = verdict_of(bounds(peak, prediction.not_modelled), card, world_size, driver=driver)
-            judged.append((card - peak - margin, record.stage, peak, margin, card, word))
+            judged.append((left, record.stage, peak, margin, card, word))
     if not judged:
         return []
     words = {word for *_, word in judged}

@@ -13,8 +13,7 @@ from bridge_memory.plan.megatron.splits import NO_SPLIT, splits
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import OFFLOAD_MODULES
 from bridge_memory.spec.transformers import usable_attention
-from bridge_memory.speed.cards import card_of
-from bridge_memory.speed.hardware import HARDWARE, Hardware
+from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.step_time import not_timed, step_time
 from bridge_memory.speed.torch.step_time import TIMED, engine_time, not_timed_here
 
@@ -338,11 +337,6 @@ def _seconds(run: RunSpec, hardware: Hardware) -> float:
     sequences = run.num_microbatches * run.batch.micro_batch_size * run.parallel.data_parallel_size
     time = engine_time if run.data_parallel.engine in TIMED else step_time
     return time(run, hardware).seconds / sequences
-
-
-def hardware_for(run: RunSpec, gpu: str) -> Hardware | None:
-    """The figures of a card as far as the run's time model has them."""
-    return card_of(gpu) if run.data_parallel.engine in TIMED else HARDWARE.get(gpu)
 
 
 def untimed(run: RunSpec) -> tuple[str, ...]:

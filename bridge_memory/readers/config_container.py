@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from bridge_memory.cards.generations import DEFAULT_GENERATION
 from bridge_memory.readers.container_fields import container_part, data_parallel_size, vocabulary
 from bridge_memory.readers.container_gaps import (
     PARTS,
@@ -66,7 +67,6 @@ from bridge_memory.spec import (
     divide,
 )
 from bridge_memory.spec.dtypes import dtype_name
-from bridge_memory.spec.gpu_names import DEFAULT_GENERATION
 from bridge_memory.spec.layout_string import layout_string
 from bridge_memory.spec.parts import GRAPHED_MODULES
 from bridge_memory.spec.unmodelled import ADAPTERS, UNKNOWN_SIZE, Effect, Unmodelled

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from bridge_memory.cards.generations import GENERATIONS
 from bridge_memory.releases import FLASH_IS_DETERMINISTIC, Running
-from bridge_memory.spec.gpu_names import GENERATIONS
 
 #: Every variable that is read here.
 VARIABLES = (

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bridge_memory.evidence import evidence_of
-from bridge_memory.report.gpus import Fit, Verdict, answer, verdict_of
 from bridge_memory.report.units import format_bytes
 from bridge_memory.result import OPTIMIZER_STEP, Estimate, StageEstimate
+from bridge_memory.verdict import Fit, Verdict, answer, verdict_of
 from bridge_memory.workspaces.driver import driver_bytes
 
 #: Names of what is not modelled that one line has room for.

@@ -15,7 +15,7 @@ from bridge_memory.result import SCHEMA, Estimate
 
 if TYPE_CHECKING:
     from bridge_memory.report.details import DetailRow
-    from bridge_memory.report.gpus import Fit
+    from bridge_memory.verdict import Fit
 
 #: The JSON Schema (draft 2020-12) of what ``estimate_to_json`` returns.
 SCHEMA_PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "estimate.schema.json")
@@ -49,7 +49,7 @@ def estimate_to_json(
 
 def _verdict(result: Estimate, fits: Sequence[Fit], fix: str) -> dict[str, Any]:
     from bridge_memory.report.answer import answer_of
-    from bridge_memory.report.gpus import Verdict
+    from bridge_memory.verdict import Verdict
 
     said = answer_of(result, fits, fix=fix)
 

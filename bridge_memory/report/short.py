@@ -11,12 +11,12 @@ from itertools import accumulate
 from bridge_memory.components import Role
 from bridge_memory.report.answer import answer_of, phase_words
 from bridge_memory.report.document import Block, Column, Grid, Pairs, Words
-from bridge_memory.report.gpus import Fit
 from bridge_memory.report.summary import configuration
 from bridge_memory.report.table import alike, components_grid, head, stage_span
 from bridge_memory.report.units import check_unit, format_bytes, format_ticks, ticks
 from bridge_memory.result import Estimate, StageEstimate
 from bridge_memory.spec import DataParallelSpec, SpecError
+from bridge_memory.verdict import Fit
 
 #: Components of the tightest stage that are listed.
 LARGEST = 5

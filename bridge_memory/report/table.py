@@ -26,7 +26,7 @@ from bridge_memory.spec.unmodelled import Effect, Unmodelled
 
 if TYPE_CHECKING:
     from bridge_memory.report.details import DetailRow
-    from bridge_memory.report.gpus import Fit
+    from bridge_memory.verdict import Fit
 
 #: Components of the peak stage that are listed; the rest is summed in one line.
 LARGEST = 10
@@ -343,12 +343,14 @@ def _tensor(row: DetailRow) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-#: ``gpus.Verdict`` -> a cell.
+#: ``verdict.Verdict`` -> a cell.
 _FITS = {"fits": "yes", "tight": "tight", "does not fit": "no", "unknown": "unknown"}
 
 
 def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:
-    from bridge_memory.report.gpus import margin_words
+    from functools import partial
+
+    from bridge_memory.verdict import margin_words
 
     rows = []
     for fit in fits:
@@ -365,7 +367,7 @@ def _fits(fits: Sequence[Fit], result: Estimate, unit: str) -> Grid:
     )
     at = {fit.peak_stage for fit in fits}
     title = f"Fits, by the highest peak{f' (stage {at.pop()})' if len(at) == 1 else ''}, {unit}"
-    notes = [margin_words(result.run, unit)]
+    notes = [margin_words(result.run, partial(format_bytes, unit=unit))]
     if len({fit.peak_bytes for fit in fits}) > 1:
         notes.append("peak: with the attention kernels, workspaces and fp8 layouts of each card's own generation")
     if result.unmodelled:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from bridge_memory.cards.generations import DEFAULT_GENERATION, GENERATIONS
 from bridge_memory.releases import DEFAULT_MEGATRON_CORE, TE_GROUPED_GEMM
 from bridge_memory.spec.engine_options import TORCH_IMPLEMENTATIONS
 from bridge_memory.spec.errors import SpecError
@@ -25,7 +26,6 @@ from bridge_memory.spec.fields import (
     release,
     text,
 )
-from bridge_memory.spec.gpu_names import DEFAULT_GENERATION, GENERATIONS
 
 #: Who keeps model state over data-parallel ranks, each a module of ``bridge_memory.engines``, and its name in reports.
 ENGINES = {
@@ -436,7 +436,7 @@ class ImplementationSpec(Checked):
     offload_modules: tuple[str, ...] = choices((), *OFFLOAD_MODULES)
     #: Elements; tensors with fewer stay on the GPU.
     min_offloaded_tensor_size: int = count(1 << 20)
-    #: GPU generation, for workspace sizes, attention kernels and fp8 layouts (``gpu_names.GENERATIONS``).
+    #: GPU generation, for workspace sizes, attention kernels and fp8 layouts (``generations.GENERATIONS``).
     gpu_arch: str = choice(DEFAULT_GENERATION, *GPU_ARCHITECTURES)
     #: Transformer Engine and PyTorch releases, as (major, minor); None where unknown (``releases``).
     transformer_engine: tuple[int, int] | None = release(None)

@@ -13,23 +13,25 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
+from bridge_memory.cards.gpu import Gpu
+from bridge_memory.cards.rows import GPUS, common_gpus
 from bridge_memory.emit.megatron import bridge_overrides, estimate_command, megatron_arguments
 from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.plan.changes import Effect, WhatIf, changes
 from bridge_memory.readers import list_presets, resolve_model
 from bridge_memory.report.answer import answer_of
-from bridge_memory.report.gpus import GPUS, Fit, Gpu, common_gpus, fits, margin_bytes, margin_words
 from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.page.data import timeline_data, treemap_data
 from bridge_memory.report.page.one_file import estimate_page
+from bridge_memory.report.units import format_bytes
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.parts import ENGINES
 from bridge_memory.speed.hardware import HARDWARE, Hardware
 from bridge_memory.speed.megatron.step_time import not_timed, step_time
+from bridge_memory.verdict import Fit, fits, headroom, margin_words
 from bridge_memory.web.fixes import Refuses, label, refusal, untried
 from bridge_memory.web.options import DEFAULT_GPU, KEYS, Asked, asked, option_values, options
 from bridge_memory.web.words import title
-from bridge_memory.workspaces.driver import driver_bytes
 
 Question = Mapping[str, Any]
 #: ``transformer_impl`` whose layers the time model knows.
@@ -129,9 +131,7 @@ class Api:
                 if effect is None or effect.freed <= 0:
                     continue
                 effects.append(effect)
-                margin = margin_bytes(effect.peak, run.parallel.world_size, driver_bytes(effect.run))
-                room = gpu.capacity_bytes - effect.peak - margin
-                if room >= 0 and fits(estimate(effect.run), [gpu])[0].fits:
+                if headroom(gpu, effect.peak, effect.run) >= 0 and fits(estimate(effect.run), [gpu])[0].fits:
                     fitting.add(effect.changes)
         given = question["options"] if isinstance(question, Mapping) and question.get("options") else {}
         effects.sort(key=lambda e: -e.freed)
@@ -202,7 +202,7 @@ def _estimate(one: Asked, stage: object) -> dict[str, Any]:
     answer = answer_of(result, fitting)
     return {
         "estimate": document, "fit": _fit(fitting[0]), "experts": run.model.has_experts,
-        "answer": answer.words, "evidence": answer.evidence, "margin": margin_words(run),
+        "answer": answer.words, "evidence": answer.evidence, "margin": margin_words(run, format_bytes),
         "effective": _effective(run), "step": _step(one), "drawn": _drawn(result, stage),
         "exports": {
             "command": _command(one), "megatron": megatron_arguments(run), "bridge": bridge_overrides(run),

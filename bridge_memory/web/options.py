@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 from bridge_memory.arguments.flags import FLAGS, MODEL_FLAGS, PACKAGES, SPECS, add_run_arguments
 from bridge_memory.arguments.run import run_on_gpus
+from bridge_memory.cards.gpu import Gpu
 from bridge_memory.files import read_text
 from bridge_memory.readers.presets import find_presets
-from bridge_memory.report.gpus import Gpu, find_gpu
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.fields import called, rules_of
+from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.release import read_release
 
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)

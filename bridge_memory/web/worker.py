@@ -57,9 +57,9 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     from bridge_memory.arguments.template import template
     from bridge_memory.plan.megatron.search import search, ties
     from bridge_memory.plan.megatron.space import AXES, Space
-    from bridge_memory.report.gpus import margin_bytes
     from bridge_memory.speed.hardware import hardware_of
     from bridge_memory.speed.megatron.step_time import not_timed
+    from bridge_memory.verdict import margin_bytes
     from bridge_memory.web.api import hardware_for
     from bridge_memory.web.options import arguments
 

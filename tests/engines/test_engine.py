@@ -10,10 +10,10 @@ from bridge_memory import DataParallelSpec, ImplementationSpec, ParallelSpec, Ru
 from bridge_memory.cli import main
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.inventory.stack import chunk_units
-from bridge_memory.report.gpus import fits
 from bridge_memory.spec.layout import layout
 from bridge_memory.spec.parts import ENGINES, OptimizerSpec
 from bridge_memory.tapes.context import context_of
+from bridge_memory.verdict import fits
 
 
 def run_under(name: str) -> RunSpec:

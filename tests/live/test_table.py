@@ -9,7 +9,7 @@ from bridge_memory.live.cuda import Reading, read_cuda
 from bridge_memory.live.prediction import BUILT, FIRST_STEP, STEADY, Prediction, predict
 from bridge_memory.live.table import notes, stage_records, text_table, verdict
 from bridge_memory.readers.config_container import run_from_config_container
-from bridge_memory.report.gpus import margin_bytes
+from bridge_memory.verdict import margin_bytes
 
 GIB = 1 << 30
 

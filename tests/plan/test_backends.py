@@ -13,8 +13,9 @@ from bridge_memory import BatchSpec, RunSpec, SpecError
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.megatron.search import Found, search
 from bridge_memory.plan.megatron.space import Space
-from bridge_memory.report.gpus import find_gpu, margin_bytes
+from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.speed.hardware import hardware_of
+from bridge_memory.verdict import margin_bytes
 
 
 def found(**how: Any) -> Found:
@@ -58,8 +59,8 @@ def test_a_backend_that_joblib_does_not_know_is_refused_in_one_line() -> None:
 def test_what_is_sent_can_be_sent() -> None:
     """Without joblib too: a sweep's parts are pickled."""
     from bridge_memory.plan.megatron.many import _Elsewhere
-    from bridge_memory.plan.megatron.search import Card
     from bridge_memory.speed.constants import DEFAULT
+    from bridge_memory.verdict import Card
 
     base = RunSpec(model="meta-llama/Llama-3.2-1B", batch=BatchSpec(seq_length=4096, global_batch_size=64))
     space = Space(base, 4, 8, frozenset({"cp", "vpp", "recompute"}), global_batch_size=64)

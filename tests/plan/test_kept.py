@@ -17,10 +17,11 @@ from bridge_memory.plan.megatron import kept
 from bridge_memory.plan.megatron.many import Sheet, fitting
 from bridge_memory.plan.megatron.search import Found, search
 from bridge_memory.plan.megatron.space import Refused, Space
-from bridge_memory.report.gpus import find_gpu, margin_bytes
+from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.speed.constants import DEFAULT
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.tapes.context import TRACE_CACHE
+from bridge_memory.verdict import margin_bytes
 
 
 def space(total: int = 64) -> Space:

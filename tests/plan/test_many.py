@@ -13,12 +13,13 @@ from bridge_memory import BatchSpec, RunSpec, SpecError, peaks
 from bridge_memory.plan.megatron.many import Sheet, expressible, fitting, sorted_together
 from bridge_memory.plan.megatron.search import Found, search
 from bridge_memory.plan.megatron.space import Refused, Space, layouts
-from bridge_memory.report.gpus import find_gpu, margin_bytes
+from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.speed.constants import DEFAULT
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.megatron.step_time import step_time
 from bridge_memory.tapes.batched import Differs, along, distinct, numbered, numbered_rows, parts, whole
 from bridge_memory.tapes.symbolic import chosen, largest, smallest
+from bridge_memory.verdict import margin_bytes
 from bridge_memory.workspaces.driver import driver_bytes
 
 H100 = hardware_of("H100")

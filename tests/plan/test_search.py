@@ -19,10 +19,11 @@ from bridge_memory.plan.megatron.search import Found, search, ties
 from bridge_memory.plan.megatron.space import Refused, Space, layouts, parallel_sizes, useful_modules
 from bridge_memory.plan.megatron.splits import balanced_layout, splits
 from bridge_memory.readers.megatron_args import run_from_megatron_args
-from bridge_memory.report.gpus import find_gpu, margin_bytes
+from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.layout_string import parse_layout_string, short_layout_string
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.megatron.step_time import step_time
+from bridge_memory.verdict import margin_bytes
 
 LLAMA, QWEN = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B"
 

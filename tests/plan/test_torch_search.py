@@ -32,10 +32,11 @@ from bridge_memory.emit.torch import emitted, left_to_the_script, read_back
 from bridge_memory.plan.changes import WhatIf, changes
 from bridge_memory.plan.torch.search import EnginesFound, search_engines
 from bridge_memory.plan.torch.space import AXES, ON_DEMAND, EngineSpace, engines_of
-from bridge_memory.report.gpus import find_gpu, margin_bytes
+from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.spec.run import GROUPS
 from bridge_memory.speed.hardware import hardware_of
 from bridge_memory.speed.torch.step_time import TIMED, engine_time
+from bridge_memory.verdict import margin_bytes
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 GPU = "A100-40GB"
@@ -252,8 +253,9 @@ def test_a_measured_step_moves_all_times_and_no_rank(capsys: pytest.CaptureFixtu
 
 def test_cards_of_fine_tuners_have_figures(capsys: pytest.CaptureFixture[str]) -> None:
     """Every card that computes bf16 or fp16 fast enough to be rented for it, of AMD's the MI300X alone."""
-    from bridge_memory.report.gpus import GPUS
     from bridge_memory.speed.cards import FP32, HOST, OTHERS, card_of
+
+    from bridge_memory.cards.rows import GPUS
     from bridge_memory.speed.hardware import HARDWARE
 
     assert {name for name in GPUS if card_of(name) is None} == {

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from report_runs import NAMES, result
 
-from bridge_memory.report.gpus import fits
 from bridge_memory.report.page.data import page_data
 from bridge_memory.report.page.one_file import FOLDER, MOST_BYTES, estimate_page
 from bridge_memory.timeline import step_timeline
+from bridge_memory.verdict import fits
 
 
 @pytest.mark.parametrize("name", NAMES)

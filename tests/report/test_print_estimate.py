@@ -14,10 +14,10 @@ from report_runs import NAMES, result
 
 from bridge_memory.estimation import estimate
 from bridge_memory.report.details import stage_details
-from bridge_memory.report.gpus import fits
 from bridge_memory.report.table import print_estimate
 from bridge_memory.report.units import DECIMALS, UNITS
 from bridge_memory.spec import DataParallelSpec, ParallelSpec, RunSpec, SpecError
+from bridge_memory.verdict import fits
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "transient")
 

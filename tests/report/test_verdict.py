@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 import bridge_memory.caveats.unmodelled as caveats
+from bridge_memory.cards.rows import GPUS
 from bridge_memory.cli import main
 from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.readers import resolve_model
-from bridge_memory.report.gpus import CONTEXT_BYTES, FRAGMENTATION, GPUS, Verdict, fits, verdict_of
 from bridge_memory.report.json import estimate_to_json
 from bridge_memory.report.table import print_estimate
 from bridge_memory.spec import BatchSpec, RunSpec
 from bridge_memory.spec.unmodelled import Bounds, Effect, Unmodelled, as_feature, bounds
+from bridge_memory.verdict import CONTEXT_BYTES, FRAGMENTATION, Verdict, fits, verdict_of
 
 GIB = 1 << 30
 

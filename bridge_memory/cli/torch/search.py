@@ -30,9 +30,9 @@ from bridge_memory.spec.parts import MEGATRON_ENGINES
 from bridge_memory.speed.torch.step_time import NOT_FITTED, TIMED
 
 if TYPE_CHECKING:
+    from bridge_memory.cards.gpu import Gpu
     from bridge_memory.plan.torch.search import EngineRow, EnginesFound
     from bridge_memory.report.document import Chart, Drawn
-    from bridge_memory.report.gpus import Gpu
     from bridge_memory.speed.hardware import Hardware
 
 SCHEMA = "bridge-memory/engine-search/1"
@@ -61,11 +61,12 @@ def asked_engines(args: argparse.Namespace) -> tuple[str, ...] | None:
 def run(args: argparse.Namespace, words: Sequence[str], progress: Callable[[int, int], None] | None) -> int:
     """Search and print. Returns 0, or 1 where nothing fits."""
     from bridge_memory.plan.torch.search import search_engines
-    from bridge_memory.report.gpus import find_gpu, margin_bytes
-    from bridge_memory.speed.cards import known_card
+    from bridge_memory.spec.gpus import find_gpu
+    from bridge_memory.speed.hardware import hardware_of
+    from bridge_memory.verdict import margin_bytes
 
     gpu = find_gpu(args.gpu)
-    hardware = known_card(gpu.name)
+    hardware = hardware_of(gpu.name)
     if args.cache:
         raise SpecError(f"--cache is for layouts of megatron-core, not for engine {', '.join(words)}; drop it")
     if args.emit not in (None, "estimate", *EMITTED):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import ceil
 from typing import Any, NamedTuple
 
+from bridge_memory.cards.rows import GPUS
 from bridge_memory.releases import DELTA_NET_TOKENS_FIRST, MAMBA_CONVOLUTION_IS_NO_MODULE, MAMBA_PROJECTION_HELD
 from bridge_memory.spec import GatedDeltaNetSpec, MambaSpec, divide
 from bridge_memory.tapes.recorder import Recorder
@@ -18,8 +19,8 @@ from bridge_memory.tapes.tape import Tensor
 
 #: Tokens a chunk of flash-linear-attention's gated delta rule.
 DELTA_CHUNK = 64
-#: Streaming multiprocessors of an H100 or H200, over which mamba_ssm spreads the heads of a group.
-MULTIPROCESSORS = 132
+#: Streaming multiprocessors, over which mamba_ssm spreads the heads of a group.
+MULTIPROCESSORS = GPUS["H100"].multiprocessors
 
 
 def record_mamba(

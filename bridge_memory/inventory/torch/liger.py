@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from bridge_memory.cards.rows import MULTIPROCESSORS
 from bridge_memory.inventory.torch.ops import FP32, Array, Torch
 from bridge_memory.releases import LIGER_ACCUMULATES_IN_PLACE as ACCUMULATES_IN_PLACE
-from bridge_memory.spec.gpu_names import MULTIPROCESSORS
 from bridge_memory.tapes.symbolic import largest
 
 INT64 = 8

@@ -18,6 +18,7 @@ from bridge_memory.spec import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, 
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.step_time import StepTime, step_time
+from bridge_memory.verdict import Card
 from bridge_memory.workspaces.driver import driver_bytes
 
 if TYPE_CHECKING:
@@ -38,22 +39,6 @@ class Row(NamedTuple):
     #: Bytes of the card that are left, its margin taken off.
     headroom: int
     time: StepTime
-
-
-class Card(NamedTuple):
-    """What layouts have to fit."""
-
-    #: Bytes.
-    capacity: int
-    #: Of a peak, what the card must hold beyond it; never less of a higher one.
-    margin: Callable[[int], int]
-
-    def headroom(self, peak: int, driver: int = 0) -> int:
-        """Bytes that are left beside ``driver``, what libraries of the run allocate themselves."""
-        return self.capacity - peak - self.margin(peak) - driver
-
-    def holds(self, peak: int, driver: int = 0) -> bool:
-        return self.headroom(peak, driver) >= 0
 
 
 class Rows(Sequence[Row]):

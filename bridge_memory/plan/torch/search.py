@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from bridge_memory.estimation import peaks
 from bridge_memory.plan.jobs import spread
-from bridge_memory.plan.megatron.search import Card
 from bridge_memory.plan.megatron.space import Refused
 from bridge_memory.plan.torch.space import Configuration, EngineSpace, Fields, configurations
 from bridge_memory.spec import RunSpec
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.torch.step_time import EngineTime, engine_time
+from bridge_memory.verdict import Card
 
 
 class EngineRow(NamedTuple):

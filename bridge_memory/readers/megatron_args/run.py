@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from bridge_memory.cards.generations import AMD, DEFAULT_GENERATION
+from bridge_memory.cards.names import gpu_of_name
 from bridge_memory.readers.environment import implementation_of
 from bridge_memory.readers.megatron_args.arguments import Arguments
 from bridge_memory.readers.megatron_args.beside_model import beside_model, trained
@@ -13,7 +15,7 @@ from bridge_memory.readers.megatron_args.container import MegatronLM, container_
 from bridge_memory.readers.megatron_args.parsing import RawArguments, is_namespace, read_arguments
 from bridge_memory.releases import DEFAULT_MEGATRON_CORE, Release, Running
 from bridge_memory.spec import ModelSpec, RunSpec, SpecError
-from bridge_memory.spec.gpu_names import AMD, DEFAULT_GENERATION, gpu_of_name, taken_as_nvidia
+from bridge_memory.spec.gpus import taken_as_nvidia
 from bridge_memory.spec.release import read_release
 
 
@@ -82,6 +84,6 @@ def _container(
 
 
 def gpu_architecture(gpu: str | None) -> str:
-    """The generation that a GPU's name says (``gpu_names.GENERATIONS``); hopper where it says none of NVIDIA's."""
+    """The generation that a GPU's name says (``generations.GENERATIONS``); hopper where it says none of NVIDIA's."""
     known = gpu_of_name(gpu) if gpu else None
     return (known and known.generation) or DEFAULT_GENERATION

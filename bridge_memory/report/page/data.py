@@ -16,7 +16,6 @@ from bridge_memory.estimation import Estimate, StageEstimate, StageParts, stage_
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.report.answer import answer_of, peak_words
 from bridge_memory.report.details import layer_name
-from bridge_memory.report.gpus import Fit
 from bridge_memory.report.summary import configuration
 from bridge_memory.report.table import alike, moves_words
 from bridge_memory.report.units import ranges
@@ -26,6 +25,7 @@ from bridge_memory.spec.layout import layout
 from bridge_memory.tapes.chain import Label
 from bridge_memory.tapes.context import context_of
 from bridge_memory.timeline import Step, Timeline, step_timeline
+from bridge_memory.verdict import Fit
 
 SCHEMA = "bridge-memory/page/1"
 #: Phase of a pass -> its number in ``passes``.

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from bridge_memory.estimation import Estimate
 from bridge_memory.files import read_text
 from bridge_memory.report.document import Bullets, Chart, Drawn, Pairs, Words
-from bridge_memory.report.gpus import Fit
 from bridge_memory.report.page.data import page_data
 from bridge_memory.report.table import alike
 from bridge_memory.report.units import format_bytes, format_count
+from bridge_memory.verdict import Fit
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 #: Of the whole file.

@@ -14,7 +14,6 @@ from bridge_memory.engines.peft import adapter_units
 from bridge_memory.inventory.stack import chunk_units
 from bridge_memory.spec import DTYPE_BYTES, RunSpec
 from bridge_memory.spec.layout import layout
-from bridge_memory.speed.cards import FP32, HOST
 from bridge_memory.speed.constants import DEFAULT, Constants
 from bridge_memory.speed.hardware import Hardware
 from bridge_memory.speed.megatron.step_time import LEAST_EXPOSED, Passes
@@ -232,7 +231,7 @@ class _Step:
         """16-bit rates over those of what layers compute in."""
         hf = self.ctx.torch_layers
         width = hf.compute_width if hf is not None else self.compute_width
-        return self.hardware.flops / FP32[self.hardware.name] if width == DTYPE_BYTES["fp32"] else 1.0
+        return self.hardware.flops / self.hardware.fp32_flops if width == DTYPE_BYTES["fp32"] else 1.0
 
     # ---- between GPUs ----
 
@@ -395,8 +394,7 @@ class _Step:
         """(seconds of what crosses to and from host memory, of the optimizer's step there), nothing of it hidden."""
         run, z, f = self.run, self.run.deepspeed, self.run.fsdp
         engine = run.data_parallel.engine
-        link, memory = HOST[self.hardware.name]
-        link, memory = link * self.c.memory, memory * self.c.memory
+        link, memory = self.hardware.host_link * self.c.memory, self.hardware.host_memory * self.c.memory
         own = self.trained / self._divided
         if engine in ("fsdp1", "fsdp2"):
             if not f.offload_params:
