@@ -108,7 +108,7 @@ def headroom(gpu: Gpu, peak_bytes: int, run: RunSpec) -> int:
 
 
 def largest_peak(gpu: Gpu, run: RunSpec) -> int:
-    """Bytes: the highest peak of ``run`` that ``gpu`` holds with its margin."""
+    """Bytes: the highest peak of ``run`` that ``gpu`` holds with its margin, within a byte."""
     card, driver = card_of(gpu.capacity_bytes, run.parallel.world_size), driver_bytes(run)
     peak = int((gpu.capacity_bytes - outside_bytes(run.parallel.world_size, driver)) / (1 + FRAGMENTATION))
     while not card.holds(peak, driver):

@@ -60,9 +60,9 @@ _GPUS = {
     "MI300": "MI300X",
 }  # fmt: skip
 
-#: Bytes a second of one GPU's share of the network of BigScience's nodes, by generation: four Omni-Path adapters of
-#: 100 Gbit/s for eight A100 (``bigscience/train/tr11-176B-ml/README.md``) or for four V100.
-_JEAN_ZAY = {"ampere": 4 * 12.5e9 / 8, "volta": 4 * 12.5e9 / 4}
+#: Bytes a second of the network of one of BigScience's nodes: four Omni-Path adapters of 100 Gbit/s, for eight A100
+#: (``bigscience/train/tr11-176B-ml/README.md``) or for four V100.
+_JEAN_ZAY = 4 * 12.5e9
 
 #: Heads of BigScience's rows that state none: two runs that its tables list twice have 64 where they have a number.
 _BIGSCIENCE_HEADS = 64
@@ -112,7 +112,7 @@ def measured(row: Mapping[str, Any]) -> Measured | Unread:
         if hardware is None:
             raise SpecError(f"no figures of the GPU {row.get('gpu')}")
         if _of_bigscience(row):
-            hardware = hardware._replace(network=_JEAN_ZAY[hardware.generation])
+            hardware = hardware._replace(network=_JEAN_ZAY / (4 if hardware.generation == "volta" else 8))
         run, kernels = _run(row)
         seconds = _seconds(row, run)
     except SpecError as error:

@@ -294,10 +294,10 @@ def test_full_recomputation_is_one_more_forward_pass() -> None:
     assert 0.2 < again.recomputation / plain.seconds < 0.36
 
 
-def test_hardware_has_a_source_and_sane_ratios() -> None:
-    for name, h in HARDWARE.items():
-        assert h.name == name and h.source
-        assert 100 < h.flops / h.memory < 400 and h.nvlink > h.network
+def test_hardware_is_in_plain_units() -> None:
+    """An H100 of 989.4 TFLOP/s, 3350 GB/s and 900 GB/s of NVLink in both directions."""
+    h = HARDWARE["H100"]
+    assert (h.flops, h.memory, h.nvlink, h.network) == (989.4e12, 3350e9, 450e9, 50e9)
     with pytest.raises(SpecError, match="TPU"):
         hardware_of("TPU")
 

@@ -1,4 +1,4 @@
-"""Which GPUs an estimate fits on: names people type, capacities torch reports, a margin with its sources."""
+"""Whether a run fits a card: the margin with its sources, the verdict, and a card of another generation."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from bridge_memory.cards.generations import generation_of
-from bridge_memory.cards.names import gpu_of_name
 from bridge_memory.cards.rows import GPUS, common_gpus
 from bridge_memory.cli import main
 from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.readers.megatron_args import run_from_megatron_args
-from bridge_memory.report import gpus
 from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, PrecisionSpec, RunSpec, SpecError
-from bridge_memory.spec.gpus import check_computes, find_gpu, lacks
-from bridge_memory.verdict import CONTEXT_BYTES, FRAGMENTATION, NCCL_BYTES, fits
-
-GIB = 1 << 30
+from bridge_memory.spec.gpus import find_gpu
+from bridge_memory.verdict import (
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    NCCL_BYTES,
+    card_of,
+    fits,
+    headroom,
+    largest_peak,
+    margin_bytes,
+)
 
 RUNS = Path(__file__).parent / "data" / "measurements" / "runs.jsonl"
 
@@ -28,55 +32,6 @@ RUNS = Path(__file__).parent / "data" / "measurements" / "runs.jsonl"
 def llama(world_size: int = 8, pp: int = 1) -> Estimate:
     parallel = ParallelSpec(world_size=world_size, pipeline_model_parallel_size=pp)
     return estimate(RunSpec(model=resolve_model("meta-llama/Meta-Llama-3-8B"), parallel=parallel))
-
-
-@pytest.mark.parametrize(
-    ("typed", "name"),
-    [
-        ("H100", "H100"),
-        ("h100", "H100"),
-        ("NVIDIA H100 80GB", "H100"),
-        ("H100-SXM", "H100"),
-        ("a100-80gb", "A100-80GB"),
-        ("A100 40GB", "A100-40GB"),
-        ("a100_80", "A100-80GB"),
-        ("NVIDIA H200", "H200"),
-        ("b200", "B200"),
-        ("GB200", "GB200"),
-        ("AMD Instinct MI300X", "MI300X"),
-        ("mi300x", "MI300X"),
-        ("RTX 4090", "RTX-4090"),
-    ],
-)
-def test_a_gpu_is_found_by_the_names_people_type(typed: str, name: str) -> None:
-    assert find_gpu(typed).name == name
-
-
-def test_every_card_is_found_by_its_own_name_and_description() -> None:
-    for name, gpu in GPUS.items():
-        assert find_gpu(name) is gpu
-    assert set(gpus._ALIASES.values()) <= set(GPUS)
-    assert not {gpus._key(name) for name in GPUS} & set(gpus._ALIASES)
-
-
-@pytest.mark.parametrize(
-    ("typed", "hint"),
-    [("A100", "A100-40GB or A100-80GB"), ("H300", "H100"), ("V100", "V100-16GB or V100-32GB"), ("", "lists them")],
-)
-def test_an_unknown_or_ambiguous_gpu_is_refused_with_near_ones(typed: str, hint: str) -> None:
-    with pytest.raises(SpecError, match=re.escape(repr(typed))) as caught:
-        find_gpu(typed)
-    assert hint in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", GPUS)
-def test_a_capacity_is_a_little_below_the_figure_on_the_box(name: str) -> None:
-    """The driver keeps 1 to 8 % (error correction on GDDR cards takes most); where vendors count 288 GB in powers of
-    ten, torch's GiB are 7 % fewer again."""
-    printed = re.search(r"(\d+) ?GB", GPUS[name].description)
-    assert printed is not None
-    assert 0.9 < GPUS[name].capacity_bytes / GIB / int(printed[1]) < 1
 
 
 def test_fragmentation_is_the_ninetieth_percentile_of_the_measured_ranks() -> None:
@@ -147,6 +102,19 @@ def test_one_gpu_needs_no_room_for_nccl() -> None:
     (fit,) = fits(result, [GPUS["H200"]])
     assert fit.margin_bytes == CONTEXT_BYTES + int(result.peak_stage.peak_bytes * FRAGMENTATION)
 
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_headroom_is_what_peak_and_margin_leave_and_the_largest_peak_leaves_nothing(world_size: int) -> None:
+    """79.10 GiB less 600 MiB of context, 1434 MiB of NCCL on more than one GPU, and 1.073 peaks."""
+    run, h100 = llama(world_size).run, GPUS["H100"]
+    outside = (600 + 1434 * (world_size > 1)) << 20
+    assert headroom(h100, 10**10, run) == int(79.10 * 2**30) - outside - 10**10 - int(0.073 * 10**10)
+    most = largest_peak(h100, run)
+    assert headroom(h100, most, run) >= 0 > headroom(h100, most + 2, run)
+    card = card_of(h100.capacity_bytes, world_size)
+    assert card.holds(most) and not card.holds(most + 2)
+    assert card.headroom(most, 1 << 20) == card.capacity - most - margin_bytes(most, world_size, 1 << 20)
+
+
 
 def test_the_worst_stage_decides() -> None:
     result = llama(world_size=4, pp=4)
@@ -169,94 +137,6 @@ def test_eighteen_bytes_a_parameter_of_an_8b_model_fit_no_80_gb_card() -> None:
     assert not verdicts["H100"]
     assert not verdicts["H200"]  # 134.6 GiB and more than 5 GiB of activations and margin
     assert verdicts["B200"]
-
-
-#: What Transformer Engine's check_fp8_support, check_fp8_block_scaling_support and check_mxfp8_support say of a card.
-COMPUTES = {
-    "V100-32GB": "", "A100-80GB": "", "RTX-3090": "", "MI250X": "",
-    "L4": "delayed tensorwise", "L40S": "delayed tensorwise", "RTX-4090": "delayed tensorwise",
-    "H100": "delayed tensorwise blockwise", "H200": "delayed tensorwise blockwise",
-    "GH200-144GB": "delayed tensorwise blockwise", "RTX-PRO-6000": "delayed tensorwise blockwise",
-    "RTX-5090": "delayed tensorwise blockwise", "MI300X": "delayed tensorwise blockwise",
-    "B200": "delayed tensorwise blockwise mxfp8", "GB200": "delayed tensorwise blockwise mxfp8",
-    "B300": "delayed tensorwise blockwise mxfp8", "MI355X": "delayed tensorwise blockwise mxfp8",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", COMPUTES)
-def test_a_card_computes_in_the_formats_of_its_generation(name: str) -> None:
-    assert not lacks(GPUS[name], PrecisionSpec())
-    for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8"):
-        precision = PrecisionSpec(fp8="hybrid", fp8_recipe=recipe)
-        if recipe in COMPUTES[name].split():
-            check_computes(GPUS[name], precision)
-            continue
-        with pytest.raises(SpecError, match=f"--gpu {name}, of compute capability") as refusal:
-            check_computes(GPUS[name], precision)
-        text = str(refusal.value)
-        assert text.startswith("fp8 (hybrid)" if not COMPUTES[name] else f"fp8_recipe ({recipe})")
-        assert "B200" in text and "\n" not in text
-
-
-#: Each card's generation and compute capability, by NVIDIA's list (developer.nvidia.com/cuda-gpus).
-BY_NVIDIAS_LIST = {
-    "volta": {(7, 0): "V100-16GB V100-32GB"},
-    "turing": {(7, 5): "T4"},
-    "ampere": {(8, 0): "A30 A100-40GB A100-80GB A800", (8, 6): "A10 A40 A6000 RTX-3090"},
-    "ada": {(8, 9): "RTX-4090 L4 L40 L40S"},
-    "hopper": {(9, 0): "H100 H100-96GB H100-NVL H800 H20 H20-141GB H200 GH200-96GB GH200-144GB"},
-    "blackwell": {(10, 0): "B200 GB200", (10, 3): "B300 GB300", (12, 0): "RTX-5090 RTX-PRO-6000"},
-}  # fmt: skip
-
-
-def test_each_card_is_of_the_generation_and_capability_that_nvidia_lists() -> None:
-    listed = {
-        name: (arch, capability)
-        for arch, cards in BY_NVIDIAS_LIST.items() for capability, names in cards.items() for name in names.split()
-    }  # fmt: skip
-    assert {name: (gpu.arch, gpu.capability) for name, gpu in GPUS.items() if gpu.vendor == "NVIDIA"} == listed
-    assert {name for name, gpu in GPUS.items() if gpu.vendor == "AMD"} == {"MI250X", "MI300X", "MI325X", "MI355X"}
-
-
-@pytest.mark.parametrize(
-    ("name", "vendor", "generation"),
-    [
-        # torch.cuda.get_device_name()
-        ("Tesla V100-SXM2-32GB", "NVIDIA", "volta"), ("Tesla T4", "NVIDIA", "turing"),
-        ("Quadro RTX 6000", "NVIDIA", "turing"), ("NVIDIA A100-SXM4-80GB", "NVIDIA", "ampere"),
-        ("NVIDIA A10G", "NVIDIA", "ampere"), ("NVIDIA RTX A6000", "NVIDIA", "ampere"),
-        ("NVIDIA RTX 6000 Ada Generation", "NVIDIA", "ada"), ("NVIDIA L40S", "NVIDIA", "ada"),
-        ("NVIDIA GeForce RTX 4090", "NVIDIA", "ada"), ("NVIDIA H100 80GB HBM3", "NVIDIA", "hopper"),
-        ("NVIDIA GH200 480GB", "NVIDIA", "hopper"), ("NVIDIA B200", "NVIDIA", "blackwell"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "NVIDIA", "blackwell"),
-        ("AMD Instinct MI300X", "AMD", None), ("AMD Instinct MI250X / MI250", "AMD", None),
-        # as people and job lists write them
-        ("dgx_a100", "NVIDIA", "ampere"), ("dgxh100_coreweave", "NVIDIA", "hopper"), ("hopper", "NVIDIA", "hopper"),
-    ],
-)  # fmt: skip
-def test_a_name_gives_vendor_and_generation(name: str, vendor: str, generation: str | None) -> None:
-    known = gpu_of_name(name)
-    assert known is not None
-    assert (known.vendor, known.generation) == (vendor, generation)
-
-
-def test_names_that_say_nothing_of_a_gpu_say_nothing() -> None:
-    """A10 is no A100, L4 no L40, and neither Canada nor a Tesla P100 is of a generation that is known here."""
-    for name in ("", "cpu", "canada", "Tesla P100-PCIE-16GB", "A1000", "p4d.24xlarge"):
-        assert gpu_of_name(name) is None, name
-    assert gpu_of_name("A10").capability == (8, 6) and gpu_of_name("A100").capability == (8, 0)
-
-
-@pytest.mark.parametrize(
-    ("capability", "generation"),
-    [
-        ((6, 1), None), ((7, 0), "volta"), ((7, 2), "volta"), ((7, 5), "turing"), ((8, 0), "ampere"),
-        ((8, 6), "ampere"), ((8, 7), "ampere"), ((8, 9), "ada"), ((9, 0), "hopper"), ((10, 0), "blackwell"),
-        ((12, 1), "blackwell"),
-    ],
-)  # fmt: skip
-def test_a_compute_capability_has_a_generation(capability: tuple[int, int], generation: str | None) -> None:
-    assert generation_of(capability) == generation
 
 
 def test_amds_cards_are_estimated_as_nvidias_and_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
