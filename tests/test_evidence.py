@@ -53,7 +53,7 @@ def test_within_the_band_of_the_card_the_verdict_is_tight(monkeypatch: pytest.Mo
     result = estimate(RunSpec(model="openai-community/gpt2", batch=BatchSpec(seq_length=1024)))
     peak = result.peak_stage.peak_bytes
     card = GPUS["H100"]
-    room = largest_peak(card, 1)
+    room = largest_peak(card, result.run)
     card = replace(card, capacity_bytes=card.capacity_bytes - int((room - peak * 1.01) * 1.073))
     for band, verdict in ((0.02, Verdict.TIGHT), (0.005, Verdict.FITS)):
         monkeypatch.setattr(evidence, "_table", lambda band=band: {kind_of(result.run): ((band,), ())})

@@ -307,7 +307,6 @@ def test_an_empty_space_is_said(flags: str, words: str, capsys: pytest.CaptureFi
         ([*SMALL, "--top", "0"], "--top and --row count from 1"),
         ([*SMALL, "--headroom", "-1"], "--headroom"),
         ([*SMALL, "--emit", "bridge", "--row", "9999"], "--row 9999 does not exist"),
-        (["search", LLAMA, "--gpu", "T4", "--num-gpus", "8", "--global-batch-size", "8"], "hardware (T4) has no fig"),
     ),
 )  # fmt: skip
 def test_refusals_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
