@@ -24,42 +24,42 @@ from bridge_memory.speed.hardware import HARDWARE, hardware_of
 PACKAGE = Path(bridge_memory.__file__).parent
 
 #: A line a card: its generation and compute capability by NVIDIA's list (developer.nvidia.com/cuda-gpus) and AMD's ISA
-#: manuals, and the GB on its box.
+#: manuals, the GB on its box, and the CUDA cores or stream processors of its data sheet.
 CARDS = {
-    "V100-16GB": ("volta", (7, 0), 16),
-    "V100-32GB": ("volta", (7, 0), 32),
-    "T4": ("turing", (7, 5), 16),
-    "A10": ("ampere", (8, 6), 24),
-    "A30": ("ampere", (8, 0), 24),
-    "A40": ("ampere", (8, 6), 48),
-    "A6000": ("ampere", (8, 6), 48),
-    "A100-40GB": ("ampere", (8, 0), 40),
-    "A100-80GB": ("ampere", (8, 0), 80),
-    "A800": ("ampere", (8, 0), 80),
-    "RTX-3090": ("ampere", (8, 6), 24),
-    "RTX-4090": ("ada", (8, 9), 24),
-    "L4": ("ada", (8, 9), 24),
-    "L40": ("ada", (8, 9), 48),
-    "L40S": ("ada", (8, 9), 48),
-    "H100": ("hopper", (9, 0), 80),
-    "H100-96GB": ("hopper", (9, 0), 96),
-    "H100-NVL": ("hopper", (9, 0), 94),
-    "H800": ("hopper", (9, 0), 80),
-    "H20": ("hopper", (9, 0), 96),
-    "H20-141GB": ("hopper", (9, 0), 141),
-    "H200": ("hopper", (9, 0), 141),
-    "GH200-96GB": ("hopper", (9, 0), 96),
-    "GH200-144GB": ("hopper", (9, 0), 144),
-    "RTX-5090": ("blackwell", (12, 0), 32),
-    "RTX-PRO-6000": ("blackwell", (12, 0), 96),
-    "B200": ("blackwell", (10, 0), 180),
-    "GB200": ("blackwell", (10, 0), 186),
-    "B300": ("blackwell", (10, 3), 288),
-    "GB300": ("blackwell", (10, 3), 288),
-    "MI250X": ("cdna2", (9, 0), 64),
-    "MI300X": ("cdna3", (9, 4), 192),
-    "MI325X": ("cdna3", (9, 4), 256),
-    "MI355X": ("cdna4", (9, 5), 288),
+    "V100-16GB": ("volta", (7, 0), 16, 5120),
+    "V100-32GB": ("volta", (7, 0), 32, 5120),
+    "T4": ("turing", (7, 5), 16, 2560),
+    "A10": ("ampere", (8, 6), 24, 9216),
+    "A30": ("ampere", (8, 0), 24, 3584),
+    "A40": ("ampere", (8, 6), 48, 10752),
+    "A6000": ("ampere", (8, 6), 48, 10752),
+    "A100-40GB": ("ampere", (8, 0), 40, 6912),
+    "A100-80GB": ("ampere", (8, 0), 80, 6912),
+    "A800": ("ampere", (8, 0), 80, 6912),
+    "RTX-3090": ("ampere", (8, 6), 24, 10496),
+    "RTX-4090": ("ada", (8, 9), 24, 16384),
+    "L4": ("ada", (8, 9), 24, 7424),
+    "L40": ("ada", (8, 9), 48, 18176),
+    "L40S": ("ada", (8, 9), 48, 18176),
+    "H100": ("hopper", (9, 0), 80, 16896),
+    "H100-96GB": ("hopper", (9, 0), 96, 16896),
+    "H100-NVL": ("hopper", (9, 0), 94, 16896),
+    "H800": ("hopper", (9, 0), 80, 16896),
+    "H20": ("hopper", (9, 0), 96, 9984),
+    "H20-141GB": ("hopper", (9, 0), 141, 9984),
+    "H200": ("hopper", (9, 0), 141, 16896),
+    "GH200-96GB": ("hopper", (9, 0), 96, 16896),
+    "GH200-144GB": ("hopper", (9, 0), 144, 16896),
+    "RTX-5090": ("blackwell", (12, 0), 32, 21760),
+    "RTX-PRO-6000": ("blackwell", (12, 0), 96, 24064),
+    "B200": ("blackwell", (10, 0), 180, 18944),
+    "GB200": ("blackwell", (10, 0), 186, 18944),
+    "B300": ("blackwell", (10, 3), 288, 20480),
+    "GB300": ("blackwell", (10, 3), 288, 20480),
+    "MI250X": ("cdna2", (9, 0), 64, 7040),
+    "MI300X": ("cdna3", (9, 4), 192, 19456),
+    "MI325X": ("cdna3", (9, 4), 256, 19456),
+    "MI355X": ("cdna4", (9, 5), 288, 16384),
 }
 
 
@@ -70,7 +70,7 @@ def test_every_card_has_its_line() -> None:
 @pytest.mark.parametrize("name", CARDS)
 def test_a_card_is_of_the_generation_and_capability_that_its_maker_lists(name: str) -> None:
     """Its name alone says so too, among a job's other words, and whatever row or family it is matched by."""
-    generation, capability, _ = CARDS[name]
+    generation, capability, *_ = CARDS[name]
     gpu = GPUS[name]
     assert (gpu.generation, gpu.capability) == (generation, capability)
     assert gpu.arch == (generation if generation in GENERATIONS else None)
@@ -124,19 +124,11 @@ def test_rates_are_of_one_chip(name: str) -> None:
     assert r.host_link <= r.host_memory * 2
 
 
-#: CUDA cores and stream processors of the data sheets, and how many of them a multiprocessor has.
-CORES = {
-    "V100-32GB": (5120, 64), "T4": (2560, 64), "A10": (9216, 128), "A30": (3584, 64), "A40": (10752, 128),
-    "A100-80GB": (6912, 64), "RTX-3090": (10496, 128), "RTX-4090": (16384, 128), "L4": (7424, 128),
-    "L40S": (18176, 128), "H100": (16896, 128), "RTX-5090": (21760, 128), "RTX-PRO-6000": (24064, 128),
-    "B300": (20480, 128), "MI250X": (14080 // 2, 64), "MI300X": (19456, 64), "MI325X": (19456, 64),
-    "MI355X": (16384, 64),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CORES)
+@pytest.mark.parametrize("name", CARDS)
 def test_multiprocessors_hold_the_cores_of_the_data_sheet(name: str) -> None:
-    cores, each = CORES[name]
+    """128 each in GPUs for graphics and since Hopper, 64 in others and in AMD's compute units."""
+    generation, capability, _, cores = CARDS[name]
+    each = 128 if generation in GENERATIONS and capability not in ((7, 0), (7, 5), (8, 0)) else 64
     assert GPUS[name].multiprocessors * each == cores
 
 
