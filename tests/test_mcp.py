@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +16,40 @@ from bridge_memory.mcp_server.commands import MOST_SECONDS
 
 pytest.importorskip("mcp.server.mcpserver", reason="mcp 2 is not installed")
 import anyio
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from mcp import Client, StdioServerParameters, stdio_client
 
+Call = Callable[..., Any]
 LLAMA = {"model": "meta-llama/Llama-3.1-8B", "num_gpus": 8, "tp": 2}
 
 
-def with_server(use: Callable[[Client], Awaitable[Any]]) -> Any:
-    """What ``use`` returns of a client whose server is a process of its own."""
-
-    async def session() -> Any:
-        command = StdioServerParameters(command=sys.executable, args=["-m", "bridge_memory", "mcp"])
-        with anyio.fail_after(120):
-            async with Client(stdio_client(command)) as client:
-                return await use(client)
-
-    return anyio.run(session)
+@pytest.fixture(scope="module")
+def portal() -> Iterator[BlockingPortal]:
+    with start_blocking_portal() as started:
+        yield started
 
 
-def called(tool: str, **arguments: Any) -> Any:
-    """The result of one call: its structured content, or the text of its error."""
+@pytest.fixture(scope="module")
+def client(portal: BlockingPortal) -> Iterator[Client]:
+    """A client whose server is a process of its own."""
+    command = StdioServerParameters(command=sys.executable, args=["-m", "bridge_memory", "mcp"])
+    with portal.wrap_async_context_manager(Client(stdio_client(command))) as connected:
+        yield connected
 
-    async def use(client: Client) -> Any:
-        result = await client.call_tool(tool, arguments)
+
+@pytest.fixture
+def called(portal: BlockingPortal, client: Client) -> Callable[..., Any]:
+    """(tool, its arguments) -> its structured content, or the text of its error."""
+
+    def call(tool: str, **arguments: Any) -> Any:
+        result = portal.call(client.call_tool, tool, arguments)
         return result.content[0].text if result.is_error else result.structured_content
 
-    return with_server(use)
+    return call
 
 
-def test_five_tools_with_typed_arguments() -> None:
-    async def use(client: Client) -> Any:
-        return await client.list_tools()
-
-    tools = {tool.name: tool for tool in with_server(use).tools}
+def test_five_tools_with_typed_arguments(portal: BlockingPortal, client: Client) -> None:
+    tools = {tool.name: tool for tool in portal.call(client.list_tools).tools}
     assert set(tools) == {"estimate", "explain", "whatif", "search", "compare"}
     for tool in tools.values():
         assert tool.description and tool.output_schema is not None
@@ -56,7 +58,7 @@ def test_five_tools_with_typed_arguments() -> None:
     assert "fsdp2" in run["engine"]["anyOf"][0]["enum"]
 
 
-def test_an_estimate_has_the_peaks_of_the_package() -> None:
+def test_an_estimate_has_the_peaks_of_the_package(called: Call) -> None:
     found = called("estimate", run=LLAMA, gpu="H100")
     run = RunSpec(model=LLAMA["model"], parallel=ParallelSpec(world_size=8, tensor_model_parallel_size=2))
     assert [stage["peak_bytes"] for stage in found["stages"]] == [stage.peak_bytes for stage in peaks(run)]
@@ -64,23 +66,23 @@ def test_an_estimate_has_the_peaks_of_the_package() -> None:
     assert found["verdict"]["answer"] == "fits"
 
 
-def test_the_components_of_a_stage_add_up_to_its_peak() -> None:
+def test_the_components_of_a_stage_add_up_to_its_peak(called: Call) -> None:
     found = called("explain", run={**LLAMA, "pp": 2}, stage=1)
     assert found["stage"]["stage"] == 1
     assert sum(c["bytes"] for c in found["stage"]["components"]) == found["stage"]["peak_bytes"]
 
 
-def test_saved_tensors_are_named() -> None:
+def test_saved_tensors_are_named(called: Call) -> None:
     found = called("explain", run={**LLAMA, "num_layers": 1}, tensors=True)
     assert any("linear_fc1" in tensor["name"] for tensor in found["stage"]["tensors"])
 
 
-def test_a_change_is_said_in_flags() -> None:
+def test_a_change_is_said_in_flags(called: Call) -> None:
     found = called("whatif", run=LLAMA, gpu="H100")
     assert ["--tp", "4"] in [change["flags"] for change in found["changes"]]
 
 
-def test_a_search_keeps_the_sizes_that_are_given() -> None:
+def test_a_search_keeps_the_sizes_that_are_given(called: Call) -> None:
     found = called("search", run={**LLAMA, "global_batch_size": 64}, gpu="H100", top=3)
     assert 0 < len(found["best"]) <= 3
     assert {row["tp"] for row in found["best"]} == {2}
@@ -93,7 +95,7 @@ LOG = """\
 
 
 @pytest.mark.parametrize("as_file", [False, True])
-def test_a_log_is_compared_as_text_and_as_a_file(tmp_path: Path, as_file: bool) -> None:
+def test_a_log_is_compared_as_text_and_as_a_file(called: Call, tmp_path: Path, as_file: bool) -> None:
     path = tmp_path / "train.log"
     path.write_text(LOG)
     found = called("compare", measured=str(path) if as_file else LOG, run=LLAMA)
@@ -112,37 +114,36 @@ def test_a_log_is_compared_as_text_and_as_a_file(tmp_path: Path, as_file: bool) 
         ("compare", {"measured": "a log\nof something else\n", "run": LLAMA}, "measured"),
     ],
 )  # fmt: skip
-def test_a_refusal_is_the_commands_own(tool: str, arguments: dict[str, Any], words: str) -> None:
+def test_a_refusal_is_the_commands_own(called: Call, tool: str, arguments: dict[str, Any], words: str) -> None:
     said = called(tool, **arguments)
     assert isinstance(said, str)
     assert words in said and "Traceback" not in said and "\n" not in said.strip()
 
 
-def test_a_refusal_is_the_same_as_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_is_the_same_as_on_the_command_line(called: Call, capsys: pytest.CaptureFixture[str]) -> None:
     said = called("estimate", run={**LLAMA, "pp": 3})
     assert main(["estimate", LLAMA["model"], "--num-gpus", "8", "--tp", "2", "--pp", "3"]) == 2
     assert capsys.readouterr().err == f"bridge-memory: error: {said}\n"
 
 
 @pytest.mark.parametrize("flag", ["--output=x.json", "--force", "--cache=.", "-vv", "--format"])
-def test_no_flag_writes_a_file(flag: str) -> None:
+def test_no_flag_writes_a_file(called: Call, flag: str) -> None:
     assert called("estimate", run={**LLAMA, "flags": [flag]}).startswith("flags (")
 
 
-def test_an_unknown_or_mistyped_argument_is_refused_by_name() -> None:
+def test_an_unknown_or_mistyped_argument_is_refused_by_name(called: Call) -> None:
     assert "tensor_parallel" in called("estimate", run={**LLAMA, "tensor_parallel": 2})
     assert "tp" in called("estimate", run={**LLAMA, "tp": "two"})
 
 
-def test_time_is_bounded() -> None:
+def test_time_is_bounded(called: Call) -> None:
     run = {"model": "deepseek-ai/DeepSeek-V3", "num_gpus": 2048, "global_batch_size": 8192, "flags": ["--exhaustive"]}
     assert called("search", run=run, gpu="H100", timeout_seconds=1.0).startswith("timeout_seconds (1)")
     assert "timeout_seconds" in called("estimate", run=LLAMA, timeout_seconds=MOST_SECONDS + 1)
 
 
-def test_the_server_answers_on_after_a_refusal_and_two_at_once() -> None:
-    async def use(client: Client) -> list[Any]:
-        await client.call_tool("estimate", {"run": {"model": "nothing"}})
+def test_two_are_answered_at_once(portal: BlockingPortal, client: Client) -> None:
+    async def both() -> list[Any]:
         found: list[Any] = []
 
         async def one(tp: int) -> None:
@@ -154,7 +155,7 @@ def test_the_server_answers_on_after_a_refusal_and_two_at_once() -> None:
                 tasks.start_soon(one, tp)
         return sorted(found)
 
-    assert with_server(use) == [1, 4]
+    assert portal.call(both) == [1, 4]
 
 
 def test_the_command_names_its_tools(capsys: pytest.CaptureFixture[str]) -> None:
