@@ -57,7 +57,7 @@ SEARCHES = (
     "search Qwen/Qwen2.5-7B --num-gpus 8 --gpu RTX-4090 --engine fsdp2 --global-batch-size 64 --json",
     "whatif meta-llama/Llama-3.1-70B --num-gpus 64 --tp 8 --pp 4 --gpu H100 --global-batch-size 128 --json",
     "whatif Qwen/Qwen2.5-7B --engine fsdp2 --num-gpus 8 --gpu RTX-4090 --json",
-    "balance meta-llama/Llama-3.1-70B --num-gpus 64 --tp 4 --pp 8 --global-batch-size 128 --json",
+    "balance meta-llama/Llama-3.1-70B --num-gpus 64 --tp 4 --pp 8 --gpu H100 --global-batch-size 128 --json",
 )  # fmt: skip
 
 
