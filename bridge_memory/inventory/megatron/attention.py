@@ -428,7 +428,7 @@ def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = Tru
     Source: TE ``dot_product_attention/utils.py: get_attention_backend``. Neither FlashAttention nor cuDNN takes fp32;
     FlashAttention takes no sink; FlashAttention 2, before Hopper, wants values as wide as keys
     (``equal_heads``), to which later releases pad them (``dot_product_attention.py: _pad_qkv_head_dim``). cuDNN takes
-    no ``window`` with dropout. Where nothing is left the run is refused (``spec.validation: _check_kernels``).
+    no ``window`` with dropout. Where nothing is left the run is refused (``spec.rules.attention: check_kernels``).
     """
     ctx, chosen = r.ctx, r.ctx.impl.attention_kernel
     if fp8_attention(r):
