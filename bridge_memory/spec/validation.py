@@ -33,7 +33,7 @@ def validate(run: RunSpec) -> None:
         rule(run, limits)
 
 
-#: What a run is held to, in order: sizes that no number of GPUs makes right before those that another would.
+#: What a run is checked against, in order: sizes that no number of GPUs makes right before those that another would.
 RULES: tuple[Callable[[RunSpec, Limits], None], ...] = (
     lambda run, limits: check_engine(run),
     lambda run, limits: check_transformers(run),

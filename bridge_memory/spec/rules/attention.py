@@ -127,10 +127,10 @@ def check_kernels(run: RunSpec, limits: Limits) -> None:
 
 
 def _check_fp8_attention(run: RunSpec, limits: Limits) -> None:
-    """TE ``get_attention_backend``, for the recipes that are told of it (``fp8_utils.py: get_fp8_recipe``)."""
+    """TE ``get_attention_backend``, for the recipes that pass it on (``fp8_utils.py: get_fp8_recipe``)."""
     p, i = run.precision, run.implementation
-    told = p.fp8_recipe in ("delayed", "tensorwise", "mxfp8")
-    if not (p.fp8_dot_product_attention and p.fp8 and i.te and told):
+    passed_on = p.fp8_recipe in ("delayed", "tensorwise", "mxfp8")
+    if not (p.fp8_dot_product_attention and p.fp8 and i.te and passed_on):
         return
     if not any(isinstance(m, AttentionSpec | MLASpec) for m in limits.mixers):
         return

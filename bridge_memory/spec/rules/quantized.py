@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 #: Engines that leave frozen weights as they are.
 _KEEP_QUANTIZED = ("single", "ddp")
-_OR_8 = {"bnb_4bit_use_double_quant": "", "prepare_model_for_kbit_training": " or load_in_8bit"}
+#: What else than load_in_4bit gives a field its effect.
+_OR_8BIT = {"bnb_4bit_use_double_quant": "", "prepare_model_for_kbit_training": " or load_in_8bit"}
 
 
 def check_quantized(run: RunSpec) -> None:
@@ -22,7 +23,7 @@ def check_quantized(run: RunSpec) -> None:
     if not spec.quantized:
         for field in ("bnb_4bit_use_double_quant", "prepare_model_for_kbit_training"):
             if getattr(spec, field):
-                needs = f"load_in_4bit{_OR_8[field]}"
+                needs = f"load_in_4bit{_OR_8BIT[field]}"
                 raise SpecError(f"{field} (True) does nothing without {needs}; set it, or drop {field}")
         return
     if spec.load_in_4bit and spec.load_in_8bit:
