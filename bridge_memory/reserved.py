@@ -284,7 +284,7 @@ class _Job:
 
     def _reshards(self, group: Group) -> bool:
         assert self.engine is not None
-        return self.engine._resharded(group)
+        return self.engine.reshards(group)
 
     def _gather(self, group: Group) -> int:
         """The flat output of a unit's all-gather."""

@@ -8,17 +8,9 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
+from schedule_walk import in_flight, schedule_events, walked_peak
 
-from bridge_memory.schedule.events import (
-    Apart,
-    ChunkCost,
-    in_flight,
-    num_warmup,
-    schedule_events,
-    schedule_table,
-    walk,
-    walked_peak,
-)
+from bridge_memory.schedule.events import Apart, ChunkCost, num_warmup, schedule_table, walk
 from bridge_memory.schedule.peak import dynamic_peak, few_microbatches, peak_bytes, peak_moments
 
 # --------------------------------------------------------------------------------------------------

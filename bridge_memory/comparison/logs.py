@@ -62,11 +62,6 @@ class MeasuredRank:
     stage: int | None = None
 
 
-def parse_memory_lines(lines: Iterable[str]) -> list[MeasuredRank]:
-    """Every ``report_memory`` line of a log, in order; whatever a launcher put in front of them is skipped."""
-    return [found for line in lines if (found := _memory_line(line)) is not None]
-
-
 def latest_of_each_rank(lines: Sequence[str]) -> list[MeasuredRank]:
     """The latest figures of every rank of a log; ``max_allocated`` never falls, so the last one is the peak."""
     latest: dict[int, MeasuredRank] = {}

@@ -19,7 +19,6 @@ from functools import lru_cache
 from typing import Any
 
 from bridge_memory.components import Component, Part, Role, allocated
-from bridge_memory.files import read_bytes
 from bridge_memory.spec import SpecError, show
 from bridge_memory.spec.errors import bounded
 
@@ -46,13 +45,9 @@ def is_snapshot(head: bytes) -> bool:
     return head[:1] == pickle.PROTO
 
 
-def load_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The snapshot's dict. Raises SpecError for a file that is something else, or holds code."""
-    return read_snapshot(read_bytes(path, "give a snapshot", MOST_OF_A_SNAPSHOT), path)
-
-
 def read_snapshot(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Likewise, of what the file holds."""
+    """The snapshot's dict, of what the file at ``path`` holds. Raises SpecError for a file that is something else, or
+    holds code."""
     try:
         value = _NoCode(io.BytesIO(data)).load()
     except SpecError:

@@ -59,7 +59,7 @@ class FSDP1(FSDP2):
         #: A layer's first adapter has the layer before gathered.
         self.late = run.peft.freezes and self.strategy != "NO_SHARD" and run.fsdp.backward_prefetch != "NO_PREFETCH"
 
-    def _resharded(self, group: Group) -> bool:
+    def reshards(self, group: Group) -> bool:
         """After forward; what is not divided has a copy in ``param_dtype``, which goes too (``_flat_param.py:
         FlatParamHandle.post_reshard``)."""
         copied = self.strategy == "NO_SHARD" and self.compute_width != self.width
@@ -76,7 +76,7 @@ class FSDP1(FSDP2):
         align = ALIGNMENT // self.width if run.fsdp.use_orig_params else 1
         for module in modules:
             trained = {id(p) for p, _ in module.trained_parameters()}
-            for p, times, width, computed in self._wide(module):
+            for p, times, width, computed in self.gathered_parameters(module):
                 if run.peft.freezes and id(p) in trained:
                     own = rounded(p.numel * width)
                     flats += [Flat(-(-p.numel // self.ranks), width, computed, True, own)] * times
@@ -123,15 +123,16 @@ class FSDP1(FSDP2):
         rank's part is copied before either goes (``FlatParamHandle.flatten_tensors_into_flat_param, shard``)."""
         if self.run.fsdp.offload_params:
             return None
-        there = most = sum(
-            times * rounded(p.numel * width) for m in model.modules for p, times, width, _ in self._wide(m)
-        )
+        allocated = most = sum(
+            times * rounded(p.numel * width)
+            for module in model.modules for p, times, width, _ in self.gathered_parameters(module)
+        )  # fmt: skip
         for modules in self._of_groups(model, groups):
             for flat in reversed(self._units(modules)):
                 shard, whole = rounded(flat.shard * flat.width), rounded(flat.shard * self.ranks * flat.width)
                 copied = shard if self.strategy != "NO_SHARD" else 0
-                most = max(most, there + whole + copied)
-                there += shard - flat.tensors
+                most = max(most, allocated + whole + copied)
+                allocated += shard - flat.tensors
         return most
 
     def _saving(self, model: Model) -> int | None:

@@ -23,8 +23,8 @@ from bridge_memory.inventory.tail import (
     untied_here,
 )
 from bridge_memory.inventory.torch.chain import torch_chunk
-from bridge_memory.spec import LayerSpec, ModelSpec, RunSpec
-from bridge_memory.spec.layout import ChunkShape, StageShape, layout
+from bridge_memory.spec import LayerSpec, ModelSpec
+from bridge_memory.spec.layout import ChunkShape, StageShape
 from bridge_memory.tapes.chain import (
     ChunkInventory,
     EngineBytes,
@@ -35,7 +35,7 @@ from bridge_memory.tapes.chain import (
     plain_link,
     with_engine,
 )
-from bridge_memory.tapes.context import BlockContext, context_of
+from bridge_memory.tapes.context import BlockContext
 from bridge_memory.tapes.parameters import Parameter, ParameterList, Repeated, Use
 from bridge_memory.tapes.recorder import Scratch
 from bridge_memory.tapes.symbolic import largest
@@ -233,13 +233,6 @@ def named_parameters(units: Sequence[Unit]) -> Iterator[Parameter]:
         for number in range(first, first + unit.times):
             yield from unit.parameters.expanded(unit.prefix.format(number))
         layer += unit.times if unit.label is Label.LAYER else 0
-
-
-def stage_parameters(run: RunSpec, stage: int) -> list[list[Parameter]]:
-    """Parameters of every chunk of pipeline stage ``stage``, chunk by chunk."""
-    ctx = context_of(run)
-    shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
-    return [list(named_parameters(chunk_units(run.model, shape, ctx))) for shape in shapes]
 
 
 def chunk_scratch(

@@ -69,14 +69,6 @@ class ChunkCost(NamedTuple):
     apart: Apart | None = None
 
 
-class Event(NamedTuple):
-    """One pass of one microbatch through one chunk. ``phase`` is "forward" or "backward"."""
-
-    phase: str
-    microbatch: int
-    chunk: int
-
-
 class Moment(NamedTuple):
     """What is alive on a rank while a pass runs.
 
@@ -126,13 +118,6 @@ def num_warmup(
     return min(warmup, num_microbatches * v)
 
 
-def in_flight(
-    pp: int, rank: int, num_microbatches: int, v: int = 1, group: int | None = None, extra: bool = False
-) -> int:
-    """The most (microbatch, chunk) pairs alive at once on a rank: min(p - r, m) under 1F1B."""
-    return min(num_warmup(pp, rank, num_microbatches, v, group, extra) + 1, num_microbatches * v)
-
-
 def schedule_table(num_microbatches: int, v: int, group: int) -> list[tuple[int, int]]:
     """(microbatch, chunk) of every forward pass in order: a group through chunk 0, then through chunk 1, ...
 
@@ -144,21 +129,6 @@ def schedule_table(num_microbatches: int, v: int, group: int) -> list[tuple[int,
         for chunk in range(v)
         for microbatch in range(first, min(first + group, num_microbatches))
     ]
-
-
-def schedule_events(
-    pp: int, rank: int, num_microbatches: int, v: int = 1, group: int | None = None, extra: bool = False
-) -> list[Event]:
-    """Every pass of one rank in order: warm-up, one forward and one backward in turn, cool-down."""
-    table = schedule_table(num_microbatches, v, group or pp)
-    warmup = num_warmup(pp, rank, num_microbatches, v, group, extra)
-    forward = [Event("forward", m, c) for m, c in table]
-    # Backward passes take chunks in reverse; within a chunk, microbatches come in order (a queue).
-    backward = [Event("backward", m, v - 1 - c) for m, c in table]
-    events = forward[:warmup]
-    for f, b in zip(forward[warmup:], backward, strict=False):
-        events += (f, b)
-    return events + backward[len(forward) - warmup :]
 
 
 def walk(
@@ -287,32 +257,6 @@ def walk(
                 named_grads = {(n, v - 1 - c): 0 for n, c in filter(None, grad_buffer)}
         else:
             held_in_forward = (not last) * (1 + keeps_outputs) + (not first)
-
-
-def walked_peak(
-    pp: int,
-    rank: int,
-    num_microbatches: int,
-    chunks: Sequence[ChunkCost],
-    group_size: int | None = None,
-    *,
-    hidden_bytes: int = 0,
-    overlap_moe_expert_parallel_comm: bool = False,
-    overlap_p2p_comm: bool = True,
-    keeps_outputs: bool = False,
-) -> PeakMoment:
-    """``dynamic_peak`` by the walk over every event: slow, and the truth that the closed form is held to."""
-    moments = walk(
-        pp,
-        rank,
-        num_microbatches,
-        len(chunks),
-        group_size,
-        overlap_moe_expert_parallel_comm,
-        overlap_p2p_comm,
-        keeps_outputs,
-    )
-    return highest(moments, chunks, hidden_bytes)
 
 
 def overlapped(f: ChunkCost, b: ChunkCost) -> int:

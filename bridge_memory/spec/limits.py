@@ -263,3 +263,8 @@ def divisors(size: int, most: int) -> str:
     """The largest sizes up to ``most`` that would do, for a message."""
     fitting = (n for n in range(min(most, size, 100_000), 0, -1) if size % n == 0)
     return " or ".join(str(n) for n, _ in zip(fitting, range(3), strict=False))
+
+
+def next_multiple(value: int, of: int) -> int:
+    """The smallest multiple of ``of`` that is not below ``value``."""
+    return -(-value // of) * of

@@ -379,12 +379,6 @@ class BlockCost:
         return {key: nbytes for key, nbytes in sums.items() if nbytes}
 
 
-def cost_of(tape: Tape) -> BlockCost:
-    """The cost of a tape that was recorded with plain numbers."""
-    atoms = Atoms()
-    return BlockCost(Structure(tape, atoms), atoms.sizes)
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # Following a tape
 # ---------------------------------------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ class Recorder:
 
     # ---- modules ----
 
-    def norm(self, name: str, x: Tensor, width: int, rows: int, *, per_module: str | None = None) -> Tensor:
+    def norm(self, name: str, x: Tensor, width: int, rows: int) -> Tensor:
         """LayerNorm or RMSNorm over ``width`` for ``rows`` rows; keeps its input and fp32 row statistics.
 
         Source: TE ``ops/basic/{layer_norm,rmsnorm}.py``; Apex ``FusedLayerNormAffineFunction``; torch

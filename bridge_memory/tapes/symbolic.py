@@ -160,11 +160,6 @@ class SymInt:
         return format(self.value, spec)
 
 
-def value_of(size: Any) -> Any:
-    """The number that a size, or a plain number, is in the run that is recorded."""
-    return size.value if type(size) is SymInt else size
-
-
 def largest(first: Any, *others: Any) -> Any:
     """``max`` as a step instead of a question."""
     for other in others:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_memory.comparison.logs import arguments_in, latest_of_each_rank, parse_memory_lines
+from bridge_memory.comparison.logs import arguments_in, latest_of_each_rank
 
 RUNS = Path(__file__).resolve().parents[1] / "data" / "measurements" / "runs.jsonl"
 
@@ -36,7 +36,7 @@ def test_measured_figures_round_trip_through_a_megatron_lm_log() -> None:
         m = record["measured"][0]
         allocated, peak = m["allocated_bytes"], m["max_allocated_bytes"]
         line = "3: worker-7 " + megatron_lm_line(m["rank"], m["after_step"], allocated, peak, peak)
-        (found,) = parse_memory_lines(["noise", line, ""])
+        (found,) = latest_of_each_rank(["noise", line, ""])
         assert (found.rank, found.iteration) == (m["rank"], m["after_step"])
         assert (found.allocated, found.max_allocated, found.max_reserved) == (allocated, peak, peak)
 
@@ -47,7 +47,7 @@ def test_bridge_prints_decimal_gigabytes_with_five_digits() -> None:
         "[Rank 0] (after 10 iterations) memory (GB) | mem-allocated-gigabytes: 18.153 | mem-active-gigabytes: 18.2 | "
         "mem-max-allocated-gigabytes: 61.024 | mem-max-reserved-gigabytes: 70.1 | mem-alloc-retires: 0"
     )
-    (found,) = parse_memory_lines([line])
+    (found,) = latest_of_each_rank([line])
     assert (found.allocated, found.max_allocated) == (18_153_000_000, 61_024_000_000)
     assert (found.reserved, found.max_reserved) == (None, 70_100_000_000)
     assert found.resolution == 500_000
@@ -60,7 +60,7 @@ def test_the_last_figures_of_a_rank_count() -> None:
 
 
 def test_broken_lines_are_no_figures() -> None:
-    assert parse_memory_lines(["memory (MB) | allocated: 1", "[Rank 1] memory (MB) | allocated: ..", "[Rank x]"]) == []
+    assert latest_of_each_rank(["memory (MB) | allocated: 1", "[Rank 1] memory (MB) | allocated: ..", "[Rank x]"]) == []
 
 
 def test_the_arguments_that_megatron_lm_prints_are_read_back() -> None:

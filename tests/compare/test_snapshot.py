@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bridge_memory.comparison.snapshot import Frame, Group, at_peak, attribute, group_of, load_snapshot
+from bridge_memory.comparison.snapshot import Frame, Group, at_peak, attribute, group_of, read_snapshot
 from bridge_memory.components import Component, Part, Provenance, Role, State
 from bridge_memory.spec import SpecError
 
@@ -141,10 +141,10 @@ def test_a_snapshot_is_read_without_executing_it(tmp_path: Path, monkeypatch: py
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps({**snapshot(), "device_traces": Evil()}))
     with pytest.raises(SpecError, match=r"names (posix|nt)\.system, which is code"):
-        load_snapshot(path)
+        read_snapshot(path.read_bytes(), path)
     assert not (tmp_path / "EXECUTED").exists()
     path.write_bytes(pickle.dumps(snapshot()))
-    assert load_snapshot(path) == snapshot()
+    assert read_snapshot(path.read_bytes(), path) == snapshot()
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_other_files_are_refused(tmp_path: Path, data: bytes, message: str) -> N
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(data)
     with pytest.raises(SpecError, match=message):
-        load_snapshot(path)
+        read_snapshot(path.read_bytes(), path)
 
 
 def test_malformed_snapshots_and_missing_devices_are_refused() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_memory.comparison.snapshot import at_peak, attribute, load_snapshot
+from bridge_memory.comparison.snapshot import at_peak, attribute, read_snapshot
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_a_real_training_step_is_attributed(recorded: Path, kind: str, ffn: int)
     Activations of 512 tokens in fp32: fc1's output twice f and the gated product f a token and layer (or k experts),
     unfused attention keeps scores of 8 x 128 x 128 for each of 4 sequences.
     """
-    result = attribute(at_peak(load_snapshot(recorded / f"{kind}.pickle")))
+    result = attribute(at_peak(read_snapshot((recorded / f"{kind}.pickle").read_bytes(), kind)))
     assert result.attributed_share > 0.99
     groups = {g.group: g.measured for g in result.groups}
     parameters = 2 * 1024 * 256 + 2 * (4 * 256 * 256) + ffn + 2 * 2 * 2 * 256 + 2 * 256

@@ -7,9 +7,10 @@ from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_tapes import cost_of
 from random_tapes import Writer
 
-from bridge_memory.tapes.alive import Atoms, BlockCost, Moment, Structure, _Passage, _undominated, cost_of
+from bridge_memory.tapes.alive import Atoms, BlockCost, Moment, Structure, _Passage, _undominated
 from bridge_memory.tapes.symbolic import DIMENSIONS, SIZES, ShapeEnv, SymInt, Traces
 from bridge_memory.tapes.tape import Op, Tape, Tensor
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bridge_memory.tapes.alive import cost_of
+from plain_tapes import cost_of
+
 from bridge_memory.tapes.tape import Delayed, Tape
 
 

@@ -18,9 +18,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from parameters_of import stage_parameters
+
 from bridge_memory.cli import main
 from bridge_memory.estimation import estimate
-from bridge_memory.inventory.stack import chunk_inventory, stage_parameters
+from bridge_memory.inventory.stack import chunk_inventory
 from bridge_memory.readers import resolve_model
 from bridge_memory.rehearsal.compare import compare_layer
 from bridge_memory.rehearsal.model import NotBuildable, build_chunks, parameter_shapes

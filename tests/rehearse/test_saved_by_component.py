@@ -14,8 +14,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from chunk_comparison import COMPONENTS, compare_chunk
+
 from bridge_memory.inventory.stack import stage_inventories
-from bridge_memory.rehearsal.compare import COMPONENTS, compare_chunk
 from bridge_memory.rehearsal.model import NotBuildable
 from bridge_memory.rehearsal.run import PassRecord, rehearse
 from bridge_memory.rehearsal.summary import rows

@@ -227,13 +227,13 @@ def core_attention(
                 turned=turned,
             )
         else:
-            lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False, item=4)
             if fp8_attention(r):
-                return _in_fp8(r, qkv, lse, heads, q_width, kv_width, v_width, out_bytes, turned=turned)
+                return _in_fp8(r, qkv, heads, q_width, kv_width, v_width, out_bytes, turned=turned)
+            statistics = softmax_statistics(r, rows)
             # FlashAttention makes gradients of keys and values for every head, and sums those of a group.
             expanded = 2 * q_bytes if grouped and kernel == "flash" else 0
             out = tape.make(
-                "core_attention output", qkv, out_bytes, saves=(*qkv, lse), save_output=True, also=(lse,),
+                "core_attention output", qkv, out_bytes, saves=(*qkv, *statistics), save_output=True, also=statistics,
                 backward_workspace=4 * ctx.tokens * q_width + 4 * rows + expanded,
             )
         if transposed:
@@ -301,9 +301,19 @@ def fp8_attention(r: Recorder) -> bool:
     return r.ctx.fp8_attention and r.fp8 and r.ctx.cp == 1
 
 
+def softmax_statistics(r: Recorder, rows: int, *, fp8: bool = False) -> tuple[Tensor, ...]:
+    """What flash and fused attention keep of the softmax of ``rows`` = T a rows, with and without context parallelism:
+    an fp32 log-sum-exp of each (TE ``backends.py: FlashAttention.forward``, ``cpp_extensions/fused_attn.py:
+    fused_attn_fwd``); in ``fp8``, before ``FP8_ATTENTION_KEEPS_ONE_STATISTIC``, a reciprocal of its sum too."""
+    kept = [r.tape.tensor("softmax log-sum-exp", 4 * rows, grad=False, item=4)]
+    if fp8 and not FP8_ATTENTION_KEEPS_ONE_STATISTIC(r.ctx.impl):
+        kept.append(r.tape.tensor("softmax reciprocal sums", 4 * rows, grad=False, item=4))
+    return tuple(kept)
+
+
 def _in_fp8(
-    r: Recorder, qkv: tuple[Tensor, ...], lse: Tensor, heads: int, q_width: int, kv_width: int, v_width: int,
-    out_bytes: int, *, turned: bool,
+    r: Recorder, qkv: tuple[Tensor, ...], heads: int, q_width: int, kv_width: int, v_width: int, out_bytes: int, *,
+    turned: bool,
 ) -> Tensor:  # fmt: skip
     """cuDNN's attention in fp8: it keeps queries, keys and values in fp8, and of the output what its backward takes.
 
@@ -327,9 +337,7 @@ def _in_fp8(
     value_head = v_width // groups
     nbytes = quantized(q_width, heads) + quantized(kv_width, groups) + quantized(v_width, groups)
     copy = tape.tensor("query, key and value in fp8", nbytes, grad=False, item=1)
-    statistics = [lse]
-    if not FP8_ATTENTION_KEEPS_ONE_STATISTIC(ctx.impl):
-        statistics.append(tape.tensor("softmax reciprocal sums", lse.bytes, grad=False, item=4))
+    statistics = softmax_statistics(r, ctx.tokens * heads, fp8=True)
     small = tape.tensor("attention output in fp8", ctx.tokens * heads * value_head, grad=False, item=1)
     also = (copy, *statistics, *((small,) if delayed else ()))
     backward = 4 * ctx.tokens * q_width + 4 * ctx.tokens * heads + quantized(heads * value_head, heads)
@@ -428,7 +436,7 @@ def attention_kernel(r: Recorder, *, sink: bool = False, equal_heads: bool = Tru
     Source: TE ``dot_product_attention/utils.py: get_attention_backend``. Neither FlashAttention nor cuDNN takes fp32;
     FlashAttention takes no sink; FlashAttention 2, before Hopper, wants values as wide as keys
     (``equal_heads``), to which later releases pad them (``dot_product_attention.py: _pad_qkv_head_dim``). cuDNN takes
-    no ``window`` with dropout. Where nothing is left the run is refused (``spec.validation: _check_kernels``).
+    no ``window`` with dropout. Where nothing is left the run is refused (``spec.rules.attention: check_kernels``).
     """
     ctx, chosen = r.ctx, r.ctx.impl.attention_kernel
     if fp8_attention(r):
@@ -490,7 +498,7 @@ def _context_parallel(
     ctx, tape = r.ctx, r.tape
     c = ctx.cp
     q_bytes = ctx.tokens * q_width * ctx.act
-    lse = tape.tensor("softmax log-sum-exp", 4 * rows, grad=False, item=4)
+    statistics = softmax_statistics(r, rows)
     accumulate = 4 * ctx.tokens * q_width + 4 * rows
     query, keys_values = qkv[0], qkv[1:]
     if ctx.impl.cp_comm_type == "a2a":
@@ -502,8 +510,8 @@ def _context_parallel(
             backward_workspace=exchanged + q_bytes + kv_bytes + 2 * out_bytes,
         )
         out = tape.make(
-            "attention output of whole sequences", whole, out_bytes, saves=(whole, lse), save_output=True,
-            also=(lse,), backward_workspace=accumulate,
+            "attention output of whole sequences", whole, out_bytes, saves=(whole, *statistics), save_output=True,
+            also=statistics, backward_workspace=accumulate,
         )
         result = tape.make(
             "core_attention output", out, out_bytes, workspace=2 * out_bytes, backward_workspace=2 * out_bytes
@@ -519,13 +527,14 @@ def _context_parallel(
         if STEPS_OF_ALL_GATHER_DROPPED(ctx.impl):
             outputs = 2 if ALL_GATHER_MAKES_TWO_OUTPUTS(ctx.impl) else 1
             return tape.make(
-                "core_attention output", (query, *keys_values), out_bytes, saves=(query, *keys_values, lse),
-                save_output=True, also=(lse,), backward_workspace=ordered,
+                "core_attention output", (query, *keys_values), out_bytes, saves=(query, *keys_values, *statistics),
+                save_output=True, also=statistics, backward_workspace=ordered,
                 workspace=largest(gathered + outputs * out_bytes, in_order - out_bytes),
             )
         return tape.make(
-            "core_attention output", (query, *keys_values), out_bytes, saves=(query, *keys_values, halves, lse),
-            also=(halves, lse), workspace=largest(gathered, in_order - 2 * out_bytes), backward_workspace=ordered,
+            "core_attention output", (query, *keys_values), out_bytes, also=(halves, *statistics),
+            saves=(query, *keys_values, halves, *statistics), backward_workspace=ordered,
+            workspace=largest(gathered, in_order - 2 * out_bytes),
         )
     kv = tape.make("key and value ring buffer", keys_values, kv_bytes)
     step = out_bytes + 4 * rows
@@ -545,8 +554,8 @@ def _context_parallel(
     around += copies
     turned_back = out_bytes if turned and kernel == "fused" else 0
     out = tape.make(
-        "core_attention output", (query, kv), out_bytes, saves=(query, kv, lse), save_output=True, also=(lse,),
-        workspace=around,
+        "core_attention output", (query, kv), out_bytes, saves=(query, kv, *statistics), save_output=True,
+        also=statistics, workspace=around,
         backward_workspace=accumulate + 4 * kv_bytes + q_bytes + turned_back + (4 * rows if ctx.packed else 0),
     )
     tape.keep_alive(*keys_values)
