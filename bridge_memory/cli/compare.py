@@ -10,22 +10,19 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.run import run_from_arguments
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.files import read_bytes, text_of
+from bridge_memory.files import text_of
 from bridge_memory.report.document import Block, Bullets, Chart, Column, Drawn, Grid, Pairs, Words
 from bridge_memory.report.printing import print_blocks
 from bridge_memory.spec import RunSpec, SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.comparison.logs import MeasuredRank
-    from bridge_memory.comparison.residuals import Predicted, StageResidual
+    from bridge_memory.comparison.residuals import StageResidual
     from bridge_memory.comparison.snapshot import Attribution
     from bridge_memory.estimation import Estimate
 
 SCHEMA = "bridge-memory/compare/1"
 EXIT_BEYOND = 1
 GIB = 1 << 30
-#: Bytes: some weeks of logs.
-MOST_OF_A_LOG = 256 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,16 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print. 0, or 1 where --tolerance is exceeded."""
-    from bridge_memory.comparison.snapshot import MOST_OF_A_SNAPSHOT, is_snapshot
+    from bridge_memory.comparison.measured import read_measured
+    from bridge_memory.comparison.snapshot import is_snapshot
 
     if args.tolerance is not None and not 0 <= args.tolerance < float("inf"):
         raise SpecError(f"--tolerance is {args.tolerance}; give a percentage of 0 or more")
     tolerance = None if args.tolerance is None else args.tolerance / 100.0
-    # Read once: a pipe (`compare <(zcat log.gz)`) holds it once.
-    data = read_bytes(
-        args.measured, "give a log, JSON lines or a snapshot; of a long log its lines about memory",
-        most_after=lambda head: MOST_OF_A_SNAPSHOT if is_snapshot(head) else MOST_OF_A_LOG,
-    )  # fmt: skip
+    data = read_measured(args.measured)
     if is_snapshot(data):
         return _snapshot(args, data, tolerance)
     return _log(args, text_of(data, errors="replace"), tolerance)
@@ -74,10 +68,11 @@ def _given_run(args: argparse.Namespace) -> RunSpec | None:
 
 
 def _log(args: argparse.Namespace, text: str, tolerance: float | None) -> int:
+    from bridge_memory.comparison.measured import predicted_and_measured
     from bridge_memory.comparison.residuals import residuals
     from bridge_memory.spec.ranks import stage_of_rank
 
-    predicted, measured, result = _read(args.measured, text, _given_run(args))
+    predicted, measured, result = predicted_and_measured(args.measured, text, _given_run(args))
 
     def stage_of(rank: int) -> int:
         assert result is not None
@@ -139,70 +134,6 @@ def _sentence(where: str, predicted: int, measured: int, share: float, beyond: b
     words = f"Measured: the peak{where} is {found} GiB; {said} GiB were predicted, {words_off(share)}"
     tone = "bad" if beyond else "good" if abs(share) <= 0.03 else "open"
     return Words("", (words,), tone)
-
-
-def _read(
-    path: str, text: str, given: RunSpec | None
-) -> tuple[list[Predicted], list[MeasuredRank], Estimate | None]:
-    """(predicted, measured, the estimate of the run where it is known) of a log or of our JSON lines."""
-    from bridge_memory.calibration.journal import SCHEMA as JOURNAL
-    from bridge_memory.comparison.logs import arguments_in, latest_of_each_rank
-    from bridge_memory.comparison.residuals import predicted_of
-    from bridge_memory.estimation import estimate
-
-    lines = text.splitlines()
-    if any(JOURNAL in line for line in lines):
-        predicted, measured = _journal(path, lines)
-        if given is None:
-            return predicted, measured, None
-        result = estimate(given)
-        return predicted_of(result), measured, result
-    measured = latest_of_each_rank(lines)
-    if not measured:
-        raise SpecError(
-            f"{path} holds no memory figures; give a log with lines like '[Rank 0] (after 2 iterations) memory (MB) | "
-            "allocated: ...', our JSON lines or a snapshot"
-        )
-    if given is None:
-        printed = arguments_in(lines)
-        if printed is None:
-            raise SpecError(
-                f"{path} does not say what ran (no block of Megatron-LM arguments); name the MODEL and its flags, or "
-                "give --megatron-args"
-            )
-        from bridge_memory.readers.config_container import run_from_config_container
-        from bridge_memory.readers.megatron_args import container
-
-        given = run_from_config_container(container(printed))
-    result = estimate(given)
-    return predicted_of(result), measured, result
-
-
-def _journal(path: str, lines: list[str]) -> tuple[list[Predicted], list[MeasuredRank]]:
-    """The last run of the file and its last report."""
-    from bridge_memory.calibration import journal
-    from bridge_memory.calibration.records import ReportRecord
-    from bridge_memory.comparison.logs import MeasuredRank
-    from bridge_memory.comparison.residuals import Predicted
-
-    report: ReportRecord | None = None
-    for record in journal.records(lines):
-        report = record if isinstance(record, ReportRecord) else None
-    if report is None:
-        raise SpecError(f"{path} holds no report after its last start; let the run do two steps")
-    if not report.stages:
-        raise SpecError(f"{path} has a damaged report; give a file that MemoryReport wrote")
-    predicted = [
-        Predicted(s.stage, s.predicted_static, s.predicted_peak)
-        for s in report.stages if s.predicted_static is not None and s.predicted_peak is not None
-    ]  # fmt: skip
-    measured = [
-        MeasuredRank(s.worst_rank, report.iteration, s.allocated, s.max_allocated, s.reserved, stage=s.stage)
-        for s in report.stages if s.worst_rank is not None
-    ]  # fmt: skip
-    if not predicted:
-        raise SpecError(f"{path} holds no prediction; name the MODEL and its flags, or give --megatron-args")
-    return predicted, measured
 
 
 def _gib(value: int | None, sign: str = "") -> str:
