@@ -6,15 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from bridge_memory.comparison.compared import ComparedSnapshot, compared, read_measured
 from bridge_memory.comparison.logs import MeasuredRank
-from bridge_memory.comparison.measured import estimated, predicted_and_measured, read_measured
-from bridge_memory.comparison.residuals import StageResidual, predicted_of, residuals
-from bridge_memory.comparison.snapshot import Attribution, at_peak, attribute, is_snapshot, read_snapshot
-from bridge_memory.estimation import Estimate
-from bridge_memory.files import text_of
+from bridge_memory.comparison.residuals import Predicted, StageResidual, predicted_of, residuals
+from bridge_memory.comparison.snapshot import Attribution
+from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.errors import show
-from bridge_memory.spec.ranks import stage_of_rank
 
 GIB = 1 << 30
 #: Bytes: less is a number of GiB that was meant.
@@ -60,7 +58,7 @@ class Comparison:
             line = f"stage {s.stage}: predicted {s.predicted_peak / GIB:.2f} GiB"
             if s.max_allocated is not None:
                 line += f", measured {s.max_allocated / GIB:.2f} GiB"
-                line += "" if s.error is None else f" ({-100 * s.error:+.1f} %)"
+                line += "" if not s.error else f": {100 * abs(s.error):.1f} % too {'high' if s.error > 0 else 'low'}"
             lines.append(line)
         if self.attribution is not None and not lines:
             lines = [f"measured {self.attribution.alive.peak_bytes / GIB:.2f} GiB"]
@@ -108,34 +106,40 @@ def compare(
     """
     if run is not None and not isinstance(run, (RunSpec, Estimate)):
         raise SpecError(f"run ({show(run)}) is not a RunSpec; give RunSpec(model=...), an Estimate, or None for a file")
-    if isinstance(measured, (str, os.PathLike)):
-        data = read_measured(measured)
-        if is_snapshot(data):
-            return _of_snapshot(run, data, measured, stage, device)
-        return _of_log(run, text_of(data, errors="replace"), measured, use_tp_pp_dp_mapping)
-    if run is None:
-        raise SpecError("run (None) leaves numbers without a prediction; give RunSpec(model=...)")
-    return _of_numbers(run, measured)
+    if not isinstance(measured, (str, os.PathLike)):
+        if run is None:
+            raise SpecError("run (None) leaves numbers without a prediction; give RunSpec(model=...)")
+        return _of_numbers(run if isinstance(run, Estimate) else estimate(run), measured)
+    if isinstance(run, Estimate):
+        run = run.run
+    if run is not None:
+        _check_stage("stage", stage, run.parallel.pp)
+    path = os.fspath(measured)
+    found = compared(
+        path, read_measured(path), run, stage=stage, device=device, pp_before_dp=use_tp_pp_dp_mapping
+    )  # fmt: skip
+    if isinstance(found, ComparedSnapshot):
+        return Comparison(tuple(_stages_of(found)), found.result, found.attribution)
+    return Comparison(tuple(found.rows), found.result)
 
 
-def _of_log(run: RunSpec | Estimate | None, text: str, path: str | os.PathLike[str], pp_first: bool) -> Comparison:
-    predicted, measured, result = predicted_and_measured(path, text, run)
+def _stages_of(found: ComparedSnapshot) -> list[StageResidual]:
+    """The stage of a snapshot's rank; none where nothing was predicted."""
+    if found.predicted_static is None or found.predicted_peak is None:
+        return []
+    predicted = Predicted(found.stage, found.predicted_static, found.predicted_peak)
+    peak = found.attribution.alive.peak_bytes
+    rank = MeasuredRank(rank=0, iteration=None, max_allocated=peak, stage=found.stage)
+    return residuals([predicted], [rank], lambda rank: found.stage)
 
-    def stage_of(rank: int) -> int:
-        assert result is not None, "a journal says the stage of every rank"
-        return stage_of_rank(result.run.parallel, rank, pp_before_dp=pp_first)
 
-    return Comparison(tuple(residuals(predicted, measured, stage_of)), result)
-
-
-def _of_numbers(run: RunSpec | Estimate, measured: Mapping[int, int] | Sequence[int]) -> Comparison:
+def _of_numbers(result: Estimate, measured: Mapping[int, int] | Sequence[int]) -> Comparison:
     if not isinstance(measured, (Mapping, Sequence)):
         raise SpecError(f"measured ({show(measured)}) is no file and no numbers; give a path, or bytes by stage")
-    result = estimated(run)
     by_stage = dict(measured) if isinstance(measured, Mapping) else dict(enumerate(measured))
     ranks = []
     for stage, size in by_stage.items():
-        _check_stage("measured", stage, result)
+        _check_stage("measured", stage, len(result.stages))
         if type(size) is not int or size < _LEAST:
             raise SpecError(
                 f"measured[{stage}] ({show(size)}) is no peak in bytes; give torch.cuda.max_memory_allocated(), or "
@@ -145,21 +149,6 @@ def _of_numbers(run: RunSpec | Estimate, measured: Mapping[int, int] | Sequence[
     return Comparison(tuple(residuals(predicted_of(result), ranks, lambda rank: rank)), result)
 
 
-def _of_snapshot(
-    run: RunSpec | Estimate | None, data: bytes, path: str | os.PathLike[str], stage: int, device: int | None
-) -> Comparison:
-    alive = at_peak(read_snapshot(data, path), device)
-    if run is None:
-        return Comparison((), None, attribute(alive))
-    result = estimated(run)
-    _check_stage("stage", stage, result)
-    (predicted,) = [p for p in predicted_of(result) if p.stage == stage]
-    rank = MeasuredRank(rank=0, iteration=None, max_allocated=alive.peak_bytes, stage=stage)
-    rows = residuals([predicted], [rank], lambda rank: stage)
-    return Comparison(tuple(rows), result, attribute(alive, result.stages[stage].components))
-
-
-def _check_stage(argument: str, stage: object, result: Estimate) -> None:
-    last = len(result.stages) - 1
-    if type(stage) is not int or not 0 <= stage <= last:
-        raise SpecError(f"{argument} ({show(stage)}) is not a stage of the run; give numbers from 0 to {last}")
+def _check_stage(argument: str, stage: object, number: int) -> None:
+    if type(stage) is not int or not 0 <= stage < number:
+        raise SpecError(f"{argument} ({show(stage)}) is not a stage of the run; give a number from 0 to {number - 1}")

@@ -112,6 +112,7 @@ def search(
         global_batch_size = given.batch.global_batch_size
     if global_batch_size is None:
         raise SpecError("global_batch_size is missing; configurations are compared at one number of sequences a step")
+    BatchSpec(global_batch_size=global_batch_size)  # refuses what is no number of sequences
     if jobs is not None and (type(jobs) is not int or not 1 <= jobs <= MOST_JOBS):
         raise SpecError(f"jobs ({show(jobs)}) is not a number of processes; give 1 to {MOST_JOBS}")
     if type(headroom_bytes) is not int or headroom_bytes < 0:
@@ -233,7 +234,7 @@ def balance(
     if virtual_pipeline_model_parallel_size is not None:
         v = virtual_pipeline_model_parallel_size
     if p.pp == 1:
-        check_balanced(run.with_(parallel=replace(run.parallel, pipeline_model_parallel_size=1)))
+        check_balanced(run if run.parallel.pp == 1 else run.with_(parallel=p))
     p = replace(p, virtual_pipeline_model_parallel_size=v if v != 1 else None)
     base = any_split(run, p)
     check_balanced(base)
@@ -273,7 +274,7 @@ def _checked_run(run: RunSpec) -> RunSpec:
 def _engine_words(engine: str | Sequence[str] | None, run: RunSpec) -> tuple[str, ...]:
     if engine is None:
         return (run.data_parallel.engine,)
-    words = (engine,) if isinstance(engine, str) else tuple(engine)
+    words = (engine,) if isinstance(engine, str) else tuple(engine) if isinstance(engine, Iterable) else ()
     if not words or not all(isinstance(word, str) for word in words):
         raise SpecError(f"engine ({show(engine)}) names none; give an engine, several, or any")
     return tuple(ENGINE_OF_FRAMEWORK.get(word, word) for word in words)
@@ -311,14 +312,16 @@ def _axes(
 
 
 def _names(argument: str, names: Iterable[str]) -> list[str]:
-    if isinstance(names, str):
-        raise SpecError(f"{argument} ({show(names)}) is one name; give a list of them")
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise SpecError(f"{argument} ({show(names)}) is no list of names; give one")
     return list(names)
 
 
 def _checked_ranges(ranges: Ranges | None, known: Iterable[str]) -> Ranges:
     """Raises SpecError for what is no range of an axis that has sizes."""
     known = tuple(known)
+    if ranges is not None and not isinstance(ranges, Mapping):
+        raise SpecError(f"ranges ({show(ranges)}) is no dict; give one from axes to their ends, such as {{'tp': (1, 8)}}")
     for axis, range_ in (ranges or {}).items():
         if axis not in known:
             raise SpecError(f"ranges ({show(axis)}) is none of {', '.join(known)}; name some of these")

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.run import run_from_arguments
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.files import text_of
+from bridge_memory.comparison import SCHEMA
 from bridge_memory.report.document import Block, Bullets, Chart, Column, Drawn, Grid, Pairs, Words
 from bridge_memory.report.printing import print_blocks
 from bridge_memory.spec import RunSpec, SpecError
 
 if TYPE_CHECKING:
+    from bridge_memory.comparison.compared import ComparedLog, ComparedSnapshot
     from bridge_memory.comparison.residuals import StageResidual
     from bridge_memory.comparison.snapshot import Attribution
     from bridge_memory.estimation import Estimate
 
-SCHEMA = "bridge-memory/compare/1"
 EXIT_BEYOND = 1
 GIB = 1 << 30
 
@@ -45,16 +45,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print. 0, or 1 where --tolerance is exceeded."""
-    from bridge_memory.comparison.measured import read_measured
-    from bridge_memory.comparison.snapshot import is_snapshot
+    from bridge_memory.comparison.compared import ComparedSnapshot, compared, read_measured
 
     if args.tolerance is not None and not 0 <= args.tolerance < float("inf"):
         raise SpecError(f"--tolerance is {args.tolerance}; give a percentage of 0 or more")
     tolerance = None if args.tolerance is None else args.tolerance / 100.0
     data = read_measured(args.measured)
-    if is_snapshot(data):
-        return _snapshot(args, data, tolerance)
-    return _log(args, text_of(data, errors="replace"), tolerance)
+    found = compared(
+        args.measured, data, _given_run(args), stage=args.snapshot_stage, device=args.snapshot_device,
+        pp_before_dp=args.use_tp_pp_dp_mapping,
+    )  # fmt: skip
+    if isinstance(found, ComparedSnapshot):
+        return _snapshot(args, found, tolerance)
+    return _log(args, found, tolerance)
 
 
 def _given_run(args: argparse.Namespace) -> RunSpec | None:
@@ -67,33 +70,15 @@ def _given_run(args: argparse.Namespace) -> RunSpec | None:
 # ---- logs and JSON lines ----
 
 
-def _log(args: argparse.Namespace, text: str, tolerance: float | None) -> int:
-    from bridge_memory.comparison.measured import predicted_and_measured
-    from bridge_memory.comparison.residuals import residuals
-    from bridge_memory.spec.ranks import stage_of_rank
-
-    predicted, measured, result = predicted_and_measured(args.measured, text, _given_run(args))
-
-    def stage_of(rank: int) -> int:
-        assert result is not None
-        return stage_of_rank(result.run.parallel, rank, pp_before_dp=args.use_tp_pp_dp_mapping)
-
-    rows = residuals(predicted, measured, stage_of)
-    beyond = [] if tolerance is None else [r.stage for r in rows if r.beyond(tolerance)]
+def _log(args: argparse.Namespace, found: ComparedLog, tolerance: float | None) -> int:
+    beyond = found.beyond(tolerance)
     if args.json:
-        document = {
-            "schema": SCHEMA,
-            "measured": args.measured,
-            "stages": [r.as_json() for r in rows],
-            "tolerance": tolerance,
-            "beyond": beyond,
-        }
-        json.dump(document, sys.stdout, indent=2)
+        json.dump(found.as_json(args.measured, tolerance), sys.stdout, indent=2)
         print()
     elif args.format == "html":
-        print(_page(args, text, rows, beyond, result), end="")
+        print(_page(args, found.text, found.rows, beyond, found.result), end="")
     else:
-        print_blocks([_table(rows, beyond, args.tolerance)])
+        print_blocks([_table(found.rows, beyond, args.tolerance)])
     return EXIT_BEYOND if beyond else 0
 
 
@@ -164,31 +149,13 @@ def _table(rows: list[StageResidual], beyond: list[int], tolerance: float | None
 # ---- snapshots ----
 
 
-def _snapshot(args: argparse.Namespace, data: bytes, tolerance: float | None) -> int:
-    from bridge_memory.comparison.snapshot import at_peak, attribute, read_snapshot
-    from bridge_memory.estimation import estimate
-
-    alive = at_peak(read_snapshot(data, args.measured), args.snapshot_device)
-    run = _given_run(args)
-    components: Any = ()
-    predicted = static = whole = None
-    if run is not None:
-        whole = estimate(run)
-        stages = whole.stages
-        if not 0 <= args.snapshot_stage < len(stages):
-            raise SpecError(f"--snapshot-stage {args.snapshot_stage} does not exist; the run has {len(stages)} stages")
-        stage = stages[args.snapshot_stage]
-        components, predicted, static = stage.components, stage.peak_bytes, stage.static_bytes
-    elif tolerance is not None:
+def _snapshot(args: argparse.Namespace, found: ComparedSnapshot, tolerance: float | None) -> int:
+    result, whole, predicted = found.attribution, found.result, found.predicted_peak
+    if whole is None and tolerance is not None:
         raise SpecError("--tolerance needs a prediction; name the MODEL and its flags, or give --megatron-args")
-    result = attribute(alive, components)
-    beyond = (
-        tolerance is not None
-        and predicted is not None
-        and abs(alive.peak_bytes - predicted) > tolerance * alive.peak_bytes
-    )
+    alive, beyond = result.alive, found.beyond(tolerance)
     if args.json:
-        json.dump(_snapshot_json(args, result, predicted, tolerance, beyond), sys.stdout, indent=2)
+        json.dump(found.as_json(args.measured, tolerance), sys.stdout, indent=2)
         print()
         return EXIT_BEYOND if beyond else 0
     blocks = _snapshot_blocks(result, predicted, beyond, args.tolerance)
@@ -197,7 +164,7 @@ def _snapshot(args: argparse.Namespace, data: bytes, tolerance: float | None) ->
         return EXIT_BEYOND if beyond else 0
     from bridge_memory.report.page.one_file import Measured, blocks_page, estimate_page
 
-    drawn = [*_snapshot_charts(result, predicted, static), *blocks]
+    drawn = [*_snapshot_charts(result, predicted, found.predicted_static), *blocks]
     if whole is None:
         page = blocks_page("A memory snapshot at its peak", drawn, args.command_line)
     else:
@@ -205,9 +172,9 @@ def _snapshot(args: argparse.Namespace, data: bytes, tolerance: float | None) ->
         share = (alive.peak_bytes - predicted) / alive.peak_bytes if alive.peak_bytes else 0.0
         where = f" of stage {args.snapshot_stage}" if len(whole.stages) > 1 else ""
         words = _sentence(where, predicted, alive.peak_bytes, share, beyond)
-        found = {args.snapshot_stage: (alive.peak_bytes, None)}
+        at = {args.snapshot_stage: (alive.peak_bytes, None)}
         page = estimate_page(
-            whole, flags=args.command_line, stage=args.snapshot_stage, measured=Measured(words, found, drawn)
+            whole, flags=args.command_line, stage=args.snapshot_stage, measured=Measured(words, at, drawn)
         )
     print(page, end="")
     return EXIT_BEYOND if beyond else 0
@@ -237,32 +204,6 @@ def _snapshot_charts(result: Attribution, predicted: int | None, static: int | N
     ]
     found.append(Chart("At the peak", "pairs", {"rows": rows}))
     return found
-
-
-def _snapshot_json(
-    args: argparse.Namespace, result: Attribution, predicted: int | None, tolerance: float | None, beyond: bool
-) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "measured": args.measured,
-        "snapshot": {
-            "device": result.alive.device,
-            "peak_bytes": result.alive.peak_bytes,
-            "end_bytes": result.alive.end_bytes,
-            "predicted_peak_bytes": predicted,
-            "attributed_share": result.attributed_share,
-            "groups": [
-                {
-                    "group": str(g.group), "measured_bytes": g.measured, "predicted_bytes": g.predicted,
-                    "blocks": g.blocks,
-                }
-                for g in result.groups
-            ],
-            "unattributed": [{"frames": frames, "bytes": size} for frames, size in result.unattributed],
-        },
-        "tolerance": tolerance,
-        "beyond": [args.snapshot_stage] if beyond else [],
-    }
 
 
 def _snapshot_blocks(

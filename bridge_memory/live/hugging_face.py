@@ -16,11 +16,7 @@ try:
 except ModuleNotFoundError as missing:
     if missing.name != "transformers":
         raise
-    raise ImportError(
-        "MemoryReportCallback is for the Trainer of transformers, which is not installed; install it: "
-        "pip install transformers",
-        name="transformers",
-    ) from None
+    TrainerCallback = None
 
 from bridge_memory.live.callback import MemoryReport
 from bridge_memory.live.guard import never_raises
@@ -31,7 +27,7 @@ from bridge_memory.spec import RunSpec
 JOURNAL = "{output_dir}/memory_report.jsonl"
 
 
-class MemoryReportCallback(TrainerCallback):  # type: ignore[misc]  # Any to mypy, which does not read transformers
+class MemoryReportCallback(TrainerCallback or object):  # type: ignore[misc]  # Any to mypy: transformers is not read
     """Prints predicted and measured memory from inside the Trainer of Hugging Face.
 
     It reports when training begins, after the first and second optimizer step, and then every ``logging_steps``.
@@ -59,6 +55,12 @@ class MemoryReportCallback(TrainerCallback):  # type: ignore[misc]  # Any to myp
         seq_length: int | None = None, every: int | None = None, html: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:  # fmt: skip
+        if TrainerCallback is None:
+            raise ImportError(
+                "MemoryReportCallback is for the Trainer of transformers, which is not installed; install it: "
+                "pip install transformers",
+                name="transformers",
+            )
         self._given = run
         self._seq_length = seq_length
         self._args: Any = None

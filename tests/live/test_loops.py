@@ -13,7 +13,7 @@ import pytest
 from bridge_memory import ParallelSpec, RunSpec
 from bridge_memory.calibration import journal
 from bridge_memory.calibration.records import ReportRecord
-from bridge_memory.live import MemoryReport
+from bridge_memory.live import MemoryReport, install
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.runs import model_of, run_of_accelerator, run_of_deepspeed, run_of_torchtitan
 from bridge_memory.readers.presets import preset_path
