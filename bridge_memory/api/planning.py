@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_memory.readers import resolve_model
 from bridge_memory.report.gpus import Gpu, check_computes, find_gpu, largest_peak, margin_bytes, supposed_on
-from bridge_memory.spec import BatchSpec, DataParallelSpec, ModelSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
+from bridge_memory.spec import BatchSpec, ModelSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError
 from bridge_memory.spec.errors import show
 from bridge_memory.spec.fields import MOST_GPUS
 from bridge_memory.spec.layout import layout
@@ -61,7 +61,8 @@ def search(
     Everything else of it stays.
 
     Args:
-        run: What is trained: a RunSpec, or a model as ``resolve_model`` takes it, with every other setting at its default.
+        run: What is trained: a RunSpec, or a model as ``resolve_model`` takes it, with every other setting at its
+            default.
         gpu: The GPU, by a name that ``find_gpu`` knows.
         num_gpus: GPUs of the job. None: ``world_size`` of the run.
         global_batch_size: Sequences of a step, equal for all configurations. None: that of the run.
@@ -117,9 +118,9 @@ def search(
         raise SpecError(f"jobs ({show(jobs)}) is not a number of processes; give 1 to {MOST_JOBS}")
     if type(headroom_bytes) is not int or headroom_bytes < 0:
         raise SpecError(f"headroom_bytes ({show(headroom_bytes)}) is not a size; give bytes of 0 or more")
-    if given is None:
-        given = RunSpec(model=resolve_model(run) if not isinstance(run, ModelSpec) else run)
-    words = _engine_words(engine, given)
+    if not isinstance(run, RunSpec):
+        run = RunSpec(model=run if isinstance(run, ModelSpec) else resolve_model(run))
+    words = _engine_words(engine, run)
     options: dict[str, Any] = {
         "capacity": card.capacity_bytes - headroom_bytes, "margin": partial(margin_bytes, world_size=num_gpus),
         "progress": progress, "backend": backend, "jobs": jobs or (1 if backend is None else -1),
@@ -130,12 +131,11 @@ def search(
                 f"mixed_precision ({show(mixed_precision)}) is for PyTorch's and DeepSpeed's engines; drop it, or set "
                 "precision of the run"
             )
-        given = _with_engine(given, words[0])
-        return _search_megatron(given, card, num_gpus, global_batch_size, keep, vary, ranges, exhaustive, measured,
-                                None if cache is None else os.fspath(cache), options)  # fmt: skip
+        return _search_megatron(_with_engine(run, words[0]), card, num_gpus, global_batch_size, keep, vary, ranges,
+                                exhaustive, measured, None if cache is None else os.fspath(cache), options)  # fmt: skip
     if cache is not None:
         raise SpecError(f"cache ({show(os.fspath(cache))}) is for layouts of megatron-core; drop it")
-    return _search_torch(given, card, num_gpus, global_batch_size, words, keep, vary, ranges, exhaustive,
+    return _search_torch(run, card, num_gpus, global_batch_size, words, keep, vary, ranges, exhaustive,
                          mixed_precision, measured, options)  # fmt: skip
 
 
@@ -321,7 +321,7 @@ def _checked_ranges(ranges: Ranges | None, known: Iterable[str]) -> Ranges:
     """Raises SpecError for what is no range of an axis that has sizes."""
     known = tuple(known)
     if ranges is not None and not isinstance(ranges, Mapping):
-        raise SpecError(f"ranges ({show(ranges)}) is no dict; give one from axes to their ends, such as {{'tp': (1, 8)}}")
+        raise SpecError(f"ranges ({show(ranges)}) is no dict; give axes and their ends, such as {{'tp': (1, 8)}}")
     for axis, range_ in (ranges or {}).items():
         if axis not in known:
             raise SpecError(f"ranges ({show(axis)}) is none of {', '.join(known)}; name some of these")
