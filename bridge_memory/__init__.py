@@ -173,12 +173,14 @@ _ELSEWHERE = {
 }  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _ELSEWHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # With it a type checker would take every name for one that is there.
 
-    return getattr(import_module(_ELSEWHERE[name]), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _ELSEWHERE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(_ELSEWHERE[name]), name)
 
 
 def __dir__() -> list[str]:

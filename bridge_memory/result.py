@@ -119,11 +119,15 @@ class Estimate:
     """
 
     run: RunSpec
+    #: One for each pipeline stage, in order.
     stages: tuple[StageEstimate, ...]
-    #: Parameters of the whole model, tied weights once, MTP apart.
+    #: Parameters of the whole model, tied weights once, without those of multi-token prediction (MTP).
     parameters: int
+    #: Parameters of its MTP layers.
     mtp_parameters: int
+    #: What was assumed, a sentence each.
     assumptions: tuple[str, ...]
+    #: What changes memory and is not modelled, a sentence each.
     not_modelled: tuple[str, ...]
 
     @property

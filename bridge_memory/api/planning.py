@@ -33,7 +33,6 @@ MOST_JOBS = 256
 _MOST = 10.0
 
 Ranges = Mapping[str, tuple[int, int]]
-Progress = Callable[[int, int], None]
 
 
 def search(
@@ -45,7 +44,7 @@ def search(
     engine: str | Sequence[str] | None = None,
     keep: Iterable[str] = (),
     vary: Iterable[str] | None = None,
-    ranges: Ranges | None = None,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
     exhaustive: bool = False,
     headroom_bytes: int = 0,
     mixed_precision: str | None = None,
@@ -53,7 +52,7 @@ def search(
     jobs: int | None = None,
     backend: str | None = None,
     cache: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Found | EnginesFound:
     """Find the configurations of a run that fit a GPU, the fastest first.
 
