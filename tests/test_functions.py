@@ -270,7 +270,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: balance(PIPELINE, fastest=True), r"fastest \(True\) needs gpu"),
     (lambda: compare(PIPELINE, {2: GIB}), r"measured \(2\) is not a stage of the run; give a number from 0 to 1"),
     (lambda: compare(PIPELINE, [58.4]), r"measured\[0\] \(58.4\) is no peak in bytes"),  # type: ignore[list-item]
-    (lambda: compare(PIPELINE, [58]), r"measured\[0\] \(58\) is no peak in bytes; give torch.cuda.max_memory_allocated"),
+    (lambda: compare(PIPELINE, [58]), r"measured\[0\] \(58\) is no peak in bytes; give torch.cuda.max_memory"),
     (lambda: compare(PIPELINE, 5), r"measured \(5\) is no file and no numbers"),  # type: ignore[arg-type]
     (lambda: compare(None, [GIB]), r"run \(None\) leaves numbers without a prediction"),
     (lambda: compare(LLAMA, [GIB]), r"run \('.*'\) is not a RunSpec"),  # type: ignore[arg-type]
