@@ -45,6 +45,7 @@ RUN = RunSpec(
     batch=BatchSpec(seq_length=2048, micro_batch_size=2, global_batch_size=64),
 )
 PIPELINE = RunSpec(model=LLAMA, parallel=ParallelSpec(world_size=4, pipeline_model_parallel_size=2))
+SPLIT = PIPELINE.with_fields(pipeline_model_parallel_layout="Et*9|t*7L", global_batch_size=8)
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
@@ -166,7 +167,7 @@ def log_of(run: RunSpec, excess: int) -> str:
 
 
 def test_measured_memory_as_numbers_a_log_and_a_journal(tmp_path: Path) -> None:
-    """A GiB above the prediction on both stages, however it is told."""
+    """A GiB above the prediction on both stages, however it is reported."""
     over = [stage.peak_bytes + GIB for stage in peaks(PIPELINE)]
     log = tmp_path / "train.log"
     log.write_text(log_of(PIPELINE, GIB))
@@ -262,6 +263,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: search(LLAMA, **JOB, measured=[(RUN, 1e5)]), r"measured\[0\].*give the seconds of a whole step"),
     (lambda: search(LLAMA, **JOB, jobs=0), r"jobs \(0\) is not a number of processes; give 1 to 256"),
     (lambda: search(LLAMA, **JOB, headroom_bytes=-1), r"headroom_bytes \(-1\) is not a size; give bytes of 0 or more"),
+    (lambda: search(SPLIT, gpu="H100", keep=["split"]), r"keep \(split\) keeps .* over 2 stages; keep pp too"),
+    (lambda: search(SPLIT, gpu="H100", vary=["pp"]), r"keep \(split\) keeps .*; keep pp too, or let split vary"),
     (lambda: whatif(LLAMA, gpu="H100"), r"run \('.*'\) is not a RunSpec"),  # type: ignore[arg-type]
     (lambda: whatif(RUN.with_(precision=PrecisionSpec(fp8="hybrid")), gpu="A40"), r"fp8 \(hybrid\) does not run on"),
     (lambda: balance(RUN), r"pipeline_model_parallel_size \(1\) leaves nothing to balance"),
