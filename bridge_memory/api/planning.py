@@ -344,8 +344,8 @@ def _search_megatron(
     fixed = _axes(AXES, keep, vary, ranges)
     if run.parallel.pipeline_model_parallel_layout is not None and "split" in fixed and "pp" not in fixed:
         raise SpecError(
-            f"keep (split) keeps pipeline_model_parallel_layout, a split over {run.parallel.pp} stages; keep pp too, or "
-            "let split vary"
+            f"keep (split) keeps pipeline_model_parallel_layout, a split over {run.parallel.pp} stages; keep pp too, "
+            "or let split vary"
         )
     hardware = hardware_of(card.name)
     space = Space(
