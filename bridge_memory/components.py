@@ -119,19 +119,35 @@ class Part(_Word):
 class Component(NamedTuple):
     """One named part of a stage's memory at its peak.
 
-    ``bytes`` on one rank; ``shard`` names the groups that divide it, as in "tp x dp x cp" ("" where every rank holds
-    it whole); ``routed``: its size depends on how evenly routers spread tokens; ``experts``: of routed experts;
-    ``adapters``: of the adapters of parameter-efficient fine-tuning.
+    Example:
+        >>> from bridge_memory import ParallelSpec, RunSpec, explain
+        >>> run = RunSpec(
+        ...     model="meta-llama/Llama-3.1-8B", parallel=ParallelSpec(world_size=8, tensor_model_parallel_size=2)
+        ... )
+        >>> moments = next(part for part in explain(run, 0).components if part.name == "exp_avg")
+        >>> str(moments.role), moments.shard, str(moments.provenance)
+        ('optimizer', 'tp x dp', 'exact')
     """
 
     name: str
+    #: On one rank.
     bytes: int
+    #: What it is in training: weights, gradients, optimizer, buffers, activation or transient.
     role: Role
+    #: How its bytes were found: exact (counted from the config), formula (of a known implementation), measured (a
+    #: constant fitted on named runs) or assumed.
     provenance: Provenance
+    #: The groups of ranks that divide it, as in "tp x dp x cp"; "" where every rank holds it whole.
     shard: str = ""
+    #: From when to when it is allocated.
     lifetime: Lifetime = Lifetime.MODEL
+    #: The module, or the part of the machine, that it belongs to.
     part: Part = Part.NONE
+    #: Which copy of the parameters it is, of model state.
     state: State = State.NONE
+    #: Whether its size depends on how evenly routers spread tokens.
     routed: bool = False
+    #: Whether it is of routed experts.
     experts: bool = False
+    #: Whether it is of the adapters of parameter-efficient fine-tuning.
     adapters: bool = False

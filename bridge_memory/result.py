@@ -20,7 +20,16 @@ OPTIMIZER_STEP = "optimizer step"
 
 @dataclass(frozen=True, slots=True)
 class StageEstimate:
-    """One physical pipeline rank. Totals are sums over ``components``, nothing else."""
+    """One pipeline stage, as one of its GPUs holds it. Bytes; a total is the sum of the components that it names.
+
+    Example:
+        >>> from bridge_memory import RunSpec, explain
+        >>> stage = explain(RunSpec(model="meta-llama/Llama-3.2-1B"), 0)
+        >>> stage.weights_bytes == 2 * stage.parameters
+        True
+        >>> stage.static_bytes < stage.peak_bytes
+        True
+    """
 
     stage: int
     #: 0-based decoder layers held by this stage, over all its virtual chunks, in chunk order.
@@ -52,18 +61,22 @@ class StageEstimate:
         return max(self.in_flight)
 
     def bytes_of(self, *roles: Role | str) -> int:
+        """Bytes of the components with one of these roles."""
         return sum(c.bytes for c in self.components if c.role in roles)
 
     @property
     def weights_bytes(self) -> int:
+        """Parameters."""
         return self.bytes_of(Role.WEIGHTS)
 
     @property
     def gradients_bytes(self) -> int:
+        """Gradients and their buffers."""
         return self.bytes_of(Role.GRADIENTS)
 
     @property
     def optimizer_bytes(self) -> int:
+        """Main parameters and moments."""
         return self.bytes_of(Role.OPTIMIZER)
 
     @property
@@ -83,6 +96,7 @@ class StageEstimate:
 
     @property
     def transient_bytes(self) -> int:
+        """Temporaries of the operation at the peak."""
         return self.bytes_of(Role.TRANSIENT)
 
     @property
@@ -93,18 +107,32 @@ class StageEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The answer, per pipeline stage."""
+    """Memory of every pipeline stage of a run. ``str()`` of it is one line a stage, in GiB.
+
+    Example:
+        >>> from bridge_memory import RunSpec, estimate
+        >>> result = estimate(RunSpec(model="meta-llama/Llama-3.2-1B"))
+        >>> result.peak_stage.stage, len(result.stages)
+        (0, 1)
+        >>> result.to_dict()["peak"]["bytes"] == result.peak_stage.peak_bytes
+        True
+    """
 
     run: RunSpec
+    #: One for each pipeline stage, in order.
     stages: tuple[StageEstimate, ...]
-    #: Parameters of the whole model, tied weights once, MTP apart.
+    #: Parameters of the whole model, tied weights once, without those of multi-token prediction (MTP).
     parameters: int
+    #: Parameters of its MTP layers.
     mtp_parameters: int
+    #: What was assumed, a sentence each.
     assumptions: tuple[str, ...]
+    #: What changes memory and is not modelled, a sentence each.
     not_modelled: tuple[str, ...]
 
     @property
     def peak_stage(self) -> StageEstimate:
+        """The stage with the highest peak."""
         return max(self.stages, key=lambda s: s.peak_bytes)
 
     @property
@@ -165,7 +193,17 @@ class Estimate:
 
 
 class StagePeak(NamedTuple):
-    """One physical pipeline rank in numbers, bytes on one of its GPUs."""
+    """One pipeline stage in numbers: bytes on one of its GPUs.
+
+    ``static_bytes`` is what is allocated between steps; ``peak_bytes`` what ``torch.cuda.max_memory_allocated`` reports
+    from the second step on.
+
+    Example:
+        >>> from bridge_memory import RunSpec, peaks
+        >>> (stage,) = peaks(RunSpec(model="meta-llama/Llama-3.2-1B"))
+        >>> stage.stage, stage.static_bytes < stage.peak_bytes
+        (0, True)
+    """
 
     stage: int
     static_bytes: int

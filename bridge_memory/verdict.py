@@ -34,8 +34,17 @@ FRAGMENTATION = 0.073
 
 
 class Verdict(str, Enum):
-    """Whether a run fits a card. Unknown where something that is not modelled decides it; tight where it fits by less
-    than predictions of measured runs of its kind were off (``evidence.Evidence.band``)."""
+    """Whether a run fits a card.
+
+    Unknown where something that is not modelled decides it. Tight where it fits by less than predictions of measured
+    runs of its kind were off.
+
+    Example:
+        >>> from bridge_memory import RunSpec, Verdict, estimate, fits
+        >>> (fit,) = fits(estimate(RunSpec(model="meta-llama/Llama-3.1-70B")), ["H100"])
+        >>> fit.verdict is Verdict.DOES_NOT_FIT
+        True
+    """
 
     FITS = "fits"
     TIGHT = "tight"
@@ -53,6 +62,12 @@ class Fit:
     ``peak_bytes`` is the highest peak, that of ``peak_stage``, with the workspaces, attention kernels and fp8 layouts
     of ``gpu_arch``, the card's own generation. ``fits``: the verdict is that it does, if tightly. What is not
     modelled is in the verdict and not in the headroom.
+
+    Example:
+        >>> from bridge_memory import RunSpec, estimate, fits
+        >>> (fit,) = fits(estimate(RunSpec(model="meta-llama/Llama-3.2-1B")), ["H100"])
+        >>> fit.capacity_bytes == fit.peak_bytes + fit.margin_bytes + fit.headroom_bytes
+        True
     """
 
     gpu: str
@@ -127,11 +142,26 @@ def margin_words(run: RunSpec, shown: Callable[[int], str]) -> str:
 
 
 def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
-    """Whether the worst stage of a run fits with the margin on each of ``gpus``, cards or their names (none: the
-    common ones). Raises SpecError for a name that is not known.
+    """Say whether the worst stage of a run fits, with the margin, on each of some GPUs.
 
-    A card of another generation than that of ``result`` is judged by the peaks of the same run on its own. One that
+    A GPU of another generation than that of ``result`` is judged by the peaks of the same run on its own. One that
     cannot compute the run fits nothing, whatever its memory.
+
+    Args:
+        result: The estimate of the run.
+        gpus: GPUs, or names that ``find_gpu`` knows. None given: the common ones.
+
+    Returns:
+        One ``Fit`` a GPU, in bytes.
+
+    Raises:
+        SpecError: A GPU is not known.
+
+    Example:
+        >>> from bridge_memory import RunSpec, estimate, fits
+        >>> result = estimate(RunSpec(model="meta-llama/Llama-3.1-8B"))
+        >>> [(fit.gpu, fit.fits) for fit in fits(result, ["A100-40GB", "B300"])]
+        [('A100-40GB', False), ('B300', True)]
     """
     if not isinstance(result, Estimate):
         raise SpecError(f"result ({show(result)}) is not an Estimate; give estimate(run)")

@@ -34,7 +34,13 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind of card."""
+    """One kind of card.
+
+    Example:
+        >>> from bridge_memory import find_gpu
+        >>> 79 * 2**30 < find_gpu("H100").capacity_bytes < 80 * 2**30
+        True
+    """
 
     name: str
     description: str

@@ -22,7 +22,14 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class StageResidual:
-    """One stage's worst measured rank against its prediction, in bytes; None where nothing was measured."""
+    """One stage's worst measured rank and its prediction. Bytes; None where nothing was measured.
+
+    Example:
+        >>> from bridge_memory import StageResidual
+        >>> stage = StageResidual(0, predicted_static=40, predicted_peak=96, ranks=1, max_allocated=100)
+        >>> stage.residual, stage.error, stage.beyond(0.05)
+        (4, -0.04, False)
+    """
 
     stage: int
     predicted_static: int

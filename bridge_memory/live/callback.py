@@ -29,21 +29,41 @@ from bridge_memory.spec import RunSpec
 
 
 class MemoryReport:
-    """Prints one table of all pipeline stages when the model is built, after the first and second optimizer step, and
-    then every ``every`` steps (None: the container's ``logger.log_interval``).
+    """Prints predicted and measured memory of all pipeline stages from inside a training job.
 
-    ``path``: the JSON-lines file, None for none. ``calibration``: where residuals are kept, None for nowhere.
-    ``html``: a page that is written anew at every report, and that a browser reads again by itself; None for none.
-    ``run``: what is trained, a RunSpec or a function that gives one when the first report is due (what it raises is one
-    warning: the report then has torch's figures alone); for ``start``, ``step`` and ``end``, which are called after the
-    optimizer's steps. ``threshold``: the share of a measured figure beyond which a stage gets a line of explanation.
-    ``deadline``: seconds that rank 0 waits for the readings of the others, until two reports in a row were without
-    some of them. ``read`` takes (rank, stage) and gives a Reading.
+    It is a callback of Megatron Bridge, and a context of any other loop.
+    One table is printed when the model is built, after the first and second optimizer step, and then every ``every``
+    steps. Rank 0 prints it. Nothing in it raises into training, takes part in a collective, or synchronises the GPU.
+
+    Args:
+        path: The journal, a file of JSON lines that ``compare`` reads. None: no file is written.
+        run: What is trained, a RunSpec or a function that gives one at the first report. For ``start``, ``step`` and
+            ``end``; Bridge's events bring their own container. A function that raises costs the prediction alone.
+        every: Optimizer steps from report to report. None: the container's ``logger.log_interval``, or 100.
+        calibration: A file that keeps residuals for ``bridge-memory estimate --calibration``. None: no file.
+        html: A page of all reports, written anew at each; a browser that shows it reads it again by itself. None: no
+            page.
+        threshold: The share of a measured figure beyond which a stage gets a line of explanation.
+        deadline: Seconds that rank 0 waits for the readings of the others, until two reports in a row were without
+            some of them.
+        emit: Called with the text of every report. None: it is printed.
+        read: Called with (rank, stage); returns the Reading of this process.
+
+    Example:
+        >>> from bridge_memory import MemoryReport, ParallelSpec, RunSpec
+        >>> run = RunSpec(model="meta-llama/Llama-3.2-1B", parallel=ParallelSpec(world_size=1))
+        >>> texts = []
+        >>> with MemoryReport(run=run, emit=texts.append) as report:
+        ...     for batch in range(2):
+        ...         report.step()  # after optimizer.step()
+        >>> len(texts)  # when built, after step 1, after step 2
+        3
+        >>> bridge = MemoryReport("runs/7/memory_report.jsonl")  # pretrain(cfg, forward_step, callbacks=[bridge])
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None = "memory_report.jsonl",
+        path: str | os.PathLike[str] | None = None,
         *,
         run: RunSpec | Callable[[], RunSpec] | None = None,
         every: int | None = None,
@@ -110,8 +130,13 @@ class MemoryReport:
 
     @never_raises
     def end(self) -> None:
+        """Training is over."""
         self._watch.stop()
         self._reporter.finish()
+
+    def write_to(self, path: str | os.PathLike[str] | None, *, html: str | os.PathLike[str] | None = None) -> None:
+        """From the next report on, write these files: the journal and the page. None: no file."""
+        self._reporter.write_to(path, html)
 
     @property
     def steps(self) -> int:

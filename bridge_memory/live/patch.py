@@ -142,17 +142,33 @@ class Installed:
 
 
 def install(
-    path: str | os.PathLike[str] | None = "memory_report.jsonl",
+    path: str | os.PathLike[str] | None = None,
     *,
     html: str | os.PathLike[str] | None = None,
     deadline: float = gather.DEADLINE,
     emit: Callable[[str], None] | None = None,
     read: Callable[[int, int], Reading] = read_cuda,
 ) -> Installed:
-    """Patch this process; use as a function or in a ``with``. Every rank must do it, as every rank reports.
+    """Print the table of ``MemoryReport`` beside the memory reports of an unchanged Megatron script.
 
-    Installing twice changes nothing. What Megatron prints and returns stays as it is. What cannot be patched is left as
-    it is, with a warning.
+    ``report_theoretical_memory`` and ``report_memory`` of Megatron Bridge and of Megatron-LM are patched wherever they
+    were imported to. What they print and return stays as it is. Every rank must call this, as every rank reports.
+    Installing twice changes nothing. What cannot be patched is left as it is, with a warning.
+
+    Args:
+        path: The journal, a file of JSON lines that ``compare`` reads. None: no file is written.
+        html: A page of all reports, written anew at each. None: no page.
+        deadline: Seconds that rank 0 waits for the readings of the others.
+        emit: Called with the text of every report. None: it is printed.
+        read: Called with (rank, stage); returns the Reading of this process.
+
+    Returns:
+        The patches in place. ``uninstall()``, or the end of a ``with``, takes them out; ``patched`` lists them.
+
+    Example:
+        >>> from bridge_memory import install
+        >>> with install() as installed:
+        ...     places = installed.patched  # pretrain(...) here; without Megatron there is nothing to patch
     """
     global _installed
     # Not under the lock: a module that is being imported may itself install.
@@ -165,7 +181,12 @@ def install(
 
 
 def uninstall() -> None:
-    """Put the original functions back; nothing happens where none was replaced."""
+    """Put back the functions that ``install`` replaced; nothing happens where none was.
+
+    Example:
+        >>> from bridge_memory import uninstall
+        >>> uninstall()
+    """
     global _installed
     with _lock:
         if _installed is not None:

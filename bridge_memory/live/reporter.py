@@ -47,9 +47,7 @@ class Reporter:
         emit: Callable[[str], None] | None = None,
         read: Callable[[int, int], Reading] = read_cuda,
     ) -> None:
-        self.path = path
         self.calibration_path = calibration_path
-        self.html = html
         self.history = History()
         self.threshold = threshold
         self.deadline = deadline
@@ -64,8 +62,7 @@ class Reporter:
         #: What a report does besides: each may fail at every report, and none keeps the others from being done.
         self._publishing = Attempts("leaving a reading in the store")
         self._sharing = Attempts("sharing the report")
-        self._writing = Attempts(f"writing {path}")
-        self._drawing = Attempts(f"writing {html}")
+        self.write_to(path, html)
         self._calibrating = Attempts(f"writing {calibration_path}")
         self._showing = Attempts("showing the report")
         self._machine: Machine | None = None
@@ -73,6 +70,13 @@ class Reporter:
         self._predicted = False
         self._started = False
         self._line_printed = False
+
+    def write_to(self, path: str | os.PathLike[str] | None, html: str | os.PathLike[str] | None) -> None:
+        """The journal and the page, from the next report on."""
+        self.path = path
+        self.html = html
+        self._writing = Attempts(f"writing {path}")
+        self._drawing = Attempts(f"writing {html}")
 
     # ---- prediction ----
 

@@ -37,8 +37,32 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 def run_of_trainer(
     args: Any, model: Any, *, seq_length: int | None = None, micro_batch_size: int | None = None
 ) -> RunSpec:
-    """``args``: a TrainingArguments; ``model``: the Trainer's. ``seq_length``, ``micro_batch_size``: of a batch that
-    was seen; None: as ``args`` say."""
+    """Read what a Trainer of Hugging Face holds as the run that it trains.
+
+    Args:
+        args: Its TrainingArguments.
+        model: Its model, wrapped or not.
+        seq_length: Tokens of a sequence. None: 4096.
+        micro_batch_size: Sequences of a batch. None: as ``args`` say.
+
+    Returns:
+        The run, on the GPUs of the job that this process is part of.
+
+    Raises:
+        SpecError: The run cannot be estimated.
+
+    Example:
+        >>> from bridge_memory import run_of_trainer
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(
+        ...     LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+        ... )
+        >>> from transformers import TrainingArguments
+        >>> args = TrainingArguments(output_dir="out", per_device_train_batch_size=4, use_cpu=True, report_to=[])
+        >>> run = run_of_trainer(args, model, seq_length=512)
+        >>> run.data_parallel.engine, run.batch.micro_batch_size
+        ('single', 4)
+    """
     spec = model_of(model)
     settings = Settings(Notes("TrainingArguments"))
     told = _told(spec)
@@ -62,7 +86,33 @@ def run_of_trainer(
 def run_of_accelerator(
     accelerator: Any, model: Any, *, micro_batch_size: int, seq_length: int, optimizer: Any = None
 ) -> RunSpec:
-    """``accelerator``: an ``accelerate.Accelerator``, ``model``: the Hugging Face model that it prepared."""
+    """Read what a loop with accelerate holds as the run that it trains.
+
+    Args:
+        accelerator: The ``accelerate.Accelerator``.
+        model: The Hugging Face model that it prepared.
+        micro_batch_size: Sequences of a batch of one GPU.
+        seq_length: Tokens of a sequence.
+        optimizer: The optimizer that it prepared. None: torch's AdamW.
+
+    Returns:
+        The run, on the GPUs of the job that this process is part of.
+
+    Raises:
+        SpecError: The run cannot be estimated.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> from bridge_memory import MemoryReport, run_of_accelerator
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(
+        ...     LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+        ... )
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = accelerator.prepare(model)
+        >>> run = run_of_accelerator(accelerator, model, micro_batch_size=4, seq_length=512)
+        >>> report = MemoryReport(run=run)  # with report: ... report.step()
+    """
     spec = model_of(model)
     settings = Settings(Notes("accelerate"))
     told = _told(spec)
@@ -86,7 +136,33 @@ def run_of_accelerator(
 
 
 def run_of_deepspeed(engine: Any, *, seq_length: int, model: Any = None) -> RunSpec:
-    """``engine``: what ``deepspeed.initialize`` returned; ``model``: the Hugging Face model, if not its module."""
+    """Read what ``deepspeed.initialize`` returned as the run that it trains.
+
+    Args:
+        engine: The DeepSpeed engine.
+        seq_length: Tokens of a sequence.
+        model: The Hugging Face model. None: the engine's module.
+
+    Returns:
+        The run, on the GPUs of the job that this process is part of.
+
+    Raises:
+        SpecError: The run cannot be estimated.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from bridge_memory import run_of_deepspeed
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(
+        ...     LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+        ... )
+        >>> engine = SimpleNamespace(  # engine, *_ = deepspeed.initialize(model=model, config=...)
+        ...     module=model,
+        ...     config={"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}},
+        ... )
+        >>> run_of_deepspeed(engine, seq_length=512).data_parallel.engine
+        'zero2'
+    """
     model = engine.module if model is None else model
     spec = model_of(model)
     settings = Settings(Notes("DeepSpeed"))
@@ -99,7 +175,29 @@ def run_of_deepspeed(engine: Any, *, seq_length: int, model: Any = None) -> RunS
 
 
 def run_of_torchtitan(job_config: Any, model: ModelSpec | str | None = None) -> RunSpec:
-    """``job_config``: torchtitan's JobConfig; ``model``: where it names none that is known here."""
+    """Read torchtitan's JobConfig as the run that it trains.
+
+    Args:
+        job_config: The JobConfig, a dataclass.
+        model: What is trained, where ``job_config`` names no model that is known here.
+
+    Returns:
+        The run, on the GPUs of the job that this process is part of.
+
+    Raises:
+        SpecError: The run cannot be estimated, or its model is not known.
+
+    Example:
+        >>> from dataclasses import dataclass, field
+        >>> from bridge_memory import run_of_torchtitan
+        >>> @dataclass
+        ... class JobConfig:  # torchtitan.config.JobConfig
+        ...     model: dict = field(default_factory=lambda: {"name": "llama3", "flavor": "8B"})
+        ...     training: dict = field(default_factory=lambda: {"local_batch_size": 2, "seq_len": 4096})
+        ...     activation_checkpoint: dict = field(default_factory=lambda: {"mode": "none"})
+        >>> run_of_torchtitan(JobConfig()).model.name
+        'meta-llama/Llama-3.1-8B'
+    """
     settings = Settings(Notes("torchtitan"))
     table = {k: _written(v) for k, v in dataclasses.asdict(job_config).items()}
     read_torchtitan(

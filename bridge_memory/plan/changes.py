@@ -28,7 +28,13 @@ _FP8_RECIPES = {"hopper": "tensorwise", "blackwell": "mxfp8"}
 
 
 class Change(NamedTuple):
-    """One option, changed: fields of a RunSpec (``RunSpec.with_fields``) and their new values."""
+    """One option, changed: fields of a RunSpec (``RunSpec.with_fields``) and their new values.
+
+    Example:
+        >>> from bridge_memory import Change
+        >>> Change("gradient dtype", (("grad_reduce_in_fp32", False),)).words
+        'grad_reduce_in_fp32=False'
+    """
 
     #: Changes of one kind exclude each other.
     kind: str
@@ -45,7 +51,14 @@ class Change(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """What one or more changes do, in bytes and as a factor."""
+    """What one or more changes do to a run, in bytes and as a factor of time.
+
+    Example:
+        >>> from bridge_memory import RunSpec, peaks, whatif
+        >>> effect = whatif(RunSpec(model="meta-llama/Llama-3.2-1B"), gpu="H100").singles[0]
+        >>> effect.peak == max(stage.peak_bytes for stage in peaks(effect.run))
+        True
+    """
 
     changes: tuple[Change, ...]
     run: RunSpec
@@ -255,7 +268,14 @@ def _splits(run: RunSpec, pp: int, vpp: int, kind: str, **fields: Any) -> Iterat
 
 
 class WhatIf:
-    """What changes make of one run; each is applied once."""
+    """What changes do to one run. ``whatif`` makes one; each change is applied once, when it is asked for.
+
+    Example:
+        >>> from bridge_memory import RunSpec, whatif
+        >>> changes = whatif(RunSpec(model="meta-llama/Llama-3.2-1B"), gpu="H100")
+        >>> changes.pairs(3)[0].freed >= changes.singles[0].freed
+        True
+    """
 
     def __init__(self, run: RunSpec, hardware: Hardware | None = None) -> None:
         self.run, self.hardware = run, hardware

@@ -118,14 +118,47 @@ def run_from_config_container(
     name: str | None = None,
     implementation: Mapping[str, Any] | None = None,
 ) -> RunSpec:
-    """The run that ``pretrain(config, ...)`` would start.
+    """Read a ConfigContainer of Megatron Bridge as the run that ``pretrain(config, ...)`` would start.
 
-    ``world_size`` None: the container's data_parallel_size times its model-parallel sizes, else
-    ``config.world_size``, torch.distributed's, or WORLD_SIZE; refused where none is known. ``num_microbatches``
-    None: from the global batch size. ``megatron_core``, ``transformer_engine``, ``torch`` None: the releases that
-    this process has imported. ``implementation``: fields of ImplementationSpec that the machine decides; its
-    attention_backend only where the container leaves the choice. Raises SpecError naming the field that is missing or
-    wrong; what changes memory and is not modelled is listed in ``RunSpec.not_modelled``.
+    Args:
+        config: The ConfigContainer, or any object with its groups.
+        world_size: GPUs of the job. None: the container's data_parallel_size times its model-parallel sizes, else
+            ``config.world_size``, torch.distributed's, or WORLD_SIZE.
+        num_microbatches: Microbatches of a step. None: from the global batch size.
+        gpu_arch: The generation of the GPU.
+        megatron_core: The release that runs, as (major, minor). None: the one that this process has imported.
+        transformer_engine: Likewise.
+        torch: Likewise.
+        name: What results call the run.
+        implementation: Fields of ``ImplementationSpec`` that the machine decides. Its attention_backend counts only
+            where the container leaves the choice.
+
+    Returns:
+        The run. Its ``not_modelled`` lists what changes memory and is not modelled.
+
+    Raises:
+        SpecError: A field is missing or wrong, or no number of GPUs is known.
+
+    Example:
+        >>> import math
+        >>> from types import SimpleNamespace as Group
+        >>> from bridge_memory import run_from_config_container
+        >>> def silu(x):
+        ...     return x / (1 + math.exp(-x))
+        >>> config = Group(  # ConfigContainer(...), or a recipe's
+        ...     model=Group(
+        ...         num_layers=24, hidden_size=1024, ffn_hidden_size=2816, num_attention_heads=16, num_query_groups=4,
+        ...         gated_linear_unit=True, activation_func=silu, add_bias_linear=False, normalization="RMSNorm",
+        ...         position_embedding_type="rope", seq_length=4096, vocab_size=32000, bf16=True,
+        ...         tensor_model_parallel_size=2,
+        ...     ),
+        ...     train=Group(micro_batch_size=1, global_batch_size=16),
+        ...     optimizer=Group(optimizer="adam", use_distributed_optimizer=True),
+        ...     ddp=Group(grad_reduce_in_fp32=True),
+        ... )
+        >>> run = run_from_config_container(config, world_size=8)
+        >>> run.parallel.data_parallel_size, run.num_microbatches
+        (4, 4)
     """
     found = implementation or {}
     running = Running(

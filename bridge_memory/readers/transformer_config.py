@@ -93,15 +93,48 @@ def model_from_transformer_config(
     megatron_core: Release = DEFAULT_MEGATRON_CORE,
     assumptions: tuple[str, ...] = (),
 ) -> ModelSpec:
-    """The model that GPTModel or MambaModel builds from ``config``.
+    """Read a megatron-core TransformerConfig as the model that GPTModel or MambaModel builds of it.
 
-    What a TransformerConfig does not hold comes as keywords; None takes the attribute of that name where ``config`` has
-    one (Bridge's providers), else GPTModel's default. ``make_vocab_size_divisible_by`` 0: the vocab_size is final.
-    ``post_layernorms``, ``full_qk_layernorm``, ``dense_mtp`` (a dense feed-forward block in MTP depths) and
-    ``activation``: what a custom layer spec changes. ``provider``: the class of Megatron Bridge that makes modules of
-    its own of ``config`` (Gemma 4). ``megatron_core``: the release that builds it. ``model_type``:
-    "gpt" or "mamba" where not given.
-    Raises SpecError naming the attribute.
+    What a TransformerConfig does not hold comes as keywords. None takes the attribute of that name where ``config`` has
+    one (Bridge's providers), else GPTModel's default.
+
+    Args:
+        config: A TransformerConfig, or any object with its attributes.
+        vocab_size: Tokens of the vocabulary.
+        name: What results and errors call the model.
+        model_type: "gpt" or "mamba" where it is not given.
+        max_sequence_length: Rows of a table of learned positions.
+        position_embedding_type: "rope", "learned_absolute" or "none".
+        rotary_percent: The share of the head dimension that is rotated.
+        share_embeddings_and_output_weights: Whether the output layer has the embedding's weights.
+        make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this times TP. 0: ``vocab_size`` is
+            final.
+        post_layernorms: A custom layer spec has norms after attention and after the feed-forward block.
+        full_qk_layernorm: A custom layer spec normalises queries and keys over all heads.
+        dense_mtp: MTP depths have a dense feed-forward block.
+        activation: The activation of a custom layer spec.
+        provider: The class of Megatron Bridge that makes modules of its own of ``config`` (Gemma 4).
+        megatron_core: The release that builds the model, as (major, minor).
+        assumptions: Sentences that are added to the model's own.
+
+    Returns:
+        The architecture, in global sizes.
+
+    Raises:
+        SpecError: An attribute is missing, absurd or not understood.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> import math
+        >>> from bridge_memory import model_from_transformer_config
+        >>> def silu(x):
+        ...     return x / (1 + math.exp(-x))
+        >>> config = SimpleNamespace(  # TransformerConfig(...)
+        ...     num_layers=24, hidden_size=1024, ffn_hidden_size=2816, num_attention_heads=16, num_query_groups=4,
+        ...     gated_linear_unit=True, activation_func=silu, add_bias_linear=False, normalization="RMSNorm",
+        ... )
+        >>> model_from_transformer_config(config, vocab_size=32000, position_embedding_type="rope").num_layers
+        24
     """
     c = ConfigAttributes(config, name, megatron_core)
     pattern = None if provider == FALCON_H1 else pattern_of(config, name)

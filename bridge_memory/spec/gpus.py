@@ -13,7 +13,22 @@ from bridge_memory.spec.run import RunSpec
 
 
 def find_gpu(name: str) -> Gpu:
-    """The card called ``name`` ("H100", "a100-80gb", "NVIDIA H100 80GB"). Raises SpecError with close matches."""
+    """Find the GPU that a name means.
+
+    Args:
+        name: Such as "H100", "a100-80gb" or "NVIDIA H100 80GB".
+
+    Returns:
+        The GPU, with its memory in bytes.
+
+    Raises:
+        SpecError: It is not known; close names are named.
+
+    Example:
+        >>> from bridge_memory import find_gpu
+        >>> find_gpu("NVIDIA H100 80GB").name
+        'H100'
+    """
     if not isinstance(name, str):
         raise SpecError(f"gpu ({show(name)}) is no name; `bridge-memory gpus` lists them")
     found = gpu_called(name)

@@ -24,6 +24,7 @@ from bridge_memory.cli.ranked import (
     tie_of_rows,
     without_times,
 )
+from bridge_memory.plan.torch.mixed import mixed_precision_fields
 from bridge_memory.plan.torch.space import AXES, ON_DEMAND, EngineSpace, engines_of, is_of
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.parts import MEGATRON_ENGINES
@@ -178,9 +179,8 @@ def _bases(
 
 
 def _mixed(args: argparse.Namespace, engine: str) -> dict[str, Any]:
-    """Fields that accelerate's ``mixed_precision`` means to an engine (``accelerator.py: prepare_model``,
-    ``_prepare_fsdp2``, ``_prepare_deepspeed``; ``utils/fsdp_utils.py: fsdp2_prepare_model``), and torch's AdamW, where
-    nobody says another optimizer."""
+    """Fields that accelerate's ``mixed_precision`` means to an engine, and torch's AdamW, where nobody says another
+    optimizer."""
     dtype = args.mixed_precision
     if dtype is None:
         return {}
@@ -188,14 +188,8 @@ def _mixed(args: argparse.Namespace, engine: str) -> dict[str, Any]:
         if hasattr(args, name):
             raise SpecError(f"{spelling(name)} is said by --mixed-precision {dtype} too; drop one of them")
     fields: dict[str, Any] = {} if hasattr(args, "optimizer.optimizer") else {"optimizer.optimizer": "adamw"}
-    if engine.startswith("zero"):
-        return {**fields, "precision.params_dtype": dtype}
-    fields["precision.params_dtype"] = "fp32"
-    if engine in ("single", "ddp"):
-        return {**fields, "transformers.autocast": dtype}
-    own = {"auto_wrap_policy": "torchtitan"} if engine == "fsdp2" else {"use_orig_params": True}
-    own |= {"param_dtype": dtype, "reduce_dtype": dtype}
-    return {**fields, **{f"fsdp.{name}": value for name, value in own.items() if not hasattr(args, f"fsdp.{name}")}}
+    found = mixed_precision_fields(engine, dtype)
+    return {**fields, **{name: value for name, value in found.items() if not hasattr(args, name)}}
 
 
 #: A measured step so many times longer or shorter than predicted is a mistake and no measurement.
