@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Rewrite the outputs in the documents from the commands that stand beside them.
 
-Three kinds of places are known in README.md and references/*.md:
+Three kinds of places are known in README.md and below references/:
 
 * a ```console block of one ``$ bridge-memory ...`` line: everything after that line is its output;
 * a ```python block directly followed by a ```text block: that is what it prints;
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a document is out of date")
     args = parser.parse_args(argv)
     stale = []
-    for path in (ROOT / "README.md", *sorted((ROOT / "references").glob("*.md"))):
+    for path in (ROOT / "README.md", *sorted((ROOT / "references").rglob("*.md"))):
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         after = refreshed(before)
         if after != before:
