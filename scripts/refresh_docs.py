@@ -52,14 +52,15 @@ def console(block: str) -> str:
     """A console block, its output made anew."""
     command = _COMMAND.match(block)
     if command is None:
-        raise SystemExit(f"a console block begins with {block[:60]!r}; give `$ bridge-memory ...` or `$ python scripts/...`")
-    arguments = shlex.split(command[2] or "")
+        said = f"a console block begins with {block[:60]!r}"
+        raise SystemExit(f"{said}; begin it with `$ bridge-memory` or `$ python scripts/`")
+    arguments = shlex.split(command[2].replace("\\\n", " "))
     if command[1] == "bridge-memory":
         return command[0] + run(arguments)
     done = subprocess.run(
-        [sys.executable, command[1].partition(" ")[2], *arguments], cwd=ROOT, capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+        [sys.executable, command[1].partition(" ")[2], *arguments],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
     return command[0] + done.stdout
 
 

@@ -182,8 +182,8 @@ def engines() -> str:
     names = "".join(f"- `{engine}`: {title}\n" for engine, title in ENGINES.items())
     return (
         "## Engines and options\n\n"
-        f"Asked of {DENSE} on 8 GPUs, of {EXPERTS} where an option needs experts. yes: it is counted. listed: the run is "
-        "estimated as\nwithout it, and the answer names it under \"not modelled\". -: refused in one line that says what "
+        f"Each cell is an estimate of {DENSE} on 8 GPUs, or of {EXPERTS}\nwhere an option needs experts. yes: counted. "
+        "listed: estimated as without it, and named under \"not modelled\". -: refused in one line\nthat says what "
         "to do, or named as without effect.\n\n"
         + names + "\n" + _table(("option or command", *(f"`{e}`" for e in ENGINES)), rows)
     )
@@ -202,8 +202,8 @@ def models() -> str:
         family = FAMILIES.get(kind)
         first = max(family.since or KNOWN_TRANSFORMERS[0], KNOWN_TRANSFORMERS[0]) if family else None
         there = {
-            "Liger": bool(family and family.liger), "torch.compile": kind in COMPILED, "torchtitan": kind in OF_TORCHTITAN,
-            "torchtune": kind in OF_TORCHTUNE,
+            "Liger": bool(family and family.liger), "torch.compile": kind in COMPILED,
+            "torchtitan": kind in OF_TORCHTITAN, "torchtune": kind in OF_TORCHTUNE,
         }  # fmt: skip
         rows.append([
             f"`{kind}`", "yes" if kind in READERS else "-", f"from {release_words(first)}" if first else "-",
@@ -213,12 +213,12 @@ def models() -> str:
     refused = "".join(f"- `{kind}`: {why}\n" for kind, why in {**UNKNOWN_BLOCKS, **REMOTE_CODE}.items())
     return (
         "## Models\n\n"
-        "A row is a `model_type` of a config.json. Megatron: megatron-core's layers, with every engine of Megatron. "
-        "transformers: the layers of\nHugging Face transformers, with every other engine, in which releases. Beside them: "
-        "whose kernels and layers are known for it.\nA type that has no row is read by its sizes where it is a plain "
-        "decoder, with a note, or refused.\n\n"
-        + _table(("model_type", "Megatron", "transformers", "beside them", "presets", "also read as it"), rows)
-        + "Refused: layers that no block of the inventory is, or (`nemotron-nas`, under transformers alone) remote code:\n\n"
+        "A row is a `model_type` of a config.json. Megatron: megatron-core's layers, with Megatron's engines. "
+        "transformers: the layers of Hugging Face\ntransformers, with all other engines, and the first release. Also: "
+        "other kernels and layers that are known for it. A type without a row is\nread by its sizes where it is a "
+        "plain decoder, with a note, or refused.\n\n"
+        + _table(("model_type", "Megatron", "transformers", "also", "presets", "other names"), rows)
+        + "Refused: layers that no block of the inventory has, or (`nemotron-nas`, with transformers) remote code:\n\n"
         + refused + "\n"
     )
 
@@ -251,9 +251,9 @@ def of_releases() -> str:
     for name, rule in vars(releases).items():
         if isinstance(rule, (releases.Rule, releases.TransformersRule)):
             changes[str(rule)].append(name.lower().replace("_", " "))
-    ordered = sorted(changes, key=lambda text: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)])
+    ordered = sorted(changes, key=lambda text: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", text)])
     return (
-        "## Releases\n\nRules: releases whose rules are known. Assumed: what counts where nobody says which runs "
+        "## Releases\n\nRules: releases whose rules are known. Assumed: the default where no release is given "
         "(`--megatron-core`, `--transformer-engine`,\n`--torch`, `--transformers-version`). Tested: installed by the "
         "project's own checks.\n\n" + _table(("package", "rules", "assumed", "tested"), rows)
         + "What a release changes, each a rule of `bridge_memory/releases.py` with the function that makes it so:\n\n"
