@@ -21,9 +21,14 @@ PAGES = "references"
 TOP = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _STYLE = """\
-.md-grid { max-width: 76rem; }
-.md-typeset table:not([class]) { font-size: .68rem; display: block; overflow-x: auto; }
-.md-typeset pre > code { font-size: .68rem; }
+.md-grid { max-width: 80rem; }
+.md-typeset table:not([class]) { font-size: .64rem; display: block; overflow-x: auto; }
+.md-typeset table:not([class]) th { min-width: 0; padding: .45em .7em; vertical-align: bottom; }
+.md-typeset table:not([class]) td { padding: .45em .7em; }
+.md-typeset table:not([class]) td:first-child { min-width: 8rem; }
+.md-typeset table:not([class]) td code { word-break: normal; }
+.md-typeset table:not([class]) th code { white-space: nowrap; padding: 0; background: none; }
+.md-typeset pre > code { font-size: .66rem; }
 """
 
 
