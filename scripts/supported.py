@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bridge_memory import list_presets, releases, resolve_model  # noqa: E402
+from bridge_memory import DataParallelSpec, list_presets, releases, resolve_model  # noqa: E402
 from bridge_memory.cli import main as bridge_memory  # noqa: E402
 from bridge_memory.readers.huggingface import ALIASES, READERS, UNKNOWN_BLOCKS  # noqa: E402
 from bridge_memory.releases import release_words  # noqa: E402
@@ -177,7 +177,7 @@ def engines() -> str:
     for title, line in COMMANDS.items():
         found = [answer(line.format(_flags_of(engine))) for engine in ENGINES]
         rows.append([title, *("-" if f is None else "yes" for f in found)])
-    rehearsed = {"megatron_ddp", *WITH_TRANSFORMERS}
+    rehearsed = {DataParallelSpec().engine, *WITH_TRANSFORMERS}
     rows.append(["`rehearse`", *("yes" if engine in rehearsed else "-" for engine in ENGINES)])
     names = "".join(f"- `{engine}`: {title}\n" for engine, title in ENGINES.items())
     return (
