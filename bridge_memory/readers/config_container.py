@@ -422,7 +422,10 @@ def _refuse(config: Any, model: Any) -> None:
     """What would make every number meaningless."""
     provider_of(model)
     if _get(getattr(config, "dist", None), "use_torch_fsdp2", False):
-        raise SpecError("dist.use_torch_fsdp2 is set; PyTorch FSDP2 is not estimated, use Megatron's DDP or FSDP")
+        raise SpecError(
+            "dist.use_torch_fsdp2 is set; a container is not read as a run of PyTorch FSDP2; estimate its model with "
+            "--engine fsdp2, or set it to False for Megatron's DDP or FSDP"
+        )
 
 
 def _data_parallel(config: Any, model: Any, world_size: int | None) -> int:

@@ -289,7 +289,7 @@ SHIPPED = {(0, 3): (152, 125), (0, 6): (561, 535)}
 
 
 def test_every_recipe_gets_its_numbers_or_a_refusal_that_names_what_is_not_known(recipes: Any) -> None:
-    """All recipes, as scripts/bridge_recipes.py writes them to references/bridge_recipes.md."""
+    """All recipes, as scripts/bridge_recipes.py writes them to references/generated/bridge_recipes.md."""
     import megatron.bridge
     from bridge_recipes import grouped, recipe_names
 
