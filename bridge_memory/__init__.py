@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from bridge_memory.readers.transformer_config import model_from_transformer_config
     from bridge_memory.report.gpus import find_gpu, fits
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BatchSpec",
