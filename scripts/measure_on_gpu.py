@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from bridge_memory.estimation import estimate
 from bridge_memory.readers import resolve_model
 from bridge_memory.rehearsal.measuring import add_measuring_arguments, in_its_own_process, margins, snapshot_arguments
