@@ -1,5 +1,5 @@
 """Reserved memory: the estimate's storages one by one, replayed through torch's allocator. Held to the real engines in
-``tests/rehearse/test_torch_run.py``."""
+``tests/rehearsal/test_torch_run.py``."""
 
 from __future__ import annotations
 

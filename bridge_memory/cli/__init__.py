@@ -101,6 +101,23 @@ def _usage() -> str:
     return "\n".join(lines)
 
 
+def _version() -> str:
+    """This release's, and of what an answer is for where nobody says which releases run."""
+    from bridge_memory import __version__
+    from bridge_memory.releases import (
+        DEFAULT_MEGATRON_CORE,
+        DEFAULT_TORCH,
+        DEFAULT_TRANSFORMER_ENGINE,
+        release_words,
+    )
+
+    core, te, torch = map(release_words, (DEFAULT_MEGATRON_CORE, DEFAULT_TRANSFORMER_ENGINE, DEFAULT_TORCH))
+    return (
+        f"bridge-memory {__version__}\n"
+        f"by default for megatron-core {core}, Transformer Engine {te}, torch {torch}"
+    )  # fmt: skip
+
+
 def _in_flags(error: SpecError, argv: Sequence[str]) -> str:
     """A refusal of a command that takes the flags of a run, in those flags; of a file, in the file's words."""
     message = str(error)
@@ -131,9 +148,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         print(_usage())
         return 0
     if argv[0] == "--version":
-        from bridge_memory import __version__
-
-        print(f"bridge-memory {__version__}")
+        print(_version())
         return 0
     if argv[0] not in COMMANDS:
         from difflib import get_close_matches

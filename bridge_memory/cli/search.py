@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.arguments.flags import add_run_arguments
@@ -31,6 +32,11 @@ from bridge_memory.plan.megatron.splits import split_fields
 from bridge_memory.plan.torch.space import SEVERAL
 from bridge_memory.spec import SpecError
 from bridge_memory.spec.parts import ENGINE_OF_FRAMEWORK, ENGINES
+
+WITHOUT_NUMPY = (
+    "bridge-memory: numpy is not installed, so layouts are looked at one by one, which takes 20 to 400 times longer; "
+    "pip install numpy"
+)
 
 if TYPE_CHECKING:
     from bridge_memory.cards.gpu import Gpu
@@ -104,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
     hardware = hardware_of(gpu.name)
     space = _space(args, gpu, hardware, _ranges(args))
     steps = calibrated(measured_steps(args.measured_step_time, space), hardware) if args.measured_step_time else None
+    if find_spec("numpy") is None and sys.stderr is not None:
+        print(WITHOUT_NUMPY, file=sys.stderr)
     with _few_collections():
         found = search(
             space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * 2**30),

@@ -141,4 +141,5 @@ def copies_in_step(
     for line, nbytes in kept:
         if line.state in widths:
             of_kind[line.experts] += 4 * (nbytes // widths[line.state])
-    return largest(*of_kind.values())
+    most: int = largest(*of_kind.values())
+    return most

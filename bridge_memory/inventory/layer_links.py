@@ -119,7 +119,7 @@ def _groups(layers: Sequence[tuple[LayerSpec, int]], recomputed: int, size: int)
 def _checkpointed(group: Group, ctx: BlockContext) -> Link:
     """Layers recomputed together. Alive throughout backward: the kept input, and the recomputed output with its
     gradient (``random.py: CheckpointFunction.backward`` holds both)."""
-    known = ctx.evaluated.get(("recomputed", group))
+    known: Link | None = ctx.evaluated.get(("recomputed", group))
     if known is not None:
         return known
     costs = [(layer_block(kind, ctx).cost, dispatches(kind), count) for kind, count in group]
@@ -183,7 +183,7 @@ def layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
     their graph leads back to the checkpoint's input, which has its gradient (``token_dispatcher.py: self.probs``,
     ``random.py: CheckpointFunction.backward``). The next forward replaces them.
     """
-    known = ctx.evaluated.get(("link", layer))
+    known: Link | None = ctx.evaluated.get(("link", layer))
     if known is not None:
         return known
     found = layer_block(layer, ctx)

@@ -215,7 +215,7 @@ def _beside_encoders(embedding: ParameterList, model: ModelSpec, ctx: BlockConte
     embedding is, and stay in the dtype of the parameters (Megatron Bridge ``models/*_vl/modeling_*.py``: pre_process).
     """
     key = ("encoders", embedding, model.encoders)
-    known: Any = ctx.evaluated.get(key)
+    known: ParameterList | None = ctx.evaluated.get(key)
     if known is None:
         held = [
             Parameter(encoder.name, (encoder.parameters - encoder.sharded + encoder.sharded // ctx.tp,), use=Use.ROUTER)
@@ -247,7 +247,8 @@ def chunk_scratch(
         blocks = [layer_block(kind, ctx) for kind in kinds] + [tail for tail, _ in tail_blocks(model, shape, ctx)]
         lists = [block.persistent for block in dict.fromkeys(blocks)]
         known = ctx.evaluated[key] = _largest(lists) if ctx.many is None else merged(lists)
-    return known
+    found: dict[tuple[Scratch, tuple[int, ...]], int] = known
+    return found
 
 
 def merged(lists: Sequence[Any]) -> tuple[Any, ...]:

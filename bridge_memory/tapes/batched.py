@@ -138,7 +138,8 @@ def numbered_rows(rows: np.ndarray) -> tuple[list[tuple[Any, ...]], np.ndarray]:
 def one_by_one(function: Callable[[Any], Any], values: np.ndarray) -> np.ndarray:
     """``function`` of every distinct number."""
     numbers, back = numbered(values)
-    return np.array([function(value) for value in numbers.tolist()])[back]
+    found: np.ndarray = np.array([function(value) for value in numbers.tolist()])[back]
+    return found
 
 
 def _apply(name: str, left: Any, right: Any) -> Any:

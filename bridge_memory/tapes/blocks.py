@@ -97,14 +97,15 @@ class Block:
 
 def block(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) -> Block:
     """The block that ``record`` describes. ``key`` names it among all blocks of a run."""
-    known = ctx.blocks.get(key)
+    known: Block | None = ctx.blocks.get(key)
     if known is not None:
         return known
     if ctx.many is not None:
-        known = ctx.blocks[key] = ctx.many.block(key, record)
-        return known
+        many: Block = ctx.many.block(key, record)
+        ctx.blocks[key] = many
+        return many
     traces = ctx.cache.traces(key)
-    made = traces.kept(ctx.dimensions)
+    made: Block | None = traces.kept(ctx.dimensions)
     if made is None:
         made = Block(*recorded(ctx, key, traces, record))
         traces.keep(ctx.dimensions, made)

@@ -254,6 +254,12 @@ class BlockContext:
     padded_vocab: int
     #: Full recomputation is of chunks, not of blocks: None while one is recorded.
     recompute: RecomputeSpec
+    #: s b on this context-parallel rank.
+    tokens: int
+    #: Tokens of the residual stream: s b / t under sequence parallelism.
+    tokens_sp: int
+    #: One residual-stream tensor [s, b, h] (divided by t under SP), of all streams.
+    hidden_bytes: int
 
     def __init__(self, cache: SettingsCache, dimensions: Sequence[Any], recompute: RecomputeSpec | None = None) -> None:
         self.cache = cache
@@ -269,11 +275,8 @@ class BlockContext:
             self.seq, self.batch, self.tp, self.cp, self.ep, self.etp, self.padded_vocab, self._sp, *switches
         ) = self.dimensions  # fmt: skip
         self._switches = dict(zip(_SWITCHES, switches, strict=True))
-        #: s b on this context-parallel rank.
         self.tokens = self.seq * self.batch
-        #: Tokens of the residual stream: s b / t under sequence parallelism.
         self.tokens_sp = self.tokens // chosen(self._sp, self.tp, 1)
-        #: One residual-stream tensor [s, b, h] (divided by t under SP), of all streams.
         self.hidden_bytes = self.tokens_sp * self.hidden_size * self.residual * self.residual_streams
         #: What was found for this run so far, by whoever found it.
         self.evaluated: dict[Any, Any] = {}

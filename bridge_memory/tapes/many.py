@@ -344,7 +344,8 @@ class Grid:
             self._shapes.setdefault(tuple(sizes), len(self._shapes)) * len(_KINDS) + kind
             for kind, *sizes in distinct
         ]
-        return np.array(numbers)[back.reshape(shape)]
+        what: np.ndarray = np.array(numbers)[back.reshape(shape)]
+        return what
 
     def _leaves(self, key: Hashable, record: Callable[[Any], None]) -> Iterator[tuple[Part, Any, list[Any]]]:
         """The recordings of a block that serve runs whose costs are needed, with theirs of its sizes."""
@@ -414,7 +415,7 @@ def evaluated(structure: Structure, sizes: Sequence[Any]) -> dict[str, np.ndarra
     table = table.reshape(number, -1)
     counts, rows = _matrix(structure, number, every=bool(number and table.min() < 0))
     totals = counts @ table
-    assert not totals.size or abs(totals).max() < EXACT, "a sum that is not exact as a float"
+    assert np.all(np.abs(totals) < EXACT), "a sum that is not exact as a float"
     found = {
         name: totals[at].max(axis=0, initial=0).astype(np.int64).reshape(shape) for name, at in rows.items()
     }

@@ -7,11 +7,11 @@ what-if, which are tried one by one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from bridge_memory.cards.gpu import Gpu
 from bridge_memory.cards.rows import GPUS, common_gpus
@@ -32,6 +32,8 @@ from bridge_memory.verdict import Fit, fits, headroom, margin_words
 from bridge_memory.web.fixes import Refuses, label, refusal, untried
 from bridge_memory.web.options import DEFAULT_GPU, KEYS, Asked, asked, option_values, options
 from bridge_memory.web.words import title
+
+_Answer = TypeVar("_Answer")
 
 Question = Mapping[str, Any]
 #: ``transformer_impl`` whose layers the time model knows.
@@ -156,7 +158,7 @@ class Api:
         return None
 
 
-def _answered(question: object, answer: Any, refuses: Refuses = untried) -> Any:
+def _answered(question: object, answer: Callable[[Question], _Answer], refuses: Refuses = untried) -> _Answer:
     if not isinstance(question, Mapping):
         raise Refused(plain_refusal(f"the question ({show(question)}) is not an object; give {', '.join(KEYS)}"), 400)
     try:

@@ -20,4 +20,5 @@ def block_rest(nbytes: int) -> int:
     own = nbytes >= 10 * MIB
     tensors = chosen(own, 1, 20 * MIB // largest(1, nbytes))
     rest = chosen(own, -nbytes % (2 * MIB), 20 * MIB - tensors * nbytes)
-    return chosen((nbytes > MIB) & (rest <= MIB), rest // largest(1, tensors), 0)
+    each: int = chosen((nbytes > MIB) & (rest <= MIB), rest // largest(1, tensors), 0)
+    return each

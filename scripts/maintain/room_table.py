@@ -8,6 +8,7 @@ with an empty description, which is for its author to write.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ _ROW = re.compile(r"\| `(\w+)` \| (.*?) \| (?:`.*)?\s*\|$")
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     lines = held.PAGE.read_text().split("\n")
     rows = {m[1]: (number, m[2]) for number, line in enumerate(lines) if (m := _ROW.match(line)) and "/" not in m[1]}
     below: dict[str, set[str]] = {rooms.room_of(module): set() for module in held.SOURCES}

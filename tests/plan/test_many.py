@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 from bridge_memory import BatchSpec, RunSpec, SpecError, peaks
+from bridge_memory.cli import main
+from bridge_memory.cli.search import WITHOUT_NUMPY
 from bridge_memory.plan.megatron.many import Sheet, expressible, fitting, sorted_together
 from bridge_memory.plan.megatron.search import Found, search
 from bridge_memory.plan.megatron.space import Refused, Space, layouts
@@ -170,6 +173,21 @@ def test_without_numpy_layouts_are_looked_at_one_by_one(monkeypatch: pytest.Monk
         monkeypatch.setitem(sys.modules, name, None)
     theirs = search(of, H100, capacity=find_gpu("H100").capacity_bytes, margin=lambda peak: margin_bytes(peak, 2))
     assert not theirs.together and list(theirs.rows) == list(ours.rows)
+
+
+def test_a_search_says_that_numpy_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["search", "meta-llama/Llama-3.2-1B", "--num-gpus", "1", "--gpu", "H100", "--global-batch-size", "8"]
+    command += ["--vary", "mbs", "--json"]
+    assert main(command) == 0
+    ours = capsys.readouterr()
+    for name in ("numpy", "bridge_memory.plan.megatron.many"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(command) == 0
+    theirs = capsys.readouterr()
+    assert json.loads(theirs.out)["best"] == json.loads(ours.out)["best"]
+    assert ours.err == "" and theirs.err == f"{WITHOUT_NUMPY}\n"
 
 
 # ---- arrays in the place of numbers ----

@@ -316,7 +316,8 @@ def _map_kept_bytes(ctx: BlockContext, spec: MoESpec) -> int:
     """
     impl = ctx.impl
     if impl.moe_token_dispatcher_type == "allgather":
-        return chosen(ctx.ep == spec.num_experts, _map_bytes(ctx, spec), 0)
+        turned: int = chosen(ctx.ep == spec.num_experts, _map_bytes(ctx, spec), 0)
+        return turned
     kept = impl.moe_router_fusion or impl.moe_expert_capacity_factor is not None
     return _map_bytes(ctx, spec) if kept else 0
 

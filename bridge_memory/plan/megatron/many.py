@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from math import prod
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -49,6 +49,8 @@ from bridge_memory.workspaces.driver import driver_bytes, may_have_driver_buffer
 
 if TYPE_CHECKING:
     from bridge_memory.plan.megatron.kept import KeptCosts
+
+_S = TypeVar("_S", ParallelSpec, BatchSpec)
 
 
 def expressible(run: RunSpec) -> bool:
@@ -91,7 +93,7 @@ class Runs:
         raise AttributeError(name)
 
 
-def _unchecked(base: Any, **values: Any) -> Any:
+def _unchecked(base: _S, **values: Any) -> _S:
     """A copy of a spec with arrays for some fields."""
     out = object.__new__(type(base))
     for f in fields(base):
@@ -129,8 +131,9 @@ class Fitting(NamedTuple):
     def order(self, sheet: Sheet) -> np.ndarray:
         """Their places in the order in which a space lists its layouts."""
         p = self.pipeline
-        out = p.order[self.sizes] * sheet.most_splits + p.number
-        return (out * len(sheet.batches) + self.batch) * sheet.most_recomputes + self.recompute
+        out: np.ndarray = p.order[self.sizes] * sheet.most_splits + p.number
+        out = (out * len(sheet.batches) + self.batch) * sheet.most_recomputes + self.recompute
+        return out
 
 
 class Sheet:
@@ -229,7 +232,7 @@ class Sheet:
         if not legal.any():
             return legal
         #: Why a layout is refused, as a number of ``errors``.
-        reasons = np.zeros(shape, np.int32)
+        reasons: np.ndarray = np.zeros(shape, np.int32)
         todo = legal.copy()
         around, runs = _around(todo), _kept_of(lambda part: self.runs(pipeline, part))
         choices = np.array([self.number[r] for r in pipeline.recomputes])
@@ -253,7 +256,8 @@ class Sheet:
             error = self._errors[at]
             if number and error is not None:
                 refused.add(error, number)
-        return legal & (reasons == 0)
+        legal &= reasons == 0
+        return legal
 
     @cached_property
     def _everywhere(self) -> list[np.ndarray | None]:
@@ -485,7 +489,7 @@ class Memory:
         found = np.nonzero(legal)
         cells = self.cells(pipeline, found)
         most = np.max([_at(self._state(pipeline, shapes).model, cells) for shapes in ranks], axis=0)
-        kept = legal.copy()
+        kept: np.ndarray = legal.copy()
         kept[found] = allowed(most)
         return kept
 
@@ -536,7 +540,8 @@ class Memory:
         runs = self.sheet.runs(pipeline, whole((len(pipeline.at), len(self.sheet.batches), 1)))
         number = runs.num_microbatches
         shape = len(pipeline.at), len(self.sheet.batches), 1
-        return np.broadcast_to(np.asarray(number), shape)[found[0], found[1], 0]
+        numbers: np.ndarray = np.broadcast_to(np.asarray(number), shape)[found[0], found[1], 0]
+        return numbers
 
     def _peak(
         self, pipeline: Pipeline, parallel: ParallelSpec, shapes: StageShape, ranks: Sequence[int], state: _State,
@@ -599,7 +604,9 @@ def _spread(values: np.ndarray, positions: Sequence[np.ndarray]) -> np.ndarray:
 
 def _at(values: np.ndarray, cells: tuple[np.ndarray, ...]) -> np.ndarray:
     """The entries of an array over a grid at some of its cells."""
-    return values[tuple(at if values.shape[axis] > 1 else np.zeros_like(at) for axis, at in enumerate(cells))]
+    index = tuple(at if values.shape[axis] > 1 else np.zeros_like(at) for axis, at in enumerate(cells))
+    found: np.ndarray = values[index]
+    return found
 
 
 # ---- time ----
@@ -633,7 +640,8 @@ class Times:
                 out[part.index] = values
         for _, passes in self._passes.made():
             passes.let_go(memory.few_chunks)
-        return out[cells]
+        found: np.ndarray = out[cells]
+        return found
 
 
 # ---- all of it ----

@@ -313,7 +313,8 @@ class _Together(Rows):
         return pipeline.pp, self._sheet.sizes[pipeline.at[sizes]], batch, pipeline.recomputes[recompute]
 
     def peaks(self) -> Iterable[int]:
-        return self._peaks.tolist()
+        peaks: list[int] = self._peaks.tolist()
+        return peaks
 
 
 def ties(rows: Sequence[Row]) -> int:

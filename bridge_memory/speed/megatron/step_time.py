@@ -64,9 +64,9 @@ class Parts(NamedTuple):
         return added(self)
 
 
-def added(seconds: Iterable[Any]) -> Any:
+def added(seconds: Iterable[float]) -> float:
     """One after the other: what ``sum`` does to numbers depends on Python's release, to arrays it does this."""
-    total: Any = 0.0
+    total: float = 0.0
     for one in seconds:
         total = total + one
     return total

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 pytest.importorskip("torch")
@@ -31,12 +28,9 @@ def rehearsed(*argv: str) -> dict[str, Any]:
 
 def answered(*argv: str) -> dict[str, Any]:
     """The command's JSON; in a process of its own, since DeepSpeed keeps its groups."""
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "bridge_memory", "rehearse", *argv, "--json"],
-        capture_output=True, text=True, timeout=900, cwd=root,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])},
-    )
+    program = f"from bridge_memory.cli import main; raise SystemExit(main({['rehearse', *argv, '--json']!r}))"
+    of_deepspeed = ("deepspeed",) if any(word.startswith("zero") for word in argv) else ()
+    done = forked.run(program, "torch", "transformers", *of_deepspeed)
     assert done.returncode == 0, done.stderr[-2000:]
     text = done.stdout
     found: dict[str, Any] = json.loads(text[text.index("{\n"):])
