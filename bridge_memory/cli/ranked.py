@@ -27,7 +27,7 @@ def refused_by_field(refused: Counter[str]) -> list[str]:
 
 def tie_of_rows(tied: int) -> list[str]:
     """A note of how many of the first rows cannot be told apart; none for the first alone."""
-    from bridge_memory.plan.megatron.search import TIE
+    from bridge_memory.plan.found import TIE
 
     if tied <= 1:
         return []

@@ -33,7 +33,7 @@ from bridge_memory.spec import SpecError
 from bridge_memory.spec.parts import ENGINE_OF_FRAMEWORK, ENGINES
 
 if TYPE_CHECKING:
-    from bridge_memory.plan.megatron.search import Found, Row
+    from bridge_memory.plan.found import Found, Row
     from bridge_memory.report.document import Chart, Drawn
     from bridge_memory.report.gpus import Gpu
     from bridge_memory.speed.hardware import Hardware
@@ -245,7 +245,7 @@ def _recompute(r: Any) -> str:
 
 def _blocks(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu, calibration: str) -> list[Drawn]:
     from bridge_memory.caveats.unmodelled import unmodelled_features
-    from bridge_memory.plan.megatron.search import ties
+    from bridge_memory.plan.found import ties
     from bridge_memory.report.document import Bullets, Column, Grid
     from bridge_memory.speed.megatron.step_time import not_timed
 

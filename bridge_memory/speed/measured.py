@@ -82,9 +82,7 @@ def calibrated(measured: Sequence[Measured], hardware: Hardware, c: Constants = 
 
 
 def _sent(time: StepTime) -> float:
-    parts = time.passes
-    sent = parts.tensor_parallel + parts.expert_parallel + parts.context_parallel + time.data_parallel + time.pipeline
-    return sent / time.seconds
+    return time.exposed_communication / time.seconds
 
 
 def _scaled(c: Constants, of: tuple[Sequence[str], Sequence[str]], factor: float) -> Constants:

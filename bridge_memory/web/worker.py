@@ -55,7 +55,8 @@ def main() -> None:
 def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     """Layouts that fit, the fastest first."""
     from bridge_memory.arguments.template import template
-    from bridge_memory.plan.megatron.search import search, ties
+    from bridge_memory.plan.found import ties
+    from bridge_memory.plan.megatron.search import search
     from bridge_memory.plan.megatron.space import AXES, Space
     from bridge_memory.report.gpus import margin_bytes
     from bridge_memory.speed.hardware import hardware_of

@@ -110,7 +110,7 @@ def test_the_command_knows_the_corpus_by_its_fields(capsys: pytest.CaptureFixtur
 
 def test_its_json_is_valid_by_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    schema = json.loads((Path(bridge_memory.__file__).parent / "report" / "accuracy_engines.schema.json").read_text())
+    schema = json.loads((Path(bridge_memory.__file__).parent / "report" / "accuracy_torch.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     assert main(["accuracy", str(RUNS), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

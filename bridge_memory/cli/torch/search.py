@@ -24,18 +24,19 @@ from bridge_memory.cli.ranked import (
     tie_of_rows,
     without_times,
 )
-from bridge_memory.plan.torch.space import AXES, ON_DEMAND, EngineSpace, engines_of, is_of
+from bridge_memory.plan.torch.space import AXES, ON_DEMAND, Space, changed_fields, engines_of, is_of
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.parts import MEGATRON_ENGINES
 from bridge_memory.speed.torch.step_time import NOT_FITTED, TIMED
 
 if TYPE_CHECKING:
-    from bridge_memory.plan.torch.search import EngineRow, EnginesFound
+    from bridge_memory.plan.found import Found, Row
     from bridge_memory.report.document import Chart, Drawn
     from bridge_memory.report.gpus import Gpu
     from bridge_memory.speed.hardware import Hardware
+    from bridge_memory.speed.torch.step_time import StepTime
 
-SCHEMA = "bridge-memory/engine-search/1"
+SCHEMA = "bridge-memory/torch-search/2"
 EMITTED = ("deepspeed", "accelerate", "trainer")
 _ENGINE, _MICRO, _GPUS, _BATCH = (
     "data_parallel.engine", "batch.micro_batch_size", "parallel.world_size", "batch.global_batch_size"
@@ -60,7 +61,7 @@ def asked_engines(args: argparse.Namespace) -> tuple[str, ...] | None:
 
 def run(args: argparse.Namespace, words: Sequence[str], progress: Callable[[int, int], None] | None) -> int:
     """Search and print. Returns 0, or 1 where nothing fits."""
-    from bridge_memory.plan.torch.search import search_engines
+    from bridge_memory.plan.torch.search import search
     from bridge_memory.report.gpus import find_gpu, margin_bytes
     from bridge_memory.speed.cards import known_card
 
@@ -73,13 +74,13 @@ def run(args: argparse.Namespace, words: Sequence[str], progress: Callable[[int,
     space, left_out = _space(args, gpu, hardware.domain, words)
     num_gpus = getattr(args, _GPUS)
     slower, said = _measured(args.measured_step_time, space, hardware)
-    found = search_engines(
+    found = search(
         space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * 2**30),
         margin=partial(margin_bytes, world_size=num_gpus), progress=progress, backend=args.backend, slower=slower,
         jobs=args.jobs or (1 if args.backend is None else -1),
     )  # fmt: skip
     if args.emit:
-        _emit(found, args, gpu)
+        _emit(found, args, space, gpu)
     elif args.format in ("text", "html"):
         from bridge_memory.report.printing import print_blocks
 
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace, words: Sequence[str], progress: Callable[[int,
 
 def _space(
     args: argparse.Namespace, gpu: Gpu, domain: int, words: Sequence[str]
-) -> tuple[EngineSpace, tuple[str, ...]]:
+) -> tuple[Space, tuple[str, ...]]:
     """The ways that the flags leave open, and why an engine has none."""
     for flag in ("container", "bridge_recipe", "megatron_args"):
         if getattr(args, flag) is not None:
@@ -112,7 +113,7 @@ def _space(
     micro = getattr(args, _MICRO, None)
     fixed = _fixed(args, engines)
     bases, left_out = _bases(args, engines, gpu)
-    space = EngineSpace(bases, domain, fixed, exhaustive=args.exhaustive)
+    space = Space(bases, domain, fixed, exhaustive=args.exhaustive)
     return (space._replace(micro_batches=micro) if isinstance(micro, tuple) else space), left_out
 
 
@@ -202,15 +203,15 @@ _MOST = 10.0
 _HOW = "write it like fsdp2,mbs2,checkpointing:full=3.1 (checkpointing: none or full)"
 
 
-def _measured(texts: Sequence[str], space: EngineSpace, hardware: Hardware) -> tuple[float, tuple[str, ...]]:
+def _measured(texts: Sequence[str], space: Space, hardware: Hardware) -> tuple[float, tuple[str, ...]]:
     """(how much slower measured steps are than predicted ones, in words). What a step does not name is as in the flags.
     One factor for all times: ranks stay."""
-    from bridge_memory.speed.torch.step_time import engine_time
+    from bridge_memory.speed.torch.step_time import step_time
 
     logs, shown = [], []
     for text in texts:
         name, flag, seconds = named_seconds(text, _HOW)
-        predicted = engine_time(_named_run(name, flag, space), hardware).seconds
+        predicted = step_time(_named_run(name, flag, space), hardware).seconds
         if not 1 / _MOST <= seconds / predicted <= _MOST:
             raise SpecError(
                 f"{flag} is {seconds / predicted:.3g} times the {predicted:.3g} s that the time model gives; give the "
@@ -224,7 +225,7 @@ def _measured(texts: Sequence[str], space: EngineSpace, hardware: Hardware) -> t
     return slower, (f"all times x {slower:.3g} by the measured step times ({', '.join(shown)}); ranks stay",)
 
 
-def _named_run(name: str, flag: str, space: EngineSpace) -> RunSpec:
+def _named_run(name: str, flag: str, space: Space) -> RunSpec:
     """The run of "fsdp2,mbs2,checkpointing:full"; without an engine that of the only one."""
     engines = [word for word in name.split(",") if word in space.bases]
     if len(engines) > 1 or (not engines and len(space.bases) > 1):
@@ -282,11 +283,11 @@ _WORDS = frozenset({"engine", "checkpointing", "divided", "options", "offload", 
 _IDLE = frozenset({"", "none", "0%", "1", "sdpa"})
 
 
-def cells(row: EngineRow) -> Cells:
+def cells(row: Row[StepTime]) -> Cells:
     """One row, in words."""
     run, t = row.run, row.time
     tokens = (run.batch.global_batch_size or 0) * run.batch.seq_length
-    shares = (t.forward + t.backward - t.recomputation, t.sent, t.recomputation, t.optimizer, t.host)
+    shares = (t.forward + t.backward - t.recomputation, t.exposed_communication, t.recomputation, t.optimizer, t.host)
     return Cells(
         run.data_parallel.engine, str(run.batch.micro_batch_size), str(run.num_microbatches), checkpointing_words(run),
         divided_words(run), _overlap_words(run), _offload_words(run), run.transformers.attn_implementation,
@@ -345,15 +346,15 @@ def _liger_words(run: RunSpec) -> str:
 
 
 def _blocks(
-    found: EnginesFound, args: argparse.Namespace, space: EngineSpace, gpu: Gpu, left_out: Sequence[str]
+    found: Found, args: argparse.Namespace, space: Space, gpu: Gpu, left_out: Sequence[str]
 ) -> list[Drawn]:
     from bridge_memory.caveats.unmodelled import unmodelled_features
-    from bridge_memory.plan.megatron.search import TIE
+    from bridge_memory.plan.found import ties
     from bridge_memory.report.document import Bullets, Column, Grid
-    from bridge_memory.speed.torch.step_time import not_timed_here
+    from bridge_memory.speed.torch.step_time import not_timed
 
     base = next(iter(space.bases.values()))
-    best, front = found.different[: args.top], found.front()[: args.top]
+    best, front = found.best(args.top), found.front(args.top)
     notes = [
         f"{found.looked_at:,} ways looked at, {len(found.rows):,} fit {gpu.name}, {found.too_large:,} do not"
         + ("; stopped before the end" if found.stopped else "")
@@ -369,21 +370,20 @@ def _blocks(
     ]
     columns = (Column("#"), *(Column(_HEADINGS[i], words=_HEADINGS[i] in _WORDS) for i in kept))
 
-    def grid(title: str, rows: Sequence[EngineRow], of_grid: tuple[str, ...] = ()) -> Grid:
+    def grid(title: str, rows: Sequence[Row[StepTime]], of_grid: tuple[str, ...] = ()) -> Grid:
         numbered = tuple((str(n), *(cells(row)[i] for i in kept)) for n, row in enumerate(rows, 1))
         return Grid(title, columns, numbered, None, of_grid)
 
-    tied = sum(row.time.seconds <= best[0].time.seconds * (1 + TIE) for row in best)
-    same = len(found.rows) - len(found.different)
+    same = len(found.rows) - len(found.best())
     if same:
         notes.append(f"{same:,} of those that fit take the memory and the time of another, and are not shown")
-    notes += tie_of_rows(tied)
+    notes += tie_of_rows(ties(best))
     notes.append(
         f"step s: {NOT_FITTED} (references/search.md); compute, sent (what no pass hides), again (checkpoints), optim "
         "and host (offloading) are its parts"
     )
     notes += _dtype_notes(space, args)
-    notes += without_times(tuple(dict.fromkeys(name for row in best for name in not_timed_here(row.run))))
+    notes += without_times(tuple(dict.fromkeys(name for row in best for name in not_timed(row.run))))
     notes += [f"not modelled: {feature}" for feature in unmodelled_features(best[0].run)]
     grids: list[Drawn] = [] if args.format != "html" else [_chart(found, gpu)]
     number = base.parallel.world_size
@@ -398,7 +398,7 @@ def _hint(args: argparse.Namespace) -> tuple[str, ...]:
     return () if args.vary is not None else ("--vary all looks at offloading, attention and Liger's kernels too",)
 
 
-def _dtype_notes(space: EngineSpace, args: argparse.Namespace) -> list[str]:
+def _dtype_notes(space: Space, args: argparse.Namespace) -> list[str]:
     """Engines that keep other dtypes are no equals."""
     zero = [engine for engine in space.bases if engine.startswith("zero")]
     others = [engine for engine, run in space.bases.items() if engine not in zero and run.params_dtype != "fp32"]
@@ -410,20 +410,20 @@ def _dtype_notes(space: EngineSpace, args: argparse.Namespace) -> list[str]:
     ]
 
 
-def _chart(found: EnginesFound, gpu: Gpu) -> Chart:
+def _chart(found: Found, gpu: Gpu) -> Chart:
     front = found.front()
     others = [row for row in found.rows[:CHARTED] if row not in front]
     return memory_against_time(front, others, row_words, gpu)
 
 
-def row_words(row: EngineRow) -> str:
+def row_words(row: Row[StepTime]) -> str:
     """"fsdp2, micro batch 2, checkpointing full, divided all"."""
     c = cells(row)
     words = [c.engine, f"micro batch {c.mbs}", f"checkpointing {c.checkpointing}", f"divided {c.divided}"]
     return ", ".join([*words, *([c.overlap] if c.overlap else []), f"offload {c.offload}", c.attention])
 
 
-def record(row: EngineRow) -> dict[str, Any]:
+def record(row: Row[StepTime]) -> dict[str, Any]:
     """One row for programs."""
     run = row.run
     c = cells(row)
@@ -436,8 +436,8 @@ def record(row: EngineRow) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _written(found: EnginesFound, args: argparse.Namespace, space: EngineSpace, notes: Sequence[str]) -> str:
-    best = found.different[: args.top]
+def _written(found: Found, args: argparse.Namespace, space: Space, notes: Sequence[str]) -> str:
+    best = found.best(args.top)
     records = [record(row) for row in best]
     if args.format == "json":
         import json
@@ -455,16 +455,17 @@ def _written(found: EnginesFound, args: argparse.Namespace, space: EngineSpace, 
     return as_markdown(_HEADINGS, map(cells, best))
 
 
-def _emit(found: EnginesFound, args: argparse.Namespace, gpu: Gpu) -> None:
+def _emit(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu) -> None:
     """Print one row in the words of another tool, or as the ``estimate`` command; what a file leaves to the script is
     said beside it."""
     import sys
 
     from bridge_memory.emit.torch import emitted, engine_command
 
-    row = row_to_emit(found.different, args.row, "different ways")
+    row = row_to_emit(found.best(), args.row, "different configurations")
     flags = _without_ranges(args)
-    fields = {**row.fields, **_mixed(args, row.run.data_parallel.engine)}
+    engine = row.run.data_parallel.engine
+    fields = {**changed_fields(row.run, space.bases[engine]), **_mixed(args, engine)}
     if args.emit == "estimate":
         print(engine_command(row.run, fields, flags, gpu.name))
         return

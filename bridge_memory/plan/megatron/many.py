@@ -22,9 +22,9 @@ import numpy as np
 from bridge_memory.engines.by_name import engine_of
 from bridge_memory.engines.engine import StageState
 from bridge_memory.estimation import StageHolds, by_lifetime
+from bridge_memory.plan.found import Refused
 from bridge_memory.plan.jobs import spread
 from bridge_memory.plan.megatron.space import (
-    Refused,
     Sizes,
     Space,
     micro_batches,
@@ -763,7 +763,7 @@ def _held(peaks: np.ndarray, fits: Callable[[int], bool]) -> np.ndarray:
     return peaks < few[number] if number < len(few) else np.ones(len(peaks), bool)
 
 
-def sorted_together(sheet: Sheet, found: Sequence[Fitting]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def sorted_batches(sheet: Sheet, found: Sequence[Fitting]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Layouts by step time, of equal ones by peak, of equal ones as the space lists them: in which of ``found`` each
     is, where in it, and its peak."""
     if not found:

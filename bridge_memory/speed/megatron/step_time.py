@@ -91,6 +91,13 @@ class StepTime(NamedTuple):
     def seconds(self) -> float:
         return self.passes.total + self.bubble + self.pipeline + self.data_parallel + self.optimizer
 
+    @property
+    def exposed_communication(self) -> float:
+        """All communication that nothing hides."""
+        parts = self.passes
+        inside = parts.tensor_parallel + parts.expert_parallel + parts.context_parallel
+        return inside + self.data_parallel + self.pipeline
+
 
 class _Rates:
     """What this run reaches of the hardware."""

@@ -1,7 +1,7 @@
-"""Seconds of one step under the engines outside of megatron-core: one GPU's passes, what is gathered and reduced over
+"""Seconds of one step under PyTorch's engines and DeepSpeed: one GPU's passes, what is gathered and reduced over
 data-parallel ranks and is not hidden by them, the optimizer's step, and what crosses to host memory.
 
-Passes take what ``engine_work`` counts over the rates of ``constants``, which were fitted on Megatron's runs; what an
+Passes take what ``work`` counts over the rates of ``constants``, which were fitted on Megatron's runs; what an
 engine sends and when is read off its source, named at each function. Nothing here was fitted on a run of these engines;
 ``scripts/speeds_torch.py`` says how far measured ones are off.
 """
@@ -53,7 +53,7 @@ _ZERO_HOST_STEP = 34
 _ADDED, _CLIPPED = 3, 3
 
 
-class EngineTime(NamedTuple):
+class StepTime(NamedTuple):
     """Seconds of one step."""
 
     #: Passes over all microbatches of one GPU; waiting for the host among them.
@@ -62,23 +62,23 @@ class EngineTime(NamedTuple):
     #: Of ``backward``, what runs again for checkpoints.
     recomputation: float
     #: Parameters gathered and gradients reduced that no pass hides.
-    sent: float
+    exposed_communication: float
     #: Those that passes hide; in no sum.
-    hidden: float
+    overlapped_communication: float
     optimizer: float
     #: To and from host memory, and the optimizer's step there.
     host: float
 
     @property
     def seconds(self) -> float:
-        return self.forward + self.backward + self.sent + self.optimizer + self.host
+        return self.forward + self.backward + self.exposed_communication + self.optimizer + self.host
 
-    def times(self, factor: float) -> EngineTime:
+    def times(self, factor: float) -> StepTime:
         """Every part so many times as long."""
-        return EngineTime(*[factor * part for part in self])
+        return StepTime(*[factor * part for part in self])
 
 
-def not_timed_here(run: RunSpec) -> tuple[str, ...]:
+def not_timed(run: RunSpec) -> tuple[str, ...]:
     """What of ``run`` moves its step time and is not in this model, by the names of its fields."""
     hf, z = run.transformers, run.deepspeed
     asked = {
@@ -93,7 +93,7 @@ def not_timed_here(run: RunSpec) -> tuple[str, ...]:
     return tuple([name for name, is_asked in asked.items() if is_asked])
 
 
-def engine_time(run: RunSpec, hardware: Hardware, constants: Constants = DEFAULT) -> EngineTime:
+def step_time(run: RunSpec, hardware: Hardware, constants: Constants = DEFAULT) -> StepTime:
     """The time of one step of ``run``, whose engine is one of ``TIMED``."""
     assert run.data_parallel.engine in TIMED, run.data_parallel.engine
     return _Step(run, hardware, constants).time()
@@ -154,7 +154,7 @@ class _Step:
         #: Of gradients as autograd makes them.
         self.gradient_width = DTYPE_BYTES[run.adapters_dtype] if run.peft.freezes else self.compute_width
 
-    def time(self) -> EngineTime:
+    def time(self) -> StepTime:
         """The time of one step."""
         m, memory = self.m, self.rates.memory
         sent, one = self._sent(), self._pass()
@@ -173,7 +173,7 @@ class _Step:
         seen, hidden = seen + reductions * open_ + sent.step, hidden + reductions * (sent.reduced - open_)
         copies = reductions * sent.copied_reduced / memory
         host_moves, host_step = self._host()
-        return EngineTime(
+        return StepTime(
             m * forward, m * backward + copies + self._accumulated() / memory, m * one.again, seen, hidden,
             0.0 if host_step else self._optimizer() / memory, host_moves + host_step,
         )
