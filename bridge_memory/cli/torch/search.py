@@ -1,5 +1,4 @@
-"""``bridge-memory search`` under engines outside of megatron-core: ways to run a model that fit a GPU, the fastest
-first."""
+"""``bridge-memory search`` under PyTorch's engines and DeepSpeed: configurations that fit a GPU, the fastest first."""
 
 from __future__ import annotations
 
@@ -96,14 +95,14 @@ def run(args: argparse.Namespace, words: Sequence[str], progress: Callable[[int,
 def _space(
     args: argparse.Namespace, gpu: Gpu, domain: int, words: Sequence[str]
 ) -> tuple[Space, tuple[str, ...]]:
-    """The ways that the flags leave open, and why an engine has none."""
+    """The configurations that the flags leave open, and why an engine has none."""
     for flag in ("container", "bridge_recipe", "megatron_args"):
         if getattr(args, flag) is not None:
             raise SpecError(f"--{flag.replace('_', '-')} is megatron-core's; name the MODEL and an engine's own flags")
     if not hasattr(args, _GPUS):
         raise SpecError("--num-gpus is missing; say on how many GPUs the model has to train")
     if not hasattr(args, _BATCH):
-        raise SpecError("--global-batch-size is missing; ways are compared at one number of sequences a step")
+        raise SpecError("--global-batch-size is missing; configurations are compared at one number of sequences a step")
     ranges = [name for name, value in vars(args).items() if isinstance(value, tuple) and name.startswith("parallel.")]
     if ranges:
         raise SpecError(
@@ -258,27 +257,27 @@ class Cells(NamedTuple):
     mbs: str
     steps: str
     checkpointing: str
-    divided: str
+    sharded: str
     overlap: str
     offload: str
     attention: str
     liger: str
     peak: str
-    left: str
+    headroom: str
     step: str
     rate: str
     compute: str
-    sent: str
-    again: str
+    exposed: str
+    recompute: str
     optimizer: str
     host: str
 
 
 _HEADINGS = Cells(
-    "engine", "mbs", "steps", "checkpointing", "divided", "options", "offload", "attention", "liger", "peak GiB",
-    "left GiB", "step s", "tok/s/GPU", "compute", "sent", "again", "optim", "host",
+    "engine", "mbs", "steps", "checkpointing", "sharded", "options", "offload", "attention", "liger", "peak GiB",
+    "free GiB", "step s", "tokens/s/GPU", "compute", "exposed comm", "recompute", "optimizer", "host",
 )  # fmt: skip
-_WORDS = frozenset({"engine", "checkpointing", "divided", "options", "offload", "attention", "liger"})
+_WORDS = frozenset({"engine", "checkpointing", "sharded", "options", "offload", "attention", "liger"})
 #: Cells that say nothing where all rows have them.
 _IDLE = frozenset({"", "none", "0%", "1", "sdpa"})
 
@@ -290,7 +289,7 @@ def cells(row: Row[StepTime]) -> Cells:
     shares = (t.forward + t.backward - t.recomputation, t.exposed_communication, t.recomputation, t.optimizer, t.host)
     return Cells(
         run.data_parallel.engine, str(run.batch.micro_batch_size), str(run.num_microbatches), checkpointing_words(run),
-        divided_words(run), _overlap_words(run), _offload_words(run), run.transformers.attn_implementation,
+        sharded_words(run), _overlap_words(run), _offload_words(run), run.transformers.attn_implementation,
         _liger_words(run), f"{row.peak / 2**30:.2f}", f"{row.headroom / 2**30:.2f}", f"{t.seconds:#.3g}",
         f"{tokens / t.seconds / run.parallel.world_size:,.0f}", *(f"{share / t.seconds:.0%}" for share in shares),
     )  # fmt: skip
@@ -308,11 +307,11 @@ def checkpointing_words(run: RunSpec) -> str:
     return "full" if spec.gradient_checkpointing or r.granularity == "full" else "none"
 
 
-def divided_words(run: RunSpec) -> str:
-    """What an engine divides, and over which ranks where not over all."""
+def sharded_words(run: RunSpec) -> str:
+    """What an engine shards, and over which ranks where not over all."""
     engine, f, z = run.data_parallel.engine, run.fsdp, run.deepspeed
     if engine == "fsdp2":
-        words = "but in backward" if f.reshard_after_forward is False else "all"
+        words = "all, kept for backward" if f.reshard_after_forward is False else "all"
         return words + (f" over {f.shard_degree}" if f.shard_degree else "")
     if engine == "fsdp1":
         return f.sharding_strategy + (f" over {f.shard_degree}" if f.shard_degree else "")
@@ -356,7 +355,7 @@ def _blocks(
     base = next(iter(space.bases.values()))
     best, front = found.best(args.top), found.front(args.top)
     notes = [
-        f"{found.looked_at:,} ways looked at, {len(found.rows):,} fit {gpu.name}, {found.too_large:,} do not"
+        f"{found.looked_at:,} configurations looked at, {len(found.rows):,} fit {gpu.name}, {found.too_large:,} do not"
         + ("; stopped before the end" if found.stopped else "")
     ]
     notes += refused_by_field(found.refused)
@@ -379,17 +378,17 @@ def _blocks(
         notes.append(f"{same:,} of those that fit take the memory and the time of another, and are not shown")
     notes += tie_of_rows(ties(best))
     notes.append(
-        f"step s: {NOT_FITTED} (references/search.md); compute, sent (what no pass hides), again (checkpoints), optim "
-        "and host (offloading) are its parts"
+        f"step s: {NOT_FITTED} (references/search.md); compute, exposed comm (communication that no pass hides), "
+        "recompute (checkpointing), optimizer and host (offloading) are its parts"
     )
     notes += _dtype_notes(space, args)
     notes += without_times(tuple(dict.fromkeys(name for row in best for name in not_timed(row.run))))
     notes += [f"not modelled: {feature}" for feature in unmodelled_features(best[0].run)]
     grids: list[Drawn] = [] if args.format != "html" else [_chart(found, gpu)]
-    number = base.parallel.world_size
-    grids.append(grid(f"Fastest ways to train {base.model.name} on {number} x {gpu.name}", best, tuple(notes)))
+    title = f"Fastest configurations to train {base.model.name} on {base.parallel.world_size} x {gpu.name}"
+    grids.append(grid(title, best, tuple(notes)))
     if len(front) > 1:
-        grids.append(grid("Less memory for time: no other way is both faster and smaller", front))
+        grids.append(grid("Less memory for time: no other configuration is both faster and smaller", front))
     return grids
 
 
@@ -417,9 +416,9 @@ def _chart(found: Found, gpu: Gpu) -> Chart:
 
 
 def row_words(row: Row[StepTime]) -> str:
-    """"fsdp2, micro batch 2, checkpointing full, divided all"."""
+    """"fsdp2, micro batch 2, checkpointing full, sharded all"."""
     c = cells(row)
-    words = [c.engine, f"micro batch {c.mbs}", f"checkpointing {c.checkpointing}", f"divided {c.divided}"]
+    words = [c.engine, f"micro batch {c.mbs}", f"checkpointing {c.checkpointing}", f"sharded {c.sharded}"]
     return ", ".join([*words, *([c.overlap] if c.overlap else []), f"offload {c.offload}", c.attention])
 
 
@@ -429,7 +428,7 @@ def record(row: Row[StepTime]) -> dict[str, Any]:
     c = cells(row)
     return {
         "engine": c.engine, "mbs": run.batch.micro_batch_size, "microbatches": run.num_microbatches,
-        "checkpointing": c.checkpointing, "divided": c.divided, "options": c.overlap, "offload": c.offload,
+        "checkpointing": c.checkpointing, "sharded": c.sharded, "options": c.overlap, "offload": c.offload,
         "attention": c.attention, "liger_kernel": ",".join(run.transformers.liger_kernel), "peak_bytes": row.peak,
         "headroom_bytes": row.headroom, "step_seconds": row.time.seconds,
         **{f"{name}_seconds": value for name, value in row.time._asdict().items()},
