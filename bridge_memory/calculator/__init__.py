@@ -30,11 +30,11 @@ from bridge_memory.calculator.form import (
     read_form,
 )
 from bridge_memory.calculator.runs import card_of, run_of
-from bridge_memory.components import Role
+from bridge_memory.components import GIB, Role
 from bridge_memory.estimation import estimate, peaks
 from bridge_memory.readers.engines.files import read_table
 from bridge_memory.readers.engines.sections import Notes
-from bridge_memory.report.gpus import GIB, Fit, Gpu, Verdict, fits, margin_bytes
+from bridge_memory.report.gpus import Fit, Gpu, Verdict, fits, margin_bytes
 from bridge_memory.result import Estimate
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.workspaces.driver import driver_bytes

@@ -33,7 +33,7 @@ COMMANDS = {
     "compare": ("bridge_memory.cli.compare", "a run's logs or snapshots against its prediction"),
     "rehearse": ("bridge_memory.cli.rehearse", "run the real megatron-core for one rank, on one GPU or on none"),
     "gpus": ("bridge_memory.cli.gpus", "the known GPUs and their usable memory"),
-    "serve": ("bridge_memory.web.serve", "a web page for all of this, on this machine"),
+    "serve": ("bridge_memory.cli.serve", "a web page for all of this, on this machine"),
     "completion": ("bridge_memory.cli.completion", "a script by which bash, zsh or fish completes commands and flags"),
 }
 

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bridge_memory.calibration.records import StageRecord
+from bridge_memory.components import GIB
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.prediction import Prediction, StagePrediction, likely_component
 from bridge_memory.report.gpus import Verdict, margin_bytes, verdict_of
 from bridge_memory.spec.unmodelled import bounds
 from bridge_memory.workspaces.driver import driver_bytes
-
-GIB = 1 << 30
 
 #: Residual, as a share of what was measured, beyond which a stage gets a line of explanation.
 THRESHOLD = 0.10

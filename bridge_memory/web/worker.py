@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
 import json
 import signal
 import sys
@@ -132,23 +129,18 @@ def _recompute(r: Any) -> str:
 
 def _compare(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     """A log, a journal or a snapshot beside the prediction."""
-    from bridge_memory.cli import compare
+    from bridge_memory.arguments.run import run_from_arguments
+    from bridge_memory.comparison.compare import compare
     from bridge_memory.web.options import arguments
 
-    parser = argparse.ArgumentParser()
-    compare.add_arguments(parser)
-    args = parser.parse_args([asked["path"], "--snapshot-stage", str(asked.get("stage", 0))])
-    if asked["question"] is not None:
-        vars(args).update(vars(arguments(asked["question"], hub=asked.get("hub", False))[0]))
-    args.format, args.json = "json", True
-    text = io.StringIO()
+    question = asked["question"]
+    run = None
+    if question is not None:
+        run = run_from_arguments(arguments(question, hub=asked.get("hub", False))[0])
     try:
-        with contextlib.redirect_stdout(text):
-            compare.run(args)
+        return compare(asked["path"], run, stage=asked.get("stage", 0)).as_json(asked["name"])
     except SpecError as error:  # The file has the name that it came with.
         raise SpecError(str(error).replace(asked["path"], asked["name"])) from None
-    document: dict[str, Any] = json.loads(text.getvalue())
-    return {**document, "measured": asked["name"]}
 
 
 _JOBS = {"search": _search, "compare": _compare}

@@ -28,7 +28,7 @@ from bridge_memory import (
     resolve_model,
 )
 from bridge_memory.cli import main
-from bridge_memory.emit.torch import emitted, left_to_the_script, read_back
+from bridge_memory.emit.torch import config_file, left_to_the_script, read_back
 from bridge_memory.plan.changes import WhatIf, changes
 from bridge_memory.plan.found import Found
 from bridge_memory.plan.torch.search import search
@@ -160,7 +160,7 @@ def test_the_estimate_command_shows_the_same_peak(engine: str, capsys: pytest.Ca
 
 def test_given_flags_stay(capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(capsys, *SMALL, "--engine", "fsdp2", "--micro-batch-size", "2", "--no-reshard-after-forward")
-    assert {r["mbs"] for r in rows} == {2} and {r["sharded"] for r in rows} == {"all, kept for backward"}
+    assert {r["mbs"] for r in rows} == {2} and {r["sharded"] for r in rows} == {"all, no reshard"}
     rows = rows_of(capsys, *SMALL, "--engine", "zero2", "--vary", "mbs")
     assert len({r["mbs"] for r in rows}) > 2 and {r["checkpointing"] for r in rows} == {"none"}
     two = ["--engine", "fsdp2,zero3", "--micro-batch-size", "2..4", "--reduce-bucket-size", "1000"]
@@ -346,7 +346,7 @@ def said(how: str, run: RunSpec) -> tuple[str, RunSpec] | None:
     names = (*MODEL_FLAGS, *FLAG_OF, *(flag.removeprefix("--").replace("-", "_") for flag in PACKAGES), "custom_config")
     flags = argparse.Namespace(model=LLAMA, mapping="builtin", **dict.fromkeys(names))
     try:
-        text, _ = emitted(how, run, flags, GPU)
+        text, _ = config_file(how, run, flags, GPU)
     except SpecError as error:
         assert "\n" not in str(error)
         return None

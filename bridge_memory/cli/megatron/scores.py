@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bridge_memory.cli.output import add_output_arguments
+from bridge_memory.components import GIB
 from bridge_memory.report.document import Chart
 from bridge_memory.report.write import check_target, write_text
 from bridge_memory.spec import SpecError
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from bridge_memory.accuracy.records import Record
 
 SCHEMA = "bridge-memory/accuracy-memory/1"
-GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

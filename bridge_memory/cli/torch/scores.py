@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from bridge_memory.components import GIB
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from bridge_memory.report.document import Chart, Drawn
 
 SCHEMA = "bridge-memory/accuracy-torch/2"
-GIB = 1 << 30
 
 
 def run(args: argparse.Namespace, rows: list[Row]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import exp, log
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,30 +13,22 @@ from bridge_memory.arguments.files import named
 from bridge_memory.arguments.flags import spelling
 from bridge_memory.arguments.run import run_on_gpus
 from bridge_memory.cli.measured import named_seconds
-from bridge_memory.cli.ranked import (
-    CHARTED,
-    as_csv,
-    as_markdown,
-    memory_against_time,
-    refused_by_field,
-    row_to_emit,
-    tie_of_rows,
-    without_times,
-)
+from bridge_memory.cli.progress import Progress
+from bridge_memory.cli.ranked import Shown, Style, print_found, tokens_per_second_per_gpu
+from bridge_memory.components import GIB
+from bridge_memory.emit.commands import Emitted
+from bridge_memory.emit.formats import emitted, formats_of
+from bridge_memory.plan.found import Found, Row
 from bridge_memory.plan.torch.space import AXES, ON_DEMAND, Space, changed_fields, engines_of, is_of
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.spec.parts import MEGATRON_ENGINES
-from bridge_memory.speed.torch.step_time import NOT_FITTED, TIMED
+from bridge_memory.speed.torch.step_time import NOT_FITTED, TIMED, StepTime, not_timed, step_time
 
 if TYPE_CHECKING:
-    from bridge_memory.plan.found import Found, Row
-    from bridge_memory.report.document import Chart, Drawn
     from bridge_memory.report.gpus import Gpu
     from bridge_memory.speed.hardware import Hardware
-    from bridge_memory.speed.torch.step_time import StepTime
 
 SCHEMA = "bridge-memory/torch-search/2"
-EMITTED = ("deepspeed", "accelerate", "trainer")
 _ENGINE, _MICRO, _GPUS, _BATCH = (
     "data_parallel.engine", "batch.micro_batch_size", "parallel.world_size", "batch.global_batch_size"
 )  # fmt: skip
@@ -58,7 +50,7 @@ def asked_engines(args: argparse.Namespace) -> tuple[str, ...] | None:
     return None
 
 
-def run(args: argparse.Namespace, words: Sequence[str], progress: Callable[[int, int], None] | None) -> int:
+def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Search and print. Returns 0, or 1 where nothing fits."""
     from bridge_memory.plan.torch.search import search
     from bridge_memory.report.gpus import find_gpu, margin_bytes
@@ -68,25 +60,32 @@ def run(args: argparse.Namespace, words: Sequence[str], progress: Callable[[int,
     hardware = known_card(gpu.name)
     if args.cache:
         raise SpecError(f"--cache is for layouts of megatron-core, not for engine {', '.join(words)}; drop it")
-    if args.emit not in (None, "estimate", *EMITTED):
-        raise SpecError(f"--emit {args.emit} is for layouts of megatron-core; use {', '.join(EMITTED)} or estimate")
+    formats = formats_of("torch")
+    if args.emit is not None and args.emit not in formats:
+        raise SpecError(f"--emit {args.emit} is for layouts of megatron-core; use {', '.join(formats)}")
     space, left_out = _space(args, gpu, hardware.domain, words)
     num_gpus = getattr(args, _GPUS)
     slower, said = _measured(args.measured_step_time, space, hardware)
-    found = search(
-        space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * 2**30),
-        margin=partial(margin_bytes, world_size=num_gpus), progress=progress, backend=args.backend, slower=slower,
-        jobs=args.jobs or (1 if args.backend is None else -1),
+    with Progress("configuration") as progress:
+        found = search(
+            space, hardware, capacity=gpu.capacity_bytes - int(args.headroom * GIB),
+            margin=partial(margin_bytes, world_size=num_gpus), progress=progress, backend=args.backend, slower=slower,
+            jobs=args.jobs or (1 if args.backend is None else -1),
+        )  # fmt: skip
+    document = {
+        "schema": SCHEMA, "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
+        "refused": dict(found.refused), "stopped": found.stopped, "grid": space.rule(), "notes": [*left_out, *said],
+    }  # fmt: skip
+    return print_found(
+        Shown(
+            STYLE, found, next(iter(space.bases.values())), gpu, num_gpus,
+            space=(f"the grid: {space.rule()}", *left_out, *said),
+            otherwise=("--vary all looks at offloading, attention and Liger's kernels too",) * (args.vary is None),
+            times=_notes(found, space, args), not_timed=_not_timed, document=document,
+            emit=lambda row: _emitted(row, args, space, gpu),
+        ),
+        args,
     )  # fmt: skip
-    if args.emit:
-        _emit(found, args, space, gpu)
-    elif args.format in ("text", "html"):
-        from bridge_memory.report.printing import print_blocks
-
-        print_blocks(_blocks(found, args, space, gpu, (*left_out, *said)))
-    else:
-        print(_written(found, args, space, (*left_out, *said)))
-    return 0 if found.rows else 1
 
 
 # ---- what is searched ----
@@ -205,8 +204,6 @@ _HOW = "write it like fsdp2,mbs2,checkpointing:full=3.1 (checkpointing: none or 
 def _measured(texts: Sequence[str], space: Space, hardware: Hardware) -> tuple[float, tuple[str, ...]]:
     """(how much slower measured steps are than predicted ones, in words). What a step does not name is as in the flags.
     One factor for all times: ranks stay."""
-    from bridge_memory.speed.torch.step_time import step_time
-
     logs, shown = [], []
     for text in texts:
         name, flag, seconds = named_seconds(text, _HOW)
@@ -275,7 +272,7 @@ class Cells(NamedTuple):
 
 _HEADINGS = Cells(
     "engine", "mbs", "steps", "checkpointing", "sharded", "options", "offload", "attention", "liger", "peak GiB",
-    "free GiB", "step s", "tokens/s/GPU", "compute", "exposed comm", "recompute", "optimizer", "host",
+    "free GiB", "step s", "tokens/s/GPU", "compute", "exposed comm", "recompute time", "optimizer", "host",
 )  # fmt: skip
 _WORDS = frozenset({"engine", "checkpointing", "sharded", "options", "offload", "attention", "liger"})
 #: Cells that say nothing where all rows have them.
@@ -285,13 +282,12 @@ _IDLE = frozenset({"", "none", "0%", "1", "sdpa"})
 def cells(row: Row[StepTime]) -> Cells:
     """One row, in words."""
     run, t = row.run, row.time
-    tokens = (run.batch.global_batch_size or 0) * run.batch.seq_length
     shares = (t.forward + t.backward - t.recomputation, t.exposed_communication, t.recomputation, t.optimizer, t.host)
     return Cells(
         run.data_parallel.engine, str(run.batch.micro_batch_size), str(run.num_microbatches), checkpointing_words(run),
         sharded_words(run), _overlap_words(run), _offload_words(run), run.transformers.attn_implementation,
-        _liger_words(run), f"{row.peak / 2**30:.2f}", f"{row.headroom / 2**30:.2f}", f"{t.seconds:#.3g}",
-        f"{tokens / t.seconds / run.parallel.world_size:,.0f}", *(f"{share / t.seconds:.0%}" for share in shares),
+        _liger_words(run), f"{row.peak / GIB:.2f}", f"{row.headroom / GIB:.2f}", f"{t.seconds:#.3g}",
+        f"{tokens_per_second_per_gpu(row):,.0f}", *(f"{share / t.seconds:.0%}" for share in shares),
     )  # fmt: skip
 
 
@@ -311,7 +307,7 @@ def sharded_words(run: RunSpec) -> str:
     """What an engine shards, and over which ranks where not over all."""
     engine, f, z = run.data_parallel.engine, run.fsdp, run.deepspeed
     if engine == "fsdp2":
-        words = "all, kept for backward" if f.reshard_after_forward is False else "all"
+        words = "all, no reshard" if f.reshard_after_forward is False else "all"
         return words + (f" over {f.shard_degree}" if f.shard_degree else "")
     if engine == "fsdp1":
         return f.sharding_strategy + (f" over {f.shard_degree}" if f.shard_degree else "")
@@ -344,57 +340,19 @@ def _liger_words(run: RunSpec) -> str:
     return {0: "none", 1: names[0] if names else ""}.get(len(names), "on")
 
 
-def _blocks(
-    found: Found, args: argparse.Namespace, space: Space, gpu: Gpu, left_out: Sequence[str]
-) -> list[Drawn]:
-    from bridge_memory.caveats.unmodelled import unmodelled_features
-    from bridge_memory.plan.found import ties
-    from bridge_memory.report.document import Bullets, Column, Grid
-    from bridge_memory.speed.torch.step_time import not_timed
-
-    base = next(iter(space.bases.values()))
-    best, front = found.best(args.top), found.front(args.top)
-    notes = [
-        f"{found.looked_at:,} configurations looked at, {len(found.rows):,} fit {gpu.name}, {found.too_large:,} do not"
-        + ("; stopped before the end" if found.stopped else "")
-    ]
-    notes += refused_by_field(found.refused)
-    notes += [f"the grid: {space.rule()}", *left_out]
-    if not found.rows:
-        return [Bullets("Nothing fits", (*notes, *_hint(args)))]
-    shown = [cells(row) for row in (*best, *front)]
-    kept = [
-        i for i, title in enumerate(_HEADINGS)
-        if title in ("engine", "mbs", "step s") or {row[i] for row in shown} - _IDLE
-    ]
-    columns = (Column("#"), *(Column(_HEADINGS[i], words=_HEADINGS[i] in _WORDS) for i in kept))
-
-    def grid(title: str, rows: Sequence[Row[StepTime]], of_grid: tuple[str, ...] = ()) -> Grid:
-        numbered = tuple((str(n), *(cells(row)[i] for i in kept)) for n, row in enumerate(rows, 1))
-        return Grid(title, columns, numbered, None, of_grid)
-
+def _notes(found: Found, space: Space, args: argparse.Namespace) -> list[str]:
     same = len(found.rows) - len(found.best())
-    if same:
-        notes.append(f"{same:,} of those that fit take the memory and the time of another, and are not shown")
-    notes += tie_of_rows(ties(best))
-    notes.append(
+    duplicates = f"{same:,} of those that fit take the memory and the time of another, and are not shown"
+    return [
+        *([duplicates] if same else []),
         f"step s: {NOT_FITTED} (references/search.md); compute, exposed comm (communication that no pass hides), "
-        "recompute (checkpointing), optimizer and host (offloading) are its parts"
-    )
-    notes += _dtype_notes(space, args)
-    notes += without_times(tuple(dict.fromkeys(name for row in best for name in not_timed(row.run))))
-    notes += [f"not modelled: {feature}" for feature in unmodelled_features(best[0].run)]
-    grids: list[Drawn] = [] if args.format != "html" else [_chart(found, gpu)]
-    title = f"Fastest configurations to train {base.model.name} on {base.parallel.world_size} x {gpu.name}"
-    grids.append(grid(title, best, tuple(notes)))
-    if len(front) > 1:
-        grids.append(grid("Less memory for time: no other configuration is both faster and smaller", front))
-    return grids
+        "recompute time (of checkpointing), optimizer and host (offloading) are its parts",
+        *_dtype_notes(space, args),
+    ]
 
 
-def _hint(args: argparse.Namespace) -> tuple[str, ...]:
-    """What else could be tried, where nothing fits."""
-    return () if args.vary is not None else ("--vary all looks at offloading, attention and Liger's kernels too",)
+def _not_timed(rows: Sequence[Row[StepTime]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for row in rows for name in not_timed(row.run)))
 
 
 def _dtype_notes(space: Space, args: argparse.Namespace) -> list[str]:
@@ -409,17 +367,12 @@ def _dtype_notes(space: Space, args: argparse.Namespace) -> list[str]:
     ]
 
 
-def _chart(found: Found, gpu: Gpu) -> Chart:
-    front = found.front()
-    others = [row for row in found.rows[:CHARTED] if row not in front]
-    return memory_against_time(front, others, row_words, gpu)
-
-
 def row_words(row: Row[StepTime]) -> str:
-    """"fsdp2, micro batch 2, checkpointing full, sharded all"."""
+    """"fsdp2, micro batch 2, checkpointing full, sharded all, sdpa attention"."""
     c = cells(row)
     words = [c.engine, f"micro batch {c.mbs}", f"checkpointing {c.checkpointing}", f"sharded {c.sharded}"]
-    return ", ".join([*words, *([c.overlap] if c.overlap else []), f"offload {c.offload}", c.attention])
+    words += [c.overlap] * bool(c.overlap) + [f"offload {c.offload}"] * (c.offload != "none")
+    return ", ".join([*words, f"{c.attention} attention"])
 
 
 def record(row: Row[StepTime]) -> dict[str, Any]:
@@ -435,39 +388,13 @@ def record(row: Row[StepTime]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _written(found: Found, args: argparse.Namespace, space: Space, notes: Sequence[str]) -> str:
-    best = found.best(args.top)
-    records = [record(row) for row in best]
-    if args.format == "json":
-        import json
-
-        return json.dumps(
-            {
-                "schema": SCHEMA, "looked_at": found.looked_at, "fit": len(found.rows), "too_large": found.too_large,
-                "refused": dict(found.refused), "stopped": found.stopped, "grid": space.rule(),
-                "notes": list(notes), "best": records, "front": [record(row) for row in found.front()],
-            },
-            indent=2,
-        )  # fmt: skip
-    if args.format == "csv":
-        return as_csv(records, _HEADINGS)
-    return as_markdown(_HEADINGS, map(cells, best))
-
-
-def _emit(found: Found, args: argparse.Namespace, space: Space, gpu: Gpu) -> None:
-    """Print one row in the words of another tool, or as the ``estimate`` command; what a file leaves to the script is
-    said beside it."""
-    import sys
-
-    from bridge_memory.emit.torch import emitted, engine_command
-
-    row = row_to_emit(found.best(), args.row, "different configurations")
-    flags = _without_ranges(args)
+def _emitted(row: Row[StepTime], args: argparse.Namespace, space: Space, gpu: Gpu) -> Emitted:
     engine = row.run.data_parallel.engine
-    fields = {**changed_fields(row.run, space.bases[engine]), **_mixed(args, engine)}
-    if args.emit == "estimate":
-        print(engine_command(row.run, fields, flags, gpu.name))
-        return
-    text, beside = emitted(args.emit, row.run, flags, gpu.name)
-    print(text)
-    print(f"what the file leaves to the script, with the file's name for FILE: {beside}", file=sys.stderr)
+    changed = {**changed_fields(row.run, space.bases[engine]), **_mixed(args, engine)}
+    return emitted(args.emit, "torch", row.run, _without_ranges(args), gpu.name, changed)
+
+
+STYLE = Style(
+    "configuration", _HEADINGS, of_words=_WORDS, always=frozenset({"engine", "mbs", "step s"}), idle=_IDLE,
+    cells=cells, words=row_words, record=record,
+)  # fmt: skip
