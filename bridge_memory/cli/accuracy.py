@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_memory.cli.megatron import scores as validate
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.cli.torch import scores as engine_scores
+from bridge_memory.cli.torch import scores as torch_scores
 from bridge_memory.report.write import check_target, write_text
 from bridge_memory.spec import SpecError
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("runs", metavar="RUNS.jsonl", nargs="?", help="measured runs, one JSON record a line")
     add_output_arguments(
-        parser, f"of speed by the schema {SCHEMA}, of memory by {validate.SCHEMA} or {engine_scores.SCHEMA}",
+        parser, f"of speed by the schema {SCHEMA}, of memory by {validate.SCHEMA} or {torch_scores.SCHEMA}",
         beside=True,
     )
     validate.add_tables(parser)
@@ -41,11 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Score and print. Returns 0."""
     from bridge_memory.accuracy.corpus import is_of_speed, read_corpus
-    from bridge_memory.accuracy.torch.records import is_of_engines
+    from bridge_memory.accuracy.torch.records import is_of_torch
 
     rows_of_file = None if args.runs is None else read_corpus(args.runs)
-    if rows_of_file is not None and is_of_engines(rows_of_file):
-        return engine_scores.run(args, rows_of_file)
+    if rows_of_file is not None and is_of_torch(rows_of_file):
+        return torch_scores.run(args, rows_of_file)
     if args.evidence is not None:
         check_target(args.evidence, force=args.force, flag="--evidence")
     if rows_of_file is None or not is_of_speed(rows_of_file):

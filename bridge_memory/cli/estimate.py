@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bridge_memory.estimation import Estimate
     from bridge_memory.report.document import Block
     from bridge_memory.report.gpus import Fit
-    from bridge_memory.reserved import Reserved
+    from bridge_memory.workspaces.caching_allocator import Reserved
 
 EXIT_DOES_NOT_FIT = 3
 
@@ -151,14 +151,14 @@ def _reserved_blocks(found: Reserved | None, unit: str) -> list[Block]:
 
     if found is None:
         return []
-    ways = (
+    modes = (
         ("as torch's allocator is by default", found.segments, found.segments_of),
         ("with expandable_segments:True", found.expandable, found.expandable_of),
     )
     lines = [
-        f"{format_bytes(total, unit)} {way} ("
+        f"{format_bytes(total, unit)} {mode} ("
         + ", ".join(f"{name} {format_bytes(nbytes, unit)}" for name, nbytes in streams) + ")"
-        for way, total, streams in ways
+        for mode, total, streams in modes
     ]
     lines.append(f"of which {format_bytes(found.allocated, unit)} are allocated at the most")
     lines.append("what no tensor is in is given back before the device is full")

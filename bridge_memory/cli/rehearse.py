@@ -114,7 +114,7 @@ def _engine(args: argparse.Namespace) -> int:
     if args.json:
         json.dump(
             {
-                "schema": "bridge-memory/rehearsed-engine/1", "model": spec.model.name,
+                "schema": "bridge-memory/rehearse-torch/2", "model": spec.model.name,
                 "num_layers": spec.model.num_layers, "engine": spec.data_parallel.engine, "device": "cpu",
                 "notes": notes, "rows": [row.as_json() for row in table],
                 "reserved": found.reserved.as_json() if found.reserved is not None else None,

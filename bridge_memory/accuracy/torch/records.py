@@ -99,7 +99,7 @@ class Total(NamedTuple):
     worst: float
 
 
-def is_of_engines(rows: Sequence[Row]) -> bool:
+def is_of_torch(rows: Sequence[Row]) -> bool:
     """Whether the first record is one of these."""
     return bool(rows) and {"engine", "measured", "grade"} <= rows[0].data.keys()
 
