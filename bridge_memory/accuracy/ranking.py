@@ -8,7 +8,7 @@ from math import ceil
 from statistics import fmean, median
 from typing import NamedTuple
 
-from bridge_memory.accuracy.throughput import Measured
+from bridge_memory.accuracy.throughput import MeasuredRun
 
 #: Layouts with a time that a group needs before its ranking says anything.
 FEWEST_LAYOUTS = 4
@@ -33,7 +33,7 @@ class GroupScore(NamedTuple):
     ordered: int
 
 
-def score_groups(rows: Iterable[Measured], predict: Callable[[Measured], float]) -> list[GroupScore]:
+def score_groups(rows: Iterable[MeasuredRun], predict: Callable[[MeasuredRun], float]) -> list[GroupScore]:
     """Every group with FEWEST_LAYOUTS different layouts or more, the largest first.
 
     Times are per sequence, since the batch differs inside of some groups. A layout that was measured several times

@@ -18,9 +18,9 @@ from bridge_memory.report.write import check_target, write_text
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.accuracy.corpus import Row
+    from bridge_memory.accuracy.corpus import RecordLine
     from bridge_memory.accuracy.ranking import GroupScore
-    from bridge_memory.accuracy.throughput import Measured
+    from bridge_memory.accuracy.throughput import MeasuredRun
     from bridge_memory.report.document import Block, Chart
 
 SCHEMA = "bridge-memory/accuracy/1"
@@ -58,11 +58,11 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(args.json, str):
         raise SpecError("--json FILE is for records of memory; use --output FILE")
     from bridge_memory.accuracy.speed_fit import left_out, scores
-    from bridge_memory.accuracy.throughput import Measured, Unread, measured
+    from bridge_memory.accuracy.throughput import MeasuredRun, Unread, measured
     from bridge_memory.speed.constants import DEFAULT
 
     read = [measured(row.data) for row in rows_of_file]
-    rows = [r for r in read if isinstance(r, Measured)]
+    rows = [r for r in read if isinstance(r, MeasuredRun)]
     ranked = scores(rows, DEFAULT)
     folds = None if args.folds is None else left_out(rows, args.folds, said=_said)
     fits = _out_of_memory(rows)
@@ -87,7 +87,7 @@ def _said(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _write_evidence(args: argparse.Namespace, rows: list[Row]) -> None:
+def _write_evidence(args: argparse.Namespace, rows: list[RecordLine]) -> None:
     from bridge_memory.accuracy.evidence_table import evidence_table
     from bridge_memory.accuracy.predictions import predict_all
     from bridge_memory.accuracy.records import read_record
@@ -97,7 +97,7 @@ def _write_evidence(args: argparse.Namespace, rows: list[Row]) -> None:
     write_text(args.evidence, text.replace('{"kind"', '\n{"kind"') + "\n", force=args.force, flag="--evidence")
 
 
-def _out_of_memory(rows: list[Measured]) -> dict[str, dict[str, int]]:
+def _out_of_memory(rows: list[MeasuredRun]) -> dict[str, dict[str, int]]:
     """Runs that did or did not run out of memory, and whether their peak was predicted above the card: by whose the
     implementation is."""
     from bridge_memory.estimation import peaks
@@ -122,7 +122,7 @@ def _out_of_memory(rows: list[Measured]) -> dict[str, dict[str, int]]:
 _POINTS = 1500
 
 
-def _scatter(rows: Sequence[Measured]) -> Chart:
+def _scatter(rows: Sequence[MeasuredRun]) -> Chart:
     """Predicted over measured step times; of many rows some, evenly."""
     from bridge_memory.report.document import Chart
     from bridge_memory.speed.constants import FITTED_ON

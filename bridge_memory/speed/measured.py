@@ -22,7 +22,7 @@ _TOLD_APART = 0.05
 _PRIOR = 0.01
 
 
-class Measured(NamedTuple):
+class MeasuredStep(NamedTuple):
     """One measured step."""
 
     #: As it was given.
@@ -38,7 +38,7 @@ class Calibrated(NamedTuple):
     words: str
 
 
-def calibrated(measured: Sequence[Measured], hardware: Hardware, c: Constants = DEFAULT) -> Calibrated:
+def calibrated(measured: Sequence[MeasuredStep], hardware: Hardware, c: Constants = DEFAULT) -> Calibrated:
     """``c`` with its rates multiplied by what the steps say. Raises SpecError for a step that none could take.
 
     One measured step moves all rates together, which changes seconds and no rank. Several with different shares of

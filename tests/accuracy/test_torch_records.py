@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import bridge_memory
-from bridge_memory.accuracy.corpus import Row, read_corpus
+from bridge_memory.accuracy.corpus import RecordLine, read_corpus
 from bridge_memory.accuracy.torch import records as engine_records
 from bridge_memory.accuracy.torch.records import Outcome, outcomes, read, totals
 from bridge_memory.cli import main
@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 
 def changed(number: int, **fields: Any) -> list[Outcome]:
-    return outcomes([Row("here", {**ROWS[number].data, **fields})])
+    return outcomes([RecordLine("here", {**ROWS[number].data, **fields})])
 
 
 def test_every_figure_of_grade_a_that_counts_is_within_three_per_cent() -> None:

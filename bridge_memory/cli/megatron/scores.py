@@ -15,7 +15,7 @@ from bridge_memory.report.write import check_target, write_text
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.accuracy.corpus import Row
+    from bridge_memory.accuracy.corpus import RecordLine
     from bridge_memory.accuracy.errors import Errors, GroupAccuracy
     from bridge_memory.accuracy.predictions import Outcome
     from bridge_memory.accuracy.records import Record
@@ -39,7 +39,7 @@ def add_tables(parser: argparse.ArgumentParser) -> None:
                              "rank those")
 
 
-def run(args: argparse.Namespace, rows_of_file: list[Row] | None = None) -> int:
+def run(args: argparse.Namespace, rows_of_file: list[RecordLine] | None = None) -> int:
     """Score and print. ``rows_of_file``: where the corpus was read already."""
     from bridge_memory.accuracy.errors import by_group, summary
     from bridge_memory.accuracy.predictions import predict_all

@@ -11,14 +11,14 @@ from bridge_memory.components import GIB
 from bridge_memory.spec import SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.accuracy.corpus import Row
+    from bridge_memory.accuracy.corpus import RecordLine
     from bridge_memory.accuracy.torch.records import Outcome
     from bridge_memory.report.document import Chart, Drawn
 
 SCHEMA = "bridge-memory/accuracy-torch/2"
 
 
-def run(args: argparse.Namespace, rows: list[Row]) -> int:
+def run(args: argparse.Namespace, rows: list[RecordLine]) -> int:
     """Score and print. Returns 0."""
     from bridge_memory.accuracy.torch.records import outcomes, totals
     from bridge_memory.report.printing import print_blocks
