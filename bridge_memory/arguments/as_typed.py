@@ -32,6 +32,8 @@ def as_typed(message: str, argv: Sequence[str]) -> str:
             message = _named(message, name, flag, choices)
             if switch:
                 message = _switched(message, flag, typed=bool(used))
+    if ours and "--etp" not in typed and "--expert-tensor-parallel-size" not in typed:
+        message = re.sub(r"--etp \((\d+)\)", r"--etp (\1, that of --tp)", message, count=1)
     return message
 
 

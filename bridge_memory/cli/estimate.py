@@ -62,7 +62,7 @@ def _check_release(text: str | None) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Estimate and print. Returns the exit code."""
-    from bridge_memory.emit.fixes import cheapest_fix
+    from bridge_memory.emit.fixes import try_first
     from bridge_memory.estimation import estimate
     from bridge_memory.report.gpus import Verdict, find_gpu, fits
     from bridge_memory.report.units import check_unit
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     fitting = fits(result, gpus)
     fix = ""
     if len(gpus) == 1 and fitting[0].verdict is Verdict.DOES_NOT_FIT and not fitting[0].lacks:
-        fix = cheapest_fix(spec, gpus[0])
+        fix = try_first(spec, gpus[0])
     _print(args, result, fitting, unit, fix)
     return EXIT_DOES_NOT_FIT if args.require_fit and not all(fit.fits for fit in fitting) else 0
 

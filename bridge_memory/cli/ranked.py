@@ -136,15 +136,22 @@ def _answer(row: Row[Any], shown: Shown, args: argparse.Namespace) -> Words:
     from bridge_memory.report.document import Words
 
     gpu, style = shown.gpu, shown.style
-    asked = int(args.headroom * GIB)
-    margin = gpu.capacity_bytes - asked - row.peak - row.headroom
-    peak = f"peak {row.peak / GIB:.2f}" + f" (stage {row.stage})" * (row.run.parallel.pp > 1)
-    sizes = f"{peak} + margin {margin / GIB:.2f} of {gpu.capacity_bytes / GIB:.2f} GiB"
+    stage = row.stage if row.run.parallel.pp > 1 else None
     time = f"{row.time.seconds:#.3g} s a step, {tokens_per_second_per_gpu(row):,.0f} tokens/s/GPU"
     return Words("", (
         f"Fastest {style.noun}: {style.words(row)}; {time}",
-        f"fits {gpu.name}: {sizes}: {(row.headroom + asked) / GIB:.2f} GiB free",
+        fit_words(gpu, row.peak, row.headroom + int(args.headroom * GIB), stage),
     ), "good")  # fmt: skip
+
+
+def fit_words(gpu: Gpu, peak: int, free: int, stage: int | None) -> str:
+    """"fits H100: peak 54.77 (stage 1) + margin 5.98 of 79.10 GiB: 18.34 GiB free"; ``free`` and ``peak``: bytes."""
+    margin = gpu.capacity_bytes - peak - free
+    where = "" if stage is None else f" (stage {stage})"
+    sizes = f"peak {peak / GIB:.2f}{where} + margin {margin / GIB:.2f} of {gpu.capacity_bytes / GIB:.2f} GiB"
+    if free < 0:
+        return f"does not fit {gpu.name}: {sizes}: {-free / GIB:.2f} GiB too much"
+    return f"fits {gpu.name}: {sizes}: {free / GIB:.2f} GiB free"
 
 
 def tokens_per_second_per_gpu(row: Row[Any]) -> float:

@@ -563,8 +563,8 @@ def test_estimate_that_does_not_fit_names_a_change(capsys: pytest.CaptureFixture
     arguments = ["estimate", LLAMA, "--gpu", GPU, "--num-gpus", "8", "--engine", "ddp", "--micro-batch-size", "4"]
     assert main(arguments) == 0
     line = " ".join(capsys.readouterr().out.split())
-    assert "cheapest fix: --" in line
-    fix = line.partition("cheapest fix: ")[2].partition(" (")[0]
+    assert "try first: --" in line
+    fix = line.partition("try first: ")[2].partition(" (")[0]
     assert main([*arguments, *shlex.split(fix), "--require-fit"]) == 0
 
 

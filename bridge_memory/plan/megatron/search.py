@@ -1,7 +1,7 @@
 """Which layouts fit, and which of them is the fastest.
 
-Every layout is estimated (all stages, to the byte what ``estimate`` says); what fits the card less its margin is given
-a step time (``speed``) and ranked by it. Layouts are evaluated together, as arrays (``many``), where numpy is installed
+Every layout is estimated (all stages, to the byte what ``estimate`` says); what fits the GPU less its margin is given a
+step time (``speed``) and ranked by it. Layouts are evaluated in batches, as arrays (``many``), where numpy is installed
 and arrays can say all of their memory, else one by one.
 """
 
@@ -57,10 +57,10 @@ def search(
 ) -> Found:
     """Look at every layout of ``space``. Raises SpecError where the space is empty or no time is known.
 
-    ``capacity``: bytes of the card; ``margin``: of a peak, what the card must hold beyond it, never less of a higher
-    one; ``progress`` is told how many were looked at and how many fit; ``together``: whether layouts are evaluated as
-    arrays (None: where they can be); ``jobs``: processes, of this machine or of ``backend``, a name that joblib knows
-    (-1: all there are); ``cache``: a folder that keeps what blocks cost for later searches. KeyboardInterrupt ends the
+    ``capacity``: bytes of the GPU; ``margin``: of a peak, what the GPU must hold beyond it, never less of a higher
+    one; ``progress`` is called with how many were looked at and how many fit; ``batched``: whether layouts are
+    evaluated as arrays (None: where they can be); ``jobs``: processes, of this machine or of ``backend``, a name that
+    joblib knows (-1: all there are); ``cache``: a folder that keeps what blocks cost for later searches. KeyboardInterrupt ends the
     search with what was found so far.
     """
     i = space.base.implementation
@@ -72,15 +72,15 @@ def search(
     if not any(True for _ in parallel_sizes(space)):
         raise SpecError(f"world_size ({space.num_gpus}) is divided by no layout of the space{_bounds(space)}")
     limit = MemoryLimit(capacity, margin)
-    tell = progress or (lambda looked_at, fitting: None)
+    report = progress or (lambda looked_at, fitting: None)
     if batched or (batched is None and _can_be_batched(space)):
         try:
-            return _in_batches(space, hardware, limit, constants, tell, jobs, backend, cache)
+            return _in_batches(space, hardware, limit, constants, report, jobs, backend, cache)
         except (AttributeError, TypeError):
             if batched:
                 raise
             # Some rule or formula does not take arrays; it takes numbers.
-    return _one_by_one(space, hardware, limit, constants, tell, jobs, backend)
+    return _one_by_one(space, hardware, limit, constants, report, jobs, backend)
 
 
 def _bounds(space: Space) -> str:

@@ -42,7 +42,7 @@ def search(
     """Look at every configuration of ``space``; arguments as of ``plan.megatron.search.search``. ``slower``: the
     factor on all times that measured steps give. Raises SpecError."""
     refused = Refused()
-    tell = progress or (lambda looked_at, fitting: None)
+    report = progress or (lambda looked_at, fitting: None)
     rows: list[Row[StepTime]] = []
     looked_at = 0
     stopped = False
@@ -58,7 +58,7 @@ def search(
         for found in evaluated():
             looked_at += len(found)
             rows += [row for row in found if row is not None]
-            tell(looked_at, len(rows))
+            report(looked_at, len(rows))
     except KeyboardInterrupt:
         stopped = True
     return Found(Configurations(rows), looked_at, looked_at - len(rows), refused, stopped)

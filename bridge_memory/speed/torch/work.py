@@ -1,7 +1,7 @@
 """The work of the modules that Hugging Face transformers and torchtitan build: products, attention, and the bytes that
 all other operations read and write.
 
-Operations are those of the recordings that memory is counted from (``inventory/transformers``): each reads its inputs
+Operations are those of the traces that memory is counted from (``inventory/torch``): each reads its inputs
 and writes its outputs, and its backward reads what it kept and the gradients that come, and writes those that it
 gives. A product's own operands are taken off again: its time covers them.
 """
