@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
     found["lowest peak"] = balance(base, hardware)
     if hardware is not None:
         try:
-            card = largest_peak(gpu, base.parallel.world_size, driver_bytes(base))
-            found[f"fastest on {gpu.name}"] = balance(base, hardware, capacity=card)
+            largest = largest_peak(gpu, base.parallel.world_size, driver_bytes(base))
+            found[f"fastest on {gpu.name}"] = balance(base, hardware, capacity=largest)
         except SpecError:
             pass  # none fits; the lowest peak says by how much
     if args.json:

@@ -2,7 +2,8 @@
 
 A command prints to standard output, as JSON where ``args.json`` is set. Where a file is named that is written in its
 place, whole or not at all, once the command is done, and stderr says so. Commands that print blocks
-(``report.printing.print_blocks``) have them as Markdown, CSV (the first table) and HTML too; those that write such a format themselves say so in ``own``.
+(``report.printing.print_blocks``) have them as Markdown, CSV (the first table) and HTML too; those that write such a
+format themselves say so in ``own``.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--mixed-precision", choices=("bf16", "fp16"),
                        help="dtypes of every engine outside of megatron-core as accelerate's mixed_precision sets them")
     group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",
-                       help="GiB that must be left on the card beside the margin (default: 0)")
+                       help="GiB that must be free on the GPU beside the margin (default: 0)")
     group.add_argument("--exhaustive", action="store_true", help="every layout that divides, not the usual grid")
     group.add_argument("--jobs", type=int, metavar="N", help="processes (default: 1; with --backend all it has)")
     group.add_argument("--backend", metavar="NAME",
