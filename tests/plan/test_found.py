@@ -117,7 +117,7 @@ def test_what_accelerate_calls_no_is_a_word(capsys: pytest.CaptureFixture[str]) 
     """YAML 1.1 reads a bare "no" as False, which accelerate refuses."""
     yaml = pytest.importorskip("yaml")
     fp32 = ["--precision", "fp32", "--engine", "ddp"]
-    assert main(["search", "meta-llama/Llama-3.2-1B", *COMMON, *fp32, "--emit", "accelerate"]) == 0
+    assert main(["search", "meta-llama/Llama-3.2-1B", *COMMON, *fp32, "--vary", "mbs", "--emit", "accelerate"]) == 0
     config = yaml.safe_load(capsys.readouterr().out)
     assert config["mixed_precision"] == "no" and config["distributed_type"] == "MULTI_GPU"
 
