@@ -12,7 +12,7 @@ from bridge_memory.accuracy.throughput import MeasuredRun
 
 #: Layouts with a time that a group needs before its ranking says anything.
 FEWEST_LAYOUTS = 4
-#: Measured times that differ by no more are a tie: what a search shows as one (``plan/megatron/search.py: TIE``), and
+#: Measured times that differ by no more are a tie: what a search shows as one (``plan/found.py: TIE``), and
 #: about what the same run differs by from one time to another.
 TIED = 0.05
 

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.format == "html":
         print(_page(args, found, beyond), end="")
     else:
-        print_blocks([_table(found.stages, beyond, args.tolerance)])
+        print_blocks([_words(found.stages, bool(beyond)), _table(found.stages, beyond, args.tolerance)])
     return EXIT_BEYOND if beyond else 0
 
 
@@ -97,7 +97,7 @@ def _words(rows: Sequence[StageResidual], beyond: bool) -> Words:
     """The comparison in a sentence."""
     off = [(r.residual / r.max_allocated, r) for r in rows if r.residual is not None and r.max_allocated]
     if not off:
-        return Words("", ("no measured peak to hold the prediction against",), "open")
+        return Words("", ("no measured peak to compare the prediction with",), "open")
     share, worst = max(off, key=lambda one: abs(one[0]))
     where = f" of stage {worst.stage}, the furthest off," if len(off) > 1 else f" of stage {worst.stage}"
     return _sentence(where, worst.predicted_peak, worst.max_allocated or 0, share, beyond)
@@ -127,7 +127,7 @@ def _table(rows: Sequence[StageResidual], beyond: list[int], tolerance: float | 
         for r in rows
     )  # fmt: skip
     heads = ("stage", "static", "allocated", "+/-", "peak", "max alloc.", "+/-", "", "rank", "spread")
-    notes = []
+    notes = ["static, peak: predicted; allocated, max alloc.: measured; +/-: measured less predicted"]
     unmeasured = [str(r.stage) for r in rows if not r.ranks]
     if unmeasured:
         notes.append(f"no figures of stages {', '.join(unmeasured)}")

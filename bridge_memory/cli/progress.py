@@ -54,10 +54,11 @@ def _bar() -> Any:
     """rich's display, or None without rich."""
     try:
         from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+        from rich.progress import SpinnerColumn, TextColumn
     except ImportError:
         return None
-    return Progress(
-        SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(),
+    return Bar(
+        SpinnerColumn(), TextColumn("{task.description}", markup=False),
         console=Console(stderr=True), auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False,
     )  # fmt: skip

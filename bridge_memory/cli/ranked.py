@@ -111,7 +111,8 @@ def _blocks(shown: Shown, args: argparse.Namespace) -> list[Drawn]:
         notes.append(f"refused, by field: {', '.join(counts)}")
     notes += shown.space
     if not found.rows:
-        return [Bullets("Nothing fits", (*notes, *shown.otherwise))]
+        title = "Nothing that fits was found before the search was stopped" if found.stopped else "Nothing fits"
+        return [Bullets(title, (*notes, *shown.otherwise))]
     best, front = found.best(args.top), found.front(args.top)
     if (tied := ties(best)) > 1:
         notes.append(f"rows 1 to {tied} are a tie: step times that differ by {TIE:.0%} or less cannot be told apart")

@@ -25,13 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         elif action.dest == "data_parallel.engine" and action.nargs != 0:
             action.type, action.choices, action.metavar = _engines, None, f"{action.metavar}|any|A,B"
             action.help = f"{action.help}; some of those outside of megatron-core are searched together"
-    add_output_arguments(parser, "by the schema bridge-memory/search/1", own=("csv", "md"))
+    add_output_arguments(parser, f"by the schema {megatron.SCHEMA} or {torch.SCHEMA}", own=("csv", "md"))
     group = parser.add_argument_group("search")
     group.add_argument("--gpu", required=True, metavar="NAME", help="the GPU (`bridge-memory gpus` lists them)")
     group.add_argument("--vary", metavar="A,B",
-                       help="vary only these of tp, pp, vpp, cp, ep, etp, mbs, split, recompute; under engines outside "
-                            "of megatron-core of engine, mbs, checkpointing, reshard, shard, accumulation, overlap, "
-                            "and of offload, attention and liger, which else stay (all: of all)")
+                       help="vary only these: tp, pp, vpp, cp, ep, etp, mbs, split, recompute; under engines outside "
+                            "of megatron-core: engine, mbs, checkpointing, reshard, shard, accumulation, overlap, and "
+                            "offload, attention, liger, which stay unless they are named (all: every one)")
     group.add_argument("--mixed-precision", choices=("bf16", "fp16"),
                        help="dtypes of every engine outside of megatron-core as accelerate's mixed_precision sets them")
     group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",
@@ -43,9 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cache", metavar="DIR",
                        help="folder that keeps what blocks cost, for later searches of the same sizes")
     group.add_argument("--measured-step-time", action="append", default=[], metavar="LAYOUT=SECONDS",
-                       help="a measured step, such as tp2,pp8,mbs1=58.2, sets the time model right; may be repeated")
+                       help="a measured step, such as tp2,pp8,mbs1=58.2, which the time model is scaled to; may be "
+                            "repeated")
     group.add_argument("--top", type=int, default=20, metavar="N", help="layouts to show (default: 20)")
-    group.add_argument("--emit", choices=tuple(FORMATS), help="print the flags of one row in this form instead")
+    group.add_argument("--emit", choices=tuple(FORMATS), help="print one row in this form instead, to run it")
     group.add_argument("--row", type=int, default=1, metavar="N", help="the row that --emit prints (default: 1)")
 
 

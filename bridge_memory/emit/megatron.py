@@ -10,8 +10,8 @@ from typing import Any
 from bridge_memory.arguments.flags import FLAGS
 from bridge_memory.emit.commands import Emitted, estimate_words, flag_words, given_fields
 from bridge_memory.plan.megatron.space import AXES
-from bridge_memory.plan.megatron.splits import NO_SPLIT
-from bridge_memory.spec import RunSpec
+from bridge_memory.plan.megatron.splits import NO_SPLIT, split_fields
+from bridge_memory.spec import ParallelSpec, RecomputeSpec, RunSpec
 from bridge_memory.spec.fields import called
 from bridge_memory.spec.run import GROUPS
 
@@ -91,3 +91,23 @@ def bridge_overrides(run: RunSpec) -> str:
     if run.batch.global_batch_size:
         lines.append(f"cfg.train.global_batch_size = {run.batch.global_batch_size}")
     return "\n".join(lines)
+
+
+def split_words(p: ParallelSpec) -> str:
+    """"even", "first 7, last 9", "embedding and loss as layers", or the layout string."""
+    fields = split_fields(p)
+    if "pipeline_model_parallel_layout" in fields:
+        return str(fields["pipeline_model_parallel_layout"])
+    ends = [name for name in ("embedding", "loss") if f"account_for_{name}_in_pipeline_split" in fields]
+    counts = [
+        f"{name} {fields[field]}" for name in ("first", "last")
+        if (field := f"num_layers_in_{name}_pipeline_stage") in fields
+    ]
+    return f"{' and '.join(ends)} as layers" if ends else ", ".join(counts) or "even"
+
+
+def recompute_words(r: RecomputeSpec) -> str:
+    """"mlp,moe_act", "full block 4" or "none"."""
+    if r.granularity == "selective":
+        return ",".join(r.modules)
+    return f"full {r.method} {r.num_layers}" if r.granularity == "full" else "none"

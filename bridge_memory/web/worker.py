@@ -102,7 +102,7 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
 
 
 def _row(row: Any) -> dict[str, Any]:
-    from bridge_memory.emit.megatron import layout_fields
+    from bridge_memory.emit.megatron import layout_fields, recompute_words
     from bridge_memory.plan.megatron.space import AXES
     from bridge_memory.web.options import options
 
@@ -115,16 +115,10 @@ def _row(row: Any) -> dict[str, Any]:
     tokens = run.batch.global_batch_size * run.batch.seq_length
     return {
         "options": chosen, "tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "etp": p.etp,
-        "mbs": run.batch.micro_batch_size, "recompute": _recompute(run.recompute), "peak_bytes": row.peak,
+        "mbs": run.batch.micro_batch_size, "recompute": recompute_words(run.recompute), "peak_bytes": row.peak,
         "stage": row.stage, "headroom_bytes": row.headroom, "step_seconds": row.time.seconds,
         "tokens_per_second_per_gpu": tokens / row.time.seconds / p.world_size,
     }  # fmt: skip
-
-
-def _recompute(r: Any) -> str:
-    if r.granularity == "selective":
-        return ", ".join(r.modules)
-    return f"full, {r.method} {r.num_layers}" if r.granularity == "full" else "none"
 
 
 def _compare(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from bridge_memory.cli.progress import Progress
 from bridge_memory.cli.ranked import Shown, Style, print_found
 from bridge_memory.components import GIB
 from bridge_memory.emit.formats import emitted, formats_of
+from bridge_memory.emit.megatron import recompute_words, split_words
 from bridge_memory.plan.found import Row
 from bridge_memory.plan.megatron.space import AXES, Space
-from bridge_memory.plan.megatron.splits import split_fields
-from bridge_memory.spec import ParallelSpec, RecomputeSpec, SpecError
+from bridge_memory.spec import SpecError
 from bridge_memory.speed.megatron.step_time import StepTime, not_timed
 
 if TYPE_CHECKING:
@@ -138,33 +138,14 @@ def _cells(row: Row[StepTime]) -> tuple[str, ...]:
     compute = t.seconds - t.exposed_communication - t.bubble - t.recomputation
     return (
         str(p.tp), str(p.pp), str(p.vpp), str(p.cp), str(p.ep), str(p.etp), str(row.run.batch.micro_batch_size),
-        _split(p), recompute_words(r), f"{row.peak / GIB:.2f}", f"{row.headroom / GIB:.2f}", f"{t.seconds:.2f}",
+        split_words(p), recompute_words(r), f"{row.peak / GIB:.2f}", f"{row.headroom / GIB:.2f}", f"{t.seconds:.2f}",
         *(f"{part / t.seconds:.0%}" for part in (compute, t.exposed_communication, t.bubble, t.recomputation)),
     )  # fmt: skip
 
 
-def _split(p: ParallelSpec) -> str:
-    fields = split_fields(p)
-    if "pipeline_model_parallel_layout" in fields:
-        return str(fields["pipeline_model_parallel_layout"])
-    ends = [name for name in ("embedding", "loss") if f"account_for_{name}_in_pipeline_split" in fields]
-    counts = [
-        f"{name} {fields[field]}" for name in ("first", "last")
-        if (field := f"num_layers_in_{name}_pipeline_stage") in fields
-    ]
-    return f"{' and '.join(ends)} as layers" if ends else ", ".join(counts) or "even"
-
-
-def recompute_words(r: RecomputeSpec) -> str:
-    """"mlp,moe_act", "full block 4" or "none"."""
-    if r.granularity == "selective":
-        return ",".join(r.modules)
-    return f"full {r.method} {r.num_layers}" if r.granularity == "full" else "none"
-
-
 def _layout_words(row: Row[StepTime]) -> str:
     """"TP 2, PP 4, EP 8, DP 2, micro batch 1, recompute mlp"."""
-    p, split = row.run.parallel, _split(row.run.parallel)
+    p, split = row.run.parallel, split_words(row.run.parallel)
     sizes = {"TP": p.tp, "PP": p.pp, "VPP": p.vpp, "CP": p.cp, "EP": p.ep}
     sizes |= {"ETP": p.etp} if row.run.model.has_experts else {}
     words = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name in ("TP", "PP")]
@@ -177,7 +158,7 @@ def _record(row: Row[StepTime]) -> dict[str, Any]:
     t, p = row.time, row.run.parallel
     return {
         "tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "etp": p.etp,
-        "mbs": row.run.batch.micro_batch_size, "split": _split(p), "recompute": recompute_words(row.run.recompute),
+        "mbs": row.run.batch.micro_batch_size, "split": split_words(p), "recompute": recompute_words(row.run.recompute),
         "peak_bytes": row.peak, "stage": row.stage, "headroom_bytes": row.headroom, "step_seconds": t.seconds,
         **{f"{name}_seconds": value for name, value in t.passes._asdict().items()},
         "recomputation_seconds": t.recomputation, "bubble_seconds": t.bubble, "pipeline_seconds": t.pipeline,
