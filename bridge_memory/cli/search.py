@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="dtypes of every engine outside of megatron-core as accelerate's mixed_precision sets them")
     group.add_argument("--headroom", type=float, default=0.0, metavar="GIB",
                        help="GiB that must be free on the GPU beside the margin (default: 0)")
-    group.add_argument("--exhaustive", action="store_true", help="every layout that divides, not the usual grid")
+    group.add_argument("--exhaustive", action="store_true", help="every layout that divides, not only the usual ones")
     group.add_argument("--jobs", type=int, metavar="N", help="processes (default: 1; with --backend all it has)")
     group.add_argument("--backend", metavar="NAME",
                        help="of joblib: loky, dask, dask=ADDRESS or ray, which --jobs processes are of")

@@ -16,8 +16,8 @@ _COMPUTING = ("gemm_ampere", "gemm_hopper", "gemm_blackwell", "memory"), ("layer
 _SENDING = ("nvlink", "network"), ("nvlink_latency", "network_latency")
 #: A measured step so many times longer or shorter than predicted is a mistake and no measurement.
 MOST = 10.0
-#: Shares of sending in the measured steps that differ by less do not tell computing from sending.
-_TOLD_APART = 0.05
+#: Shares of sending in the measured steps that differ by less cannot separate computing from sending.
+_DISTINCT = 0.05
 #: Weight of a factor's being 1 beside one measured step, both in squares of logarithms.
 _PRIOR = 0.01
 
@@ -57,7 +57,7 @@ def calibrated(measured: Sequence[MeasuredStep], hardware: Hardware, c: Constant
     all_rates = exp(-sum(logs) / len(logs))
     shares = [_sent(time) for time in times]
     said = ", ".join(f"{m.name}: predicted {time.seconds:.3g} s" for m, time in zip(measured, times, strict=True))
-    if max(shares) - min(shares) < _TOLD_APART:
+    if max(shares) - min(shares) < _DISTINCT:
         both = _scaled(_scaled(c, _COMPUTING, all_rates), _SENDING, all_rates)
         return Calibrated(both, f"all rates x {all_rates:.3g} by the measured step times ({said}); ranks stay")
 
@@ -77,7 +77,7 @@ def calibrated(measured: Sequence[MeasuredStep], hardware: Hardware, c: Constant
     computing, sending = map(exp, best)
     return Calibrated(
         _scaled(_scaled(c, _COMPUTING, computing), _SENDING, sending),
-        f"rates of computing x {computing:.3g}, of sending x {sending:.3g} by the measured step times ({said})",
+        f"rates of computing x {computing:.3g}, of communication x {sending:.3g} by the measured step times ({said})",
     )
 
 

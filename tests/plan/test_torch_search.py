@@ -571,4 +571,4 @@ def test_estimate_that_does_not_fit_names_a_change(capsys: pytest.CaptureFixture
 def test_on_demand_axes_are_axes() -> None:
     assert set(ON_DEMAND) < set(AXES)
     model = resolve_model(LLAMA)
-    assert Space({"ddp": replace(base("ddp"), model=model)}, 8).rule().startswith("powers of two of mbs")
+    assert Space({"ddp": replace(base("ddp"), model=model)}, 8).rule().startswith("mbs in powers of two")

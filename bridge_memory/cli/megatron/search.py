@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from bridge_memory.report.gpus import Gpu
     from bridge_memory.speed.hardware import Hardware
 
+_MORE = " (--exhaustive: every layout that divides)"
 SCHEMA = "bridge-memory/search/1"
 #: Axis -> the flag of its size, which also takes a range.
 RANGED = {axis: AXES[axis][0] for axis in ("tp", "pp", "vpp", "cp", "ep", "mbs")}
@@ -61,14 +62,14 @@ def run(args: argparse.Namespace) -> int:
         }  # fmt: skip
         base, experts = space.base, space.base.model.has_experts
         times = (
-            "step s is a model's, for ranking: work over rates fitted on measured runs; compute, exposed comm (all "
+            "step s is predicted, for ranking: work over rates fitted on measured runs; compute, exposed comm (all "
             "communication that nothing hides), bubble and recompute time are its parts", *calibration.values(),
         )
-        last = ("no measured group varies EP: how layouts with different EP compare rests on the model alone",)
+        last = ("how layouts with different EP compare is not tested: no group of measured runs varies EP",)
         return print_found(
             Shown(
                 STYLE if experts else STYLE._replace(hidden=frozenset({"ep", "etp"})), found, base, gpu, space.num_gpus,
-                space=[f"the grid: {space.rule()}" + " (--exhaustive: all that divides)" * (not space.exhaustive)],
+                space=[f"searched: {space.rule()}" + _MORE * (not space.exhaustive)],
                 otherwise=(), times=times, not_timed=lambda rows: not_timed(rows[0].run), document=document,
                 emit=lambda row: emitted(args.emit, "megatron", row.run, args, gpu.name, {}),
                 last=last if experts else (),
@@ -167,6 +168,6 @@ def _record(row: Row[StepTime]) -> dict[str, Any]:
 
 
 STYLE = Style(
-    "layout", _HEADINGS, of_words=frozenset({"split", "recompute"}), always=frozenset({"tp"}),
+    "layout", _HEADINGS, of_words=frozenset({"split", "recompute"}), always=frozenset({"tp", "pp", "mbs"}),
     idle=frozenset({"1", "even", "none", "0%"}), cells=_cells, words=_layout_words, record=_record,
 )  # fmt: skip

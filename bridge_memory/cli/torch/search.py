@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     return print_found(
         Shown(
             STYLE, found, next(iter(space.bases.values())), gpu, num_gpus,
-            space=(f"the grid: {space.rule()}", *left_out, *said),
+            space=(f"searched: {space.rule()}", *left_out, *said),
             otherwise=("--vary all looks at offloading, attention and Liger's kernels too",) * (args.vary is None),
             times=_notes(found, space, args), not_timed=_not_timed, document=document,
             emit=lambda row: _emitted(row, args, space, gpu),
@@ -271,7 +271,7 @@ class Cells(NamedTuple):
 
 
 _HEADINGS = Cells(
-    "engine", "mbs", "steps", "checkpointing", "sharded", "options", "offload", "attention", "liger", "peak GiB",
+    "engine", "mbs", "accum", "checkpointing", "sharded", "options", "offload", "attention", "liger", "peak GiB",
     "free GiB", "step s", "tokens/s/GPU", "compute", "exposed comm", "recompute time", "optimizer", "host",
 )  # fmt: skip
 _WORDS = frozenset({"engine", "checkpointing", "sharded", "options", "offload", "attention", "liger"})
@@ -342,11 +342,11 @@ def _liger_words(run: RunSpec) -> str:
 
 def _notes(found: Found, space: Space, args: argparse.Namespace) -> list[str]:
     same = len(found.rows) - len(found.best())
-    duplicates = f"{same:,} of those that fit take the memory and the time of another, and are not shown"
+    duplicates = f"{same:,} of those that fit take the same memory and time as another and are not shown"
     return [
         *([duplicates] if same else []),
-        f"step s: {NOT_FITTED} (references/search.md); compute, exposed comm (communication that no pass hides), "
-        "recompute time (of checkpointing), optimizer and host (offloading) are its parts",
+        f"{NOT_FITTED} (references/search.md); compute, exposed comm (communication that no pass hides), "
+        "recompute time (of checkpointing), optimizer and host (offloading) are parts of step s",
         *_dtype_notes(space, args),
     ]
 

@@ -75,14 +75,14 @@ class Space(NamedTuple):
         idle = set() if self.base.model.has_experts else {"ep"}
         powers = [axis for axis in POWERS if axis not in self.fixed]
         divisors = [axis for axis in ("pp", "ep") if axis not in self.fixed | idle]
-        parts = [f"powers of two of {', '.join(powers)}"] if powers else []
+        parts = [f"{', '.join(powers)} in powers of two"] if powers else []
         if divisors:
             parts.append(f"every {' and '.join(divisors)} that divides")
         if "split" not in self.fixed:
-            parts.append("one or two splits of the layers a number of chunks")
+            parts.append("one or two splits of the layers for each number of virtual stages")
         if "recompute" not in self.fixed:
-            parts.append("one, two or all modules recomputed, or whole layers")
-        return "; ".join(parts) or "what the flags leave open"
+            parts.append("recompute none, one, two or all modules, or whole layers")
+        return "; ".join(parts) or "nothing beyond what the flags give"
 
 
 def layouts(space: Space, refused: Refused) -> Iterator[list[RunSpec]]:

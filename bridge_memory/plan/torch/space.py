@@ -68,8 +68,8 @@ class Space(NamedTuple):
         several |= {"mbs"} - self.fixed | ({"engine"} if len(self.bases) > 1 else set())
         varies = [axis for axis in AXES if axis in several]
         if not varies:
-            return "what the flags leave open"
-        often = "every micro batch that divides" if self.exhaustive else "powers of two of mbs"
+            return "nothing beyond what the flags give"
+        often = "every micro batch that divides" if self.exhaustive else "mbs in powers of two"
         others = f"all of {', '.join(axis for axis in varies if axis != 'mbs')}" if varies != ["mbs"] else ""
         return "; ".join(words for words in (often * ("mbs" in varies), others) if words)
 

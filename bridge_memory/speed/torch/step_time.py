@@ -26,10 +26,10 @@ from bridge_memory.tapes.context import context_of
 #: Engines whose step this module times.
 TIMED = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
 
-#: What stands behind such a time, for people.
+#: How far such a time can be trusted, for people.
 NOT_FITTED = (
-    "times of engines outside of megatron-core are for ranking alone: rates were fitted on Megatron's runs, and of "
-    "measured runs one ladder of three checkpointing modes alone varies these engines' options"
+    "step times of engines outside of megatron-core are for ranking only: rates were fitted on Megatron's runs, and "
+    "only one measured series, of three checkpointing modes, varies these engines' options"
 )
 #: Seconds that the host takes to start one operation forward (Python, dispatcher, autograd), and backward (C++ alone).
 #: Judgement: an eager operation of torch is usually said to take 5 to 10 microseconds.
