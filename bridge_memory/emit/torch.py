@@ -139,11 +139,11 @@ def read_back(how: str, text: str, run: RunSpec) -> RunSpec:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        told = Specified(
+        specified = Specified(
             world_size=run.parallel.world_size, hidden_size=run.model.hidden_size,
             transformers=run.transformers.transformers_version,
         )  # fmt: skip
-        settings = settings_from_files(told=told, micro_batch_size=None, **{keyword: path})
+        settings = settings_from_files(told=specified, micro_batch_size=None, **{keyword: path})
     finally:
         os.unlink(path)
     settings.notes.check()
