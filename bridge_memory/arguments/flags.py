@@ -361,12 +361,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--mapping", choices=("builtin", "mbridge", "bridge"), default="builtin",
         help="who reads the config: this package, or mbridge or Megatron Bridge where it is installed",
     )
-    model.add_argument("--mtp-num-layers", type=_integer, metavar="N", help="MTP depths; 0 trains without")
-    model.add_argument("--num-layers", type=_integer, metavar="N", help="train only the first N decoder layers")
-    model.add_argument("--make-vocab-size-divisible-by", type=_integer, metavar="N",
+    model.add_argument("--mtp-num-layers", type=integer, metavar="N", help="MTP depths; 0 trains without")
+    model.add_argument("--num-layers", type=integer, metavar="N", help="train only the first N decoder layers")
+    model.add_argument("--make-vocab-size-divisible-by", type=integer, metavar="N",
                        help="pad the vocabulary to a multiple of N x TP, as Megatron-LM does with 128")
-    model.add_argument("--hidden-dropout", type=_number, metavar="P", help="dropout of the residual stream")
-    model.add_argument("--attention-dropout", type=_number, metavar="P", help="dropout of attention probabilities")
+    model.add_argument("--hidden-dropout", type=number, metavar="P", help="dropout of the residual stream")
+    model.add_argument("--attention-dropout", type=number, metavar="P", help="dropout of attention probabilities")
     for package, name in PACKAGES.items():
         model.add_argument(package, metavar="X.Y", help=f"{name} release whose rules apply")
     groups = {name: parser.add_argument_group(title) for name, title in _TITLES.items()}
@@ -381,7 +381,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"the same as {shown}" + f" {value}" * (value is not False),
         )
     (chunk, (chunk_name, chunk_help)), (offload, (offload_name, offload_help)) = SWITCHES.items()
-    groups["parallel"].add_argument(chunk, dest=chunk_name, type=_integer, metavar="N", help=chunk_help)
+    groups["parallel"].add_argument(chunk, dest=chunk_name, type=integer, metavar="N", help=chunk_help)
     groups["implementation"].add_argument(
         offload, dest=offload_name, action="store_const", const=True, help=offload_help
     )
@@ -407,9 +407,9 @@ def _add(group: Any, flag: Flag, rule: Rule) -> None:
     elif tuple in rule.types:
         kwargs |= {"type": _names, "metavar": flag.metavar}
     elif float in rule.types:
-        kwargs |= {"type": _number, "metavar": flag.metavar}
+        kwargs |= {"type": number, "metavar": flag.metavar}
     elif int in rule.types:
-        kwargs |= {"type": _integer, "metavar": flag.metavar}
+        kwargs |= {"type": integer, "metavar": flag.metavar}
     else:
         kwargs |= {"choices": rule.names or None, "metavar": "|".join(rule.names) or flag.metavar}
         if rule.names:
@@ -434,7 +434,7 @@ def _release(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a release such as 4.57") from None
 
 
-def _integer(text: str) -> int:
+def integer(text: str) -> int:
     # int() also reads "1_6" and the digits of other scripts; on a command line those are typing errors.
     try:
         if not text.removeprefix("-").isdecimal() or not text.isascii():
@@ -444,7 +444,7 @@ def _integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
     try:
         if not text.isascii() or "_" in text:
             raise ValueError

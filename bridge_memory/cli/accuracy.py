@@ -1,6 +1,6 @@
 """``bridge-memory accuracy RUNS.jsonl``: a corpus of measured memory or of measured speed beside what is predicted.
 
-Which it holds, and whether of Megatron or of other engines, is told by the fields of its first record.
+Which it holds, and whether of Megatron or of other engines, is seen from the fields of its first record.
 """
 
 from __future__ import annotations

@@ -178,8 +178,8 @@ def _experts_one_by_one(spec: RunSpec, notes: list[str]) -> RunSpec:
     if impl.te or not impl.moe_grouped_gemm or not any(isinstance(x.ffn, MoESpec) for x in spec.model.layers):
         return spec
     notes.append(
-        "experts run one by one (--no-moe-grouped-gemm), since grouped GEMM without Transformer Engine needs a package "
-        "of its own"
+        "experts run one by one (--no-moe-grouped-gemm), since grouped GEMM without Transformer Engine needs a "
+        "separate package"
     )
     return spec.with_(implementation=replace(impl, moe_grouped_gemm=False))
 
@@ -261,7 +261,7 @@ def _one_layer(args: argparse.Namespace, spec: RunSpec, notes: list[str]) -> int
     for flag in ("stage", "rank", "verbose"):
         if getattr(args, flag) is not None and getattr(args, flag) is not False:
             raise SpecError(
-                f"--{flag} does not go with --layer, which is rehearsed tensor by tensor on a rank of its own "
+                f"--{flag} does not go with --layer, which is rehearsed tensor by tensor on a rank of its "
                 "stage; drop it"
             )
     if not 0 <= args.layer < spec.model.num_layers:
@@ -297,7 +297,7 @@ def _print_details(done: Any) -> None:
         print(f"\nchunk {chunk.chunk}: saved for backward")
         for record in passes.saved:
             print(f"  {record}")
-        for title, alive in (("held by variables", passes.held), ("lasting", passes.persistent)):
+        for title, alive in (("held by variables", passes.held), ("persistent", passes.persistent)):
             print(f"chunk {chunk.chunk}: {title}")
             for a in alive:
                 print(f"  {a.module}: {a.made_by}, {a.bytes:,} bytes")

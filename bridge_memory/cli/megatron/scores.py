@@ -95,7 +95,7 @@ def table(rows: Sequence[GroupAccuracy]) -> str:
     for r in rows:
         for title, count, errors in (
             (r.group, f"{r.ok}/{r.records} runs", r.per_record),
-            ("", f"{r.families} fam.", r.per_family),
+            ("", f"{r.families} families", r.per_family),
         ):
             if not title and r.families == 1:
                 continue
