@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from bridge_memory.live.hugging_face import MemoryReportCallback
     from bridge_memory.live.runs import run_of_accelerator, run_of_deepspeed, run_of_torchtitan, run_of_trainer
     from bridge_memory.plan.changes import Change, Effect, WhatIf
+    from bridge_memory.plan.found import Found, Row
     from bridge_memory.plan.megatron.balance import Balanced
-    from bridge_memory.plan.megatron.search import Found, Row
     from bridge_memory.readers.config_container import run_from_config_container
     from bridge_memory.readers.engines.run import run_from_files
     from bridge_memory.readers.megatron_args import run_from_megatron_args
@@ -162,8 +162,8 @@ _ELSEWHERE = {
             "run_of_accelerator", "run_of_deepspeed", "run_of_torchtitan", "run_of_trainer",
         ),
         "bridge_memory.plan.changes": ("Change", "Effect", "WhatIf"),
+        "bridge_memory.plan.found": ("Found", "Row"),
         "bridge_memory.plan.megatron.balance": ("Balanced",),
-        "bridge_memory.plan.megatron.search": ("Found", "Row"),
         "bridge_memory.readers.config_container": ("run_from_config_container",),
         "bridge_memory.readers.engines.run": ("run_from_files",),
         "bridge_memory.readers.megatron_args": ("run_from_megatron_args",),

@@ -8,6 +8,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+#: Bytes of a GiB.
+GIB = 1 << 30
 #: Bytes: smallest block of torch's caching allocator (``c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize``).
 ALLOCATION_UNIT = 512
 

@@ -21,10 +21,9 @@ Every step is as the first; what it reserves settles after the second, when opti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from math import prod
-from typing import NamedTuple
 
 from bridge_memory.components import Role
 from bridge_memory.engines.fsdp2 import FSDP2, Group
@@ -41,7 +40,7 @@ from bridge_memory.tapes.allocation_trace import Passes, Storages, tape_of
 from bridge_memory.tapes.chain import Label
 from bridge_memory.tapes.context import context_of
 from bridge_memory.tapes.parameters import Use
-from bridge_memory.workspaces.caching_allocator import CachingAllocator
+from bridge_memory.workspaces.caching_allocator import CachingAllocator, Reserved, reserved_by
 
 #: Training steps that are followed: nothing new is reserved after the second but by chance.
 STEPS = 4
@@ -52,23 +51,6 @@ _FOLLOWED = frozenset({
     "cut_cross_entropy", "experts_implementation", "transformers_version", "use_cache",
 })  # fmt: skip
 COMPUTE, ALL_GATHER, REDUCE_SCATTER = "compute", "all-gather", "reduce-scatter"
-
-
-class Reserved(NamedTuple):
-    """Bytes that the allocator reserves at most, as it is and with ``expandable_segments:True``, by stream."""
-
-    segments: int
-    expandable: int
-    segments_of: tuple[tuple[str, int], ...]
-    expandable_of: tuple[tuple[str, int], ...]
-    #: The most that is allocated in the same replay.
-    allocated: int
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "segments": self.segments, "expandable_segments": self.expandable, "streams": dict(self.segments_of),
-            "streams_expandable_segments": dict(self.expandable_of), "allocated": self.allocated,
-        }  # fmt: skip
 
 
 def why_not(run: RunSpec) -> str | None:
@@ -105,14 +87,7 @@ def replayed(run: RunSpec) -> Reserved:
     assert why_not(run) is None, why_not(run)
     plain, expandable = CachingAllocator(), CachingAllocator(expandable_segments=True)
     _Job(run, (plain, expandable)).train()
-    return Reserved(
-        plain.peak_reserved, expandable.peak_reserved, _sorted(plain.by_stream()), _sorted(expandable.by_stream()),
-        plain.peak_allocated,
-    )
-
-
-def _sorted(of_streams: dict[Hashable, int]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(((str(name), n) for name, n in of_streams.items()), key=lambda item: -item[1]))
+    return reserved_by(plain, expandable)
 
 
 class _Job:

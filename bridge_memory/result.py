@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from bridge_memory.components import STATIC_ROLES, Component, Role
+from bridge_memory.components import GIB, STATIC_ROLES, Component, Role
 from bridge_memory.spec import RunSpec
 from bridge_memory.spec.parts import ENGINE_OPTIONS
 from bridge_memory.spec.unmodelled import Bounds, Unmodelled, as_feature, bounds
 
 #: Of ``Estimate.to_dict``.
 SCHEMA = "bridge-memory/estimate/3"
-GIB = 1 << 30
 #: The phase in which a stage's peak lies when forward and backward need less than the optimizer.
 OPTIMIZER_STEP = "optimizer step"
 

@@ -95,8 +95,8 @@ def margin_bytes(peak_bytes: int, world_size: int, driver: int = 0) -> int:
     return outside_bytes(world_size, driver) + int(peak_bytes * FRAGMENTATION)
 
 
-class Card(NamedTuple):
-    """What runs have to fit."""
+class MemoryLimit(NamedTuple):
+    """What a run has to fit."""
 
     #: Bytes.
     capacity: int
@@ -112,19 +112,19 @@ class Card(NamedTuple):
         return self.headroom(peak, driver) >= 0
 
 
-def card_of(capacity_bytes: int, world_size: int) -> Card:
+def limit_of(capacity_bytes: int, world_size: int) -> MemoryLimit:
     """A card of so many bytes, for runs on ``world_size`` GPUs."""
-    return Card(capacity_bytes, partial(margin_bytes, world_size=world_size))
+    return MemoryLimit(capacity_bytes, partial(margin_bytes, world_size=world_size))
 
 
 def headroom(gpu: Gpu, peak_bytes: int, run: RunSpec) -> int:
     """Bytes of ``gpu`` that are left beside a peak of ``run`` and its margin; below zero what is missing."""
-    return card_of(gpu.capacity_bytes, run.parallel.world_size).headroom(peak_bytes, driver_bytes(run))
+    return limit_of(gpu.capacity_bytes, run.parallel.world_size).headroom(peak_bytes, driver_bytes(run))
 
 
 def largest_peak(gpu: Gpu, run: RunSpec) -> int:
     """Bytes: the highest peak of ``run`` that ``gpu`` holds with its margin, within a byte."""
-    card, driver = card_of(gpu.capacity_bytes, run.parallel.world_size), driver_bytes(run)
+    card, driver = limit_of(gpu.capacity_bytes, run.parallel.world_size), driver_bytes(run)
     peak = int((gpu.capacity_bytes - outside_bytes(run.parallel.world_size, driver)) / (1 + FRAGMENTATION))
     while not card.holds(peak, driver):
         peak -= 1
@@ -179,7 +179,7 @@ def fits(result: Estimate, gpus: Sequence[Gpu | str] = ()) -> list[Fit]:
             missing, worst = "attention kernel", _worst(result)
         assert worst is not None
         capacity, margin = gpu.capacity_bytes, margin_bytes(worst.peak_bytes, world_size, driver)
-        left = card_of(capacity, world_size).headroom(worst.peak_bytes, driver)
+        left = limit_of(capacity, world_size).headroom(worst.peak_bytes, driver)
         within = bounds(worst.peak_bytes, result.not_modelled)
         verdict = Verdict.DOES_NOT_FIT
         if not missing:
@@ -215,7 +215,7 @@ def _worst_on(arch: str, result: Estimate) -> StagePeak | None:
 def verdict_of(peak: Bounds, capacity_bytes: int, world_size: int, band: float = 0.0, driver: int = 0) -> Verdict:
     """Whether a card takes a peak that lies within ``peak``, with the margin. ``band``: the share of a peak by which
     predictions of such runs are off."""
-    card = card_of(capacity_bytes, world_size)
+    card = limit_of(capacity_bytes, world_size)
     if peak.most is not None and card.holds(peak.most, driver):
         return Verdict.FITS if card.holds(peak.most + int(peak.most * band), driver) else Verdict.TIGHT
     if peak.least is not None and not card.holds(peak.least, driver):

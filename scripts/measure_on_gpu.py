@@ -323,11 +323,11 @@ class Line:
 
 def line_of(name: str, record: dict[str, Any]) -> Line:
     """Predict a record as ``bridge-memory accuracy`` does."""
-    from bridge_memory.accuracy.corpus import Row
+    from bridge_memory.accuracy.corpus import RecordLine
     from bridge_memory.accuracy.predictions import predict
     from bridge_memory.accuracy.records import read_record
 
-    (outcome,) = predict(read_record(Row(name, record)))
+    (outcome,) = predict(read_record(RecordLine(name, record)))
     if outcome.status != "ok":
         raise SpecError(f"{name}: {outcome.reason}")
     predicted = (outcome.predicted_allocated_bytes or 0, outcome.predicted_max_allocated_bytes or 0)

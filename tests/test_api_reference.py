@@ -42,7 +42,7 @@ def _missing(packages: tuple[str, ...]) -> list[str]:
 
 
 #: Described where they are made; their examples stand with them.
-ELSEWHERE = ("Found", "Row", )
+ELSEWHERE = ()
 
 
 @pytest.mark.parametrize("name", [name for name in bridge_memory.__all__ if name not in ELSEWHERE])

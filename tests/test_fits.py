@@ -19,10 +19,10 @@ from bridge_memory.verdict import (
     CONTEXT_BYTES,
     FRAGMENTATION,
     NCCL_BYTES,
-    card_of,
     fits,
     headroom,
     largest_peak,
+    limit_of,
     margin_bytes,
 )
 
@@ -110,7 +110,7 @@ def test_headroom_is_what_peak_and_margin_leave_and_the_largest_peak_leaves_noth
     assert headroom(h100, 10**10, run) == int(79.10 * 2**30) - outside - 10**10 - int(0.073 * 10**10)
     most = largest_peak(h100, run)
     assert headroom(h100, most, run) >= 0 > headroom(h100, most + 2, run)
-    card = card_of(h100.capacity_bytes, world_size)
+    card = limit_of(h100.capacity_bytes, world_size)
     assert card.holds(most) and not card.holds(most + 2)
     assert card.headroom(most, 1 << 20) == card.capacity - most - margin_bytes(most, world_size, 1 << 20)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge_memory.accuracy.corpus import Row, read_corpus
+from bridge_memory.accuracy.corpus import RecordLine, read_corpus
 from bridge_memory.spec import SpecError
 
 
@@ -51,7 +51,7 @@ def load_runs(path: str | Path) -> list[Record]:
     return [read_record(row) for row in read_corpus(path)]
 
 
-def read_record(row: Row) -> Record:
+def read_record(row: RecordLine) -> Record:
     """One line of a corpus. Raises SpecError."""
     where, data = row
     try:

@@ -12,7 +12,7 @@ from math import log, sqrt
 from statistics import fmean, median
 
 from bridge_memory.accuracy.ranking import FEWEST_LAYOUTS, GroupScore, score_groups
-from bridge_memory.accuracy.throughput import Measured
+from bridge_memory.accuracy.throughput import MeasuredRun
 from bridge_memory.spec import SpecError
 from bridge_memory.speed.constants import FITTED_ON, STARTING_POINT, Constants
 from bridge_memory.speed.megatron.step_time import Step
@@ -28,8 +28,8 @@ ROUNDS = 6
 class Fit:
     """Rows of the groups to fit, each with its work counted once."""
 
-    def __init__(self, rows: Sequence[Measured]) -> None:
-        self._groups: dict[str, list[tuple[Measured, Step]]] = {}
+    def __init__(self, rows: Sequence[MeasuredRun]) -> None:
+        self._groups: dict[str, list[tuple[MeasuredRun, Step]]] = {}
         for row in rows:
             if row.seconds is not None:
                 step = Step(row.run, row.hardware, kernels=row.kernels)
@@ -67,14 +67,16 @@ class Fit:
         return found
 
 
-def scores(rows: Sequence[Measured], constants: Constants, groups: Collection[str] | None = None) -> list[GroupScore]:
+def scores(
+    rows: Sequence[MeasuredRun], constants: Constants, groups: Collection[str] | None = None
+) -> list[GroupScore]:
     """Every group, or those named, ranked with these constants."""
     chosen = [row for row in rows if groups is None or row.group in groups]
     return score_groups(chosen, lambda r: Step(r.run, r.hardware, constants, r.kernels).time().seconds)
 
 
 def left_out(
-    rows: Sequence[Measured], folds: int, rounds: int = ROUNDS, said: Callable[[str], None] = lambda text: None
+    rows: Sequence[MeasuredRun], folds: int, rounds: int = ROUNDS, said: Callable[[str], None] = lambda text: None
 ) -> list[GroupScore]:
     """Every group with enough layouts for a ranking, under constants that it had no part in fitting.
 

@@ -30,7 +30,7 @@ from bridge_memory.speed.megatron.kernels import Kernels
 from bridge_memory.speed.megatron.work import model_flops
 
 
-class Measured(NamedTuple):
+class MeasuredRun(NamedTuple):
     """One row: seconds a step (None where it ran out of memory)."""
 
     number: int
@@ -99,12 +99,12 @@ _FIRST_LAYERS = {
 }  # fmt: skip
 
 
-def read_throughput(path: Path) -> list[Measured | Unread]:
+def read_throughput(path: Path) -> list[MeasuredRun | Unread]:
     """Every row of a corpus of throughput. Raises SpecError for text that is none."""
     return [measured(row.data) for row in read_corpus(path)]
 
 
-def measured(row: Mapping[str, Any]) -> Measured | Unread:
+def measured(row: Mapping[str, Any]) -> MeasuredRun | Unread:
     """One row."""
     number, group = row.get("id", 0), row.get("layout_group") or ""
     try:
@@ -123,7 +123,8 @@ def measured(row: Mapping[str, Any]) -> Measured | Unread:
     if seconds is None and not out:
         return Unread(number, group, "neither a step time nor tokens a second nor, of a dense model, FLOPS are stated")
     own = not any(name in str(row.get("framework")) for name in ("AA-Scaling", "DeepSpeed"))
-    return Measured(number, group, str(row.get("source")), run, hardware, kernels, None if out else seconds, out, own)
+    source, seconds = str(row.get("source")), None if out else seconds
+    return MeasuredRun(number, group, source, run, hardware, kernels, seconds, out, own)
 
 
 def _seconds(row: Mapping[str, Any], run: RunSpec) -> float | None:

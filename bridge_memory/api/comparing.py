@@ -6,15 +6,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bridge_memory.comparison.compared import ComparedSnapshot, compared, read_measured
+from bridge_memory.comparison.compare import SnapshotComparison
+from bridge_memory.comparison.compare import compare as compared
 from bridge_memory.comparison.logs import MeasuredRank
-from bridge_memory.comparison.residuals import Predicted, StageResidual, predicted_of, residuals
+from bridge_memory.comparison.residuals import StageResidual, predicted_of, residuals
 from bridge_memory.comparison.snapshot import Attribution
+from bridge_memory.components import GIB
 from bridge_memory.estimation import Estimate, estimate
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.errors import show
 
-GIB = 1 << 30
 #: Bytes: less is a number of GiB that was meant.
 _LEAST = 1 << 20
 
@@ -114,20 +115,17 @@ def compare(
         run = run.run
     if run is not None:
         _check_stage("stage", stage, run.parallel.pp)
-    path = os.fspath(measured)
-    found = compared(
-        path, read_measured(path), run, stage=stage, device=device, pp_before_dp=use_tp_pp_dp_mapping
-    )  # fmt: skip
-    if isinstance(found, ComparedSnapshot):
-        return Comparison(tuple(_stages_of(found)), found.result, found.attribution)
-    return Comparison(tuple(found.rows), found.result)
+    found = compared(os.fspath(measured), run, stage=stage, device=device, pp_before_dp=use_tp_pp_dp_mapping)
+    if isinstance(found, SnapshotComparison):
+        return Comparison(tuple(_stages_of(found)), found.estimate, found.attribution)
+    return Comparison(tuple(found.stages), found.estimate)
 
 
-def _stages_of(found: ComparedSnapshot) -> list[StageResidual]:
+def _stages_of(found: SnapshotComparison) -> list[StageResidual]:
     """The stage of a snapshot's rank; none where nothing was predicted."""
-    if found.predicted_static is None or found.predicted_peak is None:
+    if found.estimate is None:
         return []
-    predicted = Predicted(found.stage, found.predicted_static, found.predicted_peak)
+    (predicted,) = [p for p in predicted_of(found.estimate) if p.stage == found.stage]
     peak = found.attribution.alive.peak_bytes
     rank = MeasuredRank(rank=0, iteration=None, max_allocated=peak, stage=found.stage)
     return residuals([predicted], [rank], lambda rank: found.stage)

@@ -22,9 +22,8 @@ from bridge_memory.verdict import largest_peak, margin_bytes
 
 if TYPE_CHECKING:
     from bridge_memory.plan.changes import WhatIf
+    from bridge_memory.plan.found import Found
     from bridge_memory.plan.megatron.balance import Balanced
-    from bridge_memory.plan.megatron.search import Found
-    from bridge_memory.plan.torch.search import EnginesFound
     from bridge_memory.speed.constants import Constants
     from bridge_memory.speed.hardware import Hardware
 
@@ -55,7 +54,7 @@ def search(
     backend: str | None = None,
     cache: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Found | EnginesFound:
+) -> Found:
     """Find the configurations of a run that fit a GPU, the fastest first.
 
     The parallel sizes, the split of the layers, the micro batch and the recomputation of ``run`` vary.
@@ -372,9 +371,9 @@ def _without(run: RunSpec, axes: Iterable[str], of_axis: Mapping[str, Sequence[s
 
 
 def _calibrated(measured: Sequence[tuple[RunSpec, float]], hardware: Hardware) -> Constants:
-    from bridge_memory.speed.measured import Measured, calibrated
+    from bridge_memory.speed.measured import MeasuredStep, calibrated
 
-    steps = [Measured(f"measured[{i}]", *_step(i, step)) for i, step in enumerate(measured)]
+    steps = [MeasuredStep(f"measured[{i}]", *_step(i, step)) for i, step in enumerate(measured)]
     return calibrated(steps, hardware).constants
 
 
@@ -391,20 +390,20 @@ def _search_torch(
     run: RunSpec, card: Gpu, num_gpus: int, total: int, words: Sequence[str], keep: Iterable[str],
     vary: Iterable[str] | None, ranges: Ranges | None, exhaustive: bool, mixed_precision: str | None,
     measured: Sequence[tuple[RunSpec, float]], options: Mapping[str, Any],
-) -> EnginesFound:  # fmt: skip
-    from bridge_memory.plan.torch.search import search_engines
-    from bridge_memory.plan.torch.space import AXES, ON_DEMAND, EngineSpace, engines_of
+) -> Found:  # fmt: skip
+    from bridge_memory.plan.torch.search import search as searched
+    from bridge_memory.plan.torch.space import AXES, ON_DEMAND, Space, engines_of
     from bridge_memory.speed.hardware import hardware_of
 
     ranges = _checked_ranges(ranges, ("mbs",))
     fixed = _axes(AXES, keep, vary, ranges, ON_DEMAND)
     hardware = hardware_of(card.name)
     bases, refusals = _bases(run, card, num_gpus, total, words, engines_of(words, num_gpus), mixed_precision)
-    space = EngineSpace(bases, hardware.domain, fixed - {"engine"}, exhaustive=exhaustive)
+    space = Space(bases, hardware.domain, fixed - {"engine"}, exhaustive=exhaustive)
     if "mbs" in ranges:
         space = space._replace(micro_batches=ranges["mbs"])
     slower = _slower(measured, hardware)
-    found = search_engines(space, hardware, slower=slower, **options)
+    found = searched(space, hardware, slower=slower, **options)
     for error in refusals:
         found.refused.add(error)
     return found
@@ -447,12 +446,12 @@ def _bases(
 
 def _slower(measured: Sequence[tuple[RunSpec, float]], hardware: Hardware) -> float:
     """By how much measured steps are longer than predicted ones, as one factor: ranks stay."""
-    from bridge_memory.speed.torch.step_time import engine_time
+    from bridge_memory.speed.torch.step_time import step_time
 
     logs = []
     for i, step in enumerate(measured):
         run, seconds = _step(i, step)
-        predicted = engine_time(run, hardware).seconds
+        predicted = step_time(run, hardware).seconds
         if not 1 / _MOST <= seconds / predicted <= _MOST:
             raise SpecError(
                 f"measured[{i}] is {seconds / predicted:.3g} times the {predicted:.3g} s that the time model gives; "

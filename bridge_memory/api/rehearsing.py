@@ -16,8 +16,6 @@ from bridge_memory.spec.parts import WITH_TRANSFORMERS
 if TYPE_CHECKING:
     from bridge_memory.rehearsal.run import Rehearsal
 
-GIB = 1 << 30
-
 
 @dataclass(frozen=True, slots=True)
 class RehearsalRow:

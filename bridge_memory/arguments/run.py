@@ -161,11 +161,11 @@ def _run_from_megatron(
 def _model(args: argparse.Namespace) -> ModelSpec:
     from bridge_memory.readers import model_from_json_text, resolve_model
 
-    told = {"mapping": args.mapping, "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by}
+    options = {"mapping": args.mapping, "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by}
     if args.custom_config is not None:
-        model = model_from_json_text(args.custom_config, **told)
+        model = model_from_json_text(args.custom_config, **options)
     else:
-        model = resolve_model(args.model, **told)
+        model = resolve_model(args.model, **options)
     changes: dict[str, Any] = {}
     for name in ("hidden_dropout", "attention_dropout"):
         value = getattr(args, name)

@@ -31,15 +31,13 @@ from bridge_memory.calculator.form import (
 )
 from bridge_memory.calculator.runs import card_of, run_of
 from bridge_memory.cards.gpu import Gpu
-from bridge_memory.components import Role
+from bridge_memory.components import GIB, Role
 from bridge_memory.estimation import estimate, peaks
 from bridge_memory.readers.engines.files import read_table
 from bridge_memory.readers.engines.sections import Notes
 from bridge_memory.result import Estimate
 from bridge_memory.spec import RunSpec, SpecError, show
 from bridge_memory.verdict import Fit, Verdict, fits, headroom
-
-GIB = 1 << 30
 
 __all__ = [
     "EngineConfig",

@@ -49,7 +49,7 @@ EXIT_IO = 74  # EX_IOERR
 
 #: What is printed where nothing was asked for.
 EXAMPLES = """\
-bridge-memory tells how much GPU memory a training run takes, before it is launched. Try:
+bridge-memory says how much GPU memory a training run takes, before it is launched. Try:
 
   does it fit?      bridge-memory estimate Qwen/Qwen3-8B --num-gpus 8 --tp 2 --gpu H100
   what would fit?   bridge-memory search Qwen/Qwen3-30B-A3B --num-gpus 64 --global-batch-size 512 --gpu H100

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bridge_memory.arguments.flags import add_run_arguments
 from bridge_memory.arguments.run import run_from_arguments
 from bridge_memory.cli.output import add_output_arguments
-from bridge_memory.comparison import SCHEMA
+from bridge_memory.comparison.compare import SCHEMA, LogComparison, SnapshotComparison, compare
+from bridge_memory.components import GIB
 from bridge_memory.report.document import Block, Bullets, Chart, Column, Drawn, Grid, Pairs, Words
 from bridge_memory.report.printing import print_blocks
 from bridge_memory.spec import RunSpec, SpecError
 
 if TYPE_CHECKING:
-    from bridge_memory.comparison.compared import ComparedLog, ComparedSnapshot
     from bridge_memory.comparison.residuals import StageResidual
     from bridge_memory.comparison.snapshot import Attribution
-    from bridge_memory.estimation import Estimate
 
 EXIT_BEYOND = 1
-GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,19 +43,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print. 0, or 1 where --tolerance is exceeded."""
-    from bridge_memory.comparison.compared import ComparedSnapshot, compared, read_measured
-
     if args.tolerance is not None and not 0 <= args.tolerance < float("inf"):
         raise SpecError(f"--tolerance is {args.tolerance}; give a percentage of 0 or more")
     tolerance = None if args.tolerance is None else args.tolerance / 100.0
-    data = read_measured(args.measured)
-    found = compared(
-        args.measured, data, _given_run(args), stage=args.snapshot_stage, device=args.snapshot_device,
+    found = compare(
+        args.measured, _given_run(args), stage=args.snapshot_stage, device=args.snapshot_device,
         pp_before_dp=args.use_tp_pp_dp_mapping,
     )  # fmt: skip
-    if isinstance(found, ComparedSnapshot):
-        return _snapshot(args, found, tolerance)
-    return _log(args, found, tolerance)
+    if tolerance is not None and isinstance(found, SnapshotComparison) and found.estimate is None:
+        raise SpecError("--tolerance needs a prediction; name the MODEL and its flags, or give --megatron-args")
+    beyond = found.beyond(tolerance)
+    if args.json:
+        print(json.dumps(found.as_json(args.measured, tolerance), indent=2))
+    elif isinstance(found, SnapshotComparison):
+        _print_snapshot(args, found, bool(beyond))
+    elif args.format == "html":
+        print(_page(args, found, beyond), end="")
+    else:
+        print_blocks([_words(found.stages, bool(beyond)), _table(found.stages, beyond, args.tolerance)])
+    return EXIT_BEYOND if beyond else 0
 
 
 def _given_run(args: argparse.Namespace) -> RunSpec | None:
@@ -70,28 +74,15 @@ def _given_run(args: argparse.Namespace) -> RunSpec | None:
 # ---- logs and JSON lines ----
 
 
-def _log(args: argparse.Namespace, found: ComparedLog, tolerance: float | None) -> int:
-    beyond = found.beyond(tolerance)
-    if args.json:
-        json.dump(found.as_json(args.measured, tolerance), sys.stdout, indent=2)
-        print()
-    elif args.format == "html":
-        print(_page(args, found.text, found.rows, beyond, found.result), end="")
-    else:
-        print_blocks([_table(found.rows, beyond, args.tolerance)])
-    return EXIT_BEYOND if beyond else 0
-
-
-def _page(
-    args: argparse.Namespace, text: str, rows: list[StageResidual], beyond: list[int], result: Estimate | None
-) -> str:
+def _page(args: argparse.Namespace, found: LogComparison, beyond: list[int]) -> str:
     """The estimate with what was measured over it; of a journal also its steps, which is all there is without a run."""
     from bridge_memory.calibration import journal
     from bridge_memory.report.history import History
     from bridge_memory.report.page.one_file import Measured, blocks_page, estimate_page
 
+    rows, result = found.stages, found.estimate
     table = _table(rows, beyond, args.tolerance)
-    history = History(journal.records(text.splitlines()))
+    history = History(journal.records(found.text.splitlines()))
     if result is None:
         said = [Words("", table.notes, "bad" if beyond else "")] if table.notes else []
         return blocks_page(history.title, [*said, *history.blocks()], args.command_line, under=history.under())
@@ -102,11 +93,11 @@ def _page(
     )
 
 
-def _words(rows: list[StageResidual], beyond: bool) -> Words:
+def _words(rows: Sequence[StageResidual], beyond: bool) -> Words:
     """The comparison in a sentence."""
     off = [(r.residual / r.max_allocated, r) for r in rows if r.residual is not None and r.max_allocated]
     if not off:
-        return Words("", ("no measured peak to hold the prediction against",), "open")
+        return Words("", ("no measured peak to compare the prediction with",), "open")
     share, worst = max(off, key=lambda one: abs(one[0]))
     where = f" of stage {worst.stage}, the furthest off," if len(off) > 1 else f" of stage {worst.stage}"
     return _sentence(where, worst.predicted_peak, worst.max_allocated or 0, share, beyond)
@@ -125,7 +116,7 @@ def _gib(value: int | None, sign: str = "") -> str:
     return "-" if value is None else f"{value / GIB:{sign}.2f}"
 
 
-def _table(rows: list[StageResidual], beyond: list[int], tolerance: float | None) -> Grid:
+def _table(rows: Sequence[StageResidual], beyond: list[int], tolerance: float | None) -> Grid:
     cells = tuple(
         (
             str(r.stage), _gib(r.predicted_static), _gib(r.allocated), _gib(r.static_residual, "+"),
@@ -136,7 +127,7 @@ def _table(rows: list[StageResidual], beyond: list[int], tolerance: float | None
         for r in rows
     )  # fmt: skip
     heads = ("stage", "static", "allocated", "+/-", "peak", "max alloc.", "+/-", "", "rank", "spread")
-    notes = []
+    notes = ["static, peak: predicted; allocated, max alloc.: measured; +/-: measured less predicted"]
     unmeasured = [str(r.stage) for r in rows if not r.ranks]
     if unmeasured:
         notes.append(f"no figures of stages {', '.join(unmeasured)}")
@@ -149,35 +140,26 @@ def _table(rows: list[StageResidual], beyond: list[int], tolerance: float | None
 # ---- snapshots ----
 
 
-def _snapshot(args: argparse.Namespace, found: ComparedSnapshot, tolerance: float | None) -> int:
-    result, whole, predicted = found.attribution, found.result, found.predicted_peak
-    if whole is None and tolerance is not None:
-        raise SpecError("--tolerance needs a prediction; name the MODEL and its flags, or give --megatron-args")
-    alive, beyond = result.alive, found.beyond(tolerance)
-    if args.json:
-        json.dump(found.as_json(args.measured, tolerance), sys.stdout, indent=2)
-        print()
-        return EXIT_BEYOND if beyond else 0
+def _print_snapshot(args: argparse.Namespace, found: SnapshotComparison, beyond: bool) -> None:
+    result, alive, predicted, whole = found.attribution, found.attribution.alive, found.predicted_peak, found.estimate
     blocks = _snapshot_blocks(result, predicted, beyond, args.tolerance)
     if args.format != "html":
         print_blocks(blocks)
-        return EXIT_BEYOND if beyond else 0
+        return
     from bridge_memory.report.page.one_file import Measured, blocks_page, estimate_page
 
-    drawn = [*_snapshot_charts(result, predicted, found.predicted_static), *blocks]
+    static = None if whole is None else whole.stages[found.stage].static_bytes
+    drawn = [*_snapshot_charts(result, predicted, static), *blocks]
     if whole is None:
         page = blocks_page("A memory snapshot at its peak", drawn, args.command_line)
     else:
         assert predicted is not None
         share = (alive.peak_bytes - predicted) / alive.peak_bytes if alive.peak_bytes else 0.0
-        where = f" of stage {args.snapshot_stage}" if len(whole.stages) > 1 else ""
+        where = f" of stage {found.stage}" if len(whole.stages) > 1 else ""
         words = _sentence(where, predicted, alive.peak_bytes, share, beyond)
-        at = {args.snapshot_stage: (alive.peak_bytes, None)}
-        page = estimate_page(
-            whole, flags=args.command_line, stage=args.snapshot_stage, measured=Measured(words, at, drawn)
-        )
+        measured = Measured(words, {found.stage: (alive.peak_bytes, None)}, drawn)
+        page = estimate_page(whole, flags=args.command_line, stage=found.stage, measured=measured)
     print(page, end="")
-    return EXIT_BEYOND if beyond else 0
 
 
 def _snapshot_charts(result: Attribution, predicted: int | None, static: int | None) -> list[Drawn]:

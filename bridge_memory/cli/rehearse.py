@@ -114,7 +114,7 @@ def _engine(args: argparse.Namespace) -> int:
     if args.json:
         json.dump(
             {
-                "schema": "bridge-memory/rehearsed-engine/1", "model": spec.model.name,
+                "schema": "bridge-memory/rehearse-torch/2", "model": spec.model.name,
                 "num_layers": spec.model.num_layers, "engine": spec.data_parallel.engine, "device": "cpu",
                 "notes": notes, "rows": [row.as_json() for row in table],
                 "reserved": found.reserved.as_json() if found.reserved is not None else None,
@@ -193,7 +193,7 @@ def _one_layer(args: argparse.Namespace, spec: RunSpec, notes: list[str]) -> int
     for flag in ("stage", "rank", "verbose"):
         if getattr(args, flag) is not None and getattr(args, flag) is not False:
             raise SpecError(
-                f"--{flag} does not go with --layer, which is rehearsed tensor by tensor on a rank of its own "
+                f"--{flag} does not go with --layer, which is rehearsed tensor by tensor on a rank of its "
                 "stage; drop it"
             )
     if not 0 <= args.layer < spec.model.num_layers:
@@ -229,7 +229,7 @@ def _print_details(done: Any) -> None:
         print(f"\nchunk {chunk.chunk}: saved for backward")
         for record in passes.saved:
             print(f"  {record}")
-        for title, alive in (("held by variables", passes.held), ("lasting", passes.persistent)):
+        for title, alive in (("held by variables", passes.held), ("persistent", passes.persistent)):
             print(f"chunk {chunk.chunk}: {title}")
             for a in alive:
                 print(f"  {a.module}: {a.made_by}, {a.bytes:,} bytes")

@@ -1,4 +1,4 @@
-"""The cheapest single change with which a run fits a GPU, in the flags of the command line."""
+"""Changes of a run as flags of the command line, and the change to try first where it does not fit a GPU."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from bridge_memory.plan.changes import Effect
 
 
-#: Fields that the flag of another sets too (``run_arguments.py``).
+#: Fields that the flag of another sets too (``arguments/run.py``).
 _SET_BESIDE = ("optimizer.fp8_recipe",)
 
 
-def cheapest_fix(run: RunSpec, gpu: Gpu) -> str:
-    """"cheapest fix: --recompute-granularity full ... (9% slower)", or that no single option makes it fit."""
+def try_first(run: RunSpec, gpu: Gpu) -> str:
+    """"try first: --recompute-granularity full ... (9% slower)", or that no single option makes it fit."""
     from bridge_memory.caveats.unmodelled import unmodelled_features
     from bridge_memory.plan.changes import WhatIf
     from bridge_memory.speed.hardware import HARDWARE
@@ -37,7 +37,7 @@ def cheapest_fix(run: RunSpec, gpu: Gpu) -> str:
         return "no single option makes it fit: `bridge-memory whatif` and `search` look further"
     # Computing in fp8 is named where nothing else makes it fit in a known time.
     best = min(found, key=lambda e: (e.slowdown is None, e.changes[0].kind == "fp8", e.slowdown or 0.0, e.peak))
-    return f"cheapest fix: {fix_words(best, run)}"
+    return f"try first: {fix_words(best, run)}"
 
 
 def fix_words(effect: Effect, run: RunSpec) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bridge_memory.calibration.records import StageRecord
+from bridge_memory.components import GIB
 from bridge_memory.live.guard import Attempts
 
-GIB = 1 << 30
 _FIGURES = (
     "predicted_static", "predicted_peak", "allocated", "max_allocated", "reserved", "outside", "headroom", "residual",
     "spread",

@@ -7,14 +7,13 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from bridge_memory.components import GIB
 from bridge_memory.estimation import peaks
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.guard import never_raises
 from bridge_memory.live.prediction import Prediction, StagePrediction
 from bridge_memory.plan.changes import changes
 from bridge_memory.spec import RunSpec, SpecError
-
-GIB = 1 << 30
 
 
 def best_options(run: RunSpec, stage: int, most: int = 3) -> list[tuple[str, int]]:

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bridge_memory.calibration.records import StageRecord
+from bridge_memory.components import GIB
 from bridge_memory.live.cuda import Reading
 from bridge_memory.live.prediction import Prediction, StagePrediction, likely_component
 from bridge_memory.spec.unmodelled import bounds
-from bridge_memory.verdict import Verdict, card_of, margin_bytes, verdict_of
+from bridge_memory.verdict import Verdict, limit_of, margin_bytes, verdict_of
 from bridge_memory.workspaces.driver import driver_bytes
-
-GIB = 1 << 30
 
 #: Residual, as a share of what was measured, beyond which a stage gets a line of explanation.
 THRESHOLD = 0.10
@@ -82,7 +81,7 @@ def verdict(prediction: Prediction | None, records: Sequence[StageRecord], world
         peak, card = record.predicted_peak, record.device_total
         if prediction is not None and peak is not None and card:
             driver = driver_bytes(prediction.run) if prediction.run is not None else 0
-            margin, left = margin_bytes(peak, world_size, driver), card_of(card, world_size).headroom(peak, driver)
+            margin, left = margin_bytes(peak, world_size, driver), limit_of(card, world_size).headroom(peak, driver)
             word = verdict_of(bounds(peak, prediction.not_modelled), card, world_size, driver=driver)
             judged.append((left, record.stage, peak, margin, card, word))
     if not judged:

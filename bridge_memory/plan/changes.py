@@ -14,8 +14,7 @@ from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.parts import OFFLOAD_MODULES
 from bridge_memory.spec.transformers import usable_attention
 from bridge_memory.speed.hardware import Hardware
-from bridge_memory.speed.megatron.step_time import not_timed, step_time
-from bridge_memory.speed.torch.step_time import TIMED, engine_time, not_timed_here
+from bridge_memory.speed.step_time import not_timed, step_time
 
 #: Changes that stand a chance in a pair or a set: the rest frees less than the best of these alone.
 MOST_COMBINED = 12
@@ -281,7 +280,7 @@ class WhatIf:
         self.run, self.hardware = run, hardware
         #: Highest peak of all stages, bytes.
         self.before = max(s.peak_bytes for s in peaks(run))
-        self._seconds = _seconds(run, hardware) if hardware and not untimed(run) else 0.0
+        self._seconds = _seconds(run, hardware) if hardware and not not_timed(run) else 0.0
         self._applied: dict[tuple[Change, ...], Effect | None] = {}
 
     @cached_property
@@ -340,7 +339,7 @@ class WhatIf:
         except SpecError:
             return None
         slowdown = None
-        if self.hardware is not None and self._seconds and not untimed(changed):
+        if self.hardware is not None and self._seconds and not not_timed(changed):
             slowdown = _seconds(changed, self.hardware) / self._seconds
         return Effect(chosen, changed, peak, self.before - peak, slowdown)
 
@@ -355,10 +354,4 @@ def _sets(singles: Sequence[Effect], number: int) -> Iterator[tuple[Change, ...]
 def _seconds(run: RunSpec, hardware: Hardware) -> float:
     """Seconds a sequence: where no global batch size is given, a step's sequences vary with the sizes."""
     sequences = run.num_microbatches * run.batch.micro_batch_size * run.parallel.data_parallel_size
-    time = engine_time if run.data_parallel.engine in TIMED else step_time
-    return time(run, hardware).seconds / sequences
-
-
-def untimed(run: RunSpec) -> tuple[str, ...]:
-    """What of ``run`` moves its step time and is in no time model, by the names of its fields."""
-    return not_timed_here(run) if run.data_parallel.engine in TIMED else not_timed(run)
+    return step_time(run, hardware).seconds / sequences

@@ -34,7 +34,7 @@ class Quantity(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedQuantity:
     """``found`` is None where the rehearsal cannot see it. Bytes, or elements for parameters."""
 
     quantity: Quantity
@@ -57,7 +57,7 @@ class Row:
         }  # fmt: skip
 
 
-def rows(rehearsal: Rehearsal) -> list[Row]:
+def rows(rehearsal: Rehearsal) -> list[ComparedQuantity]:
     """Component by component; the last row is the peak of the stage, predicted as ``estimate`` has it.
 
     The rehearsed peak takes from the estimate what the rehearsal does not see, see ``shared``.
@@ -70,17 +70,18 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
     # Its shards; the fullest rank's, which the peak is of, may have less padding in them.
     state = explain(run, stage, rank=rehearsal.rank).optimizer_bytes
     copies = sum(c.bytes for c in predicted.components if c.state is State.FP8_COPIES)
+    fp8 = ComparedQuantity(Quantity.FP8_COPIES, copies, rehearsal.fp8_copies_bytes)
     out = [
-        Row(Quantity.PARAMETERS, predicted.parameters, rehearsal.parameters),
-        Row(Quantity.WEIGHTS, predicted.weights_bytes - copies, rehearsal.weights_bytes),
-        *([Row(Quantity.FP8_COPIES, copies, rehearsal.fp8_copies_bytes)] if run.precision.quantizes else []),
-        Row(Quantity.GRADIENTS, predicted.gradients_bytes, rehearsal.gradients_bytes),
-        Row(Quantity.OPTIMIZER, state, rehearsal.optimizer_bytes),
+        ComparedQuantity(Quantity.PARAMETERS, predicted.parameters, rehearsal.parameters),
+        ComparedQuantity(Quantity.WEIGHTS, predicted.weights_bytes - copies, rehearsal.weights_bytes),
+        *([fp8] if run.precision.quantizes else []),
+        ComparedQuantity(Quantity.GRADIENTS, predicted.gradients_bytes, rehearsal.gradients_bytes),
+        ComparedQuantity(Quantity.OPTIMIZER, state, rehearsal.optimizer_bytes),
     ]
     routing = sum(c.bytes for c in predicted.components if _held_by_dispatchers(c))
     held = sum(c.passes.held_bytes for c in rehearsal.chunks)
     if routing or held:
-        out.append(Row(Quantity.DISPATCHERS, routing, held))
+        out.append(ComparedQuantity(Quantity.DISPATCHERS, routing, held))
     ctx = context_of(run)
     shapes = layout(run.model, run.parallel).shapes(run.model)[stage]
     inventories = [chunk_inventory(run.model, shape, ctx) for shape in shapes]
@@ -88,9 +89,9 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
         chunk = record.chunk if len(inventories) > 1 else None
         passes = record.passes
         out += [
-            Row(Quantity.SAVED, ours.retained, passes.saved_bytes, chunk),
-            Row(Quantity.FORWARD, ours.forward_peak, passes.forward_bytes, chunk),
-            Row(Quantity.BACKWARD, ours.backward_peak, passes.backward_bytes, chunk),
+            ComparedQuantity(Quantity.SAVED, ours.retained, passes.saved_bytes, chunk),
+            ComparedQuantity(Quantity.FORWARD, ours.forward_peak, passes.forward_bytes, chunk),
+            ComparedQuantity(Quantity.BACKWARD, ours.backward_peak, passes.backward_bytes, chunk),
         ]
     found = [
         ChunkCost(passes.saved_bytes, passes.forward_bytes, passes.backward_bytes)
@@ -103,7 +104,7 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
         ).bytes
         for costs in (stage_costs(inventories), found)
     ]  # fmt: skip
-    out.append(Row(Quantity.SCHEDULE, peaks[0], peaks[1]))
+    out.append(ComparedQuantity(Quantity.SCHEDULE, peaks[0], peaks[1]))
     if rehearsal.optimizer_bytes is not None:
         static = (
             predicted.weights_bytes + predicted.gradients_bytes + predicted.optimizer_bytes + routing,
@@ -113,8 +114,8 @@ def rows(rehearsal: Rehearsal) -> list[Row]:
         if predicted.peak_phase == OPTIMIZER_STEP:
             peaks = [0, 0]
         shared = predicted.peak_bytes - static[0] - peaks[0]
-        out.append(Row(Quantity.SHARED, shared, shared))
-        out.append(Row(Quantity.PEAK, predicted.peak_bytes, static[1] + peaks[1] + shared))
+        out.append(ComparedQuantity(Quantity.SHARED, shared, shared))
+        out.append(ComparedQuantity(Quantity.PEAK, predicted.peak_bytes, static[1] + peaks[1] + shared))
     return out
 
 
@@ -144,7 +145,7 @@ def shared(rehearsal: Rehearsal) -> list[str]:
     return [text.format(buffers=", ".join(dict.fromkeys(names)) or "no buffers") for text in SHARED]
 
 
-def lines(table: list[Row], unit: int = 1 << 30) -> list[str]:
+def lines(table: list[ComparedQuantity], unit: int = 1 << 30) -> list[str]:
     """The table as text, in GiB; elements stay elements."""
     width = max(len(r.name) for r in table)
     out = [f"{'':<{width}}  {'predicted':>15}  {'rehearsed':>15}  {'difference':>15}"]

@@ -7,10 +7,9 @@ from datetime import datetime, timezone
 from typing import Any
 
 from bridge_memory.calibration.records import ReportRecord, RunRecord, StageRecord
-from bridge_memory.components import Role
+from bridge_memory.components import GIB, Role
 from bridge_memory.report.document import Bullets, Chart, Column, Drawn, Grid, Words
 
-GIB = 1 << 30
 #: Reports that are kept; where there are more, every second of the older ones goes.
 MOST_REPORTS = 400
 #: Stages that get a chart of their own, those with the highest peaks.

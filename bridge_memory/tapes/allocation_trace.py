@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bridge_memory.tapes.alive import Atoms, _Grad, _Plan, _Run, _Step
+from bridge_memory.tapes.blocks import PlainTraces
 from bridge_memory.tapes.context import BlockContext
 from bridge_memory.tapes.recorder import Recorder
 from bridge_memory.tapes.tape import Tape
@@ -55,25 +56,13 @@ class Storages:
             self.drop(number)
 
 
-class _Tapes:
-    """In the place of blocks of many runs (``context.ManyBlocks``): the tape itself, with this run's numbers."""
-
-    def __init__(self, ctx: BlockContext) -> None:
-        self._ctx = ctx
-
-    def block(self, key: Any, record: Callable[[Recorder], None]) -> Tape:
-        r = Recorder(BlockContext(self._ctx.cache, self._ctx.dimensions))
-        record(r)
-        return r.tape
-
-
 def tape_of(ctx: BlockContext, block: Callable[[BlockContext], Any]) -> Tape:
     """The tape of a block of one run; ``block`` asks for it (``layer_block(kind, ctx)``)."""
     own = BlockContext(ctx.cache, ctx.dimensions, ctx.recompute)
-    own.many = _Tapes(own)  # type: ignore[assignment]
+    own.many = PlainTraces(own)  # type: ignore[assignment]
     found = block(own)
-    assert isinstance(found, Tape)
-    return found
+    assert isinstance(found, Recorder)
+    return found.tape
 
 
 class _Gradient(_Grad):

@@ -162,7 +162,7 @@ def collapsed(values: np.ndarray) -> np.ndarray:
     return values
 
 
-class Part:
+class Subgrid:
     """Some runs of a grid: positions along each axis."""
 
     __slots__ = ("_index", "positions")
@@ -184,7 +184,7 @@ class Part:
                 values = values.take(at, axis)
         return values
 
-    def answers(self, values: Any) -> Iterator[tuple[Part, Any, Part | None]]:
+    def answers(self, values: Any) -> Iterator[tuple[Subgrid, Any, Subgrid | None]]:
         """Parts that answer a question alike: (part, its answer, where it is in this one; None: all of it)."""
         if not isinstance(values, np.ndarray):
             yield self, values, None
@@ -194,11 +194,11 @@ class Part:
             yield self, first.item(), None
             return
         for inside in whole(self.shape).divided(values):
-            some = Part(tuple(at[few] for at, few in zip(self.positions, inside.positions, strict=True)))
+            some = Subgrid(tuple(at[few] for at, few in zip(self.positions, inside.positions, strict=True)))
             for part, answer, deeper in some.answers(inside.take(values)):
                 if deeper is not None:
                     inside_of = zip(inside.positions, deeper.positions, strict=True)
-                    yield part, answer, Part(tuple(at[few] for at, few in inside_of))
+                    yield part, answer, Subgrid(tuple(at[few] for at, few in inside_of))
                 else:
                     yield part, answer, inside
 
@@ -212,7 +212,7 @@ class Part:
                 self._index = np.ix_(*self.positions)
         return self._index
 
-    def divided(self, answers: np.ndarray) -> list[Part]:
+    def divided(self, answers: np.ndarray) -> list[Subgrid]:
         """Parts of it along the axis on which ``answers`` differ in the fewest ways."""
         best: tuple[int, int, np.ndarray] | None = None
         for axis in range(AXES):
@@ -227,15 +227,15 @@ class Part:
         for kind in range(number):
             positions = list(self.positions)
             positions[axis] = positions[axis][back == kind]
-            out.append(Part(tuple(positions)))
+            out.append(Subgrid(tuple(positions)))
         return out
 
 
-def whole(shape: Sequence[int]) -> Part:
-    return Part(tuple(np.arange(n) for n in shape))
+def whole(shape: Sequence[int]) -> Subgrid:
+    return Subgrid(tuple(np.arange(n) for n in shape))
 
 
-def parts(of: Part, evaluate: Callable[[Part], Any]) -> Iterator[tuple[Part, Any]]:
+def parts(of: Subgrid, evaluate: Callable[[Subgrid], Any]) -> Iterator[tuple[Subgrid, Any]]:
     """``evaluate`` of ``of``, or of parts of it among which no question is answered differently."""
     todo = [of]
     while todo:

@@ -95,6 +95,19 @@ class Block:
         return out
 
 
+class PlainTraces:
+    """In the place of blocks of many runs (``context.ManyBlocks``): ``block`` traces anew, with the run's own sizes as
+    plain integers, and gives the recorder itself."""
+
+    def __init__(self, ctx: BlockContext) -> None:
+        self._ctx = ctx
+
+    def block(self, key: Hashable, record: Callable[[Recorder], None]) -> Recorder:
+        recorder = Recorder(BlockContext(self._ctx.cache, self._ctx.dimensions))
+        record(recorder)
+        return recorder
+
+
 def block(ctx: BlockContext, key: Hashable, record: Callable[[Recorder], None]) -> Block:
     """The block that ``record`` describes. ``key`` names it among all blocks of a run."""
     known: Block | None = ctx.blocks.get(key)

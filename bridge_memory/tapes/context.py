@@ -183,7 +183,7 @@ TRACE_CACHE = TraceCache()
 
 
 class ManyBlocks(Protocol):
-    """The blocks of many runs at once (``many.Grid``)."""
+    """The blocks of many runs at once (``many.RunGrid``)."""
 
     def block(self, key: Any, record: Callable[[Any], None]) -> Any:
         """As ``blocks.block``."""

@@ -1,6 +1,6 @@
 """Blocks of many runs at once: the recordings that serve them, with arrays put in where numbers go.
 
-A ``Grid`` is all combinations of some parallel sizes, micro batches and sets of recomputation of one model. Its
+A ``RunGrid`` is all combinations of some parallel sizes, micro batches and sets of recomputation of one model. Its
 contexts are those of ``context``, with arrays for sizes; ``blocks.block`` asks the grid for what it works out itself of
 one run.
 """
@@ -17,7 +17,7 @@ from bridge_memory.tapes.alive import COUNT_BYTES, Structure
 from bridge_memory.tapes.batched import (
     AXES,
     Differs,
-    Part,
+    Subgrid,
     along,
     batched,
     collapsed,
@@ -123,7 +123,7 @@ class ManyParameters:
             raise Differs(self.which)
         return self.lists[0].runs(*experts)
 
-    def of(self, part: Part) -> ManyParameters:
+    def of(self, part: Subgrid) -> ManyParameters:
         """Those of some runs."""
         which = part.take(self.which)
         kinds, back = numbered(which)
@@ -160,7 +160,7 @@ class Request:
         self.what = what
         self.nbytes = nbytes
 
-    def of(self, part: Part) -> Request:
+    def of(self, part: Subgrid) -> Request:
         """That of some runs."""
         return Request(part.take(self.what), part.take(self.nbytes))
 
@@ -201,7 +201,7 @@ class Columns(NamedTuple):
 class _OfPart:
     """Some runs of a grid, for their context."""
 
-    def __init__(self, grid: Grid, part: Part) -> None:
+    def __init__(self, grid: RunGrid, part: Subgrid) -> None:
         self._grid, self._part = grid, part
 
     def block(self, key: Any, record: Callable[[Any], None]) -> ManyBlock:
@@ -223,7 +223,7 @@ class _OfPart:
 _BATCH = SIZES.index("batch")
 
 
-class Grid:
+class RunGrid:
     """All combinations of parallel sizes, micro batches and sets of recomputation, with their blocks."""
 
     def __init__(
@@ -243,9 +243,9 @@ class Grid:
         self._blocks: dict[Hashable, Columns] = {}
         #: Blocks that were worked out before, by what their key prints (``packed``).
         self._taken_up: dict[str, Columns] = {}
-        self._bare: Grid | None = None
+        self._bare: RunGrid | None = None
 
-    def context(self, part: Part) -> BlockContext:
+    def context(self, part: Subgrid) -> BlockContext:
         """The context of some of its runs. Raises Differs."""
         ctx = BlockContext(
             self.cache, [batched(part.take(values)) for values in self.dimensions], self.recompute(part),
@@ -253,27 +253,27 @@ class Grid:
         ctx.many = _OfPart(self, part)
         return ctx
 
-    def bare(self, part: Part) -> BlockContext:
+    def bare(self, part: Subgrid) -> BlockContext:
         """As ``BlockContext.bare``."""
         first = np.zeros(1, np.int64)
-        return self.bare_grid().context(Part((part.positions[0], *[first] * (AXES - 1))))
+        return self.bare_grid().context(Subgrid((part.positions[0], *[first] * (AXES - 1))))
 
-    def bare_grid(self) -> Grid:
+    def bare_grid(self) -> RunGrid:
         """The same parallel sizes, with one sequence and nothing recomputed."""
         if self._bare is None:
             end = len(SIZES) + 1
             sizes = [1 if i == _BATCH else values for i, values in enumerate(self.dimensions[:end])]
             none = [False] * (len(self.dimensions) - end)
-            self._bare = Grid(self.cache, sizes, none, [RecomputeSpec()])
+            self._bare = RunGrid(self.cache, sizes, none, [RecomputeSpec()])
             self._bare._bare = self._bare
         return self._bare
 
-    def recompute(self, part: Part) -> Any:
+    def recompute(self, part: Subgrid) -> Any:
         """Their recomputation."""
         few = [self.recomputes[i] for i in part.positions[2]]
         return few[0] if all(r == few[0] for r in few) else Same(few)
 
-    def block(self, part: Part, key: Hashable, record: Callable[[Any], None]) -> ManyBlock:
+    def block(self, part: Subgrid, key: Hashable, record: Callable[[Any], None]) -> ManyBlock:
         """One block of some of its runs."""
         found = self._blocks.get(key)
         if found is None:
@@ -347,14 +347,14 @@ class Grid:
         what: np.ndarray = np.array(numbers)[back.reshape(shape)]
         return what
 
-    def _leaves(self, key: Hashable, record: Callable[[Any], None]) -> Iterator[tuple[Part, Any, list[Any]]]:
+    def _leaves(self, key: Hashable, record: Callable[[Any], None]) -> Iterator[tuple[Subgrid, Any, list[Any]]]:
         """The recordings of a block that serve runs whose costs are needed, with theirs of its sizes."""
         traces = self.cache.traces(key)
 
-        def needed(part: Part) -> bool:
+        def needed(part: Subgrid) -> bool:
             return self.needed is None or bool(self.needed[part.index].any())
 
-        def missing(part: Part) -> bool:
+        def missing(part: Subgrid) -> bool:
             if not needed(part):
                 return False
             with self.cache.owner.lock:
@@ -365,9 +365,9 @@ class Grid:
             if needed(part):
                 yield part, trace, sizes
 
-    def _first(self, part: Part) -> BlockContext:
+    def _first(self, part: Subgrid) -> BlockContext:
         """The context of the first run of a part, in numbers."""
-        first = Part(tuple(at[:1] for at in part.positions))
+        first = Subgrid(tuple(at[:1] for at in part.positions))
         return BlockContext(
             self.cache,
             [bool(n) if i >= len(SIZES) else int(n)

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from bridge_memory.tapes.many import FLAGS, Columns, Grid, ManyCost, ManyParameters, Request
+from bridge_memory.tapes.many import FLAGS, Columns, ManyCost, ManyParameters, Request, RunGrid
 from bridge_memory.tapes.parameters import Parameter, ParameterList, Repeated, Use
 
 
-def name(grid: Grid) -> str:
+def name(grid: RunGrid) -> str:
     """Of all that the costs of a grid depend on but for the code."""
     digest = sha256(repr((grid.cache.settings, grid.recomputes, grid.shape)).encode())
     for values in (*grid.dimensions, *(() if grid.needed is None else (np.packbits(grid.needed),))):
@@ -25,7 +25,7 @@ def name(grid: Grid) -> str:
     return digest.hexdigest()
 
 
-def pack(grid: Grid) -> tuple[dict[str, np.ndarray], Any]:
+def pack(grid: RunGrid) -> tuple[dict[str, np.ndarray], Any]:
     """(arrays by name, what JSON says of them)."""
     arrays: dict[str, np.ndarray] = {}
     blocks: dict[str, Any] = {}
@@ -49,7 +49,7 @@ def _plain(parameters: ParameterList) -> Any:
     ]
 
 
-def unpack(grid: Grid, arrays: Mapping[str, np.ndarray], about: Any) -> None:
+def unpack(grid: RunGrid, arrays: Mapping[str, np.ndarray], about: Any) -> None:
     """Take up what ``pack`` gave of a grid of the same name. Raises KeyError, TypeError or ValueError where it did not
     give this, and changes nothing then."""
     found = {
@@ -59,7 +59,7 @@ def unpack(grid: Grid, arrays: Mapping[str, np.ndarray], about: Any) -> None:
     grid.take_up(found, [tuple(map(int, shape)) for shape in about["shapes"]])
 
 
-def _columns(grid: Grid, arrays: Mapping[str, np.ndarray], number: int, requests: int, lists: Any) -> Columns:
+def _columns(grid: RunGrid, arrays: Mapping[str, np.ndarray], number: int, requests: int, lists: Any) -> Columns:
     def array(field: str, kind: str) -> np.ndarray:
         values = arrays[f"{number}.{field}"]
         fits = all(n in (1, most) for n, most in zip(values.shape, grid.shape, strict=True))

@@ -52,7 +52,8 @@ def main() -> None:
 def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     """Layouts that fit, the fastest first."""
     from bridge_memory.arguments.template import template
-    from bridge_memory.plan.megatron.search import search, ties
+    from bridge_memory.plan.found import ties
+    from bridge_memory.plan.megatron.search import search
     from bridge_memory.plan.megatron.space import AXES, Space
     from bridge_memory.speed.hardware import hardware_of
     from bridge_memory.speed.megatron.step_time import not_timed
@@ -101,7 +102,7 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
 
 
 def _row(row: Any) -> dict[str, Any]:
-    from bridge_memory.emit.megatron import layout_fields
+    from bridge_memory.emit.megatron import layout_fields, recompute_words
     from bridge_memory.plan.megatron.space import AXES
     from bridge_memory.web.options import options
 
@@ -114,31 +115,26 @@ def _row(row: Any) -> dict[str, Any]:
     tokens = run.batch.global_batch_size * run.batch.seq_length
     return {
         "options": chosen, "tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "etp": p.etp,
-        "mbs": run.batch.micro_batch_size, "recompute": _recompute(run.recompute), "peak_bytes": row.peak,
+        "mbs": run.batch.micro_batch_size, "recompute": recompute_words(run.recompute), "peak_bytes": row.peak,
         "stage": row.stage, "headroom_bytes": row.headroom, "step_seconds": row.time.seconds,
         "tokens_per_second_per_gpu": tokens / row.time.seconds / p.world_size,
     }  # fmt: skip
 
 
-def _recompute(r: Any) -> str:
-    if r.granularity == "selective":
-        return ", ".join(r.modules)
-    return f"full, {r.method} {r.num_layers}" if r.granularity == "full" else "none"
-
-
 def _compare(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     """A log, a journal or a snapshot beside the prediction."""
     from bridge_memory.arguments.run import run_from_arguments
-    from bridge_memory.comparison.compared import compared, read_measured
+    from bridge_memory.comparison.compare import compare
     from bridge_memory.web.options import arguments
 
+    question = asked["question"]
+    run = None
+    if question is not None:
+        run = run_from_arguments(arguments(question, hub=asked.get("hub", False))[0])
     try:
-        data, question = read_measured(asked["path"]), asked["question"]
-        run = None if question is None else run_from_arguments(arguments(question, hub=asked.get("hub", False))[0])
-        found = compared(asked["path"], data, run, stage=asked.get("stage", 0))
+        return compare(asked["path"], run, stage=asked.get("stage", 0)).as_json(asked["name"])
     except SpecError as error:  # The file has the name that it came with.
         raise SpecError(str(error).replace(asked["path"], asked["name"])) from None
-    return found.as_json(asked["name"], None)
 
 
 _JOBS = {"search": _search, "compare": _compare}

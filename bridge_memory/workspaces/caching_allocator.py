@@ -15,7 +15,7 @@ CUDA graphs, and ``record_stream``, which FSDP2 does without.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -299,3 +299,35 @@ class CachingAllocator:
         self.reserved -= block.size
         self._merge(block)
         pool.add(block)
+
+
+class Reserved(NamedTuple):
+    """Bytes that the allocator reserves at most, as it is and with ``expandable_segments:True``; and of either what
+    each stream has at the end: (its name, bytes), the most first."""
+
+    segments: int
+    expandable: int
+    segments_of: tuple[tuple[str, int], ...]
+    expandable_of: tuple[tuple[str, int], ...]
+    #: The most that is allocated in the same replay.
+    allocated: int
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "segments": self.segments, "expandable_segments": self.expandable, "streams": dict(self.segments_of),
+            "streams_expandable_segments": dict(self.expandable_of), "allocated": self.allocated,
+        }  # fmt: skip
+
+
+def reserved_by(
+    plain: CachingAllocator, expandable: CachingAllocator, name: Callable[[Hashable], str] = str
+) -> Reserved:
+    """What two allocators that replayed the same reserved; ``name``: of a stream."""
+
+    def of(allocator: CachingAllocator) -> tuple[tuple[str, int], ...]:
+        sums: dict[str, int] = {}
+        for stream, nbytes in allocator.by_stream().items():
+            sums[name(stream)] = sums.get(name(stream), 0) + nbytes
+        return tuple(sorted(sums.items(), key=lambda item: -item[1]))
+
+    return Reserved(plain.peak_reserved, expandable.peak_reserved, of(plain), of(expandable), plain.peak_allocated)

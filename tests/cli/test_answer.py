@@ -41,7 +41,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         ([*SMALL, "--gpu", "H100"], r"fits H100 \(79\.10 GiB\) with [\d.]+ GiB to spare"),
         ([*SMALL, "--pp", "2", "--gpu", "H100"], r"fits .* to spare; tightest is stage \d, in (forward|backward)"),
         ([*LARGE, "--gpu", "H200"],
-         r"does not fit H200 \(139\.71 GiB, less [\d.]+ GiB margin\): stage 1 needs [\d.]+ GiB more; cheapest fix"),
+         r"does not fit H200 \(139\.71 GiB, less [\d.]+ GiB margin\): stage 1 needs [\d.]+ GiB more; try first"),
         ([*LARGE, "--gpu", "T4"], r"does not fit T4 .* no single option makes it fit"),
         ([*HUGE, "--gpu", "T4"], r"does not fit T4 .* no single option makes it fit: `bridge-memory whatif --pairs`"),
         ([*SMALL, "--gpu", "T4", "--fp8", "e4m3"], ""),
@@ -101,7 +101,7 @@ def test_an_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -
 def test_the_fix_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     """The flags that it names make it fit."""
     out = run(capsys, *LARGE, "--gpu", "H200", "--brief")[1]
-    fix = re.search(r"cheapest fix: (--.*) \([^()]*\)$", out)
+    fix = re.search(r"try first: (--.*) \([^()]*\)$", out)
     assert fix, out
     assert run(capsys, *LARGE, "--gpu", "H200", "--require-fit", *shlex.split(fix[1]))[0] == 0
 

@@ -13,10 +13,11 @@ import pytest
 
 from bridge_memory import BatchSpec, RunSpec, SpecError
 from bridge_memory.estimation import clear_caches
+from bridge_memory.plan.found import Found, Refused
 from bridge_memory.plan.megatron import kept
 from bridge_memory.plan.megatron.many import Sheet, fitting
-from bridge_memory.plan.megatron.search import Found, search
-from bridge_memory.plan.megatron.space import Refused, Space
+from bridge_memory.plan.megatron.search import search
+from bridge_memory.plan.megatron.space import Space
 from bridge_memory.spec.gpus import find_gpu
 from bridge_memory.speed.constants import DEFAULT
 from bridge_memory.speed.hardware import hardware_of
@@ -33,7 +34,7 @@ def found(folder: Path, of: Space | None = None) -> Found:
     clear_caches()
     return search(
         of or space(), hardware_of("H100"), capacity=find_gpu("H100").capacity_bytes,
-        margin=partial(margin_bytes, world_size=8), together=True, cache=str(folder),
+        margin=partial(margin_bytes, world_size=8), batched=True, cache=str(folder),
     )  # fmt: skip
 
 

@@ -15,8 +15,9 @@ import pytest
 from bridge_memory import BatchSpec, ParallelSpec, RecomputeSpec, RunSpec, SpecError, estimate, resolve_model
 from bridge_memory.cli import main
 from bridge_memory.emit.megatron import bridge_overrides, layout_fields, megatron_arguments
-from bridge_memory.plan.megatron.search import Found, search, ties
-from bridge_memory.plan.megatron.space import Refused, Space, layouts, parallel_sizes, useful_modules
+from bridge_memory.plan.found import Found, Refused, ties
+from bridge_memory.plan.megatron.search import search
+from bridge_memory.plan.megatron.space import Space, layouts, parallel_sizes, useful_modules
 from bridge_memory.plan.megatron.splits import balanced_layout, splits
 from bridge_memory.readers.megatron_args import run_from_megatron_args
 from bridge_memory.spec.gpus import find_gpu

@@ -16,7 +16,7 @@ from bridge_memory.readers.presets import list_presets
 from bridge_memory.rehearsal import patches
 from bridge_memory.rehearsal.model import NotBuildable, build_chunks
 from bridge_memory.rehearsal.run import on_rank, rehearse
-from bridge_memory.rehearsal.summary import Quantity, Row, rows
+from bridge_memory.rehearsal.summary import ComparedQuantity, Quantity, rows
 from bridge_memory.rehearsal.world import installed_release
 from bridge_memory.spec import BatchSpec, ImplementationSpec, ParallelSpec, RecomputeSpec, RunSpec
 from bridge_memory.spec.model import ModelSpec
@@ -31,7 +31,7 @@ def first_layers(name: str, number: int) -> ModelSpec:
     return replace(model, layers=model.layers[:number], mtp_num_layers=0, mtp_layer=None)
 
 
-def table(run: RunSpec, stage: int = 0) -> dict[Quantity, Row]:
+def table(run: RunSpec, stage: int = 0) -> dict[Quantity, ComparedQuantity]:
     return {row.quantity: row for row in rows(rehearse(run, stage))}
 
 
@@ -94,7 +94,7 @@ def test_a_stage_without_layers_has_no_optimizer() -> None:
             world_size=4, pipeline_model_parallel_size=4, pipeline_model_parallel_layout="Et||t|L"
         ),
     )  # fmt: skip
-    assert table(run, 1)[Quantity.OPTIMIZER] == Row(Quantity.OPTIMIZER, 0, 0)
+    assert table(run, 1)[Quantity.OPTIMIZER] == ComparedQuantity(Quantity.OPTIMIZER, 0, 0)
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
@@ -125,7 +125,7 @@ def test_a_chunk_without_layers_keeps_what_it_received() -> None:
     )  # fmt: skip
     found, hidden = table(run, 2), 512 * 2048 * 2
     for quantity, states in ((Quantity.SAVED, 1), (Quantity.FORWARD, 3), (Quantity.BACKWARD, 3)):
-        assert found[quantity] == Row(quantity, states * hidden, states * hidden)
+        assert found[quantity] == ComparedQuantity(quantity, states * hidden, states * hidden)
 
 
 def test_what_the_embedding_looked_up_stays_to_its_end() -> None:

@@ -10,7 +10,7 @@ from bridge_memory.estimation import stage_phases
 from bridge_memory.spec import RunSpec
 
 
-class Row(NamedTuple):
+class ComparedPhase(NamedTuple):
     """``predicted`` is None where a phase is not modelled, ``found`` where it does not run without a GPU."""
 
     phase: Phase
@@ -27,13 +27,14 @@ class Row(NamedTuple):
         }  # fmt: skip
 
 
-def rows(run: RunSpec, found: Mapping[Phase, int]) -> list[Row]:
+def rows(run: RunSpec, found: Mapping[Phase, int]) -> list[ComparedPhase]:
     """Every phase that either knows, of a run with one stage."""
     ours = stage_phases(run, 0)
-    return [Row(phase, ours.get(phase), found.get(phase)) for phase in Phase if phase in ours or phase in found]
+    known = [phase for phase in Phase if phase in ours or phase in found]
+    return [ComparedPhase(phase, ours.get(phase), found.get(phase)) for phase in known]
 
 
-def lines(table: Sequence[Row]) -> list[str]:
+def lines(table: Sequence[ComparedPhase]) -> list[str]:
     """The rows as people read them."""
     out = [f"{'':28}{'estimate':>18}{'real':>18}{'difference':>16}{'%':>8}"]
     for row in table:

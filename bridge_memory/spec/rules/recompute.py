@@ -120,5 +120,5 @@ def check_layout(run: RunSpec, plan: Layout) -> None:
                 common = gcd(*(len(c.layers) for row in plan.stages for c in row))
                 raise SpecError(
                     f"recompute_num_layers ({n}) does not divide the {size} layers of {where}, which recompute_method "
-                    f"uniform needs; use {divisors(common, min(n, common))}, or recompute_method block"
+                    f"uniform needs; use {divisors(common, min(n, common), above=False)}, or recompute_method block"
                 )

@@ -91,6 +91,13 @@ class StepTime(NamedTuple):
     def seconds(self) -> float:
         return self.passes.total + self.bubble + self.pipeline + self.data_parallel + self.optimizer
 
+    @property
+    def exposed_communication(self) -> float:
+        """All communication that nothing hides."""
+        parts = self.passes
+        inside = parts.tensor_parallel + parts.expert_parallel + parts.context_parallel
+        return inside + self.data_parallel + self.pipeline
+
 
 class _Rates:
     """What this run reaches of the hardware."""
@@ -190,8 +197,8 @@ def not_timed(run: RunSpec) -> tuple[str, ...]:
 class _Pass:
     """Forward and backward of one chunk for one microbatch, and of backward what runs again."""
 
-    def __init__(self, forward: Parts, backward: Parts, again: float) -> None:
-        self.forward, self.backward, self.again = forward, backward, again
+    def __init__(self, forward: Parts, backward: Parts, recomputation: float) -> None:
+        self.forward, self.backward, self.recomputation = forward, backward, recomputation
 
     @cached_property
     def forward_total(self) -> float:
@@ -239,22 +246,22 @@ class Step:
         sends: Any = 0.0 if p.vpp > 1 or p.pp == 1 else messages * m * hop
         slowest: list[Any] = []
         for shapes, of in stages.items():
-            work, again = Parts(), 0.0
+            work, recomputation = Parts(), 0.0
             for x, times in of:
                 number = times * m
                 work = work.plus(x.forward, number).plus(x.backward, number)
-                again = again + number * x.again
-            here = [totals[shapes], again, *work]
+                recomputation = recomputation + number * x.recomputation
+            here = [totals[shapes], recomputation, *work]
             later = slowest and here[0] > slowest[0]
             slowest = [chosen(later, a, b) for a, b in zip(here, slowest, strict=True)] if slowest else here
-        total, again, *parts = slowest
+        total, recomputation, *parts = slowest
         bubble = (added(totals[shapes] for shapes in self._shapes) - total) / p.vpp + 2 * (p.pp - 1) * hop
         if p.vpp > 1 and p.pp > 1:  # what one direction of a link takes longer than the chunks beside it
             sends = m * largest(0.0, p.vpp * hop - total)
         data_parallel = largest(*[self._data_parallel(shapes, of) for shapes, of in stages.items()])
         own = largest(*[self._own_elements(shapes) for shapes in stages])
         optimizer = own * _ADAM_BYTES / passes.rates.memory
-        return StepTime(Parts(*parts), again, bubble, sends, data_parallel, optimizer)
+        return StepTime(Parts(*parts), recomputation, bubble, sends, data_parallel, optimizer)
 
     def seconds_of(self, stage: Sequence[ChunkShape]) -> float:
         """Seconds of all passes of one microbatch through a stage that holds this."""
@@ -446,11 +453,11 @@ class Passes:
         mixer, ffn = self._once(layer, lambda: layer_work(layer, self.run, self.ctx, self.kernels))
         (mixer_forward, mixer_backward), (ffn_forward, ffn_backward) = self._half(mixer), self._half(ffn)
         forward, backward = mixer_forward.plus(ffn_forward), mixer_backward.plus(ffn_backward)
-        again = self._again(layer, mixer_forward, ffn_forward)
-        again = Parts(*[chosen(recomputed, a, b) for a, b in zip(forward, again, strict=True)])
-        return _Pass(forward, backward.plus(again), again.total)
+        recomputation = self._recomputation(layer, mixer_forward, ffn_forward)
+        recomputation = Parts(*[chosen(recomputed, a, b) for a, b in zip(forward, recomputation, strict=True)])
+        return _Pass(forward, backward.plus(recomputation), recomputation.total)
 
-    def _again(self, layer: LayerSpec, mixer_forward: Parts, ffn_forward: Parts) -> Parts:
+    def _recomputation(self, layer: LayerSpec, mixer_forward: Parts, ffn_forward: Parts) -> Parts:
         """What selective recomputation runs again."""
         ctx, rates = self.ctx, self.rates
         routed = isinstance(layer.ffn, MoESpec)
@@ -490,13 +497,13 @@ class Passes:
     def _passes(self, shape: ChunkShape) -> _Pass:
         model, ctx = self.run.model, self.ctx
         recomputed = recomputed_layers(shape.num_layers, ctx, ignored=self.ignored)
-        again: Any
-        forward, backward, again = Parts(), Parts(), 0.0
+        recomputation: Any
+        forward, backward, recomputation = Parts(), Parts(), 0.0
 
         def add(one: _Pass, times: Any) -> None:
-            nonlocal forward, backward, again
+            nonlocal forward, backward, recomputation
             forward, backward = forward.plus(one.forward, times), backward.plus(one.backward, times)
-            again = again + times * one.again
+            recomputation = recomputation + times * one.recomputation
 
         for kind, count in shape.layers:
             first = largest(0, smallest(count, recomputed))
@@ -513,7 +520,7 @@ class Passes:
             losses += shape.num_depths
         if losses:
             add(_Pass(*self._half(self._once("output", lambda: output_work(model, ctx))), 0.0), losses)
-        return _Pass(forward, backward, again)
+        return _Pass(forward, backward, recomputation)
 
 
 def _up_projections(mixer: MLASpec, ctx: BlockContext) -> tuple[Product, ...]:

@@ -1,4 +1,4 @@
-"""A file of measurements beside its prediction: a log, a journal of JSON lines or a memory snapshot."""
+"""A log, a journal or a memory snapshot compared with the estimate of its run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from bridge_memory.calibration import journal
 from bridge_memory.calibration.records import ReportRecord
-from bridge_memory.comparison import SCHEMA
 from bridge_memory.comparison.logs import MeasuredRank, arguments_in, latest_of_each_rank
 from bridge_memory.comparison.residuals import Predicted, StageResidual, predicted_of, residuals
 from bridge_memory.comparison.snapshot import (
@@ -23,52 +22,54 @@ from bridge_memory.files import read_bytes, text_of
 from bridge_memory.spec import RunSpec, SpecError
 from bridge_memory.spec.ranks import stage_of_rank
 
+SCHEMA = "bridge-memory/compare/1"
 #: Bytes: some weeks of logs.
 MOST_OF_A_LOG = 256 << 20
 
 
-class ComparedLog(NamedTuple):
-    """A log or a journal: its stages, and the estimate where the run is known."""
+class LogComparison(NamedTuple):
+    """Figures of a log or a journal, stage by stage."""
 
+    #: The file's text.
     text: str
-    rows: list[StageResidual]
-    result: Estimate | None
+    stages: Sequence[StageResidual]
+    #: None of a journal, which has its prediction, without a run.
+    estimate: Estimate | None
 
     def beyond(self, tolerance: float | None) -> list[int]:
-        """Stages whose peak is off by more than the share ``tolerance``."""
-        return [] if tolerance is None else [r.stage for r in self.rows if r.beyond(tolerance)]
+        """Stages whose peak is off by more than ``tolerance``, a share of what was measured."""
+        return [] if tolerance is None else [s.stage for s in self.stages if s.beyond(tolerance)]
 
-    def as_json(self, measured: str, tolerance: float | None) -> dict[str, Any]:
-        """By the schema ``SCHEMA``; ``measured``: what the file is called."""
+    def as_json(self, measured: str, tolerance: float | None = None) -> dict[str, Any]:
+        """``measured``: what the file is called."""
         return {
-            "schema": SCHEMA,
-            "measured": measured,
-            "stages": [r.as_json() for r in self.rows],
-            "tolerance": tolerance,
-            "beyond": self.beyond(tolerance),
-        }
+            "schema": SCHEMA, "measured": measured, "stages": [s.as_json() for s in self.stages],
+            "tolerance": tolerance, "beyond": self.beyond(tolerance),
+        }  # fmt: skip
 
 
-class ComparedSnapshot(NamedTuple):
-    """A snapshot at its peak, and the estimate of its stage where the run is known. Bytes."""
+class SnapshotComparison(NamedTuple):
+    """A snapshot at its peak, block by block."""
 
-    stage: int
     attribution: Attribution
-    result: Estimate | None
-    predicted_peak: int | None
-    predicted_static: int | None
+    #: Pipeline stage that it is of.
+    stage: int
+    #: None without a run.
+    estimate: Estimate | None
 
-    def beyond(self, tolerance: float | None) -> bool:
-        """Whether the peak is off by more than the share ``tolerance``."""
-        peak = self.attribution.alive.peak_bytes
-        return (
-            tolerance is not None
-            and self.predicted_peak is not None
-            and abs(peak - self.predicted_peak) > tolerance * peak
-        )
+    @property
+    def predicted_peak(self) -> int | None:
+        """Bytes."""
+        return None if self.estimate is None else self.estimate.stages[self.stage].peak_bytes
 
-    def as_json(self, measured: str, tolerance: float | None) -> dict[str, Any]:
-        """By the schema ``SCHEMA``; ``measured``: what the file is called."""
+    def beyond(self, tolerance: float | None) -> list[int]:
+        """The stage, where its peak is off by more than ``tolerance``, a share of what was measured."""
+        measured, predicted = self.attribution.alive.peak_bytes, self.predicted_peak
+        off = tolerance is not None and predicted is not None and abs(measured - predicted) > tolerance * measured
+        return [self.stage] if off else []
+
+    def as_json(self, measured: str, tolerance: float | None = None) -> dict[str, Any]:
+        """``measured``: what the file is called."""
         found = self.attribution
         return {
             "schema": SCHEMA,
@@ -89,64 +90,54 @@ class ComparedSnapshot(NamedTuple):
                 "unattributed": [{"frames": frames, "bytes": size} for frames, size in found.unattributed],
             },
             "tolerance": tolerance,
-            "beyond": [self.stage] if self.beyond(tolerance) else [],
+            "beyond": self.beyond(tolerance),
         }  # fmt: skip
 
 
-def read_measured(path: str) -> bytes:
-    """The file, within a bound. Raises SpecError for one that cannot be read."""
+def compare(
+    path: str, run: RunSpec | None, *, stage: int = 0, device: int | None = None, pp_before_dp: bool = False
+) -> LogComparison | SnapshotComparison:
+    """Compare what was measured in a file with the estimate of ``run``; None: of the run that the file describes.
+
+    ``stage``: pipeline stage of the rank that a snapshot is of; ``device``: device of a snapshot (None: the fullest);
+    ``pp_before_dp``: ranks of a log run through pipeline stages before data-parallel replicas. Raises SpecError.
+    """
     # Read once: a pipe (`compare <(zcat log.gz)`) holds it once.
-    return read_bytes(
+    data = read_bytes(
         path, "give a log, JSON lines or a snapshot; of a long log its lines about memory",
         most_after=lambda head: MOST_OF_A_SNAPSHOT if is_snapshot(head) else MOST_OF_A_LOG,
     )  # fmt: skip
-
-
-def compared(
-    path: str, data: bytes, run: RunSpec | None, *, stage: int = 0, device: int | None = None,
-    pp_before_dp: bool = False,
-) -> ComparedLog | ComparedSnapshot:  # fmt: skip
-    """What ``data``, the file at ``path``, measured beside the prediction of ``run``, or of the run that it describes.
-
-    ``stage`` and ``device``: of a snapshot, the pipeline stage of its rank and the device (None: the fullest).
-    ``pp_before_dp``: ranks of a log run through pipeline stages before data-parallel replicas. Raises SpecError for a
-    file that holds no figures or does not say what ran.
-    """
     if is_snapshot(data):
         return _snapshot(path, data, run, stage, device)
     text = text_of(data, errors="replace")
-    predicted, measured, result = _read(path, text.splitlines(), run)
+    predicted, measured, result = _log(path, text.splitlines(), run)
 
     def stage_of(rank: int) -> int:
         assert result is not None
         return stage_of_rank(result.run.parallel, rank, pp_before_dp=pp_before_dp)
 
-    return ComparedLog(text, residuals(predicted, measured, stage_of), result)
+    return LogComparison(text, residuals(predicted, measured, stage_of), result)
 
 
-def _snapshot(path: str, data: bytes, run: RunSpec | None, number: int, device: int | None) -> ComparedSnapshot:
+def _snapshot(path: str, data: bytes, run: RunSpec | None, stage: int, device: int | None) -> SnapshotComparison:
     alive = at_peak(read_snapshot(data, path), device)
     if run is None:
-        return ComparedSnapshot(number, attribute(alive, ()), None, None, None)
+        return SnapshotComparison(attribute(alive, ()), stage, None)
     result = estimate(run)
-    stages = result.stages
-    if not 0 <= number < len(stages):
-        raise SpecError(f"--snapshot-stage {number} does not exist; the run has {len(stages)} stages")
-    stage = stages[number]
-    return ComparedSnapshot(
-        number, attribute(alive, stage.components), result, stage.peak_bytes, stage.static_bytes
-    )
+    if not 0 <= stage < len(result.stages):
+        raise SpecError(f"--snapshot-stage {stage} does not exist; the run has {len(result.stages)} stages")
+    return SnapshotComparison(attribute(alive, result.stages[stage].components), stage, result)
 
 
-def _read(
-    path: str, lines: Sequence[str], given: RunSpec | None
+def _log(
+    path: str, lines: list[str], run: RunSpec | None
 ) -> tuple[list[Predicted], list[MeasuredRank], Estimate | None]:
     """(predicted, measured, the estimate of the run where it is known) of a log or of our JSON lines."""
     if any(journal.SCHEMA in line for line in lines):
         predicted, measured = _journal(path, lines)
-        if given is None:
+        if run is None:
             return predicted, measured, None
-        result = estimate(given)
+        result = estimate(run)
         return predicted_of(result), measured, result
     measured = latest_of_each_rank(lines)
     if not measured:
@@ -154,7 +145,7 @@ def _read(
             f"{path} holds no memory figures; give a log with lines like '[Rank 0] (after 2 iterations) memory (MB) | "
             "allocated: ...', our JSON lines or a snapshot"
         )
-    if given is None:
+    if run is None:
         printed = arguments_in(lines)
         if printed is None:
             raise SpecError(
@@ -164,12 +155,12 @@ def _read(
         from bridge_memory.readers.config_container import run_from_config_container
         from bridge_memory.readers.megatron_args import container
 
-        given = run_from_config_container(container(printed))
-    result = estimate(given)
+        run = run_from_config_container(container(printed))
+    result = estimate(run)
     return predicted_of(result), measured, result
 
 
-def _journal(path: str, lines: Sequence[str]) -> tuple[list[Predicted], list[MeasuredRank]]:
+def _journal(path: str, lines: list[str]) -> tuple[list[Predicted], list[MeasuredRank]]:
     """The last run of the file and its last report."""
     report: ReportRecord | None = None
     for record in journal.records(lines):
