@@ -224,7 +224,7 @@ def test_deferred_weight_gradients_of_the_logits_are_counted(limit: int, waiting
     answer = estimate(run)
     assert not [feature for feature in answer.unmodelled if "defer_embedding" in feature]
     first, last = answer.stages
-    found = [sum(c.bytes for c in stage.components if "wait for its weight gradients" in c.name)
+    found = [sum(c.bytes for c in stage.components if "deferred output-layer weight gradients" in c.name)
              for stage in (first, last)]
     assert found == [0, waiting * one]
     assert sum(c.bytes for c in last.components) == last.peak_bytes
