@@ -15,7 +15,7 @@ from bridge_memory.files import parse_json, read_text
 from bridge_memory.spec import DataParallelSpec, MambaSpec, MoESpec, RunSpec
 from bridge_memory.spec.layout import layout
 
-SCHEMA = "bridge-memory/evidence/1"
+SCHEMA = "bridge-memory/evidence/2"
 PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "evidence.json")
 #: From so many errors on the 90th percentile is reported; of fewer the largest.
 ENOUGH = 10
@@ -56,12 +56,12 @@ def kind_of(run: RunSpec, gpu_arch: str | None = None) -> Kind:
 
 
 class Evidence(NamedTuple):
-    """Measured runs of one kind. ``errors``: absolute relative errors of their peaks, smallest first; ``toys``: how
-    many of them are small test models, the size of a functional test's."""
+    """Measured runs of one kind. ``errors``: absolute relative errors of their peaks, smallest first; ``small_models``:
+    how many of them are small test models, the size of a functional test's."""
 
     kind: Kind
     errors: tuple[float, ...]
-    toys: int = 0
+    small_models: int = 0
 
     @property
     def band(self) -> float | None:
@@ -81,12 +81,16 @@ class Evidence(NamedTuple):
             return f"accuracy: not measured for {self.kind}"
         number = len(self.errors)
         which = "90% of " if number >= ENOUGH else "all " if number > 1 else ""
-        toys = "" if not self.toys else "; all small test models" if self.toys == number > 1 else (
-            "; a small test model" if number == 1 else f"; {self.toys} small test model{'s' * (self.toys > 1)}"
-        )
+        small = self.small_models
+        if number == 1:
+            about = "; a small test model" if small else ""
+        elif small == number:
+            about = "; all small test models"
+        else:
+            about = f"; {small} small test model{'s' * (small > 1)}" if small else ""
         return (
             f"accuracy: within {max(0.001, self.band):.1%} on {which}{number} measured run{'s' * (number > 1)} "
-            f"({self.kind}{toys})"
+            f"({self.kind}{about})"
         )
 
 
@@ -97,13 +101,13 @@ def evidence_of(run: RunSpec, gpu_arch: str | None = None) -> Evidence:
     row = _table().get(kind)
     if row is None:
         return Evidence(kind, ())
-    runs, toys = row
-    if len(runs) >= ENOUGH or not toys:
+    runs, small_models = row
+    if len(runs) >= ENOUGH or not small_models:
         return Evidence(kind, runs)
-    return Evidence(kind, tuple(sorted((*runs, *toys))), len(toys))
+    return Evidence(kind, tuple(sorted((*runs, *small_models))), len(small_models))
 
 
 @lru_cache(maxsize=1)
 def _table() -> Mapping[Kind, tuple[tuple[float, ...], tuple[float, ...]]]:
     data: dict[str, Any] = parse_json(read_text(PATH, "reinstall the package"))
-    return {Kind(*row["kind"]): (tuple(row["errors"]), tuple(row["toys"])) for row in data["kinds"]}
+    return {Kind(*row["kind"]): (tuple(row["errors"]), tuple(row["small_models"])) for row in data["kinds"]}

@@ -46,13 +46,13 @@ its records differ in container, GPU or a detail, and there are 1 to 74 of them,
 
 ## Families of GiB scale
 
-All runs that peak at 4 GiB and above, except toys: the runs that resemble what people plan for. Static is what stays
-allocated after a step; errors in per cent.
+All runs that peak at 4 GiB and above, except small test models: the runs that resemble what people plan for. Static is
+what stays allocated after a step; errors in per cent.
 
 {families}
 ![Predicted against measured](accuracy.svg)
 
-Below 4 GiB there are {small} records that are no toys:
+Below 4 GiB there are {small} records of other models:
 
 ```
 {small_table}
@@ -70,8 +70,8 @@ memory is logits, workspaces and rests of the allocator, and 10 MiB is 1 to 2 % 
 
 ## By tier
 
-Tier 1: peaks of 4 GiB and above, toys or not. Tier 2: 1 to 4 GiB. Tier 3: below. The first line of a group is per
-record, the second per family (the mean of its records).
+Tier 1: peaks of 4 GiB and above, small test models included. Tier 2: 1 to 4 GiB. Tier 3: below. The first line of a
+group is per record, the second per family (the mean of its records).
 
 ```
 {tiers}
@@ -93,7 +93,7 @@ Megatron-LM's own estimator (`theoretical_memory_usage.py`, 2026-08), absolute e
 The largest miss of each family of GiB scale:
 
 {misses}
-And of the toys:
+And of the small test models:
 
 {toy_misses}
 ## What is fitted
@@ -113,7 +113,7 @@ test.
 """
 
 KNOWN = (
-    "Where tensors of 1 to 10 MiB share the allocator's segments, the unsplit rests depend on the order of all "
+    "Where tensors of 1 to 10 MiB share the allocator's segments, the remainders of blocks depend on the order of all "
     "allocations; the estimate spreads them evenly, and static memory is met to 0 to 4 MiB. With "
     "`expandable_segments:True` there are none, and the same runs are met to 0.1 MiB.",
     "GB200 without CUBLAS_WORKSPACE_CONFIG: most runs keep 2 x 8.125 MiB of cuBLAS workspace, torch's default for "
@@ -122,17 +122,18 @@ KNOWN = (
     "values equal the H100 ones to the byte.",
     "Natural routing is not balanced: runs of one configuration on different GPUs differ by 5 % with 8 experts on "
     "8 ranks. The estimate takes balanced routing unless `moe_imbalance` says otherwise.",
-    "Megatron-FSDP: five toys whose records state 0.20 keep 25 to 84 MiB less between steps than the estimate: what "
-    "lies outside of layers. That release keeps it whole (`AllGatherPipeline.reset`, from 0.18), so the golden values "
-    "look older than the commit that they were read at; estimated as releases before 0.17, static memory is met "
-    "to 0.3 %. With experts the three toys peak 8 to 13 % above the estimate, and 4 to 5 % as older releases; dense "
+    "Megatron-FSDP: five small test models whose records state 0.20 keep 25 to 84 MiB less between steps than the "
+    "estimate: what lies outside of layers. That release keeps it whole (`AllGatherPipeline.reset`, from 0.18), so the "
+    "golden values look older than the commit that they were read at; estimated as releases before 0.17, static memory "
+    "is met to 0.3 %. With experts the three small test models peak 8 to 13 % above the estimate, and 4 to 5 % as "
+    "older releases; dense "
     "ones are met to 0.4 %.",
     "Moonlight: without recomputation 0.35 GB (1.0 %) above the estimate. Natural routing that is out of balance "
     "would explain it; the floor that every recomputation reaches, the optimizer step, is met to 0.4 %.",
-    "Native fused cross entropy in the containers 24.01 and 24.10 (PyTorch 2.2 and 2.5): three toys peak 845 and 451 "
-    "MiB above the estimate, which meets those of later containers. In these releases a compiled kernel is timed "
-    "when it first runs: what it writes over is cloned (`triton_heuristics.py: CachingAutotuner.clone_args`) and a "
-    "tensor of 256 MB clears the cache (`triton/testing.py: do_bench`). Two fp32 copies of the logits, or three, and "
+    "Native fused cross entropy in the containers 24.01 and 24.10 (PyTorch 2.2 and 2.5): three small test models peak "
+    "845 and 451 MiB above the estimate, which meets those of later containers. In these releases a compiled kernel is "
+    "timed when it first runs: what it writes over is cloned (`triton_heuristics.py: CachingAutotuner.clone_args`) and "
+    "a tensor of 256 MB clears the cache (`triton/testing.py: do_bench`). Two fp32 copies of the logits, or three, and "
     "that tensor fit to 10 MiB; which kernels are timed beside what is not modelled.",
     "The single MoE layers of the Mixtral proxy are no Mixtral: their TransformerConfig names no activation, so that "
     "the experts are ungated with an unfused GELU, times probabilities in fp32. As that, the blocks of the inventory "
@@ -175,8 +176,8 @@ def in_three_lines(outcomes: Sequence[Outcome]) -> str:
         "GB200, published B200 runs, Megatron Bridge).\n"
         f"Of the {e.count} whose peak is 4 GiB and above half were predicted within {e.median:.1%} of it, nine in ten "
         f"within {e.p90:.1%}, the worst within {e.worst:.1%}.\n"
-        "Nearly all others are toys: they show that a tensor exists in a combination of options, not how large yours "
-        "is.\n"
+        "Nearly all others are small test models: they show that a tensor exists in a combination of options, not how "
+        "large yours is.\n"
     )
 
 
@@ -195,7 +196,7 @@ def report(records: Sequence[Record], outcomes: Sequence[Outcome], families: str
         small_table=table(by_group(small, "family")),
         toys=accuracy("", toys).records,
         toy_size=TOY_HIDDEN_SIZE,
-        toy_table=table([*by_group(toys, "family"), accuracy("all toys", toys)]),
+        toy_table=table([*by_group(toys, "family"), accuracy("all small test models", toys)]),
         tiers=table(summary(outcomes)),
         skipped="".join(f"- {reason}\n" + "".join(f"  - `{i}`\n" for i in ids) for reason, ids in skipped.items()),
         misses=misses(large),

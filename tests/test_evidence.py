@@ -33,7 +33,7 @@ def test_of_many_errors_nine_in_ten_count_and_of_few_all() -> None:
     many = Evidence(KIND, tuple(n / 1000 for n in range(11)))
     assert many.band == pytest.approx(0.009)
     assert str(many) == "accuracy: within 0.9% on 90% of 11 measured runs (Hopper, TE, dense, 1F1B)"
-    few = Evidence(KIND, (0.001, 0.02), toys=2)
+    few = Evidence(KIND, (0.001, 0.02), small_models=2)
     assert few.band == 0.02 and str(few) == (
         "accuracy: within 2.0% on all 2 measured runs (Hopper, TE, dense, 1F1B; all small test models)"
     )
@@ -46,7 +46,7 @@ def test_toys_count_where_there_is_little_else(monkeypatch: pytest.MonkeyPatch) 
     for own, errors, toys in (((0.01,), (0.01, 0.5), 1), (tuple([0.01] * 10), (0.01,) * 10, 0)):
         monkeypatch.setattr(evidence, "_table", lambda own=own: {KIND: (own, (0.5,))})
         found = evidence_of(run)
-        assert (found.errors, found.toys) == (errors, toys)
+        assert (found.errors, found.small_models) == (errors, toys)
 
 
 def test_within_the_band_of_the_card_the_verdict_is_tight(monkeypatch: pytest.MonkeyPatch) -> None:

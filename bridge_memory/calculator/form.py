@@ -1,4 +1,4 @@
-"""The form in which people describe a run to GPU memory calculators: model, training, parallelism, engine, hardware.
+"""The input format of GPU memory calculators: model, training, parallelism, engine, hardware.
 
     {"model": {"name": "llama2-7b", "num_parameters": "7B", "num_layers": 32, "hidden_size": 4096,
                "num_attention_heads": 32, "vocab_size": 32000, "max_seq_len": 4096},
@@ -6,7 +6,7 @@
      "parallelism": {"data_parallel_size": 8}, "engine": {"type": "deepspeed", "zero_stage": 3},
      "hardware": {"num_gpus": 8, "gpu_memory_gb": 80}}
 
-Words that are unknown are refused.
+Unknown words are refused.
 """
 
 from __future__ import annotations

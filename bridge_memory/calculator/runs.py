@@ -68,7 +68,7 @@ def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> N
             options["reshard_after_forward"] = False
         if mixed:
             options |= {"param_dtype": mixed, "reduce_dtype": mixed}
-            said.append(f"fp32 shards, gathered and reduced in {mixed}, as accelerate sets FSDP up")
+            said.append(f"fp32 shards, gathered and reduced in {mixed}, as accelerate configures FSDP")
         groups["fsdp"] = options
     elif kind in ("deepspeed", "megatron_deepspeed"):
         stage = engine.zero_stage
@@ -84,7 +84,7 @@ def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> N
             ours, offload["stage"] = "megatron_deepspeed", stage  # type: ignore[assignment]
         elif stage == 0:
             ours = "ddp" if form.hardware.num_gpus > 1 else "single"
-            said.append("ZeRO stage 0 as PyTorch DDP: nothing is divided")
+            said.append("ZeRO stage 0 as PyTorch DDP: nothing is sharded")
             precision["params_dtype"] = "fp32"
             groups["transformers"] = {"autocast": mixed} if mixed else {}
             offload = {}
@@ -94,7 +94,7 @@ def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> N
             groups["deepspeed"] = offload
             groups["optimizer"]["torch_implementation"] = "fused"  # DeepSpeed's FusedAdam
     else:
-        said.append("Megatron's distributed optimizer, as Megatron Bridge turns it on")
+        said.append("Megatron's distributed optimizer, as Megatron Bridge enables it")
     if kind in ("megatron_lm", "megatron_deepspeed"):
         groups["optimizer"]["optimizer"] = {"adamw": "adam"}.get(form.training.optimizer, form.training.optimizer)
     else:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bridge_memory.calibration.records import is_figure
-from bridge_memory.live.guard import said
+from bridge_memory.live.guard import error_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,4 +77,4 @@ def read_cuda(rank: int, stage: int) -> Reading:
             ooms=int(stats.get("num_ooms", 0)),
         )
     except Exception as error:
-        return Reading(rank=rank, stage=stage, error=said(error))
+        return Reading(rank=rank, stage=stage, error=error_words(error))

@@ -81,9 +81,9 @@ class LayerComparison:
                 f"{name:<14}{ours:>16,}{theirs:>16,}{ours - theirs:>+16,}{ours / theirs - 1:>+9.2%}  {where}"
             )
         out += [f"  predicted only: {t.name}, {t.bytes:,} bytes" for t in self.only_predicted]
-        out += [f"  found only: {r}" for r in self.only_found]
+        out += [f"  rehearsed only: {r}" for r in self.only_found]
         out += [
-            f"  held to the next microbatch, in no peak: {a.module}: {a.made_by}, {a.bytes:,} bytes"
+            f"  kept until the next microbatch, in no peak: {a.module}: {a.made_by}, {a.bytes:,} bytes"
             for a in f.held if a.bytes > 64
         ]
         return out
@@ -97,7 +97,7 @@ def _where(predicted: str, peak: object) -> str:
 
 
 def compare_layer(run: RunSpec, layer: int, architecture: Any = None) -> LayerComparison:
-    """Rehearse decoder layer ``layer`` (0-based) and set it beside the inventory's cost of it.
+    """Rehearse decoder layer ``layer`` (0-based) and compare it with the inventory's cost.
 
     ``architecture`` as for ``rehearse``.
     """
@@ -115,7 +115,7 @@ COMPONENTS = ("embedding", "layers", "final norm", "MTP", "output layer and loss
 
 @dataclass(frozen=True, slots=True)
 class ComponentComparison:
-    """What one component of a chunk keeps for the backward pass of one microbatch."""
+    """Tensors that one component of a chunk saves for backward, of one microbatch."""
 
     name: str
     predicted: int
@@ -133,7 +133,7 @@ class ComponentComparison:
         error = f"{self.error:>+9.2%}" if self.found else ""
         out = [f"{self.name:<22}{self.predicted:>16,}{self.found:>16,}{self.predicted - self.found:>+16,}{error}"]
         out += [f"  predicted only: {t.name}, {t.bytes:,} bytes" for t in self.only_predicted]
-        return out + [f"  found only: {r}" for r in self.only_found]
+        return out + [f"  rehearsed only: {r}" for r in self.only_found]
 
 
 def compare_chunk(
