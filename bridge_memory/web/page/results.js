@@ -24,7 +24,7 @@ export function verdict(answer, page) {
   fill(section,
     h("h2", {}, h("span", { class: "mark", "aria-hidden": "true" }, fit.verdict === "tight" ? "!" : { yes: "\u2713", no: "\u2715", perhaps: "?" }[tone]),
       `${word} ${count(gpus)} \u00d7 ${fit.gpu}`),
-    h("p", { class: "answer" }, sentence(answer.answer)),
+    h("p", { class: "answer" }, sentence(answer.answer.replace(/^[A-Z ]+ [\w-]+: /, ""))), // the heading names verdict and GPU
     changed(answer, page),
     !fit.fits && !fit.lacks && h("p", { class: "hint" }, `This is one layout of many (${layoutWords(answer.effective)}): another may fit the same GPUs.`),
     answer.evidence && h("p", { class: "hint evidence" }, sentence(answer.evidence)),
