@@ -143,7 +143,7 @@ def as_mapping(form: Form) -> dict[str, Any]:
 def read_form(config: Mapping[str, Any], notes: Notes) -> Form:
     """The form of a parsed file. What is wrong with it is in ``notes``."""
     config = dict(config)
-    if isinstance(config.get("model"), str):  # a preset's name in place of the table
+    if isinstance(config.get("model"), str):  # a preset's name instead of the table
         config["model"] = {"name": config["model"]}
     for alias in ("gpu", "gpus"):
         if alias in config and "hardware" not in config:

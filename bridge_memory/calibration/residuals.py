@@ -80,8 +80,8 @@ def residuals_of(model: str, digest: str, stages: Sequence[StageRecord]) -> list
     return out
 
 
-#: Fields of ImplementationSpec that a process finds out about its machine and that a command line need not say:
-#: releases stand with each residual, and of the others a few MiB depend.
+#: Fields of ImplementationSpec that a process detects and a command line may leave out: releases are recorded with each
+#: residual, and the others change a few MiB.
 _OF_THE_MACHINE: dict[str, Any] = dict(
     transformer_engine=None, torch=None, expandable_segments=False, cublas_workspace_bytes=None,
     nvte_deterministic=False,
@@ -91,8 +91,9 @@ _OF_THE_MACHINE: dict[str, Any] = dict(
 def config_digest(run: RunSpec) -> str:
     """16 hex digits that change with any field of the run that changes memory.
 
-    Names and notes do not count: the same run read from a container and from a command line has one digest. Nor does
-    what only the process knows (``_OF_THE_MACHINE``); the GPU's generation and megatron-core's release do.
+    Names and notes do not count, so the same run read from a container and from a command line has the same digest.
+    Fields that only the process knows (``_OF_THE_MACHINE``) do not count either; the GPU's generation and
+    megatron-core's release do.
     """
     plain = canonical(run.with_(implementation=replace(run.implementation, **_OF_THE_MACHINE)))
     return hashlib.sha256(repr(plain).encode()).hexdigest()[:16]

@@ -25,7 +25,7 @@ from bridge_memory.workspaces.driver import driver_buffers
 
 def ignored(run: RunSpec, plan: Layout) -> tuple[str, ...]:
     """Options without effect, and assumptions where no rule is known; one sentence each."""
-    return tuple((*_idle_recomputation(run, plan), *_without_effect(run), *_supposed(run)))
+    return tuple((*_idle_recomputation(run, plan), *_without_effect(run), *_assumed(run)))
 
 
 def _idle_recomputation(run: RunSpec, plan: Layout) -> Iterator[str]:
@@ -110,10 +110,10 @@ def idle_modules(model: ModelSpec, te: bool) -> dict[str, str]:
     return {name: want for name, (found, want) in wants.items() if not found}
 
 
-def _supposed(run: RunSpec) -> Iterator[str]:
+def _assumed(run: RunSpec) -> Iterator[str]:
     impl = run.implementation
     if impl.torch_layers:
-        yield from _supposed_of_transformers(run)
+        yield from _assumed_of_transformers(run)
     for found in driver_buffers(run):
         with_what = f", {found.supposed}" if found.supposed else ""
         yield (
@@ -150,7 +150,7 @@ def _supposed(run: RunSpec) -> Iterator[str]:
         )
 
 
-def _supposed_of_transformers(run: RunSpec) -> Iterator[str]:
+def _assumed_of_transformers(run: RunSpec) -> Iterator[str]:
     spec = run.transformers
     family = family_of(run.model.model_type, spec)
     if run.model.model_type == "kimi_k2":

@@ -164,14 +164,14 @@ def words_off(share: float) -> str:
 def _answer(last: ReportRecord) -> Words:
     """The error of the stage with the largest error, and the verdict's line."""
     off = [(s.residual / s.measured, s) for s in last.stages if s.residual is not None and s.measured]
-    beside = [note for note in last.notes if note.startswith(_VERDICT)]
+    verdict = [note for note in last.notes if note.startswith(_VERDICT)]
     if not off:
-        return Words("", ("there is no prediction to compare the measured figures with", *beside), "open")
+        return Words("", ("there is no prediction to compare the measured figures with", *verdict), "open")
     share, worst = max(off, key=lambda one: abs(one[0]))
     of = f"stage {worst.stage}" if len(last.stages) > 1 else "the GPU"
     words = f"the prediction for {of}{' (the largest error)' * (len(off) > 1)} is {words_off(share)}"
     tone = "good" if abs(share) <= 0.03 else "open" if abs(share) <= 0.10 else "bad"
-    return Words("", (words, *beside), tone)
+    return Words("", (words, *verdict), tone)
 
 
 def _gib(value: int | None, sign: str = "") -> str:
