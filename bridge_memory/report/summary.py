@@ -131,15 +131,21 @@ def _optimizer_states(run: RunSpec) -> str:
         return main if main == moments else f"{main} (main parameters), {moments} (moments)"
     if not run.data_parallel.of_megatron:
         if o.optimizer in ("adamw_8bit", "lion_8bit"):
-            return "8-bit"
+            return "8-bit (embeddings: fp32)"
         # Adafactor, Lion and bitsandbytes' paged AdamW keep fp32 states whatever the parameters are.
         return "fp32" if o.optimizer in ("adafactor", "lion") or o.paged else _trained_dtype(run)
     if not o.use_precision_aware_optimizer or o.optimizer_cpu_offload:
         return "fp32"
-    states = {"main parameters": o.main_params_dtype, "exp_avg": o.exp_avg_dtype, "exp_avg_sq": o.exp_avg_sq_dtype}
-    if len(set(states.values())) == 1:
-        return o.main_params_dtype
-    return ", ".join(f"{dtype} ({name})" for name, dtype in states.items())
+    main = o.main_params_dtype
+    if o.store_param_remainders and o.fused_main_parameters and (main, run.params_dtype) == ("fp32", "bf16"):
+        main = "16-bit remainders"  # bf16 weights are the upper halves of fp32 main parameters
+    states = {"main parameters": main, "exp_avg": o.exp_avg_dtype, "exp_avg_sq": o.exp_avg_sq_dtype}
+    names: dict[str, list[str]] = {}
+    for name, dtype in states.items():
+        names.setdefault(dtype, []).append(name)
+    if len(names) == 1:
+        return main
+    return ", ".join(f"{dtype} ({', '.join(of)})" for dtype, of in names.items())
 
 
 def _optimizer(run: RunSpec) -> str:
@@ -231,7 +237,8 @@ def _host(result: Estimate, nbytes: int) -> str:
     """Of the rank with the most, and of a node."""
     ranks = min(RANKS_OF_NODE, result.run.parallel.world_size)
     place = "" if host_place(result) == "host memory" else f" in {host_place(result)}"
-    return f"{format_bytes(nbytes)} per rank{place}, {format_bytes(ranks * nbytes)} per node of {ranks} GPUs"
+    node = f"{format_bytes(ranks * nbytes)} per node of {ranks} GPU{'s' * (ranks > 1)}"
+    return f"{format_bytes(nbytes)} per rank{place}, {node}"
 
 
 def host_place(result: Estimate) -> str:

@@ -484,7 +484,7 @@ def test_a_search_shows_how_far_it_is_and_stops(tab: Callable[..., Tab]) -> None
     one.page.locator("[data-focus=find]").click()
     one.until(lambda: "evaluated" in one.page.inner_text("#search"))
     one.until(lambda: not one.page.inner_text("#search .progress").startswith("0 "), 60)
-    one.page.click("text=Stop and show what was found")
+    one.page.click("text=Stop and show the layouts found")
     one.until(lambda: "topped" in one.page.inner_text("#search"))
 
 
