@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bridge_memory.accuracy.torch.records import Outcome
     from bridge_memory.report.document import Chart, Drawn
 
-SCHEMA = "bridge-memory/accuracy-engines/1"
+SCHEMA = "bridge-memory/accuracy-engines/2"
 GIB = 1 << 30
 
 
