@@ -114,7 +114,7 @@ class Part(_Word):
     PIPELINE = "pipeline sends and receives"
     BATCH = "batch"
     DATA_PARALLEL = "data parallelism"
-    RUNNING = "in passing"
+    RUNNING = "temporaries"
     CALIBRATION = "calibration"
 
 

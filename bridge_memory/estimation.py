@@ -522,7 +522,7 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         carried_over, phase, operation = (), OPTIMIZER_STEP, "main gradients in fp32"
         if held.state.in_step:
             operation = held.state.step_name
-            components.append(_transient(f"in passing: {operation}", held.state.in_step, Part.RUNNING))
+            components.append(_transient(f"temporaries: {operation}", held.state.in_step, Part.RUNNING))
     else:
         one = _running(moment, held.inventories)
         retained: dict[tuple[Part, Provenance], int] = one.parts() if one else {}
@@ -543,20 +543,20 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         if held.batch:
             components.append(_transient("batch: tokens, labels, masks", held.batch, Part.BATCH))
         if held.deferred:
-            name = "output layer's inputs and gradients of logits that wait for its weight gradients"
+            name = "inputs and logit gradients of deferred output-layer weight gradients"
             components.append(_transient(name, held.deferred, Part.LOSS))
         if held.state.gathered:
             name = f"parameters gathered by {stages.run.data_parallel.engine_title}"
             components.append(_transient(name, held.state.gathered, Part.DATA_PARALLEL))
         made, gone = (one.gradients, one.gone) if one else (0, 0)
         if held.state.accumulated:
-            name = "whole gradients of earlier microbatches"
+            name = "unsharded gradients of earlier microbatches"
             components.append(_transient(name, held.state.accumulated - gone, Part.DATA_PARALLEL))
         if held.fresh:
             components, waiting = _as_far_as_made(components, made)
             carried_over = (*carried_over, *waiting)
         transient = moment.bytes - moment.hidden_bytes - sum(retained.values()) - made + gone
-        components.append(_transient(f"in passing: {operation}", transient, Part.RUNNING))
+        components.append(_transient(f"temporaries: {operation}", transient, Part.RUNNING))
     return StageEstimate(
         stage=rank,
         layers=tuple(i for chunk in stages.plan.stages[rank] for i in chunk.layers),
@@ -580,7 +580,7 @@ def _as_far_as_made(components: list[Component], made: int) -> tuple[list[Compon
             now = min(c.bytes, made)
             made -= now
             if now < c.bytes:
-                rest.append(c._replace(name=f"{c.name} that are not made yet", bytes=c.bytes - now))
+                rest.append(c._replace(name=f"{c.name} (not yet allocated)", bytes=c.bytes - now))
             c = c._replace(bytes=now)
         if c.bytes or c.lifetime is not Lifetime.BACKWARD:
             there.append(c)

@@ -29,6 +29,9 @@ DEFAULT_TRANSFORMER_ENGINE = (2, 17)
 DEFAULT_MEGATRON_BRIDGE = (0, 6)
 #: Where nobody says which PyTorch runs: the newest that a measured run names.
 DEFAULT_TORCH = (2, 10)
+#: Engines and layers outside of Megatron: the release in whose sources their rules were read. No rule of theirs depends
+#: on the release, so there is no option for it.
+ENGINE_RELEASES = {"DeepSpeed": (0, 19), "torchtitan": (0, 2), "torchtune": (0, 6)}
 
 #: Numbers of a release, then what marks a candidate or a build: "0.15.0rc8", "2.9.0a0+145a3a7", "2.13.0+cpu".
 _RELEASE = re.compile(

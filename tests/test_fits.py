@@ -78,8 +78,8 @@ def test_the_report_says_why_a_card_of_another_generation_does_not_fit(capsys: p
     assert main([*TWO_LAYOUTS[:-1], "--gpu", "B200", "--gpu", "H100", "-v"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     peaks = dict(re.findall(r"(B200|H100) +[\d.]+ +([\d.]+) +[\d.]+ +-?[\d.]+ +(?:yes|no)", text))
-    assert f"peak {peaks['B200']} GiB fits B200 (" in text
-    assert f"; does not fit H100 (peak {peaks['H100']} GiB there, " in text
+    assert f"peak {peaks['B200']} GiB FITS B200 (" in text
+    assert f"; DOES NOT FIT H100 (peak {peaks['H100']} GiB on this GPU, " in text
 
 
 def test_a_card_without_the_attention_kernel_that_a_run_names_fits_nothing() -> None:

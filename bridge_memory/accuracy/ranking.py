@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from bridge_memory.accuracy.throughput import MeasuredRun
 
-#: Layouts with a time that a group needs before its ranking says anything.
+#: Smallest number of timed layouts for a ranking.
 FEWEST_LAYOUTS = 4
-#: Measured times that differ by no more are a tie: what a search shows as one (``plan/found.py: TIE``), and
-#: about what the same run differs by from one time to another.
+#: Measured times that differ by no more are a tie, as in a search (``plan/found.py: TIE``); about the
+#: variation between repetitions of a run.
 TIED = 0.05
 
 
@@ -86,7 +86,7 @@ class Totals(NamedTuple):
 
 
 def totals(scores: Sequence[GroupScore]) -> Totals | None:
-    """None of no groups."""
+    """None without groups."""
     if not scores:
         return None
     regrets = sorted(s.regret for s in scores)

@@ -19,14 +19,14 @@ from bridge_memory.spec.unmodelled import Effect, Unmodelled
 def run_of(form: Form, notes: Notes) -> RunSpec:
     """The run that a checked form describes. Raises SpecError."""
     notes.check()
-    model, supposed = model_of(form.model)
-    return run_with(model, form, (*supposed, *notes.assumptions))
+    model, assumed = model_of(form.model)
+    return run_with(model, form, (*assumed, *notes.assumptions))
 
 
-def run_with(model: ModelSpec, form: Form, supposed: tuple[str, ...] = ()) -> RunSpec:
+def run_with(model: ModelSpec, form: Form, assumed: tuple[str, ...] = ()) -> RunSpec:
     """The run of ``model`` under the rest of the form. Raises SpecError."""
     training, parallel, gpus = form.training, form.parallelism, form.hardware.num_gpus
-    said, unmodelled = list(supposed), list[Unmodelled]()
+    sentences, unmodelled = list(assumed), list[Unmodelled]()
     groups: dict[str, dict[str, Any]] = {
         "batch": {
             "micro_batch_size": training.batch_size, "seq_length": form.model.max_seq_len,
@@ -37,18 +37,18 @@ def run_with(model: ModelSpec, form: Form, supposed: tuple[str, ...] = ()) -> Ru
     }
     if model.position_embedding_type == "learned_absolute" and model.max_position_embeddings:
         groups["batch"]["seq_length"] = min(form.model.max_seq_len, model.max_position_embeddings)
-    _engine(form, groups, said)
-    _checkpointing(form, groups, said, unmodelled)
+    _engine(form, groups, sentences)
+    _checkpointing(form, groups, sentences, unmodelled)
     specs = {name: GROUPS[name](**fields) for name, fields in groups.items()}
     sizes = ParallelSpec(
         world_size=gpus, tensor_model_parallel_size=parallel.tensor_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_parallel_size,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor_parallel_size > 1,
     )  # fmt: skip
-    return RunSpec(model=model, parallel=sizes, assumptions=tuple(said), not_modelled=tuple(unmodelled), **specs)
+    return RunSpec(model=model, parallel=sizes, assumptions=tuple(sentences), not_modelled=tuple(unmodelled), **specs)
 
 
-def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> None:
+def _engine(form: Form, groups: dict[str, dict[str, Any]], sentences: list[str]) -> None:
     kind, dtype, engine = form.engine.type, form.training.dtype, form.engine
     mixed = None if dtype == "fp32" else dtype
     ours = "megatron_ddp"
@@ -58,7 +58,7 @@ def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> N
         precision["params_dtype"] = "fp32"
         if mixed:
             groups["transformers"] = {"autocast": mixed}
-            said.append(f"weights in fp32 under torch.autocast in {mixed}")
+            sentences.append(f"weights in fp32 under torch.autocast in {mixed}")
     elif kind == "fsdp":
         ours = "fsdp1" if engine.sharding_strategy == "no_shard" else "fsdp2"
         precision["params_dtype"] = "fp32"
@@ -69,13 +69,13 @@ def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> N
             options["reshard_after_forward"] = False
         if mixed:
             options |= {"param_dtype": mixed, "reduce_dtype": mixed}
-            said.append(f"fp32 shards, gathered and reduced in {mixed}, as accelerate sets FSDP up")
+            sentences.append(f"fp32 shards, gathered and reduced in {mixed}, as accelerate configures FSDP")
         groups["fsdp"] = options
     elif kind in ("deepspeed", "megatron_deepspeed"):
         stage = engine.zero_stage
         if stage is None:
             stage = 2 if kind == "deepspeed" else 1
-            said.append(f"ZeRO stage {stage} (engine.zero_stage)")
+            sentences.append(f"ZeRO stage {stage} (engine.zero_stage)")
         offload = {
             f"offload_{what}_device": device
             for what, device in (("optimizer", engine.offload_optimizer), ("param", engine.offload_param))
@@ -85,7 +85,7 @@ def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> N
             ours, offload["stage"] = "megatron_deepspeed", stage  # type: ignore[assignment]
         elif stage == 0:
             ours = "ddp" if form.hardware.num_gpus > 1 else "single"
-            said.append("ZeRO stage 0 as PyTorch DDP: nothing is divided")
+            sentences.append("ZeRO stage 0 as PyTorch DDP: nothing is sharded")
             precision["params_dtype"] = "fp32"
             groups["transformers"] = {"autocast": mixed} if mixed else {}
             offload = {}
@@ -95,7 +95,7 @@ def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> N
             groups["deepspeed"] = offload
             groups["optimizer"]["torch_implementation"] = "fused"  # DeepSpeed's FusedAdam
     else:
-        said.append("Megatron's distributed optimizer, as Megatron Bridge turns it on")
+        sentences.append("Megatron's distributed optimizer, as Megatron Bridge enables it")
     if kind in ("megatron_lm", "megatron_deepspeed"):
         groups["optimizer"]["optimizer"] = {"adamw": "adam"}.get(form.training.optimizer, form.training.optimizer)
     else:
@@ -105,7 +105,7 @@ def _engine(form: Form, groups: dict[str, dict[str, Any]], said: list[str]) -> N
 
 
 def _checkpointing(
-    form: Form, groups: dict[str, dict[str, Any]], said: list[str], unmodelled: list[Unmodelled]
+    form: Form, groups: dict[str, dict[str, Any]], sentences: list[str], unmodelled: list[Unmodelled]
 ) -> None:
     """0 is none, 4 is every layer. Between them the form has levels that no engine has."""
     level = form.training.activation_checkpointing
@@ -116,7 +116,8 @@ def _checkpointing(
             groups["recompute"] = {"granularity": "full", "method": "uniform", "num_layers": 1}
         else:
             groups["recompute"] = {"granularity": "selective"}
-            said.append(f"activation_checkpointing {level} as Megatron's selective recomputation of core attention")
+            words = f"activation_checkpointing {level} as Megatron's selective recomputation of core attention"
+            sentences.append(words)
     elif level == 4:
         groups.setdefault("transformers", {})["gradient_checkpointing"] = True
     else:

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     read = [measured(row.data) for row in rows_of_file]
     rows = [r for r in read if isinstance(r, MeasuredRun)]
     ranked = scores(rows, DEFAULT)
-    folds = None if args.folds is None else left_out(rows, args.folds, said=_said)
+    folds = None if args.folds is None else left_out(rows, args.folds, log=_said)
     fits = _out_of_memory(rows)
     unread: dict[str, int] = {}
     for row in read:

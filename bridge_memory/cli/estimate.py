@@ -113,9 +113,9 @@ def _print(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], u
         shown = range(len(result.stages)) if args.stage is None else [args.stage]
         details = {i: stage_details(result, i) for i in shown}
     if args.brief:
-        from bridge_memory.report.answer import answer_of
+        from bridge_memory.report.answer import answer_of, brief
 
-        print(one_line(answer_of(result, fitting, unit=unit, fix=fix).words))
+        print(one_line(brief(result, answer_of(result, fitting, unit=unit, fix=fix))))
     elif args.json:
         from bridge_memory.report.json import estimate_to_json
 
@@ -140,7 +140,7 @@ def _print(args: argparse.Namespace, result: Estimate, fitting: Sequence[Fit], u
     else:
         from bridge_memory.report.short import short_blocks
 
-        more = "-v shows them, and every table"
+        more = "-v lists them, with every table"
         blocks = short_blocks(result, fitting, unit=unit, stage=args.stage, fix=fix, more=more)
         print_blocks([*blocks, *_reserved_blocks(reserved, unit)])
 

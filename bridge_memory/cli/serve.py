@@ -15,16 +15,16 @@ DEFAULT_PORT = 8000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_output_arguments(parser, f"where the page is, by the schema {SCHEMA}")
+    add_output_arguments(parser, f"the page's address, by the schema {SCHEMA}")
     group = parser.add_argument_group("server")
     group.add_argument("--port", type=int, default=DEFAULT_PORT, metavar="N",
-                       help=f"port (default: {DEFAULT_PORT}; 0: any that is free)")
+                       help=f"port (default: {DEFAULT_PORT}; 0: any free one)")
     group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
-                       help="address to listen at (default: 127.0.0.1, this machine alone)")
+                       help="address to listen at (default: 127.0.0.1, this machine only)")
     group.add_argument("--hub", action="store_true",
-                       help="let the page fetch config.json of Hugging Face Hub ids, with this machine's token")
+                       help="let the page fetch config.json files from the Hugging Face Hub, with this machine's token")
     group.add_argument("--open", action="store_true", help="open the page in the browser")
-    group.add_argument("--check", action="store_true", help="start, ask for one estimate, and end")
+    group.add_argument("--check", action="store_true", help="start, compute one estimate, and exit")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,13 +43,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         if not is_loopback(args.host):
             print(
-                f"bridge-memory: warning: --host {args.host} lets everybody who reaches this machine use the page; "
-                "without a password, and without encryption", file=sys.stderr,
+                f"bridge-memory: warning: --host {args.host} lets everybody who reaches this machine use the page, "
+                "without password or encryption", file=sys.stderr,
             )  # fmt: skip
         if args.json:
             print(json.dumps({"schema": SCHEMA, "url": server.url, "hub": args.hub}), flush=True)
         else:
-            print(f"bridge-memory is at {server.url} (Ctrl-C ends it)", flush=True)
+            print(f"bridge-memory is at {server.url} (Ctrl-C to stop)", flush=True)
         if args.check:
             server.api.estimate({"model": "meta-llama/Llama-3.2-1B"})
             return 0

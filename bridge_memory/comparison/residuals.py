@@ -1,4 +1,4 @@
-"""Predicted against measured, stage by stage."""
+"""Residuals by stage: measured minus predicted memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bridge_memory.spec import SpecError
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What was predicted for one rank of one stage, in bytes."""
+    """The prediction for one rank of one stage, bytes."""
 
     stage: int
     static: int
@@ -38,9 +38,9 @@ class StageResidual:
     worst_rank: int | None = None
     allocated: int | None = None
     max_allocated: int | None = None
-    #: Range of the peak over the stage's ranks that were measured.
+    #: Range of the measured peak over the stage's ranks.
     spread: int = 0
-    #: The measured figures may be off by this much.
+    #: Resolution of the measured figures.
     resolution: int = 0
 
     @property
@@ -60,7 +60,7 @@ class StageResidual:
         return (self.predicted_peak - self.max_allocated) / self.max_allocated
 
     def beyond(self, tolerance: float) -> bool:
-        """Whether the peak is off by more than ``tolerance`` (a share of what was measured) and its digits."""
+        """Whether the peak's error exceeds ``tolerance`` (a share of the measured peak) plus the resolution."""
         if self.residual is None or self.max_allocated is None:
             return False
         return abs(self.residual) - self.resolution > tolerance * self.max_allocated

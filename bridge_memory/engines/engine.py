@@ -21,7 +21,7 @@ class Phase(str, Enum):
     """A part of training with a peak of its own, in the order in which they come."""
 
     #: The engine is made around a model that is on the GPU in its own dtype.
-    BUILDING = "making the engine"
+    BUILDING = "engine initialization"
     FIRST_FORWARD = "first forward"
     FIRST_BACKWARD = "first backward"
     FORWARD = "forward"
@@ -88,7 +88,7 @@ class StageState(NamedTuple):
     #: Whole gradients of earlier microbatches that wait for the last one, during every pass.
     accumulated: int = 0
     #: What ``in_step`` is.
-    step_name: str = "narrow optimizer states in fp32"
+    step_name: str = "fp32 copies of optimizer states"
     #: In host memory, beside the GPU's: (name, bytes).
     host: tuple[tuple[str, int], ...] = ()
     #: The most while the engine is made around a model on the GPU; None: not modelled.
@@ -127,7 +127,7 @@ class StageState(NamedTuple):
         if somewhere(self.rests):
             out.append(
                 Component(
-                    "unsplit rests of allocator blocks", self.rests, Role.BUFFERS, Provenance.FORMULA,
+                    "remainder of allocator blocks", self.rests, Role.BUFFERS, Provenance.FORMULA,
                     lifetime=Lifetime.FIRST_PASS, part=Part.ALLOCATOR,
                 )
             )

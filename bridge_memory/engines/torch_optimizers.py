@@ -101,7 +101,7 @@ def step_bytes(run: RunSpec) -> StepBytes:
         return StepBytes("Adafactor's update of the largest parameter", fp32=4)
     if o.optimizer in ("adam", "adamw") and not o.paged:
         if o.torch_implementation == "foreach":
-            return StepBytes("roots of second moments (foreach)", together=1)
+            return StepBytes("square roots of second moments (foreach)", together=1)
         if o.torch_implementation == "for-loop":
             return StepBytes("the update of the largest parameter (for-loop)", largest=2)
     return StepBytes("optimizer step")

@@ -162,7 +162,7 @@ class ZeRO3:
             rounded(trained * self.width) + frozen
         )
         whole = 0 if self.first else sum(rounded(w.numel * self.width) for w in weights if w.stays)
-        yield Line(Role.WEIGHTS, State.PARAMETERS, "small weights, whole", False), whole
+        yield Line(Role.WEIGHTS, State.PARAMETERS, "persistent small weights, not sharded", False), whole
         yield Line(Role.GRADIENTS, State.GRADIENTS, "gradients", False, exact, adapters, shard), rounded(
             trained * self.accumulated_width
         )
@@ -177,7 +177,7 @@ class ZeRO3:
             # groups.py: _create_zero_param_parallel_group has no group larger than the job.
             group = min(self.z.zero_hpz_partition_size, self.ranks)
             second = sum(rounded(-(-w.numel // group) * self.width) for w in weights)
-            yield Line(Role.WEIGHTS, State.NONE, "second partition of the weights (hpZ)", False), second
+            yield Line(Role.WEIGHTS, State.NONE, "secondary partition of the weights (hpZ)", False), second
         if self.z.contiguous_gradients:
             bucket = rounded(self.z.reduce_bucket_size * self.communicated_width)
             yield Line(Role.GRADIENTS, State.NONE, "bucket of gradients", False), bucket
@@ -210,10 +210,10 @@ class ZeRO3:
             how = "pinned" if z.offload_optimizer_pin_memory else "pageable"
             if there:
                 host.append((f"main gradients ({how})", there))
-            gpu.append((Line(Role.GRADIENTS, State.NONE, "main gradients of sub-groups that stay", False), here))
+            gpu.append((Line(Role.GRADIENTS, State.NONE, "main gradients of sub-groups on the GPU", False), here))
         if z.offload_param_device == "nvme":
             buffers = z.offload_param_buffer_count * z.offload_param_buffer_size * self.width
-            host.append(("buffers of weights from NVMe (pinned)", buffers))
+            host.append(("staging buffers of weights from NVMe (pinned)", buffers))
         return gpu, host
 
     # ---- what moves ----

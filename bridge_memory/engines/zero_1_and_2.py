@@ -96,7 +96,7 @@ class ZeRO12:
         step, name = self._step(flat, gradients, self._left_to_step(model, flat))
         largest = max((p.numel for m in model.modules for p, _ in m.trained_parameters()), default=0)
         if self.offloads:
-            buffer = Line(Role.BUFFERS, State.NONE, "buffer of one gradient on its way to the host", False)
+            buffer = Line(Role.BUFFERS, State.NONE, "staging buffer of one gradient, to host memory", False)
             kept.append((buffer, rounded(largest * self.width)))
             host.append(("buffer of one gradient", rounded(largest * self.width)))
         return StageState(

@@ -1,4 +1,4 @@
-"""``MemoryReport``, a callback of Megatron Bridge's training loop, and of loops of one's own.
+"""``MemoryReport``: a callback of Megatron Bridge's training loop, usable in any other loop.
 
     pretrain(config, forward_step, callbacks=[MemoryReport()])
 
@@ -8,8 +8,8 @@
             optimizer.step()
             report.step()
 
-The Trainer of Hugging Face has ``live/hugging_face.py``. Bridge looks its events up by name
-(``training/callbacks.py: CallbackManager.add``), so nothing of Bridge is imported here. Its exceptions would end
+For the Trainer of Hugging Face use ``live/hugging_face.py``. Bridge finds callbacks by method name
+(``training/callbacks.py: CallbackManager.add``), so nothing of Bridge is imported here. An exception would stop
 training, so every method is guarded.
 """
 
@@ -77,12 +77,12 @@ class MemoryReport:
         self._reporter = Reporter(
             path, calibration_path=calibration, html=html, threshold=threshold, deadline=deadline, emit=emit, read=read
         )
-        #: Steps from report to report; None: as the container says, or 100.
+        #: Steps between reports; None: the container's interval, or 100.
         self.every = every
         self._run = run
         self._optimizer_steps = 0
         self._config: Any = None
-        self._watch = oom.Watch(self._tell_out_of_memory)
+        self._watch = oom.Watch(self._report_out_of_memory)
 
     # ---- Bridge's events ----
 
@@ -108,11 +108,11 @@ class MemoryReport:
         self._watch.stop()
         self._reporter.finish()
 
-    # ---- a loop of one's own ----
+    # ---- any other loop ----
 
     @never_raises
     def start(self) -> None:
-        """The model and the optimizer are built; no step is done."""
+        """Call once the model and the optimizer are built, before the first step."""
         self._config = self._run_given()
         self._optimizer_steps = 0
         self._watch.start()
@@ -120,7 +120,7 @@ class MemoryReport:
 
     @never_raises
     def step(self) -> None:
-        """An optimizer step is done, on this rank and so on all of them."""
+        """Call after every optimizer step, on every rank."""
         self._optimizer_steps += 1
         moment = self._moment(self._optimizer_steps, self.every or 100)
         if moment is not None:
@@ -144,7 +144,7 @@ class MemoryReport:
         return self._optimizer_steps
 
     def forget(self) -> None:
-        """What is trained has changed, or is known better: the next report asks for it, and predicts, anew."""
+        """The run has changed, or is known better: the next report reads ``run`` and predicts again."""
         self._config = None
         self._reporter.forget()
 
@@ -153,17 +153,17 @@ class MemoryReport:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is None:  # what ends training is told of where it ends the process
+        if error[0] is None:  # an error that ends training is reported where it ends the process
             self.end()
 
     def _run_given(self) -> Any:
         try:
             return self._run() if callable(self._run) else self._run
         except Exception as error:
-            warn_once("reading what is trained", error)
+            warn_once("reading the run", error)
             return None
 
-    # ---- what is due ----
+    # ---- due reports ----
 
     def _moment(self, iteration: int, every: int) -> str | None:
         if self._optimizer_steps in (1, 2):
@@ -171,7 +171,7 @@ class MemoryReport:
         return STEADY if iteration % every == 0 else None
 
     def _due(self, context: Any, iteration: int) -> str | None:
-        """The same on every rank: it depends on counters and the container alone."""
+        """The due moment; the same on every rank, since it depends only on counters and the container."""
         skipped = bool(getattr(context, "skipped_iter", False))
         if self._config is None:
             self._config = context.state.cfg
@@ -182,7 +182,7 @@ class MemoryReport:
         every = self.every or getattr(getattr(self._config, "logger", None), "log_interval", None) or 100
         return STEADY if self._optimizer_steps > 2 and iteration % every == 0 else None
 
-    def _tell_out_of_memory(self, wanted: int | None) -> None:
+    def _report_out_of_memory(self, wanted: int | None) -> None:
         where = self._reporter.place(self._config)
         prediction = self._reporter.prediction(self._config)
         self._reporter.emit(oom.report(prediction, self._reporter.reading(where), wanted))

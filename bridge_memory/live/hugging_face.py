@@ -1,4 +1,4 @@
-"""``MemoryReportCallback`` for the Trainer of Hugging Face: prediction beside torch.cuda while it trains.
+"""``MemoryReportCallback`` for the Trainer of Hugging Face: predicted and measured memory during training.
 
     trainer = Trainer(model, args, ..., callbacks=[MemoryReportCallback()])
 
@@ -85,36 +85,36 @@ class MemoryReportCallback(TrainerCallback or object):  # type: ignore[misc]  # 
             self._report.every = max(1, int(args.logging_steps)) if getattr(args, "logging_steps", 0) >= 1 else None
         path, html = (_placed(file, args) for file in self._files)
         self._report.write_to(path, html=html)
-        self._look_at_batches()
+        self._watch_batches()
         self._report.start()
 
     @never_raises
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._report.step()
         if self._report.steps >= 2:
-            self._look_no_more()
+            self._stop_watching()
 
     @never_raises
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._look_no_more()
+        self._stop_watching()
         self._report.end()
 
     # ---- the shape of a batch ----
 
-    def _look_at_batches(self) -> None:
-        """Note the shape of ``input_ids``, with a hook that is gone after the second step; none on a compiled model."""
+    def _watch_batches(self) -> None:
+        """Register a hook that notes the shape of ``input_ids`` until the second step; none on a compiled model."""
         if self._given is not None or self._model is None or getattr(self._args, "torch_compile", False):
             return
-        handle = self._model.register_forward_pre_hook(self._look, with_kwargs=True)
+        handle = self._model.register_forward_pre_hook(self._note_shape, with_kwargs=True)
         self._unhook = handle.remove
 
-    def _look_no_more(self) -> None:
+    def _stop_watching(self) -> None:
         unhook, self._unhook = self._unhook, None
         if unhook is not None:
             unhook()
 
     @never_raises
-    def _look(self, module: Any, args: Any, kwargs: Any) -> None:
+    def _note_shape(self, module: Any, args: Any, kwargs: Any) -> None:
         ids = kwargs.get("input_ids")
         shape: tuple[Any, ...] = getattr(args[0] if ids is None and args else ids, "shape", ())
         if len(shape) == 2 and getattr(module, "training", True):

@@ -1,12 +1,12 @@
-"""What training loops hold in their hands -> the RunSpec of a report.
+"""The RunSpec of a report from the objects of a training loop.
 
     MemoryReport(run=lambda: run_of_accelerator(accelerator, model, micro_batch_size=4, seq_length=2048))
     MemoryReport(run=lambda: run_of_deepspeed(engine, seq_length=2048))
     MemoryReport(run=lambda: run_of_torchtitan(job_config))
 
-Everything is read from the objects by the readers of the files that made them; nothing of accelerate, DeepSpeed or
-torchtitan is imported. Each raises SpecError where the run cannot be estimated, and whatever an object raises that is
-not what it seems: ``MemoryReport`` turns either into one warning.
+The objects are read by the readers of the corresponding files; accelerate, DeepSpeed and torchtitan are not imported.
+Each function raises SpecError where the run cannot be estimated, and whatever an unexpected object raises;
+``MemoryReport`` turns either into one warning.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ def run_of_trainer(
     """
     spec = model_of(model)
     settings = Settings(Notes("TrainingArguments"))
-    told = _told(spec)
+    known = _known(spec)
     given = args.to_dict()
-    # What TrainingArguments made of themselves: lists of words, tables that they read from files.
+    # TrainingArguments convert some fields: words become lists, files become tables.
     given["fsdp"] = [getattr(word, "value", word) for word in given.get("fsdp") or []]
     filled = getattr(args, "hf_deepspeed_config", None)
     if filled is not None:
         given["deepspeed"] = dict(filled.config)
-    if getattr(args, "n_gpu", 1) > 1 and told.world_size == 1:
+    if getattr(args, "n_gpu", 1) > 1 and known.world_size == 1:
         raise SpecError(f"n_gpu is {args.n_gpu}: DataParallel in one process is not estimated; start it with torchrun")
     given["use_cpu"] = False
     given["dtype"] = _adapted(_inner(model), settings)
-    read_training_args(given, settings, told, _no_files)
+    read_training_args(given, settings, known, _no_files)
     if getattr(args, "world_size", 1) > 1 and settings.engine is None:
         settings.set(data_parallel__engine="ddp")
     settings.set(batch__seq_length=seq_length, batch__micro_batch_size=micro_batch_size)
@@ -115,20 +115,20 @@ def run_of_accelerator(
     """
     spec = model_of(model)
     settings = Settings(Notes("accelerate"))
-    told = _told(spec)
+    known = _known(spec)
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     precision = str(accelerator.mixed_precision)
     settings.set(batch__micro_batch_size=micro_batch_size)
     config: dict[str, Any] = {
-        "distributed_type": kind if told.world_size != 1 or kind in ("FSDP", "DEEPSPEED") else "NO",
-        "mixed_precision": precision, "num_processes": told.world_size,
+        "distributed_type": kind if known.world_size != 1 or kind in ("FSDP", "DEEPSPEED") else "NO",
+        "mixed_precision": precision, "num_processes": known.world_size,
     }  # fmt: skip
     if kind == "DEEPSPEED":
-        read_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, settings, told)
+        read_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, settings, known)
     else:
         if kind == "FSDP":
             config["fsdp_config"] = _fsdp(accelerator.state.fsdp_plugin)
-        read_accelerate(config, settings, told, _no_files)
+        read_accelerate(config, settings, known, _no_files)
     settings.accumulation = settings.accumulation or int(accelerator.gradient_accumulation_steps)
     settings.set(batch__micro_batch_size=micro_batch_size, batch__seq_length=seq_length)
     _optimizer(optimizer, settings)
@@ -167,7 +167,7 @@ def run_of_deepspeed(engine: Any, *, seq_length: int, model: Any = None) -> RunS
     spec = model_of(model)
     settings = Settings(Notes("DeepSpeed"))
     config = getattr(engine, "config", None)
-    read_deepspeed(config if isinstance(config, Mapping) else engine._config._param_dict, settings, _told(spec))
+    read_deepspeed(config if isinstance(config, Mapping) else engine._config._param_dict, settings, _known(spec))
     settings.set(batch__seq_length=seq_length)
     if settings.get("optimizer", "optimizer") is None:
         _optimizer(getattr(engine, "basic_optimizer", None), settings)
@@ -210,7 +210,7 @@ def run_of_torchtitan(job_config: Any, model: ModelSpec | str | None = None) -> 
 
 
 def model_of(model: Any) -> ModelSpec:
-    """The spec of a Hugging Face model, wrapped or not, by its config."""
+    """The spec of a Hugging Face model, wrapped or not, from its config. Raises SpecError."""
     for _ in range(8):
         config = getattr(model, "config", None)
         if config is not None and hasattr(config, "to_dict"):
@@ -223,12 +223,12 @@ def model_of(model: Any) -> ModelSpec:
     raise SpecError(f"model ({type(model).__name__}) has no Hugging Face config; give MemoryReport a RunSpec as run")
 
 
-def _told(spec: ModelSpec) -> Specified:
+def _known(spec: ModelSpec) -> Specified:
     import sys
 
     release = release_in(getattr(sys.modules.get("transformers"), "__version__", None))
-    told = Specified(world_size=world_size(), hidden_size=spec.hidden_size)
-    return told if release is None else dataclasses.replace(told, transformers=release)
+    known = Specified(world_size=world_size(), hidden_size=spec.hidden_size)
+    return known if release is None else dataclasses.replace(known, transformers=release)
 
 
 def _no_files(path: str) -> Mapping[str, Any]:
@@ -236,14 +236,14 @@ def _no_files(path: str) -> Mapping[str, Any]:
 
 
 def _written(value: Any) -> Any:
-    """A dataclass's fields as a TOML would have them."""
+    """The fields of a dataclass as TOML would hold them."""
     if not isinstance(value, Mapping):
         return value
     return {k: _written(v) for k, v in value.items() if v is not None}
 
 
 def _fsdp(plugin: Any) -> dict[str, Any]:
-    """A FullyShardedDataParallelPlugin as the YAML that would make it."""
+    """A FullyShardedDataParallelPlugin as its accelerate YAML."""
     def name(value: Any) -> Any:
         return getattr(value, "name", value)
 
@@ -264,7 +264,7 @@ def _fsdp(plugin: Any) -> dict[str, Any]:
     return {k: v for k, v in found.items() if v is not None}
 
 
-#: Class of an optimizer -> (spec's name, how it updates where that is not said).
+#: Class of an optimizer -> (spec's name, its implementation where that is fixed).
 _OPTIMIZERS = {
     "AdamW": ("adamw", None), "Adam": ("adam", None), "SGD": ("sgd", None), "FusedAdam": ("adamw", "fused"),
     "DeepSpeedCPUAdam": ("adamw", None), "Lion": ("lion", "fused"), "FusedLion": ("lion", "fused"),
@@ -274,12 +274,12 @@ _OPTIMIZERS = {
 
 
 def _optimizer(optimizer: Any, settings: Settings) -> None:
-    """The optimizer that runs, behind accelerate's wrapper; one that is not known leaves AdamW, which is said."""
+    """Set the optimizer behind accelerate's wrapper. An unknown one counts as AdamW, which becomes an assumption."""
     inner = getattr(optimizer, "optimizer", optimizer)
     known = _OPTIMIZERS.get(type(inner).__name__)
     if known is None:
         settings.set(optimizer__optimizer="adamw")
-        settings.notes.assume(f"torch's AdamW in place of the optimizer ({type(inner).__name__})")
+        settings.notes.assume(f"torch's AdamW instead of the optimizer ({type(inner).__name__})")
         return
     defaults = getattr(inner, "defaults", {})
     asked = "fused" if defaults.get("fused") else "for-loop" if defaults.get("foreach") is False else "foreach"
@@ -291,14 +291,14 @@ def _optimizer(optimizer: Any, settings: Settings) -> None:
 
 
 def _inner(model: Any) -> Any:
-    """The model behind what an engine wrapped it in."""
+    """The model inside an engine's wrappers."""
     while getattr(model, "module", None) is not None:
         model = model.module
     return model
 
 
 def _loaded(model: Any, settings: Settings) -> None:
-    """What the model that was built says of itself."""
+    """Set what the built model itself determines: attention, checkpointing, dtypes."""
     inner = _inner(model)
     config = getattr(inner, "config", None)
     attention = getattr(config, "_attn_implementation", None)
@@ -317,8 +317,8 @@ def _loaded(model: Any, settings: Settings) -> None:
 
 
 def _adapted(model: Any, settings: Settings) -> str | None:
-    """Read what peft and bitsandbytes made of the model. Returns torch's dtype of its own weights, those that are
-    frozen where adapters train; None where they are of several."""
+    """Read peft's adapters and bitsandbytes' quantisation. Returns the dtype of the model's own weights (frozen ones
+    where adapters train); None where there are several."""
     parameters = list(model.parameters()) if hasattr(model, "parameters") else []
     adapters = getattr(model, "peft_config", None)
     if not adapters:
@@ -328,18 +328,20 @@ def _adapted(model: Any, settings: Settings) -> str | None:
         settings.notes.refuse("peft_config", f"has {len(adapters)} adapters", "train one")
     read_peft({k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}, settings, Specified())
     own = _one_dtype(p for p in parameters if not p.requires_grad and p.is_floating_point())
-    told: Any = getattr(getattr(model, "config", None), "quantization_config", None)
-    if hasattr(told, "to_dict"):
-        told = told.to_dict()
-    if isinstance(told, Mapping) and (told.get("load_in_4bit") or told.get("load_in_8bit")):
-        four = bool(told.get("load_in_4bit"))
+    quantization: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    if hasattr(quantization, "to_dict"):
+        quantization = quantization.to_dict()
+    if isinstance(quantization, Mapping) and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
+        four = bool(quantization.get("load_in_4bit"))
         settings.set(
             transformers__load_in_4bit=four or None, transformers__load_in_8bit=None if four else True,
-            transformers__bnb_4bit_use_double_quant=(bool(told.get("bnb_4bit_use_double_quant")) and four) or None,
+            transformers__bnb_4bit_use_double_quant=(
+                bool(quantization.get("bnb_4bit_use_double_quant")) and four
+            ) or None,
             transformers__prepare_model_for_kbit_training=True if own == "float32" else None,
         )
         if four:
-            compute = str(told.get("bnb_4bit_compute_dtype")).rsplit(".", 1)[-1]
+            compute = str(quantization.get("bnb_4bit_compute_dtype")).rsplit(".", 1)[-1]
             settings.set(transformers__bnb_4bit_compute_dtype=_DTYPES.get(compute))
     elif own != "float32" and _one_dtype(p for p in parameters if p.requires_grad) == own:
         settings.set(transformers__autocast_adapter_dtype=False)

@@ -76,9 +76,9 @@ class LayerComparison:
                 f"{name:<14}{ours:>16,}{theirs:>16,}{ours - theirs:>+16,}{ours / theirs - 1:>+9.2%}  {where}"
             )
         out += [f"  predicted only: {t.name}, {t.bytes:,} bytes" for t in self.only_predicted]
-        out += [f"  found only: {r}" for r in self.only_found]
+        out += [f"  rehearsed only: {r}" for r in self.only_found]
         out += [
-            f"  held to the next microbatch, in no peak: {a.module}: {a.made_by}, {a.bytes:,} bytes"
+            f"  kept until the next microbatch, in no peak: {a.module}: {a.made_by}, {a.bytes:,} bytes"
             for a in f.held if a.bytes > 64
         ]
         return out
@@ -92,7 +92,7 @@ def _where(predicted: str, peak: object) -> str:
 
 
 def compare_layer(run: RunSpec, layer: int, architecture: Any = None) -> LayerComparison:
-    """Rehearse decoder layer ``layer`` (0-based) and set it beside the inventory's cost of it.
+    """Rehearse decoder layer ``layer`` (0-based) and compare it with the inventory's cost.
 
     ``architecture`` as for ``rehearse``.
     """

@@ -1,4 +1,4 @@
-"""One table a stage: what the inventory predicts, what the rehearsal found, and the difference."""
+"""The table of a stage: predicted, rehearsed, and the difference."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from bridge_memory.tapes.context import context_of
 
 
 class Quantity(str, Enum):
-    """What a row is about."""
+    """The quantity of a row."""
 
     PARAMETERS = "parameters (elements)"
     WEIGHTS = "weights"
     FP8_COPIES = "fp8 weight copies"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer state"
-    DISPATCHERS = "held by MoE dispatchers"
-    SAVED = "saved for backward, a microbatch"
+    DISPATCHERS = "kept by MoE dispatchers"
+    SAVED = "saved for backward, per microbatch"
     FORWARD = "forward peak"
     BACKWARD = "backward peak"
     SCHEDULE = "schedule peak above static memory"
-    SHARED = "buffers, the same in both"
+    SHARED = "buffers, counted in both columns"
     PEAK = "peak"
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedQuantity:
-    """``found`` is None where the rehearsal cannot see it. Bytes, or elements for parameters."""
+    """``found``: None where the rehearsal does not cover it. Bytes, or elements for parameters."""
 
     quantity: Quantity
     predicted: int
     found: int | None
-    #: Of which model chunk, where the stage has several.
+    #: The model chunk, where the stage has several.
     chunk: int | None = None
 
     @property
@@ -58,16 +58,14 @@ class ComparedQuantity:
 
 
 def rows(rehearsal: Rehearsal) -> list[ComparedQuantity]:
-    """Component by component; the last row is the peak of the stage, predicted as ``estimate`` has it.
+    """Rows by component; the last is the peak of the stage, predicted as by ``estimate``.
 
-    The rehearsed peak takes from the estimate what the rehearsal does not see, see ``shared``.
-
-    What dispatchers hold is replaced, not added to, by the next microbatch: it is a row of its own, and no part of a
-    pass's peaks.
+    The rehearsed peak takes from the estimate what the rehearsal does not cover (``shared``). Tensors kept by
+    dispatchers are replaced by the next microbatch: they have a separate row, and are in no peak of a pass.
     """
     run, stage = rehearsal.run, rehearsal.stage
     predicted = estimate(run).stages[stage]
-    # Its shards; the fullest rank's, which the peak is of, may have less padding in them.
+    # This rank's shards; those of the rank with the highest peak may have less padding.
     state = explain(run, stage, rank=rehearsal.rank).optimizer_bytes
     copies = sum(c.bytes for c in predicted.components if c.state is State.FP8_COPIES)
     fp8 = ComparedQuantity(Quantity.FP8_COPIES, copies, rehearsal.fp8_copies_bytes)
@@ -119,22 +117,23 @@ def rows(rehearsal: Rehearsal) -> list[ComparedQuantity]:
     return out
 
 
-#: What the difference of the last rows says nothing about.
+#: What the difference of the last rows does not test.
 SHARED = (
-    "both columns take from the estimate when microbatches are alive (the schedule) and {buffers}: of these the "
-    "rehearsal proves nothing",
-    "written by hand for both columns, after the same sources: what attention's backward needs inside its kernel, and "
-    "the shapes of what Transformer Engine's kernels return",
+    "both columns take the schedule (which microbatches are alive when) and {buffers} from the estimate: the "
+    "rehearsal does not test these",
+    "written by hand for both columns from the same sources: temporaries inside the kernel of attention's backward, "
+    "and "
+    "the shapes of the outputs of Transformer Engine's kernels",
 )
 
 
 def _held_by_dispatchers(component: Component) -> bool:
-    """At all times; what is there between steps alone is in no peak of a pass."""
+    """Whether dispatchers keep it during passes; tensors kept only between steps are in no peak of a pass."""
     return component.part is Part.DISPATCHER and component.lifetime is not Lifetime.BETWEEN_STEPS
 
 
 def shared(rehearsal: Rehearsal) -> list[str]:
-    """What the two columns have in common, in sentences."""
+    """What both columns take from the same source, in sentences."""
     stage = estimate(rehearsal.run).stages[rehearsal.stage]
     here = (Role.WEIGHTS, Role.GRADIENTS, Role.OPTIMIZER, Role.ACTIVATION)
     names = [
@@ -158,5 +157,5 @@ def lines(table: list[ComparedQuantity], unit: int = 1 << 30) -> list[str]:
 
 def _cell(quantity: Quantity, value: int | None, unit: int) -> str:
     if value is None:
-        return "not seen"
+        return "not covered"
     return f"{value:,}" if quantity is Quantity.PARAMETERS else f"{value / unit:,.4f} GiB"

@@ -366,7 +366,7 @@ class EncoderSpec:
         _check_types(self)
         if not 0 <= self.sharded <= self.parameters:
             raise SpecError(
-                f"sharded ({self.sharded}) is not a part of the tower's parameters ({self.parameters}); give 0 to "
+                f"sharded ({self.sharded}) is not a part of the encoder's parameters ({self.parameters}); give 0 to "
                 f"{max(0, self.parameters)}"
             )
 
@@ -452,7 +452,7 @@ class ModelSpec:
             if type(layers) is not tuple or not all(type(layer) is LayerSpec for layer in layers):
                 raise SpecError(f"{name} ({show(getattr(self, name))}) is not made of LayerSpecs; give them in a tuple")
         if type(self.encoders) is not tuple or not all(type(encoder) is EncoderSpec for encoder in self.encoders):
-            raise SpecError(f"towers ({show(self.encoders)}) is not made of TowerSpecs; give them in a tuple")
+            raise SpecError(f"encoders ({show(self.encoders)}) is not made of EncoderSpecs; give them in a tuple")
         kinds = tuple(dict.fromkeys(self.layers))
         runs: list[tuple[LayerSpec, int, int]] = []
         for i, layer in enumerate(self.layers):

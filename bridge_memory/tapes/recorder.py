@@ -32,7 +32,7 @@ class Scratch(str, Enum):
     MPU = "global memory buffer (mpu)"
     CAUSAL_MASK = "causal mask"
     #: One a weight shape.
-    WEIGHT_GRADIENT = "stand-in weight gradients, one a weight shape"
+    WEIGHT_GRADIENT = "dummy weight gradients, one per weight shape"
 
 
 class Recorder:

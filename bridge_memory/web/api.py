@@ -1,7 +1,7 @@
-"""Questions and answers of the page, as plain data; ``openapi`` describes them. Nothing here knows of HTTP.
+"""Questions and answers of the page as plain data, described by ``openapi``; independent of HTTP.
 
-What computes does so one at a time (recordings of blocks are kept by one owner): an estimate before the changes of a
-what-if, which are tried one by one.
+Computations run one at a time (traces of blocks have one cache). Estimates go before the changes of a what-if, which
+are tried one by one.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from bridge_memory.web.words import title
 _Answer = TypeVar("_Answer")
 
 Question = Mapping[str, Any]
-#: ``transformer_impl`` whose layers the time model knows.
+#: ``transformer_impl`` values that the time model covers.
 _TIMED = ("transformer_engine", "local")
 
 
 class Refused(Exception):
-    """What was asked cannot be answered; ``document`` is {field, fields, message, fix, changes}."""
+    """A question that cannot be answered; ``document`` is {field, fields, message, fix, changes}."""
 
     def __init__(self, document: dict[str, Any], status: int = 422) -> None:
         super().__init__(document["message"])
@@ -49,7 +49,7 @@ class Refused(Exception):
 
 
 class Desk:
-    """One computation at a time, urgent ones first."""
+    """A lock: one computation at a time, urgent ones first."""
 
     def __init__(self) -> None:
         self._free = threading.Condition()
@@ -78,10 +78,10 @@ class Api:
         self.hub = hub
         self._desk = Desk()
 
-    # ---- what there is ----
+    # ---- options and models ----
 
     def options(self) -> dict[str, Any]:
-        """Everything that the page's form is made of."""
+        """Data of the page's form: options, GPUs, engines."""
         from bridge_memory import __version__
 
         return {
@@ -101,11 +101,11 @@ class Api:
     # ---- a run ----
 
     def asked(self, question: object) -> Asked:
-        """A question, read. Raises Refused."""
+        """The parsed question. Raises Refused."""
         return _answered(question, lambda q: asked(q, hub=self.hub))
 
     def estimate(self, question: object) -> dict[str, Any]:
-        """One run: every stage, whether it fits, what else it is called. Raises Refused."""
+        """One run: every stage, the verdict, and its commands. Raises Refused."""
         with self._desk.turn(urgent=True):
             return _answered(question, lambda q: _estimate(asked(q, hub=self.hub), q.get("stage")), self._refuses)
 
@@ -120,7 +120,7 @@ class Api:
             return _answered(question, page, self._refuses)
 
     def whatif(self, question: object) -> dict[str, Any]:
-        """What changing one option frees, the most first; of changes that make it fit the fastest first. Raises
+        """Memory freed by changing one option, largest first, and the fastest change that makes the run fit. Raises
         Refused."""
         with self._desk.turn():
             run, gpu, _ = self.asked(question)
@@ -168,7 +168,7 @@ def _answered(question: object, answer: Callable[[Question], _Answer], refuses: 
 
 
 def plain_refusal(message: str, field: str | None = None) -> dict[str, Any]:
-    """{field, fields, message, fix, changes} of what has no changes to offer."""
+    """{field, fields, message, fix, changes} of a refusal without suggested changes."""
     _, semicolon, fix = message.rpartition("; ")
     return {
         "field": field, "fields": [field] if field else [], "message": message, "fix": fix if semicolon else "",
@@ -213,14 +213,13 @@ def _estimate(one: Asked, stage: object) -> dict[str, Any]:
 
 
 def _command(one: Asked) -> str:
-    """The ``estimate`` command that says the same; "" for Megatron's own arguments, which are the run."""
+    """The equivalent ``estimate`` command; "" where the run is given as Megatron's own arguments."""
     run, gpu, args = one
     return estimate_command(run, args, gpu.name) if args.megatron_args is None else ""
 
 
 def _drawn(result: Estimate, stage: int | None) -> dict[str, Any]:
-    """One stage over a step, and its peak in parts, for ``report/page/charts.js``; the fullest where none is asked for
-    that there is."""
+    """Timeline and treemap of one stage for ``report/page/charts.js``; default: the stage with the highest peak."""
     if stage is None or stage >= len(result.stages):
         stage = result.peak_stage.stage
     return {"stage": stage, "timeline": timeline_data(result, stage), "treemap": treemap_data(result, stage)}
@@ -231,7 +230,7 @@ def _fit(fit: Fit) -> dict[str, Any]:
 
 
 def _effective(run: RunSpec) -> dict[str, Any]:
-    """Option -> the value that counts, given or not."""
+    """Option -> its value in this run, given or by default."""
     found: dict[str, Any] = {}
     for option in options().values():
         group, dot, field = option.field.partition(".")
@@ -249,12 +248,12 @@ def _effective(run: RunSpec) -> dict[str, Any]:
 
 
 def hardware_for(run: RunSpec, gpu: Gpu) -> Hardware | None:
-    """What the time model takes of a card; None where it knows nothing of the card, or of what runs."""
+    """The GPU's figures for the time model; None where it does not cover the GPU or the implementation."""
     return HARDWARE.get(gpu.name) if run.implementation.transformer_impl in _TIMED else None
 
 
 def _step(one: Asked) -> dict[str, Any] | None:
-    """Seconds of a step by the time model, and tokens a second and GPU; None for a card without figures."""
+    """Predicted seconds per step and tokens/s/GPU; None for a GPU without figures."""
     run, gpu, _ = one
     hardware = hardware_for(run, gpu)
     if hardware is None:
@@ -273,7 +272,7 @@ def _step(one: Asked) -> dict[str, Any] | None:
 
 def _effect(effect: Effect, fitting: bool, given: Mapping[str, Any]) -> dict[str, Any]:
     changed = option_values({name: value for change in effect.changes for name, value in change.fields})
-    # A default is said by leaving the option away.
+    # A default is expressed by dropping the option.
     changed = {name: None if value == options()[name].default else value for name, value in changed.items()}
     changed = {name: value for name, value in changed.items() if value is not None or name in given}
     return {

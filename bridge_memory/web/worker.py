@@ -1,4 +1,4 @@
-"""The process of one job: reads a question from stdin, says one JSON object a line on stdout.
+"""The process of one job: reads a question from stdin, writes one JSON object per line to stdout.
 
     {"progress": {...}} ... then {"result": {...}} or {"refused": {field, message, fix, changes}}
 """
@@ -14,17 +14,17 @@ from typing import Any
 
 from bridge_memory.spec import SpecError
 
-#: Layouts of the front that are told, at most.
+#: Layouts of the Pareto front that are reported, at most.
 _FRONT = 60
 #: Seconds between two lines of progress.
 _EVERY = 0.2
 
 
 def main() -> None:
-    """Answer the one question. SIGINT cancels it, also where the server was started in the background, by a shell that
-    lets its jobs ignore the signal."""
+    """Answer the question. SIGINT cancels it, also where a shell started the server in the background and so ignores
+    the signal."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Whatever else prints (a library's warning) must not stand between the lines.
+    # Other output (a library's warning) must not mix with the lines.
     out, sys.stdout = sys.stdout, sys.stderr
 
     def say(document: Mapping[str, Any]) -> None:
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
-    """Layouts that fit, the fastest first."""
+    """Layouts that fit, fastest first."""
     from bridge_memory.arguments.template import template
     from bridge_memory.plan.found import ties
     from bridge_memory.plan.megatron.search import search
@@ -68,7 +68,7 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
         for field in AXES[axis]:
             vars(args).pop(field, None)
     if "split" not in vary and "pp" in vary:
-        raise SpecError("vary (pp) needs split beside it, how layers are dealt out; vary both")
+        raise SpecError("vary (pp) needs split (how layers are split over stages); vary both")
     given, run = template(args, gpu, ("parallel.world_size", "batch.global_batch_size"))
     if hardware_for(run, gpu) is None:
         raise SpecError(
@@ -81,12 +81,12 @@ def _search(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
     if sequences is None:
         sequences = 8 * gpus
     space = Space(run, gpus, hardware.domain, frozenset(AXES.keys() - vary), {}, False, sequences)
-    said = 0.0
+    reported = 0.0
 
     def progress(looked_at: int, fitting: int) -> None:
-        nonlocal said
-        if time.monotonic() - said > _EVERY:
-            said = time.monotonic()
+        nonlocal reported
+        if time.monotonic() - reported > _EVERY:
+            reported = time.monotonic()
             say({"progress": {"looked_at": looked_at, "fit": fitting}})
 
     found = search(space, hardware, capacity=gpu.capacity_bytes, margin=lambda peak: margin_bytes(peak, gpus),
@@ -122,7 +122,7 @@ def _row(row: Any) -> dict[str, Any]:
 
 
 def _compare(asked: Mapping[str, Any], say: Any) -> dict[str, Any]:
-    """A log, a journal or a snapshot beside the prediction."""
+    """Compare a log, a journal or a snapshot with the prediction."""
     from bridge_memory.arguments.run import run_from_arguments
     from bridge_memory.comparison.compare import compare
     from bridge_memory.web.options import arguments

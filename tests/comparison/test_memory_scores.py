@@ -52,7 +52,7 @@ def test_what_is_not_a_run_is_listed_and_not_counted(tmp_path: Path, capsys) -> 
 
 def test_groups_by_scale(tmp_path: Path, capsys) -> None:
     assert run(str(record(tmp_path)), "--by", "scale") == 0
-    assert "toys" in capsys.readouterr().out
+    assert "small test models" in capsys.readouterr().out
 
 
 def test_the_worst_misses_come_with_their_components(tmp_path: Path, capsys) -> None:

@@ -123,7 +123,7 @@ def test_without_a_trace_the_end_is_the_peak() -> None:
         ([(CORE + "transformer/multi_latent_attention.py", "qkv_up_proj_and_rope_apply")], Part.MLA),
         ([(CORE + "ssm/mamba_mixer.py", "forward")], Part.MAMBA),
         ([(CORE + "ssm/gated_delta_net.py", "forward")], Part.GATED_DELTA_NET),
-        ([("/x/transformer_engine/pytorch/module/layernorm_linear.py", "backward")], Group.PASSING),
+        ([("/x/transformer_engine/pytorch/module/layernorm_linear.py", "backward")], Group.TEMPORARIES),
         ([("??", "at::empty")], Group.UNATTRIBUTED),
     ],
 )  # fmt: skip

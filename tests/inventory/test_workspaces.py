@@ -107,7 +107,7 @@ def test_blocks_take_a_rest_of_one_mib_or_less(mib: float, rest: float) -> None:
 
 
 def test_expandable_segments_leave_no_rests() -> None:
-    name = "unsplit rests of allocator blocks"
+    name = "remainder of allocator blocks"
     plain = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     dense = "--bf16 --tensor-model-parallel-size 4 --use-distributed-optimizer"
     assert name not in workspaces(dense)

@@ -397,7 +397,7 @@ def test_the_predicted_peak_is_the_estimates_and_what_both_columns_share_is_said
     done = json.loads(capsys.readouterr().out)
     table = {row["name"]: row for row in done["rows"]}
     assert table["peak"]["predicted"] == stage["peak_bytes"]
-    shared = table["buffers, the same in both"]
+    shared = table["buffers, counted in both columns"]
     static = sum(table[name]["found"] for name in ("weights", "gradients", "optimizer state"))
     schedule = table["schedule peak above static memory"]["found"]
     assert shared["found"] == shared["predicted"] == table["peak"]["found"] - static - schedule

@@ -199,7 +199,7 @@ MOE = RecomputeSpec(granularity="selective", modules=("moe",))
 def test_what_dispatchers_hold(name: str, recompute: RecomputeSpec, mtp: int) -> None:
     """To the byte: backward keeps the order of tokens, unless it makes it again; then the dispatcher alone has it."""
     table = rows(rehearse(Case(name, 1, pp=2, tp=2, mtp=mtp, recompute=recompute).run(), 1))
-    assert [row.difference for row in table if row.name == "held by MoE dispatchers"] == [0]
+    assert [row.difference for row in table if row.name == "kept by MoE dispatchers"] == [0]
 
 
 def test_the_loss_by_hand() -> None:

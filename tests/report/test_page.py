@@ -95,6 +95,15 @@ def test_one_file_is_small_and_fetches_nothing(name: str) -> None:
     assert "default-src 'none'" in page
 
 
+def test_every_series_of_the_step_has_a_colour() -> None:
+    """A series without a rule in the style sheet would be drawn black, with an empty swatch in the legend."""
+    names = re.search(r"^const SERIES = (\[.*?\]);", (Path(FOLDER) / "charts.js").read_text(), re.MULTILINE)
+    assert names is not None
+    style = (Path(FOLDER) / "style.css").read_text()
+    for name in json.loads(names[1]):
+        assert f".bm-{name} {{ background: var(--bm-{name});" in style and f"--bm-{name}: #" in style, name
+
+
 def test_hostile_names_stay_text() -> None:
     """A model's name is whatever a config.json says."""
     bad = '</script><script>alert(1)</script><img src=x onerror=alert(2)>"\'&\u2028'

@@ -94,7 +94,7 @@ def test_recomputed_mtp_depths_in_fp8_run_forward_alone(model: str, mtp: int, ar
     run = in_fp8(case.run(), recipe)
     peaks(run, 1, 0)
     for row in rows(rehearse(run, 1)):
-        if row.name in ("fp8 weight copies", "saved for backward, a microbatch"):
+        if row.name in ("fp8 weight copies", "saved for backward, per microbatch"):
             assert row.predicted == pytest.approx(row.found, rel=0.001), row
 
 

@@ -126,7 +126,7 @@ def _unfused(
     ctx, tape = r.ctx, r.tape
     a, d = spec.num_attention_heads, spec.head_dim
     wide, scores = 4 * ctx.tokens * a * d, 4 * a * slots
-    places = tape.tensor("places of the keys", 8 * slots, grad=False)
+    places = tape.tensor("indices of the gathered keys", 8 * slots, grad=False)
     tape.op(places.name, index, places, workspace=4 * slots)
     gathered = tape.make(
         "gathered keys", whole, slots * d * ctx.act, saves=(whole, places),
@@ -183,9 +183,9 @@ def _choose(
     q = r.plain_linear(f"{name}.linear_wq_b", q_in, ctx.tokens, spec.q_lora_rank, heads * width)
     if not ctx.impl.apply_rope_fusion:
         q = _rotated(r, spec, "indexer query", q, ctx.tokens * heads * width * ctx.act)
-    q = tape.make("indexer query turned", q, ctx.tokens * heads * width * ctx.act)
+    q = tape.make("rotated indexer query", q, ctx.tokens * heads * width * ctx.act)
     k = _compress(r, f"{name}.compressor", x, spec.compress_ratio, width)
-    k = tape.make("indexer keys turned", k, k.bytes)
+    k = tape.make("rotated indexer keys", k, k.bytes)
     weights = r.plain_linear(f"{name}.linear_weights_proj", x, ctx.tokens, ctx.hidden_size, heads)
     weights = tape.make("indexer weights", weights, 4 * ctx.tokens * heads)
     chosen = tape.tensor("chosen compressed keys", 8 * ctx.tokens * count, grad=False)

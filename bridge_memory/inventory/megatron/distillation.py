@@ -41,6 +41,6 @@ def record_divergence(r: Recorder, logits: Tensor, teacher: Tensor, elements: in
     difference = tape.make("difference of log probabilities", (own, target), wide)
     divergence = tape.make("divergence", (difference, probabilities), wide, saves=(probabilities,))
     divergence.grad_bytes = 4 * tokens  # one number a token, expanded
-    loss = tape.make("losses", divergence, 4 * tokens)
+    loss = tape.make("distillation loss", divergence, 4 * tokens)
     tape.keep_alive(teacher, logits, divided, student, target, own)
     return loss

@@ -57,7 +57,7 @@ def record_output(
         # The logits are never whole: chunks of the vocabulary are made, used and dropped; the log-sum-exp of
         # each token stays (fusions/linear_cross_entropy/).
         lse = tape.tensor("log-sum-exp", 8 * ctx.tokens, grad=False)
-        loss = tape.make("losses", x, 4 * ctx.tokens, saves=(x, lse), also=(lse,),
+        loss = tape.make("cross entropy", x, 4 * ctx.tokens, saves=(x, lse), also=(lse,),
                          workspace=whole if ctx.sp else 0, backward_workspace=2 * whole + wgrad)
         tape.output(loss)
         return
@@ -100,22 +100,22 @@ def _cross_entropy(r: Recorder, logits: Tensor, elements: int) -> Tensor:
             copy = tape.tensor("copy of the logits", elements * ctx.act, grad=False)
             statistics = tape.tensor("maximum and sum of the logits", 8 * tokens, grad=False)
             return tape.make(
-                "losses", logits, 4 * tokens, saves=(copy, statistics), also=(copy, statistics), in_place=True,
+                "cross entropy", logits, 4 * tokens, saves=(copy, statistics), also=(copy, statistics), in_place=True,
                 workspace=16 * tokens * (1 + ctx.tp) if ctx.tp > 1 else 0,
             )
         if LOSS_GRADIENT_IN_FP32(ctx.impl):
             # Autograd casts it to the logits' dtype.
             gradient = tape.tensor("gradient of the logits (fp32)", 4 * elements, grad=False)
             return tape.make(
-                "losses", logits, 4 * tokens, saves=(gradient,), also=(gradient,), workspace=scratch,
+                "cross entropy", logits, 4 * tokens, saves=(gradient,), also=(gradient,), workspace=scratch,
                 in_place=ctx.act == 4,
             )
-        return tape.make("losses", logits, 4 * tokens, saves=(logits,), workspace=scratch, in_place=True)
+        return tape.make("cross entropy", logits, 4 * tokens, saves=(logits,), workspace=scratch, in_place=True)
     target = tape.tensor("target mask and ids", tokens * 9, grad=False)
     fp32 = 4 * elements
     if ctx.act == 4 and not ctx.impl.cross_entropy_loss_fusion:
         # Nothing to cast: what is in place below is so in the logits (``calculate_logits_max`` copies no fp32).
-        return tape.make("losses", logits, 4 * tokens, saves=(logits, target), also=(target,), in_place=True)
+        return tape.make("cross entropy", logits, 4 * tokens, saves=(logits, target), also=(target,), in_place=True)
     # The fp32 copy becomes exp, then softmax, then the gradient, all in place; autograd casts the gradient back
     # to the logits' dtype (VocabParallelCrossEntropy.forward, backward).
     softmax = tape.tensor("softmax of the logits (fp32)", fp32, grad=False)
@@ -123,6 +123,6 @@ def _cross_entropy(r: Recorder, logits: Tensor, elements: int) -> Tensor:
     # mutations functional and copies back (fusions/fused_cross_entropy.py, core/jit.py: jit_fuser).
     scratch = fp32 if ctx.impl.cross_entropy_loss_fusion else 0
     return tape.make(
-        "losses", logits, 4 * tokens, saves=(softmax, target), also=(softmax, target),
+        "cross entropy", logits, 4 * tokens, saves=(softmax, target), also=(softmax, target),
         workspace=scratch, backward_workspace=scratch,
     )

@@ -184,7 +184,7 @@ def _unfused(
         return tape.make(name, x, scores, saves=(one,), also=(one,))
 
     logits = masked("scores of the chosen keys", added)
-    places = tape.tensor("places of the largest scores", 8 * ctx.tokens * a, grad=False)
+    places = tape.tensor("indices of the largest scores", 8 * ctx.tokens * a, grad=False)
     some = tape.tensor("rows with a chosen key", ctx.tokens * a, grad=False)
     shifted = tape.make("shifted scores", logits, scores, saves=(places, some), also=(places, some))
     exponentials = tape.make("exponentials", shifted, scores, save_output=True)
@@ -251,7 +251,7 @@ def _choose(
     k = _layer_norm(r, k, d)
     k = _partly_rotated(r, "indexer key", k, k_bytes, d, rope)
     if sparse.rotate_activation:
-        q, k = tape.make("indexer query turned", q, q_bytes), tape.make("indexer key turned", k, k_bytes)
+        q, k = tape.make("rotated indexer query", q, q_bytes), tape.make("rotated indexer key", k, k_bytes)
     weights = r.plain_linear(INDEXER + "linear_weights_proj", x, ctx.tokens, ctx.hidden_size, i)
     weights = tape.make("indexer weights", weights, weights.bytes, workspace=weights.bytes)
     if ctx.cp > 1:

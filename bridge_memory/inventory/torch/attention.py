@@ -124,14 +124,14 @@ def _rotated(t: Torch, name: str, x: Array, cos: Array, sin: Array, *, share: fl
     whole, turning, passing = x, x, None
     partly = 0 < share < 1
     if partly or (share == 1 and (t.hf.family.rotary == "interleaved" or t.hf.family.fused_qkv)):
-        turning = t.slice(f"{name}: turning part", whole, round(x.elements * share))
-        passing = t.slice(f"{name}: passing part", whole, x.elements - turning.elements)
+        turning = t.slice(f"{name}: rotary part", whole, round(x.elements * share))
+        passing = t.slice(f"{name}: pass-through part", whole, x.elements - turning.elements)
     straight = t.mul(f"{name} times cos", turning, cos)
     half = turning.elements // 2
     first = t.slice(f"{name}: first half", turning, half)
     second = t.slice(f"{name}: second half", turning, half)
     negated = t.scale(f"{name}: second half negated", second)
-    turned = t.cat(f"{name}: halves exchanged", negated, first)
+    turned = t.cat(f"{name}: halves swapped", negated, first)
     crossed = t.mul(f"{name} times sin", turned, sin)
     out = t.add(f"rotated {name}", straight, crossed)
     if passing is not None:

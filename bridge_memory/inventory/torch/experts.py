@@ -356,7 +356,7 @@ def _grouped(t: Torch, spec: MoESpec, x: Array, weights: Array, chosen: Array) -
     cleared.whole = weighted.tensor
     t.tape.op("experts' output, cleared", weighted.tensor, cleared, saves=(sentinel.tensor,))
     weighted = Array(cleared, weighted.elements, weighted.width)
-    back = t.constant("order of tokens as they came", rows, INT64)
+    back = t.constant("inverse order of tokens", rows, INT64)
     restored = t.make("experts' output in order", (weighted,), rows * h, weighted.width, saves=(back.tensor,))
     t.keep_alive(weighted)
     total = t.make("mlp sum over experts", (restored,), tokens * h, restored.width)

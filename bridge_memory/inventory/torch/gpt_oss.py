@@ -20,11 +20,11 @@ def rotated(t: Torch, name: str, x: Array, cos: Array, sin: Array) -> Array:
     """``_apply_rotary_emb``: tables are half as wide as a head; each half of it by both, put together."""
     first, second = t.split(f"{name}: halves", x, x.elements // 2, x.elements // 2)
     one = t.subtract(
-        f"{name}: first half turned", t.mul(f"{name}: first half times cos", first, cos),
+        f"{name}: first half rotated", t.mul(f"{name}: first half times cos", first, cos),
         t.mul(f"{name}: second half times sin", second, sin),
     )
     other = t.add(
-        f"{name}: second half turned", t.mul(f"{name}: second half times cos", second, cos),
+        f"{name}: second half rotated", t.mul(f"{name}: second half times cos", second, cos),
         t.mul(f"{name}: first half times sin", first, sin),
     )
     out = t.cat(f"rotated {name}", one, other)
@@ -37,7 +37,7 @@ def probabilities(t: Torch, masked: Array, rows: Any) -> tuple[Array, Array]:
     their own dtype: (the probabilities without the sinks', a view; a variable to the end)."""
     wide = masked.elements + rows
     combined = t.make("scores and sinks", (masked,), wide, masked.width, alias=True, trains=t.trains("sinks"))
-    where = t.tape.tensor("places of the largest scores", INT64 * rows, grad=False)
+    where = t.tape.tensor("indices of the largest scores", INT64 * rows, grad=False)
     largest = t.make("largest scores", (combined,), rows, combined.width, saves=(where,), also=(where,))
     less = t.subtract("scores less the largest", combined, largest, broadcast=True)
     t.keep_alive(masked, combined)

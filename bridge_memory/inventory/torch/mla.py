@@ -37,15 +37,15 @@ def record_mla(t: Torch, spec: MLASpec, x: Array, shared: Shared) -> Array:
         assert shared.cos is not None and shared.sin is not None
         q_turned, k_turned = (
             _interleaved(t, name, part, shared.cos, shared.sin)
-            for name, part in (("turning queries", q_turning), ("turning keys", k_turning))
+            for name, part in (("rotary queries", q_turning), ("rotary keys", k_turning))
         )
     t.keep_alive(*before)
-    spread = t.scale("turned keys of every head", k_turned)._replace(elements=tokens * a * r)
+    spread = t.scale("rotated keys of every head", k_turned)._replace(elements=tokens * a * r)
     spread.tensor.bytes = 0
     spread.tensor.grad_bytes = spread.bytes * k_turned.differentiable
     spread.tensor.whole = k_turned.tensor
-    query = t.cat("queries put together", q_pass, q_turned)
-    key = t.cat("keys put together", k_pass, spread)
+    query = t.cat("concatenated queries", q_pass, q_turned)
+    key = t.cat("concatenated keys", k_pass, spread)
     parts = value
     if t.hf.attention == "sdpa" and not SDPA_TAKES_VIEWS(t.hf.spec):
         value = t.copy("contiguous values", value)
@@ -65,7 +65,7 @@ def _turned(t: Torch, shared: Shared, *given: Array) -> list[Array]:
     for x, x32 in zip(given, wide, strict=True):
         kept = (shared.cos.tensor,) if x32.differentiable else ()
         product = t.make(f"{x.tensor.name} times the table", (x32,), x.elements, FP32, saves=kept)
-        turned.append(t.cast(f"{x.tensor.name}, turned", product, x.width))
+        turned.append(t.cast(f"{x.tensor.name}, rotated", product, x.width))
     t.keep_alive(*wide)
     return turned
 
@@ -77,8 +77,8 @@ def _interleaved(t: Torch, name: str, x: Array, cos: Array, sin: Array) -> Array
     half = apart.elements // 2
     first = t.slice(f"{name}: first half", apart, half)
     second = t.slice(f"{name}: second half", apart, half)
-    turned = t.cat(f"{name}: halves exchanged", t.scale(f"{name}: second half negated", second), first)
+    turned = t.cat(f"{name}: halves swapped", t.scale(f"{name}: second half negated", second), first)
     crossed = t.mul(f"{name} times sin", turned, sin)
-    out = t.add(f"{name}, turned", straight, crossed)
+    out = t.add(f"{name}, rotated", straight, crossed)
     t.keep_alive(apart)
     return out

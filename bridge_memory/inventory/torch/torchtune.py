@@ -29,8 +29,8 @@ def _turned(t: Torch, name: str, x: Array) -> Array:
     for which, one, other in (("first", first, second), ("second", second, first)):
         straight = t.mul(f"{name}: {which} times cos", one, table._replace(elements=half))
         crossed = t.mul(f"{name}: {which} times sin", other, table._replace(elements=half))
-        parts.append(t.add(f"{name}: {which} turned", straight, crossed))
-    out = t.cat(f"{name}: pairs turned", *parts)
+        parts.append(t.add(f"{name}: {which} rotated", straight, crossed))
+    out = t.cat(f"{name}: pairs rotated", *parts)
     t.keep_alive(x, wide, table, *parts)
     return t.cast(f"rotated {name}", out, x.width)
 
