@@ -198,7 +198,7 @@ def _phases(stages: _Stages, rank: int) -> dict[Phase, int]:
     found |= {Phase.FORWARD: forward, Phase.BACKWARD: backward}
     found[Phase.STEP] = held.static_bytes + held.between_bytes + state.in_step
     if state.saving is not None:
-        found[Phase.SAVING] = held.static_bytes - state.gone_between_steps + held.between_bytes + state.saving
+        found[Phase.SAVING] = held.static_bytes - state.freed_between_steps + held.between_bytes + state.saving
     return found
 
 
@@ -299,10 +299,10 @@ class StageHolds:
         chunks = [self._chunk(shape) for shape in shapes]
         state = self.state(shapes)
         inventories = self._inventories(chunks, shapes, state.concurrent)
-        residue = sum([inventory.residue for inventory in inventories])
+        carried_over = sum([inventory.carried_over for inventory in inventories])
         persistent, between = by_lifetime(
             (
-                *persistent_buffers(run, [chunk.facts for chunk in chunks], ctx, residue),
+                *persistent_buffers(run, [chunk.facts for chunk in chunks], ctx, carried_over),
                 *teacher_buffers(run, shapes),
                 *state.buffers(),
             )
@@ -325,7 +325,7 @@ class StageHolds:
         if not self.run.implementation.overlap_moe_expert_parallel_comm:
             return costs
         apart = [
-            Apart(*inventory.apart(), held_by_nodes(chunk.facts.experts, self.ctx))
+            Apart(*inventory.by_layer(), held_by_nodes(chunk.facts.experts, self.ctx))
             for inventory, chunk in zip(inventories, chunks, strict=True)
         ]
         return [cost._replace(apart=each) for cost, each in zip(costs, apart, strict=True)]
@@ -418,12 +418,14 @@ def by_lifetime(buffers: Iterable[Component]) -> tuple[list[Component], list[Com
 
 
 def stage_costs(inventories: Sequence[ChunkInventory]) -> list[ChunkCost]:
-    """The chunks of a stage for the schedule. What the others leave behind in backward is counted beside a running
-    chunk, whether or not they have run forward since: an upper bound where there are virtual stages."""
-    residue = sum([i.residue for i in inventories])
+    """The chunks of a stage for the schedule. Bytes that other chunks carry over from backward are added to a running
+    chunk, whether or not those have run forward since: an upper bound with virtual stages."""
+    carried = sum([i.carried_over for i in inventories])
     distinct = {id(i): i for i in inventories}
     costs = {
-        key: ChunkCost(i.retained, i.forward_peak + residue - i.residue, i.backward_peak + residue - i.residue)
+        key: ChunkCost(
+            i.retained, i.forward_peak + carried - i.carried_over, i.backward_peak + carried - i.carried_over
+        )
         for key, i in distinct.items()
     }
     return [costs[id(i)] for i in inventories]
@@ -470,14 +472,14 @@ def _explained(stages: _Stages, rank: int) -> StageEstimate:
         if held.state.gathered:
             name = f"parameters gathered by {stages.run.data_parallel.engine_title}"
             components.append(_transient(name, held.state.gathered, Part.DATA_PARALLEL))
-        made, gone = (one.gradients, one.gone) if one else (0, 0)
+        made, freed = (one.gradients, one.freed) if one else (0, 0)
         if held.state.accumulated:
             name = "whole gradients of earlier microbatches"
-            components.append(_transient(name, held.state.accumulated - gone, Part.DATA_PARALLEL))
+            components.append(_transient(name, held.state.accumulated - freed, Part.DATA_PARALLEL))
         if held.fresh:
             components, waiting = _as_far_as_made(components, made)
             carried_over = (*carried_over, *waiting)
-        transient = moment.bytes - moment.hidden_bytes - sum(retained.values()) - made + gone
+        transient = moment.bytes - moment.hidden_bytes - sum(retained.values()) - made + freed
         components.append(_transient(f"in passing: {operation}", transient, Part.RUNNING))
     return StageEstimate(
         stage=rank,

@@ -174,7 +174,7 @@ class _Job:
 
         def passes(key: object, block: Callable[..., object], *, again: bool = False) -> Passes:
             if key not in known:
-                known[key] = Passes(tape_of(ctx, block), self.storages, again=again, keeps=keeps)
+                known[key] = Passes(tape_of(ctx, block), self.storages, recompute=again, keeps=keeps)
             return known[key]
 
         out = [passes(Label.EMBEDDING, lambda c: embedding_block(model, c))]

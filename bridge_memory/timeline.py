@@ -1,8 +1,8 @@
 """A pipeline stage over one training step: what is alive at every operation that can be told apart.
 
 Passes come in the order of the schedule (``schedule.events.walk``), and inside a pass the links of its chunk one after
-the other (``inventory.chain.follow``). The highest of all points is the peak that ``estimate`` gives, to the byte. The
-order is real; how long anything takes is not known here.
+the other (``inventory.chain.peaks_by_link``). The highest of all points is the peak that ``estimate`` gives, to the
+byte. The order is real; how long anything takes is not known here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bridge_memory.result import OPTIMIZER_STEP
 from bridge_memory.schedule.events import ChunkCost, overlapped, schedule_table, walk
 from bridge_memory.schedule.peak import few_microbatches
 from bridge_memory.spec import RunSpec
-from bridge_memory.tapes.chain import ChunkInventory, Label, follow
+from bridge_memory.tapes.chain import ChunkInventory, Label, peaks_by_link
 
 #: (microbatch, chunk) passes in one direction up to which a step is followed whole.
 MOST_PASSES = 128
@@ -188,9 +188,9 @@ def _followed(run: RunSpec, v: int, total: int) -> int:
 
 
 def _chunks(parts: StageParts) -> Iterator[Chunk]:
-    residue = sum(inventory.residue for inventory in parts.inventories)
+    carried_over = sum(inventory.carried_over for inventory in parts.inventories)
     for layers, inventory in zip(parts.layers, parts.inventories, strict=True):
-        yield Chunk(tuple(_steps(inventory, layers)), inventory.retained, residue - inventory.residue)
+        yield Chunk(tuple(_steps(inventory, layers)), inventory.retained, carried_over - inventory.carried_over)
 
 
 _OF_LAYERS = (Label.LAYER, Label.RECOMPUTED, Label.OFFLOADED)
@@ -199,7 +199,7 @@ _OF_LAYERS = (Label.LAYER, Label.RECOMPUTED, Label.OFFLOADED)
 def _steps(inventory: ChunkInventory, layers: tuple[int, ...]) -> Iterator[Step]:
     at = 0
     names: dict[int, tuple[str, str]] = {}
-    for link, before, forward, backward in follow(inventory):
+    for link, before, forward, backward in peaks_by_link(inventory):
         number = link.layers if link.label in _OF_LAYERS else 0
         if id(link) not in names:
             names[id(link)] = link.forward_name(), link.backward_name()

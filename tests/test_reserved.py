@@ -118,7 +118,7 @@ def _told(again: bool, keeps: bool) -> tuple[list[tuple[str, int]], list[tuple[s
         events.append(("+" if nbytes is not None else "-", sizes[number]))
 
     storages = Storages(told)
-    block = Passes(_chain(), storages, again=again, keeps=keeps)
+    block = Passes(_chain(), storages, recompute=again, keeps=keeps)
     x = storages.make(4 * MIB)
     out, back = block.forward(x)
     storages.drop(x)

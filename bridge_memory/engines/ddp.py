@@ -61,8 +61,8 @@ class DDP:
         beside = beside_made(run, model, [k.gradients for k in held])
         if waiting and run.num_microbatches == 2:
             # The last microbatch's backward frees each once it is in its bucket.
-            gone = made_before(model, own)
-            beside = [Concurrent(0, -n, -n, gone=n) for n in gone]
+            freed = made_before(model, own)
+            beside = [Concurrent(0, -n, -n, freed=n) for n in freed]
         step, name = in_step(run, held)
         amounts = amounts_of(run, held, fresh=not stays, shard_name="")
         buckets = Line(Role.GRADIENTS, State.GRADIENTS, "gradient buckets", False, adapters=run.peft.freezes)

@@ -109,7 +109,7 @@ class StageState(NamedTuple):
         return sum([nbytes for line, nbytes in self.amounts if line.fresh])
 
     @property
-    def gone_between_steps(self) -> int:
+    def freed_between_steps(self) -> int:
         """Of ``amounts``, what is not there between two steps."""
         return sum([nbytes for line, nbytes in self.amounts if line.fresh or line.zeroed])
 

@@ -199,9 +199,9 @@ class ZeRO12:
                 found[0] = found[0]._replace(least_backward=(0 if many else whole) + copied)
             else:
                 held = self._at_end(model, flat, gradients)
-                most = (0 if many else whole) + bucket + held.most - held.gone
+                most = (0 if many else whole) + bucket + held.most - held.freed
                 if most > found[0].least_backward:
-                    found[0] = found[0]._replace(least_backward=most, gone_at_least=held.gone if many else 0)
+                    found[0] = found[0]._replace(least_backward=most, freed_at_least=held.freed if many else 0)
             return found
         return self._in_hooks(model, flat, gradients, bucket)
 
@@ -224,7 +224,7 @@ class ZeRO12:
         bucket leave their own tensors; one that is larger stays, unless it is this rank's."""
         found = Reductions(self.run, flat, self.widths, partitioned=False, apart=True, own=gradients)
         reductions = found.replay(self._gradients_of(model), hooks=False).reductions
-        return max((r.held for r in reductions), key=lambda held: held.most - held.gone, default=Held())
+        return max((r.held for r in reductions), key=lambda held: held.most - held.freed, default=Held())
 
     def _gradients_of(self, model: Model) -> list[Gradient]:
         """In the order of the model; each starts where it lies among the flat parameters (``_round_robin_reorder``)."""
@@ -254,9 +254,9 @@ class ZeRO12:
             return 0, gradients
         if not self.in_hooks:
             held = self._at_end(model, flat, gradients)
-            return 0, held.most - held.gone
+            return 0, held.most - held.freed
         events = self._hooked(model, flat, gradients).reductions
-        return sum(r.held.stays for r in events), max((r.held.most - r.held.gone for r in events), default=0)
+        return sum(r.held.stays for r in events), max((r.held.most - r.held.freed for r in events), default=0)
 
     def _hooked(self, model: Model, flat: Flat, gradients: int) -> Replay:
         """Reductions during the last microbatch's backward."""
@@ -280,23 +280,23 @@ class ZeRO12:
         def net(held: Held) -> tuple[int, int]:
             """(bytes beside what is counted apart, and how much of that is gone). Before the last of several
             microbatches nothing is gone."""
-            gone = held.gone if last_alone else min(held.gone, held.most)
-            return bucket + held.most - gone, gone
+            freed = held.freed if last_alone else min(held.freed, held.most)
+            return bucket + held.most - freed, freed
 
         first = Held()
         found = []
         for place in reversed(range(model.number)):
             first = before.get(place, first)
-            held, gone = net(first)
+            held, freed = net(first)
             moments = [net(r.held) for r in events if r.place == place]
-            least = gone_at_least = 0
+            least = freed_at_least = 0
             if place == model.places.loss:
-                least, gone_at_least = max([(held, gone), *moments])
-                held, gone = waits, 0
+                least, freed_at_least = max([(held, freed), *moments])
+                held, freed = waits, 0
             elif place in (model.places.norm, 0):  # its one gradient comes last
                 if place == 0:  # and those that are in the bucket then are reduced
                     moments += [net(r.held) for r in events if r.place == -1]
-                least, gone_at_least = max(moments, default=(0, 0))
+                least, freed_at_least = max(moments, default=(0, 0))
                 least += hidden_bytes(self.run) if least and place else 0
             else:
                 # Its own peak has a gradient that is being made already.
@@ -305,9 +305,9 @@ class ZeRO12:
                     for r in events if r.place == place
                 ]  # fmt: skip
                 held += max((self._copied(m) for m in model.modules if m.place == place), default=0)
-                held, gone = max([(held, gone), *inside])
+                held, freed = max([(held, freed), *inside])
             there = first.stays if fresh else 0
-            found.append(Concurrent(waits, held, held, least, max(0, min(there, held)), gone, gone_at_least))
+            found.append(Concurrent(waits, held, held, least, max(0, min(there, held)), freed, freed_at_least))
         return found[::-1]
 
     def _is_fresh(self, *, many: bool) -> bool:

@@ -64,7 +64,7 @@ class Held(NamedTuple):
     #: Of it what is there until the optimizer's step.
     stays: int = 0
     #: Of what is counted apart: gone by now.
-    gone: int = 0
+    freed: int = 0
 
 
 class Reduction(NamedTuple):
@@ -110,7 +110,7 @@ class Reductions:
         #: In tensors of their own; of them those that go at the next reduction, and those that stay until the step.
         self.loose = self.lingering = self.staying = 0
         #: In this rank's buffer; gone of what is counted apart.
-        self.kept = self.gone = 0
+        self.kept = self.freed = 0
         self.found: list[Reduction] = []
 
     def replay(self, gradients: Iterable[Gradient], *, hooks: bool = True) -> Replay:
@@ -124,7 +124,7 @@ class Reductions:
             self.bucket.append(g)
             self.elements += g.numel
             if self.contiguous and g.numel <= self.limit:
-                self.gone += nbytes if self.apart else 0
+                self.freed += nbytes if self.apart else 0
             elif not self.apart:
                 self.loose += nbytes
         if self.elements:
@@ -135,7 +135,7 @@ class Reductions:
         return rounded(gradient.numel * self.widths.gradient)
 
     def _held(self, more: int) -> Held:
-        return Held(self.loose + self.kept + more, self.kept + self.staying, self.gone)
+        return Held(self.loose + self.kept + more, self.kept + self.staying, self.freed)
 
     def _reduce(self, place: int, trigger: int) -> None:
         made = self._held(trigger)
@@ -170,7 +170,7 @@ class Reductions:
         else:
             freed = self.partitioned
         if freed and self.apart:
-            self.gone += nbytes
+            self.freed += nbytes
         elif freed:
             self.loose -= nbytes
 

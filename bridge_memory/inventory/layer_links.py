@@ -30,7 +30,7 @@ def ignores_full_recompute(model: ModelSpec, ctx: BlockContext) -> bool:
 
 def fully_recomputed(layers: int, ctx: BlockContext, *, ignored: bool = False) -> tuple[int, int]:
     """How many of a chunk's ``layers`` are recomputed as a whole, from the first on, and how many together."""
-    found: tuple[int, int] = (0, 1) if ignored else ctx.recompute_says(lambda rc: _fully(rc, layers))
+    found: tuple[int, int] = (0, 1) if ignored else ctx.common_recompute(lambda rc: _fully(rc, layers))
     return found
 
 
@@ -61,7 +61,7 @@ def reached(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> bool:
     """
     if ctx.adapters is None or not shape.embedding:
         return True
-    full: bool = ctx.recompute_says(lambda rc: rc.granularity == "full")
+    full: bool = ctx.common_recompute(lambda rc: rc.granularity == "full")
     return full and not ignores_full_recompute(model, ctx)
 
 
@@ -129,7 +129,7 @@ def _checkpointed(group: Group, ctx: BlockContext) -> Link:
     kept = entry // shards
     # The first layer's saved tensors include the input unless it was sharded away or is not saved at all.
     concurrent = 0 if first.input_retained and shards == 1 else kept
-    residue = 2 * entry if any(routes for _, routes, _ in costs) else 0
+    carried_over = 2 * entry if any(routes for _, routes, _ in costs) else 0
     routers = sum(count for _, routes, count in costs if routes)
     forward = earlier = 0
     number = sum(count for _, _, count in costs)
@@ -142,9 +142,9 @@ def _checkpointed(group: Group, ctx: BlockContext) -> Link:
             # What was left goes when the last of the group's routers has run.
             base = earlier + k * c.no_grad_retained + (entry if at + k else 0)
             later = routers - (k + 1 if routes else 0)
-            forward = largest(forward, base + c.no_grad_peak + (residue if later else 0))
+            forward = largest(forward, base + c.no_grad_peak + (carried_over if later else 0))
             if routes:
-                forward = largest(forward, base + c.before_landmark[3] + residue)
+                forward = largest(forward, base + c.before_landmark[3] + carried_over)
             back = c.backward_peak_held if at + k + 1 == number else c.backward_peak + out
             behind = before + k * c.retained
             for peak, what in (
@@ -158,8 +158,8 @@ def _checkpointed(group: Group, ctx: BlockContext) -> Link:
         routers -= count if routes else 0
     link = ctx.evaluated["recomputed", group] = Link(
         Label.RECOMPUTED, kept, forward, best + concurrent, best + concurrent, _recomputed_layers, name,
-        more=(((Part.RECOMPUTED_INPUT, Provenance.FORMULA), kept),), residue=residue, residue_gradient=residue // 2,
-        layers=number,
+        more=(((Part.RECOMPUTED_INPUT, Provenance.FORMULA), kept),), carried_over=carried_over,
+        carried_over_gradient=carried_over // 2, layers=number,
     )
     return link
 
@@ -189,16 +189,17 @@ def layer_link(layer: LayerSpec, ctx: BlockContext) -> Link:
     found = layer_block(layer, ctx)
     link = plain_link(found, Label.LAYER)
     if dispatches(layer) and ctx.recomputes("moe"):
-        link = with_residue(link, found.cost, 2 * ctx.tokens_sp * ctx.hidden_size * ctx.act)
+        link = with_carried_over(link, found.cost, 2 * ctx.tokens_sp * ctx.hidden_size * ctx.act)
     ctx.evaluated["link", layer] = link
     return link
 
 
-def with_residue(link: Link, cost: BlockCost, residue: int) -> Link:
-    """A link that finds ``residue`` bytes of its last backward where its router has not run yet, and leaves as many."""
-    forward, backward, held, _ = (peak + residue for peak in cost.before_landmark)
+def with_carried_over(link: Link, cost: BlockCost, carried_over: int) -> Link:
+    """A link that finds ``carried_over`` bytes of its last backward where its router has not run yet, and leaves as
+    many."""
+    forward, backward, held, _ = (peak + carried_over for peak in cost.before_landmark)
     return link._replace(
-        residue=residue, forward_peak=largest(link.forward_peak, forward),
+        carried_over=carried_over, forward_peak=largest(link.forward_peak, forward),
         backward_peak=largest(link.backward_peak, backward),
         backward_peak_held=largest(link.backward_peak_held, held), routed_peak=0,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bridge_memory.inventory.layer import final_norm_block, mtp_block, output_block
-from bridge_memory.inventory.layer_links import dispatches, layer_link, with_residue
+from bridge_memory.inventory.layer_links import dispatches, layer_link, with_carried_over
 from bridge_memory.inventory.megatron.embedding import learned_positions
 from bridge_memory.inventory.shared_weights import PendingGradients, with_pending
 from bridge_memory.releases import (
@@ -100,11 +100,11 @@ def _mtp_with_residue(link: Link, cost: BlockCost, model: ModelSpec, ctx: BlockC
     if ctx.mtp_without_gradients:
         return link
     if ctx.mtp_recomputed:
-        residue = 4 * ctx.hidden_bytes
-        forward = largest(link.forward_peak, cost.before_landmark_forward + residue)
-        return link._replace(residue=residue, forward_peak=forward, routed_peak=0)
-    residue = layer_link(model.mtp_layer, ctx).residue
-    return with_residue(link, cost, residue) if residue else link
+        carried_over = 4 * ctx.hidden_bytes
+        forward = largest(link.forward_peak, cost.before_landmark_forward + carried_over)
+        return link._replace(carried_over=carried_over, forward_peak=forward, routed_peak=0)
+    carried_over = layer_link(model.mtp_layer, ctx).carried_over
+    return with_carried_over(link, cost, carried_over) if carried_over else link
 
 
 def _with_held_states(link: Link, states: int, ctx: BlockContext) -> Link:

@@ -1,8 +1,8 @@
-"""Linears whose weight is frozen, and the LoRA adapters beside them.
+"""Linears whose weight is frozen, and their LoRA adapters.
 
-A frozen linear keeps nothing of its input: only its weight's gradient would need that. What passes a gradient on keeps
-what it always did: norms, activations, attention. An adapter keeps its input and the r features between its two
-linears; its output is scaled and added to that of the linear, three tensors of one size for a moment.
+A frozen linear saves nothing of its input, which only its weight's gradient would need. Norms, activations and
+attention save what they always do: gradients pass through them. An adapter saves its input and the r features between
+its two linears; its output is scaled and added to that of the linear, three tensors of one size at a time.
 
 Source: TE ``module/{linear,layernorm_linear,grouped_linear}.py``, megatron-core ``tensor_parallel/layers.py:
 linear_with_frozen_weight``, Megatron Bridge ``peft/lora_layers.py: LoRALinear``, ``peft/utils.py:
@@ -40,7 +40,7 @@ def column_linear(
                 workspace=(r.fp8_bytes(kept) if r.fp8 else shard) + (r.gathered(entering) if sp else 0),
                 backward_workspace=backward + shard + (whole if sp else 0), label=label,
             )
-        # The norm's output is returned, gathered; the linear keeps what it made of it as its own input
+        # The linear returns the norm's output, gathered, for the adapter, and saves its own copy of it
         # (``get_adapter_attributes_from_linear``: return_layernorm_output, return_layernorm_output_gathered).
         source = tape.tensor(f"{name} norm output" + (", gathered" if sp else ""), whole)
         own = source
@@ -90,7 +90,7 @@ def row_linear(r: Recorder, name: str, x: Tensor, in_features: Any, out_features
 
 
 def plain_linear(r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any, out_features: Any) -> Tensor:
-    """``Recorder.plain_linear`` of a frozen weight, with its adapter, which divides its output and gathers it."""
+    """``Recorder.plain_linear`` of a frozen weight, with its adapter, whose output is sharded and then gathered."""
     ctx, tape = r.ctx, r.tape
     out = tape.make(
         f"{name} output", x, rows * out_features * ctx.act,
@@ -148,7 +148,8 @@ def _beside_row(
     r: Recorder, name: str, x: Tensor, out: Tensor, rows: Any, in_features: Any, out_features: Any, *,
     scattered: bool, experts: bool = False,
 ) -> Tensor:  # fmt: skip
-    """linear_in sums over ranks; linear_out divides the output and gathers it, of which a rank takes its tokens."""
+    """The adapter of a row-parallel linear: linear_in is row-parallel; linear_out's output is sharded and gathered, and
+    under sequence parallelism each rank takes its tokens."""
     ctx, tape = r.ctx, r.tape
     ranks = ctx.etp if experts else ctx.tp
     local = divide_features("hidden_size", out_features, ranks, experts=experts)
@@ -163,7 +164,7 @@ def _beside_row(
 
 
 def _beside_whole(r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any, out_features: Any) -> Tensor:
-    """Beside a weight that every rank holds whole: the adapter divides its output, and gathers it."""
+    """The adapter of a replicated weight: its output is sharded and then gathered."""
     ctx = r.ctx
     local = divide_features(name, out_features, ctx.tp, experts=False)
     wide = _linear_out(r, name, _linear_in(r, name, x, rows, in_features, ctx.tp), rows, local)
@@ -176,7 +177,7 @@ def _beside_whole(r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any
 def _linear_in(
     r: Recorder, name: str, x: Tensor, rows: Any, in_features: Any, ranks: Any, *, experts: bool = False
 ) -> Tensor:
-    """[rows, in] -> [rows, r], gathered where ``ranks`` divide it."""
+    """[rows, in] -> [rows, r], gathered if ``ranks`` > 1 shard it."""
     ctx, tape, dim = r.ctx, r.tape, r.rank
     local = split_rank(dim, ranks, experts=experts)
     low = tape.make(
@@ -197,7 +198,7 @@ def _linear_out(r: Recorder, name: str, low: Tensor, rows: Any, out_features: An
 
 
 def _sum(r: Recorder, name: str, x: Tensor, out: Tensor, wide: Tensor) -> Tensor:
-    """out + scale * wide; variables of ``LoRALinear.forward`` hold the terms and the input meanwhile."""
+    """out + scale * wide; variables of ``LoRALinear.forward`` keep the terms and the input alive until then."""
     scaled = r.tape.make(f"{name}.adapter output scaled", wide, out.bytes)
     total = r.tape.make(f"{name} output + adapter", (out, scaled), out.bytes, alias=True)
     r.tape.keep_alive(x, out, scaled)

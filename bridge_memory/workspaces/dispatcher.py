@@ -43,12 +43,12 @@ def expert_layers(model: ModelSpec, shape: ChunkShape, ctx: BlockContext) -> lis
     return found
 
 
-def held_by_dispatchers(layers: Sequence[ExpertLayers], ctx: BlockContext, residue: int) -> Iterator[Component]:
-    """``residue``: what recomputed MoE layers leave behind in backward (``ChunkInventory.residue``)."""
-    if residue:
+def held_by_dispatchers(layers: Sequence[ExpertLayers], ctx: BlockContext, carried_over: int) -> Iterator[Component]:
+    """``carried_over``: what recomputed MoE layers leave behind in backward (``ChunkInventory.carried_over``)."""
+    if carried_over:
         # token_dispatcher.py: the graph of self.probs leads to them until the next forward
         yield buffer(
-            "inputs of recomputed MoE layers and their gradients", residue, Part.DISPATCHER, Lifetime.BETWEEN_STEPS
+            "inputs of recomputed MoE layers and their gradients", carried_over, Part.DISPATCHER, Lifetime.BETWEEN_STEPS
         )
     impl = ctx.impl
     if impl.overlap_moe_expert_parallel_comm and impl.moe_token_dispatcher_type == "alltoall":

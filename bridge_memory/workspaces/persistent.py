@@ -35,11 +35,11 @@ def chunk_facts(run: RunSpec, shape: ChunkShape, ctx: BlockContext) -> ChunkFact
 
 
 def persistent_buffers(
-    run: RunSpec, chunks: Sequence[ChunkFacts], ctx: BlockContext, residue: int
+    run: RunSpec, chunks: Sequence[ChunkFacts], ctx: BlockContext, carried_over: int
 ) -> Iterator[Component]:
     """What is allocated after a step besides model state: for good, and (by their lifetime) until the next step.
 
-    ``residue``: what recomputed MoE layers leave behind in backward (``ChunkInventory.residue``).
+    ``carried_over``: what recomputed MoE layers leave behind in backward (``ChunkInventory.carried_over``).
     """
     for kind, nbytes in stage_scratch([chunk.scratch for chunk in chunks], ctx).items():
         yield buffer(kind.value, nbytes)
@@ -50,7 +50,7 @@ def persistent_buffers(
     experts = [layers for chunk in chunks for layers in chunk.experts]
     yield from library_workspaces(ctx, [chunk.uses for chunk in chunks], experts_here=bool(experts))
     if experts:
-        yield from held_by_dispatchers(experts, ctx, residue)
+        yield from held_by_dispatchers(experts, ctx, carried_over)
     received = sum([not chunk.embedding for chunk in chunks])
     if received:
         # TransformerBlock.set_input_tensor keeps what schedules.py received, retain_grad keeps its gradient

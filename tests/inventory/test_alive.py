@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_tapes import Writer
 
-from bridge_memory.tapes.alive import Atoms, BlockCost, Moment, Structure, _Passage, _undominated, cost_of
+from bridge_memory.tapes.alive import Atoms, BlockCost, Moment, Structure, _PeakCandidates, _undominated, cost_of
 from bridge_memory.tapes.symbolic import DIMENSIONS, SIZES, ShapeEnv, SymInt, Traces
 from bridge_memory.tapes.tape import Op, Tape, Tensor
 
@@ -157,6 +157,6 @@ def test_the_moments_that_are_kept_have_the_highest(counts: list[list[int]], siz
         Moment(str(i), sum(n * unit for n, unit in zip(row, units, strict=True))) for i, row in enumerate(counts)
     ]
     high = [sum(n * size for n, size in zip(row, sizes, strict=True)) for row in counts]
-    found, name = _Passage(_undominated(moments, atoms), atoms).named([*sizes, *(-n for n in sizes)])
+    found, name = _PeakCandidates(_undominated(moments, atoms), atoms).named([*sizes, *(-n for n in sizes)])
     assert found == max(high, default=0)
     assert found == 0 or high[int(name)] == found

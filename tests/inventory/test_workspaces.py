@@ -37,8 +37,8 @@ def workspaces(
     ctx, shapes = context_of(run), layout(run.model, run.parallel).shapes(run.model)[stage]
     state = stage_state(run, stage)
     facts = [chunk_facts(run, shape, ctx) for shape in shapes]
-    residue = sum(chunk.residue for chunk in stage_inventories(run.model, shapes, ctx))
-    buffers = persistent_buffers(run, facts, ctx, residue)
+    carried_over = sum(chunk.carried_over for chunk in stage_inventories(run.model, shapes, ctx))
+    buffers = persistent_buffers(run, facts, ctx, carried_over)
     return {w.name: w for w in (*buffers, *state.buffers())}
 
 
